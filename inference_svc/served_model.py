@@ -126,7 +126,7 @@ async def open_served(
         Recall(engine, lines),
         ReusePlanner(engine, prompting, stores, RestoreCosts(clock)),
         copies,
-        lines,
+        stores,
         settings.turn_limits,
         admission,
         stats,

@@ -24,6 +24,7 @@ from inference_svc.memory.agent_memory import (
     from_manifest,
     parsed,
 )
+from inference_svc.memory.lines.line import Line
 from inference_svc.memory.lines.line_lease import MOVED
 from inference_svc.memory.lines.line_states import Stage, Standing
 from inference_svc.memory.lines.lines import Lines
@@ -80,8 +81,13 @@ class Recall:
 
     def __init__(self, engine: Engine, lines: Mapping[str, Lines]) -> None:
         """`lines`: by namespace; a namespace without a store has none, and hot memory only. More may come later."""
+        self.lines = lines
         self._engine = engine
-        self._lines = lines
+
+    def line(self, key: AgentKey | None) -> Line | None:
+        """The agent's line; None where there is no agent, or no store."""
+        lines = self.lines.get(key.namespace) if key is not None else None
+        return lines.line(key.agent_id) if lines is not None and key is not None else None
 
     async def of_turn(self, key: AgentKey | None, budget: Budget, *, extends: bool) -> Recollection:
         """The newest memory of a turn's agent and, if the turn extends its line, the right to do so. Raises Unavailable
@@ -90,16 +96,15 @@ class Recall:
         """
         if key is None:
             return NOTHING_REMEMBERED
-        if not extends or (lines := self._lines.get(key.namespace)) is None:
-            return await self.newest(key, budget)
-        lease = lines.line(key.agent_id).lease
-        lease.request()
+        line = self.line(key) if extends else None
+        if line is not None:
+            line.lease.request()
         found = await self.newest(key, budget)
-        if not lease.is_elsewhere or found.head is None:
+        if line is None or not line.lease.is_elsewhere or found.head is None:
             return found
         try:
             # Another engine releases a line within milliseconds of the request, unless a turn of it still runs.
-            await lease.obtain(RETRY_S)
+            await line.lease.obtain(RETRY_S)
         except KvasirError as error:
             if error.reason in ("AGENT_HELD_ELSEWHERE", *MOVED):
                 raise
@@ -111,11 +116,11 @@ class Recall:
         been acknowledged.
         """
         hot = self._hot(key)
-        if (lines := self._lines.get(key.namespace)) is None:
+        if (line := self.line(key)) is None:
             if hot is not None:
                 return Recollection(hot, Source.HOT, hot.publication.standing.head)
             return Recollection(None, Source.COLD, NO_HEAD, _NOTHING)
-        line, store = lines.line(key.agent_id), lines.store
+        store = line.store
         # Of a memory that had to leave RAM, too.
         running = hot.publication.task if hot is not None else line.publication
         if running is not None and store.is_reachable:
@@ -156,7 +161,7 @@ class Recall:
         is_stored = newest.memory is not None and newest.memory.publication.standing.is_stored
         if is_stored and newest.head is not None and newest.head.version == version:
             return newest
-        if (lines := self._lines.get(key.namespace)) is None:
+        if (line := self.line(key)) is None:
             raise NotFound(
                 f"base_version: version {version} is not kept",
                 reason="VERSION_NOT_FOUND",
@@ -164,8 +169,8 @@ class Recall:
                 metadata={"agent_id": key.agent_id},
             )
         try:
-            head = await lines.store.version(key.agent_id, version, budget)
-            base = await self._warm(lines.store, key, head, budget)
+            head = await line.store.version(key.agent_id, version, budget)
+            base = await self._warm(line.store, key, head, budget)
         except StoreMiss as error:
             base = Recollection(None, Source.COLD, None, error.miss)
         if base.memory is None:

@@ -3,11 +3,8 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from inference_svc.engine.api import AgentKey
 from inference_svc.engine.context import check_fits
 from inference_svc.engine.engine import Engine
-from inference_svc.memory.lines.line import Line
-from inference_svc.memory.lines.lines import Lines
 from inference_svc.memory.publishing.copies import Copies
 from inference_svc.memory.recall import Recall
 from inference_svc.memory.reuse_planning import ReusePlanner
@@ -54,31 +51,18 @@ class EngineParts:
     recall: Recall
     planner: ReusePlanner
     copies: Copies
-    lines: Mapping[str, Lines]
-    """By namespace; one without a store has none, and hot memory only. More may come later."""
+    stores: Mapping[str, RemoteCache]
+    """By namespace; one without a store has hot memory only. More may come later."""
     limits: TurnLimits
     admission: Admission
     stats: ServiceStats
     clock: Callable[[], float]
     """Seconds, monotonic."""
 
-    def store(self, namespace: str) -> RemoteCache | None:
-        lines = self.lines.get(namespace)
-        return lines.store if lines is not None else None
-
-    def line(self, key: AgentKey | None) -> Line | None:
-        """The agent's line; None where there is no agent, or no store."""
-        lines = self.lines.get(key.namespace) if key is not None else None
-        return lines.line(key.agent_id) if lines is not None and key is not None else None
-
-    def extended_line(self, request: TurnRequest) -> Line | None:
-        """The line that the turn extends, if any."""
-        return self.line(request.key) if request.extends else None
-
     def event_cursor(self, request: TurnRequest) -> EventCursor | None:
         """The place in the store's history now, for a turn that extends a line."""
-        line = self.extended_line(request)
-        return line.store.event_cursor if line is not None else None
+        store = self.stores.get(request.namespace) if request.extends else None
+        return store.event_cursor if store is not None else None
 
     def check_length(self, text: str, field: str) -> None:
         """Refuse an absurdly long prompt without tokenizing it. Raises ContextExceeded."""

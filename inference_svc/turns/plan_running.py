@@ -97,7 +97,7 @@ class PlanRunner:
         await self._check_line(request, budget)
         if prompted.reply is not None:
             prepared = replace(prepared, tokens=prepared.tokens + prompted.reply)
-        store, chars = self._parts.store(request.namespace), prepared.tokens.chars
+        store, chars = self._parts.stores.get(request.namespace), prepared.tokens.chars
         may_wait = may_be_preempted(store, recollection.memory, prepared.reuse)
         is_lent = bool(request.agent_id) and not prompted.recalled.is_kept  # its rows are the memory's, which stays hot
         plan = replace(
@@ -113,7 +113,7 @@ class PlanRunner:
         Raises MemoryMovedError when another engine or store has taken the line: served again, the turn waits for it, or
         is refused.
         """
-        if (line := self._parts.extended_line(request)) is not None:
+        if (line := self._parts.recall.line(request.extended)) is not None:
             await line.lease.answered(budget)
             if line.lease.is_elsewhere and line.store.is_reachable:
                 raise MemoryMovedError

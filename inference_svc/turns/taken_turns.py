@@ -182,7 +182,7 @@ class TakenTurns:
         key = request.key
         if key is None:
             return NOTHING_REMEMBERED, None
-        store = self._parts.store(key.namespace)
+        store = self._parts.stores.get(key.namespace)
         cursor = store.event_cursor if store is not None else None
         found = await self._parts.recall.newest(key, budget)
         if found.head is None:
@@ -212,7 +212,7 @@ class TakenTurns:
         if begun.has_other_store:
             turn.planned = await self._moved(turn.planned, begun)
             await self._take_place(turn)
-        if (line := self._parts.extended_line(turn.request)) is not None:
+        if (line := self._parts.recall.line(turn.request.extended)) is not None:
             lease = await line.lease.obtain(_HANDED_ON_WAIT_S)
             _check_extends(begun, lease.newest)
             turn.planned = _with_version(turn.planned, lease.newest)
@@ -238,7 +238,7 @@ class TakenTurns:
 
     async def _last_move(self, request: TurnRequest) -> LastMove:
         """Raises Unavailable (MEMORY_UNREADABLE)."""
-        if (store := self._parts.store(request.namespace)) is None:
+        if (store := self._parts.stores.get(request.namespace)) is None:
             return NEVER_MOVED
         try:
             return await store.last_move(request.agent_id, Budget(_HANDED_ON_WAIT_S, 1.0, time.monotonic))

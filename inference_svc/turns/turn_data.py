@@ -135,6 +135,11 @@ class TurnRequest:
         return bool(self.agent_id) and not self.memory.is_read_only
 
     @property
+    def extended(self) -> AgentKey | None:
+        """The agent whose line the turn extends."""
+        return self.key if self.extends else None
+
+    @property
     def is_kept(self) -> bool:
         """Whether the turn becomes its agent's next version, unless it is a branch."""
         return self.extends and not self.is_warming

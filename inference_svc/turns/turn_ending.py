@@ -211,20 +211,20 @@ class TurnEnding:
 
     def _tag(self, key: AgentKey, memory: AgentMemory) -> None:
         """Attach the memory to its hot KV."""
-        if (line := self._parts.line(key)) is not None:
+        if (line := self._parts.recall.line(key)) is not None:
             line.tag(memory)
         else:
             self._parts.engine.tag_hot(key, memory)
 
     def _generation(self, key: AgentKey) -> int:
-        line = self._parts.line(key)
+        line = self._parts.recall.line(key)
         return line.lease.generation if line is not None else 0
 
     async def _keep(self, key: AgentKey, memory: AgentMemory, ran: Ran | None = None) -> SnapshotOutcome:
         """Publish a memory; the outcome, as far as the reader is made to wait for it. `ran`: the turn that made it now,
         None for one of before.
         """
-        if (line := self._parts.line(key)) is None:
+        if (line := self._parts.recall.line(key)) is None:
             reason = "this engine has no store for the namespace; a new one wants `kvasir reload`"
             return SnapshotOutcome(SnapshotState.NONE, reason=reason)
         previous, stream, pinning = (ran.extended, ran.stream, ran.pinning.take()) if ran is not None else (None,) * 3

@@ -137,7 +137,7 @@ class TurnFlow:
         self._waiting[key] += 1
         try:
             async with lock:
-                line = self._parts.extended_line(turn.request)
+                line = self._parts.recall.line(turn.request.extended)
                 with line.in_use() if line is not None else contextlib.nullcontext():
                     yield
         finally:
@@ -202,7 +202,7 @@ class TurnFlow:
             why = recollection.miss.detail if recollection.miss else ""
             raise _not_warmed(request, "MEMORY_UNREADABLE", f"the agent's memory cannot be read now ({why})")
         if request.input != PromptInput(""):
-            has_store = request.namespace in self._parts.lines
+            has_store = request.namespace in self._parts.stores
             if memory is not None and has_store and not memory.publication.standing.is_safe:
                 why = "the agent's memory is not stored yet, and the prompt would take its place"
                 raise _not_warmed(request, "MEMORY_NOT_STORED", why)

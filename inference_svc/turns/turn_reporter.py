@@ -127,13 +127,13 @@ class TurnReporter:
     def _new_stream(self) -> BlockStream | None:
         """Of a turn that leaves a memory for a store."""
         planned, key, parts = self._planned, self._planned.request.key, self._parts
-        store = parts.store(planned.request.namespace)
-        if key is None or store is None or not planned.recalled.is_kept:
+        line = parts.recall.line(key) if planned.recalled.is_kept else None
+        if key is None or line is None:
             return None
         known, stored = planned.recollection.memory, planned.prepared.stored_blocks
         is_hot = known is not None and planned.prepared.source is Source.HOT
         previous = as_hot(known) if known is not None and is_hot else None
-        return BlockStream(parts.copies, key, store, stored, parts.limits.publish_timeout_s, previous)
+        return BlockStream(parts.copies, key, line.store, stored, parts.limits.publish_timeout_s, previous)
 
     def _told(self, taken: TakenTurn) -> str:
         """The reply as far as the other engine has sent it."""
@@ -148,7 +148,7 @@ class TurnReporter:
     def begin(self, handle: TurnHandle) -> None:
         """The engine has the turn: lend it what brings its KV in, or keeps it after a preemption."""
         taken, parts, namespace = self._turn.taken, self._parts, self._planned.request.namespace
-        store = parts.store(namespace)
+        store = parts.stores.get(namespace)
         if taken is not None:
             self._swap, taken.handle = taken, handle
         elif store is not None:

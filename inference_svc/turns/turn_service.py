@@ -126,7 +126,7 @@ class TurnService:
             turn.cancel(errors.Unavailable("the model is going away", reason="SHUTTING_DOWN", retry_after_s=1.0))
         if self._running:
             await asyncio.wait(set(self._running), timeout=patience_s)
-        await asyncio.gather(*(lines.drain(patience_s) for lines in self._parts.lines.values()))
+        await asyncio.gather(*(lines.drain(patience_s) for lines in self._parts.recall.lines.values()))
 
     def open_turns(self, namespace: str) -> list[OpenTurn]:
         """The namespace's turns that wait or run, the oldest first."""

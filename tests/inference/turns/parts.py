@@ -10,7 +10,7 @@ from inference_svc.turns.engine_parts import EngineParts
 def parts_of(**given: Any) -> EngineParts:
     """Those that are given; nobody asks for the others."""
     nothing: dict[str, Any] = {field.name: None for field in fields(EngineParts)}
-    return EngineParts(**(nothing | {"lines": {}, "clock": lambda: 0.0} | given))
+    return EngineParts(**(nothing | {"stores": {}, "clock": lambda: 0.0} | given))
 
 
 def line_parts(**given: Any) -> LineParts:

@@ -35,7 +35,7 @@ from inference_svc.memory.lines.line_states import Stage, Standing
 from inference_svc.memory.lines.lines import Lines
 from inference_svc.memory.outcomes import Miss, MissReason, Source
 from inference_svc.memory.publishing.block_stream import BlockStream
-from inference_svc.memory.recall import Recollection
+from inference_svc.memory.recall import Recall, Recollection
 from inference_svc.memory.restore_costs import RestoreCosts
 from inference_svc.memory.reuse_planning import Prepared
 from inference_svc.memory.service_stats import ServiceStats
@@ -166,8 +166,9 @@ def service(around: Surroundings, stores: Mapping[str, Any] = MappingProxyType({
     stats = ServiceStats(0.0)
     admission = Admission(SETTINGS.admission, time.monotonic)
     lines = {namespace: Lines(namespace, store, line_parts(engine=parts)) for namespace, store in stores.items()}
+    parts.line = Recall(parts, lines).line
     engine_parts = EngineParts(
-        parts, parts, parts, parts, parts.copies, lines, SETTINGS.turn_limits, admission, stats, time.monotonic
+        parts, parts, parts, parts, parts.copies, stores, SETTINGS.turn_limits, admission, stats, time.monotonic
     )
     return TurnService(engine_parts, parts)
 

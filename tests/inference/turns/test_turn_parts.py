@@ -197,7 +197,7 @@ def test_what_extends_an_unstored_memory_counts_under_that_ones_lease(is_head: b
     engine: Any = SimpleNamespace(model=SimpleNamespace(tokenizer_digest="t"))
     line: Any = SimpleNamespace(lease=SimpleNamespace(generation=9), tag=tagged.append)
     lines: Any = {"default": SimpleNamespace(line=lambda _agent: line)}
-    ending = TurnEnding(parts_of(engine=engine, lines=lines))
+    ending = TurnEnding(parts_of(engine=engine, recall=Recall(engine, lines)))
     hot = replace(memory(is_head=is_head), is_brought=True)
     hot.publication.standing = hot.publication.standing.under(3)
     recollection = Recollection(hot, Source.HOT, HEAD)

@@ -23,6 +23,7 @@ from inference_svc.memory.lines.lines import Lines, store_owed
 from inference_svc.memory.outcomes import SnapshotState
 from inference_svc.memory.publishing import copies
 from inference_svc.memory.publishing.copies import Copies
+from inference_svc.memory.recall import Recall
 from inference_svc.memory.service_stats import ServiceStats
 from inference_svc.memory.store.answers import NO_HEAD, AgentHeads, Head, LeaseGrant, Version
 from inference_svc.model.model_host import MemoriesLeft
@@ -491,7 +492,7 @@ def test_a_memory_that_cannot_be_copied_is_a_failed_snapshot_with_a_reason(is_ca
     async def scenario() -> None:
         house = House()
         house.engine.taken.cancel() if is_cancelled else house.engine.taken.set_exception(RuntimeError("device"))
-        ending = TurnEnding(parts_of(engine=house.engine, lines={KEY.namespace: house.lines}))
+        ending = TurnEnding(parts_of(recall=Recall(house.engine, {KEY.namespace: house.lines})))
         outcome = await ending._keep(KEY, remembered("one", NO_HEAD))
         assert outcome.state is SnapshotState.FAILED
         assert "copied" in outcome.reason
