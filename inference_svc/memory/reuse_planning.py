@@ -7,6 +7,7 @@ Data that the store cannot give is a miss with its reason.
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
+from typing import Generic, TypeVar
 
 import structlog
 from kvasir.formats import manifest as manifests
@@ -17,7 +18,7 @@ from kvasir.formats.layer_groups import row_groups
 
 from inference_svc.engine.api import Cold, DamagedFile, Hot, Restored, RestoredWindow, Reuse, Started
 from inference_svc.engine.engine import Engine
-from inference_svc.memory.agent_memory import AgentMemory, as_hot, off_loop
+from inference_svc.memory.agent_memory import AgentMemory, StoredFiles, as_hot, off_loop
 from inference_svc.memory.outcomes import Miss, MissReason, Source
 from inference_svc.memory.recall import Recollection, unknown_token
 from inference_svc.memory.restore_costs import RestoreCosts
@@ -26,6 +27,7 @@ from inference_svc.memory.store.patience import Budget
 from inference_svc.memory.store.reading import MOST_BYTES, BackgroundRead
 from inference_svc.memory.store.remote_cache import RemoteCache
 from inference_svc.memory.stored_windows import FoundPrefix, StoredWindow, blocks_seen, covers
+from inference_svc.memory.swap_store import may_be_preempted
 from inference_svc.model.prompting import Prompting, Tokenized
 from inference_svc.text.prefix_matching import (
     NO_MATCH,
@@ -43,6 +45,18 @@ _LOG = structlog.get_logger(__name__)
 _LONG_TOKENS = 8192
 # To compute fewer tokens than these takes less time than to ask the store for their block.
 FEWEST_RESTORED = 16
+T = TypeVar("T")
+
+
+class Once(Generic[T]):
+    """A value that goes to its taker, and is not kept alive here."""
+
+    def __init__(self, value: T | None) -> None:
+        self._value = value
+
+    def take(self) -> T | None:
+        value, self._value = self._value, None
+        return value
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +65,7 @@ class Prepared:
 
     text: str
     tokens: Tokenized
-    reuse: Reuse
+    kv: Once[Reuse]
     source: Source
     match: Outcome
     miss: Miss | None
@@ -59,6 +73,7 @@ class Prepared:
     stored_windows: Mapping[int, StoredWindow] = field(default_factory=dict)  # and, by window, blocks of those layers
     shareable_tokens: int = 0  # of these blocks' tokens, leading ones whose rows every prefill makes
     reading: BackgroundRead | None = None  # of the files that are reused
+    can_be_preempted: bool = False
 
     def stop_reading(self) -> None:
         """The turn has its KV, or is over."""
@@ -90,11 +105,11 @@ class _Candidate:
     match: PrefixMatch
     # Tokens of the files below, at least `keep` of them, the first `keep` the prompt's.
     known_ids: TokenIds = NO_TOKENS
-    blocks: Sequence[Digest] = ()
-    tail: Digest | None = None
     shareable_tokens: int = 0
-    states: Mapping[int, Digest] = field(default_factory=dict)  # by rewind point, ascending
-    windows: Mapping[int, StoredWindow] = field(default_factory=dict)
+    files: StoredFiles = field(default_factory=StoredFiles)
+
+    def without_kv(self) -> "_Candidate":
+        return _Candidate(self.tokens, 0, Source.COLD, self.match)
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,6 +167,7 @@ class ReusePlanner:
         """
         if recollection.kv_from is Source.HOT and recollection.memory is not None:
             recollection = replace(recollection, memory=as_hot(recollection.memory))
+        planned_on = recollection
         recollection, candidate = await self._best(namespace, recollection, text, given, generates)
         miss = recollection.miss or _text_miss(recollection, candidate.match, text)
         store = self._stores.get(namespace)
@@ -167,16 +183,17 @@ class ReusePlanner:
         return Prepared(
             text=text,
             tokens=candidate.tokens,
-            reuse=reuse,
+            kv=Once(reuse),
             source=candidate.source if kept else Source.COLD,
             match=candidate.match.outcome,
             miss=avoid.damage or read_miss or miss,
-            stored_blocks=tuple(candidate.blocks[: kept // BLOCK_TOKENS]),
+            stored_blocks=tuple(candidate.files.blocks[: kept // BLOCK_TOKENS]),
             stored_windows={
-                window: stored.before(kept // BLOCK_TOKENS) for window, stored in candidate.windows.items()
+                window: stored.before(kept // BLOCK_TOKENS) for window, stored in candidate.files.windows.items()
             },
             shareable_tokens=candidate.shareable_tokens,
             reading=reading,
+            can_be_preempted=may_be_preempted(store, planned_on.memory, reuse),
         )
 
     async def _best(
@@ -204,7 +221,9 @@ class ReusePlanner:
         has_states = self._engine.model.has_states
         if has_states:
             candidate, miss = _at_rewind_point(candidate, recollection.memory, avoid.last_rewind_point)
-        if candidate.windows and candidate.source is not Source.HOT:  # the engine knows how far a hot one can go back
+        if (
+            candidate.files.windows and candidate.source is not Source.HOT
+        ):  # the engine knows how far a hot one can go back
             lengths = _lengths(candidate, has_states) if avoid.has_windows else []
             candidate, no_windows = _with_stored_windows(candidate, lengths)
             miss = miss or no_windows
@@ -237,19 +256,8 @@ class ReusePlanner:
         fewest = FEWEST_RESTORED if recollection.kv_from is Source.WARM else 1
         if memory is None or keep < fewest:
             return _Candidate(tokens, 0, Source.COLD, match)
-        files = memory.files
-        return _Candidate(
-            tokens,
-            keep,
-            recollection.kv_from,
-            match,
-            memory.transcript.token_ids,
-            files.blocks,
-            files.tail,
-            memory.shareable_tokens,
-            files.states,
-            files.windows,
-        )
+        known_ids, shareable = memory.transcript.token_ids, memory.shareable_tokens
+        return _Candidate(tokens, keep, recollection.kv_from, match, known_ids, shareable, memory.files)
 
     async def _by_block_hashes(
         self,
@@ -283,16 +291,8 @@ class ReusePlanner:
         keep = found.tokens
         if keep < candidate.keep + BLOCK_TOKENS:
             return candidate, None
-        return _Candidate(
-            tokens,
-            keep,
-            Source.SHARED,
-            candidate.match,
-            tokens.ids,
-            found.blocks,
-            shareable_tokens=keep,
-            windows=found.windows,
-        ), None
+        files = StoredFiles(list(found.blocks), windows=dict(found.windows))
+        return _Candidate(tokens, keep, Source.SHARED, candidate.match, tokens.ids, keep, files), None
 
     def _cheaper(self, namespace: str, candidate: _Candidate) -> tuple[_Candidate, Miss | None]:
         """The candidate, or one without KV where computing is expected to be faster. Only rows that every prefill makes
@@ -302,12 +302,12 @@ class ReusePlanner:
         is_exact = candidate.keep <= candidate.shareable_tokens and not self._engine.model.has_rewind_points
         if not is_stored or not is_exact:
             return candidate, None
-        size_bytes = sum(digest.size_bytes for digest in candidate.blocks[: -(-candidate.keep // BLOCK_TOKENS)])
+        size_bytes = sum(digest.size_bytes for digest in candidate.files.blocks[: -(-candidate.keep // BLOCK_TOKENS)])
         why = self.costs.reason_to_compute(namespace, candidate.keep, size_bytes)
         if why is None:
             return candidate, None
         _LOG.info("restore.not_chosen", reason=why.detail)
-        return _Candidate(candidate.tokens, 0, Source.COLD, candidate.match), why
+        return candidate.without_kv(), why
 
     async def _reuse(
         self,
@@ -322,7 +322,7 @@ class ReusePlanner:
             return Hot(candidate.keep), None, None
         if candidate.source is Source.COLD or store is None:
             return Cold(), None, None
-        named = [*candidate.blocks, *((candidate.tail,) if candidate.tail else ())]
+        named = [*candidate.files.blocks, *((candidate.files.tail,) if candidate.files.tail else ())]
         wanted = named[: -(-candidate.keep // BLOCK_TOKENS)][:usable_files]
         # All room is asked for at once: turns that hold room and wait for more could wait for each other.
         has_states = self._engine.model.has_states
@@ -370,7 +370,7 @@ class ReusePlanner:
     ) -> Restored:
         """The first `keep` tokens, of which all files were read: those of `_beside_blocks` are in its order."""
         rest = iter(beside)
-        places = {window: blocks_seen(window, keep) for window in candidate.windows}
+        places = {window: blocks_seen(window, keep) for window in candidate.files.windows}
         windows = tuple(
             RestoredWindow(window, blocks.start, tuple(islice(rest, len(blocks)))) for window, blocks in places.items()
         )
@@ -401,17 +401,17 @@ def _lengths(candidate: _Candidate, has_states: bool) -> list[int]:
     """The lengths that the candidate's files, if all of them come, can be restored to, the longest first: rewind points
     with states, else the length that is wanted and, of windows, the borders of blocks before it.
     """
-    borders = range(0, candidate.keep, BLOCK_TOKENS) if candidate.windows else ()
-    points = candidate.states if has_states else (*borders, candidate.keep)
-    lengths = {point for point in points if 0 < point <= candidate.keep and covers(candidate.windows, point)}
+    borders = range(0, candidate.keep, BLOCK_TOKENS) if candidate.files.windows else ()
+    points = candidate.files.states if has_states else (*borders, candidate.keep)
+    lengths = {point for point in points if 0 < point <= candidate.keep and covers(candidate.files.windows, point)}
     return sorted(lengths, reverse=True)
 
 
 def _beside_blocks(candidate: _Candidate, keep: int, has_states: bool) -> list[Digest]:
     """The files of windows, and the state, that the first `keep` tokens need."""
-    seen = [(stored, blocks_seen(window, keep)) for window, stored in candidate.windows.items()]
+    seen = [(stored, blocks_seen(window, keep)) for window, stored in candidate.files.windows.items()]
     named = [stored.files[block] for stored, blocks in seen for block in blocks]
-    return [*named, candidate.states[keep]] if has_states else named
+    return [*named, candidate.files.states[keep]] if has_states else named
 
 
 def _with_stored_windows(candidate: _Candidate, lengths: Sequence[int]) -> tuple[_Candidate, Miss | None]:
@@ -420,8 +420,7 @@ def _with_stored_windows(candidate: _Candidate, lengths: Sequence[int]) -> tuple
         return candidate, None
     miss = Miss(MissReason.NO_STATE_POINT, f"the windows of {candidate.keep} tokens are not stored")
     keep = max(lengths, default=0)
-    nothing = _Candidate(candidate.tokens, 0, Source.COLD, candidate.match)
-    return (replace(candidate, keep=keep) if keep else nothing), miss
+    return (replace(candidate, keep=keep) if keep else candidate.without_kv()), miss
 
 
 def _at_rewind_point(
@@ -435,9 +434,7 @@ def _at_rewind_point(
     if point == candidate.keep:
         return candidate, None
     miss = Miss(MissReason.NO_STATE_POINT, f"the text matches {candidate.keep} tokens, states go back to {point}")
-    if not point:
-        return _Candidate(candidate.tokens, 0, Source.COLD, candidate.match), miss
-    return replace(candidate, keep=point), miss
+    return (replace(candidate, keep=point) if point else candidate.without_kv()), miss
 
 
 def _text_miss(recollection: Recollection, match: PrefixMatch, text: str) -> Miss | None:

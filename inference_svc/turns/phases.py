@@ -10,21 +10,21 @@ import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Generic, TypeVar
 
 from kvasir import errors
 from kvasir.cachestore.v1 import manifest_pb2
 from kvasir.formats.digest import Digest
 from kvasir.on_full import OnFull
 
-from inference_svc.engine.api import AgentKey, CarriedTurn, Ended, Event, Resumed, Reuse, TurnPlan, Wanted
+from inference_svc.engine.api import AgentKey, CarriedTurn, Ended, Event, Resumed, TurnPlan, Wanted
 from inference_svc.engine.engine import TurnHandle
 from inference_svc.memory.agent_memory import AgentMemory
 from inference_svc.memory.outcomes import Source
 from inference_svc.memory.publishing.block_stream import BlockStream
 from inference_svc.memory.publishing.copies import Pinning
 from inference_svc.memory.recall import Recollection
-from inference_svc.memory.reuse_planning import Prepared
+from inference_svc.memory.reuse_planning import Once, Prepared
+from inference_svc.memory.service_stats import NamespaceCounters
 from inference_svc.memory.store.answers import EventCursor
 from inference_svc.model.prompting import Tokenized
 from inference_svc.text.conversation import Dialogue
@@ -33,19 +33,6 @@ from inference_svc.text.shortening import Shorter
 from inference_svc.text.templates.template_clock import TemplateClock
 from inference_svc.turns.outbox import Outbox
 from inference_svc.turns.turn_data import Continuation, Shortening, TurnEvent, TurnFinished, TurnRequest
-
-T = TypeVar("T")
-
-
-class Once(Generic[T]):
-    """A value that goes to its taker, and is not kept alive here."""
-
-    def __init__(self, value: T | None) -> None:
-        self._value = value
-
-    def take(self) -> T | None:
-        value, self._value = self._value, None
-        return value
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,13 +76,12 @@ class Prompted:
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """The engine's plan is made, and waits in `kv` for the KV that it reuses."""
+    """The engine's plan is made, and gets the KV that it reuses when it runs."""
 
     prompted: Prompted
     recollection: Recollection  # whose memory is reused
-    prepared: Prepared  # without the KV that is reused
-    plan: TurnPlan  # the same
-    kv: Once[Reuse] = field(default_factory=lambda: Once(None))
+    prepared: Prepared
+    plan: TurnPlan  # without the KV that is reused
     # Gives back the room of bytes that are read or will be read from the store, and are not KV yet.
     restoring: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
     is_brought: bool = False  # its KV came by an archive or from another store, besides what the recollection says
@@ -285,6 +271,7 @@ class Progress:
     request: TurnRequest  # as it came
     outbox: Outbox
     times: TurnTiming
+    counters: NamespaceCounters  # of its namespace
     taken: TakenTurn | None = None  # from another engine, which began the turn
     phase: TurnPhase = TurnPhase.WAITING
     task: asyncio.Task[None] | None = None

@@ -11,14 +11,13 @@ import structlog
 from kvasir import errors
 from kvasir.formats.manifest import tokens_within_chars
 
-from inference_svc.engine.api import Cold, DamagedFile, HotMemoryGone, Reuse, TurnPlan
+from inference_svc.engine.api import Cold, DamagedFile, HotMemoryGone, TurnPlan
 from inference_svc.engine.context import check_fits
 from inference_svc.memory.recall import Recollection
 from inference_svc.memory.reuse_planning import NOTHING_REFUSED, Avoid, Prepared
 from inference_svc.memory.store.patience import Budget
-from inference_svc.memory.swap_store import may_be_preempted
 from inference_svc.turns.engine_parts import EngineParts
-from inference_svc.turns.phases import Once, Planned, Progress, Prompted, Ran
+from inference_svc.turns.phases import Planned, Progress, Prompted, Ran
 from inference_svc.turns.prompts.prompt_text import rewind_point_chars
 from inference_svc.turns.turn_data import TurnRequest
 from inference_svc.turns.turn_reporter import HandOff, TurnReporter
@@ -97,16 +96,8 @@ class PlanRunner:
         await self._check_line(request, budget)
         if prompted.reply is not None:
             prepared = replace(prepared, tokens=prepared.tokens + prompted.reply)
-        store, chars = self._parts.stores.get(request.namespace), prepared.tokens.chars
-        may_wait = may_be_preempted(store, recollection.memory, prepared.reuse)
-        is_lent = bool(request.agent_id) and not prompted.recalled.is_kept  # its rows are the memory's, which stays hot
-        plan = replace(
-            self.plan(prompted, prepared),
-            can_be_preempted=may_wait and not is_lent,
-            rewind_point_tokens=None if lasting_chars is None else tokens_within_chars(chars, lasting_chars),
-        )
-        kv: Once[Reuse] = Once(prepared.reuse)
-        return Planned(prompted, recollection, replace(prepared, reuse=Cold()), plan, kv, restoring)
+        lasting = None if lasting_chars is None else tokens_within_chars(prepared.tokens.chars, lasting_chars)
+        return Planned(prompted, recollection, prepared, self.plan(prompted, prepared, lasting), restoring)
 
     async def _check_line(self, request: TurnRequest, budget: Budget) -> None:
         """Wait for the store's answer about the line before anything is computed: it may come later than the memory.
@@ -118,7 +109,7 @@ class PlanRunner:
             if line.lease.is_elsewhere and line.store.is_reachable:
                 raise MemoryMovedError
 
-    def plan(self, prompted: Prompted, prepared: Prepared) -> TurnPlan:
+    def plan(self, prompted: Prompted, prepared: Prepared, rewind_point_tokens: int | None) -> TurnPlan:
         """What the engine is asked to do, without the KV that is reused."""
         request, count = prompted.request, len(prepared.tokens.ids)
         context, is_kept = self._parts.engine.model.context_tokens, prompted.recalled.is_kept
@@ -141,6 +132,9 @@ class PlanRunner:
             keep_partial=request.memory.keep_partial and is_kept,
             priority=request.priority,
             namespace=request.namespace,
+            rewind_point_tokens=rewind_point_tokens,
+            # Rows that it has of a memory which stays hot are that memory's.
+            can_be_preempted=prepared.can_be_preempted and (is_kept or not request.agent_id),
         )
 
     async def run(self, planned: Planned, turn: Progress) -> Ran:
@@ -151,7 +145,9 @@ class PlanRunner:
         reporter = TurnReporter(planned, turn, self._parts, self._handoff)
         try:
             with self._parts.admission.kv(request.namespace, engine.needed_bytes(plan)):
-                turn.handle = engine.submit(replace(plan, reuse=planned.kv.take() or Cold()), reporter.listener())
+                turn.handle = engine.submit(
+                    replace(plan, reuse=planned.prepared.kv.take() or Cold()), reporter.listener()
+                )
                 turn.planned = replace(planned, plan=replace(plan, carried=None))
                 reporter.begin(turn.handle)
                 return await reporter.ran

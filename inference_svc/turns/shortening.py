@@ -134,7 +134,7 @@ class MemoryShortener:
         again = replace(request.sampling, max_tokens=0, constraint=None)
         request = _following(request, MessagesInput(messages[:-1]), again, is_read_only=False)
         cursor, turn = self._parts.event_cursor(request), self._progress(request)
-        with counted(self._parts.stats.of(request.namespace), turn):
+        with counted(turn):
             newest = await self._parts.recall.of_turn(request.key, budget, extends=request.extends)
             if not _is_newest(memory, newest):  # a rollback, or another engine, came while the summary was made
                 return
@@ -155,7 +155,7 @@ class MemoryShortener:
         turn, budget, prompting = self._progress(request), self._parts.budget(), self._parts.prompting
         messages = (*memory.messages, question)
         try:
-            with counted(self._parts.stats.of(request.namespace), turn):
+            with counted(turn):
                 newest = await self._parts.recall.of_turn(request.key, budget, extends=request.extends)
                 text, conversation = await prompt_text(prompting, request, messages, prompted.clock)
                 asked = await prompting.run(request.namespace, lambda: prompting.tokenize(text))
@@ -174,7 +174,8 @@ class MemoryShortener:
 
     def _progress(self, request: TurnRequest) -> Progress:
         """Of a turn that nobody waits for."""
-        return Progress(request, self._parts.outbox(), TurnTiming(self._parts.clock()))
+        counters = self._parts.stats.of(request.namespace)
+        return Progress(request, self._parts.outbox(), TurnTiming(self._parts.clock()), counters)
 
     def _kept_tokens(self, request: TurnRequest, setting: OnFull) -> int:
         return kept_tokens(self._context_tokens, self._full_tokens(request), setting.keep)

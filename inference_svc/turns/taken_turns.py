@@ -9,11 +9,11 @@ from dataclasses import dataclass, replace
 from kvasir import errors
 from kvasir.waits import HANGS_S, PAUSE_S
 
-from inference_svc.engine.api import AgentKey, Cold
+from inference_svc.engine.api import AgentKey
 from inference_svc.memory.lines.line_lease import MOVED
 from inference_svc.memory.outcomes import Source
 from inference_svc.memory.recall import NOTHING_REMEMBERED, Recollection
-from inference_svc.memory.reuse_planning import Prepared
+from inference_svc.memory.reuse_planning import Once, Prepared
 from inference_svc.memory.store.answers import (
     LEASE_TTL_S,
     NEVER_MOVED,
@@ -129,13 +129,11 @@ class TakenTurns:
 
     def _taken_plan(self, made: Prompted, taken: TakenTurn) -> Planned:
         begun = taken.begun
-        prepared = Prepared(made.text, begun.prompt.tokens, Cold(), Source.COLD, Outcome.NONE, None, ())
+        prepared = Prepared(made.text, begun.prompt.tokens, Once(None), Source.COLD, Outcome.NONE, None, ())
         # Brought rows serve their own agent: what a peer says of them lends them to no other.
         carried = replace(taken.carried, shareable=0) if begun.is_brought else taken.carried
-        plan = replace(
-            self._plans.plan(made, prepared), carried=carried, rewind_point_tokens=begun.prompt.rewind_point_tokens
-        )
-        plan = replace(plan, sampling=replace(plan.sampling, max_tokens=begun.max_tokens))
+        plan = self._plans.plan(made, prepared, begun.prompt.rewind_point_tokens)
+        plan = replace(plan, carried=carried, sampling=replace(plan.sampling, max_tokens=begun.max_tokens))
         return Planned(
             made,
             made.recalled.recollection,

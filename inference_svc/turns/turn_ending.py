@@ -103,8 +103,7 @@ class TurnEnding:
             )
         )
         if times.last_token_at is not None:
-            counters = self._parts.stats.of(turn.request.namespace)
-            counters.times.last_event.add(self._parts.clock() - times.last_token_at)
+            turn.counters.times.last_event.add(self._parts.clock() - times.last_token_at)
         self._trace(ran, times, self._parts.clock() - ended_s)
         _LOG.info(
             "turn.finished",

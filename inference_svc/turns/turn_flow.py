@@ -37,7 +37,7 @@ from inference_svc.turns.phases import (
     TurnPhase,
 )
 from inference_svc.turns.plan_running import MemoryMovedError, PlanRunner, moved_away
-from inference_svc.turns.prompts.continuing import check_parent, is_retry, is_whole
+from inference_svc.turns.prompts.continuing import Retry, retried
 from inference_svc.turns.prompts.prompt_text import prompted, recalled_by, with_difference
 from inference_svc.turns.shortening import MemoryShortener
 from inference_svc.turns.taken_turns import TakenTurns
@@ -64,11 +64,11 @@ class TurnFlow:
 
     async def run(self, turn: Progress) -> None:
         """The turn from its arrival to its end. Its reader gets an end whatever happens."""
-        request, counters = turn.request, self._parts.stats.of(turn.request.namespace)
-        counters.turns += 1
+        request = turn.request
+        turn.counters.turns += 1
         turn.task = asyncio.current_task()
         try:
-            with counted(counters, turn):
+            with counted(turn):
                 # A task that is cancelled before it begins would give its reader no end.
                 if turn.is_cancelled:
                     raise errors.Cancelled("the turn was cancelled")
@@ -93,10 +93,9 @@ class TurnFlow:
             turn.end(turn.error)
 
     def _count_end(self, turn: Progress, end: str) -> None:
-        counters = self._parts.stats.of(turn.request.namespace)
-        counters.ends[end] += 1
+        turn.counters.ends[end] += 1
         if end == "cancelled" and not turn.has_begun:  # else long waits would be missing where readers give up
-            counters.times.queue.add(self._parts.clock() - turn.times.arrived)
+            turn.counters.times.queue.add(self._parts.clock() - turn.times.arrived)
 
     async def _shorten(self, remembered: Remembered, turn: Progress) -> None:
         """After the reader has the turn's end: the agent's next turn waits, its reader does not. Where it fails, or is
@@ -162,19 +161,17 @@ class TurnFlow:
         """Raises MemoryMovedError when the turn must be served from its beginning."""
         request = turn.request
         recollection = await self._parts.recall.of_turn(request.key, budget, extends=request.extends)
-        memory = recollection.memory
-        is_again = memory is not None and not request.memory.is_read_only and is_retry(request, memory)
-        if memory is not None and is_again and is_whole(memory) and recollection.kv_from is not Source.COLD:
-            self._parts.stats.of(request.namespace).sources[Source.REPLAY] += 1
+        retry, memory = retried(request, recollection), recollection.memory
+        if memory is not None and retry is Retry.REPLAYED:
+            turn.counters.sources[Source.REPLAY] += 1
             await self._ending.replay(memory, turn)
             return None
-        if not is_again:
-            check_parent(request, recollection)
         turn.parent_version = recollection.version
         if request.memory.base_version is not None and request.key is not None:
             with_base = self._parts.recall.with_base
             recollection = await with_base(request.key, recollection, request.memory.base_version, budget)
-        made = await prompted(self._parts.prompting, recalled_by(request, recollection, cursor, is_retry=is_again))
+        recalled = recalled_by(request, recollection, cursor, is_retry=retry is not None)
+        made = await prompted(self._parts.prompting, recalled)
         made = await with_difference(self._parts.prompting, made)
         try:
             ran = await self._plans.plan_and_run(made, turn, budget)

@@ -18,17 +18,15 @@ from kvasir.volatile import TEMPLATE_DATE
 
 from inference_svc.engine.api import BlocksFull, Ended, Event, Failed, Listener, Prefilled, Resumed, Started, Tokens
 from inference_svc.engine.engine import TurnHandle
-from inference_svc.memory.agent_memory import as_hot
 from inference_svc.memory.outcomes import Source
 from inference_svc.memory.publishing.block_stream import BlockStream
 from inference_svc.memory.publishing.copies import Pinning
-from inference_svc.memory.reuse_planning import Prepared
-from inference_svc.memory.service_stats import NamespaceCounters
+from inference_svc.memory.reuse_planning import Once, Prepared
 from inference_svc.memory.swap_store import SwapRooms, SwapStore
 from inference_svc.text.replies.reply_parts import ReplyPart
 from inference_svc.text.token_ids import NO_TOKENS
 from inference_svc.turns.engine_parts import EngineParts
-from inference_svc.turns.phases import Once, Planned, Progress, Ran, TakenTurn, TurnPhase
+from inference_svc.turns.phases import Planned, Progress, Ran, TakenTurn, TurnPhase
 from inference_svc.turns.prompts.continuing import of_text
 from inference_svc.turns.prompts.reply_reading import reply_reader
 from inference_svc.turns.turn_data import TurnDelta, TurnStarted
@@ -94,8 +92,9 @@ def _cut(prepared: Prepared, event: Event) -> Prepared | None:
 
 
 @contextlib.contextmanager
-def counted(counters: NamespaceCounters, turn: Progress) -> Iterator[None]:
+def counted(turn: Progress) -> Iterator[None]:
     """The turn counts as waiting until it begins, and then as running."""
+    counters = turn.counters
     counters.waiting_turns += 1
     try:
         yield
@@ -116,7 +115,7 @@ class TurnReporter:
         self._prepared = planned.prepared  # as the engine began with it, once it has
         self._turn = turn
         self._parts = parts
-        self._counters = parts.stats.of(planned.request.namespace)
+        self._counters = turn.counters
         self._swap: SwapStore | TakenTurn | None = None
         self._stream = self._new_stream()
         self._reader = reply_reader(planned.request, parts.prompting, planned.prepared.text)
@@ -130,10 +129,9 @@ class TurnReporter:
         line = parts.recall.line(key) if planned.recalled.is_kept else None
         if key is None or line is None:
             return None
-        known, stored = planned.recollection.memory, planned.prepared.stored_blocks
-        is_hot = known is not None and planned.prepared.source is Source.HOT
-        previous = as_hot(known) if known is not None and is_hot else None
-        return BlockStream(parts.copies, key, line.store, stored, parts.limits.publish_timeout_s, previous)
+        previous = planned.recollection.memory if planned.prepared.source is Source.HOT else None
+        stored, stall_s = planned.prepared.stored_blocks, parts.limits.publish_timeout_s
+        return BlockStream(parts.copies, key, line.store, stored, stall_s, previous)
 
     def _told(self, taken: TakenTurn) -> str:
         """The reply as far as the other engine has sent it."""

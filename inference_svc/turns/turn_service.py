@@ -103,7 +103,7 @@ class TurnService:
             times.arrived -= taken.begun.age_s
             first_token_s = taken.begun.first_token_s
             times.first_token_at = None if first_token_s is None else times.arrived + first_token_s
-        turn = Progress(request, outbox, times, taken)
+        turn = Progress(request, outbox, times, self._parts.stats.of(request.namespace), taken)
         task = asyncio.create_task(self._flow.run(turn))
         self._running[task] = turn
         task.add_done_callback(self._running.pop)

@@ -9,7 +9,7 @@ import structlog
 from kvasir.formats.digest import Digest
 
 from inference_svc.engine.api import AgentKey
-from inference_svc.memory.agent_memory import AgentMemory
+from inference_svc.memory.agent_memory import AgentMemory, as_hot
 from inference_svc.memory.publishing.copies import Copies, Pinning
 from inference_svc.memory.publishing.sending import Sending
 from inference_svc.memory.store.remote_cache import RemoteCache
@@ -37,7 +37,7 @@ class BlockStream:
         self._copies = copies
         self._store = store
         self._stall_timeout_s = stall_timeout_s
-        self._previous = previous
+        self._previous = as_hot(previous) if previous is not None else None
         self._full = len(stored)
         self._cuts = 0
         self._reused = 0  # blocks of the turn that are the previous memory's

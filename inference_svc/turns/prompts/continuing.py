@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from enum import Enum
 
 from kvasir import errors, volatile
 from kvasir.cachestore.v1 import manifest_pb2
@@ -50,6 +51,23 @@ def of_text(match: Outcome) -> Continuation:
     return Continuation.REWOUND if match is Outcome.DIVERGE else Continuation.EXTENDED
 
 
+class Retry(Enum):
+    """How a request for its agent's last turn is answered."""
+
+    REPLAYED = "replayed"
+    REPEATED = "repeated"  # it was cut (keep_partial), or was made under another KV identity
+
+
+def retried(request: TurnRequest, recollection: Recollection) -> Retry | None:
+    """None: it is another turn. Raises Conflict as `check_parent`."""
+    memory = recollection.memory
+    if memory is None or request.memory.is_read_only or not is_retry(request, memory):
+        check_parent(request, recollection)
+        return None
+    was_cut = memory.turn.finish_reason == FinishReason.CANCELLED.value
+    return Retry.REPEATED if was_cut or recollection.kv_from is Source.COLD else Retry.REPLAYED
+
+
 def is_retry(request: TurnRequest, memory: AgentMemory) -> bool:
     """Whether the request asks for the turn that made this memory: a retry has the request id and the input of the
     agent's last turn, and the same parent version. The same id with another input is another turn: ids name requests
@@ -66,11 +84,6 @@ def is_retry(request: TurnRequest, memory: AgentMemory) -> bool:
         return request.memory.expected_version == extended
     # Its caller knows no version that only became shorter.
     return request.memory.expected_version <= extended - memory.shortened.is_after_turn
-
-
-def is_whole(memory: AgentMemory) -> bool:
-    """Whether the memory's last turn came to its end. A retry of a cut turn (keep_partial) does it again."""
-    return memory.turn.finish_reason != FinishReason.CANCELLED.value
 
 
 def check_parent(request: TurnRequest, recollection: Recollection) -> None:

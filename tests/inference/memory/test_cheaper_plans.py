@@ -25,6 +25,7 @@ from inference_svc.memory.stored_windows import FoundPrefix
 from inference_svc.text.prefix_matching import RememberedText
 from inference_svc.text.token_ids import TokenIds
 from tests.inference.memory.test_points import Surroundings
+from tests.inference.turns.parts import Opened, opened
 from tests.made_models.synthetic import SMALL
 
 TEXT = "x" * 1_100
@@ -58,7 +59,7 @@ def costs(compute_s: float) -> RestoreCosts:
     return known
 
 
-def plan(around: Plain, known: RestoreCosts, text: str, shareable: int | None, most_held: int = 1 << 30) -> Prepared:
+def plan(around: Plain, known: RestoreCosts, text: str, shareable: int | None, most_held: int = 1 << 30) -> Opened:
     """`shareable`: tokens of the agent's memory that any prefill makes; None: it remembers nothing."""
     publication, files = Publication(Standing(NO_HEAD, Stage.STORED)), StoredFiles(list(BLOCKS), TAIL)
     transcript = RememberedText(TEXT, TokenIds(map(ord, TEXT)), (1,) * len(TEXT))
@@ -67,11 +68,11 @@ def plan(around: Plain, known: RestoreCosts, text: str, shareable: int | None, m
     async def hold(size_bytes: int) -> None:
         assert 0 < size_bytes <= most_held
 
-    async def planned() -> Prepared:
+    async def planned() -> Opened:
         parts: Any = around
         recollection = Recollection(memory if shareable is not None else None, Source.WARM, NO_HEAD)
         planner, budget = ReusePlanner(parts, parts, {"ns": parts}, known), Budget(1.0, 1.0, lambda: 0.0)
-        found = await planner.plan(recollection, text, namespace="ns", budget=budget, hold=hold)
+        found = opened(await planner.plan(recollection, text, namespace="ns", budget=budget, hold=hold))
         if isinstance(found.reuse, Restored) and found.reuse.incoming is not None:
             assert found.reuse.incoming.has_ended
             assert found.reuse.incoming.expected == -(-found.reuse.keep_tokens // 256)

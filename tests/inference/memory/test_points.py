@@ -23,6 +23,7 @@ from inference_svc.memory.store.patience import Budget
 from inference_svc.model.prompting import Tokenized
 from inference_svc.text.prefix_matching import RememberedText
 from inference_svc.text.token_ids import TokenIds
+from tests.inference.turns.parts import Opened, opened
 from tests.made_models.synthetic import MIXED
 
 TEXT = "x" * 700
@@ -32,6 +33,7 @@ POINTS = (300, 650, 700)
 class Surroundings:
     """A store that has files by their digests, an engine of a model with states, and a tokenizer of characters."""
 
+    is_reachable = True
     model = SimpleNamespace(
         kv_identity=MIXED,
         kv_identity_hash="x",
@@ -91,7 +93,7 @@ def memory(points: Sequence[int] = POINTS) -> AgentMemory:
 
 def planned(
     text: str, source: Source, around: Surroundings, points: Sequence[int] = POINTS, **usable: int | None
-) -> Prepared:
+) -> Opened:
     parts: Any = around
     planner = ReusePlanner(parts, parts, {"ns": parts}, RestoreCosts(lambda: 0.0))
 
@@ -103,7 +105,7 @@ def planned(
         budget: Any = None
         return await planner.plan(recollection, text, namespace="ns", budget=budget, hold=hold, **usable)
 
-    return asyncio.run(plan())
+    return opened(asyncio.run(plan()))
 
 
 @pytest.mark.parametrize(
@@ -192,7 +194,7 @@ def test_turns_that_read_files_and_a_state_never_wait_for_each_other() -> None:
 
         recollection, budget = Recollection(memory(), Source.WARM, NO_HEAD), Budget(1.0, 1.0, lambda: 0.0)
         found = await planner.plan(recollection, TEXT + "y", namespace="ns", budget=budget, hold=hold)
-        assert isinstance(found.reuse, Restored)
+        assert isinstance(found.kv.take(), Restored)
         assert taken == sum(digest.size_bytes for digest in (*BLOCKS, TAIL, STATES[700]))
         room.give_back("ns", taken)
 

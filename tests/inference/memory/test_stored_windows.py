@@ -22,6 +22,7 @@ from inference_svc.memory.stored_windows import FoundPrefix, StoredWindow, liste
 from inference_svc.text.prefix_matching import RememberedText
 from inference_svc.text.token_ids import TokenIds
 from tests.inference.memory.test_points import Surroundings
+from tests.inference.turns.parts import Opened, opened
 from tests.made_models.synthetic import WINDOWED
 
 TEXT = "x" * 1100
@@ -55,7 +56,7 @@ class Windowed(Surroundings):
 
 def planned(
     text: str, source: Source, around: Windowed, stored: Mapping[int, StoredWindow] = STORED, **usable: Any
-) -> Prepared:
+) -> Opened:
     parts: Any = around
     planner = ReusePlanner(parts, parts, {"ns": parts}, RestoreCosts(lambda: 0.0))
     publication, files = Publication(Standing(NO_HEAD, Stage.STORED)), StoredFiles(list(BLOCKS), TAIL, dict(stored))
@@ -69,7 +70,7 @@ def planned(
         recollection, budget = Recollection(memory, source, NO_HEAD), None
         return await planner.plan(recollection, text, namespace="ns", budget=budget, hold=hold, **usable)  # type: ignore[arg-type]
 
-    return asyncio.run(plan())
+    return opened(asyncio.run(plan()))
 
 
 def read(name: str, first: int, stop: int) -> tuple[bytes, ...]:

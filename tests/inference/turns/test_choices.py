@@ -9,6 +9,7 @@ from kvasir.errors import Internal, ResourceExhausted
 
 from inference_svc.engine.api import Prefilled, SamplingParams, TokenLogprobs
 from inference_svc.memory.outcomes import Source
+from inference_svc.memory.service_stats import NamespaceCounters
 from inference_svc.text.prefix_matching import Outcome
 from inference_svc.turns.outbox import Outbox, ReaderLimits
 from inference_svc.turns.phases import Progress, TurnTiming
@@ -40,7 +41,7 @@ class Engines:
     def begin(self, request: TurnRequest) -> Progress:
         if len(self.begun) == self.room:
             raise ResourceExhausted("no room")
-        self.begun.append((request, Progress(request, outbox(), TurnTiming(0.0))))
+        self.begun.append((request, Progress(request, outbox(), TurnTiming(0.0), NamespaceCounters())))
         return self.begun[-1][1]
 
 

@@ -17,7 +17,6 @@ from inference_svc.config import EngineSettings
 from inference_svc.engine.api import (
     BlocksFull,
     CarriedTurn,
-    Cold,
     Ended,
     Event,
     Failed,
@@ -37,7 +36,7 @@ from inference_svc.memory.outcomes import Miss, MissReason, Source
 from inference_svc.memory.publishing.block_stream import BlockStream
 from inference_svc.memory.recall import Recall, Recollection
 from inference_svc.memory.restore_costs import RestoreCosts
-from inference_svc.memory.reuse_planning import Prepared
+from inference_svc.memory.reuse_planning import Once, Prepared
 from inference_svc.memory.service_stats import ServiceStats
 from inference_svc.memory.store.answers import EventCursor, Head
 from inference_svc.memory.stored_windows import StoredWindow
@@ -104,7 +103,7 @@ class Surroundings:
 
     async def plan(self, recollection: Recollection, text: str, **how: Any) -> Prepared:
         self.planned.append(text)
-        return Prepared(text, Tokenized(TokenIds((1, 2)), (1, 1)), Cold(), Source.COLD, Outcome.NONE, None, ())
+        return Prepared(text, Tokenized(TokenIds((1, 2)), (1, 1)), Once(None), Source.COLD, Outcome.NONE, None, ())
 
     def submit(self, plan: object, on_events: Callable[[list[Event]], None]) -> object:
         self.losses -= 1

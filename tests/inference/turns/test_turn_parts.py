@@ -11,13 +11,13 @@ from kvasir import errors
 from kvasir.cachestore.v1 import cachestore_pb2, manifest_pb2
 from kvasir.formats.digest import Digest
 
-from inference_svc.engine.api import AgentKey, Event, Hot, Prefilled, SamplingParams
+from inference_svc.engine.api import AgentKey, Event, Prefilled, SamplingParams
 from inference_svc.memory.agent_memory import AgentMemory, Publication, from_manifest
 from inference_svc.memory.lines.line_states import Stage, Standing
 from inference_svc.memory.lines.lines import Lines
 from inference_svc.memory.outcomes import Miss, MissReason, Source
 from inference_svc.memory.recall import Recall, Recollection
-from inference_svc.memory.reuse_planning import Prepared
+from inference_svc.memory.reuse_planning import Once, Prepared
 from inference_svc.memory.store.answers import NO_HEAD, Head, StoreMiss, head_of
 from inference_svc.memory.store.patience import Budget
 from inference_svc.model.prompting import Tokenized
@@ -26,11 +26,12 @@ from inference_svc.text.token_ids import TokenIds
 from inference_svc.turns.outbox import Outbox, ReaderLimits
 from inference_svc.turns.phases import Planned, Prompted, Ran, Recalled
 from inference_svc.turns.prompts.continuing import (
+    Retry,
     as_its_agent_has_it,
     check_parent,
     continuation,
     is_retry,
-    is_whole,
+    retried,
     what_is_left_out,
     whole_conversation,
 )
@@ -94,8 +95,9 @@ def test_a_retry_has_the_id_the_input_and_the_parent_of_the_last_turn(
 
 
 def test_a_turn_that_was_cut_is_not_told_again() -> None:
-    assert is_whole(memory())
-    assert not is_whole(memory(finish_reason="cancelled"))
+    whole, cut = (Recollection(memory(finish_reason=reason), Source.HOT, HEAD) for reason in ("stop", "cancelled"))
+    assert retried(request(), whole) is Retry.REPLAYED
+    assert retried(request(), cut) is Retry.REPEATED
 
 
 def test_a_parent_that_is_not_the_head_is_a_conflict_unless_the_head_is_unknown() -> None:
@@ -201,7 +203,7 @@ def test_what_extends_an_unstored_memory_counts_under_that_ones_lease(is_head: b
     hot = replace(memory(is_head=is_head), is_brought=True)
     hot.publication.standing = hot.publication.standing.under(3)
     recollection = Recollection(hot, Source.HOT, HEAD)
-    prepared = Prepared("x", Tokenized(TokenIds((1,)), (1,)), Hot(1), Source.HOT, Outcome.EXTEND, None, ())
+    prepared = Prepared("x", Tokenized(TokenIds((1,)), (1,)), Once(None), Source.HOT, Outcome.EXTEND, None, ())
     nothing: Any = None
     ended: Any = SimpleNamespace(state=SimpleNamespace(token_ids=(1,), shareable_tokens=0, rewind_points=()))
     planned = Planned(Prompted(Recalled(request(), recollection), "x"), recollection, prepared, nothing)
