@@ -19,7 +19,7 @@ from inference_svc.memory.lines.line_parts import PublishingLimits
 from inference_svc.model import kvasir_tiny
 from inference_svc.turns.admission import AdmissionLimits
 from inference_svc.turns.engine_parts import TurnLimits
-from inference_svc.turns.outbox import ReaderLimits
+from inference_svc.turns.progress import ReaderLimits
 
 __all__ = ("ConfigError", "EngineSettings", "read_settings")
 

@@ -26,7 +26,7 @@ from inference_svc.handover.resume_tokens import ResumeTokens
 from inference_svc.handover.taking import Taking
 from inference_svc.model.model_host import ModelHost
 from inference_svc.served_model import ServedModel
-from inference_svc.turns.phases import Progress
+from inference_svc.turns.progress import Progress
 
 HANDOVER_SERVICE_NAME = "kvasir.inference.v1.HandOverService"
 HANDOVER_ROLES: Mapping[str, frozenset[str]] = {

@@ -281,6 +281,12 @@ class Engine:
         fitting = bisect_right(counts, self.memory_budget_bytes, key=lambda new: room.most_bytes(prompt_tokens + new))
         return min(left, fitting - 1)
 
+    def check_fits(
+        self, prompt_tokens: int, max_tokens: int, *, field: str = "prompt", is_lower_bound: bool = False
+    ) -> None:
+        """See `context.check_fits`."""
+        check_fits(prompt_tokens, max_tokens, self.model.context_tokens, field=field, is_lower_bound=is_lower_bound)
+
     def submit(self, plan: TurnPlan, on_events: Listener) -> TurnHandle:
         """Queue a turn. `on_events` is called on the MLX thread, after every token and every cell, with all events
         since the last call, in order; it must return at once and not raise. The last event is exactly one `Ended` or
@@ -416,7 +422,7 @@ class Engine:
             raise FailedPrecondition("model: its hidden rows cannot be had", reason="NO_EMBEDDINGS", field="model")
         if plan.carried is not None:
             check_carried(plan, plan.carried, self.model, self.vocabulary_size)
-        check_fits(len(plan.token_ids), plan.sampling.max_tokens, self.model.context_tokens)
+        self.check_fits(len(plan.token_ids), plan.sampling.max_tokens)
         needed_bytes = self.needed_bytes(plan)
         if needed_bytes > self.memory_budget_bytes:
             raise ResourceExhausted(

@@ -26,7 +26,8 @@ from inference_svc.memory.outcomes import Source
 from inference_svc.memory.publishing.copies import piece_blocks
 from inference_svc.memory.store.answers import LEASE_TTL_S
 from inference_svc.memory.store.remote_cache import RemoteCache
-from inference_svc.turns.phases import BegunPrompt, BegunTurn, Progress, TurnPhase, TurnTiming
+from inference_svc.turns.phases import BegunPrompt, BegunTurn
+from inference_svc.turns.progress import Progress, TurnPhase, TurnTiming
 from inference_svc.turns.turn_data import MessagesInput, TurnMoved
 from inference_svc.turns.turn_service import TurnService
 

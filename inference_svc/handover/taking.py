@@ -16,7 +16,7 @@ from inference_svc.engine.engine import Engine
 from inference_svc.handover.passing import Opening, Promise, Stand
 from inference_svc.handover.resume_tokens import LIVES_S, ResumeTokens, WaitingReply
 from inference_svc.model.prompting import Tokenized
-from inference_svc.turns.phases import TakenTurn
+from inference_svc.turns.progress import TakenTurn
 from inference_svc.turns.turn_data import TurnRequest
 from inference_svc.turns.turn_service import Choices, TurnService
 

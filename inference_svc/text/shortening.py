@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from kvasir.cachestore.v1 import manifest_pb2
-from kvasir.on_full import DEFAULT_KEEP
 
 from inference_svc.text.templates.system_values import without_notes
 
@@ -42,13 +41,6 @@ class _Cut:
 
     question: int
     rest: int
-
-
-def kept_tokens(context_tokens: int, full_tokens: int, keep: float) -> int:
-    """How many tokens a memory that is full from `full_tokens` on shrinks to: the share `keep` of the context. Where
-    long replies leave less than that, it counts from what they leave, and is the default share at least.
-    """
-    return int(min(context_tokens * keep, full_tokens * max(keep, DEFAULT_KEEP) / FULL_SHARE))
 
 
 def leading_system(messages: Sequence[manifest_pb2.Message]) -> int:

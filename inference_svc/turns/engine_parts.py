@@ -3,7 +3,6 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from inference_svc.engine.context import check_fits
 from inference_svc.engine.engine import Engine
 from inference_svc.memory.publishing.copies import Copies
 from inference_svc.memory.recall import Recall
@@ -15,7 +14,7 @@ from inference_svc.memory.store.remote_cache import RemoteCache
 from inference_svc.memory.swap_store import SwapLimits
 from inference_svc.model.prompting import Prompting
 from inference_svc.turns.admission import Admission
-from inference_svc.turns.outbox import Outbox, ReaderLimits
+from inference_svc.turns.progress import Outbox, ReaderLimits
 from inference_svc.turns.turn_data import TurnRequest
 
 
@@ -63,11 +62,6 @@ class EngineParts:
         """The place in the store's history now, for a turn that extends a line."""
         store = self.stores.get(request.namespace) if request.extends else None
         return store.event_cursor if store is not None else None
-
-    def check_length(self, text: str, field: str) -> None:
-        """Refuse an absurdly long prompt without tokenizing it. Raises ContextExceeded."""
-        fewest, context = self.prompting.fewest_tokens(text), self.engine.model.context_tokens
-        check_fits(fewest, max_tokens=0, context_tokens=context, field=field, is_lower_bound=True)
 
     def budget(self) -> Budget:
         """What a turn may lose to the store."""

@@ -1,38 +1,29 @@
-"""What is known of a turn after each of its steps, as frozen values; and where the turn is meanwhile.
+"""What is known of a turn after each of its steps, as frozen values; `progress` says where the turn is meanwhile.
 
-    TurnRequest ─recall→ Recalled ─prompt→ Prompted ─plan→ Planned ─run→ Ran ─remember→ Remembered ─report→ TurnFinished
-
-`Progress` is the only object that changes, on the event loop: readers, lists, cancels and hand-overs look at it.
+TurnRequest ─recall→ Recalled ─prompt→ Prompted ─plan→ Planned ─run→ Ran ─remember→ Remembered ─report→ TurnFinished
 """
 
-import asyncio
 import contextlib
-from collections.abc import Sequence
 from dataclasses import dataclass, field
-from enum import Enum
 
-from kvasir import errors
 from kvasir.cachestore.v1 import manifest_pb2
 from kvasir.formats.digest import Digest
 from kvasir.on_full import OnFull
 
-from inference_svc.engine.api import AgentKey, CarriedTurn, Ended, Event, Resumed, TurnPlan, Wanted
-from inference_svc.engine.engine import TurnHandle
+from inference_svc.engine.api import Ended, TurnPlan
 from inference_svc.memory.agent_memory import AgentMemory
 from inference_svc.memory.outcomes import Source
 from inference_svc.memory.publishing.block_stream import BlockStream
 from inference_svc.memory.publishing.copies import Pinning
 from inference_svc.memory.recall import Recollection
 from inference_svc.memory.reuse_planning import Once, Prepared
-from inference_svc.memory.service_stats import NamespaceCounters
 from inference_svc.memory.store.answers import EventCursor
 from inference_svc.model.prompting import Tokenized
 from inference_svc.text.conversation import Dialogue
 from inference_svc.text.differences import Difference
 from inference_svc.text.shortening import Shorter
 from inference_svc.text.templates.template_clock import TemplateClock
-from inference_svc.turns.outbox import Outbox
-from inference_svc.turns.turn_data import Continuation, Shortening, TurnEvent, TurnFinished, TurnRequest
+from inference_svc.turns.turn_data import Continuation, Shortening, TurnRequest
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +78,7 @@ class Planned:
     is_brought: bool = False  # its KV came by an archive or from another store, besides what the recollection says
     is_text_own: bool = True  # no other engine, which this one need not believe, has generated some of the reply
     handed_over_by: str = ""  # the peer from whose store the agent came with the turn
+    told: str = ""  # of the reply: what another engine has sent its reader
 
     @property
     def request(self) -> TurnRequest:
@@ -180,187 +172,3 @@ class BegunTurn:
     def has_other_store(self) -> bool:
         """Whether the engine that began it has another store than this one."""
         return bool(self.move_id or self.peer)
-
-
-class TakenTurn:
-    """A turn on its way in from another engine: first its KV comes, then the word that it is this engine's."""
-
-    def __init__(self, begun: BegunTurn, carried: CarriedTurn, told_chars: int, files: Sequence[bytes]) -> None:
-        self.begun = begun
-        self.carried = carried
-        self.told_chars = told_chars  # characters of the reply that the other engine has sent
-        self.handle: TurnHandle | None = None
-        self.ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        """Its KV is here, and it waits for the word. Has the error of a turn that failed before."""
-        self._files = files
-
-    def event(self, event: Event) -> None:
-        match event:
-            case Wanted() if self.handle is not None:
-                self.handle.resume(self._files)
-                self._files = ()
-            case Resumed() if not self.ready.done():
-                self.ready.set_result(None)
-            case _:
-                pass
-
-    def failed(self, error: BaseException) -> None:
-        if not self.ready.done():
-            self.ready.set_exception(error)
-            self.ready.exception()  # perhaps nobody waits for it any more
-
-    def close(self) -> None:
-        """The turn is over."""
-        self._files = ()
-
-
-class TurnPhase(Enum):
-    """Where a turn is."""
-
-    WAITING = "waiting"  # for its agent's turn before it
-    PLANNING = "planning"  # and for the engine, until that has its KV
-    HELD = "held"  # its KV came from another engine, which has not given it away yet
-    RUNNING = "running"
-    MOVING = "moving"  # it runs, and is being given to another engine; one gives it at a time
-    ENDING = "ending"  # the engine is done
-    MOVED = "moved"  # another engine goes on with it
-    ENDED = "ended"  # its reader has its end; its task may still have work
-
-
-_NOT_BEGUN = (TurnPhase.WAITING, TurnPhase.PLANNING)
-_OVER = (TurnPhase.MOVED, TurnPhase.ENDED)
-
-
-@dataclass(frozen=True, slots=True)
-class Stop:
-    """Why a turn was cancelled. None: by another call than its reader's, so that its reader learns how it ended."""
-
-    error: errors.KvasirError | None
-
-
-@dataclass(slots=True)
-class TokenCounts:
-    """Tokens of a turn so far."""
-
-    prompt: int = 0
-    cached: int = 0
-    completion: int = 0
-    computed: int = 0  # of the prompt: those whose KV is there
-
-
-@dataclass(slots=True)
-class TurnTiming:
-    """When a turn was where. Seconds of the service's clock, and of waiting."""
-
-    arrived: float
-    queue_s: float = 0.0
-    restore_s: float = 0.0
-    first_token_at: float | None = None
-    last_token_at: float | None = None
-
-    @property
-    def first_token_s(self) -> float | None:
-        """From the request's arrival on."""
-        return None if self.first_token_at is None else self.first_token_at - self.arrived
-
-
-@dataclass(slots=True, eq=False)
-class Progress:
-    """A turn under way. Only the event loop changes it."""
-
-    request: TurnRequest  # as it came
-    outbox: Outbox
-    times: TurnTiming
-    counters: NamespaceCounters  # of its namespace
-    taken: TakenTurn | None = None  # from another engine, which began the turn
-    phase: TurnPhase = TurnPhase.WAITING
-    task: asyncio.Task[None] | None = None
-    handle: TurnHandle | None = None  # while the engine has the turn
-    stopped: Stop | None = None
-    planned: Planned | None = None  # once the engine has had the turn
-    parent_version: int = 0
-    tokens: TokenCounts = field(default_factory=TokenCounts)
-    finished: TurnFinished | None = None
-
-    @property
-    def key(self) -> AgentKey | None:
-        return self.request.key
-
-    @property
-    def has_begun(self) -> bool:
-        """Whether the engine has its KV, or had it."""
-        return self.phase not in _NOT_BEGUN
-
-    @property
-    def has_ended(self) -> bool:
-        """Whether its reader has its end."""
-        return self.phase in _OVER
-
-    @property
-    def is_ending(self) -> bool:
-        return self.phase is TurnPhase.ENDING or self.has_ended
-
-    @property
-    def is_kept(self) -> bool:
-        """Whether it becomes its agent's next version, as far as it is planned."""
-        return self.planned is not None and self.planned.recalled.is_kept
-
-    @property
-    def is_guest(self) -> bool:
-        """Whether another store's engine began it and its agent does not remember it. It needs nothing of the agent
-        here: it waits for none of its turns, and none waits for it.
-        """
-        if self.taken is None or not self.taken.begun.peer:
-            return False
-        return not self.request.is_kept or self.taken.begun.continuation is Continuation.BRANCHED
-
-    @property
-    def can_move(self) -> bool:
-        """Whether it computes a reply that another engine could go on with."""
-        is_running = self.phase in (TurnPhase.RUNNING, TurnPhase.MOVING) and self.handle is not None
-        return is_running and self.request.origin.message is not None
-
-    @property
-    def is_cancelled(self) -> bool:
-        return self.stopped is not None
-
-    @property
-    def error(self) -> errors.KvasirError | None:
-        """The reader's error, if the turn was cancelled."""
-        return self.stopped.error if self.stopped is not None else None
-
-    def emit(self, event: TurnEvent) -> None:
-        if isinstance(event, TurnFinished):
-            self.finished = event
-        self.outbox.put(event, self.request.choice)
-
-    def end(self, error: BaseException | None = None, *, phase: TurnPhase = TurnPhase.ENDED) -> None:
-        """The reader gets no more, but `error` if there is one. Idempotent."""
-        if not self.has_ended:
-            self.outbox.close(error)
-        if self.phase is not TurnPhase.MOVED:
-            self.phase = phase
-
-    def cancel(self, why: errors.KvasirError | None = None) -> None:
-        """Stop generating, because the reader is gone or for the reason `why`. The memory that the turn leaves is taken
-        care of regardless. Idempotent.
-        """
-        self._stop(Stop(why or errors.Cancelled("the turn was cancelled")))
-
-    def stop(self) -> None:
-        """The same for another call than the reader's: the reader gets the turn's last message. Idempotent."""
-        self._stop(Stop(None))
-
-    def end_work_behind(self) -> None:
-        """End what the turn's task does once the reader has its end. Idempotent."""
-        if self.has_ended and self.task is not None:
-            self.task.cancel()
-
-    def _stop(self, why: Stop) -> None:
-        if self.is_cancelled or self.is_ending:
-            return
-        self.stopped = why
-        if self.handle is not None:
-            self.handle.cancel()
-        elif self.task is not None:
-            self.task.cancel()

@@ -11,14 +11,15 @@ import structlog
 from kvasir import errors
 from kvasir.formats.manifest import tokens_within_chars
 
-from inference_svc.engine.api import Cold, DamagedFile, HotMemoryGone, TurnPlan
-from inference_svc.engine.context import check_fits
+from inference_svc.engine.api import DamagedFile, HotMemoryGone, TurnPlan
+from inference_svc.engine.engine import Engine
 from inference_svc.memory.recall import Recollection
 from inference_svc.memory.reuse_planning import NOTHING_REFUSED, Avoid, Prepared
 from inference_svc.memory.store.patience import Budget
 from inference_svc.turns.engine_parts import EngineParts
-from inference_svc.turns.phases import Planned, Progress, Prompted, Ran
-from inference_svc.turns.prompts.prompt_text import rewind_point_chars
+from inference_svc.turns.phases import Planned, Prompted, Ran
+from inference_svc.turns.progress import Progress
+from inference_svc.turns.prompts.prompt_text import check_length, rewind_point_chars
 from inference_svc.turns.turn_data import TurnRequest
 from inference_svc.turns.turn_reporter import HandOff, TurnReporter
 
@@ -44,7 +45,7 @@ class PlanRunner:
         """Plan and run the turn; plan again when the memory that the plan reuses went away in between."""
         request, recollection, avoid = prompted.request, prompted.recalled.recollection, NOTHING_REFUSED
         if prompted.tokens is None:
-            self._parts.check_length(prompted.text, request.input.name)
+            check_length(self._parts.engine, self._parts.prompting, prompted.text, request.input.name)
         lasting_chars: int | None = None
         if self._parts.engine.model.has_rewind_points:
             lasting_chars = await rewind_point_chars(self._parts.prompting, prompted)
@@ -112,15 +113,14 @@ class PlanRunner:
     def plan(self, prompted: Prompted, prepared: Prepared, rewind_point_tokens: int | None) -> TurnPlan:
         """What the engine is asked to do, without the KV that is reused."""
         request, count = prompted.request, len(prepared.tokens.ids)
-        context, is_kept = self._parts.engine.model.context_tokens, prompted.recalled.is_kept
+        engine, is_kept = self._parts.engine, prompted.recalled.is_kept
         if not count:
             name = request.input.name
             raise errors.InvalidArgument(f"{name}: expected at least one token", field=name)
         sampling = request.sampling
         if request.clamps_max_tokens:
-            fitting = self._parts.engine.most_new_tokens(count)
-            sampling = replace(sampling, max_tokens=_clamped(sampling.max_tokens, fitting))
-        check_fits(count, sampling.max_tokens, context, field=request.input.name)
+            sampling = replace(sampling, max_tokens=_clamped(sampling.max_tokens, engine, count))
+        engine.check_fits(count, sampling.max_tokens, field=request.input.name)
         if (most := request.prompt.most_reasoning_tokens) is not None:
             sampling = replace(sampling, reasoning_limit=self._parts.prompting.reasoning_limit(most, prepared.text))
         return TurnPlan(
@@ -139,26 +139,9 @@ class PlanRunner:
 
     async def run(self, planned: Planned, turn: Progress) -> Ran:
         """What the turn truly began with, and its end."""
-        request, engine, plan = planned.request, self._parts.engine, planned.plan
         if turn.is_cancelled:
             raise errors.Cancelled("the turn was cancelled")
-        reporter = TurnReporter(planned, turn, self._parts, self._handoff)
-        try:
-            with self._parts.admission.kv(request.namespace, engine.needed_bytes(plan)):
-                turn.handle = engine.submit(
-                    replace(plan, reuse=planned.prepared.kv.take() or Cold()), reporter.listener()
-                )
-                turn.planned = replace(planned, plan=replace(plan, carried=None))
-                reporter.begin(turn.handle)
-                return await reporter.ran
-        except BaseException:
-            if turn.handle is not None:
-                turn.handle.cancel()
-            reporter.abandon()
-            raise
-        finally:
-            turn.handle = None
-            reporter.close()
+        return await TurnReporter(planned, turn, self._parts, self._handoff).run()
 
 
 def _same_version(planned: Recollection, found: Recollection) -> Recollection:
@@ -184,10 +167,11 @@ def moved_away() -> errors.Unavailable:
     return errors.Unavailable("the agent's memory went away while the turn was planned", retry_after_s=1.0)
 
 
-def _clamped(max_tokens: int, fitting: int) -> int:
+def _clamped(max_tokens: int, engine: Engine, prompt_tokens: int) -> int:
     """The length of a reply that may be shorter than was asked for. All of it is reserved: clients that ask for more
     than there is would each take all KV from others.
     """
+    fitting = engine.most_new_tokens(prompt_tokens)
     if max_tokens <= fitting:
         return max_tokens
     return max(fitting // _CLAMPED_PART, min(fitting, _LEAST_CLAMPED), 1)

@@ -19,7 +19,7 @@ from dataclasses import replace
 import structlog
 from kvasir import errors, on_full
 from kvasir.cachestore.v1 import manifest_pb2
-from kvasir.on_full import OnFull, OnFullPolicy
+from kvasir.on_full import DEFAULT_KEEP, OnFull, OnFullPolicy
 
 from inference_svc.engine.api import SamplingParams
 from inference_svc.engine.context import ContextExceeded
@@ -31,13 +31,13 @@ from inference_svc.text.shortening import (
     FULL_SHARE,
     SUMMARY_REQUEST,
     as_summary,
-    kept_tokens,
     summary_of,
     with_summary,
 )
 from inference_svc.turns.engine_parts import EngineParts
-from inference_svc.turns.phases import LaterShortening, Progress, Prompted, Recalled, Remembered, TurnTiming
+from inference_svc.turns.phases import LaterShortening, Prompted, Recalled, Remembered
 from inference_svc.turns.plan_running import PlanRunner
+from inference_svc.turns.progress import Progress, TurnTiming
 from inference_svc.turns.prompts.prompt_text import prompt_text, shorter_of, with_messages
 from inference_svc.turns.prompts.reply_reading import reply_reader
 from inference_svc.turns.turn_data import MessagesInput, Shortening, TurnRequest
@@ -82,11 +82,9 @@ class MemoryShortener:
         setting, most_tokens = _setting(prompted), self._most_prompt_tokens(prompted.request)
         if not setting.shortens or not isinstance(prompted.request.input, MessagesInput) or most_tokens < 1:
             raise refusal
-        wanted_tokens, messages = self._kept_tokens(prompted.request, setting), prompted.recalled.messages
-        prompted = await with_messages(self._parts.prompting, prompted, messages)
+        wanted_tokens = self._kept_tokens(prompted.request, setting)
+        prompted = await with_messages(self._parts.prompting, prompted, prompted.recalled.messages)
         found = await shorter_of(self._parts.prompting, prompted, wanted_tokens, most_tokens)
-        if found is None and summary_of(messages, prompted.recalled.shortened):  # which is kept where it fits
-            found = await shorter_of(self._parts.prompting, prompted, wanted_tokens, most_tokens, keeps_summary=False)
         if found is None:
             raise refusal
         shortening = Shortening(setting.policy, found.dropped, len(found.messages), before_reply=True)
@@ -190,6 +188,13 @@ class MemoryShortener:
             self._parts.prompting, prompted, wanted_tokens, most_tokens, keeps_summary=keeps_summary
         )
         return LaterShortening(found, setting, prompted.request) if found is not None and found.dropped else None
+
+
+def kept_tokens(context_tokens: int, full_tokens: int, keep: float) -> int:
+    """How many tokens a memory that is full from `full_tokens` on shrinks to: the share `keep` of the context. Where
+    long replies leave less than that, it counts from what they leave, and is the default share at least.
+    """
+    return int(min(context_tokens * keep, full_tokens * max(keep, DEFAULT_KEEP) / FULL_SHARE))
 
 
 def _following(

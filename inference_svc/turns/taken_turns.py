@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from kvasir import errors
 from kvasir.waits import HANGS_S, PAUSE_S
 
-from inference_svc.engine.api import AgentKey
+from inference_svc.engine.api import AgentKey, TurnPlan
 from inference_svc.memory.lines.line_lease import MOVED
 from inference_svc.memory.outcomes import Source
 from inference_svc.memory.recall import NOTHING_REMEMBERED, Recollection
@@ -25,8 +25,9 @@ from inference_svc.memory.store.answers import (
 from inference_svc.memory.store.patience import Budget
 from inference_svc.text.prefix_matching import Outcome
 from inference_svc.turns.engine_parts import EngineParts
-from inference_svc.turns.phases import BegunTurn, Planned, Progress, Prompted, Ran, Recalled, TakenTurn, TurnPhase
+from inference_svc.turns.phases import BegunTurn, Planned, Prompted, Ran, Recalled
 from inference_svc.turns.plan_running import PlanRunner
+from inference_svc.turns.progress import Progress, TakenTurn, TurnPhase
 from inference_svc.turns.prompts.prompt_text import prompted
 from inference_svc.turns.turn_data import Continuation, TurnRequest
 
@@ -142,7 +143,18 @@ class TakenTurns:
             is_brought=begun.is_brought,
             is_text_own=begun.is_text_own,
             handed_over_by=begun.handed_over_by,
+            told=self._told(plan, taken),
         )
+
+    def _told(self, plan: TurnPlan, taken: TakenTurn) -> str:
+        """The reply as far as the other engine has sent it. Raises InvalidArgument if it has sent another text."""
+        told = self._parts.engine.told_text(plan, taken.carried)
+        if len(told) != taken.told_chars:
+            raise errors.InvalidArgument(
+                f"stand.told_chars: these tokens tell {len(told)} characters, not {taken.told_chars}",
+                field="stand.told_chars",
+            )
+        return told
 
     async def own(self, turn: Progress) -> None:
         """The other engine has given a ready turn away: take its agent's line, and let it compute. Raises Unavailable

@@ -17,7 +17,8 @@ from inference_svc.memory.lines.line_states import Stage, Standing
 from inference_svc.memory.outcomes import SnapshotOutcome, SnapshotState, Source
 from inference_svc.text.prefix_matching import Outcome, RememberedText
 from inference_svc.turns.engine_parts import EngineParts
-from inference_svc.turns.phases import Planned, Progress, Ran, Remembered, TurnTiming
+from inference_svc.turns.phases import Planned, Ran, Remembered
+from inference_svc.turns.progress import Progress, TurnTiming
 from inference_svc.turns.prompts.continuing import may_follow
 from inference_svc.turns.prompts.reply_reading import remembered_reply, reply_again
 from inference_svc.turns.turn_data import Continuation, TurnDelta, TurnFinished, TurnStarted, Warmed
@@ -36,8 +37,7 @@ class TurnEnding:
         planned, ended, request = ran.planned, ran.ended, ran.planned.request
         if not planned.recalled.is_kept:
             return Remembered(ran, shortening=planned.prompted.shortening)
-        prompting = self._parts.prompting
-        said, messages = await prompting.run(request.namespace, lambda: remembered_reply(prompting, ran))
+        said, messages = await remembered_reply(self._parts.prompting, ran)
         made_by = manifest_pb2.Turn(
             request_id=request.request_id,
             prompt_tokens=ended.prompt_tokens,

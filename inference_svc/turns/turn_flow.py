@@ -27,16 +27,9 @@ from inference_svc.memory.store.answers import EventCursor
 from inference_svc.memory.store.patience import Budget
 from inference_svc.text.prefix_matching import Outcome
 from inference_svc.turns.engine_parts import EngineParts
-from inference_svc.turns.phases import (
-    Progress,
-    Prompted,
-    Ran,
-    Recalled,
-    Remembered,
-    Stop,
-    TurnPhase,
-)
+from inference_svc.turns.phases import Prompted, Ran, Recalled, Remembered
 from inference_svc.turns.plan_running import MemoryMovedError, PlanRunner, moved_away
+from inference_svc.turns.progress import Progress, Stop, TurnPhase
 from inference_svc.turns.prompts.continuing import Retry, retried
 from inference_svc.turns.prompts.prompt_text import prompted, recalled_by, with_difference
 from inference_svc.turns.shortening import MemoryShortener

@@ -8,6 +8,7 @@ import asyncio
 import contextlib
 from collections import deque
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from threading import Lock
 
@@ -16,8 +17,18 @@ from kvasir import errors
 from kvasir.formats.block_hash import BLOCK_TOKENS
 from kvasir.volatile import TEMPLATE_DATE
 
-from inference_svc.engine.api import BlocksFull, Ended, Event, Failed, Listener, Prefilled, Resumed, Started, Tokens
-from inference_svc.engine.engine import TurnHandle
+from inference_svc.engine.api import (
+    BlocksFull,
+    Cold,
+    Ended,
+    Event,
+    Failed,
+    Preempted,
+    Prefilled,
+    Resumed,
+    Started,
+    Tokens,
+)
 from inference_svc.memory.outcomes import Source
 from inference_svc.memory.publishing.block_stream import BlockStream
 from inference_svc.memory.publishing.copies import Pinning
@@ -26,7 +37,8 @@ from inference_svc.memory.swap_store import SwapRooms, SwapStore
 from inference_svc.text.replies.reply_parts import ReplyPart
 from inference_svc.text.token_ids import NO_TOKENS
 from inference_svc.turns.engine_parts import EngineParts
-from inference_svc.turns.phases import Planned, Progress, Ran, TakenTurn, TurnPhase
+from inference_svc.turns.phases import Planned, Ran
+from inference_svc.turns.progress import Progress, TakenTurn, TurnPhase
 from inference_svc.turns.prompts.continuing import of_text
 from inference_svc.turns.prompts.reply_reading import reply_reader
 from inference_svc.turns.turn_data import TurnDelta, TurnStarted
@@ -106,21 +118,18 @@ def counted(turn: Progress) -> Iterator[None]:
 
 
 class TurnReporter:
-    """Reports one plan of one turn, on the event loop."""
+    """Lets the engine run one plan of one turn, and reports that. On the event loop."""
 
     def __init__(self, planned: Planned, turn: Progress, parts: EngineParts, handoff: HandOff) -> None:
-        """Raises InvalidArgument if another engine has sent another text of the turn."""
-        self.ran: asyncio.Future[Ran] = asyncio.get_running_loop().create_future()
+        self._ran: asyncio.Future[Ran] = asyncio.get_running_loop().create_future()
         self._planned = planned
         self._prepared = planned.prepared  # as the engine began with it, once it has
         self._turn = turn
         self._parts = parts
         self._counters = turn.counters
-        self._swap: SwapStore | TakenTurn | None = None
+        self._swap: SwapStore | TakenTurn | None = turn.taken  # what brings its KV in, or keeps it after a preemption
         self._stream = self._new_stream()
-        self._reader = reply_reader(planned.request, parts.prompting, planned.prepared.text)
-        if turn.taken is not None:
-            self._reader.push(self._told(turn.taken))  # its reader was told
+        self._reader = reply_reader(planned.request, parts.prompting, planned.prepared.text, planned.told)
         self._handoff = handoff
 
     def _new_stream(self) -> BlockStream | None:
@@ -133,61 +142,64 @@ class TurnReporter:
         stored, stall_s = planned.prepared.stored_blocks, parts.limits.publish_timeout_s
         return BlockStream(parts.copies, key, line.store, stored, stall_s, previous)
 
-    def _told(self, taken: TakenTurn) -> str:
-        """The reply as far as the other engine has sent it."""
-        told = self._parts.engine.told_text(self._planned.plan, taken.carried)
-        if len(told) != taken.told_chars:
-            raise errors.InvalidArgument(
-                f"stand.told_chars: these tokens tell {len(told)} characters, not {taken.told_chars}",
-                field="stand.told_chars",
-            )
-        return told
-
-    def begin(self, handle: TurnHandle) -> None:
-        """The engine has the turn: lend it what brings its KV in, or keeps it after a preemption."""
-        taken, parts, namespace = self._turn.taken, self._parts, self._planned.request.namespace
+    def _new_swap(self) -> SwapStore | None:
+        """Of a turn that is preempted."""
+        handle, parts, namespace = self._turn.handle, self._parts, self._planned.request.namespace
         store = parts.stores.get(namespace)
-        if taken is not None:
-            self._swap, taken.handle = taken, handle
-        elif store is not None:
-            rooms = SwapRooms(namespace, parts.copies.held, parts.admission.restoring)
-            limits = parts.limits.swap(parts.copies.piece_blocks)
-            self._swap = SwapStore(handle, store, rooms, self._counters, limits, parts.clock)
+        if store is None or handle is None:
+            return None
+        rooms = SwapRooms(namespace, parts.copies.held, parts.admission.restoring)
+        limits = parts.limits.swap(parts.copies.piece_blocks)
+        return SwapStore(handle, store, rooms, self._counters, limits, parts.clock)
 
-    def abandon(self) -> None:
-        """The turn failed: no manifest will name its blocks."""
-        if self._stream is not None:
-            self._stream.abandon()
-
-    def close(self) -> None:
-        """The engine no longer has the turn."""
-        if self._swap is not None:
-            self._swap.close()
-
-    def listener(self) -> Listener:
-        """For the engine, which alone holds it: a turn that is over leaves no circle of references."""
-        return _Listener(self._planned.prepared, self._stream, partial(self._handoff.send, self._take))
+    async def run(self) -> Ran:
+        """What the turn truly began with, and its end."""
+        planned, turn, plan = self._planned, self._turn, self._planned.plan
+        # The engine alone holds its listener: a turn that is over leaves no circle of references.
+        hand_over = partial(self._handoff.send, self._take)
+        try:
+            with self._parts.admission.kv(planned.request.namespace, self._parts.engine.needed_bytes(plan)):
+                turn.handle = self._parts.engine.submit(
+                    replace(plan, reuse=planned.prepared.kv.take() or Cold()),
+                    _Listener(planned.prepared, self._stream, hand_over),
+                )
+                turn.planned = replace(planned, plan=replace(plan, carried=None))
+                if turn.taken is not None:
+                    turn.taken.handle = turn.handle
+                return await self._ran
+        except BaseException:
+            if self._turn.handle is not None:
+                self._turn.handle.cancel()
+            if self._stream is not None:  # no manifest will name its blocks
+                self._stream.abandon()
+            raise
+        finally:
+            turn.handle = None
+            if self._swap is not None:
+                self._swap.close()
 
     def _take(self, events: list[Event], pinning: Pinning | None) -> None:
         try:
             for event in events:
-                if self.ran.done():
+                if self._ran.done():
                     return
                 self._event(event)
+                if isinstance(event, Preempted) and self._swap is None:
+                    self._swap = self._new_swap()
                 if self._swap is not None:
                     self._swap.event(event)
                 self._check_reader()
                 if isinstance(event, Failed):
-                    self.ran.set_exception(event.error)
+                    self._ran.set_exception(event.error)
                 elif isinstance(event, Ended):
                     if not self._turn.has_ended:
                         self._turn.phase = TurnPhase.ENDING
                     reader, planned = self._reader, self._turn.planned or self._planned  # the line as it is now
                     calls, pinned = tuple(reader.calls), Once(pinning)
                     ran = Ran(planned, self._prepared, event, calls, reader.has_reasoned, self._stream, pinned)
-                    self.ran.set_result(ran)
+                    self._ran.set_result(ran)
         except Exception as error:  # noqa: BLE001 - the turn waits for its end
-            self.ran.set_exception(error)
+            self._ran.set_exception(error)
 
     def _event(self, event: Event) -> None:
         if (cut := _cut(self._prepared, event)) is not None:

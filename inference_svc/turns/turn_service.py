@@ -9,9 +9,8 @@ from kvasir import errors
 from kvasir.server.shared_room import SharedRoom
 
 from inference_svc.turns.engine_parts import EngineParts
-from inference_svc.turns.outbox import Outbox
-from inference_svc.turns.phases import Progress, TakenTurn, TurnTiming
-from inference_svc.turns.prompts.prompt_text import prompt_text
+from inference_svc.turns.progress import Outbox, Progress, TakenTurn, TurnTiming
+from inference_svc.turns.prompts.prompt_text import check_length, prompt_text
 from inference_svc.turns.turn_data import MessagesInput, OpenTurn, TokensInput, TurnEvent, TurnFinished, TurnRequest
 from inference_svc.turns.turn_ending import TurnEnding
 from inference_svc.turns.turn_flow import TurnFlow
@@ -179,5 +178,5 @@ class TurnService:
             async with self._counting.held_for(request.namespace, 1):
                 counter = await self._parts.prompting.twin(request.namespace)
                 text, _ = await prompt_text(counter, request, messages, counter.clock())
-                self._parts.check_length(text, given.name)
+                check_length(self._parts.engine, counter, text, given.name)
                 return len((await counter.run(request.namespace, lambda: counter.tokenize(text))).ids)

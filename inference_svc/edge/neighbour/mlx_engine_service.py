@@ -21,7 +21,6 @@ from smg_grpc_proto.generated import common_pb2
 from inference_svc.edge.neighbour import mlx_engine_messages as messages
 from inference_svc.edge.neighbour.tokenizer_files import tokenizer_archive
 from inference_svc.edge.service import CALLERS, check_serves, new_request_id, new_seed, send
-from inference_svc.engine.context import check_fits
 from inference_svc.memory.token_lines import TokenLines
 from inference_svc.model.model_host import ModelHost
 from inference_svc.served_model import ServedModel
@@ -143,9 +142,9 @@ class MlxEngineService(mlx_engine_pb2_grpc.MlxEngineServicer):  # type: ignore[m
     async def _prompt(self, request: mlx.GenerateRequest, served: ServedModel, namespace: str) -> TokenIds:
         """The request's tokens, or those of its text. Raises InvalidArgument that names the field."""
         kind, engine = request.WhichOneof("input"), served.engine
-        context_tokens = engine.model.context_tokens
         if kind == "tokenized":
-            return messages.token_ids(request, vocabulary_size=engine.vocabulary_size, context_tokens=context_tokens)
+            vocabulary, context = engine.vocabulary_size, engine.model.context_tokens
+            return messages.token_ids(request, vocabulary_size=vocabulary, context_tokens=context)
         if not request.text:
             raise InvalidArgument("input: expected tokenized.input_ids or text", field="input")
         if (size := len(request.text.encode())) > self._max_prompt_bytes:
@@ -155,9 +154,9 @@ class MlxEngineService(mlx_engine_pb2_grpc.MlxEngineServicer):  # type: ignore[m
                 field="text",
             )
         prompting, text = served.prompting, from_outside(request.text)
-        check_fits(prompting.fewest_tokens(text), 1, context_tokens, is_lower_bound=True)
+        engine.check_fits(prompting.fewest_tokens(text), 1, is_lower_bound=True)
         tokens = (await prompting.run(namespace, lambda: prompting.tokenize(text))).ids
-        check_fits(len(tokens), 1, context_tokens)
+        engine.check_fits(len(tokens), 1)
         return tokens
 
 

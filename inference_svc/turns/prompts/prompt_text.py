@@ -11,6 +11,7 @@ from dataclasses import replace
 from kvasir import errors, volatile
 from kvasir.cachestore.v1 import manifest_pb2
 
+from inference_svc.engine.engine import Engine
 from inference_svc.memory.agent_memory import AgentMemory
 from inference_svc.memory.recall import Recollection
 from inference_svc.memory.store.answers import EventCursor
@@ -20,7 +21,7 @@ from inference_svc.text.conversation import Dialogue, dialogue, json_of_messages
 from inference_svc.text.differences import Difference
 from inference_svc.text.literal_text import from_outside
 from inference_svc.text.prefix_matching import common_prefix_length
-from inference_svc.text.shortening import Messages, Shorter, shorter
+from inference_svc.text.shortening import Messages, Shorter, shorter, summary_of
 from inference_svc.text.templates import tools_order
 from inference_svc.text.templates.system_values import kept_values, without_notes
 from inference_svc.text.templates.template_clock import TemplateClock
@@ -216,9 +217,16 @@ async def with_messages(prompting: Prompting, prompted: Prompted, messages: Mess
 
 
 async def shorter_of(
-    prompting: Prompting, prompted: Prompted, wanted_tokens: int, most_tokens: int, *, keeps_summary: bool = True
+    prompting: Prompting,
+    prompted: Prompted,
+    wanted_tokens: int,
+    most_tokens: int,
+    *,
+    keeps_summary: bool | None = None,
 ) -> Shorter | None:
-    """Which messages of a too long conversation stay. Counted with a copy of the tokenizer: no turn waits for it."""
+    """Which messages of a too long conversation stay. Counted with a copy of the tokenizer: no turn waits for it.
+    `keeps_summary`: None: where it fits.
+    """
     request, messages, before = prompted.request, prompted.recalled.messages, prompted.recalled.shortened
     counter = await prompting.twin(request.namespace)
     template = counter.template_at(prompted.clock, request.prompt.template_settings)
@@ -227,17 +235,20 @@ async def shorter_of(
         text = render(template, dialogue(candidate, request.prompt.tools, request.prompt.objects, counter.specials))
         return len(counter.tokenize(text).ids)
 
-    return await counter.run(
-        request.namespace,
-        lambda: shorter(
-            messages,
-            tokens_of,
-            wanted_tokens=min(wanted_tokens, most_tokens),
-            most_tokens=most_tokens,
-            before=before,
-            keeps_summary=keeps_summary,
-        ),
-    )
+    def found() -> Shorter | None:
+        wanted, keeps = min(wanted_tokens, most_tokens), keeps_summary is not False
+        bounds = {"wanted_tokens": wanted, "most_tokens": most_tokens}
+        kept = shorter(messages, tokens_of, **bounds, before=before, keeps_summary=keeps)
+        if kept is None and keeps_summary is None and summary_of(messages, before):
+            kept = shorter(messages, tokens_of, **bounds, before=before, keeps_summary=False)
+        return kept
+
+    return await counter.run(request.namespace, found)
+
+
+def check_length(engine: Engine, prompting: Prompting, text: str, field: str) -> None:
+    """Refuse an absurdly long prompt without tokenizing it. Raises ContextExceeded."""
+    engine.check_fits(prompting.fewest_tokens(text), 0, field=field, is_lower_bound=True)
 
 
 async def rewind_point_chars(prompting: Prompting, made: Prompted) -> int | None:

@@ -13,8 +13,15 @@ from inference_svc.turns.phases import Ran
 from inference_svc.turns.turn_data import MessagesInput, TurnRequest
 
 
-def reply_reader(request: TurnRequest, prompting: Prompting, prompt: str) -> ReplyReader:
-    """Reads the reply. A reply to a raw prompt, or in a requested format, is all answer."""
+def reply_reader(request: TurnRequest, prompting: Prompting, prompt: str, begun: str = "") -> ReplyReader:
+    """Reads the reply, of which `begun` was read before."""
+    reader = _reader(request, prompting, prompt)
+    reader.push(begun)
+    return reader
+
+
+def _reader(request: TurnRequest, prompting: Prompting, prompt: str) -> ReplyReader:
+    """A reply to a raw prompt, or in a requested format, is all answer."""
     constraint = request.sampling.constraint
     is_formatted = constraint is not None and not constraint.has_calls
     if not isinstance(request.input, MessagesInput) or is_formatted:
@@ -24,8 +31,12 @@ def reply_reader(request: TurnRequest, prompting: Prompting, prompt: str) -> Rep
     return prompting.reader(prompt, tools, reply_id, begins_with=prompting.tool_start if is_bound else "")
 
 
-def remembered_reply(prompting: Prompting, ran: Ran) -> tuple[RememberedReply, tuple[manifest_pb2.Message, ...]]:
-    """Text and messages to remember. On the tokenizer's thread."""
+async def remembered_reply(prompting: Prompting, ran: Ran) -> tuple[RememberedReply, tuple[manifest_pb2.Message, ...]]:
+    """Text and messages to remember."""
+    return await prompting.run(ran.planned.request.namespace, lambda: _remembered_reply(prompting, ran))
+
+
+def _remembered_reply(prompting: Prompting, ran: Ran) -> tuple[RememberedReply, tuple[manifest_pb2.Message, ...]]:
     ended, prompt, prompted = ran.ended, ran.prepared.text, ran.planned.prompted
     said = prompting.remembered_reply(prompt, ended.prompt_tokens, ended.generated_text, ended.text, ended.state)
     if prompted.dialogue is None:

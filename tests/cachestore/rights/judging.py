@@ -19,7 +19,7 @@ from cachestore_svc.index.catalog import CatalogView
 from cachestore_svc.pairing.rights import EFFECTS, NEEDS, Bond, Gives, Takes, Verb
 from inference_svc.engine.api import AgentKey
 from inference_svc.memory.agent_memory import AgentMemory
-from inference_svc.turns.phases import TurnPhase
+from inference_svc.turns.progress import TurnPhase
 from tests.cachestore.core.lab import NS
 from tests.cachestore.rights.engines import Player
 from tests.cachestore.rights.peered import Lines, Mac

@@ -24,7 +24,8 @@ from inference_svc.memory.recall import NOTHING_REMEMBERED
 from inference_svc.model.prompting import Tokenized
 from inference_svc.text.token_ids import TokenIds
 from inference_svc.turns import taken_turns
-from inference_svc.turns.phases import BegunPrompt, BegunTurn, Prompted, Recalled, TurnTiming
+from inference_svc.turns.phases import BegunPrompt, BegunTurn, Prompted, Recalled
+from inference_svc.turns.progress import TurnTiming
 from inference_svc.turns.taken_turns import TakenTurns
 from inference_svc.turns.turn_data import Continuation
 from inference_svc.turns.turn_service import Choices
@@ -125,7 +126,7 @@ def test_carried_tokens_begin_with_the_prompt_that_is_remembered(token_ids: tupl
 def test_a_taken_turn_stays_brought_and_lends_no_rows(is_brought: bool) -> None:
     carried = CarriedTurn(TokenIds((5, 6, 7)), 2, 0, 2, (1, 2), (), {0: 0}, Timings())
     made = SimpleNamespace(plan=lambda *_given: TurnPlan(TokenIds((5, 6)), (2, 3), SamplingParams(9)))
-    flow: Any = SimpleNamespace(_plans=made)
+    flow: Any = SimpleNamespace(_plans=made, _told=lambda *_given: "")
     taken: Any = SimpleNamespace(begun=begun(is_brought=is_brought), carried=carried)
     request: Any = None
     planned = TakenTurns._taken_plan(flow, Prompted(Recalled(request, NOTHING_REMEMBERED), "hello"), taken)

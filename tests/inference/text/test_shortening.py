@@ -11,12 +11,12 @@ from inference_svc.text.shortening import (
     Shorter,
     as_remembered,
     as_summary,
-    kept_tokens,
     leading_system,
     shorter,
     summary_of,
     with_summary,
 )
+from inference_svc.turns.shortening import kept_tokens
 
 STEP = ["assistant", "tool"]
 

@@ -14,7 +14,7 @@ from kvasir.errors import ResourceExhausted
 
 from inference_svc.engine.api import Prefilled
 from inference_svc.turns.admission import Admission, AdmissionLimits
-from inference_svc.turns.outbox import Outbox, ReaderLimits
+from inference_svc.turns.progress import Outbox, ReaderLimits
 from inference_svc.turns.turn_data import TurnDelta, TurnEvent
 
 LIMITS = AdmissionLimits(

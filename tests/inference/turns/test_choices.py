@@ -11,8 +11,7 @@ from inference_svc.engine.api import Prefilled, SamplingParams, TokenLogprobs
 from inference_svc.memory.outcomes import Source
 from inference_svc.memory.service_stats import NamespaceCounters
 from inference_svc.text.prefix_matching import Outcome
-from inference_svc.turns.outbox import Outbox, ReaderLimits
-from inference_svc.turns.phases import Progress, TurnTiming
+from inference_svc.turns.progress import Outbox, Progress, ReaderLimits, TurnTiming
 from inference_svc.turns.turn_data import PromptInput, TurnDelta, TurnEvent, TurnRequest, TurnStarted
 from inference_svc.turns.turn_service import Choices
 

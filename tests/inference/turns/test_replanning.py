@@ -50,16 +50,8 @@ from inference_svc.text.templates.template_clock import TemplateClock
 from inference_svc.text.token_ids import TokenIds
 from inference_svc.turns.admission import Admission
 from inference_svc.turns.engine_parts import EngineParts
-from inference_svc.turns.phases import (
-    BegunPrompt,
-    BegunTurn,
-    Progress,
-    Ran,
-    Remembered,
-    TakenTurn,
-    TokenCounts,
-    TurnTiming,
-)
+from inference_svc.turns.phases import BegunPrompt, BegunTurn, Ran, Remembered
+from inference_svc.turns.progress import Progress, TakenTurn, TokenCounts, TurnTiming
 from inference_svc.turns.turn_data import MemoryUse, MessagesInput, TurnFinished, TurnRequest
 from inference_svc.turns.turn_reporter import TurnReporter
 from inference_svc.turns.turn_service import TurnService
@@ -135,6 +127,8 @@ class Surroundings:
 
     async def run(self, namespace: str, work: Callable[[], Any]) -> Any:
         return work()
+
+    def check_fits(self, *_asked: object, **_how: object) -> None: ...
 
     def fewest_tokens(self, text: str) -> int:
         return 1

@@ -23,8 +23,8 @@ from inference_svc.memory.store.patience import Budget
 from inference_svc.model.prompting import Tokenized
 from inference_svc.text.prefix_matching import Outcome, RememberedText
 from inference_svc.text.token_ids import TokenIds
-from inference_svc.turns.outbox import Outbox, ReaderLimits
 from inference_svc.turns.phases import Planned, Prompted, Ran, Recalled
+from inference_svc.turns.progress import Outbox, ReaderLimits
 from inference_svc.turns.prompts.continuing import (
     Retry,
     as_its_agent_has_it,

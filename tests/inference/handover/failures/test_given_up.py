@@ -32,7 +32,8 @@ from inference_svc.model.prompting import Tokenized
 from inference_svc.served_model import ServedModel, open_served
 from inference_svc.text.token_ids import TokenIds
 from inference_svc.turns.admission import Admission
-from inference_svc.turns.phases import BegunPrompt, BegunTurn, Progress, TurnPhase
+from inference_svc.turns.phases import BegunPrompt, BegunTurn
+from inference_svc.turns.progress import Progress, TurnPhase
 from tests.inference.handover.cases import ON
 from tests.inference.handover.test_taking import PROMPT, TOKENS
 from tests.inference.turns.parts import line_parts
