@@ -1,6 +1,7 @@
 """Converts what passes between two engines to the wire's messages and back. What comes is checked field by field."""
 
 from collections.abc import Iterator
+from dataclasses import fields
 
 from google.protobuf import duration_pb2
 from kvasir.cachestore.v1 import manifest_pb2
@@ -14,7 +15,7 @@ from kvasir.names import check_agent_id, check_request_id
 from kvasir.on_full import OnFullPolicy
 
 from inference_svc.edge import messages
-from inference_svc.edge.reuse_messages import write_continuation
+from inference_svc.edge.answers import duration, written
 from inference_svc.engine.api import CarriedTurn, Timings
 from inference_svc.handover.giving import HandOverCost
 from inference_svc.handover.passing import Opening, Promise, Stand, Surroundings
@@ -25,51 +26,19 @@ from inference_svc.turns.turn_data import Continuation, Shortening, TurnRequest
 
 FORMAT = 1
 FRAME_BYTES = 1 << 20
-_CONTINUATIONS: dict[int, Continuation | None] = {write_continuation(each): each for each in (None, *Continuation)}
+_CONTINUATIONS: dict[int, Continuation | None] = {
+    inference_pb2.CONTINUATION_UNSPECIFIED: None,
+    **{getattr(inference_pb2, f"CONTINUATION_{each.name}"): each for each in Continuation},
+}
 _POLICIES = {getattr(inference_pb2, f"ON_FULL_POLICY_{policy.name}"): policy for policy in OnFullPolicy}
 _ROLES = frozenset({"system", "user", "assistant", "tool"})
 
 
 def write_opening(opening: Opening) -> pb.TakeTurnRequest:
-    begun, ours = opening.begun, opening.surroundings
-    assert isinstance(opening.origin, inference_pb2.GenerateRequest)
-    return pb.TakeTurnRequest(
-        opening=pb.TurnOpening(
-            format=FORMAT,
-            surroundings=pb.TurnSurroundings(
-                kv_identity_hash=ours.kv_identity_hash,
-                tokenizer_digest=ours.tokenizer_digest,
-                template_digest=ours.template_digest,
-                device=ours.device,
-                compute_type=ours.compute_type,
-                cell_tokens=ours.cell_tokens,
-                version=ours.version,
-                sampling_defaults=ours.sampling_defaults,
-            ),
-            request=opening.origin,
-            request_id=opening.request_id,
-            seed=begun.seed,
-            max_tokens=begun.max_tokens,
-            caller=opening.caller,
-            messages=begun.prompt.messages,
-            prompt_token_ids=begun.prompt.tokens.ids,
-            prompt_token_chars=begun.prompt.tokens.chars,
-            rewind_point_tokens=begun.prompt.rewind_point_tokens,  # type: ignore[arg-type]  # None leaves it out
-            parent_manifest=begun.parent_manifest.to_proto() if begun.parent_manifest is not None else None,
-            is_brought=begun.is_brought,
-            continuation=write_continuation(begun.continuation),
-            shortened=begun.shortened,
-            shortening=messages.write_shortening(begun.shortening) if begun.shortening is not None else None,
-            template_time_ms=begun.prompt.template_time_ms,
-            tools_order=begun.prompt.tools_order,
-            move_id=begun.move_id,
-            is_text_own=begun.is_text_own,
-            handed_over_by=begun.handed_over_by,
-            age=messages.duration(begun.age_s),
-            first_token=None if begun.first_token_s is None else messages.duration(begun.first_token_s),
-            choices=opening.choices,
-        )
-    )
+    begun, prompt = opening.begun, opening.begun.prompt
+    ids, chars = prompt.tokens.ids, prompt.tokens.chars
+    given = {"format": FORMAT, "request": opening.origin, "prompt_token_ids": ids, "prompt_token_chars": chars}
+    return pb.TakeTurnRequest(opening=written(pb.TurnOpening, opening, begun, prompt, **given))
 
 
 def read_opening(message: pb.TurnOpening, peer: str) -> Opening:
@@ -100,17 +69,7 @@ def read_opening(message: pb.TurnOpening, peer: str) -> Opening:
         age_s=_seconds(message.age),
         first_token_s=_seconds(message.first_token) if message.HasField("first_token") else None,
     )
-    theirs = message.surroundings
-    surroundings = Surroundings(
-        theirs.kv_identity_hash,
-        theirs.tokenizer_digest,
-        theirs.template_digest,
-        theirs.device,
-        theirs.compute_type,
-        theirs.cell_tokens,
-        theirs.version,
-        theirs.sampling_defaults,
-    )
+    surroundings = Surroundings(*(getattr(message.surroundings, each.name) for each in fields(Surroundings)))
     request_id = check_request_id(message.request_id)
     return Opening(surroundings, message.request, request_id, caller, begun, tuple(message.choices))
 
@@ -145,26 +104,23 @@ def read_request(opening: Opening, namespace: str, max_prompt_bytes: int) -> Tur
 
 def write_stand(stand: Stand, prompt_tokens: int) -> pb.TakeTurnRequest:
     carried = stand.carried
+    groups = [pb.TurnGroup(window=window, first_block=first) for window, first in carried.first_blocks.items()]
     return pb.TakeTurnRequest(
-        stand=pb.TurnStand(
-            choice=stand.choice,
+        stand=written(
+            pb.TurnStand,
+            stand,
+            carried,
             reply_token_ids=carried.token_ids[prompt_tokens:],
             computed_tokens=carried.computed,
             cached_tokens=carried.cached,
             shareable_tokens=carried.shareable,
-            sampler_key=carried.sampler_key,
-            rewind_points=carried.rewind_points,
-            groups=[pb.TurnGroup(window=window, first_block=first) for window, first in carried.first_blocks.items()],
-            told_chars=stand.told_chars,
-            spent=messages.write_timings(carried.spent),
-            files=stand.files,
+            groups=groups,
         )
     )
 
 
 def read_stand(message: pb.TurnStand, prompt: Tokenized) -> Stand:
     """What it says of tokens is checked by the engine."""
-    spent = message.spent
     carried = CarriedTurn(
         token_ids=prompt.ids + TokenIds(message.reply_token_ids),
         computed=message.computed_tokens,
@@ -173,13 +129,7 @@ def read_stand(message: pb.TurnStand, prompt: Tokenized) -> Stand:
         sampler_key=tuple(message.sampler_key),
         rewind_points=tuple(message.rewind_points),
         first_blocks={int(group.window): int(group.first_block) for group in message.groups},
-        spent=Timings(
-            queue_s=_seconds(spent.queue),
-            restore_s=_seconds(spent.restore),
-            prefill_s=_seconds(spent.prefill),
-            first_token_s=_seconds(spent.first_token),
-            decode_s=_seconds(spent.decode),
-        ),
+        spent=Timings(*(_seconds(getattr(message.spent, each.name.removesuffix("_s"))) for each in fields(Timings))),
     )
     if message.files < 0:
         raise InvalidArgument("stand.files: expected 0 or more", field="stand.files")
@@ -246,7 +196,7 @@ def _seconds(message: duration_pb2.Duration) -> float:
 
 
 def write_promise(promise: Promise) -> pb.TakeTurnResponse:
-    expires_in = messages.duration(promise.expires_s)
+    expires_in = duration(promise.expires_s)
     return pb.TakeTurnResponse(prepared=pb.TurnPrepared(resume_token=promise.resume_token, expires_in=expires_in))
 
 
@@ -259,9 +209,4 @@ def commit() -> pb.TakeTurnRequest:
 
 
 def write_given(given: HandOverCost) -> pb.HandOverTurnResponse:
-    return pb.HandOverTurnResponse(
-        request_id=given.request_id,
-        gap=messages.duration(given.gap_s),
-        ahead_bytes=given.ahead_bytes,
-        tail_bytes=given.tail_bytes,
-    )
+    return written(pb.HandOverTurnResponse, given)

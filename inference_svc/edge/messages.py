@@ -2,12 +2,13 @@
 
 from collections.abc import Callable
 
-from google.protobuf import duration_pb2
 from kvasir.errors import InvalidArgument
 from kvasir.inference.v1 import inference_pb2 as pb
 from kvasir.names import check_agent_id, check_request_id
 from kvasir.on_full import DEFAULT_KEEP, OnFull, OnFullPolicy, checked_keep
+from kvasir.volatile import BILLING_LINE, checked_rule
 
+from inference_svc.edge.answers import duration, written
 from inference_svc.edge.inputs.conversation_messages import write_calls
 from inference_svc.edge.inputs.input_messages import (
     begun_reply,
@@ -19,9 +20,8 @@ from inference_svc.edge.inputs.input_messages import (
 )
 from inference_svc.edge.inputs.sampling_messages import choice_count, clamps_max_tokens, sampling_params
 from inference_svc.edge.inputs.thinking_messages import read_thinking
-from inference_svc.edge.reuse_messages import MATCHES, SOURCES, read_rules, write_miss, write_started
-from inference_svc.engine.api import Prefilled, Priority, SamplingParams, Timings, TokenLogprobs
-from inference_svc.memory.outcomes import SnapshotOutcome, SnapshotState
+from inference_svc.engine.api import Prefilled, Priority, SamplingParams, TokenLogprobs
+from inference_svc.memory.outcomes import Miss
 from inference_svc.model.model_info import ModelInfo
 from inference_svc.text.literal_text import from_outside, utf8_bytes
 from inference_svc.turns.turn_data import (
@@ -30,7 +30,6 @@ from inference_svc.turns.turn_data import (
     PromptInput,
     PromptSettings,
     RequestOrigin,
-    Shortening,
     TurnDelta,
     TurnEvent,
     TurnFinished,
@@ -40,7 +39,6 @@ from inference_svc.turns.turn_data import (
     Warmed,
 )
 
-_STATES = {state: getattr(pb, f"SNAPSHOT_STATE_{state.name}") for state in SnapshotState}
 _ON_FULL = {getattr(pb, f"ON_FULL_POLICY_{policy.name}"): policy for policy in OnFullPolicy}
 _MAX_SUMMARY_REQUEST_BYTES = 4096
 _FINISH_REASONS = {
@@ -93,7 +91,7 @@ def _memory_use(request: pb.GenerateRequest) -> MemoryUse:
         is_read_only=request.memory_mode == pb.MEMORY_MODE_READ_ONLY,
         expects_memory=request.expect_existing,
         replaces=request.replace_memory,
-        rules=read_rules(request),
+        rules=_read_rules(request),
         has_default_rules=request.volatile.is_default,
         on_full=_on_full(request),
     )
@@ -130,32 +128,12 @@ def warm_request(
 
 
 def turn_message(turn: OpenTurn) -> pb.Turn:
-    return pb.Turn(
-        request_id=turn.request_id,
-        agent_id=turn.agent_id,
-        choice=turn.choice,
-        state=pb.TURN_STATE_RUNNING if turn.is_running else pb.TURN_STATE_WAITING,
-        age=duration(turn.age_s),
-        prompt_tokens=turn.prompt_tokens,
-        cached_tokens=turn.cached_tokens,
-        completion_tokens=turn.completion_tokens,
-    )
+    return written(pb.Turn, turn, state=pb.TURN_STATE_RUNNING if turn.is_running else pb.TURN_STATE_WAITING)
 
 
 def warm_response(started: TurnStarted, warmed: Warmed, model_name: str) -> pb.WarmResponse:
-    return pb.WarmResponse(
-        model=model_name,
-        tokens=warmed.tokens,
-        cached_tokens=warmed.cached_tokens,
-        computed_tokens=warmed.tokens - warmed.cached_tokens,
-        source=SOURCES[started.source],
-        reason=started.miss.detail if started.miss is not None else "",
-        miss=write_miss(started.miss),
-        match=MATCHES[started.match],
-        version=warmed.version,
-        restore=duration(warmed.restore_s),
-        prefill=duration(warmed.prefill_s),
-    )
+    computed = warmed.tokens - warmed.cached_tokens
+    return written(pb.WarmResponse, warmed, started, model=model_name, computed_tokens=computed, **_miss(started.miss))
 
 
 def count_request(request: pb.CountTokensRequest, *, namespace: str, caller: str, max_prompt_bytes: int) -> TurnRequest:
@@ -182,7 +160,8 @@ def response(
     """An event of one choice as the stream's message. `spelling`: what a token spells."""
     match event:
         case TurnStarted():
-            return pb.GenerateResponse(started=write_started(event, request_id, model_name))
+            named = {"request_id": request_id, "model": model_name, "prompt_token_ids": event.prompt_ids}
+            return pb.GenerateResponse(started=written(pb.Started, event, **named, **_miss(event.miss)))
         case Prefilled(done, total):
             return pb.GenerateResponse(prefill_progress=pb.PrefillProgress(tokens_done=done, tokens_total=total))
         case TurnDelta():
@@ -196,29 +175,17 @@ def response(
             raise TypeError("a turn that only warms streams no reply")
 
 
-def duration(seconds: float) -> duration_pb2.Duration:
-    found = duration_pb2.Duration()
-    found.FromNanoseconds(round(seconds * 1e9))
-    return found
+def _miss(miss: Miss | None) -> dict[str, object]:
+    return {"miss": miss.reason, "reason": miss.detail} if miss is not None else {"miss": None}
 
 
 def model_message(model: ModelInfo, state: pb.ModelState) -> pb.Model:
     """The loaded model as the wire describes it."""
-    return pb.Model(
-        name=model.name,
-        kv_identity=model.kv_identity,
-        kv_identity_hash=model.kv_identity_hash,
-        tokenizer_digest=model.tokenizer_digest,
-        template_digest=model.template_digest,
-        context_tokens=model.context_tokens,
-        kv_bytes_per_token=model.kv_bytes_per_token,
-        kv_bytes_per_token_fp16=model.kv_bytes_per_token_fp16,
-        policy_applied_layers=model.policy_applied_layers,
+    return written(
+        pb.Model,
+        model,
         kv_policy=model.policy_name,
         kv_policy_why=model.policy_why,
-        layer_count=model.layer_count,
-        cell_tokens=model.cell_tokens,
-        compute_type=model.compute_type,
         state=state,
         embedding_dimensions=model.embedding_width,
         sampling_defaults=pb.Sampling(**model.sampling_defaults),  # type: ignore[arg-type]
@@ -260,6 +227,17 @@ def _agent_id(request: pb.GenerateRequest) -> str:
     if request.HasField("base_version") and request.base_version < 1:
         raise InvalidArgument(f"base_version: expected 1 or more, got {request.base_version}", field="base_version")
     return request.agent_id if is_used else ""
+
+
+def _read_rules(request: pb.GenerateRequest) -> frozenset[str] | None:
+    """The rules for what is volatile; None where the request has no word of them. Raises InvalidArgument."""
+    if not request.HasField("volatile"):
+        return None
+    for index, name in enumerate(request.volatile.names):
+        field = f"volatile.names[{index}]"
+        if checked_rule(name, field) == BILLING_LINE:
+            raise InvalidArgument(f"{field}: {BILLING_LINE} is the HTTP gateway's", field=field)
+    return frozenset(request.volatile.names)
 
 
 def _on_full(request: pb.GenerateRequest) -> OnFull | None:
@@ -311,48 +289,11 @@ def _logprobs(given: TokenLogprobs, token_id: int, spelling: Callable[[int], byt
 
 
 def finished(event: TurnFinished, choice: int) -> pb.Finished:
-    return pb.Finished(
-        reason=_FINISH_REASONS.get(event.finish_reason, pb.FINISH_REASON_UNSPECIFIED),
-        matched_stop=event.matched_stop,
-        usage=pb.Usage(
-            prompt_tokens=event.prompt_tokens,
-            cached_tokens=event.cached_tokens,
-            completion_tokens=event.completion_tokens,
-        ),
-        timings=write_timings(event.timings),
-        snapshot=_snapshot(event.snapshot),
+    return written(
+        pb.Finished,
+        event,
+        reason=_FINISH_REASONS.get(event.finish_reason),
+        usage=written(pb.Usage, event),
         tool_calls=write_calls(event.tool_calls),
         choice=choice,
-        memory_tokens=event.memory_tokens,
-        context_tokens=event.context_tokens,
-        shortening=write_shortening(event.shortening) if event.shortening is not None else None,
-    )
-
-
-def write_timings(timings: Timings) -> pb.Timings:
-    return pb.Timings(
-        queue=duration(timings.queue_s),
-        restore=duration(timings.restore_s),
-        prefill=duration(timings.prefill_s),
-        first_token=duration(timings.first_token_s),
-        decode=duration(timings.decode_s),
-    )
-
-
-def write_shortening(shortening: Shortening) -> pb.Shortening:
-    return pb.Shortening(
-        policy=getattr(pb, f"ON_FULL_POLICY_{shortening.policy.name}"),
-        dropped_messages=shortening.dropped_messages,
-        kept_messages=shortening.kept_messages,
-        before_reply=shortening.before_reply,
-    )
-
-
-def _snapshot(outcome: SnapshotOutcome) -> pb.SnapshotOutcome:
-    return pb.SnapshotOutcome(
-        state=_STATES[outcome.state],
-        version=outcome.version,
-        reason=outcome.reason,
-        manifest=outcome.manifest.to_proto() if outcome.manifest is not None else None,
-        written_bytes=outcome.written_bytes,
     )

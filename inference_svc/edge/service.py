@@ -27,6 +27,7 @@ from kvasir.server.interceptors import current_principal
 from kvasir.waits import LOOK_S, PROGRESS_S
 
 from inference_svc.edge import messages, stats_messages
+from inference_svc.edge.answers import duration
 from inference_svc.edge.embed_messages import check_dimensions, embed_response, embedding_model_message, read_embed
 from inference_svc.edge.inputs.input_messages import check_known_tokens
 from inference_svc.edge.inputs.sampling_messages import with_defaults
@@ -297,7 +298,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):  # type: ig
             now_s, stage = time.monotonic(), self._load_stage()
             if stage != told or now_s >= told_s + PROGRESS_S:
                 told, told_s = stage, now_s
-                progress = pb.LoadProgress(stage=stage, elapsed=messages.duration(now_s - began_s))
+                progress = pb.LoadProgress(stage=stage, elapsed=duration(now_s - began_s))
                 await send(context, pb.LoadModelResponse(progress=progress), self._limits.reader_stall_s)
         left = stats_messages.memories_left(loading.result())
         done = pb.LoadedModel(model=self._model(request.model), left=left)

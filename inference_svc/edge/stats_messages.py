@@ -6,7 +6,7 @@ from kvasir.errors import InvalidArgument
 from kvasir.inference.v1 import inference_pb2 as pb
 from kvasir.names import check_agent_id
 
-from inference_svc.edge.messages import duration
+from inference_svc.edge.answers import duration, written
 from inference_svc.memory.agent_memory import AgentMemory
 from inference_svc.memory.service_stats import NamespaceCounters, OwedCount, ServiceStatus
 from inference_svc.model.model_host import MemoriesLeft
@@ -23,7 +23,7 @@ def stats(status: ServiceStatus, namespace: str | None, *, store_is_reachable: b
             _namespace(name, counters, status.engine.hot_bytes.get(name, 0), status.engine.owed.get(name, OwedCount()))
             for name, counters in sorted(_visible(status, namespace).items())
         ],
-        engine=_engine(status) if namespace is None else None,
+        engine=written(pb.EngineStats, status, status.engine) if namespace is None else None,
         store_is_reachable=store_is_reachable,
     )
 
@@ -56,37 +56,12 @@ def _visible(status: ServiceStatus, namespace: str | None) -> Mapping[str, Names
 
 
 def _namespace(name: str, counters: NamespaceCounters, hot_bytes: int, owed: OwedCount) -> pb.NamespaceStats:
-    return pb.NamespaceStats(
+    return written(
+        pb.NamespaceStats,
+        counters,
         namespace=name,
-        turns=counters.turns,
         turn_ends=counters.ends,
-        refusals=counters.refusals,
-        prefilled_tokens=counters.prefilled_tokens,
-        cached_tokens=counters.cached_tokens,
-        decoded_tokens=counters.decoded_tokens,
-        sources={source.value: count for source, count in counters.sources.items()},
-        misses={reason.value: count for reason, count in counters.misses.items()},
-        publications={state.value: count for state, count in counters.publications.items()},
-        published_bytes=counters.published_bytes,
-        waiting_turns=counters.waiting_turns,
-        running_turns=counters.running_turns,
         kv_memory_used_bytes=hot_bytes,
-        made_good={state.value: count for state, count in counters.made_good.items()},
         owed_memories=owed.memories,
         owed_bytes=owed.size_bytes,
-    )
-
-
-def _engine(status: ServiceStatus) -> pb.EngineStats:
-    engine = status.engine
-    return pb.EngineStats(
-        kv_memory_bytes=status.kv_memory_bytes,
-        kv_memory_used_bytes=engine.kv_memory_used_bytes,
-        hot_memories=engine.hot_memories,
-        restoring_bytes=status.restoring_bytes,
-        publishing_bytes=status.publishing_bytes,
-        prompt_bytes=status.prompt_bytes,
-        computed_tokens=engine.computed_tokens,
-        preemptions=engine.preemptions,
-        model_loads=status.model_loads,
     )
