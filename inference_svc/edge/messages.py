@@ -1,6 +1,7 @@
 """Converts the wire's messages to plain data and back. Every field of a request is checked here, before any work."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from kvasir.errors import InvalidArgument
 from kvasir.inference.v1 import inference_pb2 as pb
@@ -11,6 +12,7 @@ from kvasir.volatile import BILLING_LINE, checked_rule
 from inference_svc.edge.answers import duration, written
 from inference_svc.edge.inputs.conversation_messages import write_calls
 from inference_svc.edge.inputs.input_messages import (
+    Input,
     begun_reply,
     input_bytes,
     read_input,
@@ -24,9 +26,9 @@ from inference_svc.engine.api import Prefilled, Priority, SamplingParams, TokenL
 from inference_svc.memory.outcomes import Miss
 from inference_svc.model.model_info import ModelInfo
 from inference_svc.text.literal_text import from_outside, utf8_bytes
+from inference_svc.turns.progress import Progress
 from inference_svc.turns.turn_data import (
     MemoryUse,
-    OpenTurn,
     PromptInput,
     PromptSettings,
     RequestOrigin,
@@ -62,11 +64,7 @@ def turn_request(
     """A checked request; its model is not checked. Raises InvalidArgument that names the field."""
     request_id = check_request_id(request.request_id) if request.request_id else new_request_id()
     agent_id = _agent_id(request)
-    tools = read_tools(request.tools)
-    given = read_input(request, max_prompt_bytes)
-    digest = turn_input_digest(request, given, tools)
-    given, begun = begun_reply(request, given)
-    objects = read_objects(given, tools)
+    given, digest, prompt = _prompt(request, max_prompt_bytes)
     return TurnRequest(
         request_id=request_id,
         namespace=namespace,
@@ -76,11 +74,25 @@ def turn_request(
         sampling=sampling_params(request, new_seed),
         clamps_max_tokens=clamps_max_tokens(request),
         memory=_memory_use(request),
-        prompt=PromptSettings(tools, objects, begun, request.return_prompt_token_ids, read_thinking(request)),
-        origin=RequestOrigin(caller, input_bytes(given, tools), request),
+        prompt=replace(prompt, returns_ids=request.return_prompt_token_ids),
+        origin=RequestOrigin(caller, input_bytes(given, prompt.tools), request),
         choices=choice_count(request),
         priority=priority_of(request),
     )
+
+
+def _prompt(
+    request: pb.GenerateRequest | pb.CountTokensRequest | pb.WarmRequest, max_prompt_bytes: int
+) -> tuple[Input, str, PromptSettings]:
+    """The input, its digest, and what belongs to the prompt besides. Raises InvalidArgument that names the field."""
+    tools, begun = read_tools(request.tools), None
+    # An empty prompt stands for the memory of the agent that is warmed.
+    is_of_memory = isinstance(request, pb.WarmRequest) and request.WhichOneof("input") is None
+    given = PromptInput("") if is_of_memory else read_input(request, max_prompt_bytes)
+    digest = turn_input_digest(request, given, tools) if isinstance(request, pb.GenerateRequest) else ""
+    if not isinstance(request, pb.WarmRequest):
+        given, begun = begun_reply(request, given)
+    return given, digest, PromptSettings(tools, read_objects(given, tools), begun, thinking=read_thinking(request))
 
 
 def _memory_use(request: pb.GenerateRequest) -> MemoryUse:
@@ -107,28 +119,27 @@ def warm_request(
 ) -> TurnRequest:
     """A turn that generates nothing. Raises InvalidArgument that names the field."""
     check_agent_id(request.agent_id)
-    tools = read_tools(request.tools)
-    # An empty prompt stands for the agent's memory.
-    given = PromptInput("") if request.WhichOneof("input") is None else read_input(request, max_prompt_bytes)
-    objects = read_objects(given, tools)
+    given, digest, prompt = _prompt(request, max_prompt_bytes)
     return TurnRequest(
         request_id=new_request_id(),
         namespace=namespace,
         agent_id=request.agent_id,
         input=given,
-        input_digest="",
+        input_digest=digest,
         sampling=SamplingParams(max_tokens=0),
         clamps_max_tokens=False,
-        prompt=PromptSettings(tools, objects, thinking=read_thinking(request)),
-        origin=RequestOrigin(caller, input_bytes(given, tools)),
+        prompt=prompt,
+        origin=RequestOrigin(caller, input_bytes(given, prompt.tools)),
         # Turns whose reply a caller awaits come first.
         priority=Priority.BACKGROUND,
         is_warming=True,
     )
 
 
-def turn_message(turn: OpenTurn) -> pb.Turn:
-    return written(pb.Turn, turn, state=pb.TURN_STATE_RUNNING if turn.is_running else pb.TURN_STATE_WAITING)
+def turn_message(turn: Progress, age_s: float) -> pb.Turn:
+    tokens, state = turn.tokens, pb.TURN_STATE_RUNNING if turn.has_begun else pb.TURN_STATE_WAITING
+    counts = {"prompt_tokens": tokens.prompt, "cached_tokens": tokens.cached, "completion_tokens": tokens.completion}
+    return written(pb.Turn, turn.request, state=state, age=age_s, **counts)
 
 
 def warm_response(started: TurnStarted, warmed: Warmed, model_name: str) -> pb.WarmResponse:
@@ -138,20 +149,9 @@ def warm_response(started: TurnStarted, warmed: Warmed, model_name: str) -> pb.W
 
 def count_request(request: pb.CountTokensRequest, *, namespace: str, caller: str, max_prompt_bytes: int) -> TurnRequest:
     """A turn whose prompt is only counted. Raises InvalidArgument that names the field."""
-    tools = read_tools(request.tools)
-    given, begun = begun_reply(request, read_input(request, max_prompt_bytes))
-    objects = read_objects(given, tools)
-    return TurnRequest(
-        request_id="",
-        namespace=namespace,
-        agent_id="",
-        input=given,
-        input_digest="",
-        sampling=SamplingParams(max_tokens=0),
-        clamps_max_tokens=False,
-        prompt=PromptSettings(tools, objects, begun, thinking=read_thinking(request)),
-        origin=RequestOrigin(caller, input_bytes(given, tools)),
-    )
+    given, digest, prompt = _prompt(request, max_prompt_bytes)
+    origin, nothing = RequestOrigin(caller, input_bytes(given, prompt.tools)), SamplingParams(max_tokens=0)
+    return TurnRequest("", namespace, "", given, digest, nothing, clamps_max_tokens=False, prompt=prompt, origin=origin)
 
 
 def response(

@@ -27,7 +27,7 @@ from kvasir.server.interceptors import current_principal
 from kvasir.waits import LOOK_S, PROGRESS_S
 
 from inference_svc.edge import messages, stats_messages
-from inference_svc.edge.answers import duration
+from inference_svc.edge.answers import duration, written
 from inference_svc.edge.embed_messages import check_dimensions, embed_response, embedding_model_message, read_embed
 from inference_svc.edge.inputs.input_messages import check_known_tokens
 from inference_svc.edge.inputs.sampling_messages import with_defaults
@@ -212,8 +212,8 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):  # type: ig
 
     async def ListTurns(self, request: pb.ListTurnsRequest, context: Any) -> pb.ListTurnsResponse:
         served = self._parts.host.served
-        found = served.turns.open_turns(current_principal().namespace) if served is not None else []
-        return pb.ListTurnsResponse(turns=[messages.turn_message(turn) for turn in found])
+        found = served.turns.open_turns(current_principal().namespace) if served is not None else {}
+        return pb.ListTurnsResponse(turns=[messages.turn_message(*each) for each in found.items()])
 
     async def CancelTurn(self, request: pb.CancelTurnRequest, context: Any) -> pb.CancelTurnResponse:
         request_id, served = check_request_id(request.request_id), self._parts.host.served
@@ -320,15 +320,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):  # type: ig
             version=version("kvasir"),
             device=served.engine.device if served is not None else "",
             blas=served.engine.blas if served is not None else "",
-            limits=pb.Limits(
-                max_prompt_bytes=limits.max_prompt_bytes,
-                max_request_bytes=limits.max_request_bytes,
-                max_unread_bytes=limits.max_unread_bytes,
-                max_turns=limits.admission.max_turns,
-                max_turns_per_namespace=limits.admission.max_turns_per_namespace,
-                max_turns_per_caller=limits.admission.max_turns_per_caller,
-                kv_memory_bytes=limits.admission.kv_memory_bytes,
-            ),
+            limits=written(pb.Limits, limits, limits.admission),
         )
 
     async def GetStats(self, request: pb.GetStatsRequest, context: Any) -> pb.GetStatsResponse:

@@ -211,20 +211,6 @@ class TurnMoved:
 
 
 @dataclass(frozen=True, slots=True)
-class OpenTurn:
-    """A turn under way, for whoever lists them. Counts are 0 until it runs."""
-
-    request_id: str
-    agent_id: str
-    choice: int
-    is_running: bool
-    age_s: float
-    prompt_tokens: int
-    cached_tokens: int
-    completion_tokens: int
-
-
-@dataclass(frozen=True, slots=True)
 class Warmed:
     """A turn that only warms is over: a memory of `tokens` tokens is hot; `cached_tokens` of them were reused."""
 

@@ -11,7 +11,7 @@ from kvasir.server.shared_room import SharedRoom
 from inference_svc.turns.engine_parts import EngineParts
 from inference_svc.turns.progress import Outbox, Progress, TakenTurn, TurnTiming
 from inference_svc.turns.prompts.prompt_text import check_length, prompt_text
-from inference_svc.turns.turn_data import MessagesInput, OpenTurn, TokensInput, TurnEvent, TurnFinished, TurnRequest
+from inference_svc.turns.turn_data import MessagesInput, TokensInput, TurnEvent, TurnFinished, TurnRequest
 from inference_svc.turns.turn_ending import TurnEnding
 from inference_svc.turns.turn_flow import TurnFlow
 
@@ -127,23 +127,11 @@ class TurnService:
             await asyncio.wait(set(self._running), timeout=patience_s)
         await asyncio.gather(*(lines.drain(patience_s) for lines in self._parts.recall.lines.values()))
 
-    def open_turns(self, namespace: str) -> list[OpenTurn]:
-        """The namespace's turns that wait or run, the oldest first."""
+    def open_turns(self, namespace: str) -> dict[Progress, float]:
+        """The namespace's turns that wait or run, the oldest first; and for how many seconds."""
+        open_ = (turn for turn in self._running.values() if turn.request.namespace == namespace and not turn.has_ended)
         now_s = self._parts.clock()
-        return [
-            OpenTurn(
-                turn.request.request_id,
-                turn.request.agent_id,
-                turn.request.choice,
-                turn.has_begun,
-                now_s - turn.times.arrived,
-                turn.tokens.prompt,
-                turn.tokens.cached,
-                turn.tokens.completion,
-            )
-            for turn in self._running.values()
-            if turn.request.namespace == namespace and not (turn.request.is_warming or turn.has_ended)
-        ]
+        return {turn: now_s - turn.times.arrived for turn in open_ if not turn.request.is_warming}
 
     async def stop(self, namespace: str, request_id: str) -> dict[int, TurnFinished]:
         """End a request's turns; by choice, how they ended. Raises NotFound if none is under way."""

@@ -71,7 +71,7 @@ class MlxEngineService(mlx_engine_pb2_grpc.MlxEngineServicer):  # type: ignore[m
         if self._host.serving("") is not served:  # its tokens would be another text
             raise Unavailable("another model was loaded meanwhile", reason="MODEL_CHANGING", retry_after_s=1.0)
         # No await from here to the turn's begin: no other turn may take its agent.
-        busy = {turn.agent_id for turn in served.turns.open_turns(caller.namespace)}
+        busy = {turn.request.agent_id for turn in served.turns.open_turns(caller.namespace)}
         checked = messages.turn_request(
             request,
             prompt,

@@ -7,6 +7,7 @@ from google.protobuf.message import Message
 from kvasir.inference.v1 import handover_pb2, inference_pb2
 
 from inference_svc.edge.answers import name_in_record, written
+from inference_svc.edge.service import ServiceLimits
 from inference_svc.engine.api import CarriedTurn, Timings
 from inference_svc.handover.giving import HandOverCost
 from inference_svc.handover.passing import Opening, Stand, Surroundings
@@ -15,14 +16,16 @@ from inference_svc.memory.service_stats import EngineFacts, NamespaceCounters, S
 from inference_svc.model.model_info import ModelInfo
 from inference_svc.text.differences import Difference
 from inference_svc.text.prefix_matching import Outcome
+from inference_svc.turns.admission import AdmissionLimits
 from inference_svc.turns.phases import BegunPrompt, BegunTurn
-from inference_svc.turns.turn_data import Continuation, OpenTurn, Shortening, TurnFinished, TurnStarted, Warmed
+from inference_svc.turns.turn_data import Continuation, Shortening, TurnFinished, TurnRequest, TurnStarted, Warmed
 
 OF_A_MODEL = {"state", "kv_policy", "kv_policy_why", "embedding_dimensions", "only_embeds"}
 OF_A_NAMESPACE = {"namespace", "turn_ends", "kv_memory_used_bytes", "owed_memories", "owed_bytes"}
 OF_A_STAND = {"reply_token_ids", "computed_tokens", "cached_tokens", "shareable_tokens", "groups"}
 # With the fields that no record has: those that are given.
 ANSWERS: list[tuple[type[Message], tuple[Any, ...], set[str]]] = [
+    (inference_pb2.Limits, (ServiceLimits, AdmissionLimits), set()),
     (inference_pb2.Started, (TurnStarted,), {"request_id", "model", "reason", "prompt_token_ids"}),
     (inference_pb2.Difference, (Difference,), set()),
     (inference_pb2.Finished, (TurnFinished,), {"reason", "usage", "choice"}),
@@ -30,7 +33,7 @@ ANSWERS: list[tuple[type[Message], tuple[Any, ...], set[str]]] = [
     (inference_pb2.Timings, (Timings,), set()),
     (inference_pb2.SnapshotOutcome, (SnapshotOutcome,), set()),
     (inference_pb2.Shortening, (Shortening,), set()),
-    (inference_pb2.Turn, (OpenTurn,), {"state"}),
+    (inference_pb2.Turn, (TurnRequest,), {"state", "age", "prompt_tokens", "cached_tokens", "completion_tokens"}),
     (inference_pb2.WarmResponse, (Warmed, TurnStarted), {"model", "computed_tokens", "reason"}),
     (inference_pb2.Model, (ModelInfo,), OF_A_MODEL),
     (inference_pb2.NamespaceStats, (NamespaceCounters,), OF_A_NAMESPACE),
