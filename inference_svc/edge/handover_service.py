@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
-from dataclasses import replace
 from typing import Any, TypeVar
 
 from kvasir.credentials import ADMIN, CLIENT, ENGINE, HANDOVER, Principal
@@ -16,10 +15,7 @@ from kvasir.server.shared_room import SharedRoom
 from kvasir.waits import SILENCE_S
 
 from inference_svc.edge import handover_messages as wire
-from inference_svc.edge.inputs.input_messages import check_known_tokens
-from inference_svc.edge.inputs.sampling_messages import with_defaults
-from inference_svc.edge.inputs.thinking_messages import with_thinking
-from inference_svc.edge.service import check_serves
+from inference_svc.edge.service import check_serves, fit
 from inference_svc.formats.reply_formats import ReplyFormats
 from inference_svc.handover.passing import Surroundings
 from inference_svc.handover.resume_tokens import ResumeTokens
@@ -84,12 +80,7 @@ class HandOverService(handover_pb2_grpc.HandOverServiceServicer):  # type: ignor
         opening = wire.read_opening(message.opening, "" if ENGINE in caller.roles else caller.name)
         request = wire.read_request(opening, caller.namespace, self._max_prompt_bytes)
         served = self._host.serving("")
-        given = request.sampling.constraint
-        constraint = await self._formats.compiled(caller.namespace, given, served.engine.grammars)
-        request = replace(request, sampling=replace(request.sampling, constraint=constraint))
-        request = with_defaults(request, served.engine.model.sampling_defaults)
-        check_known_tokens(request, served.engine.vocabulary_size)
-        request = await with_thinking(request, served.prompting)
+        request = await fit(request, served, self._formats)
         Surroundings.of(served.engine, served.giver.version).check_alike(opening.surroundings)
         return Taking(served.turns, served.engine, self._room, self._tokens, opening, request)
 

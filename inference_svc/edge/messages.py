@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import TypedDict
 
 from kvasir.errors import InvalidArgument
 from kvasir.inference.v1 import inference_pb2 as pb
@@ -50,6 +51,14 @@ _FINISH_REASONS = {
     "tool_calls": pb.FINISH_REASON_TOOL_CALLS,
     "cancelled": pb.FINISH_REASON_CANCELLED,
 }
+
+
+class Reading(TypedDict):
+    """What a request is read with."""
+
+    namespace: str
+    caller: str
+    max_prompt_bytes: int
 
 
 def turn_request(

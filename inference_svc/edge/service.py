@@ -42,7 +42,7 @@ from inference_svc.memory.store.remote_cache import RemoteCache
 from inference_svc.model.model_host import ModelHost, ModelState
 from inference_svc.served_model import ServedModel
 from inference_svc.turns.admission import Admission, AdmissionLimits
-from inference_svc.turns.turn_data import TurnStarted, Warmed
+from inference_svc.turns.turn_data import TurnRequest, TurnStarted, Warmed
 from inference_svc.turns.turn_service import Choices
 
 SERVICE_NAME = "kvasir.inference.v1.InferenceService"
@@ -125,11 +125,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):  # type: ig
         self._is_stopping = is_stopping
         self._service_admins = frozenset(service_admins)
 
-    async def Generate(
-        self,
-        request: pb.GenerateRequest,
-        context: Any,
-    ) -> None:
+    async def Generate(self, request: pb.GenerateRequest, context: Any) -> None:
         caller = current_principal()
         with self._counting_refusals(caller.namespace):
             name_call(request.request_id)
@@ -140,26 +136,18 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):  # type: ig
 
     async def _generate(self, request: pb.GenerateRequest, caller: Principal, context: Any) -> None:
         self._check_serves()
-        checked = messages.turn_request(
-            request,
-            namespace=caller.namespace,
-            caller=caller.name,
-            max_prompt_bytes=self._limits.max_prompt_bytes,
-            new_request_id=_id_of_call,
-            new_seed=new_seed,
-        )
+        checked = messages.turn_request(request, **self._reading(caller), new_request_id=_id_of_call, new_seed=new_seed)
         name_call(checked.request_id)
         served, tried = await self._parts.host.awake(request.model), None
         while served is not tried:  # models may change while a format is tried, and each has its own tokens
-            tried = served
-            given = checked.sampling.constraint
-            constraint = await self._parts.formats.compiled(caller.namespace, given, served.engine.grammars)
+            tried, fitted = served, await fit(checked, served, self._parts.formats)
             served = await self._parts.host.awake(request.model)
-        checked = replace(checked, sampling=replace(checked.sampling, constraint=constraint))
-        checked = with_defaults(checked, served.engine.model.sampling_defaults)
-        check_known_tokens(checked, served.engine.vocabulary_size)
-        checked = await with_thinking(checked, served.prompting)
-        await self._tell(served.turns.begin(checked), checked.request_id, served, context)
+        await self._tell(served.turns.begin(fitted), checked.request_id, served, context)
+
+    def _reading(self, caller: Principal) -> messages.Reading:
+        """What a request is read with."""
+        most_bytes = self._limits.max_prompt_bytes
+        return {"namespace": caller.namespace, "caller": caller.name, "max_prompt_bytes": most_bytes}
 
     async def _resume(self, request: pb.GenerateRequest, caller: Principal, context: Any) -> None:
         """The rest of a reply that another engine began."""
@@ -183,29 +171,20 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):  # type: ig
     async def Warm(self, request: pb.WarmRequest, context: Any) -> pb.WarmResponse:
         caller = current_principal()
         with self._counting_refusals(caller.namespace):
-            return await self._warm(request, caller)
-
-    async def _warm(self, request: pb.WarmRequest, caller: Principal) -> pb.WarmResponse:
-        self._check_serves()
-        checked = messages.warm_request(
-            request,
-            namespace=caller.namespace,
-            caller=caller.name,
-            max_prompt_bytes=self._limits.max_prompt_bytes,
-            new_request_id=_id_of_call,
-        )
-        name_call(checked.request_id)
-        served = await self._parts.host.awake(request.model)
-        checked = check_known_tokens(checked, served.engine.vocabulary_size)
-        running = served.turns.begin(await with_thinking(checked, served.prompting))
-        started: TurnStarted | None = None
-        warmed: Warmed | None = None
-        try:
-            async for _, event in running.events():
-                started = event if isinstance(event, TurnStarted) else started
-                warmed = event if isinstance(event, Warmed) else warmed
-        finally:
-            running.cancel()
+            self._check_serves()
+            checked = messages.warm_request(request, **self._reading(caller), new_request_id=_id_of_call)
+            name_call(checked.request_id)
+            served = await self._parts.host.awake(request.model)
+            checked = check_known_tokens(checked, served.engine.vocabulary_size)
+            running = served.turns.begin(await with_thinking(checked, served.prompting))
+            started: TurnStarted | None = None
+            warmed: Warmed | None = None
+            try:
+                async for _, event in running.events():
+                    started = event if isinstance(event, TurnStarted) else started
+                    warmed = event if isinstance(event, Warmed) else warmed
+            finally:
+                running.cancel()
         assert started is not None
         assert warmed is not None
         return messages.warm_response(started, warmed, served.name)
@@ -236,19 +215,11 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):  # type: ig
     async def CountTokens(self, request: pb.CountTokensRequest, context: Any) -> pb.CountTokensResponse:
         caller = current_principal()
         with self._counting_refusals(caller.namespace):
-            return await self._count_tokens(request, caller)
-
-    async def _count_tokens(self, request: pb.CountTokensRequest, caller: Principal) -> pb.CountTokensResponse:
-        self._check_serves()
-        checked = messages.count_request(
-            request,
-            namespace=caller.namespace,
-            caller=caller.name,
-            max_prompt_bytes=self._limits.max_prompt_bytes,
-        )
-        served = await self._parts.host.awake(request.model)
-        checked = check_known_tokens(checked, served.engine.vocabulary_size)
-        tokens = await served.turns.count_tokens(await with_thinking(checked, served.prompting))
+            self._check_serves()
+            checked = messages.count_request(request, **self._reading(caller))
+            served = await self._parts.host.awake(request.model)
+            checked = check_known_tokens(checked, served.engine.vocabulary_size)
+            tokens = await served.turns.count_tokens(await with_thinking(checked, served.prompting))
         return pb.CountTokensResponse(tokens=tokens, context_tokens=served.engine.model.context_tokens)
 
     async def Embed(self, request: pb.EmbedRequest, context: Any) -> pb.EmbedResponse:
@@ -310,11 +281,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):  # type: ig
         left = await self._parts.host.unload(request.model, drop_unstored=request.drop_unstored)
         return pb.UnloadModelResponse(left=stats_messages.memories_left(left))
 
-    async def GetCapabilities(
-        self,
-        request: pb.GetCapabilitiesRequest,
-        context: Any,
-    ) -> pb.GetCapabilitiesResponse:
+    async def GetCapabilities(self, request: pb.GetCapabilitiesRequest, context: Any) -> pb.GetCapabilitiesResponse:
         limits, served = self._limits, self._parts.host.served
         return pb.GetCapabilitiesResponse(
             version=version("kvasir"),
@@ -369,6 +336,15 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):  # type: ig
                 "that --service-admin names",
                 metadata={"rpc": rpc},
             )
+
+
+async def fit(request: TurnRequest, served: ServedModel, formats: ReplyFormats) -> TurnRequest:
+    """A checked request, with what the model makes of it. Raises InvalidArgument for what it cannot apply."""
+    constraint = await formats.compiled(request.namespace, request.sampling.constraint, served.engine.grammars)
+    request = replace(request, sampling=replace(request.sampling, constraint=constraint))
+    request = with_defaults(request, served.engine.model.sampling_defaults)
+    check_known_tokens(request, served.engine.vocabulary_size)
+    return await with_thinking(request, served.prompting)
 
 
 def check_serves(is_stopping: Callable[[], bool]) -> None:

@@ -63,28 +63,17 @@ _MOST = {"stop": MAX_STOPS, "stop_token_ids": MAX_STOP_TOKEN_IDS, "logit_bias": 
 def sampling_params(request: pb.GenerateRequest, new_seed: Callable[[], int]) -> SamplingParams:
     """The request's settings, or their defaults. Raises InvalidArgument that names the field and its range."""
     given = request.sampling
-    defaults = SamplingParams(max_tokens=_DEFAULT_MAX_TOKENS)
-
-    def chosen(name: str) -> float:
-        return getattr(given if given.HasField(name) else defaults, name)  # type: ignore[arg-type, no-any-return]
-
-    params = SamplingParams(
-        max_tokens=int(chosen("max_tokens")),
-        temperature=chosen("temperature"),
-        top_p=chosen("top_p"),
-        top_k=int(chosen("top_k")),
-        min_p=chosen("min_p"),
+    numbers = [name for name in _RANGES if name != "top_logprobs" and given.HasField(name)]  # type: ignore[arg-type]
+    defaults = SamplingParams(
+        max_tokens=_DEFAULT_MAX_TOKENS,
         seed=given.seed if given.HasField("seed") else new_seed(),
         stop=tuple(given.stop),
         stop_token_ids=tuple(given.stop_token_ids),
-        repetition_penalty=chosen("repetition_penalty"),
-        repetition_tokens=int(chosen("repetition_tokens")),
-        frequency_penalty=chosen("frequency_penalty"),
-        presence_penalty=chosen("presence_penalty"),
         logit_bias=tuple(sorted(given.logit_bias.items())),
         logprobs=given.top_logprobs if given.logprobs else None,
-        constraint=_constraint(request),
+        constraint=bound_calls(request, _reply_format(request)),
     )
+    params = replace(defaults, **{name: getattr(given, name) for name in numbers})
     _check_ranges(given, params)
     _check_companions(given)
     return params
@@ -166,10 +155,6 @@ def _check_companions(given: pb.Sampling) -> None:
     for name, is_given, other, is_other_given in needs:
         if is_given and not is_other_given:
             raise InvalidArgument(f"sampling.{name}: needs sampling.{other}", field=f"sampling.{name}")
-
-
-def _constraint(request: pb.GenerateRequest) -> Constraint | None:
-    return bound_calls(request, _reply_format(request))
 
 
 def _reply_format(request: pb.GenerateRequest) -> Constraint | None:
