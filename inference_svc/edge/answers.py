@@ -15,7 +15,7 @@ _MISSING = object()
 
 
 def written(kind: type[Answer], *records: object, **given: object) -> Answer:
-    """Each field is `given`, or is what the first record that has its name has. None leaves it out."""
+    """Each field is `given`, or is that of the first record that has one of its name. None leaves it out."""
     values = {}
     for name, field in kind.DESCRIPTOR.fields_by_name.items():
         found = (getattr(each, name_in_record(field), _MISSING) for each in records)

@@ -53,8 +53,8 @@ _FINISH_REASONS = {
 }
 
 
-class Reading(TypedDict):
-    """What a request is read with."""
+class CallerTerms(TypedDict):
+    """The terms on which a caller's request is read."""
 
     namespace: str
     caller: str
@@ -93,7 +93,7 @@ def turn_request(
 def _prompt(
     request: pb.GenerateRequest | pb.CountTokensRequest | pb.WarmRequest, max_prompt_bytes: int
 ) -> tuple[Input, str, PromptSettings]:
-    """The input, its digest, and what belongs to the prompt besides. Raises InvalidArgument that names the field."""
+    """The input, its digest, and the rest of the prompt. Raises InvalidArgument that names the field."""
     tools, begun = read_tools(request.tools), None
     # An empty prompt stands for the memory of the agent that is warmed.
     is_of_memory = isinstance(request, pb.WarmRequest) and request.WhichOneof("input") is None

@@ -136,7 +136,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):  # type: ig
 
     async def _generate(self, request: pb.GenerateRequest, caller: Principal, context: Any) -> None:
         self._check_serves()
-        checked = messages.turn_request(request, **self._reading(caller), new_request_id=_id_of_call, new_seed=new_seed)
+        checked = messages.turn_request(request, **self._terms(caller), new_request_id=_id_of_call, new_seed=new_seed)
         name_call(checked.request_id)
         served, tried = await self._parts.host.awake(request.model), None
         while served is not tried:  # models may change while a format is tried, and each has its own tokens
@@ -144,8 +144,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):  # type: ig
             served = await self._parts.host.awake(request.model)
         await self._tell(served.turns.begin(fitted), checked.request_id, served, context)
 
-    def _reading(self, caller: Principal) -> messages.Reading:
-        """What a request is read with."""
+    def _terms(self, caller: Principal) -> messages.CallerTerms:
         most_bytes = self._limits.max_prompt_bytes
         return {"namespace": caller.namespace, "caller": caller.name, "max_prompt_bytes": most_bytes}
 
@@ -172,7 +171,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):  # type: ig
         caller = current_principal()
         with self._counting_refusals(caller.namespace):
             self._check_serves()
-            checked = messages.warm_request(request, **self._reading(caller), new_request_id=_id_of_call)
+            checked = messages.warm_request(request, **self._terms(caller), new_request_id=_id_of_call)
             name_call(checked.request_id)
             served = await self._parts.host.awake(request.model)
             checked = check_known_tokens(checked, served.engine.vocabulary_size)
@@ -216,7 +215,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):  # type: ig
         caller = current_principal()
         with self._counting_refusals(caller.namespace):
             self._check_serves()
-            checked = messages.count_request(request, **self._reading(caller))
+            checked = messages.count_request(request, **self._terms(caller))
             served = await self._parts.host.awake(request.model)
             checked = check_known_tokens(checked, served.engine.vocabulary_size)
             tokens = await served.turns.count_tokens(await with_thinking(checked, served.prompting))
@@ -339,7 +338,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):  # type: ig
 
 
 async def fit(request: TurnRequest, served: ServedModel, formats: ReplyFormats) -> TurnRequest:
-    """A checked request, with what the model makes of it. Raises InvalidArgument for what it cannot apply."""
+    """A checked request, as the model takes it. Raises InvalidArgument for a setting that the model cannot apply."""
     constraint = await formats.compiled(request.namespace, request.sampling.constraint, served.engine.grammars)
     request = replace(request, sampling=replace(request.sampling, constraint=constraint))
     request = with_defaults(request, served.engine.model.sampling_defaults)

@@ -78,7 +78,7 @@ class Planned:
     is_brought: bool = False  # its KV came by an archive or from another store, besides what the recollection says
     is_text_own: bool = True  # no other engine, which this one need not believe, has generated some of the reply
     handed_over_by: str = ""  # the peer from whose store the agent came with the turn
-    told: str = ""  # of the reply: what another engine has sent its reader
+    begun_reply: str = ""  # the part that another engine has sent to the reader
 
     @property
     def request(self) -> TurnRequest:

@@ -143,10 +143,10 @@ class TakenTurns:
             is_brought=begun.is_brought,
             is_text_own=begun.is_text_own,
             handed_over_by=begun.handed_over_by,
-            told=self._told(plan, taken),
+            begun_reply=self._begun_reply(plan, taken),
         )
 
-    def _told(self, plan: TurnPlan, taken: TakenTurn) -> str:
+    def _begun_reply(self, plan: TurnPlan, taken: TakenTurn) -> str:
         """The reply as far as the other engine has sent it. Raises InvalidArgument if it has sent another text."""
         told = self._parts.engine.told_text(plan, taken.carried)
         if len(told) != taken.told_chars:

@@ -127,9 +127,9 @@ class TurnReporter:
         self._turn = turn
         self._parts = parts
         self._counters = turn.counters
-        self._swap: SwapStore | TakenTurn | None = turn.taken  # what brings its KV in, or keeps it after a preemption
+        self._swap: SwapStore | TakenTurn | None = turn.taken  # brings its KV in, or keeps it after a preemption
         self._stream = self._new_stream()
-        self._reader = reply_reader(planned.request, parts.prompting, planned.prepared.text, planned.told)
+        self._reader = reply_reader(planned.request, parts.prompting, planned.prepared.text, planned.begun_reply)
         self._handoff = handoff
 
     def _new_stream(self) -> BlockStream | None:

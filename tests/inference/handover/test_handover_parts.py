@@ -126,7 +126,7 @@ def test_carried_tokens_begin_with_the_prompt_that_is_remembered(token_ids: tupl
 def test_a_taken_turn_stays_brought_and_lends_no_rows(is_brought: bool) -> None:
     carried = CarriedTurn(TokenIds((5, 6, 7)), 2, 0, 2, (1, 2), (), {0: 0}, Timings())
     made = SimpleNamespace(plan=lambda *_given: TurnPlan(TokenIds((5, 6)), (2, 3), SamplingParams(9)))
-    flow: Any = SimpleNamespace(_plans=made, _told=lambda *_given: "")
+    flow: Any = SimpleNamespace(_plans=made, _begun_reply=lambda *_given: "")
     taken: Any = SimpleNamespace(begun=begun(is_brought=is_brought), carried=carried)
     request: Any = None
     planned = TakenTurns._taken_plan(flow, Prompted(Recalled(request, NOTHING_REMEMBERED), "hello"), taken)

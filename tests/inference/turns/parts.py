@@ -17,7 +17,7 @@ def parts_of(**given: Any) -> EngineParts:
 
 @dataclass(frozen=True, slots=True)
 class Opened(Prepared):
-    """What was prepared, with the KV that it reuses."""
+    """A prepared prompt with the KV that it reuses."""
 
     reuse: Reuse = field(default_factory=Cold)
 
