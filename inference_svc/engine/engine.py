@@ -281,11 +281,9 @@ class Engine:
         fitting = bisect_right(counts, self.memory_budget_bytes, key=lambda new: room.most_bytes(prompt_tokens + new))
         return min(left, fitting - 1)
 
-    def check_fits(
-        self, prompt_tokens: int, max_tokens: int, *, field: str = "prompt", is_lower_bound: bool = False
-    ) -> None:
-        """See `context.check_fits`."""
-        check_fits(prompt_tokens, max_tokens, self.model.context_tokens, field=field, is_lower_bound=is_lower_bound)
+    def check_fits(self, prompt: int, most: int, *, field: str = "prompt", is_lower_bound: bool = False) -> None:
+        """As `context.check_fits`: of a prompt's tokens, and the most to generate."""
+        check_fits(prompt, most, self.model.context_tokens, field=field, is_lower_bound=is_lower_bound)
 
     def submit(self, plan: TurnPlan, on_events: Listener) -> TurnHandle:
         """Queue a turn. `on_events` is called on the MLX thread, after every token and every cell, with all events
