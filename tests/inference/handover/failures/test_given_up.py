@@ -24,6 +24,7 @@ from inference_svc.handover.passing import Opening, Promise, Stand, Surroundings
 from inference_svc.handover.resume_tokens import ResumeTokens
 from inference_svc.handover.taking import Taking
 from inference_svc.memory.lines.lines import Lines
+from inference_svc.memory.recall import Recall
 from inference_svc.memory.service_stats import ServiceStats
 from inference_svc.memory.store.answers import AgentSettings, LastMove, Version, last_move_of
 from inference_svc.memory.store.patience import Budget
@@ -228,7 +229,8 @@ def test_a_taken_turn_extends_the_number_that_its_parent_has_now(
         [[turn]] = served.turns.under_way()
         turns, line = served.turns._flow.taken, SimpleNamespace(lease=SimpleNamespace(obtain=obtain))
         lines: Any = {"default": SimpleNamespace(line=lambda agent_id: line)}
-        monkeypatch.setattr(turns, "_parts", replace(turns._parts, lines=lines))
+        recall = Recall(served.engine, lines)
+        monkeypatch.setattr(turns, "_parts", replace(turns._parts, recall=recall))
         await taking.go_on()
         assert turn.planned is not None
         assert turn.planned.recollection.head is not None
@@ -256,14 +258,14 @@ def test_a_taken_turn_has_the_settings_with_which_its_agent_came(
         taking.own(await taking.prepare())
         [[turn]] = served.turns.under_way()
         turns = served.turns._flow.taken
-        lines: Any = {"default": SimpleNamespace(store=SimpleNamespace(last_move=last_move))}
+        stores: Any = {"default": SimpleNamespace(last_move=last_move)}
         assert turn.planned is not None
         assert turn.taken is not None
         begun = replace(
             turn.taken.begun, move_id="a move", peer="laptop", parent_manifest=last_move_of(came).newest.manifest
         )
         with monkeypatch.context() as patched:
-            patched.setattr(turns, "_parts", replace(turns._parts, lines=lines))
+            patched.setattr(turns, "_parts", replace(turns._parts, stores=stores))
             moved = await turns._moved(turn.planned, begun)
         assert moved.recollection.settings == AgentSettings("drop_oldest", "none")
         await taking.go_on()
