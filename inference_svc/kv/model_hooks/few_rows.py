@@ -65,7 +65,7 @@ def _blocks(widths: Sequence[int], height: int) -> int:
     return sum(-(-width // (16 * height)) for width in widths)
 
 
-class _JointProducts:
+class JointProducts:
     """Layers that a model calls with the same x, one after the other: the first call computes for all."""
 
     def __init__(self, members: Sequence[Linear]) -> None:
@@ -85,7 +85,7 @@ class _JointProducts:
 
 
 class _FewRowsLinear(Linear):
-    together: _JointProducts
+    together: JointProducts
 
     def __call__(self, x: mx.array) -> mx.array:
         if not _is_few(x, self.weight):
@@ -119,7 +119,7 @@ def take_few_rows(model: Module) -> None:
 
 
 def _take(members: Sequence[Linear]) -> None:
-    together = _JointProducts(members)
+    together = JointProducts(members)
     for member in members:
         member.__class__ = _FewRowsLinear
         member.together = together

@@ -19,6 +19,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from inference_svc.kv.batch.decode_batch import DecodeBatch
 from inference_svc.kv.layout import PROBE_TOKENS, Layout, last_logits, loadable, not_kept
 from inference_svc.kv.model_hooks import attention_hook
+from inference_svc.kv.model_hooks.few_rows import JointProducts
 from inference_svc.kv.pages.pool import page_dialect
 from inference_svc.kv.policy import Rung, policy_of
 from inference_svc.kv.prefill_layer import commit, prefill_layers
@@ -88,7 +89,7 @@ def _shown(value: Any) -> Hashable:
     """A value, or what two layers of one kind have in common of it."""
     if isinstance(value, mx.array):
         return tuple(value.shape), str(value.dtype)
-    if isinstance(value, Module):
+    if isinstance(value, Module | JointProducts):  # what they hold is the layer's own, and shown
         return type(value)
     if isinstance(value, dict):
         return tuple((name, _shown(each)) for name, each in value.items())

@@ -2,6 +2,7 @@
 
 import gc
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from mlx_lm.models.cache import ChunkedKVCache, KVCache, RotatingKVCache, make_p
 
 from inference_svc.kv.batch.decode_batch import DecodeBatch
 from inference_svc.kv.layout import Layout, shown_layout
+from inference_svc.kv.model_hooks.few_rows import take_few_rows
 from inference_svc.kv.model_hooks.row_exact import make_row_exact
 from inference_svc.kv.pages.pool import KvPool
 from inference_svc.kv.prefill_layer import commit, prefill_layers
@@ -249,6 +251,11 @@ def test_the_fewest_first_layers_that_have_every_kind_are_tried_and_two_where_th
     assert count <= 2 or set(kinds[: count - 1]) != set(kinds)
 
 
+def of_rows(layout: Layout) -> Layout:
+    """Without what only a trial shows, and only on a GPU."""
+    return replace(layout, reads_pages=False)
+
+
 def deep_model(directory: Path, changed: int = -1, **names: Any) -> Any:
     """Six equal layers, the attention of one of which is of another class."""
     model: Any = load(write_family(directory, DEEP, seed=1), "float32").model
@@ -265,9 +272,16 @@ def test_a_trial_computes_no_layer_that_is_like_one_before_it(tmp_path: Path) ->
         layer.mlp.down_proj.weight = layer.mlp.down_proj.weight * mx.nan
     layout = shown_layout(model)
     assert tried_count(layer_kinds(model.layers, layout)) == 2
-    assert tried_layout(model, layout, trunk=None) == tried_layout(model, layout, model.model) == layout
+    for trunk in (None, model.model):
+        assert of_rows(tried_layout(model, layout, trunk)) == layout
     model.model.layers[1].mlp.down_proj.weight = model.model.layers[2].mlp.down_proj.weight
     refused(model, "something else", "0")
+
+
+def test_layers_that_compute_few_rows_on_a_gpu_are_of_one_kind(tmp_path: Path) -> None:
+    model = deep_model(tmp_path / "m")
+    take_few_rows(model)
+    assert tried_count(layer_kinds(model.layers, shown_layout(model))) == 2
 
 
 def test_a_layer_of_a_kind_of_its_own_is_tried_however_deep_it_lies(tmp_path: Path) -> None:
@@ -343,7 +357,7 @@ def test_a_model_whose_layers_do_not_hand_on_rows_is_tried_as_it_is(tmp_path: Pa
     for layer in layers:
         layer.__class__ = in_tuples
     model.model.__class__ = type("Unpacking", (trunk,), {"__call__": unpacking})
-    assert found_layout(model) == shown_layout(model)
+    assert of_rows(found_layout(model)) == shown_layout(model)
     layers[-1].mlp.down_proj.weight = layers[-1].mlp.down_proj.weight * mx.nan
     refused(model, "something else", "0")
 
