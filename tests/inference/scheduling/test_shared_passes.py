@@ -3,12 +3,12 @@
 from dataclasses import replace
 
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from inference_svc.engine.scheduling.schedulable import Rules, SharedPass
 from tests.inference.scheduling.scheduling_world import BACKGROUND, INTERACTIVE, Job, World
-from tests.inference.scheduling.test_gpu_crowds import Gpu
+from tests.inference.scheduling.test_gpu_crowds import BUILD_S, Gpu
 from tests.made_models.sampling import sampled
 
 CELL, ROW = 2_048, 64
@@ -134,20 +134,30 @@ def test_every_prompt_of_any_crowd_is_computed_once_and_ends(
         assert job.ended_s is not None
 
 
-@given(st.lists(st.integers(20, 4_000), min_size=2, max_size=16), st.sampled_from([0.003, 0.007, 0.02]))
-@example([200 + 3_800 * place // 15 for place in range(16)], 0.007)
-@settings(max_examples=sampled(15, of=150), deadline=None)
-def test_streams_beside_shared_passes_wait_no_longer_than_their_gap_and_a_step(
-    prompts: list[int], step_s: float
-) -> None:
-    """A pass of one cell keeps no graph, so its tokens cost more."""
+def longest_gap_s(prompts: list[int], step_s: float) -> float:
+    """Of streams beside a crowd, whose own prompts they are."""
     world = Gpu(rules=SHARED, step_s=step_s)
     world.submit(prompt(CELL, reply_tokens=24))
     world.run()
     world.gaps.clear()
     world.submit(*(prompt(tokens, reply_tokens=60) for tokens in prompts))
     world.run()
-    assert max(world.gaps) <= SHARED.longest_gap_s + step_s + 0.001
+    return max(world.gaps)
+
+
+def test_what_shared_passes_cost_says_nothing_of_cells_alone() -> None:
+    """A pass of one cell keeps no graph, so its tokens cost more."""
+    crowd = [200 + 3_800 * place // 15 for place in range(16)]
+    assert longest_gap_s(crowd, 0.007) <= SHARED.longest_gap_s + 0.007 + 0.001
+
+
+@given(st.lists(st.integers(20, 4_000), min_size=2, max_size=16), st.sampled_from([0.003, 0.007, 0.02]))
+@settings(max_examples=sampled(15, of=150), deadline=None)
+def test_streams_beside_shared_passes_wait_no_longer_than_their_gap_and_a_step(
+    prompts: list[int], step_s: float
+) -> None:
+    """And a first cell alone, of which nothing is known yet, by the time in which its graph is built."""
+    assert longest_gap_s(prompts, step_s) <= SHARED.longest_gap_s + step_s + BUILD_S
 
 
 @pytest.mark.parametrize(("count", "tokens"), [(32, 256), (16, 600)])
