@@ -145,11 +145,7 @@ IMPORTS = (
         (),
         "a pickle is code from whoever wrote it",
     ),
-    Wall(
-        ("tools", "tests"),
-        (f"{BENCH}/attention/measuring.py",),
-        "they are no part of what is installed; the emulation of kernels is measured where there is a checkout",
-    ),
+    Wall(("tools", "tests"), (), "they are no part of what is installed"),
     Wall(("typer", "click", "rich"), (f"{SDK}/cli/*", f"{BENCH}/*"), "a client of the SDK needs no command line"),
     Wall(
         ("numpy", "torch"),
@@ -443,11 +439,11 @@ ROOMS = {
     BENCH: {
         "commands": "attention engine load memory_path pictures program quality scenarios store tables",
         "scenarios": "arithmetic pictures tables",
-        "memory_path": "arithmetic pictures program tables",
+        "memory_path": "arithmetic pictures program tables wire",
         "load": "arithmetic pictures program tables",
         "quality": "pictures program tables",
         "attention": "arithmetic program tables",
-        "store": "arithmetic tables",
+        "store": "arithmetic tables wire",
         "engine": "arithmetic pictures program tables",
         "played": "synthetic",
         "synthetic": "program",

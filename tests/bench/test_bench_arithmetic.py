@@ -1,7 +1,6 @@
 """What `kvasir bench engine` makes of measured times: with fixed numbers, so that a wrong ratio is found."""
 
 import argparse
-from dataclasses import dataclass
 from itertools import islice
 
 import pytest
@@ -29,7 +28,7 @@ def test_rows_that_never_ran_together_have_no_rate() -> None:
 
 def test_a_summary_tells_the_median_and_how_far_the_repeats_lie_apart() -> None:
     summary = Summary.of([4.0, 1.0, 2.0])
-    assert (summary.median, summary.smallest, summary.largest, summary.spread) == (2.0, 1.0, 4.0, 1.5)
+    assert (summary.median, summary.spread) == (2.0, 1.5)
     with pytest.raises(ValueError, match="at least one"):
         Summary.of([])
 
@@ -56,15 +55,12 @@ def test_a_target_is_met_at_its_limit(target: Target, is_met: bool) -> None:
     assert row["wanted"] == (f"<= {target.limit}" if target.is_most else f">= {target.limit}")
 
 
-@dataclass(frozen=True)
-class _Row:
-    seconds: float
-    count: int
-    ratio: float | None
-
-
 def test_a_row_is_told_with_four_digits_and_whole_counts() -> None:
-    assert rounded_row(_Row(0.123456, 123456, None)) == {"seconds": 0.1235, "count": 123456, "ratio": None}
+    assert rounded_row({"seconds": 0.123456, "count": 123456, "ratio": None}) == {
+        "seconds": 0.1235,
+        "count": 123456,
+        "ratio": None,
+    }
 
 
 @pytest.mark.parametrize("rows", [2, 3, 8, 16])

@@ -9,7 +9,7 @@ import pytest
 from kvasir.errors import DataLoss
 from kvasir_bench.scenarios import kept
 from kvasir_bench.scenarios.accounting import Batch, Checked, Playthrough, age_of, leaks, wilson
-from kvasir_bench.scenarios.campaign import PlayScope, measure
+from kvasir_bench.scenarios.campaign import Places, PlayScope, measure
 from kvasir_bench.scenarios.claims import KILLED, KV, MOVED, PREFILL, WAYS, ages, claims, rows, wanted
 from kvasir_bench.scenarios.gate import PhaseGate
 from kvasir_bench.scenarios.retrieval import prompt_of
@@ -195,17 +195,6 @@ def test_what_breaks_at_a_gate_is_raised_by_all_who_wait_and_by_those_who_come()
     asyncio.run(asyncio.wait_for(broken(), 10))
 
 
-class Houses:
-    """Two houses as the campaign's places."""
-
-    def __init__(self, first: House, second: House) -> None:
-        self._first = first
-        self.here, self.there = first.engine.address, second.engine.address
-
-    def restart(self) -> None:
-        self._first.restart()
-
-
 @pytest.fixture(scope="module")
 def house(tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
     with running_house(tmp_path_factory.mktemp("measured")) as house:
@@ -214,8 +203,9 @@ def house(tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
 
 def played_by(house: House, second: House, ways: tuple[str, ...]) -> list[Playthrough]:
     scope = PlayScope(["code-review"], ways, variants=2, together=1, kills_once=True, time_limit_s=0.0, warms_up=True)
+    places = Places(house.engine.address, second.engine.address, house.restart)
     said: list[str] = []
-    played, batches = asyncio.run(measure(scope, Houses(house, second), said.append))
+    played, batches = asyncio.run(measure(scope, places, said.append))
     assert said[:2] == ["warming up: code-review"] * 2
     assert {each.variant for each in played} == {1}, "what warmed the engines up does not count"
     assert [each.way for each in played] == [each.way for each in batches]

@@ -2,8 +2,8 @@
 
 import math
 import statistics
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
@@ -35,19 +35,19 @@ class Summary:
     """Repeats of one measurement. `spread` is (largest − smallest) / median, or 0 if the median is 0."""
 
     median: float
-    smallest: float
-    largest: float
+    spread: float
 
     @classmethod
     def of(cls, values: Sequence[float]) -> "Summary":
         """Raises ValueError for no repeats."""
         if not values:
             raise ValueError("repeats: expected at least one")
-        return cls(statistics.median(values), min(values), max(values))
+        middle = statistics.median(values)
+        return cls(middle, (max(values) - min(values)) / middle if middle else 0.0)
 
-    @property
-    def spread(self) -> float:
-        return (self.largest - self.smallest) / self.median if self.median else 0.0
+    def named(self, name: str) -> dict[str, float]:
+        """The median and the spread in a row."""
+        return {name: self.median, f"{name}_spread": self.spread}
 
 
 def median(values: Iterable[float]) -> float | None:
@@ -68,9 +68,9 @@ def rounded(value: float) -> float:
     return float(f"{value:.4g}")
 
 
-def rounded_row(row: Any) -> dict[str, Any]:
+def rounded_row(row: Mapping[str, Any]) -> dict[str, Any]:
     """A row of a case as JSON, with rounded numbers and unchanged counts."""
-    return {key: rounded(value) if isinstance(value, float) else value for key, value in asdict(row).items()}
+    return {key: rounded(value) if isinstance(value, float) else value for key, value in row.items()}
 
 
 def rate_of_all(rows: Sequence[Sequence[float]]) -> float:

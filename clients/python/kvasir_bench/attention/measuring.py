@@ -1,16 +1,12 @@
 """How long attention over pages takes on this device, beside MLX's own over contiguous rows and a plain copy."""
 
-import importlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import mlx.core as mx
 from kvasir.cachestore.v1 import identity_pb2
 
-from inference_svc.kv.attention.fused import Compiler, fused_attention
-from inference_svc.kv.attention.kernels import Dialect
 from inference_svc.kv.attention.paged import Implementation, implementation, paged_attention
 from inference_svc.kv.attention.reference import gathered, reference_attention
 from inference_svc.kv.page import PAGE_TOKENS, PageFormat, RowFormat
@@ -88,10 +84,6 @@ def measured_case(case: AttentionCase, stopwatch: Stopwatch) -> Iterator[dict[st
 
     facts = {"batch": case.batch, "tokens": case.tokens, "bits": case.bits}
 
-    def emulated(number: int, compiler: Compiler) -> mx.array:
-        given = queries, pages[number % len(pages)], case.format, table, lengths
-        return fused_attention(*given, scale=scale, dialect=Dialect.CUDA, compiler=compiler)
-
     def error(got: mx.array) -> float:
         right = reference_attention(queries.astype(mx.float32), pages[0], case.format, table, lengths, scale=scale)
         found: Any = (mx.linalg.norm(got.astype(mx.float32) - right) / mx.linalg.norm(right)).item()
@@ -99,10 +91,6 @@ def measured_case(case: AttentionCase, stopwatch: Stopwatch) -> Iterator[dict[st
 
     if implementation(case.format) is not Implementation.REFERENCE:
         yield _row(facts, "fused", case.read_bytes, stopwatch.seconds(served)) | {"error": error(served(0))}
-    elif compiler := _emulator():
-        by_emulation = partial(emulated, compiler=compiler)
-        seconds = stopwatch.seconds(by_emulation, 1)
-        yield _row(facts, "emulation", case.read_bytes, seconds) | {"error": error(by_emulation(0))}
     yield _row(facts, "reference", case.read_bytes, stopwatch.seconds(by_reference, 2))
     keys, values = gathered(pages[0], case.format, table, mx.zeros_like(lengths), lengths, mx.bfloat16)
     mask = mx.arange(case.tokens)[None, None, None] < lengths[:, None, None, None]
@@ -115,16 +103,6 @@ def measured_case(case: AttentionCase, stopwatch: Stopwatch) -> Iterator[dict[st
             return mx.fast.scaled_dot_product_attention(queries, *mine, scale=scale, mask=given)
 
         yield _row(facts, who, keys.nbytes + values.nbytes, stopwatch.seconds(plain, 8))
-
-
-def _emulator() -> Compiler | None:
-    """The emulation of the kernels, which only a checkout has; None without it, or without a C++ compiler."""
-    try:
-        emulator = importlib.import_module("tests.emulation.emulator")
-    except ModuleNotFoundError:
-        return None
-    compiler: Compiler | None = emulator.cuda_emulator if emulator.cxx() else None
-    return compiler
 
 
 def _row(facts: dict[str, Any], who: str, read_bytes: int, seconds: float) -> dict[str, Any]:

@@ -6,11 +6,11 @@ from typing import Any
 from kvasir_bench.tables import text_table, verdicts
 
 KEYS = """Names in the JSON stay. `implementation` is what the engine would use here. Each of `rows` has `who` (fused:
-the kernels; emulation: their source on a CPU, in a checkout; reference: MLX operations; bf16 SDPA: MLX's
-attention over contiguous exact rows, plain or with a padding mask), `batch` rows of `tokens` tokens stored in
-`bits`, `call_s` (seconds a call), `read_bytes_per_s` (bytes of the stored rows over that), `share_of_copy`
-(that over `copy_bytes_per_s`, bytes read and written by a copy) and, of kernels, `error` (relative, against
-the reference in fp32). `times_mean_something` is false on a CPU and in a quick run, which have no `targets`."""
+the kernels; reference: MLX operations; bf16 SDPA: MLX's attention over contiguous exact rows, plain or with a padding
+mask), `batch` rows of `tokens` tokens stored in `bits`, `call_s` (seconds a call), `read_bytes_per_s` (bytes of the
+stored rows over that), `share_of_copy` (that over `copy_bytes_per_s`, bytes read and written by a copy) and, of
+kernels, `error` (relative, against the reference in fp32). `times_mean_something` is false on a CPU and in a quick
+run, which have no `targets`."""
 
 
 def lines(results: Mapping[str, Any]) -> Iterator[str]:

@@ -1,7 +1,7 @@
 """`kvasir bench engine`."""
 
 import json
-from enum import Enum, StrEnum
+from enum import Enum
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -20,11 +20,7 @@ from kvasir_bench.tables import markdown_table, text_table
 EngineCase = Enum("EngineCase", [(name, name) for name in keys.CASES], type=str)  # type: ignore[misc]
 
 
-class Peer(StrEnum):
-    """Another program that can do the engine's work."""
-
-    MLX_LM = "mlx-lm"
-
+Peer = Enum("Peer", [("mlx-lm", "mlx-lm")], type=str)  # type: ignore[misc]
 
 OnlyOption = Annotated[list[EngineCase] | None, typer.Option(help="Measure this case alone. May be repeated.")]
 PeerOption = Annotated[Peer | None, typer.Option(help="Give the same work to this program too, in turns.")]

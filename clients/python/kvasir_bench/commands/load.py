@@ -125,7 +125,9 @@ def load(
         shared_prefix=shared_prefix,
         turns=turns,
         seed=seed,
-        limits=Limits(first_token_ms and first_token_ms / 1000, gap_ms and gap_ms / 1000),
+        limits=Limits(first_token_ms and first_token_ms / 1000, gap_ms and gap_ms / 1000)
+        if first_token_ms or gap_ms
+        else None,
     )
     if (http or mlx_lm) and find_spec("httpx2") is None:
         raise FailedPrecondition("--http and --mlx-lm need an HTTP library: install kvasir[bench]")

@@ -1,6 +1,6 @@
 """`kvasir bench quality`."""
 
-from enum import StrEnum
+from enum import Enum
 from functools import partial
 from pathlib import Path
 from typing import Annotated
@@ -15,16 +15,8 @@ from kvasir_bench.quality import report
 from kvasir_bench.quality.plots import plots as plots_of
 from kvasir_bench.tables import markdown_table, text_table
 
-
-class MixedPolicy(StrEnum):
-    """A policy some of whose layers may stay exact; under fp all are."""
-
-    Q4 = "q4"
-    Q4_ROTATED = "q4-rotated"
-    K8V4 = "k8v4"
-    Q8 = "q8"
-
-
+# Some of whose layers may stay exact; under fp all are.
+MixedPolicy = Enum("MixedPolicy", [(name, name) for name in ("q4", "q4-rotated", "k8v4", "q8")], type=str)  # type: ignore[misc]
 KvExactLayersOption = Annotated[
     str, typer.Option(help='Layers that stay exact under every policy: "last", or indexes with commas between.')
 ]

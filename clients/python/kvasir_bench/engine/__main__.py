@@ -12,6 +12,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -59,37 +60,23 @@ def measured(lab: Lab, cases: Sequence[str], keep: Callable[[dict[str, Any]], No
     found: dict[str, Case] = {}
     results = _results(lab, about, found)
     for name in lab.while_there_is_time(cases):
-        lab.keep = _keeps(lab, about, found, name, keep)
+        lab.keep = lambda rows, name=name: keep(_results(lab, about, {**found, name: Case(name, rows)}))  # type: ignore[misc]
         found[name] = CASES[name](lab)
         results = _results(lab, about, found)
         keep(results)
     return results
 
 
-def _keeps(
-    lab: Lab, about: Mapping[str, Any], found: Mapping[str, Case], name: str, keep: Callable[[dict[str, Any]], None]
-) -> Callable[[Sequence[object]], None]:
-    """Keeps the cases that were found, and the rows so far of another one."""
-    return lambda rows: keep(_results(lab, about, {**found, name: Case(name, rows)}))
-
-
 def _results(lab: Lab, about: Mapping[str, Any], found: Mapping[str, Case]) -> dict[str, Any]:
-    scope = lab.scope
+    settings = {key: value for key, value in asdict(lab.scope).items() if key != "has_peer"}
     return {
         "machine": {
             **about,
             "load_after": round(os.getloadavg()[0], 2),
-            "links_bytes_per_s": rounded_row(lab.links) if "first_token" in found else None,
+            "links_bytes_per_s": rounded_row(asdict(lab.links)) if "first_token" in found else None,
         },
         "model": machine.model(lab.engine),
-        "settings": {
-            "is_quick": scope.is_quick,
-            "repeats": scope.repeats,
-            "lengths": list(scope.lengths),
-            "batches": list(scope.batches),
-            "time_limit_s": scope.time_limit_s,
-            "elapsed_s": rounded(lab.elapsed_s),
-        },
+        "settings": {**settings, "elapsed_s": rounded(lab.elapsed_s)},
         "cases": {
             name: {"title": case.title, "rows": [rounded_row(row) for row in case.rows]} for name, case in found.items()
         },

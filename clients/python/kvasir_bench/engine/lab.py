@@ -1,11 +1,11 @@
 """The engine under measurement, and its turns, whose every event is timed."""
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from kvasir.cachestore.v1 import identity_pb2
 from kvasir.formats.layer_groups import first_touched_block
@@ -35,14 +35,14 @@ from inference_svc.model.model_info import ModelInfo
 from inference_svc.text.sequence_state import SequenceState
 from inference_svc.text.token_ids import TokenIds
 from kvasir_bench.arithmetic import Target
-from kvasir_bench.engine.link_rates import LinkProbe, LinkRates
+from kvasir_bench.engine import link_rates
 from kvasir_bench.engine.mlx_lm_peer import MlxLmPeer
 from kvasir_bench.engine.prompts import Prompts
 from kvasir_bench.program import MEASURED_WITHIN_S
 
 _NAMESPACE = "bench"
 _ItemT = TypeVar("_ItemT")
-_RowT = TypeVar("_RowT")
+Row = Mapping[str, Any]  # with the keys of `kvasir_bench.engine.keys`
 
 
 class MeasuredEngine(Engine):
@@ -173,10 +173,10 @@ class LabMemory:
 
 @dataclass(frozen=True)
 class Case:
-    """The results of a case: rows with the keys of `kvasir_bench.engine.keys`, and the project's targets."""
+    """The results of a case, and the project's targets."""
 
     title: str
-    rows: Sequence[object]
+    rows: Sequence[Row]
     targets: Sequence[Target] = ()
 
 
@@ -212,7 +212,7 @@ class Lab:
         self.scope = scope
         self.cache_dir = cache_dir
         self.prompts = Prompts(engine.tokenizer)
-        self.keep: Callable[[Sequence[object]], None] = lambda _rows: None  # told a case's rows so far
+        self.keep: Callable[[Sequence[Row]], None] = lambda _rows: None  # told a case's rows so far
         self._say = say
         self._began_s = clock()
         self._agents = 0
@@ -249,20 +249,10 @@ class Lab:
         return self._peer
 
     @cached_property
-    def links(self) -> LinkRates:
+    def links(self) -> link_rates.LinkRates:
         """Rates of this machine's copies, measured once."""
         self.say("copies of this machine")
-        thread = MlxThread(lambda: LinkProbe(self.clock), name="links")
-        try:
-            size_bytes = (256 if self.is_gpu else 16) << 20
-            return thread.post(lambda probe: probe.rates(size_bytes)).result(MEASURED_WITHIN_S)
-        finally:
-            thread.close()
-
-    @property
-    def link_bytes_per_s(self) -> float:
-        """Of the slowest step between host memory and the device."""
-        return self.links.slowest
+        return link_rates.measured(self.clock, (256 if self.is_gpu else 16) << 20)
 
     @property
     def elapsed_s(self) -> float:
@@ -287,9 +277,9 @@ class Lab:
                 self.say(f"no time is left for {', '.join(map(str, waiting))}")
                 return
 
-    def rows(self, items: Iterable[_ItemT], measure: Callable[[_ItemT], Iterable[_RowT]]) -> list[_RowT]:
+    def rows(self, items: Iterable[_ItemT], measure: Callable[[_ItemT], Iterable[Row]]) -> list[Row]:
         """The rows of each item while there is time; they are kept after each item."""
-        rows: list[_RowT] = []
+        rows: list[Row] = []
         for item in self.while_there_is_time(items):
             rows += measure(item)
             self.keep(rows)
@@ -305,6 +295,10 @@ class Lab:
             self.say(f"{what}, {f'{repeat} of {self.repeats}' if repeat else 'warming up'}")
             yield repeat > 0
 
+    def counted(self, what: str, measure: Callable[[], _ItemT]) -> list[_ItemT]:
+        """What each of the rounds that count has found."""
+        return [found for counts, found in [(counts, measure()) for counts in self.rounds(what)] if counts]
+
     def chosen_lengths(self, own: Sequence[int]) -> list[int]:
         """The lengths asked for, or a case's own, each cut to the model's context."""
         return sorted({self.shortened(length, 512) for length in self.scope.lengths or own})
@@ -314,9 +308,17 @@ class Lab:
         self._agents += 1
         return AgentKey(_NAMESPACE, f"agent {self._agents}")
 
-    def run(self) -> Run:
-        """A turn that is not yet submitted."""
-        return Run(self.clock)
+    def start_together(self, first: Sequence[int], second: Sequence[int], reply: int) -> tuple[Run, Run]:
+        """Two turns that have ended. The second was submitted in the step of a third of the first's reply."""
+        joined = Run(self.clock)
+
+        def arrive() -> None:
+            self.start(second, reply, run=joined)
+
+        running = Run(self.clock).when(lambda run: len(run.token_times) >= reply // 3, arrive)
+        for each in (self.start(first, reply, run=running), joined):
+            each.end()
+        return running, joined
 
     def start(
         self,
@@ -332,7 +334,7 @@ class Lab:
         """Submit a greedy turn."""
         sampling = SamplingParams(max_tokens=max_tokens, stop_token_ids=stop_token_ids)
         plan = TurnPlan(TokenIds(tokens), (1,) * len(tokens), sampling, reuse or Cold(), key, namespace=namespace)
-        return (run or self.run()).begin(self.engine, plan)
+        return (run or Run(self.clock)).begin(self.engine, plan)
 
     def remember(self, tokens: Sequence[int]) -> LabMemory:
         """A new agent with these tokens, and the next one, in memory."""

@@ -1,15 +1,21 @@
 """How fast bytes reach the device: copies from host memory, copies on the device, and hashing, in bytes per second.
 
 A restore cannot be faster than the slowest of them, so its time is judged against what was measured in the same run.
+`python -m kvasir_bench.engine.link_rates` prints those of copies as one JSON object.
 """
 
+import sys
+import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from statistics import median
 
 import mlx.core as mx
 import numpy as np
 from blake3 import blake3
+
+from inference_svc.engine.mlx_thread import MlxThread
+from kvasir_bench.program import printed
 
 _REPEATS = 5
 
@@ -27,11 +33,8 @@ class LinkRates:
         return min(self.host_to_device, self.device_copy, self.blake3)
 
 
-class LinkProbe:
-    """Measures on an MLX thread, when a letter asks for it."""
-
-    def __init__(self, clock: Callable[[], float]) -> None:
-        self._clock = clock
+class LetterWorker:
+    """Lives on an MLX thread, and works only when a letter arrives."""
 
     def step(self, take_mail: Callable[[], None]) -> bool:  # noqa: ARG002 - letters are its only work
         return False
@@ -39,26 +42,45 @@ class LinkProbe:
     def close(self) -> None:
         """Nothing is left to end."""
 
-    def rates(self, size_bytes: int) -> LinkRates:
-        """Medians over copies of so many bytes, after one round that warms up."""
-        # Not zeros: pages that nobody wrote may all be the same one.
-        host = np.arange(size_bytes // 4, dtype=np.uint32)
-        there = mx.array(host)
-        mx.eval(there)
-        data = host.tobytes()
-        # The addition makes the device read what was copied.
-        return LinkRates(
-            host_to_device=self._rate(size_bytes, lambda: mx.eval(mx.array(host) + 1)),
-            device_copy=self._rate(2 * size_bytes, lambda: mx.eval(there + 1)),
-            blake3=self._rate(size_bytes, lambda: blake3(data, max_threads=blake3.AUTO).digest()),
-        )
 
-    def _rate(self, size_bytes: int, work: Callable[[], object]) -> float:
+def measured(clock: Callable[[], float], size_bytes: int) -> LinkRates:
+    """Medians over copies of so many bytes, after one round that warms up, on a thread of its own."""
+    thread = MlxThread(LetterWorker, name="links")
+    try:
+        return thread.post(lambda _: _rates(clock, size_bytes)).result()
+    finally:
+        thread.close()
+
+
+def _rates(clock: Callable[[], float], size_bytes: int) -> LinkRates:
+    # Not zeros: pages that nobody wrote may all be the same one.
+    host = np.arange(size_bytes // 4, dtype=np.uint32)
+    there = mx.array(host)
+    mx.eval(there)
+    data = host.tobytes()
+
+    def rate(moved_bytes: int, work: Callable[[], object]) -> float:
         times = []
         for _ in range(_REPEATS + 1):
             mx.synchronize()
-            began = self._clock()
+            began = clock()
             work()
             mx.synchronize()
-            times.append(self._clock() - began)
-        return size_bytes / median(times[1:])
+            times.append(clock() - began)
+        return moved_bytes / median(times[1:])
+
+    # The addition makes the device read what was copied.
+    return LinkRates(
+        host_to_device=rate(size_bytes, lambda: mx.eval(mx.array(host) + 1)),
+        device_copy=rate(2 * size_bytes, lambda: mx.eval(there + 1)),
+        blake3=rate(size_bytes, lambda: blake3(data, max_threads=blake3.AUTO).digest()),
+    )
+
+
+def _copies() -> dict[str, int]:
+    found = asdict(measured(time.perf_counter, 64 << 20))
+    return {name: round(rate) for name, rate in found.items() if name != "blake3"}
+
+
+if __name__ == "__main__":
+    sys.exit(printed(_copies))

@@ -32,17 +32,10 @@ def model(engine: MeasuredEngine) -> dict[str, Any]:
     """The loaded model."""
     info = engine.model
     policy = info.kv_identity.policy
-    return {
-        "name": info.name,
-        "layers": info.layer_count,
-        "context_tokens": info.context_tokens,
-        "compute_type": info.compute_type,
-        "cell_tokens": info.cell_tokens,
-        "kv_bytes_per_token": info.kv_bytes_per_token,
-        "key_bits": policy.key_bits,
-        "value_bits": policy.value_bits,
-        "group_size": policy.group_size,
-    }
+    facts = ("name", "context_tokens", "compute_type", "cell_tokens", "kv_bytes_per_token")
+    bits = ("key_bits", "value_bits", "group_size")
+    found = {name: getattr(info, name) for name in facts} | {name: getattr(policy, name) for name in bits}
+    return {**found, "layers": info.layer_count}
 
 
 def _processor() -> str:

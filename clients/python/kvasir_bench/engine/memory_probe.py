@@ -1,6 +1,6 @@
 """The peak and the lasting memory of one long prompt, as JSON, in a process of its own: two peaks would mix.
 
-`python -m kvasir_bench.engine.memory_probe --model … --tokens … --cell … --kv q4|fp16|mlx-lm`
+`python -m kvasir_bench.engine.memory_probe --model … --tokens … --cell … --kv q4|fp|mlx-lm`
 """
 
 import argparse
@@ -9,9 +9,8 @@ import tempfile
 import time
 from pathlib import Path
 
-from kvasir.cachestore.v1 import identity_pb2
-
 from inference_svc.engine.mlx_thread import MlxThread
+from inference_svc.kv.policy import PolicyRequest
 from inference_svc.model import kvasir_tiny
 from inference_svc.model.device_memory import peak_bytes, restart_peak
 from kvasir_bench.engine.lab import Lab, MeasuredEngine, Scope
@@ -27,7 +26,8 @@ def probed(model: str | Path, cache_dir: Path | None, tokens: int, cell_tokens: 
     """Bytes before the prompt, at the peak, and after the prompt while its KV is still in memory."""
     with tempfile.TemporaryDirectory() as nowhere:
         cache_dir = cache_dir or Path(nowhere)
-        engine = MeasuredEngine.opened(model, cache_dir, BUDGET_BYTES, _policy(kv), cell_tokens)
+        policy = None if kv == PEER else PolicyRequest.parse(kv, "")
+        engine = MeasuredEngine.opened(model, cache_dir, BUDGET_BYTES, policy, cell_tokens)
         try:
             if kv == PEER:
                 return _peer(model, Prompts(engine.tokenizer).tokens(tokens, 0), cell_tokens, engine)
@@ -58,17 +58,6 @@ def _peer(model: str | Path, prompt: tuple[int, ...], chunk_tokens: int, engine:
         peer.close()
 
 
-def _policy(kv: str) -> identity_pb2.KvPolicy | None:
-    if kv != "fp16":
-        return None
-    return identity_pb2.KvPolicy(
-        key_bits=16,
-        value_bits=16,
-        scale_type=identity_pb2.SCALE_TYPE_FLOAT16,
-        key_rotation=identity_pb2.KEY_ROTATION_NONE,
-    )
-
-
 def _bytes(before: int, after: int) -> dict[str, int]:
     return {"before_bytes": before, "peak_bytes": peak_bytes(), "after_bytes": after}
 
@@ -80,7 +69,7 @@ def main() -> int:
     parser.add_argument("--cache-dir", type=Path, help="digests of the weights; nowhere if left out")
     parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--cell", type=int, default=256)
-    parser.add_argument("--kv", choices=("q4", "fp16", PEER), default="q4")
+    parser.add_argument("--kv", choices=("q4", "fp", PEER), default="q4")
     arguments = parser.parse_args()
     model = arguments.model or kvasir_tiny.path()
     return printed(lambda: probed(model, arguments.cache_dir, arguments.tokens, arguments.cell, arguments.kv))

@@ -9,20 +9,15 @@ from mlx_lm.generate import BatchGenerator, generate_step
 from mlx_lm.models.cache import make_prompt_cache
 
 from inference_svc.model.loading import find_model, load
+from kvasir_bench.engine.link_rates import LetterWorker
 
 
-class MlxLmPeer:
-    """A model as mlx-lm loads and runs it. Lives on an MLX thread, and works only when a letter asks for it."""
+class MlxLmPeer(LetterWorker):
+    """A model as mlx-lm loads and runs it."""
 
     def __init__(self, model: str | Path, compute_type: str, clock: Callable[[], float]) -> None:
         self.loaded = load(find_model(model), compute_type)
         self._clock = clock
-
-    def step(self, take_mail: Callable[[], None]) -> bool:  # noqa: ARG002 - letters are its only work
-        return False
-
-    def close(self) -> None:
-        """Nothing is left to end."""
 
     def generate(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> list[list[float]]:
         """The times of each prompt's tokens, a list for each prompt; every list begins with the time of the start.

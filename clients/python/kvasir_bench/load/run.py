@@ -12,7 +12,7 @@ import uuid
 from collections import Counter, deque
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import aclosing, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from itertools import islice
 from random import Random
 from typing import Any, Protocol
@@ -44,7 +44,7 @@ class LoadScope:
     shared_prefix: int = 0  # tokens of a system prompt that all turns begin with
     turns: int = 1  # of each agent, which remembers them if it comes back
     seed: int = 0
-    limits: Limits = field(default_factory=Limits)
+    limits: Limits | None = None
 
     def __post_init__(self) -> None:
         """Raises InvalidArgument."""
@@ -52,10 +52,6 @@ class LoadScope:
             raise InvalidArgument("requests: expected seconds or requests, got both or none", field="requests")
         if self.ramp_s and (self.seconds is None or self.ramp_s >= self.seconds):
             raise InvalidArgument("ramp: expected to be shorter than the run, and none of requests", field="ramp")
-
-    @property
-    def has_limits(self) -> bool:
-        return self.limits != Limits()
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -138,13 +134,13 @@ async def run(
         await load.run()
     finally:
         reporting.cancel()
-        await target.forget(load.agents.names)
+        await target.forget(load.remembered)
     turns = load.turns
     window = Window(scope.ramp_s, scope.seconds or max(turn.ended_s or 0.0 for turn in turns))
     offered = sum(turn.most_tokens for turn in turns if turn.due_s in window) / window.length_s
     return {
         "offered_tokens_per_s": None if scope.at_once else offered,
-        **findings(turns, window, scope.limits if scope.has_limits else None),
+        **findings(turns, window, scope.limits),
         "tokens_counted_by": dict(
             Counter(target.counts if turn.total_tokens is None else "usage" for turn in turns if turn.deltas)
         ),
@@ -174,7 +170,10 @@ class _Load:
         self._lengths, texts = Random(f"lengths {scope.seed}"), Random(scope.seed)  # noqa: S311 - repeatable
         self._texts = _texts(texts, lambda: words(scope.prompt_tokens.draw(self._lengths)))
         prefix = next(_texts(Random(f"prefix {scope.seed}"), lambda: words(scope.shared_prefix)))  # noqa: S311
-        self.agents = _Agents(scope.turns, prefix if scope.shared_prefix else "")
+        self._begin = [{"role": "system", "content": prefix}] if scope.shared_prefix else []
+        self._name = f"bench-load/{uuid.uuid4().hex[:8]}"
+        self.remembered: list[str] = []  # names of agents
+        self._idle: deque[LoadAgent] = deque()
 
     def now(self) -> float:
         return self._clock() - self._began_s
@@ -201,7 +200,7 @@ class _Load:
             await self._send(self.now())
 
     async def _send(self, due_s: float) -> None:
-        agent, turn = self.agents.next(), LoadTurn(due_s)
+        agent, turn = self._next_agent(), LoadTurn(due_s)
         self.turns.append(turn)
         agent.messages.append({"role": "user", "content": next(self._texts)})
         turn.most_tokens = self._scope.reply_tokens.draw(self._lengths)
@@ -216,34 +215,20 @@ class _Load:
         turn.ended_s = self.now()
         if turn.is_whole:
             agent.messages.append({"role": "assistant", "content": reply})
-            self.agents.back(agent)
+            if agent.turns_left:
+                self._idle.append(agent)
 
-
-class _Agents:
-    """Agents that come back: the next turn is of the one that is idle longest, or of a new one."""
-
-    def __init__(self, turns: int, prefix: str) -> None:
-        self.names: list[str] = []  # of those that are remembered
-        self._turns = turns
-        self._begin = [{"role": "system", "content": prefix}] if prefix else []
-        self._run = uuid.uuid4().hex[:8]
-        self._idle: deque[LoadAgent] = deque()
-
-    def next(self) -> LoadAgent:
-        agent = self._idle.popleft() if self._idle else self._new()
+    def _next_agent(self) -> LoadAgent:
+        """The agent that is idle longest, or a new one."""
+        if not self._idle:
+            turns, name = self._scope.turns, ""
+            if turns > 1:
+                name = f"{self._name}/{len(self.remembered) + 1}"
+                self.remembered.append(name)
+            self._idle.append(LoadAgent(name, turns, [*self._begin]))
+        agent = self._idle.popleft()
         agent.turns_left -= 1
         return agent
-
-    def back(self, agent: LoadAgent) -> None:
-        """Its turn has ended."""
-        if agent.turns_left:
-            self._idle.append(agent)
-
-    def _new(self) -> LoadAgent:
-        if self._turns == 1:
-            return LoadAgent("", 1, [*self._begin])
-        self.names.append(f"bench-load/{self._run}/{len(self.names) + 1}")
-        return LoadAgent(self.names[-1], self._turns, [*self._begin])
 
 
 def _texts(random: Random, words: Callable[[], int]) -> Iterator[str]:

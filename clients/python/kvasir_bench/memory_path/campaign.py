@@ -8,12 +8,12 @@ said while it was hot is what it must say each time.
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from kvasir.clients import InferenceClient
 
 from kvasir_bench.memory_path import machine
+from kvasir_bench.memory_path.services import MeasuredServices
 from kvasir_bench.memory_path.turns import Agent, SeenTurn, words_per_token
 
 REPLY_TOKENS = 50
@@ -35,27 +35,8 @@ class PathScope:
     is_quick: bool = False  # the machine's rates are measured with less, for tests
 
 
-class BenchServices(Protocol):
-    """A store on a disk and an engine, as processes."""
-
-    directory: Path  # on that disk
-    is_played: bool  # the engine fills pages, and computes nothing
-
-    def start(self) -> dict[str, Any]:
-        """Start what does not run, and wait for it. What it took, in seconds, and what the engine logs of it."""
-
-    def kill(self, *names: str) -> None:
-        """kill -9."""
-
-    def client(self) -> InferenceClient:
-        """Of the engine that runs now."""
-
-    def files(self) -> list[Path]:
-        """The store's blobs."""
-
-
 def measure(
-    scope: PathScope, services: BenchServices, say: Callable[[str], None], keep: Keep = lambda _: None
+    scope: PathScope, services: MeasuredServices, say: Callable[[str], None], keep: Keep = lambda _: None
 ) -> dict[str, Any]:
     """All phases. `keep` gets the results so far after each of them. Raises KvasirError when a turn or a start fails;
     a memory that is not stored is counted.
@@ -131,7 +112,7 @@ def _first_turns(client: InferenceClient, count: int = 3) -> Iterator[float]:
         yield round(agent.cold().first_token_s, 4)
 
 
-def _drop_hot(services: BenchServices) -> dict[str, Any]:
+def _drop_hot(services: MeasuredServices) -> dict[str, Any]:
     """The model goes, and every hot memory with it; the store's files stay in the page cache."""
     began = time.monotonic()
     with services.client() as client:
@@ -141,12 +122,12 @@ def _drop_hot(services: BenchServices) -> dict[str, Any]:
     return {"reloaded_s": round(time.monotonic() - began, 3)}
 
 
-def _kill_engine(services: BenchServices) -> dict[str, Any]:
+def _kill_engine(services: MeasuredServices) -> dict[str, Any]:
     services.kill("engine")
     return services.start()
 
 
-def _kill_both(services: BenchServices) -> dict[str, Any]:
+def _kill_both(services: MeasuredServices) -> dict[str, Any]:
     services.kill("engine", "store")
     files = services.files()
     machine.drop_cached(files)

@@ -1,10 +1,7 @@
 """What this machine can do, measured in the same run: synced writes, reads from the page cache, BLAKE3, a socket."""
 
 import os
-import socket
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -12,23 +9,15 @@ from pathlib import Path
 from typing import Any
 
 from blake3 import blake3
-from kvasir.cli.running.program import ended_with_us
 
 from kvasir_bench.program import measured_by
+from kvasir_bench.wire import sent_s
 
 # Blobs of this shape's blocks.
 BLOCK_BYTES = 256 * 36_864
 _FRAME_BYTES = 1 << 20
 _BLOCKS = 32
 _REPEATS = 3
-# Receives on a Unix socket as fast as it can, and acknowledges.
-_SINK = """
-import socket, sys
-server = socket.socket(socket.AF_UNIX); server.bind(sys.argv[1]); server.listen(); print(flush=True)
-buffer = bytearray(1 << 20); connection, _ = server.accept(); left = int(sys.argv[2])
-while left: left -= connection.recv_into(buffer, min(left, len(buffer)))
-connection.sendall(b"!")
-"""
 
 
 def rates(directory: Path, blocks: int = _BLOCKS, repeats: int = _REPEATS) -> dict[str, float]:
@@ -49,7 +38,7 @@ def rates(directory: Path, blocks: int = _BLOCKS, repeats: int = _REPEATS) -> di
 
 def device_rates() -> dict[str, Any]:
     """Of copies from host memory to MLX's device and on it. Raises FailedPrecondition without an engine."""
-    return measured_by("engine.device_copy", "the device was not measured", {})
+    return measured_by("engine.link_rates", "the device was not measured", {})
 
 
 def cached_share(files: Sequence[Path]) -> float:
@@ -114,18 +103,8 @@ def _read(root: Path) -> None:
 def _send(root: Path, blobs: Sequence[bytes]) -> float:
     """Seconds to another process over a Unix socket."""
     address = root.parent / f"{root.name}.sock"  # beside the files that are read
-    argv = [sys.executable, "-c", _SINK, str(address), str(sum(map(len, blobs)))]
     try:
-        with ended_with_us(subprocess.Popen(argv, stdout=subprocess.PIPE, text=True)) as sink:
-            assert sink.stdout is not None
-            sink.stdout.readline()
-            with socket.socket(socket.AF_UNIX) as wire:
-                wire.connect(str(address))
-                began = time.perf_counter()
-                for blob in blobs:
-                    wire.sendall(blob)
-                wire.recv(1)
-                return time.perf_counter() - began
+        return sent_s(blobs, address)
     finally:
         address.unlink(missing_ok=True)
 

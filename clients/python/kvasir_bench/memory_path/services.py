@@ -27,28 +27,31 @@ _SHAPE_BYTES_PER_TOKEN = 36_864  # of Llama 3.1 8B, whose shape is the largest t
 
 
 class MeasuredServices:
-    """Starts and kills the two services; see `BenchServices`."""
+    """A store on a disk and an engine, as processes that are started and killed."""
 
     def __init__(self, root: Path, plan: Plan, *, is_played: bool) -> None:
         self.directory = root
-        self.is_played = is_played
+        self.is_played = is_played  # the engine fills pages, and computes nothing
         self._plan = plan
         self._processes = OwnProcesses()
 
     def start(self) -> dict[str, Any]:
-        """Seconds until each was ready, and what the engine logs of its start."""
+        """Start what does not run. Seconds until each was ready, and what the engine logs of its start."""
         services = [self._plan.store.service(), self._plan.engine.service()]
         missing = [service for service in services if not self._processes.is_running(service.name)]
         seconds = self._processes.start(missing)
         return {f"{name}_s": round(value, 3) for name, value in seconds.items()} | self._logged()
 
     def kill(self, *names: str) -> None:
+        """kill -9."""
         self._processes.kill(names)
 
     def client(self) -> InferenceClient:
+        """Of the engine that runs now."""
         return InferenceClient.connect(self._plan.engine.endpoint.address, timeout_s=HANGS_S)
 
     def files(self) -> list[Path]:
+        """The store's blobs."""
         return [path for path in self._plan.store.data_dir.rglob("*") if path.is_file()]
 
     def end(self) -> None:

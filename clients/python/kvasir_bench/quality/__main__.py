@@ -34,23 +34,10 @@ MIXED = tuple(rung.value for rung in LADDER if rung is not Rung.FP)  # under fp 
 
 
 @dataclass(frozen=True, slots=True)
-class QualityScope:
-    """What is to be measured. `text` None: the material that ships. `kv_policy` and `kv_bytes`: of the mixture."""
-
-    model: str | Path
-    is_quick: bool
-    exact_layers: str
-    compute_type: str | None
-    text: Path | None = None
-    kv_policy: str = Rung.Q4.value
-    kv_bytes: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
 class _Bench:
     """A loaded model, and the policies to measure by name."""
 
-    asked: QualityScope
+    asked: argparse.Namespace
     runner: "ModelRunner"
     tokenizer: Any
     policies: Mapping[str, identity_pb2.KvPolicy]
@@ -63,7 +50,7 @@ class _Bench:
 
         conversations = Conversations.read_for(kvasir_tiny.conversations_path(), tokenizer_digest(directory))
         subject = exam.Subject(self.runner, self.tokenizer, lambda: conversations)
-        extent = QUICK if self.asked.is_quick else FULL
+        extent = QUICK if self.asked.quick else FULL
         found = exam.examine(subject, self.policies, extent, clock=self.clock, say=self.say, with_peers=True)
         winner, why = cheapest(found.rungs, found.exact)
         verdicts = {each.name: judged(each, found.exact) for each in found.rungs}
@@ -110,7 +97,7 @@ class _Bench:
         }
 
 
-def measured(asked: QualityScope, clock: Callable[[], float], say: Callable[[str], None]) -> dict[str, Any]:
+def measured(asked: argparse.Namespace, clock: Callable[[], float], say: Callable[[str], None]) -> dict[str, Any]:
     """All findings. Raises as Engine.open for a model whose KV cannot be kept; NotFound or InvalidArgument for a text,
     layers or a budget that cannot be.
     """
@@ -120,14 +107,14 @@ def measured(asked: QualityScope, clock: Callable[[], float], say: Callable[[str
     from inference_svc.model.loading import device, find_model, load
     from inference_svc.model.model_runner import ModelRunner
 
-    directory, began = find_model(asked.model), clock()
+    directory, began = find_model(asked.model or kvasir_tiny.path()), clock()
     loaded = load(directory, asked.compute_type)
     runner = ModelRunner(loaded.model)
-    request = PolicyRequest.parse(AUTO, asked.exact_layers)
+    request = PolicyRequest.parse(AUTO, asked.kv_exact_layers)
     policies = {rung.value: request.policy(rung, runner.compute_type, len(runner.layers)) for rung in LADDER}
     bench = _Bench(asked, runner, loaded.tokenizer, policies, clock, say)
     if asked.text:
-        longest = min(loaded.context_tokens - 1, SHORTEST if asked.is_quick else LONGEST)
+        longest = min(loaded.context_tokens - 1, SHORTEST if asked.quick else LONGEST)
         found = bench.on_text(windows_of(asked.text, text, loaded.tokenizer, longest))
     else:
         found = bench.on_material(directory)
@@ -153,16 +140,7 @@ def main() -> int:
     parser.add_argument("--kv-policy", default=MIXED[0], choices=MIXED, help="with --text: of the measured layers")
     parser.add_argument("--kv-bytes", type=int, help="with --text: a token, for the policy with its exact layers")
     given = parser.parse_args()
-    asked = QualityScope(
-        model=given.model or kvasir_tiny.path(),
-        is_quick=given.quick,
-        exact_layers=given.kv_exact_layers,
-        compute_type=given.compute_type,
-        text=given.text,
-        kv_policy=given.kv_policy,
-        kv_bytes=given.kv_bytes,
-    )
-    return printed(lambda: measured(asked, time.monotonic, progress))
+    return printed(lambda: measured(given, time.monotonic, progress))
 
 
 if __name__ == "__main__":

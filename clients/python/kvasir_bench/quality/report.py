@@ -26,22 +26,20 @@ def lines(results: dict[str, Any], show: Show = text_table) -> Iterator[str]:
     if results["material"] == "text":
         yield from text_report.lines(results, show)
         return
-    yield from show([_titles(results), *_rows(results)])
+    tasks = [(name, title) for name, title in _TASKS if name in results["reference"]]
+    titles = ["KV", "bytes a token", "KL", "worst KL", "top-1", "perplexity", *(title for _, title in tasks), "seconds"]
+    ways = (results["reference"], *results["rungs"], *results["peers"])
+    yield from show([titles, *(_row(each, [each[name] for name, _ in tasks]) for each in ways)])
     yield ""
-    yield from _remarks(results)
+    yield (
+        f"{results['model']} by {results['material']}, {results['reference']['positions']} next tokens, "
+        f"{results['compute_type']} on {results['device']}, {results['seconds']:.0f} s in all"
+    )
+    yield from text_report.left_out(results)
+    yield f"auto takes {results['auto']['chooses']}: {results['auto']['why']}"
 
 
-def _titles(results: dict[str, Any]) -> Sequence[str]:
-    tasks = [title for name, title in _TASKS if name in results["reference"]]
-    return ["KV", "bytes a token", "KL", "worst KL", "top-1", "perplexity", *tasks, "seconds"]
-
-
-def _rows(results: dict[str, Any]) -> list[Sequence[str]]:
-    return [_row(each, results) for each in (results["reference"], *results["rungs"], *results["peers"])]
-
-
-def _row(found: dict[str, Any], results: dict[str, Any]) -> Sequence[str]:
-    tasks = [found[name] for name, _ in _TASKS if name in results["reference"]]
+def _row(found: dict[str, Any], tasks: Sequence[dict[str, Any]]) -> Sequence[str]:
     return [
         found["name"],
         str(found["bytes_per_token"]),
@@ -56,15 +54,3 @@ def _row(found: dict[str, Any], results: dict[str, Any]) -> Sequence[str]:
 
 def _small(value: float) -> str:
     return "0" if value == 0 or math.isnan(value) else f"{value:.1e}"
-
-
-def _remarks(results: dict[str, Any]) -> list[str]:
-    exact = results["exact_layers"]
-    remarks = [
-        f"{results['model']} by {results['material']}, {results['reference']['positions']} next tokens, "
-        f"{results['compute_type']} on {results['device']}, {results['seconds']:.0f} s in all"
-    ]
-    if exact:
-        remarks.append(f"layers {', '.join(map(str, exact))} stay exact, except under fp, where all are")
-    remarks += [f"{name} cannot be had: {why}" for name, why in results["refused"].items()]
-    return [*remarks, f"auto takes {results['auto']['chooses']}: {results['auto']['why']}"]

@@ -19,16 +19,13 @@ _LAYERS = ["layer", "KL alone", "top-1", "exact adds"]
 
 def lines(results: Mapping[str, Any], show: Show) -> Iterator[str]:
     """The results for people, with tables as `show` makes them."""
-    yield from show([_WAYS, *_way_rows(results)])
-    yield from ("", _about_layers(results), "")
-    yield from show([_LAYERS, *_layer_rows(results)])
+    mixed, layers = [results["mixed"]] if results["mixed"] else [], results["layers"]
+    ways = (results["reference"], *results["rungs"], *mixed, *results["peers"])
+    yield from show([_WAYS, *map(_way_row, ways)])
+    yield f"\nOne layer under {layers['policy']}, all others exact; {layers['windows']} windows:\n"
+    yield from show([_LAYERS, *map(_layer_row, layers["rows"])])
     yield ""
     yield from _remarks(results)
-
-
-def _way_rows(results: Mapping[str, Any]) -> list[list[str]]:
-    mixed = [results["mixed"]] if results["mixed"] else []
-    return [_way_row(each) for each in (results["reference"], *results["rungs"], *mixed, *results["peers"])]
 
 
 def _way_row(found: Mapping[str, Any]) -> list[str]:
@@ -42,11 +39,8 @@ def _way_row(found: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def _layer_rows(results: Mapping[str, Any]) -> list[list[str]]:
-    return [
-        [str(row["layer"]), _kl(row), f"{row['top1_agreement']:.4f}", f"{row['exact_adds_bytes']} bytes"]
-        for row in results["layers"]["rows"]
-    ]
+def _layer_row(row: Mapping[str, Any]) -> list[str]:
+    return [str(row["layer"]), _kl(row), f"{row['top1_agreement']:.4f}", f"{row['exact_adds_bytes']} bytes"]
 
 
 def _kl(found: Mapping[str, Any]) -> str:
@@ -55,9 +49,12 @@ def _kl(found: Mapping[str, Any]) -> str:
     return f"{found['kl']:.1e} ({found['kl_low']:.1e} to {found['kl_high']:.1e})"
 
 
-def _about_layers(results: Mapping[str, Any]) -> str:
-    layers = results["layers"]
-    return f"One layer under {layers['policy']}, all others exact; {layers['windows']} windows:"
+def left_out(results: Mapping[str, Any]) -> Iterator[str]:
+    """Lines on layers and policies that were not measured as the others."""
+    if exact := results["exact_layers"]:
+        yield f"layers {', '.join(map(str, exact))} stay exact, except under fp, where all are"
+    for name, why in results["refused"].items():
+        yield f"{name} cannot be had: {why}"
 
 
 def _remarks(results: Mapping[str, Any]) -> Iterator[str]:
@@ -66,10 +63,7 @@ def _remarks(results: Mapping[str, Any]) -> Iterator[str]:
         f"{results['model']} on {text['file']}: {text['windows']} windows of {text['window_tokens']} tokens, "
         f"95 % intervals over windows; {results['compute_type']} on {results['device']}, {results['seconds']:.0f} s"
     )
-    if exact := results["exact_layers"]:
-        yield f"layers {', '.join(map(str, exact))} stay exact, except under fp, where all are"
-    for name, why in results["refused"].items():
-        yield f"{name} cannot be had: {why}"
+    yield from left_out(results)
     if not results["mixed"]:
         yield f"{suggestion['budget_bytes']} bytes a token keep no layer of {results['layers']['policy']} exact"
     layers = f" --kv-exact-layers {suggestion['kv_exact_layers']}" if suggestion["kv_exact_layers"] else ""

@@ -2,10 +2,10 @@
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any
 
 from kvasir.clients import AioInferenceClient
 from kvasir.waits import PAUSE_S
@@ -24,14 +24,13 @@ _PATIENCE = Retries(times=20, wait_s=0.1, longest_s=2.0)
 _REMEMBERING = (KV, KILLED, MOVED)
 
 
-class Places(Protocol):
+@dataclass(frozen=True, slots=True)
+class Places:
     """Two engines, each with a store of its own, that the campaign may do with as it likes."""
 
     here: str  # an engine's address
     there: str
-
-    def restart(self) -> None:
-        """Kill the engine and the store here with -9, and start both again."""
+    restart: Callable[[], None]  # kills the engine and the store here with -9, and starts both again
 
 
 @dataclass
@@ -187,7 +186,8 @@ class _Batch:
         async def sample() -> None:
             while True:
                 with suppress(Exception):  # an engine that is being killed says nothing
-                    self._hot_bytes = max(self._hot_bytes, *_hot(await self._client.get_stats()))
+                    spaces = (await self._client.get_stats()).namespaces
+                    self._hot_bytes = max(self._hot_bytes, *(each.kv_memory_used_bytes for each in spaces), 0)
                 await asyncio.sleep(PAUSE_S)
 
         sampler = asyncio.create_task(sample())
@@ -195,11 +195,6 @@ class _Batch:
             yield
         finally:
             sampler.cancel()
-
-
-def _hot(stats: Any) -> Iterator[int]:
-    yield 0
-    yield from (each.kv_memory_used_bytes for each in stats.namespaces)
 
 
 def _count(played: Playthrough, event: TurnDone) -> None:

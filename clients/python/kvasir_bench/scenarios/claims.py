@@ -82,13 +82,8 @@ def claims(played: Sequence[Playthrough]) -> list[dict[str, Any]]:
         made.append(_claim(text, is_met, f"{span} and {other:.3f}", is_exact=False))
     for way in (way for way in (KILLED, MOVED) if way in ways):
         different = _different(played, way)
-        made.append(
-            _claim(
-                f"{way} says what kv says, word for word and in as many tokens",
-                not different,
-                f"{different} turns differ",
-            )
-        )
+        text = f"{way} says what kv says, word for word and in as many tokens"
+        made.append(_claim(text, not different, f"{different} turns differ"))
     leaked = sum(len(each.leaks) for each in played)
     made.append(_claim("no agent says what it was never shown", not leaked, f"{leaked} leaks"))
     if PREFILL in ways:

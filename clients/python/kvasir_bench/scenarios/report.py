@@ -9,14 +9,14 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from kvasir.cli.demo.mac import Mac, macs
+from kvasir.cli.demo.mac import macs
 from kvasir.errors import InvalidArgument, NotFound
 from kvasir_orchestrator import Scenario, shipped_names
 
 from kvasir_bench.pictures import Picture, Plots
 from kvasir_bench.scenarios import claims, kept
 from kvasir_bench.scenarios.accounting import Batch, Playthrough
-from kvasir_bench.scenarios.campaign import PlayScope, measure
+from kvasir_bench.scenarios.campaign import Places, PlayScope, measure
 from kvasir_bench.tables import text_table
 
 _PICTURES = {
@@ -24,18 +24,6 @@ _PICTURES = {
     "prefilled": Picture("Prompt tokens computed, as a share of a full prefill", "way", ("share_of_prefill",)),
     "first_token": Picture("Seconds to the first token", "way", ("first_token_p50_s", "first_token_p95_s")),
 }
-
-
-class _Macs:
-    """Two Macs of the bench alone."""
-
-    def __init__(self, first: Mac, second: Mac) -> None:
-        self._first = first
-        self.here, self.there = first.engine.address, second.engine.address
-
-    def restart(self) -> None:
-        self._first.kill()
-        self._first.start()
 
 
 def scope_of(scenarios: Sequence[str], ways: Sequence[str], *, is_quick: bool, **options: Any) -> PlayScope:
@@ -66,7 +54,13 @@ def run(scope: PlayScope, say: Callable[[str], None], played_file: Path | None) 
             first, second = make("here"), make("there")
             first.start()
             second.start()
-            played, batches = asyncio.run(measure(scope, _Macs(first, second), say, keep=keep))
+
+            def restart() -> None:
+                first.kill()
+                first.start()
+
+            places = Places(first.engine.address, second.engine.address, restart)
+            played, batches = asyncio.run(measure(scope, places, say, keep=keep))
     finally:
         shutil.rmtree(root, ignore_errors=True)
     return _results({**asdict(scope), "elapsed_s": round(time.monotonic() - began, 1)}, played, batches)

@@ -9,7 +9,6 @@ import asyncio
 import os
 import random
 import shutil
-import socket
 import statistics
 import subprocess
 import sys
@@ -24,7 +23,6 @@ from typing import Any
 
 from blake3 import blake3
 from kvasir.cachestore.v1 import identity_pb2
-from kvasir.cli.running.program import ended_with_us
 from kvasir.clients import AioStoreClient
 from kvasir.clients.aio.handed_upload import put_by_files
 from kvasir.clients.handed_files import HandedFiles
@@ -39,6 +37,7 @@ from kvasir.formats.frames import FRAME_BYTES
 from kvasir.waits import HANGS_S
 
 from kvasir_bench.store import report
+from kvasir_bench.wire import sent_s
 
 _READERS = min(8, os.cpu_count() or 1)  # threads that read files
 # On one thread and, where it says so, on all cores if a blob is large. Files are read from the page cache.
@@ -52,14 +51,6 @@ _LIMITS = {
     "put_files": ("write_fsync", "blake3_all"),
     "get_files": ("read", "blake3_all"),
 }
-# Receives a number of bytes on a socket as fast as it can, and acknowledges them.
-_SINK = """
-import socket, sys
-server = socket.create_server(("127.0.0.1", 0)); print(server.getsockname()[1], flush=True)
-buffer = bytearray(1 << 20); connection, _ = server.accept(); left = int(sys.argv[1])
-while left: left -= connection.recv_into(buffer, min(left, len(buffer)))
-connection.sendall(b"!")
-"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +137,7 @@ async def _moving(root: Path, geometry: Geometry, repeats: int) -> dict[str, Any
 def _baselines(root: Path, memory: Memory) -> dict[str, float]:
     blobs, plain = list(memory.blobs.values()), root / "plain"
     seconds = {
-        "tcp": _tcp_s(blobs),
+        "tcp": sent_s(blobs),
         "write_fsync": _timed(lambda: _write_fsync(plain, blobs)),
         "read": _timed(lambda: [(plain / str(index)).read_bytes() for index in range(len(blobs))]),
         "blake3": _timed(lambda: [blake3(blob).digest() for blob in blobs]),
@@ -261,22 +252,6 @@ def _sealed(root: Path) -> tuple[str, ...]:
     return options
 
 
-def _tcp_s(blobs: Sequence[bytes]) -> float:
-    """Seconds to another process over loopback TCP."""
-    total = sum(map(len, blobs))
-    argv = [sys.executable, "-c", _SINK, str(total)]
-    with ended_with_us(subprocess.Popen(argv, stdout=subprocess.PIPE, text=True)) as sink:
-        assert sink.stdout is not None
-        with socket.create_connection(("127.0.0.1", int(sink.stdout.readline()))) as wire:
-            began = time.perf_counter()
-            for blob in blobs:
-                view = memoryview(blob)
-                for offset in range(0, len(blob), FRAME_BYTES):
-                    wire.sendall(view[offset : offset + FRAME_BYTES])
-            wire.recv(1)
-            return time.perf_counter() - began
-
-
 def _write_fsync(directory: Path, blobs: Sequence[bytes]) -> None:
     """Each blob into a file of its own, a mebibyte at a time, synced, and its name synced."""
     directory.mkdir()
@@ -347,5 +322,4 @@ def _run(work: Any) -> Any:
         import uvloop
     except ImportError:
         return asyncio.run(work)
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return runner.run(work)
+    return uvloop.run(work)

@@ -20,14 +20,8 @@ def made(arguments: argparse.Namespace, clock: Callable[[], float], say: Callabl
 
     began = clock()
     config = geometry(arguments.geometry, arguments.layers)
-    size = write_model(
-        arguments.directory,
-        config,
-        bits=arguments.bits,
-        compute_type=arguments.dtype,
-        seed=arguments.seed,
-        say=say,
-    )
+    kind = {"bits": arguments.bits, "compute_type": arguments.dtype, "seed": arguments.seed}
+    size = write_model(arguments.directory, config, **kind, say=say)
     return {
         "directory": str(arguments.directory),
         "geometry": arguments.geometry,
@@ -37,7 +31,8 @@ def made(arguments: argparse.Namespace, clock: Callable[[], float], say: Callabl
     }
 
 
-def _arguments() -> argparse.Namespace:
+def main() -> int:
+    """Write the model and print its facts."""
     parser = argparse.ArgumentParser(prog="python -m kvasir_bench.synthetic", description=__doc__)
     parser.add_argument("directory", type=Path, help="a new or empty one")
     parser.add_argument("--geometry", required=True, help=f"{', '.join(GEOMETRIES)}; NAME-2l has two layers only")
@@ -45,12 +40,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--layers", type=int, help="the first ones only")
     parser.add_argument("--dtype", default="bfloat16", help="float32, float16 or bfloat16 (default %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of the random weights (default %(default)s)")
-    return parser.parse_args()
-
-
-def main() -> int:
-    """Write the model and print its facts."""
-    arguments = _arguments()
+    arguments = parser.parse_args()
     return printed(lambda: made(arguments, time.monotonic, progress))
 
 

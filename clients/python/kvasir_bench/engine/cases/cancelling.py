@@ -1,23 +1,13 @@
 """How long a cancelled turn still runs: while it decodes, and in the middle of a long prompt."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from statistics import median
+from typing import Any
 
-from kvasir_bench.arithmetic import Summary, Target
+from kvasir_bench.arithmetic import Target
 from kvasir_bench.engine.lab import Case, Lab, Run
 
 _MOST_S = 0.5
-
-
-@dataclass(frozen=True, slots=True)
-class CancellingRow:
-    """When the cancel came; keys as in `kvasir_bench.engine.keys`."""
-
-    during: str
-    median_s: float
-    longest_s: float
-    step_s: float
-    ratio: float
 
 
 def run(lab: Lab) -> Case:
@@ -30,13 +20,10 @@ def run(lab: Lab) -> Case:
     for cell in sorted({cells // 2, cells - 1}):
         at = f"prefill of {tokens}, at {cell * lab.engine.model.cell_tokens}"
         moments[at] = (tokens, lambda run, cell=cell: len(run.cell_times) >= cell)  # type: ignore[misc]
-    found: dict[str, list[tuple[float, float]]] = {during: [] for during in moments}
-    for counts in lab.rounds("cancelling"):
-        for during, (prompt_tokens, has_come) in moments.items():
-            each = _cancelled(lab, prompt_tokens, has_come)
-            found[during] += [each] if counts else []
-    rows = [_row(during, each) for during, each in found.items()]
-    return Case("Cancel", rows, [Target(f"cancel during {row.during}, s", row.median_s, _MOST_S, True) for row in rows])
+    found = lab.counted("cancelling", lambda: [_cancelled(lab, *moment) for moment in moments.values()])
+    rows = [_row(during, each) for during, each in zip(moments, zip(*found, strict=True), strict=True)]
+    targets = [Target(f"cancel during {row['during']}, s", row["median_s"], _MOST_S, True) for row in rows]
+    return Case("Cancel", rows, targets)
 
 
 def _cancelled(lab: Lab, prompt_tokens: int, has_come: Callable[[Run], bool]) -> tuple[float, float]:
@@ -48,12 +35,12 @@ def _cancelled(lab: Lab, prompt_tokens: int, has_come: Callable[[Run], bool]) ->
     return seconds, times[-1] - times[-2]
 
 
-def _row(during: str, found: list[tuple[float, float]]) -> CancellingRow:
+def _row(during: str, found: Sequence[tuple[float, float]]) -> dict[str, Any]:
     seconds, steps = zip(*found, strict=True)
-    return CancellingRow(
-        during=during,
-        median_s=Summary.of(seconds).median,
-        longest_s=max(seconds),
-        step_s=Summary.of(steps).median,
-        ratio=Summary.of([each / step for each, step in found]).median,
-    )
+    return {
+        "during": during,
+        "median_s": median(seconds),
+        "longest_s": max(seconds),
+        "step_s": median(steps),
+        "ratio": median(each / step for each, step in found),
+    }

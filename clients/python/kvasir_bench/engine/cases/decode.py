@@ -1,10 +1,9 @@
 """Decode throughput by rows in the batch, with equal and mixed lengths."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from kvasir_bench.arithmetic import Summary, Target, rate_of_all
-from kvasir_bench.engine.lab import Case, Lab, LabMemory
+from kvasir_bench.engine.lab import Case, Lab, LabMemory, Row
 from kvasir_bench.engine.prompts import mixed_lengths
 
 MIXED = "200-4000"
@@ -16,24 +15,13 @@ _CPU_RATIO = ("128", 8, 3.0)
 _GPU_RATIO = ("2048", 16, 6.0)
 
 
-@dataclass(frozen=True, slots=True)
-class DecodeRow:
-    """A context and a batch; keys as in `kvasir_bench.engine.keys`."""
-
-    context: str
-    batch: int
-    tokens_per_s: float
-    tokens_per_s_spread: float
-    ratio_to_one: float
-
-
 def run(lab: Lab) -> Case:
     """Tokens per second through the engine."""
     batches = lab.scope.batches or ((1, 2) if lab.is_quick else _BATCHES)
     tokens = 6 if lab.is_quick else 48
     rows = lab.rows(contexts(lab), lambda context: _rows(lab, context, fitting(context, batches), tokens))
     wanted_context, wanted_batch, least = _GPU_RATIO if lab.is_gpu else _CPU_RATIO
-    ratios = [row.ratio_to_one for row in rows if (row.context, row.batch) == (wanted_context, wanted_batch)]
+    ratios = [row["ratio_to_one"] for row in rows if (row["context"], row["batch"]) == (wanted_context, wanted_batch)]
     what = f"{wanted_batch} rows / 1 row, {wanted_context} tokens of context"
     return Case("Decode throughput", rows, [Target(what, ratio, least) for ratio in ratios])
 
@@ -67,17 +55,22 @@ def decode_rate(lab: Lab, memories: Sequence[LabMemory], tokens: int) -> float:
     return rate_of_all([each.token_times for each in runs])
 
 
-def _rows(lab: Lab, context: str, batches: Sequence[int], tokens: int) -> list[DecodeRow]:
+def _rows(lab: Lab, context: str, batches: Sequence[int], tokens: int) -> list[Row]:
     wanted = {length for batch in batches for length in lengths_of(context, batch)}
     numbers = range(max(batches) if context != MIXED else 1)
     known = {(length, n): lab.remember(lab.prompts.tokens(length, n)) for length in sorted(wanted) for n in numbers}
-    rates: dict[int, list[float]] = {batch: [] for batch in batches}
-    for counts in lab.rounds(f"decode at {context} tokens"):
-        for batch in batches:
-            chosen = [known[length, n % len(numbers)] for n, length in enumerate(lengths_of(context, batch))]
-            rate = decode_rate(lab, chosen, tokens)
-            rates[batch] += [rate] if counts else []
+    chosen = [
+        [known[length, n % len(numbers)] for n, length in enumerate(lengths_of(context, batch))] for batch in batches
+    ]
+    rates = lab.counted(f"decode at {context} tokens", lambda: [decode_rate(lab, each, tokens) for each in chosen])
     lab.forget(known.values())
-    found = {batch: Summary.of(values) for batch, values in rates.items()}
-    one = found[batches[0]].median
-    return [DecodeRow(context, batch, each.median, each.spread, each.median / one) for batch, each in found.items()]
+    found = [Summary.of(each) for each in zip(*rates, strict=True)]
+    return [
+        {
+            "context": context,
+            "batch": batch,
+            **each.named("tokens_per_s"),
+            "ratio_to_one": each.median / found[0].median,
+        }
+        for batch, each in zip(batches, found, strict=True)
+    ]

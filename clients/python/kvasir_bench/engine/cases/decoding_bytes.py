@@ -1,7 +1,5 @@
 """Bytes that eight agents hold while all of them decode, scratch included, beside 16-bit KV of the same tokens."""
 
-from dataclasses import dataclass
-
 from kvasir.cachestore.v1 import identity_pb2
 
 from inference_svc.model.device_memory import active_bytes, peak_bytes, restart_peak
@@ -10,18 +8,6 @@ from kvasir_bench.engine.lab import Case, Lab
 
 _MOST_RATIO = 0.35
 _REPLY_TOKENS = 16
-
-
-@dataclass(frozen=True, slots=True)
-class DecodingBytesRow:
-    """The agents; keys as in `kvasir_bench.engine.keys`."""
-
-    agents: int
-    context_tokens: int
-    kv_bytes: int
-    scratch_bytes: int
-    fp16_bytes: int
-    ratio: float
 
 
 def run(lab: Lab) -> Case:
@@ -40,7 +26,8 @@ def run(lab: Lab) -> Case:
     lab.forget(memories)
     fp16_bytes = agents * exact_bytes(lab.engine.model.kv_identity, tokens)
     ratio = (kv_bytes + scratch_bytes) / fp16_bytes
-    row = DecodingBytesRow(agents, tokens, kv_bytes, scratch_bytes, fp16_bytes, ratio)
+    sizes = {"kv_bytes": kv_bytes, "scratch_bytes": scratch_bytes, "fp16_bytes": fp16_bytes}
+    row = {"agents": agents, "context_tokens": tokens, **sizes, "ratio": ratio}
     what = f"bytes of {agents} decoding agents at {tokens} / 16 bits"
     targets = [Target(what, ratio, _MOST_RATIO, is_most=True)] if lab.is_gpu else []
     return Case("Bytes of agents that decode", [row], targets)

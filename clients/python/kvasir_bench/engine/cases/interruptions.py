@@ -1,43 +1,33 @@
 """The gaps of running streams while another agent joins with a long prompt, forks a long memory, or is restored."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from statistics import median
 
 from kvasir_bench.arithmetic import Summary, Target, gaps
-from kvasir_bench.engine.lab import Case, Lab, LabMemory, Run
+from kvasir_bench.engine.lab import Case, Lab, LabMemory, Row, Run
 
 _LENGTHS = (4096,)
 _MOST_STALLED_STEPS = 2.0
 NOTHING = "nothing"
 
 
-@dataclass(frozen=True, slots=True)
-class InterruptionRow:
-    """The turn beside the streams; keys as in `kvasir_bench.engine.keys`."""
-
-    beside: str
-    tokens: int
-    streams: int
-    median_gap_s: float
-    longest_gap_s: float
-    longest_gap_s_spread: float
-    ratio_to_nothing: float
-    stalled_steps: float
-
-
 def run(lab: Lab) -> Case:
     """Streams with short prompts beside the longest context that is measured."""
     rows = _rows(lab, lab.chosen_lengths((300,) if lab.is_quick else _LENGTHS)[-1])
     targets = [
-        Target(f"steps that {row.beside} of {row.tokens} tokens stalls", row.stalled_steps, _MOST_STALLED_STEPS, True)
+        Target(
+            f"steps that {row['beside']} of {row['tokens']} tokens stalls",
+            row["stalled_steps"],
+            _MOST_STALLED_STEPS,
+            True,
+        )
         for row in rows
-        if lab.is_gpu and row.beside != NOTHING
+        if lab.is_gpu and row["beside"] != NOTHING
     ]
     return Case("The longest gap of running streams", rows, targets)
 
 
-def _rows(lab: Lab, tokens: int) -> list[InterruptionRow]:
+def _rows(lab: Lab, tokens: int) -> list[Row]:
     streams, stream_tokens = (1, 8) if lab.is_quick else (4 if lab.is_gpu else 1, 64)
     memory = lab.remember(lab.prompts.tokens(tokens - 1, 1))
     prompt, files = (*memory.tokens, memory.tokens[0]), lab.restored(memory)
@@ -49,7 +39,7 @@ def _rows(lab: Lab, tokens: int) -> list[InterruptionRow]:
     # By what happens beside: for each repeat, the gaps of all streams.
     found: dict[str, list[list[float]]] = {NOTHING: [], **{name: [] for name in beside}}
 
-    def rows_so_far() -> list[InterruptionRow]:
+    def rows_so_far() -> list[Row]:
         names = {NOTHING: 0, **dict.fromkeys(beside, tokens)}
         return [_row(name, count, streams, found[name], found[NOTHING]) for name, count in names.items()]
 
@@ -99,16 +89,15 @@ def _gaps(
     return quiet, [gap for times in all_times for gap in gaps(times, began_s, other.token_times[0])]
 
 
-def _row(name: str, tokens: int, streams: int, found: list[list[float]], quiet: list[list[float]]) -> InterruptionRow:
+def _row(name: str, tokens: int, streams: int, found: list[list[float]], quiet: list[list[float]]) -> Row:
     longest = Summary.of([max(each) for each in found])
     step_s = median(gap for each in quiet for gap in each)
-    return InterruptionRow(
-        beside=name,
-        tokens=tokens,
-        streams=streams,
-        median_gap_s=median(gap for each in found for gap in each),
-        longest_gap_s=longest.median,
-        longest_gap_s_spread=longest.spread,
-        ratio_to_nothing=longest.median / Summary.of([max(each) for each in quiet]).median,
-        stalled_steps=longest.median / step_s - 1,
-    )
+    return {
+        "beside": name,
+        "tokens": tokens,
+        "streams": streams,
+        "median_gap_s": median(gap for each in found for gap in each),
+        **longest.named("longest_gap_s"),
+        "ratio_to_nothing": longest.median / median(max(each) for each in quiet),
+        "stalled_steps": longest.median / step_s - 1,
+    }

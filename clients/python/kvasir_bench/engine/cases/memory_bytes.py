@@ -1,26 +1,11 @@
 """Memory of a long prompt, in cells and in one chunk, with four bits and with sixteen, each in its own process."""
 
-from dataclasses import dataclass
-
 from kvasir_bench.arithmetic import Target
 from kvasir_bench.engine.lab import Case, Lab
 from kvasir_bench.program import measured_by
 
 _MOST_RATIO = 0.5
 _PEER_CHUNK = 2048  # mlx-lm's own default
-
-
-@dataclass(frozen=True, slots=True)
-class MemoryRow:
-    """One way to compute and keep the prompt; keys as in `kvasir_bench.engine.keys`."""
-
-    how: str
-    prompt_tokens: int
-    peak_bytes: int
-    resident_bytes: int
-    kv_bytes_per_token: float
-    peak_ratio: float
-    resident_ratio: float
 
 
 def run(lab: Lab) -> Case:
@@ -30,7 +15,7 @@ def run(lab: Lab) -> Case:
     ways = {
         f"q4, cells of {cell}": ("q4", cell),
         "q4, one chunk": ("q4", tokens),
-        f"16 bits, cells of {cell}": ("fp16", cell),
+        f"16 bits, cells of {cell}": ("fp", cell),
         f"mlx-lm's own KV, chunks of {_PEER_CHUNK}": ("mlx-lm", _PEER_CHUNK),
     }
     found: dict[str, dict[str, int]] = {}
@@ -39,15 +24,15 @@ def run(lab: Lab) -> Case:
         found[how] = _probe(lab, tokens, cell_tokens, kv)
     cells, one_chunk, exact, _ = found.values()
     rows = [
-        MemoryRow(
-            how=how,
-            prompt_tokens=tokens,
-            peak_bytes=each["peak_bytes"],
-            resident_bytes=_resident(each),
-            kv_bytes_per_token=_resident(each) / tokens,
-            peak_ratio=each["peak_bytes"] / one_chunk["peak_bytes"],
-            resident_ratio=_resident(each) / _resident(exact),
-        )
+        {
+            "how": how,
+            "prompt_tokens": tokens,
+            "peak_bytes": each["peak_bytes"],
+            "resident_bytes": _resident(each),
+            "kv_bytes_per_token": _resident(each) / tokens,
+            "peak_ratio": each["peak_bytes"] / one_chunk["peak_bytes"],
+            "resident_ratio": _resident(each) / _resident(exact),
+        }
         for how, each in found.items()
     ]
     ratio = cells["peak_bytes"] / one_chunk["peak_bytes"]

@@ -3,27 +3,12 @@ decodes.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from statistics import median
 
-from kvasir_bench.engine.lab import Case, Lab, Run
+from kvasir_bench.engine.lab import Case, Lab, Row, Run
 
 _LENGTHS = (1024,)
 SEQUENTIAL, SIMULTANEOUS, STAGGERED = "sequential", "simultaneous", "staggered"
-
-
-@dataclass(frozen=True, slots=True)
-class PairRow:
-    """How the second agent arrives; keys as in `kvasir_bench.engine.keys`."""
-
-    arrival: str
-    prompt_tokens: int
-    reply_tokens: int
-    first_s: float
-    second_s: float
-    end_to_end_s: float
-    tokens_per_s: float
-    ratio_to_sequential: float
 
 
 def run(lab: Lab) -> Case:
@@ -33,17 +18,21 @@ def run(lab: Lab) -> Case:
     return Case("Two agents: one after the other, together, staggered", rows)
 
 
-def _rows(lab: Lab, length: int) -> list[PairRow]:
+def _rows(lab: Lab, length: int) -> list[Row]:
     reply = 12 if lab.is_quick else 128
-    found: dict[str, list[tuple[float, float, float]]] = {}
-    for counts in lab.rounds(f"pairs at {length} tokens"):
-        for arrival, each in _round(lab, length, reply).items():
-            found.setdefault(arrival, [])
-            found[arrival] += [each] if counts else []
-    medians = {arrival: tuple(map(median, zip(*each, strict=True))) for arrival, each in found.items()}
-    alone_s = medians[SEQUENTIAL][2]
+    found = lab.counted(f"pairs at {length} tokens", lambda: _round(lab, length, reply))
+    medians = {arrival: [*map(median, zip(*(each[arrival] for each in found), strict=True))] for arrival in found[0]}
     return [
-        PairRow(arrival, length, reply, first, second, total, 2 * reply / total, alone_s / total)
+        {
+            "arrival": arrival,
+            "prompt_tokens": length,
+            "reply_tokens": reply,
+            "first_s": first,
+            "second_s": second,
+            "end_to_end_s": total,
+            "tokens_per_s": 2 * reply / total,
+            "ratio_to_sequential": medians[SEQUENTIAL][2] / total,
+        }
         for arrival, (first, second, total) in medians.items()
     ]
 
@@ -58,18 +47,10 @@ def _round(lab: Lab, length: int, reply: int) -> Mapping[str, tuple[float, float
     together = [lab.start(prompt, reply) for prompt in (first, second)]
     for each in together:
         each.end()
-    joined = lab.run()
-
-    def arrive() -> None:
-        lab.start(second, reply, run=joined)
-
-    running = lab.run().when(lambda run: len(run.token_times) >= reply // 3, arrive)
-    _ended(lab.start(first, reply, run=running))
-    joined.end()
     return {
         SEQUENTIAL: _times(alone, after),
         SIMULTANEOUS: _times(*together),
-        STAGGERED: _times(running, joined),
+        STAGGERED: _times(*lab.start_together(first, second, reply)),
     }
 
 

@@ -1,53 +1,37 @@
 """Agents that arrive together with one prefix: computed tokens and waiting times, with and without sharing."""
 
-from dataclasses import dataclass
-from statistics import mean
+from itertools import count
+from statistics import mean, median
 
-from kvasir_bench.arithmetic import Summary
 from kvasir_bench.engine.lab import Case, Lab
 
 _OWN_TOKENS = 64
 _REPLY_TOKENS = 16  # who ends with its first token leaves nothing to begin with
 
 
-@dataclass(frozen=True, slots=True)
-class SharedPrefixRow:
-    """With or without sharing; keys as in `kvasir_bench.engine.keys`."""
-
-    sharing: bool
-    agents: int
-    prefix_tokens: int
-    prefilled_tokens: int
-    mean_first_token_s: float
-    last_first_token_s: float
-    prefilled_ratio: float
-    time_ratio: float
-
-
 def run(lab: Lab) -> Case:
     """Agents of one namespace may share what they prefill; agents without one share with nobody."""
     agents, prefix_tokens = (3, 256) if lab.is_quick else (8, 1024)
-    found: dict[bool, list[tuple[int, float, float]]] = {False: [], True: []}
-    for number, counts in enumerate(lab.rounds(f"{agents} agents with one prefix of {prefix_tokens}")):
-        for sharing, rounds in found.items():
-            each = _round(lab, agents, prefix_tokens, f"bench {number}" if sharing else None)
-            rounds += [each] if counts else []
-    alone_tokens, _, alone_s = (Summary.of(column).median for column in zip(*found[False], strict=True))
-    rows: list[SharedPrefixRow] = []
-    for sharing, rounds in found.items():
-        tokens, mean_s, last_s = (Summary.of(column).median for column in zip(*rounds, strict=True))
-        rows.append(
-            SharedPrefixRow(
-                sharing=sharing,
-                agents=agents,
-                prefix_tokens=prefix_tokens,
-                prefilled_tokens=int(tokens),
-                mean_first_token_s=mean_s,
-                last_first_token_s=last_s,
-                prefilled_ratio=tokens / alone_tokens,
-                time_ratio=alone_s / last_s,
-            )
-        )
+    namespaces = (f"bench {number}" for number in count())
+
+    def measured() -> list[tuple[int, float, float]]:
+        return [_round(lab, agents, prefix_tokens, namespace) for namespace in (None, next(namespaces))]
+
+    found = zip(*lab.counted(f"{agents} agents with one prefix of {prefix_tokens}", measured), strict=True)
+    alone, shared = ([*map(median, zip(*each, strict=True))] for each in found)
+    rows = [
+        {
+            "sharing": sharing,
+            "agents": agents,
+            "prefix_tokens": prefix_tokens,
+            "prefilled_tokens": int(tokens),
+            "mean_first_token_s": mean_s,
+            "last_first_token_s": last_s,
+            "prefilled_ratio": tokens / alone[0],
+            "time_ratio": alone[2] / last_s,
+        }
+        for sharing, (tokens, mean_s, last_s) in ((False, alone), (True, shared))
+    ]
     return Case("A shared prefix", rows)
 
 
