@@ -1,7 +1,8 @@
 """`python -m kvasir_bench.engine.mlx_lm_server MODEL PORT ROWS`: mlx-lm's own server, to be measured beside Kvasir.
 
 It is mlx_lm.server's program with its own batches and prompt caches. On a CPU it computes in float32 as Kvasir does,
-which is faster there than 16 bits; and as many rows decode together as there are callers at once.
+which is faster there than 16 bits; as many rows decode together as there are callers at once; and all of their
+connections may wait: five are its own most, and the system resets the others after a minute.
 """
 
 import sys
@@ -15,6 +16,7 @@ from inference_svc.model import kvasir_tiny
 from inference_svc.model.loading import device, find_model
 
 _ROWS = 32  # its own default
+_CONNECTIONS = 1024
 server: Any = mlx_lm_server
 
 
@@ -41,6 +43,7 @@ def main() -> int:
         print(error.message, file=sys.stderr)
         return 1
     server.ModelProvider = _Provider
+    server.ThreadingHTTPServer.request_queue_size = _CONNECTIONS
     sys.argv[1:] = ["--model", str(model), "--port", port, "--decode-concurrency", str(max(_ROWS, int(rows)))]
     server.main()
     return 0

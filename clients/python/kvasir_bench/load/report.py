@@ -61,18 +61,14 @@ def lines(results: Mapping[str, Any]) -> Iterator[str]:
 
 
 def plots(results: Mapping[str, Any]) -> Plots:
-    """Rates and times, with a bar for each server."""
+    """Requests a second and times, with a bar for each server."""
     servers = _servers(results)
-    names, drawn = tuple(servers), {}
+    rates = [(key.removesuffix("_per_s").replace("_", " "), key) for key in _RATES[:2] if results[key] is not None]
+    bars = [{"of": title} | {name: found[key] for name, found in servers.items()} for title, key in rates]
+    drawn = {"load_requests": (Picture("Requests a second", "of", tuple(servers)), bars)}
     for key, title in _TIMES:
-        rows = [{"rank": rank} | {name: found[key][rank] for name, found in servers.items()} for rank in _COLUMNS]
-        drawn[f"load_{key.removesuffix('_s')}"] = (Picture(f"Seconds: {title}", "rank", names, is_log=True), rows)
-    rows = [
-        {"of": key.removesuffix("_per_s").replace("_", " ")} | {name: found[key] for name, found in servers.items()}
-        for key in _RATES
-        if results[key] is not None
-    ]
-    drawn["load_rates"] = (Picture("A second", "of", names, is_log=True), rows)
+        bars = [{"of": rank} | {name: found[key][rank] for name, found in servers.items()} for rank in _COLUMNS]
+        drawn[f"load_{key.removesuffix('_s')}"] = (Picture(f"Seconds: {title}", "of", tuple(servers)), bars)
     return Plots(_arriving(results["settings"]), drawn)
 
 
