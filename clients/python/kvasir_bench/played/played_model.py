@@ -85,7 +85,7 @@ class PlayedRunner(ModelRunner):
         kv: SequenceKV,
         token_ids: Sequence[int],
         is_cancelled: Callable[[], bool] = lambda: False,
-        meanwhile: Callable[[], None] = lambda: None,  # noqa: ARG002 - nothing is enqueued behind it
+        meanwhile: Callable[[], None] | None = None,  # noqa: ARG002 - nothing is enqueued behind it
         take_hidden: Callable[[mx.array], None] | None = None,  # noqa: ARG002 - it has no rows
     ) -> None:
         """As `ModelRunner.prefill`."""
@@ -108,7 +108,7 @@ class PlayedRunner(ModelRunner):
         kv: SequenceKV,
         token_ids: Sequence[int],
         is_cancelled: Callable[[], bool] = lambda: False,
-        meanwhile: Callable[[mx.array], None] = lambda _: None,  # noqa: ARG002 - as above
+        meanwhile: Callable[[mx.array], None] | None = None,  # noqa: ARG002 - as above
     ) -> mx.array:
         """As `ModelRunner.last_logits`."""
         self.prefill(kv, token_ids, is_cancelled)
