@@ -5,7 +5,6 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from kvasir.clients import Tls
 from kvasir.credentials import DEFAULT_NAMESPACE
 from kvasir.errors import InvalidArgument
 from kvasir.options.engine import EngineTable
@@ -100,10 +99,6 @@ class EngineSettings(EngineTable):
         return _named_model(self.embeddings) if self.embeddings else None
 
     @property
-    def policy_request(self) -> PolicyRequest:
-        return PolicyRequest.parse(self.kv_policy, self.kv_exact_layers)
-
-    @property
     def listening(self) -> Listening:
         return Listening(
             address=self.listen,
@@ -117,10 +112,6 @@ class EngineSettings(EngineTable):
         """Token files of a peer by namespace."""
         by_name = [(*key.rpartition("/")[::2], path) for key, path in self.peer_token_file.items()]
         return {namespace or DEFAULT_NAMESPACE: path for namespace, peer, path in by_name if peer == name}
-
-    @property
-    def store_tls(self) -> Tls | None:
-        return Tls(self.store_ca_file) if self.store_ca_file is not None else None
 
 
 def _named_model(item: str) -> tuple[str, str]:

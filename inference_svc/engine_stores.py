@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import structlog
-from kvasir.clients import AioStoreClient
+from kvasir.clients import AioStoreClient, Tls
 from kvasir.credentials import DEFAULT_NAMESPACE, CredentialFileError, further_engine_tokens, read_engine_tokens
 from kvasir.errors import KvasirError
 from kvasir.server.reloading import TakenInPart
@@ -89,7 +89,8 @@ async def _take(
 
 def _new_store(settings: EngineSettings, namespace: str, token: str | None) -> RemoteCache:
     def connected() -> AioStoreClient:
-        return AioStoreClient.connect(settings.store, token=token, tls=settings.store_tls, retry_reads=False)
+        tls = Tls(settings.store_ca_file) if settings.store_ca_file is not None else None
+        return AioStoreClient.connect(settings.store, token=token, tls=tls, retry_reads=False)
 
     return RemoteCache(
         StoreClients(connected(), connected(), connected()),

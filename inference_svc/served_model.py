@@ -10,6 +10,7 @@ from inference_svc.config import EngineSettings
 from inference_svc.embedding.turn_embedder import TurnEmbedder
 from inference_svc.engine.engine import Engine
 from inference_svc.handover.giving import TurnGiver
+from inference_svc.kv.policy import PolicyRequest
 from inference_svc.memory.agent_memory import AgentMemory
 from inference_svc.memory.lines.line_parts import LineParts
 from inference_svc.memory.lines.lines import Lines, store_owed
@@ -103,7 +104,7 @@ async def open_served(
         name=name,
         cache_dir=settings.state_dir,
         memory_budget_bytes=settings.memory_budget_bytes,
-        policy=settings.policy_request,
+        policy=PolicyRequest.parse(settings.kv_policy, settings.kv_exact_layers),
         context_tokens=settings.context_tokens,
         compute_type=settings.compute_type,
         conversations_file=kvasir_tiny.conversations_path(),

@@ -103,38 +103,38 @@ class Gateway:
         post = partial(self._route, methods=["POST"])
         get = partial(self._route, methods=["GET"])
         routes = [
-            post("/v1/chat/completions", self.chat_completions),
-            post("/v1/completions", self.completions),
-            post("/v1/responses", self.responses),
-            post("/v1/messages", self.messages),
-            post("/v1/embeddings", partial(self.embeddings, kind=EmbeddingsRequest)),
-            post("/v1/messages/count_tokens", self.count_tokens),
-            post("/v1/agents/{agent_id:path}/generate", self.agent_generate),
-            post("/v1/agents/{agent_id:path}/fork", self.fork_agent),
-            post("/v1/agents/{agent_id:path}/rollback", self.rollback_agent),
-            get("/v1/agents/{agent_id:path}/versions", self.list_versions),
-            get("/v1/agents", self.list_agents),
-            get("/v1/agents/{agent_id:path}", self.get_agent),
-            self._route("/v1/agents/{agent_id:path}", self.delete_agent, methods=["DELETE"]),
-            get("/v1/models", self.list_models),
-            get("/v1/models/{name:path}", self.get_model),
-            post("/api/chat", self.ollama_chat),
-            post("/api/generate", self.ollama_generate),
-            post("/api/embed", partial(self.embeddings, kind=OllamaEmbed)),
-            post("/api/embeddings", partial(self.embeddings, kind=OllamaEmbeddings)),
-            post("/api/show", self.ollama_show),
-            get("/api/tags", self.ollama_tags),
-            get("/api/ps", self.ollama_running),
-            get("/api/version", self.ollama_version),
-            get("/healthz", self.healthz, is_open=True),
-            get("/openapi.json", self.describe, is_open=True),
+            post("/v1/chat/completions", self._chat_completions),
+            post("/v1/completions", self._completions),
+            post("/v1/responses", self._responses),
+            post("/v1/messages", self._messages),
+            post("/v1/embeddings", partial(self._embeddings, kind=EmbeddingsRequest)),
+            post("/v1/messages/count_tokens", self._count_tokens),
+            post("/v1/agents/{agent_id:path}/generate", self._agent_generate),
+            post("/v1/agents/{agent_id:path}/fork", self._fork_agent),
+            post("/v1/agents/{agent_id:path}/rollback", self._rollback_agent),
+            get("/v1/agents/{agent_id:path}/versions", self._list_versions),
+            get("/v1/agents", self._list_agents),
+            get("/v1/agents/{agent_id:path}", self._get_agent),
+            self._route("/v1/agents/{agent_id:path}", self._delete_agent, methods=["DELETE"]),
+            get("/v1/models", self._list_models),
+            get("/v1/models/{name:path}", self._get_model),
+            post("/api/chat", self._ollama_chat),
+            post("/api/generate", self._ollama_generate),
+            post("/api/embed", partial(self._embeddings, kind=OllamaEmbed)),
+            post("/api/embeddings", partial(self._embeddings, kind=OllamaEmbeddings)),
+            post("/api/show", self._ollama_show),
+            get("/api/tags", self._ollama_tags),
+            get("/api/ps", self._ollama_running),
+            get("/api/version", self._ollama_version),
+            get("/healthz", self._healthz, is_open=True),
+            get("/openapi.json", self._describe, is_open=True),
             *self._around.page.routes(),
         ]
         handlers: Mapping[Any, Any] = {HTTPException: _refuse_route}
         app = Site(Starlette(routes=routes, exception_handlers=handlers), self._around.gate)
         return CountedApp(app, self._around.numbers)
 
-    async def chat_completions(self, call: Call) -> Answer:
+    async def _chat_completions(self, call: Call) -> Answer:
         asked = await self._body(call, openai_chat.ChatRequest)
         wants_ids = bool(asked.return_token_ids)
         return await self._answer(
@@ -144,14 +144,14 @@ class Gateway:
             partial(openai_chat.ChatChunks, wants_usage=asked.wants_usage, wants_ids=wants_ids),
         )
 
-    async def completions(self, call: Call) -> Answer:
+    async def _completions(self, call: Call) -> Answer:
         asked = await self._body(call, openai_completions.CompletionRequest)
         wants_ids = bool(asked.return_token_ids)
         whole = partial(openai_completions.whole, wants_ids=wants_ids)
         chunks = partial(openai_completions.CompletionChunks, wants_usage=asked.wants_usage, wants_ids=wants_ids)
         return await self._answer(call, partial(asked.turn, call.reading), whole, chunks)
 
-    async def responses(self, call: Call) -> Answer:
+    async def _responses(self, call: Call) -> Answer:
         asked = await self._body(call, openai_responses.ResponsesRequest)
         before = await unless_left(call.request.receive, self._earlier(call, asked))
         repeated = asked.model_copy(update={"input": "", "client_metadata": None})
@@ -178,20 +178,20 @@ class Gateway:
             raise openai_responses.lost(str(asked.previous_response_id))
         return said[previous][1:] if previous.had_instructions else said[previous]
 
-    async def messages(self, call: Call) -> Answer:
+    async def _messages(self, call: Call) -> Answer:
         asked = await self._body(call, anthropic_messages.MessagesRequest)
         shown: dict[str, Any] = {"seals": call.reading.seals, "shows_thinking": asked.shows_thinking}
         whole = partial(anthropic_messages.whole, **shown)
         chunks = partial(anthropic_messages.MessageEvents, **shown)
         return await self._answer(call, partial(asked.turn, call.reading), whole, chunks)
 
-    async def count_tokens(self, call: Call) -> Response:
+    async def _count_tokens(self, call: Call) -> Response:
         asked = await self._body(call, anthropic_messages.CountedMessages)
         ready = await call.room.made(partial(self._ready, call, partial(asked.turn, call.reading)))
         count = await unless_left(call.request.receive, call.caller.count(ready.turn, ready.messages))
         return JSONResponse({"input_tokens": count}, headers=self._reported(call))
 
-    async def embeddings(self, call: Call, kind: type[EmbeddingsRequest | OllamaEmbed | OllamaEmbeddings]) -> Response:
+    async def _embeddings(self, call: Call, kind: type[EmbeddingsRequest | OllamaEmbed | OllamaEmbeddings]) -> Response:
         asked: EmbeddingsRequest | OllamaEmbed | OllamaEmbeddings = await self._body(call, kind)
         began_s, wanted = self._around.clock(), asked.wanted(call.reading)
         if (model := self._around.aliases.model(wanted.model)) != wanted.model:
@@ -202,7 +202,7 @@ class Gateway:
         headers = {"x-request-id": call.request_id, **self._reported(call)}
         return Response(answer, headers=headers, media_type="application/json")
 
-    async def agent_generate(self, call: Call) -> Answer:
+    async def _agent_generate(self, call: Call) -> Answer:
         named = replace(
             call,
             agent_id=heads.agent_in_path(call.request),
@@ -211,52 +211,52 @@ class Gateway:
         asked = await self._body(named, agents.AgentTurn)
         return await self._answer(named, partial(asked.turn, named.reading), agents.whole, agents.AgentEvents)
 
-    async def list_agents(self, call: Call) -> Response:
+    async def _list_agents(self, call: Call) -> Response:
         name_prefix = call.request.query_params.get("name_prefix", "")
         found = await call.caller.client.list_agents(name_prefix=name_prefix, **heads.page(call.request))
         return JSONResponse(agents.shown(found))
 
-    async def get_agent(self, call: Call) -> Response:
+    async def _get_agent(self, call: Call) -> Response:
         return JSONResponse(agents.shown(await call.caller.client.get_agent(heads.agent_in_path(call.request))))
 
-    async def list_versions(self, call: Call) -> Response:
+    async def _list_versions(self, call: Call) -> Response:
         name = heads.agent_in_path(call.request)
         return JSONResponse(agents.shown(await call.caller.client.list_snapshots(name, **heads.page(call.request))))
 
-    async def fork_agent(self, call: Call) -> Response:
+    async def _fork_agent(self, call: Call) -> Response:
         asked = await self._body(call, agents.ForkRequest)
         name = check_agent_id(asked.agent_id)
         forked = await call.caller.client.fork_agent(heads.agent_in_path(call.request), name, version=asked.version)
         return JSONResponse(agents.shown(forked), 201)
 
-    async def rollback_agent(self, call: Call) -> Response:
+    async def _rollback_agent(self, call: Call) -> Response:
         asked = await self._body(call, agents.RollbackRequest)
         made = await call.caller.client.rollback_agent(
             heads.agent_in_path(call.request), asked.version, expected_version=asked.expected_version
         )
         return JSONResponse(agents.shown(made))
 
-    async def delete_agent(self, call: Call) -> Response:
+    async def _delete_agent(self, call: Call) -> Response:
         force = call.request.query_params.get("force", "false")
         if force not in ("true", "false"):
             raise InvalidArgument("force: expected true or false", field="force")
         gone = await call.caller.client.delete_agent(heads.agent_in_path(call.request), force=force == "true")
         return JSONResponse(agents.shown(gone))
 
-    async def list_models(self, call: Call) -> Response:
+    async def _list_models(self, call: Call) -> Response:
         found = await call.caller.client.list_models()
         for_anthropic = "anthropic-version" in call.request.headers
         return JSONResponse(models.listed(found, self._around.aliases, for_anthropic=for_anthropic))
 
-    async def get_model(self, call: Call) -> Response:
+    async def _get_model(self, call: Call) -> Response:
         name = call.request.path_params["name"]
         found = await call.caller.client.get_model(self._around.aliases.model(name))
         return JSONResponse(models.one(name, found, for_anthropic="anthropic-version" in call.request.headers))
 
-    async def ollama_chat(self, call: Call) -> Answer:
+    async def _ollama_chat(self, call: Call) -> Answer:
         return await self._ollama(call, await self._body(call, ollama_turns.OllamaChat), is_chat=True)
 
-    async def ollama_generate(self, call: Call) -> Answer:
+    async def _ollama_generate(self, call: Call) -> Answer:
         return await self._ollama(call, await self._body(call, ollama_turns.OllamaGenerate), is_chat=False)
 
     async def _ollama(
@@ -270,24 +270,24 @@ class Gateway:
         lines = partial(ollama_turns.OllamaLines, is_chat=is_chat, shows_thinking=asked.shows_thinking)
         return await self._answer(call, lambda: turn, whole, lines)
 
-    async def ollama_show(self, call: Call) -> Response:
+    async def _ollama_show(self, call: Call) -> Response:
         asked = await self._body(call, ollama_models.ShowRequest)
         return JSONResponse(ollama_models.shown(await call.caller.model(asked.asked, any_model=call.reading.any_model)))
 
-    async def ollama_tags(self, call: Call) -> Response:
+    async def _ollama_tags(self, call: Call) -> Response:
         return JSONResponse(ollama_models.tags(await call.caller.client.list_models()))
 
-    async def ollama_running(self, call: Call) -> Response:
+    async def _ollama_running(self, call: Call) -> Response:
         return JSONResponse(ollama_models.running(await call.caller.client.list_models()))
 
-    async def ollama_version(self, _call: Call) -> Response:
+    async def _ollama_version(self, _call: Call) -> Response:
         return JSONResponse({"version": ollama_models.VERSION})
 
-    async def healthz(self, _call: Call) -> Response:
+    async def _healthz(self, _call: Call) -> Response:
         wellness = await self._around.engine.wellness()
         return JSONResponse(wellness.body(), wellness.http_status)
 
-    async def describe(self, _call: Call) -> Response:
+    async def _describe(self, _call: Call) -> Response:
         return JSONResponse(self._document)
 
     async def _answer(

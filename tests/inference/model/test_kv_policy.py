@@ -76,12 +76,14 @@ def test_scales_are_of_the_models_own_type() -> None:
 
 @pytest.mark.parametrize("name", [*(rung.value for rung in LADDER), "auto"])
 def test_the_option_kv_policy_asks_for_what_it_names(name: str) -> None:
-    request = read_settings([*LISTEN, "--kv-policy", name]).policy_request
+    settings = read_settings([*LISTEN, "--kv-policy", name])
+    request = PolicyRequest.parse(settings.kv_policy, settings.kv_exact_layers)
     assert request == PolicyRequest(None if name == "auto" else Rung(name))
 
 
 def test_the_default_is_four_bits_with_no_exact_layer() -> None:
-    assert read_settings(LISTEN).policy_request == PolicyRequest(Rung.Q4, ())
+    settings = read_settings(LISTEN)
+    assert PolicyRequest.parse(settings.kv_policy, settings.kv_exact_layers) == PolicyRequest(Rung.Q4, ())
 
 
 @pytest.mark.parametrize(

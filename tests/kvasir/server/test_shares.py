@@ -198,8 +198,8 @@ def test_a_holder_is_told_of_those_who_wait_with_no_more_than_it_has() -> None:
 def test_who_waits_for_more_than_its_share_holds_up_nobody_however_often_it_is_overtaken() -> None:
     async def test() -> None:
         room = SharedRoom(100)
-        while room.fits("greedy", 1):
-            room.take("greedy", 1)
+        while room.take_if_fits("greedy", 1):
+            pass
         waiting = asyncio.create_task(room.wait_for("greedy", 1))
         await asyncio.sleep(0)
         for _ in range(100):

@@ -49,17 +49,15 @@ class SharedRoom:
         """Whether any request waits."""
         return len(self._waiting) > 0
 
-    def fits(self, namespace: str, units: int) -> bool:
-        """Whether the namespace need not wait: there is room, and none of its own requests waits already."""
-        return not self._waiting.waiting(namespace) and self._has_room(namespace, units)
-
     def take(self, namespace: str, units: int) -> None:
         """Take units without asking: the caller found that they fit, or has them already."""
         self._shares.hold(namespace, units)
 
     def take_if_fits(self, namespace: str, units: int) -> bool:
-        """Take the units if the namespace need not wait for them. Returns whether it took them."""
-        if not self.fits(namespace, units):
+        """Take the units if the namespace need not wait for them: there is room, and none of its own requests waits
+        already. Returns whether it took them.
+        """
+        if self._waiting.waiting(namespace) or not self._has_room(namespace, units):
             return False
         self.take(namespace, units)
         self._count_overtaken()

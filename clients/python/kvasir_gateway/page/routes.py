@@ -80,12 +80,15 @@ class GatewayPage:
         self._now = now
 
     def routes(self) -> list[Route]:
-        pages = [("", self.overview), ("turns", self.turns), ("agent", self.agent), ("messages", self.messages)]
-        writes = {each.__name__: each for each in (self.cancel, self.fork, self.rollback, self.delete, self.logout)}
+        pages = [("", self._overview), ("turns", self._turns), ("agent", self._agent), ("messages", self._messages)]
+        writes = {
+            each.__name__.strip("_"): each
+            for each in (self._cancel, self._fork, self._rollback, self._delete, self._logout)
+        }
         return [
-            self._guarded("/", self.front, methods=["GET"]),
-            self._guarded("/page/login", self.login, methods=["POST"]),
-            self._guarded("/page/assets/{name}", self.asset, methods=["GET"]),
+            self._guarded("/", self._front, methods=["GET"]),
+            self._guarded("/page/login", self._login, methods=["POST"]),
+            self._guarded("/page/assets/{name}", self._asset, methods=["GET"]),
             *(self._route(at, name, handler, methods=["GET"]) for at in _PLACES for name, handler in pages),
             *(self._route(at, name, handler, methods=["POST"]) for at in _PLACES for name, handler in writes.items()),
         ]
@@ -94,13 +97,13 @@ class GatewayPage:
         """Note where a turn's prompt parted from its memory, for who may read that."""
         self._history.part(namespace, agent_id, started)
 
-    async def front(self, request: Request) -> Response:
+    async def _front(self, request: Request) -> Response:
         """The overview for browsers. Clients of Ollama's API look here for its words."""
         if "text/html" not in request.headers.get("accept", ""):
             return PlainTextResponse("Ollama is running", headers={"vary": "accept"})
-        return await self.overview(await self._look(request))
+        return await self._overview(await self._look(request))
 
-    async def overview(self, look: Look) -> Response:
+    async def _overview(self, look: Look) -> Response:
         prefix, token = look.query("prefix"), look.query("page_token")
         health, usage, turns, agents = await asyncio.gather(
             looking.panel(looking.health(look.client, look.namespace)),
@@ -124,38 +127,38 @@ class GatewayPage:
             page_token=token,
         )
 
-    async def turns(self, look: Look) -> Response:
+    async def _turns(self, look: Look) -> Response:
         """The live turns alone, for the script that renews them."""
         return look.shown("turns.html", turns=await looking.panel(look.client.list_turns()))
 
-    async def agent(self, look: Look) -> Response:
+    async def _agent(self, look: Look) -> Response:
         name = check_agent_id(look.query("id"), "id")
         seen = await looking.agent(look.client, name, look.query("page_token"))
         return look.shown("agent.html", seen=seen, paged=bool(look.query("page_token")))
 
-    async def messages(self, look: Look) -> Response:
+    async def _messages(self, look: Look) -> Response:
         name = check_agent_id(look.query("id"), "id")
         line, version = _version_of(look.query("version"))
         seen = await looking.remembered(look.client, name, line, version)
         return look.shown("messages.html", name=name, seen=seen)
 
-    async def cancel(self, look: Look) -> Response:
+    async def _cancel(self, look: Look) -> Response:
         await look.client.cancel_turn(check_request_id(look.form.get("request_id", "")))
         return look.goto(done="cancel")
 
-    async def fork(self, look: Look) -> Response:
+    async def _fork(self, look: Look) -> Response:
         name = check_agent_id(look.form.get("name", ""), "name")
         line, version = _version_of(look.form.get("version", ""))
         await look.client.fork_agent(_named(look), name, line, version)
         return look.goto("agent", id=name, done="fork")
 
-    async def rollback(self, look: Look) -> Response:
+    async def _rollback(self, look: Look) -> Response:
         line, version = _version_of(look.form.get("version", ""))
         _, head = _version_of(look.form.get("head", ""))
         await look.client.rollback_agent(_named(look), version, line, expected_version=head)
         return look.goto("agent", id=_named(look), done="rollback")
 
-    async def delete(self, look: Look) -> Response:
+    async def _delete(self, look: Look) -> Response:
         if look.form.get("typed") != _named(look):
             raise InvalidArgument(
                 "typed: expected the agent's name, letter by letter; nothing was deleted", field="typed"
@@ -163,7 +166,7 @@ class GatewayPage:
         await look.client.delete_agent(_named(look), force="force" in look.form)
         return look.goto(done="delete")
 
-    async def login(self, request: Request) -> Response:
+    async def _login(self, request: Request) -> Response:
         form = await _form(request)
         check_own_form(request.headers, form.get("form_token", ""), self._sessions.lobby_token)
         opened = self._sessions.begin(form.get("key", "").strip())
@@ -174,13 +177,13 @@ class GatewayPage:
         )
         return answer
 
-    async def logout(self, look: Look) -> Response:
+    async def _logout(self, look: Look) -> Response:
         self._sessions.end(look.request.cookies.get(COOKIE, ""))
         answer = _goto("/page/")
         answer.delete_cookie(COOKIE, path=look.at)
         return answer
 
-    async def asset(self, request: Request) -> Response:
+    async def _asset(self, request: Request) -> Response:
         return asset(request.path_params["name"]) or _error(request, 404, "There is no such file.")
 
     def _route(
