@@ -228,7 +228,7 @@ def test_callers_at_once_send_so_many_turns_and_both_servers_the_same_texts_and_
 
 
 def test_agents_come_back_with_their_conversations_behind_the_prefix_that_all_share_and_are_forgotten() -> None:
-    server, _ = _sent(0.001, rate_per_s=2000.0, requests=40, turns=3, shared_prefix=12)
+    server, _ = _sent(at_once=4, requests=40, turns=3, shared_prefix=12)
     assert len({texts[0] for _, texts, _ in server.seen}) == 1
     assert len(server.seen[0][1][0].split()) == 6
     by_agent: dict[str, list[tuple[str, ...]]] = {}
