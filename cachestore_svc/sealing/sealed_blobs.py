@@ -154,6 +154,10 @@ class ShutBlobs(SealedBlobs):
         self._namespace = namespace
         self._seals = seals
 
+    def prepare(self, hashes: Sequence[str]) -> None:  # noqa: ARG002
+        """Raises FailedPrecondition (NAMESPACE_SEALED)."""
+        raise self._refusal()
+
     def begin(self, hash_: str) -> "SealedPart":  # noqa: ARG002
         """Raises FailedPrecondition (NAMESPACE_SEALED)."""
         raise self._refusal()

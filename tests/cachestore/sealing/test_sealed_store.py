@@ -308,6 +308,12 @@ def test_without_its_key_a_namespace_is_shut_and_the_others_are_served(
             with pytest.raises(FailedPrecondition, match=f"'{NS}' is sealed.*{words}") as refused:
                 call()
             assert refused.value.reason == "NAMESPACE_SEALED"
+        shut = store.blobs._core.writers.backend.of(NS)
+        before = sorted(lab.directory_of(NS).rglob("*"))
+        for work in (lambda: shut.prepare(["00" * 32]), lambda: shut.begin("00" * 32)):
+            with pytest.raises(FailedPrecondition, match="is sealed"):
+                work()
+        assert sorted(lab.directory_of(NS).rglob("*")) == before, "no directory of a plain name"
         assert [each.reason for each in store.statistics.ailments()] == ["NAMESPACE_SEALED"]
         assert_restores(store, store.snapshots.get(PLAIN_NS, "bob"), theirs, PLAIN_NS)
         # What can be seen is looked after: nothing is wrong, and nothing is garbage.
