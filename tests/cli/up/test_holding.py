@@ -144,7 +144,13 @@ while True: time.sleep(0.05)
 
 @pytest.mark.parametrize(
     ("ends", "is_orphan", "is_killed"),
-    [("whole", False, False), ("engine killed", False, True), ("engine killed", True, False), ("never", True, True)],
+    [
+        ("whole", False, False),
+        ("engine killed", False, True),
+        ("engine killed", True, False),
+        ("never", True, True),
+        ("never", False, False),  # only `kvasir up` was killed
+    ],
 )
 def test_down_ends_with_1_where_the_engine_had_to_be_killed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ends: str, is_orphan: bool, is_killed: bool
@@ -152,7 +158,7 @@ def test_down_ends_with_1_where_the_engine_had_to_be_killed(
     """By its `kvasir up`, or by `down`, if that one was killed before."""
     home = Home(tmp_path)
     home.make()
-    monkeypatch.setattr(holding, "GRACE_S", 0.5)
+    monkeypatch.setattr(holding, "GRACE_S", 0.5 if is_orphan else 0.2)
     lock_file = home.services_lock_file if is_orphan else home.up_lock_file
     for lock in (home.up_lock_file, home.services_lock_file):
         lock.touch()

@@ -79,12 +79,12 @@ class Ended(NamedTuple):
 def end_group(home: Home, say: Callable[[str], None]) -> Ended:
     """End `kvasir up`, which ends its services, and what is left of it."""
     led = holders(home.up_lock_file)
-    for pid in led:
-        _end(pid, home.up_lock_file, say, 3 * GRACE_S, home.logs)  # its services have their own, in turn
+    # Its services have their own time, in turn.
+    killed = [pid for pid in led if _end(pid, home.up_lock_file, say, 3 * GRACE_S, home.logs)]
     if led:
         _wait_for_helpers(home.services_lock_file)
-    # A `kvasir up` whose engine ended by itself has removed its file.
-    is_engine_killed = bool(led) and home.running() is not None
+    # A `kvasir up` whose engine ended by itself has removed its file, unless it was killed.
+    is_engine_killed = bool(led) and not killed and home.running() is not None
     left = end_services(home, say)
     return Ended([*led, *left.pids], is_engine_killed or left.is_engine_killed)
 
