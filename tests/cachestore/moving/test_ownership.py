@@ -253,8 +253,21 @@ def test_a_late_offer_of_a_move_that_ended_begins_nothing() -> None:
         for move, generation in (("m", 0), ("n", 1))[: 1 + (known in (later, back))]:
             with pytest.raises(FailedPrecondition, match="not under way"):
                 ownership.offered("a", known, "studio", move, generation, 0)
-    with pytest.raises(FailedPrecondition, match="not under way"):
-        ownership.offered("a", kept, "studio", "m", 1, 0)  # an id is of one move
+
+
+@pytest.mark.parametrize("is_ordered", [False, True])
+def test_the_id_of_the_last_move_begins_no_other(is_ordered: bool) -> None:
+    """Not to another peer either, and not with the newest generation."""
+    under_way = ownership.offered("a", HERE, "studio", "m", 0, 0)
+    ended = (
+        ownership.undone(under_way, "studio", "m", 0),
+        replace(under_way, state=OwnerState.OWNED, peer="", generation=3),  # it went there and came back
+    )
+    for known in ended:
+        for peer in ("studio", "loft"):
+            with pytest.raises(FailedPrecondition, match="not under way"):
+                ownership.offered("a", known, peer, "m", known.generation, 0, is_ordered=is_ordered)
+            assert ownership.offered("a", known, peer, "n", known.generation, 0, is_ordered=is_ordered).move_id == "n"
 
 
 @pytest.mark.parametrize(
