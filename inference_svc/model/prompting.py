@@ -76,6 +76,8 @@ class Prompting:
         self._thread_room = SharedRoom(1)
         self._json_thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="json")
         self._json_room = SharedRoom(1)
+        self._render_thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="render")
+        self._render_room = SharedRoom(1)
         self._is_closed = False
         self._twin: Prompting | None = None
         self._marks = reply_marks(tokenizer)
@@ -91,11 +93,16 @@ class Prompting:
         self._limit = self._reasoning_limit()
         self._longest_token = max((len(token.encode()) for token in tokenizer.get_vocab()), default=1)
 
-    async def run(self, namespace: str, work: Callable[[], T]) -> T:
-        """Run `work` on the tokenizer's thread when the namespace's turn comes. Raises Unavailable after close."""
-        async with self._thread_room.held_for(namespace, 1):
+    async def run(self, namespace: str, work: Callable[[], T], *, is_large_render: bool = False) -> T:
+        """Run `work` on the tokenizer's thread when the namespace's turn comes. Raises Unavailable after close.
+        `is_large_render`: it only renders the template, for long: no turn that tokenizes waits for it, nor it for one.
+        """
+        thread, room = self._thread, self._thread_room
+        if is_large_render:
+            thread, room = self._render_thread, self._render_room
+        async with room.held_for(namespace, 1):
             self._check_open()
-            return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+            return await asyncio.get_running_loop().run_in_executor(thread, work)
 
     async def read(self, namespace: str, objects: GivenJson) -> None:
         """Parse a request's JSON on a thread of its own, namespaces in turn. Raises InvalidArgument with the field, and
@@ -126,6 +133,7 @@ class Prompting:
         # What is already given to a thread runs: a call whose work is cancelled would get no answer at all.
         self._thread.shutdown(wait=False)
         self._json_thread.shutdown(wait=False)
+        self._render_thread.shutdown(wait=False)
 
     def _check_open(self) -> None:
         if self._is_closed:

@@ -60,7 +60,9 @@ async def prompt_text(
         conversation = dialogue(messages, request.prompt.tools, objects, prompting.specials, request.prompt.begun)
         return render(prompting.template_at(clock, request.prompt.template_settings), conversation), conversation
 
-    return await prompting.run(request.namespace, rendered)
+    # Other turns wait for no render of ten thousand messages, which takes longer than their own steps together.
+    is_large = request.origin.size_bytes > _LARGE_BYTES
+    return await prompting.run(request.namespace, rendered, is_large_render=is_large)
 
 
 def recalled_by(
@@ -134,16 +136,13 @@ async def prompted(
     clock = prompting.clock(told_ms)
     recalled, tools_order = await _with_tools(prompting, recalled, order)
     is_time_untold = False
-    # Other turns wait for no render of ten thousand messages, which takes longer than their own steps together.
-    is_large = request.origin.size_bytes > _LARGE_BYTES
-    renderer = await prompting.twin(request.namespace) if is_large else prompting
     try:
-        text, conversation = await prompt_text(renderer, recalled.request, recalled.messages, clock)
+        text, conversation = await prompt_text(prompting, recalled.request, recalled.messages, clock)
     except errors.InvalidArgument:
         if (without := _without_notes(recalled)) is None:
             raise
         recalled, is_time_untold = without, True
-        text, conversation = await prompt_text(renderer, recalled.request, recalled.messages, clock)
+        text, conversation = await prompt_text(prompting, recalled.request, recalled.messages, clock)
     made = Prompted(recalled, text, conversation, None, clock, tools_order, is_time_untold)
     return await _with_note(prompting, made)
 
@@ -197,7 +196,8 @@ async def _with_note(prompting: Prompting, made: Prompted) -> Prompted:
         is_behind = lasting is not None and found.startswith(text[:lasting])
         return found if is_behind and noted.messages[-1]["content"] in found[lasting:] else None
 
-    found = await prompting.run(request.namespace, told)
+    is_large = request.origin.size_bytes > _LARGE_BYTES
+    found = await prompting.run(request.namespace, told, is_large_render=is_large)
     if found is None:
         return replace(made, is_time_untold=True)
     recalled = replace(made.recalled, messages=(*made.recalled.messages, note))

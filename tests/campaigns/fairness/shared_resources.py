@@ -326,6 +326,15 @@ SHARED = (
         WAITS,
     ),
     Shared(
+        "thread that renders conversations above 1 MiB",
+        "engine",
+        "inference_svc/model/prompting.py: _render_room",
+        ("", 1),
+        "one conversation at a time",
+        IN_TURN,
+        WAITS,
+    ),
+    Shared(
         "thread that counts tokens",
         "engine",
         "inference_svc/turns/turn_service.py: _counting",

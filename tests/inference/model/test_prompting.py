@@ -80,7 +80,7 @@ def test_json_that_comes_when_the_model_is_gone_is_told_so_too(prompting: Prompt
 
 
 @pytest.mark.parametrize(("size_bytes", "turns_wait"), [(2 << 20, False), (2 << 10, True)])
-def test_a_large_conversation_is_rendered_where_no_other_turn_waits(
+def test_a_large_conversation_is_rendered_where_no_other_turn_waits_and_no_count(
     prompting: Prompting, size_bytes: int, turns_wait: bool
 ) -> None:
     given = MessagesInput((manifest_pb2.Message(role="user", content="a" * size_bytes),), False)
@@ -90,13 +90,13 @@ def test_a_large_conversation_is_rendered_where_no_other_turn_waits(
     async def rendered() -> str:
         busy = asyncio.create_task(prompting.run("b", may_end.wait))
         recalled = recalled_by(asked, Recollection(None, Source.COLD, None), None)
-        if not turns_wait:
-            prompting._twin = prompting._copy()  # the first copy alone waits for the thread
+        prompting._twin = prompting._copy()
+        counted = asyncio.create_task(prompting._twin.run("c", may_end.wait))  # nor does it wait for a long count
         making = asyncio.create_task(prompted(prompting, recalled))
         await asyncio.wait({making}, timeout=0.3 if turns_wait else 10)
         assert making.done() != turns_wait
         may_end.set()
-        await busy
+        await asyncio.gather(busy, counted)
         return (await making).text
 
     text = asyncio.run(rendered())

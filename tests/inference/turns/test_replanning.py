@@ -125,7 +125,7 @@ class Surroundings:
     def template_at(self, clock: object, settings: object) -> Callable[..., str]:
         return self.template
 
-    async def run(self, namespace: str, work: Callable[[], Any]) -> Any:
+    async def run(self, namespace: str, work: Callable[[], Any], *, is_large_render: bool = False) -> Any:
         return work()
 
     def check_fits(self, *_asked: object, **_how: object) -> None: ...
