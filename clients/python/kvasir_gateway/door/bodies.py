@@ -17,6 +17,7 @@ from kvasir.server.fair_shares import Shares
 from kvasir.server.shared_room import SharedRoom
 from starlette.requests import Request
 
+from kvasir_gateway.door.connections import receive_rest
 from kvasir_gateway.errors import BodyTooLarge
 
 MAX_CONTAINERS = 1 << 15
@@ -26,6 +27,9 @@ MAX_VALUES = 1 << 18
 MAX_DEPTH = 64
 _SENDING_S = 60.0  # for a whole body
 _SMALL_BYTES = 16 << 10  # read at once: a thread would cost more
+# Memory for a body: the first of it, how much more than has come, and how much the event loop fills: that takes longer
+# than to receive it.
+_FIRST_BYTES, _AHEAD, _QUICK_BYTES = 64 << 10, 3, 256 << 10
 _BYTES_PER_VALUE = 160  # what a value becomes in Python, beside its text
 _MORE_COPIES = 3  # of its text, on its way to the engine
 # A string, also one that does not end: so each byte is looked at once.
@@ -69,37 +73,44 @@ class RequestRoom:
         self._is_admitted = True
 
     async def read(self, request: Request, max_bytes: int) -> bytearray:
-        """The body, in memory that the thread has filled once: to fill it first costs more than to receive a body.
-        Raises BodyTooLarge as soon as that is known, ResourceExhausted without room for it, and DeadlineExceeded."""
+        """The body. Raises BodyTooLarge as soon as that is known, ResourceExhausted without room for it, and
+        DeadlineExceeded."""
         declared = request.headers.get("content-length", "")
-        length = int(declared) if declared.isdecimal() else 0
+        length = int(declared) if declared.isdecimal() and "transfer-encoding" not in request.headers else 0
         if length > max_bytes:
             raise _too_large(max_bytes)
-        self._take(length)
-        self._is_large = length > _SMALL_BYTES
-        data = await self.made(lambda: bytearray(length))
+        if not self._rooms.bodies.has_room(self.namespace, length):
+            raise self._no_room()
+        data = bytearray()
         try:
             async with asyncio.timeout(_SENDING_S):
-                await self._receive(request, data, max_bytes)
+                await self._receive(request, data, length, max_bytes)
         except TimeoutError:
             text = f"the body did not come within {_SENDING_S:.0f} s"
             raise DeadlineExceeded(text, reason="SENDER_STALLED") from None
         self._is_large = len(data) > _SMALL_BYTES
         return data
 
-    async def _receive(self, request: Request, data: bytearray, max_bytes: int) -> None:
-        """Fill `data`, which grows where no length was declared."""
-        come = 0
+    async def _receive(self, request: Request, data: bytearray, length: int, max_bytes: int) -> None:
+        """Fill `data`. Of a large body of a declared length the first piece comes here, and the rest goes in place."""
         async for piece in request.stream():
-            begin, come = come, come + len(piece)
-            if come > max_bytes:
+            if len(data) + len(piece) > max_bytes:
                 raise _too_large(max_bytes)
-            if come > len(data):
-                self._take(come - len(data))
-                data[begin:] = piece
-            else:
-                memoryview(data)[begin:come] = piece
-        del data[come:]
+            self._take(len(piece))
+            data += piece
+            if length - len(data) > _SMALL_BYTES:
+                await receive_rest(request.scope, length - len(data), partial(self._grown, data, length))
+
+    async def _grown(self, data: bytearray, length: int) -> memoryview:
+        """Memory for some times as much as has come: a sender who sends nothing more holds no more room."""
+        begin = len(data)
+        size = min(length - begin, max(_AHEAD * begin, _FIRST_BYTES))
+        self._take(size)
+        if size > _QUICK_BYTES:
+            await self.beside(lambda: data.extend(bytes(size)))
+        else:
+            data.extend(bytes(size))
+        return memoryview(data)[begin:]
 
     async def parsed(self, data: bytearray, parse: Callable[[bytearray], _Made]) -> _Made:
         """The result of `parse` for a body that is not too much; the body is empty then. Raises InvalidArgument,
@@ -146,14 +157,14 @@ class RequestRoom:
             self._is_admitted = False
 
     def _take(self, count: int) -> None:
-        bodies = self._rooms.bodies
-        if count and not bodies.take(self.namespace, count):
-            raise ResourceExhausted(
-                f"bodies of open requests take all their room: {bodies.held_by_all} of {bodies.total} bytes",
-                reason="PROMPTS_TOO_LARGE",
-                retry_after_s=1,
-            )
+        if count and not self._rooms.bodies.take(self.namespace, count):
+            raise self._no_room()
         self._held_bytes += count
+
+    def _no_room(self) -> ResourceExhausted:
+        bodies = self._rooms.bodies
+        text = f"bodies of open requests take all their room: {bodies.held_by_all} of {bodies.total} bytes"
+        return ResourceExhausted(text, reason="PROMPTS_TOO_LARGE", retry_after_s=1)
 
 
 def _without_frames(make: Callable[[], _Made]) -> _Made:

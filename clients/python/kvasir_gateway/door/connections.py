@@ -9,11 +9,13 @@ import math
 import select
 import socket
 from collections import OrderedDict, deque
-from collections.abc import MutableMapping
+from collections.abc import Awaitable, Callable, MutableMapping
 from dataclasses import dataclass
 from typing import Any
 
+import httptools
 from kvasir.waits import HANGS_S, PAUSE_S, SILENCE_S
+from starlette.requests import ClientDisconnect
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 _MAX_HEAD_BYTES = 64 << 10
@@ -22,6 +24,7 @@ _MAX_HEADERS = 256  # of a head, and of trailers: each takes thirty times as muc
 # more bytes are read later; meanwhile the system reports an end.
 _MAX_WAITING, _MAX_WAITING_BYTES = 16, 64 << 10
 _LARGE_PIECE_BYTES = 16 << 10  # of a body: to copy it twice more, and to stop reading until it is taken, costs more
+_SCRATCH_BYTES = 256 << 10  # received at once
 _MOST_AT_ONCE = 16  # connections accepted in one turn of the loop: a crowd's would keep it for long
 _CONNECTION = "kvasir.connection"  # in an ASGI scope
 
@@ -49,6 +52,7 @@ class Connections:
         self._limits = limits
         self._strangers: OrderedDict[Connection, None] = OrderedDict()
         self._resting: OrderedDict[Connection, None] = OrderedDict()
+        self.scratch = memoryview(bytearray(_SCRATCH_BYTES))
 
     @property
     def at_once(self) -> int:
@@ -92,14 +96,31 @@ def show_key(scope: MutableMapping[str, Any]) -> None:
         connection.admitted()
 
 
-class Connection(HttpToolsProtocol):
-    """uvicorn's own keeps all of a head that has no end, and waits for it. Its option bounds another parser's."""
+async def receive_rest(
+    scope: MutableMapping[str, Any], size_bytes: int, more: Callable[[], Awaitable[memoryview]]
+) -> None:
+    """Receive what is missing of a request's body, so many bytes, into the memory that `more` gives for some of them.
+    Where that is not possible, the rest comes as always. Raises ClientDisconnect."""
+    connection = scope.get(_CONNECTION)
+    if connection is not None and connection.is_inside_body(scope):
+        await connection.receive_rest(size_bytes, more)
+
+
+class Connection(HttpToolsProtocol, asyncio.BufferedProtocol):
+    """uvicorn's own keeps all of a head that has no end, and waits for it. Its option bounds another parser's.
+
+    Of a large body the parser sees the beginning alone: it would copy each piece, and wake the request for it.
+    """
 
     _late: asyncio.TimerHandle | None = None
     _stalled: asyncio.TimerHandle | None = None
     _ending: asyncio.TimerHandle | None = None
     # Since the last that was a whole head, or a body's: of a head, or of a trailer.
     _unread_bytes = 0
+    # Of a body that goes past the parser: what has not come yet, where it belongs, if anyone wants it, and its waiter.
+    _left_bytes = 0
+    _place: memoryview | None = None
+    _filled: asyncio.Future[None] | None = None
 
     def __init__(self, *given: Any, connections: Connections, **named: Any) -> None:
         super().__init__(*given, **named)
@@ -116,6 +137,8 @@ class Connection(HttpToolsProtocol):
         for cycle in self._unanswered:  # uvicorn tells the newest alone
             cycle.disconnected = True
             cycle.message_event.set()
+        if self._filled is not None and not self._filled.done():
+            self._filled.set_exception(ClientDisconnect())
         self._connections.closed(self)
         self._stop_waiting()
         self._stop_watching()
@@ -128,6 +151,47 @@ class Connection(HttpToolsProtocol):
         super().resume_writing()
         if not self.transport.is_closing():
             self._stop_watching()
+
+    def get_buffer(self, _sizehint: int) -> memoryview:
+        if self._place is not None:
+            return self._place
+        return self._connections.scratch[: self._left_bytes or None]
+
+    def buffer_updated(self, count: int) -> None:
+        if not self._left_bytes:
+            self.data_received(bytes(self._connections.scratch[:count]))
+            return
+        self._left_bytes -= count
+        if self._place is not None:
+            self._place = self._place[count:] or None
+            if self._place is None and self._filled is not None:
+                self.flow.pause_reading()
+                self._filled.set_result(None)
+        if not self._left_bytes:
+            self.parser = httptools.HttpRequestParser(self)  # what comes next is a request
+            self.on_message_complete()
+
+    def is_inside_body(self, scope: MutableMapping[str, Any]) -> bool:
+        """Whether all that comes next is of this request's body."""
+        cycle = self.cycle
+        is_newest = cycle.scope["state"] is scope["state"]  # which the scope's copies share
+        return is_newest and cycle.more_body and not (cycle.body or self.parser.should_upgrade())
+
+    async def receive_rest(self, size_bytes: int, more: Callable[[], Awaitable[memoryview]]) -> None:
+        """As the function of this name. A rest that nobody takes is dropped as it comes."""
+        self.flow.pause_reading()
+        self._left_bytes = size_bytes
+        try:
+            while self._left_bytes:
+                with await more() as self._place:
+                    if self.cycle.disconnected:
+                        raise ClientDisconnect
+                    self._filled = self.loop.create_future()
+                    self.flow.resume_reading()
+                    await self._filled
+        finally:
+            self._place = self._filled = None
+            self.flow.resume_reading()
 
     def data_received(self, data: bytes) -> None:
         self._unread_bytes += len(data)

@@ -50,11 +50,11 @@ async def embed(client: AioInferenceClient, wanted: Wanted) -> Found:
     """All embeddings, in order. Raises what the engine raises, with the field as the caller knows it."""
     if len(wanted.texts) > MAX_TEXTS:
         raise _not_so_many(wanted, f"expected at most {MAX_TEXTS} texts")
-    found, model = Found(wanted.model), wanted.model
+    found, model = Found(wanted.model), await _known(client, wanted)
     for begin in range(0, len(wanted.texts), _TEXTS_AT_ONCE):
         part = wanted.texts[begin : begin + _TEXTS_AT_ONCE]
         try:
-            answer = await _part(client, wanted, model, part)
+            answer = await client.embed(part, model=model, dimensions=wanted.dimensions, truncate=wanted.truncate)
         except KvasirError as error:
             raise _as_given(error, wanted, begin) from None
         found.model = model = answer.model
@@ -64,13 +64,14 @@ async def embed(client: AioInferenceClient, wanted: Wanted) -> Found:
     return found
 
 
-async def _part(client: AioInferenceClient, wanted: Wanted, model: str, texts: Sequence[Text]) -> pb.EmbedResponse:
-    try:
-        return await client.embed(texts, model=model, dimensions=wanted.dimensions, truncate=wanted.truncate)
-    except NotFound as error:
-        if error.reason != "MODEL_NOT_FOUND" or not wanted.any_model:
-            raise
-    return await client.embed(texts, dimensions=wanted.dimensions, truncate=wanted.truncate)
+async def _known(client: AioInferenceClient, wanted: Wanted) -> str:
+    """The model's name; none where another one may answer for it. To look costs less than to send texts twice."""
+    if wanted.any_model:
+        try:
+            await client.get_model(wanted.model)
+        except NotFound:
+            return ""
+    return wanted.model
 
 
 def _not_so_many(wanted: Wanted, why: str) -> InvalidArgument:

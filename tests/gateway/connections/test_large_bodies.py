@@ -1,0 +1,129 @@
+"""Large bodies of a declared length: received where they belong, past the parser, and billed as they come."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import pytest
+from kvasir.errors import ResourceExhausted
+from kvasir_gateway.door.bodies import RequestRoom, Rooms
+from kvasir_gateway.door.connections import Connection
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+
+from tests.gateway.connections.test_connections import connections_to
+
+_MOST_BYTES = 8 << 20
+_BODY = bytes(range(256)) * (20 << 10)
+Ended = list[bytes | BaseException]
+
+
+@contextlib.asynccontextmanager
+async def reading(rooms: Rooms) -> AsyncIterator[tuple[Callable[[], Any], Ended]]:
+    """How to connect to a server that reads bodies, and how each reading ended."""
+    ended: Ended = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        room, status = RequestRoom(rooms), 200
+        room.admit("n")
+        try:
+            data = await room.read(Request({**scope}, receive), _MOST_BYTES)
+            ended.append(bytes(data))
+        except (ResourceExhausted, ClientDisconnect) as error:
+            ended.append(error)
+            status = 429
+        finally:
+            room.release()
+        await Response(status_code=status)({**scope}, receive, send)
+
+    async with connections_to(app) as (port, _):
+        yield lambda: asyncio.open_connection("127.0.0.1", port), ended
+
+
+def _request(length: int) -> bytes:
+    return f"POST / HTTP/1.1\r\nhost: localhost\r\ncontent-length: {length}\r\n\r\n".encode()
+
+
+async def _status(reader: asyncio.StreamReader) -> bytes:
+    return (await reader.readuntil(b"\r\n\r\n"))[9:12]
+
+
+async def _until(is_so: Callable[[], bool]) -> None:
+    async with asyncio.timeout(10):
+        while not is_so():  # noqa: ASYNC110  of another task's doing
+            await asyncio.sleep(0.01)
+
+
+def test_the_parser_sees_the_beginning_of_a_large_body_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And the requests around it on its connection are answered, in one write or in many."""
+    seen, on_body = list[int](), Connection.on_body
+
+    def noted(self: Connection, body: bytes) -> None:
+        seen.append(len(body))
+        on_body(self, body)
+
+    monkeypatch.setattr(Connection, "on_body", noted)
+
+    async def run() -> tuple[list[bytes], Ended]:
+        async with reading(Rooms(10, 1 << 30)) as (connect, ended):
+            reader, writer = await connect()
+            writer.write(_request(3) + b"abc" + _request(len(_BODY)) + _BODY + _request(3) + b"def")
+            statuses = [await _status(reader) for _ in range(3)]
+            for piece in (_request(len(_BODY)), _BODY[:1000], _BODY[1000:90_000], _BODY[90_000:]):
+                writer.write(piece)
+                await asyncio.sleep(0.05)
+            statuses.append(await _status(reader))
+            writer.close()
+            return statuses, ended
+
+    statuses, ended = asyncio.run(run())
+    assert statuses == [b"200"] * 4
+    assert ended == [b"abc", _BODY, b"def", _BODY]
+    assert sum(seen) < len(_BODY)
+
+
+def test_a_sender_who_stops_holds_little_more_room_than_it_has_sent() -> None:
+    rooms = Rooms(100, 1 << 30)
+
+    async def run() -> tuple[int, Ended]:
+        async with reading(rooms) as (connect, ended):
+            writers = []
+            for _ in range(20):
+                _, writer = await connect()
+                writer.write(_request(_MOST_BYTES) + b"x" * 1000)
+                writers.append(writer)
+            await _until(lambda: rooms.bodies.held_by_all >= 20 * 1000)
+            await asyncio.sleep(0.05)
+            held = rooms.bodies.held_by_all
+            for writer in writers:
+                writer.close()
+            await _until(lambda: not rooms.bodies.held_by_all)
+            return held, ended
+
+    held, ended = asyncio.run(run())
+    assert held <= 20 * (100 << 10)
+    assert [type(each) for each in ended] == [ClientDisconnect] * 20
+
+
+def test_a_body_that_is_refused_while_it_comes_does_not_hide_the_answer_or_the_next_request() -> None:
+    rooms = Rooms(10, 1 << 30)
+
+    async def run() -> tuple[list[bytes], Ended]:
+        async with reading(rooms) as (connect, ended):
+            reader, writer = await connect()
+            writer.write(_request(len(_BODY)) + _BODY[:100_000])
+            await _until(lambda: rooms.bodies.held_by_all >= 100_000)
+            rooms.bodies.hold("others", (1 << 30) - rooms.bodies.held_by_all)
+            writer.write(_BODY[100_000:])
+            statuses = [await _status(reader)]
+            rooms.bodies.give_back("others", rooms.bodies.held("others"))
+            writer.write(_request(len(_BODY)) + _BODY)
+            statuses.append(await _status(reader))
+            writer.close()
+            return statuses, ended
+
+    statuses, ended = asyncio.run(run())
+    assert statuses == [b"429", b"200"]
+    assert isinstance(ended[0], ResourceExhausted)
+    assert ended[1] == _BODY
