@@ -2,114 +2,31 @@
 
 import json
 import os
-import shutil
 import sqlite3
 import subprocess
 from collections.abc import Callable
-from contextlib import suppress
-from itertools import count
 from pathlib import Path
 
 import pytest
 from kvasir.cachestore.v1 import identity_pb2
 from kvasir.errors import Conflict, DataLoss, FailedPrecondition, NotFound, Unavailable
-from kvasir.formats.block_hash import kv_identity_hash
 
-from cachestore_svc.blobs.disk import Disk
-from cachestore_svc.facts.records import LeaseToken, Origin, RecoverReport, SnapshotVersion
-from cachestore_svc.recovery.recovering import recover
-from cachestore_svc.store.store import Store
+from cachestore_svc.facts.records import LeaseToken
 from tests.cachestore.core.lab import NS, Chance, Lab, damaged, publish, upload
-from tests.made_models.synthetic import MIXED, SMALL, WINDOWED, SyntheticAgent, SyntheticSnapshot
+from tests.cachestore.index.lives import (
+    DATABASE,
+    MIXED_HASH,
+    OTHER_NS,
+    Life,
+    bound,
+    recovered,
+    remove_both,
+    remove_database,
+    remove_log,
+    told,
+)
+from tests.made_models.synthetic import MIXED, SMALL, WINDOWED, SyntheticAgent
 from tests.running.programs import run
-
-DATABASE = "kvasir.sqlite3"
-OTHER_NS = "other"
-
-
-def recovered(lab: Lab, *namespaces: str, disk: Disk | None = None) -> RecoverReport:
-    return recover(
-        lab.config(), lab.clock, Chance(lab.chance.drawn + 1000), disk or Disk(), namespaces, lambda *_: None
-    )  # type: ignore[attr-defined]
-
-
-class Life:
-    """A store with turns, forks, rollbacks, labels, an import and garbage, and everything that it answered."""
-
-    def __init__(self, lab: Lab) -> None:
-        ada, bob = SyntheticAgent(MIXED, 1), SyntheticAgent(SMALL, 2)
-        with lab.open() as store:
-            for turn in range(4):
-                self._publish(store, NS, "ada", ada.turn(300, is_prompt=True), turn)
-            self._publish(store, NS, "ada", SyntheticAgent(SMALL, 7).turn(40), 4)
-            self._publish(store, OTHER_NS, "bob", bob.turn(300), 0, Origin.IMPORT)
-            self._publish(store, OTHER_NS, "bob", bob.turn(300), 1)
-            store.agents.update(NS, "ada", labels={"x": "y"}, is_pinned=True, retained_versions=4)
-            store.agents.fork(NS, "ada", "fork")
-            store.agents.roll_back(NS, "ada", 2, MIXED_HASH)
-            store.agents.fork(NS, "ada", "gone")
-            store.agents.delete(NS, "gone")
-            upload(store, SyntheticAgent(SMALL, 9).turn(300))
-            self.lease = store.leases.acquire(NS, "ada", MIXED_HASH, "engine-1").token
-            self.cursor = store.events.after(NS, None).cursor
-            self.told = told(store)
-            self.versions = [each for each in self.told if isinstance(each, SnapshotVersion)]
-            self.bound = bound(store)
-            self.root = lab.root.with_name("killed")
-            shutil.copytree(lab.root, self.root)
-
-    def _publish(
-        self,
-        store: Store,
-        namespace: str,
-        name: str,
-        content: SyntheticSnapshot,
-        parent: int,
-        origin: Origin = Origin.TURN,
-    ) -> None:
-        publish(store, name, content, parent, namespace, bind_shared=True, origin=origin)
-
-
-MIXED_HASH = kv_identity_hash(MIXED)
-
-
-def told(store: Store) -> list[object]:
-    """Everything that the store says of agents and versions but times of use, which may be lost."""
-    found: list[object] = []
-    for namespace in (NS, OTHER_NS):
-        for agent in store.agents.page(namespace).agents:
-            found.append((namespace, agent.agent_id, agent.labels, agent.is_pinned, agent.retained_versions))
-            found += store.snapshots.page(namespace, agent.agent_id).snapshots
-    return found
-
-
-def bound(store: Store) -> list[object]:
-    sql = "SELECT block_hash, blobs.hash FROM prefixes JOIN blobs ON blobs.id = blob_id ORDER BY block_hash"
-    return store._core.catalog.read(NS, lambda rows: rows.all(sql))
-
-
-@pytest.fixture
-def life(lab: Lab) -> Life:
-    return Life(lab)
-
-
-@pytest.fixture
-def killed(life: Life) -> Lab:
-    """The directory as kill -9 left it, everything in the log."""
-    return Lab(life.root, chance=Chance(50))
-
-
-def remove_database(root: Path) -> None:
-    (root / DATABASE).unlink()
-
-
-def remove_log(root: Path) -> None:
-    (root / f"{DATABASE}-wal").unlink()
-
-
-def remove_both(root: Path) -> None:
-    remove_database(root)
-    remove_log(root)
 
 
 def cut_log(root: Path) -> None:
@@ -301,120 +218,6 @@ def test_a_journal_that_was_cut_is_not_the_whole_story(lab: Lab, cut: Callable[[
         heads = [line.manifest for each in store.agents.page(NS).agents for line in each.lines]
         assert head.manifest in heads
         assert not has_index or store.snapshots.get(NS, "a").version == 2
-
-
-class DyingDisk(Disk):
-    """Dies at its nth rename or removal."""
-
-    def __init__(self, left: int) -> None:
-        self.left = left
-
-    def _effect(self) -> None:
-        self.left -= 1
-        if self.left == 0:
-            raise KeyboardInterrupt
-
-    def rename(self, source: Path, target: Path) -> None:
-        self._effect()
-        super().rename(source, target)
-        self._effect()
-
-    def remove(self, path: Path) -> None:
-        self._effect()
-        super().remove(path)
-        self._effect()
-
-
-@pytest.mark.long(4)
-def test_a_recovery_that_dies_anywhere_can_be_done_again(life: Life, killed: Lab, tmp_path: Path) -> None:
-    remove_log(killed.root)
-    death = 0
-    while True:
-        death += 1
-        again = Lab(tmp_path / f"again-{death}", chance=Chance(50))
-        shutil.copytree(killed.root, again.root)
-        try:
-            recovered(again, disk=DyingDisk(death))
-        except KeyboardInterrupt:
-            pass
-        else:
-            break
-        try:
-            with again.open() as store:
-                assert told(store) == life.told
-        except (FailedPrecondition, DataLoss) as refused:
-            assert "kvasir store recover" in refused.message  # noqa: PT017
-            recovered(again)
-            with again.open() as store:
-                assert told(store) == life.told
-                assert store.care.check().is_clean
-        shutil.rmtree(again.root)
-    assert death > 10
-
-
-def remove_journal(root: Path) -> None:
-    (root / "journal").unlink()
-
-
-def damage_journal(root: Path) -> None:
-    """From here on only the index in its log knows what there is."""
-    path = root / "journal"
-    lines = path.read_bytes().split(b"\n")
-    path.write_bytes(b"\n".join([*lines[:2], *(line[:-3] + b"???" for line in lines[2:-1]), b""]))
-
-
-@pytest.mark.long(16)
-@pytest.mark.parametrize("harm", [damage_journal, remove_journal, remove_both])
-def test_a_recovery_after_one_that_died_anywhere_has_all_that_the_first_had(
-    killed: Lab, tmp_path: Path, harm: Callable[[Path], None]
-) -> None:
-    """Also where the old index is needed, because the journal is not whole, and where the journal is all there is."""
-    harm(killed.root)
-    expected: list[object] = []
-    for death in count():  # at 0 it does not die
-        again = Lab(tmp_path / f"again-{death}", chance=Chance(50))
-        shutil.copytree(killed.root, again.root)
-        has_died = False
-        try:
-            recovered(again, disk=DyingDisk(death))
-        except KeyboardInterrupt:
-            has_died = True
-            for early in range(1, 5):  # while it puts back what the first moved away
-                with suppress(KeyboardInterrupt):
-                    recovered(again, disk=DyingDisk(early))
-            recovered(again)
-        with again.open() as store:
-            # Those that a recovery named anew are known agents to the next, and wait for a claim as those do.
-            found = [*told(store), *(each for each in store.owners.known() if not each[1].startswith("recovered-"))]
-            assert store.care.check().is_clean
-        expected = expected or found
-        assert found == expected, death
-        assert not list(again.root.glob("*.recovering*"))
-        shutil.rmtree(again.root)
-        if death and not has_died:
-            break
-    assert death > 10
-
-
-def test_an_index_that_was_put_back_by_hand_is_the_evidence_after_a_recovery_that_died(
-    killed: Lab, tmp_path: Path
-) -> None:
-    """The files of the recovery that died neither replace it nor speak for the journal that is lost."""
-    remove_journal(killed.root)
-    for death in count(1):
-        again = Lab(tmp_path / f"again-{death}", chance=Chance(50))
-        shutil.copytree(killed.root, again.root)
-        with pytest.raises(KeyboardInterrupt):
-            recovered(again, disk=DyingDisk(death))
-        if not (again.root / DATABASE).exists():
-            break
-    [kept] = again.root.glob(f"{DATABASE}.before-*")
-    for path in killed.root.glob(f"{DATABASE}*"):
-        shutil.copy(path, again.root)
-    report = recovered(again)
-    assert (report.source, report.is_complete) == ("the old index and manifests", False)
-    assert kept.exists()
-    assert kept.name not in report.kept
 
 
 def test_a_running_store_is_not_recovered(lab: Lab) -> None:
