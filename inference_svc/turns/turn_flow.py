@@ -23,6 +23,7 @@ from kvasir import errors
 from inference_svc.engine.api import AgentKey
 from inference_svc.engine.context import ContextExceeded
 from inference_svc.memory.outcomes import Source
+from inference_svc.memory.recall import Recollection
 from inference_svc.memory.store.answers import EventCursor
 from inference_svc.memory.store.patience import Budget
 from inference_svc.text.prefix_matching import Outcome
@@ -43,6 +44,10 @@ _LOG = structlog.get_logger(__name__)
 _MAX_SERVINGS = 4
 
 
+class _OvertakenError(Exception):
+    """Another engine's turn of the agent comes first."""
+
+
 class TurnFlow:
     """Serves the turns of one engine, each in a task of its own. Made on the event loop that will run it."""
 
@@ -57,7 +62,6 @@ class TurnFlow:
 
     async def run(self, turn: Progress) -> None:
         """The turn from its arrival to its end. Its reader gets an end whatever happens."""
-        request = turn.request
         turn.counters.turns += 1
         turn.task = asyncio.current_task()
         try:
@@ -65,14 +69,8 @@ class TurnFlow:
                 # A task that is cancelled before it begins would give its reader no end.
                 if turn.is_cancelled:
                     raise errors.Cancelled("the turn was cancelled")
-                async with self._in_order(turn):
-                    turn.phase = TurnPhase.PLANNING
-                    await self._parts.prompting.read(request.namespace, request.prompt.objects)
-                    if turn.taken is None:  # else the engine that began it has reported how long it waited
-                        turn.times.queue_s = self._parts.clock() - turn.times.arrived
-                    remembered = await self._served(turn)
-                    if remembered is not None and remembered.later is not None:
-                        await self._shorten(remembered, turn)
+                while await self._is_overtaken(turn):
+                    pass
         except asyncio.CancelledError:
             self._count_end(turn, "finished" if turn.has_ended else "cancelled")
             _end_early(turn, errors.Cancelled("the turn was cancelled"))
@@ -99,6 +97,21 @@ class TurnFlow:
             await self._shortener.shorten(remembered)
         except Exception as error:  # noqa: BLE001 - nobody waits for it
             _LOG.warning("memory.not_shortened", request_id=turn.request.request_id, error=type(error).__name__)
+
+    async def _is_overtaken(self, turn: Progress) -> bool:
+        """Serve the turn, unless a peer's turn comes with the agent before this one has had an effect."""
+        async with self._in_order(turn):
+            turn.phase = TurnPhase.PLANNING
+            await self._parts.prompting.read(turn.request.namespace, turn.request.prompt.objects)
+            if turn.taken is None:  # else the engine that began it has reported how long it waited
+                turn.times.queue_s = self._parts.clock() - turn.times.arrived
+            try:
+                remembered = await self._served(turn)
+            except _OvertakenError:
+                return True
+            if remembered is not None and remembered.later is not None:
+                await self._shorten(remembered, turn)
+        return False
 
     @contextlib.asynccontextmanager
     async def _in_order(self, turn: Progress) -> AsyncIterator[None]:
@@ -150,10 +163,18 @@ class TurnFlow:
                 return await serve(turn, cursor, budget)
         raise moved_away()
 
+    async def _recalled(self, turn: Progress, budget: Budget) -> Recollection:
+        """Raises _OvertakenError: the newest memory may have come with a peer's turn, which has waited for it."""
+        key = turn.key
+        recollection = await self._parts.recall.of_turn(key, budget, extends=turn.request.extends)
+        if key is not None and await self.taken.coming(key):
+            raise _OvertakenError
+        return recollection
+
     async def _serve(self, turn: Progress, cursor: EventCursor | None, budget: Budget) -> Remembered | None:
-        """Raises MemoryMovedError when the turn must be served from its beginning."""
+        """Raises MemoryMovedError when the turn must be served from its beginning, and as `_recalled`."""
         request = turn.request
-        recollection = await self._parts.recall.of_turn(request.key, budget, extends=request.extends)
+        recollection = await self._recalled(turn, budget)
         retry, memory = retried(request, recollection), recollection.memory
         if memory is not None and retry is Retry.REPLAYED:
             turn.counters.sources[Source.REPLAY] += 1
@@ -186,7 +207,7 @@ class TurnFlow:
     async def _warm(self, turn: Progress, cursor: EventCursor | None, budget: Budget) -> None:
         """Make the agent's memory hot, or the request's prompt, and generate nothing. Raises as `_serve`."""
         request = turn.request
-        recollection = await self._parts.recall.of_turn(request.key, budget, extends=request.extends)
+        recollection = await self._recalled(turn, budget)
         memory, turn.parent_version = recollection.memory, recollection.version
         if (recollection.head is None and recollection.kv_from is not Source.HOT) or recollection.is_unread:
             why = recollection.miss.detail if recollection.miss else ""
