@@ -4,8 +4,7 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, replace
-from types import MappingProxyType
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from kvasir.clients import Reply
@@ -33,74 +32,55 @@ class ClientLeft(Cancelled):
     """The reader of an answer has closed its connection."""
 
 
+@dataclass(slots=True)
 class Memory:
-    """The memory of one turn: an agent that the caller named, one that was found for its conversation, or none."""
+    """The memory of one turn: an agent that the caller named, one that was found for its conversation, or none.
 
-    side_call = ""  # the rule that took the turn for one
+    `options`: fields of GenerateOptions that say how the turn uses it. `begun`: what of the reply its caller has
+    written; the client sends both back as one message. `side_call`: the rule that took the turn for one.
+    """
 
-    def __init__(
-        self,
-        agent_id: str,
-        conversations: Conversations | None,
-        namespace: str,
-        chain: Chain,
-        options: Mapping[str, Any] = MappingProxyType({}),
-        begun: Said | None = None,
-    ) -> None:
-        """`options`: fields of GenerateOptions that say how the turn uses it. `begun`: what of the reply its caller has
-        written; the client sends both back as one message.
-        """
-        self.agent_id = agent_id
-        self.options = options
-        self._begun = begun
-        self._chain = chain
-        self._conversations = conversations
-        self._namespace = namespace
+    agent_id: str
+    conversations: Conversations | None
+    namespace: str
+    chain: Chain
+    options: Mapping[str, Any] = field(default_factory=dict)
+    begun: Said | None = None
+    side_call: str = ""
 
     async def answered(self, reply: Reply) -> None:
         """The turn is done: its conversation goes on from here. To be called before its reader sees the end."""
-        if self._conversations is not None and reply.finished.reason != pb.FINISH_REASON_CANCELLED:
+        if self.conversations is not None and reply.finished.reason != pb.FINISH_REASON_CANCELLED:
             version = reply.finished.snapshot.version
             whole = said(reply)
-            if self._begun is not None:
-                whole = replace(whole, content=self._begun.content + whole.content)
-            self._conversations.answered(self._namespace, self.agent_id, self._chain, whole, version)
+            if self.begun is not None:
+                whole = replace(whole, content=self.begun.content + whole.content)
+            self.conversations.answered(self.namespace, self.agent_id, self.chain, whole, version)
             self.left()
 
     def left(self) -> None:
         """The turn has ended, however it did. Said again it does nothing: the agent may be busy with another turn."""
-        if self._conversations is not None:
-            self._conversations.left(self._namespace, self.agent_id)
-            self._conversations = None
+        if self.conversations is not None:
+            self.conversations.left(self.namespace, self.agent_id)
+            self.conversations = None
 
 
+@dataclass(slots=True, kw_only=True)
 class SideMemory(Memory):
-    """What a side call reads: the memory of the conversation that it follows, if there is one. It changes nothing."""
+    """What a side call reads: the memory of the conversation that it follows, if there is one. It changes nothing.
+    `summarized`: the agent that a summary is of, and its messages."""
 
-    def __init__(
-        self,
-        agent_id: str,
-        conversations: Conversations,
-        namespace: str,
-        ready: "Ready",
-        caller: CallerAtEngine,
-        quoted: Quoted,
-    ) -> None:
-        """`quoted`: the conversation that a summary is of, where the turn does not follow it."""
-        mode = pb.MEMORY_MODE_READ_ONLY if agent_id else pb.MEMORY_MODE_NONE
-        super().__init__(agent_id, conversations, namespace, ready.chain, {"memory_mode": mode})
-        self.side_call = ready.side_call
-        self._messages = (*ready.turn.messages, *quoted.messages) if ready.side_call == SUMMARY else ()
-        self._caller = caller
-        self._summarized = agent_id or quoted.agent_id
+    caller: CallerAtEngine
+    summarized: str
+    messages: Sequence[Said]
 
     async def answered(self, reply: Reply) -> None:
         """A summary may take the place of its conversation's history."""
-        if self.side_call == SUMMARY and self._summarized and self._conversations is not None:
-            place, known = (self._namespace, self._summarized), self._conversations
+        if self.side_call == SUMMARY and self.summarized and self.conversations is not None:
+            place, known = (self.namespace, self.summarized), self.conversations
             try:
                 async with asyncio.timeout(SOON_S):
-                    await known.summarized(place, self._chain, self._messages, reply.text, self._caller)
+                    await known.summarized(place, self.chain, self.messages, reply.text, self.caller)
             except TimeoutError:
                 _log.warning("conversations.summary_not_kept error=STORE_HANGS")
 
@@ -149,9 +129,17 @@ class Turns:
             return Memory(compacted, known, namespace, chain, {"replace_memory": True}, turn.begun)
         if ready.side_call:
             read = await known.agent_behind(namespace, chain, turn.messages, caller)
-            asks_aside = ready.side_call == SUMMARY and not read
-            quoted = await known.quoted_by(chain, turn.messages, caller) if asks_aside else Quoted()
-            return SideMemory(read, known, namespace, ready, caller, quoted)
+            is_summary = ready.side_call == SUMMARY
+            # Where the turn does not follow the conversation, its text quotes it.
+            quoted = await known.quoted_by(chain, turn.messages, caller) if is_summary and not read else Quoted()
+            return SideMemory(
+                *(read, known, namespace, chain),
+                options={"memory_mode": pb.MEMORY_MODE_READ_ONLY if read else pb.MEMORY_MODE_NONE},
+                side_call=ready.side_call,
+                caller=caller,
+                summarized=read or quoted.agent_id,
+                messages=(*turn.messages, *quoted.messages) if is_summary else (),
+            )
         found = await known.agent_for(namespace, chain, turn.messages, caller)
         return Memory(found, known, namespace, chain, begun=turn.begun)
 
@@ -218,57 +206,49 @@ class StreamForm:
     headers: Mapping[str, str]
 
 
+@dataclass(frozen=True, slots=True)
 class EventStream:
     """A turn's answer as a stream, once its first event has come. It ends the turn when its reader leaves."""
 
-    def __init__(
-        self,
-        first: pb.GenerateResponse,
-        events: Events,
-        form: StreamForm,
-        memory: Memory,
-        numbers: GatewayNumbers,
-        clock: Callable[[], float],
-    ) -> None:
-        self._memory = memory
-        self._numbers = numbers
-        self._clock = clock
-        self._first = first
-        self._events = events
-        self._form = form
+    first: pb.GenerateResponse
+    events: Events
+    form: StreamForm
+    memory: Memory
+    numbers: GatewayNumbers
+    clock: Callable[[], float]
 
     async def __call__(self, _scope: Scope, receive: Receive, send: Send) -> None:
-        given = {"cache-control": "no-cache", **self._form.headers}
+        given = {"cache-control": "no-cache", **self.form.headers}
         headers = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in given.items()]
-        self._numbers.open_streams += 1
+        self.numbers.open_streams += 1
         try:
-            async with aclosing(self._events):
+            async with aclosing(self.events):
                 await send({"type": "http.response.start", "status": 200, "headers": headers})
                 await unless_left(receive, self._write(send))
                 await send({"type": "http.response.body", "body": b""})
         except (ClientLeft, OSError):
-            self._numbers.disconnects += 1  # the turn ended with its events
+            self.numbers.disconnects += 1  # the turn ended with its events
         finally:
-            self._numbers.open_streams -= 1
-            self._memory.left()
+            self.numbers.open_streams -= 1
+            self.memory.left()
 
     async def _write(self, send: Send) -> None:
-        chunks = self._form.chunks
+        chunks = self.form.chunks
         try:
-            await _piece(send, chunks.frames(self._first))
-            async for event in self._events:
-                received_s = self._clock()
+            await _piece(send, chunks.frames(self.first))
+            async for event in self.events:
+                received_s = self.clock()
                 if text := chunks.frames(event):
                     await _piece(send, text)
-                self._numbers.written.add(self._clock() - received_s)
+                self.numbers.written.add(self.clock() - received_s)
             await _piece(send, chunks.end())
         except KvasirError as error:
-            await _piece(send, self._form.error_event(error))
+            await _piece(send, self.form.error_event(error))
         except OSError:
             raise
         except Exception as error:  # noqa: BLE001 - a bug of ours; the status line is sent already
             _log.error("answer.failed error=%s at=%s", type(error).__name__, places(error))
-            await _piece(send, self._form.error_event(Internal("the answer ended by a bug of the gateway")))
+            await _piece(send, self.form.error_event(Internal("the answer ended by a bug of the gateway")))
 
 
 async def _piece(send: Send, text: str) -> None:

@@ -410,23 +410,20 @@ class Gateway:
         )
 
 
+@dataclass(frozen=True, slots=True)
 class _Endpoint:
     """A route's handler as an application: its place and its body's room are held until the answer is sent."""
 
-    def __init__(
-        self, name: str, answered: Callable[[Request, RequestRoom], Awaitable[Any]], rooms: Rooms, traces: Traces
-    ) -> None:
-        """`name`: that of its spans."""
-        self._name = name
-        self._answered = answered
-        self._rooms = rooms
-        self._traces = traces
+    name: str  # of its spans
+    answered: Callable[[Request, RequestRoom], Awaitable[Any]]
+    rooms: Rooms
+    traces: Traces
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        room, request = RequestRoom(self._rooms), Request(scope, receive)
+        room, request = RequestRoom(self.rooms), Request(scope, receive)
         try:
-            with self._traces.serving(self._name, request.headers.get(TRACE_KEY, "")):
-                answer = await self._answered(request, room)
+            with self.traces.serving(self.name, request.headers.get(TRACE_KEY, "")):
+                answer = await self.answered(request, room)
                 await answer(scope, receive, send)
         finally:
             room.release()

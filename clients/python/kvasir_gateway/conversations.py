@@ -266,9 +266,8 @@ class Conversations:
         if now - self._tidied.get(namespace, datetime.min.replace(tzinfo=UTC)) < every:
             return 0
         self._tidied[namespace] = now
-        kept = sorted(await records.kept(PREFIX), key=lambda agent: agent.used_at, reverse=True)
         deleted = 0
-        for place, agent in enumerate(kept):
+        for place, agent in enumerate(await records.kept(PREFIX)):
             is_gone = place >= self._max_kept or now - agent.used_at > self._expiry
             if is_gone and (namespace, agent.agent_id) not in self._busy:
                 with contextlib.suppress(KvasirError):  # a pinned one stays, and keeps no other
@@ -280,9 +279,8 @@ class Conversations:
         """The agent whose summary these messages repeat; else nothing."""
         if not self._summaries.is_read(namespace):
             with contextlib.suppress(KvasirError):
-                kept = sorted(await records.kept(PREFIX), key=lambda agent: agent.used_at)
-                kept = [each for each in kept if each.summary and not each.is_copy]
-                self._summaries.read(namespace, {each.agent_id: each.summary for each in kept})
+                kept = [each for each in await records.kept(PREFIX) if each.summary and not each.is_copy]
+                self._summaries.read(namespace, {each.agent_id: each.summary for each in reversed(kept)})
         return await self._summaries.agent_of(namespace, chain.session, messages, records.beside)
 
     def _maker_of_calls(self, namespace: str, chain: Chain) -> str:

@@ -141,7 +141,8 @@ class CallerAtEngine:
         return await self.client.get_model("")
 
     async def kept(self, name_prefix: str, opening: str = "") -> list[Kept]:
-        """All agents whose names begin so; of a compacted conversation those that have this newer opening."""
+        """All agents whose names begin so, the last used first; of a compacted conversation those that have this newer
+        opening."""
         labels = {_OPENING: opening} if opening else {}
         found: list[Kept] = []
         token = ""
@@ -150,9 +151,8 @@ class CallerAtEngine:
                 name_prefix=name_prefix, labels=labels, page_size=_PAGE, page_token=token
             )
             found += [_kept(agent) for agent in page.agents]
-            token = page.next_page_token
-            if not token:
-                return found
+            if not (token := page.next_page_token):
+                return sorted(found, key=lambda agent: agent.used_at, reverse=True)
 
     async def open_anew(self, agent_id: str, opening: str) -> None:
         """The agent's conversation begins otherwise from now on, and its summary is used."""

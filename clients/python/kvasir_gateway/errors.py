@@ -112,26 +112,18 @@ def ollama(error: KvasirError, request_id: str) -> Refusal:
     return Refusal(http_status(error), {"error": error.message}, {"x-request-id": request_id, **_retry_after(error)})
 
 
-def openai_event(error: KvasirError, request_id: str) -> str:
+def _as_event(shape: Shape, event: str = "") -> Callable[[KvasirError, str], str]:
     """An error inside a stream that has begun."""
-    return sse(openai(error, request_id).body)
+    return lambda error, request_id: sse(shape(error, request_id).body, event)
 
 
-def responses_event(error: KvasirError, request_id: str) -> str:
+def _responses_event(error: KvasirError, request_id: str) -> str:
     said = openai(error, request_id).body["error"]
     told = {name: said[name] for name in ("code", "message", "param")}
     return sse({"type": "error", "sequence_number": 0, **told}, "error")
 
 
-def anthropic_event(error: KvasirError, request_id: str) -> str:
-    return sse(anthropic(error, request_id).body, "error")
-
-
-def kvasir_event(error: KvasirError, request_id: str) -> str:
-    return sse(kvasir(error, request_id).body, "error")
-
-
-def ollama_event(error: KvasirError, request_id: str) -> str:
+def _ollama_event(error: KvasirError, request_id: str) -> str:
     return json_line(ollama(error, request_id).body)
 
 
@@ -173,11 +165,11 @@ _OLLAMA = {
     "repetition_tokens": "repeat_last_n",
 }
 _APIS = (
-    ("/v1/messages", Api("AnthropicError", anthropic, anthropic_event, _MESSAGES)),
-    ("/v1/responses", Api("OpenAiError", openai, responses_event, _RESPONSES)),
-    ("/v1/agents", Api("KvasirError", kvasir, kvasir_event, None)),
-    ("/api/", Api("OllamaError", ollama, ollama_event, _OLLAMA, "options.", "application/x-ndjson")),
-    ("", Api("OpenAiError", openai, openai_event, _CHAT)),
+    ("/v1/messages", Api("AnthropicError", anthropic, _as_event(anthropic, "error"), _MESSAGES)),
+    ("/v1/responses", Api("OpenAiError", openai, _responses_event, _RESPONSES)),
+    ("/v1/agents", Api("KvasirError", kvasir, _as_event(kvasir, "error"), None)),
+    ("/api/", Api("OllamaError", ollama, _ollama_event, _OLLAMA, "options.", "application/x-ndjson")),
+    ("", Api("OpenAiError", openai, _as_event(openai), _CHAT)),
 )
 
 

@@ -47,11 +47,12 @@ class Records:
         if self.is_down:
             raise Unavailable("down")
         names = [name for name in self.remembered if name.startswith(name_prefix)]
-        return [
+        found = [
             Kept(name, self.used.get(name, START), False, self.openings.get(name, ""), self.summaries.get(name, ""))
             for name in names
             if not opening or self.openings.get(name) == opening
         ]
+        return sorted(found, key=lambda agent: agent.used_at, reverse=True)
 
     async def open_anew(self, agent_id: str, opening: str) -> None:
         if agent_id not in self.remembered:

@@ -16,7 +16,6 @@ from kvasir.inference.v1 import inference_pb2 as pb
 from kvasir.options.gateway import SIDE_CALLS
 from kvasir_gateway import answering
 from kvasir_gateway.reading.compaction import Summaries
-from kvasir_gateway.reading.quoting import Quoted
 from kvasir_gateway.reading.side_calls import SIDE_RULES, side_call_of, side_rules_of
 from kvasir_gateway.turn import Said, ToolUse, Turn
 
@@ -182,7 +181,8 @@ def test_a_store_that_hangs_holds_up_the_end_of_a_summary_for_a_moment(monkeypat
     first = talk.turn(user("Hello"), answer="Hi")
     turn = Turn(model="", messages=(user("Hello"), reply("Hi"), *SUMMARIES[0][1:]))
     ready = replace(answering.Turns(talk.known).ready(turn), side_call="summary")
-    memory = answering.SideMemory(first, talk.known, "n", ready, talk.records, Quoted())  # type: ignore[arg-type]
+    own: dict[str, Any] = {"caller": talk.records, "summarized": first, "messages": turn.messages}
+    memory = answering.SideMemory(first, talk.known, "n", ready.chain, side_call=ready.side_call, **own)
     told = Reply()
     told.add(pb.GenerateResponse(delta=pb.Delta(text=SUMMARY)))
 

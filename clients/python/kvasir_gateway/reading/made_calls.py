@@ -27,7 +27,7 @@ class MadeCalls:
             return []
         found = self._agents.get(namespace)
         if found is None:
-            kept = sorted(await records.kept(PREFIX), key=lambda agent: agent.used_at, reverse=True)
+            kept = await records.kept(PREFIX)
             # Chats since then, whose calls are known, must not push out those before.
             since, before = (
                 [agent for agent in kept if not agent.is_copy and (agent.used_at >= self._started) is is_since]

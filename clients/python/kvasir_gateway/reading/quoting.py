@@ -23,8 +23,7 @@ class Quoted:
 
 async def newest(records: AgentRecords) -> list[tuple[Kept, Sequence[Said]]]:
     """The agents that were used last, but for copies, the newest first, and what they remember. Raises KvasirError."""
-    kept = sorted(await records.kept(PREFIX), key=lambda agent: agent.used_at, reverse=True)
-    kept = [agent for agent in kept if not agent.is_copy][:_MAX_READ]
+    kept = [agent for agent in await records.kept(PREFIX) if not agent.is_copy][:_MAX_READ]
     return [(agent, await records.messages(agent.agent_id)) for agent in kept]
 
 

@@ -31,7 +31,8 @@ class Beside(Protocol):
 class AgentRecords(Protocol):
     """What the store knows about a caller's agents."""
 
-    async def kept(self, name_prefix: str, opening: str = "") -> list[Kept]: ...
+    async def kept(self, name_prefix: str, opening: str = "") -> list[Kept]:
+        """The last used first."""
 
     async def open_anew(self, agent_id: str, opening: str) -> None: ...
 
