@@ -21,7 +21,7 @@ from kvasir.cli.agents import store_client, unclaimed
 from kvasir.cli.caller import Caller
 from kvasir.cli.demo.self_test import self_test
 from kvasir.cli.failures import PROBLEMS
-from kvasir.cli.rows import size, stats_row
+from kvasir.cli.rows import fields_of, size, stats_row
 from kvasir.cli.running.checks import check_engine_option, check_exact_layers
 from kvasir.cli.running.group import ServiceState, service_states
 from kvasir.cli.running.health import Health
@@ -118,14 +118,8 @@ def _version(name: str) -> str:
 
 
 def _service(state: ServiceState) -> dict[str, Any]:
-    return {
-        "address": state.address,
-        "is_ready": state.state == Health.READY,
-        "state": state.state,
-        "pid": state.pid,
-        "metrics": state.metrics,
-        "problems": list(state.problems),
-    }
+    ready = {"address": state.address, "is_ready": state.state == Health.READY}
+    return {**ready, **fields_of(state, "state", "pid", "metrics"), "problems": list(state.problems)}
 
 
 def service_problems(caller: Caller, states: Iterable[ServiceState]) -> Iterator[str]:
@@ -155,15 +149,8 @@ def _loaded_model(caller: Caller) -> dict[str, Any]:
             model = client.get_model()
     except (KvasirError, ValueError):
         return {"model": None}
-    return {
-        "model": {
-            "name": model.name,
-            "kv_policy": model.kv_policy,
-            "kv_policy_why": model.kv_policy_why,
-            "applied_layers": model.policy_applied_layers,
-            "layer_count": model.layer_count,
-        }
-    }
+    policy = fields_of(model, "name", "kv_policy", "kv_policy_why")
+    return {"model": {**policy, "applied_layers": model.policy_applied_layers, "layer_count": model.layer_count}}
 
 
 def _store_stats(caller: Caller, problems: list[str]) -> dict[str, Any]:

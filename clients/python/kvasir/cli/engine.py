@@ -10,7 +10,7 @@ from rich.table import Table
 
 from kvasir.cli import failures, hub
 from kvasir.cli.caller import Caller, command, completing
-from kvasir.cli.rows import size
+from kvasir.cli.rows import fields_of, size
 from kvasir.cli.showing.tables import pairs, table
 from kvasir.clients import InferenceClient
 from kvasir.errors import KvasirError
@@ -116,17 +116,12 @@ def model_row(model: pb.Model) -> dict[str, Any]:
     is_loaded = model.state in (pb.MODEL_STATE_LOADED, pb.MODEL_STATE_RETIRING)
     row: dict[str, Any] = {"name": model.name, "is_loaded": is_loaded}
     if is_loaded:
-        row |= {
-            "context_tokens": model.context_tokens,
-            "kv_bytes_per_token": model.kv_bytes_per_token,
-            "kv_policy": model.kv_policy,
-            "compute_type": model.compute_type,
-        }
+        row |= fields_of(model, "context_tokens", "kv_bytes_per_token", "kv_policy", "compute_type")
     return row
 
 
 def _fields(message: pb.NamespaceStats | pb.EngineStats) -> dict[str, Any]:
-    values = {field.name: getattr(message, field.name) for field in message.DESCRIPTOR.fields}
+    values = fields_of(message, *(field.name for field in message.DESCRIPTOR.fields))
     return {name: dict(sorted(value.items())) if hasattr(value, "items") else value for name, value in values.items()}
 
 

@@ -9,24 +9,20 @@ from google.protobuf.timestamp_pb2 import Timestamp
 from kvasir.cachestore.v1 import cachestore_pb2 as pb
 
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+_OF_LINE = ("agent_id", "kv_identity_hash", "version", "parent_version", "token_count", "total_bytes")
+_OF_MAKER = ("origin_detail", "is_brought", "request_id")
+
+
+def fields_of(facts: object, *names: str) -> dict[str, Any]:
+    """These fields of a message or a record, by name."""
+    return {name: getattr(facts, name) for name in names}
 
 
 def snapshot_row(snapshot: pb.SnapshotVersion) -> dict[str, Any]:
     """One version of a line."""
-    return {
-        "agent_id": snapshot.agent_id,
-        "kv_identity_hash": snapshot.kv_identity_hash,
-        "version": snapshot.version,
-        "parent_version": snapshot.parent_version,
-        "token_count": snapshot.token_count,
-        "total_bytes": snapshot.total_bytes,
-        "created_at": iso(snapshot.created_at),
-        "origin": origin(snapshot.origin),
-        "origin_detail": snapshot.origin_detail,
-        "is_brought": snapshot.is_brought,
-        "request_id": snapshot.request_id,
-        "manifest": {"hash": snapshot.manifest.hash, "size_bytes": snapshot.manifest.size_bytes},
-    }
+    manifest = {"hash": snapshot.manifest.hash, "size_bytes": snapshot.manifest.size_bytes}
+    made = {"created_at": iso(snapshot.created_at), "origin": origin(snapshot.origin)}
+    return {**fields_of(snapshot, *_OF_LINE), **made, **fields_of(snapshot, *_OF_MAKER), "manifest": manifest}
 
 
 def agent_row(agent: pb.Agent) -> dict[str, Any]:
@@ -68,18 +64,15 @@ def owner_words(known: pb.Ownership) -> str:
 
 def stats_row(stats: pb.GetStatsResponse) -> dict[str, Any]:
     """Sizes and counters of a namespace."""
-    row: dict[str, Any] = {
-        field.name: getattr(stats, field.name)
-        for field in pb.GetStatsResponse.DESCRIPTOR.fields
-        if field.name not in ("counters", "scrub")
-    }
+    names = (field.name for field in pb.GetStatsResponse.DESCRIPTOR.fields)
+    row = fields_of(stats, *(name for name in names if name not in ("counters", "scrub")))
     scrub = scrub_row(stats.scrub) if stats.HasField("scrub") else None
     return row | {"scrub": scrub, "counters": dict(sorted(stats.counters.items()))}
 
 
 def scrub_row(scrub: pb.ScrubStatus) -> dict[str, Any]:
     """How far the store is with hashing every blob again."""
-    row: dict[str, Any] = {field.name: getattr(scrub, field.name) for field in pb.ScrubStatus.DESCRIPTOR.fields}
+    row = fields_of(scrub, *(field.name for field in pb.ScrubStatus.DESCRIPTOR.fields))
     return row | {"began_at": iso(scrub.began_at), "ended_at": iso(scrub.ended_at)}
 
 

@@ -87,26 +87,12 @@ def add_options(parser: argparse.ArgumentParser, table: type[Table], names: Iter
     """Add a program's options to its command line: these, or all."""
     options = options_of(table)
     for option in [options[name] for name in names] or options.values():
+        how: dict[str, Any] = {"action": "append" if option.is_repeated else "store", "metavar": option.metavar}
         if option.shape is Shape.SWITCH:
-            parser.add_argument(
-                option.flag, dest=option.name, action="store_const", const=True, help=option.help.replace("%", "%%")
-            )
+            how = {"action": "store_const", "const": True}
         elif option.shape is Shape.ANSWER:
-            parser.add_argument(
-                option.flag,
-                dest=option.name,
-                action=argparse.BooleanOptionalAction,
-                help=option.help.replace("%", "%%"),
-            )
-        else:
-            action = "append" if option.is_repeated else "store"
-            parser.add_argument(
-                option.flag,
-                dest=option.name,
-                action=action,
-                metavar=option.metavar,
-                help=option.help.replace("%", "%%"),
-            )
+            how = {"action": argparse.BooleanOptionalAction}
+        parser.add_argument(option.flag, dest=option.name, help=option.help.replace("%", "%%"), **how)
 
 
 def command_line(table: type[Table], values: Mapping[str, object]) -> tuple[str, ...]:

@@ -47,3 +47,10 @@ def service_flags() -> dict[str, dict[str, Option]]:
             if each.about.up is not None:
                 flags.setdefault(each.about.up.name, {})[service] = each
     return flags
+
+
+@cache
+def flags() -> dict[str, Option]:
+    """All flags of `kvasir up`, its own first. Of an option that several services have, the first one's."""
+    own = {each.key: each for each in options_of(UpTable).values()}
+    return own | {name: next(iter(of_services.values())) for name, of_services in service_flags().items()}

@@ -127,28 +127,20 @@ class Reading:
             raise InvalidArgument(text, field="body")
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Tolerance:
     """How requests are read here, and which ignored fields the log has named."""
 
-    def __init__(
-        self,
-        *,
-        is_strict: bool = False,
-        rules: frozenset[str] = DEFAULT,
-        any_model: bool = True,
-        seals: ThoughtSeals | None = None,
-        side_rules: Sequence[SideRule] = tuple(SIDE_RULES.values()),
-    ) -> None:
-        self._is_strict = is_strict
-        self._side_rules = side_rules
-        self._rules = rules
-        self._any_model = any_model
-        self._seals = seals
-        self._logged: set[str] = set()
+    is_strict: bool = False
+    rules: frozenset[str] = DEFAULT
+    any_model: bool = True
+    seals: ThoughtSeals | None = None
+    side_rules: Sequence[SideRule] = tuple(SIDE_RULES.values())
+    _logged: set[str] = field(default_factory=set)
 
     def reading(self, rules: str | None) -> Reading:
         """`rules`: what a request's header says of them. Raises InvalidArgument."""
-        return Reading(self._is_strict, asked(rules, self._rules), self._any_model, self._seals, self._side_rules)
+        return Reading(self.is_strict, asked(rules, self.rules), self.any_model, self.seals, self.side_rules)
 
     def log(self, path: str, reading: Reading) -> None:
         """A line for each field when it is ignored for the first time."""

@@ -1,16 +1,16 @@
 """The flags of `kvasir up`, made of the tables of options, as typer wants them: parameters of a function."""
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
 
 from kvasir.options.finding import Given
-from kvasir.options.table import Option, Shape, options_of
+from kvasir.options.table import Option, Shape
 from kvasir.options.texts import texts_of
-from kvasir.options.up import UpTable, service_flags
+from kvasir.options.up import flags
 
 ConfigOption = Annotated[
     Path | None,
@@ -26,7 +26,7 @@ def with_flags(command: Callable[..., None]) -> Callable[..., None]:
     """Let typer see a parameter for each flag of `kvasir up` where the function has `**flags`."""
     own = inspect.signature(command, eval_str=True)
     [context, *others] = [each for each in own.parameters.values() if each.kind is not inspect.Parameter.VAR_KEYWORD]
-    parameters = [context, *_parameters(), *others]
+    parameters = [context, *(_parameter(*each) for each in flags().items()), *others]
     command.__signature__ = own.replace(parameters=parameters)  # type: ignore[attr-defined]
     command.__annotations__ = {each.name: each.annotation for each in parameters}
     return command
@@ -34,27 +34,17 @@ def with_flags(command: Callable[..., None]) -> Callable[..., None]:
 
 def given_flags(values: Mapping[str, Any]) -> dict[str, Given]:
     """What typer has read, by the flag's name without dashes in front. A flag that was left out is None or False."""
-    options = {option.key: option for option in options_of(UpTable).values()}
-    options |= {name: next(iter(of_services.values())) for name, of_services in service_flags().items()}
     found = {}
     for parameter, value in values.items():
         name = parameter.replace("_", "-")
-        if value is None or (value is False and options[name].shape is Shape.SWITCH):
+        if value is None or (value is False and flags()[name].shape is Shape.SWITCH):
             continue
-        found[name] = Given(texts_of(options[name], value), f"--{name}")
+        found[name] = Given(texts_of(flags()[name], value), f"--{name}")
     return found
 
 
-def _parameters() -> Iterator[inspect.Parameter]:
-    for option in options_of(UpTable).values():
-        yield _parameter(option.key, option)
-    for name, of_services in service_flags().items():
-        [option, *_] = of_services.values()
-        assert option.about.up is not None
-        yield _parameter(name, option, option.about.up.metavar)
-
-
-def _parameter(name: str, option: Option, metavar: str = "") -> inspect.Parameter:
+def _parameter(name: str, option: Option) -> inspect.Parameter:
+    metavar = option.about.up.metavar if option.about.up is not None else ""
     help_text = option.help.replace("[", "\\[")  # no markup of rich
     words = f"--{name}/--no-{name}" if option.shape is Shape.ANSWER else f"--{name}"
     word = None if isinstance(option.item, tuple) else metavar or option.metavar or None

@@ -15,7 +15,7 @@ from kvasir.cli.failures import WrongUsage
 from kvasir.options.finding import Given
 from kvasir.options.table import Option, options_of
 from kvasir.options.texts import texts_of
-from kvasir.options.up import SERVICES, UpTable, service_flags
+from kvasir.options.up import SERVICES, flags
 
 TOP = ""
 
@@ -31,14 +31,9 @@ def read_file(path: Path | None) -> dict[str, dict[str, Given]]:
         raise WrongUsage(f"--config: {path}: {error}", field="--config") from None
     top = {key: value for key, value in said.items() if key not in SERVICES}
     return {
-        TOP: _given(path, TOP, top, _at_top()),
+        TOP: _given(path, TOP, top, flags()),
         **{service: _given(path, service, said.get(service, {}), _of_service(service)) for service in SERVICES},
     }
-
-
-def _at_top() -> dict[str, Option]:
-    own = {option.key: option for option in options_of(UpTable).values()}
-    return own | {name: next(iter(options.values())) for name, options in service_flags().items()}
 
 
 def _of_service(service: str) -> dict[str, Option]:

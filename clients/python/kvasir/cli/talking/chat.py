@@ -14,7 +14,7 @@ from kvasir.cachestore.v1 import cachestore_pb2
 from kvasir.cli import failures
 from kvasir.cli.agents import MOST_VERSION, complete_agent, store_client
 from kvasir.cli.caller import Caller
-from kvasir.cli.rows import origin, size
+from kvasir.cli.rows import fields_of, origin, size
 from kvasir.cli.running.holding import is_led
 from kvasir.cli.showing import terminal
 from kvasir.cli.showing.tables import pairs
@@ -230,24 +230,13 @@ class Conversation:
     def _show_reuse(self, result: TurnResult) -> None:
         """Show dimly what the turn reused. A script gets the whole turn as one line of JSON."""
         if self.caller.as_json:
-            self.caller.line(
-                {
-                    "agent_id": self.agent,
-                    "reply": result.reply,
-                    "source": result.source,
-                    "prompt_tokens": result.prompt_tokens,
-                    "cached_tokens": result.cached_tokens,
-                    "completion_tokens": result.completion_tokens,
-                    "first_token_s": round(result.first_token_s, 6),
-                    "version": result.stored.version,
-                    "snapshot": result.stored.state,
-                    "memory_tokens": result.memory_tokens,
-                    "context_tokens": result.context_tokens,
-                    "left_out_messages": result.left_out,
-                    "kept": list(result.kept),
-                    "parted": result.parted,
-                }
-            )
+            tokens = ("reply", "source", "prompt_tokens", "cached_tokens", "completion_tokens")
+            took = {"first_token_s": round(result.first_token_s, 6)}
+            stored = {"version": result.stored.version, "snapshot": result.stored.state}
+            memory = {**fields_of(result, "memory_tokens", "context_tokens"), "left_out_messages": result.left_out}
+            parted = {"kept": list(result.kept), "parted": result.parted}
+            said = {"agent_id": self.agent, **fields_of(result, *tokens)}
+            self.caller.line({**said, **took, **stored, **memory, **parted})
             return
         sys.stdout.write("\n")
         sys.stdout.flush()
