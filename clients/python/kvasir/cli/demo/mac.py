@@ -4,18 +4,19 @@ import contextlib
 import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from kvasir.cli.own_services.own_processes import OwnProcesses
 from kvasir.cli.running.home import Endpoint, Home
-from kvasir.cli.running.plan import make_credentials
-from kvasir.cli.running.processes import EngineProcess, StoreProcess
+from kvasir.cli.running.plan import make_credentials, plan_of
+from kvasir.cli.settings.asked import Asked
 from kvasir.cli.talking.turn import TurnResult, follow_turn
 from kvasir.clients import InferenceClient, StoreClient
 from kvasir.common.v1 import message_pb2
 from kvasir.credentials import write_private_text
 from kvasir.inference.v1 import inference_pb2
-from kvasir.waits import PATIENCE_S
+from kvasir.options.up import UpTable
 
 # On a busy machine the demo must show memory, not time limits. The times are measured and shown.
 _PATIENCE = {"store_budget_ms": 3000, "commit_wait_s": 20}
@@ -29,36 +30,13 @@ class Mac:
         self.home.make()
         make_credentials(self.home)
         self._processes = OwnProcesses()
-        tokens = self.home.tokens
-        address = f"127.0.0.1:{_free_port()}" if is_shared else self.home.socket_address("store")
-        home = self.home
-        of_store = Endpoint(address, tokens / "engine.token" if is_shared else None)
-        self._store = StoreProcess(
-            of_store,
-            home.logs / "store.log",
-            {
-                "data_dir": home.store_data,
-                "listen": address,
-                "credentials_file": home.credentials_file if is_shared else None,
-                "peers_file": home.peers_file,
-            },
-        )
-        engine = Endpoint(home.socket_address("engine"))
-        self._engine = EngineProcess(
-            engine,
-            home.logs / "engine.log",
-            {
-                "listen": engine.address,
-                "store": of_store.address,
-                "store_token_file": of_store.token_file,
-                "store_wait_s": PATIENCE_S,
-                "state_dir": home.engine_state,
-                "model": model,
-                **_PATIENCE,
-            },
-        )
-        self.store = Endpoint(address, tokens / "client.token" if is_shared else None)
-        self.engine = self._engine.endpoint
+        listen = f"127.0.0.1:{_free_port()}" if is_shared else ""
+        plan = plan_of(Asked(self.home, UpTable(store_listen=listen)))
+        self._store = plan.store
+        self._engine = replace(plan.engine, options={**plan.engine.options, "model": model, **_PATIENCE})
+        token_file = self.home.tokens / "client.token" if is_shared else None
+        self.store = Endpoint(plan.store.endpoint.address, token_file)
+        self.engine = plan.engine.endpoint
 
     def knows_peer(self, name: str, peer: "Mac") -> None:
         """Write a peer into this store's configuration, with the token that the peer gave for it. Before start()."""
