@@ -17,7 +17,6 @@ from kvasir.address import AddressError, AddressTaken, accepts, parse_address
 from kvasir.clients import Tls
 from kvasir.credentials import (
     CredentialFileError,
-    Credentials,
     read_credentials,
     read_private_text,
     read_token,
@@ -100,7 +99,8 @@ async def serve(settings: GatewayTable) -> None:
         engine = parts.closing(_engine(settings))
         audit = parts.closing(Audit("http", AuditFile(settings.audit_file) if settings.audit_file else None))
         traces = parts.closing(Traces(settings.traces_to, "gateway"))
-        gate = Gate(_credentials(settings), hosts=settings.host, origins=settings.origin, audit=audit)
+        credentials = read_credentials(settings.credentials) if settings.credentials is not None else None
+        gate = Gate(credentials, hosts=settings.host, origins=settings.origin, audit=audit)
         reloading = _reloading(settings, gate, audit)
         history = History(time.time)
         sessions = Sessions(gate, now=time.time, new_secret=partial(secrets.token_urlsafe, 32))
@@ -147,10 +147,6 @@ def _engine(settings: GatewayTable) -> EngineLink:
     )
 
 
-def _credentials(settings: GatewayTable) -> Credentials | None:
-    return read_credentials(settings.credentials) if settings.credentials is not None else None
-
-
 async def until_it_listens(address: str, most_s: float, clock: Callable[[], float]) -> None:
     """The first call to an engine that is not there yet would delay the next ones by seconds. Where an engine's socket
     lies already, one has been there: callers learn at once that it is away.
@@ -185,8 +181,13 @@ def _tolerance(settings: GatewayTable, key: bytes) -> Tolerance:
 
 def _reloading(settings: GatewayTable, gate: Gate, audit: Audit) -> Reloading:
     reloading = Reloading(audit)
-    if settings.credentials is not None:
-        reloading.add("credentials", partial(_reload_keys, gate, settings.credentials))
+    if (file := settings.credentials) is not None:
+
+        async def read() -> int:
+            gate.take(await asyncio.to_thread(read_credentials, file))
+            return 0
+
+        reloading.add("credentials", read)
     reloading.on_hangup()
     return reloading
 
@@ -195,11 +196,6 @@ async def _wellness(engine: EngineLink, reloading: Reloading) -> Wellness:
     """For operators: the engine's and the store's, and what this process could not read again."""
     found = await engine.wellness()
     return Wellness(found.ailments, {**found.facts, **reloading.facts})
-
-
-async def _reload_keys(gate: Gate, file: Path) -> int:
-    gate.take(await asyncio.to_thread(read_credentials, file))
-    return 0
 
 
 def _key(state_dir: Path) -> bytes:

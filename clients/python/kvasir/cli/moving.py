@@ -133,7 +133,9 @@ def claim(
             caller.result(agent_row(claimed), lambda out: out.print(f"{agent} is this store's."))
             return
         rows = [_claimed_row(client, name, force) for name in agents.unclaimed(client)]
-    caller.result(rows, lambda out: _show_claimed(out, rows))
+    told = [row["message"] or f"{row['agent_id']} is this store's." for row in rows]
+    told.append(f"{len(rows)} agents, {sum(bool(row['error']) for row in rows)} left alone")
+    caller.result(rows, lambda out: out.print("\n".join(told)))
     if any(row["error"] for row in rows):
         raise typer.Exit(failures.REFUSED)
 
@@ -145,12 +147,6 @@ def _claimed_row(client: StoreClient, agent: str, force: bool) -> dict[str, str]
     except FailedPrecondition as refused:
         return {"agent_id": agent, "error": refused.reason or "", "message": refused.message}
     return {"agent_id": agent, "error": "", "message": ""}
-
-
-def _show_claimed(out: Console, rows: list[dict[str, str]]) -> None:
-    for row in rows:
-        out.print(row["message"] or f"{row['agent_id']} is this store's.")
-    out.print(f"{len(rows)} agents, {sum(bool(row['error']) for row in rows)} left alone")
 
 
 def _claimed(client: StoreClient, agent: str, force: bool) -> pb.Agent:

@@ -9,9 +9,7 @@ import ctypes
 import os
 import secrets
 import threading
-from functools import cache
 from pathlib import Path
-from typing import Any
 
 from kvasir.formats.blob_place import handed_place
 from kvasir.formats.digest import Buffer
@@ -21,6 +19,7 @@ from kvasir.formats.digest import Buffer
 _MAX_WAITING_BYTES = 256 << 20
 LEFT_FREE_BYTES = 1 << 30
 _SYNC_FILE_RANGE_WRITE = 2
+_C = ctypes.CDLL(None)
 
 
 class HandedFiles:
@@ -78,10 +77,5 @@ def _begin_writeback(descriptor: int) -> None:
     """Let the system begin to write a file to the disk while the store reads it: then the store's sync waits for less.
     Nothing happens on a system that has no such call.
     """
-    if (call := _sync_file_range()) is not None:
+    if (call := getattr(_C, "sync_file_range", None)) is not None:
         call(descriptor, ctypes.c_int64(0), ctypes.c_int64(0), _SYNC_FILE_RANGE_WRITE)
-
-
-@cache
-def _sync_file_range() -> Any:
-    return getattr(ctypes.CDLL(None), "sync_file_range", None)

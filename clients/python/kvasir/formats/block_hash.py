@@ -127,10 +127,4 @@ def _numbers(*values: int) -> bytes:
 
 
 def _hash_fields(*fields: bytes) -> str:
-    return blake3(b"".join(_prefixed(fields))).hexdigest()
-
-
-def _prefixed(fields: Iterable[bytes]) -> Iterable[bytes]:
-    for field in fields:
-        yield len(field).to_bytes(8, "little")
-        yield field
+    return blake3(b"".join(part for field in fields for part in (len(field).to_bytes(8, "little"), field))).hexdigest()

@@ -147,7 +147,8 @@ class Errors(_Interceptor):
             # CancelledError is no Exception: it passes, for a handler that swallows a cancel leaks (LESSONS 28).
             except Exception as error:  # noqa: BLE001  every bug ends here, once
                 status = reason = "INTERNAL"
-                _log_bug(method, call_name(), error)
+                told = (method, call_name(), type(error).__name__, places(error))
+                _LOG.error("rpc.failed method=%s request_id=%s error=%s at=%s", *told)
                 await abort(context, errors.Internal(f"internal error; request {call_name()}"))
             finally:
                 self._counts.ended(rpc, status, self._clock() - began_s)
@@ -425,9 +426,3 @@ class _Answering:
             if writing.done() and not writing.cancelled():
                 writing.exception()  # it was raised, or who would hear it is gone
             writing.cancel()
-
-
-def _log_bug(method: str, request_id: str, error: BaseException) -> None:
-    _LOG.error(
-        "rpc.failed method=%s request_id=%s error=%s at=%s", method, request_id, type(error).__name__, places(error)
-    )

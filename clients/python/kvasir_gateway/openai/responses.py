@@ -287,7 +287,8 @@ def said(items: Sequence[Item], reading: Reading) -> tuple[Said, ...]:
         kind = item.get("type", "message")
         if kind == "message":
             message = _message_said(item, where, reading)
-            if message.role == "assistant" and messages and _only_thinks(messages[-1]):
+            thoughts = messages[-1].reasoning if messages else ""
+            if message.role == "assistant" and messages and messages[-1] == Said("assistant", "", reasoning=thoughts):
                 message = replace(message, reasoning=messages.pop().reasoning)
             messages.append(message)
         elif kind == "function_call":
@@ -330,10 +331,6 @@ def _thoughts(item: Item, where: str, reading: Reading) -> str:
     parts = [part for part in content if isinstance(part, dict)] if isinstance(content, list) else []
     texts = [part.get("text") for part in parts if part.get("type") == "reasoning_text"]
     return "".join(text for text in texts if isinstance(text, str))
-
-
-def _only_thinks(message: Said) -> bool:
-    return message == Said("assistant", "", reasoning=message.reasoning)
 
 
 def _message_said(item: Item, where: str, reading: Reading) -> Said:

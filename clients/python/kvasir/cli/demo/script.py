@@ -70,7 +70,7 @@ def story_of(talk: dict[str, Any], turns: int) -> Story:
         raise ValueError("the agent of this talk has no name; take another seed")
     messages = talk["messages"]
     told = [_question(question) for question in talk["questions"] if question["sort"] == "told"]
-    secret = next((each for each in told if _is_secret(messages[each.told_in]["content"])), None)
+    secret = next((each for each in told if messages[each.told_in]["content"].startswith(_SECRET_LEADS)), None)
     left = [question for question in told if question is not secret]
     lived: list[Turn] = []
     begin = 0
@@ -97,10 +97,6 @@ def _cuts(messages: Sequence[dict[str, Any]], turns: int) -> Iterator[int]:
         if is_after_reply and (said >= total * (cuts + 1) / turns or index + 1 == len(messages)):
             cuts += 1
             yield index + 1
-
-
-def _is_secret(text: str) -> bool:
-    return text.startswith(_SECRET_LEADS)
 
 
 def _message(given: dict[str, Any]) -> message_pb2.Message:

@@ -45,7 +45,13 @@ async def health(endpoint: Endpoint, service: str, timeout_s: float = 1.0) -> He
 
 async def http_health(address: str, timeout_s: float = 1.0) -> Health:
     """How the gateway at HOST:PORT is, which is as well as its engine and store are."""
-    return await asyncio.to_thread(_asked_over_http, address, timeout_s)
+    try:
+        status, _ = await asyncio.to_thread(_healthz, address, timeout_s)
+    except ConnectionError:
+        return Health.STOPPED
+    except (OSError, http.client.HTTPException):
+        return Health.SILENT
+    return Health.READY if status == http.client.OK else Health.NOT_READY
 
 
 def problems_at(text: str, timeout_s: float) -> list[str]:
@@ -55,16 +61,6 @@ def problems_at(text: str, timeout_s: float) -> list[str]:
         return [f"{each['message']} ({each['reason']})" for each in json.loads(body).get("problems", [])]
     except (OSError, http.client.HTTPException, ValueError, LookupError, TypeError, AttributeError):
         return []
-
-
-def _asked_over_http(text: str, timeout_s: float) -> Health:
-    try:
-        status, _ = _healthz(text, timeout_s)
-    except ConnectionError:
-        return Health.STOPPED
-    except (OSError, http.client.HTTPException):
-        return Health.SILENT
-    return Health.READY if status == http.client.OK else Health.NOT_READY
 
 
 def _healthz(text: str, timeout_s: float) -> tuple[int, bytes]:

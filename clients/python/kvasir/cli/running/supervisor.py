@@ -116,7 +116,8 @@ class Supervisor:
             raise group.exceptions[0] from None
         finally:
             watching.cancel()
-            await self._stop_all()
+            for child in reversed(self._children):  # the engine may still have something to store
+                await self._stop(child)
 
     async def _watch_logs(self) -> None:
         """Show the warnings and errors of the services' logs."""
@@ -245,11 +246,6 @@ class Supervisor:
         lines = last_lines(child.service.log_file, since=child.log_start)
         shown = "; its last words: " + " | ".join(lines) if lines else ""
         return kind(f"{what}{shown} (log: {child.service.log_file})", reason="SERVICE_DID_NOT_START")
-
-    async def _stop_all(self) -> None:
-        """Last started, first stopped: the engine may still have something to store."""
-        for child in reversed(self._children):
-            await self._stop(child)
 
     async def _stop(self, child: _Child) -> None:
         process = child.process
