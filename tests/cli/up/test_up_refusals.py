@@ -124,11 +124,11 @@ def test_a_group_begins_again_only_where_another_program_took_its_gateways_port(
 
         async def begins(_caller: object, plan: Plan, *_: object) -> None:
             assert plan.gateway is not None
-            tried.append(plan.gateway.listen)
+            tried.append(plan.gateway.endpoint.address)
             if len(tried) > 1:
                 return
             if is_taken:
-                address = parse_address(plan.gateway.listen)
+                address = parse_address(plan.gateway.endpoint.address)
                 exits.enter_context(socket.create_server((address.host, address.port)))
             raise NotStartedError("http ended with exit code 1 at its start", reason="SERVICE_DID_NOT_START")
 

@@ -6,12 +6,7 @@ from dataclasses import dataclass
 from kvasir.address import parse_address
 from kvasir.cli.running.home import Endpoint, Home
 from kvasir.cli.running.locks import tokens_locked
-from kvasir.cli.running.processes import (
-    ENGINE_READY_WITHIN_S,
-    EngineProcess,
-    GatewayProcess,
-    StoreProcess,
-)
+from kvasir.cli.running.processes import ENGINE_READY_WITHIN_S, ServiceProcess
 from kvasir.cli.settings.asked import Asked
 from kvasir.credentials import (
     ADMIN,
@@ -37,9 +32,9 @@ _PRINCIPALS = (
 class Plan:
     """The processes to start and their addresses."""
 
-    store: StoreProcess
-    engine: EngineProcess
-    gateway: GatewayProcess | None = None
+    store: ServiceProcess
+    engine: ServiceProcess
+    gateway: ServiceProcess | None = None
 
 
 def plan_of(asked: Asked) -> Plan:
@@ -54,21 +49,16 @@ def plan_of(asked: Asked) -> Plan:
     if up.listen:
         engine = Endpoint(from_here(up.listen), home.tokens / "client.token", ca_file)
     of_store, of_engine, of_gateway = (each(asked, has_credentials) for each in (_of_store, _of_engine, _of_gateway))
-    gateway = GatewayProcess(
-        up.http,
-        home.logs / "http.log",
-        of_gateway
-        | {"engine": engine.address, "token_file": engine.token_file, "ca_file": engine.ca_file}
-        | asked.passed_on("gateway"),
-    )
+    of_engine["store_token_file"] = store.token_file
+    of_gateway |= {"engine": engine.address, "token_file": engine.token_file, "ca_file": engine.ca_file}
+    parts = [("store", "store", store, of_store), ("engine", "engine", engine, of_engine)]
+    if up.http:
+        parts.append(("http", "gateway", Endpoint(up.http), of_gateway))
     return Plan(
-        StoreProcess(store, home.logs / "store.log", of_store | asked.passed_on("store")),
-        EngineProcess(
-            engine,
-            home.logs / "engine.log",
-            of_engine | {"store_token_file": store.token_file} | asked.passed_on("engine"),
-        ),
-        gateway if up.http else None,
+        *(
+            ServiceProcess(name, endpoint, home.logs / f"{name}.log", of_home | asked.passed_on(service))
+            for name, service, endpoint, of_home in parts
+        )
     )
 
 

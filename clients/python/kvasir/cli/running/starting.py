@@ -76,7 +76,7 @@ def _facts(home: Home, plan: Plan, supervisor: Supervisor, is_ready: bool, http_
         store_pid=supervisor.pid("store"),
         engine_pid=supervisor.pid("engine"),
         is_ready=is_ready,
-        http=gateway.listen if gateway else "",
+        http=gateway.endpoint.address if gateway else "",
         http_pid=supervisor.pid("http") if gateway else 0,
         http_remark=http_remark,
         metrics={
