@@ -103,35 +103,27 @@ def to_the_second(text: str) -> str:
 
 
 def ago(at: Timestamp, now: datetime) -> str:
-    """How long ago, in the largest unit that fits."""
-    if not at.seconds:
-        return ""
+    """How long ago, in the largest unit that fits; empty when the service did not say."""
     seconds = max(0, int((now - at.ToDatetime(UTC)).total_seconds()))
-    for unit, size in (("d", 86_400), ("h", 3_600), ("min", 60)):
-        if seconds >= size:
-            return f"{seconds // size} {unit} ago"
-    return f"{seconds} s ago"
+    return f"{_lasted(seconds) or f'{seconds} s'} ago" if at.seconds else ""
 
 
 def until(at: Timestamp, now: datetime) -> str:
-    """In how long, in the largest unit that fits; empty when the service did not say."""
-    if not at.seconds:
-        return ""
-    seconds = max(0, int((at.ToDatetime(UTC) - now).total_seconds()))
-    for unit, size in (("d", 86_400), ("h", 3_600), ("min", 60)):
-        if seconds >= size:
-            return f"in {seconds // size} {unit}"
-    return "soon"
+    """In how long; empty when the service did not say."""
+    lasted = _lasted(int((at.ToDatetime(UTC) - now).total_seconds()))
+    return (f"in {lasted}" if lasted else "soon") if at.seconds else ""
+
+
+def _lasted(seconds: int) -> str:
+    """In the largest unit that fits; empty for less than a minute."""
+    units = (("d", 86_400), ("h", 3_600), ("min", 60))
+    return next((f"{seconds // unit_s} {unit}" for unit, unit_s in units if seconds >= unit_s), "")
 
 
 def size(count: int) -> str:
     """Bytes in the largest binary unit that fits."""
-    value = float(count)
-    for unit in _UNITS:
-        if value < 1024 or unit == _UNITS[-1]:
-            return f"{int(value)} B" if unit == "B" else f"{value:.1f} {unit}"
-        value /= 1024
-    raise AssertionError("the last unit always fits")
+    power = min(max(count, 1).bit_length() - 1, 10 * (len(_UNITS) - 1)) // 10
+    return f"{count / 1024**power:.1f} {_UNITS[power]}" if power else f"{count} B"
 
 
 def short(digest: str) -> str:
