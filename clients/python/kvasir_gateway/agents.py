@@ -29,6 +29,8 @@ from kvasir_gateway.turn import (
 )
 
 _MAX_INT64 = (1 << 63) - 1
+# Fields of GenerateOptions.
+_MEMORY = {"expected_version", "base_version", "expect_existing", "replace_memory", "keep_partial"}
 Version = Annotated[int, Ge(1), Le(_MAX_INT64)]
 
 
@@ -104,11 +106,7 @@ class AgentTurn(OwnBody):
             begun=begun,
             is_append=self.append_messages is not None,
             memory={
-                "expected_version": self.expected_version,
-                "base_version": self.base_version,
-                "expect_existing": self.expect_existing,
-                "replace_memory": self.replace_memory,
-                "keep_partial": self.keep_partial,
+                **self.model_dump(include=_MEMORY),
                 "memory_mode": pb.MemoryMode.Value(f"MEMORY_MODE_{self.memory_mode or 'UNSPECIFIED'}"),
             },
             sampling=given(**self.sampling.model_dump()) if self.sampling is not None else {},

@@ -90,6 +90,13 @@ VersionOption = Annotated[
     int | None, typer.Option("--version", min=1, callback=check_version, help="Left out: the newest.", metavar="N")
 ]
 
+LabelOption = Annotated[
+    list[str] | None, typer.Option(help="Only agents with this label; may be repeated.", metavar="KEY=VALUE")
+]
+FormOption = Annotated[
+    carrying.Form,
+    typer.Option("--format", help="Kvasir's archive, or the single-file format of the design that Kvasir grew from."),
+]
 KeyFileOption = Annotated[
     Path | None,
     typer.Option(help="The file of the master key (64 hex digits) that seals the file, in place of a passphrase."),
@@ -127,9 +134,7 @@ def _answers(caller: Caller) -> bool:
 def ls(
     caller: Caller,
     prefix: Annotated[str, typer.Option(help="Only names that begin so.")] = "",
-    label: Annotated[
-        list[str] | None, typer.Option(help="Only agents with this label; may be repeated.", metavar="KEY=VALUE")
-    ] = None,
+    label: LabelOption = None,
     sort: Annotated[
         Order, typer.Option(help="By when they were last used, by name, or by the newest's bytes.")
     ] = Order.USED,
@@ -229,9 +234,7 @@ def label(
     labels: Annotated[list[str], typer.Argument(help="KEY=VALUE sets, KEY= removes.", metavar="KEY=VALUE")],
 ) -> None:
     """Set or remove labels."""
-    with store_client(caller) as client:
-        changed = client.update_agent(agent, labels=labels_of(labels))
-    caller.result(agent_row(changed), lambda out: _show(out, changed))
+    _change(caller, agent, labels=labels_of(labels))
 
 
 @command(app, "pin")
@@ -239,9 +242,7 @@ def pin(
     caller: Caller, agent: AgentArgument, off: Annotated[bool, typer.Option("--off", help="Unpin it.")] = False
 ) -> None:
     """Protect an agent from eviction and from rm. --off ends that."""
-    with store_client(caller) as client:
-        changed = client.update_agent(agent, is_pinned=not off)
-    caller.result(agent_row(changed), lambda out: _show(out, changed))
+    _change(caller, agent, is_pinned=not off)
 
 
 @command(app, "keep")
@@ -251,8 +252,12 @@ def keep(
     versions: Annotated[int, typer.Argument(min=1, max=1000, help="How many of each line.", metavar="VERSIONS")],
 ) -> None:
     """Say how many versions an agent can be rolled back to. Older ones go with its next turn."""
+    _change(caller, agent, retained_versions=versions)
+
+
+def _change(caller: Caller, agent: str, **changes: Any) -> None:
     with store_client(caller) as client:
-        changed = client.update_agent(agent, retained_versions=versions)
+        changed = client.update_agent(agent, **changes)
     caller.result(agent_row(changed), lambda out: _show(out, changed))
 
 
@@ -264,12 +269,7 @@ def export(
     force: Annotated[bool, typer.Option("--force", help="Replace a file of that name.")] = False,
     version: VersionOption = None,
     line: LineOption = "",
-    form: Annotated[
-        carrying.Form,
-        typer.Option(
-            "--format", help="Kvasir's archive, or the single-file format of the design that Kvasir grew from."
-        ),
-    ] = carrying.Form.ARCHIVE,
+    form: FormOption = carrying.Form.ARCHIVE,
     model_name: Annotated[str, typer.Option(help="The model_id in a file of the format `seed`.")] = "",
     sealed: Annotated[
         bool, typer.Option("--sealed", help="Encrypt the file, with a passphrase if there is no --key-file.")
@@ -312,12 +312,7 @@ def import_(
         str, typer.Argument(help="The agent's name here. Left out: the name in the file.", metavar="AGENT")
     ] = "",
     replace: Annotated[bool, typer.Option("--replace", help="Add a version to an agent that exists.")] = False,
-    form: Annotated[
-        carrying.Form,
-        typer.Option(
-            "--format", help="Kvasir's archive, or the single-file format of the design that Kvasir grew from."
-        ),
-    ] = carrying.Form.ARCHIVE,
+    form: FormOption = carrying.Form.ARCHIVE,
     of_agent: Annotated[
         str,
         typer.Option(

@@ -10,7 +10,15 @@ from rich.console import Console
 
 from kvasir.cachestore.v1 import cachestore_pb2 as pb
 from kvasir.cli import agents, failures
-from kvasir.cli.agents import AgentArgument, LineOption, arrived_words, complete_agent, labels_of, store_client
+from kvasir.cli.agents import (
+    AgentArgument,
+    LabelOption,
+    LineOption,
+    arrived_words,
+    complete_agent,
+    labels_of,
+    store_client,
+)
 from kvasir.cli.caller import Caller
 from kvasir.cli.engine import engine_client
 from kvasir.cli.rows import agent_row, size, snapshot_row
@@ -65,9 +73,7 @@ def sync(
     ] = None,
     from_peer: FromOption = "",
     to_peer: ToOption = "",
-    label: Annotated[
-        list[str] | None, typer.Option(help="Only agents with this label; may be repeated.", metavar="KEY=VALUE")
-    ] = None,
+    label: LabelOption = None,
     dry_run: DryRunOption = False,
 ) -> None:
     """Copy what is new of agents to or from another Mac. Owners stay; what was changed at both is left alone."""

@@ -43,6 +43,8 @@ _REASONS: Mapping[int, str] = {
 }
 _MOST_TOKENS = 1 << 24  # that the engine can be asked for
 _MAX_REPEAT_LAST_N = 4096
+# Fields of a Sampling that have its names.
+_AS_THE_ENGINE = {"temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty"}
 _ONE_ALONE = Field(None, description="1 alone.")
 _NO_IMAGES = Field(None, description="Refused unless empty: this model reads text alone.")
 
@@ -104,12 +106,7 @@ class OllamaOptions(Body):
         return {
             **self._length(reading),
             **given(
-                temperature=self.temperature,
-                top_p=self.top_p,
-                top_k=self.top_k,
-                min_p=self.min_p,
-                presence_penalty=self.presence_penalty,
-                frequency_penalty=self.frequency_penalty,
+                **self.model_dump(include=_AS_THE_ENGINE),
                 seed=self.seed & (1 << 64) - 1 if self.seed not in (None, -1) else None,
                 stop=[self.stop] if isinstance(self.stop, str) else self.stop,
             ),

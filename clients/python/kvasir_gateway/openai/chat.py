@@ -41,6 +41,9 @@ from kvasir_gateway.turn import (
 _ROLES = {"developer": "system", "system": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 _ANY_OBJECT = '{"type": "object"}'
 DONE = "data: [DONE]\n\n"
+# Fields of a Sampling that have its names.
+_PENALTIES = {"repetition_penalty", "frequency_penalty", "presence_penalty"}
+_AS_THE_ENGINE = {"temperature", "top_p", "n", "top_k", "min_p", *_PENALTIES}
 
 Content = str | list[FreeObject] | None
 
@@ -132,17 +135,10 @@ class SamplingFields(Body):
 
     def sampling(self, reading: Reading, max_tokens: int | None) -> dict[str, Any]:
         return reading.length(max_tokens) | given(
-            temperature=self.temperature,
-            top_p=self.top_p,
-            n=self.n,
+            **self.model_dump(include=_AS_THE_ENGINE),
             stop=[self.stop] if isinstance(self.stop, str) else self.stop,
             seed=self.seed & (1 << 64) - 1 if self.seed is not None else None,
             logit_bias=_biases(self.logit_bias),
-            top_k=self.top_k,
-            min_p=self.min_p,
-            repetition_penalty=self.repetition_penalty,
-            frequency_penalty=self.frequency_penalty,
-            presence_penalty=self.presence_penalty,
         )
 
     @property
