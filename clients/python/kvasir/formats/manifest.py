@@ -7,6 +7,7 @@ InvalidArgument that names the field ("manifest.token_chars").
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate
+from typing import Any
 
 from google.protobuf.message import DecodeError
 
@@ -56,47 +57,21 @@ def without_guards(text: str) -> str:
 
 def build(
     *,
-    kv_identity: identity_pb2.KvIdentity,
-    token_ids: Sequence[int],
-    text: str,
-    token_chars: Sequence[int],
     blocks: Iterable[Digest] = (),
     tail: Digest | None = None,
     states: Iterable[tuple[int, Digest]] = (),
-    windows: Iterable[manifest_pb2.WindowBlocks] = (),
-    shareable_tokens: int = 0,
-    messages: Iterable[manifest_pb2.Message] = (),
-    tokenizer_digest: str = "",
-    template_digest: str = "",
-    parent_manifest: str = "",
-    turn: manifest_pb2.Turn | None = None,
     created_unix_ms: int,
-    shortened: manifest_pb2.Shortened | None = None,
-    template_time_ms: int = 0,
-    tools_order: manifest_pb2.ToolsOrder | None = None,
+    **fields: Any,
 ) -> bytes:
-    """The bytes of a checked manifest. Raises InvalidArgument. `states` are (tokens seen, digest), ascending; `windows`
-    by window and first block, ascending."""
+    """The bytes of a checked manifest with these `fields` of the message. Raises InvalidArgument. `states` are (tokens
+    seen, digest), ascending; `windows` by window and first block, ascending."""
     manifest = manifest_pb2.Manifest(
         format=FORMAT,
-        kv_identity=kv_identity,
-        tokenizer_digest=tokenizer_digest,
-        template_digest=template_digest,
-        token_ids=token_ids,
-        text=text,
-        token_chars=token_chars,
-        messages=messages,
         blocks=[digest.to_proto() for digest in blocks],
         tail=None if tail is None else tail.to_proto(),
         states=[manifest_pb2.StatePoint(tokens=tokens, digest=digest.to_proto()) for tokens, digest in states],
-        windows=windows,
-        shareable_tokens=shareable_tokens,
-        parent_manifest=parent_manifest,
-        turn=turn,
         created_unix_ms=created_unix_ms,
-        shortened=shortened,
-        template_time_ms=template_time_ms,
-        tools_order=tools_order,
+        **fields,
     )
     check(manifest)
     return manifest.SerializeToString(deterministic=True)
