@@ -69,26 +69,19 @@ def current_deed() -> Deed:
     return _deed.get() or Deed("")
 
 
+@dataclass(frozen=True, slots=True)
 class Audit:
-    """The lines of one service."""
+    """The lines of one service. Without a file nothing is written."""
 
-    def __init__(
-        self,
-        service: str = "",
-        file: "AuditFile | None" = None,
-        privileged: Collection[str] = (),
-        now: Callable[[], float] = time.time,
-    ) -> None:
-        """`privileged`: methods, as /package.Service/Rpc. `now`: Unix seconds. Without a file nothing is written."""
-        self._service = service
-        self._file = file
-        self._now = now
-        self._privileged = frozenset(privileged)
+    service: str = ""
+    file: "AuditFile | None" = None
+    privileged: Collection[str] = ()  # methods, as /package.Service/Rpc
+    now: Callable[[], float] = time.time  # Unix seconds
 
     @property
     def counts(self) -> dict[str, int]:
         """Lines since the start: written and lost."""
-        return {"written": self._file.written, "lost": self._file.lost} if self._file is not None else {}
+        return {"written": self.file.written, "lost": self.file.lost} if self.file is not None else {}
 
     def begin(self, method: str) -> Deed:
         """A call begins. Its handler finds it by `current_deed`."""
@@ -101,7 +94,7 @@ class Audit:
         no line before this one."""
         caller = deed.caller
         is_peer = caller is not None and caller.is_peer
-        if not (deed.method in self._privileged or is_peer or status in _LACKS_PRIVILEGE):
+        if not (deed.method in self.privileged or is_peer or status in _LACKS_PRIVILEGE):
             return
         outcome = ALLOWED if status == "OK" else FAILED if status in _FAILURES else REFUSED
         what = deed.method.rpartition(".")[2]
@@ -119,11 +112,11 @@ class Audit:
         left_out: int = 0,
     ) -> None:
         """One line. `what`: an RPC without its package, or a word for what is none."""
-        if self._file is None:
+        if self.file is None:
             return
         line: dict[str, object] = {
-            "at": datetime.fromtimestamp(self._now(), UTC).isoformat(timespec="milliseconds"),
-            "service": self._service,
+            "at": datetime.fromtimestamp(self.now(), UTC).isoformat(timespec="milliseconds"),
+            "service": self.service,
             "who": caller.name if caller is not None else "",
             "roles": sorted(caller.roles) if caller is not None else [],
             "namespace": caller.namespace if caller is not None else "",
@@ -133,12 +126,12 @@ class Audit:
             "reason": reason,
             "request_id": request_id,
         }
-        self._file.put(line | ({"left_out": left_out} if left_out else {}))
+        self.file.put(line | ({"left_out": left_out} if left_out else {}))
 
     def close(self) -> None:
         """Write what waits, for a moment at most."""
-        if self._file is not None:
-            self._file.close()
+        if self.file is not None:
+            self.file.close()
 
 
 @contextlib.contextmanager
