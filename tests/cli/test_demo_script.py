@@ -8,6 +8,7 @@ from kvasir.cli.demo.claims import Claims
 from kvasir.cli.demo.demo import FULL, QUICK, Size
 from kvasir.cli.demo.plot import Timing, plot
 from kvasir.cli.demo.script import Story, told_story
+from kvasir.cli.talking.turn import Stored, TurnResult
 from kvasir.clients.messages import text_of
 from rich.console import Console
 
@@ -54,5 +55,10 @@ def test_a_claim_that_is_not_true_is_shown_and_counted() -> None:
 
 def test_the_picture_is_a_png(tmp_path: Path) -> None:
     path = tmp_path / "demo.png"
-    plot([Timing(1000, 0.5, 0.05, 0.04, 0, 1, 1), Timing(2000, 1.0, 0.06, 0.05, 0, 1, 1)], path, "a test")
+
+    def after(tokens: int, seconds: float) -> TurnResult:
+        return TurnResult("", (), "", "", tokens, 0, 1, seconds, Stored(1, "committed", ""))
+
+    timings = [Timing(*(after(tokens, tokens * each) for each in (5e-4, 5e-5, 4e-5))) for tokens in (1000, 2000)]
+    plot(timings, path, "a test")
     assert path.read_bytes().startswith(b"\x89PNG")

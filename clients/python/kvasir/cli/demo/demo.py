@@ -143,12 +143,13 @@ def _play(show: Show, make: Callable[..., Mac], length: Size, out: Path) -> None
         cold = steps.time_cold(control, lives[0])
     _compare(show, control, lives, later)
     control.stop()
-    _table(show, steps.timings(warm_and_hot, cold))
-    steps.check_timings(show.claims, warm_and_hot, cold)
+    timings = [Timing(cold, *others) for cold, others in zip(cold, warm_and_hot, strict=True)]
+    _table(show, timings)
+    steps.check_timings(show.claims, timings)
     _sizes(show, mac, lives)
     _move(show, mac, make("another"), lives[0])
     _keep_a_secret(show, mac, one, two)
-    _picture(show, mac, steps.timings(warm_and_hot, cold), out)
+    _picture(show, mac, timings, out)
 
 
 def _live(show: Show, mac: Mac, story: Story, fork_after: tuple[int, ...]) -> Life:
@@ -235,8 +236,8 @@ def _table(show: Show, timings: list[Timing]) -> None:
     columns = ("context", "cold", "warm (store)", "hot (engine)", "cached: cold", "warm", "hot")
 
     def row(each: Timing) -> tuple[object, ...]:
-        seconds = (f"{one:.3f} s" for one in (each.cold_s, each.warm_s, each.hot_s))
-        return each.tokens, *seconds, each.cold_cached_tokens, each.warm_cached_tokens, each.hot_cached_tokens
+        cached = (turn.cached_tokens for turn in (each.cold, each.warm, each.hot))
+        return each.tokens, *(f"{seconds:.3f} s" for seconds in each.first_token_s), *cached
 
     show.out.print(table(columns, map(row, timings), numbers=columns))
 

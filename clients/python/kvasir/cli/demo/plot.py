@@ -4,18 +4,24 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from kvasir.cli.talking.turn import TurnResult
+
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """Seconds to the first token after so many tokens of context, all asked the same kind of question."""
+    """Turns with one context, all asked the same kind of question."""
 
-    tokens: int
-    cold_s: float
-    warm_s: float
-    hot_s: float
-    cold_cached_tokens: int
-    warm_cached_tokens: int
-    hot_cached_tokens: int
+    cold: TurnResult
+    warm: TurnResult
+    hot: TurnResult
+
+    @property
+    def tokens(self) -> int:
+        return self.warm.prompt_tokens
+
+    @property
+    def first_token_s(self) -> tuple[float, float, float]:
+        return self.cold.first_token_s, self.warm.first_token_s, self.hot.first_token_s
 
 
 def plot(timings: Sequence[Timing], path: Path, subtitle: str) -> None:
@@ -27,11 +33,13 @@ def plot(timings: Sequence[Timing], path: Path, subtitle: str) -> None:
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     tokens = [timing.tokens for timing in timings]
-    for label, marker, colour, above, seconds in (
-        ("cold: everything is computed again", "o", "#b3423a", -3, [timing.cold_s for timing in timings]),
-        ("warm: from the store, after kill -9", "s", "#2f6f9f", 2, [timing.warm_s for timing in timings]),
-        ("hot: still in the engine", "^", "#3f8f4f", -9, [timing.hot_s for timing in timings]),
-    ):
+    lines = (
+        ("cold: everything is computed again", "o", "#b3423a", -3),
+        ("warm: from the store, after kill -9", "s", "#2f6f9f", 2),
+        ("hot: still in the engine", "^", "#3f8f4f", -9),
+    )
+    by_line = zip(*(timing.first_token_s for timing in timings), strict=True)
+    for (label, marker, colour, above), seconds in zip(lines, by_line, strict=True):
         axes.plot(tokens, seconds, marker=marker, color=colour, label=label)
         axes.annotate(
             f"{seconds[-1]:.3g} s",

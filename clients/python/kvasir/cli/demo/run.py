@@ -115,56 +115,34 @@ def go_on(mac: Mac, story: Story, claims: Claims, life: Life, question: Question
     return answered
 
 
-def time_forks(mac: Mac, life: Life) -> dict[int, tuple[TurnResult, TurnResult]]:
+def time_forks(mac: Mac, life: Life) -> list[tuple[TurnResult, TurnResult]]:
     """For each fork point: the best warm turn, and the best hot turn right after one."""
-    best: dict[int, tuple[TurnResult, TurnResult]] = {}
+    best = []
     for turns in life.forked_after:
-        pairs = []
-        for repeat in range(_REPEATS):
-            name = fork_name(life.story.agent, turns, repeat)
-            pairs.append(tuple(mac.say(name, life.story.ask(number).messages) for number in (2, 3)))
-        warm = min((pair[0] for pair in pairs), key=lambda result: result.first_token_s)
-        hot = min((pair[1] for pair in pairs), key=lambda result: result.first_token_s)
-        best[turns] = (warm, hot)
+        names = (fork_name(life.story.agent, turns, repeat) for repeat in range(_REPEATS))
+        pairs = [[mac.say(name, life.story.ask(number).messages) for number in (2, 3)] for name in names]
+        warm, hot = (min(each, key=lambda result: result.first_token_s) for each in zip(*pairs, strict=True))
+        best.append((warm, hot))
     return best
 
 
-def time_cold(mac: Mac, life: Life) -> dict[int, TurnResult]:
+def time_cold(mac: Mac, life: Life) -> list[TurnResult]:
     """The same questions to an engine that never met the agent and must compute everything."""
-    return {
-        turns: mac.say("", [*life.messages(turns), *life.story.ask(2).messages], is_new=True)
-        for turns in life.forked_after
-    }
+    question = life.story.ask(2).messages
+    return [mac.say("", [*life.messages(turns), *question], is_new=True) for turns in life.forked_after]
 
 
-def timings(warm_and_hot: dict[int, tuple[TurnResult, TurnResult]], cold: dict[int, TurnResult]) -> list[Timing]:
-    return [
-        Timing(
-            tokens=warm.prompt_tokens,
-            cold_s=cold[turns].first_token_s,
-            warm_s=warm.first_token_s,
-            hot_s=hot.first_token_s,
-            cold_cached_tokens=cold[turns].cached_tokens,
-            warm_cached_tokens=warm.cached_tokens,
-            hot_cached_tokens=hot.cached_tokens,
-        )
-        for turns, (warm, hot) in warm_and_hot.items()
-    ]
-
-
-def check_timings(
-    claims: Claims, warm_and_hot: dict[int, tuple[TurnResult, TurnResult]], cold: dict[int, TurnResult]
-) -> None:
+def check_timings(claims: Claims, timings: Sequence[Timing]) -> None:
     """Check that the sources are those of the table, and that warm is much faster than cold."""
     claims.check(
         "cold turns computed everything, warm ones came from the store, hot ones from the engine",
-        all(result.source == "cold" and result.cached_tokens == 0 for result in cold.values())
-        and all(warm.source == "warm" and hot.source == "hot" for warm, hot in warm_and_hot.values()),
+        all((each.cold.source, each.warm.source, each.hot.source) == ("cold", "warm", "hot") for each in timings)
+        and not any(each.cold.cached_tokens for each in timings),
     )
-    longest = max(warm_and_hot)
-    ratio = warm_and_hot[longest][0].first_token_s / cold[longest].first_token_s
+    longest = timings[-1]
+    ratio = longest.warm.first_token_s / longest.cold.first_token_s
     claims.check(
-        f"at {warm_and_hot[longest][0].prompt_tokens} tokens, from the store takes at most a fifth of the time",
+        f"at {longest.tokens} tokens, from the store takes at most a fifth of the time",
         ratio <= 0.2,
         f"{ratio:.3f} of it",
     )
