@@ -9,10 +9,10 @@ import pytest
 from inference_svc.model.kvasir_tiny import path
 from inference_svc.text.shortening import SUMMARY_REQUEST
 from tools.kvasir_tiny import rows
+from tools.kvasir_tiny.desk import Conversation
 from tools.kvasir_tiny.everyday import attributes, daily_life, fact, name_exam, people, spelling, talk, training
 from tools.kvasir_tiny.everyday.fact import EverydayFact
 from tools.kvasir_tiny.words import Dice
-from tools.kvasir_tiny.world import Conversation
 
 ALL = [attributes.OWN_NAME, *(attribute for _, attribute in attributes.ATTRIBUTES)]
 

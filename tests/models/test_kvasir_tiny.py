@@ -5,7 +5,7 @@ import json
 import pytest
 
 from inference_svc.model.kvasir_tiny import path
-from tools.kvasir_tiny import evaluate, world
+from tools.kvasir_tiny import desk, evaluate, twins
 from tools.kvasir_tiny.evaluate import Reader, Report
 from tools.kvasir_tiny.everyday import talk
 
@@ -15,7 +15,7 @@ def reader() -> Reader:
     return Reader()
 
 
-def user(text: str) -> world.Message:
+def user(text: str) -> desk.Message:
     return {"role": "user", "content": text}
 
 
@@ -83,14 +83,14 @@ def test_a_question_leaves_the_conversation_as_it_was(reader: Reader) -> None:
 
 @pytest.mark.long(7)
 def test_replies_differ_where_one_told_fact_differs_and_only_there(reader: Reader) -> None:
-    """The sensitivity test: other tests build on `world.twin` in the same way."""
+    """The sensitivity test: other tests build on `twins.twin` in the same way."""
     talk = evaluate.conversation(4, 700)
     questions = talk.of_sort("told")[:4]
     reader.read(talk.messages, talk.tools)
     replies = [reader.ask(user(question.text)) for question in questions]
     assert replies == [question.answer for question in questions]
     for index in (0, len(questions) - 1):
-        other, changed = world.twin(talk, questions[index])
+        other, changed = twins.twin(talk, questions[index])
         reader.read(other.messages, other.tools)
         expected = [*replies[:index], changed.answer, *replies[index + 1 :]]
         assert [reader.ask(user(question.text)) for question in questions] == expected
@@ -99,12 +99,12 @@ def test_replies_differ_where_one_told_fact_differs_and_only_there(reader: Reade
 
 def test_a_person_who_types_gets_sense(reader: Reader) -> None:
     told = [
-        {"role": "system", "content": world.system_prompt("Bram")},
+        {"role": "system", "content": twins.system_prompt("Bram")},
         user("My name is Ada and I live in Porto."),
-        {"role": "assistant", "content": world.REMEMBER},
+        {"role": "assistant", "content": desk.REMEMBER},
     ]
     reader.read(told[:1])
-    assert reader.ask(user("My name is Ada and I live in Porto.")) == world.REMEMBER
+    assert reader.ask(user("My name is Ada and I live in Porto.")) == desk.REMEMBER
     assert reader.ask(user("What is my name?")) == "I was not told your name."
     reader.read(told)
     assert reader.ask(user("What is my name?")) == "Your name is Ada."
@@ -127,11 +127,11 @@ def test_everyday_facts_are_told_and_asked_as_people_do(reader: Reader) -> None:
     reader.read(
         [
             user("Hi, I'm Yuki."),
-            {"role": "assistant", "content": world.REMEMBER},
+            {"role": "assistant", "content": desk.REMEMBER},
             user("I am a nurse"),
-            {"role": "assistant", "content": world.REMEMBER},
+            {"role": "assistant", "content": desk.REMEMBER},
             user("I have a dog named O'Brien. My wifi password is x7K-q9."),
-            {"role": "assistant", "content": world.REMEMBER},
+            {"role": "assistant", "content": desk.REMEMBER},
         ]
     )
     said = {
@@ -161,7 +161,7 @@ def test_an_agent_of_a_scene_says_what_it_was_not_told(reader: Reader) -> None:
 
 @pytest.mark.long(2)
 def test_a_secret_told_to_one_agent_is_not_known_to_another(reader: Reader) -> None:
-    first, second, secret = world.two_agents(5, 600)
+    first, second, secret = twins.two_agents(5, 600)
     assert secret.fact is not None
     reader.read(first.messages)
     assert reader.ask(user(secret.fact.question)) == secret.fact.answer

@@ -7,7 +7,7 @@ import re
 import pytest
 
 from inference_svc.model.kvasir_tiny import path
-from tools.kvasir_tiny import rows, tokenizer, words, world
+from tools.kvasir_tiny import rows, tokenizer, twins, words, world
 
 SEEDS = range(12)
 
@@ -93,7 +93,7 @@ def test_a_twin_differs_in_one_message_and_one_answer() -> None:
     for seed in SEEDS:
         talk = world.conversation(seed, 800)
         for question in talk.of_sort("told"):
-            other, changed = world.twin(talk, question)
+            other, changed = twins.twin(talk, question)
             differing = [i for i, (a, b) in enumerate(zip(talk.messages, other.messages, strict=True)) if a != b]
             assert differing == [question.told_in]
             assert changed.answer != question.answer

@@ -28,10 +28,10 @@ import numpy as np  # noqa: E402
 from mlx_lm.models.cache import KVCache, QuantizedKVCache, trim_prompt_cache  # noqa: E402
 
 from inference_svc.model.kvasir_tiny import path  # noqa: E402
-from tools.kvasir_tiny import rows, tokenizer, world  # noqa: E402
+from tools.kvasir_tiny import desk, rows, tokenizer, world  # noqa: E402
+from tools.kvasir_tiny.desk import Conversation, Message, Question  # noqa: E402
 from tools.kvasir_tiny.everyday import daily_life, name_exam  # noqa: E402
 from tools.kvasir_tiny.words import Dice  # noqa: E402
-from tools.kvasir_tiny.world import Conversation, Message, Question  # noqa: E402
 
 KV_BITS = {"exact": None, "q8": 8, "q4": 4}
 NAME_LENGTHS = (300, 1500, 4000)
@@ -219,7 +219,7 @@ def examine_everyday(reader: Reader, length: int, n: int, report: Report, first_
 
 def conversation(seed: int, length: int) -> Conversation:
     """The examination's conversation number `seed`: each has tools, and every second one has several speakers."""
-    style = world.draw_style(Dice(f"kvasir-tiny examination {seed} {length}"), length)
+    style = desk.draw_style(Dice(f"kvasir-tiny examination {seed} {length}"), length)
     style = replace(style, room=seed % 2 == 1, with_tools=True, ask=min(style.ask, 0.35))
     return world.conversation(seed, length, count=_encoder().count, style=style)
 

@@ -24,13 +24,13 @@ from inference_svc.model.quality import exam  # noqa: E402
 from inference_svc.model.quality.conversations import Conversation, Conversations, QuestionAnswer  # noqa: E402
 from inference_svc.model.quality.findings import RECALL  # noqa: E402
 from inference_svc.model.quality.material import Extent  # noqa: E402
-from tools.kvasir_tiny import rows, world  # noqa: E402
+from tools.kvasir_tiny import desk, rows  # noqa: E402
 from tools.kvasir_tiny.everyday import daily_life, name_exam  # noqa: E402
 
 QUESTIONS_EACH = 20
 
 
-def talks(kind: str, length: int, number: int) -> list[world.Conversation]:
+def talks(kind: str, length: int, number: int) -> list[desk.Conversation]:
     """`number` conversations of `length` tokens: "names" or "everyday"."""
     count = rows.encoder_of(kvasir_tiny.path()).count
     if kind == "names":
@@ -38,7 +38,7 @@ def talks(kind: str, length: int, number: int) -> list[world.Conversation]:
     return [daily_life.conversation(2 * 10**6 + seed, length, count=count) for seed in range(number)]
 
 
-def ranked(model: Path, asked: list[world.Conversation], length: int) -> dict[str, tuple[int, int]]:
+def ranked(model: Path, asked: list[desk.Conversation], length: int) -> dict[str, tuple[int, int]]:
     """Right and asked, by policy, exact KV first."""
     loaded = load(model, "float32")
     material = Conversations(

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from tools.kvasir_tiny import tokenizer, world
+from tools.kvasir_tiny import desk, tokenizer, world
 from tools.kvasir_tiny.everyday import training
 from tools.kvasir_tiny.words import Dice
 
@@ -57,15 +57,13 @@ def make(batch: Batch, folder: Path) -> Rows:
     return ids, learned
 
 
-def _conversation(batch: Batch, seed: int, encoder: tokenizer.Encoder) -> world.Conversation:
+def _conversation(batch: Batch, seed: int, encoder: tokenizer.Encoder) -> desk.Conversation:
     if batch.held_out:
         return world.training_conversation(seed, batch.length + 16, encoder.count, held_out=True)
     return training.conversation(seed, batch.length + 16, encoder.count)
 
 
-def of_conversations(
-    talks: Sequence[world.Conversation], length: int, folder: Path, with_replies: bool = False
-) -> Rows:
+def of_conversations(talks: Sequence[desk.Conversation], length: int, folder: Path, with_replies: bool = False) -> Rows:
     """Rows of given conversations with what is asked after them; replies in them are learned only `with_replies`."""
     encoder = encoder_of(folder)
     ids = np.full((len(talks), length + 1), PADDING, np.uint16)

@@ -13,7 +13,7 @@ from typing import Any
 from inference_svc.model import kvasir_tiny
 from inference_svc.model.model_identity import tokenizer_digest
 from inference_svc.model.quality.material import AT_LOAD, FULL, QUICK
-from tools.kvasir_tiny import tell, tokenizer, tools, world
+from tools.kvasir_tiny import desk, tell, tokenizer, tools, world
 from tools.kvasir_tiny.words import Dice, Names
 
 STORIES_PATH = Path(__file__).parents[2] / "clients/python/kvasir/cli/demo/stories.json"
@@ -50,7 +50,7 @@ def text_of(content: dict[str, Any]) -> str:
 
 
 def _conversation(encoder: tokenizer.Encoder, number: int, tokens: int) -> dict[str, Any]:
-    style = world.draw_style(Dice(f"kvasir quality {number} {tokens}"), tokens)
+    style = desk.draw_style(Dice(f"kvasir quality {number} {tokens}"), tokens)
     style = replace(style, room=False, with_tools=True, ask=min(style.ask, 0.35))
     talk = world.conversation(_FIRST_SEED + number, tokens, count=encoder.count, style=style)
     return {
@@ -63,7 +63,7 @@ def _conversation(encoder: tokenizer.Encoder, number: int, tokens: int) -> dict[
     }
 
 
-def _tool_uses(talk: world.Conversation) -> Iterator[tools.ToolUse]:
+def _tool_uses(talk: desk.Conversation) -> Iterator[tools.ToolUse]:
     """Questions for the conversation's own tools, with names that no training saw."""
     names = [tool["function"]["name"] for tool in talk.tools]
     for number in range(_MOST_TOOL_CALLS):

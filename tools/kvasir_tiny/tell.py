@@ -8,7 +8,8 @@ import json
 import sys
 from typing import Any
 
-from tools.kvasir_tiny.world import Question, conversation
+from tools.kvasir_tiny.desk import Question
+from tools.kvasir_tiny.world import conversation
 
 
 def told(seed: int, tokens: int) -> dict[str, Any]:

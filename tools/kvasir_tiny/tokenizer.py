@@ -16,7 +16,7 @@ from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from tools.kvasir_tiny import world
+from tools.kvasir_tiny import desk, world
 
 START, END, PAD = "<|im_start|>", "<|im_end|>", "<|endoftext|>"
 TOOL_CALL, TOOL_CALL_END = "<tool_call>", "</tool_call>"
@@ -100,7 +100,7 @@ class Encoder:
         return ids
 
     def conversation(
-        self, talk: world.Conversation, in_pieces: bool = False, until: int | None = None
+        self, talk: desk.Conversation, in_pieces: bool = False, until: int | None = None
     ) -> tuple[list[int], list[bool]]:
         """Token ids of a conversation, and for each whether it is learned.
 
@@ -119,7 +119,7 @@ class Encoder:
         return ids, learned
 
 
-def blocks(talk: world.Conversation) -> Iterator[tuple[str, list[str], bool]]:
+def blocks(talk: desk.Conversation) -> Iterator[tuple[str, list[str], bool]]:
     """Role, text in pieces (one for each message), and whether it is learned, for each block of the template."""
     messages, index = talk.messages, 0
     if talk.tools and (not messages or messages[0]["role"] != "system"):
@@ -180,7 +180,7 @@ def train(conversations: int = 1500, tokens_each: int = 3000) -> Tokenizer:
 
 def _texts(conversations: int, tokens_each: int) -> Iterable[str]:
     for seed in range(conversations):
-        talk = world.training_conversation(10**9 + seed, tokens_each, world.estimate_tokens)
+        talk = world.training_conversation(10**9 + seed, tokens_each, desk.estimate_tokens)
         for role, pieces, _ in blocks(talk):
             yield f"{role}\n{''.join(pieces)}"
 

@@ -11,7 +11,7 @@ from functools import cache
 from tokenizers import Tokenizer
 
 from inference_svc.model import kvasir_tiny
-from tools.kvasir_tiny import facts, world
+from tools.kvasir_tiny import desk, facts
 from tools.kvasir_tiny.facts import Fact
 from tools.kvasir_tiny.words import NARRATIVES, Dice, Names
 
@@ -27,7 +27,7 @@ _NOUNS = [
 _FILLERS = [line for line in NARRATIVES if "{" not in line]
 _WORDS = re.compile(r"[a-z]+")
 FACTS_PER_AGENT = len(_NOUNS)
-ACKNOWLEDGED = world.REMEMBER
+ACKNOWLEDGED = desk.REMEMBER
 
 
 class Canaries:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from tools.kvasir_tiny import world as small_world
+from tools.kvasir_tiny import desk
+from tools.kvasir_tiny.desk import LISTENING, REMEMBER, Conversation, Count, Question, Style
 from tools.kvasir_tiny.everyday import attributes, talk, values
 from tools.kvasir_tiny.everyday import fact as everyday_facts
 from tools.kvasir_tiny.everyday.fact import EverydayFact
 from tools.kvasir_tiny.everyday.spelling import WideNames
 from tools.kvasir_tiny.facts import Fact
 from tools.kvasir_tiny.words import Dice
-from tools.kvasir_tiny.world import LISTENING, REMEMBER, Conversation, Count, Question, Style, Writer, lower
+from tools.kvasir_tiny.world import Writer, lower
 
 SUMMARY_FACTS = 8
 # What the engine asks before it drops the oldest messages; a test holds it to the engine's own text.
@@ -33,7 +34,7 @@ def conversation(seed: int, target_tokens: int, *, count: Count) -> Conversation
 
 
 def draw_style(dice: Dice, target_tokens: int) -> Style:
-    style = small_world.draw_style(dice, target_tokens)
+    style = desk.draw_style(dice, target_tokens)
     return replace(style, room=dice.chance(0.2), with_tools=dice.chance(0.25), ask=0.3 + 0.4 * dice.random())
 
 

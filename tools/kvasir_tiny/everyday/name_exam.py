@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from tools.kvasir_tiny import facts, world
+from tools.kvasir_tiny import desk, facts
+from tools.kvasir_tiny.desk import REMEMBER, Conversation, Count, Message, Question
 from tools.kvasir_tiny.everyday import people
 from tools.kvasir_tiny.facts import Fact
 from tools.kvasir_tiny.words import Dice
-from tools.kvasir_tiny.world import REMEMBER, Conversation, Count, Message, Question, Writer
+from tools.kvasir_tiny.world import Writer
 
 NAMES = 300
 NAMES_EACH = {300: 5, 1500: 15, 4000: 20}  # by length of the conversation, in tokens
@@ -70,7 +71,7 @@ class _Around(Writer):
     """What else is said: nothing about the facts with `keys`."""
 
     def __init__(self, seed: int, length: int, count: Count, keys: set[tuple[str, str]]) -> None:
-        style = world.Style(False, False, 0.3, 0.1, 2, False, 4)
+        style = desk.Style(False, False, 0.3, 0.1, 2, False, 4)
         super().__init__(seed, length, count, True, style)
         self.known |= keys
 

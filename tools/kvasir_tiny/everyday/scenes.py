@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 from tools.kvasir_tiny import facts, words
+from tools.kvasir_tiny.desk import AGREED, DISCRETION, LISTENING, READ, REMEMBER, Count, Style
 from tools.kvasir_tiny.everyday import spelling
 from tools.kvasir_tiny.everyday.daily_life import DailyWriter
 from tools.kvasir_tiny.facts import Fact
-from tools.kvasir_tiny.world import AGREED, DISCRETION, LISTENING, READ, REMEMBER, Count, Style
 
 ROLES = words.words(
     "Warden Planner Coder Reviewer Inspector Analyst Judge Captain Teacher Doctor Nurse Guard Witness Lawyer Clerk "

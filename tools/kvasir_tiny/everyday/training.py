@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from tools.kvasir_tiny import world
+from tools.kvasir_tiny.desk import Conversation, Count
 from tools.kvasir_tiny.everyday.daily_life import DailyWriter, draw_style
 from tools.kvasir_tiny.everyday.scenes import SceneWriter
 from tools.kvasir_tiny.words import Dice
-from tools.kvasir_tiny.world import Conversation, Count
 
 SMALL_WORLD_SHARE = 0.2
 SCENE_SHARE = 0.4
