@@ -21,6 +21,8 @@ from inference_svc.engine.scheduling.seats import Seats
 from inference_svc.engine.scheduling.step_costs import StepCosts
 from inference_svc.engine.scheduling.urgency import Urgency
 
+_BETWEEN = 0.05  # of a gap: events and letters between two cells
+
 
 @dataclass(frozen=True)
 class TurnCell(Generic[TurnT]):
@@ -195,8 +197,10 @@ class StepSchedule(Generic[TurnT]):
             return 0
         if loads:
             return min(whole, fits)
+        if self._pace.has_begun and whole > fits:
+            return 0  # the next step begins at once, and has time for a longer cell
         # For the same reason a rest that takes a step longer at most goes along.
-        with_rest = self._costs.tokens_within(left_s + step_s, turn.computed) or 0
+        with_rest = self._costs.tokens_within((left_s + step_s) * (1 - _BETWEEN), turn.computed) or 0
         return whole if whole <= with_rest else cut_cell(turn.computed, whole, fits, least)
 
     def _cell_tokens(self, turn: TurnT) -> int:

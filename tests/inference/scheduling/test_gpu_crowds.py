@@ -4,7 +4,7 @@ from collections import deque
 from dataclasses import dataclass, field
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from inference_svc.engine.scheduling.schedulable import Rules, Status
@@ -97,6 +97,12 @@ def test_streams_make_a_crowds_prompts_take_two_fifths_longer_at_most(count: int
     assert last_first_s <= 1.4 * count * cell_s(CELL + 20)
 
 
+def test_a_prompt_is_not_cut_to_what_another_cell_leaves_of_a_step() -> None:
+    world, _ = crowd(8, 1_500)
+    assert [cell.size for each in world.passes[-4:] for cell in each] == [1_024, 476] * 2
+
+
+@example(3, 4_294, 0.003)
 @given(st.integers(2, 16), st.integers(100, 6_000), st.sampled_from([0.003, 0.005, 0.007, 0.012, 0.02]))
 @settings(max_examples=sampled(15, of=150), deadline=None)
 def test_a_crowds_streams_wait_no_longer_than_their_gap_and_a_step(count: int, tokens: int, step_s: float) -> None:
