@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from kvasir.waits import uptime_s
 
@@ -30,7 +30,7 @@ from inference_svc.turns.admission import Admission
 from inference_svc.turns.engine_parts import EngineParts
 from inference_svc.turns.turn_ending import TurnEnding
 from inference_svc.turns.turn_service import TurnService
-from inference_svc.warming import warm_up, warm_up_text
+from inference_svc.warming import warm_up, warm_up_text, warm_up_while_idle
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +47,7 @@ class ServedModel:
     grace_s: float
     digest_check: DigestCheck
     embedder: TurnEmbedder
+    tasks: list[asyncio.Task[None]] = field(default_factory=list)  # that go on beside turns
 
     @property
     def is_idle(self) -> bool:
@@ -67,17 +68,26 @@ class ServedModel:
 
     async def retire(self) -> MemoriesLeft:
         """Let turns end for `grace_s`, cancel the rest, and give the store as long to take the hot memories."""
+        self._end_tasks()
         await asyncio.gather(self.turns.drain(self.grace_s), self.embedder.drain(self.grace_s))
         return await store_owed(self.engine, self.lines, self.grace_s, self.line_parts.clock)
 
     async def close(self) -> None:
         """End the MLX thread, which frees weights and KV."""
+        self._end_tasks()
         self.prompting.close()
         for lines in self.lines.values():
             lines.end_retries()
         await asyncio.to_thread(self.digest_check.close)
         await asyncio.gather(*(lines.close() for lines in self.lines.values()))
         await asyncio.to_thread(self.engine.close)
+
+    def warm_up_while_idle(self, clock: Callable[[], float]) -> None:
+        self.tasks.append(asyncio.create_task(warm_up_while_idle(self.engine, lambda: self.is_idle, clock)))
+
+    def _end_tasks(self) -> None:
+        for task in self.tasks:
+            task.cancel()
 
 
 async def open_served(
@@ -141,4 +151,6 @@ async def open_served(
     pooling = Pooling(settings.embedding_pooling)
     embedder = TurnEmbedder(engine, prompting, pooling, admission, stats)
     grace_s = settings.stop_grace_s
-    return ServedModel(name, engine, prompting, turns, lines, line_parts, giver, grace_s, check, embedder)
+    served = ServedModel(name, engine, prompting, turns, lines, line_parts, giver, grace_s, check, embedder)
+    served.warm_up_while_idle(clock)
+    return served

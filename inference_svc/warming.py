@@ -4,14 +4,15 @@ They take the way of every turn: prompt, decoding alone and beside others, sampl
 store and comes back. They leave no memory, and change no seed, count or agent.
 """
 
+import asyncio
 import contextlib
-import time
-from collections.abc import Iterator
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
+from dataclasses import dataclass, field
 
 from kvasir.cachestore.v1 import manifest_pb2
 from kvasir.errors import KvasirError
-from kvasir.waits import WORK_S
+from kvasir.waits import LOOK_S, RETRY_S, WORK_S
 
 from inference_svc.engine.api import (
     AgentKey,
@@ -36,7 +37,8 @@ from inference_svc.text.token_ids import TokenIds
 _DECODED_TOKENS = 3  # the first looks ahead at nothing, the others do
 _SHORT_TOKENS = 16
 _MIDDLING_TOKENS = 300  # more than a block, less than a cell
-_CROWD, _CROWD_S = 8, 1.0  # turns whose prompts are more than a cell: as many as are computed within a second
+_OWN_KERNELS = (8, 32, 64)  # tokens of short passes for which kernels are compiled that no other turn here needs
+_CROWD = 8
 _CROWD_REPLY = 24  # tokens: the first still decodes when the last one begins to
 _FEWEST = (4, 2)  # tokens of a prompt, and of a reply: each pass reads all weights, which a CPU takes long for
 _QUICK_BYTES = 512 << 20  # of weights, with which a CPU's pass is quick; with 4.5 GB three take it half a minute
@@ -53,16 +55,60 @@ _ANY_WAY = SamplingParams(  # draws by every rule
 )
 
 
+@dataclass
+class _OwnTurn:
+    """A turn of the engine's own."""
+
+    over: "Future[None]" = field(default_factory=Future)
+    cancel: Callable[[], None] = lambda: None
+
+
 def warm_up(engine: Engine) -> None:
-    """Blocks until it is done. A turn that fails is no reason not to serve: the same one of a caller says why."""
-    for group in _groups(engine):
-        _wait(*(_run(engine, prompt, SamplingParams(max_tokens=reply)) for prompt, reply in group))
+    """Blocks until it is done. A turn that fails is no reason not to serve: the same one of a caller says why. Of a CPU
+    little is asked: it compiles little, and one pass of a large model would cost seconds to save milliseconds.
+    """
     if engine.device != "cpu":
-        longest = engine.model.context_tokens - _DECODED_TOKENS
-        _wait(_run(engine, min(_SHORT_TOKENS, longest), _ANY_WAY))
-        with contextlib.suppress(KvasirError, TimeoutError):
-            _remember(engine, min(_MIDDLING_TOKENS, longest - _DECODED_TOKENS))
+        _run_each_kernel(engine)
+    elif engine.model.weights_bytes <= _QUICK_BYTES:
+        _wait(*_run_all(engine, [_FEWEST]))
     engine.restart_counts()
+
+
+async def warm_up_while_idle(engine: Engine, is_idle: Callable[[], bool], clock: Callable[[], float]) -> None:
+    """The shapes of a first crowd, on a GPU, while no caller has a turn: graphs for each number of rows and each length
+    of a short pass, a device's own products, and what cells really cost. Gives way at once, and begins again when it is
+    idle. As many prompts as are computed within a second.
+    """
+    if engine.device == "cpu":
+        return
+    cell, context = _cell(engine), engine.model.context_tokens
+    for tokens in KEPT_TOKENS:
+        await _run_while_idle(engine, [(min(tokens, cell), 1)], is_idle, clock)
+    took_s = await _run_while_idle(engine, [(cell, 1)], is_idle, clock)
+    replies = [min(_CROWD_REPLY + 2 * place, context - cell) for place in range(_CROWD)]
+    count = int(1 / max(took_s, LOOK_S))
+    await _run_while_idle(engine, [(cell, reply) for reply in replies[:count]], is_idle, clock)
+
+
+async def _run_while_idle(
+    engine: Engine, group: Sequence[tuple[int, int]], is_idle: Callable[[], bool], clock: Callable[[], float]
+) -> float:
+    """Run such turns at once, again until no caller's turn came meanwhile. Seconds that they took then."""
+    while True:
+        began_s, is_over = clock(), False
+        if is_idle():
+            before, turns = engine.computed_tokens, _run_all(engine, group)
+            try:
+                while is_idle() and not is_over:
+                    await asyncio.sleep(LOOK_S)
+                    is_over = all(turn.over.done() for turn in turns)
+            finally:
+                engine.leave_out(engine.computed_tokens - before)
+                for turn in turns:
+                    turn.cancel()
+        if is_over:
+            return clock() - began_s
+        await asyncio.sleep(RETRY_S)
 
 
 async def warm_up_text(prompting: Prompting) -> None:
@@ -79,26 +125,22 @@ async def warm_up_text(prompting: Prompting) -> None:
     await prompting.run(_KEY.namespace, tokenize)
 
 
-def _groups(engine: Engine) -> Iterator[list[tuple[int, int]]]:
-    """Lengths of prompts and replies of turns that run at once, one group after the other. A CPU compiles little: one
-    short turn is enough, and of a large model it would cost seconds to save milliseconds. The last two groups find no
-    new kernel but for a device's own products, so they also show what cells really cost.
-    """
-    if engine.device == "cpu":
-        if engine.model.weights_bytes <= _QUICK_BYTES:
-            yield [_FEWEST]
-        return
+def _run_each_kernel(engine: Engine) -> None:
     longest = engine.model.context_tokens - _DECODED_TOKENS
-    cell = min(engine.model.cell_tokens + _SHORT_TOKENS, longest)
-    yield [(cell, _DECODED_TOKENS)]  # a whole cell, and a short one behind it
-    yield [(min(_SHORT_TOKENS, longest), _DECODED_TOKENS)] * 4
-    for tokens in KEPT_TOKENS:
-        yield [(min(tokens, longest), 1)]
-    began_s = time.monotonic()
-    yield [(cell, 1)]
-    count = min(_CROWD, int(_CROWD_S / (time.monotonic() - began_s)))
-    # Cells that are cut beside streams, batches of one to so many rows, and streams that end before others.
-    yield [(cell, min(_CROWD_REPLY + 2 * place, engine.model.context_tokens - cell)) for place in range(count)]
+    short = min(_SHORT_TOKENS, longest)
+    _wait(*_run_all(engine, [(_cell(engine), _DECODED_TOKENS)]))  # a whole cell, and a short one behind it
+    # Streams that end one after the other.
+    _wait(*_run_all(engine, [(short, _DECODED_TOKENS + place) for place in range(4)]))
+    for tokens in _OWN_KERNELS:
+        _wait(*_run_all(engine, [(min(tokens, longest), 1)]))
+    _wait(_run(engine, short, _ANY_WAY))
+    with contextlib.suppress(KvasirError, TimeoutError):
+        _remember(engine, min(_MIDDLING_TOKENS, longest - _DECODED_TOKENS))
+
+
+def _cell(engine: Engine) -> int:
+    """Tokens of a prompt of a whole cell and a short one."""
+    return min(engine.model.cell_tokens + _SHORT_TOKENS, engine.model.context_tokens - _DECODED_TOKENS)
 
 
 def _remember(engine: Engine, tokens: int) -> None:
@@ -131,23 +173,28 @@ def _run(
     reuse: Reuse | None = None,
     key: AgentKey | None = None,
     known: TokenIds | None = None,
-) -> "Future[None]":
+) -> "_OwnTurn":
     """`known`: the tokens that the prompt begins with."""
-    over: Future[None] = Future()
+    turn = _OwnTurn()
 
     def on_events(events: list[Event]) -> None:
-        if any(isinstance(event, (Ended, Failed)) for event in events) and not over.done():
-            over.set_result(None)
+        if any(isinstance(event, (Ended, Failed)) for event in events) and not turn.over.done():
+            turn.over.set_result(None)
 
     begins = tuple(known or ())
     new = (index % engine.vocabulary_size for index in range(len(begins) + 1, prompt_tokens + 1))
     plan = TurnPlan(TokenIds((*begins, *new)), (0,) * prompt_tokens, sampling, reuse or Cold(), key)
     try:
-        engine.submit(plan, on_events)
+        turn.cancel = engine.submit(plan, on_events).cancel
     except KvasirError:  # a context or a memory that is too small for it
-        over.set_result(None)
-    return over
+        turn.over.set_result(None)
+    return turn
 
 
-def _wait(*turns: "Future[None]") -> None:
-    wait(turns, WORK_S)
+def _run_all(engine: Engine, group: Sequence[tuple[int, int]]) -> "list[_OwnTurn]":
+    """Turns of such prompts and replies, at once."""
+    return [_run(engine, prompt, SamplingParams(max_tokens=reply)) for prompt, reply in group]
+
+
+def _wait(*turns: "_OwnTurn") -> None:
+    wait([turn.over for turn in turns], WORK_S)

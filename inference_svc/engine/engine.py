@@ -245,7 +245,11 @@ class Engine:
 
     def restart_counts(self) -> None:
         """Leave the tokens that were computed so far out of all counts."""
-        self._uncounted_tokens = self._worker.computed_tokens
+        self.leave_out(self.computed_tokens)
+
+    def leave_out(self, tokens: int) -> None:
+        """Leave so many computed tokens out of all counts."""
+        self._uncounted_tokens += tokens
 
     @property
     def is_copied_by_threads(self) -> bool:

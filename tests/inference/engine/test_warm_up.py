@@ -18,7 +18,7 @@ from inference_svc.model.model_runner import ModelRunner
 from inference_svc.model.prompting import Prompting
 from inference_svc.start_phases import StartPhases
 from inference_svc.text.token_text import TokenText
-from inference_svc.warming import warm_up, warm_up_text
+from inference_svc.warming import warm_up, warm_up_text, warm_up_while_idle
 from tests.inference.engine.driving import Driver
 from tests.inference.engine.families import ALL, BUDGET, write_family
 
@@ -26,13 +26,12 @@ _OF_A_CPU = pytest.mark.cpu_only("how long a pass takes decides there whether a 
 _DRAWN = {"temperature": 1.0, "seed": 7}
 
 
-@pytest.mark.long(5)
+@pytest.mark.long(3)
 @pytest.mark.parametrize("device", [pytest.param("cpu", marks=_OF_A_CPU), "any other"])
 @pytest.mark.parametrize("name", ["llama3.1", "gemma3", "falcon_h1"])
 def test_a_warm_engine_has_computed_and_holds_nothing(
     name: str, device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(warming, "_CROWD", 2)
     passes: list[int] = []
     forward = ModelRunner.forward
 
@@ -76,7 +75,6 @@ def test_a_memory_is_copied_for_the_store_and_comes_back(tmp_path: Path, monkeyp
     engine = Engine.open(write_family(tmp_path, ALL["llama3.1"]), cache_dir=tmp_path, memory_budget_bytes=BUDGET)
     try:
         engine.device = "any other"
-        monkeypatch.setattr(warming, "_CROWD", 0)
         monkeypatch.setattr(Engine, "submit", seen)
         warm_up(engine)
     finally:
@@ -85,25 +83,42 @@ def test_a_memory_is_copied_for_the_store_and_comes_back(tmp_path: Path, monkeyp
     assert namespaces == {None}, "company of the first callers"
 
 
-def test_a_gpu_decodes_every_number_of_rows_of_its_first_crowd(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And takes every length of a pass that keeps its graph."""
-    monkeypatch.setattr(warming, "_CROWD_S", 1e9)
+@pytest.mark.parametrize("comes", [False, True], ids=["nobody comes", "a caller comes"])
+def test_an_idle_gpu_takes_every_shape_of_a_first_crowd_and_gives_way(
+    comes: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each number of rows, and each length of a pass that keeps its graph. Whoever comes waits for none of it."""
+    monkeypatch.setattr(warming, "RETRY_S", 0.01)
     rows, lengths, forward = set[int](), set[int](), ModelRunner.forward
+    left: list[int] = []  # turns of the engine's own that go on, when a caller comes and a moment later
 
-    def seen(runner: ModelRunner, tokens, caches):  # type: ignore[no-untyped-def]
+    def counted(runner: ModelRunner, tokens, caches):  # type: ignore[no-untyped-def]
         rows.add(tokens.shape[0])
         lengths.add(tokens.shape[1])
         return forward(runner, tokens, caches)
 
-    monkeypatch.setattr(ModelRunner, "forward", seen)
+    def is_idle() -> bool:
+        own = sum(not turn.is_cancelled for turn in engine._worker._turns)
+        if not comes or len(left) == 2 or (not left and own < 4):
+            return True
+        left.append(own)
+        return False
+
+    monkeypatch.setattr(ModelRunner, "forward", counted)
     engine = Engine.open(write_family(tmp_path, ALL["llama3.1"]), cache_dir=tmp_path, memory_budget_bytes=BUDGET)
     try:
         engine.device = "any other"
-        warm_up(engine)
+        asyncio.run(warm_up_while_idle(engine, is_idle, lambda: 0.0))
+        engine._thread.post(lambda _: None).result(60)
+        assert engine.memory_used_bytes == 0
+        assert engine.hot_keys() == set()
+        assert (engine.computed_tokens == 0) or comes
     finally:
         engine.close()
     assert rows >= {1, 2, 3, 4, 5, 6, 7, 8}
     assert lengths >= {*KEPT_TOKENS}
+    assert len(left) == 2 * comes
+    assert not any(left[1:])
 
 
 @_OF_A_CPU

@@ -97,7 +97,7 @@ def test_streams_make_a_crowds_prompts_take_two_fifths_longer_at_most(count: int
     assert last_first_s <= 1.4 * count * cell_s(CELL + 20)
 
 
-def test_a_prompt_is_not_cut_to_what_another_cell_leaves_of_a_step() -> None:
+def test_a_prompt_is_not_cut_to_the_rest_of_a_step() -> None:
     world, _ = crowd(8, 1_500)
     assert [cell.size for each in world.passes[-4:] for cell in each] == [1_024, 476] * 2
 

@@ -170,4 +170,4 @@ def test_a_crowds_last_first_token_comes_sooner_with_shared_passes(count: int, t
         passes(world, *(prompt(tokens, reply_tokens=100) for _ in range(count)))
         return world.now - began_s
 
-    assert last_first_s(SHARED) <= 0.8 * last_first_s(ALONE)
+    assert last_first_s(SHARED) <= 0.82 * last_first_s(ALONE)
