@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from functools import partial
+from itertools import repeat
 
 from blake3 import blake3
 from kvasir.errors import KvasirError
@@ -63,9 +64,12 @@ class Point:
 class Chain:
     """A conversation's digests: of its opening (to the first message that is not the system's), then of each prefix
     that ends with a reply; and of all its messages, from which the next one's follows: as it is, and at any time.
-    `session`: of the caller's hint. `is_exact`: another time makes another conversation."""
+    `session`: of the caller's hint. `is_exact`: another time makes another conversation. `names`: of all points but the
+    opening, in any order; `call_ids`: of all, the newest first."""
 
     points: Sequence[Point]
+    names: Sequence[str]
+    call_ids: Sequence[str]
     digest: bytes
     alike: bytes
     messages: int
@@ -128,12 +132,14 @@ class Conversations:
             if is_opening or (points and message.role == "assistant"):
                 calls = [call.id for call in message.tool_calls if call.id]
                 points.append(Point(digest.hex(), alike.hex(), number, calls))
-        return Chain(points, digest, alike, len(messages), session, is_exact)
+        names = list({each: None for point in points[1:] for each in (point.digest, point.alike)})
+        call_ids = [call for point in reversed(points) for call in point.call_ids]
+        return Chain(points, names, call_ids, digest, alike, len(messages), session, is_exact)
 
     async def agent_for(self, namespace: str, chain: Chain, messages: Sequence[Said], records: AgentRecords) -> str:
         """The agent that a turn with these messages shall extend: found, forked, or new. It is busy from now on."""
         name = f"{PREFIX}{chain.opening}/{self._new_name()}"
-        found = self._tip(namespace, chain.points) or await self._stored_tip(chain, messages, records)
+        found = self._tip(namespace, chain) or await self._stored_tip(chain, messages, records)
         if found is not None:
             if found.is_newest and (namespace, found.agent_id) not in self._busy:
                 name = found.agent_id
@@ -144,7 +150,7 @@ class Conversations:
 
     async def agent_behind(self, namespace: str, chain: Chain, messages: Sequence[Said], records: AgentRecords) -> str:
         """The agent that remembers the conversation so far, for a turn that changes nothing of it; else nothing."""
-        found = self._tip(namespace, chain.points)
+        found = self._tip(namespace, chain)
         if found is None and (maker := self._maker_of_calls(namespace, chain)):
             return maker
         found = found or await self._stored_tip(chain, messages, records)
@@ -182,7 +188,7 @@ class Conversations:
         behind another beginning, as a side call may have too; else nothing. It is busy from now on, and found under the
         new opening, too."""
         agent_id = ""
-        if self._tip(namespace, chain.points) is None:
+        if self._tip(namespace, chain) is None:
             agent_id = "" if is_side_call else self._maker_of_calls(namespace, chain)
             agent_id = agent_id or await self._summarized(namespace, chain, messages, records)
             if not agent_id and not is_side_call:
@@ -285,15 +291,14 @@ class Conversations:
 
     def _maker_of_calls(self, namespace: str, chain: Chain) -> str:
         """The agent that made the newest of the conversation's calls; else nothing."""
-        made = next(self._calls_made(namespace, chain.points), None)
+        made = next(self._calls_made(namespace, chain.call_ids), None)
         return self._answers[namespace, made][0] if made is not None else ""
 
     async def _stored_maker_of_calls(self, namespace: str, chain: Chain, records: AgentRecords) -> str:
         """The agent of this session that made a call of the conversation before the gateway started; else nothing, and
         if there is an agent that begins as the conversation does."""
-        calls = {call for point in chain.points for call in point.call_ids}
         try:
-            makers = await self._made_calls.makers(namespace, calls, records)
+            makers = await self._made_calls.makers(namespace, {*chain.call_ids}, records)
             if not makers or await _kept_of(chain.opening, records):
                 return ""
         except KvasirError:
@@ -320,11 +325,15 @@ class Conversations:
         if self._newest.get(newest) == place[1]:
             del self._newest[newest], self._openings[newest]
 
-    def _tip(self, namespace: str, points: Sequence[Point]) -> Tip | None:
+    def _tip(self, namespace: str, chain: Chain) -> Tip | None:
         """The longest known prefix that ends with a reply; of equal ones one of this time. The opening is none: equal
         openings are different talks.
         """
-        for digest in self._digests(namespace, points):
+        # In one call each: of 5,000 points that nobody knows the loop would take milliseconds.
+        known = (self._answers, chain.names), (self._alike, chain.names), (self._calls, chain.call_ids)
+        if not any(any(map(names.__contains__, zip(repeat(namespace), own))) for names, own in known if names):
+            return None
+        for digest in self._digests(namespace, chain.points):
             if (answer := self._answers.get((namespace, digest))) is not None:
                 agent_id, version = answer
                 return Tip(agent_id, version, self._newest.get((namespace, agent_id)) == digest)
@@ -340,14 +349,13 @@ class Conversations:
 
     def _made(self, namespace: str, point: Point, opening: Point) -> Iterator[str]:
         """The answers that made a prefix's calls, of agents with this opening."""
-        for digest in self._calls_made(namespace, [point]):
+        for digest in self._calls_made(namespace, point.call_ids):
             if self._openings.get((namespace, self._answers[namespace, digest][0])) == opening.alike:
                 yield digest
 
-    def _calls_made(self, namespace: str, points: Sequence[Point]) -> Iterator[str]:
-        """The answers that made the calls at these points, newest first."""
-        calls = ((namespace, call) for point in reversed(points) for call in point.call_ids)
-        return (self._calls[call] for call in calls if call in self._calls)
+    def _calls_made(self, namespace: str, call_ids: Sequence[str]) -> Iterator[str]:
+        """The answers that made these calls."""
+        return (made for call in call_ids if (made := self._calls.get((namespace, call))) is not None)
 
     async def _stored_tip(self, chain: Chain, messages: Sequence[Said], records: AgentRecords) -> Tip | None:
         if not any(message.role == "assistant" for message in messages):
