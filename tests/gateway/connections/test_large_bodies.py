@@ -83,7 +83,7 @@ def test_the_parser_sees_the_beginning_of_a_large_body_alone(monkeypatch: pytest
     assert sum(seen) < len(_BODY)
 
 
-def test_a_sender_who_stops_holds_little_more_room_than_it_has_sent() -> None:
+def test_a_stalled_sender_holds_little_more_room_than_it_has_sent() -> None:
     rooms = Rooms(100, 1 << 30)
 
     async def run() -> tuple[int, Ended]:
