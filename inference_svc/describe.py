@@ -49,26 +49,12 @@ def described(
     )
     try:
         info = engine.model
-        policy = info.kv_identity.policy
         return {
             "name": info.name,
             "kv_identity_hash": info.kv_identity_hash,
             "weights_digest": info.kv_identity.weights_digest,
             "layers": [_layer(layer) for layer in info.kv_identity.layers],
-            "policy": {
-                "name": info.policy_name,
-                "why": info.policy_why,
-                "key_bits": policy.key_bits,
-                "value_bits": policy.value_bits,
-                "group_size": policy.group_size,
-                "scale_type": identity_pb2.ScaleType.Name(policy.scale_type).removeprefix("SCALE_TYPE_").lower(),
-                "key_rotation": identity_pb2.KeyRotation.Name(policy.key_rotation)
-                .removeprefix("KEY_ROTATION_")
-                .lower(),
-                "exact_layers": list(policy.exact_layers),
-                "applied_layers": info.policy_applied_layers,
-                "layer_count": info.layer_count,
-            },
+            "policy": _policy(info),
             "context_tokens": info.context_tokens,
             "cell_tokens": info.cell_tokens,
             "compute_type": info.compute_type,
@@ -85,6 +71,22 @@ def described(
         }
     finally:
         engine.close()
+
+
+def _policy(info: ModelInfo) -> dict[str, Any]:
+    policy = info.kv_identity.policy
+    return {
+        "name": info.policy_name,
+        "why": info.policy_why,
+        "key_bits": policy.key_bits,
+        "value_bits": policy.value_bits,
+        "group_size": policy.group_size,
+        "scale_type": identity_pb2.ScaleType.Name(policy.scale_type).removeprefix("SCALE_TYPE_").lower(),
+        "key_rotation": identity_pb2.KeyRotation.Name(policy.key_rotation).removeprefix("KEY_ROTATION_").lower(),
+        "exact_layers": list(policy.exact_layers),
+        "applied_layers": info.policy_applied_layers,
+        "layer_count": info.layer_count,
+    }
 
 
 def room(info: ModelInfo, device_bytes: int, kv_memory_bytes: int) -> dict[str, Any]:
