@@ -1,220 +1,30 @@
 """Publications against a store that loses answers, is late, or talks nonsense: no version is lost, none is overrun."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Collection, Mapping
-from concurrent.futures import Future
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 from kvasir import errors
-from kvasir.cachestore.v1 import identity_pb2, manifest_pb2
-from kvasir.formats.block_hash import BLOCK_TOKENS
 from kvasir.formats.digest import Digest
-from kvasir.server.shared_room import SharedRoom
 
-from inference_svc.engine.api import AgentKey, Snapshot
-from inference_svc.memory.agent_memory import AgentMemory, Publication, StoredFiles
-from inference_svc.memory.lines import commit, line
-from inference_svc.memory.lines.line_parts import PublishingLimits
-from inference_svc.memory.lines.line_states import Standing
-from inference_svc.memory.lines.lines import Lines, store_owed
+from inference_svc.memory.lines import line
+from inference_svc.memory.lines.lines import store_owed
 from inference_svc.memory.outcomes import SnapshotState
-from inference_svc.memory.publishing import copies
-from inference_svc.memory.publishing.copies import Copies
 from inference_svc.memory.recall import Recall
-from inference_svc.memory.service_stats import ServiceStats
-from inference_svc.memory.store.answers import NO_HEAD, AgentHeads, Head, LeaseGrant, Version
+from inference_svc.memory.store.answers import NO_HEAD, Head, Version
 from inference_svc.model.model_host import MemoriesLeft
-from inference_svc.text.prefix_matching import RememberedText
-from inference_svc.text.sequence_state import SequenceState
-from inference_svc.text.token_ids import TokenIds
 from inference_svc.turns.turn_ending import TurnEnding
-from tests.inference.turns.parts import line_parts, parts_of
-
-KEY = AgentKey("default", "a")
-LAYER = identity_pb2.LayerLayout(kind=identity_pb2.LAYER_KIND_FULL, kv_heads=1, key_dim=64, value_dim=64)
-POLICY = identity_pb2.KvPolicy(
-    key_bits=4, value_bits=4, group_size=64, scale_type="SCALE_TYPE_FLOAT16", key_rotation="KEY_ROTATION_NONE"
+from tests.inference.service.memories.publication_world import (
+    KEY,
+    OTHERS,
+    House,
+    remembered,
+    run,
+    taken,
 )
-IDENTITY = identity_pb2.KvIdentity(weights_digest="ab" * 32, layers=[LAYER], policy=POLICY)
-OTHERS = Head(7, Digest.of(b"another writer's"), 6)
-
-
-class Pinned:
-    """A memory that the engine keeps, whole in its first piece."""
-
-    def __init__(self, first: Snapshot) -> None:
-        self.state = first.state
-        self.first: Snapshot | None = first
-        self.is_released = False
-        self.piece: Any = lambda *_asked: _done(first)
-
-    def take_first(self) -> Snapshot | None:
-        first, self.first = self.first, None
-        return first
-
-    def goes_as(self, _owed: object) -> None:
-        pass
-
-    def release(self) -> None:
-        self.is_released = True
-
-
-def _done(piece: Snapshot) -> "Future[Snapshot]":
-    copied: Future[Snapshot] = Future()
-    copied.set_result(piece)
-    return copied
-
-
-class Engine:
-    """One hot memory, and whatever snapshot it is told to give."""
-
-    is_copied_by_threads = False
-
-    def __init__(self) -> None:
-        self.model = SimpleNamespace(
-            kv_identity=IDENTITY,
-            kv_identity_hash="cd" * 32,
-            kv_bytes_per_token=100,
-            tokenizer_digest="",
-            template_digest="",
-        )
-        self.hot: Any = None
-        self.taken: Future[Snapshot | None] = Future()
-
-    def hot_memory(self, _key: AgentKey) -> Any:
-        return self.hot
-
-    def drop_hot(self, _key: AgentKey) -> None:
-        self.hot = None
-
-    def hot_tag(self, _key: AgentKey) -> Any:
-        return self.hot.tag if self.hot is not None else None
-
-    def hot_keys(self) -> set[AgentKey]:
-        return {KEY} if self.hot is not None else set()
-
-    def pin(self, _key: AgentKey, _first_block: int, _most: int, stored_windows: Mapping[int, range]) -> "Future[Any]":
-        assert not stored_windows
-        return pinning(self.taken)
-
-
-def pinning(taken: "Future[Snapshot | None]") -> "Future[Any]":
-    """What the engine answers who asks for a memory whose only piece is this."""
-    asked: Future[Any] = Future()
-    if taken.cancelled():
-        asked.cancel()
-    elif taken.exception() is not None:
-        asked.set_exception(cast("BaseException", taken.exception()))
-    else:
-        piece = taken.result()
-        asked.set_result(None if piece is None else Pinned(piece))
-    return asked
-
-
-class Store:
-    """A line with a compare-and-swap; `lost_answers` commits take effect and are not heard of."""
-
-    is_reachable = True
-
-    def __init__(self, head: Head = NO_HEAD) -> None:
-        self.head = head
-        self.lost_answers = 0
-        self.goes_away = False  # with the answer
-        self.refusals: list[Exception] = []
-        self.taken_back = False
-        self.stored: list[Digest] = []  # by turns, since any turn of a test began
-        self.leases: list[object] = []  # that commits brought
-        self.bases: list[object] = []  # likewise
-        self.manifests = 0  # written
-        self.generation = 2  # of the lease that it grants
-        self.up = asyncio.Event()
-        self.up.set()
-
-    def has_moved_within(self, _seconds: float) -> bool:
-        return False
-
-    async def acquire_lease(self, *_asked: object, **_how: object) -> LeaseGrant:
-        return LeaseGrant(self.generation, self.head)
-
-    async def until_reachable(self) -> None:
-        await self.up.wait()
-
-    async def until_unreachable(self) -> None:
-        await asyncio.Event().wait()
-
-    async def write_tensors(self, files: list[bytes], _timeout_s: float, *_known: object) -> tuple[list[Digest], int]:
-        return [Digest.of(data) for data in files], 0
-
-    async def write_manifest(self, _manifest: bytes, _timeout_s: float) -> None:
-        self.manifests += 1
-
-    async def heads(self, *_asked: object) -> AgentHeads:
-        return AgentHeads(self.head, None)
-
-    async def was_taken_back(self, *_asked: object) -> bool:
-        return self.taken_back
-
-    async def was_changed(self, _agent: str, _since: object, own: Collection[Digest]) -> bool:
-        return not set(self.stored) <= set(own)
-
-    async def commit(self, _agent: str, digest: Digest, parent: Version, _timeout_s: float, **how: object) -> Head:
-        self.leases.append(how.get("lease"))
-        self.bases.append(how.get("base_version"))
-        if self.refusals:
-            raise self.refusals.pop()
-        if (self.head.manifest, self.head.parent_version) == (digest, parent.number):
-            return self.head
-        if parent != self.head.identity:
-            raise errors.Conflict("moved", metadata={"head_version": str(self.head.version)})
-        self.head = Head(parent.number + 1, digest, parent.number)
-        self.stored.append(digest)
-        if self.lost_answers:
-            self.lost_answers -= 1
-            if self.goes_away:
-                self.up.clear()
-            raise errors.Unavailable("the answer was lost")
-        return self.head
-
-
-class House:
-    def __init__(self, head: Head = NO_HEAD, timeout_s: float = 5.0, max_held_bytes: int = 1 << 20) -> None:
-        self.engine: Any = Engine()
-        self.store: Any = Store(head)
-        ticks = iter(range(1, 1000))
-        limits = PublishingLimits(commit_wait_s=3, timeout_s=timeout_s, head_budget_s=2)
-        self.copies, self.stats = Copies(self.engine, SharedRoom(max_held_bytes)), ServiceStats(0.0)
-        parts = line_parts(
-            engine=self.engine, copies=self.copies, limits=limits, stats=self.stats, now_ms=lambda: next(ticks)
-        )
-        self.lines = Lines(KEY.namespace, self.store, parts)
-        self.line = self.lines.line(KEY.agent_id)
-
-    def publish(self, memory: AgentMemory, previous: AgentMemory | None = None) -> asyncio.Task[Any]:
-        asked: Future[Snapshot | None] = Future()
-        asked.set_result(taken(memory))
-        return self.line.publish(memory, pinning(asked), previous)
-
-
-def remembered(text: str, head: Head | None, expected_version: int | None = None) -> AgentMemory:
-    publication = Publication(Standing(head, expected_version=expected_version))
-    transcript = RememberedText(text, TokenIds([1] * len(text)), [1] * len(text))
-    return AgentMemory(transcript, (), manifest_pb2.Turn(), 0, "", publication)
-
-
-def taken(memory: AgentMemory) -> Any:
-    state = SequenceState(memory.transcript.token_ids, tuple(memory.transcript.token_chars), 0)
-    tail: Any = (None, memory.transcript.text.encode())
-    return Snapshot(0, (), tail, state)
-
-
-def run(scenario: Callable[[], Awaitable[None]]) -> None:
-    async def bounded() -> None:
-        await asyncio.wait_for(scenario(), 10)
-
-    asyncio.run(bounded())
+from tests.inference.turns.parts import parts_of
 
 
 def test_a_commit_whose_answer_was_lost_is_not_another_writers() -> None:
@@ -511,146 +321,6 @@ def test_what_a_newer_turn_wrote_is_never_sent_under_an_older_memorys_words(
         house.engine.hot = SimpleNamespace(tag=memory)
         house.engine.taken.set_result(taken(remembered(hot_text, NO_HEAD)))
         assert (await house.publish(memory)).state is expected
-
-    run(scenario)
-
-
-class LongMemory(Engine):
-    """A hot memory of many blocks, copied in pieces, and what was held whenever a piece was taken."""
-
-    def __init__(self, blocks: int) -> None:
-        super().__init__()
-        self.ids = TokenIds(range(blocks * BLOCK_TOKENS + 1))
-        self.most_held = 0
-        self.held: SharedRoom | None = None
-        self.pins: list[Any] = []
-
-    def pin(self, _key: AgentKey, first_block: int, most: int, _stored_windows: Mapping[int, range]) -> "Future[Any]":
-        asked: Future[Any] = Future()
-        first = self._piece(first_block, most).result()
-        assert first is not None
-        pinned: Any = Pinned(first)
-        pinned.piece = lambda first, most, _windows: self._piece(None if pinned.is_released else first, most)
-        self.pins.append(pinned)
-        asked.set_result(pinned)
-        return asked
-
-    @property
-    def _state(self) -> SequenceState:
-        return SequenceState(self.ids, (1,) * len(self.ids), 0)
-
-    def _piece(self, first_block: int | None, most: int) -> "Future[Snapshot | None]":
-        asked: Future[Snapshot | None] = Future()
-        if first_block is None:
-            asked.set_result(None)
-            return asked
-        assert self.held is not None
-        self.most_held = max(self.most_held, self.held.held_units)
-        end = len(self.ids) // BLOCK_TOKENS
-        last = min(first_block + most, end)
-        files: Any = tuple((None, bytes([block]) * 1000) for block in range(first_block, last))
-        tail: Any = (None, b"tail") if last == end else None
-        asked.set_result(Snapshot(first_block, files, tail, self._state))
-        return asked
-
-
-def long_house(blocks: int, max_held_bytes: int, monkeypatch: pytest.MonkeyPatch) -> tuple[House, AgentMemory]:
-    """Pieces of two blocks, and room for five."""
-    house = House(max_held_bytes=max_held_bytes)
-    engine: Any = LongMemory(blocks)
-    engine.held = house.copies.held
-    engine.model.kv_bytes_per_token = 1000 // BLOCK_TOKENS + 1
-    monkeypatch.setattr(copies, "_PIECE_BYTES", 2 * BLOCK_TOKENS * engine.model.kv_bytes_per_token)
-    house.engine = house.copies._engine = engine
-    parts = replace(house.lines._parts, engine=engine)
-    house.line._parts = house.line.lease._parts = parts
-    transcript = RememberedText("x" * len(engine.ids), engine.ids, (1,) * len(engine.ids))
-    memory = AgentMemory(transcript, (), manifest_pb2.Turn(), 0, "", Publication(Standing(NO_HEAD)))
-    engine.hot = SimpleNamespace(tag=memory)
-    return house, memory
-
-
-def publish_long(house: House, memory: AgentMemory) -> asyncio.Task[Any]:
-    return house.line.publish(memory, house.copies.pin(KEY, len(memory.files.blocks), {}))
-
-
-BLOCKS = [Digest.of(bytes([block]) * 1000) for block in range(40)]
-
-
-def test_a_memory_larger_than_what_may_wait_goes_to_the_store_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def scenario() -> None:
-        house, memory = long_house(40, 5000, monkeypatch)
-        outcome = await publish_long(house, memory)
-        assert (outcome.state, outcome.version) == (SnapshotState.COMMITTED, 1)
-        assert house.engine.most_held <= 5000
-        assert memory.files.blocks == BLOCKS
-        assert memory.files.tail == Digest.of(b"tail")
-        assert house.copies.held.held_units == 0
-        assert all(pinned.is_released for pinned in house.engine.pins)
-
-    run(scenario)
-
-
-def test_a_store_that_cuts_each_piece_in_turn_gets_the_memory_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing that it has is sent again, and none of it is kept in RAM meanwhile."""
-
-    async def scenario() -> None:
-        house, memory = long_house(40, 5000, monkeypatch)
-        write_tensors, cut = house.store.write_tensors, set[bytes]()
-
-        async def cutting(files: list[bytes], stall_s: float, *_known: object) -> tuple[list[Digest], int]:
-            if files[0] not in cut:
-                cut.add(files[0])
-                raise errors.Unavailable("cut")
-            return cast("tuple[list[Digest], int]", await write_tensors(files, stall_s))
-
-        house.store.write_tensors = cutting
-        monkeypatch.setattr(commit, "LOOK_S", 0.001)
-        monkeypatch.setattr(commit, "RETRY_S", 0.001)
-        assert (await publish_long(house, memory)).state is SnapshotState.COMMITTED
-        assert memory.files.blocks == BLOCKS
-        assert house.engine.most_held <= 5000
-        assert house.copies.held.held_units == 0
-
-    run(scenario)
-
-
-def test_memories_that_wait_for_the_one_before_hold_no_room_that_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def scenario() -> None:
-        house, memory = long_house(40, 3000, monkeypatch)
-        house.store.up.clear()
-        first = publish_long(house, memory)
-        later = replace(memory, publication=Publication(Standing(NO_HEAD)), files=StoredFiles())
-        asked = house.copies.pin(KEY, 0, {})
-        second = house.line.publish(later, asked, memory)
-        await asyncio.sleep(0.01)
-        house.store.up.set()
-        assert [(await task).version for task in (first, second)] == [1, 2]
-        assert house.copies.held.held_units == 0
-
-    run(scenario)
-
-
-def test_a_memory_whose_room_was_wanted_fails_with_a_reason_and_its_successor_knows_what_it_follows(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    async def scenario() -> None:
-        house, memory = long_house(40, 5000, monkeypatch)
-        first = remembered("one", NO_HEAD)
-        assert (await house.publish(first)).version == 1
-        house.engine.hot = None
-        asked = house.copies.pin(KEY, 0, {})
-        house.engine.pins[-1].release()
-        outcome = await house.line.publish(memory, asked, first)
-        assert outcome.state is SnapshotState.FAILED
-        assert "dropped" in outcome.reason
-        assert house.copies.held.held_units == 0
-        # The version that is there is the one that it, and whatever extends it, follows.
-        assert memory.publication.standing.head == first.publication.standing.head == house.store.head
-        following = remembered("two", NO_HEAD)
-        assert (await house.publish(following, memory)).version == 2
-        counters = house.stats.of(KEY.namespace)
-        assert counters.publications == {SnapshotState.COMMITTED: 2, SnapshotState.FAILED: 1}
 
     run(scenario)
 

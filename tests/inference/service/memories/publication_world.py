@@ -1,0 +1,216 @@
+"""An engine with a memory, a store and a house of lines, as values in RAM: for tests of publications."""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Collection, Mapping
+from concurrent.futures import Future
+from types import SimpleNamespace
+from typing import Any, cast
+
+from kvasir import errors
+from kvasir.cachestore.v1 import identity_pb2, manifest_pb2
+from kvasir.formats.digest import Digest
+from kvasir.server.shared_room import SharedRoom
+
+from inference_svc.engine.api import AgentKey, Snapshot
+from inference_svc.memory.agent_memory import AgentMemory, Publication
+from inference_svc.memory.lines.line_parts import PublishingLimits
+from inference_svc.memory.lines.line_states import Standing
+from inference_svc.memory.lines.lines import Lines
+from inference_svc.memory.publishing.copies import Copies
+from inference_svc.memory.service_stats import ServiceStats
+from inference_svc.memory.store.answers import NO_HEAD, AgentHeads, Head, LeaseGrant, Version
+from inference_svc.text.prefix_matching import RememberedText
+from inference_svc.text.sequence_state import SequenceState
+from inference_svc.text.token_ids import TokenIds
+from tests.inference.turns.parts import line_parts
+
+KEY = AgentKey("default", "a")
+
+
+LAYER = identity_pb2.LayerLayout(kind=identity_pb2.LAYER_KIND_FULL, kv_heads=1, key_dim=64, value_dim=64)
+
+
+POLICY = identity_pb2.KvPolicy(
+    key_bits=4, value_bits=4, group_size=64, scale_type="SCALE_TYPE_FLOAT16", key_rotation="KEY_ROTATION_NONE"
+)
+
+
+IDENTITY = identity_pb2.KvIdentity(weights_digest="ab" * 32, layers=[LAYER], policy=POLICY)
+
+
+OTHERS = Head(7, Digest.of(b"another writer's"), 6)
+
+
+class Pinned:
+    """A memory that the engine keeps, whole in its first piece."""
+
+    def __init__(self, first: Snapshot) -> None:
+        self.state = first.state
+        self.first: Snapshot | None = first
+        self.is_released = False
+        self.piece: Any = lambda *_asked: _done(first)
+
+    def take_first(self) -> Snapshot | None:
+        first, self.first = self.first, None
+        return first
+
+    def goes_as(self, _owed: object) -> None:
+        pass
+
+    def release(self) -> None:
+        self.is_released = True
+
+
+def _done(piece: Snapshot) -> "Future[Snapshot]":
+    copied: Future[Snapshot] = Future()
+    copied.set_result(piece)
+    return copied
+
+
+class Engine:
+    """One hot memory, and whatever snapshot it is told to give."""
+
+    is_copied_by_threads = False
+
+    def __init__(self) -> None:
+        self.model = SimpleNamespace(
+            kv_identity=IDENTITY,
+            kv_identity_hash="cd" * 32,
+            kv_bytes_per_token=100,
+            tokenizer_digest="",
+            template_digest="",
+        )
+        self.hot: Any = None
+        self.taken: Future[Snapshot | None] = Future()
+
+    def hot_memory(self, _key: AgentKey) -> Any:
+        return self.hot
+
+    def drop_hot(self, _key: AgentKey) -> None:
+        self.hot = None
+
+    def hot_tag(self, _key: AgentKey) -> Any:
+        return self.hot.tag if self.hot is not None else None
+
+    def hot_keys(self) -> set[AgentKey]:
+        return {KEY} if self.hot is not None else set()
+
+    def pin(self, _key: AgentKey, _first_block: int, _most: int, stored_windows: Mapping[int, range]) -> "Future[Any]":
+        assert not stored_windows
+        return pinning(self.taken)
+
+
+def pinning(taken: "Future[Snapshot | None]") -> "Future[Any]":
+    """What the engine answers who asks for a memory whose only piece is this."""
+    asked: Future[Any] = Future()
+    if taken.cancelled():
+        asked.cancel()
+    elif taken.exception() is not None:
+        asked.set_exception(cast("BaseException", taken.exception()))
+    else:
+        piece = taken.result()
+        asked.set_result(None if piece is None else Pinned(piece))
+    return asked
+
+
+class Store:
+    """A line with a compare-and-swap; `lost_answers` commits take effect and are not heard of."""
+
+    is_reachable = True
+
+    def __init__(self, head: Head = NO_HEAD) -> None:
+        self.head = head
+        self.lost_answers = 0
+        self.goes_away = False  # with the answer
+        self.refusals: list[Exception] = []
+        self.taken_back = False
+        self.stored: list[Digest] = []  # by turns, since any turn of a test began
+        self.leases: list[object] = []  # that commits brought
+        self.bases: list[object] = []  # likewise
+        self.manifests = 0  # written
+        self.generation = 2  # of the lease that it grants
+        self.up = asyncio.Event()
+        self.up.set()
+
+    def has_moved_within(self, _seconds: float) -> bool:
+        return False
+
+    async def acquire_lease(self, *_asked: object, **_how: object) -> LeaseGrant:
+        return LeaseGrant(self.generation, self.head)
+
+    async def until_reachable(self) -> None:
+        await self.up.wait()
+
+    async def until_unreachable(self) -> None:
+        await asyncio.Event().wait()
+
+    async def write_tensors(self, files: list[bytes], _timeout_s: float, *_known: object) -> tuple[list[Digest], int]:
+        return [Digest.of(data) for data in files], 0
+
+    async def write_manifest(self, _manifest: bytes, _timeout_s: float) -> None:
+        self.manifests += 1
+
+    async def heads(self, *_asked: object) -> AgentHeads:
+        return AgentHeads(self.head, None)
+
+    async def was_taken_back(self, *_asked: object) -> bool:
+        return self.taken_back
+
+    async def was_changed(self, _agent: str, _since: object, own: Collection[Digest]) -> bool:
+        return not set(self.stored) <= set(own)
+
+    async def commit(self, _agent: str, digest: Digest, parent: Version, _timeout_s: float, **how: object) -> Head:
+        self.leases.append(how.get("lease"))
+        self.bases.append(how.get("base_version"))
+        if self.refusals:
+            raise self.refusals.pop()
+        if (self.head.manifest, self.head.parent_version) == (digest, parent.number):
+            return self.head
+        if parent != self.head.identity:
+            raise errors.Conflict("moved", metadata={"head_version": str(self.head.version)})
+        self.head = Head(parent.number + 1, digest, parent.number)
+        self.stored.append(digest)
+        if self.lost_answers:
+            self.lost_answers -= 1
+            if self.goes_away:
+                self.up.clear()
+            raise errors.Unavailable("the answer was lost")
+        return self.head
+
+
+class House:
+    def __init__(self, head: Head = NO_HEAD, timeout_s: float = 5.0, max_held_bytes: int = 1 << 20) -> None:
+        self.engine: Any = Engine()
+        self.store: Any = Store(head)
+        ticks = iter(range(1, 1000))
+        limits = PublishingLimits(commit_wait_s=3, timeout_s=timeout_s, head_budget_s=2)
+        self.copies, self.stats = Copies(self.engine, SharedRoom(max_held_bytes)), ServiceStats(0.0)
+        parts = line_parts(
+            engine=self.engine, copies=self.copies, limits=limits, stats=self.stats, now_ms=lambda: next(ticks)
+        )
+        self.lines = Lines(KEY.namespace, self.store, parts)
+        self.line = self.lines.line(KEY.agent_id)
+
+    def publish(self, memory: AgentMemory, previous: AgentMemory | None = None) -> asyncio.Task[Any]:
+        asked: Future[Snapshot | None] = Future()
+        asked.set_result(taken(memory))
+        return self.line.publish(memory, pinning(asked), previous)
+
+
+def remembered(text: str, head: Head | None, expected_version: int | None = None) -> AgentMemory:
+    publication = Publication(Standing(head, expected_version=expected_version))
+    transcript = RememberedText(text, TokenIds([1] * len(text)), [1] * len(text))
+    return AgentMemory(transcript, (), manifest_pb2.Turn(), 0, "", publication)
+
+
+def taken(memory: AgentMemory) -> Any:
+    state = SequenceState(memory.transcript.token_ids, tuple(memory.transcript.token_chars), 0)
+    tail: Any = (None, memory.transcript.text.encode())
+    return Snapshot(0, (), tail, state)
+
+
+def run(scenario: Callable[[], Awaitable[None]]) -> None:
+    async def bounded() -> None:
+        await asyncio.wait_for(scenario(), 10)
+
+    asyncio.run(bounded())
