@@ -29,7 +29,7 @@ from inference_svc.memory.lines.line_lease import MOVED
 from inference_svc.memory.lines.line_states import Stage, Standing
 from inference_svc.memory.lines.lines import Lines
 from inference_svc.memory.outcomes import Miss, MissReason, Source
-from inference_svc.memory.store.answers import NO_HEAD, NO_SETTINGS, AgentSettings, Head, StoreMiss
+from inference_svc.memory.store.answers import NO_HEAD, NO_SETTINGS, AgentHeads, AgentSettings, Head, StoreMiss
 from inference_svc.memory.store.patience import Budget
 from inference_svc.memory.store.remote_cache import RemoteCache
 
@@ -127,11 +127,11 @@ class Recall:
             await _wait(running, budget)
         try:
             heads = await store.heads(key.agent_id, self._engine.model.kv_identity_hash, budget)
-            newest, settings = (heads.newest, heads.settings) if heads is not None else (NO_HEAD, NO_SETTINGS)
+            newest = heads.newest
             if hot is not None and await line.may_use(hot.publication.standing, newest.identity, budget):
                 if not hot.publication.is_running:
                     hot.publication.standing = hot.publication.standing.found(newest)
-                return Recollection(hot, Source.HOT, newest, settings=settings)
+                return Recollection(hot, Source.HOT, newest, settings=heads.settings)
             standing = hot.publication.standing if hot is not None else None
             is_begun = standing is not None and standing.is_begun and newest == NO_HEAD
             is_undecided = standing is None or standing.follows is None or is_begun
@@ -143,9 +143,7 @@ class Recall:
             if hot is not None:
                 self._engine.drop_hot(key)
             if newest.manifest is not None:
-                found = replace(await self._warm(store, key, newest, budget), settings=settings)
-                own_line = heads.own_line if heads is not None else None
-                return found if own_line is None else await self._beside_own_line(found, store, key, own_line, budget)
+                return await self._newest_of(heads, store, key, budget)
         except StoreMiss as error:
             hot = self._hot(key)
             if hot is not None and line.proves(hot.publication.standing):
@@ -207,13 +205,12 @@ class Recall:
             return Recollection(memory, Source.COLD, head, Miss(MissReason.MANIFEST_INVALID, unfit))
         return Recollection(memory, Source.WARM, head)
 
-    async def _beside_own_line(
-        self, found: Recollection, store: RemoteCache, key: AgentKey, head: Head, budget: Budget
-    ) -> Recollection:
+    async def _newest_of(self, heads: AgentHeads, store: RemoteCache, key: AgentKey, budget: Budget) -> Recollection:
         """The newest memory, with what the line of this KV identity has of it, if that can be read."""
-        if found.memory is None:
+        found = replace(await self._warm(store, key, heads.newest, budget), settings=heads.settings)
+        if heads.own_line is None or found.memory is None:
             return found
-        own_line = await self._warm(store, key, head, budget)
+        own_line = await self._warm(store, key, heads.own_line, budget)
         return found if own_line.kv_from is Source.COLD else replace(found, own_line=replace(own_line, miss=found.miss))
 
     def _read(self, manifest: manifest_pb2.Manifest, head: Head) -> AgentMemory:

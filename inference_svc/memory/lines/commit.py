@@ -20,7 +20,7 @@ from inference_svc.memory.lines.line_parts import LineParts
 from inference_svc.memory.lines.line_states import Changes, Doubt, Standing
 from inference_svc.memory.outcomes import SnapshotOutcome, SnapshotState
 from inference_svc.memory.publishing.memory_files import MemoryFiles
-from inference_svc.memory.store.answers import NO_HEAD, Head, StoreMiss
+from inference_svc.memory.store.answers import Head, StoreMiss
 from inference_svc.memory.store.patience import Budget
 from inference_svc.memory.store.remote_cache import RemoteCache
 
@@ -144,8 +144,8 @@ class Commit:
 
     async def _newest(self) -> Head:
         budget = Budget(self.parts.limits.head_budget_s, 1.0, self.parts.clock)
-        heads = await self.store.heads(self.key.agent_id, self.parts.engine.model.kv_identity_hash, budget)
-        return heads.newest if heads is not None else NO_HEAD
+        hash_ = self.parts.engine.model.kv_identity_hash
+        return (await self.store.heads(self.key.agent_id, hash_, budget)).newest
 
     # --- the commit ---
 

@@ -68,8 +68,8 @@ NO_SETTINGS = AgentSettings()
 class AgentHeads:
     """The agent's newest version, and that of the line of this KV identity, where the agent's is of another."""
 
-    newest: Head
-    own_line: Head | None
+    newest: Head = NO_HEAD
+    own_line: Head | None = None
     settings: AgentSettings = NO_SETTINGS
 
 

@@ -68,12 +68,12 @@ class RemoteCache(StoreConnection):
 
     # --- reading: a failure is a StoreMiss ---
 
-    async def heads(self, agent_id: str, kv_identity_hash: str, budget: Budget) -> AgentHeads | None:
-        """The agent's newest version, under whichever KV identity; None when there is no such agent."""
+    async def heads(self, agent_id: str, kv_identity_hash: str, budget: Budget) -> AgentHeads:
+        """The agent's newest version, under whichever KV identity."""
         try:
             agent = await self._read(lambda: self.client.get_agent(agent_id), budget)
         except errors.NotFound:
-            return None
+            return AgentHeads()
         with answer_checked("the store's answer about the agent"):
             lines = [head_of(line) for line in agent.lines]
         newest = max(lines, key=lambda line: line.version, default=NO_HEAD)
