@@ -96,6 +96,16 @@ class Prepared:
 
 
 @dataclass(frozen=True, slots=True)
+class _Prompt:
+    """A prompt that is compared: `given` are its tokens where it came as tokens."""
+
+    namespace: str
+    text: str
+    given: Tokenized | None
+    generates: bool
+
+
+@dataclass(frozen=True, slots=True)
 class _Candidate:
     """A tokenization of the prompt, and the source of KV for its first `keep` tokens."""
 
@@ -167,19 +177,11 @@ class ReusePlanner:
         """
         if recollection.kv_from is Source.HOT and recollection.memory is not None:
             recollection = replace(recollection, memory=as_hot(recollection.memory))
-        planned_on = recollection
-        recollection, candidate = await self._best(namespace, recollection, text, given, generates)
-        miss = recollection.miss or _text_miss(recollection, candidate.match, text)
-        store = self._stores.get(namespace)
-        candidate, unstored = self._restorable(candidate, recollection, avoid)
-        miss = miss or unstored
-        if store is not None and avoid.files is None and avoid.has_windows and not self._engine.model.has_states:
-            candidate, shared_miss = await self._by_block_hashes(store, candidate, text, given, namespace, budget)
-            miss = miss or shared_miss
-        candidate, cheaper = self._cheaper(namespace, candidate)
-        miss = cheaper or miss
+        prompt, store = _Prompt(namespace, text, given, generates), self._stores.get(namespace)
+        candidate, miss = await self._candidate(prompt, recollection, avoid, store, budget)
         reuse, reading, read_miss = await self._reuse(candidate, avoid.files, store, budget, hold)
         kept = 0 if isinstance(reuse, Cold) else reuse.keep_tokens
+        blocks, windows = kept // BLOCK_TOKENS, candidate.files.windows
         return Prepared(
             text=text,
             tokens=candidate.tokens,
@@ -187,28 +189,38 @@ class ReusePlanner:
             source=candidate.source if kept else Source.COLD,
             match=candidate.match.outcome,
             miss=avoid.damage or read_miss or miss,
-            stored_blocks=tuple(candidate.files.blocks[: kept // BLOCK_TOKENS]),
-            stored_windows={
-                window: stored.before(kept // BLOCK_TOKENS) for window, stored in candidate.files.windows.items()
-            },
+            stored_blocks=tuple(candidate.files.blocks[:blocks]),
+            stored_windows={window: stored.before(blocks) for window, stored in windows.items()},
             shareable_tokens=candidate.shareable_tokens,
             reading=reading,
-            can_be_preempted=may_be_preempted(store, planned_on.memory, reuse),
+            can_be_preempted=may_be_preempted(store, recollection.memory, reuse),
         )
 
-    async def _best(
-        self, namespace: str, recollection: Recollection, text: str, given: Tokenized | None, generates: bool
-    ) -> tuple[Recollection, _Candidate]:
+    async def _candidate(
+        self, prompt: _Prompt, recollection: Recollection, avoid: Avoid, store: RemoteCache | None, budget: Budget
+    ) -> tuple[_Candidate, Miss | None]:
+        """The source of most of the prompt's KV, and why it is not more."""
+        recollection, candidate = await self._best(prompt, recollection)
+        miss = recollection.miss or _text_miss(recollection, candidate.match, prompt.text)
+        candidate, unstored = self._restorable(candidate, recollection, avoid)
+        miss = miss or unstored
+        if store is not None and avoid.files is None and avoid.has_windows and not self._engine.model.has_states:
+            candidate, shared_miss = await self._by_block_hashes(store, candidate, prompt, budget)
+            miss = miss or shared_miss
+        candidate, cheaper = self._cheaper(prompt.namespace, candidate)
+        return candidate, cheaper or miss
+
+    async def _best(self, prompt: _Prompt, recollection: Recollection) -> tuple[Recollection, _Candidate]:
         """Of the newest memory, an older one and this KV identity's own line, the one that has most of the prompt. The
         own line has the KV of the same tokens, up to where the newest memory parts from it.
         """
-        candidate = await self._by_text(namespace, recollection, text, given, generates)
+        candidate = await self._by_text(prompt, recollection)
         if recollection.base is not None:
-            older = await self._by_text(namespace, recollection.base, text, given, generates)
+            older = await self._by_text(prompt, recollection.base)
             if older.keep > candidate.keep:
                 recollection, candidate = recollection.base, older
         if (own_line := recollection.own_line) is not None:
-            found = await self._by_text(namespace, own_line, text, candidate.tokens, generates)
+            found = await self._by_text(replace(prompt, given=candidate.tokens), own_line)
             if found.keep > candidate.keep:
                 return own_line, replace(found, match=candidate.match)
         return recollection, candidate
@@ -229,9 +241,7 @@ class ReusePlanner:
             miss = miss or no_windows
         return candidate, miss
 
-    async def _by_text(
-        self, namespace: str, recollection: Recollection, text: str, given: Tokenized | None, generates: bool
-    ) -> _Candidate:
+    async def _by_text(self, prompt: _Prompt, recollection: Recollection) -> _Candidate:
         memory = recollection.memory
         # Token ids of another tokenizer would spell something else.
         is_ours = memory is not None and (
@@ -242,16 +252,17 @@ class ReusePlanner:
             )
         )
         transcript = memory.transcript if memory is not None and is_ours else NO_TEXT
-        if given is not None:
+        text, prompting = prompt.text, self._prompting
+        if (given := prompt.given) is not None:
             match, tokens = match_tokens(transcript, given.ids) if transcript.token_ids else NO_MATCH, given
-        elif not generates and transcript.token_ids and transcript.text == text:
+        elif not prompt.generates and transcript.token_ids and transcript.text == text:
             # Nothing follows it, so it need not end at a character's border.
             match = PrefixMatch(Outcome.EXACT, len(transcript.token_ids), len(text), len(text))
             tokens = Tokenized(transcript.token_ids, tuple(transcript.token_chars))
         else:
-            match, tokens = await self._prompting.run(namespace, lambda: matched(self._prompting, transcript, text))
+            match, tokens = await prompting.run(prompt.namespace, lambda: matched(prompting, transcript, text))
         # A generating turn computes at least one token, because its logits give the next token.
-        most = len(tokens.ids) - (1 if generates else 0)
+        most = len(tokens.ids) - (1 if prompt.generates else 0)
         keep = min(match.kept_tokens, most) if recollection.kv_from is not Source.COLD else 0
         fewest = FEWEST_RESTORED if recollection.kv_from is Source.WARM else 1
         if memory is None or keep < fewest:
@@ -260,25 +271,19 @@ class ReusePlanner:
         return _Candidate(tokens, keep, recollection.kv_from, match, known_ids, shareable, memory.files)
 
     async def _by_block_hashes(
-        self,
-        store: RemoteCache,
-        candidate: _Candidate,
-        text: str,
-        given: Tokenized | None,
-        namespace: str,
-        budget: Budget,
+        self, store: RemoteCache, candidate: _Candidate, prompt: _Prompt, budget: Budget
     ) -> tuple[_Candidate, Miss | None]:
         """Blocks in the store that a cold run would compute, if they cover at least one block beyond the candidate."""
         if len(candidate.tokens.ids) - 1 - candidate.keep < BLOCK_TOKENS:
             return candidate, None
         tokens = candidate.tokens
-        if candidate.match.kept_tokens and given is None:
-            tokens = await self._prompting.run(namespace, lambda: self._prompting.tokenize(text))
+        if candidate.match.kept_tokens and prompt.given is None:
+            tokens = await self._prompting.run(prompt.namespace, lambda: self._prompting.tokenize(prompt.text))
         kv_identity_hash, cell = self._engine.model.kv_identity_hash, self._engine.model.cell_tokens
         try:
             hashes = await off_loop(
                 len(tokens.ids) > _LONG_TOKENS,
-                lambda: block_hash_chain(namespace, kv_identity_hash, tokens.ids[: len(tokens.ids) - 1]),
+                lambda: block_hash_chain(prompt.namespace, kv_identity_hash, tokens.ids[: len(tokens.ids) - 1]),
             )
             groups = row_groups(self._engine.model.kv_identity)
             found = await store.find_prefix(kv_identity_hash, hashes, groups, budget) if hashes else FoundPrefix()

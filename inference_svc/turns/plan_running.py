@@ -1,7 +1,4 @@
-"""Plans a turn and runs the plan on the engine; plans again where the memory that it reuses went away in between.
-
-While a plan runs, it is lent what it needs: room, the block stream, the swap.
-"""
+"""Plans a turn and lets the plan run; plans again where the memory that it reuses went away in between."""
 
 import asyncio
 import contextlib

@@ -1,7 +1,8 @@
-"""Takes a turn's events from the engine: counts them, reports them to the reader, and sends full blocks ahead.
+"""Lets the engine run a plan, and takes its events: counts them, reports them to the reader, sends full blocks ahead.
 
-The MLX thread only hands events over (`HandOff`), with what it asked for at the turn's end. If the reader falls too far
-behind, its turn is ended here.
+A plan that runs borrows its room, the block stream and, once it is preempted, the swap. The MLX thread only hands
+events over (`HandOff`), with what it asked for at the turn's end. If the reader falls too far behind, its turn is ended
+here.
 """
 
 import asyncio
