@@ -16,7 +16,7 @@ from inference_svc.memory.store.patience import Budget
 from inference_svc.turns.engine_parts import EngineParts
 from inference_svc.turns.phases import Planned, Prompted, Ran
 from inference_svc.turns.progress import Progress
-from inference_svc.turns.prompts.prompt_text import check_length, rewind_point_chars
+from inference_svc.turns.prompts.texts import check_length, rewind_point_chars
 from inference_svc.turns.turn_data import TurnRequest
 from inference_svc.turns.turn_reporter import HandOff, TurnReporter
 

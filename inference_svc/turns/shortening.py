@@ -38,8 +38,7 @@ from inference_svc.turns.engine_parts import EngineParts
 from inference_svc.turns.phases import LaterShortening, Prompted, Recalled, Remembered
 from inference_svc.turns.plan_running import PlanRunner
 from inference_svc.turns.progress import Progress, TurnTiming
-from inference_svc.turns.prompts.prompt_text import prompt_text, shorter_of, with_messages
-from inference_svc.turns.prompts.reply_reading import reply_reader
+from inference_svc.turns.prompts.texts import prompt_text, reply_reader, shorter_of, with_messages
 from inference_svc.turns.turn_data import MessagesInput, Shortening, TurnRequest
 from inference_svc.turns.turn_ending import TurnEnding
 from inference_svc.turns.turn_reporter import counted

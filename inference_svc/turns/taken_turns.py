@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
@@ -28,7 +27,7 @@ from inference_svc.turns.engine_parts import EngineParts
 from inference_svc.turns.phases import BegunTurn, Planned, Prompted, Ran, Recalled
 from inference_svc.turns.plan_running import PlanRunner
 from inference_svc.turns.progress import Progress, TakenTurn, TurnPhase
-from inference_svc.turns.prompts.prompt_text import prompted
+from inference_svc.turns.prompts.texts import prompted
 from inference_svc.turns.turn_data import Continuation, TurnRequest
 
 # An engine that has given a turn away has released the line before. If it could not, its lease ends by itself.
@@ -251,7 +250,7 @@ class TakenTurns:
         if (store := self._parts.stores.get(request.namespace)) is None:
             return NEVER_MOVED
         try:
-            return await store.last_move(request.agent_id, Budget(_HANDED_ON_WAIT_S, 1.0, time.monotonic))
+            return await store.last_move(request.agent_id, _HANDED_ON_WAIT_S)
         except StoreMiss as error:
             raise _unreadable(request, error.miss.detail) from error
 

@@ -20,7 +20,7 @@ from inference_svc.turns.engine_parts import EngineParts
 from inference_svc.turns.phases import Planned, Ran, Remembered
 from inference_svc.turns.progress import Progress, TurnTiming
 from inference_svc.turns.prompts.continuing import may_follow
-from inference_svc.turns.prompts.reply_reading import remembered_reply, reply_again
+from inference_svc.turns.prompts.texts import remembered_reply, reply_again
 from inference_svc.turns.turn_data import Continuation, TurnDelta, TurnFinished, TurnStarted, Warmed
 
 _LOG = structlog.get_logger(__name__)

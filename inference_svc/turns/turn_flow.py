@@ -32,7 +32,7 @@ from inference_svc.turns.phases import Prompted, Ran, Recalled, Remembered
 from inference_svc.turns.plan_running import MemoryMovedError, PlanRunner, moved_away
 from inference_svc.turns.progress import Progress, Stop, TurnPhase
 from inference_svc.turns.prompts.continuing import Retry, retried
-from inference_svc.turns.prompts.prompt_text import prompted, recalled_by, with_difference
+from inference_svc.turns.prompts.texts import prompted, recalled_by, with_difference
 from inference_svc.turns.shortening import MemoryShortener
 from inference_svc.turns.taken_turns import TakenTurns
 from inference_svc.turns.turn_data import PromptInput, TurnRequest, TurnStarted, Warmed

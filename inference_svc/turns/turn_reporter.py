@@ -41,7 +41,7 @@ from inference_svc.turns.engine_parts import EngineParts
 from inference_svc.turns.phases import Planned, Ran
 from inference_svc.turns.progress import Progress, TakenTurn, TurnPhase
 from inference_svc.turns.prompts.continuing import of_text
-from inference_svc.turns.prompts.reply_reading import reply_reader
+from inference_svc.turns.prompts.texts import reply_reader
 from inference_svc.turns.turn_data import TurnDelta, TurnStarted
 
 _LOG = structlog.get_logger(__name__)

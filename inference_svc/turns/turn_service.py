@@ -10,7 +10,7 @@ from kvasir.server.shared_room import SharedRoom
 
 from inference_svc.turns.engine_parts import EngineParts
 from inference_svc.turns.progress import Outbox, Progress, TakenTurn, TurnTiming
-from inference_svc.turns.prompts.prompt_text import check_length, prompt_text
+from inference_svc.turns.prompts.texts import check_length, prompt_text
 from inference_svc.turns.turn_data import MessagesInput, TokensInput, TurnEvent, TurnFinished, TurnRequest
 from inference_svc.turns.turn_ending import TurnEnding
 from inference_svc.turns.turn_flow import TurnFlow

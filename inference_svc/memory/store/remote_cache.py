@@ -80,8 +80,9 @@ class RemoteCache(StoreConnection):
         ours = next((line for line in lines if line.kv_identity_hash == kv_identity_hash), None)
         return AgentHeads(newest, ours if ours != newest else None, settings_of(agent))
 
-    async def last_move(self, agent_id: str, budget: Budget) -> LastMove:
+    async def last_move(self, agent_id: str, within_s: float) -> LastMove:
         """By which move the agent came here last."""
+        budget = Budget(within_s, 1.0, self._clock)
         try:
             return last_move_of(await self._read(lambda: self.client.get_agent(agent_id), budget))
         except errors.NotFound:

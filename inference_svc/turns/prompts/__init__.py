@@ -1,1 +1,1 @@
-"""A turn's prompt, from its request and what its agent remembers; and the text of its reply."""
+"""The texts of a turn: its prompt, from its request and the memory of its agent; and its reply."""

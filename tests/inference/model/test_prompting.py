@@ -17,7 +17,7 @@ from inference_svc.model.prompting import Prompting
 from inference_svc.text.conversation import dialogue, render
 from inference_svc.text.given_json import GivenJson
 from inference_svc.text.token_text import TokenText
-from inference_svc.turns.prompts.prompt_text import prompted, recalled_by
+from inference_svc.turns.prompts.texts import prompted, recalled_by
 from inference_svc.turns.turn_data import MessagesInput, RequestOrigin, TurnRequest
 
 

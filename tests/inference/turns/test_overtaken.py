@@ -26,7 +26,7 @@ class Moving(Surroundings):
         self.is_read.set()
         return await super().newest(key, budget)
 
-    async def last_move(self, agent_id: str, budget: object) -> LastMove:
+    async def last_move(self, agent_id: str, within_s: float) -> LastMove:
         return self.last
 
 

@@ -27,7 +27,6 @@ from inference_svc.memory.lines.lines import Lines
 from inference_svc.memory.recall import Recall
 from inference_svc.memory.service_stats import ServiceStats
 from inference_svc.memory.store.answers import AgentSettings, LastMove, Version, last_move_of
-from inference_svc.memory.store.patience import Budget
 from inference_svc.model import kvasir_tiny
 from inference_svc.model.prompting import Tokenized
 from inference_svc.served_model import ServedModel, open_served
@@ -251,7 +250,7 @@ def test_a_taken_turn_has_the_settings_with_which_its_agent_came(
     line.manifest.hash, line.manifest.size_bytes = "0" * 64, 1
 
     async def work(served: ServedModel) -> None:
-        async def last_move(agent_id: str, budget: Budget) -> LastMove:
+        async def last_move(agent_id: str, within_s: float) -> LastMove:
             return last_move_of(came)
 
         taking = taking_one(served, "ada")
