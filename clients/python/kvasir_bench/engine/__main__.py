@@ -50,8 +50,6 @@ CASES: Mapping[str, Callable[[Lab], Case]] = {
     "matching": matching.run,
     "shared_prefix": shared_prefix.run,
 }
-PEERS = ("mlx-lm",)
-REPEATS = 5
 
 
 def chosen(only: Collection[str], *, has_peer: bool) -> list[str]:
@@ -100,8 +98,8 @@ def _arguments() -> argparse.Namespace:
     )
     parser.add_argument("--model", default="", help="directory or name; the shipped model if left out")
     parser.add_argument("--only", nargs="+", choices=tuple(CASES), metavar="CASE", help=f"of {', '.join(CASES)}")
-    parser.add_argument("--peer", choices=PEERS, help="measure this one too, in the same run")
-    parser.add_argument("--repeats", type=int, default=REPEATS, help="of every measurement (default %(default)s)")
+    parser.add_argument("--peer", choices=("mlx-lm",), help="measure this one too, in the same run")
+    parser.add_argument("--repeats", type=int, default=5, help="of every measurement (default %(default)s)")
     parser.add_argument("--quick", action="store_true", help="small and once, for a look")
     parser.add_argument("--lengths", type=_counts, default=(), help="contexts, with commas between; else each case's")
     parser.add_argument("--batches", type=_counts, default=(), help="rows that decode together, with commas between")

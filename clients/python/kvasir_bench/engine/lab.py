@@ -148,6 +148,11 @@ class Run:
         assert isinstance(self._last, Ended)
         return self._last
 
+    def ended(self) -> "Run":
+        """This turn, when it has ended; raises its error if it failed."""
+        self.end()
+        return self
+
     def cancel(self) -> float:
         """Cancel the turn; returns the seconds until its end was reported."""
         assert self._handle is not None
@@ -316,9 +321,7 @@ class Lab:
             self.start(second, reply, run=joined)
 
         running = Run(self.clock).when(lambda run: len(run.token_times) >= reply // 3, arrive)
-        for each in (self.start(first, reply, run=running), joined):
-            each.end()
-        return running, joined
+        return self.start(first, reply, run=running).ended(), joined.ended()
 
     def start(
         self,

@@ -5,15 +5,14 @@ from typing import Any
 
 from kvasir_bench.pictures import Picture, Plots
 
-_BY_POLICY = Picture("KL of the next token against exact KV, nats", "KV", ("KL",), is_log=True)
-
 
 def plots(results: Mapping[str, Any]) -> Plots:
     """A picture of the policies, and of the layers where they were measured."""
     note = f"{results['model']}, {results['compute_type']} on {results['device']}, by {results['material']}"
     ways = [*results["rungs"], *([results["mixed"]] if results.get("mixed") else []), *results["peers"]]
     policies = [{"KV": f"{way['name']}\n{way['bytes_per_token']} B", "KL": way["kl"]} for way in ways]
-    drawn = {"quality_policies": (_BY_POLICY, policies)}
+    by_policy = Picture("KL of the next token against exact KV, nats", "KV", ("KL",), is_log=True)
+    drawn = {"quality_policies": (by_policy, policies)}
     if layers := results.get("layers"):
         by_layer = Picture(f"KL of one layer under {layers['policy']}, all others exact, nats", "layer", ("KL",))
         drawn["quality_layers"] = (by_layer, [{"layer": str(row["layer"]), "KL": row["kl"]} for row in layers["rows"]])

@@ -42,21 +42,13 @@ def _round(lab: Lab, length: int, reply: int) -> Mapping[str, tuple[float, float
     token.
     """
     first, second = (lab.prompts.tokens(length, number) for number in (0, 1))
-    alone = _ended(lab.start(first, reply))
-    after = _ended(lab.start(second, reply))
+    alone, after = (lab.start(prompt, reply).ended() for prompt in (first, second))
     together = [lab.start(prompt, reply) for prompt in (first, second)]
-    for each in together:
-        each.end()
     return {
         SEQUENTIAL: _times(alone, after),
-        SIMULTANEOUS: _times(*together),
+        SIMULTANEOUS: _times(*(each.ended() for each in together)),
         STAGGERED: _times(*lab.start_together(first, second, reply)),
     }
-
-
-def _ended(run: Run) -> Run:
-    run.end()
-    return run
 
 
 def _times(first: Run, second: Run) -> tuple[float, float, float]:

@@ -40,10 +40,7 @@ def _round(lab: Lab) -> dict[str, float]:
     first, second = (lab.prompts.tokens(prompt_tokens, number) for number in (0, 1))
     third = reply_tokens // 3
     # One after the other: B arrives at the same point of A, and waits.
-    alone = lab.start(first, reply_tokens)
-    alone.end()
-    waited = lab.start(second, 1)
-    waited.end()
+    alone, waited = lab.start(first, reply_tokens).ended(), lab.start(second, 1).ended()
     running, joined = lab.start_together(first, second, reply_tokens)
     return {
         "sequential_s": alone.token_times[-1] - alone.token_times[third - 1] + waited.first_token_s,
