@@ -126,7 +126,7 @@ class Core(Storage):
 
     def report(self, change: CatalogChange, namespace: str, bodies: Iterable[EventBody]) -> None:
         """Write events, and wake their watchers once they are durable."""
-        change.add_events(self.history, namespace, bodies, self.now_unix_ms())
+        change.add_events(self.history, bodies, self.now_unix_ms())
         change.after_commit(lambda: self.watchers.wake(namespace))
 
     def promised(self, namespace: str, find: Callable[[CatalogView], Iterable[BlobEntry]]) -> list[BlobEntry]:
@@ -183,7 +183,7 @@ class Core(Storage):
         wanted = list(digests)
 
         def work(change: CatalogChange) -> None:
-            new = [digest for digest in wanted if change.set_damaged(namespace, digest, True)]
+            new = [digest for digest in wanted if change.set_damaged(digest, True)]
             self.report(change, namespace, [BlobDamaged(digest) for digest in new])
 
         if wanted:
@@ -223,7 +223,7 @@ class Core(Storage):
             raise damaged_error(digest, "it is in quarantine")
 
     def _find(self, namespace: str, digest: Digest) -> BlobEntry | None:
-        return self.catalog.read(namespace, lambda view: view.find_blob(namespace, digest))
+        return self.catalog.read(namespace, lambda view: view.find_blob(digest))
 
 
 def not_found(digest: Digest) -> NotFound:

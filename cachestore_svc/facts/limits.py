@@ -31,12 +31,12 @@ def check_hash(text: str, field: str = "kv_identity_hash") -> str:
     return text
 
 
-def check_query(namespace: str, agent_id: str, kv_identity_hash: str | None = None) -> LineQuery:
+def check_query(agent_id: str, kv_identity_hash: str | None = None) -> LineQuery:
     """The lines that these name. Raises InvalidArgument."""
     check_agent_id(agent_id)
     if kv_identity_hash is not None:
         check_hash(kv_identity_hash)
-    return LineQuery(namespace, agent_id, kv_identity_hash)
+    return LineQuery(agent_id, kv_identity_hash)
 
 
 def check_text(text: str, field: str) -> None:

@@ -96,10 +96,9 @@ class LineKey(NamedTuple):
 
 
 class LineQuery(NamedTuple):
-    """Asks for lines of an agent. Without a KV identity: for all of them or, where one is wanted, that of the newest
-    version."""
+    """Asks for lines of an agent of the operation's namespace. Without a KV identity: for all of them or, where one is
+    wanted, that of the newest version."""
 
-    namespace: str
     agent_id: str
     kv_identity_hash: str | None = None
 

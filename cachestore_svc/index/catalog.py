@@ -1,7 +1,7 @@
 """The port to the index: the operations of a catalog of blobs, agents, versions, leases and events.
 
 An operation is a function that the catalog runs in a transaction: it gets a `CatalogView` to read, or a `CatalogChange`
-to write as well, and it takes effect as a whole or not at all. Every implementation passes
+to write as well, of one namespace, and it takes effect as a whole or not at all. Every implementation passes
 tests/cachestore/any_backend.
 """
 
@@ -59,7 +59,7 @@ class Catalog(Protocol):
     is_migrated: bool  # opening it changed its form
 
     def read(self, namespace: str, work: Callable[[CatalogView], _Answer]) -> _Answer:
-        """The answer of `work`, asked for by the namespace (HOUSE: by the store itself)."""
+        """The answer of `work` about the namespace (HOUSE: about the store itself)."""
 
     def write(self, namespace: str, work: Callable[[CatalogChange], _Answer], *, frees_space: bool = False) -> _Answer:
         """The answer of `work`, once it is durable. All of it took effect, or, when this raises, nothing.

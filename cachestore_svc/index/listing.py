@@ -40,7 +40,9 @@ def page_size(asked: int) -> int:
     return min(asked or DEFAULT_PAGE_SIZE, MAX_PAGE_SIZE)
 
 
-def agents_page(catalog: Catalog, wanted: AgentFilter, size: int, token: str, default_retained: int) -> AgentPage:
+def agents_page(
+    catalog: Catalog, namespace: str, wanted: AgentFilter, size: int, token: str, default_retained: int
+) -> AgentPage:
     """Agents behind the token's place, in the order of their UTF-8 bytes, read a few at a time: a listing of
     a hundred thousand agents keeps no other operation waiting.
     """
@@ -51,9 +53,7 @@ def agents_page(catalog: Catalog, wanted: AgentFilter, size: int, token: str, de
     while True:
         # Few of the agents may have the labels: then a page of one would ask for one agent at a time.
         at_once = _AGENTS_AT_ONCE if wanted.labels else min(size - len(listed) + 1, _AGENTS_AT_ONCE)
-        looked_at, found = catalog.read(
-            wanted.namespace, partial(_agents_after, wanted, after, at_once, default_retained)
-        )
+        looked_at, found = catalog.read(namespace, partial(_agents_after, wanted, after, at_once, default_retained))
         for agent in found:
             left_bytes -= _size_bytes(agent)
             # A page has at least one, or it would never end.

@@ -71,7 +71,7 @@ class WriteBudget:
     def count(self, change: CatalogChange, namespace: str, size_bytes: int) -> None:
         """A blob of this size was written; within the operation that lists it."""
         day = self._now_unix_ms() // DAY_MS
-        change.count_written(namespace, day, size_bytes)
+        change.count_written(day, size_bytes)
 
         def counted() -> None:
             with self._lock:

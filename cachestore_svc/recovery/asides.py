@@ -53,7 +53,7 @@ def _sweep(core: Core, namespace: str) -> int:
     """How many files of a namespace were set aside."""
     blobs = core.blobs.of(namespace)
     listing = blobs.list()
-    listed = core.catalog.read(namespace, lambda view: view.hashes_of(namespace))
+    listed = core.catalog.read(namespace, lambda view: view.hashes_of())
     for hash_ in listing.parts:
         blobs.remove_part(hash_)
     unnamed = listing.blobs - listed
@@ -61,6 +61,6 @@ def _sweep(core: Core, namespace: str) -> int:
         core.set_aside(blobs, hash_)
     core.asides.update(listing.asides)
     if not listed <= listing.blobs:
-        whole = core.catalog.read(namespace, lambda view: view.whole_blobs(namespace))
+        whole = core.catalog.read(namespace, lambda view: view.whole_blobs())
         core.quarantine(namespace, [digest for digest in whole if digest.hash not in listing.blobs])
     return len(unnamed)

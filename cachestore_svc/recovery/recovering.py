@@ -222,7 +222,7 @@ class _Recovery:
         for start in range(0, len(digests), _PER_COMMIT):
             self._say(f"blobs of {space.name}", start, len(digests))
             batch = [(digest, self._facts_of(space, digest)) for digest in digests[start : start + _PER_COMMIT]]
-            catalog.write(HOUSE, partial(self._insert, space, batch))
+            catalog.write(space.name, partial(self._insert, space, batch))
 
     def _facts_of(self, space: _RebuiltNamespace, digest: Digest) -> BlobFacts:
         """The facts of a blob. One that is not whole is noted as damaged; its manifest then gives the facts."""
@@ -235,16 +235,16 @@ class _Recovery:
         return _as_named(named[0], named[1], space.identities[named[1]])
 
     def _insert(self, space: _RebuiltNamespace, batch: list[tuple[Digest, BlobFacts]], change: CatalogChange) -> None:
-        change.add_blobs(space.name, batch, self._now)
+        change.add_blobs(batch, self._now)
         for digest, _ in batch:
             if digest in space.damaged:
-                change.set_damaged(space.name, digest, True)
+                change.set_damaged(digest, True)
             if digest.hash in space.state.brought:
                 change.apply_changes(_cannot_read, [["brought", space.name, digest.hash, 1]])
 
     def _hold_versions(self, catalog: Catalog, space: _RebuiltNamespace) -> None:
         for batch in _batches(list(_versions_of(space.state))):
-            catalog.write(HOUSE, partial(_hold, space, batch))
+            catalog.write(space.name, partial(_hold, space, batch))
         for batch in _batches(list(space.state.agents.items())):
             catalog.write(HOUSE, partial(_describe, space, batch))
         for owners in _batches([["owner", space.name, *each] for each in _flat(space.state.owners)]):
@@ -309,7 +309,7 @@ def _hold(space: _RebuiltNamespace, batch: "list[tuple[str, VersionKey, Version]
         return facts, shared
 
     for agent, key, version in batch:
-        change.hold_version(read, space.name, agent, key, version)
+        change.hold_version(read, agent, key, version)
 
 
 def _describe(space: _RebuiltNamespace, batch: list[tuple[str, Agent]], change: CatalogChange) -> None:

@@ -18,7 +18,6 @@ from cachestore_svc.facts.records import (
     AgentUsage,
     Committed,
     Deletion,
-    LineQuery,
     SnapshotVersion,
 )
 from cachestore_svc.index import listing
@@ -48,19 +47,17 @@ class Agents:
         self._core.check_open(namespace)
         check_text(name_prefix, "name_prefix")
         check_labels(labels or {})
-        wanted = AgentFilter(namespace, name_prefix, labels or {})
+        wanted = AgentFilter(name_prefix, labels or {})
         kept = self._core.config.retained_versions
         size = listing.page_size(page_size)
-        page = listing.agents_page(self._core.catalog, wanted, size, page_token, kept)
+        page = listing.agents_page(self._core.catalog, namespace, wanted, size, page_token, kept)
         return AgentPage(tuple(self._expiring(namespace, agent) for agent in page.agents), page.next_page_token)
 
     def get(self, namespace: str, agent_id: str) -> AgentRecord:
         """One agent. Raises NotFound."""
         self._core.check_open(namespace)
         check_agent_id(agent_id)
-        return self._expiring(
-            namespace, self._core.catalog.read(namespace, lambda view: self._record(view, namespace, agent_id))
-        )
+        return self._expiring(namespace, self._core.catalog.read(namespace, lambda view: self._record(view, agent_id)))
 
     def update(
         self,
@@ -81,13 +78,13 @@ class Agents:
             check_range("retained_versions", retained_versions, 1, MAX_RETAINED_VERSIONS)
 
         def work(change: CatalogChange) -> AgentRecord:
-            check_writable(agent_id, change.ownership_of(namespace, agent_id))
-            before = self._record(change, namespace, agent_id).labels
+            check_writable(agent_id, change.ownership_of(agent_id))
+            before = self._record(change, agent_id).labels
             check_stays_itself(before, labels or {})
             removed = dict.fromkeys(before.keys() - {FIRST_MOVE}, "") if replaces_labels else {}
-            change.update_agent(namespace, agent_id, {**removed, **(labels or {})}, is_pinned, retained_versions)
+            change.update_agent(agent_id, {**removed, **(labels or {})}, is_pinned, retained_versions)
             self._core.report(change, namespace, [AgentUpdated(agent_id)])
-            return self._record(change, namespace, agent_id)
+            return self._record(change, agent_id)
 
         return self._expiring(namespace, self._core.catalog.write(namespace, work))
 
@@ -102,16 +99,16 @@ class Agents:
         """Start an agent whose first versions are those of another. Copies no blob. Raises NotFound, AlreadyExists, and
         FailedPrecondition (LEASE_HELD) while an engine may answer under the new name."""
         self._core.check_open(namespace)
-        source = check_query(namespace, source_agent_id, kv_identity_hash)
+        source = check_query(source_agent_id, kv_identity_hash)
         check_agent_id(agent_id)
 
         def work(change: CatalogChange) -> AgentRecord:
-            check_writable(agent_id, change.ownership_of(namespace, agent_id))
+            check_writable(agent_id, change.ownership_of(agent_id))
             made = change.fork_agent(source, agent_id, version, self._core.now_unix_ms())
             self._core.report(change, namespace, [Committed(snapshot) for snapshot in made])
-            return self._record(change, namespace, agent_id)
+            return self._record(change, agent_id)
 
-        return self._leases.taking_back(LineQuery(namespace, agent_id), work)
+        return self._leases.taking_back(namespace, agent_id, work)
 
     def roll_back(
         self,
@@ -124,16 +121,16 @@ class Agents:
         """Make an old version the newest again, as a new version. Raises NotFound, Conflict (head moved),
         FailedPrecondition (LEASE_HELD) while an engine may still answer from what is taken back."""
         self._core.check_open(namespace)
-        query = check_query(namespace, agent_id, kv_identity_hash)
+        query = check_query(agent_id, kv_identity_hash)
 
         def work(change: CatalogChange) -> SnapshotVersion:
-            check_writable(agent_id, change.ownership_of(namespace, agent_id))
+            check_writable(agent_id, change.ownership_of(agent_id))
             retained, now = self._core.config.retained_versions, self._core.now_unix_ms()
             snapshot = change.roll_back(query, version, expected_head, retained, now)
             self._core.report(change, namespace, [Committed(snapshot)])
             return snapshot
 
-        return self._leases.taking_back(LineQuery(namespace, agent_id), work)
+        return self._leases.taking_back(namespace, agent_id, work)
 
     def delete(self, namespace: str, agent_id: str, force: bool = False) -> Deletion:
         """Forget an agent and all its versions at once; of one that is another store's, the copy here. Raises NotFound,
@@ -143,24 +140,24 @@ class Agents:
         now = self._core.now_unix_ms()
 
         def work(change: CatalogChange) -> int:
-            known = change.ownership_of(namespace, agent_id)
+            known = change.ownership_of(agent_id)
             if known.is_on_its_way:
                 check_writable(agent_id, known)
-            unshared_bytes = change.forget_agent(namespace, agent_id, force, now)
+            unshared_bytes = change.forget_agent(agent_id, force, now)
             self._core.report(change, namespace, [AgentDeleted(agent_id)])
             return unshared_bytes
 
-        unshared_bytes = self._leases.taking_back(LineQuery(namespace, agent_id), work, frees_space=True)
+        unshared_bytes = self._leases.taking_back(namespace, agent_id, work, frees_space=True)
         return Deletion(gone_by(now, self._core.grace_ms), unshared_bytes)
 
     def usage(self, namespace: str, agent_id: str) -> AgentUsage:
         """The bytes behind an agent's versions, and which of them are shared. Raises NotFound."""
         self._core.check_open(namespace)
         check_agent_id(agent_id)
-        return self._core.catalog.read(namespace, lambda view: view.usage_of(namespace, agent_id))
+        return self._core.catalog.read(namespace, lambda view: view.usage_of(agent_id))
 
-    def _record(self, view: CatalogView, namespace: str, agent_id: str) -> AgentRecord:
-        return view.get_agent(namespace, agent_id, self._core.config.retained_versions)
+    def _record(self, view: CatalogView, agent_id: str) -> AgentRecord:
+        return view.get_agent(agent_id, self._core.config.retained_versions)
 
     def _expiring(self, namespace: str, agent: AgentRecord) -> AgentRecord:
         """The agent with the earliest time at which it may be deleted."""

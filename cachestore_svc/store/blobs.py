@@ -35,7 +35,7 @@ class Blobs:
         return [digest for some in slices for digest in self._missing_of(namespace, some)]
 
     def _missing_of(self, namespace: str, digests: Sequence[Digest]) -> list[Digest]:
-        found = self._core.promised(namespace, lambda view: view.find_blobs(namespace, digests).values())
+        found = self._core.promised(namespace, lambda view: view.find_blobs(digests).values())
         stored = {blob.digest for blob in found}
         return [digest for digest in digests if digest not in stored]
 
@@ -151,12 +151,12 @@ class Blobs:
         self._core.check_open(namespace)
         named: list[Digest] = []
         after = -1
-        while some := self._core.catalog.read(namespace, partial(_named_after, namespace, manifest, after)):
+        while some := self._core.catalog.read(namespace, partial(_named_after, manifest, after)):
             named += [digest for _, digest in some]
             after = some[-1][0]
         if manifest.size_bytes + sum(digest.size_bytes for digest in named) == total_bytes:
             return named
-        if not self._core.catalog.read(namespace, lambda view: view.is_held(namespace, manifest)):
+        if not self._core.catalog.read(namespace, lambda view: view.is_held(manifest)):
             raise NotFound("the version was given up meanwhile", reason="VERSION_NOT_FOUND")
         raise DataLoss(f"the index names other blobs of manifest {manifest} than it has", reason="INDEX_DAMAGED")
 
@@ -164,7 +164,7 @@ class Blobs:
         """Of the first digests, as many as are stored: whether each is whole, and not in quarantine. One operation.
         Raises NotFound for the first."""
         self._core.check_open(namespace)
-        found = self._core.catalog.read(namespace, lambda view: view.find_blobs(namespace, digests))
+        found = self._core.catalog.read(namespace, lambda view: view.find_blobs(digests))
         stored = takewhile(lambda digest: digest in found, digests)
         are_whole = [not found[digest].is_damaged for digest in stored]
         if digests and not are_whole:
@@ -184,11 +184,11 @@ class Blobs:
         return self._core.read_blob(namespace, digest, is_found=True)
 
     def _find(self, namespace: str, digest: Digest) -> BlobEntry | None:
-        return self._core.catalog.read(namespace, lambda view: view.find_blob(namespace, digest))
+        return self._core.catalog.read(namespace, lambda view: view.find_blob(digest))
 
 
-def _named_after(namespace: str, manifest: Digest, after: int, view: CatalogView) -> list[tuple[int, Digest]]:
-    return view.named_after(namespace, manifest, after, SLICE)
+def _named_after(manifest: Digest, after: int, view: CatalogView) -> list[tuple[int, Digest]]:
+    return view.named_after(manifest, after, SLICE)
 
 
 class _Register:
@@ -202,7 +202,7 @@ class _Register:
         size_bytes = sum(digest.size_bytes for digest, _ in blobs)
 
         def work(change: CatalogChange) -> list[bool]:
-            are_new = change.add_blobs(namespace, blobs, now)
+            are_new = change.add_blobs(blobs, now)
             self._core.write_budget.count(change, namespace, size_bytes)
             return are_new
 
@@ -212,4 +212,4 @@ class _Register:
         return are_new
 
     def has(self, namespace: str, digest: Digest) -> bool:
-        return self._core.catalog.read(namespace, lambda view: view.find_blob(namespace, digest)) is not None
+        return self._core.catalog.read(namespace, lambda view: view.find_blob(digest)) is not None

@@ -60,8 +60,8 @@ class Leases:
         held = list[LineKey]()
 
         def work(change: CatalogChange) -> Lease:
-            check_writable(agent_id, change.ownership_of(namespace, agent_id))
-            held[:] = change.held_leases(LineQuery(namespace, agent_id), self._core.leases)
+            check_writable(agent_id, change.ownership_of(agent_id))
+            held[:] = change.held_leases(LineQuery(agent_id), self._core.leases)
             token = change.acquire_lease(line, self._core.leases, owner, ttl_ms, begins_anew=begins_anew)
             return self._lease(change, line, token, ttl_ms)
 
@@ -85,7 +85,7 @@ class Leases:
         line, ttl_ms = self._line(namespace, agent_id, kv_identity_hash), _ttl_ms(ttl_s)
 
         def work(change: CatalogChange) -> Lease:
-            check_writable(agent_id, change.ownership_of(namespace, agent_id))
+            check_writable(agent_id, change.ownership_of(agent_id))
             change.renew_lease(line, self._core.leases, token, ttl_ms)
             return self._lease(change, line, token, ttl_ms)
 
@@ -117,7 +117,8 @@ class Leases:
 
     def taking_back(
         self,
-        query: LineQuery,
+        namespace: str,
+        agent_id: str,
         work: Callable[[CatalogChange], _Answer],
         *,
         frees_space: bool = False,
@@ -131,15 +132,15 @@ class Leases:
         def fenced(change: CatalogChange) -> _Answer:
             # A change that is refused for another reason waits for nobody.
             answer = work(change)
-            waited_for[:] = change.held_leases(query, self._core.leases)
-            change.fence_leases(query, self._core.leases)
+            waited_for[:] = change.held_leases(LineQuery(agent_id), self._core.leases)
+            change.fence_leases(LineQuery(agent_id), self._core.leases)
             return answer
 
         try:
-            return self._core.catalog.write(query.namespace, fenced, frees_space=frees_space)
+            return self._core.catalog.write(namespace, fenced, frees_space=frees_space)
         except FailedPrecondition as error:
             if error.reason == "LEASE_HELD":
-                self._ask(query.namespace, waited_for, takes_back=at_once)
+                self._ask(namespace, waited_for, takes_back=at_once)
             raise
 
     def _ask(self, namespace: str, lines: Sequence[LineKey], *, takes_back: bool) -> None:
@@ -152,7 +153,7 @@ class Leases:
             )
 
     def _lease(self, change: CatalogChange, line: LineKey, token: LeaseToken, ttl_ms: int) -> Lease:
-        newest = change.newest_of(LineQuery(line.namespace, line.agent_id))
+        newest = change.newest_of(LineQuery(line.agent_id))
         return Lease(token, self._core.now_unix_ms() + ttl_ms, newest)
 
     def _line(self, namespace: str, agent_id: str, kv_identity_hash: str) -> LineKey:

@@ -3,7 +3,6 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from kvasir.errors import NotFound
 from kvasir.formats.digest import Digest
 from kvasir.names import check_agent_id
 
@@ -71,18 +70,18 @@ class MoveSteps:
         """
 
         def work(change: CatalogChange) -> tuple[AgentRecord, Ownership]:
-            agent = change.get_agent(namespace, agent_id, self._core.config.retained_versions)
+            agent = change.get_agent(agent_id, self._core.config.retained_versions)
             may(agent.ownership)
             if is_bounded and agent.ownership.state is not OwnerState.MOVING:
-                facts, open_moves = change.count_owners(namespace, peer)
+                facts, open_moves = change.count_owners(peer)
                 self._check_room_of(peer, facts + (not agent.ownership.has_part([peer], may_move=True)), open_moves + 1)
             now = self._core.now_unix_ms()
             known = ownership.offered(
                 agent_id, agent.ownership, peer, move_id, generation, now, is_ordered=not is_bounded
             )
             if not agent.ownership.generation:
-                change.update_agent(namespace, agent_id, {ownership.FIRST_MOVE: move_id}, None, None)
-                agent = change.get_agent(namespace, agent_id, self._core.config.retained_versions)
+                change.update_agent(agent_id, {ownership.FIRST_MOVE: move_id}, None, None)
+                agent = change.get_agent(agent_id, self._core.config.retained_versions)
             self._changes.note(change, namespace, agent_id, known)
             return agent, known
 
@@ -115,21 +114,14 @@ class MoveSteps:
 
         def work(change: CatalogChange) -> Ownership:
             now = self._core.now_unix_ms()
-            exists = self._exists(change, namespace, agent_id)
-            known = ownership.arriving(
-                agent_id,
-                change.ownership_of(namespace, agent_id),
-                arriving.peer,
-                arriving.move_id,
-                arriving.generation,
-                now,
-                exists=exists,
-            )
+            known, exists = change.ownership_of(agent_id), change.newest_of(LineQuery(agent_id)) is not None
+            move = arriving.peer, arriving.move_id, arriving.generation
+            known = ownership.arriving(agent_id, known, *move, now, exists=exists)
             newest = self._receive_lines(change, namespace, arriving.lines, commits, now)
-            before = change.get_agent(namespace, agent_id, self._core.config.retained_versions)
+            before = change.get_agent(agent_id, self._core.config.retained_versions)
             labels = {**dict.fromkeys(before.labels, ""), **arriving.labels}
             kept = arriving.retained_versions if arriving.retained_versions != before.retained_versions else None
-            change.update_agent(namespace, agent_id, labels, arriving.is_pinned, kept)
+            change.update_agent(agent_id, labels, arriving.is_pinned, kept)
             known = ownership.received(known, newest)
             self._changes.note(change, namespace, agent_id, known)
             return known
@@ -160,7 +152,7 @@ class MoveSteps:
         number of that one."""
         last = 0
         for line, asked in zip(lines, commits, strict=True):
-            ours, newest = (change.newest_of(each) for each in (asked.line, LineQuery(*asked.line[:2])))
+            ours, newest = (change.newest_of(each) for each in (asked.line, LineQuery(asked.line.agent_id)))
             is_last = line is lines[-1]
             if ours is not None and ours.manifest == line.manifest:
                 if ours.version > last and (ours == newest or not is_last):
@@ -181,13 +173,6 @@ class MoveSteps:
         if open_moves > MAX_OPEN_MOVES:
             raise over_limit(peer, "open moves")
         self._changes.check_disk()
-
-    def _exists(self, change: CatalogChange, namespace: str, agent_id: str) -> bool:
-        try:
-            change.get_agent(namespace, agent_id, self._core.config.retained_versions)
-        except NotFound:
-            return False
-        return True
 
     def _commit_of(self, namespace: str, agent_id: str, line: ArrivingLine) -> Commit:
         facts = read_manifest(self._core.read_blob(namespace, line.manifest))

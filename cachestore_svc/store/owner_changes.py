@@ -8,7 +8,7 @@ from kvasir.names import check_agent_id
 
 from cachestore_svc.core import Core
 from cachestore_svc.facts.ownership import Ownership
-from cachestore_svc.facts.records import AgentUpdated, LineQuery
+from cachestore_svc.facts.records import AgentUpdated
 from cachestore_svc.index.catalog import CatalogChange
 from cachestore_svc.store.leases import Leases
 
@@ -28,7 +28,7 @@ class OwnerChanges:
         check_agent_id(agent_id)
 
         def work(change: CatalogChange) -> Ownership:
-            new = step(change.ownership_of(namespace, agent_id), self._core.now_unix_ms())
+            new = step(change.ownership_of(agent_id), self._core.now_unix_ms())
             self.note(change, namespace, agent_id, new)
             return new
 
@@ -46,14 +46,12 @@ class OwnerChanges:
         """As `Leases.taking_back`; but where the memory is not taken back, an engine may first store its turn."""
         self._core.check_open(namespace)
         check_agent_id(agent_id)
-        return self._leases.taking_back(
-            LineQuery(namespace, agent_id), work, frees_space=frees_space, at_once=takes_back
-        )
+        return self._leases.taking_back(namespace, agent_id, work, frees_space=frees_space, at_once=takes_back)
 
     def note(self, change: CatalogChange, namespace: str, agent_id: str, known: Ownership) -> None:
         """Write the fact within an operation, and an event of it."""
-        if known != change.ownership_of(namespace, agent_id):
-            change.set_ownership(namespace, agent_id, known)
+        if known != change.ownership_of(agent_id):
+            change.set_ownership(agent_id, known)
             self._core.report(change, namespace, [AgentUpdated(agent_id)])
 
     def check_disk(self) -> None:

@@ -6,7 +6,6 @@ The meaning of steps, and their order, are in `facts.ownership`; the order in wh
 
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 
 from kvasir.errors import FailedPrecondition
 from kvasir.names import check_agent_id
@@ -30,15 +29,15 @@ class Owners:
         """What this store knows of an agent's owner. The agent need not exist."""
         self._core.check_open(namespace)
         check_agent_id(agent_id)
-        return self._core.catalog.read(namespace, lambda view: view.ownership_of(namespace, agent_id))
+        return self._core.catalog.read(namespace, lambda view: view.ownership_of(agent_id))
 
     def unfinished(self) -> list[tuple[str, str, Ownership]]:
         """Namespace, agent and fact of all that are on their way, or whose owner must still be announced."""
-        return self._facts(lambda namespace, view: view.unfinished_moves(namespace))
+        return self._facts(lambda view: view.unfinished_moves())
 
     def known(self) -> list[tuple[str, str, Ownership]]:
         """Namespace, agent and fact of all agents that ever changed hands, also of those that are gone."""
-        return self._facts(lambda namespace, view: view.owners(namespace))
+        return self._facts(lambda view: view.owners())
 
     def rename_peers(self, names: Mapping[str, str]) -> None:
         """Call peers by their new names in all that is known of owners. `names`: new ones by the old."""
@@ -62,9 +61,9 @@ class Owners:
         check_agent_id(agent_id)
 
         def work(change: CatalogChange) -> Ownership:
-            known = change.ownership_of(namespace, agent_id)
+            known = change.ownership_of(agent_id)
             if known == ownership.HERE:
-                change.get_agent(namespace, agent_id, self._core.config.retained_versions)
+                change.get_agent(agent_id, self._core.config.retained_versions)
             if expected is not None and known != expected:
                 return known
             new = ownership.claimed(known, chance, self._core.now_unix_ms(), above, tells)
@@ -79,7 +78,7 @@ class Owners:
         while an engine here may still extend the agent)."""
 
         def work(change: CatalogChange) -> Ownership:
-            known = change.ownership_of(namespace, agent_id)
+            known = change.ownership_of(agent_id)
             may(known)
             self._changes.check_disk()
             new = ownership.fenced(agent_id, known, peer, generation, self._core.now_unix_ms())
@@ -96,7 +95,7 @@ class Owners:
         """A peer, told of a generation, knows an owner of a newer one. Raises PermissionDenied as `may` does."""
 
         def work(change: CatalogChange) -> Ownership:
-            known, now = change.ownership_of(namespace, agent_id), self._core.now_unix_ms()
+            known, now = change.ownership_of(agent_id), self._core.now_unix_ms()
             may(known)
             new = ownership.yielded(agent_id, known, peer, told, generation, now)
             self._changes.note(change, namespace, agent_id, new)
@@ -104,13 +103,10 @@ class Owners:
 
         return self._changes.handing(namespace, agent_id, work, takes_back=True)
 
-    def _facts(
-        self, find: Callable[[str, CatalogView], list[tuple[str, Ownership]]]
-    ) -> list[tuple[str, str, Ownership]]:
+    def _facts(self, find: Callable[[CatalogView], list[tuple[str, Ownership]]]) -> list[tuple[str, str, Ownership]]:
         found = list[tuple[str, str, Ownership]]()
         for namespace in self._core.sound_namespaces():
             with contextlib.suppress(FailedPrecondition):  # sealed, and without its key here
                 self._core.check_open(namespace)
-                facts = self._core.catalog.read(namespace, partial(find, namespace))
-                found += [(namespace, *each) for each in facts]
+                found += [(namespace, *each) for each in self._core.catalog.read(namespace, find)]
         return found

@@ -113,7 +113,7 @@ class _PrefixSearch:
         return [each in bound for each in block_hashes]
 
     def _bound(self, block_hashes: Sequence[str], view: CatalogView) -> Mapping[str, BlobEntry]:
-        return view.bound_blobs(self._namespace, self._kv_hash, block_hashes)
+        return view.bound_blobs(self._kv_hash, block_hashes)
 
     def _leading(self, block_hashes: Sequence[str], view: CatalogView) -> list[BlobEntry]:
         bound = self._bound(block_hashes, view)

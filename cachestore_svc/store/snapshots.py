@@ -1,5 +1,7 @@
 """Versions of agents' lines: committed, read, listed."""
 
+from functools import partial
+
 from kvasir.errors import Conflict, DataLoss, NotFound
 from kvasir.formats.digest import Digest
 from kvasir.names import check_agent_id
@@ -12,7 +14,6 @@ from cachestore_svc.facts.records import (
     Committed,
     LeaseToken,
     LineKey,
-    LineQuery,
     Origin,
     SnapshotPage,
     SnapshotVersion,
@@ -91,8 +92,8 @@ class Snapshots:
         if asked.origin is Origin.TURN:
             done = self._core.catalog.write(namespace, lambda change: self._commit(change, asked))
         else:
-            query = LineQuery(namespace, asked.line.agent_id)
-            done = self._leases.taking_back(query, lambda change: self._commit(change, asked))
+            work = partial(self._commit, asked=asked)
+            done = self._leases.taking_back(namespace, asked.line.agent_id, work)
         self._core.counters.add(namespace, "commits" if done.is_new else "commits_repeated")
         return done.snapshot
 
@@ -101,7 +102,7 @@ class Snapshots:
     ) -> SnapshotVersion:
         """One version; by default the agent's newest. Counts as a use. Raises NotFound."""
         self._core.check_open(namespace)
-        query = check_query(namespace, agent_id, kv_identity_hash)
+        query = check_query(agent_id, kv_identity_hash)
         snapshot, used_unix_ms = self._core.catalog.read(namespace, lambda view: view.get_snapshot(query, version))
         now = self._core.now_unix_ms()
         # Also when the clock was set back: a use is a use.
@@ -120,14 +121,14 @@ class Snapshots:
     ) -> SnapshotPage:
         """Versions of an agent, or of one of its lines, newest first. Raises NotFound, InvalidArgument (token)."""
         self._core.check_open(namespace)
-        query = check_query(namespace, agent_id, kv_identity_hash)
+        query = check_query(agent_id, kv_identity_hash)
         size = listing.page_size(page_size)
         return self._core.catalog.read(namespace, lambda view: listing.snapshots_page(view, query, size, page_token))
 
     def has_had(self, namespace: str, agent_id: str, manifest_hash: str) -> bool:
         """Whether a version of the agent was this manifest, also one that is not kept any more."""
         self._core.check_open(namespace)
-        query = check_query(namespace, agent_id, None)
+        query = check_query(agent_id)
         return self._core.catalog.read(namespace, lambda view: view.has_had(query, manifest_hash))
 
     def _manifest_bytes(self, namespace: str, manifest: Digest) -> memoryview:

@@ -27,7 +27,7 @@ class Care:
             check_agent_id(agent_id)
 
         def work(view: CatalogView) -> list[Digest]:
-            return view.whole_blobs(namespace) if agent_id is None else view.held_digests(namespace, agent_id)
+            return view.whole_blobs() if agent_id is None else view.held_digests(agent_id)
 
         return check.verify(self._core, namespace, self._core.catalog.read(namespace, work))
 

@@ -32,7 +32,7 @@ def check(core: Core, repair: bool) -> CheckReport:
         findings += _damaged(core, namespace, repair)
         findings += _files(core, namespace, repair)
         findings += _manifests(core, namespace, repair)
-        counts = core.catalog.read(namespace, partial(_counts, namespace))
+        counts = core.catalog.read(namespace, lambda view: view.counts())
         blobs += counts[0]
         snapshots += counts[1]
     set_aside = sum(len(blobs.list().asides) for blobs in core.blobs.all())
@@ -105,7 +105,7 @@ def _is_unowned(core: Core, blobs: NamespaceBlobs, hash_: str, repair: bool) -> 
 def _files(core: Core, namespace: str, repair: bool) -> Iterator[Finding]:
     """Files without rows, rows without files, files of a wrong size."""
     listing = core.blobs.of(namespace).list()
-    digests = core.catalog.read(namespace, lambda view: view.whole_blobs(namespace))
+    digests = core.catalog.read(namespace, lambda view: view.whole_blobs())
     listed = {digest.hash: digest for digest in digests}
     for hash_ in sorted(listing.blobs - set(listed)):
         if _is_orphan(core, namespace, hash_, repair):
@@ -123,7 +123,7 @@ def _is_orphan(core: Core, namespace: str, hash_: str, repair: bool) -> bool:
     """Whether a blob is still not listed, looked up while no writer can be between naming it and listing it."""
     blobs = core.blobs.of(namespace)
     with blobs.naming(hash_):
-        if core.catalog.read(namespace, lambda view: view.has_hash(namespace, hash_)):
+        if core.catalog.read(namespace, lambda view: view.has_hash(hash_)):
             return False
         if repair:
             core.set_aside(blobs, hash_)
@@ -144,7 +144,7 @@ def _has_wrong_size(core: Core, namespace: str, digest: Digest, repair: bool) ->
 
 def _manifests(core: Core, namespace: str, repair: bool) -> Iterator[Finding]:
     """Manifests whose rows name other blobs than their bytes do."""
-    for manifest in core.catalog.read(namespace, lambda view: view.held_manifests(namespace)):
+    for manifest in core.catalog.read(namespace, lambda view: view.held_manifests()):
         try:
             facts = read_manifest(core.read_blob(namespace, manifest))
         except InvalidArgument as error:
@@ -154,18 +154,18 @@ def _manifests(core: Core, namespace: str, repair: bool) -> Iterator[Finding]:
             # Damaged: reported as such. Swept: not there to be wrong.
             continue
         named = [blob.digest for blob in facts.named]
-        if core.catalog.read(namespace, partial(_names_others, namespace, manifest, named)):
+        if core.catalog.read(namespace, partial(_names_others, manifest, named)):
             if repair:
-                core.catalog.write(namespace, partial(_hold_anew, namespace, manifest, named))
+                core.catalog.write(namespace, partial(_hold_anew, manifest, named))
             yield Finding("WRONG_REFERENCES", namespace, manifest.hash, repair)
 
 
 def _damaged(core: Core, namespace: str, repair: bool) -> Iterator[Finding]:
     """Blobs in quarantine. Repair takes out those that can be read again, and are whole."""
-    for digest in core.catalog.read(namespace, lambda view: view.damaged_blobs(namespace)):
+    for digest in core.catalog.read(namespace, lambda view: view.damaged_blobs()):
         is_repaired = repair and _is_readable(core, namespace, digest)
         if is_repaired:
-            core.catalog.write(namespace, partial(_take_out, namespace, digest))
+            core.catalog.write(namespace, partial(_take_out, digest))
         yield Finding("DAMAGED_BLOB", namespace, digest.hash, is_repaired)
 
 
@@ -177,21 +177,17 @@ def _is_readable(core: Core, namespace: str, digest: Digest) -> bool:
     return True
 
 
-def _take_out(namespace: str, digest: Digest, change: CatalogChange) -> None:
-    change.set_damaged(namespace, digest, False)
+def _take_out(digest: Digest, change: CatalogChange) -> None:
+    change.set_damaged(digest, False)
 
 
-def _names_others(namespace: str, manifest: Digest, named: Sequence[Digest], view: CatalogView) -> bool:
-    return view.names_others(namespace, manifest, named)
+def _names_others(manifest: Digest, named: Sequence[Digest], view: CatalogView) -> bool:
+    return view.names_others(manifest, named)
 
 
-def _hold_anew(namespace: str, manifest: Digest, named: Sequence[Digest], change: CatalogChange) -> None:
-    change.hold_anew(namespace, manifest, named)
-
-
-def _counts(namespace: str, view: CatalogView) -> tuple[int, int]:
-    return view.counts(namespace)
+def _hold_anew(manifest: Digest, named: Sequence[Digest], change: CatalogChange) -> None:
+    change.hold_anew(manifest, named)
 
 
 def _is_listed(core: Core, namespace: str, digest: Digest) -> bool:
-    return core.catalog.read(namespace, lambda view: view.has_hash(namespace, digest.hash))
+    return core.catalog.read(namespace, lambda view: view.has_hash(digest.hash))

@@ -70,7 +70,7 @@ def _collect_one(core: Core, namespace: str) -> GcReport:
     core.writers.drop_parts(namespace, core.now_unix_ms() - core.grace_ms)
     core.writers.drop_handed(namespace)
     now = core.now_unix_ms()
-    marked = core.catalog.write(namespace, lambda change: change.mark_unheld(namespace, now), frees_space=True)
+    marked = core.catalog.write(namespace, lambda change: change.mark_unheld(now), frees_space=True)
     return GcReport(marked, swept.blobs_swept, swept.bytes_freed)
 
 
@@ -79,7 +79,7 @@ def _sweep(core: Core, namespace: str) -> GcReport:
     blobs, freed = 0, 0
 
     def work(change: CatalogChange) -> list[Digest]:
-        batch = change.rested(namespace, deadlines, _BATCH)
+        batch = change.rested(deadlines, _BATCH)
         change.remove_blobs([blob_id for blob_id, _ in batch])
         return [digest for _, digest in batch]
 
@@ -92,8 +92,8 @@ def _sweep(core: Core, namespace: str) -> GcReport:
 
 def _dry_run(core: Core, namespace: str) -> GcReport:
     deadlines = rested_at(core.now_unix_ms(), core.grace_ms)
-    new, _ = core.catalog.read(namespace, lambda view: view.count_unheld(namespace))
-    ready = core.catalog.read(namespace, lambda view: view.rested(namespace, deadlines, -1))
+    new, _ = core.catalog.read(namespace, lambda view: view.count_unheld())
+    ready = core.catalog.read(namespace, lambda view: view.rested(deadlines, -1))
     return GcReport(new, len(ready), _bytes_of(digest for _, digest in ready))
 
 
@@ -102,7 +102,7 @@ def _evict(core: Core, namespace: str, wanted_bytes: int) -> None:
     deadlines = rested_at(now, core.grace_ms)
 
     def work(change: CatalogChange) -> Evicted:
-        evicted = change.evict(namespace, wanted_bytes, core.config.evict_heads, now, deadlines)
+        evicted = change.evict(wanted_bytes, core.config.evict_heads, now, deadlines)
         core.report(change, namespace, evicted.events)
         return evicted
 

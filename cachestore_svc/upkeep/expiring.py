@@ -58,7 +58,7 @@ def _expire_in(core: Core, namespace: str, passed_ms: int) -> int:
 
         def count(change: CatalogChange, counted: list[AgentRecord] = counted) -> None:
             for agent in counted:
-                change.count_unused(namespace, agent.agent_id, passed_ms)
+                change.count_unused(agent.agent_id, passed_ms)
 
         core.catalog.write(namespace, count, frees_space=True)
         for agent in counted:
@@ -69,7 +69,7 @@ def _expire_in(core: Core, namespace: str, passed_ms: int) -> int:
 
 
 def _agents(core: Core, namespace: str) -> Iterator[list[AgentRecord]]:
-    wanted, after, retained = AgentFilter(namespace, "", {}), "", core.config.retained_versions
+    wanted, after, retained = AgentFilter("", {}), "", core.config.retained_versions
 
     def read(view: CatalogView) -> tuple[list[str], list[AgentRecord]]:
         return view.agents_after(wanted, after, _AGENTS_AT_ONCE, retained)
@@ -84,15 +84,14 @@ def _agents(core: Core, namespace: str) -> Iterator[list[AgentRecord]]:
 
 def _delete_if_over(core: Core, namespace: str, agent_id: str) -> bool:
     """Delete the agent unless it was used, pinned or leased up to this very operation."""
-    query = LineQuery(namespace, agent_id)
 
     def work(change: CatalogChange) -> bool:
-        agent = change.get_agent(namespace, agent_id, core.config.retained_versions)
+        agent = change.get_agent(agent_id, core.config.retained_versions)
         left, is_on_its_way = left_ms(agent, namespace, core.config), agent.ownership.is_on_its_way
         if left is None or left > 0 or is_on_its_way:
             return False
-        change.forget_agent(namespace, agent_id, False, core.now_unix_ms())
-        change.fence_leases(query, core.leases)  # raises where one is live, which undoes all of it
+        change.forget_agent(agent_id, False, core.now_unix_ms())
+        change.fence_leases(LineQuery(agent_id), core.leases)  # raises where one is live, which undoes all of it
         core.report(change, namespace, [AgentDeleted(agent_id)])
         return True
 

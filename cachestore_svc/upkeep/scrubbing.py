@@ -110,6 +110,6 @@ class Scrubbing:
 
     def _some(self, namespace: str, after: int) -> list[tuple[int, Digest]]:
         try:
-            return self._core.catalog.read(namespace, lambda view: view.blobs_after(namespace, after, _AT_ONCE))
+            return self._core.catalog.read(namespace, lambda view: view.blobs_after(after, _AT_ONCE))
         except KvasirError:
             return []  # a namespace that cannot be read now has its turn in the next pass

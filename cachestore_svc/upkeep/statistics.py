@@ -10,7 +10,7 @@ from cachestore_svc.facts.records import Stats, Totals
 from cachestore_svc.index.catalog import CatalogView
 from cachestore_svc.index.ports.sums import Sums
 
-_SumsOf = Callable[[str, str, CatalogView], Sums]
+_SumsOf = Callable[[str, CatalogView], Sums]
 
 
 class Statistics:
@@ -95,16 +95,16 @@ def _sums(core: Core, namespace: str, sums_of: _SumsOf, count: int) -> list[int]
     """Sums over all rows, a slice at a time, so that other operations come in between."""
     sums, after = [0] * count, ""
     while True:
-        last, numbers = core.catalog.read(namespace, partial(sums_of, namespace, after))
+        last, numbers = core.catalog.read(namespace, partial(sums_of, after))
         if last is None:
             return sums
         after = last
         sums = [total + number for total, number in zip(sums, numbers, strict=True)]
 
 
-def _sums_of_agents(namespace: str, after: str, view: CatalogView) -> Sums:
-    return view.sums_of_agents(namespace, after)
+def _sums_of_agents(after: str, view: CatalogView) -> Sums:
+    return view.sums_of_agents(after)
 
 
-def _sums_of_blobs(namespace: str, after: str, view: CatalogView) -> Sums:
-    return view.sums_of_blobs(namespace, after)
+def _sums_of_blobs(after: str, view: CatalogView) -> Sums:
+    return view.sums_of_blobs(after)

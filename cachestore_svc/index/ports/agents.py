@@ -11,15 +11,14 @@ from cachestore_svc.facts.records import AgentRecord, AgentUsage, LineQuery, Sna
 
 @dataclass(frozen=True, slots=True)
 class AgentFilter:
-    """Which agents of a namespace are wanted: those whose names begin with the prefix and that have all the labels."""
+    """Which agents are wanted: those whose names begin with the prefix and that have all the labels."""
 
-    namespace: str
     name_prefix: str
     labels: Mapping[str, str]
 
 
 class AgentsView(Protocol):
-    def get_agent(self, namespace: str, agent_id: str, default_retained: int) -> AgentRecord:
+    def get_agent(self, agent_id: str, default_retained: int) -> AgentRecord:
         """An agent with its labels and the newest version of each line. Raises NotFound."""
 
     def agents_after(
@@ -27,18 +26,17 @@ class AgentsView(Protocol):
     ) -> tuple[list[str], list[AgentRecord]]:
         """The `count` names that follow, fewer if they are the last; and which of these agents are wanted."""
 
-    def held_digests(self, namespace: str, agent_id: str) -> list[Digest]:
+    def held_digests(self, agent_id: str) -> list[Digest]:
         """Every blob that some version of the agent holds, manifests too, but for those in quarantine. Raises
         NotFound."""
 
-    def usage_of(self, namespace: str, agent_id: str) -> AgentUsage:
+    def usage_of(self, agent_id: str) -> AgentUsage:
         """The blobs that the agent's versions name, and those that others' name too. Raises NotFound."""
 
 
 class AgentsChange(AgentsView, Protocol):
     def update_agent(
         self,
-        namespace: str,
         agent_id: str,
         labels: Mapping[str, str],
         is_pinned: bool | None,
@@ -51,10 +49,10 @@ class AgentsChange(AgentsView, Protocol):
     ) -> list[SnapshotVersion]:
         """The first versions of a new agent's lines. Raises NotFound, AlreadyExists, InvalidArgument."""
 
-    def forget_agent(self, namespace: str, agent_id: str, force: bool, now_unix_ms: int) -> int:
+    def forget_agent(self, agent_id: str, force: bool, now_unix_ms: int) -> int:
         """Forget an agent and its lines, and mark what nothing holds any more; the bytes of that. Raises NotFound, and
         FailedPrecondition (AGENT_PINNED) unless `force`."""
 
-    def count_unused(self, namespace: str, agent_id: str, passed_ms: int) -> None:
+    def count_unused(self, agent_id: str, passed_ms: int) -> None:
         """Add to an agent's unused time; an agent that was used since the last count starts from 0. No effect if it is
         gone."""

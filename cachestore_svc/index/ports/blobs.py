@@ -33,41 +33,41 @@ class BlobEntry:
 
 
 class BlobsView(Protocol):
-    def find_blob(self, namespace: str, digest: Digest) -> BlobEntry | None:
+    def find_blob(self, digest: Digest) -> BlobEntry | None:
         """The blob's entry, damaged or not."""
 
-    def find_blobs(self, namespace: str, digests: Iterable[Digest]) -> dict[Digest, BlobEntry]:
+    def find_blobs(self, digests: Iterable[Digest]) -> dict[Digest, BlobEntry]:
         """The entries of listed blobs, damaged ones too. A digest whose size is another blob's finds nothing."""
 
-    def has_hash(self, namespace: str, hash_: str) -> bool:
+    def has_hash(self, hash_: str) -> bool:
         """Whether the namespace lists a blob of this hash, damaged or not."""
 
     def all_hashes(self) -> set[str]:
         """Hashes of the blobs of every namespace, damaged ones too."""
 
-    def hashes_of(self, namespace: str) -> set[str]:
+    def hashes_of(self) -> set[str]:
         """Hashes of the namespace's blobs, damaged ones too."""
 
-    def whole_blobs(self, namespace: str) -> list[Digest]:
+    def whole_blobs(self) -> list[Digest]:
         """Every blob that is not in quarantine."""
 
-    def damaged_blobs(self, namespace: str) -> list[Digest]:
+    def damaged_blobs(self) -> list[Digest]:
         """Every blob in quarantine."""
 
-    def blobs_after(self, namespace: str, number: int, limit: int) -> list[tuple[int, Digest]]:
+    def blobs_after(self, number: int, limit: int) -> list[tuple[int, Digest]]:
         """Blobs behind one by the catalog's number, with their own; those in quarantine too."""
 
-    def bound_blobs(self, namespace: str, kv_hash: str, block_hashes: Sequence[str]) -> dict[str, BlobEntry]:
+    def bound_blobs(self, kv_hash: str, block_hashes: Sequence[str]) -> dict[str, BlobEntry]:
         """Blobs by those of the block hashes that are bound to one which is whole and was not brought."""
 
 
 class BlobsChange(BlobsView, Protocol):
-    def add_blobs(self, namespace: str, blobs: Sequence[tuple[Digest, BlobFacts]], now_unix_ms: int) -> list[bool]:
+    def add_blobs(self, blobs: Sequence[tuple[Digest, BlobFacts]], now_unix_ms: int) -> list[bool]:
         """List blobs whose files are durable. False for each that replaces a damaged one, whose rest then begins
         again."""
 
     def promise(self, blobs: Sequence[BlobEntry], now_unix_ms: int) -> None:
         """Note that a caller relies on these."""
 
-    def set_damaged(self, namespace: str, digest: Digest, is_damaged: bool) -> bool:
+    def set_damaged(self, digest: Digest, is_damaged: bool) -> bool:
         """Quarantine a blob, or take it out. True when that changed something."""

@@ -16,7 +16,7 @@ class History:
 
 
 class EventsView(Protocol):
-    def events_after(self, history: History, namespace: str, cursor: EventCursor | None, limit: int) -> EventBatch:
+    def events_after(self, history: History, cursor: EventCursor | None, limit: int) -> EventBatch:
         """Events after a cursor. One of another incarnation, of the future, or too old has lost some."""
 
     def fact(self, name: str) -> str | None:
@@ -27,7 +27,7 @@ class EventsView(Protocol):
 
 
 class EventsChange(EventsView, Protocol):
-    def add_events(self, history: History, namespace: str, bodies: Iterable[EventBody], now_unix_ms: int) -> None:
+    def add_events(self, history: History, bodies: Iterable[EventBody], now_unix_ms: int) -> None:
         """Add events, and let go of the oldest beyond the limit."""
 
     def set_fact(self, name: str, value: str) -> None:

@@ -31,30 +31,30 @@ class NotEnough(Exception):
 
 
 class GarbageView(Protocol):
-    def named_after(self, namespace: str, manifest: Digest, position: int, limit: int) -> list[tuple[int, Digest]]:
+    def named_after(self, manifest: Digest, position: int, limit: int) -> list[tuple[int, Digest]]:
         """Blobs that a manifest names behind a position, with theirs."""
 
-    def is_held(self, namespace: str, manifest: Digest) -> bool:
+    def is_held(self, manifest: Digest) -> bool:
         """Whether some version is this manifest."""
 
-    def held_manifests(self, namespace: str) -> list[Digest]:
+    def held_manifests(self) -> list[Digest]:
         """Manifests that some version is, those in quarantine left out."""
 
-    def names_others(self, namespace: str, manifest: Digest, named: Sequence[Digest]) -> bool:
+    def names_others(self, manifest: Digest, named: Sequence[Digest]) -> bool:
         """Whether a manifest that is held holds on to other blobs than these."""
 
-    def count_unheld(self, namespace: str) -> tuple[int, int]:
+    def count_unheld(self) -> tuple[int, int]:
         """How many unheld blobs are not marked yet, and the bytes of all that nothing holds."""
 
-    def rested(self, namespace: str, deadlines: Deadlines, limit: int) -> list[tuple[int, Digest]]:
+    def rested(self, deadlines: Deadlines, limit: int) -> list[tuple[int, Digest]]:
         """Marked blobs that may go, at most `limit` (-1: all): still unheld, and neither marked nor promised lately."""
 
 
 class GarbageChange(GarbageView, Protocol):
-    def hold_anew(self, namespace: str, manifest: Digest, named: Sequence[Digest]) -> None:
+    def hold_anew(self, manifest: Digest, named: Sequence[Digest]) -> None:
         """Rewrite a manifest's references to those of its blobs that are listed."""
 
-    def mark_unheld(self, namespace: str, now_unix_ms: int) -> int:
+    def mark_unheld(self, now_unix_ms: int) -> int:
         """Mark the blobs that nothing holds; how many were not marked before."""
 
     def remove_blobs(self, blob_ids: Sequence[int]) -> None:
@@ -63,7 +63,5 @@ class GarbageChange(GarbageView, Protocol):
     def remove_unused_schemas(self) -> None:
         """Forget tensor schemas that no blob has."""
 
-    def evict(
-        self, namespace: str, wanted_bytes: int, evict_heads: bool, now_unix_ms: int, deadlines: Deadlines
-    ) -> Evicted:
+    def evict(self, wanted_bytes: int, evict_heads: bool, now_unix_ms: int, deadlines: Deadlines) -> Evicted:
         """Give up versions until their blobs free enough at once. Raises NotEnough, which undoes all of it."""

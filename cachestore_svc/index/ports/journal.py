@@ -54,7 +54,7 @@ class JournalChange(JournalView, Protocol):
     def fence_changes(self, changes: Iterable[Change]) -> None:
         """Shut out late writers of what these changes took back: leases are not in the journal."""
 
-    def hold_version(self, read: ReadManifest, namespace: str, agent_id: str, key: VersionKey, new: Version) -> None:
+    def hold_version(self, read: ReadManifest, agent_id: str, key: VersionKey, new: Version) -> None:
         """Write a version with the number that it had. Raises Unheld, and what `read` raises."""
 
     def set_journal_position(self, store: str, reached: Position) -> None:

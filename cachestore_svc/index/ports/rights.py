@@ -22,16 +22,16 @@ class RightsView(Protocol):
     def held_leases(self, query: LineQuery, live: LiveLeases) -> list[LineKey]:
         """Lines of an agent whose lease is live."""
 
-    def ownership_of(self, namespace: str, agent_id: str) -> Ownership:
+    def ownership_of(self, agent_id: str) -> Ownership:
         """What is known of an agent's owner; HERE where nothing is. The agent need not exist."""
 
-    def owners(self, namespace: str) -> list[tuple[str, Ownership]]:
+    def owners(self) -> list[tuple[str, Ownership]]:
         """All facts about owners, by agent; also of agents that are gone."""
 
-    def count_owners(self, namespace: str, peer: str) -> tuple[int, int]:
+    def count_owners(self, peer: str) -> tuple[int, int]:
         """Facts about owners that a peer has a part in, and agents that are on their way to it."""
 
-    def unfinished_moves(self, namespace: str) -> list[tuple[str, Ownership]]:
+    def unfinished_moves(self) -> list[tuple[str, Ownership]]:
         """Agents that are on their way, or whose owner must still be announced, and their facts."""
 
 
@@ -54,5 +54,5 @@ class RightsChange(RightsView, Protocol):
     def set_lease_floor(self, generation: int) -> None:
         """No lease that is not known yet begins below this generation."""
 
-    def set_ownership(self, namespace: str, agent_id: str, known: Ownership) -> None:
+    def set_ownership(self, agent_id: str, known: Ownership) -> None:
         """Write what is known of an agent's owner."""

@@ -13,18 +13,18 @@ class SumsView(Protocol):
     def stored_bytes(self) -> dict[str, int]:
         """Bytes of all blobs, by namespace."""
 
-    def sums_of_agents(self, namespace: str, after: str) -> Sums:
+    def sums_of_agents(self, after: str) -> Sums:
         """Agents, versions, and bytes of the newest versions, over the next SLICE agents after `after`.
 
         Also returns the last agent's name.
         """
 
-    def sums_of_blobs(self, namespace: str, after: str) -> Sums:
+    def sums_of_blobs(self, after: str) -> Sums:
         """Blobs, their bytes, how many are damaged, and bytes that nothing holds, over the next SLICE hashes after
         `after`. Also returns the last hash.
         """
 
-    def counts(self, namespace: str) -> tuple[int, int]:
+    def counts(self) -> tuple[int, int]:
         """Blobs and versions of a namespace, all in one operation."""
 
     def written(self, day: int) -> dict[str, int]:
@@ -32,5 +32,5 @@ class SumsView(Protocol):
 
 
 class SumsChange(SumsView, Protocol):
-    def count_written(self, namespace: str, day: int, size_bytes: int) -> None:
+    def count_written(self, day: int, size_bytes: int) -> None:
         """Add to the bytes written on a day."""

@@ -19,23 +19,23 @@ from cachestore_svc.index.ports.versions import Commit, Done
 from cachestore_svc.index.refusals import head_moved, missing, unfit_blob
 from cachestore_svc.index.sqlite import agents, blobs, provenance, versions
 from cachestore_svc.index.sqlite.rights import leases, owners
-from cachestore_svc.index.sqlite.rows import KEYED, PLAIN, Rows
+from cachestore_svc.index.sqlite.rows import Rows
 
 
 def commit_version(rows: Rows, asked: Commit, live: LiveLeases, now_unix_ms: int) -> Done:
-    namespace, agent_id, kv_hash = asked.line
-    blobs.make_namespace(rows, namespace)
-    manifest = _find_manifest(rows, namespace, asked.manifest)
+    _, agent_id, kv_hash = asked.line
+    manifest = _find_manifest(rows, asked.manifest)
     line = versions.find_line(rows, asked.line)
     if line and (repeated := _already_done(rows, line.id, asked, manifest)):
         return Done(repeated, is_new=False)
     _check_rights(rows, asked, live)
-    newest = versions.newest_of(rows, LineQuery(namespace, agent_id))
+    newest = versions.newest_of(rows, LineQuery(agent_id))
     head = newest.version if newest else 0
-    if head != asked.parent_version or not _is_parent(newest, asked):
+    # Its number may have been given to another memory than the one that the commit extends.
+    if head != asked.parent_version or (newest and asked.parent_manifest not in (None, newest.manifest)):
         raise head_moved(head, asked.parent_version)
-    named = fitting_blobs(rows, namespace, asked.facts, asked.facts.named)
-    agent = agents.make_agent(rows, namespace, agent_id, now_unix_ms)
+    named = fitting_blobs(rows, asked.facts, asked.facts.named)
+    agent = agents.make_agent(rows, agent_id, now_unix_ms)
     line_id = versions.make_line(rows, agent.id, kv_hash, now_unix_ms)
     comes_from_elsewhere = asked.is_brought or asked.origin in (Origin.IMPORT, Origin.PULL, Origin.MOVE)
     marked = provenance.mark(rows, manifest, named, is_brought=comes_from_elsewhere)
@@ -43,11 +43,11 @@ def commit_version(rows: Rows, asked: Commit, live: LiveLeases, now_unix_ms: int
     if asked.is_text_own if asked.origin is Origin.MOVE else (asked.origin is Origin.TURN and follows_own):
         provenance.mark_text_own(rows, manifest)
     versions.hold_manifest(rows, manifest, named, len(asked.facts.token_ids), asked.facts.request_id)
-    new = versions.NewVersion(head, manifest.id, asked.origin, asked.origin_detail)
-    added = versions.add_version(rows, line_id, new, now_unix_ms)
+    made = head, manifest.id, asked.origin, asked.origin_detail
+    added = versions.add_version(rows, line_id, *made, now_unix_ms)
     retain(rows, agent, line_id, asked.default_retained)
     theirs = {blob.id for blob in marked}
-    bind(rows, namespace, asked.shared, [None if blob.id in theirs else blob for blob in named])
+    bind(rows, asked.shared, [None if blob.id in theirs else blob for blob in named])
     return Done(added, is_new=True)
 
 
@@ -57,23 +57,19 @@ def retain(rows: Rows, agent: agents.AgentRow, line_id: int, default_retained: i
         versions.retain(rows, line_id, agent.retained_versions or default_retained)
 
 
-def bound_blobs(rows: Rows, namespace: str, kv_hash: str, block_hashes: Sequence[str]) -> dict[str, BlobEntry]:
-    bound = rows.all(
-        """SELECT wanted.key, blobs.hash, blobs.size_bytes FROM json_each(?) AS wanted
-            JOIN prefixes ON prefixes.block_hash = wanted.value JOIN blobs ON blobs.id = prefixes.blob_id
-            WHERE prefixes.namespace_id = ? AND blobs.kv_identity_hash = ? AND NOT blobs.is_damaged
-            AND NOT blobs.is_brought""",
-        KEYED.each(block_hashes),
-        blobs.find_namespace(rows, namespace),
-        PLAIN(kv_hash),
-    )
-    digests = {block_hashes[place]: digest for place, digest in rows.numbered_digests(bound)}
-    found = blobs.find_blobs(rows, namespace, digests.values())
+def bound_blobs(rows: Rows, kv_hash: str, block_hashes: Sequence[str]) -> dict[str, BlobEntry]:
+    bound = """SELECT wanted.key, blobs.hash, blobs.size_bytes FROM json_each(:block_hash) AS wanted
+        JOIN prefixes ON prefixes.block_hash = wanted.value JOIN blobs ON blobs.id = prefixes.blob_id
+        WHERE prefixes.namespace_id = :namespace AND blobs.kv_identity_hash = :kv_identity_hash
+        AND NOT blobs.is_damaged AND NOT blobs.is_brought"""
+    places = rows.numbered_digests(bound, block_hash=block_hashes, kv_identity_hash=kv_hash)
+    digests = {block_hashes[place]: digest for place, digest in places}
+    found = blobs.find_blobs(rows, digests.values())
     return {block_hash: found[digest] for block_hash, digest in digests.items() if digest in found}
 
 
-def _find_manifest(rows: Rows, namespace: str, digest: Digest) -> BlobEntry:
-    found = blobs.find_blob(rows, namespace, digest)
+def _find_manifest(rows: Rows, digest: Digest) -> BlobEntry:
+    found = blobs.find_blob(rows, digest)
     if found is None:
         raise missing(digest, "manifest")
     if found.is_damaged:
@@ -91,16 +87,11 @@ def _already_done(rows: Rows, line_id: int, asked: Commit, manifest: BlobEntry) 
     return found
 
 
-def _is_parent(newest: SnapshotVersion | None, asked: Commit) -> bool:
-    """Whether the head is the memory that the commit extends: its number may have been given to another."""
-    return newest is None or asked.parent_manifest in (None, newest.manifest)
-
-
 def _check_rights(rows: Rows, asked: Commit, live: LiveLeases) -> None:
     """The store's right, but for what arrives by a move; then the lease, for turns. A commit that takes a memory back
     shuts out everybody."""
     if asked.origin is not Origin.MOVE:
-        known = owners.ownership_of(rows, asked.line.namespace, asked.line.agent_id)
+        known = owners.ownership_of(rows, asked.line.agent_id)
         check_takes_copy(asked.line.agent_id, known, asked.owner_generation)
     if asked.lease is not None:
         leases.check_not_fenced(rows, asked.line, asked.lease)
@@ -108,10 +99,10 @@ def _check_rights(rows: Rows, asked: Commit, live: LiveLeases) -> None:
         leases.check_not_held(rows, live, asked.line)
 
 
-def fitting_blobs(rows: Rows, namespace: str, facts: ManifestFacts, needs: Sequence[NamedBlob]) -> list[BlobEntry]:
+def fitting_blobs(rows: Rows, facts: ManifestFacts, needs: Sequence[NamedBlob]) -> list[BlobEntry]:
     """Rows of blobs that the manifest names, in order. Raises FailedPrecondition naming the first that is missing,
     damaged, or not what the manifest says."""
-    found = blobs.find_blobs(rows, namespace, [need.digest for need in needs])
+    found = blobs.find_blobs(rows, [need.digest for need in needs])
     for need in needs:
         row = found.get(need.digest)
         if row is None:
@@ -130,31 +121,23 @@ def _misfit(rows: Rows, row: BlobEntry, need: NamedBlob, facts: ManifestFacts) -
     return unfit(replace(need, chain=rows.names.keyed(need.chain)), identity, row.schema_hash, facts)
 
 
-def bind(rows: Rows, namespace: str, shared: Sequence[SharedBlock], named: Sequence[BlobEntry | None]) -> None:
+def bind(rows: Rows, shared: Sequence[SharedBlock], named: Sequence[BlobEntry | None]) -> None:
     """Bind block hashes to blobs. The first binding of a hash stays, while its blob is here, undamaged and not brought.
 
     `named`: the manifest's blobs, None for a blob that others may not find. Binding ends at the first None, and behind
     a hash that is bound to other bytes: the next blocks were computed on bytes that a reader would not find.
     """
-    namespace_id = blobs.find_namespace(rows, namespace)
     for block in shared:
         blob = named[block.place]
         if blob is None or blob.is_brought or blob.is_damaged:
             return
         rows.run(
-            """INSERT INTO prefixes VALUES (?, ?, ?) ON CONFLICT (namespace_id, block_hash)
+            """INSERT INTO prefixes VALUES (:namespace, :block_hash, :blob) ON CONFLICT (namespace_id, block_hash)
                 DO UPDATE SET blob_id = excluded.blob_id
                 WHERE (SELECT is_damaged OR is_brought FROM blobs WHERE id = prefixes.blob_id)""",
-            namespace_id,
-            KEYED(block.block_hash),
-            blob.id,
+            block_hash=block.block_hash,
+            blob=blob.id,
         )
-        if _bound_blob(rows, namespace_id, block.block_hash) != blob.id:
+        bound = "SELECT blob_id FROM prefixes WHERE namespace_id = :namespace AND block_hash = :block_hash"
+        if rows.number(bound, block_hash=block.block_hash) != blob.id:
             return
-
-
-def _bound_blob(rows: Rows, namespace_id: int, block_hash: str) -> int:
-    which = namespace_id, KEYED(block_hash)
-    found = rows.one("SELECT blob_id FROM prefixes WHERE namespace_id = ? AND block_hash = ?", *which)
-    assert found is not None
-    return int(found[0])

@@ -12,7 +12,7 @@ there is so here, and so is what an engine here adds to it. A marked manifest sa
 from collections.abc import Sequence
 
 from cachestore_svc.index.ports.blobs import BlobEntry
-from cachestore_svc.index.sqlite.rows import Rows, numbers
+from cachestore_svc.index.sqlite.rows import Rows
 
 BROUGHT, TEXT_OWN = 1, 2
 
@@ -30,13 +30,15 @@ def mark(rows: Rows, manifest: BlobEntry, named: Sequence[BlobEntry], *, is_brou
         new = [blob for blob in everything if not blob.is_brought and blob.id not in ours]
     else:
         new = [blob for blob in _computed_on_brought(manifest, named) if not blob.is_brought]
-    rows.many("UPDATE blobs SET is_brought = 1 WHERE id = ?", [(blob.id,) for blob in new])
+    brought = "UPDATE blobs SET is_brought = 1 WHERE id IN (SELECT value FROM json_each(:ids))"
+    rows.run(brought, ids=[blob.id for blob in new])
     return new
 
 
 def mark_text_own(rows: Rows, manifest: BlobEntry) -> None:
     """Note that moves from owners alone brought a manifest, if anything did."""
-    rows.run("UPDATE blobs SET is_brought = ? WHERE id = ? AND is_brought = ?", *(TEXT_OWN, manifest.id, BROUGHT))
+    own = f"UPDATE blobs SET is_brought = {TEXT_OWN} WHERE id = :manifest AND is_brought = {BROUGHT}"  # noqa: S608
+    rows.run(own, manifest=manifest.id)
 
 
 def _computed_on_brought(manifest: BlobEntry, named: Sequence[BlobEntry]) -> list[BlobEntry]:
@@ -59,11 +61,11 @@ def _end(blob: BlobEntry) -> int:
 def _held_as_ours(rows: Rows, blob_ids: Sequence[int]) -> set[int]:
     """Those of the blobs that a version of ours is, or names."""
     found = rows.all(
-        """SELECT wanted.value FROM json_each(?) AS wanted WHERE
+        """SELECT wanted.value FROM json_each(:ids) AS wanted WHERE
             EXISTS (SELECT 1 FROM manifests JOIN blobs ON blobs.id = manifests.blob_id
                 WHERE manifests.blob_id = wanted.value AND NOT blobs.is_brought)
             OR EXISTS (SELECT 1 FROM manifest_blobs JOIN blobs ON blobs.id = manifest_blobs.manifest_id
                 WHERE manifest_blobs.blob_id = wanted.value AND NOT blobs.is_brought)""",
-        numbers(blob_ids),
+        ids=blob_ids,
     )
     return {int(blob_id) for (blob_id,) in found}

@@ -1,81 +1,106 @@
 """How the tables are read and written: statements within the transaction that an operation runs in.
 
-A statement takes no bare text. Each text names its `Column`, and is sealed here where the operation's namespace is: so
-the index, its log and the journal, which catches what the tables get, hold no name, text or hash of such a namespace.
+A statement's values have names, and `:namespace` is the operation's own. The name of a text says what it is (`TEXTS`):
+so it is sealed where the operation's namespace is, and opened where it is selected under that name. A text of any other
+name is refused. So the index, its log and the journal, which catches what the tables get, hold no name, text or hash of
+a sealed namespace.
 """
 
 import json
 import sqlite3
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Self
 
 from kvasir.formats.digest import Digest
 
-from cachestore_svc.sealing import sealed_names
-from cachestore_svc.sealing.sealed_names import PLAIN_NAMES, PlainNames
+from cachestore_svc.sealing.sealed_names import AGENT, DETAIL, LABEL, PLAIN_NAMES, REQUEST, VALUE, PlainNames
 
-
-@dataclass(frozen=True, slots=True)
-class Text:
-    """Texts for one place of a statement: one, or a list for `json_each`."""
-
-    column: "Column"
-    texts: Sequence[str]
-    is_list: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Column:
-    """What the texts of a column are, and so how a sealed namespace has them."""
-
-    kind: str
-
-    def __call__(self, text: str) -> Text:
-        return Text(self, (text,))
-
-    def each(self, texts: Iterable[str]) -> Text:
-        """A list for `json_each`, in its order."""
-        return Text(self, tuple(texts), is_list=True)
-
-
-AGENT, LABEL, VALUE, DETAIL, REQUEST = map(
-    Column, (sealed_names.AGENT, sealed_names.LABEL, sealed_names.VALUE, sealed_names.DETAIL, sealed_names.REQUEST)
+HASH, KEYED, PLAIN = "hash", "keyed", "plain"
+_OPENED = {
+    "agent_id": AGENT,
+    "label": LABEL,
+    "label_value": VALUE,
+    "origin_detail": DETAIL,
+    "request_id": REQUEST,
+    "hash": HASH,  # of a blob: the key turns it back
+}
+_HIDES_NOTHING = (
+    *("after", "body", "had_by", "kind", "kv_identity_hash", "move_id", "name", "owner", "peer", "prefix"),
+    *("schema_hash", "tells", "tensors", "used", "value"),
 )
-HASH = Column("hash")  # of a blob: the key turns it back
-KEYED = Column("keyed")  # chain and block hashes: nothing turns them back
-PLAIN = Column("plain")  # hides nothing of a namespace
+TEXTS: Mapping[str, str] = {
+    **_OPENED,
+    **dict.fromkeys(("chain", "block_hash"), KEYED),  # nothing turns them back
+    **dict.fromkeys(_HIDES_NOTHING, PLAIN),
+}
 
-Parameter = int | float | Text | None
-
-
-def numbers(values: Iterable[int]) -> Text:
-    """Numbers for `json_each`."""
-    return PLAIN(json.dumps(list(values)))
+# A list is one for `json_each`.
+Value = int | float | str | None | Sequence[str] | Sequence[int]
 
 
 class Rows:
     """The statements of one operation, and what to do once they are durable."""
 
-    def __init__(self, connection: sqlite3.Connection, names: PlainNames = PLAIN_NAMES) -> None:
-        """`names`: how the operation's namespace has its names in the tables."""
+    def __init__(self, connection: sqlite3.Connection, namespace: str = "", names: PlainNames = PLAIN_NAMES) -> None:
+        """`names`: how the namespace has its names in the tables."""
         self.connection = connection
+        self.namespace = namespace
         self.names = names
         self.after_commit_actions: list[Callable[[], None]] = []
+        self._namespace_id = 0
 
-    def all(self, sql: str, *parameters: Parameter) -> list[tuple[Any, ...]]:
-        return self.connection.execute(sql, self._bound(parameters)).fetchall()
+    def of(self, namespace: str) -> Self:
+        """Rows of another namespace, with texts as the tables have them: at a start, and in a recovery."""
+        return type(self)(self.connection, namespace)
 
-    def one(self, sql: str, *parameters: Parameter) -> tuple[Any, ...] | None:
-        row: tuple[Any, ...] | None = self.connection.execute(sql, self._bound(parameters)).fetchone()
-        return row
+    @property
+    def namespace_id(self) -> int:
+        """0, which none has, for a namespace that holds nothing yet."""
+        self._namespace_id = self._namespace_id or self.number(
+            "SELECT id FROM namespaces WHERE name = :name", name=self.namespace
+        )
+        return self._namespace_id
 
-    def run(self, sql: str, *parameters: Parameter) -> int:
+    def make_namespace(self) -> None:
+        self.run("INSERT OR IGNORE INTO namespaces (name) VALUES (:name)", name=self.namespace)
+
+    def all(self, sql: str, **values: Value) -> list[tuple[Any, ...]]:
+        cursor = self.connection.execute(sql, self._bound(sql, values))
+        found = cursor.fetchall()
+        if self.names is PLAIN_NAMES or not found:
+            return found
+        columns = zip((name for name, *_ in cursor.description), zip(*found, strict=True), strict=True)
+        return list(zip(*(self.opened(name, each) if name in _OPENED else each for name, each in columns), strict=True))
+
+    def one(self, sql: str, **values: Value) -> tuple[Any, ...] | None:
+        return next(iter(self.all(sql, **values)), None)
+
+    def number(self, sql: str, **values: Value) -> int:
+        """The number that a row has; 0 where there is no row."""
+        [found] = self.one(sql, **values) or (0,)
+        return int(found or 0)
+
+    def numbers(self, sql: str, **values: Value) -> tuple[int, ...]:
+        """The numbers of the first row."""
+        return tuple(map(int, self.all(sql, **values)[0]))
+
+    def has(self, sql: str, **values: Value) -> bool:
+        return self.one(sql, **values) is not None
+
+    def digests(self, sql: str, **values: Value) -> list[Digest]:
+        """Of rows of hash and size."""
+        return [Digest(*found) for found in self.all(sql, **values)]
+
+    def numbered_digests(self, sql: str, **values: Value) -> list[tuple[int, Digest]]:
+        """The same of rows of number, hash and size, with their numbers."""
+        return [(int(number), Digest(*found)) for number, *found in self.all(sql, **values)]
+
+    def run(self, sql: str, **values: Value) -> int:
         """Run a statement that writes; how many rows it touched."""
-        return self.connection.execute(sql, self._bound(parameters)).rowcount
+        return self.connection.execute(sql, self._bound(sql, values)).rowcount
 
-    def many(self, sql: str, parameters: Iterable[Sequence[Parameter]]) -> None:
-        self.connection.executemany(sql, map(self._bound, parameters))
+    def many(self, sql: str, rows: Iterable[Mapping[str, Value]]) -> None:
+        self.connection.executemany(sql, (self._bound(sql, values) for values in rows))
 
     def after_commit(self, action: Callable[[], None]) -> None:
         """Do this on the index thread once the operation is durable; it must be quick and must not raise."""
@@ -87,8 +112,10 @@ class Rows:
 
     # --- texts as the tables have them ---
 
-    def sealed(self, column: Column, texts: Sequence[str]) -> list[str]:
-        match column.kind:
+    def sealed(self, name: str, texts: Sequence[str]) -> list[str]:
+        match TEXTS.get(name):
+            case None:
+                raise TypeError(f"no text of a statement has the name {name!r}")
             case "plain":
                 return list(texts)
             case "hash":
@@ -98,23 +125,19 @@ class Rows:
             case kind:
                 return [self.names.text(kind, text) for text in texts]
 
-    def opened(self, column: Column, text: str) -> str:
-        return self.names.open_hashes([text])[0] if column is HASH else self.names.open_text(text)
+    def opened(self, name: str, texts: Sequence[Any]) -> Sequence[Any]:
+        if not isinstance(texts[0], str):  # numbers of agents
+            return texts
+        return self.names.open_hashes(texts) if name == HASH else [self.names.open_text(text) for text in texts]
 
-    def digests(self, found: Sequence[tuple[Any, ...]]) -> list[Digest]:
-        """Digests of rows of hash and size."""
-        hashes = self.names.open_hashes([hash_ for hash_, _ in found])
-        return [Digest(hash_, size_bytes) for hash_, (_, size_bytes) in zip(hashes, found, strict=True)]
+    def _bound(self, sql: str, values: Mapping[str, Value]) -> dict[str, int | float | str | None]:
+        bound = {name: self._in_table(name, value) for name, value in values.items()}
+        return bound | {"namespace": self.namespace_id} if ":namespace" in sql else bound
 
-    def numbered_digests(self, found: Sequence[tuple[Any, ...]]) -> list[tuple[int, Digest]]:
-        """The same of rows of number, hash and size, with their numbers."""
-        return [(int(row[0]), digest) for row, digest in zip(found, self.digests([r[1:] for r in found]), strict=True)]
-
-    def _bound(self, parameters: Sequence[Parameter]) -> list[int | float | str | None]:
-        return [each if each is None or isinstance(each, int | float) else self._text(each) for each in parameters]
-
-    def _text(self, parameter: Text) -> str:
-        if not isinstance(parameter, Text):
-            raise TypeError("a text of a statement names its column")
-        sealed = self.sealed(parameter.column, parameter.texts)
-        return json.dumps(sealed) if parameter.is_list else sealed[0]
+    def _in_table(self, name: str, value: Value) -> int | float | str | None:
+        if isinstance(value, str):
+            return self.sealed(name, [value])[0]
+        if isinstance(value, Sequence):
+            texts = [each for each in value if isinstance(each, str)]
+            return json.dumps(self.sealed(name, texts) if texts else list(value))
+        return value

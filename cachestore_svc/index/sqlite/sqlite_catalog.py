@@ -213,7 +213,7 @@ class SqliteCatalog:
             operation.answer.set_exception(translated(error))
 
     def _rows_of(self, connection: sqlite3.Connection, operation: _Operation) -> SqliteTransaction:
-        return SqliteTransaction(connection, self._names_of(operation.namespace))
+        return SqliteTransaction(connection, operation.namespace, self._names_of(operation.namespace))
 
     def _write(
         self, connection: sqlite3.Connection, operations: list[_Operation], more: Iterable[_Operation] = ()

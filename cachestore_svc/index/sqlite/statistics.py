@@ -3,16 +3,17 @@
 from cachestore_svc.index.catalog import SLICE
 from cachestore_svc.index.ports.sums import Sums
 from cachestore_svc.index.sqlite import versions
-from cachestore_svc.index.sqlite.blobs import find_namespace
-from cachestore_svc.index.sqlite.rows import PLAIN, Rows
+from cachestore_svc.index.sqlite.rows import Rows
 
-_AGENTS = f"""WITH some AS (SELECT id, name FROM agents WHERE namespace_id = ? AND name > ? ORDER BY name LIMIT {SLICE})
+_AGENTS = f"""WITH some AS (SELECT id, name FROM agents WHERE namespace_id = :namespace AND name > :after
+        ORDER BY name LIMIT {SLICE})
     SELECT (SELECT MAX(name) FROM some), (SELECT COUNT(*) FROM some), COUNT(versions.version), COALESCE(SUM(CASE WHEN
         versions.version = (SELECT MAX(version) FROM versions AS other WHERE other.line_id = versions.line_id)
         THEN manifests.total_bytes END), 0)
     FROM some JOIN lines ON lines.agent_id = some.id JOIN versions ON versions.line_id = lines.id
     JOIN manifests ON manifests.blob_id = versions.manifest_id"""  # noqa: S608
-_BLOBS = f"""WITH some AS (SELECT * FROM blobs WHERE namespace_id = ? AND hash > ? ORDER BY hash LIMIT {SLICE})
+_BLOBS = f"""WITH some AS (SELECT * FROM blobs WHERE namespace_id = :namespace AND hash > :after
+        ORDER BY hash LIMIT {SLICE})
     SELECT MAX(hash), COUNT(*), COALESCE(SUM(size_bytes), 0), COALESCE(SUM(is_damaged), 0),
         COALESCE(SUM(CASE WHEN NOT {versions.IS_REFERENCED} THEN size_bytes END), 0)
     FROM some AS blobs"""  # noqa: S608
@@ -20,51 +21,42 @@ _BLOBS = f"""WITH some AS (SELECT * FROM blobs WHERE namespace_id = ? AND hash >
 _KEPT_DAYS = 31
 
 
-def sums_of_agents(rows: Rows, namespace: str, after: str) -> Sums:
-    return _slice(rows, namespace, _AGENTS, after)
+def sums_of_agents(rows: Rows, after: str) -> Sums:
+    return _slice(rows, _AGENTS, after)
 
 
-def sums_of_blobs(rows: Rows, namespace: str, after: str) -> Sums:
-    return _slice(rows, namespace, _BLOBS, after)
+def sums_of_blobs(rows: Rows, after: str) -> Sums:
+    return _slice(rows, _BLOBS, after)
 
 
-def counts(rows: Rows, namespace: str) -> tuple[int, int]:
-    namespace_id = find_namespace(rows, namespace)
-    blobs = rows.one("SELECT COUNT(*) FROM blobs WHERE namespace_id = ?", namespace_id)
-    snapshots = rows.one(
-        """SELECT COUNT(*) FROM versions JOIN lines ON lines.id = versions.line_id
-            JOIN agents ON agents.id = lines.agent_id WHERE agents.namespace_id = ?""",
-        namespace_id,
+def counts(rows: Rows) -> tuple[int, int]:
+    blobs, versions = rows.numbers(
+        """SELECT (SELECT COUNT(*) FROM blobs WHERE namespace_id = :namespace), (SELECT COUNT(*) FROM versions
+            JOIN lines ON lines.id = versions.line_id JOIN agents ON agents.id = lines.agent_id
+            WHERE agents.namespace_id = :namespace)"""
     )
-    assert blobs is not None
-    assert snapshots is not None
-    return int(blobs[0]), int(snapshots[0])
+    return blobs, versions
 
 
-def count_written(rows: Rows, namespace: str, day: int, size_bytes: int) -> None:
+def count_written(rows: Rows, day: int, size_bytes: int) -> None:
     """Add to the bytes written on a day; what is older than a month is forgotten."""
-    is_first = not rows.run(
-        "UPDATE written SET bytes = bytes + ? WHERE day = ? AND namespace_id = ?",
-        *(size_bytes, day, find_namespace(rows, namespace)),
-    )
-    if is_first:
-        rows.run("INSERT INTO written VALUES (?, ?, ?)", day, find_namespace(rows, namespace), size_bytes)
-        rows.run("DELETE FROM written WHERE day < ?", day - _KEPT_DAYS)
+    added = "UPDATE written SET bytes = bytes + :size_bytes WHERE day = :day AND namespace_id = :namespace"
+    if not rows.run(added, size_bytes=size_bytes, day=day):
+        rows.run("INSERT INTO written VALUES (:day, :namespace, :size_bytes)", day=day, size_bytes=size_bytes)
+        rows.run("DELETE FROM written WHERE day < :kept", kept=day - _KEPT_DAYS)
 
 
 def written(rows: Rows, day: int) -> dict[str, int]:
     return dict(
         rows.all(
             """SELECT namespaces.name, bytes FROM written JOIN namespaces ON namespaces.id = namespace_id
-                WHERE day = ?""",
-            day,
+                WHERE day = :day""",
+            day=day,
         )
     )
 
 
-def _slice(rows: Rows, namespace: str, sql: str, after: str) -> Sums:
+def _slice(rows: Rows, sql: str, after: str) -> Sums:
     # Where it ended is named as the tables name it.
-    found = rows.one(sql, find_namespace(rows, namespace), PLAIN(after))
-    assert found is not None
-    last, *sums = found
+    [(last, *sums)] = rows.all(sql, after=after)
     return (None if last is None else str(last)), [int(each) for each in sums]

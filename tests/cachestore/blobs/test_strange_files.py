@@ -123,6 +123,6 @@ def test_a_commit_under_an_absurd_clock_can_be_told(lab: Lab, now_s: float) -> N
 
 def test_a_time_beyond_9999_that_was_stored_before_is_told_as_its_end(store: Store) -> None:
     publish(store, "a", SyntheticAgent(SMALL, 1).turn(30), 0)
-    store._core.catalog.write(NS, lambda rows: rows.run("UPDATE lines SET used_unix_ms = ?", 1 << 60))
+    store._core.catalog.write(NS, lambda rows: rows.run("UPDATE lines SET used_unix_ms = :at", at=1 << 60))
     [agent] = store.agents.page(NS).agents
     assert write_agent(agent).used_at.ToMilliseconds() == LAST_UNIX_MS

@@ -233,7 +233,7 @@ def prefix_of(store: Store, namespace: str, kv_hash: str, block_hashes: Sequence
 
 def damaged(store: Store, namespace: str = NS) -> list[Digest]:
     """Blobs in quarantine."""
-    return store._core.catalog.read(namespace, lambda view: view.damaged_blobs(namespace))
+    return store._core.catalog.read(namespace, lambda view: view.damaged_blobs())
 
 
 def snapshot_digests(
@@ -242,8 +242,8 @@ def snapshot_digests(
     """The blobs that a version holds, in its manifest's order. Raises NotFound."""
 
     def work(view: CatalogView) -> list[Digest]:
-        snapshot, _ = view.get_snapshot(LineQuery(namespace, agent_id, kv_identity_hash), version)
-        return [digest for _, digest in view.named_after(namespace, snapshot.manifest, -1, 1_000_000)]
+        snapshot, _ = view.get_snapshot(LineQuery(agent_id, kv_identity_hash), version)
+        return [digest for _, digest in view.named_after(snapshot.manifest, -1, 1_000_000)]
 
     return store._core.catalog.read(namespace, work)
 

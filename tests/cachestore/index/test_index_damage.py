@@ -206,7 +206,7 @@ def test_a_sweep_that_takes_effect_at_the_next_start_takes_off_no_mark(lab: Lab,
     with lab.open(disk, grace_period_s=0.0) as store:
         publish(store, "a", content, 0, origin=Origin.IMPORT)
         store.agents.delete(NS, "a")
-        store._core.catalog.write(NS, lambda change: change.mark_unheld(NS, 0))
+        store._core.catalog.write(NS, lambda change: change.mark_unheld(0))
         left = killed_before_commit(lab, store, disk, tmp_path / "left", store.care.collect_garbage)
     for _ in range(2):
         with left.open() as store:

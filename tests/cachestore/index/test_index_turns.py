@@ -219,7 +219,7 @@ def test_prolonging_many_leases_writes_nothing(lab: Lab) -> None:
 
 def test_labels_are_undone_with_the_operation_that_wrote_them(lab: Lab) -> None:
     def fail_after(change: CatalogChange) -> None:
-        change.update_agent(NS, "a", {"name": "value"}, None, None)
+        change.update_agent("a", {"name": "value"}, None, None)
         raise RuntimeError("the operation fails")
 
     with lab.open() as store:

@@ -137,7 +137,7 @@ def test_a_store_knows_who_gave_an_agent_until_it_changes(lab: Lab, change: str)
             store.agents.delete(NS, "ada")
             publish(store, "ada", content, 0)
         elif change == "expired and made again":
-            store._core.catalog.write(NS, lambda catalog: catalog.forget_agent(NS, "ada", False, 0))
+            store._core.catalog.write(NS, lambda catalog: catalog.forget_agent("ada", False, 0))
             publish(store, "ada", content, 0)
     expected = "studio" if change == "none" else ""
     for is_lost in (False, True):

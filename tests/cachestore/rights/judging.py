@@ -190,7 +190,7 @@ class Judge:
 
 
 def _seen(view: CatalogView, name: str, hot: Hot | None) -> Seen:
-    known, versions = view.ownership_of(NS, name), _versions(view, name)
+    known, versions = view.ownership_of(name), _versions(view, name)
     is_liars = bool(versions) and versions[0].origin_detail.startswith(f"{LIAR}/")
     found = tuple(each.manifest.hash for each in versions)
     return Seen(known.state, known.generation, known.peer, found, is_liars, hot)
@@ -198,6 +198,6 @@ def _seen(view: CatalogView, name: str, hot: Hot | None) -> Seen:
 
 def _versions(view: CatalogView, name: str) -> Sequence[SnapshotVersion]:
     try:
-        return view.snapshots_after(LineQuery(NS, name), 1 << 40, "", 100)
+        return view.snapshots_after(LineQuery(name), 1 << 40, "", 100)
     except NotFound:
         return []

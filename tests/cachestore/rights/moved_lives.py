@@ -216,10 +216,10 @@ async def drained(steps: Any) -> None:
 
 
 def _kept(view: CatalogView, name: str) -> Kept:
-    known, versions = view.ownership_of(NS, name), tuple(_versions(view, name))
+    known, versions = view.ownership_of(name), tuple(_versions(view, name))
     if not versions:
         return Kept(known, versions, {}, is_pinned=False)
-    agent = view.get_agent(NS, name, 1)
+    agent = view.get_agent(name, 1)
     return Kept(known, versions, dict(agent.labels), agent.is_pinned)
 
 

@@ -19,7 +19,7 @@ from cachestore_svc.blobs.disk import Disk
 from cachestore_svc.facts.records import BlobKind, EventCursor, Origin
 from cachestore_svc.index.catalog import CatalogChange
 from cachestore_svc.index.sqlite.events import _texts_of
-from cachestore_svc.index.sqlite.rows import PLAIN, Rows
+from cachestore_svc.index.sqlite.rows import Rows
 from cachestore_svc.index.sqlite.transaction import SqliteTransaction
 from cachestore_svc.recovery.key_care import KeyCare
 from cachestore_svc.recovery.recovering import recover
@@ -228,8 +228,8 @@ def live_by_every_verb(store: Store, watch: Watch, clock: Clock) -> None:
     store.events.after(NS, EventCursor(store.events.after(NS, None).cursor.incarnation, 0))
     store._core.quarantine(NS, turns[0].digests[:1])
     store.care.check(repair=True), list(store.care.verify(NS, AGENT)), list(store.care.verify(NS))
-    assert store._core.catalog.read(NS, lambda view: view.has_hash(NS, turns[0].digests[0].hash))
-    store._core.catalog.write(NS, lambda change: change.hold_anew(NS, turns[0].manifest_digest, turns[0].digests))
+    assert store._core.catalog.read(NS, lambda view: view.has_hash(turns[0].digests[0].hash))
+    store._core.catalog.write(NS, lambda change: change.hold_anew(turns[0].manifest_digest, turns[0].digests))
     store.care.expire_agents(ClockReading(clock(), clock.steady()))
     store.care.scrubbing.load(), store.care.scrubbing.begin(), store.care.scrubbing.next()
     store.agents.delete(NS, AGENT + "-2")
@@ -248,13 +248,14 @@ def test_no_statement_of_any_verb_has_a_text_of_a_sealed_namespace(lab: Lab, mon
         assert files_with(lab.root, [needle.encode() for needle in watch.needles]) == []
 
 
-def test_a_statement_takes_no_text_without_its_column() -> None:
+def test_a_statement_takes_no_text_without_a_known_name() -> None:
     rows = Rows(sqlite3.connect(":memory:"))
-    assert rows.one("SELECT ?", PLAIN("text")) == ("text",)
-    with pytest.raises(TypeError, match="names its column"):
-        rows.one("SELECT ?", "text")  # type: ignore[arg-type]
-    with pytest.raises(KeyError, match="note"):
-        _texts_of({"note": "text"}, lambda _, text: text)
+    assert rows.one("SELECT :name", name="text") == ("text",)
+    for texts in ("text", ["text"]):
+        with pytest.raises(TypeError, match="has the name 'note'"):
+            rows.one("SELECT :note", note=texts)
+    with pytest.raises(TypeError, match="has the name 'note'"):
+        _texts_of({"note": "text"}, rows.sealed)
 
 
 # --- interrupted writes ---

@@ -100,8 +100,8 @@ def is_too_new(rows: Rows) -> bool:
 def fingerprint(rows: Rows, manifest_id: int) -> str:
     """A checksum over the rows of a manifest and its blobs: none can change or go without a trace. It holds numbers of
     this database, so it means nothing in another."""
-    facts = rows.one(f"{_MANIFESTS} WHERE manifests.blob_id = ?", manifest_id)
-    held = rows.one(_HELD.format(where="WHERE manifest_id = ?"), manifest_id)
+    facts = rows.one(f"{_MANIFESTS} WHERE manifests.blob_id = :manifest", manifest=manifest_id)
+    held = rows.one(_HELD.format(where="WHERE manifest_id = :manifest"), manifest=manifest_id)
     return _fingerprint(facts, held[1] if held else "")
 
 
