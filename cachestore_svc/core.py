@@ -19,7 +19,7 @@ from cachestore_svc.facts.records import BlobDamaged, EventBody, StoreConfig
 from cachestore_svc.index.catalog import HOUSE, Catalog, CatalogChange, CatalogView
 from cachestore_svc.index.live_leases import LiveLeases
 from cachestore_svc.index.ports.blobs import BlobEntry
-from cachestore_svc.index.ports.events import History
+from cachestore_svc.index.ports.history import History
 from cachestore_svc.index.resting import needs_promise
 from cachestore_svc.index.write_budget import WriteBudget
 from cachestore_svc.journal.journal import Journal

@@ -10,12 +10,9 @@ from typing import Protocol, TypeVar
 
 from cachestore_svc.index.ports.agents import AgentsChange, AgentsView
 from cachestore_svc.index.ports.blobs import BlobsChange, BlobsView
-from cachestore_svc.index.ports.events import EventsChange, EventsView
-from cachestore_svc.index.ports.garbage import GarbageChange, GarbageView
-from cachestore_svc.index.ports.journal import JournalChange, JournalView
+from cachestore_svc.index.ports.history import HistoryChange, HistoryView
 from cachestore_svc.index.ports.rights import RightsChange, RightsView
-from cachestore_svc.index.ports.sums import SumsChange, SumsView
-from cachestore_svc.index.ports.versions import VersionsChange, VersionsView
+from cachestore_svc.index.ports.upkeep import UpkeepChange, UpkeepView
 from cachestore_svc.journal.journal import Journal
 from cachestore_svc.sealing.sealed_names import PlainNames
 
@@ -27,24 +24,11 @@ HOUSE = ""
 SLICE = 500
 
 
-class CatalogView(
-    BlobsView, GarbageView, AgentsView, VersionsView, RightsView, EventsView, SumsView, JournalView, Protocol
-):
+class CatalogView(BlobsView, AgentsView, RightsView, UpkeepView, HistoryView, Protocol):
     """What an operation may read. A namespace that holds nothing answers as an empty one."""
 
 
-class CatalogChange(
-    BlobsChange,
-    GarbageChange,
-    AgentsChange,
-    VersionsChange,
-    RightsChange,
-    EventsChange,
-    SumsChange,
-    JournalChange,
-    CatalogView,
-    Protocol,
-):
+class CatalogChange(BlobsChange, AgentsChange, RightsChange, UpkeepChange, HistoryChange, CatalogView, Protocol):
     """What an operation may read and write. Nothing of it is visible before all of it is durable."""
 
     def after_commit(self, action: Callable[[], None]) -> None:

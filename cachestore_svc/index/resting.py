@@ -1,6 +1,6 @@
 """When a blob that nothing holds may go: a grace period after it was marked, and after it was last promised. Pure."""
 
-from cachestore_svc.index.ports.garbage import Deadlines
+from cachestore_svc.index.ports.upkeep import Deadlines
 
 
 def rested_at(now_unix_ms: int, grace_ms: int) -> Deadlines:

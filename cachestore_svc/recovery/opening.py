@@ -24,7 +24,7 @@ from cachestore_svc.facts.records import LAST_UNIX_MS, StoreConfig
 from cachestore_svc.index.catalog import HOUSE, Catalog
 from cachestore_svc.index.damage import reading_damage
 from cachestore_svc.index.live_leases import LiveLeases
-from cachestore_svc.index.ports.events import History
+from cachestore_svc.index.ports.history import History
 from cachestore_svc.index.sqlite.sqlite_catalog import SqliteCatalog
 from cachestore_svc.index.write_budget import WriteBudget
 from cachestore_svc.journal import closed, journal, journal_lines

@@ -8,7 +8,7 @@ from kvasir.formats.digest import Digest
 from cachestore_svc.blobs.backend import BlobBackend
 from cachestore_svc.blobs.blob_checks import BlobFacts
 from cachestore_svc.blobs.manifests import ManifestFacts, SharedBlock, read_manifest, shared_blocks
-from cachestore_svc.index.ports.journal import ReadManifest
+from cachestore_svc.index.ports.history import ReadManifest
 from cachestore_svc.sealing.sealed_names import REQUEST, PlainNames
 from cachestore_svc.sealing.seals import Seals
 

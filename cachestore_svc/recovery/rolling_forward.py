@@ -6,7 +6,7 @@ from kvasir.errors import FailedPrecondition, KvasirError
 
 from cachestore_svc.blobs.backend import Damaged
 from cachestore_svc.index.catalog import CatalogChange
-from cachestore_svc.index.ports.journal import ReadManifest, Unheld
+from cachestore_svc.index.ports.history import ReadManifest, Unheld
 from cachestore_svc.journal.journal_lines import Position
 from cachestore_svc.journal.replay import Change
 

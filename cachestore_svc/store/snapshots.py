@@ -21,7 +21,7 @@ from cachestore_svc.facts.records import (
 )
 from cachestore_svc.index import listing
 from cachestore_svc.index.catalog import CatalogChange
-from cachestore_svc.index.ports.versions import Commit, Done
+from cachestore_svc.index.ports.agents import Commit, Done
 from cachestore_svc.index.refusals import missing
 from cachestore_svc.store.leases import Leases
 

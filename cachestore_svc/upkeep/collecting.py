@@ -9,7 +9,7 @@ from kvasir.formats.digest import Digest
 from cachestore_svc.core import Core
 from cachestore_svc.facts.records import GcReport
 from cachestore_svc.index.catalog import HOUSE, CatalogChange
-from cachestore_svc.index.ports.garbage import Evicted, NotEnough
+from cachestore_svc.index.ports.upkeep import Evicted, NotEnough
 from cachestore_svc.index.resting import rested_at
 from cachestore_svc.recovery import asides
 

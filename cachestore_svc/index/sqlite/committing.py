@@ -14,8 +14,8 @@ from cachestore_svc.blobs.manifests import ManifestFacts, NamedBlob, SharedBlock
 from cachestore_svc.facts.ownership import check_takes_copy
 from cachestore_svc.facts.records import LineQuery, Origin, SnapshotVersion
 from cachestore_svc.index.live_leases import LiveLeases
+from cachestore_svc.index.ports.agents import Commit, Done
 from cachestore_svc.index.ports.blobs import BlobEntry
-from cachestore_svc.index.ports.versions import Commit, Done
 from cachestore_svc.index.refusals import head_moved, missing, unfit_blob
 from cachestore_svc.index.sqlite import agents, blobs, provenance, versions
 from cachestore_svc.index.sqlite.rights import leases, owners

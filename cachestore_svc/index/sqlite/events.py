@@ -23,7 +23,7 @@ from cachestore_svc.facts.records import (
     Origin,
     SnapshotVersion,
 )
-from cachestore_svc.index.ports.events import History
+from cachestore_svc.index.ports.history import History
 from cachestore_svc.index.sqlite.rows import Rows
 
 _OTHERS: dict[str, type[EventBody]] = {each.__name__: each for each in (AgentDeleted, AgentUpdated, LeaseWanted)}

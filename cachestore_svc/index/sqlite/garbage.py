@@ -10,7 +10,7 @@ from kvasir.formats.digest import Digest
 
 from cachestore_svc.facts.records import AgentDeleted, AgentUpdated, EventBody
 from cachestore_svc.index import eviction
-from cachestore_svc.index.ports.garbage import Deadlines, Evicted, NotEnough
+from cachestore_svc.index.ports.upkeep import Deadlines, Evicted, NotEnough
 from cachestore_svc.index.sqlite import versions
 from cachestore_svc.index.sqlite.rows import Rows
 

@@ -1,7 +1,7 @@
 """Sums over a namespace's rows, a slice at a time, so that other work comes in between; a check counts all rows."""
 
 from cachestore_svc.index.catalog import SLICE
-from cachestore_svc.index.ports.sums import Sums
+from cachestore_svc.index.ports.upkeep import Sums
 from cachestore_svc.index.sqlite import versions
 from cachestore_svc.index.sqlite.rows import Rows
 

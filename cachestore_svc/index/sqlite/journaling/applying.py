@@ -10,7 +10,7 @@ from kvasir.formats.digest import Digest
 
 from cachestore_svc.facts.ownership import Ownership, OwnerState
 from cachestore_svc.facts.records import LineQuery, Origin
-from cachestore_svc.index.ports.journal import ReadManifest, Unheld
+from cachestore_svc.index.ports.history import ReadManifest, Unheld
 from cachestore_svc.index.sqlite import agents, blobs, committing, versions
 from cachestore_svc.index.sqlite.rights import leases, owners
 from cachestore_svc.index.sqlite.rows import Rows

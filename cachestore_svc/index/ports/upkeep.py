@@ -1,4 +1,4 @@
-"""References to blobs, and blobs without any."""
+"""References to blobs, blobs without any, namespaces, and sums over them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -30,7 +30,11 @@ class NotEnough(Exception):
     """Giving up all that may go would not free enough; so nothing was given up."""
 
 
-class GarbageView(Protocol):
+# The name or hash that a slice ends with, None when there was nothing left; and sums over the slice.
+Sums = tuple[str | None, list[int]]
+
+
+class UpkeepView(Protocol):
     def named_after(self, manifest: Digest, position: int, limit: int) -> list[tuple[int, Digest]]:
         """Blobs that a manifest names behind a position, with theirs."""
 
@@ -49,8 +53,31 @@ class GarbageView(Protocol):
     def rested(self, deadlines: Deadlines, limit: int) -> list[tuple[int, Digest]]:
         """Marked blobs that may go, at most `limit` (-1: all): still unheld, and neither marked nor promised lately."""
 
+    def namespaces(self) -> list[str]:
+        """Names of all namespaces, sorted."""
 
-class GarbageChange(GarbageView, Protocol):
+    def stored_bytes(self) -> dict[str, int]:
+        """Bytes of all blobs, by namespace."""
+
+    def sums_of_agents(self, after: str) -> Sums:
+        """Agents, versions, and bytes of the newest versions, over the next SLICE agents after `after`.
+
+        Also returns the last agent's name.
+        """
+
+    def sums_of_blobs(self, after: str) -> Sums:
+        """Blobs, their bytes, how many are damaged, and bytes that nothing holds, over the next SLICE hashes after
+        `after`. Also returns the last hash.
+        """
+
+    def counts(self) -> tuple[int, int]:
+        """Blobs and versions of a namespace, all in one operation."""
+
+    def written(self, day: int) -> dict[str, int]:
+        """Bytes of blobs written on a day (UTC, counted from 1970), by namespace."""
+
+
+class UpkeepChange(UpkeepView, Protocol):
     def hold_anew(self, manifest: Digest, named: Sequence[Digest]) -> None:
         """Rewrite a manifest's references to those of its blobs that are listed."""
 
@@ -65,3 +92,6 @@ class GarbageChange(GarbageView, Protocol):
 
     def evict(self, wanted_bytes: int, evict_heads: bool, now_unix_ms: int, deadlines: Deadlines) -> Evicted:
         """Give up versions until their blobs free enough at once. Raises NotEnough, which undoes all of it."""
+
+    def count_written(self, day: int, size_bytes: int) -> None:
+        """Add to the bytes written on a day."""

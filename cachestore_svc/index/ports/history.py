@@ -1,13 +1,24 @@
-"""The index against its journal, and damage of either."""
+"""The history of events, the store's own notes, and the index against its journal."""
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from kvasir.formats.digest import Digest
 
 from cachestore_svc.blobs.manifests import ManifestFacts, SharedBlock
+from cachestore_svc.facts.records import EventBatch, EventBody, EventCursor
 from cachestore_svc.journal.journal_lines import Position
 from cachestore_svc.journal.replay import Change, State, Version, VersionKey
+
+
+@dataclass(frozen=True, slots=True)
+class History:
+    """The event history of every namespace: its name, which changes when events were lost, and how much is kept."""
+
+    incarnation: str
+    kept_events: int
+
 
 # Reads a manifest of a namespace and checks it: its facts, and its blocks that others may find, as the index has them.
 ReadManifest = Callable[[str, Digest], tuple[ManifestFacts, Sequence[SharedBlock]]]
@@ -17,7 +28,16 @@ class Unheld(Exception):
     """A version's manifest, or a blob that it names, is not in the catalog. The message says which."""
 
 
-class JournalView(Protocol):
+class HistoryView(Protocol):
+    def events_after(self, history: History, cursor: EventCursor | None, limit: int) -> EventBatch:
+        """Events after a cursor. One of another incarnation, of the future, or too old has lost some."""
+
+    def fact(self, name: str) -> str | None:
+        """What the store noted under this name, if it did. No namespace and nothing of one belongs there."""
+
+    def incarnation(self, inode: str) -> str | None:
+        """The name of the event history; None when there is none, or when it was written under another inode."""
+
     def journal_position(self) -> tuple[str, Position] | None:
         """The journal's store and how far the index followed it; None when it never had a journal."""
 
@@ -47,7 +67,19 @@ class JournalView(Protocol):
         """Entries that name an entry that is not there, in words."""
 
 
-class JournalChange(JournalView, Protocol):
+class HistoryChange(HistoryView, Protocol):
+    def add_events(self, history: History, bodies: Iterable[EventBody], now_unix_ms: int) -> None:
+        """Add events, and let go of the oldest beyond the limit."""
+
+    def set_fact(self, name: str, value: str) -> None:
+        """Note something of the store's own. A recovery forgets it."""
+
+    def begin_incarnation(self, inode: str, name: str) -> str:
+        """Give the event history a name; that name."""
+
+    def forget_incarnation(self) -> None:
+        """The history lost events: the next start gives it another name."""
+
     def apply_changes(self, read: ReadManifest, changes: Iterable[Change]) -> None:
         """Let changes of a journal happen. Raises Unheld, and what `read` raises."""
 
