@@ -5,6 +5,7 @@ import threading
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from kvasir.errors import DataLoss, NotFound, ResourceExhausted, Unavailable
 from kvasir.formats.digest import Digest
@@ -24,6 +25,8 @@ from cachestore_svc.index.resting import needs_promise
 from cachestore_svc.index.write_budget import WriteBudget
 from cachestore_svc.journal.journal import Journal
 from cachestore_svc.sealing.seals import Seals
+
+Answer = TypeVar("Answer")
 
 
 class Counters:
@@ -111,6 +114,16 @@ class Core(Storage):
         check_namespace(namespace)
         self.seals.check_open(namespace)
 
+    def read(self, namespace: str, work: Callable[[CatalogView], Answer]) -> Answer:
+        """What the catalog answers about a namespace that is open."""
+        self.check_open(namespace)
+        return self.catalog.read(namespace, work)
+
+    def write(self, namespace: str, work: Callable[[CatalogChange], Answer], *, frees_space: bool = False) -> Answer:
+        """The same of what is changed."""
+        self.check_open(namespace)
+        return self.catalog.write(namespace, work, frees_space=frees_space)
+
     def sound_namespaces(self) -> list[str]:
         """Namespaces whose entries can be trusted."""
         names = self.catalog.read(HOUSE, lambda view: view.namespaces())
@@ -145,9 +158,9 @@ class Core(Storage):
             change.promise(found, now)
             return found
 
-        found = self.catalog.read(namespace, find_whole)
+        found = self.read(namespace, find_whole)
         if any(needs_promise(blob.promised_unix_ms, now, self.grace_ms) for blob in found):
-            return self.catalog.write(namespace, find_and_promise, frees_space=True)
+            return self.write(namespace, find_and_promise, frees_space=True)
         return found
 
     def read_blob(self, namespace: str, digest: Digest, *, is_found: bool = False) -> memoryview:

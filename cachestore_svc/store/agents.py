@@ -55,9 +55,8 @@ class Agents:
 
     def get(self, namespace: str, agent_id: str) -> AgentRecord:
         """One agent. Raises NotFound."""
-        self._core.check_open(namespace)
         check_agent_id(agent_id)
-        return self._expiring(namespace, self._core.catalog.read(namespace, lambda view: self._record(view, agent_id)))
+        return self._expiring(namespace, self._core.read(namespace, lambda view: self._record(view, agent_id)))
 
     def update(
         self,
@@ -71,7 +70,6 @@ class Agents:
     ) -> AgentRecord:
         """Change what is given; an empty label value removes the label, and with `replaces_labels` so does an absent
         one. Raises NotFound, InvalidArgument."""
-        self._core.check_open(namespace)
         check_agent_id(agent_id)
         check_labels(labels or {})
         if retained_versions is not None:
@@ -86,7 +84,7 @@ class Agents:
             self._core.report(change, namespace, [AgentUpdated(agent_id)])
             return self._record(change, agent_id)
 
-        return self._expiring(namespace, self._core.catalog.write(namespace, work))
+        return self._expiring(namespace, self._core.write(namespace, work))
 
     def fork(
         self,
@@ -98,9 +96,7 @@ class Agents:
     ) -> AgentRecord:
         """Start an agent whose first versions are those of another. Copies no blob. Raises NotFound, AlreadyExists, and
         FailedPrecondition (LEASE_HELD) while an engine may answer under the new name."""
-        self._core.check_open(namespace)
         source = check_query(source_agent_id, kv_identity_hash)
-        check_agent_id(agent_id)
 
         def work(change: CatalogChange) -> AgentRecord:
             check_writable(agent_id, change.ownership_of(agent_id))
@@ -120,7 +116,6 @@ class Agents:
     ) -> SnapshotVersion:
         """Make an old version the newest again, as a new version. Raises NotFound, Conflict (head moved),
         FailedPrecondition (LEASE_HELD) while an engine may still answer from what is taken back."""
-        self._core.check_open(namespace)
         query = check_query(agent_id, kv_identity_hash)
 
         def work(change: CatalogChange) -> SnapshotVersion:
@@ -135,8 +130,6 @@ class Agents:
     def delete(self, namespace: str, agent_id: str, force: bool = False) -> Deletion:
         """Forget an agent and all its versions at once; of one that is another store's, the copy here. Raises NotFound,
         FailedPrecondition (AGENT_PINNED; AGENT_MOVING; LEASE_HELD while an engine may still answer from it)."""
-        self._core.check_open(namespace)
-        check_agent_id(agent_id)
         now = self._core.now_unix_ms()
 
         def work(change: CatalogChange) -> int:
@@ -152,9 +145,8 @@ class Agents:
 
     def usage(self, namespace: str, agent_id: str) -> AgentUsage:
         """The bytes behind an agent's versions, and which of them are shared. Raises NotFound."""
-        self._core.check_open(namespace)
         check_agent_id(agent_id)
-        return self._core.catalog.read(namespace, lambda view: view.usage_of(agent_id))
+        return self._core.read(namespace, lambda view: view.usage_of(agent_id))
 
     def _record(self, view: CatalogView, agent_id: str) -> AgentRecord:
         return view.get_agent(agent_id, self._core.config.retained_versions)

@@ -29,7 +29,6 @@ class Blobs:
 
     def find_missing(self, namespace: str, digests: Sequence[Digest]) -> list[Digest]:
         """Digests that the namespace lacks or holds damaged, in the order asked. Extends the others' lifetimes."""
-        self._core.check_open(namespace)
         check_range("digests", len(digests), 0, MAX_DIGESTS_PER_REQUEST)
         slices = (digests[start : start + SLICE] for start in range(0, len(digests), SLICE))
         return [digest for some in slices for digest in self._missing_of(namespace, some)]
@@ -127,7 +126,6 @@ class Blobs:
 
     def write_status(self, namespace: str, digest: Digest) -> WriteStatus:
         """How much of a blob has arrived. No side effect."""
-        self._core.check_open(namespace)
         blob = self._find(namespace, digest)
         if blob and not blob.is_damaged:
             return WriteStatus(digest.size_bytes, is_complete=True)
@@ -135,7 +133,6 @@ class Blobs:
 
     def kind_of(self, namespace: str, digest: Digest) -> BlobKind | None:
         """How a listed blob's bytes are checked; None when there is none."""
-        self._core.check_open(namespace)
         blob = self._find(namespace, digest)
         if blob is None:
             return None
@@ -148,23 +145,21 @@ class Blobs:
     def named_blobs(self, namespace: str, manifest: Digest, total_bytes: int) -> list[Digest]:
         """The blobs that a version's manifest names, in its order. Raises NotFound when no version holds it any more,
         and DataLoss (INDEX_DAMAGED) when all sizes, the manifest's too, are not the version's `total_bytes`."""
-        self._core.check_open(namespace)
         named: list[Digest] = []
         after = -1
-        while some := self._core.catalog.read(namespace, partial(_named_after, manifest, after)):
+        while some := self._core.read(namespace, partial(_named_after, manifest, after)):
             named += [digest for _, digest in some]
             after = some[-1][0]
         if manifest.size_bytes + sum(digest.size_bytes for digest in named) == total_bytes:
             return named
-        if not self._core.catalog.read(namespace, lambda view: view.is_held(manifest)):
+        if not self._core.read(namespace, lambda view: view.is_held(manifest)):
             raise NotFound("the version was given up meanwhile", reason="VERSION_NOT_FOUND")
         raise DataLoss(f"the index names other blobs of manifest {manifest} than it has", reason="INDEX_DAMAGED")
 
     def leading_stored(self, namespace: str, digests: Sequence[Digest]) -> list[bool]:
         """Of the first digests, as many as are stored: whether each is whole, and not in quarantine. One operation.
         Raises NotFound for the first."""
-        self._core.check_open(namespace)
-        found = self._core.catalog.read(namespace, lambda view: view.find_blobs(digests))
+        found = self._core.read(namespace, lambda view: view.find_blobs(digests))
         stored = takewhile(lambda digest: digest in found, digests)
         are_whole = [not found[digest].is_damaged for digest in stored]
         if digests and not are_whole:
@@ -184,7 +179,7 @@ class Blobs:
         return self._core.read_blob(namespace, digest, is_found=True)
 
     def _find(self, namespace: str, digest: Digest) -> BlobEntry | None:
-        return self._core.catalog.read(namespace, lambda view: view.find_blob(digest))
+        return self._core.read(namespace, lambda view: view.find_blob(digest))
 
 
 def _named_after(manifest: Digest, after: int, view: CatalogView) -> list[tuple[int, Digest]]:

@@ -15,9 +15,8 @@ class Events:
 
     def after(self, namespace: str, cursor: EventCursor | None, limit: int = 1000) -> EventBatch:
         """Events after a cursor; None means "from now on" and answers the cursor of now. Raises InvalidArgument."""
-        self._core.check_open(namespace)
         check_range("limit", limit, 1, MAX_PAGE_SIZE)
-        return self._core.catalog.read(namespace, lambda view: view.events_after(self._core.history, cursor, limit))
+        return self._core.read(namespace, lambda view: view.events_after(self._core.history, cursor, limit))
 
     def subscribe(self, callback: Callable[[str], None]) -> Callable[[], None]:
         """Call `callback(namespace)` after each commit that wrote events, on a thread of the store: it must only wake

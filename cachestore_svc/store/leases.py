@@ -66,7 +66,7 @@ class Leases:
             return self._lease(change, line, token, ttl_ms)
 
         try:
-            return self._core.catalog.write(namespace, work)
+            return self._core.write(namespace, work)
         except FailedPrecondition as error:
             if asks and error.reason == "LEASE_HELD":
                 self._ask(namespace, held, takes_back=False)
@@ -89,7 +89,7 @@ class Leases:
             change.renew_lease(line, self._core.leases, token, ttl_ms)
             return self._lease(change, line, token, ttl_ms)
 
-        return self._core.catalog.write(namespace, work)
+        return self._core.write(namespace, work)
 
     def renew_all(
         self, namespace: str, owner: str, kv_identity_hash: str, held: Sequence[HeldLease], ttl_s: float
@@ -111,7 +111,7 @@ class Leases:
     def release(self, namespace: str, agent_id: str, kv_identity_hash: str, token: LeaseToken) -> None:
         """Give a lease back; its generation stays remembered. Raises Conflict (LEASE_FENCED), NotFound."""
         line = self._line(namespace, agent_id, kv_identity_hash)
-        self._core.catalog.write(
+        self._core.write(
             namespace, lambda change: change.release_lease(line, self._core.leases, token), frees_space=True
         )
 
@@ -127,17 +127,18 @@ class Leases:
         """Do what takes back an agent's memory, once no engine may answer from it. Raises FailedPrecondition
         (LEASE_HELD) while a holder of the lease still may: it is asked to let go, `at_once` or when its turn is stored,
         and the caller tries again."""
-        waited_for = list[LineKey]()
+        check_agent_id(agent_id)
+        waited_for, query = list[LineKey](), LineQuery(agent_id)
 
         def fenced(change: CatalogChange) -> _Answer:
             # A change that is refused for another reason waits for nobody.
             answer = work(change)
-            waited_for[:] = change.held_leases(LineQuery(agent_id), self._core.leases)
-            change.fence_leases(LineQuery(agent_id), self._core.leases)
+            waited_for[:] = change.held_leases(query, self._core.leases)
+            change.fence_leases(query, self._core.leases)
             return answer
 
         try:
-            return self._core.catalog.write(namespace, fenced, frees_space=frees_space)
+            return self._core.write(namespace, fenced, frees_space=frees_space)
         except FailedPrecondition as error:
             if error.reason == "LEASE_HELD":
                 self._ask(namespace, waited_for, takes_back=at_once)
@@ -148,9 +149,7 @@ class Leases:
         new = [line for line in lines if self._core.leases.want(line, takes_back=takes_back)]
         events = [LeaseWanted(line.agent_id, line.kv_identity_hash, takes_back) for line in new]
         if events:
-            self._core.catalog.write(
-                namespace, lambda change: self._core.report(change, namespace, events), frees_space=True
-            )
+            self._core.write(namespace, lambda change: self._core.report(change, namespace, events), frees_space=True)
 
     def _lease(self, change: CatalogChange, line: LineKey, token: LeaseToken, ttl_ms: int) -> Lease:
         newest = change.newest_of(LineQuery(line.agent_id))
@@ -158,9 +157,7 @@ class Leases:
 
     def _line(self, namespace: str, agent_id: str, kv_identity_hash: str) -> LineKey:
         self._core.check_open(namespace)
-        check_agent_id(agent_id)
-        check_hash(kv_identity_hash)
-        return LineKey(namespace, agent_id, kv_identity_hash)
+        return LineKey(namespace, check_agent_id(agent_id), check_hash(kv_identity_hash))
 
 
 def _ttl_ms(ttl_s: float) -> int:

@@ -15,6 +15,7 @@ from cachestore_svc.index.catalog import CatalogChange
 from cachestore_svc.index.ports.agents import Commit
 from cachestore_svc.index.refusals import head_moved
 from cachestore_svc.pairing.rights import MAX_FACTS, MAX_OPEN_MOVES, May, over_limit
+from cachestore_svc.store.leases import Leases
 from cachestore_svc.store.owner_changes import OwnerChanges
 
 
@@ -46,8 +47,9 @@ class ArrivingAgent:
 class MoveSteps:
     """Steps of the moves of all namespaces' agents."""
 
-    def __init__(self, core: Core, changes: OwnerChanges) -> None:
+    def __init__(self, core: Core, leases: Leases, changes: OwnerChanges) -> None:
         self._core = core
+        self._leases = leases
         self._changes = changes
 
     # --- the source ---
@@ -85,7 +87,7 @@ class MoveSteps:
             self._changes.note(change, namespace, agent_id, known)
             return agent, known
 
-        return self._changes.handing(namespace, agent_id, work, takes_back=False, frees_space=False)
+        return self._leases.taking_back(namespace, agent_id, work, at_once=False)
 
     def hand_over(self, namespace: str, agent_id: str, peer: str, move_id: str, generation: int) -> Ownership:
         """The decision of a move: the agent is the peer's. Raises FailedPrecondition (MOVE_UNKNOWN)."""
@@ -108,7 +110,6 @@ class MoveSteps:
     def receive(self, namespace: str, arriving: ArrivingAgent) -> Ownership:
         """Commit all that a move brings; nobody here extends it before `arrive`. Raises FailedPrecondition
         (AGENT_MOVING, OWNER_NEWER; LEASE_HELD; BLOB_MISSING, BLOB_UNFIT), Conflict (HEAD_MOVED), InvalidArgument."""
-        self._core.check_open(namespace)
         agent_id = check_agent_id(arriving.agent_id)
         commits = [self._commit_of(namespace, agent_id, line) for line in arriving.lines]
 
@@ -126,7 +127,7 @@ class MoveSteps:
             self._changes.note(change, namespace, agent_id, known)
             return known
 
-        return self._changes.handing(namespace, agent_id, work, takes_back=True)
+        return self._leases.taking_back(namespace, agent_id, work, frees_space=True)
 
     def arrive(self, namespace: str, agent_id: str, move_id: str) -> Ownership:
         """The source has handed the agent over: it is this store's. Raises FailedPrecondition (MOVE_UNKNOWN)."""

@@ -1,7 +1,6 @@
 """How a fact about an agent's owner changes: each step is one transaction, and is durable on return."""
 
 from collections.abc import Callable
-from typing import TypeVar
 
 from kvasir.errors import ResourceExhausted
 from kvasir.names import check_agent_id
@@ -10,21 +9,16 @@ from cachestore_svc.core import Core
 from cachestore_svc.facts.ownership import Ownership
 from cachestore_svc.facts.records import AgentUpdated
 from cachestore_svc.index.catalog import CatalogChange
-from cachestore_svc.store.leases import Leases
-
-_Answer = TypeVar("_Answer")
 
 
 class OwnerChanges:
     """Changes of the owners of all namespaces' agents."""
 
-    def __init__(self, core: Core, leases: Leases) -> None:
+    def __init__(self, core: Core) -> None:
         self._core = core
-        self._leases = leases
 
     def step(self, namespace: str, agent_id: str, step: Callable[[Ownership, int], Ownership]) -> Ownership:
         """Note the fact that follows from the known one and the time."""
-        self._core.check_open(namespace)
         check_agent_id(agent_id)
 
         def work(change: CatalogChange) -> Ownership:
@@ -32,21 +26,7 @@ class OwnerChanges:
             self.note(change, namespace, agent_id, new)
             return new
 
-        return self._core.catalog.write(namespace, work, frees_space=True)
-
-    def handing(
-        self,
-        namespace: str,
-        agent_id: str,
-        work: Callable[[CatalogChange], _Answer],
-        *,
-        takes_back: bool,
-        frees_space: bool = True,
-    ) -> _Answer:
-        """As `Leases.taking_back`; but where the memory is not taken back, an engine may first store its turn."""
-        self._core.check_open(namespace)
-        check_agent_id(agent_id)
-        return self._leases.taking_back(namespace, agent_id, work, frees_space=frees_space, at_once=takes_back)
+        return self._core.write(namespace, work, frees_space=True)
 
     def note(self, change: CatalogChange, namespace: str, agent_id: str, known: Ownership) -> None:
         """Write the fact within an operation, and an event of it."""

@@ -15,21 +15,22 @@ from cachestore_svc.facts import ownership
 from cachestore_svc.facts.ownership import Ownership
 from cachestore_svc.index.catalog import CatalogChange, CatalogView
 from cachestore_svc.pairing.rights import May
+from cachestore_svc.store.leases import Leases
 from cachestore_svc.store.owner_changes import OwnerChanges
 
 
 class Owners:
     """Owners of the agents of all namespaces."""
 
-    def __init__(self, core: Core, changes: OwnerChanges) -> None:
+    def __init__(self, core: Core, leases: Leases, changes: OwnerChanges) -> None:
         self._core = core
+        self._leases = leases
         self._changes = changes
 
     def of(self, namespace: str, agent_id: str) -> Ownership:
         """What this store knows of an agent's owner. The agent need not exist."""
-        self._core.check_open(namespace)
         check_agent_id(agent_id)
-        return self._core.catalog.read(namespace, lambda view: view.ownership_of(agent_id))
+        return self._core.read(namespace, lambda view: view.ownership_of(agent_id))
 
     def unfinished(self) -> list[tuple[str, str, Ownership]]:
         """Namespace, agent and fact of all that are on their way, or whose owner must still be announced."""
@@ -57,7 +58,6 @@ class Owners:
         """Take over the agent from a peer that is gone, which is fenced when it hears of the claim; see
         ownership.claimed. `expected`: the fact that the claim rests on; if it has changed, nothing is done and today's
         is returned. Raises NotFound when nothing of the agent is here and nothing is known of it."""
-        self._core.check_open(namespace)
         check_agent_id(agent_id)
 
         def work(change: CatalogChange) -> Ownership:
@@ -70,7 +70,7 @@ class Owners:
             self._changes.note(change, namespace, agent_id, new)
             return new
 
-        return self._core.catalog.write(namespace, work)
+        return self._core.write(namespace, work)
 
     def fence(self, namespace: str, agent_id: str, peer: str, generation: int, may: May) -> Ownership:
         """A peer says that an owner of this generation is known to it. Raises PermissionDenied as `may` does,
@@ -85,7 +85,7 @@ class Owners:
             self._changes.note(change, namespace, agent_id, new)
             return new
 
-        return self._changes.handing(namespace, agent_id, work, takes_back=True, frees_space=False)
+        return self._leases.taking_back(namespace, agent_id, work)
 
     def told(self, namespace: str, agent_id: str, peer: str, generation: int) -> Ownership:
         """A peer has heard of this generation."""
@@ -101,12 +101,11 @@ class Owners:
             self._changes.note(change, namespace, agent_id, new)
             return new
 
-        return self._changes.handing(namespace, agent_id, work, takes_back=True)
+        return self._leases.taking_back(namespace, agent_id, work, frees_space=True)
 
     def _facts(self, find: Callable[[CatalogView], list[tuple[str, Ownership]]]) -> list[tuple[str, str, Ownership]]:
         found = list[tuple[str, str, Ownership]]()
         for namespace in self._core.sound_namespaces():
             with contextlib.suppress(FailedPrecondition):  # sealed, and without its key here
-                self._core.check_open(namespace)
-                found += [(namespace, *each) for each in self._core.catalog.read(namespace, find)]
+                found += [(namespace, *each) for each in self._core.read(namespace, find)]
         return found

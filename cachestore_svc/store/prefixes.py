@@ -38,7 +38,6 @@ class Prefixes:
     ) -> FoundPrefix:
         """The longest stored, shareable prefix of a chain in all these groups of layers, 0 for those that keep all
         tokens. Extends lifetimes. Raises InvalidArgument."""
-        self._core.check_open(namespace)
         check_groups(groups)
         check_range("block_hashes", len(block_hashes), 0, MAX_BLOCK_HASHES_PER_REQUEST)
         check_hash(kv_identity_hash)
@@ -109,7 +108,7 @@ class _PrefixSearch:
         bound: set[str] = set()
         for start in range(0, len(block_hashes), SLICE):
             some = block_hashes[start : start + SLICE]
-            bound |= self._core.catalog.read(self._namespace, partial(self._bound, some)).keys()
+            bound |= self._core.read(self._namespace, partial(self._bound, some)).keys()
         return [each in bound for each in block_hashes]
 
     def _bound(self, block_hashes: Sequence[str], view: CatalogView) -> Mapping[str, BlobEntry]:

@@ -90,7 +90,7 @@ class Snapshots:
     def _committed(self, asked: Commit) -> SnapshotVersion:
         namespace = asked.line.namespace
         if asked.origin is Origin.TURN:
-            done = self._core.catalog.write(namespace, lambda change: self._commit(change, asked))
+            done = self._core.write(namespace, lambda change: self._commit(change, asked))
         else:
             work = partial(self._commit, asked=asked)
             done = self._leases.taking_back(namespace, asked.line.agent_id, work)
@@ -101,9 +101,8 @@ class Snapshots:
         self, namespace: str, agent_id: str, kv_identity_hash: str | None = None, version: int | None = None
     ) -> SnapshotVersion:
         """One version; by default the agent's newest. Counts as a use. Raises NotFound."""
-        self._core.check_open(namespace)
         query = check_query(agent_id, kv_identity_hash)
-        snapshot, used_unix_ms = self._core.catalog.read(namespace, lambda view: view.get_snapshot(query, version))
+        snapshot, used_unix_ms = self._core.read(namespace, lambda view: view.get_snapshot(query, version))
         now = self._core.now_unix_ms()
         # Also when the clock was set back: a use is a use.
         if abs(now - used_unix_ms) > _USE_RESOLUTION_MS:
@@ -120,16 +119,14 @@ class Snapshots:
         page_token: str = "",
     ) -> SnapshotPage:
         """Versions of an agent, or of one of its lines, newest first. Raises NotFound, InvalidArgument (token)."""
-        self._core.check_open(namespace)
         query = check_query(agent_id, kv_identity_hash)
         size = listing.page_size(page_size)
-        return self._core.catalog.read(namespace, lambda view: listing.snapshots_page(view, query, size, page_token))
+        return self._core.read(namespace, lambda view: listing.snapshots_page(view, query, size, page_token))
 
     def has_had(self, namespace: str, agent_id: str, manifest_hash: str) -> bool:
         """Whether a version of the agent was this manifest, also one that is not kept any more."""
-        self._core.check_open(namespace)
         query = check_query(agent_id)
-        return self._core.catalog.read(namespace, lambda view: view.has_had(query, manifest_hash))
+        return self._core.read(namespace, lambda view: view.has_had(query, manifest_hash))
 
     def _manifest_bytes(self, namespace: str, manifest: Digest) -> memoryview:
         try:

@@ -22,14 +22,13 @@ class Care:
 
     def verify(self, namespace: str, agent_id: str | None = None) -> Iterator[VerifyProgress]:
         """Re-hash the blobs of an agent or of the namespace; the damaged are quarantined. Raises NotFound."""
-        self._core.check_open(namespace)
         if agent_id is not None:
             check_agent_id(agent_id)
 
         def work(view: CatalogView) -> list[Digest]:
             return view.whole_blobs() if agent_id is None else view.held_digests(agent_id)
 
-        return check.verify(self._core, namespace, self._core.catalog.read(namespace, work))
+        return check.verify(self._core, namespace, self._core.read(namespace, work))
 
     def scrub(self) -> Iterator[VerifyProgress]:
         """`verify` for every namespace in turn. Those that are shut are left out: without a key their bytes prove
