@@ -10,7 +10,6 @@ import contextlib
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Protocol, Self, TypeVar
 
 from kvasir.errors import FailedPrecondition, InvalidArgument, KvasirError
@@ -55,9 +54,7 @@ class BlobWriter(Protocol):
 
     def __enter__(self) -> Self: ...
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None: ...
+    def __exit__(self, *_: object) -> None: ...
 
 
 class BlobRegister(Protocol):
@@ -229,9 +226,7 @@ class StoredBlob:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         pass
 
 
@@ -351,9 +346,7 @@ class PartWriter:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self.received_bytes == 0:
             self.abandon()
         elif not self._is_ended:
@@ -374,7 +367,7 @@ class PartWriter:
             except OSError:
                 self.abandon()
             else:
-                self.__exit__(None, None, None)
+                self.__exit__()
             raise refusal(error, f"{self.digest}") from error
 
     def _verified(self) -> BlobFacts:

@@ -75,23 +75,16 @@ class Space:
             raise self._quota_full(namespace, size_bytes, shortage)
         most = max(self._config.max_blob_bytes, free // _SHARE)
         if self._reserved[namespace] + size_bytes > most:
-            raise ResourceExhausted(
-                f"disk: {self._reserved[namespace]} bytes reserved and {size_bytes} asked are more than one "
-                "namespace may have unfinished: let some writes end",
-                reason="RESERVATIONS_FULL",
-                retry_after_s=5,
-                metadata={"reserved_bytes": str(self._reserved[namespace]), "asked_bytes": str(size_bytes)},
-            )
+            reserved = self._reserved[namespace]
+            words = "are more than one namespace may have unfinished: let some writes end"
+            text = f"disk: {reserved} bytes reserved and {size_bytes} asked {words}"
+            raise _full("RESERVATIONS_FULL", text, 5, reserved=reserved, asked=size_bytes)
         # Reserved bytes may be on the disk already: counting them twice is on the safe side.
         left_bytes = free - self._reserved.total() - size_bytes - kept
         if left_bytes < 0:
-            raise ResourceExhausted(
-                # Neither paths nor what others have: both may be unknown to the caller.
-                f"disk: no room for {size_bytes} bytes more beside what must stay free",
-                reason="DISK_FULL",
-                retry_after_s=60,
-                metadata={"asked_bytes": str(size_bytes)},
-            )
+            # Neither paths nor what others have: both may be unknown to the caller.
+            text = f"disk: no room for {size_bytes} bytes more beside what must stay free"
+            raise _full("DISK_FULL", text, asked=size_bytes)
         self._check_share(namespace, size_bytes, left_bytes)
         self._reserved[namespace] += size_bytes
 
@@ -106,13 +99,9 @@ class Space:
         has_quota = self._config.quota_bytes(namespace) is not None
         kept = self._config.free_disk_reserve_bytes
         if not has_quota and held > kept and left_bytes < kept:
-            raise ResourceExhausted(
-                f"disk: {held} bytes held and {size_bytes} asked would leave nothing to namespaces that hold little: "
-                "delete some, or give it a quota",
-                reason="DISK_SHARE_FULL",
-                retry_after_s=60,
-                metadata={"held_bytes": str(held), "asked_bytes": str(size_bytes)},
-            )
+            words = "would leave nothing to namespaces that hold little: delete some, or give it a quota"
+            text = f"disk: {held} bytes held and {size_bytes} asked {words}"
+            raise _full("DISK_SHARE_FULL", text, held=held, asked=size_bytes)
 
     def _quota_shortage(self, namespace: str, size_bytes: int) -> int:
         quota = self._config.quota_bytes(namespace)
@@ -121,19 +110,12 @@ class Space:
         return max(0, self._stored[namespace] + self._reserved[namespace] + size_bytes - quota)
 
     def _quota_full(self, namespace: str, size_bytes: int, shortage: int) -> ResourceExhausted:
-        quota, stored, reserved = (
-            self._config.quota_bytes(namespace),
-            self._stored[namespace],
-            self._reserved[namespace],
-        )
-        return ResourceExhausted(
-            f"quota: {stored} bytes stored, {reserved} reserved, {size_bytes} asked are {shortage} more than {quota}",
-            reason="QUOTA_FULL",
-            retry_after_s=60,
-            metadata={
-                "quota_bytes": str(quota),
-                "stored_bytes": str(stored),
-                "reserved_bytes": str(reserved),
-                "asked_bytes": str(size_bytes),
-            },
-        )
+        quota = self._config.quota_bytes(namespace)
+        stored, reserved = self._stored[namespace], self._reserved[namespace]
+        text = f"{stored} bytes stored, {reserved} reserved, {size_bytes} asked are {shortage} more than {quota}"
+        return _full("QUOTA_FULL", f"quota: {text}", quota=quota, stored=stored, reserved=reserved, asked=size_bytes)
+
+
+def _full(reason: str, text: str, retry_after_s: int = 60, **sizes: int | None) -> ResourceExhausted:
+    numbers = {f"{name}_bytes": str(size) for name, size in sizes.items()}
+    return ResourceExhausted(text, reason=reason, retry_after_s=retry_after_s, metadata=numbers)

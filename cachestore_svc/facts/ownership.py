@@ -95,35 +95,21 @@ HERE = Ownership()
 def check_writable(agent_id: str, known: Ownership) -> None:
     """Raises FailedPrecondition (AGENT_MOVED, AGENT_MOVING) unless this store may extend the agent's memory."""
     if known.state is OwnerState.MOVED:
-        raise FailedPrecondition(
-            f"agent {agent_id!r} has moved to {known.peer}: ask there, or bring it back with "
-            f"`kvasir agents move {agent_id} --from {known.peer}`",
-            reason="AGENT_MOVED",
-            metadata=_facts(agent_id, known),
-        )
+        back = f"ask there, or bring it back with `kvasir agents move {agent_id} --from {known.peer}`"
+        raise _refusal("AGENT_MOVED", agent_id, known, f" has moved to {known.peer}: {back}")
     if known.waits_for_claim:
-        raise FailedPrecondition(
-            f"agent {agent_id!r} came back from `kvasir store recover`, which cannot tell whether it had moved: "
-            f"`kvasir agents claim {agent_id}` asks the peers, and makes it this store's if none owns it",
-            reason="AGENT_MOVING",
-            metadata=_facts(agent_id, known),
-        )
+        problem = " came back from `kvasir store recover`, which cannot tell whether it had moved"
+        claim = f"`kvasir agents claim {agent_id}` asks the peers, and makes it this store's if none owns it"
+        raise _refusal("AGENT_MOVING", agent_id, known, f"{problem}: {claim}")
     if not known.is_owned:
-        raise FailedPrecondition(
-            f"agent {agent_id!r} is on its way {'to' if known.state is OwnerState.MOVING else 'from'} {known.peer}",
-            reason="AGENT_MOVING",
-            metadata=_facts(agent_id, known),
-        )
+        way = "to" if known.state is OwnerState.MOVING else "from"
+        raise _refusal("AGENT_MOVING", agent_id, known, f" is on its way {way} {known.peer}")
 
 
 def check_came_by(agent_id: str, known: Ownership, move_id: str) -> None:
     """Raises FailedPrecondition (MOVE_UNKNOWN) unless the agent's last move was this one."""
     if known.move_id != move_id:
-        raise FailedPrecondition(
-            f"agent {agent_id!r} is here, but by another move than {move_id}",
-            reason="MOVE_UNKNOWN",
-            metadata=_facts(agent_id, known),
-        )
+        raise _refusal("MOVE_UNKNOWN", agent_id, known, f" is here, but by another move than {move_id}")
 
 
 def check_takes_copy(agent_id: str, known: Ownership, generation: int | None) -> None:
@@ -203,16 +189,8 @@ def offered(
         if not is_ordered:  # this store has been replaced, and is to be fenced first
             raise outranked_by(agent_id, known)
         _check_believable(agent_id, known, peer, generation)
-    had_by = _with(gone(known).had_by, peer, is_only_offered=not is_ordered)
-    return Ownership(
-        OwnerState.MOVING,
-        generation + 1,
-        peer,
-        move_id,
-        now_unix_ms,
-        tells=known.tells,
-        had_by=had_by,
-    )
+    peers = known.tells, _with(gone(known).had_by, peer, is_only_offered=not is_ordered)
+    return Ownership(OwnerState.MOVING, generation + 1, peer, move_id, now_unix_ms, False, *peers)
 
 
 def handed_over(
@@ -381,19 +359,12 @@ def _who_may_count_on(known: Ownership, but_not: str) -> tuple[str, ...]:
 
 
 def outranked_by(agent_id: str, known: Ownership) -> FailedPrecondition:
-    return FailedPrecondition(
-        f"agent {agent_id!r}: this store knows a newer owner (generation {known.generation})",
-        reason="OWNER_NEWER",
-        metadata=_facts(agent_id, known),
-    )
+    newer = f": this store knows a newer owner (generation {known.generation})"
+    return _refusal("OWNER_NEWER", agent_id, known, newer)
 
 
 def _not_under_way(agent_id: str, known: Ownership) -> FailedPrecondition:
-    return FailedPrecondition(
-        f"agent {agent_id!r}: this move is not under way here any more",
-        reason="MOVE_UNKNOWN",
-        metadata=_facts(agent_id, known),
-    )
+    return _refusal("MOVE_UNKNOWN", agent_id, known, ": this move is not under way here any more")
 
 
 def owned_here(agent_id: str) -> AlreadyExists:
@@ -403,5 +374,6 @@ def owned_here(agent_id: str) -> AlreadyExists:
     )
 
 
-def _facts(agent_id: str, known: Ownership) -> Mapping[str, str]:
-    return {"agent_id": agent_id, "owner": known.peer, "generation": str(known.generation)}
+def _refusal(reason: str, agent_id: str, known: Ownership, words: str) -> FailedPrecondition:
+    facts = {"agent_id": agent_id, "owner": known.peer, "generation": str(known.generation)}
+    return FailedPrecondition(f"agent {agent_id!r}{words}", reason=reason, metadata=facts)

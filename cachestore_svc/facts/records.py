@@ -413,7 +413,8 @@ class AgentUsage:
 
 @dataclass(frozen=True, slots=True)
 class Totals:
-    """Sizes of all namespaces together, but for those that are kept out because their entries are damaged."""
+    """Sizes of all namespaces together, but for those that are kept out because their entries are damaged: sums of
+    their `Stats`."""
 
     agent_count: int
     snapshot_count: int

@@ -11,7 +11,6 @@ import contextlib
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from types import TracebackType
 from typing import Self
 
 from kvasir.errors import FailedPrecondition, InvalidArgument, KvasirError
@@ -217,9 +216,7 @@ class BlobIntake:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         current, self._current = self._current, None
         try:
             await self._written()

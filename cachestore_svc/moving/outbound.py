@@ -12,7 +12,6 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
-from types import TracebackType
 from typing import Self
 
 from kvasir.formats.digest import Digest
@@ -135,9 +134,7 @@ class BlobSource:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.let_go()
 
     async def _load(self) -> None:

@@ -8,7 +8,6 @@ thread, and raise the types of `kvasir.errors`.
 import secrets
 import time
 from collections.abc import Callable, Sequence
-from types import TracebackType
 from typing import Self
 
 from cachestore_svc.blobs.backend import BlobBackend
@@ -92,9 +91,7 @@ class Store:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     @property

@@ -14,7 +14,7 @@ from cachestore_svc.blobs.backend import Damaged, NamespaceBlobs, unknown_places
 from cachestore_svc.blobs.manifests import read_manifest
 from cachestore_svc.core import Core
 from cachestore_svc.facts.records import CheckReport, Finding, VerifyProgress
-from cachestore_svc.index.catalog import HOUSE, CatalogChange, CatalogView
+from cachestore_svc.index.catalog import HOUSE, CatalogView
 from cachestore_svc.index.damage import reading_damage
 from cachestore_svc.journal import replay
 from cachestore_svc.recovery import looking
@@ -135,7 +135,7 @@ def _has_wrong_size(core: Core, namespace: str, digest: Digest, repair: bool) ->
     blobs = core.blobs.of(namespace)
     with blobs.naming(digest.hash):
         is_right = blobs.size_bytes(digest.hash) == digest.size_bytes
-        if is_right or not _is_listed(core, namespace, digest):
+        if is_right or not core.catalog.read(namespace, lambda view: view.has_hash(digest.hash)):
             return False
         if repair:
             core.quarantine(namespace, [digest])
@@ -153,41 +153,27 @@ def _manifests(core: Core, namespace: str, repair: bool) -> Iterator[Finding]:
         except KvasirError:
             # Damaged: reported as such. Swept: not there to be wrong.
             continue
-        named = [blob.digest for blob in facts.named]
-        if core.catalog.read(namespace, partial(_names_others, manifest, named)):
-            if repair:
-                core.catalog.write(namespace, partial(_hold_anew, manifest, named))
+        if _names_others(core, namespace, manifest, [blob.digest for blob in facts.named], repair):
             yield Finding("WRONG_REFERENCES", namespace, manifest.hash, repair)
+
+
+def _names_others(core: Core, namespace: str, manifest: Digest, named: Sequence[Digest], repair: bool) -> bool:
+    does = core.catalog.read(namespace, lambda view: view.names_others(manifest, named))
+    if does and repair:
+        core.catalog.write(namespace, lambda change: change.hold_anew(manifest, named))
+    return does
 
 
 def _damaged(core: Core, namespace: str, repair: bool) -> Iterator[Finding]:
     """Blobs in quarantine. Repair takes out those that can be read again, and are whole."""
     for digest in core.catalog.read(namespace, lambda view: view.damaged_blobs()):
-        is_repaired = repair and _is_readable(core, namespace, digest)
-        if is_repaired:
-            core.catalog.write(namespace, partial(_take_out, digest))
-        yield Finding("DAMAGED_BLOB", namespace, digest.hash, is_repaired)
+        yield Finding("DAMAGED_BLOB", namespace, digest.hash, repair and _is_taken_out(core, namespace, digest))
 
 
-def _is_readable(core: Core, namespace: str, digest: Digest) -> bool:
+def _is_taken_out(core: Core, namespace: str, digest: Digest) -> bool:
     try:
         core.blobs.of(namespace).read(digest)
     except (Damaged, FileNotFoundError, Unavailable):
         return False
+    core.catalog.write(namespace, lambda change: change.set_damaged(digest, False))
     return True
-
-
-def _take_out(digest: Digest, change: CatalogChange) -> None:
-    change.set_damaged(digest, False)
-
-
-def _names_others(manifest: Digest, named: Sequence[Digest], view: CatalogView) -> bool:
-    return view.names_others(manifest, named)
-
-
-def _hold_anew(manifest: Digest, named: Sequence[Digest], change: CatalogChange) -> None:
-    change.hold_anew(manifest, named)
-
-
-def _is_listed(core: Core, namespace: str, digest: Digest) -> bool:
-    return core.catalog.read(namespace, lambda view: view.has_hash(digest.hash))

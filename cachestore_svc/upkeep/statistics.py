@@ -1,6 +1,7 @@
 """Sizes and counters, computed on request, and the ailments of a store."""
 
 from collections.abc import Callable, Mapping
+from dataclasses import fields
 from functools import partial
 
 from kvasir.server.operating.wellness import Ailment
@@ -9,8 +10,6 @@ from cachestore_svc.core import Core
 from cachestore_svc.facts.records import Stats, Totals
 from cachestore_svc.index.catalog import CatalogView
 from cachestore_svc.index.ports.upkeep import Sums
-
-_SumsOf = Callable[[str, CatalogView], Sums]
 
 
 class Statistics:
@@ -22,11 +21,36 @@ class Statistics:
     def of(self, namespace: str) -> Stats:
         """Sizes and counters. No side effect."""
         self._core.check_open(namespace)
-        return _stats_of(self._core, namespace)
+        return self._of(namespace)
+
+    def _of(self, namespace: str) -> Stats:
+        core = self._core
+        agents, snapshots, logical = self._sums(namespace, 3, lambda after, view: view.sums_of_agents(after))
+        blobs, *of_blobs = self._sums(namespace, 4, lambda after, view: view.sums_of_blobs(after))
+        blob_bytes, damaged, unreferenced = of_blobs
+        return Stats(
+            agent_count=agents,
+            snapshot_count=snapshots,
+            blob_count=blobs,
+            blob_bytes=blob_bytes,
+            logical_bytes=logical,
+            quota_bytes=core.config.quota_bytes(namespace),
+            reserved_bytes=core.space.reserved_bytes(namespace),
+            free_disk_bytes=core.disk.free_bytes(core.config.data_dir),
+            unreferenced_bytes=unreferenced,
+            damaged_blob_count=damaged,
+            written_today_bytes=core.write_budget.today().get(namespace, 0),
+            write_budget_bytes=core.write_budget.budget_bytes,
+            counters=core.counters.of(namespace),
+        )
 
     def totals(self) -> Totals:
         """Sizes of all namespaces, for the store's owner. Reads the whole index, in slices."""
-        return _totals_of(self._core)
+        core = self._core
+        each = [self._of(namespace) for namespace in core.sound_namespaces()]
+        sums = {field.name: sum(getattr(stats, field.name) for stats in each) for field in fields(Totals)}
+        sums["free_disk_bytes"] = core.disk.free_bytes(core.config.data_dir)
+        return Totals(**sums | {"written_today_bytes": sum(core.write_budget.today().values())})
 
     def written(self) -> Mapping[str, int | bool]:
         """Bytes of blobs that all namespaces wrote today (UTC), and the budget, for the store's owner."""
@@ -40,71 +64,22 @@ class Statistics:
 
     def ailments(self) -> list[Ailment]:
         """Faults of the store, for its owner. Raises where the index does not answer."""
-        return _ailments_of(self._core)
+        core, found = self._core, list[Ailment]()
+        core.sound_namespaces()  # raises where the index does not answer
+        if core.space.is_disk_full:
+            found.append(Ailment("DISK_FULL", "the disk has no room beside what must stay free: writes are refused"))
+        found += [Ailment(refusal.reason, refusal.message) for refusal in core.seals.refusals()]
+        if core.catalog.damage:
+            what = f"the index is damaged: {len(core.catalog.damage)} namespaces are kept out"
+            found.append(Ailment("INDEX_DAMAGED", f"{what}; stop the store and run: kvasir store recover"))
+        return found
 
-
-def _stats_of(core: Core, namespace: str) -> Stats:
-    agents, snapshots, logical = _sums(core, namespace, _sums_of_agents, 3)
-    blobs, blob_bytes, damaged, unreferenced = _sums(core, namespace, _sums_of_blobs, 4)
-    return Stats(
-        agent_count=agents,
-        snapshot_count=snapshots,
-        blob_count=blobs,
-        blob_bytes=blob_bytes,
-        logical_bytes=logical,
-        quota_bytes=core.config.quota_bytes(namespace),
-        reserved_bytes=core.space.reserved_bytes(namespace),
-        free_disk_bytes=core.disk.free_bytes(core.config.data_dir),
-        unreferenced_bytes=unreferenced,
-        damaged_blob_count=damaged,
-        written_today_bytes=core.write_budget.today().get(namespace, 0),
-        write_budget_bytes=core.write_budget.budget_bytes,
-        counters=core.counters.of(namespace),
-    )
-
-
-def _totals_of(core: Core) -> Totals:
-    each = [_stats_of(core, namespace) for namespace in core.sound_namespaces()]
-    return Totals(
-        agent_count=sum(stats.agent_count for stats in each),
-        snapshot_count=sum(stats.snapshot_count for stats in each),
-        blob_count=sum(stats.blob_count for stats in each),
-        blob_bytes=sum(stats.blob_bytes for stats in each),
-        logical_bytes=sum(stats.logical_bytes for stats in each),
-        reserved_bytes=sum(stats.reserved_bytes for stats in each),
-        unreferenced_bytes=sum(stats.unreferenced_bytes for stats in each),
-        damaged_blob_count=sum(stats.damaged_blob_count for stats in each),
-        free_disk_bytes=core.disk.free_bytes(core.config.data_dir),
-        written_today_bytes=sum(core.write_budget.today().values()),
-    )
-
-
-def _ailments_of(core: Core) -> list[Ailment]:
-    core.sound_namespaces()  # raises where the index does not answer
-    found = []
-    if core.space.is_disk_full:
-        found.append(Ailment("DISK_FULL", "the disk has no room beside what must stay free: writes are refused"))
-    found += [Ailment(refusal.reason, refusal.message) for refusal in core.seals.refusals()]
-    if core.catalog.damage:
-        what = f"the index is damaged: {len(core.catalog.damage)} namespaces are kept out"
-        found.append(Ailment("INDEX_DAMAGED", f"{what}; stop the store and run: kvasir store recover"))
-    return found
-
-
-def _sums(core: Core, namespace: str, sums_of: _SumsOf, count: int) -> list[int]:
-    """Sums over all rows, a slice at a time, so that other operations come in between."""
-    sums, after = [0] * count, ""
-    while True:
-        last, numbers = core.catalog.read(namespace, partial(sums_of, after))
-        if last is None:
-            return sums
-        after = last
-        sums = [total + number for total, number in zip(sums, numbers, strict=True)]
-
-
-def _sums_of_agents(after: str, view: CatalogView) -> Sums:
-    return view.sums_of_agents(after)
-
-
-def _sums_of_blobs(after: str, view: CatalogView) -> Sums:
-    return view.sums_of_blobs(after)
+    def _sums(self, namespace: str, count: int, sums_of: Callable[[str, CatalogView], Sums]) -> list[int]:
+        """Sums over all rows, a slice at a time, so that other operations come in between."""
+        sums, after = [0] * count, ""
+        while True:
+            last, numbers = self._core.catalog.read(namespace, partial(sums_of, after))
+            if last is None:
+                return sums
+            after = last
+            sums = [total + number for total, number in zip(sums, numbers, strict=True)]
