@@ -17,6 +17,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -161,15 +162,12 @@ def _end_with(descriptor: int) -> None:
 
 
 def _own(options: argparse.Namespace) -> Own:
-    if PEER_NAME.fullmatch(options.name) is None:
-        raise InvalidArgument("name: expected 1 to 64 of A-Z a-z 0-9 . _ -", field="name")
-    if options.known_as and PEER_NAME.fullmatch(options.known_as) is None:
-        raise InvalidArgument("as: expected 1 to 64 of A-Z a-z 0-9 . _ -", field="as")
-    gives = read_rights(options.gives or (), Gives, DEFAULT_NAMESPACE)
-    takes = read_rights(options.takes or (), Takes, DEFAULT_NAMESPACE)
+    name, known_as = _check_name(options.name, "name", "name"), options.known_as
+    known_as = known_as and _check_name(known_as, "as", "as")
+    rights = _named(options.gives, Gives), _named(options.takes, Takes)
     listen = _listen(options.listen, read_peers(options.peers_file).listen)
     identity = read_or_make_identity(identity_file(options.peers_file))
-    return Own(options.peers_file, identity, options.name, gives, takes, options.known_as, listen, _store(options))
+    return Own(options.peers_file, identity, name, *rights, known_as, listen, _store(options))
 
 
 def _store(options: argparse.Namespace) -> RunningStore:
@@ -301,28 +299,37 @@ async def _peers(options: argparse.Namespace) -> dict[str, Any]:
     if options.action == "ls":
         book = await asyncio.to_thread(read_peers, options.peers_file)
         return {"peers": [_row(book.peers[name]) for name in sorted(book.peers)], "listen": book.listen}
-    book = await asyncio.to_thread(change_peers, options.peers_file, _change(options))
+    book = await asyncio.to_thread(change_peers, options.peers_file, partial(_changed, options))
     answer = _row(book.peers[options.name]) if options.action == "allow" else {"name": options.name}
     return {**answer, "store": await _store(options).told()}
 
 
-def _change(options: argparse.Namespace) -> Callable[[PeerBook], PeerBook]:
-    if options.action == "allow":
-        gives = read_rights(options.gives or (), Gives, DEFAULT_NAMESPACE)
-        return _allowed(options.name, gives, read_rights(options.takes or (), Takes, DEFAULT_NAMESPACE))
-    return _without(options.name) if options.action == "rm" else _renamed(options.name, options.new_name)
+def _changed(options: argparse.Namespace, book: PeerBook) -> PeerBook:
+    name = options.name
+    if name not in book.peers:
+        there = ", ".join(sorted(book.peers)) or "none"
+        raise NotFound(f"no peer {name!r}; there are: {there}", reason="PEER_UNKNOWN", metadata={"peer": name})
+    if options.action == "rm":
+        return book.without(name)
+    if options.action == "rename":
+        return book.with_name(name, _check_name(options.new_name, "new name", "name", book))
+    peer, gives, takes = book.peers[name], _named(options.gives, Gives), _named(options.takes, Takes)
+    if peer.is_paired and (new := {*gives, *takes} - {*peer.namespaces}):
+        text = f"namespace: {name} was given none of {sorted(new)}: pair again, with --gives for each"
+        raise InvalidArgument(text, field="namespace")
+    return replace(book, peers={**book.peers, name: _with_rights(peer, gives, takes)})
 
 
-def _allowed(name: str, gives: dict[str, str], takes: dict[str, str]) -> Callable[[PeerBook], PeerBook]:
-    def change(book: PeerBook) -> PeerBook:
-        _check_known(book, name)
-        peer = book.peers[name]
-        if peer.is_paired and (new := {*gives, *takes} - {*peer.namespaces}):
-            text = f"namespace: {name} was given none of {sorted(new)}: pair again, with --gives for each"
-            raise InvalidArgument(text, field="namespace")
-        return replace(book, peers={**book.peers, name: _with_rights(peer, gives, takes)})
+def _named(given: Sequence[str] | None, words: type[Gives | Takes]) -> dict[str, str]:
+    return read_rights(given or (), words, DEFAULT_NAMESPACE)
 
-    return change
+
+def _check_name(name: str, what: str, field_: str, book: PeerBook | None = None) -> str:
+    if PEER_NAME.fullmatch(name) is None:
+        raise InvalidArgument(f"{what}: expected 1 to 64 of A-Z a-z 0-9 . _ -", field=field_)
+    if book is not None and name in book.peers:
+        raise InvalidArgument(f"{what}: there is a peer {name!r} already", field=field_)
+    return name
 
 
 def _with_rights(peer: PeerSettings, gives: dict[str, str], takes: dict[str, str]) -> PeerSettings:
@@ -332,32 +339,6 @@ def _with_rights(peer: PeerSettings, gives: dict[str, str], takes: dict[str, str
         "takes": write_rights(read_rights(peer.takes, Takes) | takes),
     }
     return peer.model_copy(update=rights)
-
-
-def _without(name: str) -> Callable[[PeerBook], PeerBook]:
-    def change(book: PeerBook) -> PeerBook:
-        _check_known(book, name)
-        return book.without(name)
-
-    return change
-
-
-def _renamed(name: str, new_name: str) -> Callable[[PeerBook], PeerBook]:
-    def change(book: PeerBook) -> PeerBook:
-        _check_known(book, name)
-        if PEER_NAME.fullmatch(new_name) is None:
-            raise InvalidArgument("new name: expected 1 to 64 of A-Z a-z 0-9 . _ -", field="name")
-        if new_name in book.peers:
-            raise InvalidArgument(f"new name: there is a peer {new_name!r} already", field="name")
-        return book.with_name(name, new_name)
-
-    return change
-
-
-def _check_known(book: PeerBook, name: str) -> None:
-    if name not in book.peers:
-        there = ", ".join(sorted(book.peers)) or "none"
-        raise NotFound(f"no peer {name!r}; there are: {there}", reason="PEER_UNKNOWN", metadata={"peer": name})
 
 
 def _row(peer: PeerSettings) -> dict[str, Any]:

@@ -39,6 +39,7 @@ MAX_WRONG_GUESSES = 5
 LIFETIME_S = 600.0
 PEER_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _LABEL = b"kvasir pairing 1"
+_HOST, _JOINER = b"host", b"joiner"
 _SHARE_BYTES = 33  # the side and a point of Ed25519
 _MAX_SEALED_BYTES = 8192
 _NONCE = bytes(12)  # a key seals one message
@@ -120,16 +121,21 @@ class Invitation:
 
 
 class _Side:
-    """What both sides do: the key of SPAKE2, and messages sealed under all that was said before."""
+    """What both sides do: the key of SPAKE2, and messages sealed under all that was said before. Call the steps in
+    their order, each once."""
+
+    own, other = b"", b""  # whose messages these are
 
     def __init__(self, spake: Any, identity: Identity) -> None:
         self._spake = spake
         self._identity = identity
         self._key = b""
         self._said = hashlib.sha256(_LABEL).digest()
+        self._card: Card | None = None
         self.share: bytes = spake.start()
 
-    def _agree(self, share: bytes, joiners: bytes, hosts: bytes) -> None:
+    def take_share(self, share: bytes) -> None:
+        """Raises InvalidArgument."""
         malformed = InvalidArgument("share: expected SPAKE2's", reason="PAIRING_MALFORMED", field="share")
         if len(share) != _SHARE_BYTES:
             raise malformed
@@ -137,8 +143,25 @@ class _Side:
             self._key = self._spake.finish(share)
         except (SPAKEError, NotOnCurve, ValueError):
             raise malformed from None
-        self._say(joiners)
-        self._say(hosts)
+        shares = {self.own: self.share, self.other: share}
+        self._say(shares[_JOINER])
+        self._say(shares[_HOST])
+
+    def card(self, own: Card) -> bytes:
+        return self._seal(self.own + b"'s card", own.to_bytes())
+
+    def signature(self) -> bytes:
+        label = self.own + b"'s signature"
+        return self._seal(label, self._identity.sign(label + self._said))
+
+    def take_signature(self, sealed: bytes) -> None:
+        """Now the other side may be pinned, or has pinned this one. Raises PermissionDenied."""
+        assert self._card is not None, "the card comes first"
+        label = self.other + b"'s signature"
+        signed = label + self._said
+        signature = self._open(label, sealed)
+        if signature is None or not self._card.certificate.has_signed(signature, signed):
+            raise PermissionDenied("the other side has not the key of its certificate", reason="PAIRING_REFUSED")
 
     def _say(self, message: bytes) -> None:
         self._said = hashlib.sha256(self._said + len(message).to_bytes(4, "big") + message).digest()
@@ -162,29 +185,17 @@ class _Side:
         self._say(sealed)
         return plain
 
-    def _seal_signature(self, label: bytes) -> bytes:
-        return self._seal(label, self._identity.sign(label + self._said))
-
-    def _check_signature(self, label: bytes, certificate: Certificate, sealed: bytes) -> None:
-        signed = label + self._said
-        signature = self._open(label, sealed)
-        if signature is None or not certificate.has_signed(signature, signed):
-            raise PermissionDenied("the other side has not the key of its certificate", reason="PAIRING_REFUSED")
-
 
 class Hosting(_Side):
-    """One run on the side that showed the code. Call the steps in their order, each once."""
+    """One run on the side that showed the code."""
+
+    own, other = _HOST, _JOINER
 
     def __init__(self, invitation: Invitation, identity: Identity, random_bytes: RandomBytes) -> None:
         """Raises FailedPrecondition when the code is over."""
         invitation.check()
         super().__init__(SPAKE2_A(invitation.code.encode(), entropy_f=random_bytes), identity)
         self._invitation = invitation
-        self._card: Card | None = None
-
-    def take_share(self, share: bytes) -> None:
-        """Raises InvalidArgument."""
-        self._agree(share, joiners=share, hosts=self.share)
 
     def take_card(self, sealed: bytes) -> Card:
         """The joiner's card: from now on the code is used. Raises PermissionDenied: a wrong code, which is counted."""
@@ -194,31 +205,14 @@ class Hosting(_Side):
         self._card = Card.read(plain)
         return self._card
 
-    def card(self, own: Card) -> bytes:
-        return self._seal(b"host's card", own.to_bytes())
-
-    def take_signature(self, sealed: bytes) -> None:
-        """Now the joiner may be pinned. Raises PermissionDenied."""
-        assert self._card is not None, "the card comes first"
-        self._check_signature(b"joiner's signature", self._card.certificate, sealed)
-
-    def signature(self) -> bytes:
-        return self._seal_signature(b"host's signature")
-
 
 class Joining(_Side):
-    """One run on the side where the code was typed. Call the steps in their order, each once."""
+    """One run on the side where the code was typed."""
+
+    own, other = _JOINER, _HOST
 
     def __init__(self, code: str, identity: Identity, random_bytes: RandomBytes) -> None:
         super().__init__(SPAKE2_B(code.encode(), entropy_f=random_bytes), identity)
-        self._card: Card | None = None
-
-    def take_share(self, share: bytes) -> None:
-        """Raises InvalidArgument."""
-        self._agree(share, joiners=self.share, hosts=share)
-
-    def card(self, own: Card) -> bytes:
-        return self._seal(b"joiner's card", own.to_bytes())
 
     def take_card(self, sealed: bytes) -> Card:
         """The host's card. Raises PermissionDenied: it was not sealed by one who knows the code."""
@@ -228,11 +222,3 @@ class Joining(_Side):
             raise PermissionDenied(text, reason="PAIRING_REFUSED")
         self._card = Card.read(plain)
         return self._card
-
-    def signature(self) -> bytes:
-        return self._seal_signature(b"joiner's signature")
-
-    def take_signature(self, sealed: bytes) -> None:
-        """Now the host may be pinned. Raises PermissionDenied."""
-        assert self._card is not None, "the card comes first"
-        self._check_signature(b"host's signature", self._card.certificate, sealed)

@@ -15,6 +15,7 @@ from cryptography import x509
 from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.asymmetric.types import PrivateKeyTypes
 from cryptography.x509.oid import NameOID
 from kvasir.credentials import read_private_text, write_private_text
 from kvasir.errors import InvalidArgument
@@ -117,10 +118,7 @@ def new_identity() -> Identity:
         .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
         .sign(key, hashes.SHA256())
     )
-    key_pem = key.private_bytes(
-        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
-    )
-    return Identity(key_pem, Certificate(signed.public_bytes(serialization.Encoding.DER)))
+    return Identity(_pem_of(key), Certificate(signed.public_bytes(serialization.Encoding.DER)))
 
 
 def identity_file(peers_file: Path) -> Path:
@@ -138,10 +136,7 @@ def read_identity(path: Path) -> Identity:
         raise InvalidArgument(f"{path}: expected a certificate and its key in PEM", field="identity") from None
     if _pin_of_key(key.public_key()) != _pin(certificate):
         raise InvalidArgument(f"{path}: the key is not the certificate's", field="identity")
-    key_pem = key.private_bytes(
-        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
-    )
-    return Identity(key_pem, Certificate.read(certificate.public_bytes(serialization.Encoding.DER), "identity"))
+    return Identity(_pem_of(key), Certificate.read(certificate.public_bytes(serialization.Encoding.DER), "identity"))
 
 
 def read_or_make_identity(path: Path) -> Identity:
@@ -150,6 +145,12 @@ def read_or_make_identity(path: Path) -> Identity:
         made = new_identity()
         write_private_text(path, (made.key_pem + made.certificate.pem).decode())
     return read_identity(path)
+
+
+def _pem_of(key: PrivateKeyTypes) -> bytes:
+    return key.private_bytes(
+        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+    )
 
 
 def _pin(certificate: x509.Certificate) -> str:

@@ -198,7 +198,9 @@ def test_pairing_again_keeps_the_rights_that_no_option_names(file: Path) -> None
         return shown["gives"], shown["takes"]
 
     assert pair() == ("default=read", "default=nothing")
-    change_peers(file, pairing._allowed("studio", {"default": "move"}, {"default": "copy"}))
+    words = ["--gives", "move", "--takes", "copy", "--peers-file", str(file)]
+    allowed = pairing._parser().parse_args(["peers", "allow", "studio", *words])
+    change_peers(file, lambda book: pairing._changed(allowed, book))
     kept = read_peers(file).peers["studio"].model_copy(update={"max_agents": 7, "max_bytes": 8})
     change_peers(file, lambda book: book.with_peer(kept))
     assert pair() == ("default=move", "default=copy")
