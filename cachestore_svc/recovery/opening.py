@@ -29,7 +29,8 @@ from cachestore_svc.index.sqlite.sqlite_catalog import SqliteCatalog
 from cachestore_svc.index.write_budget import WriteBudget
 from cachestore_svc.journal import closed, journal, journal_lines
 from cachestore_svc.journal.journal import Journal
-from cachestore_svc.journal.replay import Namespace
+from cachestore_svc.journal.journal_lines import Position
+from cachestore_svc.journal.replay import Namespace, State
 from cachestore_svc.recovery import asides, looking
 from cachestore_svc.recovery.older_copy import check_newest, note_commits
 from cachestore_svc.recovery.reading import manifest_reader
@@ -61,29 +62,36 @@ class Opened:
             os.close(self.lock)
 
 
+@dataclass(frozen=True)
+class Means:
+    """What a store takes from outside."""
+
+    clock: Callable[[], float]
+    token_hex: Callable[[int], str]
+    disk: Disk
+    steady: Callable[[], float]
+    random_bytes: RandomBytes
+
+    def now_unix_ms(self) -> int:
+        return now_unix_ms(self.clock)
+
+
 def open_directory(
-    config: StoreConfig,
-    clock: Callable[[], float],
-    token_hex: Callable[[int], str],
-    disk: Disk,
-    blobs: BlobBackend | None,
-    *,
-    sweeps: bool,
-    steady: Callable[[], float],
-    masters: Sequence[MasterKey],
-    random_bytes: RandomBytes,
+    config: StoreConfig, means: Means, blobs: BlobBackend | None, masters: Sequence[MasterKey], *, sweeps: bool
 ) -> Opened:
     """As `Store.open`."""
+    disk = means.disk
     with locked(config, disk) as lock:
         files = KeyFiles(config.data_dir, disk)
         records = files.read()
         if sweeps and (mended := files.mend(records)):
             structlog.get_logger("cachestore").warning("keys.mended", namespaces=mended)
         seals = Seals(records, masters, config.sealed_namespaces)
-        sealed = SealedBackend(blobs or LocalDirectory(config.data_dir / "namespaces", disk), seals, random_bytes)
+        plain = blobs or LocalDirectory(config.data_dir / "namespaces", disk)
+        sealed = SealedBackend(plain, seals, means.random_bytes)
         # A look at an older copy is no start of it.
         started = config if sweeps else replace(config, last_runs_dir=None)
-        core = _open(started, clock, token_hex, disk, sealed, steady)
+        core = _Opening(started, means, sealed).core()
         try:
             if sweeps:
                 asides.sweep_at_start(core)
@@ -124,106 +132,95 @@ def now_unix_ms(clock: Callable[[], float]) -> int:
     return int(min(max(clock() * 1000, 0), LAST_UNIX_MS))
 
 
-def _open(
-    config: StoreConfig,
-    clock: Callable[[], float],
-    token_hex: Callable[[int], str],
-    disk: Disk,
-    blobs: SealedBackend,
-    steady: Callable[[], float],
-) -> Core:
-    def now() -> int:
-        return now_unix_ms(clock)
+class _Opening:
+    """Opens index and journal."""
 
-    ballast = Ballast(config.data_dir / "ballast", config.ballast_bytes, disk)
-    path = config.data_dir / DATABASE
-    seals = blobs.seals
-    seen = looking.look(path, blobs.sealed, disk)
-    reached = seen.journal or seen
-    if reached.position is not None:
-        check_newest(config, reached.store, reached.position, disk)
-    catalog = SqliteCatalog(path, disk, ballast, now)
-    try:
-        log = _follow(catalog, seen, path, blobs, disk, ballast, token_hex)
+    def __init__(self, config: StoreConfig, means: Means, blobs: SealedBackend) -> None:
+        self._config = config
+        self._means = means
+        self._blobs = blobs
+        self._ballast = Ballast(config.data_dir / "ballast", config.ballast_bytes, means.disk)
+        self._path = config.data_dir / DATABASE
+
+    def core(self) -> Core:
+        config, disk, now = self._config, self._means.disk, self._means.now_unix_ms
+        seen = looking.look(self._path, self._blobs.sealed, disk)
+        reached = seen.journal or seen
+        if reached.position is not None:
+            check_newest(config, reached.store, reached.position, disk)
+        catalog = SqliteCatalog(self._path, disk, self._ballast, now)
         try:
-            note_commits(config, log, now)
-            _remember_seals(catalog, seals)
-            incarnation = _incarnation(catalog, path, token_hex)
-            space = Space(config, disk, ballast, catalog.read(HOUSE, lambda view: view.stored_bytes()))
-            writers = Writers(blobs, space, now)
-            history = History(incarnation, config.event_history)
-            live = LiveLeases(steady)
-            # How long each had still to go is not known, so each has its whole time.
-            for lease in catalog.read(HOUSE, lambda view: view.unreleased_leases()):
-                agent_id = seals.plain(lease.line.namespace, lease.line.agent_id)
-                live.grant(lease.line._replace(agent_id=agent_id), lease.token, lease.ttl_ms / 1000)
-            catalog.seal(seals.names_of)
-            budget = WriteBudget(catalog, now, config.write_budget_bytes, refuses=config.refuses_beyond_budget)
-            return Core(config, disk, ballast, catalog, blobs, seals, space, writers, history, log, now, live, budget)
+            log = self._follow(catalog, seen)
+            try:
+                note_commits(config, log, now)
+                return self._opened(catalog, log)
+            except BaseException:
+                log.close()
+                raise
         except BaseException:
-            log.close()
+            catalog.close()
             raise
-    except BaseException:
-        catalog.close()
-        raise
 
+    def _opened(self, catalog: Catalog, log: Journal) -> Core:
+        config, means, blobs, seals = self._config, self._means, self._blobs, self._blobs.seals
+        now = means.now_unix_ms
+        _remember_seals(catalog, seals)
+        history = History(_incarnation(catalog, self._path, means.token_hex), config.event_history)
+        space = Space(config, means.disk, self._ballast, catalog.read(HOUSE, lambda view: view.stored_bytes()))
+        live = LiveLeases(means.steady)
+        # How long each had still to go is not known, so each has its whole time.
+        for lease in catalog.read(HOUSE, lambda view: view.unreleased_leases()):
+            agent_id = seals.plain(lease.line.namespace, lease.line.agent_id)
+            live.grant(lease.line._replace(agent_id=agent_id), lease.token, lease.ttl_ms / 1000)
+        catalog.seal(seals.names_of)
+        budget = WriteBudget(catalog, now, config.write_budget_bytes, refuses=config.refuses_beyond_budget)
+        parts = means.disk, self._ballast, catalog, blobs, seals, space, Writers(blobs, space, now)
+        return Core(config, *parts, history, log, now, live, budget)
 
-def _follow(
-    catalog: Catalog,
-    seen: looking.Look,
-    database: Path,
-    blobs: SealedBackend,
-    disk: Disk,
-    ballast: Ballast,
-    token_hex: Callable[[int], str],
-) -> Journal:
-    """Bring index and journal to one position, and from now on record each commit in the journal."""
-    log = structlog.get_logger("cachestore")
-    path = database.with_name(journal.NAME)
-    found = seen.journal
-    if found is None:
-        store = seen.store or token_hex(8)
-        position = seen.position or journal_lines.begin(store)
-        if seen.why_anew:
-            log.warning("journal.written_anew", why=seen.why_anew, sequence=position.sequence)
-        state = catalog.read(HOUSE, lambda view: view.state())
-        opened = _begin_journal(ballast, lambda: Journal.begin(path, disk, store, position, state))
-    else:
-        store, position = found.store, found.position
-        if found.damaged_lines or found.torn_bytes:
-            log.warning("journal.end_cut", sequence=position.sequence, bytes=found.torn_bytes)
-        if seen.has_wrong_indexes:
-            log.warning("index.indexes_rebuilt")
-            catalog.rebuild_indexes()
-        if seen.forward:
-            log.warning("index.rolled_forward", sequence=position.sequence)
-            read = manifest_reader(blobs, blobs.seals)
-            catalog.write(HOUSE, lambda change: roll_forward(change, read, seen.forward, store, position))
-        if catalog.is_migrated:
-            # A step of the database's form may change what the journal records. Of damaged rows the journal is right.
-            state = catalog.read(HOUSE, lambda view: view.state()) | {
-                name: found.state.get(name, Namespace()) for name in seen.damage
-            }
-            opened = _begin_journal(ballast, lambda: Journal.begin(path, disk, store, position, state))
+    def _follow(self, catalog: Catalog, seen: looking.Look) -> Journal:
+        """Bring index and journal to one position, and from now on record each commit in the journal."""
+        log, blobs, found = structlog.get_logger("cachestore"), self._blobs, seen.journal
+        if found is None:
+            store = seen.store or self._means.token_hex(8)
+            position = seen.position or journal_lines.begin(store)
+            if seen.why_anew:
+                log.warning("journal.written_anew", why=seen.why_anew, sequence=position.sequence)
+            opened = self._begun(store, position, catalog.read(HOUSE, lambda view: view.state()))
         else:
-            opened = Journal(path, disk, store, position, found.base_bytes, found.whole_bytes)
-    if not seen.forward and (seen.store, seen.position) != (store, position):
-        catalog.write(HOUSE, lambda change: change.set_journal_position(store, position))
-    catalog.record_with(opened)
-    for namespace, damage in seen.damage.items():
-        log.error("index.damaged", namespace=namespace, agents=len(damage))
-    words = {name: blobs.seals.plain(name, looking.words_of(damage)) for name, damage in seen.damage.items()}
-    catalog.keep_out(words)
-    return opened
+            store, position = found.store, found.position
+            if found.damaged_lines or found.torn_bytes:
+                log.warning("journal.end_cut", sequence=position.sequence, bytes=found.torn_bytes)
+            if seen.has_wrong_indexes:
+                log.warning("index.indexes_rebuilt")
+                catalog.rebuild_indexes()
+            if seen.forward:
+                log.warning("index.rolled_forward", sequence=position.sequence)
+                read = manifest_reader(blobs, blobs.seals)
+                catalog.write(HOUSE, lambda change: roll_forward(change, read, seen.forward, store, position))
+            if catalog.is_migrated:
+                # A step of the database's form may change what is recorded. Of damaged rows the journal is right.
+                right = {name: found.state.get(name, Namespace()) for name in seen.damage}
+                opened = self._begun(store, position, catalog.read(HOUSE, lambda view: view.state()) | right)
+            else:
+                path, disk = self._path.with_name(journal.NAME), self._means.disk
+                opened = Journal(path, disk, store, position, found.base_bytes, found.whole_bytes)
+        if not seen.forward and (seen.store, seen.position) != (store, position):
+            catalog.write(HOUSE, lambda change: change.set_journal_position(store, position))
+        catalog.record_with(opened)
+        for namespace, damage in seen.damage.items():
+            log.error("index.damaged", namespace=namespace, agents=len(damage))
+        words = {name: blobs.seals.plain(name, looking.words_of(damage)) for name, damage in seen.damage.items()}
+        catalog.keep_out(words)
+        return opened
 
-
-def _begin_journal(ballast: Ballast, begin: Callable[[], Journal]) -> Journal:
-    try:
-        return begin()
-    except OSError as error:
-        if is_no_room(error) and ballast.give_up():
-            return begin()
-        raise
+    def _begun(self, store: str, position: Position, state: State) -> Journal:
+        path, disk = self._path.with_name(journal.NAME), self._means.disk
+        try:
+            return Journal.begin(path, disk, store, position, state)
+        except OSError as error:
+            if is_no_room(error) and self._ballast.give_up():
+                return Journal.begin(path, disk, store, position, state)
+            raise
 
 
 def _remember_seals(catalog: Catalog, seals: Seals) -> None:

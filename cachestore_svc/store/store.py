@@ -13,7 +13,7 @@ from typing import Self
 from cachestore_svc.blobs.backend import BlobBackend
 from cachestore_svc.blobs.disk import Disk
 from cachestore_svc.facts.records import StoreConfig
-from cachestore_svc.recovery.opening import Opened, open_directory
+from cachestore_svc.recovery.opening import Means, Opened, open_directory
 from cachestore_svc.sealing.keys import MasterKey
 from cachestore_svc.sealing.sealed_form import RandomBytes
 from cachestore_svc.store.agents import Agents
@@ -69,20 +69,8 @@ class Store:
         (LOCKED, with the pid that holds it) and FailedPrecondition (DATA_TOO_NEW; INDEX_MISSING: there are blobs but no
         database).
         """
-        disk = disk or Disk()
-        return cls(
-            open_directory(
-                config,
-                clock,
-                token_hex,
-                disk,
-                blobs,
-                sweeps=sweeps,
-                steady=steady,
-                masters=masters,
-                random_bytes=random_bytes,
-            )
-        )
+        means = Means(clock, token_hex, disk or Disk(), steady, random_bytes)
+        return cls(open_directory(config, means, blobs, masters, sweeps=sweeps))
 
     def close(self) -> None:
         """Finish what is queued, then let go of the data directory. Further calls raise Unavailable."""
