@@ -22,12 +22,8 @@ class NamedBlob:
     """A blob as a manifest needs it."""
 
     digest: Digest
-    kind: str
-    start: int
-    tokens: int
-    chain: str
+    file: FileIdentity  # what it must be
     schema_hash: str | None  # None where no file can be of the layout
-    window: int = 0  # group of a block's or tail's layers
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,16 +55,16 @@ def read_manifest(data: bytes | memoryview) -> ManifestFacts:
     )
 
 
-def unfit(need: NamedBlob, found: FileIdentity, schema_hash_found: str | None, facts: ManifestFacts) -> str | None:
+def unfit(need: NamedBlob, found: FileIdentity, schema_hash_found: str | None) -> str | None:
     """Why a stored tensor file is not the one needed, in words; None when it is."""
-    if found.kv_identity_hash != facts.kv_identity_hash:
-        return f"kv_identity: expected {facts.kv_identity_hash[:12]}…, found {found.kv_identity_hash[:12]}…"
+    if found.kv_identity_hash != need.file.kv_identity_hash:
+        return f"kv_identity: expected {need.file.kv_identity_hash[:12]}…, found {found.kv_identity_hash[:12]}…"
     for field in ("kind", "window", "start", "tokens", "chain"):
-        expected, value = getattr(need, field), getattr(found, field)
+        expected, value = getattr(need.file, field), getattr(found, field)
         if value != expected:
             return f"{field}: expected {expected}, found {value}"
     is_right = need.schema_hash is not None and schema_hash_found == need.schema_hash
-    return None if is_right else f"tensors: not those of a {need.kind} of the layout"
+    return None if is_right else f"tensors: not those of a {need.file.kind} of the layout"
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,9 +85,9 @@ def shared_blocks(facts: ManifestFacts, namespace: str) -> list[SharedBlock]:
     hashes = block_hash_chain(namespace, facts.kv_identity_hash, tokens)
     found = []
     for place, need in enumerate(facts.named):
-        index = need.start // BLOCK_TOKENS
-        if need.kind == "block" and index < len(hashes):
-            hash_ = window_block_hash(hashes[index], need.window) if need.window else hashes[index]
+        index, window = need.file.start // BLOCK_TOKENS, need.file.window
+        if need.file.kind == "block" and index < len(hashes):
+            hash_ = window_block_hash(hashes[index], window) if window else hashes[index]
             found.append(SharedBlock(hash_, index, place))
     return sorted(found, key=lambda block: (block.index, block.place))
 
@@ -106,7 +102,7 @@ def _named_blobs(message: manifest_pb2.Manifest, hash_: str) -> Iterator[NamedBl
         yield from _named_rows(message, each, files[: len(each.blocks) + each.HasField("tail")])
     schema = _state_schema(message.kv_identity) if message.states else None
     for point in message.states:
-        yield _named(point.digest, state_identity(hash_, tokens, point.tokens, chain), schema)
+        yield NamedBlob(Digest.from_proto(point.digest), state_identity(hash_, tokens, point.tokens, chain), schema)
 
 
 def _state_schema(identity: identity_pb2.KvIdentity) -> str | None:
@@ -129,8 +125,4 @@ def _named_rows(
     }
     digests = [*listed.blocks, *((listed.tail,) if listed.HasField("tail") else ())]
     for digest, file in zip(digests, files, strict=True):
-        yield _named(digest, file, schemas[file.tokens, file.window])
-
-
-def _named(digest: manifest_pb2.Digest, file: FileIdentity, schema: str | None) -> NamedBlob:
-    return NamedBlob(Digest.from_proto(digest), file.kind, file.start, file.tokens, file.chain, schema, file.window)
+        yield NamedBlob(Digest.from_proto(digest), file, schemas[file.tokens, file.window])

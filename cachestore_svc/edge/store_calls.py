@@ -6,7 +6,6 @@ from typing import Any, Concatenate
 from kvasir.server.interceptors import current_principal
 
 from cachestore_svc.index.catalog import SLICE
-from cachestore_svc.moving.lease_waiting import once_free
 from cachestore_svc.store.aio_store import AioStore, Answer, Arguments
 
 
@@ -35,7 +34,8 @@ class StoreCalls:
         **kwargs: Arguments.kwargs,
     ) -> Answer:
         """The same for what takes back a memory: it waits for the line's lease."""
-        return await once_free(lambda: self._run(method, *args, **kwargs), context.time_remaining())
+        left_s = context.time_remaining()
+        return await self._store.run_once_free(caller_namespace(), left_s, method, *args, **kwargs)
 
 
 def caller_namespace() -> str:

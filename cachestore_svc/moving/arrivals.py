@@ -2,13 +2,13 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass
 from typing import Any
 
 from kvasir.clients import AioStoreClient
-from kvasir.errors import AlreadyExists, FailedPrecondition, KvasirError, ResourceExhausted, Unavailable
+from kvasir.errors import FailedPrecondition, KvasirError, Unavailable
 from kvasir.formats.digest import Digest
 from kvasir.formats.manifest import MAX_MANIFEST_BYTES
 from kvasir.waits import ANSWER_S, SOON_S
@@ -18,43 +18,9 @@ from cachestore_svc.facts.ownership import Ownership, OwnerState
 from cachestore_svc.facts.records import SnapshotVersion
 from cachestore_svc.moving.bringing import Bringing
 from cachestore_svc.moving.copying import LineCopies, LineOrder, Offered, Progress, came_from, check_owns
-from cachestore_svc.moving.lease_waiting import once_free
-from cachestore_svc.moving.peering.peers import errors_of_peer
+from cachestore_svc.moving.peering.peers import answers_of_peer
 from cachestore_svc.store.aio_store import AioStore
 from cachestore_svc.store.move_steps import ArrivingAgent, ArrivingLine
-
-_UNDERSTOOD = {
-    "AGENT_MOVED",
-    "AGENT_MOVING",
-    "MOVE_UNKNOWN",
-    "OWNER_NEWER",
-    "NOT_AN_ANCESTOR",
-    "LEASE_HELD",
-    "PEER_CONFIGURATION",
-    "PEER_LIMIT",
-    "PEER_MAY_NOT",
-}
-
-
-@contextlib.contextmanager
-def answers_of_peer(name: str) -> Iterator[None]:
-    """As errors_of_peer; but what a peer says of an agent's owner is handed on as it is."""
-    try:
-        with errors_of_peer(name):
-            try:
-                yield
-            except (FailedPrecondition, AlreadyExists, ResourceExhausted, Unavailable) as error:
-                if error.reason in _UNDERSTOOD:
-                    raise _UnderstoodError(error) from None
-                raise
-    except _UnderstoodError as understood:
-        raise understood.error from None
-
-
-class _UnderstoodError(Exception):
-    def __init__(self, error: KvasirError) -> None:
-        super().__init__(str(error))
-        self.error = error
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,7 +212,7 @@ class Arrival:
             retained_versions=agent.retained_versions,
         )
         async with self._copies.manifests.parsing(order.namespace, MAX_MANIFEST_BYTES):
-            await once_free(lambda: self._store.run(order.namespace, self._store.moves.receive, arriving), None)
+            await self._store.run_once_free(order.namespace, None, self._store.moves.receive, arriving)
         self._coming.has_come = True
 
     def _arriving(self, line: Any) -> ArrivingLine:

@@ -16,9 +16,8 @@ from cachestore_svc.facts import ownership
 from cachestore_svc.facts.ownership import Ownership, OwnerState
 from cachestore_svc.facts.records import DEFAULT_LEASE_TTL_S
 from cachestore_svc.index.catalog import HOUSE
-from cachestore_svc.moving.arrivals import answers_of_peer
 from cachestore_svc.moving.handing_over import HandingOver
-from cachestore_svc.moving.peering.peers import Peers
+from cachestore_svc.moving.peering.peers import Peers, answers_of_peer
 from cachestore_svc.pairing.rights import Verb
 from cachestore_svc.store.aio_store import AioStore
 

@@ -13,7 +13,6 @@ from kvasir.errors import FailedPrecondition, PermissionDenied
 
 from cachestore_svc.facts.ownership import Ownership, OwnerState
 from cachestore_svc.facts.records import AgentRecord
-from cachestore_svc.moving.lease_waiting import once_free
 from cachestore_svc.moving.peering.peer_limits import PeerLimits
 from cachestore_svc.moving.peering.peers import Peers
 from cachestore_svc.pairing.rights import Verb
@@ -76,17 +75,14 @@ class HandingOver:
         if is_new and not is_ordered:
             self._limits.check_try(agent)
 
-        async def ask() -> tuple[AgentRecord, Ownership]:
-            offer = self._store.moves.offer
-            return await self._store.run(namespace, offer, agent_id, peer, move_id, generation, may, not is_ordered)
-
         if generation > known.generation:
             try:
                 await self.fence(namespace, agent_id, peer, generation, left_s)
             except PermissionDenied:
                 if not is_ordered:
                     raise
-        record, known = await once_free(ask, left_s)
+        about = agent_id, peer, move_id, generation, may, not is_ordered
+        record, known = await self._store.run_once_free(namespace, left_s, self._store.moves.offer, *about)
         if known.state is OwnerState.MOVING:
             self._limits.began(agent, is_new=is_new)
             self._heard[agent] = self._steady()
@@ -111,11 +107,8 @@ class HandingOver:
         self._check_known(namespace, peer)
         may = self._peers.may(Verb.FENCE, namespace, peer, agent_id)
         self._limits.word(peer)
-
-        async def tell() -> Ownership:
-            return await self._store.run(namespace, self._store.owners.fence, agent_id, peer, generation, may)
-
-        await once_free(tell, left_s)
+        fence = self._store.owners.fence
+        await self._store.run_once_free(namespace, left_s, fence, agent_id, peer, generation, may)
 
     def _check_known(self, namespace: str, peer: str) -> None:
         """Agents change hands only between stores that know each other: a credential for pulls alone takes nothing, and

@@ -23,11 +23,10 @@ from cachestore_svc.facts import ownership
 from cachestore_svc.facts.ownership import Ownership, OwnerState
 from cachestore_svc.facts.records import AgentRecord
 from cachestore_svc.index.catalog import HOUSE
-from cachestore_svc.moving.arrivals import Arrival, MoveAttempt, MoveOrder, Receiving, Waiting, answers_of_peer
+from cachestore_svc.moving.arrivals import Arrival, MoveAttempt, MoveOrder, Receiving, Waiting
 from cachestore_svc.moving.copying import Progress
 from cachestore_svc.moving.handing_over import HandingOver
-from cachestore_svc.moving.lease_waiting import once_free
-from cachestore_svc.moving.peering.peers import Peers, errors_of_peer
+from cachestore_svc.moving.peering.peers import Peers, answers_of_peer, errors_of_peer
 from cachestore_svc.pairing.rights import Verb
 
 _LOG = structlog.get_logger("moves")
@@ -308,12 +307,9 @@ class Moves:
             self._peers.may(Verb.FENCE, namespace, peer, agent_id),
         )
 
-        async def give_way() -> Ownership:
-            yield_to = self._store.owners.yield_to
-            return await self._store.run(namespace, yield_to, agent_id, peer, generation, newer, may)
-
+        about = agent_id, peer, generation, newer, may
         try:
-            await once_free(give_way, None)
+            await self._store.run_once_free(namespace, None, self._store.owners.yield_to, *about)
         except PermissionDenied:
             _LOG.warning("claim.contradicted", peer=peer)
             return False

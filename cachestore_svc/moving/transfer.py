@@ -21,12 +21,11 @@ from cachestore_svc.facts.records import BlobKind, Origin, SnapshotVersion
 from cachestore_svc.moving.bringing import Bringing
 from cachestore_svc.moving.copying import LineCopies, LineOrder, Offered, Progress, came_from, check_owns
 from cachestore_svc.moving.inbound import BlobIntake
-from cachestore_svc.moving.lease_waiting import once_free
 from cachestore_svc.moving.manifest_room import ManifestRoom
 from cachestore_svc.moving.outbound import BlobReader, BlobSource
 from cachestore_svc.moving.peering.peers import Peers, errors_of_peer
 from cachestore_svc.pairing.rights import Verb
-from cachestore_svc.store.aio_store import AioStore
+from cachestore_svc.store.aio_store import AioStore, once_free
 
 
 @dataclass(frozen=True, slots=True)

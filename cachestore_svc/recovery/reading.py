@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
+from kvasir.formats.block_file import FileIdentity
 from kvasir.formats.digest import Digest
 
 from cachestore_svc.blobs.backend import BlobBackend
@@ -35,10 +36,14 @@ def seal_blob(names: PlainNames, facts: BlobFacts) -> BlobFacts:
     """The facts of a blob as the index has them."""
     if facts.identity is None:
         return facts
-    return replace(facts, identity=replace(facts.identity, chain=names.keyed(facts.identity.chain)))
+    return replace(facts, identity=_sealed(names, facts.identity))
 
 
 def seal_manifest(names: PlainNames, facts: ManifestFacts) -> ManifestFacts:
     """The facts of a manifest as the index has them, but for its token ids, which no index keeps."""
-    named = (replace(need, digest=names.digest(need.digest), chain=names.keyed(need.chain)) for need in facts.named)
+    named = (replace(need, digest=names.digest(need.digest), file=_sealed(names, need.file)) for need in facts.named)
     return replace(facts, request_id=names.text(REQUEST, facts.request_id), named=tuple(named))
+
+
+def _sealed(names: PlainNames, file: FileIdentity) -> FileIdentity:
+    return replace(file, chain=names.keyed(file.chain))

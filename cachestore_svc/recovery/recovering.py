@@ -15,7 +15,7 @@ from typing import Any
 
 from kvasir.cachestore.v1 import identity_pb2
 from kvasir.errors import FailedPrecondition
-from kvasir.formats.block_file import FileIdentity, HeaderError, Layout, expected_state_tensors, expected_tensors
+from kvasir.formats.block_file import HeaderError, Layout, expected_state_tensors, expected_tensors
 from kvasir.formats.digest import Digest, is_hash
 
 from cachestore_svc.blobs.backend import has_any, unknown_places
@@ -58,7 +58,7 @@ class _RebuiltNamespace:
     found: salvage.Found
     manifests: set[Digest] = field(default_factory=set)
     # Not the manifests themselves: all of them together may be more than fits in memory.
-    named: dict[Digest, tuple[NamedBlob, str]] = field(default_factory=dict)  # and of which KV identity
+    named: dict[Digest, NamedBlob] = field(default_factory=dict)
     identities: dict[str, identity_pb2.KvIdentity] = field(default_factory=dict)
     lost: list[LostVersion] = field(default_factory=list)
     named_anew: list[str] = field(default_factory=list)
@@ -190,7 +190,7 @@ class _Recovery:
                 return f"its manifest {digest.hash} is missing or damaged"
             space.manifests.add(digest)
             space.identities[facts.kv_identity_hash] = facts.kv_identity
-            space.named |= {blob.digest: (blob, facts.kv_identity_hash) for blob in facts.named}
+            space.named |= {blob.digest: blob for blob in facts.named}
         return ""
 
     # --- the new index ---
@@ -232,7 +232,7 @@ class _Recovery:
             return found
         assert named is not None, "manifests were read before"
         space.damaged.add(digest)
-        return _as_named(named[0], named[1], space.identities[named[1]])
+        return _as_named(named, space.identities[named.file.kv_identity_hash])
 
     def _insert(self, space: _RebuiltNamespace, batch: list[tuple[Digest, BlobFacts]], change: CatalogChange) -> None:
         change.add_blobs(batch, self._now)
@@ -357,18 +357,17 @@ def _versions_of(state: Namespace) -> "Iterator[tuple[str, VersionKey, Version]]
             yield agent, key, facts.versions[key]
 
 
-def _as_named(need: NamedBlob, kv_hash: str, kv_identity: identity_pb2.KvIdentity) -> BlobFacts:
+def _as_named(need: NamedBlob, kv_identity: identity_pb2.KvIdentity) -> BlobFacts:
     """The facts that a blob which is not whole must have, by the manifest that names it."""
+    file = need.file
     try:
-        is_state = need.kind == "state"
-        specs = (
-            expected_state_tensors(kv_identity) if is_state else expected_tensors(kv_identity, need.tokens, need.window)
-        )
-        schema = Layout(specs).text
+        if file.kind == "state":
+            specs = expected_state_tensors(kv_identity)
+        else:
+            specs = expected_tensors(kv_identity, file.tokens, file.window)
+        return BlobFacts(file.kind, file, Layout(specs).text)
     except HeaderError:
-        schema = ""
-    identity = FileIdentity(need.kind, kv_hash, need.start, need.tokens, need.chain, need.window)
-    return BlobFacts(need.kind, identity, schema)
+        return BlobFacts(file.kind, file, "")
 
 
 def _report_of(space: _RebuiltNamespace) -> Recovered:

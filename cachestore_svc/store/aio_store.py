@@ -1,9 +1,11 @@
 """A store for the event loop: each call of it runs on a thread, in the turn of its namespace."""
 
-from collections.abc import Callable, Mapping
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Concatenate, ParamSpec, TypeVar
 
-from kvasir.errors import NotFound
+from kvasir.errors import FailedPrecondition, NotFound, Unavailable
+from kvasir.waits import LOOK_S, PAUSE_S
 
 from cachestore_svc.facts.ownership import Ownership
 from cachestore_svc.facts.records import AgentRecord
@@ -12,6 +14,8 @@ from cachestore_svc.store.threads import StoreThreads
 
 Arguments = ParamSpec("Arguments")
 Answer = TypeVar("Answer")
+# The part of a caller's time that is kept for the last answer, and the least of it: a busy machine answers late.
+_ANSWER_PART, _ANSWER_S = 0.2, 0.1
 
 
 class AioStore:
@@ -20,13 +24,9 @@ class AioStore:
     def __init__(self, store: Store, threads: StoreThreads) -> None:
         self.threads = threads
         self.grace_period_s, self.is_sealed = store.grace_period_s, store.is_sealed
-        self.blobs, self.prefixes, self.leases, self.snapshots = (
-            store.blobs,
-            store.prefixes,
-            store.leases,
-            store.snapshots,
-        )
-        self.agents, self.owners, self.moves, self.events = store.agents, store.owners, store.moves, store.events
+        self.blobs, self.prefixes, self.snapshots = store.blobs, store.prefixes, store.snapshots
+        self.agents, self.leases, self.owners = store.agents, store.leases, store.owners
+        self.moves, self.events = store.moves, store.events
         self.care, self.statistics = store.care, store.statistics
 
     async def run(
@@ -38,6 +38,17 @@ class AioStore:
     ) -> Answer:
         """The answer of one of these methods in a namespace."""
         return await self.threads.run(namespace, method, namespace, *args, **kwargs)
+
+    async def run_once_free(
+        self,
+        namespace: str,
+        left_s: float | None,
+        method: Callable[Concatenate[str, Arguments], Answer],
+        *args: Arguments.args,
+        **kwargs: Arguments.kwargs,
+    ) -> Answer:
+        """The same of one that takes back a memory: as `once_free`."""
+        return await once_free(lambda: self.run(namespace, method, *args, **kwargs), left_s)
 
     async def agent(self, namespace: str, agent_id: str) -> AgentRecord | None:
         """The agent, if there is one."""
@@ -54,3 +65,31 @@ class AioStore:
     async def owner(self, namespace: str, agent_id: str) -> Ownership:
         """What is known of its owner."""
         return await self.run(namespace, self.owners.of, agent_id)
+
+
+async def once_free(call: Callable[[], Awaitable[Answer]], left_s: float | None) -> Answer:
+    """The answer of `call`, which takes a memory back, once no lease is in its way: a call that finds a live lease asks
+    its holder to let go, and is repeated. `left_s`: the caller's time; None: as long as a lease holds.
+
+    Raises what `call` raises, and Unavailable (LEASE_HELD) when the lease outlasts the caller's time.
+    """
+    loop = asyncio.get_running_loop()
+    give_up = None if left_s is None else loop.time() + left_s - max(_ANSWER_S, _ANSWER_PART * left_s)
+    pause_s = LOOK_S
+    while True:
+        try:
+            return await call()
+        except FailedPrecondition as error:
+            if error.reason != "LEASE_HELD":
+                raise
+            held_s = int(error.metadata["left_ms"]) / 1000
+            pause_s = min(pause_s, held_s)
+            if give_up is not None and loop.time() + pause_s > give_up:
+                raise Unavailable(
+                    "an inference service holds the agent's lease and has not let go yet",
+                    reason="LEASE_HELD",
+                    retry_after_s=min(held_s, 1.0),
+                    metadata=error.metadata,
+                ) from None
+        await asyncio.sleep(pause_s)
+        pause_s = min(2 * pause_s, PAUSE_S)

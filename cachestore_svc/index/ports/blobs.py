@@ -4,6 +4,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from kvasir.formats.block_file import FileIdentity
 from kvasir.formats.digest import Digest
 
 from cachestore_svc.blobs.blob_checks import BlobFacts
@@ -30,6 +31,13 @@ class BlobEntry:
     @property
     def digest(self) -> Digest:
         return Digest(self.hash, self.size_bytes)
+
+    @property
+    def file(self) -> FileIdentity | None:
+        """What a tensor file says of itself; None for a manifest."""
+        if self.kv_identity_hash is None or self.start is None or self.tokens is None or self.chain is None:
+            return None
+        return FileIdentity(self.kind, self.kv_identity_hash, self.start, self.tokens, self.chain, self.window)
 
 
 class BlobsView(Protocol):

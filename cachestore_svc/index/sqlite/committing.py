@@ -7,10 +7,9 @@ are its blobs here, whole, and of exactly these tokens?
 from collections.abc import Sequence
 from dataclasses import replace
 
-from kvasir.formats.block_file import FileIdentity
 from kvasir.formats.digest import Digest
 
-from cachestore_svc.blobs.manifests import ManifestFacts, NamedBlob, SharedBlock, unfit
+from cachestore_svc.blobs.manifests import NamedBlob, SharedBlock, unfit
 from cachestore_svc.facts.ownership import check_takes_copy
 from cachestore_svc.facts.records import LineQuery, Origin, SnapshotVersion
 from cachestore_svc.index.live_leases import LiveLeases
@@ -34,7 +33,7 @@ def commit_version(rows: Rows, asked: Commit, live: LiveLeases, now_unix_ms: int
     # Its number may have been given to another memory than the one that the commit extends.
     if head != asked.parent_version or (newest and asked.parent_manifest not in (None, newest.manifest)):
         raise head_moved(head, asked.parent_version)
-    named = fitting_blobs(rows, asked.facts, asked.facts.named)
+    named = fitting_blobs(rows, asked.facts.named)
     agent = agents.make_agent(rows, agent_id, now_unix_ms)
     line_id = versions.make_line(rows, agent.id, kv_hash, now_unix_ms)
     comes_from_elsewhere = asked.is_brought or asked.origin in (Origin.IMPORT, Origin.PULL, Origin.MOVE)
@@ -99,26 +98,26 @@ def _check_rights(rows: Rows, asked: Commit, live: LiveLeases) -> None:
         leases.check_not_held(rows, live, asked.line)
 
 
-def fitting_blobs(rows: Rows, facts: ManifestFacts, needs: Sequence[NamedBlob]) -> list[BlobEntry]:
+def fitting_blobs(rows: Rows, needs: Sequence[NamedBlob]) -> list[BlobEntry]:
     """Rows of blobs that the manifest names, in order. Raises FailedPrecondition naming the first that is missing,
     damaged, or not what the manifest says."""
     found = blobs.find_blobs(rows, [need.digest for need in needs])
     for need in needs:
         row = found.get(need.digest)
         if row is None:
-            raise missing(need.digest, f"{need.kind} at token {need.start}")
+            raise missing(need.digest, f"{need.file.kind} at token {need.file.start}")
         if row.is_damaged:
-            raise missing(need.digest, f"{need.kind} at token {need.start} (damaged)")
-        if problem := _misfit(rows, row, need, facts):
+            raise missing(need.digest, f"{need.file.kind} at token {need.file.start} (damaged)")
+        if problem := _misfit(rows, row, need):
             raise unfit_blob(need.digest, problem)
     return [found[need.digest] for need in needs]
 
 
-def _misfit(rows: Rows, row: BlobEntry, need: NamedBlob, facts: ManifestFacts) -> str | None:
-    if row.kv_identity_hash is None or row.start is None or row.tokens is None or row.chain is None:
-        return f"kind: expected {need.kind}, found {row.kind}"
-    identity = FileIdentity(row.kind, row.kv_identity_hash, row.start, row.tokens, row.chain, row.window)
-    return unfit(replace(need, chain=rows.names.keyed(need.chain)), identity, row.schema_hash, facts)
+def _misfit(rows: Rows, row: BlobEntry, need: NamedBlob) -> str | None:
+    if row.file is None:
+        return f"kind: expected {need.file.kind}, found {row.kind}"
+    wanted = replace(need.file, chain=rows.names.keyed(need.file.chain))
+    return unfit(replace(need, file=wanted), row.file, row.schema_hash)
 
 
 def bind(rows: Rows, shared: Sequence[SharedBlock], named: Sequence[BlobEntry | None]) -> None:

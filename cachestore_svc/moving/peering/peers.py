@@ -12,6 +12,7 @@ from functools import partial
 from kvasir.clients import AioStoreClient
 from kvasir.credentials import PEER, CredentialFileError, Principal
 from kvasir.errors import (
+    AlreadyExists,
     DataLoss,
     DeadlineExceeded,
     FailedPrecondition,
@@ -19,6 +20,7 @@ from kvasir.errors import (
     KvasirError,
     NotFound,
     PermissionDenied,
+    ResourceExhausted,
     Unauthenticated,
     Unavailable,
 )
@@ -28,6 +30,11 @@ from cachestore_svc.pairing.identity import pin_of_pem
 from cachestore_svc.pairing.peers_file import PeerBook, PeerSettings
 from cachestore_svc.pairing.rights import May, Said, Verb, check
 
+# What a peer may say of an agent's owner.
+_UNDERSTOOD = {
+    *("AGENT_MOVED", "AGENT_MOVING", "MOVE_UNKNOWN", "OWNER_NEWER", "NOT_AN_ANCESTOR", "LEASE_HELD"),
+    *("PEER_CONFIGURATION", "PEER_LIMIT", "PEER_MAY_NOT"),
+}
 # What a paired peer's calls are counted and logged under. No credential of the credential file has such a name.
 _PRINCIPAL_PREFIX = "peer:"
 
@@ -193,15 +200,30 @@ def errors_of_peer(name: str) -> Iterator[None]:
     """Say whose error it is; what is the peer's affair becomes UNAVAILABLE or a failed precondition here."""
     try:
         yield
-    except (NotFound, DataLoss) as error:
-        raise type(error)(f"peer {name}: {error.message}", reason=error.reason, metadata=error.metadata) from None
-    except (Unauthenticated, PermissionDenied) as error:
-        reason = "PEER_MAY_NOT" if error.reason == "PEER_MAY_NOT" else "PEER_REFUSED"
-        raise FailedPrecondition(f"peer {name} refused us: {error.message}", reason=reason) from None
-    except (Unavailable, DeadlineExceeded) as error:
-        raise Unavailable(f"peer {name}: {error.message}", reason="PEER_UNAVAILABLE", retry_after_s=5) from None
-    except InvalidArgument as error:  # this store has checked what it sends
-        text = f"peer {name} does not take it: {error.message}; its Kvasir is of another version"
-        raise FailedPrecondition(text, reason="PEER_VERSION_DIFFERS") from None
     except KvasirError as error:
-        raise Unavailable(f"peer {name} failed: {error.message}", reason="PEER_FAILED", retry_after_s=60) from None
+        raise _of_peer(name, error) from None
+
+
+@contextmanager
+def answers_of_peer(name: str) -> Iterator[None]:
+    """As errors_of_peer; but what a peer says of an agent's owner is handed on as it is."""
+    try:
+        yield
+    except KvasirError as error:
+        kinds = FailedPrecondition | AlreadyExists | ResourceExhausted | Unavailable
+        raise error if error.reason in _UNDERSTOOD and isinstance(error, kinds) else _of_peer(name, error) from None
+
+
+def _of_peer(name: str, error: KvasirError) -> KvasirError:
+    match error:
+        case NotFound() | DataLoss():
+            return type(error)(f"peer {name}: {error.message}", reason=error.reason, metadata=error.metadata)
+        case Unauthenticated() | PermissionDenied():
+            reason = "PEER_MAY_NOT" if error.reason == "PEER_MAY_NOT" else "PEER_REFUSED"
+            return FailedPrecondition(f"peer {name} refused us: {error.message}", reason=reason)
+        case Unavailable() | DeadlineExceeded():
+            return Unavailable(f"peer {name}: {error.message}", reason="PEER_UNAVAILABLE", retry_after_s=5)
+        case InvalidArgument():  # this store has checked what it sends
+            text = f"peer {name} does not take it: {error.message}; its Kvasir is of another version"
+            return FailedPrecondition(text, reason="PEER_VERSION_DIFFERS")
+    return Unavailable(f"peer {name} failed: {error.message}", reason="PEER_FAILED", retry_after_s=60)

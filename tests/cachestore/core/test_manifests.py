@@ -98,7 +98,7 @@ def test_what_an_engine_writes_is_read_with_a_blob_per_block_and_rest(tokens: in
         content = SyntheticAgent(identity, 1).turn(tokens)
         facts = read_manifest(content.manifest_bytes)
         assert [blob.digest for blob in facts.named] == content.digests
-        tails = [(blob.window, blob.tokens) for blob in facts.named if blob.kind == "tail"]
+        tails = [(blob.file.window, blob.file.tokens) for blob in facts.named if blob.file.kind == "tail"]
         assert tails == ([(group, tokens % 256) for group in row_groups(identity)] if tokens % 256 else [])
 
 

@@ -8,7 +8,7 @@ from kvasir.formats.archive import pack
 from kvasir.formats.block_hash import kv_identity_hash
 
 from cachestore_svc.facts.ownership import FIRST_MOVE
-from cachestore_svc.moving.arrivals import answers_of_peer
+from cachestore_svc.moving.peering.peers import answers_of_peer
 from tests.cachestore.moving.two_stores import Mac, as_peer, eventually, macs, refused, run, state
 from tests.cachestore.service.running import assert_whole, publish
 from tests.made_models.synthetic import SMALL, TINY, SyntheticAgent
