@@ -52,9 +52,8 @@ class StoreNumbers:
         for name, help_text, value in sizes:
             yield gauge(f"kvasir_store_{name}", help_text, value)
         budget_bytes = self._store.statistics.written()["budget_bytes"]
-        yield gauge(
-            "kvasir_store_write_budget_bytes", "What may be written in a day; 0: it is only counted.", budget_bytes
-        )
+        budget = "What may be written in a day; 0: it is only counted."
+        yield gauge("kvasir_store_write_budget_bytes", budget, budget_bytes)
         ended_s = self._store.care.scrubbing.state.ended_unix_ms / 1000
         about = "When the last pass of the background scrub ended, in Unix seconds; 0 while one is under way."
         yield gauge("kvasir_store_scrub_ended_seconds", about, ended_s)

@@ -59,14 +59,9 @@ class Uploading:
             return
         digest = messages.read_digest(frame.digest, "frame.digest")
         kind = messages.read_kind(frame.kind)
+        if token and ENGINE not in current_principal().roles:  # it shares no directory with this store
+            raise PermissionDenied("handed: only an engine hands files over", field="handed")
         if token:
-            _check_may_hand()
             await self._intake.take(digest, kind, token)
         else:
             await self._intake.begin(digest, kind, frame.offset, frame.data)
-
-
-def _check_may_hand() -> None:
-    """Raises PermissionDenied for a caller that is no engine: it shares no directory with this store."""
-    if ENGINE not in current_principal().roles:
-        raise PermissionDenied("handed: only an engine hands files over", field="handed")

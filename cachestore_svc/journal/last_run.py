@@ -55,7 +55,8 @@ class LastRun:
         noted = Noted(self._writes, *position, self._now_unix_ms(), self._inode)
         data = json.dumps(noted._asdict()).encode()
         with contextlib.suppress(OSError):
-            os.pwrite(self._descriptor, f"{checksum('', data)} ".encode() + data + b"\n", self._offset)
+            line = f"{checksum('', data)} ".encode() + data + b"\n"
+            os.pwrite(self._descriptor, line, self._writes % _SLOTS * _SLOT_BYTES)
 
     def begin(self, position: Position) -> None:
         """Whatever was noted before, the journal is there now."""
@@ -70,10 +71,6 @@ class LastRun:
     def _sync(self) -> None:
         with contextlib.suppress(OSError):
             os.fsync(self._descriptor)
-
-    @property
-    def _offset(self) -> int:
-        return self._writes % _SLOTS * _SLOT_BYTES
 
 
 def place(notes: Path, data_dir: Path, store: str) -> Path:

@@ -12,7 +12,7 @@ from typing import Any
 from kvasir.clients import AioStoreClient
 from kvasir.errors import AlreadyExists
 from kvasir.formats import archive
-from kvasir.formats.archive_reader import ArchiveReader, BlobPiece, Described
+from kvasir.formats.archive_reader import ArchiveReader, Described
 from kvasir.formats.digest import Digest
 from kvasir.formats.manifest import MAX_MANIFEST_BYTES
 
@@ -158,7 +158,9 @@ class Transfers:
         async with self.manifests.listing(namespace, snapshot.token_count):
             all_of = snapshot.manifest, snapshot.total_bytes
             named = await self._store.run(namespace, self._store.blobs.named_blobs, *all_of)
-            size_bytes = archive.size_bytes(len(head) + _padded(snapshot.manifest.size_bytes), named)
+            manifest_bytes = snapshot.manifest.size_bytes
+            before = len(head) + manifest_bytes + len(archive.padding(manifest_bytes))
+            size_bytes = archive.size_bytes(before, named)
             source = self._reader.open(namespace, [snapshot.manifest, *named])
             async with source, aclosing(_archive(head, snapshot.manifest, source)) as pieces:
                 yield Archive(size_bytes, pieces, source)
@@ -213,8 +215,10 @@ class Transfers:
                 everything = (part.manifest_digest, *part.digests)
                 await room.enter_async_context(self.copies.kept(namespace, everything))
                 described = _Described(part.agent_id, part.manifest_digest)
+            elif part.offset == 0:
+                await intake.begin(part.digest, BlobKind.TENSORS, 0, part.data)
             else:
-                await _take(intake, part)
+                await intake.write(part.offset, part.data)
             # With each part: one piece may hold more blobs than there is room for outcomes.
             _raise_failures(intake)
         return described
@@ -275,17 +279,6 @@ async def _archive(head: bytes, manifest: Digest, source: BlobSource) -> AsyncGe
         if ends:
             yield archive.padding(digest.size_bytes)
     yield archive.END
-
-
-def _padded(size_bytes: int) -> int:
-    return size_bytes + len(archive.padding(size_bytes))
-
-
-async def _take(intake: BlobIntake, piece: BlobPiece) -> None:
-    if piece.offset == 0:
-        await intake.begin(piece.digest, BlobKind.TENSORS, 0, piece.data)
-    else:
-        await intake.write(piece.offset, piece.data)
 
 
 def _raise_failures(intake: BlobIntake) -> None:

@@ -78,7 +78,8 @@ def _look_inside(view: CatalogView, database: Path, found: Parsed | None, blobs:
     if found is None or not found.is_state_whole:
         check_whole(view)
         _check_names_enough(view, blobs)
-        return Look(None, _why(found), store, position)
+        why = "it is missing" if found is None else f"{found.damaged_lines} of its lines are damaged"
+        return Look(None, why, store, position)
     if found.store != store:
         check_whole(view)
         return _look_at_foreign(view, found, blobs, store, position)
@@ -162,10 +163,6 @@ def _all_hashes(blobs: BlobBackend) -> Iterator[str]:
 def _tells(found: Parsed) -> bool:
     """Whether a journal is proof that there was an index with something in it."""
     return not found.is_readable or found.position.sequence > 0 or bool(found.state) or found.damaged_lines > 0
-
-
-def _why(found: Parsed | None) -> str:
-    return "it is missing" if found is None else f"{found.damaged_lines} of its lines are damaged"
 
 
 def _missing(database: Path, blobs: BlobBackend) -> FailedPrecondition:

@@ -5,7 +5,7 @@ back, also when a blob of it is gone: that one is in quarantine, as it would hav
 """
 
 import secrets
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import partial
@@ -247,7 +247,8 @@ class _Recovery:
             catalog.write(space.name, partial(_hold, space, batch))
         for batch in _batches(list(space.state.agents.items())):
             catalog.write(HOUSE, partial(_describe, space, batch))
-        for owners in _batches([["owner", space.name, *each] for each in _flat(space.state.owners)]):
+        facts = space.state.owners.items()
+        for owners in _batches([["owner", space.name, agent, *known] for agent, known in facts]):
             catalog.write(HOUSE, lambda change, owners=owners: change.apply_changes(_cannot_read, owners))  # type: ignore[misc]
 
     # --- taking its place ---
@@ -318,10 +319,6 @@ def _describe(space: _RebuiltNamespace, batch: list[tuple[str, Agent]], change: 
         if agent.facts:
             changes.append(["agent", space.name, name, *agent.facts])
         change.apply_changes(_cannot_read, changes)
-
-
-def _flat(owners: Mapping[str, tuple[Any, ...]]) -> list[list[Any]]:
-    return [[agent, *facts] for agent, facts in owners.items()]
 
 
 def _with_had_by(facts: tuple[Any, ...], agent: Agent | None, names: PlainNames) -> tuple[Any, ...]:

@@ -68,7 +68,8 @@ class KeyFiles:
         mended = []
         for place, record in records.items():
             is_marked = self._disk.has(self._mark(place))
-            if record and not (is_marked and self._is_whole(place, keys.to_bytes(record))):
+            data = keys.to_bytes(record) if record else b""
+            if record and not (is_marked and all(self._bytes(path) == data for path in self._paths(place))):
                 # Where even this cannot be written, the copy that is whole still opens the namespace.
                 with contextlib.suppress(OSError):
                     self._make_mark(place)
@@ -89,9 +90,6 @@ class KeyFiles:
 
     def _paths(self, place: str) -> list[Path]:
         return [self._directory / (place + copy) for copy in _COPIES]
-
-    def _is_whole(self, place: str, data: bytes) -> bool:
-        return all(self._bytes(path) == data for path in self._paths(place))
 
     def _mark(self, place: str) -> Path:
         return self._namespaces / place / _MARK

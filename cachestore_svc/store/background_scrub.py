@@ -69,7 +69,9 @@ class BackgroundScrub:
         except asyncio.CancelledError:
             await self._threads.run(HOUSE, self._scrubbing.save)
             raise
-        self._tell_end()
+        state = self._scrubbing.state
+        counts = {"blobs": state.blobs_checked, "damaged": state.blobs_damaged, "repaired": state.blobs_repaired}
+        self._log.info("scrub.done", **counts)
 
     async def _is_whole(self, blob: ToScrub) -> bool:
         for _ in range(_TRIES):
@@ -79,9 +81,3 @@ class BackgroundScrub:
                 self._log.warning("scrub.paused", reason=error.reason)
                 await asyncio.sleep(LONGEST_RETRY_S)
         return self._scrubbing.skip(blob)
-
-    def _tell_end(self) -> None:
-        state = self._scrubbing.state
-        self._log.info(
-            "scrub.done", blobs=state.blobs_checked, damaged=state.blobs_damaged, repaired=state.blobs_repaired
-        )

@@ -68,7 +68,10 @@ class Snapshots:
         check_agent_id(agent_id)
         check_range("parent_version", parent_version, 0, MAX_VERSION)
         check_range("base_version", base_version, 0, parent_version)
-        facts = read_manifest(self._manifest_bytes(namespace, manifest))
+        try:
+            facts = read_manifest(self._core.read_blob(namespace, manifest))
+        except (NotFound, DataLoss) as error:
+            raise missing(manifest, "manifest") from error
         if origin is Origin.TURN:
             origin_detail = detail_of_turn(base_version if base_version != parent_version else 0, handed_over_by)
         asked = Commit(
@@ -127,12 +130,6 @@ class Snapshots:
         """Whether a version of the agent was this manifest, also one that is not kept any more."""
         query = check_query(agent_id)
         return self._core.read(namespace, lambda view: view.has_had(query, manifest_hash))
-
-    def _manifest_bytes(self, namespace: str, manifest: Digest) -> memoryview:
-        try:
-            return self._core.read_blob(namespace, manifest)
-        except (NotFound, DataLoss) as error:
-            raise missing(manifest, "manifest") from error
 
     def _commit(self, change: CatalogChange, asked: Commit) -> Done:
         namespace = asked.line.namespace

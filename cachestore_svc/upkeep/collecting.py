@@ -1,7 +1,5 @@
 """Collection and eviction as they run: decide in one transaction, then remove files, never the other way round."""
 
-from collections.abc import Iterable
-
 import structlog
 from kvasir.errors import ResourceExhausted, Unavailable
 from kvasir.formats.digest import Digest
@@ -94,7 +92,7 @@ def _dry_run(core: Core, namespace: str) -> GcReport:
     deadlines = rested_at(core.now_unix_ms(), core.grace_ms)
     new, _ = core.catalog.read(namespace, lambda view: view.count_unheld())
     ready = core.catalog.read(namespace, lambda view: view.rested(deadlines, -1))
-    return GcReport(new, len(ready), _bytes_of(digest for _, digest in ready))
+    return GcReport(new, len(ready), sum(digest.size_bytes for _, digest in ready))
 
 
 def _evict(core: Core, namespace: str, wanted_bytes: int) -> None:
@@ -112,7 +110,3 @@ def _evict(core: Core, namespace: str, wanted_bytes: int) -> None:
         return
     core.remove_files(namespace, evicted.freed)
     core.counters.add(namespace, "versions_evicted", evicted.versions)
-
-
-def _bytes_of(digests: Iterable[Digest]) -> int:
-    return sum(digest.size_bytes for digest in digests)

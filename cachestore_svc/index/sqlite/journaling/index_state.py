@@ -140,11 +140,8 @@ def state_anyway(rows: Rows) -> State:
 
 
 def namespaces_anyway(rows: Rows) -> list[str]:
-    return _read_anyway(rows, _namespaces)
-
-
-def _namespaces(rows: Rows) -> list[str]:
-    return sorted(str(name) for (name,) in rows.all("SELECT name FROM namespaces NOT INDEXED"))
+    names = "SELECT name FROM namespaces NOT INDEXED"
+    return _read_anyway(rows, lambda rows: sorted(str(name) for (name,) in rows.all(names)))
 
 
 def _read_anyway(rows: Rows, work: Callable[[Rows], _Answer]) -> _Answer:
