@@ -6,13 +6,12 @@ from typing import Any
 
 from kvasir.cachestore.v1 import cachestore_pb2 as pb
 from kvasir.cachestore.v1 import cachestore_pb2_grpc
-from kvasir.errors import InvalidArgument
 from kvasir.names import check_agent_id
 from kvasir.server.interceptors import current_principal
 
 from cachestore_svc.edge import messages
 from cachestore_svc.edge.store_calls import StoreCalls, caller_namespace
-from cachestore_svc.facts.limits import check_hash
+from cachestore_svc.facts.limits import check_hash, wrong
 from cachestore_svc.facts.records import MAX_PAGE_SIZE, AgentRecord, SnapshotVersion
 from cachestore_svc.moving.arrivals import MoveOrder, Waiting
 from cachestore_svc.moving.copying import Progress
@@ -116,7 +115,7 @@ class AgentService(StoreCalls, cachestore_pb2_grpc.AgentServiceServicer):
         caller = current_principal()
         is_given = caller.is_peer
         if is_given and (request.peer or request.to_peer):
-            raise InvalidArgument("peer: a peer gives an agent of its own and names no peer", field="peer")
+            raise wrong("peer", "a peer gives an agent of its own and names no peer")
         if request.to_peer:
             namespace, to_peer = caller_namespace(), request.to_peer
             pulled = self._moves.copied_there(
@@ -135,9 +134,9 @@ class AgentService(StoreCalls, cachestore_pb2_grpc.AgentServiceServicer):
         direction = request.WhichOneof("direction")
         is_given = caller.is_peer
         if is_given and direction is not None:
-            raise InvalidArgument("direction: a peer gives an agent of its own and names no peer", field="direction")
+            raise wrong("direction", "a peer gives an agent of its own and names no peer")
         if not is_given and direction is None:
-            raise InvalidArgument("direction: expected from_peer or to_peer", field="direction")
+            raise wrong("direction", "expected from_peer or to_peer")
         move_id = messages.read_move_id(request.move_id) if request.move_id else ""
         if direction == "to_peer":
             namespace, to_peer = caller_namespace(), request.to_peer
@@ -168,7 +167,7 @@ class AgentService(StoreCalls, cachestore_pb2_grpc.AgentServiceServicer):
         async with aclosing(self._streams.unstalled(request_iterator)) as requests:
             first = await anext(requests, None)
             if first is None or not first.HasField("header"):
-                raise InvalidArgument("header: expected in the first message", field="header")
+                raise wrong("header", "expected in the first message")
             agent_id = check_agent_id(first.header.agent_id, "header.agent_id")
             pieces = _archive_pieces(first, requests)
             async with aclosing(pieces):
@@ -194,5 +193,5 @@ async def _archive_pieces(
     yield first.data
     async for request in rest:
         if request.HasField("header"):
-            raise InvalidArgument("header: expected in the first message only", field="header")
+            raise wrong("header", "expected in the first message only")
         yield request.data

@@ -15,14 +15,13 @@ from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
 from kvasir.cachestore.v1 import cachestore_pb2 as pb
 from kvasir.cachestore.v1 import manifest_pb2
-from kvasir.errors import InvalidArgument
 from kvasir.formats.blob_place import is_token
 from kvasir.formats.digest import Digest
 from kvasir.formats.frame_messages import Carrier
 from kvasir.names import check_agent_id, check_owner
 
 from cachestore_svc.facts import records
-from cachestore_svc.facts.limits import check_hash
+from cachestore_svc.facts.limits import check_hash, wrong
 from cachestore_svc.facts.ownership import HERE, MAX_TOLD_GENERATION
 from cachestore_svc.facts.records import (
     DEFAULT_LEASE_TTL_S,
@@ -48,12 +47,12 @@ def read_digest(message: manifest_pb2.Digest, field: str) -> Digest:
     try:
         return Digest.from_proto(message)
     except ValueError as error:
-        raise InvalidArgument(f"{field}: {error}", field=field, reason="BAD_DIGEST") from None
+        raise wrong(field, str(error), reason="BAD_DIGEST") from None
 
 
 def read_digests(messages: Sequence[manifest_pb2.Digest], field: str = "digests") -> list[Digest]:
     if len(messages) > MAX_DIGESTS_PER_REQUEST:
-        raise InvalidArgument(f"{field}: expected at most {MAX_DIGESTS_PER_REQUEST}, got {len(messages)}", field=field)
+        raise wrong(field, f"expected at most {MAX_DIGESTS_PER_REQUEST}, got {len(messages)}")
     try:
         return [Digest.from_proto(message) for message in messages]
     except ValueError:  # one by one, to name the field
@@ -62,7 +61,7 @@ def read_digests(messages: Sequence[manifest_pb2.Digest], field: str = "digests"
 
 def read_kind(kind: int) -> BlobKind:
     if kind not in _KINDS:
-        raise InvalidArgument("frame.kind: expected TENSORS or MANIFEST in a blob's first frame", field="frame.kind")
+        raise wrong("frame.kind", "expected TENSORS or MANIFEST in a blob's first frame")
     return _KINDS[kind]
 
 
@@ -71,15 +70,13 @@ def read_handed(request: Carrier) -> str:
     first = request.frames[0]
     is_alone = len(request.frames) == 1 and not first.data and not first.offset
     if request.handed and (not is_token(request.handed) or not is_alone):
-        raise InvalidArgument("handed: expected 32 lower-case hex digits, and one frame without data", field="handed")
+        raise wrong("handed", "expected 32 lower-case hex digits, and one frame without data")
     return request.handed
 
 
 def read_block_hashes(texts: Sequence[str]) -> list[str]:
     if len(texts) > MAX_BLOCK_HASHES_PER_REQUEST:
-        raise InvalidArgument(
-            f"block_hashes: expected at most {MAX_BLOCK_HASHES_PER_REQUEST}, got {len(texts)}", field="block_hashes"
-        )
+        raise wrong("block_hashes", f"expected at most {MAX_BLOCK_HASHES_PER_REQUEST}, got {len(texts)}")
     return [check_hash(text, f"block_hashes[{index}]") for index, text in enumerate(texts)]
 
 
@@ -132,35 +129,30 @@ def read_agent_changes(request: pb.UpdateAgentRequest) -> AgentChanges:
         elif path == "retained_versions":
             changes["retained_versions"] = agent.retained_versions
         else:
-            raise InvalidArgument(
-                f"update_mask: expected labels, labels.KEY, is_pinned and retained_versions, got {path[:40]!r}",
-                field="update_mask",
-            )
+            problem = f"expected labels, labels.KEY, is_pinned and retained_versions, got {path[:40]!r}"
+            raise wrong("update_mask", problem)
     if empty := next((name for name, value in agent.labels.items() if not value), None):
-        raise InvalidArgument(
-            f"agent.labels: expected a value for {empty[:40]!r}; leave it out to remove it", field="agent.labels"
-        )
+        raise wrong("agent.labels", f"expected a value for {empty[:40]!r}; leave it out to remove it")
     if not request.update_mask.paths:
-        raise InvalidArgument("update_mask: expected at least one path", field="update_mask")
+        raise wrong("update_mask", "expected at least one path")
     return AgentChanges({**changes, "labels": labels})
 
 
 def read_version(version: int, field: str = "version", *, least: int = 0) -> int:
     if version < least:
-        raise InvalidArgument(f"{field}: expected {least} or more, got {version}", field=field)
+        raise wrong(field, f"expected {least} or more, got {version}")
     return version
 
 
 def read_move_id(text: str) -> str:
     if not (16 <= len(text) <= 64 and set(text) <= set("0123456789abcdef")):
-        raise InvalidArgument("move_id: expected 16 to 64 lower-case hex digits", field="move_id")
+        raise wrong("move_id", "expected 16 to 64 lower-case hex digits")
     return text
 
 
 def read_generation(generation: int, *, least: int = 0) -> int:
     if not least <= generation <= MAX_TOLD_GENERATION:
-        expected = f"expected {least} to {MAX_TOLD_GENERATION}"
-        raise InvalidArgument(f"generation: {expected}, got {generation}", field="generation")
+        raise wrong("generation", f"expected {least} to {MAX_TOLD_GENERATION}, got {generation}")
     return generation
 
 
@@ -174,9 +166,7 @@ def read_lease(message: pb.LeaseToken) -> records.LeaseToken:
 
 def read_leases(request: pb.RenewLeasesRequest) -> list[records.HeldLease]:
     if len(request.leases) > MAX_LEASES_PER_REQUEST:
-        raise InvalidArgument(
-            f"leases: expected at most {MAX_LEASES_PER_REQUEST}, got {len(request.leases)}", field="leases"
-        )
+        raise wrong("leases", f"expected at most {MAX_LEASES_PER_REQUEST}, got {len(request.leases)}")
     return [
         records.HeldLease(check_agent_id(each.agent_id, f"leases[{index}].agent_id"), each.generation)
         for index, each in enumerate(request.leases)

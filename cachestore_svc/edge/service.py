@@ -16,7 +16,7 @@ from kvasir import __version__
 from kvasir.cachestore.v1 import cachestore_pb2 as pb
 from kvasir.cachestore.v1 import cachestore_pb2_grpc
 from kvasir.credentials import ADMIN, ENGINE
-from kvasir.errors import InvalidArgument, ResourceExhausted, Unavailable
+from kvasir.errors import ResourceExhausted, Unavailable
 from kvasir.formats.frame_messages import MAX_FRAMES, Carrier, carrier_bytes, carrier_reader
 from kvasir.names import check_agent_id
 from kvasir.server.interceptors import current_principal
@@ -25,7 +25,7 @@ from cachestore_svc.edge import messages
 from cachestore_svc.edge.roles import PEOPLE
 from cachestore_svc.edge.store_calls import StoreCalls, caller_namespace
 from cachestore_svc.edge.uploading import Uploading
-from cachestore_svc.facts.limits import check_hash
+from cachestore_svc.facts.limits import check_hash, wrong
 from cachestore_svc.facts.records import (
     BLOCK_TOKENS,
     MANIFEST_FORMAT,
@@ -109,10 +109,7 @@ class CacheStoreService(StoreCalls, cachestore_pb2_grpc.CacheStoreServiceService
         digests = await self._looked_up(len(request.digests), lambda: messages.read_digests(request.digests))
         first_bytes = digests[0].size_bytes if digests else 0
         if not 0 <= request.first_offset < max(first_bytes, 1):
-            raise InvalidArgument(
-                f"first_offset: expected 0 to {max(first_bytes - 1, 0)}, got {request.first_offset}",
-                field="first_offset",
-            )
+            raise wrong("first_offset", f"expected 0 to {max(first_bytes - 1, 0)}, got {request.first_offset}")
         async with self._parts.reader.open(caller_namespace(), digests, request.first_offset) as source:
             while pieces := await source.next_pieces(MAX_FRAMES if request.takes_several else 1):
                 message = carrier_bytes(map(messages.write_frame, pieces))

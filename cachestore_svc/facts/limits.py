@@ -18,16 +18,22 @@ MAX_LABEL_CHARS = 256
 MAX_LABELS_BYTES = 4096
 
 
+def wrong(field: str, problem: str, *, reason: str | None = None, **facts: object) -> InvalidArgument:
+    """The refusal of a field."""
+    metadata = {name: str(value) for name, value in facts.items()}
+    return InvalidArgument(f"{field}: {problem}", reason=reason, field=field, metadata=metadata)
+
+
 def check_range(field: str, value: float, least: float, most: float) -> None:
     """Raises InvalidArgument unless the value lies between the two, ends included."""
     if not least <= value <= most:
-        raise InvalidArgument(f"{field}: expected {least:g} to {most:g}, got {value:g}", field=field)
+        raise wrong(field, f"expected {least:g} to {most:g}, got {value:g}")
 
 
 def check_hash(text: str, field: str = "kv_identity_hash") -> str:
     """The text, if it is 64 lower-case hex digits. Raises InvalidArgument."""
     if not is_hash(text):
-        raise InvalidArgument(f"{field}: expected 64 lower-case hex digits", field=field)
+        raise wrong(field, "expected 64 lower-case hex digits")
     return text
 
 
@@ -44,7 +50,7 @@ def check_text(text: str, field: str) -> None:
     try:
         text.encode()
     except UnicodeEncodeError:
-        raise InvalidArgument(f"{field}: expected text that UTF-8 can write", field=field) from None
+        raise wrong(field, "expected text that UTF-8 can write") from None
 
 
 def check_labels(labels: Mapping[str, str]) -> None:
@@ -52,13 +58,9 @@ def check_labels(labels: Mapping[str, str]) -> None:
     _check_count(labels.keys() - {FIRST_MOVE})
     for name, value in labels.items():
         if not (1 <= len(name) <= MAX_LABEL_CHARS and name.isprintable()):
-            raise InvalidArgument(
-                f"labels: expected names of 1 to {MAX_LABEL_CHARS} printable characters", field="labels"
-            )
+            raise wrong("labels", f"expected names of 1 to {MAX_LABEL_CHARS} printable characters")
         if len(value) > MAX_LABEL_CHARS or not value.isprintable():
-            raise InvalidArgument(
-                f"labels: expected values of at most {MAX_LABEL_CHARS} printable characters", field="labels"
-            )
+            raise wrong("labels", f"expected values of at most {MAX_LABEL_CHARS} printable characters")
     if setting := labels.get(on_full.LABEL):
         on_full.from_label(setting)
     if setting := labels.get(volatile.LABEL):
@@ -71,17 +73,13 @@ def check_all_labels(labels: Mapping[str, str]) -> None:
     """Raises InvalidArgument when these, all that an agent would have, are too many or too long in all. The id of its
     first move is no caller's, and does not count."""
     if len(labels.get(FIRST_MOVE, "")) > MAX_LABEL_CHARS:
-        raise InvalidArgument(
-            f"labels.{FIRST_MOVE}: expected at most {MAX_LABEL_CHARS} characters", field=f"labels.{FIRST_MOVE}"
-        )
+        raise wrong(f"labels.{FIRST_MOVE}", f"expected at most {MAX_LABEL_CHARS} characters")
     counted = {name: value for name, value in labels.items() if name != FIRST_MOVE}
     _check_count(counted)
     if (size_bytes := sum(len(text.encode()) for label in counted.items() for text in label)) > MAX_LABELS_BYTES:
-        raise InvalidArgument(
-            f"labels: expected at most {MAX_LABELS_BYTES} bytes in all, got {size_bytes}", field="labels"
-        )
+        raise wrong("labels", f"expected at most {MAX_LABELS_BYTES} bytes in all, got {size_bytes}")
 
 
 def _check_count(names: Collection[str]) -> None:
     if len(names) > MAX_LABELS:
-        raise InvalidArgument(f"labels: expected at most {MAX_LABELS}, got {len(names)}", field="labels")
+        raise wrong("labels", f"expected at most {MAX_LABELS}, got {len(names)}")

@@ -16,6 +16,7 @@ from typing import Self
 from kvasir.errors import FailedPrecondition, InvalidArgument, KvasirError
 from kvasir.formats.digest import Digest
 
+from cachestore_svc.facts.limits import wrong
 from cachestore_svc.facts.records import MAX_FRAME_BYTES, BlobKind
 from cachestore_svc.store.aio_store import AioStore
 from cachestore_svc.store.blobs import BlobWriter, NewBlob, finish_all
@@ -149,12 +150,9 @@ class BlobIntake:
         if writer.is_stored:
             await self.outcomes.put(Stored(digest, existed=True))
         elif not 0 <= offset <= writer.received_bytes:
-            raise InvalidArgument(
-                f"frame.offset: expected at most {writer.received_bytes}, which is what has arrived; got {offset}",
-                field="frame.offset",
-                reason="OFFSET_UNEXPECTED",
-                metadata={"received_bytes": str(writer.received_bytes)},
-            )
+            received_bytes = writer.received_bytes
+            problem = f"expected at most {received_bytes}, which is what has arrived; got {offset}"
+            raise wrong("frame.offset", problem, reason="OFFSET_UNEXPECTED", received_bytes=received_bytes)
         elif writer.received_bytes == digest.size_bytes:
             await self._finish_current()
         elif self._current is not None:
@@ -182,20 +180,13 @@ class BlobIntake:
         if self._is_skipping:
             return
         if current is None:
-            problem = (
-                "more bytes than the blob has" if self._has_begun else "expected a blob's first frame, with its digest"
-            )
-            raise InvalidArgument(f"frame.digest: {problem}", field="frame.digest")
+            first = "expected a blob's first frame, with its digest"
+            raise wrong("frame.digest", "more bytes than the blob has" if self._has_begun else first)
         if offset != current.next_offset:
-            raise InvalidArgument(
-                f"frame.offset: expected {current.next_offset}, got {offset}",
-                field="frame.offset",
-                reason="OFFSET_UNEXPECTED",
-            )
+            problem = f"expected {current.next_offset}, got {offset}"
+            raise wrong("frame.offset", problem, reason="OFFSET_UNEXPECTED")
         if len(data) > MAX_FRAME_BYTES:
-            raise InvalidArgument(
-                f"frame.data: expected at most {MAX_FRAME_BYTES} bytes, got {len(data)}", field="frame.data"
-            )
+            raise wrong("frame.data", f"expected at most {MAX_FRAME_BYTES} bytes, got {len(data)}")
         if current.problem:
             raise current.problem
         current.next_offset += len(data)
