@@ -164,7 +164,7 @@ class Core(Storage):
         return found
 
     def read_blob(self, namespace: str, digest: Digest, *, is_found: bool = False) -> memoryview:
-        """As `Store.read_blob` and `read_found`."""
+        """As `Blobs.read`."""
         data = self.verified(namespace, digest, is_found=is_found)
         self.counters.add(namespace, "blobs_read")
         self.counters.add(namespace, "bytes_read", digest.size_bytes)

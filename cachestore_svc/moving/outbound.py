@@ -184,10 +184,9 @@ class BlobSource:
 
     def _read_all(self, found: Sequence[tuple[Digest, bool]]) -> list[memoryview | Exception]:
         read: list[memoryview | Exception] = []
-        blobs = self._store.blobs
         for digest, is_whole in found:
             try:
-                read.append((blobs.read_found if is_whole else blobs.read)(self._namespace, digest))
+                read.append(self._store.blobs.read(self._namespace, digest, is_found=is_whole))
             except Exception as error:  # noqa: BLE001  it is raised when it is this blob's turn
                 return [*read, error]
         return read

@@ -21,7 +21,7 @@ from cachestore_svc.blobs.local_directory import LocalDirectory
 from cachestore_svc.blobs.space import Space
 from cachestore_svc.core import Core
 from cachestore_svc.facts.records import LAST_UNIX_MS, StoreConfig
-from cachestore_svc.index.catalog import HOUSE, Catalog
+from cachestore_svc.index.catalog import HOUSE, Catalog, CatalogChange
 from cachestore_svc.index.damage import reading_damage
 from cachestore_svc.index.live_leases import LiveLeases
 from cachestore_svc.index.ports.history import History
@@ -34,7 +34,7 @@ from cachestore_svc.journal.replay import Namespace, State
 from cachestore_svc.recovery import asides, looking
 from cachestore_svc.recovery.older_copy import check_newest, note_commits
 from cachestore_svc.recovery.reading import manifest_reader
-from cachestore_svc.recovery.rolling_forward import roll_forward
+from cachestore_svc.recovery.rolling_forward import INODE, roll_forward
 from cachestore_svc.sealing.key_files import KeyFiles
 from cachestore_svc.sealing.keys import MasterKey
 from cachestore_svc.sealing.sealed_blobs import SealedBackend
@@ -43,6 +43,7 @@ from cachestore_svc.sealing.seals import Seals
 
 DATABASE = "kvasir.sqlite3"
 _SEALED = "sealed_places"
+_INCARNATION = "incarnation"
 
 
 @dataclass(frozen=True)
@@ -261,5 +262,11 @@ def _incarnation(catalog: Catalog, database: Path, token_hex: Callable[[int], st
     """The name of this history. A database copied back lies in another inode: its history went on without it."""
     inode = str(database.stat().st_ino)
 
-    found = catalog.read(HOUSE, lambda view: view.incarnation(inode))
-    return found or catalog.write(HOUSE, lambda change: change.begin_incarnation(inode, token_hex(8)))
+    def begin(change: CatalogChange) -> str:
+        name = token_hex(8)
+        change.set_fact(_INCARNATION, name)
+        change.set_fact(INODE, inode)
+        return name
+
+    name = catalog.read(HOUSE, lambda view: view.fact(_INCARNATION) if view.fact(INODE) == inode else None)
+    return name or catalog.write(HOUSE, begin)

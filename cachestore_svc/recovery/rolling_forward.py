@@ -10,6 +10,9 @@ from cachestore_svc.index.ports.history import ReadManifest, Unheld
 from cachestore_svc.journal.journal_lines import Position
 from cachestore_svc.journal.replay import Change
 
+# Of the database in which the history of events goes on: in another one it has another name.
+INODE = "inode"
+
 
 def roll_forward(
     change: CatalogChange, read: ReadManifest, changes: Iterable[Change], store: str, position: Position
@@ -27,4 +30,4 @@ def roll_forward(
             reason="INDEX_BEHIND",
         ) from error
     change.set_journal_position(store, position)
-    change.forget_incarnation()
+    change.set_fact(INODE, "")

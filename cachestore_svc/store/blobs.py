@@ -166,17 +166,12 @@ class Blobs:
             raise not_found(digests[0])
         return are_whole
 
-    def read(self, namespace: str, digest: Digest) -> memoryview:
-        """The blob's bytes, verified. Raises NotFound, and DataLoss (metadata "digest") when they are damaged: the
-        blob is then quarantined, an event says so, and a later write may replace it."""
+    def read(self, namespace: str, digest: Digest, *, is_found: bool = False) -> memoryview:
+        """The blob's bytes, verified. One that `leading_stored` found whole (`is_found`) is looked up again only if its
+        bytes are not there any more, or not right. Raises NotFound, and DataLoss (metadata "digest") when they are
+        damaged: the blob is then quarantined, an event says so, and a later write may replace it."""
         self._core.check_open(namespace)
-        return self._core.read_blob(namespace, digest)
-
-    def read_found(self, namespace: str, digest: Digest) -> memoryview:
-        """As `read`, of a blob that `leading_stored` found whole: it is looked up again only if its bytes are not
-        there any more, or not right."""
-        self._core.check_open(namespace)
-        return self._core.read_blob(namespace, digest, is_found=True)
+        return self._core.read_blob(namespace, digest, is_found=is_found)
 
     def _find(self, namespace: str, digest: Digest) -> BlobEntry | None:
         return self._core.read(namespace, lambda view: view.find_blob(digest))

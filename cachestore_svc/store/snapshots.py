@@ -74,20 +74,11 @@ class Snapshots:
             raise missing(manifest, "manifest") from error
         if origin is Origin.TURN:
             origin_detail = detail_of_turn(base_version if base_version != parent_version else 0, handed_over_by)
-        asked = Commit(
-            LineKey(namespace, agent_id, facts.kv_identity_hash),
-            manifest,
-            facts,
-            parent_version,
-            lease,
-            origin,
-            origin_detail,
-            shared_blocks(facts, namespace) if bind_shared else (),
-            self._core.config.retained_versions,
-            is_brought,
-            parent_manifest,
-            owner_generation,
-        )
+        line = LineKey(namespace, agent_id, facts.kv_identity_hash)
+        shared = shared_blocks(facts, namespace) if bind_shared else ()
+        about = line, manifest, facts, parent_version, lease, origin, origin_detail, shared
+        kept = self._core.config.retained_versions
+        asked = Commit(*about, kept, is_brought, parent_manifest, owner_generation)
         return self._committed(asked)
 
     def _committed(self, asked: Commit) -> SnapshotVersion:

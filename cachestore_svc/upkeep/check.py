@@ -26,7 +26,9 @@ def check(core: Core, repair: bool) -> CheckReport:
     """As `Store.check`."""
     names = core.sound_namespaces()
     with reading_damage():
-        findings = [*_database(core), *_kept_out(core), *_unknown_places(core, repair)]
+        problems = core.catalog.read(HOUSE, lambda view: view.problems())
+        findings = [Finding(problem, "", words) for problem, words in problems]
+        findings += [*_kept_out(core), *_unknown_places(core, repair)]
     blobs = snapshots = 0
     for namespace in names:
         findings += _damaged(core, namespace, repair)
@@ -61,13 +63,6 @@ def _is_whole(core: Core, namespace: str, digest: Digest) -> bool:
     except DataLoss:
         return False
     return True
-
-
-def _database(core: Core) -> Iterator[Finding]:
-    for problem in core.catalog.read(HOUSE, lambda view: view.integrity_problems()):
-        yield Finding("INDEX_DAMAGED", "", problem)
-    for problem in core.catalog.read(HOUSE, lambda view: view.dangling_rows()):
-        yield Finding("DANGLING_ROW", "", problem)
 
 
 def _kept_out(core: Core) -> Iterator[Finding]:

@@ -80,6 +80,12 @@ class AgentsView(Protocol):
         """Versions of an agent, or of one of its lines, newest first: those below `before`, and that of this number in
         lines behind `after_line`. Raises NotFound."""
 
+    def is_held(self, manifest: Digest) -> bool:
+        """Whether some version is this manifest."""
+
+    def held_manifests(self) -> list[Digest]:
+        """Manifests that some version is, those in quarantine left out."""
+
     def has_had(self, query: LineQuery, manifest_hash: str) -> bool:
         """Whether a version of the agent is or was this manifest. Of versions that are not kept, its last thousand and
         those that another store brought are remembered."""

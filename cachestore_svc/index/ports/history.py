@@ -35,9 +35,6 @@ class HistoryView(Protocol):
     def fact(self, name: str) -> str | None:
         """What the store noted under this name, if it did. No namespace and nothing of one belongs there."""
 
-    def incarnation(self, inode: str) -> str | None:
-        """The name of the event history; None when there is none, or when it was written under another inode."""
-
     def journal_position(self) -> tuple[str, Position] | None:
         """The journal's store and how far the index followed it; None when it never had a journal."""
 
@@ -60,11 +57,9 @@ class HistoryView(Protocol):
         """Whether look-ups may miss entries that the tables have. Raises DataLoss (INDEX_DAMAGED) when the tables
         themselves are damaged."""
 
-    def integrity_problems(self) -> list[str]:
-        """Faults of tables and look-ups, in words."""
-
-    def dangling_rows(self) -> list[str]:
-        """Entries that name an entry that is not there, in words."""
+    def problems(self) -> list[tuple[str, str]]:
+        """Faults of tables and look-ups (INDEX_DAMAGED), and entries that name one that is not there (DANGLING_ROW), in
+        words."""
 
 
 class HistoryChange(HistoryView, Protocol):
@@ -73,12 +68,6 @@ class HistoryChange(HistoryView, Protocol):
 
     def set_fact(self, name: str, value: str) -> None:
         """Note something of the store's own. A recovery forgets it."""
-
-    def begin_incarnation(self, inode: str, name: str) -> str:
-        """Give the event history a name; that name."""
-
-    def forget_incarnation(self) -> None:
-        """The history lost events: the next start gives it another name."""
 
     def apply_changes(self, read: ReadManifest, changes: Iterable[Change]) -> None:
         """Let changes of a journal happen. Raises Unheld, and what `read` raises."""

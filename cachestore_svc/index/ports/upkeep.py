@@ -38,12 +38,6 @@ class UpkeepView(Protocol):
     def named_after(self, manifest: Digest, position: int, limit: int) -> list[tuple[int, Digest]]:
         """Blobs that a manifest names behind a position, with theirs."""
 
-    def is_held(self, manifest: Digest) -> bool:
-        """Whether some version is this manifest."""
-
-    def held_manifests(self) -> list[Digest]:
-        """Manifests that some version is, those in quarantine left out."""
-
     def names_others(self, manifest: Digest, named: Sequence[Digest]) -> bool:
         """Whether a manifest that is held holds on to other blobs than these."""
 

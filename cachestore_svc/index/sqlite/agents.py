@@ -56,7 +56,7 @@ def agents_after(
     rows: Rows, wanted: AgentFilter, after: str, count: int, default_retained: int
 ) -> tuple[list[str], list[AgentRecord]]:
     sql = f"{_SELECT} WHERE namespace_id = :namespace"
-    if rows.names.keep_order:  # else each page looks at all of them
+    if rows.texts.names.keep_order:  # else each page looks at all of them
         sql += " AND name > :after AND name >= :prefix ORDER BY name LIMIT :count"
     found = rows.all(sql, after=after, prefix=wanted.name_prefix, count=count)
     all_named = sorted((AgentRow(*each) for each in found), key=lambda agent: agent.name)
@@ -99,7 +99,7 @@ def _unused_ms(rows: Rows, agent: int) -> int | None:
 
 def _used(rows: Rows, agent: int) -> str:
     """The agent's uses until now: what changes with each, whichever way the clock was set."""
-    uses = rows.numbers(
+    [uses] = rows.all(
         """SELECT COALESCE(SUM(used_unix_ms), 0), COALESCE(SUM((SELECT MAX(version) FROM versions
             WHERE line_id = lines.id)), 0) FROM lines WHERE agent_id = :agent""",
         agent=agent,
@@ -175,7 +175,7 @@ def held_digests(rows: Rows, agent_id: str) -> list[Digest]:
 def usage_of(rows: Rows, agent_id: str) -> AgentUsage:
     held = "FROM versions JOIN lines ON lines.id = versions.line_id WHERE lines.agent_id = :agent"
     others = "SELECT 1 FROM versions JOIN lines ON lines.id = versions.line_id"
-    found = rows.numbers(
+    [found] = rows.all(
         f"""WITH held (manifest_id) AS (SELECT DISTINCT manifest_id {held}),
             named (blob_id) AS (SELECT manifest_id FROM held UNION
                 SELECT blob_id FROM manifest_blobs WHERE manifest_id IN (SELECT manifest_id FROM held)),

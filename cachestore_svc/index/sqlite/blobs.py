@@ -92,7 +92,8 @@ def hashes_of(rows: Rows) -> set[str]:
 
 
 def has_hash(rows: Rows, hash_: str) -> bool:
-    return rows.has("SELECT 1 FROM blobs WHERE namespace_id = :namespace AND hash = :hash", hash=hash_)
+    listed = "SELECT 1 FROM blobs WHERE namespace_id = :namespace AND hash = :hash"
+    return rows.one(listed, hash=hash_) is not None
 
 
 def stored_bytes(rows: Rows) -> dict[str, int]:

@@ -116,7 +116,7 @@ def fitting_blobs(rows: Rows, needs: Sequence[NamedBlob]) -> list[BlobEntry]:
 def _misfit(rows: Rows, row: BlobEntry, need: NamedBlob) -> str | None:
     if row.file is None:
         return f"kind: expected {need.file.kind}, found {row.kind}"
-    wanted = replace(need.file, chain=rows.names.keyed(need.file.chain))
+    wanted = replace(need.file, chain=rows.texts.names.keyed(need.file.chain))
     return unfit(replace(need, file=wanted), row.file, row.schema_hash)
 
 

@@ -69,7 +69,7 @@ def _last(rows: Rows) -> int:
 
 
 def _to_json(rows: Rows, body: EventBody) -> str:
-    fields = _texts_of(asdict(body), rows.sealed)
+    fields = _texts_of(asdict(body), rows.texts.sealed)
     return json.dumps({"event": type(body).__name__, **fields}, separators=(",", ":"))
 
 
@@ -88,7 +88,7 @@ def _texts_of(fields: dict[str, Any], change: Callable[[str, Sequence[str]], Seq
 def _from_json(rows: Rows, text: str) -> EventBody:
     found = json.loads(text)
     event = found.pop("event")
-    fields = _texts_of(found, rows.opened)
+    fields = _texts_of(found, rows.texts.opened)
     if event == "Committed":
         snapshot = fields["snapshot"]
         manifest, origin = Digest(**snapshot.pop("manifest")), Origin(snapshot.pop("origin"))

@@ -27,7 +27,7 @@ def mark_unheld(rows: Rows, now_unix_ms: int) -> int:
 
 
 def count_unheld(rows: Rows) -> tuple[int, int]:
-    unmarked, size_bytes = rows.numbers(
+    [(unmarked, size_bytes)] = rows.all(
         f"""SELECT COALESCE(SUM(marked_unix_ms IS NULL), 0), COALESCE(SUM(size_bytes), 0) FROM blobs
             WHERE namespace_id = :namespace AND NOT {versions.IS_REFERENCED}"""  # noqa: S608
     )
@@ -111,7 +111,7 @@ def _drop_empty(rows: Rows, line_id: int) -> AgentUpdated | AgentDeleted:
     if versions.head_of(rows, line_id):
         return AgentUpdated(name)
     rows.run("DELETE FROM lines WHERE id = :line", line=line_id)
-    if rows.has("SELECT 1 FROM lines WHERE agent_id = :agent", agent=agent):
+    if rows.one("SELECT 1 FROM lines WHERE agent_id = :agent", agent=agent):
         return AgentUpdated(name)
     rows.run("DELETE FROM agents WHERE id = :agent", agent=agent)
     return AgentDeleted(name)

@@ -8,7 +8,7 @@ a sealed namespace.
 
 import json
 import sqlite3
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Self
 
 from kvasir.formats.digest import Digest
@@ -38,15 +38,48 @@ TEXTS: Mapping[str, str] = {
 Value = int | float | str | None | Sequence[str] | Sequence[int]
 
 
+class Texts:
+    """How the operation's namespace has its texts in the tables."""
+
+    def __init__(self, names: PlainNames) -> None:
+        self.names = names
+
+    def sealed(self, name: str, texts: Sequence[str]) -> list[str]:
+        match TEXTS.get(name):
+            case None:
+                raise TypeError(f"no text of a statement has the name {name!r}")
+            case "plain":
+                return list(texts)
+            case "hash":
+                return self.names.hashes(texts)
+            case "keyed":
+                return [self.names.keyed(text) for text in texts]
+            case kind:
+                return [self.names.text(kind, text) for text in texts]
+
+    def opened(self, name: str, texts: Sequence[Any]) -> Sequence[Any]:
+        if name not in _OPENED or not isinstance(texts[0], str):  # numbers of agents
+            return texts
+        return self.names.open_hashes(texts) if name == HASH else [self.names.open_text(text) for text in texts]
+
+    def bound(self, name: str, value: Value) -> int | float | str | None:
+        """A value as a statement has it."""
+        if isinstance(value, str):
+            return self.sealed(name, [value])[0]
+        if isinstance(value, Sequence):
+            texts = [each for each in value if isinstance(each, str)]
+            return json.dumps(self.sealed(name, texts) if texts else list(value))
+        return value
+
+
 class Rows:
-    """The statements of one operation, and what to do once they are durable."""
+    """The statements of one operation."""
 
     def __init__(self, connection: sqlite3.Connection, namespace: str = "", names: PlainNames = PLAIN_NAMES) -> None:
         """`names`: how the namespace has its names in the tables."""
         self.connection = connection
         self.namespace = namespace
-        self.names = names
-        self.after_commit_actions: list[Callable[[], None]] = []
+        self.texts = Texts(names)
         self._namespace_id = 0
 
     def of(self, namespace: str) -> Self:
@@ -67,10 +100,10 @@ class Rows:
     def all(self, sql: str, **values: Value) -> list[tuple[Any, ...]]:
         cursor = self.connection.execute(sql, self._bound(sql, values))
         found = cursor.fetchall()
-        if self.names is PLAIN_NAMES or not found:
+        if self.texts.names is PLAIN_NAMES or not found:
             return found
         columns = zip((name for name, *_ in cursor.description), zip(*found, strict=True), strict=True)
-        return list(zip(*(self.opened(name, each) if name in _OPENED else each for name, each in columns), strict=True))
+        return list(zip(*(self.texts.opened(*each) for each in columns), strict=True))
 
     def one(self, sql: str, **values: Value) -> tuple[Any, ...] | None:
         return next(iter(self.all(sql, **values)), None)
@@ -79,13 +112,6 @@ class Rows:
         """The number that a row has; 0 where there is no row."""
         [found] = self.one(sql, **values) or (0,)
         return int(found or 0)
-
-    def numbers(self, sql: str, **values: Value) -> tuple[int, ...]:
-        """The numbers of the first row."""
-        return tuple(map(int, self.all(sql, **values)[0]))
-
-    def has(self, sql: str, **values: Value) -> bool:
-        return self.one(sql, **values) is not None
 
     def digests(self, sql: str, **values: Value) -> list[Digest]:
         """Of rows of hash and size."""
@@ -102,42 +128,6 @@ class Rows:
     def many(self, sql: str, rows: Iterable[Mapping[str, Value]]) -> None:
         self.connection.executemany(sql, (self._bound(sql, values) for values in rows))
 
-    def after_commit(self, action: Callable[[], None]) -> None:
-        """Do this on the index thread once the operation is durable; it must be quick and must not raise."""
-        self.after_commit_actions.append(action)
-
-    def columns(self, table: str) -> set[str]:
-        """Names of a table's columns; none where there is no such table."""
-        return {str(column[1]) for column in self.all(f"PRAGMA table_info({table})")}
-
-    # --- texts as the tables have them ---
-
-    def sealed(self, name: str, texts: Sequence[str]) -> list[str]:
-        match TEXTS.get(name):
-            case None:
-                raise TypeError(f"no text of a statement has the name {name!r}")
-            case "plain":
-                return list(texts)
-            case "hash":
-                return self.names.hashes(texts)
-            case "keyed":
-                return [self.names.keyed(text) for text in texts]
-            case kind:
-                return [self.names.text(kind, text) for text in texts]
-
-    def opened(self, name: str, texts: Sequence[Any]) -> Sequence[Any]:
-        if not isinstance(texts[0], str):  # numbers of agents
-            return texts
-        return self.names.open_hashes(texts) if name == HASH else [self.names.open_text(text) for text in texts]
-
     def _bound(self, sql: str, values: Mapping[str, Value]) -> dict[str, int | float | str | None]:
-        bound = {name: self._in_table(name, value) for name, value in values.items()}
+        bound = {name: self.texts.bound(name, value) for name, value in values.items()}
         return bound | {"namespace": self.namespace_id} if ":namespace" in sql else bound
-
-    def _in_table(self, name: str, value: Value) -> int | float | str | None:
-        if isinstance(value, str):
-            return self.sealed(name, [value])[0]
-        if isinstance(value, Sequence):
-            texts = [each for each in value if isinstance(each, str)]
-            return json.dumps(self.sealed(name, texts) if texts else list(value))
-        return value

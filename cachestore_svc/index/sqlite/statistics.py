@@ -30,7 +30,7 @@ def sums_of_blobs(rows: Rows, after: str) -> Sums:
 
 
 def counts(rows: Rows) -> tuple[int, int]:
-    blobs, versions = rows.numbers(
+    [(blobs, versions)] = rows.all(
         """SELECT (SELECT COUNT(*) FROM blobs WHERE namespace_id = :namespace), (SELECT COUNT(*) FROM versions
             JOIN lines ON lines.id = versions.line_id JOIN agents ON agents.id = lines.agent_id
             WHERE agents.namespace_id = :namespace)"""

@@ -3,6 +3,9 @@
 The verbs are functions of `Rows` that stand beside their tables; `index/ports` says what each does.
 """
 
+from collections.abc import Callable
+from sqlite3 import Connection
+
 from cachestore_svc.index.sqlite import (
     agents,
     blobs,
@@ -16,10 +19,18 @@ from cachestore_svc.index.sqlite import (
 from cachestore_svc.index.sqlite.journaling import applying, index_state
 from cachestore_svc.index.sqlite.rights import leases, owners
 from cachestore_svc.index.sqlite.rows import Rows
+from cachestore_svc.sealing.sealed_names import PLAIN_NAMES, PlainNames
 
 
 class SqliteTransaction(Rows):
     """Implements `CatalogChange` by the functions of this room."""
+
+    def __init__(self, connection: Connection, namespace: str = "", names: PlainNames = PLAIN_NAMES) -> None:
+        super().__init__(connection, namespace, names)
+        self.after_commit_actions: list[Callable[[], None]] = []
+
+    def after_commit(self, action: Callable[[], None]) -> None:
+        self.after_commit_actions.append(action)
 
     namespaces = blobs.namespaces
     stored_bytes = blobs.stored_bytes
@@ -100,11 +111,7 @@ class SqliteTransaction(Rows):
     state = index_state.state
     state_anyway = index_state.state_anyway
     namespaces_anyway = index_state.namespaces_anyway
-    incarnation = index_state.incarnation
-    begin_incarnation = index_state.begin_incarnation
-    forget_incarnation = index_state.forget_incarnation
     has_tables = index_state.has_tables
     is_too_new = index_state.is_too_new
     wrong_indexes = index_state.wrong_indexes
-    integrity_problems = index_state.integrity_problems
-    dangling_rows = index_state.dangling_rows
+    problems = index_state.problems

@@ -209,7 +209,7 @@ def named_after(rows: Rows, manifest: Digest, position: int, limit: int) -> list
 
 def is_held(rows: Rows, manifest: Digest) -> bool:
     held = f"SELECT 1 FROM manifests JOIN blobs ON blobs.id = manifests.blob_id WHERE {_IS_MANIFEST}"  # noqa: S608
-    return rows.has(held, hash=manifest.hash, size_bytes=manifest.size_bytes)
+    return rows.one(held, hash=manifest.hash, size_bytes=manifest.size_bytes) is not None
 
 
 def held_manifests(rows: Rows) -> list[Digest]:
@@ -237,7 +237,7 @@ def has_had(rows: Rows, query: LineQuery, manifest_hash: str) -> bool:
         OR EXISTS (SELECT 1 FROM lines JOIN versions ON versions.line_id = lines.id
             JOIN blobs ON blobs.id = versions.manifest_id
             WHERE lines.agent_id = agents.id AND blobs.hash = :hash))"""
-    return rows.has(had, agent_id=query.agent_id, hash=manifest_hash)
+    return rows.one(had, agent_id=query.agent_id, hash=manifest_hash) is not None
 
 
 def drop_version(rows: Rows, line_id: int, version: int) -> list[int]:
@@ -263,7 +263,7 @@ def drop_version(rows: Rows, line_id: int, version: int) -> list[int]:
 def let_go(rows: Rows, manifest_id: int) -> list[int]:
     """Release the blobs of a manifest, unless it is still a version; returns the ids of those that nothing holds
     now."""
-    if rows.has("SELECT 1 FROM versions WHERE manifest_id = :manifest", manifest=manifest_id):
+    if rows.one("SELECT 1 FROM versions WHERE manifest_id = :manifest", manifest=manifest_id):
         return []
     named = rows.all("SELECT blob_id FROM manifest_blobs WHERE manifest_id = :manifest", manifest=manifest_id)
     rows.run("DELETE FROM manifests WHERE blob_id = :manifest", manifest=manifest_id)

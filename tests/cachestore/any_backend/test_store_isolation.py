@@ -53,8 +53,9 @@ PROBES: dict[str, Callable[[Store, SyntheticSnapshot], object]] = {
     "blobs.write_status": lambda s, c: (
         s.blobs.write_status(NS, c.digests[0]).received_bytes == 0 or pytest.fail("seen")
     ),
-    "blobs.read": lambda s, c: not_found(lambda: s.blobs.read(NS, c.digests[0])),
-    "blobs.read_found": lambda s, c: not_found(lambda: s.blobs.read_found(NS, c.digests[0])),
+    "blobs.read": lambda s, c: [
+        not_found(lambda found=found: s.blobs.read(NS, c.digests[0], is_found=found)) for found in (False, True)
+    ],
     "blobs.leading_stored": lambda s, c: not_found(lambda: s.blobs.leading_stored(NS, c.digests)),
     "blobs.named_blobs": lambda s, c: not_found(lambda: s.blobs.named_blobs(NS, c.manifest_digest, 1)),
     "snapshots.commit": lambda s, c: refused(lambda: s.snapshots.commit(NS, "mine", c.manifest_digest, 0)),

@@ -155,8 +155,8 @@ def names(store: Store, namespace: str, page_size: int) -> Iterator[str]:
 OF_THE_HOUSE = {
     *("namespaces", "stored_bytes", "all_hashes", "after_commit", "set_lease_floor", "unreleased_leases", "fact"),
     *("set_fact", "written", "remove_unused_schemas", "journal_position", "set_journal_position", "state"),
-    *("state_anyway", "namespaces_anyway", "incarnation", "begin_incarnation", "forget_incarnation", "has_tables"),
-    *("is_too_new", "wrong_indexes", "integrity_problems", "dangling_rows"),
+    *("state_anyway", "namespaces_anyway", "has_tables"),
+    *("is_too_new", "wrong_indexes", "problems"),
     *("apply_changes", "fence_changes", "hold_version", "hashes_of"),
 }
 
@@ -179,7 +179,7 @@ class Watch:
 
     def _watched(self, name: str, verb: Callable[..., object]) -> Callable[..., object]:
         def watched(rows: SqliteTransaction, *args: object, **kwargs: object) -> object:
-            if not rows.names.keep_order:
+            if not rows.texts.names.keep_order:
                 self.called.add(name)
             self._verb = name
             return verb(rows, *args, **kwargs)
@@ -255,7 +255,7 @@ def test_a_statement_takes_no_text_without_a_known_name() -> None:
         with pytest.raises(TypeError, match="has the name 'note'"):
             rows.one("SELECT :note", note=texts)
     with pytest.raises(TypeError, match="has the name 'note'"):
-        _texts_of({"note": "text"}, rows.sealed)
+        _texts_of({"note": "text"}, rows.texts.sealed)
 
 
 # --- interrupted writes ---

@@ -35,12 +35,12 @@ _MANIFESTS = """SELECT manifests.blob_id, token_count, total_bytes, request_id, 
 
 
 def has_tables(rows: Rows) -> bool:
-    return bool(rows.columns("versions"))
+    return bool(_columns(rows, "versions"))
 
 
 def has_marks(rows: Rows) -> bool:
     """Whether the database is of a form that marks blobs that were brought."""
-    return "is_brought" in rows.columns("blobs")
+    return "is_brought" in _columns(rows, "blobs")
 
 
 def journal_position(rows: Rows) -> tuple[str, Position] | None:
@@ -55,38 +55,30 @@ def set_journal_position(rows: Rows, store: str, reached: Position) -> None:
     set_fact(rows, _FACT, f"{store} {reached.sequence} {reached.chain}")
 
 
-def incarnation(rows: Rows, inode: str) -> str | None:
-    return fact(rows, "incarnation") if fact(rows, "inode") == inode else None
+def problems(rows: Rows) -> list[tuple[str, str]]:
+    dangling = rows.all("PRAGMA foreign_key_check")
+    rows_of = (f"a row of {row[0]} names a row of {row[2]} that is not there" for row in dangling)
+    return [*(("INDEX_DAMAGED", each) for each in _faults(rows)), *(("DANGLING_ROW", each) for each in rows_of)]
 
 
-def begin_incarnation(rows: Rows, inode: str, name: str) -> str:
-    set_fact(rows, "incarnation", name)
-    set_fact(rows, "inode", inode)
-    return name
-
-
-def forget_incarnation(rows: Rows) -> None:
-    rows.run("DELETE FROM facts WHERE name = 'incarnation'")
-
-
-def integrity_problems(rows: Rows) -> list[str]:
-    """Faults that SQLite finds in its tables and their indexes, in its own words."""
+def _faults(rows: Rows) -> list[str]:
+    """Of tables and their indexes, in SQLite's own words."""
     return [str(answer) for (answer,) in rows.all("PRAGMA integrity_check") if answer != "ok"]
+
+
+def _columns(rows: Rows, table: str) -> set[str]:
+    """Names of a table's columns; none where there is no such table."""
+    return {str(column[1]) for column in rows.all(f"PRAGMA table_info({table})")}
 
 
 def wrong_indexes(rows: Rows) -> bool:
     """Whether SQLite's own indexes contradict its tables. Raises DataLoss (INDEX_DAMAGED) when the tables
     themselves are damaged."""
-    problems = integrity_problems(rows)
-    for problem in problems:
-        if not _OF_AN_INDEX.match(problem):
-            raise index_damaged(problem)
-    return bool(problems)
-
-
-def dangling_rows(rows: Rows) -> list[str]:
-    found = rows.all("PRAGMA foreign_key_check")
-    return [f"a row of {row[0]} names a row of {row[2]} that is not there" for row in found]
+    faults = _faults(rows)
+    for fault in faults:
+        if not _OF_AN_INDEX.match(fault):
+            raise index_damaged(fault)
+    return bool(faults)
 
 
 def is_too_new(rows: Rows) -> bool:
@@ -169,7 +161,7 @@ def _add_marks(rows: Rows, found_state: State) -> None:
 
 
 def _add_owners(rows: Rows, found_state: State) -> None:
-    if columns := rows.columns("owners"):
+    if columns := _columns(rows, "owners"):
         had_by = "had_by" if "had_by" in columns else "NULL"  # of an index that no start has migrated
         for namespace, agent, *facts in rows.all(
             f"""SELECT namespaces.name, agent_name, state, generation, peer, move_id, since_unix_ms, was_owned, tells,

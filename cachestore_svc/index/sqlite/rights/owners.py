@@ -39,7 +39,7 @@ def unfinished_moves(rows: Rows) -> list[tuple[str, Ownership]]:
 
 
 def count_owners(rows: Rows, peer: str) -> tuple[int, int]:
-    facts, moving = rows.numbers(
+    [(facts, moving)] = rows.all(
         f"""SELECT COUNT(*), COALESCE(SUM(state = {OwnerState.MOVING:d} AND peer = :peer), 0) FROM owners
             WHERE namespace_id = :namespace AND instr(' ' || replace(had_by, '?', '') || ' ', ' ' || :peer || ' ')""",  # noqa: S608
         peer=peer,
