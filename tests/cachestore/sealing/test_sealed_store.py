@@ -107,6 +107,9 @@ def test_a_sealed_namespace_answers_what_a_plain_one_answers(lab: Lab) -> None:
             store.agents.page(namespace, name_prefix=AGENT + "-").agents,
             prefix_of(store, namespace, kv, content.block_hashes(namespace)),
         ]
+        with pytest.raises(NotFound) as missing:
+            store.snapshots.get(namespace, AGENT, version=99)
+        found.append(missing.value.message)
         found += [store.snapshots.page(namespace, agent.agent_id).snapshots for agent in agents]
         return found
 
