@@ -35,6 +35,11 @@ class PlayedEngine:
 
     def __init__(self) -> None:
         self.listing, self.was_cancelled = asyncio.Event(), asyncio.Event()
+        self.embedded_by = list[str]()
+
+    async def get_model(self, name: str) -> None:
+        if name not in ("", "m"):
+            raise NotFound("no such model", reason="MODEL_NOT_FOUND")
 
     async def list_agents(self, **_asked: object) -> None:
         self.listing.set()
@@ -43,7 +48,9 @@ class PlayedEngine:
         finally:
             self.was_cancelled.set()
 
-    async def embed(self, texts: list[str], **_asked: object) -> pb.EmbedResponse:
+    async def embed(self, texts: list[str], *, model: str = "", **_asked: object) -> pb.EmbedResponse:
+        self.embedded_by.append(model)
+        await self.get_model(model)
         embeddings = [pb.Embedding(values=[0.5] * 1024, tokens=1) for _ in texts]
         return pb.EmbedResponse(model="m", embeddings=embeddings)
 
@@ -170,3 +177,11 @@ def test_a_large_prompt_is_sent_once_whatever_model_it_names(length: int, counte
     turn = Turn(model="theirs", any_model=True, messages=(Said("user", "a" * length),))
     assert asyncio.run(CallerAtEngine(OneModel()).count(turn, ())) == 7  # type: ignore[arg-type]
     assert sent == counted
+
+
+@pytest.mark.parametrize(("name", "embedded_by"), [("m", ["m", "m"]), ("theirs", ["", "m"])])
+def test_texts_to_embed_are_sent_once_whatever_model_they_name(name: str, embedded_by: list[str]) -> None:
+    engine, body = PlayedEngine(), {"model": name, "input": ["x"] * 65}
+    status, answer = asyncio.run(post(app_before(engine), "/v1/embeddings", body, asyncio.Event()))
+    assert (status, len(json.loads(answer)["data"])) == (200, 65)
+    assert engine.embedded_by == embedded_by
