@@ -29,8 +29,9 @@ test-whole: install ## As `make test`, with all long tests: before a release, an
 compiled: install
 	@KVASIR_TURN=$(KVASIR_TURN) $(BIN)/python -m pytest --collect-only -qq | grep 'long tests' || true  # the tests say what is wrong
 
-# What needs no service, no model and no disk that syncs: chosen by measurement, a minute in all.
-CHECKED := $(addprefix tests/inference/,edge memory model scheduling text turns) \
+# What needs no service, no model and no disk that syncs, and takes no turns: chosen by measurement, a minute in all.
+CHECKED := -m "not long" $(addprefix tests/inference/,edge memory model scheduling text turns) \
+  $(patsubst %,--ignore=tests/inference/model/test_%.py,lean_transformers mapped_weights probe_memory text_embedder) \
   tests/bench tests/kvasir tests/campaigns/mutation tests/campaigns/fairness/test_shared_resources.py tests/test_walls.py tests/test_lessons.py tests/test_readme.py tests/test_words.py
 
 check: install ## While you work, a minute: lint, types, contract, walls, and the tests that need no service and no model
