@@ -1,7 +1,6 @@
 """The engine's settings, as its parts want them: the options are in `kvasir.options.engine`."""
 
 import argparse
-import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -13,6 +12,7 @@ from kvasir.options.table import WrongOption
 from kvasir.server.serving import Listening
 from kvasir.waits import SOON_S
 
+from inference_svc.first_model import named_model
 from inference_svc.kv.policy import PolicyRequest
 from inference_svc.memory.lines.line_parts import PublishingLimits
 from inference_svc.model import kvasir_tiny
@@ -30,7 +30,6 @@ _MAX_RESTORING_BYTES = 1 << 30
 _KV_BACKLOG = 4.0
 _STORE_MIN_BYTES_PER_S = 20e6
 _SWAP_RENEW_S = 300.0
-_MODEL_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
 class EngineSettings(EngineTable):
@@ -38,7 +37,7 @@ class EngineSettings(EngineTable):
 
     def check(self) -> None:
         super().check()
-        names = [_named_model(item)[0] for item in self.model]
+        names = [named_model(item)[0] for item in self.model]
         if len(set(names)) != len(names):
             raise WrongOption("model", "two models have the same name; give them others, as NAME=PATH")
         if self.embedding_model is not None and self.embedding_model[0] in self.models:
@@ -51,7 +50,7 @@ class EngineSettings(EngineTable):
     @property
     def models(self) -> dict[str, str]:
         """Paths by name; the first is loaded at the start."""
-        return dict(map(_named_model, self.model or [str(kvasir_tiny.path())]))
+        return dict(map(named_model, self.model or [str(kvasir_tiny.path())]))
 
     @property
     def memory_budget_bytes(self) -> int:
@@ -96,7 +95,7 @@ class EngineSettings(EngineTable):
     @property
     def embedding_model(self) -> tuple[str, str] | None:
         """Name and path of the model beside the others."""
-        return _named_model(self.embeddings) if self.embeddings else None
+        return named_model(self.embeddings) if self.embeddings else None
 
     @property
     def listening(self) -> Listening:
@@ -112,16 +111,6 @@ class EngineSettings(EngineTable):
         """Token files of a peer by namespace."""
         by_name = [(*key.rpartition("/")[::2], path) for key, path in self.peer_token_file.items()]
         return {namespace or DEFAULT_NAMESPACE: path for namespace, peer, path in by_name if peer == name}
-
-
-def _named_model(item: str) -> tuple[str, str]:
-    """NAME=PATH, or PATH, which is then its own name. A path may hold an equals sign; a name holds no slash."""
-    name, equals, path = item.partition("=")
-    if equals and _MODEL_NAME.fullmatch(name):
-        return name, path
-    if item == str(kvasir_tiny.path()):
-        return kvasir_tiny.NAME, item
-    return (Path(item).name if Path(item).is_dir() else item), item
 
 
 def read_settings(arguments: Sequence[str]) -> EngineSettings:

@@ -79,6 +79,7 @@ IMPORTS = (
         (
             "*/edge/*service.py",
             "*/__main__.py",
+            "inference_svc/serving.py",
             f"{SDK}/clients/*",
             f"{SDK}/server/*",
             f"{SDK}/status.py",
@@ -178,6 +179,7 @@ CALLS = Wall(
     (*CLOCKS, *CHANCE),
     (
         "*/__main__.py",
+        "inference_svc/serving.py",
         "*/edge/service.py",
         "inference_svc/__init__.py",  # when the process began, before all imports
         "inference_svc/model/quality/material.py",  # seeded: every model is given the same

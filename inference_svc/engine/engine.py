@@ -189,6 +189,7 @@ class Engine:
         opener: ModelOpener = open_model,
         copies_weights: bool = False,
         begin_phase: Callable[[str], None] = lambda _: None,
+        start: Callable[[Callable[[], EngineWorker]], MlxThread[EngineWorker]] = MlxThread,
     ) -> "Engine":
         """Start the MLX thread and load a model on it; blocks until it can serve.
 
@@ -197,7 +198,8 @@ class Engine:
         None for 4 bits, groups of 64; a request for `auto` measures the model first, unless its choice is known, and
         asks it from `conversations_file` if that is written for its tokenizer. `compute_type`: None for float32 on a
         CPU, else the model's own. `name`: for callers; empty: the name in the model's path. `begin_phase` is called on
-        the MLX thread with the name of each part of the work. See `Rules`, `ModelRunner` and `load` for the rest.
+        the MLX thread with the name of each part of the work. `start` makes the worker on its own thread. See `Rules`,
+        `ModelRunner` and `load` for the rest.
         Raises NotFound (no such model), FailedPrecondition (LAYER_NOT_KEPT, which names the layer and its class;
         MODEL_NOT_LOADABLE), InvalidArgument (policy, compute type).
         """
@@ -225,7 +227,7 @@ class Engine:
             worker = EngineWorker(runner, opened.info, memory_budget_bytes, decoded_bytes, rules, time.monotonic)
             return worker
 
-        thread = MlxThread(make_worker)
+        thread = start(make_worker)
         return cls(opened, thread, worker)
 
     @property

@@ -56,6 +56,7 @@ def open_model(
     conversations_file: Path | None,
     batch_invariant: bool = False,
     copies_weights: bool = False,
+    load: Callable[..., LoadedModel] = load,
     begin_phase: Callable[[str], None] = lambda _: None,
 ) -> tuple[OpenedModel, ModelRunner]:
     """Load a model and find its facts. Raises as `Engine.open` does."""

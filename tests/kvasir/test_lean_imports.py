@@ -30,7 +30,7 @@ print("!", *sorted(name for name in found if not name.startswith("_")))
 _LOADS = """
 import sys
 from pathlib import Path
-import inference_svc.__main__
+import inference_svc.serving
 from inference_svc.model.loading import load
 assert load(Path(sys.argv[1]), None).tokenizer.encode("Hello.")
 sys.path.insert(0, sys.argv[2])

@@ -12,7 +12,7 @@ from cachestore_svc.config import StoreSettings
 from cachestore_svc.config import read_settings as store_settings
 from cachestore_svc.edge.peer_service import PeerService
 from cachestore_svc.store.store import Store
-from inference_svc import __main__ as engine_service
+from inference_svc import serving as engine_service
 from inference_svc.config import read_settings as engine_settings
 from inference_svc.engine.engine import Engine
 

@@ -90,7 +90,7 @@ def _shown(value: Any) -> Hashable:
     if isinstance(value, mx.array):
         return tuple(value.shape), str(value.dtype)
     if isinstance(value, Module | JointProducts):  # what they hold is the layer's own, and shown
-        return type(value)
+        return str(type(value))
     if isinstance(value, dict):
         return tuple((name, _shown(each)) for name, each in value.items())
     if isinstance(value, list | tuple):

@@ -16,7 +16,6 @@ from kvasir.server.operating.audit import Audit
 from kvasir.server.operating.traces import Traces
 from kvasir.server.parts import Parts
 
-from inference_svc.__main__ import PRIVILEGED, _peers, _server, _Service
 from inference_svc.config import read_settings
 from inference_svc.edge.agent_service import PRIVILEGED_OF_AGENTS
 from inference_svc.engine.engine import Engine
@@ -26,6 +25,7 @@ from inference_svc.formats.reply_formats import ReplyFormats
 from inference_svc.memory.service_stats import ServiceStats
 from inference_svc.model.model_host import ModelHost
 from inference_svc.served_model import ServedModel
+from inference_svc.serving import PRIVILEGED, _peers, _server, _Service
 from inference_svc.turns.admission import Admission
 from tests.cachestore.core.lab import NS
 from tests.cachestore.rights.peered import Lines

@@ -14,8 +14,9 @@ from typing import Any
 from kvasir.common.v1 import message_pb2
 from kvasir.inference.v1 import inference_pb2 as pb
 
-from inference_svc import __main__ as engine
+from inference_svc import serving as engine
 from inference_svc.edge.inputs import sampling_messages
+from inference_svc.engine.engine import Engine
 from inference_svc.formats.constraint import Constraint, ConstraintKind
 from inference_svc.formats.grammar_trial import GrammarTrial
 
@@ -60,7 +61,7 @@ def _only(arguments: Mapping[str, Any]) -> str:
 
 
 def main() -> int:
-    """As `inference_svc.__main__.main`."""
+    """As the service itself."""
     file = Path(sys.argv[sys.argv.index("--state-dir") + 1]).parent / SCRIPT
     asked = sampling_messages._constraint
 
@@ -70,7 +71,7 @@ def main() -> int:
     sampling_messages._constraint = constraint
     # A machine that runs other tests besides is slow, and a script's grammars are harmless.
     engine.GrammarTrial = partial(GrammarTrial, timeout_s=120.0)  # type: ignore[misc,assignment]
-    return engine.main()
+    return engine.serve_as_told(sys.argv[1:], Engine.open)
 
 
 if __name__ == "__main__":

@@ -12,8 +12,8 @@ import time
 from collections.abc import Sequence
 from functools import partial
 
-from inference_svc.__main__ import serve_as_told
 from inference_svc.engine.engine import Engine
+from inference_svc.serving import serve_as_told
 from kvasir_bench.played.played_model import NAME_PREFIX, open_played
 
 

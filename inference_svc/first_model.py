@@ -1,0 +1,128 @@
+"""Loads the first model's weights while the process still imports the rest of the service, which takes it as long.
+
+The weights are read on the thread on which the model will compute, as always: the thread is begun early, and waits for
+the engine that is to live on it. What goes wrong here is only lost time: the engine then loads the model itself, and
+says what is wrong.
+"""
+
+import argparse
+import contextlib
+import re
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from functools import partial
+from pathlib import Path
+from threading import Thread
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, NoReturn, Self
+
+from kvasir.options.engine import EngineTable
+from kvasir.options.finding import ENVIRONMENT, FLAG, Given, add_options, environment, find
+from kvasir.options.table import options_of
+from kvasir.options.texts import texts_of
+
+import inference_svc.formats.grammars  # noqa: F401 - two threads may not import transformers' parts at once
+from inference_svc.engine.mlx_thread import MlxThread
+from inference_svc.model import kvasir_tiny
+from inference_svc.model.loading import LoadedModel, load
+
+if TYPE_CHECKING:
+    from inference_svc.engine.engine import Engine
+
+_MODEL_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+_NAMES = ("model", "compute_type", "copy_weights")
+
+
+class FirstModel:
+    """What the command line and the environment name as the first model, if it is a directory; else nothing."""
+
+    def __init__(self, arguments: Sequence[str]) -> None:
+        """Begin to load. Never raises."""
+        self._given: tuple[Path, str | None, bool] | None = None
+        self._loaded: LoadedModel | None = None
+        self._make_worker: Future[Callable[[], Any]] = Future()
+        self._thread: Future[MlxThread[Any]] = Future()
+        with contextlib.suppress(Exception):
+            self._given = _asked(arguments)
+        if self._given is not None:
+            Thread(target=self._begin, name="first-model").start()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """The thread ends, if no engine has taken it."""
+        if not self._make_worker.done():
+            self._make_worker.cancel()
+
+    def open_engine(self, path: str, **options: Any) -> "Engine":
+        """As `Engine.open`; the first model is there, or on its way."""
+        from inference_svc.engine.engine import Engine
+        from inference_svc.model.open_model import open_model
+
+        if self._given is None or Path(path).expanduser() != self._given[0] or self._make_worker.done():
+            return Engine.open(path, **options)
+        return Engine.open(path, opener=partial(open_model, load=self._load), start=self._start, **options)
+
+    def _begin(self) -> None:
+        try:
+            self._thread.set_result(MlxThread(self._worker))
+        except BaseException as error:  # noqa: BLE001 - raised again where the engine is opened
+            self._thread.set_exception(error)
+
+    def _worker(self) -> Any:
+        """On the MLX thread."""
+        assert self._given is not None
+        directory, compute_type, copies = self._given
+        with contextlib.suppress(Exception):
+            self._loaded = load(directory, compute_type, copies_weights=copies)
+        return self._make_worker.result()()
+
+    def _load(self, directory: Path, compute_type: str | None, *, copies_weights: bool = False) -> LoadedModel:
+        """As `load`, on the MLX thread; what was loaded is handed over."""
+        loaded, self._loaded = self._loaded, None
+        if loaded is None or (directory, compute_type, copies_weights) != self._given:
+            return load(directory, compute_type, copies_weights=copies_weights)
+        return loaded
+
+    def _start(self, make_worker: Callable[[], Any]) -> MlxThread[Any]:
+        self._make_worker.set_result(make_worker)
+        return self._thread.result()
+
+
+def named_model(item: str) -> tuple[str, str]:
+    """NAME=PATH, or PATH, which is then its own name. A path may hold an equals sign; a name holds no slash."""
+    name, equals, path = item.partition("=")
+    if equals and _MODEL_NAME.fullmatch(name):
+        return name, path
+    if item == str(kvasir_tiny.path()):
+        return kvasir_tiny.NAME, item
+    return (Path(item).name if Path(item).is_dir() else item), item
+
+
+class _Parser(argparse.ArgumentParser):
+    """The service's own parser, which comes later, is the one that speaks to the user."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ValueError(message)
+
+    def print_help(self, file: Any = None) -> None:  # noqa: ARG002 - as it is called
+        raise ValueError("nothing is to be served")
+
+
+def _asked(arguments: Sequence[str]) -> tuple[Path, str | None, bool] | None:
+    """Directory, compute type, and whether weights are copied. Raises ConfigError, ValueError."""
+    parser, options = _Parser(allow_abbrev=False), options_of(EngineTable)
+    add_options(parser, EngineTable, _NAMES)
+    known, _ = parser.parse_known_args(arguments)
+    flags = {
+        name: Given(texts_of(options[name], value), options[name].flag)
+        for name, value in vars(known).items()
+        if value is not None
+    }
+    found = find(EngineTable, {FLAG: flags, ENVIRONMENT: environment(EngineTable)})
+    models, compute_type, copies = (found[name].value for name in _NAMES)
+    path = Path(named_model(models[0])[1]).expanduser() if models else kvasir_tiny.path()
+    return (path, compute_type, bool(copies)) if (path / "config.json").is_file() else None

@@ -1,0 +1,362 @@
+"""The composition root of the inference service: its parts, how they are joined, and their life."""
+
+import asyncio
+import logging
+import secrets
+import sys
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from importlib.metadata import version
+from types import ModuleType
+
+import structlog
+from kvasir.address import AddressError
+from kvasir.clients import Tls
+from kvasir.clients.aio.turn_peer import AioTurnPeer
+from kvasir.credentials import DEFAULT_NAMESPACE, CredentialFileError, read_token
+from kvasir.errors import KvasirError
+from kvasir.inference.v1 import handover_pb2_grpc, inference_pb2_grpc
+from kvasir.server.interceptors import settle_garbage
+from kvasir.server.operating.audit import Audit, AuditFile
+from kvasir.server.operating.logs import configure_logs
+from kvasir.server.operating.operator_page import About, OperatorPage, asked_of_loop
+from kvasir.server.operating.traces import Traces
+from kvasir.server.parts import Parts
+from kvasir.server.reloading import Reloading
+from kvasir.server.serving import EdgeServer, RefusedToStart, Reports, run
+
+from inference_svc import BEGAN_S
+from inference_svc.config import GIB, ConfigError, EngineSettings, read_settings
+from inference_svc.edge.agent_service import (
+    AGENT_ROLES,
+    AGENT_SERVICE_NAME,
+    PRIVILEGED_OF_AGENTS,
+    add_agent_service,
+)
+from inference_svc.edge.handover_service import HANDOVER_ROLES, HANDOVER_SERVICE_NAME, HandOverService
+from inference_svc.edge.metrics import numbers_of
+from inference_svc.edge.peer_links import Peers
+from inference_svc.edge.service import (
+    ALLOWED_ROLES,
+    PRIVILEGED,
+    SERVICE_NAME,
+    InferenceService,
+    ServiceLimits,
+    ServiceParts,
+    new_request_id,
+)
+from inference_svc.embedding.embedding_model import EmbeddingModel
+from inference_svc.engine.engine import Engine
+from inference_svc.engine_stores import open_stores, reload_store_tokens, until_it_answers
+from inference_svc.formats.grammar_trial import GrammarTrial
+from inference_svc.formats.reply_formats import ReplyFormats
+from inference_svc.handover.giving import TurnGiver
+from inference_svc.handover.resume_tokens import ResumeTokens
+from inference_svc.lease_owner import LeaseOwner
+from inference_svc.memory.lines.lines import Lines
+from inference_svc.memory.service_stats import ServiceStats, ServiceStatus
+from inference_svc.memory.store.remote_cache import RemoteCache
+from inference_svc.memory.token_lines import TokenLines
+from inference_svc.model.device_memory import device_bytes
+from inference_svc.model.embedding.pooling import Pooling
+from inference_svc.model.model_host import ModelHost
+from inference_svc.served_model import ServedModel, open_served
+from inference_svc.service_status import status_of
+from inference_svc.start_phases import StartPhases
+from inference_svc.turns.admission import Admission
+from inference_svc.wellness import wellness_of
+
+_LOG = structlog.get_logger("inference_svc")
+_EX_CONFIG = 78
+_BEGIN_TRACES = ("InferenceService/Generate", "InferenceService/Warm")
+_PROTOCOL = "kvasir.inference.v1"
+
+
+def serve_as_told(arguments: Sequence[str], open_engine: Callable[..., Engine]) -> int:
+    """Serve as the arguments say, with engines that `open_engine` opens. Returns the exit code."""
+    try:
+        settings = read_settings(arguments)
+        configure_logs(settings.log_format, settings.log_level)
+        logging.getLogger("httpx").setLevel(logging.WARNING)
+        run(serve(settings, open_engine))
+    except (ConfigError, RefusedToStart, AddressError, CredentialFileError) as error:
+        print(f"inference_svc: {error}", file=sys.stderr)
+        return _EX_CONFIG
+    except KvasirError as error:
+        print(f"inference_svc: {error.message}", file=sys.stderr)
+        return 1
+    return 0
+
+
+async def serve(settings: EngineSettings, open_engine: Callable[..., Engine]) -> None:
+    """Load, be ready, serve until a signal comes, let turns and publications end, store hot memories, and exit."""
+    phases = StartPhases("import", BEGAN_S, time.monotonic)
+    _check_memory(settings.memory_gib, device_bytes() / GIB)
+    neighbour = _neighbour() if settings.neighbour else None
+    async with Parts() as parts:
+        audit = parts.closing(_audit(settings))
+        owner = LeaseOwner(settings.state_dir, lambda: f"engine-{secrets.token_hex(8)}")
+        parts.callback(owner.close)
+        traces = parts.closing(Traces(settings.traces_to, "engine", _BEGIN_TRACES))
+        server = _server(settings, neighbour, traces, audit)
+        stores = open_stores(settings)
+        parts.push_async_callback(_close_all, stores)
+        service = _Service(
+            settings,
+            server,
+            stores,
+            ServiceStats(time.monotonic()),
+            Admission(settings.admission, time.monotonic),
+            _peers(settings, parts),
+        )
+        host = ModelHost(settings.models, service.model_opener(owner.name, open_engine, phases.begin))
+        reloading = service.reloading(audit, host)
+        if settings.metrics_listen:
+            page = service.page(audit, host, reloading)
+            parts.push_async_callback(asyncio.to_thread, page.serve(settings.metrics_listen))
+        parts.closing(host)
+        settle_garbage()  # before a model comes, which may go again
+        answering = service.until_stores_answer()
+        parts.callback(answering.cancel)
+        await host.load(host.names[0])
+        beside = await _embedding_model(settings, phases, parts)
+        # Connected before the first turn, whose budget for the store is better spent on reading.
+        phases.begin("store")
+        await answering
+        service.check_namespaces()
+        formats = parts.closing(ReplyFormats(GrammarTrial()))
+        service.add_to_server(host, formats, beside, neighbour)
+        if settings.keep_alive_s is not None:
+            parts.running(host.keep_alive(settings.keep_alive_s))
+        if settings.drain_to:
+            parts.running(_drain(server, host, settings.drain_to))
+        phases.end()
+        phases.write(settings.state_dir)
+        await server.start()
+        parts.closing(server)
+        server.set_ready(True)
+        _say_ready(server.address, host.serving("").engine, settings, phases)
+        await server.run_until_stopped(settings.stop_grace_s)
+    _LOG.info("engine.stopped")
+
+
+@dataclass(frozen=True, slots=True)
+class _Service:
+    """What the parts of the service share, with or without a loaded model."""
+
+    settings: EngineSettings
+    server: EdgeServer
+    stores: dict[str, RemoteCache]
+    stats: ServiceStats
+    admission: Admission
+    peers: Peers
+
+    def model_opener(
+        self, owner: str, open_engine: Callable[..., Engine], begin_phase: Callable[[str], None]
+    ) -> Callable[[str, str], Awaitable[ServedModel]]:
+        """Opens a model by its name and path."""
+        settings, stores = self.settings, self.stores
+
+        def new_giver(engine: Engine, lines: Mapping[str, Lines]) -> TurnGiver:
+            link, release, clock = self.peers.link, version("kvasir"), time.monotonic
+            return TurnGiver(engine, lines, settings.peer_store, link, release, clock, _new_move_id)
+
+        def open_model(name: str, path: str) -> Awaitable[ServedModel]:
+            return open_served(
+                name,
+                path,
+                settings,
+                stores,
+                owner,
+                self.admission,
+                self.stats,
+                new_giver,
+                time.monotonic,
+                _now_ms,
+                open_engine,
+                begin_phase,
+            )
+
+        return open_model
+
+    def reloading(self, audit: Audit, host: ModelHost[ServedModel]) -> Reloading:
+        """What SIGHUP reads again, from now on."""
+        settings, reloading = self.settings, Reloading(audit)
+        reloading.add("credentials", self.server.reload_credentials)
+        if settings.peer_token_file:
+            reloading.add("peer_tokens", partial(_reload_peer_tokens, settings, self.peers))
+        if settings.store_token_file or settings.store_token_dir:
+            reloading.add("store_tokens", partial(reload_store_tokens, settings, self.stores, host))
+        reloading.on_hangup()
+        return reloading
+
+    def status(self, host: ModelHost[ServedModel]) -> ServiceStatus:
+        return status_of(host, self.stats, self.admission, self.settings.memory_budget_bytes, time.monotonic())
+
+    def page(self, audit: Audit, host: ModelHost[ServedModel], reloading: Reloading) -> OperatorPage:
+        """The numbers, for operators."""
+        wellness = asked_of_loop(asyncio.get_running_loop(), lambda: wellness_of(host, self.stores.values(), reloading))
+        about = About("engine", _PROTOCOL, lambda: host.served.engine.device if host.served is not None else "")
+        return OperatorPage(about, lambda: numbers_of(self.status(host), self.server.rpcs, audit), wellness)
+
+    def until_stores_answer(self) -> "asyncio.Future[list[None]]":
+        """Ends when all stores have answered, or have had the time that they get."""
+        give_up_at = time.monotonic() + self.settings.store_wait_s
+        return asyncio.gather(*(until_it_answers(each, give_up_at, time.monotonic) for each in self.stores.values()))
+
+    def check_namespaces(self) -> None:
+        """Raises RefusedToStart for a store whose token is of another namespace."""
+        if mixed_up := [store.problem_in_words for store in self.stores.values() if store.is_of_another_namespace]:
+            raise RefusedToStart("; ".join(mixed_up))
+
+    def add_to_server(
+        self,
+        host: ModelHost[ServedModel],
+        formats: ReplyFormats,
+        beside: EmbeddingModel | None,
+        neighbour: ModuleType | None,
+    ) -> None:
+        """Serve turns, hand-overs and agents, and the neighbour's protocol if it is asked for."""
+        settings, server = self.settings, self.server
+        resumes = ResumeTokens(lambda: secrets.token_urlsafe(32), time.monotonic)
+        is_stopping = server.stopping.is_set
+        handing_over = HandOverService(
+            host,
+            formats,
+            self.admission.restoring,
+            resumes,
+            max_prompt_bytes=settings.max_prompt_bytes,
+            is_stopping=is_stopping,
+        )
+        status = partial(self.status, host)
+        parts = ServiceParts(host, self.stores, formats, self.stats, status, resumes, self.admission, beside)
+        inference = InferenceService(parts, _limits(settings), is_stopping, settings.service_admin)
+        server.add(handover_pb2_grpc.add_HandOverServiceServicer_to_server, handing_over)
+        server.add(inference_pb2_grpc.add_InferenceServiceServicer_to_server, inference)
+        add_agent_service(self.stores, lambda: host.served, server.grpc)
+        if neighbour is not None:
+            neighbour.add_mlx_engine(
+                server.grpc,
+                host,
+                TokenLines(self.stores, new_name=new_request_id, now_ms=_now_ms),
+                max_prompt_bytes=settings.max_prompt_bytes,
+                reader_stall_s=settings.reader_stall_s,
+                is_stopping=is_stopping,
+                clock=time.monotonic,
+            )
+
+
+def _check_memory(asked_gib: float, has_gib: float) -> None:
+    """Raises RefusedToStart: memory that is not there is missed only when agents fill it."""
+    if asked_gib > has_gib:
+        doctor = f"`kvasir doctor --memory-gib {has_gib / 2:.0f}` says how many agents fit beside a model's weights"
+        raise RefusedToStart(f"--memory-gib {asked_gib:g}: the device has {has_gib:.1f} GiB in all; {doctor}")
+
+
+def _audit(settings: EngineSettings) -> Audit:
+    file = AuditFile(settings.audit_file) if settings.audit_file else None
+    return Audit("engine", file, {*PRIVILEGED, *PRIVILEGED_OF_AGENTS})
+
+
+def _server(settings: EngineSettings, neighbour: ModuleType | None, traces: Traces, audit: Audit) -> EdgeServer:
+    names = [SERVICE_NAME, HANDOVER_SERVICE_NAME, AGENT_SERVICE_NAME]
+    return EdgeServer(
+        settings.listening,
+        [*names, *([neighbour.MLX_ENGINE_NAME] if neighbour else [])],
+        {**ALLOWED_ROLES, **HANDOVER_ROLES, **AGENT_ROLES, **(neighbour.MLX_ENGINE_ROLES if neighbour else {})},
+        Reports(new_request_id, traces, audit),
+        max_message_bytes=settings.max_request_bytes,
+    )
+
+
+async def _drain(server: EdgeServer, host: ModelHost[ServedModel], peer: str) -> None:
+    """From the stop signal on, hand decoding turns over to a peer."""
+    await server.stopping.wait()
+    if host.served is not None:
+        await host.served.giver.give_all(host.served.turns, peer)
+
+
+async def _embedding_model(settings: EngineSettings, phases: StartPhases, parts: Parts) -> EmbeddingModel | None:
+    """Raises NotFound, FailedPrecondition."""
+    if settings.embedding_model is None:
+        return None
+    phases.begin("embeddings")
+    name, path = settings.embedding_model
+    pooling = Pooling(settings.embedding_pooling)
+    return parts.closing(await asyncio.to_thread(EmbeddingModel.open, name, path, pooling))
+
+
+def _neighbour() -> ModuleType:
+    """The neighbour's service, whose package not everybody has."""
+    try:
+        from inference_svc.edge.neighbour import mlx_engine_service
+    except ImportError as error:
+        raise RefusedToStart(f"--neighbour needs another package: install kvasir[neighbour] ({error})") from None
+    return mlx_engine_service
+
+
+def _say_ready(address: str, engine: Engine, settings: EngineSettings, phases: StartPhases) -> None:
+    model = engine.model
+    _LOG.info(
+        "engine.ready",
+        address=address,
+        model=model.name,
+        device=engine.device,
+        blas=engine.blas,
+        phases=phases.in_words,
+        batch_invariant=settings.batch_invariant or engine.device == "cpu",
+        kv_policy=model.policy_name,
+        kv_policy_layers=f"{model.policy_applied_layers} of {model.layer_count}",
+    )
+
+
+def _limits(settings: EngineSettings) -> ServiceLimits:
+    return ServiceLimits(
+        max_prompt_bytes=settings.max_prompt_bytes,
+        max_request_bytes=settings.max_request_bytes,
+        max_unread_bytes=settings.max_unread_bytes,
+        reader_stall_s=settings.reader_stall_s,
+        admission=settings.admission,
+    )
+
+
+def _new_move_id() -> str:
+    return secrets.token_hex(16)
+
+
+def _now_ms() -> int:
+    return time.time_ns() // 1_000_000
+
+
+async def _close_all(stores: Mapping[str, RemoteCache]) -> None:
+    await asyncio.gather(*(store.close() for store in stores.values()))
+
+
+def _peers(settings: EngineSettings, parts: Parts) -> Peers:
+    """Clients of other engines. On a Unix socket the owner needs no token."""
+    clients: dict[str, dict[str, AioTurnPeer]] = {}
+    peers = parts.closing(Peers(clients))  # before the first is there: a later one may fail
+    for name, address in settings.peer.items():
+        tokens: dict[str, str | None] = {**_peer_tokens(settings, name)}
+        if address.startswith("unix:"):
+            tokens.setdefault(DEFAULT_NAMESPACE, None)
+        ca_file = settings.peer_ca_file.get(name)
+        tls = Tls(ca_file) if ca_file is not None else None
+        clients[name] = {}
+        for namespace, token in tokens.items():
+            clients[name][namespace] = AioTurnPeer.connect(address, token=token, tls=tls)
+    return peers
+
+
+def _peer_tokens(settings: EngineSettings, name: str) -> dict[str, str]:
+    return {namespace: read_token(path) for namespace, path in settings.peer_tokens(name).items()}
+
+
+async def _reload_peer_tokens(settings: EngineSettings, peers: Peers) -> int:
+    """Read the tokens again; turns on their way go on. Raises CredentialFileError: then all stay."""
+    for name, tokens in {name: _peer_tokens(settings, name) for name in settings.peer}.items():
+        for namespace, token in tokens.items():
+            peers.renew_token(name, namespace, token)
+    return 0

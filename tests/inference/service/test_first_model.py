@@ -1,0 +1,100 @@
+"""The first model is loaded once, while the service is imported, on the thread on which it then computes."""
+
+import json
+import threading
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+from kvasir.errors import FailedPrecondition
+
+from inference_svc import first_model
+from inference_svc.engine.engine import Engine
+from inference_svc.first_model import FirstModel
+from inference_svc.model import kvasir_tiny, loading
+
+TINY = str(kvasir_tiny.path())
+
+
+class Loads:
+    """Counts loads, and names the threads that they are on."""
+
+    def __init__(self) -> None:
+        self._load = loading.load
+        self.threads: list[threading.Thread] = []
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        self.threads.append(threading.current_thread())
+        return self._load(*args, **options)
+
+
+@pytest.fixture
+def loads(monkeypatch: pytest.MonkeyPatch) -> Loads:
+    found = Loads()
+    monkeypatch.setattr(first_model, "load", found)
+    return found
+
+
+def opened(first: FirstModel, path: str, directory: Path) -> Engine:
+    return first.open_engine(path, cache_dir=directory, memory_budget_bytes=1 << 24)
+
+
+@pytest.mark.parametrize("arguments", [[], ["serve", "--listen", "unix:/x", "--model", f"mine={TINY}", "--model", "b"]])
+def test_the_first_model_is_loaded_once_on_the_thread_that_computes(
+    arguments: list[str], loads: Loads, tmp_path: Path
+) -> None:
+    with FirstModel(arguments) as first:
+        engine = opened(first, TINY, tmp_path)
+    with closing(engine):
+        assert [thread.name for thread in loads.threads] == ["mlx"]
+        assert loads.threads[0].is_alive(), "it is the engine's own"
+        assert engine.model.name == kvasir_tiny.NAME
+    assert not loads.threads[0].is_alive()
+
+
+def test_it_is_given_once_and_to_nobody_who_wants_another(loads: Loads, tmp_path: Path) -> None:
+    with FirstModel(["--compute-type", "float32"]) as first:
+        other = first.open_engine(TINY, cache_dir=tmp_path, memory_budget_bytes=1 << 24, compute_type="float16")
+        with closing(other), closing(opened(first, TINY, tmp_path)) as again:
+            assert other.model.compute_type == "float16"
+            assert again.model.compute_type == "float32"
+    assert len(loads.threads) == 2, "the third load was the engine's own"
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--model", "no/such"],
+        ["--model"],
+        ["--help"],
+        ["--compute-type", "float8"],
+        ["--model", TINY, "--copy-weights=3"],
+    ],
+)
+def test_where_nothing_is_named_that_can_be_served_nothing_is_loaded(
+    arguments: list[str], loads: Loads, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with FirstModel(arguments):
+        pass
+    assert loads.threads == []
+    assert capsys.readouterr() == ("", ""), "the service's own parser speaks"
+
+
+def test_a_model_that_cannot_be_loaded_is_refused_as_ever(loads: Loads, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "none of these"}))
+    with FirstModel(["--model", str(tmp_path)]) as first, pytest.raises(FailedPrecondition, match="mlx-lm cannot load"):
+        opened(first, str(tmp_path), tmp_path)
+    assert len(loads.threads) == 2
+    loads.threads[0].join(timeout=60)
+    assert not loads.threads[0].is_alive()
+
+
+def test_a_service_that_is_refused_leaves_no_thread(loads: Loads) -> None:
+    with FirstModel([]):
+        pass
+    for thread in threading.enumerate():
+        if thread.name in ("mlx", "first-model"):
+            thread.join(timeout=60)
+    assert len(loads.threads) == 1
+    assert not loads.threads[0].is_alive()
