@@ -145,7 +145,7 @@ def longest_gap_s(prompts: list[int], step_s: float) -> float:
     return max(world.gaps)
 
 
-def test_what_shared_passes_cost_says_nothing_of_cells_alone() -> None:
+def test_costs_of_shared_passes_are_learned_apart_from_lone_cells() -> None:
     """A pass of one cell keeps no graph, so its tokens cost more."""
     crowd = [200 + 3_800 * place // 15 for place in range(16)]
     assert longest_gap_s(crowd, 0.007) <= SHARED.longest_gap_s + 0.007 + 0.001
