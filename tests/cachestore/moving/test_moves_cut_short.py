@@ -14,7 +14,7 @@ KV = kv_identity_hash(SMALL)
 
 
 @pytest.mark.long(4)
-def test_a_move_waits_for_the_engine_that_holds_the_lease_and_says_so(
+def test_a_move_waits_for_the_engine_that_holds_the_lease_and_reports_it(
     laptop: StoreClient, studio: StoreClient, name: str
 ) -> None:
     ada = SyntheticAgent(SMALL, 9)
