@@ -10,7 +10,7 @@ import mlx.core as mx
 import pytest
 from kvasir.errors import Internal
 
-from inference_svc.engine import engine_worker
+from inference_svc.engine import prefilling
 from inference_svc.engine.api import TokenLogprobs, Tokens
 from inference_svc.engine.engine import Engine
 from inference_svc.engine.sampling import Draws
@@ -90,7 +90,7 @@ def test_logits_that_are_no_numbers_end_their_turn_as_internal_and_no_other(
         count = len(samplers)
         return Draws(samplers, logits[:count] + mx.array(bad)[:, None])
 
-    monkeypatch.setattr(engine_worker, "Draws", spoiled)
+    monkeypatch.setattr(prefilling, "Draws", spoiled)
     broken = driver.submit(tokens_of(40, seed=2), seed=666, max_tokens=500)
     beside = driver.submit(tokens_of(30, seed=1), max_tokens=20)
     with pytest.raises(Internal) as failed:
