@@ -34,6 +34,7 @@ from tests.inference.kv.sequences import (
     windowed,
 )
 from tests.inference.kv.test_backends import tokens_of
+from tests.on_gpu import gpu
 
 pytestmark = needs_compiler
 
@@ -81,26 +82,40 @@ def scene(packing: Packing) -> tuple[list[SequenceKV], list[Sequence[int]]]:
     return sequences, cells
 
 
+def assert_near(found: mx.array, kv: SequenceKV, expected: mx.array, other: SequenceKV) -> None:
+    """Logits, the likeliest token, and stored rows after sums in another order, of which a few flip a code of 4 bits; a
+    GPU's products flip more than attention alone does. What reads a wrong row is off by about as much as there is.
+    """
+    assert found.argmax() == expected.argmax()
+    most = 0.1 if gpu() else 0.02
+    for one, two in zip([np.array(expected), *values(other)], [np.array(found), *values(kv)], strict=True):
+        assert np.linalg.norm(two - one) <= most * np.linalg.norm(one)
+
+
+def assert_same(found: mx.array, kv: SequenceKV, expected: mx.array, other: SequenceKV) -> None:
+    """To the bit, where the number of rows does not change in which order a product is summed."""
+    if gpu():
+        assert_near(found, kv, expected, other)
+    else:
+        assert mx.array_equal(found, expected)
+        assert stored(kv) == stored(other)
+
+
 @pytest.mark.long(10)
 @pytest.mark.parametrize("family", ["llama3.1", "gemma3", "gpt_oss"])
 def test_packed_cells_have_the_bits_that_each_has_alone(family: str, tmp_path: Path) -> None:
-    """Logits and stored rows, with windows and sinks too; near to those of a pass layer by layer."""
+    """Logits and stored rows, with windows and sinks too; near to those of a pass layer by layer. On a GPU near."""
     packing = Packing(write_family(tmp_path, ALL[family]))
     sequences, cells = scene(packing)
     alone, layered = ([kv.fork() for kv in sequences] for _ in range(2))
     held = [page_bytes(packing.pool, kv.pages) for kv in layered]
     found = packing.packed(*map(Cell, sequences, cells))
     for place, (kv, cell) in enumerate(zip(alone, cells, strict=True)):
-        assert mx.array_equal(packing.packed(Cell(kv, cell))[0], found[place])
-        assert stored(sequences[place]) == stored(kv)
+        assert_same(found[place], sequences[place], packing.packed(Cell(kv, cell))[0], kv)
         assert sequences[place].length == kv.length == BEFORE[place] + CELLS[place]
     assert [page_bytes(packing.pool, kv.pages) for kv in layered] == held, "a page that others hold was written"
     for place, (kv, cell) in enumerate(zip(layered, cells, strict=True)):
-        expected = packing.runner._compute(kv, cell, lambda: False)[0, -1]
-        assert mx.allclose(found[place], expected, rtol=2e-3, atol=2e-3)
-        assert found[place].argmax() == expected.argmax()
-        for one, other in zip(values(kv), values(sequences[place]), strict=True):
-            assert np.mean(np.abs(other - one) > 1e-2) < 1e-2, "sums in another order flip a code in a hundred"
+        assert_near(found[place], sequences[place], packing.runner._compute(kv, cell, lambda: False)[0, -1], kv)
 
 
 def test_cells_that_begin_in_one_shared_tail_get_copies_of_it(tmp_path: Path) -> None:
@@ -108,11 +123,13 @@ def test_cells_that_begin_in_one_shared_tail_get_copies_of_it(tmp_path: Path) ->
     memory = packing.begun(TOKENS[:100])
     sequences, before = [memory.fork() for _ in range(3)], stored(memory)
     cells = [TOKENS[200 + 50 * place :][:30] for place in range(3)]
-    alone = [packing.packed(Cell(memory.fork(), cell))[0] for cell in cells]
+    alone = [memory.fork() for _ in range(3)]
+    expected = [packing.packed(Cell(kv, cell))[0] for kv, cell in zip(alone, cells, strict=True)]
     found = packing.packed(*map(Cell, sequences, cells))
-    assert all(mx.array_equal(one, other) for one, other in zip(found, alone, strict=True))
+    for results in zip(found, sequences, expected, alone, strict=True):
+        assert_same(*results)
     assert stored(memory) == before
-    for kv in (*sequences, memory):
+    for kv in (*sequences, *alone, memory):
         kv.release()
     assert packing.pool.allocator.used == 0
 
