@@ -8,6 +8,7 @@ says what is wrong.
 import argparse
 import contextlib
 import re
+import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from inference_svc.engine.engine import Engine
 
 _MODEL_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+_SWITCH_S = 0.0002
 _NAMES = ("model", "compute_type", "copy_weights")
 
 
@@ -76,8 +78,12 @@ class FirstModel:
         """On the MLX thread."""
         assert self._given is not None
         directory, compute_type, copies = self._given
+        # Threads that copy weights are many, and each waits so long for an import to let it go on.
+        usual_s = sys.getswitchinterval()
+        sys.setswitchinterval(_SWITCH_S)
         with contextlib.suppress(Exception):
             self._loaded = load(directory, compute_type, copies_weights=copies)
+        sys.setswitchinterval(usual_s)
         return self._make_worker.result()()
 
     def _load(self, directory: Path, compute_type: str | None, *, copies_weights: bool = False) -> LoadedModel:
