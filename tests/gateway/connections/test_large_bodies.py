@@ -127,3 +127,64 @@ def test_a_body_that_is_refused_while_it_comes_does_not_hide_the_answer_or_the_n
     assert statuses == [b"429", b"200"]
     assert isinstance(ended[0], ResourceExhausted)
     assert ended[1] == _BODY
+
+
+@pytest.mark.parametrize(
+    ("heads", "behind"),
+    [
+        ((b"HTTP/1.1\r\nconnection: close",), b"\r\n"),
+        ((b"HTTP/1.0",), b"no request"),
+        ((b"HTTP/1.1", b"HTTP/1.1\r\nconnection: close"), b"no request"),
+        ((b"HTTP/1.1", b"HTTP/1.0"), b"\r\n"),
+    ],
+)
+def test_bytes_behind_the_last_request_of_a_connection_take_no_answer_away(
+    heads: tuple[bytes, ...], behind: bytes
+) -> None:
+    body = _BODY[:100_000]  # received at once, with what is behind it
+
+    async def run() -> tuple[bytes, Ended]:
+        async with reading(Rooms(10, 1 << 30)) as (connect, ended):
+            reader, writer = await connect()
+            for head in heads:
+                writer.write(_request(len(body)).replace(b"HTTP/1.1", head) + body[:1000])
+                await asyncio.sleep(0.05)
+                writer.write(body[1000:] + (behind if head is heads[-1] else b""))
+            answers = await reader.read()
+            writer.close()
+            return answers, ended
+
+    answers, ended = asyncio.run(run())
+    assert answers.count(b"HTTP/1.1 200 OK") == answers.count(b"HTTP/1.1") == len(heads)
+    assert ended == [body] * len(heads)
+
+
+def test_who_is_refused_while_a_body_comes_may_send_the_rest_of_it_before_the_connection_is_closed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rooms, begun = Rooms(10, 1 << 30), Connection.__init__
+
+    def closes_soon(self: Connection, *given: Any, **named: Any) -> None:
+        begun(self, *given, **named)
+        self.timeout_keep_alive = 0.2  # type: ignore[assignment]
+
+    monkeypatch.setattr(Connection, "__init__", closes_soon)
+
+    async def run() -> list[bytes]:
+        async with reading(rooms) as (connect, _):
+            reader, writer = await connect()
+            writer.write(_request(len(_BODY)) + _BODY[:100_000])
+            await _until(lambda: rooms.bodies.held_by_all >= 100_000)
+            rooms.bodies.hold("others", (1 << 30) - rooms.bodies.held_by_all)
+            writer.write(_BODY[100_000:1_000_000])
+            statuses = [await _status(reader)]
+            rooms.bodies.give_back("others", rooms.bodies.held("others"))
+            await asyncio.sleep(0.1)
+            writer.write(_BODY[1_000_000:2_000_000])
+            await asyncio.sleep(0.3)
+            writer.write(_BODY[2_000_000:] + _request(3) + b"abc")
+            statuses.append(await _status(reader))
+            writer.close()
+            return statuses
+
+    assert asyncio.run(run()) == [b"429", b"200"]

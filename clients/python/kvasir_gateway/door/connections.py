@@ -158,6 +158,7 @@ class Connection(HttpToolsProtocol, asyncio.BufferedProtocol):
         return self._connections.scratch[: self._left_bytes or None]
 
     def buffer_updated(self, count: int) -> None:
+        self._unset_keepalive_if_required()  # who was refused still sends
         if not self._left_bytes:
             self.data_received(bytes(self._connections.scratch[:count]))
             return
@@ -169,13 +170,17 @@ class Connection(HttpToolsProtocol, asyncio.BufferedProtocol):
                 self._filled.set_result(None)
         if not self._left_bytes:
             self.parser = httptools.HttpRequestParser(self)  # what comes next is a request
+            self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn's
             self.on_message_complete()
 
     def is_inside_body(self, scope: MutableMapping[str, Any]) -> bool:
-        """Whether all that comes next is of this request's body."""
+        """Whether all that comes next is of this request's body. Not of one that ends its connection: the parser takes
+        what comes behind it, too, for what is not read when a connection is closed resets it, and the answer is lost.
+        """
         cycle = self.cycle
         is_newest = cycle.scope["state"] is scope["state"]  # which the scope's copies share
-        return is_newest and cycle.more_body and not (cycle.body or self.parser.should_upgrade())
+        goes_on = cycle.more_body and not cycle.body
+        return is_newest and goes_on and cycle.keep_alive and not self.parser.should_upgrade()
 
     async def receive_rest(self, size_bytes: int, more: Callable[[], Awaitable[memoryview]]) -> None:
         """As the function of this name. A rest that nobody takes is dropped as it comes."""
