@@ -87,12 +87,13 @@ def test_a_report_is_written_of_the_newest_run(tmp_path: Path) -> None:
     assert "run-7" in page.read_text()
 
 
-def test_without_the_extra_a_command_says_which(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(sys.modules, "kvasir.cli.scenarios.runs")
-    monkeypatch.delattr("kvasir.cli.scenarios.runs")
+@pytest.mark.parametrize("missing", ["kvasir_orchestrator", "jinja2", "yaml"])
+def test_without_the_extra_a_command_says_which(monkeypatch: pytest.MonkeyPatch, missing: str) -> None:
+    monkeypatch.delitem(sys.modules, "kvasir.cli.scenarios.runs", raising=False)
+    monkeypatch.delattr("kvasir.cli.scenarios.runs", raising=False)
     for name in [each for each in sys.modules if each.split(".")[0] == "kvasir_orchestrator"]:
         monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, "kvasir_orchestrator", None)
+    monkeypatch.setitem(sys.modules, missing, None)
     ended = in_process("scenario", "ls", "--json")
     assert ended.value["error"]["reason"] == "EXTRA_MISSING"
     assert "kvasir[orchestrator]" in ended.value["error"]["message"]

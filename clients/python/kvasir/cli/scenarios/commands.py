@@ -95,7 +95,7 @@ def _runs() -> ModuleType:
     try:
         from kvasir.cli.scenarios import runs
     except ModuleNotFoundError as error:
-        if error.name not in ("kvasir_orchestrator", "yaml", "pydantic"):
+        if error.name not in ("kvasir_orchestrator", "jinja2", "pydantic", "yaml"):
             raise
         text = "scenarios need the extra `orchestrator`: pip install 'kvasir[orchestrator]'"
         raise FailedPrecondition(text, reason="EXTRA_MISSING") from None
