@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from kvasir.errors import InvalidArgument
+from kvasir.waits import PAUSE_S
 from kvasir_bench.arithmetic import percentile
 from kvasir_bench.load.arithmetic import (
     Arrived,
@@ -225,6 +226,19 @@ def test_callers_at_once_send_so_many_turns_and_both_servers_the_same_texts_and_
     assert {len(text.split()) for _, (text,), _ in quick.seen} <= set(range(5, 16))
     assert {most for *_, most in quick.seen} <= set(range(5, 10))
     assert found["phases"]["tail_s"] == 0
+
+
+class _Full(_Listed):
+    """A server that refuses each turn at once."""
+
+    async def turn(self, agent: LoadAgent, max_tokens: int) -> AsyncGenerator[Arrived, None]:
+        raise TurnFailed("CALLER_BUSY")
+        yield Arrived()
+
+
+def test_a_caller_whose_turn_was_refused_waits_before_its_next_one() -> None:
+    found = asyncio.run(run(_Full(), LoadScope(SHORT, SHORT, at_once=2, seconds=0.5), tokens_per_word=2.0))
+    assert 2 <= found["failures"]["CALLER_BUSY"] <= 2 * (1 + math.floor(0.5 / PAUSE_S))
 
 
 def test_agents_come_back_with_their_conversations_behind_the_prefix_that_all_share_and_are_forgotten() -> None:

@@ -19,7 +19,7 @@ from typing import Any, Protocol
 
 from kvasir.clients import AioInferenceClient
 from kvasir.errors import InvalidArgument, KvasirError
-from kvasir.waits import PROGRESS_S
+from kvasir.waits import PAUSE_S, PROGRESS_S
 
 from kvasir_bench.load.arithmetic import Arrived, Lengths, Limits, LoadTurn, TurnFailed, Window, arrivals, findings
 from kvasir_bench.program import MEASURED_WITHIN_S
@@ -197,9 +197,10 @@ class _Load:
 
     async def _caller(self, seconds: float) -> None:
         while self.now() < seconds and len(self.turns) < (self._scope.requests or math.inf):
-            await self._send(self.now())
+            if not (await self._send(self.now())).is_whole:
+                await asyncio.sleep(PAUSE_S)  # a refusal costs no time: refusals would be the load
 
-    async def _send(self, due_s: float) -> None:
+    async def _send(self, due_s: float) -> LoadTurn:
         agent, turn = self._next_agent(), LoadTurn(due_s)
         self.turns.append(turn)
         agent.messages.append({"role": "user", "content": next(self._texts)})
@@ -217,6 +218,7 @@ class _Load:
             agent.messages.append({"role": "assistant", "content": reply})
             if agent.turns_left:
                 self._idle.append(agent)
+        return turn
 
     def _next_agent(self) -> LoadAgent:
         """The agent that is idle longest, or a new one."""
