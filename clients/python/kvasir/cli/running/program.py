@@ -60,6 +60,7 @@ def ended_with_us(process: "subprocess.Popen[str]") -> Iterator["subprocess.Pope
     with process:
         try:
             yield process
+            process.wait()
         except BaseException:
             process.terminate()
             raise
