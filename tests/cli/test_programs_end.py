@@ -1,11 +1,14 @@
-"""Programs that a command starts end with it."""
+"""Programs that a command starts end with it, those of a measurement also where it is killed and can end nothing."""
 
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import psutil
+import pytest
+from kvasir_bench.wire import _SINK
 
 from tests.cli.running import eventually
 
@@ -37,3 +40,33 @@ def test_a_program_that_draws_for_itself_ends_with_the_command_that_started_it(t
         finally:
             if program.is_running():
                 program.kill()
+
+
+def test_a_program_ends_with_its_input() -> None:
+    words = "import time; from kvasir_bench.program import end_with_input; end_with_input(); time.sleep(600)"
+    with subprocess.Popen([sys.executable, "-c", words], stdin=subprocess.PIPE) as program:
+        try:
+            assert program.stdin is not None
+            program.stdin.write(b"a word is no end")
+            program.stdin.close()
+            assert program.wait(ENDS_S) == 1
+        finally:
+            program.kill()
+
+
+@pytest.mark.long(3)
+def test_mlx_lms_server_ends_with_its_input() -> None:
+    argv = [sys.executable, "-m", "kvasir_bench.engine.mlx_lm_server", "kvasir-tiny", "0", "1"]
+    assert subprocess.run(argv, stdin=subprocess.DEVNULL, timeout=ENDS_S, check=False).returncode == 1
+
+
+def test_a_receiver_ends_when_its_sender_is_gone() -> None:
+    argv = [sys.executable, "-c", _SINK, "", "10"]
+    with subprocess.Popen(argv, stdout=subprocess.PIPE, text=True) as sink:
+        try:
+            assert sink.stdout is not None
+            with socket.create_connection(("127.0.0.1", int(sink.stdout.readline()))) as wire:
+                wire.sendall(b"half")
+            assert sink.wait(ENDS_S) == 0
+        finally:
+            sink.kill()

@@ -1,7 +1,9 @@
 """Programs that measure in a process of their own: `python -m kvasir_bench…` prints one JSON object on its stdout."""
 
 import json
+import os
 import sys
+import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -34,6 +36,17 @@ def printed(measure: Callable[[], Mapping[str, Any]]) -> int:
     json.dump(results, sys.stdout, indent=1)
     sys.stdout.write("\n")
     return 0
+
+
+def end_with_input() -> None:
+    """End this program with its input, whose other end its starter holds until it ends, or is killed."""
+
+    def wait() -> None:
+        while os.read(sys.stdin.fileno(), 1024):
+            pass
+        os._exit(1)
+
+    threading.Thread(target=wait, daemon=True).start()
 
 
 def progress(text: str) -> None:

@@ -16,8 +16,8 @@ path, left = sys.argv[1], int(sys.argv[2])
 server = socket.socket(socket.AF_UNIX) if path else socket.socket()
 server.bind(path or ("127.0.0.1", 0)); server.listen(); print(path or server.getsockname()[1], flush=True)
 buffer = bytearray(1 << 20); connection, _ = server.accept()
-while left: left -= connection.recv_into(buffer, min(left, len(buffer)))
-connection.sendall(b"!")
+while left and (came := connection.recv_into(buffer, min(left, len(buffer)))): left -= came
+if not left: connection.sendall(b"!")
 """
 
 

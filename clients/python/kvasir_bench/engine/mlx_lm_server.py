@@ -14,6 +14,7 @@ from mlx_lm import server as mlx_lm_server
 
 from inference_svc.model import kvasir_tiny
 from inference_svc.model.loading import device, find_model
+from kvasir_bench.program import end_with_input
 
 _ROWS = 32  # its own default
 _CONNECTIONS = 1024
@@ -35,7 +36,8 @@ class _Provider(server.ModelProvider):  # type: ignore[misc]
 
 
 def main() -> int:
-    """Serve until it is killed."""
+    """Serve until it is killed, or its input ends."""
+    end_with_input()
     name, port, rows = sys.argv[1:]
     try:
         model = kvasir_tiny.path() if name == kvasir_tiny.NAME else find_model(name)

@@ -51,17 +51,17 @@ async def _serving(model: str, rows: int, logs: Path) -> AsyncGenerator[HttpTarg
 
 @contextmanager
 def _process(argv: list[str], logs: Path) -> "Iterator[subprocess.Popen[bytes]]":
-    """A process until the block's end, whose lines go into the files `out` and `err`."""
+    """A process until the block's end, whose lines go into the files `out` and `err`. Its input ends with us."""
     with (logs / "out").open("wb") as out, (logs / "err").open("wb") as err:
-        process = subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=out, stderr=err)
-    try:
-        yield process
-    finally:
-        process.terminate()
-        with suppress(subprocess.TimeoutExpired):
-            process.wait(PATIENCE_S)
-        process.kill()
-        process.wait()
+        process = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=out, stderr=err)
+    with process:
+        try:
+            yield process
+        finally:
+            process.terminate()
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(PATIENCE_S)
+            process.kill()
 
 
 async def _ready(process: "subprocess.Popen[bytes]", port: int) -> None:
