@@ -10,9 +10,10 @@ import contextlib
 import re
 import sys
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
 from functools import partial
 from pathlib import Path
+from queue import SimpleQueue
 from threading import Thread
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn, Self
@@ -42,7 +43,9 @@ class FirstModel:
         """Begin to load. Never raises."""
         self._given: tuple[Path, str | None, bool] | None = None
         self._loaded: LoadedModel | None = None
-        self._make_worker: Future[Callable[[], Any]] = Future()
+        # What the thread goes on with; None: with nothing. Not kept: who makes a worker holds its weights and pages.
+        self._next: SimpleQueue[Callable[[], Any] | None] = SimpleQueue()
+        self._is_taken = False
         self._thread: Future[MlxThread[Any]] = Future()
         with contextlib.suppress(Exception):
             self._given = _asked(arguments)
@@ -56,15 +59,14 @@ class FirstModel:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """The thread ends, if no engine has taken it."""
-        if not self._make_worker.done():
-            self._make_worker.cancel()
+        self._next.put(None)
 
     def open_engine(self, path: str, **options: Any) -> "Engine":
         """As `Engine.open`; the first model is there, or on its way."""
         from inference_svc.engine.engine import Engine
         from inference_svc.model.open_model import open_model
 
-        if self._given is None or Path(path).expanduser() != self._given[0] or self._make_worker.done():
+        if self._given is None or Path(path).expanduser() != self._given[0] or self._is_taken:
             return Engine.open(path, **options)
         return Engine.open(path, opener=partial(open_model, load=self._load), start=self._start, **options)
 
@@ -81,10 +83,14 @@ class FirstModel:
         # Threads that copy weights are many, and each waits so long for an import to let it go on.
         usual_s = sys.getswitchinterval()
         sys.setswitchinterval(_SWITCH_S)
-        with contextlib.suppress(Exception):
-            self._loaded = load(directory, compute_type, copies_weights=copies)
-        sys.setswitchinterval(usual_s)
-        return self._make_worker.result()()
+        try:
+            with contextlib.suppress(Exception):
+                self._loaded = load(directory, compute_type, copies_weights=copies)
+        finally:
+            sys.setswitchinterval(usual_s)
+        if (make_worker := self._next.get()) is None:
+            raise CancelledError
+        return make_worker()
 
     def _load(self, directory: Path, compute_type: str | None, *, copies_weights: bool = False) -> LoadedModel:
         """As `load`, on the MLX thread; what was loaded is handed over."""
@@ -94,7 +100,8 @@ class FirstModel:
         return loaded
 
     def _start(self, make_worker: Callable[[], Any]) -> MlxThread[Any]:
-        self._make_worker.set_result(make_worker)
+        self._is_taken = True
+        self._next.put(make_worker)
         return self._thread.result()
 
 

@@ -1,6 +1,7 @@
 """The first model is loaded once, while the service is imported, on the thread on which it then computes."""
 
 import json
+import sys
 import threading
 from contextlib import closing
 from pathlib import Path
@@ -8,11 +9,13 @@ from typing import Any
 
 import pytest
 from kvasir.errors import FailedPrecondition
+from kvasir.server.interceptors import settle_garbage
 
 from inference_svc import first_model
 from inference_svc.engine.engine import Engine
 from inference_svc.first_model import FirstModel
-from inference_svc.model import kvasir_tiny, loading
+from inference_svc.kv.model_hooks.few_rows import JointProducts
+from inference_svc.model import device_memory, kvasir_tiny, loading
 
 TINY = str(kvasir_tiny.path())
 
@@ -53,6 +56,27 @@ def test_the_first_model_is_loaded_once_on_the_thread_that_computes(
     assert not loads.threads[0].is_alive()
 
 
+def test_an_unloaded_first_model_leaves_neither_weights_nor_pages(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Though the service lives on, and exempts what it has imported from collection while the model is loaded."""
+
+    def settled(*args: Any, **options: Any) -> Any:
+        loaded = loading.load(*args, **options)
+        projection = loaded.model.model.layers[0].self_attn.q_proj
+        projection.together = JointProducts([projection])  # a ring, as on a GPU
+        settle_garbage()
+        return loaded
+
+    monkeypatch.setattr(first_model, "load", settled)
+    device_memory.give_back()
+    before = device_memory.active_bytes()
+    with FirstModel([]) as first:
+        opened(first, TINY, tmp_path).close()
+        device_memory.give_back()
+        assert device_memory.active_bytes() < before + 4096
+
+
 def test_it_is_given_once_and_to_nobody_who_wants_another(loads: Loads, tmp_path: Path) -> None:
     with FirstModel(["--compute-type", "float32"]) as first:
         other = first.open_engine(TINY, cache_dir=tmp_path, memory_budget_bytes=1 << 24, compute_type="float16")
@@ -88,6 +112,19 @@ def test_a_model_that_cannot_be_loaded_is_refused_as_ever(loads: Loads, tmp_path
     assert len(loads.threads) == 2
     loads.threads[0].join(timeout=60)
     assert not loads.threads[0].is_alive()
+
+
+def test_a_load_that_ends_in_any_way_leaves_threads_their_usual_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    usual_s, seen = sys.getswitchinterval(), list[float]()
+
+    def leave(*_args: Any, **_options: Any) -> Any:
+        seen.append(sys.getswitchinterval())
+        raise SystemExit
+
+    monkeypatch.setattr(first_model, "load", leave)
+    with FirstModel([]) as first, pytest.raises(SystemExit):
+        opened(first, TINY, Path())
+    assert seen[0] < usual_s == sys.getswitchinterval()
 
 
 def test_a_service_that_is_refused_leaves_no_thread(loads: Loads) -> None:
