@@ -6,6 +6,7 @@ store and comes back. They leave no memory, and change no seed, count or agent.
 
 import asyncio
 import contextlib
+import math
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
@@ -40,6 +41,7 @@ _MIDDLING_TOKENS = 300  # more than a block, less than a cell
 _OWN_KERNELS = (8, 32, 64)  # tokens of short passes for which kernels are compiled that no other turn here needs
 _CROWD = 8
 _CROWD_REPLY = 24  # tokens: the first still decodes when the last one begins to
+_TRIES = 5  # callers who come so often compile their own shapes
 _FEWEST = (4, 2)  # tokens of a prompt, and of a reply: each pass reads all weights, which a CPU takes long for
 _QUICK_BYTES = 512 << 20  # of weights, with which a CPU's pass is quick; with 4.5 GB three take it half a minute
 _KEY = AgentKey("", "")  # no caller's: namespaces and agents have names
@@ -93,10 +95,16 @@ async def warm_up_while_idle(engine: Engine, is_idle: Callable[[], bool], clock:
 async def _run_while_idle(
     engine: Engine, group: Sequence[tuple[int, int]], is_idle: Callable[[], bool], clock: Callable[[], float]
 ) -> float:
-    """Run such turns at once, again until no caller's turn came meanwhile. Seconds that they took then."""
-    while True:
+    """Run such turns at once, again until no caller's turn came meanwhile. Seconds that they took then; infinite if
+    callers came too often, or a memory of theirs would be dropped for want of room.
+    """
+    tries = 0
+    while tries < _TRIES:
         began_s, is_over = clock(), False
         if is_idle():
+            tries += 1
+            if not _has_room(engine, group):
+                break
             before, turns = engine.computed_tokens, _run_all(engine, group)
             try:
                 while is_idle() and not is_over:
@@ -109,6 +117,16 @@ async def _run_while_idle(
         if is_over:
             return clock() - began_s
         await asyncio.sleep(RETRY_S)
+    return math.inf
+
+
+def _has_room(engine: Engine, group: Sequence[tuple[int, int]]) -> bool:
+    """Whether such turns fit beside the memories that callers have left."""
+    needed_bytes = 0
+    for prompt, reply in group:
+        plan = TurnPlan(TokenIds((0,) * prompt), (0,) * prompt, SamplingParams(max_tokens=reply), Cold())
+        needed_bytes += engine.needed_bytes(plan)
+    return not engine.hot_keys() or needed_bytes <= engine.memory_budget_bytes - engine.memory_used_bytes
 
 
 async def warm_up_text(prompting: Prompting) -> None:

@@ -121,6 +121,40 @@ def test_an_idle_gpu_takes_every_shape_of_a_first_crowd_and_gives_way(
     assert not any(left[1:])
 
 
+def test_an_idle_gpu_drops_no_memory_of_a_caller_for_its_own_turns(tmp_path: Path) -> None:
+    """Of twelve pages five are taken; a crowd would need sixteen."""
+    directory = write_family(tmp_path, ALL["llama3.1"])
+    engine = Engine.open(directory, cache_dir=tmp_path, memory_budget_bytes=12 * 55_296)
+    try:
+        driver = Driver(engine)
+        keys = {driver.remember(tokens)[0] for tokens in (600, 300)}
+        before = engine.computed_tokens
+        engine.device = "any other"
+        asyncio.run(warm_up_while_idle(engine, lambda: True, lambda: 0.0))
+        assert engine.hot_keys() == keys
+        assert engine.computed_tokens == before
+    finally:
+        engine.close()
+
+
+def test_an_idle_gpu_gives_up_what_callers_always_cut_short(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each pass of its own holds one of them up."""
+    monkeypatch.setattr(warming, "RETRY_S", 0.0)
+    looks: list[bool] = []
+
+    def is_idle() -> bool:
+        looks.append(len(looks) % 2 == 0)
+        return looks[-1] if len(looks) < 1000 else pytest.fail("it never gives up")
+
+    engine = Engine.open(write_family(tmp_path, ALL["llama3.1"]), cache_dir=tmp_path, memory_budget_bytes=BUDGET)
+    try:
+        engine.device = "any other"
+        asyncio.run(warm_up_while_idle(engine, is_idle, lambda: 0.0))
+    finally:
+        engine.close()
+    assert True in looks
+
+
 @_OF_A_CPU
 def test_a_cpu_runs_no_turn_of_a_large_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = Engine.open(write_family(tmp_path, ALL["llama3.1"]), cache_dir=tmp_path, memory_budget_bytes=BUDGET)
