@@ -7,6 +7,7 @@ says what is wrong.
 
 import argparse
 import contextlib
+import os
 import re
 import sys
 from collections.abc import Callable, Sequence
@@ -60,6 +61,16 @@ class FirstModel:
     ) -> None:
         """The thread ends, if no engine has taken it."""
         self._next.put(None)
+
+    def leave(self, code: int) -> int:
+        """The exit code of a service that ends. One that was refused ends here, with it, while the weights are read:
+        the interpreter would wait for threads that nobody needs, and nothing else is open.
+        """
+        if self._given is None or self._is_taken or self._thread.done():
+            return code
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
 
     def open_engine(self, path: str, **options: Any) -> "Engine":
         """As `Engine.open`; the first model is there, or on its way."""

@@ -1,6 +1,7 @@
 """The first model is loaded once, while the service is imported, on the thread on which it then computes."""
 
 import json
+import subprocess
 import sys
 import threading
 from contextlib import closing
@@ -125,6 +126,29 @@ def test_a_load_that_ends_in_any_way_leaves_threads_their_usual_time(monkeypatch
     with FirstModel([]) as first, pytest.raises(SystemExit):
         opened(first, TINY, Path())
     assert seen[0] < usual_s == sys.getswitchinterval()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "said"),
+    [
+        (["--memory-gib", "1e9"], 78, "--memory-gib"),
+        pytest.param(["--nonsense"], 2, "--nonsense", marks=pytest.mark.long(2)),
+    ],
+)
+def test_a_service_that_is_refused_ends_though_its_model_is_still_read(
+    arguments: list[str], code: int, said: str, tmp_path: Path
+) -> None:
+    """From a slow disk that takes minutes."""
+    program = (
+        "import sys, time\n"
+        "from inference_svc import __main__, first_model\n"
+        "first_model.load = lambda *_, **__: time.sleep(3600)\n"
+        "sys.exit(__main__.main())\n"
+    )
+    words = ["serve", "--listen", f"unix:{tmp_path / 's'}", "--state-dir", str(tmp_path), *arguments]
+    ended = subprocess.run([sys.executable, "-c", program, *words], capture_output=True, text=True, timeout=60)
+    assert ended.returncode == code
+    assert said in ended.stderr
 
 
 def test_a_service_that_is_refused_leaves_no_thread(loads: Loads) -> None:
