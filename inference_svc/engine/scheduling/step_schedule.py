@@ -151,9 +151,10 @@ class StepSchedule(Generic[TurnT]):
             able = [turn for turn in able if turn is not last.turn]
             turn = self._next_of(able) if able else None
             size = self._shared_size(rule, turn, self._rules.cell_tokens - taken, left_s) if turn is not None else 0
-            if turn is None or not size or not self._pace.allows(turn, turn.computed, rule.in_rows(size)):
+            more = rule.in_rows(size) + (tokens - last.size if len(cells) == 1 else 0)  # alone, it filled up no row
+            if turn is None or not size or not self._pace.allows(turn, turn.computed, more):
                 return taken if len(cells) > 1 else last.size
-            self._pace.take(turn, turn.computed, rule.in_rows(size))
+            self._pace.take(turn, turn.computed, more)
             self._serve(turn, size, spent_s, [cell.turn for cell in cells])
             cells.append(TurnCell(turn, size, turn.computed))
 

@@ -50,6 +50,14 @@ def test_a_whole_cell_or_one_that_leaves_a_window_has_a_pass_of_its_own() -> Non
     assert passes(World(rules=windowed), short, prompt(513))[0] == [(short, 512)]
 
 
+def test_a_step_takes_no_more_tokens_than_the_table_says_with_those_that_fill_up_rows() -> None:
+    """Behind 3,926 tokens a cell of 10 takes 64, and one of 128 beside it would be too much."""
+    world = World(rules=replace(SHARED, shared_pass=SharedPass(ROW, 255)), cost_s=prefill_s)
+    passes(world, prompt(1, reply_tokens=1))
+    jobs = [prompt(tokens, reply_tokens=1, priority=BACKGROUND) for tokens in (1_878, 2_058, 2_058)]
+    assert [[size for _, size in cells] for cells in passes(world, *jobs)[:3]] == [[1_878], [2_048], [10]]
+
+
 def test_a_turn_that_cannot_share_a_pass_has_its_own() -> None:
     one, other, own = prompt(100), prompt(200), prompt(150, shares_passes=False)
     found = passes(World(rules=SHARED), one, other, own)
