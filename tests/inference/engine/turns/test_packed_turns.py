@@ -174,10 +174,10 @@ def test_without_room_for_all_of_a_pass_each_is_computed_alone(
 
 @pytest.mark.long(3)
 def test_a_turn_that_is_preempted_behind_a_shared_pass_goes_on_where_it_was(emulated: Driver, passes: Passes) -> None:
-    """A person's turn takes the room of the younger one, and gives it back."""
+    """A person takes the room of the younger one, behind others' memories that of both, and gives it back."""
     alone = [emulated.reply(emulated.turn(text, max_tokens=6)) for text in (LONG, MIDDLING)]
     room = emulated.engine.memory_budget_bytes // emulated.engine.model.kv_bytes_per_token // 256 * 256
-    older, younger, person = Listener(), Keeper(), Listener()
+    older, younger, person = Keeper(), Keeper(), Listener()
     settings: dict[str, Any] = {"priority": Priority.BACKGROUND, "can_be_preempted": True}
 
     def begin(text: tuple[int, ...], listener: Listener) -> Listener:
