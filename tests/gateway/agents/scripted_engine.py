@@ -63,12 +63,12 @@ def _only(arguments: Mapping[str, Any]) -> str:
 def main() -> int:
     """As the service itself."""
     file = Path(sys.argv[sys.argv.index("--state-dir") + 1]).parent / SCRIPT
-    asked = sampling_messages._constraint
+    asked = sampling_messages.bound_calls
 
-    def constraint(request: pb.GenerateRequest) -> Constraint | None:
-        return decided(request, json.loads(file.read_text())) or asked(request)
+    def constraint(request: pb.GenerateRequest, reply_format: Constraint | None) -> Constraint | None:
+        return decided(request, json.loads(file.read_text())) or asked(request, reply_format)
 
-    sampling_messages._constraint = constraint
+    sampling_messages.bound_calls = constraint
     # A machine that runs other tests besides is slow, and a script's grammars are harmless.
     engine.GrammarTrial = partial(GrammarTrial, timeout_s=120.0)  # type: ignore[misc,assignment]
     return engine.serve_as_told(sys.argv[1:], Engine.open)
