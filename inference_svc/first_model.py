@@ -1,8 +1,8 @@
 """Loads the first model's weights while the process still imports the rest of the service, which takes it as long.
 
 The weights are read on the thread on which the model will compute, as always: the thread is begun early, and waits for
-the engine that is to live on it. What goes wrong here is only lost time: the engine then loads the model itself, and
-says what is wrong.
+the engine that is to live on it. A failure here is only lost time: the engine then loads the model itself, and reports
+the failure.
 """
 
 import argparse

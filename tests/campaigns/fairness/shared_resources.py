@@ -453,6 +453,7 @@ OWN = (
     Own("clients/python/kvasir/server/shared_room.py: _shares", "the count inside of a room; each room has its row"),
     Own("cachestore_svc/moving/inbound.py: outcomes", "one stream of blobs: its sender takes the answers, or waits"),
     Own("cachestore_svc/moving/inbound.py: _room", "one stream of blobs: 64 are whole and not durable at once"),
+    Own("inference_svc/first_model.py: _next", "the one engine that takes the model which is loaded first"),
     Own("inference_svc/engine/mlx_thread.py: _mailbox", "letters of admitted turns, whose number has its row"),
 )
 
