@@ -1,12 +1,14 @@
 """A reply as a stream: what each event of the engine becomes in an API's words. An API says it by a class of these."""
 
+from abc import ABC, abstractmethod
+
 from kvasir.clients import Reply
 from kvasir.inference.v1 import inference_pb2 as pb
 
 from kvasir_gateway.turn import Asked
 
 
-class Chunks:
+class Chunks(ABC):
     """An answer as a stream. `frames` and `end` give text that is sent in one piece."""
 
     def __init__(self, asked: Asked) -> None:
@@ -31,15 +33,17 @@ class Chunks:
     def _begin(self) -> str:
         return ""
 
+    @abstractmethod
     def _wait(self) -> str:
         """Something while the prompt is computed: proxies and clients see that the connection lives."""
-        raise NotImplementedError("each API has its own")
 
+    @abstractmethod
     def _delta(self, delta: pb.Delta) -> str:
-        raise NotImplementedError("each API has its own")
+        """New tokens."""
 
+    @abstractmethod
     def _finish(self, finished: pb.Finished) -> str:
-        raise NotImplementedError("each API has its own")
+        """The end of the reply."""
 
 
 class Blocks(Chunks):
@@ -70,11 +74,14 @@ class Blocks(Chunks):
         self._kind = self._text = ""
         return self._closed(kind, text) if kind else ""
 
+    @abstractmethod
     def _opened(self, kind: str) -> str:
-        raise NotImplementedError("each API has its own")
+        """A block begins."""
 
+    @abstractmethod
     def _more(self, kind: str, text: str) -> str:
-        raise NotImplementedError("each API has its own")
+        """More of a block."""
 
+    @abstractmethod
     def _closed(self, kind: str, text: str) -> str:
-        raise NotImplementedError("each API has its own")
+        """A block with this text ends."""

@@ -373,10 +373,10 @@ FEW_WORDS = """Here is the conversation so far:
 <conversation>
 [User]: "Make it blue."
 
-[Assistant tool call]: read({"filePath":"archive/anna/work/notes.txt"})
+[Assistant tool call]: read({"filePath":"anna/notes.txt"})
 [Tool result]: 1: the colour is red
 
-[Assistant tool call]: edit({"filePath":"archive/anna/work/notes.txt","oldString":"red","newString":"blue"})
+[Assistant tool call]: edit({"filePath":"anna/notes.txt","oldString":"red","newString":"blue"})
 [Tool result]: It is written.
 
 [Assistant]: Done.
@@ -387,7 +387,7 @@ Sum it up."""
 
 def test_a_conversation_of_few_words_is_known_by_its_calls_when_it_is_quoted() -> None:
     talk, system = Talk(conversations(), Records()), Said("system", "You write code.")
-    path = '{"filePath": "archive/anna/work/notes.txt"'
+    path = '{"filePath": "anna/notes.txt"'
     read, edit = (
         Said("assistant", "", tool_calls=(ToolUse(name, name, arguments),))
         for name, arguments in (("read", f"{path}}}"), ("edit", f'{path}, "oldString": "red", "newString": "blue"}}'))
@@ -405,7 +405,7 @@ def test_a_conversation_of_few_words_is_known_by_its_calls_when_it_is_quoted() -
 def test_a_conversation_of_few_words_that_read_the_same_file_is_not_the_quoted_one() -> None:
     """Its call and its answer are in the quoted conversation, which no agent remembers; its user's words are not."""
     talk = Talk(conversations(), Records())
-    read = ToolUse("c1", "read", '{"filePath": "archive/anna/work/notes.txt"}')
+    read = ToolUse("c1", "read", '{"filePath": "anna/notes.txt"}')
     known = (user("Count the words."), Said("assistant", "", tool_calls=(read,)), Said("tool", "red"))
     talk.turn(*known, answer="Done.")
     assert quoted(talk, (TRANSCRIPT[0], user(FEW_WORDS)), "") == ""
