@@ -10,7 +10,7 @@ from kvasir.errors import InvalidArgument
 from kvasir.inference.v1 import inference_pb2 as pb
 from pydantic import ConfigDict, Field
 
-from kvasir_gateway.chunks import Chunks
+from kvasir_gateway.chunks import ReplyStream
 from kvasir_gateway.openai.chat import ChatMessage, ChatTool, said
 from kvasir_gateway.reading.thinking import Thinking, settings_of
 from kvasir_gateway.reading.tolerance import Reading
@@ -160,7 +160,7 @@ def whole(asked: Asked, reply: Reply) -> dict[str, Any]:
     }
 
 
-class AgentEvents(Chunks):
+class AgentEvents(ReplyStream):
     """The contract's events as server-sent events."""
 
     def frames(self, event: pb.GenerateResponse) -> str:

@@ -15,7 +15,7 @@ from kvasir.server.operating.log_errors import places
 from kvasir.waits import SOON_S
 from starlette.types import Receive, Scope, Send
 
-from kvasir_gateway.chunks import Chunks
+from kvasir_gateway.chunks import ReplyStream
 from kvasir_gateway.conversations import Chain, Conversations
 from kvasir_gateway.engine import CallerAtEngine, sent_messages
 from kvasir_gateway.metrics import GatewayNumbers
@@ -201,7 +201,7 @@ async def gather(events: Events) -> Reply:
 class StreamForm:
     """How an API has a stream written."""
 
-    chunks: Chunks
+    chunks: ReplyStream
     error_event: Callable[[KvasirError], str]
     headers: Mapping[str, str]
 

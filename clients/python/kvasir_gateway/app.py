@@ -23,7 +23,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from kvasir_gateway import agents, anthropic_messages, errors, models, openapi
 from kvasir_gateway.answering import ClientLeft, EventStream, Ready, StreamForm, Turns, gather, unless_left
-from kvasir_gateway.chunks import Chunks
+from kvasir_gateway.chunks import ReplyStream
 from kvasir_gateway.door.bodies import RequestRoom, Rooms
 from kvasir_gateway.door.connections import show_key
 from kvasir_gateway.door.security import Gate, Site
@@ -291,7 +291,7 @@ class Gateway:
         return JSONResponse(self._document)
 
     async def _answer(
-        self, call: Call, translate: Callable[[], Turn], whole: Whole, chunks: Callable[[Asked], Chunks]
+        self, call: Call, translate: Callable[[], Turn], whole: Whole, chunks: Callable[[Asked], ReplyStream]
     ) -> Answer:
         """A turn's answer in an API's words. The stream's status is sent once the turn has begun, so that a refusal
         has a status of its own."""

@@ -8,11 +8,25 @@ from kvasir.inference.v1 import inference_pb2 as pb
 from kvasir_gateway.turn import Asked
 
 
-class Chunks(ABC):
+class ReplyStream(ABC):
     """An answer as a stream. `frames` and `end` give text that is sent in one piece."""
 
     def __init__(self, asked: Asked) -> None:
         self._asked = asked
+
+    @abstractmethod
+    def frames(self, event: pb.GenerateResponse) -> str:
+        """What an event of the engine becomes."""
+
+    def end(self) -> str:
+        return ""
+
+
+class Chunks(ReplyStream):
+    """An answer in an API's own words, with a method for each kind of event."""
+
+    def __init__(self, asked: Asked) -> None:
+        super().__init__(asked)
         self._reply = Reply()  # without its texts
 
     @property
@@ -26,9 +40,6 @@ class Chunks(ABC):
         if kind == "started":
             return self._begin()
         return self._wait() if kind == "prefill_progress" else self._finish(event.finished)
-
-    def end(self) -> str:
-        return ""
 
     def _begin(self) -> str:
         return ""
