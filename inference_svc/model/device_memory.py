@@ -39,13 +39,14 @@ def keep_for_computing(spare_bytes: int) -> None:
         mx.set_wired_limit(int(mx.device_info()["max_recommended_working_set_size"]))
 
 
-def give_back() -> None:
+def give_back(*, is_first: bool) -> None:
     """Free what an unloaded model left: its weights and pages lie in reference rings, and the collector counts objects,
-    not bytes. Of the first model some are among the objects that a service has exempted from collection, as it is
-    loaded meanwhile. Blocks for some tens of milliseconds.
+    not bytes. `is_first`: it was loaded while the service exempted its objects from collection, and some may be among
+    them. Then it blocks for a tenth of a second or two, else for some milliseconds.
     """
-    had_exempted = gc.get_freeze_count() > 0
-    gc.unfreeze()
+    had_exempted = is_first and gc.get_freeze_count() > 0
+    if had_exempted:
+        gc.unfreeze()
     gc.collect()
     if had_exempted:
         gc.freeze()

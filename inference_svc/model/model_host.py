@@ -250,7 +250,7 @@ class ModelHost(Generic[ServedT]):
         self._served, self._loaded = None, ""
         await served.close()
         del served
-        await asyncio.to_thread(device_memory.give_back)
+        await asyncio.to_thread(device_memory.give_back, is_first=self.loads == 1)
         facts = {"stored": left.stored, "dropped": left.unstored, "left_bytes": device_memory.active_bytes()}
         log = _LOG.error if left.unstored else _LOG.info  # `kvasir down` reads it, at every log level
         log("model.unloaded", model=name, **facts)

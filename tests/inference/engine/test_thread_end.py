@@ -14,14 +14,14 @@ from tests.inference.engine.driving import Driver, Listener, tokens_of
 
 def test_a_closed_engine_leaves_neither_weights_nor_pages(model_dir: Path, tmp_path: Path) -> None:
     """On a GPU with room for one model the next one could not be loaded."""
-    device_memory.give_back()
+    device_memory.give_back(is_first=False)
     before = device_memory.active_bytes()
     engine = Engine.open(model_dir, cache_dir=tmp_path, memory_budget_bytes=64 << 20)
     Driver(engine).remember(600)
     assert device_memory.active_bytes() > before
     engine.close()
     del engine
-    device_memory.give_back()
+    device_memory.give_back(is_first=False)
     assert device_memory.active_bytes() < before + 4096, "numbers that a GPU keeps"
 
 

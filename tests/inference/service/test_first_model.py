@@ -70,11 +70,11 @@ def test_an_unloaded_first_model_leaves_neither_weights_nor_pages(
         return loaded
 
     monkeypatch.setattr(first_model, "load", settled)
-    device_memory.give_back()
+    device_memory.give_back(is_first=False)
     before = device_memory.active_bytes()
     with FirstModel([]) as first:
         opened(first, TINY, tmp_path).close()
-        device_memory.give_back()
+        device_memory.give_back(is_first=True)
         assert device_memory.active_bytes() < before + 4096
 
 
