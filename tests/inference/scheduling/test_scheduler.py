@@ -82,6 +82,17 @@ def test_of_several_prompts_the_deepest_sets_the_steps_limit() -> None:
     assert world.chunks[-1] == 1024
 
 
+def test_a_prompt_that_stands_deep_goes_on_beside_a_shallow_one_only_within_its_own_limit() -> None:
+    """The shorter rest is computed first, to its end: then the step has more tokens than the deep one allows."""
+    world = World(rules=Rules(longest_gap_s=1e9))
+    world.submit(Job(12 * 1024))
+    while world.scheduler.running == [] or world.scheduler.running[0].computed < 8192:
+        world.step()
+    world.submit(Job(1024))
+    world.step()
+    assert world.chunks[-1] == 1024
+
+
 def test_the_time_binds_as_soon_as_somebody_decodes() -> None:
     """The short prompt decodes after its cell: the long one gets no more than the budget from there on."""
     world = World(rules=Rules(longest_gap_s=0.05), cell_s=0.03)
@@ -166,6 +177,19 @@ def test_a_memory_that_comes_from_files_waits_for_no_prompt() -> None:
     while warm.files:
         world.step()
     assert len(world.prefilled) - began <= 2
+
+
+def test_memories_that_come_from_files_load_in_turn_and_a_new_one_behind_those_that_waited() -> None:
+    world = World()
+    first, second, late = (Job(CELL, files=1000) for _ in range(3))
+    world.submit(first, second)
+    world.admit()
+    world.scheduler.begin_step(0.0)
+    assert [granted(world, 0.0) for _ in range(3)] == [first, second, first]
+    world.submit(late)
+    world.admit()
+    world.scheduler.begin_step(0.0)
+    assert [granted(world, 0.0) for _ in range(5)] == [second, late, first, second, late]
 
 
 def test_the_prompt_that_is_soonest_computed_comes_first() -> None:

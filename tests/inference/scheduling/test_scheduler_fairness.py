@@ -302,6 +302,17 @@ def test_a_namespace_over_its_share_has_nobody_elses_turns_preempted() -> None:
     assert [job.preemptions for job in mine] == [0]
 
 
+def test_of_two_namespaces_over_their_shares_neither_has_the_others_turns_preempted() -> None:
+    world = World(8 * CELL)
+    theirs = of("a", 1, 3, 200, priority=BACKGROUND)
+    world.submit(*theirs, *of("b", 1, 3, 200), *of("c", 1, 1, 200))
+    world.step()
+    assert world.share_bytes < 3 * CELL == world.held_by("a") == world.held_by("b")
+    world.submit(*of("b", 1, 1, 4))
+    world.step()
+    assert [job.preemptions for job in theirs] == [0]
+
+
 def test_background_turns_of_a_namespace_within_its_share_stay() -> None:
     world = World(8 * CELL)
     small, large = of("a", 1, 2, 300, priority=BACKGROUND), of("b", 2, 3, 300, can_be_preempted=False)
