@@ -85,7 +85,7 @@ def take_turns(config: pytest.Config, items: list[pytest.Item]) -> None:
     others = [item for item in long if part[str(item.path)] != turn]
     if "PYTEST_XDIST_WORKER" not in os.environ:
         now, last = len(long) - len(others), long_tests.PARTS - 1
-        print(f"{now} of {len(long)} long tests run, part {turn} of 0 to {last}: KVASIR_TURN={turn}")
+        print(f"{now} of {len(long)} long tests run, part {turn} of 0 to {last}: KVASIR_TURN={turn:x}")
     leave_out(config, items, others)
 
 
