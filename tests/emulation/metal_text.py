@@ -8,7 +8,8 @@ import os
 import re
 import sys
 import tempfile
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Iterable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from inference_svc.kv.attention.kernels import KernelSource
 _DECLARED = (Path(__file__).parent / "metal_text.h").read_text()
 _READ_AS = ("-x", "cl", "-cl-std=clc++2021", "-cl-no-stdinc")
 _PRINTED = re.compile(r"Generated source code for `(\w+)`:\n```\n(.*?)\n```\n", re.DOTALL)
-_MADE_FOR = re.compile(r'template \[\[host_name\("\w+"\)\]\] \[\[kernel\]\] (decltype\(\w+<[^;]*?>\) \w+<[^;]*?>;)')
+_MADE_FOR = re.compile(r'template \[\[host_name\("\w+"\)\]\] \[\[kernel\]\] (decltype\((\w+)<[^;]*?>\) \w+<[^;]*?>;)')
 _ATTRIBUTE = re.compile(r"\[\[.*?\]\]")
 # Clang wants an array of a block to stand in the kernel itself, which a template is not: only its address space counts.
 _SHARED = re.compile(r"(threadgroup float4) (\w+)\[[^]]*\];")
@@ -50,6 +51,17 @@ def texts(function: Callable[..., Any], *arrays: mx.array) -> dict[str, str]:
             os.close(before)
         printed.seek(0)
         return dict(_PRINTED.findall(printed.read().decode()))
+
+
+def by_kernel(texts: Iterable[str]) -> list[str]:
+    """Texts that differ only in a template's values, as one text that has the kernel once and all these values."""
+    values = defaultdict[str, set[str]](set)
+    for text in texts:
+        found = _MADE_FOR.search(text)
+        assert found is not None
+        kernel = text[: found.start()] + text[found.end() :]
+        values[kernel.replace(found[2], "kv_kernel")].add(found[0].replace(found[2], "kv_kernel"))
+    return ["\n".join([kernel, *sorted(made_for)]) for kernel, made_for in values.items()]
 
 
 @cache
