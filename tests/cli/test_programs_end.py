@@ -1,6 +1,7 @@
 """Programs that a command starts end with it, those of a measurement also where it is killed and can end nothing."""
 
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -42,6 +43,18 @@ def test_a_program_that_draws_for_itself_ends_with_the_command_that_started_it(t
                 program.kill()
 
 
+def test_a_program_that_measures_ends_with_a_command_that_is_killed(tmp_path: Path) -> None:
+    (tmp_path / "draws.py").write_text(f"from kvasir_bench.program import end_with_input; end_with_input()\n{_DRAWS}")
+    paths = os.pathsep.join([str(tmp_path), *sys.path])
+    words = f"from kvasir.cli.running.program import run_program; run_program('draws', [{str(tmp_path)!r}], '')"
+    with subprocess.Popen([sys.executable, "-c", words], env={**os.environ, "PYTHONPATH": paths}) as command:
+        eventually((tmp_path / "started").exists)
+        programs = psutil.Process(command.pid).children()
+        command.kill()
+    _, alive = psutil.wait_procs(programs, timeout=ENDS_S)
+    assert (len(programs), alive) == (1, [])
+
+
 def test_a_program_ends_with_its_input() -> None:
     words = "import time; from kvasir_bench.program import end_with_input; end_with_input(); time.sleep(600)"
     with subprocess.Popen([sys.executable, "-c", words], stdin=subprocess.PIPE) as program:
@@ -49,7 +62,7 @@ def test_a_program_ends_with_its_input() -> None:
             assert program.stdin is not None
             program.stdin.write(b"a word is no end")
             program.stdin.close()
-            assert program.wait(ENDS_S) == 1
+            assert program.wait(ENDS_S) == -signal.SIGTERM
         finally:
             program.kill()
 
@@ -57,7 +70,7 @@ def test_a_program_ends_with_its_input() -> None:
 @pytest.mark.long(3)
 def test_mlx_lms_server_ends_with_its_input() -> None:
     argv = [sys.executable, "-m", "kvasir_bench.engine.mlx_lm_server", "kvasir-tiny", "0", "1"]
-    assert subprocess.run(argv, stdin=subprocess.DEVNULL, timeout=ENDS_S, check=False).returncode == 1
+    assert subprocess.run(argv, stdin=subprocess.DEVNULL, timeout=ENDS_S, check=False).returncode == -signal.SIGTERM
 
 
 def test_a_receiver_ends_when_its_sender_is_gone() -> None:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import sys
 import threading
 from collections.abc import Callable, Mapping
@@ -39,12 +40,12 @@ def printed(measure: Callable[[], Mapping[str, Any]]) -> int:
 
 
 def end_with_input() -> None:
-    """End this program with its input, whose other end its starter holds until it ends, or is killed."""
+    """End this program, as SIGTERM does, with its input: its starter holds the other end until it ends or is killed."""
 
     def wait() -> None:
         while os.read(sys.stdin.fileno(), 1024):
             pass
-        os._exit(1)
+        os.kill(os.getpid(), signal.SIGTERM)
 
     threading.Thread(target=wait, daemon=True).start()
 

@@ -24,14 +24,22 @@ class Done(NamedTuple):
 
 
 def done(
-    module: str, words: Sequence[str], say: Callable[[str], None] = lambda _: None, *, shows_stderr: bool = False
+    module: str,
+    words: Sequence[str],
+    say: Callable[[str], None] = lambda _: None,
+    *,
+    shows_stderr: bool = False,
+    holds_input: bool = False,
 ) -> Done:
-    """Run `python -m MODULE` to its end. `say` gets its stderr, line by line; `shows_stderr`: the terminal gets it."""
+    """Run `python -m MODULE` to its end. `say` gets its stderr, line by line; `shows_stderr`: the terminal gets it.
+    `holds_input`: its input ends with this process, also by a kill.
+    """
     last = ""
     with tempfile.TemporaryFile("w+") as out:
         argv = [sys.executable, "-m", module, *words]
         stderr = None if shows_stderr else subprocess.PIPE
-        with ended_with_us(subprocess.Popen(argv, stdout=out, stderr=stderr, text=True)) as process:
+        stdin = subprocess.PIPE if holds_input else None
+        with ended_with_us(subprocess.Popen(argv, stdin=stdin, stdout=out, stderr=stderr, text=True)) as process:
             for line in process.stderr or ():
                 last = line.strip() or last
                 say(line.rstrip())
@@ -44,7 +52,7 @@ def run_program(
     module: str, arguments: Sequence[str], failure: str, say: Callable[[str], None] = lambda _: None
 ) -> dict[str, Any]:
     """The JSON of a program that measures. Raises FailedPrecondition: `failure` and the program's last line."""
-    ended = done(module, arguments, say)
+    ended = done(module, arguments, say, holds_input=True)
     if ended.code:
         hint = "; install kvasir[engine]" if "No module named" in ended.why else ""
         raise FailedPrecondition(f"{failure}: {ended.why}{hint}")
