@@ -34,6 +34,7 @@ PAGES = (
     "tools/measured/gpu.md",
     "tools/measured/memory-path.md",
     "tools/measured/campaigns.md",
+    "tools/measured/machines.md",
 )
 # Rules and no commands.
 WITHOUT_COMMANDS = ("CONTRIBUTING.md", "clients/python/kvasir_gateway/README.md")

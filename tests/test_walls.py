@@ -439,6 +439,7 @@ ROOMS = {
         "report": "memory model outcomes plan scenario",
     },
     BENCH: {
+        "prove": "attention engine memory_path pictures program tables",
         "commands": "attention engine load memory_path pictures program quality scenarios store tables",
         "scenarios": "arithmetic pictures tables",
         "memory_path": "arithmetic pictures program tables wire",

@@ -46,20 +46,25 @@ app.add_typer(scenarios.app, name="scenario")
 
 def _without_bench() -> None:
     """Measure Kvasir (not installed)."""
-    raise FailedPrecondition("kvasir bench is not installed; install kvasir[bench]", reason="NOT_INSTALLED")
+    raise FailedPrecondition("it is not installed; install kvasir[bench]", reason="NOT_INSTALLED")
 
 
 def add_bench(tree: typer.Typer) -> None:
-    """Add `kvasir bench …`; where its package is not installed, a command that says so, whatever its words."""
+    """Add `kvasir bench …` and `kvasir prove`; where their package is not installed, commands that say so, whatever
+    their words.
+    """
     try:
         from kvasir_bench.commands.tree import app as bench
+        from kvasir_bench.prove.command import HELP, prove
     except ModuleNotFoundError as error:
         if not (error.name or "").startswith("kvasir_bench"):
             raise
         any_words = {"allow_extra_args": True, "ignore_unknown_options": True}
-        tree.command("bench", context_settings=any_words)(_without_bench)
+        for name in ("bench", "prove"):
+            tree.command(name, context_settings=any_words)(_without_bench)
     else:
         tree.add_typer(bench, name="bench")
+        tree.command("prove", epilog=HELP)(prove)
 
 
 add_bench(app)

@@ -21,9 +21,14 @@ def lines(results: Mapping[str, Any]) -> Iterator[str]:
     )
     if not results["times_mean_something"]:
         yield "these times mean nothing: a CPU or a quick run shows only that it works"
-    yield from text_table([("", "rows", "tokens", "bits", "µs", "of copy", "error"), *map(_cells, results["rows"])])
+    yield from text_table(table(results))
     if results["targets"]:
         yield from text_table(verdicts(results["targets"]))
+
+
+def table(results: Mapping[str, Any]) -> list[Sequence[str]]:
+    """A heading and a row for each measurement."""
+    return [("", "rows", "tokens", "bits", "µs", "of copy", "error"), *map(_cells, results["rows"])]
 
 
 def _cells(row: Mapping[str, Any]) -> Sequence[str]:

@@ -84,6 +84,7 @@ class Home:
     engine_state = _Below("engine")
     run = _Below("run")
     gateway_state = _Below("gateway")
+    prove = _Below("prove")  # of `kvasir prove`: its key, and the finished steps of a proof that was ended
     logs = _Below("logs")
     tokens = _Below("tokens")
     credentials_file = _Below("credentials.toml")

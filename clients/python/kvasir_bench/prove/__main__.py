@@ -1,0 +1,29 @@
+"""`python -m kvasir_bench.prove STEP`: measures one step of a proof, and prints its value as JSON.
+
+It ends its services and itself when its input ends: `kvasir prove`, which holds the other end, was killed.
+"""
+
+import argparse
+import signal
+import sys
+
+from kvasir_bench.program import end_with_input, printed, progress
+from kvasir_bench.prove.step import ProofScope
+from kvasir_bench.prove.steps import STEPS
+
+
+def main() -> int:
+    """Print the step's value to stdout."""
+    parser = argparse.ArgumentParser(prog="python -m kvasir_bench.prove", description=__doc__)
+    parser.add_argument("step", choices=[step.name for step in STEPS])
+    parser.add_argument("--model", default="", help="directory or name; the shipped model if left out")
+    parser.add_argument("--quick", action="store_true", help="small and once, for a look")
+    given = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # services of the step are ended in order
+    end_with_input()
+    step = next(step for step in STEPS if step.name == given.step)
+    return printed(lambda: step.measure(ProofScope(given.model, given.quick), progress))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,107 @@
+"""`kvasir prove`."""
+
+import datetime
+import json
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from kvasir.cli.caller import Caller, JsonOption, caller_of
+from kvasir.cli.failures import PROBLEMS
+from kvasir.cli.running.checks import check_installed
+
+from kvasir_bench.program import measured_by
+from kvasir_bench.prove.figures import figures
+from kvasir_bench.prove.machine import versions
+from kvasir_bench.prove.page import page
+from kvasir_bench.prove.power import Power, kept_awake, wait_until_well
+from kvasir_bench.prove.proving import Prover, in_words
+from kvasir_bench.prove.result import broken_claims, claims, personal_words, read_result, result_of, signed
+from kvasir_bench.prove.state import KeptSteps, only_proof
+from kvasir_bench.prove.step import ProofScope, Step, Value
+from kvasir_bench.prove.steps import steps_of
+from kvasir_bench.tables import text_table
+
+HELP = """The steps, in order: versions, chip, memory and disk; kernels against the reference on the device; a batch
+as alone; kill -9 and restore; clocks, limits and memory of services without work; the suites of KV and engine, where
+the source is; then `kvasir bench attention`, `bench engine --peer mlx-lm` and `bench memory-path`.
+
+A finished step is kept in the home with the versions it was made with. After a kill or Ctrl-C the same command goes on
+with the first step that lacks; another version begins again. It pauses while the battery is low or the machine is hot.
+
+The JSON has no names and no paths. Its `digest` is BLAKE3 of its content, its `signature` Ed25519 over the digest by a
+key in the home: nothing was changed since, and results of one `public_key` come from one home. It does not show that
+the machine measured truthfully. In a checkout `python -m tools.measured FILE` adds it to the kept measurements."""
+
+
+def prove(
+    context: typer.Context,
+    model: Annotated[str, typer.Option(help="A directory or name of an mlx-lm model. Left out: the shipped one.")] = "",
+    out: Annotated[
+        Path, typer.Option(file_okay=False, help="Where kvasir-prove.json and kvasir-prove.html are written.")
+    ] = Path(),
+    fresh: Annotated[
+        bool, typer.Option("--fresh", help="Forget the finished steps of a proof that was ended.")
+    ] = False,
+    no_pause: Annotated[bool, typer.Option("--no-pause", help="Go on with a low battery, and hot.")] = False,
+    results_file: Annotated[
+        Path | None,
+        typer.Option("--results", exists=True, dir_okay=False, help="Prove nothing: check and show this JSON."),
+    ] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Two minutes: small, once, without suites.")] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Check and measure Kvasir on this machine, about fifteen minutes, as one signed JSON and a page.
+
+    Ends with 1 when a claim about exactness is not met, or a step failed; targets of speed are only shown.
+    """
+    caller = caller_of(context, as_json)
+    if results_file is not None:
+        result = read_result(results_file)
+    else:
+        check_installed("store", "engine")
+        out.mkdir(parents=True, exist_ok=True)
+        caller.home.make()
+        scope = ProofScope(str(Path(model).expanduser().absolute()) if model and Path(model).is_dir() else model, quick)
+        with only_proof(caller.home.prove), kept_awake():
+            result = _proved(caller, scope, fresh=fresh, power=None if no_pause else Power())
+            _write(result, out)
+            KeptSteps(caller.home.prove, {}).clear()
+    caller.result(
+        result, lambda out: out.print("\n".join(_lines(result)), soft_wrap=True, markup=False, highlight=False)
+    )
+    if results_file is None:
+        caller.say(f"wrote {out / 'kvasir-prove.json'} and {out / 'kvasir-prove.html'}")
+    if broken_claims(result):
+        raise typer.Exit(PROBLEMS)
+
+
+def _proved(caller: Caller, scope: ProofScope, *, fresh: bool, power: Power | None) -> dict[str, Any]:
+    made_with = {"versions": versions(), "is_quick": scope.is_quick, "model": Path(scope.model).name}
+    kept = KeptSteps(caller.home.prove, {**made_with, "model": scope.model})
+    if fresh:
+        kept.clear()
+    steps = steps_of(scope)
+    caller.say(f"{len(steps)} steps, {in_words(sum(step.expected_s(scope) for step in steps))} on a laptop")
+    wait: Callable[[], None] = partial(wait_until_well, power, caller.say) if power else lambda: None
+
+    def measured(step: Step) -> Value:
+        options = {"--model": scope.model, "--quick": scope.is_quick}
+        return measured_by("prove", f"{step.title} failed", options, lambda line: caller.say(f"    {line}"), step.name)
+
+    records = Prover(scope, kept, measured, wait, caller.say).prove(steps)
+    result = result_of(records, made_with, datetime.datetime.now(datetime.UTC).date(), personal_words())
+    return signed(result, caller.home.prove / "signing.key")
+
+
+def _write(result: Mapping[str, Any], directory: Path) -> None:
+    (directory / "kvasir-prove.json").write_text(json.dumps(result, indent=1), "utf-8")
+    (directory / "kvasir-prove.html").write_text(page(result), "utf-8")
+
+
+def _lines(result: Mapping[str, Any]) -> Iterator[str]:
+    yield from text_table([("", "found"), *figures(result).items()])
+    yield from (f"{'✓' if is_met else '✗'} {text}" for text, is_met in claims(result))
+    yield from (f"✗ {step['failed']}" for step in result["steps"] if "failed" in step)

@@ -1,0 +1,111 @@
+"""Steps about exactness: the suites where the source is, a batch as alone, and memory after a kill."""
+
+import importlib.util
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from kvasir.cli.demo.self_test import self_test
+from kvasir.cli.running.program import run_program
+
+from kvasir_bench.memory_path.services import measured_services
+from kvasir_bench.memory_path.turns import Agent
+from kvasir_bench.prove.machine import SHORT_HOME
+from kvasir_bench.prove.step import ProofScope, Report, Value, claim
+
+_WORDS = (3, 30, 45, 90, 120, 140, 200, 260)  # of each agent's text: cells and blocks end in the midst of some
+_REPLY_TOKENS, _LATER_TURNS = 40, 3
+_COUNTED = re.compile(r"(\d+) (passed|failed|errors?|skipped|deselected)")
+
+
+def kernels(scope: ProofScope, report: Report) -> Value:
+    """The check of this device's kernels that an engine makes at its start, for all KV policies of the model."""
+    report("loading the model")
+    options = ["--model", scope.model] if scope.model else []
+    facts = run_program("inference_svc.describe", options, "the model cannot be used", report)
+    found = facts.get("kernels", {"policies": {}})
+    checked = [
+        claim(f"kernels write, read and attend to pages of {policy} as the reference does", not why)
+        for policy, why in found["policies"].items()
+    ]
+    served = {"device": facts["device"], "blas": facts["blas"], "layers": facts["policy"]["layer_count"]}
+    return {"claims": checked, **served, **{name: why for name, why in found.items() if name != "policies"}}
+
+
+def batch_as_alone(scope: ProofScope, report: Report) -> Value:
+    """Agents with turns at once, and each alone, with an engine that has seen none of them."""
+    count = 4 if scope.is_quick else len(_WORDS)
+    together, alone = (_replies(scope, report, count, at_once=at_once) for at_once in (count, 1))
+    different = [place for place in range(count) if together[place] != alone[place]]
+    tokens = sum(map(len, alone))
+    what = f"{count} agents at once decode in {_LATER_TURNS + 1} turns what each decodes alone, token for token"
+    return {"claims": [claim(what, not different and tokens > count)], "agents": count, "tokens": tokens}
+
+
+def _replies(scope: ProofScope, report: Report, count: int, *, at_once: int) -> list[list[int]]:
+    with measured_services(
+        SHORT_HOME, model=scope.model, played=(), memory_gib=1.0, options=("--batch-invariant",)
+    ) as services:
+        report("starting a store and an engine")
+        services.start()
+
+        def replies(place: int) -> list[int]:
+            with services.client() as client:
+                agent = Agent(client, f"agent-{place}", _WORDS[place], _REPLY_TOKENS)
+                turns = [agent.cold(), *(agent.goes_on() for _ in range(_LATER_TURNS))]
+                return [token for turn in turns for token in turn.token_ids]
+
+        report(f"{count} agents, {at_once} at once")
+        with ThreadPoolExecutor(at_once) as pool:
+            return list(pool.map(replies, range(count)))
+
+
+def kill_and_restore(scope: ProofScope, report: Report) -> Value:
+    """The self-test of `kvasir doctor`."""
+    report("storing a fact, killing both services, asking for it")
+    found = self_test(scope.model)
+    what = "after kill -9 of both services a memory comes back whole, and the reply is that of an agent without a kill"
+    return {"claims": [claim(what, not found["problems"])], **found}
+
+
+def source() -> Path | None:
+    """The checkout that this package is part of; None for an installed wheel, which has no tests."""
+    found = importlib.util.find_spec("inference_svc")
+    root = Path(found.origin).parents[1] if found and found.origin else Path()
+    has_tests = (root / "tests/on_gpu.py").is_file() and importlib.util.find_spec("pytest") is not None
+    return root if has_tests else None
+
+
+def suite(*folders: str) -> Callable[[ProofScope, Report], Value]:
+    """A step that runs tests of a checkout, on the device that MLX finds. Of its long tests a twelfth."""
+
+    def run(_scope: ProofScope, report: Report) -> Value:
+        root = source()
+        if root is None:
+            return {"claims": [], "why": "no checkout with tests and pytest: see the step of the kill"}
+        return _counted(root, folders, report)
+
+    return run
+
+
+def _counted(root: Path, folders: Sequence[str], report: Report) -> Value:
+    report("pytest")
+    options = ("-o", "addopts=", "-q", "-rf", "-p", "no:cacheprovider", "-p", "no:randomly")
+    # TF32 is off, as in `make test-gpu`: fp32 products are exact only without it.
+    settings = ("MLX_ENABLE_TF32=0", "KVASIR_TURN=0")
+    command = ["env", *settings, sys.executable, "-m", "pytest", *options, *folders]
+    ended = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL)
+    lines = ended.stdout.strip().splitlines()
+    counts = {kind: int(count) for count, kind in _COUNTED.findall(lines[-1] if lines else "")}
+    failed = [line.removeprefix("FAILED ").partition(" - ")[0] for line in lines if line.startswith("FAILED ")]
+    passed = counts.get("passed", 0)
+    what = f"{passed} tests of {', '.join(folders)} pass"
+    return {
+        "claims": [claim(what, ended.returncode == 0 and passed > 0)],
+        **counts,
+        "failed_tests": failed,
+        "why": "" if ended.returncode in (0, 1) else " ".join((ended.stderr or ended.stdout).split())[-400:],
+    }

@@ -1,0 +1,335 @@
+"""A proof goes on where it was ended, waits for battery and heat, and its result is signed and names nobody."""
+
+import datetime
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from kvasir.errors import FailedPrecondition, InvalidArgument, Unavailable
+from kvasir_bench.prove.figures import side_by_side
+from kvasir_bench.prove.page import page
+from kvasir_bench.prove.power import Power, kept_awake, wait_until_well
+from kvasir_bench.prove.proving import remaining_s
+from kvasir_bench.prove.result import broken_claims, impersonal, read_result, result_of, signed
+from kvasir_bench.prove.state import KeptSteps, only_proof
+from kvasir_bench.prove.step import ProofScope, Step
+from kvasir_bench.prove.steps import STEPS as REAL_STEPS
+from kvasir_bench.prove.steps import shown
+
+from tests.bench.played_proof import NAMES, STEPS, prover
+from tools.measured import __main__ as measured_pages
+
+ROOT = Path(__file__).parents[2]
+KEPT = sorted((ROOT / "tools/measured/machines").glob("*.json"))
+DAY = datetime.date(2026, 11, 26)
+MADE_WITH = {"versions": {"kvasir": "1", "source": "0a", "packages": {"mlx": "0.32"}}, "is_quick": True}
+
+
+def record(name: str = "kill", **known: Any) -> dict[str, Any]:
+    about = {"name": name, "title": name, "expected_s": 2, "seconds": 4.0, "slept_s": 0.0}
+    value = {} if "failed" in known else {"value": {"claims": [{"what": "it holds", "is_met": True}]}}
+    return {**about, **value, **known}
+
+
+def result(*records: dict[str, Any], words: set[str] = frozenset()) -> dict[str, Any]:  # type: ignore[assignment]
+    return result_of(records or (record(),), MADE_WITH, DAY, words)
+
+
+# How a proof goes on.
+
+
+def test_a_proof_that_was_ended_goes_on_with_its_first_unfinished_step(tmp_path: Path) -> None:
+    begun: list[str] = []
+
+    def interrupted(step: Step) -> dict[str, Any]:
+        begun.append(step.name)
+        if begun == ["first", "second", "third"]:
+            raise KeyboardInterrupt
+        return {"claims": [], "number": len(begun)}
+
+    with pytest.raises(KeyboardInterrupt):
+        prover(tmp_path, interrupted).prove(STEPS)
+    records = prover(tmp_path, interrupted).prove(STEPS)
+    assert begun == ["first", "second", "third", "third", "fourth"]
+    assert [each["value"]["number"] for each in records] == [1, 2, 4, 5]
+
+
+@pytest.mark.long(4)
+def test_three_kills_lose_the_step_that_each_interrupts_and_no_other(tmp_path: Path) -> None:
+    def process() -> "subprocess.Popen[str]":
+        argv = [sys.executable, "-m", "tests.bench.played_proof", str(tmp_path)]
+        return subprocess.Popen(argv, stdout=subprocess.PIPE, text=True, cwd=ROOT)
+
+    begun = tmp_path / "begun"
+    for name in ("first", "third", "fourth"):
+        (tmp_path / "hold").write_text(name)
+        with process() as killed:
+            until(lambda name=name: begun.exists() and begun.read_text().endswith(f"{name}\n"))  # type: ignore[misc]
+            killed.kill()
+    (tmp_path / "hold").unlink()
+    with process() as last:
+        records = json.loads(last.communicate(timeout=30)[0])
+    assert begun.read_text().split() == ["first", "first", "second", "third", "third", "fourth", "fourth"]
+    assert [(each["name"], "value" in each) for each in records] == [(name, True) for name in NAMES]
+
+
+def until(is_there: Callable[[], bool]) -> None:
+    end = time.monotonic() + 30
+    while not is_there():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def test_other_versions_measure_every_step_again(tmp_path: Path) -> None:
+    begun: list[str] = []
+    for version in ("1", "1", "2"):
+        made_with = {"versions": {"kvasir": version}}
+        prover(tmp_path, lambda step: begun.append(step.name) or {}, made_with=made_with).prove(STEPS)  # type: ignore[func-returns-value]
+    assert begun == [*NAMES, *NAMES]
+
+
+def test_a_record_that_is_no_json_is_measured_again(tmp_path: Path) -> None:
+    kept = KeptSteps(tmp_path, MADE_WITH)
+    kept.keep("first", record())
+    assert kept.read("first") == record()
+    (tmp_path / "first.json").write_text('{"made_with": ')
+    assert kept.read("first") is None
+    kept.keep("first", record())
+    assert (tmp_path / "first.json").stat().st_mode & 0o077 == 0
+    kept.clear()
+    assert kept.read("first") is None
+
+
+def test_a_step_that_fails_is_recorded_and_the_others_go_on(tmp_path: Path) -> None:
+    def measured(step: Step) -> dict[str, Any]:
+        if step.name == "second":
+            raise Unavailable("the engine did not start")
+        return {"claims": []}
+
+    found = prover(tmp_path, measured)
+    records = found.prove(STEPS)
+    assert [each.get("failed") for each in records] == [None, "the engine did not start", None, None]
+    assert found.kept.read("second") is None
+    assert broken_claims({"steps": records}) == ["the engine did not start"]
+
+
+def test_a_step_during_which_the_machine_slept_is_measured_again(tmp_path: Path) -> None:
+    sleeps, begun, lines = iter([0.0, 30.0, 30.0, 30.0, *[30.0] * 6]), list[str](), list[str]()
+    found = prover(
+        tmp_path,
+        lambda step: begun.append(step.name) or {},  # type: ignore[func-returns-value]
+        slept=lambda: next(sleeps),
+        report=lines.append,
+    )
+    records = found.prove(STEPS)
+    assert begun == ["first", *NAMES]
+    assert records[0]["slept_s"] == 0.0
+    assert any("slept for 30 s" in line for line in lines)
+
+
+def test_the_rest_is_estimated_by_the_pace_of_the_finished_steps(tmp_path: Path) -> None:
+    kept = KeptSteps(tmp_path, {})
+    assert remaining_s([], STEPS, ProofScope(), kept) == 8.0
+    assert remaining_s([record()], STEPS, ProofScope(), kept) == 12.0
+    kept.keep("third", record())
+    assert remaining_s([record()], STEPS, ProofScope(), kept) == 8.0
+    assert remaining_s([record()], STEPS, ProofScope(is_quick=True), kept) == 4.0
+
+
+def test_a_home_has_one_proof_at_a_time(tmp_path: Path) -> None:
+    with only_proof(tmp_path / "prove"), pytest.raises(FailedPrecondition, match="already running"):
+        with only_proof(tmp_path / "prove"):
+            pass
+    with only_proof(tmp_path / "prove"):
+        assert (tmp_path / "prove").stat().st_mode & 0o077 == 0
+
+
+# When it waits.
+
+
+def linux(folder: Path, *, status: str = "Discharging", capacity: int = 20, scope: str = "", count: int = 3) -> Power:
+    battery = folder / "class/power_supply/BAT0"
+    heat = folder / "devices/system/cpu/cpu0/thermal_throttle"
+    for each in (battery, heat):
+        each.mkdir(parents=True, exist_ok=True)
+    for name, text in (("type", "Battery"), ("status", status), ("capacity", str(capacity)), ("scope", scope)):
+        (battery / name).write_text(f"{text}\n")
+    (heat / "core_throttle_count").write_text(f"{count}\n")
+    return Power("linux", folder)
+
+
+def test_on_linux_a_low_battery_that_discharges_is_a_reason_to_wait(tmp_path: Path) -> None:
+    assert "at 20 %" in linux(tmp_path).reason_to_wait()
+    for known in ({"status": "Charging"}, {"capacity": 30}, {"scope": "Device"}):
+        assert linux(tmp_path, **known).reason_to_wait() == ""  # type: ignore[arg-type]
+    assert Power("linux", tmp_path / "nothing").reason_to_wait() == ""
+
+
+def test_on_linux_a_throttle_counter_that_rises_is_a_reason_until_it_stands(tmp_path: Path) -> None:
+    power = linux(tmp_path, status="Full")
+    assert power.reason_to_wait() == ""
+    linux(tmp_path, status="Full", count=5)
+    assert "hot" in power.reason_to_wait()
+    assert power.reason_to_wait() == ""
+
+
+COOL = "Note: No thermal warning level has been recorded\nNote: No performance warning level has been recorded\n"
+LIMITS = "CPU Power notify\n\tCPU_Scheduler_Limit \t= 100\n\tCPU_Available_CPUs \t= 8\n\tCPU_Speed_Limit \t= {}\n"
+NOW = "Now drawing from 'Battery Power'\n"
+BATTERY = NOW + " -InternalBattery-0 (id=4653155)\t{}%; discharging; 3:12 remaining present: true\n"
+MAINS = "Now drawing from 'AC Power'\n -InternalBattery-0 (id=4653155)\t12%; charging; 1:10 remaining present: true\n"
+
+
+@pytest.mark.parametrize(
+    ("battery", "heat", "reason"),
+    [
+        (BATTERY.format(12), COOL, "at 12 %"),
+        (BATTERY.format(80), COOL, ""),
+        (MAINS, COOL, ""),
+        ("Now drawing from 'AC Power'\n", LIMITS.format(100), ""),
+        ("", LIMITS.format(62), "hot"),
+        ("", "Thermal Warning Level = 5\n", "hot"),
+        ("", "Thermal Warning Level = 255\n", ""),
+    ],
+)
+def test_on_a_mac_pmset_shows_battery_and_heat(
+    battery: str, heat: str, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, text in (("batt", battery), ("therm", heat)):
+        (tmp_path / name).write_text(text)
+    program(tmp_path, "pmset", f'cat "{tmp_path}/$2"')
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    found = Power("darwin").reason_to_wait()
+    assert reason in found
+    assert bool(reason) == bool(found)
+
+
+def program(folder: Path, name: str, line: str) -> None:
+    (folder / name).write_text(f"#!/bin/sh\n{line}\n")
+    (folder / name).chmod(0o755)
+
+
+def test_a_proof_waits_until_the_machine_is_well_and_reports_each_reason_once(tmp_path: Path) -> None:
+    lines, sleeps = list[str](), list[float]()
+
+    def sleep(seconds: float) -> None:
+        sleeps.append(seconds)
+        if len(sleeps) == 3:
+            linux(tmp_path, status="Charging")
+
+    wait_until_well(linux(tmp_path), lines.append, sleep)
+    assert (len(sleeps), len(lines)) == (3, 1)
+    assert "the battery is at 20 %" in lines[0]
+
+
+def test_every_step_waits_before_it_is_measured(tmp_path: Path) -> None:
+    order: list[str] = []
+    found = prover(tmp_path, lambda step: order.append(step.name) or {}, wait=lambda: order.append("wait"))  # type: ignore[func-returns-value]
+    found.prove(STEPS)
+    assert order == [each for name in NAMES for each in ("wait", name)]
+
+
+def test_a_mac_is_kept_awake_as_long_as_the_proof_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program(tmp_path, "caffeinate", f'echo "$@" > "{tmp_path}/given"; exec sleep 60')
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    with kept_awake():
+        until(lambda: (tmp_path / "given").exists() and (tmp_path / "given").read_text() != "")
+    assert (tmp_path / "given").read_text().split() == ["-i", "-w", str(os.getpid())]
+    monkeypatch.setenv("PATH", str(tmp_path / "nothing"))
+    with kept_awake():
+        pass
+
+
+# Its result.
+
+
+def test_a_result_has_no_names_and_no_paths_of_a_person() -> None:
+    steps = [
+        record(
+            why="/Users/anna/my models/x has no config.json, says Annas-Mac (see ~/.kvasir/logs/engine.log)",
+            value={"who": "anna", "rates": "12 tokens/s, K/V and http://host/a/b"},
+        )
+    ]
+    found = json.dumps(result(*steps, words={"anna", "Annas-Mac"})["steps"])
+    assert "Users" not in found
+    assert "Mac" not in found
+    assert ".kvasir" not in found
+    assert "12 tokens/s, K/V and http://host/a/b" in found
+    assert impersonal("anna", {"anna"}) == "anna"  # no sentence: a value of a program
+    assert impersonal(["a b anna.", "annals of x"], {"anna"}) == ["a b NAME.", "annals of x"]
+
+
+def test_a_signed_result_is_read_back_and_a_changed_one_is_refused(tmp_path: Path) -> None:
+    key, file = tmp_path / "key", tmp_path / "result.json"
+    first, second = signed(result(), key), signed(result(record("machine")), key)
+    assert first["public_key"] == second["public_key"] != signed(result(), tmp_path / "other")["public_key"]
+    assert key.stat().st_mode & 0o077 == 0
+    file.write_text(json.dumps(first, indent=3))
+    assert read_result(file) == first
+    changed = json.loads(json.dumps(first))
+    changed["steps"][0]["seconds"] = 0.1
+    forged = {**changed, "digest": signed(changed, key)["digest"]}
+    for wrong, why in (
+        (changed, "digest differs"),
+        (forged, "signature is not"),
+        ({**first, "public_key": signed(result(), tmp_path / "other")["public_key"]}, "signature is not"),
+        ({**first, "format": 2}, "expected the JSON of `kvasir prove`"),
+        ({"steps": []}, "expected the JSON"),
+    ):
+        file.write_text(json.dumps(wrong))
+        with pytest.raises(InvalidArgument, match=why) as refused:
+            read_result(file)
+        assert str(file) in str(refused.value)
+
+
+def test_the_page_is_self_contained_and_names_all_that_failed(tmp_path: Path) -> None:
+    broken = {"claims": [{"what": "rows <equal>", "is_met": False}]}
+    steps = (record("kill", value=broken), record("decode", failed="no <model>"), record("of a later version"))
+    assert broken_claims(result(*steps)) == ["no <model>", "rows <equal>"]
+    text = page(signed(result(*steps), tmp_path / "key"))
+    assert "✗ rows &lt;equal&gt;" in text
+    assert "✗ no &lt;model&gt;" in text
+    assert "1 of 2 claims" in text
+    assert "it holds" in text
+    assert not re.search(r"<script|<link|src=\"(?!data:)|https?:", text)
+
+
+def test_machines_stand_side_by_side_and_lack_what_they_did_not_measure() -> None:
+    chip = {"chip": "M4", "cores": 10, "memory_bytes": 16e9, "system": "macOS", "load": 1.0}
+    rows = side_by_side([result(record("machine", value=chip)), result(record())])
+    assert rows[0] == ("", "M4", "–")
+    assert ("cores", "10", "–") in rows
+    assert ("claims met", "0 of 0", "1 of 1") in rows
+
+
+def test_a_result_is_taken_in_by_one_command_and_a_changed_one_leaves_no_trace(tmp_path: Path) -> None:
+    good, bad, here = tmp_path / "good.json", tmp_path / "bad.json", tmp_path / "here"
+    here.mkdir()
+    good.write_text(json.dumps(signed(result(), tmp_path / "key")))
+    bad.write_text(good.read_text().replace("it holds", "it does"))
+    with pytest.raises(InvalidArgument, match="bad"):
+        measured_pages.add([good, bad], here)
+    assert list(here.iterdir()) == []
+    [added] = measured_pages.add([good], here)
+    assert measured_pages.add([added], here) == [added]
+    assert (here / "machines.md").read_text() == measured_pages.page(here)
+
+
+@pytest.mark.parametrize("file", KEPT, ids=lambda file: file.stem)
+def test_a_kept_result_is_as_it_was_signed_and_every_step_is_shown(file: Path) -> None:
+    found = read_result(file)
+    known = {step.name for step in REAL_STEPS}
+    assert {each["name"] for each in found["steps"]} <= known
+    tables = [shown(each)[0] for each in found["steps"] if "value" in each]
+    assert sum(map(bool, tables)) > len(tables) // 2
+
+
+def test_the_page_of_machines_is_that_of_the_kept_results() -> None:
+    assert (measured_pages.HERE / "machines.md").read_text() == measured_pages.page()
