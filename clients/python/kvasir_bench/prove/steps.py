@@ -75,8 +75,8 @@ _SUITES = {
     "engine-others": ("tests/inference/engine", "--ignore=tests/inference/engine/turns"),
 }
 STEPS = (
-    Step("machine", "The machine", 1, 1, machine.machine),
-    Step("kernels", "Kernels against the reference", 8, 5, exactness.kernels),
+    Step("machine", "The machine", 3, 3, machine.machine),
+    Step("kernels", "Kernels against the reference", 10, 8, exactness.kernels),
     Step("batch", "A batch as alone", 25, 12, exactness.batch_as_alone),
     Step("kill", "Kill and restore", 20, 20, exactness.kill_and_restore),
     Step("first-day", "Clocks, disk, limits and memory", 10, 8, machine.first_day),
