@@ -6,6 +6,7 @@ show whose home that is, nor that the machine measured truthfully: the owner of 
 """
 
 import base64
+import contextlib
 import datetime
 import getpass
 import json
@@ -35,7 +36,9 @@ def result_of(
 
 def personal_words() -> set[str]:
     """Names of this user and this host. Short ones and root could be any word, and are nobody's."""
-    names = {getpass.getuser(), socket.gethostname(), platform.node(), platform.node().split(".")[0], Path.home().name}
+    names = {socket.gethostname(), platform.node(), platform.node().split(".")[0], Path.home().name}
+    with contextlib.suppress(KeyError, OSError):  # a user without an entry, as in containers
+        names.add(getpass.getuser())
     return {name for name in names if len(name) > 2 and name not in ("root", "localhost", "runner", "user")}
 
 
