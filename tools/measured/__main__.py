@@ -38,7 +38,7 @@ def page(here: Path = HERE) -> str:
         "# Machines",
         "",
         "[All measurements](README.md). Each column is one run of `kvasir prove`, whose signed JSON is in "
-        f"[`{KEPT}`]({KEPT}); `kvasir prove --results FILE` checks and shows one. Times of different machines compare "
+        f"`{KEPT}`; `kvasir prove --results FILE` checks and shows one. Times of different machines compare "
         "only as far as their loads do.",
         "",
         *markdown_table(side_by_side(results)),
