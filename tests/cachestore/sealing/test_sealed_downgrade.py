@@ -16,16 +16,11 @@ from cachestore_svc.sealing.sealed_list import add_to_list, read_list
 from cachestore_svc.store.store import Store
 from tests.cachestore.core.lab import NS, Chance, Lab, assert_restores, publish
 from tests.cachestore.sealing.canaries import found_in, secrets_of
-from tests.cachestore.sealing.test_sealed_store import NEW, PLAIN_NS, care, left_behind
+from tests.cachestore.sealing.sealed_lab import NEW, PLAIN_NS, care, left_behind
 from tests.made_models.synthetic import SMALL, SyntheticAgent
 
 TRACES = ("record", "copy", "mark")
 LATER = SyntheticAgent(SMALL, 4).turn(300)
-
-
-@pytest.fixture
-def lab(tmp_path: Path) -> Lab:
-    return Lab(tmp_path / "data").seal(NS)
 
 
 def traces(lab: Lab) -> dict[str, Path]:
