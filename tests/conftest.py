@@ -3,7 +3,6 @@
 import contextlib
 import gc
 import os
-import shutil
 from collections.abc import Generator
 from pathlib import Path
 
@@ -24,7 +23,7 @@ import inference_svc  # noqa: F401  it loads an optimized BLAS, which must come 
 from tests import long_tests
 from tests.made_models.sampling import sampled
 from tests.on_gpu import gpu, skip_with_reasons
-from tests.running import own_notes  # noqa: F401
+from tests.running import in_memory, own_notes  # noqa: F401
 
 settings.register_profile(
     "a busy machine is no failure",
@@ -35,17 +34,10 @@ settings.register_profile(
 settings.load_profile("a busy machine is no failure")
 
 
-MEMORY, ROOM_BYTES = Path("/dev/shm"), 8 << 30
-
-
 def pytest_configure() -> None:
-    """Temporary files lie in memory where there is room: half of what the store's tests take is waiting for a disk.
-
-    What a sync is for, a loss of power, is tested on a recording of all effects; and a kill leaves this memory as it
-    leaves the page cache of a disk.
-    """
-    if os.access(MEMORY, os.W_OK) and shutil.disk_usage(MEMORY).free > ROOM_BYTES:
-        os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(MEMORY))
+    """Temporary files lie in memory."""
+    if (memory := in_memory.directory()) != Path("/tmp"):
+        os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(memory))
 
 
 # Files with a test that takes longer come first: begun last, it would keep a core waiting for its end.

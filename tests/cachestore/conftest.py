@@ -1,6 +1,5 @@
 """Fixtures of the store's tests."""
 
-import os
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,15 +8,13 @@ import pytest
 
 from cachestore_svc.store.store import Store
 from tests.cachestore.core.lab import Lab
+from tests.running import in_memory
 
 
 @pytest.fixture(scope="module")
-def memory_directory(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def memory_directory() -> Iterator[Path]:
     """A place in memory where there is one: for tests whose model does not need a disk that really syncs."""
-    if not os.access("/dev/shm", os.W_OK):
-        yield tmp_path_factory.mktemp("memory")
-        return
-    with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="kvasir-test-") as directory:
+    with tempfile.TemporaryDirectory(dir=in_memory.directory(), prefix="kvasir-test-") as directory:
         yield Path(directory)
 
 

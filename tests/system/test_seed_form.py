@@ -3,9 +3,7 @@
 import json
 import shutil
 import struct
-import tempfile
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 from kvasir.cli.demo.mac import Mac, macs
@@ -16,6 +14,8 @@ from kvasir.formats.archive import pack
 from kvasir.formats.seed_file import SeedFile, from_seed_file, to_seed_file
 from kvasir.inference.v1 import inference_pb2
 from safetensors.numpy import load, save
+
+from tests.running import in_memory
 
 _TOKENS = 64
 _SAMPLING = inference_pb2.Sampling(max_tokens=_TOKENS)
@@ -29,7 +29,7 @@ def story() -> Story:
 @pytest.fixture(scope="module")
 def mac(story: Story) -> Iterator[Mac]:
     """One Mac on which an agent has lived through its story."""
-    root = Path(tempfile.mkdtemp(prefix="kv", dir="/tmp"))
+    root = in_memory.home()
     with macs(root) as make:
         mac = make("a")
         mac.start()

@@ -16,6 +16,7 @@ from cachestore_svc.index.live_leases import LiveLeases
 from tests.cachestore.core.lab import NS, Clock, Lab, publish
 from tests.made_models.sampling import sampled
 from tests.made_models.synthetic import SMALL, SyntheticAgent
+from tests.running import in_memory
 
 KV = kv_identity_hash(SMALL)
 OWNERS = ("one", "two")
@@ -40,7 +41,7 @@ def test_nothing_is_taken_back_from_an_owner_that_may_count_on_its_lease(
     new_lab: Callable[[Path], Lab], steps: list[tuple[str, str]]
 ) -> None:
     """Each owner counts from before it asked; what it then counts on, nobody has taken, and no generation goes back."""
-    with tempfile.TemporaryDirectory() as directory:
+    with tempfile.TemporaryDirectory(dir=in_memory.directory()) as directory:
         lab = new_lab(Path(directory))
         store = lab.open()
         publish(store, "a", SyntheticAgent(SMALL, 1).turn(30), 0)

@@ -24,6 +24,7 @@ from cachestore_svc.store.store import Store
 from tests.cachestore.core.lab import NS, Lab, prefix_of, publish, upload
 from tests.made_models.sampling import sampled
 from tests.made_models.synthetic import SMALL, WINDOWED, SyntheticAgent, SyntheticSnapshot
+from tests.running import in_memory
 
 KV = kv_identity_hash(SMALL)
 HONEST, FORGED = 0, 666
@@ -106,7 +107,7 @@ class Walk(RuleBasedStateMachine):
 
     @initialize()
     def begin(self) -> None:
-        self.directory = tempfile.TemporaryDirectory(prefix="provenance")
+        self.directory = tempfile.TemporaryDirectory(prefix="provenance", dir=in_memory.directory())
         self.lab = Lab(Path(self.directory.name) / "store")
         self.turns = 0
         self.open()

@@ -7,7 +7,6 @@ import shutil
 import signal
 import socket
 import subprocess
-import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -18,6 +17,7 @@ from kvasir.cli.running.holding import holders, is_led
 from kvasir.cli.running.home import Home
 
 from tests.cli.running import KVASIR, QUIET, Cli, eventually
+from tests.running import in_memory
 
 
 def _serving(command: psutil.Process) -> list[psutil.Process]:
@@ -78,7 +78,7 @@ def test_a_terminal_that_closes_ends_them_too() -> None:
 @pytest.fixture
 def home() -> Iterator[Home]:
     """Short, because a socket's path must fit into a hundred bytes."""
-    home = Home(Path(tempfile.mkdtemp(prefix="kv", dir="/tmp")))
+    home = Home(in_memory.home())
     yield home
     Cli(home.root)("down")
     shutil.rmtree(home.root)

@@ -8,7 +8,6 @@ import re
 import shutil
 import signal
 import socket
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -22,6 +21,7 @@ from kvasir.options.gateway import DEFAULT_LISTEN
 
 from tests.cli.running import Begun, Cli, answers, eventually, free_port, in_process, process_exists
 from tests.made_models.tiny_encoder import write_encoder
+from tests.running import in_memory
 from tests.running.scraping import health, scrape
 from tests.running.trace_collector import collecting
 
@@ -47,7 +47,7 @@ TURN_KEYS = {
 @pytest.fixture(scope="module")
 def home() -> Iterator[Path]:
     """Short, because a socket's path must fit into a hundred bytes."""
-    home = Path(tempfile.mkdtemp(prefix="kv", dir="/tmp"))
+    home = in_memory.home()
     yield home
     shutil.rmtree(home)
 
@@ -273,7 +273,7 @@ def test_home_and_what_lies_in_it_are_the_owners_alone(cli: Cli) -> None:
 @pytest.mark.long(5)
 def test_up_over_tcp_asks_for_its_token_hands_its_kv_policy_on_and_ends_whole(tmp_path: Path) -> None:
     """(LESSONS 17)"""
-    home = Path(tempfile.mkdtemp(prefix="kv", dir="/tmp"))
+    home = in_memory.home()
     cli = Cli(home)
     ports = [free_port(), free_port()]
     addresses = ("--listen", f"127.0.0.1:{ports[0]}", "--store-listen", f"127.0.0.1:{ports[1]}")
@@ -310,7 +310,7 @@ def test_up_over_tcp_asks_for_its_token_hands_its_kv_policy_on_and_ends_whole(tm
 
 @pytest.mark.long(9)
 def test_up_applies_the_limits_that_it_is_given() -> None:
-    home = Path(tempfile.mkdtemp(prefix="kv", dir="/tmp"))
+    home = in_memory.home()
     cli = Cli(home)
     limits = ("--memory-gib", "0.25", "--context-tokens", "300", "--store-quota-gib", "0.001")
     limits += ("--keep-versions", "3", "--log-format", "json", "--log-level", "warning")
@@ -339,7 +339,7 @@ def test_up_applies_the_limits_that_it_is_given() -> None:
 
 @pytest.mark.long(6)
 def test_an_agent_moves_between_two_macs_as_compose_says(tmp_path: Path) -> None:
-    studio, laptop = (Cli(Path(tempfile.mkdtemp(prefix="kv", dir="/tmp"))) for _ in range(2))
+    studio, laptop = (Cli(in_memory.home()) for _ in range(2))
     with studio.running("up", "--no-http") as up, laptop.running("up", "--no-http") as other:
         wait_until_ready(studio.home, up)
         wait_until_ready(laptop.home, other)
@@ -383,7 +383,7 @@ def _usual_http_port_taken() -> Iterator[None]:
 
 @pytest.mark.long(7)
 def test_a_home_of_the_background_is_taken_over_after_a_kill_and_goes_down() -> None:
-    home = Path(tempfile.mkdtemp(prefix="kv", dir="/tmp"))
+    home = in_memory.home()
     cli = Cli(home)
     try:
         first = cli.done("up", "-d", "--no-http", "--json").value

@@ -3,7 +3,6 @@
 import os
 import shutil
 import socket
-import tempfile
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -17,6 +16,7 @@ from kvasir.credentials import read_credentials, read_token
 from inference_svc.model import kvasir_tiny
 from tests.cli.certificates import make_certificate
 from tests.cli.running import in_process
+from tests.running import in_memory
 
 WRONG = {
     "a policy": ("--kv-policy", "q3"),
@@ -92,7 +92,7 @@ def test_credentials_appear_only_after_their_tokens(tmp_path: Path) -> None:
 
 
 def test_what_is_in_use_is_said_before_anything_starts() -> None:
-    home = Path(tempfile.mkdtemp(prefix="kv", dir="/tmp"))
+    home = in_memory.home()
     with socket.socket() as taken, socket.socket(socket.AF_UNIX) as other:
         taken.bind(("127.0.0.1", 0))
         taken.listen()

@@ -1,12 +1,7 @@
 """Every command about memories and the store, once, against a real store: tables, JSON, exit codes."""
 
 import io
-import json
-import os
 import shutil
-import subprocess
-import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
 import kvasir
@@ -19,12 +14,12 @@ from kvasir.cli.running.home import Home
 from kvasir.cli.showing.terminal import PlainConsole
 from kvasir.cli.talking.chat import Conversation
 from kvasir.clients import GenerateOptions, InferenceClient, StoreClient
-from kvasir.credentials import write_private_text
 from kvasir.formats.digest import Digest
-from safetensors.numpy import load_file
 
-from tests.cli.running import KVASIR, Cli, answers, eventually
-from tests.made_models.synthetic import SMALL, TINY, SyntheticAgent, SyntheticSnapshot
+from tests.cli.running import Cli, answers, eventually
+from tests.cli.store.conftest import publish
+from tests.made_models.synthetic import SMALL, TINY, SyntheticAgent
+from tests.running import in_memory
 
 SNAPSHOT_KEYS = {
     "agent_id",
@@ -44,41 +39,6 @@ AGENT_KEYS = {
     *("expires_at", "agent_id", "labels", "is_pinned", "retained_versions", "created_at", "used_at", "lines"),
     "ownership",
 }
-
-
-@pytest.fixture(scope="module")
-def cli() -> Iterator[Cli]:
-    """A home with a store that runs; short, because a socket's path must fit into a hundred bytes."""
-    home = Path(tempfile.mkdtemp(prefix="kv", dir="/tmp"))
-    command = Cli(home)
-    with command.running("store", "serve") as serve:
-        eventually(lambda: answers(f"unix:{home}/run/store.sock", STORE_SERVICE) or serve.process.poll() is not None)
-        assert serve.process.poll() is None, serve.err
-        yield command
-    shutil.rmtree(home)
-
-
-@pytest.fixture
-def client(cli: Cli) -> Iterator[StoreClient]:
-    with StoreClient.connect(f"unix:{cli.home}/run/store.sock") as client:
-        yield client
-
-
-def publish(client: StoreClient, name: str, snapshot: SyntheticSnapshot, parent: int) -> None:
-    client.put_blobs(snapshot.new_blobs)
-    client.put_manifest(snapshot.manifest_bytes)
-    client.commit(name, snapshot.manifest_digest, parent)
-
-
-@pytest.fixture
-def ada(cli: Cli, client: StoreClient) -> Iterator[SyntheticAgent]:
-    """An agent with two versions, of 300 and 340 tokens."""
-    agent = SyntheticAgent(seed=1)
-    publish(client, "ada", agent.turn(300), 0)
-    publish(client, "ada", agent.turn(40), 1)
-    yield agent
-    for row in client.list_agents().agents:
-        client.delete_agent(row.agent_id, force=True)
 
 
 def test_ls_shows_people_a_table_and_scripts_json(cli: Cli, ada: SyntheticAgent) -> None:
@@ -191,19 +151,6 @@ def test_labels_are_set_and_removed(cli: Cli, ada: SyntheticAgent) -> None:
     assert "expected it left out" in cli("agents", "label", "ada", "kvasir.first_move=1").err
 
 
-def test_an_archive_carries_a_memory_to_another_name(cli: Cli, ada: SyntheticAgent, tmp_path: Path) -> None:
-    file = tmp_path / "ada.tar"
-    value = cli.done("agents", "export", "ada", file, "--json").value
-    assert value["size_bytes"] == file.stat().st_size
-    before = cli.done("agents", "show", "ada", "--json").value["lines"][0]
-    made = cli.done("agents", "import", file, "eve", "--json").value
-    assert (made["agent_id"], made["token_count"], made["origin"]) == ("eve", 340, "import")
-    assert made["manifest"] == before["manifest"]
-    taken = cli("agents", "import", file)
-    assert taken.code == 4
-    assert "--replace" not in cli.done("agents", "import", file, "--replace").out
-
-
 @pytest.mark.parametrize("identities", [(TINY, SMALL), (SMALL, TINY)], ids=["tiny first", "small first"])
 def test_a_chat_tells_of_the_line_that_was_used_last(
     cli: Cli, client: StoreClient, identities: tuple[KvIdentity, KvIdentity]
@@ -224,121 +171,6 @@ def test_a_chat_tells_of_the_line_that_was_used_last(
     assert memory.endswith("; versions: 4 (turn), 5 (turn)")
     assert rollback == "/rollback N, of versions: 4 (turn), 5 (turn)"
     client.delete_agent("two models")
-
-
-@pytest.mark.long(5)
-def test_a_sealed_export_comes_back_with_its_key_and_is_refused_by_name_without(
-    cli: Cli, ada: SyntheticAgent, tmp_path: Path
-) -> None:
-    words, other, key = (tmp_path / name for name in ("words", "other", "key"))
-    for path, text in ((words, "correct horse\n"), (other, "battery\n"), (key, "ab" * 32 + "\n")):
-        write_private_text(path, text)
-    by_words, by_key = tmp_path / "by-words", tmp_path / "by-key"
-    value = cli.done("agents", "export", "ada", by_words, "--passphrase-file", words, "--json").value
-    assert (value["is_sealed"], value["size_bytes"]) == (True, by_words.stat().st_size)
-    assert "sealed with a master key " in cli.done("agents", "export", "ada", by_key, "--sealed", "--key-file", key).out
-    plain = cli.done("agents", "export", "ada", tmp_path / "plain", "--json").value
-    secret = (tmp_path / "plain").read_bytes()[20_000:20_064]
-    assert plain["is_sealed"] is False
-    assert [secret in file.read_bytes() for file in (tmp_path / "plain", by_words, by_key)] == [True, False, False]
-    before = cli.done("agents", "show", "ada", "--json").value["lines"][0]
-    for name, file, options in (("eve", by_words, ("--passphrase-file", words)), ("ida", by_key, ("--key-file", key))):
-        assert cli.done("agents", "import", file, name, *options, "--json").value["manifest"] == before["manifest"]
-    told = {
-        (by_words,): "is sealed with a passphrase: name the file that has it with --passphrase-file",
-        (by_words, "--passphrase-file", other): "this passphrase does not open it",
-        (by_key,): "is sealed with the master key ",
-    }
-    for arguments, said in told.items():
-        refused = cli("agents", "import", *arguments, "new", "--json")
-        assert (refused.code, refused.value["error"]["reason"]) == (4, "ARCHIVE_SEALED")
-        assert said in refused.value["error"]["message"]
-    by_key.write_bytes(by_key.read_bytes()[:-1])
-    assert "changed or cut" in cli("agents", "import", by_key, "new", "--key-file", key).err
-    assert cli("agents", "show", "new").code == 5
-    assert cli("agents", "export", "ada", tmp_path / "x", "--sealed").code == 2, "nobody can be asked"
-    assert cli("agents", "export", "ada", tmp_path / "x", "--key-file", key, "--passphrase-file", words).code == 2
-
-
-def test_what_opens_a_sealed_file_is_refused_for_another_file(cli: Cli, ada: SyntheticAgent, tmp_path: Path) -> None:
-    words, key, plain, by_words = (tmp_path / name for name in ("words", "key", "plain", "by-words"))
-    write_private_text(words, "correct horse\n")
-    write_private_text(key, "ab" * 32 + "\n")
-    cli.done("agents", "export", "ada", plain)
-    cli.done("agents", "export", "ada", by_words, "--passphrase-file", words)
-    for file, *options in (
-        (plain, "--key-file", key),  # somebody may have put it in the place of the sealed one
-        (plain, "--passphrase-file", words),
-        (plain, "--passphrase-file", words, "--format", "seed"),
-        (by_words, "--key-file", key),
-        (by_words, "--passphrase-file", words, "--key-file", key),
-    ):
-        refused = cli("agents", "import", file, "new", *options, "--json")
-        assert (refused.code, refused.value["error"]["reason"]) == (2, "WRONG_USAGE"), (file, options)
-    assert cli("agents", "show", "new").code == 5
-
-
-def test_an_export_keeps_an_older_file_unless_it_is_told_to_replace_it(
-    cli: Cli, ada: SyntheticAgent, tmp_path: Path
-) -> None:
-    file = tmp_path / "ada.tar"
-    file.write_text("older")
-    refused = cli("agents", "export", "ada", file, "--json")
-    assert (refused.code, refused.value["error"]["reason"]) == (4, "FILE_EXISTS")
-    assert "--force" in cli("agents", "export", "ada", file).err
-    assert file.read_text() == "older"
-    cli.done("agents", "export", "ada", file, "--force")
-    assert file.stat().st_size > 1000
-    assert list(tmp_path.iterdir()) == [file], "nothing is left beside it"
-
-
-@pytest.mark.parametrize("form", ["archive", "seed"])
-def test_an_export_replaces_nothing_that_is_no_regular_file(
-    form: str, cli: Cli, ada: SyntheticAgent, tmp_path: Path
-) -> None:
-    link, pipe, target = tmp_path / "link", tmp_path / "pipe", tmp_path / "target"
-    target.write_text("theirs")
-    link.symlink_to(target)
-    os.mkfifo(pipe)
-    for path in (link, pipe, tmp_path):
-        refused = cli("agents", "export", "ada", path, "--force", "--format", form, "--json")
-        assert (refused.code, refused.value["error"]["reason"]) == (4, "FILE_REFUSED")
-    assert (link.is_symlink(), pipe.is_fifo(), target.read_text()) == (True, True, "theirs")
-    assert sorted(tmp_path.iterdir()) == [link, pipe, target]
-
-
-@pytest.mark.long(4)
-def test_an_archive_goes_through_a_pipe(cli: Cli, ada: SyntheticAgent) -> None:
-    command = [KVASIR, "--home", cli.home, "agents"]
-    with subprocess.Popen([*command, "export", "ada", "-"], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as export:
-        made = subprocess.run([*command, "import", "-", "eve", "--json"], stdin=export.stdout, stdout=subprocess.PIPE)
-    assert (json.loads(made.stdout).get("agent_id"), export.returncode) == ("eve", 0), made.stdout
-    assert not Path("-").exists()
-    with subprocess.Popen([*command, "export", "ada", "-"], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as export:
-        export.stdout.close()  # type: ignore[union-attr]  # nobody reads on
-        said = export.stderr.read()  # type: ignore[union-attr]
-    assert (export.returncode, said) == (130, b"")
-
-
-def test_the_seeds_form_carries_a_memory_there_and_back(cli: Cli, ada: SyntheticAgent, tmp_path: Path) -> None:
-    file = tmp_path / "ada.safetensors"
-    cli.done("agents", "export", "ada", file, "--format", "seed", "--model-name", "tiny")
-    assert load_file(file)["layer_0_k_weights"].shape[:2] == (1, 340)
-    made = cli.done("agents", "import", file, "eve", "--format", "seed", "--json").value
-    assert made["token_count"] == 340
-    back = tmp_path / "eve.safetensors"
-    cli.done("agents", "export", "eve", back, "--format", "seed", "--model-name", "tiny")
-    ours, theirs = load_file(file), load_file(back)
-    assert all((ours[name] == theirs[name]).all() for name in ours)
-
-
-def test_a_file_that_is_no_memory_is_refused_with_the_reason(cli: Cli, tmp_path: Path) -> None:
-    file = tmp_path / "nonsense"
-    file.write_bytes(b"nonsense" * 1000)
-    assert cli("agents", "import", file).code == 4
-    assert cli("agents", "import", file, "--format", "seed").code == 4
-    refused = cli("agents", "import", file, "eve", "--format", "seed", "--json")
-    assert refused.value["error"]["reason"] == "SEED_FILE_MALFORMED"
 
 
 def test_a_pull_from_a_peer_that_is_not_configured_says_so(cli: Cli) -> None:
@@ -440,7 +272,7 @@ def test_completion_is_there_for(shell: str, cli: Cli) -> None:
 @pytest.fixture(scope="module")
 def left(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The home of a store that has run, with one memory."""
-    home = Path(tempfile.mkdtemp(prefix="kv", dir="/tmp"))
+    home = in_memory.home()
     with Cli(home).running("store", "serve") as serve:
         eventually(lambda: answers(f"unix:{home}/run/store.sock", STORE_SERVICE) or serve.process.poll() is not None)
         with StoreClient.connect(f"unix:{home}/run/store.sock") as client:
