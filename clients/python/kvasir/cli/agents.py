@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from kvasir import expires_after, on_full, volatile
+from kvasir.address import accepts
 from kvasir.cachestore.v1 import cachestore_pb2 as pb
 from kvasir.cli import carrying, failures
 from kvasir.cli.caller import Caller, command, completing
@@ -124,6 +125,8 @@ def newest_client(caller: Caller) -> Iterator[InferenceClient | StoreClient]:
 def _answers(caller: Caller) -> bool:
     try:
         with engine_client(caller) as engine:
+            if not accepts(caller.engine.address):  # the client would retry for most of a second
+                return False
             engine.get_capabilities()
     except KvasirError:
         return False
