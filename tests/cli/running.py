@@ -23,8 +23,8 @@ from typing import Any
 from kvasir.cli import failures
 from kvasir.cli.caller import Caller
 from kvasir.cli.main import app
-from kvasir.cli.running.health import is_ready
-from kvasir.cli.running.home import Endpoint
+from kvasir.cli.running.health import ENGINE_SERVICE, is_ready
+from kvasir.cli.running.home import Endpoint, Home, Running
 from kvasir.cli.showing.terminal import PlainConsole
 
 from tests.running.programs import Program, run
@@ -136,10 +136,32 @@ def answers(address: str, service: str) -> bool:
     return asyncio.run(is_ready(Endpoint(address), service))
 
 
+def wait_until_ready(home: Path, up: Begun) -> Running:
+    def is_ready() -> bool:
+        assert up.process.poll() is None, up.err
+        running = Home(home).running()
+        return running is not None and answers(running.engine, ENGINE_SERVICE)
+
+    eventually(is_ready, within_s=90)
+    running = Home(home).running()
+    assert running is not None
+    return running
+
+
 def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
+
+
+def three_free_ports() -> int:
+    """The first of them."""
+    while True:
+        first = free_port()
+        with socket.socket() as second, socket.socket() as third, contextlib.suppress(OSError, OverflowError):
+            second.bind(("127.0.0.1", first + 1))
+            third.bind(("127.0.0.1", first + 2))
+            return first
 
 
 def process_exists(pid: int) -> bool:

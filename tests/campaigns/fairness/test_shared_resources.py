@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.campaigns.fairness.shared_resources import OWN, SHARED, Shared, markdown
+from tests.campaigns.fairness.shared_resources import OWN, SHARED
+from tests.campaigns.fairness.shared_table import Shared, markdown
 from tests.test_walls import modules
 
 ROOT = Path(__file__).parents[3]
@@ -125,4 +126,4 @@ def test_a_new_queue_is_seen_however_it_is_made() -> None:
 
 def test_people_are_shown_the_same_table() -> None:
     """`python -m tests.campaigns.fairness.shared_resources` prints it."""
-    assert markdown() in (ROOT / "clients/python/kvasir/server/SHARED.md").read_text()
+    assert markdown(SHARED) in (ROOT / "clients/python/kvasir/server/SHARED.md").read_text()
