@@ -63,6 +63,18 @@ def test_lengths_asked_for_are_cut_to_the_context_and_stand_once(new_lab: Callab
     assert contexts(new_lab(is_quick=True)) == ["64"]
 
 
+@pytest.mark.long(6)
+def test_each_case_measures_at_the_lengths_that_were_given(engine: MeasuredEngine, tmp_path: Path) -> None:
+    scope = Scope(1, is_quick=True, lengths=(64, 80))
+    lab = Lab(engine, "", perf_counter, scope, cache_dir=tmp_path, say=lambda _: None)
+    keys = {"pairs": "prompt_tokens", "staggered": "prompt_tokens", "parts": "prompt_tokens"}
+    for case, key in {**keys, "matching": "text_tokens", "shared_prefix": "prefix_tokens"}.items():
+        assert sorted({row[key] for row in CASES[case](lab).rows}) == [64, 80], case
+    assert [row["context_tokens"] for row in CASES["decoding_bytes"](lab).rows] == [80]
+    longer = Lab(engine, "", perf_counter, Scope(1, lengths=(520,)), cache_dir=tmp_path, say=lambda _: None)
+    assert [row["during"].split(",")[0] for row in CASES["cancel"](longer).rows] == ["decode", *["prefill of 520"] * 2]
+
+
 def test_a_batch_whose_prompts_take_too_long_to_compute_is_left_out() -> None:
     assert fitting("2048", (1, 8, 16)) == [1, 8, 16]
     assert fitting("32768", (1, 4, 8)) == [1, 4]

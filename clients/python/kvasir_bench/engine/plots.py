@@ -11,18 +11,27 @@ PICTURES: Mapping[str, Picture] = {
     "first_token": Picture(
         "Seconds to the first token", "context_tokens", ("cold_s", "warm_s", "hot_s", "peer_cold_s"), is_log=True
     ),
+    "parts": Picture(
+        "Seconds of a turn's parts", "prompt_tokens", ("tokenize_s", "prefill_s", "decode_s"), is_log=True
+    ),
     "pairs": Picture("Tokens per second of two agents", "arrival", ("tokens_per_s",), by="prompt_tokens"),
     "staggered": Picture(
-        "Seconds of the staggered case", "", ("sequential_s", "staggered_s", "longest_gap_s", "allowed_gap_s")
+        "Seconds of the staggered case",
+        "prompt_tokens",
+        ("sequential_s", "staggered_s", "longest_gap_s", "allowed_gap_s"),
     ),
     "gaps": Picture("Longest gap of a stream, s", "beside", ("median_gap_s", "longest_gap_s"), is_log=True),
     "cancel": Picture("Seconds until a cancelled turn is gone", "during", ("median_s", "longest_s", "step_s")),
     "decoding_bytes": Picture(
         "Bytes of agents that decode", "agents", ("kv_bytes", "scratch_bytes", "fp16_bytes"), is_log=True
     ),
-    "memory": Picture("Bytes of one long prompt", "how", ("peak_bytes", "resident_bytes"), is_log=True),
+    "memory": Picture(
+        "Bytes of one long prompt", "prompt_tokens", ("peak_bytes", "resident_bytes"), by="how", is_log=True
+    ),
     "matching": Picture("Tokens reused over a chat", "turn", ("by_characters", "by_tokens"), by="chat"),
-    "shared_prefix": Picture("Tokens computed for agents with one prefix", "sharing", ("prefilled_tokens",)),
+    "shared_prefix": Picture(
+        "Tokens computed for agents with one prefix", "prefix_tokens", ("prefilled_tokens",), by="sharing"
+    ),
 }
 
 

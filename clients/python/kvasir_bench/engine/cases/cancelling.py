@@ -8,16 +8,17 @@ from kvasir_bench.arithmetic import Target
 from kvasir_bench.engine.lab import Case, Lab, Run
 
 _MOST_S = 0.5
+_LENGTHS = (8192,)
 
 
 def run(lab: Lab) -> Case:
     """Cancel right after a step reported its events: in decode the worst moment, because the next step runs whole. A
     prefill checks for a cancel after every layer of a cell; the wait for the layer under way is not measured here.
     """
-    tokens = 600 if lab.is_quick else lab.shortened(8192)
+    tokens = lab.chosen_lengths((600,) if lab.is_quick else _LENGTHS)[-1]
     cells = -(-tokens // lab.engine.model.cell_tokens)
     moments: dict[str, tuple[int, Callable[[Run], bool]]] = {"decode": (256, lambda run: len(run.token_times) >= 8)}
-    for cell in sorted({cells // 2, cells - 1}):
+    for cell in sorted({cells // 2, cells - 1} - {0}):
         at = f"prefill of {tokens}, at {cell * lab.engine.model.cell_tokens}"
         moments[at] = (tokens, lambda run, cell=cell: len(run.cell_times) >= cell)  # type: ignore[misc]
     found = lab.counted("cancelling", lambda: [_cancelled(lab, *moment) for moment in moments.values()])

@@ -6,7 +6,7 @@ from typing import Any
 from inference_svc.engine.api import Cold, Hot
 from inference_svc.model.prompting import Prompting
 from inference_svc.text.prefix_matching import NO_TEXT, RememberedText, common_prefix_length, match_prefix
-from kvasir_bench.engine.lab import Case, Lab, Row
+from kvasir_bench.engine.lab import Case, Lab, LabMemory, Row
 from kvasir_bench.engine.prompts import user_turns
 
 _REPLY_TOKENS = 48
@@ -15,30 +15,56 @@ _REPLY_TOKENS = 48
 class _Chat:
     """A chat, as a text for each turn, and the engine's memory of it."""
 
-    def __init__(self, lab: Lab, prompting: Prompting, render: Callable[[Sequence[dict[str, Any]]], str]) -> None:
-        self._lab = lab
-        self._prompting = prompting
-        self._render = render
+    def __init__(
+        self, lab: Lab, prompting: Prompting, render: Callable[[Sequence[dict[str, Any]]], str], chat: str, length: int
+    ) -> None:
+        self._lab, self._prompting, self._render = lab, prompting, render
+        self._names = {"chat": chat, "text_tokens": length}
         self._messages: list[dict[str, Any]] = []
         self._key = lab.new_key()
         self._memory = NO_TEXT
+        self._state: Any = None  # of the engine's memory
 
-    def turn(self, user_messages: Sequence[str]) -> tuple[int, int, int]:
-        """Reply and remember. Returns the prompt's tokens, and how many of them each matching reuses."""
+    def turn(self, turn: int, user_messages: Sequence[str]) -> dict[str, Any]:
+        """Reply and remember. Returns the turn's row: the prompt's tokens, how many of them each matching reuses, and
+        the time to the first token then.
+        """
         self._messages += [{"role": "user", "content": content} for content in user_messages]
         text, memory = self._render(self._messages), self._memory
         whole = self._prompting.tokenize(text)
         match = match_prefix(memory, text, ends_whole=self._prompting.ends_whole)
         suffix = self._prompting.tokenize(text[match.kept_chars :])
         tokens = (*memory.token_ids[: match.kept_tokens], *suffix.ids)
+        common = common_prefix_length(memory.token_ids, whole.ids)
+        by_tokens_s, by_characters_s = (
+            self._first_token_s(whole.ids, common),
+            self._first_token_s(tokens, match.kept_tokens),
+        )
         reuse = Hot(match.kept_tokens) if match.kept_tokens else Cold()
         ends = self._lab.engine.end_token_ids
         ended = self._lab.start(tokens, _REPLY_TOKENS, reuse, self._key, stop_token_ids=ends).end()
         _, reply_chars = self._lab.engine.token_text.spell(ended.state.token_ids[len(tokens) :])
         chars = (*memory.token_chars[: match.kept_tokens], *suffix.chars, *reply_chars)
+        self._state = ended.state
         self._memory = RememberedText(text + ended.generated_text, ended.state.token_ids, chars)
         self._messages.append({"role": "assistant", "content": ended.text})
-        return len(whole.ids), match.kept_tokens, common_prefix_length(memory.token_ids, whole.ids)
+        counts = {"prompt_tokens": len(whole.ids), "by_characters": match.kept_tokens, "by_tokens": common}
+        return {
+            **self._names,
+            "turn": str(turn),
+            **counts,
+            "by_characters_s": by_characters_s,
+            "by_tokens_s": by_tokens_s,
+        }
+
+    def _first_token_s(self, tokens: Sequence[int], keep: int) -> float:
+        """Of a turn that keeps so many tokens of the memory, which stays as it is."""
+        if not keep or self._lab.engine.model.state_bytes:  # a state cannot be cut
+            return self._lab.start(tokens, 1).ended().first_token_s
+        fork = self._lab.fork(LabMemory(self._key, self._state))
+        run = self._lab.start(tokens, 1, Hot(keep), fork.key).ended()
+        self._lab.forget([fork])
+        return run.first_token_s
 
     def forget(self) -> None:
         self._lab.engine.drop_hot(self._key).result()
@@ -51,23 +77,30 @@ def _transcript(messages: Sequence[dict[str, Any]]) -> str:
 
 
 def run(lab: Lab) -> Case:
-    """The world's user messages and the model's own replies, ten turns: as messages, and as a transcript."""
-    turns = user_turns(3 if lab.is_quick else 10)
+    """The world's user messages and the model's own replies: as messages, and as a transcript. Ten turns, or three
+    behind texts of the lengths.
+    """
+    turns = user_turns(3 if lab.is_quick or lab.scope.lengths else 10)
     prompting = Prompting(lab.engine.tokenizer, lab.engine.token_text)
     renders = {"messages": lambda messages: prompting.template([*messages], None, True), "transcript": _transcript}
     rows: list[Row] = []
-    for name, render in renders.items():
-        lab.say(f"{len(turns)} turns of a chat, as {name}")
-        chat = _Chat(lab, prompting, render)
-        found = [chat.turn(texts) for texts in turns]
-        chat.forget()
-        rows += [_row(name, str(number), *counts) for number, counts in enumerate(found, 1)]
-        rows.append(_row(name, "all", *map(sum, zip(*found, strict=True))))
+    for length in lab.chosen_lengths(()) or [0]:
+        begun = [[lab.engine.tokenizer.decode(list(lab.prompts.tokens(length, 0))), *turns[0]], *turns[1:]]
+        for name, render in renders.items():
+            lab.say(f"{len(turns)} turns of a chat, as {name}, behind {length} tokens")
+            chat = _Chat(lab, prompting, render, name, length)
+            found = [chat.turn(number, texts) for number, texts in enumerate(begun if length else turns, 1)]
+            chat.forget()
+            rows += map(_with_ratio, [*found, _all_of(found)])
     prompting.close()
     return Case("Tokens reused over a chat, by characters and by tokens", rows)
 
 
-def _row(chat: str, turn: str, prompt_tokens: int, by_characters: int, by_tokens: int) -> Row:
-    ratio = by_characters / by_tokens if by_tokens else None
-    counts = {"prompt_tokens": prompt_tokens, "by_characters": by_characters, "by_tokens": by_tokens}
-    return {"chat": chat, "turn": turn, **counts, "ratio": ratio}
+def _all_of(turns: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The sums over a chat's turns."""
+    names = ("prompt_tokens", "by_characters", "by_tokens", "by_characters_s", "by_tokens_s")
+    return turns[0] | {"turn": "all"} | {name: sum(turn[name] for turn in turns) for name in names}
+
+
+def _with_ratio(row: dict[str, Any]) -> Row:
+    return {**row, "ratio": row["by_characters"] / row["by_tokens"] if row["by_tokens"] else None}

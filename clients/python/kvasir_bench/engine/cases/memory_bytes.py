@@ -1,29 +1,42 @@
 """Memory of a long prompt, in cells and in one chunk, with four bits and with sixteen, each in its own process."""
 
 from kvasir_bench.arithmetic import Target
-from kvasir_bench.engine.lab import Case, Lab
+from kvasir_bench.engine.lab import Case, Lab, Row
 from kvasir_bench.program import measured_by
 
 _MOST_RATIO = 0.5
+_LENGTHS = (8192,)
 _PEER_CHUNK = 2048  # mlx-lm's own default
 
 
 def run(lab: Lab) -> Case:
     """Bytes are counted by MLX and repeat exactly: one run of each is enough."""
-    tokens = 600 if lab.is_quick else lab.shortened(8192)
+    rows = lab.rows(lab.chosen_lengths((600,) if lab.is_quick else _LENGTHS), lambda length: _rows(lab, length))
+    targets = [
+        Target(f"peak, cells / one chunk, {row['prompt_tokens']}", row["peak_ratio"], _MOST_RATIO, is_most=True)
+        for row in rows[:: len(_ways(lab, 0))]
+    ]
+    return Case("Memory of one prompt", rows, targets)
+
+
+def _ways(lab: Lab, tokens: int) -> dict[str, tuple[str, int]]:
+    """KV and cells, by name; the targets are about the first."""
     cell = lab.engine.model.cell_tokens
-    ways = {
+    return {
         f"q4, cells of {cell}": ("q4", cell),
         "q4, one chunk": ("q4", tokens),
         f"16 bits, cells of {cell}": ("fp", cell),
         f"mlx-lm's own KV, chunks of {_PEER_CHUNK}": ("mlx-lm", _PEER_CHUNK),
     }
+
+
+def _rows(lab: Lab, tokens: int) -> list[Row]:
     found: dict[str, dict[str, int]] = {}
-    for how, (kv, cell_tokens) in ways.items():
+    for how, (kv, cell_tokens) in _ways(lab, tokens).items():
         lab.say(f"memory of {tokens} tokens, {how}")
         found[how] = _probe(lab, tokens, cell_tokens, kv)
-    cells, one_chunk, exact, _ = found.values()
-    rows = [
+    _, one_chunk, exact, _ = found.values()
+    return [
         {
             "how": how,
             "prompt_tokens": tokens,
@@ -35,8 +48,6 @@ def run(lab: Lab) -> Case:
         }
         for how, each in found.items()
     ]
-    ratio = cells["peak_bytes"] / one_chunk["peak_bytes"]
-    return Case(f"Memory of {tokens} tokens", rows, [Target("peak, cells / one chunk", ratio, _MOST_RATIO, True)])
 
 
 def _resident(found: dict[str, int]) -> int:

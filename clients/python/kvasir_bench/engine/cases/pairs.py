@@ -3,7 +3,7 @@ decodes.
 """
 
 from collections.abc import Mapping
-from statistics import median
+from statistics import mean, median
 
 from kvasir_bench.engine.lab import Case, Lab, Row, Run
 
@@ -31,15 +31,16 @@ def _rows(lab: Lab, length: int) -> list[Row]:
             "second_s": second,
             "end_to_end_s": total,
             "tokens_per_s": 2 * reply / total,
+            "stream_tokens_per_s": rate,
             "ratio_to_sequential": medians[SEQUENTIAL][2] / total,
         }
-        for arrival, (first, second, total) in medians.items()
+        for arrival, (first, second, total, rate) in medians.items()
     ]
 
 
-def _round(lab: Lab, length: int, reply: int) -> Mapping[str, tuple[float, float, float]]:
-    """By arrival: seconds to each agent's first token from its own submit, and from the first submit to the last
-    token.
+def _round(lab: Lab, length: int, reply: int) -> Mapping[str, tuple[float, ...]]:
+    """By arrival: seconds to each agent's first token from its own submit, from the first submit to the last token,
+    and the tokens per second of a stream.
     """
     first, second = (lab.prompts.tokens(length, number) for number in (0, 1))
     alone, after = (lab.start(prompt, reply).ended() for prompt in (first, second))
@@ -51,6 +52,7 @@ def _round(lab: Lab, length: int, reply: int) -> Mapping[str, tuple[float, float
     }
 
 
-def _times(first: Run, second: Run) -> tuple[float, float, float]:
+def _times(first: Run, second: Run) -> tuple[float, ...]:
     last_s = max(first.token_times[-1], second.token_times[-1])
-    return first.first_token_s, second.first_token_s, last_s - first.submitted_s
+    rate = mean((len(times) - 1) / (times[-1] - times[0]) for times in (first.token_times, second.token_times))
+    return first.first_token_s, second.first_token_s, last_s - first.submitted_s, rate

@@ -1,25 +1,32 @@
 """Agents that arrive together with one prefix: computed tokens and waiting times, with and without sharing."""
 
+from collections.abc import Iterator
 from itertools import count
 from statistics import mean, median
 
-from kvasir_bench.engine.lab import Case, Lab
+from kvasir_bench.engine.lab import Case, Lab, Row
 
 _OWN_TOKENS = 64
+_LENGTHS = (1024,)
 _REPLY_TOKENS = 16  # who ends with its first token leaves nothing to begin with
 
 
 def run(lab: Lab) -> Case:
     """Agents of one namespace may share what they prefill; agents without one share with nobody."""
-    agents, prefix_tokens = (3, 256) if lab.is_quick else (8, 1024)
     namespaces = (f"bench {number}" for number in count())
+    lengths = lab.chosen_lengths((256,) if lab.is_quick else _LENGTHS)
+    return Case("A shared prefix", lab.rows(lengths, lambda length: _rows(lab, length, namespaces)))
+
+
+def _rows(lab: Lab, prefix_tokens: int, namespaces: Iterator[str]) -> list[Row]:
+    agents = 3 if lab.is_quick else 8
 
     def measured() -> list[tuple[int, float, float]]:
         return [_round(lab, agents, prefix_tokens, namespace) for namespace in (None, next(namespaces))]
 
     found = zip(*lab.counted(f"{agents} agents with one prefix of {prefix_tokens}", measured), strict=True)
     alone, shared = ([*map(median, zip(*each, strict=True))] for each in found)
-    rows = [
+    return [
         {
             "sharing": sharing,
             "agents": agents,
@@ -32,7 +39,6 @@ def run(lab: Lab) -> Case:
         }
         for sharing, (tokens, mean_s, last_s) in ((False, alone), (True, shared))
     ]
-    return Case("A shared prefix", rows)
 
 
 def _round(lab: Lab, agents: int, prefix_tokens: int, namespace: str | None) -> tuple[int, float, float]:

@@ -4,19 +4,37 @@ from itertools import pairwise
 from statistics import median
 
 from kvasir_bench.arithmetic import Summary, Target, gaps
-from kvasir_bench.engine.lab import Case, Lab
+from kvasir_bench.engine.lab import Case, Lab, Row
 
 _LEAST_RATIO = 2.0
+_LENGTHS = (1024,)
 
 
 def run(lab: Lab) -> Case:
-    """A: 1,024 tokens and a reply of 427. B: 1,024 tokens, after a third of that reply (the seed's two seconds, to
-    scale).
+    """A and B have prompts of one length, A a reply of 427 tokens. B arrives after a third of it (the seed's two
+    seconds, to scale).
     """
-    found, budget_s = lab.counted("B joins A, and waits for A", lambda: _round(lab)), lab.engine.longest_gap_s
+    rows = lab.rows(lab.chosen_lengths((96,) if lab.is_quick else _LENGTHS), lambda length: [_row(lab, length)])
+    targets = [
+        target
+        for row in rows
+        for target in (
+            Target(f"B's first token, sequential / staggered, {row['prompt_tokens']}", row["ratio"], _LEAST_RATIO),
+            Target("A's longest gap / (budget + one cell + one step)", row["gap_ratio"], 1.0, is_most=True),
+        )
+    ]
+    return Case("The staggered case", rows, targets)
+
+
+def _row(lab: Lab, length: int) -> Row:
+    found = lab.counted(f"B joins A, and waits for A, {length} tokens", lambda: _round(lab, length))
+    budget_s = lab.engine.longest_gap_s
     allowed = [budget_s + each["cell_s"] + each["step_s"] for each in found]
     medians = {name: median(each[name] for each in found) for name in found[0]}
-    row = {
+    return {
+        "prompt_tokens": length,
+        "alone_first_s": medians["alone_first_s"],
+        "first_s": medians["first_s"],
         "sequential_s": medians["sequential_s"],
         "staggered_s": medians["staggered_s"],
         **Summary.of([each["sequential_s"] / each["staggered_s"] for each in found]).named("ratio"),
@@ -27,22 +45,19 @@ def run(lab: Lab) -> Case:
         "cell_s": medians["cell_s"],
         "step_s": medians["step_s"],
     }
-    targets = [
-        Target("B's first token, sequential / staggered", row["ratio"], _LEAST_RATIO),
-        Target("A's longest gap / (budget + one cell + one step)", row["gap_ratio"], 1.0, is_most=True),
-    ]
-    return Case("The staggered case", [row], targets)
 
 
-def _round(lab: Lab) -> dict[str, float]:
+def _round(lab: Lab, prompt_tokens: int) -> dict[str, float]:
     """One repeat, all times in seconds."""
-    prompt_tokens, reply_tokens = (96, 24) if lab.is_quick else (1024, 427)
+    reply_tokens = 24 if lab.is_quick else 427
     first, second = (lab.prompts.tokens(prompt_tokens, number) for number in (0, 1))
     third = reply_tokens // 3
     # One after the other: B arrives at the same point of A, and waits.
     alone, waited = lab.start(first, reply_tokens).ended(), lab.start(second, 1).ended()
     running, joined = lab.start_together(first, second, reply_tokens)
     return {
+        "alone_first_s": alone.first_token_s,
+        "first_s": running.first_token_s,
         "sequential_s": alone.token_times[-1] - alone.token_times[third - 1] + waited.first_token_s,
         "staggered_s": joined.first_token_s,
         "longest_gap_s": max(gaps(running.token_times, joined.submitted_s, joined.token_times[0])),
