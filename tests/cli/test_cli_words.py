@@ -84,6 +84,7 @@ REFUSED: dict[str, tuple[tuple[str, ...], int, str]] = {
     "results that are none": (("bench", "engine", "--results", __file__), 2, "expected what one run of `kvasir bench"),
     "results of several runs": (("bench", "engine", "--results", SEVERAL), 2, "expected what one run of `kvasir bench"),
     "pictures nowhere": (("bench", "quality", "--quick", "--plots", "/proc/kv-nowhere"), 5, "/proc/kv-nowhere: "),
+    "a demo of two models": (("demo", "--agent", "--model", "x"), 2, "--agent has a model of its own"),
     "a demo nowhere": (("demo", "--out", "/proc/kv-nowhere"), 5, "/proc/kv-nowhere: "),
     "endless memory": (("doctor", "--memory-gib", "inf"), 2, "--memory-gib: expected a number above 0, got"),
     "layers that are none": (("doctor", "--kv-exact-layers", "x"), 2, "--kv-exact-layers: expected"),

@@ -34,9 +34,11 @@ class _LosesItsFirstTurn(inference_pb2_grpc.InferenceServiceServicer):
     """An engine that cannot store its first turn and is killed; asked again, it does the turn anew, in other words."""
 
     def __init__(self) -> None:
+        self.models: list[str] = []
         self._turns = iter([("One.", pb.SNAPSHOT_STATE_FAILED), ("Two.", pb.SNAPSHOT_STATE_COMMITTED)])
 
     def Generate(self, request: pb.GenerateRequest, context: Any) -> Iterator[pb.GenerateResponse]:  # noqa: N802
+        self.models.append(request.model)
         text, state = next(self._turns)
         yield pb.GenerateResponse(started=pb.Started(prompt_tokens=9))
         yield pb.GenerateResponse(delta=pb.Delta(text=text))
@@ -50,14 +52,15 @@ def test_an_answer_is_what_the_memory_that_was_stored_says() -> None:
 
     async def both(address: str) -> list[str | Answer]:
         async with AioInferenceClient.connect(address) as client:
-            memory = EngineMemory(client)
+            memory = EngineMemory(client, model="other")
             with pytest.raises(Unavailable) as lost:
                 await asked(memory)
             assert lost.value.reason == "MEMORY_NOT_STORED"
             return await asked(memory)
 
     server = grpc.server(futures.ThreadPoolExecutor(1))
-    inference_pb2_grpc.add_InferenceServiceServicer_to_server(_LosesItsFirstTurn(), server)  # type: ignore[no-untyped-call]
+    engine = _LosesItsFirstTurn()
+    inference_pb2_grpc.add_InferenceServiceServicer_to_server(engine, server)  # type: ignore[no-untyped-call]
     port = server.add_insecure_port("127.0.0.1:0")
     server.start()
     try:
@@ -66,3 +69,4 @@ def test_an_answer_is_what_the_memory_that_was_stored_says() -> None:
         server.stop(0)
     assert isinstance(answer, Answer)
     assert (said, answer.text, answer.version) == ("Two.", "Two.", 1)
+    assert engine.models == ["other", "other"]

@@ -14,17 +14,20 @@ from kvasir_orchestrator.transcript import Message
 
 
 class EngineMemory:
-    """Agents of one engine. `clients` has a client for each namespace but the caller's own."""
+    """Agents of one engine. `clients` has a client for each namespace but the caller's own; `model` is the loaded one
+    if it is empty.
+    """
 
     def __init__(
         self,
         client: AioInferenceClient,
         clients: Mapping[str, AioInferenceClient] | None = None,
         *,
+        model: str = "",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._clients = {"": client, **(clients or {})}
-        self._clock = clock
+        self._model, self._clock = model, clock
         # What turns cost whose memory was not stored at once: asked again, they are answered from memory.
         self._unstored: dict[str, Answer] = {}
 
@@ -62,7 +65,13 @@ class EngineMemory:
         on_full = None
         if asked.on_full is not None:
             on_full = pb.OnFull(policy=f"ON_FULL_POLICY_{asked.on_full.policy.name}", keep=asked.on_full.keep)
-        options = replace(options_of(asked), agent_id=asked.agent_id, expected_version=version, on_full=on_full)
+        options = replace(
+            options_of(asked),
+            model=self._model,
+            agent_id=asked.agent_id,
+            expected_version=version,
+            on_full=on_full,
+        )
         client = self._client(asked.namespace)
         async with aclosing(streamed(client, options, self._clock, append=append, whole=whole)) as pieces:
             async for piece in pieces:

@@ -8,7 +8,7 @@ from kvasir.cli.caller import JsonOption, caller_of
 from kvasir.cli.failures import PROBLEMS
 from kvasir.errors import FailedPrecondition
 
-from kvasir_bench.commands.shown import PlotsOption, draw, progress, show
+from kvasir_bench.commands.shown import ModelOption, PlotsOption, draw, progress, show
 
 ScenarioOption = Annotated[
     list[str] | None, typer.Option(help="Of `kvasir scenario ls`; may be repeated. Left out: all of them.")
@@ -46,6 +46,7 @@ QuickOption = Annotated[
 
 def memory(
     context: typer.Context,
+    model: ModelOption = "",
     scenario: ScenarioOption = None,
     way: WayOption = None,
     variants: VariantsOption = None,
@@ -79,7 +80,7 @@ def memory(
     if played_files:
         results = report.of_files(played_files, is_quick=quick)
     else:
-        options = {"variants": variants or (2 if quick else 200), "together": together, "first": first}
+        options = {"variants": variants or (2 if quick else 200), "together": together, "first": first, "model": model}
         scope = report.scope_of(scenario or (), way or (), is_quick=quick, time_limit_s=time_limit_s, **options)
         with progress(caller, "playing scenarios", plots) as say:
             results = report.run(scope, say, played)

@@ -76,6 +76,7 @@ class PlayScope:
     kills_once: bool  # in the middle, and not before each phase
     time_limit_s: float | None = None  # begin no more variants after so long
     first: int = 1  # variant
+    model: str = ""  # of both engines; empty: the shipped one
     warms_up: bool = False  # a short conversation first, which does not count: engines compile kernels in their first
 
 

@@ -39,6 +39,12 @@ def scope_of(scenarios: Sequence[str], ways: Sequence[str], *, is_quick: bool, *
     return PlayScope(names, wanted, kills_once=is_quick, warms_up=not is_quick, **options)
 
 
+def shapes(names: Sequence[str]) -> dict[str, dict[str, int]]:
+    """How many phases and agents each of the shipped scenarios has."""
+    found = {name: Scenario.shipped(name) for name in names}
+    return {name: {"phases": len(each.phases), "agents": len(each.agents)} for name, each in found.items()}
+
+
 def run(scope: PlayScope, say: Callable[[str], None], played_file: Path | None) -> dict[str, Any]:
     """Play and count; `played_file` gets a line for each batch."""
     began = time.monotonic()
@@ -51,7 +57,7 @@ def run(scope: PlayScope, say: Callable[[str], None], played_file: Path | None) 
     root = Path(tempfile.mkdtemp(prefix="kvasir-", dir="/tmp"))
     try:
         with macs(root) as make:
-            first, second = make("here"), make("there")
+            first, second = (make(name, model=scope.model) for name in ("here", "there"))
             first.start()
             second.start()
 

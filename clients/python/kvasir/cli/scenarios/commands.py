@@ -44,6 +44,7 @@ def schema(caller: Caller) -> None:
 def run(
     caller: Caller,
     file: FileArgument,
+    model: Annotated[str, typer.Option(help="Of those that the engine serves. Left out: the loaded one.")] = "",
     variant: Annotated[int, typer.Option(min=0, help="Draw other words for its values. 0: the first of each.")] = 0,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print every prompt and the reuse it will get; nothing is said.")
@@ -70,7 +71,8 @@ def run(
     tokens = runs.tokens_of(scenario, namespace or [])
     with failures.naming("engine", caller), runs.journal_of(caller, scenario, journal, fresh=fresh) as begun:
         try:
-            is_met = asyncio.run(runs.run(caller, scenario, begun, tokens=tokens, retries=retries, parallel=parallel))
+            options = {"model": model, "tokens": tokens, "retries": retries, "parallel": parallel}
+            is_met = asyncio.run(runs.run(caller, scenario, begun, **options))
         except (KeyboardInterrupt, SystemExit, KvasirError):
             caller.say(f"\nstopped after {len(begun.answers)} turns; run it again, without --fresh, to go on")
             raise

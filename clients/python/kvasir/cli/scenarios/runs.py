@@ -78,15 +78,23 @@ def journal_of(caller: Caller, scenario: Scenario, path: Path | None, *, fresh: 
 
 
 async def run(
-    caller: Caller, scenario: Scenario, journal: Journal, *, tokens: Mapping[str, str], retries: int, parallel: int
+    caller: Caller,
+    scenario: Scenario,
+    journal: Journal,
+    *,
+    model: str,
+    tokens: Mapping[str, str],
+    retries: int,
+    parallel: int,
 ) -> bool:
-    """Run it to its end; whether all outcomes are met."""
+    """Run it to its end with the engine's loaded model, or one by name; whether all outcomes are met."""
     endpoint, conversation = caller.engine, ShownRun(caller, scenario)
     for agent_id in _named(scenario):
         caller.say(f"{agent_id} goes on with what it remembers: the file names it by its id, and it may be your own")
     done = RunDone(0, 0, (), 0, 0)
     async with AioInferenceClient.connect(endpoint.address, token=endpoint.token(), tls=endpoint.tls) as client:
-        memory = EngineMemory(client, {name: client.with_token(token) for name, token in tokens.items()})
+        of_namespaces = {name: client.with_token(token) for name, token in tokens.items()}
+        memory = EngineMemory(client, of_namespaces, model=model)
         if journal.forgets and not journal.answers:
             await _forget_earlier(caller, scenario, memory, journal)
         options = Retries(times=retries)
