@@ -440,7 +440,8 @@ ROOMS = {
     },
     BENCH: {
         "prove": "attention engine memory_path pictures program tables",
-        "commands": "attention engine load memory_path pictures program quality scenarios store tables",
+        "commands": "attention engine load memory_path paper pictures program quality scenarios store tables",
+        "paper": "arithmetic pictures tables",
         "scenarios": "arithmetic pictures tables",
         "memory_path": "arithmetic pictures program tables wire",
         "load": "arithmetic pictures program tables",

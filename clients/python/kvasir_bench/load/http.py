@@ -56,7 +56,7 @@ class HttpTarget:
                     deltas = [choice.get("delta") or {} for choice in choices]
                     if any(map(_says_something, deltas)):
                         yield Arrived(1, text="".join(delta.get("content") or "" for delta in deltas))
-                    if (total := _usage(chunk, "completion_tokens")) is not None:
+                    if (total := usage(chunk, "completion_tokens")) is not None:
                         yield Arrived(total_tokens=total)
         except httpx2.HTTPError as error:
             raise TurnFailed(type(error).__name__) from None
@@ -68,9 +68,9 @@ class HttpTarget:
     async def forget(self, agents: Sequence[str]) -> None:
         """Nothing: no such server deletes a conversation."""
 
-    async def _prompt_tokens(self, text: str) -> int:
-        """0 where the server does not count them."""
-        body = {**self._body([{"role": "user", "content": text}], 1), "stream": False}
+    async def whole(self, messages: Sequence[dict[str, str]], max_tokens: int) -> dict[str, Any]:
+        """The answer in one piece, to a turn that is no conversation. Raises Unavailable and InvalidArgument."""
+        body = {**self._body(messages, max_tokens), "stream": False}
         del body["stream_options"]
         try:
             answer = await self._client.post("/chat/completions", json=body, headers=_NO_MEMORY)
@@ -80,10 +80,16 @@ class HttpTarget:
             told = f"{self._client.base_url}chat/completions answers {answer.status_code}: {answer.text[:300]}"
             raise Unavailable(told) if answer.status_code >= 500 else InvalidArgument(told, field="--http")
         try:
-            return _usage(_object(answer.text), "prompt_tokens") or 0
+            found = _object(answer.text)
+            usage(found, "prompt_tokens")
         except (TurnFailed, AttributeError):
             told = f"--http: {self._client.base_url}chat/completions answers with what is no chat completion"
             raise InvalidArgument(told, field="--http") from None
+        return found
+
+    async def _prompt_tokens(self, text: str) -> int:
+        """0 where the server does not count them."""
+        return usage(await self.whole([{"role": "user", "content": text}], 1), "prompt_tokens") or 0
 
     def _body(self, messages: Sequence[dict[str, str]], max_tokens: int) -> dict[str, Any]:
         return {
@@ -120,7 +126,8 @@ def _says_something(delta: dict[str, Any]) -> bool:
     return any(delta.get(name) for name in ("content", "reasoning_content", "reasoning", "tool_calls"))
 
 
-def _usage(answer: dict[str, Any], name: str) -> int | None:
+def usage(answer: dict[str, Any], name: str) -> int | None:
+    """A count of tokens, where the server gives it. Raises AttributeError for one that is no object."""
     count = (answer.get("usage") or {}).get(name)
     return count if isinstance(count, int) else None
 

@@ -25,7 +25,7 @@ async def measured(
     """The load's results of mlx_lm.server, and how it `serves`; or why it was `left_out`: it may not know the model."""
     try:
         with tempfile.TemporaryDirectory() as logs:
-            async with _serving(model, scope.at_once or 0, Path(logs)) as target:
+            async with serving(model, scope.at_once or 0, Path(logs)) as target:
                 await run.tokens_per_word(target, scope)  # it answers now, and has compiled what it compiles
                 found = await run.run(target, scope, say, tokens_per_word=tokens_per_word)
                 return {"name": NAME, "serves": (Path(logs) / "out").read_text().strip(), **found}
@@ -34,7 +34,7 @@ async def measured(
 
 
 @asynccontextmanager
-async def _serving(model: str, rows: int, logs: Path) -> AsyncGenerator[HttpTarget, None]:
+async def serving(model: str, rows: int, logs: Path) -> AsyncGenerator[HttpTarget, None]:
     """The server, until the block's end. Raises Unavailable with its last line."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]

@@ -18,7 +18,7 @@ from kvasir_bench.memory_path.turns import Agent, SeenTurn, words_per_token
 
 REPLY_TOKENS = 50
 # Of the context, for the question, the replies and the template's own tokens.
-_SPARE_TOKENS = 640
+SPARE_TOKENS = 640
 _SHORT_TURNS = 3
 _FIRST_WORDS = 200
 _FEW_TOKENS = 4
@@ -86,7 +86,7 @@ def _begin(
             break
         for length in scope.lengths:
             say(f"{length} tokens, {repeat + 1} of {scope.repeats}: cold, stored, hot")
-            words = round(min(length, context_tokens - _SPARE_TOKENS) * ratio)
+            words = round(min(length, context_tokens - SPARE_TOKENS) * ratio)
             agent = Agent(client, f"bench-{length}-{repeat}", words, REPLY_TOKENS)
             agents.append(agent)
             results["agents"].append({"length": length, "repeat": repeat, **_live(agent, client)})

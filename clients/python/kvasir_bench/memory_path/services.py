@@ -11,9 +11,10 @@ from typing import Any
 
 from kvasir.cli.own_services.own_processes import OwnProcesses
 from kvasir.cli.running.home import Home
-from kvasir.cli.running.plan import Plan, plan_of
+from kvasir.cli.running.plan import Plan, make_credentials, plan_of
 from kvasir.cli.settings.asked import Asked
 from kvasir.clients import InferenceClient
+from kvasir.options.up import UpTable
 from kvasir.waits import HANGS_S
 
 _PLAYED_ENGINE = "kvasir_bench.played"
@@ -42,13 +43,27 @@ class MeasuredServices:
         seconds = self._processes.start(missing)
         return {f"{name}_s": round(value, 3) for name, value in seconds.items()} | self._logged()
 
+    def start_gateway(self) -> tuple[str, str]:
+        """Start it with the other services. Its URL, and the key of its callers."""
+        self.start()
+        assert self._plan.gateway is not None
+        if not self._processes.is_running("http"):
+            self._processes.start([self._plan.gateway.service()])
+        token_file = self.directory / "h" / "tokens" / "client.token"
+        return f"http://{self._plan.gateway.endpoint.address}", token_file.read_text().strip()
+
     def kill(self, *names: str) -> None:
         """kill -9."""
         self._processes.kill(names)
 
     def client(self) -> InferenceClient:
         """Of the engine that runs now."""
-        return InferenceClient.connect(self._plan.engine.endpoint.address, timeout_s=HANGS_S)
+        return InferenceClient.connect(self.address, timeout_s=HANGS_S)
+
+    @property
+    def address(self) -> str:
+        """Of the engine."""
+        return self._plan.engine.endpoint.address
 
     def files(self) -> list[Path]:
         """The store's blobs."""
@@ -83,15 +98,18 @@ def measured_services(
     memory_gib: float,
     options: Sequence[str] = (),
     logs_to: Path | None = None,
+    http: str = "",
 ) -> Iterator[MeasuredServices]:
     """The services, in a directory below `home` that is gone afterwards. `played`: what the played engine is told, if
-    it is one. `logs_to`: a file's name; the logs are kept beside it.
+    it is one. `logs_to`: a file's name; the logs are kept beside it. `http`: where its gateway will listen.
     """
     root = Path(tempfile.mkdtemp(prefix="kvasir-", dir=home))
     own = Home(root / "h")
     own.make()
     own.audit_file("store").parent.mkdir(mode=0o700)
-    plan = plan_of(Asked(own))
+    if http:
+        make_credentials(own)
+    plan = plan_of(Asked(own, UpTable(http=http)))
     given = {"model": model, "memory_gib": memory_gib, "log_format": "json"}
     engine = replace(plan.engine, options={**plan.engine.options, **given}, words=tuple(options))
     if played:

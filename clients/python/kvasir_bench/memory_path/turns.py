@@ -41,8 +41,9 @@ class SeenTurn:
 class Agent:
     """An agent of one length. Its texts differ from their first word on, so that it shares no block with others."""
 
-    def __init__(self, client: InferenceClient, name: str, words: int, reply_tokens: int) -> None:
+    def __init__(self, client: InferenceClient, name: str, words: int, reply_tokens: int, system: str = "") -> None:
         self.name = name
+        self._system = [{"role": "system", "content": system}] if system else []
         self._client = client
         self._reply_tokens = reply_tokens
         self._text = text_of(name, words)
@@ -50,7 +51,7 @@ class Agent:
 
     def cold(self) -> SeenTurn:
         """The first turn, which computes all of its prompt."""
-        return self._turn(messages=[{"role": "user", "content": self._text}])
+        return self._turn(messages=[*self._system, {"role": "user", "content": self._text}])
 
     def goes_on(self) -> SeenTurn:
         """A turn that is remembered."""

@@ -1,0 +1,96 @@
+"""`kvasir bench paper`."""
+
+import json
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from kvasir.cli.caller import JsonOption, caller_of
+from kvasir.cli.failures import WrongUsage
+from kvasir.cli.running.checks import check_installed
+from kvasir.credentials import read_token
+from kvasir.errors import InvalidArgument
+
+from kvasir_bench.commands.paper import measuring
+from kvasir_bench.commands.paper.bench import Bench, PaperScope
+from kvasir_bench.commands.shown import MarkdownOption, ModelOption, PlotsOption, draw, progress, show
+from kvasir_bench.paper import report
+from kvasir_bench.tables import markdown_table, text_table
+
+TableOption = Annotated[
+    list[str] | None,
+    typer.Option(help="A table's number (5.5), or a paper's (001 to 004). May be repeated. Left out: all."),
+]
+RepeatsOption = Annotated[int, typer.Option(min=1, help="How often to measure; medians are shown.")]
+QuickOption = Annotated[bool, typer.Option("--quick", help="Once, and contexts up to 1,100 tokens.")]
+HomeOption = Annotated[
+    Path, typer.Option(exists=True, file_okay=False, help="A directory on the disk that is measured.")
+]
+HttpOption = Annotated[str, typer.Option(metavar="URL", help="For 5.9: LM Studio, or another server of OpenAI's chat.")]
+HttpModelOption = Annotated[str, typer.Option(help="With --http: the model's name at that server.")]
+ApiKeyFileOption = Annotated[Path | None, typer.Option(help="With --http: the file of the key.")]
+CsvOption = Annotated[Path | None, typer.Option(help="Write a CSV for each table into this directory.")]
+KeepOption = Annotated[Path | None, typer.Option(dir_okay=False, help="Write the JSON to FILE after each table.")]
+ResultsOption = Annotated[
+    list[Path] | None,
+    typer.Option("--results", exists=True, dir_okay=False, help="Measure nothing: show this JSON; may be repeated."),
+]
+
+
+def paper(
+    context: typer.Context,
+    model: ModelOption = "",
+    table: TableOption = None,
+    repeats: RepeatsOption = 3,
+    quick: QuickOption = False,
+    home: HomeOption = Path("/tmp"),  # noqa: S108 - short: a socket's path must fit into a hundred bytes
+    http: HttpOption = "",
+    http_model: HttpModelOption = "",
+    api_key_file: ApiKeyFileOption = None,
+    keep: KeepOption = None,
+    results_file: ResultsOption = None,
+    csv: CsvOption = None,
+    plots: PlotsOption = None,
+    as_markdown: MarkdownOption = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Fill the tables of the papers that Kvasir is built from, each published figure beside one measured here.
+
+    Contexts that the model does not have are marked, and so is what is not built. Services are its own.
+    """
+    caller = caller_of(context, as_json)
+    if bool(http) != bool(http_model) or (api_key_file is not None and not http):
+        raise InvalidArgument("--http and --http-model belong together, and --api-key-file to them", field="http")
+    if results_file:
+        results = _kept(results_file)
+    else:
+        check_installed("store", "engine", gateway=True)
+        wanted = measuring.chosen(table or ())
+        server = (http, http_model, read_token(api_key_file) if api_key_file else "") if http else None
+        with progress(caller, "measuring the papers' tables; minutes", plots) as say:
+            bench = Bench(PaperScope(model, repeats, quick, home, server), say)
+            try:
+                results = measuring.measured(bench, wanted, partial(_keep, keep))
+            finally:
+                bench.close()
+    draw(caller, report.plots(results), plots)
+    if csv is not None:
+        report.write_csv(results, csv)
+    show(caller, results, partial(report.lines, show=markdown_table if as_markdown else text_table))
+
+
+def _keep(file: Path | None, results: dict[str, Any]) -> None:
+    if file is not None:
+        file.write_text(json.dumps(results, indent=1), encoding="utf-8")
+
+
+def _kept(files: list[Path]) -> dict[str, Any]:
+    """The tables of all files, with the machine of the first. Raises WrongUsage for any other file."""
+    try:
+        runs = [json.loads(file.read_text(encoding="utf-8")) for file in files]
+        results: dict[str, Any] = {**runs[0], "tables": [table for run in runs for table in run["tables"]]}
+        list(report.lines(results))
+    except (ValueError, LookupError, TypeError, AttributeError):
+        raise WrongUsage("--results: expected what `kvasir bench paper --json` printed", field="--results") from None
+    return results

@@ -1,0 +1,189 @@
+"""Conversations that are measured at services: turns over gRPC, over HTTP, at two servers, and at a rate of their own.
+
+Texts differ from their first word on, so that no turn shares KV that it is not meant to share.
+"""
+
+import asyncio
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from contextlib import aclosing
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from kvasir.clients import AioInferenceClient, InferenceClient
+from kvasir.errors import KvasirError
+
+from kvasir_bench.commands.paper.bench import Bench
+from kvasir_bench.load import run
+from kvasir_bench.load.arithmetic import Arrived, Lengths, LoadTurn
+from kvasir_bench.load.run import LoadAgent
+from kvasir_bench.memory_path.turns import Agent, SeenTurn, text_of, words_per_token
+
+Rows = list[dict[str, Any]]
+_REPLY_TOKENS = 64  # at most, as in the paper
+_TURNS = 3
+_QUESTION = "Which of these numbers do you still know? Answer in a few words."
+
+
+def three_turns(bench: Bench, lengths: Sequence[int]) -> Rows:
+    """A cold turn, and two that extend it."""
+
+    def turns(client: InferenceClient, name: str, words: int) -> list[SeenTurn]:
+        agent = Agent(client, name, words, _REPLY_TOKENS)
+        return [agent.cold(), *(agent.goes_on() for _ in range(_TURNS - 1))]
+
+    return _medians(bench, lengths, "three turns", turns, lambda place: {"turn": place + 1})
+
+
+def prefix(bench: Bench, lengths: Sequence[int]) -> Rows:
+    """Two agents whose system prompt is the same."""
+
+    def turns(client: InferenceClient, name: str, words: int) -> list[SeenTurn]:
+        system = text_of(name, words)
+        agents = [Agent(client, f"{name} {each}", 12, _REPLY_TOKENS, system) for each in "AB"]
+        seen = []
+        for agent in agents:
+            seen.append(agent.cold())
+            agent.stored_s()
+        return seen
+
+    names = ("A (cold)", "B (shared)")
+    return _medians(bench, lengths, "a shared prefix", turns, lambda place: {"request": names[place]})
+
+
+def _medians(
+    bench: Bench,
+    lengths: Sequence[int],
+    what: str,
+    turns: Callable[[InferenceClient, str, int], list[SeenTurn]],
+    key: Callable[[int], dict[str, Any]],
+) -> Rows:
+    """A row for each turn, with medians over the repeats behind one that warms up."""
+    rows = []
+    bench.services.start()
+    with bench.services.client() as client:
+        ratio = words_per_token(client)
+        turns(client, f"paper, {what}, warming up", 50)
+        for length in lengths:
+            bench.say(f"{what} at {length:,} tokens")
+            names = [f"paper, {what}, {length}, {number}" for number in range(bench.repeats)]
+            found = [turns(client, name, round(length * ratio)) for name in names]
+            for place, seen in enumerate(zip(*found, strict=True)):
+                rows.append(
+                    {
+                        "context_tokens": length,
+                        **key(place),
+                        "first_token_s": median(turn.first_token_s for turn in seen),
+                        "end_to_end_s": median(turn.last_token_s for turn in seen),
+                        "tokens": median(len(turn.token_ids) for turn in seen),
+                        "cached_tokens": median(turn.cached_tokens for turn in seen),
+                    }
+                )
+    return rows
+
+
+def over_http(bench: Bench, lengths: Sequence[int]) -> Rows:
+    """Cold turns at the gateway, streamed and in one piece."""
+    url, key = bench.services.start_gateway()
+    return asyncio.run(_over_http(bench, lengths, url, key))
+
+
+async def _over_http(bench: Bench, lengths: Sequence[int], url: str, key: str) -> Rows:
+    from kvasir_bench.load.http import connected  # an extra's package
+
+    rows: Rows = []
+    async with connected(url, bench.facts["name"], key) as target:
+        ratio = await target.tokens_per_word(text_of("counted", 64)) or 1.0
+
+        for length in lengths:
+            bench.say(f"over HTTP at {length:,} tokens")
+            for mode, send in {"streaming": _streamed, "whole": _whole}.items():
+                texts = [text_of(f"{mode} {length} {n}", max(1, round(length / ratio))) for n in range(bench.repeats)]
+                turns = [(await send(target, "", [{"role": "user", "content": text}]))[0] for text in texts]
+                seconds = {
+                    "first_token_s": median(turn.first_token_s or 0.0 for turn in turns),
+                    "end_to_end_s": median(turn.ended_s or 0.0 for turn in turns),
+                }
+                tokens = median(turn.tokens for turn in turns)
+                rows.append({"context_tokens": length, "mode": mode, **seconds, "tokens": tokens})
+    return rows
+
+
+def servers(bench: Bench, lengths: Sequence[int]) -> Rows:
+    """The same three turns over HTTP: at Kvasir's gateway, at mlx_lm.server, and at the server that was given."""
+    url, key = bench.services.start_gateway()
+    return asyncio.run(_servers(bench, max(lengths), url, key))
+
+
+async def _servers(bench: Bench, length: int, url: str, key: str) -> Rows:
+    from kvasir_bench.load import mlx_lm_server
+    from kvasir_bench.load.http import connected
+
+    name = bench.facts["name"]
+    places = {"Kvasir": connected(url, name, key)}
+    if bench.scope.server is not None:
+        places[bench.scope.server[0]] = connected(*bench.scope.server)
+    rows = []
+    with tempfile.TemporaryDirectory() as logs:
+        places[mlx_lm_server.NAME] = mlx_lm_server.serving(bench.scope.model or name, 1, Path(logs))
+        for server, place in places.items():
+            bench.say(f"three turns at {server}")
+            try:
+                async with place as target:
+                    rows.append({"server": server, **await _three(bench, target, length)})
+            except KvasirError as error:  # it may not know the model
+                rows.append({"server": server, "left_out": error.message})
+    return rows
+
+
+async def _three(bench: Bench, target: Any, length: int) -> dict[str, Any]:
+    ratio = await target.tokens_per_word(text_of("counted", 64)) or 1.0
+    found = []
+    for number in range(bench.repeats + 1):  # the first one warms up
+        agent, turns = f"paper, servers, {number}", []
+        messages = [{"role": "user", "content": text_of(agent, max(1, round(length / ratio)))}]
+        for _ in range(_TURNS):
+            turn, reply = await _streamed(target, agent, messages)
+            turns.append(turn.ended_s or 0.0)
+            messages += [{"role": "assistant", "content": reply}, {"role": "user", "content": _QUESTION}]
+        found.append(turns)
+    return {f"turn_{place}_s": median(each) for place, each in enumerate(zip(*found[1:], strict=True), 1)}
+
+
+async def _streamed(target: Any, agent: str, messages: list[dict[str, str]]) -> tuple[LoadTurn, str]:
+    """A turn, and its reply."""
+    turn, reply, began = LoadTurn(0.0), "", time.monotonic()
+    async with aclosing(target.turn(LoadAgent(agent, 0, messages), _REPLY_TOKENS)) as arriving:
+        async for arrived in arriving:
+            turn.add(arrived, time.monotonic() - began)
+            reply += arrived.text
+    turn.ended_s = time.monotonic() - began
+    return turn, reply
+
+
+async def _whole(target: Any, _agent: str, messages: list[dict[str, str]]) -> tuple[LoadTurn, str]:
+    """The same in one piece, without an agent."""
+    turn, began = LoadTurn(0.0), time.monotonic()
+    answer = await target.whole(messages, _REPLY_TOKENS)
+    turn.ended_s = time.monotonic() - began
+    turn.add(Arrived(1, total_tokens=answer["usage"]["completion_tokens"]), turn.ended_s)
+    return turn, ""
+
+
+def open_loop(bench: Bench, _lengths: Sequence[int]) -> dict[str, Any]:
+    """Turns that arrive at a rate of their own, as by `kvasir bench load`."""
+    bench.services.start()
+    return asyncio.run(_open_loop(bench))
+
+
+async def _open_loop(bench: Bench) -> dict[str, Any]:
+    seconds, tokens = (8.0, 64) if bench.scope.is_quick else (30.0, 512)
+    scope = run.LoadScope(
+        Lengths.parse(str(tokens), "--in"), Lengths.parse("32", "--out"), seconds=seconds, ramp_s=seconds / 5
+    )
+    async with AioInferenceClient.connect(bench.services.address) as client:
+        target = run.GrpcTarget(client)
+        counted = await run.tokens_per_word(target, scope)
+        return {"rate_per_s": scope.rate_per_s, **await run.run(target, scope, bench.say, tokens_per_word=counted)}
