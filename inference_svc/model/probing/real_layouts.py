@@ -54,6 +54,7 @@ REAL_LAYOUTS: Mapping[str, Layers] = {
     "GPT-OSS 20B": _every(2, 24, _full(8, 64), _window(128, 8, 64)),
     "Llama 3.1 8B": [_full(8, 128)] * 32,
     "Qwen 2.5 7B": [_full(4, 128)] * 28,
+    "Qwen 2.5 14B": [_full(8, 128)] * 48,
     "Qwen 3 8B": [_full(8, 128)] * 36,
     "DeepSeek V2 Lite": [_full(16, 192, 128)] * 27,
     "DeepSeek V3": [_latent(512, 64)] * 61,
