@@ -45,8 +45,8 @@ class EngineWorker:
         rules: Rules,
         clock: Callable[[], float],
     ) -> None:
-        # On a GPU all of it now: memory stays flat, and a step's graph can be kept. A CPU's pool grows with use.
-        self._pool = runner.new_pool(model.kv_identity.policy, memory_budget_bytes, is_allocated=runner.is_on_gpu)
+        policy, is_allocated = model.kv_identity.policy, runner.takes_pool_at_once
+        self._pool = runner.new_pool(policy, memory_budget_bytes, is_allocated=is_allocated)
         self._turns: list[Sequence] = []  # all that are not over
         self.room = KvRoom(self._pool, model, memory_budget_bytes, self._turns)
         self.memories = self.room.memories
@@ -73,6 +73,17 @@ class EngineWorker:
     def computed_tokens(self) -> int:
         """Tokens that went through the model; reused tokens do not count."""
         return self._prefiller.computed + self._decoder.computed
+
+    def give_back(self, most_bytes: int) -> int:
+        """Drop memories that the store has until KV needs at most so many bytes of the device, and free the rest.
+        Returns the bytes that became free.
+        """
+        for key in self.memories.stored_keys():
+            if max(self._pool.needed_bytes, self.room.used_bytes) <= most_bytes:
+                break
+            self.memories.drop(key)
+        self.memory_used_bytes = self.room.used_bytes
+        return self._pool.give_back()
 
     def submit(self, sequence: Sequence) -> None:
         self._scheduler.submit(sequence, self._clock())

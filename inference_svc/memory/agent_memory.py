@@ -95,6 +95,10 @@ class Publication:
     # --- on the MLX thread ---
 
     @property
+    def is_safe(self) -> bool:
+        return self.standing.is_safe
+
+    @property
     def is_owed(self) -> bool:
         return self.carrier is not None and self.standing.is_owed
 

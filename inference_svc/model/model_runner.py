@@ -49,6 +49,8 @@ class ModelRunner:
         self._steps = 0
         self._short: ShortPass | None = None  # over the pool that was used last
         self.is_on_gpu = mx.default_device().type == mx.DeviceType.gpu
+        # A card's memory is the engine's own, and stays flat; a Mac's is the system's too.
+        self.takes_pool_at_once = self.is_on_gpu and mx.cuda.is_available()
         if known is not None:
             _take_probed(model, known)
         self.probed = known or _probed(model)

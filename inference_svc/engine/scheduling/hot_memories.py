@@ -29,6 +29,11 @@ class Owed(Protocol):
     """What is known of a memory's way to the store. The MLX thread asks."""
 
     @property
+    def is_safe(self) -> bool:
+        """The store has the memory."""
+        ...
+
+    @property
     def is_owed(self) -> bool:
         """The store lacks the memory, and may still get it."""
         ...
@@ -151,6 +156,12 @@ class HotMemories:
             for each in (*self._memories.values(), *self._pinned)
             if (each.owed is not None and each.owed.is_awaited)
         ]
+
+    def stored_keys(self) -> list[AgentKey]:
+        """Keys of idle memories that the store has, in the order in which memories are dropped."""
+        self.look_at_owed()
+        owed = {key: self._memories[key].owed for key in self._droppable(())}
+        return [key for key, each in owed.items() if each is not None and each.is_safe]
 
     def want_room(self) -> None:
         """Turns wait for room: what is awaited shall hurry."""

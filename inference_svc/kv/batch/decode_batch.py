@@ -108,26 +108,26 @@ class DecodeBatch:
 
     @property
     def _compiles(self) -> bool:
-        """Whether MLX may keep the step's graph: kernels write the pages, so the pool's arrays never change, and no
-        layer hands an array on from step to step. Rebuilding the graph takes longer than a GPU computes it.
+        """Whether MLX may keep the step's graph: kernels write the pages, so no layer hands an array on from step to
+        step. Rebuilding the graph takes longer than a GPU computes it.
         """
-        return self._pool.dialect is not None and self._pool.is_whole and not self._states
+        return self._pool.dialect is not None and not self._states
 
     def _over_pages(self, tokens: mx.array, step: DecodeStep) -> mx.array:
-        given = (tokens, step.offsets, *(group.block_table for group in step.groups))
+        pages, given = self._pool.arrays, (tokens, step.offsets, *(group.block_table for group in step.groups))
         count, rows = tokens.shape[0], self._pass_rows
         if not (rows and self._compiles):
-            logits: mx.array = (self._compiled if self._compiles else self._traced)(*given)
+            logits: mx.array = (self._compiled if self._compiles else self._traced)(pages, *given)
             return logits
         if step.slots > count:
             given = (mx.pad(tokens, (0, step.slots - count)), *given[1:])
-        passes = [self._compiled(*(each[at : at + rows] for each in given)) for at in range(0, step.slots, rows)]
+        passes = [self._compiled(pages, *(each[at : at + rows] for each in given)) for at in range(0, step.slots, rows)]
         return mx.concatenate(passes)[:count]
 
-    def _traced(self, tokens: mx.array, offsets: mx.array, *block_tables: mx.array) -> mx.array:
-        """A step as a function of arrays. MLX calls it once for each number of rows and width of tables."""
+    def _traced(self, pages: list[mx.array], tokens: mx.array, offsets: mx.array, *block_tables: mx.array) -> mx.array:
+        """A step as a function of arrays. MLX calls it once for each number of rows, width of tables, size of pool."""
         for layer in self._fused.values():
-            layer.begin(PassArrays(offsets, offsets, block_tables))
+            layer.begin(PassArrays(offsets, offsets, block_tables, pages))
         return self._logits(tokens)
 
     def discard(self) -> list[SequenceKV]:

@@ -43,7 +43,7 @@ class FusedLayer:
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """Store new rows [slots, kv_heads, n, dim] at the step's places, and return them: `attend` reads the rest."""
         pool, now = self._pool, self._now
-        array, table = pool.arrays[pool.slot_of(self._layer)], now.block_tables[self._group]
+        array, table = now.pages[pool.slot_of(self._layer)], now.block_tables[self._group]
         assert pool.dialect is not None
         self._stored = append_rows(keys, values, array, self._format, table, now.places, pool.dialect)
         return keys, values
@@ -57,7 +57,7 @@ class FusedLayer:
         now = self._now
         attended: mx.array = paged_attention(
             queries,
-            self._pool.arrays[self._pool.slot_of(self._layer)],
+            now.pages[self._pool.slot_of(self._layer)],
             self._format,
             now.block_tables[self._group],
             self._stored if self._stored.ndim == 1 else self._stored[:, -1],

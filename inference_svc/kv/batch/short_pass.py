@@ -56,7 +56,7 @@ class ShortPass:
     def takes(self, kv: SequenceKV, count: int) -> bool:
         """Whether it computes `count` tokens behind this sequence, in one part or two."""
         is_short = 0 < count <= self._most_tokens and (count <= PAGE_TOKENS // 2 or kv.length <= _DEEP_TOKENS)
-        if not (self.pool.is_whole and is_short):
+        if not is_short:
             return False
         first = _first_part(kv, count)
         return not first or _spare(count - first) <= first
@@ -100,12 +100,14 @@ class ShortPass:
         """Logits [rows, vocabulary] for the tokens after rows of tokens [rows, n], not evaluated; the other arguments
         are those of `PassArrays`. Evaluating them stores the rows.
         """
-        logits: mx.array = self._compiled(tokens, offsets, places, *block_tables)
+        logits: mx.array = self._compiled(self.pool.arrays, tokens, offsets, places, *block_tables)
         return logits
 
-    def _traced(self, tokens: mx.array, offsets: mx.array, places: mx.array, *block_tables: mx.array) -> mx.array:
+    def _traced(
+        self, pages: list[mx.array], tokens: mx.array, offsets: mx.array, places: mx.array, *block_tables: mx.array
+    ) -> mx.array:
         for layer in self._layers:
-            layer.begin(PassArrays(offsets, places, block_tables))
+            layer.begin(PassArrays(offsets, places, block_tables, pages))
         return self._forward(tokens, self._layers)[:, -1]  # type: ignore[no-any-return]
 
 

@@ -5,18 +5,19 @@ the holder of a private page may write it.
 """
 
 from collections.abc import Iterable, Sequence
+from heapq import heapify, heappop, heappush
 
 from kvasir.errors import ResourceExhausted
 
 
 class PageAllocator:
-    """Pages 0 to `total` - 1. Pages that were used before are given out first, so that few are ever touched."""
+    """Pages 0 to `total` - 1. The lowest free page is given out first, so that the highest ones can be given back."""
 
     def __init__(self, total: int) -> None:
         self.total = total
         self._holders: dict[int, int] = {}
         self._returned: list[int] = []
-        self.touched = 0  # pages 0 to this one, without it, were given out at least once
+        self.touched = 0  # pages 0 to this one, without it, were given out, and lie in memory
 
     @property
     def used(self) -> int:
@@ -42,7 +43,7 @@ class PageAllocator:
                 reason="MEMORY_EXCEEDED",
                 metadata={"needed_pages": str(count), "free_pages": str(self.free)},
             )
-        again = [self._returned.pop() for _ in range(min(count, len(self._returned)))]
+        again = [heappop(self._returned) for _ in range(min(count, len(self._returned)))]
         new = range(self.touched, self.touched + count - len(again))
         self.touched = new.stop
         taken = [*again, *new]
@@ -62,7 +63,18 @@ class PageAllocator:
                 self._holders[page] = holders
             else:
                 del self._holders[page]
-                self._returned.append(page)
+                heappush(self._returned, page)
+
+    @property
+    def end(self) -> int:
+        """Pages up to the last one in use."""
+        return max(self._holders, default=-1) + 1
+
+    def forget_free_end(self) -> None:
+        """Count the free pages behind the last one in use as never given out."""
+        self.touched = self.end
+        self._returned = [page for page in self._returned if page < self.touched]
+        heapify(self._returned)
 
     def freed_by(self, tables: Iterable[Sequence[int]]) -> int:
         """How many pages would become free if these tables were released together. Changes nothing."""

@@ -3,7 +3,8 @@
 For each layer of a group there is one array of pages, and a page number means the same block in all of them. On a CPU a
 write makes a new array, as Python sees it. MLX reuses the old array's memory if nothing else refers to it; otherwise it
 copies the whole array. So nobody may keep a reference to `arrays` during a write: what is computed from them is
-evaluated or dropped before. On a GPU kernels write where the pages lie (`attention/in_place`). Lives on the MLX thread.
+evaluated or dropped before. On a GPU kernels write where the pages lie (`attention/in_place`). The arrays grow with use
+and are given back: both copy the pages in use, between two passes. Lives on the MLX thread.
 """
 
 from collections.abc import Collection, Iterable, Sequence
@@ -12,6 +13,7 @@ from itertools import zip_longest
 
 import mlx.core as mx
 from kvasir.cachestore.v1 import identity_pb2
+from kvasir.errors import ResourceExhausted
 
 from inference_svc.kv.attention import failed_copies
 from inference_svc.kv.attention.host_copy import Run, device_address, takes_out
@@ -26,7 +28,8 @@ from inference_svc.kv.pages.page_allocator import PageAllocator
 from inference_svc.kv.pages.page_rows import UNIT
 from inference_svc.kv.tensor_files import exponents
 
-_FIRST_PAGES = 8  # of a pool that grows
+_FIRST_PAGES, IDLE_BYTES = 8, 64 << 20  # of a pool that grows, the smaller of both
+_DOUBLES_BELOW = 1 << 30  # a larger pool grows by a quarter: on a Mac its memory is wired
 # A window's pages are kept at the sequence's end and at two lengths that it may go back to.
 _WINDOW_PLACES = 3
 
@@ -34,9 +37,9 @@ _WINDOW_PLACES = 3
 class KvPool:
     """Pages of `identity`'s layout and policy, at most `budget_bytes` of them, and not less than one.
 
-    `is_allocated`: take the memory now, so that it stays flat; else it grows with use, by copying. `dialect`: of the
-    kernels that write pages where they lie; None: MLX's own operations write them. Raises InvalidArgument for a policy
-    that this engine cannot do.
+    `is_allocated`: take the memory now, and keep it; else it grows with use. `dialect`: of the kernels that write pages
+    where they lie; None: MLX's own operations write them. Raises InvalidArgument for a policy that this engine cannot
+    do.
     """
 
     def __init__(
@@ -58,11 +61,11 @@ class KvPool:
         self._units = [max(self.formats[layer].units for layer in slot if layer is not None) for slot in columns]
         self.page_bytes = sum(self._units) * UNIT_BYTES
         self.allocator = PageAllocator(max(1, budget_bytes // self.page_bytes) if self._units else 0)
-        first_pages = self.allocator.total if is_allocated else min(_FIRST_PAGES, self.allocator.total)
-        self.arrays = [mx.zeros((first_pages, units), dtype=UNIT) for units in self._units]
+        first_pages = max(1, min(_FIRST_PAGES, IDLE_BYTES // self.page_bytes)) if self._units else 0
+        self._first_pages = self.allocator.total if is_allocated else min(first_pages, self.allocator.total)
+        self.arrays = [mx.zeros((self._first_pages, units), dtype=UNIT) for units in self._units]
         mx.eval(self.arrays)
-        # Threads copy from where the arrays lie, so they must stay there.
-        self._is_copied_by_threads = is_allocated and dialect is not None and takes_out()
+        self._is_copied_by_threads = dialect is not None and takes_out()
         self._addresses: list[int] = []
         self._exponents: dict[int, mx.array] = {}
         self._place = {
@@ -83,9 +86,9 @@ class KvPool:
         )
 
     @property
-    def is_whole(self) -> bool:
-        """Whether all pages are allocated, so that the arrays stay the same."""
-        return not self.arrays or self.arrays[0].shape[0] == self.allocator.total
+    def pages_in_memory(self) -> int:
+        """Pages that the arrays have room for: of the least, should the device have refused the rest."""
+        return min((array.shape[0] for array in self.arrays), default=0)
 
     def exponents(self, group: int) -> mx.array:
         """`tensor_files.exponents` of a group of layers, on the device: as large as a page, so brought there once."""
@@ -105,11 +108,19 @@ class KvPool:
         return self._place[layer][1]
 
     def take(self, count: int) -> list[int]:
-        """Free pages; what they hold is undefined. Raises ResourceExhausted if there are not so many."""
+        """Free pages; their content is undefined. Raises ResourceExhausted, and takes none, if there are not so many,
+        or the device has no room for them.
+        """
         taken = self.allocator.take(count)
         self._await_readers(taken)
-        if self.arrays and self.allocator.touched > self.arrays[0].shape[0]:
-            self._grow(min(self.allocator.total, max(self.allocator.touched, 2 * self.arrays[0].shape[0])))
+        if self.arrays and self.allocator.touched > self.pages_in_memory:
+            try:
+                self._resize(self._next_size(self.allocator.touched))
+            except RuntimeError as error:
+                self.allocator.release(taken)
+                raise ResourceExhausted(
+                    f"KV memory: the device has no room for {count} more pages: {error}", reason="MEMORY_EXCEEDED"
+                ) from error
         return taken
 
     def private_pages(self, held: Sequence[int | None]) -> list[int]:
@@ -218,13 +229,38 @@ class KvPool:
     def release(self, pages: Iterable[int]) -> None:
         self.allocator.release(pages)
 
-    def _grow(self, pages: int) -> None:
-        """Have so many pages in each array; what they hold stays."""
-        for slot, old in enumerate(self.arrays):
-            made = mx.zeros((pages, old.shape[1]), dtype=UNIT)
-            made[: old.shape[0]] = old
-            self.arrays[slot] = made
+    @property
+    def needed_bytes(self) -> int:
+        """Of the pages up to the last one in use, which `give_back` leaves."""
+        return self.allocator.end * self.page_bytes
+
+    def give_back(self) -> int:
+        """Free the memory behind the last page in use, if that is a quarter of all; returns its bytes."""
+        before = self.pages_in_memory
+        pages = max(self._first_pages, self.allocator.end)
+        if before - pages < max(1, before // 4):
+            return 0
+        self.allocator.forget_free_end()
+        self._resize(pages)
+        return (before - pages) * self.page_bytes
+
+    def _next_size(self, needed: int) -> int:
+        have = self.pages_in_memory
+        more = have if have * self.page_bytes < _DOUBLES_BELOW else have // 4
+        return min(self.allocator.total, max(needed, have + more))
+
+    def _resize(self, pages: int) -> None:
+        """Have so many pages in each array, with their content. Array by array, so that only one is there twice."""
+        self.evaluate()
+        mx.synchronize()  # kernels that are under way write to the old arrays, and MLX does not know it
+        wait([reader for _, reader in self._readers])
+        self._addresses = []
+        for slot, units in enumerate(self._units):
+            made, kept = mx.zeros((pages, units), dtype=UNIT), min(pages, self.arrays[slot].shape[0])
+            made[:kept] = self.arrays[slot][:kept]
             mx.eval(made)
+            self.arrays[slot] = made
+            mx.clear_cache()  # MLX would keep the old array for another of its size
 
 
 def page_dialect(identity: identity_pb2.KvIdentity) -> Dialect | None:

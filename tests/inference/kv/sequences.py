@@ -38,10 +38,10 @@ class PoisonedPool(KvPool):
         super().__init__(*given, **named)
         self._poison_from(0)
 
-    def _grow(self, pages: int) -> None:
-        before = self.arrays[0].shape[0]
-        super()._grow(pages)
-        self._poison_from(before)
+    def _resize(self, pages: int) -> None:
+        before = self.pages_in_memory
+        super()._resize(pages)
+        self._poison_from(min(before, pages))
 
     def _poison_from(self, page: int) -> None:
         for array in self.arrays:

@@ -53,6 +53,7 @@ class PlayedRunner(ModelRunner):
         self._tokens_per_s = tokens_per_s
         self._sleep = sleep
         self.is_on_gpu = False
+        self.takes_pool_at_once = True  # a pool that grows copies gigabytes, which is not to be measured
         self.layers = tuple(layers)
         self.compute_type = _COMPUTE_TYPE
         self.compute_item_bytes = 2

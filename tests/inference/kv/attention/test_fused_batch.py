@@ -92,7 +92,7 @@ def test_passes_of_a_fixed_number_of_rows_are_told_the_same(rows: int) -> None:
     for _ in range(rows):
         batch.join(SequenceKV(here))
     shapes = []
-    batch._compiled = lambda *given: shapes.append([each.shape[0] for each in given]) or batch._traced(*given)
+    batch._compiled = lambda _, *given: shapes.append([each.shape[0] for each in given]) or batch._traced(_, *given)
     for given in ([*range(5, 5 + rows)], mx.arange(rows)):
         tokens = given if isinstance(given, list) else given.tolist()
         logits = batch.step(given)
@@ -110,18 +110,36 @@ def asks_for_a_kept_graph(here: KvPool) -> bool:
     return bool(asked)
 
 
-def test_a_graph_is_kept_only_where_the_pools_arrays_stay_the_same() -> None:
-    """A pool that grows makes new arrays, which a kept graph would not read; so does MLX's own write."""
+def test_a_graph_is_kept_only_where_kernels_write_the_pages() -> None:
+    """MLX's own write makes a new array."""
     assert asks_for_a_kept_graph(pool(20))
     assert not asks_for_a_kept_graph(pool(20, dialect=None))
-    growing = pool(20, is_allocated=False)
-    assert not asks_for_a_kept_graph(growing)
-    held = growing.take(10)  # more than at first
-    assert not growing.is_whole
-    assert not asks_for_a_kept_graph(growing)
-    growing.take(growing.allocator.free - 2)
-    assert asks_for_a_kept_graph(growing), "it cannot grow any more"
-    assert held
+
+
+def test_a_kept_graph_reads_the_arrays_that_a_pool_has_now() -> None:
+    """A pool that grows, or gives memory back, has new ones. None of the old is kept."""
+
+    def first_unit(_tokens: mx.array, caches: list[Any]) -> mx.array:
+        now = caches[0]._now
+        return now.pages[0][now.block_tables[0][:, 0], :1].astype(mx.float32)[:, None]
+
+    here = pool(40, is_allocated=False)
+    batch, traced = batch_of(here, first_unit), []
+    batch._compiled = mx.compile(lambda *given: traced.append(given) or batch._traced(*given))
+    batch.join(SequenceKV(here))
+    active = mx.get_active_memory()
+    for wanted in (0, 10, 20, 0):
+        others = here.take(wanted)
+        here.give_back()
+        batch.step([1])
+        (page,) = batch.sequences[0].tables[0].pages.values()
+        here.arrays[0][page, 0] = 100 + wanted
+        assert batch.step([1]).tolist() == [[100 + wanted]]
+        here.release(others)
+    assert here.pages_in_memory == 8
+    assert len({given[0][0].shape for given in traced}) == len(traced) == 3
+    traced.clear()
+    assert mx.get_active_memory() - active < 10 * PAGE_BYTES
 
 
 def test_no_graph_is_kept_of_a_model_with_states() -> None:

@@ -12,7 +12,7 @@ from inference_svc.model.loading import load
 from inference_svc.model.model_runner import ModelRunner
 from tests.inference.engine.families import GEMMA3, write_family
 from tests.inference.engine.tiny_models import LLAMA, write_model
-from tests.inference.kv.sequences import fed, full, identity_of, pool_bytes, windowed
+from tests.inference.kv.sequences import fed, full, identity_of, pool_bytes, stored, windowed
 
 CPU_ONLY = pytest.mark.cpu_only("on a GPU kernels write where the pages lie")
 IDS = list(range(3, 40)) * 10
@@ -66,3 +66,20 @@ def test_a_pool_that_grows_copies_fewer_pages_than_it_has_then() -> None:
     used_bytes = pool.allocator.used * pool.page_bytes
     assert 70 * pool.page_bytes < used_bytes <= pool_bytes(pool) <= 2 * used_bytes
     assert 0 < copied_bytes < pool_bytes(pool)
+
+
+def test_a_pool_gives_the_memory_behind_its_last_page_back_and_keeps_every_row() -> None:
+    """The lowest pages are taken first, so that what is left lies in front."""
+    identity = identity_of([full(), windowed(100)])
+    pool = KvPool(identity, 200 * KvPool(identity, 1).page_bytes)
+    kept, gone = SequenceKV(pool), SequenceKV(pool)
+    fed(kept, [600])
+    before = stored(kept)
+    fed(gone, [256] * 40)
+    grown = pool_bytes(pool)
+    gone.release()
+    assert pool.give_back() == grown - pool_bytes(pool)
+    assert pool_bytes(pool) == 8 * pool.page_bytes
+    assert stored(kept) == before
+    fed(kept, [256] * 30)  # and grows again
+    assert stored(kept) == stored(fed(fed(SequenceKV(pool), [600]), [256] * 30))
