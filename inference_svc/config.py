@@ -22,7 +22,6 @@ from inference_svc.turns.progress import ReaderLimits
 
 __all__ = ("ConfigError", "EngineSettings", "read_settings")
 
-GIB = 1 << 30
 _COMMAND = "python -m inference_svc"
 # Limits that are no options. The classes of the limits say what each means.
 _MAX_OPEN_PROMPT_BYTES = 256 << 20
@@ -53,10 +52,6 @@ class EngineSettings(EngineTable):
         return dict(map(named_model, self.model or [str(kvasir_tiny.path())]))
 
     @property
-    def memory_budget_bytes(self) -> int:
-        return int(self.memory_gib * GIB)
-
-    @property
     def max_request_bytes(self) -> int:
         """Larger than a prompt may be, so that a prompt a little over the limit gets our error instead of gRPC's."""
         return 2 * self.max_prompt_bytes + (1 << 20)
@@ -68,7 +63,7 @@ class EngineSettings(EngineTable):
             max_turns=self.max_turns,
             max_turns_per_namespace=self.max_turns_per_namespace or most,
             max_turns_per_caller=self.max_turns_per_caller or most,
-            kv_memory_bytes=self.memory_budget_bytes,
+            kv_memory_bytes=0,
             max_open_prompt_bytes=max(_MAX_OPEN_PROMPT_BYTES, self.max_prompt_bytes),
             max_restoring_bytes=_MAX_RESTORING_BYTES,
             max_publishing_bytes=self.max_publishing_bytes,

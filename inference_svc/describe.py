@@ -12,7 +12,7 @@ import tempfile
 from collections.abc import Mapping
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import structlog
 from kvasir.cachestore.v1 import identity_pb2
@@ -25,20 +25,26 @@ from inference_svc.model.blas import load_optimized_blas
 from inference_svc.model.model_info import ModelInfo
 from inference_svc.model.probing.real_layouts import REAL_LAYOUTS, agent_bytes, byte_costs, window_bytes
 
+if TYPE_CHECKING:
+    from inference_svc.machine.kv_budget import Device
+
 _PROBE_MEMORY_BYTES = 1 << 30
 _LENGTHS = (1024, 4096, 8192, 32768)
-# Of the device's memory, for activations of a prefill and for the rest of the machine.
-_HEADROOM = 0.125
 
 
 def described(
-    model: str | Path, cache_dir: Path, request: PolicyRequest, kv_memory_bytes: int = 4 << 30
+    model: str | Path,
+    cache_dir: Path,
+    request: PolicyRequest,
+    kv_memory_bytes: int | None = None,
+    device_gib: float | None = None,
 ) -> dict[str, Any]:
-    """Facts about a model, read after a probe. Raises what Engine.open raises."""
+    """Facts about a model, read after a probe. `kv_memory_bytes`: None for `auto`. Raises what Engine.open raises."""
     load_optimized_blas()
     # Importing the engine imports MLX, and then it is too late for a BLAS.
     from inference_svc.engine.engine import Engine
-    from inference_svc.model.device_memory import device_bytes
+    from inference_svc.machine.claims import Claims
+    from inference_svc.machine.kv_budget import Device, total_bytes
 
     engine = Engine.open(
         model,
@@ -47,8 +53,9 @@ def described(
         policy=request,
         conversations_file=kvasir_tiny.conversations_path(),
     )
+    claims = Claims()
     try:
-        info = engine.model
+        info, device = engine.model, Device(total_bytes(device_gib), claims.of_others())
         return {
             "name": info.name,
             "kv_identity_hash": info.kv_identity_hash,
@@ -63,13 +70,14 @@ def described(
             "window_bytes": window_bytes(info.kv_identity),
             "state_bytes": info.state_bytes,
             "weights_placement": info.weights_placement,
-            "memory": room(info, device_bytes(), kv_memory_bytes),
+            "memory": room(info, device, kv_memory_bytes),
             "families": {name: byte_costs(layers) for name, layers in REAL_LAYOUTS.items()},
             "device": engine.device,
             "blas": engine.blas,
             "versions": _versions(),
         }
     finally:
+        claims.close()
         engine.close()
 
 
@@ -89,13 +97,18 @@ def _policy(info: ModelInfo) -> dict[str, Any]:
     }
 
 
-def room(info: ModelInfo, device_bytes: int, kv_memory_bytes: int) -> dict[str, Any]:
-    """How many agents of how many tokens fit into the KV memory, and into all that the device has for KV at most."""
-    most = max(0, int(device_bytes * (1 - _HEADROOM)) - info.weights_bytes)
+def room(info: ModelInfo, device: "Device", kv_memory_bytes: int | None) -> dict[str, Any]:
+    """How many agents of how many tokens fit into the KV memory, and into all that the device has for KV at most.
+    Raises NoRoom.
+    """
+    most, is_auto = device.most_kv_bytes(info), kv_memory_bytes is None
+    kv_memory_bytes = device.auto_kv_bytes(info) if kv_memory_bytes is None else kv_memory_bytes
     lengths = sorted({length for length in _LENGTHS if length < info.context_tokens} | {info.context_tokens})
     sizes = {length: agent_bytes(info.kv_identity, length) for length in lengths}
     return {
-        "device_bytes": device_bytes,
+        "device_bytes": device.total_bytes,
+        "claimed_bytes": device.claimed_bytes,
+        "is_auto": is_auto,
         "weights_bytes": info.weights_bytes,
         "kv_memory_bytes": kv_memory_bytes,
         "most_kv_bytes": most,
@@ -133,7 +146,8 @@ def main() -> int:
     parser.add_argument("--cache-dir", type=path_of, help="where digests of weights are kept; nowhere if left out")
     parser.add_argument("--kv-policy", default="q4", help="as the engine's option; auto measures, unless it did before")
     parser.add_argument("--kv-exact-layers", default="", help="as the engine's option")
-    parser.add_argument("--memory-gib", type=float, default=4.0, help="as the engine's option")
+    parser.add_argument("--memory-gib", type=float, help="as the engine's option; left out: auto")
+    parser.add_argument("--device-gib", type=float, help="as the engine's option")
     arguments = parser.parse_args()
     # Measurements are reported on stderr on the way; stdout is for the facts.
     structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))
@@ -144,7 +158,8 @@ def main() -> int:
                 arguments.model or kvasir_tiny.path(),
                 arguments.cache_dir or Path(nowhere),
                 request,
-                int(arguments.memory_gib * (1 << 30)),
+                None if arguments.memory_gib is None else int(arguments.memory_gib * (1 << 30)),
+                arguments.device_gib,
             )
         except KvasirError as error:
             sys.stderr.write(f"{error.message}\n")

@@ -101,19 +101,18 @@ async def open_served(
     new_giver: Callable[[Engine, Mapping[str, Lines]], TurnGiver],
     clock: Callable[[], float],
     now_ms: Callable[[], int],
-    open_engine: Callable[..., Engine] = Engine.open,
+    open_engine: Callable[..., Engine],
     begin_phase: Callable[[str], None] = lambda _: None,
 ) -> ServedModel:
     """Load a model. Takes seconds to minutes, off the event loop. `clock` gives seconds, monotonic; `now_ms` Unix time.
-    `begin_phase`: see `Engine.open`. `stores` may get further namespaces later: see `add_store`. Raises what
-    Engine.open raises.
+    `open_engine`: `Engine.open` with a KV budget; `begin_phase`: see there. `stores` may get further namespaces later:
+    see `add_store`. Raises what Engine.open raises.
     """
     engine = await asyncio.to_thread(
         open_engine,
         path,
         name=name,
         cache_dir=settings.state_dir,
-        memory_budget_bytes=settings.memory_budget_bytes,
         policy=PolicyRequest.parse(settings.kv_policy, settings.kv_exact_layers),
         context_tokens=settings.context_tokens,
         compute_type=settings.compute_type,
@@ -123,6 +122,7 @@ async def open_served(
         copies_weights=settings.copy_weights,
         begin_phase=begin_phase,
     )
+    admission.serves_with(engine.memory_budget_bytes)
     begin_phase("kernels")
     prompting = Prompting(engine.tokenizer, engine.token_text, now_ms)
     await asyncio.gather(asyncio.to_thread(warm_up, engine), warm_up_text(prompting))

@@ -9,15 +9,13 @@ from inference_svc.served_model import ServedModel
 from inference_svc.turns.admission import Admission
 
 
-def status_of(
-    host: ModelHost[ServedModel], stats: ServiceStats, admission: Admission, kv_memory_bytes: int, now_s: float
-) -> ServiceStatus:
+def status_of(host: ModelHost[ServedModel], stats: ServiceStats, admission: Admission, now_s: float) -> ServiceStatus:
     """`now_s`: on the clock that gave `stats.started_s`. May be called on any thread: it only reads."""
     return ServiceStatus(
         uptime_s=now_s - stats.started_s,
         namespaces=stats.namespaces(),
         engine=_engine_facts(host.served),
-        kv_memory_bytes=kv_memory_bytes,
+        kv_memory_bytes=admission.limits.kv_memory_bytes,
         prompt_bytes=admission.open_prompt_bytes,
         restoring_bytes=admission.restoring.held_units,
         publishing_bytes=admission.publishing.held_units,

@@ -28,7 +28,7 @@ from kvasir.server.reloading import Reloading
 from kvasir.server.serving import EdgeServer, RefusedToStart, Reports, run
 
 from inference_svc import BEGAN_S
-from inference_svc.config import GIB, ConfigError, EngineSettings, read_settings
+from inference_svc.config import ConfigError, EngineSettings, read_settings
 from inference_svc.edge.agent_service import (
     AGENT_ROLES,
     AGENT_SERVICE_NAME,
@@ -55,11 +55,14 @@ from inference_svc.formats.reply_formats import ReplyFormats
 from inference_svc.handover.giving import TurnGiver
 from inference_svc.handover.resume_tokens import ResumeTokens
 from inference_svc.lease_owner import LeaseOwner
+from inference_svc.machine.claims import Claims
+from inference_svc.machine.giving_back import GivingBack
+from inference_svc.machine.kv_budget import GIB, KvBudget, NoRoom, total_bytes
+from inference_svc.machine.pressure import is_short_of_memory
 from inference_svc.memory.lines.lines import Lines
 from inference_svc.memory.service_stats import ServiceStats, ServiceStatus
 from inference_svc.memory.store.remote_cache import RemoteCache
 from inference_svc.memory.token_lines import TokenLines
-from inference_svc.model.device_memory import device_bytes
 from inference_svc.model.embedding.pooling import Pooling
 from inference_svc.model.model_host import ModelHost
 from inference_svc.served_model import ServedModel, open_served
@@ -81,7 +84,7 @@ def serve_as_told(arguments: Sequence[str], open_engine: Callable[..., Engine]) 
         configure_logs(settings.log_format, settings.log_level)
         logging.getLogger("httpx").setLevel(logging.WARNING)
         run(serve(settings, open_engine))
-    except (ConfigError, RefusedToStart, AddressError, CredentialFileError) as error:
+    except (ConfigError, RefusedToStart, AddressError, CredentialFileError, NoRoom) as error:
         print(f"inference_svc: {error}", file=sys.stderr)
         return _EX_CONFIG
     except KvasirError as error:
@@ -93,9 +96,9 @@ def serve_as_told(arguments: Sequence[str], open_engine: Callable[..., Engine]) 
 async def serve(settings: EngineSettings, open_engine: Callable[..., Engine]) -> None:
     """Load, be ready, serve until a signal comes, let turns and publications end, store hot memories, and exit."""
     phases = StartPhases("import", BEGAN_S, time.monotonic)
-    _check_memory(settings.memory_gib, device_bytes() / GIB)
     neighbour = _neighbour() if settings.neighbour else None
     async with Parts() as parts:
+        open_engine = partial(open_engine, memory_budget_bytes=_kv_budget(settings, parts).of)
         audit = parts.closing(_audit(settings))
         owner = LeaseOwner(settings.state_dir, lambda: f"engine-{secrets.token_hex(8)}")
         parts.callback(owner.close)
@@ -130,6 +133,8 @@ async def serve(settings: EngineSettings, open_engine: Callable[..., Engine]) ->
         service.add_to_server(host, formats, beside, neighbour)
         if settings.keep_alive_s is not None:
             parts.running(host.keep_alive(settings.keep_alive_s))
+        giving_back = GivingBack(partial(_of_host, host), settings.keep_hot_s, is_short_of_memory, time.monotonic)
+        parts.running(giving_back.run())
         if settings.drain_to:
             parts.running(_drain(server, host, settings.drain_to))
         phases.end()
@@ -193,7 +198,7 @@ class _Service:
         return reloading
 
     def status(self, host: ModelHost[ServedModel]) -> ServiceStatus:
-        return status_of(host, self.stats, self.admission, self.settings.memory_budget_bytes, time.monotonic())
+        return status_of(host, self.stats, self.admission, time.monotonic())
 
     def page(self, audit: Audit, host: ModelHost[ServedModel], reloading: Reloading) -> OperatorPage:
         """The numbers, for operators."""
@@ -248,11 +253,20 @@ class _Service:
             )
 
 
-def _check_memory(asked_gib: float, has_gib: float) -> None:
-    """Raises RefusedToStart: memory that is not there is missed only when agents fill it."""
-    if asked_gib > has_gib:
-        doctor = f"`kvasir doctor --memory-gib {has_gib / 2:.0f}` says how many agents fit beside a model's weights"
-        raise RefusedToStart(f"--memory-gib {asked_gib:g}: the device has {has_gib:.1f} GiB in all; {doctor}")
+def _kv_budget(settings: EngineSettings, parts: Parts) -> KvBudget:
+    """Raises NoRoom, for memory that is not there is missed only when agents fill it; RefusedToStart."""
+    try:
+        claims = Claims()
+    except OSError as error:
+        raise RefusedToStart(f"claims to memory cannot be written: {error}; TMPDIR names another directory") from None
+    parts.callback(claims.close)
+    given = None if settings.memory_gib is None else int(settings.memory_gib * GIB)
+    return KvBudget(claims, total_bytes(settings.device_gib), given)
+
+
+def _of_host(host: ModelHost[ServedModel]) -> tuple[Engine, bool] | None:
+    """The engine that is loaded, and whether it is idle."""
+    return None if host.served is None else (host.served.engine, host.served.is_idle)
 
 
 def _audit(settings: EngineSettings) -> Audit:

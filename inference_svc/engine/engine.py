@@ -42,6 +42,7 @@ from inference_svc.formats.grammars import GrammarMatcher
 from inference_svc.kv.batch.packed_pass import ROW_TOKENS
 from inference_svc.kv.policy import PolicyRequest
 from inference_svc.model.blas import load_optimized_blas
+from inference_svc.model.device_memory import keep_wired
 from inference_svc.model.model_info import ModelInfo
 from inference_svc.model.model_runner import ModelRunner
 from inference_svc.model.open_model import OpenedModel, open_model
@@ -178,7 +179,7 @@ class Engine:
         model: str | Path,
         *,
         cache_dir: Path,
-        memory_budget_bytes: int,
+        memory_budget_bytes: int | Callable[[ModelInfo], int],
         policy: identity_pb2.KvPolicy | PolicyRequest | None = None,
         context_tokens: int | None = None,
         compute_type: str | None = None,
@@ -194,7 +195,8 @@ class Engine:
         """Start the MLX thread and load a model on it; blocks until it can serve.
 
         `model`: a directory that mlx-lm can load, or a Hugging Face repository name. `cache_dir` keeps weights digests
-        by file identity, and the choices of `auto` by weights digest. `memory_budget_bytes` bounds all KV. `policy`:
+        by file identity, and the choices of `auto` by weights digest. `memory_budget_bytes` bounds all KV; it may be
+        a function of the model's facts, which raises KvasirError where it has no room. `policy`:
         None for 4 bits, groups of 64; a request for `auto` measures the model first, unless its choice is known, and
         asks it from `conversations_file` if that is written for its tokenizer. `compute_type`: None for float32 on a
         CPU, else the model's own. `name`: for callers; empty: the name in the model's path. `begin_phase` is called on
@@ -223,8 +225,9 @@ class Engine:
             begin_phase("pool")
             opened = replace(opened, info=replace(opened.info, name=name or opened.info.name))
             rules = _rules(opened.info, longest_gap_s, None if batch_invariant else runner)
-            decoded_bytes = memory_budget_bytes // _DECODED_PART
-            worker = EngineWorker(runner, opened.info, memory_budget_bytes, decoded_bytes, rules, time.monotonic)
+            budget = memory_budget_bytes if isinstance(memory_budget_bytes, int) else memory_budget_bytes(opened.info)
+            keep_wired(opened.info.weights_bytes + budget)
+            worker = EngineWorker(runner, opened.info, budget, budget // _DECODED_PART, rules, time.monotonic)
             return worker
 
         thread = start(make_worker)
@@ -252,6 +255,12 @@ class Engine:
     def leave_out(self, tokens: int) -> None:
         """Leave so many computed tokens out of all counts."""
         self._uncounted_tokens += tokens
+
+    def give_back(self, most_bytes: int) -> "Future[int]":
+        """Drop memories that the store has until KV needs at most so many bytes of the device, and free the rest; the
+        bytes that became free. Blocks the MLX thread while pages in use are copied.
+        """
+        return self._thread.post(lambda worker: worker.give_back(most_bytes))
 
     @property
     def is_copied_by_threads(self) -> bool:

@@ -1,11 +1,14 @@
 """How many bytes MLX holds in this process, the most that it has held, and how many the device has."""
 
+import contextlib
 import gc
 import os
+from pathlib import Path
 
 import mlx.core as mx
 
 # By device: Metal says what it recommends to use of the RAM, CUDA what the device has.
+_CONTAINER = Path("/sys/fs/cgroup/memory.max")
 _TOTALS = ("max_recommended_working_set_size", "total_memory", "memory_size")
 
 
@@ -19,8 +22,11 @@ def device_bytes() -> int:
 
 
 def machine_bytes() -> int:
-    """Bytes of this machine's RAM."""
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    """Bytes of this machine's RAM, or of the container's."""
+    physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    with contextlib.suppress(OSError, ValueError):
+        return min(physical, int(_CONTAINER.read_text(encoding="ascii")))
+    return physical
 
 
 def device_name() -> str:
@@ -28,15 +34,18 @@ def device_name() -> str:
     return str(mx.device_info().get("device_name", mx.default_device()))
 
 
-def keep_for_computing(spare_bytes: int) -> None:
-    """Let MLX keep at most so many bytes of free buffers on a GPU, and on a Mac wire what it recommends to use: weights
-    and pages must not be paged out. Without effect on a CPU.
+def keep_for_computing(most_bytes: int) -> None:
+    """Let MLX keep at most so many bytes of free buffers on a GPU, and no more than an eighth of its memory. Without
+    effect on a CPU.
     """
-    if mx.default_device().type != mx.DeviceType.gpu:
-        return
-    mx.set_cache_limit(spare_bytes)
+    if mx.default_device().type == mx.DeviceType.gpu:
+        mx.set_cache_limit(min(most_bytes, device_bytes() // 8))
+
+
+def keep_wired(size_bytes: int) -> None:
+    """On a Mac: weights and pages, of so many bytes, are not to be paged out. Other engines' are wired beside them."""
     if mx.metal.is_available():
-        mx.set_wired_limit(int(mx.device_info()["max_recommended_working_set_size"]))
+        mx.set_wired_limit(min(size_bytes, int(mx.device_info()["max_recommended_working_set_size"])))
 
 
 def give_back(*, is_first: bool) -> None:

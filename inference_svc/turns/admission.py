@@ -11,7 +11,7 @@ is given back at the end, whatever the end is.
 import contextlib
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kvasir.errors import ResourceExhausted
 from kvasir.server.fair_shares import Shares
@@ -32,6 +32,7 @@ class AdmissionLimits:
     max_open_prompt_bytes: int
     """Bytes of the prompts of all turns that wait or run."""
     kv_memory_bytes: int
+    """Of the model that was loaded last."""
     kv_backlog: float
     """Open turns may come to need this many times the KV memory; further turns are refused, not kept waiting."""
     max_restoring_bytes: int
@@ -58,6 +59,11 @@ class Admission:
         self._prompt_bytes = Shares(limits.max_open_prompt_bytes)
         self._kv_bytes = Shares(limits.max_kv_backlog_bytes)
         self._usual_turn_s: dict[str, float] = {}  # `RETRY_S` until a turn has ended
+
+    def serves_with(self, kv_memory_bytes: int) -> None:
+        """The loaded model's KV gets so many bytes."""
+        self.limits = replace(self.limits, kv_memory_bytes=kv_memory_bytes)
+        self._kv_bytes.total = self.limits.max_kv_backlog_bytes
 
     @contextlib.contextmanager
     def turn(self, namespace: str, caller: str, prompt_bytes: int) -> Iterator[None]:

@@ -17,6 +17,7 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
+from inference_svc.machine import pressure
 from tests.running import own_notes, set_clock  # noqa: F401
 from tests.running.forked_children import start_helper
 
@@ -42,6 +43,7 @@ _STARTED = (
     "kvasir_bench.engine.memory_probe",
     "kvasir_bench.quality.__main__",
 )
+MEMINFO = "KVASIR_TEST_MEMINFO"  # names what programs read instead of the kernel's /proc/meminfo
 _FORKS.set_forkserver_preload([*_MAINS.values(), *_STARTED, "tests.running.settled"])
 
 
@@ -133,6 +135,8 @@ def _become(
     program = importlib.import_module(_MAINS[name])
     if clock := env.get(set_clock.VARIABLE):
         set_clock.follow(program, Path(clock))
+    if meminfo := env.get(MEMINFO):
+        pressure._MEMINFO = Path(meminfo)
     sys.exit(program.main())
 
 

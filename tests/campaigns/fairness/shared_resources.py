@@ -347,7 +347,7 @@ SHARED = (
         "KV of hot memories",
         "engine",
         "inference_svc/engine/scheduling/hot_memories.py: _held",
-        ("inference_svc.config:EngineSettings.memory_gib", 4.0),
+        ("kvasir.options.engine:AUTO", "auto"),
         "an equal part; a namespace above it loses its own first",
         "the memory that is expected last goes first",
         WAITS,

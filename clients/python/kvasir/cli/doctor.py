@@ -29,7 +29,7 @@ from kvasir.cli.running.holding import is_led
 from kvasir.cli.running.program import run_program
 from kvasir.cli.showing.tables import table
 from kvasir.errors import FailedPrecondition, KvasirError
-from kvasir.options.engine import KvPolicy
+from kvasir.options.engine import AUTO, KvPolicy
 
 _PACKAGES = ("mlx", "mlx-lm", "grpcio", "protobuf", "safetensors", "sqlite-utils", "mkl")
 GIB = 1 << 30
@@ -50,7 +50,7 @@ def doctor(
         typer.Option(help="As for `kvasir up`; auto measures the model, unless an engine of this home has done so."),
     ] = None,
     kv_exact_layers: Annotated[str, typer.Option(help="As for `kvasir up`.")] = "",
-    memory_gib: Annotated[float | None, typer.Option(help="As for `kvasir up`.")] = None,
+    memory_gib: Annotated[str | None, typer.Option(help="As for `kvasir up`.", metavar="GIB|auto")] = None,
     does_self_test: Annotated[
         bool, typer.Option("--self-test", help="Also start both services, tell an agent a fact, kill -9 both, and ask.")
     ] = False,
@@ -58,7 +58,8 @@ def doctor(
     """Say which layers of a model are kept, what computes, what runs, and what to do about problems."""
     check_engine_option("memory_gib", memory_gib)
     check_exact_layers(kv_exact_layers, kv_policy, [])
-    given = [("--kv-policy", kv_policy), ("--kv-exact-layers", kv_exact_layers), ("--memory-gib", memory_gib)]
+    gib = None if memory_gib == AUTO else memory_gib
+    given = [("--kv-policy", kv_policy), ("--kv-exact-layers", kv_exact_layers), ("--memory-gib", gib)]
     report = examined(caller, model, [str(part) for option in given if option[1] for part in option])
     if does_self_test:
         with caller.busy("storing a fact, killing both services, asking"):
@@ -174,7 +175,7 @@ def _show(out: Console, report: dict[str, Any]) -> None:
     write(", ".join(f"{name} {version or '–'}" for name, version in report["packages"].items()))
     if report["model"]:
         _show_model(out, report["model"])
-        _show_memory(out, report["model"]["memory"])
+        _show_memory(out, report["model"]["memory"], is_metal=report["model"]["device"] == "metal")
         _show_families(out, report["model"]["families"])
     write(f"home: {report['home']['path']}, {size(report['home']['free_disk_bytes'])} free")
     for name in ("store", "engine"):
@@ -220,12 +221,19 @@ def _show_model(out: Console, facts: dict[str, Any]) -> None:
     out.print(f"KV policy {_applied(policy['name'], policy['why'], policy)}")
 
 
-def _show_memory(out: Console, memory: dict[str, Any]) -> None:
+def _show_memory(out: Console, memory: dict[str, Any], *, is_metal: bool) -> None:
     """How many agents fit: into the KV memory that `kvasir up` takes, and at most on this machine."""
     out.print(
         f"memory: {size(memory['device_bytes'])}, {size(memory['weights_bytes'])} of them for weights; "
-        f"KV gets {size(memory['kv_memory_bytes'])} (--memory-gib), at most {size(memory['most_kv_bytes'])}"
+        + (f"other engines here claim {size(memory['claimed_bytes'])}; " if memory["claimed_bytes"] else "")
+        + f"KV gets {size(memory['kv_memory_bytes'])} (--memory-gib{' auto' if memory['is_auto'] else ''}), "
+        f"at most {size(memory['most_kv_bytes'])}"
     )
+    if is_metal:
+        out.print(
+            "Metal recommends to keep no more than that in RAM. `sudo sysctl iogpu.wired_limit_mb=N` raises the limit "
+            "until the Mac starts again; leave a quarter of RAM, or 8 GiB, to the system."
+        )
     columns = ("agents that fit", "at most", "tokens each", "bytes each")
     rows = (
         (*(f"{row[name]:,}" for name in ("fit", "fit_at_most", "tokens")), size(row["agent_bytes"]))

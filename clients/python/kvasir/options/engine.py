@@ -9,6 +9,7 @@ from kvasir.options.common import ListeningTable, seconds
 from kvasir.options.table import Table, UpFlag, WrongOption, option
 
 KvPolicy = Literal["q4", "q4-rotated", "k8v4", "q8", "fp", "auto"]
+AUTO = "auto"  # the word for a size that the engine chooses
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,12 +103,28 @@ class EngineFiles(Table):
 class EngineMemory(Table):
     """Models, and the KV of their turns."""
 
-    memory_gib: float = option(
-        4.0,
-        "RAM for the KV of all agents, hot and running, in GiB; see `kvasir doctor`.",
+    memory_gib: float | None = option(
+        None,
+        "The most memory for the KV of all agents, hot and running, in GiB; it is taken as it is used. auto: half of "
+        "what the weights and other engines here leave, or 64 whole contexts; see `kvasir doctor`. Default: auto.",
+        above=0,
+        none=AUTO,
+        metavar="GIB|auto",
+        up="memory-gib",
+    )
+    device_gib: float | None = option(
+        None,
+        "The most memory that this machine's engines take together, in GiB. Left out: all that it has, on a Mac the "
+        "part that Metal recommends.",
         above=0,
         metavar="GIB",
-        up="memory-gib",
+    )
+    keep_hot_s: float = option(
+        600.0,
+        "When no turn has come for so long, memories that the store has leave RAM, but for 64 MiB. So they do, the "
+        "least expected first, while the machine is short of memory.",
+        above=0,
+        metavar="SECONDS",
     )
     context_tokens: int | None = option(
         None,

@@ -43,6 +43,7 @@ class OptionFacts:
 
     help: str
     metavar: str = ""
+    none: str = ""
     least: float | None = None
     above: float | None = None
     most: float | None = None
@@ -61,7 +62,8 @@ def option(
     **about: Any,
 ) -> _Value:
     """A field of a table. `least`, `above` and `most` are a number's limits; `check` raises ValueError for a text that
-    cannot be; `usual_name`: that of a VALUE alone, where NAME=VALUE may be given; `needed`: there is no default."""
+    cannot be; `none`: the word for None; `usual_name`: that of a VALUE alone, where NAME=VALUE may be given; `needed`:
+    there is no default."""
     facts = OptionFacts(help=help, up=UpFlag(up) if isinstance(up, str) else up, **about)
     metadata = {_ABOUT: facts}
     if isinstance(default, dict):

@@ -12,9 +12,9 @@ _TRUTHS = {"true": True, "1": True, "yes": True, "on": True, "false": False, "0"
 
 
 def value_of(option: Option, texts: Sequence[str]) -> Any:
-    """The value that the texts mean: one text, or several where the option is repeated. An empty one means none,
-    where the default is that. Raises ValueError."""
-    if tuple(texts) == ("",) and option.default in (None, "", (), {}):
+    """The value that the texts mean: one text, or several where the option is repeated. An empty one, or the option's
+    word for it, means none, where the default is that. Raises ValueError."""
+    if tuple(texts) == (option.about.none,) and option.default in (None, "", (), {}):
         return option.default
     match option.shape:
         case Shape.SWITCH | Shape.ANSWER:

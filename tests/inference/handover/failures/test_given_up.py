@@ -5,6 +5,7 @@ import contextlib
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,6 +20,7 @@ from kvasir.server.shared_room import SharedRoom
 from inference_svc.config import EngineSettings
 from inference_svc.edge import handover_messages as wire
 from inference_svc.engine.api import CarriedTurn, Timings
+from inference_svc.engine.engine import Engine
 from inference_svc.handover.giving import TurnGiver
 from inference_svc.handover.passing import Opening, Promise, Stand, Surroundings
 from inference_svc.handover.resume_tokens import ResumeTokens
@@ -56,6 +58,7 @@ async def serving(state_dir: Path) -> AsyncIterator[ServedModel]:
         lambda engine, lines: TurnGiver(engine, lines, {}, no_link, VERSION, clock, str),
         clock,
         lambda: 0,
+        partial(Engine.open, memory_budget_bytes=64 << 20),
     )
     try:
         yield served

@@ -299,4 +299,13 @@ def test_metrics_are_for_this_machine_only(address: str) -> None:
 def test_more_memory_than_the_device_has_is_refused_with_numbers() -> None:
     ended = run("inference_svc", "serve", "--listen", "unix:/tmp/kv-none/s", "--memory-gib", "65536")
     assert ended.returncode == 78
-    assert re.search(r"--memory-gib 65536: the device has [\d.]+ GiB in all; `kvasir doctor ", ended.stderr)
+    of_others = r"( in all|, of which other engines here claim [\d.]+)"
+    assert re.search(rf"--memory-gib 65536: the device has [\d.]+ GiB{of_others}; `kvasir doctor ", ended.stderr)
+
+
+def test_an_engine_that_cannot_claim_memory_is_refused_with_the_reason(tmp_path: Path) -> None:
+    (tmp_path / f"kvasir-memory-{os.getuid()}").touch()
+    ended = run("inference_svc", "serve", "--listen", "unix:/tmp/kv-none/s", env={"TMPDIR": str(tmp_path)})
+    assert ended.returncode == 78
+    assert "claims to memory" in ended.stderr
+    assert "Traceback" not in ended.stderr

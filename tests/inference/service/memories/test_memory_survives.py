@@ -1,5 +1,6 @@
 """What an agent remembers outlives its processes and goes on as if they had never ended. Real services and sockets."""
 
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -8,6 +9,7 @@ from kvasir.clients import InferenceClient, Reply
 from kvasir.inference.v1 import inference_pb2 as pb
 
 from tests.inference.engine.tiny_models import LLAMA, write_model
+from tests.running.programs import MEMINFO
 from tests.running.system_fixtures import House
 
 GREEDY = {"max_tokens": 24}
@@ -48,6 +50,31 @@ def test_after_a_kill_of_both_services_the_agent_goes_on_token_for_token(own_hou
             assert replies[-1].started.match == pb.PREFIX_MATCH_EXTEND
             assert replies[-1].started.cached_tokens > 200
             assert not replies[-1].started.reason
+    assert tokens(replies) == expected
+
+
+def test_agents_leave_ram_while_the_machine_is_short_of_it_and_go_on_token_for_token(
+    own_house: House, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def available(kilobytes: int) -> None:
+        (tmp_path / "new").write_text(f"MemTotal: 1000 kB\nMemAvailable: {kilobytes} kB\n")
+        (tmp_path / "new").rename(tmp_path / "meminfo")
+
+    available(900)
+    monkeypatch.setenv(MEMINFO, str(tmp_path / "meminfo"))
+    own_house.engine.kill()
+    own_house.engine.options += ["--keep-hot-s", "0.1"]  # how often the engine looks
+    own_house.engine.start()
+    with own_house.client() as client:
+        expected, replies = tokens(talk(client, "never left", TALK)), talk(client, "left", TALK[:2])
+        for text in TALK[2:]:
+            available(1)
+            while client.get_stats().engine.hot_memories:
+                time.sleep(0.05)
+            available(900)
+            replies.append(say(client, "left", text))
+            assert replies[-1].started.source == pb.CACHE_SOURCE_WARM
+            assert replies[-1].started.cached_tokens > 200
     assert tokens(replies) == expected
 
 

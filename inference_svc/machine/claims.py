@@ -1,0 +1,71 @@
+"""The claims of this user's engines to the device's memory, so that two together do not take more than it has."""
+
+import contextlib
+import fcntl
+import os
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+_LOCK = "lock"
+_MAX_BYTES = 32
+
+
+class Claims:
+    """A directory with a file of each engine: its bytes. The engine locks its file, so a claim ends with the process,
+    however it ends.
+    """
+
+    def __init__(self, directory: Path | None = None) -> None:
+        """`directory`: left out, the user's own below the one for temporary files. Raises OSError."""
+        self._directory = directory or Path(tempfile.gettempdir()) / f"kvasir-memory-{os.getuid()}"
+        self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if self._directory.is_symlink() or self._directory.stat().st_uid != os.getuid():
+            raise PermissionError(f"{self._directory}: another user's")
+        with self._locked():
+            descriptor, name = tempfile.mkstemp(dir=self._directory)
+            self._file, self._path = descriptor, Path(name)
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+
+    def claim(self, decide: Callable[[int], int]) -> int:
+        """Claim the bytes that `decide` makes of those that others claim, while nobody else decides. An error of
+        its leaves the claim as it was.
+        """
+        with self._locked():
+            size_bytes = decide(self.of_others())
+            os.ftruncate(self._file, 0)
+            os.pwrite(self._file, str(size_bytes).encode(), 0)
+        return size_bytes
+
+    def of_others(self) -> int:
+        """Bytes that other living engines claim."""
+        return sum(_claimed(path) for path in self._directory.iterdir() if path not in (self._path, self._lock_path))
+
+    def close(self) -> None:
+        """End the claim."""
+        self._path.unlink(missing_ok=True)
+        os.close(self._file)
+
+    @property
+    def _lock_path(self) -> Path:
+        return self._directory / _LOCK
+
+    @contextlib.contextmanager
+    def _locked(self) -> Iterator[None]:
+        with self._lock_path.open("a") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            yield
+
+
+def _claimed(path: Path) -> int:
+    """Bytes of an engine's claim; 0, and its file is removed, if it does not live."""
+    try:
+        with path.open("rb") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return int(file.read(_MAX_BYTES) or b"0")
+            path.unlink(missing_ok=True)
+    except (OSError, ValueError):
+        return 0
+    return 0

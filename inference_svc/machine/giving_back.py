@@ -1,0 +1,75 @@
+"""Gives KV's memory back to the machine: when no turn has run for a while, and when the machine is short of it."""
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import CancelledError, Future
+from typing import Protocol
+
+import structlog
+from kvasir.waits import ANSWER_S
+
+from inference_svc.kv.pages.pool import IDLE_BYTES
+
+_LOG = structlog.get_logger(__name__)
+
+
+class Giver(Protocol):
+    """The engine."""
+
+    @property
+    def memory_used_bytes(self) -> int: ...
+
+    @property
+    def computed_tokens(self) -> int: ...
+
+    def give_back(self, most_bytes: int) -> "Future[int]": ...
+
+
+class GivingBack:
+    """Looks every few seconds. Memories that the store has leave RAM: their agents go on from the store."""
+
+    def __init__(
+        self,
+        engine: Callable[[], tuple[Giver, bool] | None],
+        keep_hot_s: float,
+        is_short: Callable[[], bool],
+        clock: Callable[[], float],
+    ) -> None:
+        """`engine`: the one that is loaded, and whether it is idle."""
+        self._engine = engine
+        self._keep_hot_s = keep_hot_s
+        self._is_short = is_short
+        self._clock = clock
+        self._idle_since_s: float | None = None
+        self._computed = -1
+
+    async def run(self) -> None:
+        """For ever."""
+        while True:
+            await asyncio.sleep(min(ANSWER_S, self._keep_hot_s))
+            await self.look()
+
+    async def look(self) -> None:
+        """Give back half of the used bytes while memory is short; once after an idle time all but a few."""
+        found, now_s = self._engine(), self._clock()
+        if found is None:
+            return
+        engine, is_idle = found
+        if not is_idle or engine.computed_tokens != self._computed:
+            self._idle_since_s, self._computed = now_s, engine.computed_tokens
+        if await asyncio.to_thread(self._is_short):
+            await _give(engine, engine.memory_used_bytes // 2, "the machine is short of memory")
+        elif self._idle_since_s is not None and now_s - self._idle_since_s >= self._keep_hot_s:
+            self._idle_since_s = None  # until the next turn
+            await _give(engine, IDLE_BYTES, "no turn came")
+
+
+async def _give(engine: Giver, most_bytes: int, why: str) -> None:
+    try:
+        freed = await asyncio.wrap_future(engine.give_back(most_bytes))
+    except (CancelledError, asyncio.CancelledError):
+        if (task := asyncio.current_task()) is not None and task.cancelling():
+            raise
+        return  # the engine has ended
+    if freed:
+        _LOG.info("kv.given_back", bytes=freed, why=why)

@@ -1,0 +1,98 @@
+"""How many bytes of the device's memory a model's KV gets, and how many it could have at most."""
+
+from dataclasses import dataclass
+
+from kvasir.errors import FailedPrecondition
+
+from inference_svc.machine.claims import Claims
+from inference_svc.model.device_memory import device_bytes
+from inference_svc.model.model_info import ModelInfo
+from inference_svc.model.probing.real_layouts import agent_bytes
+
+GIB = 1 << 30
+# Of the device's memory, for activations of a prefill and for the rest of the machine.
+_HEADROOM = 0.125
+# `auto` takes half of the most that it could, so that another engine finds some, and at most so many whole contexts.
+_AUTO_PART, _AUTO_AGENTS = 2, 64
+_LEAST_TOKENS = 1024
+
+
+class NoRoom(FailedPrecondition):
+    """The device's memory has no room for this, beside what others claim."""
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """The memory that engines share. `claimed_bytes`: by others."""
+
+    total_bytes: int
+    claimed_bytes: int = 0
+
+    @property
+    def left_bytes(self) -> int:
+        return max(0, self.total_bytes - self.claimed_bytes)
+
+    def most_kv_bytes(self, info: ModelInfo) -> int:
+        """For KV beside the weights."""
+        return max(0, int(self.total_bytes * (1 - _HEADROOM)) - self.claimed_bytes - info.weights_bytes)
+
+    def auto_kv_bytes(self, info: ModelInfo) -> int:
+        """The bytes of `--memory-gib auto`. Raises NoRoom."""
+        most, context = self.most_kv_bytes(info), info.context_tokens
+        least = agent_bytes(info.kv_identity, min(context, _LEAST_TOKENS))
+        if most < least:
+            raise NoRoom(
+                f"memory: the weights have {_gib(info.weights_bytes)} GiB and the KV of {_LEAST_TOKENS} tokens "
+                f"{_gib(least)}; {self.in_words}, an eighth of which is for computing",
+                reason="NO_MEMORY",
+                field="memory_gib",
+            )
+        return max(least, min(most // _AUTO_PART, _AUTO_AGENTS * agent_bytes(info.kv_identity, context)))
+
+    @property
+    def in_words(self) -> str:
+        """Its numbers, for an error."""
+        total, claimed = _gib(self.total_bytes), _gib(self.claimed_bytes)
+        others = f", of which other engines here claim {claimed}" if self.claimed_bytes else " in all"
+        return f"the device has {total} GiB{others}"
+
+
+class KvBudget:
+    """The bytes of the models of one engine, which it claims."""
+
+    def __init__(self, claims: Claims, total_bytes: int, given_bytes: int | None) -> None:
+        """`given_bytes`: None for `auto`. Raises NoRoom, before anything is loaded, for more than is left."""
+        self._claims, self._total_bytes, self._given_bytes = claims, total_bytes, given_bytes
+        self._claims.claim(self._checked)
+
+    def of(self, info: ModelInfo) -> int:
+        """KV bytes of a model that is loaded instead of the one before. Raises NoRoom."""
+        found = 0
+
+        def decide(claimed_bytes: int) -> int:
+            nonlocal found
+            found = self._given_bytes or Device(self._total_bytes, claimed_bytes).auto_kv_bytes(info)
+            return info.weights_bytes + found
+
+        self._claims.claim(decide)
+        return found
+
+    def _checked(self, claimed_bytes: int) -> int:
+        given, device = self._given_bytes or 0, Device(self._total_bytes, claimed_bytes)
+        if given > device.left_bytes:
+            doctor = f"`kvasir doctor --memory-gib {device.left_bytes / GIB / 2:.1f}` shows how many agents fit"
+            raise NoRoom(
+                f"--memory-gib {given / GIB:g}: {device.in_words}; {doctor} beside a model's weights",
+                reason="NO_MEMORY",
+                field="memory_gib",
+            )
+        return given
+
+
+def total_bytes(device_gib: float | None) -> int:
+    """Of the device, or the smaller number that is given."""
+    return device_bytes() if device_gib is None else min(device_bytes(), int(device_gib * GIB))
+
+
+def _gib(size_bytes: int) -> str:
+    return f"{size_bytes / GIB:.2f}"

@@ -1,0 +1,33 @@
+"""Whether the machine is short of memory, as its kernel counts it."""
+
+import ctypes
+import ctypes.util
+import sys
+from pathlib import Path
+
+_MEMINFO = Path("/proc/meminfo")
+_LEVEL = b"kern.memorystatus_vm_pressure_level"
+_WARNS = 2  # of 1 (normal), 2 (warning), 4 (critical)
+_LITTLE_PART = 0.04
+
+
+def is_short_of_memory() -> bool:
+    """Whether programs should give memory back now. False where the kernel does not report it."""
+    return _warns_of_pressure() if sys.platform == "darwin" else _is_little_available()
+
+
+def _is_little_available() -> bool:
+    """On Linux: whether little is left before it swaps or kills."""
+    try:
+        rows = (line.split() for line in _MEMINFO.read_text(encoding="ascii").splitlines())
+        kib = {row[0]: int(row[1]) for row in rows if len(row) > 1 and row[1].isdigit()}
+        return kib["MemAvailable:"] < _LITTLE_PART * kib["MemTotal:"]
+    except (OSError, KeyError):
+        return False
+
+
+def _warns_of_pressure() -> bool:
+    level, size = ctypes.c_int(0), ctypes.c_size_t(ctypes.sizeof(ctypes.c_int))
+    libc = ctypes.CDLL(ctypes.util.find_library("c"), use_errno=True)
+    failed = libc.sysctlbyname(_LEVEL, ctypes.byref(level), ctypes.byref(size), None, ctypes.c_size_t(0))
+    return not failed and level.value >= _WARNS

@@ -1,0 +1,133 @@
+"""Engines of one machine share its memory, and give it back: claims, budgets of Macs of several sizes, and pressure."""
+
+import asyncio
+import subprocess
+import sys
+from concurrent.futures import Future
+from contextlib import closing
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from kvasir.cachestore.v1 import identity_pb2
+
+from inference_svc.kv.pages.pool import IDLE_BYTES
+from inference_svc.kv.policy import Rung, policy_of
+from inference_svc.machine import pressure
+from inference_svc.machine.claims import Claims
+from inference_svc.machine.giving_back import GivingBack
+from inference_svc.machine.kv_budget import GIB, Device, KvBudget, NoRoom
+from inference_svc.model.probing.real_layouts import REAL_LAYOUTS, agent_bytes
+
+# What Metal recommends of a Mac's RAM.
+MACS = {8: 5.33, 16: 10.67, 64: 48.0}
+IDENTITY = identity_pb2.KvIdentity(layers=REAL_LAYOUTS["Llama 3.1 8B"], policy=policy_of(Rung.Q4, "bfloat16"))
+
+
+def model(weights_gib: float, context_tokens: int = 131_072) -> Any:
+    return SimpleNamespace(kv_identity=IDENTITY, context_tokens=context_tokens, weights_bytes=int(weights_gib * GIB))
+
+
+@pytest.mark.parametrize("ram_gib", MACS)
+def test_two_engines_of_a_mac_stay_within_what_metal_recommends_beside_computing(ram_gib: int, tmp_path: Path) -> None:
+    total, info = int(MACS[ram_gib] * GIB), model(1.0)
+    taken = 0
+    for _ in range(2):
+        budget = KvBudget(Claims(tmp_path), total, None).of(info)
+        assert budget >= agent_bytes(IDENTITY, 1024)
+        taken += budget + info.weights_bytes
+    assert taken <= total * 7 // 8
+
+
+def test_a_model_that_leaves_no_room_is_refused_with_numbers() -> None:
+    with pytest.raises(NoRoom, match=r"weights have 4\.70 GiB .* has 5\.33 GiB in all, an eighth"):
+        Device(int(5.33 * GIB)).auto_kv_bytes(model(4.7))
+    with pytest.raises(NoRoom, match=r"of which other engines here claim 4\.00"):
+        Device(int(5.33 * GIB), 4 * GIB).auto_kv_bytes(model(1.0))
+
+
+def test_a_short_context_needs_less_than_half_of_a_large_machine() -> None:
+    assert Device(1 << 40).auto_kv_bytes(model(1.0, 8192)) == 64 * agent_bytes(IDENTITY, 8192)
+
+
+def test_a_size_that_others_leave_no_room_for_is_refused_before_anything_is_loaded(tmp_path: Path) -> None:
+    with closing(Claims(tmp_path)) as first:
+        KvBudget(first, 10 * GIB, 6 * GIB).of(model(1.0))
+        with closing(Claims(tmp_path)) as second:
+            with pytest.raises(NoRoom, match=r"--memory-gib 4: .*10\.00 GiB, of which other engines here claim 7\.00"):
+                KvBudget(second, 10 * GIB, 4 * GIB)
+            assert KvBudget(second, 10 * GIB, 3 * GIB).of(model(0.0)) == 3 * GIB
+            assert first.of_others() == 3 * GIB
+        assert first.of_others() == 0
+
+
+def test_a_claim_ends_with_its_process_however_it_ends(tmp_path: Path) -> None:
+    code = "import os,sys; from inference_svc.machine.claims import Claims; from pathlib import Path\n"
+    code += "Claims(Path(sys.argv[1])).claim(lambda others: others + 5); print(flush=True); sys.stdin.read()"
+    with closing(Claims(tmp_path)) as mine:
+        with subprocess.Popen(
+            [sys.executable, "-c", code, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        ) as other:
+            assert other.stdout is not None
+            other.stdout.readline()
+            assert mine.of_others() == 5
+            other.kill()
+        assert mine.of_others() == 0
+        assert len(list(tmp_path.iterdir())) == 2, "its own, and the lock"
+
+
+def test_no_other_user_reads_or_plants_claims(tmp_path: Path) -> None:
+    Claims(tmp_path / "own").close()
+    assert (tmp_path / "own").stat().st_mode & 0o077 == 0
+    (tmp_path / "link").symlink_to(tmp_path / "own")
+    with pytest.raises(PermissionError):
+        Claims(tmp_path / "link")
+
+
+class PlayedEngine:
+    memory_used_bytes, computed_tokens = 1000, 0
+
+    def __init__(self) -> None:
+        self.given: list[int] = []
+
+    def give_back(self, most_bytes: int) -> "Future[int]":
+        self.given.append(most_bytes)
+        done: Future[int] = Future()
+        done.set_result(1)
+        return done
+
+
+def test_memory_goes_back_once_after_an_idle_time_and_by_halves_while_it_is_short() -> None:
+    engine, now_s, is_idle, is_short = PlayedEngine(), 0.0, False, False
+    giving = GivingBack(lambda: (engine, is_idle), 600.0, lambda: is_short, lambda: now_s)
+
+    def after(seconds: float) -> list[int]:
+        nonlocal now_s
+        now_s += seconds
+        engine.given.clear()
+        asyncio.run(giving.look())
+        return list(engine.given)
+
+    assert after(1000) == []  # a turn runs
+    is_idle = True
+    assert after(599) == []
+    assert after(1) == [IDLE_BYTES]
+    assert after(1000) == []
+    engine.computed_tokens = 7  # a turn came and ended meanwhile
+    assert after(1) == []
+    assert after(599) == []
+    assert after(1) == [IDLE_BYTES]
+    is_idle, is_short = False, True
+    assert after(5) == after(5) == [500]
+
+
+def test_linux_is_short_of_memory_where_hardly_any_is_available(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "platform", "linux")
+    monkeypatch.setattr(pressure, "_MEMINFO", tmp_path / "meminfo")
+    assert not pressure.is_short_of_memory(), "where the kernel does not report it"
+    for available, is_short in ((5000, False), (300, True)):
+        (tmp_path / "meminfo").write_text(f"MemTotal:  10000 kB\nHugePages_Total:\nMemAvailable: {available} kB\n")
+        assert pressure.is_short_of_memory() is is_short
