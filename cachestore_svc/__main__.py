@@ -17,6 +17,7 @@ from kvasir.cachestore.v1 import cachestore_pb2_grpc, pairing_pb2_grpc
 from kvasir.errors import FailedPrecondition, KvasirError
 from kvasir.server.interceptors import settle_garbage
 from kvasir.server.operating.audit import Audit, AuditFile
+from kvasir.server.operating.awake import Awake
 from kvasir.server.operating.durations import RpcCounts
 from kvasir.server.operating.logs import configure_logs
 from kvasir.server.operating.operator_page import About, OperatorPage, asked_of_loop
@@ -69,6 +70,11 @@ from cachestore_svc.upkeep.passed_time import ClockReading
 
 _PROTOCOL = "kvasir.cachestore.v1"
 _LOG = structlog.get_logger("cachestore")
+# While one of these runs a Mac stays awake.
+_KEEP_AWAKE = (
+    *(f"AgentService/{rpc}" for rpc in ("PullAgent", "MoveAgent", "ExportAgent", "ImportAgent")),
+    *(f"CacheStoreService/{rpc}" for rpc in ("WriteBlobs", "ReadBlobs", "VerifyBlobs")),
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -160,6 +166,7 @@ async def serve(settings: StoreSettings) -> None:
         parts.running(collect_regularly(store, threads, settings.gc_interval_s))
         parts.running(services.claims.run())
         parts.running(services.moves.keep())
+        parts.running(Awake(lambda: any(edge.rpcs.open[rpc] for rpc in _KEEP_AWAKE)).run())
         if settings.scrub_bytes_per_s:
             speed, rest_s = settings.scrub_bytes_per_s, settings.scrub_every_s
             scrub = BackgroundScrub(served, repairs.repair, bytes_per_s=speed, every_s=rest_s)

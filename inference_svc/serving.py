@@ -20,6 +20,7 @@ from kvasir.errors import KvasirError
 from kvasir.inference.v1 import handover_pb2_grpc, inference_pb2_grpc
 from kvasir.server.interceptors import settle_garbage
 from kvasir.server.operating.audit import Audit, AuditFile
+from kvasir.server.operating.awake import Awake
 from kvasir.server.operating.logs import configure_logs
 from kvasir.server.operating.operator_page import About, OperatorPage, asked_of_loop
 from kvasir.server.operating.traces import Traces
@@ -135,6 +136,7 @@ async def serve(settings: EngineSettings, open_engine: Callable[..., Engine]) ->
             parts.running(host.keep_alive(settings.keep_alive_s))
         giving_back = GivingBack(partial(_of_host, host), settings.keep_hot_s, is_short_of_memory, time.monotonic)
         parts.running(giving_back.run())
+        parts.running(Awake(lambda: service.has_work(host)).run())
         if settings.drain_to:
             parts.running(_drain(server, host, settings.drain_to))
         phases.end()
@@ -199,6 +201,10 @@ class _Service:
 
     def status(self, host: ModelHost[ServedModel]) -> ServiceStatus:
         return status_of(host, self.stats, self.admission, time.monotonic())
+
+    def has_work(self, host: ModelHost[ServedModel]) -> bool:
+        """Whether a turn runs, or copies of KV wait for the store."""
+        return (host.served is not None and not host.served.is_idle) or self.admission.publishing.held_units > 0
 
     def page(self, audit: Audit, host: ModelHost[ServedModel], reloading: Reloading) -> OperatorPage:
         """The numbers, for operators."""

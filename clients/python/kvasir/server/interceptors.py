@@ -126,6 +126,7 @@ class Errors(_Interceptor):
         @asynccontextmanager
         async def guard(context: Any) -> AsyncIterator[None]:
             began_s, status = self._clock(), "CANCELLED"  # until it is known to be another
+            self._counts.began(rpc)
             reason, deed = status, self._audit.begin(method)
             left_out: int | None = 0
             try:

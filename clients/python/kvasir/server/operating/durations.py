@@ -54,10 +54,15 @@ class RpcCounts:
     def __init__(self) -> None:
         self.calls: Counter[tuple[str, str]] = Counter()  # by RPC and status
         self.seconds: dict[str, Durations] = {}  # by RPC
+        self.open: Counter[str] = Counter()  # by RPC
         self.refused_credentials: Counter[str] = Counter()  # by reason
 
-    def ended(self, rpc: str, status: str, seconds: float) -> None:
+    def began(self, rpc: str) -> None:
         """`rpc`: without its package, as CacheStoreService/GetStats."""
+        self.open[rpc] += 1
+
+    def ended(self, rpc: str, status: str, seconds: float) -> None:
+        self.open[rpc] -= 1
         self.calls[rpc, status] += 1
         if rpc not in self.seconds:
             self.seconds[rpc] = Durations()
