@@ -19,7 +19,9 @@ from kvasir.address import parse_address
 from kvasir.cli.caller import Caller
 from kvasir.cli.failures import relayed
 from kvasir.cli.hub import fetch
+from kvasir.cli.running import at_login as at_login_jobs
 from kvasir.cli.running import checks
+from kvasir.cli.running.holding import is_led
 from kvasir.cli.running.locks import led, locked
 from kvasir.cli.running.logs import rotate_log
 from kvasir.cli.running.plan import make_credentials, plan_of
@@ -28,9 +30,11 @@ from kvasir.cli.running.supervisor import NotStartedError
 from kvasir.cli.settings.asked import Asked, asked_of
 from kvasir.cli.settings.flags import ConfigOption, given_flags, with_flags
 from kvasir.cli.settings.showing import write_settings
+from kvasir.errors import FailedPrecondition
 from kvasir.options.gateway import DEFAULT_LISTEN
 
 _TRIED_PORTS = 10  # from the usual one on
+_ONLY_HERE = ("-d", "--detach", "--json", "--at-login")
 
 
 @with_flags
@@ -40,6 +44,12 @@ def up(
     detach: Annotated[
         bool, typer.Option("--detach", "-d", help="Return when all is ready; `kvasir down` stops it.")
     ] = False,
+    at_login: Annotated[
+        bool, typer.Option("--at-login", help="Start now and at each login, by launchd or the user's systemd.")
+    ] = False,
+    remove_at_login: Annotated[
+        bool, typer.Option("--remove-at-login", help="Stop, and start at login no more.")
+    ] = False,
     **flags: Any,
 ) -> None:
     """Run store, engine and HTTP gateway as one group, until Ctrl-C; with -d in the background, until `kvasir down`.
@@ -48,10 +58,16 @@ def up(
     as run/up.json). Remarks go to standard error.
     """
     home = caller.home
+    if remove_at_login:
+        _remove_at_login(caller)
+        return
     asked = asked_of(home, given_flags(flags), config)
     for model in asked.models_to_fetch:  # before anything starts, with its progress
         fetch(caller, model.path)
     home.make()
+    if at_login:
+        _start_at_login(caller)
+        return
     with led(home), locked(home, caller.say) as descriptor:
         for option, address in asked.addresses.items():
             checks.check_free(address, option)
@@ -63,6 +79,28 @@ def up(
                 caller.note("another program has taken the gateway's port meanwhile; starting again with the next one")
             return
     _detached(caller)
+
+
+def _start_at_login(caller: Caller) -> None:
+    """Let the system run this command, without the flags of this call alone."""
+    words = sys.argv[sys.argv.index("up") + 1 :]
+    job = at_login_jobs.job_of(caller.home, [word for word in words if word not in _ONLY_HERE])
+    if is_led(caller.home) and not job.file.exists():
+        raise FailedPrecondition(
+            f"`kvasir up` runs here: `{caller.home.command('down')}` first", reason="ALREADY_RUNNING"
+        )
+    at_login_jobs.start_at_login(job)
+    caller.result(
+        {"file": str(job.file)},
+        lambda out: out.print(f"{job.file}: it starts now and at each login; `kvasir status` shows when it is ready"),
+    )
+
+
+def _remove_at_login(caller: Caller) -> None:
+    job = at_login_jobs.job_of(caller.home, ())
+    was_there = at_login_jobs.forget_at_login(job)
+    answer = "it starts no more" if was_there else "is not there: nothing starts at login"
+    caller.result({"file": str(job.file), "was_there": was_there}, lambda out: out.print(f"{job.file}: {answer}"))
 
 
 def _ran(caller: Caller, asked: Asked, descriptor: int) -> bool:

@@ -1,0 +1,89 @@
+"""`kvasir up --at-login`: the files that launchd and systemd take, and when they take them."""
+
+import plistlib
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from kvasir.cli.running.at_login import job_of
+from kvasir.cli.running.home import Home
+
+from tests.cli.running import Ended, in_process
+
+
+@pytest.fixture
+def at_login(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Ended, list[str]]]:
+    """`kvasir up` with such words, and the commands of launchd or systemd that it gave: both are played, and fail while
+    there is a file `fails`.
+    """
+    programs, log = tmp_path / "bin", tmp_path / "log"
+    programs.mkdir()
+    for name in ("launchctl", "systemctl"):
+        (programs / name).write_text(
+            f'#!/bin/sh\necho {name} "$@" >> {log}\n[ ! -e {tmp_path}/fails ] || {{ echo no session >&2; exit 1; }}\n'
+        )
+        (programs / name).chmod(0o700)
+    monkeypatch.setenv("PATH", f"{programs}:/usr/bin:/bin")
+    monkeypatch.setenv("HOME", str(tmp_path))
+
+    def of(*words: str) -> tuple[Ended, list[str]]:
+        log.write_text("")
+        argv = ["--home", str(tmp_path / "h"), "up", *words]
+        monkeypatch.setattr(sys, "argv", ["kvasir", *argv])
+        return in_process(*argv), log.read_text().splitlines()
+
+    return of
+
+
+def test_launchd_starts_it_now_and_at_each_login_with_the_flags_that_were_given(
+    at_login: Callable[..., tuple[Ended, list[str]]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "platform", "darwin")
+    ended, commands = at_login("--at-login", "--no-http", "--memory-gib", "1")
+    assert ended.code == 0, ended.err
+    [file] = (tmp_path / "Library" / "LaunchAgents").iterdir()
+    job: dict[str, Any] = plistlib.loads(file.read_bytes())
+    own = [sys.executable, "-m", "kvasir", "--home", str(tmp_path / "h"), "up", "--no-http", "--memory-gib", "1"]
+    assert job["ProgramArguments"] == own
+    assert job["EnvironmentVariables"]["PATH"].startswith(str(tmp_path))
+    assert (job["RunAtLoad"], job["KeepAlive"]) == (True, {"SuccessfulExit": False})
+    assert job["SoftResourceLimits"] == {"NumberOfFiles": 65_536}
+    assert job["Label"] == file.stem
+    assert [command.split()[1] for command in commands] == ["bootout", "bootstrap"]
+    ended, commands = at_login("--remove-at-login")
+    assert (ended.code, [command.split()[1] for command in commands]) == (0, ["bootout"])
+    assert not file.exists()
+    assert "nothing starts at login" in at_login("--remove-at-login")[0].out
+
+
+def test_systemd_takes_the_unit_and_its_refusal_is_reported(
+    at_login: Callable[..., tuple[Ended, list[str]]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "platform", "linux")
+    ended, commands = at_login("--at-login", "--no-http")
+    assert ended.code == 0, ended.err
+    [unit] = (tmp_path / ".config" / "systemd" / "user").iterdir()
+    assert commands[-1] == f"systemctl --user enable --now {unit.stem}"
+    if verify := shutil.which("systemd-analyze"):
+        found = subprocess.run([verify, "--user", "verify", str(unit)], capture_output=True, text=True)
+        assert str(unit.name) not in found.stderr, found.stderr
+    (tmp_path / "fails").touch()
+    ended, _ = at_login("--remove-at-login")
+    assert ended.code != 0
+    assert "no session" in ended.err
+    assert unit.exists()
+
+
+def test_words_of_the_shell_mean_themselves_and_each_home_has_a_job_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setattr(sys, "platform", "linux")
+    strange = job_of(Home(tmp_path / "h"), ['--alias=a "b" 100% $HOME'])
+    assert b'"--alias=a \\"b\\" 100%% $$HOME"' in strange.content
+    files = {job_of(Home(root), ()).file for root in (tmp_path / "h", tmp_path / "g", tmp_path / ".kvasir")}
+    assert len(files) == 3
