@@ -5,7 +5,7 @@ CONSTRAINTS := constraints.txt
 # The tests start hundreds of processes: each would compile all modules anew where this is set, as images of containers do.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: test test-whole test-clients test-gpu check demo demo-agent try-wheel prove bench lint check-generated generate install campaigns campaign-fairness campaign-history campaign-moves campaign-sizes bench-moves campaign-handover hammer mutants fresh help
+.PHONY: test-wheels test test-whole test-clients test-gpu check demo demo-agent try-wheel prove bench lint check-generated generate install campaigns campaign-fairness campaign-history campaign-moves campaign-sizes bench-moves campaign-handover hammer mutants fresh help
 
 help:            ## Show this list
 	@awk -F ':.*## ?' '/^[a-z-]+:.*##/ {printf "%-19s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -58,6 +58,13 @@ try-wheel: install ## Build the wheel, install it with all that it needs into an
 
 prove: install   ## Check and measure Kvasir on this machine, a quarter of an hour; goes on where it was ended; PROVE=--quick
 	$(BIN)/kvasir prove --out out/prove $(PROVE)
+
+# uv resolves for another system than its own, and takes no source: MLX's wheels want macOS 14.
+test-wheels: install ## Every dependency has a wheel for Apple silicon on Python 3.11 to 3.14; asks the registry, installs uv into out/
+	test -x out/uv/bin/uv || { $(PY) -m venv out/uv && out/uv/bin/python -m pip install -q uv; }
+	@for python in 3.11 3.12 3.13 3.14; do MACOSX_DEPLOYMENT_TARGET=14.0 out/uv/bin/uv pip compile -q --only-binary :all: \
+	  --python-platform aarch64-apple-darwin --python-version $$python --all-extras -c $(CONSTRAINTS) \
+	  pyproject.toml -o out/uv/wheels.txt && echo "Python $$python: nothing is compiled" || exit 1; done
 
 # All three run, whatever the first finds; a missed target still fails the whole.
 bench: install   ## Measure store, engine and KV policies; wants a quiet machine, writes pictures to out/bench

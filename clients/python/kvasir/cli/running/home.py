@@ -6,6 +6,7 @@ This module starts nothing and calls nobody. Commands without an address read `r
 import json
 import os
 import shlex
+import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
@@ -132,6 +133,8 @@ class Home:
             check_own_directory(directory)
             if directory.stat().st_mode & 0o077:
                 raise FailedPrecondition(f"{directory}: others can enter it; run: chmod 700 {directory}")
+        if sys.platform == "darwin":  # Spotlight would read gigabytes of memories
+            (self.root / ".metadata_never_index").touch(mode=0o600)
 
     def running(self) -> Running | None:
         """The facts of this home's last `kvasir up`, of another version too; None if there was none, or if they are of
