@@ -62,10 +62,12 @@ def test_agents_leave_ram_while_the_machine_is_short_of_it_and_go_on_token_for_t
 
     available(900)
     monkeypatch.setenv(MEMINFO, str(tmp_path / "meminfo"))
+    monkeypatch.setenv("TMPDIR", str(tmp_path))  # where no other test's engine claims memory
     own_house.engine.kill()
-    own_house.engine.options += ["--keep-hot-s", "0.1"]  # how often the engine looks
+    own_house.engine.options += ["--keep-hot-s", "0.1", "--device-gib", "0.05"]  # how often it looks; what it may take
     own_house.engine.start()
     with own_house.client() as client:
+        assert 10 << 20 < client.get_stats().engine.kv_memory_bytes < 0.05 * 2**30 * 7 / 8 / 2
         expected, replies = tokens(talk(client, "never left", TALK)), talk(client, "left", TALK[:2])
         for text in TALK[2:]:
             available(1)
