@@ -27,6 +27,7 @@ from kvasir.server.operating.traces import Traces
 from kvasir.server.parts import Parts
 from kvasir.server.reloading import Reloading
 from kvasir.server.serving import EdgeServer, RefusedToStart, Reports, run
+from kvasir.waits import uptime_s
 
 from inference_svc import BEGAN_S
 from inference_svc.config import ConfigError, EngineSettings, read_settings
@@ -231,7 +232,7 @@ class _Service:
     ) -> None:
         """Serve turns, hand-overs and agents, and the neighbour's protocol if it is asked for."""
         settings, server = self.settings, self.server
-        resumes = ResumeTokens(lambda: secrets.token_urlsafe(32), time.monotonic)
+        resumes = ResumeTokens(lambda: secrets.token_urlsafe(32), uptime_s)
         is_stopping = server.stopping.is_set
         handing_over = HandOverService(
             host,

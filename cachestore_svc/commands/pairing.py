@@ -36,7 +36,7 @@ from kvasir.errors import (
 from kvasir.options.texts import path_of
 from kvasir.server.operating.audit import REFUSED, Audit, owners_deed
 from kvasir.server.serving import RefusedToStart
-from kvasir.waits import ANSWER_S, SILENCE_S
+from kvasir.waits import ANSWER_S, SILENCE_S, uptime_s
 
 from cachestore_svc.config import ConfigError
 from cachestore_svc.edge.pairing_service import HostSide, join, listening
@@ -209,7 +209,7 @@ def _free_port(host: str) -> int:
 
 async def _wait(own: Own, lifetime_s: float, announces: bool, audit: Audit) -> None:
     """Show a code and wait. Raises DeadlineExceeded (too late), PermissionDenied (guessed too often)."""
-    invitation = Invitation(new_code(secrets.token_bytes), time.monotonic, lifetime_s)
+    invitation = Invitation(new_code(secrets.token_bytes), uptime_s, lifetime_s)
     changed, paired = asyncio.Event(), list[dict[str, Any]]()
 
     async def pin(joiner: Card) -> None:

@@ -235,7 +235,10 @@ class KvPool:
         return self.allocator.end * self.page_bytes
 
     def give_back(self) -> int:
-        """Free the memory behind the last page in use, if that is a quarter of all; returns its bytes."""
+        """Free the memory behind the last page in use, if that is a quarter of all; returns its bytes. MLX's own unused
+        buffers go, too.
+        """
+        mx.clear_cache()
         before = self.pages_in_memory
         pages = max(self._first_pages, self.allocator.end)
         if before - pages < max(1, before // 4):

@@ -170,7 +170,7 @@ def test_a_flag_goes_before_the_environment_that_before_the_file_and_each_is_sho
     file.write_text("memory-gib = 2\ncontext-tokens = 300\nkeep-versions = 3\n[engine]\nmax-turns = 4\n")
     monkeypatch.setenv("KVASIR_ENGINE_MEMORY_GIB", "3")
     monkeypatch.setenv("KVASIR_ENGINE_CONTEXT_TOKENS", "400")
-    settings = started("--config", str(file), "--memory-gib", "4")  # 4: as the default
+    settings = started("--config", str(file), "--memory-gib", "4")
     engine, store = settings["engine"], settings["store"]
     assert isinstance(engine, EngineSettings)
     assert (engine.memory_gib, engine.context_tokens, engine.max_turns) == (4.0, 400, 4)
@@ -187,6 +187,7 @@ def test_a_flag_goes_before_the_environment_that_before_the_file_and_each_is_sho
 NOTHING = {
     "expire-agents": ("30d", "never", "store", "expires_after_s"),
     "store-quota-gib": ("3", "", "store", "quota_bytes"),
+    "memory-gib": ("3", "auto", "engine", "memory_gib"),
     "kv-exact-layers": ("last", "", "engine", "kv_exact_layers"),
     "traces-to": ("http://127.0.0.1:4317", "", "gateway", "traces_to"),
     "model": (TEXTS["model"], "", "engine", "model"),
