@@ -127,7 +127,7 @@ async def serve(settings: GatewayTable) -> None:
             wellness = asked_of_loop(asyncio.get_running_loop(), partial(_wellness, engine, reloading))
             page = OperatorPage(About("gateway", "http"), numbers.metrics, wellness)
             parts.push_async_callback(asyncio.to_thread, page.serve(settings.metrics_listen))
-        await serve_app(Gateway(around).app(), listener, Connections(limits))
+        await serve_app(Gateway(around).app(), listener, parts.closing(Connections(limits)))
 
 
 def _log_end(numbers: GatewayNumbers) -> None:

@@ -6,6 +6,7 @@ import resource
 import socket
 import sys
 from collections.abc import AsyncIterator
+from functools import partial
 from typing import Any
 
 import httpx2 as httpx
@@ -32,14 +33,11 @@ async def connections_to(
     config.load()
     state = ServerState()
 
-    open_ones = Connections(limits)
-
-    def connection() -> Connection:
-        return Connection(config, state, {}, connections=open_ones)
-
-    server = await asyncio.get_running_loop().create_server(connection, "127.0.0.1", 0)
-    async with server, asyncio.timeout(20):
-        yield server.sockets[0].getsockname()[1], state
+    with contextlib.closing(Connections(limits)) as open_ones:
+        made = partial(Connection, config, state, {}, connections=open_ones)
+        server = await asyncio.get_running_loop().create_server(made, "127.0.0.1", 0)
+        async with server, asyncio.timeout(20):
+            yield server.sockets[0].getsockname()[1], state
 
 
 async def answers_key_holders(scope: Any, _receive: Any, send: Any) -> None:
@@ -226,7 +224,7 @@ def test_a_large_piece_of_a_body_is_neither_copied_nor_a_reason_to_stop_reading(
     async def pieces() -> None:
         config = uvicorn.Config(never, lifespan="off", ws="none", log_config=None)
         config.load()
-        connection = Connection(config, ServerState(), {}, connections=Connections(ConnectionLimits()))
+        connection = Connection(config, ServerState(), {}, connections=open_ones)
         connection.connection_made(NotedTransport())
         connection.data_received(_ASKED.replace(b"GET", b"POST")[:-2] + b"content-length: 1000000\r\n\r\n")
         cycle, large = connection.cycle, b"x" * 200_000
@@ -243,7 +241,8 @@ def test_a_large_piece_of_a_body_is_neither_copied_nor_a_reason_to_stop_reading(
         for task in connection.tasks:
             task.cancel()
 
-    asyncio.run(pieces())
+    with contextlib.closing(Connections(ConnectionLimits())) as open_ones:
+        asyncio.run(pieces())
 
 
 def test_a_gateway_at_rest_does_not_wake(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -276,11 +275,11 @@ def test_a_head_of_many_short_headers_is_refused() -> None:
 
 def test_a_process_with_few_files_keeps_some_for_each_kind_of_connection() -> None:
     few, many = ConnectionLimits.of(256), ConnectionLimits.of(65_536)
-    assert few.strangers + few.resting + few.requests <= 256 - 32
-    assert 2 * Connections(few).at_once <= few.strangers, "a crowd that is accepted at once leaves files"
+    assert few.strangers + few.resting + 2 * few.requests <= 256 - 32
+    assert 2 * few.at_once <= few.strangers, "a crowd that is accepted at once leaves files"
     assert min(few.strangers, few.resting, few.requests) >= 32
     assert many == ConnectionLimits()
-    assert Connections(many).at_once <= 16, "nor does the loop accept for long"
+    assert many.at_once <= 16, "nor does the loop accept for long"
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere no other process's limits are shown")

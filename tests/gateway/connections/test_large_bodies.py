@@ -2,13 +2,16 @@
 
 import asyncio
 import contextlib
+import threading
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import pytest
-from kvasir.errors import ResourceExhausted
+from kvasir.errors import DeadlineExceeded, ResourceExhausted
+from kvasir_gateway.door import bodies
 from kvasir_gateway.door.bodies import RequestRoom, Rooms
 from kvasir_gateway.door.connections import Connection
+from kvasir_gateway.door.receiving import Filling
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
@@ -30,9 +33,9 @@ async def reading(rooms: Rooms) -> AsyncIterator[tuple[Callable[[], Any], Ended]
         try:
             data = await room.read(Request({**scope}, receive), _MOST_BYTES)
             ended.append(bytes(data))
-        except (ResourceExhausted, ClientDisconnect) as error:
+        except (ResourceExhausted, ClientDisconnect, DeadlineExceeded) as error:
             ended.append(error)
-            status = 429
+            status = 408 if isinstance(error, DeadlineExceeded) else 429
         finally:
             room.release()
         await Response(status_code=status)({**scope}, receive, send)
@@ -81,6 +84,76 @@ def test_the_parser_sees_the_beginning_of_a_large_body_alone(monkeypatch: pytest
     assert statuses == [b"200"] * 4
     assert ended == [b"abc", _BODY, b"def", _BODY]
     assert sum(seen) < len(_BODY)
+
+
+def test_another_thread_receives_a_large_body_and_a_gap_in_it_blocks_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    threads, receive = set[str](), Filling.receive
+
+    def noted(self: Filling) -> None:
+        threads.add(threading.current_thread().name)
+        receive(self)
+
+    monkeypatch.setattr(Filling, "receive", noted)
+
+    async def run() -> tuple[list[bytes], Ended]:
+        async with reading(Rooms(10, 1 << 30)) as (connect, ended):
+            streams = [await connect() for _ in range(3)]
+            for _, writer in streams:
+                writer.write(_request(len(_BODY)) + _BODY[:100_000])
+            await asyncio.sleep(0.05)
+            statuses = []
+            for reader, writer in reversed(streams):
+                writer.write(_BODY[100_000:])
+                statuses.append(await _status(reader))
+                writer.close()
+            return statuses, ended
+
+    statuses, ended = asyncio.run(run())
+    assert statuses == [b"200"] * 3
+    assert ended == [_BODY] * 3
+    assert threads == {"receiving"}
+
+
+def test_behind_a_body_that_did_not_come_in_time_the_next_request_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bodies, "_SENDING_S", 0.3)
+
+    async def run() -> tuple[list[bytes], Ended]:
+        async with reading(Rooms(10, 1 << 30)) as (connect, ended):
+            reader, writer = await connect()
+            writer.write(_request(len(_BODY)) + _BODY[:500_000])
+            statuses = [await _status(reader)]
+            writer.write(_BODY[500_000:] + _request(3) + b"abc")
+            statuses.append(await _status(reader))
+            writer.close()
+            return statuses, ended
+
+    statuses, (late, next_one) = asyncio.run(run())
+    assert statuses == [b"408", b"200"]
+    assert isinstance(late, DeadlineExceeded)
+    assert next_one == b"abc"
+
+
+def test_a_connection_that_this_side_closes_while_a_body_comes_is_closed_for_its_sender() -> None:
+    open_ones = list[Connection]()
+
+    async def run() -> tuple[bytes, Ended]:
+        async with reading(Rooms(10, 1 << 30)) as (connect, ended):
+            reader, writer = await connect()
+            writer.write(_request(len(_BODY)) + _BODY[:500_000])
+            await asyncio.sleep(0.1)
+            open_ones[0].transport.abort()
+            with contextlib.suppress(ConnectionError):
+                rest = await reader.read()
+            await _until(lambda: bool(ended))
+            writer.close()
+            return rest, ended
+
+    with pytest.MonkeyPatch.context() as patch:
+        made = Connection.connection_made
+        patch.setattr(Connection, "connection_made", lambda self, to: (open_ones.append(self), made(self, to))[1])
+        rest, ended = asyncio.run(run())
+    assert rest == b""
+    assert [type(each) for each in ended] == [ClientDisconnect]
 
 
 def test_a_stalled_sender_holds_little_more_room_than_it_has_sent() -> None:

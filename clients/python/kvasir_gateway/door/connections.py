@@ -18,13 +18,14 @@ from kvasir.waits import HANGS_S, PAUSE_S, SILENCE_S
 from starlette.requests import ClientDisconnect
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
+from kvasir_gateway.door.receiving import Filling, Receiving
+
 _MAX_HEAD_BYTES = 64 << 10
 _MAX_HEADERS = 256  # of a head, and of trailers: each takes thirty times as much room as its shortest line
 # Requests behind one that is not answered yet: they are read, because so an end is seen at once. More are refused, and
 # more bytes are read later; meanwhile the system reports an end.
 _MAX_WAITING, _MAX_WAITING_BYTES = 16, 64 << 10
 _LARGE_PIECE_BYTES = 16 << 10  # of a body: to copy it twice more, and to stop reading until it is taken, costs more
-_SCRATCH_BYTES = 256 << 10  # received at once
 _MOST_AT_ONCE = 16  # connections accepted in one turn of the loop: a crowd's would keep it for long
 _CONNECTION = "kvasir.connection"  # in an ASGI scope
 
@@ -40,27 +41,31 @@ class ConnectionLimits:
 
     @classmethod
     def of(cls, files: int) -> "ConnectionLimits":
-        """For a process that may open so many files: an eighth of them is left for everything else."""
+        """For a process that may open so many files: an eighth of them is left for everything else. A request has two
+        while its body is received."""
         most = cls()
-        return cls(min(most.strangers, files // 8), min(most.resting, files // 4), min(most.requests, files // 2))
+        return cls(min(most.strangers, files // 8), min(most.resting, files // 4), min(most.requests, files // 4))
+
+    @property
+    def at_once(self) -> int:
+        """How many may be accepted before the oldest is closed, and before others' requests are read."""
+        return max(1, min(_MOST_AT_ONCE, self.strangers // 2))
 
 
 class Connections:
     """The open connections that no admitted request holds. Belongs to one event loop."""
 
     def __init__(self, limits: ConnectionLimits) -> None:
-        self._limits = limits
+        self.limits = limits
+        self.receiving = Receiving()
         self._strangers: OrderedDict[Connection, None] = OrderedDict()
         self._resting: OrderedDict[Connection, None] = OrderedDict()
-        self.scratch = memoryview(bytearray(_SCRATCH_BYTES))
 
-    @property
-    def at_once(self) -> int:
-        """How many may be accepted before the oldest is closed, and before others' requests are read."""
-        return max(1, min(_MOST_AT_ONCE, self._limits.strangers // 2))
+    def close(self) -> None:
+        self.receiving.close()
 
     def opened(self, connection: "Connection") -> None:
-        self._keep(self._strangers, connection, self._limits.strangers)
+        self._keep(self._strangers, connection, self.limits.strangers)
 
     def asks(self, connection: "Connection") -> None:
         """A whole head came: of all strangers this one has been silent for the shortest time."""
@@ -75,7 +80,7 @@ class Connections:
     def rests(self, connection: "Connection") -> None:
         """Its request was answered."""
         if connection not in self._strangers:
-            self._keep(self._resting, connection, self._limits.resting)
+            self._keep(self._resting, connection, self.limits.resting)
 
     def closed(self, connection: "Connection") -> None:
         self._strangers.pop(connection, None)
@@ -106,7 +111,7 @@ async def receive_rest(
         await connection.receive_rest(size_bytes, more)
 
 
-class Connection(HttpToolsProtocol, asyncio.BufferedProtocol):
+class Connection(HttpToolsProtocol):
     """uvicorn's own keeps all of a head that has no end, and waits for it. Its option bounds another parser's.
 
     Of a large body the parser sees the beginning alone: it would copy each piece, and wake the request for it.
@@ -117,10 +122,9 @@ class Connection(HttpToolsProtocol, asyncio.BufferedProtocol):
     _ending: asyncio.TimerHandle | None = None
     # Since the last that was a whole head, or a body's: of a head, or of a trailer.
     _unread_bytes = 0
-    # Of a body that goes past the parser: what has not come yet, where it belongs, if anyone wants it, and its waiter.
+    # Of a body that goes past the parser: what has not come yet, and what is received of it.
     _left_bytes = 0
-    _place: memoryview | None = None
-    _filled: asyncio.Future[None] | None = None
+    _filling: Filling | None = None
 
     def __init__(self, *given: Any, connections: Connections, **named: Any) -> None:
         super().__init__(*given, **named)
@@ -137,8 +141,8 @@ class Connection(HttpToolsProtocol, asyncio.BufferedProtocol):
         for cycle in self._unanswered:  # uvicorn tells the newest alone
             cycle.disconnected = True
             cycle.message_event.set()
-        if self._filled is not None and not self._filled.done():
-            self._filled.set_exception(ClientDisconnect())
+        if self._filling is not None:
+            self._filling.stop()
         self._connections.closed(self)
         self._stop_waiting()
         self._stop_watching()
@@ -151,27 +155,6 @@ class Connection(HttpToolsProtocol, asyncio.BufferedProtocol):
         super().resume_writing()
         if not self.transport.is_closing():
             self._stop_watching()
-
-    def get_buffer(self, _sizehint: int) -> memoryview:
-        if self._place is not None:
-            return self._place
-        return self._connections.scratch[: self._left_bytes or None]
-
-    def buffer_updated(self, count: int) -> None:
-        self._unset_keepalive_if_required()  # who was refused still sends
-        if not self._left_bytes:
-            self.data_received(bytes(self._connections.scratch[:count]))
-            return
-        self._left_bytes -= count
-        if self._place is not None:
-            self._place = self._place[count:] or None
-            if self._place is None and self._filled is not None:
-                self.flow.pause_reading()
-                self._filled.set_result(None)
-        if not self._left_bytes:
-            self.parser = httptools.HttpRequestParser(self)  # what comes next is a request
-            self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn's
-            self.on_message_complete()
 
     def is_inside_body(self, scope: MutableMapping[str, Any]) -> bool:
         """Whether all that comes next is of this request's body. Not of one that ends its connection: the parser takes
@@ -188,17 +171,36 @@ class Connection(HttpToolsProtocol, asyncio.BufferedProtocol):
         self._left_bytes = size_bytes
         try:
             while self._left_bytes:
-                with await more() as self._place:
-                    if self.cycle.disconnected:
+                with await more() as place:
+                    if self.cycle.disconnected or not await self._fill(place):
                         raise ClientDisconnect
-                    self._filled = self.loop.create_future()
-                    self.flow.resume_reading()
-                    await self._filled
         finally:
-            self._place = self._filled = None
+            if not self._left_bytes:
+                self._end_body()
             self.flow.resume_reading()
 
+    async def _fill(self, place: memoryview) -> bool:
+        """Whether all of it came."""
+        self._filling = self._connections.receiving.begin(self.transport.get_extra_info("socket"), place)
+        try:
+            await self._filling.end()
+        finally:
+            self._left_bytes -= self._filling.received_bytes
+            is_full, self._filling = self._filling.received_bytes == len(place), None
+        return is_full
+
+    def _end_body(self) -> None:
+        self.parser = httptools.HttpRequestParser(self)  # what comes next is a request
+        self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn's
+        self.on_message_complete()
+
     def data_received(self, data: bytes) -> None:
+        if self._left_bytes:
+            self._unset_keepalive_if_required()  # who was refused still sends
+            data, self._left_bytes = data[self._left_bytes :], max(0, self._left_bytes - len(data))
+            if self._left_bytes:
+                return
+            self._end_body()
         self._unread_bytes += len(data)
         super().data_received(data)
         if len(self.pipeline) > _MAX_WAITING:

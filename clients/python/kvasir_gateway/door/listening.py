@@ -51,7 +51,7 @@ async def serve_app(app: object, listener: socket.socket, connections: Connectio
         lifespan="off",
         ws="none",
         # asyncio accepts so many before it closes one. Without a file left it accepts none for a second.
-        backlog=connections.at_once,
+        backlog=connections.limits.at_once,
         log_config=None,
         access_log=False,
         server_header=False,
