@@ -16,6 +16,9 @@ from typing import Any
 from kvasir import volatile
 from kvasir.cachestore.v1 import cachestore_pb2
 from kvasir.clients import AioInferenceClient, GenerateOptions, Tls
+from kvasir.clients.aio.large_requests import LargeRequests
+from kvasir.clients.channel import aio_channel, sync_channel
+from kvasir.clients.inference_client_turns import READS
 from kvasir.clients.messages import message_list
 from kvasir.common.v1 import message_pb2
 from kvasir.errors import FailedPrecondition, InvalidArgument, KvasirError, NotFound
@@ -233,11 +236,14 @@ class CallerAtEngine:
 class EngineLink:
     """The connections to the engine, for all callers in turn."""
 
-    def __init__(self, own: Sequence[AioInferenceClient], peers: Mapping[str, AioInferenceClient]) -> None:
-        """`peers`: the engines to which turns may move, by the names that the engines know them by. A turn that moves
-        on from a peer is followed too.
+    def __init__(
+        self, own: Sequence[AioInferenceClient], large: LargeRequests, peers: Mapping[str, AioInferenceClient]
+    ) -> None:
+        """`large`: sends large requests of the own clients. `peers`: the engines to which turns may move, by the names
+        that the engines know them by. A turn that moves on from a peer is followed too.
         """
         self._own = own
+        self._large = large
         self._peers = peers
         self._next = cycle(own)
         for client in (*own, *peers.values()):
@@ -259,7 +265,9 @@ class EngineLink:
             name: AioInferenceClient.connect(where, token=token, tls=their_tls)
             for name, (where, their_tls) in peers.items()
         }
-        return cls([AioInferenceClient.connect(address, token=token, tls=tls) for _ in range(_CONNECTIONS)], others)
+        large = LargeRequests(sync_channel(address, tls, READS))
+        channels = [aio_channel(address, tls, READS) for _ in range(_CONNECTIONS)]
+        return cls([AioInferenceClient(each, token=token, large=large) for each in channels], large, others)
 
     def of(self, token: str | None, beside: Beside = _at_once, making: Beside = _at_once) -> CallerAtEngine:
         """The engine for the caller with this token; None: for the gateway itself. `making`: makes its requests."""
@@ -306,6 +314,7 @@ class EngineLink:
     async def close(self) -> None:
         for client in (*self._own, *self._peers.values()):
             await client.close()
+        self._large.close()
 
 
 def _unwell(reason: str, message: str, *, engine: bool = True, store: bool = False) -> Wellness:

@@ -15,6 +15,7 @@ import grpc
 import grpc.aio
 
 from kvasir.clients.aio.agent_client import AioAgentClient
+from kvasir.clients.aio.large_requests import LargeRequests
 from kvasir.clients.aio.service_client import Making, at_once
 from kvasir.clients.channel import Tls, aio_channel, calls_of
 from kvasir.clients.generate_options import GenerateOptions, OptionArguments, merged_options
@@ -43,9 +44,17 @@ from kvasir.inference.v1.handover_pb2 import HandOverTurnRequest, HandOverTurnRe
 class AioInferenceClient(AioAgentClient):
     """An inference service and the agents of its store, over one channel. Close it with `async with` or close()."""
 
-    def __init__(self, channel: grpc.aio.Channel, *, token: str | None = None, timeout_s: float = 10.0) -> None:
+    def __init__(
+        self,
+        channel: grpc.aio.Channel,
+        *,
+        token: str | None = None,
+        timeout_s: float = 10.0,
+        large: LargeRequests | None = None,
+    ) -> None:
+        """`large`: sends large requests beside the event loop. It is not closed with the client."""
         stubs: Any = (inference_pb2_grpc.InferenceServiceStub, handover_pb2_grpc.HandOverServiceStub)
-        super().__init__(channel, calls_of(channel, *stubs, **_written_calls(channel)), token, timeout_s)
+        super().__init__(channel, calls_of(channel, *stubs, **_written_calls(channel, large)), token, timeout_s)
         self._known = KnownVersions()
         self.making: Making = at_once
         """Makes requests with prompts, and their bytes. A server sets one that does it beside its event loop."""
@@ -277,13 +286,14 @@ class AioInferenceClient(AioAgentClient):
         return await self._call(pb.GetStatsResponse, pb.GetStatsRequest())
 
 
-def _written_calls(channel: Any) -> dict[str, Any]:
+def _written_calls(channel: Any, large: LargeRequests | None) -> dict[str, Any]:
     """The calls that take prompts: they are given requests' bytes."""
     path = f"/{pb.DESCRIPTOR.services_by_name['InferenceService'].full_name}"
-    whole: dict[str, Any] = {"CountTokens": pb.CountTokensResponse, "Embed": pb.EmbedResponse}
-    calls = {
-        name: channel.unary_unary(f"{path}/{name}", response_deserializer=response.FromString)
-        for name, response in whole.items()
-    }
-    generate = channel.unary_stream(f"{path}/Generate", response_deserializer=pb.GenerateResponse.FromString)
-    return {**calls, "Generate": generate}
+    calls: dict[str, Any] = {}
+    for name, response in (("CountTokens", pb.CountTokensResponse), ("Embed", pb.EmbedResponse)):
+        small = channel.unary_unary(f"{path}/{name}", response_deserializer=response.FromString)
+        calls[name] = large.unary(small, f"{path}/{name}", response.FromString) if large is not None else small
+    parse = pb.GenerateResponse.FromString
+    small = channel.unary_stream(f"{path}/Generate", response_deserializer=parse)
+    calls["Generate"] = large.stream(small, f"{path}/Generate", parse) if large is not None else small
+    return calls
