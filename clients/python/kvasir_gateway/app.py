@@ -382,7 +382,8 @@ class Gateway:
                 self._around.numbers.disconnects += 1
                 return Response(status_code=499)  # nobody reads it
             except KvasirError as error:
-                return refused(request, error, request_id)
+                # Some of its frames hold it, and all that was made of the request: later, the loop would free that.
+                return refused(request, error.with_traceback(None), request_id)
             except Exception as error:  # noqa: BLE001 - a bug of ours
                 told = (request_id, path, type(error).__name__, places(error))
                 _log.error("request.failed request_id=%s path=%s error=%s at=%s", *told)

@@ -1,16 +1,19 @@
 """The gateway before a played engine: long work is done beside the event loop, and ends when its reader leaves."""
 
 import asyncio
+import gc
 import json
 import threading
-from collections.abc import Callable
+from collections.abc import AsyncGenerator, Callable
 from datetime import UTC, datetime
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from kvasir.errors import NotFound, Unavailable
+from kvasir.clients.aio import large_requests
+from kvasir.clients.aio.large_requests import _LargeCall
+from kvasir.errors import InvalidArgument, NotFound, Unavailable
 from kvasir.inference.v1 import inference_pb2 as pb
 from kvasir.server.operating.audit import Audit
 from kvasir.server.operating.traces import Traces
@@ -138,9 +141,36 @@ def test_the_refusal_of_a_malformed_body_holds_nothing_that_was_parsed(monkeypat
     assert held == [None]
 
 
+def test_the_engines_refusal_of_a_turn_leaves_nothing_of_it_for_the_collector() -> None:
+    class Refusing(PlayedEngine):
+        async def generate(self, **_asked: object) -> AsyncGenerator[pb.GenerateResponse, None]:
+            raise InvalidArgument("tools: not these", field="tools")
+            yield pb.GenerateResponse()  # so that it is a generator
+
+    async def ask() -> tuple[tuple[int, bytes], int]:
+        body = {"model": "m", "prompt": "x" * 100_000}
+        answer = await post(app_before(Refusing()), "/v1/completions", body, asyncio.Event())
+        await asyncio.sleep(0.2)  # a thread frees what was made
+        return answer, sum(isinstance(each, Turn) for each in gc.get_objects())
+
+    gc.collect()
+    gc.disable()
+    try:
+        (status, _), left = asyncio.run(ask())
+    finally:
+        gc.enable()
+    assert (status, left) == (400, 0)
+
+
 @pytest.mark.parametrize("token", [None, "a-token"])
-def test_requests_with_prompts_are_made_beside_the_loop(token: str | None, tmp_path: Path) -> None:
-    made = list[bytes]()
+def test_requests_with_prompts_are_made_and_if_large_begun_beside_the_loop(
+    token: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, begun_by, take = list[bytes](), list[str](), _LargeCall._take
+
+    def noted(self: _LargeCall, take_one: Any) -> Any:
+        begun_by.append(threading.current_thread().name.partition("_")[0])
+        return take(self, take_one)
 
     async def making(make: Callable[[], bytes]) -> bytes:
         made.append(await asyncio.to_thread(make))
@@ -154,10 +184,15 @@ def test_requests_with_prompts_are_made_beside_the_loop(token: str | None, tmp_p
                 await asked
         await link.close()
 
+    monkeypatch.setattr(_LargeCall, "_take", noted)
     asyncio.run(ask())
-    requests = (pb.GenerateRequest, pb.CountTokensRequest, pb.EmbedRequest)
+    assert begun_by == []
+    monkeypatch.setattr(large_requests, "LARGE_BYTES", 1)
+    asyncio.run(ask())
+    assert begun_by == ["large-requests"] * 3
+    requests = (pb.GenerateRequest, pb.CountTokensRequest, pb.EmbedRequest) * 2
     texts = [str(kind.FromString(each)) for kind, each in zip(requests, made, strict=True)]
-    assert [word in text for word, text in zip(("one", "two", "three"), texts, strict=True)] == [True] * 3
+    assert [word in text for word, text in zip(("one", "two", "three") * 2, texts, strict=True)] == [True] * 6
 
 
 @pytest.mark.parametrize(("length", "counted"), [(100, ["theirs", ""]), (100_000, [""])])
