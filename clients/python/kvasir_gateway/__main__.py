@@ -25,6 +25,7 @@ from kvasir.credentials import (
 from kvasir.errors import InvalidArgument, KvasirError
 from kvasir.options.finding import ConfigError, add_options, read
 from kvasir.options.gateway import GatewayTable
+from kvasir.server.interceptors import settle_garbage
 from kvasir.server.operating.audit import Audit, AuditFile
 from kvasir.server.operating.log_errors import JsonWithoutPayload, LineWithoutPayload
 from kvasir.server.operating.operator_page import About, OperatorPage, asked_of_loop
@@ -127,7 +128,9 @@ async def serve(settings: GatewayTable) -> None:
             wellness = asked_of_loop(asyncio.get_running_loop(), partial(_wellness, engine, reloading))
             page = OperatorPage(About("gateway", "http"), numbers.metrics, wellness)
             parts.push_async_callback(asyncio.to_thread, page.serve(settings.metrics_listen))
-        await serve_app(Gateway(around).app(), listener, parts.closing(Connections(limits)))
+        app = Gateway(around).app()
+        settle_garbage()
+        await serve_app(app, listener, parts.closing(Connections(limits)))
 
 
 def _log_end(numbers: GatewayNumbers) -> None:
