@@ -415,6 +415,15 @@ SHARED = (
         IN_TURN,
         WAITS,
     ),
+    Shared(
+        "threads that begin calls with requests of 1 MiB or more, and wait for their answers",
+        "gateway",
+        "clients/python/kvasir/clients/aio/large_requests.py: _threads",
+        ("kvasir.clients.aio.large_requests:_MOST_CALLS", 64),
+        "as of bodies, which have room for fewer",
+        "as they came",
+        WAITS,
+    ),
 )
 
 OWN = (
