@@ -59,7 +59,7 @@ from inference_svc.handover.resume_tokens import ResumeTokens
 from inference_svc.lease_owner import LeaseOwner
 from inference_svc.machine.claims import Claims
 from inference_svc.machine.giving_back import GivingBack
-from inference_svc.machine.kv_budget import GIB, KvBudget, NoRoom, total_bytes
+from inference_svc.machine.kv_budget import GIB, KvBudget, NoRoom, total_bytes, weights_on_disk
 from inference_svc.machine.pressure import is_short_of_memory
 from inference_svc.memory.lines.lines import Lines
 from inference_svc.memory.service_stats import ServiceStats, ServiceStatus
@@ -268,7 +268,8 @@ def _kv_budget(settings: EngineSettings, parts: Parts) -> KvBudget:
         raise RefusedToStart(f"claims to memory cannot be written: {error}; TMPDIR names another directory") from None
     parts.callback(claims.close)
     given = None if settings.memory_gib is None else int(settings.memory_gib * GIB)
-    return KvBudget(claims, total_bytes(settings.device_gib), given)
+    weights = weights_on_disk(settings.models.values())
+    return KvBudget(claims, total_bytes(settings.device_gib), given, weights)
 
 
 def _of_host(host: ModelHost[ServedModel]) -> tuple[Engine, bool] | None:

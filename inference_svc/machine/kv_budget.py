@@ -1,6 +1,8 @@
 """How many bytes of the device's memory a model's KV gets, and how many it could have at most."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
 
 from kvasir.errors import FailedPrecondition
 
@@ -60,9 +62,12 @@ class Device:
 class KvBudget:
     """The bytes of the models of one engine, which it claims."""
 
-    def __init__(self, claims: Claims, total_bytes: int, given_bytes: int | None) -> None:
-        """`given_bytes`: None for `auto`. Raises NoRoom, before anything is loaded, for more than is left."""
+    def __init__(self, claims: Claims, total_bytes: int, given_bytes: int | None, weights_bytes: int) -> None:
+        """`given_bytes`: None for `auto`; `weights_bytes`: of the largest model, as far as they are known. Raises
+        NoRoom, before anything is loaded, for more than is left.
+        """
         self._claims, self._total_bytes, self._given_bytes = claims, total_bytes, given_bytes
+        self._weights_bytes = weights_bytes
         self._claims.claim(self._checked)
 
     def of(self, info: ModelInfo) -> int:
@@ -78,15 +83,22 @@ class KvBudget:
         return found
 
     def _checked(self, claimed_bytes: int) -> int:
-        given, device = self._given_bytes or 0, Device(self._total_bytes, claimed_bytes)
-        if given > device.left_bytes:
-            doctor = f"`kvasir doctor --memory-gib {device.left_bytes / GIB / 2:.1f}` shows how many agents fit"
+        needed, device = self._weights_bytes + (self._given_bytes or 0), Device(self._total_bytes, claimed_bytes)
+        if needed > device.left_bytes:
+            named = "memory" if self._given_bytes is None else f"--memory-gib {self._given_bytes / GIB:g}"
             raise NoRoom(
-                f"--memory-gib {given / GIB:g}: {device.in_words}; {doctor} beside a model's weights",
+                f"{named}: {device.in_words}; the weights take {_gib(self._weights_bytes)}, and `kvasir doctor` shows "
+                "how many agents fit beside them",
                 reason="NO_MEMORY",
                 field="memory_gib",
             )
-        return given
+        return needed
+
+
+def weights_on_disk(paths: Iterable[str]) -> int:
+    """Bytes of the largest of these models' weights; a model that is still to be fetched has none yet."""
+    files = ((file.stat().st_size for file in Path(path).glob("*.safetensors")) for path in paths)
+    return max(map(sum, files), default=0)
 
 
 def total_bytes(device_gib: float | None) -> int:

@@ -17,7 +17,8 @@ from inference_svc.kv.policy import Rung, policy_of
 from inference_svc.machine import pressure
 from inference_svc.machine.claims import Claims
 from inference_svc.machine.giving_back import GivingBack
-from inference_svc.machine.kv_budget import GIB, Device, KvBudget, NoRoom
+from inference_svc.machine.kv_budget import GIB, Device, KvBudget, NoRoom, weights_on_disk
+from inference_svc.model import kvasir_tiny
 from inference_svc.model.probing.real_layouts import REAL_LAYOUTS, agent_bytes
 
 # What Metal recommends of a Mac's RAM.
@@ -34,7 +35,7 @@ def test_two_engines_of_a_mac_stay_within_what_metal_recommends_beside_computing
     total, info = int(MACS[ram_gib] * GIB), model(1.0)
     taken = 0
     for _ in range(2):
-        budget = KvBudget(Claims(tmp_path), total, None).of(info)
+        budget = KvBudget(Claims(tmp_path), total, None, info.weights_bytes).of(info)
         assert budget >= agent_bytes(IDENTITY, 1024)
         taken += budget + info.weights_bytes
     assert taken <= total * 7 // 8
@@ -53,13 +54,20 @@ def test_a_short_context_needs_less_than_half_of_a_large_machine() -> None:
 
 def test_a_size_that_others_leave_no_room_for_is_refused_before_anything_is_loaded(tmp_path: Path) -> None:
     with closing(Claims(tmp_path)) as first:
-        KvBudget(first, 10 * GIB, 6 * GIB).of(model(1.0))
+        KvBudget(first, 10 * GIB, 6 * GIB, GIB).of(model(1.0))
         with closing(Claims(tmp_path)) as second:
             with pytest.raises(NoRoom, match=r"--memory-gib 4: .*10\.00 GiB, of which other engines here claim 7\.00"):
-                KvBudget(second, 10 * GIB, 4 * GIB)
-            assert KvBudget(second, 10 * GIB, 3 * GIB).of(model(0.0)) == 3 * GIB
+                KvBudget(second, 10 * GIB, 4 * GIB, 0)
+            with pytest.raises(NoRoom, match=r"weights take 3\.50, and"):
+                KvBudget(second, 10 * GIB, None, int(3.5 * GIB))
+            assert KvBudget(second, 10 * GIB, 3 * GIB, 0).of(model(0.0)) == 3 * GIB
             assert first.of_others() == 3 * GIB
         assert first.of_others() == 0
+
+
+def test_weights_are_known_before_they_are_loaded_where_they_are_on_disk() -> None:
+    assert weights_on_disk(["mlx-community/none"]) == 0
+    assert 10e6 < weights_on_disk([str(kvasir_tiny.path()), "mlx-community/none"]) < 40e6
 
 
 def test_a_claim_ends_with_its_process_however_it_ends(tmp_path: Path) -> None:

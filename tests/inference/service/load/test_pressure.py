@@ -300,7 +300,7 @@ def test_more_memory_than_the_device_has_is_refused_with_numbers() -> None:
     ended = run("inference_svc", "serve", "--listen", "unix:/tmp/kv-none/s", "--memory-gib", "65536")
     assert ended.returncode == 78
     of_others = r"( in all|, of which other engines here claim [\d.]+)"
-    assert re.search(rf"--memory-gib 65536: the device has [\d.]+ GiB{of_others}; `kvasir doctor ", ended.stderr)
+    assert re.search(rf"--memory-gib 65536: the device has [\d.]+ GiB{of_others}; the weights take ", ended.stderr)
 
 
 def test_an_engine_that_cannot_claim_memory_is_refused_with_the_reason(tmp_path: Path) -> None:
