@@ -60,6 +60,7 @@ def test_lengths_asked_for_are_cut_to_the_context_and_stand_once(new_lab: Callab
     lab = new_lab(lengths=(32768, 1024, 8192))
     assert lab.chosen_lengths((128,)) == [1024, lab.engine.model.context_tokens - 512]
     assert contexts(new_lab(lengths=(2048,))) == ["2048", MIXED]
+    assert contexts(new_lab(lengths=(2048,), batches=(1,))) == ["2048"]
     assert contexts(new_lab(is_quick=True)) == ["64"]
 
 
