@@ -251,6 +251,16 @@ def test_a_context_that_was_left_out_has_the_reason_and_no_figure() -> None:
     assert {row["note"] for row in failed if row["by"] == HERE} == {"the engine ended"}
 
 
+def test_contexts_that_a_case_chooses_itself_are_all_shown() -> None:
+    [table] = chosen(["001 attention"])
+    [row] = rows_of(table, [FINDINGS["attention"]], [], lambda _: "")
+    assert (row["attention"], row["context_tokens"], row["by"]) == ("fused", 4096, HERE)
+    [table] = [table for table in chosen(["5.3"]) if table.number == "5.3"]
+    contexts = {row["context_tokens"] for row in rows_of(table, [FINDINGS["path"]], [4000], lambda _: "")}
+    assert 4000 in contexts
+    assert not contexts & {1024, 4096}, "of other tables"
+
+
 def test_methods_that_are_not_built_have_published_rows_alone() -> None:
     for table in tables():
         if not table.source.cases:

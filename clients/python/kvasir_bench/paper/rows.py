@@ -28,7 +28,8 @@ def rows_of(
             yield _row(table, row, str(row["by"]))
         named = dict(zip(table.keys, key, strict=True))
         context = named.get("context_tokens")
-        if None in key or (context and key not in published and context not in contexts):
+        is_others = table.contexts and context and key not in published and context not in contexts
+        if None in key or is_others:
             continue  # a published sentence; another table's context
         why = failure or (context and why_left_out(context)) or table.source.missing
         yield _row(table, measured_rows.get(key, {**named, "note": why}), HERE)

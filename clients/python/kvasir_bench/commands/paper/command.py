@@ -16,6 +16,7 @@ from kvasir_bench.commands.paper import measuring
 from kvasir_bench.commands.paper.bench import Bench, PaperScope
 from kvasir_bench.commands.shown import MarkdownOption, ModelOption, PlotsOption, draw, progress, show
 from kvasir_bench.paper import report
+from kvasir_bench.paper.tables import tables
 from kvasir_bench.tables import markdown_table, text_table
 
 TableOption = Annotated[
@@ -34,7 +35,7 @@ CsvOption = Annotated[Path | None, typer.Option(help="Write a CSV for each table
 KeepOption = Annotated[Path | None, typer.Option(dir_okay=False, help="Write the JSON to FILE after each table.")]
 ResultsOption = Annotated[
     list[Path] | None,
-    typer.Option("--results", exists=True, dir_okay=False, help="Measure nothing: show this JSON; may be repeated."),
+    typer.Option("--results", exists=True, dir_okay=False, help="Measure nothing: show this JSON; parts add up."),
 ]
 
 
@@ -86,10 +87,14 @@ def _keep(file: Path | None, results: dict[str, Any]) -> None:
 
 
 def _kept(files: list[Path]) -> dict[str, Any]:
-    """The tables of all files, with the machine of the first. Raises WrongUsage for any other file."""
+    """The tables of all files in the papers' order, the last of each number, with the machine of the first file. Raises
+    WrongUsage for any other file.
+    """
     try:
         runs = [json.loads(file.read_text(encoding="utf-8")) for file in files]
-        results: dict[str, Any] = {**runs[0], "tables": [table for run in runs for table in run["tables"]]}
+        found = {table["number"]: table for run in runs for table in run["tables"]}
+        in_order = [found[table.number] for table in tables() if table.number in found]
+        results: dict[str, Any] = {**runs[0], "tables": in_order}
         list(report.lines(results))
     except (ValueError, LookupError, TypeError, AttributeError):
         raise WrongUsage("--results: expected what `kvasir bench paper --json` printed", field="--results") from None
