@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from kvasir.errors import FailedPrecondition, InvalidArgument, Unavailable
+from kvasir_bench.prove import exactness
 from kvasir_bench.prove.figures import side_by_side
 from kvasir_bench.prove.page import page
 from kvasir_bench.prove.power import Power, kept_awake, wait_until_well
@@ -286,6 +287,18 @@ def test_a_signed_result_is_read_back_and_a_changed_one_is_refused(tmp_path: Pat
         with pytest.raises(InvalidArgument, match=why) as refused:
             read_result(file)
         assert str(file) in str(refused.value)
+
+
+def test_a_kernel_that_the_engines_check_refuses_breaks_a_claim(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the check of a device with kernels would report it, which a CPU has not."""
+    policies = {"q4": "", "q8": "rows are written differently from the reference"}
+    kernels = {"attention": "fused (Metal)", "failure": "", "policies": policies}
+    facts = {"device": "gpu", "blas": "", "policy": {"layer_count": 8}, "kernels": kernels}
+    monkeypatch.setattr(exactness, "run_program", lambda *_: facts)
+    value = exactness.kernels(ProofScope(), lambda _: None)
+    [broken] = broken_claims(result(record("kernels", value=value)))
+    assert "pages of q8" in broken
+    assert value["attention"] == "fused (Metal)"
 
 
 def test_the_page_is_self_contained_and_names_all_that_failed(tmp_path: Path) -> None:
