@@ -112,7 +112,7 @@ class Turns:
     def ready(self, turn: Turn, side_rules: Sequence[SideRule] = (), *, is_exact: bool = False) -> Ready:
         """May run in any thread. `is_exact`: another time makes another conversation. Raises InvalidArgument."""
         chain = self._conversations.chain(turn.messages, turn.hint, is_exact=is_exact)
-        digest = self._conversations.digest_of(turn.messages)
+        *_, digest = self._conversations.digests_of(turn.messages)
         return Ready(turn, chain, digest, sent_messages(turn), side_call_of(turn, side_rules))
 
     async def memory(self, ready: Ready, caller: CallerAtEngine, namespace: str, agent_id: str) -> Memory:

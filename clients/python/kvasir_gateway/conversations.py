@@ -197,7 +197,7 @@ class Conversations:
             return ""
         self._busy.add((namespace, agent_id))
         try:
-            await records.open_anew(agent_id, chain.opening)
+            await records.note(agent_id, opening=chain.opening, summary="")
         except KvasirError:
             self._busy.discard((namespace, agent_id))
             return ""  # it is gone, or nobody can say
@@ -213,7 +213,7 @@ class Conversations:
         """A client was given a summary of these messages, which an agent remembers: its namespace and name."""
         if summary := self._summaries.add(*place, chain.session, messages, text):
             try:
-                await records.keep_summary(place[1], summary)
+                await records.note(place[1], summary=summary)
             except KvasirError as error:  # then a restart of the gateway forgets it
                 _log.warning("conversations.summary_not_kept error=%s", error.reason)
 
@@ -249,17 +249,14 @@ class Conversations:
     async def _drop(self, place: tuple[str, str], records: AgentRecords, version: int) -> None:
         try:
             with contextlib.suppress(KvasirError):  # it is tidied up one day
-                await records.drop_fork(place[1], version)
+                await records.delete(place[1], only_version=version)
         finally:
             self._busy.discard(place)
 
-    def digest_of(self, messages: Sequence[Said]) -> str:
-        """A short digest of what was said, keyed: who has it cannot guess the text."""
-        *_, digest = self.digests_of(messages)
-        return digest
-
     def digests_of(self, messages: Iterable[Said]) -> Iterator[str]:
-        """The digests of all beginnings of what was said, from that of nothing on."""
+        """Short digests of all beginnings of what was said, from that of nothing on. They are keyed: who has one cannot
+        guess the text.
+        """
         hashed = blake3(key=self._key)
         yield hashed.hexdigest(6)
         for message in messages:
@@ -413,6 +410,6 @@ async def _fork(found: Tip, name: str, records: AgentRecords) -> int:
                 return await asyncio.shield(forking)
             except asyncio.CancelledError:
                 with contextlib.suppress(KvasirError):
-                    await records.drop_fork(name, await forking)
+                    await records.delete(name, only_version=await forking)
                 raise
     return 0

@@ -157,12 +157,9 @@ class CallerAtEngine:
             if not (token := page.next_page_token):
                 return sorted(found, key=lambda agent: agent.used_at, reverse=True)
 
-    async def open_anew(self, agent_id: str, opening: str) -> None:
-        """The agent's conversation begins otherwise from now on, and its summary is used."""
-        await self.client.update_agent(agent_id, labels={_OPENING: opening, _SUMMARY: ""})
-
-    async def keep_summary(self, agent_id: str, summary: str) -> None:
-        await self.client.update_agent(agent_id, labels={_SUMMARY: summary})
+    async def note(self, agent_id: str, *, summary: str, opening: str = "") -> None:
+        labels = {_OPENING: opening} if opening else {}
+        await self.client.update_agent(agent_id, labels=labels | {_SUMMARY: summary})
 
     async def messages(self, agent_id: str) -> Sequence[Said]:
         """What an agent remembers; nothing when that cannot be said."""
@@ -224,13 +221,10 @@ class CallerAtEngine:
     async def fork(self, source: str, name: str, version: int | None) -> int:
         return _newest(await self.client.fork_agent(source, name, version=version))
 
-    async def drop_fork(self, agent_id: str, version: int) -> None:
-        """Where a turn was stored in it after all, it stays."""
-        if _newest(await self.client.get_agent(agent_id)) == version:
+    async def delete(self, agent_id: str, only_version: int | None = None) -> None:
+        """`only_version`: where a turn was stored in it after all, it stays."""
+        if only_version is None or _newest(await self.client.get_agent(agent_id)) == only_version:
             await self.client.delete_agent(agent_id)
-
-    async def delete(self, agent_id: str) -> None:
-        await self.client.delete_agent(agent_id)
 
 
 class EngineLink:

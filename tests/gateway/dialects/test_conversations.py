@@ -54,16 +54,14 @@ class Records:
         ]
         return sorted(found, key=lambda agent: agent.used_at, reverse=True)
 
-    async def open_anew(self, agent_id: str, opening: str) -> None:
+    async def note(self, agent_id: str, *, summary: str, opening: str = "") -> None:
+        if self.is_down and summary:
+            raise Unavailable("down")
         if agent_id not in self.remembered:
             raise NotFound("gone")
-        self.openings[agent_id] = opening
-        self.summaries.pop(agent_id, None)
-
-    async def keep_summary(self, agent_id: str, summary: str) -> None:
-        if self.is_down:
-            raise Unavailable("down")
         self.summaries[agent_id] = summary
+        if opening:
+            self.openings[agent_id] = opening
 
     async def messages(self, agent_id: str) -> Sequence[Said]:
         return self.remembered.get(agent_id, ())
@@ -76,14 +74,12 @@ class Records:
         self.remembered[name] = self.remembered[source]
         return 1
 
-    async def drop_fork(self, agent_id: str, _version: int) -> None:
-        await asyncio.sleep(0.01)
-        await self.delete(agent_id)
-
     async def beside(self, make: Callable[[], Made]) -> Made:
         return await asyncio.to_thread(make)
 
-    async def delete(self, agent_id: str) -> None:
+    async def delete(self, agent_id: str, only_version: int | None = None) -> None:
+        if only_version is not None:
+            await asyncio.sleep(0.01)
         if agent_id in self.pinned:
             raise FailedPrecondition("pinned")
         del self.remembered[agent_id]
@@ -462,7 +458,9 @@ def test_ids_of_many_agents_are_looked_up_a_few_at_a_time_and_no_longer_than_som
 def test_many_ids_of_one_agent_cost_one_walk_through_its_messages(monkeypatch: pytest.MonkeyPatch) -> None:
     said = [make(str(number)) for number in range(100) for make in (user, reply)]
     known, digested, plain = conversations(), list[Said](), module.canonical
-    places = [Place("a", "", number, known.digest_of(said[:number])) for number in range(200)]
+    places = [
+        Place("a", "", number, digest) for number, digest in zip(range(200), known.digests_of(said), strict=False)
+    ]
     others = [Place("a", "", number, places[7].digest) for number in (1, 9, -193, 200, 1000)]
     monkeypatch.setattr(module, "canonical", lambda one: (digested.append(one), plain(one))[1])
     found = _replies_behind(said, [*places, *others], known.digests_of)

@@ -173,8 +173,10 @@ def test_a_summary_that_the_store_refuses_is_logged(caplog: pytest.LogCaptureFix
 
 def test_a_store_that_hangs_holds_up_the_end_of_a_summary_for_a_moment(monkeypatch: pytest.MonkeyPatch) -> None:
     class Hanging(Records):
-        async def keep_summary(self, agent_id: str, summary: str) -> None:
-            await asyncio.Event().wait()
+        async def note(self, agent_id: str, *, summary: str, opening: str = "") -> None:
+            if summary:
+                await asyncio.Event().wait()
+            await super().note(agent_id, summary=summary, opening=opening)
 
     monkeypatch.setattr(answering, "SOON_S", 0.02)
     talk = Talk(conversations(), Hanging())

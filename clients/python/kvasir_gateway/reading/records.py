@@ -34,19 +34,16 @@ class AgentRecords(Protocol):
     async def kept(self, name_prefix: str, opening: str = "") -> list[Kept]:
         """The last used first."""
 
-    async def open_anew(self, agent_id: str, opening: str) -> None: ...
-
-    async def keep_summary(self, agent_id: str, summary: str) -> None: ...
+    async def note(self, agent_id: str, *, summary: str, opening: str = "") -> None:
+        """Keep the summary that its client was given; "" once it is used. `opening`: the conversation's from now on."""
 
     async def messages(self, agent_id: str) -> Sequence[Said]: ...
 
     async def fork(self, source: str, name: str, version: int | None) -> int:
         """Returns the fork's newest version."""
 
-    async def drop_fork(self, agent_id: str, version: int) -> None:
-        """Delete a fork whose newest version is still this one."""
-
-    async def delete(self, agent_id: str) -> None: ...
+    async def delete(self, agent_id: str, only_version: int | None = None) -> None:
+        """`only_version`: unless its newest version is another one."""
 
     @property
     def beside(self) -> Beside: ...
