@@ -182,7 +182,7 @@ def _edge(settings: StoreSettings, peers: Peers, traces: Traces, audit: Audit) -
         [SERVICE_NAME, AGENT_SERVICE_NAME, PEER_SERVICE_NAME, MOVING_SERVICE_NAME],
         ALLOWED_ROLES,
         Reports(lambda: secrets.token_hex(8), traces, audit),
-        caller_of_certificate=peers.principal_of,
+        caller_of_certificate=lambda pem, namespace: peers.paired.principal_of(pem, namespace),
     )
 
 

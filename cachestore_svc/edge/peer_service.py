@@ -65,7 +65,8 @@ class PeerService(pairing_pb2_grpc.PeerServiceServicer):
         self._opened = self.address = ""
         if not wanted or book.identity is None:
             return
-        tls = MutualTls(wanted, self._peers.identity_pem, self._peers.certificates_pem)
+        peers = self._peers  # whose book may change while TLS uses it
+        tls = MutualTls(wanted, lambda: peers.paired.identity_pem(), lambda: peers.paired.certificates_pem())
         try:
             self.address = await self._edge.open_door(tls)
         except RefusedToStart as error:

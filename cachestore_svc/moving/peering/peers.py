@@ -46,33 +46,31 @@ class Peers:
         """Raises what `read` raises."""
         self._read = read
         self._links: set[_Link] = set()
-        self._take(read())
-
-    @property
-    def book(self) -> PeerBook:
-        return self._book
+        self.book = read()
+        self.paired = PairedCallers(self.book)
 
     def reload(self) -> set[str]:
         """Read the book again; returns the peers that lost a right by it.
 
         Raises what `read` raises; then the old book stays.
         """
-        before = self._book.peers
-        self._take(self._read())
-        after = self._book.peers
+        before = self.book.peers
+        book = self._read()
+        self.book, self.paired = book, PairedCallers(book)
+        after = book.peers
         return {name for name, peer in before.items() if name not in after or not peer.keeps_all(after[name])}
 
     def names(self, namespace: str) -> list[str]:
         """The peers that callers of this namespace may name, in order."""
-        return sorted(name for name, peer in self._book.peers.items() if peer.serves(namespace))
+        return sorted(name for name, peer in self.book.peers.items() if peer.serves(namespace))
 
     def with_address(self, namespace: str) -> list[str]:
         """Those of them that listen to other machines."""
-        return [name for name in self.names(namespace) if self._book.peers[name].address]
+        return [name for name in self.names(namespace) if self.book.peers[name].address]
 
     def renamed(self) -> dict[str, str]:
         """Today's name for every earlier name of a peer that no other peer has now."""
-        peers = self._book.peers
+        peers = self.book.peers
         return {old: name for name, peer in peers.items() for old in peer.formerly if old not in peers}
 
     def all_names(self, name: str) -> Sequence[str]:
@@ -88,7 +86,7 @@ class Peers:
 
     def settings(self, name: str, namespace: str) -> PeerSettings:
         """The peer's entry. Raises NotFound (PEER_UNKNOWN), also where it is none of this namespace."""
-        peer = self._book.peers.get(self.renamed().get(name, name))
+        peer = self.book.peers.get(self.renamed().get(name, name))
         if peer is None or not peer.serves(namespace):
             raise _unknown(name, f"no peer {name!r} in this store's configuration")
         return peer
@@ -124,7 +122,7 @@ class Peers:
             self._links.discard(link)
 
     def _has(self, link: "_Link") -> bool:
-        now = self._book.peers.get(link.peer.name)
+        now = self.book.peers.get(link.peer.name)
         return now is not None and now.is_same(link.peer) and now.serves(link.namespace)
 
     def _client(self, peer: PeerSettings, namespace: str) -> AioStoreClient:
@@ -135,13 +133,21 @@ class Peers:
                 reason="PEER_CONFIGURATION",
             )
         try:
-            tls, token = peer.tls(self._book.identity), peer.token()
+            tls, token = peer.tls(self.book.identity), peer.token()
             client = AioStoreClient.connect(peer.address, token=token, tls=tls, timeout_s=PATIENCE_S)
         except (CredentialFileError, InvalidArgument) as error:
             raise FailedPrecondition(f"peer {name}: {error}", reason="PEER_CONFIGURATION") from None
         return client.in_namespace(namespace) if peer.is_paired else client
 
-    # --- paired peers as callers ---
+
+class PairedCallers:
+    """The paired peers of a book as callers: by the certificates that they show."""
+
+    def __init__(self, book: PeerBook) -> None:
+        paired = [(peer, peer.pinned) for peer in book.paired]
+        self._by_pin: dict[str, PeerSettings] = {certificate.pin: peer for peer, certificate in paired}
+        self._pems = [certificate.pem for _, certificate in paired]
+        self._own = book.identity
 
     def principal_of(self, certificate_pem: bytes, namespace: str) -> Principal | None:
         """The paired peer that shows this certificate, in a namespace that it was paired for; else None."""
@@ -155,19 +161,12 @@ class Peers:
 
     def identity_pem(self) -> tuple[bytes, bytes]:
         """This store's key and certificate; empty before it has any."""
-        own = self._book.identity
-        return (b"", b"") if own is None else (own.key_pem, own.certificate.pem)
+        return (b"", b"") if self._own is None else (self._own.key_pem, self._own.certificate.pem)
 
     def certificates_pem(self) -> bytes:
         """The certificates of those who may come in, and this store's own: TLS wants one, and its key is here alone."""
-        own = b"" if self._book.identity is None else self._book.identity.certificate.pem
+        own = b"" if self._own is None else self._own.certificate.pem
         return own + b"".join(self._pems)
-
-    def _take(self, book: PeerBook) -> None:
-        paired = [(peer, peer.pinned) for peer in book.paired]
-        by_pin: dict[str, PeerSettings] = {certificate.pin: peer for peer, certificate in paired}
-        self._book, self._by_pin = book, by_pin
-        self._pems = [certificate.pem for _, certificate in paired]
 
 
 @dataclass(eq=False)

@@ -128,12 +128,12 @@ def test_a_certificate_is_a_peer_by_its_key_in_the_namespaces_that_it_was_given(
     add(file, paired("studio", namespaces=("default", "work")))
     peers = Peers(lambda: read_peers(file))
     for namespace in ("default", "work"):
-        caller = peers.principal_of(ADA.certificate.pem, namespace)
+        caller = peers.paired.principal_of(ADA.certificate.pem, namespace)
         assert caller is not None
         assert (peer_name(caller), caller.namespace, caller.roles) == ("studio", namespace, {"peer"})
-    assert peers.principal_of(ADA.certificate.pem, "secret") is None
-    assert peers.principal_of(BOB.certificate.pem, "default") is None
-    assert peers.principal_of(b"-----BEGIN CERTIFICATE-----", "default") is None
+    assert peers.paired.principal_of(ADA.certificate.pem, "secret") is None
+    assert peers.paired.principal_of(BOB.certificate.pem, "default") is None
+    assert peers.paired.principal_of(b"-----BEGIN CERTIFICATE-----", "default") is None
 
 
 def test_a_namespace_names_its_own_peers_only(file: Path) -> None:
