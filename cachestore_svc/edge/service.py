@@ -33,6 +33,7 @@ from cachestore_svc.facts.records import (
     MAX_FRAME_BYTES,
     EventCursor,
 )
+from cachestore_svc.index.ports.agents import CommitTerms
 from cachestore_svc.moving.inbound import BlobIntake
 from cachestore_svc.moving.outbound import BlobReader
 from cachestore_svc.moving.peering.peers import Peers
@@ -123,18 +124,21 @@ class CacheStoreService(StoreCalls, cachestore_pb2_grpc.CacheStoreServiceService
         if request.HasField("parent_manifest"):
             parent = messages.read_digest(request.parent_manifest, "parent_manifest")
         by = request.handed_over_by and check_agent_id(request.handed_over_by, "handed_over_by")
+        terms = CommitTerms(
+            messages.read_lease(request.lease) if request.HasField("lease") else None,
+            base_version=messages.read_version(request.base_version, "base_version"),
+            handed_over_by=by,
+            parent_manifest=parent,
+            is_brought=request.is_brought,
+            bind_shared=ENGINE in current_principal().roles,  # no other caller's
+        )
         async with self._parts.transfers.manifests.parsing(caller_namespace(), manifest.size_bytes):
             snapshot = await self._run(
                 self._store.snapshots.commit,
                 request.agent_id,
                 manifest,
                 messages.read_version(request.expected_version, "expected_version"),
-                messages.read_lease(request.lease) if request.HasField("lease") else None,
-                bind_shared=ENGINE in current_principal().roles,
-                is_brought=request.is_brought,
-                parent_manifest=parent,
-                base_version=messages.read_version(request.base_version, "base_version"),
-                handed_over_by=by,
+                terms,
             )
         return messages.written(pb.CommitSnapshotResponse, snapshot=snapshot)
 

@@ -14,10 +14,6 @@ _SLOW_S = 0.5
 T = TypeVar("T")
 
 
-def _as_it_is(step: object) -> object:
-    return step
-
-
 class Streams:
     """Sends and receives messages. A caller that makes no progress for `stall_timeout_s` is cut off."""
 
@@ -38,7 +34,7 @@ class Streams:
             ) from None
 
     async def send_all(
-        self, context: Any, steps: AsyncGenerator[T, None], written: Callable[[T], Any] = _as_it_is
+        self, context: Any, steps: AsyncGenerator[T, None], written: Callable[[T], Any] = lambda step: step
     ) -> None:
         """Write a response for each step."""
         async with aclosing(steps) as coming:

@@ -18,6 +18,7 @@ from kvasir.formats.manifest import MAX_MANIFEST_BYTES
 
 from cachestore_svc.facts.ownership import OwnerState, are_two, check_takes_copy, owned_here
 from cachestore_svc.facts.records import BlobKind, Origin, SnapshotVersion
+from cachestore_svc.index.ports.agents import CommitTerms
 from cachestore_svc.moving.bringing import Bringing
 from cachestore_svc.moving.copying import LineCopies, LineOrder, Offered, Progress, came_from, check_owns
 from cachestore_svc.moving.inbound import BlobIntake
@@ -234,17 +235,19 @@ class Transfers:
         owner_generation: int | None = None,
     ) -> SnapshotVersion:
         """Make the imported or pulled snapshot the newest version, once no engine answers from the one before."""
+        terms = CommitTerms(
+            origin=origin,
+            origin_detail=origin_detail,
+            parent_manifest=head.manifest if head else None,
+            owner_generation=owner_generation,
+        )
 
         async def commit() -> SnapshotVersion:
             async with self.manifests.parsing(namespace, manifest.size_bytes):
                 return await self._store.run(
                     namespace,
                     self._store.snapshots.commit,
-                    *(agent_id, manifest, head.version if head else 0),
-                    origin=origin,
-                    origin_detail=origin_detail,
-                    parent_manifest=head.manifest if head else None,
-                    owner_generation=owner_generation,
+                    *(agent_id, manifest, head.version if head else 0, terms),
                 )
 
         return await once_free(commit, None)

@@ -9,7 +9,8 @@ import contextlib
 import structlog
 
 from cachestore_svc.blobs.backend import unknown_places
-from cachestore_svc.core import Core
+from cachestore_svc.core.core import Core
+from cachestore_svc.core.stored_blobs import quarantine, set_aside
 from cachestore_svc.facts.records import GcReport
 
 
@@ -28,7 +29,7 @@ def sweep_at_start(core: Core) -> None:
         for hash_ in listing.parts:
             blobs.remove_part(hash_)
         for hash_ in listing.blobs:
-            core.set_aside(blobs, hash_)
+            set_aside(core, blobs, hash_)
         core.asides.update(listing.asides)
         new += len(listing.blobs)
     if core.asides:
@@ -58,9 +59,9 @@ def _sweep(core: Core, namespace: str) -> int:
         blobs.remove_part(hash_)
     unnamed = listing.blobs - listed
     for hash_ in unnamed:
-        core.set_aside(blobs, hash_)
+        set_aside(core, blobs, hash_)
     core.asides.update(listing.asides)
     if not listed <= listing.blobs:
         whole = core.catalog.read(namespace, lambda view: view.whole_blobs())
-        core.quarantine(namespace, [digest for digest in whole if digest.hash not in listing.blobs])
+        quarantine(core, namespace, [digest for digest in whole if digest.hash not in listing.blobs])
     return len(unnamed)

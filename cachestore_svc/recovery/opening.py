@@ -19,7 +19,7 @@ from cachestore_svc.blobs.blob_writer import Writers
 from cachestore_svc.blobs.disk import NO_FILE, Disk, is_no_room, refusal
 from cachestore_svc.blobs.local_directory import LocalDirectory
 from cachestore_svc.blobs.space import Space
-from cachestore_svc.core import Core
+from cachestore_svc.core.core import Core
 from cachestore_svc.facts.records import LAST_UNIX_MS, StoreConfig
 from cachestore_svc.index.catalog import HOUSE, Catalog, CatalogChange
 from cachestore_svc.index.damage import reading_damage

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from kvasir.names import check_agent_id
 
-from cachestore_svc.core import Core
+from cachestore_svc.core.core import Core
 from cachestore_svc.facts.limits import check_labels, check_query, check_range, check_text
 from cachestore_svc.facts.ownership import FIRST_MOVE, check_stays_itself, check_writable
 from cachestore_svc.facts.records import (

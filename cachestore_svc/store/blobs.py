@@ -13,7 +13,8 @@ from cachestore_svc.blobs.blob_writer import BlobWriter as BlobWriter
 from cachestore_svc.blobs.blob_writer import NewBlob as NewBlob
 from cachestore_svc.blobs.blob_writer import PartWriter, StoredBlob
 from cachestore_svc.blobs.blob_writer import finish_all as finish_all
-from cachestore_svc.core import Core, not_found
+from cachestore_svc.core.core import Core
+from cachestore_svc.core.stored_blobs import not_found, promised, read_blob
 from cachestore_svc.facts.limits import check_range
 from cachestore_svc.facts.records import MAX_DIGESTS_PER_REQUEST, BlobKind, WriteStatus
 from cachestore_svc.index.catalog import SLICE, CatalogChange, CatalogView
@@ -34,7 +35,7 @@ class Blobs:
         return [digest for some in slices for digest in self._missing_of(namespace, some)]
 
     def _missing_of(self, namespace: str, digests: Sequence[Digest]) -> list[Digest]:
-        found = self._core.promised(namespace, lambda view: view.find_blobs(digests).values())
+        found = promised(self._core, namespace, lambda view: view.find_blobs(digests).values())
         stored = {blob.digest for blob in found}
         return [digest for digest in digests if digest not in stored]
 
@@ -171,7 +172,7 @@ class Blobs:
         bytes are not there any more, or not right. Raises NotFound, and DataLoss (metadata "digest") when they are
         damaged: the blob is then quarantined, an event says so, and a later write may replace it."""
         self._core.check_open(namespace)
-        return self._core.read_blob(namespace, digest, is_found=is_found)
+        return read_blob(self._core, namespace, digest, is_found=is_found)
 
     def _find(self, namespace: str, digest: Digest) -> BlobEntry | None:
         return self._core.read(namespace, lambda view: view.find_blob(digest))

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from cachestore_svc.core import Core
+from cachestore_svc.core.core import Core
 from cachestore_svc.facts.limits import check_range
 from cachestore_svc.facts.records import MAX_PAGE_SIZE, EventBatch, EventCursor
 

@@ -10,7 +10,7 @@ from typing import TypeVar
 from kvasir.errors import FailedPrecondition
 from kvasir.names import check_agent_id, check_owner
 
-from cachestore_svc.core import Core
+from cachestore_svc.core.core import Core
 from cachestore_svc.facts.limits import check_hash, check_range
 from cachestore_svc.facts.ownership import check_writable
 from cachestore_svc.facts.records import (

@@ -7,12 +7,13 @@ from kvasir.formats.digest import Digest
 from kvasir.names import check_agent_id
 
 from cachestore_svc.blobs.manifests import read_manifest
-from cachestore_svc.core import Core
+from cachestore_svc.core.core import Core
+from cachestore_svc.core.stored_blobs import read_blob
 from cachestore_svc.facts import ownership
 from cachestore_svc.facts.ownership import Ownership, OwnerState
 from cachestore_svc.facts.records import AgentRecord, Committed, LineKey, LineQuery, Origin, SnapshotVersion
 from cachestore_svc.index.catalog import CatalogChange
-from cachestore_svc.index.ports.agents import Commit
+from cachestore_svc.index.ports.agents import Commit, CommitTerms
 from cachestore_svc.index.refusals import head_moved
 from cachestore_svc.pairing.rights import MAX_FACTS, MAX_OPEN_MOVES, May, over_limit
 from cachestore_svc.store.leases import Leases
@@ -176,18 +177,15 @@ class MoveSteps:
         self._changes.check_disk()
 
     def _commit_of(self, namespace: str, agent_id: str, line: ArrivingLine) -> Commit:
-        facts = read_manifest(self._core.read_blob(namespace, line.manifest))
+        facts = read_manifest(read_blob(self._core, namespace, line.manifest))
         return Commit(
             LineKey(namespace, agent_id, facts.kv_identity_hash),
             line.manifest,
             facts,
             0,  # as `_receive_lines` finds it
-            None,
-            Origin.MOVE,
-            line.origin_detail,
+            CommitTerms(origin=Origin.MOVE, origin_detail=line.origin_detail, is_text_own=line.is_text_own),
             (),
             self._core.config.retained_versions,
-            is_text_own=line.is_text_own,
         )
 
 

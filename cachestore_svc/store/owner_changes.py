@@ -5,7 +5,7 @@ from collections.abc import Callable
 from kvasir.errors import ResourceExhausted
 from kvasir.names import check_agent_id
 
-from cachestore_svc.core import Core
+from cachestore_svc.core.core import Core
 from cachestore_svc.facts.ownership import Ownership
 from cachestore_svc.facts.records import AgentUpdated
 from cachestore_svc.index.catalog import CatalogChange

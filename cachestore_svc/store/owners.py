@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from kvasir.errors import FailedPrecondition
 from kvasir.names import check_agent_id
 
-from cachestore_svc.core import Core
+from cachestore_svc.core.core import Core
 from cachestore_svc.facts import ownership
 from cachestore_svc.facts.ownership import Ownership
 from cachestore_svc.index.catalog import CatalogChange, CatalogView

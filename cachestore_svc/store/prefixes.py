@@ -13,7 +13,8 @@ from kvasir.formats.block_hash import BLOCK_TOKENS, window_block_hash
 from kvasir.formats.digest import Digest
 from kvasir.formats.layer_groups import first_touched_block
 
-from cachestore_svc.core import Core
+from cachestore_svc.core.core import Core
+from cachestore_svc.core.stored_blobs import promised
 from cachestore_svc.facts.limits import check_hash, check_range
 from cachestore_svc.facts.records import MAX_BLOCK_HASHES_PER_REQUEST, MAX_GROUPS_PER_REQUEST, FoundPrefix, GroupBlocks
 from cachestore_svc.index.catalog import SLICE, CatalogView
@@ -98,7 +99,7 @@ class _PrefixSearch:
         found: list[Digest] = []
         for start in range(0, len(block_hashes), SLICE):
             some = block_hashes[start : start + SLICE]
-            found += [blob.digest for blob in self._core.promised(self._namespace, partial(self._leading, some))]
+            found += [blob.digest for blob in promised(self._core, self._namespace, partial(self._leading, some))]
             if len(found) < start + len(some):
                 break
         return found

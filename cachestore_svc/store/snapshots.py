@@ -1,5 +1,6 @@
 """Versions of agents' lines: committed, read, listed."""
 
+from dataclasses import replace
 from functools import partial
 
 from kvasir.errors import Conflict, DataLoss, NotFound
@@ -7,12 +8,12 @@ from kvasir.formats.digest import Digest
 from kvasir.names import check_agent_id
 
 from cachestore_svc.blobs.manifests import read_manifest, shared_blocks
-from cachestore_svc.core import Core
+from cachestore_svc.core.core import Core
+from cachestore_svc.core.stored_blobs import read_blob
 from cachestore_svc.facts.limits import check_query, check_range
 from cachestore_svc.facts.records import (
     MAX_VERSION,
     Committed,
-    LeaseToken,
     LineKey,
     Origin,
     SnapshotPage,
@@ -21,12 +22,13 @@ from cachestore_svc.facts.records import (
 )
 from cachestore_svc.index import listing
 from cachestore_svc.index.catalog import CatalogChange
-from cachestore_svc.index.ports.agents import Commit, Done
+from cachestore_svc.index.ports.agents import Commit, CommitTerms, Done
 from cachestore_svc.index.refusals import missing
 from cachestore_svc.store.leases import Leases
 
 # A line's time of last use is written at most this often.
 _USE_RESOLUTION_MS = 1000
+_OF_A_TURN = CommitTerms()
 
 
 class Snapshots:
@@ -42,24 +44,10 @@ class Snapshots:
         agent_id: str,
         manifest: Digest,
         parent_version: int,
-        lease: LeaseToken | None = None,
-        bind_shared: bool = False,
-        origin: Origin = Origin.TURN,
-        origin_detail: str = "",
-        *,
-        is_brought: bool = False,
-        parent_manifest: Digest | None = None,
-        base_version: int = 0,
-        handed_over_by: str = "",
-        owner_generation: int | None = None,
+        terms: CommitTerms = _OF_A_TURN,
     ) -> SnapshotVersion:
         """Make a stored manifest the agent's next version, in its line: all or nothing, durable on return.
 
-        `bind_shared` (engine role only) lets other agents find the manifest's shareable blocks by block hash.
-        `is_brought`: rows of it came from elsewhere, as those of an import or a pull do; see `provenance`.
-        `base_version`: the earlier version that a turn went on from; 0: `parent_version`. `handed_over_by`: the peer
-        whose engine began the turn.
-        `owner_generation`: it comes from the agent's owner, of this generation, and may renew the copy here.
         Repeating a commit that took effect answers its version. Raises Conflict (HEAD_MOVED with "head_version", or
         LEASE_FENCED), FailedPrecondition (BLOB_MISSING, BLOB_UNFIT with "digest"; LEASE_HELD: another owner has it
         now) and InvalidArgument (manifest or name).
@@ -67,23 +55,22 @@ class Snapshots:
         self._core.check_open(namespace)
         check_agent_id(agent_id)
         check_range("parent_version", parent_version, 0, MAX_VERSION)
-        check_range("base_version", base_version, 0, parent_version)
+        check_range("base_version", terms.base_version, 0, parent_version)
         try:
-            facts = read_manifest(self._core.read_blob(namespace, manifest))
+            facts = read_manifest(read_blob(self._core, namespace, manifest))
         except (NotFound, DataLoss) as error:
             raise missing(manifest, "manifest") from error
-        if origin is Origin.TURN:
-            origin_detail = detail_of_turn(base_version if base_version != parent_version else 0, handed_over_by)
+        if terms.origin is Origin.TURN:
+            base_version = terms.base_version if terms.base_version != parent_version else 0
+            terms = replace(terms, origin_detail=detail_of_turn(base_version, terms.handed_over_by))
         line = LineKey(namespace, agent_id, facts.kv_identity_hash)
-        shared = shared_blocks(facts, namespace) if bind_shared else ()
-        about = line, manifest, facts, parent_version, lease, origin, origin_detail, shared
+        shared = shared_blocks(facts, namespace) if terms.bind_shared else ()
         kept = self._core.config.retained_versions
-        asked = Commit(*about, kept, is_brought, parent_manifest, owner_generation)
-        return self._committed(asked)
+        return self._committed(Commit(line, manifest, facts, parent_version, terms, shared, kept))
 
     def _committed(self, asked: Commit) -> SnapshotVersion:
         namespace = asked.line.namespace
-        if asked.origin is Origin.TURN:
+        if asked.terms.origin is Origin.TURN:
             done = self._core.write(namespace, lambda change: self._commit(change, asked))
         else:
             work = partial(self._commit, asked=asked)

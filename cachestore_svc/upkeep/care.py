@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from kvasir.formats.digest import Digest
 from kvasir.names import check_agent_id
 
-from cachestore_svc.core import Core
+from cachestore_svc.core.core import Core
 from cachestore_svc.facts.records import CheckReport, GcReport, VerifyProgress
 from cachestore_svc.index.catalog import CatalogView
 from cachestore_svc.upkeep import check, collecting, expiring

@@ -12,7 +12,8 @@ from kvasir.formats.digest import Digest
 
 from cachestore_svc.blobs.backend import Damaged, NamespaceBlobs, unknown_places
 from cachestore_svc.blobs.manifests import read_manifest
-from cachestore_svc.core import Core
+from cachestore_svc.core.core import Core
+from cachestore_svc.core.stored_blobs import quarantine, read_blob, set_aside, verified
 from cachestore_svc.facts.records import CheckReport, Finding, VerifyProgress
 from cachestore_svc.index.catalog import HOUSE, CatalogView
 from cachestore_svc.index.damage import reading_damage
@@ -37,8 +38,8 @@ def check(core: Core, repair: bool) -> CheckReport:
         counts = core.catalog.read(namespace, lambda view: view.counts())
         blobs += counts[0]
         snapshots += counts[1]
-    set_aside = sum(len(blobs.list().asides) for blobs in core.blobs.all())
-    return CheckReport(tuple(findings), len(names), blobs, snapshots, set_aside)
+    asides = sum(len(blobs.list().asides) for blobs in core.blobs.all())
+    return CheckReport(tuple(findings), len(names), blobs, snapshots, asides)
 
 
 def verify(core: Core, namespace: str, digests: Sequence[Digest]) -> Iterator[VerifyProgress]:
@@ -57,7 +58,7 @@ def verify(core: Core, namespace: str, digests: Sequence[Digest]) -> Iterator[Ve
 def _is_whole(core: Core, namespace: str, digest: Digest) -> bool:
     """Whether the bytes are the digest's. A blob swept meanwhile is not damaged."""
     try:
-        core.verified(namespace, digest)
+        verified(core, namespace, digest)
     except NotFound:
         return True
     except DataLoss:
@@ -93,7 +94,7 @@ def _is_unowned(core: Core, blobs: NamespaceBlobs, hash_: str, repair: bool) -> 
         unknown = {each.place for each in unknown_places(core.blobs, core.known_namespaces())}
         is_unowned = blobs.place in unknown
         if is_unowned and repair:
-            core.set_aside(blobs, hash_)
+            set_aside(core, blobs, hash_)
     return is_unowned
 
 
@@ -121,7 +122,7 @@ def _is_orphan(core: Core, namespace: str, hash_: str, repair: bool) -> bool:
         if core.catalog.read(namespace, lambda view: view.has_hash(hash_)):
             return False
         if repair:
-            core.set_aside(blobs, hash_)
+            set_aside(core, blobs, hash_)
         return blobs.size_bytes(hash_) is not None or repair
 
 
@@ -133,7 +134,7 @@ def _has_wrong_size(core: Core, namespace: str, digest: Digest, repair: bool) ->
         if is_right or not core.catalog.read(namespace, lambda view: view.has_hash(digest.hash)):
             return False
         if repair:
-            core.quarantine(namespace, [digest])
+            quarantine(core, namespace, [digest])
     return True
 
 
@@ -141,7 +142,7 @@ def _manifests(core: Core, namespace: str, repair: bool) -> Iterator[Finding]:
     """Manifests whose rows name other blobs than their bytes do."""
     for manifest in core.catalog.read(namespace, lambda view: view.held_manifests()):
         try:
-            facts = read_manifest(core.read_blob(namespace, manifest))
+            facts = read_manifest(read_blob(core, namespace, manifest))
         except InvalidArgument as error:
             yield Finding("MANIFEST_REFUSED", namespace, f"{manifest.hash}: {error}")
             continue

@@ -4,7 +4,8 @@ import structlog
 from kvasir.errors import ResourceExhausted, Unavailable
 from kvasir.formats.digest import Digest
 
-from cachestore_svc.core import Core
+from cachestore_svc.core.core import Core
+from cachestore_svc.core.stored_blobs import remove_files
 from cachestore_svc.facts.records import GcReport
 from cachestore_svc.index.catalog import HOUSE, CatalogChange
 from cachestore_svc.index.ports.upkeep import Evicted, NotEnough
@@ -83,7 +84,7 @@ def _sweep(core: Core, namespace: str) -> GcReport:
 
     while batch := core.catalog.write(namespace, work, frees_space=True):
         blobs += len(batch)
-        freed += core.remove_files(namespace, batch)
+        freed += remove_files(core, namespace, batch)
     core.counters.add(namespace, "blobs_swept", blobs)
     return GcReport(0, blobs, freed)
 
@@ -108,5 +109,5 @@ def _evict(core: Core, namespace: str, wanted_bytes: int) -> None:
         evicted = core.catalog.write(namespace, work, frees_space=True)
     except NotEnough:
         return
-    core.remove_files(namespace, evicted.freed)
+    remove_files(core, namespace, evicted.freed)
     core.counters.add(namespace, "versions_evicted", evicted.versions)

@@ -11,7 +11,7 @@ import structlog
 from kvasir import expires_after
 from kvasir.errors import InvalidArgument, KvasirError
 
-from cachestore_svc.core import Core
+from cachestore_svc.core.core import Core
 from cachestore_svc.facts.records import AgentDeleted, AgentRecord, LineQuery, StoreConfig
 from cachestore_svc.index.catalog import HOUSE, CatalogChange, CatalogView
 from cachestore_svc.index.ports.agents import AgentFilter

@@ -12,7 +12,8 @@ from dataclasses import asdict, dataclass, replace
 from kvasir.errors import DataLoss, KvasirError, Unavailable
 from kvasir.formats.digest import Digest
 
-from cachestore_svc.core import Core
+from cachestore_svc.core.core import Core
+from cachestore_svc.core.stored_blobs import verified
 from cachestore_svc.facts.records import ScrubState
 from cachestore_svc.index.catalog import HOUSE
 
@@ -81,7 +82,7 @@ class Scrubbing:
         """Hash it, and count it. What is damaged is quarantined. Raises Unavailable when it cannot be read now."""
         is_whole = True
         try:
-            self._core.verified(blob.namespace, blob.digest)
+            verified(self._core, blob.namespace, blob.digest)
         except DataLoss:
             is_whole = False
         except Unavailable:

@@ -6,7 +6,7 @@ from functools import partial
 
 from kvasir.server.operating.wellness import Ailment
 
-from cachestore_svc.core import Core
+from cachestore_svc.core.core import Core
 from cachestore_svc.facts.records import Stats, Totals
 from cachestore_svc.index.catalog import CatalogView
 from cachestore_svc.index.ports.upkeep import Sums

@@ -28,6 +28,22 @@ class AgentFilter:
 
 
 @dataclass(frozen=True, slots=True)
+class CommitTerms:
+    """Where the memory of a commit comes from, and on which terms it becomes a version."""
+
+    lease: LeaseToken | None = None
+    origin: Origin = Origin.TURN
+    origin_detail: str = ""  # of a turn: from the next two
+    base_version: int = 0  # the earlier version that a turn went on from; 0: its parent
+    handed_over_by: str = ""  # the peer whose engine began the turn
+    parent_manifest: Digest | None = None  # what version `parent_version` must be; None: whatever it is
+    owner_generation: int | None = None  # it comes from the agent's owner, of this generation, and may renew the copy
+    is_brought: bool = False  # rows of it came from elsewhere, as those of an import or a pull do; see `provenance`
+    is_text_own: bool = False  # of a move: at its source no archive and no copy had brought it
+    bind_shared: bool = False  # other agents may find its shareable blocks by block hash
+
+
+@dataclass(frozen=True, slots=True)
 class Commit:
     """The commit that a caller asks for, with its manifest read and checked against itself."""
 
@@ -35,15 +51,9 @@ class Commit:
     manifest: Digest
     facts: ManifestFacts
     parent_version: int
-    lease: LeaseToken | None
-    origin: Origin
-    origin_detail: str
+    terms: CommitTerms
     shared: Sequence[SharedBlock]  # blocks whose hashes to bind, by index
     default_retained: int
-    is_brought: bool = False  # its writer knows that rows of it came from elsewhere
-    parent_manifest: Digest | None = None  # what version `parent_version` must be; None: whatever it is
-    owner_generation: int | None = None  # it comes from the agent's owner, of this generation
-    is_text_own: bool = False  # of a move: at its source no archive and no copy had brought it
 
 
 @dataclass(frozen=True, slots=True)

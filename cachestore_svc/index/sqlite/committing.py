@@ -22,7 +22,7 @@ from cachestore_svc.index.sqlite.rows import Rows
 
 
 def commit_version(rows: Rows, asked: Commit, live: LiveLeases, now_unix_ms: int) -> Done:
-    _, agent_id, kv_hash = asked.line
+    (_, agent_id, kv_hash), terms = asked.line, asked.terms
     manifest = _find_manifest(rows, asked.manifest)
     line = versions.find_line(rows, asked.line)
     if line and (repeated := _already_done(rows, line.id, asked, manifest)):
@@ -31,18 +31,18 @@ def commit_version(rows: Rows, asked: Commit, live: LiveLeases, now_unix_ms: int
     newest = versions.newest_of(rows, LineQuery(agent_id))
     head = newest.version if newest else 0
     # Its number may have been given to another memory than the one that the commit extends.
-    if head != asked.parent_version or (newest and asked.parent_manifest not in (None, newest.manifest)):
+    if head != asked.parent_version or (newest and terms.parent_manifest not in (None, newest.manifest)):
         raise head_moved(head, asked.parent_version)
     named = fitting_blobs(rows, asked.facts.named)
     agent = agents.make_agent(rows, agent_id, now_unix_ms)
     line_id = versions.make_line(rows, agent.id, kv_hash, now_unix_ms)
-    comes_from_elsewhere = asked.is_brought or asked.origin in (Origin.IMPORT, Origin.PULL, Origin.MOVE)
+    comes_from_elsewhere = terms.is_brought or terms.origin in (Origin.IMPORT, Origin.PULL, Origin.MOVE)
     marked = provenance.mark(rows, manifest, named, is_brought=comes_from_elsewhere)
     follows_own = newest is not None and (newest.is_text_own or not newest.is_brought)
-    if asked.is_text_own if asked.origin is Origin.MOVE else (asked.origin is Origin.TURN and follows_own):
+    if terms.is_text_own if terms.origin is Origin.MOVE else (terms.origin is Origin.TURN and follows_own):
         provenance.mark_text_own(rows, manifest)
     versions.hold_manifest(rows, manifest, named, len(asked.facts.token_ids), asked.facts.request_id)
-    made = head, manifest.id, asked.origin, asked.origin_detail
+    made = head, manifest.id, terms.origin, terms.origin_detail
     added = versions.add_version(rows, line_id, *made, now_unix_ms)
     retain(rows, agent, line_id, asked.default_retained)
     theirs = {blob.id for blob in marked}
@@ -89,12 +89,13 @@ def _already_done(rows: Rows, line_id: int, asked: Commit, manifest: BlobEntry) 
 def _check_rights(rows: Rows, asked: Commit, live: LiveLeases) -> None:
     """The store's right, but for what arrives by a move; then the lease, for turns. A commit that takes a memory back
     shuts out everybody."""
-    if asked.origin is not Origin.MOVE:
+    terms = asked.terms
+    if terms.origin is not Origin.MOVE:
         known = owners.ownership_of(rows, asked.line.agent_id)
-        check_takes_copy(asked.line.agent_id, known, asked.owner_generation)
-    if asked.lease is not None:
-        leases.check_not_fenced(rows, asked.line, asked.lease)
-    elif asked.origin is Origin.TURN:
+        check_takes_copy(asked.line.agent_id, known, terms.owner_generation)
+    if terms.lease is not None:
+        leases.check_not_fenced(rows, asked.line, terms.lease)
+    elif terms.origin is Origin.TURN:
         leases.check_not_held(rows, live, asked.line)
 
 

@@ -8,6 +8,7 @@ from kvasir.errors import FailedPrecondition, NotFound, ResourceExhausted
 from kvasir.formats.block_hash import kv_identity_hash
 
 from cachestore_svc.facts.records import BlobKind, HeldLease, Origin
+from cachestore_svc.index.ports.agents import CommitTerms
 from cachestore_svc.store.blobs import NewBlob
 from cachestore_svc.store.move_steps import ArrivingAgent
 from cachestore_svc.store.store import Store
@@ -210,7 +211,7 @@ def test_what_was_imported_is_not_shared_by_the_turns_that_extend_it(store: Stor
     # The archive came from anyone, and says of its own blocks that they may be shared.
     agent = SyntheticAgent(SMALL, 11)
     upload(store, brought := agent.turn(300, is_prompt=True))
-    store.snapshots.commit(NS, "brought", brought.manifest_digest, 0, origin=Origin.IMPORT)
+    store.snapshots.commit(NS, "brought", brought.manifest_digest, 0, CommitTerms(origin=Origin.IMPORT))
     publish(store, "brought", agent.turn(300, is_prompt=True), 1, bind_shared=True)
     assert prefix_of(store, NS, KV, agent.block_hashes(NS)) == []
     store.agents.fork(NS, "brought", "forked")

@@ -7,6 +7,7 @@ from kvasir.errors import Conflict, FailedPrecondition, InvalidArgument, KvasirE
 from kvasir.formats.block_hash import kv_identity_hash
 
 from cachestore_svc.facts.records import HeldLease, LeaseToken, LeaseWanted, Origin
+from cachestore_svc.index.ports.agents import CommitTerms
 from cachestore_svc.store.store import Store
 from tests.cachestore.core.lab import NS, Lab, publish, upload
 from tests.made_models.synthetic import SMALL, TINY, SyntheticAgent
@@ -346,6 +347,6 @@ def test_a_number_that_another_memory_has_now_is_not_the_parent(store: Store) ->
     store.agents.delete(NS, "a")
     others = publish(store, "a", SyntheticAgent(SMALL, 2).turn(30), 0)
     with pytest.raises(Conflict) as moved:
-        store.snapshots.commit(NS, "a", late.manifest_digest, 1, parent_manifest=parent.manifest)
+        store.snapshots.commit(NS, "a", late.manifest_digest, 1, CommitTerms(parent_manifest=parent.manifest))
     assert moved.value.metadata["head_version"] == "1"
     assert store.snapshots.get(NS, "a").manifest == others.manifest

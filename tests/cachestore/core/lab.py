@@ -20,6 +20,7 @@ from cachestore_svc.config import read_settings
 from cachestore_svc.facts.ownership import Ownership
 from cachestore_svc.facts.records import BlobKind, LeaseToken, LineQuery, Origin, SnapshotVersion, StoreConfig
 from cachestore_svc.index.catalog import CatalogView
+from cachestore_svc.index.ports.agents import CommitTerms
 from cachestore_svc.sealing.key_files import KeyFiles
 from cachestore_svc.sealing.keys import MasterKey, new_record
 from cachestore_svc.sealing.sealed_blobs import SealedBackend
@@ -221,9 +222,8 @@ def publish(
     """What an engine does at the end of a turn."""
     upload(store, snapshot, namespace)
     digest = snapshot.manifest_digest
-    return store.snapshots.commit(
-        namespace, agent_id, digest, parent_version, lease, bind_shared, origin, base_version=base_version
-    )
+    terms = CommitTerms(lease, origin, bind_shared=bind_shared, base_version=base_version)
+    return store.snapshots.commit(namespace, agent_id, digest, parent_version, terms)
 
 
 def prefix_of(store: Store, namespace: str, kv_hash: str, block_hashes: Sequence[str]) -> list[Digest]:

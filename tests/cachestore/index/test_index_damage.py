@@ -13,6 +13,7 @@ from kvasir.formats.block_hash import kv_identity_hash
 
 from cachestore_svc.blobs.disk import Disk
 from cachestore_svc.facts.records import Origin
+from cachestore_svc.index.ports.agents import CommitTerms
 from cachestore_svc.index.sqlite.database.looking import looking_at
 from cachestore_svc.store.store import Store
 from tests.cachestore.core.lab import NS, Chance, Lab, assert_restores, publish, run_sql, upload, write_all
@@ -173,7 +174,7 @@ def test_a_group_that_was_synced_and_not_committed_takes_effect_at_the_next_star
         taken = store._core.journal.take_back
         store._core.journal.take_back = lambda: shutil.copytree(lab.root, tmp_path / "left")  # type: ignore[method-assign,assignment,return-value]
         with pytest.raises(Died):
-            store.snapshots.commit(NS, "a", second.manifest_digest, 1, bind_shared=True)
+            store.snapshots.commit(NS, "a", second.manifest_digest, 1, CommitTerms(bind_shared=True))
         disk.is_dying = False
         store._core.journal.take_back = taken  # type: ignore[method-assign]
         taken()

@@ -19,6 +19,7 @@ from kvasir.formats.block_hash import BLOCK_TOKENS, block_hash_chain, kv_identit
 from kvasir.formats.digest import Digest
 
 from cachestore_svc.facts.records import Origin, SnapshotVersion
+from cachestore_svc.index.ports.agents import CommitTerms
 from cachestore_svc.index.sqlite import versions
 from cachestore_svc.store.store import Store
 from tests.cachestore.core.lab import NS, Lab, prefix_of, publish, upload
@@ -43,7 +44,9 @@ def archive(prompt: int, seed: int, turns: int) -> SyntheticSnapshot:
 
 def bring(store: Store, agent_id: str, content: SyntheticSnapshot, origin: Origin) -> SnapshotVersion:
     upload(store, content)
-    return store.snapshots.commit(NS, agent_id, content.manifest_digest, head_of(store, agent_id), origin=origin)
+    return store.snapshots.commit(
+        NS, agent_id, content.manifest_digest, head_of(store, agent_id), CommitTerms(origin=origin)
+    )
 
 
 def head_of(store: Store, agent_id: str) -> int:
@@ -98,7 +101,7 @@ class Engine:
         upload(self.store, content)
         head = head_of(self.store, agent_id)
         self.store.snapshots.commit(
-            NS, agent_id, content.manifest_digest, head, bind_shared=True, is_brought=is_brought
+            NS, agent_id, content.manifest_digest, head, CommitTerms(bind_shared=True, is_brought=is_brought)
         )
 
 
@@ -267,7 +270,7 @@ def test_bringing_what_is_here_already_takes_nothing_from_who_made_it(store: Sto
     agent = own(store, "ours")
     version = store.snapshots.get(NS, "ours")
     data = bytes(store.blobs.read(NS, version.manifest))
-    store.snapshots.commit(NS, "copy", version.manifest, 0, origin=Origin.IMPORT)
+    store.snapshots.commit(NS, "copy", version.manifest, 0, CommitTerms(origin=Origin.IMPORT))
     assert data
     assert not brought(store, "ours")
     assert len(prefix_of(store, NS, KV, agent.block_hashes(NS))) == 2
@@ -289,7 +292,9 @@ def test_an_engine_that_knows_where_its_rows_came_from_can_say_so(store: Store) 
     """Its hot memory may outlive the store's last copy of the bytes, and their mark."""
     content = archive(0, FORGED, 1)
     upload(store, content)
-    made = store.snapshots.commit(NS, "late", content.manifest_digest, 0, bind_shared=True, is_brought=True)
+    made = store.snapshots.commit(
+        NS, "late", content.manifest_digest, 0, CommitTerms(bind_shared=True, is_brought=True)
+    )
     assert made.is_brought
     assert prefix_of(store, NS, KV, block_hash_chain(NS, KV, PROMPTS[0])) == []
 
@@ -319,7 +324,7 @@ def test_a_commit_marks_what_was_computed_on_brought_rows_and_nothing_else(store
     after = forged.fork(seed=10)
     content = after.turn(300)
     upload(store, content)
-    store.snapshots.commit(NS, "copy", content.manifest_digest, 1, bind_shared=True)
+    store.snapshots.commit(NS, "copy", content.manifest_digest, 1, CommitTerms(bind_shared=True))
     assert {digest.hash for digest in content.new_blobs} <= marked(store)
     assert content.manifest_digest.hash in marked(store)
     assert not own_blobs & marked(store)
@@ -331,7 +336,7 @@ def test_what_no_version_of_ours_holds_any_more_is_brought_when_it_comes_again(s
     data = store.blobs.read(NS, store.snapshots.get(NS, "ours").manifest)
     store.agents.delete(NS, "ours")
     assert prefix_of(store, NS, KV, agent.block_hashes(NS))
-    store.snapshots.commit(NS, "copy", Digest.of(data), 0, origin=Origin.IMPORT)
+    store.snapshots.commit(NS, "copy", Digest.of(data), 0, CommitTerms(origin=Origin.IMPORT))
     assert brought(store, "copy")
     assert prefix_of(store, NS, KV, agent.block_hashes(NS)) == []
 

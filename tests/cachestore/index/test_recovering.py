@@ -12,6 +12,7 @@ from kvasir.cachestore.v1 import identity_pb2
 from kvasir.errors import Conflict, DataLoss, FailedPrecondition, NotFound, Unavailable
 
 from cachestore_svc.facts.records import LeaseToken
+from cachestore_svc.index.ports.agents import CommitTerms
 from tests.cachestore.core.lab import NS, Chance, Lab, damaged, publish, upload
 from tests.cachestore.index.lives import (
     DATABASE,
@@ -74,7 +75,7 @@ def test_watchers_lost_events_and_no_lease_generation_comes_again(life: Life, ki
         upload(store, SyntheticAgent(MIXED, 77).turn(30))
         with pytest.raises(Conflict) as fenced:
             store.snapshots.commit(
-                NS, "ada", SyntheticAgent(MIXED, 77).turn(30).manifest_digest, head.version, life.lease
+                NS, "ada", SyntheticAgent(MIXED, 77).turn(30).manifest_digest, head.version, CommitTerms(life.lease)
             )
         assert fenced.value.reason == "LEASE_FENCED"
         assert isinstance(taken, LeaseToken)

@@ -12,8 +12,10 @@ from kvasir.formats.block_hash import kv_identity_hash
 from kvasir.formats.digest import Digest
 
 from cachestore_svc.blobs.disk import Disk
+from cachestore_svc.core.stored_blobs import quarantine
 from cachestore_svc.facts.records import BlobKind, EventCursor, Origin
 from cachestore_svc.index.catalog import CatalogChange
+from cachestore_svc.index.ports.agents import CommitTerms
 from cachestore_svc.index.sqlite.events import _texts_of
 from cachestore_svc.index.sqlite.rows import Rows
 from cachestore_svc.index.sqlite.transaction import SqliteTransaction
@@ -57,7 +59,7 @@ def live(store: Store, namespace: str) -> list[bytes]:
     upload(store, imported, namespace)
     detail = "the detail of where it came from"
     store.snapshots.commit(
-        namespace, AGENT + "-4", imported.manifest_digest, 0, origin=Origin.IMPORT, origin_detail=detail
+        namespace, AGENT + "-4", imported.manifest_digest, 0, CommitTerms(origin=Origin.IMPORT, origin_detail=detail)
     )
     store.agents.delete(namespace, AGENT + "-4")
     with pytest.raises(NotFound, match=AGENT):
@@ -196,7 +198,7 @@ def live_by_every_verb(store: Store, watch: Watch, clock: Clock) -> None:
     prefix_of(store, NS, kv_identity_hash(SMALL), hashes)
     upload(store, turns[1])
     store.snapshots.commit(
-        NS, AGENT + "-2", turns[1].manifest_digest, 0, origin=Origin.IMPORT, origin_detail="origin detail"
+        NS, AGENT + "-2", turns[1].manifest_digest, 0, CommitTerms(origin=Origin.IMPORT, origin_detail="origin detail")
     )
     clock.pass_s(10)
     for page in (store.agents.get(NS, AGENT), store.agents.page(NS), store.snapshots.page(NS, AGENT)):
@@ -218,7 +220,7 @@ def live_by_every_verb(store: Store, watch: Watch, clock: Clock) -> None:
         store.events.after(NS, None),
     )
     store.events.after(NS, EventCursor(store.events.after(NS, None).cursor.incarnation, 0))
-    store._core.quarantine(NS, turns[0].digests[:1])
+    quarantine(store._core, NS, turns[0].digests[:1])
     store.care.check(repair=True), list(store.care.verify(NS, AGENT)), list(store.care.verify(NS))
     assert store._core.catalog.read(NS, lambda view: view.has_hash(turns[0].digests[0].hash))
     store._core.catalog.write(NS, lambda change: change.hold_anew(turns[0].manifest_digest, turns[0].digests))

@@ -1,0 +1,139 @@
+"""The state that the parts of an open store share."""
+
+import contextlib
+import threading
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from kvasir.names import check_namespace
+
+from cachestore_svc.blobs.backend import Aside, BlobBackend
+from cachestore_svc.blobs.ballast import Ballast
+from cachestore_svc.blobs.blob_writer import Writers
+from cachestore_svc.blobs.disk import Disk
+from cachestore_svc.blobs.space import Space
+from cachestore_svc.facts.records import EventBody, StoreConfig
+from cachestore_svc.index.catalog import HOUSE, Catalog, CatalogChange, CatalogView
+from cachestore_svc.index.live_leases import LiveLeases
+from cachestore_svc.index.ports.history import History
+from cachestore_svc.index.write_budget import WriteBudget
+from cachestore_svc.journal.journal import Journal
+from cachestore_svc.sealing.seals import Seals
+
+Answer = TypeVar("Answer")
+
+
+class Counters:
+    """Counts since start, per namespace. Used from any thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._counts: defaultdict[str, Counter[str]] = defaultdict(Counter)
+
+    def add(self, namespace: str, name: str, count: int = 1) -> None:
+        with self._lock:
+            self._counts[namespace][name] += count
+
+    def of_all(self) -> Counter[str]:
+        """Sums over namespaces."""
+        with self._lock:
+            return sum(self._counts.values(), Counter[str]())
+
+    def of(self, namespace: str) -> dict[str, int]:
+        with self._lock:
+            return dict(self._counts[namespace])
+
+
+@dataclass
+class Watchers:
+    """Callbacks that events wake. Used from any thread."""
+
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _callbacks: list[Callable[[str], None]] = field(default_factory=list)
+
+    def add(self, callback: Callable[[str], None]) -> Callable[[], None]:
+        with self._lock:
+            self._callbacks.append(callback)
+
+        def end() -> None:
+            with self._lock:
+                if callback in self._callbacks:
+                    self._callbacks.remove(callback)
+
+        return end
+
+    def wake(self, namespace: str) -> None:
+        with self._lock:
+            callbacks = list(self._callbacks)
+        for callback in callbacks:
+            # An event loop that closed has no watchers left.
+            with contextlib.suppress(RuntimeError):
+                callback(namespace)
+
+
+@dataclass(frozen=True)
+class Storage:
+    """Where rows and bytes lie, and who writes them."""
+
+    config: StoreConfig
+    disk: Disk
+    ballast: Ballast
+    catalog: Catalog
+    blobs: BlobBackend  # opens what is sealed
+    seals: Seals
+    space: Space
+    writers: Writers
+
+
+@dataclass(frozen=True)
+class Core(Storage):
+    """The one of each thing that an open store has."""
+
+    history: History
+    journal: Journal
+    now_unix_ms: Callable[[], int]
+    leases: LiveLeases
+    write_budget: WriteBudget
+    counters: Counters = field(default_factory=Counters)
+    watchers: Watchers = field(default_factory=Watchers)
+    asides: set[Aside] = field(default_factory=set)  # bytes that were set aside, now or before the start
+
+    @property
+    def grace_ms(self) -> int:
+        return int(self.config.grace_period_s * 1000)
+
+    def check_open(self, namespace: str) -> None:
+        """Raises InvalidArgument for what is no namespace, and FailedPrecondition (NAMESPACE_SEALED) for one that no
+        key opens."""
+        check_namespace(namespace)
+        self.seals.check_open(namespace)
+
+    def read(self, namespace: str, work: Callable[[CatalogView], Answer]) -> Answer:
+        """What the catalog answers about a namespace that is open."""
+        self.check_open(namespace)
+        return self.catalog.read(namespace, work)
+
+    def write(self, namespace: str, work: Callable[[CatalogChange], Answer], *, frees_space: bool = False) -> Answer:
+        """The same of what is changed."""
+        self.check_open(namespace)
+        return self.catalog.write(namespace, work, frees_space=frees_space)
+
+    def sound_namespaces(self) -> list[str]:
+        """Namespaces whose entries can be trusted."""
+        names = self.catalog.read(HOUSE, lambda view: view.namespaces())
+        return [name for name in names if name not in self.catalog.damage]
+
+    def open_namespaces(self) -> list[str]:
+        """Sound namespaces whose names and bytes can be read: they are not sealed, or their key is here."""
+        return [name for name in self.sound_namespaces() if self.seals.refusal(name) is None]
+
+    def known_namespaces(self) -> set[str]:
+        """All namespaces, also those that are kept out because their entries are damaged."""
+        return {*self.catalog.read(HOUSE, lambda view: view.namespaces()), *self.catalog.damage}
+
+    def report(self, change: CatalogChange, namespace: str, bodies: Iterable[EventBody]) -> None:
+        """Write events, and wake their watchers once they are durable."""
+        change.add_events(self.history, bodies, self.now_unix_ms())
+        change.after_commit(lambda: self.watchers.wake(namespace))

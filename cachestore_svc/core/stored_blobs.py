@@ -1,0 +1,128 @@
+"""An open store's work on stored blobs: promise, read, quarantine, set aside, remove."""
+
+import contextlib
+from collections.abc import Callable, Iterable
+
+from kvasir.errors import DataLoss, NotFound, ResourceExhausted, Unavailable
+from kvasir.formats.digest import Digest
+
+from cachestore_svc.blobs.backend import Damaged, NamespaceBlobs
+from cachestore_svc.core.core import Core
+from cachestore_svc.facts.records import BlobDamaged
+from cachestore_svc.index.catalog import CatalogChange, CatalogView
+from cachestore_svc.index.ports.blobs import BlobEntry
+from cachestore_svc.index.resting import needs_promise
+
+
+def promised(core: Core, namespace: str, find: Callable[[CatalogView], Iterable[BlobEntry]]) -> list[BlobEntry]:
+    """The undamaged blobs that `find` finds in the namespace. They stay for a grace period from now on, because the
+    caller learns that they are here. Writes only when an earlier promise is not fresh enough.
+
+    One operation of the catalog: a caller that looks for thousands asks in slices of SLICE.
+    """
+    now = core.now_unix_ms()
+
+    def find_whole(view: CatalogView) -> list[BlobEntry]:
+        return [blob for blob in find(view) if not blob.is_damaged]
+
+    def find_and_promise(change: CatalogChange) -> list[BlobEntry]:
+        found = find_whole(change)
+        change.promise(found, now)
+        return found
+
+    found = core.read(namespace, find_whole)
+    if any(needs_promise(blob.promised_unix_ms, now, core.grace_ms) for blob in found):
+        return core.write(namespace, find_and_promise, frees_space=True)
+    return found
+
+
+def read_blob(core: Core, namespace: str, digest: Digest, *, is_found: bool = False) -> memoryview:
+    """As `Blobs.read`."""
+    data = verified(core, namespace, digest, is_found=is_found)
+    core.counters.add(namespace, "blobs_read")
+    core.counters.add(namespace, "bytes_read", digest.size_bytes)
+    return data
+
+
+def verified(core: Core, namespace: str, digest: Digest, *, is_found: bool = False) -> memoryview:
+    """As read_blob, but not counted as served."""
+    if not is_found:
+        _listed_whole(core, namespace, digest)
+    try:
+        return core.blobs.of(namespace).read(digest)
+    except (FileNotFoundError, Damaged):
+        # Since the look-up it may have been swept, and written again: what is there now decides.
+        with core.blobs.of(namespace).naming(digest.hash):
+            return _read_or_quarantine(core, namespace, digest)
+
+
+def _read_or_quarantine(core: Core, namespace: str, digest: Digest) -> memoryview:
+    """Read while no other thread can replace or remove the blob."""
+    _listed_whole(core, namespace, digest)
+    try:
+        return core.blobs.of(namespace).read(digest)
+    except FileNotFoundError:
+        raise _found_damaged(core, namespace, digest, "its file is missing") from None
+    except Damaged as error:
+        raise _found_damaged(core, namespace, digest, str(error)) from error
+
+
+def quarantine(core: Core, namespace: str, digests: Iterable[Digest]) -> None:
+    """Never serve these until they are rewritten; each is reported once."""
+    wanted = list(digests)
+
+    def work(change: CatalogChange) -> None:
+        new = [digest for digest in wanted if change.set_damaged(digest, True)]
+        core.report(change, namespace, [BlobDamaged(digest) for digest in new])
+
+    if wanted:
+        core.catalog.write(namespace, work, frees_space=True)
+        core.counters.add(namespace, "blobs_damaged", len(wanted))
+
+
+def set_aside(core: Core, blobs: NamespaceBlobs, hash_: str) -> None:
+    """Keep bytes that nothing lists for a grace period, under a name that no reader asks for."""
+    core.asides.add(blobs.set_aside(hash_, core.now_unix_ms()))
+
+
+def remove_files(core: Core, namespace: str, digests: Iterable[Digest]) -> int:
+    """Remove the files of blobs that are not listed any more; bytes freed. A blob that was written again stays."""
+    freed = 0
+    for digest in digests:
+        with core.blobs.of(namespace).naming(digest.hash):
+            core.space.freed(namespace, digest.size_bytes)
+            if _find(core, namespace, digest) is None:
+                try:
+                    core.blobs.of(namespace).remove(digest.hash)
+                except OSError:
+                    # Unlisted already: the sweep at the next start tries again.
+                    core.counters.add(namespace, "files_not_removed")
+        freed += digest.size_bytes
+    return freed
+
+
+def _found_damaged(core: Core, namespace: str, digest: Digest, why: str) -> DataLoss:
+    # Where not even that can be written, the bytes are not served all the same, and the next reader tries again.
+    with contextlib.suppress(ResourceExhausted, Unavailable):
+        quarantine(core, namespace, [digest])
+    return damaged_error(digest, why)
+
+
+def _listed_whole(core: Core, namespace: str, digest: Digest) -> None:
+    found = _find(core, namespace, digest)
+    if found is None:
+        raise not_found(digest)
+    if found.is_damaged:
+        raise damaged_error(digest, "it is in quarantine")
+
+
+def _find(core: Core, namespace: str, digest: Digest) -> BlobEntry | None:
+    return core.catalog.read(namespace, lambda view: view.find_blob(digest))
+
+
+def not_found(digest: Digest) -> NotFound:
+    return NotFound(f"there is no blob {digest}", reason="BLOB_NOT_FOUND", metadata={"digest": digest.hash})
+
+
+def damaged_error(digest: Digest, why: str) -> DataLoss:
+    return DataLoss(f"blob {digest} is damaged: {why}", metadata={"digest": digest.hash})
