@@ -58,8 +58,8 @@ class ServedModel:
         """A namespace that was only hot has a store. What is hot goes
         on, unless its agent is changed at the store from `now` on. None: it is not known, and nothing goes on.
         """
-        for key in self.engine.hot_sizes():
-            hot = self.engine.hot_memory(key)
+        for key in self.engine.memories.sizes():
+            hot = self.engine.memories.get(key)
             if key.namespace == namespace and hot is not None and isinstance(hot.tag, AgentMemory):
                 publication = hot.tag.publication
                 publication.standing = replace(publication.standing, event_cursor=now)

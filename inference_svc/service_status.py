@@ -26,12 +26,12 @@ def status_of(host: ModelHost[ServedModel], stats: ServiceStats, admission: Admi
 def _engine_facts(served: ServedModel | None) -> EngineFacts:
     if served is None:
         return EngineFacts()
-    engine, sizes = served.engine, served.engine.hot_sizes()
+    engine, sizes = served.engine, served.engine.memories.sizes()
     hot_bytes: Counter[str] = Counter()
     owed: defaultdict[str, OwedCount] = defaultdict(OwedCount)
     for key, size_bytes in sizes.items():
         hot_bytes[key.namespace] += size_bytes
-        tag = engine.hot_tag(key)
+        tag = engine.memories.tag_of(key)
         if isinstance(tag, AgentMemory) and tag.publication.is_owed:
             owed[key.namespace].memories += 1
             owed[key.namespace].size_bytes += tag.unstored_tokens * engine.model.kv_bytes_per_token

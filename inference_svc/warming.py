@@ -73,7 +73,7 @@ def warm_up(engine: Engine) -> None:
         _run_each_kernel(engine)
     elif engine.model.weights_bytes <= _QUICK_BYTES:
         _wait(*_run_all(engine, [_FEWEST]))
-    engine.restart_counts()
+    engine.uncounted_tokens += engine.computed_tokens
 
 
 async def warm_up_while_idle(engine: Engine, is_idle: Callable[[], bool], clock: Callable[[], float]) -> None:
@@ -111,7 +111,7 @@ async def _run_while_idle(
                     await asyncio.sleep(LOOK_S)
                     is_over = all(turn.over.done() for turn in turns)
             finally:
-                engine.leave_out(engine.computed_tokens - before)
+                engine.uncounted_tokens += engine.computed_tokens - before
                 for turn in turns:
                     turn.cancel()
         if is_over:
@@ -122,11 +122,8 @@ async def _run_while_idle(
 
 def _has_room(engine: Engine, group: Sequence[tuple[int, int]]) -> bool:
     """Whether such turns fit beside the memories that callers have left."""
-    needed_bytes = 0
-    for prompt, reply in group:
-        plan = TurnPlan(TokenIds((0,) * prompt), (0,) * prompt, SamplingParams(max_tokens=reply), Cold())
-        needed_bytes += engine.needed_bytes(plan)
-    return not engine.hot_keys() or needed_bytes <= engine.memory_budget_bytes - engine.memory_used_bytes
+    needed_bytes = sum(engine.needed_bytes(prompt + reply) for prompt, reply in group)
+    return not engine.memories.agents() or needed_bytes <= engine.memory_budget_bytes - engine.memory_used_bytes
 
 
 async def warm_up_text(prompting: Prompting) -> None:
@@ -166,16 +163,16 @@ def _remember(engine: Engine, tokens: int) -> None:
     sampling = SamplingParams(max_tokens=1)
     try:
         _wait(_run(engine, tokens, sampling, key=_KEY))
-        copied = engine.snapshot(_KEY, 0).result(WORK_S)
+        copied = engine.memories.snapshot(_KEY, 0).result(WORK_S)
         if copied is None:
             return
         known = copied.state.token_ids
         _wait(_run(engine, len(known) + 1, sampling, Hot(len(known)), _KEY, known))
-        engine.drop_hot(_KEY).result(WORK_S)
+        engine.memories.drop(_KEY).result(WORK_S)
         if not copied.windows and not copied.states:
             _wait(_run(engine, len(known) + 1, sampling, _restored(copied), _KEY, known))
     finally:
-        engine.drop_hot(_KEY).result(WORK_S)
+        engine.memories.drop(_KEY).result(WORK_S)
 
 
 def _restored(copied: Snapshot) -> Restored:

@@ -203,9 +203,9 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):  # type: ig
     async def ListHotMemories(self, request: pb.ListHotMemoriesRequest, context: Any) -> pb.ListHotMemoriesResponse:
         names, served = stats_messages.agent_ids(request), self._parts.host.served
         engine, namespace = served.engine if served is not None else None, current_principal().namespace
-        sizes = engine.hot_sizes() if engine is not None else {}
+        sizes = engine.memories.sizes() if engine is not None else {}
         found = [
-            stats_messages.hot_memory(name, sizes[key], engine.hot_tag(key))
+            stats_messages.hot_memory(name, sizes[key], engine.memories.tag_of(key))
             for name in names
             if engine is not None and (key := AgentKey(namespace, name)) in sizes
         ]

@@ -36,7 +36,7 @@ def agent_ids(request: pb.ListHotMemoriesRequest) -> Sequence[str]:
 
 
 def hot_memory(agent_id: str, kv_bytes: int, tag: object) -> pb.HotMemory:
-    """`tag`: what `Engine.hot_tag` gives."""
+    """`tag`: what `EngineMemories.tag_of` gives."""
     hot = pb.HotMemory(agent_id=agent_id, kv_bytes=kv_bytes)
     if isinstance(tag, AgentMemory):
         hot.tokens = len(tag.transcript.token_ids)

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from kvasir.errors import InvalidArgument
 
-from inference_svc.engine.api import Ended, Event, Failed, Prefilled, Priority, SamplingParams, TurnPlan
+from inference_svc.engine.api import Ended, Event, Failed, Prefilled, Priority, SamplingParams, TurnPlan, check_fits
 from inference_svc.engine.engine import Engine
 from inference_svc.memory.service_stats import ServiceStats
 from inference_svc.model.embedding.pooling import Embedded, Pooling
@@ -57,7 +57,7 @@ class TurnEmbedder:
             namespace=namespace,
             pooling=self._pooling,
         )
-        with self._admission.kv(namespace, self._engine.needed_bytes(plan)):
+        with self._admission.kv(namespace, self._engine.needed_bytes(plan.most_tokens)):
             ended = await self._run(namespace, plan)
         return Embedded(ended.embedding, len(ids))
 
@@ -74,7 +74,7 @@ class TurnEmbedder:
                 given = self._prompting.beginning(given, context)
             else:
                 fewest = self._prompting.fewest_tokens(given)
-                self._engine.check_fits(fewest, 0, field=field, is_lower_bound=True)
+                check_fits(fewest, 0, self._engine.model.context_tokens, field=field, is_lower_bound=True)
             twin = await self._prompting.twin(namespace)
             before, ids, behind = await twin.run(namespace, lambda: twin.framed(given))
         else:
@@ -85,7 +85,7 @@ class TurnEmbedder:
         if not ids or found.largest >= self._engine.vocabulary_size:
             most = self._engine.vocabulary_size
             raise InvalidArgument(f"{field}: expected one token or more, all below {most}", field=field)
-        self._engine.check_fits(len(found), 0, field=field)
+        check_fits(len(found), 0, self._engine.model.context_tokens, field=field)
         return found
 
     async def _run(self, namespace: str, plan: TurnPlan) -> Ended:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import TypeAlias
 
-from kvasir.errors import FailedPrecondition, KvasirError
+from kvasir.errors import FailedPrecondition, KvasirError, ResourceExhausted
 from kvasir.formats.block_file import FileBytes, FileIdentity
 from kvasir.formats.block_hash import BLOCK_TOKENS
 
@@ -176,6 +176,11 @@ class TurnPlan:
     carried: CarriedTurn | None = None
 
     @property
+    def most_tokens(self) -> int:
+        """Of the prompt and the reply together."""
+        return len(self.token_ids) + self.sampling.max_tokens
+
+    @property
     def leaves_memory(self) -> bool:
         return self.key is not None and self.is_remembered
 
@@ -229,7 +234,7 @@ class Prefilled:
 @dataclass(frozen=True, slots=True)
 class BlocksFull:
     """The sequence now holds `count` full blocks. Their rows will not change during this turn, so they may be published
-    meanwhile: see `Engine.snapshot` with `blocks_only=True`.
+    meanwhile: see `EngineMemories.snapshot` with `blocks_only=True`.
     """
 
     count: int
@@ -317,8 +322,8 @@ Listener: TypeAlias = Callable[[list[Event]], None]
 
 @dataclass(frozen=True, slots=True)
 class HotMemory:
-    """An agent's memory in the engine, as of its last whole turn. `tag` was attached by `Engine.tag_hot`; the engine
-    does not look into it.
+    """An agent's memory in the engine, as of its last whole turn. `tag` was attached by `EngineMemories.tag`;
+    nothing in the engine looks into it.
     """
 
     state: SequenceState
@@ -355,3 +360,29 @@ class WindowFiles:
         """The bytes of each file, the tail's too."""
         files = (*self.blocks, *((self.tail,) if self.tail is not None else ()))
         return {identity.start // BLOCK_TOKENS: data for identity, data in files}
+
+
+class ContextExceeded(ResourceExhausted):
+    """A prompt and its reply do not fit."""
+
+    reason = "CONTEXT_EXCEEDED"
+
+
+def check_fits(
+    prompt_tokens: int, max_tokens: int, context_tokens: int, *, field: str = "prompt", is_lower_bound: bool = False
+) -> None:
+    """Raise ContextExceeded, the field named, unless both fit. `max_tokens` 0: no token is
+    generated. `field`: the request's, that the prompt came in. `is_lower_bound`: it has `prompt_tokens` or more.
+    """
+    if prompt_tokens + min(max_tokens, 1) > context_tokens:
+        count = f"{'at least ' if is_lower_bound else ''}{prompt_tokens}"
+        found = f"{count} tokens{', and one to generate,' if max_tokens else ''} are more"
+    elif prompt_tokens + max_tokens > context_tokens:
+        field, found = "sampling.max_tokens", f"{prompt_tokens} prompt tokens and {max_tokens} to generate are more"
+    else:
+        return
+    raise ContextExceeded(
+        f"{field}: {found} than the context of {context_tokens}",
+        field=field,
+        metadata={"prompt_tokens": str(prompt_tokens), "context_tokens": str(context_tokens)},
+    )

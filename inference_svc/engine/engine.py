@@ -5,37 +5,32 @@ from any thread, do not block, and touch no tensor. They return plain data (`api
 """
 
 import time
-from bisect import bisect_right
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any, Self, TypeVar
+from typing import Any, TypeVar
 
 from kvasir.cachestore.v1 import identity_pb2
 from kvasir.errors import FailedPrecondition, InvalidArgument, ResourceExhausted, Unavailable
 from kvasir.formats.block_file import FileBytes
 
 from inference_svc.engine.api import (
-    AgentKey,
     CarriedTurn,
     Failed,
     HeldTurn,
-    HotMemory,
     Listener,
     Restored,
-    Snapshot,
     TurnPlan,
+    check_fits,
 )
-from inference_svc.engine.context import check_fits
 from inference_svc.engine.engine_worker import EngineWorker
 from inference_svc.engine.files.held_turns import check_carried
 from inference_svc.engine.files.incoming import Incoming
-from inference_svc.engine.files.snapshots import PendingFiles, memory_snapshot, when_there
-from inference_svc.engine.mlx_thread import Letter, MlxThread
+from inference_svc.engine.files.snapshots import when_there
+from inference_svc.engine.memories import EngineMemories, nothing
+from inference_svc.engine.mlx_thread import MlxThread
 from inference_svc.engine.reply_text import ReplyText
-from inference_svc.engine.scheduling.hot_memories import Owed, ResidentMemory
 from inference_svc.engine.scheduling.schedulable import Rules, SharedPass
 from inference_svc.engine.sequence import Sequence
 from inference_svc.formats.grammars import GrammarMatcher
@@ -46,7 +41,6 @@ from inference_svc.model.device_memory import keep_wired
 from inference_svc.model.model_info import ModelInfo
 from inference_svc.model.model_runner import ModelRunner
 from inference_svc.model.open_model import OpenedModel, open_model
-from inference_svc.text.sequence_state import SequenceState
 
 ResultT = TypeVar("ResultT")
 ModelOpener = Callable[..., tuple[OpenedModel, ModelRunner]]  # takes what `open_model` takes
@@ -64,7 +58,7 @@ class TurnHandle:
     def cancel(self) -> None:
         """End the turn before its next cell or token. Idempotent; without effect once the turn is over."""
         self._sequence.is_cancelled = True
-        self._post(_nothing)  # wakes it
+        self._post(nothing)  # wakes it
 
     def files_stored(self) -> None:
         """The files of `Preempted` have left RAM: other turns may be preempted."""
@@ -76,14 +70,14 @@ class TurnHandle:
         """
         incoming = files if isinstance(files, Incoming) else Incoming.of(files)
         self._post(lambda worker: worker.resume(self._sequence, incoming))
-        incoming.watch(lambda: self._post(_nothing))
+        incoming.watch(lambda: self._post(nothing))
 
     def full_blocks(self, first_block: int, max_blocks: int) -> "Future[tuple[FileBytes, ...] | None]":
         """Files of the turn's full blocks from `first_block` on, of the layers that keep all tokens: for another engine
         that shall go on with the turn, ahead of `hold`. None or empty if there are none.
         """
         return when_there(
-            lambda: self._post(lambda worker: worker.full_blocks(self._sequence, first_block, max_blocks))
+            lambda: self._post(lambda worker: worker.leaving.full_blocks(self._sequence, first_block, max_blocks))
         )
 
     def hold(self, sent_blocks: int = 0) -> "Future[HeldTurn | None]":
@@ -100,57 +94,6 @@ class TurnHandle:
     def give_away(self) -> None:
         """A held turn goes on in another engine: here it fails with Unavailable (TURN_MOVED) and leaves no memory."""
         self._post(lambda worker: worker.give_away(self._sequence))
-
-
-class PinnedMemory:
-    """A memory as a turn left it, kept for its publication whatever its agent does next. Its room is given back by
-    `release`, or once nobody refers to it; under pressure it goes as `owed` says.
-    """
-
-    def __init__(
-        self,
-        pinned: ResidentMemory,
-        post: Callable[[Callable[[EngineWorker], Any]], "Future[Any]"],
-    ) -> None:
-        self._pinned = pinned
-        self._first: Snapshot | None = None
-        self._post = post
-
-    def __del__(self) -> None:
-        self.release()
-
-    @property
-    def state(self) -> SequenceState:
-        return self._pinned.state
-
-    def with_first(self, piece: Snapshot) -> Self:
-        self._first = piece
-        return self
-
-    def take_first(self) -> Snapshot | None:
-        """The piece that was copied with the pin, once."""
-        first, self._first = self._first, None
-        return first
-
-    def goes_as(self, owed: Owed) -> None:
-        self._pinned.owed = owed
-
-    def piece(
-        self,
-        first_block: int,
-        max_blocks: int,
-        stored_windows: Mapping[int, Collection[int]],
-    ) -> "Future[Snapshot | None]":
-        """As `Engine.pin` takes the first one. None if the room was wanted, or given back."""
-        pinned = self._pinned
-        return when_there(
-            lambda: self._post(lambda worker: worker.pinned_piece(pinned, first_block, max_blocks, stored_windows))
-        )
-
-    def release(self) -> None:
-        """Idempotent."""
-        pinned = self._pinned
-        self._post(lambda worker: worker.memories.unpin(pinned))
 
 
 class Engine:
@@ -170,8 +113,9 @@ class Engine:
         self.memory_budget_bytes = worker.room.total_bytes
         self._thread = thread
         self._worker = worker
+        self.uncounted_tokens = 0  # which were computed, and are left out of all counts
+        self.memories = EngineMemories(thread, worker, opened.info)
         self._is_closed = False
-        self._uncounted_tokens = 0
 
     @classmethod
     def open(
@@ -245,27 +189,14 @@ class Engine:
 
     @property
     def computed_tokens(self) -> int:
-        """Prompt and reply tokens that went through the model since it was loaded, or the counts restarted."""
-        return self._worker.computed_tokens - self._uncounted_tokens
-
-    def restart_counts(self) -> None:
-        """Leave the tokens that were computed so far out of all counts."""
-        self.leave_out(self.computed_tokens)
-
-    def leave_out(self, tokens: int) -> None:
-        """Leave so many computed tokens out of all counts."""
-        self._uncounted_tokens += tokens
+        """Prompt and reply tokens that went through the model since it was loaded, but for those that are left out."""
+        return self._worker.computed_tokens - self.uncounted_tokens
 
     def give_back(self, most_bytes: int) -> "Future[int]":
         """Drop memories that the store has until KV needs at most so many bytes of the device, and free the rest; the
         bytes that became free. Blocks the MLX thread while pages in use are copied.
         """
         return self._thread.post(lambda worker: worker.give_back(most_bytes))
-
-    @property
-    def is_copied_by_threads(self) -> bool:
-        """Whether threads copy KV from the device, so that a copy may be large."""
-        return self._worker.is_copied_by_threads
 
     @property
     def preemptions(self) -> int:
@@ -277,28 +208,9 @@ class Engine:
         """How long the thread that computes has given no sign; see MlxThread."""
         return self._thread.silent_s
 
-    def hot_sizes(self) -> dict[AgentKey, int]:
-        """Allocated KV bytes of each hot memory, also of those that running turns extend."""
-        return self._worker.memories.sizes()
-
-    def hot_keys(self) -> set[AgentKey]:
-        """Agents that have a hot memory. Cheaper than `hot_sizes`."""
-        return self._worker.memories.keys()
-
-    def needed_bytes(self, plan: TurnPlan) -> int:
-        """KV bytes that a turn needs if it generates all of its tokens. Known before any byte is allocated."""
-        return self._worker.room.most_bytes(len(plan.token_ids) + plan.sampling.max_tokens)
-
-    def most_new_tokens(self, prompt_tokens: int) -> int:
-        """Tokens for which the context and the empty KV budget have room behind a prompt; below 0: not even for it."""
-        left, room = self.model.context_tokens - prompt_tokens, self._worker.room
-        counts = range(max(left, 0) + 1)
-        fitting = bisect_right(counts, self.memory_budget_bytes, key=lambda new: room.most_bytes(prompt_tokens + new))
-        return min(left, fitting - 1)
-
-    def check_fits(self, prompt: int, most: int, *, field: str = "prompt", is_lower_bound: bool = False) -> None:
-        """As `context.check_fits`: of a prompt's tokens, and the most to generate."""
-        check_fits(prompt, most, self.model.context_tokens, field=field, is_lower_bound=is_lower_bound)
+    def needed_bytes(self, tokens: int) -> int:
+        """KV bytes that a turn needs for so many tokens. Known before any byte is allocated."""
+        return self._worker.room.most_bytes(tokens)
 
     def submit(self, plan: TurnPlan, on_events: Listener) -> TurnHandle:
         """Queue a turn. `on_events` is called on the MLX thread, after every token and every cell, with all events
@@ -316,7 +228,7 @@ class Engine:
             raise InvalidArgument("carried.token_ids: the reply has ended", field="carried.token_ids")
         posted = self._thread.post(lambda worker: worker.submit(sequence))
         if isinstance(plan.reuse, Restored) and plan.reuse.incoming is not None:
-            plan.reuse.incoming.watch(lambda: self._thread.post(_nothing))
+            plan.reuse.incoming.watch(lambda: self._thread.post(nothing))
         posted.add_done_callback(lambda done: on_events([Failed(_closed())]) if done.cancelled() else None)
         return TurnHandle(sequence, self._thread.post)
 
@@ -325,90 +237,10 @@ class Engine:
         reply = ReplyText(self.token_text, plan.sampling, self.model.stop_token_ids)
         return "".join(map(reply.push, carried.token_ids[len(plan.token_ids) :]))
 
-    def hot_memory(self, key: AgentKey) -> HotMemory | None:
-        """The key's memory as of its last whole turn. Counts as a use: it is evicted later."""
-        self._worker.memories.expect_use(key)
-        memory = self._worker.memories.get(key)
-        return HotMemory(memory.state, memory.tag) if memory is not None else None
-
-    def hot_tag(self, key: AgentKey) -> object:
-        """The tag of the key's hot memory; None if there is no memory. Does not count as a use."""
-        memory = self._worker.memories.get(key)
-        return memory.tag if memory is not None else None
-
-    def tag_hot(self, key: AgentKey, tag: object, owed: Owed | None = None) -> None:
-        """Attach an object to the key's hot memory: say, the store version that equals it. A turn that changes the
-        memory removes the tag. `owed`: its way to the store. Without effect if there is no memory.
-        """
-        if (memory := self._worker.memories.get(key)) is not None:
-            memory.tag, memory.owed = tag, owed
-
-    def drop_hot(self, key: AgentKey) -> "Future[bool]":
-        """Forget the key's memory, once no turn of the key runs; True if there was one."""
-        return self._when_idle(key, lambda worker: worker.memories.drop(key))
-
-    def fork_hot(self, source: AgentKey, target: AgentKey) -> "Future[bool]":
-        """Give `target` the memory of `source`, but not its tag, without copying rows until one of them writes. Waits
-        until no turn of `source` runs. False if there is none.
-        """
-        return self._when_idle(source, lambda worker: worker.fork(source, target))
-
-    def snapshot(
-        self,
-        key: AgentKey,
-        first_block: int,
-        *,
-        blocks_only: bool = False,
-        max_blocks: int | None = None,
-        stored_windows: Mapping[int, Collection[int]] = MappingProxyType({}),
-    ) -> "Future[Snapshot | None]":
-        """Tensor files of the key's memory from block `first_block` on; None if there is no memory. Waits until no turn
-        of the key runs.
-
-        `max_blocks`: at most so many, and the tail only with the memory's last block. `stored_windows`: by window,
-        blocks of these tokens that the caller has. `blocks_only`: full blocks alone, at once, of the running turn if
-        there is one. Bytes are copies: later turns do not change them. Rows from a turn's `cached_tokens` on may differ
-        from those before it, even for equal tokens: publish from block `cached_tokens // 256`.
-        """
-
-        def whole(worker: EngineWorker) -> PendingFiles[Snapshot] | None:
-            return memory_snapshot(worker.memories.get(key), self.model, first_block, max_blocks, stored_windows)
-
-        if blocks_only:
-            return when_there(
-                lambda: self._thread.post(lambda worker: worker.running_blocks(key, first_block, max_blocks))
-            )
-        return when_there(lambda: self._when_idle(key, whole))
-
-    def pin(
-        self,
-        key: AgentKey,
-        first_block: int,
-        max_blocks: int,
-        stored_windows: Mapping[int, Collection[int]] = MappingProxyType({}),
-    ) -> "Future[PinnedMemory | None]":
-        """Keep the key's memory as its last turn left it, and take its first piece: at most `max_blocks` from
-        `first_block` on. The tail, windows and states come with the last block. None if there is no memory.
-        `stored_windows`: by window, blocks of these tokens that the caller has. A turn that is submitted later changes
-        nothing of it.
-        """
-
-        def pinned(worker: EngineWorker) -> PendingFiles[PinnedMemory] | None:
-            taken = worker.pin(key, first_block, max_blocks, stored_windows)
-            return None if taken is None else taken[1].made_into(PinnedMemory(taken[0], self._thread.post).with_first)
-
-        return when_there(lambda: self._thread.post(pinned))
-
     def close(self) -> None:
         """Fail all open turns with Unavailable, free the model, and end the thread; blocks until then. Idempotent."""
         self._is_closed = True
         self._thread.close()
-
-    def _when_idle(self, key: AgentKey, work: Callable[[EngineWorker], ResultT]) -> "Future[ResultT]":
-        letter = Letter(work, Future())
-        posted = self._thread.post(lambda worker: worker.when_idle(key, lambda: letter.deliver(worker)))
-        posted.add_done_callback(lambda done: letter.result.cancel() if done.cancelled() else None)
-        return letter.result
 
     def _matcher(self, plan: TurnPlan) -> GrammarMatcher | None:
         """The plan's format for a new reply. The edge has compiled it; for other callers it is compiled now."""
@@ -435,18 +267,14 @@ class Engine:
             raise FailedPrecondition("model: its hidden rows cannot be had", reason="NO_EMBEDDINGS", field="model")
         if plan.carried is not None:
             check_carried(plan, plan.carried, self.model, self.vocabulary_size)
-        self.check_fits(len(plan.token_ids), plan.sampling.max_tokens)
-        needed_bytes = self.needed_bytes(plan)
+        check_fits(len(plan.token_ids), plan.sampling.max_tokens, self.model.context_tokens)
+        needed_bytes = self.needed_bytes(plan.most_tokens)
         if needed_bytes > self.memory_budget_bytes:
             raise ResourceExhausted(
                 f"KV memory: the turn's KV may need {needed_bytes} bytes; the engine has {self.memory_budget_bytes}",
                 reason="MEMORY_EXCEEDED",
                 metadata={"needed_bytes": str(needed_bytes), "budget_bytes": str(self.memory_budget_bytes)},
             )
-
-
-def _nothing(_worker: EngineWorker) -> None:
-    """A letter that only wakes the thread."""
 
 
 def _rules(model: ModelInfo, longest_gap_s: float, runner: ModelRunner | None) -> Rules:

@@ -7,17 +7,16 @@ fails or is cancelled changes no memory.
 
 import contextlib
 import logging
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator
 
 from kvasir.errors import Cancelled, Internal, KvasirError, Unavailable
-from kvasir.formats.block_file import FileBytes
 
-from inference_svc.engine.api import AgentKey, HeldTurn, Snapshot
+from inference_svc.engine.api import AgentKey, HeldTurn
 from inference_svc.engine.beginning import begin, memory_left
 from inference_svc.engine.decoding import Decoded, Decoder
 from inference_svc.engine.files.held_turns import held_turn, sampler_of_carried
 from inference_svc.engine.files.incoming import Incoming
-from inference_svc.engine.files.snapshots import PendingFiles, blocks_alone, memory_snapshot, running_snapshot
+from inference_svc.engine.files.leaving import LeavingFiles, begun_turn
 from inference_svc.engine.files.swapping import SwapIn, swap_out
 from inference_svc.engine.prefilling import Prefiller
 from inference_svc.engine.room import KvRoom
@@ -60,14 +59,10 @@ class EngineWorker:
         batch = runner.new_batch(self._pool, decoded_budget_bytes // runner.compute_item_bytes)
         self._decoder = Decoder(batch, looks_ahead=not model.has_states)
         self._prefiller = Prefiller(runner, self._guarding)
+        self.leaving = LeavingFiles(model, self._pool, self.memories, self._turns, batch)
         self._may_decode: Collection[Sequence] = ()  # in this step
         self._when_idle: dict[AgentKey, list[Callable[[], None]]] = {}
         self._is_behind_cell = False  # the device computes a cell: whatever reads it now waits for that
-
-    @property
-    def is_copied_by_threads(self) -> bool:
-        """Whether copies of KV take this thread no time. From any thread."""
-        return self._pool.is_copied_by_threads
 
     @property
     def computed_tokens(self) -> int:
@@ -144,14 +139,6 @@ class EngineWorker:
 
     # --- turns that go to another engine ---
 
-    def full_blocks(
-        self, sequence: Sequence, first_block: int, max_blocks: int
-    ) -> PendingFiles[tuple[FileBytes, ...]] | None:
-        found = self._full_blocks(sequence, first_block, max_blocks)
-        if found is None:
-            return None
-        return found.made_into(lambda snapshot: tuple(data for _, data in snapshot.blocks))
-
     def hold(self, sequence: Sequence, sent_blocks: int) -> HeldTurn | None:
         self._settle()
         self._emit(sequence)
@@ -171,44 +158,10 @@ class EngineWorker:
     def fork(self, source: AgentKey, target: AgentKey) -> bool:
         """Give `target` the memory of `source` without its tag, which is one agent's. False if there is none."""
         memory = self.memories.get(source)
-        if memory is None or self._begun(target) is not None:
+        if memory is None or begun_turn(self._turns, target) is not None:
             return False
         self.memories.put(target, ResidentMemory(memory.kv.fork(), memory.state, memory.chain))
         return True
-
-    def running_blocks(self, key: AgentKey, first_block: int, max_blocks: int | None) -> PendingFiles[Snapshot] | None:
-        """Full blocks from `first_block` on, at most `max_blocks`, of the key's running turn or else of its memory."""
-        sequence = self._begun(key)
-        if sequence is not None:
-            return self._full_blocks(sequence, first_block, max_blocks)
-        whole = memory_snapshot(self.memories.get(key), self._model, first_block, max_blocks)
-        return whole and whole.made_into(blocks_alone)
-
-    def _full_blocks(
-        self, sequence: Sequence, first_block: int, max_blocks: int | None
-    ) -> PendingFiles[Snapshot] | None:
-        if sequence.kv is None:
-            return None  # it was preempted, or its KV is on its way: the memory holds other blocks than the turn's
-        self._decoder.batch.flush(sequence.kv)
-        return running_snapshot(sequence, self._model, first_block, max_blocks)
-
-    def pin(
-        self, key: AgentKey, first_block: int, max_blocks: int, stored_windows: Mapping[int, Collection[int]]
-    ) -> tuple[ResidentMemory, PendingFiles[Snapshot]] | None:
-        """Keep the key's memory for its publication, and begin to take its first piece."""
-        first = memory_snapshot(self.memories.get(key), self._model, first_block, max_blocks, stored_windows)
-        pinned = self.memories.pin(key)
-        return None if pinned is None or first is None else (pinned, first)
-
-    def pinned_piece(
-        self,
-        pinned: ResidentMemory,
-        first_block: int,
-        max_blocks: int,
-        stored_windows: Mapping[int, Collection[int]],
-    ) -> PendingFiles[Snapshot] | None:
-        found = pinned if self.memories.is_pinned(pinned) else None
-        return memory_snapshot(found, self._model, first_block, max_blocks, stored_windows)
 
     # --- beginning ---
 
@@ -386,7 +339,7 @@ class EngineWorker:
     def _do_idle_work(self) -> None:
         """Do what waits for keys that have no turn now, but not before the step behind a cell is enqueued."""
         if not self._is_behind_cell:
-            for key in [key for key in self._when_idle if self._begun(key) is None]:
+            for key in [key for key in self._when_idle if begun_turn(self._turns, key) is None]:
                 for work in self._when_idle.pop(key, ()):
                     work()
 
@@ -432,8 +385,3 @@ class EngineWorker:
     @property
     def _with_kv(self) -> list[Sequence]:
         return [sequence for sequence in self._turns if sequence.kv is not None]
-
-    def _begun(self, key: AgentKey) -> Sequence | None:
-        """The key's turn that has begun and is not over. It may be preempted."""
-        turns = (each for each in self._turns if each.agent_key == key and each.plan.is_remembered)
-        return next((each for each in turns if each.status is not Status.WAITING), None)

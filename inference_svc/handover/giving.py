@@ -332,7 +332,7 @@ class _HandOver:
                 if turn.handle is not None:
                     turn.handle.give_away()
             if (key := self.turns[0].key) is not None and self.turns[0].is_kept:
-                self.giver.engine.drop_hot(key)
+                self.giver.engine.memories.drop(key)
 
 
 def _as_callers_count(times: TurnTiming, spent: Timings) -> Timings:

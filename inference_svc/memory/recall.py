@@ -141,7 +141,7 @@ class Recall:
                 miss = Miss(MissReason.STORE_TIMEOUT, detail)
                 return Recollection(None, Source.COLD, None, miss, unproven=_followed(hot))
             if hot is not None:
-                self._engine.drop_hot(key)
+                self._engine.memories.drop(key)
             if newest.manifest is not None:
                 return await self._newest_of(heads, store, key, budget)
         except StoreMiss as error:
@@ -183,7 +183,7 @@ class Recall:
         return replace(newest, base=base)
 
     def _hot(self, key: AgentKey) -> AgentMemory | None:
-        hot = self._engine.hot_memory(key)  # which counts as a use
+        hot = self._engine.memories.get(key)  # which counts as a use
         return hot.tag if hot is not None and isinstance(hot.tag, AgentMemory) else None
 
     async def _warm(self, store: RemoteCache, key: AgentKey, head: Head, budget: Budget) -> Recollection:

@@ -67,10 +67,11 @@ class ModelHost(Generic[ServedT]):
         """`models`: the paths of the models that may be loaded, by name. `open_model` loads one by name and path; it
         raises KvasirError if that fails.
         """
+        self.names = tuple(models)  # of the models that may be loaded, in the order of the configuration
+        self.served: ServedT | None = None  # the loaded model, even while it is being unloaded
+        self.loaded = ""  # its name
         self._models = dict(models)
         self._open = open_model
-        self._served: ServedT | None = None
-        self._loaded = ""
         self._change: asyncio.Task[MemoriesLeft] | None = None
         self._loading = ""  # the name of the model that is being loaded
         self._target = ""  # the name of the model that the change under way is to load
@@ -79,34 +80,14 @@ class ModelHost(Generic[ServedT]):
         self.loads = 0
 
     @property
-    def names(self) -> tuple[str, ...]:
-        """The models that may be loaded, in the order of the configuration."""
-        return tuple(self._models)
-
-    @property
-    def loaded(self) -> str:
-        """The loaded model's name; empty if none is."""
-        return self._loaded
-
-    @property
-    def can_serve(self) -> bool:
-        """Whether the next turn finds a model, or wakes one."""
-        return self._served is not None or bool(self._asleep)
-
-    @property
-    def served(self) -> ServedT | None:
-        """The loaded model, even while it is being unloaded."""
-        return self._served
-
-    @property
     def sleeps(self) -> bool:
         """Whether idleness has unloaded the model, and the next turn loads it again."""
-        return bool(self._asleep) and self._served is None
+        return bool(self._asleep) and self.served is None
 
     def state(self, name: str) -> ModelState:
         if name == self._loading:
             return ModelState.LOADING
-        if name != self._loaded:
+        if name != self.loaded:
             return ModelState.ASLEEP if self.sleeps and name == self._asleep else ModelState.NOT_LOADED
         return ModelState.LOADED if self._change is None else ModelState.RETIRING
 
@@ -118,21 +99,21 @@ class ModelHost(Generic[ServedT]):
             self._check_known(name)
         if self._change is not None:
             raise Unavailable("models are being changed", reason="MODEL_CHANGING", retry_after_s=RETRY_S)
-        if self._served is None:
+        if self.served is None:
             raise FailedPrecondition(
                 f"no model is loaded; LoadModel (role admin) loads one of {', '.join(map(repr, self._models))}",
                 reason="MODEL_NOT_LOADED",
                 field="model",
             )
-        if name and name != self._loaded:
+        if name and name != self.loaded:
             raise FailedPrecondition(
-                f"model: {name!r} is configured and not loaded, {self._loaded!r} is; leave the name out to use it, or "
+                f"model: {name!r} is configured and not loaded, {self.loaded!r} is; leave the name out to use it, or "
                 "swap them by LoadModel (role admin)",
                 reason="MODEL_NOT_LOADED",
                 field="model",
-                metadata={"loaded": self._loaded},
+                metadata={"loaded": self.loaded},
             )
-        return self._served
+        return self.served
 
     async def awake(self, name: str) -> ServedT:
         """As `serving`, after a model that sleeps was loaded again. Raises what loading raises, too."""
@@ -148,16 +129,16 @@ class ModelHost(Generic[ServedT]):
         """Put the model to sleep whenever no turn has come or run for so long; for ever. What cannot be stored keeps
         it awake."""
         while True:
-            self._was_used = self._served is not None and not self._served.is_idle
+            self._was_used = self.served is not None and not self.served.is_idle
             await asyncio.sleep(seconds)
-            if self._was_used or self._change is not None or self._served is None or not self._served.is_idle:
+            if self._was_used or self._change is not None or self.served is None or not self.served.is_idle:
                 continue
-            self._asleep = self._loaded
+            self._asleep = self.loaded
             try:
                 await self._changing(lambda: self._unload(drop_unstored=False))
             except KvasirError as error:
                 _LOG.warning("model.kept_awake", reason=error.reason)
-            self._asleep = self._asleep if self._served is None else ""
+            self._asleep = self._asleep if self.served is None else ""
 
     async def _fallen_asleep(self) -> None:
         """Wait for a model that is just falling asleep: nobody asked for that, so nobody is refused for it."""
@@ -166,8 +147,8 @@ class ModelHost(Generic[ServedT]):
 
     def check_known(self, name: str) -> str:
         """The name, or the loaded model's if it is empty. Raises NotFound."""
-        self._check_known(name or self._loaded)
-        return name or self._loaded
+        self._check_known(name or self.loaded)
+        return name or self.loaded
 
     async def load(self, name: str, *, drop_unstored: bool = False) -> MemoriesLeft:
         """Make this the loaded model; returns what became of the previous model's memories. Raises NotFound,
@@ -178,7 +159,7 @@ class ModelHost(Generic[ServedT]):
         await self._fallen_asleep()
         if self._change is not None and name == self._target:
             return await asyncio.shield(self._change)
-        if name == self._loaded and self._change is None:
+        if name == self.loaded and self._change is None:
             return MemoriesLeft()
         return await self._changing(lambda: self._swap(name, drop_unstored), name)
 
@@ -189,7 +170,7 @@ class ModelHost(Generic[ServedT]):
         await self._fallen_asleep()
         if self._change is None:
             self._asleep = ""  # who unloads a model by hand wants it to stay so
-            if self._served is None or name not in ("", self._loaded):
+            if self.served is None or name not in ("", self.loaded):
                 return MemoriesLeft()
         return await self._changing(lambda: self._unload(drop_unstored))
 
@@ -224,7 +205,7 @@ class ModelHost(Generic[ServedT]):
         return await asyncio.shield(self._change)
 
     async def _swap(self, name: str, drop_unstored: bool) -> MemoriesLeft:
-        before = self._loaded
+        before = self.loaded
         left = await self._unload(drop_unstored)
         try:
             await self._open_as(name)
@@ -236,9 +217,9 @@ class ModelHost(Generic[ServedT]):
         return left
 
     async def _unload(self, drop_unstored: bool) -> MemoriesLeft:
-        if self._served is None:
+        if self.served is None:
             return MemoriesLeft()
-        left = await self._served.retire()
+        left = await self.served.retire()
         if left.unstored and not drop_unstored:
             raise FailedPrecondition(
                 f"{left.unstored} hot memories are not in the store and would be lost; try again when the store "
@@ -246,8 +227,8 @@ class ModelHost(Generic[ServedT]):
                 reason="MEMORIES_NOT_STORED",
                 metadata={"unstored": str(left.unstored)},
             )
-        served, name = self._served, self._loaded
-        self._served, self._loaded = None, ""
+        served, name = self.served, self.loaded
+        self.served, self.loaded = None, ""
         await served.close()
         del served
         await asyncio.to_thread(device_memory.give_back, is_first=self.loads == 1)
@@ -259,8 +240,8 @@ class ModelHost(Generic[ServedT]):
     async def _open_as(self, name: str) -> None:
         self._loading = name
         try:
-            self._served = await self._open(name, self._models[name])
-            self._loaded, self._asleep = name, ""
+            self.served = await self._open(name, self._models[name])
+            self.loaded, self._asleep = name, ""
         finally:
             self._loading = ""
         self.loads += 1

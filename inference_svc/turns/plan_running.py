@@ -2,13 +2,14 @@
 
 import asyncio
 import contextlib
+from bisect import bisect_right
 from dataclasses import replace
 
 import structlog
 from kvasir import errors
 from kvasir.formats.manifest import tokens_within_chars
 
-from inference_svc.engine.api import DamagedFile, HotMemoryGone, TurnPlan
+from inference_svc.engine.api import DamagedFile, HotMemoryGone, TurnPlan, check_fits
 from inference_svc.engine.engine import Engine
 from inference_svc.memory.recall import Recollection
 from inference_svc.memory.reuse_planning import NOTHING_REFUSED, Avoid, Prepared
@@ -117,7 +118,7 @@ class PlanRunner:
         sampling = request.sampling
         if request.clamps_max_tokens:
             sampling = replace(sampling, max_tokens=_clamped(sampling.max_tokens, engine, count))
-        engine.check_fits(count, sampling.max_tokens, field=request.input.name)
+        check_fits(count, sampling.max_tokens, engine.model.context_tokens, field=request.input.name)
         if (most := request.prompt.most_reasoning_tokens) is not None:
             sampling = replace(sampling, reasoning_limit=self._parts.prompting.reasoning_limit(most, prepared.text))
         return TurnPlan(
@@ -168,7 +169,10 @@ def _clamped(max_tokens: int, engine: Engine, prompt_tokens: int) -> int:
     """The length of a reply that may be shorter than was asked for. All of it is reserved: clients that ask for more
     than there is would each take all KV from others.
     """
-    fitting = engine.most_new_tokens(prompt_tokens)
+    left, budget_bytes = engine.model.context_tokens - prompt_tokens, engine.memory_budget_bytes
+    counts = range(max(left, 0) + 1)
+    in_memory = bisect_right(counts, budget_bytes, key=lambda new: engine.needed_bytes(prompt_tokens + new)) - 1
+    fitting = min(left, in_memory)  # below 0: there is not even room for the prompt
     if max_tokens <= fitting:
         return max_tokens
     return max(fitting // _CLAMPED_PART, min(fitting, _LEAST_CLAMPED), 1)

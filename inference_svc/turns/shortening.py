@@ -21,8 +21,7 @@ from kvasir import errors, on_full
 from kvasir.cachestore.v1 import manifest_pb2
 from kvasir.on_full import DEFAULT_KEEP, OnFull, OnFullPolicy
 
-from inference_svc.engine.api import SamplingParams
-from inference_svc.engine.context import ContextExceeded
+from inference_svc.engine.api import ContextExceeded, SamplingParams
 from inference_svc.memory.agent_memory import AgentMemory
 from inference_svc.memory.recall import Recollection
 from inference_svc.model.prompting import Tokenized

@@ -213,7 +213,7 @@ class TurnEnding:
         if (line := self._parts.recall.line(key)) is not None:
             line.tag(memory)
         else:
-            self._parts.engine.tag_hot(key, memory)
+            self._parts.engine.memories.tag(key, memory)
 
     def _generation(self, key: AgentKey) -> int:
         line = self._parts.recall.line(key)

@@ -20,8 +20,7 @@ from functools import partial
 import structlog
 from kvasir import errors
 
-from inference_svc.engine.api import AgentKey
-from inference_svc.engine.context import ContextExceeded
+from inference_svc.engine.api import AgentKey, ContextExceeded
 from inference_svc.memory.outcomes import Source
 from inference_svc.memory.recall import Recollection
 from inference_svc.memory.store.answers import EventCursor

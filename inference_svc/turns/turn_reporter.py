@@ -159,7 +159,7 @@ class TurnReporter:
         # The engine alone holds its listener: a turn that is over leaves no circle of references.
         hand_over = partial(self._handoff.send, self._take)
         try:
-            with self._parts.admission.kv(planned.request.namespace, self._parts.engine.needed_bytes(plan)):
+            with self._parts.admission.kv(planned.request.namespace, self._parts.engine.needed_bytes(plan.most_tokens)):
                 turn.handle = self._parts.engine.submit(
                     replace(plan, reuse=planned.prepared.kv.take() or Cold()),
                     _Listener(planned.prepared, self._stream, hand_over),

@@ -21,6 +21,7 @@ from smg_grpc_proto.generated import common_pb2
 from inference_svc.edge.neighbour import mlx_engine_messages as messages
 from inference_svc.edge.neighbour.tokenizer_files import tokenizer_archive
 from inference_svc.edge.service import CALLERS, check_serves, new_request_id, new_seed, send
+from inference_svc.engine.api import check_fits
 from inference_svc.memory.token_lines import TokenLines
 from inference_svc.model.model_host import ModelHost
 from inference_svc.served_model import ServedModel
@@ -101,7 +102,8 @@ class MlxEngineService(mlx_engine_pb2_grpc.MlxEngineServicer):  # type: ignore[m
 
     async def HealthCheck(self, request: mlx.HealthCheckRequest, context: Any) -> mlx.HealthCheckResponse:
         problem = "the engine is shutting down" if self._is_stopping() else ""
-        problem = problem or ("" if self._host.can_serve else "no model is loaded")
+        can_serve = self._host.served is not None or self._host.sleeps
+        problem = problem or ("" if can_serve else "no model is loaded")
         return mlx.HealthCheckResponse(healthy=not problem, message=problem or "OK")
 
     async def GetModelInfo(self, request: mlx.GetModelInfoRequest, context: Any) -> mlx.GetModelInfoResponse:
@@ -154,9 +156,9 @@ class MlxEngineService(mlx_engine_pb2_grpc.MlxEngineServicer):  # type: ignore[m
                 field="text",
             )
         prompting, text = served.prompting, from_outside(request.text)
-        engine.check_fits(prompting.fewest_tokens(text), 1, is_lower_bound=True)
+        check_fits(prompting.fewest_tokens(text), 1, engine.model.context_tokens, is_lower_bound=True)
         tokens = (await prompting.run(namespace, lambda: prompting.tokenize(text))).ids
-        engine.check_fits(len(tokens), 1)
+        check_fits(len(tokens), 1, engine.model.context_tokens)
         return tokens
 
 

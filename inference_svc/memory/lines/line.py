@@ -100,7 +100,7 @@ class Line:
             self._let_go_if_idle()
             return
         if not self._users:
-            self._parts.engine.drop_hot(self.key)
+            self._parts.engine.memories.drop(self.key)
         self.lease.give_back()
 
     def moved(self, newest: Head | None) -> None:
@@ -109,7 +109,7 @@ class Line:
         """
         memory = self._hot()
         if memory is not None and not self._users and memory.publication.standing.is_outdated_by(newest):
-            self._parts.engine.drop_hot(self.key)
+            self._parts.engine.memories.drop(self.key)
 
     def _let_go_if_idle(self) -> None:
         """Give the line to another engine, unless it is used here. The hot memory goes; the store has it."""
@@ -119,11 +119,11 @@ class Line:
         if memory is not None and memory.publication.standing.is_owed:
             return  # the memory is nowhere else: the line goes with the agent's next turn
         self.lease.is_wanted = False
-        self._parts.engine.drop_hot(self.key)
+        self._parts.engine.memories.drop(self.key)
         self.lease.give_back()
 
     def _hot(self) -> AgentMemory | None:
-        tag = self._parts.engine.hot_tag(self.key)
+        tag = self._parts.engine.memories.tag_of(self.key)
         return tag if isinstance(tag, AgentMemory) else None
 
     # --- publications ---
@@ -131,7 +131,7 @@ class Line:
     def tag(self, memory: AgentMemory) -> None:
         """Attach the memory to its hot KV. The engine learns what it may drop for room, and what it waits for."""
         self._owe(memory.publication)
-        self._parts.engine.tag_hot(self.key, memory, memory.publication)
+        self._parts.engine.memories.tag(self.key, memory, memory.publication)
 
     def _owe(self, publication: Publication) -> None:
         """It may have been made before its namespace had a store."""
@@ -207,7 +207,7 @@ class Line:
                 return f"the store took nothing for {self._parts.limits.timeout_s:.0f} s"
             case errors.Conflict():
                 if self._hot() is memory:  # unless a newer turn has replaced it already
-                    self._parts.engine.drop_hot(self.key)
+                    self._parts.engine.memories.drop(self.key)
                 version = error.metadata.get("head_version", "another")
                 memory.publication.standing = memory.publication.standing.lost(version)
                 is_ours = isinstance(error, OtherConversation)

@@ -91,7 +91,7 @@ class Lines:
 
     async def beat(self) -> None:
         """Prolong the leases of agents that are used or hot, and give back the others."""
-        hot = {key.agent_id for key in self._parts.engine.hot_keys() if key.namespace == self.namespace}
+        hot = {key.agent_id for key in self._parts.engine.memories.agents() if key.namespace == self.namespace}
         kept: dict[str, Lease] = {}
         for agent_id, line in list(self._lines.items()):
             if not line.is_used and agent_id not in hot:
@@ -171,7 +171,7 @@ class Lines:
             line.wanted(takes_back=takes_back)
 
     def _is_hot(self, agent_id: str) -> bool:
-        return self._parts.engine.hot_tag(AgentKey(self.namespace, agent_id)) is not None
+        return self._parts.engine.memories.tag_of(AgentKey(self.namespace, agent_id)) is not None
 
     def _spawn(self, work: Coroutine[None, None, None]) -> "asyncio.Task[None]":
         task = asyncio.create_task(work)
@@ -186,7 +186,7 @@ async def store_owed(
     """Store the hot memories that are not in the store, until nothing has moved for `patience_s`. No turn runs. The log
     reports that it goes on.
     """
-    tags = [(key, engine.hot_tag(key)) for key in engine.hot_keys()]
+    tags = [(key, engine.memories.tag_of(key)) for key in engine.memories.agents()]
     memories = [(key, tag) for key, tag in tags if isinstance(tag, AgentMemory)]
     storing = [
         asyncio.create_task(lines[key.namespace].line(key.agent_id).store_owed(memory))

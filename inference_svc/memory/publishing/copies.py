@@ -18,7 +18,8 @@ from kvasir.formats.manifest import keeps_all_tokens
 from kvasir.server.shared_room import SharedRoom
 
 from inference_svc.engine.api import AgentKey, Snapshot, WindowFiles
-from inference_svc.engine.engine import Engine, PinnedMemory
+from inference_svc.engine.engine import Engine
+from inference_svc.engine.memories import PinnedMemory
 from inference_svc.memory.agent_memory import StoredFiles
 from inference_svc.memory.stored_windows import StoredWindow
 
@@ -32,7 +33,7 @@ Pinning: TypeAlias = Future[PinnedMemory | None]
 
 def piece_blocks(engine: Engine) -> int:
     """Blocks in one copy, so that making it takes the MLX thread milliseconds."""
-    most_bytes = _PIECE_BYTES_OF_THREADS if engine.is_copied_by_threads else _PIECE_BYTES
+    most_bytes = _PIECE_BYTES_OF_THREADS if engine.memories.is_copied_by_threads else _PIECE_BYTES
     return max(1, most_bytes // (max(1, engine.model.kv_bytes_per_token) * BLOCK_TOKENS))
 
 
@@ -100,7 +101,7 @@ class Copies:
         """Ask for the key's memory as it is now, and its piece from a block on. `stored`: files of windows that need no
         copy.
         """
-        return self._engine.pin(key, first_block, self.piece_blocks, _places(stored))
+        return self._engine.memories.pin(key, first_block, self.piece_blocks, _places(stored))
 
     async def piece(self, pinned: PinnedMemory, first_block: int, stored: Mapping[int, StoredWindow]) -> Snapshot:
         """A piece of a pinned memory. Raises ResourceExhausted if its room was wanted."""
@@ -111,7 +112,7 @@ class Copies:
 
     async def blocks(self, key: AgentKey, first_block: int, most: int) -> Snapshot | None:
         """Full blocks of the key's running turn."""
-        return await await_copy(self._engine.snapshot(key, first_block, blocks_only=True, max_blocks=most))
+        return await await_copy(self._engine.memories.snapshot(key, first_block, blocks_only=True, max_blocks=most))
 
     def is_whole(self, snapshot: Snapshot) -> bool:
         """Whether it has the memory's end: of layers that keep all tokens, the last block."""

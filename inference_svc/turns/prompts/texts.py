@@ -11,6 +11,7 @@ from dataclasses import replace
 from kvasir import errors, volatile
 from kvasir.cachestore.v1 import manifest_pb2
 
+from inference_svc.engine.api import check_fits
 from inference_svc.engine.engine import Engine
 from inference_svc.memory.agent_memory import AgentMemory
 from inference_svc.memory.recall import Recollection
@@ -251,7 +252,7 @@ async def shorter_of(
 
 def check_length(engine: Engine, prompting: Prompting, text: str, field: str) -> None:
     """Refuse an absurdly long prompt without tokenizing it. Raises ContextExceeded."""
-    engine.check_fits(prompting.fewest_tokens(text), 0, field=field, is_lower_bound=True)
+    check_fits(prompting.fewest_tokens(text), 0, engine.model.context_tokens, field=field, is_lower_bound=True)
 
 
 async def rewind_point_chars(prompting: Prompting, made: Prompted) -> int | None:

@@ -167,7 +167,10 @@ class Judge:
 
     def _hot(self, store: str, name: str) -> Hot | None:
         engine = self.players[store].served.engine
-        if AgentKey(NS, name) not in engine.hot_keys() or (found := engine.hot_memory(AgentKey(NS, name))) is None:
+        if (
+            AgentKey(NS, name) not in engine.memories.agents()
+            or (found := engine.memories.get(AgentKey(NS, name))) is None
+        ):
             return None
         tag, tokens = found.tag, tuple(found.state.token_ids)
         if not isinstance(tag, AgentMemory):

@@ -127,7 +127,7 @@ class Walk:
         now, newest = self._seen(store, name), self.judge.newest(store, name)
         if now.versions == was.versions:
             # What could not be stored is tried again later, when nobody expects it.
-            await asyncio.wrap_future(self.judge.players[store].served.engine.drop_hot(AgentKey(NS, name)))
+            await asyncio.wrap_future(self.judge.players[store].served.engine.memories.drop(AgentKey(NS, name)))
             return
         follows = newest is not None and now.versions[1:] == was.versions[: len(now.versions) - 1]
         if not follows or not _follows(before, newest, asked):
@@ -242,7 +242,7 @@ class Walk:
                 )
                 replies.append((reply.started.prompt_tokens, list(reply.token_ids)))
             await self.judge.quiet()
-            await asyncio.wrap_future(player.served.engine.drop_hot(key))
+            await asyncio.wrap_future(player.served.engine.memories.drop(key))
         if len(replies) == 2:
             self.counts["hot as stored"] += 1
             if replies[0] != replies[1]:

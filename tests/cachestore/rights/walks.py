@@ -79,7 +79,7 @@ async def walks(root: Path, numbers: Sequence[int], counts: Counter[str]) -> Non
                 raise ViolationError(f"walk {number}: {error or 'it does not end'}; {judge.said[-6:]}") from None
             for engine in engines.values():
                 for name in names:
-                    engine.served.engine.drop_hot(AgentKey(NS, name))
+                    engine.served.engine.memories.drop(AgentKey(NS, name))
             counts["walks"] += 1
 
 

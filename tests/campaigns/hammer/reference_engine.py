@@ -110,7 +110,7 @@ class AloneEngine:
 
     def _files(self, agent: str) -> list[bytes]:
         """The tensor files of the agent's memory."""
-        snapshot = self._engine.snapshot(_key(agent), 0).result(60)
+        snapshot = self._engine.memories.snapshot(_key(agent), 0).result(60)
         if snapshot is None:
             return []
         return [data for _, data in (*snapshot.blocks, *([snapshot.tail] if snapshot.tail else []))]
@@ -147,11 +147,11 @@ class AloneEngine:
         self._forget(target)
         if source in self._transcripts:
             self._transcripts[target] = self._transcripts[source]
-            assert self._engine.fork_hot(_key(source), _key(target)).result(60)
+            assert self._engine.memories.fork(_key(source), _key(target)).result(60)
 
     def _forget(self, agent: str) -> None:
         self._transcripts.pop(agent, None)
-        self._engine.drop_hot(_key(agent)).result(60)
+        self._engine.memories.drop(_key(agent)).result(60)
 
 
 def _reuse(record: TurnRecord, expected: int) -> Cold | Hot:

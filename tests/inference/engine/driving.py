@@ -146,20 +146,20 @@ class Driver:
 
     def files(self, key: AgentKey) -> tuple[bytes, ...]:
         """The key's memory as tensor files."""
-        snapshot = self.engine.snapshot(key, 0).result(60)
+        snapshot = self.engine.memories.snapshot(key, 0).result(60)
         assert snapshot is not None
         return tuple(bytes(data) for _, data in (*snapshot.blocks, *([snapshot.tail] if snapshot.tail else [])))
 
     def restored(self, key: AgentKey, keep: int | None = None) -> Restored:
         """What a store would give back of the key's memory."""
-        hot = self.engine.hot_memory(key)
+        hot = self.engine.memories.get(key)
         assert hot is not None
         tokens = hot.state.token_ids
         return Restored(self.files(key), tokens, len(tokens) if keep is None else keep, hot.state.shareable_tokens)
 
     def fork(self, key: AgentKey) -> AgentKey:
         target = self.key()
-        assert self.engine.fork_hot(key, target).result(60)
+        assert self.engine.memories.fork(key, target).result(60)
         return target
 
 

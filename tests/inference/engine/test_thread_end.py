@@ -68,7 +68,7 @@ def test_who_waits_is_told_even_if_nothing_can_be_undone_any_more(model_dir: Pat
         for turn in (*others, extending):
             with pytest.raises(KvasirError):
                 turn.end()
-        memory = engine.hot_memory(key)
+        memory = engine.memories.get(key)
         assert memory is not None, "nothing of a turn is in it"
         assert memory.state == state
     finally:

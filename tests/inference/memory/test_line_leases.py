@@ -86,16 +86,17 @@ class Engine:
     """Hot memories by agent."""
 
     def __init__(self) -> None:
+        self.memories = self
         self.model = SimpleNamespace(kv_identity_hash=KV)
         self.hot: dict[str, AgentMemory] = {}
 
-    def hot_keys(self) -> set[AgentKey]:
+    def agents(self) -> set[AgentKey]:
         return {AgentKey("default", agent) for agent in self.hot}
 
-    def hot_tag(self, key: AgentKey) -> object:
+    def tag_of(self, key: AgentKey) -> object:
         return self.hot.get(key.agent_id)
 
-    def drop_hot(self, key: AgentKey) -> None:
+    def drop(self, key: AgentKey) -> None:
         self.hot.pop(key.agent_id, None)
 
 

@@ -258,13 +258,14 @@ class Engine:
     """One hot memory, or none."""
 
     def __init__(self, memory: AgentMemory | None) -> None:
+        self.memories = self
         self.hot: Any = SimpleNamespace(tag=memory) if memory is not None else None
         self.model = SimpleNamespace(kv_identity_hash="kv")
 
-    def hot_memory(self, _key: AgentKey) -> Any:
+    def get(self, _key: AgentKey) -> Any:
         return self.hot
 
-    def drop_hot(self, _key: AgentKey) -> None:
+    def drop(self, _key: AgentKey) -> None:
         self.hot = None
 
 

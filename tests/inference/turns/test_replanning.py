@@ -106,7 +106,7 @@ class Surroundings:
     def reader(self, *_how: object, **_more: object) -> ReplyReader:
         return ReplyReader()
 
-    def needed_bytes(self, plan: object) -> int:
+    def needed_bytes(self, tokens: object) -> int:
         return 1
 
     async def remember(self, ran: Ran) -> Remembered:
@@ -127,8 +127,6 @@ class Surroundings:
 
     async def run(self, namespace: str, work: Callable[[], Any], *, is_large_render: bool = False) -> Any:
         return work()
-
-    def check_fits(self, *_asked: object, **_how: object) -> None: ...
 
     def fewest_tokens(self, text: str) -> int:
         return 1

@@ -347,13 +347,13 @@ class Lab:
     def fork(self, memory: LabMemory) -> LabMemory:
         """The same memory for a new agent, so that a turn may use it up."""
         key = self.new_key()
-        if not self.engine.fork_hot(memory.key, key).result(MEASURED_WITHIN_S):
+        if not self.engine.memories.fork(memory.key, key).result(MEASURED_WITHIN_S):
             raise RuntimeError("the engine dropped a memory of the measurement: its memory budget is too small")
         return LabMemory(key, memory.state)
 
     def forget(self, memories: Iterable[LabMemory]) -> None:
         for memory in memories:
-            self.engine.drop_hot(memory.key).result(MEASURED_WITHIN_S)
+            self.engine.memories.drop(memory.key).result(MEASURED_WITHIN_S)
 
     def resume(self, memory: LabMemory, suffix: Sequence[int], max_tokens: int) -> Run:
         """A turn that extends an agent's hot memory."""
@@ -361,7 +361,7 @@ class Lab:
 
     def restored(self, memory: LabMemory) -> Restored:
         """A memory in the form in which a store would return it."""
-        snapshot = self.engine.snapshot(memory.key, 0).result(MEASURED_WITHIN_S)
+        snapshot = self.engine.memories.snapshot(memory.key, 0).result(MEASURED_WITHIN_S)
         if snapshot is None:
             raise RuntimeError("the engine dropped a memory of the measurement: its memory budget is too small")
         files = (*snapshot.blocks, *([snapshot.tail] if snapshot.tail else []))

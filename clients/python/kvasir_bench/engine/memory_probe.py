@@ -36,7 +36,7 @@ def probed(model: str | Path, cache_dir: Path | None, tokens: int, cell_tokens: 
             before = restart_peak()
             turn = lab.start(prompt, 1, key=lab.new_key())
             turn.end()
-            engine.drop_hot(lab.new_key()).result(MEASURED_WITHIN_S)  # by then the last step's arrays are freed
+            engine.memories.drop(lab.new_key()).result(MEASURED_WITHIN_S)  # by then the last step's arrays are freed
             cells = -(-tokens // cell_tokens)
             if len(turn.cell_times) != cells:
                 raise RuntimeError(f"cells: expected {cells}, the engine took {len(turn.cell_times)}")

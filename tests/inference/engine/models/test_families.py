@@ -50,7 +50,7 @@ def cut_anywhere(turn: int) -> list[Any]:
 
 
 def snapshot(driver: Driver, key: AgentKey) -> Snapshot:
-    taken = driver.engine.snapshot(key, 0).result(60)
+    taken = driver.engine.memories.snapshot(key, 0).result(60)
     assert taken is not None
     return taken
 

@@ -28,7 +28,7 @@ NAMES = ["gemma3", "gpt_oss"]
 
 
 def snapshot(driver: Driver, key: AgentKey, stored: dict[int, set[int]] | None = None) -> Snapshot:
-    taken = driver.engine.snapshot(key, 0, stored_windows=stored or {}).result(60)
+    taken = driver.engine.memories.snapshot(key, 0, stored_windows=stored or {}).result(60)
     assert taken is not None
     return taken
 

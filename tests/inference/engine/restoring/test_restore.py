@@ -24,7 +24,7 @@ def goes_on_equally(
     driver: Driver, key: AgentKey, keep: int, suffix: tuple[int, ...], generated: int = GENERATED
 ) -> None:
     """Continue the memory cut to `keep`, then with `suffix`: once from hot memory, once from tensor files."""
-    hot = driver.engine.hot_memory(key)
+    hot = driver.engine.memories.get(key)
     assert hot is not None
     prompt = (*hot.state.token_ids[:keep], *suffix)
     restored = driver.turn(prompt, driver.restored(key, keep), driver.key(), max_tokens=generated)
@@ -102,7 +102,7 @@ def test_a_life_of_many_turns_is_the_same_with_a_restart_between_any_two(driver:
     first = driver.turn(prompt, key=stays, max_tokens=20), driver.turn(prompt, key=returns, max_tokens=20)
     assert first[0].state == first[1].state
     for keep, suffix in ((300, 200), (256, 10), (250, 30), (299, 500), (800, 1), (512, 90)):
-        memory = driver.engine.hot_memory(stays)
+        memory = driver.engine.memories.get(stays)
         assert memory is not None
         keep = min(keep, len(memory.state.token_ids))
         prompt = (*memory.state.token_ids[:keep], *tokens_of(suffix, seed=suffix))
@@ -138,8 +138,8 @@ def test_a_fork_goes_its_own_way_and_leaves_its_source_alone(driver: Driver) -> 
 
 def test_a_fork_takes_no_tag_along(driver: Driver) -> None:
     key, _ = driver.remember(20)
-    driver.engine.tag_hot(key, ["one agent's, and it changes"])
-    hot = driver.engine.hot_memory(driver.fork(key))
+    driver.engine.memories.tag(key, ["one agent's, and it changes"])
+    hot = driver.engine.memories.get(driver.fork(key))
     assert hot is not None
     assert hot.tag is None
 
@@ -203,7 +203,7 @@ def test_a_restored_memory_shares_the_pages_that_another_memory_has_of_it(driver
     remembered = driver.turn(prompt, key=giver, max_tokens=40).state.token_ids
     plan = driver.restored(giver)
     assert plan.shareable_tokens == 1_024
-    driver.engine.drop_hot(giver).result(60)
+    driver.engine.memories.drop(giver).result(60)
     driver.turn((*prompt[:beside], *tokens_of(60, seed=9)), key=other, namespace="tests", max_tokens=2)
     own: list[int] = []
     sharer, loner = driver.key(), driver.key()
@@ -222,7 +222,7 @@ def test_a_restored_memory_shares_no_page_in_which_it_has_generated_rows(driver:
     """What it generated may differ in bits from what another computed of the same tokens as a prompt."""
     key, state = driver.remember(600, generated=150)
     plan, sharer, own = driver.restored(key), driver.key(), list[int]()
-    driver.engine.drop_hot(key).result(60)
+    driver.engine.memories.drop(key).result(60)
     driver.turn((*state.token_ids, *tokens_of(60, seed=9)), key=driver.key(), namespace="tests", max_tokens=2)
     decoding = Listener().at(Tokens, 1, lambda: own.append(pages_of_its_own(driver, sharer)))
     driver.turn((*state.token_ids, *tokens_of(30, seed=8)), plan, sharer, namespace="tests", listener=decoding)
@@ -236,7 +236,7 @@ def test_a_damaged_file_behind_a_shared_prefix_is_named_and_leaves_no_page(drive
     plan = driver.restored(giver)
     infinite = plan.blobs[3][:-2] + b"\x00\x7c"  # the last bias of the last layer
     damaged = replace(plan, blobs=(*plan.blobs[:3], infinite, *plan.blobs[4:]))
-    driver.engine.drop_hot(giver).result(60)
+    driver.engine.memories.drop(giver).result(60)
     driver.turn((*prompt[:512], 7), key=driver.key(), namespace="tests", max_tokens=1)
     used = driver.engine._thread.post(lambda worker: worker.memories.ledger.used_pages).result(60)
     with pytest.raises(DataLoss) as caught:
@@ -252,7 +252,7 @@ def test_where_files_stop_coming_a_shared_prefix_stays(driver: Driver, came: int
     prompt, giver = tokens_of(1_300, seed=62 + came), driver.key()
     driver.turn(prompt, key=giver, max_tokens=1)
     plan = driver.restored(giver, len(prompt))
-    driver.engine.drop_hot(giver).result(60)
+    driver.engine.memories.drop(giver).result(60)
     driver.turn((*prompt[:768], 7), key=driver.key(), namespace="tests", max_tokens=1)
     files = Incoming(len(plan.blobs))
     for data in plan.blobs[:came]:
@@ -271,7 +271,7 @@ def test_a_reader_does_not_wait_for_files_that_a_shared_prefix_replaces(driver: 
     prompt, giver = tokens_of(1_300, seed=71), driver.key()
     driver.turn(prompt, key=giver, max_tokens=1)
     plan = driver.restored(giver, len(prompt))
-    driver.engine.drop_hot(giver).result(60)
+    driver.engine.memories.drop(giver).result(60)
     driver.turn((*prompt[:768], 7), key=driver.key(), namespace="tests", max_tokens=1)
     files, taken = Incoming(len(plan.blobs)), threading.Event()
     files.watch_taking(taken.set)

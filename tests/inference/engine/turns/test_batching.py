@@ -71,7 +71,7 @@ def test_a_forward_pass_that_fails_ends_its_turns_and_nothing_after(
     prompt = tokens_of(64, 5)
     expected = driver.reply(driver.turn(prompt, key=driver.key(), max_tokens=10))
     key, state = driver.remember(50, seed=6)
-    memory, files = engine.hot_memory(key), driver.files(key)
+    memory, files = engine.memories.get(key), driver.files(key)
     batch = engine._worker._decoder.batch
     step = batch.step
 
@@ -84,7 +84,7 @@ def test_a_forward_pass_that_fails_ends_its_turns_and_nothing_after(
     for listener in broken:
         with pytest.raises(Internal):
             listener.end()
-    assert engine.hot_memory(key) == memory, "the turn worked on a fork of it"
+    assert engine.memories.get(key) == memory, "the turn worked on a fork of it"
     assert driver.files(key) == files
     assert driver.reply(driver.turn(prompt, key=driver.key(), max_tokens=10)) == expected
 

@@ -112,7 +112,7 @@ def test_a_snapshot_that_waits_for_a_turn_is_read_after_the_next_step_is_enqueue
 
         def begin() -> None:
             emulated.submit(LONG, listener=other, max_tokens=3)
-            emulated.engine.snapshot(key, 0).add_done_callback(note)
+            emulated.engine.memories.snapshot(key, 0).add_done_callback(note)
 
         ending.at(Tokens, 2, begin).at(Ended, 1, note)
         emulated.submit(SHORT, listener=stream, max_tokens=16)
@@ -206,9 +206,9 @@ def test_blocks_leave_by_threads_while_their_turn_and_the_next_go_on(
 
     def begin() -> None:
         played.gate.clear()
-        copies.append(emulated.engine.snapshot(key, 0, blocks_only=True))
+        copies.append(emulated.engine.memories.snapshot(key, 0, blocks_only=True))
 
-    asked = emulated.engine.pin(key, 0, 9)
+    asked = emulated.engine.memories.pin(key, 0, 9)
     pinned = asked.result(60)
     assert pinned is not None
     copies.append(pinned.piece(0, 9, {}))
@@ -231,10 +231,10 @@ def test_a_copy_that_cuda_refuses_is_made_by_the_thread_that_computes(
     key, _ = emulated.remember(600, seed=8)
     files = emulated.files(key)
     played = copied_by_threads(emulated, monkeypatch)
-    assert emulated.engine.is_copied_by_threads
+    assert emulated.engine.memories.is_copied_by_threads
     played.error = 700
     assert emulated.files(key) == files
-    assert not emulated.engine.is_copied_by_threads
-    pinned = emulated.engine.pin(key, 0, 9).result(60)
+    assert not emulated.engine.memories.is_copied_by_threads
+    pinned = emulated.engine.memories.pin(key, 0, 9).result(60)
     assert pinned is not None
-    assert pinned.take_first() == emulated.engine.snapshot(key, 0).result(60)
+    assert pinned.take_first() == emulated.engine.memories.snapshot(key, 0).result(60)

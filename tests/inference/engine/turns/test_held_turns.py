@@ -80,7 +80,7 @@ class Two:
         ended = listener.end()
         assert plan.key is not None
         files = self.source.files(plan.key)
-        assert self.source.engine.drop_hot(plan.key).result(60)
+        assert self.source.engine.memories.drop(plan.key).result(60)
         return Turn(listener.events, ended, files)
 
     def held(self, plan: TurnPlan, kind: type[Event], count: int) -> tuple[Listener, HeldTurn, tuple[bytes, ...]]:
@@ -97,7 +97,7 @@ class Two:
         listener.handle.set_result(self.source.engine.submit(plan, listener))
         listener.wait_for(kind, count)
         while not found:
-            self.source.engine.snapshot(self.source.key(), 0).result(60)
+            self.source.engine.memories.snapshot(self.source.key(), 0).result(60)
         held = found[0].result(60)
         assert held is not None
         return listener, held, tuple(ahead)

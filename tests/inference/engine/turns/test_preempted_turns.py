@@ -147,7 +147,7 @@ def undisturbed(small: Driver) -> Callable[[str], Undisturbed]:
         listener, key = Keeper(), small.key()
         ended = background(small, listener, key=key, **SETTINGS[settings]).end()
         files = small.files(key)
-        assert small.engine.drop_hot(key).result(60)
+        assert small.engine.memories.drop(key).result(60)
         return Undisturbed(listener, ended, files)
 
     return run
@@ -251,7 +251,7 @@ def test_files_that_come_while_others_become_kv_bring_back_as_much(
 def test_a_turn_is_preempted_twice_and_no_more(small: Driver) -> None:
     key, alone_key = small.key(), small.key()
     expected = background(small, Keeper(), key=alone_key).end()
-    small.engine.drop_hot(alone_key).result(60)
+    small.engine.memories.drop(alone_key).result(60)
     keeper, people = Keeper(), []
     for count in (5, 20, 35):
         keeper.at(Tokens, count, lambda: people.append(person(small)))
@@ -269,9 +269,9 @@ def test_the_hot_memory_that_it_extends_goes_with_it_and_the_turn_is_what_it_wou
     alone = small.fork(key)
     expected = background(small, Keeper(), Hot(500), key=alone, tokens=tokens, max_tokens=24).end()
     expected_files = small.files(alone)
-    small.engine.drop_hot(alone).result(60)
+    small.engine.memories.drop(alone).result(60)
     keeper, seen = Keeper(), []
-    keeper.at(Preempted, 1, lambda: seen.append(small.engine.hot_memory(key)))
+    keeper.at(Preempted, 1, lambda: seen.append(small.engine.memories.get(key)))
     ended = disturbed(small, keeper, Tokens, 5, reuse=Hot(500), key=key, tokens=tokens, max_tokens=24)
     assert seen == [None]
     assert (ended.state, ended.cached_tokens) == (expected.state, 500)
@@ -290,7 +290,7 @@ def test_a_cancel_while_it_is_preempted_or_wanted_frees_everything_at_once(small
     assert keeper.events[-2] == keeper.one(when)
     person(small).end()
     assert all_is_free(small)
-    assert small.engine.hot_memory(key) is None  # its memory is where the plan says that it is whole
+    assert small.engine.memories.get(key) is None  # its memory is where the plan says that it is whole
 
 
 def test_nobody_begins_with_blocks_of_a_turn_that_is_preempted_nor_takes_its_memory_for_it(small: Driver) -> None:
@@ -298,8 +298,8 @@ def test_nobody_begins_with_blocks_of_a_turn_that_is_preempted_nor_takes_its_mem
     key, _ = small.remember(300)
     asked: list[Any] = []
     keeper = Keeper()
-    keeper.at(Preempted, 1, lambda: asked.append(small.engine.snapshot(key, 0, blocks_only=True)))
-    keeper.at(Preempted, 1, lambda: asked.append(small.engine.snapshot(key, 0)))
+    keeper.at(Preempted, 1, lambda: asked.append(small.engine.memories.snapshot(key, 0, blocks_only=True)))
+    keeper.at(Preempted, 1, lambda: asked.append(small.engine.memories.snapshot(key, 0)))
     ended = disturbed(small, keeper, Tokens, 5, key=key)
     assert asked[0].result(60) is None
     assert asked[1].result(60).state == ended.state
@@ -379,5 +379,5 @@ def test_an_engine_that_closes_ends_who_is_preempted_and_who_is_wanted(model_dir
 def all_is_free(driver: Driver) -> bool:
     """No turn holds bytes any more."""
     worker = driver.engine._worker
-    driver.engine.drop_hot(driver.key()).result(60)  # the worker has done what came before
+    driver.engine.memories.drop(driver.key()).result(60)  # the worker has done what came before
     return worker.memories.ledger.promised_bytes == 0 and not worker._scheduler.turns

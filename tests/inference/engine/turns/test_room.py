@@ -47,7 +47,7 @@ def test_a_turn_that_does_not_fit_beside_what_it_was_planned_with_is_planned_ane
     with pytest.raises(FailedPrecondition) as refused:
         small.turn(prompt, Hot(10), key, max_tokens=100)
     assert refused.value.reason == "HOT_MEMORY_GONE"
-    assert small.engine.hot_memory(key) is None
+    assert small.engine.memories.get(key) is None
     assert small.turn(prompt, key=key, max_tokens=100).cached_tokens == 0
 
 
@@ -125,7 +125,7 @@ def test_a_part_that_a_cancel_keeps_is_copied_before_its_room_is_given_to_anothe
     kept = Listener()
     kept.at(Tokens, 3, lambda: small.submit(tokens_of(1_400, 9), listener=waiting, max_tokens=2))
     kept.at(Tokens, 8, lambda: kept.handle.result(60).cancel())
-    kept.at(Ended, 1, lambda: copies.append(small.engine.snapshot(key, 0)))
+    kept.at(Ended, 1, lambda: copies.append(small.engine.memories.snapshot(key, 0)))
     ended = small.submit(tokens_of(600, 3), None, key, kept, keep_partial=True, max_tokens=300).end()
     assert (ended.finish_reason, waiting.end().completion_tokens) == (FinishReason.CANCELLED, 2)
     copy = copies[0].result(60)
@@ -147,7 +147,7 @@ class Way:
 def test_a_pinned_memory_is_what_it_was_whatever_its_agent_does_next(driver: Driver) -> None:
     key, state = driver.remember(600)
     files = list(driver.files(key))
-    pinned = driver.engine.pin(key, 0, 1).result(60)
+    pinned = driver.engine.memories.pin(key, 0, 1).result(60)
     assert pinned is not None
     first = pinned.take_first()
     assert first is not None
@@ -159,7 +159,7 @@ def test_a_pinned_memory_is_what_it_was_whatever_its_agent_does_next(driver: Dri
     assert rest is not None
     assert rest.tail is not None
     assert (rest.state, [data for _, data in (*rest.blocks, rest.tail)]) == (state, files[1:])
-    driver.engine.drop_hot(key).result(60)
+    driver.engine.memories.drop(key).result(60)
     again = pinned.piece(0, 9, {}).result(60)
     assert again is not None
     assert again.tail == rest.tail
@@ -171,21 +171,21 @@ def test_a_turn_waits_for_the_room_of_a_memory_that_is_being_stored_and_takes_th
     small: Driver,
 ) -> None:
     key, _ = small.remember(1_000)
-    pinned, memory, pin = small.engine.pin(key, 0, 1).result(60), Way(), Way()
+    pinned, memory, pin = small.engine.memories.pin(key, 0, 1).result(60), Way(), Way()
     assert pinned is not None
-    small.engine.tag_hot(key, "tag", memory)
+    small.engine.memories.tag(key, "tag", memory)
     pinned.goes_as(pin)
     waiting = Listener()
     small.submit(tokens_of(900, 9), listener=waiting, max_tokens=2)
     assert memory.wanted.wait(60)
     assert pin.wanted.wait(60)
-    assert small.engine.hot_tag(key) == "tag"
+    assert small.engine.memories.tag_of(key) == "tag"
     memory.is_awaited = False
     time.sleep(0.05)
     assert not waiting.events, "the pin holds the same pages"
     pin.is_awaited = False
     assert waiting.end().completion_tokens == 2
-    assert small.engine.hot_memory(key) is None
+    assert small.engine.memories.get(key) is None
     assert pinned.piece(0, 1, {}).result(60) is None
 
 
@@ -195,15 +195,15 @@ def test_a_memory_that_the_store_has_goes_before_one_that_it_lacks(small: Driver
     small.turn(tokens_of(400, 4), key=stored, max_tokens=2)
     way = Way()
     way.is_awaited = False  # its last try has just failed
-    small.engine.tag_hot(owed, "owed", way)
+    small.engine.memories.tag(owed, "owed", way)
     small.turn(tokens_of(700, 5), max_tokens=2)
-    assert small.engine.hot_tag(owed) == "owed"
-    assert small.engine.hot_memory(stored) is None
+    assert small.engine.memories.tag_of(owed) == "owed"
+    assert small.engine.memories.get(stored) is None
 
 
 def test_nobody_needs_to_release_a_pin_that_nobody_has(small: Driver) -> None:
     key, _ = small.remember(1_000)
-    pinned = small.engine.pin(key, 0, 1).result(60)
+    pinned = small.engine.memories.pin(key, 0, 1).result(60)
     assert pinned is not None
     del pinned
     assert small.turn(tokens_of(900, 9), max_tokens=2).completion_tokens == 2

@@ -109,19 +109,19 @@ def test_turns_of_one_agent_run_in_order(driver: Driver) -> None:
     second = driver.submit(tokens_of(200, seed=5), key=key, max_tokens=5)
     assert first.end().prompt_tokens == 300
     assert second.end().prompt_tokens == 200
-    hot = driver.engine.hot_memory(key)
+    hot = driver.engine.memories.get(key)
     assert hot is not None
     assert hot.state == second.end().state
 
 
 def test_a_tag_belongs_to_one_memory(driver: Driver) -> None:
     key = driver.key()
-    driver.engine.tag_hot(key, "of nobody")
+    driver.engine.memories.tag(key, "of nobody")
     for _ in range(2):
         driver.turn(tokens_of(20), key=key)
-        assert driver.engine.hot_tag(key) is None
-        driver.engine.tag_hot(key, "version 1")
-    assert driver.engine.hot_tag(key) == "version 1"
+        assert driver.engine.memories.tag_of(key) is None
+        driver.engine.memories.tag(key, "version 1")
+    assert driver.engine.memories.tag_of(key) == "version 1"
 
 
 @pytest.mark.cells_of_a_block
@@ -129,14 +129,14 @@ def test_a_tag_belongs_to_one_memory(driver: Driver) -> None:
 @pytest.mark.parametrize("moment", ["in mid-prefill", "in mid-decode"])
 def test_a_cancelled_turn_leaves_the_memory_of_the_turn_before(driver: Driver, keep: int, moment: str) -> None:
     key, state = driver.remember(603)
-    driver.engine.tag_hot(key, "version 1")
+    driver.engine.memories.tag(key, "version 1")
     files = driver.files(key)
     prompt = (*state.token_ids[:keep], *tokens_of(1500, seed=3))
     listener = Listener().cancel_at(Prefilled if moment == "in mid-prefill" else Tokens, 2)
     with pytest.raises(Cancelled):
         driver.turn(prompt, Hot(keep), key, listener=listener, max_tokens=500)
     assert listener.count(Tokens) == (0 if moment == "in mid-prefill" else 2)
-    hot = driver.engine.hot_memory(key)
+    hot = driver.engine.memories.get(key)
     assert hot is not None
     assert (hot.state, hot.tag) == (state, "version 1")
     assert driver.files(key) == files
@@ -204,7 +204,7 @@ def test_keep_partial_before_the_first_token_keeps_the_memory_before(driver: Dri
     prompt = (*state.token_ids, *tokens_of(3000))
     with pytest.raises(Cancelled):
         driver.turn(prompt, Hot(300), key, listener=Listener().cancel_at(Prefilled, 1), keep_partial=True)
-    hot = driver.engine.hot_memory(key)
+    hot = driver.engine.memories.get(key)
     assert hot is not None
     assert hot.state == state
 
@@ -270,12 +270,12 @@ def test_a_turn_that_only_reads_a_memory_begins_with_all_of_it_and_leaves_it_as_
     listener = Listener()
     seen: list[object] = []
     # While it runs, what is published of the agent is the agent's.
-    listener.at(Tokens, 1, lambda: seen.append(driver.engine.snapshot(key, 0, blocks_only=True)))
+    listener.at(Tokens, 1, lambda: seen.append(driver.engine.memories.snapshot(key, 0, blocks_only=True)))
     driver.submit(prompt, Hot(len(state.token_ids)), key, listener, is_remembered=False)
     ended = listener.end()
     assert ended.cached_tokens == len(state.token_ids)
     assert seen[0].result(60).state == state  # type: ignore[attr-defined]
-    hot = driver.engine.hot_memory(key)
+    hot = driver.engine.memories.get(key)
     assert hot is not None
     assert hot.state == state
     assert driver.files(key) == files
@@ -289,19 +289,19 @@ def test_a_turn_whose_hot_memory_is_gone_fails_without_effect(driver: Driver) ->
     with pytest.raises(FailedPrecondition) as refused:
         driver.turn(other, Hot(300), key)
     assert refused.value.reason == "HOT_MEMORY_GONE"
-    assert driver.engine.drop_hot(key).result(60)
-    assert not driver.engine.drop_hot(key).result(60)
+    assert driver.engine.memories.drop(key).result(60)
+    assert not driver.engine.memories.drop(key).result(60)
     with pytest.raises(FailedPrecondition):
         driver.turn((*state.token_ids, 7), Hot(300), key)
-    assert driver.engine.snapshot(key, 0).result(60) is None
+    assert driver.engine.memories.snapshot(key, 0).result(60) is None
 
 
 def test_blocks_may_be_published_while_the_turn_still_runs(driver: Driver) -> None:
     key = driver.key()
     listener = driver.submit(tokens_of(700), key=key, max_tokens=120)
     listener.wait_for(BlocksFull, 2)
-    early = driver.engine.snapshot(key, 0, blocks_only=True).result(60)
-    late = driver.engine.snapshot(key, 1)  # of the whole turn: waits for its end
+    early = driver.engine.memories.snapshot(key, 0, blocks_only=True).result(60)
+    late = driver.engine.memories.snapshot(key, 1)  # of the whole turn: waits for its end
     ended = listener.end()
     whole = late.result(60)
     assert early is not None
@@ -410,9 +410,9 @@ def test_memory_is_bounded_and_the_longest_unused_goes_first(model_dir: Path, tm
         keys = [driver.key() for _ in range(4)]
         for key in keys[:3]:
             driver.turn(tokens_of(500), key=key, max_tokens=5)
-        assert engine.hot_memory(keys[0]) is not None, "counts as a use"
+        assert engine.memories.get(keys[0]) is not None, "counts as a use"
         driver.turn(tokens_of(680), key=keys[3], max_tokens=20)
-        assert [engine.hot_memory(key) is not None for key in keys] == [True, False, True, True]
+        assert [engine.memories.get(key) is not None for key in keys] == [True, False, True, True]
         assert engine.memory_used_bytes <= engine.memory_budget_bytes
         with pytest.raises(ResourceExhausted) as refused:
             driver.submit(tokens_of(2000), max_tokens=49)
@@ -449,7 +449,7 @@ def test_live_and_stored_kv_is_under_three_tenths_of_fp16(driver: Driver) -> Non
     assert model.kv_bytes_per_token / model.kv_bytes_per_token_fp16 < 0.2813
     assert sum(map(len, driver.files(key))) / fp16 <= 0.30
     before = driver.engine.memory_used_bytes
-    driver.engine.drop_hot(key).result(60)
+    driver.engine.memories.drop(key).result(60)
     driver.turn(tokens_of(2), max_tokens=1)
     assert 0 < (before - driver.engine.memory_used_bytes) / fp16 <= 0.30
 
@@ -493,9 +493,9 @@ def test_a_cancel_in_the_midst_of_a_cell_ends_it_there_and_changes_no_memory(
 
 def test_a_cancelled_turn_gives_back_the_room_that_it_had_made_a_memory_take(driver: Driver, engine: Engine) -> None:
     key, state = driver.remember(250, seed=43)
-    before = engine.hot_sizes()[key]
+    before = engine.memories.sizes()[key]
     listener = Listener().cancel_at(Tokens, 40)
     with pytest.raises(Cancelled):
         driver.turn((*state.token_ids, 9), Hot(250), key, listener=listener, max_tokens=200)
     assert listener.count(Tokens) == 40
-    assert engine.hot_sizes()[key] == before
+    assert engine.memories.sizes()[key] == before

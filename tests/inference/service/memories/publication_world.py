@@ -73,6 +73,7 @@ class Engine:
     is_copied_by_threads = False
 
     def __init__(self) -> None:
+        self.memories = self
         self.model = SimpleNamespace(
             kv_identity=IDENTITY,
             kv_identity_hash="cd" * 32,
@@ -83,16 +84,16 @@ class Engine:
         self.hot: Any = None
         self.taken: Future[Snapshot | None] = Future()
 
-    def hot_memory(self, _key: AgentKey) -> Any:
+    def get(self, _key: AgentKey) -> Any:
         return self.hot
 
-    def drop_hot(self, _key: AgentKey) -> None:
+    def drop(self, _key: AgentKey) -> None:
         self.hot = None
 
-    def hot_tag(self, _key: AgentKey) -> Any:
+    def tag_of(self, _key: AgentKey) -> Any:
         return self.hot.tag if self.hot is not None else None
 
-    def hot_keys(self) -> set[AgentKey]:
+    def agents(self) -> set[AgentKey]:
         return {KEY} if self.hot is not None else set()
 
     def pin(self, _key: AgentKey, _first_block: int, _most: int, stored_windows: Mapping[int, range]) -> "Future[Any]":

@@ -67,7 +67,7 @@ class _Chat:
         return run.first_token_s
 
     def forget(self) -> None:
-        self._lab.engine.drop_hot(self._key).result()
+        self._lab.engine.memories.drop(self._key).result()
 
 
 def _transcript(messages: Sequence[dict[str, Any]]) -> str:
