@@ -44,7 +44,7 @@ def open_stores(settings: EngineSettings) -> dict[str, RemoteCache]:
 async def until_it_answers(store: RemoteCache, give_up_at: float, clock: Callable[[], float]) -> None:
     """Ask once, and again until that time of the clock, unless its answer is that it must not be used."""
     while True:
-        if await store.answers() or store.problem is not None or clock() >= give_up_at:
+        if await store.connection.answers() or store.connection.problem is not None or clock() >= give_up_at:
             return
         await asyncio.sleep(LOOK_S)
 
@@ -71,16 +71,17 @@ async def _take(
 ) -> str:
     """Take a token. Returns what is wrong with it, and what is in force then."""
     if (known := stores.get(namespace)) is not None:
-        await known.renew_token(token)
-        return f"{known.problem_in_words}; until then its store is not used" if known.problem is not None else ""
+        await known.connection.renew_token(token)
+        problem = known.connection.problem
+        return f"{problem.in_words}; until then its store is not used" if problem is not None else ""
     store, now = _new_store(settings, namespace, token), None
-    if await store.answers():
+    if await store.connection.answers():
         with contextlib.suppress(KvasirError, TimeoutError):
             async with asyncio.timeout(PROBE_TIMEOUT_S):
-                now = await store.newest_event()
-    if store.problem is not None:
-        await store.close()
-        return f"{store.problem_in_words}; the namespace was not taken up"
+                now = await store.events.newest()
+    if store.connection.problem is not None:
+        await store.connection.close()
+        return f"{store.connection.problem.in_words}; the namespace was not taken up"
     stores[namespace] = store
     if host.served is not None:
         host.served.add_store(namespace, store, now)

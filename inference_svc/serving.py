@@ -220,7 +220,8 @@ class _Service:
 
     def check_namespaces(self) -> None:
         """Raises RefusedToStart for a store whose token is of another namespace."""
-        if mixed_up := [store.problem_in_words for store in self.stores.values() if store.is_of_another_namespace]:
+        problems = [store.connection.problem for store in self.stores.values()]
+        if mixed_up := [each.in_words for each in problems if each is not None and each.is_of_another_namespace]:
             raise RefusedToStart("; ".join(mixed_up))
 
     def add_to_server(
@@ -353,7 +354,7 @@ def _now_ms() -> int:
 
 
 async def _close_all(stores: Mapping[str, RemoteCache]) -> None:
-    await asyncio.gather(*(store.close() for store in stores.values()))
+    await asyncio.gather(*(store.connection.close() for store in stores.values()))
 
 
 def _peers(settings: EngineSettings, parts: Parts) -> Peers:

@@ -14,7 +14,7 @@ from inference_svc.served_model import ServedModel
 
 async def wellness_of(host: ModelHost[ServedModel], stores: Collection[RemoteCache], reloading: Reloading) -> Wellness:
     """Asks the stores anew. On the event loop."""
-    answers = await asyncio.gather(*(store.is_there() for store in stores))
+    answers = await asyncio.gather(*(store.connection.is_there() for store in stores))
     ailments = [*_of_model(host)]
     if not all(answers):
         away = f"the cache store does not answer for {answers.count(False)} of {len(answers)} namespaces"

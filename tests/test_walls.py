@@ -92,7 +92,9 @@ IMPORTS = (
         (
             "*/edge/*",
             "inference_svc/memory/store/answers.py",
-            "inference_svc/memory/store/remote_cache.py",
+            "inference_svc/memory/store/agents.py",
+            "inference_svc/memory/store/blobs.py",
+            "inference_svc/memory/store/events.py",
             f"{SDK}/clients/*",
             f"{SDK}/formats/frame*.py",
             f"{SDK}/cli/*",

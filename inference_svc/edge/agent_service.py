@@ -60,7 +60,9 @@ class AgentForwarding:
             try:
                 await self._until_stored(request, context)
                 with made.told():
-                    answer = await self._store().client.call_rpc(method.name, requests, context.time_remaining())
+                    answer = await self._store().connection.client.call_rpc(
+                        method.name, requests, context.time_remaining()
+                    )
                 self._tell_context(answer)
                 return answer
             except (Unauthenticated, PermissionDenied) as error:
@@ -68,7 +70,7 @@ class AgentForwarding:
 
         async def many(request: Any, context: Any) -> AsyncIterator[Any]:
             await self._until_stored(request, context)
-            responses = self._store().client.stream_rpc(method.name, request, context.time_remaining())
+            responses = self._store().connection.client.stream_rpc(method.name, request, context.time_remaining())
             try:
                 async with aclosing(responses):
                     async for response in responses:
@@ -101,7 +103,7 @@ class AgentForwarding:
         lines = served.lines.get(current_principal().namespace) if served is not None else None
         if lines is not None and (agent_id := _copied_whole(request)):
             patience_s = PATIENCE_S if left_s is None else min(PATIENCE_S, _OF_ITS_TIME * left_s)
-            await lines.line(agent_id).until_stored(patience_s)
+            await lines.line(agent_id).publications.until_stored(patience_s)
 
     def _store(self) -> RemoteCache:
         store = self._stores.get(current_principal().namespace)

@@ -146,7 +146,7 @@ def warm_request(
 
 
 def turn_message(turn: Progress, age_s: float) -> pb.Turn:
-    tokens, state = turn.tokens, pb.TURN_STATE_RUNNING if turn.has_begun else pb.TURN_STATE_WAITING
+    tokens, state = turn.tokens, pb.TURN_STATE_RUNNING if turn.phase.has_begun else pb.TURN_STATE_WAITING
     counts = {"prompt_tokens": tokens.prompt, "cached_tokens": tokens.cached, "completion_tokens": tokens.completion}
     return written(pb.Turn, turn.request, state=state, age=age_s, **counts)
 

@@ -292,7 +292,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):  # type: ig
     async def GetStats(self, request: pb.GetStatsRequest, context: Any) -> pb.GetStatsResponse:
         status = self._parts.status()  # of now, and not of when a store that hangs has been given up
         store = self._parts.stores.get(current_principal().namespace)
-        is_reachable = store is not None and await store.is_there()
+        is_reachable = store is not None and await store.connection.is_there()
         return stats_messages.stats(status, self._namespaces(), store_is_reachable=is_reachable)
 
     @contextlib.contextmanager

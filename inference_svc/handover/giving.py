@@ -70,7 +70,7 @@ class TurnGiver:
         (HANDOVER_NOT_NOW) and what the peer refuses: they go on here then. Raises Unavailable (HANDOVER_UNCERTAIN) if
         the link broke at the last word: they have ended here then, with that error.
         """
-        speaking = [turn for turn in turns if not turn.has_ended]
+        speaking = [turn for turn in turns if not turn.phase.has_ended]
         if not speaking or not all(turn.can_move for turn in speaking):
             raise _not_now("the turn has not begun, or is ending")
         if any(turn.phase is TurnPhase.MOVING for turn in speaking):
@@ -198,7 +198,7 @@ class TurnGiver:
             return
         try:
             async with _within(_MOVE_S, "the store"):
-                await store.move_agent(agent_id, self.peer_stores[peer], move_id, _MOVE_S)
+                await store.agents.move_agent(agent_id, self.peer_stores[peer], move_id, _MOVE_S)
         except KvasirError:
             # The stores may have done it all the same: then the turn must go there too, or its memory is lost.
             if not await self._has_moved(store, agent_id, self.peer_stores[peer], move_id):
@@ -210,7 +210,7 @@ class TurnGiver:
         """
         try:
             async with _within(ANSWER_S, "the store"):
-                while (has_moved := await store.has_moved(agent_id, peer, move_id)) is None:  # noqa: ASYNC110
+                while (has_moved := await store.agents.has_moved(agent_id, peer, move_id)) is None:  # noqa: ASYNC110
                     await asyncio.sleep(LOOK_S)
         except KvasirError:
             return False
@@ -221,7 +221,7 @@ class TurnGiver:
         turn speaks. If the turn stays after all, that store knows nothing of the agent.
         """
         if (store := self._other_store(turn, peer)) is not None:
-            await store.copy_agent(turn.request.agent_id, self.peer_stores[peer], WORK_S)
+            await store.agents.copy_agent(turn.request.agent_id, self.peer_stores[peer], WORK_S)
 
     def _other_store(self, turn: Progress, peer: str) -> RemoteCache | None:
         """This engine's store, if the agent must move to another."""
@@ -282,7 +282,7 @@ class _HandOver:
 
     def check_wanted(self) -> None:
         """Raise Cancelled if a turn was cancelled meanwhile: nobody could cancel it at the peer."""
-        if any(turn.is_cancelled or turn.is_ending for turn in self.turns):
+        if any(turn.is_cancelled or turn.phase.is_ending for turn in self.turns):
             raise Cancelled("the turn was cancelled")
 
     async def _all_held(self) -> list[HeldTurn]:
@@ -324,14 +324,14 @@ class _HandOver:
             )
             raise end from error
         finally:
-            heard = [turn for turn in self.turns if not turn.has_ended]
+            heard = [turn for turn in self.turns if not turn.phase.has_ended]
             if end is None and heard:
                 heard[-1].emit(TurnMoved(peer, promise.resume_token, promise.expires_s))
             for turn in self.turns:
                 turn.end(end, phase=TurnPhase.MOVED)
                 if turn.handle is not None:
                     turn.handle.give_away()
-            if (key := self.turns[0].key) is not None and self.turns[0].is_kept:
+            if (key := self.turns[0].request.key) is not None and self.turns[0].is_kept:
                 self.giver.engine.memories.drop(key)
 
 

@@ -122,11 +122,11 @@ class Recall:
             return Recollection(None, Source.COLD, NO_HEAD, _NOTHING)
         store = line.store
         # Of a memory that had to leave RAM, too.
-        running = hot.publication.task if hot is not None else line.publication
-        if running is not None and store.is_reachable:
+        running = hot.publication.task if hot is not None else line.publications.last
+        if running is not None and store.connection.is_reachable:
             await _wait(running, budget)
         try:
-            heads = await store.heads(key.agent_id, self._engine.model.kv_identity_hash, budget)
+            heads = await store.agents.heads(key.agent_id, self._engine.model.kv_identity_hash, budget)
             newest = heads.newest
             if hot is not None and await line.may_use(hot.publication.standing, newest.identity, budget):
                 if not hot.publication.is_running:
@@ -167,7 +167,7 @@ class Recall:
                 metadata={"agent_id": key.agent_id},
             )
         try:
-            head = await line.store.version(key.agent_id, version, budget)
+            head = await line.store.agents.version(key.agent_id, version, budget)
             base = await self._warm(line.store, key, head, budget)
         except StoreMiss as error:
             base = Recollection(None, Source.COLD, None, error.miss)
@@ -188,7 +188,7 @@ class Recall:
 
     async def _warm(self, store: RemoteCache, key: AgentKey, head: Head, budget: Budget) -> Recollection:
         try:
-            manifest = await parsed(await store.manifest(key.agent_id, head, budget))
+            manifest = await parsed(await store.blobs.manifest(key.agent_id, head, budget))
         except StoreMiss as error:
             # The head is known, but not its memory: this turn may still become the next version.
             return Recollection(None, Source.COLD, head, error.miss)

@@ -286,11 +286,11 @@ class ReusePlanner:
                 lambda: block_hash_chain(prompt.namespace, kv_identity_hash, tokens.ids[: len(tokens.ids) - 1]),
             )
             groups = row_groups(self._engine.model.kv_identity)
-            found = await store.find_prefix(kv_identity_hash, hashes, groups, budget) if hashes else FoundPrefix()
+            found = await store.blobs.find_prefix(kv_identity_hash, hashes, groups, budget) if hashes else FoundPrefix()
             # Whole cells: from a cell's edge on, the rest is prefilled exactly as in a cold run.
             while found.tokens % cell:
                 hashes = hashes[: found.tokens // cell * cell // BLOCK_TOKENS]
-                found = await store.find_prefix(kv_identity_hash, hashes, groups, budget)
+                found = await store.blobs.find_prefix(kv_identity_hash, hashes, groups, budget)
         except StoreMiss as error:
             return candidate, error.miss
         keep = found.tokens
@@ -338,7 +338,7 @@ class ReusePlanner:
             await hold(min(size_bytes, MOST_BYTES))
             return await self._arriving(candidate, wanted, store, budget)
         await hold(size_bytes)
-        blobs, miss = await store.read_blobs(wanted, budget) if wanted else ([], None)
+        blobs, miss = await store.blobs.read_blobs(wanted, budget) if wanted else ([], None)
         # Which files of windows are read, and which state, depends on how many of these came.
         if manifests.keeps_all_tokens(self._engine.model.kv_identity):
             # The last file is full, or a tail that holds all the rest.
@@ -347,7 +347,7 @@ class ReusePlanner:
         for keep in _lengths(candidate, has_states):
             named = beside.get(keep, [])
             if gone.isdisjoint(named):
-                found, rest_miss = await store.read_blobs(named, budget) if named else ([], None)
+                found, rest_miss = await store.blobs.read_blobs(named, budget) if named else ([], None)
                 miss = miss or rest_miss
                 if len(found) == len(named):
                     return self._restored(candidate, keep, blobs, found), None, miss

@@ -58,7 +58,7 @@ def may_be_preempted(store: RemoteCache | None, memory: AgentMemory | None, reus
     """Whether the engine may preempt a turn: there is a store for its KV, and the hot memory that it extends, which
     would go with it, is whole there.
     """
-    if store is None or not store.is_reachable:
+    if store is None or not store.connection.is_reachable:
         return False
     publication = memory.publication if memory is not None else None
     is_stored = publication is not None and publication.standing.is_stored and not publication.is_running
@@ -115,7 +115,7 @@ class SwapStore:
         try:
             for first in range(0, len(files), self._limits.piece_files):
                 piece = files[first : first + self._limits.piece_files]
-                digests += (await self._store.write_tensors(piece, self._limits.write_stall_s))[0]
+                digests += (await self._store.blobs.write_tensors(piece, self._limits.write_stall_s))[0]
         except KvasirError as error:
             _LOG.warning("swap.not_stored", error=type(error).__name__, reason=getattr(error, "reason", ""))
             return
@@ -128,7 +128,7 @@ class SwapStore:
         while True:
             await asyncio.sleep(self._limits.renew_s)
             try:
-                await self._store.renew(self._digests, self._limits.write_stall_s)
+                await self._store.blobs.renew(self._digests, self._limits.write_stall_s)
             except KvasirError as error:
                 _LOG.info("swap.not_renewed", error=type(error).__name__)
 
@@ -145,7 +145,7 @@ class SwapStore:
         try:
             self._hold(self._rooms.restoring, sum(digest.size_bytes for digest in self._digests))
             budget = Budget(self._limits.read_budget_s, self._limits.min_bytes_per_s, self._clock)
-            self._miss = await self._store.give_blobs(self._digests, budget, take)
+            self._miss = await self._store.blobs.give_blobs(self._digests, budget, take)
         except Exception:  # noqa: BLE001 - whatever failed, the turn holds room and must go on
             _LOG.exception("swap.read_failed")
         finally:

@@ -80,7 +80,7 @@ class TokenLines:
                 first_kept_ms = now_ms - _EXPIRY_MS
                 for place, (used_ms, name) in enumerate(agents):
                     if place < len(agents) - _MAX_KEPT or used_ms < first_kept_ms:
-                        await store.client.delete_agent(name)
+                        await store.connection.client.delete_agent(name)
 
 
 async def _agents(store: RemoteCache) -> list[tuple[int, str]]:
@@ -88,7 +88,7 @@ async def _agents(store: RemoteCache) -> list[tuple[int, str]]:
     found: list[tuple[int, str]] = []
     token = ""
     while True:
-        page = await store.client.list_agents(name_prefix=PREFIX, page_size=_MAX_KEPT, page_token=token)
+        page = await store.connection.client.list_agents(name_prefix=PREFIX, page_size=_MAX_KEPT, page_token=token)
         found += [(agent.used_at.ToMilliseconds(), agent.agent_id) for agent in page.agents]
         if not (token := page.next_page_token):
             return sorted(found)

@@ -61,7 +61,7 @@ class EngineParts:
     def event_cursor(self, request: TurnRequest) -> EventCursor | None:
         """The place in the store's history now, for a turn that extends a line."""
         store = self.stores.get(request.namespace) if request.extends else None
-        return store.event_cursor if store is not None else None
+        return store.events.cursor if store is not None else None
 
     def budget(self) -> Budget:
         """What a turn may lose to the store."""

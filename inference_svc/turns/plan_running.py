@@ -105,7 +105,7 @@ class PlanRunner:
         """
         if (line := self._parts.recall.line(request.extended)) is not None:
             await line.lease.answered(budget)
-            if line.lease.is_elsewhere and line.store.is_reachable:
+            if line.lease.is_elsewhere and line.store.connection.is_reachable:
                 raise MemoryMovedError
 
     def plan(self, prompted: Prompted, prepared: Prepared, rewind_point_tokens: int | None) -> TurnPlan:

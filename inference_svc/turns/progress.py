@@ -17,7 +17,7 @@ from enum import Enum
 
 from kvasir import errors
 
-from inference_svc.engine.api import AgentKey, CarriedTurn, Event, Prefilled, Resumed, Wanted
+from inference_svc.engine.api import CarriedTurn, Event, Prefilled, Resumed, Wanted
 from inference_svc.engine.engine import TurnHandle
 from inference_svc.memory.service_stats import NamespaceCounters
 from inference_svc.turns.phases import BegunTurn, Planned
@@ -184,9 +184,19 @@ class TurnPhase(Enum):
     MOVED = "moved"  # another engine goes on with it
     ENDED = "ended"  # its reader has its end; its task may still have work
 
+    @property
+    def has_begun(self) -> bool:
+        """Whether the engine has the turn's KV, or had it."""
+        return self not in (TurnPhase.WAITING, TurnPhase.PLANNING)
 
-_NOT_BEGUN = (TurnPhase.WAITING, TurnPhase.PLANNING)
-_OVER = (TurnPhase.MOVED, TurnPhase.ENDED)
+    @property
+    def has_ended(self) -> bool:
+        """Whether the turn's reader has its end."""
+        return self in (TurnPhase.MOVED, TurnPhase.ENDED)
+
+    @property
+    def is_ending(self) -> bool:
+        return self is TurnPhase.ENDING or self.has_ended
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,24 +251,6 @@ class Progress:
     finished: TurnFinished | None = None
 
     @property
-    def key(self) -> AgentKey | None:
-        return self.request.key
-
-    @property
-    def has_begun(self) -> bool:
-        """Whether the engine has its KV, or had it."""
-        return self.phase not in _NOT_BEGUN
-
-    @property
-    def has_ended(self) -> bool:
-        """Whether its reader has its end."""
-        return self.phase in _OVER
-
-    @property
-    def is_ending(self) -> bool:
-        return self.phase is TurnPhase.ENDING or self.has_ended
-
-    @property
     def is_kept(self) -> bool:
         """Whether it becomes its agent's next version, as far as it is planned."""
         return self.planned is not None and self.planned.recalled.is_kept
@@ -294,7 +286,7 @@ class Progress:
 
     def end(self, error: BaseException | None = None, *, phase: TurnPhase = TurnPhase.ENDED) -> None:
         """The reader gets no more, but `error` if there is one. Idempotent."""
-        if not self.has_ended:
+        if not self.phase.has_ended:
             self.outbox.close(error)
         if self.phase is not TurnPhase.MOVED:
             self.phase = phase
@@ -311,11 +303,11 @@ class Progress:
 
     def end_work_behind(self) -> None:
         """End what the turn's task does once the reader has its end. Idempotent."""
-        if self.has_ended and self.task is not None:
+        if self.phase.has_ended and self.task is not None:
             self.task.cancel()
 
     def _stop(self, why: Stop) -> None:
-        if self.is_cancelled or self.is_ending:
+        if self.is_cancelled or self.phase.is_ending:
             return
         self.stopped = why
         if self.handle is not None:

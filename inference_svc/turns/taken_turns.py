@@ -192,7 +192,7 @@ class TakenTurns:
         if key is None:
             return NOTHING_REMEMBERED, None
         store = self._parts.stores.get(key.namespace)
-        cursor = store.event_cursor if store is not None else None
+        cursor = store.events.cursor if store is not None else None
         found = await self._parts.recall.newest(key, budget)
         if found.head is None:
             raise _unreadable(request, found.miss.detail if found.miss else "")
@@ -250,7 +250,7 @@ class TakenTurns:
         if (store := self._parts.stores.get(request.namespace)) is None:
             return NEVER_MOVED
         try:
-            return await store.last_move(request.agent_id, _HANDED_ON_WAIT_S)
+            return await store.agents.last_move(request.agent_id, _HANDED_ON_WAIT_S)
         except StoreMiss as error:
             raise _unreadable(request, error.miss.detail) from error
 

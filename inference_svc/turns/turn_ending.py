@@ -78,7 +78,7 @@ class TurnEnding:
     async def finish(self, remembered: Remembered, turn: Progress) -> None:
         """Publish the new memory, and report to the reader how the turn ended."""
         ran, memory, ended_s = remembered.ran, remembered.memory, self._parts.clock()
-        key, ended, times = turn.key, ran.ended, turn.times
+        key, ended, times = turn.request.key, ran.ended, turn.times
         snapshot = unkept(turn, ran.planned)
         if key is not None and memory is not None:
             snapshot = await self._keep(key, memory, ran)
@@ -149,14 +149,14 @@ class TurnEnding:
                 rewind_points=state.rewind_points,
                 files=replace(memory.files, blocks=stored, windows=windows),
             )
-        if turn.key is not None:
+        if turn.request.key is not None:
             standing = memory.publication.standing
             if standing.stage is Stage.ELSEWHERE:
                 # It follows no version of its own line. Only events since it was made can prove it outdated.
-                cursor, generation = ran.planned.recalled.event_cursor, self._generation(turn.key)
+                cursor, generation = ran.planned.recalled.event_cursor, self._generation(turn.request.key)
                 standing = replace(standing, event_cursor=cursor, generation=generation)
                 memory = replace(memory, publication=Publication(standing))
-            self._tag(turn.key, replace(memory, settings=recollection.settings))
+            self._tag(turn.request.key, replace(memory, settings=recollection.settings))
         restore_s, prefill_s = turn.times.restore_s + ran.ended.timings.restore_s, ran.ended.timings.prefill_s
         turn.emit(Warmed(len(state.token_ids), ran.ended.cached_tokens, turn.parent_version, restore_s, prefill_s))
 
@@ -211,7 +211,7 @@ class TurnEnding:
     def _tag(self, key: AgentKey, memory: AgentMemory) -> None:
         """Attach the memory to its hot KV."""
         if (line := self._parts.recall.line(key)) is not None:
-            line.tag(memory)
+            line.publications.tag(memory)
         else:
             self._parts.engine.memories.tag(key, memory)
 
@@ -227,7 +227,7 @@ class TurnEnding:
             reason = "this engine has no store for the namespace; a new one wants `kvasir reload`"
             return SnapshotOutcome(SnapshotState.NONE, reason=reason)
         previous, stream, pinning = (ran.extended, ran.stream, ran.pinning.take()) if ran is not None else (None,) * 3
-        return await line.keep(memory, pinning, previous, stream)
+        return await line.publications.keep(memory, pinning, previous, stream)
 
     async def replay(self, memory: AgentMemory, turn: Progress) -> None:
         """Send the reply and the outcome of a turn that was done before. Nothing is computed or stored twice."""

@@ -71,7 +71,7 @@ class TurnFlow:
                 while await self._is_overtaken(turn):
                     pass
         except asyncio.CancelledError:
-            self._count_end(turn, "finished" if turn.has_ended else "cancelled")
+            self._count_end(turn, "finished" if turn.phase.has_ended else "cancelled")
             _end_early(turn, errors.Cancelled("the turn was cancelled"))
             raise
         except Exception as error:  # noqa: BLE001 - the reader must get an end whatever happens; the edge logs the error
@@ -84,7 +84,7 @@ class TurnFlow:
 
     def _count_end(self, turn: Progress, end: str) -> None:
         turn.counters.ends[end] += 1
-        if end == "cancelled" and not turn.has_begun:  # else long waits would be missing where readers give up
+        if end == "cancelled" and not turn.phase.has_begun:  # else long waits would be missing where readers give up
             turn.counters.times.queue.add(self._parts.clock() - turn.times.arrived)
 
     async def _shorten(self, remembered: Remembered, turn: Progress) -> None:
@@ -117,7 +117,7 @@ class TurnFlow:
         """Turns of one agent run one after the other, in order of arrival; different agents' turns run in parallel. A
         peer's turn keeps nobody waiting before its agent has come: then it has its place (`TakenTurns.own`).
         """
-        if (key := turn.key) is None or turn.is_guest:
+        if (key := turn.request.key) is None or turn.is_guest:
             yield
             return
         async with contextlib.AsyncExitStack() as place:
@@ -164,7 +164,7 @@ class TurnFlow:
 
     async def _recalled(self, turn: Progress, budget: Budget) -> Recollection:
         """Raises _OvertakenError: the newest memory may have come with a peer's turn, which has waited for it."""
-        key = turn.key
+        key = turn.request.key
         recollection = await self._parts.recall.of_turn(key, budget, extends=turn.request.extends)
         if key is not None and await self.taken.coming(key):
             raise _OvertakenError

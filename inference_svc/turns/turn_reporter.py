@@ -112,7 +112,7 @@ def counted(turn: Progress) -> Iterator[None]:
     try:
         yield
     finally:
-        if turn.has_begun:
+        if turn.phase.has_begun:
             counters.running_turns -= 1
         else:
             counters.waiting_turns -= 1
@@ -193,7 +193,7 @@ class TurnReporter:
                 if isinstance(event, Failed):
                     self._ran.set_exception(event.error)
                 elif isinstance(event, Ended):
-                    if not self._turn.has_ended:
+                    if not self._turn.phase.has_ended:
                         self._turn.phase = TurnPhase.ENDING
                     reader, planned = self._reader, self._turn.planned or self._planned  # the line as it is now
                     calls, pinned = tuple(reader.calls), Once(pinning)
@@ -221,7 +221,7 @@ class TurnReporter:
             case Resumed():
                 if event.lost_tokens:
                     self._keeps(event.tokens // BLOCK_TOKENS, event.tokens)
-                if not self._turn.has_begun:
+                if not self._turn.phase.has_begun:
                     self._taken_up()
             case Ended():
                 self._ended(event)
@@ -241,7 +241,7 @@ class TurnReporter:
         turn, prepared, counters, times = self._turn, self._prepared, self._counters, self._turn.times
         planned_source = Source.SHARED if event.is_shared else prepared.source
         source = planned_source if event.cached_tokens else Source.COLD
-        if not turn.has_begun:
+        if not turn.phase.has_begun:
             self._count_running()
             counters.times.queue.add(times.queue_s + event.queue_s)
             if source is Source.WARM:

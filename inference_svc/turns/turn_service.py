@@ -90,7 +90,7 @@ class TurnService:
         for turn in self._running.values():
             if turn.request.namespace == namespace or namespace is None:
                 requests.setdefault(turn.outbox, []).append(turn)
-        return [turns for turns in requests.values() if not all(turn.has_ended for turn in turns)]
+        return [turns for turns in requests.values() if not all(turn.phase.has_ended for turn in turns)]
 
     def _begin(self, request: TurnRequest, outbox: Outbox, taken: TakenTurn | None = None) -> Progress:
         place = contextlib.ExitStack()
@@ -129,7 +129,9 @@ class TurnService:
 
     def open_turns(self, namespace: str) -> dict[Progress, float]:
         """The namespace's turns that wait or run, the oldest first; and for how many seconds."""
-        open_ = (turn for turn in self._running.values() if turn.request.namespace == namespace and not turn.has_ended)
+        open_ = (
+            turn for turn in self._running.values() if turn.request.namespace == namespace and not turn.phase.has_ended
+        )
         now_s = self._parts.clock()
         return {turn: now_s - turn.times.arrived for turn in open_ if not turn.request.is_warming}
 
@@ -138,7 +140,7 @@ class TurnService:
         named = {
             task: turn
             for task, turn in self._running.items()
-            if (turn.request.namespace, turn.request.request_id) == (namespace, request_id) and not turn.has_ended
+            if (turn.request.namespace, turn.request.request_id) == (namespace, request_id) and not turn.phase.has_ended
         }
         if not named:
             raise errors.NotFound(

@@ -60,7 +60,7 @@ class Commit:
         moved_s, sent_bytes, pause_s = clock(), self.files.sent_bytes, LOOK_S
         while True:
             async with asyncio.timeout(max(moved_s + timeout_s - clock(), 0)):
-                await self.store.until_reachable()
+                await self.store.connection.breaker.closed.wait()
             try:
                 async with self._in_time():
                     while (doubt := self._standing.doubt) is not None:
@@ -69,7 +69,7 @@ class Commit:
             except (errors.Unavailable, errors.DeadlineExceeded):
                 pass
             except StoreMiss:
-                if self.store.is_reachable:
+                if self.store.connection.is_reachable:
                     raise
             if self.files.sent_bytes > sent_bytes:
                 moved_s, sent_bytes, pause_s = clock(), self.files.sent_bytes, LOOK_S
@@ -124,7 +124,7 @@ class Commit:
         if may_follow is None or head is None or not head.version:
             return
         budget = Budget(self.parts.limits.head_budget_s, 1.0, self.parts.clock)
-        manifest = await parsed(await self.store.manifest(self.key.agent_id, head, budget))
+        manifest = await parsed(await self.store.blobs.manifest(self.key.agent_id, head, budget))
         if not may_follow(from_manifest(manifest, head, self.parts.engine.model.tokenizer_digest)):
             raise OtherConversation(
                 "the agent remembers another conversation: this turn is a branch, which is not remembered",
@@ -136,16 +136,16 @@ class Commit:
         agent_id, since = self.key.agent_id, self._standing.event_cursor
         match changes:
             case Changes.TAKEN_BACK:
-                return await self.store.was_taken_back(agent_id, since)
+                return await self.store.events.was_taken_back(agent_id, since)
             case Changes.ANY:
-                return await self.store.was_changed(agent_id, since, self.own)
+                return await self.store.events.was_changed(agent_id, since, self.own)
             case None:
                 return False
 
     async def _newest(self) -> Head:
         budget = Budget(self.parts.limits.head_budget_s, 1.0, self.parts.clock)
         hash_ = self.parts.engine.model.kv_identity_hash
-        return (await self.store.heads(self.key.agent_id, hash_, budget)).newest
+        return (await self.store.agents.heads(self.key.agent_id, hash_, budget)).newest
 
     # --- the commit ---
 
@@ -153,7 +153,7 @@ class Commit:
         stored = await self.files.named()
         manifest, digest = await self._manifest(stored)
         timeout_s = self.parts.limits.timeout_s
-        await _all_of(self.files.all_stored(), self.store.write_manifest(manifest, timeout_s))
+        await _all_of(self.files.all_stored(), self.store.blobs.write_manifest(manifest, timeout_s))
         self._stands(self._standing.sending(digest))
         try:
             async with self._in_time():
@@ -186,7 +186,7 @@ class Commit:
         if lease is not None and self._standing.moves_to(lease) and not await self._has_happened(Changes.TAKEN_BACK):
             self._stands(self._standing.under(lease.generation))
         standing = self._standing
-        return await self.store.commit(
+        return await self.store.agents.commit(
             self.key.agent_id,
             manifest,
             standing.parent,

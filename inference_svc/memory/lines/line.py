@@ -1,38 +1,19 @@
-"""One agent's line under this engine's KV identity: its lease, and the memories that are to become its versions.
+"""One agent's line under this engine's KV identity: its lease, and which hot memory may be used under it."""
 
-A publication never delays tokens: it is a task, the turn waits for it a while and reports its outcome. One agent's
-publications follow each other; different agents' run side by side. An unstored memory stays owed: it is tried again for
-as long as it is hot and no newer memory of its agent has replaced it.
-"""
-
-import asyncio
 import contextlib
 from collections import deque
-from collections.abc import Awaitable, Iterator, Sequence
-from functools import partial
+from collections.abc import Iterator
 
-import structlog
-from kvasir import errors
-from kvasir.formats.block_hash import BLOCK_TOKENS
 from kvasir.formats.digest import Digest
-from kvasir.waits import LONGEST_RETRY_S, LOOK_S, RETRY_S
 
 from inference_svc.engine.api import AgentKey
-from inference_svc.memory.agent_memory import AgentMemory, Carrier, Publication, PublicationTask
-from inference_svc.memory.lines.commit import Commit, OtherConversation
 from inference_svc.memory.lines.line_lease import LineLease, Spawn
 from inference_svc.memory.lines.line_parts import LineParts
 from inference_svc.memory.lines.line_states import Standing, Use
-from inference_svc.memory.outcomes import SnapshotOutcome, SnapshotState
-from inference_svc.memory.publishing.block_stream import BlockStream
-from inference_svc.memory.publishing.copies import Pinning
-from inference_svc.memory.publishing.memory_files import MemoryFiles
-from inference_svc.memory.service_stats import NamespaceCounters
-from inference_svc.memory.store.answers import Head, StoreMiss, Version
+from inference_svc.memory.lines.publications import Publications
+from inference_svc.memory.store.answers import Head, Version
 from inference_svc.memory.store.patience import Budget
 from inference_svc.memory.store.remote_cache import RemoteCache
-
-_LOG = structlog.get_logger(__name__)
 
 
 class Line:
@@ -43,12 +24,9 @@ class Line:
         self.store = store
         self.own = own  # manifests that were stored last
         self.lease = LineLease(key, store, parts, spawn)
-        self.publications: list[PublicationTask] = []  # that run, in the order of their turns
+        self.publications = Publications(key, store, parts, self.lease, own, self.in_use)
         self._parts = parts
         self._users = 0  # running turns and publications
-        self._retrying: tuple[AgentMemory, asyncio.Task[None]] | None = None
-        self._hurry = asyncio.Event()
-        self._loop = asyncio.get_running_loop()
 
     @contextlib.contextmanager
     def in_use(self) -> Iterator[None]:
@@ -65,11 +43,6 @@ class Line:
     def is_used(self) -> bool:
         return bool(self._users) or self.lease.is_requested
 
-    @property
-    def publication(self) -> PublicationTask | None:
-        """The last one, if it has not ended; its memory may have left RAM."""
-        return self.publications[-1] if self.publications else None
-
     # --- which hot memory may be used ---
 
     async def may_use(self, standing: Standing, newest: Version, budget: Budget) -> bool:
@@ -83,7 +56,7 @@ class Line:
         use = standing.use(newest, self.lease.held, self._parts.lease_clock())
         if use is not Use.UNLESS_TAKEN_BACK:
             return use is Use.YES
-        return not await self.store.was_taken_back_within(budget, self.key.agent_id, standing.event_cursor)
+        return not await self.store.events.was_taken_back_within(budget, self.key.agent_id, standing.event_cursor)
 
     def proves(self, standing: Standing) -> bool:
         """Whether the lease alone proves that a turn may use the memory."""
@@ -107,7 +80,7 @@ class Line:
         """The agent has another newest version, under whichever KV identity, or is gone (None). Drops a hot memory that
         no turn can use any more, now rather than at the next turn.
         """
-        memory = self._hot()
+        memory = self._parts.hot(self.key)
         if memory is not None and not self._users and memory.publication.standing.is_outdated_by(newest):
             self._parts.engine.memories.drop(self.key)
 
@@ -115,292 +88,9 @@ class Line:
         """Give the line to another engine, unless it is used here. The hot memory goes; the store has it."""
         if self.is_used or self.lease.held is None:
             return
-        memory = self._hot()
+        memory = self._parts.hot(self.key)
         if memory is not None and memory.publication.standing.is_owed:
             return  # the memory is nowhere else: the line goes with the agent's next turn
         self.lease.is_wanted = False
         self._parts.engine.memories.drop(self.key)
         self.lease.give_back()
-
-    def _hot(self) -> AgentMemory | None:
-        tag = self._parts.engine.memories.tag_of(self.key)
-        return tag if isinstance(tag, AgentMemory) else None
-
-    # --- publications ---
-
-    def tag(self, memory: AgentMemory) -> None:
-        """Attach the memory to its hot KV. The engine learns what it may drop for room, and what it waits for."""
-        self._owe(memory.publication)
-        self._parts.engine.memories.tag(self.key, memory, memory.publication)
-
-    def _owe(self, publication: Publication) -> None:
-        """It may have been made before its namespace had a store."""
-        if publication.carrier is None:
-            hurry = partial(self._loop.call_soon_threadsafe, self._hurry.set)
-            publication.owe(Carrier(self._parts.clock, self.store.has_moved_within, hurry))
-
-    def publish(
-        self,
-        memory: AgentMemory,
-        asked: Pinning,
-        previous: AgentMemory | None = None,
-        stream: BlockStream | None = None,
-    ) -> PublicationTask:
-        """Begin to publish the agent's newest memory. `asked`: for its KV, before another turn of the agent could
-        begin. `previous`: the memory that the turn extended, whose publication may still run. `stream`: the blocks that
-        were sent while the turn ran.
-        """
-        publication = memory.publication
-        publication.created_unix_ms = publication.created_unix_ms or self._parts.now_ms()
-        task = asyncio.create_task(self._publish(memory, asked, previous, stream, tuple(self.publications)))
-        publication.task = task
-        self.publications.append(task)
-        task.add_done_callback(self._ended)
-        return task
-
-    def _ended(self, task: PublicationTask) -> None:
-        self.publications.remove(task)
-        if not task.cancelled() and (manifest := task.result().manifest) is not None:
-            self.own.append(manifest)
-
-    async def _publish(
-        self,
-        memory: AgentMemory,
-        asked: Pinning,
-        previous: AgentMemory | None,
-        stream: BlockStream | None,
-        before: Sequence[PublicationTask],
-    ) -> SnapshotOutcome:
-        publication, parts, began_s = memory.publication, self._parts, self._parts.clock()
-        self._owe(publication)
-        publication.progressed()
-        files = MemoryFiles(self.key, memory, parts.copies, self.store, parts.limits.timeout_s)
-        with self.in_use(), files:  # the line stays this engine's meanwhile
-            try:
-                waits = any(not task.done() for task in before)
-                not_taken = await _refusal(files.pinned(asked, waits=waits))
-                if before:  # even if this memory does not extend those: an agent's turns are stored in their order
-                    await asyncio.wait(before)
-                # Even if this memory cannot be stored: the memory that extends it must know what it follows.
-                if previous is not None:
-                    await _follow(publication, previous.publication)
-                if not_taken is not None:
-                    raise not_taken
-                if stream is not None:
-                    full = len(memory.transcript.token_ids) // BLOCK_TOKENS
-                    memory.files.blocks[:] = (await stream.drain())[:full]
-                    files.sent_bytes = stream.sent_bytes
-                if (stored := _stored(publication)) is not None:  # by an earlier try
-                    return stored
-                commit = Commit(self.key, memory, files, self.store, self.lease, parts, frozenset(self.own))
-                return self._committed(memory, await commit.until_committed(), began_s)
-            except Exception as error:  # noqa: BLE001 - it has no reader but the log
-                reason = self._reason(memory, error)
-        publication.failed()
-        self._retry_later(memory)
-        return self._failed(publication, reason)
-
-    def _reason(self, memory: AgentMemory, error: Exception) -> str:
-        """Why a memory was not stored. The reply was sent already: even if storing failed, the turn itself did not."""
-        match error:
-            case TimeoutError():
-                return f"the store took nothing for {self._parts.limits.timeout_s:.0f} s"
-            case errors.Conflict():
-                if self._hot() is memory:  # unless a newer turn has replaced it already
-                    self._parts.engine.memories.drop(self.key)
-                version = error.metadata.get("head_version", "another")
-                memory.publication.standing = memory.publication.standing.lost(version)
-                is_ours = isinstance(error, OtherConversation)
-                return (
-                    error.message if is_ours else f"another writer was first: version {version} is the agent's newest"
-                )
-            case errors.KvasirError():
-                memory.publication.is_refused = isinstance(error, errors.InvalidArgument)
-                return f"{type(error).__name__}: {error.message}"
-            case StoreMiss():
-                return error.miss.detail
-        _LOG.error("publish.failed", namespace=self.key.namespace, exc_info=error)
-        return f"an answer was not understood ({type(error).__name__})"
-
-    @property
-    def _counters(self) -> NamespaceCounters:
-        return self._parts.stats.of(self.key.namespace)
-
-    def _committed(self, memory: AgentMemory, outcome: SnapshotOutcome, began_s: float) -> SnapshotOutcome:
-        """Count and log that a memory was stored."""
-        counters = self._counters
-        counters.times.commit.add(self._parts.clock() - began_s)
-        counters.publications[SnapshotState.COMMITTED] += 1
-        counters.published_bytes += outcome.written_bytes
-        reported, memory.publication.reported = memory.publication.reported, None
-        if reported is not None:
-            counters.made_good[reported] += 1
-        _LOG.info(
-            "snapshot.committed" if reported is None else "snapshot.made_good",
-            version=outcome.version,
-            tokens=len(memory.transcript.token_ids),
-            bytes=outcome.written_bytes,
-            **({} if reported is None else {"was": reported.value}),
-        )
-        return outcome
-
-    def _failed(self, publication: Publication, reason: str) -> SnapshotOutcome:
-        """Count and log that a memory was not stored, once. Its turn succeeded all the same."""
-        if publication.reported is not SnapshotState.FAILED:
-            self._counters.publications[SnapshotState.FAILED] += 1
-            publication.reported = SnapshotState.FAILED
-        _LOG.warning("snapshot.failed", namespace=self.key.namespace, reason=reason)
-        return SnapshotOutcome(SnapshotState.FAILED, publication.standing.version, reason)
-
-    async def outcome(self, publication: Publication) -> SnapshotOutcome:
-        """The outcome of a publication, or PENDING. A turn's reader waits at most `commit_wait_s` for it, and not at
-        all while the store cannot be reached.
-        """
-        if (task := publication.task) is None:
-            return SnapshotOutcome(SnapshotState.NONE)
-        unreachable = asyncio.create_task(self.store.until_unreachable())
-        try:
-            wait_s = self._parts.limits.commit_wait_s
-            await asyncio.wait({task, unreachable}, timeout=wait_s, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            unreachable.cancel()
-        if task.done():
-            return task.result()
-        self._counters.publications[SnapshotState.PENDING] += 1
-        publication.reported = SnapshotState.PENDING
-        problem = "has not taken all of it yet" if self.store.is_reachable else "cannot be reached"
-        reason = f"the store {problem}; the engine goes on trying, the memory is hot meanwhile"
-        return SnapshotOutcome(SnapshotState.PENDING, publication.standing.version, reason)
-
-    async def keep(
-        self,
-        memory: AgentMemory,
-        asked: Pinning | None = None,
-        previous: AgentMemory | None = None,
-        stream: BlockStream | None = None,
-    ) -> SnapshotOutcome:
-        """Publish a memory, unless it is stored or on its way; the outcome, as far as a reader is made to wait for it.
-        `asked` and the rest: as in `publish`, where a turn has made the memory now.
-        """
-        if (stored := _stored(memory.publication)) is not None:
-            return stored
-        if not memory.publication.is_running:
-            # The engine takes it before it begins another turn of the agent, for which it is asked later.
-            self.publish(memory, asked or self._pin(memory), previous, stream)
-        return await self.outcome(memory.publication)
-
-    def _pin(self, memory: AgentMemory) -> Pinning:
-        return self._parts.copies.pin(self.key, len(memory.files.blocks), memory.files.windows)
-
-    # --- what is owed ---
-
-    async def until_stored(self, patience_s: float) -> None:
-        """Wait until the store has the agent's newest memory, if a turn here made it. Raises Unavailable
-        (MEMORY_NOT_STORED) if that takes longer, or has failed.
-        """
-        with self.in_use(), contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(patience_s):
-                while (owed := self._owed()) is not None or self.publications:
-                    if self.publications:
-                        await asyncio.wait({self.publications[-1]})
-                    elif owed is not None and owed.has_failed:
-                        break
-                    else:
-                        await asyncio.sleep(LOOK_S)
-                else:
-                    return
-        raise errors.Unavailable(
-            "agent_id: the agent's newest turn is not stored yet; name an older version, or retry",
-            reason="MEMORY_NOT_STORED",
-            field="agent_id",
-            retry_after_s=RETRY_S,
-            metadata={"agent_id": self.key.agent_id},
-        )
-
-    def _owed(self) -> Publication | None:
-        """Of the agent's hot memory, if it is owed."""
-        memory = self._hot()
-        return memory.publication if memory is not None and memory.publication.is_owed else None
-
-    def _may_retry(self, publication: Publication) -> bool:
-        """Whether the memory is still owed, and still the agent's hot one: a newer one stores its KV too."""
-        return self._owed() is publication and not publication.is_refused
-
-    def _retry_later(self, memory: AgentMemory) -> None:
-        """Try again in the background, unless it is being tried already or cannot succeed."""
-        if not self._may_retry(memory.publication) or self._is_retrying(memory):
-            return
-        self.close()
-        self._hurry.clear()
-        self._retrying = memory, asyncio.create_task(self._retry(memory))
-
-    def _is_retrying(self, memory: AgentMemory) -> bool:
-        return self._retrying is not None and self._retrying[0] is memory and not self._retrying[1].done()
-
-    async def _retry(self, memory: AgentMemory) -> None:
-        pause_s = RETRY_S
-        while True:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(pause_s):
-                    await self._hurry.wait()
-            self._hurry.clear()
-            await self.store.until_reachable()
-            if memory.publication.is_running or not await self.publish_owed(memory):
-                return
-            pause_s = min(2 * pause_s, LONGEST_RETRY_S)
-
-    async def publish_owed(self, memory: AgentMemory) -> bool:
-        """Publish a memory that was not stored, if it is still hot. Returns whether it is owed after that."""
-        publication, copies = memory.publication, self._parts.copies
-        self._owe(publication)
-        await copies.held.wait_for(self.key.namespace, copies.piece_bytes)  # so many at once as may be copied
-        try:
-            if not self._may_retry(publication):
-                return False
-            asked = self._pin(memory)
-            await asyncio.wait({asyncio.wrap_future(asked)})
-        finally:
-            copies.held.give_back(self.key.namespace, copies.piece_bytes)
-        await asyncio.wait({self.publish(memory, asked)})
-        return self._may_retry(publication)
-
-    async def store_owed(self, memory: AgentMemory) -> None:
-        """Store a memory at the engine's end, after the try that may run: two at once would be two versions."""
-        answers = self.store.is_reachable or await self.store.answers()
-        if memory.publication.task is not None:
-            await asyncio.wait({memory.publication.task})
-        if answers:
-            await self.publish_owed(memory)
-
-    def close(self) -> None:
-        """Try nothing again."""
-        if self._retrying is not None:
-            self._retrying[1].cancel()
-
-
-async def _follow(publication: Publication, previous: Publication) -> None:
-    """Wait for the publication of the memory that this one extends: its version is this one's parent. Raises Conflict
-    if it lost to another writer.
-    """
-    if previous.is_running and previous.task is not None:
-        await asyncio.wait({previous.task})
-    # Even if it ended before this one began: other work runs between a turn's end and its publication.
-    publication.standing = publication.standing.extending(previous.standing)
-    publication.may_follow = publication.may_follow or previous.may_follow
-
-
-def _stored(publication: Publication) -> SnapshotOutcome | None:
-    """The outcome of a memory that the store has."""
-    head = publication.standing.head
-    if not publication.standing.is_stored or head is None:
-        return None
-    return SnapshotOutcome(SnapshotState.COMMITTED, head.version, "", head.manifest)
-
-
-async def _refusal(work: Awaitable[None]) -> errors.KvasirError | None:
-    """Why the work failed, if it did."""
-    try:
-        await work
-    except errors.KvasirError as error:
-        return error
-    return None

@@ -59,7 +59,7 @@ class LineLease:
 
     def request(self) -> None:
         """Request it, unless this engine has it. The turn does not wait for the answer."""
-        if self._counting() is None and self._store.is_reachable:
+        if self._counting() is None and self._store.connection.is_reachable:
             self._request()
 
     def _request(self) -> "asyncio.Task[None]":
@@ -118,7 +118,7 @@ class LineLease:
     async def release(self, lease: Lease) -> None:
         # After that time the lease has ended by itself. Until then a rollback or the like may be waiting for it.
         with contextlib.suppress(errors.KvasirError):
-            await self._store.release_lease(
+            await self._store.agents.release_lease(
                 self._key.agent_id,
                 self._parts.engine.model.kv_identity_hash,
                 self._parts.owner,
@@ -129,7 +129,7 @@ class LineLease:
     async def _acquire(self) -> None:
         asked_at, epoch = self._parts.lease_clock(), self._epoch
         try:
-            granted = await self._store.acquire_lease(
+            granted = await self._store.agents.acquire_lease(
                 self._key.agent_id,
                 self._parts.engine.model.kv_identity_hash,
                 self._parts.owner,

@@ -3,7 +3,9 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from inference_svc.engine.api import AgentKey
 from inference_svc.engine.engine import Engine
+from inference_svc.memory.agent_memory import AgentMemory
 from inference_svc.memory.publishing.copies import Copies
 from inference_svc.memory.service_stats import ServiceStats
 
@@ -35,3 +37,8 @@ class LineParts:
     lease_clock: Callable[[], float]
     """Seconds, monotonic, sleep included: leases end meanwhile."""
     now_ms: Callable[[], int]
+
+    def hot(self, key: AgentKey) -> AgentMemory | None:
+        """The agent's hot memory, if the store may get it or has it."""
+        tag = self.engine.memories.tag_of(key)
+        return tag if isinstance(tag, AgentMemory) else None

@@ -67,13 +67,13 @@ class Lines:
 
     async def drain(self, patience_s: float) -> None:
         """Wait for the running publications."""
-        if running := {task for line in self._lines.values() for task in line.publications}:
+        if running := {task for line in self._lines.values() for task in line.publications.running}:
             await asyncio.wait(running, timeout=patience_s)
 
     def end_retries(self) -> None:
         """The engine ends: try nothing again."""
         for line in self._lines.values():
-            line.close()
+            line.publications.close()
 
     async def close(self) -> None:
         """Give back all leases. Those that the store does not take at once end by themselves."""
@@ -106,7 +106,7 @@ class Lines:
     async def _prolong(self, leases: dict[str, Lease]) -> None:
         asked_at = self._parts.lease_clock()
         generations = {agent_id: lease.generation for agent_id, lease in leases.items()}
-        renewed = await self.store.renew_leases(
+        renewed = await self.store.agents.renew_leases(
             self._parts.owner, self._parts.engine.model.kv_identity_hash, generations, PROBE_TIMEOUT_S
         )
         for agent_id, lease in leases.items():
@@ -140,7 +140,7 @@ class Lines:
         pause_s = PAUSE_S
         while True:
             try:
-                async for event in self.store.watch():
+                async for event in self.store.events.watch():
                     self._happened(event)
                     pause_s = PAUSE_S
             except (errors.Unavailable, errors.DeadlineExceeded):
@@ -189,7 +189,7 @@ async def store_owed(
     tags = [(key, engine.memories.tag_of(key)) for key in engine.memories.agents()]
     memories = [(key, tag) for key, tag in tags if isinstance(tag, AgentMemory)]
     storing = [
-        asyncio.create_task(lines[key.namespace].line(key.agent_id).store_owed(memory))
+        asyncio.create_task(lines[key.namespace].line(key.agent_id).publications.store_owed(memory))
         for key, memory in memories
         if key.namespace in lines and not memory.publication.standing.is_safe
     ]
@@ -197,7 +197,7 @@ async def store_owed(
     give_up = began + patience_s
     while (rest := [task for task in storing if not task.done()]) and clock() < give_up:
         await asyncio.wait(rest, timeout=min(PAUSE_S, patience_s))
-        if any(each.store.has_moved_within(SOON_S) for each in lines.values()):
+        if any(each.store.connection.bulk.has_moved_within(SOON_S) for each in lines.values()):
             give_up = clock() + patience_s
             if clock() - reported_at >= PROGRESS_S:  # `kvasir up` and `down` wait for a service whose log grows
                 reported_at = clock()

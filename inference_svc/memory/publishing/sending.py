@@ -10,7 +10,8 @@ from kvasir.formats.digest import Digest
 
 from inference_svc.engine.api import Snapshot
 from inference_svc.memory.publishing.copies import Copies, files_of
-from inference_svc.memory.store.remote_cache import RemoteCache, digests_of
+from inference_svc.memory.store.blobs import digests_of
+from inference_svc.memory.store.remote_cache import RemoteCache
 
 _MOST_PIECES, _MOST_BYTES = 4, 256 << 20  # of one sending, under way at once
 
@@ -137,7 +138,7 @@ class Sending:
     async def _send(self, files: list[FileBytes], hashed: asyncio.Task[list[Digest]]) -> list[Digest]:
         if not files:
             return []
-        digests, sent_bytes = await self._store.write_tensors(files, self._stall_timeout_s, await hashed)
+        digests, sent_bytes = await self._store.blobs.write_tensors(files, self._stall_timeout_s, await hashed)
         self.sent_bytes += sent_bytes
         self._progressed()
         return digests

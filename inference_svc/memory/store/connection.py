@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
@@ -40,6 +41,51 @@ class StoreClients(NamedTuple):
         return StoreClients(*(client.with_token(token) for client in self))
 
 
+@dataclass(frozen=True, slots=True)
+class StoreProblem:
+    """Why a namespace's store must not be used."""
+
+    error: errors.KvasirError
+    namespace: str
+    token_file: Path | None
+
+    @property
+    def is_of_another_namespace(self) -> bool:
+        """Whether the token is: then two token files are mixed up."""
+        return self.error.reason == _WRONG_NAMESPACE
+
+    @property
+    def in_words(self) -> str:
+        """For the operator, with the file and what to do. Callers see no file names."""
+        where = f"{self.token_file}: " if self.token_file is not None else ""
+        return (
+            f"namespace {self.namespace!r}: {where}{self.error.message}; put the engine's token for this namespace "
+            "there (`kvasir tokens new` makes it with a new namespace), or remove the file"
+        )
+
+
+class BulkTraffic:
+    """Bulk data on its way to or from a store."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self.calls = 0  # under way
+        self.moved_s: float | None = None  # when some has last moved
+        self._clock = clock
+
+    @contextlib.contextmanager
+    def under_way(self) -> Iterator[None]:
+        """Around a call that moves bulk data."""
+        self.calls += 1
+        try:
+            yield
+        finally:
+            self.calls -= 1
+
+    def has_moved_within(self, seconds: float) -> bool:
+        """Whether some has moved a moment ago. May be asked on any thread."""
+        return self.moved_s is not None and self._clock() - self.moved_s < seconds
+
+
 class StoreConnection:
     """The clients of the store, the tokens that they show, and how each call is made."""
 
@@ -58,35 +104,18 @@ class StoreConnection:
         self._newest = clients  # with the newest token
         self._known: StoreClients | None = None  # those whose token the store has said is this namespace's
         self.features: frozenset[str] = frozenset()  # as the store said when it was asked about the token
-        self._clock = clock
-        self._moved_s: float | None = None  # when bulk data has last moved
+        self.clock = clock
         self._heard_s: float | None = None  # when the probe was last answered
-        self._bulk_calls = 0  # that are under way
         self._namespace = namespace
         self._token_file = token_file
-        self.problem: errors.KvasirError | None = None  # why this store must not be used; found by asking it
-        self._breaker = Breaker(self._probe)
+        self.problem: StoreProblem | None = None  # why this store must not be used; found by asking it
+        self.bulk = BulkTraffic(clock)
+        self.breaker = Breaker(self._probe)
 
     @property
     def is_reachable(self) -> bool:
         """False from a failure until the store answers again. True for a store that was never asked."""
-        return not self._breaker.is_open
-
-    @property
-    def is_of_another_namespace(self) -> bool:
-        """Whether its token is: then two token files are mixed up."""
-        return self.problem is not None and self.problem.reason == _WRONG_NAMESPACE
-
-    @property
-    def problem_in_words(self) -> str:
-        """The problem for the operator, with the file and what to do. Callers see no file names."""
-        if self.problem is None:
-            return ""
-        where = f"{self._token_file}: " if self._token_file is not None else ""
-        return (
-            f"namespace {self._namespace!r}: {where}{self.problem.message}; put the engine's token for this namespace "
-            "there (`kvasir tokens new` makes it with a new namespace), or remove the file"
-        )
+        return not self.breaker.is_open
 
     async def answers(self) -> bool:
         """Whether the store answers and may be used. Asks it now, briefly: that finds a store that is back sooner than
@@ -97,7 +126,7 @@ class StoreConnection:
     async def is_there(self) -> bool:
         """As `answers`, for those who report it: a store that is late, and answered a moment ago, is there."""
         answer = await self._answer()
-        was_heard = self._heard_s is not None and self._clock() - self._heard_s < ANSWER_S
+        was_heard = self._heard_s is not None and self.clock() - self._heard_s < ANSWER_S
         return was_heard if answer is None else answer
 
     async def _answer(self) -> bool | None:
@@ -112,12 +141,12 @@ class StoreConnection:
         except Exception:  # noqa: BLE001 - whatever it answered, this store cannot be used
             _LOG.exception("store.answer_not_understood")
         else:
-            self._breaker.reset()
+            self.breaker.reset()
             return True
         if self.problem is not None:
-            self._breaker.ask_again()
+            self.breaker.ask_again()
         elif self._known is None:
-            self._breaker.trip()
+            self.breaker.trip()
         return None if is_late else False
 
     async def renew_token(self, token: str) -> None:
@@ -130,57 +159,36 @@ class StoreConnection:
         if self._known is not new:
             self._known = None
             if self.problem is None:
-                self._breaker.trip()
-
-    async def until_reachable(self) -> None:
-        await self._breaker.closed.wait()
-
-    async def until_unreachable(self) -> None:
-        await self._breaker.opened.wait()
+                self.breaker.trip()
 
     async def close(self) -> None:
-        await self._breaker.close()
+        await self.breaker.close()
         for client in self._connections:
             await client.close()
 
-    # --- bulk data on its way ---
-
-    @contextlib.contextmanager
-    def bulk(self) -> Iterator[None]:
-        """Around a call that moves bulk data."""
-        self._bulk_calls += 1
-        try:
-            yield
-        finally:
-            self._bulk_calls -= 1
-
     def moved(self) -> None:
         """Some bulk data has come or was taken: the store is there, however late it answers."""
-        self._moved_s = self._clock()
+        self.bulk.moved_s = self.clock()
         if self._known is not None:
-            self._breaker.reset()
-
-    def has_moved_within(self, seconds: float) -> bool:
-        """Whether bulk data has moved a moment ago. May be asked on any thread."""
-        return self._moved_s is not None and self._clock() - self._moved_s < seconds
+            self.breaker.reset()
 
     # --- how a call is made ---
 
     @property
     def client(self) -> AioStoreClient:
-        """For small calls. Get it for each call: tokens change. Raises PermissionDenied if the store must not be
-        used, and Unavailable while that is not known.
-        """
+        """For small calls. As `clients`."""
         return self.clients.small
 
     @property
     def clients(self) -> StoreClients:
-        """The one way to the store, but for the probe. Raises as `client`."""
+        """The one way to the store, but for the probe. Get them for each call: tokens change. Raises PermissionDenied
+        if the store must not be used, and Unavailable while that is not known.
+        """
         if self._known is not None:
             return self._known
         if self.problem is not None:
-            raise errors.PermissionDenied(self.problem.message, reason=self.problem.reason)
-        self._breaker.trip()
+            raise errors.PermissionDenied(self.problem.error.message, reason=self.problem.error.reason)
+        self.breaker.trip()
         text = "the store has not said yet which namespace the engine's token is bound to"
         raise errors.Unavailable(text, retry_after_s=1.0)
 
@@ -201,29 +209,29 @@ class StoreConnection:
             text = f"the store's token is bound to namespace {found!r}, expected {self._namespace!r}"
             self._refuse(errors.PermissionDenied(text, reason=_WRONG_NAMESPACE))
             raise errors.PermissionDenied(text, reason=_WRONG_NAMESPACE)
-        self._known, self.problem, self._heard_s = client, None, self._clock()
+        self._known, self.problem, self._heard_s = client, None, self.clock()
 
-    def _refuse(self, problem: errors.KvasirError) -> None:
-        is_news = self.problem is None or self.problem.message != problem.message
-        self._known, self.problem = None, problem
+    def _refuse(self, error: errors.KvasirError) -> None:
+        is_news = self.problem is None or self.problem.error.message != error.message
+        self._known, self.problem = None, StoreProblem(error, self._namespace, self._token_file)
         if is_news:
-            _LOG.error("store.not_used", problem=self.problem_in_words)
+            _LOG.error("store.not_used", problem=self.problem.in_words)
 
-    async def _read(self, call: Callable[[], Awaitable[T]], budget: Budget) -> T:
+    async def read(self, call: Callable[[], Awaitable[T]], budget: Budget) -> T:
         """One read within the budget. Raises NotFound as it is and anything else as StoreMiss."""
         if self.problem is not None:
-            raise StoreMiss(Miss(MissReason.STORE_REFUSED, self.problem.message))
-        if self._breaker.is_open:
+            raise StoreMiss(Miss(MissReason.STORE_REFUSED, self.problem.error.message))
+        if self.breaker.is_open:
             raise StoreMiss(Miss(MissReason.STORE_UNREACHABLE, "the store failed a moment ago"))
         if (given_s := budget.remaining_s) <= 0:
             raise StoreMiss(Miss(MissReason.STORE_TIMEOUT, "the turn's budget for the store is spent"))
         try:
-            _ = self.client  # a call may read files, for which the store is not asked
+            _ = self.clients  # a call may read files, for which the store is not asked
             with budget.spending():
                 async with asyncio.timeout(given_s):
                     return await call()
         except errors.Unavailable as error:
-            self._breaker.trip()
+            self.breaker.trip()
             raise StoreMiss(miss_of(error)) from error
         except (TimeoutError, errors.DeadlineExceeded):
             # A call that had only the last few milliseconds of a budget says nothing about the store.
@@ -235,26 +243,26 @@ class StoreConnection:
         except errors.NotFound:
             raise
         except errors.Unauthenticated as error:
-            self._breaker.ask_again()
+            self.breaker.ask_again()
             raise StoreMiss(miss_of(error)) from error
         except (errors.KvasirError, StopAsyncIteration, ValueError) as error:
             raise StoreMiss(miss_of(error)) from error
 
-    async def _noting(self, call: Awaitable[T]) -> T:
+    async def noting(self, call: Awaitable[T]) -> T:
         """Await a call. If the store does not answer, the breaker trips."""
         try:
             return await call
         except errors.Unavailable:
-            self._breaker.trip()
+            self.breaker.trip()
             raise
         except errors.DeadlineExceeded:
             self._late()
             raise
         except errors.Unauthenticated:
-            self._breaker.ask_again()
+            self.breaker.ask_again()
             raise
 
     def _late(self) -> None:
         """A call got no answer in time: the store is away, unless it is busy."""
-        if not (self._bulk_calls and self.has_moved_within(SOON_S)):
-            self._breaker.trip()
+        if not (self.bulk.calls and self.bulk.has_moved_within(SOON_S)):
+            self.breaker.trip()

@@ -116,7 +116,7 @@ async def _player(place: Place, options: Sequence[str], tokens: Mapping[str, str
         server = parts.closing(_server(settings, None, Traces(), audit))
         stores = open_stores(settings)
         for store in stores.values():
-            parts.closing(store)
+            parts.closing(store.connection)
         stats, admission = ServiceStats(time.monotonic()), Admission(settings.admission, time.monotonic)
         service = _Service(settings, server, stores, stats, admission, _peers(settings, parts))
         opener = service.model_opener(f"engine-{secrets.token_hex(8)}", Engine.open, lambda _: None)

@@ -148,7 +148,7 @@ class Judge:
             running, lines = player.served.turns._running, player.served.lines[NS]._lines
             give_up = asyncio.get_running_loop().time() + 60
             while any(turn.phase is not TurnPhase.HELD for turn in running.values()) or any(
-                line.publications for line in lines.values()
+                line.publications.running for line in lines.values()
             ):
                 if asyncio.get_running_loop().time() > give_up:
                     raise ViolationError(f"a turn at {player.place.name} does not end")

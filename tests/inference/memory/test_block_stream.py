@@ -37,7 +37,7 @@ class Turn:
         self.most_held = 0
         self.arrives: Callable[[bytes], Awaitable[None]] = self._at_once
         self.held = SharedRoom(room)
-        engine: Any = SimpleNamespace(snapshot=self._snapshot)
+        engine: Any = SimpleNamespace(memories=SimpleNamespace(snapshot=self._snapshot))
         copies: Any = SimpleNamespace(
             held=self.held,
             piece_blocks=piece_blocks,
@@ -46,7 +46,9 @@ class Turn:
             blocks=Copies(engine, self.held).blocks,
         )
         engine.model = SimpleNamespace(kv_bytes_per_token=1 << 20)
-        self.store: Any = SimpleNamespace(write_tensors=self._write, is_reachable=True)
+        self.store: Any = SimpleNamespace(
+            blobs=SimpleNamespace(write_tensors=self._write), connection=SimpleNamespace(is_reachable=True)
+        )
         self.stream = BlockStream(copies, AgentKey("default", "a"), self.store, STORED, 1.0, previous)
 
     def _snapshot(self, _key: object, first: int, *, max_blocks: int = 1, **_how: object) -> "Future[Snapshot]":

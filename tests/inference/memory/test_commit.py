@@ -19,9 +19,9 @@ def test_a_commit_that_moves_to_a_new_lease_stands_under_it() -> None:
     publication = SimpleNamespace(standing=Standing(first, generation=1))
     memory: Any = SimpleNamespace(publication=publication, is_brought=False)
     store, files, parts = (MagicMock() for _ in range(3))
-    store.commit = AsyncMock(return_value=second)
-    store.was_taken_back = AsyncMock(return_value=False)
-    store.write_manifest = files.named = files.all_stored = AsyncMock()
+    store.agents.commit = AsyncMock(return_value=second)
+    store.events.was_taken_back = AsyncMock(return_value=False)
+    store.blobs.write_manifest = files.named = files.all_stored = AsyncMock()
     files.sent_bytes, parts.limits.timeout_s, parts.owner = 0, 5, "engine"
     agent: Any = SimpleNamespace(agent_id="a")
 
@@ -32,6 +32,6 @@ def test_a_commit_that_moves_to_a_new_lease_stands_under_it() -> None:
 
     commit: Any = Made(agent, memory, files, store, lease, parts, frozenset())  # type: ignore[arg-type]
     asyncio.run(commit._commit())
-    assert store.commit.call_args.kwargs["lease"] == ("engine", 2)
+    assert store.agents.commit.call_args.kwargs["lease"] == ("engine", 2)
     assert publication.standing.generation == 2
     assert publication.standing.use(None, lease.held, 1.0) is Use.YES

@@ -54,6 +54,7 @@ class Store:
         self.wanted: frozenset[str] = frozenset()
         self.answering = asyncio.Event()
         self.answering.set()
+        self.connection = self.bulk = self.agents = self.events = self
 
     async def acquire_lease(
         self, agent: str, _kv: str, _owner: str, *, begins_anew: bool, **_how: object
@@ -422,8 +423,8 @@ def test_manifests_of_a_forgotten_line_stay_this_engines_own() -> None:
     async def scenario(lab: Lab) -> None:
         line = lab.line("a")
         stored = asyncio.create_task(asyncio.sleep(0, SnapshotOutcome(SnapshotState.COMMITTED, 3, "", HEAD.manifest)))
-        line.publications.append(stored)
-        stored.add_done_callback(line._ended)
+        line.publications.running.append(stored)
+        stored.add_done_callback(line.publications._ended)
         await settle()
         await lab.lines.beat()
         assert lab.line("a") is not line, "it is forgotten"
@@ -440,7 +441,7 @@ def test_sleep_ends_leases_and_no_patience() -> None:
         lab.remember("a", is_safe=False)
         await lab.held("a")
         owed = lab.engine.hot["a"].publication
-        lab.line("a")._owe(owed)
+        lab.line("a").publications._owe(owed)
         lab.now, lab.slept_s = lab.now + 3_600, 3_600
         assert not lab.counts("a")
         assert owed.is_awaited

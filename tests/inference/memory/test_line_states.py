@@ -278,6 +278,7 @@ class Store:
         """`taken_back`: None when it does not say."""
         self.head = head
         self.taken_back = taken_back
+        self.connection = self.agents = self.blobs = self.events = self
 
     async def heads(self, *_asked: object) -> AgentHeads:
         return AgentHeads(self.head, None)
@@ -364,7 +365,7 @@ def test_a_turn_after_one_that_left_ram_before_it_was_stored_does_not_go_on_with
 
         running: Any = asyncio.create_task(publish())
         recall, line = recall_of(Engine(None), store)
-        line.publications.append(running)
+        line.publications.running.append(running)
         found = await recall.newest(KEY, Budget(5.0 if ends else 0.05, 1.0, asyncio.get_running_loop().time))
         running.cancel()
         return found

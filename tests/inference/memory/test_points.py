@@ -45,6 +45,7 @@ class Surroundings:
     )
 
     def __init__(self) -> None:
+        self.connection = self.blobs = self
         self.missing: set[Digest] = set()
         self.asked: list[Digest] = []
 

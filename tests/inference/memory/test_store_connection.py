@@ -88,13 +88,13 @@ def test_only_a_call_that_had_most_of_the_budget_says_that_a_store_is_away(
 
         client: Any = SimpleNamespace(get_agent=slow, get_capabilities=nothing, close=nothing)
         store = RemoteCache(StoreClients(client, client, client), "default")
-        assert await store.answers()
+        assert await store.connection.answers()
         budget = Budget(0.05, 1000, lambda: 0.0)
         budget.spent_s = spent_s
         with pytest.raises(StoreMiss, match="budget"):
-            await store.heads("a", "cd" * 32, budget)
-        assert store.is_reachable is is_reachable
-        await store.close()
+            await store.agents.heads("a", "cd" * 32, budget)
+        assert store.connection.is_reachable is is_reachable
+        await store.connection.close()
 
     asyncio.run(asyncio.wait_for(scenario(), 10))
 
@@ -118,20 +118,20 @@ def test_a_store_that_answers_late_while_bulk_data_moves_is_there(
         small: Any = SimpleNamespace(get_agent=late, find_missing=late, get_capabilities=nothing, close=nothing)
         bulk: Any = SimpleNamespace(close=nothing)
         store = RemoteCache(StoreClients(small, bulk, bulk), "default", clock=lambda: now[0])
-        assert await store.answers()
+        assert await store.connection.answers()
         if moved_ago_s is not None:
-            store.moved()
+            store.connection.moved()
             now[0] += moved_ago_s
-        with store.bulk() if is_under_way else contextlib.nullcontext():
+        with store.connection.bulk.under_way() if is_under_way else contextlib.nullcontext():
             with pytest.raises(StoreMiss):
-                await store.heads("a", "cd" * 32, Budget(0.05, 1000, lambda: 0.0))
-            assert store.is_reachable is is_reachable
+                await store.agents.heads("a", "cd" * 32, Budget(0.05, 1000, lambda: 0.0))
+            assert store.connection.is_reachable is is_reachable
             with pytest.raises(errors.DeadlineExceeded):
-                await store.renew([], 1.0)
-            assert store.is_reachable is is_reachable
-        store.moved()
-        assert store.is_reachable
-        await store.close()
+                await store.blobs.renew([], 1.0)
+            assert store.connection.is_reachable is is_reachable
+        store.connection.moved()
+        assert store.connection.is_reachable
+        await store.connection.close()
 
     asyncio.run(asyncio.wait_for(scenario(), 10))
 
@@ -148,12 +148,12 @@ def test_a_store_whose_token_is_another_namespaces_is_not_used() -> None:
             get_capabilities=capabilities, get_agent=never, put_blobs=never, close=capabilities
         )
         store = RemoteCache(StoreClients(client, client, client), "north")
-        assert not await store.answers()
+        assert not await store.connection.answers()
         with pytest.raises(StoreMiss, match="'south', expected 'north'"):
-            await store.heads("a", "cd" * 32, Budget(1.0, 1000, lambda: 0.0))
+            await store.agents.heads("a", "cd" * 32, Budget(1.0, 1000, lambda: 0.0))
         with pytest.raises(errors.PermissionDenied):
-            await store.write_tensors([b"x"], 1.0)
-        await store.close()
+            await store.blobs.write_tensors([b"x"], 1.0)
+        await store.connection.close()
 
     asyncio.run(asyncio.wait_for(scenario(), 10))
 
@@ -165,8 +165,8 @@ def test_an_answer_that_is_none_makes_a_store_unreachable_and_no_bug() -> None:
 
         client: Any = SimpleNamespace(get_capabilities=nonsense, close=nonsense)
         store = RemoteCache(StoreClients(client, client, client), "default")
-        assert not await store.answers()
-        await store.close()
+        assert not await store.connection.answers()
+        await store.connection.close()
 
     asyncio.run(asyncio.wait_for(scenario(), 10))
 
@@ -186,14 +186,14 @@ def test_an_answer_about_the_token_before_says_nothing_of_the_one_that_came_mean
         new: Any = SimpleNamespace(get_capabilities=south)
         old: Any = SimpleNamespace(get_capabilities=north, with_token=lambda _token: new, close=south)
         store = RemoteCache(StoreClients(old, old, old), "north")
-        asking = asyncio.create_task(store.answers())
+        asking = asyncio.create_task(store.connection.answers())
         await was_asked.wait()
-        await store.renew_token("new")
+        await store.connection.renew_token("new")
         may_answer.set()
         assert not await asking
         with pytest.raises(StoreMiss, match="'south', expected 'north'"):
-            await store.heads("a", "cd" * 32, Budget(1.0, 1000, lambda: 0.0))
-        await store.close()
+            await store.agents.heads("a", "cd" * 32, Budget(1.0, 1000, lambda: 0.0))
+        await store.connection.close()
 
     asyncio.run(scenario())
 
@@ -242,16 +242,16 @@ def test_a_store_that_answered_a_moment_ago_is_late_and_not_away(
 
         client: Any = SimpleNamespace(get_capabilities=capabilities, close=close)
         store = RemoteCache(StoreClients(client, client, client), "default", clock=lambda: now_s)
-        assert await store.is_there()
+        assert await store.connection.is_there()
         answer.clear()
         now_s += silent_s
-        assert await store.is_there() == (silent_s < ANSWER_S)
-        assert not await store.answers()
+        assert await store.connection.is_there() == (silent_s < ANSWER_S)
+        assert not await store.connection.answers()
         failure = errors.Unavailable("away")
-        assert not await store.is_there(), "who does not listen is away at once"
+        assert not await store.connection.is_there(), "who does not listen is away at once"
         failure = None
         answer.set()
-        assert await store.is_there()
-        await store.close()
+        assert await store.connection.is_there()
+        await store.connection.close()
 
     asyncio.run(asyncio.wait_for(scenario(), 10))

@@ -18,6 +18,7 @@ class Moving(Surroundings):
 
     def __init__(self) -> None:
         super().__init__([remembered(OURS, "moved"), remembered(THEIRS, "given")], losses=0)
+        self.connection = self.agents = self
         self.last = LastMove("before")
         self.is_read = asyncio.Event()
 

@@ -79,10 +79,11 @@ class Surroundings:
     specials = Specials()
     memory_budget_bytes = 100
     copies = None  # no turn here sends blocks ahead
-    event_cursor = None
+    cursor = None
 
     def __init__(self, found: list[Recollection], losses: int) -> None:
         self.found, self.losses = found, losses
+        self.connection = self.events = self  # of its store
         self.costs = RestoreCosts(lambda: 0.0)
         self.planned: list[str] = []
         self.finished: list[tuple[int | None, str]] = []
@@ -433,5 +434,12 @@ def test_a_turn_that_moved_did_not_wait_for_as_long_as_it_ran_elsewhere(
 def test_a_turn_that_moved_knows_from_when_on_a_change_of_its_agent_counts() -> None:
     """Else its memory, made while the store was away, is taken for one that somebody changed, and is lost."""
     around, now = Taking(), EventCursor("store", 7)
-    take(around, stores={"default": SimpleNamespace(event_cursor=now, is_reachable=True)})
+    take(
+        around,
+        stores={
+            "default": SimpleNamespace(
+                events=SimpleNamespace(cursor=now), connection=SimpleNamespace(is_reachable=True)
+            )
+        },
+    )
     assert around.cursors == [now]

@@ -197,7 +197,7 @@ def test_what_extends_an_unstored_memory_counts_under_that_ones_lease(is_head: b
     """The present lease may be one that was given after a rollback: it proves nothing of what was before it."""
     tagged: list[AgentMemory] = []
     engine: Any = SimpleNamespace(model=SimpleNamespace(tokenizer_digest="t"))
-    line: Any = SimpleNamespace(lease=SimpleNamespace(generation=9), tag=tagged.append)
+    line: Any = SimpleNamespace(lease=SimpleNamespace(generation=9), publications=SimpleNamespace(tag=tagged.append))
     lines: Any = {"default": SimpleNamespace(line=lambda _agent: line)}
     ending = TurnEnding(parts_of(engine=engine, recall=Recall(engine, lines)))
     hot = replace(memory(is_head=is_head), is_brought=True)
@@ -233,7 +233,7 @@ def test_an_older_version_is_not_a_hot_memory_that_extends_it_and_is_not_stored(
         raise StoreMiss(Miss(MissReason.STORE_TIMEOUT, "asked"))
 
     engine: Any = SimpleNamespace(model=SimpleNamespace(kv_identity_hash="kv"))
-    store: Any = SimpleNamespace(version=version)
+    store: Any = SimpleNamespace(agents=SimpleNamespace(version=version))
     recall = Recall(engine, {"default": Lines("default", store, line_parts(engine=engine))})
     key, budget = AgentKey("default", "a"), Budget(1.0, 1.0, lambda: 0.0)
     stored, unstored = (Recollection(memory(is_head=is_head), Source.HOT, HEAD) for is_head in (True, False))

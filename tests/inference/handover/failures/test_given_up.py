@@ -260,7 +260,7 @@ def test_a_taken_turn_has_the_settings_with_which_its_agent_came(
         taking.own(await taking.prepare())
         [[turn]] = served.turns.under_way()
         turns = served.turns._flow.taken
-        stores: Any = {"default": SimpleNamespace(last_move=last_move)}
+        stores: Any = {"default": SimpleNamespace(agents=SimpleNamespace(last_move=last_move))}
         assert turn.planned is not None
         assert turn.taken is not None
         begun = replace(
@@ -299,6 +299,10 @@ class LateStore:
     """A store whose answer to the move is lost, and what it says of the agent when it is asked then."""
 
     answers: list[bool | KvasirError | None]
+
+    @property
+    def agents(self) -> "LateStore":
+        return self
 
     async def move_agent(self, agent_id: str, peer: str, move_id: str, timeout_s: float) -> None:
         raise DeadlineExceeded("late")

@@ -132,18 +132,14 @@ class Store:
         self.generation = 2  # of the lease that it grants
         self.up = asyncio.Event()
         self.up.set()
+        self.connection = self.bulk = self.agents = self.blobs = self.events = self
+        self.breaker = SimpleNamespace(closed=self.up, opened=asyncio.Event())
 
     def has_moved_within(self, _seconds: float) -> bool:
         return False
 
     async def acquire_lease(self, *_asked: object, **_how: object) -> LeaseGrant:
         return LeaseGrant(self.generation, self.head)
-
-    async def until_reachable(self) -> None:
-        await self.up.wait()
-
-    async def until_unreachable(self) -> None:
-        await asyncio.Event().wait()
 
     async def write_tensors(self, files: list[bytes], _timeout_s: float, *_known: object) -> tuple[list[Digest], int]:
         return [Digest.of(data) for data in files], 0
@@ -195,7 +191,7 @@ class House:
     def publish(self, memory: AgentMemory, previous: AgentMemory | None = None) -> asyncio.Task[Any]:
         asked: Future[Snapshot | None] = Future()
         asked.set_result(taken(memory))
-        return self.line.publish(memory, pinning(asked), previous)
+        return self.line.publications.publish(memory, pinning(asked), previous)
 
 
 def remembered(text: str, head: Head | None, expected_version: int | None = None) -> AgentMemory:

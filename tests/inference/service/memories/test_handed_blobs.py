@@ -48,9 +48,9 @@ def write(store: RunningStore, files: list[bytes], data_dir: Path | None = None)
         client = AioStoreClient.connect(address)
         files_of_store = StoreFiles(data_dir or store.data_dir, "default")
         cache = RemoteCache(StoreClients(client, client, client), "default", files_of_store)
-        assert await cache.answers()
-        stored = await cache.write_tensors(files, 10.0)
-        await cache.close()
+        assert await cache.connection.answers()
+        stored = await cache.blobs.write_tensors(files, 10.0)
+        await cache.connection.close()
         return stored
 
     with proxy_to(store.address) as proxy:

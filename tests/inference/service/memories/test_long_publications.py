@@ -82,7 +82,7 @@ def long_house(blocks: int, max_held_bytes: int, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(copies, "_PIECE_BYTES", 2 * BLOCK_TOKENS * engine.model.kv_bytes_per_token)
     house.engine = house.copies._engine = engine
     parts = replace(house.lines._parts, engine=engine)
-    house.line._parts = house.line.lease._parts = parts
+    house.line._parts = house.line.publications._parts = house.line.lease._parts = parts
     transcript = RememberedText("x" * len(engine.ids), engine.ids, (1,) * len(engine.ids))
     memory = AgentMemory(transcript, (), manifest_pb2.Turn(), 0, "", Publication(Standing(NO_HEAD)))
     engine.hot = SimpleNamespace(tag=memory)
@@ -90,7 +90,7 @@ def long_house(blocks: int, max_held_bytes: int, monkeypatch: pytest.MonkeyPatch
 
 
 def publish_long(house: House, memory: AgentMemory) -> asyncio.Task[Any]:
-    return house.line.publish(memory, house.copies.pin(KEY, len(memory.files.blocks), {}))
+    return house.line.publications.publish(memory, house.copies.pin(KEY, len(memory.files.blocks), {}))
 
 
 BLOCKS = [Digest.of(bytes([block]) * 1000) for block in range(40)]
@@ -141,7 +141,7 @@ def test_memories_that_wait_for_the_one_before_hold_no_room_that_it_needs(monkey
         first = publish_long(house, memory)
         later = replace(memory, publication=Publication(Standing(NO_HEAD)), files=StoredFiles())
         asked = house.copies.pin(KEY, 0, {})
-        second = house.line.publish(later, asked, memory)
+        second = house.line.publications.publish(later, asked, memory)
         await asyncio.sleep(0.01)
         house.store.up.set()
         assert [(await task).version for task in (first, second)] == [1, 2]
@@ -160,7 +160,7 @@ def test_a_memory_whose_room_was_wanted_fails_with_a_reason_and_its_successor_kn
         house.engine.hot = None
         asked = house.copies.pin(KEY, 0, {})
         house.engine.pins[-1].release()
-        outcome = await house.line.publish(memory, asked, first)
+        outcome = await house.line.publications.publish(memory, asked, first)
         assert outcome.state is SnapshotState.FAILED
         assert "dropped" in outcome.reason
         assert house.copies.held.held_units == 0

@@ -290,7 +290,7 @@ def test_a_malformed_answer_to_a_commit_is_a_failed_snapshot_with_a_reason() -> 
         house.store.refusals = [ValueError("hash: expected 64 hex")]
         memory = remembered("one", NO_HEAD)
         house.publish(memory)
-        outcome = await house.line.outcome(memory.publication)
+        outcome = await house.line.publications.outcome(memory.publication)
         assert outcome.state is SnapshotState.FAILED
         assert "ValueError" in outcome.reason
 

@@ -42,9 +42,9 @@ def read(store: RunningStore, *digests: Digest) -> tuple[list[bytes], MissReason
     async def ask() -> tuple[list[bytes], MissReason | None]:
         client = AioStoreClient.connect(store.address, retry_reads=False)
         cache = RemoteCache(StoreClients(client, client, client), "default", StoreFiles(store.data_dir, "default"))
-        assert await cache.answers()
-        blobs, miss = await cache.read_blobs(digests, Budget(5.0, 1.0, time.monotonic))
-        await cache.close()
+        assert await cache.connection.answers()
+        blobs, miss = await cache.blobs.read_blobs(digests, Budget(5.0, 1.0, time.monotonic))
+        await cache.connection.close()
         return [bytes(blob) for blob in blobs], miss.reason if miss is not None else None
 
     with store.client() as client:

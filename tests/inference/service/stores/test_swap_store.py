@@ -77,7 +77,7 @@ class Scene:
         self.swap = SwapStore(handle, self.store, rooms, self.counters, limits, time.monotonic)
 
     async def begin(self) -> None:
-        await self.store.answers()
+        await self.store.connection.answers()
         self.swap.event(Preempted(FILES, 81))
 
     async def wanted(self) -> tuple[bytes, ...]:
@@ -86,7 +86,7 @@ class Scene:
 
     async def close(self) -> None:
         assert (self.publishing.held_units, self.restoring.held_units) == (0, 0)
-        await self.store.close()
+        await self.store.connection.close()
 
 
 @pytest.fixture(scope="module")
@@ -141,7 +141,7 @@ def test_a_store_that_is_away_takes_nothing_and_the_files_stay(house: House) -> 
     try:
 
         async def work(scene: Scene) -> None:
-            await asyncio.wait_for(scene.store.until_unreachable(), 20)
+            await asyncio.wait_for(scene.store.connection.breaker.opened.wait(), 20)
             assert not scene.handle.are_stored.is_set()
             assert scene.publishing.held_units == HELD_BYTES
             assert await scene.wanted() == FILES
@@ -173,7 +173,11 @@ def test_only_a_turn_whose_agent_loses_nothing_by_it_may_be_preempted() -> None:
 
     def may_wait(reuse: Cold | Hot, publication: Publication | None, *, is_reachable: bool = True) -> bool:
         memory = None if publication is None else SimpleNamespace(publication=publication)
-        return may_be_preempted(cast("Any", SimpleNamespace(is_reachable=is_reachable)), cast("Any", memory), reuse)
+        return may_be_preempted(
+            cast("Any", SimpleNamespace(connection=SimpleNamespace(is_reachable=is_reachable))),
+            cast("Any", memory),
+            reuse,
+        )
 
     async def being_published() -> Publication:
         publication = Publication(stored)

@@ -1,0 +1,155 @@
+"""The engine's calls about agents: their newest versions, commits, leases, moves."""
+
+from collections.abc import Mapping
+
+from kvasir import errors
+from kvasir.cachestore.v1 import cachestore_pb2
+from kvasir.formats.digest import Digest
+
+from inference_svc.memory.store.answers import (
+    LEASE_TTL_S,
+    NEVER_MOVED,
+    NO_HEAD,
+    AgentHeads,
+    Head,
+    LastMove,
+    LeaseGrant,
+    LeaseRenewal,
+    Version,
+    answer_checked,
+    head_of,
+    last_move_of,
+    settings_of,
+)
+from inference_svc.memory.store.connection import StoreConnection
+from inference_svc.memory.store.patience import Budget
+
+
+class StoredAgents:
+    """The agents of one namespace. Reads with a budget raise StoreMiss; what else fails raises a KvasirError."""
+
+    def __init__(self, connection: StoreConnection) -> None:
+        self._connection = connection
+
+    async def heads(self, agent_id: str, kv_identity_hash: str, budget: Budget) -> AgentHeads:
+        """The agent's newest version, under whichever KV identity."""
+        try:
+            agent = await self._connection.read(lambda: self._connection.client.get_agent(agent_id), budget)
+        except errors.NotFound:
+            return AgentHeads()
+        with answer_checked("the store's answer about the agent"):
+            lines = [head_of(line) for line in agent.lines]
+        newest = max(lines, key=lambda line: line.version, default=NO_HEAD)
+        ours = next((line for line in lines if line.kv_identity_hash == kv_identity_hash), None)
+        return AgentHeads(newest, ours if ours != newest else None, settings_of(agent))
+
+    async def last_move(self, agent_id: str, within_s: float) -> LastMove:
+        """By which move the agent came here last."""
+        budget = Budget(within_s, 1.0, self._connection.clock)
+        try:
+            return last_move_of(
+                await self._connection.read(lambda: self._connection.client.get_agent(agent_id), budget)
+            )
+        except errors.NotFound:
+            return NEVER_MOVED
+
+    async def version(self, agent_id: str, version: int, budget: Budget) -> Head:
+        """A version of the agent. Raises NotFound (VERSION_NOT_FOUND, AGENT_NOT_FOUND)."""
+        snapshot, _ = await self._connection.read(
+            lambda: self._connection.client.get_snapshot(agent_id, version=version, timeout_s=budget.remaining_s),
+            budget,
+        )
+        with answer_checked("the store's answer about the version"):
+            return head_of(snapshot)
+
+    async def commit(
+        self,
+        agent_id: str,
+        manifest: Digest,
+        parent: Version,
+        timeout_s: float,
+        *,
+        is_brought: bool = False,
+        base_version: int = 0,
+        handed_over_by: str = "",
+        lease: tuple[str, int] | None = None,
+    ) -> Head:
+        """Make a stored manifest the next version of the agent's line. `lease`: owner and generation. `base_version`:
+        the earlier version that it goes on from; 0: its parent. `handed_over_by`: the peer that began the turn. Raises
+        Conflict when the head is not its parent, or when the lease is fenced.
+        """
+        version = await self._connection.noting(
+            self._connection.client.commit(
+                agent_id,
+                manifest,
+                parent.number,
+                parent_manifest=parent.manifest,
+                lease=_token(*lease) if lease is not None else None,
+                is_brought=is_brought,
+                base_version=base_version,
+                handed_over_by=handed_over_by,
+                timeout_s=timeout_s,
+            )
+        )
+        return head_of(version)
+
+    # --- leases and moves: beside turns ---
+
+    async def acquire_lease(
+        self, agent_id: str, kv_identity_hash: str, owner: str, *, begins_anew: bool, asks: bool, timeout_s: float
+    ) -> LeaseGrant:
+        """Raises FailedPrecondition (LEASE_HELD)."""
+        got = await self._connection.client.acquire_lease(
+            agent_id,
+            kv_identity_hash,
+            owner,
+            ttl_s=LEASE_TTL_S,
+            begins_anew=begins_anew,
+            asks=asks,
+            timeout_s=timeout_s,
+        )
+        return LeaseGrant(got.lease.generation, head_of(got.head) if got.HasField("head") else NO_HEAD)
+
+    async def renew_leases(
+        self, owner: str, kv_identity_hash: str, generations: Mapping[str, int], timeout_s: float
+    ) -> LeaseRenewal:
+        got = await self._connection.client.renew_leases(
+            owner, kv_identity_hash, generations, ttl_s=LEASE_TTL_S, timeout_s=timeout_s
+        )
+        return LeaseRenewal(*(frozenset(each.agent_id for each in named) for named in (got.lost, got.wanted)))
+
+    async def release_lease(
+        self, agent_id: str, kv_identity_hash: str, owner: str, generation: int, timeout_s: float
+    ) -> None:
+        await self._connection.client.release_lease(
+            agent_id, kv_identity_hash, _token(owner, generation), timeout_s=timeout_s
+        )
+
+    async def copy_agent(self, agent_id: str, peer: str, timeout_s: float) -> None:
+        """Let a peer of the store copy the agent's bytes, so that little is left to send when it moves. Nothing can be
+        seen of it there before. Raises KvasirError.
+        """
+        async for _ in self._connection.client.pulling_agent(
+            "", agent_id, to_peer=peer, only_bytes=True, timeout_s=timeout_s
+        ):
+            pass
+
+    async def move_agent(self, agent_id: str, peer: str, move_id: str, timeout_s: float) -> None:
+        """Move the agent to a peer of the store; returns once the peer owns it. Raises KvasirError: then both stores
+        know, or will find out, who owns it.
+        """
+        await self._connection.client.move_agent(agent_id, to_peer=peer, move_id=move_id, timeout_s=timeout_s)
+
+    async def has_moved(self, agent_id: str, peer: str, move_id: str) -> bool | None:
+        """Whether the store knows that the agent is this peer's by this move; None while one is under way. Raises
+        KvasirError.
+        """
+        owned = (await self._connection.client.get_agent(agent_id)).ownership
+        if owned.state == cachestore_pb2.OWNER_STATE_MOVING:
+            return None
+        has_moved = bool(owned.state == cachestore_pb2.OWNER_STATE_MOVED)
+        return has_moved and (owned.peer, owned.move_id) == (peer, move_id)
+
+
+def _token(owner: str, generation: int) -> cachestore_pb2.LeaseToken:
+    return cachestore_pb2.LeaseToken(owner=owner, generation=generation)

@@ -1,0 +1,164 @@
+"""The engine's calls about blobs: tensor files and manifests, read and written.
+
+Bytes that were read are checked against their digest before they are used.
+"""
+
+import asyncio
+import contextlib
+from collections.abc import Awaitable, Callable, Sequence
+
+from kvasir import errors
+from kvasir.cachestore.v1 import cachestore_pb2
+from kvasir.clients.aio.handed_upload import FEATURE, put_by_files
+from kvasir.formats.block_file import FileBytes
+from kvasir.formats.digest import Digest
+
+from inference_svc.memory.outcomes import Miss, MissReason
+from inference_svc.memory.store.answers import Head, StoreMiss, found_prefix, miss_of
+from inference_svc.memory.store.connection import StoreConnection
+from inference_svc.memory.store.files import StoreFiles
+from inference_svc.memory.store.patience import Budget
+from inference_svc.memory.stored_windows import FoundPrefix
+
+_MAX_BLOCK_HASHES = 10_000
+_HASHED_AT_ONCE_BYTES = 128 << 10
+
+
+class StoredBlobs:
+    """The blobs of one namespace."""
+
+    def __init__(self, connection: StoreConnection, files: StoreFiles | None) -> None:
+        """`files`: those of the store, if they may be read."""
+        self._connection = connection
+        self._files = files
+
+    # --- reading: a failure is a StoreMiss ---
+
+    async def manifest(self, agent_id: str, head: Head, budget: Budget) -> bytes:
+        """Bytes of a version's manifest, equal to their digest."""
+        try:
+            _, data = await self._connection.read(
+                lambda: self._connection.client.get_snapshot(
+                    agent_id, head.kv_identity_hash, head.version, timeout_s=budget.remaining_s
+                ),
+                budget,
+            )
+        except errors.NotFound as error:
+            raise StoreMiss(Miss(MissReason.BLOB_MISSING, f"version {head.version} is gone")) from error
+        if head.manifest is not None and Digest.of(data) != head.manifest:
+            raise StoreMiss(Miss(MissReason.BLOB_DAMAGED, f"manifest {head.manifest}: other bytes were received"))
+        return data
+
+    async def read_blobs(self, digests: Sequence[Digest], budget: Budget) -> tuple[list[FileBytes], Miss | None]:
+        """The longest prefix of the blobs that arrived whole and correct within the budget, and why it is not all."""
+        blobs: list[FileBytes] = []
+
+        async def take(data: FileBytes) -> None:
+            blobs.append(data)
+
+        return blobs, await self.give_blobs(digests, budget, take)
+
+    async def give_blobs(
+        self, digests: Sequence[Digest], budget: Budget, take: Callable[[FileBytes], Awaitable[None]]
+    ) -> Miss | None:
+        """Give `take` the blobs in their order, as they arrive whole and correct within the budget; the time that it
+        takes does not count. Returns why not all of them did.
+        """
+        try:
+            taken = await self._read_files(digests, budget, take)
+            if taken == len(digests):
+                return None
+            async with contextlib.aclosing(self._connection.clients.reading.get_blobs(digests[taken:])) as arriving:
+                for _ in digests[taken:]:
+                    _, data = await self._connection.read(lambda: anext(arriving), budget)
+                    budget.earn(len(data))
+                    self._connection.moved()
+                    await take(data)
+        except StoreMiss as error:
+            return error.miss
+        except errors.KvasirError as error:
+            return miss_of(error)
+        return None
+
+    async def _read_files(
+        self, digests: Sequence[Digest], budget: Budget, take: Callable[[FileBytes], Awaitable[None]]
+    ) -> int:
+        """Read the store's files up to one for which the store has to be asked. Returns how many were read."""
+        if self._files is None:
+            return 0
+        taken = 0
+        async with contextlib.aclosing(self._files.read_in_order(digests)) as arriving:
+            while (
+                taken < len(digests)
+                and (data := await self._connection.read(lambda: anext(arriving), budget)) is not None
+            ):
+                budget.earn(len(data))
+                await take(data)
+                taken += 1
+        return taken
+
+    async def find_prefix(
+        self, kv_identity_hash: str, block_hashes: Sequence[str], groups: Sequence[int], budget: Budget
+    ) -> FoundPrefix:
+        """The longest stored prefix of a chain that may be shared, in these groups of layers."""
+        asked = block_hashes[:_MAX_BLOCK_HASHES]
+
+        async def find() -> FoundPrefix:
+            answer = await self._connection.client.find_prefix(
+                kv_identity_hash, asked, groups, timeout_s=budget.remaining_s
+            )
+            return found_prefix(answer, groups, len(asked))
+
+        try:
+            return await self._connection.read(find, budget)
+        except errors.NotFound as error:
+            raise StoreMiss(miss_of(error)) from error
+
+    # --- writing: a failure is a KvasirError, and each call has a timeout; of bulk data, one without progress ---
+
+    async def write_tensors(
+        self, files: Sequence[FileBytes], stall_timeout_s: float, digests: Sequence[Digest] = ()
+    ) -> tuple[list[Digest], int]:
+        """Make tensor files durable, however long that takes while bytes move. Returns their digests in order, and the
+        number of bytes that had to be sent. Raises DeadlineExceeded after so long without progress.
+
+        `digests`: of the files, where somebody has computed them.
+        """
+        client, local = self._connection.clients.writing, self._files  # before work is done in vain
+        digests = list(digests) or await digests_of(files)
+        blobs = dict(zip(digests, files, strict=True))
+        there: list[int] = []
+
+        def note(now: cachestore_pb2.TransferProgress) -> None:
+            there.append(now.bytes_done)
+            self._connection.moved()
+
+        async def put() -> cachestore_pb2.TransferProgress:
+            if local is None or FEATURE not in self._connection.features:
+                return await client.put_blobs(blobs, on_progress=note, stall_timeout_s=stall_timeout_s)
+            # One file is a turn's tail, which the store lacks nearly always: it is not asked first.
+            missing = digests
+            if len(digests) > 1:
+                missing = await client.find_missing(digests, timeout_s=stall_timeout_s)
+            return await put_by_files(
+                client, blobs, missing, local.handed, on_progress=note, stall_timeout_s=stall_timeout_s
+            )
+
+        with self._connection.bulk.under_way():
+            progress = await self._connection.noting(put())
+        return digests, progress.bytes_total - there[0]
+
+    async def renew(self, digests: Sequence[Digest], timeout_s: float) -> None:
+        """Keep blobs that no manifest names for another grace period. Blobs that are gone do not come back."""
+        await self._connection.noting(self._connection.client.find_missing(digests, timeout_s=timeout_s))
+
+    async def write_manifest(self, manifest: bytes, stall_timeout_s: float) -> None:
+        """Make a manifest durable. What it names is needed by its commit only."""
+        await self._connection.noting(self._connection.client.put_manifest(manifest, stall_timeout_s=stall_timeout_s))
+
+
+async def digests_of(files: Sequence[FileBytes]) -> list[Digest]:
+    """Computed on another thread, where that takes longer than to go there."""
+    if sum(map(len, files)) < _HASHED_AT_ONCE_BYTES:
+        return [Digest.of(data) for data in files]
+    return await asyncio.to_thread(lambda: [Digest.of(data) for data in files])
