@@ -169,7 +169,7 @@ class _Service:
 
         def new_giver(engine: Engine, lines: Mapping[str, Lines]) -> TurnGiver:
             link, release, clock = self.peers.link, version("kvasir"), time.monotonic
-            return TurnGiver(engine, lines, settings.peer_store, link, release, clock, _new_move_id)
+            return TurnGiver(engine, lines, settings.peer_store, link, release, clock, lambda: secrets.token_hex(16))
 
         def open_model(name: str, path: str) -> Awaitable[ServedModel]:
             return open_served(
@@ -343,10 +343,6 @@ def _limits(settings: EngineSettings) -> ServiceLimits:
         reader_stall_s=settings.reader_stall_s,
         admission=settings.admission,
     )
-
-
-def _new_move_id() -> str:
-    return secrets.token_hex(16)
 
 
 def _now_ms() -> int:

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 
 from kvasir.errors import InvalidArgument
 
-from inference_svc.engine.api import Ended, Event, Failed, Prefilled, Priority, SamplingParams, TurnPlan, check_fits
-from inference_svc.engine.engine import Engine
+from inference_svc.engine.api import Ended, Event, Failed, Prefilled, Priority, SamplingParams, TurnPlan
+from inference_svc.engine.engine import Engine, check_fits
 from inference_svc.memory.service_stats import ServiceStats
 from inference_svc.model.embedding.pooling import Embedded, Pooling
 from inference_svc.model.prompting import Prompting

@@ -5,10 +5,11 @@ from any thread, do not block, and touch no tensor. They return plain data (`api
 """
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 from kvasir.cachestore.v1 import identity_pb2
@@ -16,21 +17,25 @@ from kvasir.errors import FailedPrecondition, InvalidArgument, ResourceExhausted
 from kvasir.formats.block_file import FileBytes
 
 from inference_svc.engine.api import (
+    AgentKey,
     CarriedTurn,
+    ContextExceeded,
     Failed,
     HeldTurn,
+    HotMemory,
     Listener,
     Restored,
+    Snapshot,
     TurnPlan,
-    check_fits,
 )
 from inference_svc.engine.engine_worker import EngineWorker
 from inference_svc.engine.files.held_turns import check_carried
 from inference_svc.engine.files.incoming import Incoming
-from inference_svc.engine.files.snapshots import when_there
-from inference_svc.engine.memories import EngineMemories, nothing
-from inference_svc.engine.mlx_thread import MlxThread
+from inference_svc.engine.files.snapshots import PendingFiles, memory_snapshot, when_there
+from inference_svc.engine.mlx_thread import Letter, MlxThread
+from inference_svc.engine.pinned_memory import PinnedMemory
 from inference_svc.engine.reply_text import ReplyText
+from inference_svc.engine.scheduling.hot_memories import Owed
 from inference_svc.engine.scheduling.schedulable import Rules, SharedPass
 from inference_svc.engine.sequence import Sequence
 from inference_svc.formats.grammars import GrammarMatcher
@@ -58,7 +63,7 @@ class TurnHandle:
     def cancel(self) -> None:
         """End the turn before its next cell or token. Idempotent; without effect once the turn is over."""
         self._sequence.is_cancelled = True
-        self._post(nothing)  # wakes it
+        self._post(_nothing)  # wakes it
 
     def files_stored(self) -> None:
         """The files of `Preempted` have left RAM: other turns may be preempted."""
@@ -70,7 +75,7 @@ class TurnHandle:
         """
         incoming = files if isinstance(files, Incoming) else Incoming.of(files)
         self._post(lambda worker: worker.resume(self._sequence, incoming))
-        incoming.watch(lambda: self._post(nothing))
+        incoming.watch(lambda: self._post(_nothing))
 
     def full_blocks(self, first_block: int, max_blocks: int) -> "Future[tuple[FileBytes, ...] | None]":
         """Files of the turn's full blocks from `first_block` on, of the layers that keep all tokens: for another engine
@@ -94,6 +99,108 @@ class TurnHandle:
     def give_away(self) -> None:
         """A held turn goes on in another engine: here it fails with Unavailable (TURN_MOVED) and leaves no memory."""
         self._post(lambda worker: worker.give_away(self._sequence))
+
+
+class EngineMemories:
+    """The hot memories of one engine."""
+
+    def __init__(self, thread: MlxThread[EngineWorker], worker: EngineWorker, model: ModelInfo) -> None:
+        self._thread = thread
+        self._worker = worker
+        self._model = model
+
+    @property
+    def is_copied_by_threads(self) -> bool:
+        """Whether threads copy KV from the device, so that a copy may be large."""
+        return self._worker.leaving.is_copied_by_threads
+
+    def sizes(self) -> dict[AgentKey, int]:
+        """Allocated KV bytes of each, also of those that running turns extend."""
+        return self._worker.memories.sizes()
+
+    def agents(self) -> set[AgentKey]:
+        """Agents that have one. Cheaper than `sizes`."""
+        return self._worker.memories.keys()
+
+    def get(self, key: AgentKey) -> HotMemory | None:
+        """The key's memory as of its last whole turn. Counts as a use: it is evicted later."""
+        self._worker.memories.expect_use(key)
+        memory = self._worker.memories.get(key)
+        return HotMemory(memory.state, memory.tag) if memory is not None else None
+
+    def tag_of(self, key: AgentKey) -> object:
+        """The tag of the key's hot memory; None if there is no memory. Does not count as a use."""
+        memory = self._worker.memories.get(key)
+        return memory.tag if memory is not None else None
+
+    def tag(self, key: AgentKey, tag: object, owed: Owed | None = None) -> None:
+        """Attach an object to the key's hot memory: say, the store version that equals it. A turn that changes the
+        memory removes the tag. `owed`: its way to the store. Without effect if there is no memory.
+        """
+        if (memory := self._worker.memories.get(key)) is not None:
+            memory.tag, memory.owed = tag, owed
+
+    def drop(self, key: AgentKey) -> "Future[bool]":
+        """Forget the key's memory, once no turn of the key runs; True if there was one."""
+        return self._when_idle(key, lambda worker: worker.memories.drop(key))
+
+    def fork(self, source: AgentKey, target: AgentKey) -> "Future[bool]":
+        """Give `target` the memory of `source`, but not its tag, without copying rows until one of them writes. Waits
+        until no turn of `source` runs. False if there is none.
+        """
+        return self._when_idle(source, lambda worker: worker.fork(source, target))
+
+    def snapshot(
+        self,
+        key: AgentKey,
+        first_block: int,
+        *,
+        blocks_only: bool = False,
+        max_blocks: int | None = None,
+        stored_windows: Mapping[int, Collection[int]] = MappingProxyType({}),
+    ) -> "Future[Snapshot | None]":
+        """Tensor files of the key's memory from block `first_block` on; None if there is no memory. Waits until no turn
+        of the key runs.
+
+        `max_blocks`: at most so many, and the tail only with the memory's last block. `stored_windows`: by window,
+        blocks of these tokens that the caller has. `blocks_only`: full blocks alone, at once, of the running turn if
+        there is one. Bytes are copies: later turns do not change them. Rows from a turn's `cached_tokens` on may differ
+        from those before it, even for equal tokens: publish from block `cached_tokens // 256`.
+        """
+
+        def whole(worker: EngineWorker) -> PendingFiles[Snapshot] | None:
+            return memory_snapshot(worker.memories.get(key), self._model, first_block, max_blocks, stored_windows)
+
+        if blocks_only:
+            return when_there(
+                lambda: self._thread.post(lambda worker: worker.leaving.running_blocks(key, first_block, max_blocks))
+            )
+        return when_there(lambda: self._when_idle(key, whole))
+
+    def pin(
+        self,
+        key: AgentKey,
+        first_block: int,
+        max_blocks: int,
+        stored_windows: Mapping[int, Collection[int]] = MappingProxyType({}),
+    ) -> "Future[PinnedMemory | None]":
+        """Keep the key's memory as its last turn left it, and take its first piece: at most `max_blocks` from
+        `first_block` on. The tail, windows and states come with the last block. None if there is no memory.
+        `stored_windows`: by window, blocks of these tokens that the caller has. A turn that is submitted later changes
+        nothing of it.
+        """
+
+        def pinned(worker: EngineWorker) -> PendingFiles[PinnedMemory] | None:
+            taken = worker.leaving.pin(key, first_block, max_blocks, stored_windows)
+            return None if taken is None else taken[1].made_into(PinnedMemory(taken[0], self._thread.post).with_first)
+
+        return when_there(lambda: self._thread.post(pinned))
+
+    def _when_idle(self, key: AgentKey, work: Callable[[EngineWorker], ResultT]) -> "Future[ResultT]":
+        letter = Letter(work, Future())
+        posted = self._thread.post(lambda worker: worker.when_idle(key, lambda: letter.deliver(worker)))
+        posted.add_done_callback(lambda done: letter.result.cancel() if done.cancelled() else None)
+        return letter.result
 
 
 class Engine:
@@ -228,7 +335,7 @@ class Engine:
             raise InvalidArgument("carried.token_ids: the reply has ended", field="carried.token_ids")
         posted = self._thread.post(lambda worker: worker.submit(sequence))
         if isinstance(plan.reuse, Restored) and plan.reuse.incoming is not None:
-            plan.reuse.incoming.watch(lambda: self._thread.post(nothing))
+            plan.reuse.incoming.watch(lambda: self._thread.post(_nothing))
         posted.add_done_callback(lambda done: on_events([Failed(_closed())]) if done.cancelled() else None)
         return TurnHandle(sequence, self._thread.post)
 
@@ -275,6 +382,30 @@ class Engine:
                 reason="MEMORY_EXCEEDED",
                 metadata={"needed_bytes": str(needed_bytes), "budget_bytes": str(self.memory_budget_bytes)},
             )
+
+
+def check_fits(
+    prompt_tokens: int, max_tokens: int, context_tokens: int, *, field: str = "prompt", is_lower_bound: bool = False
+) -> None:
+    """Raise ContextExceeded, the field named, unless both fit. `max_tokens` 0: no token is
+    generated. `field`: the request's, that the prompt came in. `is_lower_bound`: it has `prompt_tokens` or more.
+    """
+    if prompt_tokens + min(max_tokens, 1) > context_tokens:
+        count = f"{'at least ' if is_lower_bound else ''}{prompt_tokens}"
+        found = f"{count} tokens{', and one to generate,' if max_tokens else ''} are more"
+    elif prompt_tokens + max_tokens > context_tokens:
+        field, found = "sampling.max_tokens", f"{prompt_tokens} prompt tokens and {max_tokens} to generate are more"
+    else:
+        return
+    raise ContextExceeded(
+        f"{field}: {found} than the context of {context_tokens}",
+        field=field,
+        metadata={"prompt_tokens": str(prompt_tokens), "context_tokens": str(context_tokens)},
+    )
+
+
+def _nothing(_worker: EngineWorker) -> None:
+    """A letter that only wakes the thread."""
 
 
 def _rules(model: ModelInfo, longest_gap_s: float, runner: ModelRunner | None) -> Rules:

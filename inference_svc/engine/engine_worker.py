@@ -30,6 +30,7 @@ from inference_svc.model.model_info import ModelInfo
 from inference_svc.model.model_runner import ModelRunner
 
 logger = logging.getLogger(__name__)
+_RELEASE_STEPS = 256
 
 
 class EngineWorker:
@@ -51,6 +52,7 @@ class EngineWorker:
         self.memories = self.room.memories
         self.memory_used_bytes = 0
         self.preemptions = 0
+        self._steps = 0  # that decoded
         self._runner = runner
         self._model = model
         self._clock = clock
@@ -172,7 +174,7 @@ class EngineWorker:
             # A preempted turn must not lose a token that was drawn and not read.
             may_preempt_now = may_preempt and not self._decoder.is_ahead
             if self._scheduler.waiting:
-                self.memories.look_at_owed()
+                self.memories.outgoing.look_at_owed()
             match self._scheduler.admit(self._clock(), may_preempt=may_preempt_now):
                 case Admit(sequence, protected):
                     with self._guarding(sequence):
@@ -188,7 +190,7 @@ class EngineWorker:
                     take_mail()  # the snapshot of a turn that just ended, before its memory may be dropped for another
                 case Blocked():
                     if self._scheduler.waiting:
-                        self.memories.want_room()
+                        self.memories.outgoing.want_room()
                     return
 
     def _begin(self, sequence: Sequence, protected: Collection[Hashable] | None) -> None:
@@ -220,7 +222,9 @@ class EngineWorker:
         """
         with self._losing(decoding):
             self._take_in(self._decoder.step(decoding))
-        self._runner.stepped()
+        self._steps += 1
+        if self._steps % _RELEASE_STEPS == 0:
+            self._runner.release_unused()  # every step reads one row more, in buffers of another size
 
     def _settle(self) -> None:
         """Take in the tokens of the step that was not read."""

@@ -11,7 +11,7 @@ from inference_svc.engine.beginning import mark
 from inference_svc.engine.sampling import Drawn, Draws, Sampler
 from inference_svc.engine.scheduling.step_schedule import TurnCell
 from inference_svc.engine.sequence import Sequence
-from inference_svc.kv.batch.packed_pass import Cell
+from inference_svc.kv.batch.packed_pass import Cell, can_pack
 from inference_svc.kv.sequence_kv import SequenceKV
 from inference_svc.model.model_runner import ModelRunner
 
@@ -29,7 +29,7 @@ class Prefiller:
         device computes; None: nobody waits behind a cell.
         """
         self.computed += sum(cell.size for cell in cells)
-        packed = [cell for cell in cells if self._runner.can_pack(_held(cell.turn)[0], cell.size)]
+        packed = [cell for cell in cells if can_pack(_held(cell.turn)[0], cell.size)]
         if len(cells) == 1 or len(packed) == 1:
             packed = []
         alone = [cell for cell in cells if cell not in packed]

@@ -7,9 +7,34 @@ with MLX's own de-quantization and compared with the keys that the model compute
 import mlx.core as mx
 from kvasir.cachestore.v1 import identity_pb2
 
+from inference_svc.kv.layout import PROBE_TOKENS, Layout
 from inference_svc.kv.page import PageFormat
 from inference_svc.kv.pages.page_rows import UNIT
+from inference_svc.kv.pages.pool import KvPool
+from inference_svc.kv.prefill_layer import PrefillLayer, commit, prefill_layers
 from inference_svc.kv.sequence_kv import SequenceKV
+
+
+def applied_layers(layout: Layout, identity: identity_pb2.KvIdentity, pool: KvPool, compute_type: str) -> int:
+    """Layers with K and V that store rows exactly as the identity's policy says: they are given some."""
+    kv = SequenceKV(pool)
+    layers, keys = prefill_layers(kv, compute_type), {}
+    for index, layer in enumerate(layers):
+        if isinstance(layer, PrefillLayer):
+            keys[index], values = _some_rows(layout, index)
+            layer.update_and_fetch(keys[index], values)
+    commit(kv, layers, len(PROBE_TOKENS))
+    return sum(is_stored_as_said(kv, index, identity, given) for index, given in keys.items())
+
+
+def _some_rows(layout: Layout, index: int) -> tuple[mx.array, mx.array]:
+    """K and V as a layer of this entry gives them for a few tokens."""
+    entry = layout.entries[index]
+    keys, values = (
+        mx.random.normal((1, entry.kv_heads, len(PROBE_TOKENS), dim), layout.kv_type, key=mx.random.key(index))
+        for dim in (entry.key_dim, entry.value_dim)
+    )
+    return keys, values
 
 
 def is_stored_as_said(kv: SequenceKV, layer: int, identity: identity_pb2.KvIdentity, keys: mx.array | None) -> bool:

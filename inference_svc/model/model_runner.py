@@ -11,21 +11,19 @@ from kvasir.errors import Cancelled, FailedPrecondition
 from mlx.nn.layers.base import Module
 from mlx_lm.models.cache import make_prompt_cache
 
-from inference_svc.kv.applied import is_stored_as_said
 from inference_svc.kv.batch.decode_batch import DecodeBatch
-from inference_svc.kv.batch.packed_pass import Cell, can_pack, most_packed_tokens, packed_logits
+from inference_svc.kv.batch.packed_pass import Cell, most_packed_tokens, packed_logits
 from inference_svc.kv.batch.short_pass import ShortPass, most_kept_tokens
-from inference_svc.kv.layout import PROBE_TOKENS, Layout, shown_layout
+from inference_svc.kv.layout import PROBE_TOKENS, shown_layout
 from inference_svc.kv.model_hooks import attention_hook
 from inference_svc.kv.page import PAGE_TOKENS
 from inference_svc.kv.pages.pool import KvPool
-from inference_svc.kv.prefill_layer import AnyLayer, PrefillLayer, abandon, commit, prefill_layers
+from inference_svc.kv.prefill_layer import AnyLayer, abandon, commit, prefill_layers
 from inference_svc.kv.sequence_kv import SequenceKV
 from inference_svc.kv.state_kv import StateKV
 from inference_svc.model.probing.layout_trial import tried_layout
 from inference_svc.model.probing.probe_memory import Probed
 
-_RELEASE_STEPS = 256
 _NARROWED = "LastPositionOf"
 _DTYPE_NAMES = {mx.float32: "float32", mx.float16: "float16", mx.bfloat16: "bfloat16"}
 _INVARIANT_ROWS = 16
@@ -45,8 +43,7 @@ class ModelRunner:
 
     def __init__(self, model: Module, *, batch_invariant: bool = False, known: Probed | None = None) -> None:
         """`known`: what an earlier probe of this model showed, which then is not probed again."""
-        self._model: Any = model
-        self._steps = 0
+        self.model: Any = model
         self._short: ShortPass | None = None  # over the pool that was used last
         self.is_on_gpu = mx.default_device().type == mx.DeviceType.gpu
         # A card's memory is the engine's own, and stays flat; a Mac's is the system's too.
@@ -54,29 +51,25 @@ class ModelRunner:
         if known is not None:
             _take_probed(model, known)
         self.probed = known or _probed(model)
-        self._layout = self.probed.layout
+        self.layout = self.probed.layout
         self._pass_rows = _INVARIANT_ROWS if batch_invariant and self.is_on_gpu else 0
-        if self._pass_rows and not self._layout.reads_pages:
+        if self._pass_rows and not self.layout.reads_pages:
             raise FailedPrecondition(
                 "batch_invariant: this model's attention does not read pages on this device, so its rows cannot be "
                 "computed in fixed numbers",
                 field="batch_invariant",
             )
-        self.layers = self._layout.entries
-        self.compute_type = _DTYPE_NAMES[self._layout.kv_type]
-        self.compute_item_bytes = int(self._layout.kv_type.size)
+        self.layers = self.layout.entries
+        self.compute_type = _DTYPE_NAMES[self.layout.kv_type]
+        self.compute_item_bytes = int(self.layout.kv_type.size)
         self.vocabulary_size = self.probed.vocabulary_size
-
-    def check_policy(self, policy: identity_pb2.KvPolicy) -> None:
-        """Raise InvalidArgument for a policy that does not exist, FailedPrecondition if a layer cannot be stored so."""
-        self._layout.check_policy(self._model, policy)
 
     def new_pool(
         self, policy: identity_pb2.KvPolicy, budget_bytes: int = _ANY_BYTES, *, is_allocated: bool = False
     ) -> KvPool:
         """A pool for sequences of this model, stored as `policy` says. See `KvPool`."""
         identity = identity_pb2.KvIdentity(layers=self.layers, policy=policy)
-        return self._layout.new_pool(identity, budget_bytes, is_allocated=is_allocated)
+        return self.layout.new_pool(identity, budget_bytes, is_allocated=is_allocated)
 
     def new_batch(self, pool: KvPool, decoded_budget: int) -> DecodeBatch:
         """A batch for sequences of such a pool. See `DecodeBatch`."""
@@ -89,22 +82,18 @@ class ModelRunner:
         if not self.is_on_gpu:
             return None
         identity = identity_pb2.KvIdentity(layers=self.layers, policy=policy)
-        most = most_kept_tokens(identity, self._layout.dialect(identity), self.compute_type)
+        most = most_kept_tokens(identity, self.layout.dialect(identity), self.compute_type)
         return _SHORT_CELL_TOKENS if most >= _SHORT_CELL_TOKENS else PAGE_TOKENS
 
     def most_packed_tokens(self, policy: identity_pb2.KvPolicy) -> int:
         """Of a cell that may be computed in one pass with others; 0: none may, as on a CPU."""
         identity = identity_pb2.KvIdentity(layers=self.layers, policy=policy)
         is_packed = self.is_on_gpu and not self._pass_rows
-        return most_packed_tokens(identity, self._layout.dialect(identity), self.compute_type) if is_packed else 0
-
-    def can_pack(self, kv: SequenceKV, count: int) -> bool:
-        """Whether the next tokens of a sequence, at most `most_packed_tokens`, may be a cell of `packed_logits` now."""
-        return can_pack(kv, count)
+        return most_packed_tokens(identity, self.layout.dialect(identity), self.compute_type) if is_packed else 0
 
     def packed_logits(self, cells: Sequence[Cell], meanwhile: Callable[[mx.array], None]) -> mx.array:
-        """As `last_logits`, for cells of several sequences in one pass: logits [cells, vocabulary]. A cancel waits for
-        all of it.
+        """As `last_logits`, for cells of several sequences in one pass, each of which `packed_pass.can_pack`: logits
+        [cells, vocabulary]. A cancel waits for all of it.
         """
         logits = packed_logits(self._passes(cells[0].kv), cells, meanwhile)
         self.release_unused()
@@ -148,9 +137,9 @@ class ModelRunner:
         return logits
 
     def _forward_trunk(self, tokens: mx.array, caches: Sequence[Any]) -> mx.array:
-        trunk = self._model.model
+        trunk = self.model.model
         whole: Any = type(trunk).__base__  # it was narrowed
-        return self._layout.forward(partial(whole.__call__, trunk), tokens, caches)
+        return self.layout.forward(partial(whole.__call__, trunk), tokens, caches)
 
     def _short_pass(
         self, kv: SequenceKV, token_ids: Sequence[int], meanwhile: Callable[[mx.array], None] | None
@@ -216,33 +205,22 @@ class ModelRunner:
         """Logits of tokens [rows, n], not evaluated: of all positions or of the last one, [rows, n or 1, vocabulary].
         `caches`: one batched cache for each entry of the layout.
         """
-        return self._layout.forward(self._model, tokens, caches)
-
-    def stepped(self) -> None:
-        """Count a decoding step; every few hundred give unused memory back."""
-        self._steps += 1
-        if self._steps % _RELEASE_STEPS == 0:
-            self.release_unused()  # every step reads one row more, in buffers of another size
+        return self.layout.forward(self.model, tokens, caches)
 
     def scores(self, kv: SequenceKV | list[Any], token_ids: Sequence[int]) -> mx.array:
         """Log probabilities [tokens, vocabulary], in 32 bits, for the token after each of these, whose KV is stored.
         `kv`: a sequence, or other caches that the model takes, one for each layer. For measurements: a turn needs the
         last position only. Evaluates.
         """
-        with _every_position(self._model):
+        with _every_position(self.model):
             if isinstance(kv, SequenceKV):
                 logits = self._compute(kv, token_ids, lambda: False)
             else:
-                logits = self._model(mx.array([token_ids], dtype=mx.uint32), cache=kv)
+                logits = self.model(mx.array([token_ids], dtype=mx.uint32), cache=kv)
         logits = logits[0].astype(mx.float32)
         scores: mx.array = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
         mx.eval(scores)
         return scores
-
-    def exact_caches(self) -> list[Any]:
-        """New caches of mlx-lm's own for this model."""
-        caches: list[Any] = make_prompt_cache(self._model)
-        return caches
 
     def release_unused(self) -> None:
         """Give unused memory back, which MLX would keep for arrays of the same size. On a GPU it stays, within MLX's
@@ -250,17 +228,6 @@ class ModelRunner:
         """
         if not self.is_on_gpu:
             mx.clear_cache()
-
-    def applied_layers(self, identity: identity_pb2.KvIdentity) -> int:
-        """Layers with K and V that store rows exactly as the identity's policy says: they are given some."""
-        kv = SequenceKV(self.new_pool(identity.policy))
-        layers, keys = prefill_layers(kv, self.compute_type), {}
-        for index, layer in enumerate(layers):
-            if isinstance(layer, PrefillLayer):
-                keys[index], values = _some_rows(self._layout, index)
-                layer.update_and_fetch(keys[index], values)
-        commit(kv, layers, len(PROBE_TOKENS))
-        return sum(is_stored_as_said(kv, index, identity, given) for index, given in keys.items())
 
 
 def _nothing(_: mx.array) -> None:
@@ -274,16 +241,6 @@ def _cancelled() -> Cancelled:
 def _computed(layer: AnyLayer) -> Any:
     """The arrays that a pass leaves of a layer."""
     return layer.state if isinstance(layer, StateKV) else layer.new_rows
-
-
-def _some_rows(layout: Layout, index: int) -> tuple[mx.array, mx.array]:
-    """K and V as a layer of this entry gives them for a few tokens."""
-    entry = layout.entries[index]
-    keys, values = (
-        mx.random.normal((1, entry.kv_heads, len(PROBE_TOKENS), dim), layout.kv_type, key=mx.random.key(index))
-        for dim in (entry.key_dim, entry.value_dim)
-    )
-    return keys, values
 
 
 def _probed(model: Any) -> Probed:

@@ -12,6 +12,7 @@ from kvasir.cachestore.v1 import identity_pb2
 from kvasir.formats.block_hash import BLOCK_TOKENS
 
 from inference_svc.formats.grammars import Grammars
+from inference_svc.kv.applied import applied_layers
 from inference_svc.kv.policy import PolicyRequest, name_of
 from inference_svc.model import kvasir_tiny
 from inference_svc.model.auto_policy import ChosenPolicy, chosen_policy
@@ -82,15 +83,16 @@ def open_model(
         read_conversations = functools.partial(Conversations.read_for, file, tokenizer_digest(directory))
         subject = exam.Subject(runner, loaded.tokenizer, read_conversations)
         chosen = chosen_policy(request, subject, digest, cache_dir, time.monotonic)
-    runner.check_policy(chosen.policy)
+    runner.layout.check_policy(runner.model, chosen.policy)
     identity = kv_identity(digest, runner.layers, chosen.policy)
+    applied = applied_layers(runner.layout, identity, runner.new_pool(identity.policy), runner.compute_type)
     info = ModelInfo(
         name=_shown_name(name, directory),
         kv_identity=identity,
         tokenizer_digest=tokenizer_digest(directory),
         template_digest=template_digest(loaded.tokenizer.chat_template),
         context_tokens=min(loaded.context_tokens, context_tokens or loaded.context_tokens),
-        policy_applied_layers=runner.applied_layers(identity),
+        policy_applied_layers=applied,
         embedding_width=runner.probed.width,
         policy_name=name_of(chosen.policy),
         policy_why=chosen.why,

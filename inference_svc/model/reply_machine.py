@@ -5,7 +5,7 @@ Of harmony, gpt-oss's format, mlx-lm knows nothing: its replies are messages to 
 
 import json
 import re
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -48,7 +48,7 @@ def reply_marks(tokenizer: Any) -> ReplyMarks:
     markers = SimpleNamespace(**{name: getattr(tokenizer, name) for name in _KNOWN})
     initial, parser = tokenizer.response_initial_state or "normal", tokenizer.tool_parser
     thinking = (markers.think_start, markers.think_end) if markers.has_thinking else None
-    if thinking is None and _is_harmony(tokenizer.get_vocab()):
+    if thinking is None and all(map(tokenizer.get_vocab().__contains__, _HARMONY)):
         initial, parser, thinking = _HEAD, _harmony_call, (_ANALYSIS, "<|end|>")
         markers.response_transitions = _HARMONY_EDGES
         markers.tool_call_start, markers.tool_call_end = " to=functions.", "<|call|>"
@@ -59,10 +59,6 @@ def reply_marks(tokenizer: Any) -> ReplyMarks:
     parse = parser or (lambda text, _tools: json.loads(text))
     call_state = _HEAD if initial == _HEAD else "normal"
     return ReplyMarks(machine, initial, thinking, markers.tool_call_start, markers.tool_call_end, call_state, parse)
-
-
-def _is_harmony(vocabulary: Collection[str]) -> bool:
-    return all(marker in vocabulary for marker in _HARMONY)
 
 
 def _harmony_call(text: str, _tools: object) -> Any:

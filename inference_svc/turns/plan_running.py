@@ -9,8 +9,8 @@ import structlog
 from kvasir import errors
 from kvasir.formats.manifest import tokens_within_chars
 
-from inference_svc.engine.api import DamagedFile, HotMemoryGone, TurnPlan, check_fits
-from inference_svc.engine.engine import Engine
+from inference_svc.engine.api import DamagedFile, HotMemoryGone, TurnPlan
+from inference_svc.engine.engine import Engine, check_fits
 from inference_svc.memory.recall import Recollection
 from inference_svc.memory.reuse_planning import NOTHING_REFUSED, Avoid, Prepared
 from inference_svc.memory.store.patience import Budget

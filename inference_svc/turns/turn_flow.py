@@ -75,7 +75,8 @@ class TurnFlow:
             _end_early(turn, errors.Cancelled("the turn was cancelled"))
             raise
         except Exception as error:  # noqa: BLE001 - the reader must get an end whatever happens; the edge logs the error
-            end = "cancelled" if turn.is_cancelled else "refused" if _is_refusal(error) else "failed"
+            is_refusal = isinstance(error, errors.KvasirError) and not error.is_failure
+            end = "cancelled" if turn.is_cancelled else "refused" if is_refusal else "failed"
             self._count_end(turn, "moved" if turn.phase is TurnPhase.MOVED else end)
             _end_early(turn, error)
         else:
@@ -239,7 +240,3 @@ def _end_early(turn: Progress, error: BaseException) -> None:
 
 def _not_warmed(request: TurnRequest, reason: str, why: str) -> errors.Unavailable:
     return errors.Unavailable(why, reason=reason, metadata={"agent_id": request.agent_id}, retry_after_s=1.0)
-
-
-def _is_refusal(error: Exception) -> bool:
-    return isinstance(error, errors.KvasirError) and not error.is_failure

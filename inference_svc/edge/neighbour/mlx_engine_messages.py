@@ -9,7 +9,8 @@ from smg_grpc_proto import mlx_engine_pb2 as mlx
 
 from inference_svc.edge.inputs.input_messages import check_token_ids
 from inference_svc.edge.inputs.sampling_messages import MAX_TOP_LOGPROBS, clamps_max_tokens, sampling_params, settings
-from inference_svc.engine.api import TokenLogprobs, check_fits
+from inference_svc.engine.api import TokenLogprobs
+from inference_svc.engine.engine import check_fits
 from inference_svc.text.conversation import input_digest
 from inference_svc.text.token_ids import TokenIds
 from inference_svc.turns.turn_data import (

@@ -21,7 +21,7 @@ from smg_grpc_proto.generated import common_pb2
 from inference_svc.edge.neighbour import mlx_engine_messages as messages
 from inference_svc.edge.neighbour.tokenizer_files import tokenizer_archive
 from inference_svc.edge.service import CALLERS, check_serves, new_request_id, new_seed, send
-from inference_svc.engine.api import check_fits
+from inference_svc.engine.engine import check_fits
 from inference_svc.memory.token_lines import TokenLines
 from inference_svc.model.model_host import ModelHost
 from inference_svc.served_model import ServedModel

@@ -61,7 +61,7 @@ class LeavingFiles:
     ) -> tuple[ResidentMemory, PendingFiles[Snapshot]] | None:
         """Keep the key's memory for its publication, and begin to take its first piece."""
         first = memory_snapshot(self._memories.get(key), self._model, first_block, max_blocks, stored_windows)
-        pinned = self._memories.pin(key)
+        pinned = self._memories.outgoing.pin(key)
         return None if pinned is None or first is None else (pinned, first)
 
     def pinned_piece(
@@ -71,7 +71,7 @@ class LeavingFiles:
         max_blocks: int,
         stored_windows: Mapping[int, Collection[int]],
     ) -> PendingFiles[Snapshot] | None:
-        found = pinned if self._memories.is_pinned(pinned) else None
+        found = pinned if self._memories.outgoing.is_pinned(pinned) else None
         return memory_snapshot(found, self._model, first_block, max_blocks, stored_windows)
 
 

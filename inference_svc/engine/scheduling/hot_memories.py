@@ -11,7 +11,7 @@ stored is pinned besides, so that its publication sends it unchanged while its a
 """
 
 from collections import Counter
-from collections.abc import Collection, Hashable
+from collections.abc import Collection, Hashable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -68,6 +68,57 @@ class ResidentMemory:
         return self.state.shareable_tokens
 
 
+class OutgoingMemories:
+    """Memories on their way to the store: pinned as they were, or hot, and not to be dropped before they are there."""
+
+    def __init__(self, memories: Mapping[AgentKey, ResidentMemory], ledger: MemoryLedger) -> None:
+        self.pinned: list[ResidentMemory] = []
+        self.awaited: list[ResidentMemory] = []  # memories and pins that do not go now
+        self._memories = memories
+        self._ledger = ledger
+
+    @property
+    def droppable(self) -> list[ResidentMemory]:
+        """Pins that go for room."""
+        return [each for each in self.pinned if each.owed is not None and each not in self.awaited]
+
+    def pin(self, key: AgentKey) -> ResidentMemory | None:
+        """Keep the key's memory as it is now, whatever becomes of it, until `unpin`; None if there is none. Its pages
+        are shared. A pin without `owed` is not dropped for room.
+        """
+        if (memory := self._memories.get(key)) is None:
+            return None
+        pinned = ResidentMemory(memory.kv.fork(), memory.state, memory.chain)
+        self.pinned.append(pinned)
+        self._ledger.resident_state_bytes += pinned.state_bytes
+        return pinned
+
+    def is_pinned(self, memory: ResidentMemory) -> bool:
+        """Whether the pin is still there; its room may have been wanted."""
+        return memory in self.pinned
+
+    def unpin(self, memory: ResidentMemory) -> None:
+        """Idempotent."""
+        if memory in self.pinned:
+            self.pinned.remove(memory)
+            memory.kv.release()
+            self._ledger.resident_state_bytes -= memory.state_bytes
+
+    def look_at_owed(self) -> None:
+        """Note what is on its way to the store now, for all questions until the next call."""
+        self.awaited = [
+            each
+            for each in (*self._memories.values(), *self.pinned)
+            if (each.owed is not None and each.owed.is_awaited)
+        ]
+
+    def want_room(self) -> None:
+        """Turns wait for room: what is awaited shall hurry."""
+        for memory in self.awaited:
+            if memory.owed is not None:
+                memory.owed.want()
+
+
 class HotMemories:
     """Memories by key, and the ledger of their bytes and of the running turns'. Only the MLX thread changes it, except
     for expected uses and memories' tags.
@@ -79,8 +130,7 @@ class HotMemories:
     def __init__(self, pages: PageAllocator, page_bytes: int, budget_bytes: int) -> None:
         self.ledger = MemoryLedger(pages, page_bytes, budget_bytes)
         self._memories: dict[AgentKey, ResidentMemory] = {}
-        self._pinned: list[ResidentMemory] = []
-        self._awaited: list[ResidentMemory] = []  # memories and pins that do not go now
+        self.outgoing = OutgoingMemories(self._memories, self.ledger)
         self._expected: ExpectedUse[AgentKey] = ExpectedUse()
 
     # --- memories ---
@@ -112,7 +162,7 @@ class HotMemories:
 
     @property
     def pages(self) -> set[int]:
-        return {page for memory in (*self._memories.values(), *self._pinned) for page in memory.kv.pages}
+        return {page for memory in (*self._memories.values(), *self.outgoing.pinned) for page in memory.kv.pages}
 
     def keys(self) -> set[AgentKey]:
         """Keys that have a memory. From any thread."""
@@ -125,49 +175,11 @@ class HotMemories:
     def of_namespace(self, namespace: str | None) -> list[ResidentMemory]:
         return [memory for key, memory in self._memories.items() if key.namespace == namespace]
 
-    # --- on their way to the store ---
-
-    def pin(self, key: AgentKey) -> ResidentMemory | None:
-        """Keep the key's memory as it is now, whatever becomes of it, until `unpin`; None if there is none. Its pages
-        are shared. A pin without `owed` is not dropped for room.
-        """
-        if (memory := self._memories.get(key)) is None:
-            return None
-        pinned = ResidentMemory(memory.kv.fork(), memory.state, memory.chain)
-        self._pinned.append(pinned)
-        self.ledger.resident_state_bytes += pinned.state_bytes
-        return pinned
-
-    def is_pinned(self, memory: ResidentMemory) -> bool:
-        """Whether the pin is still there; its room may have been wanted."""
-        return memory in self._pinned
-
-    def unpin(self, memory: ResidentMemory) -> None:
-        """Idempotent."""
-        if memory in self._pinned:
-            self._pinned.remove(memory)
-            memory.kv.release()
-            self.ledger.resident_state_bytes -= memory.state_bytes
-
-    def look_at_owed(self) -> None:
-        """Note what is on its way to the store now, for all questions until the next call."""
-        self._awaited = [
-            each
-            for each in (*self._memories.values(), *self._pinned)
-            if (each.owed is not None and each.owed.is_awaited)
-        ]
-
     def stored_keys(self) -> list[AgentKey]:
         """Keys of idle memories that the store has, in the order in which memories are dropped."""
-        self.look_at_owed()
+        self.outgoing.look_at_owed()
         owed = {key: self._memories[key].owed for key in self._droppable(())}
         return [key for key, each in owed.items() if each is not None and each.is_safe]
-
-    def want_room(self) -> None:
-        """Turns wait for room: what is awaited shall hurry."""
-        for memory in self._awaited:
-            if memory.owed is not None:
-                memory.owed.want()
 
     # --- turns ---
 
@@ -197,15 +209,12 @@ class HotMemories:
     def _droppable(self, protected: Collection[Hashable] | None) -> list[AgentKey]:
         """Keys of the memories that may be dropped, in the order in which they are."""
         extended = {one.extends for one in self.ledger.reservations}
-        able = [key for key, memory in self._memories.items() if memory not in self._awaited]
+        able = [key for key, memory in self._memories.items() if memory not in self.outgoing.awaited]
         keys = [key for key in able if protected is None or not (key in extended or key in protected)]
         return sorted(keys, key=self._keeping_order)
 
-    def _unpinnable(self) -> list[ResidentMemory]:
-        return [each for each in self._pinned if each.owed is not None and each not in self._awaited]
-
     def _droppable_bytes(self, keys: Collection[AgentKey]) -> int:
-        memories = [*(self._memories[key] for key in keys), *self._unpinnable()]
+        memories = [*(self._memories[key] for key in keys), *self.outgoing.droppable]
         states = sum(memory.state_bytes for memory in memories)
         return self.ledger.freed_bytes([list(memory.kv.pages) for memory in memories]) + states
 
@@ -214,8 +223,8 @@ class HotMemories:
         keys, held = self._droppable(protected), self._held()
         held[namespace] += needed_bytes - self.ledger.free_bytes
         share_bytes = self.ledger.total_bytes // len(held)
-        for pinned in self._unpinnable():  # frees nothing while the memory is hot, which can be pinned again
-            self.unpin(pinned)
+        for pinned in self.outgoing.droppable:  # frees nothing while the memory is hot, which can be pinned again
+            self.outgoing.unpin(pinned)
         for is_for_all in (False, True):
             for key in [key for key in keys if key in self._memories]:
                 if needed_bytes <= self.ledger.free_bytes:

@@ -263,14 +263,12 @@ class Publications:
 
     def _retry_later(self, memory: AgentMemory) -> None:
         """Try again in the background, unless it is being tried already or cannot succeed."""
-        if not self._may_retry(memory.publication) or self._is_retrying(memory):
+        is_retrying = self._retrying is not None and self._retrying[0] is memory and not self._retrying[1].done()
+        if is_retrying or not self._may_retry(memory.publication):
             return
         self.close()
         self._hurry.clear()
         self._retrying = memory, asyncio.create_task(self._retry(memory))
-
-    def _is_retrying(self, memory: AgentMemory) -> bool:
-        return self._retrying is not None and self._retrying[0] is memory and not self._retrying[1].done()
 
     async def _retry(self, memory: AgentMemory) -> None:
         pause_s = RETRY_S

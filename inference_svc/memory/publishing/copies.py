@@ -11,7 +11,7 @@ from itertools import islice
 from typing import TypeAlias, TypeVar
 
 from kvasir import errors
-from kvasir.formats.block_file import FileBytes, FileIdentity
+from kvasir.formats.block_file import FileBytes
 from kvasir.formats.block_hash import BLOCK_TOKENS
 from kvasir.formats.digest import Digest
 from kvasir.formats.manifest import keeps_all_tokens
@@ -19,7 +19,7 @@ from kvasir.server.shared_room import SharedRoom
 
 from inference_svc.engine.api import AgentKey, Snapshot, WindowFiles
 from inference_svc.engine.engine import Engine
-from inference_svc.engine.memories import PinnedMemory
+from inference_svc.engine.pinned_memory import PinnedMemory
 from inference_svc.memory.agent_memory import StoredFiles
 from inference_svc.memory.stored_windows import StoredWindow
 
@@ -40,12 +40,8 @@ def piece_blocks(engine: Engine) -> int:
 def files_of(snapshot: Snapshot) -> list[FileBytes]:
     """Tensor files in the order of a manifest: blocks, the tail, each window's blocks and tail, states."""
     parts: tuple[Snapshot | WindowFiles, ...] = (snapshot, *snapshot.windows)
-    rows = [each for part in parts for each in (*part.blocks, *_tail_of(part))]
+    rows = [each for part in parts for each in (*part.blocks, part.tail) if each is not None]
     return [data for _, data in (*rows, *snapshot.states)]
-
-
-def _tail_of(part: Snapshot | WindowFiles) -> tuple[tuple[FileIdentity, FileBytes], ...]:
-    return (part.tail,) if part.tail is not None else ()
 
 
 def stored_files(

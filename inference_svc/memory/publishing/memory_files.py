@@ -6,7 +6,7 @@ from typing import Self
 from kvasir import errors
 
 from inference_svc.engine.api import AgentKey, Snapshot
-from inference_svc.engine.memories import PinnedMemory
+from inference_svc.engine.pinned_memory import PinnedMemory
 from inference_svc.memory.agent_memory import AgentMemory, StoredFiles
 from inference_svc.memory.publishing.copies import Copies, Pinning, await_copy, files_of, stored_files
 from inference_svc.memory.publishing.sending import Sending

@@ -108,7 +108,7 @@ def rung_ways(
     """
     for name, policy in policies.items():
         try:
-            runner.check_policy(policy)
+            runner.layout.check_policy(runner.model, policy)
         except FailedPrecondition as error:
             refused[name] = error.message
         else:

@@ -12,7 +12,7 @@ import mlx.core as mx
 from kvasir.cachestore.v1 import identity_pb2
 from kvasir.formats.block_file import expected_tensors
 from mlx.utils import tree_flatten
-from mlx_lm.models.cache import KVCache, QuantizedKVCache
+from mlx_lm.models.cache import KVCache, QuantizedKVCache, make_prompt_cache
 
 from inference_svc.kv.sequence_kv import SequenceKV
 from inference_svc.model.model_runner import ModelRunner
@@ -53,7 +53,7 @@ class Meter:
 
     def can_ask(self) -> bool:
         """Whether a question can be undone: windows and recurrent states cannot be cut back to the text."""
-        return all(type(cache) is KVCache for cache in self._runner.exact_caches())
+        return all(type(cache) is KVCache for cache in make_prompt_cache(self._runner.model))
 
     def measure(self, sheet: Sheet, exact: Way, others: Iterable[Way]) -> None:
         """Add the results of this sheet to the findings of each way."""
@@ -117,7 +117,7 @@ class Meter:
 
 def exact_way(runner: ModelRunner) -> Way:
     """mlx-lm's own exact caches."""
-    return _peer(runner, EXACT, runner.exact_caches)
+    return _peer(runner, EXACT, lambda: make_prompt_cache(runner.model))
 
 
 def policy_way(runner: ModelRunner, name: str, policy: identity_pb2.KvPolicy) -> Way:
@@ -131,11 +131,11 @@ def peer_ways(runner: ModelRunner) -> tuple[list[Way], dict[str, str]]:
     """mlx-lm's own quantized caches in every layer; and by name the reason for each that the model cannot have."""
     ways: list[Way] = []
     refused: dict[str, str] = {}
-    keeps_all = all(type(cache) is KVCache for cache in runner.exact_caches())
+    keeps_all = all(type(cache) is KVCache for cache in make_prompt_cache(runner.model))
     for bits in (4, 8):
 
         def new_caches(bits: int = bits) -> list[Any]:
-            return [QuantizedKVCache(_PEER_GROUP, bits) for _ in runner.exact_caches()]  # type: ignore[no-untyped-call]
+            return [QuantizedKVCache(_PEER_GROUP, bits) for _ in make_prompt_cache(runner.model)]  # type: ignore[no-untyped-call]
 
         name = f"mlx-lm q{bits}"
         if not keeps_all:

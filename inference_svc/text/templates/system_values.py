@@ -47,7 +47,7 @@ def kept_values(
     messages, used, changed = list(given), frozenset[str](), list[str]()
     shared = 0  # leading messages that both have
     for said, known in zip(given, without_notes(remembered), strict=False):
-        if said.role != known.role or (said.role in ("user", "tool") and not _are_alike(said, known)):
+        if said.role != known.role or (said.role in ("user", "tool") and said.content.strip() != known.content.strip()):
             break
         if said.role == "system" and (needed := _rules_between(said.content, known.content, rules)):
             messages[shared] = known
@@ -62,10 +62,6 @@ def kept_values(
         newest = "\n".join(line for said in given if said.role == "system" for line in _with_values(said.content))
     news = manifest_pb2.Message(role="system", content=newest, is_note=True) if newest not in ("", told) else None
     return KeptConversation(tuple(messages), used or frozenset(rules if notes else ()), news)
-
-
-def _are_alike(one: manifest_pb2.Message, other: manifest_pb2.Message) -> bool:
-    return one.content.strip() == other.content.strip()
 
 
 def _rules_between(one: str, other: str, rules: Collection[str]) -> frozenset[str]:

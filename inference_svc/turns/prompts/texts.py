@@ -11,8 +11,7 @@ from dataclasses import replace
 from kvasir import errors, volatile
 from kvasir.cachestore.v1 import manifest_pb2
 
-from inference_svc.engine.api import check_fits
-from inference_svc.engine.engine import Engine
+from inference_svc.engine.engine import Engine, check_fits
 from inference_svc.memory.agent_memory import AgentMemory
 from inference_svc.memory.recall import Recollection
 from inference_svc.memory.store.answers import EventCursor

@@ -115,9 +115,6 @@ class PlayedRunner(ModelRunner):
         self.prefill(kv, token_ids, is_cancelled)
         return self._logits([self.pages.reply(kv)])
 
-    def stepped(self) -> None:
-        """Nothing is counted: a step leaves no buffers of another size."""
-
     def _logits(self, replies: Sequence[int]) -> mx.array:
         """One token of a reply has all the chance, [rows, vocabulary]."""
         logits = np.zeros((len(replies), self.vocabulary_size), dtype=np.float32)

@@ -61,7 +61,7 @@ def examine_text(
     that is less than the mixture's policy takes, FailedPrecondition if the model cannot have that policy.
     """
     policy = policies[mixture.policy]
-    runner.check_policy(policy)
+    runner.layout.check_policy(runner.model, policy)
     refused: dict[str, str] = {}
     rungs = list(rung_ways(runner, policies, refused))
     peers, refused_peers = peer_ways(runner)

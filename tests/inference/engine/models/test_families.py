@@ -305,7 +305,7 @@ def test_room_is_made_for_states_before_they_are_and_no_more_is_kept(name: str, 
         turn.at(Tokens, 9, lambda: seen.append(driver.engine.memory_used_bytes))
         driver.engine.submit(plan, turn)
         turn.end()
-        assert before < seen[0] <= before + driver.engine.needed_bytes(plan)
+        assert before < seen[0] <= before + driver.engine.needed_bytes(plan.most_tokens)
         assert driver.engine.memory_used_bytes == before
     finally:
         with_room.close()
@@ -318,7 +318,7 @@ def crowded(name: str, tmp_path: Path) -> Iterator[Driver]:
     roomy = Engine.open(directory, cache_dir=tmp_path, memory_budget_bytes=BUDGET)
     try:
         plan = TurnPlan(TokenIds(PROMPT), (1,) * len(PROMPT), SamplingParams(max_tokens=48))
-        budget = roomy.needed_bytes(plan) * 9 // 5
+        budget = roomy.needed_bytes(plan.most_tokens) * 9 // 5
     finally:
         roomy.close()
     engine = Engine.open(directory, cache_dir=tmp_path, memory_budget_bytes=budget, longest_gap_s=0)

@@ -7,9 +7,11 @@ import mlx.core as mx
 import numpy as np
 import pytest
 import safetensors.numpy
+from kvasir.cachestore.v1 import identity_pb2
 
 from inference_svc.engine.api import AgentKey
 from inference_svc.engine.engine_worker import EngineWorker
+from inference_svc.kv.applied import applied_layers
 from inference_svc.kv.codec import EncodedRows, QuantizedCodec, RotatedCodec
 from inference_svc.kv.policy import LADDER, PolicyRequest, Rung, policy_of
 from inference_svc.model.loading import load
@@ -126,6 +128,10 @@ Encode = Callable[[RotatedCodec, mx.array], EncodedRows]
 Decode = Callable[[RotatedCodec, EncodedRows, mx.Dtype], mx.array]
 
 
+def applied(runner: ModelRunner, identity: identity_pb2.KvIdentity) -> int:
+    return applied_layers(runner.layout, identity, runner.new_pool(identity.policy), runner.compute_type)
+
+
 ENCODES = pytest.mark.cpu_only("on a GPU a kernel encodes; tests/inference/kv/attention/test_in_place.py is about it")
 
 
@@ -136,7 +142,7 @@ def test_a_rotation_that_is_said_and_not_done_is_not_reported_as_applied(
     """Shapes and types are those of rotated keys, and so are the codec's own words (LESSONS 17)."""
     runner = ModelRunner(load(model_dir, "float32").model)
     identity = kv_identity("d" * 64, runner.layers, policy_of(Rung.Q4_ROTATED, "float32"))
-    assert runner.applied_layers(identity) == LAYERS
+    assert applied(runner, identity) == LAYERS
 
     def encode(self: RotatedCodec, rows: mx.array) -> EncodedRows:
         return QuantizedCodec.encode(self.inner, rows)
@@ -147,16 +153,16 @@ def test_a_rotation_that_is_said_and_not_done_is_not_reported_as_applied(
     for name, lie in (("encode", encode), ("decode", decode)):
         if liar in (name, "both"):
             monkeypatch.setattr(RotatedCodec, name, lie)
-    assert runner.applied_layers(identity) == 0
+    assert applied(runner, identity) == 0
 
 
 def test_a_policy_that_is_said_and_not_stored_is_not_reported_as_applied(model_dir: Path) -> None:
     """What is applied is read from live rows: an identity that says otherwise finds no layer."""
     runner = ModelRunner(load(model_dir, "float32").model)
     policies = {rung: policy_of(rung, "float32") for rung in LADDER}
-    real = ModelRunner.new_pool
     for said in LADDER:
+        identity = kv_identity("d" * 64, runner.layers, policies[said])
         for stored in LADDER:
-            runner.new_pool = lambda _policy, stored=stored: real(runner, policies[stored])  # type: ignore[method-assign,misc]
-            applied = runner.applied_layers(kv_identity("d" * 64, runner.layers, policies[said]))
-            assert applied == (LAYERS if said is stored else 0), (said, stored)
+            pool = runner.new_pool(policies[stored])
+            found = applied_layers(runner.layout, identity, pool, runner.compute_type)
+            assert found == (LAYERS if said is stored else 0), (said, stored)
