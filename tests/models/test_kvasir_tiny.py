@@ -5,7 +5,8 @@ import json
 import pytest
 
 from inference_svc.model.kvasir_tiny import path
-from tools.kvasir_tiny import desk, evaluate, twins
+from tests.models import twins
+from tools.kvasir_tiny import desk, evaluate
 from tools.kvasir_tiny.evaluate import Reader, Report
 from tools.kvasir_tiny.everyday import talk
 

@@ -7,7 +7,8 @@ import re
 import pytest
 
 from inference_svc.model.kvasir_tiny import path
-from tools.kvasir_tiny import rows, tokenizer, twins, words, world
+from tests.models import twins
+from tools.kvasir_tiny import rows, tokenizer, words, world
 
 SEEDS = range(12)
 

@@ -1,4 +1,4 @@
-"""Conversations that differ in one fact, or in who was told it: for tests and the demo."""
+"""Conversations that differ in one fact, or in who was told it."""
 
 from __future__ import annotations
 
