@@ -9,7 +9,7 @@ import pytest
 from kvasir import errors
 from kvasir.formats.digest import Digest
 
-from inference_svc.memory.lines import line
+from inference_svc.memory.lines import publications
 from inference_svc.memory.lines.lines import store_owed
 from inference_svc.memory.outcomes import SnapshotState
 from inference_svc.memory.recall import Recall
@@ -329,7 +329,7 @@ def test_what_a_newer_turn_wrote_is_never_sent_under_an_older_memorys_words(
 def test_what_failed_is_tried_again_while_it_is_hot_and_its_success_is_told(
     is_hot: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(line, "RETRY_S", 0.01)
+    monkeypatch.setattr(publications, "RETRY_S", 0.01)
 
     async def scenario() -> None:
         house, memory = House(), remembered("one", NO_HEAD)
@@ -354,7 +354,7 @@ def test_what_failed_is_tried_again_while_it_is_hot_and_its_success_is_told(
 
 
 def test_what_the_store_refuses_for_good_is_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(line, "RETRY_S", 0.001)
+    monkeypatch.setattr(publications, "RETRY_S", 0.001)
 
     async def scenario() -> None:
         house, memory = House(), remembered("one", NO_HEAD)
