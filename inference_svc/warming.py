@@ -123,7 +123,7 @@ async def _run_while_idle(
 def _has_room(engine: Engine, group: Sequence[tuple[int, int]]) -> bool:
     """Whether such turns fit beside the memories that callers have left."""
     needed_bytes = sum(engine.needed_bytes(prompt + reply) for prompt, reply in group)
-    return not engine.memories.agents() or needed_bytes <= engine.memory_budget_bytes - engine.memory_used_bytes
+    return not engine.memories.sizes() or needed_bytes <= engine.memory_budget_bytes - engine.memory_used_bytes
 
 
 async def warm_up_text(prompting: Prompting) -> None:

@@ -115,12 +115,8 @@ class EngineMemories:
         return self._worker.leaving.is_copied_by_threads
 
     def sizes(self) -> dict[AgentKey, int]:
-        """Allocated KV bytes of each, also of those that running turns extend."""
+        """Allocated KV bytes of each agent's, also of those that running turns extend."""
         return self._worker.memories.sizes()
-
-    def agents(self) -> set[AgentKey]:
-        """Agents that have one. Cheaper than `sizes`."""
-        return self._worker.memories.keys()
 
     def get(self, key: AgentKey) -> HotMemory | None:
         """The key's memory as of its last whole turn. Counts as a use: it is evicted later."""
@@ -148,7 +144,7 @@ class EngineMemories:
         """Give `target` the memory of `source`, but not its tag, without copying rows until one of them writes. Waits
         until no turn of `source` runs. False if there is none.
         """
-        return self._when_idle(source, lambda worker: worker.fork(source, target))
+        return self._when_idle(source, lambda worker: worker.leaving.fork(source, target))
 
     def snapshot(
         self,
@@ -339,11 +335,6 @@ class Engine:
         posted.add_done_callback(lambda done: on_events([Failed(_closed())]) if done.cancelled() else None)
         return TurnHandle(sequence, self._thread.post)
 
-    def told_text(self, plan: TurnPlan, carried: CarriedTurn) -> str:
-        """What a client has seen of a reply when its turn stands there."""
-        reply = ReplyText(self.token_text, plan.sampling, self.model.stop_token_ids)
-        return "".join(map(reply.push, carried.token_ids[len(plan.token_ids) :]))
-
     def close(self) -> None:
         """Fail all open turns with Unavailable, free the model, and end the thread; blocks until then. Idempotent."""
         self._is_closed = True
@@ -382,6 +373,12 @@ class Engine:
                 reason="MEMORY_EXCEEDED",
                 metadata={"needed_bytes": str(needed_bytes), "budget_bytes": str(self.memory_budget_bytes)},
             )
+
+
+def told_text(engine: Engine, plan: TurnPlan, carried: CarriedTurn) -> str:
+    """What a client has seen of a reply when its turn stands there."""
+    reply = ReplyText(engine.token_text, plan.sampling, engine.model.stop_token_ids)
+    return "".join(map(reply.push, carried.token_ids[len(plan.token_ids) :]))
 
 
 def check_fits(

@@ -20,7 +20,6 @@ from inference_svc.engine.files.leaving import LeavingFiles, begun_turn
 from inference_svc.engine.files.swapping import SwapIn, swap_out
 from inference_svc.engine.prefilling import Prefiller
 from inference_svc.engine.room import KvRoom
-from inference_svc.engine.scheduling.hot_memories import ResidentMemory
 from inference_svc.engine.scheduling.mask_budget import MaskBudget
 from inference_svc.engine.scheduling.schedulable import WITH_KV, Rules, Status
 from inference_svc.engine.scheduling.scheduler import Admit, Blocked, Preempt, Scheduler
@@ -154,16 +153,6 @@ class EngineWorker:
     def give_away(self, sequence: Sequence) -> None:
         if sequence.status is Status.HELD:
             self._finish(sequence, Unavailable("the turn went on to another engine", reason="TURN_MOVED"))
-
-    # --- memories ---
-
-    def fork(self, source: AgentKey, target: AgentKey) -> bool:
-        """Give `target` the memory of `source` without its tag, which is one agent's. False if there is none."""
-        memory = self.memories.get(source)
-        if memory is None or begun_turn(self._turns, target) is not None:
-            return False
-        self.memories.put(target, ResidentMemory(memory.kv.fork(), memory.state, memory.chain))
-        return True
 
     # --- beginning ---
 

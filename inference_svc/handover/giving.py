@@ -18,7 +18,7 @@ from kvasir.formats.manifest import keeps_all_tokens
 from kvasir.waits import ANSWER_S, LOOK_S, SOON_S, WORK_S
 
 from inference_svc.engine.api import HeldTurn, Timings
-from inference_svc.engine.engine import Engine
+from inference_svc.engine.engine import Engine, told_text
 from inference_svc.handover.passing import Opening, PeerLink, Promise, Stand, Surroundings
 from inference_svc.memory.lines.line_lease import LineLease
 from inference_svc.memory.lines.lines import Lines
@@ -181,7 +181,7 @@ class TurnGiver:
 
     def stand(self, turn: Progress, held: HeldTurn) -> Stand:
         assert turn.planned is not None
-        told = self.engine.told_text(turn.planned.plan, held.carried)
+        told = told_text(self.engine, turn.planned.plan, held.carried)
         carried = replace(held.carried, spent=_as_callers_count(turn.times, held.carried.spent))
         return Stand(turn.request.choice, carried, len(told), len(held.files))
 

@@ -52,7 +52,7 @@ class TokenLines:
         if (hot := _hot_agent(engine, namespace, token_ids, busy)) is not None:
             return hot
         known = self._known.setdefault(namespace, {})
-        hot_names = {key.agent_id for key in engine.memories.agents() if key.namespace == namespace}
+        hot_names = {key.agent_id for key in engine.memories.sizes() if key.namespace == namespace}
         lengths = {length for length, _ in known if length < len(token_ids)}
         openings = _openings(token_ids, [*lengths, len(token_ids)])
         for opening in reversed(openings):
@@ -97,7 +97,7 @@ async def _agents(store: RemoteCache) -> list[tuple[int, str]]:
 def _hot_agent(engine: Engine, namespace: str, prompt: TokenIds, busy: Collection[str]) -> str | None:
     """The agent with the longest hot memory whose last prompt the tokens begin with."""
     best, most = None, 0
-    for key in engine.memories.agents():
+    for key in engine.memories.sizes():
         is_free = key.namespace == namespace and key.agent_id.startswith(PREFIX) and key.agent_id not in busy
         memory = engine.memories.tag_of(key) if is_free else None
         if not isinstance(memory, AgentMemory):

@@ -9,6 +9,7 @@ from kvasir import errors
 from kvasir.waits import HANGS_S, PAUSE_S
 
 from inference_svc.engine.api import AgentKey, TurnPlan
+from inference_svc.engine.engine import told_text
 from inference_svc.memory.lines.line_lease import MOVED
 from inference_svc.memory.outcomes import Source
 from inference_svc.memory.recall import NOTHING_REMEMBERED, Recollection
@@ -147,7 +148,7 @@ class TakenTurns:
 
     def _begun_reply(self, plan: TurnPlan, taken: TakenTurn) -> str:
         """The reply as far as the other engine has sent it. Raises InvalidArgument if it has sent another text."""
-        told = self._parts.engine.told_text(plan, taken.carried)
+        told = told_text(self._parts.engine, plan, taken.carried)
         if len(told) != taken.told_chars:
             raise errors.InvalidArgument(
                 f"stand.told_chars: these tokens tell {len(told)} characters, not {taken.told_chars}",

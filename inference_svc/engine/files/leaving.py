@@ -1,4 +1,4 @@
-"""Copies of KV that the MLX thread makes for others: of running turns, of memories, and of pinned ones."""
+"""Copies of KV that the MLX thread makes: of running turns, of memories, and of pinned ones."""
 
 from collections.abc import Collection, Iterable, Mapping
 
@@ -15,7 +15,7 @@ from inference_svc.model.model_info import ModelInfo
 
 
 class LeavingFiles:
-    """Files of the KV of one engine, begun on its MLX thread."""
+    """Files of one engine's KV, and forks of its memories. On the MLX thread."""
 
     def __init__(
         self, model: ModelInfo, pool: KvPool, memories: HotMemories, turns: Iterable[Sequence], batch: DecodeBatch
@@ -73,6 +73,14 @@ class LeavingFiles:
     ) -> PendingFiles[Snapshot] | None:
         found = pinned if self._memories.outgoing.is_pinned(pinned) else None
         return memory_snapshot(found, self._model, first_block, max_blocks, stored_windows)
+
+    def fork(self, source: AgentKey, target: AgentKey) -> bool:
+        """Give `target` the memory of `source` without its tag, which is one agent's. False if there is none."""
+        memory = self._memories.get(source)
+        if memory is None or begun_turn(self._turns, target) is not None:
+            return False
+        self._memories.put(target, ResidentMemory(memory.kv.fork(), memory.state, memory.chain))
+        return True
 
 
 def begun_turn(turns: Iterable[Sequence], key: AgentKey) -> Sequence | None:

@@ -164,10 +164,6 @@ class HotMemories:
     def pages(self) -> set[int]:
         return {page for memory in (*self._memories.values(), *self.outgoing.pinned) for page in memory.kv.pages}
 
-    def keys(self) -> set[AgentKey]:
-        """Keys that have a memory. From any thread."""
-        return set(self._memories)
-
     def sizes(self) -> dict[AgentKey, int]:
         """Bytes of each memory, with what it shares. From any thread."""
         return {key: self._size(memory) for key, memory in list(self._memories.items())}

@@ -91,7 +91,7 @@ class Lines:
 
     async def beat(self) -> None:
         """Prolong the leases of agents that are used or hot, and give back the others."""
-        hot = {key.agent_id for key in self._parts.engine.memories.agents() if key.namespace == self.namespace}
+        hot = {key.agent_id for key in self._parts.engine.memories.sizes() if key.namespace == self.namespace}
         kept: dict[str, Lease] = {}
         for agent_id, line in list(self._lines.items()):
             if not line.is_used and agent_id not in hot:
@@ -186,7 +186,7 @@ async def store_owed(
     """Store the hot memories that are not in the store, until nothing has moved for `patience_s`. No turn runs. The log
     reports that it goes on.
     """
-    tags = [(key, engine.memories.tag_of(key)) for key in engine.memories.agents()]
+    tags = [(key, engine.memories.tag_of(key)) for key in engine.memories.sizes()]
     memories = [(key, tag) for key, tag in tags if isinstance(tag, AgentMemory)]
     storing = [
         asyncio.create_task(lines[key.namespace].line(key.agent_id).publications.store_owed(memory))

@@ -168,7 +168,7 @@ class Judge:
     def _hot(self, store: str, name: str) -> Hot | None:
         engine = self.players[store].served.engine
         if (
-            AgentKey(NS, name) not in engine.memories.agents()
+            AgentKey(NS, name) not in engine.memories.sizes()
             or (found := engine.memories.get(AgentKey(NS, name))) is None
         ):
             return None

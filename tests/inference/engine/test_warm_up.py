@@ -49,7 +49,7 @@ def test_a_warm_engine_has_computed_and_holds_nothing(
         warm_up(engine)
         assert len(passes) >= 2, "a prompt and a decoded token"
         assert engine.computed_tokens == 0
-        assert engine.memories.agents() == set()
+        assert engine.memories.sizes() == {}
         assert engine.memory_used_bytes == 0
         assert engine.preemptions == 0
         assert Driver(engine).turn((5, 6, 7), **_DRAWN).state.token_ids == before, "a seed draws what it drew"
@@ -111,7 +111,7 @@ def test_an_idle_gpu_takes_every_shape_of_a_first_crowd_and_gives_way(
         asyncio.run(warm_up_while_idle(engine, is_idle, lambda: 0.0))
         engine._thread.post(lambda _: None).result(60)
         assert engine.memory_used_bytes == 0
-        assert engine.memories.agents() == set()
+        assert engine.memories.sizes() == {}
         assert (engine.computed_tokens == 0) or comes
     finally:
         engine.close()
@@ -131,7 +131,7 @@ def test_an_idle_gpu_drops_no_memory_of_a_caller_for_its_own_turns(tmp_path: Pat
         before = engine.computed_tokens
         engine.device = "any other"
         asyncio.run(warm_up_while_idle(engine, lambda: True, lambda: 0.0))
-        assert engine.memories.agents() == keys
+        assert {*engine.memories.sizes()} == keys
         assert engine.computed_tokens == before
     finally:
         engine.close()

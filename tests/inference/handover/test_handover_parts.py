@@ -23,6 +23,7 @@ from inference_svc.handover.resume_tokens import LIVES_S, ResumeTokens, WaitingR
 from inference_svc.memory.recall import NOTHING_REMEMBERED
 from inference_svc.model.prompting import Tokenized
 from inference_svc.text.token_ids import TokenIds
+from inference_svc.text.token_text import TokenText
 from inference_svc.turns import taken_turns
 from inference_svc.turns.phases import BegunPrompt, BegunTurn, Prompted, Recalled
 from inference_svc.turns.progress import TurnTiming
@@ -136,10 +137,11 @@ def test_a_taken_turn_stays_brought_and_lends_no_rows(is_brought: bool) -> None:
 
 
 def test_what_a_turn_waited_before_its_engine_had_it_goes_along() -> None:
-    engine: Any = SimpleNamespace(told_text=lambda *_given: "told")
+    engine: Any = SimpleNamespace(token_text=TokenText.of_pieces(()), model=SimpleNamespace(stop_token_ids=()))
     giver = TurnGiver(engine, {}, {}, cast("Any", None), "0.1", Clock(), str)
     times = TurnTiming(arrived=10.0, queue_s=1.0, restore_s=0.5, first_token_at=14.0)
-    planned, request = SimpleNamespace(plan=object()), SimpleNamespace(choice=0)
+    plan = TurnPlan(TokenIds((5, 6)), (2, 3), SamplingParams(9))
+    planned, request = SimpleNamespace(plan=plan), SimpleNamespace(choice=0)
     turn: Any = SimpleNamespace(planned=planned, request=request, times=times)
     spent = Timings(queue_s=0.25, restore_s=0.125, prefill_s=2.0, first_token_s=2.5, decode_s=7.0)
     carried = CarriedTurn(TokenIds((5, 6, 7)), 2, 1, 0, (1, 2), (), {0: 0}, spent)

@@ -91,8 +91,8 @@ class Engine:
         self.model = SimpleNamespace(kv_identity_hash=KV)
         self.hot: dict[str, AgentMemory] = {}
 
-    def agents(self) -> set[AgentKey]:
-        return {AgentKey("default", agent) for agent in self.hot}
+    def sizes(self) -> dict[AgentKey, int]:
+        return {AgentKey("default", agent): 1 for agent in self.hot}
 
     def tag_of(self, key: AgentKey) -> object:
         return self.hot.get(key.agent_id)

@@ -26,7 +26,6 @@ from inference_svc.engine.api import (
     SamplingParams,
     Started,
     Timings,
-    TurnPlan,
 )
 from inference_svc.kv.damage import DamagedFile
 from inference_svc.memory.agent_memory import AgentMemory, Publication
@@ -48,6 +47,7 @@ from inference_svc.text.replies.reply_parts import ReplyReader
 from inference_svc.text.sequence_state import SequenceState
 from inference_svc.text.templates.template_clock import TemplateClock
 from inference_svc.text.token_ids import TokenIds
+from inference_svc.text.token_text import TokenText
 from inference_svc.turns.admission import Admission
 from inference_svc.turns.engine_parts import EngineParts
 from inference_svc.turns.phases import BegunPrompt, BegunTurn, Ran, Remembered
@@ -358,15 +358,13 @@ class Taking(Surroundings):
     """An engine to which another engine's turn comes, and what it is told of it."""
 
     copies = SimpleNamespace(pin=lambda *_asked: None)
+    token_text = TokenText.of_pieces(())
 
     def __init__(self) -> None:
         super().__init__([remembered(OURS, "ours")], losses=0)
         self.carried: list[CarriedTurn | None] = []
         self.waited: list[tuple[float, float | None]] = []  # in the queue, and until the first token
         self.cursors: list[EventCursor | None] = []
-
-    def told_text(self, plan: TurnPlan, carried: CarriedTurn) -> str:
-        return ""
 
     def submit(self, plan: Any, on_events: Callable[[list[Event]], None]) -> object:
         self.carried.append(plan.carried)

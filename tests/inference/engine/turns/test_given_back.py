@@ -51,7 +51,7 @@ def pool_of(driver: Driver) -> KvPool:
 def remembered(driver: Driver) -> AgentKey:
     """An agent whose memory the store has."""
     key, _ = driver.remember(LENGTH, seed=11)
-    driver.engine.tag_hot(key, None, Stored())
+    driver.engine.memories.tag(key, None, Stored())
     return key
 
 
@@ -60,12 +60,12 @@ def test_an_idle_engine_keeps_little_and_its_agents_go_on_from_their_files(drive
     key = remembered(driver)
     files, stayed = driver.restored(key), driver.fork(key)
     expected = driver.reply(driver.turn((*files.token_ids, *SUFFIX), Hot(LENGTH), stayed))
-    driver.engine.tag_hot(stayed, None, Stored())
+    driver.engine.memories.tag(stayed, None, Stored())
     grown = pool_bytes(pool_of(driver))
     assert grown > first
     assert driver.engine.give_back(0).result(60) == grown - first
     assert pool_bytes(pool_of(driver)) == first
-    assert driver.engine.hot_keys() == set()
+    assert driver.engine.memories.sizes() == {}
     assert driver.reply(driver.turn((*files.token_ids, *SUFFIX), files, driver.key())) == expected
 
 
@@ -75,15 +75,15 @@ def test_memory_goes_back_between_two_steps_of_a_reply_and_changes_none_of_its_t
     prompt, other = (*driver.restored(extended).token_ids, *SUFFIX), driver.fork(extended)
     expected = driver.reply(driver.turn(prompt, Hot(LENGTH), other))
     unstored, gone, listener, freed = driver.fork(extended), remembered(driver), Listener(), list[Future[int]]()
-    driver.engine.drop_hot(other).result(60)  # so that the turn's new page lies in front of those that go
+    driver.engine.memories.drop(other).result(60)  # so that the turn's new page lies in front of those that go
     for count in (3, 8):
         listener.at(Tokens, count, lambda: freed.append(driver.engine.give_back(0)))
     driver.submit(prompt, Hot(LENGTH), extended, listener=listener)
     assert driver.reply(listener.end()) == expected
     assert sum(each.result(60) for each in freed) > 0
-    hot = driver.engine.hot_keys()
+    hot = driver.engine.memories.sizes()
     assert gone not in hot
-    assert {extended, unstored} <= hot
+    assert {extended, unstored} <= {*hot}
     files = driver.restored(extended)
     again = driver.turn((*files.token_ids, *SUFFIX), Hot(len(files.token_ids)), driver.fork(extended))
     assert driver.reply(again) == driver.reply(driver.turn((*files.token_ids, *SUFFIX), files, driver.key()))

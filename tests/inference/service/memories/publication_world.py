@@ -93,8 +93,8 @@ class Engine:
     def tag_of(self, _key: AgentKey) -> Any:
         return self.hot.tag if self.hot is not None else None
 
-    def agents(self) -> set[AgentKey]:
-        return {KEY} if self.hot is not None else set()
+    def sizes(self) -> dict[AgentKey, int]:
+        return {KEY: 1} if self.hot is not None else {}
 
     def pin(self, _key: AgentKey, _first_block: int, _most: int, stored_windows: Mapping[int, range]) -> "Future[Any]":
         assert not stored_windows

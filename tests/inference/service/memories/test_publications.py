@@ -101,6 +101,20 @@ def test_a_turn_has_its_predecessors_base_only_if_that_one_never_became_a_versio
     run(scenario)
 
 
+def test_no_other_engine_gets_the_line_by_asking_while_a_publication_runs() -> None:
+    async def scenario() -> None:
+        house = House(OTHERS)
+        house.store.up.clear()
+        publishing = house.publish(remembered("one", OTHERS))
+        await asyncio.sleep(0)
+        assert house.line.is_used
+        house.store.up.set()
+        assert (await publishing).state is SnapshotState.COMMITTED
+        assert not house.line.is_used
+
+    run(scenario)
+
+
 def test_what_extends_a_memory_that_lost_loses_too() -> None:
     async def scenario() -> None:
         house = House(OTHERS)
