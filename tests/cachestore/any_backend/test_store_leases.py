@@ -23,7 +23,8 @@ def test_a_fenced_late_writer_is_refused(lab: Lab, store: Store) -> None:
     lab.clock.pass_s(11)
     new = store.leases.acquire(NS, "a", KV, "engine-2", 10)
     assert new.token.generation == old.token.generation + 1
-    assert new.head_version == 1
+    assert new.newest is not None
+    assert new.newest.version == 1
     with pytest.raises(Conflict) as refused:
         publish(store, "a", late, 1, lease=old.token)
     assert refused.value.reason == "LEASE_FENCED"
