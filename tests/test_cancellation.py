@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.test_walls import modules
+from tests.source_trees import modules
 
 _CATCHES = ("BaseException", "CancelledError")
 Coroutine = ast.AsyncFunctionDef

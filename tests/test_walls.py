@@ -5,15 +5,15 @@ A row says what is walled in, who may hold it, and why. Lazy imports and those u
 
 import ast
 import fnmatch
-import gc
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
 import pytest
 
+from tests.source_trees import called, class_names, imported, modules, touched
 from tools.draw_house import (
     BENCH,
     GATEWAY,
@@ -30,9 +30,6 @@ from tools.draw_house import (
 )
 
 ROOT = Path(__file__).parent.parent
-
-
-GENERATED = ("*_pb2.py", "*_pb2_grpc.py")
 
 
 @dataclass(frozen=True)
@@ -202,77 +199,6 @@ def names_match(name: str, patterns: tuple[str, ...]) -> bool:
     return any(fnmatch.fnmatchcase(name, pattern) or fnmatch.fnmatchcase(name, f"{pattern}.*") for pattern in patterns)
 
 
-@cache
-def modules() -> dict[str, ast.Module]:
-    """Every module of ours that is not generated, by its path from the root."""
-    found: dict[str, ast.Module] = {}
-    gc.disable()  # two thirds of the time would go into looking for garbage among nodes that stay
-    try:
-        for package in PACKAGES:
-            for path in sorted((ROOT / package).rglob("*.py")):
-                if not matches(path.name, GENERATED):
-                    found[path.relative_to(ROOT).as_posix()] = ast.parse(path.read_text(), str(path))
-    finally:
-        gc.enable()
-        gc.freeze()
-    return found
-
-
-@cache
-def imported(tree: ast.Module) -> list[tuple[int, str]]:
-    return list(_imported(tree))
-
-
-def _imported(tree: ast.Module) -> Iterator[tuple[int, str]]:
-    """Every name that a module imports anywhere: `import a.b`, `from a import b` as a.b, importlib with a literal."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            yield from ((node.lineno, alias.name) for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"line {node.lineno}: relative import; the walls read absolute ones"
-            yield from ((node.lineno, f"{node.module}.{alias.name}") for alias in node.names)
-        elif isinstance(node, ast.Call) and _dotted(node.func) in ("importlib.import_module", "__import__"):
-            yield from ((node.lineno, str(name.value)) for name in node.args[:1] if isinstance(name, ast.Constant))
-
-
-def touched(tree: ast.Module) -> Iterator[tuple[int, str]]:
-    """Every dotted name that is read, with `from x import y` names spelled in full."""
-    names = _imported_names(tree)
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Attribute | ast.Name) and (name := _dotted(node)):
-            yield node.lineno, _in_full(name, names)
-
-
-def called(tree: ast.Module) -> Iterator[tuple[int, str]]:
-    """Like `touched`, of what is called: `clock: Clock = time.monotonic` passes a clock in and calls nothing."""
-    names = _imported_names(tree)
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Call) and (name := _dotted(node.func)):
-            yield node.lineno, _in_full(name, names)
-
-
-def _imported_names(tree: ast.Module) -> dict[str, str]:
-    return {
-        alias.asname or alias.name: f"{node.module}.{alias.name}"
-        for node in ast.walk(tree)
-        if isinstance(node, ast.ImportFrom)
-        for alias in node.names
-    }
-
-
-def _in_full(name: str, names: dict[str, str]) -> str:
-    first, dot, rest = name.partition(".")
-    return names.get(first, first) + dot + rest
-
-
-def _dotted(node: ast.AST) -> str:
-    if isinstance(node, ast.Name):
-        return node.id
-    if isinstance(node, ast.Attribute) and (owner := _dotted(node.value)):
-        return f"{owner}.{node.attr}"
-    return ""
-
-
 def breaches(wall: Wall, trees: dict[str, ast.Module], read: object) -> list[str]:
     return [
         f"{path}:{line} has {name}: {wall.reason}"
@@ -394,7 +320,7 @@ def _opens_with_sentence(docstring: str | None) -> bool:
 
 @cache
 def graph_of(package: str) -> dict[str, set[str]]:
-    return module_graph(ROOT, package)
+    return module_graph(ROOT, package, lambda path: modules()[path.relative_to(ROOT).as_posix()])
 
 
 # Which rooms a room may import: the arrows between folders, and none that is not here.
@@ -501,17 +427,6 @@ def test_a_wait_that_others_have_too_is_named_once(trees: dict[str, ast.Module])
 
 def test_sql_stands_in_one_folder() -> None:
     assert [path for path in statements_of_sql(ROOT) if "/index/sqlite/" not in path] == []
-
-
-def class_names(trees: dict[str, ast.Module], package: str) -> dict[str, list[str]]:
-    """Files of a package by the name of each class that they define at their top level, private ones included."""
-    files: dict[str, list[str]] = {}
-    for path, tree in trees.items():
-        if path.startswith(f"{package}/"):
-            for node in tree.body:
-                if isinstance(node, ast.ClassDef):
-                    files.setdefault(node.name, []).append(path)
-    return files
 
 
 def shared_names(trees: dict[str, ast.Module], package: str) -> dict[str, list[str]]:

@@ -8,7 +8,7 @@ import argparse
 import ast
 import html
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 
 SDK = "clients/python/kvasir"
@@ -44,10 +44,14 @@ def modules(root: Path, package: str) -> dict[str, Path]:
     return found
 
 
-def imports(path: Path, known: Iterable[str]) -> Iterator[str]:
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+def imports(tree: ast.Module, known: Iterable[str]) -> Iterator[str]:
     """The modules of `known` that a file imports anywhere, under TYPE_CHECKING and inside functions too."""
     known = set(known)
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names if alias.name in known)
         elif isinstance(node, ast.ImportFrom) and node.module:
@@ -57,10 +61,10 @@ def imports(path: Path, known: Iterable[str]) -> Iterator[str]:
                     yield whole if whole in known else node.module
 
 
-def module_graph(root: Path, package: str) -> dict[str, set[str]]:
+def module_graph(root: Path, package: str, tree_of: Callable[[Path], ast.Module] = parsed) -> dict[str, set[str]]:
     """Which module imports which, packages' own `__init__` left out unless something is imported from it."""
     found = modules(root, package)
-    return {name: set(imports(path, found)) - {name} for name, path in found.items()}
+    return {name: set(imports(tree_of(path), found)) - {name} for name, path in found.items()}
 
 
 def box_of(module: str) -> str:

@@ -13,7 +13,7 @@ from kvasir import errors
 from kvasir.common.v1 import error_reason_pb2
 from kvasir.status import ANSWERS
 
-from tests.test_walls import modules
+from tests.source_trees import modules, nodes
 
 ROOT = Path(__file__).parents[2]
 PROTO = (ROOT / "proto/kvasir/common/v1/error_reason.proto").read_text()
@@ -58,8 +58,7 @@ def raised() -> list[Raised]:
     made = []
     for path, tree in modules().items():
         if path.startswith(_SOURCES) and not path.startswith(_LOCAL):
-            calls = (node for node in ast.walk(tree) if isinstance(node, ast.Call))
-            made += [found for call in calls if (found := _made(call, path))]
+            made += [found for call in nodes(tree)[ast.Call] if (found := _made(call, path))]
     return made
 
 

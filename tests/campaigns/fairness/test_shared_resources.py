@@ -11,7 +11,7 @@ import pytest
 
 from tests.campaigns.fairness.shared_resources import OWN, SHARED
 from tests.campaigns.fairness.shared_table import Shared, markdown
-from tests.test_walls import modules
+from tests.source_trees import modules, nodes
 
 ROOT = Path(__file__).parents[3]
 PACKAGES = ("inference_svc/", "cachestore_svc/", "clients/python/kvasir/", "clients/python/kvasir_gateway/")
@@ -46,15 +46,16 @@ def sources() -> list[tuple[str, ast.Module]]:
 @functools.cache
 def reasons() -> frozenset[str]:
     """Every text of capitals alone in the sources."""
-    constants = (node for _, tree in sources() for node in ast.walk(tree) if isinstance(node, ast.Constant))
+    constants = (node for _, tree in sources() for node in nodes(tree)[ast.Constant])
     return frozenset(node.value for node in constants if isinstance(node.value, str) and node.value.isupper())
 
 
 def sites(path: str, tree: ast.Module) -> Iterator[str]:
     """Where the file makes something that can be full: the name that it gets, or else the function that makes it."""
-    for node in ast.walk(tree):
-        if not isinstance(node, ast.Assign | ast.AnnAssign | ast.FunctionDef | ast.AsyncFunctionDef):
-            continue
+    if not any(_name(call.func) in MAKERS for call in nodes(tree)[ast.Call]):
+        return
+    kinds = (ast.Assign, ast.AnnAssign, ast.FunctionDef, ast.AsyncFunctionDef)
+    for node in (node for kind in kinds for node in nodes(tree)[kind]):
         made = {maker for maker in ast.walk(node) if isinstance(maker, ast.Call) and _name(maker.func) in MAKERS}
         if not made:
             continue
