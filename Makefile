@@ -32,6 +32,7 @@ compiled: install
 # What needs no service, no model and no disk that syncs, and takes no turns: chosen by measurement, a minute in all.
 CHECKED := -m "not long" $(addprefix tests/inference/,edge memory model scheduling text turns) \
   $(patsubst %,--ignore=tests/inference/model/test_%.py,lean_transformers mapped_weights probe_memory text_embedder) \
+  $(patsubst %,--ignore=tests/%.py,bench/test_lab bench/test_make_model kvasir/test_lean_imports kvasir/server/test_log_errors) \
   tests/bench tests/kvasir tests/campaigns/mutation tests/campaigns/fairness/test_shared_resources.py tests/test_walls.py tests/test_lessons.py tests/test_readme.py tests/test_words.py
 
 check: install ## While you work, a minute: lint, types, contract, walls, and the tests that need no service and no model
@@ -39,7 +40,7 @@ check: install ## While you work, a minute: lint, types, contract, walls, and th
 
 .PHONY: checked
 checked: install
-	$(BIN)/python -m pytest -n 3 --dist worksteal $(CHECKED)
+	$(BIN)/python -m pytest -n 2 --dist worksteal $(CHECKED)
 
 test-gpu: install ## KV and engine on the GPU that MLX finds, TF32 off; says so where there is none
 	$(BIN)/python -m tests.on_gpu $(GPU)
