@@ -84,8 +84,8 @@ def test_long_calls_of_one_namespace_leave_the_interpreter_to_others() -> None:
         greedy = [asyncio.create_task(threads.run_long("greedy", look_up)) for _ in range(8)]
         await asyncio.sleep(0.05)
         assert (running, most) == (1, 1)
-        await asyncio.wait_for(threads.run_long("other", lambda: None), 2)
-        await asyncio.wait_for(threads.run("other", lambda: None), 2)
+        await asyncio.wait_for(threads.run_long("other", lambda: None), 20)
+        await asyncio.wait_for(threads.run("other", lambda: None), 20)
         done.set()
         await asyncio.gather(*greedy)
         assert most == 1

@@ -171,7 +171,7 @@ def test_what_takes_a_memory_back_asks_the_holder_of_the_lease_and_goes_on_when_
 def test_what_takes_a_memory_back_is_told_to_retry_when_a_lease_outlasts_its_time(client: StoreClient) -> None:
     publish(client, "held for long", SyntheticAgent(SMALL, 40).turn(300), 0)
     held = client.acquire_lease("held for long", KV, "engine-1", ttl_s=60)
-    impatient = StoreClient(client._channel, timeout_s=0.6)
+    impatient = StoreClient(client._channel, timeout_s=1.5)
     with pytest.raises(Unavailable) as refused:
         impatient.rollback_agent("held for long", 1)
     assert refused.value.reason == "LEASE_HELD"

