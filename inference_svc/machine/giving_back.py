@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Callable
-from concurrent.futures import CancelledError, Future
+from concurrent.futures import Future
 from typing import Protocol
 
 import structlog
@@ -65,11 +65,9 @@ class GivingBack:
 
 
 async def _give(engine: Giver, most_bytes: int, why: str) -> None:
-    try:
-        freed = await asyncio.wrap_future(engine.give_back(most_bytes))
-    except (CancelledError, asyncio.CancelledError):
-        if (task := asyncio.current_task()) is not None and task.cancelling():
-            raise
+    giving = asyncio.wrap_future(engine.give_back(most_bytes))
+    await asyncio.wait({giving})
+    if giving.cancelled():
         return  # the engine has ended
-    if freed:
+    if freed := giving.result():
         _LOG.info("kv.given_back", bytes=freed, why=why)
