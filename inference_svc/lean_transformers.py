@@ -11,7 +11,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from kvasir.lean_imports import hidden
+from kvasir.server.lean_imports import hidden
 
 
 def import_transformers_without_torch() -> None:

@@ -1,6 +1,6 @@
 """The catalog in SQLite: the only place with SQL. Imported only where a data directory is opened or looked at."""
 
-from kvasir.lean_imports import hidden
+from kvasir.server.lean_imports import hidden
 
 with hidden("numpy", "pandas"):  # for types that we never store; pandas alone takes a second
     import sqlite_utils  # noqa: F401

@@ -3,7 +3,7 @@
 To make room, idle memories are dropped. Namespaces that hold more than their share of the budget lose memories first,
 and only as many as exceed the share, so that one namespace with many agents does not drop another's few. Then all
 namespaces lose some: an idle memory keeps no turn waiting. Within each group memories of background agents go first,
-then the order is that of `expected_use`. Memories share pages: dropping one frees only what nobody else holds. A memory
+then the order is that of `ExpectedUse`. Memories share pages: dropping one frees only what nobody else holds. A memory
 that a running turn extends is not dropped, and none is dropped if that would not make enough room.
 
 Unstored memories go last, and not at all while they are on their way to the store (`Owed`). A memory that is being
@@ -16,13 +16,15 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from inference_svc.engine.api import AgentKey, Priority
-from inference_svc.engine.scheduling.expected_use import ExpectedUse
 from inference_svc.engine.scheduling.memory_ledger import MemoryLedger, Reservation
 from inference_svc.kv.pages.page_allocator import PageAllocator
 from inference_svc.text.sequence_state import SequenceState
 
 if TYPE_CHECKING:  # so that the budget is tested where there is no MLX
     from inference_svc.kv.sequence_kv import SequenceKV
+
+_REMEMBERED = 4_096  # agents whose rhythm is known, with and without a memory
+_PLANNED_TURNS = 16  # a plan that read a memory is submitted within so many turns of others, or never
 
 
 class Owed(Protocol):
@@ -66,6 +68,53 @@ class ResidentMemory:
     def shareable(self) -> int:
         """Leading tokens whose KV was computed on the grid."""
         return self.state.shareable_tokens
+
+
+@dataclass
+class _Rhythm:
+    last: int  # turn number of the agent's last turn
+    interval: int | None = None  # turns between its last two
+    planned: int | None = None  # turn number at which its next turn was planned
+
+
+class ExpectedUse:
+    """Which hot memory to drop first: the one whose agent is expected last.
+
+    The time is counted in turns of all agents. An agent is expected again after as many turns as lay between its last
+    two. An agent that had one turn only, or that is overdue, is expected after as many turns as it has been silent. So
+    among strangers the least recently used memory goes first. Of agents that take turns in a ring too large for the
+    budget, the agent that has just had its turn goes and the others stay: least recently used would drop each memory
+    just before its turn, and no agent would ever find its own (LESSONS 27).
+    """
+
+    def __init__(self) -> None:
+        self._now = 0
+        self._rhythms: dict[AgentKey, _Rhythm] = {}  # last turn first to go
+
+    def took_turn(self, key: AgentKey) -> None:
+        """A turn of the agent left a memory: count it."""
+        self._now += 1
+        before = self._rhythms.pop(key, None)
+        self._rhythms[key] = _Rhythm(self._now, None if before is None else self._now - before.last)
+        if len(self._rhythms) > _REMEMBERED:
+            del self._rhythms[next(iter(self._rhythms))]
+
+    def plans(self, key: AgentKey) -> None:
+        """A turn of the agent is being planned: its memory is about to be used."""
+        if rhythm := self._rhythms.get(key):
+            rhythm.planned = self._now
+
+    def turns_until(self, key: AgentKey) -> int:
+        """After how many turns of all agents this agent is expected. An unknown agent is expected last."""
+        rhythm = self._rhythms.get(key)
+        if rhythm is None:
+            return self._now + 1
+        if rhythm.planned is not None and self._now - rhythm.planned < _PLANNED_TURNS:
+            return -1
+        silent = self._now - rhythm.last
+        if rhythm.interval is not None and silent <= rhythm.interval:
+            return rhythm.interval - silent
+        return silent
 
 
 class OutgoingMemories:
@@ -131,7 +180,7 @@ class HotMemories:
         self.ledger = MemoryLedger(pages, page_bytes, budget_bytes)
         self._memories: dict[AgentKey, ResidentMemory] = {}
         self.outgoing = OutgoingMemories(self._memories, self.ledger)
-        self._expected: ExpectedUse[AgentKey] = ExpectedUse()
+        self._expected = ExpectedUse()
 
     # --- memories ---
 

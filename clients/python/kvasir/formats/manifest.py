@@ -6,6 +6,7 @@ InvalidArgument that names the field ("manifest.token_chars").
 
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
+from functools import cache
 from itertools import accumulate
 from typing import Any
 
@@ -16,7 +17,6 @@ from kvasir.errors import InvalidArgument
 from kvasir.formats.block_hash import BLOCK_TOKENS
 from kvasir.formats.digest import Digest, is_hash
 from kvasir.formats.layer_groups import KEEPS_ALL, first_touched_block, has_recurrent_layers, windows_of
-from kvasir.formats.manifest_scan import ScanError, count_records
 from kvasir.names import check_request_id
 
 # Of the first release. It changes with the first change after it that a reader of that release would take for something
@@ -41,6 +41,8 @@ FINISH_REASONS = frozenset({"", "stop", "length", "stop_sequence", "tool_calls",
 _BITS = (4, 8, 16)
 # In a remembered text it stands inside letters that spell a special token (manifest.proto).
 _GUARD = "\ufdd0"
+_VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5  # of the wire
+_MAX_VARINT_BYTES = 10
 
 _KEEPS_STATE = (identity_pb2.LAYER_KIND_WINDOW, identity_pb2.LAYER_KIND_STATE)
 _STATE_TYPES = (
@@ -48,6 +50,69 @@ _STATE_TYPES = (
     identity_pb2.TENSOR_TYPE_FLOAT16,
     identity_pb2.TENSOR_TYPE_BFLOAT16,
 )
+
+
+# --- records are counted before they are parsed ---
+# An empty submessage costs 2 bytes on the wire and a hundred times as much in memory: a size limit is not enough.
+
+
+class _ScanError(ValueError):
+    """The bytes are not the wire form of a message, or have too many records."""
+
+
+def _count_records(data: bytes, descriptor: Any, most: int) -> int:
+    """How often fields occur in a message and in the messages inside it; `descriptor` describes its type.
+
+    Raises _ScanError as soon as there are more than `most`.
+    """
+    return _count(data, 0, len(data), _table(descriptor), 0, most)
+
+
+@cache
+def _table(descriptor: Any) -> dict[int, Any]:
+    """Field number → the table of the messages in that field. No message type contains itself."""
+    return {field.number: _table(field.message_type) for field in descriptor.fields if field.message_type is not None}
+
+
+def _count(data: bytes, position: int, end: int, table: dict[int, Any], count: int, most: int) -> int:
+    while position < end:
+        count += 1
+        if count > most:
+            raise _ScanError(f"expected at most {most} fields")
+        tag, position = _varint(data, position, end)
+        wire_type = tag & 7
+        if wire_type == _BYTES:
+            size, position = _varint(data, position, end)
+            if size > end - position:
+                raise _ScanError("a field is longer than what holds it")
+            inner = table.get(tag >> 3)
+            if inner is not None:
+                count = _count(data, position, position + size, inner, count, most)
+            position += size
+        elif wire_type == _VARINT:
+            _, position = _varint(data, position, end)
+        elif wire_type in (_FIXED64, _FIXED32):
+            position += 8 if wire_type == _FIXED64 else 4
+        else:
+            raise _ScanError(f"wire type {wire_type}")
+    if position != end:
+        raise _ScanError("the last field is cut")
+    return count
+
+
+def _varint(data: bytes, position: int, end: int) -> tuple[int, int]:
+    """A number, and the position behind it."""
+    value = shift = 0
+    for place in range(position, min(end, position + _MAX_VARINT_BYTES)):
+        byte = data[place]
+        value |= (byte & 0x7F) << shift
+        if byte < 0x80:
+            return value, place + 1
+        shift += 7
+    raise _ScanError("a number is cut or too long")
+
+
+# --- manifests ---
 
 
 def without_guards(text: str) -> str:
@@ -84,9 +149,9 @@ def parse(data: bytes | bytearray | memoryview) -> manifest_pb2.Manifest:
         raise _wrong("", f"expected at most {MAX_MANIFEST_BYTES} bytes, got {size_bytes}")
     held = bytes(data)
     try:
-        count_records(held, manifest_pb2.Manifest.DESCRIPTOR, MAX_RECORDS)
+        _count_records(held, manifest_pb2.Manifest.DESCRIPTOR, MAX_RECORDS)
         manifest = manifest_pb2.Manifest.FromString(held)
-    except (DecodeError, ScanError) as error:
+    except (DecodeError, _ScanError) as error:
         raise _wrong("", f"not a serialized kvasir.cachestore.v1.Manifest: {error}") from None
     check(manifest)
     return manifest
