@@ -46,8 +46,6 @@ class ModelRunner:
         self.model: Any = model
         self._short: ShortPass | None = None  # over the pool that was used last
         self.is_on_gpu = mx.default_device().type == mx.DeviceType.gpu
-        # A card's memory is the engine's own, and stays flat; a Mac's is the system's too.
-        self.takes_pool_at_once = self.is_on_gpu and mx.cuda.is_available()
         if known is not None:
             _take_probed(model, known)
         self.probed = known or _probed(model)
@@ -63,6 +61,11 @@ class ModelRunner:
         self.compute_type = _DTYPE_NAMES[self.layout.kv_type]
         self.compute_item_bytes = int(self.layout.kv_type.size)
         self.vocabulary_size = self.probed.vocabulary_size
+
+    @property
+    def takes_pool_at_once(self) -> bool:
+        """Whether a pool is allocated whole: a card's memory is the engine's own, a Mac's is the system's too."""
+        return self.is_on_gpu and mx.cuda.is_available()
 
     def new_pool(
         self, policy: identity_pb2.KvPolicy, budget_bytes: int = _ANY_BYTES, *, is_allocated: bool = False

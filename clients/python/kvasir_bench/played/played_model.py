@@ -41,6 +41,8 @@ _LIKELY = 20.0  # a logit beside which all others, of 0, have no chance
 class PlayedRunner(ModelRunner):
     """What the engine uses of a runner, without a model. MLX's own operations write the pages, on every device."""
 
+    takes_pool_at_once = True  # a pool that grows copies gigabytes, which is not to be measured
+
     def __init__(
         self,
         layers: Sequence[identity_pb2.LayerLayout],
@@ -53,7 +55,6 @@ class PlayedRunner(ModelRunner):
         self._tokens_per_s = tokens_per_s
         self._sleep = sleep
         self.is_on_gpu = False
-        self.takes_pool_at_once = True  # a pool that grows copies gigabytes, which is not to be measured
         self.layers = tuple(layers)
         self.compute_type = _COMPUTE_TYPE
         self.compute_item_bytes = 2

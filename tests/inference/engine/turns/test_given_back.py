@@ -11,6 +11,7 @@ from inference_svc.engine.api import AgentKey, Hot, Tokens
 from inference_svc.engine.engine import Engine
 from inference_svc.kv.pages import pool as pool_module
 from inference_svc.kv.pages.pool import KvPool
+from inference_svc.model.model_runner import ModelRunner
 from tests.inference.engine.driving import Driver, Listener, tokens_of
 from tests.inference.engine.emulated import emulated_engine
 from tests.inference.kv.attention.emulators import needs_compiler
@@ -36,6 +37,7 @@ def driver(
     options = {"cache_dir": tmp_path_factory.mktemp("digests"), "memory_budget_bytes": 8 << 20, "longest_gap_s": 0}
     with contextlib.ExitStack() as exits, pytest.MonkeyPatch.context() as patch:
         patch.setattr(pool_module, "_FIRST_PAGES", 1)
+        patch.setattr(ModelRunner, "takes_pool_at_once", False)  # so that a card's pool grows, too
         if request.param != "the device":
             yield exits.enter_context(emulated_engine(model_dir, **options))
         else:
