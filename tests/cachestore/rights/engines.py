@@ -7,6 +7,7 @@ import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from kvasir.clients import AioInferenceClient
@@ -83,7 +84,7 @@ async def players(root: Path, places: Sequence[Place], liars: Mapping[str, str])
             options = [
                 *("serve", "--listen", addresses[place.name]),
                 *("--store", place.store, "--model", str(model), "--state-dir", str(root / f"state-{place.name}")),
-                *("--memory-gib", "0.05", "--store-budget-ms", "5000", "--commit-wait-s", "10"),
+                *("--store-budget-ms", "5000", "--commit-wait-s", "10"),
             ]
             if place.callers:
                 options += ["--credentials-file", str(root / f"{place.name}.toml")]
@@ -119,7 +120,8 @@ async def _player(place: Place, options: Sequence[str], tokens: Mapping[str, str
             parts.closing(store.connection)
         stats, admission = ServiceStats(time.monotonic()), Admission(settings.admission, time.monotonic)
         service = _Service(settings, server, stores, stats, admission, _peers(settings, parts))
-        opener = service.model_opener(f"engine-{secrets.token_hex(8)}", Engine.open, lambda _: None)
+        open_engine = partial(Engine.open, memory_budget_bytes=50 << 20)
+        opener = service.model_opener(f"engine-{secrets.token_hex(8)}", open_engine, lambda _: None)
         host = parts.closing(ModelHost(settings.models, opener))
         await host.load(host.names[0])
         await service.until_stores_answer()
