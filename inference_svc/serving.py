@@ -100,7 +100,8 @@ async def serve(settings: EngineSettings, open_engine: Callable[..., Engine]) ->
     phases = StartPhases("import", BEGAN_S, time.monotonic)
     neighbour = _neighbour() if settings.neighbour else None
     async with Parts() as parts:
-        open_engine = partial(open_engine, memory_budget_bytes=_kv_budget(settings, parts).of)
+        budget = _kv_budget(settings, parts)
+        open_engine = partial(open_engine, memory_budget_bytes=budget.of)
         audit = parts.closing(_audit(settings))
         owner = LeaseOwner(settings.state_dir, lambda: f"engine-{secrets.token_hex(8)}")
         parts.callback(owner.close)
@@ -116,7 +117,8 @@ async def serve(settings: EngineSettings, open_engine: Callable[..., Engine]) ->
             Admission(settings.admission, time.monotonic),
             _peers(settings, parts),
         )
-        host = ModelHost(settings.models, service.model_opener(owner.name, open_engine, phases.begin))
+        opener = service.model_opener(owner.name, open_engine, phases.begin)
+        host = ModelHost(settings.models, opener, budget.model_is_gone)
         reloading = service.reloading(audit, host)
         if settings.metrics_listen:
             page = service.page(audit, host, reloading)

@@ -82,6 +82,10 @@ class KvBudget:
         self._claims.claim(decide)
         return found
 
+    def model_is_gone(self) -> None:
+        """Claim nothing until the next model is loaded."""
+        self._claims.claim(lambda _: 0)
+
     def _checked(self, claimed_bytes: int) -> int:
         needed, device = self._weights_bytes + (self._given_bytes or 0), Device(self._total_bytes, claimed_bytes)
         if needed > device.left_bytes:

@@ -63,13 +63,19 @@ ServedT = TypeVar("ServedT", bound=Served)
 class ModelHost(Generic[ServedT]):
     """The models of one service. On one event loop."""
 
-    def __init__(self, models: Mapping[str, str], open_model: Callable[[str, str], Awaitable[ServedT]]) -> None:
+    def __init__(
+        self,
+        models: Mapping[str, str],
+        open_model: Callable[[str, str], Awaitable[ServedT]],
+        unloaded: Callable[[], object],
+    ) -> None:
         """`models`: the paths of the models that may be loaded, by name. `open_model` loads one by name and path; it
-        raises KvasirError if that fails.
+        raises KvasirError if that fails. `unloaded` is called when a model's memory is free.
         """
         self.names = tuple(models)  # of the models that may be loaded, in the order of the configuration
         self.served: ServedT | None = None  # the loaded model, even while it is being unloaded
         self.loaded = ""  # its name
+        self._unloaded = unloaded
         self._models = dict(models)
         self._open = open_model
         self._change: asyncio.Task[MemoriesLeft] | None = None
@@ -232,6 +238,7 @@ class ModelHost(Generic[ServedT]):
         await served.close()
         del served
         await asyncio.to_thread(device_memory.give_back, is_first=self.loads == 1)
+        self._unloaded()
         facts = {"stored": left.stored, "dropped": left.unstored, "left_bytes": device_memory.active_bytes()}
         log = _LOG.error if left.unstored else _LOG.info  # `kvasir down` reads it, at every log level
         log("model.unloaded", model=name, **facts)

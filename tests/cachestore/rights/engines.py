@@ -122,7 +122,7 @@ async def _player(place: Place, options: Sequence[str], tokens: Mapping[str, str
         service = _Service(settings, server, stores, stats, admission, _peers(settings, parts))
         open_engine = partial(Engine.open, memory_budget_bytes=50 << 20)
         opener = service.model_opener(f"engine-{secrets.token_hex(8)}", open_engine, lambda _: None)
-        host = parts.closing(ModelHost(settings.models, opener))
+        host = parts.closing(ModelHost(settings.models, opener, lambda: None))
         await host.load(host.names[0])
         await service.until_stores_answer()
         formats = parts.closing(ReplyFormats(GrammarTrial()))

@@ -54,7 +54,8 @@ def test_a_short_context_needs_less_than_half_of_a_large_machine() -> None:
 
 def test_a_size_that_others_leave_no_room_for_is_refused_before_anything_is_loaded(tmp_path: Path) -> None:
     with closing(Claims(tmp_path)) as first:
-        KvBudget(first, 10 * GIB, 6 * GIB, GIB).of(model(1.0))
+        first_budget = KvBudget(first, 10 * GIB, 6 * GIB, GIB)
+        first_budget.of(model(1.0))
         with closing(Claims(tmp_path)) as second:
             with pytest.raises(NoRoom, match=r"--memory-gib 4: .*10\.00 GiB, of which other engines here claim 7\.00"):
                 KvBudget(second, 10 * GIB, 4 * GIB, 0)
@@ -62,6 +63,8 @@ def test_a_size_that_others_leave_no_room_for_is_refused_before_anything_is_load
                 KvBudget(second, 10 * GIB, None, int(3.5 * GIB))
             assert KvBudget(second, 10 * GIB, 3 * GIB, 0).of(model(0.0)) == 3 * GIB
             assert first.of_others() == 3 * GIB
+            first_budget.model_is_gone()
+            assert second.of_others() == 0
         assert first.of_others() == 0
 
 

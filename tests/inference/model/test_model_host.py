@@ -45,7 +45,8 @@ def test_nobody_is_refused_because_a_model_is_just_falling_asleep(asked: str, mo
         async def open_model(_name: str, _path: str) -> SlowToGo:
             return SlowToGo()
 
-        host = ModelHost({"a": "/a", "b": "/b"}, open_model)
+        gone: list[bool] = []
+        host = ModelHost({"a": "/a", "b": "/b"}, open_model, lambda: gone.append(host.served is None))
         await host.load("a")
         model = host.serving("a")
         keeping = asyncio.create_task(host.keep_alive(0.001))
@@ -57,6 +58,7 @@ def test_nobody_is_refused_because_a_model_is_just_falling_asleep(asked: str, mo
         await asyncio.gather(*both)
         with contextlib.suppress(asyncio.CancelledError):
             await keeping
+        assert gone == [True], "its memory is another's"
         return host.loaded
 
     assert asyncio.run(scenario()) == LEFT[asked]
