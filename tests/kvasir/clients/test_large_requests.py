@@ -29,28 +29,37 @@ class _Engine(inference_pb2_grpc.InferenceServiceServicer):
 
     def Generate(self, request: pb.GenerateRequest, context: Any) -> Iterator[pb.GenerateResponse]:  # noqa: N802
         self._note(context)
+        if request.agent_id == "refused":
+            self._refuse(context)
         if request.resume_token:
             yield pb.GenerateResponse(delta=pb.Delta(text=f"rest of {request.resume_token}"))
             return
-        if request.agent_id == "refused":
-            self._refuse(context)
-        yield pb.GenerateResponse(delta=pb.Delta(text=str(len(request.prompt))))
+        text = pb.GenerateResponse(delta=pb.Delta(text=str(len(request.prompt))))
         if request.agent_id == "moves":
+            yield text
             yield pb.GenerateResponse(moved=pb.Moved(peer="other", resume_token="token"))
             return
-        ended = threading.Event()
-        context.add_callback(ended.set)
-        context.add_callback(self.ended.release)
-        assert ended.wait(60)
+        end = self._end_of(context)
+        if request.agent_id != "silent":
+            yield text
+        assert end.wait(60)
 
     def CountTokens(self, request: pb.CountTokensRequest, context: Any) -> pb.CountTokensResponse:  # noqa: N802
         self._note(context)
         if request.model == "refused":
             self._refuse(context)
+        if request.model == "waits":
+            assert self._end_of(context).wait(60)
         return pb.CountTokensResponse(tokens=len(request.prompt))
 
     def _note(self, context: Any) -> None:
         self.callers.append((context.peer(), dict(context.invocation_metadata()).get("authorization")))
+
+    def _end_of(self, context: Any) -> threading.Event:
+        end = threading.Event()
+        context.add_callback(end.set)
+        context.add_callback(self.ended.release)
+        return end
 
     def _refuse(self, context: Any) -> None:
         status = to_status(error := InvalidArgument("prompt: not that one", field="prompt"))
@@ -107,7 +116,7 @@ def test_a_refusal_of_a_large_request_names_its_field(engine: tuple[_Engine, str
     _run(engine[1], use)
 
 
-def test_a_large_turn_ends_at_the_engine_when_its_reader_leaves_or_its_time_is_over(
+def test_a_large_call_ends_at_the_engine_when_its_reader_leaves_or_its_time_is_over(
     engine: tuple[_Engine, str],
 ) -> None:
     served, address = engine
@@ -115,19 +124,20 @@ def test_a_large_turn_ends_at_the_engine_when_its_reader_leaves_or_its_time_is_o
     async def use(client: AioInferenceClient) -> str:
         async with aclosing(client.generate(prompt=_LARGE)) as events:
             text = (await anext(events)).delta.text
-        seen = len(served.callers)
-        waiting = asyncio.create_task(client.reply(prompt=_LARGE))
-        while len(served.callers) == seen:  # noqa: ASYNC110  of another thread's doing
-            await asyncio.sleep(0.01)
-        waiting.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await waiting
+        assert await asyncio.to_thread(served.ended.acquire, timeout=5)
+        for call in (client.reply(prompt=_LARGE), client.count_tokens(prompt=_LARGE, model="waits")):
+            seen, waiting = len(served.callers), asyncio.ensure_future(call)
+            while len(served.callers) == seen:  # noqa: ASYNC110  of another thread's doing
+                await asyncio.sleep(0.01)
+            waiting.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await waiting
+            assert await asyncio.to_thread(served.ended.acquire, timeout=5)
         with pytest.raises(DeadlineExceeded):
             await client.reply(prompt=_LARGE, timeout_s=0.5)
         return text
 
     assert _run(address, use) == str(LARGE_BYTES)
-    assert all(served.ended.acquire(timeout=10) for _ in range(2))
 
 
 def test_a_turn_moves_on_from_a_large_request(engine: tuple[_Engine, str]) -> None:
@@ -157,7 +167,7 @@ def test_a_call_that_is_cancelled_while_a_thread_begins_it_ends_as_it_begins(
     monkeypatch.setattr(_LargeCall, "_take", late)
 
     async def use(client: AioInferenceClient) -> bool:
-        turn = asyncio.create_task(client.reply(prompt=_LARGE))
+        turn = asyncio.create_task(client.reply(prompt=_LARGE, agent_id="silent"))
         await asyncio.to_thread(begins.wait, 10)
         turn.cancel()
         await asyncio.wait([turn])
