@@ -109,14 +109,8 @@ async def serve(settings: EngineSettings, open_engine: Callable[..., Engine]) ->
         server = _server(settings, neighbour, traces, audit)
         stores = open_stores(settings)
         parts.push_async_callback(_close_all, stores)
-        service = _Service(
-            settings,
-            server,
-            stores,
-            ServiceStats(time.monotonic()),
-            Admission(settings.admission, time.monotonic),
-            _peers(settings, parts),
-        )
+        stats, admission = ServiceStats(time.monotonic()), Admission(settings.admission, time.monotonic)
+        service = _Service(settings, server, stores, stats, admission, _peers(settings, parts))
         opener = service.model_opener(owner.name, open_engine, phases.begin)
         host = ModelHost(settings.models, opener, budget.model_is_gone)
         reloading = service.reloading(audit, host)
