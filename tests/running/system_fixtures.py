@@ -13,6 +13,7 @@ from pathlib import Path
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from kvasir.address import accepts
 from kvasir.clients import InferenceClient, StoreClient
 
 from inference_svc.model import kvasir_tiny
@@ -81,6 +82,8 @@ class Service:
         os.kill(self.pid, signal.SIGCONT)
 
     def _is_ready(self) -> bool:
+        if not accepts(self.address):  # a channel for each look would cost a hundred times as much
+            return False
         with grpc.insecure_channel(self.address) as channel:
             try:
                 request = health_pb2.HealthCheckRequest(service=self._health_name)
