@@ -10,6 +10,7 @@ import platform
 import sys
 import tempfile
 from collections.abc import Mapping
+from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -43,6 +44,7 @@ def described(
     load_optimized_blas()
     # Importing the engine imports MLX, and then it is too late for a BLAS.
     from inference_svc.engine.engine import Engine
+    from inference_svc.kv.attention.choice import checked_policies
     from inference_svc.machine.claims import Claims
     from inference_svc.machine.kv_budget import Device, total_bytes
 
@@ -74,6 +76,8 @@ def described(
             "families": {name: byte_costs(layers) for name, layers in REAL_LAYOUTS.items()},
             "device": engine.device,
             "blas": engine.blas,
+            "kernels": asdict(engine.kernels)
+            | {"policies": checked_policies(info.kv_identity.layers, info.compute_type)},
             "versions": _versions(),
         }
     finally:

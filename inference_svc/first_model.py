@@ -17,7 +17,7 @@ from pathlib import Path
 from queue import SimpleQueue
 from threading import Thread
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, NoReturn, Self
+from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeAlias
 
 from kvasir.options.engine import EngineTable
 from kvasir.options.finding import ENVIRONMENT, FLAG, Given, add_options, environment, find
@@ -26,6 +26,7 @@ from kvasir.options.texts import texts_of
 
 import inference_svc.formats.grammars  # noqa: F401 - two threads may not import transformers' parts at once
 from inference_svc.engine.mlx_thread import MlxThread
+from inference_svc.kv.attention.choice import Wanted
 from inference_svc.model import kvasir_tiny
 from inference_svc.model.loading import LoadedModel, load
 
@@ -34,7 +35,8 @@ if TYPE_CHECKING:
 
 _MODEL_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _SWITCH_S = 0.0002
-_NAMES = ("model", "compute_type", "copy_weights")
+_Given: TypeAlias = tuple[Path, str | None, bool, Wanted]  # directory, compute type, whether weights are copied
+_NAMES = ("model", "compute_type", "copy_weights", "kernels")
 
 
 class FirstModel:
@@ -42,7 +44,7 @@ class FirstModel:
 
     def __init__(self, arguments: Sequence[str]) -> None:
         """Begin to load. Never raises."""
-        self._given: tuple[Path, str | None, bool] | None = None
+        self._given: _Given | None = None
         self._loaded: LoadedModel | None = None
         # What the thread goes on with; None: with nothing. Not kept: who makes a worker holds its weights and pages.
         self._next: SimpleQueue[Callable[[], Any] | None] = SimpleQueue()
@@ -90,24 +92,24 @@ class FirstModel:
     def _worker(self) -> Any:
         """On the MLX thread."""
         assert self._given is not None
-        directory, compute_type, copies = self._given
+        directory, compute_type, copies, kernels = self._given
         # Threads that copy weights are many, and each waits so long for an import to let it go on.
         usual_s = sys.getswitchinterval()
         sys.setswitchinterval(_SWITCH_S)
         try:
             with contextlib.suppress(Exception):
-                self._loaded = load(directory, compute_type, copies_weights=copies)
+                self._loaded = load(directory, compute_type, copies_weights=copies, kernels=kernels)
         finally:
             sys.setswitchinterval(usual_s)
         if (make_worker := self._next.get()) is None:
             raise CancelledError
         return make_worker()
 
-    def _load(self, directory: Path, compute_type: str | None, *, copies_weights: bool = False) -> LoadedModel:
+    def _load(self, directory: Path, compute_type: str | None, *, copies_weights: bool, kernels: Wanted) -> LoadedModel:
         """As `load`, on the MLX thread; what was loaded is handed over."""
         loaded, self._loaded = self._loaded, None
-        if loaded is None or (directory, compute_type, copies_weights) != self._given:
-            return load(directory, compute_type, copies_weights=copies_weights)
+        if loaded is None or (directory, compute_type, copies_weights, kernels) != self._given:
+            return load(directory, compute_type, copies_weights=copies_weights, kernels=kernels)
         return loaded
 
     def _start(self, make_worker: Callable[[], Any]) -> MlxThread[Any]:
@@ -136,8 +138,8 @@ class _Parser(argparse.ArgumentParser):
         raise ValueError("nothing is to be served")
 
 
-def _asked(arguments: Sequence[str]) -> tuple[Path, str | None, bool] | None:
-    """Directory, compute type, and whether weights are copied. Raises ConfigError, ValueError."""
+def _asked(arguments: Sequence[str]) -> _Given | None:
+    """Raises ConfigError, ValueError."""
     parser, options = _Parser(allow_abbrev=False), options_of(EngineTable)
     add_options(parser, EngineTable, _NAMES)
     known, _ = parser.parse_known_args(arguments)
@@ -147,6 +149,6 @@ def _asked(arguments: Sequence[str]) -> tuple[Path, str | None, bool] | None:
         if value is not None
     }
     found = find(EngineTable, {FLAG: flags, ENVIRONMENT: environment(EngineTable)})
-    models, compute_type, copies = (found[name].value for name in _NAMES)
+    models, compute_type, copies, kernels = (found[name].value for name in _NAMES)
     path = Path(named_model(models[0])[1]).expanduser() if models else kvasir_tiny.path()
-    return (path, compute_type, bool(copies)) if (path / "config.json").is_file() else None
+    return (path, compute_type, bool(copies), kernels) if (path / "config.json").is_file() else None

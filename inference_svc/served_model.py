@@ -120,6 +120,7 @@ async def open_served(
         longest_gap_s=settings.longest_gap_ms / 1000,
         batch_invariant=settings.batch_invariant,
         copies_weights=settings.copy_weights,
+        kernels=settings.kernels,
         begin_phase=begin_phase,
     )
     admission.serves_with(engine.memory_budget_bytes)

@@ -43,4 +43,5 @@ def _engine_facts(served: ServedModel | None) -> EngineFacts:
         owed=owed,
         computed_tokens=engine.computed_tokens,
         preemptions=engine.preemptions,
+        kernels_failed=bool(engine.kernels.failure),
     )

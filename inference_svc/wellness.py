@@ -15,7 +15,7 @@ from inference_svc.served_model import ServedModel
 async def wellness_of(host: ModelHost[ServedModel], stores: Collection[RemoteCache], reloading: Reloading) -> Wellness:
     """Asks the stores anew. On the event loop."""
     answers = await asyncio.gather(*(store.connection.is_there() for store in stores))
-    ailments = [*_of_model(host)]
+    ailments = [*ailments_of_model(host)]
     if not all(answers):
         away = f"the cache store does not answer for {answers.count(False)} of {len(answers)} namespaces"
         ailments.append(Ailment("STORE_UNREACHABLE", f"{away}: memories are neither read nor stored"))
@@ -25,10 +25,14 @@ async def wellness_of(host: ModelHost[ServedModel], stores: Collection[RemoteCac
     )
 
 
-def _of_model(host: ModelHost[ServedModel]) -> list[Ailment]:
+def ailments_of_model(host: ModelHost[ServedModel]) -> list[Ailment]:
     served = host.served
     if served is not None and served.engine.silent_s > HANGS_S:  # longer than the slowest cell of a prompt takes
         return [Ailment("HANGS", f"the thread that computes gives no sign since {served.engine.silent_s:.0f} s")]
+    if served is not None and (failure := served.engine.kernels.failure):
+        return [
+            Ailment("KERNELS_FAILED", f"replies are right and slow, by MLX's own operations: {failure}", stops=False)
+        ]
     if served is not None or host.sleeps:
         return []
     if any(host.state(name) is ModelState.LOADING for name in host.names):

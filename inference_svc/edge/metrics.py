@@ -86,6 +86,7 @@ def _engine(status: ServiceStatus) -> Iterator[Metric]:
         ("kvasir_uptime_seconds", "Time since the start.", status.uptime_s),
         ("kvasir_kv_memory_limit_bytes", "KV that may be allocated.", status.kv_memory_bytes),
         ("kvasir_kv_memory_used_bytes", "KV that is allocated, hot and running.", engine.kv_memory_used_bytes),
+        ("kvasir_kernels_failed", "1 if kernels failed their check: the reference serves.", engine.kernels_failed),
         ("kvasir_hot_memories", "Agents whose memory is hot.", engine.hot_memories),
         ("kvasir_owed_memories", "Hot memories that the store lacks.", sum(each.memories for each in owed)),
         ("kvasir_owed_bytes", "What the store lacks of them.", sum(each.size_bytes for each in owed)),

@@ -287,6 +287,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):  # type: ig
             device=served.engine.device if served is not None else "",
             blas=served.engine.blas if served is not None else "",
             limits=written(pb.Limits, limits, limits.admission),
+            kernels=written(pb.Kernels, served.engine.kernels) if served is not None else None,
         )
 
     async def GetStats(self, request: pb.GetStatsRequest, context: Any) -> pb.GetStatsResponse:

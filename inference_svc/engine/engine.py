@@ -39,6 +39,7 @@ from inference_svc.engine.scheduling.hot_memories import Owed
 from inference_svc.engine.scheduling.schedulable import Rules, SharedPass
 from inference_svc.engine.sequence import Sequence
 from inference_svc.formats.grammars import GrammarMatcher
+from inference_svc.kv.attention.choice import Wanted
 from inference_svc.kv.batch.packed_pass import ROW_TOKENS
 from inference_svc.kv.policy import PolicyRequest
 from inference_svc.model.blas import load_optimized_blas
@@ -211,6 +212,7 @@ class Engine:
         self.grammars = opened.grammars  # reply formats, compiled for this model's tokenizer; thread-safe
         self.vocabulary_size = opened.vocabulary_size  # token ids are below it
         self.device = opened.device  # "cpu", "metal" or "cuda"
+        self.kernels = opened.kernels  # the implementations that serve, and a failure of their check
         self.directory = opened.directory  # of the model's files
         self.blas = load_optimized_blas() or ""  # file name of the optimized BLAS in use
         self.memory_budget_bytes = worker.room.total_bytes
@@ -236,6 +238,7 @@ class Engine:
         batch_invariant: bool = False,
         opener: ModelOpener = open_model,
         copies_weights: bool = False,
+        kernels: Wanted = "auto",
         begin_phase: Callable[[str], None] = lambda _: None,
         start: Callable[[Callable[[], EngineWorker]], MlxThread[EngineWorker]] = MlxThread,
     ) -> "Engine":
@@ -246,9 +249,9 @@ class Engine:
         a function of the model's facts, which raises KvasirError where it has no room. `policy`:
         None for 4 bits, groups of 64; a request for `auto` measures the model first, unless its choice is known, and
         asks it from `conversations_file` if that is written for its tokenizer. `compute_type`: None for float32 on a
-        CPU, else the model's own. `name`: for callers; empty: the name in the model's path. `begin_phase` is called on
-        the MLX thread with the name of each part of the work. `start` makes the worker on its own thread. See `Rules`,
-        `ModelRunner` and `load` for the rest.
+        CPU, else the model's own. `kernels`: "reference" uses none. `name`: for callers; empty: the name in the model's
+        path. `begin_phase` is called on the MLX thread with the name of each part of the work. `start` makes the worker
+        on its own thread. See `Rules`, `ModelRunner` and `load` for the rest.
         Raises NotFound (no such model), FailedPrecondition (LAYER_NOT_KEPT, which names the layer and its class;
         MODEL_NOT_LOADABLE), InvalidArgument (policy, compute type).
         """
@@ -267,6 +270,7 @@ class Engine:
                 conversations_file=conversations_file,
                 batch_invariant=batch_invariant,
                 copies_weights=copies_weights,
+                kernels=kernels,
                 begin_phase=begin_phase,
             )
             begin_phase("pool")

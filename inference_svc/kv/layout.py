@@ -6,7 +6,7 @@ attention) has two entries, and a layer without memory has none. It is tried bef
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
 import mlx.core as mx
@@ -15,10 +15,11 @@ from kvasir.errors import FailedPrecondition, InvalidArgument
 from mlx.nn.layers.base import Module
 from mlx_lm.models.cache import ArraysCache, CacheList, KVCache, RotatingKVCache, make_prompt_cache
 
+from inference_svc.kv.attention.choice import Chosen, KernelChoice
 from inference_svc.kv.attention.kernels import Dialect
 from inference_svc.kv.batch.batch_state import BatchStateKV
 from inference_svc.kv.codec import layer_codecs
-from inference_svc.kv.pages.pool import KvPool, page_dialect
+from inference_svc.kv.pages.pool import KvPool
 from inference_svc.kv.state_kv import StateKV
 
 PROBE_TOKENS = (0, 1, 2)
@@ -36,20 +37,25 @@ class Layout:
     """A model's memories. `by_cache` has, for each cache that the model takes, the index of its entry, or several.
 
     `kv_type` is the type of keys as they are computed, or of a state if no layer has keys. `reads_pages`: the model's
-    attention goes through our hook, and this device has kernels for it.
+    attention goes through our hook, and this device has kernels for it. They serve if `kernels` finds them right.
     """
 
     entries: tuple[identity_pb2.LayerLayout, ...]
     by_cache: EntriesByCache
     kv_type: mx.Dtype
     reads_pages: bool = False
+    kernels: KernelChoice = field(default_factory=KernelChoice, compare=False)
 
     def new_pool(self, identity: identity_pb2.KvIdentity, budget_bytes: int, *, is_allocated: bool = False) -> KvPool:
         return KvPool(identity, budget_bytes, is_allocated=is_allocated, dialect=self.dialect(identity))
 
     def dialect(self, identity: identity_pb2.KvIdentity) -> Dialect | None:
         """Of the kernels that write the pages, if attention reads them."""
-        return page_dialect(identity) if self.reads_pages else None
+        return self.kernels.dialect(identity, self.kv_type) if self.reads_pages else None
+
+    def chosen_kernels(self, identity: identity_pb2.KvIdentity) -> Chosen:
+        """The implementations that serve the model with this identity."""
+        return self.kernels.chosen(identity, self.kv_type, reads_pages=self.reads_pages)
 
     def forward(self, model: Any, tokens: mx.array, layers: Sequence[Any]) -> mx.array:
         """Logits of tokens [rows, n], not evaluated. The layers or batches take in the tokens' KV."""

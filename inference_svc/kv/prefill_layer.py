@@ -135,7 +135,8 @@ class InPlaceLayer(PrefillLayer):
         """As `FusedLayer.attend`."""
         if mask is not None:
             raise ValueError("attention over pages takes no mask")
-        return paged_attention(queries, *self._attended, scale=scale, window=self.window or None, sinks=sinks)
+        window, dialect = self.window or None, self._kv.pool.dialect
+        return paged_attention(queries, *self._attended, scale=scale, window=window, sinks=sinks, dialect=dialect)
 
 
 AnyLayer: TypeAlias = PrefillLayer | StateKV

@@ -87,6 +87,7 @@ class EngineFacts:
     owed: Mapping[str, OwedCount] = field(default_factory=dict)  # by namespace
     computed_tokens: int = 0
     preemptions: int = 0
+    kernels_failed: bool = False  # their check at the start: the reference serves
 
 
 @dataclass(frozen=True, slots=True)

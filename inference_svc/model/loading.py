@@ -16,6 +16,7 @@ from kvasir.errors import FailedPrecondition, InvalidArgument, NotFound
 from mlx.nn.layers.base import Module
 from mlx.utils import tree_flatten
 
+from inference_svc.kv.attention.choice import KernelChoice, Wanted
 from inference_svc.kv.model_hooks.few_rows import take_few_rows
 from inference_svc.kv.model_hooks.plain_norms import take_plain_norms
 from inference_svc.kv.model_hooks.row_exact import make_row_exact
@@ -54,6 +55,7 @@ class LoadedModel:
     config: dict[str, Any]
     placement: Placement  # of the weights
     files: Sequence[WeightFile]  # as they were when loading began
+    kernels: KernelChoice  # for this model
 
     @property
     def weights_bytes(self) -> int:
@@ -87,7 +89,9 @@ def find_model(name: str | Path) -> Path:
         raise NotFound(f"model: neither a directory nor a repository that can be fetched ({error})") from error
 
 
-def load(directory: Path, compute_type: str | None, *, copies_weights: bool = False) -> LoadedModel:
+def load(
+    directory: Path, compute_type: str | None, *, copies_weights: bool = False, kernels: Wanted = "auto"
+) -> LoadedModel:
     """Load on the calling thread, which must be the MLX thread. `compute_type` None: float32 on a CPU, where it is
     fastest, elsewhere the model's own. `copies_weights`: their files may change or go while the model serves. Code that
     comes with a model is never run.
@@ -118,21 +122,22 @@ def load(directory: Path, compute_type: str | None, *, copies_weights: bool = Fa
             converted = _of_another_type(model, COMPUTE_TYPES[compute_type])
             placement = placement.without(sum(each.nbytes for each in converted), compute_type)
             model.set_dtype(COMPUTE_TYPES[compute_type])
-        _take_own_operations(model)
+        choice = KernelChoice(kernels)
+        _take_own_operations(model, choice)
         mx.eval(model.parameters())
         if placement.mapped_bytes:
             let_go(converted)
         del converted
         with _loadable():
             tokenizer = reading.result()
-    return LoadedModel(model, tokenizer, config, placement, files)
+    return LoadedModel(model, tokenizer, config, placement, files, choice)
 
 
-def _take_own_operations(model: Module) -> None:
+def _take_own_operations(model: Module, kernels: KernelChoice) -> None:
     take_plain_norms(model)
     if device() == "cpu":
         make_row_exact(model)
-    elif device() == "cuda":
+    elif kernels.takes_few_rows():
         take_few_rows(model)
 
 

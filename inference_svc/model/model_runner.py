@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -11,6 +12,7 @@ from kvasir.errors import Cancelled, FailedPrecondition
 from mlx.nn.layers.base import Module
 from mlx_lm.models.cache import make_prompt_cache
 
+from inference_svc.kv.attention.choice import KernelChoice
 from inference_svc.kv.batch.decode_batch import DecodeBatch
 from inference_svc.kv.batch.packed_pass import Cell, most_packed_tokens, packed_logits
 from inference_svc.kv.batch.short_pass import ShortPass, most_kept_tokens
@@ -41,15 +43,23 @@ class ModelRunner:
     fixed numbers of rows. Raises FailedPrecondition for a model that a GPU cannot decode so.
     """
 
-    def __init__(self, model: Module, *, batch_invariant: bool = False, known: Probed | None = None) -> None:
+    def __init__(
+        self,
+        model: Module,
+        *,
+        batch_invariant: bool = False,
+        known: Probed | None = None,
+        kernels: KernelChoice | None = None,
+    ) -> None:
         """`known`: what an earlier probe of this model showed, which then is not probed again."""
         self.model: Any = model
         self._short: ShortPass | None = None  # over the pool that was used last
         self.is_on_gpu = mx.default_device().type == mx.DeviceType.gpu
         if known is not None:
             _take_probed(model, known)
-        self.probed = known or _probed(model)
-        self.layout = self.probed.layout
+        kernels = kernels or KernelChoice()
+        self.probed = known or _probed(model, kernels)
+        self.layout = replace(self.probed.layout, kernels=kernels)
         self._pass_rows = _INVARIANT_ROWS if batch_invariant and self.is_on_gpu else 0
         if self._pass_rows and not self.layout.reads_pages:
             raise FailedPrecondition(
@@ -246,9 +256,9 @@ def _computed(layer: AnyLayer) -> Any:
     return layer.state if isinstance(layer, StateKV) else layer.new_rows
 
 
-def _probed(model: Any) -> Probed:
+def _probed(model: Any, kernels: KernelChoice) -> Probed:
     """Find a model's facts, and make it as they say."""
-    layout = shown_layout(model)
+    layout = replace(shown_layout(model), kernels=kernels)
     vocabulary_size, width = _computes_last_position_only(model)
     trunk = model.model if width else None
     return Probed(tried_layout(model, layout, trunk), vocabulary_size, width)

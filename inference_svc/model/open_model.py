@@ -4,7 +4,7 @@ import functools
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from kvasir.formats.block_hash import BLOCK_TOKENS
 
 from inference_svc.formats.grammars import Grammars
 from inference_svc.kv.applied import applied_layers
+from inference_svc.kv.attention.choice import Chosen, Wanted
 from inference_svc.kv.policy import PolicyRequest, name_of
 from inference_svc.model import kvasir_tiny
 from inference_svc.model.auto_policy import ChosenPolicy, chosen_policy
@@ -44,6 +45,7 @@ class OpenedModel:
     grammars: Grammars
     vocabulary_size: int
     device: str
+    kernels: Chosen
     directory: Path  # of the model's files
 
 
@@ -57,23 +59,24 @@ def open_model(
     conversations_file: Path | None,
     batch_invariant: bool = False,
     copies_weights: bool = False,
+    kernels: Wanted = "auto",
     load: Callable[..., LoadedModel] = load,
     begin_phase: Callable[[str], None] = lambda _: None,
 ) -> tuple[OpenedModel, ModelRunner]:
     """Load a model and find its facts. Raises as `Engine.open` does."""
     begin_phase("weights")
     directory = find_model(name)
-    loaded = load(directory, compute_type, copies_weights=copies_weights)
+    loaded = load(directory, compute_type, copies_weights=copies_weights, kernels=kernels)
     logger.info("weights.loaded how=%s", loaded.placement.in_words)
     begin_phase("identity")
     digest = weights_digest(directory, cache_dir)
     check_unchanged(directory, loaded.files)
     begin_phase("probing")
     keep_for_computing(_SPARE_BYTES)
-    probes = ProbeMemory(cache_dir, digest, compute_type)
+    probes = ProbeMemory(cache_dir, digest, compute_type, loaded.kernels.conditions)
     known = probes.read()
-    runner = ModelRunner(loaded.model, batch_invariant=batch_invariant, known=known)
-    if known is None:
+    runner = ModelRunner(loaded.model, batch_invariant=batch_invariant, known=known, kernels=loaded.kernels)
+    if known is None and not loaded.kernels.has_failed:
         probes.write(runner.probed)
     if isinstance(policy, identity_pb2.KvPolicy):
         chosen = ChosenPolicy(policy, "asked for")
@@ -103,6 +106,8 @@ def open_model(
         stop_token_ids=tuple(sorted(loaded.tokenizer.eos_token_ids)),
         sampling_defaults=sampling_defaults(directory),
     )
+    serving = runner.layout.chosen_kernels(identity)
+    logger.info("kernels.chosen attention=%r encoding=%r products=%r", *astuple(serving)[:3])
     opened = OpenedModel(
         info=info,
         tokenizer=loaded.tokenizer,
@@ -110,6 +115,7 @@ def open_model(
         grammars=Grammars.of_tokenizer(loaded.tokenizer, runner.vocabulary_size, info.stop_token_ids),
         vocabulary_size=runner.vocabulary_size,
         device=device(),
+        kernels=serving,
         directory=directory,
     )
     return opened, runner

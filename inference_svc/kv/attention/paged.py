@@ -1,38 +1,12 @@
-"""The seam: attention over pages, by the implementation that suits the device."""
-
-from enum import Enum
-from functools import cache
+"""Attention over pages, by kernels of a dialect, or by the reference."""
 
 import mlx.core as mx
 
 from inference_svc.kv.attention.fused import TYPE_NAMES, fused_attention
-from inference_svc.kv.attention.geometry import most_queries, why_not
+from inference_svc.kv.attention.geometry import most_queries
 from inference_svc.kv.attention.kernels import Dialect
 from inference_svc.kv.attention.reference import reference_attention
 from inference_svc.kv.page import PageFormat
-
-
-class Implementation(Enum):
-    """Who computes attention over pages. The values are for people."""
-
-    REFERENCE = "reference (MLX operations)"
-    CUDA = "fused (CUDA)"
-    METAL = "fused (Metal)"
-
-
-DIALECTS = {Implementation.CUDA: Dialect.CUDA, Implementation.METAL: Dialect.METAL}
-
-
-def implementation(page_format: PageFormat) -> Implementation:
-    """Who serves the pages of a format on this device, for as many queries a sequence as `most_queries`."""
-    return Implementation.REFERENCE if why_not(page_format) else _device_implementation()
-
-
-@cache
-def _device_implementation() -> Implementation:
-    if mx.default_device().type != mx.DeviceType.gpu:
-        return Implementation.REFERENCE
-    return Implementation.METAL if mx.metal.is_available() else Implementation.CUDA
 
 
 def paged_attention(
@@ -46,6 +20,7 @@ def paged_attention(
     window: int | None = None,
     sinks: mx.array | None = None,
     soft_cap: float | None = None,
+    dialect: Dialect | None,
 ) -> mx.array:
     """Attention of the newest tokens' queries [B, Hq, L, Dk] to all stored rows: [B, Hq, L, Dv] in the queries' dtype.
 
@@ -54,10 +29,10 @@ def paged_attention(
     sees positions ≤ length - L + i and, with a `window`, only those > that - window. A query that sees nothing gets
     zeros. Nothing outside a sequence's rows changes a bit of its result, but for the table's width where many queries
     go over its tokens together. `sinks` [Hq] and `soft_cap` are in natural units, as are scores that were multiplied by
-    `scale`. More than `most_queries` are served by the reference.
+    `scale`. `dialect`: of kernels that were checked (`choice`). The reference serves without one, and more queries than
+    `most_queries`.
     """
     options = {"scale": scale, "window": window, "sinks": sinks, "soft_cap": soft_cap}
-    dialect = DIALECTS.get(implementation(page_format))
     if dialect is None or queries.shape[2] > most_queries(
         page_format, TYPE_NAMES[queries.dtype], has_matrices=dialect is Dialect.CUDA
     ):

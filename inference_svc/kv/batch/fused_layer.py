@@ -64,6 +64,7 @@ class FusedLayer:
             scale=scale,
             window=self._window or None,
             sinks=sinks,
+            dialect=self._pool.dialect,
         )
         return attended
 

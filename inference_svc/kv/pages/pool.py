@@ -19,7 +19,6 @@ from inference_svc.kv.attention import failed_copies
 from inference_svc.kv.attention.host_copy import Run, device_address, takes_out
 from inference_svc.kv.attention.in_place import store_pages
 from inference_svc.kv.attention.kernels import Dialect
-from inference_svc.kv.attention.paged import DIALECTS, implementation
 from inference_svc.kv.codec import layer_codecs
 from inference_svc.kv.page import UNIT_BYTES, PageFormat
 from inference_svc.kv.pages.block_table import blocks_of, most_window_blocks
@@ -37,9 +36,9 @@ _WINDOW_PLACES = 3
 class KvPool:
     """Pages of `identity`'s layout and policy, at most `budget_bytes` of them, and not less than one.
 
-    `is_allocated`: take the memory now, and keep it; else it grows with use. `dialect`: of the kernels that write pages
-    where they lie; None: MLX's own operations write them. Raises InvalidArgument for a policy that this engine cannot
-    do.
+    `dialect`: of the kernels that write pages where they lie; None: MLX's own operations write them. `is_allocated`:
+    take the memory now, and keep it, where kernels write; else it grows with use. Raises InvalidArgument for a policy
+    that this engine cannot do.
     """
 
     def __init__(
@@ -61,6 +60,8 @@ class KvPool:
         self._units = [max(self.formats[layer].units for layer in slot if layer is not None) for slot in columns]
         self.page_bytes = sum(self._units) * UNIT_BYTES
         self.allocator = PageAllocator(max(1, budget_bytes // self.page_bytes) if self._units else 0)
+        # MLX's own writes may copy an array, so it never is much larger than its pages in use.
+        is_allocated = is_allocated and dialect is not None
         first_pages = max(1, min(_FIRST_PAGES, IDLE_BYTES // self.page_bytes)) if self._units else 0
         self._first_pages = self.allocator.total if is_allocated else min(first_pages, self.allocator.total)
         self.arrays = [mx.zeros((self._first_pages, units), dtype=UNIT) for units in self._units]
@@ -264,11 +265,3 @@ class KvPool:
             mx.eval(made)
             self.arrays[slot] = made
             mx.clear_cache()  # MLX would keep the old array for another of its size
-
-
-def page_dialect(identity: identity_pb2.KvIdentity) -> Dialect | None:
-    """The dialect of this device's kernels, if they can serve all layers with rows."""
-    kinds = {
-        implementation(PageFormat.of(identity, index)) for group in groups_of(identity.layers) for index in group.layers
-    }
-    return DIALECTS.get(kinds.pop()) if len(kinds) == 1 else None

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import mlx.core as mx
+import structlog
 from kvasir.cachestore.v1 import identity_pb2
 from mlx.nn.layers.base import Module
 from mlx_lm.models.cache import make_prompt_cache
@@ -20,7 +21,6 @@ from inference_svc.kv.batch.decode_batch import DecodeBatch
 from inference_svc.kv.layout import PROBE_TOKENS, Layout, last_logits, loadable, not_kept
 from inference_svc.kv.model_hooks import attention_hook
 from inference_svc.kv.model_hooks.few_rows import JointProducts
-from inference_svc.kv.pages.pool import page_dialect
 from inference_svc.kv.policy import Rung, policy_of
 from inference_svc.kv.prefill_layer import commit, prefill_layers
 from inference_svc.kv.sequence_kv import SequenceKV
@@ -36,6 +36,7 @@ _ANY_AMOUNT = 1 << 40  # of bytes or values: a trial is short
 _PLAIN = (bool, int, float, str, type(None))
 
 Kind = Hashable
+_LOG = structlog.get_logger(__name__)
 
 
 def tried_layout(model: Module, layout: Layout, trunk: Module | None) -> Layout:
@@ -45,10 +46,14 @@ def tried_layout(model: Module, layout: Layout, trunk: Module | None) -> Layout:
     """
     count = tried_count(layer_kinds(model.layers, layout))
     if count < len(layout.by_cache):
-        with contextlib.suppress(Exception), _only_first_compute(model, count):  # whatever a model raises
-            short = _Trial(model, layout.first(count), trunk or model, is_short=True)
-            reads_pages = short.reads_pages()
-            if reads_pages or page_dialect(_exact_identity(layout)) is None:  # else the kernels may only round
+        try:
+            with _only_first_compute(model, count):
+                short = _Trial(model, layout.first(count), trunk or model, is_short=True)
+                reads_pages = short.reads_pages()
+        except Exception as error:  # noqa: BLE001 - whatever a model raises
+            _LOG.info("layout.tried_whole", why=_shown_error(error))
+        else:
+            if reads_pages or not short.has_kernels:  # else the kernels may only round
                 return replace(layout, reads_pages=reads_pages)
     return replace(layout, reads_pages=_Trial(model, layout, model).reads_pages())
 
@@ -130,11 +135,8 @@ class _Trial:
         with loadable():
             exact = mx.concatenate([self._alone(*given) for given in zip(_PROMPTS, _NEXT, strict=True)])
             mx.eval(exact)
-        if page_dialect(_exact_identity(self.layout)) is not None:
-            attention_hook.install()
-            with contextlib.suppress(Exception):  # whatever a model raises that computes attention in its own way
-                if self._is_near(self._batched(replace(self.layout, reads_pages=True)), exact):
-                    return True
+        if self.has_kernels and self._is_near_over_pages(exact):
+            return True
         try:
             found = self._batched(self.layout)
         except Exception as error:  # whatever a model raises over caches that are not mlx-lm's
@@ -142,6 +144,22 @@ class _Trial:
         if not self._is_near(found, exact):
             raise not_kept(self.model, self._suspect, "in a batch it computes something else than alone")
         return False
+
+    @property
+    def has_kernels(self) -> bool:
+        """Whether there are kernels for the layout's pages, which were right in their check."""
+        return replace(self.layout, reads_pages=True).dialect(_exact_identity(self.layout)) is not None
+
+    def _is_near_over_pages(self, exact: mx.array) -> bool:
+        attention_hook.install()
+        try:
+            is_near = self._is_near(self._batched(replace(self.layout, reads_pages=True)), exact)
+        except Exception as error:  # noqa: BLE001 - whatever a model raises that computes attention in its own way
+            _LOG.info("kernels.not_for_model", why=_shown_error(error))
+            return False
+        if not is_near:
+            _LOG.info("kernels.not_for_model", why="it computes something else over pages", is_short=self.is_short)
+        return is_near
 
     def _is_near(self, found: mx.array, exact: mx.array) -> bool:
         wrong, most = mx.abs(found - exact), mx.abs(exact)
@@ -179,6 +197,10 @@ class _Trial:
         rows = batch.step(_NEXT)
         mx.eval(rows)
         return rows
+
+
+def _shown_error(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"
 
 
 def _exact_identity(layout: Layout) -> identity_pb2.KvIdentity:

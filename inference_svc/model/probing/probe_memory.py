@@ -43,8 +43,9 @@ class Probed:
 class ProbeMemory:
     """The kept facts of one model under its conditions."""
 
-    def __init__(self, directory: Path, weights_digest: str, compute_type: str | None) -> None:
-        computing = (compute_type or "default", device_name(), platform.platform(), _driver())
+    def __init__(self, directory: Path, weights_digest: str, compute_type: str | None, kernels: str) -> None:
+        """`kernels`: `KernelChoice.conditions`."""
+        computing = (compute_type or "default", device_name(), kernels, platform.platform(), _driver())
         conditions = (weights_digest, *computing, version("mlx"), version("mlx-lm"), _code_digest())
         named = blake2b("\0".join(conditions).encode(), digest_size=16).hexdigest()
         self._path = directory / _FOLDER / f"{named}.json"

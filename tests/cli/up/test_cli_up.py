@@ -231,6 +231,9 @@ def test_doctor_finds_the_model_and_the_services(cli: Cli) -> None:
         "applied_layers": 8,
         "layer_count": 8,
     }
+    kernels = dict.fromkeys(("attention", "encoding", "products"), "reference (MLX operations)") | {"failure": ""}
+    assert report["engine"]["kernels"] == kernels == cli.done("status", "--json").value["kernels"]
+    assert report["model"]["kernels"] == kernels | {"policies": {}}
     memory = report["model"]["memory"]
     kv_bytes = memory["kv_memory_bytes"]
     assert memory["is_auto"]

@@ -11,8 +11,8 @@ import pytest
 from mlx_lm.models import llama
 
 from inference_svc.engine.engine import Engine
-from inference_svc.kv.attention import in_place, paged
-from inference_svc.kv.attention.paged import Implementation
+from inference_svc.kv.attention import choice, in_place
+from inference_svc.kv.attention.kernels import Dialect
 from inference_svc.kv.model_hooks import attention_hook
 from inference_svc.model.model_runner import ModelRunner
 from tests.inference.engine.driving import Driver
@@ -25,7 +25,7 @@ def emulated_engine(model_dir: Path, cache_dir: Path, **options: Any) -> Iterato
     with pytest.MonkeyPatch.context() as patch:
         for dialect, emulator in EMULATORS.items():
             patch.setitem(in_place.COMPILERS, dialect, emulator)
-        patch.setattr(paged, "_device_implementation", lambda: Implementation.CUDA)
+        patch.setattr(choice, "device_dialect", lambda: Dialect.CUDA)
         patch.setattr(llama, "scaled_dot_product_attention", attention_hook.attention)
         patch.setattr(mx, "compile", lambda function: function)  # an emulated kernel has no place in a kept graph
         made = ModelRunner.__init__

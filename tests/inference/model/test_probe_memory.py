@@ -34,7 +34,7 @@ def default_policy(runner: ModelRunner) -> Any:
 @pytest.mark.parametrize("name", ALL)
 def test_a_runner_of_kept_facts_computes_what_a_probed_one_does(name: str, tmp_path: Path) -> None:
     directory = write_family(tmp_path / "model", ALL[name])
-    memory = ProbeMemory(tmp_path, "some weights", "float32")
+    memory = ProbeMemory(tmp_path, "some weights", "float32", "reference")
     probed = ModelRunner(load(directory, "float32").model)
     memory.write(probed.probed)
     kept = ModelRunner(load(directory, "float32").model, known=memory.read())
@@ -57,11 +57,11 @@ def test_the_second_start_of_a_model_probes_nothing(tmp_path: Path, monkeypatch:
 
 
 def test_other_weights_are_probed_again(tmp_path: Path) -> None:
-    one = ProbeMemory(tmp_path, "one", "float32")
+    one = ProbeMemory(tmp_path, "one", "float32", "reference")
     one.write(Probed(ModelRunner(load(write_family(tmp_path / "m", LLAMA31), "float32").model).probed.layout, 7, 0))
     assert one.read() is not None
-    assert ProbeMemory(tmp_path, "another", "float32").read() is None
-    assert ProbeMemory(tmp_path, "one", "bfloat16").read() is None
+    assert ProbeMemory(tmp_path, "another", "float32", "reference").read() is None
+    assert ProbeMemory(tmp_path, "one", "bfloat16", "reference").read() is None
 
 
 @pytest.mark.parametrize("content", ["", "[]", "{}", '{"entries":["zz"]}', '{"entries":["ff"],"by_cache":[0]}', "null"])

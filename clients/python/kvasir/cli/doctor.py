@@ -23,7 +23,7 @@ from kvasir.cli.demo.self_test import self_test
 from kvasir.cli.failures import PROBLEMS
 from kvasir.cli.rows import fields_of, size, stats_row
 from kvasir.cli.running.checks import check_engine_option, check_exact_layers
-from kvasir.cli.running.group import ServiceState, service_states
+from kvasir.cli.running.group import ServiceState, kernels_of, service_states
 from kvasir.cli.running.health import Health
 from kvasir.cli.running.holding import is_led
 from kvasir.cli.running.program import run_program
@@ -85,6 +85,8 @@ def examined(caller: Caller, model: str, options: Sequence[str]) -> dict[str, An
         problems.append(f"{home}: only {size(disk.free)} of disk are free")
     if facts and facts["device"] == "cpu" and sys.platform == "linux" and not facts["blas"]:
         problems.append(_FASTER)
+    serving = kernels_of(caller) if services["engine"].state == Health.READY else {}
+    problems += kernel_problems((facts or {}).get("kernels", {}), serving)
     if facts and facts["memory"]["kv_memory_bytes"] > facts["memory"]["most_kv_bytes"]:
         most = facts["memory"]["most_kv_bytes"] / GIB
         problems.append(f"this machine has no room for so much KV beside the weights: take --memory-gib {most:.1f}")
@@ -96,7 +98,7 @@ def examined(caller: Caller, model: str, options: Sequence[str]) -> dict[str, An
         "model": facts,
         "home": {"path": str(home), "free_disk_bytes": disk.free},
         "store": _service(services["store"]) | _store_stats(caller, problems),
-        "engine": _service(services["engine"]) | _loaded_model(caller),
+        "engine": _service(services["engine"]) | _loaded_model(caller) | {"kernels": serving},
         "problems": problems,
     }
 
@@ -109,6 +111,15 @@ def model_facts(model: str, options: Sequence[str], problems: list[str]) -> dict
     except FailedPrecondition as error:
         problems.append(error.message)
         return None
+
+
+def kernel_problems(found: dict[str, Any], serving: dict[str, Any]) -> Iterator[str]:
+    """Faults that the check of kernels found on this device, for all KV policies, and in the running engine."""
+    if failure := serving.get("failure") or found.get("failure"):
+        yield f"kernels are wrong here, so the engine uses MLX's own operations, and is slow: {failure}"
+    for policy, why in found.get("policies", {}).items():
+        if why:
+            yield f"kernels are wrong here for KV policy {policy}, with which an engine is slow: {why}"
 
 
 def _version(name: str) -> str:
@@ -200,6 +211,8 @@ def _show_model(out: Console, facts: dict[str, Any]) -> None:
     compute = f"{facts['device']}, {facts['compute_type']}" + (f", {facts['blas']}" if facts["blas"] else "")
     out.print(f"model: {facts['name']}, {facts['context_tokens']} tokens of context, on {compute}")
     out.print(f"weights: {facts['weights_placement']}")
+    kernels = facts["kernels"]
+    out.print(f"attention: {kernels['attention']}; encoding: {kernels['encoding']}; products: {kernels['products']}")
     policy = facts["policy"]
     columns, rows = ("layers", "keeps", "kv heads", "key dim", "value dim", "persists"), list[tuple[object, ...]]()
     stored = [_stored(policy, index) for index in range(len(facts["layers"]))]

@@ -146,6 +146,12 @@ class EngineMemory(Table):
         "On a GPU a reply's tokens then do not depend, to the bit, on the turns beside it: each pass decodes 16 rows, "
         "some of them empty. On a CPU they never do.",
     )
+    kernels: Literal["auto", "reference"] = option(
+        "auto",
+        "For attention, new KV and products of a few rows on a GPU: auto takes the kernels whose "
+        "results are right when the engine starts, else MLX's own operations; reference always takes these.",
+        up="kernels",
+    )
     kv_policy: KvPolicy = option(
         "q4",
         "How K and V are stored, cheapest first: q4, q4-rotated (keys rotated first), k8v4, q8, fp (16 bits); or auto: "

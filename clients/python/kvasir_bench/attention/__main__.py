@@ -25,7 +25,9 @@ def measured(*, is_quick: bool, clock: Callable[[], float], say: Callable[[str],
     """All rows, the copy's speed, and the targets. A CPU is asked for little, and its times mean nothing."""
     load_optimized_blas()
     # These import MLX, and then it is too late for a BLAS.
-    from inference_svc.kv.attention.paged import implementation
+    import mlx.core as mx
+
+    from inference_svc.kv.attention.choice import NAMES, KernelChoice
     from inference_svc.model.loading import device
     from kvasir_bench.attention import measuring
 
@@ -36,14 +38,15 @@ def measured(*, is_quick: bool, clock: Callable[[], float], say: Callable[[str],
     copy = measuring.copied_bytes_per_s(stopwatch, (16 if is_quick else 1024) * _MIB)
     cases = [measuring.AttentionCase(*each) for each in (_QUICK if is_quick else _FULL)]
     rows: list[dict[str, Any]] = []
+    dialect = KernelChoice().dialect_of({case.format for case in cases}, mx.bfloat16)
     for case in cases:
         say(f"{case.batch} x {case.tokens} tokens, {case.bits} bits")
-        rows += measuring.measured_case(case, stopwatch)
+        rows += measuring.measured_case(case, stopwatch, dialect)
     for row in rows:
         row["share_of_copy"] = row["read_bytes_per_s"] / copy
     return {
         "machine": {"device": device(), "platform": platform.platform()},
-        "implementation": implementation(cases[0].format).value,
+        "implementation": NAMES[dialect],
         "copy_bytes_per_s": copy,
         "times_mean_something": is_gpu and not is_quick,
         "rows": rows,

@@ -7,7 +7,8 @@ from typing import Any
 import mlx.core as mx
 from kvasir.cachestore.v1 import identity_pb2
 
-from inference_svc.kv.attention.paged import Implementation, implementation, paged_attention
+from inference_svc.kv.attention.kernels import Dialect
+from inference_svc.kv.attention.paged import paged_attention
 from inference_svc.kv.attention.reference import gathered, reference_attention
 from inference_svc.kv.page import PAGE_TOKENS, PageFormat, RowFormat
 
@@ -66,7 +67,7 @@ def copied_bytes_per_s(stopwatch: Stopwatch, size: int) -> float:
     return fastest
 
 
-def measured_case(case: AttentionCase, stopwatch: Stopwatch) -> Iterator[dict[str, Any]]:
+def measured_case(case: AttentionCase, stopwatch: Stopwatch, dialect: Dialect | None) -> Iterator[dict[str, Any]]:
     """Rows of results: who computed, seconds a call, bytes of its rows per second, error against the reference."""
     pages = [_random_pages(case, seed) for seed in range(max(2, min(8, _SPREAD_BYTES // case.read_bytes + 1)))]
     queries = mx.random.normal((case.batch, case.query_heads, 1, case.dim)).astype(mx.bfloat16)
@@ -77,7 +78,8 @@ def measured_case(case: AttentionCase, stopwatch: Stopwatch) -> Iterator[dict[st
     mx.eval(pages, queries, table, lengths)
 
     def served(number: int) -> mx.array:
-        return paged_attention(queries, pages[number % len(pages)], case.format, table, lengths, scale=scale)
+        given = (pages[number % len(pages)], case.format, table, lengths)
+        return paged_attention(queries, *given, scale=scale, dialect=dialect)
 
     def by_reference(number: int) -> mx.array:
         return reference_attention(queries, pages[number % len(pages)], case.format, table, lengths, scale=scale)
@@ -89,7 +91,7 @@ def measured_case(case: AttentionCase, stopwatch: Stopwatch) -> Iterator[dict[st
         found: Any = (mx.linalg.norm(got.astype(mx.float32) - right) / mx.linalg.norm(right)).item()
         return float(found)
 
-    if implementation(case.format) is not Implementation.REFERENCE:
+    if dialect is not None:
         yield _row(facts, "fused", case.read_bytes, stopwatch.seconds(served)) | {"error": error(served(0))}
     yield _row(facts, "reference", case.read_bytes, stopwatch.seconds(by_reference, 2))
     keys, values = gathered(pages[0], case.format, table, mx.zeros_like(lengths), lengths, mx.bfloat16)

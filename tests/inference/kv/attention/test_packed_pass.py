@@ -10,9 +10,8 @@ import pytest
 from kvasir.errors import ResourceExhausted
 from mlx_lm.models import gemma3_text, gpt_oss, llama, qwen3
 
-from inference_svc.kv.attention import in_place, paged
+from inference_svc.kv.attention import choice, in_place
 from inference_svc.kv.attention.kernels import Dialect
-from inference_svc.kv.attention.paged import Implementation
 from inference_svc.kv.batch.packed_pass import ROW_TOKENS, Cell, can_pack, most_packed_tokens, packed_logits
 from inference_svc.kv.batch.short_pass import ShortPass
 from inference_svc.kv.model_hooks import attention_hook
@@ -48,7 +47,7 @@ def emulated(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU, but for its compiler."""
     for dialect, emulator in EMULATORS.items():
         monkeypatch.setitem(in_place.COMPILERS, dialect, emulator)
-    monkeypatch.setattr(paged, "_device_implementation", lambda: Implementation.CUDA)
+    monkeypatch.setattr(choice, "device_dialect", lambda: Dialect.CUDA)
     for module in (llama, gemma3_text, gpt_oss, qwen3):
         monkeypatch.setattr(module, "scaled_dot_product_attention", attention_hook.attention)
 

@@ -14,10 +14,9 @@ from kvasir.formats.token_files import file_identities
 from mlx_lm.models import gemma3_text, llama
 
 from inference_svc.kv import prefill_layer
-from inference_svc.kv.attention import in_place, paged
+from inference_svc.kv.attention import choice, in_place, paged
 from inference_svc.kv.attention.geometry import MAX_QUERIES
 from inference_svc.kv.attention.kernels import Dialect
-from inference_svc.kv.attention.paged import Implementation
 from inference_svc.kv.batch.short_pass import ShortPass, most_kept_tokens
 from inference_svc.kv.model_hooks import attention_hook
 from inference_svc.kv.pages import pool as pool_module
@@ -59,7 +58,7 @@ def emulated(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU, but for its compiler."""
     for dialect, emulator in EMULATORS.items():
         monkeypatch.setitem(in_place.COMPILERS, dialect, emulator)
-    monkeypatch.setattr(paged, "_device_implementation", lambda: Implementation.CUDA)
+    monkeypatch.setattr(choice, "device_dialect", lambda: Dialect.CUDA)
     monkeypatch.setattr(mx, "compile", lambda function: function)  # an emulated kernel has no place in a kept graph
     monkeypatch.setattr(llama, "scaled_dot_product_attention", attention_hook.attention)
 

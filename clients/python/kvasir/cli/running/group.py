@@ -12,7 +12,7 @@ from rich.console import Console
 
 from kvasir.cli.caller import Caller
 from kvasir.cli.failures import PROBLEMS, UNREACHABLE, WrongUsage
-from kvasir.cli.rows import scrub_text, size, stats_row
+from kvasir.cli.rows import fields_of, scrub_text, size, stats_row
 from kvasir.cli.running.health import (
     ENGINE_SERVICE,
     STORE_SERVICE,
@@ -110,6 +110,7 @@ def status(caller: Caller) -> None:
         "logs": str(home.logs),
         "disk": _disk(caller) if _is_ready("store", states) else {},
         "owed": _owed(caller) if _is_ready("engine", states) else {},
+        "kernels": kernels_of(caller) if _is_ready("engine", states) else {},
     }
     caller.result(value, lambda out: _show_status(out, value))
     if any(each.state != Health.READY or each.problems for each in states):
@@ -129,6 +130,15 @@ def _owed(caller: Caller) -> dict[str, Any]:
             "memories": sum(each.owed_memories for each in namespaces),
             "bytes": sum(each.owed_bytes for each in namespaces),
         }
+    return {}
+
+
+def kernels_of(caller: Caller) -> dict[str, Any]:
+    """The implementations that serve, and a failure of the kernels' check; empty if the engine does not answer soon."""
+    with contextlib.suppress(KvasirError, ValueError, OSError):
+        with caller.engine.engine_client(ANSWER_S) as client:
+            found = client.get_capabilities().kernels
+        return fields_of(found, *(field.name for field in found.DESCRIPTOR.fields))
     return {}
 
 
@@ -193,6 +203,8 @@ def _show_status(out: Console, value: dict[str, Any]) -> None:
             out.print(f"{row['name']}: {problem}")
     if value["pid"] and value["http_remark"]:
         out.print(f"HTTP: {value['http_remark']}")
+    if failure := value["kernels"].get("failure"):
+        out.print(f"engine: slow, by {value['kernels']['attention']}: {failure}")
     if value["owed"].get("memories"):
         owed = value["owed"]
         out.print(f"owed: {owed['memories']} memories, {size(owed['bytes'])}, are not in the store yet")

@@ -896,18 +896,32 @@ class GetCapabilitiesRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetCapabilitiesResponse(_message.Message):
-    __slots__ = ("version", "device", "blas", "limits", "features")
+    __slots__ = ("version", "device", "blas", "limits", "features", "kernels")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     DEVICE_FIELD_NUMBER: _ClassVar[int]
     BLAS_FIELD_NUMBER: _ClassVar[int]
     LIMITS_FIELD_NUMBER: _ClassVar[int]
     FEATURES_FIELD_NUMBER: _ClassVar[int]
+    KERNELS_FIELD_NUMBER: _ClassVar[int]
     version: str
     device: str
     blas: str
     limits: Limits
     features: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, version: _Optional[str] = ..., device: _Optional[str] = ..., blas: _Optional[str] = ..., limits: _Optional[_Union[Limits, _Mapping]] = ..., features: _Optional[_Iterable[str]] = ...) -> None: ...
+    kernels: Kernels
+    def __init__(self, version: _Optional[str] = ..., device: _Optional[str] = ..., blas: _Optional[str] = ..., limits: _Optional[_Union[Limits, _Mapping]] = ..., features: _Optional[_Iterable[str]] = ..., kernels: _Optional[_Union[Kernels, _Mapping]] = ...) -> None: ...
+
+class Kernels(_message.Message):
+    __slots__ = ("attention", "encoding", "products", "failure")
+    ATTENTION_FIELD_NUMBER: _ClassVar[int]
+    ENCODING_FIELD_NUMBER: _ClassVar[int]
+    PRODUCTS_FIELD_NUMBER: _ClassVar[int]
+    FAILURE_FIELD_NUMBER: _ClassVar[int]
+    attention: str
+    encoding: str
+    products: str
+    failure: str
+    def __init__(self, attention: _Optional[str] = ..., encoding: _Optional[str] = ..., products: _Optional[str] = ..., failure: _Optional[str] = ...) -> None: ...
 
 class Limits(_message.Message):
     __slots__ = ("max_prompt_bytes", "max_request_bytes", "max_unread_bytes", "max_turns", "max_turns_per_namespace", "max_turns_per_caller", "kv_memory_bytes")

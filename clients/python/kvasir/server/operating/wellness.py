@@ -11,6 +11,7 @@ class Ailment:
 
     reason: str
     message: str
+    stops: bool = True  # the service does not do all that it should; False: it only is slow
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,9 +23,9 @@ class Wellness:
 
     @property
     def http_status(self) -> int:
-        return 503 if self.ailments else 200
+        return 503 if any(each.stops for each in self.ailments) else 200
 
     def body(self) -> dict[str, Any]:
         """{"status": "ok" | "unwell", "problems": [{"reason", "message"}], …facts}"""
         problems = [{"reason": each.reason, "message": each.message} for each in self.ailments]
-        return {"status": "unwell" if problems else "ok", "problems": problems, **self.facts}
+        return {"status": "ok" if self.http_status == 200 else "unwell", "problems": problems, **self.facts}

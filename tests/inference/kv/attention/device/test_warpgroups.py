@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from inference_svc.kv.attention import fused, geometry, kernels
+from inference_svc.kv.attention.choice import device_dialect
 from inference_svc.kv.attention.geometry import SplitGeometry, split_geometry
 from inference_svc.kv.attention.kept_kernel import program_text
 from inference_svc.kv.attention.kernels import Dialect, warpgroups_source
@@ -116,7 +117,7 @@ def test_what_products_read_is_fenced_before_it_is_handed_over() -> None:
 def test_this_devices_own_attention_of_many_queries() -> None:
     """On a GPU of Hopper's kind these are the products of warpgroups. A CPU rounds de-quantized rows to bfloats."""
     scene = Scene(page_format("q4", 2, 128), (600, 1500), 8, 48, dtype=BFLOATS, blocks=8)
-    found = paged_attention(*scene.arguments(), **scene.options())  # type: ignore[arg-type]
+    found = paged_attention(*scene.arguments(), **scene.options(), dialect=device_dialect())  # type: ignore[arg-type]
     assert scene.error(found) < (2e-2 if mx.default_device().type == mx.DeviceType.cpu else BOUNDS[BFLOATS])
 
 

@@ -5087,7 +5087,9 @@ type GetCapabilitiesResponse struct {
 	Blas   string  `protobuf:"bytes,3,opt,name=blas,proto3" json:"blas,omitempty"`
 	Limits *Limits `protobuf:"bytes,4,opt,name=limits,proto3" json:"limits,omitempty"`
 	// What this engine does beyond the first release of the contract: none yet. A client of a newer contract asks here.
-	Features      []string `protobuf:"bytes,5,rep,name=features,proto3" json:"features,omitempty"`
+	Features []string `protobuf:"bytes,5,rep,name=features,proto3" json:"features,omitempty"`
+	// Absent without a loaded model.
+	Kernels       *Kernels `protobuf:"bytes,6,opt,name=kernels,proto3" json:"kernels,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -5157,6 +5159,83 @@ func (x *GetCapabilitiesResponse) GetFeatures() []string {
 	return nil
 }
 
+func (x *GetCapabilitiesResponse) GetKernels() *Kernels {
+	if x != nil {
+		return x.Kernels
+	}
+	return nil
+}
+
+// Kernels names, for people, the implementation that computes attention, quantizes new KV and multiplies few rows.
+type Kernels struct {
+	state     protoimpl.MessageState `protogen:"open.v1"`
+	Attention string                 `protobuf:"bytes,1,opt,name=attention,proto3" json:"attention,omitempty"`
+	Encoding  string                 `protobuf:"bytes,2,opt,name=encoding,proto3" json:"encoding,omitempty"`
+	Products  string                 `protobuf:"bytes,3,opt,name=products,proto3" json:"products,omitempty"`
+	// Which results were wrong when the engine checked its kernels at its start; the reference serves then. Empty: none.
+	Failure       string `protobuf:"bytes,4,opt,name=failure,proto3" json:"failure,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *Kernels) Reset() {
+	*x = Kernels{}
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[53]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *Kernels) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*Kernels) ProtoMessage() {}
+
+func (x *Kernels) ProtoReflect() protoreflect.Message {
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[53]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use Kernels.ProtoReflect.Descriptor instead.
+func (*Kernels) Descriptor() ([]byte, []int) {
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{53}
+}
+
+func (x *Kernels) GetAttention() string {
+	if x != nil {
+		return x.Attention
+	}
+	return ""
+}
+
+func (x *Kernels) GetEncoding() string {
+	if x != nil {
+		return x.Encoding
+	}
+	return ""
+}
+
+func (x *Kernels) GetProducts() string {
+	if x != nil {
+		return x.Products
+	}
+	return ""
+}
+
+func (x *Kernels) GetFailure() string {
+	if x != nil {
+		return x.Failure
+	}
+	return ""
+}
+
 // Limits never change while the service runs.
 type Limits struct {
 	state          protoimpl.MessageState `protogen:"open.v1"`
@@ -5177,7 +5256,7 @@ type Limits struct {
 
 func (x *Limits) Reset() {
 	*x = Limits{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[53]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[54]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -5189,7 +5268,7 @@ func (x *Limits) String() string {
 func (*Limits) ProtoMessage() {}
 
 func (x *Limits) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[53]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[54]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -5202,7 +5281,7 @@ func (x *Limits) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Limits.ProtoReflect.Descriptor instead.
 func (*Limits) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{53}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{54}
 }
 
 func (x *Limits) GetMaxPromptBytes() int64 {
@@ -5262,7 +5341,7 @@ type GetStatsRequest struct {
 
 func (x *GetStatsRequest) Reset() {
 	*x = GetStatsRequest{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[54]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[55]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -5274,7 +5353,7 @@ func (x *GetStatsRequest) String() string {
 func (*GetStatsRequest) ProtoMessage() {}
 
 func (x *GetStatsRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[54]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[55]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -5287,7 +5366,7 @@ func (x *GetStatsRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GetStatsRequest.ProtoReflect.Descriptor instead.
 func (*GetStatsRequest) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{54}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{55}
 }
 
 type GetStatsResponse struct {
@@ -5307,7 +5386,7 @@ type GetStatsResponse struct {
 
 func (x *GetStatsResponse) Reset() {
 	*x = GetStatsResponse{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[55]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[56]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -5319,7 +5398,7 @@ func (x *GetStatsResponse) String() string {
 func (*GetStatsResponse) ProtoMessage() {}
 
 func (x *GetStatsResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[55]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[56]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -5332,7 +5411,7 @@ func (x *GetStatsResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GetStatsResponse.ProtoReflect.Descriptor instead.
 func (*GetStatsResponse) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{55}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{56}
 }
 
 func (x *GetStatsResponse) GetModel() string {
@@ -5406,7 +5485,7 @@ type NamespaceStats struct {
 
 func (x *NamespaceStats) Reset() {
 	*x = NamespaceStats{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[56]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[57]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -5418,7 +5497,7 @@ func (x *NamespaceStats) String() string {
 func (*NamespaceStats) ProtoMessage() {}
 
 func (x *NamespaceStats) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[56]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[57]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -5431,7 +5510,7 @@ func (x *NamespaceStats) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use NamespaceStats.ProtoReflect.Descriptor instead.
 func (*NamespaceStats) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{56}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{57}
 }
 
 func (x *NamespaceStats) GetNamespace() string {
@@ -5577,7 +5656,7 @@ type EngineStats struct {
 
 func (x *EngineStats) Reset() {
 	*x = EngineStats{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[57]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[58]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -5589,7 +5668,7 @@ func (x *EngineStats) String() string {
 func (*EngineStats) ProtoMessage() {}
 
 func (x *EngineStats) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[57]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[58]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -5602,7 +5681,7 @@ func (x *EngineStats) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use EngineStats.ProtoReflect.Descriptor instead.
 func (*EngineStats) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{57}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{58}
 }
 
 func (x *EngineStats) GetKvMemoryBytes() int64 {
@@ -6034,13 +6113,19 @@ const file_kvasir_inference_v1_inference_proto_rawDesc = "" +
 	"\x14embedding_dimensions\x18\x11 \x01(\x05R\x13embeddingDimensions\x12\x1f\n" +
 	"\vonly_embeds\x18\x12 \x01(\bR\n" +
 	"onlyEmbeds\"\x18\n" +
-	"\x16GetCapabilitiesRequest\"\xb0\x01\n" +
+	"\x16GetCapabilitiesRequest\"\xe8\x01\n" +
 	"\x17GetCapabilitiesResponse\x12\x18\n" +
 	"\aversion\x18\x01 \x01(\tR\aversion\x12\x16\n" +
 	"\x06device\x18\x02 \x01(\tR\x06device\x12\x12\n" +
 	"\x04blas\x18\x03 \x01(\tR\x04blas\x123\n" +
 	"\x06limits\x18\x04 \x01(\v2\x1b.kvasir.inference.v1.LimitsR\x06limits\x12\x1a\n" +
-	"\bfeatures\x18\x05 \x03(\tR\bfeatures\"\xb5\x02\n" +
+	"\bfeatures\x18\x05 \x03(\tR\bfeatures\x126\n" +
+	"\akernels\x18\x06 \x01(\v2\x1c.kvasir.inference.v1.KernelsR\akernels\"y\n" +
+	"\aKernels\x12\x1c\n" +
+	"\tattention\x18\x01 \x01(\tR\tattention\x12\x1a\n" +
+	"\bencoding\x18\x02 \x01(\tR\bencoding\x12\x1a\n" +
+	"\bproducts\x18\x03 \x01(\tR\bproducts\x12\x18\n" +
+	"\afailure\x18\x04 \x01(\tR\afailure\"\xb5\x02\n" +
 	"\x06Limits\x12(\n" +
 	"\x10max_prompt_bytes\x18\x01 \x01(\x03R\x0emaxPromptBytes\x12*\n" +
 	"\x11max_request_bytes\x18\x02 \x01(\x03R\x0fmaxRequestBytes\x12(\n" +
@@ -6227,7 +6312,7 @@ func file_kvasir_inference_v1_inference_proto_rawDescGZIP() []byte {
 }
 
 var file_kvasir_inference_v1_inference_proto_enumTypes = make([]protoimpl.EnumInfo, 14)
-var file_kvasir_inference_v1_inference_proto_msgTypes = make([]protoimpl.MessageInfo, 68)
+var file_kvasir_inference_v1_inference_proto_msgTypes = make([]protoimpl.MessageInfo, 69)
 var file_kvasir_inference_v1_inference_proto_goTypes = []any{
 	(ThinkingMode)(0),               // 0: kvasir.inference.v1.ThinkingMode
 	(ToolChoiceKind)(0),             // 1: kvasir.inference.v1.ToolChoiceKind
@@ -6296,26 +6381,27 @@ var file_kvasir_inference_v1_inference_proto_goTypes = []any{
 	(*Model)(nil),                   // 64: kvasir.inference.v1.Model
 	(*GetCapabilitiesRequest)(nil),  // 65: kvasir.inference.v1.GetCapabilitiesRequest
 	(*GetCapabilitiesResponse)(nil), // 66: kvasir.inference.v1.GetCapabilitiesResponse
-	(*Limits)(nil),                  // 67: kvasir.inference.v1.Limits
-	(*GetStatsRequest)(nil),         // 68: kvasir.inference.v1.GetStatsRequest
-	(*GetStatsResponse)(nil),        // 69: kvasir.inference.v1.GetStatsResponse
-	(*NamespaceStats)(nil),          // 70: kvasir.inference.v1.NamespaceStats
-	(*EngineStats)(nil),             // 71: kvasir.inference.v1.EngineStats
-	nil,                             // 72: kvasir.inference.v1.GenerateRequest.TemplateSettingsEntry
-	nil,                             // 73: kvasir.inference.v1.Sampling.LogitBiasEntry
-	nil,                             // 74: kvasir.inference.v1.WarmRequest.TemplateSettingsEntry
-	nil,                             // 75: kvasir.inference.v1.CountTokensRequest.TemplateSettingsEntry
-	nil,                             // 76: kvasir.inference.v1.NamespaceStats.TurnEndsEntry
-	nil,                             // 77: kvasir.inference.v1.NamespaceStats.RefusalsEntry
-	nil,                             // 78: kvasir.inference.v1.NamespaceStats.SourcesEntry
-	nil,                             // 79: kvasir.inference.v1.NamespaceStats.MissesEntry
-	nil,                             // 80: kvasir.inference.v1.NamespaceStats.PublicationsEntry
-	nil,                             // 81: kvasir.inference.v1.NamespaceStats.MadeGoodEntry
-	(*v1.Message)(nil),              // 82: kvasir.common.v1.Message
-	(*durationpb.Duration)(nil),     // 83: google.protobuf.Duration
-	(*v1.ToolCall)(nil),             // 84: kvasir.common.v1.ToolCall
-	(*v11.Digest)(nil),              // 85: kvasir.cachestore.v1.Digest
-	(*v11.KvIdentity)(nil),          // 86: kvasir.cachestore.v1.KvIdentity
+	(*Kernels)(nil),                 // 67: kvasir.inference.v1.Kernels
+	(*Limits)(nil),                  // 68: kvasir.inference.v1.Limits
+	(*GetStatsRequest)(nil),         // 69: kvasir.inference.v1.GetStatsRequest
+	(*GetStatsResponse)(nil),        // 70: kvasir.inference.v1.GetStatsResponse
+	(*NamespaceStats)(nil),          // 71: kvasir.inference.v1.NamespaceStats
+	(*EngineStats)(nil),             // 72: kvasir.inference.v1.EngineStats
+	nil,                             // 73: kvasir.inference.v1.GenerateRequest.TemplateSettingsEntry
+	nil,                             // 74: kvasir.inference.v1.Sampling.LogitBiasEntry
+	nil,                             // 75: kvasir.inference.v1.WarmRequest.TemplateSettingsEntry
+	nil,                             // 76: kvasir.inference.v1.CountTokensRequest.TemplateSettingsEntry
+	nil,                             // 77: kvasir.inference.v1.NamespaceStats.TurnEndsEntry
+	nil,                             // 78: kvasir.inference.v1.NamespaceStats.RefusalsEntry
+	nil,                             // 79: kvasir.inference.v1.NamespaceStats.SourcesEntry
+	nil,                             // 80: kvasir.inference.v1.NamespaceStats.MissesEntry
+	nil,                             // 81: kvasir.inference.v1.NamespaceStats.PublicationsEntry
+	nil,                             // 82: kvasir.inference.v1.NamespaceStats.MadeGoodEntry
+	(*v1.Message)(nil),              // 83: kvasir.common.v1.Message
+	(*durationpb.Duration)(nil),     // 84: google.protobuf.Duration
+	(*v1.ToolCall)(nil),             // 85: kvasir.common.v1.ToolCall
+	(*v11.Digest)(nil),              // 86: kvasir.cachestore.v1.Digest
+	(*v11.KvIdentity)(nil),          // 87: kvasir.cachestore.v1.KvIdentity
 }
 var file_kvasir_inference_v1_inference_proto_depIdxs = []int32{
 	20,  // 0: kvasir.inference.v1.GenerateRequest.messages:type_name -> kvasir.inference.v1.MessageList
@@ -6329,18 +6415,18 @@ var file_kvasir_inference_v1_inference_proto_depIdxs = []int32{
 	18,  // 8: kvasir.inference.v1.GenerateRequest.volatile:type_name -> kvasir.inference.v1.VolatileRules
 	17,  // 9: kvasir.inference.v1.GenerateRequest.tool_choice:type_name -> kvasir.inference.v1.ToolChoice
 	15,  // 10: kvasir.inference.v1.GenerateRequest.thinking:type_name -> kvasir.inference.v1.Thinking
-	72,  // 11: kvasir.inference.v1.GenerateRequest.template_settings:type_name -> kvasir.inference.v1.GenerateRequest.TemplateSettingsEntry
+	73,  // 11: kvasir.inference.v1.GenerateRequest.template_settings:type_name -> kvasir.inference.v1.GenerateRequest.TemplateSettingsEntry
 	0,   // 12: kvasir.inference.v1.Thinking.mode:type_name -> kvasir.inference.v1.ThinkingMode
 	1,   // 13: kvasir.inference.v1.ToolChoice.kind:type_name -> kvasir.inference.v1.ToolChoiceKind
 	2,   // 14: kvasir.inference.v1.OnFull.policy:type_name -> kvasir.inference.v1.OnFullPolicy
-	82,  // 15: kvasir.inference.v1.MessageList.messages:type_name -> kvasir.common.v1.Message
-	73,  // 16: kvasir.inference.v1.Sampling.logit_bias:type_name -> kvasir.inference.v1.Sampling.LogitBiasEntry
+	83,  // 15: kvasir.inference.v1.MessageList.messages:type_name -> kvasir.common.v1.Message
+	74,  // 16: kvasir.inference.v1.Sampling.logit_bias:type_name -> kvasir.inference.v1.Sampling.LogitBiasEntry
 	26,  // 17: kvasir.inference.v1.GenerateResponse.started:type_name -> kvasir.inference.v1.Started
 	28,  // 18: kvasir.inference.v1.GenerateResponse.prefill_progress:type_name -> kvasir.inference.v1.PrefillProgress
 	29,  // 19: kvasir.inference.v1.GenerateResponse.delta:type_name -> kvasir.inference.v1.Delta
 	32,  // 20: kvasir.inference.v1.GenerateResponse.finished:type_name -> kvasir.inference.v1.Finished
 	25,  // 21: kvasir.inference.v1.GenerateResponse.moved:type_name -> kvasir.inference.v1.Moved
-	83,  // 22: kvasir.inference.v1.Moved.expires_in:type_name -> google.protobuf.Duration
+	84,  // 22: kvasir.inference.v1.Moved.expires_in:type_name -> google.protobuf.Duration
 	6,   // 23: kvasir.inference.v1.Started.source:type_name -> kvasir.inference.v1.CacheSource
 	8,   // 24: kvasir.inference.v1.Started.miss:type_name -> kvasir.inference.v1.MissReason
 	7,   // 25: kvasir.inference.v1.Started.match:type_name -> kvasir.inference.v1.PrefixMatch
@@ -6352,19 +6438,19 @@ var file_kvasir_inference_v1_inference_proto_depIdxs = []int32{
 	34,  // 31: kvasir.inference.v1.Finished.usage:type_name -> kvasir.inference.v1.Usage
 	35,  // 32: kvasir.inference.v1.Finished.timings:type_name -> kvasir.inference.v1.Timings
 	36,  // 33: kvasir.inference.v1.Finished.snapshot:type_name -> kvasir.inference.v1.SnapshotOutcome
-	84,  // 34: kvasir.inference.v1.Finished.tool_calls:type_name -> kvasir.common.v1.ToolCall
+	85,  // 34: kvasir.inference.v1.Finished.tool_calls:type_name -> kvasir.common.v1.ToolCall
 	33,  // 35: kvasir.inference.v1.Finished.shortening:type_name -> kvasir.inference.v1.Shortening
 	2,   // 36: kvasir.inference.v1.Shortening.policy:type_name -> kvasir.inference.v1.OnFullPolicy
-	83,  // 37: kvasir.inference.v1.Timings.queue:type_name -> google.protobuf.Duration
-	83,  // 38: kvasir.inference.v1.Timings.restore:type_name -> google.protobuf.Duration
-	83,  // 39: kvasir.inference.v1.Timings.prefill:type_name -> google.protobuf.Duration
-	83,  // 40: kvasir.inference.v1.Timings.first_token:type_name -> google.protobuf.Duration
-	83,  // 41: kvasir.inference.v1.Timings.decode:type_name -> google.protobuf.Duration
+	84,  // 37: kvasir.inference.v1.Timings.queue:type_name -> google.protobuf.Duration
+	84,  // 38: kvasir.inference.v1.Timings.restore:type_name -> google.protobuf.Duration
+	84,  // 39: kvasir.inference.v1.Timings.prefill:type_name -> google.protobuf.Duration
+	84,  // 40: kvasir.inference.v1.Timings.first_token:type_name -> google.protobuf.Duration
+	84,  // 41: kvasir.inference.v1.Timings.decode:type_name -> google.protobuf.Duration
 	10,  // 42: kvasir.inference.v1.SnapshotOutcome.state:type_name -> kvasir.inference.v1.SnapshotState
-	85,  // 43: kvasir.inference.v1.SnapshotOutcome.manifest:type_name -> kvasir.cachestore.v1.Digest
+	86,  // 43: kvasir.inference.v1.SnapshotOutcome.manifest:type_name -> kvasir.cachestore.v1.Digest
 	39,  // 44: kvasir.inference.v1.ListTurnsResponse.turns:type_name -> kvasir.inference.v1.Turn
 	11,  // 45: kvasir.inference.v1.Turn.state:type_name -> kvasir.inference.v1.TurnState
-	83,  // 46: kvasir.inference.v1.Turn.age:type_name -> google.protobuf.Duration
+	84,  // 46: kvasir.inference.v1.Turn.age:type_name -> google.protobuf.Duration
 	32,  // 47: kvasir.inference.v1.CancelTurnResponse.finished:type_name -> kvasir.inference.v1.Finished
 	44,  // 48: kvasir.inference.v1.ListHotMemoriesResponse.memories:type_name -> kvasir.inference.v1.HotMemory
 	20,  // 49: kvasir.inference.v1.WarmRequest.messages:type_name -> kvasir.inference.v1.MessageList
@@ -6372,21 +6458,21 @@ var file_kvasir_inference_v1_inference_proto_depIdxs = []int32{
 	21,  // 51: kvasir.inference.v1.WarmRequest.prompt_token_ids:type_name -> kvasir.inference.v1.TokenIds
 	22,  // 52: kvasir.inference.v1.WarmRequest.tools:type_name -> kvasir.inference.v1.Tool
 	15,  // 53: kvasir.inference.v1.WarmRequest.thinking:type_name -> kvasir.inference.v1.Thinking
-	74,  // 54: kvasir.inference.v1.WarmRequest.template_settings:type_name -> kvasir.inference.v1.WarmRequest.TemplateSettingsEntry
+	75,  // 54: kvasir.inference.v1.WarmRequest.template_settings:type_name -> kvasir.inference.v1.WarmRequest.TemplateSettingsEntry
 	6,   // 55: kvasir.inference.v1.WarmResponse.source:type_name -> kvasir.inference.v1.CacheSource
 	8,   // 56: kvasir.inference.v1.WarmResponse.miss:type_name -> kvasir.inference.v1.MissReason
 	7,   // 57: kvasir.inference.v1.WarmResponse.match:type_name -> kvasir.inference.v1.PrefixMatch
-	83,  // 58: kvasir.inference.v1.WarmResponse.restore:type_name -> google.protobuf.Duration
-	83,  // 59: kvasir.inference.v1.WarmResponse.prefill:type_name -> google.protobuf.Duration
+	84,  // 58: kvasir.inference.v1.WarmResponse.restore:type_name -> google.protobuf.Duration
+	84,  // 59: kvasir.inference.v1.WarmResponse.prefill:type_name -> google.protobuf.Duration
 	20,  // 60: kvasir.inference.v1.CountTokensRequest.messages:type_name -> kvasir.inference.v1.MessageList
 	21,  // 61: kvasir.inference.v1.CountTokensRequest.prompt_token_ids:type_name -> kvasir.inference.v1.TokenIds
 	22,  // 62: kvasir.inference.v1.CountTokensRequest.tools:type_name -> kvasir.inference.v1.Tool
 	15,  // 63: kvasir.inference.v1.CountTokensRequest.thinking:type_name -> kvasir.inference.v1.Thinking
-	75,  // 64: kvasir.inference.v1.CountTokensRequest.template_settings:type_name -> kvasir.inference.v1.CountTokensRequest.TemplateSettingsEntry
+	76,  // 64: kvasir.inference.v1.CountTokensRequest.template_settings:type_name -> kvasir.inference.v1.CountTokensRequest.TemplateSettingsEntry
 	51,  // 65: kvasir.inference.v1.LoadModelResponse.progress:type_name -> kvasir.inference.v1.LoadProgress
 	52,  // 66: kvasir.inference.v1.LoadModelResponse.done:type_name -> kvasir.inference.v1.LoadedModel
 	12,  // 67: kvasir.inference.v1.LoadProgress.stage:type_name -> kvasir.inference.v1.LoadStage
-	83,  // 68: kvasir.inference.v1.LoadProgress.elapsed:type_name -> google.protobuf.Duration
+	84,  // 68: kvasir.inference.v1.LoadProgress.elapsed:type_name -> google.protobuf.Duration
 	64,  // 69: kvasir.inference.v1.LoadedModel.model:type_name -> kvasir.inference.v1.Model
 	55,  // 70: kvasir.inference.v1.LoadedModel.left:type_name -> kvasir.inference.v1.MemoriesLeft
 	55,  // 71: kvasir.inference.v1.UnloadModelResponse.left:type_name -> kvasir.inference.v1.MemoriesLeft
@@ -6396,53 +6482,54 @@ var file_kvasir_inference_v1_inference_proto_depIdxs = []int32{
 	4,   // 75: kvasir.inference.v1.EmbedRequest.priority:type_name -> kvasir.inference.v1.Priority
 	21,  // 76: kvasir.inference.v1.EmbedInput.token_ids:type_name -> kvasir.inference.v1.TokenIds
 	63,  // 77: kvasir.inference.v1.EmbedResponse.embeddings:type_name -> kvasir.inference.v1.Embedding
-	86,  // 78: kvasir.inference.v1.Model.kv_identity:type_name -> kvasir.cachestore.v1.KvIdentity
+	87,  // 78: kvasir.inference.v1.Model.kv_identity:type_name -> kvasir.cachestore.v1.KvIdentity
 	13,  // 79: kvasir.inference.v1.Model.state:type_name -> kvasir.inference.v1.ModelState
 	23,  // 80: kvasir.inference.v1.Model.sampling_defaults:type_name -> kvasir.inference.v1.Sampling
-	67,  // 81: kvasir.inference.v1.GetCapabilitiesResponse.limits:type_name -> kvasir.inference.v1.Limits
-	83,  // 82: kvasir.inference.v1.GetStatsResponse.uptime:type_name -> google.protobuf.Duration
-	70,  // 83: kvasir.inference.v1.GetStatsResponse.namespaces:type_name -> kvasir.inference.v1.NamespaceStats
-	71,  // 84: kvasir.inference.v1.GetStatsResponse.engine:type_name -> kvasir.inference.v1.EngineStats
-	76,  // 85: kvasir.inference.v1.NamespaceStats.turn_ends:type_name -> kvasir.inference.v1.NamespaceStats.TurnEndsEntry
-	77,  // 86: kvasir.inference.v1.NamespaceStats.refusals:type_name -> kvasir.inference.v1.NamespaceStats.RefusalsEntry
-	78,  // 87: kvasir.inference.v1.NamespaceStats.sources:type_name -> kvasir.inference.v1.NamespaceStats.SourcesEntry
-	79,  // 88: kvasir.inference.v1.NamespaceStats.misses:type_name -> kvasir.inference.v1.NamespaceStats.MissesEntry
-	80,  // 89: kvasir.inference.v1.NamespaceStats.publications:type_name -> kvasir.inference.v1.NamespaceStats.PublicationsEntry
-	81,  // 90: kvasir.inference.v1.NamespaceStats.made_good:type_name -> kvasir.inference.v1.NamespaceStats.MadeGoodEntry
-	16,  // 91: kvasir.inference.v1.GenerateRequest.TemplateSettingsEntry.value:type_name -> kvasir.inference.v1.TemplateValue
-	16,  // 92: kvasir.inference.v1.WarmRequest.TemplateSettingsEntry.value:type_name -> kvasir.inference.v1.TemplateValue
-	16,  // 93: kvasir.inference.v1.CountTokensRequest.TemplateSettingsEntry.value:type_name -> kvasir.inference.v1.TemplateValue
-	14,  // 94: kvasir.inference.v1.InferenceService.Generate:input_type -> kvasir.inference.v1.GenerateRequest
-	37,  // 95: kvasir.inference.v1.InferenceService.ListTurns:input_type -> kvasir.inference.v1.ListTurnsRequest
-	40,  // 96: kvasir.inference.v1.InferenceService.CancelTurn:input_type -> kvasir.inference.v1.CancelTurnRequest
-	42,  // 97: kvasir.inference.v1.InferenceService.ListHotMemories:input_type -> kvasir.inference.v1.ListHotMemoriesRequest
-	45,  // 98: kvasir.inference.v1.InferenceService.Warm:input_type -> kvasir.inference.v1.WarmRequest
-	47,  // 99: kvasir.inference.v1.InferenceService.CountTokens:input_type -> kvasir.inference.v1.CountTokensRequest
-	60,  // 100: kvasir.inference.v1.InferenceService.Embed:input_type -> kvasir.inference.v1.EmbedRequest
-	56,  // 101: kvasir.inference.v1.InferenceService.ListModels:input_type -> kvasir.inference.v1.ListModelsRequest
-	49,  // 102: kvasir.inference.v1.InferenceService.LoadModel:input_type -> kvasir.inference.v1.LoadModelRequest
-	53,  // 103: kvasir.inference.v1.InferenceService.UnloadModel:input_type -> kvasir.inference.v1.UnloadModelRequest
-	58,  // 104: kvasir.inference.v1.InferenceService.GetModel:input_type -> kvasir.inference.v1.GetModelRequest
-	65,  // 105: kvasir.inference.v1.InferenceService.GetCapabilities:input_type -> kvasir.inference.v1.GetCapabilitiesRequest
-	68,  // 106: kvasir.inference.v1.InferenceService.GetStats:input_type -> kvasir.inference.v1.GetStatsRequest
-	24,  // 107: kvasir.inference.v1.InferenceService.Generate:output_type -> kvasir.inference.v1.GenerateResponse
-	38,  // 108: kvasir.inference.v1.InferenceService.ListTurns:output_type -> kvasir.inference.v1.ListTurnsResponse
-	41,  // 109: kvasir.inference.v1.InferenceService.CancelTurn:output_type -> kvasir.inference.v1.CancelTurnResponse
-	43,  // 110: kvasir.inference.v1.InferenceService.ListHotMemories:output_type -> kvasir.inference.v1.ListHotMemoriesResponse
-	46,  // 111: kvasir.inference.v1.InferenceService.Warm:output_type -> kvasir.inference.v1.WarmResponse
-	48,  // 112: kvasir.inference.v1.InferenceService.CountTokens:output_type -> kvasir.inference.v1.CountTokensResponse
-	62,  // 113: kvasir.inference.v1.InferenceService.Embed:output_type -> kvasir.inference.v1.EmbedResponse
-	57,  // 114: kvasir.inference.v1.InferenceService.ListModels:output_type -> kvasir.inference.v1.ListModelsResponse
-	50,  // 115: kvasir.inference.v1.InferenceService.LoadModel:output_type -> kvasir.inference.v1.LoadModelResponse
-	54,  // 116: kvasir.inference.v1.InferenceService.UnloadModel:output_type -> kvasir.inference.v1.UnloadModelResponse
-	59,  // 117: kvasir.inference.v1.InferenceService.GetModel:output_type -> kvasir.inference.v1.GetModelResponse
-	66,  // 118: kvasir.inference.v1.InferenceService.GetCapabilities:output_type -> kvasir.inference.v1.GetCapabilitiesResponse
-	69,  // 119: kvasir.inference.v1.InferenceService.GetStats:output_type -> kvasir.inference.v1.GetStatsResponse
-	107, // [107:120] is the sub-list for method output_type
-	94,  // [94:107] is the sub-list for method input_type
-	94,  // [94:94] is the sub-list for extension type_name
-	94,  // [94:94] is the sub-list for extension extendee
-	0,   // [0:94] is the sub-list for field type_name
+	68,  // 81: kvasir.inference.v1.GetCapabilitiesResponse.limits:type_name -> kvasir.inference.v1.Limits
+	67,  // 82: kvasir.inference.v1.GetCapabilitiesResponse.kernels:type_name -> kvasir.inference.v1.Kernels
+	84,  // 83: kvasir.inference.v1.GetStatsResponse.uptime:type_name -> google.protobuf.Duration
+	71,  // 84: kvasir.inference.v1.GetStatsResponse.namespaces:type_name -> kvasir.inference.v1.NamespaceStats
+	72,  // 85: kvasir.inference.v1.GetStatsResponse.engine:type_name -> kvasir.inference.v1.EngineStats
+	77,  // 86: kvasir.inference.v1.NamespaceStats.turn_ends:type_name -> kvasir.inference.v1.NamespaceStats.TurnEndsEntry
+	78,  // 87: kvasir.inference.v1.NamespaceStats.refusals:type_name -> kvasir.inference.v1.NamespaceStats.RefusalsEntry
+	79,  // 88: kvasir.inference.v1.NamespaceStats.sources:type_name -> kvasir.inference.v1.NamespaceStats.SourcesEntry
+	80,  // 89: kvasir.inference.v1.NamespaceStats.misses:type_name -> kvasir.inference.v1.NamespaceStats.MissesEntry
+	81,  // 90: kvasir.inference.v1.NamespaceStats.publications:type_name -> kvasir.inference.v1.NamespaceStats.PublicationsEntry
+	82,  // 91: kvasir.inference.v1.NamespaceStats.made_good:type_name -> kvasir.inference.v1.NamespaceStats.MadeGoodEntry
+	16,  // 92: kvasir.inference.v1.GenerateRequest.TemplateSettingsEntry.value:type_name -> kvasir.inference.v1.TemplateValue
+	16,  // 93: kvasir.inference.v1.WarmRequest.TemplateSettingsEntry.value:type_name -> kvasir.inference.v1.TemplateValue
+	16,  // 94: kvasir.inference.v1.CountTokensRequest.TemplateSettingsEntry.value:type_name -> kvasir.inference.v1.TemplateValue
+	14,  // 95: kvasir.inference.v1.InferenceService.Generate:input_type -> kvasir.inference.v1.GenerateRequest
+	37,  // 96: kvasir.inference.v1.InferenceService.ListTurns:input_type -> kvasir.inference.v1.ListTurnsRequest
+	40,  // 97: kvasir.inference.v1.InferenceService.CancelTurn:input_type -> kvasir.inference.v1.CancelTurnRequest
+	42,  // 98: kvasir.inference.v1.InferenceService.ListHotMemories:input_type -> kvasir.inference.v1.ListHotMemoriesRequest
+	45,  // 99: kvasir.inference.v1.InferenceService.Warm:input_type -> kvasir.inference.v1.WarmRequest
+	47,  // 100: kvasir.inference.v1.InferenceService.CountTokens:input_type -> kvasir.inference.v1.CountTokensRequest
+	60,  // 101: kvasir.inference.v1.InferenceService.Embed:input_type -> kvasir.inference.v1.EmbedRequest
+	56,  // 102: kvasir.inference.v1.InferenceService.ListModels:input_type -> kvasir.inference.v1.ListModelsRequest
+	49,  // 103: kvasir.inference.v1.InferenceService.LoadModel:input_type -> kvasir.inference.v1.LoadModelRequest
+	53,  // 104: kvasir.inference.v1.InferenceService.UnloadModel:input_type -> kvasir.inference.v1.UnloadModelRequest
+	58,  // 105: kvasir.inference.v1.InferenceService.GetModel:input_type -> kvasir.inference.v1.GetModelRequest
+	65,  // 106: kvasir.inference.v1.InferenceService.GetCapabilities:input_type -> kvasir.inference.v1.GetCapabilitiesRequest
+	69,  // 107: kvasir.inference.v1.InferenceService.GetStats:input_type -> kvasir.inference.v1.GetStatsRequest
+	24,  // 108: kvasir.inference.v1.InferenceService.Generate:output_type -> kvasir.inference.v1.GenerateResponse
+	38,  // 109: kvasir.inference.v1.InferenceService.ListTurns:output_type -> kvasir.inference.v1.ListTurnsResponse
+	41,  // 110: kvasir.inference.v1.InferenceService.CancelTurn:output_type -> kvasir.inference.v1.CancelTurnResponse
+	43,  // 111: kvasir.inference.v1.InferenceService.ListHotMemories:output_type -> kvasir.inference.v1.ListHotMemoriesResponse
+	46,  // 112: kvasir.inference.v1.InferenceService.Warm:output_type -> kvasir.inference.v1.WarmResponse
+	48,  // 113: kvasir.inference.v1.InferenceService.CountTokens:output_type -> kvasir.inference.v1.CountTokensResponse
+	62,  // 114: kvasir.inference.v1.InferenceService.Embed:output_type -> kvasir.inference.v1.EmbedResponse
+	57,  // 115: kvasir.inference.v1.InferenceService.ListModels:output_type -> kvasir.inference.v1.ListModelsResponse
+	50,  // 116: kvasir.inference.v1.InferenceService.LoadModel:output_type -> kvasir.inference.v1.LoadModelResponse
+	54,  // 117: kvasir.inference.v1.InferenceService.UnloadModel:output_type -> kvasir.inference.v1.UnloadModelResponse
+	59,  // 118: kvasir.inference.v1.InferenceService.GetModel:output_type -> kvasir.inference.v1.GetModelResponse
+	66,  // 119: kvasir.inference.v1.InferenceService.GetCapabilities:output_type -> kvasir.inference.v1.GetCapabilitiesResponse
+	70,  // 120: kvasir.inference.v1.InferenceService.GetStats:output_type -> kvasir.inference.v1.GetStatsResponse
+	108, // [108:121] is the sub-list for method output_type
+	95,  // [95:108] is the sub-list for method input_type
+	95,  // [95:95] is the sub-list for extension type_name
+	95,  // [95:95] is the sub-list for extension extendee
+	0,   // [0:95] is the sub-list for field type_name
 }
 
 func init() { file_kvasir_inference_v1_inference_proto_init() }
@@ -6501,7 +6588,7 @@ func file_kvasir_inference_v1_inference_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_kvasir_inference_v1_inference_proto_rawDesc), len(file_kvasir_inference_v1_inference_proto_rawDesc)),
 			NumEnums:      14,
-			NumMessages:   68,
+			NumMessages:   69,
 			NumExtensions: 0,
 			NumServices:   1,
 		},

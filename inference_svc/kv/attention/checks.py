@@ -1,0 +1,123 @@
+"""Checks kernels by their results: they write, read, copy and attend to a few rows beside the reference.
+
+Rows are numbers that a policy stores without rounding. So each unit of a page must be the reference's to the bit.
+"""
+
+from collections.abc import Iterator
+
+import mlx.core as mx
+
+from inference_svc.kv.attention.fused import fused_attention
+from inference_svc.kv.attention.in_place import append_rows, gathered_values, store_pages
+from inference_svc.kv.attention.kernels import Dialect
+from inference_svc.kv.attention.reference import reference_attention
+from inference_svc.kv.codec import SCALE_TYPES, Codec, EncodedRows, ExactCodec, QuantizedCodec, RotatedCodec
+from inference_svc.kv.model_hooks.few_rows import few_rows
+from inference_svc.kv.page import PAGE_TOKENS, PageFormat, RowFormat
+from inference_svc.kv.pages.page_rows import UNIT, pages_of_rows
+
+_BLOCKS = (3, 1)  # the pages of a sequence of two blocks, in a pool of five
+_POOL_PAGES, _SPARE_PAGE = 5, 2
+_TOKENS = 2 * PAGE_TOKENS
+_NEW = range(PAGE_TOKENS - 3, PAGE_TOKENS + 3)  # new rows, on both sides of a block's border
+_QUERY_COUNTS = (1, len(_NEW))  # of a decoding step, and of a suffix
+_SHARE = 2  # query heads of each kv head
+# Sums are rounded in another order than the reference's, and in 16 bits.
+_TOLERANCE = 0.03
+
+
+def why_wrong(page_format: PageFormat, dtype: mx.Dtype, dialect: Dialect) -> str:
+    """Why a dialect's kernels must not serve pages of a format to a model that computes in a type; empty: they may."""
+    try:
+        return next(_differences(page_format, dtype, dialect), "")
+    except Exception as error:  # noqa: BLE001 - whatever a compiler, a driver or a launch raises
+        return f"{type(error).__name__}: {' '.join(str(error).split())[:400]}"
+
+
+def why_wrong_products() -> str:
+    """Why the kernel of few rows must not serve; empty: it may. Its sums of small integers are exact."""
+    x, w = (
+        mx.random.randint(-3, 4, shape, key=mx.random.key(5)).astype(mx.bfloat16) for shape in ((1, 3, 64), (32, 64))
+    )
+    try:
+        is_right = mx.array_equal(few_rows(x, [w])[0].astype(mx.float32), x.astype(mx.float32) @ w.astype(mx.float32).T)
+        return "" if is_right.item() else "products differ from the reference"
+    except Exception as error:  # noqa: BLE001 - as above
+        return f"{type(error).__name__}: {' '.join(str(error).split())[:400]}"
+
+
+def _differences(page_format: PageFormat, dtype: mx.Dtype, dialect: Dialect) -> Iterator[str]:
+    """The faults of each kernel, from the first on: later kernels read results of earlier ones."""
+    stored, new = _rows(page_format, _TOKENS, 1), _rows(page_format, len(_NEW), 2)
+    pages, table = _pool(page_format, stored), mx.array(_BLOCKS, mx.int32)
+    with_new = [
+        mx.concatenate([old[:, :, : _NEW.start], add, old[:, :, _NEW.stop :]], axis=2)
+        for old, add in zip(stored, new, strict=True)
+    ]
+    expected = _pool(page_format, with_new)
+    keys, values = new[0] if page_format.key.is_rotated else new[0].astype(dtype), new[1].astype(dtype)
+    places = mx.array([list(_NEW)], mx.int32)
+    written = append_rows(keys, values, pages, page_format, table[None], places, dialect)
+    mx.eval(written)
+    if not (mx.array_equal(pages, expected).item() and mx.array_equal(written, places + 1).item()):
+        yield "rows are written differently from the reference"
+    found = gathered_values(pages, page_format, table, 0, _TOKENS, written, dtype, dialect)
+    is_right = _is_near if page_format.key.is_rotated else mx.array_equal
+    if not all(is_right(one.astype(mx.float32), other) for one, other in zip(found, with_new, strict=True)):
+        yield "rows are read differently from the reference"
+    source, target = (mx.array([page], mx.int32) for page in (_BLOCKS[0], _SPARE_PAGE))
+    mx.eval(store_pages(pages, pages, target, source, 0, pages.shape[1], dialect))
+    expected[_SPARE_PAGE] = expected[_BLOCKS[0]]
+    if not mx.array_equal(pages, expected).item():
+        yield "pages are copied differently from the reference"
+    for count in _QUERY_COUNTS:
+        key, lengths = page_format.key, mx.array([_NEW.stop], mx.int32)
+        queries = mx.random.normal((1, _SHARE * key.kv_heads, count, key.dim), mx.float32, key=mx.random.key(4))
+        given, scale = (pages, page_format, table[None], lengths), key.dim**-0.5
+        mixed = fused_attention(queries.astype(dtype), *given, scale=scale, dialect=dialect)
+        if not _is_near(mixed, reference_attention(queries.astype(dtype).astype(mx.float32), *given, scale=scale)):
+            yield f"attention of {count} queries differs from the reference"
+
+
+def _rows(page_format: PageFormat, count: int, seed: int) -> list[mx.array]:
+    """K and V [1, kv_heads, count, dim], fp32, of numbers that the format stores as they are."""
+    return [
+        _exact_numbers(rows, count, mx.random.key(10 * seed + number))
+        for number, rows in enumerate((page_format.key, page_format.value))
+    ]
+
+
+def _exact_numbers(rows: RowFormat, count: int, key: mx.array) -> mx.array:
+    """Multiples of a power of two between the ends of each group's range, both of which it has."""
+    bits = min(rows.bits, 8)
+    width = rows.group_size or rows.dim
+    shape = (1, rows.kv_heads, count, rows.dim // width, width)
+    codes = mx.random.randint(0, 1 << bits, shape, key=key)
+    codes[..., 0], codes[..., width // 2] = 0, (1 << bits) - 1
+    values = (codes - (1 << (bits - 1))).astype(mx.float32) * 2.0 ** (3 - bits)
+    values = values.reshape(1, rows.kv_heads, count, rows.dim)
+    return mx.hadamard_transform(values) if rows.is_rotated else values
+
+
+def _pool(page_format: PageFormat, rows: list[mx.array]) -> mx.array:
+    """Pages that hold the rows, and others that hold noise."""
+    pages = mx.random.randint(0, 1 << 16, (_POOL_PAGES, page_format.units), key=mx.random.key(3)).astype(UNIT)
+    key, value = (_codec(each, page_format) for each in (page_format.key, page_format.value))
+    encoded: EncodedRows = (*key.encode(rows[0]), *value.encode(rows[1]))
+    pages[mx.array(_BLOCKS)] = pages_of_rows(page_format, tuple(mx.contiguous(part) for part in encoded))
+    mx.eval(pages)
+    return pages
+
+
+def _codec(rows: RowFormat, page_format: PageFormat) -> Codec:
+    scale_type = SCALE_TYPES[page_format.scale_type]
+    if not rows.is_quantized:
+        return ExactCodec(scale_type)
+    plain = QuantizedCodec(rows.bits, rows.group_size, scale_type)
+    return RotatedCodec(plain) if rows.is_rotated else plain
+
+
+def _is_near(found: mx.array, right: mx.array) -> bool:
+    """Whether no number is far off, and none is no number."""
+    wrong = mx.abs(found.astype(mx.float32) - right.astype(mx.float32)).max()
+    return bool((wrong <= _TOLERANCE * mx.abs(right).max()).item())

@@ -1,0 +1,130 @@
+"""Which implementation serves a model's KV and products: kernels whose results were checked at the start, or MLX's own
+operations, which are the reference.
+"""
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Literal, TypeAlias
+
+import mlx.core as mx
+import structlog
+from kvasir.cachestore.v1 import identity_pb2
+
+from inference_svc.kv.attention.checks import why_wrong, why_wrong_products
+from inference_svc.kv.attention.fused import TYPE_NAMES
+from inference_svc.kv.attention.geometry import why_not
+from inference_svc.kv.attention.kernels import Dialect
+from inference_svc.kv.codec import layer_codecs
+from inference_svc.kv.page import PageFormat
+from inference_svc.kv.pages.groups import groups_of
+from inference_svc.kv.policy import Rung, policy_of
+
+Wanted: TypeAlias = Literal["auto", "reference"]
+
+REFERENCE = "reference (MLX operations)"
+NAMES = {None: REFERENCE, Dialect.CUDA: "fused (CUDA)", Dialect.METAL: "fused (Metal)"}
+_TYPES = {name: dtype for dtype, name in TYPE_NAMES.items()}
+_FEW_ROWS = "few rows (CUDA)"
+_LOG = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """For people: the implementations that serve a loaded model. `failure`: wrong results of a check; empty: none."""
+
+    attention: str = REFERENCE
+    encoding: str = REFERENCE
+    products: str = REFERENCE
+    failure: str = ""
+
+
+@cache
+def device_dialect() -> Dialect | None:
+    """Of this device's kernels; None on a CPU."""
+    if mx.default_device().type != mx.DeviceType.gpu:
+        return None
+    return Dialect.METAL if mx.metal.is_available() else Dialect.CUDA
+
+
+class KernelChoice:
+    """The choice for one model. A page format is checked when it is first needed, which is before the engine serves."""
+
+    def __init__(self, wanted: Wanted = "auto") -> None:
+        self._dialect = device_dialect() if wanted == "auto" else None
+        self._found: dict[tuple[PageFormat, mx.Dtype], str] = {}
+        self._failures: list[str] = []
+        self._has_few_rows = False
+
+    @property
+    def conditions(self) -> str:
+        """A kept probe depends on this."""
+        return self._dialect.value if self._dialect else "reference"
+
+    @property
+    def has_failed(self) -> bool:
+        return bool(self._failures)
+
+    def dialect(self, identity: identity_pb2.KvIdentity, dtype: mx.Dtype) -> Dialect | None:
+        """Of the kernels that write and read the pages of all layers with rows; None: the reference serves."""
+        return self.dialect_of(_formats(identity), dtype)
+
+    def dialect_of(self, formats: Collection[PageFormat], dtype: mx.Dtype) -> Dialect | None:
+        """As `dialect`, of these formats."""
+        if self._dialect is None or not formats or any(why_not(each) for each in formats):
+            return None
+        is_right = all(not self._failure(each, dtype, self._dialect) for each in sorted(formats, key=repr))
+        return self._dialect if is_right else None
+
+    def takes_few_rows(self) -> bool:
+        """Whether the kernel of few rows computes the model's products: on CUDA, where it is right."""
+        if self._dialect is Dialect.CUDA:
+            self._has_few_rows = not self._recorded("products of few rows", why_wrong_products)
+        return self._has_few_rows
+
+    def chosen(self, identity: identity_pb2.KvIdentity, dtype: mx.Dtype, *, reads_pages: bool) -> Chosen:
+        """The implementations for the model with this identity, which computes in a type."""
+        served = NAMES[self.dialect(identity, dtype) if reads_pages else None]
+        products = _FEW_ROWS if self._has_few_rows else REFERENCE
+        return Chosen(served, served, products, "; ".join(self._failures))
+
+    def _failure(self, page_format: PageFormat, dtype: mx.Dtype, dialect: Dialect) -> str:
+        """The fault that the check of a format finds; empty: none. The check is made once."""
+        key = page_format, dtype
+        if key not in self._found:
+            key_rows, value_rows = page_format.key, page_format.value
+            rotated = ", rotated" if key_rows.is_rotated else ""
+            name = f"pages of K {key_rows.bits} bits{rotated}, V {value_rows.bits} bits, dimension {key_rows.dim}"
+            self._found[key] = self._recorded(name, lambda: why_wrong(page_format, dtype, dialect))
+        return self._found[key]
+
+    def _recorded(self, name: str, check: Callable[[], str]) -> str:
+        """The check's result; a failure is logged, and kept for reports."""
+        if why := check():
+            self._failures.append(f"{name}: {why}")
+            _LOG.error("kernels.check_failed", kernels=self.conditions, checked=name, why=why, serves=REFERENCE)
+        return why
+
+
+def checked_policies(layers: Sequence[identity_pb2.LayerLayout], compute_type: str) -> dict[str, str]:
+    """By policy that the layers can be stored by, the fault of this device's kernels; empty: none.
+    Nothing for a device without kernels.
+    """
+    dialect, dtype, found = device_dialect(), _TYPES[compute_type], dict[str, str]()
+    if dialect is None:
+        return found
+    with_rows = [layers[index] for group in groups_of(layers) for index in group.layers]
+    for rung in Rung:
+        policy = policy_of(rung, compute_type)
+        keys, values = layer_codecs(policy, 0)
+        if any(keys.problem(layer.key_dim) or values.problem(layer.value_dim) for layer in with_rows):
+            continue
+        formats = _formats(identity_pb2.KvIdentity(layers=layers, policy=policy))
+        if not any(map(why_not, formats)):
+            whys = (why_wrong(each, dtype, dialect) for each in sorted(formats, key=repr))
+            found[rung.value] = next(filter(None, whys), "")
+    return found
+
+
+def _formats(identity: identity_pb2.KvIdentity) -> set[PageFormat]:
+    return {PageFormat.of(identity, index) for group in groups_of(identity.layers) for index in group.layers}

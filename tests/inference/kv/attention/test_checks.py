@@ -1,0 +1,112 @@
+"""The check of kernels at a start sees one wrong number of any of them, and takes right ones."""
+
+from collections.abc import Callable
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from kvasir.cachestore.v1 import identity_pb2
+
+from inference_svc.kv.attention import checks, choice, fused
+from inference_svc.kv.attention.checks import why_wrong, why_wrong_products
+from inference_svc.kv.attention.choice import KernelChoice
+from inference_svc.kv.attention.fused import Kernel
+from inference_svc.kv.attention.kernels import Dialect, KernelSource
+from tests.inference.kv.attention.emulators import EMULATORS, needs_compiler
+from tests.inference.kv.attention.scenes import FP16, page_format
+from tests.made_models.sampling import first_and_in_turn
+
+pytestmark = needs_compiler
+
+# Those of the tiny models, so that most are compiled already.
+FORMATS = {name: page_format(name, 2, 64, scale_type=FP16) for name in ("q4", "q8", "k8v4", "exact", "q4-rotated")}
+
+
+def checked(
+    name: str,
+    monkeypatch: pytest.MonkeyPatch,
+    kernel: str = "",
+    spoil: Callable[[dict[str, Any], Any], None] | None = None,
+) -> str:
+    """What the check of a format finds. After each launch of a kernel, `spoil` changes what it was given and made."""
+
+    def compiler(source: KernelSource, shared_bytes: int) -> Kernel:
+        emulated = EMULATORS[Dialect.CUDA](source, shared_bytes)
+
+        def launch(**given: Any) -> list[mx.array]:
+            made = emulated(**given)
+            if spoil is not None and f"kv_{kernel}_" in source.name:
+                spoil(given, made)
+            return made
+
+        return launch
+
+    monkeypatch.setitem(fused.COMPILERS, Dialect.CUDA, compiler)
+    return why_wrong(FORMATS[name], mx.float32, Dialect.CUDA)
+
+
+@pytest.mark.parametrize("name", first_and_in_turn(list(FORMATS), seconds=4, first=1))
+def test_right_kernels_are_taken(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert checked(name, monkeypatch) == ""
+
+
+def changed_unit(column: int) -> Callable[[dict[str, Any], Any], None]:
+    def spoil(given: dict[str, Any], made: Any) -> None:
+        np.asarray(given["inputs"][0 if len(given["inputs"][0].shape) == 2 else 2])[1, column] ^= 1
+
+    return spoil
+
+
+def changed_result(given: dict[str, Any], made: Any) -> None:
+    """One number of the first output, by a tenth of the largest."""
+    flat = np.asarray(made[0]).reshape(-1)
+    flat[flat.size // 2] += np.abs(flat).max() / 10
+
+
+BITS = {"q4": 4, "q4-rotated": 4, "k8v4": 8, "q8": 8, "fp": 16}
+CODES = FORMATS["q4"].parts[0]
+FAULTS = {
+    "a code": ("append", changed_unit(255 * CODES.units + 3), "written"),
+    "a scale": ("append", changed_unit(FORMATS["q4"].parts[1].offset + 254), "written"),
+    "a value's bias": ("append", changed_unit(FORMATS["q4"].parts[5].offset + 255), "written"),
+    "a row of another page": ("append", changed_unit(7), "written"),
+    "a value": ("gather", changed_result, "read"),
+    "a copied unit": ("store", changed_unit(0), "copied"),
+    "a mix": ("reduce", changed_result, "attention"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_one_wrong_number_is_noticed(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel, spoil, word = FAULTS[fault]
+    assert word in checked("q4", monkeypatch, kernel, spoil)
+
+
+def test_a_wrong_product_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def products(x: mx.array, matrices: list[mx.array]) -> list[mx.array]:
+        made = x @ matrices[0].T
+        made[0, 1, 5] += 1
+        return [made]
+
+    monkeypatch.setattr(checks, "few_rows", lambda x, matrices: [x @ matrices[0].T])
+    assert why_wrong_products() == ""
+    monkeypatch.setattr(checks, "few_rows", products)
+    assert why_wrong_products()
+
+
+def test_all_policies_of_a_layout_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of 48 values have no groups of 64: they are stored exactly, or not at all."""
+    monkeypatch.setattr(choice, "device_dialect", lambda: Dialect.CUDA)
+    monkeypatch.setattr(choice, "why_wrong", lambda form, dtype, dialect: f"{form.key.bits} {dtype} {dialect.value}")
+    layers = [identity_pb2.LayerLayout(kind=identity_pb2.LAYER_KIND_FULL, kv_heads=1, key_dim=64, value_dim=64)]
+    found = choice.checked_policies(layers, "bfloat16")
+    assert found == {name: f"{bits} {mx.bfloat16} cuda" for name, bits in zip(BITS, BITS.values(), strict=True)}
+    layers[0].key_dim = 48
+    assert set(choice.checked_policies(layers, "bfloat16")) == {"fp"}
+
+
+def test_a_choice_of_the_reference_takes_no_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(choice, "device_dialect", lambda: Dialect.CUDA)
+    assert KernelChoice("reference").dialect_of({FORMATS["q4"]}, mx.float32) is None
+    assert not KernelChoice("reference").takes_few_rows()
