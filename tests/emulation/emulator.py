@@ -66,24 +66,24 @@ def cxx() -> str:
 
 def cuda_emulator(source: KernelSource, shared_bytes: int) -> Kernel:
     """Compile a source of the CUDA dialect for this CPU."""
-    return _EmulatedKernel(source, shared_bytes, Dialect.CUDA)
+    return EmulatedKernel(source, shared_bytes, Dialect.CUDA)
 
 
 def early_cuda_emulator(source: KernelSource, shared_bytes: int) -> Kernel:
     """As `cuda_emulator`, but asynchronous copies arrive when they are begun."""
-    return _EmulatedKernel(source, shared_bytes, Dialect.CUDA, are_copies_early=True)
+    return EmulatedKernel(source, shared_bytes, Dialect.CUDA, are_copies_early=True)
 
 
 def metal_emulator(source: KernelSource, shared_bytes: int) -> Kernel:
     """Compile a source of the Metal dialect for this CPU."""
-    return _EmulatedKernel(source, shared_bytes, Dialect.METAL)
+    return EmulatedKernel(source, shared_bytes, Dialect.METAL)
 
 
-class _EmulatedKernel:
+class EmulatedKernel:
     def __init__(
         self, source: KernelSource, shared_bytes: int, dialect: Dialect, *, are_copies_early: bool = False
     ) -> None:
-        self._source, self._dialect, self._shared_bytes = source, dialect, shared_bytes
+        self.source, self._dialect, self.shared_bytes = source, dialect, shared_bytes
         self._are_copies_early = are_copies_early
 
     def __call__(
@@ -97,9 +97,8 @@ class _EmulatedKernel:
         output_dtypes: Sequence[mx.Dtype],
     ) -> list[mx.array]:
         types = tuple(each.dtype for each in inputs)
-        library = _library(self._text(types, tuple(output_dtypes), template))
-        written = [name in self._source.written_inputs for name in self._source.input_names]
-        given = [_Given(each, is_written=is_written) for each, is_written in zip(inputs, written, strict=True)]
+        library = _library(self.text(types, tuple(output_dtypes), template))
+        given, written = self.given(inputs), self.written
         # Nothing may rest on what an output held before.
         outputs = [
             np.full(int(np.prod(shape)) * dtype.size, 0xFF, np.uint8)
@@ -114,7 +113,7 @@ class _EmulatedKernel:
             (ctypes.c_void_p * len(outputs))(*[each.ctypes.data for each in outputs]),
             (ctypes.c_int * 3)(*blocks),
             threadgroup[0],
-            self._shared_bytes,
+            self.shared_bytes,
             self._are_copies_early,
         )
         return [
@@ -122,29 +121,40 @@ class _EmulatedKernel:
             for each, shape, dtype in zip(outputs, output_shapes, output_dtypes, strict=True)
         ]
 
-    def _text(self, types: tuple[mx.Dtype, ...], output_types: tuple[mx.Dtype, ...], template: Template) -> str:
+    @property
+    def written(self) -> list[bool]:
+        """Which inputs the kernel writes."""
+        return [name in self.source.written_inputs for name in self.source.input_names]
+
+    def given(self, inputs: Sequence[mx.array]) -> list["Given"]:
+        return [Given(each, is_written=is_written) for each, is_written in zip(inputs, self.written, strict=True)]
+
+    def text(self, types: tuple[mx.Dtype, ...], output_types: tuple[mx.Dtype, ...], template: Template) -> str:
         """The whole program: this dialect's words, the source, and a function that runs it over a grid."""
         side = 0 if self._dialect is Dialect.CUDA else 1
         parts = [_text("fibers.h"), _text(f"{self._dialect.value}.h"), self._header(), "namespace kernel {\n"]
-        names = self._source.input_names
+        names = self.source.input_names
         constants = [_constant(name, given, side) for name, given in template]
         parameters = [f"const {_TYPES[kind][side]}* {name}" for kind, name in zip(types, names, strict=True)]
         parameters += [f"const int* {name}_shape" for name in names]
         parameters += [
-            f"{_TYPES[kind][side]}* {name}" for kind, name in zip(output_types, self._source.output_names, strict=True)
+            f"{_TYPES[kind][side]}* {name}" for kind, name in zip(output_types, self.source.output_names, strict=True)
         ]
-        body = self._source.source
+        body = self.source.source
         for line in (CUDA_SHARED, METAL_SHARED):
             body = body.replace(line, "float* kv_shared = (float*)fibers::shared;\n")
         parts.append(f"void kernel({', '.join(parameters)}) {{\n{chr(10).join(constants)}\n{body}\n}}\n}}\n")
         arguments = [f"(const {_TYPES[kind][side]}*)copies[{i}].bytes.get()" for i, kind in enumerate(types)]
         arguments += [f"shapes[{i}]" for i in range(len(types))]
         arguments += [f"({_TYPES[kind][side]}*)outputs[{i}]" for i, kind in enumerate(output_types)]
-        parts.append(_RUN % (len(types), ", ".join(arguments), len(types)))
-        return "".join(parts)
+        return "".join(parts) + self.run_text(types, output_types, arguments)
+
+    def run_text(self, types: tuple[mx.Dtype, ...], output_types: tuple[mx.Dtype, ...], arguments: list[str]) -> str:
+        """The function that copies what a kernel is given, and runs it."""
+        return _RUN % (len(types), ", ".join(arguments), len(types))
 
     def _header(self) -> str:
-        header = self._source.header
+        header = self.source.header
         for name in (CUDA_INSTRUCTIONS, HOPPER_INSTRUCTIONS):
             header = header.replace(kernels.text(name), _text(name))
         return header
@@ -156,7 +166,7 @@ def _constant(name: str, given: int | bool | mx.Dtype, side: int) -> str:
     return f"constexpr int {name} = {given:d};"
 
 
-class _Given:
+class Given:
     """An input as the kernel gets it: its bytes and its shape. The bytes of an input that is written are the array's
     own.
     """

@@ -1,0 +1,128 @@
+"""Faults to be planted in Metal's text, each with the check that must find it; and a small run of each kernel."""
+
+import re
+from dataclasses import dataclass
+
+import mlx.core as mx
+
+from inference_svc.kv.attention.fused import fused_attention
+from inference_svc.kv.attention.in_place import append_rows, gathered_values, store_pages
+from inference_svc.kv.attention.kernels import Dialect
+from tests.inference.kv.attention.scenes import FP16, Scene, page_format
+
+BOUNDS, UNWRITTEN = "out of bounds", "a read before any write"
+RACE = f"a race|{UNWRITTEN}"  # whichever comes first
+BARRIER = f"a barrier that not all lanes reach|{RACE}"
+READ_ONLY = "a write to what is read only"
+_BLOCK, _WARP = r"\n *kv_group_barrier\(\);", r"\n *kv_warp_barrier\(\);"
+_FORMAT = page_format("q4", 2, 64, scale_type=FP16)
+
+
+@dataclass(frozen=True)
+class Fault:
+    """In one kernel: the `number`-th match of `old` is replaced. `found`: a pattern of the check's words for it."""
+
+    kernel: str
+    old: str
+    new: str
+    found: str
+    number: int = 0
+
+    def planted(self, text: str) -> str:
+        """The text with the fault. The emulation's own words before the kernel's stay as they are."""
+        start = text.index("KV_FN inline")
+        match = list(re.finditer(self.old, text[start:]))[self.number]
+        return text[: start + match.start()] + match.expand(self.new) + text[start + match.end() :]
+
+
+def _dropped(kernel: str, barrier: str, number: int = 0) -> Fault:
+    return Fault(kernel, barrier, "", RACE, number)
+
+
+# By the place in `lanes.h`: queries are there, their sums are there, the warps' tops are there, a warp has added.
+PLANTED = {
+    "no barrier behind the queries": _dropped("split", _BLOCK),
+    "no barrier behind the queries' sums": _dropped("split", _BLOCK, 1),
+    "no barrier behind the tops": _dropped("split", _BLOCK, 2),
+    "no barrier behind a warp's turn": _dropped("split", _BLOCK, 3),
+    "no barrier behind the weights": _dropped("split", _WARP),
+    "no barrier before the next weights": _dropped("split", _WARP, 1),
+    "no barrier behind the warps' mixes": _dropped("reduce", _BLOCK),
+    "a warp's barrier for a block's": Fault("split", r"threadgroup_barrier\(mem", "simdgroup_barrier(mem", RACE),
+    "a warp's barrier for the reduction": Fault("reduce", r"threadgroup_barrier\(mem", "simdgroup_barrier(mem", RACE),
+    "weights that all warps share": Fault("split", r" \+ warp \* QUERIES \* 32;", ";", RACE),
+    "tops that all warps share": Fault("split", r"\(warp \* QUERIES \+ q\) \* 2", "q * 2", RACE),
+    "all warps add at once": Fault("split", r"if \(turn == warp\)", "if (true)", RACE),
+    "all lanes write a warp's top": Fault("split", r"if \(lane == 0\)", "if (true)", RACE),
+    "mixes that all warps share": Fault("reduce", r"shared\[warp \* STRIDE \+ i", "shared[i", RACE),
+    "all lanes write a warp's total": Fault("reduce", r"if \(lane == 0\)", "if (true)", RACE),
+    "rows behind the last": Fault("split", r"i < row_count \* V::DIM && i < MIXES", "i < MIXES", BOUNDS),
+    "shared memory that begins late": Fault("split", r"- WARPS \* QUERIES \* 2;", "- WARPS * QUERIES * 2 + 4;", BOUNDS),
+    "the next block's page": Fault(
+        "split", r"first_token / KV_PAGE_TOKENS\]", "first_token / KV_PAGE_TOKENS + 1]", BOUNDS
+    ),
+    "the next query": Fault("split", r"queries \+ first_query \*", "queries + (first_query + 1) *", BOUNDS),
+    "scores of the next row": Fault("split", r"V::DIM \+ 1\] = sum", "V::DIM + 5000] = sum", BOUNDS),
+    "the next sequence's length": Fault("split", r"lengths\[sequence\]", "lengths[sequence + 1]", BOUNDS),
+    "a dimension too many": Fault("reduce", r"dim < DIM; dim \+=", "dim <= DIM; dim +=", BOUNDS),
+    "a split too many": Fault("reduce", r"split <= to; split \+= 32", "split <= to + 1; split += 32", BOUNDS),
+    "the next query's splits": Fault(
+        "reduce", r"long\(kv_block_x\) \* partial_shape", "long(kv_block_x + 1) * partial_shape", BOUNDS
+    ),
+    "a table's next entry": Fault("append", r"place / KV_PAGE_TOKENS\]", "place / KV_PAGE_TOKENS + 1]", BOUNDS),
+    "the next head's row": Fault(
+        "append", r"KV_HEADS \+ head;\nconst int line", "KV_HEADS + head + 1;\nconst int line", BOUNDS
+    ),
+    "the next token's place": Fault("append", r"places\[token\]", "places[token + 1]", BOUNDS),
+    "a row too many": Fault("gather", r"row >= count", "row > count", BOUNDS),
+    "tokens of all rows": Fault("gather", r"stored\[0\]", "stored[count]", BOUNDS),
+    "a span's third number": Fault("gather", r"span\[1\]", "span[2]", BOUNDS),
+    "the next target": Fault("store", r"targets\[page\]", "targets[page + 1]", BOUNDS),
+    "a chunk too far": Fault("store", r"first_chunk \+ chunk\]", "first_chunk + chunk + content_chunks]", BOUNDS),
+    "a query that is changed": Fault(
+        "split", r"int worker = ", "((KV_GLOBAL Query*)queries)[0] = Query(0); int worker = ", READ_ONLY
+    ),
+    "a page that a reader writes": Fault(
+        "gather", r"const long made = ", "((KV_GLOBAL kv_u16*)page)[0] = 0; const long made = ", READ_ONLY
+    ),
+    "a table that is changed": Fault(
+        "append", r"const long source", "((KV_GLOBAL int*)block_table)[0] = 0; const long source", READ_ONLY
+    ),
+    "sums that nobody writes": Fault("split", r"query_sums\[i\] = sum;", ";", UNWRITTEN),
+    "totals that nobody writes": Fault(
+        "split", r"tops\[\(warp \* QUERIES \+ q\) \* 2 \+ 1\] = total\[q\];", ";", UNWRITTEN
+    ),
+    "weights that nobody writes": Fault("split", r"weights\[q \* 32 \+ lane\] = weight;", ";", UNWRITTEN),
+    "a warp's total that nobody writes": Fault("reduce", r"shared\[warp \* STRIDE \+ DIM\] = total;", ";", UNWRITTEN),
+    "a barrier of half a warp": Fault(
+        "split", r"kv_group_barrier\(\);", "if (lane < 16) kv_group_barrier();", BARRIER, 1
+    ),
+    "a barrier of one warp": Fault("split", r"kv_group_barrier\(\);", "if (warp == 0) kv_group_barrier();", BARRIER, 2),
+    "a warp that has left": Fault("split", r"int worker = ", "if (warp == 3) return; int worker = ", BARRIER),
+    "a warp's barrier of its odd lanes": Fault(
+        "split", r"kv_warp_barrier\(\);", "if (lane % 2) kv_warp_barrier();", BARRIER
+    ),
+    "a barrier in a warp's turn": Fault(
+        "split", r"kv_group_barrier\(\);", "if (turn == warp) kv_group_barrier();", BARRIER, 3
+    ),
+    "a barrier of the lanes with a dimension": Fault(
+        "reduce", r"kv_group_barrier\(\);", "if (warp * 32 + lane < DIM) kv_group_barrier();", BARRIER
+    ),
+}
+
+
+def run(kernel: str) -> None:
+    """A small launch of a kernel by the compiler of Metal's dialect, whatever that is; a reduction is behind splits."""
+    if kernel in ("split", "reduce"):
+        scene = Scene(_FORMAT, (300,), 4, 6)
+        mx.eval(fused_attention(*scene.arguments(), **scene.options(), dialect=Dialect.METAL))
+        return
+    pages, table = mx.zeros((3, _FORMAT.units), mx.uint16), mx.array([2, 0], mx.int32)
+    rows, places = mx.random.normal((1, 2, 6, 64)), mx.array([[253, 254, 255, 256, 257, -1]], mx.int32)
+    if kernel == "append":
+        mx.eval(append_rows(rows, rows, pages, _FORMAT, table[None], mx.maximum(places, 256), Dialect.METAL))
+    elif kernel == "gather":
+        mx.eval(*gathered_values(pages, _FORMAT, table, 250, 275, mx.array([258]), mx.float32, Dialect.METAL))
+    else:
+        targets, sources = mx.array([2], mx.int32), mx.array([0], mx.int32)
+        mx.eval(store_pages(pages, pages[:1], targets, sources, 0, 1024, Dialect.METAL))
