@@ -93,7 +93,8 @@ class InPlaceLayer(PrefillLayer):
         span = self.room.span(self._layer, keys.shape[2])
         page_format, array = pool.formats[self._layer], pool.arrays[pool.slot_of(self._layer)]
         assert pool.dialect is not None
-        stored = append_rows(keys, values, array, page_format, span.block_table[None], span.places, pool.dialect)
+        table = span.block_table[None]
+        stored = append_rows(keys, values, array, page_format, table, span.places, pool.dialect, pool.order)
         self.new_rows = (stored,)
         # Not remembered from `make_mask`: a model asks one layer of a kind for the mask of all.
         self.attends = self._attends(before, keys.shape[2])
@@ -180,7 +181,7 @@ def commit(kv: SequenceKV, layers: Sequence[AnyLayer], count: int) -> None:
 def abandon(layers: Sequence[AnyLayer]) -> None:
     """Give back at once what a pass that failed took of the pool: its error may hold the layers for long."""
     for room in _rooms(layers):
-        room.release()
+        room.fail()
 
 
 def _rooms(layers: Sequence[AnyLayer]) -> list[PassRoom]:

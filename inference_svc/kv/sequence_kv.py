@@ -57,6 +57,11 @@ class PassRoom:
         self._kv.pool.release(self._new)
         self._new = []
 
+    def fail(self) -> None:
+        """As `release`, after a pass that failed."""
+        self._kv.pool.forget_failed_pass()
+        self.release()
+
     def take(self, count: int) -> None:
         """Have pages for `count` rows; a shared one that they begin in is copied. Raises ResourceExhausted, and has
         changed nothing, if the pool has no room.

@@ -20,7 +20,7 @@ from inference_svc.kv.layout import PROBE_TOKENS, shown_layout
 from inference_svc.kv.model_hooks import attention_hook
 from inference_svc.kv.page import PAGE_TOKENS
 from inference_svc.kv.pages.pool import KvPool
-from inference_svc.kv.prefill_layer import AnyLayer, abandon, commit, prefill_layers
+from inference_svc.kv.prefill_layer import AnyLayer, PrefillLayer, abandon, commit, prefill_layers
 from inference_svc.kv.sequence_kv import SequenceKV
 from inference_svc.kv.state_kv import StateKV
 from inference_svc.model.probing.layout_trial import tried_layout
@@ -184,6 +184,7 @@ class ModelRunner:
             elif is_cancelled():
                 raise _cancelled()
             elif kv.pool.dialect is not None:
+                kv.pool.enqueue_behind(logits if needs_logits else _last_rows(layers))
                 mx.async_eval(logits if needs_logits else [_computed(layer) for layer in layers])  # type: ignore[no-untyped-call]
                 meanwhile(logits[:, -1])
             # Neither kept nor unevaluated: what reads the pool's arrays makes the writes of `commit` copy them.
@@ -254,6 +255,11 @@ def _cancelled() -> Cancelled:
 def _computed(layer: AnyLayer) -> Any:
     """The arrays that a pass leaves of a layer."""
     return layer.state if isinstance(layer, StateKV) else layer.new_rows
+
+
+def _last_rows(layers: Sequence[AnyLayer]) -> mx.array:
+    """Of the last layer that has some, by which all layers before it are computed."""
+    return next(layer.new_rows[-1] for layer in reversed(layers) if isinstance(layer, PrefillLayer))
 
 
 def _probed(model: Any, kernels: KernelChoice) -> Probed:

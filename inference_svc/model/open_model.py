@@ -4,7 +4,7 @@ import functools
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -45,8 +45,8 @@ class OpenedModel:
     grammars: Grammars
     vocabulary_size: int
     device: str
-    kernels: Chosen
     directory: Path  # of the model's files
+    kernels: Chosen = field(default_factory=Chosen)
 
 
 def open_model(

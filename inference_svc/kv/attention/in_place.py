@@ -4,10 +4,11 @@ A scatter of MLX's own makes a new array, and has to copy the whole pool wheneve
 reads the old one: always, when a step is enqueued before the last one is over. So these kernels write into an array
 that MLX believes they only read. What makes that sound: a page that is written has one holder; within one graph
 kernels run behind what they take as input, so a write gives an array back, and whatever reads the rows in the same pass
-takes that array as input; and a CUDA stream runs one graph after the other. (Metal, where none of this has run, orders
-only what has an output in common.)
+takes that array as input; and a CUDA stream runs one graph after the other. Metal, where none of this has run, orders
+only a kernel behind the outputs that it takes: there each write takes `KvPool.order`, a result of the pass before it.
 """
 
+from collections.abc import Sequence
 from functools import lru_cache
 
 import mlx.core as mx
@@ -29,10 +30,11 @@ def append_rows(
     block_table: mx.array,
     places: mx.array,
     dialect: Dialect,
+    after: Sequence[mx.array] = (),
 ) -> mx.array:
     """Quantize rows [B, H, n, Dk] and [B, H, n, Dv], and write them at positions `places` [B, n] of sequences whose
     pages are `block_table` [B, blocks]. A negative position is written nowhere. Returns each position + 1, int32 in
-    the shape of `places`: whatever reads these rows in the same pass must take it as input.
+    the shape of `places`: whatever reads these rows in the same pass must take it as input. `after`: `KvPool.order`.
     """
     batch, heads, count, _ = keys.shape
     if count > 1:  # in the order in which a projection has made them, so that nothing is copied
@@ -40,7 +42,7 @@ def append_rows(
     keys = rotated(keys) if page_format.key.is_rotated else keys
     items = batch * count * heads * (groups(page_format.key) + groups(page_format.value))
     (stored,) = compiled(COMPILERS[dialect], append_source(dialect), 16)(
-        inputs=[keys, values, pages, block_table, places],
+        inputs=[keys, values, pages, block_table, places, *_ordering(dialect, after)],
         template=[
             ("Key", keys.dtype),
             ("Value", values.dtype),
@@ -97,15 +99,17 @@ def store_pages(
     first_unit: int,
     units: int,
     dialect: Dialect,
+    after: Sequence[mx.array] = (),
 ) -> mx.array:
     """Write `units` units of rows `sources` of `content` [rows, any], from column `first_unit` on, to the beginning of
     pages `targets`, both int32 [n]. Units are multiples of 8. Returns an array to be evaluated.
+    `after`: `KvPool.order`.
     """
     chunks = units // _CHUNK_UNITS
     items = targets.shape[0] * chunks
     sizes = _sizes(chunks, content.shape[1] // _CHUNK_UNITS, first_unit // _CHUNK_UNITS, pages.shape[1] // _CHUNK_UNITS)
     (stored,) = compiled(COMPILERS[dialect], store_source(dialect), 16)(
-        inputs=[pages, content, targets, sources, sizes],
+        inputs=[pages, content, targets, sources, sizes, *_ordering(dialect, after)],
         template=[("WARPS", WARPS), ("SHARED_BYTES", 16)],
         grid=(-(-items // (WARPS * LANES)) * WARPS * LANES, 1, 1),
         threadgroup=(WARPS * LANES, 1, 1),
@@ -113,6 +117,11 @@ def store_pages(
         output_dtypes=[mx.int32],
     )
     return stored
+
+
+def _ordering(dialect: Dialect, after: Sequence[mx.array]) -> Sequence[mx.array]:
+    """What a dialect's kernels take last."""
+    return () if dialect is Dialect.CUDA else after or (_sizes(0),)
 
 
 @lru_cache(maxsize=64)

@@ -84,6 +84,7 @@ class DecodeBatch:
         step = DecodeStep.of(self._pool, self._sequences, -(-len(self._sequences) // rows) * rows if rows else 0)
         tokens = token_ids if isinstance(token_ids, mx.array) else mx.array(list(token_ids), dtype=mx.uint32)
         logits = self._over_pages(tokens, step) if self._fused else self._over_copies(tokens, step)
+        self._pool.enqueue_behind(logits)
         for kv in self._sequences:
             kv.advanced(1)
         if self._compiles:
@@ -114,25 +115,34 @@ class DecodeBatch:
         return self._pool.dialect is not None and not self._states
 
     def _over_pages(self, tokens: mx.array, step: DecodeStep) -> mx.array:
-        pages, given = self._pool.arrays, (tokens, step.offsets, *(group.block_table for group in step.groups))
+        pages, order = self._pool.arrays, self._pool.order
+        given = (tokens, step.offsets, *(group.block_table for group in step.groups))
         count, rows = tokens.shape[0], self._pass_rows
         if not (rows and self._compiles):
-            logits: mx.array = (self._compiled if self._compiles else self._traced)(pages, *given)
+            logits: mx.array = (self._compiled if self._compiles else self._traced)(pages, order, *given)
             return logits
         if step.slots > count:
             given = (mx.pad(tokens, (0, step.slots - count)), *given[1:])
-        passes = [self._compiled(pages, *(each[at : at + rows] for each in given)) for at in range(0, step.slots, rows)]
-        return mx.concatenate(passes)[:count]
+        parts = ([each[at : at + rows] for each in given] for at in range(0, step.slots, rows))
+        return mx.concatenate([self._compiled(pages, order, *part) for part in parts])[:count]
 
-    def _traced(self, pages: list[mx.array], tokens: mx.array, offsets: mx.array, *block_tables: mx.array) -> mx.array:
+    def _traced(
+        self,
+        pages: list[mx.array],
+        order: Sequence[mx.array],
+        tokens: mx.array,
+        offsets: mx.array,
+        *block_tables: mx.array,
+    ) -> mx.array:
         """A step as a function of arrays. MLX calls it once for each number of rows, width of tables, size of pool."""
         for layer in self._fused.values():
-            layer.begin(PassArrays(offsets, offsets, block_tables, pages))
+            layer.begin(PassArrays(offsets, offsets, block_tables, pages, order))
         return self._logits(tokens)
 
     def discard(self) -> list[SequenceKV]:
         """Drop all scratch after a failed step. Rows of the returned sequences beyond their length are garbage."""
         sequences, self._sequences = self._sequences, []
+        self._pool.forget_failed_pass()
         self._states = {index: BatchStateKV() for index in self._states}
         for layer in self._decoded.values():
             layer.forget_decoded()

@@ -99,13 +99,14 @@ class DecodeStep:
 class PassArrays:
     """Arguments of kernels in a pass: how many tokens each sequence has stored, [slots]; the places of the new rows,
     [slots] or [slots, n], those at -1 being written nowhere; each group's block tables [slots, width]; the pool's
-    arrays, which a graph that is kept takes as arguments, because a pool that grows has others.
+    arrays and `order`, which a graph that is kept takes as arguments, because a pool that grows has others.
     """
 
     offsets: mx.array
     places: mx.array
     block_tables: Sequence[mx.array]
     pages: Sequence[mx.array]
+    order: Sequence[mx.array] = ()
 
 
 def _writable_pages(pool: KvPool, sequences: Sequence[SequenceKV]) -> list[int]:

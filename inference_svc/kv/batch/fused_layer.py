@@ -45,7 +45,7 @@ class FusedLayer:
         pool, now = self._pool, self._now
         array, table = now.pages[pool.slot_of(self._layer)], now.block_tables[self._group]
         assert pool.dialect is not None
-        self._stored = append_rows(keys, values, array, self._format, table, now.places, pool.dialect)
+        self._stored = append_rows(keys, values, array, self._format, table, now.places, pool.dialect, now.order)
         return keys, values
 
     def attend(self, queries: mx.array, scale: float, mask: object, sinks: mx.array | None) -> mx.array:

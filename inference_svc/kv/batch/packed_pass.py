@@ -63,7 +63,7 @@ def packed_logits(passes: ShortPass, cells: Sequence[Cell], meanwhile: Callable[
         mx.eval(logits)
     except BaseException:
         for room in rooms:
-            room.release()
+            room.fail()
         raise
     for cell, room in zip(cells, rooms, strict=True):
         room.move_in()

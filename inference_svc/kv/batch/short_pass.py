@@ -81,7 +81,7 @@ class ShortPass:
             meanwhile(logits)
             mx.eval(logits)
         except BaseException:
-            room.release()
+            room.fail()
             raise
         room.move_in()
         kv.advanced(count)
@@ -100,14 +100,22 @@ class ShortPass:
         """Logits [rows, vocabulary] for the tokens after rows of tokens [rows, n], not evaluated; the other arguments
         are those of `PassArrays`. Evaluating them stores the rows.
         """
-        logits: mx.array = self._compiled(self.pool.arrays, tokens, offsets, places, *block_tables)
+        pool = self.pool
+        logits: mx.array = self._compiled(pool.arrays, pool.order, tokens, offsets, places, *block_tables)
+        pool.enqueue_behind(logits)
         return logits
 
     def _traced(
-        self, pages: list[mx.array], tokens: mx.array, offsets: mx.array, places: mx.array, *block_tables: mx.array
+        self,
+        pages: list[mx.array],
+        order: Sequence[mx.array],
+        tokens: mx.array,
+        offsets: mx.array,
+        places: mx.array,
+        *block_tables: mx.array,
     ) -> mx.array:
         for layer in self._layers:
-            layer.begin(PassArrays(offsets, places, block_tables, pages))
+            layer.begin(PassArrays(offsets, places, block_tables, pages, order))
         return self._forward(tokens, self._layers)[:, -1]  # type: ignore[no-any-return]
 
 

@@ -52,6 +52,7 @@ class KvPool:
         self.identity = identity
         self.dialect = dialect
         self._written: list[mx.array] = []  # by kernels, and not evaluated yet
+        self._order = self._enqueued_order = _nothing() if dialect is Dialect.METAL else ()
         self._readers: list[tuple[frozenset[int], Future[None]]] = []  # copies under way, of these pages
         self.groups = groups_of(identity.layers)
         self.formats = {index: PageFormat.of(identity, index) for group in self.groups for index in group.layers}
@@ -150,6 +151,8 @@ class KvPool:
 
     def pages_of(self, layer: int, pages: Sequence[int]) -> mx.array:
         """One layer's pages [n, units], a copy."""
+        if self._order:
+            mx.eval(self._order)  # MLX's own read would not wait for what kernels write
         array = self.arrays[self.slot_of(layer)][mx.array(list(pages), dtype=mx.int32)]
         units = self.formats[layer].units
         return array if array.shape[1] == units else array[:, :units]
@@ -180,8 +183,8 @@ class KvPool:
         slot, units, targets = self.slot_of(layer), self.formats[layer].units, mx.array(list(pages), dtype=mx.int32)
         if self.dialect is not None:
             rows = mx.arange(len(pages), dtype=mx.int32)
-            write = store_pages(self.arrays[slot], content, targets, rows, first_unit, units, self.dialect)
-            self._written.append(write)
+            array, order = self.arrays[slot], self._order
+            self._wrote(store_pages(array, content, targets, rows, first_unit, units, self.dialect, order))
             return
         if content.shape[1] != units:
             content = content[:, first_unit : first_unit + units]
@@ -205,13 +208,37 @@ class KvPool:
                     array[target] = pages
                 return
             for array in self.arrays:
-                self._written.append(store_pages(array, array, target, source, 0, array.shape[1], self.dialect))
+                units, order = array.shape[1], self._order
+                self._wrote(store_pages(array, array, target, source, 0, units, self.dialect, order))
             self.evaluate()  # rows that follow in these pages do not wait for the copy by themselves
+
+    @property
+    def order(self) -> tuple[mx.array, ...]:
+        """On Metal, the array that each write must take, and so each pass: it is there once no kernel that was enqueued
+        before uses a page. Elsewhere a device's stream keeps that order, and this is empty.
+        """
+        return self._order
+
+    def enqueue_behind(self, result: mx.array) -> None:
+        """Writes that follow wait for a pass, of which this is a result that all its kernels lead to."""
+        if self._order:
+            self._order = self._enqueued_order = (result.reshape(-1)[:1].astype(mx.int32),)
+
+    def forget_failed_pass(self) -> None:
+        """Nothing waits for a pass that failed, but for all that was enqueued."""
+        if self._order:
+            mx.synchronize()
+            self._order = self._enqueued_order = _nothing()
+
+    def _wrote(self, write: mx.array) -> None:
+        self._written.append(write)
+        self._order = (write,) if self._order else ()
 
     def evaluate(self) -> None:
         """Wait until all writes are done."""
         mx.eval(self.arrays, self._written)
         self._written.clear()
+        self._enqueued_order = self._order
 
     def begin_writes(self) -> list[mx.array]:
         """Enqueue all writes of kernels; returns arrays that are there once they are done. Waits where no kernels
@@ -221,11 +248,13 @@ class KvPool:
             self.evaluate()
         begun, self._written = self._written, []
         mx.async_eval(begun)  # type: ignore[no-untyped-call]
+        self._enqueued_order = self._order
         return begun
 
     def forget_writes(self) -> None:
         """Writes of kernels that were not evaluated will not happen."""
         self._written.clear()
+        self._order = self._enqueued_order
 
     def release(self, pages: Iterable[int]) -> None:
         self.allocator.release(pages)
@@ -265,3 +294,10 @@ class KvPool:
             mx.eval(made)
             self.arrays[slot] = made
             mx.clear_cache()  # MLX would keep the old array for another of its size
+
+
+def _nothing() -> tuple[mx.array, ...]:
+    """An order behind nothing."""
+    made = mx.zeros(1, dtype=mx.int32)
+    mx.eval(made)
+    return (made,)

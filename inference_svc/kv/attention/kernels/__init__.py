@@ -55,6 +55,10 @@ class Dialect(Enum):
     METAL = "metal"
 
 
+# An input that kernels that write pages wait for, and do not read: Metal orders a kernel only behind its inputs.
+_ORDERING: dict[Dialect, tuple[str, ...]] = {Dialect.CUDA: (), Dialect.METAL: ("after",)}
+
+
 @dataclass(frozen=True, slots=True)
 class KernelSource:
     """What `mx.fast.cuda_kernel` and `mx.fast.metal_kernel` need; all inputs are row-contiguous. `name` changes with
@@ -116,7 +120,7 @@ def reduce_source(dialect: Dialect) -> KernelSource:
 @cache
 def append_source(dialect: Dialect) -> KernelSource:
     """New rows of K and V are quantized and written to their places in pages."""
-    inputs = ("keys", "values", "pages", "block_table", "places")
+    inputs = ("keys", "values", "pages", "block_table", "places", *_ORDERING[dialect])
     return _source(
         dialect,
         "append",
@@ -138,7 +142,7 @@ def gather_source(dialect: Dialect) -> KernelSource:
 @cache
 def store_source(dialect: Dialect) -> KernelSource:
     """Whole pages are written from other bytes."""
-    inputs = ("pages", "content", "targets", "sources", "sizes")
+    inputs = ("pages", "content", "targets", "sources", "sizes", *_ORDERING[dialect])
     return _source(dialect, "store", [], inputs, ("stored",), "", written_inputs=("pages",))
 
 

@@ -92,7 +92,8 @@ def test_passes_of_a_fixed_number_of_rows_are_told_the_same(rows: int) -> None:
     for _ in range(rows):
         batch.join(SequenceKV(here))
     shapes = []
-    batch._compiled = lambda _, *given: shapes.append([each.shape[0] for each in given]) or batch._traced(_, *given)
+    traced = batch._traced
+    batch._compiled = lambda *given: shapes.append([each.shape[0] for each in given[2:]]) or traced(*given)
     for given in ([*range(5, 5 + rows)], mx.arange(rows)):
         tokens = given if isinstance(given, list) else given.tolist()
         logits = batch.step(given)
