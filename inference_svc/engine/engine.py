@@ -413,10 +413,9 @@ def _rules(model: ModelInfo, longest_gap_s: float, runner: ModelRunner | None) -
     """`runner`: which cells may be cut to how many tokens, and share a pass; None: none may."""
     rules = Rules(cell_tokens=model.cell_tokens, least_tokens=model.cell_tokens, longest_gap_s=longest_gap_s)
     if runner is not None:
-        policy = model.kv_identity.policy
-        packed = runner.most_packed_tokens(policy)
+        least, packed = runner.cell_limits(model.kv_identity.policy)
         shared = SharedPass(ROW_TOKENS, packed) if packed else None
-        rules = replace(rules, least_tokens=runner.least_cell_tokens(policy) or rules.least_tokens, shared_pass=shared)
+        rules = replace(rules, least_tokens=least or rules.least_tokens, shared_pass=shared)
     # Recurrent layers share no rows, and windows may have gone on: a turn would wait for its sibling in vain.
     return replace(rules, prefix_wait_s=0) if model.has_rewind_points else rules
 

@@ -88,21 +88,18 @@ class ModelRunner:
         """A batch for sequences of such a pool. See `DecodeBatch`."""
         return DecodeBatch(pool, self.forward, decoded_budget, pass_rows=self._pass_rows)
 
-    def least_cell_tokens(self, policy: identity_pb2.KvPolicy) -> int | None:
-        """To how many tokens a cell is cut beside decoding; None: it is not, as on a CPU. So many whose pass keeps its
-        graph, or a block: without one, fewer tokens take the processor as long.
+    def cell_limits(self, policy: identity_pb2.KvPolicy) -> tuple[int | None, int]:
+        """To how many tokens a cell is cut beside decoding, and of how many it may be to be computed in one pass with
+        others. None, 0: it is not, as on a CPU. It is cut to so many whose pass keeps its graph, or to a block: without
+        one, fewer tokens take the processor as long.
         """
         if not self.is_on_gpu:
-            return None
+            return None, 0
         identity = identity_pb2.KvIdentity(layers=self.layers, policy=policy)
-        most = most_kept_tokens(identity, self.layout.dialect(identity), self.compute_type)
-        return _SHORT_CELL_TOKENS if most >= _SHORT_CELL_TOKENS else PAGE_TOKENS
-
-    def most_packed_tokens(self, policy: identity_pb2.KvPolicy) -> int:
-        """Of a cell that may be computed in one pass with others; 0: none may, as on a CPU."""
-        identity = identity_pb2.KvIdentity(layers=self.layers, policy=policy)
-        is_packed = self.is_on_gpu and not self._pass_rows
-        return most_packed_tokens(identity, self.layout.dialect(identity), self.compute_type) if is_packed else 0
+        dialect = self.layout.dialect(identity)
+        keeps_graph = most_kept_tokens(identity, dialect, self.compute_type) >= _SHORT_CELL_TOKENS
+        packed = 0 if self._pass_rows else most_packed_tokens(identity, dialect, self.compute_type)
+        return _SHORT_CELL_TOKENS if keeps_graph else PAGE_TOKENS, packed
 
     def packed_logits(self, cells: Sequence[Cell], meanwhile: Callable[[mx.array], None]) -> mx.array:
         """As `last_logits`, for cells of several sequences in one pass, each of which `packed_pass.can_pack`: logits
