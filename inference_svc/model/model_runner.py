@@ -82,6 +82,8 @@ class ModelRunner:
     ) -> KvPool:
         """A pool for sequences of this model, stored as `policy` says. See `KvPool`."""
         identity = identity_pb2.KvIdentity(layers=self.layers, policy=policy)
+        # A GPU without kernels grows its pool: MLX's own writes may copy an array, and it runs a step ahead.
+        is_allocated = is_allocated and not (self.is_on_gpu and self.layout.dialect(identity) is None)
         return self.layout.new_pool(identity, budget_bytes, is_allocated=is_allocated)
 
     def new_batch(self, pool: KvPool, decoded_budget: int) -> DecodeBatch:

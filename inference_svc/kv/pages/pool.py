@@ -36,9 +36,9 @@ _WINDOW_PLACES = 3
 class KvPool:
     """Pages of `identity`'s layout and policy, at most `budget_bytes` of them, and not less than one.
 
-    `dialect`: of the kernels that write pages where they lie; None: MLX's own operations write them. `is_allocated`:
-    take the memory now, and keep it, where kernels write; else it grows with use. Raises InvalidArgument for a policy
-    that this engine cannot do.
+    `is_allocated`: take the memory now, and keep it; else it grows with use. `dialect`: of the kernels that write pages
+    where they lie; None: MLX's own operations write them. Raises InvalidArgument for a policy that this engine cannot
+    do.
     """
 
     def __init__(
@@ -61,8 +61,6 @@ class KvPool:
         self._units = [max(self.formats[layer].units for layer in slot if layer is not None) for slot in columns]
         self.page_bytes = sum(self._units) * UNIT_BYTES
         self.allocator = PageAllocator(max(1, budget_bytes // self.page_bytes) if self._units else 0)
-        # MLX's own writes may copy an array, so it never is much larger than its pages in use.
-        is_allocated = is_allocated and dialect is not None
         first_pages = max(1, min(_FIRST_PAGES, IDLE_BYTES // self.page_bytes)) if self._units else 0
         self._first_pages = self.allocator.total if is_allocated else min(first_pages, self.allocator.total)
         self.arrays = [mx.zeros((self._first_pages, units), dtype=UNIT) for units in self._units]

@@ -20,7 +20,9 @@ from tests.inference.kv.attention.emulators import EMULATORS
 
 
 @contextlib.contextmanager
-def emulated_engine(model_dir: Path, cache_dir: Path, **options: Any) -> Iterator[Driver]:
+def emulated_engine(
+    model_dir: Path, cache_dir: Path, *, takes_pool_at_once: bool = False, **options: Any
+) -> Iterator[Driver]:
     """Of a llama. `options`: of `Engine.open`."""
     with pytest.MonkeyPatch.context() as patch:
         for dialect, emulator in EMULATORS.items():
@@ -35,6 +37,7 @@ def emulated_engine(model_dir: Path, cache_dir: Path, **options: Any) -> Iterato
             runner.is_on_gpu = True
 
         patch.setattr(ModelRunner, "__init__", on_gpu)
+        patch.setattr(ModelRunner, "takes_pool_at_once", takes_pool_at_once)
         engine = Engine.open(model_dir, cache_dir=cache_dir, **options)
         yield Driver(engine)
         engine.close()

@@ -79,7 +79,8 @@ def failed(
     request: pytest.FixtureRequest, model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[tuple[Driver, list[Any]]]:
     monkeypatch.setitem(EMULATORS, Dialect.CUDA, FAULTS[request.param])
-    with capture_logs() as logs, emulated_engine(model_dir, tmp_path, memory_budget_bytes=BUDGET) as driver:
+    options = {"memory_budget_bytes": BUDGET, "takes_pool_at_once": True}
+    with capture_logs() as logs, emulated_engine(model_dir, tmp_path, **options) as driver:
         yield driver, logs
 
 
