@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 from kvasir.cachestore.v1 import identity_pb2
-from kvasir_bench.engine.__main__ import CASES, chosen, measured
+from kvasir_bench.engine.__main__ import CASES, measured
 from kvasir_bench.engine.cases import interruptions
 from kvasir_bench.engine.cases.decode import MIXED, contexts, fitting
 from kvasir_bench.engine.cases.decoding_bytes import exact_bytes
-from kvasir_bench.engine.lab import Lab, MeasuredEngine, Run, Scope
+from kvasir_bench.engine.lab import Lab, MeasuredEngine, Scope
 
 from inference_svc.model.probing.real_layouts import REAL_LAYOUTS, byte_costs
 from tests.inference.engine.families import FALCON_H1, GEMMA3, LLAMA31, write_family
@@ -80,27 +80,6 @@ def test_a_batch_whose_prompts_take_too_long_to_compute_is_left_out() -> None:
     assert fitting("2048", (1, 8, 16)) == [1, 8, 16]
     assert fitting("32768", (1, 4, 8)) == [1, 4]
     assert fitting(MIXED, (1, 16)) == [1, 16]
-
-
-def test_the_case_with_namespaces_of_its_own_is_measured_last(
-    engine: MeasuredEngine, said: list[str], tmp_path: Path
-) -> None:
-    """Behind it the engine decodes fewer rows in a step for half a minute: eight at 128 tokens were half as fast."""
-    assert chosen((), has_peer=True) == list(CASES)
-    assert chosen((), has_peer=False) == [name for name in CASES if name != "peer"]
-    assert chosen(("shared_prefix", "peer", "decode"), has_peer=False) == ["decode", "peer", "shared_prefix"]
-    seen: set[str | None] = set()
-
-    class Listed(Lab):
-        def start(self, *given: Any, namespace: str | None = None, **options: Any) -> Run:
-            seen.add(namespace)
-            return super().start(*given, namespace=namespace, **options)
-
-    lab = Listed(engine, "", perf_counter, Scope(1, is_quick=True, lengths=(64,)), cache_dir=tmp_path, say=said.append)
-    CASES["decode"](lab)
-    assert seen == {None}
-    CASES[list(CASES)[-1]](lab)
-    assert len(seen) > 1
 
 
 def test_exact_bytes_count_a_windows_last_tokens_only() -> None:

@@ -5,6 +5,7 @@ remembered for a while after its last turn. So a caller that comes once a second
 leaves the others alone in between.
 """
 
+import math
 from collections.abc import Collection
 from dataclasses import dataclass
 
@@ -34,6 +35,13 @@ class Company:
     def is_shared(self) -> bool:
         """More than one namespace is here, or was a moment ago."""
         return len(self._places) > 1
+
+    def alone_s(self, now: float) -> float:
+        """For how long no two namespaces have had turns; infinite if no other is remembered."""
+        absent = [place.left_s for place in self._places.values() if not place.turns]
+        if len(self._places) - len(absent) > 1:
+            return 0.0
+        return now - max(absent) if self.is_shared else math.inf
 
     def of(self, namespace: Namespace) -> Place:
         """The place of a namespace that has a turn."""

@@ -17,7 +17,7 @@ class StepCosts:
     """Seconds of a step that only decodes, of a prompt's token, and of files that become KV."""
 
     def __init__(self) -> None:
-        self._steps_s: deque[float] = deque(maxlen=_PLAIN_STEPS)
+        self._steps: deque[tuple[int, float]] = deque(maxlen=_PLAIN_STEPS)  # rows and seconds
         # By whether the cell shared a pass, and the bits of its position.
         self._token_s: dict[tuple[bool, int], deque[float]] = {}
         self._load: tuple[int, float] | None = None  # files of the newest load, and its seconds
@@ -25,16 +25,23 @@ class StepCosts:
     @property
     def step_s(self) -> float | None:
         """A step that only decodes; None as long as there was none."""
-        return median(self._steps_s) if self._steps_s else None
+        return median(took_s for _, took_s in self._steps) if self._steps else None
 
     @property
     def knows_tokens(self) -> bool:
         """Whether a cell was learned from."""
         return bool(self._token_s)
 
-    def stepped(self, took_s: float) -> None:
-        """A step did nothing but decode."""
-        self._steps_s.append(took_s)
+    def stepped(self, took_s: float, rows: int) -> None:
+        """A step did nothing but decode so many rows."""
+        self._steps.append((rows, took_s))
+
+    def rows_within(self, seconds: float) -> int:
+        """How many rows a step surely decodes in so many seconds; 0 if that is not known. More rows take more time, and
+        each of them no more than each of fewer.
+        """
+        rows = [_within(seconds, took_s / rows) if took_s <= seconds else 0 for rows, took_s in self._steps]
+        return median_low(rows) if rows else 0
 
     def learn(self, position: int | None, size: int, took_s: float, *, is_shared: bool = False) -> None:
         """So many tokens of a prompt were computed, from `position` on; or so many files became KV. `is_shared`: in a

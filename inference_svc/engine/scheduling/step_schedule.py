@@ -1,6 +1,6 @@
 """What a step does: which rows decode, and which cells and files go beside them. Pure.
 
-- Rows: beside other namespaces each has a few (`seats`).
+- Rows: beside other namespaces each has a few (`seats`); the longer others are away, the more.
 - Order of cells and files: urgent turns first, namespaces in turn, in a namespace the shortest rest of a prompt first.
   Turns that came later overtake one by no more tokens than its rest has.
 - Size: `pacing` and `step_costs` say how many cells a step takes, how long they are, and how many files it loads.
@@ -22,6 +22,7 @@ from inference_svc.engine.scheduling.step_costs import StepCosts
 from inference_svc.engine.scheduling.urgency import Urgency
 
 _BETWEEN = 0.05  # of a gap: events and letters between two cells
+_ABSENCE = 4  # a namespace that comes back waits for a step that takes so small a part of the time it was away
 
 
 @dataclass(frozen=True)
@@ -68,7 +69,7 @@ class StepSchedule(Generic[TurnT]):
         self._is_plain = False  # the step decodes, and nothing else was granted
         self._served = 0  # twice the number of cells that all turns have got
         self._seats: dict[Namespace, Seats[TurnT]] = {}
-        self._most_rows: int | None = None  # rows of one namespace in a step; None: all
+        self._rows = 0  # that the step decodes
 
     def joins(self, turn: TurnT) -> None:
         """The turn begins: it is served before the turn that was served last, behind all others."""
@@ -77,13 +78,15 @@ class StepSchedule(Generic[TurnT]):
     def begin(self, now: float, urgency: Urgency[TurnT]) -> tuple[TurnT, ...]:
         """Begin a step. Returns the turns that decode one token now; other decoding turns sit out."""
         if self._is_plain:
-            self._costs.stepped(now - self._began_s)
+            self._costs.stepped(now - self._began_s, self._rows)
         self._began_s = now
         decoding = [turn for turn in self._turns if _is_decoding(turn)]
         self._pace = StepPace()
         self._is_plain = bool(decoding)
         self._time.begin_step(now, len({turn.namespace for turn in decoding}), self._company.places)
-        return tuple(self._seated(decoding, urgency))
+        seated = tuple(self._seated(decoding, urgency))
+        self._rows = len(seated)
+        return seated
 
     @property
     def has_begun(self) -> bool:
@@ -211,23 +214,32 @@ class StepSchedule(Generic[TurnT]):
         return turn.unbroken_tokens if goes_over else turn.next_cell_tokens
 
     def _seated(self, decoding: Collection[TurnT], urgency: Urgency[TurnT]) -> list[TurnT]:
-        """The turns that decode in this step. A namespace that is alone again gets twice as many rows in each step,
-        until all decode.
-        """
-        rows = self._rules.rows_beside
-        most = rows if self._company.is_shared else 2 * (self._most_rows or len(decoding))
-        self._most_rows = most if self._company.is_shared or most < len(decoding) else None
-        if self._most_rows is None:
+        """The turns that decode in this step."""
+        most = self._most_rows(len(decoding))
+        if most >= len(decoding):
             self._seats.clear()
             return [*decoding]
         chosen: set[TurnT] = set()
         for namespace in {turn.namespace for turn in decoding}:
             seats = self._seats.setdefault(namespace, Seats(self._rules.seat_steps))
             mine = [turn for turn in decoding if turn.namespace == namespace]
-            chosen |= seats.seat(mine, self._most_rows, urgency.is_urgent, lambda turn: turn.is_ending)
+            chosen |= seats.seat(mine, most, urgency.is_urgent, lambda turn: turn.is_ending)
         for turn in chosen:
             turn.schedule.waits_since_s = self._began_s
         return [turn for turn in decoding if turn in chosen]
+
+    def _most_rows(self, wanted: int) -> int:
+        """Rows of one namespace in this step: few beside others. More rows are taken back at the next step, but a
+        namespace that comes back waits for the step that runs: it may take a small part of the time for which others
+        are away. At most twice as many as the last step had, because a row that joins the batch costs time.
+        """
+        most, alone_s = self._rules.rows_beside, self._company.alone_s(self._began_s)
+        if math.isinf(alone_s):
+            return wanted
+        within = self._costs.rows_within(alone_s / _ABSENCE)
+        while most < wanted and most <= self._rows and 2 * most <= within:
+            most *= 2
+        return most
 
     def _most_urgent(self, urgency: Urgency[TurnT], *, decodes: bool) -> list[TurnT]:
         """The most urgent class of turns that may get a cell, or load files; while others decode, none that would only

@@ -357,7 +357,7 @@ SHARED = (
         "engine",
         "inference_svc/engine/scheduling/step_schedule.py: _seats",
         ("inference_svc.engine.scheduling.schedulable:Rules.rows_beside", 4),
-        "4 beside others",
+        "4 beside others; later what decodes in a quarter of the time for which they are away",
         "turns of a namespace in turn, each for 16 steps",
         WAITS,
     ),

@@ -181,15 +181,17 @@ class Hot(HotMemories):
 
 @dataclass
 class World:
-    """`cell_s`, `token_s` and `file_s`: how long a cell, a step's decoding and the load of a file take, `load_s` a load
-    of any number of files besides, and `load_end_s` the last of a turn's; `sent_s`: how long a file's bytes are on
-    their way, which are granted then and come by themselves. `at_once`: the most turns that find room together.
+    """`cell_s`, `token_s` and `file_s`: how long a cell, a step's decoding and the load of a file take, `row_s` each
+    row besides, `load_s` a load of any number of files besides, and `load_end_s` the last of a turn's; `sent_s`: how
+    long a file's bytes are on their way, which are granted then and come by themselves. `at_once`: the most turns
+    that find room together.
     """
 
     budget_bytes: int = 1 << 40
     rules: Rules = field(default_factory=Rules)
     cell_s: float = 0.03
     token_s: float = 0.01
+    row_s: float = 0.0
     file_s: float = 0.0
     load_s: float = 0.0
     load_end_s: float = 0.0
@@ -392,9 +394,13 @@ class World:
         if len(self.namespaces) == 1:
             assert set(decoding) == set(could), "somebody of a namespace alone sits out"
         self.decoded.append(decoding)
-        self.now += self.token_s if decoding else 0.0
+        self.now += self.step_s(len(decoding))
         for job in decoding:
             self._draw_token(job)
+
+    def step_s(self, rows: int) -> float:
+        """How long so many rows take to decode."""
+        return self.token_s + rows * self.row_s if rows else 0.0
 
     def _draw_token(self, job: Job) -> None:
         job.generated += 1

@@ -1,8 +1,8 @@
 """Which rows of a namespace decode in a step beside others: so many, in turn, urgent ones first."""
 
 from collections import Counter
-from itertools import pairwise
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -69,14 +69,67 @@ def test_when_there_are_fewer_seats_so_many_get_up_at_once() -> None:
     assert len(seats.seat(range(8), 2, lambda _: False, lambda _: False)) == 2
 
 
-def test_a_crowd_whose_company_has_long_left_comes_back_to_all_its_rows_by_doubling() -> None:
-    world = World(rules=Rules(company_s=1.0), token_s=0.01, cell_s=0.001)
-    world.submit(*of("b", 1, 1, 40), *of("a", 30, 1, 250))
-    while "b" in {job.namespace for job in world.scheduler.running} or not world.decoded:
+def leave(world: World, visitor: Job) -> float:
+    """Step until a turn of another namespace has ended. Returns when its last step began."""
+    while visitor not in world.ended:
+        began_s = world.now
         world.step()
+        rows = sum(job.namespace != visitor.namespace for job in world.decoded[-1])
+        assert rows <= world.rules.rows_beside, "rows are not taken back at once"
+    return began_s
+
+
+@given(
+    st.integers(1, 48),
+    st.lists(st.tuples(st.floats(0.0, 1.5), st.integers(1, 6)), min_size=1, max_size=4),
+    st.floats(0.004, 0.02),
+    st.floats(0.0, 0.02),
+)
+@settings(max_examples=sampled(16, of=80), deadline=None)
+def test_a_namespace_that_comes_back_waits_for_few_rows_or_a_quarter_of_its_absence(
+    crowd: int, visits: list[tuple[float, int]], token_s: float, row_s: float
+) -> None:
+    """However often it comes, and for however long the others have been so many."""
+    world = World(token_s=token_s, row_s=row_s, cell_s=0.001)
+    few = world.rules.rows_beside
+    visitor = Job(1, 1, namespace="b")
+    world.submit(*of("a", crowd, 16, 3_000), visitor)
+    for away_s, tokens in visits:
+        left_s = leave(world, visitor)
+        while world.now < left_s + away_s:
+            began_s = world.now
+            world.step()
+            rows = len(world.decoded[-1])
+            assert rows <= few or world.step_s(rows) <= (began_s - left_s) / 4 + 1e-9
+        visitor = Job(1, tokens, namespace="b")
+        world.submit(visitor)
+
+
+@pytest.mark.parametrize(("token_s", "row_s"), [(0.01, 0.0), (0.001, 0.001)])
+def test_a_single_turn_of_anybody_costs_a_crowd_only_a_moment(token_s: float, row_s: float) -> None:
+    world = World(token_s=token_s, row_s=row_s, cell_s=0.001)
+    mine = of("a", 16, 16, 3_000)
+    visitor = Job(1, 2, namespace="b")
+    world.submit(*mine, visitor)
+    left_s = leave(world, visitor)
+    while any(job.is_prefilling for job in mine):
+        world.step()
+    while len(world.decoded[-1]) < len(mine):
+        world.step()
+    assert world.now - left_s <= 20 * world.step_s(len(mine))
+    for _ in range(40):
+        world.step()
+        assert len(world.decoded[-1]) == len(mine)
+
+
+def test_a_crowd_that_is_alone_again_comes_back_to_all_its_rows_by_doubling() -> None:
+    """Each row that joins the batch costs time."""
+    world = World(token_s=0.001, row_s=0.001, cell_s=0.001)
+    visitor = Job(1, 80, namespace="b")
+    world.submit(visitor, *of("a", 30, 16, 3_000))
+    leave(world, visitor)
     before = len(world.decoded)
     while len(world.decoded[-1]) < 30:
         world.step()
     counts = [len(decoded) for decoded in world.decoded[before:]]
-    assert [after for count, after in pairwise(counts) if after != count] == [8, 16, 30]
-    assert counts.count(4) > 80, "it is alone only after a while"
+    assert list(dict.fromkeys(counts)) == [4, 8, 16, 30]

@@ -179,5 +179,16 @@ def test_what_is_not_known_is_said_to_be_unknown_and_deep_tokens_cost_more() -> 
     costs.learn(0, 256, 3.0)  # kernels were compiled meanwhile
     assert costs.tokens_within(0.1, 0) == 1_000
     for took_s in (0.005, 0.005, 0.3, 0.005):
-        costs.stepped(took_s)
+        costs.stepped(took_s, 1)
     assert costs.step_s == 0.005
+
+
+def test_rows_are_counted_on_to_more_at_the_cost_of_each_and_never_to_fewer_for_less() -> None:
+    costs = StepCosts()
+    assert costs.rows_within(1.0) == 0
+    for _ in range(9):
+        costs.stepped(0.008, 4)
+    assert [costs.rows_within(seconds) for seconds in (0.0, 0.007, 0.008, 0.017, 0.08)] == [0, 0, 4, 8, 40]
+    costs.stepped(1e-6, 4)
+    costs.stepped(5.0, 4)
+    assert costs.rows_within(0.008) == 4, "one strange step changes nothing"

@@ -11,7 +11,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -52,13 +52,6 @@ CASES: Mapping[str, Callable[[Lab], Case]] = {
     "matching": matching.run,
     "shared_prefix": shared_prefix.run,
 }
-
-
-def chosen(only: Collection[str], *, has_peer: bool) -> list[str]:
-    """The cases that are measured, in the order of CASES. The case with namespaces of its own is the last: for half a
-    minute behind their turns the engine decodes four rows of another namespace in a step.
-    """
-    return [name for name in CASES if (name in only if only else name != "peer" or has_peer)]
 
 
 def measured(lab: Lab, cases: Sequence[str], keep: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
@@ -130,7 +123,9 @@ def main() -> int:
 
 def _run(arguments: argparse.Namespace) -> dict[str, Any]:
     """Raises KvasirError where no engine can be opened."""
-    cases = chosen(arguments.only or (), has_peer=bool(arguments.peer))
+    cases = list(arguments.only or (name for name in CASES if name != "peer"))
+    if arguments.peer and not arguments.only:
+        cases.append("peer")
     model = arguments.model or kvasir_tiny.path()
     scope = Scope(
         repeats=1 if arguments.quick else arguments.repeats,
