@@ -271,18 +271,25 @@ class StepSchedule(Generic[TurnT]):
     def _is_beside_others(self, turn: TurnT) -> bool:
         return any(_is_decoding(other) and other.namespace != turn.namespace for other in self._turns)
 
-    def _serve(self, turn: TurnT, size: int, spent_s: float, beside: Collection[TurnT] = ()) -> None:
-        """`beside`: turns whose cells are computed in the same pass."""
+    def _serve(self, turn: TurnT, size: int, spent_s: float, beside: Collection[TurnCell[TurnT]] = ()) -> None:
+        """`beside`: cells that are computed in the same pass, so none of their turns overtakes another."""
         self._served += 2
         place = self._company.of(turn.namespace)
         place.served = self._served
         self._time.shares_next(place if self._is_beside_others(turn) else None, max(1, size))
-        for other in takewhile(lambda other: other is not turn, self._turns):
-            if other.namespace == turn.namespace and _is_prefilling(other) and other not in beside:
-                other.schedule.overtaken_tokens += max(size, self._rules.least_tokens)
-        record = turn.schedule
+        record, least = turn.schedule, self._rules.least_tokens
+        for other in self._overtaken_by(turn) - {cell.turn for cell in beside}:
+            other.schedule.overtaken_tokens += max(size, least)
+        record.overtaken_tokens -= sum(
+            max(each.size, least) for each in beside if turn in self._overtaken_by(each.turn)
+        )
         record.served = self._served
         record.waits_since_s = self._began_s + spent_s
+
+    def _overtaken_by(self, turn: TurnT) -> set[TurnT]:
+        """Prompts of its namespace that came before it."""
+        before = takewhile(lambda other: other is not turn, self._turns)
+        return {other for other in before if other.namespace == turn.namespace and _is_prefilling(other)}
 
 
 def _is_decoding(turn: Schedulable) -> bool:

@@ -40,6 +40,17 @@ def test_short_prompts_are_packed_and_the_last_one_is_cut_where_cells_are() -> N
     assert found == [[(jobs[3], 250), (jobs[1], 300), (jobs[0], 700), (jobs[2], 768)], [(jobs[2], 132)]]
 
 
+def test_a_prompt_is_not_overtaken_by_those_in_whose_pass_it_is() -> None:
+    """It counted against it, though it comes last into the pass because its rest is the longest."""
+    world, jobs = World(rules=SHARED), [prompt(tokens) for tokens in (700, 300, 900, 250)]
+    left_out = prompt(4_000)
+    world.submit(left_out, *jobs)
+    world.step()
+    assert [cell.turn for cell in world.passes[0]] == [jobs[3], jobs[1], jobs[0], jobs[2]]
+    assert [job.schedule.overtaken_tokens for job in jobs] == [0, 0, 0, 0]
+    assert left_out.schedule.overtaken_tokens >= sum(cell.size for cell in world.passes[0])
+
+
 def test_a_whole_cell_or_one_that_leaves_a_window_has_a_pass_of_its_own() -> None:
     long, short = prompt(3 * CELL), prompt(500)
     assert passes(World(rules=SHARED), long, short)[0] == [(short, 500), (long, 1_536)]
