@@ -108,17 +108,23 @@ def test_a_load_in_which_nothing_came_is_shown_all_the_same() -> None:
 def test_two_servers_stand_in_one_table_and_in_each_picture() -> None:
     settings = LoadScope(SHORT, SHORT, seconds=20.0, limits=Limits(1.0)).settings
     found = {"offered_tokens_per_s": None, "tokens_counted_by": {}, "prompt_tokens_are_guessed": False}
-    found |= findings(TURNS, WINDOW, Limits(1.0))
+    found |= findings(TURNS, WINDOW, Limits(1.0)) | {"failures": {}}
     peer = {**found, "name": "other", "serves": "one by one", "wall_s": 48.0, "good_requests_per_s": 0.0}
     both = {"settings": settings, "name": "here", **found, "peer": peer, "ratios": ratios(found, peer)}
     assert (both["ratios"]["wall_s"], both["ratios"]["first_token_p50"]) == (0.5, 1.0)
     assert both["ratios"]["good_requests_per_s"] is None, "nothing is divided by nothing"
     shown = "\n".join(lines(both))
-    assert Counter(word for word in shown.split() if word in ("here", "other"))["other"] == 4 + 2
+    assert Counter(word for word in shown.split() if word in ("here", "other"))["other"] == 4 + 1
     assert "other serves one by one" in shown
     assert "here / other: wall s 0.5" in shown
     for picture, rows in plots(both).drawn.values():
         assert set(series(picture, rows)) == {"here", "other"}
+    for failed in (both, peer):
+        failed["failures"] = {"TOO_MANY_TURNS": 1}
+        both["ratios"] = ratios(found | {"failures": both["failures"]}, peer)
+        assert both["ratios"] is None, "they did not do the same work"
+        assert "here / other: not compared, because turns failed" in "\n".join(lines(both))
+        failed["failures"] = {}
     both["peer"] = {"name": "other", "left_out": "no such model"}
     assert "other was left out: no such model" in "\n".join(lines(both))
 

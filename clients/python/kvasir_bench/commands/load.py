@@ -159,7 +159,7 @@ async def _measured(
 
     say("the same turns at mlx_lm.server")
     peer = await mlx_lm_server.measured(mlx_lm, scope, counted, say)
-    return results | {"peer": peer, "ratios": None if "left_out" in peer else report.ratios(results, peer)}
+    return results | {"peer": peer, "ratios": report.ratios(results, peer)}
 
 
 @asynccontextmanager

@@ -19,15 +19,17 @@ falls behind has more at its end. `failures` by reason, of HTTP by status. `toke
 tokens were counted by their ids, by usage, or by events: where a server gives no usage, each event counts one.
 Prompts are as long as the server counts; where it does not (`prompt_tokens_are_guessed`), they are guessed.
 `load_before` and `load_after`: the machine's. `peer` has the same names of mlx_lm.server, and how it `serves`, or why
-it was `left_out`; `ratios` are ours / its."""
+it was `left_out`; `ratios` are ours / its, unless turns of either failed: then they did not do the same work."""
 
 _TIMES = (("first_token_s", "first token"), ("gap_s", "gap"), ("end_to_end_s", "end to end"))
 _COLUMNS = ("mean", "p50", "p95", "p99", "largest")
 _RATES = ("requests_per_s", "good_requests_per_s", "tokens_per_s")
 
 
-def ratios(ours: Mapping[str, Any], peers: Mapping[str, Any]) -> dict[str, float | None]:
-    """Ours / the peer's, of each name that both have found."""
+def ratios(ours: Mapping[str, Any], peers: Mapping[str, Any]) -> dict[str, float | None] | None:
+    """Ours / the peer's, of each name that both have found; None if either did not answer every turn."""
+    if "left_out" in peers or ours["failures"] or peers["failures"]:
+        return None
     pairs = {name: (ours[name], peers[name]) for name in ("wall_s", *_RATES)}
     pairs |= {
         f"{name.removesuffix('_s')}_{rank}": (ours[name][rank], peers[name][rank])
@@ -56,8 +58,9 @@ def lines(results: Mapping[str, Any]) -> Iterator[str]:
         yield f"{peer['name']} was left out: {peer['left_out']}"
     elif peer:
         yield f"{peer['name']} serves {peer['serves']}"
-        shown = (f"{name.replace('_', ' ')} {number(ratio)}" for name, ratio in results["ratios"].items() if ratio)
-        yield f"{results['name']} / {peer['name']}: {', '.join(shown)}"
+        compared = results["ratios"] or {}
+        shown = (f"{name.replace('_', ' ')} {number(ratio)}" for name, ratio in compared.items() if ratio)
+        yield f"{results['name']} / {peer['name']}: {', '.join(shown) or 'not compared, because turns failed'}"
 
 
 def plots(results: Mapping[str, Any]) -> Plots:
