@@ -9,10 +9,7 @@ def main() -> int:
     with FirstModel(sys.argv[1:]) as first:
         from inference_svc.serving import serve_as_told  # as long as weights take, which are read meanwhile
 
-        try:
-            return first.leave(serve_as_told(sys.argv[1:], first.open_engine))
-        except SystemExit as parsed:  # of the command line
-            return first.leave(int(parsed.code or 0))
+        return first.leave(serve_as_told(sys.argv[1:], first.open_engine))
 
 
 if __name__ == "__main__":

@@ -7,12 +7,12 @@ from pathlib import Path
 from kvasir.credentials import DEFAULT_NAMESPACE
 from kvasir.errors import InvalidArgument
 from kvasir.options.engine import EngineTable
-from kvasir.options.finding import ConfigError, add_options, read
+from kvasir.options.finding import ConfigError, read
 from kvasir.options.table import WrongOption
 from kvasir.server.serving import Listening
 from kvasir.waits import SOON_S
 
-from inference_svc.first_model import named_model
+from inference_svc.first_model import add_command_line, named_model
 from inference_svc.kv.policy import PolicyRequest
 from inference_svc.memory.lines.line_parts import PublishingLimits
 from inference_svc.model import kvasir_tiny
@@ -111,8 +111,7 @@ class EngineSettings(EngineTable):
 def read_settings(arguments: Sequence[str]) -> EngineSettings:
     """Settings from the command line over the environment. Raises ConfigError; exits for --help and unknown options."""
     parser = argparse.ArgumentParser(prog=f"{_COMMAND} serve", description="Serve one model at a time over gRPC.")
-    parser.add_argument("command", nargs="?", choices=["serve"], default="serve", help=argparse.SUPPRESS)
-    add_options(parser, EngineSettings)
+    add_command_line(parser)
     given = vars(parser.parse_args(arguments))
     del given["command"]
     return read(EngineSettings, given)

@@ -128,8 +128,14 @@ def named_model(item: str) -> tuple[str, str]:
     return (Path(item).name if Path(item).is_dir() else item), item
 
 
+def add_command_line(parser: argparse.ArgumentParser) -> None:
+    """All of the service's: an option may be abbreviated as long as no other begins so."""
+    parser.add_argument("command", nargs="?", choices=["serve"], default="serve", help=argparse.SUPPRESS)
+    add_options(parser, EngineTable)
+
+
 class _Parser(argparse.ArgumentParser):
-    """The service's own parser, which comes later, is the one that speaks to the user."""
+    """It reports nothing: what it refuses the service's own parser refuses, with a message."""
 
     def error(self, message: str) -> NoReturn:
         raise ValueError(message)
@@ -140,13 +146,13 @@ class _Parser(argparse.ArgumentParser):
 
 def _asked(arguments: Sequence[str]) -> _Given | None:
     """Raises ConfigError, ValueError."""
-    parser, options = _Parser(allow_abbrev=False), options_of(EngineTable)
-    add_options(parser, EngineTable, _NAMES)
-    known, _ = parser.parse_known_args(arguments)
+    parser, options = _Parser(), options_of(EngineTable)
+    add_command_line(parser)
+    given = vars(parser.parse_args(arguments))
     flags = {
-        name: Given(texts_of(options[name], value), options[name].flag)
-        for name, value in vars(known).items()
-        if value is not None
+        name: Given(texts_of(option, given[name]), option.flag)
+        for name, option in options.items()
+        if given[name] is not None
     }
     found = find(EngineTable, {FLAG: flags, ENVIRONMENT: environment(EngineTable)})
     models, compute_type, copies, kernels = (found[name].value for name in _NAMES)

@@ -95,6 +95,11 @@ def test_it_is_given_once_and_to_nobody_who_wants_another(loads: Loads, tmp_path
         ["--help"],
         ["--compute-type", "float8"],
         ["--model", TINY, "--copy-weights=3"],
+        ["--mod", "no/such"],
+        ["--m", TINY],
+        ["--nonsense"],
+        ["bake"],
+        ["--memory-gib", "much"],
     ],
 )
 def test_where_nothing_is_named_that_can_be_served_nothing_is_loaded(
