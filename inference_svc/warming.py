@@ -73,7 +73,6 @@ def warm_up(engine: Engine) -> None:
         _run_each_kernel(engine)
     elif engine.model.weights_bytes <= _QUICK_BYTES:
         _wait(*_run_all(engine, [_FEWEST]))
-    engine.uncounted_tokens += engine.computed_tokens
 
 
 async def warm_up_while_idle(engine: Engine, is_idle: Callable[[], bool], clock: Callable[[], float]) -> None:
@@ -105,13 +104,12 @@ async def _run_while_idle(
             tries += 1
             if not _has_room(engine, group):
                 break
-            before, turns = engine.computed_tokens, _run_all(engine, group)
+            turns = _run_all(engine, group)
             try:
                 while is_idle() and not is_over:
                     await asyncio.sleep(LOOK_S)
                     is_over = all(turn.over.done() for turn in turns)
             finally:
-                engine.uncounted_tokens += engine.computed_tokens - before
                 for turn in turns:
                     turn.cancel()
         if is_over:
@@ -198,7 +196,7 @@ def _run(
 
     begins = tuple(known or ())
     new = (index % engine.vocabulary_size for index in range(len(begins) + 1, prompt_tokens + 1))
-    plan = TurnPlan(TokenIds((*begins, *new)), (0,) * prompt_tokens, sampling, reuse or Cold(), key)
+    plan = TurnPlan(TokenIds((*begins, *new)), (0,) * prompt_tokens, sampling, reuse or Cold(), key, is_own=True)
     try:
         turn.cancel = engine.submit(plan, on_events).cancel
     except KvasirError:  # a context or a memory that is too small for it

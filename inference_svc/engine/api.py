@@ -174,6 +174,7 @@ class TurnPlan:
     pooling: Pooling | None = None
     # Another engine began the turn. Its files are asked for (`Wanted`); then it is held until `TurnHandle.release`.
     carried: CarriedTurn | None = None
+    is_own: bool = False  # the engine's own turn, which no count has
 
     @property
     def most_tokens(self) -> int:

@@ -51,7 +51,7 @@ class Decoder:
         self.batch = batch
         self.looks_ahead = looks_ahead
         self._launched: deque[_Launched] = deque()
-        self.computed = 0  # rows that were enqueued
+        self.computed = 0  # rows of callers that were enqueued
         self._no_draw = Sampler(SamplingParams(max_tokens=1))  # for tokens whose successor is known or not needed
 
     @property
@@ -100,7 +100,7 @@ class Decoder:
         if not order:
             return
         logits = self.batch.step(_inputs(order, places, pending))
-        self.computed += len(order)
+        self.computed += sum(not sequence.plan.is_own for sequence in order)
         is_drawn = tuple(places[sequence] >= len(sequence.token_ids) - 1 for sequence in order)
         samplers = [
             sequence.sampler if drawn and sequence.finish_reason is None and sequence.sampler else self._no_draw

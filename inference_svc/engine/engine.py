@@ -218,7 +218,6 @@ class Engine:
         self.memory_budget_bytes = worker.room.total_bytes
         self._thread = thread
         self._worker = worker
-        self.uncounted_tokens = 0  # which were computed, and are left out of all counts
         self.memories = EngineMemories(thread, worker, opened.info)
         self._is_closed = False
 
@@ -296,8 +295,8 @@ class Engine:
 
     @property
     def computed_tokens(self) -> int:
-        """Prompt and reply tokens that went through the model since it was loaded, but for those that are left out."""
-        return self._worker.computed_tokens - self.uncounted_tokens
+        """Prompt and reply tokens of callers that went through the model since it was loaded."""
+        return self._worker.computed_tokens
 
     def give_back(self, most_bytes: int) -> "Future[int]":
         """Drop memories that the store has until KV needs at most so many bytes of the device, and free the rest; the

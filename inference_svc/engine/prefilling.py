@@ -20,7 +20,7 @@ class Prefiller:
     """`guarding`: around work for turns, all of which end if it fails."""
 
     def __init__(self, runner: ModelRunner, guarding: Callable[..., AbstractContextManager[None]]) -> None:
-        self.computed = 0  # tokens
+        self.computed = 0  # tokens of callers
         self._runner = runner
         self._guarding = guarding
 
@@ -28,7 +28,7 @@ class Prefiller:
         """Compute the cells, and draw the first token of each reply whose prompt ends. `behind` is called while the
         device computes; None: nobody waits behind a cell.
         """
-        self.computed += sum(cell.size for cell in cells)
+        self.computed += sum(cell.size for cell in cells if not cell.turn.plan.is_own)
         packed = [cell for cell in cells if can_pack(_held(cell.turn)[0], cell.size)]
         if len(cells) == 1 or len(packed) == 1:
             packed = []

@@ -43,12 +43,12 @@ def test_a_warm_engine_has_computed_and_holds_nothing(
     engine = Engine.open(write_family(tmp_path, ALL[name]), cache_dir=tmp_path, memory_budget_bytes=BUDGET)
     try:
         before = Driver(engine).turn((5, 6, 7), **_DRAWN).state.token_ids
-        engine.uncounted_tokens += engine.computed_tokens
+        counted_tokens = engine.computed_tokens
         engine.device = device  # how much is worth its time is the device's matter, that nothing is left is everyone's
         passes.clear()
         warm_up(engine)
         assert len(passes) >= 2, "a prompt and a decoded token"
-        assert engine.computed_tokens == 0
+        assert engine.computed_tokens == counted_tokens > 0
         assert engine.memories.sizes() == {}
         assert engine.memory_used_bytes == 0
         assert engine.preemptions == 0
@@ -112,7 +112,7 @@ def test_an_idle_gpu_takes_every_shape_of_a_first_crowd_and_gives_way(
         engine._thread.post(lambda _: None).result(60)
         assert engine.memory_used_bytes == 0
         assert engine.memories.sizes() == {}
-        assert (engine.computed_tokens == 0) or comes
+        assert engine.computed_tokens == 0, "also of a cell that was under way when the caller came"
     finally:
         engine.close()
     assert rows >= {1, 2, 3, 4, 5, 6, 7, 8}
