@@ -53,6 +53,8 @@ type Turn struct {
 	// KeepPartial remembers what was generated before a cancel, deadline or disconnect.
 	KeepPartial bool
 	Priority    inferencev1.Priority
+	// LongestGapMs is how long the stream may wait for a token beside others' prompts, 20 to 1,000; 0: as the engine is set.
+	LongestGapMs int32
 }
 
 // Choice is one of the replies that were asked for, as far as it has arrived.
@@ -261,6 +263,9 @@ func (t *Turn) request() (*inferencev1.GenerateRequest, error) {
 	}
 	if t.BaseVersion != 0 {
 		request.BaseVersion = &t.BaseVersion
+	}
+	if t.LongestGapMs != 0 {
+		request.LongestGapMs = &t.LongestGapMs
 	}
 	if request.RequestId == "" {
 		request.RequestId = rand.Text()

@@ -23,7 +23,7 @@ from inference_svc.edge.inputs.input_messages import (
 )
 from inference_svc.edge.inputs.sampling_messages import choice_count, clamps_max_tokens, sampling_params
 from inference_svc.edge.inputs.thinking_messages import read_thinking
-from inference_svc.engine.api import Prefilled, Priority, SamplingParams, TokenLogprobs
+from inference_svc.engine.api import Pace, Prefilled, Priority, SamplingParams, TokenLogprobs
 from inference_svc.memory.outcomes import Miss
 from inference_svc.model.model_info import ModelInfo
 from inference_svc.text.literal_text import from_outside, utf8_bytes
@@ -44,6 +44,7 @@ from inference_svc.turns.turn_data import (
 
 _ON_FULL = {getattr(pb, f"ON_FULL_POLICY_{policy.name}"): policy for policy in OnFullPolicy}
 _MAX_SUMMARY_REQUEST_BYTES = 4096
+_LONGEST_GAPS_MS = (20, 1000)  # with a shorter one a stream would take others' prompts most of their speed
 _FINISH_REASONS = {
     "stop": pb.FINISH_REASON_STOP,
     "length": pb.FINISH_REASON_LENGTH,
@@ -86,7 +87,7 @@ def turn_request(
         prompt=replace(prompt, returns_ids=request.return_prompt_token_ids),
         origin=RequestOrigin(caller, input_bytes(given, prompt.tools), request),
         choices=choice_count(request),
-        priority=priority_of(request),
+        pace=Pace(priority_of(request), _longest_gap_s(request)),
     )
 
 
@@ -140,7 +141,7 @@ def warm_request(
         prompt=prompt,
         origin=RequestOrigin(caller, input_bytes(given, prompt.tools)),
         # Turns whose reply a caller awaits come first.
-        priority=Priority.BACKGROUND,
+        pace=Pace(Priority.BACKGROUND),
         is_warming=True,
     )
 
@@ -278,6 +279,17 @@ def priority_of(request: pb.GenerateRequest | pb.EmbedRequest) -> Priority:
     if request.priority not in known:
         raise InvalidArgument(f"priority: expected one of the enum's, got {request.priority}", field="priority")
     return known[request.priority]
+
+
+def _longest_gap_s(request: pb.GenerateRequest) -> float | None:
+    """None where the request leaves it out. Raises InvalidArgument."""
+    if not request.HasField("longest_gap_ms"):
+        return None
+    least, most = _LONGEST_GAPS_MS
+    if not least <= request.longest_gap_ms <= most:
+        expected = f"longest_gap_ms: expected {least} to {most}, got {request.longest_gap_ms}"
+        raise InvalidArgument(expected, field="longest_gap_ms")
+    return request.longest_gap_ms / 1000
 
 
 def _delta(event: TurnDelta, choice: int, spelling: Callable[[int], bytes]) -> pb.Delta:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from kvasir.errors import InvalidArgument
 
-from inference_svc.engine.api import Ended, Event, Failed, Prefilled, Priority, SamplingParams, TurnPlan
+from inference_svc.engine.api import Ended, Event, Failed, Pace, Prefilled, Priority, SamplingParams, TurnPlan
 from inference_svc.engine.engine import Engine, check_fits
 from inference_svc.memory.service_stats import ServiceStats
 from inference_svc.model.embedding.pooling import Embedded, Pooling
@@ -53,7 +53,7 @@ class TurnEmbedder:
             ids,
             (0,) * len(ids),
             SamplingParams(max_tokens=0),
-            priority=priority,
+            pace=Pace(priority),
             namespace=namespace,
             pooling=self._pooling,
         )

@@ -36,6 +36,14 @@ class Priority(Enum):
     BACKGROUND = "background"
 
 
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """How soon a turn is served, and how long its stream waits for a token beside others' prompts."""
+
+    priority: Priority = Priority.INTERACTIVE
+    longest_gap_s: float | None = None  # None: as the engine has it for the priority
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Penalties:
     """What makes tokens less likely because the prompt or the reply has them."""
@@ -160,7 +168,7 @@ class TurnPlan:
     reuse: Reuse = field(default_factory=Cold)
     key: AgentKey | None = None  # None: the turn reads and leaves no memory
     keep_partial: bool = False  # after a cancel, remember prompt and reply as far as they came
-    priority: Priority = Priority.INTERACTIVE
+    pace: Pace = Pace()
     namespace: str | None = None  # turns of one namespace may share prefilled KV; None: it shares with none
     # Prompt tokens after which a model with states records a rewind point: the next prompt will begin with them too.
     # None: all but the last, which is computed in any case.

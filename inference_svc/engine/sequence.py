@@ -90,7 +90,8 @@ class Sequence:
         listener: Listener = lambda _events: None,
     ) -> None:
         self.plan = plan
-        self.namespace, self.priority = plan.namespace, plan.priority
+        self.namespace, self.priority = plan.namespace, plan.pace.priority
+        self.longest_gap_s = plan.pace.longest_gap_s
         self.prompt_tokens = len(plan.token_ids)
         self.most_tokens = self.prompt_tokens + plan.sampling.max_tokens  # if it generates all that it may
         self.listener = listener

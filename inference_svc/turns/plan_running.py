@@ -128,7 +128,7 @@ class PlanRunner:
             key=request.key,
             is_remembered=is_kept or request.is_warming,
             keep_partial=request.memory.keep_partial and is_kept,
-            priority=request.priority,
+            pace=request.pace,
             namespace=request.namespace,
             rewind_point_tokens=rewind_point_tokens,
             # Rows that it has of a memory which stays hot are that memory's.

@@ -8,7 +8,7 @@ from typing import TypeAlias
 from kvasir.cachestore.v1 import manifest_pb2
 from kvasir.on_full import OnFull, OnFullPolicy
 
-from inference_svc.engine.api import AgentKey, Prefilled, Priority, SamplingParams, Timings, TokenLogprobs
+from inference_svc.engine.api import AgentKey, Pace, Prefilled, SamplingParams, Timings, TokenLogprobs
 from inference_svc.memory.outcomes import Miss, SnapshotOutcome, Source
 from inference_svc.text.conversation import Tool
 from inference_svc.text.differences import Difference
@@ -122,7 +122,7 @@ class TurnRequest:
     origin: RequestOrigin = RequestOrigin()
     choices: int = 1  # number of replies; several only without an agent
     choice: int = 0  # index of this reply
-    priority: Priority = Priority.INTERACTIVE
+    pace: Pace = field(default_factory=Pace)
     is_warming: bool = False  # no token is generated; an empty prompt stands for the agent's memory
 
     @property

@@ -144,7 +144,7 @@ impl Turn {
     }
 }
 
-/// For what has no method here: `keep_partial`, `priority`.
+/// For what has no method here: `keep_partial`, `priority`, `longest_gap_ms`.
 impl From<pb::GenerateRequest> for Turn {
     fn from(request: pb::GenerateRequest) -> Self {
         Self { request }

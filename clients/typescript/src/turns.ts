@@ -51,6 +51,8 @@ export interface Turn extends Input {
   /** Remember what was generated before a cancel, a deadline or a disconnect. */
   keepPartial?: boolean;
   priority?: Priority;
+  /** How long the stream may wait for a token beside others' prompts, 20 to 1,000. Absent: as the engine is set. */
+  longestGapMs?: number;
 }
 
 /** An event of a turn: its `case` is "started", "prefillProgress", "delta", "finished" or "moved". */
@@ -126,6 +128,7 @@ export function generateRequest(turn: Turn): GenerateRequest {
     sampling: sampling(turn),
     keepPartial: turn.keepPartial,
     priority: turn.priority,
+    longestGapMs: turn.longestGapMs,
     responseFormat: responseFormat(turn),
   });
 }

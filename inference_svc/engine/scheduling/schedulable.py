@@ -57,6 +57,7 @@ class Schedulable(Hashable, Protocol):
     schedule: ScheduleRecord
     namespace: str | None  # turns of one namespace may share KV; a turn without a namespace shares with none
     priority: Priority
+    longest_gap_s: float | None  # its own, or that of the rules
     is_cancelled: bool  # it must end: it gets no more cells and tokens
     prompt_tokens: int
     cached: int  # tokens that it began with
@@ -159,9 +160,10 @@ class Rules:
     least_tokens: int = 256
     """A cell is cut, while any turn decodes, but not to less; at multiples of this."""
     longest_gap_s: float = 0.05
-    """For how long a stream that a person reads waits for its next token while prompts are computed and KV is loaded
-    beside it; a step's first piece of work, and a foresight that was wrong, may take longer. Where a step alone takes
-    most of it, the work may take as long as `stalled_steps` of them, but no longer than this."""
+    """For how long a stream that a person reads, and that has no gap of its own, waits for its next token while prompts
+    are computed and KV is loaded beside it; a step's first piece of work, and a foresight that was wrong, may take
+    longer. Where a step alone takes most of it, the work may take as long as `stalled_steps` of them, but no longer
+    than this."""
     background_gap_s: float = 0.5
     """The same while only background turns decode."""
     stalled_steps: float = 1.25

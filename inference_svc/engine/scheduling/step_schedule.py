@@ -115,8 +115,7 @@ class StepSchedule(Generic[TurnT]):
         if not able:
             return None
         turn = self._next_of(able)
-        is_read = any(map(urgency.is_pressing, decoding))
-        left_s = self._budget_s(is_read=is_read) - spent_s if decoding else None
+        left_s = self._budget_s(decoding, urgency) - spent_s if decoding else None
         size, loads = self._size(turn, left_s), turn.status is Status.LOADING
         position, tokens = (0, 0) if loads else (turn.computed, size)
         if not size or not self._pace.allows(turn, position, tokens):
@@ -158,7 +157,7 @@ class StepSchedule(Generic[TurnT]):
             if turn is None or not size or not self._pace.allows(turn, turn.computed, more):
                 return taken if len(cells) > 1 else last.size
             self._pace.take(turn, turn.computed, more)
-            self._serve(turn, size, spent_s, [cell.turn for cell in cells])
+            self._serve(turn, size, spent_s, cells)
             cells.append(TurnCell(turn, size, turn.computed))
 
     def _shared_size(self, rule: SharedPass, turn: TurnT, most: int, left_s: float | None) -> int:
@@ -172,13 +171,15 @@ class StepSchedule(Generic[TurnT]):
         size = cut_cell(turn.computed, whole, most, least)
         return size if size >= min(whole, least) else 0
 
-    def _budget_s(self, *, is_read: bool) -> float:
-        """Seconds for prompts and loads beside decoding. `is_read`: a person waits for one of the next tokens."""
-        gap_s, step_s = (
-            self._rules.longest_gap_s if is_read else self._rules.background_gap_s,
-            self._costs.step_s or 0.0,
-        )
+    def _budget_s(self, decoding: Collection[TurnT], urgency: Urgency[TurnT]) -> float:
+        """Seconds for prompts and loads beside decoding: as long as the shortest gap of these turns lasts."""
+        gap_s, step_s = min(self._gap_s(turn, urgency) for turn in decoding), self._costs.step_s or 0.0
         return max(gap_s - step_s, min(gap_s, self._rules.stalled_steps * step_s))
+
+    def _gap_s(self, turn: TurnT, urgency: Urgency[TurnT]) -> float:
+        if turn.longest_gap_s is not None:
+            return turn.longest_gap_s
+        return self._rules.longest_gap_s if urgency.is_pressing(turn) else self._rules.background_gap_s
 
     def _size(self, turn: TurnT, left_s: float | None) -> int:
         """How many tokens or files the turn's next grant has; 0 if the step has no time for one. `left_s`: seconds that

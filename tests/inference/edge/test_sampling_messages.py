@@ -9,7 +9,7 @@ from kvasir.errors import InvalidArgument
 from kvasir.inference.v1 import inference_pb2 as pb
 
 from inference_svc.edge.messages import turn_request
-from inference_svc.engine.api import SamplingParams
+from inference_svc.engine.api import Pace, Priority, SamplingParams
 from inference_svc.formats.constraint import Constraint, ConstraintKind
 from inference_svc.turns.turn_data import TurnRequest
 
@@ -129,3 +129,10 @@ def test_an_agent_has_one_reply_to_remember() -> None:
     with pytest.raises(InvalidArgument) as refused:
         read(pb.GenerateRequest(prompt="x", agent_id="a", sampling=pb.Sampling(n=2)))
     assert refused.value.field == "sampling.n"
+
+
+def test_a_gap_of_its_own_goes_with_the_priority_and_makes_no_other_turn_of_a_repeated_one() -> None:
+    plain, own = pb.GenerateRequest(prompt="once"), pb.GenerateRequest(prompt="once", longest_gap_ms=200, priority=2)
+    assert read(plain).pace == Pace(Priority.INTERACTIVE, None)
+    assert read(own).pace == Pace(Priority.BACKGROUND, 0.2)
+    assert read(own).input_digest == read(plain).input_digest

@@ -15,6 +15,7 @@ from inference_svc.engine.api import (
     Ended,
     Event,
     Failed,
+    Pace,
     Priority,
     Restored,
     Reuse,
@@ -107,6 +108,7 @@ class Driver:
         can_be_preempted: bool = False,
         is_remembered: bool = True,
         rewind_point_tokens: int | None = None,
+        longest_gap_s: float | None = None,
         **sampling: Any,
     ) -> Listener:
         listener = listener or Listener()
@@ -118,7 +120,7 @@ class Driver:
             reuse or Cold(),
             key,
             keep_partial,
-            priority,
+            Pace(priority, longest_gap_s),
             namespace,
             can_be_preempted=can_be_preempted,
             is_remembered=is_remembered,

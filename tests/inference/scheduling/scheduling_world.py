@@ -4,6 +4,7 @@ A token's KV is one page of one byte, so that bytes can be counted by hand. What
 step.
 """
 
+import math
 from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass, field
 
@@ -40,6 +41,7 @@ class Job:
     reply_tokens: int = 1
     key: AgentKey | None = None
     priority: Priority = INTERACTIVE
+    longest_gap_s: float | None = None
     reusable_tokens: int = 0  # 0: the plan is cold
     extra_bytes: int = 0
     namespace: str | None = None
@@ -422,9 +424,8 @@ class World:
             assert job.status in able
             assert not job.is_cancelled
             decoding = [other for other in self.scheduler.running if other.status is Status.DECODING]
-            is_read, decodes = any(other.priority is not BACKGROUND for other in decoding), bool(decoding)
-            gap_s = self.rules.longest_gap_s if is_read else max(self.rules.longest_gap_s, self.rules.background_gap_s)
-            assert is_first or not decodes or spent < gap_s, "more than the budget and one cell"
+            decodes, gap_s = bool(decoding), min(map(self._gap_s, decoding), default=math.inf)
+            assert is_first or spent < gap_s, "more than the budget and one cell"
             assert not (decodes and job.awaits_bytes), "streams wait for bytes that come by themselves"
             took_s = self.load_s + grant.size * self.file_s if loads else self._pass_s(grant)
             took_s += max(0.0, job.there_s - self.now)
@@ -444,6 +445,12 @@ class World:
             self._look_for_bytes()
         assert not is_first or not waits or len(self.namespaces) > 1, "nobody prefilled"
         self.chunks.append(tokens)
+
+    def _gap_s(self, job: Job) -> float:
+        if job.longest_gap_s is not None:
+            return job.longest_gap_s
+        gap_s, rules = self.rules.longest_gap_s, self.rules
+        return gap_s if job.priority is not BACKGROUND else max(gap_s, rules.background_gap_s)
 
     def _look_for_bytes(self) -> None:
         for job in self.scheduler.running:

@@ -10,6 +10,7 @@ from inference_svc.engine.api import (
     BlocksFull,
     Cold,
     Hot,
+    Pace,
     Priority,
     Restored,
     Reuse,
@@ -66,7 +67,8 @@ def test_a_turn_extends_a_hot_memory_only_if_its_plan_does() -> None:
         6,
         0,
     ]
-    assert turn(9, priority=Priority.BACKGROUND).priority is Priority.BACKGROUND
+    paced = turn(9, pace=Pace(Priority.BACKGROUND, 0.2))
+    assert (paced.priority, paced.longest_gap_s) == (Priority.BACKGROUND, 0.2)
 
 
 def test_a_turn_that_began_holds_no_files_but_still_knows_what_it_reused() -> None:

@@ -1,5 +1,7 @@
 """How long running streams wait beside a prompt or a restore: as long as they may, because what it costs is learned."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -7,7 +9,7 @@ from hypothesis import strategies as st
 from inference_svc.engine.grid import cut_cell
 from inference_svc.engine.scheduling.schedulable import Rules
 from inference_svc.engine.scheduling.step_costs import StepCosts
-from tests.inference.scheduling.scheduling_world import Job, World
+from tests.inference.scheduling.scheduling_world import BACKGROUND, Job, World
 
 STEP_S = 0.005
 LONG = 32_768
@@ -28,6 +30,34 @@ def streaming(rules: Rules = GPU, **costs: object) -> World:
     for _ in range(10):
         world.step()
     return world
+
+
+def longest_cell(*streams: Job) -> int:
+    """Tokens of the longest cell of a long prompt beside these."""
+    world = World(rules=replace(GPU, longest_gap_s=0.03), token_s=STEP_S, cost_s=prefill_s)
+    world.submit(*streams)
+    for _ in range(10):
+        world.step()
+    before, late = len(world.passes), Job(8 * CELL, cell_tokens=CELL)
+    world.submit(late)
+    while late.is_prefilling:
+        world.step()
+    assert max(world.gaps) <= min(stream.longest_gap_s or 0.03 for stream in streams) + 2 * STEP_S
+    return max(cell.size for cells in world.passes[before:] for cell in cells)
+
+
+def test_a_stream_with_a_longer_gap_has_longer_cells_beside_it_and_one_with_a_shorter_gap_shorter_ones() -> None:
+    usual = longest_cell(Job(1, 1_000))
+    assert longest_cell(Job(1, 1_000, longest_gap_s=0.015)) <= usual / 2
+    assert longest_cell(Job(1, 1_000, longest_gap_s=0.2)) == CELL > usual
+
+
+def test_the_shortest_gap_of_all_streams_holds() -> None:
+    usual = longest_cell(Job(1, 1_000))
+    assert longest_cell(Job(1, 1_000), Job(1, 1_000, longest_gap_s=1.0)) == usual
+    short = longest_cell(Job(1, 1_000), Job(1, 1_000, longest_gap_s=0.015))
+    assert short == longest_cell(Job(1, 1_000, longest_gap_s=0.015)) < usual
+    assert longest_cell(Job(1, 1_000, longest_gap_s=0.015, priority=BACKGROUND)) == short, "its own, also if none reads"
 
 
 def longest_stall(world: World, late: Job) -> float:

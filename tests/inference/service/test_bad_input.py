@@ -74,6 +74,13 @@ BAD: dict[str, tuple[dict[str, Any], type[errors.KvasirError], str]] = {
     ),
     "parent without agent": ({"prompt": "x", "expected_version": 0}, errors.InvalidArgument, "expected_version"),
     "partial without agent": ({"prompt": "x", "keep_partial": True}, errors.InvalidArgument, "keep_partial"),
+    "a gap that stops all prompts": ({"prompt": "x", "longest_gap_ms": 19}, errors.InvalidArgument, "longest_gap_ms"),
+    "no gap": ({"prompt": "x", "longest_gap_ms": 0}, errors.InvalidArgument, "longest_gap_ms"),
+    "a gap of a second and more": (
+        {"prompt": "x", "longest_gap_ms": 1001},
+        errors.InvalidArgument,
+        "longest_gap_ms",
+    ),
     "append without agent": ({"append_messages": messages(USER)}, errors.InvalidArgument, "append_messages"),
     "append to nobody who is expected": (
         {"append_messages": messages(USER), "agent_id": "nobody", "expect_existing": True},

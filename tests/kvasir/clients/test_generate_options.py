@@ -44,6 +44,7 @@ ARRIVES: dict[str, tuple[Any, str, Any]] = {
     "ignore_unread_settings": (True, "ignore_unread_settings", True),
     "keep_partial": (True, "keep_partial", True),
     "priority": (pb.PRIORITY_BACKGROUND, "priority", pb.PRIORITY_BACKGROUND),
+    "longest_gap_ms": (200, "longest_gap_ms", 200),
     "model": ("second", "model", "second"),
     "request_id": ("r-1", "request_id", "r-1"),
 }

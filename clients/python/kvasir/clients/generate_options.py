@@ -95,6 +95,8 @@ class GenerateOptions(MemoryOptions, ReplyOptions):
     keep_partial: bool = False
     # Who is served first when not all can be. Unspecified: as interactive.
     priority: pb.Priority = pb.PRIORITY_UNSPECIFIED
+    # How long the stream may wait for a token beside others' prompts, 20 to 1,000 ms. None: as the engine is set.
+    longest_gap_ms: int | None = None
     # Empty: the loaded model.
     model: str = ""
     # Names the turn, so that it can be asked for again without being done twice. Empty: a new id for each call.
@@ -147,6 +149,7 @@ class OptionArguments(MemoryArguments, ReplyArguments, total=False):
 
     keep_partial: bool
     priority: pb.Priority
+    longest_gap_ms: int | None
     model: str
     request_id: str
 

@@ -158,6 +158,7 @@ def turn_request(given: Input, options: GenerateOptions, request_id: str) -> pb.
             ignore_unread_settings=options.ignore_unread_settings,
             keep_partial=options.keep_partial,
             priority=options.priority,
+            longest_gap_ms=options.longest_gap_ms,  # type: ignore[arg-type]
             json_schema=json.dumps(schema) if isinstance(schema, Mapping) else schema,  # type: ignore[arg-type]
             regex=regex,  # type: ignore[arg-type]
             **inputs,  # type: ignore[arg-type]

@@ -221,3 +221,19 @@ def test_looking_ahead_changes_no_token_and_no_byte_of_what_is_remembered(driver
         assert all_turns() == ahead
     finally:
         decoder._looks_ahead = True
+
+
+@pytest.mark.cells_of_a_block
+@pytest.mark.parametrize(("gap_s", "least", "most"), [(None, 3, 4), (1e6, 0, 1)])
+def test_a_streams_own_gap_decides_how_many_cells_are_computed_between_its_tokens(
+    gap_s: float | None, least: int, most: int, driver: Driver
+) -> None:
+    """The engine's own is none: a cell of another prompt each."""
+    stream, other, counts = Listener(), Listener(), list[int]()
+    for cell in (1, 4):
+        other.at(Prefilled, cell, lambda: counts.append(stream.count(Tokens)))
+    stream.at(Tokens, 2, lambda: driver.submit(tokens_of(1_024, 3), listener=other, max_tokens=1))
+    driver.submit(tokens_of(8, 1), listener=stream, longest_gap_s=gap_s, max_tokens=40)
+    other.end()
+    stream.end()
+    assert least <= counts[1] - counts[0] <= most

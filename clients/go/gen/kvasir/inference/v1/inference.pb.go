@@ -902,8 +902,11 @@ type GenerateRequest struct {
 	// The last message is the assistant's, and the reply goes on from its text, which a template may trim. The deltas and a response_format are of what is new; the agent
 	// remembers one message with both.
 	ContinueFinalMessage bool `protobuf:"varint,27,opt,name=continue_final_message,json=continueFinalMessage,proto3" json:"continue_final_message,omitempty"`
-	unknownFields        protoimpl.UnknownFields
-	sizeCache            protoimpl.SizeCache
+	// How long the reply's stream may wait for a token while prompts are computed beside it: 20 to 1,000 ms. The shortest gap of all streams
+	// holds; a step that takes longer by itself is not shortened. Default: as the engine is set, and longer for a background turn.
+	LongestGapMs  *int32 `protobuf:"varint,28,opt,name=longest_gap_ms,json=longestGapMs,proto3,oneof" json:"longest_gap_ms,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
 }
 
 func (x *GenerateRequest) Reset() {
@@ -1149,6 +1152,13 @@ func (x *GenerateRequest) GetContinueFinalMessage() bool {
 		return x.ContinueFinalMessage
 	}
 	return false
+}
+
+func (x *GenerateRequest) GetLongestGapMs() int32 {
+	if x != nil && x.LongestGapMs != nil {
+		return *x.LongestGapMs
+	}
+	return 0
 }
 
 type isGenerateRequest_Input interface {
@@ -5751,7 +5761,7 @@ var File_kvasir_inference_v1_inference_proto protoreflect.FileDescriptor
 
 const file_kvasir_inference_v1_inference_proto_rawDesc = "" +
 	"\n" +
-	"#kvasir/inference/v1/inference.proto\x12\x13kvasir.inference.v1\x1a\x1egoogle/protobuf/duration.proto\x1a#kvasir/cachestore/v1/identity.proto\x1a#kvasir/cachestore/v1/manifest.proto\x1a\x1ekvasir/common/v1/message.proto\"\x8f\f\n" +
+	"#kvasir/inference/v1/inference.proto\x12\x13kvasir.inference.v1\x1a\x1egoogle/protobuf/duration.proto\x1a#kvasir/cachestore/v1/identity.proto\x1a#kvasir/cachestore/v1/manifest.proto\x1a\x1ekvasir/common/v1/message.proto\"\xcd\f\n" +
 	"\x0fGenerateRequest\x12\x1d\n" +
 	"\n" +
 	"request_id\x18\x01 \x01(\tR\trequestId\x12\x14\n" +
@@ -5784,14 +5794,16 @@ const file_kvasir_inference_v1_inference_proto_rawDesc = "" +
 	"\bthinking\x18\x18 \x01(\v2\x1d.kvasir.inference.v1.ThinkingR\bthinking\x12g\n" +
 	"\x11template_settings\x18\x19 \x03(\v2:.kvasir.inference.v1.GenerateRequest.TemplateSettingsEntryR\x10templateSettings\x124\n" +
 	"\x16ignore_unread_settings\x18\x1a \x01(\bR\x14ignoreUnreadSettings\x124\n" +
-	"\x16continue_final_message\x18\x1b \x01(\bR\x14continueFinalMessage\x1ag\n" +
+	"\x16continue_final_message\x18\x1b \x01(\bR\x14continueFinalMessage\x12)\n" +
+	"\x0elongest_gap_ms\x18\x1c \x01(\x05H\x04R\flongestGapMs\x88\x01\x01\x1ag\n" +
 	"\x15TemplateSettingsEntry\x12\x10\n" +
 	"\x03key\x18\x01 \x01(\tR\x03key\x128\n" +
 	"\x05value\x18\x02 \x01(\v2\".kvasir.inference.v1.TemplateValueR\x05value:\x028\x01B\a\n" +
 	"\x05inputB\x11\n" +
 	"\x0fresponse_formatB\x13\n" +
 	"\x11_expected_versionB\x0f\n" +
-	"\r_base_version\"\x95\x01\n" +
+	"\r_base_versionB\x11\n" +
+	"\x0f_longest_gap_ms\"\x95\x01\n" +
 	"\bThinking\x125\n" +
 	"\x04mode\x18\x01 \x01(\x0e2!.kvasir.inference.v1.ThinkingModeR\x04mode\x12(\n" +
 	"\rbudget_tokens\x18\x02 \x01(\x05H\x00R\fbudgetTokens\x88\x01\x01\x12\x16\n" +
