@@ -314,8 +314,12 @@ def test_the_page_is_self_contained_and_names_all_that_failed(tmp_path: Path) ->
 
 
 def test_machines_stand_side_by_side_and_lack_what_they_did_not_measure() -> None:
-    chip = {"chip": "M4", "cores": 10, "memory_bytes": 16e9, "system": "macOS", "load": 1.0}
-    rows = side_by_side([result(record("machine", value=chip)), result(record())])
+    chip = {"chip": "M4", "cores": 10, "memory_bytes": 16e9, "system": "macOS", "load": 9.0}
+    chip["times_mean_something"] = False
+    day = record("first-day", value={"synced_write_s": 0.02, "engine_ready_s": 3.0})
+    rows = side_by_side([result(record("machine", value=chip), day), result(record(), day)])
+    assert ("a synced write", "–", "20 ms") in rows
+    assert ("load at the start", "9: too high, times are left out", "–") in rows
     assert rows[0] == ("", "M4", "–")
     assert ("cores", "10", "–") in rows
     assert ("claims met", "0 of 0", "1 of 1") in rows

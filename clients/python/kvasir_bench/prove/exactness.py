@@ -26,7 +26,7 @@ def kernels(scope: ProofScope, report: Report) -> Value:
     report("loading the model")
     options = ["--model", scope.model] if scope.model else []
     facts = run_program("inference_svc.describe", options, "the model cannot be used", report)
-    found = facts.get("kernels", {"policies": {}})
+    found = facts["kernels"]
     checked = [
         claim(f"kernels write, read and attend to pages of {policy} as the reference does", not why)
         for policy, why in found["policies"].items()

@@ -28,7 +28,8 @@ def _figures(result: Mapping[str, Any], values: Mapping[str, Any]) -> Iterator[t
         yield "cores", str(machine["cores"])
         yield "memory", f"{machine['memory_bytes'] / 1e9:.0f} GB"
         yield "system", str(machine["system"])
-        yield "load at the start", number(machine["load"])
+        noise = "" if machine["times_mean_something"] else ": too high, times are left out"
+        yield "load at the start", number(machine["load"]) + noise
     made_with = result["made_with"]
     yield "day", result["day"] + (", quick" if made_with["is_quick"] else "")
     yield "kvasir", f"{made_with['versions']['kvasir']} ({made_with['versions']['source']})"
@@ -38,6 +39,11 @@ def _figures(result: Mapping[str, Any], values: Mapping[str, Any]) -> Iterator[t
     yield "steps failed or claims broken", str(len(broken_claims(result)))
     if "attention" in values:
         yield "attention by", values["attention"]["implementation"]
+    if machine.get("times_mean_something", True):
+        yield from _times(values)
+
+
+def _times(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     if "first-day" in values:
         yield "a synced write", f"{1000 * values['first-day']['synced_write_s']:.3g} ms"
         yield "engine ready", f"{values['first-day']['engine_ready_s']:.3g} s"
