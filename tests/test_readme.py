@@ -33,6 +33,7 @@ PAGES = (
     "tools/measured/cpu.md",
     "tools/measured/gpu.md",
     "tools/measured/memory-path.md",
+    "tools/measured/papers.md",
     "tools/measured/campaigns.md",
     "tools/measured/machines.md",
 )
