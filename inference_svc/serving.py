@@ -337,7 +337,6 @@ def _limits(settings: EngineSettings) -> ServiceLimits:
         max_request_bytes=settings.max_request_bytes,
         max_unread_bytes=settings.max_unread_bytes,
         reader_stall_s=settings.reader_stall_s,
-        admission=settings.admission,
     )
 
 

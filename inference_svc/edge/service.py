@@ -41,7 +41,7 @@ from inference_svc.memory.service_stats import ServiceStats, ServiceStatus
 from inference_svc.memory.store.remote_cache import RemoteCache
 from inference_svc.model.model_host import ModelHost, ModelState
 from inference_svc.served_model import ServedModel
-from inference_svc.turns.admission import Admission, AdmissionLimits
+from inference_svc.turns.admission import Admission
 from inference_svc.turns.turn_data import TurnRequest, TurnStarted, Warmed
 from inference_svc.turns.turn_service import Choices
 
@@ -78,7 +78,6 @@ class ServiceLimits:
     max_request_bytes: int
     max_unread_bytes: int
     reader_stall_s: float
-    admission: AdmissionLimits
 
 
 def new_request_id() -> str:
@@ -281,12 +280,12 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):  # type: ig
         return pb.UnloadModelResponse(left=stats_messages.memories_left(left))
 
     async def GetCapabilities(self, request: pb.GetCapabilitiesRequest, context: Any) -> pb.GetCapabilitiesResponse:
-        limits, served = self._limits, self._parts.host.served
+        served = self._parts.host.served
         return pb.GetCapabilitiesResponse(
             version=version("kvasir"),
             device=served.engine.device if served is not None else "",
             blas=served.engine.blas if served is not None else "",
-            limits=written(pb.Limits, limits, limits.admission),
+            limits=written(pb.Limits, self._limits, self._parts.admission.limits),
             kernels=written(pb.Kernels, served.engine.kernels) if served is not None else None,
         )
 

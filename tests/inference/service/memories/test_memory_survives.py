@@ -67,7 +67,9 @@ def test_agents_leave_ram_while_the_machine_is_short_of_it_and_go_on_token_for_t
     own_house.engine.options += ["--keep-hot-s", "0.1", "--device-gib", "0.05"]  # how often it looks; what it may take
     own_house.engine.start()
     with own_house.client() as client:
-        assert 10 << 20 < client.get_stats().engine.kv_memory_bytes < 0.05 * 2**30 * 7 / 8 / 2
+        kv_bytes = client.get_stats().engine.kv_memory_bytes
+        assert 10 << 20 < kv_bytes < 0.05 * 2**30 * 7 / 8 / 2
+        assert client.get_capabilities().limits.kv_memory_bytes == kv_bytes
         expected, replies = tokens(talk(client, "never left", TALK)), talk(client, "left", TALK[:2])
         for text in TALK[2:]:
             available(1)

@@ -5246,7 +5246,7 @@ func (x *Kernels) GetFailure() string {
 	return ""
 }
 
-// Limits never change while the service runs.
+// Limits of the service.
 type Limits struct {
 	state          protoimpl.MessageState `protogen:"open.v1"`
 	MaxPromptBytes int64                  `protobuf:"varint,1,opt,name=max_prompt_bytes,json=maxPromptBytes,proto3" json:"max_prompt_bytes,omitempty"`
@@ -5258,7 +5258,7 @@ type Limits struct {
 	MaxTurns             int64 `protobuf:"varint,4,opt,name=max_turns,json=maxTurns,proto3" json:"max_turns,omitempty"`
 	MaxTurnsPerNamespace int64 `protobuf:"varint,5,opt,name=max_turns_per_namespace,json=maxTurnsPerNamespace,proto3" json:"max_turns_per_namespace,omitempty"`
 	MaxTurnsPerCaller    int64 `protobuf:"varint,6,opt,name=max_turns_per_caller,json=maxTurnsPerCaller,proto3" json:"max_turns_per_caller,omitempty"`
-	// KV of all agents, hot and running.
+	// KV of all agents, hot and running, of the model that was loaded last: it alone may change while the service runs.
 	KvMemoryBytes int64 `protobuf:"varint,7,opt,name=kv_memory_bytes,json=kvMemoryBytes,proto3" json:"kv_memory_bytes,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
