@@ -225,6 +225,11 @@ class Lease:
     expires_unix_ms: int  # for people; the holder counts from before it asked, on a steady clock
     newest: SnapshotVersion | None  # of the agent, if it has any
 
+    @property
+    def head_version(self) -> int:
+        """As a field of AcquireLease's answer."""
+        return self.newest.version if self.newest is not None else 0
+
 
 @dataclass(frozen=True, slots=True)
 class HeldLease:

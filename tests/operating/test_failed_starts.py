@@ -2,6 +2,7 @@
 
 import asyncio
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from kvasir.clients.aio.turn_peer import AioTurnPeer
@@ -35,7 +36,7 @@ def store(tmp_path: Path) -> StoreSettings:
 
 def test_peer_fails(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Of an engine, the second one."""
-    cache, peer = Opened(), Opened()
+    cache, peer = SimpleNamespace(connection=Opened()), Opened()
 
     def connect(address: str, **_: object) -> Opened:
         if address.endswith("/c"):
@@ -48,7 +49,7 @@ def test_peer_fails(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     settings = engine_settings([*words, "--peer", "b=unix:/tmp/b", "--peer", "c=unix:/tmp/c"])
     with pytest.raises(InvalidArgument, match="no such peer"):
         asyncio.run(engine_service.serve(settings, Engine.open))
-    assert (cache.is_closed, peer.is_closed) == (True, True)
+    assert (cache.connection.is_closed, peer.is_closed) == (True, True)
 
 
 def test_door_fails(monkeypatch: pytest.MonkeyPatch, store: StoreSettings, tmp_path: Path) -> None:
