@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from kvasir import credentials
 from kvasir.errors import FailedPrecondition, InvalidArgument, Unavailable
-from kvasir_bench.prove import exactness
+from kvasir_bench.prove import command, exactness
 from kvasir_bench.prove.figures import side_by_side
 from kvasir_bench.prove.page import page
 from kvasir_bench.prove.power import Power, kept_awake, wait_until_well
@@ -25,6 +26,7 @@ from kvasir_bench.prove.steps import STEPS as REAL_STEPS
 from kvasir_bench.prove.steps import shown
 
 from tests.bench.played_proof import NAMES, STEPS, prover
+from tests.cli.running import in_process
 from tools.measured import __main__ as measured_pages
 
 ROOT = Path(__file__).parents[2]
@@ -93,6 +95,48 @@ def test_other_versions_measure_every_step_again(tmp_path: Path) -> None:
         made_with = {"versions": {"kvasir": version}}
         prover(tmp_path, lambda step: begun.append(step.name) or {}, made_with=made_with).prove(STEPS)  # type: ignore[func-returns-value]
     assert begun == [*NAMES, *NAMES]
+
+
+def command_of(measured: Callable[..., Any], source: list[str], home: Path, patch: pytest.MonkeyPatch) -> list[bool]:
+    """`kvasir prove` of played steps: which of them failed."""
+    patch.setattr(command, "steps_of", lambda _: STEPS)
+    patch.setattr(command, "measured_by", measured)
+    patch.setattr(command, "versions", lambda: {"kvasir": "1", "source": source[-1], "packages": {"mlx": "0.32"}})
+    options = ["--quick", "--no-pause", "--out", str(home)]
+    ended = in_process("--home", home / "h", "prove", *options)
+    if not (home / "kvasir-prove.json").exists():
+        return []
+    found = read_result(home / "kvasir-prove.json")
+    assert ended.code == (1 if broken_claims(found) else 0)
+    return ["failed" in each for each in found["steps"]]
+
+
+def test_a_step_beside_which_the_code_was_changed_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = ["old"]
+
+    def measured(*words: Any) -> dict[str, Any]:
+        source.extend(["new"] * (words[-1] == "third"))
+        return {"claims": []}
+
+    assert command_of(measured, source, tmp_path, monkeypatch) == [False, False, True, True]
+    assert command_of(measured, source, tmp_path, monkeypatch) == [False] * 4
+
+
+def test_steps_that_another_machine_has_finished_are_measured_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun: list[str] = []
+
+    def measured(*words: Any) -> dict[str, Any]:
+        begun.append(words[-1])
+        if len(begun) in (3, 4):
+            raise KeyboardInterrupt
+        return {"claims": []}
+
+    for chip in ("one", "one", "other"):
+        monkeypatch.setattr(command, "chip", lambda chip=chip: chip)
+        command_of(measured, [""], tmp_path, monkeypatch)
+    assert begun == ["first", "second", "third", "third", *NAMES]
 
 
 def test_a_record_that_is_no_json_is_measured_again(tmp_path: Path) -> None:
@@ -262,6 +306,8 @@ def test_a_result_has_no_names_and_no_paths_of_a_person() -> None:
     assert "Mac" not in found
     assert ".kvasir" not in found
     assert "12 tokens/s, K/V and http://host/a/b" in found
+    for path in ("at:/Users/anna/x", "file:///Users/anna/x", "~/secret", "~ben/secret/x", "/Users/anna/my models/x"):
+        assert re.fullmatch(r"no model (at:)?PATH, sorry", impersonal(f"no model {path}, sorry", {"anna"}))
     assert impersonal("anna", {"anna"}) == "anna"  # no sentence: a value of a program
     assert impersonal(["a b anna.", "annals of x"], {"anna"}) == ["a b NAME.", "annals of x"]
 
@@ -281,12 +327,28 @@ def test_a_signed_result_is_read_back_and_a_changed_one_is_refused(tmp_path: Pat
         (forged, "signature is not"),
         ({**first, "public_key": signed(result(), tmp_path / "other")["public_key"]}, "signature is not"),
         ({**first, "format": 2}, "expected the JSON of `kvasir prove`"),
+        (signed({**result(), "day": "../../x"}, key), "expected the JSON"),
+        (signed({**result(), "steps": [{"value": 1}]}, key), "expected the JSON"),
+        ({**first, "public_key": f"<{first['public_key']}>"}, "expected the JSON"),
         ({"steps": []}, "expected the JSON"),
     ):
         file.write_text(json.dumps(wrong))
         with pytest.raises(InvalidArgument, match=why) as refused:
             read_result(file)
         assert str(file) in str(refused.value)
+
+
+def test_a_key_whose_writing_was_cut_off_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def cut_off(descriptor: int) -> None:
+        os.truncate(descriptor, 0)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(credentials, "sync", cut_off)
+        with pytest.raises(KeyboardInterrupt):
+            signed(result(), tmp_path / "key")
+    (tmp_path / "result.json").write_text(json.dumps(signed(result(), tmp_path / "key")))
+    read_result(tmp_path / "result.json")
 
 
 def test_a_kernel_that_the_engines_check_refuses_breaks_a_claim(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -299,6 +361,9 @@ def test_a_kernel_that_the_engines_check_refuses_breaks_a_claim(monkeypatch: pyt
     [broken] = broken_claims(result(record("kernels", value=value)))
     assert "pages of q8" in broken
     assert value["attention"] == "fused (Metal)"
+    kernels |= {"failure": "products of few rows: products differ", "policies": {"q4": ""}}
+    [broken] = broken_claims(result(record("kernels", value=exactness.kernels(ProofScope(), lambda _: None))))
+    assert "products of few rows" in broken
 
 
 def test_the_page_is_self_contained_and_names_all_that_failed(tmp_path: Path) -> None:

@@ -11,10 +11,11 @@ import typer
 from kvasir.cli.caller import Caller, JsonOption, caller_of
 from kvasir.cli.failures import PROBLEMS
 from kvasir.cli.running.checks import check_installed
+from kvasir.errors import FailedPrecondition
 
 from kvasir_bench.program import measured_by
 from kvasir_bench.prove.figures import figures
-from kvasir_bench.prove.machine import versions
+from kvasir_bench.prove.machine import chip, versions
 from kvasir_bench.prove.page import page
 from kvasir_bench.prove.power import Power, kept_awake, wait_until_well
 from kvasir_bench.prove.proving import Prover, in_words
@@ -29,11 +30,13 @@ as alone; kill -9 and restore; clocks, limits and memory of services without wor
 the source is; then `kvasir bench attention`, `bench engine --peer mlx-lm` and `bench memory-path`.
 
 A finished step is kept in the home with the versions it was made with. After a kill or Ctrl-C the same command goes on
-with the first step that lacks; another version begins again. It pauses while the battery is low or the machine is hot.
+with the first step that lacks; another version or chip begins again. It pauses while the battery is low or the machine
+is hot.
 
-The JSON has no names and no paths. Its `digest` is BLAKE3 of its content, its `signature` Ed25519 over the digest by a
-key in the home: nothing was changed since, and results of one `public_key` come from one home. It does not show that
-the machine measured truthfully. In a checkout `python -m tools.measured FILE` adds it to the kept measurements."""
+The JSON has the model's name, no names of people and machines, and no paths. Its `digest` is BLAKE3 of its content, its
+`signature` Ed25519 over the digest by a key in the home: nothing was changed after it was signed, and results of one
+`public_key` come from one home. Anybody can sign with a key of their own: it does not show that a machine measured
+truthfully. In a checkout `python -m tools.measured FILE` adds it to the kept measurements."""
 
 
 def prove(
@@ -80,7 +83,8 @@ def prove(
 
 def _proved(caller: Caller, scope: ProofScope, *, fresh: bool, power: Power | None) -> dict[str, Any]:
     made_with = {"versions": versions(), "is_quick": scope.is_quick, "model": Path(scope.model).name}
-    kept = KeptSteps(caller.home.prove, {**made_with, "model": scope.model})
+    # Homes may lie on a disk that several machines share.
+    kept = KeptSteps(caller.home.prove, {**made_with, "model": scope.model, "chip": chip()})
     if fresh:
         kept.clear()
     steps = steps_of(scope)
@@ -89,7 +93,10 @@ def _proved(caller: Caller, scope: ProofScope, *, fresh: bool, power: Power | No
 
     def measured(step: Step) -> Value:
         options = {"--model": scope.model, "--quick": scope.is_quick}
-        return measured_by("prove", f"{step.title} failed", options, lambda line: caller.say(f"    {line}"), step.name)
+        value = measured_by("prove", f"{step.title} failed", options, lambda line: caller.say(f"    {line}"), step.name)
+        if versions() != made_with["versions"]:
+            raise FailedPrecondition(f"{step.title}: Kvasir or one of its packages was changed meanwhile")
+        return value
 
     records = Prover(scope, kept, measured, wait, caller.say).prove(steps)
     result = result_of(records, made_with, datetime.datetime.now(datetime.UTC).date(), personal_words())

@@ -31,6 +31,8 @@ def kernels(scope: ProofScope, report: Report) -> Value:
         claim(f"kernels write, read and attend to pages of {policy} as the reference does", not why)
         for policy, why in found["policies"].items()
     ]
+    if found["failure"]:
+        checked.append(claim(f"the engine's own check of its kernels finds no fault: {found['failure']}", False))
     served = {"device": facts["device"], "blas": facts["blas"], "layers": facts["policy"]["layer_count"]}
     return {"claims": checked, **served, **{name: why for name, why in found.items() if name != "policies"}}
 

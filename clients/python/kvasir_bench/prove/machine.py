@@ -46,7 +46,7 @@ def machine(_scope: ProofScope, _report: Report) -> Value:
         "gpu_wired_limit_mb": sysctl("iogpu.wired_limit_mb"),
     }
     return {
-        "chip": sysctl("machdep.cpu.brand_string") or _linux_chip(),
+        "chip": chip(),
         "cores": os.cpu_count(),
         "memory_bytes": pages,
         "system": platform.platform(),
@@ -74,7 +74,7 @@ def first_day(scope: ProofScope, report: Report) -> Value:
         during = _memory()
     after = _memory()
     return {
-        "claims": [claim("leases have a clock that counts sleep, and awake it is the system's", drift < PAUSE_S / 4)],
+        "claims": [claim("awake, the clock of leases is the system's", drift < PAUSE_S / 4)],
         "slept_since_start_s": slept_s(),
         "synced_write_s": _synced_write_s(SHORT_HOME),
         "open_files": files,
@@ -118,7 +118,10 @@ def sysctl(name: str) -> str:
     return output_of("sysctl", "-n", name).strip() if sys.platform == "darwin" else ""
 
 
-def _linux_chip() -> str:
+def chip() -> str:
+    """Its name."""
+    if name := sysctl("machdep.cpu.brand_string"):
+        return name
     found = re.search(r"^model name\s*:\s*(.+)$", _text_of("/proc/cpuinfo"), re.M)
     return found[1] if found else platform.machine()
 

@@ -18,12 +18,15 @@ from pathlib import Path
 from typing import Any
 
 from blake3 import blake3
-from kvasir.credentials import read_private_text, write_private_text
+from kvasir.credentials import read_private_text, replace_private_text
 from kvasir.errors import InvalidArgument
 
 KIND, FORMAT = "kvasir-prove", 1
 _SEAL = ("digest", "public_key", "signature")
-_PATH = re.compile(r"(?<![\w/.:])~?(?:/[^\s/'\":;,)]+){2,}/?")
+# Absolute, or of a home; http://host/a/b is none. A name may have blanks where a further slash follows.
+_NAME = r"[^\s/'\":;,)]+"
+_FOLDER = rf"/{_NAME}(?: {_NAME})*(?=/)"
+_PATH = re.compile(rf"file:/[^\s'\":;,)]+|(?<![\w/.])(?:~\w*(?:{_FOLDER})*|(?!//)(?:{_FOLDER})+)/{_NAME}/?")
 
 
 def result_of(
@@ -63,7 +66,7 @@ def signed(result: Mapping[str, Any], key_file: Path) -> dict[str, Any]:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
     if not key_file.exists():
-        write_private_text(key_file, Ed25519PrivateKey.generate().private_bytes_raw().hex())
+        replace_private_text(key_file, Ed25519PrivateKey.generate().private_bytes_raw().hex())
     key = Ed25519PrivateKey.from_private_bytes(bytes.fromhex(read_private_text(key_file).strip()))
     digest = digest_of(result)
     return {
@@ -89,9 +92,11 @@ def read_result(file: Path) -> dict[str, Any]:
         result: dict[str, Any] = json.loads(file.read_text("utf-8"))
         if (result["kind"], result["format"]) != (KIND, FORMAT):
             raise ValueError
-        key = Ed25519PublicKey.from_public_bytes(base64.b64decode(result["public_key"]))
-        signature = base64.b64decode(result["signature"])
-    except (ValueError, LookupError, TypeError):
+        datetime.date.fromisoformat(result["day"])  # a file is named by it
+        broken_claims(result)
+        key = Ed25519PublicKey.from_public_bytes(base64.b64decode(result["public_key"], validate=True))
+        signature = base64.b64decode(result["signature"], validate=True)
+    except (ValueError, LookupError, TypeError, AttributeError):
         raise InvalidArgument(f"{file}: expected the JSON of `kvasir prove`, format {FORMAT}", field="file") from None
     if digest_of(result) != result["digest"]:
         raise InvalidArgument(f"{file}: it was changed after it was signed: its digest differs", field="file")
