@@ -1,9 +1,12 @@
 // Watches each access that a kernel makes, by the hooks of -fsanitize=thread, whose runtime this replaces: in a block's
 // shared memory two lanes that no barrier orders, a read before any write, and everything beside its end; beside
-// inputs and outputs; writes to inputs that a kernel only reads.
+// inputs and outputs; writes to inputs that a kernel only reads. It sees no races in inputs and outputs, nothing in a
+// lane's own arrays or farther than GUARD from memory that it knows, and only what the launches of a test do. Of a lane
+// that reads and then writes a place at once, clang shows the write alone.
 namespace races {
 
 constexpr long GUARD = 1 << 16;
+constexpr int WARPS = 8;  // of a block, at most
 struct Region {
   char* begin;
   long size;
@@ -15,7 +18,7 @@ struct Access {
 };
 struct Word {
   Access write;
-  Access reads[8];  // since that write, the latest of each warp: earlier ones are ordered before it
+  Access reads[WARPS];  // since that write, the latest of each warp: earlier ones are ordered before it
 };
 constexpr int SEVERAL = 1 << 20;  // in place of a lane: several lanes of a warp, between the same barriers
 inline std::vector<Region> regions;
@@ -37,6 +40,7 @@ KV_UNWATCHED inline void found(const char* kind, const char* where, long at) {
 }
 
 KV_UNWATCHED inline void begin_block(char* begin, long size) {
+  if (fibers::lanes.size() > 32 * WARPS) std::abort();
   shared_begin = begin, shared_size = size;
   words.assign(size / 4, Word{});
   block_barriers.assign(fibers::lanes.size(), 0);
@@ -57,7 +61,7 @@ KV_UNWATCHED inline void accessed_shared(long at, bool is_write) {
   Access mine;
   mine.lane = lane, mine.block_barriers = block_barriers[lane], mine.warp_barriers = warp_barriers[lane];
   if (is_write) {
-    for (int other = 0; other < 8; ++other) {
+    for (int other = 0; other < WARPS; ++other) {
       if (!is_ordered(word.reads[other], other, lane)) found("a race", "shared memory", at);
       word.reads[other] = Access{};
     }
@@ -76,7 +80,7 @@ KV_UNWATCHED inline void accessed(void* place, long size, bool is_write) {
   is_running = false;  // these accesses are not the kernel's
   char* first = (char*)place;
   if (first + size > shared_begin - GUARD && first < shared_begin + shared_size + GUARD) {
-    for (long at = first - shared_begin; at < first - shared_begin + size; at += 4)
+    for (long at = (first - shared_begin) & ~3L; at < first - shared_begin + size; at += 4)
       if (at < 0 || at >= shared_size)
         found("out of bounds", "shared memory", at);
       else
@@ -129,6 +133,19 @@ KV_UNWATCHED void __tsan_vptr_read(void**) {}
   KV_UNWATCHED void __tsan_unaligned_read##SIZE(void* place) { races::accessed(place, SIZE, false); } \
   KV_UNWATCHED void __tsan_unaligned_write##SIZE(void* place) { races::accessed(place, SIZE, true); }
 KV_HOOKS(1) KV_HOOKS(2) KV_HOOKS(4) KV_HOOKS(8) KV_HOOKS(16)
+// Clang's, for copies that it does not make itself.
+KV_UNWATCHED void* __tsan_memcpy(void* to, const void* from, size_t size) {
+  races::accessed((void*)from, long(size), false), races::accessed(to, long(size), true);
+  return std::memcpy(to, from, size);
+}
+KV_UNWATCHED void* __tsan_memmove(void* to, const void* from, size_t size) {
+  races::accessed((void*)from, long(size), false), races::accessed(to, long(size), true);
+  return std::memmove(to, from, size);
+}
+KV_UNWATCHED void* __tsan_memset(void* to, int value, size_t size) {
+  races::accessed(to, long(size), true);
+  return std::memset(to, value, size);
+}
 KV_UNWATCHED void __tsan_read_range(void* place, size_t size) { races::accessed(place, long(size), false); }
 KV_UNWATCHED void __tsan_write_range(void* place, size_t size) { races::accessed(place, long(size), true); }
 }
