@@ -2,6 +2,7 @@
 
 import copy
 import csv
+import json
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -300,6 +301,17 @@ def test_text_markdown_and_csv_have_every_table(tmp_path: Path) -> None:
     with (tmp_path / "paper_5.5.csv").open() as file:
         rows = list(csv.DictReader(file))
     assert (rows[0]["cold_s"], rows[0]["by"], rows[1]["by"]) == ("3.618", "Gemma 3 12B", HERE)
+
+
+def test_the_kept_tables_have_the_published_figures_and_are_shown_as_they_are_kept() -> None:
+    measured = Path(__file__).parents[2] / "tools/measured"
+    kept = json.loads((measured / "papers-2026-11.json").read_text())
+    for found in kept["tables"]:
+        [table] = [table for table in tables() if table.number == found["number"]]
+        declared = [row for row in rows_of(table, (), (), lambda _: "", "not measured") if row["by"] != HERE]
+        assert [row for row in found["rows"] if row["by"] != HERE] == declared
+        assert found["note"] == table.note
+    assert "\n".join(report.lines(kept, markdown_table)).strip() in (measured / "papers.md").read_text()
 
 
 def test_a_picture_has_published_and_measured_lines_of_one_unit(tmp_path: Path) -> None:
