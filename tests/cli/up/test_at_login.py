@@ -2,14 +2,16 @@
 
 import plistlib
 import shutil
+import stat
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from kvasir.cli.running.at_login import job_of
+from kvasir.cli.running.at_login import job_of, start_at_login
 from kvasir.cli.running.home import Home
 
 from tests.cli.running import Ended, in_process
@@ -17,14 +19,16 @@ from tests.cli.running import Ended, in_process
 
 @pytest.fixture
 def at_login(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Ended, list[str]]]:
-    """`kvasir up` with such words, and the commands of launchd or systemd that it gave: both are played, and fail while
-    there is a file `fails`.
+    """`kvasir up` with such words, and the commands of launchd or systemd that it gave: both are played, and fail once
+    with the exit code in a file `fails`.
     """
     programs, log = tmp_path / "bin", tmp_path / "log"
     programs.mkdir()
     for name in ("launchctl", "systemctl"):
         (programs / name).write_text(
-            f'#!/bin/sh\necho {name} "$@" >> {log}\n[ ! -e {tmp_path}/fails ] || {{ echo no session >&2; exit 1; }}\n'
+            f'#!/bin/sh\necho {name} "$@" >> {log}\n'
+            f"[ ! -e {tmp_path}/fails ] || {{ code=`cat {tmp_path}/fails`; echo no session >&2; rm {tmp_path}/fails;"
+            " exit $code; }\n"
         )
         (programs / name).chmod(0o700)
     monkeypatch.setenv("PATH", f"{programs}:/usr/bin:/bin")
@@ -71,11 +75,51 @@ def test_systemd_takes_the_unit_and_its_refusal_is_reported(
     if verify := shutil.which("systemd-analyze"):
         found = subprocess.run([verify, "--user", "verify", str(unit)], capture_output=True, text=True)
         assert str(unit.name) not in found.stderr, found.stderr
-    (tmp_path / "fails").touch()
+    (tmp_path / "fails").write_text("1")
     ended, _ = at_login("--remove-at-login")
     assert ended.code != 0
     assert "no session" in ended.err
     assert unit.exists()
+
+
+def test_launchd_may_end_a_job_late_and_may_not_have_it(
+    at_login: Callable[..., tuple[Ended, list[str]]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "platform", "darwin")
+    (tmp_path / "fails").write_text("36")
+    ended, commands = at_login("--at-login", "--no-http")
+    assert (ended.code, [command.split()[1] for command in commands]) == (0, ["bootout", "bootout", "bootstrap"])
+    for absent in ("3", "113"):
+        (tmp_path / "fails").write_text(absent)
+        ended, _ = at_login("--remove-at-login")
+        assert (ended.code, [*(tmp_path / "Library" / "LaunchAgents").iterdir()]) == (0, []), ended.err
+        at_login("--at-login", "--no-http")
+
+
+def test_without_systemd_it_is_refused(
+    at_login: Callable[..., tuple[Ended, list[str]]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "platform", "linux")
+    monkeypatch.setenv("PATH", str(tmp_path / "nothing"))
+    ended, _ = at_login("--at-login", "--no-http")
+    assert "is written and not begun: `systemctl" in ended.err
+
+
+@pytest.mark.parametrize("platform", ["darwin", "linux"])
+def test_options_of_the_environment_hold_at_login_and_only_the_owner_reads_them(
+    platform: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "platform", platform)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("PATH", "/usr/bin:/bin")
+    monkeypatch.setenv("KVASIR_ENGINE_MEMORY_GIB", '2 "$x" 1%')
+    job = job_of(Home(tmp_path / "h"), ())
+    if platform == "darwin":
+        assert plistlib.loads(job.content)["EnvironmentVariables"]["KVASIR_ENGINE_MEMORY_GIB"] == '2 "$x" 1%'
+    else:
+        assert b'\nEnvironment="KVASIR_ENGINE_MEMORY_GIB=2 \\"$x\\" 1%%"\n' in job.content
+    start_at_login(replace(job, begin=(), end=("true",)))
+    assert stat.S_IMODE(job.file.stat().st_mode) == 0o600
 
 
 def test_words_of_the_shell_mean_themselves_and_each_home_has_a_job_of_its_own(

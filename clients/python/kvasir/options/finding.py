@@ -83,6 +83,11 @@ def environment(table: type[Table]) -> dict[str, Given]:
     }
 
 
+def variables() -> dict[str, str]:
+    """All variables of the environment that may give options."""
+    return {name: value for name, value in os.environ.items() if name.startswith("KVASIR_")}
+
+
 def add_options(parser: argparse.ArgumentParser, table: type[Table], names: Iterable[str] = ()) -> None:
     """Add a program's options to its command line: these, or all."""
     options = options_of(table)

@@ -1,11 +1,13 @@
 """Lets the system start `kvasir up` at login: launchd on macOS, the user's systemd on Linux."""
 
+import contextlib
 import hashlib
 import os
 import plistlib
 import shlex
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,13 +15,16 @@ from pathlib import Path
 from kvasir.cli.running.holding import GRACE_S
 from kvasir.cli.running.home import DEFAULT_HOME, Home
 from kvasir.errors import FailedPrecondition
-from kvasir.waits import HANGS_S, PATIENCE_S
+from kvasir.options.finding import variables
+from kvasir.waits import HANGS_S, PATIENCE_S, PAUSE_S
 
 _LABEL = "org.kvasir.up"
 # Each service raises its own limit to the hard one; this is the least.
 _OPEN_FILES = 65_536
 # Three services end one after the other.
 _STOP, _AGAIN = int(3 * GRACE_S + PATIENCE_S), int(PATIENCE_S)
+# Exit codes of launchctl: the job has not ended yet, and there is no such job.
+_IN_PROGRESS, _ABSENT = 36, (3, 113)
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +34,8 @@ class Job:
     file: Path
     content: bytes
     begin: tuple[tuple[str, ...], ...]
-    end: tuple[tuple[str, ...], ...]
+    end: tuple[str, ...]
+    absent: tuple[int, ...] = ()  # exit codes of `end` for a job that is not there
 
 
 def job_of(home: Home, words: Sequence[str]) -> Job:
@@ -44,11 +50,12 @@ def start_at_login(job: Job) -> None:
     """Write the job's file, and begin it now. Raises FailedPrecondition."""
     job.file.parent.mkdir(parents=True, exist_ok=True)
     new = job.file.with_name(f".{job.file.name}.new")
+    new.unlink(missing_ok=True)
+    new.touch(mode=0o600)
     new.write_bytes(job.content)
-    new.chmod(0o600)
     new.replace(job.file)
-    for command in job.end:  # of another content
-        subprocess.run(command, check=False, capture_output=True, timeout=HANGS_S)
+    with contextlib.suppress(FailedPrecondition):  # `begin` reports what is wrong
+        _end(job, "")
     for command in job.begin:
         _do(command, f"{job.file} is written and not begun")
 
@@ -57,21 +64,32 @@ def forget_at_login(job: Job) -> bool:
     """End the job, and remove its file. Returns whether there was one. Raises FailedPrecondition."""
     if not job.file.exists():
         return False
-    for command in job.end:
-        _do(command, f"{job.file} stays")
+    _end(job, f"{job.file} stays")
     job.file.unlink()
     return True
 
 
-def _do(command: Sequence[str], otherwise: str) -> None:
+def _end(job: Job, otherwise: str) -> None:
+    """launchctl returns before the services have ended, and takes no job of this name until then."""
+    give_up_s = time.monotonic() + _STOP
+    while _do(job.end, otherwise, (_IN_PROGRESS, *job.absent)) == _IN_PROGRESS and time.monotonic() < give_up_s:
+        time.sleep(PAUSE_S)
+
+
+def _do(command: Sequence[str], otherwise: str, allowed: Sequence[int] = ()) -> int:
     try:
-        ended = subprocess.run(command, check=False, capture_output=True, text=True, timeout=HANGS_S)
-        problem = ended.stderr.strip() if ended.returncode else ""
-        has_failed = bool(ended.returncode)
+        ended = subprocess.run(command, check=False, capture_output=True, text=True, timeout=_STOP + HANGS_S)
+        code, problem = ended.returncode, ended.stderr.strip()
     except (OSError, subprocess.TimeoutExpired) as error:
-        problem, has_failed = str(error), True
-    if has_failed:
+        code, problem = -1, str(error)
+    if code and code not in allowed:
         raise FailedPrecondition(f"{otherwise}: `{shlex.join(command)}`: {problem}", reason="NOT_AT_LOGIN")
+    return code
+
+
+def _environment() -> dict[str, str]:
+    """The options that the environment gives, and where programs are found."""
+    return {"PATH": os.pathsep.join(os.get_exec_path())} | variables()
 
 
 def _launchd(label: str, argv: Sequence[str], home: Home) -> Job:
@@ -80,7 +98,7 @@ def _launchd(label: str, argv: Sequence[str], home: Home) -> Job:
         "Label": label,
         "ProgramArguments": list(argv),
         "WorkingDirectory": str(Path.cwd()),
-        "EnvironmentVariables": {"PATH": os.pathsep.join(os.get_exec_path())},
+        "EnvironmentVariables": _environment(),
         "RunAtLoad": True,
         "KeepAlive": {"SuccessfulExit": False},  # after `kvasir down` it ends with 0
         "ThrottleInterval": _AGAIN,
@@ -91,7 +109,7 @@ def _launchd(label: str, argv: Sequence[str], home: Home) -> Job:
         "StandardErrorPath": str(home.logs / "up.log"),
     }
     begin, end = ("launchctl", "bootstrap", domain, str(file)), ("launchctl", "bootout", f"{domain}/{label}")
-    return Job(file, plistlib.dumps(content), (begin,), (end,))
+    return Job(file, plistlib.dumps(content), (begin,), end, _ABSENT)
 
 
 def _systemd(name: str, argv: Sequence[str]) -> Job:
@@ -99,9 +117,9 @@ def _systemd(name: str, argv: Sequence[str]) -> Job:
         "[Unit]",
         "Description=Kvasir: store, engine and HTTP gateway",
         "[Service]",
-        f"ExecStart={' '.join(map(_quoted, argv))}",
+        f"ExecStart={' '.join(map(_quoted, argv)).replace('$', '$$')}",
         f"WorkingDirectory={str(Path.cwd()).replace('%', '%%')}",
-        f"Environment={_quoted('PATH=' + os.pathsep.join(os.get_exec_path()))}",
+        *(f"Environment={_quoted(f'{name}={value}')}" for name, value in _environment().items()),
         "Restart=on-failure",
         f"RestartSec={_AGAIN}",
         f"TimeoutStopSec={_STOP}",
@@ -114,9 +132,10 @@ def _systemd(name: str, argv: Sequence[str]) -> Job:
     )
     file, systemctl = Path.home() / ".config" / "systemd" / "user" / f"{name}.service", ("systemctl", "--user")
     begin = ((*systemctl, "daemon-reload"), (*systemctl, "enable", "--now", name))
-    return Job(file, "\n".join(lines).encode(), begin, ((*systemctl, "disable", "--now", name),))
+    return Job(file, "\n".join(lines).encode(), begin, (*systemctl, "disable", "--now", name))
 
 
 def _quoted(word: str) -> str:
-    """A word of a unit file, in which % and $ mean something."""
-    return '"' + word.replace("\\", "\\\\").replace('"', '\\"').replace("%", "%%").replace("$", "$$") + '"'
+    """A word of a unit file. In commands, $ has a meaning too."""
+    word = word.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
+    return '"' + word.replace("%", "%%") + '"'
