@@ -2,6 +2,8 @@
 
 import asyncio
 import contextlib
+import os
+import resource
 import threading
 from collections.abc import AsyncIterator, Callable
 from typing import Any
@@ -154,6 +156,31 @@ def test_a_connection_that_this_side_closes_while_a_body_comes_is_closed_for_its
         rest, ended = asyncio.run(run())
     assert rest == b""
     assert [type(each) for each in ended] == [ClientDisconnect]
+
+
+def test_without_a_file_for_it_a_large_body_is_refused_and_the_next_request_is_found() -> None:
+    async def run() -> tuple[list[bytes], Ended]:
+        async with reading(Rooms(10, 1 << 30)) as (connect, ended):
+            reader, writer = await connect()
+            writer.write(_request(3) + b"abc")  # it is accepted then
+            statuses = [await _status(reader)]
+            usual = resource.getrlimit(resource.RLIMIT_NOFILE)
+            os.close(free := os.dup(0))
+            resource.setrlimit(resource.RLIMIT_NOFILE, (free, usual[1]))
+            try:
+                writer.write(_request(len(_BODY)) + _BODY[:500_000])
+                statuses.append(await _status(reader))
+            finally:
+                resource.setrlimit(resource.RLIMIT_NOFILE, usual)
+            writer.write(_BODY[500_000:] + _request(len(_BODY)) + _BODY)
+            statuses.append(await _status(reader))
+            writer.close()
+            return statuses, ended
+
+    statuses, (_, refused, whole) = asyncio.run(run())
+    assert statuses == [b"200", b"429", b"200"]
+    assert isinstance(refused, ResourceExhausted)
+    assert whole == _BODY
 
 
 def test_a_stalled_sender_holds_little_more_room_than_it_has_sent() -> None:

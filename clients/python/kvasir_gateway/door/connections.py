@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import httptools
+from kvasir.errors import ResourceExhausted
 from kvasir.waits import HANGS_S, PAUSE_S, SILENCE_S
 from starlette.requests import ClientDisconnect
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
@@ -180,8 +181,12 @@ class Connection(HttpToolsProtocol):
             self.flow.resume_reading()
 
     async def _fill(self, place: memoryview) -> bool:
-        """Whether all of it came."""
-        self._filling = self._connections.receiving.begin(self.transport.get_extra_info("socket"), place)
+        """Whether all of it came. Raises ResourceExhausted."""
+        try:
+            self._filling = self._connections.receiving.begin(self.transport.get_extra_info("socket"), place)
+        except OSError as error:
+            text = f"the gateway can receive no large body now: {error.strerror}"
+            raise ResourceExhausted(text, reason="TOO_MANY_CALLS", retry_after_s=1) from None
         try:
             await self._filling.end()
         finally:

@@ -1,7 +1,6 @@
 """Receives large bodies on a thread of its own: to copy 8 MiB from the system keeps an event loop for 7 ms."""
 
 import asyncio
-import os
 import socket
 import threading
 from concurrent.futures import Future
@@ -16,9 +15,9 @@ class Receiving:
         self._thread.start()
 
     def begin(self, connection: socket.socket, place: memoryview) -> "Filling":
-        """Fill `place` with the next bytes of a connection from which nobody else reads meanwhile."""
-        own = socket.socket(fileno=os.dup(connection.fileno()))
-        own.setblocking(False)
+        """Fill `place` with the next bytes of a connection from which nobody else reads meanwhile. Raises OSError without
+        a file for it."""
+        own = connection.dup()
         filling = Filling(self._loop, own, place)
         self._loop.call_soon_threadsafe(self._loop.add_reader, own, filling.receive)
         return filling
