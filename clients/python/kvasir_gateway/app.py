@@ -402,7 +402,7 @@ class Gateway:
             room.admit(holder.principal.namespace)
         return Call(
             request=request,
-            caller=self._around.engine.of(holder.token if holder is not None else None, room.beside, room.made),
+            caller=self._around.engine.of(holder.token if holder is not None else None, room.beside, room.written),
             namespace=room.namespace,
             agent_id=heads.agent_of(request),
             request_id=heads.request_id(request, new_request_id),

@@ -17,6 +17,7 @@ from kvasir import volatile
 from kvasir.cachestore.v1 import cachestore_pb2
 from kvasir.clients import AioInferenceClient, GenerateOptions, Tls
 from kvasir.clients.aio.large_requests import LargeRequests
+from kvasir.clients.aio.service_client import Making
 from kvasir.clients.channel import aio_channel, sync_channel
 from kvasir.clients.inference_client_turns import READS
 from kvasir.clients.messages import message_list
@@ -263,7 +264,7 @@ class EngineLink:
         channels = [aio_channel(address, tls, READS) for _ in range(_CONNECTIONS)]
         return cls([AioInferenceClient(each, token=token, large=large) for each in channels], large, others)
 
-    def of(self, token: str | None, beside: Beside = _at_once, making: Beside = _at_once) -> CallerAtEngine:
+    def of(self, token: str | None, beside: Beside = _at_once, making: Making = _at_once) -> CallerAtEngine:
         """The engine for the caller with this token; None: for the gateway itself. `making`: makes its requests."""
         client = next(self._next)
         if token is None:

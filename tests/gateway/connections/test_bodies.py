@@ -10,9 +10,11 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kvasir.clients.aio.large_requests import _MOST_CALLS, LARGE_BYTES
 from kvasir.errors import DeadlineExceeded, InvalidArgument, ResourceExhausted
 from kvasir.inference.v1 import inference_pb2 as pb
 from kvasir_gateway import errors
+from kvasir_gateway.app import GatewayLimits
 from kvasir_gateway.door import bodies
 from kvasir_gateway.door.bodies import MAX_CONTAINERS, MAX_DEPTH, MAX_VALUES, RequestRoom, Rooms, count_values
 from kvasir_gateway.embedding.asking import Found
@@ -239,6 +241,32 @@ def test_a_body_that_does_not_come_is_not_waited_for(monkeypatch: pytest.MonkeyP
     with pytest.raises(DeadlineExceeded) as late:
         asyncio.run(RequestRoom(Rooms(10, 100)).read(_sending([10], is_whole=False), 200))
     assert errors.http_status(late.value) == 408
+
+
+def test_there_is_a_thread_for_each_large_request_that_bodies_room_admits() -> None:
+    """Also where little is sent, and much is remembered."""
+    rooms, large = Rooms(1000, GatewayLimits().max_bodies_bytes), bytes(LARGE_BYTES)
+
+    async def begun(sent_bytes: int, namespaces: int) -> int:
+        count, open_ones = 0, list[RequestRoom]()
+        with contextlib.suppress(ResourceExhausted):
+            for number in range(1000):
+                room = RequestRoom(rooms)
+                open_ones.append(room)
+                room.admit(f"n{number % namespaces}")
+                data = await room.read(_sending([sent_bytes]), 8 << 20)
+                await room.parsed(data, bytes)
+                assert await room.written(lambda: large) is large
+                assert await room.written(lambda: large) is large, "made again, it is billed once"
+                count += 1
+        for room in open_ones:
+            room.release()
+        return count
+
+    for sent_bytes in (1000, LARGE_BYTES // 3):
+        assert 40 <= asyncio.run(begun(sent_bytes, 1)) < _MOST_CALLS
+        assert 40 <= asyncio.run(begun(sent_bytes, 9)) <= _MOST_CALLS
+    assert rooms.bodies.held_by_all == 0
 
 
 def _sending(pieces: list[int], *, is_whole: bool = True, declared: int | None = None) -> Request:

@@ -11,7 +11,7 @@ import grpc
 import grpc.aio
 import pytest
 from kvasir.clients import AioInferenceClient
-from kvasir.clients.aio.large_requests import LARGE_BYTES, LargeRequests, _LargeCall
+from kvasir.clients.aio.large_requests import _MOST_CALLS, LARGE_BYTES, LargeRequests, _LargeCall
 from kvasir.errors import DeadlineExceeded, InvalidArgument
 from kvasir.inference.v1 import inference_pb2 as pb
 from kvasir.inference.v1 import inference_pb2_grpc
@@ -26,6 +26,7 @@ class _Engine(inference_pb2_grpc.InferenceServiceServicer):
     def __init__(self) -> None:
         self.callers: list[tuple[str, object]] = []
         self.ended = threading.Semaphore(0)
+        self.left_s = 0.0
 
     def Generate(self, request: pb.GenerateRequest, context: Any) -> Iterator[pb.GenerateResponse]:  # noqa: N802
         self._note(context)
@@ -53,6 +54,7 @@ class _Engine(inference_pb2_grpc.InferenceServiceServicer):
         return pb.CountTokensResponse(tokens=len(request.prompt))
 
     def _note(self, context: Any) -> None:
+        self.left_s = context.time_remaining()
         self.callers.append((context.peer(), dict(context.invocation_metadata()).get("authorization")))
 
     def _end_of(self, context: Any) -> threading.Event:
@@ -138,6 +140,25 @@ def test_a_large_call_ends_at_the_engine_when_its_reader_leaves_or_its_time_is_o
         return text
 
     assert _run(address, use) == str(LARGE_BYTES)
+
+
+def test_the_time_of_a_large_call_includes_its_wait_for_a_thread(engine: tuple[_Engine, str]) -> None:
+    async def run() -> None:
+        large = LargeRequests(grpc.insecure_channel(engine[1]))
+        async with AioInferenceClient(grpc.aio.insecure_channel(engine[1]), timeout_s=8, large=large) as client:
+            are_free = threading.Event()
+            for _ in range(_MOST_CALLS):
+                large._threads.submit(are_free.wait, 10)
+            call = asyncio.ensure_future(client.count_tokens(prompt=_LARGE))
+            while not large._threads._work_queue.qsize():  # noqa: ASYNC110  of the call's doing
+                await asyncio.sleep(0.01)
+            await asyncio.sleep(0.5)
+            are_free.set()
+            await call
+        large.close()
+
+    asyncio.run(run())
+    assert engine[0].left_s <= 7.5
 
 
 def test_a_turn_moves_on_from_a_large_request(engine: tuple[_Engine, str]) -> None:

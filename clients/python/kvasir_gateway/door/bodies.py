@@ -56,7 +56,7 @@ class RequestRoom:
 
     def __init__(self, rooms: Rooms) -> None:
         self._rooms = rooms
-        self._held_bytes = 0
+        self._held_bytes = self._text_bytes = 0
         self._is_large = False
         self._is_admitted = False
         self._made: list[object] = []
@@ -88,7 +88,7 @@ class RequestRoom:
         except TimeoutError:
             text = f"the body did not come within {_SENDING_S:.0f} s"
             raise DeadlineExceeded(text, reason="SENDER_STALLED") from None
-        self._is_large = len(data) > _SMALL_BYTES
+        self._text_bytes, self._is_large = len(data), len(data) > _SMALL_BYTES
         return data
 
     async def _receive(self, request: Request, data: bytearray, length: int, max_bytes: int) -> None:
@@ -132,6 +132,14 @@ class RequestRoom:
             return make()
         self._made.append(await self.beside(partial(_without_frames, make)))
         return cast("_Made", self._made[-1])
+
+    async def written(self, make: Callable[[], bytes]) -> bytes:
+        """A request to the engine. It can be longer than its body: by what is remembered. That is billed as a body is.
+        Raises ResourceExhausted."""
+        written = await self.made(make)
+        self._take(_MORE_COPIES * max(0, len(written) - self._text_bytes))
+        self._text_bytes = max(self._text_bytes, len(written))  # it may be made again
+        return written
 
     def forget(self) -> None:
         """Drop the objects made of the body. They may be many: the thread frees them."""

@@ -15,8 +15,8 @@ class Receiving:
         self._thread.start()
 
     def begin(self, connection: socket.socket, place: memoryview) -> "Filling":
-        """Fill `place` with the next bytes of a connection from which nobody else reads meanwhile. Raises OSError without
-        a file for it."""
+        """Fill `place` with the next bytes of a connection from which nobody else reads meanwhile. Raises OSError if it
+        cannot be opened once more."""
         own = connection.dup()
         filling = Filling(self._loop, own, place)
         self._loop.call_soon_threadsafe(self._loop.add_reader, own, filling.receive)

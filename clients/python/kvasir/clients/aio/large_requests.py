@@ -4,9 +4,9 @@ gRPC copies a request where a call begins: on an event loop 8 MiB would delay ev
 """
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Callable, Generator
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from typing import Any
 
 import grpc
@@ -32,10 +32,16 @@ class LargeRequests:
         return self._by_size(small, self._channel.unary_stream(path, response_deserializer=parse))
 
     def _by_size(self, small: Callable[..., Any], large: Callable[..., Any]) -> Callable[..., Any]:
-        def begin(written: bytes, **options: Any) -> Any:
+        def begin(written: bytes, *, timeout: float | None = None, **options: Any) -> Any:
             if len(written) < LARGE_BYTES:
-                return small(written, **options)
-            return _LargeCall(self._threads, partial(large, written, **options))
+                return small(written, timeout=timeout, **options)
+            ends_s = None if timeout is None else time.monotonic() + timeout
+
+            def begin_large() -> Any:  # a thread may come late
+                left_s = None if ends_s is None else max(0.0, ends_s - time.monotonic())
+                return large(written, timeout=left_s, **options)
+
+            return _LargeCall(self._threads, begin_large)
 
         return begin
 

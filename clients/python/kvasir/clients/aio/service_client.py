@@ -15,16 +15,15 @@ from kvasir.errors import Internal, KvasirError, Unavailable
 from kvasir.status import from_rpc_error
 
 _Response = TypeVar("_Response")
-_Made = TypeVar("_Made")
 
 
 class Making(Protocol):
-    """Does work that may take its time: where it does, at once or beside an event loop."""
+    """Makes a request's bytes, which may take its time: at once or beside an event loop."""
 
-    def __call__(self, make: Callable[[], _Made]) -> Awaitable[_Made]: ...
+    def __call__(self, make: Callable[[], bytes]) -> Awaitable[bytes]: ...
 
 
-async def at_once(make: Callable[[], _Made]) -> _Made:
+async def at_once(make: Callable[[], bytes]) -> bytes:
     return make()
 
 
