@@ -216,11 +216,11 @@ def test_looking_ahead_changes_no_token_and_no_byte_of_what_is_remembered(driver
     words = driver.turn(tokens_of(254, seed=4), max_tokens=20).text[6:9]
     ahead = all_turns()
     assert ahead[-1][0] is FinishReason.STOP_SEQUENCE
-    decoder._looks_ahead = False
+    decoder.looks_ahead = False
     try:
         assert all_turns() == ahead
     finally:
-        decoder._looks_ahead = True
+        decoder.looks_ahead = True
 
 
 @pytest.mark.cells_of_a_block
