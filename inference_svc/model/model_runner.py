@@ -184,7 +184,9 @@ class ModelRunner:
                 raise _cancelled()
             elif kv.pool.dialect is not None:
                 kv.pool.enqueue_behind(logits if needs_logits else _last_rows(layers))
-                mx.async_eval(logits if needs_logits else [_computed(layer) for layer in layers])  # type: ignore[no-untyped-call]
+                # All of it: `meanwhile` may move the pool, and no logits need what a window's first rows write.
+                enqueued = [_computed(layer) for layer in layers] + [logits] * needs_logits
+                mx.async_eval(enqueued)  # type: ignore[no-untyped-call]
                 meanwhile(logits[:, -1])
             # Neither kept nor unevaluated: what reads the pool's arrays makes the writes of `commit` copy them.
             logits = mx.array(0) if not needs_logits else logits

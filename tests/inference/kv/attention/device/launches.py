@@ -94,6 +94,11 @@ class Launches:
             if one.conflicts(other) and number not in other.behind and {number, place} <= self._enqueued
         ]
 
+    @property
+    def not_enqueued(self) -> list[str]:
+        """Launches that nobody has evaluated yet: these find the pool's arrays as they were."""
+        return [launch.name for number, launch in enumerate(self.all) if number not in self._enqueued]
+
     def _show(self, name: str, arrays: list[mx.array], behind: frozenset[int]) -> None:
         for place, array in enumerate(arrays):
             self._arrays[f"{name}_{place}"] = array

@@ -120,6 +120,15 @@ def test_each_kernel_comes_behind_all_that_touched_its_pages(monkeypatch: pytest
     assert found.unordered == []
 
 
+def test_all_of_a_cell_is_enqueued_before_a_step_beside_it_may_move_the_pool(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing in the pass reads what a window's first rows write, and a write behind the move would be lost."""
+    device, waiting = Device(monkeypatch), list[list[str]]()
+    kv = SequenceKV(device.pool)
+    device.runner._compute(kv, [3] * 60, lambda: False, lambda _: waiting.append(device.launches.not_enqueued))
+    device.launches.pool = None
+    assert waiting == [[]]
+
+
 def unread_lengths(made: Callable[..., Any]) -> Callable[..., Any]:
     """Attention that does not take the array that its pass's write gave back."""
 
