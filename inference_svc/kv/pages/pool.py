@@ -118,6 +118,7 @@ class KvPool:
                 self._resize(self._next_size(self.allocator.touched))
             except RuntimeError as error:
                 self.allocator.release(taken)
+                self.allocator.forget_free_end()  # it has no memory, so pages in front of it are given out first
                 raise ResourceExhausted(
                     f"KV memory: the device has no room for {count} more pages: {error}", reason="MEMORY_EXCEEDED"
                 ) from error

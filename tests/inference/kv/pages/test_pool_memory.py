@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 import mlx.core as mx
 import pytest
+from kvasir.errors import ResourceExhausted
 
 from inference_svc.kv.pages.pool import KvPool
 from inference_svc.kv.policy import Rung, policy_of
@@ -85,3 +86,31 @@ def test_a_pool_gives_the_memory_behind_its_last_page_back_and_keeps_every_row()
     assert stored(kept) == before
     fed(kept, [256] * 30)  # and grows again
     assert stored(kept) == stored(fed(fed(SequenceKV(pool), [600]), [256] * 30))
+
+
+@pytest.mark.parametrize("given", [0, 1])
+def test_a_pool_that_cannot_grow_goes_on_with_the_pages_that_it_has(
+    given: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`given`: arrays that grew before the device refused."""
+    identity = identity_of([full(), full()])
+    pool, made = KvPool(identity, 200 * KvPool(identity, 1).page_bytes), list[mx.array]()
+    zeros, kept = mx.zeros, SequenceKV(pool)
+
+    def refused(*arguments: object, **named: object) -> mx.array:
+        if len(made) == given:
+            raise RuntimeError("[malloc] Unable to allocate.")
+        made.append(zeros(*arguments, **named))  # type: ignore[arg-type]
+        return made[-1]
+
+    fed(kept, [300])
+    before, used = stored(kept), pool.allocator.used
+    with monkeypatch.context() as patch:
+        patch.setattr(mx, "zeros", refused)
+        with pytest.raises(ResourceExhausted, match="the device has no room"):
+            pool.take(100)
+        assert pool.allocator.used == used
+        assert max(pool.take(8 - used)) == 7
+    assert stored(kept) == before
+    assert max(pool.take(100)) == 107
+    assert stored(kept) == before
