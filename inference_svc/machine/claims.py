@@ -3,6 +3,7 @@
 import contextlib
 import fcntl
 import os
+import stat
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,7 +21,8 @@ class Claims:
         """`directory`: left out, the user's own below the one for temporary files. Raises OSError."""
         self._directory = directory or Path(tempfile.gettempdir()) / f"kvasir-memory-{os.getuid()}"
         self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if self._directory.is_symlink() or self._directory.stat().st_uid != os.getuid():
+        found = self._directory.lstat()  # once: whoever owns the entry could change it between two questions
+        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
             raise PermissionError(f"{self._directory}: another user's")
         with self._locked():
             descriptor, name = tempfile.mkstemp(dir=self._directory)
@@ -32,13 +34,17 @@ class Claims:
         its leaves the claim as it was.
         """
         with self._locked():
-            size_bytes = decide(self.of_others())
+            size_bytes = decide(self._of_others())
             os.ftruncate(self._file, 0)
             os.pwrite(self._file, str(size_bytes).encode(), 0)
         return size_bytes
 
     def of_others(self) -> int:
         """Bytes that other living engines claim."""
+        with self._locked():  # a file that its engine has made and not locked yet looks like one that was left behind
+            return self._of_others()
+
+    def _of_others(self) -> int:
         return sum(_claimed(path) for path in self._directory.iterdir() if path not in (self._path, self._lock_path))
 
     def close(self) -> None:

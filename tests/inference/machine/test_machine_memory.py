@@ -1,11 +1,13 @@
 """Engines of one machine share its memory, and give it back: claims, budgets of Macs of several sizes, and pressure."""
 
 import asyncio
+import fcntl
 import subprocess
 import sys
 from concurrent.futures import Future
 from contextlib import closing
 from pathlib import Path
+from threading import Thread
 from types import SimpleNamespace
 from typing import Any
 
@@ -94,6 +96,27 @@ def test_no_other_user_reads_or_plants_claims(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(tmp_path / "own")
     with pytest.raises(PermissionError):
         Claims(tmp_path / "link")
+
+
+def test_the_claim_of_an_engine_that_begins_is_not_taken_for_one_that_was_left_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another engine, or the doctor, looks between the making of its file and its lock."""
+    lock, looking = fcntl.flock, list[Thread]()
+
+    def locked_late(file: Any, how: int) -> None:
+        if isinstance(file, int) and how == fcntl.LOCK_EX and not looking:
+            looking.append(Thread(target=mine.of_others))
+            looking[0].start()
+            looking[0].join(0.2)
+        lock(file, how)
+
+    with closing(Claims(tmp_path)) as mine:
+        monkeypatch.setattr(fcntl, "flock", locked_late)
+        with closing(Claims(tmp_path)) as other:
+            looking[0].join()
+            other.claim(lambda _: 5)
+            assert mine.of_others() == 5
 
 
 class PlayedEngine:
