@@ -69,5 +69,7 @@ async def _give(engine: Giver, most_bytes: int, why: str) -> None:
     await asyncio.wait({giving})
     if giving.cancelled():
         return  # the engine has ended
-    if freed := giving.result():
+    if (error := giving.exception()) is not None:  # pages in use are copied, and the device may have no room for that
+        _LOG.error("kv.not_given_back", exc_info=error, why=why)
+    elif freed := giving.result():
         _LOG.info("kv.given_back", bytes=freed, why=why)

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from kvasir.cachestore.v1 import identity_pb2
+from structlog.testing import capture_logs
 
 from inference_svc.kv.pages.pool import IDLE_BYTES
 from inference_svc.kv.policy import Rung, policy_of
@@ -154,6 +155,19 @@ def test_memory_goes_back_once_after_an_idle_time_and_by_halves_while_it_is_shor
     assert after(1) == [IDLE_BYTES]
     is_idle, is_short = False, True
     assert after(5) == after(5) == [500]
+
+
+def test_memory_that_cannot_go_back_now_may_go_back_later() -> None:
+    engine = PlayedEngine()
+    refused: Future[int] = Future()
+    refused.set_exception(RuntimeError("[malloc] Unable to allocate."))
+    giving = GivingBack(lambda: (engine, False), 600.0, lambda: True, lambda: 0.0)
+    with pytest.MonkeyPatch.context() as patch, capture_logs() as logs:
+        patch.setattr(engine, "give_back", lambda _: refused)
+        asyncio.run(giving.look())
+    assert [line["event"] for line in logs] == ["kv.not_given_back"]
+    asyncio.run(giving.look())
+    assert engine.given == [500]
 
 
 def test_linux_is_short_of_memory_where_hardly_any_is_available(
