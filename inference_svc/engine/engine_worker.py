@@ -72,9 +72,9 @@ class EngineWorker:
 
     def give_back(self, most_bytes: int) -> int:
         """Drop memories that the store has until KV needs at most so many bytes of the device, and free the rest.
-        Returns the bytes that became free.
+        Returns the bytes that became free. A pool that keeps its memory keeps what is in it, too.
         """
-        for key in self.memories.stored_keys():
+        for key in () if self._pool.keeps_memory else self.memories.stored_keys():
             if max(self._pool.needed_bytes, self.room.used_bytes) <= most_bytes:
                 break
             self.memories.drop(key)

@@ -259,6 +259,11 @@ class KvPool:
         self.allocator.release(pages)
 
     @property
+    def keeps_memory(self) -> bool:
+        """Whether it has all of its memory from the start, and gives none back."""
+        return self._first_pages == self.allocator.total
+
+    @property
     def needed_bytes(self) -> int:
         """Of the pages up to the last one in use, which `give_back` leaves."""
         return self.allocator.end * self.page_bytes

@@ -105,8 +105,9 @@ class EngineMemory(Table):
 
     memory_gib: float | None = option(
         None,
-        "The most memory for the KV of all agents, hot and running, in GiB; it is taken as it is used. auto: half of "
-        "what the weights and other engines here leave, or 64 whole contexts; see `kvasir doctor`. Default: auto.",
+        "The most memory for the KV of all agents, hot and running, in GiB; it is taken as it is used, but on an "
+        "NVIDIA GPU at the start. auto: half of what the weights and other engines here leave, or 64 whole contexts; "
+        "see `kvasir doctor`. Default: auto.",
         above=0,
         none=AUTO,
         metavar="GIB|auto",
@@ -122,7 +123,7 @@ class EngineMemory(Table):
     keep_hot_s: float = option(
         600.0,
         "When no turn has come for so long, memories that the store has leave RAM, but for 64 MiB. So they do, the "
-        "least expected first, while the machine is short of memory.",
+        "least expected first, while the machine is short of memory. Without effect on an NVIDIA GPU.",
         above=0,
         metavar="SECONDS",
     )

@@ -89,3 +89,11 @@ def test_memory_goes_back_between_two_steps_of_a_reply_and_changes_none_of_its_t
     files = driver.restored(extended)
     again = driver.turn((*files.token_ids, *SUFFIX), Hot(len(files.token_ids)), driver.fork(extended))
     assert driver.reply(again) == driver.reply(driver.turn((*files.token_ids, *SUFFIX), files, driver.key()))
+
+
+def test_a_card_whose_pool_stays_keeps_the_memories_in_it(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would free nothing by dropping them, and the machine is short of memory that is not the card's."""
+    key, pool = remembered(driver), pool_of(driver)
+    monkeypatch.setattr(pool, "_first_pages", pool.allocator.total)
+    assert driver.engine.give_back(0).result(60) == 0
+    assert key in driver.engine.memories.sizes()
