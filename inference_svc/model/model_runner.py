@@ -40,7 +40,7 @@ class ModelRunner:
 
     Raises FailedPrecondition, reason LAYER_NOT_KEPT, for any other model, with the first layer that cannot be kept.
     `batch_invariant`: a row's bits must not depend on the rows beside it. On a CPU they never do; a GPU then decodes
-    fixed numbers of rows. Raises FailedPrecondition for a model that a GPU cannot decode so.
+    fixed numbers of rows (`new_batch`).
     """
 
     def __init__(
@@ -61,12 +61,6 @@ class ModelRunner:
         self.probed = known or _probed(model, kernels)
         self.layout = replace(self.probed.layout, kernels=kernels)
         self._pass_rows = _INVARIANT_ROWS if batch_invariant and self.is_on_gpu else 0
-        if self._pass_rows and not self.layout.reads_pages:
-            raise FailedPrecondition(
-                "batch_invariant: this model's attention does not read pages on this device, so its rows cannot be "
-                "computed in fixed numbers",
-                field="batch_invariant",
-            )
         self.layers = self.layout.entries
         self.compute_type = _DTYPE_NAMES[self.layout.kv_type]
         self.compute_item_bytes = int(self.layout.kv_type.size)
@@ -87,8 +81,17 @@ class ModelRunner:
         return self.layout.new_pool(identity, budget_bytes, is_allocated=is_allocated)
 
     def new_batch(self, pool: KvPool, decoded_budget: int) -> DecodeBatch:
-        """A batch for sequences of such a pool. See `DecodeBatch`."""
-        return DecodeBatch(pool, self.forward, decoded_budget, pass_rows=self._pass_rows)
+        """A batch for sequences of such a pool. See `DecodeBatch`. Raises FailedPrecondition if it must be
+        `batch_invariant`, and cannot be.
+        """
+        batch = DecodeBatch(pool, self.forward, decoded_budget, pass_rows=self._pass_rows)
+        if self._pass_rows and not batch.keeps_graph:
+            raise FailedPrecondition(
+                "batch_invariant: on this device no kernels that were right in their check write and read this model's "
+                "KV, or it has recurrent layers, so its rows cannot be computed in fixed numbers",
+                field="batch_invariant",
+            )
+        return batch
 
     def cell_limits(self, policy: identity_pb2.KvPolicy) -> tuple[int | None, int]:
         """To how many tokens a cell is cut beside decoding, and of how many it may be to be computed in one pass with

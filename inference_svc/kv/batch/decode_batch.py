@@ -80,14 +80,14 @@ class DecodeBatch:
         """Compute one more token of each sequence; returns logits [slots, vocabulary], not evaluated. Evaluating them
         stores the rows. Raises ResourceExhausted, and nothing is computed, if the pool has no room.
         """
-        rows = self._pass_rows if self._compiles else 0
+        rows = self._pass_rows if self.keeps_graph else 0
         step = DecodeStep.of(self._pool, self._sequences, -(-len(self._sequences) // rows) * rows if rows else 0)
         tokens = token_ids if isinstance(token_ids, mx.array) else mx.array(list(token_ids), dtype=mx.uint32)
         logits = self._over_pages(tokens, step) if self._fused else self._over_copies(tokens, step)
         self._pool.enqueue_behind(logits)
         for kv in self._sequences:
             kv.advanced(1)
-        if self._compiles:
+        if self.keeps_graph:
             return logits
         # The rows have no reader in this step: without the dependency they would pile up unevaluated.
         stored = [array for state in self._states.values() for array in state.state]
@@ -108,7 +108,7 @@ class DecodeBatch:
         return self._forward(tokens[:, None], [layers[index] for index in range(len(layers))])[:, -1]
 
     @property
-    def _compiles(self) -> bool:
+    def keeps_graph(self) -> bool:
         """Whether MLX may keep the step's graph: kernels write the pages, so no layer hands an array on from step to
         step. Rebuilding the graph takes longer than a GPU computes it.
         """
@@ -118,8 +118,8 @@ class DecodeBatch:
         pages, order = self._pool.arrays, self._pool.order
         given = (tokens, step.offsets, *(group.block_table for group in step.groups))
         count, rows = tokens.shape[0], self._pass_rows
-        if not (rows and self._compiles):
-            logits: mx.array = (self._compiled if self._compiles else self._traced)(pages, order, *given)
+        if not (rows and self.keeps_graph):
+            logits: mx.array = (self._compiled if self.keeps_graph else self._traced)(pages, order, *given)
             return logits
         if step.slots > count:
             given = (mx.pad(tokens, (0, step.slots - count)), *given[1:])

@@ -2,15 +2,19 @@
 
 import mlx.core as mx
 import pytest
+from kvasir.cachestore.v1 import identity_pb2
+from kvasir.errors import FailedPrecondition
 from mlx_lm.models import llama
 
 from inference_svc.config import read_settings
+from inference_svc.kv.attention.kernels import Dialect
 from inference_svc.kv.model_hooks.few_rows import take_few_rows
 from inference_svc.kv.model_hooks.row_exact import make_row_exact
 from inference_svc.kv.pages.pool import KvPool
 from inference_svc.kv.policy import Rung, policy_of
 from inference_svc.kv.sequence_kv import SequenceKV
 from inference_svc.model.model_runner import ModelRunner
+from tests.inference.kv.sequences import full, identity_of, recurrent
 
 IS_GPU = mx.default_device().type == mx.DeviceType.gpu
 LENGTHS = [5 + 61 * row % 300 for row in range(18)]
@@ -73,6 +77,20 @@ def test_a_row_alone_gives_the_bits_that_it_gives_among_others(dtype: mx.Dtype) 
     for rows in ([4, 0], [1, 2, 0, 3, 4], list(range(8)), list(range(16)), list(range(18))):
         for row, logits in zip(rows, decoded(runner, pool, rows), strict=True):
             assert row not in alone or mx.array_equal(logits, alone[row]), (row, len(rows))
+
+
+@pytest.mark.parametrize(
+    ("layers", "dialect"),
+    [([full()], None), ([full(), recurrent(8)], Dialect.CUDA)],
+    ids=["kernels that failed their check", "recurrent layers"],
+)
+def test_rows_that_cannot_be_computed_in_fixed_numbers_are_refused(
+    layers: list[identity_pb2.LayerLayout], dialect: Dialect | None
+) -> None:
+    runner = object.__new__(ModelRunner)
+    runner._pass_rows = 16  # as on a GPU
+    with pytest.raises(FailedPrecondition, match="batch_invariant"):
+        runner.new_batch(KvPool(identity_of(layers), 1 << 20, dialect=dialect), 0)
 
 
 def test_it_is_an_option_of_the_engine_and_off_unless_asked_for() -> None:

@@ -146,4 +146,4 @@ def test_a_kept_graph_reads_the_arrays_that_a_pool_has_now() -> None:
 def test_no_graph_is_kept_of_a_model_with_states() -> None:
     """They are other arrays after each step."""
     identity = identity_of([full(), recurrent(4)])
-    assert not DecodeBatch(KvPool(identity, 1, dialect=Dialect.CUDA), logits_of, 0)._compiles
+    assert not DecodeBatch(KvPool(identity, 1, dialect=Dialect.CUDA), logits_of, 0).keeps_graph
