@@ -9,6 +9,7 @@ from inference_svc.kv.batch.batch_state import BatchStateKV
 from inference_svc.kv.batch.decode_step import DecodeStep, PassArrays
 from inference_svc.kv.batch.decoded_layer import DecodedLayer
 from inference_svc.kv.batch.fused_layer import FusedLayer
+from inference_svc.kv.batch.kept_graph import KeptGraph
 from inference_svc.kv.pages.pool import KvPool
 from inference_svc.kv.sequence_kv import SequenceKV
 
@@ -36,7 +37,7 @@ class DecodeBatch:
         has_kernels = pool.dialect is not None
         self._fused = {index: FusedLayer(pool, index) for index in pool.formats if has_kernels}
         self._decoded = {index: DecodedLayer(pool, index) for index in pool.formats if not has_kernels}
-        self._compiled: Any = mx.compile(self._traced)
+        self._kept_graph = KeptGraph(self._traced)
 
     def __len__(self) -> int:
         return len(self._sequences)
@@ -119,12 +120,11 @@ class DecodeBatch:
         given = (tokens, step.offsets, *(group.block_table for group in step.groups))
         count, rows = tokens.shape[0], self._pass_rows
         if not (rows and self.keeps_graph):
-            logits: mx.array = (self._compiled if self.keeps_graph else self._traced)(pages, order, *given)
-            return logits
+            return (self._kept_graph if self.keeps_graph else self._traced)(pages, order, *given)
         if step.slots > count:
             given = (mx.pad(tokens, (0, step.slots - count)), *given[1:])
         parts = ([each[at : at + rows] for each in given] for at in range(0, step.slots, rows))
-        return mx.concatenate([self._compiled(pages, order, *part) for part in parts])[:count]
+        return mx.concatenate([self._kept_graph(pages, order, *part) for part in parts])[:count]
 
     def _traced(
         self,
@@ -134,7 +134,7 @@ class DecodeBatch:
         offsets: mx.array,
         *block_tables: mx.array,
     ) -> mx.array:
-        """A step as a function of arrays. MLX calls it once for each number of rows, width of tables, size of pool."""
+        """A step as a function of arrays. MLX calls it once for each number of rows and width of tables."""
         for layer in self._fused.values():
             layer.begin(PassArrays(offsets, offsets, block_tables, pages, order))
         return self._logits(tokens)

@@ -17,6 +17,7 @@ from inference_svc.kv.attention.geometry import most_queries
 from inference_svc.kv.attention.kernels import Dialect
 from inference_svc.kv.batch.decode_step import PassArrays, table_width
 from inference_svc.kv.batch.fused_layer import FusedLayer
+from inference_svc.kv.batch.kept_graph import KeptGraph
 from inference_svc.kv.page import PAGE_TOKENS, PageFormat
 from inference_svc.kv.pages.block_table import BlockTable
 from inference_svc.kv.pages.groups import groups_of
@@ -51,7 +52,7 @@ class ShortPass:
         self._most_tokens = most_kept_tokens(pool.identity, pool.dialect, compute_type)
         self._forward = forward
         self._layers = [FusedLayer(pool, index) for index in sorted(pool.formats)]
-        self._compiled: Any = mx.compile(self._traced)
+        self._kept_graph = KeptGraph(self._traced)
 
     def takes(self, kv: SequenceKV, count: int) -> bool:
         """Whether it computes `count` tokens behind this sequence, in one part or two."""
@@ -101,7 +102,7 @@ class ShortPass:
         are those of `PassArrays`. Evaluating them stores the rows.
         """
         pool = self.pool
-        logits: mx.array = self._compiled(pool.arrays, pool.order, tokens, offsets, places, *block_tables)
+        logits = self._kept_graph(pool.arrays, pool.order, tokens, offsets, places, *block_tables)
         pool.enqueue_behind(logits)
         return logits
 

@@ -8,6 +8,7 @@ import pytest
 
 from inference_svc.kv.attention.kernels import Dialect
 from inference_svc.kv.batch.decode_batch import DecodeBatch
+from inference_svc.kv.batch.kept_graph import KeptGraph
 from inference_svc.kv.pages.pool import KvPool
 from inference_svc.kv.sequence_kv import SequenceKV
 from tests.inference.kv.sequences import full, identity_of, recurrent, windowed
@@ -73,7 +74,7 @@ def test_a_kept_graph_is_told_the_tokens_lengths_and_pages_of_each_step(rows: in
     for _ in range(rows):
         batch.join(SequenceKV(here))
     traced = []
-    batch._compiled = mx.compile(lambda *given: traced.append(given) or batch._traced(*given))
+    batch._kept_graph = KeptGraph(lambda *given: traced.append(given) or batch._traced(*given))
     for step in range(4):
         tokens = [10 * step + row for row in range(rows)]
         logits = batch.step(tokens)
@@ -93,7 +94,7 @@ def test_passes_of_a_fixed_number_of_rows_are_told_the_same(rows: int) -> None:
         batch.join(SequenceKV(here))
     shapes = []
     traced = batch._traced
-    batch._compiled = lambda *given: shapes.append([each.shape[0] for each in given[2:]]) or traced(*given)
+    batch._kept_graph = lambda *given: shapes.append([each.shape[0] for each in given[2:]]) or traced(*given)
     for given in ([*range(5, 5 + rows)], mx.arange(rows)):
         tokens = given if isinstance(given, list) else given.tolist()
         logits = batch.step(given)
@@ -104,8 +105,8 @@ def test_passes_of_a_fixed_number_of_rows_are_told_the_same(rows: int) -> None:
 def asks_for_a_kept_graph(here: KvPool) -> bool:
     asked = []
     batch = batch_of(here, lambda tokens, _caches: mx.zeros((*tokens.shape, 4)))
-    compiled = batch._compiled
-    batch._compiled = lambda *given: asked.append(given) or compiled(*given)
+    compiled = batch._kept_graph
+    batch._kept_graph = lambda *given: asked.append(given) or compiled(*given)
     batch.join(SequenceKV(here))
     mx.eval(batch.step([1]))
     return bool(asked)
@@ -118,7 +119,7 @@ def test_a_graph_is_kept_only_where_kernels_write_the_pages() -> None:
 
 
 def test_a_kept_graph_reads_the_arrays_that_a_pool_has_now() -> None:
-    """A pool that grows, or gives memory back, has new ones. None of the old is kept."""
+    """A pool that grows, or gives memory back, has new ones. None of the old is kept, nor a graph over them."""
 
     def first_unit(_tokens: mx.array, caches: list[Any]) -> mx.array:
         now = caches[0]._now
@@ -126,7 +127,7 @@ def test_a_kept_graph_reads_the_arrays_that_a_pool_has_now() -> None:
 
     here = pool(40, is_allocated=False)
     batch, traced = batch_of(here, first_unit), []
-    batch._compiled = mx.compile(lambda *given: traced.append(given) or batch._traced(*given))
+    batch._kept_graph = KeptGraph(lambda *given: traced.append(given) or batch._traced(*given))
     batch.join(SequenceKV(here))
     active = mx.get_active_memory()
     for wanted in (0, 10, 20, 0):
@@ -138,7 +139,8 @@ def test_a_kept_graph_reads_the_arrays_that_a_pool_has_now() -> None:
         assert batch.step([1]).tolist() == [[100 + wanted]]
         here.release(others)
     assert here.pages_in_memory == 8
-    assert len({given[0][0].shape for given in traced}) == len(traced) == 3
+    assert len({given[0][0].shape for given in traced}) == 3
+    assert len(traced) == 4, "the first size's graph is gone when it comes again"
     traced.clear()
     assert mx.get_active_memory() - active < 10 * PAGE_BYTES
 

@@ -12,6 +12,7 @@ from mlx_lm.models import gemma3_text, gpt_oss, llama, qwen3
 
 from inference_svc.kv.attention import choice, in_place
 from inference_svc.kv.attention.kernels import Dialect
+from inference_svc.kv.batch.kept_graph import KeptGraph
 from inference_svc.kv.batch.packed_pass import ROW_TOKENS, Cell, can_pack, most_packed_tokens, packed_logits
 from inference_svc.kv.batch.short_pass import ShortPass
 from inference_svc.kv.model_hooks import attention_hook
@@ -61,7 +62,7 @@ class Packing:
         budget = pages * KvPool(identity, 1).page_bytes
         self.pool = PoisonedPool(identity, budget, is_allocated=True, dialect=Dialect.CUDA)
         self.passes = ShortPass(self.pool, self.runner.forward, self.runner.compute_type)
-        self.passes._compiled = self.passes._traced
+        self.passes._kept_graph = self.passes._traced
 
     def begun(self, tokens: Sequence[int]) -> SequenceKV:
         kv = SequenceKV(self.pool)
@@ -200,7 +201,7 @@ def test_a_graph_is_kept_for_each_number_of_rows_and_takes_tokens_places_and_pag
         return mx.stack([one.astype(mx.float32) for one in told], axis=1)[:, None]
 
     passes = ShortPass(pool, logits_of, "float32")
-    passes._compiled = mx.compile(lambda *given: traced.append(given) or passes._traced(*given))
+    passes._kept_graph = KeptGraph(lambda *given: traced.append(given) or passes._traced(*given))
     for one, other in ((70, 3), (64, 40), (90, 60), (5, 64)):
         sequences = [SequenceKV(pool), SequenceKV(pool)]
         cells = [Cell(sequences[0], range(1, one + 1)), Cell(sequences[1], range(2, other + 2))]
