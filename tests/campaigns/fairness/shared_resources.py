@@ -420,7 +420,7 @@ SHARED = (
         "gateway",
         "clients/python/kvasir/clients/aio/large_requests.py: _threads",
         ("kvasir.clients.aio.large_requests:_MOST_CALLS", 64),
-        "as of bodies, which have room for fewer",
+        "as of bodies, which have room for no more",
         "as they came",
         WAITS,
     ),

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import os
 import resource
+import socket
 import threading
 from collections.abc import AsyncIterator, Callable
 from typing import Any
@@ -13,7 +14,7 @@ from kvasir.errors import DeadlineExceeded, ResourceExhausted
 from kvasir_gateway.door import bodies
 from kvasir_gateway.door.bodies import RequestRoom, Rooms
 from kvasir_gateway.door.connections import Connection
-from kvasir_gateway.door.receiving import Filling
+from kvasir_gateway.door.receiving import Filling, Receiving
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
@@ -181,6 +182,27 @@ def test_without_a_file_for_it_a_large_body_is_refused_and_the_next_request_is_f
     assert statuses == [b"200", b"429", b"200"]
     assert isinstance(refused, ResourceExhausted)
     assert whole == _BODY
+
+
+def test_a_body_that_still_comes_ends_with_the_thread_that_receives_it() -> None:
+    receiving, (ours, theirs) = Receiving(), socket.socketpair()
+    ours.setblocking(False)
+
+    async def run() -> None:
+        filling = receiving.begin(ours, memoryview(bytearray(10)))
+        ending = asyncio.create_task(filling.end())
+        await asyncio.sleep(0.05)
+        ending.cancel()
+        receiving.close()
+        with pytest.raises(asyncio.CancelledError):
+            await ending
+        filling.stop()
+
+    asyncio.run(run())
+    ours.close()
+    theirs.settimeout(5)
+    assert theirs.recv(1) == b"", "another descriptor of the connection is open"
+    theirs.close()
 
 
 def test_a_stalled_sender_holds_little_more_room_than_it_has_sent() -> None:

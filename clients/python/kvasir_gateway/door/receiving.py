@@ -11,6 +11,7 @@ class Receiving:
 
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
+        self._open = set[Filling]()
         self._thread = threading.Thread(target=self._run, name="receiving", daemon=True)
         self._thread.start()
 
@@ -19,11 +20,15 @@ class Receiving:
         cannot be opened once more."""
         own = connection.dup()
         filling = Filling(self._loop, own, place)
+        self._open.add(filling)
+        filling.ended.add_done_callback(lambda _: self._open.discard(filling))
         self._loop.call_soon_threadsafe(self._loop.add_reader, own, filling.receive)
         return filling
 
     def close(self) -> None:
-        """Fillings that have not ended do not end any more."""
+        """Stop all fillings, and the thread."""
+        for filling in [*self._open]:
+            filling.stop()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
 
@@ -40,12 +45,12 @@ class Filling:
         self._loop = loop
         self._connection = connection
         self._place = place
-        self._ended = Future[None]()
+        self.ended = Future[None]()
         self.received_bytes = 0
 
     async def end(self) -> None:
         """Return when the memory is full, the connection has ended, or `stop` was called. A cancel stops it."""
-        ended = asyncio.wrap_future(self._ended)
+        ended = asyncio.wrap_future(self.ended)
         try:
             await asyncio.wait([ended])
         except asyncio.CancelledError:
@@ -54,7 +59,8 @@ class Filling:
             raise
 
     def stop(self) -> None:
-        self._loop.call_soon_threadsafe(self._end)
+        if not self.ended.done():  # else the loop may be closed
+            self._loop.call_soon_threadsafe(self._end)
 
     def receive(self) -> None:
         """Take what has come, on the loop that it belongs to."""
@@ -69,7 +75,7 @@ class Filling:
             self._end()
 
     def _end(self) -> None:
-        if not self._ended.done():
+        if not self.ended.done():
             self._loop.remove_reader(self._connection)
             self._connection.close()
-            self._ended.set_result(None)
+            self.ended.set_result(None)
