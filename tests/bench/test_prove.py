@@ -15,6 +15,7 @@ import pytest
 from kvasir import credentials
 from kvasir.errors import FailedPrecondition, InvalidArgument, Unavailable
 from kvasir_bench.prove import command, exactness
+from kvasir_bench.prove.exactness import Decoded
 from kvasir_bench.prove.figures import side_by_side
 from kvasir_bench.prove.page import page
 from kvasir_bench.prove.power import Power, kept_awake, wait_until_well
@@ -364,6 +365,19 @@ def test_a_kernel_that_the_engines_check_refuses_breaks_a_claim(monkeypatch: pyt
     kernels |= {"failure": "products of few rows: products differ", "policies": {"q4": ""}}
     [broken] = broken_claims(result(record("kernels", value=exactness.kernels(ProofScope(), lambda _: None))))
     assert "products of few rows" in broken
+
+
+def test_agents_that_decode_other_tokens_or_not_together_break_a_claim(monkeypatch: pytest.MonkeyPatch) -> None:
+    def met(tokens: list[int], beginning: float) -> bool:
+        agents = {1: [[Decoded(0, 1, [5, 6, 4])], [Decoded(1, 2, [7, 8, 4])]]}
+        agents[4] = [agents[1][0], [Decoded(beginning, 2, tokens)]]
+        monkeypatch.setattr(exactness, "_decoded", lambda *_, at_once: agents[at_once])
+        [found] = exactness.batch_as_alone(ProofScope(is_quick=True), lambda _: None)["claims"]
+        return bool(found["is_met"])
+
+    assert met([7, 8, 4], 0.5)
+    assert not met([7, 9, 4], 0.5)
+    assert not met([7, 8, 4], 1.0)
 
 
 def test_the_page_is_self_contained_and_names_all_that_failed(tmp_path: Path) -> None:

@@ -4,8 +4,10 @@ import importlib.util
 import re
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 
 from kvasir.cli.demo.self_test import self_test
@@ -37,32 +39,66 @@ def kernels(scope: ProofScope, report: Report) -> Value:
     return {"claims": checked, **served, **{name: why for name, why in found.items() if name != "policies"}}
 
 
+@dataclass(frozen=True, slots=True)
+class Decoded:
+    """A turn's tokens, and when the first and the last of them came."""
+
+    first_s: float
+    last_s: float
+    token_ids: list[int]
+
+
 def batch_as_alone(scope: ProofScope, report: Report) -> Value:
     """Agents with turns at once, and each alone, with an engine that has seen none of them."""
     count = 4 if scope.is_quick else len(_WORDS)
-    together, alone = (_replies(scope, report, count, at_once=at_once) for at_once in (count, 1))
-    different = [place for place in range(count) if together[place] != alone[place]]
-    tokens = sum(map(len, alone))
+    together, alone = (_decoded(scope, report, count, at_once=at_once) for at_once in (count, 1))
+    are_equal = all(
+        one.token_ids == other.token_ids
+        for pair in zip(together, alone, strict=True)
+        for one, other in zip(*pair, strict=True)
+    )
+    overlap = overlapping(together)
+    tokens = sum(len(turn.token_ids) for turns in alone for turn in turns)
     what = f"{count} agents at once decode in {_LATER_TURNS + 1} turns what each decodes alone, token for token"
-    return {"claims": [claim(what, not different and tokens > count)], "agents": count, "tokens": tokens}
+    claims = [claim(what, are_equal and overlap > 0 and tokens > count)]
+    return {"claims": claims, "agents": count, "tokens": tokens, "turns_beside_others": overlap}
 
 
-def _replies(scope: ProofScope, report: Report, count: int, *, at_once: int) -> list[list[int]]:
+def overlapping(agents: Sequence[Sequence[Decoded]]) -> int:
+    """The turns that decoded while one of another agent did."""
+    return sum(
+        any(
+            one.first_s < other.last_s and other.first_s < one.last_s
+            for others in agents
+            if others is not turns
+            for other in others
+        )
+        for turns in agents
+        for one in turns
+    )
+
+
+def _decoded(scope: ProofScope, report: Report, count: int, *, at_once: int) -> list[list[Decoded]]:
+    """The turns of each agent."""
     with measured_services(
         SHORT_HOME, model=scope.model, played=(), memory_gib=1.0, options=("--batch-invariant",)
     ) as services:
         report("starting a store and an engine")
         services.start()
 
-        def replies(place: int) -> list[int]:
+        def turns(place: int) -> list[Decoded]:
+            found = []
             with services.client() as client:
                 agent = Agent(client, f"agent-{place}", _WORDS[place], _REPLY_TOKENS)
-                turns = [agent.cold(), *(agent.goes_on() for _ in range(_LATER_TURNS))]
-                return [token for turn in turns for token in turn.token_ids]
+                for begin in (agent.cold, *[agent.goes_on] * _LATER_TURNS):
+                    began = time.monotonic()
+                    seen = begin()
+                    found.append(Decoded(began + seen.first_token_s, began + seen.last_token_s, seen.token_ids))
+            return found
 
         report(f"{count} agents, {at_once} at once")
         with ThreadPoolExecutor(at_once) as pool:
-            return list(pool.map(replies, range(count)))
+            return list(pool.map(turns, range(count)))
 
 
 def kill_and_restore(scope: ProofScope, report: Report) -> Value:
