@@ -67,31 +67,28 @@ class KvBudget:
         NoRoom, before anything is loaded, for more than is left.
         """
         self._claims, self._total_bytes, self._given_bytes = claims, total_bytes, given_bytes
-        self._weights_bytes = weights_bytes
-        self._claims.claim(self._checked)
+        self._claims.claim(lambda claimed_bytes: self._checked(claimed_bytes, weights_bytes))
 
     def of(self, info: ModelInfo) -> int:
         """KV bytes of a model that is loaded instead of the one before. Raises NoRoom."""
-        found = 0
 
         def decide(claimed_bytes: int) -> int:
-            nonlocal found
-            found = self._given_bytes or Device(self._total_bytes, claimed_bytes).auto_kv_bytes(info)
-            return info.weights_bytes + found
+            if self._given_bytes is not None:  # others may have come while no model was loaded
+                return self._checked(claimed_bytes, info.weights_bytes)
+            return info.weights_bytes + Device(self._total_bytes, claimed_bytes).auto_kv_bytes(info)
 
-        self._claims.claim(decide)
-        return found
+        return self._claims.claim(decide) - info.weights_bytes
 
     def model_is_gone(self) -> None:
         """Claim nothing until the next model is loaded."""
         self._claims.claim(lambda _: 0)
 
-    def _checked(self, claimed_bytes: int) -> int:
-        needed, device = self._weights_bytes + (self._given_bytes or 0), Device(self._total_bytes, claimed_bytes)
+    def _checked(self, claimed_bytes: int, weights_bytes: int) -> int:
+        needed, device = weights_bytes + (self._given_bytes or 0), Device(self._total_bytes, claimed_bytes)
         if needed > device.left_bytes:
             named = "memory" if self._given_bytes is None else f"--memory-gib {self._given_bytes / GIB:g}"
             raise NoRoom(
-                f"{named}: {device.in_words}; the weights take {_gib(self._weights_bytes)}, and `kvasir doctor` shows "
+                f"{named}: {device.in_words}; the weights take {_gib(weights_bytes)}, and `kvasir doctor` shows "
                 "how many agents fit beside them",
                 reason="NO_MEMORY",
                 field="memory_gib",

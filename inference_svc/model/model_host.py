@@ -70,7 +70,8 @@ class ModelHost(Generic[ServedT]):
         unloaded: Callable[[], object],
     ) -> None:
         """`models`: the paths of the models that may be loaded, by name. `open_model` loads one by name and path; it
-        raises KvasirError if that fails. `unloaded` is called when a model's memory is free.
+        raises KvasirError if that fails. `unloaded` is called when a model's memory is free, as after a load
+        that failed.
         """
         self.names = tuple(models)  # of the models that may be loaded, in the order of the configuration
         self.served: ServedT | None = None  # the loaded model, even while it is being unloaded
@@ -249,6 +250,9 @@ class ModelHost(Generic[ServedT]):
         try:
             self.served = await self._open(name, self._models[name])
             self.loaded, self._asleep = name, ""
+        except BaseException:
+            self._unloaded()
+            raise
         finally:
             self._loading = ""
         self.loads += 1

@@ -68,6 +68,10 @@ def test_a_size_that_others_leave_no_room_for_is_refused_before_anything_is_load
             assert first.of_others() == 3 * GIB
             first_budget.model_is_gone()
             assert second.of_others() == 0
+            second.claim(lambda _: 5 * GIB)
+            with pytest.raises(NoRoom, match=r"--memory-gib 6: .* claim 5\.00; the weights take 1\.00"):
+                first_budget.of(model(1.0))
+            assert second.of_others() == 0
         assert first.of_others() == 0
 
 

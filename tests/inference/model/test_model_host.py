@@ -5,6 +5,7 @@ import contextlib
 from collections.abc import Awaitable, Callable
 
 import pytest
+from kvasir.errors import FailedPrecondition
 
 from inference_svc.model import device_memory
 from inference_svc.model.model_host import MemoriesLeft, ModelHost
@@ -62,3 +63,17 @@ def test_nobody_is_refused_because_a_model_is_just_falling_asleep(asked: str, mo
         return host.loaded
 
     assert asyncio.run(scenario()) == LEFT[asked]
+
+
+def test_a_model_that_does_not_load_claims_no_memory() -> None:
+    async def open_model(_name: str, _path: str) -> SlowToGo:
+        raise FailedPrecondition("model: not loadable")
+
+    async def scenario() -> list[bool]:
+        gone: list[bool] = []
+        host = ModelHost({"a": "/a"}, open_model, lambda: gone.append(host.served is None))
+        with pytest.raises(FailedPrecondition, match="not loadable"):
+            await host.load("a")
+        return gone
+
+    assert asyncio.run(scenario()) == [True]
