@@ -20,7 +20,7 @@ _BLOCKS = (3, 1)  # the pages of a sequence of two blocks, in a pool of five
 _POOL_PAGES, _SPARE_PAGE = 5, 2
 _TOKENS = 2 * PAGE_TOKENS
 _NEW = range(PAGE_TOKENS - 3, PAGE_TOKENS + 3)  # new rows, on both sides of a block's border
-_QUERY_COUNTS = (1, len(_NEW))  # of a decoding step, and of a suffix
+_WINDOW = 100
 _SHARE = 2  # query heads of each kv head
 # Sums are rounded in another order than the reference's, and in 16 bits.
 _TOLERANCE = 0.03
@@ -70,12 +70,16 @@ def _differences(page_format: PageFormat, dtype: mx.Dtype, dialect: Dialect) -> 
     expected[_SPARE_PAGE] = expected[_BLOCKS[0]]
     if not mx.array_equal(pages, expected).item():
         yield "pages are copied differently from the reference"
-    for count in _QUERY_COUNTS:
-        key, lengths = page_format.key, mx.array([_NEW.stop], mx.int32)
-        queries = mx.random.normal((1, _SHARE * key.kv_heads, count, key.dim), mx.float32, key=mx.random.key(4))
-        given, scale = (pages, page_format, table[None], lengths), key.dim**-0.5
-        mixed = fused_attention(queries.astype(dtype), *given, scale=scale, dialect=dialect)
-        if not _is_near(mixed, reference_attention(queries.astype(dtype).astype(mx.float32), *given, scale=scale)):
+    key = page_format.key
+    both, lengths = mx.array([_BLOCKS, _BLOCKS[::-1]], mx.int32), mx.array([_NEW.stop, PAGE_TOKENS - 50], mx.int32)
+    # Of a decoding step of two sequences, in all tokens and in a window, and of a suffix.
+    for sequences, count, window in ((2, 1, None), (2, 1, _WINDOW), (1, len(_NEW), None)):
+        shape = (sequences, _SHARE * key.kv_heads, count, key.dim)
+        queries = mx.random.normal(shape, mx.float32, key=mx.random.key(4)).astype(dtype)
+        given, options = (pages, page_format, both[:sequences], lengths[:sequences]), {"scale": key.dim**-0.5}
+        mixed = fused_attention(queries, *given, window=window, dialect=dialect, **options)
+        right = reference_attention(queries.astype(mx.float32), *given, window=window, **options)
+        if not all(_is_near(*each) for each in zip(mixed, right, strict=True)):
             yield f"attention of {count} queries differs from the reference"
 
 

@@ -64,6 +64,11 @@ def changed_result(given: dict[str, Any], made: Any) -> None:
     flat[flat.size // 2] += np.abs(flat).max() / 10
 
 
+def first_sequence_twice(given: dict[str, Any], made: Any) -> None:
+    flat = np.asarray(made[0])
+    flat[1:] = flat[:1]
+
+
 BITS = {"q4": 4, "q4-rotated": 4, "k8v4": 8, "q8": 8, "fp": 16}
 CODES = FORMATS["q4"].parts[0]
 FAULTS = {
@@ -74,6 +79,7 @@ FAULTS = {
     "a value": ("gather", changed_result, "read"),
     "a copied unit": ("store", changed_unit(0), "copied"),
     "a mix": ("reduce", changed_result, "attention"),
+    "another sequence": ("reduce", first_sequence_twice, "attention of 1"),
 }
 
 
@@ -81,6 +87,12 @@ FAULTS = {
 def test_one_wrong_number_is_noticed(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     kernel, spoil, word = FAULTS[fault]
     assert word in checked("q4", monkeypatch, kernel, spoil)
+
+
+def test_a_window_that_is_ignored_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = checks.fused_attention
+    monkeypatch.setattr(checks, "fused_attention", lambda *given, window, **options: made(*given, **options))
+    assert "attention of 1" in checked("q4", monkeypatch)
 
 
 def test_a_wrong_product_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
