@@ -74,8 +74,12 @@ class EngineWorker:
         """Drop memories that the store has until KV needs at most so many bytes of the device, and free the rest.
         Returns the bytes that became free. A pool that keeps its memory keeps what is in it, too.
         """
-        for key in () if self._pool.keeps_memory else self.memories.stored_keys():
-            if max(self._pool.needed_bytes, self.room.used_bytes) <= most_bytes:
+        stored = () if self._pool.keeps_memory else self.memories.stored_keys()
+        tables = [[*memory.kv.pages] for key in stored if (memory := self.memories.get(key)) is not None]
+        # A page of a turn, or of a memory that stays, keeps all pages in front of it.
+        reachable = max(most_bytes, self._pool.allocator.end_without(tables) * self._pool.page_bytes)
+        for key in stored:
+            if self.room.used_bytes <= most_bytes and self._pool.needed_bytes <= reachable:
                 break
             self.memories.drop(key)
         self.memory_used_bytes = self.room.used_bytes

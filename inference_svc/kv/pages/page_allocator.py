@@ -4,6 +4,7 @@ free + private + shared = total, always. A page is private while one table holds
 the holder of a private page may write it.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from heapq import heapify, heappop, heappush
 
@@ -78,8 +79,15 @@ class PageAllocator:
 
     def freed_by(self, tables: Iterable[Sequence[int]]) -> int:
         """How many pages would become free if these tables were released together. Changes nothing."""
-        held: dict[int, int] = {}
-        for table in tables:
-            for page in table:
-                held[page] = held.get(page, 0) + 1
+        held = _holders_among(tables)
         return sum(holders == self._holders.get(page) for page, holders in held.items())
+
+    def end_without(self, tables: Iterable[Sequence[int]]) -> int:
+        """As `end`, if these tables were released together. Changes nothing."""
+        gone = _holders_among(tables)
+        return max((page for page, holders in self._holders.items() if holders > gone[page]), default=-1) + 1
+
+
+def _holders_among(tables: Iterable[Sequence[int]]) -> Counter[int]:
+    """By page, how many of these tables hold it."""
+    return Counter(page for table in tables for page in table)

@@ -97,3 +97,16 @@ def test_a_card_whose_pool_stays_keeps_the_memories_in_it(driver: Driver, monkey
     monkeypatch.setattr(pool, "_first_pages", pool.allocator.total)
     assert driver.engine.give_back(0).result(60) == 0
     assert key in driver.engine.memories.sizes()
+
+
+def test_no_more_memories_go_than_the_pages_in_use_behind_them_let_go(driver: Driver) -> None:
+    """A running turn has the last page: what lies in front of it stays allocated, whichever memories are dropped."""
+    for key in driver.engine.memories.sizes():
+        driver.engine.memories.drop(key).result(60)
+    keys, listener, freed = [remembered(driver) for _ in range(3)], Listener(), list[Future[int]]()
+    wanted = driver.engine.memory_used_bytes
+    listener.at(Tokens, 3, lambda: freed.append(driver.engine.give_back(wanted)))
+    driver.reply(driver.submit(tokens_of(LENGTH, 12), listener=listener).end())
+    assert [each.result(60) for each in freed] == [0]
+    left = driver.engine.memories.sizes()
+    assert [key in left for key in keys] == [False, True, True]
