@@ -6,6 +6,7 @@ Rows are numbers that a policy stores without rounding. So each unit of a page m
 from collections.abc import Iterator
 
 import mlx.core as mx
+import structlog
 
 from inference_svc.kv.attention.fused import fused_attention
 from inference_svc.kv.attention.in_place import append_rows, gathered_values, store_pages
@@ -24,6 +25,7 @@ _WINDOW = 100
 _SHARE = 2  # query heads of each kv head
 # Sums are rounded in another order than the reference's, and in 16 bits.
 _TOLERANCE = 0.03
+_LOG = structlog.get_logger(__name__)
 
 
 def why_wrong(page_format: PageFormat, dtype: mx.Dtype, dialect: Dialect) -> str:
@@ -31,7 +33,7 @@ def why_wrong(page_format: PageFormat, dtype: mx.Dtype, dialect: Dialect) -> str
     try:
         return next(_differences(page_format, dtype, dialect), "")
     except Exception as error:  # noqa: BLE001 - whatever a compiler, a driver or a launch raises
-        return f"{type(error).__name__}: {' '.join(str(error).split())[:400]}"
+        return _raised(error)
 
 
 def why_wrong_products() -> str:
@@ -43,7 +45,13 @@ def why_wrong_products() -> str:
         is_right = mx.array_equal(few_rows(x, [w])[0].astype(mx.float32), x.astype(mx.float32) @ w.astype(mx.float32).T)
         return "" if is_right.item() else "products differ from the reference"
     except Exception as error:  # noqa: BLE001 - as above
-        return f"{type(error).__name__}: {' '.join(str(error).split())[:400]}"
+        return _raised(error)
+
+
+def _raised(error: Exception) -> str:
+    """Its kind alone: the text of a compiler names files of this machine, and every caller may ask for a failure."""
+    _LOG.error("kernels.check_raised", error=" ".join(str(error).split())[:400])
+    return f"{type(error).__name__}, of which the log has the text"
 
 
 def _differences(page_format: PageFormat, dtype: mx.Dtype, dialect: Dialect) -> Iterator[str]:

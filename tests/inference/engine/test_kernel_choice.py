@@ -94,6 +94,8 @@ def test_kernels_that_fail_their_check_are_reported_and_the_reference_serves(
     errors = [line for line in logs if line["event"] == "kernels.check_failed"]
     assert errors
     assert all(line["log_level"] == "error" and line["why"] in kernels.failure for line in errors)
+    raised = [line["error"] for line in logs if line["event"] == "kernels.check_raised"]
+    assert not any(text in kernels.failure for text in raised), "a caller reads no text of a compiler"
     assert replies(driver) == expected
     facts = asdict(kernels) | {"policies": {"q8": "scales"}}
     assert [kernels.failure in each for each in kernel_problems(facts, {})] == [True, False], "kvasir doctor"
