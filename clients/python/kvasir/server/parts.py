@@ -3,8 +3,13 @@
 import asyncio
 import contextlib
 import inspect
+import logging
 from collections.abc import Callable, Coroutine
 from typing import Any, Protocol, TypeVar
+
+from kvasir.server.operating.log_errors import places
+
+_log = logging.getLogger(__name__)
 
 
 class _Closed(Protocol):
@@ -27,11 +32,18 @@ class Parts(contextlib.AsyncExitStack):
         return part
 
     def running(self, work: Coroutine[Any, Any, None]) -> None:
-        """Let it run until the end."""
+        """Let it run until the end. If it fails, the log says so, and the service goes on without it."""
         task = asyncio.create_task(work)
+        task.add_done_callback(_log_failure)
 
         async def end() -> None:
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
 
         self.push_async_callback(end)
+
+
+def _log_failure(task: "asyncio.Task[None]") -> None:
+    if not task.cancelled() and (error := task.exception()) is not None:
+        part = getattr(task.get_coro(), "__qualname__", "")
+        _log.error("part.failed part=%s error=%s at=%s", part, type(error).__name__, places(error))
