@@ -252,6 +252,15 @@ def test_a_context_that_was_left_out_has_the_reason_and_no_figure() -> None:
     assert {row["note"] for row in failed if row["by"] == HERE} == {"the engine ended"}
 
 
+def test_rows_of_another_context_than_the_titles_have_it_as_their_note() -> None:
+    for number, case in (("5.4", "three_turns"), ("5.9", "servers")):
+        [table] = [table for table in tables() if table.number == number]
+        for context, note in ((1100, "behind 1,100 tokens"), (2000, "")):
+            findings = [{**row, "context_tokens": context} for row in FINDINGS[case] if "left_out" not in row]
+            rows = [row for row in rows_of(table, [findings], [context], lambda _: "") if row["by"] == HERE]
+            assert {row["note"] for row in rows} - {table.source.missing} == {note}
+
+
 def test_contexts_that_a_case_chooses_itself_are_all_shown() -> None:
     [table] = chosen(["001 attention"])
     [row] = rows_of(table, [FINDINGS["attention"]], [], lambda _: "")

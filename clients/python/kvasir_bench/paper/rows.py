@@ -41,4 +41,11 @@ def _key(table: Table, row: Mapping[str, Any]) -> tuple[Any, ...]:
 
 def _row(table: Table, row: Mapping[str, Any], by: str) -> dict[str, Any]:
     keys, values = ({name: row.get(name) for name in names} for names in (table.keys, table.values))
-    return {**keys, "by": by, **rounded_row(values), "note": row.get("note", "")}
+    return {**keys, "by": by, **rounded_row(values), "note": row.get("note") or _other_context(table, row)}
+
+
+def _other_context(table: Table, row: Mapping[str, Any]) -> str:
+    """The context of a row that was measured at another one than the table's title has."""
+    context = row.get("context_tokens")
+    is_other = context and "context_tokens" not in table.keys and context not in table.contexts
+    return f"behind {context:,} tokens" if is_other else ""

@@ -132,7 +132,7 @@ async def _servers(bench: Bench, length: int, url: str, key: str) -> Rows:
             bench.say(f"three turns at {server}")
             try:
                 async with place as target:
-                    rows.append({"server": server, **await _three(bench, target, length)})
+                    rows.append({"server": server, "context_tokens": length, **await _three(bench, target, length)})
             except KvasirError as error:  # it may not know the model
                 rows.append({"server": server, "left_out": error.message})
     return rows
