@@ -1,8 +1,4 @@
-"""Which pages are free and how many tables hold each of the others. Pure bookkeeping: no tensors.
-
-free + private + shared = total, always. A page is private while one table holds it, and shared while several do. Only
-the holder of a private page may write it.
-"""
+"""Which pages are free, and how many tables hold each other one; only a single holder may write a page. No tensors."""
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -66,14 +62,9 @@ class PageAllocator:
                 del self._holders[page]
                 heappush(self._returned, page)
 
-    @property
-    def end(self) -> int:
-        """Pages up to the last one in use."""
-        return max(self._holders, default=-1) + 1
-
     def forget_free_end(self) -> None:
         """Count the free pages behind the last one in use as never given out."""
-        self.touched = self.end
+        self.touched = self.end_without(())
         self._returned = [page for page in self._returned if page < self.touched]
         heapify(self._returned)
 
@@ -83,7 +74,7 @@ class PageAllocator:
         return sum(holders == self._holders.get(page) for page, holders in held.items())
 
     def end_without(self, tables: Iterable[Sequence[int]]) -> int:
-        """As `end`, if these tables were released together. Changes nothing."""
+        """Pages up to the last one in use, if these tables were released together. Changes nothing."""
         gone = _holders_among(tables)
         return max((page for page, holders in self._holders.items() if holders > gone[page]), default=-1) + 1
 

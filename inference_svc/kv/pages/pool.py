@@ -108,9 +108,7 @@ class KvPool:
         return self._place[layer][1]
 
     def take(self, count: int) -> list[int]:
-        """Free pages; their content is undefined. Raises ResourceExhausted, and takes none, if there are not so many,
-        or the device has no room for them.
-        """
+        """Free pages, of undefined content. Raises ResourceExhausted, and takes none, if pool or device has no room."""
         taken = self.allocator.take(count)
         self._await_readers(taken)
         if self.arrays and self.allocator.touched > self.pages_in_memory:
@@ -240,9 +238,7 @@ class KvPool:
         self._enqueued_order = self._order
 
     def begin_writes(self) -> list[mx.array]:
-        """Enqueue all writes of kernels; returns arrays that are there once they are done. Waits where no kernels
-        write: a kept reference would make the next write copy it.
-        """
+        """Enqueue all writes of kernels; returns arrays that are there after them. Waits where no kernels write."""
         if self.dialect is None:
             self.evaluate()
         begun, self._written = self._written, []
@@ -266,15 +262,13 @@ class KvPool:
     @property
     def needed_bytes(self) -> int:
         """Of the pages up to the last one in use, which `give_back` leaves."""
-        return self.allocator.end * self.page_bytes
+        return self.allocator.end_without(()) * self.page_bytes
 
     def give_back(self) -> int:
-        """Free the memory behind the last page in use, if that is a quarter of all; returns its bytes. MLX's own unused
-        buffers go, too.
-        """
+        """Free the memory behind the last page in use, if that is a quarter of all; returns its bytes."""
         mx.clear_cache()
         before = self.pages_in_memory
-        pages = max(self._first_pages, self.allocator.end)
+        pages = max(self._first_pages, self.allocator.end_without(()))
         if before - pages < max(1, before // 4):
             return 0
         self.allocator.forget_free_end()
