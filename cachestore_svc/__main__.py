@@ -1,7 +1,4 @@
-"""The cache store's program: `serve` it, or look after its data with the commands of `cachestore_svc.commands`.
-
-This is the composition root: the clock, randomness and configuration are taken here and passed on.
-"""
+"""The cache store's program: `serve`, or a command on its data. Clock, randomness and configuration enter here."""
 
 import asyncio
 import contextlib
@@ -115,8 +112,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def open_store(settings: StoreSettings, *, sweeps: bool = True) -> Store:
-    """What the settings name. Sealed namespaces that the owner's list lacks are added: a crash came before that, or an
-    older Kvasir sealed them."""
+    """What the settings name. Sealed namespaces that the owner's list lacks are added to it, as after a crash."""
     masters = seal_keys.masters_of(settings)
     store = Store.open(settings.store_config(), time.time, secrets.token_hex, sweeps=sweeps, masters=masters)
     try:

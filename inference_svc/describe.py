@@ -1,8 +1,4 @@
-"""What of a model persists, as JSON: `python -m inference_svc.describe [--model PATH_OR_NAME]`, for `kvasir doctor`.
-
-Loads the model as the engine would, probes its live memory, and ends. Exit code 1, with the reason, for a model that
-the engine would refuse.
-"""
+"""What of a model persists, as JSON for `kvasir doctor`; exit code 1 for a model that the engine would refuse."""
 
 import argparse
 import json
@@ -102,9 +98,7 @@ def _policy(info: ModelInfo) -> dict[str, Any]:
 
 
 def room(info: ModelInfo, device: "Device", kv_memory_bytes: int | None) -> dict[str, Any]:
-    """How many agents of how many tokens fit into the KV memory, and into all that the device has for KV at most.
-    Raises NoRoom.
-    """
+    """How many agents fit into the KV memory, and into all that the device has for KV. Raises NoRoom."""
     most, is_auto = device.most_kv_bytes(info), kv_memory_bytes is None
     kv_memory_bytes = device.auto_kv_bytes(info) if kv_memory_bytes is None else kv_memory_bytes
     lengths = sorted({length for length in _LENGTHS if length < info.context_tokens} | {info.context_tokens})
@@ -117,12 +111,7 @@ def room(info: ModelInfo, device: "Device", kv_memory_bytes: int | None) -> dict
         "kv_memory_bytes": kv_memory_bytes,
         "most_kv_bytes": most,
         "agents": [
-            {
-                "tokens": length,
-                "agent_bytes": size,
-                "fit": kv_memory_bytes // size,
-                "fit_at_most": most // size,
-            }
+            {"tokens": length, "agent_bytes": size, "fit": kv_memory_bytes // size, "fit_at_most": most // size}
             for length, size in sizes.items()
         ],
     }

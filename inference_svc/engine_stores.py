@@ -24,9 +24,7 @@ _LOG = structlog.get_logger(__name__)
 
 
 def open_stores(settings: EngineSettings) -> dict[str, RemoteCache]:
-    """The cache store by namespace: each token is bound to one. On its Unix socket the owner needs no token. A wrong
-    file in the directory costs its own namespace its store. Raises CredentialFileError for a file that an option names.
-    """
+    """The cache store by namespace; a wrong file costs its own namespace its store. Raises CredentialFileError."""
     if not settings.store:
         return {}
     named, wrong = read_engine_tokens(settings.store_token_file)

@@ -1,9 +1,4 @@
-"""Loads the first model's weights while the process still imports the rest of the service, which takes it as long.
-
-The weights are read on the thread on which the model will compute, as always: the thread is begun early, and waits for
-the engine that is to live on it. A failure here is only lost time: the engine then loads the model itself, and reports
-the failure.
-"""
+"""Loads the first model's weights, on the MLX thread, while the process still imports the rest of the service."""
 
 import argparse
 import contextlib
@@ -65,9 +60,7 @@ class FirstModel:
         self._next.put(None)
 
     def leave(self, code: int) -> int:
-        """The exit code of a service that ends. One that was refused ends here, with it, while the weights are read:
-        the interpreter would wait for threads that nobody needs, and nothing else is open.
-        """
+        """The exit code of a service that ends. A refused one exits here: the interpreter would wait for weights."""
         if self._given is None or self._is_taken or self._thread.done():
             return code
         sys.stdout.flush()

@@ -1,6 +1,4 @@
-"""Makes `import transformers` small: we take its tokenizers. It would import all of PyTorch where that is, and it looks
-through the files of some five hundred models for the names that they define, twice.
-"""
+"""Makes `import transformers` small: without PyTorch, and without its search through five hundred models' files."""
 
 import sys
 from collections.abc import Sequence
@@ -15,9 +13,7 @@ from kvasir.server.lean_imports import hidden
 
 
 def import_transformers_without_torch() -> None:
-    """Before the first import of transformers. It has no setting for this: it looks for PyTorch once, while it is
-    imported, and keeps the answer. Everybody else finds PyTorch as before.
-    """
+    """Before the first import of transformers, which looks for PyTorch once and keeps the answer."""
     if "transformers" not in sys.modules:
         sys.meta_path.insert(0, _Finder())
 

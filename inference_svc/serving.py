@@ -31,12 +31,7 @@ from kvasir.waits import uptime_s
 
 from inference_svc import BEGAN_S
 from inference_svc.config import ConfigError, EngineSettings, read_settings
-from inference_svc.edge.agent_service import (
-    AGENT_ROLES,
-    AGENT_SERVICE_NAME,
-    PRIVILEGED_OF_AGENTS,
-    add_agent_service,
-)
+from inference_svc.edge.agent_service import AGENT_ROLES, AGENT_SERVICE_NAME, PRIVILEGED_OF_AGENTS, add_agent_service
 from inference_svc.edge.handover_service import HANDOVER_ROLES, HANDOVER_SERVICE_NAME, HandOverService
 from inference_svc.edge.metrics import numbers_of
 from inference_svc.edge.peer_links import Peers

@@ -1,8 +1,4 @@
-"""Turns of a new engine before any caller's, so that the first one finds kernels compiled and memory touched.
-
-They take the way of every turn: prompt, decoding alone and beside others, sampling, a memory that is copied for the
-store and comes back. They leave no memory, and change no seed, count or agent.
-"""
+"""Turns of a new engine before any caller's, so that the first one finds kernels compiled. They leave nothing."""
 
 import asyncio
 import contextlib
@@ -94,9 +90,7 @@ async def warm_up_while_idle(engine: Engine, is_idle: Callable[[], bool], clock:
 async def _run_while_idle(
     engine: Engine, group: Sequence[tuple[int, int]], is_idle: Callable[[], bool], clock: Callable[[], float]
 ) -> float:
-    """Run such turns at once, again until no caller's turn came meanwhile. Seconds that they took then; infinite if
-    callers came too often, or a memory of theirs would be dropped for want of room.
-    """
+    """Run such turns at once until no caller's came meanwhile. Seconds that they took; infinite if that never was."""
     tries = 0
     while tries < _TRIES:
         began_s, is_over = clock(), False
@@ -125,9 +119,7 @@ def _has_room(engine: Engine, group: Sequence[tuple[int, int]]) -> bool:
 
 
 async def warm_up_text(prompting: Prompting) -> None:
-    """A conversation through template and tokenizer, on their thread: the template is compiled at its first use. A
-    template that refuses it tells its callers so.
-    """
+    """A conversation through template and tokenizer: the template is compiled at its first use."""
     message = manifest_pb2.Message(role="user", content="Hello!")
 
     def tokenize() -> None:

@@ -19,10 +19,7 @@ async def wellness_of(host: ModelHost[ServedModel], stores: Collection[RemoteCac
     if not all(answers):
         away = f"the cache store does not answer for {answers.count(False)} of {len(answers)} namespaces"
         ailments.append(Ailment("STORE_UNREACHABLE", f"{away}: memories are neither read nor stored"))
-    return Wellness(
-        ailments,
-        {"model": host.loaded, "model_sleeps": host.sleeps, **reloading.facts},
-    )
+    return Wellness(ailments, {"model": host.loaded, "model_sleeps": host.sleeps, **reloading.facts})
 
 
 def ailments_of_model(host: ModelHost[ServedModel]) -> list[Ailment]:

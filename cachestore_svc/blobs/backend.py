@@ -82,8 +82,7 @@ class NamespaceBlobs(Protocol):
         """Make the directory into which a caller on this host, of this user, may write whole blobs for `take`."""
 
     def take(self, digest: Digest, token: str) -> Part:
-        """Make a file that a caller wrote, and named by this token, the blob's part. Raises NotHanded, and
-        InvalidArgument (handed) for what is not the caller's own whole file."""
+        """Make a file that a caller wrote the blob's part. Raises NotHanded, and InvalidArgument (handed)."""
 
     def handed(self) -> set[str]:
         """Tokens of files that wait to be taken."""
@@ -95,10 +94,7 @@ class NamespaceBlobs(Protocol):
         """Make synced parts the blobs, durably. Replaces a blob that has the hash."""
 
     def read(self, digest: Digest) -> memoryview:
-        """The blob's bytes, verified. Raises Damaged, FileNotFoundError, and Unavailable: nothing is known of them now.
-
-        A sweep and a new write during the call can make the first two untrue; see `naming`.
-        """
+        """The blob's bytes, verified. Raises Damaged, FileNotFoundError (see `naming`), and Unavailable."""
 
     def bytes_of(self, hash_: str, most_bytes: int) -> memoryview:
         """The first bytes that lie here as the blob, at most so many. Raises as `read`."""

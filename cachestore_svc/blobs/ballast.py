@@ -1,7 +1,4 @@
-"""A file that reserves disk space for the index: removed when the disk is full, so that deletes and reads still work.
-
-Freeing space itself writes a little, because rows go before bytes. With no byte left it could not even begin.
-"""
+"""A file that reserves disk space for the index: removed when the disk is full, as freeing space writes a little."""
 
 import threading
 from pathlib import Path

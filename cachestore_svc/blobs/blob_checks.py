@@ -1,21 +1,11 @@
-"""Checks of a blob's bytes while they arrive, besides their digest. Pure.
-
-A tensor file's header is checked as soon as it is whole, before anything else looks at the bytes.
-"""
+"""Checks of a blob's bytes while they arrive: a tensor file's header before anything else looks at them. Pure."""
 
 from dataclasses import dataclass
 from typing import Protocol
 
 from blake3 import blake3
 from kvasir.errors import InvalidArgument
-from kvasir.formats.block_file import (
-    MAX_HEADER_BYTES,
-    FileIdentity,
-    Header,
-    HeaderError,
-    header_size,
-    parse_header,
-)
+from kvasir.formats.block_file import MAX_HEADER_BYTES, FileIdentity, Header, HeaderError, header_size, parse_header
 from kvasir.formats.manifest import MAX_MANIFEST_BYTES
 
 from cachestore_svc.facts.records import MANIFEST_FORMAT, BlobKind

@@ -100,8 +100,7 @@ class Writers:
     def begin(
         self, namespace: str, blobs: Sequence[NewBlob], register: "BlobRegister"
     ) -> list["PartWriter | KvasirError"]:
-        """Reserve and open as a group, each by itself. Why one has no writer: FailedPrecondition (WRITE_IN_PROGRESS),
-        ResourceExhausted or InvalidArgument."""
+        """Reserve and open as a group, each by itself: a writer, or why there is none."""
         with self._lock, self._space.reserving(namespace) as reserve:
             begun = [self._reserved(namespace, blob, register, reserve) for blob in blobs]
         reserved = [each for each in begun if isinstance(each, PartWriter)]
@@ -172,8 +171,7 @@ class Writers:
             return part.size_bytes if part else 0
 
     def drop_handed(self, namespace: str) -> None:
-        """Remove files that were handed over before the last call of this and not taken since: their writer has died.
-        A caller that was only slow sends its blob another way."""
+        """Remove files that were handed over before the last call of this and not taken since: their writer died."""
         blobs = self.backend.of(namespace)
         waiting = blobs.handed()
         with self._lock:
@@ -236,12 +234,7 @@ class PartWriter:
     is_stored = False
 
     def __init__(
-        self,
-        writers: Writers,
-        namespace: str,
-        blob: NewBlob,
-        register: "BlobRegister",
-        left_bytes: int,
+        self, writers: Writers, namespace: str, blob: NewBlob, register: "BlobRegister", left_bytes: int
     ) -> None:
         self.namespace = namespace
         self.digest = digest = blob.digest
@@ -257,8 +250,7 @@ class PartWriter:
         self._is_ended = False
 
     def resume(self) -> None:
-        """Open the part, and read again what it holds. Raises OSError; InvalidArgument when it is of another kind, or
-        is none that was handed over."""
+        """Open the part, and read again what it holds. Raises OSError; InvalidArgument when it is of another kind."""
         taken = self._blobs.take(self.digest, self._handed) if self._handed else None
         self._part = taken or self._blobs.begin(self.digest.hash)
         for piece in self._part.pieces():

@@ -24,10 +24,7 @@ class Disk:
     """The real file system. Files are 0600 and directories 0700; no symbolic link is followed at a path's end."""
 
     def make_directory(self, path: Path) -> None:
-        """Make a directory and those above it; its name is durable on return, even if its maker died before.
-
-        Expensive: callers that need a directory often remember that it exists.
-        """
+        """Make a directory and those above it, durably. Expensive: callers remember that it exists."""
         if path.is_dir():
             # Where one may not look, one could not have made it either.
             with contextlib.suppress(PermissionError):
@@ -43,10 +40,7 @@ class Disk:
         path.mkdir(mode=0o700, exist_ok=True)
 
     def open_append(self, path: Path) -> int:
-        """A descriptor that reads, and writes at the end; the file is made when it does not exist.
-
-        Raises OSError; NO_FILE for what is no regular file.
-        """
+        """A descriptor that reads, and writes at the end; the file is made. Raises OSError (NO_FILE)."""
         flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
         return _of_file(os.open(path, flags, 0o600))
 
@@ -57,8 +51,7 @@ class Disk:
             view = view[os.write(descriptor, view) :]
 
     def overwrite(self, path: Path, data: bytes) -> None:
-        """Write over a file's first bytes where they lie, durably. An SSD, or a file system that copies on write, may
-        keep what was there for a while."""
+        """Write over a file's first bytes where they lie, durably. An SSD may keep what was there for a while."""
         descriptor = _of_file(os.open(path, os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK))
         try:
             self.write(descriptor, data)

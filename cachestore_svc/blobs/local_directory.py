@@ -1,7 +1,4 @@
-"""Blobs as files in one local directory: where they lie, how their bytes are read and verified, and how they go.
-
-A path is made of the namespace's own hash and of a digest's 64 hex digits; no name from outside is ever part of one.
-"""
+"""Blobs as files in one local directory, at paths made of the namespace's hash and the digest's hex digits alone."""
 
 import builtins
 import errno

@@ -1,8 +1,4 @@
-"""The facts of blobs in a manifest, and whether a blob fits them. Pure.
-
-A block of the right shape can still hold other tokens or other weights. So each blob must be of the manifest's KV
-identity, at its place, and of the chain of exactly these tokens (LESSONS 9 and 13).
-"""
+"""The facts of blobs in a manifest, and whether a blob is of its KV identity, place and chain of tokens. Pure."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -39,10 +35,7 @@ class ManifestFacts:
 
 
 def read_manifest(data: bytes | memoryview) -> ManifestFacts:
-    """Check a manifest as every reader of manifests does, and say what its blobs must be.
-
-    Raises InvalidArgument (MANIFEST_REFUSED) naming the first wrong field.
-    """
+    """Check a manifest as all its readers do; what its blobs must be. Raises InvalidArgument (MANIFEST_REFUSED)."""
     message = manifests.parse(data)
     hash_ = kv_identity_hash(message.kv_identity)
     return ManifestFacts(
@@ -77,10 +70,7 @@ class SharedBlock:
 
 
 def shared_blocks(facts: ManifestFacts, namespace: str) -> list[SharedBlock]:
-    """The manifest's shareable blocks, by index, and each index by group.
-
-    The blocks of all groups at one index were computed together, on those before them.
-    """
+    """The manifest's shareable blocks, by index, and each index by group: those of one were computed together."""
     tokens = facts.token_ids[: facts.shareable_blocks * BLOCK_TOKENS]
     hashes = block_hash_chain(namespace, facts.kv_identity_hash, tokens)
     found = []

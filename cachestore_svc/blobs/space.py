@@ -33,8 +33,7 @@ class Space:
 
     @contextlib.contextmanager
     def reserving(self, namespace: str) -> Iterator[Callable[[int], None]]:
-        """What sets bytes aside for one write after the other, by one look at the disk. It raises ResourceExhausted:
-        QUOTA_FULL, DISK_FULL, DISK_SHARE_FULL, RESERVATIONS_FULL."""
+        """Sets bytes aside for one write after the other, by one look at the disk. Raises ResourceExhausted."""
         with self._lock:
             free, kept = self._disk.free_bytes(self._config.data_dir), self._kept_bytes()
             yield lambda size_bytes: self._reserve(namespace, size_bytes, free, kept)
@@ -93,8 +92,7 @@ class Space:
             return self._reserved[namespace]
 
     def _check_share(self, namespace: str, size_bytes: int, left_bytes: int) -> None:
-        """Without a quota, a namespace leaves as much to those that hold little as must stay free for the system: so it
-        never takes all. It makes no difference whether there are others: that is no business of its own."""
+        """Without a quota, a namespace leaves to others as much as must stay free, whether there are any or not."""
         held = self._stored[namespace] + self._reserved[namespace]
         has_quota = self._config.quota_bytes(namespace) is not None
         kept = self._config.free_disk_reserve_bytes

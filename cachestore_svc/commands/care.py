@@ -1,5 +1,4 @@
-"""The commands `check`, `scrub`, `gc` and `recover`: their work, their output for people or as JSON, and the exit
-code."""
+"""The commands `check`, `scrub`, `gc` and `recover`: their work, their output, and the exit code."""
 
 import json
 import sys

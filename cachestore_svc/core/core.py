@@ -105,8 +105,7 @@ class Core(Storage):
         return int(self.config.grace_period_s * 1000)
 
     def check_open(self, namespace: str) -> None:
-        """Raises InvalidArgument for what is no namespace, and FailedPrecondition (NAMESPACE_SEALED) for one that no
-        key opens."""
+        """Raises InvalidArgument for no namespace, FailedPrecondition (NAMESPACE_SEALED) for one that no key opens."""
         check_namespace(namespace)
         self.seals.check_open(namespace)
 

@@ -15,11 +15,7 @@ from cachestore_svc.index.resting import needs_promise
 
 
 def promised(core: Core, namespace: str, find: Callable[[CatalogView], Iterable[BlobEntry]]) -> list[BlobEntry]:
-    """The undamaged blobs that `find` finds in the namespace. They stay for a grace period from now on, because the
-    caller learns that they are here. Writes only when an earlier promise is not fresh enough.
-
-    One operation of the catalog: a caller that looks for thousands asks in slices of SLICE.
-    """
+    """The namespace's undamaged blobs that `find` finds; they stay for a grace period. At most SLICE at once."""
     now = core.now_unix_ms()
 
     def find_whole(view: CatalogView) -> list[BlobEntry]:

@@ -1,8 +1,4 @@
-"""Requests checked and answers written: between the wire's messages and the store's records.
-
-Each `read_…` raises InvalidArgument naming the field of the request. An answer's fields have the names that records
-have: `written` fills them, and a test compares the names.
-"""
+"""Requests checked, answers written: `written` fills one's fields from a record's properties of the same names."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import is_dataclass

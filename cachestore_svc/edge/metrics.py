@@ -1,7 +1,4 @@
-"""Prometheus metrics of the store, summed over namespaces: its sizes, its work and its calls.
-
-No agent and no namespace is named: how many series there are does not depend on what callers do.
-"""
+"""Prometheus metrics of the store, summed over namespaces: how many series there are does not depend on callers."""
 
 import time
 from collections.abc import Callable, Iterator

@@ -1,7 +1,4 @@
-"""Pairing over gRPC: the listener that is open while `kvasir pair` waits, and the caller that takes its code there.
-
-Without TLS: the exchange seals its messages (`pairing/exchange.py`), and there is no certificate to trust yet.
-"""
+"""Pairing over gRPC, without TLS: the exchange seals its messages, and there is no certificate to trust yet."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -108,10 +105,7 @@ async def listening(address: str, side: HostSide) -> AsyncIterator[str]:
 
 
 async def join(address: str, run: Joining, card: Card) -> Card:
-    """Take a code to the listener at HOST:PORT; returns the host's card, which may be pinned.
-
-    Raises PermissionDenied (PAIRING_REFUSED), FailedPrecondition (PAIRING_OVER), Unavailable.
-    """
+    """Take a code to the listener at HOST:PORT; returns the host's card, which may be pinned. Raises KvasirError."""
     async with grpc.aio.insecure_channel(address, (("grpc.enable_http_proxy", 0),)) as channel:
         call = pairing_pb2_grpc.PairingServiceStub(channel).Pair(timeout=SILENCE_S)  # type: ignore[no-untyped-call]
         try:
@@ -165,9 +159,7 @@ _Said = Callable[[str], Awaitable[Any]]
 
 
 def _said(steps: AsyncIterator[Any]) -> _Said:
-    """Asks for the next step by its name. Raises InvalidArgument for another, PermissionDenied when the other side
-    refuses, Unavailable when it has left.
-    """
+    """The next step by its name. Raises InvalidArgument for another, PermissionDenied, Unavailable."""
 
     async def next_step(name: str) -> Any:
         step = await anext(steps, None)

@@ -38,8 +38,7 @@ class PeerService(pairing_pb2_grpc.PeerServiceServicer):
         return pb.ReloadPeersResponse(peers=names, ended_calls=ended, address=self.address)
 
     async def reload(self) -> int:
-        """Read the file of peers again, end the calls of peers that may less and ours to them, open or close the door;
-        returns how many ended. Raises ConfigError for a file that is wrong: then all stays as it is."""
+        """Read the file of peers again, end calls of peers that lost rights; how many ended. Raises ConfigError."""
         lost = self._peers.reload()
         end_calls = self._edge.authentication.end_calls
         ended = end_calls(lambda caller: caller.is_peer and name_of(caller) in lost)
@@ -51,8 +50,7 @@ class PeerService(pairing_pb2_grpc.PeerServiceServicer):
         return ended
 
     async def settle(self) -> None:
-        """Open the door where the book says, and none without paired peers. A taken address is logged, not raised: the
-        store serves its own machine all the same."""
+        """Open the door where the book says, if there are paired peers. A taken address is logged, not raised."""
         async with self._settling:  # of two at once, the one that read an older book may end last
             await self._settle()
 

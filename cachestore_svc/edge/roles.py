@@ -1,7 +1,4 @@
-"""The roles that may call each RPC of the store's services: one row per RPC.
-
-An engine calls the RPCs about agents on behalf of its callers, whose roles it has checked.
-"""
+"""The roles that may call each RPC of the store's services; an engine calls for callers whose roles it has checked."""
 
 from kvasir.credentials import ADMIN, CLIENT, ENGINE, PEER
 

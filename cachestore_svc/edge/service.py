@@ -1,9 +1,4 @@
-"""The cache store over gRPC: each RPC reads its request, calls the store on a thread, and writes its answer.
-
-The namespace comes from the caller's credential, never from a request. The work of an RPC is in `store`; blobs move in
-`inbound` and `outbound`; the callers of each RPC are the table in `roles`; agents and their versions are in
-`agent_service`.
-"""
+"""The cache store over gRPC: each RPC reads its request, calls the store on a thread, and writes its answer."""
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator
@@ -248,8 +243,7 @@ class CacheStoreService(StoreCalls, cachestore_pb2_grpc.CacheStoreServiceService
         )
 
     async def _receives_files(self, namespace: str) -> bool:
-        """Whether engines on this host may hand files over. Asked often, and a probe waits for no thread: known after
-        the first time."""
+        """Whether engines on this host may hand files over: known without a thread after the first time."""
         if namespace not in self._receiving and await self._run(self._store.blobs.receive_files):
             self._receiving.add(namespace)
         return namespace in self._receiving

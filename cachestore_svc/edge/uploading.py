@@ -37,8 +37,7 @@ class Uploading:
         await self._intake.outcomes.put(failure)
 
     async def answers(self) -> AsyncGenerator[pb.WriteBlobsResponse, None]:
-        """An answer for each blob that became durable, or for several of them; ends with the requests. Raises why no
-        more are taken, or why a blob is refused."""
+        """An answer for each blob, or for several, that became durable; ends with the requests. Raises why not."""
         outcomes = self._intake.outcomes
         while True:
             coming = [await outcomes.get()]

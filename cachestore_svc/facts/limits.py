@@ -70,8 +70,7 @@ def check_labels(labels: Mapping[str, str]) -> None:
 
 
 def check_all_labels(labels: Mapping[str, str]) -> None:
-    """Raises InvalidArgument when these, all that an agent would have, are too many or too long in all. The id of its
-    first move is no caller's, and does not count."""
+    """Raises InvalidArgument for too many labels, or too long ones in all; the id of its first move does not count."""
     if len(labels.get(FIRST_MOVE, "")) > MAX_LABEL_CHARS:
         raise wrong(f"labels.{FIRST_MOVE}", f"expected at most {MAX_LABEL_CHARS} characters")
     counted = {name: value for name, value in labels.items() if name != FIRST_MOVE}

@@ -70,14 +70,12 @@ class Ownership:
         return self.state in (OwnerState.MOVING, OwnerState.ARRIVING)
 
     def has_part(self, peers: Collection[str], *, may_move: bool) -> bool:
-        """Whether one of these names had the agent since the last claim here, or, if it may still take it away, was
-        offered it: the answer to its last word may have been lost."""
+        """Whether one of these names had the agent since the last claim here, or may have been given it."""
         return any(name in peers for name in (_name_of(each) if may_move else each for each in self.had_by))
 
     @property
     def came(self) -> tuple[str, int]:
-        """The peer that gave the agent by the last move, and its newest version then; ("", 0) of one that is not here
-        by a move."""
+        """The peer that gave the agent by the last move, and its newest version then; ("", 0) of other agents."""
         for each in self.had_by if self.is_owned and self.move_id else ():
             if found := _CAME.fullmatch(each):
                 return found[3], int(found[2])
@@ -113,8 +111,7 @@ def check_came_by(agent_id: str, known: Ownership, move_id: str) -> None:
 
 
 def check_takes_copy(agent_id: str, known: Ownership, generation: int | None) -> None:
-    """As `check_writable`; but a copy of what another store owns takes what that owner has. `generation`: of the owner
-    who gives it; None: it comes from elsewhere."""
+    """As `check_writable`; but a copy takes what the owner of `generation` gives; None: it comes from elsewhere."""
     if known.state is not OwnerState.MOVED or generation is None or generation < known.generation:
         check_writable(agent_id, known)
 
@@ -143,8 +140,7 @@ def _check_believable(agent_id: str, known: Ownership, peer: str, generation: in
 
 
 def are_two(ours: Mapping[str, str], theirs: Mapping[str, str]) -> bool:
-    """Whether agents of one name, with these labels, are surely two: each moved first by another move. Where one never
-    moved, or moved before there was the label, they may be one."""
+    """Whether agents of one name are surely two: each moved first by another move, as their labels say."""
     one, other = ours.get(FIRST_MOVE), theirs.get(FIRST_MOVE)
     return bool(one and other and one != other)
 
@@ -209,16 +205,14 @@ def handed_over(
 
 
 def undone(known: Ownership, peer: str, move_id: str, now_unix_ms: int) -> Ownership:
-    """The fact without a move that was not handed over, whose id is never taken again; unchanged if that move is not
-    under way."""
+    """The fact without a move that was not handed over, whose id is never taken again; else unchanged."""
     if known.state is not OwnerState.MOVING or (known.peer, known.move_id) != (peer, move_id):
         return known
     return replace(known, state=OwnerState.OWNED, peer="", since_unix_ms=now_unix_ms)
 
 
 def taken_back(known: Ownership, now_unix_ms: int) -> Ownership:
-    """The fact once this store's owner has claimed an agent that was not handed over: no peer has a part in it from now
-    on. Unchanged if it is not here to be claimed."""
+    """The fact once its owner claimed an agent that was not handed over: no peer has a part in it from now on."""
     kept = undone(known, known.peer, known.move_id, now_unix_ms)
     return replace(kept, had_by=()) if kept.is_owned else kept
 
@@ -260,8 +254,7 @@ def arrived(agent_id: str, known: Ownership, move_id: str, now_unix_ms: int) -> 
 
 
 def did_not_arrive(known: Ownership, move_id: str, now_unix_ms: int) -> Ownership:
-    """The fact once the source has refused to hand over. Without a copy of its own before, this store has one of the
-    source's now, and says so."""
+    """The fact once the source has refused to hand over. A first copy of the source's is its own now, and says so."""
     if known.state is not OwnerState.ARRIVING or known.move_id != move_id:
         return known
     state = OwnerState.OWNED if known.was_owned else OwnerState.MOVED

@@ -1,8 +1,4 @@
-"""The store's questions and answers, as plain frozen data.
-
-No SQL, no protobuf services, no behaviour beyond properties: every module of the store, its service and its tests
-speak in these. Times are Unix milliseconds, sizes are bytes.
-"""
+"""The store's questions and answers, as frozen data. Times are Unix milliseconds, sizes are bytes."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -96,8 +92,7 @@ class LineKey(NamedTuple):
 
 
 class LineQuery(NamedTuple):
-    """Asks for lines of an agent of the operation's namespace. Without a KV identity: for all of them or, where one is
-    wanted, that of the newest version."""
+    """Asks for lines of an agent; without a KV identity for all, or, of one, that of the newest version."""
 
     agent_id: str
     kv_identity_hash: str | None = None
@@ -300,8 +295,7 @@ class Event:
 
 @dataclass(frozen=True, slots=True)
 class EventBatch:
-    """Events after a cursor, oldest first. `cursor` is where to go on from; when `is_lost`, events before the
-    first of these (or before `cursor`, when there are none) are gone."""
+    """Events after a cursor, oldest first; go on from `cursor`. `is_lost`: some before these are gone."""
 
     events: tuple[Event, ...]
     cursor: EventCursor
@@ -414,8 +408,7 @@ class AgentUsage:
 
 @dataclass(frozen=True, slots=True)
 class Totals:
-    """Sizes of all namespaces together, but for those that are kept out because their entries are damaged: sums of
-    their `Stats`."""
+    """Sizes of all namespaces together: sums of their `Stats`, but of those with damaged entries."""
 
     agent_count: int
     snapshot_count: int

@@ -36,9 +36,7 @@ class CatalogChange(BlobsChange, AgentsChange, RightsChange, UpkeepChange, Histo
 
 
 class Catalog(Protocol):
-    """Runs operations: namespaces in turn, and the reads and the writes of each in the order they came. A read sees
-    every write that was acknowledged before it was asked, and no write that is not durable.
-    """
+    """Runs operations: namespaces in turn, each one's in order. A read sees every acknowledged write, and no other."""
 
     is_migrated: bool  # opening it changed its form
 

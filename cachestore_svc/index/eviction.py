@@ -36,10 +36,4 @@ def _may_go(candidate: Candidate, evict_heads: bool, unused_since_unix_ms: int) 
 
 
 def _rank(candidate: Candidate) -> tuple[bool, bool, int, int, int]:
-    return (
-        candidate.is_head,
-        candidate.is_pinned,
-        candidate.line_used_unix_ms,
-        candidate.line_id,
-        candidate.version,
-    )
+    return (candidate.is_head, candidate.is_pinned, candidate.line_used_unix_ms, candidate.line_id, candidate.version)

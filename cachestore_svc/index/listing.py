@@ -1,7 +1,4 @@
-"""Listings in pages: a token names the last entry of its page, so the next page is right while others write.
-
-A token belongs to its listing: under another filter it is refused, because it would skip what that filter finds.
-"""
+"""Listings in pages: a token names the last entry of its page and its filter, so it is right while others write."""
 
 import base64
 import binascii
@@ -43,9 +40,7 @@ def page_size(asked: int) -> int:
 def agents_page(
     catalog: Catalog, namespace: str, wanted: AgentFilter, size: int, token: str, default_retained: int
 ) -> AgentPage:
-    """Agents behind the token's place, in the order of their UTF-8 bytes, read a few at a time: a listing of
-    a hundred thousand agents keeps no other operation waiting.
-    """
+    """Agents behind the token's place, by their UTF-8 bytes, read a few at a time: no other operation waits long."""
     listing = (wanted.name_prefix, *(text for label in sorted(wanted.labels.items()) for text in label))
     after = page_place(token, listing)
     listed: list[AgentRecord] = []

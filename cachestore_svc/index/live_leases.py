@@ -48,8 +48,7 @@ class LiveLeases:
             return max(found.ends - self._steady(), 0.0)
 
     def prolong(self, line: LineKey, token: LeaseToken, ttl_s: float) -> bool:
-        """Hold it for longer. False, and nothing changed, if it ended or is taken back, or if a restart would end it
-        before its holder expects that."""
+        """Hold it for longer. False if it ended, is taken back, or would end earlier by a restart than expected."""
         with self._lock:
             found = self._grants.get(line)
             if found is None or found.token != token or found.is_taken_back or found.ends <= self._steady():

@@ -32,7 +32,5 @@ def missing(digest: Digest, what: str) -> FailedPrecondition:
 
 def unfit_blob(digest: Digest, problem: str) -> FailedPrecondition:
     return FailedPrecondition(
-        f"blob {digest} does not fit its manifest: {problem}",
-        reason="BLOB_UNFIT",
-        metadata={"digest": digest.hash},
+        f"blob {digest} does not fit its manifest: {problem}", reason="BLOB_UNFIT", metadata={"digest": digest.hash}
     )

@@ -4,8 +4,7 @@ from cachestore_svc.index.ports.upkeep import Deadlines
 
 
 def rested_at(now_unix_ms: int, grace_ms: int) -> Deadlines:
-    """Promises are renewed only when they are an eighth of the grace period old (see `needs_promise`), so that asking
-    for a thousand digests seldom writes; they rest that much longer."""
+    """Promises are renewed only from an eighth of the grace period on (see `needs_promise`): so they rest for more."""
     return Deadlines(now_unix_ms - grace_ms, now_unix_ms - grace_ms - grace_ms // 8)
 
 

@@ -1,7 +1,4 @@
-"""A note that a closed store leaves: a hash of its files. A start that finds the same files compares no rows.
-
-The note only saves time: without it, or where it is no longer true, the start compares every row.
-"""
+"""A note that a closed store leaves, a hash of its files: it saves the next start from comparing every row."""
 
 import contextlib
 import json
@@ -21,12 +18,7 @@ _MOST_BYTES = 1000
 def write(database: Path, log: Journal, disk: Disk) -> None:
     """Note the bytes of a database and a journal that are closed. A failure leaves no note."""
     path = database.with_name(NAME)
-    note = {
-        "store": log.store,
-        **log.position._asdict(),
-        "base_bytes": log.base_bytes,
-        "size_bytes": log.size_bytes,
-    }
+    note = {"store": log.store, **log.position._asdict(), "base_bytes": log.base_bytes, "size_bytes": log.size_bytes}
     with contextlib.suppress(OSError):
         note["bytes"] = _bytes_of(database, log.path, disk)
         disk.remove(path)
@@ -38,8 +30,7 @@ def write(database: Path, log: Journal, disk: Disk) -> None:
 
 
 def read(database: Path, log: Path, disk: Disk) -> Parsed | None:
-    """The journal as it was when the store was closed, but for its state; None unless database and journal are, to the
-    byte, what they were then, with no log beside them."""
+    """The journal as it was at the close, without its state; None unless all files are what they were."""
     if disk.has(Path(f"{database}-wal")):
         return None
     try:

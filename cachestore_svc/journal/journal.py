@@ -1,7 +1,4 @@
-"""The journal's file: appended and synced with each group commit, cut back if that fails, rewritten shorter when long.
-
-Used on the index thread, but for `shorter`, which reads what no longer changes.
-"""
+"""The journal's file: appended and synced with each group commit, cut back if that fails, rewritten when long."""
 
 import contextlib
 import os
@@ -88,8 +85,7 @@ class Journal:
         self._before = None
 
     def take_back(self) -> None:
-        """The commit of the group that was appended last failed, if there is one. Where it cannot be cut off, the next
-        start finds it: until then nothing more is written."""
+        """The commit of the last group failed: cut it off. Where that fails, nothing more is written."""
         if self._before is None:
             return
         (self.position, self._size_bytes), self._before = self._before, None
@@ -99,8 +95,7 @@ class Journal:
             self._is_broken = True
 
     def shorten(self, state: State, position: Position, read_bytes: int) -> None:
-        """Begin with this state, which is that of the first `read_bytes`, and go on with what was appended since.
-        Raises OSError; the journal is then as it was, or takes nothing more."""
+        """Begin with this state, of the first `read_bytes`, and go on with what was appended since. Raises OSError."""
         new = self.path.with_name(self.path.name + _NEW_SUFFIX)
         size = _write(new, self._disk, [*state_lines(self.store, position, state), *self._pieces(read_bytes)])
         base_bytes = size - (self._size_bytes - read_bytes)

@@ -81,8 +81,7 @@ def state_lines(store: str, position: Position, state: State) -> Iterator[bytes]
 
 
 def parse(data: bytes, *, salvages: bool = False, until: Position | None = None) -> Parsed:
-    """Read a journal as far as it is whole, or `until` a position. If it `salvages`, go on behind a damaged line: each
-    later one still proves itself by its own checksum and the one written before it."""
+    """Read a journal as far as it is whole, or `until` a position; with `salvages` also behind a damaged line."""
     parsed = Parsed()
     lines = data.split(b"\n")
     parsed.torn_bytes = len(lines.pop())

@@ -98,8 +98,7 @@ def changes_of(state: State) -> Iterator[Change]:
 
 
 def differences(recorded: State, found: State) -> dict[str, dict[str, str]]:
-    """Where an index differs from what a journal records: per namespace, agents (or "" for the namespace itself) and
-    what is wrong with each, in words."""
+    """Where an index differs from a journal: by namespace, agents ("": the namespace) and what is wrong."""
     wrong: dict[str, dict[str, str]] = {}
     for name in recorded.keys() | found.keys():
         old, new = recorded.get(name, Namespace()), found.get(name, Namespace())

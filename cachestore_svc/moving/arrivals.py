@@ -173,9 +173,7 @@ class Arrival:
 
     @contextlib.asynccontextmanager
     async def _beating(self) -> AsyncGenerator[Callable[[], None], None]:
-        """Let the source hear of the move meanwhile. What comes raises FailedPrecondition (MOVE_UNKNOWN) once the
-        source has undone it: there is nothing to copy for any more.
-        """
+        """Let the source hear of the move meanwhile; FailedPrecondition (MOVE_UNKNOWN) once it has undone it."""
         refusals: list[FailedPrecondition] = []
 
         async def beat() -> None:

@@ -31,8 +31,7 @@ class Bringing:
 
     @contextlib.contextmanager
     def counted(self, namespace: str, peer: str, agent_id: str, *, is_given: bool) -> Iterator["Coming"]:
-        """An agent on its way here, which counts if the peer gives it. Afterwards only bytes that came are counted as
-        sent, and the agent counts as brought only if it `has_come`."""
+        """An agent on its way here. Afterwards only bytes that came count, and the agent only if it `has_come`."""
         coming = Coming(namespace, peer, agent_id, is_given)
         self._coming.add(coming)
         try:
@@ -63,8 +62,7 @@ class Bringing:
             coming.announced_bytes += lacking
 
     async def _of(self, namespace: str, peer: str) -> Mapping[str, int]:
-        """Agents that came from the peer and that nobody here has extended since, and those on their way, with their
-        bytes."""
+        """Agents that came from the peer and that nobody here has extended, or that are coming, with their bytes."""
         now, key = self._limits.now(), (namespace, peer)
         if key not in self._brought or now - self._brought[key][0] > BELIEVED_S:
             found = await self._store.threads.run(namespace, self._look, namespace, peer)

@@ -101,8 +101,7 @@ class ClaimPolling:
     async def _claimed_there(
         self, remote: AioStoreClient, peer: str, namespace: str, agent_id: str, known: Ownership
     ) -> int:
-        """The generation in which a peer has claimed an agent; 0 if it has not. Raises Unavailable, FailedPrecondition,
-        DataLoss."""
+        """The generation in which a peer has claimed an agent; 0: it has not. Raises KvasirError."""
         try:
             with answers_of_peer(peer):
                 agent = await remote.get_agent(agent_id)

@@ -161,8 +161,7 @@ class LineCopies:
 
     @contextlib.asynccontextmanager
     async def kept(self, namespace: str, digests: Sequence[Digest]) -> AsyncGenerator[None, None]:
-        """Keep those of these blobs that are here for the block, and for most of a grace period after it: it may last
-        for longer, and nothing names them before the commit. There may be more of them meanwhile."""
+        """Keep those of these blobs that are here for the block, as nothing names them before the commit."""
 
         async def renew() -> None:
             while True:
@@ -281,8 +280,7 @@ class _OtherWriters:
         self._since = 0.0
 
     async def wait(self, refused: FailedPrecondition, seen: object) -> None:
-        """Wait a little. `seen`: what changes while they get on. Raises `refused` if it is about something else, or if
-        that has not changed for too long."""
+        """Wait a little. `seen` changes while they get on. Raises `refused` for another reason, or without progress."""
         now = asyncio.get_running_loop().time()
         if seen != self._seen:
             self._seen, self._since = seen, now
@@ -292,16 +290,14 @@ class _OtherWriters:
 
 
 def came_from(line: SnapshotVersion, names: Sequence[str], agent_id: str = "") -> bool:
-    """Whether a peer, which has or had these names, may replace this: it is what that peer gave, unchanged. `agent_id`:
-    that agent of the peer; else any of them."""
+    """Whether a peer of these names may replace this: it is what that peer gave, unchanged (of `agent_id`, or any)."""
     given = line.origin_detail.rpartition("@")[0]  # a name may have one too
     is_given = any(given == f"{name}/{agent_id}" if agent_id else given.startswith(f"{name}/") for name in names)
     return line.origin in (Origin.PULL, Origin.MOVE) and is_given
 
 
 def check_owns(peer: str, there: Any) -> None:
-    """Raises FailedPrecondition (AGENT_MOVED) for an agent of a peer that does not own it: what it has is an older copy
-    of another store's."""
+    """Raises FailedPrecondition (AGENT_MOVED) for an agent of a peer that has an older copy of another store's."""
     known = there.ownership
     if int(known.state) == OwnerState.MOVED:
         raise FailedPrecondition(

@@ -26,13 +26,7 @@ class HandingOver:
     """What peers may ask of one store's agents. On one event loop."""
 
     def __init__(
-        self,
-        store: AioStore,
-        peers: Peers,
-        limits: PeerLimits,
-        *,
-        patience_s: float,
-        steady: Callable[[], float],
+        self, store: AioStore, peers: Peers, limits: PeerLimits, *, patience_s: float, steady: Callable[[], float]
     ) -> None:
         """`patience_s`: a destination that is silent for longer loses its move; ten times as long, and the time that
         the agent's bytes take at a mebibyte a second, is all that a move may last. `steady` gives seconds, monotonic.
@@ -102,8 +96,7 @@ class HandingOver:
         await self._undo(namespace, agent_id, peer, move_id)
 
     async def fence(self, namespace: str, agent_id: str, peer: str, generation: int, left_s: float | None) -> None:
-        """See Store.fence. Waits for an engine's lease. Raises FailedPrecondition (PEER_CONFIGURATION),
-        PermissionDenied (PEER_MAY_NOT), ResourceExhausted (PEER_LIMIT)."""
+        """See Store.fence. Waits for a lease. Raises FailedPrecondition, PermissionDenied, ResourceExhausted."""
         self._check_known(namespace, peer)
         may = self._peers.may(Verb.FENCE, namespace, peer, agent_id)
         self._limits.word(peer)
@@ -111,8 +104,7 @@ class HandingOver:
         await self._store.run_once_free(namespace, left_s, fence, agent_id, peer, generation, may)
 
     def _check_known(self, namespace: str, peer: str) -> None:
-        """Agents change hands only between stores that know each other: a credential for pulls alone takes nothing, and
-        the name that is noted for an agent's owner is one that can be asked."""
+        """Agents change hands only between stores that know each other, so that an owner's name can be asked."""
         if peer not in self._peers.names(namespace):
             raise FailedPrecondition(
                 f"this store has no peer {peer!r}, which is the name of the caller's credential: agents move between "
@@ -121,8 +113,7 @@ class HandingOver:
             )
 
     async def undo_if_silent(self, namespace: str, agent_id: str, known: Ownership) -> None:
-        """Undo a move whose destination has not been heard of for too long, or only asks on and does not end it. One to
-        nobody waits for a claim."""
+        """Undo a move whose destination is silent for too long, or does not end it. One to nobody waits for a claim."""
         if known.state is not OwnerState.MOVING or not known.peer:
             return
         agent = namespace, agent_id, known.peer

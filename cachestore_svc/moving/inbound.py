@@ -117,8 +117,7 @@ class BlobIntake:
         self._room = asyncio.Semaphore(_MAX_WHOLE)
 
     async def begin(self, digest: Digest, kind: BlobKind, offset: int, data: bytes | memoryview) -> None:
-        """Begin the next blob with its first bytes, which lie at `offset`. Raises as `write`; without bytes, or behind
-        the start, also what Store.open_writer does, and InvalidArgument (offset)."""
+        """Begin the next blob with its first bytes, at `offset`. Raises as `write`, and as Store.open_writer."""
         await self._leave_current()
         if offset == 0 and data and len(data) == digest.size_bytes <= MAX_FRAME_BYTES:
             await self._hold(len(data))
@@ -136,9 +135,7 @@ class BlobIntake:
         await self._take_whole(_Blob(NewBlob(digest, kind, token)))
 
     async def resume(self, digest: Digest, kind: BlobKind) -> int:
-        """Begin the next blob where an earlier writer ended; returns that offset, which nobody else changes from now
-        on. Raises what Store.open_writer does, and FailedPrecondition (WRITE_IN_PROGRESS) for one that needs no
-        bytes."""
+        """Begin the next blob where an earlier writer ended, and nobody changes it now. Raises as Store.open_writer."""
         await self._leave_current()
         writer = await self._open(digest, kind)
         if self._is_skipping:

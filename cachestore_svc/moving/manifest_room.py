@@ -1,8 +1,4 @@
-"""The memory that manifests may take while they are read, shared by namespace.
-
-A manifest of 15 MiB takes 100 MiB while it is parsed and checked, so a reader waits for that much room first. A list of
-blobs that outlives the reading, as during an export, is charged as well.
-"""
+"""Memory for manifests while they are read, shared by namespace: 15 MiB take 100 MiB while they are checked."""
 
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
 
@@ -33,8 +29,7 @@ class ManifestRoom:
         return self.room.held_for(namespace, ANSWERED_PER_BYTE * size_bytes)
 
     def keep_list(self, room: AsyncExitStack, namespace: str, blobs: int) -> None:
-        """Charge the list of a manifest's blobs until `room` closes. The caller has just parsed the manifest: it does
-        not wait, because it gives back more than it takes."""
+        """Charge a manifest's list of blobs until `room` closes; without a wait, as parsing gives back more."""
         self.room.take(namespace, _LISTED_BLOB_BYTES * blobs)
         room.callback(self.room.give_back, namespace, _LISTED_BLOB_BYTES * blobs)
 

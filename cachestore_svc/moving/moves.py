@@ -138,8 +138,7 @@ class Moves:
         return known
 
     async def _facts_of_peers(self, namespace: str, agent_id: str, known: Ownership) -> dict[str, Any]:
-        """What each peer knows of the agent's owner, but for those that never heard of a move of it; None of one that
-        cannot be asked now, or is not to be believed."""
+        """What each peer knows of the agent's owner, if it heard of a move of it; None: it cannot be asked now."""
         ours = await self._store.labels(namespace, agent_id)
 
         async def ask(peer: str) -> Any:
@@ -184,8 +183,7 @@ class Moves:
             await self._store.threads.run(HOUSE, self._store.owners.rename_peers, names)
 
     async def keep(self) -> None:
-        """Look after unfinished moves, for as long as the store serves. Each set of peers has a task of its own: a peer
-        that does not answer keeps only those agents waiting that need it."""
+        """Look after unfinished moves, for ever. Each set of peers has a task: a silent one delays only its agents."""
         going: dict[tuple[str, frozenset[str]], asyncio.Task[None]] = {}
         try:
             while True:
@@ -316,8 +314,7 @@ class Moves:
         return True
 
     async def _knows_of_moves(self, remote: AioStoreClient, namespace: str, agent_id: str, peer: str) -> bool:
-        """False of a peer whose agent of this name never changed hands, or moved first by another move: that is another
-        one, and its own."""
+        """False of a peer whose agent of this name never moved, or first by another move: that is another one."""
         try:
             with answers_of_peer(peer):
                 there = await remote.get_agent(agent_id)

@@ -62,12 +62,7 @@ class BlobSource:
     """One reader's blobs. It holds those that are being sent and, when there is room, the next few."""
 
     def __init__(
-        self,
-        store: AioStore,
-        budget: SharedRoom,
-        namespace: str,
-        digests: Sequence[Digest],
-        first_offset: int,
+        self, store: AioStore, budget: SharedRoom, namespace: str, digests: Sequence[Digest], first_offset: int
     ) -> None:
         self._store = store
         self._budget = budget

@@ -64,12 +64,7 @@ class Transfers:
     """Moves agents in and out of one store."""
 
     def __init__(
-        self,
-        store: AioStore,
-        reader: BlobReader,
-        peers: Peers,
-        bringing: Bringing,
-        stall_timeout_s: float,
+        self, store: AioStore, reader: BlobReader, peers: Peers, bringing: Bringing, stall_timeout_s: float
     ) -> None:
         self._store = store
         self._reader = reader
@@ -245,9 +240,7 @@ class Transfers:
         async def commit() -> SnapshotVersion:
             async with self.manifests.parsing(namespace, manifest.size_bytes):
                 return await self._store.run(
-                    namespace,
-                    self._store.snapshots.commit,
-                    *(agent_id, manifest, head.version if head else 0, terms),
+                    namespace, self._store.snapshots.commit, *(agent_id, manifest, head.version if head else 0, terms)
                 )
 
         return await once_free(commit, None)

@@ -121,8 +121,7 @@ class Invitation:
 
 
 class _Side:
-    """What both sides do: the key of SPAKE2, and messages sealed under all that was said before. Call the steps in
-    their order, each once."""
+    """What both sides do: the key of SPAKE2, and messages sealed under all before. Call each step once, in order."""
 
     own, other = b"", b""  # whose messages these are
 

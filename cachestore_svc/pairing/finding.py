@@ -1,7 +1,4 @@
-"""Lists the Macs that announce in the network that they wait to be paired (mDNS, `zeroconf`). Nothing in it is trusted.
-
-Anybody in the network can announce any name. Only the code proves who somebody is.
-"""
+"""Lists the Macs that announce by mDNS that they wait to be paired. Nothing in it is trusted: the code proves."""
 
 import asyncio
 import importlib.util

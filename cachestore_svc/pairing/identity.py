@@ -1,8 +1,4 @@
-"""A store's own key and self-signed certificate, and the pin of a certificate: the SHA-256 of its public key.
-
-The certificate has a name and a key, nothing else. It is trusted because it was pinned, never because of what it says.
-So it does not expire, and may sign no other.
-"""
+"""A store's key and self-signed certificate, trusted because its public key is pinned: so it does not expire."""
 
 import base64
 import binascii

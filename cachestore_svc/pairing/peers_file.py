@@ -127,16 +127,12 @@ class PeerSettings(BaseModel):
     def given(self, namespace: str) -> Given:
         """Its rights in a namespace."""
         gives, takes = read_rights(self.gives, Gives), read_rights(self.takes, Takes)
-        return Given(
-            Gives[gives.get(namespace, "read").upper()],
-            Takes[takes.get(namespace, "nothing").upper()],
-        )
+        return Given(Gives[gives.get(namespace, "read").upper()], Takes[takes.get(namespace, "nothing").upper()])
 
 
 @dataclass(frozen=True, slots=True)
 class PeerBook:
-    """What the file says: the peers by name, where this store listens to paired ones ("" before the first pairing),
-    and, when there are paired ones, this store's own identity."""
+    """What the file says: peers by name, where this store listens to paired ones ("": to none), its identity."""
 
     peers: Mapping[str, PeerSettings] = field(default_factory=lambda: MappingProxyType({}))
     listen: str = ""
@@ -199,8 +195,7 @@ def _not_formerly(peer: PeerSettings, name: str) -> PeerSettings:
 
 
 def read_peers(path: Path | None) -> PeerBook:
-    """The book of peers; empty without a file. Raises ConfigError: malformed, doubled, writable by others, or an
-    address without protection."""
+    """The book of peers; empty without a file. Raises ConfigError, also for an address without protection."""
     if path is None or not path.exists():
         return PeerBook()
     try:

@@ -145,8 +145,7 @@ def over_limit(peer: str, what: str, retry_after_s: float = 60.0) -> ResourceExh
 
 
 def read_rights(texts: Iterable[str], kind: type[Gives] | type[Takes], namespace: str = "") -> dict[str, str]:
-    """Rights by namespace, as "move" or "work=move"; one without a namespace is for `namespace`. Raises
-    InvalidArgument."""
+    """Rights by namespace, as "move" or "work=move"; one without it is for `namespace`. Raises InvalidArgument."""
     field = kind.__name__.lower()
     rights = {}
     for text in texts:

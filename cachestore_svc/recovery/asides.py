@@ -1,8 +1,4 @@
-"""Sets aside blobs that are not listed and never removes them at once: an index may have lost entries, and then these
-bytes are all that is left.
-
-The file stays in its directory under another name, which has the time, and is removed after a grace period.
-"""
+"""Sets unlisted blobs aside, under a name with the time, for a grace period: an index may have lost entries."""
 
 import contextlib
 
@@ -15,11 +11,7 @@ from cachestore_svc.facts.records import GcReport
 
 
 def sweep_at_start(core: Core) -> None:
-    """Remove parts and handed files that a crash left, and set aside files that no row names. A row without a file is
-    quarantined.
-
-    Nothing else runs yet, so one look is enough.
-    """
+    """Remove parts and handed files of a crash, set aside files without a row, quarantine rows without a file."""
     for blobs in core.blobs.all():
         for token in blobs.handed():
             blobs.remove_handed(token)

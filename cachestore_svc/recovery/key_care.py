@@ -49,8 +49,7 @@ class KeyCare:
             return [self._seen(record) for record in self._records()]
 
     def seal(self, namespace: str, master: MasterKey) -> SealedNamespace:
-        """Let a namespace that holds nothing yet be sealed from its beginning. Raises FailedPrecondition
-        (NAMESPACE_IN_USE) for any other."""
+        """Seal a namespace that holds nothing yet. Raises FailedPrecondition (NAMESPACE_IN_USE) for any other."""
         check_namespace(namespace)
         with locked(self._config, self._disk):
             self._check_unused(namespace)
@@ -59,9 +58,7 @@ class KeyCare:
             return self._seen(record)
 
     def rotate(self, masters: Sequence[MasterKey], new: MasterKey) -> list[SealedNamespace]:
-        """Wrap every key with a new master key, and with it alone; no blob is written. If it is interrupted, the old or
-        the new master key still opens every namespace, and it can be repeated. Raises FailedPrecondition
-        (NAMESPACE_SEALED: `masters` do not open all; nothing is changed then)."""
+        """Wrap every key with a new master key alone; may be repeated. Raises FailedPrecondition (NAMESPACE_SEALED)."""
         with locked(self._config, self._disk):
             keys = [(record, record.open([*masters, new])) for record in self._records() if not record.erased_unix_ms]
             for record, _ in keys:

@@ -40,8 +40,7 @@ class Look:
 
 
 def look(database: Path, blobs: BlobBackend, disk: Disk) -> Look:
-    """Look without changing anything. Raises FailedPrecondition (INDEX_MISSING, INDEX_BEHIND, INDEX_FOREIGN) and
-    DataLoss (INDEX_DAMAGED), each of which says what to do."""
+    """Look, and change nothing. Raises FailedPrecondition or DataLoss, which say what to do."""
     path = database.with_name(journal.NAME)
     if unchanged := closed.read(database, path, disk):
         return Look(unchanged, "", unchanged.store, unchanged.position)
@@ -146,8 +145,7 @@ def lies_here(state: State, blobs: BlobBackend) -> bool:
 
 
 def _check_names_enough(view: CatalogView, blobs: BlobBackend) -> None:
-    """Without a journal nothing says whether the index lost commits. One that names less than half of what lies there
-    did, or all of that is garbage: a person must say."""
+    """Without a journal an index that names less than half of what lies there may have lost commits, or not."""
     named = view.all_hashes()
     there = list(_all_hashes(blobs))
     unnamed = sum(hash_ not in named for hash_ in there)

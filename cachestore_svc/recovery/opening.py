@@ -1,5 +1,4 @@
-"""Opens a data directory: locks it, checks its index, opens index and journal, counts what is stored, and removes what
-a crash left. Closes it, too."""
+"""Opens a data directory: locks it, checks it, counts what is stored, removes what a crash left. Closes it, too."""
 
 import contextlib
 import fcntl
@@ -111,8 +110,7 @@ def holds_store(data_dir: Path) -> bool:
 
 @contextlib.contextmanager
 def locked(config: StoreConfig, disk: Disk) -> Iterator[int]:
-    """Make and lock the data directory; unlocked at the end unless the descriptor was copied. Errors of the disk and
-    damaged entries are raised in words of the store."""
+    """Make and lock the data directory, until the end or for a copied descriptor. Raises words of the store."""
     try:
         disk.make_directory(config.data_dir)
         check_own_directory(config.data_dir)
@@ -225,8 +223,7 @@ class _Opening:
 
 
 def _remember_seals(catalog: Catalog, seals: Seals) -> None:
-    """Note which namespaces are sealed, and shut those that were, and whose record and mark are gone: else what comes
-    now would be kept plain."""
+    """Note which namespaces are sealed; shut those that were, and lost record and mark, so that none is kept plain."""
     noted = set((catalog.read(HOUSE, lambda view: view.fact(_SEALED)) or "").split())
     seals.lose(noted)
     if new := seals.recorded - noted:

@@ -17,8 +17,7 @@ INODE = "inode"
 def roll_forward(
     change: CatalogChange, read: ReadManifest, changes: Iterable[Change], store: str, position: Position
 ) -> None:
-    """Repeat the changes of the journal's last group. The event history gets a new name, so that watchers learn that
-    they missed something. Raises FailedPrecondition (INDEX_BEHIND; NAMESPACE_SEALED: a key is needed for it)."""
+    """Repeat the journal's last group, under a new name of the event history. Raises FailedPrecondition."""
     try:
         change.apply_changes(read, changes)
         change.fence_changes(changes)

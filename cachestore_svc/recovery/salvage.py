@@ -96,8 +96,7 @@ def _add(state: State, found: State) -> None:
 
 
 class Found:
-    """The blobs of one namespace as they were found, those set aside among them. Digests and facts are as the index has
-    them: of a sealed namespace, sealed."""
+    """The blobs of a namespace as found, with those set aside. Digests and facts are as the index has them, sealed."""
 
     def __init__(self, blobs: NamespaceBlobs, names: PlainNames) -> None:
         self._blobs = blobs

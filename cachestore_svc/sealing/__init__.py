@@ -1,2 +1,1 @@
-"""Encryption at rest, per namespace: its key and the master keys that open it, and the sealed form of files and names.
-No SQL."""
+"""Encryption at rest, per namespace: its key, the master keys that open it, the sealed form of files and names."""

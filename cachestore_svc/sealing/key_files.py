@@ -48,8 +48,7 @@ class KeyFiles:
         self.write(record)
 
     def write(self, record: KeyRecord) -> None:
-        """Keep a record, durably, in each copy that is not it already. What lay there is written over first: an old
-        master key shall open nothing. Raises OSError; then either record may be what is kept."""
+        """Keep a record, durably, in each copy, over the old one's bytes. Raises OSError; then either may be kept."""
         self._disk.make_directory(self._directory)
         data = keys.to_bytes(record)
         for path in self._paths(namespace_place(record.namespace)):

@@ -91,9 +91,7 @@ class KeyRecord:
         """The record with one more master key that opens it."""
         others = tuple(wrapped for wrapped in self.wrapped if wrapped.master_id != master.id)
         return replace(
-            self,
-            sequence=self.sequence + 1,
-            wrapped=(*others, master.wrap(self.namespace, key, random_bytes)),
+            self, sequence=self.sequence + 1, wrapped=(*others, master.wrap(self.namespace, key, random_bytes))
         )
 
     def only_by(self, master: MasterKey) -> "KeyRecord":

@@ -17,8 +17,7 @@ _SECRET = re.compile(rf"[0-9a-f]{{{2 * KEY_BYTES}}}")
 
 
 def from_file(path: Path) -> MasterKey:
-    """The key in a file of 64 hex digits. Raises FailedPrecondition (NAMESPACE_SEALED): it is not there, is no key, or
-    others may read it."""
+    """The key in a file of 64 hex digits that only we may read. Raises FailedPrecondition (NAMESPACE_SEALED)."""
     try:
         return _master(read_private_text(path), f"the key file {path}")
     except CredentialFileError as error:
@@ -48,8 +47,7 @@ def is_in_keychain(name: str) -> bool:
 
 
 def make_in_keychain(name: str, random_bytes: RandomBytes) -> MasterKey:
-    """Put a new key into the keychain, under a name that it does not have yet. Raises FailedPrecondition
-    (NAMESPACE_SEALED)."""
+    """Put a new key into the keychain, under a name that it lacks. Raises FailedPrecondition (NAMESPACE_SEALED)."""
     secret = random_bytes(KEY_BYTES).hex()
     _asked(name, lambda chain: chain.set_password(KEYCHAIN_SERVICE, name, secret))
     return from_keychain(name)

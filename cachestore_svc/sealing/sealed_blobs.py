@@ -1,7 +1,4 @@
-"""The blobs of sealed namespaces over any backend: plain bytes and digests above, sealed files and their names below.
-
-A namespace that is shut keeps its sealed names: it can be listed, counted and swept, but not read or written.
-"""
+"""The blobs of sealed namespaces over any backend; one that is shut can be listed and swept, not read or written."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -55,8 +52,7 @@ class SealedBackend:
 
 
 class SealedBlobs:
-    """The blobs of a sealed namespace that is open; see cachestore_svc.blobs.backend.NamespaceBlobs. Asides keep their
-    sealed names."""
+    """The blobs of an open sealed namespace; see blobs.backend.NamespaceBlobs. Asides keep their sealed names."""
 
     def __init__(self, blobs: NamespaceBlobs, key: NamespaceKey, random_bytes: RandomBytes) -> None:
         self._blobs = blobs
@@ -146,8 +142,7 @@ class SealedBlobs:
 
 
 class ShutBlobs(SealedBlobs):
-    """The blobs of a sealed namespace without its key, under the names that they have there: they can be listed,
-    measured, set aside and removed."""
+    """The blobs of a sealed namespace without its key, by their sealed names: listed, measured, removed."""
 
     def __init__(self, blobs: NamespaceBlobs, namespace: str, seals: Seals) -> None:
         self._blobs = blobs

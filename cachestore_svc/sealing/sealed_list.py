@@ -1,8 +1,4 @@
-"""The owner's list of sealed namespaces: a line each, in a file outside the data directory.
-
-A list in the data directory would be lost with it. A namespace of this list is never plain, even in an emptied
-directory.
-"""
+"""The owner's list of sealed namespaces, outside the data directory: it must outlive an emptied one."""
 
 from collections.abc import Iterable
 from pathlib import Path

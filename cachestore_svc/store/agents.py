@@ -68,8 +68,7 @@ class Agents:
         *,
         replaces_labels: bool = False,
     ) -> AgentRecord:
-        """Change what is given; an empty label value removes the label, and with `replaces_labels` so does an absent
-        one. Raises NotFound, InvalidArgument."""
+        """Change what is given; an empty label (with `replaces_labels` an absent one) goes. Raises NotFound."""
         check_agent_id(agent_id)
         check_labels(labels or {})
         if retained_versions is not None:
@@ -128,8 +127,7 @@ class Agents:
         return self._leases.taking_back(namespace, agent_id, work)
 
     def delete(self, namespace: str, agent_id: str, force: bool = False) -> Deletion:
-        """Forget an agent and all its versions at once; of one that is another store's, the copy here. Raises NotFound,
-        FailedPrecondition (AGENT_PINNED; AGENT_MOVING; LEASE_HELD while an engine may still answer from it)."""
+        """Forget an agent, or the copy here, with all versions. Raises NotFound, FailedPrecondition."""
         now = self._core.now_unix_ms()
 
         def work(change: CatalogChange) -> int:

@@ -40,8 +40,7 @@ class Blobs:
         return [digest for digest in digests if digest not in stored]
 
     def receive_files(self, namespace: str) -> bool:
-        """Whether a caller on this host may hand whole files over. Makes the place for them; never where bytes must not
-        lie plain."""
+        """Whether a caller on this host may hand whole files over, never where bytes must not lie plain."""
         if self._core.seals.key_of(namespace) is not None or self._core.seals.refusal(namespace) is not None:
             return False
         with suppress(OSError):
@@ -62,8 +61,7 @@ class Blobs:
         return opened
 
     def open_writers(self, namespace: str, blobs: Sequence[NewBlob]) -> list[BlobWriter | KvasirError]:
-        """As `open_writer`, of many at once: a writer of each, or why it has none. A blob that was handed over has
-        arrived whole; InvalidArgument (handed) for a file that is not there, or not its caller's."""
+        """As `open_writer`, of many at once: a writer of each, or why it has none. A handed blob has arrived whole."""
         self._core.check_open(namespace)
         with self._core.writers.noting_ends() as ended:
             lacking = set(self.find_missing(namespace, [blob.digest for blob in blobs]))
@@ -87,8 +85,7 @@ class Blobs:
         return opened
 
     def _begin(self, namespace: str, blobs: Sequence[NewBlob], begun: list[BlobWriter | KvasirError]) -> None:
-        """Add to `begun` a writer of each, or why it has none. One after the other if the quota is too full for all of
-        them: room is then made for each."""
+        """Add to `begun` a writer of each, or why it has none; one by one if the quota is too full for all."""
         core = self._core
         if len(blobs) > 1 and core.space.shortage(namespace, sum(blob.digest.size_bytes for blob in blobs)):
             for blob in blobs:
@@ -144,8 +141,7 @@ class Blobs:
         self._core.counters.add(namespace, "blobs_repaired")
 
     def named_blobs(self, namespace: str, manifest: Digest, total_bytes: int) -> list[Digest]:
-        """The blobs that a version's manifest names, in its order. Raises NotFound when no version holds it any more,
-        and DataLoss (INDEX_DAMAGED) when all sizes, the manifest's too, are not the version's `total_bytes`."""
+        """The blobs that a version's manifest names, in order. Raises NotFound, DataLoss (INDEX_DAMAGED)."""
         named: list[Digest] = []
         after = -1
         while some := self._core.read(namespace, partial(_named_after, manifest, after)):
@@ -158,8 +154,7 @@ class Blobs:
         raise DataLoss(f"the index names other blobs of manifest {manifest} than it has", reason="INDEX_DAMAGED")
 
     def leading_stored(self, namespace: str, digests: Sequence[Digest]) -> list[bool]:
-        """Of the first digests, as many as are stored: whether each is whole, and not in quarantine. One operation.
-        Raises NotFound for the first."""
+        """Of the first digests that are stored, whether each is whole. One operation. Raises NotFound for the first."""
         found = self._core.read(namespace, lambda view: view.find_blobs(digests))
         stored = takewhile(lambda digest: digest in found, digests)
         are_whole = [not found[digest].is_damaged for digest in stored]

@@ -19,6 +19,5 @@ class Events:
         return self._core.read(namespace, lambda view: view.events_after(self._core.history, cursor, limit))
 
     def subscribe(self, callback: Callable[[str], None]) -> Callable[[], None]:
-        """Call `callback(namespace)` after each commit that wrote events, on a thread of the store: it must only wake
-        a reader (`loop.call_soon_threadsafe`). Returns what ends it."""
+        """Call `callback(namespace)` after commits with events, on a store's thread. Returns what ends it."""
         return self._core.watchers.add(callback)

@@ -80,8 +80,7 @@ class Leases:
         token: LeaseToken,
         ttl_s: float = DEFAULT_LEASE_TTL_S,
     ) -> Lease:
-        """Prolong a lease, also one that ended and that nobody else took. Raises Conflict (LEASE_FENCED), NotFound,
-        FailedPrecondition (LEASE_HELD: a change of the agent waits for it)."""
+        """Prolong a lease, also one that ended and was not taken. Raises Conflict, NotFound, FailedPrecondition."""
         line, ttl_ms = self._line(namespace, agent_id, kv_identity_hash), _ttl_ms(ttl_s)
 
         def work(change: CatalogChange) -> Lease:
@@ -94,8 +93,7 @@ class Leases:
     def renew_all(
         self, namespace: str, owner: str, kv_identity_hash: str, held: Sequence[HeldLease], ttl_s: float
     ) -> RenewedLeases:
-        """Prolong many live leases at once; writes nothing. Those that ended, were fenced, are taken back, or were
-        acquired for less than `ttl_s`, are not prolonged, and are lost. Raises InvalidArgument."""
+        """Prolong many live leases, writing nothing; those that cannot be are lost. Raises InvalidArgument."""
         check_owner(owner)
         check_range("leases", len(held), 0, MAX_LEASES_PER_REQUEST)
         seconds = _ttl_ms(ttl_s) / 1000
@@ -124,9 +122,7 @@ class Leases:
         frees_space: bool = False,
         at_once: bool = True,
     ) -> _Answer:
-        """Do what takes back an agent's memory, once no engine may answer from it. Raises FailedPrecondition
-        (LEASE_HELD) while a holder of the lease still may: it is asked to let go, `at_once` or when its turn is stored,
-        and the caller tries again."""
+        """Do what takes a memory back, once no engine may answer from it. Raises FailedPrecondition (LEASE_HELD)."""
         check_agent_id(agent_id)
         waited_for, query = list[LineKey](), LineQuery(agent_id)
 

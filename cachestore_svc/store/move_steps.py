@@ -56,14 +56,7 @@ class MoveSteps:
     # --- the source ---
 
     def offer(
-        self,
-        namespace: str,
-        agent_id: str,
-        peer: str,
-        move_id: str,
-        generation: int,
-        may: May,
-        is_bounded: bool = True,
+        self, namespace: str, agent_id: str, peer: str, move_id: str, generation: int, may: May, is_bounded: bool = True
     ) -> tuple[AgentRecord, Ownership]:
         """Let nobody extend the agent from now on, until it is handed over to the peer or the move is undone; returns
         the agent, which stays as it is. `is_bounded`: the peer asks, and not this store's owner. Raises NotFound,
@@ -150,8 +143,7 @@ class MoveSteps:
         commits: Sequence[Commit],
         now_unix_ms: int,
     ) -> int:
-        """Commit lines in the order of their versions at the source, so that what is the newest there is so here; the
-        number of that one."""
+        """Commit lines in the order of their versions at the source; the number of the newest here."""
         last = 0
         for line, asked in zip(lines, commits, strict=True):
             ours, newest = (change.newest_of(each) for each in (asked.line, LineQuery(asked.line.agent_id)))

@@ -1,8 +1,4 @@
-"""Owners of agents: what is known of them, claims, and what peers report.
-
-The meaning of steps, and their order, are in `facts.ownership`; the order in which two stores take them is in
-`moving.moves`.
-"""
+"""Owners of agents: what is known of them, claims, and what peers report. `facts.ownership` has the steps' meaning."""
 
 import contextlib
 from collections.abc import Callable, Mapping, Sequence

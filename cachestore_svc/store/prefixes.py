@@ -37,8 +37,7 @@ class Prefixes:
     def find(
         self, namespace: str, kv_identity_hash: str, block_hashes: Sequence[str], groups: Sequence[int] = (0,)
     ) -> FoundPrefix:
-        """The longest stored, shareable prefix of a chain in all these groups of layers, 0 for those that keep all
-        tokens. Extends lifetimes. Raises InvalidArgument."""
+        """The longest stored, shareable prefix of a chain in these groups (0: all tokens). Extends lifetimes."""
         check_groups(groups)
         check_range("block_hashes", len(block_hashes), 0, MAX_BLOCK_HASHES_PER_REQUEST)
         check_hash(kv_identity_hash)

@@ -39,12 +39,7 @@ class Snapshots:
         self._leases = leases
 
     def commit(
-        self,
-        namespace: str,
-        agent_id: str,
-        manifest: Digest,
-        parent_version: int,
-        terms: CommitTerms = _OF_A_TURN,
+        self, namespace: str, agent_id: str, manifest: Digest, parent_version: int, terms: CommitTerms = _OF_A_TURN
     ) -> SnapshotVersion:
         """Make a stored manifest the agent's next version, in its line: all or nothing, durable on return.
 

@@ -64,8 +64,7 @@ class StoreThreads:
 
 
 async def ended(future: "asyncio.Future[T]") -> None:
-    """Wait until it is done, however often the waiting task is cancelled: its caller goes away, and is removed too. A
-    cancel passes on then, and what the future raised counts as heard."""
+    """Wait until it is done, though the waiting task is cancelled. Then a cancel passes on, and a failure is heard."""
     try:
         await asyncio.wait((future,))
     except asyncio.CancelledError:

@@ -31,8 +31,7 @@ class Care:
         return check.verify(self._core, namespace, self._core.read(namespace, work))
 
     def scrub(self) -> Iterator[VerifyProgress]:
-        """`verify` for every namespace in turn. Those that are shut are left out: without a key their bytes prove
-        nothing."""
+        """`verify` for every namespace in turn but shut ones: without a key their bytes prove nothing."""
         for namespace in self._core.open_namespaces():
             yield from self.verify(namespace)
 
@@ -41,8 +40,7 @@ class Care:
         return collecting.collect(self._core, namespace, dry_run)
 
     def expire_agents(self, now: ClockReading) -> int:
-        """Delete agents that were unused for longer than the configuration or their label allows; how many. Time since
-        the last call counts as far as `now` proves that it passed. Called regularly, by one thread."""
+        """Delete agents unused for longer than they may be; how many. Called regularly, by one thread."""
         return expiring.expire(self._core, now)
 
     def check(self, repair: bool = False) -> CheckReport:

@@ -43,8 +43,7 @@ def check(core: Core, repair: bool) -> CheckReport:
 
 
 def verify(core: Core, namespace: str, digests: Sequence[Digest]) -> Iterator[VerifyProgress]:
-    """Re-hash blobs; the damaged are quarantined before they are reported. Raises Unavailable when one cannot be read
-    now."""
+    """Re-hash blobs; damaged ones are quarantined before they are reported. Raises Unavailable."""
     damaged: list[Digest] = []
     for number, digest in enumerate(digests, start=1):
         if not _is_whole(core, namespace, digest):

@@ -36,8 +36,7 @@ def collect(core: Core, namespace: str | None, dry_run: bool) -> GcReport:
 
 
 def shorten(core: Core) -> None:
-    """Rewrite the journal when most of it is about agents and versions that are gone. After a failure the next pass
-    tries again."""
+    """Rewrite the journal when most of it is about what is gone. After a failure the next pass tries again."""
     log = core.journal
     if not log.is_long:
         return

@@ -1,8 +1,4 @@
-"""How much time has certainly passed: a deletion may come late, but never early.
-
-A clock that people and networks set proves nothing. The other clock counts how long the machine has been running, sleep
-included: its difference is never more than the time that passed, even if the machine was restarted.
-"""
+"""How much time has certainly passed, by the clock of the machine's running: a deletion may come late, never early."""
 
 import json
 from dataclasses import asdict, dataclass

@@ -1,8 +1,4 @@
-"""AgentService at the engine's address: every call goes on to the store of the caller's namespace.
-
-The engine asks the caller's role itself and calls the store with its own credential, so that a caller who may use the
-engine needs no token of the store.
-"""
+"""AgentService at the engine's address: checks the caller's role, and calls the store with the engine's credential."""
 
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import aclosing

@@ -42,9 +42,7 @@ def write_opening(opening: Opening) -> pb.TakeTurnRequest:
 
 
 def read_opening(message: pb.TurnOpening, peer: str) -> Opening:
-    """`peer`: the caller, if it is an engine of another store; empty: one of this store's, which is believed. Raises
-    InvalidArgument that names the field.
-    """
+    """`peer`: an engine of another store; empty: one of this store's, which is believed. Raises InvalidArgument."""
     _check_opening(message)
     caller = check_agent_id(message.caller, "opening.caller")  # names of credentials are no freer
     begun = BegunTurn(

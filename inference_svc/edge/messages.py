@@ -120,12 +120,7 @@ def _memory_use(request: pb.GenerateRequest) -> MemoryUse:
 
 
 def warm_request(
-    request: pb.WarmRequest,
-    *,
-    namespace: str,
-    caller: str,
-    max_prompt_bytes: int,
-    new_request_id: Callable[[], str],
+    request: pb.WarmRequest, *, namespace: str, caller: str, max_prompt_bytes: int, new_request_id: Callable[[], str]
 ) -> TurnRequest:
     """A turn that generates nothing. Raises InvalidArgument that names the field."""
     check_agent_id(request.agent_id)

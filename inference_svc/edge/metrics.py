@@ -1,8 +1,4 @@
-"""Prometheus metrics: the same numbers as GetStats, summed over namespaces, and how long the parts of turns took.
-
-Labels are words of this program (sources, reasons) and names of configured models: how many series there are does not
-depend on what callers do, and no agent and no namespace is named.
-"""
+"""Prometheus metrics: the numbers of GetStats, summed over namespaces; their labels do not depend on callers."""
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence

@@ -117,8 +117,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):  # type: ig
         is_stopping: Callable[[], bool],
         service_admins: Collection[str] = (),
     ) -> None:
-        """`service_admins`: names of credentials with role admin that act for all namespaces; else only the owner of
-        the Unix socket does."""
+        """`service_admins`: admins' credentials that act for all namespaces, as the Unix socket's owner does."""
         self._parts = parts
         self._limits = limits
         self._is_stopping = is_stopping

@@ -1,8 +1,4 @@
-"""The embedding model beside the served ones: loaded at the start, for as long as the service, on a thread of its own.
-
-Texts are embedded one at a time, namespaces in turn. Running turns share the device with one text, or one cell of a
-long one.
-"""
+"""The embedding model beside the served ones: on a thread of its own, one text at a time, namespaces in turn."""
 
 import asyncio
 import threading

@@ -45,9 +45,7 @@ class TurnEmbedder:
     async def embed(
         self, namespace: str, given: str | Sequence[int], field: str, *, truncate: bool, priority: Priority
     ) -> Embedded:
-        """One text's embedding. A cancel ends it before its next cell. Raises InvalidArgument, FailedPrecondition
-        (NO_EMBEDDINGS), ResourceExhausted, Unavailable.
-        """
+        """One text's embedding; a cancel ends it before its next cell. Raises FailedPrecondition (NO_EMBEDDINGS)."""
         ids = await self._ids(namespace, given, field, truncate=truncate)
         plan = TurnPlan(
             ids,

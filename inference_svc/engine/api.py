@@ -1,7 +1,4 @@
-"""The engine's language: plans of turns in, events out. Plain data, no tensors, no wire.
-
-Turn preparation makes a `TurnPlan`; the engine answers with events. All classes here are frozen and may cross threads.
-"""
+"""The engine's language: plans of turns in, events out. Frozen plain data that may cross threads."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -119,10 +116,7 @@ class Restored:
 
 @dataclass(frozen=True, slots=True)
 class RestoredWindow:
-    """The files of one window's layers: from a block that the token at `keep_tokens` sees to the end of `token_ids`.
-
-    A wrong file raises DamagedFile with its window; its index then counts from `first_block`.
-    """
+    """The files of one window's layers, from a block that the token at `keep_tokens` sees to the last token."""
 
     window: int
     first_block: int
@@ -134,9 +128,7 @@ Reuse: TypeAlias = Cold | Hot | Restored
 
 @dataclass(frozen=True, slots=True)
 class CarriedTurn:
-    """Where a turn stands between two of its tokens, all but its KV. An engine with the same model goes on from it with
-    the very next token. Text that is held back and the place in a reply format follow from the tokens.
-    """
+    """Where a turn stands between two tokens, without its KV: an engine with the same model goes on from it."""
 
     token_ids: TokenIds  # the prompt and the reply so far; the last one's KV is not computed
     computed: int  # leading tokens whose KV is in the turn's files
@@ -150,9 +142,7 @@ class CarriedTurn:
 
 @dataclass(frozen=True, slots=True)
 class HeldTurn:
-    """A turn that was stopped between two tokens. `files`: its KV, each group's blocks and tail, then its states; the
-    first blocks that were asked for before are left out.
-    """
+    """A turn stopped between two tokens. `files`: its KV by group, then states, without blocks that left before."""
 
     carried: CarriedTurn
     files: tuple[FileBytes, ...]
@@ -208,9 +198,7 @@ class FinishReason(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Timings:
-    """Seconds of a turn. From the engine, `first_token_s` counts from submit and `restore_s` is loading KV. For a
-    caller, `first_token_s` counts from the request's arrival, and `restore_s` includes reading from the store.
-    """
+    """Seconds of a turn: from submit in the engine; for a caller from arrival, with reading from the store."""
 
     queue_s: float = 0.0
     restore_s: float = 0.0
@@ -242,9 +230,7 @@ class Prefilled:
 
 @dataclass(frozen=True, slots=True)
 class BlocksFull:
-    """The sequence now holds `count` full blocks. Their rows will not change during this turn, so they may be published
-    meanwhile: see `EngineMemories.snapshot` with `blocks_only=True`.
-    """
+    """The sequence has `count` full blocks. Their rows stay during this turn, so they may be published meanwhile."""
 
     count: int
 
@@ -331,9 +317,7 @@ Listener: TypeAlias = Callable[[list[Event]], None]
 
 @dataclass(frozen=True, slots=True)
 class HotMemory:
-    """An agent's memory in the engine, as of its last whole turn. `tag` was attached by `EngineMemories.tag`;
-    nothing in the engine looks into it.
-    """
+    """An agent's memory in the engine, as of its last whole turn. Nothing in the engine looks into `tag`."""
 
     state: SequenceState
     tag: object = None
@@ -341,9 +325,7 @@ class HotMemory:
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """Tensor files of a sequence: blocks [first_block, first_block + len(blocks)), and, if the snapshot reaches the
-    end, the tail, the files of windows, and for a model with recurrent layers the state file of each rewind point.
-    """
+    """Tensor files of a sequence: blocks from `first_block` on; with its end the tail, windows, and states."""
 
     first_block: int
     blocks: tuple[tuple[FileIdentity, FileBytes], ...]
@@ -355,9 +337,7 @@ class Snapshot:
 
 @dataclass(frozen=True, slots=True)
 class WindowFiles:
-    """Files of one window's layers: of the full blocks that the sequence holds, those that the asker lacks; and the
-    tail.
-    """
+    """Files of one window's layers: of the sequence's full blocks those that the asker lacks; and the tail."""
 
     window: int
     held: tuple[int, ...]  # full blocks, ascending: those of the last tokens, and of rewind points before them

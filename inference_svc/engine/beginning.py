@@ -1,8 +1,4 @@
-"""How a turn gets its KV, and the memory that it leaves.
-
-A turn that reuses KV works on a fork of it, which shares its pages. So what it began from stays as it is, and a turn
-that fails is undone by dropping its fork.
-"""
+"""How a turn gets its KV: on a fork, so that what it began from stays as it is, and a failed turn is undone."""
 
 import collections.abc
 from dataclasses import dataclass
@@ -40,9 +36,7 @@ class Reuse:
 
 
 def reuse_of_memory(sequence: Sequence, memory: ResidentMemory | None) -> Reuse:
-    """What the plan reuses of the key's hot memory. Raises FailedPrecondition (HOT_MEMORY_GONE) if that memory is not
-    the one planned with.
-    """
+    """What the plan reuses of the key's hot memory. Raises FailedPrecondition (HOT_MEMORY_GONE) if it is another."""
     keep = memory.kv.start_before(sequence.reusable_tokens) if memory is not None else 0
     if memory is None or not _begins_with(memory.state.token_ids, sequence.plan.token_ids, keep):
         raise HotMemoryGone
@@ -50,9 +44,7 @@ def reuse_of_memory(sequence: Sequence, memory: ResidentMemory | None) -> Reuse:
 
 
 def forked_for(sequence: Sequence, reuse: Reuse) -> SequenceKV:
-    """A fork of what a turn reuses. It inherits only the rewind points that the turn's memory will keep: what windows
-    hold for others would be the turn's own pages once their agent is gone.
-    """
+    """A fork of what a turn reuses, with only the rewind points that the turn's memory will keep."""
     forked = reuse.kv.fork(reuse.tokens)
     forked.keep_rewind_points({reuse.tokens} if sequence.plan.generates else _last_points(forked))
     return forked

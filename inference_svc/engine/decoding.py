@@ -23,9 +23,7 @@ from inference_svc.kv.sequence_kv import SequenceKV
 
 @dataclass(frozen=True, slots=True)
 class Decoded:
-    """One row of a step that was read: its token was computed, and `drawn` is what came of it; None if the token after
-    it was known already.
-    """
+    """One row of a step that was read; `drawn` is None if the token behind it was known already."""
 
     sequence: Sequence
     drawn: Drawn | KvasirError | None
@@ -72,9 +70,7 @@ class Decoder:
         return waits or (self.is_ahead and not self.looks_ahead)
 
     def step(self, decoding: Collection[Sequence]) -> list[Decoded]:
-        """Enqueue one more token of each sequence; returns the rows of the step before, or of this one too if it must
-        not wait. Evaluates as much as it returns.
-        """
+        """Enqueue one more token of each sequence; returns rows that were read, of the step before or of this one."""
         before = len(self._launched)
         self.launch(decoding)
         return self._read(len(self._launched) if self.must_settle else before)
@@ -84,9 +80,7 @@ class Decoder:
         return self._read(len(self._launched))
 
     def discard(self) -> list[SequenceKV]:
-        """Drop all that is computed, after a failed step. Returns the KV of every row in it, also of a row that sat out
-        since: their lengths count a token that nobody will read.
-        """
+        """Drop all that is computed, after a failed step. Returns the KV of every row in it, to be cut."""
         lost = [sequence.kv for launched in self._launched for sequence in launched.order if sequence.kv is not None]
         self._launched.clear()
         return [*lost, *self.batch.discard()]

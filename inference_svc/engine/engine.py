@@ -1,8 +1,4 @@
-"""The engine: turns in, events out, memories kept between them. Start here.
-
-All computation runs on one thread (`mlx_thread`), which this class feeds through its mailbox. All methods may be called
-from any thread, do not block, and touch no tensor. They return plain data (`api`) or a future of it.
-"""
+"""The engine: turns in, events out, memories kept between them. Start here. From any thread; nothing blocks."""
 
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -71,17 +67,13 @@ class TurnHandle:
         self._post(lambda worker: worker.files_stored(self._sequence))
 
     def resume(self, files: Iterable[FileBytes] | Incoming) -> None:
-        """The answer to `Wanted`: the files of `Preempted`, or as many leading ones as could be read. They are checked;
-        KV of missing or damaged files is computed again. Without effect once the turn is over.
-        """
+        """The answer to `Wanted`: files of `Preempted`, in order. KV of missing or damaged ones is computed again."""
         incoming = files if isinstance(files, Incoming) else Incoming.of(files)
         self._post(lambda worker: worker.resume(self._sequence, incoming))
         incoming.watch(lambda: self._post(_nothing))
 
     def full_blocks(self, first_block: int, max_blocks: int) -> "Future[tuple[FileBytes, ...] | None]":
-        """Files of the turn's full blocks from `first_block` on, of the layers that keep all tokens: for another engine
-        that shall go on with the turn, ahead of `hold`. None or empty if there are none.
-        """
+        """Files of the turn's full blocks of layers that keep all tokens: for another engine, ahead of `hold`."""
         return when_there(
             lambda: self._post(lambda worker: worker.leaving.full_blocks(self._sequence, first_block, max_blocks))
         )
@@ -142,9 +134,7 @@ class EngineMemories:
         return self._when_idle(key, lambda worker: worker.memories.drop(key))
 
     def fork(self, source: AgentKey, target: AgentKey) -> "Future[bool]":
-        """Give `target` the memory of `source`, but not its tag, without copying rows until one of them writes. Waits
-        until no turn of `source` runs. False if there is none.
-        """
+        """Give `target` the memory of `source`, without its tag, once no turn of it runs. False if there is none."""
         return self._when_idle(source, lambda worker: worker.leaving.fork(source, target))
 
     def snapshot(
@@ -299,9 +289,7 @@ class Engine:
         return self._worker.computed_tokens
 
     def give_back(self, most_bytes: int) -> "Future[int]":
-        """Drop memories that the store has until KV needs at most so many bytes of the device, and free the rest; the
-        bytes that became free. Blocks the MLX thread while pages in use are copied.
-        """
+        """Drop memories that the store has until KV needs so many bytes; returns the bytes that became free."""
         return self._thread.post(lambda worker: worker.give_back(most_bytes))
 
     @property
@@ -387,9 +375,7 @@ def told_text(engine: Engine, plan: TurnPlan, carried: CarriedTurn) -> str:
 def check_fits(
     prompt_tokens: int, max_tokens: int, context_tokens: int, *, field: str = "prompt", is_lower_bound: bool = False
 ) -> None:
-    """Raise ContextExceeded, the field named, unless both fit. `max_tokens` 0: no token is
-    generated. `field`: the request's, that the prompt came in. `is_lower_bound`: it has `prompt_tokens` or more.
-    """
+    """Raise ContextExceeded, the field named, unless both fit. `is_lower_bound`: there may be more tokens."""
     if prompt_tokens + min(max_tokens, 1) > context_tokens:
         count = f"{'at least ' if is_lower_bound else ''}{prompt_tokens}"
         found = f"{count} tokens{', and one to generate,' if max_tokens else ''} are more"

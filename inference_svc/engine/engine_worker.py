@@ -1,8 +1,5 @@
-"""The work of the MLX thread: it begins turns, steps them, ends them, and keeps the memories that they leave.
-
-A step decodes one token for each generating turn, as one batch, and computes cells of prompts beside it
-(`prefilling`). The scheduler decides, this class carries out. A turn works on a fork of what it reuses, so one that
-fails or is cancelled changes no memory.
+"""The work of the MLX thread: it begins turns, steps them, ends them, and keeps their memories, as the scheduler
+decides.
 """
 
 import contextlib
@@ -71,9 +68,7 @@ class EngineWorker:
         return self._prefiller.computed + self._decoder.computed
 
     def give_back(self, most_bytes: int) -> int:
-        """Drop memories that the store has until KV needs at most so many bytes of the device, and free the rest.
-        Returns the bytes that became free. A pool that keeps its memory keeps what is in it, too.
-        """
+        """Drop memories that the store has until KV needs at most so many bytes; returns the bytes that became free."""
         stored = () if self._pool.keeps_memory else self.memories.stored_keys()
         tables = [[*memory.kv.pages] for key in stored if (memory := self.memories.get(key)) is not None]
         # A page of a turn, or of a memory that stays, keeps all pages in front of it.
@@ -89,9 +84,7 @@ class EngineWorker:
         self._scheduler.submit(sequence, self._clock())
 
     def step(self, take_mail: Callable[[], None]) -> bool:
-        """One step of all running turns; False if there was no work. `take_mail` is called between cells, so that a new
-        turn or a cancel does not wait for a whole step.
-        """
+        """One step of all running turns; False without work. `take_mail` is called between cells."""
         for sequence in (ending := self._scheduler.cancelled()):
             cancelled = Cancelled("the turn was cancelled; the agent remembers what it did before")
             self._finish(sequence, None if sequence.keeps_its_part else cancelled)
@@ -210,9 +203,7 @@ class EngineWorker:
     # --- stepping ---
 
     def _decode(self, decoding: Collection[Sequence]) -> None:
-        """Enqueue one more token of every decoding turn, in one forward pass, and take in the tokens that are read. A
-        turn that sampled its last token in the step before computes that token here, so that it remembers it, and ends.
-        """
+        """Enqueue a token of every decoding turn, also its last, which gets its KV here; take in what is read."""
         with self._losing(decoding):
             self._take_in(self._decoder.step(decoding))
         self._steps += 1
@@ -260,9 +251,7 @@ class EngineWorker:
                     sequence.accept(token.token_id, token.logprobs)
 
     def _carry_out_grants(self, take_mail: Callable[[], None], spent_s: float) -> bool:
-        """Compute cells of prompts and load files while the scheduler grants them; `spent_s` of the step's time is
-        spent already. Returns whether there was a grant.
-        """
+        """Compute cells and load files while the scheduler grants them. Returns whether there was a grant."""
         began_s, grants = self._clock() - spent_s, 0
         while grant := self._scheduler.grant(self._clock() - began_s, is_behind_step=self._decoder.is_ahead):
             if not grants and grant.turn.arrival is not None and self._decoder.has_behind_cell(self._may_decode):

@@ -12,9 +12,7 @@ def cell_end(position: int, prompt_tokens: int, cell_tokens: int) -> int:
 
 
 def cut_cell(position: int, cell_tokens: int, most_tokens: int, edge_tokens: int) -> int:
-    """The tokens of a cell from `position` on that fit `most_tokens`, which are `edge_tokens` at least: all, or as far
-    as the last multiple of `edge_tokens`.
-    """
+    """The tokens of a cell from `position` on that fit `most_tokens`: all, or to the last multiple of `edge_tokens`."""
     if cell_tokens <= most_tokens:
         return cell_tokens
     return (position + most_tokens) // edge_tokens * edge_tokens - position

@@ -72,8 +72,7 @@ class MlxThread(Generic[WorkerT]):
             raise
 
     def post(self, work: Callable[[WorkerT], ResultT]) -> "Future[ResultT]":
-        """Do `work` between two steps, or between two cells of a step. The future gets its result or exception, and is
-        cancelled if the thread ends before. Callbacks of the future run on the MLX thread."""
+        """Do `work` between two steps or cells. The future's callbacks run on the MLX thread; its end cancels it."""
         letter: Letter[WorkerT, ResultT] = Letter(work, Future())
         self._mailbox.put(letter)
         if self._has_ended.is_set():
@@ -82,8 +81,7 @@ class MlxThread(Generic[WorkerT]):
 
     @property
     def silent_s(self) -> float:
-        """How long the thread has not looked at its mailbox: up to a second without work, the longest cell with it.
-        Infinite once it has ended."""
+        """Since when the thread did not look at its mailbox: at most a second, or a cell; infinite once ended."""
         return float("inf") if self._has_ended.is_set() else self._clock() - self._seen_s
 
     def close(self) -> None:

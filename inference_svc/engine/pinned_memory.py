@@ -12,15 +12,9 @@ from inference_svc.text.sequence_state import SequenceState
 
 
 class PinnedMemory:
-    """A memory as a turn left it, kept for its publication whatever its agent does next. Its room is given back by
-    `release`, or once nobody refers to it; under pressure it goes as `owed` says.
-    """
+    """A memory as a turn left it, kept for its publication; room is given back by `release`, or as `owed` says."""
 
-    def __init__(
-        self,
-        pinned: ResidentMemory,
-        post: Callable[[Callable[[EngineWorker], Any]], "Future[Any]"],
-    ) -> None:
+    def __init__(self, pinned: ResidentMemory, post: Callable[[Callable[[EngineWorker], Any]], "Future[Any]"]) -> None:
         self._pinned = pinned
         self._first: Snapshot | None = None
         self._post = post
@@ -45,10 +39,7 @@ class PinnedMemory:
         self._pinned.owed = owed
 
     def piece(
-        self,
-        first_block: int,
-        max_blocks: int,
-        stored_windows: Mapping[int, Collection[int]],
+        self, first_block: int, max_blocks: int, stored_windows: Mapping[int, Collection[int]]
     ) -> "Future[Snapshot | None]":
         """As `EngineMemories.pin` takes the first one. None if the room was wanted, or given back."""
         pinned = self._pinned

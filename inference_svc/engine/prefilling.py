@@ -25,9 +25,7 @@ class Prefiller:
         self._guarding = guarding
 
     def compute(self, cells: Cells[TurnCell[Sequence]], behind: Callable[[], None] | None) -> None:
-        """Compute the cells, and draw the first token of each reply whose prompt ends. `behind` is called while the
-        device computes; None: nobody waits behind a cell.
-        """
+        """Compute the cells, and draw first tokens where prompts end. `behind` is called while the device computes."""
         self.computed += sum(cell.size for cell in cells if not cell.turn.plan.is_own)
         packed = [cell for cell in cells if can_pack(_held(cell.turn)[0], cell.size)]
         if len(cells) == 1 or len(packed) == 1:

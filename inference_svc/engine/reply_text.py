@@ -32,9 +32,7 @@ class ReplyText:
 
     @property
     def remembered(self) -> list[str]:
-        """What each token spells that is remembered if the reply ends now: no half character, and no token that only
-        spells a stop string.
-        """
+        """What each remembered token spells if the reply ends now: no half character, and nothing of a stop string."""
         kept, chars = len(self._spelled), sum(map(len, self._spelled))
         most_chars = len(self.visible) if self.finish_reason is FinishReason.STOP_SEQUENCE else chars
         while kept and (chars > most_chars or not self._is_whole[kept - 1]):

@@ -1,8 +1,4 @@
-"""Room for turns: what each may still take, what it begins with, and what is dropped or preempted for it.
-
-A turn's room is requested with the fork in hand that it would begin with: so shared pages are counted once, and
-dropping the memory that it shares with frees none of them. On the MLX thread.
-"""
+"""Room for turns: requested with the fork in hand that a turn would begin with, so shared pages count once."""
 
 from collections.abc import Collection, Hashable
 
@@ -124,9 +120,7 @@ class KvRoom:
     # --- what a turn begins with ---
 
     def _reuses(self, sequence: Sequence) -> list[Reuse]:
-        """What the turn may begin with, best first: a prefix of its namespace, if that saves more than its plan does or
-        is in its plan's files, and its plan's hot memory, or nothing.
-        """
+        """What the turn may begin with, best first: a prefix that saves more than its plan, its hot memory, nothing."""
         if sequence.swapped is not None:
             return [self._nothing()]
         is_hot = isinstance(sequence.plan.reuse, Hot)

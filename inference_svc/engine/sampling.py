@@ -1,8 +1,4 @@
-"""From logits to next tokens, one step of a whole batch: greedy, or sampled with each request's own key.
-
-A row's token depends on its own logits, settings and seed, never on the other rows of the batch. Rows that need more
-than the likeliest token are computed one by one, in operations that see no other row.
-"""
+"""From logits to next tokens of a batch: each row's depends on its own logits, settings and seed alone."""
 
 from collections import deque
 from collections.abc import Sequence
@@ -131,9 +127,7 @@ class Sampler:
         return row
 
     def _penalties(self, vocabulary_size: int) -> mx.array:
-        """What the logits lose for what the reply has: from whole counts, so that a sampler that goes on elsewhere
-        computes the same.
-        """
+        """What the logits lose for what the reply has: from whole counts, as a sampler that goes on elsewhere needs."""
         if self._counts is None:
             counts = np.bincount(np.array(self._drawn_before, dtype=np.int64), minlength=vocabulary_size)
             self._counts = mx.array(counts.astype(np.float32))
@@ -186,9 +180,7 @@ class Draws:
     """The draws of one step: arrays that the device computes, until `read` waits for them."""
 
     def __init__(self, samplers: Sequence[Sampler], logits: mx.array) -> None:
-        """One sampler for each row of logits [rows, vocabulary]. Begins to compute and does not wait. Rows beyond the
-        samplers are idle and are ignored.
-        """
+        """One sampler for each of the first rows of logits [rows, vocabulary]. Begins to compute and does not wait."""
         logits = logits[: len(samplers)]
         if any(sampler.constraint is not None for sampler in samplers):
             mx.async_eval(logits)  # type: ignore[no-untyped-call]  # the model computes while constraints say what may come
@@ -204,9 +196,7 @@ class Draws:
         mx.async_eval(self.tokens, self._is_sound, *arrays)  # type: ignore[no-untyped-call]
 
     def read(self) -> list[Drawn | KvasirError]:
-        """The next token of each row. Waits. A row without a valid draw (its logits are not finite, or its constraint
-        fails) gives its error in its place, and no other row fails with it.
-        """
+        """The next token of each row, or the row's own error. Waits."""
         tokens: Any = self.tokens.tolist()
         sound: Any = self._is_sound.tolist()
         return [

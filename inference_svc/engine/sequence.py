@@ -1,7 +1,4 @@
-"""One turn in the engine: its tokens, its text, its events, and what it holds while it lives.
-
-No tensor is touched here: a sequence only holds the KV and the sampler that the MLX thread gives it.
-"""
+"""One turn in the engine: its tokens, its text, its events, and what it holds while it lives. Touches no tensor."""
 
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, replace

@@ -89,11 +89,7 @@ FORMATS: Mapping[str, CallFormat] = {
         "<start_function_call>", "<end_function_call>", one_level_call, ("<escape>",), name=WORD
     ),
     "muse_spark": CallFormat(
-        "<atem:function_calls>\n",
-        "</atem:function_calls>",
-        MUSE,
-        ("</atem:parameter>", "</atem:invoke>"),
-        is_list=True,
+        "<atem:function_calls>\n", "</atem:function_calls>", MUSE, ("</atem:parameter>", "</atem:invoke>"), is_list=True
     ),
 }
 
@@ -108,9 +104,7 @@ def format_of(name: str) -> CallFormat | None:
 
 
 def call_rules(format_name: str, tools: Sequence[Mapping[str, Any]], spelling: Spelling) -> Iterator[str]:
-    """A rule's body for a call of each tool, which fits its schema unless it is said not to be strict. Raises
-    InvalidArgument that names the tool.
-    """
+    """A rule's body for a call of each tool, which fits a strict one's schema. Raises InvalidArgument that names it."""
     form = format_of(format_name)
     assert form is not None
     ends = tuple(dict.fromkeys(text for text in (form.end.strip(), *form.ends) if text.startswith("<")))

@@ -1,6 +1,4 @@
-"""JSON schemas as a call's arguments may carry them: what they admit, narrowed to what parsers read as it was written.
-Pure.
-"""
+"""JSON schemas as a call's arguments may carry them: narrowed to what parsers read as it was written. Pure."""
 
 import json
 import re
@@ -15,9 +13,7 @@ _MAX_NUMBER = 10**15  # whole numbers up to here are exact as floats, which some
 
 
 def narrowed(schema: Any, ends: Sequence[str], refused: Refused) -> Any:
-    """A schema that admits no more, and nothing that a parser reads otherwise: numbers are bounded and without
-    exponent, objects have the properties that are named, texts spell no end of a call.
-    """
+    """A schema that admits no more, and nothing that a parser reads otherwise (exponents, ends of calls)."""
     if schema is True or schema == {}:
         return narrowed({"type": ["string", "number", "boolean", "null"]}, ends, refused)
     if not isinstance(schema, dict):

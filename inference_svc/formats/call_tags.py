@@ -65,15 +65,7 @@ LONGCAT = Tags(
     True,
     needs_arguments=True,
 )
-MINICPM = Tags(
-    '"{}">',
-    '<param name="{}">',
-    "</param>",
-    "",
-    False,
-    True,
-    barred=(_NULL, r"<!\[CDATA(?s:.*)"),
-)
+MINICPM = Tags('"{}">', '<param name="{}">', "</param>", "", False, True, barred=(_NULL, r"<!\[CDATA(?s:.*)"))
 MUSE = Tags(
     '<atem:invoke name="{}">\n',
     '<atem:parameter name="{}">',

@@ -42,9 +42,7 @@ class Spelling:
 
 @dataclass(frozen=True, slots=True)
 class Writing:
-    """What a format's writer of one call needs: the field's name for refusals, the spelling, and the texts that end a
-    call early wherever they stand.
-    """
+    """What a writer of one call needs: the field's name, the spelling, the texts that would end a call early."""
 
     format: str
     field: str

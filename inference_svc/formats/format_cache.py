@@ -1,7 +1,4 @@
-"""A cache of compiled formats: the newest of each namespace, in fair shares. Pure.
-
-Namespaces share no formats, even if two ask for the same one: a fast answer would show one the other's format.
-"""
+"""The newest compiled formats of each namespace. None is shared: a fast answer would show another's format. Pure."""
 
 from collections import OrderedDict
 from typing import Generic, TypeVar
@@ -13,9 +10,7 @@ ValueT = TypeVar("ValueT")
 
 
 class FormatCache(Generic[KeyT, ValueT]):
-    """At most `most` formats. A namespace with its share makes room by dropping its own oldest; one with less drops the
-    oldest of the largest holder.
-    """
+    """At most `most` formats. A namespace with its share drops its own oldest, else the largest holder's goes."""
 
     def __init__(self, most: int) -> None:
         self._shares = Shares(most)

@@ -1,7 +1,4 @@
-"""Tries a reply format in a process of its own before the service takes it, and refuses one that takes too long there.
-
-The process is kept for the next format. It is replaced after it was killed or ran out of memory.
-"""
+"""Tries a reply format in a process of its own, kept for the next one, and refuses one that takes too long there."""
 
 import asyncio
 import contextlib

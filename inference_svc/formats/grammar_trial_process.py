@@ -28,9 +28,7 @@ _STRIDES, _STEPS, _WALK_S = (33, 31, 101, 7919), 16, 0.2
 
 @dataclass(frozen=True)
 class Trial:
-    """The result of a trial: an error, or the median seconds of a step. `gave_up`: the format compiled, but a reply in
-    it could not be followed.
-    """
+    """A trial's error, or the median seconds of a step. `gave_up`: a reply in it could not be followed."""
 
     error: str = ""
     gave_up: bool = False

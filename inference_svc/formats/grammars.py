@@ -1,8 +1,4 @@
-"""Reply formats of one model: each is compiled once for equal requests, and followed token by token.
-
-llguidance's form of the tokenizer is built once per model, with the first format; that takes a second for a large
-vocabulary. Methods may be called from any thread; a matcher belongs to one turn.
-"""
+"""Reply formats of one model: compiled once for equal requests. From any thread; a matcher belongs to one turn."""
 
 import threading
 import time
@@ -76,10 +72,7 @@ class Grammars:
             return self._kept.has(namespace, constraint)
 
     def compile(self, namespace: str, constraint: Constraint) -> Constraint:
-        """The format with what it was compiled to, which is kept. Takes a millisecond, or hundreds for large schemas.
-        Raises InvalidArgument with the field if the format cannot be used, FailedPrecondition if the tokenizer allows
-        no formats.
-        """
+        """The compiled format, which is kept. Raises InvalidArgument, FailedPrecondition (tokenizer)."""
         return replace(constraint, compiled=self._compiled(namespace, constraint))
 
     def in_letters(self, constraint: Constraint) -> Constraint:
@@ -92,9 +85,7 @@ class Grammars:
         return Constraint(constraint.kind, grammar)
 
     def matcher(self, namespace: str, constraint: Constraint, stop_token_ids: Collection[int] = ()) -> "GrammarMatcher":
-        """A matcher for a new reply, copied from the compiled format. `stop_token_ids` are added to the model's own.
-        Raises as `compile`, unless the format was compiled before.
-        """
+        """A matcher for a new reply; `stop_token_ids` are added to the model's own. Raises as `compile`."""
         compiled: Any = constraint.compiled or self._compiled(namespace, constraint)
         matcher, stops = compiled.deep_copy(), self._stop_token_ids | set(stop_token_ids)
         ends = self._calls.end_ids(constraint.kind) or stops
@@ -144,9 +135,7 @@ def _model_calls(tokenizer: Any, stop_ids: frozenset[int]) -> ModelCalls:
 
 
 class GrammarMatcher:
-    """The allowed next tokens of one reply. An end token is allowed once the reply matches, and it is the only one
-    once the reply cannot go on.
-    """
+    """The allowed next tokens of one reply: an end token once it matches, nothing else once it cannot go on."""
 
     def __init__(
         self,
@@ -176,9 +165,7 @@ class GrammarMatcher:
             self.worked_s += self._clock() - began_s
 
     def accept(self, token_id: int) -> None:
-        """Follow the reply by a sampled, allowed token. An end token ends the turn and is no part of the reply. Raises
-        as `allowed`.
-        """
+        """Follow the reply by an allowed token; an end token is no part of it. Raises as `allowed`."""
         began_s = self._clock()
         if token_id not in self._stop_token_ids and not self._matcher.consume_token(token_id):
             raise self._gave_up()

@@ -1,8 +1,4 @@
-"""Checks a request's reply format before anything else is done: tries it, then compiles it, off the event loop.
-
-One format is checked at a time, namespaces in turn: a namespace that sends many formats of two seconds each delays
-another namespace by one of them.
-"""
+"""Checks a request's reply format before anything else, off the event loop: one at a time, namespaces in turn."""
 
 import asyncio
 from collections.abc import Iterator
@@ -30,9 +26,7 @@ class ReplyFormats:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="grammars")
 
     async def compiled(self, namespace: str, constraint: Constraint | None, grammars: Grammars) -> Constraint | None:
-        """A format that is compiled for a model. Raises InvalidArgument with the field, and ResourceExhausted if too
-        many formats of the namespace wait.
-        """
+        """A format compiled for a model. Raises InvalidArgument, and ResourceExhausted if too many wait."""
         if constraint is None:
             return None
         if grammars.knows(namespace, constraint):

@@ -1,6 +1,4 @@
-"""Grammars of replies with tool calls: calls alone, calls or a format's text, or any text in which a call is bound once
-it begins. Pure.
-"""
+"""Grammars of replies with tool calls: calls alone, calls or a format's text, or any text with calls. Pure."""
 
 import json
 import re

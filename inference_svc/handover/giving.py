@@ -119,9 +119,7 @@ class TurnGiver:
         return given
 
     async def give_all(self, turns: TurnService, peer: str) -> None:
-        """Give away every request that speaks, and those that come to speak; until cancelled. What cannot go ends here
-        as always.
-        """
+        """Give away every decoding request, later ones too, until cancelled. What cannot go ends here as always."""
         tried: set[int] = set()
         async with asyncio.TaskGroup() as giving:
             while True:
@@ -186,9 +184,7 @@ class TurnGiver:
         return Stand(turn.request.choice, carried, len(told), len(held.files))
 
     async def _let_go(self, turn: Progress, move_id: str, peer: str) -> None:
-        """Give the agent's line back: the other engine will take it, from its store if that is another one. After an
-        error the agent is still here, as far as its store can be asked.
-        """
+        """Give the agent's line back, for the other engine. After an error it is still here, as far as is known."""
         if (lease := self._lease_of(turn)) is None:
             return
         agent_id = turn.request.agent_id
@@ -205,9 +201,7 @@ class TurnGiver:
                 raise
 
     async def _has_moved(self, store: RemoteCache, agent_id: str, peer: str, move_id: str) -> bool:
-        """Whether the agent is the peer's now by this move, once one that is under way has come to its end. The peer
-        takes no turn with another.
-        """
+        """Whether the agent is the peer's by this move, once one that is under way has ended."""
         try:
             async with _within(ANSWER_S, "the store"):
                 while (has_moved := await store.agents.has_moved(agent_id, peer, move_id)) is None:  # noqa: ASYNC110
@@ -217,9 +211,7 @@ class TurnGiver:
         return has_moved
 
     async def _copy_agent(self, turn: Progress, peer: str) -> None:
-        """If the peer's store is another one, bring the bytes there of the version that the turn extends, while the
-        turn speaks. If the turn stays after all, that store knows nothing of the agent.
-        """
+        """Bring the bytes of the version that the turn extends to the peer's store, if that is another one."""
         if (store := self._other_store(turn, peer)) is not None:
             await store.agents.copy_agent(turn.request.agent_id, self.peer_stores[peer], WORK_S)
 

@@ -1,7 +1,4 @@
-"""Takes the turns of one request in from another engine: files first, then where each choice stands, then the commit.
-
-Until the commit arrives the turns hold room and compute nothing, and they leave nothing if the link breaks.
-"""
+"""Takes the turns of a request in from another engine. They compute nothing, and leave nothing, before the commit."""
 
 import asyncio
 from collections import defaultdict
@@ -36,8 +33,7 @@ class Taking:
         opening: Opening,
         request: TurnRequest,
     ) -> None:
-        """`request`: the opening's, checked. `room` counts the bytes of files that are not KV yet. Raises
-        InvalidArgument."""
+        """`request`: the opening's, checked. `room` is for files that are not KV yet. Raises InvalidArgument."""
         if not opening.choices or not set(opening.choices) <= set(range(request.choices)):
             raise InvalidArgument("opening.choices: expected some of the request's", field="opening.choices")
         self._turns = turns
@@ -123,9 +119,7 @@ class Taking:
         self._tokens.offer(promise.resume_token, reply)
 
     async def go_on(self) -> None:
-        """After `own`: compute the very next token. Where that cannot be (AGENT_HELD_ELSEWHERE,
-        HANDOVER_PARENT_DIFFERS), the turns are over, and their reader hears why.
-        """
+        """After `own`: compute the very next token. Where that cannot be, the turns end with the reason."""
         assert self._choices is not None
         try:
             await self._turns.own(tuple(self._taken.values()))

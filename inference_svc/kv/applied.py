@@ -38,9 +38,7 @@ def _some_rows(layout: Layout, index: int) -> tuple[mx.array, mx.array]:
 
 
 def is_stored_as_said(kv: SequenceKV, layer: int, identity: identity_pb2.KvIdentity, keys: mx.array | None) -> bool:
-    """Whether a layer stores `keys` [1, kv_heads, rows, dim] in the bits and groups of the identity's policy, rotated
-    if and only if it says so, and shows them to attention plain. `keys` are those that it was given; None: it has none.
-    """
+    """Whether a layer stores `keys` as the policy says, rotated only if it says so, and shows them plain."""
     rows = kv.rows(layer, 0, kv.length) if keys is not None else None
     said_units = [part.units for part in PageFormat.of(identity, layer).parts]
     if keys is None or rows is None or [part.view(UNIT).shape[-1] for part in rows] != said_units:
@@ -58,18 +56,12 @@ def is_stored_as_said(kv: SequenceKV, layer: int, identity: identity_pb2.KvIdent
 def _plain_values(parts: tuple[mx.array, ...], policy: identity_pb2.KvPolicy) -> mx.array:
     codes, scales, biases = parts
     return mx.dequantize(
-        codes,
-        scales.astype(mx.float32),
-        biases.astype(mx.float32),
-        group_size=policy.group_size,
-        bits=policy.key_bits,
+        codes, scales.astype(mx.float32), biases.astype(mx.float32), group_size=policy.group_size, bits=policy.key_bits
     )
 
 
 def _is_rotated(values: mx.array, given: mx.array) -> bool:
-    """Whether `values` are nearer to the rotated keys than to the plain ones. Deeper layers compute with quantized KV,
-    so neither fits exactly.
-    """
+    """Whether `values` are nearer to the rotated keys. Deep layers compute with quantized KV: none fits exactly."""
     dim = given.shape[-1]
     if dim & (dim - 1):
         return False  # no such rotation exists, and for such a size MLX writes outside its buffers

@@ -48,9 +48,7 @@ class QuantizedCodec:
 
 
 def _dequantized(codes: mx.array, scales: mx.array, biases: mx.array, group_size: int, bits: int) -> mx.array:
-    """`mx.dequantize` to the bit, of 4 or 8 bits, for a CPU. There MLX's own shifts once for each code of a word, which
-    takes 1.5 times as long for many rows, and twice as long for the few rows of a decoding step.
-    """
+    """`mx.dequantize` to the bit, of 4 or 8 bits, for a CPU, where MLX's own takes 1.5 to 2 times as long."""
     values = codes.view(mx.uint8)  # the first code is in the lowest bits, and words are little-endian
     if bits == 4:
         values = mx.stack([values & 0x0F, values >> 4], axis=-1)

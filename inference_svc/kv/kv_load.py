@@ -28,9 +28,7 @@ MOST_FILES = 32  # that are sent to the device at once
 
 @dataclass
 class _GroupFiles:
-    """The files of one group of layers, which follow each other, `count` in all, and how many of them were sent or are
-    not needed.
-    """
+    """The files of one group of layers, `count` in all, and how many of them were sent or are not needed."""
 
     group: int
     files: Sequence[CheckedFile]  # those that came
@@ -161,9 +159,7 @@ class KvLoad:
         return piece
 
     def _write(self, piece: _Piece, meanwhile: Callable[[], None]) -> None:
-        """Write files to their pages. What came by itself is only enqueued, and checked at the end: nobody reads these
-        pages before.
-        """
+        """Write files to their pages. What came by itself is only enqueued, and checked at the end."""
         pool, bits, units = self.kv.pool, self.kv.pool.exponents(piece.group), piece.content.rows()
         found: mx.array = ((bits != 0) & ((units & bits) == bits)).any(axis=1)
         if not piece.content.comes_by_itself:

@@ -91,9 +91,7 @@ class Layout:
 
 
 def shown_layout(model: Module) -> Layout:
-    """A model's layout, as a pass shows it that is not computed: MLX knows shapes and types before it evaluates. Raises
-    FailedPrecondition, reason LAYER_NOT_KEPT, with the first layer that cannot be kept.
-    """
+    """A model's layout, by shapes and types of an unevaluated pass. Raises FailedPrecondition (LAYER_NOT_KEPT)."""
     caches, by_cache = _own_caches(model)
     owners = [_owner(by_cache, index) for index in range(len(caches))]
     _refuse_unknown(model, owners, caches)

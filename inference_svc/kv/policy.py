@@ -1,7 +1,4 @@
-"""KV policies by name: the ladder from the cheapest rung to the exact one, and the request of a configuration.
-
-Plain data, no MLX. `kv/codec.py` turns a policy into bytes; `model/quality` finds the rung that a model needs.
-"""
+"""KV policies by name: the ladder from the cheapest rung to the exact one. Plain data, no MLX."""
 
 from dataclasses import dataclass
 from enum import Enum
@@ -48,9 +45,7 @@ class PolicyRequest:
         return cls(None if policy == AUTO else Rung(policy), exact)
 
     def policy(self, rung: Rung, compute_type: str, layer_count: int) -> identity_pb2.KvPolicy:
-        """The policy of a rung for a model with this compute type and layer count. Raises InvalidArgument for a layer
-        that the model does not have.
-        """
+        """The policy of a rung for such a model. Raises InvalidArgument for a layer that the model does not have."""
         policy = policy_of(rung, compute_type)
         if rung is Rung.FP:
             return policy

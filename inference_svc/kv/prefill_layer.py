@@ -30,10 +30,7 @@ _MOST_PAIRS = 1 << 26  # of queries and tokens
 
 
 class PrefillLayer:
-    """K and V of one layer behind the stored rows of `kv`.
-
-    No attribute may be called `bits`: mlx-lm recognizes its own quantized cache by that name.
-    """
+    """K and V of one layer behind the stored rows. No attribute may be called `bits`, by which mlx-lm knows its own."""
 
     def __init__(self, kv: SequenceKV, layer: int) -> None:
         self.offset = kv.length
@@ -53,9 +50,7 @@ class PrefillLayer:
         return self._key_codec.decode(seen[:split], keys.dtype), self._value_codec.decode(seen[split:], values.dtype)
 
     def make_mask(self, rows: int, return_array: bool = False, window_size: int | None = None) -> mx.array | str | None:
-        """Mask of `rows` new tokens over the rows that `update_and_fetch` will return, as mlx-lm's own caches give it.
-        Raises ValueError if a window is asked of a layer that keeps all tokens.
-        """
+        """Mask of `rows` new tokens over all rows, as mlx-lm's caches give it. Raises ValueError for another window."""
         if window_size is not None and not self.window:
             raise ValueError("a layer with a window cannot use a KV that keeps all tokens")
         if not self.window:
@@ -122,9 +117,7 @@ class InPlaceLayer(PrefillLayer):
         return super().make_mask(rows, return_array, window_size) if is_masked else None
 
     def _attends(self, stored: int, count: int) -> bool:
-        """Whether `count` rows behind so many are attended to where they lie. Not if a row leaves the window within the
-        chunk: it may be written nowhere.
-        """
+        """Whether `count` rows are attended to where they lie: none may leave the window within the chunk."""
         if count > self._most_queries or (self.window and count >= self.window):
             return False
         if self._most_queries <= MAX_QUERIES:
@@ -144,9 +137,7 @@ AnyLayer: TypeAlias = PrefillLayer | StateKV
 
 
 def prefill_layers(kv: SequenceKV, compute_type: str = "float32") -> list[AnyLayer]:
-    """What a model that computes in a type is given for the next chunk of the sequence, one for each entry of the
-    layout.
-    """
+    """What a model is given for the next chunk of the sequence, one for each entry of the layout."""
     room = PassRoom(kv)
     layers: list[AnyLayer] = []
     for index in range(len(kv.pool.identity.layers)):
@@ -160,9 +151,7 @@ def prefill_layers(kv: SequenceKV, compute_type: str = "float32") -> list[AnyLay
 
 
 def commit(kv: SequenceKV, layers: Sequence[AnyLayer], count: int) -> None:
-    """Make what a pass computed over `count` tokens part of the sequence. Evaluates. Raises ResourceExhausted, and has
-    changed nothing, if the pool has no room.
-    """
+    """Make what a pass computed part of the sequence. Evaluates. Raises ResourceExhausted, and has changed nothing."""
     rows = {index: layer.new_rows for index, layer in enumerate(layers) if isinstance(layer, PrefillLayer)}
     if rows and kv.pool.dialect is None:
         kv.append(rows)

@@ -1,8 +1,4 @@
-"""Makes tensor files from a sequence's KV: pages become blocks byte for byte, tails are cut. `KvLoad` reverses it.
-
-Each group of layers has block files and a tail of its own: the layers that keep all tokens, and those of each window.
-The states of recurrent layers go into a state file at each rewind point.
-"""
+"""Makes tensor files from a sequence's KV: pages become blocks byte for byte, tails are cut. `KvLoad` reverses it."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future
@@ -26,9 +22,7 @@ _MOST_PAGES = 32  # that leave the device at once, where no threads copy them
 
 
 def files_of(kv: SequenceKV, identities: Sequence[FileIdentity]) -> list[FileBytes]:
-    """The tensor files of blocks and tails, those of a group in the order of their rows, or of states at rewind points,
-    as their identities say. Raises ValueError for rows or rewind points that the sequence does not have.
-    """
+    """The tensor files of blocks, tails or states that the identities name. Raises ValueError for what is not there."""
     for _ in range(failed_copies.MOST_FAILURES):
         before = failed_copies.out.in_a_row
         files = begin_files(kv, identities)
@@ -42,9 +36,7 @@ def files_of(kv: SequenceKV, identities: Sequence[FileIdentity]) -> list[FileByt
 
 
 def begin_files(kv: SequenceKV, identities: Sequence[FileIdentity]) -> "list[Future[FileBytes]]":
-    """As `files_of`. Where threads copy pages, those of rows are on their way when this returns, whatever becomes of
-    the sequence.
-    """
+    """As `files_of`; where threads copy pages, rows are on their way, whatever becomes of the sequence."""
     files: list[Future[FileBytes]] = []
     for (is_state, group), found in groupby(identities, lambda each: (each.kind == "state", each.window)):
         some = list(found)
@@ -77,9 +69,7 @@ def first_whole_block(kv: SequenceKV, window: int) -> int:
 
 
 def whole_blocks(kv: SequenceKV, window: int) -> list[int]:
-    """The full blocks of which the layers of a window hold all rows, ascending: the last ones, and before a gap those
-    of rewind points.
-    """
+    """The full blocks of which a window's layers hold all rows, ascending: the last, and those of rewind points."""
     tables = [table for table in kv.tables if table.window == window]
     full = range(kv.length // PAGE_TOKENS)
     return [block for block in full if all(table.has_whole(block, kv.rewind_points) for table in tables)]

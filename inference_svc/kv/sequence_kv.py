@@ -30,18 +30,14 @@ class RewindPoint:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Where kernels write and read the rows of one group in a pass: the pages by block, and the new rows' positions,
-    -1 for those that no later row sees.
-    """
+    """Where a pass writes and reads a group's rows: pages by block, new rows' positions (-1: no later row sees it)."""
 
     block_table: mx.array
     places: mx.array
 
 
 class PassRoom:
-    """Private pages for the rows of one pass. The sequence stays as it is until `move_in`; new pages go back to the
-    pool if the pass does not come to its end.
-    """
+    """Private pages for the rows of one pass, which go back to the pool unless the pass ends with `move_in`."""
 
     def __init__(self, kv: "SequenceKV") -> None:
         self.pages: list[dict[int, int]] = []  # of each table by block, those to be written
@@ -63,9 +59,7 @@ class PassRoom:
         self.release()
 
     def take(self, count: int) -> None:
-        """Have pages for `count` rows; a shared one that they begin in is copied. Raises ResourceExhausted, and has
-        changed nothing, if the pool has no room.
-        """
+        """Have pages for `count` rows. Raises ResourceExhausted, and has changed nothing, if the pool has no room."""
         kv = self._kv
         blocks = [kv.span(table, kv.length + count) for table in kv.tables]
         held = [table.pages.get(block) for table, some in zip(kv.tables, blocks, strict=True) for block in some]
@@ -134,9 +128,7 @@ class SequenceKV:
 
     @property
     def kept_pages(self) -> int:
-        """How many of its pages it will never replace by others: full pages of layers that keep all tokens, and what
-        nobody else holds. It copies a shared tail before it writes, and a window moves on.
-        """
+        """How many pages it will never replace: full ones that all tokens keep, and those that nobody else holds."""
         kept, full = 0, self.length // PAGE_TOKENS
         for table in self.tables:
             others = table.pages if table.window else range(full, len(table.pages))
@@ -176,10 +168,7 @@ class SequenceKV:
     # --- going on ---
 
     def append(self, rows: dict[int, EncodedRows]) -> None:
-        """Store the rows that follow, of each layer: parts [1, kv_heads, n, width]. The writes are not evaluated.
-
-        Raises ResourceExhausted, and has changed nothing, if the pool has no room.
-        """
+        """Store the rows that follow, of each layer, unevaluated: [1, kv_heads, n, width]. Raises ResourceExhausted."""
         count = next(iter(rows.values()))[0].shape[2]
         room = PassRoom(self)
         room.take(count)
@@ -260,9 +249,7 @@ class SequenceKV:
         return is_here and self._has_states_of(length)
 
     def start_before(self, length: int) -> int:
-        """The largest length, at most `length`, from which the next token can be computed: `length` itself, a rewind
-        point, or, if no layer is recurrent, the border of a block.
-        """
+        """The largest length, at most `length`, to go on from: itself, a rewind point, or a block's border."""
         if self.can_go_on_from(length):
             return length
         borders = () if self.states else range(0, length + 1, PAGE_TOKENS)
@@ -270,9 +257,7 @@ class SequenceKV:
         return max((one for one in lengths if one <= length and self.can_go_on_from(one)), default=0)
 
     def trim_to(self, length: int) -> None:
-        """Forget everything behind `length` tokens. States go back to the last rewind point at or before it. Unless
-        `can_go_on_from(length)`, the sequence cannot be continued then before it is trimmed further.
-        """
+        """Forget all behind `length` tokens; states go back to a rewind point. See `can_go_on_from`."""
         if self.can_go_on_from(length):
             for table in self.tables:
                 table.valid_from = min(table.valid_from, needed_blocks(table.window, length).start * PAGE_TOKENS)
@@ -284,9 +269,7 @@ class SequenceKV:
         self._release_all_unneeded()
 
     def fork(self, length: int | None = None) -> "SequenceKV":
-        """A second sequence with the same KV, or with the first `length` tokens of it. All pages are shared, also the
-        last one until either side writes. Raises ValueError for a length that it cannot go on from.
-        """
+        """A sequence with the same KV, or its first `length` tokens, in shared pages. Raises ValueError."""
         if length is not None and not self.can_go_on_from(length):
             raise ValueError(f"KV of {self.length} tokens cannot go on from {length}")
         forked = SequenceKV(self.pool)

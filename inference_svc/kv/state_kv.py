@@ -15,10 +15,7 @@ Tensors = list[mx.array | None]
 
 
 class StateTensors:
-    """A recurrent layer as mlx-lm's models call it, of one sequence or of several.
-
-    The attributes `lengths` and `left_padding` are mlx-lm's: its models ask for padding, and there is none here.
-    """
+    """A recurrent layer as mlx-lm's models call it, who ask for `lengths` and `left_padding`: there is none."""
 
     lengths: None = None
     left_padding: None = None

@@ -73,9 +73,7 @@ def schema_of(identity: identity_pb2.KvIdentity, rows: int, group: int) -> Schem
 
 
 class FileChecks:
-    """What the files of exactly these tokens must be under this identity: of one group of layers (0: those that keep
-    all tokens, else a window), from a block on.
-    """
+    """What files of exactly these tokens must be: of one group (0: layers that keep all, else a window)."""
 
     def __init__(
         self,
@@ -125,11 +123,7 @@ def check_files(
 def check_state(
     identity: identity_pb2.KvIdentity, kv_identity_hash: str, blob: FileBytes, token_ids: Sequence[int]
 ) -> CheckedFile:
-    """Check that the header of `blob` names, and its tensors fit, the recurrent layers' state after exactly these
-    tokens.
-
-    Raises DataLoss, whose metadata say the state's tokens.
-    """
+    """Check that `blob` is the recurrent layers' state after exactly these tokens. Raises DataLoss that names them."""
     expected = state_identity(kv_identity_hash, token_ids, len(token_ids))
     try:
         return _checked(identity, Schema.of(expected_state_tensors(identity)), expected, blob)
@@ -149,9 +143,7 @@ def state_arrays(file: CheckedFile) -> list[tuple[TensorSpec, Array]]:
 
 
 def page_units(file: CheckedFile, units: int) -> Array:
-    """The tensors of a block or tail file as a page, uint16 [units]: of a block its bytes as they are, of a tail with
-    zeros behind its rows.
-    """
+    """The tensors of a block or tail file as a page, uint16 [units], with zeros behind a tail's rows."""
     if file.header.identity.tokens == BLOCK_TOKENS:
         return np.frombuffer(file.data, np.uint16, units, file.header.data_offset)
     page, offset = np.zeros(units, dtype=np.uint16), 0
@@ -181,12 +173,7 @@ def _views(file: CheckedFile) -> Iterator[Array]:
         offset += spec.size_bytes
 
 
-def _checked(
-    identity: identity_pb2.KvIdentity,
-    schema: Schema,
-    expected: FileIdentity,
-    data: FileBytes,
-) -> CheckedFile:
+def _checked(identity: identity_pb2.KvIdentity, schema: Schema, expected: FileIdentity, data: FileBytes) -> CheckedFile:
     header = header_with(expected, schema.entries)
     if data[: len(header)] == header and len(header) + schema.layout.size_bytes == len(data):
         # Our own writer's header, byte for byte: nothing is left to parse, which saves half of a restore.

@@ -1,8 +1,4 @@
-"""An agent's memory without its KV: text, messages, the turn that made it, its files in the store, its publication.
-
-It is read from a manifest, or made at a turn's end and attached to the engine's hot memory. The KV itself is in the
-engine or in the store, under the digests that are here.
-"""
+"""An agent's memory without its KV: text, messages, the turn that made it, its files in the store, its publication."""
 
 import asyncio
 from collections.abc import Callable

@@ -36,9 +36,7 @@ from inference_svc.memory.store.remote_cache import RemoteCache
 
 @dataclass(frozen=True, slots=True)
 class Recollection:
-    """An agent's newest memory, of whichever KV identity. `head` is None when the store could not be asked; `kv_from`
-    is COLD when the memory's KV cannot be used here (another KV identity), but its transcript can.
-    """
+    """An agent's newest memory. `head` None: the store was not asked; `kv_from` COLD: only its transcript is of use."""
 
     memory: AgentMemory | None
     kv_from: Source
@@ -152,9 +150,7 @@ class Recall:
         return Recollection(None, Source.COLD, NO_HEAD, _NOTHING)
 
     async def with_base(self, key: AgentKey, newest: Recollection, version: int, budget: Budget) -> Recollection:
-        """The newest memory, with the version that is to go on instead. Raises NotFound (VERSION_NOT_FOUND), and
-        Unavailable or FailedPrecondition if that version cannot be read.
-        """
+        """With the version that is to go on instead. Raises NotFound, Unavailable, FailedPrecondition."""
         # A memory that extends that version, and is not stored yet, would go on with more.
         is_stored = newest.memory is not None and newest.memory.publication.standing.is_stored
         if is_stored and newest.head is not None and newest.head.version == version:

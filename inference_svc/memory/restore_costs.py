@@ -22,9 +22,7 @@ _OLDER_WEIGHT = 0.7  # of what was learned before, when there is news
 
 @dataclass
 class LearnedCost:
-    """Seconds as a sum of two parts, each a number that is not negative times a known size: least squares over what was
-    measured, where newer measurements count more.
-    """
+    """Seconds as two numbers, not negative, times known sizes: least squares, where newer measurements count more."""
 
     _sums: list[float] = field(default_factory=lambda: [0.0] * 5)
 

@@ -211,9 +211,7 @@ class ReusePlanner:
         return candidate, cheaper or miss
 
     async def _best(self, prompt: _Prompt, recollection: Recollection) -> tuple[Recollection, _Candidate]:
-        """Of the newest memory, an older one and this KV identity's own line, the one that has most of the prompt. The
-        own line has the KV of the same tokens, up to where the newest memory parts from it.
-        """
+        """Of the newest memory, an older one and this KV identity's own line, the one that has most of the prompt."""
         candidate = await self._by_text(prompt, recollection)
         if recollection.base is not None:
             older = await self._by_text(prompt, recollection.base)
@@ -300,9 +298,7 @@ class ReusePlanner:
         return _Candidate(tokens, keep, Source.SHARED, candidate.match, tokens.ids, keep, files), None
 
     def _cheaper(self, namespace: str, candidate: _Candidate) -> tuple[_Candidate, Miss | None]:
-        """The candidate, or one without KV where computing is expected to be faster. Only rows that every prefill makes
-        are computed: those that a reply's tokens got one by one would have other bits.
-        """
+        """The candidate, or none where computing is faster: only of rows that every prefill makes alike."""
         is_stored = candidate.source in (Source.WARM, Source.SHARED)
         is_exact = candidate.keep <= candidate.shareable_tokens and not self._engine.model.has_rewind_points
         if not is_stored or not is_exact:
@@ -357,9 +353,7 @@ class ReusePlanner:
     async def _arriving(
         self, candidate: _Candidate, wanted: Sequence[Digest], store: RemoteCache, budget: Budget
     ) -> tuple[Reuse, BackgroundRead | None, Miss | None]:
-        """Files of which the engine takes those that came while others are read. The turn takes no room in the engine
-        before the first one came.
-        """
+        """Files that the engine takes as they come. The turn takes no room in the engine before the first."""
         keep = min(candidate.keep, len(wanted) * BLOCK_TOKENS)
         if not keep:
             return Cold(), None, None
@@ -403,9 +397,7 @@ def matched(prompting: Prompting, transcript: RememberedText, text: str) -> tupl
 
 
 def _lengths(candidate: _Candidate, has_states: bool) -> list[int]:
-    """The lengths that the candidate's files, if all of them come, can be restored to, the longest first: rewind points
-    with states, else the length that is wanted and, of windows, the borders of blocks before it.
-    """
+    """The lengths that the candidate's files can be restored to, longest first: rewind points, or borders of blocks."""
     borders = range(0, candidate.keep, BLOCK_TOKENS) if candidate.files.windows else ()
     points = candidate.files.states if has_states else (*borders, candidate.keep)
     lengths = {point for point in points if 0 < point <= candidate.keep and covers(candidate.files.windows, point)}

@@ -43,9 +43,7 @@ class SwapLimits:
 
 @dataclass(frozen=True, slots=True)
 class SwapRooms:
-    """The rooms in which a namespace's swapped files are counted. A turn does not wait for room in either: it had the
-    bytes before, or has reserved their room.
-    """
+    """The rooms for a namespace's swapped files. A turn does not wait for either: it had the bytes before."""
 
     namespace: str
     publishing: SharedRoom
@@ -55,9 +53,7 @@ class SwapRooms:
 
 
 def may_be_preempted(store: RemoteCache | None, memory: AgentMemory | None, reuse: Reuse) -> bool:
-    """Whether the engine may preempt a turn: there is a store for its KV, and the hot memory that it extends, which
-    would go with it, is whole there.
-    """
+    """Whether a turn may be preempted: a store takes its KV, and has the hot memory that it extends, which goes too."""
     if store is None or not store.connection.is_reachable:
         return False
     publication = memory.publication if memory is not None else None

@@ -52,10 +52,7 @@ def chosen_policy(
 
 
 def _measured(
-    subject: exam.Subject,
-    policies: dict[Rung, identity_pb2.KvPolicy],
-    extent: Extent,
-    clock: Callable[[], float],
+    subject: exam.Subject, policies: dict[Rung, identity_pb2.KvPolicy], extent: Extent, clock: Callable[[], float]
 ) -> Choice:
     """Climb the ladder with one exam for each rung: most models pass the first, and need no other."""
     reasons: list[str] = []

@@ -35,9 +35,7 @@ def device_name() -> str:
 
 
 def keep_for_computing(most_bytes: int) -> None:
-    """Let MLX keep at most so many bytes of free buffers on a GPU, and no more than an eighth of its memory. Without
-    effect on a CPU.
-    """
+    """Let MLX keep at most so many bytes of free buffers on a GPU, and no more than an eighth of its memory."""
     if mx.default_device().type == mx.DeviceType.gpu:
         mx.set_cache_limit(min(most_bytes, device_bytes() // 8))
 

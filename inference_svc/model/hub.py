@@ -1,7 +1,5 @@
-"""Models of the hub on this machine: `python -m inference_svc.model.hub pull|rm|ls [NAME]`, for `kvasir models`.
-
-They lie in the cache of mlx-lm's own loader, where other programs find them too. The answer is JSON on stdout; exit
-code 5 means that there is no such model.
+"""Models in mlx-lm's cache: `python -m inference_svc.model.hub pull|rm|ls [NAME]`, JSON out; exit code 5: no such
+model.
 """
 
 import argparse

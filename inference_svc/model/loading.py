@@ -73,10 +73,7 @@ class LoadedModel:
 
 
 def find_model(name: str | Path) -> Path:
-    """The directory of a model: `name` itself if it is one, else a Hugging Face repository, downloaded once.
-
-    Raises NotFound.
-    """
+    """The directory `name`, or of a Hugging Face repository, downloaded once. Raises NotFound."""
     if (path := Path(name).expanduser()).is_dir():  # zsh leaves the ~ of NAME=~/x to us
         if not (path / "config.json").is_file():
             raise NotFound(f"model: {path.name} has no config.json", field="model")
@@ -143,9 +140,7 @@ def _take_own_operations(model: Module, kernels: KernelChoice) -> None:
 
 @contextmanager
 def _loadable() -> Iterator[None]:
-    """Raises FailedPrecondition for whatever is raised: a configuration can provoke every error in mlx-lm or
-    transformers.
-    """
+    """Raises FailedPrecondition for any error: a configuration can provoke every one in mlx-lm or transformers."""
     try:
         yield
     except Exception as error:
@@ -185,9 +180,7 @@ def device() -> str:
 
 
 def sampling_defaults(directory: Path) -> Mapping[str, float]:
-    """By the names of Sampling. Empty without the file, and where the model is not to be sampled. One that is to be,
-    without a temperature, has 1. What is no such setting's value is left out, and logged.
-    """
+    """By the names of Sampling; empty where the model is not to be sampled. What is no such value is logged."""
     try:
         given = json.loads((directory / _GENERATION).read_text(encoding="utf-8"))
     except (OSError, ValueError):

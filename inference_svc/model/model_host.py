@@ -99,9 +99,7 @@ class ModelHost(Generic[ServedT]):
         return ModelState.LOADED if self._change is None else ModelState.RETIRING
 
     def serving(self, name: str) -> ServedT:
-        """The loaded model, if it has this name or the name is empty. Raises NotFound, FailedPrecondition (another
-        model or none is loaded), Unavailable (a change is under way).
-        """
+        """The loaded model, if it has this name or none is given. Raises NotFound, FailedPrecondition, Unavailable."""
         if name:
             self._check_known(name)
         if self._change is not None:
@@ -133,8 +131,7 @@ class ModelHost(Generic[ServedT]):
         return self.serving(name)
 
     async def keep_alive(self, seconds: float) -> None:
-        """Put the model to sleep whenever no turn has come or run for so long; for ever. What cannot be stored keeps
-        it awake."""
+        """Let a model sleep whenever no turn has run for so long; for ever. What cannot be stored keeps it awake."""
         while True:
             self._was_used = self.served is not None and not self.served.is_idle
             await asyncio.sleep(seconds)

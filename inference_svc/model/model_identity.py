@@ -1,8 +1,4 @@
-"""A model's identity, from its bytes: weights digest, tokenizer digest, template digest, KV identity.
-
-The weights digest covers every weights file and the configuration's fields that change the computation (rope, norms,
-heads, quantization): equal tensors under another rope give other KV. Shape alone never identifies a model.
-"""
+"""A model's identity: digests of weights (with the configuration that changes them), tokenizer and template."""
 
 import json
 from collections.abc import Mapping, Sequence

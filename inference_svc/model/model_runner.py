@@ -81,9 +81,7 @@ class ModelRunner:
         return self.layout.new_pool(identity, budget_bytes, is_allocated=is_allocated)
 
     def new_batch(self, pool: KvPool, decoded_budget: int) -> DecodeBatch:
-        """A batch for sequences of such a pool. See `DecodeBatch`. Raises FailedPrecondition if it must be
-        `batch_invariant`, and cannot be.
-        """
+        """A batch for sequences of such a pool. Raises FailedPrecondition if it cannot be `batch_invariant`."""
         batch = DecodeBatch(pool, self.forward, decoded_budget, pass_rows=self._pass_rows)
         if self._pass_rows and not batch.keeps_graph:
             raise FailedPrecondition(
@@ -107,9 +105,7 @@ class ModelRunner:
         return _SHORT_CELL_TOKENS if keeps_graph else PAGE_TOKENS, packed
 
     def packed_logits(self, cells: Sequence[Cell], meanwhile: Callable[[mx.array], None]) -> mx.array:
-        """As `last_logits`, for cells of several sequences in one pass, each of which `packed_pass.can_pack`: logits
-        [cells, vocabulary]. A cancel waits for all of it.
-        """
+        """As `last_logits`, for cells of several sequences in one pass: [cells, vocabulary]. A cancel waits for it."""
         logits = packed_logits(self._passes(cells[0].kv), cells, meanwhile)
         self.release_unused()
         return logits
@@ -142,9 +138,7 @@ class ModelRunner:
         is_cancelled: Callable[[], bool] = lambda: False,
         meanwhile: Callable[[mx.array], None] | None = None,
     ) -> mx.array:
-        """Compute and store the KV of the next tokens; returns logits [1, vocabulary] for the token after the last,
-        which `meanwhile` gets too. Evaluates and raises as `prefill` does.
-        """
+        """Store the next tokens; logits [1, vocabulary] behind the last, for `meanwhile` too. Raises as `prefill`."""
         logits = self._short_pass(kv, token_ids, meanwhile)
         if logits is None:
             logits = self._compute(kv, token_ids, is_cancelled, meanwhile)[:, -1]
@@ -201,9 +195,7 @@ class ModelRunner:
         return logits
 
     def _evaluate(self, layers: Sequence[AnyLayer], is_cancelled: Callable[[], bool], tokens: int) -> None:
-        """Part by part: far into a long prompt, a whole cell would delay a cancellation for too long. On a CPU a part
-        is a layer; a GPU has a part of so many tokens to do while it is given the next one.
-        """
+        """Part by part (a CPU's is a layer), so that a cancellation does not wait for a whole cell of a long prompt."""
         size = max(1, _PART_TOKENS // tokens) if self.is_on_gpu else 1
         part: list[Any] = []
         enqueued: list[Any] = []
@@ -220,9 +212,7 @@ class ModelRunner:
                 raise _cancelled()
 
     def forward(self, tokens: mx.array, caches: Sequence[Any]) -> mx.array:
-        """Logits of tokens [rows, n], not evaluated: of all positions or of the last one, [rows, n or 1, vocabulary].
-        `caches`: one batched cache for each entry of the layout.
-        """
+        """Logits of tokens [rows, n], not evaluated, of all positions or the last. One cache a layout entry."""
         return self.layout.forward(self.model, tokens, caches)
 
     def scores(self, kv: SequenceKV | list[Any], token_ids: Sequence[int]) -> mx.array:
@@ -241,9 +231,7 @@ class ModelRunner:
         return scores
 
     def release_unused(self) -> None:
-        """Give unused memory back, which MLX would keep for arrays of the same size. On a GPU it stays, within MLX's
-        own limit: the next cell would ask for it again.
-        """
+        """Give unused memory back. On a GPU it stays, within MLX's limit: the next cell would ask for it again."""
         if not self.is_on_gpu:
             mx.clear_cache()
 

@@ -94,9 +94,7 @@ class Prompting:
         self._longest_token = max((len(token.encode()) for token in tokenizer.get_vocab()), default=1)
 
     async def run(self, namespace: str, work: Callable[[], T], *, is_large_render: bool = False) -> T:
-        """Run `work` on the tokenizer's thread when the namespace's turn comes. Raises Unavailable after close.
-        `is_large_render`: it only renders the template, for long: no turn that tokenizes waits for it, nor it for one.
-        """
+        """Run `work` on the tokenizer's thread at the namespace's turn; long renders wait apart. Raises Unavailable."""
         thread, room = self._thread, self._thread_room
         if is_large_render:
             thread, room = self._render_thread, self._render_room
@@ -105,18 +103,14 @@ class Prompting:
             return await asyncio.get_running_loop().run_in_executor(thread, work)
 
     async def read(self, namespace: str, objects: GivenJson) -> None:
-        """Parse a request's JSON on a thread of its own, namespaces in turn. Raises InvalidArgument with the field, and
-        Unavailable after close.
-        """
+        """Parse a request's JSON on a thread of its own, namespaces in turn. Raises InvalidArgument, Unavailable."""
         if not objects.is_read:
             async with self._json_room.held_for(namespace, 1):
                 self._check_open()
                 await asyncio.get_running_loop().run_in_executor(self._json_thread, objects.read)
 
     async def twin(self, namespace: str) -> "Prompting":
-        """A copy of this tokenizer with threads of its own, made at the first call: its work delays none of the work
-        here. Raises Unavailable after close.
-        """
+        """A copy with threads of its own, made at the first call: it delays no work here. Raises Unavailable."""
         if self._twin is None:
             self._twin = await self.run(namespace, lambda: self._copy())
             if self._is_closed:
@@ -144,8 +138,7 @@ class Prompting:
         return -(-utf8_bytes(without_guards(text)) // self._longest_token)
 
     def beginning(self, text: str, tokens: int) -> str:
-        """A part with at least so many tokens, or all of a shorter text. It is twice as long as these can spell: how a
-        word is split may depend on its end."""
+        """A part with at least so many tokens: twice as long as they can spell, as a word may depend on its end."""
         return text[: 2 * tokens * self._longest_token]
 
     def clock(self, remembered_ms: int = 0) -> TemplateClock:
@@ -177,9 +170,7 @@ class Prompting:
         clock: TemplateClock | None = None,
         settings: Mapping[str, Scalar] | None = None,
     ) -> str:
-        """The chat template's text; without a clock it gets the machine's time. Raises InvalidArgument if the model
-        has none, and any error of the template.
-        """
+        """The chat template's text. Raises InvalidArgument if the model has none, and any error of the template."""
         if not self._tokenizer.has_chat_template:
             raise InvalidArgument("messages: this model has no chat template; send a prompt", field="messages")
         if ASKS_TIME in str(getattr(self._tokenizer, "chat_template", "")):
@@ -223,9 +214,7 @@ class Prompting:
         )
 
     def tokenize(self, text: str, last: int | None = None) -> Tokenized:
-        """Tokens of exactly this text, with nothing before or behind it. Only spellings without a guard become special
-        tokens. `last`: the token before the text, if it stands behind others.
-        """
+        """Tokens of exactly this text; only spellings without a guard become special. `last`: the token before it."""
         return self._in_pieces(text.split(GUARD), len(GUARD), last)
 
     def _in_pieces(self, pieces: Sequence[str], between: int, last: int | None) -> Tokenized:
@@ -268,18 +257,14 @@ class Prompting:
         return Tokenized(TokenIds(own), tuple(chars))
 
     def _before(self, last: int | None) -> tuple[str, list[int]]:
-        """What a text is tokenized behind, and its tokens, so that no space comes before the text where the tokenizer
-        puts one before all that it is given: the token before it if that is special, else a line's end.
-        """
+        """What a text is tokenized behind, so that no space comes before it: a special token or a line's end."""
         if last is None or not self._token_text.strips_leading_space:
             return "", []
         before = self._spellings.get(last, _BORDER)
         return before, self._encoded(before)
 
     def framed(self, text: str) -> tuple[list[int], list[int], list[int]]:
-        """Tokens of a text that is no prompt, with those that the tokenizer puts before and behind it: what spells a
-        special token is text.
-        """
+        """Tokens of a text that is no prompt, and those that the tokenizer puts before and behind it."""
         ids = list(self.tokenize(self.specials.guarded(text)).ids)
         probe = self._encoded("a")
         around = list(self._tokenizer.encode("a", add_special_tokens=True))
@@ -307,9 +292,7 @@ class Prompting:
         return self._marks.call_start
 
     def reader(self, prompt: str, tools: Sequence[dict[str, Any]], reply_id: str, begins_with: str = "") -> ReplyReader:
-        """A reader of the reply to a prompt that the chat template made; that prompt may already begin the reasoning.
-        `tools`: as templates take them. `begins_with`: as of ReplyReader; such a reply has no thoughts before it.
-        """
+        """A reader of the reply to a template's prompt, which may begin the reasoning. See ReplyReader."""
         marks, fields = self._marks, list(tools) or None
         ends = marks.thinking is not None and prompt.rstrip().endswith(marks.thinking[0])
         is_thinking = ends and marks.initial == "normal" and not begins_with
@@ -327,9 +310,7 @@ class Prompting:
     def remembered_reply(
         self, prompt: str, prompt_tokens: int, generated: str, reply: str, state: SequenceState
     ) -> RememberedReply:
-        """The transcript after a reply. Guards keep text that the model spelled letter by letter from becoming special
-        tokens later.
-        """
+        """The transcript after a reply. Guards keep letters that the model spelled from becoming special tokens."""
         spans = self._structure_spans(state.token_ids[prompt_tokens:], state.token_chars[prompt_tokens:])
         # Characters of a token before a stop string belong to the reply, but not to the generated text.
         whole = reply if reply.startswith(generated) else generated
@@ -373,9 +354,7 @@ class Prompting:
 
 
 def _special_ids(tokenizer: Any, marks: Collection[str]) -> dict[str, int]:
-    """A tokenizer's special tokens, by their spelling. So are, though not marked as such, tokens of their own that the
-    chat template writes, or that stand around reasoning and tool calls in replies (`marks`): "<tool_call>".
-    """
+    """Special tokens by their spelling, and those that the template writes, or `marks` around parts of replies."""
     added = getattr(tokenizer, "added_tokens_decoder", {})
     template = str(getattr(tokenizer, "chat_template", None) or "")
 

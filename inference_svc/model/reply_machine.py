@@ -1,7 +1,4 @@
-"""Where the parts of a reply begin and end, as mlx-lm knows it for a model: reasoning, tool calls, answer.
-
-Of harmony, gpt-oss's format, mlx-lm knows nothing: its replies are messages to channels.
-"""
+"""Where reasoning, tool calls and answer begin and end, as mlx-lm knows it; harmony's messages it does not know."""
 
 import json
 import re

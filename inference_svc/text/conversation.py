@@ -1,8 +1,4 @@
-"""Messages in, text out: conversations through the model's chat template.
-
-The whole conversation is rendered each time; the character match finds the part that is remembered already. A template
-gives text and never tokens.
-"""
+"""Conversations through the model's chat template, whole each time. A template gives text and never tokens."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -72,9 +68,7 @@ def dialogue(
 
 
 def check_counts(messages: Sequence[manifest_pb2.Message | message_pb2.Message], field: str) -> None:
-    """Raise InvalidArgument, the field named, for too many messages or tool calls. An empty one takes two bytes of a
-    request, and a microsecond of every caller's time.
-    """
+    """Raise InvalidArgument for too many messages or calls: an empty one takes two bytes, and a microsecond of all."""
     if not messages:
         raise InvalidArgument(f"{field}: expected at least one message", field=field)
     if len(messages) > _MAX_MESSAGES:
@@ -140,9 +134,7 @@ def render(template: ChatTemplate, conversation: Dialogue, *, add_generation_pro
 
 
 def _begun_prompt(template: ChatTemplate, conversation: Dialogue, begun: dict[str, Any]) -> str:
-    """The conversation up to the last message's text, with a mark behind it as Hugging Face's library has one: whether
-    the mark's space is left says whether the template trims.
-    """
+    """The conversation up to the last message's text, and whether the template trims: its mark's space shows that."""
     marked = {**begun, "content": begun["content"] + _MARK}
     text = _rendered(template, conversation, (*conversation.messages, marked), False, is_settled=False)
     end = text.rfind(_MARK.strip())

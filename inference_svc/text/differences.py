@@ -1,8 +1,4 @@
-"""Where a prompt first differs from its agent's memory: the texts on both sides, the message, and the rule (of
-`kvasir.volatile`) that would have kept what the memory has. Pure.
-
-A difference holds pieces of texts: it is for the memory's owner alone, and never for logs or metrics.
-"""
+"""Where a prompt first differs from its agent's memory, and why. It holds texts: for its owner, never for logs."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -68,9 +64,7 @@ def explained(
     given: Sequence[manifest_pb2.Message],
     in_force: frozenset[str] = frozenset(),
 ) -> Difference:
-    """The same; if only dates or clocks differ in the message, it says so, and which rules would have helped: only for
-    systems' texts there are any.
-    """
+    """The same; if only dates or clocks of a system's text differ, with the rules that would have helped."""
     index = found.message
     if index is None and found.role == TEMPLATE:  # where it prints thoughts, too
         pairs = enumerate(zip(remembered, given, strict=False))

@@ -1,7 +1,4 @@
-"""The JSON in a request: bounded before it is parsed, parsed once, and never on the event loop.
-
-Text of a megabyte can become a hundred megabytes of objects, and parsing holds the interpreter while it lasts.
-"""
+"""The JSON in a request: bounded before it is parsed, parsed once, and never on the event loop."""
 
 import json
 import re
@@ -91,9 +88,7 @@ def _object(field: str, text: str) -> dict[str, Any]:
 
 
 def _values(text: str, field: str = "") -> int:
-    """About how many values a text has, or a number above `MAX_VALUES`; the text need not be JSON. Raises
-    InvalidArgument, the field named, when brackets nest too deep.
-    """
+    """About how many values a text has, or more than `MAX_VALUES`. Raises InvalidArgument for brackets too deep."""
     if (most := sum(map(text.count, ",[{"))) <= MAX_DEPTH:
         return most
     values = depth = 0

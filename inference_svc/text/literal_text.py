@@ -53,9 +53,7 @@ class Specials:
         self._hold_spaces = any(char.isspace() for spelling in several for char in spelling)
 
     def guarded(self, text: str) -> str:
-        """A caller's string, for use in a template. Guards stand inside each spelling, and at an end where the
-        template's own words could complete one.
-        """
+        """A caller's string, for a template: guards stand inside each spelling, and at ends that could become one."""
         text = from_outside(text).translate(self._single) if self._single else from_outside(text)
         if not text or not self._longest:
             return text
@@ -100,9 +98,7 @@ class Specials:
         return found
 
     def echoed(self, text: str, tokens: Sequence[tuple[int, int]]) -> list[int]:
-        """Where guards belong in a text that a model generated. `tokens`: from where to where, ascending, special
-        tokens stand in it; every other spelling was said letter by letter.
-        """
+        """Where guards belong in a generated text: in all spellings but its special `tokens` (from, to)."""
         begins, ends = [start for start, _ in tokens], [end for _, end in tokens]
         places = set()
         for start, end in self._spans(text, self._longest_at):

@@ -92,9 +92,7 @@ def match_tokens(memory: RememberedText, token_ids: TokenIds) -> PrefixMatch:
 
 
 def common_prefix_length(one: Sequence[object], other: Sequence[object]) -> int:
-    """Items (of texts: code points) that two sequences of a type have in common from their start, by bisection over
-    slices: C compares them.
-    """
+    """Items that two sequences of a type have in common from their start, by bisection over slices: C compares them."""
     low, high = 0, min(len(one), len(other))
     while low < high:
         middle = (low + high + 1) // 2

@@ -91,9 +91,7 @@ def shorter(
 
 
 def _cuts(messages: Messages, start: int, first: int) -> list[_Cut]:
-    """Each way to leave out the oldest messages from `start` on, and those before them from `first` - 1 on; the longest
-    conversation comes first.
-    """
+    """Each way to leave out the oldest messages from `start` (some: `first` - 1) on; the longest conversation first."""
     questions = [index for index in range(start, len(messages)) if messages[index].role == "user"]
     calls = _earliest_calls(messages)
     cuts = [_Cut(index, index + 1) for index in questions if index >= first]
@@ -136,9 +134,7 @@ def with_summary(kept: Messages, summary: Messages) -> Messages:
 
 
 def as_remembered(given: Messages, remembered: Messages, shortened: manifest_pb2.Shortened) -> Messages | None:
-    """A whole conversation as its agent would have it: without what the agent left out, and with its summary. None for
-    one that ends inside what the agent left out: nothing of it may be missing.
-    """
+    """A conversation as its agent has it: without what it left out, with its summary. None for one that ends inside."""
     lead, behind = leading_system(given), shortened.dropped_behind_question
     question = lead + shortened.dropped_messages - behind
     kept = given[question : question + 1] if behind else ()

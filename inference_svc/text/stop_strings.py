@@ -4,10 +4,7 @@ from collections.abc import Sequence
 
 
 class StopScanner:
-    """Finds the first stop string in a growing text.
-
-    Text is held back as long as it may be the beginning of a stop string, and no longer.
-    """
+    """Finds the first stop string in a growing text, and holds back only what may begin one."""
 
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = tuple(stops)

@@ -1,8 +1,4 @@
-"""Token ids in one buffer: to cut, join or compare them takes as long as to copy it.
-
-A hot turn does that a dozen times with all tokens that its agent remembers. With tuples, each time looked at every
-single number: up to 2 ms for 32,768 of them.
-"""
+"""Token ids in one buffer: cut, joined and compared at the speed of a copy, where a tuple looks at every number."""
 
 from array import array
 from collections.abc import Iterable, Iterator, Sequence

@@ -1,8 +1,4 @@
-"""What tokens spell: bytes per token, code points per token, and text that grows a token at a time.
-
-Built once per model (a detokenizer built per request costs tens of milliseconds), pure, and the same for prompts and
-replies, so that `token_chars` in a manifest adds up to the length of its text.
-"""
+"""What tokens spell: bytes and code points per token, and text that grows a token at a time. Built once per model."""
 
 import codecs
 import json
@@ -45,8 +41,7 @@ class TokenText:
 
     @classmethod
     def of_tokenizer(cls, tokenizer_json: str, decode: Callable[[Sequence[int]], str]) -> "TokenText":
-        """From a tokenizer.json. Byte-level and sentencepiece decoders are read into bytes per token; any other kind is
-        spelled by `decode` (of a few tokens at a time, special tokens included)."""
+        """From a tokenizer.json, byte-level or sentencepiece; another kind is spelled by `decode`, in windows."""
         content = json.loads(tokenizer_json)
         decoder = _decoder_parts(content.get("decoder"))
         kinds = [part["type"] for part in decoder]
@@ -98,10 +93,7 @@ class _PieceStream:
 
 
 class _WindowStream:
-    """For decoders that look at neighbours: decodes a short window and returns the text by which it grew.
-
-    A window ends in U+FFFD while a character is not whole; then no text is returned yet.
-    """
+    """For decoders that look at neighbours: decodes a short window, and returns its growth by whole characters."""
 
     def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
         self._decode = decode
@@ -134,9 +126,7 @@ def _strips_leading_space(decoder: Mapping[str, Any]) -> bool:
 
 
 def _spelled(content: Mapping[str, Any], spell: Callable[[str], bytes]) -> Callable[[int], bytes]:
-    """Bytes by token id. Added tokens are spelled as they stand, the others when they are first asked for: to spell a
-    vocabulary takes a start a quarter of a second.
-    """
+    """Bytes by token id; spelled when first asked for, as a whole vocabulary takes a quarter of a second."""
     vocabulary = content["model"]["vocab"]
     if isinstance(vocabulary, list):  # Unigram: [token, score] by id
         vocabulary = {entry[0]: token_id for token_id, entry in enumerate(vocabulary)}

@@ -104,9 +104,7 @@ class Admission:
         return self._prompt_bytes.held_by_all
 
     def retry_after_s(self, namespace: str) -> float:
-        """When a place is likely to be free: the namespace's open turns end one after the other, each in its usual
-        time. The number reveals nothing about other namespaces.
-        """
+        """When a place is likely free: the namespace's turns end one by one. It reveals nothing of other namespaces."""
         usual_s = self._usual_turn_s.get(namespace, RETRY_S)
         return min(max(usual_s / max(self._turns.held(namespace), 1), PAUSE_S), LONGEST_RETRY_S)
 

@@ -90,9 +90,7 @@ class Planned:
 
     @property
     def has_brought_kv(self) -> bool:
-        """Whether the turn's KV came by an archive or another store, or is computed on such KV. The store marks its
-        copies; this mark outlives them.
-        """
+        """Whether the turn's KV came by an archive or another store. This mark outlives the store's marks."""
         found = self.recollection
         own_line = found.own_line.memory if found.own_line is not None else None
         memories = (found.memory, found.continued, own_line)

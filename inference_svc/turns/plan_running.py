@@ -99,10 +99,7 @@ class PlanRunner:
         return Planned(prompted, recollection, prepared, self.plan(prompted, prepared, lasting), restoring)
 
     async def _check_line(self, request: TurnRequest, budget: Budget) -> None:
-        """Wait for the store's answer about the line before anything is computed: it may come later than the memory.
-        Raises MemoryMovedError when another engine or store has taken the line: served again, the turn waits for it, or
-        is refused.
-        """
+        """Wait for the store's answer about the line. Raises MemoryMovedError when another engine or store has it."""
         if (line := self._parts.recall.line(request.extended)) is not None:
             await line.lease.answered(budget)
             if line.lease.is_elsewhere and line.store.connection.is_reachable:
@@ -143,9 +140,7 @@ class PlanRunner:
 
 
 def _same_version(planned: Recollection, found: Recollection) -> Recollection:
-    """The recollection `found`, if it has the version that the turn was planned on. Raises MemoryMovedError otherwise:
-    the turn's prompt was made from the planned version, and its parent was checked against that version.
-    """
+    """`found`, if it has the version that the turn's prompt was made from. Raises MemoryMovedError otherwise."""
     if found.head is None:
         # The store cannot be asked now. The turn extends the planned version, or what the planned memory has become
         # since: while that is on its way, it is asked for when the turn is stored. Compare-and-swap decides at the end.
@@ -166,9 +161,7 @@ def moved_away() -> errors.Unavailable:
 
 
 def _clamped(max_tokens: int, engine: Engine, prompt_tokens: int) -> int:
-    """The length of a reply that may be shorter than was asked for. All of it is reserved: clients that ask for more
-    than there is would each take all KV from others.
-    """
+    """The length of a reply that may be shorter: all of it is reserved, and clients ask for more than there is."""
     left, budget_bytes = engine.model.context_tokens - prompt_tokens, engine.memory_budget_bytes
     counts = range(max(left, 0) + 1)
     in_memory = bisect_right(counts, budget_bytes, key=lambda new: engine.needed_bytes(prompt_tokens + new)) - 1

@@ -85,9 +85,7 @@ class Outbox:
         return ""
 
     def close(self, error: BaseException | None = None) -> None:
-        """A choice has no more events. After those that were put before, the reader ends: with the first `error`, or
-        when all choices are closed.
-        """
+        """A choice has no more events. The reader ends behind them: with the first `error`, or after all choices."""
         self._open -= 1
         self._error = self._error or error
         self._arrived.set()
@@ -257,9 +255,7 @@ class Progress:
 
     @property
     def is_guest(self) -> bool:
-        """Whether another store's engine began it and its agent does not remember it. It needs nothing of the agent
-        here: it waits for none of its turns, and none waits for it.
-        """
+        """Whether another store's engine began it and its agent does not remember it: neither waits for the other."""
         if self.taken is None or not self.taken.begun.peer:
             return False
         return not self.request.is_kept or self.taken.begun.continuation is Continuation.BRANCHED
@@ -292,9 +288,7 @@ class Progress:
             self.phase = phase
 
     def cancel(self, why: errors.KvasirError | None = None) -> None:
-        """Stop generating, because the reader is gone or for the reason `why`. The memory that the turn leaves is taken
-        care of regardless. Idempotent.
-        """
+        """Stop generating. The memory that the turn leaves is taken care of regardless. Idempotent."""
         self._stop(Stop(why or errors.Cancelled("the turn was cancelled")))
 
     def stop(self) -> None:

@@ -26,13 +26,7 @@ from inference_svc.memory.agent_memory import AgentMemory
 from inference_svc.memory.recall import Recollection
 from inference_svc.model.prompting import Tokenized
 from inference_svc.text.conversation import Dialogue
-from inference_svc.text.shortening import (
-    FULL_SHARE,
-    SUMMARY_REQUEST,
-    as_summary,
-    summary_of,
-    with_summary,
-)
+from inference_svc.text.shortening import FULL_SHARE, SUMMARY_REQUEST, as_summary, summary_of, with_summary
 from inference_svc.turns.engine_parts import EngineParts
 from inference_svc.turns.phases import LaterShortening, Prompted, Recalled, Remembered
 from inference_svc.turns.plan_running import PlanRunner
@@ -74,9 +68,7 @@ class MemoryShortener:
         return min(_MOST_SUMMARY_TOKENS, self._context_tokens // _SUMMARY_SHARE)
 
     async def before_reply(self, prompted: Prompted, refusal: ContextExceeded) -> Prompted:
-        """The prompt of a turn that does not fit, without its oldest messages. Raises the refusal where messages may
-        not be left out, or where the last question is too long by itself.
-        """
+        """The prompt of a turn that does not fit, without its oldest messages. Raises the refusal if it cannot be."""
         setting, most_tokens = _setting(prompted), self._most_prompt_tokens(prompted.request)
         if not setting.shortens or not isinstance(prompted.request.input, MessagesInput) or most_tokens < 1:
             raise refusal
@@ -227,9 +219,7 @@ def _setting(prompted: Prompted, recollection: Recollection | None = None) -> On
 
 
 def _is_newest(memory: AgentMemory, newest: Recollection) -> bool:
-    """Whether the agent still remembers just this, and its history has it, so that nothing is lost with a shorter one.
-    An engine without a store keeps no history.
-    """
+    """Whether the agent still remembers just this, and its history keeps it. Without a store there is no history."""
     found = newest.memory
     if found is None or newest.head is None or found.turn != memory.turn:
         return False

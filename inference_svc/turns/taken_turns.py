@@ -14,14 +14,7 @@ from inference_svc.memory.lines.line_lease import MOVED
 from inference_svc.memory.outcomes import Source
 from inference_svc.memory.recall import NOTHING_REMEMBERED, Recollection
 from inference_svc.memory.reuse_planning import Once, Prepared
-from inference_svc.memory.store.answers import (
-    LEASE_TTL_S,
-    NEVER_MOVED,
-    EventCursor,
-    LastMove,
-    StoreMiss,
-    Version,
-)
+from inference_svc.memory.store.answers import LEASE_TTL_S, NEVER_MOVED, EventCursor, LastMove, StoreMiss, Version
 from inference_svc.memory.store.patience import Budget
 from inference_svc.text.prefix_matching import Outcome
 from inference_svc.turns.engine_parts import EngineParts
@@ -71,9 +64,7 @@ class TakenTurns:
             self._decided(turn, early)
 
     async def coming(self, key: AgentKey) -> list[asyncio.Future[None]]:
-        """The ends of waiting for peers' turns whose agent has come, or is coming: the agent's next turn follows them.
-        While the store does not answer, any may be such a turn.
-        """
+        """The ends of peers' turns whose agent has come, or is coming: any, while the store does not answer."""
         early = {turn: each for turn, each in self._early.items() if each.key == key}
         if not early:
             return []
@@ -205,9 +196,7 @@ class TakenTurns:
         return Recollection(None, Source.COLD, found.head, settings=found.settings), cursor
 
     async def _newest(self, request: TurnRequest) -> Recollection:
-        """The newest version, for a turn that extends none: a turn of the agent may run, so its hot memory is left
-        alone. Raises Unavailable (MEMORY_UNREADABLE).
-        """
+        """The newest version, for a turn that extends none; the hot memory is left alone. Raises Unavailable."""
         if request.key is None:
             return NOTHING_REMEMBERED
         return Recollection(None, Source.COLD, (await self._last_move(request)).newest)
@@ -274,9 +263,7 @@ def _not_moved(why: str) -> errors.FailedPrecondition:
 
 
 def _check_extends(begun: BegunTurn, newest: Version) -> None:
-    """Raise FailedPrecondition (HANDOVER_PARENT_DIFFERS) unless the agent's newest version is the one that a turn from
-    another engine extends.
-    """
+    """Raise FailedPrecondition (HANDOVER_PARENT_DIFFERS) unless the turn extends the agent's newest version."""
     if newest.manifest != begun.parent_manifest:
         raise errors.FailedPrecondition(
             f"parent_manifest: the turn extends {begun.parent_manifest}, the agent's newest version here is "

@@ -1,7 +1,4 @@
-"""The end of a turn: the agent's new memory, its publication, and the last message.
-
-A retry begins and ends here: its reply is replayed from memory.
-"""
+"""The end of a turn: the agent's new memory, its publication, the last message; and a retry's reply from memory."""
 
 from dataclasses import replace
 from functools import partial
@@ -51,9 +48,7 @@ class TurnEnding:
         return Remembered(ran, memory, planned.prompted.shortening)
 
     async def shortened(self, ran: Ran, whole: AgentMemory) -> None:
-        """Make and store the memory that `whole` became with fewer messages: a turn has computed it, with the reply
-        that `whole` ends with behind its prompt.
-        """
+        """Make and store the memory that `whole` became with fewer messages, as a turn has computed it."""
         prompted, said, state = ran.planned.prompted, whole.turn, ran.ended.state
         key, reply = prompted.request.key, prompted.reply
         assert key is not None
@@ -220,9 +215,7 @@ class TurnEnding:
         return line.lease.generation if line is not None else 0
 
     async def _keep(self, key: AgentKey, memory: AgentMemory, ran: Ran | None = None) -> SnapshotOutcome:
-        """Publish a memory; the outcome, as far as the reader is made to wait for it. `ran`: the turn that made it now,
-        None for one of before.
-        """
+        """Publish a memory; the outcome, as far as the reader waits. `ran`: the turn that made it now, or None."""
         if (line := self._parts.recall.line(key)) is None:
             reason = "this engine has no store for the namespace; a new one wants `kvasir reload`"
             return SnapshotOutcome(SnapshotState.NONE, reason=reason)

@@ -89,9 +89,7 @@ class TurnFlow:
             turn.counters.times.queue.add(self._parts.clock() - turn.times.arrived)
 
     async def _shorten(self, remembered: Remembered, turn: Progress) -> None:
-        """After the reader has the turn's end: the agent's next turn waits, its reader does not. Where it fails, or is
-        ended (`end_work_behind`), the memory stays as it is, and the next turn leaves messages out.
-        """
+        """After the reader has the end; the agent's next turn waits. Where it fails, the memory stays as it is."""
         turn.end(turn.error)
         try:
             await self._shortener.shorten(remembered)

@@ -48,9 +48,7 @@ _LOG = structlog.get_logger(__name__)
 
 
 class HandOff:
-    """Carries events to their turns. `send` may be called from any thread; delivery is on the loop. One wake-up serves
-    all events of a step: a wake-up costs more than a token.
-    """
+    """Carries events to their turns, from any thread: one wake-up of the loop for all of a step."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop

@@ -28,9 +28,7 @@ class Choices:
         begin: Callable[[TurnRequest], Progress],
         left: Iterable[int] | None = None,
     ) -> None:
-        """Begin every choice that is asked for, or those that are `left`, choice i with the seed + i. If `begin`
-        raises, none of them runs.
-        """
+        """Begin every choice, or those `left`, choice i with the seed + i. If `begin` raises, none of them runs."""
         self._outbox = outbox
         self._turns: list[Progress] = []
         sampling = request.sampling
@@ -67,16 +65,12 @@ class TurnService:
         self._counting = SharedRoom(1)
 
     def begin(self, request: TurnRequest) -> Choices:
-        """Start a turn for each choice. Raises ResourceExhausted when too many turns wait or run, of all callers or of
-        this one.
-        """
+        """Start a turn for each choice. Raises ResourceExhausted when too many wait or run."""
         outbox = self._parts.outbox(request.choices)
         return Choices(request, outbox, lambda choice: self._begin(choice, outbox))
 
     def take_over(self, request: TurnRequest, taken: Mapping[int, TakenTurn]) -> Choices:
-        """Go on with the choices of a request that another engine began: each waits for `own` once it is ready. Raises
-        as `begin`.
-        """
+        """Go on with choices that another engine began: each waits for `own` once it is ready. Raises as `begin`."""
         outbox = self._parts.outbox(len(taken))
         return Choices(request, outbox, lambda choice: self._begin(choice, outbox, taken[choice.choice]), sorted(taken))
 

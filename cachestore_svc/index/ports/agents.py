@@ -74,8 +74,7 @@ class AgentsView(Protocol):
         """The `count` names that follow, fewer if they are the last; and which of these agents are wanted."""
 
     def held_digests(self, agent_id: str) -> list[Digest]:
-        """Every blob that some version of the agent holds, manifests too, but for those in quarantine. Raises
-        NotFound."""
+        """Every blob that some version of the agent holds, but for those in quarantine. Raises NotFound."""
 
     def usage_of(self, agent_id: str) -> AgentUsage:
         """The blobs that the agent's versions name, and those that others' name too. Raises NotFound."""
@@ -87,8 +86,7 @@ class AgentsView(Protocol):
         """The newest version of the line, or of the agent where no line is named, if there is any."""
 
     def snapshots_after(self, query: LineQuery, before: int, after_line: str, limit: int) -> list[SnapshotVersion]:
-        """Versions of an agent, or of one of its lines, newest first: those below `before`, and that of this number in
-        lines behind `after_line`. Raises NotFound."""
+        """Versions, newest first: below `before`, and of that number in lines behind `after_line`. Raises NotFound."""
 
     def is_held(self, manifest: Digest) -> bool:
         """Whether some version is this manifest."""
@@ -97,17 +95,12 @@ class AgentsView(Protocol):
         """Manifests that some version is, those in quarantine left out."""
 
     def has_had(self, query: LineQuery, manifest_hash: str) -> bool:
-        """Whether a version of the agent is or was this manifest. Of versions that are not kept, its last thousand and
-        those that another store brought are remembered."""
+        """Whether a version of the agent is or was this manifest, as far as dropped versions are remembered."""
 
 
 class AgentsChange(AgentsView, Protocol):
     def update_agent(
-        self,
-        agent_id: str,
-        labels: Mapping[str, str],
-        is_pinned: bool | None,
-        retained_versions: int | None,
+        self, agent_id: str, labels: Mapping[str, str], is_pinned: bool | None, retained_versions: int | None
     ) -> None:
         """Change what is given. Raises NotFound, InvalidArgument."""
 
@@ -117,12 +110,10 @@ class AgentsChange(AgentsView, Protocol):
         """The first versions of a new agent's lines. Raises NotFound, AlreadyExists, InvalidArgument."""
 
     def forget_agent(self, agent_id: str, force: bool, now_unix_ms: int) -> int:
-        """Forget an agent and its lines, and mark what nothing holds any more; the bytes of that. Raises NotFound, and
-        FailedPrecondition (AGENT_PINNED) unless `force`."""
+        """Forget an agent and its lines; the bytes that nothing holds now. Raises NotFound, FailedPrecondition."""
 
     def count_unused(self, agent_id: str, passed_ms: int) -> None:
-        """Add to an agent's unused time; an agent that was used since the last count starts from 0. No effect if it is
-        gone."""
+        """Add to an agent's unused time, or begin at 0 if it was used since. No effect if it is gone."""
 
     def commit_version(self, asked: Commit, live: LiveLeases, now_unix_ms: int) -> Done:
         """Make a manifest the line's next version. Raises Conflict, FailedPrecondition; see Store.commit."""

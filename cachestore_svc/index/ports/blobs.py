@@ -71,8 +71,7 @@ class BlobsView(Protocol):
 
 class BlobsChange(BlobsView, Protocol):
     def add_blobs(self, blobs: Sequence[tuple[Digest, BlobFacts]], now_unix_ms: int) -> list[bool]:
-        """List blobs whose files are durable. False for each that replaces a damaged one, whose rest then begins
-        again."""
+        """List blobs whose files are durable. False for each that replaces a damaged one."""
 
     def promise(self, blobs: Sequence[BlobEntry], now_unix_ms: int) -> None:
         """Note that a caller relies on these."""

@@ -54,12 +54,10 @@ class HistoryView(Protocol):
         """Whether a later Kvasir changed its form."""
 
     def wrong_indexes(self) -> bool:
-        """Whether look-ups may miss entries that the tables have. Raises DataLoss (INDEX_DAMAGED) when the tables
-        themselves are damaged."""
+        """Whether look-ups may miss entries that the tables have. Raises DataLoss (INDEX_DAMAGED)."""
 
     def problems(self) -> list[tuple[str, str]]:
-        """Faults of tables and look-ups (INDEX_DAMAGED), and entries that name one that is not there (DANGLING_ROW), in
-        words."""
+        """Faults of tables and look-ups (INDEX_DAMAGED), and entries that name a missing one (DANGLING_ROW)."""
 
 
 class HistoryChange(HistoryView, Protocol):

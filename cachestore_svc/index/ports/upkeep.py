@@ -54,15 +54,10 @@ class UpkeepView(Protocol):
         """Bytes of all blobs, by namespace."""
 
     def sums_of_agents(self, after: str) -> Sums:
-        """Agents, versions, and bytes of the newest versions, over the next SLICE agents after `after`.
-
-        Also returns the last agent's name.
-        """
+        """Agents, versions, bytes of the newest, over the next SLICE agents after `after`, and the last one's name."""
 
     def sums_of_blobs(self, after: str) -> Sums:
-        """Blobs, their bytes, how many are damaged, and bytes that nothing holds, over the next SLICE hashes after
-        `after`. Also returns the last hash.
-        """
+        """Blobs, bytes, damaged ones, unheld bytes, over the next SLICE hashes after `after`, and the last hash."""
 
     def counts(self) -> tuple[int, int]:
         """Blobs and versions of a namespace, all in one operation."""

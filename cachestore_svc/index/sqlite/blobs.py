@@ -1,7 +1,4 @@
-"""Rows of blobs: which are stored, the facts of their headers, their promises, and their damage.
-
-Every statement names the namespace: a hash alone finds nothing.
-"""
+"""Rows of blobs: stored, facts of headers, promises, damage. Every statement names the namespace."""
 
 from collections.abc import Iterable, Sequence
 

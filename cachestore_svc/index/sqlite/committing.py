@@ -87,8 +87,7 @@ def _already_done(rows: Rows, line_id: int, asked: Commit, manifest: BlobEntry) 
 
 
 def _check_rights(rows: Rows, asked: Commit, live: LiveLeases) -> None:
-    """The store's right, but for what arrives by a move; then the lease, for turns. A commit that takes a memory back
-    shuts out everybody."""
+    """The store's right, but for arrivals by a move; then the lease. What takes a memory back shuts out everybody."""
     terms = asked.terms
     if terms.origin is not Origin.MOVE:
         known = owners.ownership_of(rows, asked.line.agent_id)
@@ -100,8 +99,7 @@ def _check_rights(rows: Rows, asked: Commit, live: LiveLeases) -> None:
 
 
 def fitting_blobs(rows: Rows, needs: Sequence[NamedBlob]) -> list[BlobEntry]:
-    """Rows of blobs that the manifest names, in order. Raises FailedPrecondition naming the first that is missing,
-    damaged, or not what the manifest says."""
+    """Rows of the manifest's blobs, in order. Raises FailedPrecondition for one that is missing or unfit."""
     found = blobs.find_blobs(rows, [need.digest for need in needs])
     for need in needs:
         row = found.get(need.digest)

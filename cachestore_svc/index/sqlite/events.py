@@ -1,7 +1,4 @@
-"""Events of a namespace: one row each, a cursor per reader, and a mark when some were lost.
-
-Sequences count per namespace, so that a watcher learns nothing of what happens in another.
-"""
+"""Events of a namespace, numbered for itself so that no other learns of them, and a mark when some were lost."""
 
 import json
 from collections.abc import Callable, Iterable, Sequence

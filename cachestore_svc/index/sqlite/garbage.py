@@ -16,8 +16,7 @@ from cachestore_svc.index.sqlite.rows import Rows
 
 
 def mark_unheld(rows: Rows, now_unix_ms: int) -> int:
-    """Mark the blobs that nothing holds; how many were not marked before. A mark or a promise of a time that is still
-    to come was made under a wrong clock: it counts from now."""
+    """Mark the blobs that nothing holds; how many were not marked. Times to come, of a wrong clock, count from now."""
     return rows.run(
         f"""UPDATE blobs SET marked_unix_ms = :now, promised_unix_ms = MIN(promised_unix_ms, :now)
             WHERE namespace_id = :namespace AND (marked_unix_ms IS NULL OR MAX(marked_unix_ms, promised_unix_ms) > :now)

@@ -239,8 +239,7 @@ class SqliteCatalog:
             operation.answer.set_exception(translated(error))
 
     def _commit(self, connection: sqlite3.Connection, operations: Iterable[_Operation]) -> list[Callable[[], None]]:
-        """One transaction; the calls that answer the callers. Raises sqlite3.Error, OSError or, of a journal that
-        takes nothing more, Unavailable when it is rolled back."""
+        """One transaction; the calls that answer the callers. Whatever it raises, it is rolled back."""
         answers: list[Callable[[], None]] = []
         try:
             connection.execute("BEGIN IMMEDIATE")

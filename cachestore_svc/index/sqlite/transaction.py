@@ -1,21 +1,9 @@
-"""The transaction that an operation gets, with every verb of the catalog.
-
-The verbs are functions of `Rows` that stand beside their tables; `index/ports` says what each does.
-"""
+"""The transaction that an operation gets: the catalog's verbs, which are functions of `Rows` beside their tables."""
 
 from collections.abc import Callable
 from sqlite3 import Connection
 
-from cachestore_svc.index.sqlite import (
-    agents,
-    blobs,
-    committing,
-    events,
-    garbage,
-    lineage,
-    statistics,
-    versions,
-)
+from cachestore_svc.index.sqlite import agents, blobs, committing, events, garbage, lineage, statistics, versions
 from cachestore_svc.index.sqlite.journaling import applying, index_state
 from cachestore_svc.index.sqlite.rights import leases, owners
 from cachestore_svc.index.sqlite.rows import Rows

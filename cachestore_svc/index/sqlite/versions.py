@@ -241,8 +241,7 @@ def has_had(rows: Rows, query: LineQuery, manifest_hash: str) -> bool:
 
 
 def drop_version(rows: Rows, line_id: int, version: int) -> list[int]:
-    """Remove a version; ids of the blobs that nothing holds any more. That it was there is remembered longer: what
-    grew out of a version follows it in other stores, too."""
+    """Remove a version; ids of blobs that nothing holds now. That it was there is remembered longer."""
     which = {"line": line_id, "version": version}
     manifest_id = manifest_id_of(rows, line_id, version)
     rows.run(
@@ -261,8 +260,7 @@ def drop_version(rows: Rows, line_id: int, version: int) -> list[int]:
 
 
 def let_go(rows: Rows, manifest_id: int) -> list[int]:
-    """Release the blobs of a manifest, unless it is still a version; returns the ids of those that nothing holds
-    now."""
+    """Release the blobs of a manifest, unless it is still a version; ids of those that nothing holds now."""
     if rows.one("SELECT 1 FROM versions WHERE manifest_id = :manifest", manifest=manifest_id):
         return []
     named = rows.all("SELECT blob_id FROM manifest_blobs WHERE manifest_id = :manifest", manifest=manifest_id)

@@ -1,7 +1,4 @@
-"""Other stores, by the names that this store gives them: how they are reached, who they are, what their errors mean.
-
-No RPC takes a host. A peer's refusal of *us* must not look like a refusal of our caller, so errors are rewritten.
-"""
+"""Other stores by their local names; errors are rewritten, as a peer's refusal of us is none of our caller."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
@@ -50,10 +47,7 @@ class Peers:
         self.paired = PairedCallers(self.book)
 
     def reload(self) -> set[str]:
-        """Read the book again; returns the peers that lost a right by it.
-
-        Raises what `read` raises; then the old book stays.
-        """
+        """Read the book again; the peers that lost a right by it. After an error the old book stays."""
         before = self.book.peers
         book = self._read()
         self.book, self.paired = book, PairedCallers(book)
@@ -78,8 +72,7 @@ class Peers:
         return [name, *(old for old, today in self.renamed().items() if today == name)]
 
     def may(self, verb: Verb, namespace: str, name: str, agent_id: str, *, is_ordered: bool = False) -> May:
-        """The check of what a peer says of an agent. `is_ordered`: this store's owner asked for it. Raises NotFound
-        (PEER_UNKNOWN)."""
+        """The check of what a peer says of an agent. `is_ordered`: this store's owner asked. Raises NotFound."""
         names = self.all_names(self.renamed().get(name, name))
         given = self.settings(name, namespace).given(namespace)
         return partial(check, Said(verb, agent_id, names, given, is_ordered))

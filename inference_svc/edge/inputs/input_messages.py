@@ -1,6 +1,4 @@
-"""A request's input from the wire: prompt, messages and tools are checked, measured, and given the digest by which a
-retry is recognized.
-"""
+"""A request's input from the wire: checked, measured, and given the digest by which a retry is recognized."""
 
 from collections.abc import Sequence
 from dataclasses import replace

@@ -7,17 +7,11 @@ from kvasir.inference.v1 import inference_pb2 as pb
 
 from inference_svc.formats.constraint import Constraint, ConstraintKind
 
-_NEITHER, _REQUIRED, _NAMED = (
-    pb.TOOL_CHOICE_KIND_UNSPECIFIED,
-    pb.TOOL_CHOICE_KIND_REQUIRED,
-    pb.TOOL_CHOICE_KIND_NAMED,
-)
+_NEITHER, _REQUIRED, _NAMED = (pb.TOOL_CHOICE_KIND_UNSPECIFIED, pb.TOOL_CHOICE_KIND_REQUIRED, pb.TOOL_CHOICE_KIND_NAMED)
 
 
 def bound_calls(request: pb.GenerateRequest, reply_format: Constraint | None) -> Constraint | None:
-    """What calls and format bind together; the format alone where no tool is offered, None where nothing is bound.
-    Raises InvalidArgument that names the field.
-    """
+    """What calls and format bind together; None where nothing is bound. Raises InvalidArgument."""
     choice = request.tool_choice
     _check(request, choice)
     if not request.tools:

@@ -29,9 +29,7 @@ _FINISH_REASONS = {"cancelled": "abort"}
 
 
 def token_ids(request: mlx.GenerateRequest, *, vocabulary_size: int, context_tokens: int) -> TokenIds:
-    """The prompt of a request that has token ids. They count, and not `original_text`. Raises InvalidArgument, and
-    ResourceExhausted for more than the context.
-    """
+    """The prompt's token ids; `original_text` does not count. Raises InvalidArgument, ResourceExhausted."""
     field = "tokenized.input_ids"
     given = TokenIds(request.tokenized.input_ids)
     check_token_ids(given, field, vocabulary_size)

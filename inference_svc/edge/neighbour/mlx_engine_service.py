@@ -1,8 +1,4 @@
-"""`mlx.grpc.engine.MlxEngine`: this engine under the neighbour's protocol, so that a gateway that uses it can front it.
-
-The same turns as our own service, at the same address, for the same callers and roles. The protocol names no agents:
-`TokenLines` finds the agent that remembers a prompt.
-"""
+"""`mlx.grpc.engine.MlxEngine`: the same turns under the neighbour's protocol. `TokenLines` finds a prompt's agent."""
 
 import asyncio
 import contextlib

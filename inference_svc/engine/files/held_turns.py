@@ -35,12 +35,7 @@ def sampler_of_carried(sequence: Sequence) -> Sampler:
         for token_id in reply_ids:
             sequence.watch.accept(token_id)
     return Sampler(
-        sequence.plan.sampling,
-        carried.token_ids,
-        sequence.matcher,
-        carried.sampler_key,
-        reply_ids,
-        sequence.watch,
+        sequence.plan.sampling, carried.token_ids, sequence.matcher, carried.sampler_key, reply_ids, sequence.watch
     )
 
 

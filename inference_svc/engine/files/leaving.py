@@ -65,11 +65,7 @@ class LeavingFiles:
         return None if pinned is None or first is None else (pinned, first)
 
     def pinned_piece(
-        self,
-        pinned: ResidentMemory,
-        first_block: int,
-        max_blocks: int,
-        stored_windows: Mapping[int, Collection[int]],
+        self, pinned: ResidentMemory, first_block: int, max_blocks: int, stored_windows: Mapping[int, Collection[int]]
     ) -> PendingFiles[Snapshot] | None:
         found = pinned if self._memories.outgoing.is_pinned(pinned) else None
         return memory_snapshot(found, self._model, first_block, max_blocks, stored_windows)

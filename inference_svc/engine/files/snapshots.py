@@ -1,6 +1,4 @@
-"""Tensor files of a memory, or of a turn that still runs. Their bytes are copies, which may still be on their way from
-the device when the MLX thread is done.
-"""
+"""Tensor files of a memory or of a running turn: copies, perhaps still on their way from the device."""
 
 from collections.abc import Callable, Collection, Mapping
 from collections.abc import Sequence as Several
@@ -48,9 +46,7 @@ def when_there(begin: "Callable[[], Future[PendingFiles[T] | None]]") -> "Future
 
 
 class _FilesWait(Generic[T]):
-    """What `when_there` waits for. In the end no object that it made knows another that knows it: a result that nobody
-    has is gone, and with it a pin.
-    """
+    """What `when_there` waits for. No object that it made refers to it, so that a result that nobody has is gone."""
 
     def __init__(self, begin: "Callable[[], Future[PendingFiles[T] | None]]") -> None:
         self.asked: Future[T | None] = Future()
@@ -109,9 +105,7 @@ def memory_snapshot(
     max_blocks: int | None,
     stored_windows: Mapping[int, Collection[int]] = MappingProxyType({}),
 ) -> PendingFiles[Snapshot] | None:
-    """Blocks from `first_block` on, at most `max_blocks`. The tail, the windows and the states come with the last
-    block. `stored_windows`: blocks of windows that the asker has.
-    """
+    """Blocks from `first_block` on, at most `max_blocks`; tail, windows and states come with the last block."""
     if memory is None:
         return None
     tokens, last_block = memory.state.token_ids, len(memory.chain)

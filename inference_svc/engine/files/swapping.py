@@ -51,9 +51,7 @@ def swap_out(sequence: Sequence, model: ModelInfo) -> None:
 def at_rest(
     sequence: Sequence, kv: SequenceKV, model: ModelInfo, sent_blocks: int = 0
 ) -> tuple[SwappedOut, tuple[FileBytes, ...]]:
-    """What is known of a turn's files, and the files: all but the first `sent_blocks` of the layers that keep all
-    tokens. `kv` is the turn's own or a fork of it, flushed; it gets a rewind point.
-    """
+    """What is known of a turn's files, and the files, but for the first `sent_blocks`. `kv` gets a rewind point."""
     tokens = sequence.token_ids[: sequence.computed]
     chain = sequence.known_chain = chain_hashes(model.kv_identity_hash, tokens, sequence.known_chain)
     if sequence.computed:
@@ -154,9 +152,7 @@ class SwapIn:
         return KvLoad(SequenceKV(self._pool), ArrivingFiles(self._files, checks), self._kept(files))
 
     def _kept(self, files: int) -> int:
-        """The last position that these files reach from which the rest gets the same bits: in a prompt, an edge of the
-        grid.
-        """
+        """The last position that these files reach from which the rest gets the same bits."""
         covered, cell = min(files * BLOCK_TOKENS, self._swapped.tokens), self._model.cell_tokens
         is_whole = covered == self._swapped.tokens or covered >= self._sequence.prompt_tokens
         return covered if is_whole else covered // cell * cell

@@ -6,10 +6,7 @@ from inference_svc.kv.state_kv import StateKV, StateTensors, Tensors
 
 
 class BatchStateKV(StateTensors):
-    """One recurrent layer of several sequences, one token each per forward; tensors [slots, …].
-
-    Slot i is sequence `rows[i]`, which has no tensors of its own until it is flushed.
-    """
+    """One recurrent layer of several sequences, tensors [slots, …]; slot i is `rows[i]`, which gets them by a flush."""
 
     def __init__(self) -> None:
         self.rows: list[StateKV] = []

@@ -78,9 +78,7 @@ class DecodeBatch:
             mx.eval(kv.state_arrays)
 
     def step(self, token_ids: Sequence[int] | mx.array) -> mx.array:
-        """Compute one more token of each sequence; returns logits [slots, vocabulary], not evaluated. Evaluating them
-        stores the rows. Raises ResourceExhausted, and nothing is computed, if the pool has no room.
-        """
+        """One more token of each sequence; logits [slots, vocabulary], not evaluated. Raises ResourceExhausted."""
         rows = self._pass_rows if self.keeps_graph else 0
         step = DecodeStep.of(self._pool, self._sequences, -(-len(self._sequences) // rows) * rows if rows else 0)
         tokens = token_ids if isinstance(token_ids, mx.array) else mx.array(list(token_ids), dtype=mx.uint32)
@@ -110,9 +108,7 @@ class DecodeBatch:
 
     @property
     def keeps_graph(self) -> bool:
-        """Whether MLX may keep the step's graph: kernels write the pages, so no layer hands an array on from step to
-        step. Rebuilding the graph takes longer than a GPU computes it.
-        """
+        """Whether MLX may keep the step's graph: kernels write the pages, so no array goes on from step to step."""
         return self._pool.dialect is not None and not self._states
 
     def _over_pages(self, tokens: mx.array, step: DecodeStep) -> mx.array:

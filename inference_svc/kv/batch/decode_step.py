@@ -66,9 +66,7 @@ class GroupRows:
 
 @dataclass(frozen=True)
 class DecodeStep:
-    """One token of each sequence is about to be computed. `lengths` are the tokens that each has stored. Of `slots`,
-    those behind the sequences are empty.
-    """
+    """One token of each sequence is about to be computed; `lengths` are stored. `slots` behind them are empty."""
 
     sequences: tuple[SequenceKV, ...]
     lengths: tuple[int, ...]
@@ -77,9 +75,7 @@ class DecodeStep:
 
     @classmethod
     def of(cls, pool: KvPool, sequences: Sequence[SequenceKV], slots: int = 0) -> "DecodeStep":
-        """Give each sequence a private page for its new row. `slots`: at least so many, empty ones too. Raises
-        ResourceExhausted, and has changed nothing, if the pool has no room.
-        """
+        """Give each sequence a private page for its new row. Raises ResourceExhausted, and has changed nothing."""
         lengths = tuple(kv.length for kv in sequences)
         count, groups = len(sequences), []
         slots = max(slots, count)

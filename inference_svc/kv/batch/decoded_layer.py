@@ -18,10 +18,7 @@ from inference_svc.kv.pages.pool import KvPool
 
 
 class DecodedLayer:
-    """K and V of one layer, in the part of mlx-lm's cache protocol that its models call.
-
-    `begin` says what a step is about; then the model computes. No attribute may be called `bits`.
-    """
+    """K and V of one layer, in mlx-lm's cache protocol. No attribute may be called `bits`."""
 
     def __init__(self, pool: KvPool, layer: int) -> None:
         self._pool = pool
@@ -82,9 +79,7 @@ class DecodedLayer:
     # --- what the model calls ---
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        """Store one new row [slots, kv_heads, 1, dim] behind each sequence; return all rows as attention is to see
-        them, [slots, kv_heads, rows, dim], in the same types. The mask hides the rows that are not a sequence's own.
-        """
+        """Store a new row [slots, kv_heads, 1, dim] of each sequence; all rows, of which a mask hides others'."""
         if keys.shape[2] != 1:
             raise ValueError(f"a batch decodes one token of each sequence, not {keys.shape[2]}")
         rows = self._encode(keys, values)

@@ -1,6 +1,4 @@
-"""One layer of a batch whose attention reads rows from the pages where they lie: one new token of each sequence,
-a few of a single one (`short_pass`), or rows of several cells (`packed_pass`).
-"""
+"""One layer of a batch whose attention reads pages where they lie: rows of a step, a short pass or a packed pass."""
 
 import mlx.core as mx
 
@@ -11,9 +9,7 @@ from inference_svc.kv.pages.pool import KvPool
 
 
 class FusedLayer:
-    """K and V of one layer, in the part of mlx-lm's cache protocol that its models call, and `attend`, which the hook
-    of `attention_hook` calls instead of mlx-lm's attention. No attribute may be called `bits`.
-    """
+    """K and V of one layer, for mlx-lm's models, and `attend` for `attention_hook`. None may be called `bits`."""
 
     attends = True
 
@@ -49,9 +45,7 @@ class FusedLayer:
         return keys, values
 
     def attend(self, queries: mx.array, scale: float, mask: object, sinks: mx.array | None) -> mx.array:
-        """Attention of queries [slots, heads, n, dim] over each sequence's rows, the new ones among them. Raises
-        ValueError for a mask: it is not the one of `make_mask`, so the model adds scores of its own.
-        """
+        """Attention of queries [slots, heads, n, dim] over each one's rows. Raises ValueError for a model's mask."""
         if mask is not None:
             raise ValueError("attention over pages takes no mask")
         now = self._now

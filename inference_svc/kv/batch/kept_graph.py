@@ -7,9 +7,7 @@ import mlx.core as mx
 
 
 class KeptGraph:
-    """A pool that grows, or gives memory back, has arrays of other sizes, of which there are many: graphs over the old
-    ones are forgotten.
-    """
+    """A graph over a pool's arrays, forgotten when the pool changes their size."""
 
     def __init__(self, trace: Callable[..., mx.array]) -> None:
         self._trace = trace

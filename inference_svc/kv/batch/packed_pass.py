@@ -32,27 +32,20 @@ class Cell:
 
 
 def most_packed_tokens(identity: identity_pb2.KvIdentity, dialect: Dialect | None, compute_type: str) -> int:
-    """The most tokens of a cell that may be packed: all of them stay in every window. 0 where no graph is kept of a
-    row (`most_kept_tokens`).
-    """
+    """The most tokens of a cell that may be packed: all stay in every window. 0 where no row's graph is kept."""
     if most_kept_tokens(identity, dialect, compute_type) < ROW_TOKENS:
         return 0
     return min(group.window - 1 if group.window else _NO_WINDOW for group in groups_of(identity.layers))
 
 
 def can_pack(kv: SequenceKV, count: int) -> bool:
-    """Whether a cell of so many tokens may be packed, which stay in every window: what its first row is filled up with
-    must see rows that are here.
-    """
+    """Whether so many tokens may be packed: what fills up the first row must see rows that are here."""
     filled_from = kv.length - _spare(count)
     return all(table.can_go_on_from(filled_from) for table in kv.tables if table.window)
 
 
 def packed_logits(passes: ShortPass, cells: Sequence[Cell], meanwhile: Callable[[mx.array], None]) -> mx.array:
-    """Compute and store the KV of cells of different sequences; logits [cells, vocabulary] for the token after each.
-    Evaluates, and calls `meanwhile` with them before it waits. Raises ResourceExhausted, and has changed nothing, if
-    the pool has no room.
-    """
+    """Store cells of different sequences; logits [cells, vocabulary]. Calls `meanwhile`. Raises ResourceExhausted."""
     rooms = [PassRoom(cell.kv) for cell in cells]
     try:
         for cell, room in zip(cells, rooms, strict=True):

@@ -30,9 +30,7 @@ _DEEP_TOKENS = 32_768
 
 
 def most_kept_tokens(identity: identity_pb2.KvIdentity, dialect: Dialect | None, compute_type: str) -> int:
-    """The most tokens whose pass keeps its graph: all of them stay in every window. 0 where kernels do not write the
-    pages of all layers. `dialect` is the pool's, `compute_type` that of queries.
-    """
+    """The most tokens whose pass keeps its graph: all stay in every window. 0 where not all layers have kernels."""
     groups = groups_of(identity.layers)
     formats = [PageFormat.of(identity, index) for group in groups for index in group.layers]
     if dialect is None or len(formats) < len(identity.layers):
@@ -43,9 +41,7 @@ def most_kept_tokens(identity: identity_pb2.KvIdentity, dialect: Dialect | None,
 
 
 class ShortPass:
-    """Passes over sequences of a pool whose layers all keep pages that kernels write. `forward` as in `DecodeBatch`;
-    `compute_type` is that of its queries.
-    """
+    """Passes over sequences whose layers all keep pages that kernels write. `forward` as in `DecodeBatch`."""
 
     def __init__(self, pool: KvPool, forward: Any, compute_type: str) -> None:
         self.pool = pool
@@ -63,10 +59,7 @@ class ShortPass:
         return not first or _spare(count - first) <= first
 
     def logits(self, kv: SequenceKV, token_ids: Sequence[int], meanwhile: Callable[[mx.array], None]) -> mx.array:
-        """Compute and store the KV of the next tokens; logits [1, vocabulary] for the token after them. Evaluates, and
-        calls `meanwhile` with them before it waits. Raises ResourceExhausted, and has changed nothing, if the pool has
-        no room.
-        """
+        """Store the next tokens; logits [1, vocabulary] behind them. Calls `meanwhile`. Raises ResourceExhausted."""
         count, start = len(token_ids), kv.length
         room = PassRoom(kv)
         room.take(count)
@@ -98,9 +91,7 @@ class ShortPass:
     def computed(
         self, tokens: mx.array, offsets: mx.array, places: mx.array, block_tables: Sequence[mx.array]
     ) -> mx.array:
-        """Logits [rows, vocabulary] for the tokens after rows of tokens [rows, n], not evaluated; the other arguments
-        are those of `PassArrays`. Evaluating them stores the rows.
-        """
+        """Logits [rows, vocabulary] behind rows of tokens [rows, n], not evaluated. Evaluating them stores the rows."""
         pool = self.pool
         logits = self._kept_graph(pool.arrays, pool.order, tokens, offsets, places, *block_tables)
         pool.enqueue_behind(logits)

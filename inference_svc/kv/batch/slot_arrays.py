@@ -1,7 +1,4 @@
-"""Arrays that several sequences share, one slot each: written at each slot's own position, read as one batch.
-
-When a sequence joins or leaves, nothing moves but its own slot and the last one, so that used slots stay together.
-"""
+"""Arrays that several sequences share, one slot each; who joins or leaves moves its own slot and the last one."""
 
 from collections.abc import Sequence
 

@@ -21,22 +21,14 @@ _upstream: Any = getattr(base, _NAME)
 
 
 def install() -> None:
-    """Take the place of mlx-lm's attention in the modules of models that are loaded, and in `base`, for those that are
-    loaded later. Idempotent.
-    """
+    """Take the place of attention in loaded models' modules, and in `base` for later ones. Idempotent."""
     for name, module in list(sys.modules.items()):
         if name.startswith(_MODELS) and getattr(module, _NAME, None) is _upstream:
             setattr(module, _NAME, attention)
 
 
 def attention(
-    queries: mx.array,
-    keys: Any,
-    values: Any,
-    cache: Any,
-    scale: float,
-    mask: Any,
-    sinks: mx.array | None = None,
+    queries: mx.array, keys: Any, values: Any, cache: Any, scale: float, mask: Any, sinks: mx.array | None = None
 ) -> mx.array:
     """As mlx-lm's function of this place, but over pages if the cache attends to them."""
     if isinstance(cache, FusedLayer | InPlaceLayer) and cache.attends:

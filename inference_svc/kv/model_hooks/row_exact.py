@@ -56,18 +56,14 @@ def _row_exact(product: Callable[[mx.array], mx.array], x: mx.array) -> mx.array
 
 
 def attention_width(rows: int) -> int:
-    """How many positions attention sums over, at least `rows`, such that positions behind a sequence's end change no
-    bit of its result.
-    """
+    """How many positions attention sums over, so that those behind a sequence's end change no bit of its result."""
     step = _attention_step()
     return -(-rows // step) * step
 
 
 @functools.cache
 def _attention_step() -> int:
-    """The smallest step such that, at its multiples, this machine's sums do not depend on the width. It is 1 if no step
-    helps, and on any device that is not a CPU.
-    """
+    """The smallest step at whose multiples sums do not depend on the width; 1 if none helps, and but for a CPU."""
     if mx.default_device().type != mx.DeviceType.cpu:
         return 1
     keys = mx.random.split(mx.random.key(0), 2)

@@ -32,10 +32,7 @@ def most_window_blocks(window: int) -> int:
 
 @dataclass
 class BlockTable:
-    """`pages` by block index. `window` 0: the layers keep all tokens.
-
-    Of the positions before `valid_from` the pages have those that a rewind point needs, and perhaps no others.
-    """
+    """`pages` by block. Before `valid_from` they have what rewind points need. `window` 0: all tokens are kept."""
 
     window: int
     pages: dict[int, int] = field(default_factory=dict)

@@ -1,7 +1,4 @@
-"""Packs encoded rows into pages, and reads pages as rows.
-
-Rows are parts `[1, kv_heads, n, width]` as a codec makes them; pages are `[pages, units]` of 16-bit units.
-"""
+"""Packs encoded rows (parts `[1, kv_heads, n, width]`) into pages (`[pages, units]`), and reads pages as rows."""
 
 from collections.abc import Sequence
 
@@ -41,9 +38,7 @@ def rows_of_pages(page_format: PageFormat, pages: mx.array, start: int, stop: in
 
 
 def row_columns(page_format: PageFormat, order: Sequence[int]) -> tuple[mx.array, mx.array]:
-    """Where one token's row lies in its page: for each of its units the column of row 0, and the step from row to row,
-    int32 [units of a row] each. `order`: the order in which the parts come.
-    """
+    """Where a token's row lies in its page: by unit the column of row 0 and the step to the next row, in `order`."""
     columns, steps = [], []
     for number in order:
         part = page_format.parts[number]

@@ -52,10 +52,7 @@ class Commit:
         self.memory.publication.standing = standing
 
     async def until_committed(self) -> SnapshotOutcome:
-        """Commit, and try again whenever the store comes back, until nothing has moved for the time limit. A repeated
-        commit answers with the version it made. Raises Conflict if another writer was first, TimeoutError, and other
-        KvasirErrors and StoreMiss if it cannot be stored.
-        """
+        """Commit, again and again until nothing has moved for the time limit. Raises why it cannot be stored."""
         clock, timeout_s = self.parts.clock, self.parts.limits.timeout_s
         moved_s, sent_bytes, pause_s = clock(), self.files.sent_bytes, LOOK_S
         while True:
@@ -103,9 +100,7 @@ class Commit:
                 self._stands(self._standing.decided())
 
     async def _generation(self) -> int:
-        """Of the line's lease, where the turn had none. It does not prove that the parent was there all the while, so
-        the store is asked about that.
-        """
+        """Of the line's lease, where the turn had none: the store must be asked about the time before."""
         try:
             lease = await self.lease.obtain(self.parts.limits.commit_wait_s)
         except errors.Unavailable as error:
@@ -117,9 +112,7 @@ class Commit:
         return lease.generation
 
     async def _check_conversation(self) -> None:
-        """Read the memory that a turn could not read. Raises OtherConversation if the turn does not go on from
-        it: it would take that memory's place, and its caller did not ask for that.
-        """
+        """Read the memory that a turn could not read. Raises OtherConversation if the turn does not go on from it."""
         head, may_follow = self._standing.head, self.memory.publication.may_follow
         if may_follow is None or head is None or not head.version:
             return

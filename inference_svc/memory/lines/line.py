@@ -46,9 +46,7 @@ class Line:
     # --- which hot memory may be used ---
 
     async def may_use(self, standing: Standing, newest: Version, budget: Budget) -> bool:
-        """Whether a turn may use a hot memory, given the store's newest version. Raises StoreMiss when that cannot be
-        known.
-        """
+        """Whether a turn may use a hot memory, given the store's newest version. Raises StoreMiss."""
         if not standing.is_current(newest):
             return False
         if standing.itself != newest:
@@ -65,9 +63,7 @@ class Line:
     # --- news from the store ---
 
     def wanted(self, *, takes_back: bool) -> None:
-        """Another caller waits for the lease. `takes_back`: it rolls the agent back or the like, so that no turn may
-        use the hot memory from now on.
-        """
+        """Another caller waits for the lease. `takes_back`: no turn may use the hot memory from now on."""
         if not takes_back:
             self.lease.is_wanted = True
             self._let_go_if_idle()
@@ -77,9 +73,7 @@ class Line:
         self.lease.give_back()
 
     def moved(self, newest: Head | None) -> None:
-        """The agent has another newest version, under whichever KV identity, or is gone (None). Drops a hot memory that
-        no turn can use any more, now rather than at the next turn.
-        """
+        """The agent has another newest version, or is gone (None). Drops a hot memory that no turn can use any more."""
         memory = self._parts.hot(self.key)
         if memory is not None and not self._users and memory.publication.standing.is_outdated_by(newest):
             self._parts.engine.memories.drop(self.key)

@@ -1,7 +1,4 @@
-"""The lease of one line: requested when a turn begins, beside its other work, and given back for good.
-
-`line_states` says what a lease proves.
-"""
+"""The lease of one line: requested when a turn begins, beside its other work, and given back for good."""
 
 import asyncio
 import contextlib
@@ -74,9 +71,7 @@ class LineLease:
                 await asyncio.wait({self._acquiring}, timeout=max(budget.remaining_s, 0))
 
     async def obtain(self, patience_s: float) -> Lease:
-        """The lease. Asks its holder to give it back, and waits `patience_s` for that. Raises Unavailable
-        (AGENT_HELD_ELSEWHERE) when it takes longer, and the error that the store answers.
-        """
+        """The lease; its holder has `patience_s` to give it back. Raises Unavailable (AGENT_HELD_ELSEWHERE)."""
         give_up, pause_s = self._parts.clock() + patience_s, LOOK_S
         while True:
             if (lease := self._counting()) is not None:
@@ -101,16 +96,12 @@ class LineLease:
             self._spawn(self.release(lease))
 
     async def hand_on(self) -> None:
-        """Give it back while a turn runs, because another engine goes on with the turn. Waits until the store has it
-        back; if it cannot be reached, the lease ends by itself.
-        """
+        """Give it back while a turn runs that another engine goes on with; waits for the store, if it is there."""
         if (lease := self._dropped()) is not None:
             await self.release(lease)
 
     def _dropped(self) -> Lease | None:
-        """The release and a request for the next lease may arrive in any order. So the next request begins anew: its
-        generation differs, and a release that arrives later is fenced.
-        """
+        """A release may arrive behind the next request, which therefore begins anew: its generation differs."""
         lease, self.held, self._generation = self.held, None, 0
         self._epoch += 1
         return lease

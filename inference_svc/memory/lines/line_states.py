@@ -50,9 +50,7 @@ class Lease:
         self.counts_until = 0.0
 
     def committed(self, head: Head, generation: int) -> None:
-        """This engine moved the head, under that generation. A repeated commit answers with the version that it made
-        earlier; the lease may know a newer one, such as a rollback.
-        """
+        """This engine moved the head. The lease may know a newer version than a repeated commit answers with."""
         if self.generation == generation and head.version > self.newest.number:
             self.newest = head.identity
 

@@ -20,14 +20,7 @@ from inference_svc.memory.agent_memory import AgentMemory
 from inference_svc.memory.lines.line import Line
 from inference_svc.memory.lines.line_parts import LineParts
 from inference_svc.memory.lines.line_states import Lease
-from inference_svc.memory.store.answers import (
-    LEASE_TTL_S,
-    AgentGone,
-    EventsLost,
-    HeadMoved,
-    LeaseWanted,
-    StoreEvent,
-)
+from inference_svc.memory.store.answers import LEASE_TTL_S, AgentGone, EventsLost, HeadMoved, LeaseWanted, StoreEvent
 from inference_svc.memory.store.patience import PROBE_TIMEOUT_S
 from inference_svc.memory.store.remote_cache import RemoteCache
 from inference_svc.model.model_host import MemoriesLeft
@@ -183,9 +176,7 @@ class Lines:
 async def store_owed(
     engine: Engine, lines: Mapping[str, Lines], patience_s: float, clock: Callable[[], float]
 ) -> MemoriesLeft:
-    """Store the hot memories that are not in the store, until nothing has moved for `patience_s`. No turn runs. The log
-    reports that it goes on.
-    """
+    """Store the hot memories that the store lacks, until nothing has moved for `patience_s`. No turn runs."""
     tags = [(key, engine.memories.tag_of(key)) for key in engine.memories.sizes()]
     memories = [(key, tag) for key, tag in tags if isinstance(tag, AgentMemory)]
     storing = [

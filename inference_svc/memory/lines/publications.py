@@ -188,9 +188,7 @@ class Publications:
         return SnapshotOutcome(SnapshotState.FAILED, publication.standing.version, reason)
 
     async def outcome(self, publication: Publication) -> SnapshotOutcome:
-        """The outcome of a publication, or PENDING. A turn's reader waits at most `commit_wait_s` for it, and not at
-        all while the store cannot be reached.
-        """
+        """The outcome of a publication, or PENDING after `commit_wait_s`; at once while the store cannot be reached."""
         if (task := publication.task) is None:
             return SnapshotOutcome(SnapshotState.NONE)
         unreachable = asyncio.create_task(self._store.connection.breaker.opened.wait())
@@ -214,9 +212,7 @@ class Publications:
         previous: AgentMemory | None = None,
         stream: BlockStream | None = None,
     ) -> SnapshotOutcome:
-        """Publish a memory, unless it is stored or on its way; the outcome, as far as a reader is made to wait for it.
-        `asked` and the rest: as in `publish`, where a turn has made the memory now.
-        """
+        """Publish a memory, unless it is stored or on its way; the outcome, as far as a reader waits. As `publish`."""
         if (stored := _stored(memory.publication)) is not None:
             return stored
         if not memory.publication.is_running:
@@ -230,9 +226,7 @@ class Publications:
     # --- what is owed ---
 
     async def until_stored(self, patience_s: float) -> None:
-        """Wait until the store has the agent's newest memory, if a turn here made it. Raises Unavailable
-        (MEMORY_NOT_STORED) if that takes longer, or has failed.
-        """
+        """Wait until the store has the newest memory that a turn here made. Raises Unavailable (MEMORY_NOT_STORED)."""
         with self._in_use(), contextlib.suppress(TimeoutError):
             async with asyncio.timeout(patience_s):
                 while (owed := self._owed()) is not None or self.running:
@@ -312,9 +306,7 @@ class Publications:
 
 
 async def _follow(publication: Publication, previous: Publication) -> None:
-    """Wait for the publication of the memory that this one extends: its version is this one's parent. Raises Conflict
-    if it lost to another writer.
-    """
+    """Wait for the memory that this one extends: its version is the parent. Raises Conflict if it lost."""
     if previous.is_running and previous.task is not None:
         await asyncio.wait({previous.task})
     # Even if it ended before this one began: other work runs between a turn's end and its publication.

@@ -30,9 +30,7 @@ class BlockStream:
         stall_timeout_s: float,
         previous: AgentMemory | None = None,
     ) -> None:
-        """`previous`: the hot memory that the turn extends. While that is on its way, its blocks are not sent from
-        here too.
-        """
+        """`previous`: the hot memory that the turn extends, whose blocks are not sent twice."""
         self.key = key
         self._copies = copies
         self._store = store

@@ -47,8 +47,7 @@ def files_of(snapshot: Snapshot) -> list[FileBytes]:
 def stored_files(
     snapshot: Snapshot, digests: Sequence[Digest], before: Sequence[Digest], known: StoredFiles
 ) -> StoredFiles:
-    """All files of a memory: those of the snapshot have `digests`, in the order of `files_of`, the blocks before them
-    `before`; the store had the others before."""
+    """All files of a memory: the snapshot's have `digests`, in the order of `files_of`, blocks `before` it theirs."""
     rest = iter(digests)
     blocks = [*before[: snapshot.first_block], *islice(rest, len(snapshot.blocks))]
     tail = next(rest) if snapshot.tail is not None else None
@@ -94,9 +93,7 @@ class Copies:
         return self.piece_blocks * self.block_bytes
 
     def pin(self, key: AgentKey, first_block: int, stored: Mapping[int, StoredWindow]) -> "Pinning":
-        """Ask for the key's memory as it is now, and its piece from a block on. `stored`: files of windows that need no
-        copy.
-        """
+        """Ask for the key's memory as it is now, and its piece from a block on. `stored` files need no copy."""
         return self._engine.memories.pin(key, first_block, self.piece_blocks, _places(stored))
 
     async def piece(self, pinned: PinnedMemory, first_block: int, stored: Mapping[int, StoredWindow]) -> Snapshot:

@@ -36,9 +36,7 @@ class MemoryFiles:
         return self._memory.files
 
     async def pinned(self, asked: Pinning, *, waits: bool = False) -> None:
-        """Take what was asked for. `waits`: it is not sent at once, and takes no room from memories that are. Raises
-        ResourceExhausted if the engine no longer has the memory.
-        """
+        """Take what was asked for; `waits`: not to be sent at once. Raises ResourceExhausted if the memory is gone."""
         pinned = await await_copy(asked)
         if pinned is None or pinned.state.token_ids != self._memory.transcript.token_ids:
             raise errors.ResourceExhausted("the memory was dropped or went on before it could be stored")
@@ -49,9 +47,7 @@ class MemoryFiles:
         self._hold(first if is_kept else None)
 
     async def named(self) -> StoredFiles:
-        """Send what the store lacks, and name all files as soon as all are on their way: they are there after
-        `all_stored`. After a failure it goes on behind what was stored.
-        """
+        """Send what the store lacks, and name all files while they are on their way, until `all_stored`."""
         if self._named is None:
             self._sending = sending = Sending(
                 self._copies,

@@ -26,9 +26,7 @@ class _PieceUnderWay:
 
 
 class Sending:
-    """Pieces in the order of their blocks. `stored` gets the digests of blocks that the store has, in that order, and
-    `rest` those of a last piece's other files.
-    """
+    """Pieces in order: `stored` gets the digests of stored blocks, `rest` those of a last piece's other files."""
 
     def __init__(
         self,
@@ -58,9 +56,7 @@ class Sending:
         return self._failure is not None
 
     async def put(self, copy: Callable[[int], Awaitable[Snapshot | None]], held_bytes: int = 0) -> bool:
-        """Copy the piece from `next_block` on, as soon as there is room for it, and begin to send it. `held_bytes`: so
-        many at most; 0: those of the largest piece. False if there is none. Raises why an earlier piece failed.
-        """
+        """Copy the piece from `next_block` on once there is room, and begin to send it. False if there is none."""
         self.waits_for_room = True
         held_bytes = held_bytes or self._copies.piece_bytes
         while len(self._under_way) >= max(1, min(_MOST_PIECES, _MOST_BYTES // held_bytes)):
@@ -92,9 +88,7 @@ class Sending:
         task.add_done_callback(lambda _: self._take_in())
 
     async def named(self) -> tuple[list[Digest], list[Digest]]:
-        """What `stored` and `rest` become when all that was begun is stored: as soon as it is hashed. Raises why an
-        earlier piece failed.
-        """
+        """`stored` and `rest` as they will be, as soon as all is hashed. Raises why an earlier piece failed."""
         if self._failure is not None:
             raise self._failure
         blocks, rest = list(self.stored), self.rest

@@ -126,24 +126,18 @@ class StoredAgents:
         )
 
     async def copy_agent(self, agent_id: str, peer: str, timeout_s: float) -> None:
-        """Let a peer of the store copy the agent's bytes, so that little is left to send when it moves. Nothing can be
-        seen of it there before. Raises KvasirError.
-        """
+        """Let a peer copy the agent's bytes ahead of its move; nothing can be seen of it there. Raises KvasirError."""
         async for _ in self._connection.client.pulling_agent(
             "", agent_id, to_peer=peer, only_bytes=True, timeout_s=timeout_s
         ):
             pass
 
     async def move_agent(self, agent_id: str, peer: str, move_id: str, timeout_s: float) -> None:
-        """Move the agent to a peer of the store; returns once the peer owns it. Raises KvasirError: then both stores
-        know, or will find out, who owns it.
-        """
+        """Move the agent to a peer; returns once it owns it. After a KvasirError both stores find out who does."""
         await self._connection.client.move_agent(agent_id, to_peer=peer, move_id=move_id, timeout_s=timeout_s)
 
     async def has_moved(self, agent_id: str, peer: str, move_id: str) -> bool | None:
-        """Whether the store knows that the agent is this peer's by this move; None while one is under way. Raises
-        KvasirError.
-        """
+        """Whether the agent is this peer's by this move; None while one is under way. Raises KvasirError."""
         owned = (await self._connection.client.get_agent(agent_id)).ownership
         if owned.state == cachestore_pb2.OWNER_STATE_MOVING:
             return None

@@ -151,9 +151,7 @@ def head_of(snapshot: cachestore_pb2.SnapshotVersion) -> Head:
 
 
 def last_move_of(agent: cachestore_pb2.Agent) -> LastMove:
-    """From the store's answer. An older store names no giver, nor a newer one of an agent that came before it was
-    renewed: there the newest version does, if a move made it.
-    """
+    """From the store's answer; where an older store names no giver, the newest version does, if a move made it."""
     newest = max(agent.lines, key=lambda line: int(line.version), default=cachestore_pb2.SnapshotVersion())
     is_moved = newest.origin == cachestore_pb2.ORIGIN_MOVE
     is_brought = is_moved or newest.origin == cachestore_pb2.ORIGIN_PULL

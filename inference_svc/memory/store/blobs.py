@@ -1,7 +1,4 @@
-"""The engine's calls about blobs: tensor files and manifests, read and written.
-
-Bytes that were read are checked against their digest before they are used.
-"""
+"""The engine's calls about blobs: written, and read, when bytes are checked against their digest before use."""
 
 import asyncio
 import contextlib
@@ -61,9 +58,7 @@ class StoredBlobs:
     async def give_blobs(
         self, digests: Sequence[Digest], budget: Budget, take: Callable[[FileBytes], Awaitable[None]]
     ) -> Miss | None:
-        """Give `take` the blobs in their order, as they arrive whole and correct within the budget; the time that it
-        takes does not count. Returns why not all of them did.
-        """
+        """Give `take` the blobs in order within the budget, without `take`'s own time. Returns why not all came."""
         try:
             taken = await self._read_files(digests, budget, take)
             if taken == len(digests):

@@ -118,9 +118,7 @@ class StoreConnection:
         return not self.breaker.is_open
 
     async def answers(self) -> bool:
-        """Whether the store answers and may be used. Asks it now, briefly: that finds a store that is back sooner than
-        the breaker's own probe, which goes on until the answer is yes.
-        """
+        """Whether the store answers and may be used. Asks it now, briefly, and the breaker's probe goes on if not."""
         return await self._answer() is True
 
     async def is_there(self) -> bool:
@@ -150,9 +148,7 @@ class StoreConnection:
         return None if is_late else False
 
     async def renew_token(self, token: str) -> None:
-        """The calls from now on show this token, if the store says that it is this namespace's; until it says so, there
-        are none. Calls under way end with the token that they began with.
-        """
+        """Show this token from now on; no calls are made before the store confirmed it. Others end as they began."""
         self._newest = new = self._connections.with_token(token)
         self.problem = None
         await self.answers()

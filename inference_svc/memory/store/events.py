@@ -25,9 +25,7 @@ class StoreEvents:
         return None if self._cursor is None else EventCursor(self._cursor.incarnation, self._cursor.sequence)
 
     async def was_taken_back(self, agent_id: str, since: EventCursor | None) -> bool:
-        """Whether a change that is no turn (a rollback, a deletion) has happened to the agent since; also True if the
-        store cannot know. Raises KvasirError like any call of the store.
-        """
+        """Whether a change that is no turn has happened to the agent since, or may have. Raises KvasirError."""
         return await self._has_happened(lambda response: takes_back(response, agent_id), since)
 
     async def was_changed(self, agent_id: str, since: EventCursor | None, own: Collection[Digest]) -> bool:

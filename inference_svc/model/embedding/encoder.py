@@ -1,7 +1,4 @@
-"""An encoder of the kind of BERT: every token of a text sees every other, in one pass, and nothing is kept.
-
-One text a pass, without padding: so a text's rows do not depend on its neighbours.
-"""
+"""An encoder of BERT's kind, one text a pass without padding: a text's rows do not depend on its neighbours."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any

@@ -24,9 +24,7 @@ class SentenceLayout:
 
 
 def read_layout(directory: Path, default: Pooling) -> SentenceLayout:
-    """`default`: the pooling of a directory that names none. Raises FailedPrecondition (MODEL_NOT_LOADABLE) for one
-    that is not offered here. All vectors have the length 1, whether it says so or not.
-    """
+    """`default`: of a directory that names no pooling. Raises FailedPrecondition (MODEL_NOT_LOADABLE)."""
     pooling = default
     for module in _json(directory / "modules.json") or ():
         kind = str(module.get("type", "")).rpartition(".")[2]

@@ -31,9 +31,7 @@ class TextEmbedder:
     """On the MLX thread that made it."""
 
     def __init__(self, model: str, default: Pooling) -> None:
-        """`model`: a directory, or a Hugging Face repository. `default`: the pooling where the model names none. Raises
-        NotFound, FailedPrecondition (MODEL_NOT_LOADABLE).
-        """
+        """`model`: a directory or a repository. Raises NotFound, FailedPrecondition (MODEL_NOT_LOADABLE)."""
         directory = find_model(model)
         layout = read_layout(directory, default)
         self._model = _model(directory)
@@ -46,9 +44,7 @@ class TextEmbedder:
     def embed(
         self, given: str | Sequence[int], field: str, *, truncate: bool, is_cancelled: Callable[[], bool]
     ) -> Embedded:
-        """`field`: the request's, for refusals. Evaluates. Raises InvalidArgument, ResourceExhausted
-        (CONTEXT_EXCEEDED), and Cancelled between two parts.
-        """
+        """Evaluates. Raises InvalidArgument, ResourceExhausted (CONTEXT_EXCEEDED), and Cancelled between two parts."""
         ids = self._ids(given, field, truncate=truncate)
         hidden = HiddenRows(self._pooling)
         for rows in self._model.rows(ids):

@@ -65,9 +65,7 @@ def tried_count(kinds: Sequence[Kind]) -> int:
 
 
 def layer_kinds(layers: Sequence[Module], layout: Layout) -> list[Kind]:
-    """What tells layers apart, but for their weights: modules, shapes, settings, memories. A setting that is each
-    layer's own number tells nothing.
-    """
+    """What tells layers apart, but for their weights and own numbers: modules, shapes, settings, memories."""
     facts = [dict(_facts(layer)) for layer in layers]
     if len(layout.by_cache) != len(facts):  # memories that are not the layers' own
         return list(range(len(facts)))

@@ -31,9 +31,7 @@ _TYPE_NAMES = {kind: name for name, kind in _TYPES.items()}
 
 @dataclass(frozen=True)
 class Probed:
-    """The facts of a model that only its computation shows. `width`: of the rows that its head gets, if it may be
-    applied to the last position only; else 0.
-    """
+    """What only computing shows. `width`: of the rows that the head gets, if it may get the last alone; else 0."""
 
     layout: Layout
     vocabulary_size: int

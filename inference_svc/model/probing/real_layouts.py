@@ -63,9 +63,7 @@ REAL_LAYOUTS: Mapping[str, Layers] = {
 
 
 def byte_costs(layers: Layers) -> dict[str, Any]:
-    """Layers by kind, and the bytes of a token in the layers that keep all, of the rows that windows keep for the next
-    token, and of the states at one rewind point: under the default policy, and at 16 bits.
-    """
+    """Layers by kind, and bytes of a token, of windows' rows and of states: by the default policy and at 16 bits."""
     quantized, exact = _identity(layers, 4), _identity(layers, 16)
     return {
         "layers": [{"kind": kind, "window": window, "count": n} for (kind, window), n in _kinds(layers).items()],

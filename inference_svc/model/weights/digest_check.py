@@ -1,8 +1,4 @@
-"""Reads a served model's weights again, slowly, and compares them with the digests that an earlier start kept.
-
-A start believes a kept digest while the file's device, inode, size and time of change are the same. That is right for
-all but a file that was changed behind its time, or by its disk.
-"""
+"""Reads a served model's weights again, slowly: a kept digest is believed while only the file's stat is compared."""
 
 import threading
 from pathlib import Path

@@ -1,7 +1,4 @@
-"""The extension over MLX's C++ headers: compiled once by this machine's compiler, kept on disk, called by ctypes.
-
-It is optional: `NoExtension` says why there is none, and then weights are copied. Nothing is downloaded.
-"""
+"""The optional extension over MLX's C++ headers: compiled by this machine's compiler, kept, called by ctypes."""
 
 import copy
 import ctypes
@@ -70,10 +67,7 @@ class Extension:
 
 
 def extension(kept: Path | None, compilers: tuple[str, ...] = _COMPILERS) -> Extension:
-    """The extension for this MLX, from `kept` or compiled into it. Raises NoExtension.
-
-    A compiler that takes too long goes on beside this process, and the next start finds its result.
-    """
+    """The extension for this MLX, kept or compiled; a slow compiler goes on for the next start. Raises NoExtension."""
     if not _is_layout_known():
         raise NoExtension("MLX keeps its arrays in Python in a way that is not known")
     if kept is None:

@@ -64,9 +64,7 @@ def place_weights(
     may_map: bool = True,
     get_extension: Callable[[], Extension] = lambda: extension(_kept()),
 ) -> Placement:
-    """Give these arrays, none of which is evaluated, the bytes of their files where that is possible; the rest stays
-    for MLX to read.
-    """
+    """Give arrays that are not evaluated the bytes of their files where possible; MLX reads the rest."""
     total = Placement(read_bytes=sum(place.size_bytes for file in files for place in file.tensors.values()))
     if not may_map:
         return replace(total, why_read="as it was asked for")

@@ -44,9 +44,7 @@ def weight_paths(directory: Path) -> list[Path]:
 
 
 def weight_files(directory: Path) -> list[WeightFile]:
-    """The model's files of weights. Raises FailedPrecondition for one that is cut short or damaged: a mapping of it
-    would end the process where the file ends.
-    """
+    """The model's files of weights. Raises FailedPrecondition for one that is cut short, whose mapping would end us."""
     return [weight_file(path) for path in weight_paths(directory)]
 
 
@@ -69,8 +67,7 @@ def weight_file(path: Path) -> WeightFile:
 
 
 def check_unchanged(directory: Path, files: Sequence[WeightFile]) -> None:
-    """Raises FailedPrecondition unless the model's files are those that were looked at: what was read of them since,
-    header by header and tensor by tensor, is then of one model."""
+    """Raises FailedPrecondition unless the files are those that were looked at: all that was read is of one model."""
     try:
         now = {path: file_identity(path.stat()) for path in weight_paths(directory)}
     except OSError:

@@ -1,8 +1,4 @@
-"""Splits a reply as it comes: into reasoning, answer and tool calls.
-
-No text of a reply is lost: a call that turns out to be invalid is answer, with its markers. The memory of a reply does
-not depend on how the reply was split.
-"""
+"""Splits a reply as it comes into reasoning, answer and tool calls. No text is lost; no memory depends on it."""
 
 import base64
 import json
@@ -57,9 +53,7 @@ class ReplyReader:
     """Reads one reply. Without markup, all of it is answer."""
 
     def __init__(self, markup: Markup | None = None, reply_id: str = "", begins_with: str = "") -> None:
-        """`reply_id`: by which the reply's calls get the same ids again, and another reply's do not. `begins_with`: a
-        reply that begins otherwise is all answer.
-        """
+        """`reply_id` gives the reply's calls their ids. `begins_with`: a reply that begins otherwise is all answer."""
         self.calls: list[manifest_pb2.ToolCall] = []
         self._markup = markup
         self._reply_id = reply_id

@@ -1,8 +1,4 @@
-"""White space that a chat template writes itself around the parts of a reply.
-
-A model generates it too, and it is no part of its thoughts or its answer: sent back by a caller, it would stand there
-twice.
-"""
+"""White space that a template writes around a reply's parts, and a model too: sent back, it would stand there twice."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -15,9 +11,7 @@ _THOUGHT, _ANSWER = "kvasirthought", "kvasiranswer"
 
 @dataclass(frozen=True, slots=True)
 class Spacing:
-    """What stands behind a prompt's end and before a reply, behind the marker that opens reasoning, before the one that
-    ends it, before the answer behind that, between an answer and a call, between calls, and behind the last one.
-    """
+    """What stands before a reply, around its reasoning, before and between calls, and behind the last one."""
 
     prompt_end: str = ""
     before: str = ""
@@ -34,9 +28,7 @@ Render = Callable[[list[dict[str, Any]], bool], str]
 
 
 def spacing_of(render: Render, tool_start: str, tool_end: str) -> Spacing:
-    """`render`: a template's text of messages, or of the prompt that they are. `tool_start`, `tool_end`: what stands
-    around calls.
-    """
+    """`render`: a template's text of messages, or of their prompt. `tool_start`, `tool_end` stand around calls."""
     call = {"type": "function", "id": "000000000", "function": {"name": "x", "arguments": {}}}
     reply = {"role": "assistant", "content": _ANSWER, REASONING: _THOUGHT}
     called = [_rendered(render, {**reply, "tool_calls": [call] * count}) for count in (2, 1)]

@@ -52,9 +52,7 @@ def telling(clock: TemplateClock) -> Iterator[None]:
 
 
 def tell_time(template: str) -> None:
-    """From now on the template's `strftime_now` is told by the clock that is `telling`. Templates are given nothing but
-    plain data and the library's functions: this takes the place of one, and is given and gives a text like it.
-    """
+    """From now on the template's `strftime_now` gives the time of `telling`: a text, as the library's own does."""
     from transformers.utils import chat_template_utils  # late: it takes a second, which only these templates need
 
     compiled = chat_template_utils._compile_jinja_template(template)

@@ -35,9 +35,7 @@ class AppliedThinking:
 
 
 def applied(asked: AskedThinking, reads: frozenset[str], *, thinks: bool, begins_with_answer: bool) -> AppliedThinking:
-    """`reads`: names of settings that the template's source reads. `thinks`: the model has markers of reasoning.
-    `begins_with_answer`: the reply has no reasoning anyway. Raises InvalidArgument that names what cannot be applied.
-    """
+    """`reads`: settings that the template reads. `thinks`: the model marks reasoning. Raises InvalidArgument."""
     unread = dict(_unread(asked, reads, thinks=thinks, begins_with_answer=begins_with_answer))
     if unread and not asked.ignores_unread:
         name, why = next(iter(unread.items()))

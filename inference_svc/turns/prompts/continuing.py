@@ -21,9 +21,7 @@ Messages = Sequence[manifest_pb2.Message]
 
 
 def is_same_conversation(given: Messages, remembered: Messages, *, at_any_time: bool = False) -> bool:
-    """Whether both begin alike. Systems' messages do not count: they name the date, and side calls share them.
-    `at_any_time`: a date or a clock in the first text may be another, where its answer is the same.
-    """
+    """Whether both begin alike, but for systems' messages. `at_any_time`: a date in the first text may be another."""
     said, known = ([_said_by(each) for each in some if each.role != "system"][:2] for some in (given, remembered))
     if said[:1] == known[:1]:
         return bool(said)
@@ -87,9 +85,7 @@ def is_retry(request: TurnRequest, memory: AgentMemory) -> bool:
 
 
 def check_parent(request: TurnRequest, recollection: Recollection) -> None:
-    """Raise Conflict when the agent's newest version is not the one that the caller named. If the store could not be
-    asked, its compare-and-swap decides at the end.
-    """
+    """Raise Conflict when the newest version is not the one named. Without an answer, the commit decides."""
     head, memory = recollection.head, recollection.memory
     if request.memory.expected_version is None or head is None or request.memory.expected_version == head.version:
         return
@@ -140,9 +136,7 @@ def as_its_agent_has_it(request: TurnRequest, recollection: Recollection) -> Tur
 def what_is_left_out(
     request: TurnRequest, recollection: Recollection, how: Continuation | None
 ) -> manifest_pb2.Shortened | None:
-    """What the turn's messages lack of the whole conversation, because its agent's memory lacks it: nothing where the
-    caller's own messages are the prompt.
-    """
+    """What the turn's messages lack because its memory lacks it; nothing where the caller's messages are the prompt."""
     memory, given = recollection.continued, request.input
     if memory is None or memory.shortened is None or not isinstance(given, MessagesInput):
         return None
@@ -184,9 +178,7 @@ def continuation(request: TurnRequest, recollection: Recollection) -> Continuati
 
 
 def rules_in_force(request: TurnRequest, recollection: Recollection) -> frozenset[str]:
-    """The caller's own rules, else the agent's label, else the caller's defaults. Raises InvalidArgument for a label
-    that names none.
-    """
+    """The caller's own rules, else the agent's label, else the caller's defaults. Raises InvalidArgument."""
     label = recollection.settings.volatile
     if request.memory.rules is not None and not (label and request.memory.has_default_rules):
         return request.memory.rules

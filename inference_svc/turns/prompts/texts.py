@@ -45,9 +45,7 @@ _LARGE_BYTES = 1 << 20  # of an input
 async def prompt_text(
     prompting: Prompting, request: TurnRequest, messages: Sequence[manifest_pb2.Message], clock: TemplateClock
 ) -> tuple[str, Dialogue | None]:
-    """The text, and the conversation that it renders. `messages` are all messages, the remembered ones included.
-    Raises InvalidArgument that names the field.
-    """
+    """The text, and the conversation that it renders, of all `messages`. Raises InvalidArgument with the field."""
     given = request.input
     if isinstance(given, PromptInput):
         return from_outside(given.prompt), None
@@ -71,9 +69,7 @@ async def prompt_text(
 def recalled_by(
     request: TurnRequest, recollection: Recollection, cursor: EventCursor | None, *, is_retry: bool = False
 ) -> Recalled:
-    """What a turn makes of its agent's memory. Raises NotFound, FailedPrecondition or Unavailable when there is no
-    memory to go on from.
-    """
+    """What a turn makes of its agent's memory. Raises NotFound, FailedPrecondition, Unavailable without one."""
     how = None
     if request.key is not None:
         check_existing(request, recollection)
@@ -106,9 +102,7 @@ def _goes_on(recalled: Recalled) -> bool:
 
 
 def _remembered_time_ms(recalled: Recalled) -> int:
-    """What the turn's template is told that the time is: what the memory's was told, where its conversation goes on and
-    the rule holds. 0: the turn's own.
-    """
+    """The time that the turn's template gets: the memory's, where its conversation goes on by the rule; 0: its own."""
     memory = recalled.recollection.continued
     if memory is None or not memory.template_time_ms:
         return 0
@@ -128,9 +122,7 @@ def _remembered_order(recalled: Recalled) -> manifest_pb2.ToolsOrder | None:
 async def prompted(
     prompting: Prompting, recalled: Recalled, begun_with: tuple[int, manifest_pb2.ToolsOrder | None] | None = None
 ) -> Prompted:
-    """The prompt of a turn. `begun_with`: the time (0: its own) and the order of tools that another engine gave its
-    template; else the memory's.
-    """
+    """The prompt of a turn. `begun_with`: time and order of tools of another engine's template; else the memory's."""
     told_ms, order = begun_with or (_remembered_time_ms(recalled), _remembered_order(recalled))
     request, given = recalled.request, recalled.request.input
     if isinstance(given, TokensInput):
@@ -181,9 +173,7 @@ def _without_notes(recalled: Recalled) -> Recalled | None:
 
 
 async def _with_note(prompting: Prompting, made: Prompted) -> Prompted:
-    """The prompt with the newest dates and times behind its history. Without them where the template does not take a
-    system message there, or prints it elsewhere.
-    """
+    """The prompt with the newest dates and times behind its history, where the template prints them there."""
     note, conversation, request, text = made.recalled.note, made.dialogue, made.request, made.text
     if note is None or conversation is None:
         return made
@@ -220,16 +210,9 @@ async def with_messages(prompting: Prompting, prompted: Prompted, messages: Mess
 
 
 async def shorter_of(
-    prompting: Prompting,
-    prompted: Prompted,
-    wanted_tokens: int,
-    most_tokens: int,
-    *,
-    keeps_summary: bool | None = None,
+    prompting: Prompting, prompted: Prompted, wanted_tokens: int, most_tokens: int, *, keeps_summary: bool | None = None
 ) -> Shorter | None:
-    """Which messages of a too long conversation stay. Counted with a copy of the tokenizer: no turn waits for it.
-    `keeps_summary`: None: where it fits.
-    """
+    """The messages of a too long conversation that stay; counted with the tokenizer's copy, so that no turn waits."""
     request, messages, before = prompted.request, prompted.recalled.messages, prompted.recalled.shortened
     counter = await prompting.twin(request.namespace)
     template = counter.template_at(prompted.clock, request.prompt.template_settings)
@@ -263,9 +246,7 @@ async def rewind_point_chars(prompting: Prompting, made: Prompted) -> int | None
 
 
 async def with_difference(prompting: Prompting, made: Prompted) -> Prompted:
-    """With the place where the prompt parts from the memory that it goes on from, and the rule that would have
-    helped.
-    """
+    """With the place where the prompt parts from its memory, and the rule that would have helped."""
     memory, recollection = made.recalled.recollection.continued, made.recalled.recollection
     if memory is None:
         return made

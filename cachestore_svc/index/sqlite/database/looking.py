@@ -13,10 +13,7 @@ from cachestore_svc.index.sqlite.transaction import SqliteTransaction
 
 @contextlib.contextmanager
 def looking_at(path: Path, disk: Disk) -> Iterator[SqliteTransaction]:
-    """A view of a database that is left as it is: an ordinary connection would bring its log in, or throw it away.
-
-    Raises what a catalog raises.
-    """
+    """A view of a database that is left as it is, its log too. Raises what a catalog raises."""
     try:
         connection = _connect_to_look(path, disk)
         try:

@@ -1,7 +1,4 @@
-"""The database's schema as numbered steps: an older data directory is brought up to date, a newer one is refused.
-
-A step that was released never changes. Each runs once, in a transaction of its own that also records its number.
-"""
+"""The schema as numbered steps, each in a transaction of its own; one that was released never changes."""
 
 from collections.abc import Callable
 from sqlite3 import Connection
@@ -199,8 +196,7 @@ def _owners(connection: Connection) -> None:
 
 
 def _had_by(connection: Connection) -> None:
-    """Which peers had an agent or were offered it. Before, nothing was noted of those that an agent came back from.
-    In a sealed namespace no key is here to read whom it came from."""
+    """Which peers had an agent or were offered it. Of a sealed namespace no key is here to read that."""
     run = connection.execute
     run("ALTER TABLE owners ADD COLUMN had_by TEXT NOT NULL DEFAULT ''")
     facts = "SELECT namespace_id, agent_name, state, peer, move_id FROM owners WHERE generation > 0"
@@ -241,11 +237,7 @@ MIGRATIONS: tuple[Callable[[Connection], None], ...] = (
 
 
 def migrate(connection: Connection, now_unix_ms: int) -> bool:
-    """Bring a database to today's form; whether that took any step. Raises FailedPrecondition (DATA_TOO_NEW) when it is
-    of a later one.
-
-    The connection must be in autocommit mode: transactions are begun and ended here.
-    """
+    """Bring a database to today's form, in autocommit mode. Raises FailedPrecondition (DATA_TOO_NEW)."""
     table = Database(connection).table("migrations")
     if not table.exists():
         table.create({"number": int, "applied_unix_ms": int}, pk="number")

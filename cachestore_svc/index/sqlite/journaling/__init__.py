@@ -1,2 +1,1 @@
-"""Between database and journal: the changes of a commit, the tables' content in the journal's form, and a journal's
-changes in the tables. Imported by index/sqlite alone."""
+"""Between database and journal: a commit's changes, the tables in the journal's form, and the way back."""

@@ -1,7 +1,4 @@
-"""Writes a journal's changes into the database: at a start perhaps the last group, at a recovery all of them.
-
-What a version holds is read from its manifest; the rows of its blobs must be there.
-"""
+"""Writes a journal's changes into the database; a version's blobs are read from its manifest, and must have rows."""
 
 from collections.abc import Callable, Iterable
 from typing import Any

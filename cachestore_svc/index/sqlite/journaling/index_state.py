@@ -72,8 +72,7 @@ def _columns(rows: Rows, table: str) -> set[str]:
 
 
 def wrong_indexes(rows: Rows) -> bool:
-    """Whether SQLite's own indexes contradict its tables. Raises DataLoss (INDEX_DAMAGED) when the tables
-    themselves are damaged."""
+    """Whether SQLite's own indexes contradict its tables. Raises DataLoss (INDEX_DAMAGED) for damaged tables."""
     faults = _faults(rows)
     for fault in faults:
         if not _OF_AN_INDEX.match(fault):

@@ -1,2 +1,1 @@
-"""The right to extend an agent's memory: of the store that owns it (owners), and of the engine with the lease
-(leases)."""
+"""The right to extend an agent's memory: of the store that owns it, and of the engine with the lease."""

@@ -36,8 +36,7 @@ class _Row:
 def acquire_lease(
     rows: Rows, line: LineKey, live: LiveLeases, owner: str, ttl_ms: int, *, begins_anew: bool = False
 ) -> LeaseToken:
-    """Whoever else had the agent, by this line or another, is fenced. `begins_anew`: the owner's earlier leases of the
-    agent belong to a process or a model that has ended, and are fenced, too."""
+    """Any other owner is fenced; with `begins_anew` the owner's earlier leases of the agent, too."""
     _check_not_barred(live, line)
     rows.make_namespace()
     held = _rows_of(rows, LineQuery(line.agent_id))
@@ -105,8 +104,7 @@ def unreleased_leases(rows: Rows) -> list[UnreleasedLease]:
 
 
 def check_not_fenced(rows: Rows, line: LineKey, token: LeaseToken) -> list[_Row]:
-    """The lease's row. Raises Conflict (LEASE_FENCED) unless the token is of the newest generation. A lease that merely
-    ended, and was not taken, fences no writer: compare-and-swap protects the line."""
+    """The lease's row. Raises Conflict (LEASE_FENCED) unless the token is the newest, though it may have ended."""
     found = _rows_of(rows, LineQuery(*line[1:]))
     if not found or found[0].token != token:
         newest = found[0].token.generation if found else 0
