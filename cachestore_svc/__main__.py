@@ -75,7 +75,6 @@ _KEEP_AWAKE = (
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; returns its exit code."""
     arguments = sys.argv[1:] if arguments is None else arguments
     if arguments[:1] and arguments[0] in pairing.COMMANDS:
         return pairing.main(arguments)
@@ -127,7 +126,6 @@ def open_store(settings: StoreSettings, *, sweeps: bool = True) -> Store:
 
 
 async def serve(settings: StoreSettings) -> None:
-    """Serve until SIGTERM or SIGINT. Raises RefusedToStart, ConfigError, and what Store.open raises."""
     async with Parts() as parts:
         audit = parts.closing(
             Audit("store", AuditFile(settings.audit_file) if settings.audit_file else None, PRIVILEGED)
@@ -258,7 +256,6 @@ async def collect_regularly(store: Store, threads: StoreThreads, interval_s: flo
 
 
 def recover(settings: StoreSettings, namespaces: Sequence[str], as_json: bool) -> int:
-    """Rebuild the index. Exit code 1 when something did not come back as it was."""
     report = recovering.recover(
         settings.store_config(),
         time.time,

@@ -19,8 +19,6 @@ _EVENT_HISTORY = 10_000
 
 
 class StoreSettings(StoreTable):
-    """The options, and what follows from them."""
-
     def store_config(self) -> StoreConfig:
         """What a store is opened with. Raises FailedPrecondition (NAMESPACE_SEALED): `sealed_file` cannot be used."""
         return StoreConfig(
@@ -55,5 +53,4 @@ class StoreSettings(StoreTable):
 
 
 def read_settings(arguments: Mapping[str, object]) -> StoreSettings:
-    """Settings from the command line's arguments (those given) over the environment. Raises ConfigError."""
     return read(StoreSettings, arguments)

@@ -32,8 +32,6 @@ _SWAP_RENEW_S = 300.0
 
 
 class EngineSettings(EngineTable):
-    """The options, and what follows from them."""
-
     def check(self) -> None:
         super().check()
         names = [named_model(item)[0] for item in self.model]
@@ -89,7 +87,6 @@ class EngineSettings(EngineTable):
 
     @property
     def embedding_model(self) -> tuple[str, str] | None:
-        """Name and path of the model beside the others."""
         return named_model(self.embeddings) if self.embeddings else None
 
     @property
@@ -103,7 +100,6 @@ class EngineSettings(EngineTable):
         )
 
     def peer_tokens(self, name: str) -> dict[str, Path]:
-        """Token files of a peer by namespace."""
         by_name = [(*key.rpartition("/")[::2], path) for key, path in self.peer_token_file.items()]
         return {namespace or DEFAULT_NAMESPACE: path for namespace, peer, path in by_name if peer == name}
 

@@ -133,7 +133,6 @@ def _versions() -> Mapping[str, str]:
 
 
 def main() -> int:
-    """Print one model's facts to stdout."""
     parser = argparse.ArgumentParser(prog="python -m inference_svc.describe", description=__doc__)
     parser.add_argument("--model", default="", help="directory or name; the shipped model if left out")
     parser.add_argument("--cache-dir", type=path_of, help="where digests of weights are kept; nowhere if left out")

@@ -56,7 +56,6 @@ class FirstModel:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """The thread ends, if no engine has taken it."""
         self._next.put(None)
 
     def leave(self, code: int) -> int:
@@ -83,7 +82,6 @@ class FirstModel:
             self._thread.set_exception(error)
 
     def _worker(self) -> Any:
-        """On the MLX thread."""
         assert self._given is not None
         directory, compute_type, copies, kernels = self._given
         # Threads that copy weights are many, and each waits so long for an import to let it go on.
@@ -99,7 +97,6 @@ class FirstModel:
         return make_worker()
 
     def _load(self, directory: Path, compute_type: str | None, *, copies_weights: bool, kernels: Wanted) -> LoadedModel:
-        """As `load`, on the MLX thread; what was loaded is handed over."""
         loaded, self._loaded = self._loaded, None
         if loaded is None or (directory, compute_type, copies_weights, kernels) != self._given:
             return load(directory, compute_type, copies_weights=copies_weights, kernels=kernels)
@@ -138,7 +135,6 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _asked(arguments: Sequence[str]) -> _Given | None:
-    """Raises ConfigError, ValueError."""
     parser, options = _Parser(), options_of(EngineTable)
     add_command_line(parser)
     given = vars(parser.parse_args(arguments))

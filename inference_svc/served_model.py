@@ -35,8 +35,6 @@ from inference_svc.warming import warm_up, warm_up_text, warm_up_while_idle
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """Made by `open_served`. Turns go through `turns`."""
-
     name: str
     engine: Engine
     prompting: Prompting
@@ -51,7 +49,6 @@ class ServedModel:
 
     @property
     def is_idle(self) -> bool:
-        """Whether no turn waits or runs, and no text is being embedded."""
         return self.turns.is_idle and self.embedder.is_idle
 
     def add_store(self, namespace: str, store: RemoteCache, now: EventCursor | None) -> None:
@@ -73,7 +70,6 @@ class ServedModel:
         return await store_owed(self.engine, self.lines, self.grace_s, self.line_parts.clock)
 
     async def close(self) -> None:
-        """End the MLX thread, which frees weights and KV."""
         self._end_tasks()
         self.prompting.close()
         for lines in self.lines.values():

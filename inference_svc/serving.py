@@ -75,7 +75,6 @@ _PROTOCOL = "kvasir.inference.v1"
 
 
 def serve_as_told(arguments: Sequence[str], open_engine: Callable[..., Engine]) -> int:
-    """Serve as the arguments say, with engines that `open_engine` opens. Returns the exit code."""
     try:
         settings = read_settings(arguments)
         configure_logs(settings.log_format, settings.log_level)
@@ -143,8 +142,6 @@ async def serve(settings: EngineSettings, open_engine: Callable[..., Engine]) ->
 
 @dataclass(frozen=True, slots=True)
 class _Service:
-    """What the parts of the service share, with or without a loaded model."""
-
     settings: EngineSettings
     server: EdgeServer
     stores: dict[str, RemoteCache]
@@ -155,7 +152,6 @@ class _Service:
     def model_opener(
         self, owner: str, open_engine: Callable[..., Engine], begin_phase: Callable[[str], None]
     ) -> Callable[[str, str], Awaitable[ServedModel]]:
-        """Opens a model by its name and path."""
         settings, stores = self.settings, self.stores
 
         def new_giver(engine: Engine, lines: Mapping[str, Lines]) -> TurnGiver:
@@ -181,7 +177,6 @@ class _Service:
         return open_model
 
     def reloading(self, audit: Audit, host: ModelHost[ServedModel]) -> Reloading:
-        """What SIGHUP reads again, from now on."""
         settings, reloading = self.settings, Reloading(audit)
         reloading.add("credentials", self.server.reload_credentials)
         if settings.peer_token_file:
@@ -195,11 +190,9 @@ class _Service:
         return status_of(host, self.stats, self.admission, time.monotonic())
 
     def has_work(self, host: ModelHost[ServedModel]) -> bool:
-        """Whether a turn runs, or copies of KV wait for the store."""
         return (host.served is not None and not host.served.is_idle) or self.admission.publishing.held_units > 0
 
     def page(self, audit: Audit, host: ModelHost[ServedModel], reloading: Reloading) -> OperatorPage:
-        """The numbers, for operators."""
         wellness = asked_of_loop(asyncio.get_running_loop(), lambda: wellness_of(host, self.stores.values(), reloading))
         about = About("engine", _PROTOCOL, lambda: host.served.engine.device if host.served is not None else "")
         return OperatorPage(about, lambda: numbers_of(self.status(host), self.server.rpcs, audit), wellness)
@@ -265,7 +258,6 @@ def _kv_budget(settings: EngineSettings, parts: Parts) -> KvBudget:
 
 
 def _of_host(host: ModelHost[ServedModel]) -> tuple[Engine, bool] | None:
-    """The engine that is loaded, and whether it is idle."""
     return None if host.served is None else (host.served.engine, host.served.is_idle)
 
 
@@ -293,7 +285,6 @@ async def _drain(server: EdgeServer, host: ModelHost[ServedModel], peer: str) ->
 
 
 async def _embedding_model(settings: EngineSettings, phases: StartPhases, parts: Parts) -> EmbeddingModel | None:
-    """Raises NotFound, FailedPrecondition."""
     if settings.embedding_model is None:
         return None
     phases.begin("embeddings")
@@ -303,7 +294,6 @@ async def _embedding_model(settings: EngineSettings, phases: StartPhases, parts:
 
 
 def _neighbour() -> ModuleType:
-    """The neighbour's service, whose package not everybody has."""
     try:
         from inference_svc.edge.neighbour import mlx_engine_service
     except ImportError as error:

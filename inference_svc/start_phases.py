@@ -18,12 +18,10 @@ class StartPhases:
         self._ended_s: float | None = None
 
     def begin(self, name: str) -> None:
-        """The phase before ends. Called by one thread at a time."""
         if self._ended_s is None:
             self._begins.append((name, self._clock()))
 
     def end(self) -> None:
-        """The process is ready."""
         self._ended_s = self._clock()
 
     @property
@@ -38,7 +36,6 @@ class StartPhases:
 
     @property
     def in_words(self) -> str:
-        """One line, for people."""
         return ", ".join(f"{name} {seconds:.1f} s" for name, seconds in self.seconds.items())
 
     def write(self, directory: Path) -> None:

@@ -55,8 +55,6 @@ _ANY_WAY = SamplingParams(  # draws by every rule
 
 @dataclass
 class _OwnTurn:
-    """A turn of the engine's own."""
-
     over: "Future[None]" = field(default_factory=Future)
     cancel: Callable[[], None] = lambda: None
 
@@ -144,7 +142,6 @@ def _run_each_kernel(engine: Engine) -> None:
 
 
 def _cell(engine: Engine) -> int:
-    """Tokens of a prompt of a whole cell and a short one."""
     return min(engine.model.cell_tokens + _SHORT_TOKENS, engine.model.context_tokens - _DECODED_TOKENS)
 
 
@@ -197,7 +194,6 @@ def _run(
 
 
 def _run_all(engine: Engine, group: Sequence[tuple[int, int]]) -> "list[_OwnTurn]":
-    """Turns of such prompts and replies, at once."""
     return [_run(engine, prompt, SamplingParams(max_tokens=reply)) for prompt, reply in group]
 
 

@@ -144,11 +144,9 @@ class BlobBackend(Protocol):
 
 
 def unknown_places(backend: BlobBackend, namespaces: set[str]) -> list[NamespaceBlobs]:
-    """Places that belong to none of these namespaces."""
     known = {backend.of(namespace).place for namespace in namespaces}
     return [blobs for blobs in backend.all() if blobs.place not in known]
 
 
 def has_any(backend: BlobBackend) -> bool:
-    """Whether there is any blob, of whatever namespace."""
     return any(blobs.list().blobs for blobs in backend.all())

@@ -37,7 +37,6 @@ def schema_hash(text: str) -> str:
 
 
 def check_for(kind: BlobKind, size_bytes: int) -> BlobCheck:
-    """The check for a blob of this kind that will have this many bytes."""
     return TensorCheck(size_bytes) if kind is BlobKind.TENSORS else ManifestCheck()
 
 
@@ -52,8 +51,6 @@ def check_size(kind: BlobKind, size_bytes: int) -> None:
 
 
 class TensorCheck:
-    """Reads a tensor file's header, and lets the tensors pass."""
-
     def __init__(self, size_bytes: int) -> None:
         self._size_bytes = size_bytes
         self._start = bytearray()

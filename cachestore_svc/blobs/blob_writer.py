@@ -133,7 +133,6 @@ class Writers:
         return writer
 
     def end(self, writer: "PartWriter", stored_bytes: int, left_bytes: int) -> None:
-        """A writer is done: its reservation became stored bytes, a part's bytes, or nothing."""
         key = (writer.namespace, writer.digest.hash)
         with self._lock:
             del self._open[key]
@@ -157,7 +156,6 @@ class Writers:
                 self._notes = [each for each in self._notes if each is not ended]
 
     def received_bytes(self, namespace: str, digest: Digest) -> int:
-        """Bytes that have arrived of a blob that is not stored yet."""
         key = (namespace, digest.hash)
         with self._lock:
             if key in self._open:
@@ -229,8 +227,6 @@ class StoredBlob:
 
 
 class PartWriter:
-    """Writes one blob. Used by one thread at a time."""
-
     is_stored = False
 
     def __init__(

@@ -45,7 +45,6 @@ class Disk:
         return _of_file(os.open(path, flags, 0o600))
 
     def write(self, descriptor: int, data: bytes | memoryview) -> None:
-        """Write all of the bytes. Raises OSError (ENOSPC), possibly after some of them."""
         view = memoryview(data)
         while view:
             view = view[os.write(descriptor, view) :]
@@ -82,7 +81,6 @@ class Disk:
             os.close(descriptor)
 
     def remove(self, path: Path) -> None:
-        """Remove a file; none there is fine."""
         path.unlink(missing_ok=True)
 
     def read(self, path: Path, max_bytes: int) -> memoryview:
@@ -109,14 +107,12 @@ class Disk:
             yield buffer[:count].toreadonly()
 
     def names(self, path: Path) -> list[str]:
-        """Names in a directory; none when it does not exist, or is none."""
         try:
             return os.listdir(path)  # noqa: PTH208  a third of the time of entries
         except (FileNotFoundError, NotADirectoryError):
             return []
 
     def size_bytes(self, path: Path) -> int | None:
-        """Size of a regular file; None when there is none."""
         try:
             status = path.stat(follow_symlinks=False)
         except FileNotFoundError:
@@ -124,7 +120,6 @@ class Disk:
         return status.st_size if stat.S_ISREG(status.st_mode) else None
 
     def has(self, path: Path) -> bool:
-        """Whether anything has this name."""
         return os.path.lexists(path)
 
     def free_bytes(self, path: Path) -> int:
@@ -147,7 +142,6 @@ def _of_file(descriptor: int) -> int:
 
 
 def _size_of_file(descriptor: int) -> int:
-    """Raises OSError for what is no regular file."""
     status = os.fstat(descriptor)
     if not stat.S_ISREG(status.st_mode):
         raise OSError(NO_FILE, "it is no regular file")
@@ -159,7 +153,6 @@ def is_no_room(error: OSError) -> bool:
 
 
 def disk_full(what: str) -> ResourceExhausted:
-    """The refusal for a write that found no room."""
     return ResourceExhausted(f"the disk is full: no room for {what}", reason="DISK_FULL", retry_after_s=60)
 
 

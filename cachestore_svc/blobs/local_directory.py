@@ -61,8 +61,6 @@ class LocalDirectory:
 
 
 class LocalBlobs:
-    """The files of one namespace; see cachestore_svc.blobs.backend.NamespaceBlobs."""
-
     def __init__(self, directory: Path, disk: Disk) -> None:
         self._directory = directory
         self._shelves = directory / "blobs"
@@ -198,7 +196,6 @@ class LocalBlobs:
         return path.with_name(f"{aside.hash}.aside-{aside.since_unix_ms}")
 
     def _make_durable(self, *directories: Path) -> None:
-        """Make directories of the namespace, and those above them."""
         for directory in (self._directory.parent, self._directory, *directories):
             if directory not in self._durable_directories:
                 self._disk.make_directory(directory)
@@ -245,8 +242,6 @@ def _are_blobs(names: Sequence[str], shelf: str) -> bool:
 
 
 class LocalPart:
-    """An open part; see cachestore_svc.blobs.backend.Part."""
-
     def __init__(self, disk: Disk, descriptor: int) -> None:
         self._disk = disk
         self._descriptor = descriptor

@@ -15,8 +15,6 @@ from cachestore_svc.blobs.blob_checks import schema_hash
 
 @dataclass(frozen=True, slots=True)
 class NamedBlob:
-    """A blob as a manifest needs it."""
-
     digest: Digest
     file: FileIdentity  # what it must be
     schema_hash: str | None  # None where no file can be of the layout
@@ -62,8 +60,6 @@ def unfit(need: NamedBlob, found: FileIdentity, schema_hash_found: str | None) -
 
 @dataclass(frozen=True, slots=True)
 class SharedBlock:
-    """A block that other agents may find."""
-
     block_hash: str
     index: int  # of the block in its group
     place: int  # in the manifest's named blobs
@@ -108,7 +104,6 @@ def _named_rows(
     listed: manifest_pb2.Manifest | manifest_pb2.WindowBlocks,
     files: Sequence[FileIdentity],
 ) -> Iterator[NamedBlob]:
-    """One group's blocks and tail."""
     schemas = {
         (rows, group): schema_hash(Layout(expected_tensors(message.kv_identity, rows, group)).text)
         for rows, group in {(file.tokens, file.window) for file in files}

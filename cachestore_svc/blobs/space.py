@@ -21,8 +21,6 @@ _SHARE = 4
 
 
 class Space:
-    """Bytes stored and reserved, per namespace. Used from any thread."""
-
     def __init__(self, config: StoreSpace, disk: Disk, ballast: Ballast, stored_bytes: Mapping[str, int]) -> None:
         self._config = config
         self._disk = disk
@@ -44,7 +42,6 @@ class Space:
             return self._quota_shortage(namespace, size_bytes)
 
     def release(self, namespace: str, size_bytes: int) -> None:
-        """Give reserved bytes back."""
         with self._lock:
             self._reserved[namespace] -= size_bytes
 
@@ -55,7 +52,6 @@ class Space:
             self._stored[namespace] += size_bytes
 
     def freed(self, namespace: str, size_bytes: int) -> None:
-        """Stored bytes are no more."""
         with self._lock:
             self._stored[namespace] -= size_bytes
 
@@ -66,7 +62,6 @@ class Space:
             return self._disk.free_bytes(self._config.data_dir) <= self._reserved.total() + self._kept_bytes()
 
     def _kept_bytes(self) -> int:
-        """What must stay free."""
         return self._config.free_disk_reserve_bytes + self._ballast.missing_bytes()
 
     def _reserve(self, namespace: str, size_bytes: int, free: int, kept: int) -> None:

@@ -16,7 +16,6 @@ _OF_DATA = ("data_dir", "grace_period_s", "log_level", "log_format", "seal_key_f
 
 
 def parser() -> argparse.ArgumentParser:
-    """All commands but those of `pairing`."""
     program = argparse.ArgumentParser(
         prog="cachestore_svc",
         description="The cache store of Kvasir. `pair` and `peers` (each with --help) make it known to other stores.",

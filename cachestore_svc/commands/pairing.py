@@ -54,7 +54,6 @@ _LOOPBACK = "127.0.0.1"
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run one command. The last line has the result, or {"error": …} with the error's type."""
     options = _parser().parse_args(arguments)
     try:
         if options.command == "pair":
@@ -115,8 +114,6 @@ class Own:
 
 @dataclass(frozen=True, slots=True)
 class RunningStore:
-    """The store of this home, which may run or not."""
-
     address: str = ""
     token_file: Path | None = None
     ca_file: Path | None = None
@@ -284,7 +281,6 @@ async def _join(own: Own, code: str, address: str, at: str) -> None:
 
 
 def _told(options: argparse.Namespace) -> contextlib.AbstractContextManager[object]:
-    """Tells the audit of a change."""
     if options.action not in ("rm", "rename", "allow"):
         return contextlib.nullcontext()
     asked = {way: ", ".join(getattr(options, way, None) or ()) for way in ("gives", "takes")}
@@ -333,7 +329,6 @@ def _check_name(name: str, what: str, field_: str, book: PeerBook | None = None)
 
 
 def _with_rights(peer: PeerSettings, gives: dict[str, str], takes: dict[str, str]) -> PeerSettings:
-    """With these rights; those that are left out stay."""
     rights = {
         "gives": write_rights(read_rights(peer.gives, Gives) | gives),
         "takes": write_rights(read_rights(peer.takes, Takes) | takes),

@@ -46,7 +46,6 @@ def take_options(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def masters_of(settings: StoreSettings) -> list[MasterKey]:
-    """The master keys that the settings name. Raises FailedPrecondition (NAMESPACE_SEALED)."""
     found = []
     if settings.seal_key_file is not None:
         found.append(master_keys.from_file(settings.seal_key_file))
@@ -58,7 +57,6 @@ def masters_of(settings: StoreSettings) -> list[MasterKey]:
 def run_keys(
     settings: StoreSettings, care: KeyCare, asked: dict[str, Any], random_bytes: RandomBytes, as_json: bool
 ) -> None:
-    """Do what is asked, and print it. Raises KvasirError."""
     action = asked["action"]
     if action == "ls":
         found = care.records()
@@ -92,7 +90,6 @@ def _told(space: SealedNamespace) -> str:
 
 
 def _made(path: Path | None, keychain: str, random_bytes: RandomBytes) -> MasterKey:
-    """The master key in this place, made if there is none."""
     if (path is None) == (not keychain):
         raise InvalidArgument("name the master key's file or its entry in the keychain, one of them", field="key_file")
     if path is not None:

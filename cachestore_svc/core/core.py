@@ -26,8 +26,6 @@ Answer = TypeVar("Answer")
 
 
 class Counters:
-    """Counts since start, per namespace. Used from any thread."""
-
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._counts: defaultdict[str, Counter[str]] = defaultdict(Counter)
@@ -37,7 +35,6 @@ class Counters:
             self._counts[namespace][name] += count
 
     def of_all(self) -> Counter[str]:
-        """Sums over namespaces."""
         with self._lock:
             return sum(self._counts.values(), Counter[str]())
 
@@ -48,8 +45,6 @@ class Counters:
 
 @dataclass
 class Watchers:
-    """Callbacks that events wake. Used from any thread."""
-
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _callbacks: list[Callable[[str], None]] = field(default_factory=list)
 
@@ -75,8 +70,6 @@ class Watchers:
 
 @dataclass(frozen=True)
 class Storage:
-    """Where rows and bytes lie, and who writes them."""
-
     config: StoreConfig
     disk: Disk
     ballast: Ballast
@@ -110,12 +103,10 @@ class Core(Storage):
         self.seals.check_open(namespace)
 
     def read(self, namespace: str, work: Callable[[CatalogView], Answer]) -> Answer:
-        """What the catalog answers about a namespace that is open."""
         self.check_open(namespace)
         return self.catalog.read(namespace, work)
 
     def write(self, namespace: str, work: Callable[[CatalogChange], Answer], *, frees_space: bool = False) -> Answer:
-        """The same of what is changed."""
         self.check_open(namespace)
         return self.catalog.write(namespace, work, frees_space=frees_space)
 

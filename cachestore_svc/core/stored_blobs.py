@@ -33,7 +33,6 @@ def promised(core: Core, namespace: str, find: Callable[[CatalogView], Iterable[
 
 
 def read_blob(core: Core, namespace: str, digest: Digest, *, is_found: bool = False) -> memoryview:
-    """As `Blobs.read`."""
     data = verified(core, namespace, digest, is_found=is_found)
     core.counters.add(namespace, "blobs_read")
     core.counters.add(namespace, "bytes_read", digest.size_bytes)

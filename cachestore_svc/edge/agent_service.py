@@ -26,8 +26,6 @@ _MAX_INLINE_MANIFEST_BYTES = 2 << 20
 
 
 class AgentService(StoreCalls, cachestore_pb2_grpc.AgentServiceServicer):
-    """What people and programs do with agents. Made inside the event loop that serves it."""
-
     def __init__(self, store: AioStore, transfers: Transfers, moves: Moves, *, stall_timeout_s: float) -> None:
         super().__init__(store)
         self._moves = moves

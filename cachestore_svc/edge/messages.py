@@ -77,7 +77,6 @@ def read_block_hashes(texts: Sequence[str]) -> list[str]:
 
 
 def write_frame(piece: Piece) -> tuple[pb.BlobFrame, memoryview]:
-    """The frame without its data, and these."""
     return pb.BlobFrame(offset=piece.offset, digest=piece.digest.to_proto() if piece.is_first else None), piece.data
 
 
@@ -101,8 +100,6 @@ def read_optional_version(
 
 
 class AgentChanges(TypedDict, total=False):
-    """The arguments of Store.update_agent that a request names."""
-
     labels: Mapping[str, str]
     replaces_labels: bool
     is_pinned: bool
@@ -110,7 +107,6 @@ class AgentChanges(TypedDict, total=False):
 
 
 def read_agent_changes(request: pb.UpdateAgentRequest) -> AgentChanges:
-    """What update_mask names, with its values."""
     agent, changes = request.agent, AgentChanges()
     labels: dict[str, str] = {}
     for path in request.update_mask.paths:

@@ -42,8 +42,6 @@ _EVENTS_AT_ONCE = 500
 
 @dataclass(frozen=True, slots=True)
 class StoreParts:
-    """The parts that serve the calls."""
-
     store: AioStore
     reader: BlobReader
     transfers: Transfers
@@ -53,16 +51,12 @@ class StoreParts:
 
 @dataclass(frozen=True, slots=True)
 class ServiceLimits:
-    """The limits of calls, from the settings."""
-
     scrub_bytes_per_s: int
     max_blob_bytes: int
     stall_timeout_s: float
 
 
 class CacheStoreService(StoreCalls, cachestore_pb2_grpc.CacheStoreServiceServicer):
-    """Blobs, commits, leases, events and care. Made inside the event loop that serves it."""
-
     def __init__(self, parts: StoreParts, limits: ServiceLimits, stopping: asyncio.Event) -> None:
         super().__init__(parts.store)
         self._parts = parts

@@ -18,11 +18,9 @@ class StoreCalls:
     async def _run(
         self, method: Callable[Concatenate[str, Arguments], Answer], *args: Arguments.args, **kwargs: Arguments.kwargs
     ) -> Answer:
-        """Call a method of the store in the caller's namespace, on a thread."""
         return await self._store.run(caller_namespace(), method, *args, **kwargs)
 
     async def _looked_up(self, names: int, work: Callable[[], Answer]) -> Answer:
-        """Read what a request names, and answer it, on a thread."""
         run = self._store.threads.run_long if names > SLICE else self._store.threads.run
         return await run(caller_namespace(), work)
 

@@ -19,7 +19,6 @@ MAX_LABELS_BYTES = 4096
 
 
 def wrong(field: str, problem: str, *, reason: str | None = None, **facts: object) -> InvalidArgument:
-    """The refusal of a field."""
     metadata = {name: str(value) for name, value in facts.items()}
     return InvalidArgument(f"{field}: {problem}", reason=reason, field=field, metadata=metadata)
 
@@ -31,14 +30,12 @@ def check_range(field: str, value: float, least: float, most: float) -> None:
 
 
 def check_hash(text: str, field: str = "kv_identity_hash") -> str:
-    """The text, if it is 64 lower-case hex digits. Raises InvalidArgument."""
     if not is_hash(text):
         raise wrong(field, "expected 64 lower-case hex digits")
     return text
 
 
 def check_query(agent_id: str, kv_identity_hash: str | None = None) -> LineQuery:
-    """The lines that these name. Raises InvalidArgument."""
     check_agent_id(agent_id)
     if kv_identity_hash is not None:
         check_hash(kv_identity_hash)
@@ -46,7 +43,6 @@ def check_query(agent_id: str, kv_identity_hash: str | None = None) -> LineQuery
 
 
 def check_text(text: str, field: str) -> None:
-    """Raises InvalidArgument for text that has no UTF-8."""
     try:
         text.encode()
     except UnicodeEncodeError:

@@ -32,8 +32,6 @@ LAST_UNIX_MS = manifest.MAX_TEMPLATE_TIME_MS
 
 @dataclass(frozen=True, slots=True)
 class StoreSpace:
-    """Where a store keeps its data, and how much of it."""
-
     data_dir: Path
     default_quota_bytes: int | None  # reservations included
     namespace_quota_bytes: Mapping[str, int | None]  # these win over the default
@@ -114,8 +112,6 @@ def detail_of_turn(base_version: int, handed_over_by: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class SnapshotVersion:
-    """One version of a line."""
-
     agent_id: str
     kv_identity_hash: str
     version: int
@@ -142,8 +138,6 @@ class SnapshotVersion:
 
 @dataclass(frozen=True, slots=True)
 class GroupBlocks:
-    """Blocks of one group of layers, without a gap."""
-
     group: int  # 0: the layers that keep all tokens; n: those of window n
     first_block: int
     blocks: tuple[Digest, ...]
@@ -168,8 +162,6 @@ class SnapshotPage:
 
 @dataclass(frozen=True, slots=True)
 class AgentRecord:
-    """An agent and the newest version of each of its lines, the newest first."""
-
     agent_id: str
     labels: Mapping[str, str]
     is_pinned: bool
@@ -222,7 +214,6 @@ class Lease:
 
     @property
     def head_version(self) -> int:
-        """As a field of AcquireLease's answer."""
         return self.newest.version if self.newest is not None else 0
 
 
@@ -252,8 +243,6 @@ class EventCursor:
 
 @dataclass(frozen=True, slots=True)
 class Committed:
-    """A new version of a line: by a turn, fork, rollback, import or pull (see its origin)."""
-
     snapshot: SnapshotVersion
 
 
@@ -313,8 +302,6 @@ class VerifyProgress:
 
 @dataclass(frozen=True, slots=True)
 class ScrubState:
-    """How far the background scrub is: counts of the pass under way, or of the last one."""
-
     began_unix_ms: int = 0
     ended_unix_ms: int = 0  # 0 while a pass is under way
     namespace: str = ""  # of the blob that was checked last, and the catalog's number of it
@@ -381,8 +368,6 @@ class Recovered:
 
 @dataclass(frozen=True, slots=True)
 class RecoverReport:
-    """What a recovery did."""
-
     source: str  # where it was read what there had been
     namespaces: tuple[Recovered, ...]
     kept: tuple[str, ...]  # files of the old index, beside the new one
@@ -424,8 +409,6 @@ class Totals:
 
 @dataclass(frozen=True, slots=True)
 class Stats:
-    """Sizes and counters of one namespace."""
-
     agent_count: int
     snapshot_count: int
     blob_count: int

@@ -11,8 +11,6 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A version that might go."""
-
     line_id: int
     version: int
     is_head: bool

@@ -75,7 +75,6 @@ def _size_bytes(agent: AgentRecord) -> int:
 
 
 def snapshots_page(view: CatalogView, query: LineQuery, size: int, token: str) -> SnapshotPage:
-    """Versions of an agent, newest first. Raises NotFound, InvalidArgument."""
     listing = (query.agent_id, query.kv_identity_hash or "")
     after_line, before = _snapshot_place(token, listing)
     found = view.snapshots_after(query, before, after_line, size + 1)

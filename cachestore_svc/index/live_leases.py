@@ -23,8 +23,6 @@ class _Grant:
 
 
 class LiveLeases:
-    """The leases of all namespaces. From any thread."""
-
     def __init__(self, steady: Callable[[], float]) -> None:
         """`steady` gives seconds, monotonic."""
         self._steady = steady
@@ -33,7 +31,6 @@ class LiveLeases:
         self._barred: dict[LineKey, float] = {}
 
     def grant(self, line: LineKey, token: LeaseToken, ttl_s: float) -> None:
-        """Hold it from now on, or for longer."""
         with self._lock:
             self._put(line, token, ttl_s)
 
@@ -59,7 +56,6 @@ class LiveLeases:
             return True
 
     def is_wanted(self, line: LineKey) -> bool:
-        """Whether another owner waits for it."""
         with self._lock:
             found = self._grants.get(line)
             return found is not None and found.is_wanted
@@ -82,7 +78,6 @@ class LiveLeases:
             return max(self._barred.get(line, 0.0) - self._steady(), 0.0)
 
     def drop(self, line: LineKey) -> None:
-        """It was released."""
         with self._lock:
             self._grants.pop(line, None)
 

@@ -19,8 +19,6 @@ _SHARE = 8
 
 
 class WriteBudget:
-    """What each namespace wrote today. Used from any thread."""
-
     def __init__(
         self, catalog: Catalog, now_unix_ms: Callable[[], int], budget_bytes: int | None, *, refuses: bool
     ) -> None:
@@ -34,7 +32,6 @@ class WriteBudget:
         self._written: Counter[str] = Counter()
 
     def today(self) -> Mapping[str, int]:
-        """Bytes by namespace since midnight UTC."""
         day = self._now_unix_ms() // DAY_MS
         with self._lock:
             if day == self._day:

@@ -79,7 +79,6 @@ class Journal:
         return position
 
     def keep(self) -> None:
-        """The group that was appended last is committed."""
         if self._before is not None and self.last_run is not None:
             self.last_run.note(self.position)
         self._before = None
@@ -142,7 +141,6 @@ class Journal:
 
 
 def _write(path: Path, disk: Disk, lines: Iterable[bytes]) -> int:
-    """Write lines to a new file and sync it; its size."""
     disk.remove(path)
     descriptor = disk.open_append(path)
     size = 0

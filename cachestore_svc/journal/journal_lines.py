@@ -53,7 +53,6 @@ class Parsed:
 
 
 def begin(store: str) -> Position:
-    """Where a new store's journal stands before its first group."""
     return Position(0, checksum("", store.encode()))
 
 

@@ -37,10 +37,7 @@ class Noted(NamedTuple):
 
 
 class LastRun:
-    """The note of a store that runs."""
-
     def __init__(self, notes: Path, data_dir: Path, store: str, now_unix_ms: Clock) -> None:
-        """Raises OSError."""
         path = place(notes, data_dir, store)
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._now_unix_ms = now_unix_ms

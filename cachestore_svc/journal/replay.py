@@ -35,8 +35,6 @@ class Version(NamedTuple):
 
 @dataclass(slots=True)
 class Agent:
-    """An agent: is_pinned, retained_versions and created_unix_ms, its labels, and its versions."""
-
     facts: tuple[Any, ...] = ()
     labels: dict[str, str] = field(default_factory=dict)
     versions: dict[VersionKey, Version] = field(default_factory=dict)
@@ -57,7 +55,6 @@ _OWNER_FACTS = 8  # an older line lacks the last one, which is None then
 
 
 def apply(state: State, change: Change) -> None:
-    """Let one change happen."""
     kind, name, *rest = change
     space = state.get(name)
     if space is None:
@@ -83,7 +80,6 @@ def apply(state: State, change: Change) -> None:
 
 
 def changes_of(state: State) -> Iterator[Change]:
-    """Changes that make this state out of nothing."""
     for name, space in state.items():
         for hash_ in sorted(space.brought):
             yield ["brought", name, hash_, 1]

@@ -25,8 +25,6 @@ from cachestore_svc.store.move_steps import ArrivingAgent, ArrivingLine
 
 @dataclass(frozen=True, slots=True)
 class MoveOrder:
-    """Which agent comes here, and from where."""
-
     namespace: str
     peer: str
     agent_id: str
@@ -37,8 +35,6 @@ class MoveOrder:
 
 @dataclass(frozen=True, slots=True)
 class MoveAttempt:
-    """One try of a move to here."""
-
     order: MoveOrder
     known: Ownership  # of the agent's owner, at this store; nobody else changes it meanwhile
     move_id: str
@@ -47,8 +43,6 @@ class MoveAttempt:
 
 @dataclass(frozen=True, slots=True)
 class Receiving:
-    """The parts of this store that an agent's move to here works with."""
-
     store: AioStore
     copies: LineCopies
     bringing: Bringing

@@ -14,8 +14,6 @@ from cachestore_svc.store.aio_store import AioStore
 
 
 class Bringing:
-    """Copies and agents that peers give to one store. On one event loop."""
-
     def __init__(self, store: AioStore, peers: Peers, limits: PeerLimits) -> None:
         self._store = store
         self._peers = peers
@@ -24,7 +22,6 @@ class Bringing:
         self._coming: set[Coming] = set()
 
     def check(self, verb: Verb, namespace: str, peer: str, agent_id: str, known: Ownership) -> None:
-        """Raises PermissionDenied (PEER_MAY_NOT), ResourceExhausted (PEER_LIMIT)."""
         self._peers.may(verb, namespace, peer, agent_id)(known)
         self._limits.word(peer)
         self._limits.sent(peer, 0, self._peers.settings(peer, namespace).max_bytes)
@@ -82,8 +79,6 @@ class Bringing:
 
 
 class Coming:
-    """An agent of a peer on its way here."""
-
     def __init__(self, namespace: str, peer: str, agent_id: str, is_given: bool) -> None:
         self.namespace = namespace
         self.peer = peer

@@ -38,8 +38,6 @@ T = TypeVar("T")
 
 @dataclass(slots=True)
 class Progress:
-    """How far a pull or a move is."""
-
     blobs_total: int
     bytes_total: int
     blobs_done: int = 0
@@ -48,15 +46,12 @@ class Progress:
     bytes_came: int = 0  # from the peer, also of blobs that are not whole
 
     def count(self, missing: Sequence[Digest]) -> None:
-        """All but these are here."""
         self.blobs_done = self.blobs_total - len(missing)
         self.bytes_done = self.bytes_total - sum(digest.size_bytes for digest in missing)
 
 
 @dataclass(frozen=True, slots=True)
 class LineOrder:
-    """The line that is copied, and for which namespace here."""
-
     namespace: str
     peer: str
     agent_id: str  # there
@@ -80,8 +75,6 @@ class Offered:
 
 
 class LineCopies:
-    """Copies lines from peers into one store."""
-
     def __init__(self, store: AioStore, manifests: ManifestRoom, stall_timeout_s: float) -> None:
         self._store = store
         self.manifests = manifests

@@ -23,8 +23,6 @@ _SLOWEST_BYTES_PER_S = 1 << 20
 
 
 class HandingOver:
-    """What peers may ask of one store's agents. On one event loop."""
-
     def __init__(
         self, store: AioStore, peers: Peers, limits: PeerLimits, *, patience_s: float, steady: Callable[[], float]
     ) -> None:
@@ -84,14 +82,12 @@ class HandingOver:
         return record, known
 
     async def hand_over(self, namespace: str, agent_id: str, peer: str, move_id: str, generation: int) -> None:
-        """See Store.hand_over. Raises ResourceExhausted (PEER_LIMIT)."""
         self._limits.word(peer)
         await self._store.run(namespace, self._store.moves.hand_over, agent_id, peer, move_id, generation)
         self._forget((namespace, agent_id, peer))
         self._limits.ended((namespace, agent_id, peer))
 
     async def undo(self, namespace: str, agent_id: str, peer: str, move_id: str) -> None:
-        """See Store.undo_move. Raises ResourceExhausted (PEER_LIMIT)."""
         self._limits.word(peer)
         await self._undo(namespace, agent_id, peer, move_id)
 

@@ -71,8 +71,6 @@ class _Blob:
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """Bytes that wait to be written."""
-
     blob: _Blob
     offset: int
     data: bytes | memoryview
@@ -306,7 +304,6 @@ class BlobIntake:
                 blob.writer = blob.exits.enter_context(writer)
 
     async def _written(self) -> None:
-        """Wait until all that came is written."""
         if self._writing is not None:
             await ended(self._writing)
 

@@ -36,8 +36,6 @@ _MOVE_ID_BYTES, _MAX_DIGITS = 16, 20
 
 
 class Moves:
-    """The moves to and from one store. On one event loop."""
-
     def __init__(
         self, receiving: Receiving, peers: Peers, handing_over: HandingOver, token_hex: Callable[[int], str]
     ) -> None:

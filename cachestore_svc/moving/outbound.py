@@ -47,8 +47,6 @@ class _Group:
 
 
 class BlobReader:
-    """Reads blobs of the store for all callers, within one budget."""
-
     def __init__(self, store: AioStore, budget: SharedRoom) -> None:
         self._store = store
         self._budget = budget

@@ -36,7 +36,6 @@ class Streams:
     async def send_all(
         self, context: Any, steps: AsyncGenerator[T, None], written: Callable[[T], Any] = lambda step: step
     ) -> None:
-        """Write a response for each step."""
         async with aclosing(steps) as coming:
             async for step in coming:
                 await self.send(context, written(step))

@@ -31,8 +31,6 @@ from cachestore_svc.store.aio_store import AioStore, once_free
 
 @dataclass(frozen=True, slots=True)
 class PullOrder:
-    """What to copy from where to where."""
-
     namespace: str
     peer: str
     agent_id: str
@@ -61,8 +59,6 @@ class _Described:
 
 
 class Transfers:
-    """Moves agents in and out of one store."""
-
     def __init__(
         self, store: AioStore, reader: BlobReader, peers: Peers, bringing: Bringing, stall_timeout_s: float
     ) -> None:
@@ -147,7 +143,6 @@ class Transfers:
     async def export(
         self, namespace: str, agent_id: str, kv_hash: str | None, version: int | None
     ) -> AsyncIterator[Archive]:
-        """The archive of one version. Raises NotFound, DataLoss."""
         snapshot = await self._store.run(namespace, self._store.snapshots.get, agent_id, kv_hash, version)
         head = archive.head(snapshot.manifest, snapshot.kv_identity_hash, agent_id)
         # The manifest is sent like any blob and is not parsed: the catalog knows what it names.

@@ -61,7 +61,6 @@ class Card:
 
     @classmethod
     def read(cls, data: bytes) -> "Card":
-        """Raises InvalidArgument, naming the field."""
         try:
             card = pairing_pb2.PeerCard.FromString(data)
         except DecodeError:
@@ -134,7 +133,6 @@ class _Side:
         self.share: bytes = spake.start()
 
     def take_share(self, share: bytes) -> None:
-        """Raises InvalidArgument."""
         malformed = InvalidArgument("share: expected SPAKE2's", reason="PAIRING_MALFORMED", field="share")
         if len(share) != _SHARE_BYTES:
             raise malformed
@@ -186,12 +184,9 @@ class _Side:
 
 
 class Hosting(_Side):
-    """One run on the side that showed the code."""
-
     own, other = _HOST, _JOINER
 
     def __init__(self, invitation: Invitation, identity: Identity, random_bytes: RandomBytes) -> None:
-        """Raises FailedPrecondition when the code is over."""
         invitation.check()
         super().__init__(SPAKE2_A(invitation.code.encode(), entropy_f=random_bytes), identity)
         self._invitation = invitation
@@ -206,8 +201,6 @@ class Hosting(_Side):
 
 
 class Joining(_Side):
-    """One run on the side where the code was typed."""
-
     own, other = _JOINER, _HOST
 
     def __init__(self, code: str, identity: Identity, random_bytes: RandomBytes) -> None:

@@ -80,8 +80,6 @@ class Certificate:
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """A store's certificate with its key."""
-
     key_pem: bytes
     certificate: Certificate
 

@@ -110,7 +110,6 @@ class PeerSettings(BaseModel):
 
     @property
     def named(self) -> set[str]:
-        """The namespaces that it was given, or that its rights name."""
         return {*self.namespaces, *read_rights(self.gives, Gives), *read_rights(self.takes, Takes)}
 
     def is_same(self, other: "PeerSettings") -> bool:
@@ -125,7 +124,6 @@ class PeerSettings(BaseModel):
         return self.is_same(now) and set(self.namespaces) <= set(now.namespaces) and not is_less
 
     def given(self, namespace: str) -> Given:
-        """Its rights in a namespace."""
         gives, takes = read_rights(self.gives, Gives), read_rights(self.takes, Takes)
         return Given(Gives[gives.get(namespace, "read").upper()], Takes[takes.get(namespace, "nothing").upper()])
 

@@ -29,7 +29,6 @@ def sweep_at_start(core: Core) -> None:
 
 
 def collect(core: Core) -> GcReport:
-    """Remove the bytes that were set aside a grace period ago."""
     until = core.now_unix_ms() - core.grace_ms
     rested = [aside for aside in list(core.asides) if aside.since_unix_ms <= until]
     removed = freed = 0
@@ -43,7 +42,6 @@ def collect(core: Core) -> GcReport:
 
 
 def _sweep(core: Core, namespace: str) -> int:
-    """How many files of a namespace were set aside."""
     blobs = core.blobs.of(namespace)
     listing = blobs.list()
     listed = core.catalog.read(namespace, lambda view: view.hashes_of())

@@ -21,8 +21,6 @@ from cachestore_svc.sealing.seals import Seals
 
 @dataclass(frozen=True)
 class SealedNamespace:
-    """A sealed namespace, as the files say without any key."""
-
     namespace: str
     created_unix_ms: int
     master_ids: tuple[str, ...]  # of the master keys that open it

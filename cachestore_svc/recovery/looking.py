@@ -28,8 +28,6 @@ _NAMED = 10
 
 @dataclass(frozen=True)
 class Look:
-    """How to go on with a data directory that may be opened."""
-
     journal: Parsed | None = None  # the journal to go on with; None: begin one from the index
     why_anew: str = ""  # why the journal that lies there cannot be gone on with; "": there is none
     store: str = ""  # whose index it is; "": it is new, or never had a journal
@@ -57,7 +55,6 @@ def look(database: Path, blobs: BlobBackend, disk: Disk) -> Look:
 
 
 def words_of(damage: dict[str, str]) -> str:
-    """The damage of a namespace's agents in words, for a caller of that namespace."""
     named = [f"{agent!r} {words}" if agent else words for agent, words in sorted(damage.items())]
     more = f"; and {len(named) - _NAMED} more" if len(named) > _NAMED else ""
     return "; ".join(named[:_NAMED]) + more

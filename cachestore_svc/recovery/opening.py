@@ -47,8 +47,6 @@ _INCARNATION = "incarnation"
 
 @dataclass(frozen=True)
 class Opened:
-    """An open data directory."""
-
     core: Core
     lock: int  # descriptor whose lock says that the directory is ours
 
@@ -64,8 +62,6 @@ class Opened:
 
 @dataclass(frozen=True)
 class Means:
-    """What a store takes from outside."""
-
     clock: Callable[[], float]
     token_hex: Callable[[int], str]
     disk: Disk
@@ -79,7 +75,6 @@ class Means:
 def open_directory(
     config: StoreConfig, means: Means, blobs: BlobBackend | None, masters: Sequence[MasterKey], *, sweeps: bool
 ) -> Opened:
-    """As `Store.open`."""
     disk = means.disk
     with locked(config, disk) as lock:
         files = KeyFiles(config.data_dir, disk)
@@ -132,8 +127,6 @@ def now_unix_ms(clock: Callable[[], float]) -> int:
 
 
 class _Opening:
-    """Opens index and journal."""
-
     def __init__(self, config: StoreConfig, means: Means, blobs: SealedBackend) -> None:
         self._config = config
         self._means = means

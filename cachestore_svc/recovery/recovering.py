@@ -51,8 +51,6 @@ Say = Callable[[str, int, int], None]
 
 @dataclass
 class _RebuiltNamespace:
-    """The part of one namespace that comes back."""
-
     name: str
     state: Namespace
     found: salvage.Found

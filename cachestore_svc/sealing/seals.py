@@ -43,7 +43,6 @@ class Seals:
         self._lost |= set(places) - self.recorded
 
     def key_of(self, namespace: str) -> NamespaceKey | None:
-        """The key of a sealed namespace; None for one that is not sealed, or shut."""
         return self._keys.get(namespace_place(namespace))
 
     def names_of(self, namespace: str) -> PlainNames:
@@ -66,12 +65,10 @@ class Seals:
         return _as_error(self._shut[place]) if place in self._shut else None
 
     def check_open(self, namespace: str) -> None:
-        """Raises what `refusal` says."""
         if (error := self.refusal(namespace)) is not None:
             raise error
 
     def refusals(self) -> list[FailedPrecondition]:
-        """One for each namespace that is shut."""
         return [*map(_as_error, self._shut.values()), *self.lost()]
 
     def lost(self) -> list[FailedPrecondition]:

@@ -29,8 +29,6 @@ from cachestore_svc.upkeep import expiring
 
 
 class Agents:
-    """Agents of all namespaces."""
-
     def __init__(self, core: Core, leases: Leases) -> None:
         self._core = core
         self._leases = leases
@@ -54,7 +52,6 @@ class Agents:
         return AgentPage(tuple(self._expiring(namespace, agent) for agent in page.agents), page.next_page_token)
 
     def get(self, namespace: str, agent_id: str) -> AgentRecord:
-        """One agent. Raises NotFound."""
         check_agent_id(agent_id)
         return self._expiring(namespace, self._core.read(namespace, lambda view: self._record(view, agent_id)))
 
@@ -150,6 +147,5 @@ class Agents:
         return view.get_agent(agent_id, self._core.config.retained_versions)
 
     def _expiring(self, namespace: str, agent: AgentRecord) -> AgentRecord:
-        """The agent with the earliest time at which it may be deleted."""
         left = expiring.left_ms(agent, namespace, self._core.config)
         return agent if left is None else replace(agent, expires_unix_ms=self._core.now_unix_ms() + max(left, 0))

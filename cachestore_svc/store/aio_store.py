@@ -51,19 +51,16 @@ class AioStore:
         return await once_free(lambda: self.run(namespace, method, *args, **kwargs), left_s)
 
     async def agent(self, namespace: str, agent_id: str) -> AgentRecord | None:
-        """The agent, if there is one."""
         try:
             return await self.run(namespace, self.agents.get, agent_id)
         except NotFound:
             return None
 
     async def labels(self, namespace: str, agent_id: str) -> Mapping[str, str]:
-        """Its labels; none where there is no agent."""
         agent = await self.agent(namespace, agent_id)
         return agent.labels if agent is not None else {}
 
     async def owner(self, namespace: str, agent_id: str) -> Ownership:
-        """What is known of its owner."""
         return await self.run(namespace, self.owners.of, agent_id)
 
 

@@ -23,8 +23,6 @@ from cachestore_svc.upkeep import collecting
 
 
 class Blobs:
-    """Blobs of all namespaces."""
-
     def __init__(self, core: Core) -> None:
         self._core = core
 
@@ -130,14 +128,12 @@ class Blobs:
         return WriteStatus(self._core.writers.received_bytes(namespace, digest), is_complete=False)
 
     def kind_of(self, namespace: str, digest: Digest) -> BlobKind | None:
-        """How a listed blob's bytes are checked; None when there is none."""
         blob = self._find(namespace, digest)
         if blob is None:
             return None
         return BlobKind.MANIFEST if blob.kind == BlobKind.MANIFEST else BlobKind.TENSORS
 
     def count_repair(self, namespace: str) -> None:
-        """A damaged blob was written again, from a peer."""
         self._core.counters.add(namespace, "blobs_repaired")
 
     def named_blobs(self, namespace: str, manifest: Digest, total_bytes: int) -> list[Digest]:
@@ -178,8 +174,6 @@ def _named_after(manifest: Digest, after: int, view: CatalogView) -> list[tuple[
 
 
 class _Register:
-    """Lists what writers made durable in the catalog."""
-
     def __init__(self, core: Core) -> None:
         self._core = core
 

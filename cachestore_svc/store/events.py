@@ -8,8 +8,6 @@ from cachestore_svc.facts.records import MAX_PAGE_SIZE, EventBatch, EventCursor
 
 
 class Events:
-    """Events of all namespaces."""
-
     def __init__(self, core: Core) -> None:
         self._core = core
 

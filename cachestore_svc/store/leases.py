@@ -32,8 +32,6 @@ _Answer = TypeVar("_Answer")
 
 
 class Leases:
-    """Leases of all namespaces."""
-
     def __init__(self, core: Core) -> None:
         self._core = core
 

@@ -33,8 +33,6 @@ class ArrivingLine:
 
 @dataclass(frozen=True, slots=True)
 class ArrivingAgent:
-    """Everything that a move brings."""
-
     agent_id: str
     peer: str
     move_id: str
@@ -46,8 +44,6 @@ class ArrivingAgent:
 
 
 class MoveSteps:
-    """Steps of the moves of all namespaces' agents."""
-
     def __init__(self, core: Core, leases: Leases, changes: OwnerChanges) -> None:
         self._core = core
         self._leases = leases
@@ -161,7 +157,6 @@ class MoveSteps:
         return last
 
     def _check_room_of(self, peer: str, facts: int, open_moves: int) -> None:
-        """Raises ResourceExhausted: PEER_LIMIT, DISK_FULL."""
         if facts > MAX_FACTS:
             raise over_limit(peer, "facts about owners")
         if open_moves > MAX_OPEN_MOVES:

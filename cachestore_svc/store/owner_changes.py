@@ -12,8 +12,6 @@ from cachestore_svc.index.catalog import CatalogChange
 
 
 class OwnerChanges:
-    """Changes of the owners of all namespaces' agents."""
-
     def __init__(self, core: Core) -> None:
         self._core = core
 

@@ -16,8 +16,6 @@ from cachestore_svc.store.owner_changes import OwnerChanges
 
 
 class Owners:
-    """Owners of the agents of all namespaces."""
-
     def __init__(self, core: Core, leases: Leases, changes: OwnerChanges) -> None:
         self._core = core
         self._leases = leases
@@ -84,7 +82,6 @@ class Owners:
         return self._leases.taking_back(namespace, agent_id, work)
 
     def told(self, namespace: str, agent_id: str, peer: str, generation: int) -> Ownership:
-        """A peer has heard of this generation."""
         return self._changes.step(namespace, agent_id, lambda known, _: ownership.told(known, peer, generation))
 
     def yield_to(self, namespace: str, agent_id: str, peer: str, told: int, generation: int, may: May) -> Ownership:

@@ -29,8 +29,6 @@ def check_groups(groups: Sequence[int]) -> None:
 
 
 class Prefixes:
-    """Prefixes of all namespaces."""
-
     def __init__(self, core: Core) -> None:
         self._core = core
 

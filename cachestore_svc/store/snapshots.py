@@ -32,8 +32,6 @@ _OF_A_TURN = CommitTerms()
 
 
 class Snapshots:
-    """Versions of all namespaces' agents."""
-
     def __init__(self, core: Core, leases: Leases) -> None:
         self._core = core
         self._leases = leases

@@ -89,9 +89,7 @@ class Store:
 
     @property
     def sealed_namespaces(self) -> tuple[str, ...]:
-        """Namespaces with a key record, sorted; also those that are shut."""
         return self._core.seals.namespaces
 
     def is_sealed(self, namespace: str) -> bool:
-        """Whether the namespace's data is encrypted."""
         return self._core.seals.key_of(namespace) is not None

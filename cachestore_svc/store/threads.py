@@ -59,7 +59,6 @@ class StoreThreads:
             return await asyncio.get_running_loop().run_in_executor(self._pool, call)
 
     def close(self) -> None:
-        """Wait for what runs."""
         self._pool.shutdown(wait=True)
 
 

@@ -14,8 +14,6 @@ from cachestore_svc.upkeep.scrubbing import Scrubbing
 
 
 class Care:
-    """Care for all namespaces."""
-
     def __init__(self, core: Core) -> None:
         self._core = core
         self.scrubbing = Scrubbing(core)  # where the scrub in the background is

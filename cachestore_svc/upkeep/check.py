@@ -24,7 +24,6 @@ _BLOBS_PER_PROGRESS = 64
 
 
 def check(core: Core, repair: bool) -> CheckReport:
-    """As `Store.check`."""
     names = core.sound_namespaces()
     with reading_damage():
         problems = core.catalog.read(HOUSE, lambda view: view.problems())

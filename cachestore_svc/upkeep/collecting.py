@@ -17,7 +17,6 @@ _BATCH = 500
 
 
 def collect(core: Core, namespace: str | None, dry_run: bool) -> GcReport:
-    """As `Store.collect_garbage`."""
     asker = HOUSE if namespace is None else namespace
     known = {*core.catalog.read(asker, lambda view: view.namespaces()), *core.writers.namespaces()}
     names = sorted(known - core.catalog.damage.keys()) if namespace is None else [namespace]

@@ -23,8 +23,6 @@ _AT_ONCE = 64
 
 @dataclass(frozen=True, slots=True)
 class ToScrub:
-    """A blob to hash; `number` is the catalog's."""
-
     namespace: str
     number: int
     digest: Digest
@@ -61,7 +59,6 @@ class Scrubbing:
         return max(0.0, every_s - passed_s)
 
     def begin(self) -> None:
-        """A new pass."""
         self.state = ScrubState(began_unix_ms=self._core.now_unix_ms())
         self.save()
 
@@ -106,7 +103,6 @@ class Scrubbing:
         return True
 
     def repaired(self) -> None:
-        """A damaged blob is whole again."""
         self.state = replace(self.state, blobs_repaired=self.state.blobs_repaired + 1)
 
     def _some(self, namespace: str, after: int) -> list[tuple[int, Digest]]:

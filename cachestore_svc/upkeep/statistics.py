@@ -13,13 +13,10 @@ from cachestore_svc.index.ports.upkeep import Sums
 
 
 class Statistics:
-    """Sizes and counts of all namespaces."""
-
     def __init__(self, core: Core) -> None:
         self._core = core
 
     def of(self, namespace: str) -> Stats:
-        """Sizes and counters. No side effect."""
         self._core.check_open(namespace)
         return self._of(namespace)
 
@@ -59,7 +56,6 @@ class Statistics:
         return {"today_bytes": today, "budget_bytes": budget.budget_bytes or 0, "is_spent": budget.is_spent}
 
     def counted(self) -> Mapping[str, int]:
-        """Counts since the start, summed over namespaces."""
         return self._core.counters.of_all()
 
     def ailments(self) -> list[Ailment]:

@@ -41,15 +41,11 @@ def add_agent_service(stores: Mapping[str, RemoteCache], served: Callable[[], Se
 
 
 class AgentForwarding:
-    """Calls that go on to the caller's store."""
-
     def __init__(self, stores: Mapping[str, RemoteCache], served: Callable[[], ServedModel | None]) -> None:
         self._stores = stores
         self._served = served
 
     def handler(self, method: Any) -> Any:
-        """The gRPC handler of one RPC of the descriptor."""
-
         async def one(request: Any, context: Any) -> Any:
             made = MadeRequests()
             requests = made.aio_of(request) if method.client_streaming else request

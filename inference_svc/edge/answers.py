@@ -51,7 +51,6 @@ def _on_wire(field: Any, value: Any) -> Any:
 
 
 def _prefix(field: Any) -> str:
-    """Of the enum's names."""
     return str(field.enum_type.values[0].name).removesuffix("UNSPECIFIED")
 
 

@@ -19,8 +19,6 @@ _TOKEN_BYTES = 4
 
 @dataclass(frozen=True, slots=True)
 class EmbedTexts:
-    """Texts, or their tokens, to be embedded."""
-
     texts: tuple[str | tuple[int, ...], ...]
     input_bytes: int
     dimensions: int | None
@@ -29,7 +27,6 @@ class EmbedTexts:
 
 
 def read_embed(request: pb.EmbedRequest, max_prompt_bytes: int) -> EmbedTexts:
-    """Raises InvalidArgument that names the field."""
     if not 1 <= len(request.inputs) <= MAX_INPUTS:
         raise InvalidArgument(f"inputs: expected 1 to {MAX_INPUTS}, got {len(request.inputs)}", field="inputs")
     dimensions = request.dimensions if request.HasField("dimensions") else None

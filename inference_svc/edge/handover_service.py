@@ -34,8 +34,6 @@ T = TypeVar("T")
 
 
 class HandOverService(handover_pb2_grpc.HandOverServiceServicer):  # type: ignore[misc]
-    """Turns that come and go between engines."""
-
     def __init__(
         self,
         host: ModelHost[ServedModel],
@@ -91,7 +89,6 @@ class HandOverService(handover_pb2_grpc.HandOverServiceServicer):  # type: ignor
         return wire.write_given(await self._to_its_end(served.giver.give(turns, request.peer)))
 
     def _to_its_end(self, work: Coroutine[Any, Any, T]) -> "asyncio.Future[T]":
-        """Work that goes on when its caller goes away."""
         task = asyncio.create_task(work)
         self._under_way.add(task)  # else nothing may hold it once the caller is gone
         task.add_done_callback(self._under_way.discard)
@@ -99,7 +96,6 @@ class HandOverService(handover_pb2_grpc.HandOverServiceServicer):  # type: ignor
 
 
 async def _receive(parts: AsyncIterator[pb.TakeTurnRequest], taking: Taking) -> None:
-    """Take files and stands until everything is here."""
     while not taking.is_whole:
         part = await _next(parts, "file", "stand")
         if part.HasField("stand"):

@@ -55,8 +55,6 @@ _FINISH_REASONS = {
 
 
 class CallerTerms(TypedDict):
-    """The terms on which a caller's request is read."""
-
     namespace: str
     caller: str
     max_prompt_bytes: int
@@ -122,7 +120,6 @@ def _memory_use(request: pb.GenerateRequest) -> MemoryUse:
 def warm_request(
     request: pb.WarmRequest, *, namespace: str, caller: str, max_prompt_bytes: int, new_request_id: Callable[[], str]
 ) -> TurnRequest:
-    """A turn that generates nothing. Raises InvalidArgument that names the field."""
     check_agent_id(request.agent_id)
     given, digest, prompt = _prompt(request, max_prompt_bytes)
     return TurnRequest(
@@ -153,7 +150,6 @@ def warm_response(started: TurnStarted, warmed: Warmed, model_name: str) -> pb.W
 
 
 def count_request(request: pb.CountTokensRequest, *, namespace: str, caller: str, max_prompt_bytes: int) -> TurnRequest:
-    """A turn whose prompt is only counted. Raises InvalidArgument that names the field."""
     given, digest, prompt = _prompt(request, max_prompt_bytes)
     origin, nothing = RequestOrigin(caller, input_bytes(given, prompt.tools)), SamplingParams(max_tokens=0)
     return TurnRequest("", namespace, "", given, digest, nothing, clamps_max_tokens=False, prompt=prompt, origin=origin)
@@ -185,7 +181,6 @@ def _miss(miss: Miss | None) -> dict[str, object]:
 
 
 def model_message(model: ModelInfo, state: pb.ModelState) -> pb.Model:
-    """The loaded model as the wire describes it."""
     return written(
         pb.Model,
         model,
@@ -268,7 +263,6 @@ def _on_full(request: pb.GenerateRequest) -> OnFull | None:
 
 
 def priority_of(request: pb.GenerateRequest | pb.EmbedRequest) -> Priority:
-    """Raises InvalidArgument."""
     known = {pb.PRIORITY_UNSPECIFIED: Priority.INTERACTIVE, pb.PRIORITY_INTERACTIVE: Priority.INTERACTIVE}
     known[pb.PRIORITY_BACKGROUND] = Priority.BACKGROUND
     if request.priority not in known:

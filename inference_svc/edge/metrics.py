@@ -20,7 +20,6 @@ _PUBLISHED = (SnapshotState.PENDING, SnapshotState.COMMITTED, SnapshotState.FAIL
 
 
 def numbers_of(status: ServiceStatus, rpcs: RpcCounts, audit: Audit) -> Iterator[Metric]:
-    """All metrics of the service at one moment."""
     counters = list(status.namespaces.values())
     yield from _turns(counters)
     yield from _times(TurnTimes().add_all(each.times for each in counters))

@@ -37,7 +37,6 @@ class Peers:
             call.close()
 
     def renew_token(self, peer: str, namespace: str, token: str) -> None:
-        """The next links show this token."""
         self._clients[peer][namespace].renew_token(token)
 
     async def close(self) -> None:
@@ -47,8 +46,6 @@ class Peers:
 
 
 class EngineLink:
-    """`PeerLink` over gRPC."""
-
     def __init__(self, call: TurnCall) -> None:
         self._call = call
         self._prompt_tokens = 0

@@ -72,8 +72,6 @@ PRIVILEGED = frozenset(method for method, roles in ALLOWED_ROLES.items() if role
 
 @dataclass(frozen=True, slots=True)
 class ServiceLimits:
-    """The service's limits, as callers may read them."""
-
     max_prompt_bytes: int
     max_request_bytes: int
     max_unread_bytes: int
@@ -85,7 +83,6 @@ def new_request_id() -> str:
 
 
 def _id_of_call() -> str:
-    """For a turn whose request has none."""
     return call_name() or new_request_id()
 
 
@@ -95,8 +92,6 @@ def new_seed() -> int:
 
 @dataclass(frozen=True, slots=True)
 class ServiceParts:
-    """The parts that serve the calls."""
-
     host: ModelHost[ServedModel]
     stores: Mapping[str, RemoteCache]
     formats: ReplyFormats
@@ -108,8 +103,6 @@ class ServiceParts:
 
 
 class InferenceService(inference_pb2_grpc.InferenceServiceServicer):  # type: ignore[misc]
-    """The models of one host behind gRPC."""
-
     def __init__(
         self,
         parts: ServiceParts,
@@ -147,7 +140,6 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):  # type: ig
         return {"namespace": caller.namespace, "caller": caller.name, "max_prompt_bytes": most_bytes}
 
     async def _resume(self, request: pb.GenerateRequest, caller: Principal, context: Any) -> None:
-        """The rest of a reply that another engine began."""
         if request != pb.GenerateRequest(resume_token=request.resume_token):
             raise InvalidArgument("resume_token: expected nothing beside it", field="resume_token")
         served = self._parts.host.serving("")  # may raise, and the token is good once
@@ -156,7 +148,6 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):  # type: ig
         await self._tell(reply.choices, reply.request_id, served, context)
 
     async def _tell(self, running: Choices, request_id: str, served: ServedModel, context: Any) -> None:
-        """Stream a request's events to its reader."""
         try:
             async for choice, event in running.events():
                 told = messages.response(event, request_id, served.name, choice, served.engine.token_text.bytes_of)
@@ -236,7 +227,6 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):  # type: ig
             return embed_response(embedder.name, found, dimensions)
 
     async def _embedder(self, name: str) -> EmbeddingModel | TurnEmbedder:
-        """Raises NotFound, FailedPrecondition (MODEL_NOT_LOADED, NO_EMBEDDINGS)."""
         beside = self._parts.embedding_model
         if beside is not None and name in ("", beside.name):
             return beside
@@ -346,7 +336,6 @@ async def fit(request: TurnRequest, served: ServedModel, formats: ReplyFormats) 
 
 
 def check_serves(is_stopping: Callable[[], bool]) -> None:
-    """Raise Unavailable while the service stops."""
     if is_stopping():
         raise Unavailable("the engine is shutting down", reason="SHUTTING_DOWN", retry_after_s=1.0)
 

@@ -29,14 +29,12 @@ def stats(status: ServiceStatus, namespace: str | None, *, store_is_reachable: b
 
 
 def agent_ids(request: pb.ListHotMemoriesRequest) -> Sequence[str]:
-    """The agents that are asked for. Raises InvalidArgument."""
     if len(request.agent_ids) > _MAX_AGENTS:
         raise InvalidArgument(f"agent_ids: expected at most {_MAX_AGENTS}", field="agent_ids")
     return [check_agent_id(name, "agent_ids") for name in request.agent_ids]
 
 
 def hot_memory(agent_id: str, kv_bytes: int, tag: object) -> pb.HotMemory:
-    """`tag`: what `EngineMemories.tag_of` gives."""
     hot = pb.HotMemory(agent_id=agent_id, kv_bytes=kv_bytes)
     if isinstance(tag, AgentMemory):
         hot.tokens = len(tag.transcript.token_ids)

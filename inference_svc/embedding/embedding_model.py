@@ -13,8 +13,6 @@ from inference_svc.model.embedding.text_embedder import TextEmbedder
 
 
 class _Worker:
-    """The embedder as its thread's worker: all of its work comes by mail."""
-
     def __init__(self, embedder: TextEmbedder) -> None:
         self.embedder = embedder
 
@@ -37,7 +35,6 @@ class EmbeddingModel:
 
     @classmethod
     def open(cls, name: str, model: str, default: Pooling) -> "EmbeddingModel":
-        """Load it; blocks until then. Raises as `TextEmbedder`."""
         made: list[TextEmbedder] = []
 
         def make() -> _Worker:
@@ -55,7 +52,6 @@ class EmbeddingModel:
         truncate: bool,
         priority: Priority,  # noqa: ARG002  texts are short, and none waits for another namespace's second
     ) -> Embedded:
-        """One text's embedding. Raises InvalidArgument, ResourceExhausted."""
         is_left = threading.Event()
 
         def embedded(worker: _Worker) -> Embedded:
@@ -68,5 +64,4 @@ class EmbeddingModel:
                 is_left.set()
 
     async def close(self) -> None:
-        """End the thread, which frees the model."""
         await asyncio.to_thread(self._thread.close)

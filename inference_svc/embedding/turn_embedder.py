@@ -16,8 +16,6 @@ from inference_svc.turns.turn_reporter import HandOff
 
 
 class TurnEmbedder:
-    """On the event loop that made it."""
-
     def __init__(
         self, engine: Engine, prompting: Prompting, pooling: Pooling, admission: Admission, stats: ServiceStats
     ) -> None:
@@ -39,7 +37,6 @@ class TurnEmbedder:
 
     @property
     def is_idle(self) -> bool:
-        """Whether no text is being embedded."""
         return not self._open
 
     async def embed(

@@ -86,8 +86,6 @@ class Hot:
 
 
 class HotMemoryGone(FailedPrecondition):
-    """The hot memory of a plan is not there."""
-
     reason = "HOT_MEMORY_GONE"
 
     def __init__(self) -> None:
@@ -176,7 +174,6 @@ class TurnPlan:
 
     @property
     def most_tokens(self) -> int:
-        """Of the prompt and the reply together."""
         return len(self.token_ids) + self.sampling.max_tokens
 
     @property
@@ -346,12 +343,9 @@ class WindowFiles:
 
     @property
     def by_block(self) -> dict[int, FileBytes]:
-        """The bytes of each file, the tail's too."""
         files = (*self.blocks, *((self.tail,) if self.tail is not None else ()))
         return {identity.start // BLOCK_TOKENS: data for identity, data in files}
 
 
 class ContextExceeded(ResourceExhausted):
-    """A prompt and its reply do not fit."""
-
     reason = "CONTEXT_EXCEEDED"

@@ -54,7 +54,6 @@ class Decoder:
 
     @property
     def is_ahead(self) -> bool:
-        """Whether a step was enqueued whose tokens are not read."""
         return bool(self._launched)
 
     def has_behind_cell(self, decoding: Iterable[Sequence]) -> bool:
@@ -76,7 +75,6 @@ class Decoder:
         return self._read(len(self._launched) if self.must_settle else before)
 
     def settle(self) -> list[Decoded]:
-        """The rows of the step that was not read, if there is one."""
         return self._read(len(self._launched))
 
     def discard(self) -> list[SequenceKV]:

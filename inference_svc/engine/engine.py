@@ -51,8 +51,6 @@ _DECODED_PART = 2
 
 
 class TurnHandle:
-    """A submitted turn."""
-
     def __init__(self, sequence: Sequence, post: Callable[[Callable[[EngineWorker], Any]], "Future[Any]"]) -> None:
         self._sequence = sequence
         self._post = post
@@ -95,8 +93,6 @@ class TurnHandle:
 
 
 class EngineMemories:
-    """The hot memories of one engine."""
-
     def __init__(self, thread: MlxThread[EngineWorker], worker: EngineWorker, model: ModelInfo) -> None:
         self._thread = thread
         self._worker = worker
@@ -104,7 +100,6 @@ class EngineMemories:
 
     @property
     def is_copied_by_threads(self) -> bool:
-        """Whether threads copy KV from the device, so that a copy may be large."""
         return self._worker.leaving.is_copied_by_threads
 
     def sizes(self) -> dict[AgentKey, int]:
@@ -118,7 +113,6 @@ class EngineMemories:
         return HotMemory(memory.state, memory.tag) if memory is not None else None
 
     def tag_of(self, key: AgentKey) -> object:
-        """The tag of the key's hot memory; None if there is no memory. Does not count as a use."""
         memory = self._worker.memories.get(key)
         return memory.tag if memory is not None else None
 
@@ -275,7 +269,6 @@ class Engine:
 
     @property
     def model(self) -> ModelInfo:
-        """The loaded model."""
         return self._model
 
     @property
@@ -294,12 +287,10 @@ class Engine:
 
     @property
     def preemptions(self) -> int:
-        """How often a turn was preempted because another needed its room."""
         return self._worker.preemptions
 
     @property
     def silent_s(self) -> float:
-        """How long the thread that computes has given no sign; see MlxThread."""
         return self._thread.silent_s
 
     def needed_bytes(self, tokens: int) -> int:

@@ -154,7 +154,6 @@ class EngineWorker:
     # --- beginning ---
 
     def _admit(self, take_mail: Callable[[], None]) -> None:
-        """Carry out what the scheduler decides about waiting turns."""
         may_preempt = True
         while True:
             # A preempted turn must not lose a token that was drawn and not read.
@@ -180,7 +179,6 @@ class EngineWorker:
                     return
 
     def _begin(self, sequence: Sequence, protected: Collection[Hashable] | None) -> None:
-        """Give the turn its reservation and its KV, or ask for a preempted turn's files."""
         reuse, forked = self.room.take(sequence, protected)
         if sequence.swapped is None:
             begin(sequence, reuse, forked, self._model)
@@ -211,7 +209,6 @@ class EngineWorker:
             self._runner.release_unused()  # every step reads one row more, in buffers of another size
 
     def _settle(self) -> None:
-        """Take in the tokens of the step that was not read."""
         with self._losing(()):
             self._take_in(self._decoder.settle())
 
@@ -234,7 +231,6 @@ class EngineWorker:
             self._is_behind_cell = False
 
     def _take_in(self, decoded: Iterable[Decoded]) -> None:
-        """What a step gave becomes part of the turns that are still here."""
         for each in decoded:
             sequence, token = each.sequence, each.drawn
             if sequence.kv is None or sequence.is_cancelled:
@@ -347,7 +343,6 @@ class EngineWorker:
 
     @contextlib.contextmanager
     def _guarding(self, *sequences: Sequence) -> Iterator[None]:
-        """Around work for a turn, or for several in one pass: if it fails, only these end."""
         try:
             yield
         except Exception as error:  # noqa: BLE001 - it ends the turn, which reports it

@@ -21,8 +21,6 @@ _IDLE_POLL_S = 1.0
 
 
 class Worker(Protocol):
-    """The object that lives on the thread."""
-
     def step(self, take_mail: Callable[[], None]) -> bool:
         """Do one step; False if there was no work. During a long step `take_mail` delivers letters."""
 
@@ -36,8 +34,6 @@ ResultT = TypeVar("ResultT")
 
 @dataclass(frozen=True)
 class Letter(Generic[WorkerT, ResultT]):
-    """Work for the worker, and where its sender finds what came of it."""
-
     work: Callable[[WorkerT], ResultT]
     result: "Future[ResultT]"
 

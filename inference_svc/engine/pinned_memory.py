@@ -31,7 +31,6 @@ class PinnedMemory:
         return self
 
     def take_first(self) -> Snapshot | None:
-        """The piece that was copied with the pin, once."""
         first, self._first = self._first, None
         return first
 
@@ -47,6 +46,5 @@ class PinnedMemory:
         return when_there(lambda: self._post(lambda worker: worker.leaving.pinned_piece(pinned, *wanted)))
 
     def release(self) -> None:
-        """Idempotent."""
         pinned = self._pinned
         self._post(lambda worker: worker.memories.outgoing.unpin(pinned))

@@ -81,14 +81,12 @@ class Prefiller:
 
 
 def _held(sequence: Sequence) -> tuple[SequenceKV, Sampler]:
-    """What a turn that computes holds."""
     assert sequence.kv is not None
     assert sequence.sampler is not None
     return sequence.kv, sequence.sampler
 
 
 def _take_in(cell: TurnCell[Sequence], drawn: Drawn | KvasirError | None) -> None:
-    """The cell was computed, and perhaps the reply's first token drawn."""
     sequence = cell.turn
     sequence.prefilled(cell.size)
     if isinstance(drawn, KvasirError):

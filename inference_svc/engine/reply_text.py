@@ -11,7 +11,6 @@ class ReplyText:
     """What the generated tokens spell. Text may be held back: half a character, or what may begin a stop string."""
 
     def __init__(self, token_text: TokenText, sampling: SamplingParams, end_token_ids: Iterable[int]) -> None:
-        """`end_token_ids`: the model's own."""
         self.finish_reason: FinishReason | None = None
         self._max_tokens = sampling.max_tokens
         self._stop_token_ids = {*end_token_ids, *sampling.stop_token_ids}
@@ -23,7 +22,6 @@ class ReplyText:
 
     @property
     def visible(self) -> str:
-        """The reply as the client has seen it so far."""
         return "".join(self._visible)
 
     @property

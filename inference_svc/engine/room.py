@@ -37,7 +37,6 @@ class KvRoom:
 
     @property
     def used_bytes(self) -> int:
-        """KV that is allocated, of memories and running turns."""
         states = sum(turn.kv.state_bytes for turn in self._turns if turn.kv is not None)
         return self.memories.ledger.used_bytes + states
 
@@ -77,7 +76,6 @@ class KvRoom:
         return self.memories.ledger.reserved_bytes(sequence.reservation)
 
     def needed_bytes(self, sequence: Sequence) -> int:
-        """The reservation of a turn that begins as it is planned."""
         memory = self.memories.get(sequence.plan.key) if sequence.memory_key is not None else None
         shared = 0 if memory is None else memory.kv.start_before(sequence.reusable_tokens) // BLOCK_TOKENS
         shared_pages = shared * sum(not group.window for group in self._pool.groups)
@@ -167,7 +165,6 @@ class KvRoom:
 
     @property
     def _state_bytes(self) -> int:
-        """The most bytes of one turn's recurrent states."""
         return (1 + MOST_REWIND_POINTS) * self._model.state_bytes
 
 

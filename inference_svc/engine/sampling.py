@@ -21,8 +21,6 @@ _WORD_BITS = 32
 
 @dataclass(frozen=True, slots=True)
 class Drawn:
-    """A sequence's next token, and its log probabilities if they were asked for."""
-
     token_id: int
     logprobs: TokenLogprobs | None = None
 
@@ -205,7 +203,6 @@ class Draws:
         ]
 
     def _chosen(self, likeliest: mx.array) -> mx.array:
-        """The token that each row draws, or the likeliest."""
         rows = enumerate(self._planned)
         return mx.stack([row.token if isinstance(row, _PlannedDraw) else likeliest[place] for place, row in rows])
 

@@ -66,8 +66,6 @@ class Arrival(Protocol):
 
 @dataclass
 class SwappedOut:
-    """What is known of a preempted turn's files."""
-
     tokens: int  # tokens whose KV is in the files
     rewind_points: tuple[int, ...]  # token counts of the state files, which come last; the last count is `tokens`
     first_blocks: Mapping[int, int]  # by group of layers in the order of their files: the first block that is there
@@ -132,7 +130,6 @@ class Sequence:
 
     @property
     def finish_reason(self) -> FinishReason | None:
-        """Why generation ended; None while it goes on."""
         return self._reply.finish_reason
 
     @property
@@ -155,7 +152,6 @@ class Sequence:
 
     @property
     def is_masked(self) -> bool:
-        """Its next token is sampled within a reply format."""
         is_caught_up = self.computed == len(self.token_ids) - 1  # not while a resumed turn computes what it had
         return self.matcher is not None and self.finish_reason is None and is_caught_up
 
@@ -225,7 +221,6 @@ class Sequence:
 
     @property
     def is_at_rewind_point(self) -> bool:
-        """Whether the memory must have a rewind point here."""
         return 0 < self.computed == self.prompt_rewind_point
 
     @property
@@ -261,7 +256,6 @@ class Sequence:
         return self.computed // BLOCK_TOKENS
 
     def leave_queue(self) -> None:
-        """The turn's wait is over: the engine begins it."""
         self._begun_s = self._clock()
 
     def arrives(self, arrival: Arrival) -> None:
@@ -283,7 +277,6 @@ class Sequence:
         self._end_if_only_prompt()
 
     def preempted(self, files: tuple[FileBytes, ...]) -> None:
-        """The turn was preempted: its KV is in these files only."""
         self._stage, self._was_preempted = Status.PREEMPTED, True
         self._events.append(Preempted(files, self.computed))
 
@@ -313,7 +306,6 @@ class Sequence:
             self._stage, self.plan = Status.PREFILLING, replace(self.plan, carried=None)
 
     def carried(self, sampler_key: tuple[int, ...], files: SwappedOut) -> CarriedTurn:
-        """Where the turn stands, with these files."""
         return CarriedTurn(
             TokenIds(self.token_ids),
             files.tokens,
@@ -336,11 +328,9 @@ class Sequence:
         self._stage, self._was_preempted, self._spent = Status.PREEMPTED, True, carried.spent
 
     def next_tokens(self, count: int) -> list[int]:
-        """The `count` prompt tokens to compute next."""
         return self.token_ids[self.computed : self.computed + count].tolist()
 
     def prefilled(self, count: int) -> None:
-        """The next `count` prompt tokens were computed."""
         stop = self.computed + count
         if self._on_grid == self.computed:  # wherever a cell was cut, the next one goes on with its block
             self._on_grid = stop
@@ -351,7 +341,6 @@ class Sequence:
         self._end_if_only_prompt()
 
     def decoded(self) -> None:
-        """The next token was computed."""
         self._advance(self.computed + 1)
 
     def accept(self, token_id: int, logprobs: TokenLogprobs | None = None) -> None:
@@ -364,7 +353,6 @@ class Sequence:
 
     @property
     def remembered(self) -> int:
-        """Tokens that are remembered if it ends now."""
         return self.prompt_tokens + len(self._reply.remembered)
 
     def finish(self, error: KvasirError | None = None) -> None:
@@ -373,7 +361,6 @@ class Sequence:
         self._events.append(self._ended() if error is None else Failed(error))
 
     def state(self) -> SequenceState:
-        """The state that the turn leaves if it ends now."""
         spelled = self._reply.remembered
         said = self.token_ids[self.prompt_tokens : self.prompt_tokens + len(spelled)]
         token_ids = self.plan.token_ids + TokenIds(said)
@@ -383,7 +370,6 @@ class Sequence:
         return SequenceState(token_ids, token_chars, shareable, self.rewind_points)
 
     def take_events(self) -> list[Event]:
-        """Events since the last call."""
         events, self._events = self._events, []
         return events
 

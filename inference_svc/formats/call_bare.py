@@ -16,7 +16,6 @@ _GEMMA_TEXT, _FLAT_TEXT = (
 
 
 def gemma_call(name: str, schema: Schema, writing: Writing) -> str:
-    """`call:NAME{key:value}` with objects and arrays as values, too."""
     return f"{writing.text(f'call:{name}')} {_object(schema, shared(schema), writing)}"
 
 

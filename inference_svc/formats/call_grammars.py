@@ -44,7 +44,6 @@ def _kimi_k3_call(name: str, schema: Schema, writing: Writing) -> str:
 
 
 def _harmony_call(name: str, schema: Schema, writing: Writing) -> str:
-    """As gpt-oss's template writes it again."""
     return f"{writing.text(f'{name}<|channel|>commentary json<|message|>')} {writing.json(schema)}"
 
 
@@ -99,7 +98,6 @@ _HARMONY_FORMAT = CallFormat(" to=functions.", "<|call|>", _harmony_call, ends_r
 
 
 def format_of(name: str) -> CallFormat | None:
-    """None for a format that no grammar describes."""
     return _HARMONY_FORMAT if name == HARMONY else FORMATS.get(name)
 
 
@@ -134,5 +132,4 @@ def _any_arguments(form: CallFormat, schema: Schema) -> Schema:
 
 
 def _one_bracket(text: str) -> str:
-    """The text up to its second "<"."""
     return text[:at] if (at := text.find("<", 1)) > 0 else text

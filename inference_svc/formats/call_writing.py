@@ -30,13 +30,11 @@ class Spelling:
     special_ids: Mapping[str, int]
 
     def pieces(self, text: str) -> list[str | int]:
-        """Text and special tokens, in order."""
         inside = [re.escape(each) for each in sorted(self.special_ids, key=len, reverse=True) if each in text]
         parts = re.split(f"({'|'.join(inside)})", text) if inside else [text]
         return [self.special_ids.get(part, part) for part in parts if part]
 
     def rule(self, text: str) -> str:
-        """A rule's body that admits exactly this text."""
         return " ".join(f"<[{each}]>" if isinstance(each, int) else json.dumps(each) for each in self.pieces(text))
 
 
@@ -79,7 +77,6 @@ class CallFormat:
 
     @property
     def marker(self) -> str:
-        """Of `start` what a reader takes for the beginning of a call."""
         return self.start.rstrip("\n[")
 
 
@@ -148,7 +145,6 @@ def is_identifier(name: str) -> bool:
 
 
 def literal(text: str) -> str:
-    """A regular expression of a text, as it stands between slashes."""
     return re.escape(text).replace("\\\n", r"\n").replace("/", r"\/").replace("\\ ", " ")
 
 
@@ -157,7 +153,6 @@ def as_schema(schema: Any) -> Schema:
 
 
 def shared(schema: Schema) -> Schema:
-    """What a schema's parts refer to."""
     return {key: value for key, value in schema.items() if key in ("$defs", "definitions")}
 
 

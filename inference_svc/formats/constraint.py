@@ -5,8 +5,6 @@ from enum import Enum
 
 
 class ConstraintKind(Enum):
-    """The language in which a constraint is written."""
-
     JSON_SCHEMA = "json_schema"
     REGEX = "regex"
     TOOL_CHOICE = "tool_choice"
@@ -19,8 +17,6 @@ class ConstraintKind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Constraint:
-    """What a reply must match."""
-
     kind: ConstraintKind
     text: str
     compiled: object = field(default=None, compare=False, repr=False)

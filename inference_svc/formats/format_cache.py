@@ -30,7 +30,6 @@ class FormatCache(Generic[KeyT, ValueT]):
         return self._kept[namespace][key]
 
     def put(self, namespace: str, key: KeyT, value: ValueT) -> None:
-        """Keep a value; an older one may be dropped."""
         if not self.has(namespace, key):
             while not self._shares.has_room(namespace, 1):
                 has_some = self._shares.held(namespace) > 0

@@ -32,7 +32,6 @@ class GrammarTrial:
             await self._ask(constraint)
 
     async def close(self) -> None:
-        """End the process, and wait until it is gone. Idempotent."""
         self._end()
         await asyncio.gather(*self._ending)
 
@@ -75,7 +74,6 @@ class GrammarTrial:
 
 
 def check(constraint: Constraint, trial: Trial) -> None:
-    """Raise InvalidArgument with the field if a trial found the format unfit."""
     if trial.gave_up:
         raise too_complex(constraint, f"a reply cannot be followed ({_shortened(trial.error)})")
     if trial.error:

@@ -25,8 +25,6 @@ _WORD_BITS = 32
 
 
 class Grammars:
-    """Compiles formats, and keeps those used last."""
-
     def __init__(
         self,
         build_tokenizer: Callable[[], LLTokenizer],
@@ -51,8 +49,6 @@ class Grammars:
 
     @classmethod
     def of_tokenizer(cls, tokenizer: Any, vocabulary_size: int, stop_token_ids: Collection[int]) -> "Grammars":
-        """`tokenizer`: mlx-lm's TokenizerWrapper."""
-
         def build() -> LLTokenizer:
             try:
                 size = max(vocabulary_size, len(tokenizer))
@@ -67,7 +63,6 @@ class Grammars:
         return cls(build, vocabulary_size, stop_token_ids, calls=_model_calls(tokenizer, frozenset(stop_token_ids)))
 
     def knows(self, namespace: str, constraint: Constraint) -> bool:
-        """Whether the format is already compiled for the namespace."""
         with self._keeping:
             return self._kept.has(namespace, constraint)
 

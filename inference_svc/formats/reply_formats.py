@@ -17,8 +17,6 @@ _MAX_WAITING = 128
 
 
 class ReplyFormats:
-    """The check for all models of one service. Made on the event loop that uses it."""
-
     def __init__(self, trial: GrammarTrial, max_waiting: int = _MAX_WAITING) -> None:
         self._trial = trial
         self._waiting = Shares(max_waiting)

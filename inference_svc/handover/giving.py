@@ -42,8 +42,6 @@ Links = Callable[[str, str], contextlib.AbstractAsyncContextManager[PeerLink]]
 
 @dataclass(slots=True)
 class HandOverCost:
-    """What giving a request's turns away took."""
-
     request_id: str
     peer: str
     gap_s: float = 0.0
@@ -53,8 +51,6 @@ class HandOverCost:
 
 @dataclass(frozen=True, slots=True)
 class TurnGiver:
-    """Gives turns of one engine away. On its event loop."""
-
     engine: Engine
     lines: Mapping[str, Lines]
     peer_stores: Mapping[str, str]
@@ -216,12 +212,10 @@ class TurnGiver:
             await store.agents.copy_agent(turn.request.agent_id, self.peer_stores[peer], WORK_S)
 
     def _other_store(self, turn: Progress, peer: str) -> RemoteCache | None:
-        """This engine's store, if the agent must move to another."""
         lines = self.lines.get(turn.request.namespace)
         return lines.store if lines is not None and turn.is_kept and peer in self.peer_stores else None
 
     def _take_back(self, turns: Sequence[Progress]) -> None:
-        """The turns go on here."""
         for turn in turns:
             if turn.handle is not None:
                 turn.handle.release()
@@ -336,7 +330,6 @@ def _as_callers_count(times: TurnTiming, spent: Timings) -> Timings:
 
 @contextlib.asynccontextmanager
 async def _within(seconds: float, what: str) -> AsyncIterator[None]:
-    """Raises DeadlineExceeded that says what took longer."""
     try:
         async with asyncio.timeout(seconds):
             yield
@@ -345,7 +338,6 @@ async def _within(seconds: float, what: str) -> AsyncIterator[None]:
 
 
 async def _answer(asked: "Future[AnswerT]") -> AnswerT:
-    """The engine's answer. Raises Unavailable if it ends before."""
     try:
         return await asyncio.wrap_future(asked)
     except asyncio.CancelledError:

@@ -53,8 +53,6 @@ class Surroundings:
 
 @dataclass(frozen=True, slots=True)
 class Opening:
-    """What all choices of a request have in common."""
-
     surroundings: Surroundings
     origin: object  # the request, as the edge knows it
     request_id: str

@@ -20,8 +20,6 @@ _MOST = 256
 
 @dataclass(frozen=True, slots=True)
 class WaitingReply:
-    """The rest of a reply, and who may read it."""
-
     choices: Choices
     request_id: str
     namespace: str
@@ -39,7 +37,6 @@ class ResumeTokens:
         self._waiting: dict[str, WaitingReply] = {}
 
     def new(self) -> str:
-        """A token that names nothing yet."""
         return self._new_token()
 
     def offer(self, token: str, reply: WaitingReply) -> None:
@@ -65,7 +62,6 @@ class ResumeTokens:
         return self._waiting.pop(token)
 
     def _forget_old(self) -> None:
-        """Those whose time is over."""
         now_s = self._clock()
         for token in [token for token, reply in self._waiting.items() if reply.ends_s <= now_s]:
             del self._waiting[token]

@@ -55,12 +55,10 @@ class Taking:
 
     @property
     def is_whole(self) -> bool:
-        """Whether everything has come that was announced."""
         ends = (self._stands.get(choice) for choice in self._opening.choices)
         return all(stand is not None and stand.files == 0 for stand in ends)
 
     def most_file_bytes(self) -> int:
-        """A larger file is of another model."""
         model = self._model
         rows = max([model.kv_bytes_per_token, *model.window_bytes_per_token.values()]) * BLOCK_TOKENS
         return max(rows, model.state_bytes) + MAX_HEADER_BYTES

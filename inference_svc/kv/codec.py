@@ -23,8 +23,6 @@ QUANTIZED_BITS = (4, 8)
 
 @dataclass(frozen=True, slots=True)
 class QuantizedCodec:
-    """Affine quantization: parts are packed codes, scales, biases."""
-
     part_count: ClassVar[int] = 3
     bits: int
     group_size: int
@@ -85,8 +83,6 @@ class RotatedCodec:
 
 @dataclass(frozen=True, slots=True)
 class ExactCodec:
-    """16-bit values: one part."""
-
     part_count: ClassVar[int] = 1
     scale_type: mx.Dtype
 

@@ -54,11 +54,9 @@ class Layout:
         return self.kernels.dialect(identity, self.kv_type) if self.reads_pages else None
 
     def chosen_kernels(self, identity: identity_pb2.KvIdentity) -> Chosen:
-        """The implementations that serve the model with this identity."""
         return self.kernels.chosen(identity, self.kv_type, reads_pages=self.reads_pages)
 
     def forward(self, model: Any, tokens: mx.array, layers: Sequence[Any]) -> mx.array:
-        """Logits of tokens [rows, n], not evaluated. The layers or batches take in the tokens' KV."""
         logits: mx.array = model(tokens, cache=in_caches(self.by_cache, layers))
         for layer in layers:
             if isinstance(layer, StateKV | BatchStateKV):
@@ -66,12 +64,10 @@ class Layout:
         return logits
 
     def entries_of(self, place: int) -> tuple[identity_pb2.LayerLayout, ...]:
-        """Those of one of the model's caches."""
         held = self.by_cache[place]
         return tuple(self.entries[index] for index in ((held,) if isinstance(held, int) else held))
 
     def first(self, count: int) -> "Layout":
-        """That of the model's first caches alone."""
         entries = sum(len(self.entries_of(place)) for place in range(count))
         return replace(self, entries=self.entries[:entries], by_cache=self.by_cache[:count])
 
@@ -110,7 +106,6 @@ def shown_layout(model: Module) -> Layout:
 
 @contextlib.contextmanager
 def loadable() -> Iterator[None]:
-    """Raises FailedPrecondition for what MLX raises."""
     try:
         yield
     except RuntimeError as error:

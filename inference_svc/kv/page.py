@@ -92,7 +92,6 @@ class PageFormat:
 
     @cached_property
     def units(self) -> int:
-        """16-bit units of the whole page."""
         return sum(part.size for part in self.parts)
 
     @property

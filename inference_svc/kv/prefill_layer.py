@@ -82,7 +82,6 @@ class InPlaceLayer(PrefillLayer):
         self._most_queries = most_queries(kv.pool.formats[layer], compute_type, has_matrices=has_matrices)
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        """As `PrefillLayer.update_and_fetch`."""
         pool, before = self._kv.pool, self.offset
         self.offset += keys.shape[2]
         span = self.room.span(self._layer, keys.shape[2])
@@ -126,7 +125,6 @@ class InPlaceLayer(PrefillLayer):
         return not recurs and count * (stored + count) <= _MOST_PAIRS
 
     def attend(self, queries: mx.array, scale: float, mask: object, sinks: mx.array | None) -> mx.array:
-        """As `FusedLayer.attend`."""
         if mask is not None:
             raise ValueError("attention over pages takes no mask")
         window, dialect = self.window or None, self._kv.pool.dialect
@@ -174,5 +172,4 @@ def abandon(layers: Sequence[AnyLayer]) -> None:
 
 
 def _rooms(layers: Sequence[AnyLayer]) -> list[PassRoom]:
-    """That of the pass, if it writes in place."""
     return [layer.room for layer in layers if isinstance(layer, InPlaceLayer)][:1]

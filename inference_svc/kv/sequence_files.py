@@ -124,7 +124,6 @@ def _note(copied: "Future[None]", _file: object) -> None:
 def _copied_file(
     layout: identity_pb2.KvIdentity, identity: FileIdentity, formats: Sequence[PageFormat], runs: Sequence[Run]
 ) -> FileBytes:
-    """The file of pages on the device. On a thread that copies."""
     size_bytes = sum(size for _, size in runs)
     if identity.tokens < PAGE_TOKENS:
         page = np.empty(size_bytes, np.uint8).data
@@ -140,7 +139,6 @@ def _copied_file(
 def _tail_file(
     layout: identity_pb2.KvIdentity, identity: FileIdentity, formats: Sequence[PageFormat], page: Array
 ) -> FileBytes:
-    """The file of a page's first rows."""
     rows = identity.tokens
     schema = schema_of(layout, rows, identity.window)
     header = header_with(identity, schema.entries)

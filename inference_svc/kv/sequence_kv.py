@@ -49,12 +49,10 @@ class PassRoom:
         self.release()
 
     def release(self) -> None:
-        """Give the new pages back. Idempotent."""
         self._kv.pool.release(self._new)
         self._new = []
 
     def fail(self) -> None:
-        """As `release`, after a pass that failed."""
         self._kv.pool.forget_failed_pass()
         self.release()
 
@@ -113,17 +111,14 @@ class SequenceKV:
 
     @property
     def has_rewind_points(self) -> bool:
-        """Whether some layer does not keep all tokens."""
         return bool(self.states) or any(table.window for table in self.tables)
 
     @property
     def rewind_points(self) -> tuple[int, ...]:
-        """Lengths that were marked, ascending."""
         return tuple(point.tokens for point in self._points)
 
     @property
     def pages(self) -> Iterator[int]:
-        """The pages that it holds, of all groups."""
         return (page for table in self.tables for page in table.pages.values())
 
     @property
@@ -142,7 +137,6 @@ class SequenceKV:
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of its states. Those that a rewind point shares count once."""
         points = sum(state.nbytes for point in self._points for state in point.states)
         is_at_point = bool(self._points) and self._points[-1].tokens == self.length
         own = 0 if is_at_point else sum(state.nbytes for state in self.states.values())

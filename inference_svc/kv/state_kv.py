@@ -35,7 +35,6 @@ class StateTensors:
 
     @property
     def state(self) -> list[mx.array]:
-        """All arrays, to be evaluated together."""
         return [tensor for tensor in self.tensors if tensor is not None]
 
     @property

@@ -43,8 +43,6 @@ Array: TypeAlias = npt.NDArray[np.generic]
 
 @dataclass(frozen=True, slots=True)
 class CheckedFile:
-    """A tensor file whose header is the expected one."""
-
     header: Header
     data: FileBytes
 
@@ -68,7 +66,6 @@ def _schema(identity: bytes, rows: int, group: int) -> Schema:
 
 
 def schema_of(identity: identity_pb2.KvIdentity, rows: int, group: int) -> Schema:
-    """Of the files of a group of layers with so many rows."""
     return _schema(identity.SerializeToString(deterministic=True), rows, group)
 
 

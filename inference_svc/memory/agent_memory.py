@@ -28,8 +28,6 @@ _LONG_BYTES = 64 << 10
 
 @dataclass(slots=True)
 class StoredFiles:
-    """Digests of a memory's files that are in the store."""
-
     blocks: list[Digest] = field(default_factory=list)  # the leading full blocks
     tail: Digest | None = None
     windows: dict[int, StoredWindow] = field(default_factory=dict)  # by window
@@ -114,8 +112,6 @@ class Publication:
 
 @dataclass(frozen=True, slots=True)
 class AgentMemory:
-    """An agent's memory as of one whole turn."""
-
     transcript: RememberedText  # text, token ids, token chars
     messages: tuple[manifest_pb2.Message, ...]  # empty when the agent's turns are raw prompts
     turn: manifest_pb2.Turn
@@ -166,7 +162,6 @@ def nothing_yet(head: Head | None, tokenizer_digest: str) -> AgentMemory:
 
 
 def from_manifest(manifest: manifest_pb2.Manifest, head: Head, tokenizer_digest: str) -> AgentMemory:
-    """The memory that a checked manifest describes, for a model with this tokenizer."""
     # Another tokenizer's replies have no guards in what are special tokens here.
     may_claim_replies = head.is_text_own and manifest.tokenizer_digest == tokenizer_digest
     files = StoredFiles(
@@ -193,7 +188,6 @@ def from_manifest(manifest: manifest_pb2.Manifest, head: Head, tokenizer_digest:
 
 
 async def parsed(data: bytes) -> manifest_pb2.Manifest:
-    """A checked manifest. Raises InvalidArgument."""
     return await off_loop(len(data) > _LONG_BYTES, lambda: manifests.parse(data))
 
 
@@ -203,7 +197,6 @@ async def off_loop(is_long: bool, work: Callable[[], T]) -> T:
 
 
 def to_manifest(memory: AgentMemory, model: ModelInfo, files: StoredFiles) -> bytes:
-    """The manifest of a memory with these files."""
     head = memory.publication.standing.head
     return manifests.build(
         kv_identity=model.kv_identity,

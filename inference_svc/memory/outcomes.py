@@ -7,8 +7,6 @@ from kvasir.formats.digest import Digest
 
 
 class Source(Enum):
-    """The source of reused KV."""
-
     COLD = "cold"
     HOT = "hot"
     WARM = "warm"
@@ -51,8 +49,6 @@ class Miss:
 
 
 class SnapshotState(Enum):
-    """The state of the publication of an agent's memory."""
-
     NONE = "none"
     COMMITTED = "committed"
     PENDING = "pending"

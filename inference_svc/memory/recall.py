@@ -60,7 +60,6 @@ class Recollection:
 
     @property
     def continued(self) -> AgentMemory | None:
-        """The memory whose conversation goes on."""
         return self.memory if self.base is None else self.base.memory
 
     @property
@@ -75,15 +74,12 @@ _NOTHING = Miss(MissReason.NEW_AGENT, "nothing is remembered")
 
 
 class Recall:
-    """Finds memories for one engine."""
-
     def __init__(self, engine: Engine, lines: Mapping[str, Lines]) -> None:
         """`lines`: by namespace; a namespace without a store has none, and hot memory only. More may come later."""
         self.lines = lines
         self._engine = engine
 
     def line(self, key: AgentKey | None) -> Line | None:
-        """The agent's line; None where there is no agent, or no store."""
         lines = self.lines.get(key.namespace) if key is not None else None
         return lines.line(key.agent_id) if lines is not None and key is not None else None
 

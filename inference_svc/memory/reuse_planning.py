@@ -61,8 +61,6 @@ class Once(Generic[T]):
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A prompt, ready for the engine."""
-
     text: str
     tokens: Tokenized
     kv: Once[Reuse]
@@ -76,7 +74,6 @@ class Prepared:
     can_be_preempted: bool = False
 
     def stop_reading(self) -> None:
-        """The turn has its KV, or is over."""
         if self.reading is not None:
             self.reading.stop()
 
@@ -145,8 +142,6 @@ NOTHING_REFUSED = Avoid()
 
 
 class ReusePlanner:
-    """Plans prompts for one engine: which KV they reuse."""
-
     def __init__(
         self, engine: Engine, prompting: Prompting, stores: Mapping[str, RemoteCache], costs: RestoreCosts
     ) -> None:

@@ -15,8 +15,6 @@ from inference_svc.memory.outcomes import MissReason, SnapshotState, Source
 
 @dataclass(frozen=True, slots=True)
 class TurnTimes:
-    """How long the parts of turns took."""
-
     queue: Durations = field(default_factory=Durations)  # until the engine began, or the turn was ended before
     restore: Durations = field(default_factory=Durations)  # of memories that were read from the store
     first_token: Durations = field(default_factory=Durations)  # from the request's arrival
@@ -25,7 +23,6 @@ class TurnTimes:
     last_event: Durations = field(default_factory=Durations)  # from a turn's last token to its last event
 
     def add_all(self, others: Iterable["TurnTimes"]) -> "TurnTimes":
-        """Those of others too. Returns itself."""
         taken = list(others)
         for part in fields(self):
             getattr(self, part.name).add_all(getattr(other, part.name) for other in taken)
@@ -54,8 +51,6 @@ class NamespaceCounters:
 
 @dataclass(slots=True)
 class ServiceStats:
-    """Counters of all namespaces."""
-
     started_s: float  # on the clock from which the uptime is read
     _namespaces: dict[str, NamespaceCounters] = field(default_factory=dict)
 
@@ -64,22 +59,17 @@ class ServiceStats:
         return self._namespaces.setdefault(namespace, NamespaceCounters())
 
     def namespaces(self) -> Mapping[str, NamespaceCounters]:
-        """Counters of every namespace that has made a request."""
         return dict(self._namespaces)
 
 
 @dataclass(slots=True)
 class OwedCount:
-    """Hot memories that the store does not have yet."""
-
     memories: int = 0
     size_bytes: int = 0  # of what it lacks
 
 
 @dataclass(frozen=True, slots=True)
 class EngineFacts:
-    """Numbers of the loaded engine; all zero without one."""
-
     model: str = ""
     kv_memory_used_bytes: int = 0
     hot_bytes: Mapping[str, int] = field(default_factory=dict)  # by namespace
@@ -92,8 +82,6 @@ class EngineFacts:
 
 @dataclass(frozen=True, slots=True)
 class ServiceStatus:
-    """All numbers that a service reports at one moment."""
-
     uptime_s: float
     namespaces: Mapping[str, NamespaceCounters]
     engine: EngineFacts

@@ -18,11 +18,9 @@ class StoredWindow:
 
     @property
     def full(self) -> frozenset[int]:
-        """The full blocks."""
         return frozenset(self.files) - {self.tail}
 
     def before(self, block: int) -> "StoredWindow":
-        """The full blocks before this one."""
         return StoredWindow({each: digest for each, digest in self.files.items() if each < block and each != self.tail})
 
 

@@ -29,8 +29,6 @@ _LOG = structlog.get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class SwapLimits:
-    """How long and how often the store is asked for a preempted turn."""
-
     write_stall_s: float
     """Time without progress, after which the files stay in RAM."""
     read_budget_s: float
@@ -62,8 +60,6 @@ def may_be_preempted(store: RemoteCache | None, memory: AgentMemory | None, reus
 
 
 class SwapStore:
-    """The swapped-out files of one turn. On the event loop."""
-
     def __init__(
         self,
         handle: TurnHandle,
@@ -100,7 +96,6 @@ class SwapStore:
                 pass
 
     def close(self) -> None:
-        """The turn goes on or is over: end all work for it."""
         if self._task is not None:
             self._task.cancel()
         self._files, self._digests, self._miss = None, [], None

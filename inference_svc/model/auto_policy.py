@@ -21,8 +21,6 @@ TIME_LIMIT_S = 60.0
 
 @dataclass(frozen=True, slots=True)
 class ChosenPolicy:
-    """A policy, and the reason for it as text."""
-
     policy: identity_pb2.KvPolicy
     why: str
 

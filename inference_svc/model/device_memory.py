@@ -22,7 +22,6 @@ def device_bytes() -> int:
 
 
 def machine_bytes() -> int:
-    """Bytes of this machine's RAM, or of the container's."""
     physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     with contextlib.suppress(OSError, ValueError):
         return min(physical, int(_CONTAINER.read_text(encoding="ascii")))
@@ -30,7 +29,6 @@ def machine_bytes() -> int:
 
 
 def device_name() -> str:
-    """Of the GPU or processor that MLX computes on."""
     return str(mx.device_info().get("device_name", mx.default_device()))
 
 
@@ -61,7 +59,6 @@ def give_back(*, is_first: bool) -> None:
 
 
 def active_bytes() -> int:
-    """Bytes of live arrays."""
     return int(mx.get_active_memory())
 
 

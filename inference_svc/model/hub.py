@@ -16,7 +16,6 @@ NOT_FOUND = 5
 
 
 def pull(name: str) -> dict[str, Any]:
-    """Fetch a model, or what of it is missing here. Raises NotFound."""
     # Only fetching imports mlx-lm: it takes seconds, which the other commands do not need.
     from inference_svc.model.loading import find_model
 
@@ -28,7 +27,6 @@ def pull(name: str) -> dict[str, Any]:
 
 
 def rm(name: str) -> dict[str, Any]:
-    """Remove all that is here of a model. Raises NotFound."""
     kept = [repository for repository in _cached() if repository.repo_id == name]
     if not kept:
         raise NotFound(f"model: {name} is not on this machine", field="model")
@@ -39,7 +37,6 @@ def rm(name: str) -> dict[str, Any]:
 
 
 def ls() -> list[dict[str, Any]]:
-    """What is here."""
     return [{"name": repository.repo_id, "size_bytes": repository.size_on_disk} for repository in _cached()]
 
 
@@ -52,7 +49,6 @@ def _cached() -> Iterator[Any]:
 
 
 def main() -> int:
-    """Do one thing; returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m inference_svc.model.hub", description=__doc__)
     parser.add_argument("command", choices=("pull", "rm", "ls"))
     parser.add_argument("name", nargs="?", default="", help="OWNER/NAME")

@@ -48,8 +48,6 @@ COMPUTE_TYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bf
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A model, its tokenizer (mlx-lm's TokenizerWrapper) and its configuration."""
-
     model: Module
     tokenizer: Any
     config: dict[str, Any]
@@ -59,7 +57,6 @@ class LoadedModel:
 
     @property
     def weights_bytes(self) -> int:
-        """Of all parameters, as they lie in memory."""
         parameters: Any = tree_flatten(self.model.parameters())  # type: ignore[no-untyped-call]
         return sum(int(value.nbytes) for _, value in parameters)
 
@@ -173,7 +170,6 @@ def _of_another_type(model: Module, compute_type: mx.Dtype) -> list[mx.array]:
 
 
 def device() -> str:
-    """ "cpu", "metal" or "cuda"."""
     if mx.default_device().type == mx.DeviceType.cpu:
         return "cpu"
     return "metal" if mx.metal.is_available() else "cuda"

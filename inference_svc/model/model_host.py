@@ -31,8 +31,6 @@ class MemoriesLeft:
 
 
 class ModelState(Enum):
-    """Where a configured model is on its way."""
-
     NOT_LOADED = "not_loaded"
     LOADING = "loading"
     LOADED = "loaded"
@@ -41,12 +39,8 @@ class ModelState(Enum):
 
 
 class Served(Protocol):
-    """One loaded model with all that serves it."""
-
     @property
-    def is_idle(self) -> bool:
-        """Whether no turn waits or runs."""
-        ...
+    def is_idle(self) -> bool: ...
 
     async def retire(self) -> MemoriesLeft:
         """Let turns end, or end them, and store hot memories. The model can go on serving afterwards."""
@@ -61,8 +55,6 @@ ServedT = TypeVar("ServedT", bound=Served)
 
 
 class ModelHost(Generic[ServedT]):
-    """The models of one service. On one event loop."""
-
     def __init__(
         self,
         models: Mapping[str, str],
@@ -168,7 +160,6 @@ class ModelHost(Generic[ServedT]):
         return await self._changing(lambda: self._swap(name, drop_unstored), name)
 
     async def unload(self, name: str, *, drop_unstored: bool = False) -> MemoriesLeft:
-        """Free the model if it is loaded. Raises as `load` does."""
         if name:
             self._check_known(name)
         await self._fallen_asleep()

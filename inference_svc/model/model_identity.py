@@ -47,7 +47,6 @@ def weights_digest(directory: Path, cache_dir: Path) -> str:
 
 
 def kept_digest(path: Path, cache_dir: Path) -> str | None:
-    """The digest that is kept for a file as it is now."""
     return _read_cache(cache_dir / _CACHE_FILE).get(_file_identity(path))
 
 
@@ -58,13 +57,11 @@ def forget_digest(path: Path, cache_dir: Path) -> None:
 
 
 def tokenizer_digest(directory: Path) -> str:
-    """BLAKE3 of tokenizer.json; empty when there is none."""
     path = directory / "tokenizer.json"
     return blake3(path.read_bytes()).hexdigest() if path.is_file() else ""
 
 
 def template_digest(template: object) -> str:
-    """BLAKE3 of a chat template's text; empty when there is none."""
     return blake3(template.encode()).hexdigest() if isinstance(template, str) else ""
 
 

@@ -51,8 +51,6 @@ class KvFacts:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelInfo(KvFacts):
-    """The facts of a loaded model that other rooms need, read after a probe of the live caches."""
-
     name: str
     tokenizer_digest: str
     template_digest: str

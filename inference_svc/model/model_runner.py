@@ -245,7 +245,6 @@ def _cancelled() -> Cancelled:
 
 
 def _computed(layer: AnyLayer) -> Any:
-    """The arrays that a pass leaves of a layer."""
     return layer.state if isinstance(layer, StateKV) else layer.new_rows
 
 
@@ -300,7 +299,6 @@ def _computes_last_position_only(model: Any) -> tuple[int, int]:
 
 
 def _two_logits(model: Any) -> mx.array:
-    """Of two positions, or of the last one; not evaluated."""
     logits: mx.array = model(_two_tokens(), cache=make_prompt_cache(model))
     return logits
 

@@ -37,8 +37,6 @@ _SPARE_BYTES = 8 << 30  # of buffers that a cell and a step use again
 
 @dataclass(frozen=True)
 class OpenedModel:
-    """The parts of an opened model that other threads may use."""
-
     info: ModelInfo
     tokenizer: Any
     token_text: TokenText
@@ -63,7 +61,6 @@ def open_model(
     load: Callable[..., LoadedModel] = load,
     begin_phase: Callable[[str], None] = lambda _: None,
 ) -> tuple[OpenedModel, ModelRunner]:
-    """Load a model and find its facts. Raises as `Engine.open` does."""
     begin_phase("weights")
     directory = find_model(name)
     loaded = load(directory, compute_type, copies_weights=copies_weights, kernels=kernels)

@@ -47,8 +47,6 @@ _NO_TOKEN = -1  # in place of a token that is not special
 
 @dataclass(frozen=True, slots=True)
 class Tokenized:
-    """The tokens of a text, and how many of its code points each token completes."""
-
     ids: TokenIds
     chars: tuple[int, ...]
 
@@ -184,7 +182,6 @@ class Prompting:
         return str(text)
 
     def _template_names(self, tools: list[dict[str, Any]] | None) -> TemplateNames:
-        """What the template that serves these tools reads."""
         if not self._tokenizer.has_chat_template:
             return TemplateNames()
         if self._tokenizer._chat_template is not None:  # mlx-lm's own, a program
@@ -206,7 +203,6 @@ class Prompting:
         return ReasoningLimit(0, start, ends, spacing, closing, spaced, starts[0] if len(starts) == 1 else None)
 
     def _reply_spacing(self) -> Spacing:
-        """The white space that the template writes around the parts of a reply."""
         if not self._tokenizer.has_chat_template:
             return NO_SPACING
         return spacing_of(
@@ -239,7 +235,6 @@ class Prompting:
         return Tokenized(TokenIds(ids), tuple(chars))
 
     def _piece(self, text: str, last: int | None) -> Tokenized:
-        """Tokens of a text without guards."""
         before, head = self._before(last)
         ids = self._encoded(before + text) if text else head
         if ids[: len(head)] != head:
@@ -288,7 +283,6 @@ class Prompting:
 
     @property
     def tool_start(self) -> str:
-        """The text before a tool call in a reply."""
         return self._marks.call_start
 
     def reader(self, prompt: str, tools: Sequence[dict[str, Any]], reply_id: str, begins_with: str = "") -> ReplyReader:
@@ -342,7 +336,6 @@ class Prompting:
         return [*parts, text[begin:]]
 
     def _by_offsets(self, before: str, text: str, head: int) -> Tokenized:
-        """Tokens of a text behind another of `head` tokens."""
         encoded = self._tokenizer._tokenizer(before + text, add_special_tokens=False, return_offsets_mapping=True)
         starts = [start - len(before) for start, _ in encoded["offset_mapping"][head:]] + [len(text)]
         # A token completes the characters before the next token's first one; the last token completes the rest.

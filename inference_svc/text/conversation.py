@@ -94,7 +94,6 @@ def json_of_tools(tools: Iterable[Tool]) -> Iterator[JsonField]:
 
 
 def check_tool_count(count: int) -> None:
-    """Raise InvalidArgument for too many tools."""
     if count > _MAX_TOOLS:
         raise InvalidArgument(f"tools: expected at most {_MAX_TOOLS}, got {count}", field="tools")
 
@@ -214,7 +213,6 @@ def input_digest(
 def tool_fields(
     tools: Sequence[Tool], objects: GivenJson, guarded: Callable[[Any], Any] = lambda value: value
 ) -> list[dict[str, Any]]:
-    """Tools in the form of templates and parsers. `guarded` is applied to all strings of the caller."""
     return [
         {
             "type": "function",
@@ -252,7 +250,6 @@ def _message_fields(message: manifest_pb2.Message, objects: GivenJson, specials:
 
 
 def unclaimed(message: manifest_pb2.Message) -> manifest_pb2.Message:
-    """The message as a caller's own words."""
     found = manifest_pb2.Message()
     found.CopyFrom(message)
     found.ClearField("is_reply")

@@ -117,7 +117,6 @@ def _message_at(text: str, at: int, conversation: Dialogue, template: ChatTempla
 
 
 def _pieces(form: str, indices: Sequence[int]) -> tuple[list[str], list[int]]:
-    """The template's own texts, and the messages between them, in the order in which it prints them."""
     places = sorted((place, index) for index in indices if (place := form.find(_MARK.format(index))) >= 0)
     pieces, cursor = [], 0
     for place, index in places:

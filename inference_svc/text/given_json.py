@@ -52,11 +52,9 @@ class GivenJson:
                     self._known[text] = _object(field, text)
 
     def also(self, fields: Iterable[JsonField]) -> "GivenJson":
-        """These fields and others, such as those of remembered messages. Parsed fields stay parsed."""
         return GivenJson([*fields, *self._fields], self._known)
 
     def knowing(self, known: Mapping[str, dict[str, Any]]) -> "GivenJson":
-        """The same fields, with more objects by their text."""
         return GivenJson(self._fields, {**self._known, **known})
 
     def object(self, text: str) -> dict[str, Any]:
@@ -65,7 +63,6 @@ class GivenJson:
 
 
 def is_bounded(text: str) -> bool:
-    """Whether a text is short and flat enough to be parsed at once."""
     try:
         return len(text) <= MAX_BYTES and _values(text) <= MAX_VALUES
     except InvalidArgument:

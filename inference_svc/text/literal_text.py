@@ -61,7 +61,6 @@ class Specials:
         return with_guards(text, sorted(places | self._open_ends(text)))
 
     def guarded_value(self, value: Any) -> Any:
-        """The same for all strings of a JSON value, keys too."""
         if isinstance(value, str):
             return self.guarded(value)
         if isinstance(value, list):
@@ -151,7 +150,6 @@ def insert_guards(text: str, token_chars: Sequence[int], places: Sequence[int]) 
 
 
 def with_guards(text: str, places: Sequence[int]) -> str:
-    """A text with guards at these places, ascending."""
     if not places:
         return text
     return GUARD.join(text[start:end] for start, end in pairwise((0, *places, len(text))))

@@ -21,8 +21,6 @@ _CHARACTER_WINDOW = 8
 
 
 class Outcome(enum.Enum):
-    """The result of comparing a prompt with a memory."""
-
     NONE = "none"
     EXACT = "exact"
     EXTEND = "extend"

@@ -28,8 +28,6 @@ Messages = tuple[manifest_pb2.Message, ...]
 
 @dataclass(frozen=True, slots=True)
 class Shorter:
-    """A conversation without its oldest messages."""
-
     messages: Messages
     dropped: int  # messages that are left out now; an older summary is none, and may be all that is
     shortened: manifest_pb2.Shortened  # what `messages` lack of the whole conversation
@@ -44,7 +42,6 @@ class _Cut:
 
 
 def leading_system(messages: Sequence[manifest_pb2.Message]) -> int:
-    """How many system messages stand at the beginning."""
     return next((index for index, message in enumerate(messages) if message.role != "system"), len(messages))
 
 
@@ -122,13 +119,11 @@ def summary_of(messages: Messages, shortened: manifest_pb2.Shortened | None) -> 
 
 
 def as_summary(said: str) -> Messages:
-    """What the agent must not forget, as messages."""
     told = manifest_pb2.Message(role="user", content=_TOLD + said)
     return told, manifest_pb2.Message(role="assistant", content=_HEARD)
 
 
 def with_summary(kept: Messages, summary: Messages) -> Messages:
-    """The conversation with a summary before the messages that stay."""
     lead = leading_system(kept)
     return (*kept[:lead], *summary, *kept[lead:])
 

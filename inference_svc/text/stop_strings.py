@@ -24,7 +24,6 @@ class StopScanner:
         return released
 
     def rest(self) -> str:
-        """The text that was held back, at an end without a stop string."""
         rest, self._held = self._held, ""
         return rest
 

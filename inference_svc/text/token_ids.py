@@ -40,7 +40,6 @@ class TokenIds(Sequence[int]):
         return hash(bytes(self))
 
     def __bytes__(self) -> bytes:
-        """Four bytes each."""
         return self._ids.tobytes()
 
     def __repr__(self) -> str:
@@ -48,7 +47,6 @@ class TokenIds(Sequence[int]):
 
     @property
     def largest(self) -> int:
-        """0 if there are none."""
         return int(self._ids.max(initial=0))
 
     def growing(self) -> "array[int]":
@@ -57,7 +55,6 @@ class TokenIds(Sequence[int]):
 
 
 def _of(ids: NDArray[np.uintc]) -> TokenIds:
-    """Of this very buffer."""
     found = TokenIds.__new__(TokenIds)
     found._ids = ids
     return found

@@ -11,11 +11,7 @@ _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 class TextStream(Protocol):
-    """Text of tokens that arrive one by one."""
-
-    def push(self, token_id: int) -> str:
-        """The code points that this token completes."""
-        ...
+    def push(self, token_id: int) -> str: ...
 
     @property
     def is_whole(self) -> bool:
@@ -24,8 +20,6 @@ class TextStream(Protocol):
 
 
 class TokenText:
-    """The spelling of every token of one tokenizer."""
-
     def __init__(
         self,
         open_stream: Callable[[], TextStream],
@@ -54,7 +48,6 @@ class TokenText:
 
     @classmethod
     def of_pieces(cls, pieces: Sequence[bytes]) -> "TokenText":
-        """From each token's bytes."""
         return cls.of_bytes(lambda token_id: pieces[token_id] if token_id < len(pieces) else b"")
 
     @classmethod

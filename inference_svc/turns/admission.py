@@ -23,8 +23,6 @@ _NEWEST_WEIGHT = 0.1
 
 @dataclass(frozen=True, slots=True)
 class AdmissionLimits:
-    """Room that all callers, one namespace and one credential may take at once."""
-
     max_turns: int
     max_turns_per_namespace: int
     """While no other namespace has a turn. Beside others it is less, so that a place is left for new callers."""
@@ -46,8 +44,6 @@ class AdmissionLimits:
 
 
 class Admission:
-    """The room of one service. On one event loop."""
-
     def __init__(self, limits: AdmissionLimits, clock: Callable[[], float]) -> None:
         """`clock` gives seconds, monotonic."""
         self.limits = limits
@@ -61,7 +57,6 @@ class Admission:
         self._usual_turn_s: dict[str, float] = {}  # `RETRY_S` until a turn has ended
 
     def serves_with(self, kv_memory_bytes: int) -> None:
-        """The loaded model's KV gets so many bytes."""
         self.limits = replace(self.limits, kv_memory_bytes=kv_memory_bytes)
         self._kv_bytes.total = self.limits.max_kv_backlog_bytes
 
@@ -162,5 +157,4 @@ class Admission:
 
 
 def _has_room(shares: Shares, namespace: str, amount: int) -> bool:
-    """Whether there is room. An amount larger than all of the room goes alone, not never."""
     return not shares.held_by_all or shares.has_room(namespace, amount)

@@ -20,8 +20,6 @@ from inference_svc.turns.turn_data import TurnRequest
 
 @dataclass(frozen=True, slots=True)
 class TurnLimits:
-    """Bounds of what one turn costs others."""
-
     store_budget_s: float
     """Time without progress that a turn may lose to the store, in total."""
     store_min_bytes_per_s: float
@@ -64,7 +62,6 @@ class EngineParts:
         return store.events.cursor if store is not None else None
 
     def budget(self) -> Budget:
-        """What a turn may lose to the store."""
         return Budget(self.limits.store_budget_s, self.limits.store_min_bytes_per_s, self.clock)
 
     def outbox(self, choices: int = 1) -> Outbox:

@@ -47,8 +47,6 @@ class Recalled:
 
 @dataclass(frozen=True, slots=True)
 class Prompted:
-    """The prompt's text is there."""
-
     recalled: Recalled
     text: str
     dialogue: Dialogue | None = None  # `messages`, as templates know them
@@ -112,7 +110,6 @@ class Ran:
 
     @property
     def extended(self) -> AgentMemory | None:
-        """The hot memory that the turn extended."""
         found = self.planned.recollection
         return found.memory if found.kv_from is Source.HOT else None
 
@@ -138,8 +135,6 @@ class Remembered:
 
 @dataclass(frozen=True, slots=True)
 class BegunPrompt:
-    """The prompt of a turn that another engine began."""
-
     tokens: Tokenized
     rewind_point_tokens: int | None = None
     messages: tuple[manifest_pb2.Message, ...] = ()  # before the reply; empty for a prompt

@@ -133,7 +133,6 @@ class PlanRunner:
         )
 
     async def run(self, planned: Planned, turn: Progress) -> Ran:
-        """What the turn truly began with, and its end."""
         if turn.is_cancelled:
             raise errors.Cancelled("the turn was cancelled")
         return await TurnReporter(planned, turn, self._parts, self._handoff).run()

@@ -91,7 +91,6 @@ class Outbox:
         self._arrived.set()
 
     async def events(self) -> AsyncIterator[tuple[int, TurnEvent]]:
-        """Each event with its choice."""
         while True:
             await self._arrived.wait()
             self._arrived.clear()
@@ -120,7 +119,6 @@ class Outbox:
 
 
 def _merged(deltas: Sequence[TurnDelta]) -> TurnDelta:
-    """One delta with the content of all."""
     return TurnDelta(
         "".join(delta.text for delta in deltas),
         tuple(token_id for delta in deltas for token_id in delta.token_ids),
@@ -166,13 +164,10 @@ class TakenTurn:
             self.ready.exception()  # perhaps nobody waits for it any more
 
     def close(self) -> None:
-        """The turn is over."""
         self._files = ()
 
 
 class TurnPhase(Enum):
-    """Where a turn is."""
-
     WAITING = "waiting"  # for its agent's turn before it
     PLANNING = "planning"  # and for the engine, until that has its KV
     HELD = "held"  # its KV came from another engine, which has not given it away yet
@@ -206,8 +201,6 @@ class Stop:
 
 @dataclass(slots=True)
 class TokenCounts:
-    """Tokens of a turn so far."""
-
     prompt: int = 0
     cached: int = 0
     completion: int = 0
@@ -216,8 +209,6 @@ class TokenCounts:
 
 @dataclass(slots=True)
 class TurnTiming:
-    """When a turn was where. Seconds of the service's clock, and of waiting."""
-
     arrived: float
     queue_s: float = 0.0
     restore_s: float = 0.0
@@ -226,7 +217,6 @@ class TurnTiming:
 
     @property
     def first_token_s(self) -> float | None:
-        """From the request's arrival on."""
         return None if self.first_token_at is None else self.first_token_at - self.arrived
 
 
@@ -262,7 +252,6 @@ class Progress:
 
     @property
     def can_move(self) -> bool:
-        """Whether it computes a reply that another engine could go on with."""
         is_running = self.phase in (TurnPhase.RUNNING, TurnPhase.MOVING) and self.handle is not None
         return is_running and self.request.origin.message is not None
 

@@ -44,8 +44,6 @@ _FEWEST_SUMMARY_TOKENS = 16
 
 
 class MemoryShortener:
-    """Shortens the conversations of one model's turns."""
-
     def __init__(self, parts: EngineParts, plans: PlanRunner, ending: TurnEnding) -> None:
         self._parts = parts
         self._plans = plans
@@ -161,7 +159,6 @@ class MemoryShortener:
         return (reader.push(ran.ended.text).answer + reader.end("").answer).strip()
 
     def _progress(self, request: TurnRequest) -> Progress:
-        """Of a turn that nobody waits for."""
         counters = self._parts.stats.of(request.namespace)
         return Progress(request, self._parts.outbox(), TurnTiming(self._parts.clock()), counters)
 

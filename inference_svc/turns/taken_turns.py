@@ -30,8 +30,6 @@ _HANDED_ON_WAIT_S = LEASE_TTL_S + 1.0
 
 @dataclass(frozen=True, slots=True)
 class _Early:
-    """A peer's turn that comes before its agent."""
-
     key: AgentKey
     place: contextlib.AsyncExitStack  # in its agent's order; closed with the turn
     takes_place: Callable[[], contextlib.AbstractAsyncContextManager[None]]
@@ -39,8 +37,6 @@ class _Early:
 
 
 class TakenTurns:
-    """Runs taken turns on one engine."""
-
     def __init__(self, parts: EngineParts, plans: PlanRunner) -> None:
         self._parts = parts
         self._plans = plans
@@ -75,7 +71,6 @@ class TakenTurns:
         return [each.decided for turn, each in early.items() if turn.taken and turn.taken.begun.move_id == last.move_id]
 
     async def _take_place(self, turn: Progress) -> None:
-        """Wait for the agent's turn before this one, if there is one."""
         if (early := self._early.get(turn)) is None:
             return
         try:
@@ -236,7 +231,6 @@ class TakenTurns:
         return replace(planned, recollection=recollection, handed_over_by=moved.given_by)
 
     async def _last_move(self, request: TurnRequest) -> LastMove:
-        """Raises Unavailable (MEMORY_UNREADABLE)."""
         if (store := self._parts.stores.get(request.namespace)) is None:
             return NEVER_MOVED
         try:

@@ -19,8 +19,6 @@ from inference_svc.text.token_ids import NO_TOKENS, TokenIds
 
 
 class Continuation(Enum):
-    """What a turn does to its agent's line."""
-
     NEW = "new"  # the agent remembered nothing
     EXTENDED = "extended"
     REWOUND = "rewound"  # an earlier point goes on
@@ -37,7 +35,6 @@ class PromptInput:
 
     @property
     def name(self) -> str:
-        """The request's field that it came in."""
         return "prompt"
 
 
@@ -49,7 +46,6 @@ class TokensInput:
 
     @property
     def name(self) -> str:
-        """The request's field that it came in."""
         return "prompt_token_ids"
 
 
@@ -63,14 +59,11 @@ class MessagesInput:
 
     @property
     def name(self) -> str:
-        """The request's field that they came in."""
         return "append_messages" if self.is_append else "messages"
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryUse:
-    """What a turn makes of its agent's memory."""
-
     expected_version: int | None = None
     base_version: int | None = None  # goes on from this version instead of the newest
     keep_partial: bool = False
@@ -84,8 +77,6 @@ class MemoryUse:
 
 @dataclass(frozen=True, slots=True)
 class PromptSettings:
-    """What a prompt has besides its input."""
-
     tools: Sequence[Tool] = ()
     objects: GivenJson = field(default_factory=GivenJson)  # the JSON of messages and tools
     begun: manifest_pb2.Message | None = None  # the reply goes on from it; the input has it no more
@@ -98,8 +89,6 @@ class PromptSettings:
 
 @dataclass(frozen=True, slots=True)
 class RequestOrigin:
-    """Where a request came from."""
-
     caller: str = ""  # the credential's name
     size_bytes: int = 0  # of the input
     # What the edge made the request of, for another engine that goes on with it. None: no other engine can.
@@ -147,8 +136,6 @@ class TurnRequest:
 
 @dataclass(frozen=True, slots=True)
 class TurnStarted:
-    """The turn has begun with `cached_tokens` reused tokens."""
-
     prompt_tokens: int
     cached_tokens: int
     source: Source
@@ -176,8 +163,6 @@ class TurnDelta:
 
 @dataclass(frozen=True, slots=True)
 class Shortening:
-    """What is left out of a conversation because of its length."""
-
     policy: OnFullPolicy
     dropped_messages: int
     kept_messages: int

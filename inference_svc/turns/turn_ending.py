@@ -24,8 +24,6 @@ _LOG = structlog.get_logger(__name__)
 
 
 class TurnEnding:
-    """Ends turns of one engine."""
-
     def __init__(self, parts: EngineParts) -> None:
         self._parts = parts
 
@@ -71,7 +69,6 @@ class TurnEnding:
         )
 
     async def finish(self, remembered: Remembered, turn: Progress) -> None:
-        """Publish the new memory, and report to the reader how the turn ended."""
         ran, memory, ended_s = remembered.ran, remembered.memory, self._parts.clock()
         key, ended, times = turn.request.key, ran.ended, turn.times
         snapshot = unkept(turn, ran.planned)
@@ -162,7 +159,6 @@ class TurnEnding:
         messages: tuple[manifest_pb2.Message, ...],
         made_by: manifest_pb2.Turn,
     ) -> AgentMemory:
-        """The agent's new memory, attached to its hot KV."""
         planned, prompted, state = ran.planned, ran.planned.prompted, ran.ended.state
         recalled, request, standing = planned.recalled, planned.request, self._standing(ran)
         assert request.key is not None
@@ -188,7 +184,6 @@ class TurnEnding:
         return memory
 
     def _standing(self, ran: Ran) -> Standing:
-        """Where the memory that the turn leaves stands on its line."""
         planned, key, previous = ran.planned, ran.planned.request.key, ran.extended
         assert key is not None
         known, asked = previous.publication.standing if previous is not None else None, planned.request.memory
@@ -204,7 +199,6 @@ class TurnEnding:
         )
 
     def _tag(self, key: AgentKey, memory: AgentMemory) -> None:
-        """Attach the memory to its hot KV."""
         if (line := self._parts.recall.line(key)) is not None:
             line.publications.tag(memory)
         else:

@@ -60,7 +60,6 @@ class TurnFlow:
         self.taken = TakenTurns(parts, self._plans)
 
     async def run(self, turn: Progress) -> None:
-        """The turn from its arrival to its end. Its reader gets an end whatever happens."""
         turn.counters.turns += 1
         turn.task = asyncio.current_task()
         try:
@@ -193,7 +192,6 @@ class TurnFlow:
         return await self._end(turn, ran)
 
     async def _end(self, turn: Progress, ran: Ran) -> Remembered:
-        """Remember the turn, and report to its reader how it ended."""
         remembered = await self._ending.remember(ran)
         if not turn.is_cancelled:  # whoever cancels wants nothing more computed
             remembered = await self._shortener.after_reply(remembered)
@@ -226,7 +224,6 @@ class TurnFlow:
 
 
 def _end_early(turn: Progress, error: BaseException) -> None:
-    """The last that the reader hears of a turn that leaves no memory."""
     if turn.taken is not None:
         turn.taken.failed(error)
     if turn.stopped == Stop(None) and isinstance(error, asyncio.CancelledError | errors.Cancelled):

@@ -132,7 +132,6 @@ class TurnReporter:
         self._handoff = handoff
 
     def _new_stream(self) -> BlockStream | None:
-        """Of a turn that leaves a memory for a store."""
         planned, key, parts = self._planned, self._planned.request.key, self._parts
         line = parts.recall.line(key) if planned.recalled.is_kept else None
         if key is None or line is None:
@@ -142,7 +141,6 @@ class TurnReporter:
         return BlockStream(parts.copies, key, line.store, stored, stall_s, previous)
 
     def _new_swap(self) -> SwapStore | None:
-        """Of a turn that is preempted."""
         handle, parts, namespace = self._turn.handle, self._parts, self._planned.request.namespace
         store = parts.stores.get(namespace)
         if store is None or handle is None:
@@ -152,7 +150,6 @@ class TurnReporter:
         return SwapStore(handle, store, rooms, self._counters, limits, parts.clock)
 
     async def run(self) -> Ran:
-        """What the turn truly began with, and its end."""
         planned, turn, plan = self._planned, self._turn, self._planned.plan
         # The engine alone holds its listener: a turn that is over leaves no circle of references.
         hand_over = partial(self._handoff.send, self._take)

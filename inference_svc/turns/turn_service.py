@@ -19,8 +19,6 @@ _SEEDS = 1 << 64
 
 
 class Choices:
-    """The turns of one request, as their reader sees them."""
-
     def __init__(
         self,
         request: TurnRequest,
@@ -48,16 +46,12 @@ class Choices:
         return self._outbox.events()
 
     def cancel(self) -> None:
-        """The reader is gone: all of them end. Idempotent."""
         for turn in self._turns:
             turn.cancel()
 
 
 class TurnService:
-    """Runs turns over one engine."""
-
     def __init__(self, parts: EngineParts, ending: TurnEnding) -> None:
-        """Must be made on the event loop that will run it."""
         self._parts = parts
         self._ending = ending
         self._flow = TurnFlow(parts, ending)
@@ -105,7 +99,6 @@ class TurnService:
 
     @property
     def is_idle(self) -> bool:
-        """Whether no turn waits or runs."""
         return not self._running
 
     async def drain(self, patience_s: float) -> None:

@@ -8,8 +8,6 @@ from cachestore_svc.index.live_leases import LiveLeases
 
 
 class UnreleasedLease(NamedTuple):
-    """A lease that was not given back, and the time for which it was last granted."""
-
     line: LineKey
     token: LeaseToken
     ttl_ms: int

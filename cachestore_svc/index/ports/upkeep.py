@@ -19,8 +19,6 @@ class Deadlines:
 
 @dataclass(frozen=True, slots=True)
 class Evicted:
-    """What an eviction gave up."""
-
     freed: list[Digest]
     events: list[EventBody]
     versions: int

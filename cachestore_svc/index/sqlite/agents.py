@@ -34,7 +34,6 @@ def find_agent(rows: Rows, name: str) -> AgentRow | None:
 
 
 def get_row(rows: Rows, name: str) -> AgentRow:
-    """The agent's row. Raises NotFound."""
     found = find_agent(rows, name)
     if found is None:
         raise no_agent(name)
@@ -67,7 +66,6 @@ def agents_after(
 
 
 def record(rows: Rows, agent: AgentRow, default_retained: int) -> AgentRecord:
-    """An agent with its labels and the newest version of each line."""
     lines = versions.lines_of(rows, agent.id)
     return AgentRecord(
         agent_id=agent.name,

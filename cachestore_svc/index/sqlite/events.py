@@ -71,7 +71,6 @@ def _to_json(rows: Rows, body: EventBody) -> str:
 
 
 def _texts_of(fields: dict[str, Any], change: Callable[[str, Sequence[str]], Sequence[str]]) -> dict[str, Any]:
-    """The fields of an event, with each text changed as its name says."""
     return {
         name: change(name, [value])[0]
         if isinstance(value, str)

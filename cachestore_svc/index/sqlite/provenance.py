@@ -59,7 +59,6 @@ def _end(blob: BlobEntry) -> int:
 
 
 def _held_as_ours(rows: Rows, blob_ids: Sequence[int]) -> set[int]:
-    """Those of the blobs that a version of ours is, or names."""
     found = rows.all(
         """SELECT wanted.value FROM json_each(:ids) AS wanted WHERE
             EXISTS (SELECT 1 FROM manifests JOIN blobs ON blobs.id = manifests.blob_id

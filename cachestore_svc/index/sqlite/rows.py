@@ -63,7 +63,6 @@ class Texts:
         return self.names.open_hashes(texts) if name == HASH else [self.names.open_text(text) for text in texts]
 
     def bound(self, name: str, value: Value) -> int | float | str | None:
-        """A value as a statement has it."""
         if isinstance(value, str):
             return self.sealed(name, [value])[0]
         if isinstance(value, Sequence):
@@ -73,8 +72,6 @@ class Texts:
 
 
 class Rows:
-    """The statements of one operation."""
-
     def __init__(self, connection: sqlite3.Connection, namespace: str = "", names: PlainNames = PLAIN_NAMES) -> None:
         """`names`: how the namespace has its names in the tables."""
         self.connection = connection

@@ -106,11 +106,9 @@ class SqliteCatalog:
 
     @property
     def damage(self) -> Mapping[str, str]:
-        """Namespaces whose rows are damaged, and how."""
         return self._damage
 
     def close(self) -> bool:
-        """Finish what waits, and end the thread. False when that was asked before."""
         with self._gate:
             is_first = not self._is_closed
             self._is_closed = True
@@ -218,7 +216,6 @@ class SqliteCatalog:
     def _write(
         self, connection: sqlite3.Connection, operations: list[_Operation], more: Iterable[_Operation] = ()
     ) -> None:
-        """Commit operations together, and `more`, which adds itself to them."""
         try:
             answers = self._commit(connection, chain(tuple(operations), more))
         except (sqlite3.Error, OSError, Unavailable) as error:

@@ -47,7 +47,6 @@ class Line:
 
 
 def find_line(rows: Rows, line: LineQuery | LineKey) -> Line | None:
-    """The line of that KV identity; without one: the line of the agent's newest version."""
     newest = f"""{_LINE} JOIN agents ON agents.id = lines.agent_id
         WHERE agents.namespace_id = :namespace AND agents.name = :agent_id AND {_OF_LINE}
         ORDER BY {_NEWEST_FIRST} LIMIT 1"""
@@ -56,7 +55,6 @@ def find_line(rows: Rows, line: LineQuery | LineKey) -> Line | None:
 
 
 def get_line(rows: Rows, line: LineQuery | LineKey) -> Line:
-    """As find_line. Raises NotFound."""
     found = find_line(rows, line)
     if found is None:
         _agent_row(rows, line.agent_id)
@@ -65,7 +63,6 @@ def get_line(rows: Rows, line: LineQuery | LineKey) -> Line:
 
 
 def lines_of(rows: Rows, agent: int) -> list[Line]:
-    """An agent's lines, the one with its newest version first."""
     return [
         Line(*found) for found in rows.all(f"{_LINE} WHERE agent_id = :agent ORDER BY {_NEWEST_FIRST}", agent=agent)
     ]
@@ -81,13 +78,11 @@ def make_line(rows: Rows, agent: int, kv_hash: str, now_unix_ms: int) -> int:
 
 
 def use_line(rows: Rows, line: LineKey, now_unix_ms: int) -> None:
-    """Note that the line was used, if it still exists."""
     if found := find_line(rows, line):
         touch(rows, found.id, now_unix_ms)
 
 
 def touch(rows: Rows, line_id: int, now_unix_ms: int) -> None:
-    """Note that the line of this row was used."""
     rows.run("UPDATE lines SET used_unix_ms = :now WHERE id = :line", now=now_unix_ms, line=line_id)
 
 
@@ -120,7 +115,6 @@ def snapshots_after(rows: Rows, query: LineQuery, before: int, after_line: str, 
 
 
 def _agent_row(rows: Rows, agent_id: str) -> int:
-    """Id of the agent's row. Raises NotFound."""
     found = rows.number("SELECT id FROM agents WHERE namespace_id = :namespace AND name = :agent_id", agent_id=agent_id)
     if not found:
         raise no_agent(agent_id)
@@ -128,7 +122,6 @@ def _agent_row(rows: Rows, agent_id: str) -> int:
 
 
 def head_of(rows: Rows, line_id: int) -> int:
-    """The newest version's number; 0 for none."""
     return rows.number("SELECT MAX(version) FROM versions WHERE line_id = :line", line=line_id)
 
 
@@ -150,14 +143,12 @@ def get_version(rows: Rows, line: Line, version: int | None) -> SnapshotVersion:
 
 
 def newest_number(rows: Rows, agent: int) -> int:
-    """The number of an agent's newest version; 0 for none."""
     return max((head_of(rows, line.id) for line in lines_of(rows, agent)), default=0)
 
 
 def add_version(
     rows: Rows, line_id: int, parent_version: int, manifest_id: int, origin: Origin, origin_detail: str, now: int
 ) -> SnapshotVersion:
-    """The agent's next version, in this line."""
     number = newest_number(rows, rows.number("SELECT agent_id FROM lines WHERE id = :line", line=line_id)) + 1
     put_version(rows, "INSERT", line_id, number, (parent_version, manifest_id, int(origin), origin_detail, now))
     added = find_version(rows, line_id, number)

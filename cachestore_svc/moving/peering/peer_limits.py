@@ -43,11 +43,9 @@ class PeerLimits:
         self._tries: dict[_Agent, _Tries] = {}
 
     def now(self) -> float:
-        """Seconds, as bounds are counted."""
         return self._steady()
 
     def word(self, peer: str) -> None:
-        """Count a word. Raises ResourceExhausted (PEER_LIMIT)."""
         self._take(peer, "words", 1, _WORDS, _WORDS_PER_S)
 
     def sent(self, peer: str, size_bytes: int, most_bytes: int) -> None:
@@ -76,7 +74,6 @@ class PeerLimits:
         tries.since = self._steady() if is_new or tries.since is None else tries.since
 
     def lasts_s(self, agent: _Agent) -> float:
-        """For how long the move is under way."""
         tries = self._tries.get(agent)
         return 0.0 if tries is None or tries.since is None else self._steady() - tries.since
 
@@ -91,7 +88,6 @@ class PeerLimits:
             tries.free_at = self._steady() + max(pause_s, lasted_s)
 
     def ended(self, agent: _Agent) -> None:
-        """It was handed over."""
         self._tries.pop(agent, None)
 
     # --- inside ---

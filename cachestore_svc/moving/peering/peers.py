@@ -40,7 +40,6 @@ class Peers:
     """The book of peers as it was last read: a store's address book, and its list of who may come in."""
 
     def __init__(self, read: Callable[[], PeerBook]) -> None:
-        """Raises what `read` raises."""
         self._read = read
         self._links: set[_Link] = set()
         self.book = read()
@@ -164,8 +163,6 @@ class PairedCallers:
 
 @dataclass(eq=False)
 class _Link:
-    """A client of a peer that is in use."""
-
     peer: PeerSettings
     namespace: str
     client: AioStoreClient

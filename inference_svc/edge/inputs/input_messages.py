@@ -36,7 +36,6 @@ def read_tools(given: Sequence[pb.Tool]) -> list[Tool]:
 
 
 def read_objects(given: Input, tools: Sequence[Tool]) -> GivenJson:
-    """The JSON of an input, short enough to be parsed."""
     if not isinstance(given, MessagesInput):
         if tools:
             raise InvalidArgument("tools: only with messages; a prompt holds its tools in its text", field="tools")

@@ -93,7 +93,6 @@ def clamps_max_tokens(request: pb.GenerateRequest) -> bool:
 
 
 def choice_count(request: pb.GenerateRequest) -> int:
-    """The number of replies. Raises InvalidArgument for too many, and for several replies with an agent."""
     count = request.sampling.n if request.sampling.HasField("n") else 1
     if not 1 <= count <= MAX_CHOICES:
         raise _refused("n", f"1 to {MAX_CHOICES}", count)

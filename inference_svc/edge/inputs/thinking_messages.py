@@ -42,7 +42,6 @@ def read_thinking(request: Request) -> AskedThinking | None:
 
 
 def thinking_settings(request: Request) -> list[tuple[str, str]]:
-    """Names and values for the input's digest."""
     given = [(f"thinking.{field.name}", repr(value)) for field, value in request.thinking.ListFields()]
     values = {name: request.template_settings[name] for name in sorted(request.template_settings)}
     return given + [(f"template_settings.{name}", repr(_value(name, value))) for name, value in values.items()]

@@ -47,7 +47,6 @@ def turn_request(
     caller: str,
     new_seed: Callable[[], int],
 ) -> TurnRequest:
-    """A checked request. Raises InvalidArgument that names the field."""
     wanted = pb.GenerateRequest(sampling=_sampling(request.sampling_params))
     return TurnRequest(
         request_id=request_id,
@@ -90,7 +89,6 @@ class ReplyWriter:
         self._logprobs: list[TokenLogprobs] = []
 
     def response(self, event: TurnEvent) -> mlx.GenerateResponse | None:
-        """What the event tells; None for nothing."""
         match event:
             case TurnStarted():
                 self._prompt_tokens, self._cached_tokens = event.prompt_tokens, event.cached_tokens

@@ -32,8 +32,6 @@ _PIECE_BYTES = 512 << 10
 
 
 class MlxEngineService(mlx_engine_pb2_grpc.MlxEngineServicer):  # type: ignore[misc]
-    """The loaded model in the neighbour's protocol."""
-
     def __init__(
         self,
         host: ModelHost[ServedModel],
@@ -138,7 +136,6 @@ class MlxEngineService(mlx_engine_pb2_grpc.MlxEngineServicer):  # type: ignore[m
             yield common_pb2.GetTokenizerChunk(data=piece, sha256=sha256)
 
     async def _prompt(self, request: mlx.GenerateRequest, served: ServedModel, namespace: str) -> TokenIds:
-        """The request's tokens, or those of its text. Raises InvalidArgument that names the field."""
         kind, engine = request.WhichOneof("input"), served.engine
         if kind == "tokenized":
             vocabulary, context = engine.vocabulary_size, engine.model.context_tokens
@@ -159,7 +156,6 @@ class MlxEngineService(mlx_engine_pb2_grpc.MlxEngineServicer):  # type: ignore[m
 
 
 def add_mlx_engine(server: Any, host: ModelHost[ServedModel], lines: TokenLines, **how: Any) -> None:
-    """Serve it. `how`: as `MlxEngineService` takes it."""
     mlx_engine_pb2_grpc.add_MlxEngineServicer_to_server(MlxEngineService(host, lines, **how), server)
 
 

@@ -26,7 +26,6 @@ class Incoming:
 
     @classmethod
     def of(cls, files: Iterable[FileBytes]) -> "Incoming":
-        """Files that are all there."""
         found = list(files)
         made = cls(len(found), is_kept=True)
         made._files += found
@@ -35,7 +34,6 @@ class Incoming:
 
     @property
     def ready(self) -> int:
-        """How many files came."""
         return len(self._files)
 
     @property
@@ -55,7 +53,6 @@ class Incoming:
         self._was_taken()
 
     def end(self) -> None:
-        """No other file comes. Idempotent."""
         self.has_ended = True
         self._wake()
 
@@ -69,11 +66,9 @@ class Incoming:
         self._was_taken = was_taken
 
     def leading(self, count: int) -> "Incoming":
-        """The first files alone, which must have been kept."""
         return Incoming.of(map(self.take, range(count)))
 
     def take(self, index: int) -> FileBytes:
-        """One of the files that came."""
         data = self._files[index]
         assert data is not None, "it was taken"
         if not self._is_kept:

@@ -59,7 +59,6 @@ class LeavingFiles:
     def pin(
         self, key: AgentKey, first_block: int, max_blocks: int, stored_windows: Mapping[int, Collection[int]]
     ) -> tuple[ResidentMemory, PendingFiles[Snapshot]] | None:
-        """Keep the key's memory for its publication, and begin to take its first piece."""
         first = memory_snapshot(self._memories.get(key), self._model, first_block, max_blocks, stored_windows)
         pinned = self._memories.outgoing.pin(key)
         return None if pinned is None or first is None else (pinned, first)

@@ -135,12 +135,10 @@ def running_snapshot(
 
 
 def blocks_alone(snapshot: Snapshot) -> Snapshot:
-    """The same without what comes with the last block."""
     return Snapshot(snapshot.first_block, snapshot.blocks, None, snapshot.state)
 
 
 def _identities(model: ModelInfo, token_ids: Several[int], chain: Several[str], first_block: int) -> list[FileIdentity]:
-    """Of the layers that keep all tokens."""
     if not layers_of(model.kv_identity, 0):
         return []
     return file_identities(model.kv_identity_hash, token_ids, chain, first_block)
@@ -166,8 +164,6 @@ def _coming(
     state: SequenceState,
     held: Mapping[int, Several[int]] = MappingProxyType({}),
 ) -> PendingFiles[Snapshot]:
-    """`held`: by window, the full blocks that the sequence holds."""
-
     def make(files: list[FileBytes]) -> Snapshot:
         named = list(zip(identities, files, strict=True))
         of_group = {group: [each for each in named if each[0].window == group] for group in (0, *held)}

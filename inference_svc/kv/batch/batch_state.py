@@ -19,7 +19,6 @@ class BatchStateKV(StateTensors):
 
     @property
     def offset(self) -> mx.array:
-        """Tokens that each sequence has seen, [slots]."""
         return mx.array([row.offset for row in self.rows])
 
     def join(self, row: StateKV) -> None:
@@ -32,7 +31,6 @@ class BatchStateKV(StateTensors):
         self.rows.append(row)
 
     def flush(self, slot: int) -> StateKV:
-        """Give a sequence its own tensors; returns it."""
         row = self.rows[slot]
         row.tensors = [mx.contiguous(tensor[slot : slot + 1]) for tensor in self.state]
         return row

@@ -47,7 +47,6 @@ class DecodeBatch:
 
     @property
     def sequences(self) -> Sequence[SequenceKV]:
-        """In the order of slots."""
         return self._sequences
 
     def join(self, kv: SequenceKV) -> None:

@@ -52,7 +52,6 @@ class GroupRows:
 
     @cached_property
     def pages(self) -> mx.array:
-        """The page of each sequence's new row, int32 [slots]."""
         return mx.array(self._pages, dtype=mx.int32)
 
     def columns(self, places: RowPlaces) -> mx.array:
@@ -87,7 +86,6 @@ class DecodeStep:
 
     @cached_property
     def offsets(self) -> mx.array:
-        """Tokens that each sequence has stored, int32 [slots]; -1 in an empty slot, whose row is written nowhere."""
         return mx.array([*self.lengths, *[-1] * (self.slots - len(self.lengths))], dtype=mx.int32)
 
 

@@ -60,7 +60,6 @@ class DecodedLayer:
             self._is_decoded[slot] = False
 
     def forget_decoded(self) -> None:
-        """Give the decoded copy's memory back."""
         self._step = None
         self._decoded.clear()
         self._is_decoded = []
@@ -118,7 +117,6 @@ class DecodedLayer:
 
     @property
     def offset(self) -> mx.array:
-        """Tokens that each sequence has stored, int32 [slots]."""
         return self._now.offsets
 
     # --- rows ---
@@ -137,7 +135,6 @@ class DecodedLayer:
         return attention_width(min(longest + 1, self._window) if self._window else longest + 1)
 
     def _place(self, position: int) -> int:
-        """Where a position's row lies in the decoded copy."""
         return position % self._window if self._window else position
 
     def _encode(self, keys: mx.array, values: mx.array) -> EncodedRows:
@@ -158,7 +155,6 @@ class DecodedLayer:
         return self._keys.decode(rows[:split], key_type), self._values.decode(rows[split:], value_type)
 
     def _split(self, decoded: EncodedRows) -> EncodedRows:
-        """Keys and values."""
         if not self._is_stacked:
             return decoded
         heads = self._pool.formats[self._layer].key.kv_heads

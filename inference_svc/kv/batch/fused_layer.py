@@ -30,7 +30,6 @@ class FusedLayer:
 
     @property
     def offset(self) -> mx.array:
-        """Tokens that each sequence has stored, int32 [slots]."""
         return self._now.offsets
 
     def make_mask(self, count: int, return_array: bool = False, window_size: int | None = None) -> None:

@@ -25,8 +25,6 @@ _NO_WINDOW = 1 << 30
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """The next tokens of a sequence."""
-
     kv: SequenceKV
     token_ids: Sequence[int]
 
@@ -65,7 +63,6 @@ def packed_logits(passes: ShortPass, cells: Sequence[Cell], meanwhile: Callable[
 
 
 def _computed(passes: ShortPass, cells: Sequence[Cell], rooms: Sequence[PassRoom]) -> mx.array:
-    """Logits [cells, vocabulary], not evaluated."""
     tokens: list[int] = []
     offsets: list[int] = []
     places: list[int] = []
@@ -91,5 +88,4 @@ def _computed(passes: ShortPass, cells: Sequence[Cell], rooms: Sequence[PassRoom
 
 
 def _spare(count: int) -> int:
-    """By how many tokens a cell of so many is filled up."""
     return -count % ROW_TOKENS

@@ -122,5 +122,4 @@ def _first_part(kv: SequenceKV, count: int) -> int:
 
 
 def _spare(count: int) -> int:
-    """By how many tokens so many are filled up."""
     return next(kept for kept in KEPT_TOKENS if kept >= count) - count

@@ -44,7 +44,6 @@ class SlotArrays:
             array[slot : slot + 1, :, start : start + new.shape[2]] = new
 
     def zero(self, slot: int) -> None:
-        """Forget what a slot holds."""
         for array in self.arrays:
             array[slot : slot + 1] = 0
 
@@ -63,7 +62,6 @@ class SlotArrays:
             array[slots, :, index] = new[:, :, 0]
 
     def read(self, slots: int, rows: int) -> EncodedRows:
-        """The first `rows` rows of the first `slots` slots."""
         return tuple(array[:slots, :, :rows] for array in self.arrays)
 
     def move(self, source: int, target: int, rows: int) -> None:
@@ -72,5 +70,4 @@ class SlotArrays:
             self.put(target, 0, tuple(mx.contiguous(array[source : source + 1, :, :rows]) for array in self.arrays))
 
     def clear(self) -> None:
-        """Give the memory back."""
         self.arrays = ()

@@ -74,7 +74,6 @@ class JointProducts:
         self._products: dict[int, mx.array] = {}
 
     def product(self, member: Linear, x: mx.array) -> mx.array:
-        """x [..., depth] times the member's matrix."""
         if self._x is not x or id(member) not in self._products:
             found = few_rows(x, [each.weight for each in self._members])
             self._x, self._products = x, {id(each): y for each, y in zip(self._members, found, strict=True)}

@@ -43,7 +43,6 @@ def make_row_exact(model: Module) -> None:
 
 
 def _row_exact(product: Callable[[mx.array], mx.array], x: mx.array) -> mx.array:
-    """The product of x [..., depth], of which few rows are padded."""
     rows = x.size // x.shape[-1]
     if rows >= _MIN_ROWS:
         return product(x)

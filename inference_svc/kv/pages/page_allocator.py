@@ -29,7 +29,6 @@ class PageAllocator:
         return sum(holders > 1 for holders in self._holders.values())
 
     def holders(self, page: int) -> int:
-        """How many tables hold the page; 0 if it is free."""
         return self._holders.get(page, 0)
 
     def take(self, count: int) -> list[int]:
@@ -80,5 +79,4 @@ class PageAllocator:
 
 
 def _holders_among(tables: Iterable[Sequence[int]]) -> Counter[int]:
-    """By page, how many of these tables hold it."""
     return Counter(page for table in tables for page in table)

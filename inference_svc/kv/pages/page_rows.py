@@ -49,5 +49,4 @@ def row_columns(page_format: PageFormat, order: Sequence[int]) -> tuple[mx.array
 
 
 def joined_rows(one: EncodedRows, other: EncodedRows) -> EncodedRows:
-    """Rows of `one`, then those of `other`."""
     return tuple(mx.concatenate(list(pair), axis=2) for pair in zip(one, other, strict=True))

@@ -100,11 +100,9 @@ class KvPool:
     # --- pages ---
 
     def group_number(self, layer: int) -> int:
-        """The place of the layer's group among all groups."""
         return self._place[layer][0]
 
     def slot_of(self, layer: int) -> int:
-        """The array that holds the layer's pages."""
         return self._place[layer][1]
 
     def take(self, count: int) -> list[int]:
@@ -160,7 +158,6 @@ class KvPool:
         return self._is_copied_by_threads and not failed_copies.out.is_refused
 
     def run_of(self, layer: int, page: int) -> Run:
-        """Where one layer's page lies on the device."""
         self._addresses = self._addresses or [device_address(array) for array in self.arrays]
         slot = self.slot_of(layer)
         return self._addresses[slot] + page * self._units[slot] * UNIT_BYTES, self.formats[layer].bytes
@@ -232,7 +229,6 @@ class KvPool:
         self._order = (write,) if self._order else ()
 
     def evaluate(self) -> None:
-        """Wait until all writes are done."""
         mx.eval(self.arrays, self._written)
         self._written.clear()
         self._enqueued_order = self._order
@@ -295,7 +291,6 @@ class KvPool:
 
 
 def _nothing() -> tuple[mx.array, ...]:
-    """An order behind nothing."""
     made = mx.zeros(1, dtype=mx.int32)
     mx.eval(made)
     return (made,)

@@ -33,8 +33,6 @@ class OtherConversation(errors.Conflict):
 
 @dataclass(frozen=True, slots=True)
 class Commit:
-    """One memory on its way to be a version."""
-
     key: AgentKey
     memory: AgentMemory
     files: MemoryFiles
@@ -125,7 +123,6 @@ class Commit:
             )
 
     async def _has_happened(self, changes: Changes | None) -> bool:
-        """Whether one of these changes has happened to the agent since the turn began."""
         agent_id, since = self.key.agent_id, self._standing.event_cursor
         match changes:
             case Changes.TAKEN_BACK:
@@ -191,8 +188,6 @@ class Commit:
         )
 
     async def _manifest(self, stored: StoredFiles) -> tuple[bytes, Digest]:
-        """The manifest's bytes and digest."""
-
         def made() -> tuple[bytes, Digest]:
             data = to_manifest(self.memory, self.parts.engine.model, stored)
             return data, Digest.of(data)

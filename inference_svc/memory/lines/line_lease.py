@@ -48,7 +48,6 @@ class LineLease:
 
     @property
     def is_elsewhere(self) -> bool:
-        """Whether another owner has it, as far as this engine knows."""
         return self._failure is not None and self._failure.reason in (_HELD, *MOVED)
 
     def _counting(self) -> Lease | None:
@@ -65,7 +64,6 @@ class LineLease:
         return self._acquiring
 
     async def answered(self, budget: Budget) -> None:
-        """Wait for the store's answer, if a request is under way."""
         with budget.spending():
             if self._acquiring is not None:
                 await asyncio.wait({self._acquiring}, timeout=max(budget.remaining_s, 0))

@@ -12,8 +12,6 @@ from inference_svc.memory.service_stats import ServiceStats
 
 @dataclass(frozen=True, slots=True)
 class PublishingLimits:
-    """How long publications may take."""
-
     commit_wait_s: float
     """How long a turn's final message waits for its commit before it reports PENDING."""
     timeout_s: float
@@ -24,8 +22,6 @@ class PublishingLimits:
 
 @dataclass(frozen=True, slots=True)
 class LineParts:
-    """Made once for each model."""
-
     engine: Engine
     copies: Copies
     limits: PublishingLimits

@@ -67,8 +67,6 @@ def _end(asked_at: float) -> float:
 
 
 class Stage(Enum):
-    """How far a memory has come on its way to the store."""
-
     MADE = "made"  # no commit of it was sent
     SENT = "sent"  # one was sent, and no answer came
     STORED = "stored"
@@ -92,8 +90,6 @@ class Changes(Enum):
 
 
 class Use(Enum):
-    """Whether a turn may use a hot memory."""
-
     YES = "yes"
     NO = "no"
     UNLESS_TAKEN_BACK = "unless taken back"  # the store's events since the memory was made decide
@@ -153,7 +149,6 @@ class Standing:
 
     @property
     def is_owed(self) -> bool:
-        """Whether the store lacks the memory, and may still get it."""
         return self.stage in (Stage.MADE, Stage.SENT)
 
     @property
@@ -256,11 +251,9 @@ class Standing:
         return replace(self, head=newest)
 
     def decided(self) -> "Standing":
-        """It goes on from what the agent remembers."""
         return replace(self, is_undecided=False)
 
     def sending(self, manifest: Digest) -> "Standing":
-        """Its commit is sent."""
         return replace(self, stage=Stage.SENT, sent=Version(self.parent.number + 1, manifest))
 
     def committed(self, head: Head) -> "Standing":

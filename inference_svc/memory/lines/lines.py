@@ -59,7 +59,6 @@ class Lines:
         self._spawn(self._follow())
 
     async def drain(self, patience_s: float) -> None:
-        """Wait for the running publications."""
         if running := {task for line in self._lines.values() for task in line.publications.running}:
             await asyncio.wait(running, timeout=patience_s)
 

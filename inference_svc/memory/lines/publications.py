@@ -35,8 +35,6 @@ _LOG = structlog.get_logger(__name__)
 
 
 class Publications:
-    """Those of one line."""
-
     def __init__(
         self,
         key: AgentKey,
@@ -162,7 +160,6 @@ class Publications:
         return self._parts.stats.of(self._key.namespace)
 
     def _committed(self, memory: AgentMemory, outcome: SnapshotOutcome, began_s: float) -> SnapshotOutcome:
-        """Count and log that a memory was stored."""
         counters = self._counters
         counters.times.commit.add(self._parts.clock() - began_s)
         counters.publications[SnapshotState.COMMITTED] += 1
@@ -247,7 +244,6 @@ class Publications:
         )
 
     def _owed(self) -> Publication | None:
-        """Of the agent's hot memory, if it is owed."""
         memory = self._parts.hot(self._key)
         return memory.publication if memory is not None and memory.publication.is_owed else None
 
@@ -300,7 +296,6 @@ class Publications:
             await self.publish_owed(memory)
 
     def close(self) -> None:
-        """Try nothing again."""
         if self._retrying is not None:
             self._retrying[1].cancel()
 
@@ -315,7 +310,6 @@ async def _follow(publication: Publication, previous: Publication) -> None:
 
 
 def _stored(publication: Publication) -> SnapshotOutcome | None:
-    """The outcome of a memory that the store has."""
     head = publication.standing.head
     if not publication.standing.is_stored or head is None:
         return None
@@ -323,7 +317,6 @@ def _stored(publication: Publication) -> SnapshotOutcome | None:
 
 
 async def _refusal(work: Awaitable[None]) -> errors.KvasirError | None:
-    """Why the work failed, if it did."""
     try:
         await work
     except errors.KvasirError as error:

@@ -66,7 +66,6 @@ class BlockStream:
         self._full = self._sending.next_block
 
     def blocks_full(self, count: int) -> None:
-        """The turn's sequence now has `count` full blocks."""
         self._full = max(self._full, count)
         if self._task is None and self._sending.next_block < self._full and self._store.connection.is_reachable:
             self._task = asyncio.create_task(self._send())

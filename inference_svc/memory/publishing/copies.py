@@ -73,10 +73,7 @@ async def await_copy(asked: "Future[T]") -> T:
 
 
 class Copies:
-    """Takes copies for one engine."""
-
     def __init__(self, engine: Engine, held: SharedRoom) -> None:
-        """`held` bounds the bytes of all copies."""
         self.held = held
         self._engine = engine
 
@@ -104,7 +101,6 @@ class Copies:
         return piece
 
     async def blocks(self, key: AgentKey, first_block: int, most: int) -> Snapshot | None:
-        """Full blocks of the key's running turn."""
         return await await_copy(self._engine.memories.snapshot(key, first_block, blocks_only=True, max_blocks=most))
 
     def is_whole(self, snapshot: Snapshot) -> bool:

@@ -111,14 +111,12 @@ class MemoryFiles:
         self.close()
 
     def close(self) -> None:
-        """Give back what the memory held."""
         self._hold(None)
         if self._pinned is not None:
             self._pinned.release()
             self._pinned = None
 
     async def _send_all(self, sending: Sending) -> Snapshot:
-        """Begin to send all pieces. Returns the last one."""
         piece = self._piece_from(sending.next_block)
         if piece is not None and self._copies.is_whole(piece):
             self._release()  # nothing is left to copy: the engine may give the room to others

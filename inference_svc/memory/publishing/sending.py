@@ -104,7 +104,6 @@ class Sending:
             await self._first_ended()
 
     async def ended(self) -> None:
-        """Wait until all that was begun is stored. Raises why a piece failed."""
         await self.drain()
         if self._failure is not None:
             raise self._failure

@@ -44,7 +44,6 @@ class StoredAgents:
         return AgentHeads(newest, ours if ours != newest else None, settings_of(agent))
 
     async def last_move(self, agent_id: str, within_s: float) -> LastMove:
-        """By which move the agent came here last."""
         budget = Budget(within_s, 1.0, self._connection.clock)
         try:
             return last_move_of(
@@ -98,7 +97,6 @@ class StoredAgents:
     async def acquire_lease(
         self, agent_id: str, kv_identity_hash: str, owner: str, *, begins_anew: bool, asks: bool, timeout_s: float
     ) -> LeaseGrant:
-        """Raises FailedPrecondition (LEASE_HELD)."""
         got = await self._connection.client.acquire_lease(
             agent_id,
             kv_identity_hash,

@@ -19,8 +19,6 @@ LEASE_TTL_S = 5.0
 
 
 class StoreMiss(Exception):
-    """The store could not serve a read, or not in time."""
-
     def __init__(self, miss: Miss) -> None:
         super().__init__(miss.detail)
         self.miss = miss
@@ -90,8 +88,6 @@ NEVER_MOVED = LastMove("")
 
 @dataclass(frozen=True, slots=True)
 class LeaseGrant:
-    """A lease, and the agent's newest version when it was granted."""
-
     generation: int
     head: Head
 
@@ -128,8 +124,6 @@ class EventsLost:
 
 
 class EventCursor(NamedTuple):
-    """A place in the store's history."""
-
     incarnation: str
     sequence: int
 
@@ -138,7 +132,6 @@ StoreEvent = LeaseWanted | HeadMoved | AgentGone | EventsLost
 
 
 def head_of(snapshot: cachestore_pb2.SnapshotVersion) -> Head:
-    """A version, from the store's answer."""
     return Head(
         snapshot.version,
         Digest.from_proto(snapshot.manifest),
@@ -168,12 +161,10 @@ def last_move_of(agent: cachestore_pb2.Agent) -> LastMove:
 
 
 def settings_of(agent: cachestore_pb2.Agent) -> AgentSettings:
-    """From the store's answer."""
     return AgentSettings(agent.labels.get(on_full.LABEL, ""), agent.labels.get(volatile.LABEL, ""))
 
 
 def event_of(response: cachestore_pb2.WatchEventsResponse) -> StoreEvent | None:
-    """The event, if it concerns memories."""
     match response.WhichOneof("event"):
         case "lease_wanted":
             wanted = response.lease_wanted
@@ -241,7 +232,6 @@ def found_prefix(answer: cachestore_pb2.FindPrefixResponse, groups: Sequence[int
 
 
 def miss_of(error: Exception) -> Miss:
-    """Why a read that failed so found nothing."""
     if isinstance(error, errors.KvasirError) and error.reason == "NAMESPACE_SEALED":
         return Miss(MissReason.STORE_REFUSED, error.message, is_sealed=True)
     reason = next((reason for kind, reason in _REASONS if isinstance(error, kind)), MissReason.STORE_REFUSED)

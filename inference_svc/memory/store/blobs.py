@@ -22,17 +22,13 @@ _HASHED_AT_ONCE_BYTES = 128 << 10
 
 
 class StoredBlobs:
-    """The blobs of one namespace."""
-
     def __init__(self, connection: StoreConnection, files: StoreFiles | None) -> None:
-        """`files`: those of the store, if they may be read."""
         self._connection = connection
         self._files = files
 
     # --- reading: a failure is a StoreMiss ---
 
     async def manifest(self, agent_id: str, head: Head, budget: Budget) -> bytes:
-        """Bytes of a version's manifest, equal to their digest."""
         try:
             _, data = await self._connection.read(
                 lambda: self._connection.client.get_snapshot(

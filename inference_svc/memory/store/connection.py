@@ -43,8 +43,6 @@ class StoreClients(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StoreProblem:
-    """Why a namespace's store must not be used."""
-
     error: errors.KvasirError
     namespace: str
     token_file: Path | None
@@ -65,8 +63,6 @@ class StoreProblem:
 
 
 class BulkTraffic:
-    """Bulk data on its way to or from a store."""
-
     def __init__(self, clock: Callable[[], float]) -> None:
         self.calls = 0  # under way
         self.moved_s: float | None = None  # when some has last moved
@@ -74,7 +70,6 @@ class BulkTraffic:
 
     @contextlib.contextmanager
     def under_way(self) -> Iterator[None]:
-        """Around a call that moves bulk data."""
         self.calls += 1
         try:
             yield
@@ -128,7 +123,6 @@ class StoreConnection:
         return was_heard if answer is None else answer
 
     async def _answer(self) -> bool | None:
-        """None: it is late."""
         is_late = False
         try:
             await asyncio.wait_for(self._probe(), PROBE_TIMEOUT_S)
@@ -172,7 +166,6 @@ class StoreConnection:
 
     @property
     def client(self) -> AioStoreClient:
-        """For small calls. As `clients`."""
         return self.clients.small
 
     @property

@@ -13,8 +13,6 @@ from inference_svc.memory.store.patience import Budget
 
 
 class StoreEvents:
-    """The history of one namespace."""
-
     def __init__(self, connection: StoreConnection) -> None:
         self._connection = connection
         self._cursor: cachestore_pb2.EventCursor | None = None

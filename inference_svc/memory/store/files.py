@@ -33,8 +33,6 @@ _KEPT_BYTES = 256 << 20
 
 
 class StoreFiles:
-    """The files of one namespace. From any thread."""
-
     def __init__(self, data_dir: Path, namespace: str) -> None:
         self._data_dir = data_dir
         self._namespace = namespace

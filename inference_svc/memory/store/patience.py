@@ -66,7 +66,6 @@ class Breaker:
             self.ask_again()
 
     def ask_again(self) -> None:
-        """Probe in the background until the store can be used."""
         if self._prober is None or self._prober.done():
             # In an empty context: the task outlives the call that found the store away.
             self._prober = asyncio.create_task(self._until_it_answers(), context=Context())
@@ -77,7 +76,6 @@ class Breaker:
             await asyncio.gather(self._prober, return_exceptions=True)
 
     def reset(self) -> None:
-        """The store has answered."""
         if self.is_open:
             self.opened.clear()
             self.closed.set()

@@ -16,8 +16,6 @@ from inference_svc.memory.store.files import StoreFiles
 
 
 class RemoteCache:
-    """One namespace of one cache store."""
-
     def __init__(
         self,
         clients: StoreClients,

@@ -44,7 +44,6 @@ def _pooling(said: dict[str, Any]) -> Pooling:
 
 
 def _json(path: Path) -> Any:
-    """None if there is no such file."""
     try:
         return json.loads(path.read_text())
     except FileNotFoundError:

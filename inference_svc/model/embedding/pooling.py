@@ -32,7 +32,5 @@ def shortened(vector: Vector, dimensions: int) -> Vector:
 
 @dataclass(frozen=True, slots=True)
 class Embedded:
-    """A text's embedding, and how many tokens the text has."""
-
     vector: Vector
     tokens: int

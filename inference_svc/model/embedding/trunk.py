@@ -15,10 +15,7 @@ _CELL_TOKENS = 256
 
 
 class Trunk:
-    """On the MLX thread."""
-
     def __init__(self, directory: Path) -> None:
-        """Raises FailedPrecondition (MODEL_NOT_LOADABLE)."""
         loaded = load(directory, None)
         self._model: Any = loaded.model
         if not isinstance(getattr(self._model, "model", None), Module):

@@ -6,7 +6,6 @@ NAME = "kvasir-tiny"
 
 
 def path() -> Path:
-    """The model's directory, in the form that `mlx_lm.load` takes."""
     return Path(__file__).parent / "weights"
 
 

@@ -39,8 +39,6 @@ class Probed:
 
 
 class ProbeMemory:
-    """The kept facts of one model under its conditions."""
-
     def __init__(self, directory: Path, weights_digest: str, compute_type: str | None, kernels: str) -> None:
         """`kernels`: `KernelChoice.conditions`."""
         computing = (compute_type or "default", device_name(), kernels, platform.platform(), _driver())
@@ -49,7 +47,6 @@ class ProbeMemory:
         self._path = directory / _FOLDER / f"{named}.json"
 
     def read(self) -> Probed | None:
-        """The kept facts; None if there are none that can be read."""
         try:
             return _probed(json.loads(self._path.read_text()))
         except (OSError, ValueError, TypeError, KeyError, AttributeError, DecodeError):

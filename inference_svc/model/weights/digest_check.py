@@ -26,12 +26,10 @@ class DigestCheck:
         self._thread.start()
 
     def close(self) -> None:
-        """End it; it may be half done."""
         self._is_closed.set()
         self._thread.join()
 
     def wait(self) -> None:
-        """Until it is done."""
         self._thread.join()
 
     def _run(self) -> None:

@@ -30,8 +30,6 @@ _MOST_BYTES = _UNIT_BYTES * (2**31 - 1)  # MLX counts an axis in 32 bits
 
 @dataclass(frozen=True)
 class Placement:
-    """How a model's weights came, in bytes of their files."""
-
     mapped_bytes: int = 0  # arrays over the files' pages
     sent_bytes: int = 0  # copied to the device by threads
     read_bytes: int = 0  # read by MLX
@@ -48,7 +46,6 @@ class Placement:
 
     @property
     def in_words(self) -> str:
-        """One line, for people."""
         parts = [
             f"{count / 1e9:.2f} GB {how}"
             for count, how in ((self.mapped_bytes, "mapped"), (self.sent_bytes, "sent"), (self.read_bytes, "copied"))
@@ -97,7 +94,6 @@ def _left(placed: Placement) -> Placement:
 def _map(
     mapping: Extension, file: WeightFile, places: Mapping[str, TensorPlace], weights: Tensors, *, is_read_ahead: bool
 ) -> int:
-    """Map a file and make arrays over it; returns their bytes."""
     aligned = {
         name: place
         for name, place in places.items()
@@ -122,7 +118,6 @@ def _map(
 
 
 def _send(file: WeightFile, places: Mapping[str, TensorPlace], weights: Tensors) -> int:
-    """Copy a file's tensors to the device; returns their bytes."""
     with file.path.open("rb") as opened:
         if file_identity(os.fstat(opened.fileno())) != file.identity:
             return 0

@@ -17,8 +17,6 @@ _MOST_HEADER_BYTES = 100 << 20  # the format's own limit
 
 @dataclass(frozen=True)
 class TensorPlace:
-    """Where a tensor's bytes lie in its file."""
-
     offset: int
     size_bytes: int
 
@@ -49,7 +47,6 @@ def weight_files(directory: Path) -> list[WeightFile]:
 
 
 def weight_file(path: Path) -> WeightFile:
-    """One file, by its header. Raises FailedPrecondition."""
     try:
         with path.open("rb") as file:
             status = os.fstat(file.fileno())

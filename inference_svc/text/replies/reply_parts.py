@@ -19,8 +19,6 @@ ToolParser = Callable[[str], Any]
 
 
 class ReplyMachine(Protocol):
-    """mlx-lm's TextStateMachine."""
-
     def make_state(self, initial: str) -> Any: ...
 
     def split(self, state: Any, text: str) -> tuple[Any, list[tuple[str, str]]]: ...
@@ -30,8 +28,6 @@ class ReplyMachine(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Markup:
-    """How to read one model's replies."""
-
     machine: ReplyMachine
     parse: ToolParser  # what stands between the markers of a call: a mapping with name and arguments, or several
     tool_end: str  # empty: a call goes on to the reply's end
@@ -43,8 +39,6 @@ class Markup:
 
 @dataclass(frozen=True, slots=True)
 class ReplyPart:
-    """Text that is now certain to be part of the reply."""
-
     answer: str = ""
     reasoning: str = ""
 
@@ -88,7 +82,6 @@ class ReplyReader:
         return self._take()
 
     def whole(self, reply: str, stop_text: str) -> ReplyPart:
-        """A reply that is there already."""
         part, rest = self.push(reply), self.end(stop_text)
         return ReplyPart(part.answer + rest.answer, part.reasoning + rest.reasoning)
 

@@ -65,7 +65,6 @@ def kept_values(
 
 
 def _rules_between(one: str, other: str, rules: Collection[str]) -> frozenset[str]:
-    """The rules by which two texts are the same; none if they are equal anyway, or differ in more."""
     fitting = (needed for _, needed, without in TIMES if needed <= set(rules) and without(one) == without(other))
     return next(fitting, frozenset()) if one != other else frozenset()
 
@@ -90,7 +89,6 @@ def _with_values(text: str) -> list[str]:
 
 
 def _notes(remembered: Sequence[manifest_pb2.Message]) -> list[tuple[int, manifest_pb2.Message]]:
-    """Each note, and how many messages of the caller stand before it."""
     notes, place = [], 0
     for message in remembered:
         if message.is_note:

@@ -16,8 +16,6 @@ EFFORTS = tuple(_EFFORTS)
 
 @dataclass(frozen=True, slots=True)
 class AskedThinking:
-    """What a caller asks, as it was checked."""
-
     is_on: bool | None = None  # None: as the template has it
     most_tokens: int | None = None
     effort: str = ""
@@ -56,7 +54,6 @@ def applied(asked: AskedThinking, reads: frozenset[str], *, thinks: bool, begins
 def _unread(
     asked: AskedThinking, reads: frozenset[str], *, thinks: bool, begins_with_answer: bool
 ) -> Iterator[tuple[str, str]]:
-    """What has no effect, and why."""
     if asked.is_on and not thinks and reads.isdisjoint(_SWITCHES):
         yield "thinking.mode", "this model does not reason"
     if asked.most_tokens is not None and not thinks:

@@ -37,7 +37,6 @@ def order_of(tools: Sequence[Tool], objects: GivenJson) -> manifest_pb2.ToolsOrd
 def in_order(
     tools: Sequence[Tool], objects: GivenJson, order: manifest_pb2.ToolsOrder
 ) -> tuple[Sequence[Tool], GivenJson] | None:
-    """The tools as a memory has them, and their JSON; None if they are others."""
     forms = [_canonical(tool, objects) for tool in tools]
     if _set_hash(sorted(forms)) != order.set_hash:
         return None

@@ -50,8 +50,6 @@ def of_text(match: Outcome) -> Continuation:
 
 
 class Retry(Enum):
-    """How a request for its agent's last turn is answered."""
-
     REPLAYED = "replayed"
     REPEATED = "repeated"  # it was cut (keep_partial), or was made under another KV identity
 

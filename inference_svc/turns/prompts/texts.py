@@ -198,7 +198,6 @@ async def _with_note(prompting: Prompting, made: Prompted) -> Prompted:
 
 
 async def with_messages(prompting: Prompting, prompted: Prompted, messages: Messages) -> Prompted:
-    """The turn with these messages, and with the JSON of them all parsed."""
     request = prompted.request
     objects = request.prompt.objects.also(json_of_messages(messages, "remembered_messages"))
     objects.check_size()
@@ -291,7 +290,6 @@ def _are_same_tools(one: manifest_pb2.ToolsOrder | None, other: manifest_pb2.Too
 
 
 def reply_reader(request: TurnRequest, prompting: Prompting, prompt: str, begun: str = "") -> ReplyReader:
-    """Reads the reply, of which `begun` was read before."""
     reader = _reader(request, prompting, prompt)
     reader.push(begun)
     return reader
@@ -309,7 +307,6 @@ def _reader(request: TurnRequest, prompting: Prompting, prompt: str) -> ReplyRea
 
 
 async def remembered_reply(prompting: Prompting, ran: Ran) -> tuple[RememberedReply, tuple[manifest_pb2.Message, ...]]:
-    """Text and messages to remember."""
     return await prompting.run(ran.planned.request.namespace, lambda: _remembered_reply(prompting, ran))
 
 

@@ -39,7 +39,6 @@ def has_tables(rows: Rows) -> bool:
 
 
 def has_marks(rows: Rows) -> bool:
-    """Whether the database is of a form that marks blobs that were brought."""
     return "is_brought" in _columns(rows, "blobs")
 
 
@@ -62,12 +61,10 @@ def problems(rows: Rows) -> list[tuple[str, str]]:
 
 
 def _faults(rows: Rows) -> list[str]:
-    """Of tables and their indexes, in SQLite's own words."""
     return [str(answer) for (answer,) in rows.all("PRAGMA integrity_check") if answer != "ok"]
 
 
 def _columns(rows: Rows, table: str) -> set[str]:
-    """Names of a table's columns; none where there is no such table."""
     return {str(column[1]) for column in rows.all(f"PRAGMA table_info({table})")}
 
 
@@ -81,7 +78,6 @@ def wrong_indexes(rows: Rows) -> bool:
 
 
 def is_too_new(rows: Rows) -> bool:
-    """Whether a later Kvasir changed the form of the database."""
     if not has_tables(rows):
         return False
     found = rows.one("SELECT MAX(number) FROM migrations")

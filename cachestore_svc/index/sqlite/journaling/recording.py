@@ -81,7 +81,6 @@ class Recorder:
         self.journal = journal
 
     def begin(self, rows: Rows) -> None:
-        """Catch changes from now on."""
         rows.run("CREATE TEMP TABLE changes (id INTEGER PRIMARY KEY, change TEXT NOT NULL, manifest_id INTEGER)")
         caught = (*_ALL_CAUGHT, *_CAUGHT_OF_OWNERS, *_CAUGHT_OF_BLOBS)
         for number, (event, change, source, manifest) in enumerate(caught):

@@ -159,7 +159,6 @@ def _row(namespace: str, columns: Any) -> _Row:
 
 
 def _fence(rows: Rows, row: _Row) -> None:
-    """Let no late writer of this row's token extend the line."""
     _write(rows, _Row(row.line, LeaseToken(row.token.owner, row.token.generation + 1), row.ttl_ms, is_released=True))
 
 

@@ -29,7 +29,6 @@ def set_ownership(rows: Rows, agent_id: str, known: Ownership) -> None:
 
 
 def all_owners(rows: Rows) -> list[tuple[str, Ownership]]:
-    """Every fact, by the agent's name."""
     return _facts(rows, "ORDER BY agent_name")
 
 
