@@ -10,11 +10,9 @@ from typing import Any
 
 import pytest
 from kvasir.errors import InvalidArgument
-from kvasir_bench.commands.paper.cases import CASES
-from kvasir_bench.commands.paper.measuring import chosen
+from kvasir_bench.commands.paper.cases import CASES, chosen
 from kvasir_bench.paper import report
-from kvasir_bench.paper.rows import HERE, rows_of
-from kvasir_bench.paper.tables import SOURCES, Table, papers, tables
+from kvasir_bench.paper.tables import HERE, SOURCES, Table, content, rows_of, tables
 from kvasir_bench.pictures import series
 from kvasir_bench.tables import markdown_table
 
@@ -197,7 +195,7 @@ def changed(findings: Mapping[str, Any], way: tuple[Any, ...]) -> dict[str, Any]
 def test_every_table_of_the_papers_is_declared_with_a_source() -> None:
     assert {table.number for table in tables()} == set(SOURCES)
     assert all(any(table.is_called(name) for table in tables()) for name in WANTED)
-    assert {table.paper for table in tables()} == set(papers())
+    assert {table.paper for table in tables()} == set(content()["papers"])
     assert {case for source in SOURCES.values() for case in source.cases} == set(CASES) == set(FINDINGS)
     assert len(chosen(["5.5"])) == 2
     assert len(chosen(["002", "5.6"])) == 9

@@ -1,16 +1,24 @@
 """`kvasir bench engine`."""
 
-import json
 from enum import Enum
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from kvasir.cli.caller import JsonOption, caller_of
-from kvasir.cli.failures import WrongUsage
 
-from kvasir_bench.commands.shown import MarkdownOption, ModelOption, PlotsOption, QuickOption, draw, end, progress, show
+from kvasir_bench.commands.shown import (
+    MarkdownOption,
+    ModelOption,
+    PlotsOption,
+    QuickOption,
+    draw,
+    end,
+    progress,
+    read_results,
+    show,
+)
 from kvasir_bench.engine import keys
 from kvasir_bench.engine.plots import plots as plots_of
 from kvasir_bench.engine.report import lines
@@ -18,8 +26,6 @@ from kvasir_bench.program import measured_by
 from kvasir_bench.tables import markdown_table, text_table
 
 EngineCase = Enum("EngineCase", [(name, name) for name in keys.CASES], type=str)  # type: ignore[misc]
-
-
 Peer = Enum("Peer", [("mlx-lm", "mlx-lm")], type=str)  # type: ignore[misc]
 
 OnlyOption = Annotated[list[EngineCase] | None, typer.Option(help="Measure this case alone. May be repeated.")]
@@ -64,7 +70,7 @@ def engine(
     """
     caller = caller_of(context, as_json)
     if results_file is not None:
-        results = _kept(results_file)
+        results = read_results(results_file, "engine", lines)
     else:
         options = {
             "--model": model,
@@ -83,14 +89,3 @@ def engine(
     draw(caller, plots_of(results), plots)
     show(caller, results, partial(lines, show=markdown_table if as_markdown else text_table))
     end(results, is_quick=results["settings"]["is_quick"])
-
-
-def _kept(file: Path) -> dict[str, Any]:
-    """A run that was kept. Raises WrongUsage for any other file."""
-    try:
-        results: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-        list(lines(results))
-    except (ValueError, LookupError, TypeError, AttributeError):
-        text = f"--results: {file}: expected what one run of `kvasir bench engine --json` printed"
-        raise WrongUsage(text, field="--results") from None
-    return results

@@ -9,7 +9,7 @@ from kvasir.cli.caller import JsonOption, caller_of
 from kvasir.cli.failures import WrongUsage
 from kvasir.cli.running.checks import check_installed
 
-from kvasir_bench.commands.shown import PlotsOption, QuickOption, draw, end, progress, show
+from kvasir_bench.commands.shown import SHORT_HOME, HomeOption, PlotsOption, QuickOption, draw, end, progress, show
 from kvasir_bench.memory_path import findings
 from kvasir_bench.memory_path.campaign import PathScope, measure
 from kvasir_bench.memory_path.services import measured_services, memory_gib_for
@@ -30,9 +30,6 @@ RepeatsOption = Annotated[int, typer.Option(min=1, help="Agents of each length."
 MemoryOption = Annotated[
     float | None, typer.Option(min=0.01, help="Of the engine. Left out: half more than --shape's longest memory.")
 ]
-HomeOption = Annotated[
-    Path, typer.Option(exists=True, file_okay=False, help="A directory on the disk that is measured.")
-]
 EngineOptions = Annotated[
     list[str] | None, typer.Option(help="Of `python -m inference_svc`, as --store-budget-ms=250. May be repeated.")
 ]
@@ -51,7 +48,7 @@ def memory_path(
     prefill_tokens_per_s: PrefillRateOption = 2000,
     repeats: RepeatsOption = 3,
     memory_gib: MemoryOption = None,
-    home: HomeOption = Path("/tmp"),  # noqa: S108 - short: a socket's path must fit into a hundred bytes
+    home: HomeOption = SHORT_HOME,
     engine_option: EngineOptions = None,
     time_limit_s: TimeLimitOption = None,
     kept: KeptOption = None,

@@ -1,5 +1,6 @@
 """What the commands share: options, progress while they measure, and results with their end."""
 
+import json
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -7,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 from kvasir.cli.caller import Caller
-from kvasir.cli.failures import PROBLEMS
+from kvasir.cli.failures import PROBLEMS, WrongUsage
 
 from kvasir_bench.pictures import Plots
 
@@ -16,6 +17,10 @@ QuickOption = Annotated[
 ]
 ModelOption = Annotated[str, typer.Option(help="A directory or name of an mlx-lm model. Left out: the shipped model.")]
 PlotsOption = Annotated[Path | None, typer.Option(help="Write PNGs into this directory.")]
+HomeOption = Annotated[
+    Path, typer.Option(exists=True, file_okay=False, help="A directory on the disk that is measured.")
+]
+SHORT_HOME = Path("/tmp")  # noqa: S108 - a socket's path must fit into a hundred bytes
 MarkdownOption = Annotated[bool, typer.Option("--markdown", help="Print Markdown tables.")]
 
 
@@ -33,6 +38,17 @@ def progress(caller: Caller, title: str, plots: Path | None = None) -> Iterator[
     else:
         caller.say(f"{title} …")
         yield caller.say
+
+
+def read_results(file: Path, command: str, lines: Callable[[dict[str, Any]], Iterable[str]]) -> dict[str, Any]:
+    """A run that was kept. Raises WrongUsage for any other file."""
+    try:
+        results: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+        list(lines(results))
+    except (ValueError, LookupError, TypeError, AttributeError):
+        text = f"--results: {file}: expected what `kvasir bench {command} --json` printed"
+        raise WrongUsage(text, field="--results") from None
+    return results
 
 
 def show(caller: Caller, results: dict[str, Any], lines: Callable[[dict[str, Any]], Iterable[str]]) -> None:

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from kvasir_bench.paper.tables import papers
+from kvasir_bench.paper.tables import content
 from kvasir_bench.pictures import Picture, Plots
 from kvasir_bench.tables import Show, cells, text_table
 
@@ -20,7 +20,7 @@ def lines(results: Mapping[str, Any], show: Show = text_table) -> Iterator[str]:
     """The results for people, with tables as `show` makes them."""
     heading = "{}" if show is text_table else "### {}\n"
     yield f"{_made_on(results)}. Published figures are of the papers' machines, and of the models named beside them.\n"
-    for paper, title in papers().items():
+    for paper, title in content()["papers"].items():
         of_paper = [table for table in results["tables"] if table["paper"] == paper]
         if of_paper:
             yield f"{title}\n" if show is text_table else f"## {title}\n"
@@ -67,15 +67,12 @@ def plots(results: Mapping[str, Any]) -> Plots:
     """A picture of each table's figures of one unit: lines over contexts, or bars of the rows."""
     drawn = {}
     for table in results["tables"]:
-        others = [name for name in table["keys"] if name != "context_tokens"]
-        is_line = len(others) < len(table["keys"])
+        others_by = [name for name in (*table["keys"], "by") if name != "context_tokens"]
+        is_line = "context_tokens" in table["keys"]
         x, by = ("context_tokens", "row") if is_line else ("row", "")
         for unit, names in _by_unit(table["values"]).items():
             rows = [
-                {
-                    "context_tokens": row.get("context_tokens"),
-                    "row": ", ".join(str(row[name]) for name in (*others, "by")),
-                }
+                {"context_tokens": row.get("context_tokens"), "row": ", ".join(str(row[name]) for name in others_by)}
                 | {name: None if isinstance(row[name], str) else row[name] for name in names}
                 for row in table["rows"]
             ]

@@ -3,121 +3,108 @@
 A case gets the contexts of all tables that need it, and returns rows whose `context_tokens` is one of them.
 """
 
+import os
+import platform
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
+
+from kvasir.errors import InvalidArgument, KvasirError
 
 from kvasir_bench.commands.paper import conversations
 from kvasir_bench.commands.paper.bench import Bench
 from kvasir_bench.memory_path import campaign, findings
-from kvasir_bench.program import measured_by
+from kvasir_bench.paper.tables import Table, rows_of, tables
 
 Rows = list[dict[str, Any]]
+CaseOfLengths = Callable[[Bench, Sequence[int]], Any]
 _PEER_CHUNK = 2048
 _SCENARIOS = ("prisoners-dilemma", "gossip")
 _WAYS = ("kv", "prefill", "bm25-1")
 
 
-def facts(bench: Bench, _lengths: Sequence[int]) -> dict[str, Any]:
-    return bench.facts
-
-
-def kv_bytes(bench: Bench, lengths: Sequence[int]) -> Rows:
+def _kv_bytes(bench: Bench, lengths: Sequence[int]) -> Rows:
     """KV after a prompt in cells, with four bits and with sixteen."""
-    ways = {"q4": "q4", "fp16": "fp"}
-    return [_bytes(bench, length, ways, bench.facts["cell_tokens"]) for length in lengths]
+    cell = bench.facts["cell_tokens"]
+    return [_bytes(bench, length, q4=("q4", cell), fp16=("fp", cell)) for length in lengths]
 
 
-def peaks(bench: Bench, lengths: Sequence[int]) -> Rows:
+def _peaks(bench: Bench, lengths: Sequence[int]) -> Rows:
     """The most memory during a prompt, in cells and in one chunk."""
     cell = bench.facts["cell_tokens"]
-    return [
-        _bytes(bench, length, {"cells": "q4"}, cell) | _bytes(bench, length, {"one_chunk": "q4"}, length)
-        for length in lengths
-    ]
+    return [_bytes(bench, length, cells=("q4", cell), one_chunk=("q4", length)) for length in lengths]
 
 
-def growth(bench: Bench, lengths: Sequence[int]) -> Rows:
+def _growth(bench: Bench, lengths: Sequence[int]) -> Rows:
     """KV by length, of Kvasir and of mlx-lm."""
     cell = bench.facts["cell_tokens"]
     ways = {"kvasir, q4": ("q4", cell), "kvasir, 16 bits": ("fp", cell), "mlx-lm": ("mlx-lm", _PEER_CHUNK)}
-    return [
-        {"kv": name, **_bytes(bench, length, {"kv": kv}, cell_tokens)}
-        for name, (kv, cell_tokens) in ways.items()
-        for length in lengths
-    ]
+    return [{"kv": name, **_bytes(bench, length, kv=way)} for name, way in ways.items() for length in lengths]
 
 
-def _bytes(bench: Bench, length: int, ways: Mapping[str, str], cell_tokens: int) -> dict[str, Any]:
+def _bytes(bench: Bench, length: int, **ways: tuple[str, int]) -> dict[str, Any]:
     row: dict[str, Any] = {"context_tokens": length}
-    for name, kv in ways.items():
-        found = bench.probed(length, kv, cell_tokens)
+    for name, (kv, cell_tokens) in ways.items():
+        found = bench.bytes_of(length, kv, cell_tokens)
         row[f"{name}_bytes"] = found["after_bytes"] - found["before_bytes"]
         row[f"{name}_peak_bytes"] = found["peak_bytes"]
     return row
 
 
-def path(bench: Bench, lengths: Sequence[int]) -> Rows:
+def _path(bench: Bench, lengths: Sequence[int]) -> Rows:
     """Agents' memories on their way to the store and back, by `kvasir bench memory-path`."""
-    scope = campaign.PathScope(lengths, bench.repeats, is_quick=bench.scope.is_quick)
-    agents: Rows = findings.complete(campaign.measure(scope, bench.services, bench.say))["agents"]
-    per_token = bench.facts["kv_bytes_per_token"]
+    scope = campaign.PathScope(lengths, bench.repeats, is_quick=bench.is_quick)
+    agents = findings.complete(campaign.measure(scope, bench.services, bench.say))["agents"]
+    size = bench.facts["kv_bytes_per_token"]
     return [
-        {"context_tokens": agent["length"], "file_bytes": per_token * agent["both_killed"]["cached_tokens"], **agent}
+        {"context_tokens": agent["length"], "file_bytes": size * agent["both_killed"]["cached_tokens"], **agent}
         for agent in agents
     ]
 
 
-def _of_engine(name: str, key: str, **options: object) -> "CaseOfLengths":
+def _of_engine(name: str, key: str, **options: object) -> CaseOfLengths:
     """A case of `kvasir bench engine`; `key` holds the wanted context."""
 
     def measured(bench: Bench, lengths: Sequence[int]) -> Rows:
-        return [{"context_tokens": row[key], **row} for row in bench.engine_case(name, lengths, **options)]
+        given = {"model": bench.model, "lengths": ",".join(map(str, lengths)), "repeats": bench.repeats, **options}
+        found = bench.of_bench("engine", "the engine could not be measured", "--only", name, **given)
+        return [{"context_tokens": row[key], **row} for row in found["cases"][name]["rows"]]
 
     return measured
 
 
-def attention(bench: Bench, _lengths: Sequence[int]) -> dict[str, Any]:
-    options = {"--quick": bench.scope.is_quick}
-    return measured_by("attention", "attention could not be measured", options, bench.say)
+def _attention(bench: Bench, _lengths: Sequence[int]) -> dict[str, Any]:
+    return bench.of_bench("attention", "attention could not be measured", quick=bench.is_quick)
 
 
-def quality(bench: Bench, _lengths: Sequence[int]) -> dict[str, Any]:
-    options = {"--model": bench.scope.model, "--quick": bench.scope.is_quick}
-    return measured_by("quality", "KV policies were not measured", options, bench.say)
+def _quality(bench: Bench, _lengths: Sequence[int]) -> dict[str, Any]:
+    return bench.of_bench("quality", "KV policies were not measured", model=bench.model, quick=bench.is_quick)
 
 
-def weights(bench: Bench, _lengths: Sequence[int]) -> Rows:
+def _weights(bench: Bench, _lengths: Sequence[int]) -> Rows:
     """Loading the model over mapped files, and as a copy."""
     bench.say("loading weights, mapped and copied")
+    probe, failure = "engine.weights_probe", "weights were not loaded"
     ways = {"mapped": False, "copied": True}
-    return [
-        {
-            "loading": name,
-            **measured_by(
-                "engine.weights_probe", "weights were not loaded", {"--model": bench.scope.model, "--copy": copies}
-            ),
-        }
-        for name, copies in ways.items()
-    ]
+    return [{"loading": name, **bench.of_bench(probe, failure, model=bench.model, copy=ways[name])} for name in ways]
 
 
-def scenarios(bench: Bench, _lengths: Sequence[int]) -> dict[str, Any]:
+def _scenarios(bench: Bench, _lengths: Sequence[int]) -> dict[str, Any]:
     """Scenarios under three ways to remember."""
     from kvasir_bench.scenarios import report  # the extra's packages are imported where they are needed
 
-    variants = 1 if bench.scope.is_quick else 2 * bench.repeats
-    options = {"variants": variants, "together": variants, "first": 1, "model": bench.scope.model}
+    variants = 1 if bench.is_quick else 2 * bench.repeats
+    options = {"variants": variants, "together": variants, "first": 1, "model": bench.model}
     scope = report.scope_of(_SCENARIOS, _WAYS, is_quick=True, time_limit_s=None, **options)
     return report.run(scope, bench.say, None) | {"shapes": report.shapes(_SCENARIOS)}
 
 
-CaseOfLengths = Callable[[Bench, Sequence[int]], Any]
 CASES: Mapping[str, CaseOfLengths] = {
-    "facts": facts,
-    "kv_bytes": kv_bytes,
-    "peaks": peaks,
-    "growth": growth,
-    "path": path,
+    "facts": lambda bench, _lengths: bench.facts,
+    "kv_bytes": _kv_bytes,
+    "peaks": _peaks,
+    "growth": _growth,
+    "path": _path,
     "three_turns": conversations.three_turns,
     "prefix": conversations.prefix,
     "over_http": conversations.over_http,
@@ -128,8 +115,52 @@ CASES: Mapping[str, CaseOfLengths] = {
     "matching": _of_engine("matching", "text_tokens"),
     "parts": _of_engine("parts", "prompt_tokens"),
     "peer": _of_engine("peer", "context", batches=1, peer="mlx-lm"),
-    "attention": attention,
-    "quality": quality,
-    "weights": weights,
-    "scenarios": scenarios,
+    "attention": _attention,
+    "quality": _quality,
+    "weights": _weights,
+    "scenarios": _scenarios,
 }
+
+
+def chosen(names: Sequence[str]) -> list[Table]:
+    """The tables of these names; all if there are none. Raises InvalidArgument."""
+    for name in names:
+        if not any(table.is_called(name) for table in tables()):
+            known = ", ".join(table.number for table in tables())
+            raise InvalidArgument(f"--table {name}: expected 001 to 004, or one of {known}", field="table")
+    return [table for table in tables() if not names or any(map(table.is_called, names))]
+
+
+def measured(bench: Bench, wanted: Sequence[Table], keep: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
+    """The results, each case once. `keep` gets those so far after each table. Raises FailedPrecondition for a model
+    that cannot be used; another failure of a case is the note of its tables' rows.
+    """
+    facts, found = bench.facts, dict[str, Any]()
+    machine = {"platform": platform.platform(), "device": facts["device"], "cores": os.cpu_count(), **facts["versions"]}
+    results: dict[str, Any] = {
+        "machine": {**machine, "load_before": round(os.getloadavg()[0], 2)},
+        "model": {name: facts[name] for name in ("name", "context_tokens", "compute_type", "kv_bytes_per_token")},
+        "settings": {"repeats": bench.repeats, "is_quick": bench.is_quick},
+        "tables": [],
+    }
+    for table in wanted:
+        for case in table.source.cases:
+            if case not in found:
+                contexts = {each for other in wanted if case in other.source.cases for each in other.contexts}
+                found[case] = _found(bench, case, sorted(contexts))
+        findings = [found[case] for case in table.source.cases]
+        failure = next((each.message for each in findings if isinstance(each, KvasirError)), "")
+        rows = list(rows_of(table, findings, bench.lengths_of(table.contexts), bench.why_left_out, failure))
+        head = {name: value for name, value in asdict(table).items() if name != "figures"}
+        results["tables"].append({**head, "rows": rows})
+        results["machine"]["load_after"] = round(os.getloadavg()[0], 2)
+        keep(results)
+    return results
+
+
+def _found(bench: Bench, case: str, contexts: Sequence[int]) -> Any:
+    try:
+        return CASES[case](bench, bench.lengths_of(contexts))
+    except KvasirError as error:
+        bench.say(f"{case}: {error.message}")
+        return error

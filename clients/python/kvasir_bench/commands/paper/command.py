@@ -7,14 +7,14 @@ from typing import Annotated, Any
 
 import typer
 from kvasir.cli.caller import JsonOption, caller_of
-from kvasir.cli.failures import WrongUsage
 from kvasir.cli.running.checks import check_installed
 from kvasir.credentials import read_token
 from kvasir.errors import InvalidArgument
 
-from kvasir_bench.commands.paper import measuring
-from kvasir_bench.commands.paper.bench import Bench, PaperScope
-from kvasir_bench.commands.shown import MarkdownOption, ModelOption, PlotsOption, draw, progress, show
+from kvasir_bench.commands import shown
+from kvasir_bench.commands.paper.bench import Bench
+from kvasir_bench.commands.paper.cases import chosen, measured
+from kvasir_bench.commands.shown import SHORT_HOME, HomeOption, MarkdownOption, ModelOption, PlotsOption
 from kvasir_bench.paper import report
 from kvasir_bench.paper.tables import tables
 from kvasir_bench.tables import markdown_table, text_table
@@ -25,9 +25,6 @@ TableOption = Annotated[
 ]
 RepeatsOption = Annotated[int, typer.Option(min=1, help="How often to measure; medians are shown.")]
 QuickOption = Annotated[bool, typer.Option("--quick", help="Once, and contexts up to 1,100 tokens.")]
-HomeOption = Annotated[
-    Path, typer.Option(exists=True, file_okay=False, help="A directory on the disk that is measured.")
-]
 HttpOption = Annotated[str, typer.Option(metavar="URL", help="For 5.9: LM Studio, or another server of OpenAI's chat.")]
 HttpModelOption = Annotated[str, typer.Option(help="With --http: the model's name at that server.")]
 ApiKeyFileOption = Annotated[Path | None, typer.Option(help="With --http: the file of the key.")]
@@ -45,7 +42,7 @@ def paper(
     table: TableOption = None,
     repeats: RepeatsOption = 3,
     quick: QuickOption = False,
-    home: HomeOption = Path("/tmp"),  # noqa: S108 - short: a socket's path must fit into a hundred bytes
+    home: HomeOption = SHORT_HOME,
     http: HttpOption = "",
     http_model: HttpModelOption = "",
     api_key_file: ApiKeyFileOption = None,
@@ -67,18 +64,16 @@ def paper(
         results = _kept(results_file)
     else:
         check_installed("store", "engine", gateway=True)
-        wanted = measuring.chosen(table or ())
+        wanted = chosen(table or ())
         server = (http, http_model, read_token(api_key_file) if api_key_file else "") if http else None
-        with progress(caller, "measuring the papers' tables; minutes", plots) as say:
-            bench = Bench(PaperScope(model, repeats, quick, home, server), say)
-            try:
-                results = measuring.measured(bench, wanted, partial(_keep, keep))
-            finally:
-                bench.close()
-    draw(caller, report.plots(results), plots)
+        with shown.progress(caller, "measuring the papers' tables; minutes", plots) as say:
+            bench = Bench(say, model, 1 if quick else repeats, quick, home, server)
+            with bench.started:
+                results = measured(bench, wanted, partial(_keep, keep))
+    shown.draw(caller, report.plots(results), plots)
     if csv is not None:
         report.write_csv(results, csv)
-    show(caller, results, partial(report.lines, show=markdown_table if as_markdown else text_table))
+    shown.show(caller, results, partial(report.lines, show=markdown_table if as_markdown else text_table))
 
 
 def _keep(file: Path | None, results: dict[str, Any]) -> None:
@@ -87,15 +82,7 @@ def _keep(file: Path | None, results: dict[str, Any]) -> None:
 
 
 def _kept(files: list[Path]) -> dict[str, Any]:
-    """The tables of all files in the papers' order, the last of each number, with the machine of the first file. Raises
-    WrongUsage for any other file.
-    """
-    try:
-        runs = [json.loads(file.read_text(encoding="utf-8")) for file in files]
-        found = {table["number"]: table for run in runs for table in run["tables"]}
-        in_order = [found[table.number] for table in tables() if table.number in found]
-        results: dict[str, Any] = {**runs[0], "tables": in_order}
-        list(report.lines(results))
-    except (ValueError, LookupError, TypeError, AttributeError):
-        raise WrongUsage("--results: expected what `kvasir bench paper --json` printed", field="--results") from None
-    return results
+    """The tables of all files in the papers' order, the last of each number, with the machine of the first file."""
+    runs = [shown.read_results(file, "paper", report.lines) for file in files]
+    found = {table["number"]: table for run in runs for table in run["tables"]}
+    return {**runs[0], "tables": [found[table.number] for table in tables() if table.number in found]}

@@ -34,23 +34,21 @@ def three_turns(bench: Bench, lengths: Sequence[int]) -> Rows:
         agent = Agent(client, name, words, _REPLY_TOKENS)
         return [agent.cold(), *(agent.goes_on() for _ in range(_TURNS - 1))]
 
-    return _medians(bench, lengths, "three turns", turns, lambda place: {"turn": place + 1})
+    return _medians(bench, lengths, "three turns", turns, [{"turn": place + 1} for place in range(_TURNS)])
 
 
 def prefix(bench: Bench, lengths: Sequence[int]) -> Rows:
     """Two agents whose system prompt is the same."""
 
     def turns(client: InferenceClient, name: str, words: int) -> list[SeenTurn]:
-        system = text_of(name, words)
-        agents = [Agent(client, f"{name} {each}", 12, _REPLY_TOKENS, system) for each in "AB"]
-        seen = []
-        for agent in agents:
+        system, seen = text_of(name, words), []
+        for each in "AB":
+            agent = Agent(client, f"{name} {each}", 12, _REPLY_TOKENS, system)
             seen.append(agent.cold())
             agent.stored_s()
         return seen
 
-    names = ("A (cold)", "B (shared)")
-    return _medians(bench, lengths, "a shared prefix", turns, lambda place: {"request": names[place]})
+    return _medians(bench, lengths, "a shared prefix", turns, [{"request": "A (cold)"}, {"request": "B (shared)"}])
 
 
 def _medians(
@@ -58,7 +56,7 @@ def _medians(
     lengths: Sequence[int],
     what: str,
     turns: Callable[[InferenceClient, str, int], list[SeenTurn]],
-    key: Callable[[int], dict[str, Any]],
+    keys: Sequence[dict[str, Any]],
 ) -> Rows:
     """A row for each turn, with medians over the repeats behind one that warms up."""
     rows = []
@@ -70,24 +68,20 @@ def _medians(
             bench.say(f"{what} at {length:,} tokens")
             names = [f"paper, {what}, {length}, {number}" for number in range(bench.repeats)]
             found = [turns(client, name, round(length * ratio)) for name in names]
-            for place, seen in enumerate(zip(*found, strict=True)):
-                rows.append(
-                    {
-                        "context_tokens": length,
-                        **key(place),
-                        "first_token_s": median(turn.first_token_s for turn in seen),
-                        "end_to_end_s": median(turn.last_token_s for turn in seen),
-                        "tokens": median(len(turn.token_ids) for turn in seen),
-                        "cached_tokens": median(turn.cached_tokens for turn in seen),
-                    }
-                )
+            for key, seen in zip(keys, zip(*found, strict=True), strict=True):
+                medians = {
+                    "first_token_s": median(turn.first_token_s for turn in seen),
+                    "end_to_end_s": median(turn.last_token_s for turn in seen),
+                    "tokens": median(len(turn.token_ids) for turn in seen),
+                    "cached_tokens": median(turn.cached_tokens for turn in seen),
+                }
+                rows.append({"context_tokens": length, **key, **medians})
     return rows
 
 
 def over_http(bench: Bench, lengths: Sequence[int]) -> Rows:
     """Cold turns at the gateway, streamed and in one piece."""
-    url, key = bench.services.start_gateway()
-    return asyncio.run(_over_http(bench, lengths, url, key))
+    return asyncio.run(_over_http(bench, lengths, *bench.services.start_gateway()))
 
 
 async def _over_http(bench: Bench, lengths: Sequence[int], url: str, key: str) -> Rows:
@@ -96,25 +90,23 @@ async def _over_http(bench: Bench, lengths: Sequence[int], url: str, key: str) -
     rows: Rows = []
     async with connected(url, bench.facts["name"], key) as target:
         ratio = await target.tokens_per_word(text_of("counted", 64)) or 1.0
-
         for length in lengths:
             bench.say(f"over HTTP at {length:,} tokens")
             for mode, send in {"streaming": _streamed, "whole": _whole}.items():
                 texts = [text_of(f"{mode} {length} {n}", max(1, round(length / ratio))) for n in range(bench.repeats)]
                 turns = [(await send(target, "", [{"role": "user", "content": text}]))[0] for text in texts]
-                seconds = {
+                medians = {
                     "first_token_s": median(turn.first_token_s or 0.0 for turn in turns),
                     "end_to_end_s": median(turn.ended_s or 0.0 for turn in turns),
+                    "tokens": median(turn.tokens for turn in turns),
                 }
-                tokens = median(turn.tokens for turn in turns)
-                rows.append({"context_tokens": length, "mode": mode, **seconds, "tokens": tokens})
+                rows.append({"context_tokens": length, "mode": mode, **medians})
     return rows
 
 
 def servers(bench: Bench, lengths: Sequence[int]) -> Rows:
     """The same three turns over HTTP: at Kvasir's gateway, at mlx_lm.server, and at the server that was given."""
-    url, key = bench.services.start_gateway()
-    return asyncio.run(_servers(bench, max(lengths), url, key))
+    return asyncio.run(_servers(bench, max(lengths), *bench.services.start_gateway()))
 
 
 async def _servers(bench: Bench, length: int, url: str, key: str) -> Rows:
@@ -123,11 +115,11 @@ async def _servers(bench: Bench, length: int, url: str, key: str) -> Rows:
 
     name = bench.facts["name"]
     places = {"Kvasir": connected(url, name, key)}
-    if bench.scope.server is not None:
-        places[bench.scope.server[0]] = connected(*bench.scope.server)
+    if bench.server is not None:
+        places[bench.server[0]] = connected(*bench.server)
     rows = []
     with tempfile.TemporaryDirectory() as logs:
-        places[mlx_lm_server.NAME] = mlx_lm_server.serving(bench.scope.model or name, 1, Path(logs))
+        places[mlx_lm_server.NAME] = mlx_lm_server.serving(bench.model or name, 1, Path(logs))
         for server, place in places.items():
             bench.say(f"three turns at {server}")
             try:
@@ -179,10 +171,9 @@ def open_loop(bench: Bench, _lengths: Sequence[int]) -> dict[str, Any]:
 
 
 async def _open_loop(bench: Bench) -> dict[str, Any]:
-    seconds, tokens = (8.0, 64) if bench.scope.is_quick else (30.0, 512)
-    scope = run.LoadScope(
-        Lengths.parse(str(tokens), "--in"), Lengths.parse("32", "--out"), seconds=seconds, ramp_s=seconds / 5
-    )
+    seconds, tokens = (8.0, 64) if bench.is_quick else (30.0, 512)
+    lengths = (Lengths.parse(str(tokens), "--in"), Lengths.parse("32", "--out"))
+    scope = run.LoadScope(*lengths, seconds=seconds, ramp_s=seconds / 5)
     async with AioInferenceClient.connect(bench.services.address) as client:
         target = run.GrpcTarget(client)
         counted = await run.tokens_per_word(target, scope)
