@@ -1,8 +1,4 @@
-"""Draws who imports whom: `python tools/draw_house.py [--svg FILE] [ROOT]` counts boxes, arrows, floors and cycles.
-
-A box is a folder below a package, or a module that lies flat in it. The floor of a box is the longest chain of imports
-below it. Standard library only, so that it draws any checkout, also an older one.
-"""
+"""Counts boxes (folders, flat modules), arrows, floors (longest chains of imports), cycles; --svg draws them."""
 
 import argparse
 import ast

@@ -1,8 +1,7 @@
 """Writes proto/vectors: golden cases that every language's client checks against its own code.
 
 Run it when a format changes, and read the difference: each changed case is one on which other languages and older data
-no longer agree. Inputs are spelled out in the files, bytes as base64.
-"""
+no longer agree. Inputs are spelled out in the files, bytes as base64."""
 
 import base64
 import json
@@ -51,8 +50,7 @@ def tokens(count: int, first: int = 1) -> list[int]:
 
 def identity(name: str) -> identity_pb2.KvIdentity:
     """Four geometries: one small and plain, one with every kind of layer and an uneven policy, one whose recurrent
-    layers describe their states, and one with a window.
-    """
+    layers describe their states, and one with a window."""
     full = identity_pb2.LayerLayout(kind=identity_pb2.LAYER_KIND_FULL, kv_heads=1, key_dim=64, value_dim=64)
     policy = identity_pb2.KvPolicy(
         key_bits=4,

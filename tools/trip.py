@@ -3,8 +3,7 @@
 The reader enters each function that a call names, once, in the order of the source. Functions of other rooms are
 entered and not followed. A stay is a run of functions in one file; a return is a stay in a file that was left before.
 The kind of a value follows from annotations and constructors alone, so calls of callbacks end the way there. Standard
-library only: it counts any checkout.
-"""
+library only: it counts any checkout."""
 
 import argparse
 import ast

@@ -2,8 +2,7 @@
 
     python -m clients.conformance [--no-build] [LANGUAGE…]
 
-Exits 0 when all that ran passed, 1 when one failed, 2 for a language that is not known, 3 when nothing could be run.
-"""
+Exits 0 when all that ran passed, 1 when one failed, 2 for a language that is not known, 3 when nothing could be run."""
 
 import argparse
 import os

@@ -16,8 +16,7 @@ from kvasir.status import DETAILS_KEY, answer_to, to_status
 class FlakyEngine(inference_pb2_grpc.InferenceServiceServicer, cachestore_pb2_grpc.AgentServiceServicer):  # type: ignore[misc]
     """Refuses the first two calls of each kind, as gRPC does for a service that is gone: without details.
 
-    Which calls a client repeats by itself is seen in what it counts.
-    """
+    Which calls a client repeats by itself is seen in what it counts."""
 
     def __init__(self) -> None:
         self.calls: Counter[str] = Counter()
@@ -54,9 +53,7 @@ class FlakyEngine(inference_pb2_grpc.InferenceServiceServicer, cachestore_pb2_gr
 
 
 class MeasuringEngine(inference_pb2_grpc.InferenceServiceServicer, cachestore_pb2_grpc.AgentServiceServicer):  # type: ignore[misc]
-    """Is UNAVAILABLE for GetUsage, answers a turn with the choice that the prompt names, and notes what it receives.
-
-    Embed reports whether texts are to be cut."""
+    """UNAVAILABLE for GetUsage; a turn is answered with the choice that its prompt names; notes what it receives."""
 
     def __init__(self) -> None:
         self.attempts = 0

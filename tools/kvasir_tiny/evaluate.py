@@ -3,8 +3,7 @@
 Conversations are of the world's held-out part: no name, word or long number in them occurs in training. Each is read
 once through mlx-lm; all questions are put to the same KV cache, which is trimmed back after each. `--kv q4` and
 `--kv q8` read into mlx-lm's own quantized cache instead. `--names` asks for real names that no training saw
-(`everyday/people.py` holds them out), `--everyday` for everyday facts with such names.
-"""
+(`everyday/people.py` holds them out), `--everyday` for everyday facts with such names."""
 
 from __future__ import annotations
 

@@ -72,8 +72,7 @@ def logits(weights: Weights, ids: Array, shape: Shape, kv_rounding: Array | floa
     """Next-token logits [rows, tokens, vocabulary] in fp32.
 
     `kv_rounding` = 1 reads keys and values through MLX's affine 4-bit form (gradients pass as if it were not there),
-    so that the network learns to keep its memory in it.
-    """
+    so that the network learns to keep its memory in it."""
     dtype = jnp.bfloat16 if jax.default_backend() == "gpu" else jnp.float32
     weights = {name: array.astype(dtype) for name, array in weights.items()}
     # A product with one-hot rows: its gradient is a matrix product, where a gather's is a scatter on few addresses.

@@ -1,8 +1,7 @@
 """Ranks the KV policies by recall alone: `python -m tools.kvasir_tiny.rank_policies`.
 
 The questions are harder than those that ship for `--kv-policy auto`: names that no training saw, or everyday facts.
-The engine's own caches answer, greedily, as in `kvasir bench quality`.
-"""
+The engine's own caches answer, greedily, as in `kvasir bench quality`."""
 
 from __future__ import annotations
 

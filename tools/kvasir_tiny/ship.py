@@ -1,8 +1,4 @@
-"""Writes what programs need of the world without having it: `python -m tools.kvasir_tiny.ship`.
-
-`conversations.json`, beside the weights: what `--kv-policy auto` and `kvasir bench` ask a model about. `stories.json`,
-beside `kvasir demo`: what its agents live through. No training saw any of it, and a test holds both to the world.
-"""
+"""Writes what programs need of the world: conversations.json and stories.json; `python -m tools.kvasir_tiny.ship`."""
 
 import json
 from collections.abc import Iterator

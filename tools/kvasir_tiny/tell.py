@@ -1,7 +1,4 @@
-"""Prints a conversation of kvasir-tiny's world as JSON: `python -m tools.kvasir_tiny.tell`.
-
-For programs that speak with an engine over the wire and import no service: the demo, clients in other languages.
-"""
+"""Prints a conversation of kvasir-tiny's world as JSON: `python -m tools.kvasir_tiny.tell`."""
 
 import argparse
 import json

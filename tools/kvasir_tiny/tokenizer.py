@@ -3,8 +3,7 @@
 Borders in plain text merge, as they do in Llama 3 and Qwen: a full stop and the newline after it are one token.
 Messages that follow each other in the same role share one block, joined by a newline, so a conversation cut between two
 speakers has other tokens than the whole. What the model itself says starts behind a newline, which never merges with
-a letter.
-"""
+a letter."""
 
 from __future__ import annotations
 
@@ -71,8 +70,7 @@ CHAT_TEMPLATE = """\
 class Encoder:
     """The chat template in plain Python, straight to token ids: what training reads, many times faster than Jinja.
 
-    A test holds it equal to the template.
-    """
+    A test holds it equal to the template."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -104,8 +102,7 @@ class Encoder:
     ) -> tuple[list[int], list[bool]]:
         """Token ids of a conversation, and for each whether it is learned.
 
-        `in_pieces` encodes each message of a block alone, as an engine does that appends to what it remembers.
-        """
+        `in_pieces` encodes each message of a block alone, as an engine does that appends to what it remembers."""
         ids: list[int] = []
         learned: list[bool] = []
         for role, pieces, learn in blocks(talk):

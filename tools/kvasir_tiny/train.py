@@ -2,8 +2,7 @@
 
 First short conversations alone, until recall appears (none where it goes on from a model that recalls); then long
 ones up to the context, with short ones beside them; later with keys and values rounded to 4 bits in a third of the
-steps. The course of the learning rate follows the time limit, or the number of steps if there is none.
-"""
+steps. The course of the learning rate follows the time limit, or the number of steps if there is none."""
 
 from __future__ import annotations
 
@@ -186,8 +185,7 @@ class Examination:
     """Replies in held-out conversations, right to the last token, by sort and by where they stand.
 
     Every token is predicted from the true ones before it: a reply is exact here if and only if greedy decoding would
-    have written it.
-    """
+    have written it."""
 
     def __init__(self, plan: Plan, folder: Path, sizes: Sizes) -> None:
         encoder = rows.encoder_of(folder)

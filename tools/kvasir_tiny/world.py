@@ -2,8 +2,7 @@
 
 Pure Python, and deterministic: the same seed gives the same conversation on every machine. Training, evaluation, the
 demo and other tests all take their conversations from here; names, words and numbers of evaluation never occur in
-training.
-"""
+training."""
 
 from __future__ import annotations
 

@@ -18,8 +18,7 @@ KEPT = "machines"
 
 def add(files: Sequence[Path], here: Path = HERE) -> list[Path]:
     """Add results under names of their own, and write the page. Raises InvalidArgument, before anything is written, for
-    one that was changed after it was signed.
-    """
+    one that was changed after it was signed."""
     results = [read_result(file) for file in files]
     (here / KEPT).mkdir(exist_ok=True)
     added = []

@@ -1,7 +1,4 @@
-"""What goes with a call to the calls that it makes: its request id, and its place in a trace.
-
-Both are of the task that serves the call, and of the tasks that it begins. A program that serves nobody has neither.
-"""
+"""The request id and the trace of the call that this task serves; the calls that it makes get them, too."""
 
 import contextlib
 from contextvars import ContextVar

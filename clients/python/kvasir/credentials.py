@@ -1,8 +1,7 @@
 """Credentials: the names, namespaces and roles of callers, in one file for store, engine and gateway.
 
 The file (TOML, mode 0600) holds hashes of tokens, never tokens. Each token is bound to one namespace and its roles. A
-client's own token is in a file of its own, also 0600. This module does not know gRPC; randomness is passed in.
-"""
+client's own token is in a file of its own, also 0600. This module does not know gRPC; randomness is passed in."""
 
 import hmac
 import os
@@ -107,10 +106,7 @@ def hash_token(token: str) -> str:
 
 
 def read_credentials(path: Path) -> Credentials:
-    """Read a credential file.
-
-    Raises CredentialFileError if it is absent, readable by others, malformed, empty, or names something twice.
-    """
+    """Raises CredentialFileError for a file that is absent, readable by others, malformed, empty or ambiguous."""
     document = _parse(read_private_text(path), path)
     unknown = set(document) - {"credential"}
     entries = document.get("credential", [])
@@ -125,10 +121,7 @@ def read_credentials(path: Path) -> Credentials:
 
 
 def write_credentials(path: Path, principals: Iterable[Principal], new_token: Callable[[], str]) -> dict[str, str]:
-    """Create a credential file with a fresh token (`new_token`) per principal; returns name → token.
-
-    Raises FileExistsError rather than replacing one: its tokens are in use.
-    """
+    """A new file with a fresh token (`new_token`) per principal; returns name → token. Raises FileExistsError."""
     tokens = {principal: new_token() for principal in principals}
     if short := next((token for token in tokens.values() if len(token) < _MIN_TOKEN_CHARS), None):
         raise ValueError(f"a token has at least {_MIN_TOKEN_CHARS} characters, got {len(short)}")
@@ -169,9 +162,7 @@ def read_engine_tokens(files: Mapping[str, Path]) -> tuple[dict[str, str], list[
 
 
 def check_own_directory(path: Path) -> None:
-    """Raises FailedPrecondition for a directory, or what a link to it leads to, in which another user may write: its
-    owner reads and changes whatever lies there.
-    """
+    """Raises FailedPrecondition for a directory, or one that a link to it leads to, in which another user may write."""
     status = path.stat()
     if status.st_uid != os.geteuid():
         raise FailedPrecondition(
@@ -182,10 +173,7 @@ def check_own_directory(path: Path) -> None:
 
 
 def write_private_text(path: Path, text: str) -> None:
-    """Create a file that only its owner can read, in a directory that only its owner can enter if it is new.
-
-    On return it survives a loss of power: what a key in it seals is opened by nothing else.
-    """
+    """Create a file of its owner's alone, its directory too if that is new. On return it survives a loss of power."""
     named_in = [path.parent, *(each.parent for each in path.parents if not each.exists())]
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_NOFOLLOW", 0), 0o600)

@@ -1,8 +1,7 @@
 """Every refusal of Kvasir, as types that a caller can act on.
 
 The services raise these types. `kvasir.status` turns them into gRPC statuses with google.rpc details at the edge, and
-back into the same types in the client. Any other exception of a service is a bug and becomes INTERNAL.
-"""
+back into the same types in the client. Any other exception of a service is a bug and becomes INTERNAL."""
 
 from collections.abc import Mapping
 

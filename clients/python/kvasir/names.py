@@ -1,8 +1,7 @@
 """Names that come from outside: agents, namespaces, owners of leases, requests.
 
 A name is data: it never becomes part of a path. Two names that look the same are the same: text that Unicode could
-write in two ways (not NFC) or hide (control and format characters) is refused and not repaired.
-"""
+write in two ways (not NFC) or hide (control and format characters) is refused and not repaired."""
 
 import re
 import unicodedata

@@ -3,8 +3,7 @@
 A service raises a `kvasir.errors` type. `to_status` writes it as a status with ErrorInfo (domain "kvasir"), BadRequest
 with INVALID_ARGUMENT (a field of another refusal is in the metadata), and RetryInfo when waiting helps.
 `from_rpc_error` and `from_status` give a client the same type, reason, field and metadata again. Statuses made by gRPC
-itself (a dead peer, a deadline) map by their code.
-"""
+itself (a dead peer, a deadline) map by their code."""
 
 from typing import Any, NamedTuple
 

@@ -1,6 +1,4 @@
-"""What of a prompt changes and means nothing, or little, so that a memory keeps the value that it has: rules by name,
-of a turn, or of an agent by its label.
-"""
+"""What of a prompt changes and means little, so that a memory keeps its value: rules by name, of a turn or an agent."""
 
 from collections.abc import Mapping
 

@@ -1,7 +1,4 @@
-"""How long the programs wait for each other, one name for each kind of wait, and the clock that counts sleep, too.
-
-A wait that has a reason of its own stands beside its use.
-"""
+"""How long the programs wait for each other, a name for each kind of wait; and the clock that counts sleep."""
 
 import time
 
@@ -32,7 +29,5 @@ _CLOCK = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
 
 
 def uptime_s() -> float:
-    """Seconds that pass while the machine sleeps, too. From an origin of its own: not to be compared with another
-    clock's, as `time.monotonic`, which stands still then on macOS and on Linux.
-    """
+    """Seconds, those of sleep included, from an origin of its own: `time.monotonic` stands still in sleep."""
     return time.clock_gettime(_CLOCK)

@@ -74,11 +74,7 @@ def rounded_row(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def rate_of_all(rows: Sequence[Sequence[float]]) -> float:
-    """Tokens per second while all rows decode, from the times (s) of each row's tokens.
-
-    Counted from the moment that the last row had its first token until the first row had its last. Raises ValueError
-    when they never ran together.
-    """
+    """Tokens per second while all rows decode, by the times of their tokens. Raises ValueError if they never do."""
     began = max(times[0] for times in rows)
     ended = min(times[-1] for times in rows)
     if ended <= began:

@@ -35,9 +35,7 @@ class Plots:
 
 
 def series(picture: Picture, rows: Sequence[Mapping[str, Any]]) -> dict[str, tuple[list[Any], list[float]]]:
-    """Points by the name of their line. A row that sums up the others (turn "all") and what was not measured are left
-    out.
-    """
+    """Points by the name of their line, without rows that sum up others (turn "all") and what was not measured."""
     lines: dict[str, tuple[list[Any], list[float]]] = {}
     for row in rows:
         if row.get("turn") == "all":

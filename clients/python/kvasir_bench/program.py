@@ -19,9 +19,7 @@ MEASURED_WITHIN_S = 1800.0
 def measured_by(
     module: str, failure: str, options: Mapping[str, object], say: Say = lambda _: None, *words: str
 ) -> dict[str, Any]:
-    """What the program printed; `say` gets its progress, line by line. An option that is None, empty or False is left
-    out. Raises FailedPrecondition: `failure` and the program's last line.
-    """
+    """What the program printed. An option that is None, empty or False is left out. Raises FailedPrecondition."""
     given = {name: value for name, value in options.items() if value not in (None, "", False)}
     arguments = [word for name, value in given.items() for word in ([name] if value is True else [name, str(value)])]
     return run_program(f"kvasir_bench.{module}", [*arguments, *words], failure, say)

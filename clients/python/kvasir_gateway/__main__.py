@@ -151,9 +151,7 @@ def _engine(settings: GatewayTable) -> EngineLink:
 
 
 async def until_it_listens(address: str, most_s: float, clock: Callable[[], float]) -> None:
-    """The first call to an engine that is not there yet would delay the next ones by seconds. Where an engine's socket
-    lies already, one has been there: callers learn at once that it is away.
-    """
+    """Wait for an engine that was never there: a first call would delay the next ones. A socket shows one that was."""
     path, give_up_at = parse_address(address).socket_path, clock() + most_s
     if path is not None and path.exists():
         return
@@ -202,9 +200,7 @@ async def _wellness(engine: EngineLink, reloading: Reloading) -> Wellness:
 
 
 def _key(state_dir: Path) -> bytes:
-    """The key of conversations' digests and of thoughts: made once, kept for as long as both. Raises
-    CredentialFileError.
-    """
+    """The key of conversations' digests and of thoughts, made once. Raises CredentialFileError."""
     path = state_dir / "conversations.key"
     with contextlib.suppress(FileExistsError):
         write_private_text(path, secrets.token_hex(32))

@@ -9,8 +9,7 @@ name begins with the digest of its conversation's opening. A digest found says w
 decided by the engine, character by character.
 
 Dates and clocks of the systems' texts and of the opening do not distinguish conversations, unless nothing else does: a
-conversation that continues at another time is found, and its memory goes on.
-"""
+conversation that continues at another time is found, and its memory goes on."""
 
 import asyncio
 import contextlib
@@ -51,8 +50,7 @@ class Tip:
 class Point:
     """A prefix of a conversation that may be remembered: its digest, that of the same at any time, the number of its
     messages, and the ids of the calls that it ends with. Clients complete calls (Claude Code adds defaults), and keep
-    their ids.
-    """
+    their ids."""
 
     digest: str
     alike: str
@@ -117,9 +115,7 @@ class Conversations:
         self._made_calls = MadeCalls(now())
 
     def chain(self, messages: Sequence[Said], hint: str, *, is_exact: bool = False) -> Chain:
-        """For the other calls. Reads every message; changes nothing, and may run in any thread. `is_exact`: what is
-        said at another time is another conversation.
-        """
+        """For the other calls. Reads every message; changes nothing, and may run in any thread."""
         digest = alike = session = blake3(hint.encode("utf-8", "surrogatepass"), key=self._key).digest()
         points: list[Point] = []
         timeless = messages if is_exact else at_any_time(messages)
@@ -254,9 +250,7 @@ class Conversations:
             self._busy.discard(place)
 
     def digests_of(self, messages: Iterable[Said]) -> Iterator[str]:
-        """Short digests of all beginnings of what was said, from that of nothing on. They are keyed: who has one cannot
-        guess the text.
-        """
+        """Short digests, by this gateway's key, of all beginnings of what was said, from that of nothing on."""
         hashed = blake3(key=self._key)
         yield hashed.hexdigest(6)
         for message in messages:
@@ -323,9 +317,7 @@ class Conversations:
             del self._newest[newest], self._openings[newest]
 
     def _tip(self, namespace: str, chain: Chain) -> Tip | None:
-        """The longest known prefix that ends with a reply; of equal ones one of this time. The opening is none: equal
-        openings are different talks.
-        """
+        """The longest known prefix that ends with a reply, of equal ones one of this time. Openings do not count."""
         # In one call each: of 5,000 points that nobody knows the loop would take milliseconds.
         known = (self._answers, chain.names), (self._alike, chain.names), (self._calls, chain.call_ids)
         if not any(any(map(names.__contains__, zip(repeat(namespace), own))) for names, own in known if names):
@@ -400,9 +392,7 @@ def _most_in_common(
 
 
 async def _fork(found: Tip, name: str, records: AgentRecords) -> int:
-    """Begin a branch, and return its version; 0: there is none. A version that is not kept any more is a miss: the
-    newest may still share a part. A cancel leaves no branch.
-    """
+    """Begin a branch, and return its version; 0: the version is gone, and the newest may share a part."""
     for version in (found.version, None) if found.version else (None,):
         forking = asyncio.ensure_future(records.fork(found.agent_id, name, version))
         with contextlib.suppress(KvasirError):

@@ -235,8 +235,7 @@ class EngineLink:
         self, own: Sequence[AioInferenceClient], large: LargeRequests, peers: Mapping[str, AioInferenceClient]
     ) -> None:
         """`large`: sends large requests of the own clients. `peers`: the engines to which turns may move, by the names
-        that the engines know them by. A turn that moves on from a peer is followed too.
-        """
+        that the engines know them by. A turn that moves on from a peer is followed too."""
         self._own = own
         self._large = large
         self._peers = peers
@@ -254,8 +253,7 @@ class EngineLink:
         peers: Mapping[str, tuple[str, Tls | None]] = MappingProxyType({}),
     ) -> "EngineLink":
         """`token`: the gateway's own, for its health and for callers without a key. `peers`: addresses by name, where
-        callers' tokens hold as well. Raises InvalidArgument.
-        """
+        callers' tokens hold as well. Raises InvalidArgument."""
         others = {
             name: AioInferenceClient.connect(where, token=token, tls=their_tls)
             for name, (where, their_tls) in peers.items()
@@ -317,9 +315,7 @@ def _unwell(reason: str, message: str, *, engine: bool = True, store: bool = Fal
 
 
 def _taken_instead(turn: Turn, error: KvasirError) -> Turn:
-    """The turn that is asked for instead of one that was refused: of the loaded model, or with tools whose calls are
-    not bound. Raises the refusal if there is none.
-    """
+    """The turn instead of a refused one: of the loaded model, or with unbound tools. Raises the refusal if none."""
     if isinstance(error, InvalidArgument):
         error = _as_written(turn, error if turn.thinking is None else turn.thinking.refused(error))
     is_unknown = error.reason == "MODEL_NOT_FOUND"

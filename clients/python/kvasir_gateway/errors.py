@@ -131,8 +131,7 @@ def _ollama_event(error: KvasirError, request_id: str) -> str:
 class Api:
     """How one API tells errors, as an answer and inside a stream, and what its streams are. `error`: the schema of its
     errors. `names`: its fields for the engine's, of whose settings it has `options` before them; None: the names are
-    the engine's.
-    """
+    the engine's."""
 
     error: str
     shape: Shape

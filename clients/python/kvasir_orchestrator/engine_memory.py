@@ -14,9 +14,7 @@ from kvasir_orchestrator.transcript import Message
 
 
 class EngineMemory:
-    """Agents of one engine. `clients` has a client for each namespace but the caller's own; `model` is the loaded one
-    if it is empty.
-    """
+    """Agents of one engine, with a client for each other namespace; an empty `model` is the loaded one."""
 
     def __init__(
         self,

@@ -1,7 +1,4 @@
-"""The journal of a run: a line for each whole turn, on disk before the next one begins, so that a run can go on.
-
-The first line has the scenario itself, which a report needs. A last line that a crash cut short is dropped.
-"""
+"""The journal of a run: the scenario, then a line for each whole turn. A last line that a crash cut is dropped."""
 
 import fcntl
 import json

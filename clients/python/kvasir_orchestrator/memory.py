@@ -1,8 +1,4 @@
-"""How the runner gets a reply: the one seam behind which other ways to remember can stand.
-
-The engine's own memory is in `engine_memory`. Others, such as a prompt that is recomputed each turn, get everything
-they need in `ReplyRequest`.
-"""
+"""How the runner gets a reply: the one seam behind which ways to remember stand."""
 
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
@@ -58,10 +54,7 @@ class Memory(Protocol):
     """Answers turns, and remembers what it likes of them."""
 
     def ask(self, asked: ReplyRequest) -> AsyncGenerator[str | Answer, None]:
-        """The reply's pieces as they come, and the whole at the end. Closing it cancels the turn.
-
-        Raises the types of `kvasir.errors`.
-        """
+        """The reply's pieces, and the whole at the end. Closing cancels the turn. Raises types of `kvasir.errors`."""
         ...
 
     async def forget(self, agent_id: str, namespace: str) -> None:

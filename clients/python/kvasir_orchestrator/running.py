@@ -1,7 +1,4 @@
-"""Runs a scenario: every turn as soon as those that it waits for are done, as an asynchronous iterator of events.
-
-A turn's prompt depends on these turns alone, so the conversation is the same however many turns run beside each other.
-"""
+"""Runs a scenario: every turn as soon as those that it waits for are done, so the conversation is always the same."""
 
 import asyncio
 import uuid
@@ -57,8 +54,7 @@ async def run(
     """Run a scenario, or the rest of it that its journal does not have. Closing the iterator stops the turns.
 
     At most `parallel` turns at once. Raises what broke a turn for good; no turn is skipped, and a run with a journal
-    can be gone on with.
-    """
+    can be gone on with."""
     run_id = journal.run_id if journal else new_id().hex
     runner = _Runner(scenario, memory, journal, retries, run_id, sleep)
     try:
@@ -70,10 +66,7 @@ async def run(
 
 
 async def forget(scenario: Scenario, memory: Memory, run_id: str, *, permanent: bool) -> list[str]:
-    """Delete the agents of a run, permanent ones too if that is said; returns their names at the engine.
-
-    An agent that the file names by its `id` stays: it may be somebody's own, who remembers more than this scenario.
-    """
+    """Delete a run's agents, and `permanent` ones; returns their names. Agents with an `id` may be somebody's own."""
     forgotten = []
     for key, agent in scenario.agents.items():
         if agent.id is None and (permanent or agent.lifetime == "ephemeral"):

@@ -1,7 +1,4 @@
-"""Templates of prompts: `${phase.messages[agent]}` is what the agent saw said in an earlier phase, `${key}` a value.
-
-`$${` stands for `${`. Parsing is apart from filling: which messages a template shows is known before any is said.
-"""
+"""Templates of prompts: `${phase.messages[agent]}`, `${key}`, and `$${` for `${`. All is known before any is said."""
 
 import re
 from collections.abc import Mapping

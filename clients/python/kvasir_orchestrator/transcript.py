@@ -1,7 +1,4 @@
-"""The messages of a turn, once the turns that it waits for have replied.
-
-Others' messages begin with their name; their second lines are indented, so that no line can pass for another agent's.
-"""
+"""The messages of a turn. Others' begin with their name, with later lines indented: none passes for another's."""
 
 from collections.abc import Callable, Mapping
 

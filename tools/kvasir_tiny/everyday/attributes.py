@@ -1,8 +1,7 @@
 """What may be told of people and things, how it is told and how it is asked.
 
 In a template, {N} is the subject (I, Anna, my sister), {P} the same as an owner (my, Anna's), {v} what only the telling
-can give, {x} what question and answer share, {live|lives} one verb in both forms; {be} and {was} are verbs of {N}.
-"""
+can give, {x} what question and answer share, {live|lives} one verb in both forms; {be} and {was} are verbs of {N}."""
 
 from __future__ import annotations
 
@@ -18,8 +17,7 @@ from tools.kvasir_tiny.material import material
 class Attribute:
     """What may be told of a subject.
 
-    A question is "question // what was not told // answer"; the last two only where they are not the attribute's.
-    """
+    A question is "question // what was not told // answer"; the last two only where they are not the attribute's."""
 
     name: str
     tellings: list[str]

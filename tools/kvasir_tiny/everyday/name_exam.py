@@ -1,7 +1,4 @@
-"""Three hundred names that no training saw, told in conversations of one person with an agent and asked at their end.
-
-All else is the small world's own English, as every edition of the model knows it: what is measured is copying alone.
-"""
+"""Three hundred names that no training saw, told in the small world's own English: copying alone is measured."""
 
 from __future__ import annotations
 

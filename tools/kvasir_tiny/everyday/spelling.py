@@ -1,8 +1,7 @@
 """Names, words and numbers as people type them: real ones of many languages, spliced, odd, accented, in any case.
 
 A model that has met only one sort of name learns that sort's spelling and garbles the others. One that meets all sorts
-learns to copy.
-"""
+learns to copy."""
 
 from __future__ import annotations
 

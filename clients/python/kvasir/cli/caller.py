@@ -1,7 +1,4 @@
-"""The options of every command (home, addresses, JSON), and how results are shown.
-
-Results go to stdout, progress and remarks to stderr, so that a pipe holds the result and nothing else.
-"""
+"""The options of every command, and how results are shown: they alone go to stdout, all else to stderr."""
 
 import functools
 import inspect

@@ -1,8 +1,4 @@
-"""`kvasir doctor`: which layers of a model are kept, what computes, what runs, and what to do about problems.
-
---self-test tells an agent a fact, kills both services, and asks the agent. The report holds no text but its own, so
-that a user can send it to others.
-"""
+"""`kvasir doctor`: which layers of a model are kept, what computes, what runs, and what to do about problems."""
 
 import json
 import platform

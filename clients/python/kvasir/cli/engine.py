@@ -45,8 +45,7 @@ def stats(caller: Caller) -> None:
     --json: model, uptime_s, namespaces (a list: namespace, turns, turn_ends, refusals, prefilled_tokens, cached_tokens,
     decoded_tokens, sources, misses, publications, made_good, published_bytes, owed_memories, owed_bytes, waiting_turns,
     running_turns, kv_memory_used_bytes)
-    and engine (admins only).
-    """
+    and engine (admins only)."""
     with engine_client(caller) as client:
         row = stats_row(client.get_stats())
     caller.result(row, lambda out: _show_stats(out, row))

@@ -1,7 +1,4 @@
-"""`kvasir models pull` and `rm`: models of the hub on this machine, through mlx-lm's own loader.
-
-The engine's package knows that loader; it is run as a program, as everything of the services is.
-"""
+"""`kvasir models pull` and `rm`: models of the hub on this machine, through a program of the engine's package."""
 
 from typing import Annotated, Any
 

@@ -42,8 +42,7 @@ def new(
 
     Keep a copy of the master key: without it nobody reads the namespace again. To seal what exists already, seal a new
     namespace and bring the agents there with `kvasir agents export` and `import`. The audit, which lies outside the
-    data, names agents of sealed namespaces, too.
-    """
+    data, names agents of sealed namespaces, too."""
     master = _master(caller, key_file, keychain)
     _run(caller, "new", data_dir, namespace, *master)
     caller.say(f"Keep a copy of the master key ({master[1]}): without it nobody reads {namespace} again.")
@@ -66,8 +65,7 @@ def rotate(
 ) -> None:
     """Replace the master key. Rewrites no blob; from then on the store needs the new one.
 
-    After a crash give the command again: wherever it ended, the old key or the new one opens all namespaces.
-    """
+    After a crash give the command again: wherever it ended, the old key or the new one opens all namespaces."""
     options = [*_option("--new-key-file", new_key_file), *_option("--new-keychain", new_keychain)]
     _run(caller, "rotate", data_dir, *options, *_master(caller, key_file, keychain))
 

@@ -50,9 +50,7 @@ def _without_bench() -> None:
 
 
 def add_bench(tree: typer.Typer) -> None:
-    """Add `kvasir bench …` and `kvasir prove`; where their package is not installed, commands that say so, whatever
-    their words.
-    """
+    """Add `kvasir bench …` and `kvasir prove`, or without their package commands that report that it is missing."""
     try:
         from kvasir_bench.commands.tree import app as bench
         from kvasir_bench.prove.command import HELP, prove
@@ -114,9 +112,7 @@ def main() -> None:
 
 
 def _end_at_signals() -> None:
-    """SIGTERM, and a terminal that closes, end a command in order: the services that it started end with it.
-    `kvasir up` has handlers of its own. Under nohup a terminal may close.
-    """
+    """SIGTERM, and a terminal that closes (not under nohup), end a command in order, with services that it started."""
     numbers = [each for each in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(each) is signal.SIG_DFL]
 
     def end(number: int, _frame: Any) -> None:

@@ -44,8 +44,7 @@ def move(
 
     With --to, a decoding turn goes along, if the engine here was started with --peer and --peer-store for PEER, and
     it is not the agent's first; else its end is waited for. Cut short, the agent stays where it was or arrives whole;
-    the same command goes on.
-    """
+    the same command goes on."""
     peer = _one_of(from_peer, to_peer)
     way = f"from {peer}" if from_peer else f"to {peer}"
     with store_client(caller) as client:
@@ -129,8 +128,7 @@ def claim(
     """Take an agent back whose move has stopped halfway, or, with --force, whose owner is gone.
 
     If that Mac comes back, it keeps what it made, to be read, and does not extend it any more. After a recovery every
-    peer is asked first: an agent that one of them owns stays there.
-    """
+    peer is asked first: an agent that one of them owns stays there."""
     if bool(agent) == recovered:
         raise failures.WrongUsage("expected AGENT or --recovered", field="agent")
     with store_client(caller) as client:
@@ -180,9 +178,7 @@ class _Sent:
 
 
 def _turn_handed_over(caller: Caller, client: StoreClient, agent: str, peer: str) -> str | None:
-    """Hand the agent's decoding turn over to the engine there; an agent's first one stays, and is waited for. What
-    became of the turn, if it is not for the store to wait for.
-    """
+    """Hand the agent's decoding turn over to the engine there. What became of it, if the store need not wait for it."""
     if not caller.engine_address and caller.store.address != caller.home.endpoint("store").address:
         return None  # the home's engine has the home's agents, not those of that store
     try:

@@ -1,7 +1,4 @@
-"""`kvasir pair` and `kvasir peers …`: two Macs come to know each other, and what this one knows of others.
-
-The work is done by the store's own program (`python -m cachestore_svc pair`), beside the running store.
-"""
+"""`kvasir pair` and `kvasir peers …`, by the store's own program beside the running store."""
 
 import json
 import re

@@ -66,8 +66,7 @@ def recover(
     The journal names the agents and versions, and the files of each memory are read and verified. A version that cannot
     come back is named. The old index is kept. The store must not run meanwhile.
 
-    If even the journal is lost, memories come back as agents named recovered-..., in the namespaces of --namespace.
-    """
+    If even the journal is lost, memories come back as agents named recovered-..., in the namespaces of --namespace."""
     words = [word for name in namespace or () for word in ("--namespace", name)]
     _report(caller, "recover", data_dir, words, _show_recovered, "CANNOT_RECOVER")
 
@@ -102,8 +101,7 @@ def scrub(
 ) -> None:
     """Hash every stored blob again, at once; the store itself does so slowly, about once a week.
 
-    Damaged blobs are quarantined and named. What a peer has is fetched from it; engines compute the rest again.
-    """
+    Damaged blobs are quarantined and named. What a peer has is fetched from it; engines compute the rest again."""
     if status:
         _tell_scrub(caller)
         return

@@ -1,7 +1,4 @@
-"""The clients of both services, blocking and asynchronous. Import them from here: the modules below may move.
-
-They import gRPC and the generated messages, but neither MLX nor SQL nor the command line.
-"""
+"""The clients of both services, blocking and asynchronous. Import them from here: the modules below may move."""
 
 from kvasir.clients.aio.inference_client import AioInferenceClient
 from kvasir.clients.aio.store_client import AioStoreClient

@@ -1,8 +1,7 @@
 """The bridge from an asynchronous client to a blocking one: over a channel whose calls block, no await ever waits.
 
 So a coroutine ends in its first step, in its caller's thread, without an event loop. Errors and KeyboardInterrupt are
-raised inside the coroutine, whose `finally` ends the call.
-"""
+raised inside the coroutine, whose `finally` ends the call."""
 
 import functools
 import sys
@@ -23,8 +22,7 @@ _T = TypeVar("_T")
 
 def _run(begin: Callable[[], Awaitable[_T]]) -> _T:
     """What the coroutine returns. An event loop that runs in this thread does not hear of the generators that it
-    begins: it would close them when it ends, and the rest of a stream would be missing without an error.
-    """
+    begins: it would close them when it ends, and the rest of a stream would be missing without an error."""
     hooks = sys.get_asyncgen_hooks()
     sys.set_asyncgen_hooks(None, None)
     try:

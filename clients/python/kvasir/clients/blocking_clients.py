@@ -46,11 +46,7 @@ class _ServiceClient:
         self._aio = aio
 
     def with_token(self, token: str) -> Self:
-        """The same service for another caller, over the same channel. A gateway hands on its callers' tokens with it.
-
-        The channel is all that the two clients share, and it stays this one's: closing the new one leaves it open.
-        Raises Unauthenticated without a token, because on a Unix socket a call without a token is the owner's.
-        """
+        """As `AioServiceClient.with_token`: the same service for another caller, over the same channel."""
         other = copy(self)
         other._aio = self._aio.with_token(token)
         return other
@@ -95,10 +91,7 @@ class _ServiceClient:
 
 
 class StoreClient(_ServiceClient):
-    """A cache store, over one channel. Close it with `with` or close().
-
-    A transfer resumes after a cut. It fails when it was cut `max_cuts` times and no blob was finished in between.
-    """
+    """A cache store. A transfer fails when it was cut `max_cuts` times and no blob was finished in between."""
 
     def __init__(
         self, channel: grpc.Channel, *, token: str | None = None, timeout_s: float = 10.0, max_cuts: int = 5
@@ -166,9 +159,7 @@ class InferenceClient(_ServiceClient):
 
     @property
     def peers(self) -> "dict[str, InferenceClient]":
-        """Clients of other engines, by the names that this engine's configuration gives them. A turn that moves to one
-        of them is followed there; addresses come from here alone, never from an engine.
-        """
+        """Clients of other engines by their names here, to which a turn that moves is followed."""
         return cast("dict[str, InferenceClient]", self._aio.peers)
 
     @peers.setter

@@ -1,8 +1,7 @@
 """Channels of gRPC clients: address, TLS, keepalive and retries.
 
 Tokens never travel in the clear to another machine. A server may be pinned by its own certificate. The channel itself
-retries reads only, because repeating them changes nothing.
-"""
+retries reads only, because repeating them changes nothing."""
 
 import json
 from collections.abc import Sequence

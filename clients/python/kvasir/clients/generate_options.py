@@ -88,8 +88,7 @@ class GenerateOptions(MemoryOptions, ReplyOptions):
     of `terse`. So simple calls stay short, and all options stand in one place: here. Other names are a TypeError.
 
     A named option replaces the option of the same name only. A named `regex` beside the value's `json_schema` is
-    refused, and so is a named `max_tokens` beside one in its `sampling`.
-    """
+    refused, and so is a named `max_tokens` beside one in its `sampling`."""
 
     # Remember what was generated before a cancel, a deadline or a disconnect.
     keep_partial: bool = False

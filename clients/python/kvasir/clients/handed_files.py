@@ -1,8 +1,4 @@
-"""Whole blobs as files for a store on this host, which takes them: their bytes go through no socket.
-
-The directory is the namespace's in the store's data directory, which the caller knows by its own configuration. Only
-the store makes it, so where it is missing nothing may be handed over.
-"""
+"""Whole blobs as files for a store on this host, whose directories only the store makes: no socket has their bytes."""
 
 import contextlib
 import ctypes
@@ -74,8 +70,6 @@ class HandedFiles:
 
 
 def _begin_writeback(descriptor: int) -> None:
-    """Let the system begin to write a file to the disk while the store reads it: then the store's sync waits for less.
-    Nothing happens on a system that has no such call.
-    """
+    """Let the system begin to write a file to the disk, if it can: the store's sync then waits for less."""
     if (call := getattr(_C, "sync_file_range", None)) is not None:
         call(descriptor, ctypes.c_int64(0), ctypes.c_int64(0), _SYNC_FILE_RANGE_WRITE)

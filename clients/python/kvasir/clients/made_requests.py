@@ -1,8 +1,7 @@
 """Requests of a stream that are made while they are sent, and the error that making one of them raises.
 
 gRPC ends such a call and does not say why: to a coroutine it is a cancel that nobody asked for, to a blocking caller an
-internal error.
-"""
+internal error."""
 
 from collections.abc import AsyncIterable, AsyncIterator, Iterable, Iterator
 from contextlib import contextmanager

@@ -1,8 +1,4 @@
-"""Archives of agents, for `ExportAgent` and `ImportAgent`: a tar of manifest and blobs, the same for the same memory.
-
-First `kvasir-archive.json`, then `manifest.pb`, then `blobs/<64 hex>` in the manifest's order. The archive is a
-stream: it is never extracted, and no name in it becomes a path. `archive_reader` reads it.
-"""
+"""Archives of agents: a tar of `kvasir-archive.json`, the manifest and its blobs, the same for the same memory."""
 
 import json
 import tarfile

@@ -1,8 +1,7 @@
 """Reads archives as they arrive: bytes go in, in pieces of any size, and checked parts come out; nothing is kept.
 
 Strangers send archives. The members must be those that `archive` writes, in that order, as plain files. A link, a path,
-another name, or a size that the manifest does not give ends the reading with InvalidArgument.
-"""
+another name, or a size that the manifest does not give ends the reading with InvalidArgument."""
 
 import json
 import tarfile

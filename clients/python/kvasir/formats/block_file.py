@@ -6,8 +6,7 @@ is that of the engine's pages, so bytes move without transposing. Any safetensor
 The encoder is ours because equal tensors must give equal bytes: tensors in schema order, one metadata key, the header
 padded to 64 bytes. The checker runs before other code reads bytes that came from outside. It is ours because it checks
 a header before any tensor has arrived, and refuses headers that the library accepts: with a key twice, with fields of
-other names, or above 1 MiB.
-"""
+other names, or above 1 MiB."""
 
 import json
 import math
@@ -133,10 +132,7 @@ def expected_tensors(identity: identity_pb2.KvIdentity, rows: int, group: int = 
 
 
 def expected_state_tensors(identity: identity_pb2.KvIdentity) -> tuple[TensorSpec, ...]:
-    """Tensors of a state: those of every recurrent layer, in order.
-
-    Raises HeaderError if the identity does not describe a recurrent layer's state, because then no file can hold it.
-    """
+    """The tensors of all recurrent layers. Raises HeaderError where the identity does not describe their states."""
     specs: list[TensorSpec] = []
     for index, layer in enumerate(identity.layers):
         if layer.kind == identity_pb2.LAYER_KIND_STATE:
@@ -209,9 +205,7 @@ def header_with(identity: FileIdentity, entries: bytes) -> bytes:
 
 
 def tensor_entries(specs: Iterable[TensorSpec]) -> bytes:
-    """The tensors' part of a header, with the comma before and the brace behind. It takes as long as a hundred headers,
-    and is equal for all blocks of a layout: who has many makes it once.
-    """
+    """The tensors' part of a header: costly, and equal for all blocks of a layout, so it is made once for many."""
     entries: dict[str, object] = {}
     offset = 0
     for spec in specs:
@@ -236,8 +230,7 @@ def parse_header(data: FileBytes | bytearray, file_size_bytes: int) -> Header:
     """Check the header of a tensor file whose first bytes are `data`, and return it.
 
     Refuses (HeaderError): truncation, duplicate keys, unknown fields, names outside the schema, too many tensors,
-    offsets that are not exactly contiguous, a total that is not the file's size, and foreign or missing metadata.
-    """
+    offsets that are not exactly contiguous, a total that is not the file's size, and foreign or missing metadata."""
     data_offset = header_size(data[:8])
     if len(data) < data_offset:
         raise HeaderError(f"header is truncated: expected {data_offset} bytes, got {len(data)}")
@@ -266,8 +259,7 @@ def _parts(text: bytes) -> tuple[FileIdentity, Layout]:
     """What a header says of its content and of its tensors.
 
     All blocks of a model have the same text of tensors, which takes ten times as long to check as the metadata before
-    it. So the two are read one by one: `{A,B}` is an object if `{A}` and `{B}` are, and neither is empty.
-    """
+    it. So the two are read one by one: `{A,B}` is an object if `{A}` and `{B}` are, and neither is empty."""
     end = text.find(b'"},') + 2
     if end >= 2 and text.startswith(b'{"__metadata__":'):
         try:

@@ -2,8 +2,7 @@
 
 Each is BLAKE3-256 over fields, every field prefixed with its length as 8 bytes little-endian, so that no two
 different lists of fields give the same bytes. There is no seed: processes and machines agree. Golden cases for
-every language are in proto/vectors.
-"""
+every language are in proto/vectors."""
 
 import sys
 from array import array
@@ -25,8 +24,7 @@ def block_hash(namespace: str, kv_identity_hash: str, parent: str, token_ids: Se
     """Hash of one block: H(namespace, KV identity, parent block hash, token ids).
 
     `parent` is the hash of the block before it, "" for the first. Token ids are 4 bytes little-endian each.
-    The namespace is its UTF-8 bytes as given, never normalised. Raises OverflowError for an id that has no 4 bytes.
-    """
+    The namespace is its UTF-8 bytes as given, never normalised. Raises OverflowError for an id that has no 4 bytes."""
     tokens = array("I", token_ids)  # 50 times faster than token by token
     if sys.byteorder == "big":
         tokens.byteswap()
@@ -37,10 +35,7 @@ def block_hash(namespace: str, kv_identity_hash: str, parent: str, token_ids: Se
 def block_hash_chain(
     namespace: str, kv_identity_hash: str, token_ids: Sequence[int], known: Sequence[str] = ()
 ) -> list[str]:
-    """Hashes of the full blocks of `token_ids`, first block first; tokens behind the last full block have none.
-
-    `known` holds the hashes of the first blocks, which are not computed again.
-    """
+    """Hashes of the full blocks of `token_ids`, first block first; those in `known` are not computed again."""
     hashes = list(known)
     for start in range(len(hashes) * BLOCK_TOKENS, len(token_ids) - BLOCK_TOKENS + 1, BLOCK_TOKENS):
         parent = hashes[-1] if hashes else ""
@@ -49,18 +44,12 @@ def block_hash_chain(
 
 
 def window_block_hash(block_hash: str, window: int) -> str:
-    """Hash of the same tokens' block in the group of window layers: H(block hash, window as 4 bytes little-endian).
-
-    `block_hash` is that of the tokens and all before them, in the namespace, also where no layer keeps all tokens.
-    """
+    """Of the same tokens' block in the group of window layers: H(block hash, window as 4 bytes little-endian)."""
     return _hash_fields(_WINDOW_TAG, bytes.fromhex(block_hash), _numbers(window))
 
 
 def chain_hash(kv_identity_hash: str, parent: str, token_ids: Sequence[int]) -> str:
-    """The hash in a tensor file: of its tokens and all tokens before them, in no namespace.
-
-    With it a reader refuses a file that holds KV of other tokens. It is never looked up.
-    """
+    """The hash in a tensor file: of its tokens and all before them, in no namespace. It is never looked up."""
     return block_hash("", kv_identity_hash, parent, token_ids)
 
 
@@ -73,8 +62,7 @@ def kv_identity_hash(identity: identity_pb2.KvIdentity) -> str:
     """Hash of a KV identity. Fields in the order of the .proto; numbers are 4 bytes little-endian.
 
     A property that the first identities did not have is a tagged field behind the others, and absent while unused: so
-    the hash of an identity without it never changes.
-    """
+    the hash of an identity without it never changes."""
     policy = identity.policy
     layers = (
         _numbers(layer.kind, layer.window, layer.kv_heads, layer.key_dim, layer.value_dim) for layer in identity.layers

@@ -1,8 +1,4 @@
-"""Digests: names of bytes. BLAKE3-256 and a size, together.
-
-The hash is exactly 64 lower-case hex digits, by full match. A digest from the wire becomes a file name, so no other
-text may pass (LESSONS: a "digest" used as a path).
-"""
+"""Digests: names of bytes, BLAKE3-256 and a size. The hash becomes a file's name: 64 lower-case hex digits."""
 
 import re
 from dataclasses import dataclass

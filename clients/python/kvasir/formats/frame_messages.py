@@ -3,8 +3,7 @@ back with none.
 
 Both have a frame as field 1 and further frames as field 3, and a frame has its data as its last field. Protobuf's own
 code copies the data seven times from one process to the other. What it would read in another way than this file is left
-to it.
-"""
+to it."""
 
 import contextlib
 from collections.abc import Callable, Iterable, Sequence
@@ -85,9 +84,7 @@ def carrier_reader(message_type: type[Any]) -> Callable[[bytes], Carrier]:
 
 
 def _check_count(message: bytes) -> None:
-    """Raise DecodeError for more fields than MAX_FRAMES frames and a few others. Parsed, each may take fifty times as
-    much memory. What no field is, protobuf refuses when it comes there.
-    """
+    """Raise DecodeError for more fields than MAX_FRAMES frames and a few: parsed, each takes fifty times the memory."""
     at = 0
     with contextlib.suppress(IndexError):
         for _ in range(MAX_FRAMES + _OTHER_FIELDS):
@@ -148,9 +145,7 @@ def _varint(value: int) -> bytes:
 
 
 def _read_varint(message: bytes, at: int) -> tuple[int, int]:
-    """The number there, and where it ends. Raises IndexError behind the message's end, and for more bytes than a number
-    has: of a mebibyte of them the sum would take a minute.
-    """
+    """The number there, and its end. Raises IndexError behind the message's end, and for too many bytes."""
     value = shift = 0
     while message[at] > 0x7F:
         if shift == _MOST_SHIFT:

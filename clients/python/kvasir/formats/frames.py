@@ -1,8 +1,4 @@
-"""Blobs as frames and back: pieces of at most 1 MiB, in offset order, verified when the last one is in.
-
-A default gRPC peer refuses a message of 4 MiB, and 1 MiB was the fastest size measured. So a blob of any size travels
-as pieces of 1 MiB, and an interrupted transfer continues at the offset where it stopped.
-"""
+"""Blobs as frames and back: pieces of at most 1 MiB, in offset order, verified when the last one is in."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
@@ -66,8 +62,7 @@ class FrameAssembler:
     """Joins the frames of expected blobs, in the order expected, over one stream or several.
 
     It holds the bytes that have arrived of one blob, and reserves none for the size that a digest claims. After a cut,
-    ask for `remaining` from `received_bytes` on, call `resume()`, and go on adding.
-    """
+    ask for `remaining` from `received_bytes` on, call `resume()`, and go on adding."""
 
     def __init__(self, expected: Sequence[Digest]) -> None:
         self._expected = tuple(expected)
@@ -89,10 +84,7 @@ class FrameAssembler:
         self._is_named = False
 
     def add(self, frame: pb.BlobFrame | CarriedFrame) -> tuple[Digest, memoryview] | None:
-        """Take the next frame. Returns the blob with its last frame.
-
-        Raises DataLoss for a frame that does not fit, and for bytes of another digest; the blob then begins again.
-        """
+        """Take the next frame; returns the blob with its last. Raises DataLoss; the blob then begins again."""
         if self._done == len(self._expected):
             raise DataLoss("a frame arrived after the last blob", reason="FRAME_UNEXPECTED")
         digest = self._expected[self._done]

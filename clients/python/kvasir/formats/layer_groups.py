@@ -1,8 +1,7 @@
 """The groups of a layout's layers, by what they keep: all tokens, the last n of a window, or a recurrent state.
 
 A group is named by a number: 0 for the layers that keep all tokens (full and latent), n for the layers of window n.
-Each has block files and a tail of its own. Recurrent layers have no rows: their memory is a state at a rewind point.
-"""
+Each has block files and a tail of its own. Recurrent layers have no rows: their memory is a state at a rewind point."""
 
 from kvasir.cachestore.v1 import identity_pb2
 from kvasir.formats.block_hash import BLOCK_TOKENS
@@ -38,8 +37,5 @@ def layers_of(identity: identity_pb2.KvIdentity, group: int) -> list[int]:
 
 
 def first_touched_block(group: int, tokens: int) -> int:
-    """The first block with a row that the token at position `tokens` sees; for group 0 the first block of all.
-
-    A token of a window layer sees the last `group` tokens, itself among them.
-    """
+    """The first block with a row that the token at `tokens` sees: itself and those before it in its window."""
     return max(0, tokens - (group - 1)) // BLOCK_TOKENS if group else 0

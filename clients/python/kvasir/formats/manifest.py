@@ -1,8 +1,7 @@
 """Manifests: how one is built, and how one of any origin is checked, field by field.
 
 A manifest's bytes are kept as they came and never serialized again; `parse` reads them. Every refusal is an
-InvalidArgument that names the field ("manifest.token_chars").
-"""
+InvalidArgument that names the field ("manifest.token_chars")."""
 
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
@@ -61,10 +60,7 @@ class _ScanError(ValueError):
 
 
 def _count_records(data: bytes, descriptor: Any, most: int) -> int:
-    """How often fields occur in a message and in the messages inside it; `descriptor` describes its type.
-
-    Raises _ScanError as soon as there are more than `most`.
-    """
+    """How often fields occur in a message and those inside it. Raises _ScanError when there are more than `most`."""
     return _count(data, 0, len(data), _table(descriptor), 0, most)
 
 
@@ -219,10 +215,7 @@ def digests(manifest: manifest_pb2.Manifest) -> list[Digest]:
 
 
 def tokens_within_chars(token_chars: Sequence[int], chars: int) -> int:
-    """How many leading tokens lie wholly inside the first `chars` code points.
-
-    A token that completes no character begins one that a later token ends: the cut is never behind such a token.
-    """
+    """How many leading tokens lie wholly inside `chars` code points; the cut is never inside a character."""
     tokens = bisect_right(list(accumulate(token_chars)), chars)
     while tokens and token_chars[tokens - 1] == 0:
         tokens -= 1

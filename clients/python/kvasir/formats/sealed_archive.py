@@ -5,8 +5,7 @@
 
 Each archive has a key of its own, wrapped (RFC 3394) by one that scrypt makes of a passphrase, or HKDF of a master key.
 The segments are the STREAM construction (Hoang, Reyhanitabar, Rogaway, Vizár 2015): a nonce is the segment's number and
-whether it is the last, so that none can be cut off, moved or left out. The header is associated data of each.
-"""
+whether it is the last, so that none can be cut off, moved or left out. The header is associated data of each."""
 
 import json
 import re

@@ -8,8 +8,7 @@ metadata says of each window which token's row is the first (`{"1024":3072}`). W
 
 The seed's metadata (agent_id, model_id, total_tokens, prompt_text, token_sequence) says neither which weights made the
 KV nor where each token ends in the text. A `kvasir` key beside it says both. A file without that key is read only for a
-KV identity that the caller names.
-"""
+KV identity that the caller names."""
 
 import json
 import struct
@@ -73,8 +72,7 @@ def to_seed_file(
     """Yield the bytes of one safetensors file, tensor by tensor.
 
     `read_blob` reads every block and tail, once each; all of a group's are held in memory. Raises FailedPrecondition
-    for a memory with recurrent layers: the form has no place for their states.
-    """
+    for a memory with recurrent layers: the form has no place for their states."""
     identity = manifest.kv_identity
     _check_has_form(identity)
     groups = _groups_of(manifest)
@@ -96,8 +94,7 @@ def from_seed_file(data: bytes, *, identity: identity_pb2.KvIdentity | None = No
 
     `identity` is the KV identity that will use the memory. A file without Kvasir's metadata needs it. The ends of that
     file's tokens are unknown, so its memory can be continued whole but not cut. Raises InvalidArgument for a malformed
-    file, and FailedPrecondition if the file's KV identity is another one, or unknown.
-    """
+    file, and FailedPrecondition if the file's KV identity is another one, or unknown."""
     tensors, metadata = _read(data)
     del data  # the tensors are copies, and the blocks will be another copy: three are one too many
     manifest = _manifest(metadata, identity)
@@ -167,10 +164,7 @@ def _window_starts(metadata: Mapping[str, str], windows: Iterable[int]) -> dict[
 
 
 def _copy_rows(block: memoryview, rows: int, seed: memoryview, start: int, *, heads: int, to_seed: bool) -> None:
-    """Copy one tensor's rows between `[heads, rows, …]` and their place in `[1, seq_len, heads, …]`.
-
-    One strided copy per head and machine word moves all rows at once: without numpy, and without a loop over rows.
-    """
+    """Copy one tensor's rows to or from `[1, seq_len, heads, …]`, with a strided copy per head and machine word."""
     row_bytes = len(block) // (heads * rows)
     ours, theirs, word_bytes = _as_words(block, seed, row_bytes)
     words = row_bytes // word_bytes
@@ -275,8 +269,7 @@ def _read(data: bytes) -> tuple[dict[str, tuple[TensorSpec, memoryview]], dict[s
     """A stranger's file: its tensors by name, read by the safetensors library, and its metadata.
 
     The library checks dtypes, shapes and offsets against the file's size. It gives no metadata. Of a key that occurs
-    twice it takes the last value, where another reader may take the first. So we read the header's JSON, too.
-    """
+    twice it takes the last value, where another reader may take the first. So we read the header's JSON, too."""
     metadata = _checked_metadata(data)
     try:
         found = safetensors.deserialize(data)  # type: ignore[no-untyped-call]

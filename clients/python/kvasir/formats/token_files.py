@@ -1,8 +1,7 @@
 """Which tensor files make up the memory of a run of tokens, and what each file says of itself.
 
 This rule keeps two turns apart: a file names its KV identity, its place, and the chain of exactly its tokens and all
-before them. The engine writes and restores by it, the store checks commits by it, and the seed's form is read by it.
-"""
+before them. The engine writes and restores by it, the store checks commits by it, and the seed's form is read by it."""
 
 from collections.abc import Sequence
 
@@ -13,10 +12,7 @@ from kvasir.formats.block_hash import BLOCK_TOKENS, chain_hash, chain_hashes
 def file_identities(
     kv_identity_hash: str, token_ids: Sequence[int], chain: Sequence[str], first_block: int = 0, group: int = 0
 ) -> list[FileIdentity]:
-    """The files of one group of layers: full blocks from `first_block` on, and a tail if tokens are left.
-
-    `chain` holds the chain hashes of all full blocks. `group` is 0 for the layers that keep all tokens, else a window.
-    """
+    """The files of one group: full blocks from `first_block` on, and a tail. `chain`: all full blocks' hashes."""
     files = [
         FileIdentity("block", kv_identity_hash, index * BLOCK_TOKENS, BLOCK_TOKENS, chain[index], group)
         for index in range(first_block, len(chain))
@@ -31,10 +27,7 @@ def file_identities(
 def state_identity(
     kv_identity_hash: str, token_ids: Sequence[int], tokens: int, known_chain: Sequence[str] = ()
 ) -> FileIdentity:
-    """The state file after the first `tokens` of `token_ids`.
-
-    `known_chain` holds the chain hashes of its first blocks, as many as the caller has.
-    """
+    """The state file after the first `tokens`; `known_chain` has the chain hashes of its first blocks."""
     last = _chain_after(kv_identity_hash, token_ids, tokens, known_chain)
     return FileIdentity("state", kv_identity_hash, 0, tokens, last)
 

@@ -1,8 +1,4 @@
-"""A table of options: a frozen dataclass whose fields are made by `option`, each with its limits and its help.
-
-An option is a setting of a service. `kvasir up` takes it by a flag of its own (`up`), sets it from the home
-(`of_home`), or takes it from the service's part of the settings file.
-"""
+"""A table of options: a frozen dataclass whose fields are made by `option`, each with its limits and its help."""
 
 import types
 from collections.abc import Callable

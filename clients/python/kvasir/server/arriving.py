@@ -3,8 +3,7 @@
 A call holds a place while its message does not come. A known caller has places of its own, with a time limit. Strangers
 may only ask for health and share a few places: a new call ends the call that has waited longest. gRPC holds a message
 from its first byte, before a handler sees it. So no message is requested without room for the largest one. This module
-knows nothing of gRPC.
-"""
+knows nothing of gRPC."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
@@ -26,10 +25,7 @@ Room = AbstractAsyncContextManager[None]
 
 
 class Arriving:
-    """Passes on a call's messages.
-
-    Raises DeadlineExceeded if the first is late, and InvalidArgument if one is unreadable.
-    """
+    """Passes on a call's messages. Raises DeadlineExceeded (the first is late), InvalidArgument (unreadable)."""
 
     def __init__(
         self,
@@ -84,8 +80,7 @@ async def begun(
 ) -> AsyncIterator[Any]:
     """The one request of a call, which holds a place of `answering` until the block ends, `at_most_s` seconds at most.
 
-    While it waits for that place, it keeps its place of `arriving`. Raises as `the_only` does, and DeadlineExceeded.
-    """
+    While it waits for that place, it keeps its place of `arriving`. Raises as `the_only` does, and DeadlineExceeded."""
     async with AsyncExitStack() as way:
         async with _within(first_within_s):
             await way.enter_async_context(arriving)

@@ -1,8 +1,7 @@
 """How namespaces share a limited resource: how much each may hold, and which one is served next. Pure.
 
 Both services give out every limited resource (calls, threads, bytes, places in a queue) with these two classes:
-`Shares` says which namespace may take more, `RoundRobin` which waiting namespace is next.
-"""
+`Shares` says which namespace may take more, `RoundRobin` which waiting namespace is next."""
 
 from collections import Counter, deque
 from collections.abc import Callable, Hashable, Iterator
@@ -18,8 +17,7 @@ class Shares:
     A namespace may hold at most `generosity` times the units that stay free. Of 100 units with a generosity of 3, one
     namespace alone gets 75, two get 42 each, three get 30 each, and the rest stays free for the next one (the dynamic
     thresholds of shared-memory switches: Choudhury and Hahne, 1998). So greedy namespaces never take everything,
-    however many there are, and their number need not be known. A namespace that holds none may take any free units.
-    """
+    however many there are, and their number need not be known. A namespace that holds none may take any free units."""
 
     def __init__(self, total: int, generosity: float = GENEROSITY) -> None:
         self.total = total
@@ -82,10 +80,7 @@ class RoundRobin(Generic[T]):
         self._queues.setdefault(namespace, deque()).append(item)
 
     def take(self, may: Callable[[str, T], bool] = lambda _namespace, _item: True) -> tuple[str, T] | None:
-        """Remove and return the next item, and make its namespace the last in turn. None if no item may be taken.
-
-        A namespace whose first item `may` not be taken keeps its place and does not delay the others.
-        """
+        """Remove and return the next item, its namespace then last in turn; None if `may` forbids all of them."""
         for namespace, queue in self._queues.items():
             if may(namespace, queue[0]):
                 item = queue.popleft()

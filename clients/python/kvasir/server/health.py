@@ -1,8 +1,7 @@
 """The health of a server's services, as load balancers ask for it (grpc.health.v1).
 
 gRPC's own servicer lets a watch that reads nothing keep every change of its service's status waiting, the one at the
-stop too, and a watch has no end there: each stop would take the whole grace.
-"""
+stop too, and a watch has no end there: each stop would take the whole grace."""
 
 import asyncio
 from collections.abc import Iterable

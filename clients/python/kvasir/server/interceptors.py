@@ -2,8 +2,7 @@
 
 `Authentication` gives the handler its caller, or refuses, and counts the calls of each credential and namespace.
 `Errors` turns typed errors into statuses. Any other exception is a bug of ours: the caller gets INTERNAL with a request
-id, and the log has no payload. Handlers are coroutines, or asynchronous generators of responses.
-"""
+id, and the log has no payload. Handlers are coroutines, or asynchronous generators of responses."""
 
 import asyncio
 import contextvars
@@ -178,8 +177,7 @@ class Authentication(_Interceptor):
     """Finds the caller before the handler runs, and refuses it unless one of its roles allows the RPC.
 
     `allowed_roles` has a row for every RPC of the service: "/package.Service/Rpc" → roles, any of which suffices. An
-    RPC without a row is refused to all callers.
-    """
+    RPC without a row is refused to all callers."""
 
     def __init__(
         self,
@@ -312,8 +310,7 @@ class _RoomsOfCallers(dict[str, SharedRoom]):
     """A room for the credentials of each namespace, of which one credential gets a quarter.
 
     Namespaces share none of it: a caller with a place here still waits for a place of its namespace, and must not keep
-    other namespaces from theirs meanwhile.
-    """
+    other namespaces from theirs meanwhile."""
 
     def __init__(self, units: int) -> None:
         super().__init__()
@@ -332,8 +329,7 @@ def _guarded(handler: Any, guard: Guard, take: Take) -> Any:
     """The same handler, run inside the guard.
 
     It takes its request as a stream of one message, also where the RPC has no stream. gRPC would wait for a unary
-    request before it calls the guard, and a caller that sends none would hold a place without a credential.
-    """
+    request before it calls the guard, and a caller that sends none would hold a place without a credential."""
     behaviour = handler.stream_stream or handler.unary_stream or handler.stream_unary or handler.unary_unary
     guarded = _guarded_generator if inspect.isasyncgenfunction(behaviour) else _guarded_coroutine
     make = grpc.stream_stream_rpc_method_handler if handler.response_streaming else grpc.stream_unary_rpc_method_handler
@@ -352,8 +348,7 @@ class _Reader:
     """Parses messages. gRPC itself would answer UNKNOWN to bytes that are no message, outside of every guard.
 
     A refused request stays in a reference ring with its error and the error's stack frames. Python's collector counts
-    objects, not bytes: without the collections here, a hundred prompts of 8 MiB would wait for it in no budget.
-    """
+    objects, not bytes: without the collections here, a hundred prompts of 8 MiB would wait for it in no budget."""
 
     uncollected_bytes = 0  # of all requests since the last collection
 
@@ -389,8 +384,7 @@ def _guarded_coroutine(behaviour: Any, guard: Guard, take: Take) -> Any:
 
 def _guarded_generator(behaviour: Any, guard: Guard, take: Take) -> Any:
     """Writes the answers itself. gRPC would write those of a generator outside of the guard, and a call that is ended
-    while an answer is on its way would send its caller no status.
-    """
+    while an answer is on its way would send its caller no status."""
 
     async def call(requests: Any, context: Any) -> None:
         context = _Answering(context)
@@ -403,8 +397,7 @@ def _guarded_generator(behaviour: Any, guard: Guard, take: Take) -> Any:
 
 class _Answering:
     """A call's context, whose first answer is not interrupted. With it go the initial metadata: to a caller who is to
-    be told of an end before these are out, gRPC sends nothing at all.
-    """
+    be told of an end before these are out, gRPC sends nothing at all."""
 
     def __init__(self, context: Any) -> None:
         self._context = context

@@ -1,8 +1,7 @@
 """SIGHUP: a service reads its credentials, and a store its peers, again, and goes on.
 
 Removed callers are refused from then on, and their running calls end. An invalid file changes nothing: the old set
-stays, and log, audit and `/healthz` report it until the file is valid again.
-"""
+stays, and log, audit and `/healthz` report it until the file is valid again."""
 
 import asyncio
 import logging
@@ -40,9 +39,7 @@ class Reloading:
         self._parts[part] = read
 
     def on_hangup(self) -> None:
-        """From now on SIGHUP reloads, and does not end the process. All parts were added. A SIGHUP that `kvasir up`
-        held back while the process began is heard now.
-        """
+        """From now on SIGHUP reloads; one that `kvasir up` held back while the process began is heard now."""
         asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, self._begin)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGHUP})
 

@@ -6,8 +6,7 @@ could make grow: message and metadata size, streams, idle time. It stops gracefu
 
 gRPC hands calls over in the order of arrival, before the caller is known. So a crowd at an address delays every caller
 there, and a store can have a second address for its engines, with a gRPC server of its own. Paired stores come in by a
-door of their own: mutual TLS, whose certificates change while it is open.
-"""
+door of their own: mutual TLS, whose certificates change while it is open."""
 
 import asyncio
 import contextlib
@@ -99,8 +98,7 @@ class Listening:
 @dataclass(frozen=True, slots=True)
 class MutualTls:
     """A door for those who show a certificate: where it is, the key and certificate (PEM) that it shows, and the
-    certificates (PEM) of who may come in, both asked again for every connection.
-    """
+    certificates (PEM) of who may come in, both asked again for every connection."""
 
     address: str  # HOST:PORT
     identity: Callable[[], tuple[bytes, bytes]]
@@ -120,8 +118,7 @@ class EdgeServer:
     """A service under Kvasir's rules: add() its servicer, then start() and run_until_stopped().
 
     Each address has a grpc.aio server of its own; `.grpc` is the first address's server. Roles and limits of callers
-    hold for both together.
-    """
+    hold for both together."""
 
     def __init__(
         self,
@@ -136,8 +133,7 @@ class EdgeServer:
         """Raises RefusedToStart when `listening` is not allowed. Made inside the event loop that will run it.
 
         `max_message_bytes`: the largest request; gRPC itself refuses a larger one (RESOURCE_EXHAUSTED) unread.
-        `caller_of_certificate`: who shows a certificate at the door that open_door() opens.
-        """
+        `caller_of_certificate`: who shows a certificate at the door that open_door() opens."""
         self._listening = listening
         self._service_names = tuple(service_names)
         self._address, credentials = check_listening(listening)
@@ -166,10 +162,7 @@ class EdgeServer:
             register(servicer, server)
 
     async def start(self) -> None:
-        """Listens. Health "" is SERVING at once; the service names after set_ready(True).
-
-        Raises RefusedToStart if the address is taken.
-        """
+        """Listens. Health "" is SERVING at once; the services' after set_ready(True). Raises RefusedToStart."""
         self.set_ready(False)
         try:
             self._bind()
@@ -206,10 +199,7 @@ class EdgeServer:
         await self._close(0)
 
     async def open_door(self, tls: MutualTls) -> str:
-        """Serve at one more address, to clients that show a certificate; returns the address. One door at a time.
-
-        Raises RefusedToStart if the address is taken; then the rest goes on.
-        """
+        """Serve at one more address, to clients with a certificate; returns the address. Raises RefusedToStart."""
         await self.close_door()
         server = self._new_server()
         for register, servicer in self._services:
@@ -423,8 +413,7 @@ def forbid_core_dumps() -> None:
 def give_memory_back(large_bytes: int) -> None:
     """Let glibc return what was freed, at once where it has so many bytes, whatever its own settings are. It keeps an
     arena for each of many threads, and large blocks for the next ones: sixty exports of 15 MiB left half of a gigabyte.
-    Others are left as they are.
-    """
+    Others are left as they are."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
         mallopt(_M_ARENA_MAX, 2)

@@ -24,8 +24,7 @@ class SharedRoom:
     """Room for `max_units`: `Shares` divides it between namespaces, `RoundRobin` picks the next waiter.
 
     A holder that is alone may take more than all units, so that a request above the limit is served by itself and not
-    refused for ever. Small requests overtake a waiting large one, at most `_MAX_OVERTAKEN` times.
-    """
+    refused for ever. Small requests overtake a waiting large one, at most `_MAX_OVERTAKEN` times."""
 
     def __init__(self, max_units: int, generosity: float = GENEROSITY) -> None:
         self._shares = Shares(max_units, generosity)
@@ -54,9 +53,7 @@ class SharedRoom:
         self._shares.hold(namespace, units)
 
     def take_if_fits(self, namespace: str, units: int) -> bool:
-        """Take the units if the namespace need not wait for them: there is room, and none of its own requests waits
-        already. Returns whether it took them.
-        """
+        """Take the units, and return True, if there is room and none of the namespace's own requests waits."""
         if self._waiting.waiting(namespace) or not self._has_room(namespace, units):
             return False
         self.take(namespace, units)
@@ -86,8 +83,7 @@ class SharedRoom:
     async def wanted_from(self, namespace: str) -> None:
         """Return when a namespace waits that holds no more than this one: it may use the units that this one gives up.
 
-        A namespace that waits because it holds most of the room takes nothing from namespaces that hold less.
-        """
+        A namespace that waits because it holds most of the room takes nothing from namespaces that hold less."""
         watch: tuple[str, asyncio.Future[None]] = (namespace, asyncio.get_running_loop().create_future())
         self._watching.append(watch)
         try:
@@ -135,10 +131,7 @@ class SharedRoom:
 
 
 class Place(AbstractAsyncContextManager[None]):
-    """One unit of each of several rooms, taken in their order and held from enter() to leave().
-
-    It may be entered again after it was left, but not twice at once.
-    """
+    """One unit of each of several rooms, from enter() to leave(); it may be entered again, not twice at once."""
 
     def __init__(self, *rooms: tuple[SharedRoom, str]) -> None:
         """The rooms, each with the name of the unit's holder there."""

@@ -1,7 +1,4 @@
-"""Attention over pages beside MLX's own and a copy: `python -m kvasir_bench.attention`.
-
-`kvasir bench attention` shows what it prints, one JSON object. Progress goes to stderr.
-"""
+"""Attention over pages beside MLX's own and a copy, as one JSON object: `python -m kvasir_bench.attention`."""
 
 import argparse
 import platform

@@ -15,8 +15,7 @@ def attention(
 ) -> None:
     """Attention over quantized pages beside MLX's own and a copy. Ends with 1 when a target is missed.
 
-    It needs a GPU: on a CPU it shows that everything works, and its times mean nothing.
-    """
+    It needs a GPU: on a CPU it shows that everything works, and its times mean nothing."""
     caller = caller_of(context, as_json)
     with progress(caller, "measuring attention") as say:
         results = measured_by("attention", "attention could not be measured", {"--quick": quick}, say)

@@ -66,8 +66,7 @@ def engine(
     """Decode, first token, pairs, gaps, cancel, memory, reuse. Ends with 1 when a target is missed.
 
     Needs a quiet machine: results are ratios within one run, but a run that is disturbed in its middle says little. The
-    names in the JSON are below, and do not change.
-    """
+    names in the JSON are below, and do not change."""
     caller = caller_of(context, as_json)
     if results_file is not None:
         results = read_results(results_file, "engine", lines)

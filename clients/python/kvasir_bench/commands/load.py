@@ -105,8 +105,7 @@ def load(
     Turns arrive whether or not earlier ones have ended, as people do, unless --at-once keeps so many in flight. The
     engine is that of the home, or --engine; with --http, any server of OpenAI's chat completions, and then all times
     have HTTP's share in them. A crowd beside mlx-lm: `--at-once 64 --requests 64 --mlx-lm kvasir-tiny`. Goodput, the
-    requests that are served in time: `--rate 4 --in 200~4000 --first-token-ms 1000 --gap-ms 100`.
-    """
+    requests that are served in time: `--rate 4 --in 200~4000 --first-token-ms 1000 --gap-ms 100`."""
     if rate is not None and at_once is not None:
         raise InvalidArgument("--rate: expected --rate or --at-once, got both", field="--rate")
     if (http is None) != (model is None) or (http is None and api_key_file is not None):

@@ -29,8 +29,7 @@ def make_model(
 ) -> None:
     """Write a model of random weights with the configuration of a real one, to be measured where none can be fetched.
 
-    Its tokenizer is kvasir-tiny's with as many tokens as the real one has.
-    """
+    Its tokenizer is kvasir-tiny's with as many tokens as the real one has."""
     caller = caller_of(context, as_json)
     options = {"--geometry": geometry, "--bits": bits, "--layers": layers, "--dtype": dtype, "--seed": seed}
     with progress(caller, "writing the model") as say:

@@ -67,8 +67,7 @@ def memory(
     of its engines, such as KVASIR_ENGINE_BATCH_INVARIANT=true on a GPU, where killed and moved need it to be the same.
 
     Ends with 1 when a claim is not met: kv is as accurate as prefill and more than each bm25-K, prefills less, killed
-    and moved say the same, no agent says a drawn word that it was never shown.
-    """
+    and moved say the same, no agent says a drawn word that it was never shown."""
     caller = caller_of(context, as_json)
     try:
         from kvasir_bench.scenarios import report

@@ -60,8 +60,7 @@ def memory_path(
 
     It starts a store and an engine of its own, and asks each agent the same question from the same memory, hot and
     after each loss: the replies must be the same. Beside it: this disk, hash, socket and device. Ends with 1 when a
-    target is missed.
-    """
+    target is missed."""
     caller = caller_of(context, as_json)
     check_installed("store", "engine")
     if model and shape:

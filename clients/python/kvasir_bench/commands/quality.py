@@ -66,8 +66,7 @@ def quality(
     random tokens and reads text of its own. Seeds are fixed.
 
     With --text the measure is your own text, with 95 % intervals over its windows: each policy, each layer alone under
-    one of them, and the layers to keep exact (--kv-exact-layers of `kvasir up`) within a budget of bytes.
-    """
+    one of them, and the layers to keep exact (--kv-exact-layers of `kvasir up`) within a budget of bytes."""
     if text is None and (kv_policy or kv_bytes):
         raise InvalidArgument("--kv-policy and --kv-bytes belong to --text", field="text")
     caller = caller_of(context, as_json)

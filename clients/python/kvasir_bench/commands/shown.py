@@ -26,10 +26,7 @@ MarkdownOption = Annotated[bool, typer.Option("--markdown", help="Print Markdown
 
 @contextmanager
 def progress(caller: Caller, title: str, plots: Path | None = None) -> Iterator[Callable[[str], None]]:
-    """Show what is being measured: one line that changes at a terminal, many lines elsewhere, none for scripts.
-
-    The pictures' directory is made first: an error after hours would lose the results.
-    """
+    """Show what is measured. The pictures' directory is made first: an error after hours would lose the results."""
     if plots is not None:
         plots.mkdir(parents=True, exist_ok=True)
     if caller.shows_progress:

@@ -1,8 +1,4 @@
-"""`python -m kvasir_bench.engine`: measures the engine and prints JSON; `kvasir bench engine` shows it.
-
-Progress goes to stderr, in lines. Everything is measured in one run and reported as medians and ratios: a busy machine
-changes all of them alike.
-"""
+"""`python -m kvasir_bench.engine`: measures the engine in one run and prints JSON; progress goes to stderr."""
 
 import argparse
 import json

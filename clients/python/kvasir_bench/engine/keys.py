@@ -1,7 +1,4 @@
-"""The names in the JSON of `kvasir bench engine` and their meanings. They do not change, because scripts read them.
-
-The measuring program (`python -m kvasir_bench.engine`) prints these names only, and the command line's help shows them.
-"""
+"""The names in the JSON of `kvasir bench engine` and their meanings. They do not change, because scripts read them."""
 
 import json
 from collections.abc import Mapping

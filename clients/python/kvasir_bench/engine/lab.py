@@ -46,9 +46,7 @@ Row = Mapping[str, Any]  # with the keys of `kvasir_bench.engine.keys`
 
 
 class MeasuredEngine(Engine):
-    """An engine whose turns end only at `max_tokens`, so that all runs do the same work, and whose cells can have
-    another size.
-    """
+    """An engine whose turns end only at `max_tokens`, for equal work, and whose cells can have another size."""
 
     cell_tokens = 0  # 0: the engine's own
     longest_gap_s = Rules.longest_gap_s
@@ -73,9 +71,7 @@ class MeasuredEngine(Engine):
         cell_tokens: int = 0,
         longest_gap_s: float = Rules.longest_gap_s,
     ) -> "MeasuredEngine":
-        """Open an engine as `Engine.open` does, and as the service does behind a collection of garbage: one more, of
-        all that was imported, would be a gap of 50 ms.
-        """
+        """As `Engine.open`, behind a collection of garbage, as in the service: a later one would be a gap of 50 ms."""
         settle_garbage()
         engine = cls.open(
             model,
@@ -291,9 +287,7 @@ class Lab:
         return rows
 
     def rounds(self, what: str) -> Iterable[bool]:
-        """For each repeat, whether it counts; the first one does not, it warms caches and allocators. At least one
-        counts, the others only until the time limit passes.
-        """
+        """For each repeat, whether it counts: not the first, which warms caches; others while there is time."""
         for repeat in range(self.repeats + 1):
             if repeat > 1 and self.is_late:
                 return

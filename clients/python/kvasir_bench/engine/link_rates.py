@@ -1,8 +1,7 @@
 """How fast bytes reach the device: copies from host memory, copies on the device, and hashing, in bytes per second.
 
 A restore cannot be faster than the slowest of them, so its time is judged against what was measured in the same run.
-`python -m kvasir_bench.engine.link_rates` prints those of copies as one JSON object.
-"""
+`python -m kvasir_bench.engine.link_rates` prints those of copies as one JSON object."""
 
 import sys
 import time

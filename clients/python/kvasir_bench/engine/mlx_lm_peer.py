@@ -20,10 +20,7 @@ class MlxLmPeer(LetterWorker):
         self._clock = clock
 
     def generate(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> list[list[float]]:
-        """The times of each prompt's tokens, a list for each prompt; every list begins with the time of the start.
-
-        All prompts are computed in one batch, where mlx-lm is fastest.
-        """
+        """The times of each prompt's tokens behind that of the start. All are one batch, where mlx-lm is fastest."""
         started = self._clock()
         generator: Any = BatchGenerator(
             self.loaded.model,

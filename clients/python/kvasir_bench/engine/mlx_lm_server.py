@@ -2,8 +2,7 @@
 
 It is mlx_lm.server's program with its own batches and prompt caches. On a CPU it computes in float32 as Kvasir does,
 which is faster there than 16 bits; as many rows decode together as there are callers at once; and all of their
-connections may wait: five are its own most, and the system resets the others after a minute.
-"""
+connections may wait: five are its own most, and the system resets the others after a minute."""
 
 import sys
 from typing import Any

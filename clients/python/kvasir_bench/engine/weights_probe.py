@@ -1,7 +1,6 @@
 """Loading a model's weights over mapped files or as a copy, as JSON, in a process of its own.
 
-`python -m kvasir_bench.engine.weights_probe --model … [--copy]`
-"""
+`python -m kvasir_bench.engine.weights_probe --model … [--copy]`"""
 
 import argparse
 import sys

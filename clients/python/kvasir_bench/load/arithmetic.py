@@ -2,8 +2,7 @@
 
 Turns of an open loop arrive when they are due, whether or not earlier ones have ended, and times count from then: a
 slow engine cannot slow its own measurement down. The steady state is between the ramp's end and the last arrival, or
-the whole run where so many turns are wanted; what comes later is the tail, in which the load already falls.
-"""
+the whole run where so many turns are wanted; what comes later is the tail, in which the load already falls."""
 
 import math
 import re
@@ -157,9 +156,7 @@ def in_flight(turns: Sequence[LoadTurn], time_s: float) -> int:
 
 
 def findings(turns: Sequence[LoadTurn], window: Window, limits: Limits | None = None) -> dict[str, Any]:
-    """What the turns saw. Times to the first token and to the end are those of turns that arrived in the steady state;
-    gaps, tokens and ends are those that came in it, whoever's they are.
-    """
+    """Times are those of turns that arrived in the steady state; gaps, tokens and ends those that came in it."""
     steady = [turn for turn in turns if turn.due_s in window]
     firsts = [turn.first_token_s for turn in steady if turn.first_token_s is not None]
     ends = [turn.ended_s - turn.due_s for turn in steady if turn.ended_s is not None and turn.is_whole]

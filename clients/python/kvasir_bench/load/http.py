@@ -1,7 +1,4 @@
-"""Turns of a load over HTTP, as any client of OpenAI's chat completions sends them: streamed, and counted by `usage`.
-
-Only what every such server knows is asked for, so that other servers can stand beside Kvasir's gateway.
-"""
+"""Turns of a load over HTTP by what every server of OpenAI's chat completions knows, counted by `usage`."""
 
 import json
 from collections.abc import AsyncGenerator, Sequence

@@ -1,8 +1,7 @@
 """One run of a load: turns arrive at a server at a rate of their own, or so many are always in flight.
 
 The client is one asynchronous process. Texts differ from their first word on, so that no turn shares another's KV but
-for the prefix that all share. Over gRPC all turns share one connection; over HTTP each has one while it runs.
-"""
+for the prefix that all share. Over gRPC all turns share one connection; over HTTP each has one while it runs."""
 
 import asyncio
 import math
@@ -30,9 +29,7 @@ _GUESSED_TOKENS_PER_WORD = 3.0  # a word is five digits
 
 @dataclass(frozen=True, slots=True)
 class LoadScope:
-    """Turns that arrive for `seconds`, or until there are `requests`. `rate_per_s`: turns per second on average, with
-    Poisson arrivals from `seed`. With `at_once` instead so many callers send a turn each, again when it has ended.
-    """
+    """Poisson arrivals for `seconds` or until there are `requests`; with `at_once` so many callers in turn instead."""
 
     prompt_tokens: Lengths
     reply_tokens: Lengths

@@ -2,8 +2,7 @@
 
 Each agent (a length, a repeat) begins cold, goes on hot, and is then asked: hot, after the engine dropped its model and
 its memories, after the engine was killed, and after both services were killed and the page cache was dropped. What it
-said while it was hot is what it must say each time.
-"""
+said while it was hot is what it must say each time."""
 
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -38,9 +37,7 @@ class PathScope:
 def measure(
     scope: PathScope, services: MeasuredServices, say: Callable[[str], None], keep: Keep = lambda _: None
 ) -> dict[str, Any]:
-    """All phases. `keep` gets the results so far after each of them. Raises KvasirError when a turn or a start fails;
-    a memory that is not stored is counted.
-    """
+    """All phases; `keep` gets the results after each. Raises KvasirError when a turn or a start fails."""
     began_s = time.monotonic()
     results: dict[str, Any] = {"settings": {**asdict(scope), "lengths": list(scope.lengths)}}
     say("measuring the machine")

@@ -100,9 +100,7 @@ def measured_services(
     logs_to: Path | None = None,
     http: str = "",
 ) -> Iterator[MeasuredServices]:
-    """The services, in a directory below `home` that is gone afterwards. `played`: what the played engine is told, if
-    it is one. `logs_to`: a file's name; the logs are kept beside it. `http`: where its gateway will listen.
-    """
+    """The services, in a directory below `home` until the block's end. `played`: the played engine's options."""
     root = Path(tempfile.mkdtemp(prefix="kvasir-", dir=home))
     own = Home(root / "h")
     own.make()

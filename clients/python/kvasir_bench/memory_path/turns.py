@@ -58,9 +58,7 @@ class Agent:
         return self._turn(append_messages=[{"role": "user", "content": _QUESTION}])
 
     def asked(self, client: InferenceClient) -> SeenTurn:
-        """The same question at the same memory, each time: what is said is not remembered. `client`: of the engine that
-        runs now.
-        """
+        """The same question at the same memory, which stays as it is. `client`: of the engine that runs now."""
         self._client = client
         return self._turn(append_messages=[{"role": "user", "content": _QUESTION}], memory_mode=_READ_ONLY)
 

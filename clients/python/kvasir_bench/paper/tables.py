@@ -113,9 +113,7 @@ def rows_of(
     why_left_out: Callable[[int], str],
     failure: str = "",
 ) -> Iterator[dict[str, Any]]:
-    """Published rows, each before the measured row of the same key; then the measured rows that have no other. A row
-    that was not measured has the reason as its note.
-    """
+    """Published rows, each before the measured row of its key; then the other measured rows. A note says what lacks."""
     measured = {table.key(row): row for row in (() if failure else table.source.rows(*findings))}
     published: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
     for row in table.published:

@@ -3,8 +3,7 @@
 `python -m kvasir_bench.played --shape llama-3.1-8b serve --listen …` takes the service's options behind
 its own; --prefill-tokens-per-s makes prompts cost time, which the engine weighs against the store. All of it is the
 real service but the model: replies mean nothing, and pages have the shape's size and depend on every token before
-them. No option of the service itself serves such a model.
-"""
+them. No option of the service itself serves such a model."""
 
 import argparse
 import sys

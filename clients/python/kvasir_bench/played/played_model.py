@@ -1,8 +1,7 @@
 """A played model in the place of a computed one: `open_played` opens it by a geometry's name, as `open_model` does.
 
 It keeps the layout, page sizes and context of the real model, has kvasir-tiny's tokenizer, and costs no weights. Its KV
-identity is no real model's. Only `kvasir_bench.played` opens it.
-"""
+identity is no real model's. Only `kvasir_bench.played` opens it."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -150,9 +149,7 @@ def _no_forward(_tokens: mx.array, _caches: Sequence[Any]) -> mx.array:
 
 
 def played_layers(shape: str) -> tuple[list[identity_pb2.LayerLayout], int]:
-    """The layout of a geometry, and its context in tokens. Raises InvalidArgument for one that does not exist or is not
-    played: with windows, or with rows that are no whole words.
-    """
+    """A geometry's layout and context. Raises InvalidArgument: unknown, with windows, or rows of half words."""
     config = geometry(shape)
     heads = config["num_key_value_heads"]
     dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
@@ -172,9 +169,7 @@ def open_played(
     sleep: Callable[[float], None] = time.sleep,
     **_options: Any,
 ) -> tuple[OpenedModel, PlayedRunner]:
-    """As `open_model`, for a geometry's name; `tokens_per_s` as `PlayedRunner` has it. Raises InvalidArgument for a
-    shape or a policy that is not played.
-    """
+    """As `open_model`, for a geometry's name. Raises InvalidArgument for a shape or a policy that is not played."""
     shape = str(name)
     layers, most_tokens = played_layers(shape)
     request = policy if isinstance(policy, PolicyRequest) else PolicyRequest(Rung.Q4)

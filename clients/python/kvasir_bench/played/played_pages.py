@@ -3,8 +3,7 @@
 A token's rows hold a 32-bit *link*: a function of its own token and of the link before it, so of all tokens up to it.
 Each layer and each place in a page hides it behind other bits, so that no two pages are alike and nothing compresses.
 The link before is read from the page where it lies, and a reply's token is a function of one word of each block. So
-a page that is missing, stale, another's or at another place changes the reply.
-"""
+a page that is missing, stale, another's or at another place changes the reply."""
 
 from collections.abc import Iterator, Sequence
 

@@ -1,9 +1,4 @@
-"""What each KV policy costs a model: `python -m kvasir_bench.quality`, for `kvasir bench quality`.
-
-Loads the model as the engine would, reads and asks the same material with exact KV, every rung of the ladder and
-mlx-lm's own quantized caches, and prints one JSON object. With --text the material is the user's own, and each layer is
-measured too. Progress goes to stderr.
-"""
+"""What each KV policy costs a model, as JSON: `python -m kvasir_bench.quality`, for `kvasir bench quality`."""
 
 import argparse
 import sys
@@ -98,9 +93,7 @@ class _Bench:
 
 
 def measured(asked: argparse.Namespace, clock: Callable[[], float], say: Callable[[str], None]) -> dict[str, Any]:
-    """All findings. Raises as Engine.open for a model whose KV cannot be kept; NotFound or InvalidArgument for a text,
-    layers or a budget that cannot be.
-    """
+    """All findings. Raises as Engine.open does; NotFound or InvalidArgument for a text, layers or a budget."""
     text = read_text(asked.text) if asked.text else ""
     blas = load_optimized_blas()
     # These import MLX, and then it is too late for a BLAS.

@@ -33,9 +33,7 @@ def read_text(file: Path) -> str:
 
 
 def windows_of(file: Path, text: str, tokenizer: Any, longest: int) -> list[Sheet]:
-    """16 windows of at most `longest` tokens. Each has the tokens that the tokenizer begins a text with, if there are
-    any. Raises InvalidArgument for a text of fewer than 1,024 tokens.
-    """
+    """16 windows of at most `longest` tokens, each with the text's own first tokens. Raises InvalidArgument."""
     ids: list[int] = tokenizer.encode(text, add_special_tokens=False)
     needed = WINDOWS * SHORTEST
     if len(ids) < needed:

@@ -1,7 +1,6 @@
 """95 % intervals of what a policy costs, over the windows of a text. Pure numbers.
 
-A window counts as one drawing: its tokens depend on each other, its mean hardly on that of a window elsewhere.
-"""
+A window counts as one drawing: its tokens depend on each other, its mean hardly on that of a window elsewhere."""
 
 import math
 import statistics
@@ -39,8 +38,6 @@ def with_intervals(found: Findings, exact: Findings) -> dict[str, Any]:
 
 
 def is_worse(found: Findings, other: Findings, windows: slice) -> bool:
-    """Whether KL is larger than the other's in these windows, by more than chance: the interval of the differences
-    lies above 0.
-    """
+    """Whether KL is larger than the other's in these windows by more than chance: their differences lie above 0."""
     pairs = zip(found.texts[windows], other.texts[windows], strict=True)
     return interval([one.kl - two.kl for one, two in pairs])[0] > 0

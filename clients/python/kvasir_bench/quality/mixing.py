@@ -1,8 +1,7 @@
 """Which layers to keep exact within a budget of bytes, and whether that is better than another policy. Pure.
 
 The cost of a layer is its KL when it alone is stored under the policy and all others are exact. While costs are small
-they add up, so the layers with the largest cost a byte are kept exact first.
-"""
+they add up, so the layers with the largest cost a byte are kept exact first."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -47,9 +46,7 @@ def kept_exact(costs: Sequence[LayerCost], spare_bytes: int) -> tuple[int, ...]:
 
 
 def suggested(candidates: Sequence[Findings], budget_bytes: int) -> tuple[Findings, str]:
-    """The cheapest of those within the budget that are not worse than the nearest to exact KV; and why. One at least
-    must be within it.
-    """
+    """The cheapest within the budget that is not worse than the nearest to exact KV; and why. One must be within."""
 
     def kl(found: Findings) -> float:
         judged = found.texts[JUDGING]

@@ -1,8 +1,4 @@
-"""The exam on a text of the user's own: every policy, each layer of one of them, and the mixture that is best.
-
-Runs on the MLX thread. A layer's cost is measured with that layer alone under the policy and all others exact: as many
-readings as the other way round (one exact among quantized ones), but a cost that no other layer's error hides.
-"""
+"""The exam on a user's text: every policy, each layer alone (no other error hides it), and the best mixture."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -24,9 +20,7 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True)
 class Mixture:
-    """A policy whose layers are measured one by one. `budget_bytes`: a token, for the policy with its exact layers;
-    None: as many as the next policy of the ladder takes.
-    """
+    """A policy whose layers are measured, and its bytes a token with exact ones; None: those of the next policy."""
 
     policy: str
     budget_bytes: int | None = None
@@ -57,9 +51,7 @@ def examine_text(
     clock: Callable[[], float],
     say: Say,
 ) -> TextExam:
-    """Measure the policies, by name and cheapest first, on 16 windows of one text. Raises InvalidArgument for a budget
-    that is less than the mixture's policy takes, FailedPrecondition if the model cannot have that policy.
-    """
+    """Measure the policies, cheapest first, on 16 windows. Raises InvalidArgument (budget) and FailedPrecondition."""
     policy = policies[mixture.policy]
     runner.layout.check_policy(runner.model, policy)
     refused: dict[str, str] = {}

@@ -78,10 +78,7 @@ def _prompts(turn: Turn) -> str:
 
 
 def leaks(scenario: Scenario, said: Mapping[int, str]) -> Iterator[str]:
-    """Each private word that an agent spoke and was never shown: a word that the variant drew, with turn and agent.
-
-    A word that a model makes up and that happens to be drawn counts too: by its text it cannot be told from a leak.
-    """
+    """Each drawn word that an agent spoke and was never shown. One that a model makes up by chance counts, too."""
     words = drawn_values(scenario.file, scenario.variant)
     for turn in scenario.plan.turns:
         before = scenario.transcript(turn.agent, said, until=turn.index)

@@ -87,9 +87,7 @@ async def measure(
     clock: Callable[[], float] = time.monotonic,
     keep: Callable[[Batch, Sequence[Playthrough]], None] = lambda *_: None,
 ) -> tuple[list[Playthrough], list[Batch]]:
-    """Play everything; with a time limit, all scenarios of the first variants, of `together` at least. Each batch is
-    kept as soon as it has ended. Raises what breaks a turn for good.
-    """
+    """Play all variants, or those of the first `together` and more until the time limit. Raises what breaks a turn."""
     played: list[Playthrough] = []
     took: list[Batch] = []
     began = clock()

@@ -63,9 +63,7 @@ def ages(played: Sequence[Playthrough]) -> list[dict[str, Any]]:
 
 
 def claims(played: Sequence[Playthrough]) -> list[dict[str, Any]]:
-    """Each claim about the ways that were played: what, is_met, found, and is_exact: no chance is in it. Without kv
-    there is nothing to hold the others to.
-    """
+    """Claims about the ways that were played beside kv: what, is_met, found, and is_exact: no chance is in it."""
     ways = {each.way for each in played}
     ways = ways if KV in ways else set()
     kv = _row(_of(played, ALL, KV), (), 0)

@@ -20,9 +20,7 @@ def append(path: Path, batch: Batch, played: Sequence[Playthrough]) -> None:
 
 
 def read(paths: Iterable[Path], ways: Sequence[str]) -> tuple[list[Playthrough], list[Batch]]:
-    """All conversations of the files that were played under every way, and of the batches their part. Raises DataLoss
-    for a line that is none, and for a conversation that was played twice, or not under all ways by one kind of engine.
-    """
+    """Conversations that were played under every way, once and by one kind of engine. Raises DataLoss."""
     lines = [line for path in paths for line in _lines(path)]
     engines: dict[tuple[str, int], dict[str, str]] = {}
     for batch, played in lines:

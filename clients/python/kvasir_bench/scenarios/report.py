@@ -27,9 +27,7 @@ _PICTURES = {
 
 
 def scope_of(scenarios: Sequence[str], ways: Sequence[str], *, is_quick: bool, **options: Any) -> PlayScope:
-    """What is to be played; `options` are the rest of it. Raises NotFound for a scenario that does not ship, and
-    InvalidArgument for another way.
-    """
+    """What is to be played. Raises NotFound for a scenario that does not ship, InvalidArgument for another way."""
     names = list(scenarios) or shipped_names()
     for name in names:
         Scenario.shipped(name)

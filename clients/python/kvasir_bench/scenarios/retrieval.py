@@ -32,9 +32,7 @@ class NoMemory:
 
 
 def prompt_of(transcript: Sequence[Message], new: Sequence[Message], depth: int | None) -> list[Message]:
-    """The persona, the `depth` past messages that fit the new ones best, in the order in which they were said, and the
-    new ones. Messages keep their roles, so that with None it is the transcript itself.
-    """
+    """The persona, the `depth` past messages that fit the new ones best, in their order, and the new ones."""
     persona = [message for message in transcript if message["role"] == "system"]
     past = [message for message in transcript if message["role"] != "system"]
     if depth is None or depth >= len(past):

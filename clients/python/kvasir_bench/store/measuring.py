@@ -1,9 +1,4 @@
-"""`kvasir bench store`: the store's rates, plain and sealed, beside the rates of this machine's wire, disk and hash.
-
-Blobs are put and got through the socket, and as files, as an engine of the store's own host does. Everything is
-measured in one run, in turns, and reported as medians and ratios: a busy hour changes all of them alike.
-The stores are real processes on Unix sockets and loopback, with their data in a temporary directory.
-"""
+"""`kvasir bench store`: rates of real stores, plain and sealed, in turns with this machine's wire, disk and hash."""
 
 import asyncio
 import os

@@ -1,7 +1,4 @@
-"""`python -m kvasir_bench.synthetic`: writes a model of random weights; for `kvasir bench make-model`.
-
-Progress goes to stderr, and one JSON object to stdout at the end: directory, bytes and seconds.
-"""
+"""`python -m kvasir_bench.synthetic`: writes a model of random weights, and prints its directory, bytes and seconds."""
 
 import argparse
 import sys

@@ -1,8 +1,4 @@
-"""Configurations of well-known models, as published and as mlx-lm reads them.
-
-Every field that decides shapes, positions or windows is the published one. Only the end token differs: it is that of
-kvasir-tiny's tokenizer, which a synthetic model gets.
-"""
+"""Configurations of well-known models as published, but for the end token, which is that of kvasir-tiny's tokenizer."""
 
 import json
 import re
@@ -21,10 +17,7 @@ GEOMETRIES: Mapping[str, Mapping[str, Any]] = json.loads(Path(__file__).with_suf
 
 
 def geometry(name: str, layers: int | None = None) -> dict[str, Any]:
-    """The configuration of `name`, with its first `layers` layers only if given; `NAME-2l` is NAME with two layers.
-
-    Raises InvalidArgument for an unknown name, more layers than the model has, or fewer than one of each kind.
-    """
+    """The configuration of `name`, or its first `layers`, as NAME-2l. Raises InvalidArgument for others."""
     cut = _CUT.search(name)
     if cut and cut.end() == len(name) and name not in GEOMETRIES:
         name, layers = name[: cut.start()], int(cut[1]) if layers is None else layers

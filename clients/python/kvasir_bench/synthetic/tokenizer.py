@@ -14,11 +14,7 @@ _SPACE = "\u0120"  # how a byte-level tokenizer writes a space
 
 
 def write_tokenizer(directory: Path, vocabulary_size: int, context_tokens: int) -> None:
-    """Write tokenizer.json, its configuration and the chat template.
-
-    The added tokens have no merges: text never becomes one of them, and each of them decodes to a word of its own.
-    Raises InvalidArgument for a vocabulary smaller than kvasir-tiny's.
-    """
+    """Write its files; text never becomes an added token. Raises InvalidArgument for a smaller vocabulary."""
     content = json.loads((kvasir_tiny.path() / "tokenizer.json").read_text(encoding="utf-8"))
     _pad(content, vocabulary_size)
     (directory / "tokenizer.json").write_text(json.dumps(content, ensure_ascii=False), encoding="utf-8")

@@ -1,8 +1,7 @@
 """Random weights for a configuration: made on MLX's device, a layer at a time, and written as sharded safetensors.
 
 Random models loop on one token and hide faults. With the projections of attention and the last of the MLP four times
-as large, each token depends on all that came before, and activations stay far from the limits of 16 bits.
-"""
+as large, each token depends on all that came before, and activations stay far from the limits of 16 bits."""
 
 import hashlib
 import json
@@ -46,8 +45,7 @@ def write_model(
 
     `bits`: quantize the weights (groups of 64) where mlx-lm would; None keeps `compute_type`. A tensor depends on
     `seed` and its name alone, so a model with fewer layers has the same ones. Memory: that of the largest layer.
-    Raises InvalidArgument for a type or configuration that does not exist, FailedPrecondition for a full directory.
-    """
+    Raises InvalidArgument for a type or configuration that does not exist, FailedPrecondition for a full directory."""
     if compute_type not in COMPUTE_TYPES:
         raise InvalidArgument(f"dtype: expected one of {', '.join(sorted(COMPUTE_TYPES))}", field="dtype")
     directory.mkdir(parents=True, exist_ok=True)
@@ -79,9 +77,7 @@ def _shapes(model: Any, config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]
 
 
 def _quantization(model: Any, bits: int) -> Quantization:
-    """The modules that mlx-lm would quantize: those whose rows are whole groups, by the model's own rule if it has
-    one.
-    """
+    """The modules that mlx-lm would quantize: those whose rows are whole groups, by the model's rule if it has one."""
     rule = getattr(model, "quant_predicate", None) or (lambda *_: True)
     found: dict[str, Mapping[str, Any]] = {}
     modules: Any = tree_flatten(model.leaf_modules(), is_leaf=Module.is_module)

@@ -100,9 +100,7 @@ def _prompt_ids(started: pb.Started, wanted: bool) -> dict[str, Any]:
 
 
 def _logprobs(told: Sequence[pb.TokenLogprobs], offset: int) -> dict[str, Any] | None:
-    """In the form of completions, the first token `offset` characters behind the prompt. None if none were asked for.
-    What is a part of a character alone is U+FFFD.
-    """
+    """In the form of completions, or None. What is a part of a character alone is U+FFFD."""
     if not told:
         return None
     tokens = [_text(each) for each in told]

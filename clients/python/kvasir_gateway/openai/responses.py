@@ -1,8 +1,7 @@
 """OpenAI's responses: the request as a turn. The answer is in `response_answers.py`.
 
 The ids of a response and of its items name its agent and its turn. So `previous_response_id` and references to items
-need no memory of the gateway's own: the store knows what was said, also after a restart of everything.
-"""
+need no memory of the gateway's own: the store knows what was said, also after a restart of everything."""
 
 import base64
 import binascii
@@ -251,9 +250,7 @@ def lost(given: str, field: str = "previous_response_id") -> NotFound:
 
 
 def references(items: str | list[Item]) -> dict[int, Place]:
-    """The items that stand for one of an earlier response, by their numbers in the input. Raises InvalidArgument, also
-    for more than MAX_REFERENCES: each is looked up in an agent's memory.
-    """
+    """The items that stand for one of an earlier response. Raises InvalidArgument, also above MAX_REFERENCES."""
     found = [
         (number, item)
         for number, item in enumerate(items if isinstance(items, list) else ())

@@ -83,9 +83,7 @@ def own_stats(stats: pb.GetStatsResponse, namespace: str) -> pb.NamespaceStats:
 
 @dataclass(frozen=True, slots=True)
 class Reuse:
-    """The last hour: where turns' memories came from, why less was reused than could have been, and where prompts
-    parted from memories.
-    """
+    """The last hour: where turns' memories came from, why less was reused, and where prompts parted from memories."""
 
     sources: Chart
     misses: Chart

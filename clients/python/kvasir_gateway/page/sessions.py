@@ -2,8 +2,7 @@
 
 A browser keeps a session's cookie, never the key. Cookies know no ports: other programs of the host would be sent it.
 So a session has an address of its own, a secret too; the cookie is sent there only, and opens nothing elsewhere. A
-write must also come from this very origin (`Origin`) and carry a token that only a page of ours shows.
-"""
+write must also come from this very origin (`Origin`) and carry a token that only a page of ours shows."""
 
 import hmac
 from collections import OrderedDict

@@ -2,8 +2,7 @@
 takes the place of: as its next version, and the versions before it stay.
 
 They are in RAM, and as labels of their agents, which a gateway reads once: digests of lines, by the gateway's key. A
-summary that is not known any more costs an agent, not a memory.
-"""
+summary that is not known any more costs an agent, not a memory."""
 
 import base64
 import contextlib
@@ -58,9 +57,7 @@ class Summaries:
             self._keep(namespace, summary)
 
     def add(self, namespace: str, agent_id: str, session: bytes, messages: Sequence[Said], text: str) -> str:
-        """`messages`: what it is a summary of. Their own lines, as a project's rules, may begin any conversation.
-        Returns the agent's label; empty: nothing of it is a summary's own.
-        """
+        """`messages`: what it sums up, whose own lines do not count. Returns the agent's label, or nothing."""
         others = self._lines_of(messages)
         lines = [line for line in dict.fromkeys(self._lines(text)) if line not in others]
         if not lines:

@@ -57,9 +57,7 @@ def told(reading: Reading, agent_id: str, turn: Turn, started: pb.Started) -> di
 
 
 def _reuse(started: pb.Started, rules_for_system: Sequence[str]) -> dict[str, str]:
-    """How much of the prompt was not computed; and, in JSON of ASCII alone, why not more. `rules_for_system`: those of
-    the gateway that are off, and would have changed a system's text.
-    """
+    """How much of the prompt was not computed, and in ASCII why not more; of `rules_for_system`, those that are off."""
     source = pb.CacheSource.Name(started.source).removeprefix("CACHE_SOURCE_").lower()
     headers = {"x-kvasir-reused": f"{started.cached_tokens} of {started.prompt_tokens}; {source}"}
     parted = started.difference if started.HasField("difference") else None

@@ -73,9 +73,7 @@ def side_call_of(turn: Turn, rules: Sequence[SideRule]) -> str:
 
 
 def _heads(turn: Turn) -> Iterator[str]:
-    """Where a side call says what it asks for. In a conversation that has replies only its last text does: what its
-    system texts say is not about this request. Tools are offered to an agent that begins, not to a side call.
-    """
+    """Where a side call's request stands: with replies before it, in the last text only, and not with tools."""
     said = turn.messages
     if any(message.role == "assistant" for message in said):
         yield said[-1].content[:_HEAD_CHARS]

@@ -1,6 +1,4 @@
-"""How far a request may differ from what the gateway knows: fields that are ignored and reported, texts that are left
-out. What would change the reply's meaning is refused either way, and a strict gateway refuses the rest too.
-"""
+"""How far a request may differ from what the gateway knows, if its reply means the same; strict ones refuse it."""
 
 import logging
 import re

@@ -1,8 +1,7 @@
 """The rules for what of a prompt is volatile, as a request over HTTP has them: of its header, else of its agent's
 label, else of the gateway. The gateway itself leaves out billing lines; the rest is the engine's.
 
-No other text changes, and never a user's or an assistant's.
-"""
+No other text changes, and never a user's or an assistant's."""
 
 from dataclasses import dataclass
 
@@ -21,9 +20,7 @@ class Rules:
     is_asked: bool = False
 
     def lasting(self, text: str) -> str:
-        """A system's text without what is volatile; each text as it was sent, block by block. Clients put the billing
-        line first, as a block of its own; proxies that translate may put it before the rest.
-        """
+        """A system's text without what is volatile, block by block, wherever a client's billing line stands."""
         is_billed = BILLING_LINE in self.names and text.startswith(BILLING)
         return text.partition("\n")[2] if is_billed else text
 

@@ -1,7 +1,6 @@
 """A scenario as a node of a LangGraph graph: python -m kvasir_orchestrator.examples.langgraph_talk [ENGINE [SCENARIO]].
 
-The graph streams each turn as it is done, and decides by the outcomes how it goes on. Needs `pip install langgraph`.
-"""
+The graph streams each turn as it is done, and decides by the outcomes how it goes on. Needs `pip install langgraph`."""
 
 import asyncio
 import sys

@@ -1,7 +1,4 @@
-"""A run as one self-contained HTML page: the conversation by phase, who could see it, and what each turn reused.
-
-Nothing is fetched and no script runs, which the page's own policy forbids too. All that agents said is escaped.
-"""
+"""A run as one HTML page without scripts: the conversation by phase, who could see it, and what each turn reused."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass

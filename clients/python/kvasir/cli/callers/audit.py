@@ -30,8 +30,7 @@ def audit(
 ) -> None:
     """Show who did what that needs a privilege: changes of agents, exports, peers, keys; and who was refused.
 
-    --json prints one object per line. A line never has a text or a token.
-    """
+    --json prints one object per line. A line never has a text or a token."""
     begin = _time(since, datetime.now(UTC)) if since else ""
     lines = sorted(_lines(caller.home, begin), key=lambda line: str(line["at"]))
     wanted = [

@@ -1,7 +1,4 @@
-"""`kvasir reload`: the running services of this home read credentials, tokens and peers again.
-
-A token that was removed ends at every service, also when another one hangs or Ctrl-C ends this command.
-"""
+"""`kvasir reload`: a token that was removed ends at every service, also when another service hangs."""
 
 import contextlib
 import os
@@ -22,8 +19,7 @@ from kvasir.waits import PATIENCE_S, SOON_S
 def reload(caller: Caller) -> None:
     """Let the running services read credentials, peers and the engine's tokens again.
 
-    The engine takes up new namespaces. Calls of whoever was removed end.
-    """
+    The engine takes up new namespaces. Calls of whoever was removed end."""
     home = caller.home
     pids = _pids(home)
     if not pids:

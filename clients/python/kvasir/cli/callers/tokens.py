@@ -65,8 +65,7 @@ def new(
 
     Programs send it as `Authorization: Bearer …` or as an API key; `kvasir --token-file FILE …` does, too. Running
     services take it with `kvasir reload`. For a new namespace a credential of the engine's own is made, too, with which
-    it keeps the memories there. credentials.toml is written anew, without the comments of whoever edited it.
-    """
+    it keeps the memories there. credentials.toml is written anew, without the comments of whoever edited it."""
     _check_word("NAME", name)
     _check_word("--namespace", namespace)
     _check_not_reserved(name)
@@ -103,8 +102,7 @@ def ls(caller: Caller) -> None:
 def rm(caller: Caller, name: Annotated[str, typer.Argument(metavar="NAME")]) -> None:
     """Remove a token. Its calls end with `kvasir reload`. Agents stay, and are there for the next of the namespace.
 
-    credentials.toml is written anew, without the comments of whoever edited it.
-    """
+    credentials.toml is written anew, without the comments of whoever edited it."""
     if name in _OF_THE_HOME or name.startswith("engine"):
         raise InvalidArgument(f"NAME: {name} is the home's own, without which it does not work", field="NAME")
     _known(caller.home)  # a home that has none is not made for this

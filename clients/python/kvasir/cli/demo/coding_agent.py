@@ -1,8 +1,4 @@
-"""`kvasir demo --agent`: a coding agent with long instructions goes on where it was, after both services died.
-
-The model has the shipped one's weights and a longer context: what it says there means nothing, and what its prompt
-costs is what is shown.
-"""
+"""`kvasir demo --agent`: a coding agent with long instructions goes on where it was, after both services died."""
 
 import json
 import shutil

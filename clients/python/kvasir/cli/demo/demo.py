@@ -1,8 +1,4 @@
-"""`kvasir demo`: two agents live, both services die by kill -9, the agents go on; then one moves to another Mac.
-
-Real processes over gRPC, in a home of its own that is removed at the end, and kept when a claim did not hold. Exit
-code 0 only if every claim that it printed was found to be true.
-"""
+"""`kvasir demo`: two agents live, both services die by kill -9, the agents go on; then one moves to another Mac."""
 
 import shutil
 import tempfile
@@ -64,8 +60,7 @@ def demo(
 ) -> None:
     """Two agents live, die by kill -9, and go on; then one moves. Every claim is checked.
 
-    --json: claims (a list: text, holds, found) and seconds, on standard output.
-    """
+    --json: claims (a list: text, holds, found) and seconds, on standard output."""
     check_installed("store", "engine")
     if model and agent:
         raise WrongUsage("--agent has a model of its own: expected no --model", field="--model")

@@ -1,7 +1,4 @@
-"""The steps of the demo, with real processes: live, die, go on, compare, move, keep a secret.
-
-Every step returns its measurements, and makes its claims about them with `Claims`.
-"""
+"""The steps of the demo, with real processes: each returns its measurements, and makes its claims about them."""
 
 import threading
 from collections.abc import Callable, Sequence

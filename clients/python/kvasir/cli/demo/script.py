@@ -1,8 +1,4 @@
-"""The text of the demo: conversations of kvasir-tiny's world, cut into turns that an agent lives through.
-
-They are in `stories.json`, which `python -m tools.kvasir_tiny.ship` writes. A turn brings some hundred tokens of talk
-and ends with a question about an earlier fact, which the agent answers live.
-"""
+"""The text of the demo: conversations of `stories.json`, cut into turns that end with a question."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -62,10 +58,7 @@ def told_story(seed: int, tokens: int, turns: int) -> Story:
 
 
 def story_of(talk: dict[str, Any], turns: int) -> Story:
-    """Cut a talk into turns of about equal length, each with a question about what was told by then.
-
-    Raises ValueError for a talk whose agent has no name.
-    """
+    """Cut a talk into turns of about equal length, each with a question. Raises ValueError for one without an agent."""
     if not talk["agent"]:
         raise ValueError("the agent of this talk has no name; take another seed")
     messages = talk["messages"]

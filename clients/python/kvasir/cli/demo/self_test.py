@@ -1,8 +1,4 @@
-"""The self-test of `kvasir doctor`: tell an agent a fact, kill both services, start them, and ask.
-
-It tests memory, not the model's understanding: the turn after the restart must come from the store, reuse every token,
-and give the same reply as an agent that was not killed.
-"""
+"""The self-test of `kvasir doctor`: tell an agent a fact, kill both services, start them, and ask."""
 
 import shutil
 import tempfile

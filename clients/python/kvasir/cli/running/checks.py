@@ -55,9 +55,7 @@ def has_gateway() -> bool:
 
 
 def check_installed(*services: str, gateway: bool = False, neighbour: bool = False) -> None:
-    """Raise FailedPrecondition where one of the services (store, engine) that are run as programs is not installed, or
-    no `gateway` or `neighbour` where one is wanted.
-    """
+    """Raise FailedPrecondition where a service (store, engine), or the gateway or neighbour, is not installed."""
     wanted = dict.fromkeys(name for service in services for name in _PACKAGES[service])
     wanted |= dict.fromkeys(_GATEWAY_PACKAGES if gateway else ())
     missing = [name for name in wanted if importlib.util.find_spec(name) is None]
@@ -176,9 +174,7 @@ def _check_peers(given: Sequence[tuple[str, str, str]]) -> None:
 
 
 def metrics_addresses(text: str) -> tuple[str, str, str]:
-    """The addresses of the engine's metrics, of the store's at the next port, and of the gateway's at the one after it;
-    nothing for no text. Raises WrongUsage.
-    """
+    """Of the engine, of the store at the next port, of the gateway behind it; none for no text. Raises WrongUsage."""
     if not text:
         return "", "", ""
     address = _host_and_port(text, "--metrics-listen")

@@ -1,7 +1,4 @@
-"""The processes of one home: those that hold its locks. `kvasir up` holds both, its services have inherited one.
-
-A process that holds no lock is never touched, whatever number a file names.
-"""
+"""The processes that hold a home's locks. A process that holds none is never touched, whatever number a file names."""
 
 import os
 import signal
@@ -151,8 +148,7 @@ def named_openers(lock_file: Path) -> set[int]:
     """As macOS tells it: those of the home's own processes, by `up.json`, that have the file open.
 
     Nobody tells there who holds a lock that is inherited (F_GETLK knows no process of it). A number alone may be
-    another program's by now, and a program that has the file open may only read it; one that is both is ours.
-    """
+    another program's by now, and a program that has the file open may only read it; one that is both is ours."""
     running = Home(lock_file.parent.parent).running()
     if running is None:
         return set()

@@ -1,7 +1,4 @@
-"""The home of one `kvasir up`: the paths of its data, sockets, logs and tokens, and its services' addresses.
-
-This module starts nothing and calls nobody. Commands without an address read `run/up.json` of a running `kvasir up`.
-"""
+"""The home of one `kvasir up`: the paths of its data, sockets, logs and tokens, and its services' addresses."""
 
 import json
 import os
@@ -137,9 +134,7 @@ class Home:
             (self.root / ".metadata_never_index").touch(mode=0o600)
 
     def running(self) -> Running | None:
-        """The facts of this home's last `kvasir up`, of another version too; None if there was none, or if they are of
-        the home that this one was copied from.
-        """
+        """The facts of this home's last `kvasir up`; None if there was none, or if this home is a copy of that one."""
         try:
             found = json.loads(self.running_file.read_text())
             known = Running(**{each.name: found[each.name] for each in fields(Running) if each.name in found})

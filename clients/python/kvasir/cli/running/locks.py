@@ -1,7 +1,6 @@
 """A home has one group: the lock of its `kvasir up`, and the one that its services inherit and hold while any lives.
 
-Its tokens have a lock of their own: they are made and changed beside a `kvasir up` that starts or runs.
-"""
+Its tokens have a lock of their own: they are made and changed beside a `kvasir up` that starts or runs."""
 
 import contextlib
 import fcntl

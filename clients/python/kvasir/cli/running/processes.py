@@ -1,7 +1,4 @@
-"""The command lines of the services, as the supervisor, the demo and the self-test start them.
-
-The command line runs the services as programs and never imports them: `python -m cachestore_svc …` and so on.
-"""
+"""The command lines of the services, which are run as programs and never imported."""
 
 import functools
 import json

@@ -32,8 +32,7 @@ def done(
     holds_input: bool = False,
 ) -> Done:
     """Run `python -m MODULE` to its end. `say` gets its stderr, line by line; `shows_stderr`: the terminal gets it.
-    `holds_input`: its input ends with this process, also by a kill.
-    """
+    `holds_input`: its input ends with this process, also by a kill."""
     last = ""
     with tempfile.TemporaryFile("w+") as out:
         argv = [sys.executable, "-m", module, *words]
@@ -62,9 +61,7 @@ def run_program(
 
 @contextmanager
 def ended_with_us(process: "subprocess.Popen[str]") -> Iterator["subprocess.Popen[str]"]:
-    """Waits for the process at the block's end. If the block is interrupted it ends the process: a signal that was for
-    us alone, as SIGTERM is, has not reached it.
-    """
+    """Waits for the process at the block's end. An interrupted block ends it: our signal may not have reached it."""
     with process:
         try:
             yield process

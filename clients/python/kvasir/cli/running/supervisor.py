@@ -1,8 +1,7 @@
 """Keeps services running as one group: started together, restarted when they crash, stopped together in reverse order.
 
 A service that crashes too often ends the group, because endless restarts would hide the reason. Services write their
-log files themselves, so that no log is lost when the supervisor is killed.
-"""
+log files themselves, so that no log is lost when the supervisor is killed."""
 
 import asyncio
 import contextlib
@@ -100,8 +99,7 @@ class Supervisor:
 
         `changed` is called after each start of a process, which has a new pid, and again while it raises OSError. If a
         service does not start or crashes too often, the others are stopped, and run() raises Unavailable with the last
-        lines of that service's log.
-        """
+        lines of that service's log."""
         self._changed = changed
         watching = asyncio.create_task(self._watch_logs())
         try:
@@ -267,9 +265,7 @@ class Supervisor:
 
 @contextlib.contextmanager
 def _hangups_wait() -> Iterator[None]:
-    """A process that is started meanwhile gets a SIGHUP when it lets it in (`Reloading.on_hangup`), and does not end by
-    one that comes while it still imports.
-    """
+    """A process that starts meanwhile gets a SIGHUP once `Reloading.on_hangup` lets it in, and does not end by it."""
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP})
     try:
         yield

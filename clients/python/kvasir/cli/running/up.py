@@ -2,8 +2,7 @@
 
 It checks what it was asked for, makes the home and its credentials, starts them, and writes
 their addresses for other commands. A home has one group: the services inherit a lock, which is held until the last of
-them has ended. What a killed `kvasir up` left is ended first.
-"""
+them has ended. What a killed `kvasir up` left is ended first."""
 
 import asyncio
 import json
@@ -55,8 +54,7 @@ def up(
     """Run store, engine and HTTP gateway as one group, until Ctrl-C; with -d in the background, until `kvasir down`.
 
     --json: one object on standard output when all is ready, with the addresses and the token's file (also in the home,
-    as run/up.json). Remarks go to standard error.
-    """
+    as run/up.json). Remarks go to standard error."""
     home = caller.home
     if remove_at_login:
         _remove_at_login(caller)

@@ -1,7 +1,4 @@
-"""`kvasir scenario …`: run scenarios of several agents, go on with them, and report what happened.
-
-The extra `orchestrator` is imported when a command runs and not before.
-"""
+"""`kvasir scenario …`: run scenarios of several agents, go on with them, and report what happened."""
 
 import asyncio
 from pathlib import Path

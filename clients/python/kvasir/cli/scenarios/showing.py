@@ -156,9 +156,7 @@ class Counter(Protocol):
 
 
 def dry_rows(scenario: Scenario, counter: Counter | None) -> list[dict[str, Any]]:
-    """Every prompt, with a mark where a reply will stand, and what its agent will remember by then. Tokens are None
-    without a counter; a reply counts as its mark.
-    """
+    """Every prompt, with a mark where a reply will stand, and what its agent will remember; tokens with a counter."""
     said = {turn.index: f"‹{scenario.names[turn.agent]}, turn {turn.index + 1}›" for turn in scenario.plan.turns}
     rows: list[dict[str, Any]] = []
     remembered: dict[str, int] = {}  # tokens, by agent

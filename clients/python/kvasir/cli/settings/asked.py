@@ -1,7 +1,4 @@
-"""What a `kvasir up` is asked for: its own options and those of the services, each from the first place that names it.
-
-A flag goes before the environment, that before the settings file, and that before the default.
-"""
+"""The options of `kvasir up` and the services, each from a flag, the environment, the settings file or the default."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field

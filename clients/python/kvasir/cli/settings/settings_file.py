@@ -2,8 +2,7 @@
 
 memory-gib = 16
 [store]
-write-budget-bytes = 50_000_000_000
-"""
+write-budget-bytes = 50_000_000_000"""
 
 import difflib
 import tomllib

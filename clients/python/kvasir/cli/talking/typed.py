@@ -12,8 +12,7 @@ _QUOTES = '"""'
 def texts(prompt: Callable[[], str], say: Callable[[str], None]) -> Iterator[str]:
     """Each text, without empty ones, until the input ends. `prompt` is asked before each line of a person.
 
-    At a prompt the first Ctrl-C drops what was typed and says how to leave; the second, in a row, leaves.
-    """
+    At a prompt the first Ctrl-C drops what was typed and says how to leave; the second, in a row, leaves."""
     is_person = sys.stdin.isatty()
     if is_person:
         _load_line_editing()

@@ -73,10 +73,7 @@ class AioAgentClient(AioServiceClient):
         return (await self._call(pb.RollbackAgentResponse, request)).snapshot
 
     async def delete_agent(self, agent_id: str, *, force: bool = False) -> pb.DeleteAgentResponse:
-        """Delete an agent; the response says when its bytes are freed. A pinned agent needs `force`.
-
-        Raises NotFound and FailedPrecondition.
-        """
+        """Delete an agent; a pinned one needs `force`. Raises NotFound and FailedPrecondition."""
         return await self._call(pb.DeleteAgentResponse, pb.DeleteAgentRequest(agent_id=agent_id, force=force))
 
     async def list_snapshots(
@@ -100,10 +97,7 @@ class AioAgentClient(AioServiceClient):
         *,
         timeout_s: float | None = None,
     ) -> tuple[pb.SnapshotVersion, bytes]:
-        """A version (None: the newest, of whichever line) and its manifest's bytes, none if more than 2 MiB.
-
-        Raises NotFound, DataLoss.
-        """
+        """A version (None: the newest) and its manifest's bytes, none above 2 MiB. Raises NotFound, DataLoss."""
         request = pb.GetSnapshotRequest(agent_id=agent_id, kv_identity_hash=kv_identity_hash, version=version)  # type: ignore[arg-type]
         response = await self._call(pb.GetSnapshotResponse, request, timeout_s)
         return response.snapshot, response.manifest_bytes

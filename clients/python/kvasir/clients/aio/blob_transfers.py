@@ -60,8 +60,7 @@ class AioBlobTransfers(AioServiceClient):
 
         However long it takes, it is given up only after `stall_timeout_s` without progress: no frame was taken, and no
         blob acknowledged. Raises ResourceExhausted (quota, disk), InvalidArgument (bytes or header refused),
-        Unavailable (cut too often), DeadlineExceeded (no progress).
-        """
+        Unavailable (cut too often), DeadlineExceeded (no progress)."""
         upload = Upload(blobs, kind, await self.find_missing(list(blobs), timeout_s=stall_timeout_s), on_progress)
         return await self.send_all(upload, stall_timeout_s=stall_timeout_s)
 
@@ -104,8 +103,7 @@ class AioBlobTransfers(AioServiceClient):
     ) -> AsyncGenerator[tuple[Digest, memoryview], None]:
         """The blobs in the order asked, each verified here too. Resumes after a cut.
 
-        Raises NotFound and DataLoss (metadata "digest"), Unavailable (cut too often).
-        """
+        Raises NotFound and DataLoss (metadata "digest"), Unavailable (cut too often)."""
         assembler = FrameAssembler(digests)
         cuts = 0
         while assembler.remaining:

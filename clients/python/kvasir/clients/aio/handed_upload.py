@@ -113,10 +113,7 @@ async def put_by_files(
     on_progress: OnProgress | None = None,
     stall_timeout_s: float | None = None,
 ) -> pb.TransferProgress:
-    """As `put_blobs` of tensor files, for a store that has the feature and whose data directory is that of `files`.
-
-    `missing`: those of the blobs that the store lacks, as `find_missing` tells.
-    """
+    """As `put_blobs` of tensor files into `files`, where the store takes them; `missing`: those that it lacks."""
     if all(digest.size_bytes < _LEAST_BYTES for digest in missing):
         upload = Upload(blobs, pb.BLOB_KIND_TENSORS, missing, on_progress)  # their bytes may go by several streams
         return await client.send_all(upload, stall_timeout_s=stall_timeout_s)

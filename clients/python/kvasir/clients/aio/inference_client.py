@@ -1,8 +1,7 @@
 """The inference service's asynchronous client: turns as streams of events, and typed errors.
 
 Every turn has a request id: after a break a caller asks again with it, and the turn is not done twice. The error of a
-broken turn says which version the agent remembers.
-"""
+broken turn says which version the agent remembers."""
 
 import time
 import uuid
@@ -96,8 +95,7 @@ class AioInferenceClient(AioAgentClient):
         agent remembers. GenerateOptions says what else a turn takes, as a value in `options` or as arguments of the
         call. Closing the generator cancels the turn. Raises the types of `kvasir.errors`. When an agent's turn breaks,
         the error's metadata has the turn's request_id (ask again with it: nothing is done twice) and
-        remembered_version.
-        """
+        remembered_version."""
         options = merged_options(options, named)
         request_id = options.request_id or str(uuid.uuid4())
         make = partial(turn_request, Input(prompt, messages, append_messages), options, request_id)
@@ -111,9 +109,7 @@ class AioInferenceClient(AioAgentClient):
             raise self._known.explained(error, options.agent_id, request_id) from None
 
     def resume(self, resume_token: str, *, timeout_s: float | None = None) -> AsyncGenerator[pb.GenerateResponse, None]:
-        """The rest of a reply that another engine began and gave to this one: the events after `moved`. Raises NotFound
-        (RESUME_TOKEN_UNKNOWN).
-        """
+        """The events after `moved` of a reply that another engine began. Raises NotFound (RESUME_TOKEN_UNKNOWN)."""
         return self._turn(pb.GenerateRequest(resume_token=resume_token).SerializeToString(), timeout_s)
 
     async def _turn(self, written: bytes, timeout_s: float | None) -> AsyncGenerator[pb.GenerateResponse, None]:
@@ -188,9 +184,7 @@ class AioInferenceClient(AioAgentClient):
     async def hand_over(
         self, peer: str, *, agent_id: str | None = None, request_id: str | None = None, timeout_s: float = 180.0
     ) -> HandOverTurnResponse:
-        """Give the turn that speaks for an agent, or that of a request, to a peer of the engine's configuration; its
-        reader follows. Raises NotFound (PEER_UNKNOWN, TURN_NOT_FOUND) and what the peer refuses it with.
-        """
+        """Give a running turn to a peer of the engine; its reader follows. Raises NotFound, and the peer's refusals."""
         request = HandOverTurnRequest(peer=peer, agent_id=agent_id, request_id=request_id)  # type: ignore[arg-type]
         return await self._call(HandOverTurnResponse, request, timeout_s)
 
@@ -262,10 +256,7 @@ class AioInferenceClient(AioAgentClient):
         on_progress: Callable[[pb.LoadProgress], None] | None = None,
         timeout_s: float | None = None,
     ) -> pb.LoadedModel:
-        """Load this model, and unload another first. Returns when it is loaded.
-
-        Raises NotFound, and FailedPrecondition when hot memories could not be stored.
-        """
+        """Load this model instead of another. Raises NotFound, and FailedPrecondition if memories cannot be stored."""
         request = pb.LoadModelRequest(model=name, drop_unstored=drop_unstored)
         steps = self._steps(self._stub.LoadModel, request, timeout_s)
         return cast("pb.LoadedModel", await self._until_done("load", steps, on_progress))

@@ -1,7 +1,4 @@
-"""Calls whose requests are large, begun by threads over a channel of their own.
-
-gRPC copies a request where a call begins: on an event loop 8 MiB would delay every other caller by some milliseconds.
-"""
+"""Large requests begin in threads, over a channel of their own: gRPC copies them, which would hold the event loop."""
 
 import asyncio
 import time

@@ -42,8 +42,7 @@ class AioServiceClient:
         """The same service for another caller, over the same channel. A gateway hands on its callers' tokens with it.
 
         The channel is all that the two clients share, and it stays this one's: closing the new one leaves it open.
-        Raises Unauthenticated without a token, because on a Unix socket a call without a token is the owner's.
-        """
+        Raises Unauthenticated without a token, because on a Unix socket a call without a token is the owner's."""
         other = copy.copy(self)
         other._metadata = bearer(token)
         other._owns_channel = False

@@ -1,8 +1,7 @@
 """The cache store's asynchronous client: every RPC as a method, typed errors, transfers that resume after a cut.
 
 Errors are the types of `kvasir.errors`. Round trips have a deadline (`timeout_s` of the client, or of the call).
-Transfers have none, because keepalive notices a dead peer.
-"""
+Transfers have none, because keepalive notices a dead peer."""
 
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Any, Self
@@ -21,10 +20,7 @@ from kvasir.formats.digest import Digest
 
 
 class AioStoreClient(AioBlobTransfers, AioAgentClient):
-    """A cache store, over one channel. Close it with `async with` or close().
-
-    A transfer resumes after a cut. It fails when it was cut `max_cuts` times and no blob was finished in between.
-    """
+    """A cache store. A transfer fails when it was cut `max_cuts` times and no blob was finished in between."""
 
     def __init__(
         self, channel: grpc.aio.Channel, *, token: str | None = None, timeout_s: float = 10.0, max_cuts: int = 5
@@ -67,8 +63,7 @@ class AioStoreClient(AioBlobTransfers, AioAgentClient):
         """Make a stored manifest the agent's next version. Raises Conflict, FailedPrecondition. Safe to repeat.
 
         `is_brought`: the writer knows that rows of it came by import or pull. `base_version`: the earlier version that
-        it goes on from; 0: `expected_version`. `handed_over_by`: the peer whose engine began the turn.
-        """
+        it goes on from; 0: `expected_version`. `handed_over_by`: the peer whose engine began the turn."""
         request = pb.CommitSnapshotRequest(
             agent_id=agent_id,
             manifest=manifest.to_proto(),

@@ -136,10 +136,7 @@ class Audit:
 
 @contextlib.contextmanager
 def owners_deed(service: str, file: Path | None, what: str, subjects: dict[str, str]) -> Iterator[Audit]:
-    """Tell what a program does for the owner beside a service: one line at its end. `subjects` may grow until then.
-
-    The service alone gives its older files new numbers.
-    """
+    """Report a program's deed for the owner beside a service: one line at its end. `subjects` may grow until then."""
     audit = Audit(service, None if file is None else AuditFile(file, max_bytes=sys.maxsize))
     outcome, reason = FAILED, ""
     try:
@@ -154,10 +151,7 @@ def owners_deed(service: str, file: Path | None, what: str, subjects: dict[str, 
 
 
 class AuditFile:
-    """Lines on disk, 0600: the file, and `KEPT_FILES` older ones as NAME.1, NAME.2, …; the oldest goes.
-
-    Any thread puts; a thread of its own writes. `written` and `lost` count lines.
-    """
+    """Lines on disk (0600) with `KEPT_FILES` older files, by a thread of its own. `written` and `lost` count lines."""
 
     def __init__(self, path: Path, max_bytes: int = MAX_FILE_BYTES, kept: int = KEPT_FILES) -> None:
         self.written = self.lost = 0

@@ -1,6 +1,4 @@
-"""How often something took how long, in buckets, and which calls ended how: plain data, added to in one place and shown
-in another.
-"""
+"""How often something took how long, in buckets, and which calls ended how: plain data."""
 
 from bisect import bisect_left
 from collections import Counter

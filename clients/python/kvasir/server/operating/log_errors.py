@@ -1,7 +1,4 @@
-"""How services log an error: its type and its places only, because its text and locals may hold a prompt.
-
-And how often they log those of strangers.
-"""
+"""How services log an error: its type and places only, as its text and locals may hold a prompt; and how often."""
 
 import copy
 import json
@@ -46,10 +43,7 @@ def places(error: BaseException) -> str:
 
 
 def without_payload(_logger: object, _method: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
-    """A structlog processor: the error that a record carries becomes `error` and `at`.
-
-    A renderer for consoles would print its traceback with the locals of every frame.
-    """
+    """A structlog processor: an error becomes `error` and `at`, without the locals of every frame."""
     carried = event.pop("exc_info", None)
     if carried is True:
         carried = sys.exc_info()

@@ -1,7 +1,4 @@
-"""Logs of both services: an event and its facts per line, for people or as JSON.
-
-Prompt text, tokens and credentials are in none of them.
-"""
+"""Logs of both services: an event and its facts per line; never a prompt's text, a token or a credential."""
 
 import logging
 import sys

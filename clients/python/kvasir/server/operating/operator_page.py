@@ -1,8 +1,7 @@
 """The page that operators' programs read, to this machine only: `/metrics` for Prometheus, and `/healthz`.
 
 It has threads of its own, so that it answers for a service whose event loop does not. It asks for no credential, and
-so names no agent and no namespace: labels are words of this program and names of configured models.
-"""
+so names no agent and no namespace: labels are words of this program and names of configured models."""
 
 import asyncio
 import contextlib

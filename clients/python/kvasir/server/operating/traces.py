@@ -1,8 +1,7 @@
 """One trace through gateway, engine and store: W3C's `traceparent` is taken and passed on; spans go to OpenTelemetry.
 
 Off unless an address is given. Then its packages (extra `traces`) are imported, and nothing of them before. Spans have
-counts and words of this program, never a text, a token or a name that a caller chose.
-"""
+counts and words of this program, never a text, a token or a name that a caller chose."""
 
 import re
 import time
@@ -42,9 +41,7 @@ class Traces:
         roots: Collection[str] | None = None,
         clock_ns: Callable[[], int] = time.time_ns,
     ) -> None:
-        """`endpoint`: that of OTLP over gRPC, as http://127.0.0.1:4317. `roots`: the calls that begin a trace where
-        none came; None: all. Raises AddressError, also where the packages are missing.
-        """
+        """`endpoint`: OTLP over gRPC. `roots`: the calls that begin a trace; None: all. Raises AddressError."""
         self._provider = _provider(endpoint, f"kvasir-{service}") if endpoint else None
         self._tracer = self._provider.get_tracer("kvasir") if self._provider is not None else None
         self._roots = roots

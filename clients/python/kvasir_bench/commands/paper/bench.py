@@ -22,9 +22,7 @@ _LEAST_GIB, _GIB = 1.0, 1 << 30
 
 @dataclass
 class Bench:
-    """Facts and services are loaded and started when a case first needs them. `server`: URL, model and key of another
-    HTTP server. `started` ends the services.
-    """
+    """Facts, and services until `started` ends, at the first need. `server`: another one's URL, model and key."""
 
     say: Callable[[str], None]
     model: str

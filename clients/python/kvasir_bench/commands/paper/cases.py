@@ -1,7 +1,4 @@
-"""The measurements for the tables, in programs of their own; conversations are in `conversations.py`.
-
-A case gets the contexts of all tables that need it, and returns rows whose `context_tokens` is one of them.
-"""
+"""The measurements for the tables. A case gets all contexts, and returns rows whose `context_tokens` is one of them."""
 
 import os
 import platform
@@ -132,9 +129,7 @@ def chosen(names: Sequence[str]) -> list[Table]:
 
 
 def measured(bench: Bench, wanted: Sequence[Table], keep: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
-    """The results, each case once. `keep` gets those so far after each table. Raises FailedPrecondition for a model
-    that cannot be used; another failure of a case is the note of its tables' rows.
-    """
+    """`keep` gets the results after each table. A case's failure is a note; a model's raises FailedPrecondition."""
     facts, found = bench.facts, dict[str, Any]()
     machine = {"platform": platform.platform(), "device": facts["device"], "cores": os.cpu_count(), **facts["versions"]}
     results: dict[str, Any] = {

@@ -55,8 +55,7 @@ def paper(
 ) -> None:
     """Fill the tables of the papers that Kvasir is built from, each published figure beside one measured here.
 
-    Contexts that the model does not have are marked, and so is what is not built. Services are its own.
-    """
+    Contexts that the model does not have are marked, and so is what is not built. Services are its own."""
     caller = caller_of(context, as_json)
     if bool(http) != bool(http_model) or (api_key_file is not None and not http):
         raise InvalidArgument("--http and --http-model belong together, and --api-key-file to them", field="http")

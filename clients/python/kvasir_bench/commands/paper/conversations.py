@@ -1,7 +1,4 @@
-"""Conversations that are measured at services: turns over gRPC, over HTTP, at two servers, and at a rate of their own.
-
-Texts differ from their first word on, so that no turn shares KV that it is not meant to share.
-"""
+"""Turns over gRPC, over HTTP, at two servers, and at a rate of their own. No text shares its first word by chance."""
 
 import asyncio
 import tempfile

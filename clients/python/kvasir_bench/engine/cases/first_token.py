@@ -1,7 +1,4 @@
-"""Time to the first token, and to the end of a short reply, over context: recomputed, restored, and from memory.
-
-With a peer, mlx-lm computes the same prompt in the same rounds.
-"""
+"""Time to the first token and to a short reply's end: recomputed, restored, from memory, and by a peer."""
 
 from collections.abc import Iterator, Sequence
 from statistics import median

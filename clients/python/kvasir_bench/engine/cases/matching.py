@@ -26,9 +26,7 @@ class _Chat:
         self._state: Any = None  # of the engine's memory
 
     def turn(self, turn: int, user_messages: Sequence[str]) -> dict[str, Any]:
-        """Reply and remember. Returns the turn's row: the prompt's tokens, how many of them each matching reuses, and
-        the time to the first token then.
-        """
+        """Reply and remember. Returns the prompt's tokens, those that each matching reuses, and the first's time."""
         self._messages += [{"role": "user", "content": content} for content in user_messages]
         text, memory = self._render(self._messages), self._memory
         whole = self._prompting.tokenize(text)
@@ -77,9 +75,7 @@ def _transcript(messages: Sequence[dict[str, Any]]) -> str:
 
 
 def run(lab: Lab) -> Case:
-    """The world's user messages and the model's own replies: as messages, and as a transcript. Ten turns, or three
-    behind texts of the lengths.
-    """
+    """The world's user messages and the model's replies: as messages and as a transcript, of ten turns or of three."""
     turns = user_turns(3 if lab.is_quick or lab.scope.lengths else 10)
     prompting = Prompting(lab.engine.tokenizer, lab.engine.token_text)
     renders = {"messages": lambda messages: prompting.template([*messages], None, True), "transcript": _transcript}

@@ -1,6 +1,4 @@
-"""Two agents with prompts of one length: one after the other, at the same moment, and the second while the first
-decodes.
-"""
+"""Two agents with prompts of one length: one after the other, together, and the second while the first decodes."""
 
 from collections.abc import Mapping
 from statistics import mean, median
@@ -39,9 +37,7 @@ def _rows(lab: Lab, length: int) -> list[Row]:
 
 
 def _round(lab: Lab, length: int, reply: int) -> Mapping[str, tuple[float, ...]]:
-    """By arrival: seconds to each agent's first token from its own submit, from the first submit to the last token,
-    and the tokens per second of a stream.
-    """
+    """By arrival: seconds to each agent's first token and to the last of both, and a stream's tokens per second."""
     first, second = (lab.prompts.tokens(length, number) for number in (0, 1))
     alone, after = (lab.start(prompt, reply).ended() for prompt in (first, second))
     together = [lab.start(prompt, reply) for prompt in (first, second)]

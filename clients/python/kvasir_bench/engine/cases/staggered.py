@@ -11,9 +11,7 @@ _LENGTHS = (1024,)
 
 
 def run(lab: Lab) -> Case:
-    """A and B have prompts of one length, A a reply of 427 tokens. B arrives after a third of it (the seed's two
-    seconds, to scale).
-    """
+    """Two prompts of one length; B arrives after a third of A's 427 tokens (the seed's two seconds, to scale)."""
     rows = lab.rows(lab.chosen_lengths((96,) if lab.is_quick else _LENGTHS), lambda length: [_row(lab, length)])
     targets = [
         target
