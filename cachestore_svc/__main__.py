@@ -130,8 +130,7 @@ async def serve(settings: StoreSettings) -> None:
         audit = parts.closing(
             Audit("store", AuditFile(settings.audit_file) if settings.audit_file else None, PRIVILEGED)
         )
-        # It begins no trace: its callers do.
-        traces = parts.closing(Traces(settings.traces_to, "store", roots=()))
+        traces = parts.closing(Traces(settings.traces_to, "store", roots=()))  # it begins no trace: its callers do
         peers = Peers(lambda: read_peers(settings.peers_file))
         edge = _edge(settings, peers, traces, audit)
         peer_service = PeerService(peers, edge)

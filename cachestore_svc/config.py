@@ -12,10 +12,8 @@ from cachestore_svc.sealing.sealed_list import read_list
 __all__ = ("ConfigError", "StoreSettings", "read_settings")
 
 
-# A file given up when the disk is full, so that deletes still have room for the index.
-_BALLAST_BYTES = 16 << 20
-# Kept per namespace, for watchers that come back.
-_EVENT_HISTORY = 10_000
+_BALLAST_BYTES = 16 << 20  # A file given up when the disk is full, so that deletes still have room for the index
+_EVENT_HISTORY = 10_000  # kept per namespace, for watchers that come back
 
 
 class StoreSettings(StoreTable):

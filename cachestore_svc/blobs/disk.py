@@ -14,10 +14,8 @@ from pathlib import Path
 from kvasir.errors import KvasirError, ResourceExhausted, Unavailable
 from kvasir.syncing import sync
 
-# Pieces large enough for all cores to hash one.
-READ_BACK_BYTES = 4 << 20
-# A name that something else has than a file. Opening a socket says so itself.
-NO_FILE = errno.ENXIO
+READ_BACK_BYTES = 4 << 20  # pieces large enough for all cores to hash one
+NO_FILE = errno.ENXIO  # A name that something else has than a file. Opening a socket says so itself.
 
 
 class Disk:

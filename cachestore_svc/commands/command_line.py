@@ -8,8 +8,7 @@ from kvasir.options.table import options_of
 from cachestore_svc.commands import seal_keys
 from cachestore_svc.config import StoreSettings
 
-# Exit codes. The last is that of `kvasir` for what is not there.
-OK, FOUND_PROBLEMS, CANNOT_RUN, NO_STORE = 0, 1, 2, 5
+OK, FOUND_PROBLEMS, CANNOT_RUN, NO_STORE = 0, 1, 2, 5  # Exit codes. The last is that of `kvasir` for what is not there.
 
 # What the commands that look after the data need to know of its store.
 _OF_DATA = ("data_dir", "grace_period_s", "log_level", "log_format", "seal_key_file", "seal_keychain", "sealed_file")

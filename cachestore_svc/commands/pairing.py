@@ -48,8 +48,7 @@ from cachestore_svc.pairing.peers_file import PeerBook, PeerSettings, change_pee
 from cachestore_svc.pairing.rights import Gives, Takes, read_rights, write_rights
 
 COMMANDS = ("pair", "peers")
-# Where `kvasir pair` waits if nothing else does, so that on one machine the code is enough.
-PAIRING_PORT = 8643
+PAIRING_PORT = 8643  # where `kvasir pair` waits if nothing else does, so that on one machine the code is enough
 _LOOPBACK = "127.0.0.1"
 
 

@@ -10,12 +10,10 @@ from kvasir.names import check_agent_id
 from cachestore_svc.facts.ownership import FIRST_MOVE
 from cachestore_svc.facts.records import LineQuery
 
-# What is read from the whole index, or of all agents, is believed for so long.
-BELIEVED_S = 30.0
+BELIEVED_S = 30.0  # what is read from the whole index, or of all agents, is believed for so long
 MAX_LABELS = 64
 MAX_LABEL_CHARS = 256
-# Rows are in no quota, and a fork copies none: an agent's labels stay small.
-MAX_LABELS_BYTES = 4096
+MAX_LABELS_BYTES = 4096  # rows are in no quota, and a fork copies none: an agent's labels stay small
 
 
 def wrong(field: str, problem: str, *, reason: str | None = None, **facts: object) -> InvalidArgument:

@@ -29,8 +29,7 @@ MAX_TOLD_GENERATION = MAX_GENERATION - (1 << 50)
 # So many claims that it has not heard of may another store be believed at once: claims are made by hand.
 MAX_UNHEARD_CLAIMS = 64
 
-# After a peer's name in `had_by`: it was offered the agent, and never given it.
-_OFFERED = "?"
+_OFFERED = "?"  # after a peer's name in `had_by`: it was offered the agent, and never given it
 # In `had_by`, how its last move brought the agent: its newest version then, and the peer that gave it.
 _CAME = re.compile(r"(=(\d+)=)(.+)")
 

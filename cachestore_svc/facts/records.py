@@ -26,8 +26,7 @@ MAX_LEASE_TTL_S = 600.0
 DEFAULT_LEASE_TTL_S = 30.0
 MAX_LEASES_PER_REQUEST = 10_000
 MIB = 1 << 20
-LAST_UNIX_MS = manifest.MAX_TEMPLATE_TIME_MS
-"""The end of the year 9999, the last that a Timestamp can express."""
+LAST_UNIX_MS = manifest.MAX_TEMPLATE_TIME_MS  # the end of the year 9999, the last that a Timestamp can express
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,8 +17,7 @@ from cachestore_svc.journal.journal import Journal
 from cachestore_svc.sealing.sealed_names import PlainNames
 
 _Answer = TypeVar("_Answer")
-# The store's own operations: opening, checking, collecting everywhere. No credential has this namespace.
-HOUSE = ""
+HOUSE = ""  # The store's own operations: opening, checking, collecting everywhere. No credential has this namespace.
 # Work on thousands of blobs is done in operations of this many each (a millisecond or two), so that other namespaces'
 # operations come in between.
 SLICE = 500

@@ -21,10 +21,8 @@ from cachestore_svc.facts.records import (
 from cachestore_svc.index.catalog import Catalog, CatalogView
 from cachestore_svc.index.ports.agents import AgentFilter
 
-# Agents of one operation of the index: some milliseconds.
-_AGENTS_AT_ONCE = 50
-# A page ends here too: 4 MiB is what a gRPC peer takes by default.
-_PAGE_BYTES = 2 << 20
+_AGENTS_AT_ONCE = 50  # agents of one operation of the index: some milliseconds
+_PAGE_BYTES = 2 << 20  # A page ends here too: 4 MiB is what a gRPC peer takes by default
 _FIELD_BYTES = 16
 _MARK_BYTES = 8
 _LINE_BYTES = 512

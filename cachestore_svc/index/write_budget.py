@@ -14,8 +14,7 @@ from kvasir.errors import ResourceExhausted
 from cachestore_svc.index.catalog import HOUSE, Catalog, CatalogChange, CatalogView
 
 DAY_MS = 86_400_000
-# A namespace that wrote more than this part leaves as much to those that wrote less.
-_SHARE = 8
+_SHARE = 8  # A namespace that wrote more than this part leaves as much to those that wrote less
 
 
 class WriteBudget:

@@ -14,10 +14,8 @@ from cachestore_svc.journal.replay import State
 
 NAME = "journal"
 _NEW_SUFFIX = ".new"
-# A directory where the journal should lie, which no file can replace.
-_STRANGE_SUFFIX = ".strange"
-# It is rewritten when its groups take so many times the bytes of its state, and at least so many bytes.
-_TIMES = 3
+_STRANGE_SUFFIX = ".strange"  # A directory where the journal should lie, which no file can replace
+_TIMES = 3  # it is rewritten when its groups take so many times the bytes of its state, and at least so many bytes
 _LEAST_BYTES = 1 << 20
 _PIECE_BYTES = 1 << 20
 
@@ -102,8 +100,7 @@ class Journal:
         try:
             _put_in_place(self.path, self._disk)
         except BaseException:
-            # Which of the two has the name after a loss of power is not known.
-            self._is_broken = True
+            self._is_broken = True  # which of the two has the name after a loss of power is not known
             self._disk.close(descriptor)
             raise
         self._disk.close(self._descriptor)

@@ -17,8 +17,7 @@ from blake3 import blake3
 from cachestore_svc.journal.journal_lines import Position, checksum
 
 Clock = Callable[[], int]
-# Two are written in turn, so that a torn write spoils one.
-_SLOTS = 2
+_SLOTS = 2  # two are written in turn, so that a torn write spoils one
 _SLOT_BYTES = 4096
 
 

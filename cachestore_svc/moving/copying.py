@@ -29,10 +29,8 @@ from cachestore_svc.moving.peering.peers import errors_of_peer
 from cachestore_svc.store.aio_store import AioStore
 
 _MAX_CUTS = 5
-# Of a thousand versions each. A peer whose list goes on is given up.
-MAX_PEER_PAGES = 100
-# A copy relies on its blobs anew so many times in a grace period, and not more often than this.
-_TIMES_A_GRACE = 4
+MAX_PEER_PAGES = 100  # Of a thousand versions each. A peer whose list goes on is given up.
+_TIMES_A_GRACE = 4  # A copy relies on its blobs anew so many times in a grace period, and not more often than this
 T = TypeVar("T")
 
 

@@ -5,12 +5,9 @@ from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from kvasir.formats.manifest import MAX_MANIFEST_BYTES, MAX_STATES
 from kvasir.server.shared_room import SharedRoom
 
-# Two of the largest at once, or hundreds of usual ones.
-MANIFEST_ROOM_BYTES = 256 << 20
-# Measured: 7.3 for tokens, 5 for messages, 2 for text.
-PARSED_PER_BYTE = 8
-# GetSnapshot's answer holds the bytes, their copy in the message, and the message as it is sent.
-ANSWERED_PER_BYTE = 3
+MANIFEST_ROOM_BYTES = 256 << 20  # two of the largest at once, or hundreds of usual ones
+PARSED_PER_BYTE = 8  # measured: 7.3 for tokens, 5 for messages, 2 for text
+ANSWERED_PER_BYTE = 3  # GetSnapshot's answer holds the bytes, their copy in the message, and the message as it is sent
 _LISTED_BLOB_BYTES = 256
 _TOKENS_PER_BLOB = 256
 

@@ -9,8 +9,7 @@ from kvasir.errors import DeadlineExceeded
 
 from cachestore_svc.moving.outbound import BlobSource
 
-# A reader that takes no piece within this time lets go of the rest.
-_SLOW_S = 0.5
+_SLOW_S = 0.5  # A reader that takes no piece within this time lets go of the rest
 T = TypeVar("T")
 
 

@@ -16,8 +16,7 @@ from cryptography.x509.oid import NameOID
 from kvasir.credentials import read_private_text, write_private_text
 from kvasir.errors import InvalidArgument
 
-# In every certificate: a client of gRPC wants a name to compare, and the pin has said all.
-SERVER_NAME = "kvasir-store"
+SERVER_NAME = "kvasir-store"  # in every certificate: a client of gRPC wants a name to compare, and the pin has said all
 _FILE_NAME = "identity.pem"
 _MAX_CERTIFICATE_BYTES = 4096
 _BEGIN = datetime.datetime(2020, 1, 1, tzinfo=datetime.UTC)

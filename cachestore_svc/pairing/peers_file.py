@@ -37,33 +37,27 @@ class PeerSettings(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
-    """How PullAgent names it."""
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]  # how PullAgent names it
     address: str = ""
     """host:port or unix:/path. Empty, of a paired one: it may pull from here, and nobody pulls from it."""
     token_file: Path | None = None
     """This store's token there (role peer); its credential there also says which namespace is read."""
     ca_file: Path | None = None
     """PEM: the peer's own certificate, which pins it, or the authority that signed it. Needed beyond this machine."""
-    server_name: str = ""
-    """The name in its certificate, when that is not the host of the address."""
-    cert_file: Path | None = None
-    """This store's certificate and key, for a peer that asks (mutual TLS)."""
+    server_name: str = ""  # the name in its certificate, when that is not the host of the address
+    cert_file: Path | None = None  # this store's certificate and key, for a peer that asks (mutual TLS)
     key_file: Path | None = None
     certificate: str = ""
     """A paired peer's certificate (base64 of DER): who shows its key is this peer, and nothing else is."""
-    namespaces: tuple[str, ...] = ()
-    """Of a paired peer: what it may read here, and who may name it here."""
+    namespaces: tuple[str, ...] = ()  # of a paired peer: what it may read here, and who may name it here
     gives: tuple[str, ...] = ()
     """NAMESPACE=RIGHT of `rights.Gives`: what it may do with the agents of a namespace. Left out: read."""
     takes: tuple[str, ...] = ()
     """NAMESPACE=RIGHT of `rights.Takes`: what it may bring of its own accord. Left out: nothing."""
     max_agents: Annotated[int, Field(ge=0)] = 1000
     """Agents of a namespace that it brought and nobody here has extended; more are refused."""
-    max_bytes: Annotated[int, Field(ge=0)] = 64 << 30
-    """Their bytes, and what it may send in an hour."""
-    paired_at: str = ""
-    """When, in UTC."""
+    max_bytes: Annotated[int, Field(ge=0)] = 64 << 30  # their bytes, and what it may send in an hour
+    paired_at: str = ""  # when, in UTC
     formerly: tuple[str, ...] = ()
     """Names that it had before: agents that moved to it, or came from it, may still be noted under these."""
 

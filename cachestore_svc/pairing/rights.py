@@ -79,8 +79,7 @@ NEEDS: Mapping[Verb, Gives | Takes] = {
 }
 # Words whose refusal is here where the bond lacks; the other ones are refused by the state (AGENT_MOVED, MOVE_UNKNOWN).
 _BY_BOND = frozenset({Verb.FENCE, Verb.TURN})
-# Words that bring a memory under a name of the peer's choice.
-_BRINGING = frozenset({Verb.COPY, Verb.MOVE})
+_BRINGING = frozenset({Verb.COPY, Verb.MOVE})  # words that bring a memory under a name of the peer's choice
 
 # Per peer and namespace: facts about owners that it has a part in, and agents that are on their way to it.
 MAX_FACTS, MAX_OPEN_MOVES = 10_000, 256

@@ -21,8 +21,7 @@ from cachestore_svc.journal.journal_lines import Parsed, Position
 from cachestore_svc.journal.replay import Change, State, differences
 
 RECOVER = "stop the store and run: kvasir store recover"
-# Fewer files than these without rows are what a crash leaves.
-_HANDFUL = 32
+_HANDFUL = 32  # fewer files than these without rows are what a crash leaves
 _NAMED = 10
 
 

@@ -84,8 +84,7 @@ def open_directory(
         seals = Seals(records, masters, config.sealed_namespaces)
         plain = blobs or LocalDirectory(config.data_dir / "namespaces", disk)
         sealed = SealedBackend(plain, seals, means.random_bytes)
-        # A look at an older copy is no start of it.
-        started = config if sweeps else replace(config, last_runs_dir=None)
+        started = config if sweeps else replace(config, last_runs_dir=None)  # A look at an older copy is no start of it
         core = _Opening(started, means, sealed).core()
         try:
             if sweeps:

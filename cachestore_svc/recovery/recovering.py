@@ -43,8 +43,7 @@ from cachestore_svc.sealing.seals import Seals
 _NEW_SUFFIX = ".recovering"
 _DATABASE_SUFFIXES = ("", "-wal", "-shm")
 _PER_COMMIT = 200
-# Namespaces that a store is likely to have.
-_USUAL = ("default",)
+_USUAL = ("default",)  # namespaces that a store is likely to have
 
 Say = Callable[[str, int, int], None]
 

@@ -10,8 +10,7 @@ from cachestore_svc.index.ports.history import ReadManifest, Unheld
 from cachestore_svc.journal.journal_lines import Position
 from cachestore_svc.journal.replay import Change
 
-# Of the database in which the history of events goes on: in another one it has another name.
-INODE = "inode"
+INODE = "inode"  # of the database in which the history of events goes on: in another one it has another name
 
 
 def roll_forward(

@@ -24,8 +24,7 @@ _PLACE = re.compile(r"[0-9a-f]{32}")
 _FILE = re.compile(r"[0-9a-f]{64}")
 _MOST_BYTES = 1 << 16
 
-# By place; None where a record must be, and none is whole.
-Records = Mapping[str, KeyRecord | None]
+Records = Mapping[str, KeyRecord | None]  # by place; None where a record must be, and none is whole
 
 
 class KeyFiles:

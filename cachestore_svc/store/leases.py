@@ -125,8 +125,7 @@ class Leases:
         waited_for, query = list[LineKey](), LineQuery(agent_id)
 
         def fenced(change: CatalogChange) -> _Answer:
-            # A change that is refused for another reason waits for nobody.
-            answer = work(change)
+            answer = work(change)  # A change that is refused for another reason waits for nobody
             waited_for[:] = change.held_leases(query, self._core.leases)
             change.fence_leases(query, self._core.leases)
             return answer

@@ -26,8 +26,7 @@ from cachestore_svc.index.ports.agents import Commit, CommitTerms, Done
 from cachestore_svc.index.refusals import missing
 from cachestore_svc.store.leases import Leases
 
-# A line's time of last use is written at most this often.
-_USE_RESOLUTION_MS = 1000
+_USE_RESOLUTION_MS = 1000  # A line's time of last use is written at most this often
 _OF_A_TURN = CommitTerms()
 
 

@@ -12,8 +12,7 @@ from cachestore_svc.index.ports.upkeep import Evicted, NotEnough
 from cachestore_svc.index.resting import rested_at
 from cachestore_svc.recovery import asides
 
-# Blobs that one commit unlists.
-_BATCH = 500
+_BATCH = 500  # blobs that one commit unlists
 
 
 def collect(core: Core, namespace: str | None, dry_run: bool) -> GcReport:
@@ -62,8 +61,7 @@ def make_room(core: Core, namespace: str, wanted_bytes: int, resuming: Digest) -
 
 
 def _collect_one(core: Core, namespace: str) -> GcReport:
-    # Sweep first: what this pass marks rests until another.
-    swept = _sweep(core, namespace)
+    swept = _sweep(core, namespace)  # sweep first: what this pass marks rests until another
     core.writers.drop_parts(namespace, core.now_unix_ms() - core.grace_ms)
     core.writers.drop_handed(namespace)
     now = core.now_unix_ms()

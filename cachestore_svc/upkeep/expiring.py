@@ -17,8 +17,7 @@ from cachestore_svc.index.catalog import HOUSE, CatalogChange, CatalogView
 from cachestore_svc.index.ports.agents import AgentFilter
 from cachestore_svc.upkeep.passed_time import ClockReading
 
-# Agents of one operation of the index: some milliseconds.
-_AGENTS_AT_ONCE = 50
+_AGENTS_AT_ONCE = 50  # agents of one operation of the index: some milliseconds
 _CLOCK = "unused_counted_at"
 
 

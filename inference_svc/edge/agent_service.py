@@ -29,8 +29,7 @@ AGENT_ROLES: Mapping[str, frozenset[str]] = {
 PRIVILEGED_OF_AGENTS = frozenset(method for method, roles in AGENT_ROLES.items() if roles == _PEOPLE)
 
 
-# A caller waits for the newest turn for most of its own time, at most.
-_OF_ITS_TIME = 0.8
+_OF_ITS_TIME = 0.8  # A caller waits for the newest turn for most of its own time, at most
 
 
 def add_agent_service(stores: Mapping[str, RemoteCache], served: Callable[[], ServedModel | None], server: Any) -> None:

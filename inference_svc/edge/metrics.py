@@ -13,8 +13,7 @@ from prometheus_client import Metric
 from inference_svc.memory.outcomes import MissReason, SnapshotState, Source
 from inference_svc.memory.service_stats import NamespaceCounters, ServiceStatus, TurnTimes
 
-# As TurnFlow counts them.
-_ENDS = ("finished", "cancelled", "moved", "refused", "failed")
+_ENDS = ("finished", "cancelled", "moved", "refused", "failed")  # as TurnFlow counts them
 _MADE_GOOD = (SnapshotState.PENDING, SnapshotState.FAILED)
 _PUBLISHED = (SnapshotState.PENDING, SnapshotState.COMMITTED, SnapshotState.FAILED)
 

@@ -66,8 +66,7 @@ ALLOWED_ROLES: Mapping[str, frozenset[str]] = {
     **{f"/{SERVICE_NAME}/{rpc}": CALLERS for rpc in _FORCALLERS},
     **{f"/{SERVICE_NAME}/{rpc}": _ADMINS for rpc in ("LoadModel", "UnloadModel")},
 }
-# Told in the audit.
-PRIVILEGED = frozenset(method for method, roles in ALLOWED_ROLES.items() if roles == _ADMINS)
+PRIVILEGED = frozenset(method for method, roles in ALLOWED_ROLES.items() if roles == _ADMINS)  # told in the audit
 
 
 @dataclass(frozen=True, slots=True)

@@ -46,8 +46,7 @@ from inference_svc.model.open_model import OpenedModel, open_model
 
 ResultT = TypeVar("ResultT")
 ModelOpener = Callable[..., tuple[OpenedModel, ModelRunner]]  # takes what `open_model` takes
-# Decoded copies of what is being decoded may take this part of the budget, beside it.
-_DECODED_PART = 2
+_DECODED_PART = 2  # decoded copies of what is being decoded may take this part of the budget, beside it
 
 
 class TurnHandle:

@@ -16,8 +16,7 @@ from inference_svc.kv.pages.pool import KvPool
 from inference_svc.kv.sequence_kv import SequenceKV
 from inference_svc.model.model_info import ModelInfo
 
-# Files of preempted turns that are not stored yet may take this part of the budget, beside it.
-_UNSTORED_PART = 2
+_UNSTORED_PART = 2  # files of preempted turns that are not stored yet may take this part of the budget, beside it
 
 
 class KvRoom:

@@ -92,8 +92,7 @@ FORMATS: Mapping[str, CallFormat] = {
     ),
 }
 
-# By the names of mlx-lm's parsers; of gpt-oss's it has none.
-HARMONY = "channels"
+HARMONY = "channels"  # by the names of mlx-lm's parsers; of gpt-oss's it has none
 _HARMONY_FORMAT = CallFormat(" to=functions.", "<|call|>", _harmony_call, ends_reply=True)
 
 

@@ -9,8 +9,7 @@ class ConstraintKind(Enum):
     REGEX = "regex"
     TOOL_CHOICE = "tool_choice"
     """Calls of tools in a model's own format: JSON of one_call and of each tool's place, name and parameters."""
-    CALLS_OR_FORMAT = "response_format"
-    """The same, or a text that matches `format`: its kind and text."""
+    CALLS_OR_FORMAT = "response_format"  # the same, or a text that matches `format`: its kind and text
     CALLS_IN_TEXT = "tools"
     """Any text, in which calls are bound once they begin: JSON as of TOOL_CHOICE, and whether each tool is strict."""
 

@@ -105,8 +105,7 @@ def _bound_memory() -> None:
 
 
 def main() -> None:
-    # Bytes as tokens: a grammar's cost hardly depends on the vocabulary.
-    tokenizer = LLTokenizer("byte")
+    tokenizer = LLTokenizer("byte")  # bytes as tokens: a grammar's cost hardly depends on the vocabulary
     _bound_memory()
     for line in sys.stdin:
         asked = json.loads(line)

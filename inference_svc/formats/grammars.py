@@ -142,8 +142,7 @@ class GrammarMatcher:
         end_token_ids: Collection[int],
     ) -> None:
         """`end_token_ids`: those of the stop tokens that may end this reply."""
-        self.worked_s = 0.0
-        """The working time spent on this reply so far."""
+        self.worked_s = 0.0  # the working time spent on this reply so far
         self._clock = clock
         self._constraint = constraint
         self._matcher = matcher

@@ -55,8 +55,7 @@ class TurnGiver:
     lines: Mapping[str, Lines]
     peer_stores: Mapping[str, str]
     """By the peer's name: its store, as this engine's store names it; without one, both engines have one store."""
-    links: Links
-    """By the peer's name and the namespace. Raises NotFound (PEER_UNKNOWN)."""
+    links: Links  # By the peer's name and the namespace. Raises NotFound (PEER_UNKNOWN).
     version: str
     clock: Callable[[], float]
     new_move_id: Callable[[], str]

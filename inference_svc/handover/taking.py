@@ -17,8 +17,7 @@ from inference_svc.turns.progress import TakenTurn
 from inference_svc.turns.turn_data import TurnRequest
 from inference_svc.turns.turn_service import Choices, TurnService
 
-# Beside the blocks of each group: its tail, and the states at rewind points.
-_MORE_FILES = 16
+_MORE_FILES = 16  # beside the blocks of each group: its tail, and the states at rewind points
 
 
 class Taking:

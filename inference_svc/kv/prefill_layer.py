@@ -21,8 +21,7 @@ from inference_svc.kv.pages.page_rows import joined_rows
 from inference_svc.kv.sequence_kv import PassRoom, SequenceKV
 from inference_svc.kv.state_kv import StateKV
 
-# Behind fewer tokens MLX's attention over de-quantized rows is as fast for a few queries.
-LONG_TOKENS = 2048
+LONG_TOKENS = 2048  # behind fewer tokens MLX's attention over de-quantized rows is as fast for a few queries
 # For 16-bit types MLX's attention on CUDA makes a plan for each pair of lengths, which takes 45 ms when a process has
 # not seen it. So it is left the passes whose lengths come again, and those for which the kernels take longer by more.
 _RECURRING_TOKENS = 1024

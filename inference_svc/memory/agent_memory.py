@@ -22,8 +22,7 @@ from inference_svc.text.token_ids import TokenIds
 
 PublicationTask: TypeAlias = asyncio.Task[SnapshotOutcome]
 T = TypeVar("T")
-# A longer manifest takes the event loop more than a millisecond or two.
-_LONG_BYTES = 64 << 10
+_LONG_BYTES = 64 << 10  # A longer manifest takes the event loop more than a millisecond or two
 
 
 @dataclass(slots=True)
@@ -39,10 +38,8 @@ class Carrier:
     """What brings a memory to the store, as the MLX thread sees it."""
 
     clock: Callable[[], float]
-    moves: Callable[[float], bool]
-    """Whether the store has taken data within so many seconds."""
-    hurry: Callable[[], object]
-    """Begin the next try now."""
+    moves: Callable[[float], bool]  # whether the store has taken data within so many seconds
+    hurry: Callable[[], object]  # begin the next try now
 
 
 @dataclass(slots=True, eq=False)

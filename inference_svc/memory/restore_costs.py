@@ -10,10 +10,8 @@ from dataclasses import dataclass, field
 
 from inference_svc.memory.outcomes import Miss, MissReason
 
-LEAST_BYTES = 4 << 20
-"""Of a smaller restore most of the time is the same for any size, and is no rate."""
-LEAST_TOKENS = 256
-"""Fewer tokens take as long as one pass over the weights, and say nothing about more."""
+LEAST_BYTES = 4 << 20  # of a smaller restore most of the time is the same for any size, and is no rate
+LEAST_TOKENS = 256  # fewer tokens take as long as one pass over the weights, and say nothing about more
 MARGIN = 0.8
 """Computing must take at most this part of a restore's time: estimates are rough, and it keeps others waiting."""
 FORGOTTEN_S = 600.0

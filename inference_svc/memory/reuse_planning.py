@@ -41,10 +41,8 @@ from inference_svc.text.prefix_matching import (
 from inference_svc.text.token_ids import NO_TOKENS, TokenIds
 
 _LOG = structlog.get_logger(__name__)
-# Hashing more tokens than these takes the event loop more than a millisecond or two.
-_LONG_TOKENS = 8192
-# To compute fewer tokens than these takes less time than to ask the store for their block.
-FEWEST_RESTORED = 16
+_LONG_TOKENS = 8192  # hashing more tokens than these takes the event loop more than a millisecond or two
+FEWEST_RESTORED = 16  # to compute fewer tokens than these takes less time than to ask the store for their block
 T = TypeVar("T")
 
 
@@ -110,8 +108,7 @@ class _Candidate:
     keep: int
     source: Source
     match: PrefixMatch
-    # Tokens of the files below, at least `keep` of them, the first `keep` the prompt's.
-    known_ids: TokenIds = NO_TOKENS
+    known_ids: TokenIds = NO_TOKENS  # tokens of the files below, at least `keep` of them, the first `keep` the prompt's
     shareable_tokens: int = 0
     files: StoredFiles = field(default_factory=StoredFiles)
 

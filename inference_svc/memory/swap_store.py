@@ -29,14 +29,12 @@ _LOG = structlog.get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class SwapLimits:
-    write_stall_s: float
-    """Time without progress, after which the files stay in RAM."""
+    write_stall_s: float  # time without progress, after which the files stay in RAM
     read_budget_s: float
     """Time without progress; then KV of the missing files is computed again. The turn holds its room meanwhile."""
     min_bytes_per_s: float
     renew_s: float
-    piece_files: int
-    """Files that are hashed and sent at a time."""
+    piece_files: int  # files that are hashed and sent at a time
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,10 +42,8 @@ class SwapRooms:
     """The rooms for a namespace's swapped files. A turn does not wait for either: it had the bytes before."""
 
     namespace: str
-    publishing: SharedRoom
-    """Files that wait for the store."""
-    restoring: SharedRoom
-    """Files that came back and are not KV yet."""
+    publishing: SharedRoom  # files that wait for the store
+    restoring: SharedRoom  # files that came back and are not KV yet
 
 
 def may_be_preempted(store: RemoteCache | None, memory: AgentMemory | None, reuse: Reuse) -> bool:

@@ -30,8 +30,7 @@ _MAX_KNOWN = 4 * _MAX_KEPT
 _EXPIRY_MS = 7 * 24 * 3600 * 1000
 _LISTED_EVERY_MS = 10 * 60 * 1000
 
-# How a conversation began: the number of tokens of its first prompt, and their digest.
-_Opening = tuple[int, str]
+_Opening = tuple[int, str]  # how a conversation began: the number of tokens of its first prompt, and their digest
 
 
 class TokenLines:

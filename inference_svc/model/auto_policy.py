@@ -15,8 +15,7 @@ from inference_svc.model.quality.material import AT_LOAD, Extent
 from inference_svc.model.quality.policy_memory import Choice, Conditions
 
 _LOG = structlog.get_logger(__name__)
-# For each rung; checked between texts.
-TIME_LIMIT_S = 60.0
+TIME_LIMIT_S = 60.0  # for each rung; checked between texts
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,8 +17,7 @@ _KNOWN = (
 )
 _HARMONY = ("<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|call|>")
 _ANALYSIS, _FINAL, _PREAMBLE = (f"<|channel|>{name}<|message|>" for name in ("analysis", "final", "commentary"))
-# The state before a message's text says which part follows.
-_HEAD = "head"
+_HEAD = "head"  # the state before a message's text says which part follows
 _HARMONY_EDGES = {
     _HEAD: [(_ANALYSIS, "reasoning"), (_FINAL, "normal"), (_PREAMBLE, "normal"), (" to=functions.", "tool")],
     "reasoning": [("<|end|>", _HEAD)],

@@ -16,8 +16,7 @@ SHOWN_CHARS = 20
 _WORD_CHARS = 10  # of a word before the first character that differs; a longer beginning is not shown
 TOOLS, TEMPLATE, THOUGHTS = "tools", "template", "thoughts"
 _FIELDS = ("role", "content", "reasoning", "tool_calls")  # of a message
-# Messages' texts give way to these, so that what the template itself prints shows.
-_MARK = "\ue000{}\ue001"
+_MARK = "\ue000{}\ue001"  # messages' texts give way to these, so that what the template itself prints shows
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,14 +8,12 @@ from typing import Any
 
 from kvasir.errors import InvalidArgument
 
-MAX_BYTES = 1 << 20
-"""Bytes of all JSON in one request."""
+MAX_BYTES = 1 << 20  # bytes of all JSON in one request
 MAX_VALUES = 1 << 15
 MAX_DEPTH = 64
 _STRUCTURE = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*"?|[][{},]', re.DOTALL)
 
-JsonField = tuple[str, str]
-"""A field's name and its text: a JSON object, or nothing for an empty one."""
+JsonField = tuple[str, str]  # A field's name and its text: a JSON object, or nothing for an empty one
 
 
 class GivenJson:

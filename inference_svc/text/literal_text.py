@@ -14,8 +14,7 @@ from typing import Any
 
 GUARD = "\ufdd0"
 _REPLACEMENT = "\ufffd"
-# A search holds the interpreter until it finds a match, so it goes through a text in pieces.
-_SEARCHED_CHARS = 1 << 16
+_SEARCHED_CHARS = 1 << 16  # A search holds the interpreter until it finds a match, so it goes through a text in pieces
 
 
 def utf8_bytes(text: str) -> int:
@@ -43,8 +42,7 @@ class Specials:
         self._longest = max(map(len, several), default=0)
         pattern = _pattern(several)
         self._longest_at = re.compile(pattern, re.DOTALL)
-        # Whatever their case: a template may change it.
-        self._alike = re.compile(pattern, re.DOTALL | re.IGNORECASE)
+        self._alike = re.compile(pattern, re.DOTALL | re.IGNORECASE)  # whatever their case: a template may change it
         self._exactly = re.compile("|".join([pattern, *(re.escape(chr(char)) for char in self._single)]), re.DOTALL)
         lowered = [spelling.lower() for spelling in several]
         self._beginnings = {spelling[:cut] for spelling in lowered for cut in range(1, len(spelling))}

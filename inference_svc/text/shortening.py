@@ -13,14 +13,12 @@ from kvasir.cachestore.v1 import manifest_pb2
 
 from inference_svc.text.templates.system_values import without_notes
 
-FULL_SHARE = 0.8
-"""A memory that fills more of its context is full."""
+FULL_SHARE = 0.8  # A memory that fills more of its context is full
 SUMMARY_REQUEST = (
     "Our conversation is longer than you can keep, and you will soon forget its beginning. Write down, in short "
     "sentences, what you must not forget: names, facts, decisions, and what is still to be done."
 )
-SUMMARY_MESSAGES = 2
-"""A summary is a user's message, which every template takes, and a reply to it."""
+SUMMARY_MESSAGES = 2  # A summary is a user's message, which every template takes, and a reply to it
 _TOLD, _HEARD = "Remember: ", "I will remember that."
 
 Messages = tuple[manifest_pb2.Message, ...]

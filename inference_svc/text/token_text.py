@@ -28,8 +28,7 @@ class TokenText:
         bytes_of: Callable[[int], bytes],
     ) -> None:
         self._open_stream = open_stream
-        # The bytes of one token by itself; they may be a part of a character.
-        self.bytes_of = bytes_of
+        self.bytes_of = bytes_of  # the bytes of one token by itself; they may be a part of a character
         self.strips_leading_space = strips_leading_space
         """Whether the tokenizer puts a space before a text, which is none of the text's."""
 

@@ -27,16 +27,12 @@ class AdmissionLimits:
     max_turns_per_namespace: int
     """While no other namespace has a turn. Beside others it is less, so that a place is left for new callers."""
     max_turns_per_caller: int
-    max_open_prompt_bytes: int
-    """Bytes of the prompts of all turns that wait or run."""
-    kv_memory_bytes: int
-    """Of the model that was loaded last."""
+    max_open_prompt_bytes: int  # bytes of the prompts of all turns that wait or run
+    kv_memory_bytes: int  # of the model that was loaded last
     kv_backlog: float
     """Open turns may come to need this many times the KV memory; further turns are refused, not kept waiting."""
-    max_restoring_bytes: int
-    """Bytes read from the store that are not KV yet. Turns wait for their part of this room."""
-    max_publishing_bytes: int
-    """Bytes of KV copies that wait for the store."""
+    max_restoring_bytes: int  # Bytes read from the store that are not KV yet. Turns wait for their part of this room.
+    max_publishing_bytes: int  # bytes of KV copies that wait for the store
 
     @property
     def max_kv_backlog_bytes(self) -> int:

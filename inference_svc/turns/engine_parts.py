@@ -20,18 +20,15 @@ from inference_svc.turns.turn_data import TurnRequest
 
 @dataclass(frozen=True, slots=True)
 class TurnLimits:
-    store_budget_s: float
-    """Time without progress that a turn may lose to the store, in total."""
-    store_min_bytes_per_s: float
-    """A store that sends more slowly than this is slow, and its time counts."""
+    store_budget_s: float  # time without progress that a turn may lose to the store, in total
+    store_min_bytes_per_s: float  # A store that sends more slowly than this is slow, and its time counts
     publish_timeout_s: float
     swap_read_budget_s: float
     """Time without progress that a preempted turn may lose to the store while its files are read. Where
     `store_budget_s` is more, that holds.
     """
     swap_renew_s: float
-    reader: ReaderLimits
-    """How far a reader may fall behind its turn."""
+    reader: ReaderLimits  # how far a reader may fall behind its turn
 
     def swap(self, piece_files: int) -> SwapLimits:
         read_budget_s = max(self.store_budget_s, self.swap_read_budget_s)
@@ -48,13 +45,11 @@ class EngineParts:
     recall: Recall
     planner: ReusePlanner
     copies: Copies
-    stores: Mapping[str, RemoteCache]
-    """By namespace; one without a store has hot memory only. More may come later."""
+    stores: Mapping[str, RemoteCache]  # By namespace; one without a store has hot memory only. More may come later.
     limits: TurnLimits
     admission: Admission
     stats: ServiceStats
-    clock: Callable[[], float]
-    """Seconds, monotonic."""
+    clock: Callable[[], float]  # seconds, monotonic
 
     def event_cursor(self, request: TurnRequest) -> EventCursor | None:
         """The place in the store's history now, for a turn that extends a line."""

@@ -23,8 +23,7 @@ from inference_svc.memory.service_stats import NamespaceCounters
 from inference_svc.turns.phases import BegunTurn, Planned
 from inference_svc.turns.turn_data import Continuation, TurnDelta, TurnEvent, TurnFinished, TurnRequest, TurnStarted
 
-# Cost of a token besides its text: its id, and its place in a message.
-_TOKEN_BYTES = 8
+_TOKEN_BYTES = 8  # cost of a token besides its text: its id, and its place in a message
 # A log probability: a pair of a number and a float, and its place. Twenty of them for each token are most of a reply.
 _LOGPROB_BYTES = 116
 

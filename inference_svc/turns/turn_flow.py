@@ -39,8 +39,7 @@ from inference_svc.turns.turn_ending import TurnEnding, stopped
 from inference_svc.turns.turn_reporter import counted
 
 _LOG = structlog.get_logger(__name__)
-# While a turn is planned, its agent may get a newer version: serve it from its beginning this often.
-_MAX_SERVINGS = 4
+_MAX_SERVINGS = 4  # while a turn is planned, its agent may get a newer version: serve it from its beginning this often
 
 
 class _OvertakenError(Exception):

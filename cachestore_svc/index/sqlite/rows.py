@@ -34,8 +34,7 @@ TEXTS: Mapping[str, str] = {
     **dict.fromkeys(_HIDES_NOTHING, PLAIN),
 }
 
-# A list is one for `json_each`.
-Value = int | float | str | None | Sequence[str] | Sequence[int]
+Value = int | float | str | None | Sequence[str] | Sequence[int]  # A list is one for `json_each`
 
 
 class Texts:

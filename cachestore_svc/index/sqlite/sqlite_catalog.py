@@ -55,16 +55,14 @@ class SqliteCatalog:
         self._disk = disk
         self._ballast = ballast
         self._now_unix_ms = now_unix_ms
-        # Guards all four below, and is notified of new operations.
-        self._gate = threading.Condition()
+        self._gate = threading.Condition()  # guards all four below, and is notified of new operations
         self._reads: RoundRobin[_Operation] = RoundRobin()
         self._writes: RoundRobin[_Operation] = RoundRobin()
         self._is_closed = False
         self._recorder: Recorder | None = None
         self._damage: Mapping[str, str] = {}
         self._names_of: Callable[[str], PlainNames] = lambda _: PLAIN_NAMES
-        # Whether opening changed the database's form.
-        self.is_migrated = False
+        self.is_migrated = False  # whether opening changed the database's form
         opened: Future[None] = Future()
         self._thread = threading.Thread(target=self._live, args=(opened,), name="kvasir-index", daemon=True)
         self._thread.start()

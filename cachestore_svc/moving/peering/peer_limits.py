@@ -9,8 +9,7 @@ from dataclasses import dataclass
 
 from cachestore_svc.pairing.rights import over_limit
 
-# Words that may change something: so many at once, and so many a second after that.
-_WORDS, _WORDS_PER_S = 2000.0, 20.0
+_WORDS, _WORDS_PER_S = 2000.0, 20.0  # words that may change something: so many at once, and so many a second after that
 # Tries at an agent that came to nothing and cost no pause: a network may break twice.
 _FREE_TRIES, _LONGEST_PAUSE_S = 2, 3600.0
 _MAX_TRIES = 10_000

@@ -6,8 +6,7 @@ from kvasir.cachestore.v1 import manifest_pb2
 from kvasir.common.v1 import message_pb2
 from kvasir.errors import InvalidArgument
 
-# An empty one takes four bytes of a request, and a microsecond of every caller's time.
-_MAX_PARTS = 10_000
+_MAX_PARTS = 10_000  # an empty one takes four bytes of a request, and a microsecond of every caller's time
 _ROLES = {
     message_pb2.ROLE_SYSTEM: "system",
     message_pb2.ROLE_USER: "user",

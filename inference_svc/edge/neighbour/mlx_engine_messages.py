@@ -24,8 +24,7 @@ from inference_svc.turns.turn_data import (
 )
 
 _SEEDS = 1 << 64
-# The neighbours' word for a turn that another call ended.
-_FINISH_REASONS = {"cancelled": "abort"}
+_FINISH_REASONS = {"cancelled": "abort"}  # the neighbours' word for a turn that another call ended
 
 
 def token_ids(request: mlx.GenerateRequest, *, vocabulary_size: int, context_tokens: int) -> TokenIds:

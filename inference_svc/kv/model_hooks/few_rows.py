@@ -25,8 +25,7 @@ _WARPS = 4  # they share a sum, so their number decides its order
 _SHAPES = {8: (1, 2, 4), 16: (2, 2, 4), 32: (4, 2, 3), 64: (8, 4, 3)}
 _NARROW = (8, 2, 4)  # for matrices that would be too few blocks for a GPU's multiprocessors
 _FEW_BLOCKS = 66
-# What mlx-lm's models compute of one x.
-_TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+_TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))  # what mlx-lm's models compute of one x
 
 
 def few_rows(x: mx.array, matrices: Sequence[mx.array]) -> list[mx.array]:

@@ -29,8 +29,7 @@ from inference_svc.kv.tensor_files import exponents
 
 _FIRST_PAGES, IDLE_BYTES = 8, 64 << 20  # of a pool that grows, the smaller of both
 _DOUBLES_BELOW = 1 << 30  # a larger pool grows by a quarter: on a Mac its memory is wired
-# A window's pages are kept at the sequence's end and at two lengths that it may go back to.
-_WINDOW_PLACES = 3
+_WINDOW_PLACES = 3  # A window's pages are kept at the sequence's end and at two lengths that it may go back to
 
 
 class KvPool:

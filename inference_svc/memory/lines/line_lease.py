@@ -17,8 +17,7 @@ from inference_svc.memory.store.remote_cache import RemoteCache
 
 _LOG = structlog.get_logger(__name__)
 _HELD = "LEASE_HELD"
-MOVED = ("AGENT_MOVED", "AGENT_MOVING")
-"""Why a store gives nobody a lease: the agent is another store's, or on its way."""
+MOVED = ("AGENT_MOVED", "AGENT_MOVING")  # why a store gives nobody a lease: the agent is another store's, or on its way
 Spawn = Callable[[Coroutine[None, None, None]], "asyncio.Task[None]"]
 
 

@@ -12,12 +12,9 @@ from inference_svc.memory.service_stats import ServiceStats
 
 @dataclass(frozen=True, slots=True)
 class PublishingLimits:
-    commit_wait_s: float
-    """How long a turn's final message waits for its commit before it reports PENDING."""
-    timeout_s: float
-    """After so long without progress a publication fails; the memory stays hot, and is tried again."""
-    head_budget_s: float
-    """Time to ask for the newest version when a turn began without knowing it."""
+    commit_wait_s: float  # how long a turn's final message waits for its commit before it reports PENDING
+    timeout_s: float  # after so long without progress a publication fails; the memory stays hot, and is tried again
+    head_budget_s: float  # time to ask for the newest version when a turn began without knowing it
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,12 +23,9 @@ class LineParts:
     copies: Copies
     limits: PublishingLimits
     stats: ServiceStats
-    owner: str
-    """The name under which the engine holds leases."""
-    clock: Callable[[], float]
-    """Seconds, monotonic: of patience, which does not end while the machine sleeps."""
-    lease_clock: Callable[[], float]
-    """Seconds, monotonic, sleep included: leases end meanwhile."""
+    owner: str  # the name under which the engine holds leases
+    clock: Callable[[], float]  # seconds, monotonic: of patience, which does not end while the machine sleeps
+    lease_clock: Callable[[], float]  # seconds, monotonic, sleep included: leases end meanwhile
     now_ms: Callable[[], int]
 
     def hot(self, key: AgentKey) -> AgentMemory | None:

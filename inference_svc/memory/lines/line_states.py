@@ -23,8 +23,7 @@ from kvasir.formats.digest import Digest
 
 from inference_svc.memory.store.answers import LEASE_TTL_S, NO_HEAD, EventCursor, Head, Version
 
-# Two monotonic clocks may run apart, by far less than this in so short a time.
-LEASE_MARGIN_S = 0.25
+LEASE_MARGIN_S = 0.25  # two monotonic clocks may run apart, by far less than this in so short a time
 
 
 @dataclass(slots=True)

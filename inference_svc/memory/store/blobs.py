@@ -127,8 +127,7 @@ class StoredBlobs:
         async def put() -> cachestore_pb2.TransferProgress:
             if local is None or FEATURE not in self._connection.features:
                 return await client.put_blobs(blobs, on_progress=note, stall_timeout_s=stall_timeout_s)
-            # One file is a turn's tail, which the store lacks nearly always: it is not asked first.
-            missing = digests
+            missing = digests  # one file is a turn's tail, which the store lacks nearly always: it is not asked first
             if len(digests) > 1:
                 missing = await client.find_missing(digests, timeout_s=stall_timeout_s)
             return await put_by_files(

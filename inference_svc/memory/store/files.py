@@ -28,8 +28,7 @@ _THREADS = min(8, os.cpu_count() or 1)
 # Files that a turn has read ahead of the one that is wanted next. So many turns share the threads as the room for bytes
 # that become KV allows.
 _AHEAD = 2 * _THREADS
-# Free memory that is kept for files to come.
-_KEPT_BYTES = 256 << 20
+_KEPT_BYTES = 256 << 20  # free memory that is kept for files to come
 
 
 class StoreFiles:

@@ -13,8 +13,7 @@ from inference_svc.memory.outcomes import Miss, MissReason
 from inference_svc.memory.store.patience import Budget
 from inference_svc.memory.store.remote_cache import RemoteCache
 
-AHEAD_BYTES = 128 << 20
-"""Files that came and wait for the engine have no more bytes, but for one file."""
+AHEAD_BYTES = 128 << 20  # files that came and wait for the engine have no more bytes, but for one file
 MOST_BYTES = 512 << 20
 """Nor do they have more together with files that are being read, and those that are copied to the device."""
 _LOG = structlog.get_logger(__name__)

@@ -27,8 +27,7 @@ from inference_svc.kv.sequence_kv import SequenceKV
 
 _PROMPTS, _NEXT = (PROBE_TOKENS, PROBE_TOKENS[:2]), (2, 1)
 _FEWEST_LAYERS = 2  # one reads what another wrote
-# Exact rows are stored in 16 bits: their rounding stays far below this share of the largest logit.
-_TOLERANCE = 0.05
+_TOLERANCE = 0.05  # exact rows are stored in 16 bits: their rounding stays far below this share of the largest logit
 # What two layers get wrong is little beside the embedding that they add to, and rounding is less. A few values of a
 # trunk may be far larger than the rest, so the mean of a row counts.
 _SHORT_TOLERANCE = 0.005

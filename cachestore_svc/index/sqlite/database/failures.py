@@ -7,8 +7,7 @@ from kvasir.errors import KvasirError, Unavailable
 from cachestore_svc.blobs.disk import disk_full, is_no_room, refusal
 from cachestore_svc.index.damage import index_damaged
 
-# Python's message for text that is no UTF-8.
-NO_TEXT = "Could not decode"
+NO_TEXT = "Could not decode"  # python's message for text that is no UTF-8
 
 
 def is_full(error: BaseException) -> bool:
