@@ -1,8 +1,6 @@
-"""The port to blobs' bytes: the operations of a directory, or of another medium that keeps bytes.
-
-A backend knows namespaces and hashes, nothing of agents. Its caller verifies what it writes, and publishes, removes and
-renames a blob only under `naming`. Where the medium fails, each method raises OSError. Every implementation passes
-tests/cachestore/any_backend.
+"""The port to blobs' bytes. A backend knows namespaces and hashes; its caller verifies what it writes, and publishes,
+removes and renames only under `naming`. Each method raises OSError where the medium fails. tests/cachestore/any_backend
+has every implementation.
 """
 
 from collections.abc import Iterator, Sequence

@@ -1,9 +1,6 @@
-"""One blob on its way in: reserve, write and verify, sync, rename, sync the directory, list.
-
-A crash anywhere leaves a part or an unlisted file, never a row without bytes. The part of an interrupted write is
-read again before it goes on, so the digest and the header are always checked over all the bytes; a file that a caller
-on this host wrote becomes a part, and is read like one. Blobs that are whole at the same time are synced, renamed and
-listed as a group: a directory is synced once for it, and the index writes once.
+"""One blob on its way in: reserve, write and verify, sync, rename, sync the directory, list; those that are whole at
+the same time as a group. A crash anywhere leaves a part or an unlisted file, never a row without bytes. A part is read
+again before its write goes on, as is a file that a caller on this host wrote.
 """
 
 import contextlib

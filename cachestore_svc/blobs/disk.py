@@ -1,7 +1,5 @@
 """Everything the store does to a file system, one method per effect, so that a test can count, refuse or kill at each.
-
-A name is durable only when its directory was synced, and bytes only when their file was. On macOS `fsync` neither
-persists nor orders: F_FULLFSYNC does.
+A name is durable once its directory was synced, bytes once their file was. On macOS only F_FULLFSYNC does that.
 """
 
 import contextlib

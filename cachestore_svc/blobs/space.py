@@ -1,7 +1,5 @@
-"""How many bytes each namespace may still write: quotas and the reserve of the disk, checked before any write.
-
-Stored bytes are a sum over rows, counted once at start. Reserved bytes and unfinished parts are counted only here,
-because a restart removes parts. So nothing here can disagree with the index for longer than a process lives.
+"""How many bytes each namespace may still write: quotas and the reserve of the disk. Stored bytes are counted once at
+start, by rows; reserved bytes and parts only here, as a restart removes parts.
 """
 
 import contextlib

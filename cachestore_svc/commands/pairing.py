@@ -1,7 +1,5 @@
-"""The program behind `kvasir pair` and `kvasir peers`: it pairs, and changes the file of peers; JSON lines on stdout.
-
-It works whether or not the store runs. A running store reads the file again before the other side hears that the
-pairing is done, so that each can call the other at once.
+"""The program behind `kvasir pair` and `kvasir peers`: it pairs, and changes the file of peers; JSON lines on stdout. A
+running store reads the file again before the other side hears that the pairing is done.
 """
 
 import argparse

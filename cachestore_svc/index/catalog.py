@@ -1,8 +1,6 @@
-"""The port to the index: the operations of a catalog of blobs, agents, versions, leases and events.
-
-An operation is a function that the catalog runs in a transaction: it gets a `CatalogView` to read, or a `CatalogChange`
-to write as well, of one namespace, and it takes effect as a whole or not at all. Every implementation passes
-tests/cachestore/any_backend.
+"""The port to the index. An operation is a function that the catalog runs in a transaction of one namespace, with a
+`CatalogView` or a `CatalogChange`: it takes effect as a whole or not at all. tests/cachestore/any_backend has every
+implementation.
 """
 
 from collections.abc import Callable, Mapping

@@ -1,8 +1,6 @@
-"""The versions that a full quota gives up, and their order. Pure: no SQL, no clock.
-
-First old versions, then, only where the configuration allows it, whole lines that were long unused. The newest
-version of a pinned agent's line is never given up; that of an unpinned one only with `evict_heads`, because an
-acknowledged snapshot is a promise. Whether a snapshot is also elsewhere is not known here, so it does not count.
+"""The versions that a full quota gives up, and their order: old versions, then, where configured, lines long unused. An
+acknowledged snapshot is a promise: a pinned agent's newest version never goes, an unpinned one's only with
+`evict_heads`. Pure.
 """
 
 from collections.abc import Iterable

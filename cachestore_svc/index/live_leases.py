@@ -1,7 +1,5 @@
-"""The end of each lease, on a monotonic clock. Kept in RAM: after a restart each lease has its whole time again.
-
-The durable facts (owner, generation, whether it was released) are in `leases`. A lease that is neither released nor
-known here counts as held for its whole time from the first look on, because nothing proves that it ended.
+"""The end of each lease, on a monotonic clock, in RAM. A lease that is neither released nor known here counts as held
+for its whole time from the first look on, because nothing proves that it ended.
 """
 
 import threading

@@ -1,8 +1,5 @@
-"""The bytes written in a day (UTC), which wear an SSD: always counted and reported, limited only if configured.
-
-A blob's bytes are counted in the transaction that lists it, each time that it is written; the index and its journal,
-one or two hundred kilobytes for a turn, are not. Beyond the budget nothing is refused unless the configuration says so:
-then an engine keeps unstored memories in RAM, and reports this at the end of the turn.
+"""The bytes of blobs written in a day (UTC), which wear an SSD, counted in the transaction that lists each. Beyond the
+budget writes are refused only if so configured: then an engine keeps memories in RAM, and reports this.
 """
 
 import threading

@@ -1,8 +1,6 @@
 """A note outside the data directory of how far a store's journal came: it shows that an older copy was put back.
-
-It is written after each commit, and synced when a store opens and closes. A crash or a loss of power can leave it
-behind the journal, never ahead of it, so neither makes a directory look old. It counts for one store at one path: a
-directory that was moved or copied has none there. A copied note counts nowhere: it holds the number of its own inode.
+Written after each commit, it may lag behind the journal, never run ahead of it. It counts for one store at one path,
+and in one file, whose inode it names.
 """
 
 import contextlib

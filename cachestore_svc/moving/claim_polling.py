@@ -1,7 +1,5 @@
-"""Asks the peers whether another store claimed agents of this one: the new owner tells it, too, but may not reach it.
-
-A Mac that sleeps hears nothing, and its process lives on. So the peers are asked at the start, every minute, and at
-once after a sleep.
+"""Asks the peers whether another store claimed agents of this one, which may not be reachable for the new owner: at the
+start, every minute, and at once after a sleep.
 """
 
 import asyncio

@@ -1,8 +1,6 @@
 """Copies a line's newest version from a peer: the manifest, then the blobs that are missing here, each durable when
-reported.
-
-An interrupted copy goes on where it ended. Nothing is visible before the caller commits. The peer is not trusted: every
-byte is verified here, and bytes for which a caller would be refused count as the peer's damage.
+reported. Nothing is visible before the caller commits. Every byte is verified; bytes for which a caller would be
+refused count as the peer's damage.
 """
 
 import asyncio

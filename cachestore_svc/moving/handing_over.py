@@ -1,8 +1,6 @@
-"""The source's side of moves: an agent is offered, kept unchanged while its destination reports, and handed over.
-
-Whether it is handed over is decided here and nowhere else, so this store may undo a move at any time before that. It
-does so when the destination has been silent for too long, or asks on and comes to no end. The time is counted on a
-monotonic clock from when this process first heard of the move; a restart counts from 0.
+"""The source's side of moves: an agent is offered, kept unchanged while its destination reports, and handed over. That
+is decided here alone, so before it a move may be undone at any time, as when the destination is silent for too long;
+time counts from when this process first heard of the move.
 """
 
 import contextlib

@@ -1,9 +1,6 @@
-"""Blobs on their way in, frame by frame: from a client's stream, a peer, or an archive.
-
-Three things overlap: frames are received, those before them are written and hashed on a thread, and blobs that are
-whole are synced and listed on others. No step waits for the one behind it before a few mebibytes lie between them. A
-thread takes all that waits for it: blobs of one frame are opened, written, synced and listed as groups, and cost little
-more than their bytes. A blob is reported only when it is durable.
+"""Blobs on their way in, frame by frame: from a client's stream, a peer, or an archive. Frames are received, written
+and hashed, synced and listed at once, each step a few mebibytes ahead at most. A thread takes all that waits for it as
+a group. A blob is reported only when it is durable.
 """
 
 import asyncio

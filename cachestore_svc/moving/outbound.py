@@ -1,10 +1,6 @@
-"""Blobs on their way out: each is verified before its first byte leaves, and the next are read while one is sent. A
-thread reads several small ones at once, and a message takes them together.
-
-All readers together hold at most a budget of bytes, of which each namespace has its share. A stalled reader drops its
-buffered blobs when another reader needs the memory, and keeps only the piece being sent. Otherwise it keeps the blobs,
-because dropping them means reading and verifying them again. A digest is looked up before its bytes are budgeted, so a
-size that a caller only claims takes no memory from others.
+"""Blobs on their way out: each is verified before its first byte leaves, and the next are read while one is sent. All
+readers hold at most a budget of bytes, shared by namespace; a stalled one drops its blobs when another needs memory. A
+digest is looked up before its bytes are budgeted, as a size is only a caller's claim.
 """
 
 import asyncio

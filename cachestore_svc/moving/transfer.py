@@ -1,7 +1,5 @@
-"""Transfers whole agents: pulled from a peer, exported to an archive, imported from one.
-
-Each transfers only the blobs that are missing, one by one, with bounded memory, and ends in one commit; nothing is
-visible before. An interrupted transfer leaves blobs, which a repetition uses or garbage collection removes.
+"""Transfers whole agents: pulled from a peer, exported to an archive, imported from one. Each sends only the blobs that
+are missing, with bounded memory, and ends in one commit; an interrupted one leaves blobs that a repetition uses.
 """
 
 from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator

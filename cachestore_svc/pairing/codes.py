@@ -1,7 +1,5 @@
-"""Codes that pair two Macs, and the line that has an address too: pure text, with randomness passed in.
-
-A code has eight of Crockford's 32 letters, 40 bits. That is too few for a key, and enough for a password that allows
-five wrong guesses: one of them is right with a chance of 1 in 200,000,000,000.
+"""Codes that pair two Macs, and the line that has an address too. Eight of Crockford's 32 letters, 40 bits: too few for
+a key, enough for a password that allows five wrong guesses. Pure text.
 """
 
 from collections.abc import Callable

@@ -1,7 +1,5 @@
-"""The file of peers (TOML): written by hand (addresses, tokens, certificates) or by pairing (pinned certificates).
-
-A change is read, made and written under a lock; the new file (0600) takes the place of the old one in one step, so that
-a reader sees the one or the other. Comments of a file that was written by hand are not kept by a change.
+"""The file of peers (TOML): written by hand (addresses, tokens, certificates) or by pairing (pinned certificates). A
+change is made under a lock, and the new file (0600) replaces the old one in one step; comments are not kept.
 """
 
 import contextlib

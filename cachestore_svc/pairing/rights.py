@@ -1,8 +1,6 @@
-"""What a peer may say of which agent: the table of the protocol between two stores, and its one check. Pure.
-
-A store's owner gives each peer a right per namespace, in each direction. Besides, a word has an effect only in some
-states of an agent, and some words only from a peer that the agent has a bond with. `EFFECTS` has all of it; a walk with
-a lying peer compares the stores with it (tests/cachestore/rights).
+"""What a peer may say of which agent: the table of the protocol between two stores, and its one check. Rights are per
+namespace and direction; a word has an effect only in some states of an agent, and some words only from a peer with a
+bond. A walk with a lying peer compares the stores with `EFFECTS`. Pure.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping

@@ -1,8 +1,6 @@
-"""The checks of a start, before it changes anything: the index must be this store's, whole, and up to date.
-
-The journal is synced before the index commits. So an index that lags behind by one group was killed in between; one
-that lags by more has lost commits that were acknowledged, and one that is ahead has a journal that lost some. A start
-refuses an index that it cannot trust, and leaves it as it is.
+"""The checks of a start, before it changes anything. The journal is synced before the index commits: so an index one
+group behind was killed in between, one further behind has lost acknowledged commits, and one ahead has a journal that
+lost some. A start refuses an index that it cannot trust, and leaves it as it is.
 """
 
 from collections.abc import Iterator, Sequence

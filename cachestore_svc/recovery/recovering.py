@@ -1,7 +1,6 @@
-"""Rebuilds a lost index beside the old one, from the journal, the manifests and the blob files; then replaces it.
-
-Only what was verified is listed: each manifest and blob is read and hashed. A version whose manifest is whole comes
-back, also when a blob of it is gone: that one is in quarantine, as it would have been, and engines compute it again.
+"""Rebuilds a lost index beside the old one, from the journal, the manifests and the blob files, all verified; then
+replaces it. A version whose manifest is whole comes back, though a blob of it be gone: that one is in quarantine, and
+engines compute it again.
 """
 
 import secrets

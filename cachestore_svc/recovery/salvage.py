@@ -1,7 +1,5 @@
-"""Evidence for an index that is rebuilt: the content of journal and old index, and the blobs that are complete.
-
-The journal comes first. Where it is damaged or gone the old index adds its rows; manifests that no version names then
-come back under names of their own, because a manifest does not name its agent.
+"""Evidence for an index that is rebuilt: the journal, the old index where that is damaged, and complete blobs.
+Manifests that no version names come back under names of their own.
 """
 
 import contextlib

@@ -1,8 +1,6 @@
-"""The records of namespaces' keys in the data directory: two copies of each, because without it all is lost.
-
-A copy is replaced as a whole, and before the other, so that a crash leaves at least one. A mark beside the namespace's
-blobs says that there must be a record, and so do sealed files: otherwise a namespace whose record was lost would take
-plain bytes.
+"""The records of namespaces' keys in the data directory: two copies of each, replaced one after the other. A mark
+beside the blobs, and sealed files, say that there must be a record: else a namespace that lost it would take plain
+bytes.
 """
 
 import contextlib

@@ -1,7 +1,5 @@
-"""A namespace's key, wrapped by a master key: the record of it, and how it is opened, rotated and destroyed. Pure.
-
-A record may be wrapped by two master keys: while one replaces the other, either opens it. A record without any is that
-of a namespace whose key was destroyed: nothing opens it ever again.
+"""A namespace's key, wrapped by a master key, by two while one replaces the other, or by none once it was destroyed:
+its record, and how it is opened, rotated and destroyed. Pure.
 """
 
 import json

@@ -1,8 +1,6 @@
-"""The names, texts and hashes of a sealed namespace as its files and its index have them. Pure.
-
-Equal names of a kind have equal sealed forms, or nothing could be looked up. A sealed form shows nothing of the name,
-and nobody without the key can confirm a guess. Texts are sealed with AES-256-SIV. A digest becomes another digest,
-which the key turns back. Chain and block hashes are hashed once more, with a key, because nobody needs them back.
+"""The names, texts and hashes of a sealed namespace as its files and its index have them: equal ones have equal forms
+(AES-256-SIV), which show nothing without the key. A digest becomes another, which the key turns back; chain and block
+hashes are hashed once more, with a key. Pure.
 """
 
 import base64

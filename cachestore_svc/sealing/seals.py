@@ -1,7 +1,5 @@
-"""Which namespaces of a data directory are sealed, and the keys of those that the given master keys open.
-
-A namespace that no key opens is shut: every request for it is refused, and the others are served. What needs no key
-(names of files, sizes, counts) is looked after all the same.
+"""Which namespaces of a data directory are sealed, and the keys of those that the given master keys open. One that no
+key opens is shut: requests are refused, and what needs no key is looked after all the same.
 """
 
 from collections.abc import Iterable, Sequence

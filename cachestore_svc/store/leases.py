@@ -1,7 +1,5 @@
-"""Grants leases, and makes a caller who takes a memory back wait for the holder.
-
-A rollback, a deletion, an import, a pull or a fork over a name takes back what an engine may answer from. It goes on
-once the holder of the lease has let go, or the lease has ended; the holder's late commits are fenced either way.
+"""Grants leases, and makes a caller who takes a memory back (a rollback, deletion, import, pull, fork over a name) wait
+until the holder has let go or its lease has ended. Late commits are fenced either way.
 """
 
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
-"""Finds the longest stored prefix of a chain of block hashes, in every group of layers that a model has.
-
-A prefix of b blocks needs blocks 0 to b of the layers that keep all tokens, and of each window those that the token
-behind the prefix sees.
+"""Finds the longest stored prefix of a chain of block hashes, in every group of a model's layers: all blocks of layers
+that keep all tokens, and of each window those that the next token sees.
 """
 
 from collections.abc import Mapping, Sequence

@@ -1,8 +1,6 @@
-"""The cache store: agents' memories by name, in one data directory. Start reading here.
-
-A blob is written once and named by its bytes; a snapshot is visible only once its manifest commits. Every operation
-acts in one namespace, given first; to it, another's things do not exist. Operations block, may be called from any
-thread, and raise the types of `kvasir.errors`.
+"""The cache store: agents' memories by name, in one data directory. Start reading here. A blob is written once and
+named by its bytes; a snapshot is visible once its manifest commits. Operations act in one namespace, block, may be
+called from any thread, and raise the types of `kvasir.errors`.
 """
 
 import secrets

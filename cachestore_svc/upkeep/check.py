@@ -1,7 +1,5 @@
 """Checks the store against itself: catalog and files both ways, manifests against their rows, bytes against digests.
-
-`check` walks names and rows and reads manifests; `verify` re-hashes everything. Both may run while the store serves:
-what they find is looked up again under the blob's lock before it is called wrong.
+While the store serves, what they find is looked up again under the blob's lock before it is called wrong.
 """
 
 from collections.abc import Iterator, Sequence

@@ -1,8 +1,5 @@
-"""Deletes agents that nobody used for longer than they may stay: time counts while the store runs, and never too much.
-
-Each sweep adds the time that has surely passed to the unused time of every agent that may expire, unless it was used
-since. What counts as a use: a turn, a read of a version, a change of its labels or settings. A pinned agent stays, and
-so does one whose lease is live.
+"""Deletes agents that nobody used for longer than they may stay. Each sweep adds the time that has surely passed to
+those that no turn, read of a version or change has used since. Pinned ones stay, and those with a live lease.
 """
 
 from collections.abc import Iterator

@@ -1,8 +1,5 @@
-"""The scrub in the background: every blob is hashed again, one after the other, over days and restarts.
-
-A pass goes through namespaces by name, and through the blobs of each by the catalog's numbers. Where it is, and what it
-found, is noted in the index now and then: a restart goes on there, and hashes a few blobs twice at most. This module
-chooses the next blob; `background_scrub` drives it, and sets its speed.
+"""The scrub in the background: every blob is hashed again, over days and restarts, by namespace and by number. Where it
+is is noted in the index now and then. `background_scrub` drives it, and sets its speed.
 """
 
 import json

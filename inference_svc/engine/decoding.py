@@ -1,9 +1,6 @@
-"""Decoding steps, of which one is enqueued before the tokens of the one before it are read: a GPU never waits for us.
-
-A row's next input is then a token that only the device knows. If a row had already finished, the step's result for it
-is discarded: its KV lies beyond the remembered length. Steps of rows whose next draw must see their last token (a reply
-format, a repetition penalty) are read before the next one is enqueued, and so is every step of a model with recurrent
-layers, whose states cannot go back by one token.
+"""Decoding steps, of which one is enqueued before the tokens of the one before it are read: a GPU never waits for us. A
+row's next input is then a token that only the device knows, and the result for a row that had finished is discarded.
+Steps whose draws must see the last token, and all of models with recurrent layers, are read before the next.
 """
 
 from collections import deque

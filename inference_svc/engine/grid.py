@@ -1,8 +1,5 @@
-"""The grid that cuts prefill into cells. Cell edges depend on the position alone, never on time or on the caller.
-
-Where cells are longer than blocks, which is on a GPU alone, a cell is cut while others' streams run, at an edge of
-blocks or of parts of a block, and a prompt's last cell may go over the grid's edge: blocks are shared there within the
-tolerance of 16-bit computing in any case (DESIGN §3).
+"""The grid that cuts prefill into cells. Their edges depend on the position alone; where cells are longer than blocks,
+on a GPU, a cell may be cut beside others' streams, within the tolerance of 16-bit computing (DESIGN §3).
 """
 
 

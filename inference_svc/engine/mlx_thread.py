@@ -1,9 +1,5 @@
-"""The one thread that runs MLX.
-
-A stream belongs to the thread that made it: evaluating a lazy array elsewhere raises "There is no Stream(...) in
-current thread". So the model is loaded, stepped and read on this thread, and only plain data or bytes leave it. Work
-reaches it through a mailbox, which is emptied between two steps, or between two cells of a step. No lock is held around
-MLX, because no second thread has it.
+"""The one thread that runs MLX: a lazy array can be evaluated only on the thread that made its stream. Plain data or
+bytes leave it, and work reaches it through a mailbox, emptied between two steps or cells. No lock is held around MLX.
 """
 
 import contextlib

@@ -1,7 +1,5 @@
-"""Grammars of tool calls, for each call format: llguidance's text made of tools' names and schemas. Pure.
-
-mlx-lm's parser of the format reads what a grammar admits as calls of these tools, with arguments that fit.
-A grammar may admit less than a schema does (bounded numbers, no property that the schema does not name), never more.
+"""Grammars of tool calls, for each call format: what one admits, mlx-lm's parser reads as calls of these tools with
+arguments that fit. A grammar may admit less than a schema does, never more. Pure.
 """
 
 import json

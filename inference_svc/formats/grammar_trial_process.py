@@ -1,9 +1,6 @@
-"""Compiles reply formats where a failure does no harm: in a process that can be killed, with bounded memory.
-
-Most schemas compile in a millisecond, but some small ones take minutes, or more memory than the machine has, whatever
-the library's limits are. Others compile at once, but each step takes long, or the library gives up on their replies: so
-a few replies are begun as well. `grammar_trial.py` starts this as a script: a line of JSON in (kind, text), a line out
-(error, gave_up, step_s).
+"""Compiles reply formats in a process that can be killed, with bounded memory, and begins a few replies: some small
+formats take minutes or all memory, whatever the library's limits are. A line of JSON in (kind, text), one out (error,
+gave_up, step_s).
 """
 
 import contextlib

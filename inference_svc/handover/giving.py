@@ -1,8 +1,6 @@
-"""Gives the turns of one request away to another engine, between two tokens.
-
-Full blocks go ahead while the turns decode. Then they are held, and the rest is sent: the tail, and where each stands.
-The other engine reports when it has everything; only then this engine gives the agent's lease back and commits. Until
-the commit every failure means that the turns go on here. After it they are never computed here again.
+"""Gives the turns of one request away to another engine, between two tokens: full blocks ahead, then the tail and where
+each stands. Once the other reports that it has all, this engine gives the lease back and commits. Until the commit
+every failure means that the turns go on here; after it they are never computed here again.
 """
 
 import asyncio

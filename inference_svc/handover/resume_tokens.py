@@ -1,8 +1,5 @@
-"""The rest of replies that another engine began: each waits here for its reader, who brings a token.
-
-A token is unguessable, used once, good for minutes, and for one reader: the namespace is that of the peer's own
-credential, within which the peer names the credential that may read. The turn does not depend on it: it goes on, and is
-remembered, also if nobody comes.
+"""The rest of replies that another engine began: each waits here for a reader with its token, which is unguessable,
+used once, good for minutes, and for one credential. The turn goes on, and is remembered, also if nobody comes.
 """
 
 from collections.abc import Callable

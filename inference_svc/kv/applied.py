@@ -1,7 +1,5 @@
-"""Whether stored keys are what a KV policy says, checked in the buffers rather than by asking the codec.
-
-Shapes and types show bits and groups, but a rotated key has the shape of a plain one. So the stored arrays are decoded
-with MLX's own de-quantization and compared with the keys that the model computed, plain and rotated.
+"""Whether stored keys are what a KV policy says, by MLX's own de-quantization of the buffers: a rotated key has the
+shape of a plain one.
 """
 
 import mlx.core as mx

@@ -1,10 +1,6 @@
 """How a KV policy stores rows of K or V: quantized in groups along the head, plain or rotated, or exact in 16 bits.
-
-Each row is encoded by itself, so rows can be cut, moved and copied without being quantized again. Scales and biases
-have 16 bits in memory and in files: files hold the bytes of memory.
-
-A codec encodes rows [1, kv_heads, rows, dim] as `part_count` arrays, and decodes them. `problem` says why rows of a
-head dimension cannot be stored; it is empty when they can.
+Each row is encoded by itself, as `part_count` arrays; files hold the bytes of memory. `problem` says why rows of a head
+dimension cannot be stored.
 """
 
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
-"""Makes a sequence's KV from tensor files, a few at a time, so that others can compute in between.
-
-Blocks become pages byte for byte; only a tail has to be spread over one. Where files come to the device by themselves,
-some are on their way while those before them are written, and while others compute. On the MLX thread.
+"""Makes a sequence's KV from tensor files, a few at a time, so that others can compute in between. Blocks become pages
+byte for byte; where files come to the device by themselves, some are on their way meanwhile. On the MLX thread.
 """
 
 from collections import deque

@@ -1,7 +1,5 @@
-"""What each layer of a model keeps. mlx-lm's own caches show the kind, a pass shows shapes and types.
-
-A layout has an entry for each memory, not for each layer: a layer with two kinds of memory (a recurrent state beside
-attention) has two entries, and a layer without memory has none. It is tried before it is used: see `layout_trial`.
+"""What each layer of a model keeps: mlx-lm's caches show the kind, a pass shapes and types. An entry for each memory: a
+layer with two kinds has two, one without has none. `layout_trial` tries it before use.
 """
 
 import contextlib

@@ -1,8 +1,5 @@
-"""What a page is: 256 tokens of one layer's K and V, byte for byte as a block file holds them.
-
-A page is a run of 16-bit units. Its parts lie one behind the other in the order of the file's tensors: codes, scales
-and biases of K, then those of V; or the 16-bit values of K, then those of V. Each part is `[kv_heads, 256, units]`,
-row-contiguous. So a page goes to a file and back as it is. This module needs no MLX.
+"""What a page is: 256 tokens of one layer's K and V, byte for byte as a block file holds them: 16-bit units, part by
+part (codes, scales and biases of K, then of V; or 16-bit values), each `[kv_heads, 256, units]`. Needs no MLX.
 """
 
 from dataclasses import dataclass

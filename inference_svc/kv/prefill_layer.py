@@ -1,8 +1,6 @@
-"""One layer of one sequence while a chunk of its tokens is computed, in the form that mlx-lm's models call.
-
-Attention sees de-quantized rows, even of the tokens just computed. Its input is a function of the stored rows alone,
-which is why a restored sequence goes on as if it had never left. The new rows are kept here until the whole pass has
-been computed: a pass that fails or is cancelled has changed nothing.
+"""One layer of one sequence while a chunk of its tokens is computed, as mlx-lm's models call it. Attention sees
+de-quantized rows, even of new tokens: so a restored sequence goes on as if it had never left. The new rows are kept
+here until the pass is over: one that fails has changed nothing.
 """
 
 from collections.abc import Sequence

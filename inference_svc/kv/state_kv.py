@@ -1,9 +1,6 @@
-"""The state of a sequence's recurrent layers, which each token leaves for the next one.
-
-A state cannot be cut: it is copied whole at rewind points, and a sequence can continue from there. It is stored in the
-types in which it is computed: it is small, and every later token would inherit an error in it. Models replace its
-tensors and never write into them; forks copy the references all the same, so that a write could not reach the other
-side.
+"""The state of a sequence's recurrent layers: copied whole at rewind points, from which a sequence can continue. It is
+stored in the types in which it is computed, as every later token would inherit an error. Models replace its tensors and
+never write into them.
 """
 
 import copy

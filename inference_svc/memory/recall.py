@@ -1,7 +1,5 @@
-"""Finds an agent's newest memory, or the version that a turn goes on from, in RAM or in the store.
-
-Hot memory counts only where the store's answer or a lease proves that it is current. Data that the store cannot give is
-a miss with its reason. `reuse_planning` then compares the prompt with the memory.
+"""Finds an agent's newest memory, or the version that a turn goes on from, in RAM or in the store. Hot memory counts
+only where the store's answer or a lease proves it current; what the store cannot give is a miss with its reason.
 """
 
 import asyncio

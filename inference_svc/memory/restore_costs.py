@@ -1,8 +1,5 @@
-"""Whether KV is restored from a store or computed: whichever is expected to take less time. Pure.
-
-Times of earlier turns say what a restore from a store costs (reading, checking, placing), and what computing a prompt
-costs. Until both are known, and for a small memory, KV is restored. A source that was not read for a while counts as
-unknown again, because nothing else would notice that it became faster.
+"""Whether KV is restored from a store or computed: whichever earlier turns took less time for. Until both are known,
+for a small memory, and where a source was long not read (it may be faster now), KV is restored. Pure.
 """
 
 from collections.abc import Callable, Hashable

@@ -1,7 +1,5 @@
-"""Plans which KV a prompt reuses: it is compared with the agent's memory, then with blocks that agents share.
-
-Text decides first, because tokenizations differ; block hashes then look for the tokens that the text did not cover.
-Data that the store cannot give is a miss with its reason.
+"""Plans which KV a prompt reuses: its text is compared with the agent's memory, as tokenizations differ, then its block
+hashes with what agents share. What the store cannot give is a miss with its reason.
 """
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence

@@ -1,7 +1,5 @@
-"""Counters since the start, by namespace: the one object behind GetStats, GetCapabilities and the metrics.
-
-Counters only rise, and outlive a swap of models. Only the event loop changes them. The metrics read them from another
-thread, which at worst sees one counter a moment later than the next.
+"""Counters since the start, by namespace: the one object behind GetStats, GetCapabilities and the metrics. Only the
+event loop changes them; metrics read them from another thread.
 """
 
 from collections import Counter

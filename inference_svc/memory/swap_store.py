@@ -1,8 +1,6 @@
-"""Swaps a preempted turn's files out to the store, and back in when the turn goes on.
-
-No manifest names these blobs: they are never a version of the agent. The store keeps them for its grace period, which
-is renewed while the turn waits, and then removes them. Files that the store does not take stay in RAM until the turn
-goes on. Meanwhile the engine preempts no other turn whose files would exceed the limit together with them.
+"""Swaps a preempted turn's files out to the store, and back in. No manifest names these blobs: the store keeps them for
+its grace period, renewed while the turn waits. Files that it does not take stay in RAM, and bound what else is
+preempted.
 """
 
 import asyncio

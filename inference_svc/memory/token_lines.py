@@ -1,9 +1,6 @@
-"""Which agent remembers a conversation that comes as token ids, from a caller that names none.
-
-It is the agent whose last prompt is the beginning of the tokens, if its memory is hot. If no hot memory fits (after a
-restart, or when RAM was full), names decide: an agent's name has the length and the digest of its conversation's first
-prompt. The result only says where to look: the engine compares tokens. A conversation that nobody remembers gets a new
-agent, which shares equal beginnings as every agent does. Agents beyond a thousand, or unused for a week, are deleted.
+"""Which agent remembers a conversation that comes as token ids, from a caller that names none: by hot memory, else by
+names, which have the length and digest of a conversation's first prompt. It only says where to look: the engine
+compares tokens. Agents beyond a thousand, or unused for a week, are deleted.
 """
 
 import asyncio

@@ -1,8 +1,5 @@
-"""Loads an optimized BLAS for MLX on a Linux CPU, before MLX itself.
-
-The mlx-cpu wheel links the reference BLAS, about 4 GFLOP/s. The symbols of a library that is loaded globally and first
-take precedence, so MKL or OpenBLAS makes its matrix products 30 to 60 times faster without a rebuild. A Mac has
-Accelerate and does not need this. Call `load_optimized_blas()` before the first `import mlx`; later it has no effect.
+"""Loads MKL or OpenBLAS for MLX on a Linux CPU, before the first `import mlx`: symbols of a library that is loaded
+globally and first take precedence over the wheel's reference BLAS, which is 30 to 60 times slower.
 """
 
 import ctypes

@@ -1,9 +1,5 @@
-"""The one model that is loaded at a time, and the change from one model to the next.
-
-Only models that the configuration names can be loaded; their paths never come from the wire. A change is a task of its
-own, so that a caller that goes away does not leave it half done. Meanwhile turns are refused, with a time to retry.
-
-A model that nobody uses may be put to sleep: it is unloaded like any other, and the next turn loads it again.
+"""The one model that is loaded at a time, of those that the configuration names, and the change to the next: a task of
+its own, which no caller that goes away leaves half done. One that nobody uses may sleep: the next turn loads it again.
 """
 
 import asyncio

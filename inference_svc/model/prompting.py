@@ -1,7 +1,5 @@
-"""Text to tokens and back: the model's tokenizer and chat template, on one thread.
-
-A tokenizer may keep state while it encodes, and a long prompt takes it a second. So it has a thread of its own, and the
-event loop goes on. Namespaces take turns: a hundred long prompts of one namespace delay another by one of them.
+"""Text to tokens and back: the model's tokenizer and chat template, on one thread, as a long prompt takes a second and
+a tokenizer may keep state. Namespaces take turns.
 """
 
 import asyncio

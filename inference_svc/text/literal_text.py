@@ -1,9 +1,6 @@
-"""Callers' texts beside a model's special tokens: the same letters may be a special token, or text.
-
-A guard stands inside every spelling of a special token that is text: the noncharacter U+FDD0, which no text from
-outside holds (it becomes U+FFFD). Tokenizers get the text in pieces, cut at its guards, so that no special token can
-come of letters with a guard between them. The guard stays in the text that is remembered and matched, and separates the
-two there. Pure.
+"""Callers' texts beside a model's special tokens: a guard, the noncharacter U+FDD0, stands inside every spelling of one
+that is text. Tokenizers get the text in pieces, cut at guards; the guard stays in the text that is remembered and
+matched. Pure.
 """
 
 import re

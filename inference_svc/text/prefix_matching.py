@@ -1,10 +1,6 @@
-"""Character-level prefix matching: how much of an agent's memory a new prompt may reuse.
-
-Tokenizing a conversation in pieces differs from tokenizing it whole, so texts are compared, and token lists only where
-a caller sent tokens.
-The tokens that spell the common text keep their KV, even where a fresh tokenization would differ. Letters that
-spell a special token differ from the token itself by a guard (literal_text).
-Pure: no tokenizer, no MLX; the caller says which tokens spell whole characters.
+"""Character-level prefix matching: how much of an agent's memory a new prompt may reuse. Texts are compared, as pieces
+are tokenized otherwise than the whole; the tokens that spell the common text keep their KV. Pure: the caller says which
+tokens spell whole characters.
 """
 
 import enum

@@ -1,8 +1,5 @@
-"""Which messages of a conversation stay when it outgrew its model's context. Pure.
-
-The oldest messages are left out, behind the system's messages at the beginning, up to a user's message: a template
-wants a question first. Where one question has many tool calls behind it, the oldest of those are left out, each with
-its results, which never stand without their call.
+"""Which messages of a conversation stay when it outgrew its model's context: the oldest are left out behind the
+system's, up to a user's message. Of one question with many tool calls, the oldest calls go with their results. Pure.
 """
 
 from bisect import bisect_left

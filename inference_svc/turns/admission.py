@@ -1,11 +1,6 @@
-"""Admits turns: counts the room that open turns hold, and refuses with numbers and a time to come back before any
-memory is allocated.
-
-Three kinds of room are given out. Turns: so many in all, and fewer for one credential. Bytes that wait: prompts, KV
-that turns may come to need, and memory read from the store that is not KV yet. Copies of KV that wait for the store.
-Namespaces share each kind (`kvasir.server.fair_shares`), so that a namespace which holds none always finds some. The
-error of a refused caller has its own numbers and the service's limits, never the numbers of others. Room that was taken
-is given back at the end, whatever the end is.
+"""Admits turns, before any memory is allocated: counts turns, bytes that wait (prompts, KV to come, restored bytes) and
+copies for the store. Namespaces share each kind (`kvasir.server.fair_shares`), so that one which holds none always
+finds some. A refusal has the caller's own numbers and the limits, never those of others.
 """
 
 import contextlib

@@ -1,12 +1,6 @@
-"""A turn under way: where it is, and what its reader has not taken yet. On one event loop.
-
-`Progress` is the only object of a turn that changes: readers, lists, cancels and hand-overs look at it. Its events go
-into the outbox, the one bounded buffer of a request: the turns put them in, each under its choice, and one reader takes
-them.
-
-A slow reader never stops a turn and never piles up messages: unread deltas of a choice become one, and only its newest
-progress event is kept. A reader that leaves too much unread, or takes no event for too long, is overrun: its turns are
-ended, and their room is free for others. The first failure is the end of the stream.
+"""A turn under way, on one event loop. `Progress` is the only object of a turn that changes; its events go into the
+outbox, the one bounded buffer of a request. A slow reader never stops a turn: unread deltas of a choice become one. A
+reader that leaves too much unread, or takes nothing for too long, is overrun, and its turns are ended.
 """
 
 import asyncio

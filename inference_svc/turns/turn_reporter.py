@@ -1,8 +1,5 @@
 """Lets the engine run a plan, and takes its events: counts them, reports them to the reader, sends full blocks ahead.
-
-A plan that runs borrows its room, the block stream and, once it is preempted, the swap. The MLX thread only hands
-events over (`HandOff`), with what it asked for at the turn's end. If the reader falls too far behind, its turn is ended
-here.
+The MLX thread only hands events over (`HandOff`). A reader that falls too far behind has its turn ended here.
 """
 
 import asyncio

@@ -1,7 +1,5 @@
-"""How a manifest becomes a version: all checks and all writes are one transaction.
-
-Order of questions: did this commit already take effect? may this writer extend the line? is the head the one it knows?
-are its blobs here, whole, and of exactly these tokens?
+"""How a manifest becomes a version, in one transaction: did this commit already take effect? may this writer extend the
+line? is the head the one it knows? are its blobs here, whole, and of these tokens? Else it is refused.
 """
 
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
-"""Garbage: blobs that nothing holds are marked, rest, and are swept by a later pass. Rows go first, bytes follow.
-
-A mark says "first seen unheld"; a promise says "a caller relies on it". A blob goes only when both are older than the
-grace period. A writer that pauses for longer finds its blob missing at its commit; nothing else goes wrong.
+"""Garbage: blobs that nothing holds are marked, rest, and are swept by a later pass, rows first. One goes only when its
+mark and its promises are older than the grace period; a slower writer finds its blob missing at its commit.
 """
 
 from collections.abc import Sequence

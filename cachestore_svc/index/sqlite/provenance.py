@@ -1,12 +1,6 @@
-"""Provenance: blobs that an archive or another store brought are marked, each blob for itself.
-
-A mark on a version would be lost at the next fork or rollback, which make versions of their own. So each blob has its
-mark, the manifest too, and a commit passes it on: what is computed on brought rows proves no more than they do. A
-marked blob is never bound to a block hash and never shared, whichever agent extends it. A mark is never removed; it
-ends with its blob.
-
-Rows prove nothing about a text's author. A move brings what the agent's owner had: a text that was the agent's own
-there is so here, and so is what an engine here adds to it. A marked manifest says so by the mark's value.
+"""Provenance: each blob that an archive or another store brought has a mark, manifests too, and a commit passes it on
+to what is computed on brought rows. A marked blob is never shared, and its mark ends with it. Rows prove nothing about
+a text's author: a move brings what the agent's owner had, and a manifest's mark says so by its value.
 """
 
 from collections.abc import Sequence

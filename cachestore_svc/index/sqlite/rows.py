@@ -1,9 +1,6 @@
-"""How the tables are read and written: statements within the transaction that an operation runs in.
-
-A statement's values have names, and `:namespace` is the operation's own. The name of a text says what it is (`TEXTS`):
-so it is sealed where the operation's namespace is, and opened where it is selected under that name. A text of any other
-name is refused. So the index, its log and the journal, which catches what the tables get, hold no name, text or hash of
-a sealed namespace.
+"""Statements within an operation's transaction; `:namespace` is the operation's own. The name of a text says what it is
+(`TEXTS`), so it is sealed where the namespace is, and opened where it is selected; a text of any other name is refused.
+So index, log and journal hold no name, text or hash of a sealed namespace.
 """
 
 import json

@@ -1,9 +1,6 @@
-"""The database and the one thread that owns it.
-
-Several connections that write and checkpoint can corrupt a WAL database (SQLite before 3.51.3), so there is one
-connection, used for reads and writes by one thread. Operations get a `SqliteTransaction`; waiting operations are
-committed together, each in a savepoint of its own, and no caller gets an answer before the commit is durable.
-Namespaces take turns, so that none waits behind all requests of another.
+"""The database and the one thread with the one connection that owns it: several can corrupt a WAL database (SQLite
+before 3.51.3). Waiting operations are committed together, each in a savepoint; no caller gets an answer before the
+commit is durable. Namespaces take turns.
 """
 
 import sqlite3

@@ -1,8 +1,5 @@
-"""Rows of lines and their versions: the newest, the ones before it, and the blobs that each holds.
-
-All versions of an agent are numbered in one order, whichever line each belongs to. A version holds its manifest, and
-the manifest's rows hold its blobs. A blob that nothing holds is garbage. References are not counted, so no count can be
-wrong.
+"""Rows of lines and their versions, numbered in one order per agent. A version holds its manifest, whose rows hold its
+blobs; a blob that nothing holds is garbage. References are not counted, so no count can be wrong.
 """
 
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
-"""How much each peer may ask of a store: words, bytes, and tries at one agent. Kept in RAM: a restart begins anew.
-
-What lasts is bounded beside it: facts about owners and open moves where they are written, agents and bytes that a peer
-has brought where it brings more.
+"""How much each peer may ask of a store: words, bytes, and tries at one agent, in RAM. What lasts is bounded where it
+is written, or brings more.
 """
 
 from collections.abc import Callable

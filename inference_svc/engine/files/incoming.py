@@ -1,7 +1,5 @@
-"""Tensor files on their way to the engine: the leading ones are there, others may follow. Needs no MLX.
-
-One thread adds files while the MLX thread takes those that came. An append to a list and its length are atomic, and
-`end` comes after the last `add`: so who reads `has_ended` before `ready` misses none.
+"""Tensor files on their way to the engine, added by one thread and taken by the MLX thread. `end` comes after the last
+`add`: so who reads `has_ended` before `ready` misses none. Needs no MLX.
 """
 
 from collections.abc import Callable, Iterable, Sequence

@@ -1,9 +1,6 @@
-"""How a turn gives up its rows to others, and how it goes on where it was.
-
-The small parts of such a turn stay: its tokens, its text, its sampler with key and constraint. Its KV leaves as tensor
-files, which its listener keeps, and comes back as files from outside, checked like any others. KV that does not come
-back is computed again from the tokens, the prompt in its cells and the reply token by token. States are taken where the
-turn is; they come back with all of its KV or not at all.
+"""How a turn gives up its rows to others, and goes on where it was: its KV leaves as tensor files and comes back as
+files from outside, checked like any others. KV that does not come back is computed again, the prompt in its cells and
+the reply token by token; states come back with all of its KV or not at all.
 """
 
 import logging

@@ -1,10 +1,6 @@
-"""One layer of a batch whose attention reads a de-quantized copy of all rows: for a CPU.
-
-Nothing is padded on the left, and where a row lies in the copy is a function of its position alone: position p of a
-layer that keeps all tokens in row p, of a window in row p mod window. So a sequence's rows are summed in the same order
-whatever else is in the batch. With sums that treat every row alike (`row_exact`) its results are bit for bit those it
-has alone. Where the copies of all layers would take too much memory, each is dropped once it was read
-(`keeps_decoded`).
+"""One layer of a batch whose attention reads a de-quantized copy of all rows: for a CPU. Where a row lies in the copy
+depends on its position alone, so a sequence's rows are summed in the same order whatever else is in the batch: with
+`row_exact` bit for bit as alone. Where copies of all layers are too large, each is dropped once read.
 """
 
 import mlx.core as mx

@@ -1,8 +1,5 @@
 """Cells of several sequences in one pass: each is cut into rows of equal length, and all rows are a batch over pages.
-
-A row has its own position and its sequence's pages, so rows of one sequence see each other's tokens, and no other row
-sees them. Only a cell's first row is filled up, in front, by less than a row: these tokens are neither written nor read
-(`short_pass`). Weights are read once for all cells, and products have as many rows as fill a GPU.
+Only a cell's first row is filled up, in front; these tokens are neither written nor read (`short_pass`).
 """
 
 from collections.abc import Callable, Sequence

@@ -1,10 +1,6 @@
-"""Up to a block of tokens of one sequence, as a graph that MLX keeps: a turn's suffix, or a prompt's cell beside
-others' decoding, then costs what its kernels cost.
-
-Without it the processor builds and enqueues the graph for longer than a GPU computes it. Suffixes are filled up in
-front to one of a few lengths, so that few graphs are kept: these tokens are neither written nor read. Before the
-sequence's beginning they see nothing. In front of a window their keys may be gone, for example behind a restored
-block's border: then a part of the suffix that needs no filling goes first.
+"""Up to a block of tokens of one sequence, as a graph that MLX keeps: to build one takes longer than to compute it.
+Tokens are filled up in front to one of a few lengths, neither written nor read. Where a window's keys in front are
+gone, a part that needs no filling goes first.
 """
 
 from collections.abc import Callable, Sequence

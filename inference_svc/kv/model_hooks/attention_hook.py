@@ -1,9 +1,6 @@
-"""How mlx-lm's models are led to attention over pages: the one place that changes anything of mlx-lm's.
-
-mlx-lm 0.32 computes attention through `scaled_dot_product_attention` of `mlx_lm.models.base`, which each model's module
-imports by name, and which looks at the cache for an attribute `bits` alone. The hook takes that name's place in these
-modules. It serves our caches that attend over pages, and hands all others on. A model that computes attention otherwise
-never calls it: the probe (`layout`) finds that out, and the model's rows are de-quantized for it instead.
+"""How mlx-lm's models are led to attention over pages: the one place that changes anything of mlx-lm's. The hook takes
+the place of `scaled_dot_product_attention`, which each model's module imports by name, and hands other caches on. A
+model that never calls it is found by the probe (`layout`), and its rows are de-quantized.
 """
 
 import sys

@@ -1,8 +1,5 @@
-"""y = x w^T for a few rows on a CUDA device, by a kernel that reads each matrix once.
-
-A general product picks its kernel by the number of rows, asks a library for it at every call, and sums in another order
-for another number. Here a row's sums have one order, whatever its neighbours are, and matrices that take the same x
-share a launch.
+"""y = x w^T for a few rows on a CUDA device, by a kernel that reads each matrix once and sums a row in one order,
+whatever its neighbours are. Matrices that take the same x share a launch.
 """
 
 from collections.abc import Sequence

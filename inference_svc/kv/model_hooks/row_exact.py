@@ -1,10 +1,6 @@
-"""Sums whose rounding depends neither on how many rows a batch has nor on how long the longest of them is.
-
-An optimized BLAS uses other kernels for one, two or three rows than for more, and they sum in another order. From four
-rows on, each row's result is the same to the bit, so fewer rows are padded to four. A kernel also cuts a long sum into
-blocks of equal size. A row that ends in zeros is then summed as it would be alone only if both widths are whole blocks.
-With both rules a sequence decoded alone computes what it computes in a batch, so rounding never changes a code of its
-quantized KV.
+"""Sums whose rounding depends neither on how many rows a batch has nor on how long the longest is: fewer rows than four
+are padded to four, below which a BLAS uses other kernels, and widths are whole blocks of its long sums. So a sequence
+decoded alone computes what it computes in a batch, and rounding changes no code of its KV.
 """
 
 import functools

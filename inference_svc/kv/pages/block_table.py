@@ -1,7 +1,5 @@
-"""One sequence's pages in one group of layers, by block index. Pure: pages are numbers here.
-
-A table of layers that keep all tokens has a page for each block. A table of a window keeps the pages that its window
-touches, at the sequence's length and at each length that it may go back to; the other entries are missing.
+"""One sequence's pages in one group of layers, by block index; of a window those that it touches, at the sequence's
+length and at each length that it may go back to. Pure: pages are numbers here.
 """
 
 from collections.abc import Collection, Iterator

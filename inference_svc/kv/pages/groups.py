@@ -1,9 +1,6 @@
-"""Which layers share a block table: the groups of a layout, and the arrays that their pages lie in. Pure.
-
-Layers that keep the same tokens form a group: all tokens, or the last n. A large group is divided, so that a page holds
-equally many layers in every group, and all pages come from one pool: Gemma 3 12B, with 8 layers that keep all tokens
-and 40 with a window, has one group of the former and five of the latter. A page is then one block of 8 layers,
-whichever group they are in.
+"""Which layers share a block table: those that keep the same tokens, all or the last n. A large group is divided, so
+that a page holds equally many layers in every group, and all come from one pool: Gemma 3 12B, with 8 layers that keep
+all tokens and 40 with a window, has six groups of 8. Pure.
 """
 
 from collections.abc import Sequence

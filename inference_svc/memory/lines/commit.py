@@ -1,7 +1,5 @@
-"""Makes one memory the next version of its line: `line_states` decides, this file asks the store and sends.
-
-The store's compare-and-swap decides between engines. This adds two things: the check that nobody took back what the
-memory extends, and the knowledge of commits whose answers were lost.
+"""Makes one memory the next version of its line: `line_states` decides, this file asks the store and sends. It knows
+that nobody took back what the memory extends, and of commits whose answers were lost.
 """
 
 import asyncio

@@ -1,8 +1,6 @@
-"""The lines of one namespace that this engine extends: found by agent, prolonged by one heartbeat, told of events.
-
-A turn requests its line's lease when it begins, beside its other work. A lease is given back when its agent's memory
-was dropped, or when another engine wants it and no turn runs; at once when a rollback, a deletion or the like waits for
-it.
+"""The lines of one namespace that this engine extends: found by agent, prolonged by one heartbeat, told of events. A
+lease is given back when its agent's memory was dropped, or another engine wants it and no turn runs; at once for a
+rollback, a deletion or the like.
 """
 
 import asyncio

@@ -1,8 +1,5 @@
-"""The memories of one agent that are to become versions of its line.
-
-A publication never delays tokens: it is a task, the turn waits for it a while and reports its outcome. One agent's
-publications follow each other; different agents' run side by side. An unstored memory stays owed: it is tried again for
-as long as it is hot and no newer memory of its agent has replaced it.
+"""The memories of one agent that are to become versions of its line, one after the other. A publication never delays
+tokens: the turn waits for it a while. An unstored memory is tried again while it is hot and its agent's newest.
 """
 
 import asyncio

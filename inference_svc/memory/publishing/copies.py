@@ -1,7 +1,5 @@
-"""Takes copies of a memory's KV for the store, in pieces, within one limit of which each namespace has a share.
-
-The MLX thread makes copies between two steps, or between two cells of a step, so a piece is small. Usually the piece
-that is taken at a turn's end is the whole rest, because full blocks left while the turn ran.
+"""Takes copies of a memory's KV for the store, in small pieces, as the MLX thread makes them between two steps or
+cells, within one limit of which each namespace has a share.
 """
 
 import asyncio

@@ -1,9 +1,6 @@
-"""The engine's way to one namespace's cache store: a token that the store has vouched for, a time limit, a breaker.
-
-No call but the probe is made before the store has confirmed that the engine's token is the namespace's. After a failure
-the breaker keeps calls away, at no cost, while a probe in the background waits for the store to answer again. Bulk data
-has connections of its own, so that no small call waits behind it; while it moves, a store that answers late is not
-away.
+"""The engine's way to one namespace's cache store. No call but the probe is made before the store has confirmed that
+the token is the namespace's; after a failure a breaker keeps calls away until the probe is answered. Bulk data has
+connections of its own: while it moves, a store that answers late is not away.
 """
 
 import asyncio

@@ -1,9 +1,6 @@
-"""Reads blobs from the files of this user's store on this machine: eight times as fast as through its socket. New blobs
-are handed over as files, too.
-
-The directory comes from this engine's own configuration, and a blob's place in it from its digest: no path from the
-wire is used. Bytes are used only if they have the digest. A blob that is sealed, gone or damaged is requested from the
-store, which can deal with that. Files are read, not mapped: a file that is cut under a map ends the process.
+"""Reads blobs from the files of this user's store on this machine, eight times as fast as through its socket, and hands
+new ones over as files. No path from the wire is used, and bytes only if they have the digest. Files are read, not
+mapped: one that is cut under a map ends the process.
 """
 
 import asyncio

@@ -1,7 +1,5 @@
-"""The cache store as the engine sees it.
-
-Reading delays the first token, so a turn has one small budget of time without progress for all of its reads; bytes that
-arrive earn more. Every failed read is a miss with its reason.
+"""The cache store as the engine sees it. A turn has one small budget of time without progress for all reads; a failed
+one is a miss with its reason.
 """
 
 import time

@@ -1,9 +1,5 @@
-"""Tries a layout before it is used: two sequences of different lengths go through a batch of our own caches, and must
-give what mlx-lm's caches give.
-
-Layers of one kind treat their KV alike, whatever their weights are. So the first layers compute, up to one of each
-kind, and the others hand on what they are given: a trial reads the weights of two layers of a large model instead of
-all. A model that does not work so is tried as it is.
+"""Tries a layout before use: two sequences go through a batch of our caches, and must give what mlx-lm's caches give.
+Only the first layers compute, up to one of each kind, so that a trial reads the weights of two layers of a large model.
 """
 
 import contextlib

@@ -1,8 +1,5 @@
-"""What probing a model has shown, kept in the state directory: a probe computes some layers of it, and its head.
-
-One file for each model under its conditions: weights, the type and device that compute, the system and its driver, MLX,
-mlx-lm, and our own code of KV and models. Only a shortcut: if it cannot be read or has other conditions, the model is
-probed again.
+"""What probing a model has shown, kept in the state directory under its conditions: weights, types, device, system,
+driver, MLX, mlx-lm and our own code. Only a shortcut: else the model is probed again.
 """
 
 import contextlib

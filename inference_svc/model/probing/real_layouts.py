@@ -1,8 +1,5 @@
-"""How many bytes KV takes, of any layout and of well-known models by their published configurations: arithmetic.
-
-The layouts are those of mlx-lm's implementations: its DeepSeek V2 keeps every head's keys and values, its DeepSeek V3
-the latent rows. A recurrent state is the convolution's inputs in the model's 16-bit type, and the scan's carry in 32
-bits.
+"""How many bytes KV takes, of any layout and of well-known models by their configurations, as mlx-lm keeps it:
+arithmetic.
 """
 
 from collections import Counter

@@ -1,11 +1,6 @@
-"""Gives a model that mlx-lm loads its weights: over mapped pages, by copies of threads, or as mlx-lm reads them.
-
-mlx-lm reads a file's header first and its bytes when they are needed, so a tensor that is not placed here is read as
-ever. On a CPU and on Metal an array over a file's pages is the weight itself: nothing is copied, and engines on one
-machine share the pages. On CUDA the pages are copied to the device by threads (`host_copy`).
-
-A file that is replaced (by a rename) stays mapped as it was. One that is cut short or written to while it is mapped
-takes the process with it, or changes the weights: no system call can prevent that.
+"""Gives a model that mlx-lm loads its weights: arrays over mapped pages on a CPU and on Metal, copies by threads on
+CUDA, or as mlx-lm reads them. A file that is replaced stays mapped as it was; one that is cut short or written to
+meanwhile takes the process with it, or changes the weights.
 """
 
 import os

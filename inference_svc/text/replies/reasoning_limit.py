@@ -1,7 +1,5 @@
-"""A reply's budget of reasoning: its tokens are counted, and when they are spent the end of reasoning is forced. Pure.
-
-Only what stands between the markers counts. The forced tokens spell the end as the model's template writes it, so that
-a reply whose reasoning was ended comes back from the template as it was.
+"""A reply's budget of reasoning: tokens between the markers are counted, and the end is forced when they are spent,
+spelled as the template writes it, so that the reply comes back from it as it was. Pure.
 """
 
 from collections import deque

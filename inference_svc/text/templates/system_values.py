@@ -1,8 +1,5 @@
-"""Dates and clocks in systems' texts, which a conversation keeps as it began: their newest values follow the history as
-a system message of the engine's own, a note. Pure.
-
-A caller sends its messages whole and knows of no notes. So they are put back where they stood, and a new one is made
-when the values differ from those of the last note.
+"""Dates and clocks in systems' texts, which a conversation keeps as it began: newer values follow the history as a
+system message of the engine's own, a note. Callers know of no notes, so they are put back where they stood. Pure.
 """
 
 import re

@@ -1,7 +1,5 @@
-"""The time for a chat template that reads the clock: that of the conversation's memory, else the turn's own.
-
-So a conversation over midnight goes on with the date that it began with. Times are of the wall clock, without a zone:
-an agent that moves to another one keeps its date.
+"""The time for a chat template that reads the clock: that of the conversation's memory, else the turn's own. By the
+wall clock, without a zone: an agent that moves keeps its date.
 """
 
 from collections.abc import Iterator

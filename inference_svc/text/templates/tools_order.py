@@ -1,7 +1,5 @@
-"""The order in which a template was given tools and the keys of their JSON, as a memory keeps it. The same tools in
-another order are rendered as before: their text in the prompt, mostly before all else, stays the same.
-
-Equal are tools whose JSON is equal but for the order of keys: 1 and 1.0 are two things, as templates print them. Pure.
+"""The order in which a template was given tools and the keys of their JSON, as a memory keeps it: the same tools in
+another order are rendered as before. Equal is JSON that prints alike but for that order. Pure.
 """
 
 import json

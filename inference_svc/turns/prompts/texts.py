@@ -1,8 +1,5 @@
-"""The texts of a turn: its prompt, and its reply as it comes, as it is remembered, and as a retry reads it again.
-
-A prompt is the caller's own, or a conversation through the model's template. What of a conversation is volatile stays
-as the agent's memory has it, by rules with names: the date that a template prints, the order of tools, dates and clocks
-in systems' texts. So the prompt follows from the memory and the request alone, and the memory is reused.
+"""The texts of a turn: its prompt, and its reply as it comes, as it is remembered, and as a retry reads it again. What
+is volatile stays as the agent's memory has it, by rules with names, so that the memory is reused.
 """
 
 from collections.abc import Mapping, Sequence

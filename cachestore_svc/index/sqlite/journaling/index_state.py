@@ -1,7 +1,5 @@
-"""The agents and versions of the index in the form of the journal, and how far the index followed its journal.
-
-The tables are read as they are, because a damaged database may have text in place of numbers, and rows that refer to
-nothing. They are read whole: SQLite's indexes may contradict them.
+"""The agents and versions of the index in the form of the journal. Tables are read whole and as they are: a damaged
+database may have text for numbers, rows that refer to nothing, and indexes that contradict them.
 """
 
 import re

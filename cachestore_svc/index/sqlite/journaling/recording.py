@@ -1,8 +1,5 @@
-"""Records what a group commit changes of agents and versions, for the journal.
-
-Triggers of the connection (none is stored in the database) record every change, whichever operation made it, and all
-that it cascades to. What a savepoint undoes leaves their record, too. So no operation has to know of the journal, and
-none can forget it.
+"""Records what a group commit changes of agents and versions, for the journal: by triggers of the connection, so that
+no operation can forget it, and what a savepoint undoes leaves the record, too.
 """
 
 from typing import NamedTuple

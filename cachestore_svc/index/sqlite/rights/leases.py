@@ -1,8 +1,6 @@
-"""Leases: which inference service may extend a line, and which late writers are fenced.
-
-One owner at a time has leases of an agent: a turn under another KV identity makes the agent's newest version, too.
-A generation never goes back, not even when the agent is deleted. A writer whose generation is not the newest was
-replaced in the meantime, and is refused. How long a lease holds is in `live_leases`.
+"""Leases: which inference service may extend a line, and which late writers are fenced. One owner at a time has leases
+of an agent. A generation never goes back, not even when the agent is deleted; a writer with an older one is refused.
+How long a lease holds is in `live_leases`.
 """
 
 from dataclasses import dataclass
