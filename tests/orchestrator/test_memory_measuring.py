@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 from kvasir.errors import DataLoss
+from kvasir_bench.arithmetic import wilson
 from kvasir_bench.scenarios import kept
-from kvasir_bench.scenarios.accounting import Batch, Checked, Playthrough, age_of, leaks, wilson
+from kvasir_bench.scenarios.accounting import Batch, Checked, Playthrough, age_of, leaks
 from kvasir_bench.scenarios.campaign import Places, PlayScope, measure
 from kvasir_bench.scenarios.claims import KILLED, KV, MOVED, PREFILL, WAYS, ages, claims, rows, wanted
 from kvasir_bench.scenarios.gate import PhaseGate

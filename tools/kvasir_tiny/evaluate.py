@@ -24,10 +24,12 @@ BLAS = load_optimized_blas()  # before MLX
 import mlx.core as mx  # noqa: E402
 import mlx_lm  # noqa: E402
 import numpy as np  # noqa: E402
+from kvasir_bench.arithmetic import wilson  # noqa: E402
 from mlx_lm.models.cache import KVCache, QuantizedKVCache, trim_prompt_cache  # noqa: E402
 
 from inference_svc.model.kvasir_tiny import path  # noqa: E402
-from tools.kvasir_tiny import desk, rows, tokenizer, world  # noqa: E402
+from inference_svc.model.quality.findings import Share  # noqa: E402
+from tools.kvasir_tiny import desk, rows, world  # noqa: E402
 from tools.kvasir_tiny.desk import Conversation, Message, Question  # noqa: E402
 from tools.kvasir_tiny.everyday import daily_life, name_exam  # noqa: E402
 from tools.kvasir_tiny.words import Dice  # noqa: E402
@@ -124,33 +126,6 @@ class Reader:
         trim_prompt_cache(self._cache, self.cached_tokens - len(self._ids))
 
 
-# -- counting
-
-
-@dataclass
-class Share:
-    """The part of right answers, with Wilson's 95 % interval."""
-
-    right: int = 0
-    n: int = 0
-
-    def add(self, right: bool) -> None:
-        self.right, self.n = self.right + right, self.n + 1
-
-    @property
-    def rate(self) -> float:
-        return self.right / self.n if self.n else math.nan
-
-    @property
-    def interval(self) -> tuple[float, float]:
-        if not self.n:
-            return math.nan, math.nan
-        z, n, p = 1.959964, self.n, self.rate
-        middle = (p + z * z / (2 * n)) / (1 + z * z / n)
-        spread = z / (1 + z * z / n) * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n))
-        return max(0.0, middle - spread), min(1.0, middle + spread)
-
-
 @dataclass
 class Report:
     """Shares by name, and some of the wrong answers."""
@@ -165,8 +140,7 @@ class Report:
     def include(self, other: dict[str, Any]) -> None:
         """Add the --json output of another run over other conversations."""
         for name, share in other["shares"].items():
-            mine = self.shares.setdefault(name, Share())
-            mine.right, mine.n = mine.right + share["right"], mine.n + share["n"]
+            self.shares.setdefault(name, Share()).add(share["right"], share["n"])
         self.errors += other["errors"]
         self.perplexity |= other["perplexity"]
 
@@ -197,7 +171,7 @@ def examine(reader: Reader, length: int, n: int, report: Report, first_seed: int
 
 def examine_names(reader: Reader, length: int, n: int, report: Report) -> None:
     """Ask for `n` of the names that no training saw, each told once in `length` tokens of the small world's English."""
-    for talk in name_exam.conversations(length, _encoder().count, n):
+    for talk in name_exam.conversations(length, rows.encoder_of(path()).count, n):
         reader.read(talk.messages, talk.tools)
         for question in talk.questions:
             _put(reader, talk, question, length, report)
@@ -207,7 +181,7 @@ def examine_everyday(reader: Reader, length: int, n: int, report: Report, first_
     """Ask `n` everyday questions about conversations of `length` tokens; at most 24 about each."""
     seed = first_seed
     while n > 0:
-        talk = daily_life.conversation(seed, length, count=_encoder().count)
+        talk = daily_life.conversation(seed, length, count=rows.encoder_of(path()).count)
         told, unknown = talk.of_sort("told"), talk.of_sort("not_told")
         chosen = [*told[:: max(1, len(told) // 20)][:20], *unknown][:n]
         n, seed = n - len(chosen), seed + 1
@@ -220,7 +194,7 @@ def conversation(seed: int, length: int) -> Conversation:
     """The examination's conversation number `seed`: each has tools, and every second one has several speakers."""
     style = desk.draw_style(Dice(f"kvasir-tiny examination {seed} {length}"), length)
     style = replace(style, room=seed % 2 == 1, with_tools=True, ask=min(style.ask, 0.35))
-    return world.conversation(seed, length, count=_encoder().count, style=style)
+    return world.conversation(seed, length, count=rows.encoder_of(path()).count, style=style)
 
 
 def choose(talk: Conversation, wanted: dict[str, int], length: int) -> Iterator[Question]:
@@ -244,9 +218,8 @@ def _put(reader: Reader, talk: Conversation, question: Question, length: int, re
     for name in names:
         report.add(name, right)
     if not right:
-        report.errors.append(
-            {"length": length, "question": question.text[-120:], "wanted": question.answer, "said": said}
-        )
+        error = {"length": length, "question": question.text[-120:], "wanted": question.answer, "said": said}
+        report.errors.append(error)
     elif question.tool_use:
         _use_the_result(reader, question, report)
 
@@ -277,22 +250,13 @@ def perplexity(reader: Reader, conversations: int, length: int) -> dict[str, flo
     return {name: math.exp(total / count) for name, (total, count) in sums.items()}
 
 
-_encoders: list[tokenizer.Encoder] = []
-
-
-def _encoder() -> tokenizer.Encoder:
-    if not _encoders:
-        _encoders.append(tokenizer.load(path()))
-    return _encoders[0]
-
-
 # -- the command
 
 
 def table(report: Report) -> str:
     lines = [f"{'':34}{'right':>7}{'n':>6}{'share':>8}   95 % interval   target"]
     for name, share in report.shares.items():
-        low, high = share.interval
+        low, high = wilson(share.right, share.n)
         target = f"{TARGETS[name]:.2f}" + (" missed" if name in report.missed() else "") if name in TARGETS else ""
         lines.append(f"{name:34}{share.right:7}{share.n:6}{share.rate:8.3f}   {low:.3f} to {high:.3f}   {target}")
     return "\n".join(lines)
@@ -336,16 +300,11 @@ def main() -> int:
         report.include(json.loads(file.read_text()))
     if not given.add:
         _ask_all(given, report)
-    shares = {name: asdict(share) | {"interval": share.interval} for name, share in report.shares.items()}
+    shares = {name: asdict(share) | {"interval": wilson(share.right, share.n)} for name, share in report.shares.items()}
     if given.json:
-        facts = {
-            "kv": given.kv,
-            "blas": BLAS,
-            "seconds": time.monotonic() - began,
-            "shares": shares,
-            "perplexity": report.perplexity,
-        }
-        print(json.dumps(facts | {"missed": report.missed(), "errors": report.errors}, indent=1))
+        facts = {"kv": given.kv, "blas": BLAS, "seconds": time.monotonic() - began, "shares": shares}
+        found = {"perplexity": report.perplexity, "missed": report.missed(), "errors": report.errors}
+        print(json.dumps(facts | found, indent=1))
     else:
         spent = f"{time.monotonic() - began:.0f} s"
         print(f"kvasir-tiny, KV {given.kv}, BLAS {BLAS or 'as MLX comes'}, {spent}\n{table(report)}")

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from tools.kvasir_tiny import words
@@ -42,25 +43,22 @@ COMPANIONS = _NOUNS.split()
 ACTIONS = _MATERIAL["ACTIONS"]
 
 
+_CREATURES = [name[:-1].replace("wolve", "wolf").replace("foxe", "fox") for name in CLOSED["animal"]]
+_MADE: Mapping[str, Callable[[Dice, Names], str]] = {
+    "person": lambda _, names: names.person(),
+    "place": lambda _, names: names.place(),
+    "word": lambda _, names: names.word(),
+    "code": lambda _, names: names.digits(4),
+    "phone": lambda _, names: names.digits(6),
+    "count": lambda _, names: names.digits(2),
+    "time": lambda dice, _: f"{dice.between(1, 23)}:{dice.below(6)}{dice.below(10)}",
+    "creature": lambda dice, _: f"the {dice.pick(_CREATURES)}",
+}
+
+
 def a_value(kind: str, dice: Dice, names: Names) -> str:
     """A fresh value: an open kind is made up, a closed one is picked from its list."""
-    if kind == "person":
-        return names.person()
-    if kind == "place":
-        return names.place()
-    if kind == "word":
-        return names.word()
-    if kind == "code":
-        return names.digits(4)
-    if kind == "phone":
-        return names.digits(6)
-    if kind == "count":
-        return names.digits(2)
-    if kind == "time":
-        return f"{dice.between(1, 23)}:{dice.below(6)}{dice.below(10)}"
-    if kind == "creature":
-        return f"the {dice.pick(CLOSED['animal'])[:-1].replace('wolve', 'wolf').replace('foxe', 'fox')}"
-    return dice.pick(CLOSED[kind])
+    return _MADE[kind](dice, names) if kind in _MADE else dice.pick(CLOSED[kind])
 
 
 def _possession(subject: str, dice: Dice, names: Names, mouth: str) -> Fact:
@@ -155,173 +153,37 @@ def about_person(subject: str, dice: Dice, names: Names, mouth: str = "-") -> Fa
     return _action(subject, dice, names, mouth)
 
 
-def _thing(kind: str, dice: Dice, names: Names, form: str, asked: str, clause: str, key: tuple[str, str]) -> Fact:
+# kind of value, subject, how it is told, how it is asked, what may follow "Tell me", attribute
+THINGS: list[list[str]] = _MATERIAL["THINGS"]
+_SIGHTING, _CHOICE, _APPOINTMENT = THINGS[8:11]
+_SLOT = re.compile(r"\{(\w+)\}")
+
+
+def _thing(form: list[str], subject: str, dice: Dice, names: Names, number: int = 0) -> Fact:
+    kind, _, *texts = form
     value = a_value(kind, dice, names)
-    sentence = form.format(v=value)
-    return Fact(key, sentence, asked, clause, clause, sentence, value, kind)
-
-
-def _the(dice: Dice, nouns: list[str]) -> str:
-    return f"{dice.pick(words.ADJECTIVES)} {dice.pick(nouns)}"
-
-
-def _departure(dice: Dice, names: Names) -> Fact:
-    what = f"the {dice.pick(words.CARRIERS)} to {names.place()}"
-    return _thing(
-        "time",
-        dice,
-        names,
-        f"T{what[1:]} leaves at {{v}}.",
-        f"When does {what} leave?",
-        f"when {what} leaves",
-        (what, "time"),
-    )
-
-
-def _entry_code(dice: Dice, names: Names) -> Fact:
-    what = f"the code of the {_the(dice, words.DOORS)}"
-    return _thing("code", dice, names, f"T{what[1:]} is {{v}}.", f"What is {what}?", what, (what, ""))
-
-
-def _place_password(dice: Dice, names: Names) -> Fact:
-    what = f"the password of {names.place()}"
-    return _thing("word", dice, names, f"T{what[1:]} is {{v}}.", f"What is {what}?", what, (what, ""))
-
-
-def _price(dice: Dice, names: Names) -> Fact:
-    what = f"the price of the {_the(dice, words.GOODS)}"
-    return _thing("code", dice, names, f"T{what[1:]} is {{v}}.", f"What is {what}?", what, (what, ""))
-
-
-def _leader(dice: Dice, names: Names) -> Fact:
-    what = f"project {names.place()}"
-    return _thing(
-        "person",
-        dice,
-        names,
-        f"P{what[1:]} is led by {{v}}.",
-        f"Who leads {what}?",
-        f"who leads {what}",
-        (what, "leader"),
-    )
-
-
-def _content(dice: Dice, names: Names) -> Fact:
-    what = f"the {_the(dice, words.BOXES)}"
-    return _thing(
-        "hidden", dice, names, f"T{what[1:]} holds {{v}}.", f"What does {what} hold?", f"what {what} holds", (what, "")
-    )
-
-
-def _bug(dice: Dice, names: Names) -> Fact:
-    what = f"the bug in {names.word()}.py"
-    return _thing(
-        "code",
-        dice,
-        names,
-        f"T{what[1:]} is on line {{v}}.",
-        f"On which line is {what}?",
-        f"on which line {what} is",
-        (what, ""),
-    )
-
-
-def _approval(dice: Dice, names: Names) -> Fact:
-    what = f"the change to {names.word()}.py"
-    return _thing(
-        "person",
-        dice,
-        names,
-        f"T{what[1:]} was approved by {{v}}.",
-        f"Who approved {what}?",
-        f"who approved {what}",
-        (what, ""),
-    )
-
-
-def _sighting(dice: Dice, names: Names) -> Fact:
-    return sighting(names.person(), dice, names)
+    slots = {"s": subject, "S": subject[0].upper() + subject[1:], "n": number, "v": value}
+    told, question, clause, attribute = (text.format(**slots) for text in texts)
+    return Fact((subject, attribute), told, question, clause, clause, told, value, kind)
 
 
 def sighting(who: str, dice: Dice, names: Names) -> Fact:
     """Where somebody was seen."""
-    return _thing(
-        "spot",
-        dice,
-        names,
-        f"{who} was seen at {{v}}.",
-        f"Where was {who} seen?",
-        f"where {who} was seen",
-        (who, "seen"),
-    )
-
-
-def _round(dice: Dice, names: Names) -> Fact:
-    return choice(names.person(), dice.between(1, 30), dice, names)
+    return _thing(_SIGHTING, who, dice, names)
 
 
 def choice(who: str, number: int, dice: Dice, names: Names) -> Fact:
     """What somebody chose in a round of a game."""
-    return _thing(
-        "choice",
-        dice,
-        names,
-        f"In round {number}, {who} chose to {{v}}.",
-        f"What did {who} choose in round {number}?",
-        f"what {who} chose in round {number}",
-        (who, f"round {number}"),
-    )
-
-
-def _appointment(dice: Dice, names: Names) -> Fact:
-    return appointment(names.person(), dice, names)
+    return _thing(_CHOICE, who, dice, names, number)
 
 
 def appointment(who: str, dice: Dice, names: Names) -> Fact:
     """When somebody is to be met."""
-    return _thing(
-        "day",
-        dice,
-        names,
-        f"We decided to meet {who} on {{v}}.",
-        f"When did we decide to meet {who}?",
-        f"when we decided to meet {who}",
-        (who, "meet"),
-    )
-
-
-def _paint(dice: Dice, names: Names) -> Fact:
-    what = _the(dice, words.ROOMS)
-    return _thing(
-        "colour",
-        dice,
-        names,
-        f"We decided to paint the {what} {{v}}.",
-        f"What colour did we choose for the {what}?",
-        f"what colour we chose for the {what}",
-        (what, "paint"),
-    )
-
-
-def _menu(dice: Dice, names: Names) -> Fact:
-    what = _the(dice, words.EVENTS)
-    return _thing(
-        "food",
-        dice,
-        names,
-        f"For the {what}, we chose {{v}}.",
-        f"What did we choose for the {what}?",
-        f"what we chose for the {what}",
-        (what, "menu"),
-    )
-
-
-THINGS: list[Callable[[Dice, Names], Fact]] = [
-    *[_departure, _entry_code, _place_password, _price, _leader, _content, _bug],
-    *[_approval, _sighting, _round, _appointment, _paint, _menu],
-]
+    return _thing(_APPOINTMENT, who, dice, names)
 
 
 def about_thing(dice: Dice, names: Names) -> Fact:
     """A fact about a place, a number, a piece of code, a decision, with a subject of its own."""
-    return dice.pick(THINGS)(dice, names)
+    form = dice.pick(THINGS)
+    subject = _SLOT.sub(lambda slot: words.a_word(slot[1], dice) or a_value(slot[1], dice, names), form[1])
+    return _thing(form, subject, dice, names, dice.between(1, 30) if form is _CHOICE else 0)

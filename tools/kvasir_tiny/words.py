@@ -92,15 +92,24 @@ class Names:
 
 CLOSED: dict[str, list[str]] = _MATERIAL["CLOSED"]
 
-ADJECTIVES = words(
-    "north south east west old new small large upper lower inner outer iron wooden broken quiet first second"
-)
-DOORS = words("gate door safe vault cellar garage lift store archive cabinet workshop tower")
-BOXES = words("box drawer chest basket bag case jar cupboard barrel crate")
-GOODS = words("lamp chair table coat kettle carpet clock saddle violin ladder stove mirror")
-CARRIERS = words("train bus ship ferry coach boat plane")
-ROOMS = words("hall kitchen office attic library stable bedroom corridor porch workshop")
-EVENTS = words("dinner party meeting wedding trip fair concert picnic breakfast festival")
+# What a subject's name is made of.
+_PARTS = {
+    "adjective": words(
+        "north south east west old new small large upper lower inner outer iron wooden broken quiet first second"
+    ),
+    "door": words("gate door safe vault cellar garage lift store archive cabinet workshop tower"),
+    "box": words("box drawer chest basket bag case jar cupboard barrel crate"),
+    "goods": words("lamp chair table coat kettle carpet clock saddle violin ladder stove mirror"),
+    "carrier": words("train bus ship ferry coach boat plane"),
+    "room": words("hall kitchen office attic library stable bedroom corridor porch workshop"),
+    "event": words("dinner party meeting wedding trip fair concert picnic breakfast festival"),
+}
+
+
+def a_word(kind: str, dice: Dice) -> str:
+    """Empty for a kind that is no part of a subject's name."""
+    return dice.pick(_PARTS[kind]) if kind in _PARTS else ""
+
 
 SYSTEM_ROLES = _MATERIAL["SYSTEM_ROLES"]
 SYSTEM_RULES = _MATERIAL["SYSTEM_RULES"]

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
+_Z95 = 1.959964
+
 
 @dataclass(frozen=True, slots=True)
 class Target:
@@ -61,6 +63,17 @@ def percentile(values: Sequence[float], percent: float) -> float:
     if not values:
         raise ValueError("values: expected at least one")
     return sorted(values)[max(0, math.ceil(len(values) * percent / 100) - 1)]
+
+
+def wilson(successes: int, trials: int) -> tuple[float, float]:
+    """The 95 % interval of a share (Wilson's score). (0, 1) where nothing was tried."""
+    if not trials:
+        return 0.0, 1.0
+    share, spread = successes / trials, _Z95**2 / trials
+    middle = (share + spread / 2) / (1 + spread)
+    half = _Z95 / (1 + spread) * math.sqrt(share * (1 - share) / trials + spread / (4 * trials))
+    # At both ends the bound is the end itself; rounding must not leave it out.
+    return 0.0 if not successes else middle - half, 1.0 if successes == trials else middle + half
 
 
 def rounded(value: float) -> float:

@@ -1,6 +1,5 @@
 """What a played scenario shows: planted facts and their age, leaked words, and intervals. Pure."""
 
-import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -9,7 +8,6 @@ from kvasir_orchestrator.model import Outcome
 from kvasir_orchestrator.plan import Turn
 from kvasir_orchestrator.scenario import Scenario, drawn_values
 
-_Z95 = 1.959964
 AGES: Mapping[str, range] = {
     "0-4": range(5),
     "5-9": range(5, 10),
@@ -52,17 +50,6 @@ class Batch:
     hot_bytes: int  # of KV that the engine keeps between turns, at most
     stored_bytes: int  # at the end
     engine: str = ""  # device and type of what it computes, such as "cpu, float32"
-
-
-def wilson(successes: int, trials: int) -> tuple[float, float]:
-    """The 95 % interval of a share (Wilson's score). (0, 1) where nothing was tried."""
-    if not trials:
-        return 0.0, 1.0
-    share, spread = successes / trials, _Z95**2 / trials
-    middle = (share + spread / 2) / (1 + spread)
-    half = _Z95 / (1 + spread) * math.sqrt(share * (1 - share) / trials + spread / (4 * trials))
-    # At both ends the bound is the end itself; rounding must not leave it out.
-    return 0.0 if not successes else middle - half, 1.0 if successes == trials else middle + half
 
 
 def age_of(scenario: Scenario, outcome: Outcome, asked: Turn) -> int | None:

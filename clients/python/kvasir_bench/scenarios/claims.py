@@ -3,8 +3,8 @@
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from kvasir_bench.arithmetic import percentile
-from kvasir_bench.scenarios.accounting import AGES, Batch, Playthrough, wilson
+from kvasir_bench.arithmetic import percentile, wilson
+from kvasir_bench.scenarios.accounting import AGES, Batch, Playthrough
 
 KV, PREFILL, KILLED, MOVED = "kv", "prefill", "killed", "moved"
 DEPTHS: Mapping[str, int | None] = {"bm25-1": 1, "bm25-2": 2, "bm25-4": 4, "bm25-8": 8, "bm25-all": None}
