@@ -11,19 +11,7 @@ from kvasir.cachestore.v1 import manifest_pb2
 from kvasir.errors import KvasirError
 from kvasir.waits import LOOK_S, RETRY_S, WORK_S
 
-from inference_svc.engine.api import (
-    AgentKey,
-    Cold,
-    Ended,
-    Event,
-    Failed,
-    Hot,
-    Restored,
-    Reuse,
-    SamplingParams,
-    Snapshot,
-    TurnPlan,
-)
+from inference_svc.engine import api
 from inference_svc.engine.engine import Engine
 from inference_svc.kv.batch.short_pass import KEPT_TOKENS
 from inference_svc.model.prompting import Prompting
@@ -40,8 +28,8 @@ _CROWD_REPLY = 24  # tokens: the first still decodes when the last one begins to
 _TRIES = 5  # callers who come so often compile their own shapes
 _FEWEST = (4, 2)  # tokens of a prompt, and of a reply: each pass reads all weights, which a CPU takes long for
 _QUICK_BYTES = 512 << 20  # of weights, with which a CPU's pass is quick; with 4.5 GB three take it half a minute
-_KEY = AgentKey("", "")  # no caller's: namespaces and agents have names
-_ANY_WAY = SamplingParams(  # draws by every rule
+_KEY = api.AgentKey("", "")  # no caller's: namespaces and agents have names
+_ANY_WAY = api.SamplingParams(  # draws by every rule
     max_tokens=_DECODED_TOKENS,
     temperature=0.8,
     top_p=0.9,
@@ -147,14 +135,14 @@ def _cell(engine: Engine) -> int:
 
 def _remember(engine: Engine, tokens: int) -> None:
     """A memory is left, copied as for the store, extended, dropped, and comes back as from the store."""
-    sampling = SamplingParams(max_tokens=1)
+    sampling = api.SamplingParams(max_tokens=1)
     try:
         _wait(_run(engine, tokens, sampling, key=_KEY))
         copied = engine.memories.snapshot(_KEY, 0).result(WORK_S)
         if copied is None:
             return
         known = copied.state.token_ids
-        _wait(_run(engine, len(known) + 1, sampling, Hot(len(known)), _KEY, known))
+        _wait(_run(engine, len(known) + 1, sampling, api.Hot(len(known)), _KEY, known))
         engine.memories.drop(_KEY).result(WORK_S)
         if not copied.windows and not copied.states:
             _wait(_run(engine, len(known) + 1, sampling, _restored(copied), _KEY, known))
@@ -162,30 +150,32 @@ def _remember(engine: Engine, tokens: int) -> None:
         engine.memories.drop(_KEY).result(WORK_S)
 
 
-def _restored(copied: Snapshot) -> Restored:
+def _restored(copied: api.Snapshot) -> api.Restored:
     files = (*copied.blocks, *([copied.tail] if copied.tail else []))
     tokens = copied.state.token_ids
-    return Restored(tuple(data for _, data in files), tokens, len(tokens))
+    return api.Restored(tuple(data for _, data in files), tokens, len(tokens))
 
 
 def _run(
     engine: Engine,
     prompt_tokens: int,
-    sampling: SamplingParams,
-    reuse: Reuse | None = None,
-    key: AgentKey | None = None,
+    sampling: api.SamplingParams,
+    reuse: api.Reuse | None = None,
+    key: api.AgentKey | None = None,
     known: TokenIds | None = None,
 ) -> "_OwnTurn":
     """`known`: the tokens that the prompt begins with."""
     turn = _OwnTurn()
 
-    def on_events(events: list[Event]) -> None:
-        if any(isinstance(event, (Ended, Failed)) for event in events) and not turn.over.done():
+    def on_events(events: list[api.Event]) -> None:
+        if any(isinstance(event, (api.Ended, api.Failed)) for event in events) and not turn.over.done():
             turn.over.set_result(None)
 
     begins = tuple(known or ())
     new = (index % engine.vocabulary_size for index in range(len(begins) + 1, prompt_tokens + 1))
-    plan = TurnPlan(TokenIds((*begins, *new)), (0,) * prompt_tokens, sampling, reuse or Cold(), key, is_own=True)
+    plan = api.TurnPlan(
+        TokenIds((*begins, *new)), (0,) * prompt_tokens, sampling, reuse or api.Cold(), key, is_own=True
+    )
     try:
         turn.cancel = engine.submit(plan, on_events).cancel
     except KvasirError:  # a context or a memory that is too small for it
@@ -194,7 +184,7 @@ def _run(
 
 
 def _run_all(engine: Engine, group: Sequence[tuple[int, int]]) -> "list[_OwnTurn]":
-    return [_run(engine, prompt, SamplingParams(max_tokens=reply)) for prompt, reply in group]
+    return [_run(engine, prompt, api.SamplingParams(max_tokens=reply)) for prompt, reply in group]
 
 
 def _wait(*turns: "_OwnTurn") -> None:

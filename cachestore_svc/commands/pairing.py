@@ -19,18 +19,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from kvasir import errors
 from kvasir.address import parse_address
 from kvasir.clients import AioStoreClient, Tls
 from kvasir.credentials import DEFAULT_NAMESPACE, CredentialFileError, read_token
-from kvasir.errors import (
-    DeadlineExceeded,
-    FailedPrecondition,
-    InvalidArgument,
-    KvasirError,
-    NotFound,
-    PermissionDenied,
-    Unavailable,
-)
 from kvasir.options.texts import path_of
 from kvasir.server.operating.audit import REFUSED, Audit, owners_deed
 from kvasir.server.serving import RefusedToStart
@@ -61,10 +53,10 @@ def main(arguments: Sequence[str]) -> int:
             _say(answer)
     except (KeyboardInterrupt, asyncio.CancelledError):
         return 130
-    except KvasirError as error:
+    except errors.KvasirError as error:
         return _say_error(error)
     except (ConfigError, RefusedToStart, CredentialFileError) as error:
-        return _say_error(FailedPrecondition(str(error), reason="PEER_CONFIGURATION"))
+        return _say_error(errors.FailedPrecondition(str(error), reason="PEER_CONFIGURATION"))
     return 0
 
 
@@ -90,7 +82,7 @@ class Own:
     async def pin(self, other: Card) -> dict[str, Any]:
         """Make the other side a peer, and let a running store know; returns the text for people."""
         if other.certificate.pin == self.identity.certificate.pin:
-            raise InvalidArgument("this is this store itself: pair it with another", field="card.certificate")
+            raise errors.InvalidArgument("this is this store itself: pair it with another", field="card.certificate")
         made: list[PeerSettings] = []
 
         def add(book: PeerBook) -> PeerBook:
@@ -124,7 +116,7 @@ class RunningStore:
         try:
             async with AioStoreClient.connect(self.address, token=token, tls=tls, retry_reads=False) as client:
                 answer = await client.reload_peers(timeout_s=ANSWER_S)
-        except (Unavailable, DeadlineExceeded):
+        except (errors.Unavailable, errors.DeadlineExceeded):
             return {"is_running": False}
         return {"is_running": True, "address": answer.address, "ended_calls": answer.ended_calls}
 
@@ -174,7 +166,7 @@ def _listen(asked: str, known: str) -> str:
         return known or f"{_LOOPBACK}:{_free_port(_LOOPBACK)}"
     try:
         return check_peer_address(asked, "listen")
-    except InvalidArgument:
+    except errors.InvalidArgument:
         host = parse_address(check_peer_address(f"{asked}:1", "listen")).host
     known_address = parse_address(known) if known else None
     if known_address is not None and known_address.host == host:
@@ -194,7 +186,7 @@ def _free_port(host: str) -> int:
             port: int = probe.getsockname()[1]
     except OSError as error:
         text = f"listen: {host} is no address of this machine: {error.strerror or error}"
-        raise InvalidArgument(text, field="listen") from None
+        raise errors.InvalidArgument(text, field="listen") from None
     return port
 
 
@@ -210,7 +202,7 @@ async def _wait(own: Own, lifetime_s: float, announces: bool, audit: Audit) -> N
         paired.append(await own.pin(joiner))
         changed.set()
 
-    def refused(peer: str, error: KvasirError) -> None:
+    def refused(peer: str, error: errors.KvasirError) -> None:
         _say({"event": "refused", "from": peer, "reason": error.reason, "message": error.message})
         if error.reason == "PAIRING_REFUSED":  # a guess, of which there are five; others could fill the disk
             audit.tell(None, "pair", REFUSED, error.reason)
@@ -240,10 +232,12 @@ async def _wait(own: Own, lifetime_s: float, announces: bool, audit: Audit) -> N
         _say({"event": "paired", **paired[0]})
         return
     if invitation.guesses_left <= 0:
-        raise PermissionDenied("the code was guessed too often: somebody may be trying", reason="PAIRING_REFUSED")
+        raise errors.PermissionDenied(
+            "the code was guessed too often: somebody may be trying", reason="PAIRING_REFUSED"
+        )
     if invitation.is_used:
-        raise Unavailable("the other side left in the middle: begin again", reason="STREAM_CUT")
-    raise DeadlineExceeded(f"nobody took the code within {lifetime_s:g} s")
+        raise errors.Unavailable("the other side left in the middle: begin again", reason="STREAM_CUT")
+    raise errors.DeadlineExceeded(f"nobody took the code within {lifetime_s:g} s")
 
 
 async def _next(changed: asyncio.Event, within_s: float) -> None:
@@ -301,7 +295,7 @@ def _changed(options: argparse.Namespace, book: PeerBook) -> PeerBook:
     name = options.name
     if name not in book.peers:
         there = ", ".join(sorted(book.peers)) or "none"
-        raise NotFound(f"no peer {name!r}; there are: {there}", reason="PEER_UNKNOWN", metadata={"peer": name})
+        raise errors.NotFound(f"no peer {name!r}; there are: {there}", reason="PEER_UNKNOWN", metadata={"peer": name})
     if options.action == "rm":
         return book.without(name)
     if options.action == "rename":
@@ -309,7 +303,7 @@ def _changed(options: argparse.Namespace, book: PeerBook) -> PeerBook:
     peer, gives, takes = book.peers[name], _named(options.gives, Gives), _named(options.takes, Takes)
     if peer.is_paired and (new := {*gives, *takes} - {*peer.namespaces}):
         text = f"namespace: {name} was given none of {sorted(new)}: pair again, with --gives for each"
-        raise InvalidArgument(text, field="namespace")
+        raise errors.InvalidArgument(text, field="namespace")
     return replace(book, peers={**book.peers, name: _with_rights(peer, gives, takes)})
 
 
@@ -319,9 +313,9 @@ def _named(given: Sequence[str] | None, words: type[Gives | Takes]) -> dict[str,
 
 def _check_name(name: str, what: str, field_: str, book: PeerBook | None = None) -> str:
     if PEER_NAME.fullmatch(name) is None:
-        raise InvalidArgument(f"{what}: expected 1 to 64 of A-Z a-z 0-9 . _ -", field=field_)
+        raise errors.InvalidArgument(f"{what}: expected 1 to 64 of A-Z a-z 0-9 . _ -", field=field_)
     if book is not None and name in book.peers:
-        raise InvalidArgument(f"{what}: there is a peer {name!r} already", field=field_)
+        raise errors.InvalidArgument(f"{what}: there is a peer {name!r} already", field=field_)
     return name
 
 
@@ -363,7 +357,7 @@ def _say(line: dict[str, Any]) -> None:
     print(json.dumps(line), flush=True)
 
 
-def _say_error(error: KvasirError) -> int:
+def _say_error(error: errors.KvasirError) -> int:
     told = {"kind": type(error).__name__, "message": error.message, "reason": error.reason, "field": error.field}
     _say({"error": {**told, "metadata": error.metadata}})
     return 1

@@ -8,16 +8,9 @@ from typing import Any
 
 import grpc
 import grpc.aio
+from kvasir import errors
 from kvasir.cachestore.v1 import pairing_pb2 as pb
 from kvasir.cachestore.v1 import pairing_pb2_grpc
-from kvasir.errors import (
-    DeadlineExceeded,
-    InvalidArgument,
-    KvasirError,
-    PermissionDenied,
-    ResourceExhausted,
-    Unavailable,
-)
 from kvasir.server.serving import RefusedToStart
 from kvasir.status import abort, from_rpc_error
 from kvasir.waits import SILENCE_S
@@ -44,7 +37,7 @@ class HostSide:
     begin: Callable[[], Hosting]
     card: Card
     pin: Callable[[Card], Awaitable[None]]
-    refused: Callable[[str, KvasirError], None]  # from which address, and why
+    refused: Callable[[str, errors.KvasirError], None]  # from which address, and why
 
 
 class PairingService(pairing_pb2_grpc.PairingServiceServicer):
@@ -61,17 +54,17 @@ class PairingService(pairing_pb2_grpc.PairingServiceServicer):
         try:
             if self._running > _MAX_ATTEMPTS_AT_ONCE:
                 text = "others are trying to pair: try again"
-                raise ResourceExhausted(text, reason="TOO_MANY_CALLS", retry_after_s=5)
+                raise errors.ResourceExhausted(text, reason="TOO_MANY_CALLS", retry_after_s=5)
             async with asyncio.timeout(SILENCE_S):
                 await self._attempt(said, context)
         except TimeoutError:
-            await self._refuse(context, DeadlineExceeded(f"pairing took longer than {SILENCE_S:g} s"))
-        except KvasirError as error:
+            await self._refuse(context, errors.DeadlineExceeded(f"pairing took longer than {SILENCE_S:g} s"))
+        except errors.KvasirError as error:
             await self._refuse(context, error)
         finally:
             self._running -= 1
 
-    async def _refuse(self, context: Any, error: KvasirError) -> None:
+    async def _refuse(self, context: Any, error: errors.KvasirError) -> None:
         self._side.refused(context.peer(), error)
         await abort(context, error)
 
@@ -118,11 +111,11 @@ async def join(address: str, run: Joining, card: Card) -> Card:
             call.cancel()
 
 
-def _refusal(address: str, error: grpc.RpcError) -> KvasirError:
+def _refusal(address: str, error: grpc.RpcError) -> errors.KvasirError:
     """What the host says; where it says nothing, gRPC's own words are of no use to who typed the address."""
     refusal = from_rpc_error(error)
-    if isinstance(refusal, Unavailable | DeadlineExceeded) and refusal.reason == type(refusal).reason:
-        return Unavailable(f"no `kvasir pair` answers at {address}", reason="PEER_UNAVAILABLE")
+    if isinstance(refusal, errors.Unavailable | errors.DeadlineExceeded) and refusal.reason == type(refusal).reason:
+        return errors.Unavailable(f"no `kvasir pair` answers at {address}", reason="PEER_UNAVAILABLE")
     return refusal
 
 
@@ -134,7 +127,7 @@ async def _join(call: Any, run: Joining, card: Card) -> Card:
     sealed = await said("sealed_card")
     try:
         host = run.take_card(sealed)
-    except KvasirError:
+    except errors.KvasirError:
         await call.write(pb.PairRequest(is_refused=True))
         await call.done_writing()
         await call.code()  # the host has heard it
@@ -164,13 +157,13 @@ def _said(steps: AsyncIterator[Any]) -> _Said:
     async def next_step(name: str) -> Any:
         step = await anext(steps, None)
         if step is None:
-            raise Unavailable("the other side left in the middle of the pairing", reason="STREAM_CUT")
+            raise errors.Unavailable("the other side left in the middle of the pairing", reason="STREAM_CUT")
         came = step.WhichOneof("step")
         if came == "is_refused":
             text = "the other side refused our card: a machine in the middle? Nothing is pinned"
-            raise PermissionDenied(text, reason="PAIRING_REFUSED")
+            raise errors.PermissionDenied(text, reason="PAIRING_REFUSED")
         if came != name:
-            raise InvalidArgument(f"step: expected {name}, got {came}", reason="PAIRING_MALFORMED", field="step")
+            raise errors.InvalidArgument(f"step: expected {name}, got {came}", reason="PAIRING_MALFORMED", field="step")
         return getattr(step, name)
 
     return next_step
@@ -178,7 +171,7 @@ def _said(steps: AsyncIterator[Any]) -> _Said:
 
 def _share(share: pb.PairingShare) -> bytes:
     if share.protocol != PROTOCOL:
-        raise InvalidArgument(
+        raise errors.InvalidArgument(
             f"share.protocol: this side speaks {PROTOCOL}, the other {share.protocol}: bring both to one version",
             reason="PAIRING_MALFORMED",
             field="share.protocol",

@@ -9,15 +9,7 @@ from functools import partial
 from blake3 import blake3
 from kvasir.errors import InvalidArgument
 
-from cachestore_svc.facts.records import (
-    DEFAULT_PAGE_SIZE,
-    MAX_PAGE_SIZE,
-    MAX_VERSION,
-    AgentPage,
-    AgentRecord,
-    LineQuery,
-    SnapshotPage,
-)
+from cachestore_svc.facts import records
 from cachestore_svc.index.catalog import Catalog, CatalogView
 from cachestore_svc.index.ports.agents import AgentFilter
 
@@ -32,16 +24,16 @@ def page_size(asked: int) -> int:
     """Things per page; 0 asks for the default, and more than the most for the most. Raises InvalidArgument."""
     if asked < 0:
         raise InvalidArgument(f"page_size: expected 0 or more, got {asked}", field="page_size")
-    return min(asked or DEFAULT_PAGE_SIZE, MAX_PAGE_SIZE)
+    return min(asked or records.DEFAULT_PAGE_SIZE, records.MAX_PAGE_SIZE)
 
 
 def agents_page(
     catalog: Catalog, namespace: str, wanted: AgentFilter, size: int, token: str, default_retained: int
-) -> AgentPage:
+) -> records.AgentPage:
     """Agents behind the token's place, by their UTF-8 bytes, read a few at a time: no other operation waits long."""
     listing = (wanted.name_prefix, *(text for label in sorted(wanted.labels.items()) for text in label))
     after = page_place(token, listing)
-    listed: list[AgentRecord] = []
+    listed: list[records.AgentRecord] = []
     left_bytes = _PAGE_BYTES
     while True:
         # Few of the agents may have the labels: then a page of one would ask for one agent at a time.
@@ -51,20 +43,20 @@ def agents_page(
             left_bytes -= _size_bytes(agent)
             # A page has at least one, or it would never end.
             if len(listed) == size or (listed and left_bytes < 0):
-                return AgentPage(tuple(listed), page_token(listed[-1].agent_id, listing))
+                return records.AgentPage(tuple(listed), page_token(listed[-1].agent_id, listing))
             listed.append(agent)
         if len(looked_at) < at_once:
-            return AgentPage(tuple(listed), "")
+            return records.AgentPage(tuple(listed), "")
         after = looked_at[-1]
 
 
 def _agents_after(
     wanted: AgentFilter, after: str, count: int, default_retained: int, view: CatalogView
-) -> tuple[list[str], list[AgentRecord]]:
+) -> tuple[list[str], list[records.AgentRecord]]:
     return view.agents_after(wanted, after, count, default_retained)
 
 
-def _size_bytes(agent: AgentRecord) -> int:
+def _size_bytes(agent: records.AgentRecord) -> int:
     """About what an agent takes in a message, a little more rather than less."""
     labels = sum(len(name.encode()) + len(value.encode()) + _FIELD_BYTES for name, value in agent.labels.items())
     lines = sum(len(line.origin_detail.encode()) + len(line.request_id.encode()) for line in agent.lines)
@@ -72,19 +64,19 @@ def _size_bytes(agent: AgentRecord) -> int:
     return labels + lines + names + _LINE_BYTES * (1 + len(agent.lines))
 
 
-def snapshots_page(view: CatalogView, query: LineQuery, size: int, token: str) -> SnapshotPage:
+def snapshots_page(view: CatalogView, query: records.LineQuery, size: int, token: str) -> records.SnapshotPage:
     listing = (query.agent_id, query.kv_identity_hash or "")
     after_line, before = _snapshot_place(token, listing)
     found = view.snapshots_after(query, before, after_line, size + 1)
     last = found[size - 1] if len(found) > size else None
     place = page_token(f"{last.kv_identity_hash}:{last.version}", listing) if last else ""
-    return SnapshotPage(tuple(found[:size]), place)
+    return records.SnapshotPage(tuple(found[:size]), place)
 
 
 def _snapshot_place(token: str, listing: Sequence[str]) -> tuple[str, int]:
     """The line and version after which a page begins."""
     if not token:
-        return "", MAX_VERSION
+        return "", records.MAX_VERSION
     line, _, version = page_place(token, listing).partition(":")
     if not version.isascii() or not version.isdecimal() or len(version) > 16:
         raise InvalidArgument("page_token: not one of ours", field="page_token")

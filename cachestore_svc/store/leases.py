@@ -9,21 +9,9 @@ from kvasir.errors import FailedPrecondition
 from kvasir.names import check_agent_id, check_owner
 
 from cachestore_svc.core.core import Core
+from cachestore_svc.facts import records
 from cachestore_svc.facts.limits import check_hash, check_range
 from cachestore_svc.facts.ownership import check_writable
-from cachestore_svc.facts.records import (
-    DEFAULT_LEASE_TTL_S,
-    MAX_LEASE_TTL_S,
-    MAX_LEASES_PER_REQUEST,
-    MIN_LEASE_TTL_S,
-    HeldLease,
-    Lease,
-    LeaseToken,
-    LeaseWanted,
-    LineKey,
-    LineQuery,
-    RenewedLeases,
-)
 from cachestore_svc.index.catalog import CatalogChange
 
 _Answer = TypeVar("_Answer")
@@ -39,11 +27,11 @@ class Leases:
         agent_id: str,
         kv_identity_hash: str,
         owner: str,
-        ttl_s: float = DEFAULT_LEASE_TTL_S,
+        ttl_s: float = records.DEFAULT_LEASE_TTL_S,
         *,
         begins_anew: bool = False,
         asks: bool = False,
-    ) -> Lease:
+    ) -> records.Lease:
         """Take the right to extend a line; it need not exist yet. The owner of a live lease gets it prolonged. While
         another owner has a live lease of the agent, of this line or another, it is refused.
 
@@ -53,11 +41,11 @@ class Leases:
         """
         line, ttl_ms = self._line(namespace, agent_id, kv_identity_hash), _ttl_ms(ttl_s)
         check_owner(owner)
-        held = list[LineKey]()
+        held = list[records.LineKey]()
 
-        def work(change: CatalogChange) -> Lease:
+        def work(change: CatalogChange) -> records.Lease:
             check_writable(agent_id, change.ownership_of(agent_id))
-            held[:] = change.held_leases(LineQuery(agent_id), self._core.leases)
+            held[:] = change.held_leases(records.LineQuery(agent_id), self._core.leases)
             token = change.acquire_lease(line, self._core.leases, owner, ttl_ms, begins_anew=begins_anew)
             return self._lease(change, line, token, ttl_ms)
 
@@ -73,13 +61,13 @@ class Leases:
         namespace: str,
         agent_id: str,
         kv_identity_hash: str,
-        token: LeaseToken,
-        ttl_s: float = DEFAULT_LEASE_TTL_S,
-    ) -> Lease:
+        token: records.LeaseToken,
+        ttl_s: float = records.DEFAULT_LEASE_TTL_S,
+    ) -> records.Lease:
         """Prolong a lease, also one that ended and was not taken. Raises Conflict, NotFound, FailedPrecondition."""
         line, ttl_ms = self._line(namespace, agent_id, kv_identity_hash), _ttl_ms(ttl_s)
 
-        def work(change: CatalogChange) -> Lease:
+        def work(change: CatalogChange) -> records.Lease:
             check_writable(agent_id, change.ownership_of(agent_id))
             change.renew_lease(line, self._core.leases, token, ttl_ms)
             return self._lease(change, line, token, ttl_ms)
@@ -87,22 +75,22 @@ class Leases:
         return self._core.write(namespace, work)
 
     def renew_all(
-        self, namespace: str, owner: str, kv_identity_hash: str, held: Sequence[HeldLease], ttl_s: float
-    ) -> RenewedLeases:
+        self, namespace: str, owner: str, kv_identity_hash: str, held: Sequence[records.HeldLease], ttl_s: float
+    ) -> records.RenewedLeases:
         """Prolong many live leases, writing nothing; those that cannot be are lost. Raises InvalidArgument."""
         check_owner(owner)
-        check_range("leases", len(held), 0, MAX_LEASES_PER_REQUEST)
+        check_range("leases", len(held), 0, records.MAX_LEASES_PER_REQUEST)
         seconds = _ttl_ms(ttl_s) / 1000
-        lost, wanted = list[HeldLease](), list[HeldLease]()
+        lost, wanted = list[records.HeldLease](), list[records.HeldLease]()
         for each in held:
             line = self._line(namespace, each.agent_id, kv_identity_hash)
-            if not self._core.leases.prolong(line, LeaseToken(owner, each.generation), seconds):
+            if not self._core.leases.prolong(line, records.LeaseToken(owner, each.generation), seconds):
                 lost.append(each)
             elif self._core.leases.is_wanted(line):
                 wanted.append(each)
-        return RenewedLeases(tuple(lost), tuple(wanted))
+        return records.RenewedLeases(tuple(lost), tuple(wanted))
 
-    def release(self, namespace: str, agent_id: str, kv_identity_hash: str, token: LeaseToken) -> None:
+    def release(self, namespace: str, agent_id: str, kv_identity_hash: str, token: records.LeaseToken) -> None:
         """Give a lease back; its generation stays remembered. Raises Conflict (LEASE_FENCED), NotFound."""
         line = self._line(namespace, agent_id, kv_identity_hash)
         self._core.write(
@@ -120,7 +108,7 @@ class Leases:
     ) -> _Answer:
         """Do what takes a memory back, once no engine may answer from it. Raises FailedPrecondition (LEASE_HELD)."""
         check_agent_id(agent_id)
-        waited_for, query = list[LineKey](), LineQuery(agent_id)
+        waited_for, query = list[records.LineKey](), records.LineQuery(agent_id)
 
         def fenced(change: CatalogChange) -> _Answer:
             answer = work(change)  # A change that is refused for another reason waits for nobody
@@ -135,22 +123,24 @@ class Leases:
                 self._ask(namespace, waited_for, takes_back=at_once)
             raise
 
-    def _ask(self, namespace: str, lines: Sequence[LineKey], *, takes_back: bool) -> None:
+    def _ask(self, namespace: str, lines: Sequence[records.LineKey], *, takes_back: bool) -> None:
         """Ask holders, once each, to let go of their leases."""
         new = [line for line in lines if self._core.leases.want(line, takes_back=takes_back)]
-        events = [LeaseWanted(line.agent_id, line.kv_identity_hash, takes_back) for line in new]
+        events = [records.LeaseWanted(line.agent_id, line.kv_identity_hash, takes_back) for line in new]
         if events:
             self._core.write(namespace, lambda change: self._core.report(change, namespace, events), frees_space=True)
 
-    def _lease(self, change: CatalogChange, line: LineKey, token: LeaseToken, ttl_ms: int) -> Lease:
-        newest = change.newest_of(LineQuery(line.agent_id))
-        return Lease(token, self._core.now_unix_ms() + ttl_ms, newest)
+    def _lease(
+        self, change: CatalogChange, line: records.LineKey, token: records.LeaseToken, ttl_ms: int
+    ) -> records.Lease:
+        newest = change.newest_of(records.LineQuery(line.agent_id))
+        return records.Lease(token, self._core.now_unix_ms() + ttl_ms, newest)
 
-    def _line(self, namespace: str, agent_id: str, kv_identity_hash: str) -> LineKey:
+    def _line(self, namespace: str, agent_id: str, kv_identity_hash: str) -> records.LineKey:
         self._core.check_open(namespace)
-        return LineKey(namespace, check_agent_id(agent_id), check_hash(kv_identity_hash))
+        return records.LineKey(namespace, check_agent_id(agent_id), check_hash(kv_identity_hash))
 
 
 def _ttl_ms(ttl_s: float) -> int:
-    check_range("ttl", ttl_s, MIN_LEASE_TTL_S, MAX_LEASE_TTL_S)
+    check_range("ttl", ttl_s, records.MIN_LEASE_TTL_S, records.MAX_LEASE_TTL_S)
     return int(ttl_s * 1000)

@@ -10,16 +10,8 @@ from kvasir.names import check_agent_id
 from cachestore_svc.blobs.manifests import read_manifest, shared_blocks
 from cachestore_svc.core.core import Core
 from cachestore_svc.core.stored_blobs import read_blob
+from cachestore_svc.facts import records
 from cachestore_svc.facts.limits import check_query, check_range
-from cachestore_svc.facts.records import (
-    MAX_VERSION,
-    Committed,
-    LineKey,
-    Origin,
-    SnapshotPage,
-    SnapshotVersion,
-    detail_of_turn,
-)
 from cachestore_svc.index import listing
 from cachestore_svc.index.catalog import CatalogChange
 from cachestore_svc.index.ports.agents import Commit, CommitTerms, Done
@@ -37,7 +29,7 @@ class Snapshots:
 
     def commit(
         self, namespace: str, agent_id: str, manifest: Digest, parent_version: int, terms: CommitTerms = _OF_A_TURN
-    ) -> SnapshotVersion:
+    ) -> records.SnapshotVersion:
         """Make a stored manifest the agent's next version, in its line: all or nothing, durable on return.
 
         Repeating a commit that took effect answers its version. Raises Conflict (HEAD_MOVED with "head_version", or
@@ -46,23 +38,23 @@ class Snapshots:
         """
         self._core.check_open(namespace)
         check_agent_id(agent_id)
-        check_range("parent_version", parent_version, 0, MAX_VERSION)
+        check_range("parent_version", parent_version, 0, records.MAX_VERSION)
         check_range("base_version", terms.base_version, 0, parent_version)
         try:
             facts = read_manifest(read_blob(self._core, namespace, manifest))
         except (NotFound, DataLoss) as error:
             raise missing(manifest, "manifest") from error
-        if terms.origin is Origin.TURN:
+        if terms.origin is records.Origin.TURN:
             base_version = terms.base_version if terms.base_version != parent_version else 0
-            terms = replace(terms, origin_detail=detail_of_turn(base_version, terms.handed_over_by))
-        line = LineKey(namespace, agent_id, facts.kv_identity_hash)
+            terms = replace(terms, origin_detail=records.detail_of_turn(base_version, terms.handed_over_by))
+        line = records.LineKey(namespace, agent_id, facts.kv_identity_hash)
         shared = shared_blocks(facts, namespace) if terms.bind_shared else ()
         kept = self._core.config.retained_versions
         return self._committed(Commit(line, manifest, facts, parent_version, terms, shared, kept))
 
-    def _committed(self, asked: Commit) -> SnapshotVersion:
+    def _committed(self, asked: Commit) -> records.SnapshotVersion:
         namespace = asked.line.namespace
-        if asked.terms.origin is Origin.TURN:
+        if asked.terms.origin is records.Origin.TURN:
             done = self._core.write(namespace, lambda change: self._commit(change, asked))
         else:
             work = partial(self._commit, asked=asked)
@@ -72,14 +64,14 @@ class Snapshots:
 
     def get(
         self, namespace: str, agent_id: str, kv_identity_hash: str | None = None, version: int | None = None
-    ) -> SnapshotVersion:
+    ) -> records.SnapshotVersion:
         """One version; by default the agent's newest. Counts as a use. Raises NotFound."""
         query = check_query(agent_id, kv_identity_hash)
         snapshot, used_unix_ms = self._core.read(namespace, lambda view: view.get_snapshot(query, version))
         now = self._core.now_unix_ms()
         # Also when the clock was set back: a use is a use.
         if abs(now - used_unix_ms) > _USE_RESOLUTION_MS:
-            line = LineKey(namespace, agent_id, snapshot.kv_identity_hash)
+            line = records.LineKey(namespace, agent_id, snapshot.kv_identity_hash)
             self._core.catalog.write_later(namespace, lambda change: change.use_line(line, now))
         return snapshot
 
@@ -90,7 +82,7 @@ class Snapshots:
         kv_identity_hash: str | None = None,
         page_size: int = 0,
         page_token: str = "",
-    ) -> SnapshotPage:
+    ) -> records.SnapshotPage:
         """Versions of an agent, or of one of its lines, newest first. Raises NotFound, InvalidArgument (token)."""
         query = check_query(agent_id, kv_identity_hash)
         size = listing.page_size(page_size)
@@ -109,5 +101,5 @@ class Snapshots:
             self._core.counters.add(namespace, "conflicts")
             raise
         if done.is_new:
-            self._core.report(change, namespace, [Committed(done.snapshot)])
+            self._core.report(change, namespace, [records.Committed(done.snapshot)])
         return done

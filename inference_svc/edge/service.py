@@ -9,17 +9,9 @@ from dataclasses import dataclass, replace
 from importlib.metadata import version
 from typing import Any
 
+from kvasir import errors
 from kvasir.call_context import call_name, name_call
 from kvasir.credentials import ADMIN, OWNER, Principal
-from kvasir.errors import (
-    Cancelled,
-    DeadlineExceeded,
-    FailedPrecondition,
-    InvalidArgument,
-    KvasirError,
-    PermissionDenied,
-    Unavailable,
-)
 from kvasir.inference.v1 import inference_pb2 as pb
 from kvasir.inference.v1 import inference_pb2_grpc
 from kvasir.names import check_request_id
@@ -140,7 +132,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):  # type: ig
 
     async def _resume(self, request: pb.GenerateRequest, caller: Principal, context: Any) -> None:
         if request != pb.GenerateRequest(resume_token=request.resume_token):
-            raise InvalidArgument("resume_token: expected nothing beside it", field="resume_token")
+            raise errors.InvalidArgument("resume_token: expected nothing beside it", field="resume_token")
         served = self._parts.host.serving("")  # may raise, and the token is good once
         reply = self._parts.resumes.claim(request.resume_token, caller.namespace, caller.name)
         name_call(reply.request_id)
@@ -231,7 +223,9 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):  # type: ig
             return beside
         embedder = (await self._parts.host.awake(name)).embedder
         if not embedder.dimensions:
-            raise FailedPrecondition("model: its hidden rows cannot be had", reason="NO_EMBEDDINGS", field="model")
+            raise errors.FailedPrecondition(
+                "model: its hidden rows cannot be had", reason="NO_EMBEDDINGS", field="model"
+            )
         return embedder
 
     async def ListModels(self, request: pb.ListModelsRequest, context: Any) -> pb.ListModelsResponse:
@@ -287,8 +281,8 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):  # type: ig
     def _counting_refusals(self, namespace: str) -> Iterator[None]:
         try:
             yield
-        except KvasirError as error:
-            if not error.is_failure and not isinstance(error, Cancelled | DeadlineExceeded):
+        except errors.KvasirError as error:
+            if not error.is_failure and not isinstance(error, errors.Cancelled | errors.DeadlineExceeded):
                 self._parts.stats.of(namespace).refusals[error.reason] += 1
             raise
 
@@ -318,7 +312,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):  # type: ig
 
     def _check_acts_for_all(self, rpc: str) -> None:
         if not self._acts_for_all():
-            raise PermissionDenied(
+            raise errors.PermissionDenied(
                 f"{rpc} changes the model of all namespaces: it needs the owner of its Unix socket, or an admin "
                 "that --service-admin names",
                 metadata={"rpc": rpc},
@@ -336,7 +330,7 @@ async def fit(request: TurnRequest, served: ServedModel, formats: ReplyFormats) 
 
 def check_serves(is_stopping: Callable[[], bool]) -> None:
     if is_stopping():
-        raise Unavailable("the engine is shutting down", reason="SHUTTING_DOWN", retry_after_s=1.0)
+        raise errors.Unavailable("the engine is shutting down", reason="SHUTTING_DOWN", retry_after_s=1.0)
 
 
 async def send(context: Any, response: Any, stall_s: float) -> None:
@@ -345,4 +339,4 @@ async def send(context: Any, response: Any, stall_s: float) -> None:
         async with asyncio.timeout(stall_s):
             await context.write(response)
     except TimeoutError:
-        raise DeadlineExceeded(f"nothing was taken for {stall_s:g} s", reason="READER_STALLED") from None
+        raise errors.DeadlineExceeded(f"nothing was taken for {stall_s:g} s", reason="READER_STALLED") from None

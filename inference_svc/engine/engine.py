@@ -12,18 +12,7 @@ from kvasir.cachestore.v1 import identity_pb2
 from kvasir.errors import FailedPrecondition, InvalidArgument, ResourceExhausted, Unavailable
 from kvasir.formats.block_file import FileBytes
 
-from inference_svc.engine.api import (
-    AgentKey,
-    CarriedTurn,
-    ContextExceeded,
-    Failed,
-    HeldTurn,
-    HotMemory,
-    Listener,
-    Restored,
-    Snapshot,
-    TurnPlan,
-)
+from inference_svc.engine import api
 from inference_svc.engine.engine_worker import EngineWorker
 from inference_svc.engine.files.held_turns import check_carried
 from inference_svc.engine.files.incoming import Incoming
@@ -75,7 +64,7 @@ class TurnHandle:
             lambda: self._post(lambda worker: worker.leaving.full_blocks(self._sequence, first_block, max_blocks))
         )
 
-    def hold(self, sent_blocks: int = 0) -> "Future[HeldTurn | None]":
+    def hold(self, sent_blocks: int = 0) -> "Future[api.HeldTurn | None]":
         """Stop the turn between two tokens, for another engine to go on with it; all events before that are emitted
         first. None if the turn has not begun, is ending or over. `sent_blocks`: of `full_blocks`, which are left out.
         The turn keeps its KV: `release` it, `give_away` it, or cancel it.
@@ -101,44 +90,44 @@ class EngineMemories:
     def is_copied_by_threads(self) -> bool:
         return self._worker.leaving.is_copied_by_threads
 
-    def sizes(self) -> dict[AgentKey, int]:
+    def sizes(self) -> dict[api.AgentKey, int]:
         """Allocated KV bytes of each agent's, also of those that running turns extend."""
         return self._worker.memories.sizes()
 
-    def get(self, key: AgentKey) -> HotMemory | None:
+    def get(self, key: api.AgentKey) -> api.HotMemory | None:
         """The key's memory as of its last whole turn. Counts as a use: it is evicted later."""
         self._worker.memories.expect_use(key)
         memory = self._worker.memories.get(key)
-        return HotMemory(memory.state, memory.tag) if memory is not None else None
+        return api.HotMemory(memory.state, memory.tag) if memory is not None else None
 
-    def tag_of(self, key: AgentKey) -> object:
+    def tag_of(self, key: api.AgentKey) -> object:
         memory = self._worker.memories.get(key)
         return memory.tag if memory is not None else None
 
-    def tag(self, key: AgentKey, tag: object, owed: Owed | None = None) -> None:
+    def tag(self, key: api.AgentKey, tag: object, owed: Owed | None = None) -> None:
         """Attach an object to the key's hot memory: say, the store version that equals it. A turn that changes the
         memory removes the tag. `owed`: its way to the store. Without effect if there is no memory.
         """
         if (memory := self._worker.memories.get(key)) is not None:
             memory.tag, memory.owed = tag, owed
 
-    def drop(self, key: AgentKey) -> "Future[bool]":
+    def drop(self, key: api.AgentKey) -> "Future[bool]":
         """Forget the key's memory, once no turn of the key runs; True if there was one."""
         return self._when_idle(key, lambda worker: worker.memories.drop(key))
 
-    def fork(self, source: AgentKey, target: AgentKey) -> "Future[bool]":
+    def fork(self, source: api.AgentKey, target: api.AgentKey) -> "Future[bool]":
         """Give `target` the memory of `source`, without its tag, once no turn of it runs. False if there is none."""
         return self._when_idle(source, lambda worker: worker.leaving.fork(source, target))
 
     def snapshot(
         self,
-        key: AgentKey,
+        key: api.AgentKey,
         first_block: int,
         *,
         blocks_only: bool = False,
         max_blocks: int | None = None,
         stored_windows: Mapping[int, Collection[int]] = MappingProxyType({}),
-    ) -> "Future[Snapshot | None]":
+    ) -> "Future[api.Snapshot | None]":
         """Tensor files of the key's memory from block `first_block` on; None if there is no memory. Waits until no turn
         of the key runs.
 
@@ -148,7 +137,7 @@ class EngineMemories:
         from those before it, even for equal tokens: publish from block `cached_tokens // 256`.
         """
 
-        def whole(worker: EngineWorker) -> PendingFiles[Snapshot] | None:
+        def whole(worker: EngineWorker) -> PendingFiles[api.Snapshot] | None:
             return memory_snapshot(worker.memories.get(key), self._model, first_block, max_blocks, stored_windows)
 
         if blocks_only:
@@ -159,7 +148,7 @@ class EngineMemories:
 
     def pin(
         self,
-        key: AgentKey,
+        key: api.AgentKey,
         first_block: int,
         max_blocks: int,
         stored_windows: Mapping[int, Collection[int]] = MappingProxyType({}),
@@ -176,7 +165,7 @@ class EngineMemories:
 
         return when_there(lambda: self._thread.post(pinned))
 
-    def _when_idle(self, key: AgentKey, work: Callable[[EngineWorker], ResultT]) -> "Future[ResultT]":
+    def _when_idle(self, key: api.AgentKey, work: Callable[[EngineWorker], ResultT]) -> "Future[ResultT]":
         letter = Letter(work, Future())
         posted = self._thread.post(lambda worker: worker.when_idle(key, lambda: letter.deliver(worker)))
         posted.add_done_callback(lambda done: letter.result.cancel() if done.cancelled() else None)
@@ -296,7 +285,7 @@ class Engine:
         """KV bytes that a turn needs for so many tokens. Known before any byte is allocated."""
         return self._worker.room.most_bytes(tokens)
 
-    def submit(self, plan: TurnPlan, on_events: Listener) -> TurnHandle:
+    def submit(self, plan: api.TurnPlan, on_events: api.Listener) -> TurnHandle:
         """Queue a turn. `on_events` is called on the MLX thread, after every token and every cell, with all events
         since the last call, in order; it must return at once and not raise. The last event is exactly one `Ended` or
         `Failed`.
@@ -311,9 +300,9 @@ class Engine:
         if sequence.finish_reason is not None:
             raise InvalidArgument("carried.token_ids: the reply has ended", field="carried.token_ids")
         posted = self._thread.post(lambda worker: worker.submit(sequence))
-        if isinstance(plan.reuse, Restored) and plan.reuse.incoming is not None:
+        if isinstance(plan.reuse, api.Restored) and plan.reuse.incoming is not None:
             plan.reuse.incoming.watch(lambda: self._thread.post(_nothing))
-        posted.add_done_callback(lambda done: on_events([Failed(_closed())]) if done.cancelled() else None)
+        posted.add_done_callback(lambda done: on_events([api.Failed(_closed())]) if done.cancelled() else None)
         return TurnHandle(sequence, self._thread.post)
 
     def close(self) -> None:
@@ -321,14 +310,14 @@ class Engine:
         self._is_closed = True
         self._thread.close()
 
-    def _matcher(self, plan: TurnPlan) -> GrammarMatcher | None:
+    def _matcher(self, plan: api.TurnPlan) -> GrammarMatcher | None:
         """The plan's format for a new reply. The edge has compiled it; for other callers it is compiled now."""
         sampling = plan.sampling
         if sampling.constraint is None:
             return None
         return self.grammars.matcher(plan.namespace or "", sampling.constraint, sampling.stop_token_ids)
 
-    def _check(self, plan: TurnPlan) -> None:
+    def _check(self, plan: api.TurnPlan) -> None:
         if self._is_closed:
             raise _closed()
         if not plan.token_ids or len(plan.token_ids) != len(plan.token_chars):
@@ -356,7 +345,7 @@ class Engine:
             )
 
 
-def told_text(engine: Engine, plan: TurnPlan, carried: CarriedTurn) -> str:
+def told_text(engine: Engine, plan: api.TurnPlan, carried: api.CarriedTurn) -> str:
     """What a client has seen of a reply when its turn stands there."""
     reply = ReplyText(engine.token_text, plan.sampling, engine.model.stop_token_ids)
     return "".join(map(reply.push, carried.token_ids[len(plan.token_ids) :]))
@@ -373,7 +362,7 @@ def check_fits(
         field, found = "sampling.max_tokens", f"{prompt_tokens} prompt tokens and {max_tokens} to generate are more"
     else:
         return
-    raise ContextExceeded(
+    raise api.ContextExceeded(
         f"{field}: {found} than the context of {context_tokens}",
         field=field,
         metadata={"prompt_tokens": str(prompt_tokens), "context_tokens": str(context_tokens)},

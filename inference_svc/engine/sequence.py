@@ -9,28 +9,7 @@ from kvasir.errors import KvasirError
 from kvasir.formats.block_file import FileBytes
 from kvasir.formats.block_hash import BLOCK_TOKENS, chain_hashes
 
-from inference_svc.engine.api import (
-    AgentKey,
-    BlocksFull,
-    CarriedTurn,
-    Cold,
-    Ended,
-    Event,
-    Failed,
-    FinishReason,
-    Hot,
-    Listener,
-    Preempted,
-    Prefilled,
-    Restored,
-    Resumed,
-    Started,
-    Timings,
-    TokenLogprobs,
-    Tokens,
-    TurnPlan,
-    Wanted,
-)
+from inference_svc.engine import api
 from inference_svc.engine.grid import cell_end
 from inference_svc.engine.reply_text import ReplyText
 from inference_svc.engine.scheduling.memory_ledger import Reservation
@@ -77,12 +56,12 @@ class Sequence:
 
     def __init__(
         self,
-        plan: TurnPlan,
+        plan: api.TurnPlan,
         model: ModelInfo,
         token_text: TokenText,
         clock: Callable[[], float],
         matcher: GrammarMatcher | None = None,
-        listener: Listener = lambda _events: None,
+        listener: api.Listener = lambda _events: None,
     ) -> None:
         self.plan = plan
         self.namespace, self.priority = plan.namespace, plan.pace.priority
@@ -113,11 +92,11 @@ class Sequence:
         self._model = model
         self._full_reported = self._prefilled_reported = 0
         self._clock = clock
-        self._events: list[Event] = []
+        self._events: list[api.Event] = []
         self._reply = ReplyText(token_text, plan.sampling, model.stop_token_ids)
         self._submitted_s = clock()
         self._begun_s = self._restored_s = self._first_token_s = self._submitted_s
-        self._spent = Timings()  # by another engine, which began the turn
+        self._spent = api.Timings()  # by another engine, which began the turn
         if plan.carried is not None:
             self._take_up(plan.carried)
 
@@ -129,7 +108,7 @@ class Sequence:
         return Status.DECODING if is_decoding else self._stage
 
     @property
-    def finish_reason(self) -> FinishReason | None:
+    def finish_reason(self) -> api.FinishReason | None:
         return self._reply.finish_reason
 
     @property
@@ -146,7 +125,7 @@ class Sequence:
     # --- as the scheduler sees it (`Schedulable`) ---
 
     @property
-    def agent_key(self) -> AgentKey | None:
+    def agent_key(self) -> api.AgentKey | None:
         """None before another engine gives the turn away: it may never do so, and the agent's turns do not wait."""
         return self.plan.key if self.plan.carried is None else None
 
@@ -162,7 +141,7 @@ class Sequence:
     @property
     def memory_key(self) -> Hashable | None:
         """The hot memory that the plan extends. None after a preemption, which took that memory's rows too."""
-        return self.plan.key if isinstance(self.plan.reuse, Hot) and not self._was_preempted else None
+        return self.plan.key if isinstance(self.plan.reuse, api.Hot) and not self._was_preempted else None
 
     @property
     def can_be_preempted(self) -> bool:
@@ -176,7 +155,7 @@ class Sequence:
 
     @property
     def reusable_tokens(self) -> int:
-        keep = 0 if isinstance(self.plan.reuse, Cold) else self.plan.reuse.keep_tokens
+        keep = 0 if isinstance(self.plan.reuse, api.Cold) else self.plan.reuse.keep_tokens
         return min(keep, self.prompt_tokens - self.plan.generates)  # the reply begins at the prompt's last token
 
     @cached_property
@@ -266,24 +245,26 @@ class Sequence:
         """KV of the first `cached` tokens is there. `is_shared`: another turn or memory of the namespace gave it."""
         self.cached = self.computed = cached
         self._on_grid = _whole_blocks(min(shareable, cached))
-        if isinstance(self.plan.reuse, Restored):  # the files are KV now: do not hold them for the turn's whole life
+        if isinstance(
+            self.plan.reuse, api.Restored
+        ):  # the files are KV now: do not hold them for the turn's whole life
             emptied = replace(self.plan.reuse, blobs=(), state=None, windows=(), incoming=None)
             self.plan = replace(self.plan, reuse=emptied)
         self._full_reported = self.full_blocks
         self._restored_s = self._clock()
         self._stage, self.arrival = Status.PREFILLING, None
         waited_s, restore_s = self._begun_s - self._submitted_s, self._restored_s - self._begun_s
-        self._events.append(Started(cached, is_shared, waited_s, restore_s))
+        self._events.append(api.Started(cached, is_shared, waited_s, restore_s))
         self._end_if_only_prompt()
 
     def preempted(self, files: tuple[FileBytes, ...]) -> None:
         self._stage, self._was_preempted = Status.PREEMPTED, True
-        self._events.append(Preempted(files, self.computed))
+        self._events.append(api.Preempted(files, self.computed))
 
     def ask_for_files(self) -> None:
         """There is room for its KV again: emit `Wanted`."""
         self._stage = Status.RESTORING
-        self._events.append(Wanted())
+        self._events.append(api.Wanted())
 
     def resumed(self, computed: int) -> None:
         """The turn goes on after a preemption. KV of the first `computed` tokens is there again; 0 if it was lost. The
@@ -292,7 +273,7 @@ class Sequence:
         """
         self._stage = Status.PREFILLING if self.plan.carried is None else Status.HELD
         self.arrival = None
-        self._events.append(Resumed(computed, self.computed - computed))
+        self._events.append(api.Resumed(computed, self.computed - computed))
         self.computed = computed
         self._on_grid = min(self._on_grid, computed)
 
@@ -305,8 +286,8 @@ class Sequence:
         if self._stage is Status.HELD:
             self._stage, self.plan = Status.PREFILLING, replace(self.plan, carried=None)
 
-    def carried(self, sampler_key: tuple[int, ...], files: SwappedOut) -> CarriedTurn:
-        return CarriedTurn(
+    def carried(self, sampler_key: tuple[int, ...], files: SwappedOut) -> api.CarriedTurn:
+        return api.CarriedTurn(
             TokenIds(self.token_ids),
             files.tokens,
             self.cached,
@@ -317,7 +298,7 @@ class Sequence:
             self._timings(),
         )
 
-    def _take_up(self, carried: CarriedTurn) -> None:
+    def _take_up(self, carried: api.CarriedTurn) -> None:
         """Be where another engine left the turn. What it told is not told again."""
         for token_id in carried.token_ids[self.prompt_tokens :]:
             self.token_ids.append(token_id)
@@ -337,19 +318,19 @@ class Sequence:
         self._advance(stop)
         if stop > self._prefilled_reported:
             self._prefilled_reported = stop
-            self._events.append(Prefilled(stop, self.prompt_tokens))
+            self._events.append(api.Prefilled(stop, self.prompt_tokens))
         self._end_if_only_prompt()
 
     def decoded(self) -> None:
         self._advance(self.computed + 1)
 
-    def accept(self, token_id: int, logprobs: TokenLogprobs | None = None) -> None:
+    def accept(self, token_id: int, logprobs: api.TokenLogprobs | None = None) -> None:
         """A token was sampled. Sets `finish_reason` if it is the last."""
         if len(self.token_ids) == self.prompt_tokens:
             self._first_token_s = self._clock()
         self.token_ids.append(token_id)
         visible = self._reply.push(token_id)
-        self._events.append(Tokens((token_id,), visible, () if logprobs is None else (logprobs,)))
+        self._events.append(api.Tokens((token_id,), visible, () if logprobs is None else (logprobs,)))
 
     @property
     def remembered(self) -> int:
@@ -358,7 +339,7 @@ class Sequence:
     def finish(self, error: KvasirError | None = None) -> None:
         """The turn is over: `remembered` tokens are remembered, or none after an error."""
         self._stage = Status.FINISHED
-        self._events.append(self._ended() if error is None else Failed(error))
+        self._events.append(self._ended() if error is None else api.Failed(error))
 
     def state(self) -> SequenceState:
         spelled = self._reply.remembered
@@ -369,7 +350,7 @@ class Sequence:
         shareable = 0 if self._model.has_states else self.shareable
         return SequenceState(token_ids, token_chars, shareable, self.rewind_points)
 
-    def take_events(self) -> list[Event]:
+    def take_events(self) -> list[api.Event]:
         events, self._events = self._events, []
         return events
 
@@ -377,20 +358,20 @@ class Sequence:
         self.computed = computed
         if self.full_blocks > self._full_reported:
             self._full_reported = self.full_blocks
-            self._events.append(BlocksFull(self.full_blocks))
+            self._events.append(api.BlocksFull(self.full_blocks))
 
     def _end_if_only_prompt(self) -> None:
         """End a turn that generates nothing once its prompt is computed."""
         if not self.plan.generates and not self.is_prefilling:
             self._first_token_s = self._clock()
-            self._reply.finish_reason = FinishReason.LENGTH
+            self._reply.finish_reason = api.FinishReason.LENGTH
 
-    def _ended(self) -> Ended:
+    def _ended(self) -> api.Ended:
         """The event at the end. After a cancel the text that was held back is reported first."""
         if self.finish_reason is None and (rest := self._reply.cut()):
-            self._events.append(Tokens((), rest))
+            self._events.append(api.Tokens((), rest))
         assert self.finish_reason is not None
-        return Ended(
+        return api.Ended(
             finish_reason=self.finish_reason,
             matched_stop=self._reply.matched_stop,
             prompt_tokens=self.prompt_tokens,
@@ -403,11 +384,11 @@ class Sequence:
             embedding=self.hidden.vector if self.hidden is not None else (),
         )
 
-    def _timings(self) -> Timings:
+    def _timings(self) -> api.Timings:
         """Seconds up to now. While the prompt is computed, all of them are prefill."""
         has_generated = len(self.token_ids) > self.prompt_tokens or self.finish_reason is not None
         spent, first_token_s = self._spent, self._first_token_s if has_generated else self._clock()
-        return Timings(
+        return api.Timings(
             queue_s=spent.queue_s + self._begun_s - self._submitted_s,
             restore_s=spent.restore_s + self._restored_s - self._begun_s,
             prefill_s=spent.prefill_s + first_token_s - self._restored_s,

@@ -8,20 +8,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 from kvasir.cachestore.v1 import identity_pb2
-from kvasir.formats.block_file import (
-    FileBytes,
-    FileIdentity,
-    Header,
-    HeaderError,
-    Layout,
-    TensorSpec,
-    check_schema,
-    expected_state_tensors,
-    expected_tensors,
-    header_with,
-    parse_header,
-    tensor_entries,
-)
+from kvasir.formats import block_file
 from kvasir.formats.block_hash import BLOCK_TOKENS, chain_hashes
 from kvasir.formats.layer_groups import layers_of
 from kvasir.formats.token_files import file_identities, state_identity
@@ -43,26 +30,26 @@ Array: TypeAlias = npt.NDArray[np.generic]
 
 @dataclass(frozen=True, slots=True)
 class CheckedFile:
-    header: Header
-    data: FileBytes
+    header: block_file.Header
+    data: block_file.FileBytes
 
 
 @dataclass(frozen=True, slots=True)
 class Schema:
     """The tensors of a kind of file, and what follows from them: made once for all files of the kind."""
 
-    layout: Layout
+    layout: block_file.Layout
     entries: bytes
 
     @classmethod
-    def of(cls, tensors: tuple[TensorSpec, ...]) -> "Schema":
-        return cls(Layout(tensors), tensor_entries(tensors))
+    def of(cls, tensors: tuple[block_file.TensorSpec, ...]) -> "Schema":
+        return cls(block_file.Layout(tensors), block_file.tensor_entries(tensors))
 
 
 @lru_cache(maxsize=64)
 def _schema(identity: bytes, rows: int, group: int) -> Schema:
     """Of files with so many rows. It takes as long as the checks of a hundred files; `identity` is serialized."""
-    return Schema.of(expected_tensors(identity_pb2.KvIdentity.FromString(identity), rows, group))
+    return Schema.of(block_file.expected_tensors(identity_pb2.KvIdentity.FromString(identity), rows, group))
 
 
 def schema_of(identity: identity_pb2.KvIdentity, rows: int, group: int) -> Schema:
@@ -94,19 +81,19 @@ class FileChecks:
             what = f"expected {expected} tensor files, got {files}"
             raise DamagedFile(what, blob=min(files, expected), window=self._group)
 
-    def checked(self, index: int, data: FileBytes) -> CheckedFile:
+    def checked(self, index: int, data: block_file.FileBytes) -> CheckedFile:
         """A file whose header names, and whose tensors fit, what must be there. Raises DataLoss that names the file."""
         expected = self._expected[index]
         try:
             return _checked(self._identity, self._schemas[expected.tokens], expected, data)
-        except HeaderError as error:
+        except block_file.HeaderError as error:
             raise DamagedFile(str(error), blob=index, window=self._group) from None
 
 
 def check_files(
     identity: identity_pb2.KvIdentity,
     kv_identity_hash: str,
-    blobs: Sequence[FileBytes],
+    blobs: Sequence[block_file.FileBytes],
     token_ids: Sequence[int],
     group: int = 0,
     first_block: int = 0,
@@ -118,17 +105,17 @@ def check_files(
 
 
 def check_state(
-    identity: identity_pb2.KvIdentity, kv_identity_hash: str, blob: FileBytes, token_ids: Sequence[int]
+    identity: identity_pb2.KvIdentity, kv_identity_hash: str, blob: block_file.FileBytes, token_ids: Sequence[int]
 ) -> CheckedFile:
     """Check that `blob` is the recurrent layers' state after exactly these tokens. Raises DataLoss that names them."""
     expected = state_identity(kv_identity_hash, token_ids, len(token_ids))
     try:
-        return _checked(identity, Schema.of(expected_state_tensors(identity)), expected, blob)
-    except HeaderError as error:
+        return _checked(identity, Schema.of(block_file.expected_state_tensors(identity)), expected, blob)
+    except block_file.HeaderError as error:
         raise DamagedFile(str(error), state=expected.tokens) from None
 
 
-def state_arrays(file: CheckedFile) -> list[tuple[TensorSpec, Array]]:
+def state_arrays(file: CheckedFile) -> list[tuple[block_file.TensorSpec, Array]]:
     """The tensors of a state file, [1, …] each. Raises DataLoss for a value that is not finite."""
     specs, arrays = file.header.tensors, list(_views(file))
     for spec, array in zip(specs, arrays, strict=True):
@@ -155,7 +142,7 @@ def page_units(file: CheckedFile, units: int) -> Array:
 
 def exponents(identity: identity_pb2.KvIdentity, group: int) -> Array:
     """For each unit of such a page the bits of a number's exponent; 0 for codes, of which any bits are valid."""
-    specs = expected_tensors(identity, BLOCK_TOKENS, group)
+    specs = block_file.expected_tensors(identity, BLOCK_TOKENS, group)
     return np.concatenate(
         [np.full(spec.size_bytes // UNIT_BYTES, _EXPONENTS.get(spec.dtype, 0), np.uint16) for spec in specs]
     )
@@ -170,15 +157,17 @@ def _views(file: CheckedFile) -> Iterator[Array]:
         offset += spec.size_bytes
 
 
-def _checked(identity: identity_pb2.KvIdentity, schema: Schema, expected: FileIdentity, data: FileBytes) -> CheckedFile:
-    header = header_with(expected, schema.entries)
+def _checked(
+    identity: identity_pb2.KvIdentity, schema: Schema, expected: block_file.FileIdentity, data: block_file.FileBytes
+) -> CheckedFile:
+    header = block_file.header_with(expected, schema.entries)
     if data[: len(header)] == header and len(header) + schema.layout.size_bytes == len(data):
         # Our own writer's header, byte for byte: nothing is left to parse, which saves half of a restore.
-        return CheckedFile(Header(expected, schema.layout, len(header)), data)
-    parsed = parse_header(data, len(data))
+        return CheckedFile(block_file.Header(expected, schema.layout, len(header)), data)
+    parsed = block_file.parse_header(data, len(data))
     if parsed.identity != expected:
-        raise HeaderError(_difference(expected, parsed.identity))
-    check_schema(parsed, identity)
+        raise block_file.HeaderError(_difference(expected, parsed.identity))
+    block_file.check_schema(parsed, identity)
     return CheckedFile(parsed, data)
 
 
@@ -189,7 +178,7 @@ def _is_finite(array: Array, dtype: str) -> bool:
     return not bool(np.equal(bits & exponent, exponent).any())
 
 
-def _difference(expected: FileIdentity, found: FileIdentity) -> str:
+def _difference(expected: block_file.FileIdentity, found: block_file.FileIdentity) -> str:
     names = ("kind", "kv_identity_hash", "window", "start", "tokens", "chain")
     wrong = next(name for name in names if getattr(expected, name) != getattr(found, name))
     return f"{wrong}: expected {getattr(expected, wrong)}, found {getattr(found, wrong)}"

@@ -15,17 +15,9 @@ from kvasir.errors import InvalidArgument, Unavailable
 from kvasir.server.shared_room import SharedRoom
 
 from inference_svc.model.reply_machine import reply_marks
+from inference_svc.text import literal_text
 from inference_svc.text.conversation import ChatTemplate
 from inference_svc.text.given_json import GivenJson
-from inference_svc.text.literal_text import (
-    GUARD,
-    Specials,
-    from_outside,
-    insert_guards,
-    utf8_bytes,
-    with_guards,
-    without_guards,
-)
 from inference_svc.text.prefix_matching import RememberedText
 from inference_svc.text.replies.reasoning_limit import ReasoningLimit
 from inference_svc.text.replies.reply_parts import Markup, ReplyReader
@@ -79,7 +71,7 @@ class Prompting:
         self._marks = reply_marks(tokenizer)
         marks = {*(self._marks.thinking or ()), self._marks.call_start, self._marks.call_end}
         self._special_ids = _special_ids(tokenizer, marks)
-        self.specials = Specials(self._special_ids)
+        self.specials = literal_text.Specials(self._special_ids)
         """The spellings of tokens that are structure and not text, such as the end of a message."""
         unknown = getattr(tokenizer, "unk_token_id", None)  # stands for characters that the tokenizer does not know
         self._structure = frozenset(self._special_ids.values()) - {unknown}
@@ -131,7 +123,7 @@ class Prompting:
 
     def fewest_tokens(self, text: str) -> int:
         """A lower bound of the text's tokens, from its bytes: an absurd prompt is refused without tokenizing it."""
-        return -(-utf8_bytes(without_guards(text)) // self._longest_token)
+        return -(-literal_text.utf8_bytes(literal_text.without_guards(text)) // self._longest_token)
 
     def beginning(self, text: str, tokens: int) -> str:
         """A part with at least so many tokens: twice as long as they can spell, as a word may depend on its end."""
@@ -209,7 +201,7 @@ class Prompting:
 
     def tokenize(self, text: str, last: int | None = None) -> Tokenized:
         """Tokens of exactly this text; only spellings without a guard become special. `last`: the token before it."""
-        return self._in_pieces(text.split(GUARD), len(GUARD), last)
+        return self._in_pieces(text.split(literal_text.GUARD), len(literal_text.GUARD), last)
 
     def _in_pieces(self, pieces: Sequence[str], between: int, last: int | None) -> Tokenized:
         """Tokenize pieces of a text, each by itself. The `between` characters after a piece count to its last token."""
@@ -271,8 +263,10 @@ class Prompting:
     def spelled(self, token_ids: Sequence[int]) -> tuple[str, Tokenized]:
         """The text of tokens that a caller sent, with guards in the letters that spell a special token and are none."""
         spelled, chars = self._token_text.spell(token_ids)
-        text = from_outside(spelled)
-        text, counts = insert_guards(text, chars, self.specials.echoed(text, self._structure_spans(token_ids, chars)))
+        text = literal_text.from_outside(spelled)
+        text, counts = literal_text.insert_guards(
+            text, chars, self.specials.echoed(text, self._structure_spans(token_ids, chars))
+        )
         return text, Tokenized(TokenIds(token_ids), counts)
 
     def ends_whole(self, token_ids: Sequence[int]) -> bool:
@@ -308,8 +302,8 @@ class Prompting:
         whole = reply if reply.startswith(generated) else generated
         places = self.specials.echoed(whole, spans)
         before = [len(prompt) + place for place in places if place <= len(generated)]
-        text, chars = insert_guards(prompt + generated, state.token_chars, before)
-        guarded = with_guards(reply, [place for place in places if place <= len(reply)])
+        text, chars = literal_text.insert_guards(prompt + generated, state.token_chars, before)
+        guarded = literal_text.with_guards(reply, [place for place in places if place <= len(reply)])
         return RememberedReply(RememberedText(text, state.token_ids, chars), guarded)
 
     def _structure_spans(self, token_ids: Sequence[int], token_chars: Sequence[int]) -> list[tuple[int, int]]:

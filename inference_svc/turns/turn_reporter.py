@@ -15,18 +15,7 @@ from kvasir import errors
 from kvasir.formats.block_hash import BLOCK_TOKENS
 from kvasir.volatile import TEMPLATE_DATE
 
-from inference_svc.engine.api import (
-    BlocksFull,
-    Cold,
-    Ended,
-    Event,
-    Failed,
-    Preempted,
-    Prefilled,
-    Resumed,
-    Started,
-    Tokens,
-)
+from inference_svc.engine import api
 from inference_svc.memory.outcomes import Source
 from inference_svc.memory.publishing.block_stream import BlockStream
 from inference_svc.memory.publishing.copies import Pinning
@@ -79,22 +68,22 @@ class _Listener:
         self._hand_over = hand_over
         self._cuts = 0
 
-    def __call__(self, events: list[Event]) -> None:
+    def __call__(self, events: list[api.Event]) -> None:
         """At the end a copy is asked for here, because the next step may drop this memory for another."""
         for event in events:
             if (cut := _cut(self._prepared, event)) is not None:
                 self._prepared, self._cuts = cut, self._cuts + 1
         pinning, prepared = None, self._prepared
-        if self._stream is not None and isinstance(events[-1], Ended):
+        if self._stream is not None and isinstance(events[-1], api.Ended):
             pinning = self._stream.pin_rest(self._cuts, len(prepared.stored_blocks), prepared.stored_windows)
         self._hand_over(events, pinning)
 
 
-def _cut(prepared: Prepared, event: Event) -> Prepared | None:
+def _cut(prepared: Prepared, event: api.Event) -> Prepared | None:
     """What is left of the prepared KV, if the event says that the turn's KV has other rows behind some place."""
-    if isinstance(event, Started):
+    if isinstance(event, api.Started):
         return prepared.begun(event)
-    if isinstance(event, Resumed) and event.lost_tokens:
+    if isinstance(event, api.Resumed) and event.lost_tokens:
         return prepared.kept(event.tokens // BLOCK_TOKENS)
     return None
 
@@ -153,7 +142,7 @@ class TurnReporter:
         try:
             with self._parts.admission.kv(planned.request.namespace, self._parts.engine.needed_bytes(plan.most_tokens)):
                 turn.handle = self._parts.engine.submit(
-                    replace(plan, reuse=planned.prepared.kv.take() or Cold()),
+                    replace(plan, reuse=planned.prepared.kv.take() or api.Cold()),
                     _Listener(planned.prepared, self._stream, hand_over),
                 )
                 turn.planned = replace(planned, plan=replace(plan, carried=None))
@@ -171,20 +160,20 @@ class TurnReporter:
             if self._swap is not None:
                 self._swap.close()
 
-    def _take(self, events: list[Event], pinning: Pinning | None) -> None:
+    def _take(self, events: list[api.Event], pinning: Pinning | None) -> None:
         try:
             for event in events:
                 if self._ran.done():
                     return
                 self._event(event)
-                if isinstance(event, Preempted) and self._swap is None:
+                if isinstance(event, api.Preempted) and self._swap is None:
                     self._swap = self._new_swap()
                 if self._swap is not None:
                     self._swap.event(event)
                 self._check_reader()
-                if isinstance(event, Failed):
+                if isinstance(event, api.Failed):
                     self._ran.set_exception(event.error)
-                elif isinstance(event, Ended):
+                elif isinstance(event, api.Ended):
                     if not self._turn.phase.has_ended:
                         self._turn.phase = TurnPhase.ENDING
                     reader, planned = self._reader, self._turn.planned or self._planned  # the line as it is now
@@ -194,28 +183,28 @@ class TurnReporter:
         except Exception as error:  # noqa: BLE001 - the turn waits for its end
             self._ran.set_exception(error)
 
-    def _event(self, event: Event) -> None:
+    def _event(self, event: api.Event) -> None:
         if (cut := _cut(self._prepared, event)) is not None:
             self._prepared = cut
         match event:
-            case Started():
+            case api.Started():
                 self._keeps(len(self._prepared.stored_blocks), 0 if event.is_shared else event.cached_tokens)
                 self._started(event)
-            case Prefilled(done):
+            case api.Prefilled(done):
                 self._counters.prefilled_tokens += done - self._turn.tokens.computed
                 self._turn.tokens.computed = done
                 self._turn.emit(event)
-            case BlocksFull(count):
+            case api.BlocksFull(count):
                 if self._stream is not None:
                     self._stream.blocks_full(count)
-            case Tokens():
+            case api.Tokens():
                 self._tokens(event)
-            case Resumed():
+            case api.Resumed():
                 if event.lost_tokens:
                     self._keeps(event.tokens // BLOCK_TOKENS, event.tokens)
                 if not self._turn.phase.has_begun:
                     self._taken_up()
-            case Ended():
+            case api.Ended():
                 self._ended(event)
             case _:
                 pass
@@ -229,7 +218,7 @@ class TurnReporter:
             error = errors.ResourceExhausted(f"the reader is too slow: {overrun}", reason="READER_TOO_SLOW")
             self._turn.cancel(error)
 
-    def _started(self, event: Started) -> None:
+    def _started(self, event: api.Started) -> None:
         turn, prepared, counters, times = self._turn, self._prepared, self._counters, self._turn.times
         planned_source = Source.SHARED if event.is_shared else prepared.source
         source = planned_source if event.cached_tokens else Source.COLD
@@ -277,7 +266,7 @@ class TurnReporter:
         self._counters.waiting_turns -= 1
         self._counters.running_turns += 1
 
-    def _learn_restore(self, event: Started) -> None:
+    def _learn_restore(self, event: api.Started) -> None:
         """What it costs to restore all files, unless much of them was read while the turn waited. Of a store for which
         the turn did not wait to the end, what it would have cost.
         """
@@ -301,7 +290,7 @@ class TurnReporter:
         if tokens.completion and times.first_token_at is None:  # it came while files went ahead
             times.first_token_at = times.arrived + carried.spent.first_token_s
 
-    def _tokens(self, event: Tokens) -> None:
+    def _tokens(self, event: api.Tokens) -> None:
         self._time(len(event.ids))
         self._counters.decoded_tokens += len(event.ids)
         self._turn.tokens.completion += len(event.ids)
@@ -319,7 +308,7 @@ class TurnReporter:
             times.token_gap.add(since_s / gaps, gaps)
         turn_times.last_token_at = now_s
 
-    def _ended(self, event: Ended) -> None:
+    def _ended(self, event: api.Ended) -> None:
         if self._turn.taken is None:
             self._parts.planner.costs.computed(event.cached_tokens, event.prompt_tokens, event.timings.prefill_s)
         part = self._reader.end(event.generated_text.removeprefix(event.text))

@@ -6,21 +6,9 @@ from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 
+from kvasir import errors
 from kvasir.clients import AioStoreClient
 from kvasir.credentials import PEER, CredentialFileError, Principal
-from kvasir.errors import (
-    AlreadyExists,
-    DataLoss,
-    DeadlineExceeded,
-    FailedPrecondition,
-    InvalidArgument,
-    KvasirError,
-    NotFound,
-    PermissionDenied,
-    ResourceExhausted,
-    Unauthenticated,
-    Unavailable,
-)
 from kvasir.waits import PATIENCE_S
 
 from cachestore_svc.pairing.identity import pin_of_pem
@@ -120,15 +108,15 @@ class Peers:
     def _client(self, peer: PeerSettings, namespace: str) -> AioStoreClient:
         name = peer.name
         if not peer.address:
-            raise FailedPrecondition(
+            raise errors.FailedPrecondition(
                 f"peer {name}: it listens to no other machine: pair again, with --listen there",
                 reason="PEER_CONFIGURATION",
             )
         try:
             tls, token = peer.tls(self.book.identity), peer.token()
             client = AioStoreClient.connect(peer.address, token=token, tls=tls, timeout_s=PATIENCE_S)
-        except (CredentialFileError, InvalidArgument) as error:
-            raise FailedPrecondition(f"peer {name}: {error}", reason="PEER_CONFIGURATION") from None
+        except (CredentialFileError, errors.InvalidArgument) as error:
+            raise errors.FailedPrecondition(f"peer {name}: {error}", reason="PEER_CONFIGURATION") from None
         return client.in_namespace(namespace) if peer.is_paired else client
 
 
@@ -169,8 +157,8 @@ class _Link:
     is_over: bool = False  # the peer was removed
 
 
-def _unknown(name: str, words: str) -> NotFound:
-    return NotFound(words, reason="PEER_UNKNOWN", field="peer", metadata={"peer": name})
+def _unknown(name: str, words: str) -> errors.NotFound:
+    return errors.NotFound(words, reason="PEER_UNKNOWN", field="peer", metadata={"peer": name})
 
 
 def peer_name(caller: Principal) -> str | None:
@@ -189,7 +177,7 @@ def errors_of_peer(name: str) -> Iterator[None]:
     """Say whose error it is; what is the peer's affair becomes UNAVAILABLE or a failed precondition here."""
     try:
         yield
-    except KvasirError as error:
+    except errors.KvasirError as error:
         raise _of_peer(name, error) from None
 
 
@@ -198,21 +186,21 @@ def answers_of_peer(name: str) -> Iterator[None]:
     """As errors_of_peer; but what a peer says of an agent's owner is handed on as it is."""
     try:
         yield
-    except KvasirError as error:
-        kinds = FailedPrecondition | AlreadyExists | ResourceExhausted | Unavailable
+    except errors.KvasirError as error:
+        kinds = errors.FailedPrecondition | errors.AlreadyExists | errors.ResourceExhausted | errors.Unavailable
         raise error if error.reason in _UNDERSTOOD and isinstance(error, kinds) else _of_peer(name, error) from None
 
 
-def _of_peer(name: str, error: KvasirError) -> KvasirError:
+def _of_peer(name: str, error: errors.KvasirError) -> errors.KvasirError:
     match error:
-        case NotFound() | DataLoss():
+        case errors.NotFound() | errors.DataLoss():
             return type(error)(f"peer {name}: {error.message}", reason=error.reason, metadata=error.metadata)
-        case Unauthenticated() | PermissionDenied():
+        case errors.Unauthenticated() | errors.PermissionDenied():
             reason = "PEER_MAY_NOT" if error.reason == "PEER_MAY_NOT" else "PEER_REFUSED"
-            return FailedPrecondition(f"peer {name} refused us: {error.message}", reason=reason)
-        case Unavailable() | DeadlineExceeded():
-            return Unavailable(f"peer {name}: {error.message}", reason="PEER_UNAVAILABLE", retry_after_s=5)
-        case InvalidArgument():  # this store has checked what it sends
+            return errors.FailedPrecondition(f"peer {name} refused us: {error.message}", reason=reason)
+        case errors.Unavailable() | errors.DeadlineExceeded():
+            return errors.Unavailable(f"peer {name}: {error.message}", reason="PEER_UNAVAILABLE", retry_after_s=5)
+        case errors.InvalidArgument():  # this store has checked what it sends
             text = f"peer {name} does not take it: {error.message}; its Kvasir is of another version"
-            return FailedPrecondition(text, reason="PEER_VERSION_DIFFERS")
-    return Unavailable(f"peer {name} failed: {error.message}", reason="PEER_FAILED", retry_after_s=60)
+            return errors.FailedPrecondition(text, reason="PEER_VERSION_DIFFERS")
+    return errors.Unavailable(f"peer {name} failed: {error.message}", reason="PEER_FAILED", retry_after_s=60)

@@ -13,15 +13,7 @@ from inference_svc.engine.api import TokenLogprobs
 from inference_svc.engine.engine import check_fits
 from inference_svc.text.conversation import input_digest
 from inference_svc.text.token_ids import TokenIds
-from inference_svc.turns.turn_data import (
-    RequestOrigin,
-    TokensInput,
-    TurnDelta,
-    TurnEvent,
-    TurnFinished,
-    TurnRequest,
-    TurnStarted,
-)
+from inference_svc.turns import turn_data
 
 _SEEDS = 1 << 64
 _FINISH_REASONS = {"cancelled": "abort"}  # the neighbours' word for a turn that another call ended
@@ -45,17 +37,17 @@ def turn_request(
     namespace: str,
     caller: str,
     new_seed: Callable[[], int],
-) -> TurnRequest:
+) -> turn_data.TurnRequest:
     wanted = pb.GenerateRequest(sampling=_sampling(request.sampling_params))
-    return TurnRequest(
+    return turn_data.TurnRequest(
         request_id=request_id,
         namespace=namespace,
         agent_id=agent_id,
-        input=TokensInput(prompt),
+        input=turn_data.TokensInput(prompt),
         input_digest=input_digest("tokens", " ".join(map(str, prompt)), (), (), settings(wanted)),
         sampling=sampling_params(wanted, new_seed),
         clamps_max_tokens=clamps_max_tokens(wanted),
-        origin=RequestOrigin(caller, request.ByteSize()),
+        origin=turn_data.RequestOrigin(caller, request.ByteSize()),
     )
 
 
@@ -87,20 +79,20 @@ class ReplyWriter:
         self._ids: list[int] = []
         self._logprobs: list[TokenLogprobs] = []
 
-    def response(self, event: TurnEvent) -> mlx.GenerateResponse | None:
+    def response(self, event: turn_data.TurnEvent) -> mlx.GenerateResponse | None:
         match event:
-            case TurnStarted():
+            case turn_data.TurnStarted():
                 self._prompt_tokens, self._cached_tokens = event.prompt_tokens, event.cached_tokens
-            case TurnDelta() if event.token_ids:
+            case turn_data.TurnDelta() if event.token_ids:
                 self._ids += event.token_ids
                 if self._is_streamed:
                     return mlx.GenerateResponse(chunk=self._chunk(event))
                 self._logprobs += event.logprobs
-            case TurnFinished():
+            case turn_data.TurnFinished():
                 return mlx.GenerateResponse(complete=self._complete(event))
         return None
 
-    def _chunk(self, delta: TurnDelta) -> mlx.GenerateStreamChunk:
+    def _chunk(self, delta: turn_data.TurnDelta) -> mlx.GenerateStreamChunk:
         return mlx.GenerateStreamChunk(
             token_ids=delta.token_ids,
             prompt_tokens=self._prompt_tokens,
@@ -109,7 +101,7 @@ class ReplyWriter:
             output_logprobs=_logprobs(delta.token_ids, delta.logprobs),
         )
 
-    def _complete(self, end: TurnFinished) -> mlx.GenerateComplete:
+    def _complete(self, end: turn_data.TurnFinished) -> mlx.GenerateComplete:
         return mlx.GenerateComplete(
             output_ids=() if self._is_streamed else self._ids,
             finish_reason=_FINISH_REASONS.get(end.finish_reason, end.finish_reason),

@@ -6,21 +6,7 @@ from kvasir import errors
 from kvasir.cachestore.v1 import cachestore_pb2
 from kvasir.formats.digest import Digest
 
-from inference_svc.memory.store.answers import (
-    LEASE_TTL_S,
-    NEVER_MOVED,
-    NO_HEAD,
-    AgentHeads,
-    Head,
-    LastMove,
-    LeaseGrant,
-    LeaseRenewal,
-    Version,
-    answer_checked,
-    head_of,
-    last_move_of,
-    settings_of,
-)
+from inference_svc.memory.store import answers
 from inference_svc.memory.store.connection import StoreConnection
 from inference_svc.memory.store.patience import Budget
 
@@ -31,48 +17,48 @@ class StoredAgents:
     def __init__(self, connection: StoreConnection) -> None:
         self._connection = connection
 
-    async def heads(self, agent_id: str, kv_identity_hash: str, budget: Budget) -> AgentHeads:
+    async def heads(self, agent_id: str, kv_identity_hash: str, budget: Budget) -> answers.AgentHeads:
         """The agent's newest version, under whichever KV identity."""
         try:
             agent = await self._connection.read(lambda: self._connection.client.get_agent(agent_id), budget)
         except errors.NotFound:
-            return AgentHeads()
-        with answer_checked("the store's answer about the agent"):
-            lines = [head_of(line) for line in agent.lines]
-        newest = max(lines, key=lambda line: line.version, default=NO_HEAD)
+            return answers.AgentHeads()
+        with answers.answer_checked("the store's answer about the agent"):
+            lines = [answers.head_of(line) for line in agent.lines]
+        newest = max(lines, key=lambda line: line.version, default=answers.NO_HEAD)
         ours = next((line for line in lines if line.kv_identity_hash == kv_identity_hash), None)
-        return AgentHeads(newest, ours if ours != newest else None, settings_of(agent))
+        return answers.AgentHeads(newest, ours if ours != newest else None, answers.settings_of(agent))
 
-    async def last_move(self, agent_id: str, within_s: float) -> LastMove:
+    async def last_move(self, agent_id: str, within_s: float) -> answers.LastMove:
         budget = Budget(within_s, 1.0, self._connection.clock)
         try:
-            return last_move_of(
+            return answers.last_move_of(
                 await self._connection.read(lambda: self._connection.client.get_agent(agent_id), budget)
             )
         except errors.NotFound:
-            return NEVER_MOVED
+            return answers.NEVER_MOVED
 
-    async def version(self, agent_id: str, version: int, budget: Budget) -> Head:
+    async def version(self, agent_id: str, version: int, budget: Budget) -> answers.Head:
         """A version of the agent. Raises NotFound (VERSION_NOT_FOUND, AGENT_NOT_FOUND)."""
         snapshot, _ = await self._connection.read(
             lambda: self._connection.client.get_snapshot(agent_id, version=version, timeout_s=budget.remaining_s),
             budget,
         )
-        with answer_checked("the store's answer about the version"):
-            return head_of(snapshot)
+        with answers.answer_checked("the store's answer about the version"):
+            return answers.head_of(snapshot)
 
     async def commit(
         self,
         agent_id: str,
         manifest: Digest,
-        parent: Version,
+        parent: answers.Version,
         timeout_s: float,
         *,
         is_brought: bool = False,
         base_version: int = 0,
         handed_over_by: str = "",
         lease: tuple[str, int] | None = None,
-    ) -> Head:
+    ) -> answers.Head:
         """Make a stored manifest the next version of the agent's line. `lease`: owner and generation. `base_version`:
         the earlier version that it goes on from; 0: its parent. `handed_over_by`: the peer that began the turn. Raises
         Conflict when the head is not its parent, or when the lease is fenced.
@@ -90,31 +76,33 @@ class StoredAgents:
                 timeout_s=timeout_s,
             )
         )
-        return head_of(version)
+        return answers.head_of(version)
 
     # --- leases and moves: beside turns ---
 
     async def acquire_lease(
         self, agent_id: str, kv_identity_hash: str, owner: str, *, begins_anew: bool, asks: bool, timeout_s: float
-    ) -> LeaseGrant:
+    ) -> answers.LeaseGrant:
         got = await self._connection.client.acquire_lease(
             agent_id,
             kv_identity_hash,
             owner,
-            ttl_s=LEASE_TTL_S,
+            ttl_s=answers.LEASE_TTL_S,
             begins_anew=begins_anew,
             asks=asks,
             timeout_s=timeout_s,
         )
-        return LeaseGrant(got.lease.generation, head_of(got.head) if got.HasField("head") else NO_HEAD)
+        return answers.LeaseGrant(
+            got.lease.generation, answers.head_of(got.head) if got.HasField("head") else answers.NO_HEAD
+        )
 
     async def renew_leases(
         self, owner: str, kv_identity_hash: str, generations: Mapping[str, int], timeout_s: float
-    ) -> LeaseRenewal:
+    ) -> answers.LeaseRenewal:
         got = await self._connection.client.renew_leases(
-            owner, kv_identity_hash, generations, ttl_s=LEASE_TTL_S, timeout_s=timeout_s
+            owner, kv_identity_hash, generations, ttl_s=answers.LEASE_TTL_S, timeout_s=timeout_s
         )
-        return LeaseRenewal(*(frozenset(each.agent_id for each in named) for named in (got.lost, got.wanted)))
+        return answers.LeaseRenewal(*(frozenset(each.agent_id for each in named) for named in (got.lost, got.wanted)))
 
     async def release_lease(
         self, agent_id: str, kv_identity_hash: str, owner: str, generation: int, timeout_s: float
