@@ -163,13 +163,6 @@ test-templates: install ## Chat templates as their makers published them: though
 test-smg: install ## SMG, the neighbour's own gateway, before an engine with --neighbour; installs it into out/
 	$(BIN)/python -m tests.gateway.smg out/smg
 
-.PHONY: lint-swift
-lint-swift: install ## Generate Swift's stubs into out/swift, where protoc-gen-swift is; says so where it is not
-	@if command -v protoc-gen-swift >/dev/null; then \
-	  rm -rf out/swift && $(BIN)/buf generate proto --template proto/buf.gen.swift.yaml && \
-	  test -n "$$(find out/swift -name '*.pb.swift')" && echo "Swift: generated into out/swift"; \
-	else echo "Swift: NOT RUN, not installed here: protoc-gen-swift"; fi
-
 test-page: install ## The operator's page in headless Chromium: axe-core, keyboard, no scripts; pictures into out/
 	$(BIN)/python -m tests.gateway.page.browser out/page
 

@@ -12,9 +12,8 @@ import sys
 from collections.abc import Callable
 
 from clients.conformance.programs import LANGUAGES, Language
-from clients.conformance.steps import STEPS, run
+from clients.conformance.steps import AnyWorld, run
 from clients.conformance.testee import Testee
-from clients.conformance.world import World, world
 
 BUILD_WITHIN_S = 1800
 EXAMPLE_WITHIN_S = 60
@@ -82,15 +81,15 @@ def build(language: Language) -> None:
 
 
 def conform(language: Language) -> None:
-    say(f"{language.name}: {len(STEPS)} steps against live services")
-    with world() as live:
+    say(f"{language.name}: {len(language.steps)} steps against live services")
+    with language.world() as live:
         with Testee(language.program, language.folder) as program:
-            run(program, live, say)
+            run(program, live, say, language.steps)
             assert program.end() == 0, "the program did not end well when its input did"
         example(language, live)
 
 
-def example(language: Language, live: World) -> None:
+def example(language: Language, live: AnyWorld) -> None:
     """The first example of the client's README is its file, and runs."""
     if language.example is None or language.example_file is None:
         return
@@ -101,7 +100,7 @@ def example(language: Language, live: World) -> None:
     done = subprocess.run(
         language.example,
         cwd=language.folder,
-        env={**os.environ, "HOME": str(live.home)},
+        env={**os.environ, **live.env},
         stdout=subprocess.PIPE,
         text=True,
         check=True,

@@ -1,9 +1,15 @@
 """Each language: the tools that it needs, how it is built and tested, its program, and its first example."""
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
+
+from clients.conformance.http_steps import HTTP_STEPS
+from clients.conformance.http_world import http_world
+from clients.conformance.steps import STEPS, AnyWorld, Step
+from clients.conformance.world import world
 
 CLIENTS = Path(__file__).parents[1]
 
@@ -24,6 +30,8 @@ class Language:
     # The source of the example, which README.md of the client shows as it is, and what runs it.
     example_file: str | None
     example: Command | None
+    world: Callable[[], AbstractContextManager[AnyWorld]] = world
+    steps: Sequence[Step] = STEPS
 
 
 def _java(what: str) -> Command:
@@ -81,5 +89,17 @@ LANGUAGES = (
         program=_java("org.kvasir.client.Conformance"),
         example_file="examples/First.java",
         example=_java("examples/First.java"),
+    ),
+    Language(
+        name="swift",
+        folder=CLIENTS / "swift",
+        tools=("swift",),
+        build=(("swift", "build", "--quiet"),),
+        test=None,  # it has no hashes of its own; the steps hold the rest
+        program=("swift", "run", "--skip-build", "--quiet", "conformance"),
+        example_file="Examples/first/main.swift",
+        example=("swift", "run", "--skip-build", "--quiet", "first"),
+        world=http_world,
+        steps=HTTP_STEPS,
     ),
 )

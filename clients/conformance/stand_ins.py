@@ -1,9 +1,12 @@
-"""Engines that do what a live one does seldom: one is UNAVAILABLE at first, the other gives its turns away."""
+"""Engines and a gateway that do what a live one does seldom: refuse at first, give turns away, cut an answer."""
 
+import json
+import threading
 from collections import Counter
 from collections.abc import Iterator
 from concurrent import futures
 from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import grpc
@@ -117,3 +120,76 @@ def served(engine: FlakyEngine | MeasuringEngine | MovingEngine) -> Iterator[str
         yield f"127.0.0.1:{port}"
     finally:
         server.stop(grace=None)
+
+
+_DETAILS = [
+    {"@type": "type.googleapis.com/google.rpc.ErrorInfo", "domain": "kvasir", "reason": "MEMORY_UNREADABLE"},
+    {"@type": "type.googleapis.com/google.rpc.RetryInfo", "retryDelay": "0.500s"},
+]
+_REFUSAL = json.dumps({"error": {"code": 14, "message": "not now", "details": _DETAILS}})
+_BEGUN = 'event: started\ndata: {"started":{}}\n\nevent: delta\ndata: {"delta":{"text":"Hel"}}\n\n'
+
+
+class StandInGateway:
+    """Answers by the agent's name. "ada" is UNAVAILABLE twice and then there; "away" never is."""
+
+    def __init__(self) -> None:
+        self.calls: Counter[str] = Counter()
+        self.keys: set[str | None] = set()
+
+    def answer(self, request: BaseHTTPRequestHandler) -> None:
+        name = request.path.partition("/agents/")[2]
+        call = f"{request.command} {name}"
+        self.calls[call] += 1
+        self.keys.add(request.headers["Authorization"])
+        request.rfile.read(int(request.headers["Content-Length"] or 0))
+        line = {"version": "1", "token_count": "9"}
+        match name.removesuffix("/generate"):
+            case "ada" if self.calls[call] > 2:
+                _send(request, 200, json.dumps({"agent_id": "ada", "lines": [line]}))
+            case "cut":  # a proxy ends the answer as if it were whole
+                _send(request, 200, _BEGUN)
+            case "broken":
+                _send(request, 200, _BEGUN, missing_bytes=100)
+            case "refused":
+                _send(request, 200, f"{_BEGUN}event: error\ndata: {_REFUSAL}\n\n")
+            case "elsewhere":
+                _send(request, 307, "")
+            case "garbage":
+                _send(request, 200, "<html>")
+            case "silent":
+                request.rfile.read(1)  # until the caller leaves
+            case _:
+                _send(request, 503, _REFUSAL)
+
+
+def _send(request: BaseHTTPRequestHandler, status: int, body: str, missing_bytes: int = 0) -> None:
+    request.send_response(status)
+    request.send_header("Content-Length", str(len(body) + missing_bytes))
+    if status == 307:
+        request.send_header("Location", "/v1/agents/ada")
+    request.end_headers()
+    request.wfile.write(body.encode())
+
+
+@contextmanager
+def served_over_http(gateway: StandInGateway) -> Iterator[str]:
+    """The gateway's URL on loopback."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            gateway.answer(self)
+
+        do_POST = do_GET  # noqa: N815
+
+        def log_message(self, *_: object) -> None:
+            """Nothing."""
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server.daemon_threads = True
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}"
+    finally:
+        server.shutdown()
+        server.server_close()

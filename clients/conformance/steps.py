@@ -14,11 +14,14 @@ import pytest
 from kvasir.formats.digest import Digest
 from kvasir.inference.v1 import inference_pb2
 
+from clients.conformance.http_world import HttpWorld
 from clients.conformance.stand_ins import FlakyEngine, MeasuringEngine, MovingEngine, served
 from clients.conformance.testee import Refused, Testee
 from clients.conformance.world import PEER, World
 
-Step = Callable[[Testee, World], None]
+# The services over gRPC, or the gateway before them.
+AnyWorld = World | HttpWorld
+Step = Callable[[Testee, Any], None]
 Message = dict[str, str]
 
 RULES = json.loads((Path(__file__).parents[2] / "proto/client_rules.json").read_text())
@@ -68,7 +71,7 @@ def heard(call: Callable[[], Any]) -> Any:
     return call()
 
 
-def addresses_that_are_refused_by_the_client_itself(program: Testee, world: World) -> None:
+def addresses_that_are_refused_by_the_client_itself(program: Testee, world: AnyWorld) -> None:
     for address in ("nonsense", "unix:relative.sock", "1.2.3.4:99999"):
         with refusal("INVALID_ARGUMENT", "INVALID_FIELD", "address"):
             program.call("connect", address=address)
@@ -97,6 +100,8 @@ def counting(program: Testee, world: World) -> None:
     prompt = program.call("count", prompt="My favourite colour is")["tokens"]
     messages = program.call("count", messages=user("My favourite colour is"))["tokens"]
     assert 0 < prompt < messages  # the template's own tokens
+    turn = program.call("reply", messages=user("My favourite colour is"), max_tokens=1)
+    assert turn["prompt_tokens"] == messages
 
 
 def texts_become_embeddings(program: Testee, world: World) -> None:
@@ -120,7 +125,7 @@ def texts_become_embeddings(program: Testee, world: World) -> None:
         program.call("embed", texts=["word " * 60_000])
 
 
-def a_first_turn_makes_version_one(program: Testee, world: World) -> None:
+def a_first_turn_makes_version_one(program: Testee, world: AnyWorld) -> None:
     told = user("My name is Anna.")
     reply = program.call(
         "reply", agent_id="ada", append_messages=told, max_tokens=8, request_id="turn-1", expected_version=0
@@ -128,7 +133,7 @@ def a_first_turn_makes_version_one(program: Testee, world: World) -> None:
     assert reply["version"] == 1, reply
     assert reply["parent_version"] == 0
     assert reply["cached_tokens"] == 0
-    assert reply["prompt_tokens"] == program.call("count", messages=told)["tokens"]
+    assert reply["prompt_tokens"] > 0
     assert reply["text"]
     assert reply["request_id"] == "turn-1"
     assert reply["finish_reason"] in ("FINISH_REASON_LENGTH", "FINISH_REASON_STOP")
@@ -138,7 +143,7 @@ def a_first_turn_makes_version_one(program: Testee, world: World) -> None:
     assert (again["source"], again["version"], again["text"]) == ("CACHE_SOURCE_REPLAY", 1, reply["text"])
 
 
-def a_second_turn_streams_and_reuses_the_first(program: Testee, world: World) -> None:
+def a_second_turn_streams_and_reuses_the_first(program: Testee, world: AnyWorld) -> None:
     streamed = program.call("stream", agent_id="ada", append_messages=user("What is my name?"), max_tokens=24)
     assert streamed["is_finished"]
     assert streamed["version"] == 2
@@ -149,7 +154,7 @@ def a_second_turn_streams_and_reuses_the_first(program: Testee, world: World) ->
     assert third["cached_tokens"] > 0
 
 
-def a_cancelled_turn_leaves_nothing(program: Testee, world: World) -> None:
+def a_cancelled_turn_leaves_nothing(program: Testee, world: AnyWorld) -> None:
     told = program.call("stream", agent_id="ada", cancel_after=2, **LONG)
     assert not told["is_finished"]
     assert told["deltas"] == 2
@@ -158,14 +163,18 @@ def a_cancelled_turn_leaves_nothing(program: Testee, world: World) -> None:
     assert program.call("get_agent", agent_id="ada")["version"] == 3
 
 
-def killed_and_started_again_it_goes_on(program: Testee, world: World) -> None:
-    """The program keeps its client: it must find the services again by itself."""
+def killed_in_a_turn(program: Testee, world: AnyWorld) -> None:
     with futures.ThreadPoolExecutor(1) as pool, world.client() as look:
         turn = pool.submit(program.call, "stream", agent_id="ada", request_id="broken", **LONG)
         wait_until(lambda: look.get_stats().namespaces[0].running_turns == 1)
         world.kill()
         with refusal("UNAVAILABLE", request_id="broken"):
             turn.result()
+
+
+def killed_and_started_again_it_goes_on(program: Testee, world: World) -> None:
+    """The program keeps its client: it must find the services again by itself."""
+    killed_in_a_turn(program, world)
     with refusal("UNAVAILABLE", "UNAVAILABLE"):
         program.call("count", prompt="Is anybody there?", timeout_s=20)
     world.start()
@@ -186,7 +195,7 @@ def killed_and_started_again_it_goes_on(program: Testee, world: World) -> None:
     assert reply["cached_tokens"] > 0
 
 
-def a_fork_is_an_agent_of_its_own(program: Testee, world: World) -> None:
+def a_fork_is_an_agent_of_its_own(program: Testee, world: AnyWorld) -> None:
     assert program.call("fork", source_agent_id="ada", agent_id="eve", version=2) == {"agent_id": "eve", "version": 1}
     ada, eve = (program.call("get_agent", agent_id=name) for name in ("ada", "eve"))
     assert eve["token_count"] < ada["token_count"]
@@ -200,7 +209,7 @@ def a_fork_is_an_agent_of_its_own(program: Testee, world: World) -> None:
         program.call("fork", source_agent_id="nobody", agent_id="x")
 
 
-def a_rewind_is_a_new_version(program: Testee, world: World) -> None:
+def a_rewind_is_a_new_version(program: Testee, world: AnyWorld) -> None:
     with refusal("ABORTED", "HEAD_MOVED", head_version="4"):
         program.call("rollback", agent_id="ada", version=1, expected_version=2)
     assert program.call("rollback", agent_id="ada", version=1, expected_version=4) == {"version": 5}
@@ -213,7 +222,7 @@ def a_rewind_is_a_new_version(program: Testee, world: World) -> None:
         program.call("reply", agent_id="ada", append_messages=user("Hm?"), max_tokens=4, expected_version=3)
 
 
-def a_turn_says_where_it_goes_on(program: Testee, world: World) -> None:
+def a_turn_says_where_it_goes_on(program: Testee, world: AnyWorld) -> None:
     told = {"agent_id": "ada", "append_messages": user("What is my name?"), "max_tokens": 4}
     before = program.call("get_agent", agent_id="ada")
     only = program.call("reply", memory_mode="MEMORY_MODE_READ_ONLY", **told)
@@ -248,9 +257,10 @@ def a_memory_tells_where_it_lies(program: Testee, world: World) -> None:
         program.call("usage", agent_id="nobody")
 
 
-def two_hundred_turns_at_once(program: Testee, world: World) -> None:
+def two_hundred_turns_at_once(program: Testee, world: AnyWorld) -> None:
     with futures.ThreadPoolExecutor(1) as pool, world.client() as look:
-        crowd = pool.submit(program.call, "streams", count=CROWD, prompt="Once upon a time", max_tokens=4)
+        turn = {"agent_id": "crowd", "memory_mode": "MEMORY_MODE_NONE", "prompt": "Once upon a time", "max_tokens": 4}
+        crowd = pool.submit(program.call, "streams", count=CROWD, **turn)
         most = 0
         while not crowd.done():
             most = max(most, len(look.list_turns()))
@@ -272,7 +282,7 @@ def a_turn_is_ended_by_its_request_id(program: Testee, world: World) -> None:
         program.call("cancel_turn", request_id="theirs")
 
 
-def lists_are_read_to_their_end(program: Testee, world: World) -> None:
+def lists_are_read_to_their_end(program: Testee, world: AnyWorld) -> None:
     for name in ("list-1", "list-2", "list-ö"):
         program.call("fork", source_agent_id="ada", agent_id=name)
     listed = program.call("list_agents", name_prefix="list-", page_size=1)
@@ -308,27 +318,27 @@ def an_agent_is_pulled_from_a_peer(program: Testee, world: World) -> None:
         program.call("pull", peer="elsewhere", agent_id="guest")
 
 
-def a_deleted_agent_is_gone(program: Testee, world: World) -> None:
-    program.call("delete", agent_id="zoe")
-    with refusal("NOT_FOUND", "AGENT_NOT_FOUND", agent_id="zoe"):
-        program.call("get_agent", agent_id="zoe")
+def a_deleted_agent_is_gone(program: Testee, world: AnyWorld) -> None:
+    program.call("delete", agent_id="list-1")
+    with refusal("NOT_FOUND", "AGENT_NOT_FOUND", agent_id="list-1"):
+        program.call("get_agent", agent_id="list-1")
     with refusal("NOT_FOUND", "AGENT_NOT_FOUND"):
-        program.call("delete", agent_id="zoe")
+        program.call("delete", agent_id="list-1")
 
 
-def refusals_name_the_field_and_the_reason(program: Testee, world: World) -> None:
+def refusals_name_the_field_and_the_reason(program: Testee, world: AnyWorld) -> None:
     with refusal("INVALID_ARGUMENT", "INVALID_FIELD", "sampling.max_tokens"):
-        program.call("reply", prompt="Hello", max_tokens=0)
+        program.call("reply", agent_id="ada", prompt="Hello", max_tokens=0)
     with refusal("INVALID_ARGUMENT", "INVALID_FIELD", "agent_id"):
         program.call("reply", agent_id="a\nb", prompt="Hello")
     with refusal("NOT_FOUND", "MODEL_NOT_FOUND", model="no-such-model"):
-        program.call("reply", model="no-such-model", prompt="Hello")
+        program.call("reply", agent_id="ada", model="no-such-model", prompt="Hello")
     with refusal("RESOURCE_EXHAUSTED", "CONTEXT_EXCEEDED"):
-        program.call("reply", prompt="word " * 60_000)
+        program.call("reply", agent_id="ada", prompt="word " * 60_000)
     with refusal("INVALID_ARGUMENT"):
         program.call("reply", agent_id="ada")  # no input
     with refusal("DEADLINE_EXCEEDED", "DEADLINE_EXCEEDED"):
-        program.call("reply", timeout_s=0.3, **LONG)
+        program.call("reply", agent_id="ada", timeout_s=0.3, **LONG)
 
 
 def reads_are_asked_again_and_nothing_else_is(program: Testee, world: World) -> None:
@@ -377,7 +387,9 @@ def a_client_has_the_limits_of_every_client(program: Testee, world: World) -> No
         with refusal("INTERNAL"):
             program.call("reply", prompt=str(RULES["choices"]))
     assert engine.attempts == RULES["attempts"]
-    assert RULES["round_trip_timeout_s"] / 2 < engine.deadline_s <= RULES["round_trip_timeout_s"], engine.deadline_s
+    limit_s = RULES["round_trip_timeout_s"]
+    # gRPC rounds a deadline up, by a hundredth of it at most.
+    assert limit_s / 2 < engine.deadline_s <= 1.01 * limit_s, engine.deadline_s
     assert sum(engine.pieces) == archive.stat().st_size
     assert max(engine.pieces) <= RULES["archive_piece_bytes"]
     path = "/".ljust(RULES["socket_path_bytes"], "x")
@@ -412,7 +424,7 @@ STEPS: tuple[Step, ...] = (
 )
 
 
-def run(program: Testee, world: World, say: Callable[[str], Any], steps: Sequence[Step] = STEPS) -> None:
+def run(program: Testee, world: AnyWorld, say: Callable[[str], Any], steps: Sequence[Step] = STEPS) -> None:
     """These steps, in order. Raises AssertionError that names the step."""
     for number, step in enumerate(steps, 1):
         began = time.monotonic()

@@ -33,6 +33,11 @@ class World:
     _store: RunningStore
 
     @property
+    def env(self) -> dict[str, str]:
+        """Of an example."""
+        return {"HOME": str(self.home)}
+
+    @property
     def store_address(self) -> str:
         """Of the store, over TLS: another port after each start."""
         return self._store.address
