@@ -121,10 +121,7 @@ def block_hashes() -> dict[str, Any]:
             "token_ids": [1],
             "cases": twins,
         },
-        "largest_token": {
-            "token_ids": [0, (1 << 32) - 1],
-            "hash": block_hash("", kv_hash, "", [0, (1 << 32) - 1]),
-        },
+        "largest_token": {"token_ids": [0, (1 << 32) - 1], "hash": block_hash("", kv_hash, "", [0, (1 << 32) - 1])},
     }
 
 

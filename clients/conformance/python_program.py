@@ -111,12 +111,7 @@ class PythonProgram:
     def _warm(self, call: Call) -> Call:
         warm = self._engine.warm(agent_id=call["agent_id"], timeout_s=call.get("timeout_s"))
         source = pb.CacheSource.Name(warm.source)
-        return {
-            "tokens": warm.tokens,
-            "cached_tokens": warm.cached_tokens,
-            "source": source,
-            "version": warm.version,
-        }
+        return {"tokens": warm.tokens, "cached_tokens": warm.cached_tokens, "source": source, "version": warm.version}
 
     def _list_agents(self, call: Call) -> Call:
         names: list[str] = []

@@ -15,13 +15,7 @@ from pathlib import Path
 
 from kvasir.address import AddressError, AddressTaken, accepts, parse_address
 from kvasir.clients import Tls
-from kvasir.credentials import (
-    CredentialFileError,
-    read_credentials,
-    read_private_text,
-    read_token,
-    write_private_text,
-)
+from kvasir.credentials import CredentialFileError, read_credentials, read_private_text, read_token, write_private_text
 from kvasir.errors import InvalidArgument, KvasirError
 from kvasir.options.finding import ConfigError, add_options, read
 from kvasir.options.gateway import GatewayTable

@@ -187,12 +187,7 @@ class MessagesRequest(CountedMessages):
         return replace(
             counted,
             sampling=reading.length(self.max_tokens)
-            | given(
-                temperature=self.temperature,
-                top_p=self.top_p,
-                top_k=self.top_k,
-                stop=self.stop_sequences,
-            ),
+            | given(temperature=self.temperature, top_p=self.top_p, top_k=self.top_k, stop=self.stop_sequences),
             is_streamed=bool(self.stream),
             hint=(self.metadata.user_id or "") if self.metadata is not None else "",
         )
@@ -321,10 +316,7 @@ def _message(asked: Asked, started: pb.Started) -> Block:
 def _ending(finished: pb.Finished | None) -> Block:
     if finished is None:
         return {"stop_reason": None, "stop_sequence": None}
-    return {
-        "stop_reason": finish_reason(finished, _REASONS),
-        "stop_sequence": finished.matched_stop or None,
-    }
+    return {"stop_reason": finish_reason(finished, _REASONS), "stop_sequence": finished.matched_stop or None}
 
 
 def _usage(started: pb.Started) -> dict[str, int]:

@@ -204,9 +204,7 @@ class Gateway:
 
     async def _agent_generate(self, call: Call) -> Answer:
         named = replace(
-            call,
-            agent_id=heads.agent_in_path(call.request),
-            reading=Reading(is_strict=True, rules=call.reading.rules),
+            call, agent_id=heads.agent_in_path(call.request), reading=Reading(is_strict=True, rules=call.reading.rules)
         )
         asked = await self._body(named, agents.AgentTurn)
         return await self._answer(named, partial(asked.turn, named.reading), agents.whole, agents.AgentEvents)

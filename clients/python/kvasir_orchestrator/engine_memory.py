@@ -64,11 +64,7 @@ class EngineMemory:
         if asked.on_full is not None:
             on_full = pb.OnFull(policy=f"ON_FULL_POLICY_{asked.on_full.policy.name}", keep=asked.on_full.keep)
         options = replace(
-            options_of(asked),
-            model=self._model,
-            agent_id=asked.agent_id,
-            expected_version=version,
-            on_full=on_full,
+            options_of(asked), model=self._model, agent_id=asked.agent_id, expected_version=version, on_full=on_full
         )
         client = self._client(asked.namespace)
         async with aclosing(streamed(client, options, self._clock, append=append, whole=whole)) as pieces:

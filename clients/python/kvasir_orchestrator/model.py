@@ -52,11 +52,7 @@ Prompts = Annotated[
     WithJsonSchema({"anyOf": [_TEXT_SCHEMA, {"type": "array", "items": _TEXT_SCHEMA, "minItems": 1}]}),
 ]
 Regex = Annotated[Text, BeforeValidator(_is_regex)]
-WhenFull = Annotated[
-    str,
-    BeforeValidator(_is_on_full),
-    WithJsonSchema({"type": "string", "pattern": _ON_FULL}),
-]
+WhenFull = Annotated[str, BeforeValidator(_is_on_full), WithJsonSchema({"type": "string", "pattern": _ON_FULL})]
 
 
 class _Part(BaseModel):

@@ -9,15 +9,7 @@ from dataclasses import dataclass
 from kvasir.errors import DeadlineExceeded, Internal, KvasirError, Unavailable
 from kvasir.on_full import from_label
 
-from kvasir_orchestrator.events import (
-    Event,
-    ReplyPiece,
-    RunDone,
-    RunStarted,
-    TurnDone,
-    TurnRetried,
-    TurnStarted,
-)
+from kvasir_orchestrator.events import Event, ReplyPiece, RunDone, RunStarted, TurnDone, TurnRetried, TurnStarted
 from kvasir_orchestrator.journal import Journal
 from kvasir_orchestrator.memory import Answer, Memory, ReplyRequest
 from kvasir_orchestrator.outcomes import checked

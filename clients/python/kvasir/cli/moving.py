@@ -121,8 +121,7 @@ def claim(
         bool, typer.Option("--recovered", help="All that wait for a claim since `kvasir store recover`.")
     ] = False,
     force: Annotated[
-        bool,
-        typer.Option("--force", help="Also from a Mac that is gone for good. What it made since is not here."),
+        bool, typer.Option("--force", help="Also from a Mac that is gone for good. What it made since is not here.")
     ] = False,
 ) -> None:
     """Take an agent back whose move has stopped halfway, or, with --force, whose owner is gone.
@@ -240,11 +239,7 @@ def _synced(
         sent.append(_Sent())
         try:
             steps = client.pulling_agent(
-                from_peer,
-                agent.agent_id,
-                to_peer=to_peer,
-                kv_identity_hash=line.kv_identity_hash,
-                dry_run=dry_run,
+                from_peer, agent.agent_id, to_peer=to_peer, kv_identity_hash=line.kv_identity_hash, dry_run=dry_run
             )
             for step in steps:
                 if step.HasField("progress"):

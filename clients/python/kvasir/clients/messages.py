@@ -32,12 +32,7 @@ def message(
     # An answer that only calls tools says nothing, not an empty text.
     parts = ([message_pb2.Part(text=content)] if content else []) if isinstance(content, str) else content
     return message_pb2.Message(
-        role=_ROLES[role],
-        parts=parts,
-        name=name,
-        tool_calls=calls,
-        tool_call_id=tool_call_id,
-        reasoning=reasoning,
+        role=_ROLES[role], parts=parts, name=name, tool_calls=calls, tool_call_id=tool_call_id, reasoning=reasoning
     )
 
 

@@ -44,11 +44,7 @@ _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5  # of the wire
 _MAX_VARINT_BYTES = 10
 
 _KEEPS_STATE = (identity_pb2.LAYER_KIND_WINDOW, identity_pb2.LAYER_KIND_STATE)
-_STATE_TYPES = (
-    identity_pb2.TENSOR_TYPE_FLOAT32,
-    identity_pb2.TENSOR_TYPE_FLOAT16,
-    identity_pb2.TENSOR_TYPE_BFLOAT16,
-)
+_STATE_TYPES = (identity_pb2.TENSOR_TYPE_FLOAT32, identity_pb2.TENSOR_TYPE_FLOAT16, identity_pb2.TENSOR_TYPE_BFLOAT16)
 
 
 # --- records are counted before they are parsed ---

@@ -81,9 +81,7 @@ class EngineFiles(Table):
         up="peer-ca-file",
     )
     drain_to: str = option(
-        "",
-        "The peer that takes over decoding turns when this engine stops. Left out: they end here.",
-        metavar="NAME",
+        "", "The peer that takes over decoding turns when this engine stops. Left out: they end here.", metavar="NAME"
     )
     service_admin: tuple[str, ...] = option(
         (),

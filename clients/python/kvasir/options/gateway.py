@@ -77,9 +77,7 @@ class GatewayReading(Table):
 
     max_body_mib: int = option(8, "A request with a larger body is refused.", above=0)
     strict: bool = option(
-        False,
-        "Refuse by name what is else ignored, and a max_tokens that does not fit.",
-        up="strict",
+        False, "Refuse by name what is else ignored, and a max_tokens that does not fit.", up="strict"
     )
     any_model: bool | None = option(
         None,

@@ -33,9 +33,7 @@ class StoreFiles(Table):
         of_home=True,
     )
     seal_keychain: str = option(
-        "",
-        "The master key's name in the operating system's keychain. Needs kvasir[keychain].",
-        metavar="NAME",
+        "", "The master key's name in the operating system's keychain. Needs kvasir[keychain].", metavar="NAME"
     )
     sealed_file: Path | None = option(
         None,
@@ -79,11 +77,7 @@ class StoreRetention(Table):
     max_blob_bytes: int = option(256 * MIB, "A larger blob is refused.", least=1)
     grace_period_s: float = option(3600.0, "How long a blob that nothing names is kept before it is removed.", least=0)
     retained_versions: int = option(
-        8,
-        "Versions kept per line, unless the agent says otherwise.",
-        least=1,
-        most=1000,
-        up="keep-versions",
+        8, "Versions kept per line, unless the agent says otherwise.", least=1, most=1000, up="keep-versions"
     )
     expires_after_s: float | None = option(
         None,

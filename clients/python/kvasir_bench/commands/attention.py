@@ -8,11 +8,7 @@ from kvasir_bench.commands.shown import QuickOption, end, progress, show
 from kvasir_bench.program import measured_by
 
 
-def attention(
-    context: typer.Context,
-    quick: QuickOption = False,
-    as_json: JsonOption = False,
-) -> None:
+def attention(context: typer.Context, quick: QuickOption = False, as_json: JsonOption = False) -> None:
     """Attention over quantized pages beside MLX's own and a copy. Ends with 1 when a target is missed.
 
     It needs a GPU: on a CPU it shows that everything works, and its times mean nothing."""

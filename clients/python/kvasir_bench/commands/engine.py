@@ -41,8 +41,7 @@ TimeLimitOption = Annotated[
     float | None, typer.Option(help="Begin nothing new after so many seconds; what is known is shown.")
 ]
 ResultsFileOption = Annotated[
-    Path | None,
-    typer.Option("--results", exists=True, dir_okay=False, help="Measure nothing: show this kept JSON."),
+    Path | None, typer.Option("--results", exists=True, dir_okay=False, help="Measure nothing: show this kept JSON.")
 ]
 
 

@@ -20,8 +20,7 @@ from kvasir_bench.load.arithmetic import Lengths, Limits
 
 RateOption = Annotated[float | None, typer.Option(min=0.001, help="Turns a second on average. Left out: 1.")]
 AtOnceOption = Annotated[
-    int | None,
-    typer.Option(min=1, help="Instead: so many callers; each sends a turn when its last one has ended."),
+    int | None, typer.Option(min=1, help="Instead: so many callers; each sends a turn when its last one has ended.")
 ]
 SecondsOption = Annotated[float | None, typer.Option(min=1, help="How long turns arrive. Left out: 60.")]
 RequestsOption = Annotated[int | None, typer.Option(min=1, help="Instead: so many turns. `wall` is what they took.")]

@@ -19,12 +19,10 @@ ModelOption = Annotated[
     str, typer.Option(help="A directory or name of an mlx-lm model. Left out: the shipped model, or --shape.")
 ]
 ShapeOption = Annotated[
-    str,
-    typer.Option(help="Instead: pages of this model's shape that are filled, not computed; llama-3.1-8b."),
+    str, typer.Option(help="Instead: pages of this model's shape that are filled, not computed; llama-3.1-8b.")
 ]
 PrefillRateOption = Annotated[
-    float,
-    typer.Option(min=1, help="With --shape: how fast prompts are computed, which a restore is weighed against."),
+    float, typer.Option(min=1, help="With --shape: how fast prompts are computed, which a restore is weighed against.")
 ]
 RepeatsOption = Annotated[int, typer.Option(min=1, help="Agents of each length.")]
 MemoryOption = Annotated[

@@ -51,8 +51,7 @@ def read_results(file: Path, command: str, lines: Callable[[dict[str, Any]], Ite
 def show(caller: Caller, results: dict[str, Any], lines: Callable[[dict[str, Any]], Iterable[str]]) -> None:
     """The results as JSON, or as lines for people."""
     caller.result(
-        results,
-        lambda out: out.print("\n".join(lines(results)), soft_wrap=True, markup=False, highlight=False),
+        results, lambda out: out.print("\n".join(lines(results)), soft_wrap=True, markup=False, highlight=False)
     )
 
 

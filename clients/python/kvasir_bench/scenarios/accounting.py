@@ -8,12 +8,7 @@ from kvasir_orchestrator.model import Outcome
 from kvasir_orchestrator.plan import Turn
 from kvasir_orchestrator.scenario import Scenario, drawn_values
 
-AGES: Mapping[str, range] = {
-    "0-4": range(5),
-    "5-9": range(5, 10),
-    "10-19": range(10, 20),
-    "20+": range(20, 1 << 31),
-}
+AGES: Mapping[str, range] = {"0-4": range(5), "5-9": range(5, 10), "10-19": range(10, 20), "20+": range(20, 1 << 31)}
 
 
 @dataclass(frozen=True, slots=True)

@@ -52,11 +52,7 @@ def _is_probe(turn: Turn) -> bool:
 SUMMARY = "summary"
 SIDE_RULES: Mapping[str, SideRule] = {
     rule.name: rule
-    for rule in (
-        SideRule("title", _asks(_TITLE)),
-        SideRule(SUMMARY, _asks(_SUMMARY)),
-        SideRule("probe", _is_probe),
-    )
+    for rule in (SideRule("title", _asks(_TITLE)), SideRule(SUMMARY, _asks(_SUMMARY)), SideRule("probe", _is_probe))
 }
 
 

@@ -36,11 +36,7 @@ class Thinking:
         thinking = pb.Thinking(mode=_MODES[self.is_on], effort=self.effort)
         if most is not None:
             thinking.budget_tokens = most
-        return {
-            "thinking": thinking,
-            "template_settings": self.settings,
-            "ignore_unread_settings": not self.is_strict,
-        }
+        return {"thinking": thinking, "template_settings": self.settings, "ignore_unread_settings": not self.is_strict}
 
     def name(self, engines: str) -> str:
         """The API's name of a field that the engine names."""

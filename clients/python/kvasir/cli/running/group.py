@@ -13,14 +13,7 @@ from rich.console import Console
 from kvasir.cli.caller import Caller
 from kvasir.cli.failures import PROBLEMS, UNREACHABLE, WrongUsage
 from kvasir.cli.rows import fields_of, scrub_text, size, stats_row
-from kvasir.cli.running.health import (
-    ENGINE_SERVICE,
-    STORE_SERVICE,
-    Health,
-    health,
-    http_health,
-    problems_at,
-)
+from kvasir.cli.running.health import ENGINE_SERVICE, STORE_SERVICE, Health, health, http_health, problems_at
 from kvasir.cli.running.holding import end_group, holders, is_led
 from kvasir.cli.running.home import Endpoint, Home, Running
 from kvasir.cli.running.logs import GrowingLog, last_lines

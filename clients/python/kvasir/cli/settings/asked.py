@@ -10,17 +10,7 @@ from kvasir.cli.running import checks
 from kvasir.cli.running.checks import GivenModel
 from kvasir.cli.running.home import Home
 from kvasir.cli.settings.settings_file import TOP, read_file
-from kvasir.options.finding import (
-    ENVIRONMENT,
-    FILE,
-    FLAG,
-    ConfigError,
-    Found,
-    Given,
-    environment,
-    find,
-    settings_of,
-)
+from kvasir.options.finding import ENVIRONMENT, FILE, FLAG, ConfigError, Found, Given, environment, find, settings_of
 from kvasir.options.up import SERVICES, UpTable, service_flags
 
 Places = Mapping[str, Mapping[str, Given]]

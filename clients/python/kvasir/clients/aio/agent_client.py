@@ -90,12 +90,7 @@ class AioAgentClient(AioServiceClient):
         return await self._call(pb.ListSnapshotsResponse, request)
 
     async def get_snapshot(
-        self,
-        agent_id: str,
-        kv_identity_hash: str = "",
-        version: int | None = None,
-        *,
-        timeout_s: float | None = None,
+        self, agent_id: str, kv_identity_hash: str = "", version: int | None = None, *, timeout_s: float | None = None
     ) -> tuple[pb.SnapshotVersion, bytes]:
         """A version (None: the newest) and its manifest's bytes, none above 2 MiB. Raises NotFound, DataLoss."""
         request = pb.GetSnapshotRequest(agent_id=agent_id, kv_identity_hash=kv_identity_hash, version=version)  # type: ignore[arg-type]

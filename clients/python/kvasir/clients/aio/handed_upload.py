@@ -22,11 +22,7 @@ class HandedUpload(Upload):
     """The tensor files that a store still lacks, as files for it to take."""
 
     def __init__(
-        self,
-        blobs: Mapping[Digest, Buffer],
-        missing: list[Digest],
-        files: HandedFiles,
-        on_progress: OnProgress | None,
+        self, blobs: Mapping[Digest, Buffer], missing: list[Digest], files: HandedFiles, on_progress: OnProgress | None
     ) -> None:
         super().__init__(blobs, pb.BLOB_KIND_TENSORS, missing, on_progress)
         self._files = files

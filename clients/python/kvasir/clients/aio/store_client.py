@@ -77,12 +77,7 @@ class AioStoreClient(AioBlobTransfers, AioAgentClient):
         return (await self._call(pb.CommitSnapshotResponse, request, timeout_s)).snapshot
 
     async def get_snapshot(
-        self,
-        agent_id: str,
-        kv_identity_hash: str = "",
-        version: int | None = None,
-        *,
-        timeout_s: float | None = None,
+        self, agent_id: str, kv_identity_hash: str = "", version: int | None = None, *, timeout_s: float | None = None
     ) -> tuple[pb.SnapshotVersion, bytes]:
         """As AioAgentClient's, and of any size."""
         snapshot, manifest = await super().get_snapshot(agent_id, kv_identity_hash, version, timeout_s=timeout_s)
