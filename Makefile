@@ -76,7 +76,7 @@ bench: install   ## Measure store, engine and KV policies; wants a quiet machine
 	exit $$missed
 
 test-clients: install ## Clients of other languages: build, golden cases, steps against live services; CLIENTS="go" for some
-	$(BIN)/python -m clients.conformance $(CLIENTS)
+	$(BIN)/python -m tests.conformance $(CLIENTS)
 
 lint: install check-generated ## ruff, mypy, buf; the contract against the last tag
 	$(BIN)/ruff check .

@@ -1,5 +1,5 @@
 // swift-tools-version:6.0
-// The package: the library Kvasir without dependencies, its first example, and its program of clients/conformance.
+// The package: the library Kvasir without dependencies, its first example, and its program of tests/conformance.
 import PackageDescription
 
 let package = Package(

@@ -9,11 +9,11 @@ import subprocess
 
 import pytest
 
-from clients.conformance import testee
-from clients.conformance.__main__ import missing_tools
-from clients.conformance.programs import LANGUAGES
-from clients.conformance.steps import STEPS, run, two_hundred_turns_at_once
-from clients.conformance.world import world
+from tests.conformance import testee
+from tests.conformance.__main__ import missing_tools
+from tests.conformance.programs import LANGUAGES
+from tests.conformance.steps import STEPS, run, two_hundred_turns_at_once
+from tests.conformance.world import world
 
 [TYPESCRIPT] = (language for language in LANGUAGES if language.name == "typescript")
 INSTALL, *BUILD = TYPESCRIPT.build

@@ -1,4 +1,4 @@
-//! The conformance program of the Rust client: see clients/conformance/README.md for what each call takes and answers.
+//! The conformance program of the Rust client: see tests/conformance/README.md for what each call takes and answers.
 
 use std::io::{BufRead, Write};
 use std::time::Duration;

@@ -1,4 +1,4 @@
-// The conformance program of the TypeScript client: see clients/conformance/README.md for what each call takes and answers.
+// The conformance program of the TypeScript client: see tests/conformance/README.md for what each call takes and answers.
 import { createReadStream, createWriteStream, readFileSync } from "node:fs";
 import { createInterface } from "node:readline";
 import { pipeline } from "node:stream/promises";

@@ -1,4 +1,4 @@
-// The conformance program of the Go client: see clients/conformance/README.md for what each call takes and answers.
+// The conformance program of the Go client: see tests/conformance/README.md for what each call takes and answers.
 package main
 
 import (

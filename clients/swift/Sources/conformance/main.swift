@@ -1,4 +1,4 @@
-// The conformance program of the Swift client: see clients/conformance/README.md for what each call takes and answers.
+// The conformance program of the Swift client: see tests/conformance/README.md for what each call takes and answers.
 import Foundation
 import Kvasir
 

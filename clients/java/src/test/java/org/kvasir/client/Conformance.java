@@ -1,4 +1,4 @@
-// The conformance program of the Java client: see clients/conformance/README.md for what each call takes and answers.
+// The conformance program of the Java client: see tests/conformance/README.md for what each call takes and answers.
 package org.kvasir.client;
 
 import com.google.gson.Gson;

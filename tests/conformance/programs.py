@@ -6,12 +6,12 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 
-from clients.conformance.http_steps import HTTP_STEPS
-from clients.conformance.http_world import http_world
-from clients.conformance.steps import STEPS, AnyWorld, Step
-from clients.conformance.world import world
+from tests.conformance.http_steps import HTTP_STEPS
+from tests.conformance.http_world import http_world
+from tests.conformance.steps import STEPS, AnyWorld, Step
+from tests.conformance.world import world
 
-CLIENTS = Path(__file__).parents[1]
+CLIENTS = Path(__file__).parents[2] / "clients"
 
 Command = Sequence[str]
 
@@ -46,7 +46,7 @@ LANGUAGES = (
         tools=(),
         build=(),
         test=None,  # make test has them
-        program=(sys.executable, "-m", "clients.conformance.python_program"),
+        program=(sys.executable, "-m", "tests.conformance.python_program"),
         example_file=None,
         example=None,
     ),

@@ -4,11 +4,11 @@ import time
 
 import pytest
 
-from clients.conformance import steps
-from clients.conformance.http_world import HttpWorld
-from clients.conformance.stand_ins import StandInGateway, served_over_http
-from clients.conformance.steps import LONG, RULES, WITHIN_S, Step, refusal, user, wait_until
-from clients.conformance.testee import Refused, Testee
+from tests.conformance import steps
+from tests.conformance.http_world import HttpWorld
+from tests.conformance.stand_ins import StandInGateway, served_over_http
+from tests.conformance.steps import LONG, RULES, WITHIN_S, Step, refusal, user, wait_until
+from tests.conformance.testee import Refused, Testee
 
 
 def a_key_opens_its_own_namespace(program: Testee, world: HttpWorld) -> None:

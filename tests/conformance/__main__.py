@@ -1,6 +1,6 @@
 """`make test-clients`: every client whose toolchain is here is built, tested, and taken through the steps.
 
-    python -m clients.conformance [--no-build] [LANGUAGE…]
+    python -m tests.conformance [--no-build] [LANGUAGE…]
 
 Exits 0 when all that ran passed, 1 when one failed, 2 for a language that is not known, 3 when nothing could be run."""
 
@@ -11,9 +11,9 @@ import subprocess
 import sys
 from collections.abc import Callable
 
-from clients.conformance.programs import LANGUAGES, Language
-from clients.conformance.steps import AnyWorld, run
-from clients.conformance.testee import Testee
+from tests.conformance.programs import LANGUAGES, Language
+from tests.conformance.steps import AnyWorld, run
+from tests.conformance.testee import Testee
 
 BUILD_WITHIN_S = 1800
 EXAMPLE_WITHIN_S = 60
@@ -25,7 +25,7 @@ def say(text: str) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m clients.conformance", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(prog="python -m tests.conformance", description=__doc__.splitlines()[0])
     parser.add_argument("languages", nargs="*", metavar="LANGUAGE", help="default: all")
     parser.add_argument("--no-build", action="store_true", help="neither build nor unit tests: what was built is run")
     given = parser.parse_args()

@@ -14,10 +14,10 @@ import pytest
 from kvasir.formats.digest import Digest
 from kvasir.inference.v1 import inference_pb2
 
-from clients.conformance.http_world import HttpWorld
-from clients.conformance.stand_ins import FlakyEngine, MeasuringEngine, MovingEngine, served
-from clients.conformance.testee import Refused, Testee
-from clients.conformance.world import PEER, World
+from tests.conformance.http_world import HttpWorld
+from tests.conformance.stand_ins import FlakyEngine, MeasuringEngine, MovingEngine, served
+from tests.conformance.testee import Refused, Testee
+from tests.conformance.world import PEER, World
 
 # The services over gRPC, or the gateway before them.
 AnyWorld = World | HttpWorld
