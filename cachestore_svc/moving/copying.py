@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from kvasir.clients import AioStoreClient
-from kvasir.clients.aio.side_by_side import side_by_side
+from kvasir.clients.aio.blob_transfers import side_by_side
 from kvasir.clients.store_client_transfers import striped
 from kvasir.errors import AlreadyExists, DataLoss, FailedPrecondition, InvalidArgument, KvasirError, Unavailable
 from kvasir.formats import manifest as manifests

@@ -8,8 +8,7 @@ import pytest
 from kvasir.errors import InvalidArgument, KvasirError, NotFound
 from kvasir_bench.quality import given_text
 from kvasir_bench.quality.given_text import read_text, windows_of
-from kvasir_bench.quality.intervals import interval, with_intervals
-from kvasir_bench.quality.mixing import LayerCost, kept_exact, suggested
+from kvasir_bench.quality.mixing import LayerCost, interval, kept_exact, suggested, with_intervals
 
 from inference_svc.model.quality.findings import Findings, TextMeans
 

@@ -15,8 +15,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from kvasir.cli.running.holding import led
 from kvasir.cli.running.home import Home, Running
-from kvasir.cli.running.locks import led
 from kvasir.cli.showing.terminal import write
 from kvasir.clients import StoreClient
 from kvasir.formats import manifest

@@ -14,7 +14,7 @@ from kvasir.cli.failures import WrongUsage
 from kvasir.cli.main import app
 from kvasir.cli.running.home import Home
 from kvasir.cli.showing import help_words
-from kvasir.cli.talking import typed
+from kvasir.cli.talking import chat
 from typer.core import TyperArgument, TyperOption
 from typer.main import get_command
 
@@ -144,7 +144,7 @@ def test_a_text_of_several_lines_that_has_no_end_is_not_dropped_without_a_word(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(sys, "stdin", io.StringIO('first\n"""\nI like tea.\n'))
-    said = typed.texts(lambda: "", lambda _text: None)
+    said = chat.texts(lambda: "", lambda _text: None)
     assert next(said) == "first"
     with pytest.raises(WrongUsage, match="is not said"):
         next(said)

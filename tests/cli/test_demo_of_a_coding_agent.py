@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 from kvasir.cli.demo import coding_agent
-from kvasir.cli.demo.claims import Claims
 from kvasir.cli.demo.mac import macs
+from kvasir.cli.demo.run import Claims
 from rich.console import Console
 
 

@@ -4,9 +4,9 @@ import io
 from pathlib import Path
 
 import pytest
-from kvasir.cli.demo.claims import Claims
 from kvasir.cli.demo.demo import FULL, QUICK, Size
 from kvasir.cli.demo.plot import Timing, plot
+from kvasir.cli.demo.run import Claims
 from kvasir.cli.demo.script import Story, told_story
 from kvasir.cli.talking.turn import Stored, TurnResult
 from kvasir.clients.messages import text_of

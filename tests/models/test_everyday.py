@@ -10,11 +10,11 @@ from inference_svc.model.kvasir_tiny import path
 from inference_svc.text.shortening import SUMMARY_REQUEST
 from tools.kvasir_tiny import rows
 from tools.kvasir_tiny.desk import Conversation
-from tools.kvasir_tiny.everyday import attributes, daily_life, fact, name_exam, people, spelling, talk, training
+from tools.kvasir_tiny.everyday import daily_life, fact, name_exam, people, spelling, talk, training
 from tools.kvasir_tiny.everyday.fact import EverydayFact
 from tools.kvasir_tiny.words import Dice
 
-ALL = [attributes.OWN_NAME, *(attribute for _, attribute in attributes.ATTRIBUTES)]
+ALL = [fact.OWN_NAME, *(attribute for _, attribute in fact.ATTRIBUTES)]
 
 
 def conversations(seeds: range, tokens: int) -> Iterator[Conversation]:
@@ -22,7 +22,7 @@ def conversations(seeds: range, tokens: int) -> Iterator[Conversation]:
     return (training.conversation(seed, tokens, count) for seed in seeds)
 
 
-def made(attribute: attributes.Attribute, subject: str) -> EverydayFact:
+def made(attribute: fact.Attribute, subject: str) -> EverydayFact:
     dice = Dice(f"{attribute.name} {subject}")
     return fact.make(attribute, subject, dice, spelling.WideNames(dice, held_out=False))
 
@@ -51,7 +51,7 @@ def test_the_examination_asks_each_held_out_name_once_where_it_was_told() -> Non
 
 
 @pytest.mark.parametrize("attribute", ALL, ids=lambda attribute: attribute.name)
-def test_every_question_about_a_fact_has_its_value_or_asks_by_it(attribute: attributes.Attribute) -> None:
+def test_every_question_about_a_fact_has_its_value_or_asks_by_it(attribute: fact.Attribute) -> None:
     for subject in ("", "Anna", "my sister"):
         told = made(attribute, subject)
         assert told.value in told.told
@@ -63,7 +63,7 @@ def test_every_question_about_a_fact_has_its_value_or_asks_by_it(attribute: attr
 
 
 def test_an_answer_turns_to_the_one_who_asks() -> None:
-    job = fact.make(attributes.WORK, "my sister", dice := Dice("job"), spelling.WideNames(dice, held_out=False))
+    job = fact.make(fact.WORK, "my sister", dice := Dice("job"), spelling.WideNames(dice, held_out=False))
     assert {job.asked(Dice(str(number))).answer for number in range(9)} == {f"Your sister works as {job.value}."}
     questions = {job.asked(Dice(str(number))).question for number in range(40)}
     assert {"What is my sister's job?", "What does my sister do for a living?"} <= questions

@@ -9,7 +9,7 @@ from typing import Any
 from inference_svc.model import kvasir_tiny
 from inference_svc.model.model_identity import tokenizer_digest
 from inference_svc.model.quality.material import AT_LOAD, FULL, QUICK
-from tools.kvasir_tiny import desk, tell, tokenizer, tools, world
+from tools.kvasir_tiny import desk, tokenizer, tools, world
 from tools.kvasir_tiny.words import Dice, Names
 
 STORIES_PATH = Path(__file__).parents[2] / "clients/python/kvasir/cli/demo/stories.json"
@@ -33,8 +33,22 @@ def conversations() -> dict[str, Any]:
 
 def stories() -> dict[str, Any]:
     """The content of stories.json."""
-    told = [{"seed": seed, "tokens": tokens, **tell.told(seed, tokens)} for seed, tokens in STORIES]
+    told = [{"seed": seed, "tokens": tokens, **_story(seed, tokens)} for seed, tokens in STORIES]
     return {"made_by": "python -m tools.kvasir_tiny.ship", "stories": told}
+
+
+def _story(seed: int, tokens: int) -> dict[str, Any]:
+    """A conversation between one person and an agent, and questions that it can and cannot answer."""
+    talk = world.conversation(seed, tokens)
+    questions = [
+        {
+            **{name: getattr(question, name) for name in ("sort", "text", "answer", "told_in")},
+            "value": question.fact.value if question.fact else "",
+            "not_told": question.fact.not_told if question.fact else "",
+        }
+        for question in talk.questions
+    ]
+    return {"agent": talk.agent, "messages": talk.messages, "tools": talk.tools, "questions": questions}
 
 
 def text_of(content: dict[str, Any]) -> str:

@@ -6,49 +6,42 @@ training."""
 
 from __future__ import annotations
 
+from tools.kvasir_tiny import desk, words
 from tools.kvasir_tiny import facts as fact_forms
 from tools.kvasir_tiny import tools as tool_forms
-from tools.kvasir_tiny import words
-from tools.kvasir_tiny.desk import (
-    AGREED,
-    DISCRETION,
-    LISTENING,
-    NOBODY,
-    READ,
-    REMEMBER,
-    Conversation,
-    Count,
-    Desk,
-    Question,
-    Style,
-    estimate_tokens,
-)
 from tools.kvasir_tiny.facts import Fact
 from tools.kvasir_tiny.words import CLOSED
 
 
 def conversation(
-    seed: int, target_tokens: int, *, count: Count = estimate_tokens, held_out: bool = True, style: Style | None = None
-) -> Conversation:
+    seed: int,
+    target_tokens: int,
+    *,
+    count: desk.Count = desk.estimate_tokens,
+    held_out: bool = True,
+    style: desk.Style | None = None,
+) -> desk.Conversation:
     """About `target_tokens` of conversation (never a turn more), and questions about all that was not asked in it."""
     writer = Writer(seed, target_tokens, count, held_out, style)
     writer.write()
     return writer.conversation()
 
 
-def training_conversation(seed: int, target_tokens: int, count: Count, *, held_out: bool = False) -> Conversation:
+def training_conversation(
+    seed: int, target_tokens: int, count: desk.Count, *, held_out: bool = False
+) -> desk.Conversation:
     """A conversation of the training part: at least `target_tokens`, its last part full of questions."""
     writer = Writer(seed, target_tokens, count, held_out, style=None)
     writer.write(examination=0.15)
     return writer.conversation()
 
 
-class Writer(Desk):
+class Writer(desk.Desk):
     """Writes one conversation, turn by turn, and remembers what the agent in it was told."""
 
-    def conversation(self) -> Conversation:
+    def conversation(self) -> desk.Conversation:
         tools = [tool_forms.schema(name) for name in self.tool_names]
-        return Conversation(self.seed, self.agent, self.messages, tools, self._questions(), self.taught)
+        return desk.Conversation(self.seed, self.agent, self.messages, tools, self._questions(), self.taught)
 
     # -- the whole
 
@@ -89,11 +82,11 @@ class Writer(Desk):
         told = [self._new_fact("") for _ in range(1 + dice.below(self.style.at_once))]
         if dice.chance(0.15):
             secret = dice.pick(["Here is a secret: ", "This is a secret: ", "Tell nobody: ", "Keep this to yourself: "])
-            text, reply = secret + " ".join(fact.told for fact in told), DISCRETION
+            text, reply = secret + " ".join(fact.told for fact in told), desk.DISCRETION
         else:
-            text, reply = self._sentences(told), REMEMBER
+            text, reply = self._sentences(told), desk.REMEMBER
             if all(fact.told.startswith(("We decided", "For the")) for fact in told):
-                reply = AGREED
+                reply = desk.AGREED
         for fact in told:
             self.open.append((fact, len(self.messages)))
         self._say("user", text)
@@ -113,7 +106,7 @@ class Writer(Desk):
             self.known.add(fact.key)
             self.open.append((fact, len(self.messages)))
         self._say("user", text)
-        self._acknowledge(REMEMBER)
+        self._acknowledge(desk.REMEMBER)
 
     def _new_fact(self, mouth: str) -> Fact:
         """A fact with a key of its own: about the speaker, about a person of the pool, or about a thing."""
@@ -122,7 +115,7 @@ class Writer(Desk):
             draw = dice.random()
             if mouth == "" and draw < 0.06:
                 fact = fact_forms.own_name(self.names.person())
-            elif draw < 0.25 and mouth != NOBODY:
+            elif draw < 0.25 and mouth != desk.NOBODY:
                 fact = fact_forms.about_person(mouth, dice, self.names, mouth)
             elif draw < 0.65:
                 fact = fact_forms.about_person(self._somebody(), dice, self.names)
@@ -185,7 +178,7 @@ class Writer(Desk):
     def _room_turn(self) -> None:
         for _ in range(1 + self.dice.below(4)):
             self._room_line(self.dice.pick(self.speakers))
-        self._acknowledge(LISTENING)
+        self._acknowledge(desk.LISTENING)
 
     def _room_line(self, speaker: str) -> None:
         dice = self.dice
@@ -315,7 +308,7 @@ class Writer(Desk):
     def _passage(self, size: int) -> tuple[str, list[Fact]]:
         """Facts among sentences without facts, as one text or as numbered documents."""
         dice = self.dice
-        told = [self._new_fact(NOBODY) for _ in range(size)]
+        told = [self._new_fact(desk.NOBODY) for _ in range(size)]
         sentences = [fact.told for fact in told]
         for _ in range(dice.below(size + 1)):
             sentences.insert(dice.below(len(sentences) + 1), self._narrative())
@@ -331,7 +324,7 @@ class Writer(Desk):
         if question.fact and question.answer == question.fact.answer:
             self.closed.append((question.fact, len(self.messages) - 2))
 
-    def _passage_question(self) -> Question:
+    def _passage_question(self) -> desk.Question:
         dice = self.dice
         text, told = self._passage(2 + dice.below(9))
         fact = dice.pick(told)
@@ -352,14 +345,14 @@ class Writer(Desk):
                 "Documents:\n{t}\nQuestion: {q}",
             ]
         )
-        return Question("passage", form.format(t=text, q=fact.question), answer, fact=fact)
+        return desk.Question("passage", form.format(t=text, q=fact.question), answer, fact=fact)
 
     def _passage_to_keep(self) -> None:
         text, told = self._passage(3 + self.dice.below(10))
         for fact in told:
             self.open.append((fact, len(self.messages)))
         self._say("user", self.dice.pick(["Read this and remember it.\n\n", "Notes:\n", "Report:\n"]) + text)
-        self._acknowledge(READ)
+        self._acknowledge(desk.READ)
 
     # -- tools
 
@@ -379,20 +372,20 @@ class Writer(Desk):
 
     # -- what may be asked afterwards
 
-    def _questions(self) -> list[Question]:
-        questions = [Question("told", self._wording(fact), fact.answer, at, fact) for fact, at in self.open]
+    def _questions(self) -> list[desk.Question]:
+        questions = [desk.Question("told", self._wording(fact), fact.answer, at, fact) for fact, at in self.open]
         questions += [self._question("not_told", self._unknown_fact()) for _ in range(12)]
         questions += [self._question("private", fact) for fact in self.private]
         questions += [self._passage_question() for _ in range(4)]
         for _ in range(4 if self.tool_names else 0):
             use = tool_forms.a_use(self.dice.pick(self.tool_names), self.dice, self.names)
-            questions.append(Question("tool", use.question, use.call_text, tool_use=use))
+            questions.append(desk.Question("tool", use.question, use.call_text, tool_use=use))
         if self.agent:
-            questions.append(Question("name", "What is your name?", f"My name is {self.agent}."))
+            questions.append(desk.Question("name", "What is your name?", f"My name is {self.agent}."))
         return questions
 
-    def _question(self, sort: str, fact: Fact) -> Question:
-        return Question(sort, self._wording(fact), fact.not_told, fact=fact)
+    def _question(self, sort: str, fact: Fact) -> desk.Question:
+        return desk.Question(sort, self._wording(fact), fact.not_told, fact=fact)
 
 
 def lower(sentence: str) -> str:

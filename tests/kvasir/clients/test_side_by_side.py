@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Callable
 
 import pytest
-from kvasir.clients.aio.side_by_side import side_by_side
+from kvasir.clients.aio.blob_transfers import side_by_side
 
 
 def streams(ended: list[str], *, failing: str = "") -> list[AsyncGenerator[str, None]]:

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 from tools.kvasir_tiny import desk
 from tools.kvasir_tiny.desk import LISTENING, REMEMBER, Conversation, Count, Question, Style
-from tools.kvasir_tiny.everyday import attributes, talk, values
 from tools.kvasir_tiny.everyday import fact as everyday_facts
+from tools.kvasir_tiny.everyday import talk, values
 from tools.kvasir_tiny.everyday.fact import EverydayFact
 from tools.kvasir_tiny.everyday.spelling import WideNames
 from tools.kvasir_tiny.facts import Fact
@@ -65,7 +65,7 @@ class DailyWriter(Writer):
     def _introduction(self) -> None:
         dice = self.dice
         facts = [everyday_facts.own_name(dice, self.names)]
-        more = [attribute for attribute in (attributes.LIVE, attributes.WORK) if dice.chance(0.3)]
+        more = [attribute for attribute in (everyday_facts.LIVE, everyday_facts.WORK) if dice.chance(0.3)]
         facts += [everyday_facts.make(attribute, "", dice, self.names) for attribute in more]
         if dice.chance(0.1):
             facts = [fact.in_small_letters() for fact in facts]

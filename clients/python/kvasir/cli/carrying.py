@@ -23,21 +23,9 @@ from kvasir.clients.archive_file import new_file
 from kvasir.credentials import read_private_text
 from kvasir.errors import FailedPrecondition, InvalidArgument
 from kvasir.formats import manifest as manifests
+from kvasir.formats import sealed_archive
 from kvasir.formats.archive import pack
 from kvasir.formats.archive_reader import ArchiveReader, Described
-from kvasir.formats.sealed_archive import (
-    MASTER_KEY,
-    MAX_HEADER_BYTES,
-    PASSPHRASE,
-    SEGMENT_BYTES,
-    DoesNotUnlock,
-    Lock,
-    SealedHeader,
-    open_,
-    read_header,
-    seal,
-    unlock,
-)
 from kvasir.formats.seed_file import from_seed_file, to_seed_file
 
 _MASTER_KEY = re.compile(r"[0-9a-f]{64}")
@@ -99,7 +87,7 @@ def _identity_of(client: StoreClient, agent: str) -> identity_pb2.KvIdentity:
     return manifests.parse(manifest_bytes).kv_identity
 
 
-def lock_of(key_file: Path | None, passphrase_file: Path | None) -> Lock:
+def lock_of(key_file: Path | None, passphrase_file: Path | None) -> sealed_archive.Lock:
     """What is to open an archive that is sealed: a master key, or a passphrase, which a person may type."""
     if key_file is not None and passphrase_file is not None:
         raise WrongUsage("--key-file, --passphrase-file: one of them seals the file", field="--key-file")
@@ -112,27 +100,36 @@ def lock_of(key_file: Path | None, passphrase_file: Path | None) -> Lock:
         text = typer.prompt("Passphrase", hide_input=True, confirmation_prompt=True, err=True)
     if not text:
         raise WrongUsage(f"--passphrase-file: {passphrase_file} has no passphrase", field="--passphrase-file")
-    return Lock(PASSPHRASE, text.encode())
+    return sealed_archive.Lock(sealed_archive.PASSPHRASE, text.encode())
 
 
-def check_opens(header: SealedHeader | None, file: Path, key_file: Path | None, passphrase_file: Path | None) -> None:
+def check_opens(
+    header: sealed_archive.SealedHeader | None, file: Path, key_file: Path | None, passphrase_file: Path | None
+) -> None:
     """Raises WrongUsage for an option that does not open this file: whoever gives it wants a file that needs it."""
     sealed_with = "" if header is None else header.locked_by
-    given = {"--key-file": (key_file, MASTER_KEY), "--passphrase-file": (passphrase_file, PASSPHRASE)}
+    given = {
+        "--key-file": (key_file, sealed_archive.MASTER_KEY),
+        "--passphrase-file": (passphrase_file, sealed_archive.PASSPHRASE),
+    }
     for option, (path, kind) in given.items():
         if path is not None and kind != sealed_with:
             state = f"sealed with a {sealed_with}" if sealed_with else "not sealed"
             raise WrongUsage(f"{option}: {file} is {state}", field=option)
 
 
-def lock_for(header: SealedHeader, file: Path, home: Home, key_file: Path | None, passphrase_file: Path | None) -> Lock:
+def lock_for(
+    header: sealed_archive.SealedHeader, file: Path, home: Home, key_file: Path | None, passphrase_file: Path | None
+) -> sealed_archive.Lock:
     """What opens this archive. Raises FailedPrecondition (ARCHIVE_SEALED), which says by name what is needed."""
-    if header.locked_by == PASSPHRASE:
+    if header.locked_by == sealed_archive.PASSPHRASE:
         if passphrase_file is not None:
             return lock_of(None, passphrase_file)
         if not sys.stdin.isatty():
             raise _sealed(f"{file} is sealed with a passphrase: name the file that has it with --passphrase-file")
-        return Lock(PASSPHRASE, typer.prompt("Passphrase", hide_input=True, err=True).encode())
+        return sealed_archive.Lock(
+            sealed_archive.PASSPHRASE, typer.prompt("Passphrase", hide_input=True, err=True).encode()
+        )
     path = key_file or home.seal_key_file
     needs = f"{file} is sealed with the master key {header.key_id}: name its file with --key-file"
     if not path.exists():
@@ -143,38 +140,38 @@ def lock_for(header: SealedHeader, file: Path, home: Home, key_file: Path | None
     return lock
 
 
-def _master_key(path: Path) -> Lock:
+def _master_key(path: Path) -> sealed_archive.Lock:
     text = read_private_text(path).strip()
     if _MASTER_KEY.fullmatch(text) is None:
         raise WrongUsage(f"--key-file: {path}: expected 64 hex digits", field="--key-file")
-    return Lock(MASTER_KEY, bytes.fromhex(text))
+    return sealed_archive.Lock(sealed_archive.MASTER_KEY, bytes.fromhex(text))
 
 
 def _sealed(words: str) -> FailedPrecondition:
     return FailedPrecondition(words, reason="ARCHIVE_SEALED")
 
 
-def sealed_pieces(pieces: Iterable[bytes], lock: Lock) -> Iterator[bytes]:
+def sealed_pieces(pieces: Iterable[bytes], lock: sealed_archive.Lock) -> Iterator[bytes]:
     """An archive in its sealed form."""
     _check_can_seal()
-    return seal(pieces, lock, secrets.token_bytes)
+    return sealed_archive.seal(pieces, lock, secrets.token_bytes)
 
 
-def header_of(file: Path) -> SealedHeader | None:
+def header_of(file: Path) -> sealed_archive.SealedHeader | None:
     """The header of a sealed archive; None for any other file. Raises InvalidArgument."""
     with file.open("rb") as opened:
-        return read_header(opened.read(MAX_HEADER_BYTES))
+        return sealed_archive.read_header(opened.read(sealed_archive.MAX_HEADER_BYTES))
 
 
 class SealedFile:
     """A sealed archive that is open, and whole. Raises FailedPrecondition (ARCHIVE_SEALED), InvalidArgument."""
 
-    def __init__(self, file: Path, header: SealedHeader, lock: Lock) -> None:
+    def __init__(self, file: Path, header: sealed_archive.SealedHeader, lock: sealed_archive.Lock) -> None:
         _check_can_seal()
         self._file, self._header = file, header
         try:
-            self._key = unlock(header, lock)
-        except DoesNotUnlock as error:
+            self._key = sealed_archive.unlock(header, lock)
+        except sealed_archive.DoesNotUnlock as error:
             raise _sealed(f"the archive is sealed, and {error}") from None
         for _ in self.pieces():  # before any of it is sent
             pass
@@ -183,7 +180,9 @@ class SealedFile:
         """The archive in it."""
         with self._file.open("rb") as opened:
             opened.seek(len(self._header.line))
-            yield from open_(iter(lambda: opened.read(SEGMENT_BYTES), b""), self._header, self._key)
+            yield from sealed_archive.open_(
+                iter(lambda: opened.read(sealed_archive.SEGMENT_BYTES), b""), self._header, self._key
+            )
 
 
 def _check_can_seal() -> None:

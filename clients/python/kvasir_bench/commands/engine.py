@@ -8,24 +8,13 @@ from typing import Annotated
 import typer
 from kvasir.cli.caller import JsonOption, caller_of
 
-from kvasir_bench.commands.shown import (
-    MarkdownOption,
-    ModelOption,
-    PlotsOption,
-    QuickOption,
-    draw,
-    end,
-    progress,
-    read_results,
-    show,
-)
-from kvasir_bench.engine import keys
-from kvasir_bench.engine.plots import plots as plots_of
-from kvasir_bench.engine.report import lines
+from kvasir_bench.commands import shown
+from kvasir_bench.engine.report import CASES, lines
+from kvasir_bench.engine.report import plots as plots_of
 from kvasir_bench.program import measured_by
 from kvasir_bench.tables import markdown_table, text_table
 
-EngineCase = Enum("EngineCase", [(name, name) for name in keys.CASES], type=str)  # type: ignore[misc]
+EngineCase = Enum("EngineCase", [(name, name) for name in CASES], type=str)  # type: ignore[misc]
 Peer = Enum("Peer", [("mlx-lm", "mlx-lm")], type=str)  # type: ignore[misc]
 
 OnlyOption = Annotated[list[EngineCase] | None, typer.Option(help="Measure this case alone. May be repeated.")]
@@ -47,7 +36,7 @@ ResultsFileOption = Annotated[
 
 def engine(
     context: typer.Context,
-    model: ModelOption = "",
+    model: shown.ModelOption = "",
     only: OnlyOption = None,
     peer: PeerOption = None,
     repeats: RepeatsOption = None,
@@ -57,9 +46,9 @@ def engine(
     memory_gib: MemoryOption = None,
     time_limit_s: TimeLimitOption = None,
     results_file: ResultsFileOption = None,
-    plots: PlotsOption = None,
-    as_markdown: MarkdownOption = False,
-    quick: QuickOption = False,
+    plots: shown.PlotsOption = None,
+    as_markdown: shown.MarkdownOption = False,
+    quick: shown.QuickOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Decode, first token, pairs, gaps, cancel, memory, reuse. Ends with 1 when a target is missed.
@@ -68,7 +57,7 @@ def engine(
     names in the JSON are below, and do not change."""
     caller = caller_of(context, as_json)
     if results_file is not None:
-        results = read_results(results_file, "engine", lines)
+        results = shown.read_results(results_file, "engine", lines)
     else:
         options = {
             "--model": model,
@@ -82,8 +71,8 @@ def engine(
             "--quick": quick,
         }
         cases = ["--only", *(case.value for case in only)] if only else []
-        with progress(caller, "measuring the engine; minutes at full size", plots) as say:
+        with shown.progress(caller, "measuring the engine; minutes at full size", plots) as say:
             results = measured_by("engine", "the engine could not be measured", options, say, *cases)
-    draw(caller, plots_of(results), plots)
-    show(caller, results, partial(lines, show=markdown_table if as_markdown else text_table))
-    end(results, is_quick=results["settings"]["is_quick"])
+    shown.draw(caller, plots_of(results), plots)
+    shown.show(caller, results, partial(lines, show=markdown_table if as_markdown else text_table))
+    shown.end(results, is_quick=results["settings"]["is_quick"])

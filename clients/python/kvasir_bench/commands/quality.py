@@ -12,7 +12,7 @@ from kvasir.errors import InvalidArgument
 from kvasir_bench.commands.shown import MarkdownOption, ModelOption, PlotsOption, draw, progress, show
 from kvasir_bench.program import measured_by
 from kvasir_bench.quality import report
-from kvasir_bench.quality.plots import plots as plots_of
+from kvasir_bench.quality.report import plots as plots_of
 from kvasir_bench.tables import markdown_table, text_table
 
 # Some of whose layers may stay exact; under fp all are.

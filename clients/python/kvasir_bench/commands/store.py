@@ -8,7 +8,7 @@ from kvasir.cli.caller import JsonOption, caller_of
 from kvasir.cli.running.checks import check_installed
 
 from kvasir_bench.commands.shown import QuickOption, end, progress, show
-from kvasir_bench.store import measuring, report
+from kvasir_bench.store import measuring
 
 
 def store(
@@ -24,5 +24,5 @@ def store(
     check_installed("store")
     with progress(caller, "measuring the store; minutes at full size"):
         results = measuring.run(directory, is_quick=quick)
-    show(caller, results, report.lines)
+    show(caller, results, measuring.lines)
     end(results, is_quick=quick)

@@ -5,7 +5,7 @@ import typer
 from kvasir_bench.attention import report as attention_report
 from kvasir_bench.commands import attention, engine, load, make_model, memory, memory_path, quality, store
 from kvasir_bench.commands.paper.command import paper
-from kvasir_bench.engine import keys as engine_keys
+from kvasir_bench.engine import report as engine_report
 from kvasir_bench.load import report as load_report
 from kvasir_bench.memory_path import findings
 from kvasir_bench.paper import report as paper_report
@@ -13,7 +13,7 @@ from kvasir_bench.quality import report as quality_report
 
 app = typer.Typer(help="Measure, as ratios within one run.", no_args_is_help=True)
 app.command("store")(store.store)
-app.command("engine", epilog=engine_keys.help_text())(engine.engine)
+app.command("engine", epilog=engine_report.help_text())(engine.engine)
 app.command("attention", epilog=attention_report.KEYS)(attention.attention)
 app.command("quality", epilog=quality_report.KEYS)(quality.quality)
 app.command("load", epilog=load_report.KEYS)(load.load)

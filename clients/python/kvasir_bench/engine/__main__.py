@@ -15,8 +15,7 @@ from typing import Any
 from inference_svc.kv.policy import PolicyRequest
 from inference_svc.model import kvasir_tiny
 from kvasir_bench.arithmetic import rounded, rounded_row
-from kvasir_bench.engine import keys as engine_keys
-from kvasir_bench.engine import machine
+from kvasir_bench.engine import machine, report
 from kvasir_bench.engine.cases import (
     cancelling,
     decode,
@@ -51,7 +50,7 @@ CASES: Mapping[str, Callable[[Lab], Case]] = {
 
 
 def measured(lab: Lab, cases: Sequence[str], keep: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
-    """The values of all names in `kvasir_bench.engine.keys`. `keep` gets what is known after each row."""
+    """The values of all names in `keys.json`. `keep` gets what is known after each row."""
     about = machine.machine(lab.engine)
     found: dict[str, Case] = {}
     results = _results(lab, about, found)
@@ -84,7 +83,7 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m kvasir_bench.engine",
         description=__doc__,
-        epilog=engine_keys.help_text(),
+        epilog=report.help_text(),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--model", default="", help="directory or name; the shipped model if left out")

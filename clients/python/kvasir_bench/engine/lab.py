@@ -11,22 +11,7 @@ from kvasir.cachestore.v1 import identity_pb2
 from kvasir.formats.layer_groups import first_touched_block
 from kvasir.server.interceptors import settle_garbage
 
-from inference_svc.engine.api import (
-    AgentKey,
-    Cold,
-    Ended,
-    Event,
-    Failed,
-    Hot,
-    Prefilled,
-    Restored,
-    RestoredWindow,
-    Reuse,
-    SamplingParams,
-    Tokens,
-    TurnPlan,
-    WindowFiles,
-)
+from inference_svc.engine import api
 from inference_svc.engine.engine import Engine, TurnHandle
 from inference_svc.engine.mlx_thread import MlxThread
 from inference_svc.engine.scheduling.schedulable import Rules
@@ -42,7 +27,7 @@ from kvasir_bench.program import MEASURED_WITHIN_S
 
 _NAMESPACE = "bench"
 _ItemT = TypeVar("_ItemT")
-Row = Mapping[str, Any]  # with the keys of `kvasir_bench.engine.keys`
+Row = Mapping[str, Any]  # with the keys of `keys.json`
 
 
 class MeasuredEngine(Engine):
@@ -96,7 +81,7 @@ class Run:
         self.last_event_s = 0.0  # of the last event
         self._clock = clock
         self._handle: TurnHandle | None = None
-        self._last: Ended | Failed | None = None
+        self._last: api.Ended | api.Failed | None = None
         self._at: tuple[Callable[[Run], bool], Callable[[], None]] | None = None
         self._changed = threading.Condition()
 
@@ -105,20 +90,20 @@ class Run:
         self._at = (has_come, action)
         return self
 
-    def begin(self, engine: Engine, plan: TurnPlan) -> "Run":
+    def begin(self, engine: Engine, plan: api.TurnPlan) -> "Run":
         self.submitted_s = self._clock()
         self._handle = engine.submit(plan, self._listen)
         return self
 
-    def _listen(self, events: list[Event]) -> None:
+    def _listen(self, events: list[api.Event]) -> None:
         now = self._clock()
         with self._changed:
             for event in events:
-                if isinstance(event, Tokens):
+                if isinstance(event, api.Tokens):
                     self.token_times += [now] * len(event.ids)
-                elif isinstance(event, Prefilled):
+                elif isinstance(event, api.Prefilled):
                     self.cell_times.append(now)
-                elif isinstance(event, Ended | Failed):
+                elif isinstance(event, api.Ended | api.Failed):
                     self._last = event
             self.last_event_s = now
             self._changed.notify_all()
@@ -135,13 +120,13 @@ class Run:
         with self._changed:
             if not self._changed.wait_for(lambda: self._last is not None or has_come(self), MEASURED_WITHIN_S):
                 raise TimeoutError("the engine did not come so far")
-        if isinstance(self._last, Failed) and not has_come(self):
+        if isinstance(self._last, api.Failed) and not has_come(self):
             raise self._last.error
 
-    def end(self) -> Ended:
+    def end(self) -> api.Ended:
         """Wait for the turn's end; raises its error if it failed."""
         self.wait_until(lambda _: False)
-        assert isinstance(self._last, Ended)
+        assert isinstance(self._last, api.Ended)
         return self._last
 
     def ended(self) -> "Run":
@@ -164,7 +149,7 @@ class Run:
 class LabMemory:
     """An agent in the engine's memory, and its sequence."""
 
-    key: AgentKey
+    key: api.AgentKey
     state: SequenceState
 
     @property
@@ -302,10 +287,10 @@ class Lab:
         """The lengths asked for, or a case's own, each cut to the model's context."""
         return sorted({self.shortened(length, 512) for length in self.scope.lengths or own})
 
-    def new_key(self) -> AgentKey:
+    def new_key(self) -> api.AgentKey:
         """A new agent."""
         self._agents += 1
-        return AgentKey(_NAMESPACE, f"agent {self._agents}")
+        return api.AgentKey(_NAMESPACE, f"agent {self._agents}")
 
     def start_together(self, first: Sequence[int], second: Sequence[int], reply: int) -> tuple[Run, Run]:
         """Two turns that have ended. The second was submitted in the step of a third of the first's reply."""
@@ -321,16 +306,18 @@ class Lab:
         self,
         tokens: Sequence[int],
         max_tokens: int,
-        reuse: Reuse | None = None,
-        key: AgentKey | None = None,
+        reuse: api.Reuse | None = None,
+        key: api.AgentKey | None = None,
         *,
         namespace: str | None = None,
         stop_token_ids: tuple[int, ...] = (),
         run: Run | None = None,
     ) -> Run:
         """Submit a greedy turn."""
-        sampling = SamplingParams(max_tokens=max_tokens, stop_token_ids=stop_token_ids)
-        plan = TurnPlan(TokenIds(tokens), (1,) * len(tokens), sampling, reuse or Cold(), key, namespace=namespace)
+        sampling = api.SamplingParams(max_tokens=max_tokens, stop_token_ids=stop_token_ids)
+        plan = api.TurnPlan(
+            TokenIds(tokens), (1,) * len(tokens), sampling, reuse or api.Cold(), key, namespace=namespace
+        )
         return (run or Run(self.clock)).begin(self.engine, plan)
 
     def remember(self, tokens: Sequence[int]) -> LabMemory:
@@ -351,9 +338,9 @@ class Lab:
 
     def resume(self, memory: LabMemory, suffix: Sequence[int], max_tokens: int) -> Run:
         """A turn that extends an agent's hot memory."""
-        return self.start((*memory.tokens, *suffix), max_tokens, Hot(len(memory.tokens)), memory.key)
+        return self.start((*memory.tokens, *suffix), max_tokens, api.Hot(len(memory.tokens)), memory.key)
 
-    def restored(self, memory: LabMemory) -> Restored:
+    def restored(self, memory: LabMemory) -> api.Restored:
         """A memory in the form in which a store would return it."""
         snapshot = self.engine.memories.snapshot(memory.key, 0).result(MEASURED_WITHIN_S)
         if snapshot is None:
@@ -362,15 +349,15 @@ class Lab:
         here = len(memory.tokens)
         state = next((data for identity, data in snapshot.states if identity.tokens == here), None)
         windows = tuple(_seen(window, here) for window in snapshot.windows)
-        return Restored(tuple(data for _, data in files), memory.tokens, here, state=state, windows=windows)
+        return api.Restored(tuple(data for _, data in files), memory.tokens, here, state=state, windows=windows)
 
     def shortened(self, tokens: int, spare: int = 64) -> int:
         """`tokens`, or fewer if the model's context has no room for them and `spare` more."""
         return min(tokens, self.engine.model.context_tokens - spare)
 
 
-def _seen(window: WindowFiles, tokens: int) -> RestoredWindow:
+def _seen(window: api.WindowFiles, tokens: int) -> api.RestoredWindow:
     """The files of a window from the first block on that the token at position `tokens` sees."""
     first = first_touched_block(window.window, tokens)
     files = window.by_block
-    return RestoredWindow(window.window, first, tuple(files[block] for block in range(first, max(files) + 1)))
+    return api.RestoredWindow(window.window, first, tuple(files[block] for block in range(first, max(files) + 1)))

@@ -59,7 +59,8 @@ def measure(
             list(_first_turns(client, 1))  # the connection, and what the process does once
             for number, agent in enumerate(agents):
                 say(f"{phase.replace('_', ' ')}: agent {number + 1} of {len(agents)}")
-                results["agents"][number][phase] = _found(agent.asked(client), results["agents"][number])
+                turn, row = agent.asked(client), results["agents"][number]
+                row[phase] = {**_shown(turn), "is_exact": turn.token_ids == row["hot"]["token_ids"]}
         results["elapsed_s"] = round(time.monotonic() - began_s, 1)
         keep(results)
     return results
@@ -130,10 +131,6 @@ def _kill_both(services: MeasuredServices) -> dict[str, Any]:
     machine.drop_cached(files)
     left = machine.cached_share(files)
     return {"cached_share": round(left, 4), **services.start()}
-
-
-def _found(turn: SeenTurn, row: dict[str, Any]) -> dict[str, Any]:
-    return {**_shown(turn), "is_exact": turn.token_ids == row["hot"]["token_ids"]}
 
 
 def _shown(turn: SeenTurn) -> dict[str, Any]:

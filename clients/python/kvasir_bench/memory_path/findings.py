@@ -67,18 +67,11 @@ def _rows(results: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         row["publish_per_s"], row["whole_per_s"], row["limit_per_s"] = median(publish), median(whole), limit
         row["short_lag_s"] = median(turn["lag_s"] for agent in agents for turn in agent["short"])
         row["cold_lag_s"] = median(agent["cold"]["lag_s"] for agent in agents)
-        row["not_stored"] = sum(each is None for agent in agents for each in _stored(agent))
-        row["failed_at_first"] = sum(turn["snapshot"] == "failed" for agent in agents for turn in _turns(agent))
+        row["not_stored"] = sum(each["stored_s"] is None for agent in agents for each in (agent, *agent["short"]))
+        turns = (turn for agent in agents for turn in (agent["cold"], *agent["short"]))
+        row["failed_at_first"] = sum(turn["snapshot"] == "failed" for turn in turns)
         row["is_exact"] = all(agent[phase]["is_exact"] for agent in agents for phase in RESTORED if phase in agent)
         yield row
-
-
-def _turns(agent: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    return [agent["cold"], *agent["short"]]
-
-
-def _stored(agent: Mapping[str, Any]) -> list[float | None]:
-    return [agent["stored_s"], *(turn["stored_s"] for turn in agent["short"])]
 
 
 def _rates(agents: Sequence[Mapping[str, Any]], sizes: Sequence[int], since: str) -> Iterator[float]:

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from kvasir_bench.attention import report as attention_report
-from kvasir_bench.engine.plots import plots as engine_plots
+from kvasir_bench.engine.report import plots as engine_plots
 from kvasir_bench.memory_path import findings
 from kvasir_bench.memory_path.campaign import PathScope
 from kvasir_bench.memory_path.campaign import measure as measure_path

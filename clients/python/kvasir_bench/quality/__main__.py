@@ -19,8 +19,7 @@ from inference_svc.model.quality.findings import cheapest, judged
 from inference_svc.model.quality.material import FULL, QUICK, Sheet
 from kvasir_bench.program import printed, progress
 from kvasir_bench.quality.given_text import LONGEST, SHORTEST, read_text, windows_of
-from kvasir_bench.quality.intervals import with_intervals
-from kvasir_bench.quality.mixing import CHOOSING
+from kvasir_bench.quality.mixing import CHOOSING, with_intervals
 
 if TYPE_CHECKING:
     from inference_svc.model.model_runner import ModelRunner

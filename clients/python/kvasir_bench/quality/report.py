@@ -1,9 +1,10 @@
-"""The results of `kvasir bench quality` for people."""
+"""The results of `kvasir bench quality` for people, as tables and pictures."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from kvasir_bench.pictures import Picture, Plots
 from kvasir_bench.quality import text_report
 from kvasir_bench.tables import Show, text_table
 
@@ -54,3 +55,16 @@ def _row(found: dict[str, Any], tasks: Sequence[dict[str, Any]]) -> Sequence[str
 
 def _small(value: float) -> str:
     return "0" if value == 0 or math.isnan(value) else f"{value:.1e}"
+
+
+def plots(results: Mapping[str, Any]) -> Plots:
+    """A picture of the policies, and of the layers where they were measured."""
+    note = f"{results['model']}, {results['compute_type']} on {results['device']}, by {results['material']}"
+    ways = [*results["rungs"], *([results["mixed"]] if results.get("mixed") else []), *results["peers"]]
+    policies = [{"KV": f"{way['name']}\n{way['bytes_per_token']} B", "KL": way["kl"]} for way in ways]
+    by_policy = Picture("KL of the next token against exact KV, nats", "KV", ("KL",), is_log=True)
+    drawn = {"quality_policies": (by_policy, policies)}
+    if layers := results.get("layers"):
+        by_layer = Picture(f"KL of one layer under {layers['policy']}, all others exact, nats", "layer", ("KL",))
+        drawn["quality_layers"] = (by_layer, [{"layer": str(row["layer"]), "KL": row["kl"]} for row in layers["rows"]])
+    return Plots(note, drawn)

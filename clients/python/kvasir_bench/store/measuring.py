@@ -31,7 +31,8 @@ from kvasir.formats.digest import Digest
 from kvasir.formats.frames import FRAME_BYTES
 from kvasir.waits import HANGS_S
 
-from kvasir_bench.store import report
+from kvasir_bench.arithmetic import Target
+from kvasir_bench.tables import text_table, verdicts
 from kvasir_bench.wire import sent_s
 
 _READERS = min(8, os.cpu_count() or 1)  # threads that read files
@@ -84,7 +85,7 @@ def run(directory: Path | None, *, is_quick: bool) -> dict[str, Any]:
         sizes = [_run(_moving(Path(root) / geometry.name, geometry, repeats)) for geometry in geometries(is_quick)]
         results: dict[str, Any] = {"sizes": sizes, "find_missing_1000_ms": sizes[0]["find_missing_1000_ms"]}
         results["startup"] = _run(_startup(Path(root) / "startup", startup_blobs))
-    results["targets"] = [target.row() for target in report.targets(results)]
+    results["targets"] = [target.row() for target in targets(results)]
     return results
 
 
@@ -318,3 +319,31 @@ def _run(work: Any) -> Any:
     except ImportError:
         return asyncio.run(work)
     return uvloop.run(work)
+
+
+# The least part of the slowest baseline: of large blobs, and of small ones.
+_LARGE, _SMALL = ("put", "put_files", "pull", "get_files"), ("put", "put_files", "pull")
+
+
+def targets(results: Mapping[str, Any]) -> Iterator[Target]:
+    """What the project wants of a store."""
+    small, large, startup = results["sizes"][0], results["sizes"][-1], results["startup"]
+    for size, limit, names in ((large, 0.8, _LARGE), (small, 0.6, _SMALL)):
+        for name in names:
+            yield Target(f"{name}, {size['name']} / {size['slowest'][name]}", size["ratio_to_slowest"][name], limit)
+    yield Target("put into a sealed namespace / put", large["ratio_of_sealed"]["put"], 0.7)
+    yield Target("get from a sealed namespace / get", large["ratio_of_sealed"]["get"], 0.7)
+    yield Target("find 1,000 digests, ms", results["find_missing_1000_ms"], 10.0, is_most=True)
+    yield Target(f"start with {startup['blobs']:,} blobs, s", startup["seconds"], 2.0, is_most=True)
+
+
+def lines(results: Mapping[str, Any]) -> Iterator[str]:
+    """The results as plain text."""
+    sizes = results["sizes"]
+    rows = [
+        (size["name"], f"{size['block_bytes'] / 1e6:.2f} MB", *(f"{rate:,.0f}" for rate in size["mb_per_s"].values()))
+        for size in sizes
+    ]
+    yield from text_table([("MB/s", "block", *sizes[0]["mb_per_s"]), *rows])
+    yield f"small blobs put per second: {results['startup']['small_blobs_put_per_s']:,}"
+    yield from text_table(verdicts(results["targets"]))

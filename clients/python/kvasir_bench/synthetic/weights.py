@@ -7,6 +7,7 @@ import hashlib
 import json
 import math
 import re
+import shutil
 from collections.abc import Callable, Iterator, Mapping
 from itertools import accumulate
 from pathlib import Path
@@ -18,8 +19,8 @@ from mlx.nn.layers.base import Module
 from mlx.utils import tree_flatten
 from mlx_lm.utils import _get_classes
 
+from inference_svc.model import kvasir_tiny
 from inference_svc.model.loading import COMPUTE_TYPES
-from kvasir_bench.synthetic.tokenizer import write_tokenizer
 
 GROUP_SIZE = 64
 _SHARPENED = ("q_proj", "k_proj", "v_proj", "o_proj", "down_proj")
@@ -161,3 +162,28 @@ def random_values(name: str, shape: tuple[int, ...], dtype: mx.Dtype, seed: int)
     sharpening = _SHARPENING if owner in _SHARPENED else 1.0
     scale = sharpening / math.sqrt(shape[-1]) if kind == "weight" else _BIAS
     return mx.random.normal(shape, dtype, scale=scale, key=key)
+
+
+_TEMPLATE = "chat_template.jinja"
+_SPACE = "\u0120"  # how a byte-level tokenizer writes a space
+
+
+def write_tokenizer(directory: Path, vocabulary_size: int, context_tokens: int) -> None:
+    """Write its files; text never becomes an added token. Raises InvalidArgument for a smaller vocabulary."""
+    content = json.loads((kvasir_tiny.path() / "tokenizer.json").read_text(encoding="utf-8"))
+    _pad(content, vocabulary_size)
+    (directory / "tokenizer.json").write_text(json.dumps(content, ensure_ascii=False), encoding="utf-8")
+    settings = json.loads((kvasir_tiny.path() / "tokenizer_config.json").read_text())
+    settings["model_max_length"] = context_tokens
+    (directory / "tokenizer_config.json").write_text(json.dumps(settings, indent=2))
+    shutil.copy(kvasir_tiny.path() / _TEMPLATE, directory / _TEMPLATE)
+
+
+def _pad(content: dict[str, Any], vocabulary_size: int) -> None:
+    vocabulary = content["model"]["vocab"]
+    # An added token that the vocabulary does not name would get the next free id, behind all that follow here.
+    vocabulary |= {token["content"]: token["id"] for token in content["added_tokens"]}
+    known = set(vocabulary.values())
+    if vocabulary_size <= max(known):
+        raise InvalidArgument(f"vocabulary: expected at least {max(known) + 1} tokens, found {vocabulary_size}")
+    vocabulary |= {f"{_SPACE}w{token_id}": token_id for token_id in range(vocabulary_size) if token_id not in known}

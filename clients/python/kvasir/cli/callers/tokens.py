@@ -10,9 +10,8 @@ from typing import Annotated, Any
 import typer
 
 from kvasir.cli.caller import Caller, command
-from kvasir.cli.running.holding import is_led
+from kvasir.cli.running.holding import is_led, tokens_locked
 from kvasir.cli.running.home import Home
-from kvasir.cli.running.locks import tokens_locked
 from kvasir.cli.running.plan import make_credentials
 from kvasir.credentials import (
     ADMIN,

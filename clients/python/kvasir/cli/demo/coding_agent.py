@@ -7,8 +7,8 @@ from importlib.resources import as_file, files
 from pathlib import Path
 
 from kvasir.cli.demo import run as steps
-from kvasir.cli.demo.claims import Claims
 from kvasir.cli.demo.mac import Mac
+from kvasir.cli.demo.run import Claims
 from kvasir.cli.talking.turn import TurnResult
 from kvasir.clients import InferenceClient, message
 from kvasir.inference.v1 import inference_pb2 as pb

@@ -15,10 +15,9 @@ from rich.console import Console
 from kvasir.cli.caller import Caller
 from kvasir.cli.demo import coding_agent
 from kvasir.cli.demo import run as steps
-from kvasir.cli.demo.claims import Claims
 from kvasir.cli.demo.mac import Mac, macs
 from kvasir.cli.demo.plot import Timing, plot
-from kvasir.cli.demo.run import AnsweredTurn, Life
+from kvasir.cli.demo.run import AnsweredTurn, Claims, Life
 from kvasir.cli.demo.script import Story, ask, told_story
 from kvasir.cli.failures import PROBLEMS, WrongUsage
 from kvasir.cli.rows import size

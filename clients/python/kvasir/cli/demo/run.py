@@ -2,10 +2,11 @@
 
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+from rich.console import Console
 
 from kvasir.cachestore.v1 import cachestore_pb2
-from kvasir.cli.demo.claims import Claims
 from kvasir.cli.demo.mac import Mac
 from kvasir.cli.demo.plot import Timing
 from kvasir.cli.demo.script import Question, Story, Turn, ask
@@ -13,6 +14,35 @@ from kvasir.cli.talking.turn import TurnResult
 from kvasir.clients import message
 from kvasir.common.v1 import message_pb2
 from kvasir.errors import KvasirError
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """A sentence, whether it held, and what was found."""
+
+    text: str
+    holds: bool
+    found: str
+
+
+@dataclass
+class Claims:
+    """Collects claims and prints each at once."""
+
+    out: Console
+    made: list[Claim] = field(default_factory=list)
+
+    def check(self, text: str, holds: bool, found: str = "") -> None:
+        """Claim `text`; `found` is shown in brackets."""
+        self.made.append(Claim(text, holds, found))
+        mark, style = ("✓", "green") if holds else ("✗ NOT TRUE:", "bold red")
+        self.out.print(mark, style=style, end=" ")
+        self.out.print(text + (f" ({found})" if found else ""))
+
+    @property
+    def broken(self) -> list[Claim]:
+        return [claim for claim in self.made if not claim.holds]
+
 
 # The best of this many forks: other work of the machine must not be measured.
 _REPEATS = 3

@@ -1,30 +1,80 @@
 """What `kvasir up` starts: the processes of a home with their addresses, options and credentials."""
 
+import functools
+import json
 import secrets
+import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
+from kvasir import credentials
 from kvasir.address import parse_address
+from kvasir.cli.running.health import ENGINE_SERVICE, STORE_SERVICE, Health, http_health, is_ready
+from kvasir.cli.running.holding import tokens_locked
 from kvasir.cli.running.home import Endpoint, Home
-from kvasir.cli.running.locks import tokens_locked
-from kvasir.cli.running.processes import ENGINE_READY_WITHIN_S, ServiceProcess
+from kvasir.cli.running.supervisor import Service
 from kvasir.cli.settings.asked import Asked
-from kvasir.credentials import (
-    ADMIN,
-    CLIENT,
-    DEFAULT_NAMESPACE,
-    ENGINE,
-    PEER,
-    Principal,
-    write_credentials,
-    write_private_text,
-)
-from kvasir.waits import PATIENCE_S
+from kvasir.options.engine import EngineTable
+from kvasir.options.finding import command_line
+from kvasir.options.gateway import GatewayTable
+from kvasir.options.store import StoreTable
+from kvasir.options.table import Table
+from kvasir.waits import HANGS_S, PATIENCE_S
+
+# The first start reads a large model from disk and hashes its weights.
+ENGINE_READY_WITHIN_S = 600.0
+
+
+_TABLES: Mapping[str, type[Table]] = {"store": StoreTable, "engine": EngineTable, "http": GatewayTable}
+_PROGRAMS = {"store": "cachestore_svc", "engine": "inference_svc", "http": "kvasir_gateway"}
+
+
+@dataclass(frozen=True, slots=True)
+class ServiceProcess:
+    """A service to start: store, engine or http, the gateway before an engine."""
+
+    name: str
+    endpoint: Endpoint  # how it is reached from here
+    log_file: Path
+    options: Mapping[str, object]  # of the service, by name
+    program: tuple[str, ...] = ()  # what Python runs instead, and what stands before the service's own words
+    words: tuple[str, ...] = ()  # of a command line, behind the options
+
+    @property
+    def data_dir(self) -> Path:
+        return Path(str(self.options["data_dir"]))
+
+    def argv(self) -> tuple[str, ...]:
+        program = (*(self.program or (_PROGRAMS[self.name],)), *(() if self.name == "http" else ("serve",)))
+        return (sys.executable, "-m", *program, *command_line(_TABLES[self.name], self.options), *self.words)
+
+    def service(self) -> Service:
+        within_s = {"store": HANGS_S, "engine": ENGINE_READY_WITHIN_S, "http": ENGINE_READY_WITHIN_S + HANGS_S}
+        state_dir = Path(str(self.options.get("state_dir", "")))
+        phases = functools.partial(_phases, state_dir) if self.name == "engine" else str
+        return Service(self.name, self.argv(), self.log_file, self._answers, within_s[self.name], phases)
+
+    async def _answers(self) -> bool:
+        if self.name == "http":  # it says that it is unwell as long as its engine is away, and lives
+            return await http_health(self.endpoint.address) in (Health.READY, Health.NOT_READY)
+        return await is_ready(self.endpoint, STORE_SERVICE if self.name == "store" else ENGINE_SERVICE)
+
+
+def _phases(state_dir: Path) -> str:
+    """What the engine's last start spent its time on; empty if it left no report."""
+    try:
+        seconds: dict[str, float] = json.loads((state_dir / "start.json").read_text())
+        return ", ".join(f"{name} {spent:.1f}" for name, spent in seconds.items())
+    except (OSError, ValueError, AttributeError, TypeError):
+        return ""
+
 
 # The credentials of a new home: people and their programs, the engine, and another Mac's store that pulls.
 _PRINCIPALS = (
-    Principal("client", DEFAULT_NAMESPACE, frozenset({CLIENT, ADMIN})),
-    Principal("engine", DEFAULT_NAMESPACE, frozenset({ENGINE})),
-    Principal("peer", DEFAULT_NAMESPACE, frozenset({PEER})),
+    credentials.Principal("client", credentials.DEFAULT_NAMESPACE, frozenset({credentials.CLIENT, credentials.ADMIN})),
+    credentials.Principal("engine", credentials.DEFAULT_NAMESPACE, frozenset({credentials.ENGINE})),
+    credentials.Principal("peer", credentials.DEFAULT_NAMESPACE, frozenset({credentials.PEER})),
 )
 
 
@@ -121,11 +171,11 @@ def make_credentials(home: Home) -> None:
 def _make_credentials(home: Home) -> None:
     new = home.credentials_file.with_suffix(".new")
     new.unlink(missing_ok=True)
-    tokens = write_credentials(new, _PRINCIPALS, lambda: secrets.token_urlsafe(32))
+    tokens = credentials.write_credentials(new, _PRINCIPALS, lambda: secrets.token_urlsafe(32))
     for name, token in tokens.items():
         token_file = home.tokens / f"{name}.token"
         token_file.unlink(missing_ok=True)
-        write_private_text(token_file, token + "\n")
+        credentials.write_private_text(token_file, token + "\n")
     new.rename(home.credentials_file)
 
 

@@ -20,8 +20,7 @@ from kvasir.cli.failures import relayed
 from kvasir.cli.hub import fetch
 from kvasir.cli.running import at_login as at_login_jobs
 from kvasir.cli.running import checks
-from kvasir.cli.running.holding import is_led
-from kvasir.cli.running.locks import led, locked
+from kvasir.cli.running.holding import is_led, led, locked
 from kvasir.cli.running.logs import rotate_log
 from kvasir.cli.running.plan import make_credentials, plan_of
 from kvasir.cli.running.starting import greet, run_group

@@ -4,7 +4,7 @@ import contextlib
 import sys
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Annotated, TypeVar
 
@@ -14,11 +14,11 @@ from kvasir.cachestore.v1 import cachestore_pb2
 from kvasir.cli import failures
 from kvasir.cli.agents import MOST_VERSION, complete_agent, store_client
 from kvasir.cli.caller import Caller
+from kvasir.cli.failures import WrongUsage
 from kvasir.cli.rows import fields_of, origin, size
 from kvasir.cli.running.holding import is_led
 from kvasir.cli.showing import terminal
 from kvasir.cli.showing.tables import pairs
-from kvasir.cli.talking import typed
 from kvasir.cli.talking.turn import TurnResult, follow_turn
 from kvasir.clients import GenerateOptions, InferenceClient, StoreClient, message
 from kvasir.common.v1 import message_pb2
@@ -130,7 +130,7 @@ class Conversation:
     def run(self) -> None:
         """Read until the input ends or /quit. A refusal ends a pipe; at a terminal the talk goes on after it."""
         is_person = sys.stdin.isatty()
-        for text in typed.texts(lambda: f"{self.agent}> ", self.caller.say):
+        for text in texts(lambda: f"{self.agent}> ", self.caller.say):
             try:
                 if text == "/quit":
                     return
@@ -308,3 +308,54 @@ def _versions(store: StoreClient, newest: cachestore_pb2.SnapshotVersion) -> str
     """Those of its line: of another model's line none is meant."""
     snapshots = store.list_snapshots(newest.agent_id, newest.kv_identity_hash).snapshots
     return "versions: " + ", ".join(f"{each.version} ({origin(each.origin)})" for each in reversed(snapshots))
+
+
+_QUOTES = '"""'
+
+
+def texts(prompt: Callable[[], str], say: Callable[[str], None]) -> Iterator[str]:
+    """Each text, without empty ones, until the input ends. `prompt` is asked before each line of a person.
+
+    At a prompt the first Ctrl-C drops what was typed and says how to leave; the second, in a row, leaves."""
+    is_person = sys.stdin.isatty()
+    if is_person:
+        _load_line_editing()
+    was_interrupted = False
+    while True:
+        try:
+            text = _text(prompt() if is_person else "", "... " if is_person else "")
+        except EOFError:
+            if is_person:
+                sys.stdout.write("\n")  # the shell's prompt has a line of its own
+            return
+        except KeyboardInterrupt:
+            if is_person:
+                sys.stdout.write("\n")
+            if was_interrupted or not is_person:
+                raise
+            was_interrupted = True
+            say("Ctrl-C once more, Ctrl-D or /quit leaves.")
+            continue
+        was_interrupted = False
+        if text:
+            yield text
+
+
+def _text(prompt: str, continued: str) -> str:
+    line = input(prompt).strip()
+    if not line.startswith(_QUOTES):
+        return line
+    lines = [line.removeprefix(_QUOTES)]
+    try:
+        while not lines[-1].endswith(_QUOTES):
+            lines.append(input(continued).rstrip())
+    except EOFError:
+        raise WrongUsage(f"the input ends before the {_QUOTES} that ends a text; it is not said") from None
+    lines[-1] = lines[-1].removesuffix(_QUOTES)
+    return "\n".join(lines).strip()
+
+
+def _load_line_editing() -> None:
+    """Load arrow keys and history for `input`, where Python was built with them."""
+    with contextlib.suppress(ImportError):
+        import readline  # noqa: F401  importing it is what it is for

@@ -3,14 +3,13 @@
 import asyncio
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
-from typing import Any
+from typing import Any, TypeVar
 
 import grpc
 import grpc.aio
 
 from kvasir.cachestore.v1 import cachestore_pb2 as pb
 from kvasir.clients.aio.service_client import AioServiceClient
-from kvasir.clients.aio.side_by_side import side_by_side
 from kvasir.clients.aio.stall_limit import AioStallLimit
 from kvasir.clients.store_client_transfers import SEVERAL, STREAMS, OnProgress, Upload, batches
 from kvasir.errors import FailedPrecondition, InvalidArgument, NotFound, Unavailable
@@ -186,3 +185,35 @@ class AioBlobTransfers(AioServiceClient):
                     yield blob
         if received < len(wanted):
             raise Unavailable("the store ended the stream before every blob was sent")
+
+
+_Item = TypeVar("_Item")
+_END: Any = object()
+
+
+async def side_by_side(sources: Sequence[AsyncGenerator[_Item, None]]) -> AsyncGenerator[_Item, None]:
+    """What all of these give, as it comes. Raises the first failure, and ends the others."""
+    if len(sources) == 1:  # also where nothing may wait (`kvasir.clients.blocking`)
+        async with aclosing(sources[0]) as only:
+            async for item in only:
+                yield item
+        return
+    coming = {asyncio.create_task(_next(source)): source for source in sources}
+    try:
+        while coming:
+            done, _ = await asyncio.wait(coming, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                item, source = task.result(), coming.pop(task)
+                if item is not _END:
+                    coming[asyncio.create_task(_next(source))] = source
+                    yield item
+    finally:
+        for task in coming:
+            task.cancel()
+        await asyncio.gather(*coming, return_exceptions=True)
+        for source in sources:
+            await source.aclose()
+
+
+async def _next(source: AsyncGenerator[_Item, None]) -> _Item:
+    return await anext(source, _END)

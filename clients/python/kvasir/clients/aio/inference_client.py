@@ -13,27 +13,12 @@ from typing import Any, Self, Unpack, cast
 import grpc
 import grpc.aio
 
+from kvasir.clients import inference_client_turns as turns
 from kvasir.clients.aio.agent_client import AioAgentClient
 from kvasir.clients.aio.large_requests import LargeRequests
 from kvasir.clients.aio.service_client import Making, at_once
 from kvasir.clients.channel import Tls, aio_channel, calls_of
 from kvasir.clients.generate_options import GenerateOptions, OptionArguments, merged_options
-from kvasir.clients.inference_client_turns import (
-    READS,
-    Input,
-    KnownVersions,
-    Messages,
-    Moved,
-    Prompt,
-    Reply,
-    ThinkingArguments,
-    count_request,
-    embed_request,
-    lost_by,
-    moved_by,
-    turn_request,
-    warm_request,
-)
 from kvasir.errors import KvasirError, NotFound, Unavailable
 from kvasir.inference.v1 import handover_pb2_grpc, inference_pb2_grpc
 from kvasir.inference.v1 import inference_pb2 as pb
@@ -54,7 +39,7 @@ class AioInferenceClient(AioAgentClient):
         """`large`: sends large requests beside the event loop. It is not closed with the client."""
         stubs: Any = (inference_pb2_grpc.InferenceServiceStub, handover_pb2_grpc.HandOverServiceStub)
         super().__init__(channel, calls_of(channel, *stubs, **_written_calls(channel, large)), token, timeout_s)
-        self._known = KnownVersions()
+        self._known = turns.KnownVersions()
         self.making: Making = at_once
         """Makes requests with prompts, and their bytes. A server sets one that does it beside its event loop."""
         self.peers: dict[str, AioInferenceClient] = {}
@@ -68,20 +53,20 @@ class AioInferenceClient(AioAgentClient):
     ) -> Self:
         """A client of the engine at unix:/path or host:port. Connects with the first call. Raises InvalidArgument,
         and Unauthenticated for a token that no header can hold."""
-        return cls(aio_channel(address, tls, READS), token=token, timeout_s=timeout_s)
+        return cls(aio_channel(address, tls, turns.READS), token=token, timeout_s=timeout_s)
 
     def with_token(self, token: str) -> Self:
         other = super().with_token(token)
-        other._known = KnownVersions()  # one caller's versions are in no error of another's
+        other._known = turns.KnownVersions()  # one caller's versions are in no error of another's
         other.peers = {}  # their tokens are this caller's
         return other
 
     async def generate(
         self,
         *,
-        prompt: Prompt | None = None,
-        messages: Messages | None = None,
-        append_messages: Messages | None = None,
+        prompt: turns.Prompt | None = None,
+        messages: turns.Messages | None = None,
+        append_messages: turns.Messages | None = None,
         options: GenerateOptions | None = None,
         timeout_s: float | None = None,
         **named: Unpack[OptionArguments],
@@ -98,7 +83,7 @@ class AioInferenceClient(AioAgentClient):
         remembered_version."""
         options = merged_options(options, named)
         request_id = options.request_id or str(uuid.uuid4())
-        make = partial(turn_request, Input(prompt, messages, append_messages), options, request_id)
+        make = partial(turns.turn_request, turns.Input(prompt, messages, append_messages), options, request_id)
         written = await self.making(lambda: make().SerializeToString())
         try:
             async with aclosing(self._turn(written, timeout_s)) as responses:
@@ -115,16 +100,16 @@ class AioInferenceClient(AioAgentClient):
     async def _turn(self, written: bytes, timeout_s: float | None) -> AsyncGenerator[pb.GenerateResponse, None]:
         """A turn's events, wherever it goes."""
         ends_s = None if timeout_s is None else time.monotonic() + timeout_s
-        moved: Moved | None = None
+        moved: turns.Moved | None = None
         lost: Unavailable | None = None
         try:
             async with aclosing(self._responses(self._stub.Generate, written, timeout_s)) as responses:
                 async for response in responses:
                     yield response
-                    moved = moved_by(response)
+                    moved = turns.moved_by(response)
         except Unavailable as error:
             if moved is None:  # else the engine ended after it had told where the turn is
-                moved = lost_by(error)
+                moved = turns.lost_by(error)
                 if moved is None or self._peer(moved.peer) is None:
                     raise
                 lost = error
@@ -150,15 +135,15 @@ class AioInferenceClient(AioAgentClient):
     async def reply(
         self,
         *,
-        prompt: Prompt | None = None,
-        messages: Messages | None = None,
-        append_messages: Messages | None = None,
+        prompt: turns.Prompt | None = None,
+        messages: turns.Messages | None = None,
+        append_messages: turns.Messages | None = None,
         options: GenerateOptions | None = None,
         timeout_s: float | None = None,
         **named: Unpack[OptionArguments],
-    ) -> Reply:
+    ) -> turns.Reply:
         """As generate, to its end."""
-        reply = Reply()
+        reply = turns.Reply()
         turn = self.generate(
             prompt=prompt,
             messages=messages,
@@ -196,32 +181,32 @@ class AioInferenceClient(AioAgentClient):
         self,
         *,
         agent_id: str,
-        prompt: Prompt | None = None,
-        messages: Messages | None = None,
-        append_messages: Messages | None = None,
+        prompt: turns.Prompt | None = None,
+        messages: turns.Messages | None = None,
+        append_messages: turns.Messages | None = None,
         tools: Sequence[pb.Tool] = (),
         model: str = "",
         timeout_s: float | None = None,
-        **named: Unpack[ThinkingArguments],
+        **named: Unpack[turns.ThinkingArguments],
     ) -> pb.WarmResponse:
         """Put an agent's memory into the engine ahead of its next turn, and with an input compute that prompt too."""
-        given = Input(prompt, messages, append_messages)
-        request = warm_request(given, agent_id=agent_id, tools=tools, model=model, **named)
+        given = turns.Input(prompt, messages, append_messages)
+        request = turns.warm_request(given, agent_id=agent_id, tools=tools, model=model, **named)
         return await self._call(pb.WarmResponse, request, timeout_s, has_deadline=False)
 
     async def count_tokens(
         self,
         *,
-        prompt: Prompt | None = None,
-        messages: Messages | None = None,
+        prompt: turns.Prompt | None = None,
+        messages: turns.Messages | None = None,
         tools: Sequence[pb.Tool] = (),
         model: str = "",
         continue_final_message: bool = False,
-        **named: Unpack[ThinkingArguments],
+        **named: Unpack[turns.ThinkingArguments],
     ) -> int:
         """Tokens of a prompt, or of messages after the chat template."""
-        given = Input(prompt, messages, None)
-        make = partial(count_request, continue_final_message=continue_final_message, **named)
+        given = turns.Input(prompt, messages, None)
+        make = partial(turns.count_request, continue_final_message=continue_final_message, **named)
         written = await self.making(lambda: make(given, tools=tools, model=model).SerializeToString())
         return (await self._call(pb.CountTokensResponse, written)).tokens
 
@@ -236,7 +221,7 @@ class AioInferenceClient(AioAgentClient):
         timeout_s: float | None = None,
     ) -> pb.EmbedResponse:
         """Embeddings of texts, or of their tokens. Without a model's name: by the embedding model if there is one."""
-        make = partial(embed_request, dimensions=dimensions, truncate=truncate, priority=priority)
+        make = partial(turns.embed_request, dimensions=dimensions, truncate=truncate, priority=priority)
         written = await self.making(lambda: make(texts, model=model).SerializeToString())
         return await self._call(pb.EmbedResponse, written, timeout_s, has_deadline=False)
 

@@ -6,9 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from kvasir_bench.engine import keys as engine_keys
-from kvasir_bench.engine.plots import PICTURES, plots
-from kvasir_bench.engine.report import lines
+from kvasir_bench.engine import report as engine_keys
+from kvasir_bench.engine.report import PICTURES, lines, plots
 from kvasir_bench.pictures import series
 from kvasir_bench.tables import cells, markdown_table
 
