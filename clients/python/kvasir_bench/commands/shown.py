@@ -43,7 +43,7 @@ def read_results(file: Path, command: str, lines: Callable[[dict[str, Any]], Ite
         results: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
         list(lines(results))
     except (ValueError, LookupError, TypeError, AttributeError):
-        text = f"--results: {file}: expected what `kvasir bench {command} --json` printed"
+        text = f"--results: {file}: expected what one run of `kvasir bench {command} --json` printed"
         raise WrongUsage(text, field="--results") from None
     return results
 
