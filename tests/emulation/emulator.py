@@ -43,6 +43,7 @@ _TYPES = {
     mx.bfloat16: ("__nv_bfloat16", "bfloat16_t"),
     mx.uint16: ("uint16_t", "uint16_t"),
     mx.int32: ("int32_t", "int32_t"),
+    mx.uint32: ("uint32_t", "uint32_t"),
 }
 # Sizes are of copies, made for each run: an address sanitizer then sees what lies beside each input. Inputs that the
 # kernel writes are copied back.

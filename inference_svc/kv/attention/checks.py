@@ -39,11 +39,14 @@ def why_wrong(page_format: PageFormat, dtype: mx.Dtype, dialect: Dialect) -> str
 def why_wrong_products() -> str:
     """Why the kernel of few rows must not serve; empty: it may. Its sums of small integers are exact."""
     x, w = (
-        mx.random.randint(-3, 4, shape, key=mx.random.key(5)).astype(mx.bfloat16) for shape in ((1, 3, 64), (32, 64))
+        mx.random.randint(-8, 8, shape, key=mx.random.key(5)).astype(mx.bfloat16) for shape in ((1, 3, 64), (32, 64))
     )
+    codes = ((w + 8).astype(mx.uint32).reshape(32, 8, 8) << (4 * mx.arange(8, dtype=mx.uint32))).sum(-1)
+    packed = codes, mx.ones((32, 1), mx.bfloat16), mx.full((32, 1), -8, mx.bfloat16)
+    expected = (x.astype(mx.float32) @ w.astype(mx.float32).T).astype(mx.bfloat16)
     try:
-        is_right = mx.array_equal(few_rows(x, [w])[0].astype(mx.float32), x.astype(mx.float32) @ w.astype(mx.float32).T)
-        return "" if is_right.item() else "products differ from the reference"
+        is_right = all(mx.array_equal(few_rows(x, [each])[0], expected).item() for each in ((w,), packed))
+        return "" if is_right else "products differ from the reference"
     except Exception as error:  # noqa: BLE001 - as above
         return _raised(error)
 

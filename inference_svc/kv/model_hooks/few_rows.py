@@ -1,50 +1,65 @@
-"""y = x w^T for a few rows on a CUDA device, by a kernel that reads each matrix once and sums a row in one order,
-whatever its neighbours are. Matrices that take the same x share a launch.
+"""y = x w^T for a few rows on a CUDA device, by a kernel that reads each matrix once, of 16 bits or packed in 4.
+
+A general product picks its kernel by the number of rows, asks a library for it at every call, and sums in another order
+for another number. Here a row's sums have one order, whatever its neighbours are, and matrices that take the same x
+share a launch.
 """
 
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any
 
 import mlx.core as mx
 from mlx.nn.layers.base import Module
 from mlx.nn.layers.embedding import Embedding
 from mlx.nn.layers.linear import Linear
+from mlx.nn.layers.quantized import QuantizedEmbedding, QuantizedLinear
 
 from inference_svc.kv.attention.fused import COMPILERS, compiled
 from inference_svc.kv.attention.geometry import LANES
 from inference_svc.kv.attention.kernels import Dialect, few_rows_source
 
 MAX_ROWS = 64
+# [width, depth], or as mx.quantize has it: codes [width, depth / 8], scales and biases [width, depth / group].
+Matrix = tuple[mx.array, ...]
 _TYPES = (mx.bfloat16, mx.float16)
-_CHUNK_BYTES = 128  # of a row, as in few_rows.h
+_CHUNK = 64  # inputs, as in few_rows.h
 _WARPS = 4  # they share a sum, so their number decides its order
 # For so many rows: columns of 8 rows, outputs of a block in sixteens, chunks on their way. What was fastest on an H200.
 _SHAPES = {8: (1, 2, 4), 16: (2, 2, 4), 32: (4, 2, 3), 64: (8, 4, 3)}
 _NARROW = (8, 2, 4)  # for matrices that would be too few blocks for a GPU's multiprocessors
 _FEW_BLOCKS = 66
-_TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))  # what mlx-lm's models compute of one x
+# The same of packed matrices.
+_PACKED_SHAPES = {8: (1, 2, 4), 16: (2, 2, 4), 32: (4, 4, 3), 64: (8, 4, 3)}
+_MOST_SHARED_BYTES = 224 << 10  # of a block
+# What mlx-lm's models compute of one x.
+_TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 
-def few_rows(x: mx.array, matrices: Sequence[mx.array]) -> list[mx.array]:
+def few_rows(x: mx.array, matrices: Sequence[Matrix]) -> list[mx.array]:
     """x [..., depth] times each w [width, depth] transposed, all of one 16-bit type: [..., width], summed in fp32.
 
-    At most MAX_ROWS rows and three matrices; the depth is a multiple of 8. A model's own shape, [slots, n, depth], is
-    taken and given as it is: each change of shape would be one more node of a step's graph.
+    At most MAX_ROWS rows and three matrices, all packed in groups of one size or none. The depth is a multiple of 8, of
+    packed ones of 64. A model's own shape, [slots, n, depth], is taken and given as it is: each change of shape would
+    be one more node of a step's graph.
     """
-    shape, widths = x.shape[:-1], [w.shape[0] for w in matrices]
+    shape, widths, is_packed = x.shape[:-1], [each[0].shape[0] for each in matrices], len(matrices[0]) > 1
     x = x if x.ndim == 3 else x.reshape(1, -1, x.shape[-1])
-    rows = x.shape[0] * x.shape[1]
-    tiles, height, stages = next(shape for most, shape in _SHAPES.items() if rows <= most)
-    if height > _NARROW[1] and _blocks(widths, height) <= _FEW_BLOCKS:
-        tiles, height, stages = _NARROW
-    ring_bytes = stages * (16 * height + 8 * tiles) * _CHUNK_BYTES
-    shared_bytes = _WARPS * max(ring_bytes, 16 * height * 8 * tiles * 4)
-    return compiled(COMPILERS[Dialect.CUDA], few_rows_source(len(matrices)), shared_bytes)(
-        inputs=[x, *matrices],
+    rows, depth = x.shape[0] * x.shape[1], x.shape[2]
+    groups = matrices[0][1].shape[1] if is_packed else 0
+    tiles, height, stages = _block_shape(rows, widths, groups)
+    return compiled(
+        COMPILERS[Dialect.CUDA],
+        few_rows_source(len(matrices), is_packed=is_packed),
+        _shared_bytes(tiles, height, stages, groups),
+    )(
+        inputs=[x, *(part for each in matrices for part in each)],
         template=[
             ("T", x.dtype),
             ("IS_BFLOAT", x.dtype == mx.bfloat16),
             ("COUNT", len(matrices)),
+            ("BITS", 4 if is_packed else 16),
+            ("GROUP", depth // groups if is_packed else _CHUNK),
+            ("GROUPS", groups),  # MLX allows a program as much shared memory as its first launch takes
             ("HEIGHT", height),
             ("TILES", tiles),
             ("STAGES", stages),
@@ -57,6 +72,28 @@ def few_rows(x: mx.array, matrices: Sequence[mx.array]) -> list[mx.array]:
     )
 
 
+def _block_shape(rows: int, widths: Sequence[int], groups: int) -> tuple[int, int, int]:
+    """Columns of 8 rows, outputs in sixteens, and stages of a block."""
+    tiles, height, stages = next(
+        shape for most, shape in (_PACKED_SHAPES if groups else _SHAPES).items() if rows <= most
+    )
+    if groups:
+        while height > 1 and (
+            _blocks(widths, height) <= _FEW_BLOCKS or _shared_bytes(tiles, height, stages, groups) > _MOST_SHARED_BYTES
+        ):
+            height //= 2
+    elif height > _NARROW[1] and _blocks(widths, height) <= _FEW_BLOCKS:
+        return _NARROW
+    return tiles, height, stages
+
+
+def _shared_bytes(tiles: int, height: int, stages: int, groups: int) -> int:
+    outputs, rows = 16 * height, 8 * tiles
+    ring_bytes = stages * (outputs * (_CHUNK // 2 if groups else 2 * _CHUNK) + rows * 2 * _CHUNK)
+    scale_bytes = 2 * outputs * (groups + 8) * 2 if groups else 0
+    return max(_WARPS * ring_bytes + scale_bytes, _WARPS * outputs * rows * 4)
+
+
 def _blocks(widths: Sequence[int], height: int) -> int:
     return sum(-(-width // (16 * height)) for width in widths)
 
@@ -64,14 +101,19 @@ def _blocks(widths: Sequence[int], height: int) -> int:
 class JointProducts:
     """Layers that a model calls with the same x, one after the other: the first call computes for all."""
 
-    def __init__(self, members: Sequence[Linear]) -> None:
-        self._members = members
+    def __init__(self, members: Sequence[Module]) -> None:
+        self._members, self._form = members, _form(members[0])
         self._x: mx.array | None = None
         self._products: dict[int, mx.array] = {}
 
-    def product(self, member: Linear, x: mx.array) -> mx.array:
+    def takes(self, x: mx.array) -> bool:
+        """Whether the kernel multiplies x [..., depth]."""
+        return _is_few(self._form, x)
+
+    def product(self, member: Module, x: mx.array) -> mx.array:
+        """x [..., depth] times the member's matrix."""
         if self._x is not x or id(member) not in self._products:
-            found = few_rows(x, [each.weight for each in self._members])
+            found = few_rows(x, [_matrix(each) for each in self._members])
             self._x, self._products = x, {id(each): y for each, y in zip(self._members, found, strict=True)}
         y = self._products.pop(id(member))
         if not self._products:
@@ -83,43 +125,84 @@ class _FewRowsLinear(Linear):
     together: JointProducts
 
     def __call__(self, x: mx.array) -> mx.array:
-        if not _is_few(x, self.weight):
+        if not self.together.takes(x):
             return Linear.__call__(self, x)
+        y = self.together.product(self, x)
+        return y + self.bias if "bias" in self else y
+
+
+class _FewRowsQuantized(QuantizedLinear):
+    together: JointProducts
+
+    def __call__(self, x: mx.array) -> mx.array:
+        if not self.together.takes(x):
+            own: Any = super().__call__
+            return _of_flat_rows(own, x)
         y = self.together.product(self, x)
         return y + self.bias if "bias" in self else y
 
 
 class _FewRowsEmbedding(Embedding):
     def as_linear(self, x: mx.array) -> mx.array:
-        if not _is_few(x, self.weight):
-            as_linear: Any = super().as_linear
-            return cast("mx.array", as_linear(x))
-        return few_rows(x, [self.weight])[0]
+        own: Any = super().as_linear
+        return few_rows(x, [_matrix(self)])[0] if _is_few(_form(self), x) else own(x)
+
+
+class _FewRowsQuantizedEmbedding(QuantizedEmbedding):
+    def as_linear(self, x: mx.array) -> mx.array:
+        own: Any = super().as_linear
+        return few_rows(x, [_matrix(self)])[0] if _is_few(_form(self), x) else _of_flat_rows(own, x)
+
+
+_TAKEN: dict[type[Module], type[Module]] = {
+    Linear: _FewRowsLinear,
+    QuantizedLinear: _FewRowsQuantized,
+    Embedding: _FewRowsEmbedding,
+    QuantizedEmbedding: _FewRowsQuantizedEmbedding,
+}
 
 
 def take_few_rows(model: Module) -> None:
     """Make the model's own projections compute a few rows by the kernel. For a CUDA device."""
     modules: Any = model
     for parent in modules.modules():
-        groups = [[parent[name] for name in names if name in parent] for names in _TOGETHER]
-        for group in groups:
-            members = [member for member in group if type(member) is Linear]
-            if len({member.weight.shape[1] for member in members}) == 1:
+        for names in _TOGETHER:
+            members = [parent[name] for name in names if name in parent and type(parent[name]) in _TAKEN]
+            if len({_form(member) for member in members}) == 1:
                 _take(members)
     for module in modules.modules():
-        if type(module) is Linear:
+        if type(module) in _TAKEN:
             _take([module])
-        elif type(module) is Embedding:
-            module.__class__ = _FewRowsEmbedding
 
 
-def _take(members: Sequence[Linear]) -> None:
+def _take(members: Sequence[Module]) -> None:
     together = JointProducts(members)
     for member in members:
-        member.__class__ = _FewRowsLinear
-        member.together = together
+        member.__class__ = _TAKEN[type(member)]
+        if not isinstance(member, Embedding | QuantizedEmbedding):
+            member.together = together
 
 
-def _is_few(x: mx.array, w: mx.array) -> bool:
-    rows = x.size // x.shape[-1]
-    return rows <= MAX_ROWS and x.dtype == w.dtype and x.dtype in _TYPES and w.shape[1] % 8 == 0
+def _matrix(module: Any) -> Matrix:
+    return (module.weight, module.scales, module.biases) if "scales" in module else (module.weight,)
+
+
+def _form(module: Any) -> tuple[Any, ...]:
+    """What must be alike in a launch: depth, type, and how it is packed."""
+    if "scales" not in module:
+        return module.weight.shape[1], module.weight.dtype, 16, 0, ""
+    packed = module.scales.dtype, module.bits, module.group_size, module.mode
+    return (module.weight.shape[1] * 32 // module.bits, *packed)
+
+
+def _is_few(form: tuple[Any, ...], x: mx.array) -> bool:
+    depth, dtype, bits, _, mode = form
+    is_taken = (bits == 16 and depth % 8 == 0) or (bits == 4 and mode == "affine" and depth % _CHUNK == 0)
+    return is_taken and x.size // depth <= MAX_ROWS and x.dtype == dtype and dtype in _TYPES
+
+
+def _of_flat_rows(product: Any, x: mx.array) -> mx.array:
+    """MLX multiplies each of the first dimension's rows by itself, and reads a quantized matrix for each of them."""
+    if x.ndim < 3 or x.shape[0] == 1:
+        return product(x)  # type: ignore[no-any-return]
+    return product(x.reshape(-1, x.shape[-1])).reshape(*x.shape[:-1], -1)  # type: ignore[no-any-return]

@@ -147,16 +147,25 @@ def store_source(dialect: Dialect) -> KernelSource:
 
 
 @cache
-def few_rows_source(count: int) -> KernelSource:
-    """Products of a few rows with `count` matrices. No other dialect has matrix fragments."""
-    matrices, results = [tuple(f"{name}{i}" for i in range(count)) for name in "wy"]
+def few_rows_source(count: int, *, is_packed: bool) -> KernelSource:
+    """Products of a few rows with `count` matrices, each one array, or its codes, scales and biases. No other dialect
+    has matrix fragments.
+    """
+    numbers, kinds = range(count), ("w", "scales", "biases") if is_packed else ("w",)
+
+    def pointers(kind: str) -> str:
+        return ", ".join(f"(const kv_u16*){kind}{i}" if kind in kinds else "nullptr" for i in numbers)
+
     lists = (
-        f"const kv_u16* const matrices[] = {{{', '.join(f'(const kv_u16*){name}' for name in matrices)}}};\n"
-        f"T* const results[] = {{{', '.join(results)}}};\n"
-        f"const int widths[] = {{{', '.join(f'{name}_shape[0]' for name in matrices)}}};\n"
+        f"const kv_u16* const matrices[] = {{{pointers('w')}}};\n"
+        f"const kv_u16* const scales[] = {{{pointers('scales')}}};\n"
+        f"const kv_u16* const biases[] = {{{pointers('biases')}}};\n"
+        f"T* const results[] = {{{', '.join(f'y{i}' for i in numbers)}}};\n"
+        f"const int widths[] = {{{', '.join(f'w{i}_shape[0]' for i in numbers)}}};\n"
     )
+    inputs = ("x", *(f"{kind}{i}" for i in numbers for kind in kinds))
     parts = [CUDA_INSTRUCTIONS, "few_rows.h"]
-    return _source(Dialect.CUDA, "few_rows", parts, ("x", *matrices), results, "", lists=lists)
+    return _source(Dialect.CUDA, "few_rows", parts, inputs, tuple(f"y{i}" for i in numbers), "", lists=lists)
 
 
 def _source(

@@ -1,18 +1,22 @@
-// A block makes 16 * HEIGHT outputs of up to 8 * TILES rows, of one of COUNT matrices. Its warps share the chunks; their
-// sums become one in order.
-constexpr int OUTPUTS = 16 * HEIGHT, ROWS = 8 * TILES, STAGE = (OUTPUTS + ROWS) * KV_CHUNK;
+// A block makes 16 * HEIGHT outputs of up to 8 * TILES rows, of one of COUNT matrices of 16 or 4 bits. Its warps share
+// the chunks; their sums become one in order.
+constexpr int OUTPUTS = 16 * HEIGHT, ROWS = 8 * TILES, PIECES = BITS / 2, W_STAGE = OUTPUTS * PIECES * 8;
+constexpr int STAGE = W_STAGE + ROWS * KV_CHUNK;
 const int depth = x_shape[2], rows = x_shape[0] * x_shape[1];
 int first_output = kv_block_x * OUTPUTS, width = widths[0];
-const kv_u16* my_w = matrices[0];
+const kv_u16 *my_w = matrices[0], *my_scales = scales[0], *my_biases = biases[0];
 T* y = results[0];
 KV_UNROLL for (int i = 1; i < COUNT; ++i) {
   if (first_output < width) break;
   first_output -= (width + OUTPUTS - 1) / OUTPUTS * OUTPUTS;
   width = widths[i];
   my_w = matrices[i];
+  my_scales = scales[i];
+  my_biases = biases[i];
   y = results[i];
 }
-my_w += long(first_output) * depth;
+const int width_in_pieces = depth / KV_CHUNK * PIECES + depth % KV_CHUNK / 8;
+my_w += long(first_output) * width_in_pieces * 8;
 const int output_count = width - first_output < OUTPUTS ? width - first_output : OUTPUTS;
 const kv_u16* all_x = (const kv_u16*)x;
 kv_u16* ring = (kv_u16*)kv_shared + kv_warp * STAGES * STAGE;
@@ -21,20 +25,35 @@ KV_UNROLL for (int h = 0; h < HEIGHT; ++h) KV_UNROLL for (int n = 0; n < TILES; 
   KV_UNROLL for (int j = 0; j < 4; ++j) sum[h][n][j] = 0;
 // Chunk `number` of this warp, whose stage was multiplied STAGES chunks ago. Beyond the depth it is nothing.
 auto begin = [&](int number) {
-  const int first = (number * WARPS + kv_warp) * KV_CHUNK;
+  const int chunk = number * WARPS + kv_warp;
   kv_u16* stage = ring + number % STAGES * STAGE;
-  if (first < depth) {
-    kv_begin_rows<OUTPUTS>(stage, my_w, output_count, depth, first, kv_lane);
-    kv_begin_rows<ROWS>(stage + OUTPUTS * KV_CHUNK, all_x, rows, depth, first, kv_lane);
+  if (chunk * KV_CHUNK < depth) {
+    kv_begin_rows<OUTPUTS, PIECES>(stage, my_w, output_count, width_in_pieces, chunk * PIECES, kv_lane);
+    kv_begin_rows<ROWS, 8>(stage + W_STAGE, all_x, rows, depth / 8, chunk * 8, kv_lane);
   }
   kv_copies_begun();
 };
+constexpr int STRIDE = GROUPS + 8;
+kv_u16 *const my_own_scales = (kv_u16*)kv_shared + WARPS * STAGES * STAGE, *const my_own_biases = my_own_scales + OUTPUTS * STRIDE;
+if (BITS == 4) {
+  kv_begin_scales(my_own_scales, my_scales + long(first_output) * GROUPS, output_count, GROUPS, STRIDE, kv_warp * 32 + kv_lane, WARPS * 32);
+  kv_begin_scales(my_own_biases, my_biases + long(first_output) * GROUPS, output_count, GROUPS, STRIDE, kv_warp * 32 + kv_lane, WARPS * 32);
+  kv_copies_begun();
+}
 KV_UNROLL for (int number = 0; number < STAGES - 1; ++number) begin(number);
+if (BITS == 4) {
+  kv_copies_done<STAGES - 1>();
+  kv_group_barrier();
+}
 KV_ROLLED for (int number = 0; (number * WARPS + kv_warp) * KV_CHUNK < depth; ++number) {
   kv_copies_done<STAGES - 2>();
   begin(number + STAGES - 1);
   const kv_u16* stage = ring + number % STAGES * STAGE;
-  kv_multiply_chunk<IS_BFLOAT, HEIGHT, TILES>(stage, stage + OUTPUTS * KV_CHUNK, sum, kv_lane);
+  const int group = (number * WARPS + kv_warp) * KV_CHUNK / GROUP;
+  if constexpr (BITS == 4)
+    kv_multiply_codes<IS_BFLOAT, GROUP, HEIGHT, TILES>(stage, stage + W_STAGE, my_own_scales + group, my_own_biases + group, STRIDE, sum, kv_lane);
+  else
+    kv_multiply_chunk<IS_BFLOAT, HEIGHT, TILES>(stage, stage + W_STAGE, sum, kv_lane);
 }
 kv_copies_done<0>();
 kv_group_barrier();

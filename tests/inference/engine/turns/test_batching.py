@@ -13,6 +13,7 @@ from inference_svc.engine.sequence import Sequence
 from tests.inference.engine.driving import Driver, Listener, tokens_of
 
 LENGTHS = (3, 255, 256, 257, 40, 511, 513, 120)
+BEHIND_CELLS = "a GPU decodes behind each cell, whatever the gap"
 
 
 @pytest.mark.batch_as_alone
@@ -224,7 +225,9 @@ def test_looking_ahead_changes_no_token_and_no_byte_of_what_is_remembered(driver
 
 
 @pytest.mark.cells_of_a_block
-@pytest.mark.parametrize(("gap_s", "least", "most"), [(None, 3, 4), (1e6, 0, 1)])
+@pytest.mark.parametrize(
+    ("gap_s", "least", "most"), [(None, 3, 4), pytest.param(1e6, 0, 1, marks=pytest.mark.cpu_only(BEHIND_CELLS))]
+)
 def test_a_streams_own_gap_decides_how_many_cells_are_computed_between_its_tokens(
     gap_s: float | None, least: int, most: int, driver: Driver
 ) -> None:

@@ -1,6 +1,7 @@
 """The check of kernels at a start sees one wrong number of any of them, and takes right ones."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
@@ -13,6 +14,7 @@ from inference_svc.kv.attention.checks import why_wrong, why_wrong_products
 from inference_svc.kv.attention.choice import KernelChoice
 from inference_svc.kv.attention.fused import Kernel
 from inference_svc.kv.attention.kernels import Dialect, KernelSource
+from inference_svc.kv.model_hooks.few_rows import Matrix
 from tests.inference.kv.attention.emulators import EMULATORS, needs_compiler
 from tests.inference.kv.attention.scenes import FP16, page_format
 from tests.made_models.sampling import first_and_in_turn
@@ -95,16 +97,21 @@ def test_a_window_that_is_ignored_is_noticed(monkeypatch: pytest.MonkeyPatch) ->
     assert "attention of 1" in checked("q4", monkeypatch)
 
 
-def test_a_wrong_product_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    def products(x: mx.array, matrices: list[mx.array]) -> list[mx.array]:
-        made = x @ matrices[0].T
-        made[0, 1, 5] += 1
+@pytest.mark.parametrize("wrong", [1, 3], ids=["16 bits", "packed"])
+def test_a_wrong_product_is_noticed(wrong: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    def products(x: mx.array, matrices: Sequence[Matrix], wrong: int = 0) -> list[mx.array]:
+        (matrix,) = matrices
+        weights, *packing = matrix
+        if packing:
+            weights = mx.dequantize(weights, *packing, group_size=64, bits=4)
+        made = x @ weights.T
+        made[0, 1, 5] += len(matrix) == wrong
         return [made]
 
-    monkeypatch.setattr(checks, "few_rows", lambda x, matrices: [x @ matrices[0].T])
-    assert why_wrong_products() == ""
     monkeypatch.setattr(checks, "few_rows", products)
-    assert why_wrong_products()
+    assert why_wrong_products() == ""
+    monkeypatch.setattr(checks, "few_rows", partial(products, wrong=wrong))
+    assert why_wrong_products() == "products differ from the reference"
 
 
 def test_all_policies_of_a_layout_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -37,10 +37,31 @@ def test_products_are_near_and_a_row_has_the_same_bits_beside_any_others(
     mx.random.seed(3)
     matrices = [mx.random.normal((width, depth)).astype(dtype) for width in widths]
     x = mx.random.normal((MAX_ROWS, depth)).astype(dtype)
+    whole = few_rows(x, [(w,) for w in matrices])
+    for rows in (1, 8, 9, 17, MAX_ROWS):
+        for y, w, all_rows in zip(few_rows(x[-rows:], [(w,) for w in matrices]), matrices, whole, strict=True):
+            assert error(y, x[-rows:], w) < most
+            assert mx.array_equal(y, all_rows[-rows:])
+
+
+@pytest.mark.long(2)
+@pytest.mark.parametrize(("dtype", "most"), [(mx.bfloat16, 4e-3), (mx.float16, 5e-4)])
+@pytest.mark.parametrize(
+    ("widths", "depth", "group"), [((48,), 192, 32), ((33, 16, 7), 256, 64), ((64, 96), 512, 64), ((4290,), 128, 128)]
+)
+def test_packed_matrices_give_what_their_values_give_and_a_row_has_the_same_bits_beside_any_others(
+    widths: Sequence[int], depth: int, group: int, dtype: mx.Dtype, most: float
+) -> None:
+    mx.random.seed(3)
+    matrices = [mx.quantize(mx.random.normal((width, depth)).astype(dtype) + 1, group, 4) for width in widths]
+    x = mx.random.normal((MAX_ROWS, depth)).astype(dtype)
     whole = few_rows(x, matrices)
     for rows in (1, 8, 9, 17, MAX_ROWS):
-        for y, w, all_rows in zip(few_rows(x[-rows:], matrices), matrices, whole, strict=True):
-            assert error(y, x[-rows:], w) < most
+        for y, matrix, all_rows in zip(few_rows(x[-rows:], matrices), matrices, whole, strict=True):
+            values = mx.dequantize(
+                *(part.astype(mx.float32) if at else part for at, part in enumerate(matrix)), group, 4
+            )
+            assert error(y, x[-rows:], values) < most
             assert mx.array_equal(y, all_rows[-rows:])
 
 
@@ -50,17 +71,22 @@ def test_rows_of_any_shape_keep_it_and_a_models_own_needs_no_change(
 ) -> None:
     mx.random.seed(5)
     w, x = (mx.random.normal((rows, 64)).astype(mx.bfloat16) for rows in (33, 8))
-    (right,), given, taken = few_rows(x, [w]), x.reshape(*shape, 64), list[mx.array]()
+    (right,), given, taken = few_rows(x, [(w,)]), x.reshape(*shape, 64), list[mx.array]()
 
     def noted(*source: Any) -> Any:
         kernel = compiled(*source)
         return lambda inputs, **options: taken.append(inputs[0]) or kernel(inputs=inputs, **options)
 
     monkeypatch.setattr(module, "compiled", noted)
-    (found,) = few_rows(given, [w])
+    (found,) = few_rows(given, [(w,)])
     assert found.shape == (*shape, 33)
     assert mx.array_equal(found.reshape(8, 33), right)
     assert len(shape) != 2 or taken[0] is given
+
+
+# MLX multiplies them as flat rows.
+FLAT = [(MAX_ROWS + 1, 4, 0), (3, 8, 0)]
+NOT_MLXS = pytest.mark.cpu_only("MLX's CUDA product of several rows with packed matrices so small is wrong")
 
 
 class Attention(nn.Module):
@@ -76,14 +102,29 @@ class Attention(nn.Module):
         return [each(x) for each in projections]
 
 
-@pytest.mark.parametrize(("rows", "launches"), [(3, 3), (MAX_ROWS + 1, 0)])
+def packed(model: Attention, bits: int) -> Attention:
+    """Pack a model's matrices; returns one with their values in 16 bits."""
+    nn.quantize(model, 64, bits)
+    plain = Attention(mx.bfloat16)
+    for name, layer in model.leaf_modules().items():
+        values = mx.dequantize(layer.weight, layer.scales, layer.biases, 64, bits)
+        plain[name].update({"weight": values, **({"bias": layer.bias} if "bias" in layer else {})})
+    return plain
+
+
+@pytest.mark.parametrize(
+    ("rows", "bits", "launches"),
+    [(3, 16, 3), (MAX_ROWS + 1, 16, 0), (3, 4, 3), *(pytest.param(*each, marks=NOT_MLXS) for each in FLAT)],
+)
 def test_a_models_projections_of_one_x_share_a_launch_and_many_rows_are_mlxs_own(
-    rows: int, launches: int, monkeypatch: pytest.MonkeyPatch
+    rows: int, bits: int, launches: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mx.random.seed(4)
-    model = Attention(mx.bfloat16)
+    model = plain = Attention(mx.bfloat16)
+    if bits < 16:
+        plain = packed(model, bits)
     inputs = [mx.random.normal((rows, 1, 64)).astype(mx.bfloat16) for _ in range(2)]
-    right = [model(x) for x in inputs]
+    right = [plain(x) for x in inputs]
     counted: list[int] = []
     monkeypatch.setattr(module, "few_rows", lambda x, ws: counted.append(len(ws)) or few_rows(x, ws))
     take_few_rows(model)

@@ -141,7 +141,7 @@ def test_a_program_that_is_refused_is_mlxs_and_others_are_kept(device: Device) -
     with structlog.testing.capture_logs() as logs:
         for _ in range(2):
             store_and_gather()
-            few_rows(mx.zeros((1, 8, 64), mx.float16), [mx.zeros((16, 64), mx.float16)])
+            few_rows(mx.zeros((1, 8, 64), mx.float16), [(mx.zeros((16, 64), mx.float16),)])
     assert device.by_mlx == ["kv_store", "kv_gather"] * 2
     assert [kind_of(each) for each in device.launched] == ["trial", "few_rows", "few_rows"]
     assert len(device.texts) == 4, "each was tried once"
@@ -171,7 +171,7 @@ def launch_all() -> None:
             fused_attention(*scene.arguments(), **options, has_warpgroups=has_warpgroups)
         gathered_values(UNITS, form, ZERO, 0, 3, ZERO, dtype, Dialect.CUDA)
     for rows, count, dtype in product((8, 16, 32, 64), (1, 2, 3), (mx.float16, mx.bfloat16)):
-        few_rows(mx.zeros((1, rows, 64), dtype), [mx.zeros((4300, 64), dtype)] * count)
+        few_rows(mx.zeros((1, rows, 64), dtype), [(mx.zeros((4300, 64), dtype),)] * count)
     store_pages(UNITS, UNITS, ZERO, ZERO, 0, 8, Dialect.CUDA)
     host_copy.device_address(UNITS)
 
