@@ -1,6 +1,7 @@
 """Collects the numbers that a service reports at one moment."""
 
 from collections import Counter, defaultdict
+from collections.abc import Mapping
 
 from inference_svc.memory.agent_memory import AgentMemory
 from inference_svc.memory.service_stats import EngineFacts, OwedCount, ServiceStats, ServiceStatus
@@ -28,20 +29,27 @@ def _engine_facts(served: ServedModel | None) -> EngineFacts:
         return EngineFacts()
     engine, sizes = served.engine, served.engine.memories.sizes()
     hot_bytes: Counter[str] = Counter()
-    owed: defaultdict[str, OwedCount] = defaultdict(OwedCount)
     for key, size_bytes in sizes.items():
         hot_bytes[key.namespace] += size_bytes
-        tag = engine.memories.tag_of(key)
-        if isinstance(tag, AgentMemory) and tag.publication.is_owed:
-            owed[key.namespace].memories += 1
-            owed[key.namespace].size_bytes += tag.unstored_tokens * engine.model.kv_bytes_per_token
     return EngineFacts(
         model=served.name,
         kv_memory_used_bytes=engine.memory_used_bytes,
         hot_bytes=hot_bytes,
         hot_memories=len(sizes),
-        owed=owed,
+        owed=owed_of(served),
         computed_tokens=engine.computed_tokens,
         preemptions=engine.preemptions,
         kernels_failed=bool(engine.kernels.failure),
     )
+
+
+def owed_of(served: ServedModel) -> Mapping[str, OwedCount]:
+    """The hot memories that the store lacks, by namespace. May be called on any thread."""
+    engine, owed = served.engine, defaultdict[str, OwedCount](OwedCount)
+    for key in engine.memories.sizes():
+        tag = engine.memories.tag_of(key)
+        if isinstance(tag, AgentMemory) and tag.publication.is_owed:
+            owed[key.namespace].memories += 1
+            owed[key.namespace].failed += tag.publication.has_failed
+            owed[key.namespace].size_bytes += tag.unstored_tokens * engine.model.kv_bytes_per_token
+    return owed

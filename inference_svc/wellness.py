@@ -3,23 +3,29 @@
 import asyncio
 from collections.abc import Collection
 
-from kvasir.server.operating.wellness import Ailment, Wellness
+from kvasir.server.operating.wellness import Ailment, Wellness, memories_not_stored
 from kvasir.server.reloading import Reloading
 from kvasir.waits import HANGS_S
 
 from inference_svc.memory.store.remote_cache import RemoteCache
 from inference_svc.model.model_host import ModelHost, ModelState
 from inference_svc.served_model import ServedModel
+from inference_svc.service_status import owed_of
 
 
 async def wellness_of(host: ModelHost[ServedModel], stores: Collection[RemoteCache], reloading: Reloading) -> Wellness:
     """Asks the stores anew. On the event loop."""
     answers = await asyncio.gather(*(store.connection.is_there() for store in stores))
-    ailments = [*ailments_of_model(host)]
+    ailments = [*ailments_of_model(host), *_ailments_of_memories(host.served)]
     if not all(answers):
         away = f"the cache store does not answer for {answers.count(False)} of {len(answers)} namespaces"
         ailments.append(Ailment("STORE_UNREACHABLE", f"{away}: memories are neither read nor stored"))
     return Wellness(ailments, {"model": host.loaded, "model_sleeps": host.sleeps, **reloading.facts})
+
+
+def _ailments_of_memories(served: ServedModel | None) -> list[Ailment]:
+    failed = sum(each.failed for each in owed_of(served).values()) if served is not None else 0
+    return [memories_not_stored(failed)] if failed else []
 
 
 def ailments_of_model(host: ModelHost[ServedModel]) -> list[Ailment]:

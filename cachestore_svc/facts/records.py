@@ -416,6 +416,7 @@ class Stats:
     quota_bytes: int | None
     reserved_bytes: int
     free_disk_bytes: int
+    is_disk_full: bool
     unreferenced_bytes: int
     damaged_blob_count: int
     written_today_bytes: int

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import fields
 from functools import partial
 
-from kvasir.server.operating.wellness import Ailment
+from kvasir.server.operating.wellness import DISK_FULL, Ailment
 
 from cachestore_svc.core.core import Core
 from cachestore_svc.facts.records import Stats, Totals
@@ -34,6 +34,7 @@ class Statistics:
             quota_bytes=core.config.quota_bytes(namespace),
             reserved_bytes=core.space.reserved_bytes(namespace),
             free_disk_bytes=core.disk.free_bytes(core.config.data_dir),
+            is_disk_full=core.space.is_disk_full,
             unreferenced_bytes=unreferenced,
             damaged_blob_count=damaged,
             written_today_bytes=core.write_budget.today().get(namespace, 0),
@@ -63,7 +64,7 @@ class Statistics:
         core, found = self._core, list[Ailment]()
         core.sound_namespaces()  # raises where the index does not answer
         if core.space.is_disk_full:
-            found.append(Ailment("DISK_FULL", "the disk has no room beside what must stay free: writes are refused"))
+            found.append(DISK_FULL)
         found += [Ailment(refusal.reason, refusal.message) for refusal in core.seals.refusals()]
         if core.catalog.damage:
             what = f"the index is damaged: {len(core.catalog.damage)} namespaces are kept out"

@@ -62,4 +62,5 @@ def _namespace(name: str, counters: NamespaceCounters, hot_bytes: int, owed: Owe
         kv_memory_used_bytes=hot_bytes,
         owed_memories=owed.memories,
         owed_bytes=owed.size_bytes,
+        failed_memories=owed.failed,
     )

@@ -64,6 +64,7 @@ class ServiceStats:
 class OwedCount:
     memories: int = 0
     size_bytes: int = 0  # of what it lacks
+    failed: int = 0  # of the memories, whose last try has failed
 
 
 @dataclass(frozen=True, slots=True)

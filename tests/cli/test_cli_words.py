@@ -89,6 +89,10 @@ REFUSED: dict[str, tuple[tuple[str, ...], int, str]] = {
     "endless memory": (("doctor", "--memory-gib", "inf"), 2, "--memory-gib: expected a number above 0, got"),
     "layers that are none": (("doctor", "--kv-exact-layers", "x"), 2, "--kv-exact-layers: expected"),
     "no memory": (("bench", "engine", "--memory-gib", "-1"), 2, "--memory-gib"),
+    "an address that is none": (("--engine", "nonsense", "models", "ls"), 2, "nonsense"),
+    "a store's that is none": (("--address", "nonsense", "agents", "ls"), 2, "nonsense"),
+    "a token's file nowhere": (("--token-file", "/tmp/kv-nowhere", "models", "ls"), 5, "--token-file: /tmp/kv-nowhere"),
+    "a certificate nowhere": (("--ca-file", "/tmp/kv-nowhere", "models", "ls"), 5, "--ca-file: /tmp/kv-nowhere: there"),
     "no directory": (("agents", "export", "ada", "/tmp/kv-nowhere/ada.kva"), 5, "/tmp/kv-nowhere: there is no such"),
 }
 
@@ -98,6 +102,46 @@ def test_a_refusal_names_what_is_wrong(refused: tuple[tuple[str, ...], int, str]
     words, code, told = refused
     ended = in_process("--home", tmp_path, *words)
     assert (ended.code, told in ended.err) == (code, True), ended.err
+
+
+# Commands that start or run something, or whose own program looks at the data, and commands of this machine alone.
+STARTING = {"up", "demo", "prove", "bench", "pair", "doctor", "scenario", "keys", "peers", "backup", "restore"}
+ALONE = {
+    **dict.fromkeys([("down",), ("audit",), ("config", "show"), ("tokens", "new")], 0),
+    **dict.fromkeys([("logs",), ("agents", "import")], 5),  # there is no log, and no file x
+    **dict.fromkeys([("tokens", "ls"), ("tokens", "rm")], 4),  # there is no list of tokens to look at
+    # x is no KEY=VALUE, and no OWNER/NAME; there is no --from and no --force.
+    **dict.fromkeys([("agents", "label"), ("models", "pull"), ("models", "rm"), ("agents", "sync")], 2),
+    ("agents", "claim"): 2,
+}
+
+
+def _leaves(command: Any, *words: str) -> Iterator[tuple[tuple[str, ...], Any]]:
+    below = getattr(command, "commands", None)
+    if below is None:
+        yield words, command
+    for name, each in (below or {}).items():
+        yield from _leaves(each, *words, name)
+
+
+@pytest.mark.parametrize("words", [words for words, _ in _leaves(get_command(app)) if words != ("store", "serve")])
+def test_an_unknown_option_ends_each_command_with_2_and_json(words: tuple[str, ...]) -> None:
+    refused = in_process(*words, "--no-such-option", "--json")
+    assert (refused.code, json.loads(refused.out or refused.err)["error"]["reason"]) == (2, "WRONG_USAGE")
+
+
+def test_without_services_each_command_ends_as_the_table_of_exit_codes_has_it(tmp_path: Path) -> None:
+    others, count = {}, 0
+    for number, (words, command) in enumerate(_leaves(get_command(app))):
+        if words[0] in STARTING or words in {("store", "serve"), ("store", "check"), ("store", "recover")}:
+            continue
+        given = ["1" if each.name in ("version", "versions") else "x" for each in command.params if each.required]
+        flags = ["--from", "x"] if words == ("agents", "move") else []
+        code = in_process("--home", tmp_path / f"none-{number}", *words, *given, *flags).code
+        others |= {words: code} if code != ALONE.get(words, 3) else {}
+        count += 1
+    assert others == {}
+    assert count > 25
 
 
 def test_libraries_older_than_the_messages_are_told_in_a_line_and_not_by_a_traceback(tmp_path: Path) -> None:

@@ -4,9 +4,15 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
+from kvasir.cli.caller import Caller
+from kvasir.cli.doctor import service_problems
+from kvasir.cli.running.group import service_states
+from kvasir.cli.running.home import Home
 
+from tests.cli.running import in_process
 from tests.operating.conftest import Watched
 from tests.running.scraping import health
 
@@ -70,17 +76,32 @@ def test_a_hung_store_and_a_hung_engine_are_told_by_those_who_ask_them(watched: 
     eventually(lambda: watched.problems("gateway") == (200, []))
 
 
-def test_a_full_disk_is_told(watched: Watched) -> None:
-    store = watched.front.house.store
+def test_a_full_disk_and_memories_that_are_not_stored_are_reported(watched: Watched, tmp_path: Path) -> None:
+    house = watched.front.house
+    store, addresses = house.store, ("--address", house.store.address, "--engine", house.engine.address)
+    command = ("--home", tmp_path, *addresses)
+    in_process(*command, "chat", "ada", "--once", "Hello.")
+    assert in_process(*command, "status").code == 0
     store.kill()
     store.options += ["--free-disk-reserve-bytes", str(1 << 60)]
     store.start()
     assert watched.problems("store") == (503, ["DISK_FULL"])
+    eventually(lambda: watched.problems("engine") == (200, []))
+    assert in_process(*command, "chat", "ada", "--once", "I like tea.").code == 1, "it was not stored"
+    assert watched.problems("engine") == (200, ["MEMORIES_NOT_STORED"]), "a restart would lose them"
+    assert watched.problems("gateway") == (200, ["MEMORIES_NOT_STORED"])
+    status = in_process(*command, "status", "--json")
+    problems = {row["name"]: "".join(row["problems"]) for row in status.value["services"]}
+    assert (status.code, "DISK_FULL" in problems["store"], "turns of 1 agents" in problems["engine"]) == (1, True, True)
+    caller = Caller(Home(tmp_path), house.store.address, house.engine.address)
+    found = " ".join(service_problems(caller, service_states(caller)))
+    assert ("DISK_FULL" in found, "MEMORIES_NOT_STORED" in found) == (True, True)
     store.kill()
     del store.options[-2:]
     store.start()
     assert watched.problems("store") == (200, [])
     eventually(lambda: watched.problems("engine") == (200, []))
+    eventually(lambda: in_process(*command, "status").code == 0)
 
 
 def test_an_engine_without_a_model_is_not_well(watched: Watched) -> None:

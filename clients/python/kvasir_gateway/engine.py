@@ -25,7 +25,7 @@ from kvasir.common.v1 import message_pb2
 from kvasir.errors import FailedPrecondition, InvalidArgument, KvasirError, NotFound
 from kvasir.formats import manifest
 from kvasir.inference.v1 import inference_pb2 as pb
-from kvasir.server.operating.wellness import Ailment, Wellness
+from kvasir.server.operating.wellness import Ailment, Wellness, memories_not_stored
 
 from kvasir_gateway.models import unknown_alias
 from kvasir_gateway.reading.records import PREFIX, Beside, Kept, Made
@@ -294,7 +294,8 @@ class EngineLink:
             return _unwell("MODEL_CHANGING", "the engine's model is being changed", store=True)
         if models and not states & {pb.MODEL_STATE_ASLEEP, pb.MODEL_STATE_LOADED}:  # loaded between the two calls
             return _unwell("MODEL_NOT_LOADED", "the engine has no model loaded", store=True)
-        return Wellness((), {"engine": True, "store": True})
+        failed = sum(each.failed_memories for each in stats.namespaces)
+        return Wellness([memories_not_stored(failed)] if failed else [], {"engine": True, "store": True})
 
     async def models(self, within_s: float = 2.0) -> list[str]:
         """The names of its models; none where it does not answer, or not to the gateway itself."""

@@ -16,6 +16,7 @@ from rich.text import Text
 from kvasir.address import AddressError, parse_address
 from kvasir.cli.running.home import DEFAULT_HOME, Endpoint, Home
 from kvasir.cli.showing.terminal import PlainConsole, visible
+from kvasir.errors import NotFound
 
 _Command = TypeVar("_Command", bound=Callable[..., None])
 
@@ -39,6 +40,14 @@ class Caller:
             self.home = Home(home.expanduser().absolute())
         except RuntimeError:  # Path's word for ~ of nobody
             raise typer.BadParameter(f"{home}: there is no such user", param_hint="--home") from None
+        for option, given in (("--address", address), ("--engine", engine)):
+            try:
+                parse_address(given or "localhost:1")
+            except AddressError as error:
+                raise typer.BadParameter(str(error), param_hint=option) from None
+        for option, file in (("--token-file", token_file), ("--ca-file", ca_file)):
+            if file is not None and not file.exists():
+                raise NotFound(f"{option}: {file}: there is no such file", reason="FILE_NOT_FOUND", field=option)
         self.store_address, self.engine_address = address, engine
         self.token_file, self.ca_file = token_file, ca_file
 

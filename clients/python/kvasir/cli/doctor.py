@@ -19,7 +19,7 @@ from kvasir.cli.demo.self_test import self_test
 from kvasir.cli.failures import PROBLEMS
 from kvasir.cli.rows import fields_of, size, stats_row
 from kvasir.cli.running.checks import check_engine_option, check_exact_layers
-from kvasir.cli.running.group import ServiceState, kernels_of, service_states
+from kvasir.cli.running.group import ServiceState, service_states
 from kvasir.cli.running.health import Health
 from kvasir.cli.running.holding import is_led
 from kvasir.cli.running.program import run_program
@@ -81,7 +81,7 @@ def examined(caller: Caller, model: str, options: Sequence[str]) -> dict[str, An
         problems.append(f"{home}: only {size(disk.free)} of disk are free")
     if facts and facts["device"] == "cpu" and sys.platform == "linux" and not facts["blas"]:
         problems.append(_FASTER)
-    serving = kernels_of(caller) if services["engine"].state == Health.READY else {}
+    serving = services["engine"].facts.get("kernels", {})
     problems += kernel_problems((facts or {}).get("kernels", {}), serving)
     if facts and facts["memory"]["kv_memory_bytes"] > facts["memory"]["most_kv_bytes"]:
         most = facts["memory"]["most_kv_bytes"] / GIB

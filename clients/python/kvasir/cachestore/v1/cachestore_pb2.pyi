@@ -841,7 +841,7 @@ class GetStatsRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetStatsResponse(_message.Message):
-    __slots__ = ("agent_count", "snapshot_count", "blob_count", "blob_bytes", "logical_bytes", "quota_bytes", "reserved_bytes", "free_disk_bytes", "unreferenced_bytes", "damaged_blob_count", "counters", "written_today_bytes", "write_budget_bytes", "scrub")
+    __slots__ = ("agent_count", "snapshot_count", "blob_count", "blob_bytes", "logical_bytes", "quota_bytes", "reserved_bytes", "free_disk_bytes", "unreferenced_bytes", "damaged_blob_count", "counters", "written_today_bytes", "write_budget_bytes", "scrub", "is_disk_full")
     class CountersEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -863,6 +863,7 @@ class GetStatsResponse(_message.Message):
     WRITTEN_TODAY_BYTES_FIELD_NUMBER: _ClassVar[int]
     WRITE_BUDGET_BYTES_FIELD_NUMBER: _ClassVar[int]
     SCRUB_FIELD_NUMBER: _ClassVar[int]
+    IS_DISK_FULL_FIELD_NUMBER: _ClassVar[int]
     agent_count: int
     snapshot_count: int
     blob_count: int
@@ -877,7 +878,8 @@ class GetStatsResponse(_message.Message):
     written_today_bytes: int
     write_budget_bytes: int
     scrub: ScrubStatus
-    def __init__(self, agent_count: _Optional[int] = ..., snapshot_count: _Optional[int] = ..., blob_count: _Optional[int] = ..., blob_bytes: _Optional[int] = ..., logical_bytes: _Optional[int] = ..., quota_bytes: _Optional[int] = ..., reserved_bytes: _Optional[int] = ..., free_disk_bytes: _Optional[int] = ..., unreferenced_bytes: _Optional[int] = ..., damaged_blob_count: _Optional[int] = ..., counters: _Optional[_Mapping[str, int]] = ..., written_today_bytes: _Optional[int] = ..., write_budget_bytes: _Optional[int] = ..., scrub: _Optional[_Union[ScrubStatus, _Mapping]] = ...) -> None: ...
+    is_disk_full: bool
+    def __init__(self, agent_count: _Optional[int] = ..., snapshot_count: _Optional[int] = ..., blob_count: _Optional[int] = ..., blob_bytes: _Optional[int] = ..., logical_bytes: _Optional[int] = ..., quota_bytes: _Optional[int] = ..., reserved_bytes: _Optional[int] = ..., free_disk_bytes: _Optional[int] = ..., unreferenced_bytes: _Optional[int] = ..., damaged_blob_count: _Optional[int] = ..., counters: _Optional[_Mapping[str, int]] = ..., written_today_bytes: _Optional[int] = ..., write_budget_bytes: _Optional[int] = ..., scrub: _Optional[_Union[ScrubStatus, _Mapping]] = ..., is_disk_full: bool = ...) -> None: ...
 
 class ScrubStatus(_message.Message):
     __slots__ = ("began_at", "ended_at", "blobs_checked", "bytes_checked", "blobs_damaged", "blobs_repaired", "bytes_per_s")

@@ -4,7 +4,8 @@ import asyncio
 import contextlib
 import re
 import time
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Any
 
 import typer
@@ -21,6 +22,7 @@ from kvasir.cli.running.starting import ENGINE_KILLED
 from kvasir.cli.showing.tables import table
 from kvasir.cli.showing.terminal import visible
 from kvasir.errors import KvasirError, NotFound
+from kvasir.server.operating.wellness import DISK_FULL, Ailment, memories_not_stored
 from kvasir.waits import ANSWER_S, PAUSE_S
 
 _SERVICES = {"store": STORE_SERVICE, "engine": ENGINE_SERVICE}
@@ -38,7 +40,8 @@ class ServiceState:
     pid: int  # 0: it has no process
     state: str
     metrics: str = ""  # HOST:PORT; empty without
-    problems: tuple[str, ...] = ()  # why it is not well, as its /healthz says; nothing is known without it
+    problems: tuple[str, ...] = ()  # why it is not well, as it and its /healthz report
+    facts: Mapping[str, Any] = field(default_factory=dict)  # of a ready one: disk; or owed, kernels
 
 
 def service_states(caller: Caller) -> list[ServiceState]:
@@ -48,7 +51,17 @@ def service_states(caller: Caller) -> list[ServiceState]:
     states = [_state(name, endpoint, caller.home, running, alive) for name, endpoint in endpoints.items()]
     if running is not None and running.http:
         states.append(_state("http", Endpoint(running.http), caller.home, running, alive))
-    return states
+    return [_with_facts(caller, each) for each in states]
+
+
+def _with_facts(caller: Caller, state: ServiceState) -> ServiceState:
+    """The state with the numbers that the service answers, and the problems that they show."""
+    read = {"store": _store_facts, "engine": _engine_facts}.get(state.name)
+    if read is None or state.state != Health.READY:
+        return state
+    facts, found = read(caller)
+    problems = dict.fromkeys((*state.problems, *(f"{each.message} ({each.reason})" for each in found)))
+    return replace(state, facts=facts, problems=tuple(problems))
 
 
 def _state(name: str, endpoint: Endpoint, home: Home, running: Running | None, alive: list[int]) -> ServiceState:
@@ -91,57 +104,48 @@ def down(caller: Caller) -> None:
 
 
 def status(caller: Caller) -> None:
-    """Show what runs in this home, and where. Exit code 3 unless all of it is ready and well."""
+    """Show what runs in this home, and where. Ends with 3 unless all of it is ready, with 1 if it is not well."""
     home, running = caller.home, caller.home.running()
     states = service_states(caller)
+    facts = {name: value for each in states for name, value in each.facts.items()}
+    names = ("name", "address", "pid", "state", "metrics", "problems")
     value: dict[str, Any] = {
         "home": str(home.root),
         "pid": next(iter(holders(home.up_lock_file)), 0),
-        "services": [asdict(each) for each in states],
+        "services": [fields_of(each, *names) for each in states],
         "http_remark": running.http_remark if running is not None else "",
         "token_file": running.token_file if running is not None else "",
         "logs": str(home.logs),
-        "disk": _disk(caller) if _is_ready("store", states) else {},
-        "owed": _owed(caller) if _is_ready("engine", states) else {},
-        "kernels": kernels_of(caller) if _is_ready("engine", states) else {},
+        **{name: facts.get(name, {}) for name in ("disk", "owed", "kernels")},
     }
-    caller.result(value, lambda out: _show_status(out, value))
-    if any(each.state != Health.READY or each.problems for each in states):
+    caller.result(value, lambda out: _show_status(out, value, is_killed=running is not None))
+    if any(each.state != Health.READY for each in states):
         raise typer.Exit(UNREACHABLE)
+    is_unled = running is not None and not value["pid"]  # nothing restarts its services
+    if is_unled or any(each.problems for each in states):
+        raise typer.Exit(PROBLEMS)
 
 
-def _is_ready(name: str, states: list[ServiceState]) -> bool:
-    return any(each.name == name and each.state == Health.READY for each in states)
-
-
-def _owed(caller: Caller) -> dict[str, Any]:
-    """Hot memories that the store lacks, and bytes of them; nothing if the engine does not say soon."""
+def _engine_facts(caller: Caller) -> tuple[dict[str, Any], list[Ailment]]:
+    """Hot memories that the store lacks, and the implementations that serve; nothing if it does not answer soon."""
     with contextlib.suppress(KvasirError, ValueError, OSError):
         with caller.engine.engine_client(ANSWER_S) as client:
-            namespaces = client.get_stats().namespaces
-        return {
-            "memories": sum(each.owed_memories for each in namespaces),
-            "bytes": sum(each.owed_bytes for each in namespaces),
-        }
-    return {}
+            namespaces, kernels = client.get_stats().namespaces, client.get_capabilities().kernels
+        names = {"memories": "owed_memories", "bytes": "owed_bytes", "failed": "failed_memories"}
+        owed = {name: sum(getattr(each, source) for each in namespaces) for name, source in names.items()}
+        facts = {"owed": owed, "kernels": fields_of(kernels, *(field.name for field in kernels.DESCRIPTOR.fields))}
+        return facts, [memories_not_stored(owed["failed"])] if owed["failed"] else []
+    return {}, []
 
 
-def kernels_of(caller: Caller) -> dict[str, Any]:
-    """The implementations that serve, and a failure of the kernels' check; empty if the engine does not answer soon."""
-    with contextlib.suppress(KvasirError, ValueError, OSError):
-        with caller.engine.engine_client(ANSWER_S) as client:
-            found = client.get_capabilities().kernels
-        return fields_of(found, *(field.name for field in found.DESCRIPTOR.fields))
-    return {}
-
-
-def _disk(caller: Caller) -> dict[str, Any]:
-    """What the store wrote today and may write, and how far its scrub is; nothing if it does not say soon."""
+def _store_facts(caller: Caller) -> tuple[dict[str, Any], list[Ailment]]:
+    """Bytes that the store wrote today and may write, and how far its scrub is; nothing if it does not answer soon."""
     with contextlib.suppress(KvasirError, ValueError, OSError):
         with caller.store.store_client(ANSWER_S) as client:
             numbers = stats_row(client.get_stats())
-        return {name: numbers[name] for name in ("written_today_bytes", "write_budget_bytes", "scrub")}
-    return {}
+        names = ("written_today_bytes", "write_budget_bytes", "is_disk_full", "scrub")
+        return {"disk": {name: numbers[name] for name in names}}, [DISK_FULL] if numbers["is_disk_full"] else []
+    return {}, []
 
 
 def logs(
@@ -185,8 +189,9 @@ def _cells(row: dict[str, Any]) -> tuple[str, ...]:
     return row["name"], row["state"], f"pid {row['pid']}" if row["pid"] else "", row["address"], metrics
 
 
-def _show_status(out: Console, value: dict[str, Any]) -> None:
-    led = f"`kvasir up` runs here (pid {value['pid']})" if value["pid"] else "no `kvasir up` runs here"
+def _show_status(out: Console, value: dict[str, Any], *, is_killed: bool) -> None:
+    no_up = "`kvasir up` was killed here: it starts no service again" if is_killed else "no `kvasir up` runs here"
+    led = f"`kvasir up` runs here (pid {value['pid']})" if value["pid"] else no_up
     out.print(f"{value['home']}: {led}")
     services = table(("",) * 5, map(_cells, value["services"]))
     services.show_header = False

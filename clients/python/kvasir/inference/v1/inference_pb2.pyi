@@ -962,7 +962,7 @@ class GetStatsResponse(_message.Message):
     def __init__(self, model: _Optional[str] = ..., uptime: _Optional[_Union[_duration_pb2.Duration, _Mapping]] = ..., namespaces: _Optional[_Iterable[_Union[NamespaceStats, _Mapping]]] = ..., engine: _Optional[_Union[EngineStats, _Mapping]] = ..., store_is_reachable: bool = ...) -> None: ...
 
 class NamespaceStats(_message.Message):
-    __slots__ = ("namespace", "turns", "turn_ends", "refusals", "prefilled_tokens", "cached_tokens", "decoded_tokens", "sources", "misses", "publications", "published_bytes", "waiting_turns", "running_turns", "kv_memory_used_bytes", "made_good", "owed_memories", "owed_bytes")
+    __slots__ = ("namespace", "turns", "turn_ends", "refusals", "prefilled_tokens", "cached_tokens", "decoded_tokens", "sources", "misses", "publications", "published_bytes", "waiting_turns", "running_turns", "kv_memory_used_bytes", "made_good", "owed_memories", "owed_bytes", "failed_memories")
     class TurnEndsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -1022,6 +1022,7 @@ class NamespaceStats(_message.Message):
     MADE_GOOD_FIELD_NUMBER: _ClassVar[int]
     OWED_MEMORIES_FIELD_NUMBER: _ClassVar[int]
     OWED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    FAILED_MEMORIES_FIELD_NUMBER: _ClassVar[int]
     namespace: str
     turns: int
     turn_ends: _containers.ScalarMap[str, int]
@@ -1039,7 +1040,8 @@ class NamespaceStats(_message.Message):
     made_good: _containers.ScalarMap[str, int]
     owed_memories: int
     owed_bytes: int
-    def __init__(self, namespace: _Optional[str] = ..., turns: _Optional[int] = ..., turn_ends: _Optional[_Mapping[str, int]] = ..., refusals: _Optional[_Mapping[str, int]] = ..., prefilled_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., decoded_tokens: _Optional[int] = ..., sources: _Optional[_Mapping[str, int]] = ..., misses: _Optional[_Mapping[str, int]] = ..., publications: _Optional[_Mapping[str, int]] = ..., published_bytes: _Optional[int] = ..., waiting_turns: _Optional[int] = ..., running_turns: _Optional[int] = ..., kv_memory_used_bytes: _Optional[int] = ..., made_good: _Optional[_Mapping[str, int]] = ..., owed_memories: _Optional[int] = ..., owed_bytes: _Optional[int] = ...) -> None: ...
+    failed_memories: int
+    def __init__(self, namespace: _Optional[str] = ..., turns: _Optional[int] = ..., turn_ends: _Optional[_Mapping[str, int]] = ..., refusals: _Optional[_Mapping[str, int]] = ..., prefilled_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., decoded_tokens: _Optional[int] = ..., sources: _Optional[_Mapping[str, int]] = ..., misses: _Optional[_Mapping[str, int]] = ..., publications: _Optional[_Mapping[str, int]] = ..., published_bytes: _Optional[int] = ..., waiting_turns: _Optional[int] = ..., running_turns: _Optional[int] = ..., kv_memory_used_bytes: _Optional[int] = ..., made_good: _Optional[_Mapping[str, int]] = ..., owed_memories: _Optional[int] = ..., owed_bytes: _Optional[int] = ..., failed_memories: _Optional[int] = ...) -> None: ...
 
 class EngineStats(_message.Message):
     __slots__ = ("kv_memory_bytes", "kv_memory_used_bytes", "hot_memories", "restoring_bytes", "publishing_bytes", "prompt_bytes", "computed_tokens", "preemptions", "model_loads")

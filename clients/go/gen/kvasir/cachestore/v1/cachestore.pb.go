@@ -5251,7 +5251,9 @@ type GetStatsResponse struct {
 	// What all namespaces together may write in a day; 0: it is only counted.
 	WriteBudgetBytes int64 `protobuf:"varint,13,opt,name=write_budget_bytes,json=writeBudgetBytes,proto3" json:"write_budget_bytes,omitempty"`
 	// The background scrub of all namespaces, for role admin.
-	Scrub         *ScrubStatus `protobuf:"bytes,14,opt,name=scrub,proto3" json:"scrub,omitempty"`
+	Scrub *ScrubStatus `protobuf:"bytes,14,opt,name=scrub,proto3" json:"scrub,omitempty"`
+	// Writes are refused: the disk has no room beside what must stay free.
+	IsDiskFull    bool `protobuf:"varint,15,opt,name=is_disk_full,json=isDiskFull,proto3" json:"is_disk_full,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -5382,6 +5384,13 @@ func (x *GetStatsResponse) GetScrub() *ScrubStatus {
 		return x.Scrub
 	}
 	return nil
+}
+
+func (x *GetStatsResponse) GetIsDiskFull() bool {
+	if x != nil {
+		return x.IsDiskFull
+	}
+	return false
 }
 
 // ScrubStatus says how far the store is with hashing every blob again.
@@ -5858,7 +5867,7 @@ const file_kvasir_cachestore_v1_cachestore_proto_rawDesc = "" +
 	"\x05peers\x18\t \x03(\tR\x05peers\x12\x1a\n" +
 	"\bfeatures\x18\n" +
 	" \x03(\tR\bfeatures\"\x11\n" +
-	"\x0fGetStatsRequest\"\xb0\x05\n" +
+	"\x0fGetStatsRequest\"\xd2\x05\n" +
 	"\x10GetStatsResponse\x12\x1f\n" +
 	"\vagent_count\x18\x01 \x01(\x03R\n" +
 	"agentCount\x12%\n" +
@@ -5878,7 +5887,9 @@ const file_kvasir_cachestore_v1_cachestore_proto_rawDesc = "" +
 	"\bcounters\x18\v \x03(\v24.kvasir.cachestore.v1.GetStatsResponse.CountersEntryR\bcounters\x12.\n" +
 	"\x13written_today_bytes\x18\f \x01(\x03R\x11writtenTodayBytes\x12,\n" +
 	"\x12write_budget_bytes\x18\r \x01(\x03R\x10writeBudgetBytes\x127\n" +
-	"\x05scrub\x18\x0e \x01(\v2!.kvasir.cachestore.v1.ScrubStatusR\x05scrub\x1a;\n" +
+	"\x05scrub\x18\x0e \x01(\v2!.kvasir.cachestore.v1.ScrubStatusR\x05scrub\x12 \n" +
+	"\fis_disk_full\x18\x0f \x01(\bR\n" +
+	"isDiskFull\x1a;\n" +
 	"\rCountersEntry\x12\x10\n" +
 	"\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n" +
 	"\x05value\x18\x02 \x01(\x03R\x05value:\x028\x01\"\xb1\x02\n" +

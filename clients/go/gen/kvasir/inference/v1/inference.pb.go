@@ -5487,10 +5487,12 @@ type NamespaceStats struct {
 	// Publications that were committed after they had been reported as pending or failed, by what was reported.
 	MadeGood map[string]int64 `protobuf:"bytes,15,rep,name=made_good,json=madeGood,proto3" json:"made_good,omitempty" protobuf_key:"bytes,1,opt,name=key" protobuf_val:"varint,2,opt,name=value"`
 	// Now: hot memories that the store does not have yet, and how much it lacks of them. The engine goes on trying.
-	OwedMemories  int64 `protobuf:"varint,16,opt,name=owed_memories,json=owedMemories,proto3" json:"owed_memories,omitempty"`
-	OwedBytes     int64 `protobuf:"varint,17,opt,name=owed_bytes,json=owedBytes,proto3" json:"owed_bytes,omitempty"`
-	unknownFields protoimpl.UnknownFields
-	sizeCache     protoimpl.SizeCache
+	OwedMemories int64 `protobuf:"varint,16,opt,name=owed_memories,json=owedMemories,proto3" json:"owed_memories,omitempty"`
+	OwedBytes    int64 `protobuf:"varint,17,opt,name=owed_bytes,json=owedBytes,proto3" json:"owed_bytes,omitempty"`
+	// Of the owed memories, those whose last try has failed.
+	FailedMemories int64 `protobuf:"varint,18,opt,name=failed_memories,json=failedMemories,proto3" json:"failed_memories,omitempty"`
+	unknownFields  protoimpl.UnknownFields
+	sizeCache      protoimpl.SizeCache
 }
 
 func (x *NamespaceStats) Reset() {
@@ -5638,6 +5640,13 @@ func (x *NamespaceStats) GetOwedMemories() int64 {
 func (x *NamespaceStats) GetOwedBytes() int64 {
 	if x != nil {
 		return x.OwedBytes
+	}
+	return 0
+}
+
+func (x *NamespaceStats) GetFailedMemories() int64 {
+	if x != nil {
+		return x.FailedMemories
 	}
 	return 0
 }
@@ -6154,7 +6163,8 @@ const file_kvasir_inference_v1_inference_proto_rawDesc = "" +
 	"namespaces\x18\x03 \x03(\v2#.kvasir.inference.v1.NamespaceStatsR\n" +
 	"namespaces\x128\n" +
 	"\x06engine\x18\x04 \x01(\v2 .kvasir.inference.v1.EngineStatsR\x06engine\x12,\n" +
-	"\x12store_is_reachable\x18\x05 \x01(\bR\x10storeIsReachable\"\xf1\t\n" +
+	"\x12store_is_reachable\x18\x05 \x01(\bR\x10storeIsReachable\"\x9a\n" +
+	"\n" +
 	"\x0eNamespaceStats\x12\x1c\n" +
 	"\tnamespace\x18\x01 \x01(\tR\tnamespace\x12\x14\n" +
 	"\x05turns\x18\x02 \x01(\x03R\x05turns\x12N\n" +
@@ -6174,7 +6184,8 @@ const file_kvasir_inference_v1_inference_proto_rawDesc = "" +
 	"\tmade_good\x18\x0f \x03(\v21.kvasir.inference.v1.NamespaceStats.MadeGoodEntryR\bmadeGood\x12#\n" +
 	"\rowed_memories\x18\x10 \x01(\x03R\fowedMemories\x12\x1d\n" +
 	"\n" +
-	"owed_bytes\x18\x11 \x01(\x03R\towedBytes\x1a;\n" +
+	"owed_bytes\x18\x11 \x01(\x03R\towedBytes\x12'\n" +
+	"\x0ffailed_memories\x18\x12 \x01(\x03R\x0efailedMemories\x1a;\n" +
 	"\rTurnEndsEntry\x12\x10\n" +
 	"\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n" +
 	"\x05value\x18\x02 \x01(\x03R\x05value:\x028\x01\x1a;\n" +
