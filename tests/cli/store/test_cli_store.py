@@ -2,10 +2,13 @@
 
 import io
 import shutil
+import time
+from dataclasses import replace
 from pathlib import Path
 
 import kvasir
 import pytest
+from kvasir.cachestore.v1 import manifest_pb2
 from kvasir.cachestore.v1.identity_pb2 import KvIdentity
 from kvasir.cli import failures
 from kvasir.cli.caller import Caller
@@ -37,7 +40,7 @@ SNAPSHOT_KEYS = {
 }
 AGENT_KEYS = {
     *("expires_at", "agent_id", "labels", "is_pinned", "retained_versions", "created_at", "used_at", "lines"),
-    "ownership",
+    *("ownership", "title"),
 }
 
 
@@ -71,6 +74,33 @@ def test_ls_begins_with_the_last_used_and_leaves_out_agents_without_names(
     assert "1 more by this order: --limit." in said
     assert cli("agents", "ls", "--sort", "age").code == 2
     assert cli("agents", "ls", "--limit", "0").code == 2
+
+
+def test_titles_of_conversations_are_their_first_words_or_a_label_and_reading_them_is_no_use(
+    cli: Cli, client: StoreClient
+) -> None:
+    said = manifest_pb2.Message(role="user", content="Plan a trip to Porto in May,\nby train and with two children.")
+    told = [manifest_pb2.Message(role="system", content="You are brief."), said]
+    for number, name in enumerate(("conversation/0ed/1", "ada")):
+        made = SyntheticAgent(seed=7 + number).turn(20)
+        known = manifest_pb2.Manifest.FromString(made.manifest_bytes)
+        known.messages.extend(told)
+        data = known.SerializeToString(deterministic=True)
+        publish(client, name, replace(made, manifest_bytes=data, manifest_digest=Digest.of(data)), 0)
+    time.sleep(1.1)  # a use is noted once a second
+    before = {row.agent_id: row.used_at for row in client.list_agents().agents}
+
+    def titles() -> dict[str, str]:
+        return {row["agent_id"]: row["title"] for row in cli.done("agents", "ls", "--all", "--json").value}
+
+    assert titles() == {"ada": "", "conversation/0ed/1": "Plan a trip to Porto in May, by train…"}
+    assert {row.agent_id: row.used_at for row in client.list_agents().agents} == before
+    assert "Plan a trip" not in cli.done("agents", "ls").out
+    cli.done("agents", "label", "conversation/0ed/1", "title=Porto")
+    assert titles()["conversation/0ed/1"] == "Porto"
+    assert "Porto" in cli.done("agents", "ls", "--all").out
+    for name in before:
+        client.delete_agent(name)
 
 
 def test_ls_finds_by_prefix_and_label(cli: Cli, ada: SyntheticAgent) -> None:

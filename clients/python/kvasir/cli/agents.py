@@ -1,7 +1,7 @@
 """`kvasir agents …`: list, show, fork, roll back, delete, export and import their memories; see also `moving`."""
 
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from enum import StrEnum
@@ -33,6 +33,7 @@ from kvasir.cli.rows import (
     until,
 )
 from kvasir.cli.showing.tables import table
+from kvasir.cli.showing.titles import titles_of
 from kvasir.clients import InferenceClient, StoreClient
 from kvasir.clients.archive_file import pieces_of
 from kvasir.errors import KvasirError
@@ -146,23 +147,25 @@ def ls(
         bool, typer.Option("--all", help="Conversations too whose callers named no agent. So does --prefix.")
     ] = False,
 ) -> None:
-    """List agents that have names, the last used first.
+    """List agents that have names, the last used first. The title of a conversation is its label `title`, else its
+    first words (of the first 100 that are listed).
 
     Labels that Kvasir gives for itself are in --json and in `kvasir agents show`.
     """
     with store_client(caller) as client:
         found = list(all_agents(client, prefix, labels_of(label or [])))
-    listed = [agent for agent in found if has_all or prefix or not agent.agent_id.startswith(UNNAMED_PREFIXES)]
-    shown = sorted(listed, key=_ORDERS[sort])[:limit]
+        listed = [agent for agent in found if has_all or prefix or not agent.agent_id.startswith(UNNAMED_PREFIXES)]
+        shown = sorted(listed, key=_ORDERS[sort])[:limit]
+        titles = titles_of(client, shown)
 
     def show(out: Console) -> None:
-        out.print(_agents_table(shown))
+        out.print(_agents_table(shown, titles))
         if unnamed := len(found) - len(listed):
             out.print(f"{unnamed} more that their callers did not name: --all lists them.", style="dim")
         if cut := len(listed) - len(shown):
             out.print(f"{cut} more by this order: --limit.", style="dim")
 
-    caller.result([agent_row(agent) for agent in shown], show)
+    caller.result([agent_row(agent) | {"title": titles.get(agent.agent_id, "")} for agent in shown], show)
 
 
 @command(app, "show")
@@ -379,8 +382,8 @@ def arrived_words(made: pb.SnapshotVersion) -> str:
     return f"{made.agent_id} is here at version {made.version}: {made.token_count} tokens, {size(made.total_bytes)}"
 
 
-def _agents_table(agents: list[pb.Agent]) -> Table:
-    expires = ["expires"] if any(agent.HasField("expires_at") for agent in agents) else []
+def _agents_table(agents: list[pb.Agent], titles: Mapping[str, str]) -> Table:
+    """Columns that are empty in every row are left out: names are long."""
     now = datetime.now(UTC)
 
     def row(agent: pb.Agent) -> tuple[object, ...]:
@@ -388,12 +391,14 @@ def _agents_table(agents: list[pb.Agent]) -> Table:
         labels = {key: value for key, value in agent.labels.items() if key in _SETTINGS or not key.startswith(_OWN)}
         where = owner_words(agent.ownership)
         name = f"{agent.agent_id} ({where})" if where else agent.agent_id
-        expiry = [until(agent.expires_at, now)] if expires else []
-        used = (ago(agent.used_at, now), *expiry, "yes" if agent.is_pinned else "", labels_text(labels))
-        return name, newest.version, newest.token_count, size(newest.total_bytes), *used
+        used = (ago(agent.used_at, now), until(agent.expires_at, now), "yes" if agent.is_pinned else "")
+        sizes = (newest.version, newest.token_count, size(newest.total_bytes))
+        return name, titles.get(agent.agent_id, ""), *sizes, *used, labels_text(labels)
 
-    columns = ("agent", "version", "tokens", "bytes", "used", *expires, "pinned", "labels")
-    return table(columns, map(row, agents), numbers=_NUMBERS)
+    columns = ("agent", "title", "version", "tokens", "bytes", "used", "expires", "pinned", "labels")
+    rows = [row(agent) for agent in agents]
+    full = [number for number, _ in enumerate(columns) if not rows or any(each[number] != "" for each in rows)]
+    return table([columns[n] for n in full], ([each[n] for n in full] for each in rows), numbers=_NUMBERS)
 
 
 def _versions_table(versions: list[pb.SnapshotVersion]) -> Table:
