@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from kvasir.clients import Reply
 from kvasir.common.v1 import message_pb2
-from kvasir.errors import Cancelled, Internal, KvasirError
+from kvasir.errors import Cancelled, Internal, InvalidArgument, KvasirError
 from kvasir.inference.v1 import inference_pb2 as pb
 from kvasir.server.operating.log_errors import places
 from kvasir.waits import SOON_S
@@ -26,6 +26,7 @@ from kvasir_gateway.turn import Said, ToolUse, Turn
 _log = logging.getLogger(__name__)
 _Result = TypeVar("_Result")
 Events = AsyncGenerator[pb.GenerateResponse, None]
+Made = Callable[[Callable[[], "Ready"]], Awaitable["Ready"]]  # in a thread beside the event loop
 
 
 class ClientLeft(Cancelled):
@@ -114,6 +115,17 @@ class Turns:
         *_, digest = self._conversations.digests_of(turn.messages)
         return Ready(turn, chain, digest, sent_messages(turn), side_call_of(turn, side_rules))
 
+    async def appended(self, ready: Ready, caller: CallerAtEngine, agent_id: str, made: Made) -> Ready:
+        """The turn with its newest messages alone: what stands before them is what the agent remembers already. An agent
+        that remembers nothing yet gets all of them. Raises InvalidArgument."""
+        turn, tail = ready.turn, newest_messages(ready.turn.messages)
+        if not tail:
+            raise InvalidArgument("messages: expected one behind the last reply, to append", field="messages")
+        if len(tail) < len(turn.messages) and await caller.is_new(agent_id):
+            whole = replace(turn, is_append=False, memory={**turn.memory, "expected_version": 0})
+            return replace(ready, turn=whole)
+        return await made(lambda: self.ready(replace(turn, messages=tail)))
+
     async def memory(self, ready: Ready, caller: CallerAtEngine, namespace: str, agent_id: str) -> Memory:
         """What the turn remembers. Whoever asks must say when it has `left`."""
         turn, chain = ready.turn, ready.chain
@@ -164,6 +176,15 @@ class Turns:
         self._tidying.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             _log.warning("conversations.not_tidied error=%s", getattr(error, "reason", type(error).__name__))
+
+
+def newest_messages(messages: Sequence[Said]) -> tuple[Said, ...]:
+    """Those behind the last reply; where there is none, all but the system's at the beginning."""
+    replies = [number for number, message in enumerate(messages, 1) if message.role == "assistant"]
+    begin = replies[-1] if replies else 0
+    while not replies and begin < len(messages) and messages[begin].role == "system":
+        begin += 1
+    return tuple(messages[begin:])
 
 
 def said(reply: Reply) -> Said:

@@ -295,6 +295,9 @@ class Gateway:
         has a status of its own."""
         turns = self._around.turns
         ready = await call.room.made(partial(self._ready, call, translate))
+        if heads.appends(call.request):
+            more = turns.appended(ready, call.caller, call.agent_id, call.room.made)
+            ready = await unless_left(call.request.receive, more)
         looking = turns.memory(ready, call.caller, call.namespace, call.agent_id)
         memory = await unless_left(call.request.receive, looking)
         call.reading.side_call = memory.side_call

@@ -42,7 +42,7 @@ _SUMMARY = "conversation.summary"  # of one whose client has asked for a summary
 _COPIED = (cachestore_pb2.ORIGIN_IMPORT, cachestore_pb2.ORIGIN_PULL)
 _AGENTS_AT_ONCE = 8  # of which one request reads the memory
 _MAX_MESSAGES = 10_000  # as the engine takes
-_ARGUMENTS = re.compile(r"messages\.messages\[(\d+)\]\.tool_calls\[(\d+)\]\.arguments_json")
+_ARGUMENTS = re.compile(r"(?:append_)?messages\.messages\[(\d+)\]\.tool_calls\[(\d+)\]\.arguments_json")
 _LARGE_CHARS = 64 << 10  # of a prompt: a look at its model costs less than to send it twice
 
 SentMessages = Sequence[message_pb2.Message]
@@ -218,6 +218,14 @@ class CallerAtEngine:
             return Rules(volatile.from_label(label), is_asked=True) if label else rules
         except KvasirError:  # there is no such agent yet, or it cannot be said now
             return rules
+
+    async def is_new(self, agent_id: str) -> bool:
+        """Whether the store knows no such agent; False while it cannot answer."""
+        try:
+            await self.client.get_agent(agent_id)
+        except KvasirError as error:
+            return isinstance(error, NotFound)
+        return False
 
     async def fork(self, source: str, name: str, version: int | None) -> int:
         return _newest(await self.client.fork_agent(source, name, version=version))

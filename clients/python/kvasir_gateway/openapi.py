@@ -159,7 +159,7 @@ def _parameters(operation: Operation) -> list[Json]:
     found += [{"name": each, "in": "query", "schema": _QUERY.get(each, {"type": "string"})} for each in operation.query]
     if operation.streams and "{agent_id}" not in operation.path:
         found.append({"name": "x-agent-id", "in": "header", "schema": name})
-        asked = {"type": "string", "enum": ["replace", "read-only", "none"]}
+        asked = {"type": "string", "enum": ["replace", "read-only", "none", "append"]}
         found.append({"name": "x-agent-memory", "in": "header", "schema": asked})
     return found
 

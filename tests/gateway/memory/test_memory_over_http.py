@@ -165,6 +165,38 @@ def test_what_becomes_of_a_named_agents_memory_is_asked_and_told_in_a_header(fro
     assert (answer.headers["x-agent-memory"], answer.headers["x-agent-id"]) == ("new", "streamed")
 
 
+def test_append_takes_only_what_follows_the_last_reply(front: Front, openai: Any) -> None:
+    """Over OpenAI's and Anthropic's APIs, whether a client resends the conversation or not."""
+    headers = {"x-agent-id": "appended", "x-agent-memory": "append"}
+    mine = front.openai(**headers).chat.completions.with_raw_response
+    system = {"role": "system", "content": "You are brief."}
+
+    def talk(*messages: dict[str, str]) -> tuple[str, str]:
+        raw = mine.create(model=MODEL, max_tokens=16, messages=[*messages])
+        return raw.headers["x-agent-memory"], raw.parse().choices[0].message.content
+
+    done, reply = talk(system, {"role": "user", "content": "My name is Anna."})
+    assert done == "new"
+    assert talk({"role": "user", "content": "My dog is called Rex."})[0] == "extended"
+    resent = [system, {"role": "user", "content": "forgotten here"}, {"role": "assistant", "content": "and wrong"}]
+    done, answer = talk(*resent, {"role": "user", "content": "What is my name?"})
+    assert (done, "Anna" in answer) == ("extended", True)
+    theirs = front.anthropic(**headers).messages
+    dog = theirs.create(
+        model=MODEL, max_tokens=16, system="Not read.", messages=[{"role": "user", "content": "What is my dog called?"}]
+    )
+    assert "Rex" in dog.content[0].text
+    assert (dog.usage.cache_read_input_tokens or 0) > 30
+    with front.house.client(front.keys["ada"]) as client:
+        snapshot, data = client.get_snapshot("appended")
+    said = [message.content for message in manifest.parse(data).messages if message.role != "assistant"]
+    asked = ["My name is Anna.", "My dog is called Rex.", "What is my name?", "What is my dog called?"]
+    assert (snapshot.version, said) == (4, ["You are brief.", *asked])
+    for refused in ([system], [*resent]):
+        with pytest.raises(openai.BadRequestError, match="behind the last reply"):
+            talk(*refused)
+
+
 def test_an_id_names_its_own_reply_whatever_stands_in_its_place_now(front: Front) -> None:
     client = front.openai().responses
     first = client.create(model=MODEL, input="Placed. My name is Anna.", max_output_tokens=8)

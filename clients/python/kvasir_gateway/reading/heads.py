@@ -24,6 +24,7 @@ _MEMORY: Mapping[str, Mapping[str, Any]] = {
     "replace": {"replace_memory": True},
     "read-only": {"memory_mode": pb.MEMORY_MODE_READ_ONLY},
     "none": {"memory_mode": pb.MEMORY_MODE_NONE},
+    "append": {},
 }
 
 
@@ -37,7 +38,14 @@ def with_memory(request: Request, agent_id: str, turn: Turn) -> Turn:
         raise InvalidArgument(f"x-agent-memory: {where}", field="x-agent-memory")
     if asked != "none" and not agent_id:
         raise InvalidArgument(f"x-agent-memory: {asked} needs x-agent-id", field="x-agent-memory")
-    return replace(turn, memory=_MEMORY[asked])
+    if asked == "append" and not turn.messages:
+        raise InvalidArgument("x-agent-memory: append needs messages", field="x-agent-memory")
+    return replace(turn, memory=_MEMORY[asked], is_append=asked == "append")
+
+
+def appends(request: Request) -> bool:
+    """Whether the request's newest messages follow what its agent remembers."""
+    return request.headers.get("x-agent-memory") == "append"
 
 
 def told(reading: Reading, agent_id: str, turn: Turn, started: pb.Started) -> dict[str, str]:
