@@ -1,6 +1,7 @@
 """One loaded model and the parts that serve it: engine, tokenizer, turns."""
 
 import asyncio
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
@@ -18,7 +19,7 @@ from inference_svc.memory.publishing.copies import Copies
 from inference_svc.memory.recall import Recall
 from inference_svc.memory.restore_costs import RestoreCosts
 from inference_svc.memory.reuse_planning import ReusePlanner
-from inference_svc.memory.service_stats import ServiceStats
+from inference_svc.memory.service_stats import OwedCount, ServiceStats
 from inference_svc.memory.store.answers import EventCursor
 from inference_svc.memory.store.remote_cache import RemoteCache
 from inference_svc.model import kvasir_tiny
@@ -50,6 +51,18 @@ class ServedModel:
     @property
     def is_idle(self) -> bool:
         return self.turns.is_idle and self.embedder.is_idle
+
+    @property
+    def owed(self) -> Mapping[str, OwedCount]:
+        """The hot memories that the store lacks, by namespace. On any thread."""
+        owed = defaultdict[str, OwedCount](OwedCount)
+        for key in self.engine.memories.sizes():
+            tag = self.engine.memories.tag_of(key)
+            if isinstance(tag, AgentMemory) and tag.publication.is_owed:
+                owed[key.namespace].memories += 1
+                owed[key.namespace].failed += tag.publication.has_failed
+                owed[key.namespace].size_bytes += tag.unstored_tokens * self.engine.model.kv_bytes_per_token
+        return owed
 
     def add_store(self, namespace: str, store: RemoteCache, now: EventCursor | None) -> None:
         """A namespace that was only hot has a store. What is hot goes

@@ -1,10 +1,8 @@
 """Collects the numbers that a service reports at one moment."""
 
-from collections import Counter, defaultdict
-from collections.abc import Mapping
+from collections import Counter
 
-from inference_svc.memory.agent_memory import AgentMemory
-from inference_svc.memory.service_stats import EngineFacts, OwedCount, ServiceStats, ServiceStatus
+from inference_svc.memory.service_stats import EngineFacts, ServiceStats, ServiceStatus
 from inference_svc.model.model_host import ModelHost
 from inference_svc.served_model import ServedModel
 from inference_svc.turns.admission import Admission
@@ -36,20 +34,8 @@ def _engine_facts(served: ServedModel | None) -> EngineFacts:
         kv_memory_used_bytes=engine.memory_used_bytes,
         hot_bytes=hot_bytes,
         hot_memories=len(sizes),
-        owed=owed_of(served),
+        owed=served.owed,
         computed_tokens=engine.computed_tokens,
         preemptions=engine.preemptions,
         kernels_failed=bool(engine.kernels.failure),
     )
-
-
-def owed_of(served: ServedModel) -> Mapping[str, OwedCount]:
-    """The hot memories that the store lacks, by namespace. May be called on any thread."""
-    engine, owed = served.engine, defaultdict[str, OwedCount](OwedCount)
-    for key in engine.memories.sizes():
-        tag = engine.memories.tag_of(key)
-        if isinstance(tag, AgentMemory) and tag.publication.is_owed:
-            owed[key.namespace].memories += 1
-            owed[key.namespace].failed += tag.publication.has_failed
-            owed[key.namespace].size_bytes += tag.unstored_tokens * engine.model.kv_bytes_per_token
-    return owed

@@ -10,7 +10,6 @@ from kvasir.waits import HANGS_S
 from inference_svc.memory.store.remote_cache import RemoteCache
 from inference_svc.model.model_host import ModelHost, ModelState
 from inference_svc.served_model import ServedModel
-from inference_svc.service_status import owed_of
 
 
 async def wellness_of(host: ModelHost[ServedModel], stores: Collection[RemoteCache], reloading: Reloading) -> Wellness:
@@ -24,7 +23,7 @@ async def wellness_of(host: ModelHost[ServedModel], stores: Collection[RemoteCac
 
 
 def _ailments_of_memories(served: ServedModel | None) -> list[Ailment]:
-    failed = sum(each.failed for each in owed_of(served).values()) if served is not None else 0
+    failed = sum(each.failed for each in served.owed.values()) if served is not None else 0
     return [memories_not_stored(failed)] if failed else []
 
 

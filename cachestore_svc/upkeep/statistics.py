@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import fields
 from functools import partial
 
-from kvasir.server.operating.wellness import DISK_FULL, Ailment
+from kvasir.server.operating.wellness import Ailment
 
 from cachestore_svc.core.core import Core
 from cachestore_svc.facts.records import Stats, Totals
@@ -64,7 +64,7 @@ class Statistics:
         core, found = self._core, list[Ailment]()
         core.sound_namespaces()  # raises where the index does not answer
         if core.space.is_disk_full:
-            found.append(DISK_FULL)
+            found.append(Ailment("DISK_FULL", "the disk has no room beside what must stay free: writes are refused"))
         found += [Ailment(refusal.reason, refusal.message) for refusal in core.seals.refusals()]
         if core.catalog.damage:
             what = f"the index is damaged: {len(core.catalog.damage)} namespaces are kept out"

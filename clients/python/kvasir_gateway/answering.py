@@ -116,8 +116,8 @@ class Turns:
         return Ready(turn, chain, digest, sent_messages(turn), side_call_of(turn, side_rules))
 
     async def appended(self, ready: Ready, caller: CallerAtEngine, agent_id: str, made: Made) -> Ready:
-        """The turn with its newest messages alone: what stands before them is what the agent remembers already. An agent
-        that remembers nothing yet gets all of them. Raises InvalidArgument."""
+        """The turn with its newest messages alone: the agent remembers those before them. One that remembers nothing
+        yet gets all of them. Raises InvalidArgument."""
         turn, tail = ready.turn, newest_messages(ready.turn.messages)
         if not tail:
             raise InvalidArgument("messages: expected one behind the last reply, to append", field="messages")

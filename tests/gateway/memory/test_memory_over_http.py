@@ -175,7 +175,7 @@ def test_append_takes_only_what_follows_the_last_reply(front: Front, openai: Any
         raw = mine.create(model=MODEL, max_tokens=16, messages=[*messages])
         return raw.headers["x-agent-memory"], raw.parse().choices[0].message.content
 
-    done, reply = talk(system, {"role": "user", "content": "My name is Anna."})
+    done, _ = talk(system, {"role": "user", "content": "My name is Anna."})
     assert done == "new"
     assert talk({"role": "user", "content": "My dog is called Rex."})[0] == "extended"
     resent = [system, {"role": "user", "content": "forgotten here"}, {"role": "assistant", "content": "and wrong"}]

@@ -22,7 +22,6 @@ from kvasir.cli.running.starting import ENGINE_KILLED
 from kvasir.cli.showing.tables import table
 from kvasir.cli.showing.terminal import visible
 from kvasir.errors import KvasirError, NotFound
-from kvasir.server.operating.wellness import DISK_FULL, Ailment, memories_not_stored
 from kvasir.waits import ANSWER_S, PAUSE_S
 
 _SERVICES = {"store": STORE_SERVICE, "engine": ENGINE_SERVICE}
@@ -60,8 +59,9 @@ def _with_facts(caller: Caller, state: ServiceState) -> ServiceState:
     if read is None or state.state != Health.READY:
         return state
     facts, found = read(caller)
-    problems = dict.fromkeys((*state.problems, *(f"{each.message} ({each.reason})" for each in found)))
-    return replace(state, facts=facts, problems=tuple(problems))
+    known = " ".join(state.problems)  # of its /healthz
+    new = (f"{text} ({reason})" for reason, text in found.items() if f"({reason})" not in known)
+    return replace(state, facts=facts, problems=(*state.problems, *new))
 
 
 def _state(name: str, endpoint: Endpoint, home: Home, running: Running | None, alive: list[int]) -> ServiceState:
@@ -126,7 +126,7 @@ def status(caller: Caller) -> None:
         raise typer.Exit(PROBLEMS)
 
 
-def _engine_facts(caller: Caller) -> tuple[dict[str, Any], list[Ailment]]:
+def _engine_facts(caller: Caller) -> tuple[dict[str, Any], dict[str, str]]:
     """Hot memories that the store lacks, and the implementations that serve; nothing if it does not answer soon."""
     with contextlib.suppress(KvasirError, ValueError, OSError):
         with caller.engine.engine_client(ANSWER_S) as client:
@@ -134,18 +134,20 @@ def _engine_facts(caller: Caller) -> tuple[dict[str, Any], list[Ailment]]:
         names = {"memories": "owed_memories", "bytes": "owed_bytes", "failed": "failed_memories"}
         owed = {name: sum(getattr(each, source) for each in namespaces) for name, source in names.items()}
         facts = {"owed": owed, "kernels": fields_of(kernels, *(field.name for field in kernels.DESCRIPTOR.fields))}
-        return facts, [memories_not_stored(owed["failed"])] if owed["failed"] else []
-    return {}, []
+        text = f"the store did not take the newest turns of {owed['failed']} agents, which are in RAM alone"
+        return facts, {"MEMORIES_NOT_STORED": text} if owed["failed"] else {}
+    return {}, {}
 
 
-def _store_facts(caller: Caller) -> tuple[dict[str, Any], list[Ailment]]:
+def _store_facts(caller: Caller) -> tuple[dict[str, Any], dict[str, str]]:
     """Bytes that the store wrote today and may write, and how far its scrub is; nothing if it does not answer soon."""
     with contextlib.suppress(KvasirError, ValueError, OSError):
         with caller.store.store_client(ANSWER_S) as client:
             numbers = stats_row(client.get_stats())
         names = ("written_today_bytes", "write_budget_bytes", "is_disk_full", "scrub")
-        return {"disk": {name: numbers[name] for name in names}}, [DISK_FULL] if numbers["is_disk_full"] else []
-    return {}, []
+        full = {"DISK_FULL": "the disk has no room beside what must stay free: writes are refused"}
+        return {"disk": {name: numbers[name] for name in names}}, full if numbers["is_disk_full"] else {}
+    return {}, {}
 
 
 def logs(

@@ -14,9 +14,6 @@ class Ailment:
     stops: bool = True  # the service does not do all that it should; False: it only is slow
 
 
-DISK_FULL = Ailment("DISK_FULL", "the disk has no room beside what must stay free: writes are refused")
-
-
 def memories_not_stored(count: int) -> Ailment:
     """It stops nothing: the engine goes on trying, and a restart of it would lose these memories."""
     text = f"the store did not take the newest turns of {count} agents, which are in RAM alone"
