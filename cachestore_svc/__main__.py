@@ -5,8 +5,9 @@ import contextlib
 import secrets
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from typing import Any
 
 import structlog
 from kvasir.address import AddressError
@@ -27,7 +28,7 @@ from kvasir.server.shared_room import SharedRoom
 from kvasir.waits import uptime_s
 
 from cachestore_svc.blobs.disk import Disk
-from cachestore_svc.commands import care, pairing, seal_keys
+from cachestore_svc.commands import beside, care, pairing, seal_keys
 from cachestore_svc.commands.command_line import CANNOT_RUN, NO_STORE, OK, parser
 from cachestore_svc.config import ConfigError, StoreSettings, read_settings
 from cachestore_svc.edge.agent_service import AgentService
@@ -43,6 +44,7 @@ from cachestore_svc.edge.roles import (
     SERVICE_NAME,
 )
 from cachestore_svc.edge.service import CacheStoreService, ServiceLimits, StoreParts, add_to_server
+from cachestore_svc.facts.records import StoreConfig
 from cachestore_svc.index.catalog import HOUSE
 from cachestore_svc.moving.arrivals import Receiving
 from cachestore_svc.moving.bringing import Bringing
@@ -80,8 +82,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return pairing.main(arguments)
     options = vars(parser().parse_args(arguments))
     command, as_json = options.pop("command"), options.pop("json", False)
-    repair, dry_run = options.pop("repair", False), options.pop("dry_run", False)
-    namespaces = options.pop("namespace", None) or []
+    words = {name: options.pop(name, None) for name in ("repair", "read_only", "dry_run", "namespace", "into")}
     asked_of_keys = seal_keys.take_options(options)
     try:
         settings = read_settings(options)
@@ -94,20 +95,35 @@ def main(arguments: Sequence[str] | None = None) -> int:
             key_care = KeyCare(settings.store_config(), time.time, secrets.token_bytes, Disk())
             seal_keys.run_keys(settings, key_care, asked_of_keys, secrets.token_bytes, as_json)
             return OK
-        if not holds_store(settings.data_dir):
-            print(f"cachestore_svc: no store in {settings.data_dir}", file=sys.stderr)
-            return NO_STORE
-        if command == "recover":
-            return recover(settings, namespaces, as_json)
-        # A check must find what there is, not what a start makes of it.
-        only_looks = (command == "check" and not repair) or dry_run
-        with open_store(settings, sweeps=not only_looks) as store:
-            if command == "check":
-                return care.check(store, repair, as_json)
-            return care.scrub(store, as_json) if command == "scrub" else care.collect(store, dry_run, as_json)
+        return _look_after(settings, command, words, as_json)
     except (ConfigError, RefusedToStart, AddressError, KvasirError) as error:
         print(f"cachestore_svc: {error}", file=sys.stderr)
         return CANNOT_RUN
+
+
+def _look_after(settings: StoreSettings, command: str, words: Mapping[str, Any], as_json: bool) -> int:
+    """A command about the data. Raises KvasirError."""
+    if not holds_store(settings.data_dir):
+        print(f"cachestore_svc: no store in {settings.data_dir}", file=sys.stderr)
+        return NO_STORE
+    if command == "copy-index":
+        beside.copy_index(settings.data_dir, words["into"], time.time)
+        return OK
+    if command == "recover":
+        return recover(settings, words["namespace"] or [], as_json)
+    if words["read_only"]:
+        masters = seal_keys.masters_of(settings)
+
+        def open_copy(config: StoreConfig) -> Store:
+            return Store.open(config, time.time, secrets.token_hex, sweeps=False, masters=masters)
+
+        return care.show_check(beside.check_beside(settings.store_config(), open_copy, time.time), as_json)
+    # A check must find what there is, not what a start makes of it.
+    only_looks = (command == "check" and not words["repair"]) or words["dry_run"]
+    with open_store(settings, sweeps=not only_looks) as store:
+        if command == "check":
+            return care.show_check(store.care.check(repair=words["repair"]), as_json)
+        return care.scrub(store, as_json) if command == "scrub" else care.collect(store, words["dry_run"], as_json)
 
 
 def open_store(settings: StoreSettings, *, sweeps: bool = True) -> Store:

@@ -9,13 +9,12 @@ from kvasir.formats.digest import Digest
 from kvasir.waits import PROGRESS_S
 
 from cachestore_svc.commands.command_line import FOUND_PROBLEMS, OK
-from cachestore_svc.facts.records import RecoverReport
+from cachestore_svc.facts.records import CheckReport, RecoverReport
 from cachestore_svc.store.store import Store
 
 
-def check(store: Store, repair: bool, as_json: bool) -> int:
-    """Walk index and files both ways. Exit code 1 when something is wrong and was not repaired."""
-    report = store.care.check(repair=repair)
+def show_check(report: CheckReport, as_json: bool) -> int:
+    """Print what a walk over index and files found. Exit code 1 when something is wrong and was not repaired."""
     if as_json:
         print(json.dumps(asdict(report) | {"is_clean": report.is_clean}))
     else:

@@ -4,6 +4,7 @@ import argparse
 
 from kvasir.options.finding import add_options
 from kvasir.options.table import options_of
+from kvasir.options.texts import path_of
 
 from cachestore_svc.commands import seal_keys
 from cachestore_svc.config import StoreSettings
@@ -30,6 +31,11 @@ def parser() -> argparse.ArgumentParser:
         command.add_argument("--json", action="store_true")
         if name == "check":
             command.add_argument("--repair", action="store_true", help="repair the damage that can be repaired")
+            beside = "check a copy of the index; beside a store that runs, too"
+            command.add_argument("--read-only", action="store_true", help=beside)
+            add_options(command, StoreSettings, ["accept_older"])
+    copy = commands.add_parser("copy-index", parents=[shared], help="write a copy of the index; the store may run")
+    copy.add_argument("--into", type=path_of, required=True, help="the new file")
     recover_ = commands.add_parser(
         "recover",
         parents=[shared],

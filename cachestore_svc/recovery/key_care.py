@@ -11,6 +11,7 @@ from cachestore_svc.blobs.backend import NamespaceBlobs
 from cachestore_svc.blobs.disk import Disk
 from cachestore_svc.blobs.local_directory import LocalDirectory
 from cachestore_svc.facts.records import StoreConfig
+from cachestore_svc.index.damage import reading_damage
 from cachestore_svc.index.sqlite.database.looking import looking_at
 from cachestore_svc.recovery.opening import DATABASE, locked, now_unix_ms
 from cachestore_svc.sealing.key_files import KeyFiles
@@ -30,7 +31,8 @@ class SealedNamespace:
 
 
 class KeyCare:
-    """Changes of key records in one data directory. Each locks it. Raises Unavailable (LOCKED) while a store runs."""
+    """Changes of key records in one data directory. Each locks it. Raises Unavailable (LOCKED) while a store runs, but
+    for `records`."""
 
     def __init__(self, config: StoreConfig, clock: Callable[[], float], random_bytes: RandomBytes, disk: Disk) -> None:
         self._config = config
@@ -43,7 +45,7 @@ class KeyCare:
         """All namespaces that are sealed, by name. Raises FailedPrecondition (NAMESPACE_SEALED) for a lost record."""
         if not self._config.data_dir.exists() and not self._config.sealed_namespaces:
             return []
-        with locked(self._config, self._disk):
+        with reading_damage():
             return [self._seen(record) for record in self._records()]
 
     def seal(self, namespace: str, master: MasterKey) -> SealedNamespace:

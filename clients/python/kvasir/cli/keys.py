@@ -1,4 +1,4 @@
-"""`kvasir keys …`: sealed namespaces and their keys. The store must not run meanwhile."""
+"""`kvasir keys …`: sealed namespaces and their keys. The store must not run meanwhile, but for `ls`."""
 
 from pathlib import Path
 from typing import Annotated, Any

@@ -10,6 +10,7 @@ import typer
 
 import kvasir
 from kvasir.cli import agents, doctor, engine, failures, keys, moving, pairing, store
+from kvasir.cli.backups.commands import backup, restore
 from kvasir.cli.caller import Caller, JsonOption, caller_of, command
 from kvasir.cli.callers import audit, reload, tokens
 from kvasir.cli.demo import demo
@@ -29,8 +30,8 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
-_COMMANDS = [up.up, group.down, group.status, group.logs, reload.reload, audit.audit, chat.chat, demo.demo]
-for _function in (*_COMMANDS, doctor.doctor, engine.stats, pairing.pair):
+_COMMANDS = [up.up, group.down, group.status, group.logs, reload.reload, audit.audit, chat.chat, backup, restore]
+for _function in (*_COMMANDS, demo.demo, doctor.doctor, engine.stats, pairing.pair):
     command(app, _function.__name__)(_function)
 app.add_typer(engine.models, name="models")
 for _of_agents in (moving.pull, moving.move, moving.sync, moving.claim):

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from kvasir.cli.agents import store_client
 from kvasir.cli.caller import Caller, caller_of, command
-from kvasir.cli.failures import DAMAGED, NOT_FOUND
+from kvasir.cli.failures import DAMAGED, NOT_FOUND, WrongUsage
 from kvasir.cli.rows import scrub_row, scrub_text, size, stats_row
 from kvasir.cli.running.checks import check_installed
 from kvasir.cli.running.program import done
@@ -47,9 +47,15 @@ def check(
     caller: Caller,
     data_dir: Annotated[Path | None, typer.Option(help="The store's data. Left out: the data of the home.")] = None,
     repair: Annotated[bool, typer.Option("--repair", help="Also repair what can be repaired.")] = False,
+    read_only: Annotated[
+        bool, typer.Option("--read-only", help="Check a copy of the index. The store may run meanwhile.")
+    ] = False,
 ) -> None:
-    """Compare index and files both ways. The store must not run meanwhile."""
-    _report(caller, "check", data_dir, ["--repair"] if repair else [], _show_report, "CANNOT_CHECK")
+    """Compare index and files both ways. The store must not run meanwhile, but for --read-only."""
+    if repair and read_only:
+        raise WrongUsage("--repair and --read-only: give one of them", field="--read-only")
+    words = ["--repair"] if repair else ["--read-only"] if read_only else []
+    _report(caller, "check", data_dir, words, _show_report, "CANNOT_CHECK")
 
 
 @command(app, "recover")

@@ -1,0 +1,60 @@
+"""Copies the database of a store that may run: the store holds its lock, so the files are copied and not read.
+
+The database's file changes in checkpoints alone, and its log only grows between them. If the file is the same before
+and after both were copied, no checkpoint came between: the copies are the database as of a commit.
+"""
+
+import contextlib
+import shutil
+import sqlite3
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+from kvasir.errors import Unavailable
+
+from cachestore_svc.index.damage import index_damaged
+
+_TRIES = 50
+# Times of files are those of the kernel's last tick: what is as new as this may change within the same one.
+_SETTLED_S = 0.05
+
+
+class _Seen(NamedTuple):
+    inode: int
+    size_bytes: int
+    changed_ns: int
+
+
+def copy_database(path: Path, into: Path, clock: Callable[[], float]) -> None:
+    """Write the database as of a commit to a new file. `clock` gives Unix seconds. Raises OSError, Unavailable
+    (INDEX_BUSY), and DataLoss (INDEX_DAMAGED)."""
+    for _ in range(_TRIES):
+        before = _seen(path)
+        if abs(clock() - before.changed_ns / 1e9) > _SETTLED_S:
+            shutil.copyfile(path, into, follow_symlinks=False)
+            log = Path(f"{into}-wal")
+            log.unlink(missing_ok=True)
+            with contextlib.suppress(FileNotFoundError):
+                shutil.copyfile(f"{path}-wal", log, follow_symlinks=False)
+            if _seen(path) == before:
+                return _bring_in_log(into)
+        time.sleep(_SETTLED_S)
+    raise Unavailable("the index changes too often to be copied; try again", reason="INDEX_BUSY", retry_after_s=5)
+
+
+def _seen(path: Path) -> _Seen:
+    status = path.stat()
+    return _Seen(status.st_ino, status.st_size, status.st_mtime_ns)
+
+
+def _bring_in_log(path: Path) -> None:
+    with contextlib.closing(sqlite3.connect(path, isolation_level=None)) as connection:
+        try:
+            connection.execute("PRAGMA journal_mode=DELETE")
+            found = [str(answer) for (answer,) in connection.execute("PRAGMA integrity_check")]
+        except sqlite3.DatabaseError as error:
+            raise index_damaged(str(error)) from error
+    if found != ["ok"]:
+        raise index_damaged(found[0])

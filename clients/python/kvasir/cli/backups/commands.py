@@ -1,0 +1,197 @@
+"""`kvasir backup` and `kvasir restore`: a home as of a moment, whether it runs or not, and a new home made of that."""
+
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from kvasir.cli.backups.folder import LIST, BackupFolder, Files, Kept
+from kvasir.cli.caller import Caller
+from kvasir.cli.failures import PROBLEMS
+from kvasir.cli.rows import size
+from kvasir.cli.running.checks import check_installed
+from kvasir.cli.running.home import Home
+from kvasir.cli.running.program import done
+from kvasir.errors import DataLoss, FailedPrecondition, NotFound, Unavailable
+
+# Of a home: what only a running group needs, what others may read, and what opens sealed namespaces.
+_LEFT_OUT = ("run", "logs", "audit", "prove", "store", "seal.key", "engine/lease-owner")
+# Of the store: its blobs, whose names never change their bytes; the records of keys; the marks of sealed namespaces.
+_BLOB = re.compile(r"store/namespaces/[0-9a-f]{32}/blobs/[0-9a-f]{2}/([0-9a-f]{64})")
+_OF_STORE = re.compile(rf"{_BLOB.pattern}|store/keys/[0-9a-f]{{32}}(\.copy)?|store/namespaces/[0-9a-f]{{32}}/sealed")
+_INDEX = "store/kvasir.sqlite3"
+_TRIES = 5
+
+FolderArgument = Annotated[Path, typer.Argument(help="The backup's folder.", metavar="DIR")]
+
+
+def backup(caller: Caller, folder: FolderArgument) -> None:
+    """Back this home up into a folder, while it runs or not: all memories that are stored, tokens, peers, settings.
+
+    The next backup into the same folder copies what is new. Not in it: the master key of sealed namespaces (seal.key),
+    which stay sealed; logs, audits; turns that the store has not taken yet (`kvasir status`). Ends with 1 if files of
+    the store are damaged: they are left out, and `kvasir store scrub` says more.
+    """
+    check_installed("store")
+    home, folder = caller.home, folder.expanduser().absolute()
+    if not (home.root / _INDEX).is_file():
+        raise NotFound(f"no store in {home.store_data}", reason="NO_STORE")
+    if folder.resolve().is_relative_to(home.root.resolve()):
+        raise FailedPrecondition(f"{folder}: expected a folder outside {home.root}", reason="BACKUP_REFUSED")
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    if strange := {path.name for path in folder.iterdir()} - {LIST, f"{LIST}.new", "objects"}:
+        text = f"{folder}: expected an empty folder or a backup, found {min(strange)}"
+        raise FailedPrecondition(text, reason="BACKUP_REFUSED")
+    with BackupFolder.open(folder) as target, caller.busy("copying"):
+        run = _Run(home, target, target.files() if (folder / LIST).exists() else {})
+        files = run.files()
+        removed_bytes = target.finish(files)
+    all_bytes = sum({kept.hash: kept.size_bytes for kept in files.values()}.values())
+    value = {"folder": str(folder), "files": len(files), "bytes": all_bytes, "copied_bytes": run.copied_bytes}
+    value |= {"removed_bytes": removed_bytes, "damaged": sorted(run.damaged)}
+    text = f"{folder}: {len(files)} files, {size(all_bytes)}; {size(run.copied_bytes)} copied now"
+    text += f"; {len(run.damaged)} damaged files are left out" if run.damaged else ""
+    caller.result(value, lambda out: out.print(text))
+    if (home.sealed_file).exists():
+        caller.say(f"Sealed namespaces stay sealed: keep a copy of the master key elsewhere ({home.seal_key_file}).")
+    if run.damaged:
+        raise typer.Exit(PROBLEMS)
+
+
+def restore(caller: Caller, folder: FolderArgument) -> None:
+    """Make a new home of a backup: `kvasir --home NEW restore DIR`. Every file is checked before the home is there.
+
+    Agents go on as of the backup. One that has moved to another Mac since is there, too: delete it here or there.
+    """
+    check_installed("store")
+    home, folder = caller.home, folder.expanduser().absolute()
+    if home.root.is_symlink() or (home.root.exists() and (not home.root.is_dir() or any(home.root.iterdir()))):
+        text = f"{home.root} is there already: name a new home, `kvasir --home NEW restore …`, or move that one away"
+        raise FailedPrecondition(text, reason="HOME_REFUSED")
+    home.root.parent.mkdir(parents=True, exist_ok=True)
+    new = Path(tempfile.mkdtemp(prefix=f".{home.root.name}-", dir=home.root.parent))
+    try:
+        with BackupFolder.open(folder) as source, caller.busy("copying"):
+            files = source.files()
+            _write(source, files, new)
+        os.sync()
+        new.rename(home.root)
+    except BaseException:
+        shutil.rmtree(new)
+        raise
+    report = _adopted(home)
+    value = {"home": str(home.root), "files": len(files), "store": report}
+    words = f"{report['snapshots']} versions, {report['blobs']} blobs, {len(report['findings'])} findings"
+    caller.result(value, lambda out: out.print(f"{home.root}: {len(files)} files; the store has {words}"))
+    if home.sealed_file.exists():
+        caller.say(f"Its sealed namespaces need the master key: put it at {home.seal_key_file} (0600).")
+    if report["findings"]:
+        raise typer.Exit(PROBLEMS)
+
+
+@dataclass
+class _Run:
+    """One backup."""
+
+    home: Home
+    target: BackupFolder
+    known: Files  # of the backup before
+    copied_bytes: int = 0
+    damaged: set[str] = field(default_factory=set)
+
+    def files(self) -> Files:
+        """All files, copied. Raises Unavailable if the store goes on removing what is to be copied."""
+        others = {name: self._kept(name) for name in self._others()}
+        for _ in range(_TRIES):
+            try:
+                return {**others, **self._store()}
+            except FileNotFoundError:  # collected, replaced: the next copy of the index does not name it
+                continue
+        raise Unavailable("the store removes files faster than they are copied; try again", reason="STORE_BUSY")
+
+    def _store(self) -> dict[str, Kept]:
+        """The index as of a commit, and all blobs that were there before and after it was copied."""
+        before = set(self._of_store())
+        with tempfile.TemporaryDirectory(prefix="kvasir-index-") as scratch:
+            index = Path(scratch) / "index"
+            ended = done(
+                "cachestore_svc", ["copy-index", "--data-dir", str(self.home.store_data), "--into", str(index)]
+            )
+            if ended.code:
+                raise FailedPrecondition(ended.why, reason="CANNOT_COPY_INDEX")
+            found = {_INDEX: self._add(index)}
+        for name in sorted(before | set(self._of_store())):
+            kept = self._kept(name)
+            if self._is_whole(name, kept):
+                found[name] = kept
+            else:
+                self.damaged.add(name)
+        return found
+
+    def _kept(self, name: str) -> Kept:
+        """A blob that an earlier backup has is not read again."""
+        known, source = self.known.get(name), self.home.root / name
+        if known is None or _BLOB.fullmatch(name) is None or not self.target.has(known):
+            return self._add(source)
+        return known if source.stat().st_size == known.size_bytes else self._add(source)
+
+    def _add(self, source: Path) -> Kept:
+        kept = self.target.add(source)
+        self.copied_bytes += kept.size_bytes
+        return kept
+
+    def _is_whole(self, name: str, kept: Kept) -> bool:
+        """Whether a blob's bytes are its name's; those of sealed ones have another digest."""
+        blob = _BLOB.fullmatch(name)
+        is_sealed = (self.home.root / name).parents[2].joinpath("sealed").exists()
+        return blob is None or is_sealed or blob[1] == kept.hash
+
+    def _of_store(self) -> Iterator[str]:
+        return filter(_OF_STORE.fullmatch, _names(self.home.root, self.home.store_data))
+
+    def _others(self) -> Iterator[str]:
+        for name in _names(self.home.root, self.home.root):
+            if not any(name == each or name.startswith(f"{each}/") for each in _LEFT_OUT):
+                yield name
+
+
+def _names(root: Path, below: Path) -> Iterator[str]:
+    """Paths of regular files, relative to `root`. Links are not followed."""
+    for folder, _, names in os.walk(below):
+        for name in names:
+            path = Path(folder, name)
+            if path.is_file() and not path.is_symlink():
+                yield path.relative_to(root).as_posix()
+
+
+def _write(source: BackupFolder, files: Files, new: Path) -> None:
+    """Raises DataLoss that names the damaged objects."""
+    problems = []
+    for name, kept in files.items():
+        target = new / name
+        for folder in reversed(target.relative_to(new).parents):
+            (new / folder).mkdir(mode=0o700, exist_ok=True)
+        try:
+            source.copy(kept, target)
+        except DataLoss as error:
+            problems.append(error)
+    if problems:
+        named = {"damaged": "\n".join(error.message for error in problems)}
+        more = f" (and {len(problems) - 1} more files)" if len(problems) > 1 else ""
+        raise DataLoss(f"{problems[0].message}{more}", reason=problems[0].reason, metadata=named)
+
+
+def _adopted(home: Home) -> dict[str, Any]:
+    """The store's own check of what came. What last ran at this place may be newer: it is replaced on purpose."""
+    words = ["check", "--repair", "--accept-older", "--json", "--data-dir", str(home.store_data)]
+    ended = done("cachestore_svc", [*words, *home.seal_options(), *home.sealed_options()])
+    if not ended.out:
+        raise FailedPrecondition(f"{home.root}: {ended.why}", reason="CANNOT_CHECK")
+    found: dict[str, Any] = ended.value
+    return found

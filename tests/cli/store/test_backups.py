@@ -1,0 +1,206 @@
+"""`kvasir backup` beside a store that runs, and `kvasir restore`: a new home that equals the old one, or none."""
+
+import json
+import shutil
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from blake3 import blake3
+from kvasir.clients import StoreClient
+
+from cachestore_svc.__main__ import open_store
+from cachestore_svc.config import read_settings
+from tests.cachestore.core.lab import Lab
+from tests.cachestore.core.lab import publish as publish_at
+from tests.cli.running import Cli
+from tests.cli.store.conftest import publish
+from tests.made_models.synthetic import SyntheticAgent
+from tests.running import in_memory
+
+
+@pytest.fixture(scope="module")
+def made(cli: Cli) -> Iterator[Path]:
+    """A backup of the home, made while its store runs."""
+    folder = in_memory.home() / "backup"
+    with StoreClient.connect(f"unix:{cli.home}/run/store.sock") as client:
+        publish(client, "kept", SyntheticAgent(seed=4).turn(300), 0)
+        assert cli.done("backup", folder, "--json").value["damaged"] == []
+        client.delete_agent("kept")
+    yield folder
+    shutil.rmtree(folder.parent)
+
+
+@pytest.fixture
+def kept(made: Path, tmp_path: Path) -> Path:
+    """A copy of it, to damage."""
+    return Path(shutil.copytree(made, tmp_path / "kept"))
+
+
+def contents(home: Path) -> dict[str, Any]:
+    """Agents and versions of a home whose store does not run."""
+    with open_store(read_settings({"data_dir": home / "store"})) as store:
+        agents = store.agents.page("default").agents
+        pages = [store.snapshots.page("default", agent.agent_id) for agent in agents]
+    return {"agents": agents, "versions": [version for page in pages for version in page.snapshots]}
+
+
+def test_a_restored_home_equals_the_old_one(cli: Cli, client: StoreClient, ada: SyntheticAgent, tmp_path: Path) -> None:
+    cli.done("agents", "label", "ada", "team=red")
+    cli.done("agents", "pin", "ada")
+    (cli.home / "tokens").mkdir(exist_ok=True)
+    (cli.home / "tokens" / "other.token").write_text("secret")
+    (cli.home / "seal.key").touch(mode=0o600)
+    (cli.home / "seal.key").write_text("6d" * 32)
+    folder, new = tmp_path / "backup", Cli(tmp_path / "new")
+    first = cli.done("backup", folder, "--json").value
+    listed = cli.done("agents", "ls", "--json").value, cli.done("agents", "history", "ada", "--json").value
+    publish(client, "ada", ada.turn(60), 2)
+    second = cli.done("backup", folder, "--json").value
+    assert second["bytes"] > first["bytes"]
+    assert second["copied_bytes"] < first["copied_bytes"], "blobs that it has are not copied again"
+    (cli.home / "seal.key").unlink()
+    client.rollback_agent("ada", 2)
+    client.delete_agent("ada", force=True)
+    restored = new.done("restore", folder, "--json").value
+    assert restored["store"]["is_clean"]
+    assert (new.home / "tokens" / "other.token").read_text() == "secret"
+    assert not (new.home / "seal.key").exists()
+    for path in (new.home, *new.home.rglob("*")):
+        assert path.stat().st_mode & 0o077 == 0, path
+    found = contents(new.home)
+    assert [(each.agent_id, each.is_pinned, dict(each.labels)) for each in found["agents"]] == [
+        ("ada", True, {"team": "red"})
+    ]
+    assert [each.version for each in found["versions"]] == [3, 2, 1]
+    old = {row["version"]: row["manifest"]["hash"] for row in listed[1]}
+    assert old == {each.version: each.manifest.hash for each in found["versions"] if each.version < 3}
+    assert "is there already" in new("restore", folder).err
+
+
+@pytest.mark.long(5)
+def test_a_backup_beside_a_store_that_writes_is_whole(cli: Cli, client: StoreClient, tmp_path: Path) -> None:
+    is_over = threading.Event()
+
+    def write() -> None:
+        agent, version = SyntheticAgent(seed=5), 0
+        while not is_over.is_set():
+            publish(client, "busy", agent.turn(30), version)
+            version += 1
+            if version % 10 == 0:
+                client.delete_agent("busy")
+                agent, version = SyntheticAgent(seed=version), 0
+
+    writing = threading.Thread(target=write)
+    writing.start()
+    try:
+        copied = [cli.done("backup", tmp_path / "backup", "--json").value["copied_bytes"] for _ in range(2)]
+        assert cli.done("store", "check", "--read-only", "--json").value["is_clean"]
+    finally:
+        is_over.set()
+        writing.join()
+    assert copied[1] > 0
+    assert Cli(tmp_path / "new").done("restore", tmp_path / "backup", "--json").value["store"]["is_clean"]
+
+
+def _flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+def _grow(path: Path) -> None:
+    path.write_bytes(path.read_bytes() + b"x")
+
+
+def _link(path: Path) -> None:
+    path.rename(path.with_name("elsewhere"))
+    path.symlink_to("elsewhere")
+
+
+@pytest.mark.parametrize("damage", [_flip, _grow, Path.unlink, _link])
+@pytest.mark.parametrize("part", ["object", "list"])
+def test_a_damaged_backup_is_refused_by_file_and_makes_no_home(
+    kept: Path, tmp_path: Path, damage: Callable[[Path], None], part: str
+) -> None:
+    hurt = max(kept.glob("objects/*/*"), key=lambda path: path.stat().st_size)
+    hurt = hurt if part == "object" else kept / "kvasir-backup.json"
+    damage(hurt)
+    refused = Cli(tmp_path / "new")("restore", kept)
+    assert (refused.code in (4, 5, 6), str(hurt) in refused.err) == (True, True), refused.err
+    assert list(tmp_path.iterdir()) == [kept], "no home, and no part of one"
+
+
+def test_a_list_that_leads_out_of_the_home_is_refused(kept: Path, tmp_path: Path) -> None:
+    listed = json.loads((kept / "kvasir-backup.json").read_text())
+    name = max(listed["files"])
+    for wrong in ("../x", "/tmp/x", "a/../../x", "."):
+        files = dict(sorted({**listed["files"], wrong: listed["files"][name]}.items()))
+        proof = blake3(json.dumps(files).encode()).hexdigest()
+        (kept / "kvasir-backup.json").write_text(json.dumps({**listed, "files": files, "blake3": proof}))
+        refused = Cli(tmp_path / "new")("restore", kept)
+        assert (refused.code, "is no path in a home" in refused.err) == (6, True), refused.err
+    assert list(tmp_path.iterdir()) == [kept], "no home, and no part of one"
+
+
+@pytest.mark.long(4)
+@pytest.mark.parametrize("name", ["", "objects", "objects/shelf", "kvasir-backup.json.new"])
+def test_no_link_in_the_backups_folder_is_followed(cli: Cli, kept: Path, tmp_path: Path, name: str) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "file").write_text("theirs")
+    shelf = next(kept.glob("objects/*")).name
+    place = kept / name.replace("shelf", shelf)
+    if place.is_dir():
+        shutil.rmtree(place)
+    place.symlink_to(tmp_path / ("file" if name.endswith("new") else "elsewhere"))
+    refused = cli("backup", kept)
+    assert refused.code == 4, refused.err
+    assert list((tmp_path / "elsewhere").iterdir()) == []
+    assert (tmp_path / "file").read_text() == "theirs"
+
+
+@pytest.mark.long(2)
+def test_a_link_in_the_home_is_not_followed_and_a_damaged_blob_is_left_out(cli: Cli, ada: SyntheticAgent) -> None:
+    folder = in_memory.home() / "backup"
+    (cli.home / "tokens" / "link.token").parent.mkdir(exist_ok=True)
+    (cli.home / "tokens" / "link.token").symlink_to("/etc/hostname")
+    blob = max(cli.home.glob("store/namespaces/*/blobs/*/*"), key=lambda path: path.stat().st_size)
+    whole = blob.read_bytes()
+    _flip(blob)
+    try:
+        found = cli("backup", folder, "--json")
+    finally:
+        blob.write_bytes(whole)
+        (cli.home / "tokens" / "link.token").unlink()
+    assert (found.code, [Path(name).name for name in found.value["damaged"]]) == (1, [blob.name])
+    assert "link.token" not in (folder / "kvasir-backup.json").read_text()
+    shutil.rmtree(folder.parent)
+
+
+def test_a_sealed_namespace_stays_sealed(tmp_path: Path) -> None:
+    home, new = Cli(tmp_path / "home"), Cli(tmp_path / "new")
+    lab = Lab(home.home / "store").seal("work")
+    made = SyntheticAgent(seed=3).turn(300)
+    with lab.open() as store:
+        publish_at(store, "secret-agent", made, 0, "work")
+    home.done("backup", tmp_path / "backup")
+    digests = [digest.hash.encode() for digest in made.new_blobs]
+    for path in filter(Path.is_file, (tmp_path / "backup").rglob("*")):
+        data = path.read_bytes()
+        assert not [plain for plain in (b"secret-agent", *digests, *made.new_blobs.values()) if plain in data]
+    assert new.done("restore", tmp_path / "backup", "--json").value["store"]["findings"] == []
+    with Lab(new.home / "store", masters=lab.masters, sealed=("work",)).open() as store:
+        [agent] = store.agents.page("work").agents
+        assert agent.agent_id == "secret-agent"
+        [digest, *_] = made.new_blobs
+        assert bytes(store.blobs.read("work", digest)) == made.new_blobs[digest]
+
+
+def test_a_backup_in_the_home_or_beside_other_files_is_refused(cli: Cli, tmp_path: Path) -> None:
+    assert "outside" in cli("backup", cli.home / "backup").err
+    (tmp_path / "mine.txt").touch()
+    assert "found mine.txt" in cli("backup", tmp_path).err
+    assert Cli(tmp_path / "none")("backup", tmp_path / "b").code == 5
+    assert Cli(tmp_path / "none")("restore", tmp_path / "b").code == 5
