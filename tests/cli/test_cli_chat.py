@@ -5,6 +5,7 @@ import fcntl
 import json
 import os
 import pty
+import random
 import re
 import select
 import signal
@@ -17,7 +18,7 @@ from pathlib import Path
 import pytest
 from kvasir.cli.running.holding import led
 from kvasir.cli.running.home import Home, Running
-from kvasir.cli.showing.terminal import write
+from kvasir.cli.showing.terminal import Reply
 from kvasir.clients import StoreClient
 from kvasir.formats import manifest
 from kvasir.formats.digest import Digest
@@ -280,9 +281,45 @@ def test_letters_that_spell_a_special_token_are_shown_as_they_were_said(
 
 
 def test_a_reply_keeps_its_lines_and_loses_its_controls(capsys: pytest.CaptureFixture[str]) -> None:
-    write("one\n\ttwo\x1b[2J\r")
-    write("\x1b", is_dim=True)
+    Reply().write("one\n\ttwo\x1b[2J\r")
+    Reply().write("\x1b", is_dim=True)
     assert capsys.readouterr().out == "one\n\ttwo\\x1b[2J\\r\x1b[2m\\x1b\x1b[22m"
+
+
+def _on_screen(written: str) -> list[str]:
+    """The lines of a terminal that gets this."""
+    lines, at = [""], 0
+    for part in re.findall(r"\x1b\[K|.|\n", written):
+        match part:
+            case "\n":
+                lines, at = [*lines, ""], 0
+            case "\b":
+                at -= 1
+            case "\x1b[K":
+                lines[-1] = lines[-1][:at]
+            case _:
+                lines[-1] = lines[-1][:at] + part
+                at += 1
+    return lines
+
+
+def test_a_reply_breaks_no_word_at_the_edge_of_a_terminal(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "24")
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    chance = random.Random(4)
+    words = ["".join(chance.choices("abcdefgh", k=chance.randint(1, 12))) for _ in range(400)]
+    text, reply = " ".join(words), Reply()
+    while text:
+        cut = chance.randint(1, 9)
+        reply.write(text[:cut])
+        text = text[cut:]
+    lines = _on_screen(capsys.readouterr().out)
+    assert [word for line in lines for word in line.split()] == words
+    assert max(map(len, lines)) <= 23
+    Reply().write("x" * 60 + "\n" + "語" * 30)
+    assert [len(line) for line in _on_screen(capsys.readouterr().out)] == [23, 23, 14, 11, 11, 8]
 
 
 def test_a_system_message_is_for_new_agents(cli: Cli, options: tuple[str, ...]) -> None:

@@ -64,12 +64,15 @@ def test_what_is_wider_than_its_column_is_whole_in_a_terminal_of_80_columns(tmp_
 
 
 def test_times_are_whole_in_a_terminal_of_80_columns(tmp_path: Path) -> None:
-    about = {"service": "store", "who": "owner", "what": "AgentService/CommitSnapshot", "agent": "a" * 40}
+    about = {"service": "store", "who": "owner", "what": "CacheStoreService/CommitSnapshot", "agent": "a" * 40}
     file = Home(tmp_path).audit_file("store")
     file.parent.mkdir()
     file.write_text(json.dumps({"at": "2026-11-23T05:24:55.123+00:00", **about, "outcome": "allowed"}))
-    shown = run("kvasir", "--home", str(tmp_path), "audit", env={**QUIET, "COLUMNS": "80"}).stdout
+    shown = run("kvasir", "--home", str(tmp_path), "audit", "--all", env={**QUIET, "COLUMNS": "80"}).stdout
     assert "2026-11-23 05:24:55" in shown, shown
+    assert in_process("--home", tmp_path, "audit").out == "nothing is told\n", "a turn's commit needs no attention"
+    file.write_text(json.dumps({"at": "2026-11-23T05:24:55.123+00:00", **about, "outcome": "refused"}))
+    assert "CommitSnapshot" in in_process("--home", tmp_path, "audit").out
 
 
 SEVERAL = str(Path(__file__).parents[2] / "tools/measured/h200-2026-11.json")

@@ -133,6 +133,8 @@ def test_the_gateway_is_a_service_like_the_others(cli: Cli) -> None:
         ("engine", "ready"),
         ("http", "ready"),
     ]
+    running = json.loads((cli.home / "run" / "up.json").read_text())
+    assert running["http_url"] == f"http://{states['services'][2]['address']}/v1"
     key = Path(states["token_file"]).read_text().strip()
     answers_to = [_answered(states["services"][2]["address"], each) for each in ("", key)]
     assert [(status, "kvasir-tiny" in text) for status, text in answers_to] == [(401, False), (200, True)]

@@ -169,6 +169,7 @@ class _Sent:
     progress: pb.TransferProgress = field(default_factory=pb.TransferProgress)
     skipped_bytes: int | None = None  # those that were here before the first blob came
     has_waited: bool = False  # for a turn's end
+    began_s: float = field(default_factory=time.monotonic)
 
     def take(self, progress: pb.TransferProgress) -> None:
         if self.skipped_bytes is None:
@@ -287,8 +288,10 @@ def _moved_words(agent: str, way: str, turn: str | None, sent: _Sent, dry_run: b
 
 def _sent_words(sent: _Sent, dry_run: bool) -> str:
     row = _sent_row(sent, dry_run)
-    there = f"{row['blobs_skipped']} of {row['blobs']} blobs were there"
-    return f"{size(row['bytes_sent'])} of {size(row['bytes'])}, {there}"
+    there = row["bytes"] - row["bytes_sent"]
+    words = f"{size(row['bytes_sent'])} {'to send' if dry_run else 'sent'}"
+    words += "" if dry_run else f" in {time.monotonic() - sent.began_s:.1f} s"
+    return f"{words}, {size(there)} were there" if there else words
 
 
 def _show(out: Console, rows: list[dict[str, Any]], peer: str, dry_run: bool) -> None:

@@ -27,10 +27,12 @@ def audit(
         str, typer.Option(help="Only since then: so long ago, as 30m or 2d, or a time as 2026-11-22T18:00.")
     ] = "",
     refused: Annotated[bool, typer.Option("--refused", help="Only calls that were refused.")] = False,
+    has_all: Annotated[bool, typer.Option("--all", help="Each turn's commit, too.")] = False,
 ) -> None:
     """Show who did what that needs a privilege: changes of agents, exports, peers, keys; and who was refused.
 
-    --json prints one object per line. A line never has a text or a token."""
+    Commits of turns that were allowed are left out. --json prints one object per line, which never has a text or a
+    token."""
     begin = _time(since, datetime.now(UTC)) if since else ""
     lines = sorted(_lines(caller.home, begin), key=lambda line: str(line["at"]))
     wanted = [
@@ -38,12 +40,18 @@ def audit(
         for line in lines
         if (not agent or agent in (line.get(name) for name in _AGENTS))
         and (not refused or line.get("outcome") == "refused")
+        and (has_all or not _is_routine(line))
     ]
     if caller.as_json:
         for line in wanted:
             caller.line(line)
     else:
         _show(caller.out, wanted)
+
+
+def _is_routine(line: dict[str, Any]) -> bool:
+    """Whether it needs nobody's attention: each turn leaves one."""
+    return line.get("outcome") == "allowed" and str(line.get("what")).endswith("/CommitSnapshot")
 
 
 def lines_of(file: Path) -> Iterator[dict[str, Any]]:

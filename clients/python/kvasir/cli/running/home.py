@@ -55,6 +55,7 @@ class Running:
     engine_pid: int = 0
     is_ready: bool = False  # all services were ready once
     http: str = ""  # HOST:PORT; empty without a gateway
+    http_url: str = ""  # what clients of OpenAI's API take as their base
     http_pid: int = 0
     http_remark: str = ""  # why there is no gateway, or not at its usual port, though nobody said so
     metrics: Mapping[str, str] = field(default_factory=dict)  # by service, HOST:PORT of its metrics and /healthz

@@ -77,6 +77,7 @@ def _facts(home: Home, plan: Plan, supervisor: Supervisor, is_ready: bool, http_
         engine_pid=supervisor.pid("engine"),
         is_ready=is_ready,
         http=gateway.endpoint.address if gateway else "",
+        http_url=f"http://{gateway.endpoint.address}/v1" if gateway else "",
         http_pid=supervisor.pid("http") if gateway else 0,
         http_remark=http_remark,
         metrics={
@@ -92,7 +93,7 @@ def greet(say: Callable[[str], object], home: Home, answer: dict[str, Any], how_
     say(f"engine: {answer['engine']}")
     say(f"store:  {answer['store']}")
     if answer["http"]:
-        say(f"http:   http://{answer['http']}/v1 (the key is the token)")
+        say(f"http:   {answer['http_url']} (the key is the token)")
     if answer["http_remark"]:
         say(f"        {answer['http_remark']}")
     if answer["token_file"]:

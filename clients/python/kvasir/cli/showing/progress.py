@@ -27,17 +27,15 @@ def transfer_progress(caller: Caller, title: str) -> Iterator[Callable[[pb.Trans
         DownloadColumn(binary_units=True),
         TransferSpeedColumn(),
         TimeRemainingColumn(),
-        TextColumn("{task.fields[skipped]}", markup=False),
         console=caller.err,
         transient=True,
         disable=not caller.shows_progress,
     )
     with bar:
-        task = bar.add_task(title, total=None, skipped="")
+        task = bar.add_task(title, total=None)
 
         def on_progress(progress: pb.TransferProgress) -> None:
-            skipped = f"{progress.blobs_skipped} of {progress.blobs_total} blobs were there"
-            bar.update(task, total=progress.bytes_total, completed=progress.bytes_done, skipped=skipped)
+            bar.update(task, total=progress.bytes_total, completed=progress.bytes_done)
 
         yield on_progress
 

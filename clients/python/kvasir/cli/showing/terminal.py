@@ -1,10 +1,12 @@
 """Text of others for a terminal: what would move its cursor, colour it or turn its lines is shown as an escape."""
 
 import re
+import shutil
 import sys
 from collections.abc import Iterable
 from typing import Any
 
+from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
 from rich.text import Text
@@ -18,10 +20,37 @@ def visible(text: str) -> str:
     return _HARMFUL.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
-def write(text: str, *, is_dim: bool = False) -> None:
-    """Write a part of a reply to standard output."""
-    sys.stdout.write(f"\x1b[2m{visible(text)}\x1b[22m" if is_dim else visible(text))
-    sys.stdout.flush()
+class Reply:
+    """A reply that is written to standard output in parts. At a terminal a word that reaches its edge is moved to the
+    next line."""
+
+    def __init__(self) -> None:
+        self._column = 0  # of the next character
+        self._word = ""  # that the line ends with
+
+    def write(self, text: str, *, is_dim: bool = False) -> None:
+        text = visible(text)
+        if sys.stdout.isatty():
+            width = shutil.get_terminal_size().columns - 1
+            text = "".join(self._placed(character, width) for character in text)
+        sys.stdout.write(f"\x1b[2m{text}\x1b[22m" if is_dim else text)
+        sys.stdout.flush()
+
+    def _placed(self, character: str, width: int) -> str:
+        cells = cell_len(character)
+        if character in "\n\t" or (character == " " and self._column >= width):
+            self._column = 0 if character != "\t" else self._column // 8 * 8 + 8
+            self._word = ""
+            return character if character == "\t" else "\n"
+        is_apart = character == " " or cells > 1  # a line may end before or behind it
+        moved, break_ = "", ""
+        if self._column + cells > width:
+            moved = self._word if cell_len(self._word) < self._column and not is_apart else ""
+            break_ = "\b" * cell_len(moved) + ("\x1b[K" if moved else "") + "\n"
+            self._column, self._word = cell_len(moved), moved
+        self._column += cells
+        self._word = "" if is_apart else self._word + character
+        return break_ + moved + character
 
 
 class PlainConsole(Console):

@@ -5,7 +5,7 @@ import sys
 import time
 import uuid
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Annotated, TypeVar
 
 import typer
@@ -112,6 +112,7 @@ class Conversation:
     system: str
     options: GenerateOptions
     _newest: TurnResult | None = None  # the last turn
+    _reply: terminal.Reply = field(default_factory=terminal.Reply)
 
     def meet(self) -> None:
         """Find the engine, and wait for one that is starting. Shows the agent's name to a person."""
@@ -150,7 +151,7 @@ class Conversation:
 
     def say(self, text: str) -> TurnResult:
         """One turn, shown."""
-        asked = message("user", text)
+        asked, self._reply = message("user", text), terminal.Reply()
         self._newest = result = self._begun(asked) if self.system else self._run_turn(append=[asked])
         self._show_reuse(result)
         self.system = ""
@@ -210,12 +211,12 @@ class Conversation:
 
     def _write(self, text: str) -> None:
         if not self.caller.as_json:
-            terminal.write(text)
+            self._reply.write(text)
 
     def _write_dimly(self, text: str) -> None:
         """Show the model's reasoning to people. A pipe gets answers alone."""
         if sys.stdout.isatty() and not self.caller.as_json:
-            terminal.write(text, is_dim=True)
+            self._reply.write(text, is_dim=True)
 
     def _on_progress(self) -> Callable[[inference_pb2.PrefillProgress], None]:
         def show(progress: inference_pb2.PrefillProgress) -> None:
