@@ -58,6 +58,7 @@ from cachestore_svc.moving.repairing import Repairs
 from cachestore_svc.moving.transfer import Transfers
 from cachestore_svc.pairing.peers_file import read_peers
 from cachestore_svc.recovery import recovering
+from cachestore_svc.recovery.index_copy import copy_index
 from cachestore_svc.recovery.key_care import KeyCare
 from cachestore_svc.recovery.opening import holds_store
 from cachestore_svc.sealing.sealed_list import add_to_list
@@ -107,7 +108,7 @@ def _look_after(settings: StoreSettings, command: str, words: Mapping[str, Any],
         print(f"cachestore_svc: no store in {settings.data_dir}", file=sys.stderr)
         return NO_STORE
     if command == "copy-index":
-        beside.copy_index(settings.data_dir, words["into"], time.time)
+        copy_index(settings.data_dir, words["into"])
         return OK
     if command == "recover":
         return recover(settings, words["namespace"] or [], as_json)
@@ -117,7 +118,7 @@ def _look_after(settings: StoreSettings, command: str, words: Mapping[str, Any],
         def open_copy(config: StoreConfig) -> Store:
             return Store.open(config, time.time, secrets.token_hex, sweeps=False, masters=masters)
 
-        return care.show_check(beside.check_beside(settings.store_config(), open_copy, time.time), as_json)
+        return care.show_check(beside.check_beside(settings.store_config(), open_copy), as_json)
     # A check must find what there is, not what a start makes of it.
     only_looks = (command == "check" and not words["repair"]) or words["dry_run"]
     with open_store(settings, sweeps=not only_looks) as store:

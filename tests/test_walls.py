@@ -353,7 +353,7 @@ ROOMS = {
         "facts": "",
     },
     SDK: {
-        "cli": "address clients credentials errors expires_after formats names on_full options volatile waits",
+        "cli": "address clients credentials errors expires_after formats names on_full options syncing volatile waits",
         "clients": "address call_context errors formats status syncing waits",
         "server": "address call_context credentials errors status waits",
         "formats": "errors names",

@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 from kvasir.cli.running.holding import led
 from kvasir.cli.running.home import Home, Running
-from kvasir.cli.showing.terminal import Reply
+from kvasir.cli.showing.terminal import WrappedReply
 from kvasir.clients import StoreClient
 from kvasir.formats import manifest
 from kvasir.formats.digest import Digest
@@ -281,8 +281,8 @@ def test_letters_that_spell_a_special_token_are_shown_as_they_were_said(
 
 
 def test_a_reply_keeps_its_lines_and_loses_its_controls(capsys: pytest.CaptureFixture[str]) -> None:
-    Reply().write("one\n\ttwo\x1b[2J\r")
-    Reply().write("\x1b", is_dim=True)
+    WrappedReply().write("one\n\ttwo\x1b[2J\r")
+    WrappedReply().write("\x1b", is_dim=True)
     assert capsys.readouterr().out == "one\n\ttwo\\x1b[2J\\r\x1b[2m\\x1b\x1b[22m"
 
 
@@ -310,7 +310,7 @@ def test_a_reply_breaks_no_word_at_the_edge_of_a_terminal(
     monkeypatch.setattr("sys.stdout.isatty", lambda: True)
     chance = random.Random(4)
     words = ["".join(chance.choices("abcdefgh", k=chance.randint(1, 12))) for _ in range(400)]
-    text, reply = " ".join(words), Reply()
+    text, reply = " ".join(words), WrappedReply()
     while text:
         cut = chance.randint(1, 9)
         reply.write(text[:cut])
@@ -318,7 +318,7 @@ def test_a_reply_breaks_no_word_at_the_edge_of_a_terminal(
     lines = _on_screen(capsys.readouterr().out)
     assert [word for line in lines for word in line.split()] == words
     assert max(map(len, lines)) <= 23
-    Reply().write("x" * 60 + "\n" + "語" * 30)
+    WrappedReply().write("x" * 60 + "\n" + "語" * 30)
     assert [len(line) for line in _on_screen(capsys.readouterr().out)] == [23, 23, 14, 11, 11, 8]
 
 

@@ -13,12 +13,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 from kvasir.errors import Unavailable
+from kvasir.waits import PAUSE_S
 
 from cachestore_svc.index.damage import index_damaged
 
 _TRIES = 50
-# Times of files are those of the kernel's last tick: what is as new as this may change within the same one.
-_SETTLED_S = 0.05
 
 
 class _Seen(NamedTuple):
@@ -27,12 +26,15 @@ class _Seen(NamedTuple):
     changed_ns: int
 
 
-def copy_database(path: Path, into: Path, clock: Callable[[], float]) -> None:
+def copy_database(
+    path: Path, into: Path, clock: Callable[[], float] = time.time, sleep: Callable[[float], None] = time.sleep
+) -> None:
     """Write the database as of a commit to a new file. `clock` gives Unix seconds. Raises OSError, Unavailable
     (INDEX_BUSY), and DataLoss (INDEX_DAMAGED)."""
     for _ in range(_TRIES):
         before = _seen(path)
-        if abs(clock() - before.changed_ns / 1e9) > _SETTLED_S:
+        # A file's time is that of the kernel's last tick: one as new as this may change within the same tick.
+        if abs(clock() - before.changed_ns / 1e9) > PAUSE_S:
             shutil.copyfile(path, into, follow_symlinks=False)
             log = Path(f"{into}-wal")
             log.unlink(missing_ok=True)
@@ -40,7 +42,7 @@ def copy_database(path: Path, into: Path, clock: Callable[[], float]) -> None:
                 shutil.copyfile(f"{path}-wal", log, follow_symlinks=False)
             if _seen(path) == before:
                 return _bring_in_log(into)
-        time.sleep(_SETTLED_S)
+        sleep(PAUSE_S)
     raise Unavailable("the index changes too often to be copied; try again", reason="INDEX_BUSY", retry_after_s=5)
 
 

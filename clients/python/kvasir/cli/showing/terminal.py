@@ -20,7 +20,7 @@ def visible(text: str) -> str:
     return _HARMFUL.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
-class Reply:
+class WrappedReply:
     """A reply that is written to standard output in parts. At a terminal a word that reaches its edge is moved to the
     next line."""
 

@@ -112,7 +112,7 @@ class Conversation:
     system: str
     options: GenerateOptions
     _newest: TurnResult | None = None  # the last turn
-    _reply: terminal.Reply = field(default_factory=terminal.Reply)
+    _reply: terminal.WrappedReply = field(default_factory=terminal.WrappedReply)
 
     def meet(self) -> None:
         """Find the engine, and wait for one that is starting. Shows the agent's name to a person."""
@@ -151,7 +151,7 @@ class Conversation:
 
     def say(self, text: str) -> TurnResult:
         """One turn, shown."""
-        asked, self._reply = message("user", text), terminal.Reply()
+        asked, self._reply = message("user", text), terminal.WrappedReply()
         self._newest = result = self._begun(asked) if self.system else self._run_turn(append=[asked])
         self._show_reuse(result)
         self.system = ""
