@@ -66,8 +66,8 @@ HINTS_BY_REASON: dict[str, str] = {
     "PEER_UNKNOWN": "`kvasir peers ls` lists them; `kvasir pair` makes one.",
     "PAIRING_REFUSED": "",
     "PAIRING_OVER": "",
-    "CANNOT_CHECK": "A running store is stopped by `kvasir down`, or checked with --read-only; a lost index is rebuilt by "
-    "`kvasir store recover`.",
+    "CANNOT_CHECK": "A running store is stopped by `kvasir down`, or checked with --read-only; a lost index "
+    "is rebuilt by `kvasir store recover`.",
     "CANNOT_SEAL": "A running store is stopped by `kvasir down`; `kvasir keys --help` says more.",
     "CANNOT_RECOVER": "A running store is stopped by `kvasir down`.",
     "MODEL_NOT_LOADED": "`kvasir models load NAME` loads one.",

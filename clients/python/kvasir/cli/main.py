@@ -3,6 +3,7 @@
 import io
 import signal
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -30,8 +31,9 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
-_COMMANDS = [up.up, group.down, group.status, group.logs, reload.reload, audit.audit, chat.chat, backup, restore]
-for _function in (*_COMMANDS, demo.demo, doctor.doctor, engine.stats, pairing.pair):
+_OF_HOME: list[Callable[..., None]] = [up.up, group.down, group.status, group.logs, reload.reload, backup, restore]
+_COMMANDS: list[Callable[..., None]] = [audit.audit, chat.chat, demo.demo, doctor.doctor, engine.stats, pairing.pair]
+for _function in (*_OF_HOME, *_COMMANDS):
     command(app, _function.__name__)(_function)
 app.add_typer(engine.models, name="models")
 for _of_agents in (moving.pull, moving.move, moving.sync, moving.claim):
