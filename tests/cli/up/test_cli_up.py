@@ -13,6 +13,8 @@ import pytest
 from kvasir.address import parse_address
 from kvasir.cli.running.health import ENGINE_SERVICE
 from kvasir.cli.running.home import Home
+from kvasir.cli.talking.turn import TurnResult, follow_turn
+from kvasir.clients import GenerateOptions, message
 from kvasir.credentials import read_token
 
 from tests.cli.running import (
@@ -362,3 +364,28 @@ def test_the_logs_of_the_services_are_shown_and_followed(cli: Cli) -> None:
         with (cli.home / "logs" / "store.log").open("a") as log:
             log.write("a new line\n")
         eventually(lambda: followed.out.endswith("\na new line\n"))
+
+
+@pytest.mark.long(12)
+def test_an_agent_of_a_restored_home_goes_on_token_for_token(cli: Cli, tmp_path: Path) -> None:
+    def turn(home: Path) -> TurnResult:
+        with Home(home).endpoint("engine").engine_client(60) as engine:
+            asked = [message("user", "What is my dog called?")]
+            options = GenerateOptions(max_tokens=40)
+            return follow_turn(engine.generate(append_messages=asked, agent_id="copied", options=options))
+
+    cli.done("chat", "copied", "--once", "My name is Marco. My dog is called Rex.")
+    cli.done("backup", tmp_path / "backup")
+    stayed = turn(cli.home)
+    new = in_memory.home()
+    try:
+        Cli(new).done("restore", tmp_path / "backup")
+        with Cli(new).running("up", "--no-http") as up:
+            wait_until_ready(new, up)
+            restored = turn(new)
+    finally:
+        shutil.rmtree(new)
+    assert (stayed.source, restored.source) == ("hot", "warm")
+    assert "Rex" in stayed.reply
+    assert (restored.token_ids, restored.cached_tokens) == (stayed.token_ids, stayed.cached_tokens)
+    assert (restored.stored.version, restored.memory_tokens) == (2, stayed.memory_tokens)

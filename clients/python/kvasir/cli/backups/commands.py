@@ -20,8 +20,9 @@ from kvasir.cli.running.home import Home
 from kvasir.cli.running.program import done
 from kvasir.errors import DataLoss, FailedPrecondition, NotFound, Unavailable
 
-# Of a home: what only a running group needs, what others may read, and what opens sealed namespaces.
-_LEFT_OUT = ("run", "logs", "audit", "prove", "store", "seal.key", "engine/lease-owner")
+# Of a home: what only a running group needs, what was logged, and what opens sealed namespaces. The name under which
+# the engine holds leases is copied: under another one a restored agent would have to wait for them to end.
+_LEFT_OUT = ("run", "logs", "audit", "prove", "store", "seal.key")
 # Of the store: its blobs, whose names never change their bytes; the records of keys; the marks of sealed namespaces.
 _BLOB = re.compile(r"store/namespaces/[0-9a-f]{32}/blobs/[0-9a-f]{2}/([0-9a-f]{64})")
 _OF_STORE = re.compile(rf"{_BLOB.pattern}|store/keys/[0-9a-f]{{32}}(\.copy)?|store/namespaces/[0-9a-f]{{32}}/sealed")
