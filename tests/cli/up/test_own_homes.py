@@ -149,6 +149,7 @@ def test_a_home_of_the_background_is_taken_over_after_a_kill_and_goes_down() -> 
         killed = cli("doctor", "--json")
         assert (killed.code, killed.value["engine"]["state"]) == (1, "ready")
         assert "was killed here" in killed.value["problems"][0]
+        assert (cli("status").code, "starts no service again" in cli("status").out) == (1, True)
         full = home / "full.toml"
         logs = 'log-format = "json"\nlog-level = "error"\n'
         full.write_text(f"{logs}[store]\nfree-disk-reserve-bytes = {1 << 60}\n")
@@ -158,7 +159,9 @@ def test_a_home_of_the_background_is_taken_over_after_a_kill_and_goes_down() -> 
             assert "127.0.0.1:8642 is in use; `--http 127.0.0.1:86" in up
             assert f"`kvasir --home {home} down` stops it" in up
         assert not set(orphans) & set(holders(Home(home).services_lock_file)), "two groups would share a home"
-        states = cli.done("status", "--json").value["services"]
+        full_disk = cli("status", "--json")
+        states = full_disk.value["services"]
+        assert (full_disk.code, "DISK_FULL" in states[0]["problems"][0]) == (1, True)
         assert [(row["name"], row["state"]) for row in states[:2]] == [("store", "ready"), ("engine", "ready")]
         assert states[2]["address"] in up
         log = cli.done("logs", "up").out
