@@ -9,10 +9,11 @@ from typing import TypeAlias
 import mlx.core as mx
 from mlx_lm.models.base import create_causal_mask
 
-from inference_svc.kv.attention.geometry import MAX_QUERIES, most_queries
+from inference_svc.kv.attention.geometry import MAX_QUERIES
 from inference_svc.kv.attention.in_place import append_rows, gathered_values
 from inference_svc.kv.attention.kernels import Dialect
 from inference_svc.kv.attention.paged import paged_attention
+from inference_svc.kv.attention.tiles import most_queries
 from inference_svc.kv.codec import EncodedRows
 from inference_svc.kv.pages.block_table import window_start
 from inference_svc.kv.pages.page_rows import joined_rows
@@ -75,8 +76,7 @@ class InPlaceLayer(PrefillLayer):
     def __init__(self, kv: SequenceKV, layer: int, room: PassRoom, compute_type: str) -> None:
         super().__init__(kv, layer)
         self.room = room
-        has_matrices = kv.pool.dialect is Dialect.CUDA
-        self._most_queries = most_queries(kv.pool.formats[layer], compute_type, has_matrices=has_matrices)
+        self._most_queries = most_queries(kv.pool.formats[layer], compute_type)
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         pool, before = self._kv.pool, self.offset
@@ -118,7 +118,8 @@ class InPlaceLayer(PrefillLayer):
             return False
         if self._most_queries <= MAX_QUERIES:
             return stored >= LONG_TOKENS
-        recurs = stored % _RECURRING_TOKENS == count % _RECURRING_TOKENS == 0
+        is_cuda = self._kv.pool.dialect is Dialect.CUDA
+        recurs = is_cuda and stored % _RECURRING_TOKENS == count % _RECURRING_TOKENS == 0
         return not recurs and count * (stored + count) <= _MOST_PAIRS
 
     def attend(self, queries: mx.array, scale: float, mask: object, sinks: mx.array | None) -> mx.array:

@@ -26,6 +26,44 @@ To as_type(From from) {
 namespace metal {
 inline float exp2(float x) { return exp2f(x); }
 inline float round(float x) { return roundf(x); }
+inline float fmax(float a, float b) { return fmaxf(a, b); }
+inline float fabs(float x) { return fabsf(x); }
+inline float fma(float a, float b, float c) { return fmaf(a, b, c); }
+inline bool simd_any(bool is_so) {
+  fibers::Slot mine;
+  mine.words[0] = is_so;
+  const fibers::Slot* theirs = fibers::shown(mine);
+  bool found = false;
+  for (int i = 0; i < 32; ++i) found |= theirs[i].words[0] != 0;
+  return found;
+}
+// A lane has two elements: its row's number is bits 4, 2 and 1 of its own, its pair of columns' bits 3 and 0.
+template <typename T, int ROWS, int COLUMNS>
+struct simdgroup_matrix {
+  static_assert(sizeof(T) == 4 && ROWS == 8 && COLUMNS == 8, "the kernels need no other");
+  T elements[2];
+  T* thread_elements() { return elements; }
+};
+template <typename T>
+void simdgroup_multiply_accumulate(simdgroup_matrix<T, 8, 8>& d, simdgroup_matrix<T, 8, 8>& a,
+                                   simdgroup_matrix<T, 8, 8>& b, simdgroup_matrix<T, 8, 8>& c) {
+  fibers::Slot mine;
+  for (int i = 0; i < 2; ++i) mine.values[i] = a.elements[i], mine.values[2 + i] = b.elements[i];
+  const fibers::Slot* theirs = fibers::shown(mine);
+  auto at = [&](int matrix, int row, int column) {
+    const int lane = (row & 4) << 2 | (row & 3) << 1 | (column & 4) << 1 | column >> 1 & 1;
+    return theirs[lane].values[matrix * 2 + column % 2];
+  };
+  const int lane = fibers::current % 32, row = lane >> 2 & 4 | lane >> 1 & 3, column = lane >> 1 & 4 | (lane & 1) << 1;
+  for (int j = 0; j < 2; ++j) {
+    T sum = c.elements[j];
+    for (int k = 0; k < 8; ++k) sum += at(0, row, k) * at(1, k, column + j);
+    d.elements[j] = sum;
+  }
+}
+namespace fast {
+inline float exp2(float x) { return exp2f(x); }
+}
 namespace precise {
 inline float tanh(float x) { return tanhf(x); }
 }

@@ -43,6 +43,20 @@ To as_type(From from) {
 namespace metal {
 float exp2(float x);
 float round(float x);
+float fmax(float a, float b);
+float fabs(float x);
+float fma(float a, float b, float c);
 bool any(bool);
+bool simd_any(bool) __attribute__((convergent));
+template <typename T, int ROWS, int COLUMNS>
+struct simdgroup_matrix {
+  typedef T Elements __attribute__((ext_vector_type(2)));
+  thread Elements& thread_elements() thread;
+};
+template <typename T>
+void simdgroup_multiply_accumulate(
+    thread simdgroup_matrix<T, 8, 8>& d, thread simdgroup_matrix<T, 8, 8>& a, thread simdgroup_matrix<T, 8, 8>& b,
+    thread simdgroup_matrix<T, 8, 8>& c) __attribute__((convergent));
+namespace fast { float exp2(float x); }
 namespace precise { float tanh(float x); }
 }

@@ -3,7 +3,7 @@
 Rows are numbers that a policy stores without rounding. So each unit of a page must be the reference's to the bit.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import mlx.core as mx
 import structlog
@@ -23,6 +23,7 @@ _TOKENS = 2 * PAGE_TOKENS
 _NEW = range(PAGE_TOKENS - 3, PAGE_TOKENS + 3)  # new rows, on both sides of a block's border
 _WINDOW = 100
 _SHARE = 2  # query heads of each kv head
+_TILED = (12, 40)  # queries of a head whose rows tiles serve
 # Sums are rounded in another order than the reference's, and in 16 bits.
 _TOLERANCE = 0.03
 _LOG = structlog.get_logger(__name__)
@@ -30,8 +31,17 @@ _LOG = structlog.get_logger(__name__)
 
 def why_wrong(page_format: PageFormat, dtype: mx.Dtype, dialect: Dialect) -> str:
     """Why a dialect's kernels must not serve pages of a format to a model that computes in a type; empty: they may."""
+    return _first(lambda: _differences(page_format, dtype, dialect))
+
+
+def why_wrong_tiles(page_format: PageFormat, dtype: mx.Dtype, dialect: Dialect) -> str:
+    """As `why_wrong`, of the kernels of tiles alone."""
+    return _first(lambda: _tile_differences(page_format, dtype, dialect))
+
+
+def _first(differences: Callable[[], Iterator[str]]) -> str:
     try:
-        return next(_differences(page_format, dtype, dialect), "")
+        return next(differences(), "")
     except Exception as error:  # noqa: BLE001 - whatever a compiler, a driver or a launch raises
         return _raised(error)
 
@@ -81,10 +91,29 @@ def _differences(page_format: PageFormat, dtype: mx.Dtype, dialect: Dialect) -> 
     expected[_SPARE_PAGE] = expected[_BLOCKS[0]]
     if not mx.array_equal(pages, expected).item():
         yield "pages are copied differently from the reference"
+    # Of a decoding step of two sequences, in all tokens and in a window, and of a suffix.
+    shapes = (2, 1, None), (2, 1, _WINDOW), (1, len(_NEW), None)
+    yield from _attention_differences(pages, page_format, dtype, dialect, shapes)
+
+
+def _tile_differences(page_format: PageFormat, dtype: mx.Dtype, dialect: Dialect) -> Iterator[str]:
+    """Of suffixes and cells: of each size of a block, of which the last is not full."""
+    pages = _pool(page_format, _rows(page_format, _TOKENS, 1))
+    shapes = tuple((1, count, window) for count in _TILED for window in (None, _WINDOW))
+    yield from _attention_differences(pages, page_format, dtype, dialect, shapes)
+
+
+def _attention_differences(
+    pages: mx.array,
+    page_format: PageFormat,
+    dtype: mx.Dtype,
+    dialect: Dialect,
+    shapes: Iterable[tuple[int, int, int | None]],
+) -> Iterator[str]:
+    """The faults of attention of so many sequences, each with so many queries, in a window."""
     key = page_format.key
     both, lengths = mx.array([_BLOCKS, _BLOCKS[::-1]], mx.int32), mx.array([_NEW.stop, PAGE_TOKENS - 50], mx.int32)
-    # Of a decoding step of two sequences, in all tokens and in a window, and of a suffix.
-    for sequences, count, window in ((2, 1, None), (2, 1, _WINDOW), (1, len(_NEW), None)):
+    for sequences, count, window in shapes:
         shape = (sequences, _SHARE * key.kv_heads, count, key.dim)
         queries = mx.random.normal(shape, mx.float32, key=mx.random.key(4)).astype(dtype)
         given, options = (pages, page_format, both[:sequences], lengths[:sequences]), {"scale": key.dim**-0.5}

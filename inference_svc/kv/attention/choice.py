@@ -11,7 +11,8 @@ import mlx.core as mx
 import structlog
 from kvasir.cachestore.v1 import identity_pb2
 
-from inference_svc.kv.attention.checks import why_wrong, why_wrong_products
+from inference_svc.kv.attention import tiles
+from inference_svc.kv.attention.checks import why_wrong, why_wrong_products, why_wrong_tiles
 from inference_svc.kv.attention.fused import TYPE_NAMES
 from inference_svc.kv.attention.geometry import why_not
 from inference_svc.kv.attention.kernels import Dialect
@@ -26,6 +27,7 @@ REFERENCE = "reference (MLX operations)"
 NAMES = {None: REFERENCE, Dialect.CUDA: "fused (CUDA)", Dialect.METAL: "fused (Metal)"}
 _TYPES = {name: dtype for dtype, name in TYPE_NAMES.items()}
 _FEW_ROWS = "few rows (CUDA)"
+_LANES = "fused (Metal), without tiles"
 _LOG = structlog.get_logger(__name__)
 
 
@@ -96,13 +98,17 @@ class KernelChoice:
             rotated = ", rotated" if key_rows.is_rotated else ""
             name = f"pages of K {key_rows.bits} bits{rotated}, V {value_rows.bits} bits, dimension {key_rows.dim}"
             self._found[key] = self._recorded(name, lambda: why_wrong(page_format, dtype, dialect))
+            if not self._found[key] and self._recorded(
+                f"tiles of {name}", lambda: _why_wrong_tiles(page_format, dtype, dialect), _LANES
+            ):
+                tiles.refuse(page_format, TYPE_NAMES[dtype])
         return self._found[key]
 
-    def _recorded(self, name: str, check: Callable[[], str]) -> str:
+    def _recorded(self, name: str, check: Callable[[], str], serves: str = REFERENCE) -> str:
         """The check's result; a failure is logged, and kept for reports."""
         if why := check():
             self._failures.append(f"{name}: {why}")
-            _LOG.error("kernels.check_failed", kernels=self.conditions, checked=name, why=why, serves=REFERENCE)
+            _LOG.error("kernels.check_failed", kernels=self.conditions, checked=name, why=why, serves=serves)
         return why
 
 
@@ -121,9 +127,19 @@ def checked_policies(layers: Sequence[identity_pb2.LayerLayout], compute_type: s
             continue
         formats = _formats(identity_pb2.KvIdentity(layers=layers, policy=policy))
         if not any(map(why_not, formats)):
-            whys = (why_wrong(each, dtype, dialect) for each in sorted(formats, key=repr))
+            whys = (
+                check(each, dtype, dialect)
+                for each in sorted(formats, key=repr)
+                for check in (why_wrong, _why_wrong_tiles)
+            )
             found[rung.value] = next(filter(None, whys), "")
     return found
+
+
+def _why_wrong_tiles(page_format: PageFormat, dtype: mx.Dtype, dialect: Dialect) -> str:
+    """As `why_wrong_tiles`, on Metal, where nobody has measured them; CUDA's would cost a start a compiler's time."""
+    is_checked = dialect is Dialect.METAL and tiles.serve(page_format, TYPE_NAMES[dtype])
+    return why_wrong_tiles(page_format, dtype, dialect) if is_checked else ""
 
 
 def _formats(identity: identity_pb2.KvIdentity) -> set[PageFormat]:

@@ -7,6 +7,7 @@ from typing import Any, Protocol, cast
 
 import mlx.core as mx
 
+from inference_svc.kv.attention import tiles
 from inference_svc.kv.attention.geometry import (
     LANES,
     PARTIAL_EXTRA,
@@ -112,7 +113,8 @@ def fused_attention(
     widest = min(seen_tokens or blocks * PAGE_TOKENS, blocks * PAGE_TOKENS) if count > 1 else 0
     has_warpgroups = compiler is None and is_hopper() if has_warpgroups is None else has_warpgroups
     batch = queries.shape[0] if count > 1 else 1
-    shape = page_format, rows, widest, dialect, queries.dtype, soft_cap is not None, batch
+    takes_tiles = not tiles.are_refused(page_format, TYPE_NAMES[queries.dtype])
+    shape = page_format, rows, widest, dialect, queries.dtype, soft_cap is not None, batch, takes_tiles
     geometry = _geometry(*shape, has_warpgroups)
     if geometry.by_warpgroups and compiler is None and not _is_launched(geometry, queries.dtype):
         geometry = _geometry(*shape, False)
@@ -209,7 +211,7 @@ def _split_kernel(geometry: SplitGeometry, dialect: Dialect, compiler: Compiler)
     if geometry.by_warpgroups:
         made_by = hopper_compiler if compiler is cuda_compiler else compiler
         return compiled(made_by, warpgroups_source(), geometry.shared_bytes)
-    source = tiles_source() if geometry.by_tiles else split_source(dialect, by_matrices=geometry.by_matrices)
+    source = tiles_source(dialect) if geometry.by_tiles else split_source(dialect, by_matrices=geometry.by_matrices)
     return compiled(compiler, source, geometry.shared_bytes)
 
 
@@ -226,13 +228,15 @@ def _geometry(
     dtype: mx.Dtype,
     is_capped: bool,
     batch: int,
+    takes_tiles: bool,
     has_warpgroups: bool,
 ) -> SplitGeometry:
     return split_geometry(
         page_format,
         rows,
         seen_tokens,
-        has_matrices=dialect is Dialect.CUDA,
+        dialect=dialect,
+        takes_tiles=takes_tiles,
         has_warpgroups=has_warpgroups,
         query_type=TYPE_NAMES[dtype],
         is_capped=is_capped,

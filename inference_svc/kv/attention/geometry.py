@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from kvasir.cachestore.v1 import identity_pb2
 
+from inference_svc.kv.attention.kernels import Dialect
 from inference_svc.kv.page import EXACT_BITS, PAGE_TOKENS, PageFormat, RowFormat
 
 # Tokens that a block mixes, whatever is in the batch: a row's sum must not depend on its neighbours.
@@ -14,6 +15,11 @@ MANY_QUERIES = (64, 128)
 _MANY_BLOCKS = 256
 _MOST_SPLIT_TOKENS = 4096
 _LEAST_OF_MANY = 33
+# On Metal eight or sixteen for each warp. Up to sixteen queries two blocks of lanes serve. With more threadgroup memory
+# than this a core would have room for one block.
+_METAL_QUERIES = (32, 64)
+_METAL_LEAST_OF_MANY = 17
+_METAL_TILE_BYTES = 24 << 10
 # By Hopper's own products: 64 queries for each group of four warps that multiplies, and one such group beside them. A
 # block takes a whole multiprocessor, so a launch has about twice as many blocks as there are multiprocessors: tables of
 # sequences may be half empty. A block's beginning and end take as long as some hundred tokens.
@@ -27,7 +33,7 @@ REDUCE_WARPS = 8
 LANES = 32
 PARTIAL_EXTRA = 4  # floats beside a mix: its greatest score, the sum of its weights, and two that keep it aligned
 MAX_QUERIES = 64  # per sequence and head of the kernels; with tiles more
-_MAX_TILED_QUERIES = 2048  # a cell's
+MAX_TILED_QUERIES = 2048  # a cell's
 _MAX_TILE_BYTES = 20 << 10  # of a warp
 
 
@@ -43,12 +49,15 @@ class SplitGeometry:
     warps: int = WARPS
     by_tiles: bool = False
     by_warpgroups: bool = False
+    dialect: Dialect = Dialect.CUDA
 
     @property
     def tile(self) -> int:
         """Tokens that a warp brings into shared memory at once."""
         if self.by_warpgroups:
             return 64
+        if self.by_tiles and self.dialect is Dialect.METAL:
+            return 32 if self._tiles_bytes(32) <= _METAL_TILE_BYTES else 16
         if self.by_tiles:
             return 64 if _is_narrow(self.format) else 32
         return 64 if 64 * self._token_bytes <= _MAX_TILE_BYTES and self.split // self.warps >= 64 else 32
@@ -71,7 +80,7 @@ class SplitGeometry:
             values = _STAGES * self.tile * sum(panels) * 128 + self.queries * panels[0] * 128
             return 1024 + values + self._stores * self.tile * self._token_bytes + 256 + _STAGES * 16
         if self.by_tiles:
-            return self.tile * (self._token_bytes + 2 * (key.dim + value_dim)) + self.queries * 2 * key.dim
+            return self._tiles_bytes(self.tile)
         if self.by_matrices:
             columns = self.queries // 8
             words = columns * LANES * (-(-key.dim // 32) * 4 + 4) + self.queries * (1 + groups(key))
@@ -80,6 +89,12 @@ class SplitGeometry:
             return _aligned(max(tiles, mixes))
         per_query = max(key.dim + groups(key) + self.warps * LANES, value_dim) + self.warps * 2
         return _aligned(per_query * self.queries * 4)
+
+    def _tiles_bytes(self, tile: int) -> int:
+        """For values of a tile and of queries, and on CUDA for the tile as it is stored."""
+        key = self.format.key
+        stored = self._token_bytes if self.dialect is Dialect.CUDA else 0
+        return tile * (stored + 2 * (key.dim + self.format.value.dim)) + self.queries * 2 * key.dim
 
     @property
     def template(self) -> dict[str, int | bool]:
@@ -130,27 +145,30 @@ def split_geometry(
     rows: int,
     seen_tokens: int,
     *,
-    has_matrices: bool,
+    dialect: Dialect,
     query_type: str,
     is_capped: bool,
+    takes_tiles: bool = True,
     has_warpgroups: bool = False,
     batch: int = 1,
 ) -> SplitGeometry:
     """The geometry for `rows` queries (heads of a kv head times tokens) of a type: float32, float16 or bfloat16.
 
     `seen_tokens`: of the widest sequence, or its window; 0 where the splits must be the same beside others.
-    `has_matrices`: the device multiplies fragments of halves, which is too coarse for queries of fp32.
-    `has_warpgroups`: it has Hopper's own instructions. `batch`: so many sequences, where splits depend on others.
+    `takes_tiles`: unless they failed their check (`tiles`). `has_warpgroups`: the device has Hopper's own
+    instructions. `batch`: so many sequences, where splits depend on others.
     """
-    key = page_format.key
-    takes_halves = query_type == "bfloat16" or (query_type == "float16" and not _holds_bfloats(page_format))
-    if has_matrices and takes_halves:
-        if rows >= _LEAST_OF_MANY and _has_tiles(page_format, query_type):
-            if has_warpgroups and seen_tokens and _suits_warpgroups(page_format):
-                return _by_warpgroups(page_format, rows, seen_tokens, batch, is_capped=is_capped)
-            queries = MANY_QUERIES[rows > MANY_QUERIES[0] and _is_narrow(page_format)]
-            split = _many_split(seen_tokens, batch * key.kv_heads * -(-rows // queries))
-            return SplitGeometry(page_format, queries, False, is_capped, split, by_tiles=True)
+    key, is_metal = page_format.key, dialect is Dialect.METAL
+    least = _METAL_LEAST_OF_MANY if is_metal and seen_tokens else _LEAST_OF_MANY
+    if takes_tiles and rows >= least and has_tiles(page_format, query_type):
+        if has_warpgroups and seen_tokens and _suits_warpgroups(page_format):
+            return _by_warpgroups(page_format, rows, seen_tokens, batch, is_capped=is_capped)
+        few, many = _METAL_QUERIES if is_metal else MANY_QUERIES
+        queries = many if rows > few and _is_narrow(page_format) else few
+        split = _many_split(seen_tokens, batch * key.kv_heads * -(-rows // queries))
+        return SplitGeometry(page_format, queries, False, is_capped, split, by_tiles=True, dialect=dialect)
+    # Fragments of halves are too coarse for queries of fp32.
+    if not is_metal and (query_type == "bfloat16" or (query_type == "float16" and not _holds_bfloats(page_format))):
         return SplitGeometry(page_format, 16 if rows > 8 and _is_narrow(page_format) else 8, True, is_capped)
     most = 8 if _is_narrow(page_format) else 4
     return SplitGeometry(page_format, min(most, 1 << (rows - 1).bit_length()), False, is_capped)
@@ -175,14 +193,6 @@ def _by_warpgroups(
     return SplitGeometry(page_format, queries, False, is_capped, split, warps, by_warpgroups=True)
 
 
-def most_queries(page_format: PageFormat, query_type: str, *, has_matrices: bool) -> int:
-    """Queries of a sequence that the kernels serve. MLX's own attention over de-quantized rows may be faster for fewer,
-    which callers see to (`ShortPass.takes`, `InPlaceLayer`).
-    """
-    has_tiles = has_matrices and _has_tiles(page_format, query_type)
-    return _MAX_TILED_QUERIES if has_tiles else MAX_QUERIES
-
-
 def _many_split(seen_tokens: int, parts: int) -> int:
     """Tokens of a split where each has so many blocks: a power of two. The tables of sequences double in width, so they
     may be half empty.
@@ -191,7 +201,7 @@ def _many_split(seen_tokens: int, parts: int) -> int:
     return min(max(SPLIT_TOKENS, 1 << max(0, wanted - 1).bit_length()), _MOST_SPLIT_TOKENS)
 
 
-def _has_tiles(page_format: PageFormat, query_type: str) -> bool:
+def has_tiles(page_format: PageFormat, query_type: str) -> bool:
     """Whether stored rows become values of the queries' type."""
     scale_type = "bfloat16" if page_format.scale_type == identity_pb2.SCALE_TYPE_BFLOAT16 else "float16"
     return scale_type == query_type

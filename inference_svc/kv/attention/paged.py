@@ -3,9 +3,9 @@
 import mlx.core as mx
 
 from inference_svc.kv.attention.fused import TYPE_NAMES, fused_attention
-from inference_svc.kv.attention.geometry import most_queries
 from inference_svc.kv.attention.kernels import Dialect
 from inference_svc.kv.attention.reference import reference_attention
+from inference_svc.kv.attention.tiles import most_queries
 from inference_svc.kv.page import PageFormat
 
 
@@ -33,8 +33,6 @@ def paged_attention(
     `most_queries`.
     """
     options = {"scale": scale, "window": window, "sinks": sinks, "soft_cap": soft_cap}
-    if dialect is None or queries.shape[2] > most_queries(
-        page_format, TYPE_NAMES[queries.dtype], has_matrices=dialect is Dialect.CUDA
-    ):
+    if dialect is None or queries.shape[2] > most_queries(page_format, TYPE_NAMES[queries.dtype]):
         return reference_attention(queries, pages, page_format, block_table, lengths, **options)  # type: ignore[arg-type]
     return fused_attention(queries, pages, page_format, block_table, lengths, dialect=dialect, **options)  # type: ignore[arg-type]

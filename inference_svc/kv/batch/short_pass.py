@@ -9,8 +9,8 @@ from typing import Any
 import mlx.core as mx
 from kvasir.cachestore.v1 import identity_pb2
 
-from inference_svc.kv.attention.geometry import most_queries
 from inference_svc.kv.attention.kernels import Dialect
+from inference_svc.kv.attention.tiles import most_queries
 from inference_svc.kv.batch.decode_step import PassArrays, table_width
 from inference_svc.kv.batch.fused_layer import FusedLayer
 from inference_svc.kv.batch.kept_graph import KeptGraph
@@ -31,8 +31,7 @@ def most_kept_tokens(identity: identity_pb2.KvIdentity, dialect: Dialect | None,
     formats = [PageFormat.of(identity, index) for group in groups for index in group.layers]
     if dialect is None or len(formats) < len(identity.layers):
         return 0
-    has_matrices = dialect is Dialect.CUDA
-    served = (most_queries(each, compute_type, has_matrices=has_matrices) for each in formats)
+    served = (most_queries(each, compute_type) for each in formats)
     return min(KEPT_TOKENS[-1], *served, *(group.window - 1 for group in groups if group.window))
 
 

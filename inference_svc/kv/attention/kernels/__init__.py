@@ -41,7 +41,7 @@ _BY_MATRICES = """
 #define KV_SPLIT kv_split_by_matrices<Query, K, V, IS_BFLOAT, IS_CAPPED, QUERIES / 8, WARPS, SPAN, TILE>
 """
 _BY_TILES = """
-#define KV_SPLIT kv_split_by_tiles<Query, K, V, IS_BFLOAT, IS_CAPPED, WARPS, QUERIES / WARPS / 16, TILE>
+#define KV_SPLIT kv_split_by_tiles<Query, K, V, IS_BFLOAT, IS_CAPPED, WARPS, QUERIES / WARPS / (8 * KV_EIGHTS), TILE>
 """
 _BY_WARPGROUPS = """
 #define KV_SPLIT kv_split_by_warpgroups<Query, K, V, IS_BFLOAT, IS_CAPPED, QUERIES, TILE, STORES, STAGES>
@@ -73,40 +73,32 @@ class KernelSource:
     written_inputs: tuple[str, ...] = ()  # which the kernel writes where they lie
 
 
+_SPLIT_INPUTS = ("queries", "pages", "block_table", "lengths", "settings")
+_INSTRUCTIONS = {Dialect.CUDA: [CUDA_INSTRUCTIONS], Dialect.METAL: []}
+
+
 @cache
 def split_source(dialect: Dialect, *, by_matrices: bool) -> KernelSource:
     """Scores and mixes the tokens of one split for some queries: partial [rows, splits, value dim + 4]."""
-    parts = ["rows.h"]
-    if by_matrices:
-        assert dialect is Dialect.CUDA, "no other dialect has matrix fragments"
-        parts = [CUDA_INSTRUCTIONS, "rows.h", "tile.h", "matrices.h"]
-    else:
-        parts = ["rows.h", "lanes.h"]
-    inputs = ("queries", "pages", "block_table", "lengths", "settings")
-    return _source(
-        dialect,
-        "split",
-        parts,
-        inputs,
-        ("partial",),
-        _BY_MATRICES if by_matrices else _BY_LANES,
-    )
+    assert dialect is Dialect.CUDA or not by_matrices, "its fragments are CUDA's own"
+    parts = [CUDA_INSTRUCTIONS, "rows.h", "tile.h", "matrices.h"] if by_matrices else ["rows.h", "lanes.h"]
+    return _source(dialect, "split", parts, _SPLIT_INPUTS, ("partial",), _BY_MATRICES if by_matrices else _BY_LANES)
 
 
 @cache
-def tiles_source() -> KernelSource:
-    """As `split_source`, for many queries. No other dialect has matrix fragments."""
-    inputs = ("queries", "pages", "block_table", "lengths", "settings")
-    parts = [CUDA_INSTRUCTIONS, "rows.h", "tile.h", "values.h", "tiles.h"]
-    return _source(Dialect.CUDA, "tiles", parts, inputs, ("partial",), _BY_TILES)
+def tiles_source(dialect: Dialect) -> KernelSource:
+    """As `split_source`, for many queries."""
+    parts = [*_INSTRUCTIONS[dialect], "rows.h", "tile.h", f"{dialect.value}_fragments.h", "values.h", "tiles.h"]
+    return _source(dialect, "tiles", parts, _SPLIT_INPUTS, ("partial",), _BY_TILES)
 
 
 @cache
 def warpgroups_source() -> KernelSource:
     """As `tiles_source`, by instructions that only Hopper has."""
-    inputs = ("queries", "pages", "block_table", "lengths", "settings")
-    parts = [CUDA_INSTRUCTIONS, HOPPER_INSTRUCTIONS, "rows.h", "tile.h", "values.h", "warpgroups.h"]
-    made = _source(Dialect.CUDA, "tiles", parts, inputs, ("partial",), _BY_WARPGROUPS)
+    tools = [CUDA_INSTRUCTIONS, HOPPER_INSTRUCTIONS, "rows.h", "tile.h", "cuda_fragments.h"]
+    made = _source(
+        Dialect.CUDA, "tiles", [*tools, "values.h", "warpgroups.h"], _SPLIT_INPUTS, ("partial",), _BY_WARPGROUPS
+    )
     return replace(made, source=made.source.replace(_CUDA_PROLOGUE, _Y_FIRST))
 
 
@@ -148,8 +140,7 @@ def store_source(dialect: Dialect) -> KernelSource:
 
 @cache
 def few_rows_source(count: int, *, is_packed: bool) -> KernelSource:
-    """Products of a few rows with `count` matrices, each one array, or its codes, scales and biases. No other dialect
-    has matrix fragments.
+    """Products of a few rows with `count` matrices, each one array, or its codes, scales and biases; of CUDA alone.
     """
     numbers, kinds = range(count), ("w", "scales", "biases") if is_packed else ("w",)
 

@@ -20,6 +20,8 @@ KV_FN float kv_shuffle_xor(float value, int mask) { return __shfl_xor_sync(0xfff
 KV_FN float kv_shuffle(float value, int lane) { return __shfl_sync(0xffffffffu, value, lane); }
 KV_FN float kv_exp2(float x) { return exp2f(x); }
 KV_FN float kv_tanh(float x) { return tanhf(x); }
+KV_FN float kv_max(float a, float b) { return fmaxf(a, b); }
+KV_FN float kv_abs(float x) { return fabsf(x); }
 KV_FN float kv_round(float x) { return roundf(x); }
 KV_FN float kv_from_bits(kv_u32 bits) { return __uint_as_float(bits); }
 KV_FN kv_u32 kv_to_bits(float x) { return __float_as_uint(x); }

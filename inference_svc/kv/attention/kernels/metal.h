@@ -1,4 +1,4 @@
-// Metal's words for what the kernels say. There are no matrix instructions here whose layout Metal promises.
+// Metal's words for what the kernels say.
 #define KV_FN inline
 #define KV_GLOBAL device
 #define KV_SHARED threadgroup
@@ -20,6 +20,8 @@ KV_FN float kv_shuffle_xor(float value, int mask) { return simd_shuffle_xor(valu
 KV_FN float kv_shuffle(float value, int lane) { return simd_shuffle(value, ushort(lane)); }
 KV_FN float kv_exp2(float x) { return metal::exp2(x); }
 KV_FN float kv_tanh(float x) { return metal::precise::tanh(x); }
+KV_FN float kv_max(float a, float b) { return metal::fmax(a, b); }
+KV_FN float kv_abs(float x) { return metal::fabs(x); }
 KV_FN float kv_round(float x) { return metal::round(x); }
 KV_FN float kv_from_bits(kv_u32 bits) { return as_type<float>(bits); }
 KV_FN kv_u32 kv_to_bits(float x) { return as_type<uint>(x); }

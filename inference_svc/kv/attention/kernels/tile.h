@@ -17,3 +17,10 @@ struct KvTile {
   KV_CONST int BIASES = SCALES + (Rows::IS_QUANTIZED ? TILE * Rows::GROUPS : 0);
   KV_CONST int UNITS = BIASES + (Rows::IS_QUANTIZED ? TILE * Rows::GROUPS : 0);
 };
+
+// A chunk of a stored tile with its scale and bias, as they are stored.
+struct KvStored {
+  int row, chunk;
+  kv_u32x4 words;
+  kv_u16 scale, bias;
+};

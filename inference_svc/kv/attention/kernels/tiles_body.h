@@ -11,8 +11,8 @@ const int first_token = (any.low / split + kv_block_x) * split;
 if (first_token > any.high) return;
 const long first_query = (long(sequence) * query_heads + head * (query_heads / KV_HEADS)) * query_count + first_row;
 const int row_stride = kv_blocks_x * (VALUE_DIM + 4);
-float* mine = partial + first_query * row_stride + kv_block_x * (VALUE_DIM + 4);
+KV_GLOBAL float* mine = partial + first_query * row_stride + kv_block_x * (VALUE_DIM + 4);
 KV_SPLIT(
     queries + first_query * KEY_DIM, pages, pages_shape[1], block_table + long(sequence) * block_table_shape[1], head,
     first_token, split, length, query_count, first_row, row_count, settings[0], settings[1], window, mine, row_stride,
-    kv_warp, kv_lane, (kv_u16*)kv_shared);
+    kv_warp, kv_lane, (KV_SHARED kv_u16*)kv_shared);

@@ -31,60 +31,20 @@ KV_FN kv_u32 kv_codes(kv_u32 word, int j) {
   return kv_fma_two<IS_BFLOAT>(kv_masked_or(word >> 4 * j, 0x000f000fu, large), one, large | 0x80008000u);
 }
 
-// Begin to copy a tile as it is stored, from row `first` of the page's part on; eight rows of a chunk lie in different
-// banks.
-template <typename Rows, int TILE, int THREADS>
-KV_FN void kv_begin_stored(kv_u16* to, const kv_u16* page, int first, int worker) {
-  constexpr int CODES = TILE * Rows::ROW_CHUNKS, SCALES = Rows::IS_QUANTIZED ? TILE * Rows::GROUPS / 8 : 0;
-  const kv_u16* codes = page + Rows::BASE + first * Rows::ROW_UNITS;
-  KV_UNROLL for (int n = 0; n < (CODES + THREADS - 1) / THREADS; ++n) {
-    const int i = worker + n * THREADS;
-    if (CODES % THREADS && i >= CODES) break;
-    kv_copy16(to + kv_place<Rows::ROW_CHUNKS>(i / Rows::ROW_CHUNKS, i % Rows::ROW_CHUNKS), codes + i * 8, true);
-  }
-  KV_UNROLL for (int n = 0; n < (2 * SCALES + THREADS - 1) / THREADS; ++n) {
-    const int i = worker + n * THREADS;
-    const int part = i < SCALES ? Rows::SCALES + i * 8 : Rows::BIASES + (i - SCALES) * 8;
-    if (i < 2 * SCALES) kv_copy16(to + KvTile<Rows, TILE>::SCALES + i * 8, page + part + first * Rows::GROUPS, true);
-  }
-}
-
 template <bool IS_BFLOAT>
 KV_FN kv_u32 kv_twice(float x) {
   return kv_u32(IS_BFLOAT ? kv_to_bfloat(x) : kv_to_half(x)) * 0x10001u;
 }
 
-// A chunk of a stored tile with its scale and bias, as they are stored.
-struct KvStored {
-  int row, chunk;
-  kv_u32x4 words;
-  kv_u16 scale, bias;
-};
-
-// Chunk `number` of a tile: eight rows of a chunk follow each other.
-template <typename Rows, int TILE>
-KV_FN KvStored kv_read_stored(const kv_u16* stored, int number) {
-  KvStored read;
-  read.row = number / (8 * Rows::ROW_CHUNKS) * 8 + number % 8;
-  read.chunk = number / 8 % Rows::ROW_CHUNKS;
-  read.words = *(const kv_u32x4*)(stored + kv_place<Rows::ROW_CHUNKS>(read.row, read.chunk));
-  if (Rows::IS_QUANTIZED) {
-    const int group = read.row * Rows::GROUPS + read.chunk / Rows::GROUP_CHUNKS;
-    read.scale = stored[KvTile<Rows, TILE>::SCALES + group];
-    read.bias = stored[KvTile<Rows, TILE>::BIASES + group];
-  }
-  return read;
-}
-
-// Its values, times `unit`, as bfloats or halves; zeros for tokens not in [any.low, any.high], whose scales may be no
-// numbers.
+// The values of a stored chunk, times `unit`, as bfloats or halves; zeros for tokens not in [any.low, any.high], whose
+// scales may be no numbers.
 template <typename Place, typename Rows, bool IS_BFLOAT, bool TO_BFLOAT>
-KV_FN void kv_write_values(kv_u16* values, const KvStored& read, float unit, int token, KvSeen any) {
+KV_FN void kv_write_values(KV_SHARED kv_u16* values, KV_THREAD const KvStored& read, float unit, int token, KvSeen any) {
   const bool is_stored = token + read.row >= any.low && token + read.row <= any.high;
   const kv_u32 words[4] = {read.words.x, read.words.y, read.words.z, read.words.w};
   if (Rows::BITS == 16) {
     const kv_u32x4 made = {is_stored ? words[0] : 0, is_stored ? words[1] : 0, is_stored ? words[2] : 0, is_stored ? words[3] : 0};
-    *(kv_u32x4*)(values + Place::at(read.row, read.chunk)) = made;
+    *(KV_SHARED kv_u32x4*)(values + Place::at(read.row, read.chunk)) = made;
     return;
   }
   const kv_u32 kept = is_stored ? 0xffffffffu : 0;  // without a branch, which would keep this from what is around it
@@ -96,7 +56,7 @@ KV_FN void kv_write_values(kv_u16* values, const KvStored& read, float unit, int
     KV_UNROLL for (int j = 0; j < 4; ++j)
       two[j] = kv_fma_two<TO_BFLOAT>(kv_codes<Rows::BITS, TO_BFLOAT>(words[(e * 4 + j) / PER_WORD], j % PER_WORD), scale, bias);
     const kv_u32x4 made = {two[0], two[1], two[2], two[3]};
-    *(kv_u32x4*)(values + Place::at(read.row, read.chunk * PER_WORD + e)) = made;
+    *(KV_SHARED kv_u32x4*)(values + Place::at(read.row, read.chunk * PER_WORD + e)) = made;
   }
 }
 
@@ -109,20 +69,19 @@ struct alignas(16) KvEightQueries {
 // A query as the products take it, each row as halves of its greatest power of two, which is returned; or bfloats as they
 // are. Four lanes have a row. A row that is next to nothing stays so: what is not seen must stay far below its scores.
 template <typename Place, typename Query, int DIM, int BITS, bool TO_BFLOAT>
-KV_FN float kv_put_query(kv_u16* rows, const Query* query, bool is_there, int row, int t) {
+KV_FN float kv_put_query(KV_SHARED kv_u16* rows, KV_GLOBAL const Query* query, bool is_there, int row, int t) {
   constexpr int MINE = (DIM / 8 + 3) / 4;
   float values[MINE][8], greatest = 0;
   KV_UNROLL for (int n = 0; n < MINE; ++n) {
     const int chunk = n * 4 + t;
     KvEightQueries<Query> eight = {};
-    if (is_there && chunk < DIM / 8) eight = *(const KvEightQueries<Query>*)(query + chunk * 8);
+    if (is_there && chunk < DIM / 8) eight = *(KV_GLOBAL const KvEightQueries<Query>*)(query + chunk * 8);
     KV_UNROLL for (int i = 0; i < 8; ++i) {
       values[n][i] = float(eight.value[i]);
-      greatest = fmaxf(greatest, fabsf(values[n][i]));
+      greatest = kv_max(greatest, kv_abs(values[n][i]));
     }
   }
-  greatest = fmaxf(greatest, kv_shuffle_xor(greatest, 1));
-  greatest = fmaxf(greatest, kv_shuffle_xor(greatest, 2));
+  greatest = kv_row_max(greatest);
   kv_u32 power = kv_to_bits(greatest) & 0x7f800000u;
   power = TO_BFLOAT || power < 0x20000000u || power > 0x7e000000u ? 0x3f800000u : power;
   const float shrink = kv_from_bits(0x7f000000u - power);
@@ -134,7 +93,7 @@ KV_FN float kv_put_query(kv_u16* rows, const Query* query, bool is_there, int ro
       two[j] = kv_two<TO_BFLOAT>(values[n][first] * shrink, values[n][first + KvEight<BITS>::STEP] * shrink);
     }
     const kv_u32x4 made = {two[0], two[1], two[2], two[3]};
-    if (chunk < DIM / 8) *(kv_u32x4*)(rows + Place::at(row, chunk)) = made;
+    if (chunk < DIM / 8) *(KV_SHARED kv_u32x4*)(rows + Place::at(row, chunk)) = made;
   }
   return kv_from_bits(power);
 }

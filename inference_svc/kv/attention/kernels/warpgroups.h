@@ -162,9 +162,8 @@ KV_FN void kv_mix_values(const KvWork& work, const Query* queries, int length, i
       const float by = IS_CAPPED ? 1.0f : factor[r];
       float highest = KV_NONE;
       KV_UNROLL for (int n = 0; n < COLUMNS; ++n)
-        highest = fmaxf(highest, fmaxf(score[n * 4 + 2 * r], score[n * 4 + 2 * r + 1]));
-      highest = fmaxf(highest, kv_shuffle_xor(highest, 1));
-      highest = fmaxf(highest, kv_shuffle_xor(highest, 2));
+        highest = kv_max(highest, kv_max(score[n * 4 + 2 * r], score[n * 4 + 2 * r + 1]));
+      highest = kv_row_max(highest);
       highest = highest > KV_NONE ? highest * by : KV_NONE;
       highest = highest > top[r] + KV_LEAST_RISE ? highest : top[r];
       const float base = highest > KV_NONE ? highest : 0;  // where nothing is seen, weights are nothing

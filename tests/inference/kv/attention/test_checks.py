@@ -8,15 +8,18 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from kvasir.cachestore.v1 import identity_pb2
+from structlog.testing import capture_logs
 
-from inference_svc.kv.attention import checks, choice, fused
-from inference_svc.kv.attention.checks import why_wrong, why_wrong_products
+from inference_svc.kv.attention import checks, choice, fused, tiles
+from inference_svc.kv.attention.checks import why_wrong, why_wrong_products, why_wrong_tiles
 from inference_svc.kv.attention.choice import KernelChoice
-from inference_svc.kv.attention.fused import Kernel
+from inference_svc.kv.attention.fused import Compiler, Kernel
+from inference_svc.kv.attention.geometry import MAX_QUERIES
 from inference_svc.kv.attention.kernels import Dialect, KernelSource
+from inference_svc.kv.attention.paged import paged_attention
 from inference_svc.kv.model_hooks.few_rows import Matrix
 from tests.inference.kv.attention.emulators import EMULATORS, needs_compiler
-from tests.inference.kv.attention.scenes import FP16, page_format
+from tests.inference.kv.attention.scenes import FP16, Scene, page_format
 from tests.made_models.sampling import first_and_in_turn
 
 pytestmark = needs_compiler
@@ -25,16 +28,11 @@ pytestmark = needs_compiler
 FORMATS = {name: page_format(name, 2, 64, scale_type=FP16) for name in ("q4", "q8", "k8v4", "exact", "q4-rotated")}
 
 
-def checked(
-    name: str,
-    monkeypatch: pytest.MonkeyPatch,
-    kernel: str = "",
-    spoil: Callable[[dict[str, Any], Any], None] | None = None,
-) -> str:
-    """What the check of a format finds. After each launch of a kernel, `spoil` changes what it was given and made."""
+def spoiled(dialect: Dialect, kernel: str, spoil: Callable[[dict[str, Any], Any], None] | None) -> Compiler:
+    """The emulator; after each launch of a kernel, `spoil` changes what it was given and made."""
 
     def compiler(source: KernelSource, shared_bytes: int) -> Kernel:
-        emulated = EMULATORS[Dialect.CUDA](source, shared_bytes)
+        emulated = EMULATORS[dialect](source, shared_bytes)
 
         def launch(**given: Any) -> list[mx.array]:
             made = emulated(**given)
@@ -44,7 +42,17 @@ def checked(
 
         return launch
 
-    monkeypatch.setitem(fused.COMPILERS, Dialect.CUDA, compiler)
+    return compiler
+
+
+def checked(
+    name: str,
+    monkeypatch: pytest.MonkeyPatch,
+    kernel: str = "",
+    spoil: Callable[[dict[str, Any], Any], None] | None = None,
+) -> str:
+    """What the check of a format finds."""
+    monkeypatch.setitem(fused.COMPILERS, Dialect.CUDA, spoiled(Dialect.CUDA, kernel, spoil))
     return why_wrong(FORMATS[name], mx.float32, Dialect.CUDA)
 
 
@@ -89,6 +97,50 @@ FAULTS = {
 def test_one_wrong_number_is_noticed(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     kernel, spoil, word = FAULTS[fault]
     assert word in checked("q4", monkeypatch, kernel, spoil)
+
+
+@pytest.mark.long(6)
+def test_right_tiles_are_taken_and_a_wrong_mix_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checks, "_TILED", checks._TILED[:1])
+    found = []
+    for spoil in (None, changed_result):
+        monkeypatch.setitem(fused.COMPILERS, Dialect.METAL, spoiled(Dialect.METAL, "tiles", spoil))
+        found.append(why_wrong_tiles(FORMATS["q4"], mx.float16, Dialect.METAL))
+    assert found == ["", "attention of 12 queries differs from the reference"]
+
+
+def test_where_tiles_fail_their_check_the_kernels_of_lanes_serve(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On Metal. The other kernels' check is not made here."""
+    launched: list[str] = []
+
+    def compiler(source: KernelSource, shared_bytes: int) -> Kernel:
+        if "tiles" in source.name:
+            raise RuntimeError("[metal::Device] Unable to build metal library from source")
+
+        def launch(**given: Any) -> list[mx.array]:
+            launched.append(source.name.split("_")[1])
+            return [
+                mx.zeros(shape, dtype)
+                for shape, dtype in zip(given["output_shapes"], given["output_dtypes"], strict=True)
+            ]
+
+        return launch
+
+    monkeypatch.setitem(fused.COMPILERS, Dialect.METAL, compiler)
+    monkeypatch.setattr(choice, "device_dialect", lambda: Dialect.METAL)
+    monkeypatch.setattr(choice, "why_wrong", lambda *_: "")
+    monkeypatch.setattr(tiles, "_refused", set())
+    form, kernels = FORMATS["q4"], KernelChoice()
+    assert tiles.most_queries(form, "float16") > MAX_QUERIES
+    with capture_logs() as logs:
+        assert kernels.dialect_of({form}, mx.float16) is Dialect.METAL
+    assert kernels.has_failed
+    [failed] = [line for line in logs if line["event"] == "kernels.check_failed"]
+    assert (failed["checked"].split(" of ")[0], failed["serves"]) == ("tiles", "fused (Metal), without tiles")
+    assert tiles.most_queries(form, "float16") == MAX_QUERIES
+    scene = Scene(form, (300,), 4, 12, mx.float16)
+    paged_attention(*scene.arguments(), **scene.options(), dialect=Dialect.METAL)  # type: ignore[arg-type]
+    assert launched == ["split", "reduce"]
 
 
 def test_a_window_that_is_ignored_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,8 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from inference_svc.kv.attention import fused, geometry
-from inference_svc.kv.attention.geometry import SplitGeometry, most_queries, split_geometry, why_not
+from inference_svc.kv.attention.geometry import SplitGeometry, split_geometry, why_not
 from inference_svc.kv.attention.kernels import Dialect
+from inference_svc.kv.attention.tiles import most_queries
 from inference_svc.kv.page import PageFormat, RowFormat
 from tests.inference.kv.attention.emulators import attention, both_dialects, needs_compiler
 from tests.inference.kv.attention.scenes import BF16, FP16, Scene, page_format
@@ -52,6 +53,15 @@ SCENES = {
         page_format("exact", 1, 80),
         {"query_heads": 2, "query_count": 20, "soft_cap": 5.0},
     ),
+    "q8, head dimension 192, many queries, a window and sinks": (
+        page_format("q8", 1, 192),
+        {"query_heads": 2, "query_count": 24, "window": 130, "has_sinks": True},
+    ),
+    "16 bits, head dimension 256, many queries": (page_format("exact", 1, 256), {"query_heads": 2, "query_count": 33}),
+    "q4-rotated, head dimension 256, many queries, soft cap": (
+        page_format("q4-rotated", 1, 256, 32),
+        {"query_heads": 2, "query_count": 17, "soft_cap": 5.0},
+    ),
     "q8, head dimension 256": (page_format("q8", 1, 256, scale_type=FP16), {"query_heads": 1}),
     "q4 in groups of 128": (page_format("q4", 1, 128, 128), {"query_heads": 2}),
     "16 bits, head dimension 80, soft cap": (page_format("exact", 2, 80), {"query_heads": 2, "soft_cap": 5.0}),
@@ -68,12 +78,16 @@ ALWAYS = (
     ("q4-rotated in groups of 32, five queries", BFLOATS, Dialect.METAL),
     ("q4, some dozens of queries", BFLOATS, Dialect.CUDA),
     ("k8v4, many queries and a window", BFLOATS, Dialect.CUDA),
-    ("q8, head dimension 256", BFLOATS, Dialect.METAL),
 )
 IN_TURN = (
     ("q4, grouped heads", FLOATS, Dialect.METAL),
     ("q4, a window and sinks", BFLOATS, Dialect.CUDA),
     ("k8v4, head dimension 96, sixteen queries", BFLOATS, Dialect.METAL),
+    ("q8, head dimension 256", BFLOATS, Dialect.METAL),
+    ("q4, some dozens of queries", BFLOATS, Dialect.METAL),
+    ("q4-rotated, many queries of halves", HALVES, Dialect.METAL),
+    ("16 bits, many queries, soft cap", BFLOATS, Dialect.METAL),
+    ("16 bits, head dimension 256, many queries", BFLOATS, Dialect.METAL),
     ("q4, many queries", BFLOATS, Dialect.CUDA),
     ("q4, hundreds of queries", BFLOATS, Dialect.CUDA),
     ("q4-rotated, many queries of halves", HALVES, Dialect.CUDA),
@@ -124,7 +138,9 @@ def test_neighbours_and_the_width_of_the_table_change_no_bit(dialect: Dialect) -
 def test_longer_splits_are_the_same_attention(window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """As of a long sequence, whose launch needs no more blocks."""
     monkeypatch.setattr(geometry, "_MANY_BLOCKS", 1)
-    made = split_geometry(page_format("q4", 1, 64), 68, 1792, has_matrices=True, query_type="bfloat16", is_capped=False)
+    made = split_geometry(
+        page_format("q4", 1, 64), 68, 1792, dialect=Dialect.CUDA, query_type="bfloat16", is_capped=False
+    )
     assert made.split > 512
     scene = Scene(page_format("q4", 1, 64), (1300, 40, 600), 4, 17, dtype=BFLOATS, blocks=7, window=window)
     fused._geometry.cache_clear()
@@ -134,14 +150,15 @@ def test_longer_splits_are_the_same_attention(window: int | None, monkeypatch: p
         fused._geometry.cache_clear()
 
 
-def test_many_queries_are_attended_to_together_with_the_same_bits_beside_others() -> None:
+@both_dialects
+def test_many_queries_are_attended_to_together_with_the_same_bits_beside_others(dialect: Dialect) -> None:
     """Where the table is so narrow that splits are as short as they get: in a wide one they are longer."""
     many = Scene(page_format("q4", 1, 64), (1300, 40, 600), 4, 17, dtype=BFLOATS, blocks=7)
-    together = attention(many, Dialect.CUDA)
+    together = attention(many, dialect)
     assert many.error(together) < BOUNDS[BFLOATS]
     alone = replace(many, lengths=(1300,))
     alone.queries, alone.pages, alone.block_table = many.queries[:1], many.pages, many.block_table[:1, :6]
-    assert mx.array_equal(attention(alone, Dialect.CUDA)[0], together[0])
+    assert mx.array_equal(attention(alone, dialect)[0], together[0])
 
 
 def test_a_decoding_row_of_many_heads_has_the_same_bits_beside_a_longer_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -156,7 +173,8 @@ def test_a_decoding_row_of_many_heads_has_the_same_bits_beside_a_longer_one(monk
     fused._geometry.cache_clear()
 
 
-def test_what_was_mixed_before_greater_scores_shrinks_with_them() -> None:
+@both_dialects
+def test_what_was_mixed_before_greater_scores_shrinks_with_them(dialect: Dialect) -> None:
     """The first 64 keys are near zero, so that a query's greatest score rises far behind them."""
     scene = Scene(page_format("q4", 1, 64), (600, 300), 4, 17, dtype=BFLOATS)
     units = np.array(scene.pages)
@@ -168,14 +186,15 @@ def test_what_was_mixed_before_greater_scores_shrinks_with_them() -> None:
     scene.pages = mx.array(units)
     scene.keys = [np.concatenate([rows[:, :64] / 128, rows[:, 64:]], axis=1) for rows in scene.keys]
     scene.queries = scene.queries * 4
-    assert scene.error(attention(scene, Dialect.CUDA)) < 2 * BOUNDS[BFLOATS]
+    assert scene.error(attention(scene, dialect)) < 2 * BOUNDS[BFLOATS]
 
 
-def test_queries_next_to_nothing_see_no_more_than_others() -> None:
+@both_dialects
+def test_queries_next_to_nothing_see_no_more_than_others(dialect: Dialect) -> None:
     """Their scores are all near zero, and so must not be the score of what they do not see."""
     scene = Scene(page_format("q4", 1, 64), (600, 40), 4, 17, dtype=BFLOATS, window=100)
     scene.queries = scene.queries * 1e-33
-    assert scene.error(attention(scene, Dialect.CUDA)) < BOUNDS[BFLOATS]
+    assert scene.error(attention(scene, dialect)) < BOUNDS[BFLOATS]
 
 
 @both_dialects
@@ -216,34 +235,44 @@ def test_any_lengths_queries_and_windows(
 def test_halves_are_multiplied_where_they_lose_nothing() -> None:
     quantized, exact = page_format("q4", 1, 64), page_format("exact", 1, 64, scale_type=BF16)
 
-    def made(form: PageFormat, query_type: str, *, has_matrices: bool = True, rows: int = 4) -> SplitGeometry:
-        return split_geometry(form, rows, 600, has_matrices=has_matrices, query_type=query_type, is_capped=False)
+    def made(form: PageFormat, query_type: str, *, dialect: Dialect = Dialect.CUDA, rows: int = 4) -> SplitGeometry:
+        return split_geometry(form, rows, 600, dialect=dialect, query_type=query_type, is_capped=False)
 
-    def by_matrices(form: PageFormat, query_type: str, *, has_matrices: bool = True) -> bool:
-        assert not made(form, query_type, has_matrices=has_matrices, rows=32).by_tiles
-        assert not made(form, "float32", has_matrices=has_matrices, rows=64).by_tiles
-        return made(form, query_type, has_matrices=has_matrices).by_matrices
+    def by_matrices(form: PageFormat, query_type: str) -> bool:
+        assert not made(form, query_type, rows=32).by_tiles
+        assert not made(form, "float32", rows=64).by_tiles
+        return made(form, query_type).by_matrices
 
     assert by_matrices(quantized, "bfloat16")
     assert by_matrices(quantized, "float16")
     assert by_matrices(exact, "bfloat16")
     assert not by_matrices(quantized, "float32")
     assert not by_matrices(exact, "float16"), "a bfloat has fewer bits than the query"
-    assert not by_matrices(quantized, "bfloat16", has_matrices=False)
+    assert not made(quantized, "bfloat16", dialect=Dialect.METAL).by_matrices
+    assert not made(quantized, "bfloat16", dialect=Dialect.METAL, rows=16).by_tiles, "two blocks of lanes have as many"
+    assert made(quantized, "bfloat16", dialect=Dialect.METAL, rows=17).by_tiles
     assert made(quantized, "bfloat16", rows=33).by_tiles
     assert not made(quantized, "float16", rows=33).by_tiles, "its values are bfloats"
     wide = made(page_format("q4", 1, 256), "bfloat16", rows=256)
     assert wide.queries == 64, "registers for more would be too many"
-    mostly = [most_queries(quantized, kind, has_matrices=True) for kind in ("bfloat16", "float16", "float32")]
-    assert mostly == [2048, 64, 64]
-    assert most_queries(quantized, "bfloat16", has_matrices=False) == 64
+    assert [most_queries(quantized, kind) for kind in ("bfloat16", "float16", "float32")] == [2048, 64, 64]
+
+
+@pytest.mark.parametrize("dim", [64, 80, 96, 128, 192, 256])
+@pytest.mark.parametrize("rows", [17, 33, 4096])
+def test_a_block_of_tiles_has_at_most_the_threadgroup_memory_of_metal(dim: int, rows: int) -> None:
+    how = {"dialect": Dialect.METAL, "query_type": "bfloat16", "is_capped": False}
+    made = split_geometry(page_format("exact", 8, dim), rows, 4096, **how)
+    assert made.by_tiles
+    assert made.shared_bytes <= (24 << 10 if dim < 256 else 32 << 10)
+    assert (made.tile % 16, made.split % made.tile, made.queries % (8 * made.warps)) == (0, 0, 0)
 
 
 @given(tokens=st.integers(1, 1 << 17), parts=st.sampled_from([1, 8, 16, 32, 64]))
 def test_a_launch_for_many_queries_has_enough_blocks_and_few_more(tokens: int, parts: int) -> None:
     form = page_format("q4", 8, 128)
     rows = 128 * max(1, parts // 8)
-    made = split_geometry(form, rows, tokens, has_matrices=True, query_type="bfloat16", is_capped=False)
+    made = split_geometry(form, rows, tokens, dialect=Dialect.CUDA, query_type="bfloat16", is_capped=False)
     blocks = -(-tokens // 256)
     launched = made.splits(blocks, 0) * form.key.kv_heads * -(-rows // made.queries)
     assert made.split in (256, 512, 1024, 2048, 4096)
@@ -254,7 +283,9 @@ def test_a_launch_for_many_queries_has_enough_blocks_and_few_more(tokens: int, p
 @given(length=st.integers(1, 5000), window=st.integers(1, 1100), count=st.integers(1, 256))
 def test_a_window_has_as_many_splits_as_it_can_touch(length: int, window: int, count: int) -> None:
     count = min(count, length)
-    made = split_geometry(page_format("q4", 1, 64), 4, 600, has_matrices=True, query_type="bfloat16", is_capped=False)
+    made = split_geometry(
+        page_format("q4", 1, 64), 4, 600, dialect=Dialect.CUDA, query_type="bfloat16", is_capped=False
+    )
     low = max(0, length - count - window + 1)
     touched = (length - 1) // made.split - low // made.split + 1
     blocks = -(-length // 256)

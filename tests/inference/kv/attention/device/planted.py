@@ -94,6 +94,22 @@ PLANTED = {
     ),
     "weights that nobody writes": Fault("split", r"weights\[q \* 32 \+ lane\] = weight;", ";", UNWRITTEN),
     "a warp's total that nobody writes": Fault("reduce", r"shared\[warp \* STRIDE \+ DIM\] = total;", ";", UNWRITTEN),
+    "no barrier before a tile's values": _dropped("tiles", _BLOCK),
+    "no barrier behind a tile's values": _dropped("tiles", _BLOCK, 1),
+    "a warp's barrier for a tile": Fault("tiles", r"threadgroup_barrier\(mem", "simdgroup_barrier(mem", RACE),
+    "queries that all warps share": Fault("tiles", r"row = warp_row \+ \(m", "row = (m", RACE),
+    "keys and values in one place": Fault(
+        "tiles", r"v_values = k_values \+ TILE \* K::DIM", "v_values = k_values", RACE
+    ),
+    "queries that begin late": Fault("tiles", r"v_values \+ TILE \* V::DIM;", "v_values + TILE * V::DIM + 16;", BOUNDS),
+    "a row of tiles behind the last": Fault("tiles", r"if \(row >= row_count\) continue;", ";", BOUNDS),
+    "a query that is not there": Fault("tiles", r"is_there && chunk", "chunk", BOUNDS),
+    "a page behind the last tile": Fault("tiles", r"next < stop \? pages", "true ? pages", BOUNDS),
+    "scales of the next part": Fault("tiles", r"Rows::BIASES \+ group", "Rows::END + Rows::BIASES + group", BOUNDS, 0),
+    "keys that nobody writes": Fault("tiles", r"kv_decode_tile<K, TILE[^;]*;", ";", UNWRITTEN),
+    "a barrier of the warps with queries": Fault(
+        "tiles", r"kv_group_barrier\(\);", "if (warp_row < row_count) kv_group_barrier();", BARRIER, 1
+    ),
     "a barrier of half a warp": Fault(
         "split", r"kv_group_barrier\(\);", "if (lane < 16) kv_group_barrier();", BARRIER, 1
     ),
@@ -109,12 +125,26 @@ PLANTED = {
         "reduce", r"kv_group_barrier\(\);", "if (warp * 32 + lane < DIM) kv_group_barrier();", BARRIER
     ),
 }
+# No access is wrong, but results are: a lane has other elements of a matrix than the kernel believes.
+MISPLACED = {
+    "rows of CUDA's lanes": Fault("tiles", r"return \(lane >> 2 & 4\) \| \(lane >> 1 & 3\);", "return lane / 4;", ""),
+    "columns of CUDA's lanes": Fault("tiles", r"return \(lane >> 2 & 2\) \| \(lane & 1\);", "return lane % 4;", ""),
+    "a row's lanes of CUDA": Fault("tiles", r"kv_shuffle_xor\(x, 8\)", "kv_shuffle_xor(x, 2)", ""),
+    "keys that are not turned": Fault("tiles", r"kv_load_keys<K_ROW>", "kv_load_values<K_ROW>", ""),
+    "halves of a step in the other order": Fault("tiles", r"i / 2 \* 8 \+ 2", "i % 2 * 8 + 2", ""),
+    "a product that forgets": Fault("tiles", r"left, right, sum\);", "left, right, left);", ""),
+}
+
+
+def suffix() -> Scene:
+    """Queries that fill a block of tiles in part, over three tiles, of which the last ends a page."""
+    return Scene(_FORMAT, (256,), 4, 12, mx.float16, window=70)
 
 
 def run(kernel: str) -> None:
     """A small launch of a kernel by the compiler of Metal's dialect, whatever that is; a reduction is behind splits."""
-    if kernel in ("split", "reduce"):
-        scene = Scene(_FORMAT, (300,), 4, 6)
+    if kernel in ("split", "tiles", "reduce"):
+        scene = suffix() if kernel == "tiles" else Scene(_FORMAT, (300,), 4, 6)
         mx.eval(fused_attention(*scene.arguments(), **scene.options(), dialect=Dialect.METAL))
         return
     pages, table = mx.zeros((3, _FORMAT.units), mx.uint16), mx.array([2, 0], mx.int32)

@@ -55,7 +55,9 @@ def cases() -> Iterator[Case]:
             continue
         made = page_format(policy, 1 + number % 2, dim, group, scale_type)
         if not why_not(made):
-            yield Case(made, dtype, batch, blocks, (1, 4, 2)[number % 3], number % 4 == 0, (None, 5.0)[number % 5 == 0])
+            yield Case(
+                made, dtype, batch, blocks, (1, 4, 24, 40)[number % 4], number % 3 == 0, (None, 5.0)[number % 5 == 0]
+            )
 
 
 CASES = list(cases())
@@ -92,7 +94,9 @@ def names(found: dict[str, str]) -> set[str]:
 
 def test_a_sample_of_all_texts_has_no_fault() -> None:
     found = [texts_of(case) for case in CASES[::29]]
-    assert all(names(each) == {"append", "split", "reduce", "gather", "store"} for each in found)
+    kernels = [names(each) for each in found]
+    assert {"split", "tiles"} <= set().union(*kernels)
+    assert all(each - {"split", "tiles"} == {"append", "reduce", "gather", "store"} for each in kernels)
     assert not faults_of(text for each in found for text in each.values())
 
 

@@ -198,7 +198,12 @@ def test_a_program_is_launched_once_for_no_tokens_before_it_serves(monkeypatch: 
 
     monkeypatch.setattr(mx.fast, "precompiled_cuda_kernel", launch)
     form = page_format("q4", 2, 128)
-    how: dict[str, Any] = {"query_type": "bfloat16", "is_capped": False, "has_matrices": True, "has_warpgroups": True}
+    how: dict[str, Any] = {
+        "query_type": "bfloat16",
+        "is_capped": False,
+        "dialect": Dialect.CUDA,
+        "has_warpgroups": True,
+    }
     shapes = [split_geometry(form, 192, tokens, **how) for tokens in (1024, 32768, 131072)]
     assert all(fused._is_launched(shape, mx.bfloat16) for shape in shapes)
     assert len({shape.split for shape in shapes}) > 1

@@ -1,32 +1,36 @@
 """Metal's text, emulated with each access watched, has no race and stays in its memory; planted faults are found."""
 
 import re
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 
 from inference_svc.kv.attention import fused
 from inference_svc.kv.attention.kernels import Dialect
 from tests.emulation.races import watching_compiler
-from tests.inference.kv.attention.device.planted import PLANTED, run
+from tests.inference.kv.attention.device.planted import MISPLACED, PLANTED, Fault, run, suffix
 from tests.inference.kv.attention.device.test_metal_text import PLANTED as PLANTED_IN_WORDS
 from tests.inference.kv.attention.emulators import needs_compiler
 from tests.made_models.sampling import first_and_in_turn
 
 pytestmark = needs_compiler
 
-KERNELS = ("split", "append", "gather", "store")
+KERNELS = ("split", "tiles", "append", "gather", "store")
 AT_EACH_COMMIT = ("no barrier behind the warps' mixes", "the next target")  # each takes a compiler a second
+
+
+def change_of(fault: Fault) -> Callable[[str], str]:
+    """Plants a fault in its kernel's text."""
+    return lambda text: fault.planted(text) if f"kernel of {fault.kernel}\n" in text else text
 
 
 def found(kernel: str, name: str = "") -> str:
     """The faults of a launch, after one was planted."""
     faults: list[str] = []
-
-    def changed(text: str) -> str:
-        return PLANTED[name].planted(text) if name and f"kernel of {PLANTED[name].kernel}\n" in text else text
-
+    changed = [change_of(PLANTED[name])] if name else []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(fused.COMPILERS, Dialect.METAL, watching_compiler(faults, changed))
+        patch.setitem(fused.COMPILERS, Dialect.METAL, watching_compiler(faults, *changed))
         run(kernel)
     return "\n".join(faults)
 
@@ -42,6 +46,16 @@ def test_the_text_has_no_race_and_stays_within_its_memory(kernel: str) -> None:
 def test_a_planted_fault_is_found(name: str) -> None:
     fault = PLANTED[name]
     assert re.search(f"{fault.kernel}: ({fault.found})", found(fault.kernel, name))
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("name", MISPLACED)
+def test_a_fragment_that_lies_otherwise_changes_results(name: str) -> None:
+    scene, errors = suffix(), list[float]()
+    for changes in ([], [change_of(MISPLACED[name])]):
+        how: Any = {"dialect": Dialect.METAL, "compiler": watching_compiler([], *changes)}
+        errors.append(scene.error(fused.fused_attention(*scene.arguments(), **scene.options(), **how)))
+    assert errors[0] < 1e-3 < 0.05 < errors[1]
 
 
 def test_fifty_faults_are_planted() -> None:

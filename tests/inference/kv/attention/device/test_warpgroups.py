@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import mlx.core as mx
 import pytest
@@ -121,8 +122,8 @@ def test_this_devices_own_attention_of_many_queries() -> None:
     assert scene.error(found) < (2e-2 if mx.default_device().type == mx.DeviceType.cpu else BOUNDS[BFLOATS])
 
 
-def made(form: PageFormat, rows: int, tokens: int = 4096, query_type: str = "bfloat16", **how: bool) -> SplitGeometry:
-    options = {"has_matrices": True, "has_warpgroups": True, "is_capped": False} | how
+def made(form: PageFormat, rows: int, tokens: int = 4096, query_type: str = "bfloat16", **how: Any) -> SplitGeometry:
+    options = {"dialect": Dialect.CUDA, "has_warpgroups": True, "is_capped": False} | how
     return split_geometry(form, rows, tokens, query_type=query_type, **options)
 
 
