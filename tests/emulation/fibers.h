@@ -44,6 +44,7 @@ inline Meeting all;
 inline std::array<Meeting, 16> named;
 inline int current, moves;
 inline bool are_copies_early;  // asynchronous copies arrive as early as they may, or as late
+inline long products, block_meetings, shown_values;  // so far, of all lanes
 inline jmp_buf scheduler;
 inline std::function<void()> body;
 inline char* shared;
@@ -81,13 +82,17 @@ inline void meet(Meeting& meeting, int count) {
 }
 
 inline void meet_warp() { meet(warps[current / 32], 32); }
-inline void meet_block() { meet(all, int(lanes.size())); }
+inline void meet_block() {
+  ++block_meetings;
+  meet(all, int(lanes.size()));
+}
 
 // Show a slot to the other lanes of the warp; returns theirs.
 inline const Slot* shown(const Slot& mine) {
   int warp = current / 32, side = warps[warp].number % 2;
   Slot* theirs = &slots[(warp * 2 + side) * 32];
   theirs[current % 32] = mine;
+  ++shown_values;
   meet_warp();
   return theirs;
 }

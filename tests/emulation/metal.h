@@ -54,6 +54,7 @@ void simdgroup_multiply_accumulate(simdgroup_matrix<T, 8, 8>& d, simdgroup_matri
     const int lane = (row & 4) << 2 | (row & 3) << 1 | (column & 4) << 1 | column >> 1 & 1;
     return theirs[lane].values[matrix * 2 + column % 2];
   };
+  ++fibers::products;
   const int lane = fibers::current % 32, row = lane >> 2 & 4 | lane >> 1 & 3, column = lane >> 1 & 4 | (lane & 1) << 1;
   for (int j = 0; j < 2; ++j) {
     T sum = c.elements[j];

@@ -29,6 +29,7 @@ inline jmp_buf end;
 inline char* shared_begin;
 inline long shared_size;
 inline bool is_running;
+inline long read_bytes[2], written_bytes[2];  // of inputs and outputs, of shared memory
 
 #define KV_UNWATCHED __attribute__((no_sanitize("thread")))
 
@@ -80,6 +81,7 @@ KV_UNWATCHED inline void accessed(void* place, long size, bool is_write) {
   is_running = false;  // these accesses are not the kernel's
   char* first = (char*)place;
   if (first + size > shared_begin - GUARD && first < shared_begin + shared_size + GUARD) {
+    (is_write ? written_bytes : read_bytes)[1] += size;
     for (long at = (first - shared_begin) & ~3L; at < first - shared_begin + size; at += 4)
       if (at < 0 || at >= shared_size)
         found("out of bounds", "shared memory", at);
@@ -88,6 +90,7 @@ KV_UNWATCHED inline void accessed(void* place, long size, bool is_write) {
   } else {
     for (const Region& region : regions) {
       if (first + size <= region.begin - GUARD || first >= region.begin + region.size + GUARD) continue;
+      (is_write ? written_bytes : read_bytes)[0] += size;
       if (first < region.begin || first + size > region.begin + region.size)
         found("out of bounds", region.name, first - region.begin);
       else if (is_write && !region.is_written)

@@ -34,7 +34,15 @@ _WATCHED = (
 _CALLS = """
 void races_begin_block(char* begin, long size) { races::begin_block(begin, size); }
 void races_stuck() { races::found("a barrier that not all lanes reach", "block", 0); }
+extern "C" void kv_counts(long* counts) {
+  const long lanes = fibers::lanes.size(), products = fibers::products / 32;
+  const long made[] = {products, races::read_bytes[0], races::written_bytes[0], races::read_bytes[1],
+                       races::written_bytes[1], fibers::block_meetings / lanes,
+                       (fibers::shown_values - fibers::products) / 32};
+  for (int i = 0; i < 7; ++i) counts[i] = made[i];
+}
 """
+COUNTED = ("products", "read", "written", "shared_read", "shared_written", "barriers", "shuffles")
 _RUN = """extern "C" const char* kv_run(const void** inputs, const long* sizes, const bool* is_written,
                                   const int** shapes, void** outputs, const long* output_sizes, const int* grid,
                                   int lane_count, int shared_bytes) {
@@ -44,6 +52,8 @@ _RUN = """extern "C" const char* kv_run(const void** inputs, const long* sizes, 
   std::vector<races::Guarded> given, made;
   for (int i = 0; i < %d; ++i) given.emplace_back(inputs[i], sizes[i], is_written[i], names[i]);
   for (int i = 0; i < %d; ++i) made.emplace_back(outputs[i], output_sizes[i], true, names[%d + i]);
+  fibers::products = fibers::block_meetings = fibers::shown_values = 0;
+  for (int i = 0; i < 2; ++i) races::read_bytes[i] = races::written_bytes[i] = 0;
   races::is_running = true;
   if (!_setjmp(races::end)) fibers::run(grid, lane_count, shared_bytes, [&] { kernel::kernel(%s); });
   races::is_running = false;
@@ -55,19 +65,29 @@ _RUN = """extern "C" const char* kv_run(const void** inputs, const long* sizes, 
 """
 
 
+Counts = dict[str, dict[str, int]]
+"""By kernel, COUNTED of its latest launch: products of 8 x 8 matrices, bytes, barriers of blocks, shuffles of warps."""
+
+
 def watching_compiler(
-    faults: list[str], change: Callable[[str], str] = lambda text: text
+    faults: list[str], change: Callable[[str], str] = lambda text: text, counts: Counts | None = None
 ) -> Callable[[KernelSource, int], Kernel]:
     """Compiles Metal's text for this CPU, after `change`. The first fault of each launch is added to `faults`."""
-    return lambda source, shared_bytes: _WatchedKernel(source, shared_bytes, faults, change)
+    return lambda source, shared_bytes: _WatchedKernel(source, shared_bytes, faults, change, counts)
 
 
 class _WatchedKernel(EmulatedKernel):
     def __init__(
-        self, source: KernelSource, shared_bytes: int, faults: list[str], change: Callable[[str], str]
+        self,
+        source: KernelSource,
+        shared_bytes: int,
+        faults: list[str],
+        change: Callable[[str], str],
+        counts: Counts | None,
     ) -> None:
         super().__init__(source, shared_bytes, Dialect.METAL)
         self._faults, self._change = faults, change
+        self._counts: Counts = {} if counts is None else counts
 
     def __call__(
         self,
@@ -80,14 +100,14 @@ class _WatchedKernel(EmulatedKernel):
         output_dtypes: Sequence[mx.Dtype],
     ) -> list[mx.array]:
         types = tuple(each.dtype for each in inputs)
-        run = _library(self._change(self.text(types, tuple(output_dtypes), template)))
+        library = _library(self._change(self.text(types, tuple(output_dtypes), template)))
         given, written = self.given(inputs), self.written
         outputs = [
             np.full(int(np.prod(shape)) * dtype.size, 0xFF, np.uint8)
             for shape, dtype in zip(output_shapes, output_dtypes, strict=True)
         ]
         blocks = [-(-size // lanes) for size, lanes in zip(grid, threadgroup, strict=True)]
-        fault = run(
+        fault = library.kv_run(
             (ctypes.c_void_p * len(given))(*[each.bytes.ctypes.data for each in given]),
             (ctypes.c_long * len(given))(*[each.bytes.nbytes for each in given]),
             (ctypes.c_bool * len(given))(*written),
@@ -98,12 +118,20 @@ class _WatchedKernel(EmulatedKernel):
             threadgroup[0],
             self.shared_bytes,
         )
+        self._count(library)
         if fault:
             self._faults.append(f"{self.source.name.split('_')[1]}: {fault.decode()}")
         return [
             mx.array(each).view(dtype).reshape(shape)
             for each, shape, dtype in zip(outputs, output_shapes, output_dtypes, strict=True)
         ]
+
+    def _count(self, library: ctypes.CDLL) -> None:
+        found = (ctypes.c_long * len(COUNTED))()
+        library.kv_counts(found)
+        self._counts[self.source.name.split("_")[1]] = dict(zip(COUNTED, found, strict=True)) | {
+            "shared_bytes": self.shared_bytes
+        }
 
     def run_text(self, types: tuple[mx.Dtype, ...], output_types: tuple[mx.Dtype, ...], arguments: list[str]) -> str:
         count, made = len(types), len(output_types)
@@ -127,13 +155,13 @@ class _WatchedKernel(EmulatedKernel):
 
 
 @cache
-def _library(text: str) -> Callable[..., bytes]:
-    """The program's entry. It is linked without the sanitizer's runtime, whose hooks it has itself."""
+def _library(text: str) -> ctypes.CDLL:
+    """The program. It is linked without the sanitizer's runtime, whose hooks it has itself."""
     with tempfile.TemporaryDirectory() as place:
-        made, library = f"{place}/kernel.o", f"{place}/kernel.so"
-        command = [cxx(), *_WATCH, "-c", "-x", "c++", "-", "-o", made]
+        compiled, linked = f"{place}/kernel.o", f"{place}/kernel.so"
+        command = [cxx(), *_WATCH, "-c", "-x", "c++", "-", "-o", compiled]
         subprocess.run(command, input=text.encode(), check=True)
-        subprocess.run([cxx(), "-shared", made, "-o", library], check=True)
-        run = ctypes.CDLL(library).kv_run
-    run.restype = ctypes.c_char_p
-    return run
+        subprocess.run([cxx(), "-shared", compiled, "-o", linked], check=True)
+        made = ctypes.CDLL(linked)
+    made.kv_run.restype = ctypes.c_char_p
+    return made
