@@ -158,7 +158,9 @@ class Rules:
     shared_pass: SharedPass | None = None
     """None: each cell has a pass of its own."""
     least_tokens: int = 256
-    """A cell is cut, while any turn decodes, but not to less; at multiples of this."""
+    """A cell is cut, while any turn decodes or where it takes too long, but not to less; at multiples of this."""
+    longest_cell_s: float = 0.5
+    """A cell that takes longer is cut while no turn decodes, too: a turn that comes, or a cancel, waits for it."""
     longest_gap_s: float = 0.05
     """For how long a stream that a person reads, and that has no gap of its own, waits for its next token while prompts
     are computed and KV is loaded beside it; a step's first piece of work, and a foresight that was wrong, may take

@@ -189,7 +189,7 @@ class StepSchedule(Generic[TurnT]):
         least = 1 if loads else self._rules.least_tokens
         whole = turn.next_files if loads else self._cell_tokens(turn)
         if left_s is None:
-            return whole
+            return whole if loads else self._within_longest(turn, whole)
         step_s = self._costs.step_s or 0.0
         if not loads and self._pace.has_begun and left_s < step_s:
             return 0  # however few its tokens, a pass costs what a step costs
@@ -207,6 +207,11 @@ class StepSchedule(Generic[TurnT]):
         # For the same reason a rest that takes a step longer at most goes along.
         with_rest = self._costs.tokens_within((left_s + step_s) * (1 - _BETWEEN), turn.computed) or 0
         return whole if whole <= with_rest else cut_cell(turn.computed, whole, fits, least)
+
+    def _within_longest(self, turn: TurnT, whole: int) -> int:
+        """So many of a turn's tokens, of which no stream waits for any; fewer on a slow device."""
+        least, fits = self._rules.least_tokens, self._costs.tokens_within(self._rules.longest_cell_s, turn.computed)
+        return whole if fits is None else cut_cell(turn.computed, whole, max(fits, least), least)
 
     def _cell_tokens(self, turn: TurnT) -> int:
         """The turn's next cell before it is cut. Where cells are cut, the last one goes over an edge of the grid."""

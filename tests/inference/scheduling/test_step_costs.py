@@ -182,6 +182,20 @@ def test_a_cell_is_whole_while_no_turn_decodes_and_never_where_it_must_be() -> N
     assert len(bound.prefilled) == 4 + LONG // CELL
 
 
+@pytest.mark.parametrize(("token_s", "size"), [(0.003, 128), (0.0012, 384), (0.0004, 1_024)])
+def test_a_slow_device_computes_cells_of_half_a_second_while_no_turn_decodes(token_s: float, size: int) -> None:
+    """As laptops: after the first cell its time is known. The cells of a device that must not cut them stay whole."""
+    for least, expected in ((128, size), (1_024, 1_024)):
+        rules = Rules(cell_tokens=1_024, least_tokens=least)
+        world = World(rules=rules, cost_s=lambda at, tokens: token_s * tokens)
+        world.submit(Job(4 * 1_024, cell_tokens=1_024))
+        world.run()
+        sizes = [cell.size for cells in world.passes for cell in cells]
+        assert sizes[0] == 1_024
+        assert max(sizes[1:]) == expected
+        assert {sum(sizes[:count]) % least for count in range(len(sizes) + 1)} == {0}
+
+
 def test_a_file_that_takes_long_is_the_only_one_of_its_step() -> None:
     world = streaming(file_s=0.02)
     assert longest_stall(world, Job(files=40)) == pytest.approx(0.02 / STEP_S)
