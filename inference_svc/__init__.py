@@ -1,6 +1,7 @@
 """The inference service: owns MLX, turns text into tokens, and keeps agents' KV hot."""
 
 import os
+import sys
 import time
 
 from inference_svc.lean_transformers import import_transformers_without_torch
@@ -12,3 +13,8 @@ BEGAN_S = time.monotonic()  # before the imports that take seconds
 load_optimized_blas()
 import_transformers_without_torch()
 os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+if sys.platform == "darwin":
+    # MLX's Metal back end commits its commands behind 40 or 50 operations, or behind as many million values of inputs:
+    # one kernel over a layer's pages has more. By operations alone that is every second or third layer. This is read
+    # with MLX's first look at the device, which is before a model is loaded.
+    os.environ.setdefault("MLX_MAX_MB_PER_BUFFER", "4000")
