@@ -140,8 +140,7 @@ def store_source(dialect: Dialect) -> KernelSource:
 
 @cache
 def few_rows_source(count: int, *, is_packed: bool) -> KernelSource:
-    """Products of a few rows with `count` matrices, each one array, or its codes, scales and biases; of CUDA alone.
-    """
+    """Products of a few rows with `count` matrices, each one array, or its codes, scales and biases; of CUDA alone."""
     numbers, kinds = range(count), ("w", "scales", "biases") if is_packed else ("w",)
 
     def pointers(kind: str) -> str:
