@@ -73,7 +73,7 @@ def listener_at(address: str) -> socket.socket:
     """Raises InvalidArgument for an address that other machines reach, AddressError, and OSError."""
     host, port = _loopback(address)
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)  # named: asyncio sets TCP_NODELAY by it
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     listener.bind((host, port))
     listener.listen(1024)
