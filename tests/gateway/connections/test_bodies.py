@@ -44,6 +44,27 @@ def test_values_are_counted_as_parsing_makes_them(value: object, indent: int | N
     assert values_in(value) - 1 <= counted <= 2 * values_in(value)
 
 
+@given(_VALUES, st.integers(1, 9))
+def test_where_a_body_is_cut_for_counting_changes_nothing(value: object, part_bytes: int) -> None:
+    body = json.dumps(value).encode()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(bodies, "_PART_BYTES", part_bytes)
+        in_parts = count_values(body)
+    assert in_parts == count_values(body)
+
+
+def test_counting_gives_the_interpreter_to_other_threads_after_each_part() -> None:
+    looked_at = list[int]()
+
+    class Noted(bytearray):
+        def __getitem__(self, place: Any) -> Any:
+            looked_at.append(len(part := super().__getitem__(place)))
+            return part
+
+    count_values(Noted(json.dumps(['a\\"' * (1 << 20)]).encode()))
+    assert max(looked_at) <= 16 << 10
+
+
 @pytest.mark.parametrize(
     "body",
     [

@@ -6,8 +6,7 @@ billed to its namespace by what it becomes, until its answer is sent.
 """
 
 import asyncio
-import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import TypeVar, cast
@@ -32,12 +31,9 @@ _SMALL_BYTES = 16 << 10  # read at once: a thread would cost more
 _FIRST_BYTES, _AHEAD, _QUICK_BYTES = 64 << 10, 3, 256 << 10
 _BYTES_PER_VALUE = 160  # what a value becomes in Python, beside its text
 _MORE_COPIES = 3  # of its text, on its way to the engine
-# A string, also one that does not end: so each byte is looked at once.
-_ONE_STRING = rb'"[^"\\]*+(?:\\.[^"\\]*+)*+(?:"|\\?\Z)'
-_STRING = re.compile(_ONE_STRING, re.DOTALL)
-# Some strings, and the bytes between them: removing strings makes an object of each, and a body may have a million.
-_PART = re.compile(rb'(?:[^"]{0,256}+' + _ONE_STRING + rb'){1,4096}+|[^"]{1,65536}+', re.DOTALL)
-_NOT_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
+# Of a body at once: a longer call into C would keep the interpreter from the event loop.
+_PART_BYTES = 16 << 10
+_NOT_STRUCTURE = bytes(set(range(256)) - set(b'"[]{},'))
 _Made = TypeVar("_Made")
 
 
@@ -190,15 +186,11 @@ def _too_large(max_bytes: int) -> BodyTooLarge:
 def count_values(data: bytes | bytearray) -> int:
     """About how many values a body's JSON has; it need not be JSON. Raises InvalidArgument for too many, and for
     brackets that nest too deep."""
-    containers = commas = depth = at = 0
-    while at < len(data):
-        part = _PART.match(data, at)
-        assert part is not None
-        at = part.end()
-        structure = _STRING.sub(b"", part[0])
-        brackets = structure.translate(None, _NOT_BRACKETS)
+    containers = commas = depth = 0
+    for structure in _structure(data):
+        brackets = structure.translate(None, b",")
         containers += brackets.count(b"{") + brackets.count(b"[")
-        commas += structure.count(b",")
+        commas += len(structure) - len(brackets)
         if containers > MAX_CONTAINERS:
             raise InvalidArgument(f"body: expected at most {MAX_CONTAINERS} objects and arrays", field="body")
         if containers + commas > MAX_VALUES:
@@ -210,3 +202,14 @@ def count_values(data: bytes | bytearray) -> int:
             if depth > MAX_DEPTH:
                 raise InvalidArgument(f"body: expected at most {MAX_DEPTH} levels of nesting", field="body")
     return containers + commas
+
+
+def _structure(data: bytes | bytearray) -> Iterator[bytes]:
+    """The brackets and commas of its parts, without those in strings."""
+    at, is_inside = 0, False
+    while at < len(data):
+        part = data[at : at + _PART_BYTES].replace(b"\\\\", b"")
+        at += _PART_BYTES + part.endswith(b"\\")  # what that escapes is the next part's first
+        texts = part.replace(b'\\"', b"").translate(None, _NOT_STRUCTURE).split(b'"')
+        yield b"".join(texts[is_inside::2])
+        is_inside ^= len(texts) % 2 == 0
