@@ -359,7 +359,7 @@ class Conversations:
         return await records.beside(partial(_tip_among, remembered, messages, is_exact=chain.is_exact))
 
     def _next(self, digest: bytes, message: Said) -> bytes:
-        return blake3(digest + canonical(message), key=self._key).digest()
+        return blake3(digest, key=self._key).update(canonical(message)).digest()
 
 
 async def _kept_of(opening: str, records: AgentRecords) -> list[Kept]:

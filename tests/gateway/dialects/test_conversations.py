@@ -1,6 +1,7 @@
 """Where a conversation that names no agent finds its memory: by its messages, and by nothing else."""
 
 import asyncio
+import json
 import threading
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime, timedelta
@@ -21,6 +22,8 @@ from kvasir_gateway.answering import Memory
 from kvasir_gateway.conversations import Conversations
 from kvasir_gateway.engine import CallerAtEngine, _replies_behind
 from kvasir_gateway.page import looking
+from kvasir_gateway.reading import comparing
+from kvasir_gateway.reading.comparing import canonical
 from kvasir_gateway.reading.records import PREFIX, Kept, Made
 from kvasir_gateway.turn import Place, Said, ToolUse
 
@@ -380,6 +383,20 @@ def test_the_form_of_a_calls_arguments_and_its_id_do_not_matter() -> None:
     agent = asyncio.run(first())
     repeated = Said("assistant", "", tool_calls=(ToolUse("other", "weather", '{"b":2,"a":1}'),))
     assert talk.turn(asked, repeated, Said("tool", "sunny", tool_call_id="other")) == agent
+
+
+def test_arguments_that_no_engine_takes_are_not_parsed(monkeypatch: pytest.MonkeyPatch) -> None:
+    one, other = (Said("assistant", "", tool_calls=(ToolUse("", "f", text),)) for text in ('{"a": 1}', '{"a":1}'))
+    assert canonical(one) == canonical(other)
+    monkeypatch.setattr(comparing, "_MOST_ARGUMENTS", 6)
+    assert canonical(one) != canonical(other)
+
+
+@given(st.text(st.characters(codec=None)), st.integers(1, 5))
+def test_a_long_text_is_digested_as_if_it_were_encoded_at_once(text: str, piece: int) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(comparing, "_PIECE", piece)
+        assert canonical(Said("user", text, 'a"')) == json.dumps(["user", 'a"', text.strip(), []]).encode() + b"\n"
 
 
 class Remembering:

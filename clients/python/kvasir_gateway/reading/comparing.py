@@ -3,12 +3,15 @@
 import json
 from collections.abc import Sequence
 from dataclasses import replace
+from json.encoder import encode_basestring_ascii
 
 from kvasir.clocks import without_times
 
 from kvasir_gateway.turn import Said
 
 _MOST_MASKED = 64 << 10  # characters of a text in which dates and clocks are looked for
+_MOST_ARGUMENTS = 1 << 20  # characters; an engine refuses more
+_PIECE = 64 << 10  # characters of a text that one call encodes: it keeps the interpreter
 
 
 def common_messages(ones: Sequence[Said], others: Sequence[Said]) -> int:
@@ -41,11 +44,20 @@ def _timeless(message: Said) -> Said:
 def canonical(message: Said) -> bytes:
     """The message as clients repeat it: without ids, the space around a text, and the form of arguments."""
     calls = [[call.name, _arguments(call.arguments_json)] for call in message.tool_calls]
-    said = [message.role, message.name, message.content.strip(), calls]
-    return json.dumps(said, ensure_ascii=True).encode() + b"\n"
+    role, name, text = map(_as_json, (message.role, message.name, message.content.strip()))
+    return f"[{role}, {name}, {text}, {json.dumps(calls) if calls else '[]'}]\n".encode()
+
+
+def _as_json(text: str) -> str:
+    if len(text) <= _PIECE:
+        return encode_basestring_ascii(text)
+    pieces = [encode_basestring_ascii(text[at : at + _PIECE])[1:-1] for at in range(0, len(text), _PIECE)]
+    return f'"{"".join(pieces)}"'
 
 
 def _arguments(text: str) -> object:
+    if len(text) > _MOST_ARGUMENTS:
+        return text
     try:
         return json.dumps(json.loads(text), sort_keys=True)
     except (ValueError, RecursionError):
