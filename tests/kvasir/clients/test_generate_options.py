@@ -12,6 +12,8 @@ import pytest
 from kvasir.cli.talking.turn import follow_turn
 from kvasir.clients import AioInferenceClient, GenerateOptions, InferenceClient, Reply
 from kvasir.clients.generate_options import OptionArguments
+from kvasir.clients.inference_client_turns import Input, turn_request
+from kvasir.clients.messages import message
 from kvasir.errors import Internal, InvalidArgument
 from kvasir.inference.v1 import inference_pb2 as pb
 from kvasir.inference.v1 import inference_pb2_grpc
@@ -146,3 +148,15 @@ def test_a_choice_that_no_service_sends_makes_no_room_for_itself(number: int) ->
 def test_a_turn_that_never_started_has_no_result() -> None:
     with pytest.raises(Internal):
         follow_turn([pb.GenerateResponse(finished=pb.Finished())])
+
+
+@pytest.mark.parametrize("count", [0, 1, 600])
+@pytest.mark.parametrize("name", ["messages", "append_messages"])
+def test_messages_are_sent_in_their_order_however_many_are_copied_at_once(name: str, count: int) -> None:
+    said = [message("user", f"{number}") for number in range(count)]
+    given = Input(**{"prompt": None, "messages": None, "append_messages": None, name: said})
+    sent = turn_request(given, GenerateOptions(), "r").SerializeToString()
+    field: Any = {name: pb.MessageList(messages=said)}
+    assert pb.GenerateRequest.FromString(sent) == pb.GenerateRequest(
+        request_id="r", sampling=GenerateOptions().to_proto_sampling(), **field
+    )

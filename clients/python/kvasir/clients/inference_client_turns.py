@@ -5,15 +5,17 @@ from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TypedDict, Unpack
+from typing import Any, TypedDict, TypeVar, Unpack
 
 from kvasir.cachestore.v1 import cachestore_pb2
 from kvasir.clients.channel import repeatable
 from kvasir.clients.generate_options import GenerateOptions, TemplateSetting, template_values
 from kvasir.clients.messages import GivenMessage, message_list
+from kvasir.common.v1 import message_pb2
 from kvasir.errors import Cancelled, DeadlineExceeded, Internal, InvalidArgument, KvasirError, Unavailable
 from kvasir.inference.v1 import inference_pb2 as pb
 
+_Request = TypeVar("_Request", pb.GenerateRequest, pb.WarmRequest, pb.CountTokensRequest)
 Messages = Sequence[GivenMessage]
 Prompt = str | Sequence[int]  # a text, or token ids of the model
 
@@ -24,6 +26,7 @@ _BREAKS = (Unavailable, DeadlineExceeded, Cancelled, Internal)
 _MAX_KNOWN_AGENTS = 10_000
 # More than a service sends: what an answer names is made room for.
 _MAX_CHOICES = 128
+_COPIED_AT_ONCE = 256  # messages
 _KNOWN = {None: "which version is kept is not known here", 0: "it remembered nothing before"}
 
 
@@ -137,7 +140,7 @@ def turn_request(given: Input, options: GenerateOptions, request_id: str) -> pb.
     if schema is not None and regex is not None:
         raise InvalidArgument("response_format: expected json_schema or regex, got both", field="response_format")
     with _refusing():
-        return pb.GenerateRequest(
+        request = pb.GenerateRequest(
             request_id=request_id,
             model=options.model,
             agent_id=options.agent_id,
@@ -161,8 +164,8 @@ def turn_request(given: Input, options: GenerateOptions, request_id: str) -> pb.
             longest_gap_ms=options.longest_gap_ms,  # type: ignore[arg-type]
             json_schema=json.dumps(schema) if isinstance(schema, Mapping) else schema,  # type: ignore[arg-type]
             regex=regex,  # type: ignore[arg-type]
-            **inputs,  # type: ignore[arg-type]
         )
+    return _filled(request, inputs)
 
 
 class ThinkingArguments(TypedDict, total=False):
@@ -185,7 +188,8 @@ def warm_request(
     if len(inputs) > 1:
         raise InvalidArgument("input: expected at most one of prompt, messages and append_messages", field="input")
     with _refusing():
-        return pb.WarmRequest(agent_id=agent_id, tools=tools, model=model, **inputs, **_prompted(named))  # type: ignore[arg-type]
+        request = pb.WarmRequest(agent_id=agent_id, tools=tools, model=model, **_prompted(named))  # type: ignore[arg-type]
+    return _filled(request, inputs)
 
 
 def count_request(
@@ -201,13 +205,13 @@ def count_request(
     if len(inputs) != 1:
         raise InvalidArgument("input: expected exactly one of prompt and messages", field="input")
     with _refusing():
-        return pb.CountTokensRequest(
+        request = pb.CountTokensRequest(
             tools=tools,
             model=model,
             continue_final_message=continue_final_message,
             **_prompted(named),  # type: ignore[arg-type]
-            **inputs,  # type: ignore[arg-type]
         )
+    return _filled(request, inputs)
 
 
 def embed_request(
@@ -236,18 +240,32 @@ def _refusing() -> Iterator[None]:
         raise InvalidArgument(f"request: {type(error).__name__}: {str(error)[:200]}", field="request") from None
 
 
-def _inputs(given: Input) -> dict[str, str | pb.MessageList | pb.TokenIds]:
+def _inputs(given: Input) -> dict[str, Prompt | list[message_pb2.Message]]:
     """The inputs that were given, by field name."""
-    prompt = given.prompt
+    inputs: dict[str, Prompt | list[message_pb2.Message]] = {}
+    if given.prompt is not None:
+        inputs["prompt" if isinstance(given.prompt, str) else "prompt_token_ids"] = given.prompt
+    for name in ("messages", "append_messages"):
+        if (messages := getattr(given, name)) is not None:
+            inputs[name] = message_list(messages, name)
+    return inputs
+
+
+def _filled(request: _Request, inputs: Mapping[str, Any]) -> _Request:
+    """The request with its inputs. Messages are copied once, and some at a time: to copy all of a long conversation
+    would keep the interpreter from other threads."""
     with _refusing():
-        tokens = None if prompt is None or isinstance(prompt, str) else pb.TokenIds(ids=prompt)
-    inputs = {
-        "prompt": prompt if isinstance(prompt, str) else None,
-        "prompt_token_ids": tokens,
-        "messages": _message_list(given.messages, "messages"),
-        "append_messages": _message_list(given.append_messages, "append_messages"),
-    }
-    return {name: value for name, value in inputs.items() if value is not None}
+        for name, value in inputs.items():
+            if name == "prompt":
+                request.prompt = value
+            elif name == "prompt_token_ids":
+                request.prompt_token_ids.CopyFrom(pb.TokenIds(ids=value))
+            else:
+                place: pb.MessageList = getattr(request, name)
+                place.SetInParent()
+                for at in range(0, len(value), _COPIED_AT_ONCE):
+                    place.messages.extend(value[at : at + _COPIED_AT_ONCE])
+    return request
 
 
 class KnownVersions:
@@ -289,7 +307,3 @@ class KnownVersions:
         self._versions.move_to_end(agent_id)
         if len(self._versions) > _MAX_KNOWN_AGENTS:
             self._versions.popitem(last=False)
-
-
-def _message_list(messages: Messages | None, field_name: str) -> pb.MessageList | None:
-    return None if messages is None else pb.MessageList(messages=message_list(messages, field_name))
