@@ -160,6 +160,9 @@ class Lenient(BaseModel):
 
     model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False, protected_namespaces=())
 
+    def model_post_init(self, _context: object) -> None:
+        """Between two of many parts, another thread may take the interpreter."""
+
 
 Whole = Callable[[Asked, Reply], dict[str, Any]]
 
