@@ -1,9 +1,10 @@
-"""The server as `serve_app` runs it: small answers leave at once."""
+"""The server as `serve_app` runs it: small answers leave at once, and the event loop gets the interpreter soon."""
 
 import asyncio
 import contextlib
 import signal
 import socket
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -15,9 +16,14 @@ def test_no_small_answer_waits_until_the_one_before_is_acknowledged() -> None:
     assert seen_by_app(lambda connection: connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
 
 
+def test_the_event_loop_waits_less_than_usual_for_a_thread_that_reads_a_body() -> None:
+    usual_s = sys.getswitchinterval()
+    assert seen_by_app(lambda _: sys.getswitchinterval() < usual_s / 4)
+
+
 def seen_by_app(look: Callable[[socket.socket], object]) -> object:
     """What an application that is served sees at the connection of a request."""
-    seen = list[object]()
+    seen, usual_s = list[object](), sys.getswitchinterval()
 
     async def app(scope: Any, _receive: Any, send: Any) -> None:
         seen.append(look(scope["kvasir.connection"].transport.get_extra_info("socket")))
@@ -37,5 +43,8 @@ def seen_by_app(look: Callable[[socket.socket], object]) -> object:
             signal.raise_signal(signal.SIGTERM)
             await asyncio.wait_for(serving, 10)
 
-    asyncio.run(serve())
+    try:
+        asyncio.run(serve())
+    finally:
+        sys.setswitchinterval(usual_s)
     return seen[0]
