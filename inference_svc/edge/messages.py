@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TypedDict
 
 from kvasir.errors import InvalidArgument
 from kvasir.inference.v1 import inference_pb2 as pb
@@ -52,12 +51,6 @@ _FINISH_REASONS = {
     "tool_calls": pb.FINISH_REASON_TOOL_CALLS,
     "cancelled": pb.FINISH_REASON_CANCELLED,
 }
-
-
-class CallerTerms(TypedDict):
-    namespace: str
-    caller: str
-    max_prompt_bytes: int
 
 
 def turn_request(

@@ -6,6 +6,7 @@ import secrets
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib.metadata import version
 from typing import Any
 
@@ -24,6 +25,7 @@ from inference_svc.edge.embed_messages import check_dimensions, embed_response, 
 from inference_svc.edge.inputs.input_messages import check_known_tokens
 from inference_svc.edge.inputs.sampling_messages import with_defaults
 from inference_svc.edge.inputs.thinking_messages import with_thinking
+from inference_svc.edge.long_requests import LongRequests
 from inference_svc.embedding.embedding_model import EmbeddingModel
 from inference_svc.embedding.turn_embedder import TurnEmbedder
 from inference_svc.engine.api import AgentKey
@@ -104,6 +106,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):  # type: ig
         """`service_admins`: admins' credentials that act for all namespaces, as the Unix socket's owner does."""
         self._parts = parts
         self._limits = limits
+        self._long_requests = LongRequests(parts.admission)
         self._is_stopping = is_stopping
         self._service_admins = frozenset(service_admins)
 
@@ -118,7 +121,8 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):  # type: ig
 
     async def _generate(self, request: pb.GenerateRequest, caller: Principal, context: Any) -> None:
         self._check_serves()
-        checked = messages.turn_request(request, **self._terms(caller), new_request_id=_id_of_call, new_seed=new_seed)
+        new = {"new_request_id": _id_of_call, "new_seed": new_seed}
+        checked = await self._checked(request, caller, messages.turn_request, **new)
         name_call(checked.request_id)
         served, tried = await self._parts.host.awake(request.model), None
         while served is not tried:  # models may change while a format is tried, and each has its own tokens
@@ -126,9 +130,12 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):  # type: ig
             served = await self._parts.host.awake(request.model)
         await self._tell(served.turns.begin(fitted), checked.request_id, served, context)
 
-    def _terms(self, caller: Principal) -> messages.CallerTerms:
+    async def _checked(
+        self, request: Any, caller: Principal, check: Callable[..., TurnRequest], **new: Callable[[], Any]
+    ) -> TurnRequest:
         most_bytes = self._limits.max_prompt_bytes
-        return {"namespace": caller.namespace, "caller": caller.name, "max_prompt_bytes": most_bytes}
+        terms = {"namespace": caller.namespace, "caller": caller.name, "max_prompt_bytes": most_bytes, **new}
+        return await self._long_requests.checked(request, caller, partial(check, request, **terms))
 
     async def _resume(self, request: pb.GenerateRequest, caller: Principal, context: Any) -> None:
         if request != pb.GenerateRequest(resume_token=request.resume_token):
@@ -151,7 +158,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):  # type: ig
         caller = current_principal()
         with self._counting_refusals(caller.namespace):
             self._check_serves()
-            checked = messages.warm_request(request, **self._terms(caller), new_request_id=_id_of_call)
+            checked = await self._checked(request, caller, messages.warm_request, new_request_id=_id_of_call)
             name_call(checked.request_id)
             served = await self._parts.host.awake(request.model)
             checked = check_known_tokens(checked, served.engine.vocabulary_size)
@@ -195,7 +202,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):  # type: ig
         caller = current_principal()
         with self._counting_refusals(caller.namespace):
             self._check_serves()
-            checked = messages.count_request(request, **self._terms(caller))
+            checked = await self._checked(request, caller, messages.count_request)
             served = await self._parts.host.awake(request.model)
             checked = check_known_tokens(checked, served.engine.vocabulary_size)
             tokens = await served.turns.count_tokens(await with_thinking(checked, served.prompting))

@@ -281,6 +281,15 @@ SHARED = (
         "FORMAT_TOO_COMPLEX",
     ),
     Shared(
+        "the thread that checks requests of more than 1 MiB or 500 messages",
+        "engine",
+        "inference_svc/edge/long_requests.py: _checking",
+        ("", 1),
+        "one request at a time",
+        IN_TURN,
+        WAITS,
+    ),
+    Shared(
         "thread that tokenizes prompts",
         "engine",
         "inference_svc/model/prompting.py: _thread_room",

@@ -1,0 +1,39 @@
+"""Checks long requests beside the event loop: one of 10,000 messages takes a tenth of a second."""
+
+import asyncio
+from collections.abc import Callable
+from typing import TypeVar
+
+from kvasir.credentials import Principal
+from kvasir.inference.v1 import inference_pb2 as pb
+from kvasir.server.shared_room import SharedRoom
+
+from inference_svc.turns.admission import Admission
+
+# More is long. So few are checked in some milliseconds, and a thread would delay them by as much.
+_FEW_MESSAGES, _FEW_BYTES = 500, 1 << 20
+_Checked = TypeVar("_Checked")
+
+
+class LongRequests:
+    """Runs the checks of one service's requests, long ones on a thread, namespaces in turn."""
+
+    def __init__(self, admission: Admission) -> None:
+        """`admission`: where long requests count as prompts until they are checked."""
+        self._admission = admission
+        self._checking = SharedRoom(1)
+
+    async def checked(
+        self,
+        request: pb.GenerateRequest | pb.CountTokensRequest | pb.WarmRequest,
+        caller: Principal,
+        check: Callable[[], _Checked],
+    ) -> _Checked:
+        """The result of `check`. Raises what it raises, and ResourceExhausted."""
+        kind, size_bytes = request.WhichOneof("input"), request.ByteSize()
+        count = len(getattr(request, kind).messages) if kind in ("messages", "append_messages") else 0
+        if count <= _FEW_MESSAGES and size_bytes <= _FEW_BYTES:
+            return check()
+        with self._admission.turn(caller.namespace, caller.name, size_bytes):
+            async with self._checking.held_for(caller.namespace, 1):
+                return await asyncio.to_thread(check)

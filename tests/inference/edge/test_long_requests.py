@@ -1,0 +1,63 @@
+"""Requests that take long to check are checked beside the event loop, and count as prompts meanwhile."""
+
+import asyncio
+import threading
+from dataclasses import replace
+
+import pytest
+from kvasir.clients.messages import message
+from kvasir.credentials import CLIENT, Principal
+from kvasir.errors import ResourceExhausted
+from kvasir.inference.v1 import inference_pb2 as pb
+
+from inference_svc.edge.long_requests import LongRequests
+from inference_svc.turns.admission import Admission
+from tests.inference.turns.test_admission import LIMITS
+
+Request = pb.GenerateRequest | pb.CountTokensRequest | pb.WarmRequest
+CALLERS = {name: Principal(name, name, frozenset({CLIENT})) for name in ("greedy", "modest")}
+LARGE = replace(LIMITS, max_open_prompt_bytes=3 << 20)
+MANY = pb.MessageList(messages=[message("user")] * 501)
+
+
+@pytest.mark.parametrize(
+    ("request_", "is_long"),
+    [
+        (pb.GenerateRequest(messages=MANY), True),
+        (pb.GenerateRequest(append_messages=MANY), True),
+        (pb.WarmRequest(messages=MANY), True),
+        (pb.CountTokensRequest(messages=MANY), True),
+        (pb.CountTokensRequest(messages=pb.MessageList(messages=MANY.messages[1:])), False),
+        (pb.GenerateRequest(prompt="a" * (1 << 20)), True),
+        (pb.GenerateRequest(prompt="a"), False),
+        (pb.WarmRequest(), False),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_a_long_request_is_checked_by_another_thread(request_: Request, *, is_long: bool) -> None:
+    requests = LongRequests(Admission(LARGE, lambda: 0.0))
+    checked_by = asyncio.run(requests.checked(request_, CALLERS["modest"], threading.current_thread))
+    assert (checked_by is not threading.main_thread()) == is_long
+
+
+def test_namespaces_take_turns_and_what_waits_counts_as_a_prompt() -> None:
+    admission, order, asked = Admission(LARGE, lambda: 0.0), list[str](), pb.GenerateRequest(messages=MANY)
+    held, size_bytes = list[int](), pb.GenerateRequest(messages=MANY).ByteSize()
+
+    async def check() -> None:
+        requests = LongRequests(admission)
+
+        async def one(name: str) -> None:
+            await requests.checked(asked, CALLERS[name], lambda: order.append(name))
+
+        waiting = [asyncio.create_task(one(name)) for name in ("greedy", "greedy", "greedy", "modest")]
+        await asyncio.sleep(0)
+        held.append(admission.open_prompt_bytes)
+        await asyncio.gather(*waiting)
+        with admission.turn("greedy", "greedy", 1), pytest.raises(ResourceExhausted):
+            await requests.checked(pb.GenerateRequest(prompt="a" * (4 << 20)), CALLERS["modest"], lambda: None)
+
+    asyncio.run(check())
+    assert held == [4 * size_bytes]
+    assert order.index("modest") <= 2
+    assert admission.open_prompt_bytes == 0
