@@ -154,6 +154,7 @@ class Gateway:
     async def _responses(self, call: Call) -> Answer:
         asked = await self._body(call, openai_responses.ResponsesRequest)
         before = await unless_left(call.request.receive, self._earlier(call, asked))
+        call.room.bill_earlier(sum(len(said.content) for said in before))
         repeated = asked.model_copy(update={"input": "", "client_metadata": None})
         whole = partial(openai_response_answers.whole, request=repeated, seals=call.reading.seals)
         chunks = partial(openai_response_answers.ResponseEvents, request=repeated, seals=call.reading.seals)

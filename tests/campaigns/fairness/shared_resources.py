@@ -425,6 +425,15 @@ SHARED = (
         WAITS,
     ),
     Shared(
+        "the thread that receives bodies",
+        "gateway",
+        "clients/python/kvasir_gateway/door/receiving.py: _open",
+        ("kvasir_gateway.door.receiving:AT_ONCE_BYTES", 256 << 10),
+        "what came of a body, at most so much at once; bodies have room for few",
+        "connections in turn",
+        WAITS,
+    ),
+    Shared(
         "threads that begin calls with requests of 1 MiB or more, and wait for their answers",
         "gateway",
         "clients/python/kvasir/clients/aio/large_requests.py: _threads",

@@ -264,6 +264,26 @@ def test_a_body_that_does_not_come_is_not_waited_for(monkeypatch: pytest.MonkeyP
     assert errors.http_status(late.value) == 408
 
 
+def test_texts_that_a_body_refers_to_are_billed_when_they_are_read_and_once() -> None:
+    rooms = Rooms(10, 100_000)
+    room = RequestRoom(rooms)
+    room.admit("n")
+
+    async def ask(earlier_bytes: int) -> None:
+        await room.read(_sending([100]), 200)
+        room.bill_earlier(earlier_bytes)
+        held = rooms.bodies.held_by_all
+        assert held >= 3 * earlier_bytes
+        await room.written(lambda: bytes(earlier_bytes + 100))
+        assert rooms.bodies.held_by_all == held
+
+    asyncio.run(ask(10_000))
+    with pytest.raises(ResourceExhausted):
+        asyncio.run(ask(40_000))
+    room.release()
+    assert rooms.bodies.held_by_all == 0
+
+
 def test_there_is_a_thread_for_each_large_request_that_bodies_room_admits() -> None:
     """Also where little is sent, and much is remembered."""
     rooms, large = Rooms(1000, GatewayLimits().max_bodies_bytes), bytes(LARGE_BYTES)

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from kvasir.errors import DeadlineExceeded, ResourceExhausted
-from kvasir_gateway.door import bodies
+from kvasir_gateway.door import bodies, receiving
 from kvasir_gateway.door.bodies import RequestRoom, Rooms
 from kvasir_gateway.door.connections import Connection
 from kvasir_gateway.door.receiving import Filling, Receiving
@@ -203,6 +203,23 @@ def test_a_body_that_still_comes_ends_with_the_thread_that_receives_it() -> None
     theirs.settimeout(5)
     assert theirs.recv(1) == b"", "another descriptor of the connection is open"
     theirs.close()
+
+
+def test_of_a_body_that_has_come_a_part_is_received_before_the_next_connection_is_looked_at(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(receiving, "AT_ONCE_BYTES", 100)
+    ours, theirs = socket.socketpair()
+    loop = asyncio.new_event_loop()
+    with ours, theirs, contextlib.closing(loop):
+        theirs.sendall(b"x" * 1000)
+        filling = Filling(loop, ours, memoryview(bytearray(250)))
+        received = list[int]()
+        for _ in range(3):
+            filling.receive()
+            received.append(filling.received_bytes)
+    assert received == [100, 200, 250]
+    assert filling.ended.done()
 
 
 def test_a_stalled_sender_holds_little_more_room_than_it_has_sent() -> None:

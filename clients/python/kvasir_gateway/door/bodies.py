@@ -129,6 +129,11 @@ class RequestRoom:
         self._made.append(await self.beside(partial(_without_frames, make)))
         return cast("_Made", self._made[-1])
 
+    def bill_earlier(self, size_bytes: int) -> None:
+        """Texts that the body refers to, which a request to the engine repeats. Raises ResourceExhausted."""
+        self._take(_MORE_COPIES * size_bytes)
+        self._text_bytes += size_bytes
+
     async def written(self, make: Callable[[], bytes]) -> bytes:
         """A request to the engine. It can be longer than its body: by what is remembered. That is billed as a body is.
         Raises ResourceExhausted."""

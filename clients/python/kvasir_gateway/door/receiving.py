@@ -5,6 +5,8 @@ import socket
 import threading
 from concurrent.futures import Future
 
+AT_ONCE_BYTES = 256 << 10  # of a connection; then the next one's are received
+
 
 class Receiving:
     """Fills memory from connections, all of them side by side."""
@@ -64,8 +66,9 @@ class Filling:
 
     def receive(self) -> None:
         """Take what has come, on the loop that it belongs to."""
+        begin = self.received_bytes
         try:
-            count = self._connection.recv_into(self._place[self.received_bytes :])
+            count = self._connection.recv_into(self._place[begin : begin + AT_ONCE_BYTES])
         except (BlockingIOError, InterruptedError):
             return
         except OSError:
