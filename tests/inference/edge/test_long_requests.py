@@ -40,15 +40,15 @@ def test_a_long_request_is_checked_by_another_thread(request_: Request, *, is_lo
     assert (checked_by is not threading.main_thread()) == is_long
 
 
-def test_namespaces_take_turns_and_what_waits_counts_as_a_prompt() -> None:
-    admission, order, asked = Admission(LARGE, lambda: 0.0), list[str](), pb.GenerateRequest(messages=MANY)
-    held, size_bytes = list[int](), pb.GenerateRequest(messages=MANY).ByteSize()
+def test_namespaces_take_turns_and_requests_that_wait_count_as_prompts() -> None:
+    admission, order, long = Admission(LARGE, lambda: 0.0), list[str](), pb.GenerateRequest(messages=MANY)
+    held = list[int]()
 
     async def check() -> None:
         requests = LongRequests(admission)
 
         async def one(name: str) -> None:
-            await requests.checked(asked, CALLERS[name], lambda: order.append(name))
+            await requests.checked(long, CALLERS[name], lambda: order.append(name))
 
         waiting = [asyncio.create_task(one(name)) for name in ("greedy", "greedy", "greedy", "modest")]
         await asyncio.sleep(0)
@@ -58,6 +58,6 @@ def test_namespaces_take_turns_and_what_waits_counts_as_a_prompt() -> None:
             await requests.checked(pb.GenerateRequest(prompt="a" * (4 << 20)), CALLERS["modest"], lambda: None)
 
     asyncio.run(check())
-    assert held == [4 * size_bytes]
+    assert held == [4 * long.ByteSize()]
     assert order.index("modest") <= 2
     assert admission.open_prompt_bytes == 0

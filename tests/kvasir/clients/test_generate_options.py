@@ -153,10 +153,10 @@ def test_a_turn_that_never_started_has_no_result() -> None:
 @pytest.mark.parametrize("count", [0, 1, 600])
 @pytest.mark.parametrize("name", ["messages", "append_messages"])
 def test_messages_are_sent_in_their_order_however_many_are_copied_at_once(name: str, count: int) -> None:
-    said = [message("user", f"{number}") for number in range(count)]
-    given = Input(**{"prompt": None, "messages": None, "append_messages": None, name: said})
-    sent = turn_request(given, GenerateOptions(), "r").SerializeToString()
-    field: Any = {name: pb.MessageList(messages=said)}
-    assert pb.GenerateRequest.FromString(sent) == pb.GenerateRequest(
+    sent = [message("user", f"{number}") for number in range(count)]
+    given = Input(**{"prompt": None, "messages": None, "append_messages": None, name: sent})
+    written = turn_request(given, GenerateOptions(), "r").SerializeToString()
+    field: Any = {name: pb.MessageList(messages=sent)}
+    assert pb.GenerateRequest.FromString(written) == pb.GenerateRequest(
         request_id="r", sampling=GenerateOptions().to_proto_sampling(), **field
     )

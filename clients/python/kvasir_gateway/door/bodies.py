@@ -214,7 +214,7 @@ def _structure(data: bytes | bytearray) -> Iterator[bytes]:
     at, is_inside = 0, False
     while at < len(data):
         part = data[at : at + _PART_BYTES].replace(b"\\\\", b"")
-        at += _PART_BYTES + part.endswith(b"\\")  # what that escapes is the next part's first
+        at += _PART_BYTES + part.endswith(b"\\")  # the byte that it escapes is the first of the next part
         texts = part.replace(b'\\"', b"").translate(None, _NOT_STRUCTURE).split(b'"')
         yield b"".join(texts[is_inside::2])
         is_inside ^= len(texts) % 2 == 0
