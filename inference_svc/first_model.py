@@ -18,6 +18,7 @@ from kvasir.options.engine import EngineTable
 from kvasir.options.finding import ENVIRONMENT, FLAG, Given, add_options, environment, find
 from kvasir.options.table import options_of
 from kvasir.options.texts import texts_of
+from kvasir.waits import SWITCH_S
 
 import inference_svc.formats.grammars  # noqa: F401 - two threads may not import transformers' parts at once
 from inference_svc.engine.mlx_thread import MlxThread
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
     from inference_svc.engine.engine import Engine
 
 _MODEL_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
-_SWITCH_S = 0.0002
 _Given: TypeAlias = tuple[Path, str | None, bool, Wanted]  # directory, compute type, whether weights are copied
 _NAMES = ("model", "compute_type", "copy_weights", "kernels")
 
@@ -86,7 +86,7 @@ class FirstModel:
         directory, compute_type, copies, kernels = self._given
         # Threads that copy weights are many, and each waits so long for an import to let it go on.
         usual_s = sys.getswitchinterval()
-        sys.setswitchinterval(_SWITCH_S)
+        sys.setswitchinterval(SWITCH_S)
         try:
             with contextlib.suppress(Exception):
                 self._loaded = load(directory, compute_type, copies_weights=copies, kernels=kernels)

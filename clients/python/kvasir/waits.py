@@ -2,6 +2,8 @@
 
 import time
 
+# Of one thread for another that holds the interpreter, where Python's usual 5 ms at each step would add up.
+SWITCH_S = 0.0002
 # Between two looks at what ends soon: a process, a lock, a turn.
 LOOK_S = 0.02
 # Before another try at what comes back soon, as a stream that was cut.

@@ -11,15 +11,12 @@ from functools import partial
 import uvicorn
 from kvasir.address import parse_address
 from kvasir.errors import InvalidArgument
-from kvasir.waits import ANSWER_S
+from kvasir.waits import ANSWER_S, SWITCH_S
 
 from kvasir_gateway.door.connections import Connection, Connections
 
 # That the kernel keeps until they are accepted.
 _MOST_WAITING = 2048
-# For which the event loop waits, at each of its steps, until a thread that reads a large body gives it the interpreter.
-# By Python's own 5 ms a small request, which takes about ten steps, waits 50 ms in all.
-_SWITCH_S = 0.0005
 
 
 class _Server(uvicorn.Server):
@@ -50,7 +47,8 @@ class _Server(uvicorn.Server):
 
 async def serve_app(app: object, listener: socket.socket, connections: Connections) -> None:
     """Serve until SIGINT or SIGTERM."""
-    sys.setswitchinterval(_SWITCH_S)
+    # A small request takes about ten steps of the loop. Threads that read large bodies let it wait at each.
+    sys.setswitchinterval(SWITCH_S)
     config = uvicorn.Config(
         app,  # type: ignore[arg-type]
         lifespan="off",
