@@ -18,7 +18,7 @@ from kvasir.options.engine import EngineTable
 from kvasir.options.finding import ENVIRONMENT, FLAG, Given, add_options, environment, find
 from kvasir.options.table import options_of
 from kvasir.options.texts import texts_of
-from kvasir.waits import SWITCH_S
+from kvasir.waits import giving_way
 
 import inference_svc.formats.grammars  # noqa: F401 - two threads may not import transformers' parts at once
 from inference_svc.engine.mlx_thread import MlxThread
@@ -85,13 +85,8 @@ class FirstModel:
         assert self._given is not None
         directory, compute_type, copies, kernels = self._given
         # Threads that copy weights are many, and each waits so long for an import to let it go on.
-        usual_s = sys.getswitchinterval()
-        sys.setswitchinterval(SWITCH_S)
-        try:
-            with contextlib.suppress(Exception):
-                self._loaded = load(directory, compute_type, copies_weights=copies, kernels=kernels)
-        finally:
-            sys.setswitchinterval(usual_s)
+        with giving_way(), contextlib.suppress(Exception):
+            self._loaded = load(directory, compute_type, copies_weights=copies, kernels=kernels)
         if (make_worker := self._next.get()) is None:
             raise CancelledError
         return make_worker()

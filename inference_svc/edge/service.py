@@ -107,6 +107,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):  # type: ig
         self._parts = parts
         self._limits = limits
         self._long_requests = LongRequests(parts.admission)
+        self._version = version("kvasir")  # searched for in the file system
         self._is_stopping = is_stopping
         self._service_admins = frozenset(service_admins)
 
@@ -271,7 +272,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):  # type: ig
     async def GetCapabilities(self, request: pb.GetCapabilitiesRequest, context: Any) -> pb.GetCapabilitiesResponse:
         served = self._parts.host.served
         return pb.GetCapabilitiesResponse(
-            version=version("kvasir"),
+            version=self._version,
             device=served.engine.device if served is not None else "",
             blas=served.engine.blas if served is not None else "",
             limits=written(pb.Limits, self._limits, self._parts.admission.limits),

@@ -1,9 +1,13 @@
 """How long the programs wait for each other, a name for each kind of wait; and the clock that counts sleep."""
 
+import contextlib
+import sys
 import time
+from collections.abc import Iterator
 
-# Of one thread for another that holds the interpreter, where Python's usual 5 ms at each step would add up.
+# Of one thread for another that holds the interpreter, where Python's usual time at each step would add up.
 SWITCH_S = 0.0002
+_USUAL_SWITCH_S = sys.getswitchinterval()
 # Between two looks at what ends soon: a process, a lock, a turn.
 LOOK_S = 0.02
 # Before another try at what comes back soon, as a stream that was cut.
@@ -33,3 +37,14 @@ _CLOCK = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
 def uptime_s() -> float:
     """Seconds, those of sleep included, from an origin of its own: `time.monotonic` stands still in sleep."""
     return time.clock_gettime(_CLOCK)
+
+
+@contextlib.contextmanager
+def giving_way() -> Iterator[None]:
+    """While a thread computes for long, others wait little for the interpreter. Of two threads that do, the first end
+    counts."""
+    sys.setswitchinterval(SWITCH_S)
+    try:
+        yield
+    finally:
+        sys.setswitchinterval(_USUAL_SWITCH_S)
