@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import json
+import sys
 import threading
 import tracemalloc
 from typing import Any
@@ -14,11 +15,16 @@ from kvasir.clients.aio.large_requests import _MOST_CALLS, LARGE_BYTES
 from kvasir.errors import DeadlineExceeded, InvalidArgument, ResourceExhausted
 from kvasir.inference.v1 import inference_pb2 as pb
 from kvasir_gateway import errors
+from kvasir_gateway.agents import AgentTurn
+from kvasir_gateway.anthropic_messages import MessagesRequest
 from kvasir_gateway.app import GatewayLimits
 from kvasir_gateway.door import bodies
 from kvasir_gateway.door.bodies import MAX_CONTAINERS, MAX_DEPTH, MAX_VALUES, RequestRoom, Rooms, count_values
 from kvasir_gateway.embedding.asking import Found
 from kvasir_gateway.embedding.bodies import EmbeddingsRequest, OllamaEmbed
+from kvasir_gateway.ollama.turns import OllamaChat
+from kvasir_gateway.openai.chat import ChatRequest
+from kvasir_gateway.turn import Body
 from starlette.requests import Request
 
 from tests.gateway.conftest import Front
@@ -63,6 +69,29 @@ def test_counting_gives_the_interpreter_to_other_threads_after_each_part() -> No
 
     count_values(Noted(json.dumps(['a\\"' * (1 << 20)]).encode()))
     assert max(looked_at) <= 16 << 10
+
+
+@pytest.mark.parametrize(
+    ("kind", "needed"),
+    [
+        (ChatRequest, {"model": "m"}),
+        (MessagesRequest, {"model": "m", "max_tokens": 1}),
+        (OllamaChat, {"model": "m"}),
+        (AgentTurn, {}),
+    ],
+)
+def test_between_two_messages_that_are_validated_another_thread_may_run(
+    kind: type[Body], needed: dict[str, Any]
+) -> None:
+    """Python changes threads where one of its functions is called, and not inside of pydantic."""
+    body = json.dumps({"messages": [{"role": "user", "content": "a"}] * 99, **needed})
+    called = list[str]()
+    sys.setprofile(lambda frame, event, _: called.append(frame.f_code.co_name) if event == "call" else None)
+    try:
+        kind.model_validate_json(body)
+    finally:
+        sys.setprofile(None)
+    assert called.count("model_post_init") == 99
 
 
 @pytest.mark.parametrize(
