@@ -1,7 +1,4 @@
-"""Ranks the KV policies by recall alone: `python -m tools.kvasir_tiny.rank_policies`.
-
-The questions are harder than those that ship for `--kv-policy auto`: names that no training saw, or everyday facts.
-The engine's own caches answer, greedily, as in `kvasir bench quality`."""
+"""Ranks the KV policies by recall of held-out names or everyday facts: `python -m tools.kvasir_tiny.rank_policies`."""
 
 from __future__ import annotations
 

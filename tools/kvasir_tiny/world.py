@@ -1,8 +1,4 @@
-"""The generator of kvasir-tiny's world: conversations with agents who are told facts and are asked about them.
-
-Pure Python, and deterministic: the same seed gives the same conversation on every machine. Training, evaluation, the
-demo and other tests all take their conversations from here; names, words and numbers of evaluation never occur in
-training."""
+"""The generator of kvasir-tiny's world: a seed gives the same conversation everywhere, and evaluation its own names."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Credentials: the names, namespaces and roles of callers, in one file for store, engine and gateway.
-
-The file (TOML, mode 0600) holds hashes of tokens, never tokens. Each token is bound to one namespace and its roles. A
-client's own token is in a file of its own, also 0600. This module does not know gRPC; randomness is passed in."""
+"""Credentials: names, namespaces and roles of callers, in one file (TOML, 0600) of tokens' hashes, never of tokens."""
 
 import hmac
 import os

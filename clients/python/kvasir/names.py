@@ -1,7 +1,4 @@
-"""Names that come from outside: agents, namespaces, owners of leases, requests.
-
-A name is data: it never becomes part of a path. Two names that look the same are the same: text that Unicode could
-write in two ways (not NFC) or hide (control and format characters) is refused and not repaired."""
+"""Names that come from outside: data, never part of a path; refused if Unicode could write or hide them otherwise."""
 
 import re
 import unicodedata

@@ -10,23 +10,11 @@ from kvasir.errors import InvalidArgument
 from kvasir.inference.v1 import inference_pb2 as pb
 from pydantic import ConfigDict, Field
 
+from kvasir_gateway import turn as turns
 from kvasir_gateway.chunks import ReplyStream
 from kvasir_gateway.openai.chat import ChatMessage, ChatTool, said
 from kvasir_gateway.reading.thinking import Thinking, settings_of
 from kvasir_gateway.reading.tolerance import Reading
-from kvasir_gateway.turn import (
-    Asked,
-    Body,
-    FreeObject,
-    TokenBudget,
-    TokenCount,
-    TopK,
-    Turn,
-    begun_reply,
-    function_tool,
-    given,
-    sse,
-)
 
 _MAX_INT64 = (1 << 63) - 1
 # Fields of GenerateOptions.
@@ -34,7 +22,7 @@ _MEMORY = {"expected_version", "base_version", "expect_existing", "replace_memor
 Version = Annotated[int, Ge(1), Le(_MAX_INT64)]
 
 
-class OwnBody(Body):
+class OwnBody(turns.Body):
     """A request of this API, which no other client knows: what is not listed is refused."""
 
     model_config = ConfigDict(extra="forbid")
@@ -43,10 +31,10 @@ class OwnBody(Body):
 class AgentSampling(OwnBody):
     """The settings of the contract's Sampling; what is absent takes the engine's default."""
 
-    max_tokens: TokenCount | None = None
+    max_tokens: turns.TokenCount | None = None
     temperature: float | None = None
     top_p: float | None = None
-    top_k: TopK | None = None
+    top_k: turns.TopK | None = None
     min_p: float | None = None
     seed: Annotated[int, Ge(0), Le((1 << 64) - 1)] | None = None
     stop: Annotated[list[str], MaxLen(16)] | None = None
@@ -59,7 +47,7 @@ class AgentThinking(OwnBody):
     """The contract's Thinking."""
 
     mode: Literal["ON", "OFF"] | None = None
-    budget_tokens: TokenBudget | None = None
+    budget_tokens: turns.TokenBudget | None = None
     effort: str = ""
 
 
@@ -79,15 +67,15 @@ class AgentTurn(OwnBody):
     memory_mode: Literal["READ_WRITE", "READ_ONLY", "NONE"] | None = None
     sampling: AgentSampling | None = None
     thinking: AgentThinking | None = None
-    template_settings: FreeObject | None = Field(None, description="Settings that the chat template reads.")
+    template_settings: turns.FreeObject | None = Field(None, description="Settings that the chat template reads.")
     tools: Annotated[list[ChatTool], MaxLen(128)] | None = None
-    json_schema: FreeObject | None = None
+    json_schema: turns.FreeObject | None = None
     regex: str | None = None
     keep_partial: bool = Field(False, description="Remember what was generated before a disconnect.")
     continue_final_message: bool = Field(False, description="The reply goes on from the assistant's last message.")
     stream: bool = Field(False, description="Answer with the contract's events, as server-sent events.")
 
-    def turn(self, reading: Reading) -> Turn:
+    def turn(self, reading: Reading) -> turns.Turn:
         """What the engine is asked. Raises InvalidArgument."""
         inputs = [each for each in (self.prompt, self.messages, self.append_messages) if each is not None]
         if len(inputs) != 1:
@@ -98,8 +86,8 @@ class AgentTurn(OwnBody):
         messages = said(self.messages or (), reading) + said(self.append_messages or (), reading, "append_messages")
         begun = None
         if self.continue_final_message:
-            messages, begun = begun_reply(messages, "continue_final_message")
-        return Turn(
+            messages, begun = turns.begun_reply(messages, "continue_final_message")
+        return turns.Turn(
             model=self.model,
             prompt=self.prompt or "",
             messages=messages,
@@ -109,9 +97,11 @@ class AgentTurn(OwnBody):
                 **self.model_dump(include=_MEMORY),
                 "memory_mode": pb.MemoryMode.Value(f"MEMORY_MODE_{self.memory_mode or 'UNSPECIFIED'}"),
             },
-            sampling=given(**self.sampling.model_dump()) if self.sampling is not None else {},
+            sampling=turns.given(**self.sampling.model_dump()) if self.sampling is not None else {},
             thinking=self._thinking(reading),
-            tools=tuple(function_tool(each.name, each.description, each.parameters, each.strict) for each in functions),
+            tools=tuple(
+                turns.function_tool(each.name, each.description, each.parameters, each.strict) for each in functions
+            ),
             json_schema=self.json_schema,
             regex=self.regex,
             is_streamed=self.stream,
@@ -149,7 +139,7 @@ def shown(message: Message) -> dict[str, Any]:
     return MessageToDict(message, preserving_proto_field_name=True)
 
 
-def whole(asked: Asked, reply: Reply) -> dict[str, Any]:
+def whole(asked: turns.Asked, reply: Reply) -> dict[str, Any]:
     """A turn's answer: the contract's first and last event, and the text between them."""
     return {
         "agent_id": asked.agent_id,
@@ -164,4 +154,4 @@ class AgentEvents(ReplyStream):
     """The contract's events as server-sent events."""
 
     def frames(self, event: pb.GenerateResponse) -> str:
-        return sse(shown(event), event.WhichOneof("event") or "unknown")
+        return turns.sse(shown(event), event.WhichOneof("event") or "unknown")

@@ -35,10 +35,8 @@ class ClientLeft(Cancelled):
 
 @dataclass(slots=True)
 class Memory:
-    """The memory of one turn: an agent that the caller named, one that was found for its conversation, or none.
-
-    `options`: fields of GenerateOptions that say how the turn uses it. `begun`: what of the reply its caller has
-    written; the client sends both back as one message. `side_call`: the rule that took the turn for one."""
+    """The memory of one turn. `options`: fields of GenerateOptions for it. `begun`: what of the reply its caller has
+    written. `side_call`: the rule that took the turn for one."""
 
     agent_id: str
     conversations: Conversations | None

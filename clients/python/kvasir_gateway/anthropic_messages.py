@@ -11,32 +11,12 @@ from kvasir.errors import InvalidArgument
 from kvasir.inference.v1 import inference_pb2 as pb
 from pydantic import Field, StringConstraints
 
+from kvasir_gateway import turn as turns
 from kvasir_gateway.chunks import Blocks
 from kvasir_gateway.openai.chat import ThinkingSetting
 from kvasir_gateway.reading.seals import ThoughtSeals
 from kvasir_gateway.reading.thinking import EFFORT, MODE, Thinking, effort_of
 from kvasir_gateway.reading.tolerance import Reading
-from kvasir_gateway.turn import (
-    Asked,
-    Body,
-    FreeObject,
-    Lenient,
-    Said,
-    TokenCount,
-    ToolUse,
-    TopK,
-    Turn,
-    arguments_object,
-    begun_reply,
-    finish_reason,
-    forced_calls,
-    format_of_text,
-    free_calls,
-    function_tool,
-    given,
-    refuse_unless,
-    sse,
-)
 
 _REASONS: Mapping[int, str] = {
     pb.FINISH_REASON_STOP: "end_turn",
@@ -49,46 +29,46 @@ _THOUGHTS = ("thinking", "redacted_thinking")
 _TOOL_TYPES = "^(custom|(web_search|web_fetch|code_execution|tool_search_tool_regex|tool_search_tool_bm25)_[0-9]{8})$"
 _HINT = Field(None, description="Accepted as a hint: what is known is reused anyway.")
 
-Block = FreeObject
+Block = turns.FreeObject
 ToolType = Annotated[str, StringConstraints(pattern=_TOOL_TYPES)]
 
 
-class AnthropicMessage(Lenient):
+class AnthropicMessage(turns.Lenient):
     role: Literal["user", "assistant", "system"]
     content: str | list[Block]
 
 
-class AnthropicTool(Body):
+class AnthropicTool(turns.Body):
     type: ToolType | None = Field(None, description="A server's own tool (web_search_…) is ignored.")
     name: Annotated[str, MinLen(1), MaxLen(128)]
     description: str | None = None
-    input_schema: FreeObject | None = None
+    input_schema: turns.FreeObject | None = None
     strict: bool | None = Field(None, description="Arguments fit the schema, where the model's format allows it.")
     eager_input_streaming: bool | None = Field(None, description="Accepted: arguments come in one piece.")
-    cache_control: FreeObject | None = _HINT
+    cache_control: turns.FreeObject | None = _HINT
 
 
-class AnthropicToolChoice(Body):
+class AnthropicToolChoice(turns.Body):
     type: Literal["auto", "none", "any", "tool"]
     name: str | None = None
     disable_parallel_tool_use: bool | None = None
 
 
-class RequestMetadata(Lenient):
+class RequestMetadata(turns.Lenient):
     user_id: str | None = None
 
 
-class OutputFormat(Lenient):
+class OutputFormat(turns.Lenient):
     type: Literal["json_schema"]
-    schema_: FreeObject = Field(alias="schema")
+    schema_: turns.FreeObject = Field(alias="schema")
 
 
-class OutputConfig(Lenient):
+class OutputConfig(turns.Lenient):
     format: OutputFormat | None = None
     effort: str | None = Field(None, description="Applied where the model's template reads one.")
 
 
-class CountedMessages(Body):
+class CountedMessages(turns.Body):
     """The body of /v1/messages/count_tokens, and most of that of /v1/messages."""
 
     model: Annotated[str, MinLen(1)]
@@ -103,32 +83,32 @@ class CountedMessages(Body):
     context_management: Block | None = Field(None, description="Ignored.")
     mcp_servers: list[Block] | None = Field(None, description="Refused.")
 
-    def turn(self, reading: Reading) -> Turn:
+    def turn(self, reading: Reading) -> turns.Turn:
         """What the engine is asked. Raises InvalidArgument."""
-        refuse_unless(([],), {"mcp_servers": self.mcp_servers})
+        turns.refuse_unless(([],), {"mcp_servers": self.mcp_servers})
         reading.ignore_unless(({},), context_management=self.context_management)
         system = reading.content("system", _texts(self.system, "system")) if self.system else ""
-        opening = (Said("system", system),) if system else ()
+        opening = (turns.Said("system", system),) if system else ()
         tools = tuple(self._tools(reading))
         tool_choice = self._calls(tools)
         schema = self._schema()
         messages, begun = (*opening, *said(self.messages, reading)), None
         if self.messages[-1].role == "assistant":
-            messages, begun = begun_reply(messages)
-        return Turn(
+            messages, begun = turns.begun_reply(messages)
+        return turns.Turn(
             model=self.model,
             messages=messages,
             begun=begun,
             tools=tools,
             tool_choice=tool_choice,
             thinking=self._thinking(reading),
-            json_schema=format_of_text(schema, tool_choice),
+            json_schema=turns.format_of_text(schema, tool_choice),
         )
 
     def _schema(self) -> str | None:
         newer = self.output_config.format if self.output_config is not None else None
         if newer is not None:
-            refuse_unless((), {"output_format": self.output_format})
+            turns.refuse_unless((), {"output_format": self.output_format})
         asked = newer or self.output_format
         return json.dumps(asked.schema_) if asked is not None else None
 
@@ -154,7 +134,7 @@ class CountedMessages(Body):
             if tool.type not in (None, "custom"):
                 reading.ignore_tool(number)
                 continue
-            yield function_tool(tool.name, tool.description, tool.input_schema, tool.strict)
+            yield turns.function_tool(tool.name, tool.description, tool.input_schema, tool.strict)
 
     def _calls(self, tools: Sequence[pb.Tool]) -> pb.ToolChoice | None:
         choice = self.tool_choice
@@ -162,32 +142,32 @@ class CountedMessages(Body):
             return None
         one_call = bool(choice.disable_parallel_tool_use)
         if choice.type == "auto":
-            return free_calls(tools, one_call=one_call)
+            return turns.free_calls(tools, one_call=one_call)
         if choice.type == "tool" and choice.name is None:
             raise InvalidArgument("tool_choice.name: expected a tool's", field="tool_choice.name")
         name = choice.name if choice.type == "tool" else None
-        return forced_calls(name, one_call=one_call)
+        return turns.forced_calls(name, one_call=one_call)
 
 
 class MessagesRequest(CountedMessages):
     """The body of /v1/messages."""
 
-    max_tokens: TokenCount
+    max_tokens: turns.TokenCount
     stream: bool | None = None
     stop_sequences: Annotated[list[str], MaxLen(16)] | None = None
     temperature: Annotated[float, Ge(0), Le(1)] | None = None
     top_p: Annotated[float, Ge(0), Le(1)] | None = None
-    top_k: TopK | None = None
+    top_k: turns.TopK | None = None
     metadata: RequestMetadata | None = None
     service_tier: str | None = None
     inference_geo: str | None = None
 
-    def turn(self, reading: Reading) -> Turn:
+    def turn(self, reading: Reading) -> turns.Turn:
         counted = super().turn(reading)
         return replace(
             counted,
             sampling=reading.length(self.max_tokens)
-            | given(temperature=self.temperature, top_p=self.top_p, top_k=self.top_k, stop=self.stop_sequences),
+            | turns.given(temperature=self.temperature, top_p=self.top_p, top_k=self.top_k, stop=self.stop_sequences),
             is_streamed=bool(self.stream),
             hint=(self.metadata.user_id or "") if self.metadata is not None else "",
         )
@@ -197,20 +177,20 @@ class MessagesRequest(CountedMessages):
         return self.thinking is None or self.thinking.type != "disabled"
 
 
-def said(messages: Sequence[AnthropicMessage], reading: Reading) -> Iterator[Said]:
+def said(messages: Sequence[AnthropicMessage], reading: Reading) -> Iterator[turns.Said]:
     """The messages as the engine knows them: results of tools are messages of their own."""
     for number, message in enumerate(messages):
         where = f"messages[{number}].content"
         if message.role == "system":
-            yield Said("system", reading.content("system", _texts(message.content, where)))
+            yield turns.Said("system", reading.content("system", _texts(message.content, where)))
         elif isinstance(message.content, str):
-            yield Said(message.role, message.content)
+            yield turns.Said(message.role, message.content)
         elif message.role == "assistant":
             uses = [block for block in message.content if block.get("type") == "tool_use"]
             texts = list(_own_blocks(message.content, where, reading))
             calls = tuple(_use(use, where) for use in uses)
             thoughts = "".join(_thoughts(message.content, where, reading))
-            yield Said(message.role, _text(texts, where), tool_calls=calls, reasoning=thoughts)
+            yield turns.Said(message.role, _text(texts, where), tool_calls=calls, reasoning=thoughts)
         else:
             yield from _user_said(message.content, where)
 
@@ -238,7 +218,7 @@ def _thoughts(blocks: Sequence[Block], where: str, reading: Reading) -> Iterator
             reading.skip(f"{where}[{number}]")
 
 
-def whole(asked: Asked, reply: Reply, *, seals: ThoughtSeals | None, shows_thinking: bool) -> dict[str, Any]:
+def whole(asked: turns.Asked, reply: Reply, *, seals: ThoughtSeals | None, shows_thinking: bool) -> dict[str, Any]:
     """A message."""
     content: list[Block] = []
     if (text := reply.reasoning_text) and shows_thinking:
@@ -246,7 +226,7 @@ def whole(asked: Asked, reply: Reply, *, seals: ThoughtSeals | None, shows_think
     if reply.text:
         content.append({"type": "text", "text": reply.text})
     content += [
-        {"type": "tool_use", "id": call.id, "name": call.name, "input": arguments_object(call.arguments_json)}
+        {"type": "tool_use", "id": call.id, "name": call.name, "input": turns.arguments_object(call.arguments_json)}
         for call in reply.finished.tool_calls
     ]
     used = {**_usage(reply.started), "output_tokens": reply.finished.usage.completion_tokens}
@@ -260,31 +240,33 @@ def _signature(text: str, seals: ThoughtSeals | None) -> str:
 class MessageEvents(Blocks):
     """A message as its stream of events."""
 
-    def __init__(self, asked: Asked, *, seals: ThoughtSeals | None, shows_thinking: bool) -> None:
+    def __init__(self, asked: turns.Asked, *, seals: ThoughtSeals | None, shows_thinking: bool) -> None:
         super().__init__(asked, shows_thinking=shows_thinking)
         self._seals = seals
         self._block = -1
 
     def end(self) -> str:
-        return sse({"type": "message_stop"}, "message_stop")
+        return turns.sse({"type": "message_stop"}, "message_stop")
 
     def _begin(self) -> str:
         started = self._reply.started
         usage = {**_usage(started), "output_tokens": 0}
         message = {**_message(self._asked, started), "content": [], **_ending(None), "usage": usage}
-        return sse({"type": "message_start", "message": message}, "message_start")
+        return turns.sse({"type": "message_start", "message": message}, "message_start")
 
     def _wait(self) -> str:
-        return sse({"type": "ping"}, "ping")
+        return turns.sse({"type": "ping"}, "ping")
 
     def _finish(self, finished: pb.Finished) -> str:
         frames = self._close()
         for call in finished.tool_calls:
-            arguments = json.dumps(arguments_object(call.arguments_json), ensure_ascii=False)
+            arguments = json.dumps(turns.arguments_object(call.arguments_json), ensure_ascii=False)
             frames += self._start({"type": "tool_use", "id": call.id, "name": call.name, "input": {}})
             frames += self._add({"type": "input_json_delta", "partial_json": arguments}) + self._stop()
         usage = {**_usage(self._reply.started), "output_tokens": finished.usage.completion_tokens}
-        return frames + sse({"type": "message_delta", "delta": _ending(finished), "usage": usage}, "message_delta")
+        return frames + turns.sse(
+            {"type": "message_delta", "delta": _ending(finished), "usage": usage}, "message_delta"
+        )
 
     def _opened(self, kind: str) -> str:
         return self._start({"type": kind, kind: "", **({"signature": ""} if kind == "thinking" else {})})
@@ -299,16 +281,16 @@ class MessageEvents(Blocks):
     def _start(self, block: Block) -> str:
         self._block += 1
         start = {"type": "content_block_start", "index": self._block, "content_block": block}
-        return sse(start, "content_block_start")
+        return turns.sse(start, "content_block_start")
 
     def _add(self, delta: Block) -> str:
-        return sse({"type": "content_block_delta", "index": self._block, "delta": delta}, "content_block_delta")
+        return turns.sse({"type": "content_block_delta", "index": self._block, "delta": delta}, "content_block_delta")
 
     def _stop(self) -> str:
-        return sse({"type": "content_block_stop", "index": self._block}, "content_block_stop")
+        return turns.sse({"type": "content_block_stop", "index": self._block}, "content_block_stop")
 
 
-def _message(asked: Asked, started: pb.Started) -> Block:
+def _message(asked: turns.Asked, started: pb.Started) -> Block:
     model = started.model or asked.model
     return {"id": f"msg_{asked.request_id}", "type": "message", "role": "assistant", "model": model}
 
@@ -316,7 +298,7 @@ def _message(asked: Asked, started: pb.Started) -> Block:
 def _ending(finished: pb.Finished | None) -> Block:
     if finished is None:
         return {"stop_reason": None, "stop_sequence": None}
-    return {"stop_reason": finish_reason(finished, _REASONS), "stop_sequence": finished.matched_stop or None}
+    return {"stop_reason": turns.finish_reason(finished, _REASONS), "stop_sequence": finished.matched_stop or None}
 
 
 def _usage(started: pb.Started) -> dict[str, int]:
@@ -328,23 +310,23 @@ def _usage(started: pb.Started) -> dict[str, int]:
     }
 
 
-def _user_said(blocks: Sequence[Block], where: str) -> Iterator[Said]:
+def _user_said(blocks: Sequence[Block], where: str) -> Iterator[turns.Said]:
     texts: list[Block] = []
     for number, block in enumerate(blocks):
         if block.get("type") != "tool_result":
             texts.append(block)
             continue
         if texts:
-            yield Said("user", _text(texts, where))
+            yield turns.Said("user", _text(texts, where))
             texts = []
         content = block.get("content") or ""
         if not isinstance(content, str | list) or not isinstance(block.get("tool_use_id"), str):
             raise InvalidArgument(f"{where}[{number}]: expected tool_use_id and content", field=f"{where}[{number}]")
         failed = "Error: " if block.get("is_error") is True else ""
         text = failed + _text(content, f"{where}[{number}].content")
-        yield Said("tool", text, tool_call_id=block["tool_use_id"])
+        yield turns.Said("tool", text, tool_call_id=block["tool_use_id"])
     if texts or not blocks:
-        yield Said("user", _text(texts, where))
+        yield turns.Said("user", _text(texts, where))
 
 
 def _text(content: str | Sequence[object], where: str) -> str:
@@ -368,8 +350,8 @@ def _texts(content: str | Sequence[object], where: str) -> list[str]:
     return texts
 
 
-def _use(block: Block, where: str) -> ToolUse:
+def _use(block: Block, where: str) -> turns.ToolUse:
     name, use_id, arguments = block.get("name"), block.get("id"), block.get("input")
     if not isinstance(name, str) or not isinstance(use_id, str) or not isinstance(arguments, dict):
         raise InvalidArgument(f"{where}: tool_use: expected id, name and an object as input", field=where)
-    return ToolUse(use_id, name, json.dumps(arguments, ensure_ascii=False))
+    return turns.ToolUse(use_id, name, json.dumps(arguments, ensure_ascii=False))

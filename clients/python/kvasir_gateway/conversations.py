@@ -48,9 +48,8 @@ class Tip:
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """A prefix of a conversation that may be remembered: its digest, that of the same at any time, the number of its
-    messages, and the ids of the calls that it ends with. Clients complete calls (Claude Code adds defaults), and keep
-    their ids."""
+    """A prefix of a conversation: its digest, now and at any time, its number of messages, and the ids of the calls
+    that it ends with: clients complete calls, and keep their ids."""
 
     digest: str
     alike: str
@@ -60,10 +59,9 @@ class Point:
 
 @dataclass(frozen=True, slots=True)
 class Chain:
-    """A conversation's digests: of its opening (to the first message that is not the system's), then of each prefix
-    that ends with a reply; and of all its messages, from which the next one's follows: as it is, and at any time.
-    `session`: of the caller's hint. `is_exact`: another time makes another conversation. `names`: of all points but the
-    opening, in any order; `call_ids`: of all, the newest first."""
+    """Digests of a conversation's opening, of each prefix that ends with a reply, and of all its messages, as it is
+    and at any time. `session`: of the caller's hint. `names`: of all points but the opening. `call_ids`: the newest
+    first."""
 
     points: Sequence[Point]
     names: Sequence[str]
@@ -180,9 +178,8 @@ class Conversations:
         *,
         is_side_call: bool = False,
     ) -> str:
-        """The agent whose history these messages take the place of, because they have its summary, or its newest calls
-        behind another beginning, as a side call may have too; else nothing. It is busy from now on, and found under the
-        new opening, too."""
+        """The agent whose history these messages take the place of, by its summary or its newest calls; else nothing.
+        It is busy from now on, and found under the new opening, too."""
         agent_id = ""
         if self._tip(namespace, chain) is None:
             agent_id = "" if is_side_call else self._maker_of_calls(namespace, chain)

@@ -1,8 +1,4 @@
-"""The plan of a scenario: every turn, the messages that it shows its agent, its hearers, and the turns it waits for.
-
-All of it is known before the first turn; only the texts are missing. A turn shows its agent those messages of others
-that it may hear and has not seen yet, then its prompts. So it waits for just those turns, and all others run beside it.
-"""
+"""The plan of a scenario: each turn, what it shows its agent, its hearers, and the turns that it waits for."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass

@@ -43,10 +43,8 @@ async def run(
     new_id: Callable[[], uuid.UUID] = uuid.uuid4,
     sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
 ) -> AsyncGenerator[Event, None]:
-    """Run a scenario, or the rest of it that its journal does not have. Closing the iterator stops the turns.
-
-    At most `parallel` turns at once. Raises what broke a turn for good; no turn is skipped, and a run with a journal
-    can be gone on with."""
+    """Run a scenario, or the rest that its journal lacks, at most `parallel` turns at once. Closing it stops the turns.
+    Raises what broke a turn for good; a run with a journal can be gone on with."""
     run_id = journal.run_id if journal else new_id().hex
     runner = _Runner(scenario, memory, journal, retries, run_id, sleep)
     try:

@@ -1,7 +1,4 @@
-"""YAML as plain data that knows its lines, so that a refusal can say where in the file it stands.
-
-Only what JSON has: mappings with text keys, lists, texts, numbers, booleans, null. A key that stands twice is refused,
-and so are aliases: a few lines of them can spell gigabytes. 12:30 is a text, as in YAML 1.2; in YAML 1.1 it is 750."""
+"""YAML as plain data that knows its lines: what JSON has, no key twice, and no aliases, which can spell gigabytes."""
 
 import re
 from collections.abc import Iterator

@@ -1,7 +1,4 @@
-"""Names, words and numbers as people type them: real ones of many languages, spliced, odd, accented, in any case.
-
-A model that has met only one sort of name learns that sort's spelling and garbles the others. One that meets all sorts
-learns to copy."""
+"""Names, words and numbers as people type them, of every sort: a model that has met one sort garbles the others."""
 
 from __future__ import annotations
 

@@ -8,7 +8,6 @@ import sys
 import threading
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Generator
-from types import TracebackType
 from typing import Any, Concatenate, ParamSpec, Self, TypeVar, cast, overload
 
 import grpc
@@ -88,12 +87,8 @@ def _one(method: Any) -> Any:
     return call
 
 
-def _many(method: Any) -> Any:
-    return lambda request, **options: _Responses(method(request, **options))
-
-
-def _uploading(method: Any) -> Any:
-    return lambda requests, **options: _Responses(method(_iterate(requests), **options))
+def _many(method: Any, requests: Callable[[Any], Any] = lambda given: given) -> Any:
+    return lambda given, **options: _Responses(method(requests(given), **options))
 
 
 class BlockingChannel:
@@ -104,7 +99,7 @@ class BlockingChannel:
         self.unary_unary = lambda *args, **kwargs: _one(channel.unary_unary(*args, **kwargs))
         self.stream_unary = lambda *args, **kwargs: _one(channel.stream_unary(*args, **kwargs))
         self.unary_stream = lambda *args, **kwargs: _many(channel.unary_stream(*args, **kwargs))
-        self.stream_stream = lambda *args, **kwargs: _uploading(channel.stream_stream(*args, **kwargs))
+        self.stream_stream = lambda *args, **kwargs: _many(channel.stream_stream(*args, **kwargs), _iterate)
 
     async def close(self) -> None:
         self._channel.close()
@@ -114,11 +109,9 @@ class BlockingStallLimit(AioStallLimit):
     """As AioStallLimit. A thread watches while there is a limit: only a cancel ends a call that blocks."""
 
     def __init__(self, seconds: float | None) -> None:
-        self._seconds = seconds
-        self._until = 0.0
+        self._seconds, self._until = seconds, 0.0
         self._call: Any = None
-        self._is_over = False
-        self._ended = threading.Event()
+        self._is_over, self._ended = False, threading.Event()
 
     def progress(self) -> None:
         self._until = time.monotonic() + (self._seconds or 0.0)
@@ -136,11 +129,9 @@ class BlockingStallLimit(AioStallLimit):
             threading.Thread(target=self._watch, name="kvasir-stall-limit", daemon=True).start()
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *raised: Any) -> None:
         self._ended.set()
-        if self._is_over and error is not None:
+        if self._is_over and raised[1] is not None:
             raise DeadlineExceeded(f"the transfer made no progress for {self._seconds:g} s") from None
 
     def _watch(self) -> None:

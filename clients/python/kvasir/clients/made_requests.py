@@ -1,7 +1,4 @@
-"""Requests of a stream that are made while they are sent, and the error that making one of them raises.
-
-gRPC ends such a call and does not say why: to a coroutine it is a cancel that nobody asked for, to a blocking caller an
-internal error."""
+"""A stream's requests that are made while they are sent, and the error of making one, which gRPC does not report."""
 
 from collections.abc import AsyncIterable, AsyncIterator, Iterable, Iterator
 from contextlib import contextmanager

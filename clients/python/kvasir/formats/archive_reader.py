@@ -1,7 +1,4 @@
-"""Reads archives as they arrive: bytes go in, in pieces of any size, and checked parts come out; nothing is kept.
-
-Strangers send archives. The members must be those that `archive` writes, in that order, as plain files. A link, a path,
-another name, or a size that the manifest does not give ends the reading with InvalidArgument."""
+"""Reads strangers' archives as they arrive: only the members that `archive` writes, in that order, as plain files."""
 
 import json
 import tarfile

@@ -227,10 +227,8 @@ def header_size(first_bytes: bytes | bytearray | memoryview) -> int:
 
 
 def parse_header(data: FileBytes | bytearray, file_size_bytes: int) -> Header:
-    """Check the header of a tensor file whose first bytes are `data`, and return it.
-
-    Refuses (HeaderError): truncation, duplicate keys, unknown fields, names outside the schema, too many tensors,
-    offsets that are not exactly contiguous, a total that is not the file's size, and foreign or missing metadata."""
+    """Check the header of a tensor file whose first bytes are `data`, and return it. Raises HeaderError for what is not
+    exactly as the schema has it: names, offsets, sizes, metadata."""
     data_offset = header_size(data[:8])
     if len(data) < data_offset:
         raise HeaderError(f"header is truncated: expected {data_offset} bytes, got {len(data)}")
@@ -256,10 +254,8 @@ def check_schema(header: Header, identity: identity_pb2.KvIdentity) -> None:
 
 
 def _parts(text: bytes) -> tuple[FileIdentity, Layout]:
-    """What a header says of its content and of its tensors.
-
-    All blocks of a model have the same text of tensors, which takes ten times as long to check as the metadata before
-    it. So the two are read one by one: `{A,B}` is an object if `{A}` and `{B}` are, and neither is empty."""
+    """What a header says of its content and of its tensors. The tensors' text, equal in all blocks of a model, takes
+    ten times as long to check, so both are read one by one: `{A,B}` is an object if `{A}` and `{B}` are."""
     end = text.find(b'"},') + 2
     if end >= 2 and text.startswith(b'{"__metadata__":'):
         try:

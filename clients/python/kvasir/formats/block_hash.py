@@ -21,10 +21,8 @@ _STATES_TAG = b"states"
 
 
 def block_hash(namespace: str, kv_identity_hash: str, parent: str, token_ids: Sequence[int]) -> str:
-    """Hash of one block: H(namespace, KV identity, parent block hash, token ids).
-
-    `parent` is the hash of the block before it, "" for the first. Token ids are 4 bytes little-endian each.
-    The namespace is its UTF-8 bytes as given, never normalised. Raises OverflowError for an id that has no 4 bytes."""
+    """H(namespace, KV identity, parent block hash, token ids); `parent` is "" for the first block. Token ids are 4
+    bytes little-endian, the namespace is never normalised. Raises OverflowError for an id that has no 4 bytes."""
     tokens = array("I", token_ids)  # 50 times faster than token by token
     if sys.byteorder == "big":
         tokens.byteswap()

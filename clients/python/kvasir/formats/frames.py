@@ -59,10 +59,8 @@ def frames_of(
 
 
 class FrameAssembler:
-    """Joins the frames of expected blobs, in the order expected, over one stream or several.
-
-    It holds the bytes that have arrived of one blob, and reserves none for the size that a digest claims. After a cut,
-    ask for `remaining` from `received_bytes` on, call `resume()`, and go on adding."""
+    """Joins the frames of expected blobs, in their order, and holds only bytes that have arrived. After a cut, ask for
+    `remaining` from `received_bytes` on, call `resume()`, and go on adding."""
 
     def __init__(self, expected: Sequence[Digest]) -> None:
         self._expected = tuple(expected)

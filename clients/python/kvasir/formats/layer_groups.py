@@ -1,7 +1,4 @@
-"""The groups of a layout's layers, by what they keep: all tokens, the last n of a window, or a recurrent state.
-
-A group is named by a number: 0 for the layers that keep all tokens (full and latent), n for the layers of window n.
-Each has block files and a tail of its own. Recurrent layers have no rows: their memory is a state at a rewind point."""
+"""The groups of a layout's layers: 0, which keep all tokens; n, of a window; recurrent ones keep a state instead."""
 
 from kvasir.cachestore.v1 import identity_pb2
 from kvasir.formats.block_hash import BLOCK_TOKENS

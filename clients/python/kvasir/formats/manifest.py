@@ -1,7 +1,4 @@
-"""Manifests: how one is built, and how one of any origin is checked, field by field.
-
-A manifest's bytes are kept as they came and never serialized again; `parse` reads them. Every refusal is an
-InvalidArgument that names the field ("manifest.token_chars")."""
+"""Manifests: how one is built, and how one of any origin is checked, field by field, as the bytes that came."""
 
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence

@@ -69,10 +69,8 @@ class _GroupRows:
 def to_seed_file(
     manifest: manifest_pb2.Manifest, read_blob: Callable[[Digest], bytes], *, agent_id: str, model_id: str
 ) -> Iterator[bytes]:
-    """Yield the bytes of one safetensors file, tensor by tensor.
-
-    `read_blob` reads every block and tail, once each; all of a group's are held in memory. Raises FailedPrecondition
-    for a memory with recurrent layers: the form has no place for their states."""
+    """Yield the bytes of one safetensors file, tensor by tensor; a group's blobs are read once each, and held in
+    memory. Raises FailedPrecondition for a memory with recurrent layers: the form has no place for their states."""
     identity = manifest.kv_identity
     _check_has_form(identity)
     groups = _groups_of(manifest)
@@ -266,10 +264,8 @@ def _malformed(message: str) -> InvalidArgument:
 
 
 def _read(data: bytes) -> tuple[dict[str, tuple[TensorSpec, memoryview]], dict[str, str]]:
-    """A stranger's file: its tensors by name, read by the safetensors library, and its metadata.
-
-    The library checks dtypes, shapes and offsets against the file's size. It gives no metadata. Of a key that occurs
-    twice it takes the last value, where another reader may take the first. So we read the header's JSON, too."""
+    """A stranger's file: its tensors by name, by the safetensors library, and its metadata, which that library does not
+    give: we read the header's JSON, and refuse a key that occurs twice."""
     metadata = _checked_metadata(data)
     try:
         found = safetensors.deserialize(data)  # type: ignore[no-untyped-call]

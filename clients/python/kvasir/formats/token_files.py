@@ -1,7 +1,4 @@
-"""Which tensor files make up the memory of a run of tokens, and what each file says of itself.
-
-This rule keeps two turns apart: a file names its KV identity, its place, and the chain of exactly its tokens and all
-before them. The engine writes and restores by it, the store checks commits by it, and the seed's form is read by it."""
+"""Which tensor files make up the memory of a run of tokens, and what each file says of itself: two turns stay apart."""
 
 from collections.abc import Sequence
 

@@ -1,7 +1,4 @@
-"""How namespaces share a limited resource: how much each may hold, and which one is served next. Pure.
-
-Both services give out every limited resource (calls, threads, bytes, places in a queue) with these two classes:
-`Shares` says which namespace may take more, `RoundRobin` which waiting namespace is next."""
+"""How namespaces share a limited resource: how much each may hold (`Shares`), and which is next (`RoundRobin`)."""
 
 from collections import Counter, deque
 from collections.abc import Callable, Hashable, Iterator
@@ -12,12 +9,9 @@ GENEROSITY = 3
 
 
 class Shares:
-    """A number of units for all namespaces. A namespace that holds none always finds some.
-
-    A namespace may hold at most `generosity` times the units that stay free. Of 100 units with a generosity of 3, one
-    namespace alone gets 75, two get 42 each, three get 30 each, and the rest stays free for the next one (the dynamic
-    thresholds of shared-memory switches: Choudhury and Hahne, 1998). So greedy namespaces never take everything,
-    however many there are, and their number need not be known. A namespace that holds none may take any free units."""
+    """A number of units for all namespaces; one that holds none may take any. Each may hold at most `generosity` times
+    the units that stay free: of 100 and with 3, one alone gets 75, two get 42 each, three 30 (the dynamic thresholds of
+    shared-memory switches: Choudhury and Hahne, 1998)."""
 
     def __init__(self, total: int, generosity: float = GENEROSITY) -> None:
         self.total = total

@@ -1,7 +1,4 @@
-"""The health of a server's services, as load balancers ask for it (grpc.health.v1).
-
-gRPC's own servicer lets a watch that reads nothing keep every change of its service's status waiting, the one at the
-stop too, and a watch has no end there: each stop would take the whole grace."""
+"""The health of a server's services (grpc.health.v1), whose watches end with a stop; gRPC's own delay it."""
 
 import asyncio
 from collections.abc import Iterable

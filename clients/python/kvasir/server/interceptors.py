@@ -1,8 +1,4 @@
-"""The interceptors around every handler of both services: they know the caller, check its roles, and map its errors.
-
-`Authentication` gives the handler its caller, or refuses, and counts the calls of each credential and namespace.
-`Errors` turns typed errors into statuses. Any other exception is a bug of ours: the caller gets INTERNAL with a request
-id, and the log has no payload. Handlers are coroutines, or asynchronous generators of responses."""
+"""The interceptors around every handler of both services: they know the caller, check its roles, and map its errors."""
 
 import asyncio
 import contextvars
@@ -174,10 +170,8 @@ class Errors(_Interceptor):
 
 
 class Authentication(_Interceptor):
-    """Finds the caller before the handler runs, and refuses it unless one of its roles allows the RPC.
-
-    `allowed_roles` has a row for every RPC of the service: "/package.Service/Rpc" → roles, any of which suffices. An
-    RPC without a row is refused to all callers."""
+    """Finds the caller before the handler runs, and refuses it unless one of its roles allows the RPC: `allowed_roles`
+    has them by "/package.Service/Rpc". An RPC without a row is refused to all."""
 
     def __init__(
         self,
@@ -307,10 +301,8 @@ class Authentication(_Interceptor):
 
 
 class _RoomsOfCallers(dict[str, SharedRoom]):
-    """A room for the credentials of each namespace, of which one credential gets a quarter.
-
-    Namespaces share none of it: a caller with a place here still waits for a place of its namespace, and must not keep
-    other namespaces from theirs meanwhile."""
+    """A room for the credentials of each namespace, of which one gets a quarter; namespaces share none of it, as a
+    caller with a place here still waits for one of its namespace."""
 
     def __init__(self, units: int) -> None:
         super().__init__()
@@ -326,10 +318,8 @@ def _too_many_calls(problem: str) -> errors.ResourceExhausted:
 
 
 def _guarded(handler: Any, guard: Guard, take: Take) -> Any:
-    """The same handler, run inside the guard.
-
-    It takes its request as a stream of one message, also where the RPC has no stream. gRPC would wait for a unary
-    request before it calls the guard, and a caller that sends none would hold a place without a credential."""
+    """The same handler inside the guard, its request as a stream of one message: gRPC would wait for a unary one before
+    it calls the guard, and a caller that sends none would hold a place without a credential."""
     behaviour = handler.stream_stream or handler.unary_stream or handler.stream_unary or handler.unary_unary
     guarded = _guarded_generator if inspect.isasyncgenfunction(behaviour) else _guarded_coroutine
     make = grpc.stream_stream_rpc_method_handler if handler.response_streaming else grpc.stream_unary_rpc_method_handler

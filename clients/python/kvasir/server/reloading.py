@@ -1,7 +1,4 @@
-"""SIGHUP: a service reads its credentials, and a store its peers, again, and goes on.
-
-Removed callers are refused from then on, and their running calls end. An invalid file changes nothing: the old set
-stays, and log, audit and `/healthz` report it until the file is valid again."""
+"""SIGHUP: a service reads credentials and peers again. An invalid file changes nothing, and is reported."""
 
 import asyncio
 import logging

@@ -115,10 +115,8 @@ class Reports:
 
 
 class EdgeServer:
-    """A service under Kvasir's rules: add() its servicer, then start() and run_until_stopped().
-
-    Each address has a grpc.aio server of its own; `.grpc` is the first address's server. Roles and limits of callers
-    hold for both together."""
+    """A service under Kvasir's rules: add() its servicer, start(), run_until_stopped(). Each address has a server of
+    its own; `.grpc` is the first's. Limits of callers hold for all together."""
 
     def __init__(
         self,

@@ -21,10 +21,8 @@ class _Waiter:
 
 
 class SharedRoom:
-    """Room for `max_units`: `Shares` divides it between namespaces, `RoundRobin` picks the next waiter.
-
-    A holder that is alone may take more than all units, so that a request above the limit is served by itself and not
-    refused for ever. Small requests overtake a waiting large one, at most `_MAX_OVERTAKEN` times."""
+    """Room for `max_units`, divided by `Shares`, in the order of `RoundRobin`. A holder alone may take more than all.
+    Small requests overtake a waiting large one, at most `_MAX_OVERTAKEN` times."""
 
     def __init__(self, max_units: int, generosity: float = GENEROSITY) -> None:
         self._shares = Shares(max_units, generosity)
@@ -81,9 +79,8 @@ class SharedRoom:
             raise
 
     async def wanted_from(self, namespace: str) -> None:
-        """Return when a namespace waits that holds no more than this one: it may use the units that this one gives up.
-
-        A namespace that waits because it holds most of the room takes nothing from namespaces that hold less."""
+        """Return when a namespace waits that holds no more than this one, which may use the units that this one gives
+        up."""
         watch: tuple[str, asyncio.Future[None]] = (namespace, asyncio.get_running_loop().create_future())
         self._watching.append(watch)
         try:

@@ -1,7 +1,4 @@
-"""How fast bytes reach the device: copies from host memory, copies on the device, and hashing, in bytes per second.
-
-A restore cannot be faster than the slowest of them, so its time is judged against what was measured in the same run.
-`python -m kvasir_bench.engine.link_rates` prints those of copies as one JSON object."""
+"""How fast bytes reach the device, by copies and hashing, which bounds a restore; a program prints the copies'."""
 
 import sys
 import time

@@ -1,6 +1,4 @@
-"""The peak and the lasting memory of one long prompt, as JSON, in a process of its own: two peaks would mix.
-
-`python -m kvasir_bench.engine.memory_probe --model … --tokens … --cell … --kv q4|fp|mlx-lm`"""
+"""The peak and the lasting memory of one long prompt, as JSON, in a process of its own: two peaks would mix."""
 
 import argparse
 import sys

@@ -1,6 +1,4 @@
-"""Loading a model's weights over mapped files or as a copy, as JSON, in a process of its own.
-
-`python -m kvasir_bench.engine.weights_probe --model … [--copy]`"""
+"""Loading a model's weights over mapped files or as a copy, as JSON, in a process of its own."""
 
 import argparse
 import sys

@@ -1,8 +1,4 @@
-"""Arithmetic of a load: when turns arrive, how long they are, which of them count, and their percentiles. Pure.
-
-Turns of an open loop arrive when they are due, whether or not earlier ones have ended, and times count from then: a
-slow engine cannot slow its own measurement down. The steady state is between the ramp's end and the last arrival, or
-the whole run where so many turns are wanted; what comes later is the tail, in which the load already falls."""
+"""Arithmetic of a load, whose times count from when a turn is due: a slow engine cannot slow its measurement."""
 
 import math
 import re

@@ -1,7 +1,4 @@
-"""One run of a load: turns arrive at a server at a rate of their own, or so many are always in flight.
-
-The client is one asynchronous process. Texts differ from their first word on, so that no turn shares another's KV but
-for the prefix that all share. Over gRPC all turns share one connection; over HTTP each has one while it runs."""
+"""One run of a load: turns arrive at a server at a rate of their own, or so many are always in flight."""
 
 import asyncio
 import math

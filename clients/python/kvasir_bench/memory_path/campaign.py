@@ -1,8 +1,4 @@
-"""The phases of `kvasir bench memory-path`, in which every agent is asked the same question from the same memory.
-
-Each agent (a length, a repeat) begins cold, goes on hot, and is then asked: hot, after the engine dropped its model and
-its memories, after the engine was killed, and after both services were killed and the page cache was dropped. What it
-said while it was hot is what it must say each time."""
+"""The phases of `kvasir bench memory-path`: what an agent said while hot is what it must say in each of them."""
 
 import time
 from collections.abc import Callable, Iterator, Sequence

@@ -1,7 +1,4 @@
-"""A played model in the place of a computed one: `open_played` opens it by a geometry's name, as `open_model` does.
-
-It keeps the layout, page sizes and context of the real model, has kvasir-tiny's tokenizer, and costs no weights. Its KV
-identity is no real model's. Only `kvasir_bench.played` opens it."""
+"""A played model, opened by a geometry's name: its layout, page sizes and context, without weights."""
 
 import time
 from collections.abc import Callable, Sequence

@@ -1,7 +1,4 @@
-"""Which layers to keep exact within a budget of bytes, and whether that is better than another policy. Pure.
-
-The cost of a layer is its KL when it alone is stored under the policy and all others are exact. While costs are small
-they add up, so the layers with the largest cost a byte are kept exact first."""
+"""Which layers to keep exact within a budget of bytes: those that cost most a byte; and whether it helps. Pure."""
 
 import math
 import statistics

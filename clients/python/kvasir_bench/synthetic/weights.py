@@ -1,7 +1,4 @@
-"""Random weights for a configuration: made on MLX's device, a layer at a time, and written as sharded safetensors.
-
-Random models loop on one token and hide faults. With the projections of attention and the last of the MLP four times
-as large, each token depends on all that came before, and activations stay far from the limits of 16 bits."""
+"""Random weights for a configuration, sharpened: each token depends on all before, and no loops hide faults."""
 
 import hashlib
 import json
@@ -42,11 +39,9 @@ def write_model(
     seed: int = 0,
     say: Callable[[str], None] = lambda _: None,
 ) -> int:
-    """Write a model that mlx-lm and the engine load; returns the bytes of its weights.
-
-    `bits`: quantize the weights (groups of 64) where mlx-lm would; None keeps `compute_type`. A tensor depends on
-    `seed` and its name alone, so a model with fewer layers has the same ones. Memory: that of the largest layer.
-    Raises InvalidArgument for a type or configuration that does not exist, FailedPrecondition for a full directory."""
+    """Write a model that mlx-lm and the engine load; returns its weights' bytes. A tensor depends on `seed` and its
+    name alone. `bits`: quantize where mlx-lm would. Raises InvalidArgument, and FailedPrecondition for a full
+    directory."""
     if compute_type not in COMPUTE_TYPES:
         raise InvalidArgument(f"dtype: expected one of {', '.join(sorted(COMPUTE_TYPES))}", field="dtype")
     directory.mkdir(parents=True, exist_ok=True)

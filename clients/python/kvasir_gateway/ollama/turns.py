@@ -12,28 +12,11 @@ from kvasir.errors import InvalidArgument
 from kvasir.inference.v1 import inference_pb2 as pb
 from pydantic import Field
 
+from kvasir_gateway import turn as turns
 from kvasir_gateway.chunks import Chunks
 from kvasir_gateway.openai.chat import schema_text, spelled
 from kvasir_gateway.reading.thinking import EFFORT, MODE, Thinking, effort_of
 from kvasir_gateway.reading.tolerance import Reading
-from kvasir_gateway.turn import (
-    MAX_INT32,
-    Asked,
-    Body,
-    FreeObject,
-    Lenient,
-    Said,
-    ToolUse,
-    TopK,
-    Turn,
-    arguments_object,
-    begun_reply,
-    finish_reason,
-    function_tool,
-    given,
-    json_line,
-    refuse_unless,
-)
 
 _REASONS: Mapping[int, str] = {
     pb.FINISH_REASON_STOP: "stop",
@@ -51,17 +34,17 @@ _NO_IMAGES = Field(None, description="Refused unless empty: this model reads tex
 ModelName = Annotated[str, MinLen(1)]
 
 
-class OllamaFunction(Lenient):
+class OllamaFunction(turns.Lenient):
     name: str
-    arguments: FreeObject
+    arguments: turns.FreeObject
 
 
-class OllamaCall(Lenient):
+class OllamaCall(turns.Lenient):
     id: str = ""
     function: OllamaFunction
 
 
-class OllamaMessage(Lenient):
+class OllamaMessage(turns.Lenient):
     role: Literal["system", "user", "assistant", "tool"]
     content: str | None = None
     thinking: str | None = None
@@ -71,29 +54,29 @@ class OllamaMessage(Lenient):
     tool_call_id: str | None = None
 
 
-class OllamaOffer(Lenient):
+class OllamaOffer(turns.Lenient):
     name: Annotated[str, MinLen(1), MaxLen(128)]
     description: str | None = None
-    parameters: FreeObject | None = None
+    parameters: turns.FreeObject | None = None
 
 
-class OllamaTool(Lenient):
+class OllamaTool(turns.Lenient):
     type: Literal["function"] = "function"
     function: OllamaOffer
 
 
-class OllamaOptions(Body):
+class OllamaOptions(turns.Body):
     """What has no line here (num_ctx, num_gpu, …) is ignored and reported."""
 
     num_predict: int | None = Field(default=None, description="Below 0, or left out: what fits.")
     temperature: Annotated[float, Ge(0), Le(2)] | None = None
     top_p: Annotated[float, Ge(0), Le(1)] | None = None
-    top_k: TopK | None = None
+    top_k: turns.TopK | None = None
     min_p: Annotated[float, Ge(0), Le(1)] | None = None
     seed: int | None = Field(default=None, description="-1: random.")
     stop: str | Annotated[list[str], MaxLen(16)] | None = None
     repeat_penalty: float | None = None
-    repeat_last_n: Annotated[int, Ge(-1), Le(MAX_INT32)] | None = None
+    repeat_last_n: Annotated[int, Ge(-1), Le(turns.MAX_INT32)] | None = None
     presence_penalty: Annotated[float, Ge(-2), Le(2)] | None = None
     frequency_penalty: Annotated[float, Ge(-2), Le(2)] | None = None
     mirostat: float | None = Field(default=None, description="0 alone.")
@@ -101,11 +84,11 @@ class OllamaOptions(Body):
     tfs_z: float | None = _ONE_ALONE
 
     def sampling(self, reading: Reading) -> dict[str, Any]:
-        refuse_unless((0,), {"options.mirostat": self.mirostat})
-        refuse_unless((1,), {"options.typical_p": self.typical_p, "options.tfs_z": self.tfs_z})
+        turns.refuse_unless((0,), {"options.mirostat": self.mirostat})
+        turns.refuse_unless((1,), {"options.typical_p": self.typical_p, "options.tfs_z": self.tfs_z})
         return {
             **self._length(reading),
-            **given(
+            **turns.given(
                 **self.model_dump(include=_AS_THE_ENGINE),
                 seed=self.seed & (1 << 64) - 1 if self.seed not in (None, -1) else None,
                 stop=[self.stop] if isinstance(self.stop, str) else self.stop,
@@ -126,15 +109,15 @@ class OllamaOptions(Body):
             return {}
         last = self.repeat_last_n
         tokens = None if last is None else min(last, _MAX_REPEAT_LAST_N) if last > 0 else _MAX_REPEAT_LAST_N
-        return given(repetition_penalty=self.repeat_penalty, repetition_tokens=tokens)
+        return turns.given(repetition_penalty=self.repeat_penalty, repetition_tokens=tokens)
 
 
-class OllamaRequest(Body):
+class OllamaRequest(turns.Body):
     """What chat and generate have in common."""
 
     model: ModelName
     stream: bool | None = Field(None, description="Left out: true.")
-    format: Literal["", "json"] | FreeObject | None = Field(None, description='"json", or a JSON schema.')
+    format: Literal["", "json"] | turns.FreeObject | None = Field(None, description='"json", or a JSON schema.')
     options: OllamaOptions | None = None
     think: bool | str | None = Field(None, description="true, false, or an effort.")
     logprobs: bool | None = None
@@ -160,7 +143,7 @@ class OllamaRequest(Body):
         if self.top_logprobs and not self.logprobs:
             raise InvalidArgument("top_logprobs: only with logprobs", field="top_logprobs")
         options = self.options or OllamaOptions()
-        return options.sampling(reading) | given(logprobs=self.logprobs, top_logprobs=self.top_logprobs)
+        return options.sampling(reading) | turns.given(logprobs=self.logprobs, top_logprobs=self.top_logprobs)
 
     @property
     def reply_schema(self) -> str | None:
@@ -175,16 +158,16 @@ class OllamaChat(OllamaRequest):
     messages: list[OllamaMessage] | None = Field(None, description="None: whether the model is there.")
     tools: Annotated[list[OllamaTool], MaxLen(128)] | None = None
 
-    def turn(self, reading: Reading) -> Turn | None:
+    def turn(self, reading: Reading) -> turns.Turn | None:
         """What the engine is asked; None: nothing is to be generated. Raises InvalidArgument."""
         if not self.messages:
             return None
         messages, begun = tuple(said(self.messages, reading)), None
         if self.messages[-1].role == "assistant":
-            messages, begun = begun_reply(messages)
+            messages, begun = turns.begun_reply(messages)
         offers = [tool.function for tool in self.tools or ()]
-        tools = tuple(function_tool(each.name, each.description, each.parameters) for each in offers)
-        return Turn(
+        tools = tuple(turns.function_tool(each.name, each.description, each.parameters) for each in offers)
+        return turns.Turn(
             model=named(self.model),
             messages=messages,
             begun=begun,
@@ -207,20 +190,20 @@ class OllamaGenerate(OllamaRequest):
     context: list[int] | None = Field(None, description="Refused unless empty; see /api/chat.")
     images: list[str] | None = _NO_IMAGES
 
-    def turn(self, reading: Reading) -> Turn | None:
+    def turn(self, reading: Reading) -> turns.Turn | None:
         """What the engine is asked; None: nothing is to be generated. Raises InvalidArgument."""
-        refuse_unless(("",), {"suffix": self.suffix, "template": self.template})
-        refuse_unless(([],), {"context": self.context, "images": self.images})
+        turns.refuse_unless(("",), {"suffix": self.suffix, "template": self.template})
+        turns.refuse_unless(([],), {"context": self.context, "images": self.images})
         if not self.prompt:
             return None
         system = reading.content("system", [self.system]) if self.system else ""
         if self.raw:
-            refuse_unless(("",), {"system": self.system})
+            turns.refuse_unless(("",), {"system": self.system})
             reading.ignore_unless((), think=self.think)
-        opening = (Said("system", system),) if system else ()
-        return Turn(
+        opening = (turns.Said("system", system),) if system else ()
+        return turns.Turn(
             model=named(self.model),
-            messages=() if self.raw else (*opening, Said("user", self.prompt)),
+            messages=() if self.raw else (*opening, turns.Said("user", self.prompt)),
             prompt=self.prompt if self.raw else "",
             sampling=self.sampling(reading),
             thinking=None if self.raw else self.thinking(reading),
@@ -234,27 +217,29 @@ def named(model: str) -> str:
     return model.removesuffix(":latest") or model
 
 
-def said(messages: Sequence[OllamaMessage], reading: Reading) -> Iterator[Said]:
+def said(messages: Sequence[OllamaMessage], reading: Reading) -> Iterator[turns.Said]:
     """The messages as the engine knows them. Calls and results without ids belong together in their order."""
     unanswered: list[str] = []
     made = 0
     for number, message in enumerate(messages):
-        refuse_unless(([],), {f"messages[{number}].images": message.images})
+        turns.refuse_unless(([],), {f"messages[{number}].images": message.images})
         calls = []
         for call in message.tool_calls or ():
             # Nine letters and digits, as the strictest template wants them.
             call_id, made = call.id or f"call{made:05d}", made + 1
-            calls.append(ToolUse(call_id, call.function.name, json.dumps(call.function.arguments, ensure_ascii=False)))
+            calls.append(
+                turns.ToolUse(call_id, call.function.name, json.dumps(call.function.arguments, ensure_ascii=False))
+            )
         answers = message.tool_call_id or ""
         if message.role == "tool" and not answers and unanswered:
             answers = unanswered.pop(0)
         unanswered = [call.id for call in calls] or unanswered
         content = reading.content(message.role, [message.content or ""])
         thoughts = message.thinking or "" if message.role == "assistant" else ""
-        yield Said(message.role, content, message.tool_name or "", tuple(calls), answers, thoughts)
+        yield turns.Said(message.role, content, message.tool_name or "", tuple(calls), answers, thoughts)
 
 
-def whole(asked: Asked, reply: Reply, *, is_chat: bool, shows_thinking: bool) -> dict[str, Any]:
+def whole(asked: turns.Asked, reply: Reply, *, is_chat: bool, shows_thinking: bool) -> dict[str, Any]:
     """A reply in one object."""
     choice = reply.choices[0]
     thought = choice.reasoning_text if shows_thinking else ""
@@ -269,7 +254,7 @@ def whole(asked: Asked, reply: Reply, *, is_chat: bool, shows_thinking: bool) ->
 class OllamaLines(Chunks):
     """A reply as objects, a line each."""
 
-    def __init__(self, asked: Asked, *, is_chat: bool, shows_thinking: bool) -> None:
+    def __init__(self, asked: turns.Asked, *, is_chat: bool, shows_thinking: bool) -> None:
         super().__init__(asked)
         self._is_chat, self._shows_thinking = is_chat, shows_thinking
 
@@ -287,7 +272,7 @@ class OllamaLines(Chunks):
 
     def _line(self, text: str, thought: str = "", calls: Sequence[Any] = (), **more: Any) -> str:
         head = _head(self._asked.created, self._model)
-        return json_line({**head, **_said(self._is_chat, text, thought, calls), "done": False, **more})
+        return turns.json_line({**head, **_said(self._is_chat, text, thought, calls), "done": False, **more})
 
 
 def loaded(created: int, model: str, *, is_chat: bool) -> dict[str, Any]:
@@ -306,7 +291,7 @@ def _said(is_chat: bool, text: str, thought: str, calls: Sequence[Any]) -> dict[
     message: dict[str, Any] = {"role": "assistant", "content": text, **thinking}
     if calls:
         message["tool_calls"] = [
-            {"id": call.id, "function": {"name": call.name, "arguments": arguments_object(call.arguments_json)}}
+            {"id": call.id, "function": {"name": call.name, "arguments": turns.arguments_object(call.arguments_json)}}
             for call in calls
         ]
     return {"message": message}
@@ -317,7 +302,7 @@ def _ending(started: pb.Started, finished: pb.Finished) -> dict[str, Any]:
     timings = finished.timings
     return {
         "done": True,
-        "done_reason": finish_reason(finished, _REASONS),
+        "done_reason": turns.finish_reason(finished, _REASONS),
         "total_duration": _ns(timings.first_token) + _ns(timings.decode),
         "load_duration": _ns(timings.restore),
         "prompt_eval_count": started.prompt_tokens,

@@ -11,32 +11,10 @@ from kvasir.errors import InvalidArgument
 from kvasir.inference.v1 import inference_pb2 as pb
 from pydantic import Field
 
+from kvasir_gateway import turn as turns
 from kvasir_gateway.chunks import Chunks
 from kvasir_gateway.reading.thinking import BUDGET, EFFORT, MODE, SETTINGS, Thinking, effort_of, settings_of
 from kvasir_gateway.reading.tolerance import Reading
-from kvasir_gateway.turn import (
-    Asked,
-    Body,
-    FreeObject,
-    Lenient,
-    Said,
-    TokenBudget,
-    TokenCount,
-    ToolUse,
-    TopK,
-    Turn,
-    begun_reply,
-    comment,
-    finish_reason,
-    forced_calls,
-    format_of_text,
-    free_calls,
-    function_tool,
-    given,
-    refuse_unless,
-    sse,
-    texts_of,
-)
 
 _ROLES = {"developer": "system", "system": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 _ANY_OBJECT = '{"type": "object"}'
@@ -45,21 +23,21 @@ DONE = "data: [DONE]\n\n"
 _PENALTIES = {"repetition_penalty", "frequency_penalty", "presence_penalty"}
 _AS_THE_ENGINE = {"temperature", "top_p", "n", "top_k", "min_p", *_PENALTIES}
 
-Content = str | list[FreeObject] | None
+Content = str | list[turns.FreeObject] | None
 
 
-class CalledFunction(Lenient):
+class CalledFunction(turns.Lenient):
     name: str
     arguments: str
 
 
-class MadeCall(Lenient):
+class MadeCall(turns.Lenient):
     id: str
     type: Literal["function"] = "function"
     function: CalledFunction
 
 
-class ChatMessage(Lenient):
+class ChatMessage(turns.Lenient):
     role: Literal["developer", "system", "user", "assistant", "tool"]
     content: Content = None
     name: str | None = None
@@ -71,53 +49,53 @@ class ChatMessage(Lenient):
     audio: None = Field(None, description="Refused unless null: this model reads text alone.")
 
 
-class OfferedFunction(Body):
+class OfferedFunction(turns.Body):
     name: Annotated[str, MinLen(1), MaxLen(128)]
     description: str | None = None
-    parameters: FreeObject | None = None
+    parameters: turns.FreeObject | None = None
     strict: bool | None = Field(None, description="Arguments fit the schema, where the model's format allows it.")
 
 
-class ChatTool(Body):
+class ChatTool(turns.Body):
     type: Literal["function"]
     function: OfferedFunction
 
 
-class StreamOptions(Body):
+class StreamOptions(turns.Body):
     include_usage: bool | None = None
     include_obfuscation: bool | None = None
 
 
-class SchemaFormat(Body):
+class SchemaFormat(turns.Body):
     name: str
-    schema_: FreeObject | None = Field(None, alias="schema")
+    schema_: turns.FreeObject | None = Field(None, alias="schema")
     description: str | None = None
     strict: bool | None = None
 
 
-class ResponseFormat(Body):
+class ResponseFormat(turns.Body):
     type: Literal["text", "json_object", "json_schema"]
     json_schema: SchemaFormat | None = None
 
 
-class ThinkingSetting(Lenient):
+class ThinkingSetting(turns.Lenient):
     """How much the model reasons. A budget ends its thoughts after so many tokens."""
 
     type: Literal["enabled", "disabled", "adaptive", "auto"]
-    budget_tokens: TokenBudget | None = None
+    budget_tokens: turns.TokenBudget | None = None
 
     @property
     def is_on(self) -> bool | None:
         return {"enabled": True, "disabled": False}.get(self.type)
 
 
-class SamplingFields(Body):
+class SamplingFields(turns.Body):
     """The settings that chat completions and completions share."""
 
     model: Annotated[str, MinLen(1)]
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    max_tokens: TokenCount | None = None
+    max_tokens: turns.TokenCount | None = None
     temperature: Annotated[float, Ge(0), Le(2)] | None = None
     top_p: Annotated[float, Ge(0), Le(1)] | None = None
     n: Annotated[int, Ge(1), Le(8)] | None = None
@@ -128,13 +106,13 @@ class SamplingFields(Body):
     presence_penalty: Annotated[float, Ge(-2), Le(2)] | None = None
     user: str | None = None
     # Of this engine alone.
-    top_k: TopK | None = None
+    top_k: turns.TopK | None = None
     min_p: Annotated[float, Ge(0), Le(1)] | None = None
     repetition_penalty: float | None = None
     return_token_ids: bool | None = Field(None, description="Also the tokens of prompt and reply.")
 
     def sampling(self, reading: Reading, max_tokens: int | None) -> dict[str, Any]:
-        return reading.length(max_tokens) | given(
+        return reading.length(max_tokens) | turns.given(
             **self.model_dump(include=_AS_THE_ENGINE),
             stop=[self.stop] if isinstance(self.stop, str) else self.stop,
             seed=self.seed & (1 << 64) - 1 if self.seed is not None else None,
@@ -150,11 +128,11 @@ class ChatRequest(SamplingFields):
     """The body of /v1/chat/completions."""
 
     messages: Annotated[list[ChatMessage], MinLen(1)]
-    max_completion_tokens: TokenCount | None = None
+    max_completion_tokens: turns.TokenCount | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Ge(0), Le(20)] | None = None
     tools: Annotated[list[ChatTool], MaxLen(128)] | None = None
-    tool_choice: str | FreeObject | None = Field(
+    tool_choice: str | turns.FreeObject | None = Field(
         None, description='"auto", "none", "required", the function to call, or allowed_tools.'
     )
     parallel_tool_calls: bool | None = Field(None, description="false: at most one call, which ends the reply.")
@@ -163,32 +141,32 @@ class ChatRequest(SamplingFields):
     reasoning_effort: str | None = Field(None, description="none is off; a degree is the template's, if it reads one.")
     thinking: ThinkingSetting | None = Field(None, description="As in /v1/messages.")
     enable_thinking: bool | None = None
-    thinking_budget: TokenBudget | None = Field(None, description="Most tokens of thoughts.")
-    chat_template_kwargs: FreeObject | None = Field(None, description="Settings that the chat template reads.")
+    thinking_budget: turns.TokenBudget | None = Field(None, description="Most tokens of thoughts.")
+    chat_template_kwargs: turns.FreeObject | None = Field(None, description="Settings that the chat template reads.")
     verbosity: str | None = Field(None, description="Ignored.")
     modalities: list[str] | None = Field(None, description='["text"] alone.')
     service_tier: str | None = None
     store: bool | None = None
-    metadata: FreeObject | None = None
+    metadata: turns.FreeObject | None = None
     prompt_cache_key: str | None = None
     prompt_cache_retention: str | None = None
     safety_identifier: str | None = None
 
-    def turn(self, reading: Reading) -> Turn:
+    def turn(self, reading: Reading) -> turns.Turn:
         """What the engine is asked. Raises InvalidArgument."""
         reading.ignore_unless(("medium",), verbosity=self.verbosity)
-        refuse_unless((["text"],), {"modalities": self.modalities})
+        turns.refuse_unless((["text"],), {"modalities": self.modalities})
         if self.top_logprobs is not None and not self.logprobs:
             raise InvalidArgument("top_logprobs: only with logprobs", field="top_logprobs")
         tools = [
-            function_tool(t.function.name, t.function.description, t.function.parameters, t.function.strict)
+            turns.function_tool(t.function.name, t.function.description, t.function.parameters, t.function.strict)
             for t in self.tools or ()
         ]
         tools, tool_choice = offered(tools, self.tool_choice, self.parallel_tool_calls)
         messages, begun = said(self.messages, reading), None
         if self.continue_final_message:
-            messages, begun = begun_reply(messages)
-        return Turn(
+            messages, begun = turns.begun_reply(messages)
+        return turns.Turn(
             model=self.model,
             messages=messages,
             begun=begun,
@@ -196,10 +174,10 @@ class ChatRequest(SamplingFields):
             tool_choice=tool_choice,
             sampling={
                 **self.sampling(reading, self.max_completion_tokens or self.max_tokens),
-                **given(logprobs=self.logprobs, top_logprobs=self.top_logprobs),
+                **turns.given(logprobs=self.logprobs, top_logprobs=self.top_logprobs),
             },
             thinking=self._thinking(reading),
-            json_schema=format_of_text(_schema(self.response_format), tool_choice),
+            json_schema=turns.format_of_text(_schema(self.response_format), tool_choice),
             is_streamed=bool(self.stream),
             returns_token_ids=bool(self.return_token_ids),
             hint=self.prompt_cache_key or "",
@@ -226,12 +204,12 @@ class ChatRequest(SamplingFields):
         )
 
 
-def said(messages: Sequence[ChatMessage], reading: Reading, field: str = "messages") -> tuple[Said, ...]:
+def said(messages: Sequence[ChatMessage], reading: Reading, field: str = "messages") -> tuple[turns.Said, ...]:
     """The messages as the engine knows them. Raises InvalidArgument that names what is no text."""
     return tuple(
-        Said(
+        turns.Said(
             role=(role := _ROLES[message.role]),
-            content=reading.content(role, texts_of(message.content, f"{field}[{number}].content")),
+            content=reading.content(role, turns.texts_of(message.content, f"{field}[{number}].content")),
             name=message.name or "",
             tool_calls=tuple(_made_calls(message.tool_calls or (), f"{field}[{number}].tool_calls")),
             tool_call_id=message.tool_call_id or "",
@@ -241,10 +219,10 @@ def said(messages: Sequence[ChatMessage], reading: Reading, field: str = "messag
     )
 
 
-def _made_calls(calls: Sequence[MadeCall], where: str) -> Iterator[ToolUse]:
+def _made_calls(calls: Sequence[MadeCall], where: str) -> Iterator[turns.ToolUse]:
     for number, call in enumerate(calls):
         place = f"{where}[{number}].function.arguments"
-        yield ToolUse(call.id, call.function.name, call.function.arguments, place)
+        yield turns.ToolUse(call.id, call.function.name, call.function.arguments, place)
 
 
 def _thoughts(message: ChatMessage) -> str:
@@ -259,20 +237,20 @@ def offered(tools: list[pb.Tool], choice: object, parallel: bool | None) -> tupl
         return [], None
     one_call = parallel is False
     if choice == "required":
-        return tools, forced_calls(None, one_call=one_call)
+        return tools, turns.forced_calls(None, one_call=one_call)
     if isinstance(choice, dict) and choice.get("type") == "function":
-        return tools, forced_calls(_name_of(choice), one_call=True)
+        return tools, turns.forced_calls(_name_of(choice), one_call=True)
     if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
         allowed = choice.get("allowed_tools", choice)  # the Responses API has them beside the type
         if not isinstance(allowed, dict) or not isinstance(allowed.get("tools"), list) or not allowed["tools"]:
             raise InvalidArgument("tool_choice.tools: expected a list of tools", field="tool_choice.tools")
-        refuse_unless(("auto", "required"), {"tool_choice.mode": allowed.get("mode")})
+        turns.refuse_unless(("auto", "required"), {"tool_choice.mode": allowed.get("mode")})
         names = [_name_of(each) for each in allowed["tools"]]
         if allowed.get("mode") == "required":
-            return tools, forced_calls(None, one_call=one_call, names=names)
-        return tools, free_calls(tools, one_call=one_call, names=names)
-    refuse_unless(("auto", {"type": "auto"}), {"tool_choice": choice})
-    return tools, free_calls(tools, one_call=one_call)
+            return tools, turns.forced_calls(None, one_call=one_call, names=names)
+        return tools, turns.free_calls(tools, one_call=one_call, names=names)
+    turns.refuse_unless(("auto", {"type": "auto"}), {"tool_choice": choice})
+    return tools, turns.free_calls(tools, one_call=one_call)
 
 
 def _name_of(tool: object) -> str:
@@ -282,7 +260,7 @@ def _name_of(tool: object) -> str:
     return str(function["name"])
 
 
-def whole(asked: Asked, reply: Reply, *, wants_ids: bool = False) -> dict[str, Any]:
+def whole(asked: turns.Asked, reply: Reply, *, wants_ids: bool = False) -> dict[str, Any]:
     """A chat completion."""
     ids = {"prompt_token_ids": list(reply.started.prompt_token_ids)} if wants_ids else {}
     return {
@@ -301,7 +279,7 @@ class CompletionsChunks(Chunks):
 
     kind = ("", "")
 
-    def __init__(self, asked: Asked, *, wants_usage: bool, wants_ids: bool = False) -> None:
+    def __init__(self, asked: turns.Asked, *, wants_usage: bool, wants_ids: bool = False) -> None:
         super().__init__(asked)
         self._wants_usage, self._wants_ids = wants_usage, wants_ids
 
@@ -309,11 +287,11 @@ class CompletionsChunks(Chunks):
         return (self._frame([], usage(self._reply)) if self._wants_usage else "") + DONE
 
     def _wait(self) -> str:
-        return comment("prefill")
+        return turns.comment("prefill")
 
     def _frame(self, choices: list[dict[str, Any]], used: dict[str, Any] | None = None, **more: Any) -> str:
         chunk = {**head(*self.kind, self._asked, self._reply.started), "choices": choices, **more}
-        return sse({**chunk, "usage": used} if self._wants_usage else chunk)
+        return turns.sse({**chunk, "usage": used} if self._wants_usage else chunk)
 
 
 class ChatChunks(CompletionsChunks):
@@ -321,7 +299,7 @@ class ChatChunks(CompletionsChunks):
 
     kind = ("chatcmpl", "chat.completion.chunk")
 
-    def __init__(self, asked: Asked, **wants: bool) -> None:
+    def __init__(self, asked: turns.Asked, **wants: bool) -> None:
         super().__init__(asked, **wants)
         self._begun: set[int] = set()
 
@@ -346,7 +324,7 @@ class ChatChunks(CompletionsChunks):
             fields["tool_calls"] = [{"index": index, **call} for index, call in enumerate(calls(finished))]
         if fields:
             frames = self._chunk(finished.choice, fields)
-        return frames + self._chunk(finished.choice, {}, finish_reason(finished))
+        return frames + self._chunk(finished.choice, {}, turns.finish_reason(finished))
 
     def _opened(self, choice: int) -> dict[str, Any]:
         if choice in self._begun:
@@ -364,10 +342,10 @@ class ChatChunks(CompletionsChunks):
         prompt_token_ids: Sequence[int] | None = None,
     ) -> str:
         each = {"index": choice, "delta": delta, "logprobs": logprobs, "finish_reason": reason, **ids}
-        return self._frame([each], **given(prompt_token_ids=prompt_token_ids))
+        return self._frame([each], **turns.given(prompt_token_ids=prompt_token_ids))
 
 
-def head(prefix: str, kind: str, asked: Asked, started: pb.Started) -> dict[str, Any]:
+def head(prefix: str, kind: str, asked: turns.Asked, started: pb.Started) -> dict[str, Any]:
     """What completions and their chunks begin with."""
     facts = {"id": f"{prefix}-{asked.request_id}", "object": kind, "created": asked.created}
     return {**facts, "model": started.model or asked.model}
@@ -407,7 +385,7 @@ def _choice(number: int, choice: Choice) -> dict[str, Any]:
         message["reasoning_content"] = choice.reasoning_text
     if made:
         message["tool_calls"] = made
-    reason = finish_reason(choice.finished)
+    reason = turns.finish_reason(choice.finished)
     return {"index": number, "message": message, "logprobs": _logprobs(choice.logprobs), "finish_reason": reason}
 
 

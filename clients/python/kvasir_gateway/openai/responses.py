@@ -1,7 +1,4 @@
-"""OpenAI's responses: the request as a turn. The answer is in `response_answers.py`.
-
-The ids of a response and of its items name its agent and its turn. So `previous_response_id` and references to items
-need no memory of the gateway's own: the store knows what was said, also after a restart of everything."""
+"""OpenAI's responses: the request as a turn. Ids of responses and items name agent and turn in the store."""
 
 import base64
 import binascii
@@ -15,24 +12,10 @@ from kvasir.errors import InvalidArgument, NotFound
 from kvasir.inference.v1 import inference_pb2 as pb
 from pydantic import Field
 
+from kvasir_gateway import turn as turns
 from kvasir_gateway.openai.chat import StreamOptions, offered, schema_text
 from kvasir_gateway.reading.thinking import EFFORT, MODE, Thinking, effort_of
 from kvasir_gateway.reading.tolerance import Reading
-from kvasir_gateway.turn import (
-    Body,
-    FreeObject,
-    Place,
-    RepeatedObject,
-    Said,
-    TokenCount,
-    ToolUse,
-    Turn,
-    format_of_text,
-    function_tool,
-    given,
-    refuse_unless,
-    texts_of,
-)
 
 _ROLES = {"developer": "system", "system": "system", "user": "user", "assistant": "assistant"}
 _ID = re.compile(r"(resp_[01]|msg_|rs_|fc_)([0-9A-Za-z_-]{1,600})(?:\.([0-9]{1,3}))?")
@@ -48,18 +31,18 @@ MAX_REFERENCES = 256  # in one request
 Item = dict[str, Any]
 
 
-class FunctionTool(Body):
+class FunctionTool(turns.Body):
     type: Literal["function"]
     name: Annotated[str, MinLen(1), MaxLen(128)]
     description: str | None = None
-    parameters: FreeObject | None = None
+    parameters: turns.FreeObject | None = None
     strict: bool | None = Field(None, description="Arguments fit the schema, where the model's format allows it.")
 
 
 _FUNCTION_FIELDS = set(FunctionTool.model_fields)
 
 
-class ResponseTool(Body):
+class ResponseTool(turns.Body):
     """A function, a group of functions, or a tool that the server would run: this one runs none."""
 
     type: Literal[
@@ -76,7 +59,7 @@ class ResponseTool(Body):
     ]
     name: Annotated[str, MinLen(1), MaxLen(128)] | None = None
     description: str | None = None
-    parameters: FreeObject | None = None
+    parameters: turns.FreeObject | None = None
     strict: bool | None = Field(None, description="Arguments fit the schema, where the model's format allows it.")
     tools: Annotated[list[FunctionTool], MaxLen(128)] | None = Field(None, description="The group's.")
 
@@ -87,33 +70,33 @@ class ResponseTool(Body):
         return self.model_dump(include=_FUNCTION_FIELDS)
 
 
-class TextFormat(Body):
+class TextFormat(turns.Body):
     type: Literal["text", "json_object", "json_schema"]
     name: str | None = None
-    schema_: FreeObject | None = Field(None, alias="schema")
+    schema_: turns.FreeObject | None = Field(None, alias="schema")
     description: str | None = None
     strict: bool | None = None
 
 
-class TextSettings(Body):
+class TextSettings(turns.Body):
     format: TextFormat | None = None
     verbosity: str | None = None
 
 
-class ResponsesRequest(Body):
+class ResponsesRequest(turns.Body):
     """The body of /v1/responses."""
 
     model: Annotated[str, MinLen(1)]
-    input: str | Annotated[list[FreeObject], MinLen(1)]
+    input: str | Annotated[list[turns.FreeObject], MinLen(1)]
     instructions: str | None = None
     previous_response_id: str | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    max_output_tokens: TokenCount | None = None
+    max_output_tokens: turns.TokenCount | None = None
     temperature: Annotated[float, Ge(0), Le(2)] | None = None
     top_p: Annotated[float, Ge(0), Le(1)] | None = None
     tools: Annotated[list[ResponseTool], MaxLen(128)] | None = None
-    tool_choice: str | RepeatedObject | None = Field(
+    tool_choice: str | turns.RepeatedObject | None = Field(
         None, description='"auto", "none", "required", the function to call, or allowed_tools.'
     )
     parallel_tool_calls: bool | None = Field(None, description="false: at most one call, which ends the reply.")
@@ -129,40 +112,40 @@ class ResponsesRequest(Body):
     top_logprobs: int | None = Field(None, description="0 alone.")
     include: list[str] | None = None
     store: bool | None = None
-    metadata: RepeatedObject | None = None
+    metadata: turns.RepeatedObject | None = None
     service_tier: str | None = None
     user: str | None = None
     prompt_cache_key: str | None = None
     prompt_cache_retention: str | None = None
     safety_identifier: str | None = None
-    client_metadata: FreeObject | None = Field(None, description="Accepted: it is the client's own.")
+    client_metadata: turns.FreeObject | None = Field(None, description="Accepted: it is the client's own.")
 
-    def turn(self, reading: Reading, before: Sequence[Said] = ()) -> Turn:
+    def turn(self, reading: Reading, before: Sequence[turns.Said] = ()) -> turns.Turn:
         """What the engine is asked; `before`: what was said until the previous response. Raises InvalidArgument."""
         for name, value in (self.reasoning or {}).items():
             if value is not None and name != "effort" and not (name in _SUMMARY and self.wants_summary):
                 reading.ignore(f"reasoning.{name}" if name in _REASONING else "reasoning")
-        refuse_unless(("disabled",), {"truncation": self.truncation})
-        refuse_unless((False, 0), {"background": self.background, "top_logprobs": self.top_logprobs})
-        refuse_unless(
+        turns.refuse_unless(("disabled",), {"truncation": self.truncation})
+        turns.refuse_unless((False, 0), {"background": self.background, "top_logprobs": self.top_logprobs})
+        turns.refuse_unless(
             (), {"conversation": self.conversation, "prompt": self.prompt, "max_tool_calls": self.max_tool_calls}
         )
         if self.text is not None:
             reading.ignore_unless(("medium",), **{"text.verbosity": self.text.verbosity})
-        system = (Said("system", reading.content("system", [self.instructions])),) if self.instructions else ()
+        system = (turns.Said("system", reading.content("system", [self.instructions])),) if self.instructions else ()
         tools, tool_choice = offered(list(self._tools(reading)), self.tool_choice, self.parallel_tool_calls)
-        asked = (Said("user", self.input),) if isinstance(self.input, str) else said(self.input, reading)
-        return Turn(
+        asked = (turns.Said("user", self.input),) if isinstance(self.input, str) else said(self.input, reading)
+        return turns.Turn(
             model=self.model,
             messages=(*system, *before, *asked),
             tools=tuple(tools),
             tool_choice=tool_choice,
             sampling={
                 **reading.length(self.max_output_tokens),
-                **given(temperature=self.temperature, top_p=self.top_p),
+                **turns.given(temperature=self.temperature, top_p=self.top_p),
             },
             thinking=self._thinking(reading),
-            json_schema=format_of_text(self._schema(), tool_choice),
+            json_schema=turns.format_of_text(self._schema(), tool_choice),
             is_streamed=bool(self.stream),
             hint=self.prompt_cache_key or "",
             is_stored=self.store is not False,
@@ -208,7 +191,7 @@ class ResponsesRequest(Body):
                 if name in names:
                     raise InvalidArgument(f"{where}: two tools would have one name", field=where)
                 names.add(name)
-                yield function_tool(name, each.description, each.parameters, each.strict)
+                yield turns.function_tool(name, each.description, each.parameters, each.strict)
 
     def _schema(self) -> str | None:
         asked = self.text.format if self.text is not None else None
@@ -230,7 +213,7 @@ def _functions(name: str, tool: ResponseTool) -> Iterator[tuple[str, FunctionToo
         yield flat_name(name, each.name), each
 
 
-def place_of(given: str, field: str = "previous_response_id") -> Place:
+def place_of(given: str, field: str = "previous_response_id") -> turns.Place:
     """Raises NotFound for an id that this gateway never gave, or that names a turn nobody remembers."""
     match = _ID.fullmatch(given)
     if match is None:
@@ -242,14 +225,14 @@ def place_of(given: str, field: str = "previous_response_id") -> Place:
     number, digest, request_id, agent_id = (*names.split("\n", 3), "", "", "")[:4]
     if not agent_id or not re.fullmatch("[0-9]{1,6}", number):
         raise lost(given, field)
-    return Place(agent_id, request_id, int(number), digest, match[1] == "resp_1", int(match[3] or 0))
+    return turns.Place(agent_id, request_id, int(number), digest, match[1] == "resp_1", int(match[3] or 0))
 
 
 def lost(given: str, field: str = "previous_response_id") -> NotFound:
     return NotFound(f"{given[:200]!r} is not remembered", reason="RESPONSE_NOT_FOUND", field=field)
 
 
-def references(items: str | list[Item]) -> dict[int, Place]:
+def references(items: str | list[Item]) -> dict[int, turns.Place]:
     """The items that stand for one of an earlier response. Raises InvalidArgument, also above MAX_REFERENCES."""
     found = [
         (number, item)
@@ -264,7 +247,7 @@ def references(items: str | list[Item]) -> dict[int, Place]:
     return {number: place_of(given, f"input[{number}].id") for number, given in ids.items()}
 
 
-def referenced(given: str, place: Place, reply: Said) -> Item:
+def referenced(given: str, place: turns.Place, reply: turns.Said) -> Item:
     """The item that a reference names: the reply's text, one of its calls, or what was thought."""
     if given.startswith("msg_"):
         return {"type": "message", "role": "assistant", "content": reply.content}
@@ -276,33 +259,39 @@ def referenced(given: str, place: Place, reply: Said) -> Item:
     return {"type": "function_call", "call_id": call.id, "name": call.name, "arguments": call.arguments_json}
 
 
-def said(items: Sequence[Item], reading: Reading) -> tuple[Said, ...]:
+def said(items: Sequence[Item], reading: Reading) -> tuple[turns.Said, ...]:
     """The items as messages: thoughts, an answer and its calls, which are items of their own here, become one."""
-    messages: list[Said] = []
+    messages: list[turns.Said] = []
     for number, item in enumerate(items):
         where = f"input[{number}]"
         kind = item.get("type", "message")
         if kind == "message":
             message = _message_said(item, where, reading)
             thoughts = messages[-1].reasoning if messages else ""
-            if message.role == "assistant" and messages and messages[-1] == Said("assistant", "", reasoning=thoughts):
+            if (
+                message.role == "assistant"
+                and messages
+                and messages[-1] == turns.Said("assistant", "", reasoning=thoughts)
+            ):
                 message = replace(message, reasoning=messages.pop().reasoning)
             messages.append(message)
         elif kind == "function_call":
             name = _text(item, "name", where)
             if item.get("namespace") is not None:
                 name = flat_name(_text(item, "namespace", where), name)
-            call = ToolUse(_text(item, "call_id", where), name, _text(item, "arguments", where), f"{where}.arguments")
+            call = turns.ToolUse(
+                _text(item, "call_id", where), name, _text(item, "arguments", where), f"{where}.arguments"
+            )
             if not messages or messages[-1].role != "assistant":
-                messages.append(Said("assistant", ""))
+                messages.append(turns.Said("assistant", ""))
             messages[-1] = replace(messages[-1], tool_calls=(*messages[-1].tool_calls, call))
         elif kind == "function_call_output":
             output = item.get("output")
             text = reading.content("tool", _texts(output, f"{where}.output"))
-            messages.append(Said("tool", text, tool_call_id=_text(item, "call_id", where)))
+            messages.append(turns.Said("tool", text, tool_call_id=_text(item, "call_id", where)))
         elif kind == "reasoning":
             if thoughts := _thoughts(item, where, reading):
-                messages.append(Said("assistant", "", reasoning=thoughts))
+                messages.append(turns.Said("assistant", "", reasoning=thoughts))
         elif kind in _SERVED:
             reading.skip(where)
         else:
@@ -330,12 +319,12 @@ def _thoughts(item: Item, where: str, reading: Reading) -> str:
     return "".join(text for text in texts if isinstance(text, str))
 
 
-def _message_said(item: Item, where: str, reading: Reading) -> Said:
+def _message_said(item: Item, where: str, reading: Reading) -> turns.Said:
     role = item.get("role")
     if not isinstance(role, str) or role not in _ROLES:
         raise InvalidArgument(f"{where}.role: expected one of {', '.join(_ROLES)}", field=f"{where}.role")
     texts = _texts(item.get("content"), f"{where}.content")
-    return Said(_ROLES[role], reading.content(_ROLES[role], texts))
+    return turns.Said(_ROLES[role], reading.content(_ROLES[role], texts))
 
 
 def _texts(content: object, where: str) -> list[str]:
@@ -343,7 +332,7 @@ def _texts(content: object, where: str) -> list[str]:
         return [content]
     if not isinstance(content, list) or not all(isinstance(part, dict) for part in content):
         raise InvalidArgument(f"{where}: expected a string or a list of parts", field=where)
-    return texts_of(content, where)
+    return turns.texts_of(content, where)
 
 
 def _text(item: Item, name: str, where: str) -> str:

@@ -1,8 +1,4 @@
-"""Who looks at the page: a key of the API, given once to a form or with each request; and what proves a form is ours.
-
-A browser keeps a session's cookie, never the key. Cookies know no ports: other programs of the host would be sent it.
-So a session has an address of its own, a secret too; the cookie is sent there only, and opens nothing elsewhere. A
-write must also come from this very origin (`Origin`) and carry a token that only a page of ours shows."""
+"""Who looks at the page: a key makes a session with a secret address; a write needs Origin and a token, too."""
 
 import hmac
 from collections import OrderedDict

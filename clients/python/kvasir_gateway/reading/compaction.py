@@ -1,8 +1,4 @@
-"""Summaries that clients asked for, so that a conversation which begins with one goes on in the agent whose history it
-takes the place of: as its next version, and the versions before it stay.
-
-They are in RAM, and as labels of their agents, which a gateway reads once: digests of lines, by the gateway's key. A
-summary that is not known any more costs an agent, not a memory."""
+"""Summaries that clients asked for, by digests: a conversation that begins with one goes on in its agent."""
 
 import base64
 import contextlib

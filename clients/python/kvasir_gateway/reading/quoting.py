@@ -28,9 +28,8 @@ async def newest(records: AgentRecords) -> list[tuple[Kept, Sequence[Said]]]:
 
 
 def chars_in_common(said: Sequence[Said], quoting: Sequence[Said]) -> int:
-    """How much of a conversation's lines and calls a request quotes; 0 for fewer than half of them, or for none of its
-    user's lines: two conversations that read one file have its lines, and the call, in common. Calls count where the
-    request quotes some."""
+    """How much of a conversation's lines and calls a request quotes; 0 for fewer than half, or for none of its
+    user's."""
     users, calls = set(_line_ends(said, "user")), set(_call_ends(said))
     lines = users.union(_line_ends(said, "assistant"))
     common = (lines | calls).intersection(_quoted_ends(quoting))

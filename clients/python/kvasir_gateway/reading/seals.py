@@ -1,7 +1,4 @@
-"""Thoughts that callers keep for us: signed where they may be read, sealed where they may not.
-
-Both prove to this gateway, by its own key, that it sent them. They hold no name and no date: the same thoughts are ours
-in any conversation, for as long as the key is kept."""
+"""Thoughts that callers keep for us, signed where they may be read, sealed where they may not, by our own key."""
 
 import base64
 import binascii

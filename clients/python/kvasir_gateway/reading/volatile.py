@@ -1,7 +1,4 @@
-"""The rules for what of a prompt is volatile, as a request over HTTP has them: of its header, else of its agent's
-label, else of the gateway. The gateway itself leaves out billing lines; the rest is the engine's.
-
-No other text changes, and never a user's or an assistant's."""
+"""The rules for what is volatile: of a request's header, of its agent's label, or of the gateway."""
 
 from dataclasses import dataclass
 

@@ -148,10 +148,8 @@ def _is_locked(process: Path, link: Path, lock: os.stat_result) -> bool:
 
 
 def named_openers(lock_file: Path) -> set[int]:
-    """As macOS tells it: those of the home's own processes, by `up.json`, that have the file open.
-
-    Nobody tells there who holds a lock that is inherited (F_GETLK knows no process of it). A number alone may be
-    another program's by now, and a program that has the file open may only read it; one that is both is ours."""
+    """As macOS tells it: those of the home's own processes, by `up.json`, that have the file open. A number alone may
+    be another program's by now, and another program may only read the file; one that is both is ours."""
     running = Home(lock_file.parent.parent).running()
     if running is None:
         return set()

@@ -1,7 +1,4 @@
-"""Keeps services running as one group: started together, restarted when they crash, stopped together in reverse order.
-
-A service that crashes too often ends the group, because endless restarts would hide the reason. Services write their
-log files themselves, so that no log is lost when the supervisor is killed."""
+"""Services as one group: started together, restarted when they crash, but not too often, stopped in reverse order."""
 
 import asyncio
 import contextlib

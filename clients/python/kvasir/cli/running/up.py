@@ -1,8 +1,4 @@
-"""`kvasir up`: store, engine and HTTP gateway as one group under one home, until Ctrl-C or SIGTERM.
-
-It checks what it was asked for, makes the home and its credentials, starts them, and writes
-their addresses for other commands. A home has one group: the services inherit a lock, which is held until the last of
-them has ended. What a killed `kvasir up` left is ended first."""
+"""`kvasir up`: store, engine and HTTP gateway as one group under one home, until Ctrl-C or SIGTERM."""
 
 import asyncio
 import json

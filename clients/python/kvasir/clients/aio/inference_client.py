@@ -1,7 +1,4 @@
-"""The inference service's asynchronous client: turns as streams of events, and typed errors.
-
-Every turn has a request id: after a break a caller asks again with it, and the turn is not done twice. The error of a
-broken turn says which version the agent remembers."""
+"""The inference service's asynchronous client. A turn's request id lets a caller ask again: nothing is done twice."""
 
 import time
 import uuid

@@ -3,7 +3,6 @@
 import copy
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
-from types import TracebackType
 from typing import Any, Protocol, Self, TypeVar, cast
 
 import grpc
@@ -64,9 +63,7 @@ class AioServiceClient:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_raised: object) -> None:
         await self.close()
 
     async def _call(

@@ -2,7 +2,6 @@
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterable, Iterable
-from types import TracebackType
 from typing import Any, Self, TypeVar
 
 from kvasir.errors import DeadlineExceeded
@@ -43,11 +42,9 @@ class AioStallLimit:
         self._is_running = True
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *raised: Any) -> None:
         self._is_running = False
         try:
-            await self._timeout.__aexit__(kind, error, trace)
+            await self._timeout.__aexit__(*raised)
         except TimeoutError:
             raise DeadlineExceeded(f"the transfer made no progress for {self._seconds:g} s") from None

@@ -1,7 +1,4 @@
-"""The cache store's asynchronous client: every RPC as a method, typed errors, transfers that resume after a cut.
-
-Errors are the types of `kvasir.errors`. Round trips have a deadline (`timeout_s` of the client, or of the call).
-Transfers have none, because keepalive notices a dead peer."""
+"""The cache store's asynchronous client. Round trips have a deadline; transfers have none, and resume after a cut."""
 
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Any, Self

@@ -1,8 +1,4 @@
-"""The audit: one JSON line for each call that needs a privilege, in a file of its own, and never in a call's way.
-
-A line names the caller, the RPC, the agent and how it ended; never a text, a token, or anything else of a request. A
-thread writes the lines. Lines that it cannot write (full disk, slow disk) are counted; no call waits or fails for it.
-"""
+"""The audit: a JSON line for each call that needs a privilege, without texts, and never in a call's way."""
 
 import contextlib
 import json

@@ -1,7 +1,4 @@
-"""The page that operators' programs read, to this machine only: `/metrics` for Prometheus, and `/healthz`.
-
-It has threads of its own, so that it answers for a service whose event loop does not. It asks for no credential, and
-so names no agent and no namespace: labels are words of this program and names of configured models."""
+"""`/metrics` and `/healthz` for this machine, by threads of their own; without a credential, so they name no agent."""
 
 import asyncio
 import contextlib

@@ -1,7 +1,4 @@
-"""One trace through gateway, engine and store: W3C's `traceparent` is taken and passed on; spans go to OpenTelemetry.
-
-Off unless an address is given. Then its packages (extra `traces`) are imported, and nothing of them before. Spans have
-counts and words of this program, never a text, a token or a name that a caller chose."""
+"""One trace through gateway, engine and store: spans go to OpenTelemetry, if an address is given, and hold no texts."""
 
 import re
 import time
