@@ -63,24 +63,13 @@ def a_value(kind: str, dice: Dice, names: Names) -> str:
 
 def _possession(subject: str, dice: Dice, names: Names, mouth: str) -> Fact:
     noun, kind, wh = dice.pick(POSSESSIONS)
-    value = a_value(kind, dice, names)
-    return possession(subject, noun, kind, wh, value, mouth)
+    return possession(subject, noun, kind, wh, a_value(kind, dice, names), mouth)
 
 
 def possession(subject: str, noun: str, kind: str, wh: str, value: str, mouth: str) -> Fact:
     """`<subject>'s <noun> is <value>`; the subject "" is the person who asks, `mouth` the one who tells."""
-    asked, turned = (f"my {noun}", f"your {noun}") if subject == "" else (f"{subject}'s {noun}",) * 2
-    mine = f"My {noun}" if mouth == subject else f"{subject}'s {noun}"
-    return Fact(
-        key=(subject, noun),
-        told=f"{mine} is {value}.",
-        question=f"{wh} is {asked}?",
-        clause=asked if wh == "What" else f"who {asked} is",
-        missing=turned if wh == "What" else f"who {turned} is",
-        answer=f"{turned[0].upper()}{turned[1:]} is {value}.",
-        value=value,
-        kind=kind,
-    )
+    form = ("is", f"{wh} is {{}}?", "{}" if wh == "What" else "who {} is")
+    return _owned(subject, noun, kind, value, mouth, form)
 
 
 def _companion(subject: str, dice: Dice, names: Names, mouth: str) -> Fact:
@@ -90,18 +79,19 @@ def _companion(subject: str, dice: Dice, names: Names, mouth: str) -> Fact:
 
 def companion(subject: str, noun: str, value: str, mouth: str) -> Fact:
     """`<subject>'s <noun> is called <value>`; the subject "" is the person who asks, `mouth` the one who tells."""
+    form = ("is called", "What is {} called?", "what {} is called")
+    return _owned(subject, noun, "person", value, mouth, form)
+
+
+def _owned(subject: str, noun: str, kind: str, value: str, mouth: str, form: tuple[str, str, str]) -> Fact:
+    """`form`: the verb, the question, and what may follow "Tell me"."""
+    verb, question, clause = form
     asked, turned = (f"my {noun}", f"your {noun}") if subject == "" else (f"{subject}'s {noun}",) * 2
-    mine = f"My {noun}" if mouth == subject else f"{subject}'s {noun}"
-    return Fact(
-        key=(subject, noun),
-        told=f"{mine} is called {value}.",
-        question=f"What is {asked} called?",
-        clause=f"what {asked} is called",
-        missing=f"what {turned} is called",
-        answer=f"{turned[0].upper()}{turned[1:]} is called {value}.",
-        value=value,
-        kind="person",
-    )
+    owner = "My" if mouth == subject else f"{subject}'s"
+    told = f"{owner} {noun} {verb} {value}."
+    answer = f"{turned[0].upper()}{turned[1:]} {verb} {value}."
+    clauses = (clause.format(asked), clause.format(turned))
+    return Fact((subject, noun), told, question.format(asked), *clauses, answer, value, kind)
 
 
 def action(subject: str, verb: tuple[str, str, str, str, str, str], value: str, mouth: str) -> Fact:

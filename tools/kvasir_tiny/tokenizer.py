@@ -15,6 +15,7 @@ from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from inference_svc.model.kvasir_tiny import path
 from tools.kvasir_tiny import desk, world
 
 START, END, PAD = "<|im_start|>", "<|im_end|>", "<|endoftext|>"
@@ -24,47 +25,7 @@ CONTEXT = 8192
 # A capital word carries no space, so that a name is the same tokens wherever it stands; digits stand alone.
 SPLIT = r"\p{Lu}\p{L}*|'s| ?\p{Ll}\p{L}*|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s"
 
-CHAT_TEMPLATE = """\
-{%- macro text(message) -%}
-{%- if message.name and message.role == 'user' %}{{ message.name + ': ' }}{% endif -%}
-{{- message.content or '' -}}
-{%- for call in message.tool_calls or [] %}
-{%- set tool_call = call.function or call %}
-{{- '<tool_call>{"name": "' + tool_call.name + '", "arguments": ' }}
-{{- tool_call.arguments if tool_call.arguments is string else tool_call.arguments | tojson }}
-{{- '}</tool_call>' }}
-{%- endfor %}
-{%- endmacro -%}
-{%- macro tool_lines() -%}
-{{ 'Tools:' }}
-{%- for tool in tools %}
-{%- set tool = tool.function or tool %}
-{{- '\\n- ' + tool.name + '(' + (tool.parameters.properties or {}) | join(', ') + '): ' + (tool.description or '') }}
-{%- endfor %}
-{%- endmacro -%}
-{%- if tools and (not messages or messages[0].role != 'system') %}
-{{- '<|im_start|>system\\n' + tool_lines() + '<|im_end|>\\n' }}
-{%- endif %}
-{%- for message in messages %}
-{%- if message.role not in ['system', 'user', 'assistant', 'tool'] %}
-{{- raise_exception('unknown role: ' + message.role | string) }}
-{%- endif %}
-{%- if loop.previtem and loop.previtem.role == 'user' and message.role == 'user' %}
-{{- '\\n' + text(message) }}
-{%- else %}
-{{- '<|im_start|>' + message.role + '\\n' + text(message) }}
-{%- endif %}
-{%- if tools and loop.first and message.role == 'system' %}
-{{- '\\n' + tool_lines() }}
-{%- endif %}
-{%- if not (message.role == 'user' and loop.nextitem and loop.nextitem.role == 'user') %}
-{{- '<|im_end|>\\n' }}
-{%- endif %}
-{%- endfor %}
-{%- if add_generation_prompt %}
-{{- '<|im_start|>assistant\\n' }}
-{%- endif %}
-"""
+CHAT_TEMPLATE = (path() / "chat_template.jinja").read_text(encoding="utf-8")
 
 
 class Encoder:
