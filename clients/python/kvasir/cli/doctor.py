@@ -6,7 +6,6 @@ import shutil
 import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from importlib import metadata
 from typing import Annotated, Any
 
 import typer
@@ -22,7 +21,7 @@ from kvasir.cli.running.checks import check_engine_option, check_exact_layers
 from kvasir.cli.running.group import ServiceState, service_states
 from kvasir.cli.running.health import Health
 from kvasir.cli.running.holding import is_led
-from kvasir.cli.running.program import run_program
+from kvasir.cli.running.program import run_program, version_of
 from kvasir.cli.showing.tables import table
 from kvasir.errors import FailedPrecondition, KvasirError
 from kvasir.options.engine import AUTO, KvPolicy
@@ -90,7 +89,7 @@ def examined(caller: Caller, model: str, options: Sequence[str]) -> dict[str, An
         "kvasir": kvasir.__version__,
         "python": platform.python_version(),
         "platform": platform.platform(),
-        "packages": {name: _version(name) for name in _PACKAGES},
+        "packages": {name: version_of(name) for name in _PACKAGES},
         "model": facts,
         "home": {"path": str(home), "free_disk_bytes": disk.free},
         "store": _service(services["store"]) | _store_stats(caller, problems),
@@ -116,13 +115,6 @@ def kernel_problems(found: dict[str, Any], serving: dict[str, Any]) -> Iterator[
     for policy, why in found.get("policies", {}).items():
         if why:
             yield f"kernels are wrong here for KV policy {policy}, with which an engine is slow: {why}"
-
-
-def _version(name: str) -> str:
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return ""
 
 
 def _service(state: ServiceState) -> dict[str, Any]:
@@ -175,9 +167,7 @@ def _store_stats(caller: Caller, problems: list[str]) -> dict[str, Any]:
 
 
 def _show(out: Console, report: dict[str, Any]) -> None:
-    def write(text: str) -> None:
-        out.print(text)
-
+    write = out.print
     write(f"kvasir {report['kvasir']}, Python {report['python']}, {report['platform']}")
     write(", ".join(f"{name} {version or '–'}" for name, version in report["packages"].items()))
     if report["model"]:

@@ -9,7 +9,7 @@ from rich.console import Console
 from kvasir.cli.caller import Caller, command
 from kvasir.cli.rows import size
 from kvasir.cli.running.checks import check_installed
-from kvasir.cli.running.program import done
+from kvasir.cli.running.program import done, option_words
 from kvasir.errors import FailedPrecondition
 
 app = typer.Typer(help="Seal namespaces: encrypt what the store keeps of them.", no_args_is_help=True)
@@ -66,7 +66,7 @@ def rotate(
     """Replace the master key. Rewrites no blob; from then on the store needs the new one.
 
     After a crash give the command again: wherever it ended, the old key or the new one opens all namespaces."""
-    options = [*_option("--new-key-file", new_key_file), *_option("--new-keychain", new_keychain)]
+    options = [*option_words("--new-key-file", new_key_file), *option_words("--new-keychain", new_keychain)]
     _run(caller, "rotate", data_dir, *options, *_master(caller, key_file, keychain))
 
 
@@ -116,8 +116,4 @@ def _show(out: Console, found: list[dict[str, Any]], action: str) -> None:
 def _master(caller: Caller, key_file: Path | None, keychain: str) -> list[str]:
     if keychain and key_file is None:
         return ["--seal-keychain", keychain]
-    return ["--seal-key-file", str(key_file or caller.home.seal_key_file), *_option("--seal-keychain", keychain)]
-
-
-def _option(name: str, value: object) -> list[str]:
-    return [name, str(value)] if value else []
+    return ["--seal-key-file", str(key_file or caller.home.seal_key_file), *option_words("--seal-keychain", keychain)]

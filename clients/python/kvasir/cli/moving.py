@@ -52,13 +52,8 @@ def move(
         with transfer_progress(caller, f"{agent} {way}") as on_progress:
             done, sent = _moved(caller, client, agent, from_peer, to_peer, dry_run, on_progress)
     turn = turn or ("waited_for" if sent.has_waited else None)
-    row: dict[str, Any] = {
-        "agent_id": agent,
-        "peer": peer,
-        "dry_run": dry_run,
-        "turn": turn,
-        **_sent_row(sent, dry_run),
-    }
+    head: dict[str, Any] = {"agent_id": agent, "peer": peer, "dry_run": dry_run, "turn": turn}
+    row = {**head, **_sent_row(sent, dry_run)}
     if done is not None:
         row["agent"] = agent_row(done)
     caller.result(row, lambda out: out.print(_moved_words(agent, way, turn, sent, dry_run)))
@@ -270,13 +265,9 @@ def _one_of(from_peer: str, to_peer: str) -> str:
 
 def _sent_row(sent: _Sent, dry_run: bool) -> dict[str, int]:
     progress, skipped = sent.progress, sent.skipped_bytes or 0
+    blobs = {"blobs": progress.blobs_total, "blobs_skipped": progress.blobs_skipped}
     sent_bytes = (progress.bytes_total if dry_run else progress.bytes_done) - skipped
-    return {
-        "blobs": progress.blobs_total,
-        "blobs_skipped": progress.blobs_skipped,
-        "bytes": progress.bytes_total,
-        "bytes_sent": sent_bytes,
-    }
+    return {**blobs, "bytes": progress.bytes_total, "bytes_sent": sent_bytes}
 
 
 def _moved_words(agent: str, way: str, turn: str | None, sent: _Sent, dry_run: bool) -> str:

@@ -16,6 +16,7 @@ from kvasir import errors
 from kvasir.cli.caller import Caller, command
 from kvasir.cli.rows import to_the_second
 from kvasir.cli.running.checks import check_installed
+from kvasir.cli.running.program import option_words
 from kvasir.cli.showing.tables import table
 from kvasir.cli.showing.terminal import visible
 
@@ -90,7 +91,12 @@ def pair(
     --json: an object on each line: waiting (code, line, address), refused (from, reason), paired (name, pin, address).
     """
     caller.home.make()
-    words = [*([code] if code else []), *_given("--at", at), *_given("--listen", listen), *_given("--as", as_)]
+    words = [
+        *([code] if code else []),
+        *option_words("--at", at),
+        *option_words("--listen", listen),
+        *option_words("--as", as_),
+    ]
     words += ["--name", name or _host_name(), "--lifetime-s", str(minutes * 60), "--until-eof"]
     words += ["--announce"] if announce else []
     words += _rights(gives, takes)
@@ -215,10 +221,6 @@ def _host_name() -> str:
     return re.sub(r"[^A-Za-z0-9_-]", "-", first).strip("-_")[:64] or "mac"
 
 
-def _given(option: str, value: str) -> list[str]:
-    return [option, value] if value else []
-
-
 def _only(caller: Caller, *words: str) -> dict[str, Any]:
     """The one answer of the program."""
     with _program(caller, *words) as lines:
@@ -232,8 +234,8 @@ def _program(caller: Caller, *words: str) -> Iterator[Iterator[dict[str, Any]]]:
     store = caller.store
     argv = [sys.executable, "-m", "cachestore_svc", *words, "--peers-file", str(caller.home.peers_file)]
     argv += ["--audit-file", str(caller.home.audit_file("store"))]
-    argv += ["--store", store.address, *_given("--store-token-file", str(store.token_file or ""))]
-    argv += _given("--store-ca-file", str(store.ca_file or ""))
+    argv += ["--store", store.address, *option_words("--store-token-file", store.token_file)]
+    argv += option_words("--store-ca-file", store.ca_file)
     # The program ends with its standard input, and so with this one, however this one ends.
     pipe = subprocess.PIPE
     with subprocess.Popen(argv, stdin=pipe, stdout=pipe, stderr=pipe, text=True) as program:

@@ -2,9 +2,10 @@
 
 import os
 import platform
-from importlib import metadata
 from pathlib import Path
 from typing import Any
+
+from kvasir.cli.running.program import version_of
 
 from inference_svc.model.device_memory import device_bytes, device_name
 from kvasir_bench.engine.lab import MeasuredEngine
@@ -23,7 +24,7 @@ def machine(engine: MeasuredEngine) -> dict[str, Any]:
         "device_bytes": device_bytes(),
         "blas": engine.blas,
         "python": platform.python_version(),
-        **{name: _version(name) for name in _PACKAGES},
+        **{name: version_of(name) for name in _PACKAGES},
         "load_before": round(os.getloadavg()[0], 2),
     }
 
@@ -45,10 +46,3 @@ def _processor() -> str:
         if names:
             return names[0]
     return platform.processor() or platform.machine()
-
-
-def _version(name: str) -> str:
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return ""

@@ -6,9 +6,23 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from importlib import metadata
 from typing import Any, NamedTuple
 
 from kvasir.errors import FailedPrecondition
+
+
+def option_words(name: str, value: object) -> list[str]:
+    """An option of a command line, if it has a value."""
+    return [name, str(value)] if value else []
+
+
+def version_of(package: str) -> str:
+    """Of an installed package; empty for another."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return ""
 
 
 class Done(NamedTuple):
