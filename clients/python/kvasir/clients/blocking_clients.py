@@ -46,7 +46,8 @@ class _ServiceClient:
         self._aio = aio
 
     def with_token(self, token: str) -> Self:
-        """As `AioServiceClient.with_token`: the same service for another caller, over the same channel."""
+        """The same service for another caller, over the same channel, which stays this client's to close. Raises
+        Unauthenticated without a token: on a Unix socket such a call is the owner's."""
         other = copy(self)
         other._aio = self._aio.with_token(token)
         return other

@@ -38,10 +38,8 @@ class AioServiceClient:
         self._timeout_s = timeout_s
 
     def with_token(self, token: str) -> Self:
-        """The same service for another caller, over the same channel. A gateway hands on its callers' tokens with it.
-
-        The channel is all that the two clients share, and it stays this one's: closing the new one leaves it open.
-        Raises Unauthenticated without a token, because on a Unix socket a call without a token is the owner's."""
+        """The same service for another caller, over the same channel, which stays this client's to close. Raises
+        Unauthenticated without a token: on a Unix socket such a call is the owner's."""
         other = copy.copy(self)
         other._metadata = bearer(token)
         other._owns_channel = False
