@@ -10,11 +10,24 @@ from pydantic_core import PydanticCustomError
 MAX_TEXT = 32_768
 MAX_ROUNDS = 1_000
 
-Key = Annotated[str, StringConstraints(pattern=r"^[a-z][a-z0-9_]{0,63}$")]
+_KEY, _LABEL, _NAME, _SCENARIO = (
+    r"^[a-z][a-z0-9_]{0,63}$",
+    r"^[^\x00-\x1f\x7f]+$",
+    r"^[^\x00-\x1f\x7f:]*[^\x00-\x20\x7f:]$",
+    r"^[a-z][a-z0-9-]{0,63}$",
+)
+# The same for people.
+PATTERNS = {
+    _KEY: "a to z, 0 to 9 and _, first a letter, 64 at most",
+    _LABEL: "no control characters",
+    _NAME: "no colon, no control characters, no space at its end",
+    _SCENARIO: "a to z, 0 to 9 and -, first a letter, 64 at most",
+}
+Key = Annotated[str, StringConstraints(pattern=_KEY)]
 Text = Annotated[str, StringConstraints(min_length=1, max_length=MAX_TEXT)]
-Label = Annotated[str, StringConstraints(min_length=1, max_length=200, pattern=r"^[^\x00-\x1f\x7f]+$")]
+Label = Annotated[str, StringConstraints(min_length=1, max_length=200, pattern=_LABEL)]
 # What others' words begin with in a transcript, so nothing that could pass for the end of a name.
-Name = Annotated[str, StringConstraints(min_length=1, max_length=64, pattern=r"^[^\x00-\x1f\x7f:]*[^\x00-\x20\x7f:]$")]
+Name = Annotated[str, StringConstraints(min_length=1, max_length=64, pattern=_NAME)]
 
 
 def _one_or_many(value: object) -> object:
@@ -83,7 +96,7 @@ class Agent(_Part):
     """A permanent agent keeps its memory after the scenario; an ephemeral one is deleted at its end."""
     namespace: Annotated[str, StringConstraints(max_length=200)] = ""
     """Whose credential its turns use. Left out: the caller's own."""
-    id: Annotated[str, StringConstraints(min_length=1, max_length=200, pattern=r"^[^\x00-\x1f\x7f]+$")] | None = None
+    id: Annotated[str, StringConstraints(min_length=1, max_length=200, pattern=_LABEL)] | None = None
     """The agent's name at the engine. Left out: SCENARIO/KEY."""
 
     on_full: WhenFull | None = None
@@ -179,7 +192,7 @@ class Outcome(_Part):
 class ScenarioFile(_Part):
     """A scenario: agents who remember, and the phases in which they speak."""
 
-    name: Annotated[str, StringConstraints(pattern=r"^[a-z][a-z0-9-]{0,63}$")]
+    name: Annotated[str, StringConstraints(pattern=_SCENARIO)]
     """Small letters, digits and hyphens. Its agents are called NAME/KEY at the engine."""
     about: Text = "A scenario."
     """What it is, for people."""

@@ -12,7 +12,7 @@ from kvasir.errors import NotFound
 from pydantic import ValidationError
 
 from kvasir_orchestrator.checks import problems_of
-from kvasir_orchestrator.model import Agent, Outcome, Phase, ScenarioFile
+from kvasir_orchestrator.model import PATTERNS, Agent, Outcome, Phase, ScenarioFile
 from kvasir_orchestrator.plan import Plan, Turn, plan_of
 from kvasir_orchestrator.templates import TemplateError, parse
 from kvasir_orchestrator.transcript import Message, new_messages, transcript
@@ -128,7 +128,8 @@ def _validated(data: object, lines: Lines, source: str) -> ScenarioFile:
     except ValidationError as error:
         problems = []
         for each in error.errors(include_url=False, include_context=True):
-            text = _expected(each["type"], each["msg"], each["input"])
+            said = PATTERNS.get(str(each.get("ctx", {}).get("pattern")), each["msg"])
+            text = _expected(each["type"], said, each["input"])
             problems.append(lines.problem(each["loc"], text))
         raise ScenarioInvalid(source, problems) from None
 

@@ -1,9 +1,12 @@
 """Memories behind HTTP: they outlive kill -9, are shared in one namespace alone; a reader who leaves ends a turn."""
 
+import shlex
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import httpx2 as httpx
 import pytest
@@ -163,6 +166,16 @@ def test_what_becomes_of_a_named_agents_memory_is_asked_and_told_in_a_header(fro
     headers = {**front.bearer(), "x-agent-id": "streamed"}
     answer = httpx.post(f"{front.gateway.url}/v1/messages", json=streamed, headers=headers, timeout=30)
     assert (answer.headers["x-agent-memory"], answer.headers["x-agent-id"]) == ("new", "streamed")
+
+
+def test_the_curl_of_the_readme_is_remembered(front: Front) -> None:
+    page = (Path(__file__).parents[3] / "compose/README.md").read_text()
+    words = shlex.split(page[page.index("curl http://127.0.0.1:8642") :].split("```")[0].replace("\\\n", " "))
+    given = dict(words[at + 1].split(": ", 1) for at, word in enumerate(words) if word == "-H")
+    url, body = f"{front.gateway.url}{urlsplit(words[1]).path}", words[words.index("-d") + 1]
+    headers = {**given, "x-agent-id": "curled", "Authorization": front.bearer()["authorization"]}
+    done = [httpx.post(url, content=body, headers=headers, timeout=30).headers["x-agent-memory"] for _ in range(2)]
+    assert done == ["new", "extended"]
 
 
 def test_append_takes_only_what_follows_the_last_reply(front: Front, openai: Any) -> None:
