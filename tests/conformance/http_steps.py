@@ -19,8 +19,10 @@ def a_key_opens_its_own_namespace(program: Testee, world: HttpWorld) -> None:
     with refusal("UNAUTHENTICATED", "BAD_CREDENTIAL"):
         program.call("list_agents")
     program.call("connect", address=world.url, token=world.key_of_other_namespace)
-    program.call("reply", agent_id="theirs", append_messages=user("Hello"), max_tokens=1)
-    assert program.call("list_agents") == {"agent_ids": ["theirs"]}
+    name = "theirs/versions?ö=1#b%2F"
+    program.call("reply", agent_id=name, append_messages=user("Hello"), max_tokens=1)
+    assert program.call("list_agents", name_prefix="theirs/versions?") == {"agent_ids": [name]}
+    assert program.call("get_agent", agent_id=name)["version"] == 1
     program.call("connect", address=world.url, token=world.key)
     assert program.call("list_agents") == {"agent_ids": []}
 
