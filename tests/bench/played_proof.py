@@ -11,8 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from kvasir_bench.prove.proving import Prover
-from kvasir_bench.prove.state import KeptSteps, only_proof
+from kvasir_bench.prove.proving import KeptSteps, Prover, only_proof
 from kvasir_bench.prove.step import ProofScope, Step
 
 NAMES = ("first", "second", "third", "fourth")

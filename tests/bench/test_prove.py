@@ -19,9 +19,8 @@ from kvasir_bench.prove.exactness import Decoded
 from kvasir_bench.prove.figures import side_by_side
 from kvasir_bench.prove.page import page
 from kvasir_bench.prove.power import Power, kept_awake, wait_until_well
-from kvasir_bench.prove.proving import remaining_s
+from kvasir_bench.prove.proving import KeptSteps, only_proof, remaining_s
 from kvasir_bench.prove.result import broken_claims, impersonal, read_result, result_of, signed
-from kvasir_bench.prove.state import KeptSteps, only_proof
 from kvasir_bench.prove.step import ProofScope, Step
 from kvasir_bench.prove.steps import STEPS as REAL_STEPS
 from kvasir_bench.prove.steps import shown

@@ -1,7 +1,4 @@
-"""`python -m kvasir_bench.prove STEP`: measures one step of a proof, and prints its value as JSON.
-
-It ends its services and itself when its input ends: `kvasir prove`, which holds the other end, was killed.
-"""
+"""`python -m kvasir_bench.prove STEP`: prints the value of a proof's step as JSON, and ends when its input does."""
 
 import argparse
 import signal

@@ -18,9 +18,8 @@ from kvasir_bench.prove.figures import figures
 from kvasir_bench.prove.machine import chip, versions
 from kvasir_bench.prove.page import page
 from kvasir_bench.prove.power import Power, kept_awake, wait_until_well
-from kvasir_bench.prove.proving import Prover, in_words
+from kvasir_bench.prove.proving import KeptSteps, Prover, in_words, only_proof
 from kvasir_bench.prove.result import broken_claims, claims, personal_words, read_result, result_of, signed
-from kvasir_bench.prove.state import KeptSteps, only_proof
 from kvasir_bench.prove.step import ProofScope, Step, Value
 from kvasir_bench.prove.steps import steps_of
 from kvasir_bench.tables import text_table
@@ -58,8 +57,7 @@ def prove(
 ) -> None:
     """Check and measure Kvasir on this machine, about fifteen minutes, as one signed JSON and a page.
 
-    Ends with 1 when a claim about exactness is not met, or a step failed; targets of speed are only shown.
-    """
+    Ends with 1 when a claim about exactness is not met, or a step failed; targets of speed are only shown."""
     caller = caller_of(context, as_json)
     if results_file is not None:
         result = read_result(results_file)

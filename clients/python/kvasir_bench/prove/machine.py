@@ -10,12 +10,12 @@ import statistics
 import sys
 import tempfile
 import time
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import kvasir
 from blake3 import blake3
+from kvasir.cli.running.program import version_of
 from kvasir.syncing import sync
 from kvasir.waits import PAUSE_S, uptime_s
 
@@ -31,7 +31,7 @@ _SYNCS = 20
 
 def versions() -> dict[str, Any]:
     """Of everything that a result depends on; `source` is a digest of our own code."""
-    found = {name: _version(name) for name in _PACKAGES}
+    found = {name: version_of(name) for name in _PACKAGES}
     source = _digest_of_sources()
     return {"kvasir": kvasir.__version__, "source": source, "python": platform.python_version(), "packages": found}
 
@@ -144,10 +144,3 @@ def _digest_of_sources() -> str:
                     hasher.update(f"{name}/{file.relative_to(root)}\0".encode())
                     hasher.update(file.read_bytes())
     return hasher.hexdigest()[:16]
-
-
-def _version(name: str) -> str:
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return ""

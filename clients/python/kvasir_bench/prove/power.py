@@ -6,7 +6,7 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from kvasir.waits import SILENCE_S, uptime_s
@@ -95,13 +95,11 @@ def kept_awake() -> Iterator[None]:
 def output_of(*command: str) -> str:
     """A system program's output; empty where there is none, or where it fails."""
     try:
-        return subprocess.run(_plain(command), capture_output=True, text=True, timeout=10, check=True).stdout
+        return subprocess.run(
+            ["env", "LC_ALL=C", *command], capture_output=True, text=True, timeout=10, check=True
+        ).stdout
     except (OSError, subprocess.SubprocessError):
         return ""
-
-
-def _plain(command: Sequence[str]) -> list[str]:
-    return ["env", "LC_ALL=C", *command]
 
 
 def _read(file: Path) -> str:

@@ -1,24 +1,70 @@
 """The steps of a proof one after the other: finished ones are read from the home, the others are measured and kept."""
 
+import contextlib
+import fcntl
+import json
+import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from kvasir.errors import KvasirError
+from kvasir.credentials import replace_private_text
+from kvasir.errors import FailedPrecondition, KvasirError
 
 from kvasir_bench.prove.power import slept_s
-from kvasir_bench.prove.state import KeptSteps
 from kvasir_bench.prove.step import ProofScope, Report, Step, Value
+
+
+@dataclass(frozen=True, slots=True)
+class KeptSteps:
+    """Records of steps in `directory`, which count only for the versions and the scope that `made_with` names."""
+
+    directory: Path
+    made_with: Mapping[str, Any]
+
+    def read(self, name: str) -> dict[str, Any] | None:
+        """The step's record; None if there is none, or one that was made with something else."""
+        try:
+            found = json.loads(self._file(name).read_text("utf-8"))
+            return found["record"] if found["made_with"] == self.made_with else None
+        except (OSError, ValueError, LookupError, TypeError):
+            return None
+
+    def keep(self, name: str, record: Mapping[str, Any]) -> None:
+        """On return the record survives a loss of power."""
+        text = json.dumps({"made_with": self.made_with, "record": record})
+        replace_private_text(self._file(name), text)
+
+    def clear(self) -> None:
+        for file in self.directory.glob("*.json"):
+            file.unlink()
+
+    def _file(self, name: str) -> Path:
+        return self.directory / f"{name}.json"
+
+
+@contextlib.contextmanager
+def only_proof(directory: Path) -> Iterator[None]:
+    """Raises FailedPrecondition while another process is inside for the same home."""
+    directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+    descriptor = os.open(directory, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    except BlockingIOError:
+        raise FailedPrecondition("a `kvasir prove` is already running in this home", reason="ALREADY_RUNNING") from None
+    finally:
+        os.close(descriptor)
+
 
 _TRIES = 3
 
 
 @dataclass(frozen=True, slots=True)
 class Prover:
-    """What a proof needs of the world. `measured` runs a step in a process of its own; `wait` returns when the machine
-    is well.
-    """
+    """What a proof needs. `measured` runs a step in a process of its own; `wait` returns when the machine is well."""
 
     scope: ProofScope
     kept: KeptSteps

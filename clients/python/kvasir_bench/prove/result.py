@@ -2,8 +2,7 @@
 
 The digest is BLAKE3 of the result's canonical JSON. The signature is Ed25519 over the digest, by a key that lies in
 the home. It shows that nothing was changed since, and that results with one public key come from one home. It does not
-show whose home that is, nor that the machine measured truthfully: the owner of a key can sign anything.
-"""
+show whose home that is, nor that the machine measured truthfully: the owner of a key can sign anything."""
 
 import base64
 import contextlib
@@ -46,9 +45,7 @@ def personal_words() -> set[str]:
 
 
 def impersonal(value: Any, words: Collection[str]) -> Any:
-    """The same JSON with PATH in place of each path and, in sentences, NAME in place of each of the words. A string
-    of one word is a value of a program.
-    """
+    """The same JSON with PATH for each path and, in sentences, NAME for each of the words."""
     if isinstance(value, Mapping):
         return {key: impersonal(found, words) for key, found in value.items()}
     if isinstance(value, list | tuple):

@@ -42,9 +42,7 @@ def _text(key: str, value: object) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One part of a proof, measured in a process of its own. `seconds` and `quick_seconds` are estimates for a laptop;
-    a step of 0 quick seconds is left out of a quick proof.
-    """
+    """One part of a proof, in a process of its own, with seconds on a laptop; 0 quick ones: not in a quick proof."""
 
     name: str
     title: str
