@@ -66,7 +66,7 @@ from cachestore_svc.store.aio_store import AioStore
 from cachestore_svc.store.background_scrub import BackgroundScrub
 from cachestore_svc.store.store import Store
 from cachestore_svc.store.threads import StoreThreads
-from cachestore_svc.upkeep.passed_time import ClockReading
+from cachestore_svc.upkeep.expiring import ClockReading
 
 _PROTOCOL = "kvasir.cachestore.v1"
 _LOG = structlog.get_logger("cachestore")

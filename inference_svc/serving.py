@@ -63,10 +63,9 @@ from inference_svc.memory.token_lines import TokenLines
 from inference_svc.model.embedding.pooling import Pooling
 from inference_svc.model.model_host import ModelHost
 from inference_svc.served_model import ServedModel, open_served
-from inference_svc.service_status import status_of
+from inference_svc.service_status import status_of, wellness_of
 from inference_svc.start_phases import StartPhases
 from inference_svc.turns.admission import Admission
-from inference_svc.wellness import wellness_of
 
 _LOG = structlog.get_logger("inference_svc")
 _EX_CONFIG = 78

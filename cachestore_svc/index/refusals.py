@@ -1,6 +1,9 @@
 """The refusals of the index, in words that a caller can act on."""
 
-from kvasir.errors import Conflict, FailedPrecondition, NotFound
+import contextlib
+from collections.abc import Iterator
+
+from kvasir.errors import Conflict, DataLoss, FailedPrecondition, NotFound
 from kvasir.formats.digest import Digest
 
 
@@ -33,4 +36,20 @@ def missing(digest: Digest, what: str) -> FailedPrecondition:
 def unfit_blob(digest: Digest, problem: str) -> FailedPrecondition:
     return FailedPrecondition(
         f"blob {digest} does not fit its manifest: {problem}", reason="BLOB_UNFIT", metadata={"digest": digest.hash}
+    )
+
+
+@contextlib.contextmanager
+def reading_damage() -> Iterator[None]:
+    """Raise as damage what a reader trips over in entries that the store never wrote: at a start, and in a check."""
+    try:
+        yield
+    except (ValueError, TypeError, AssertionError) as error:
+        raise index_damaged(f"it holds what nobody wrote ({type(error).__name__}: {error})") from error
+
+
+def index_damaged(words: str) -> DataLoss:
+    """The refusal of what a damaged index would have to answer."""
+    return DataLoss(
+        f"the index is damaged: {words}; stop the store and run: kvasir store recover", reason="INDEX_DAMAGED"
     )

@@ -43,7 +43,7 @@ class Journal:
         self.path = path
         self._disk = disk
         self.base_bytes = base_bytes
-        self._size_bytes = size_bytes
+        self.size_bytes = size_bytes
         self._is_broken = False
         self.last_run: LastRun | None = None  # notes each commit from when it is set
         self._before: tuple[Position, int] | None = None
@@ -66,14 +66,14 @@ class Journal:
         if self._is_broken:
             raise Unavailable("the journal cannot be written; restart the store", reason="INDEX_FAILED")
         line, position = group_line(self.position, changes)
-        self._before = self.position, self._size_bytes
+        self._before = self.position, self.size_bytes
         try:
             self._disk.write(self._descriptor, line)
             self._disk.fsync(self._descriptor)
         except OSError:
             self.take_back()
             raise
-        self.position, self._size_bytes = position, self._size_bytes + len(line)
+        self.position, self.size_bytes = position, self.size_bytes + len(line)
         return position
 
     def keep(self) -> None:
@@ -85,9 +85,9 @@ class Journal:
         """The commit of the last group failed: cut it off. Where that fails, nothing more is written."""
         if self._before is None:
             return
-        (self.position, self._size_bytes), self._before = self._before, None
+        (self.position, self.size_bytes), self._before = self._before, None
         try:
-            self._cut(self._size_bytes)
+            self._cut(self.size_bytes)
         except OSError:
             self._is_broken = True
 
@@ -95,7 +95,7 @@ class Journal:
         """Begin with this state, of the first `read_bytes`, and go on with what was appended since. Raises OSError."""
         new = self.path.with_name(self.path.name + _NEW_SUFFIX)
         size = _write(new, self._disk, [*state_lines(self.store, position, state), *self._pieces(read_bytes)])
-        base_bytes = size - (self._size_bytes - read_bytes)
+        base_bytes = size - (self.size_bytes - read_bytes)
         descriptor = self._disk.open_append(new)
         try:
             _put_in_place(self.path, self._disk)
@@ -104,15 +104,11 @@ class Journal:
             self._disk.close(descriptor)
             raise
         self._disk.close(self._descriptor)
-        self._descriptor, self.base_bytes, self._size_bytes = descriptor, base_bytes, size
-
-    @property
-    def size_bytes(self) -> int:
-        return self._size_bytes
+        self._descriptor, self.base_bytes, self.size_bytes = descriptor, base_bytes, size
 
     @property
     def is_long(self) -> bool:
-        return self._size_bytes - self.base_bytes > max(_LEAST_BYTES, _TIMES * self.base_bytes)
+        return self.size_bytes - self.base_bytes > max(_LEAST_BYTES, _TIMES * self.base_bytes)
 
     def shorter(self, size_bytes: int) -> Parsed:
         """The content of the first `size_bytes`. From any thread: they never change."""
@@ -130,8 +126,8 @@ class Journal:
 
     def _pieces(self, start: int) -> list[bytes]:
         pieces = []
-        while start < self._size_bytes:
-            piece = os.pread(self._descriptor, min(_PIECE_BYTES, self._size_bytes - start), start)
+        while start < self.size_bytes:
+            piece = os.pread(self._descriptor, min(_PIECE_BYTES, self.size_bytes - start), start)
             pieces.append(piece)
             start += len(piece)
         return pieces

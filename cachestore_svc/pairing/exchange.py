@@ -80,7 +80,7 @@ class Invitation:
         self._clock = clock
         self._ends_s = clock() + lifetime_s
         self._wrong_guesses = 0
-        self._is_used = False
+        self.is_used = False
 
     @property
     def guesses_left(self) -> int:
@@ -91,12 +91,8 @@ class Invitation:
         return max(0.0, self._ends_s - self._clock())
 
     @property
-    def is_used(self) -> bool:
-        return self._is_used
-
-    @property
     def is_over(self) -> bool:
-        return self._is_used or self.guesses_left <= 0 or self.seconds_left <= 0
+        return self.is_used or self.guesses_left <= 0 or self.seconds_left <= 0
 
     def check(self) -> None:
         """Raises FailedPrecondition when the code is over. It does not say why: that would tell of others' guesses."""
@@ -109,7 +105,7 @@ class Invitation:
         """Count a guess. Raises PermissionDenied for a wrong one."""
         self.check()
         if is_right:
-            self._is_used = True
+            self.is_used = True
             return
         self._wrong_guesses += 1
         raise PermissionDenied(

@@ -11,7 +11,7 @@ from cachestore_svc.blobs.backend import NamespaceBlobs
 from cachestore_svc.blobs.disk import Disk
 from cachestore_svc.blobs.local_directory import LocalDirectory
 from cachestore_svc.facts.records import StoreConfig
-from cachestore_svc.index.damage import reading_damage
+from cachestore_svc.index.refusals import reading_damage
 from cachestore_svc.index.sqlite.database.looking import looking_at
 from cachestore_svc.recovery.opening import DATABASE, locked, now_unix_ms
 from cachestore_svc.sealing.key_files import KeyFiles

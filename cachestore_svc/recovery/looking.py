@@ -12,7 +12,7 @@ from kvasir.errors import FailedPrecondition
 from cachestore_svc.blobs.backend import BlobBackend, has_any
 from cachestore_svc.blobs.disk import Disk
 from cachestore_svc.index.catalog import CatalogView
-from cachestore_svc.index.damage import index_damaged
+from cachestore_svc.index.refusals import index_damaged
 from cachestore_svc.index.sqlite.database.looking import looking_at
 from cachestore_svc.journal import closed, journal
 from cachestore_svc.journal.journal_lines import Parsed, Position

@@ -4,15 +4,15 @@ import contextlib
 import fcntl
 import os
 import stat
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import structlog
 from kvasir.credentials import check_own_directory
-from kvasir.errors import Unavailable
+from kvasir.errors import FailedPrecondition, KvasirError, Unavailable
 
-from cachestore_svc.blobs.backend import BlobBackend
+from cachestore_svc.blobs.backend import BlobBackend, Damaged
 from cachestore_svc.blobs.ballast import Ballast
 from cachestore_svc.blobs.blob_writer import Writers
 from cachestore_svc.blobs.disk import NO_FILE, Disk, is_no_room, refusal
@@ -21,19 +21,18 @@ from cachestore_svc.blobs.space import Space
 from cachestore_svc.core.core import Core
 from cachestore_svc.facts.records import LAST_UNIX_MS, StoreConfig
 from cachestore_svc.index.catalog import HOUSE, Catalog, CatalogChange
-from cachestore_svc.index.damage import reading_damage
 from cachestore_svc.index.live_leases import LiveLeases
-from cachestore_svc.index.ports.history import History
+from cachestore_svc.index.ports.history import History, ReadManifest, Unheld
+from cachestore_svc.index.refusals import reading_damage
 from cachestore_svc.index.sqlite.sqlite_catalog import SqliteCatalog
 from cachestore_svc.index.write_budget import WriteBudget
 from cachestore_svc.journal import closed, journal, journal_lines
 from cachestore_svc.journal.journal import Journal
 from cachestore_svc.journal.journal_lines import Position
-from cachestore_svc.journal.replay import Namespace, State
+from cachestore_svc.journal.replay import Change, Namespace, State
 from cachestore_svc.recovery import asides, looking
 from cachestore_svc.recovery.older_copy import check_newest, note_commits
 from cachestore_svc.recovery.reading import manifest_reader
-from cachestore_svc.recovery.rolling_forward import INODE, roll_forward
 from cachestore_svc.sealing.key_files import KeyFiles
 from cachestore_svc.sealing.keys import MasterKey
 from cachestore_svc.sealing.sealed_blobs import SealedBackend
@@ -259,3 +258,24 @@ def _incarnation(catalog: Catalog, database: Path, token_hex: Callable[[int], st
 
     name = catalog.read(HOUSE, lambda view: view.fact(_INCARNATION) if view.fact(INODE) == inode else None)
     return name or catalog.write(HOUSE, begin)
+
+
+INODE = "inode"  # of the database in which the history of events goes on: in another one it has another name
+
+
+def roll_forward(
+    change: CatalogChange, read: ReadManifest, changes: Iterable[Change], store: str, position: Position
+) -> None:
+    """Repeat the journal's last group, under a new name of the event history. Raises FailedPrecondition."""
+    try:
+        change.apply_changes(read, changes)
+        change.fence_changes(changes)
+    except (Unheld, KvasirError, Damaged, OSError) as error:
+        if isinstance(error, FailedPrecondition) and error.reason == "NAMESPACE_SEALED":
+            raise
+        raise FailedPrecondition(
+            f"the last commit of the journal cannot be repeated: {error}; stop the store and run: kvasir store recover",
+            reason="INDEX_BEHIND",
+        ) from error
+    change.set_journal_position(store, position)
+    change.set_fact(INODE, "")

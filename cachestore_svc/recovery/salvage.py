@@ -16,7 +16,7 @@ from cachestore_svc.blobs.blob_checks import BlobFacts, check_for
 from cachestore_svc.blobs.disk import Disk
 from cachestore_svc.blobs.manifests import ManifestFacts, SharedBlock, read_manifest
 from cachestore_svc.facts.records import BlobKind
-from cachestore_svc.index.damage import reading_damage
+from cachestore_svc.index.refusals import reading_damage
 from cachestore_svc.index.sqlite.database.looking import looking_at
 from cachestore_svc.journal import journal, journal_lines
 from cachestore_svc.journal.replay import Agent, Namespace, State, Version

@@ -17,7 +17,7 @@ from cachestore_svc.index.ports.agents import Commit, CommitTerms
 from cachestore_svc.index.refusals import head_moved
 from cachestore_svc.pairing.rights import MAX_FACTS, MAX_OPEN_MOVES, May, over_limit
 from cachestore_svc.store.leases import Leases
-from cachestore_svc.store.owner_changes import OwnerChanges
+from cachestore_svc.store.owners import OwnerChanges
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,8 +19,7 @@ from cachestore_svc.store.blobs import Blobs
 from cachestore_svc.store.events import Events
 from cachestore_svc.store.leases import Leases
 from cachestore_svc.store.move_steps import MoveSteps
-from cachestore_svc.store.owner_changes import OwnerChanges
-from cachestore_svc.store.owners import Owners
+from cachestore_svc.store.owners import OwnerChanges, Owners
 from cachestore_svc.store.prefixes import Prefixes
 from cachestore_svc.store.snapshots import Snapshots
 from cachestore_svc.upkeep.care import Care

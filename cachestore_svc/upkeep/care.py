@@ -9,7 +9,7 @@ from cachestore_svc.core.core import Core
 from cachestore_svc.facts.records import CheckReport, GcReport, VerifyProgress
 from cachestore_svc.index.catalog import CatalogView
 from cachestore_svc.upkeep import check, collecting, expiring
-from cachestore_svc.upkeep.passed_time import ClockReading
+from cachestore_svc.upkeep.expiring import ClockReading
 from cachestore_svc.upkeep.scrubbing import Scrubbing
 
 

@@ -14,7 +14,7 @@ from cachestore_svc.core.core import Core
 from cachestore_svc.core.stored_blobs import quarantine, read_blob, set_aside, verified
 from cachestore_svc.facts.records import CheckReport, Finding, VerifyProgress
 from cachestore_svc.index.catalog import HOUSE, CatalogView
-from cachestore_svc.index.damage import reading_damage
+from cachestore_svc.index.refusals import reading_damage
 from cachestore_svc.journal import replay
 from cachestore_svc.recovery import looking
 

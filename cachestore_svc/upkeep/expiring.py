@@ -2,7 +2,9 @@
 those that no turn, read of a version or change has used since. Pinned ones stay, and those with a live lease.
 """
 
+import json
 from collections.abc import Iterator
+from dataclasses import asdict, dataclass
 
 import structlog
 from kvasir import expires_after
@@ -12,7 +14,35 @@ from cachestore_svc.core.core import Core
 from cachestore_svc.facts.records import AgentDeleted, AgentRecord, LineQuery, StoreConfig
 from cachestore_svc.index.catalog import HOUSE, CatalogChange, CatalogView
 from cachestore_svc.index.ports.agents import AgentFilter
-from cachestore_svc.upkeep.passed_time import ClockReading
+
+
+@dataclass(frozen=True, slots=True)
+class ClockReading:
+    """Both clocks at one moment. `run`: of which run of the store."""
+
+    unix_s: float
+    uptime_s: float
+    run: str = ""
+
+    def since(self, before: "ClockReading | None") -> float:
+        """Seconds that have surely passed since an earlier reading; 0 if nothing is sure."""
+        if before is None:
+            return 0.0
+        passed_s = self.uptime_s - before.uptime_s
+        if self.run == before.run:
+            return max(passed_s, 0.0)
+        if passed_s < 0:  # the machine was restarted
+            passed_s = self.uptime_s
+        # The data may lie in another machine now, which runs for longer.
+        return max(min(passed_s, self.unix_s - before.unix_s), 0.0)
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str | None) -> "ClockReading | None":
+        return cls(**json.loads(text)) if text else None
+
 
 _AGENTS_AT_ONCE = 50  # agents of one operation of the index: some milliseconds
 _CLOCK = "unused_counted_at"

@@ -14,8 +14,7 @@ from inference_svc.formats.constraint import Constraint
 from inference_svc.kv.damage import DamagedFile as DamagedFile
 from inference_svc.model.embedding.pooling import Pooling, Vector
 from inference_svc.text.replies.reasoning_limit import ReasoningLimit
-from inference_svc.text.sequence_state import SequenceState
-from inference_svc.text.token_ids import TokenIds
+from inference_svc.text.token_ids import SequenceState, TokenIds
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from inference_svc.engine.api import Snapshot
 from inference_svc.engine.engine_worker import EngineWorker
 from inference_svc.engine.files.snapshots import when_there
 from inference_svc.engine.scheduling.hot_memories import Owed, ResidentMemory
-from inference_svc.text.sequence_state import SequenceState
+from inference_svc.text.token_ids import SequenceState
 
 
 class PinnedMemory:

@@ -17,8 +17,7 @@ from inference_svc.engine.scheduling.schedulable import ScheduleRecord, Status
 from inference_svc.formats.grammars import GrammarMatcher
 from inference_svc.model.model_info import ModelInfo
 from inference_svc.text.replies.reasoning_limit import ReasoningWatch
-from inference_svc.text.sequence_state import SequenceState
-from inference_svc.text.token_ids import TokenIds
+from inference_svc.text.token_ids import SequenceState, TokenIds
 from inference_svc.text.token_text import TokenText
 
 if TYPE_CHECKING:  # so that the schedule of sequences is tested where there is no MLX

@@ -2,12 +2,14 @@
 
 import threading
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Collection
 from dataclasses import replace
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 from kvasir.errors import FailedPrecondition, InvalidArgument
+from kvasir.server.fair_shares import Shares
 from llguidance import LLMatcher, LLTokenizer
 from llguidance.hf import from_tokenizer
 from numpy.typing import NDArray
@@ -15,10 +17,49 @@ from numpy.typing import NDArray
 from inference_svc.formats.call_grammars import HARMONY
 from inference_svc.formats.call_writing import Spelling
 from inference_svc.formats.constraint import Constraint, ConstraintKind
-from inference_svc.formats.format_cache import FormatCache
 from inference_svc.formats.grammar_trial import check, refused, too_complex
 from inference_svc.formats.grammar_trial_process import begin_replies, grammar_of, limits
 from inference_svc.formats.reply_grammars import NO_CALLS, ModelCalls
+
+KeyT = TypeVar("KeyT")
+ValueT = TypeVar("ValueT")
+
+
+class FormatCache(Generic[KeyT, ValueT]):
+    """At most `most` formats. A namespace with its share drops its own oldest, else the largest holder's goes."""
+
+    def __init__(self, most: int) -> None:
+        self._shares = Shares(most)
+        self._kept: dict[str, OrderedDict[KeyT, ValueT]] = {}
+
+    def __len__(self) -> int:
+        return self._shares.held_by_all
+
+    def has(self, namespace: str, key: KeyT) -> bool:
+        return key in self._kept.get(namespace, ())
+
+    def get(self, namespace: str, key: KeyT) -> ValueT | None:
+        """The value, which becomes the namespace's newest."""
+        if not self.has(namespace, key):
+            return None
+        self._kept[namespace].move_to_end(key)
+        return self._kept[namespace][key]
+
+    def put(self, namespace: str, key: KeyT, value: ValueT) -> None:
+        if not self.has(namespace, key):
+            while not self._shares.has_room(namespace, 1):
+                has_some = self._shares.held(namespace) > 0
+                self._drop_oldest(namespace if has_some else max(self._kept, key=self._shares.held))
+            self._shares.hold(namespace, 1)
+        self._kept.setdefault(namespace, OrderedDict())[key] = value
+        self._kept[namespace].move_to_end(key)
+
+    def _drop_oldest(self, namespace: str) -> None:
+        self._kept[namespace].popitem(last=False)
+        self._shares.give_back(namespace, 1)
+        if not self._kept[namespace]:
+            del self._kept[namespace]
+
 
 _MAX_KEPT = 32
 _WORD_BITS = 32

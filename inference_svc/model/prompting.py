@@ -23,11 +23,10 @@ from inference_svc.text.prefix_matching import RememberedText
 from inference_svc.text.replies.reasoning_limit import ReasoningLimit
 from inference_svc.text.replies.reply_parts import Markup, ReplyReader
 from inference_svc.text.replies.reply_spacing import NO_SPACING, Spacing, spacing_of
-from inference_svc.text.sequence_state import SequenceState
 from inference_svc.text.templates.template_clock import ASKS_TIME, TemplateClock, tell_time, telling, wall_clock_ms
 from inference_svc.text.templates.template_names import REASONING, TemplateNames, names_read
 from inference_svc.text.templates.template_settings import AppliedThinking, AskedThinking, Scalar, applied
-from inference_svc.text.token_ids import TokenIds
+from inference_svc.text.token_ids import SequenceState, TokenIds
 from inference_svc.text.token_text import TokenText
 
 T = TypeVar("T")

@@ -2,6 +2,7 @@
 
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import overload
 
 import numpy as np
@@ -61,3 +62,13 @@ def _of(ids: NDArray[np.uintc]) -> TokenIds:
 
 
 NO_TOKENS = TokenIds()
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceState:
+    """The tokens of a sequence; token i completes `token_chars[i]` code points of the whole text."""
+
+    token_ids: TokenIds
+    token_chars: tuple[int, ...]
+    shareable_tokens: int  # leading tokens computed on the grid from position 0, a multiple of 256
+    rewind_points: tuple[int, ...] = ()  # token counts, ascending, that a model with states can go back to

@@ -19,7 +19,7 @@ from kvasir.server.fair_shares import RoundRobin
 from cachestore_svc.blobs.ballast import Ballast
 from cachestore_svc.blobs.disk import Disk
 from cachestore_svc.index.catalog import HOUSE, CatalogChange, CatalogView
-from cachestore_svc.index.damage import index_damaged
+from cachestore_svc.index.refusals import index_damaged
 from cachestore_svc.index.sqlite.database.failures import is_full, translated
 from cachestore_svc.index.sqlite.database.migrations import migrate
 from cachestore_svc.index.sqlite.journaling.recording import Recorder
@@ -57,7 +57,7 @@ class SqliteCatalog:
         self._writes: RoundRobin[_Operation] = RoundRobin()
         self._is_closed = False
         self._recorder: Recorder | None = None
-        self._damage: Mapping[str, str] = {}
+        self.damage: Mapping[str, str] = {}
         self._names_of: Callable[[str], PlainNames] = lambda _: PLAIN_NAMES
         self.is_migrated = False  # whether opening changed the database's form
         opened: Future[None] = Future()
@@ -87,7 +87,7 @@ class SqliteCatalog:
         self._submit(_Operation(HOUSE, begin, is_write=False)).result()
 
     def keep_out(self, damage: Mapping[str, str]) -> None:
-        self._damage = damage
+        self.damage = damage
 
     def seal(self, names_of: Callable[[str], PlainNames]) -> None:
         self._names_of = names_of
@@ -99,10 +99,6 @@ class SqliteCatalog:
         except sqlite3.IntegrityError as error:
             raise index_damaged(str(error)) from error
 
-    @property
-    def damage(self) -> Mapping[str, str]:
-        return self._damage
-
     def close(self) -> bool:
         with self._gate:
             is_first = not self._is_closed
@@ -112,7 +108,7 @@ class SqliteCatalog:
         return is_first
 
     def _submit(self, operation: _Operation) -> "Future[Any]":
-        if words := self._damage.get(operation.namespace):
+        if words := self.damage.get(operation.namespace):
             raise index_damaged(words)
         with self._gate:
             if self._is_closed:
@@ -247,10 +243,10 @@ class SqliteCatalog:
                     connection.execute("ROLLBACK")
             finally:
                 if self._recorder is not None:
-                    self._recorder.take_back()
+                    self._recorder.journal.take_back()
             raise
         if self._recorder is not None:
-            self._recorder.keep()
+            self._recorder.journal.keep()
         self._disk.reached("index: after commit")
         return answers
 

@@ -3,8 +3,11 @@
 import asyncio
 import contextlib
 import hashlib
+import io
 import json
+import zipfile
 from collections.abc import AsyncIterator, Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 from kvasir.errors import InvalidArgument, NotFound, Unavailable
@@ -15,7 +18,6 @@ from smg_grpc_proto import mlx_engine_pb2_grpc
 from smg_grpc_proto.generated import common_pb2
 
 from inference_svc.edge.neighbour import mlx_engine_messages as messages
-from inference_svc.edge.neighbour.tokenizer_files import tokenizer_archive
 from inference_svc.edge.service import CALLERS, check_serves, new_request_id, new_seed, send
 from inference_svc.engine.engine import check_fits
 from inference_svc.memory.token_lines import TokenLines
@@ -162,3 +164,31 @@ def add_mlx_engine(server: Any, host: ModelHost[ServedModel], lines: TokenLines,
 async def _stop(served: ServedModel, namespace: str, request_id: str) -> None:
     with contextlib.suppress(NotFound):  # it has ended by itself
         await served.turns.stop(namespace, request_id)
+
+
+# No weights, and nothing that runs.
+_NAMES = frozenset(
+    {
+        "added_tokens.json",
+        "chat_template.jinja",
+        "chat_template.json",
+        "config.json",
+        "generation_config.json",
+        "merges.txt",
+        "special_tokens_map.json",
+        "tokenizer.json",
+        "tokenizer.model",
+        "tokenizer_config.json",
+        "vocab.json",
+    }
+)
+
+
+def tokenizer_archive(directory: Path) -> bytes:
+    """The zip archive of the directory's tokenizer files. Takes a second for a large vocabulary."""
+    out = io.BytesIO()
+    with zipfile.ZipFile(out, "w", zipfile.ZIP_DEFLATED) as archive:
+        for path in sorted(directory.iterdir()):
+            if (path.name in _NAMES or path.suffix == ".tiktoken") and path.is_file():
+                archive.writestr(zipfile.ZipInfo(path.name), path.read_bytes(), zipfile.ZIP_DEFLATED)
+    return out.getvalue()

@@ -19,7 +19,7 @@ from inference_svc.kv.attention import failed_copies
 from inference_svc.kv.sequence_files import begin_files, whole_blocks
 from inference_svc.kv.sequence_kv import SequenceKV
 from inference_svc.model.model_info import ModelInfo
-from inference_svc.text.sequence_state import SequenceState
+from inference_svc.text.token_ids import SequenceState
 
 T = TypeVar("T")
 MadeT = TypeVar("MadeT")

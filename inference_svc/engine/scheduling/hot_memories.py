@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Protocol
 from inference_svc.engine.api import AgentKey, Priority
 from inference_svc.engine.scheduling.memory_ledger import MemoryLedger, Reservation
 from inference_svc.kv.pages.page_allocator import PageAllocator
-from inference_svc.text.sequence_state import SequenceState
+from inference_svc.text.token_ids import SequenceState
 
 if TYPE_CHECKING:  # so that the budget is tested where there is no MLX
     from inference_svc.kv.sequence_kv import SequenceKV

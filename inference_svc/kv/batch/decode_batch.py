@@ -6,10 +6,9 @@ from typing import Any
 import mlx.core as mx
 
 from inference_svc.kv.batch.batch_state import BatchStateKV
-from inference_svc.kv.batch.decode_step import DecodeStep, PassArrays
+from inference_svc.kv.batch.decode_step import DecodeStep, KeptGraph, PassArrays
 from inference_svc.kv.batch.decoded_layer import DecodedLayer
 from inference_svc.kv.batch.fused_layer import FusedLayer
-from inference_svc.kv.batch.kept_graph import KeptGraph
 from inference_svc.kv.pages.pool import KvPool
 from inference_svc.kv.sequence_kv import SequenceKV
 
@@ -30,7 +29,7 @@ class DecodeBatch:
         self._forward = forward
         self._decoded_budget = decoded_budget
         self._pass_rows = pass_rows
-        self._sequences: list[SequenceKV] = []
+        self.sequences: list[SequenceKV] = []
         self._states = {
             index: BatchStateKV() for index in range(len(pool.identity.layers)) if index not in pool.formats
         }
@@ -40,32 +39,28 @@ class DecodeBatch:
         self._kept_graph = KeptGraph(self._traced)
 
     def __len__(self) -> int:
-        return len(self._sequences)
+        return len(self.sequences)
 
     def __contains__(self, kv: SequenceKV) -> bool:
-        return any(kv is other for other in self._sequences)
-
-    @property
-    def sequences(self) -> Sequence[SequenceKV]:
-        return self._sequences
+        return any(kv is other for other in self.sequences)
 
     def join(self, kv: SequenceKV) -> None:
         """Add a sequence. It must not be used elsewhere until it leaves."""
         for index, state in self._states.items():
             state.join(kv.states[index])
-        self._sequences.append(kv)
+        self.sequences.append(kv)
 
     def leave(self, kv: SequenceKV) -> None:
         """Take a sequence out. The last slot takes its place. Without effect if it is not in the batch."""
         if kv not in self:
             return
-        slot, last = self._slot(kv), len(self._sequences) - 1
+        slot, last = self._slot(kv), len(self.sequences) - 1
         for state in self._states.values():
             state.leave(slot)
         for layer in self._decoded.values():
-            layer.leave(slot, last, self._sequences[last].length)
-        self._sequences[slot] = self._sequences[last]
-        self._sequences.pop()
+            layer.leave(slot, last, self.sequences[last].length)
+        self.sequences[slot] = self.sequences[last]
+        self.sequences.pop()
         mx.eval(kv.state_arrays)
         self._forget_spare()
 
@@ -79,11 +74,11 @@ class DecodeBatch:
     def step(self, token_ids: Sequence[int] | mx.array) -> mx.array:
         """One more token of each sequence; logits [slots, vocabulary], not evaluated. Raises ResourceExhausted."""
         rows = self._pass_rows if self.keeps_graph else 0
-        step = DecodeStep.of(self._pool, self._sequences, -(-len(self._sequences) // rows) * rows if rows else 0)
+        step = DecodeStep.of(self._pool, self.sequences, -(-len(self.sequences) // rows) * rows if rows else 0)
         tokens = token_ids if isinstance(token_ids, mx.array) else mx.array(list(token_ids), dtype=mx.uint32)
         logits = self._over_pages(tokens, step) if self._fused else self._over_copies(tokens, step)
         self._pool.enqueue_behind(logits)
-        for kv in self._sequences:
+        for kv in self.sequences:
             kv.advanced(1)
         if self.keeps_graph:
             return logits
@@ -95,7 +90,7 @@ class DecodeBatch:
         return after
 
     def _over_copies(self, tokens: mx.array, step: DecodeStep) -> mx.array:
-        slots, longest = len(self._sequences), self._longest()
+        slots, longest = len(self.sequences), self._longest()
         values = sum(layer.decoded_values(slots, longest) for layer in self._decoded.values())
         for layer in self._decoded.values():
             layer.begin(step, keeps_decoded=values <= self._decoded_budget)
@@ -136,7 +131,7 @@ class DecodeBatch:
 
     def discard(self) -> list[SequenceKV]:
         """Drop all scratch after a failed step. Rows of the returned sequences beyond their length are garbage."""
-        sequences, self._sequences = self._sequences, []
+        sequences, self.sequences = self.sequences, []
         self._pool.forget_failed_pass()
         self._states = {index: BatchStateKV() for index in self._states}
         for layer in self._decoded.values():
@@ -144,13 +139,13 @@ class DecodeBatch:
         return sequences
 
     def _slot(self, kv: SequenceKV) -> int:
-        return next(slot for slot, other in enumerate(self._sequences) if other is kv)
+        return next(slot for slot, other in enumerate(self.sequences) if other is kv)
 
     def _longest(self) -> int:
-        return max((kv.length for kv in self._sequences), default=0)
+        return max((kv.length for kv in self.sequences), default=0)
 
     def _forget_spare(self) -> None:
         """Give decoded copies back that are much larger than the remaining sequences need."""
         for layer in self._decoded.values():
-            if layer.has_spare(len(self._sequences), self._longest()):
+            if layer.has_spare(len(self.sequences), self._longest()):
                 layer.forget_decoded()

@@ -1,8 +1,9 @@
 """What all layers of a decoding step share: the sequences by slot, their pages, and the places of the new rows."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import mlx.core as mx
 
@@ -113,3 +114,19 @@ def _writable_pages(pool: KvPool, sequences: Sequence[SequenceKV]) -> list[int]:
     for (kv, table, block), page in zip(places, pages, strict=True):
         kv.hold(table, {block: page})
     return pages
+
+
+class KeptGraph:
+    """A graph over a pool's arrays, forgotten when the pool changes their size."""
+
+    def __init__(self, trace: Callable[..., mx.array]) -> None:
+        self._trace = trace
+        self._compiled: Any = None
+        self._sizes: list[int] | None = None
+
+    def __call__(self, pages: list[mx.array], *given: Any) -> mx.array:
+        """The result of `trace`, not evaluated. `pages`: the pool's arrays."""
+        if (sizes := [array.shape[0] for array in pages]) != self._sizes:
+            self._compiled, self._sizes = mx.compile(self._trace), sizes
+        made: mx.array = self._compiled(pages, *given)
+        return made

@@ -11,9 +11,8 @@ from kvasir.cachestore.v1 import identity_pb2
 
 from inference_svc.kv.attention.kernels import Dialect
 from inference_svc.kv.attention.tiles import most_queries
-from inference_svc.kv.batch.decode_step import PassArrays, table_width
+from inference_svc.kv.batch.decode_step import KeptGraph, PassArrays, table_width
 from inference_svc.kv.batch.fused_layer import FusedLayer
-from inference_svc.kv.batch.kept_graph import KeptGraph
 from inference_svc.kv.page import PAGE_TOKENS, PageFormat
 from inference_svc.kv.pages.block_table import BlockTable
 from inference_svc.kv.pages.groups import groups_of

@@ -2,19 +2,85 @@
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 import mlx.core as mx
 from kvasir.errors import Cancelled, InvalidArgument, ResourceExhausted
+from mlx.nn.layers.base import Module
+from mlx_lm.models.cache import make_prompt_cache
 from tokenizers import Tokenizer
 
 from inference_svc.model.embedding.encoder import ENCODERS, Encoder, not_loadable
 from inference_svc.model.embedding.hidden_rows import HiddenRows
-from inference_svc.model.embedding.layout import read_layout
 from inference_svc.model.embedding.pooling import Embedded, Pooling
-from inference_svc.model.embedding.trunk import Trunk
-from inference_svc.model.loading import find_model
+from inference_svc.model.loading import find_model, load
+
+_POOLINGS = {
+    "pooling_mode_mean_tokens": Pooling.MEAN,
+    "pooling_mode_lasttoken": Pooling.LAST,
+    "pooling_mode_cls_token": Pooling.FIRST,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class SentenceLayout:
+    """`most_tokens` None: as many as the model has positions."""
+
+    pooling: Pooling
+    most_tokens: int | None = None
+
+
+def read_layout(directory: Path, default: Pooling) -> SentenceLayout:
+    """`default`: of a directory that names no pooling. Raises FailedPrecondition (MODEL_NOT_LOADABLE)."""
+    pooling = default
+    for module in _json(directory / "modules.json") or ():
+        kind = str(module.get("type", "")).rpartition(".")[2]
+        if kind == "Pooling":
+            pooling = _pooling(_json(directory / str(module.get("path", "")) / "config.json") or {})
+        elif kind not in ("Transformer", "Normalize"):
+            raise not_loadable(f"modules.json: {kind!r} is not offered")
+    said = _json(directory / "sentence_bert_config.json") or {}
+    return SentenceLayout(pooling, said.get("max_seq_length"))
+
+
+def _pooling(said: dict[str, Any]) -> Pooling:
+    asked = [name for name, value in said.items() if name.startswith("pooling_mode_") and value is True]
+    if len(asked) != 1 or asked[0] not in _POOLINGS:
+        raise not_loadable(f"pooling: expected one of {', '.join(_POOLINGS)}, got {asked}")
+    return _POOLINGS[asked[0]]
+
+
+def _json(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text())
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        raise not_loadable(f"{path.name}: {error}") from error
+
+
+_CELL_TOKENS = 256
+
+
+class Trunk:
+    def __init__(self, directory: Path) -> None:
+        loaded = load(directory, None)
+        self._model: Any = loaded.model
+        if not isinstance(getattr(self._model, "model", None), Module):
+            raise not_loadable("its hidden rows cannot be had: it is no trunk with a head")
+        self.most_tokens = loaded.context_tokens
+        self.width = int(next(self.rows([0])).shape[-1])
+
+    def rows(self, token_ids: Sequence[int]) -> Iterator[mx.array]:
+        """The last hidden rows [tokens, width], cell by cell."""
+        caches = make_prompt_cache(self._model)
+        for begin in range(0, len(token_ids), _CELL_TOKENS):
+            cell = mx.array([token_ids[begin : begin + _CELL_TOKENS]], dtype=mx.uint32)
+            rows = self._model.model(cell, cache=caches)[0]
+            mx.eval(rows)
+            yield rows
 
 
 class HiddenModel(Protocol):

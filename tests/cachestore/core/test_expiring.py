@@ -14,7 +14,7 @@ from kvasir.formats.block_hash import kv_identity_hash
 
 from cachestore_svc.facts.records import AgentDeleted, EventCursor
 from cachestore_svc.store.store import Store
-from cachestore_svc.upkeep.passed_time import ClockReading
+from cachestore_svc.upkeep.expiring import ClockReading
 from tests.cachestore.core.lab import NS, Lab, anybody, publish
 from tests.made_models.synthetic import SMALL, SyntheticAgent
 

@@ -24,7 +24,7 @@ from cachestore_svc.sealing.keys import MasterKey
 from cachestore_svc.sealing.sealed_form import SEGMENT_BYTES
 from cachestore_svc.store.store import Store
 from cachestore_svc.upkeep import collecting
-from cachestore_svc.upkeep.passed_time import ClockReading
+from cachestore_svc.upkeep.expiring import ClockReading
 from tests.cachestore.core.lab import (
     NS,
     Chance,

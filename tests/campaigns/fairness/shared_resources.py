@@ -256,7 +256,7 @@ SHARED = (
     Shared(
         "compiled formats",
         "engine",
-        "inference_svc/formats/format_cache.py: _shares",
+        "inference_svc/formats/grammars.py: _shares",
         ("inference_svc.formats.grammars:_MAX_KEPT", 32),
         THREE_OF_FREE,
         "of a namespace that has its share, the oldest goes first",

@@ -24,8 +24,7 @@ from inference_svc.engine.api import (
 )
 from inference_svc.engine.engine import Engine, TurnHandle
 from inference_svc.text.replies.reasoning_limit import ReasoningLimit
-from inference_svc.text.sequence_state import SequenceState
-from inference_svc.text.token_ids import TokenIds
+from inference_svc.text.token_ids import SequenceState, TokenIds
 from tests.inference.engine.tiny_models import VOCABULARY
 
 # So many tokens tell one changed token of a context: `test_a_reply_depends_on_its_whole_context` holds them to it.

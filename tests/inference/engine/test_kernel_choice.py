@@ -22,9 +22,8 @@ from inference_svc.kv.attention.choice import REFERENCE
 from inference_svc.kv.attention.fused import Kernel
 from inference_svc.kv.attention.kernels import Dialect, KernelSource
 from inference_svc.memory.service_stats import ServiceStats
-from inference_svc.service_status import status_of
+from inference_svc.service_status import ailments_of_model, status_of
 from inference_svc.turns.admission import Admission
-from inference_svc.wellness import ailments_of_model
 from tests.inference.engine.driving import Driver, tokens_of
 from tests.inference.engine.emulated import emulated_engine
 from tests.inference.kv.attention.emulators import EMULATORS, needs_compiler

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from inference_svc.formats.format_cache import FormatCache
+from inference_svc.formats.grammars import FormatCache
 
 
 def test_a_namespace_that_asks_for_many_drops_its_own() -> None:

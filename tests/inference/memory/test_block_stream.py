@@ -21,8 +21,7 @@ from inference_svc.memory.publishing.copies import Copies
 from inference_svc.memory.publishing.sending import Sending
 from inference_svc.memory.store.answers import NO_HEAD
 from inference_svc.text.prefix_matching import NO_TEXT
-from inference_svc.text.sequence_state import SequenceState
-from inference_svc.text.token_ids import TokenIds
+from inference_svc.text.token_ids import SequenceState, TokenIds
 
 DIGESTS = [Digest.of(b"block %d" % block) for block in range(20)]
 STORED = DIGESTS[:3]

@@ -17,8 +17,7 @@ from inference_svc.engine.scheduling.schedulable import Rules, ScheduleRecord, S
 from inference_svc.engine.scheduling.scheduler import Admit, Blocked, Preempt, Scheduler
 from inference_svc.engine.scheduling.step_schedule import Grant, TurnCell
 from inference_svc.kv.pages.page_allocator import PageAllocator
-from inference_svc.text.sequence_state import SequenceState
-from inference_svc.text.token_ids import TokenIds
+from inference_svc.text.token_ids import SequenceState, TokenIds
 
 CELL = 256
 INTERACTIVE, BACKGROUND = Priority.INTERACTIVE, Priority.BACKGROUND

@@ -23,8 +23,7 @@ from inference_svc.text.conversation import Tool, dialogue, json_of_messages, js
 from inference_svc.text.given_json import GivenJson
 from inference_svc.text.literal_text import GUARD, from_outside, without_guards
 from inference_svc.text.prefix_matching import Outcome, RememberedText, match_prefix
-from inference_svc.text.sequence_state import SequenceState
-from inference_svc.text.token_ids import TokenIds
+from inference_svc.text.token_ids import SequenceState, TokenIds
 from inference_svc.text.token_text import TokenText
 from tests.made_models.sampling import sampled
 

@@ -44,9 +44,8 @@ from inference_svc.text.given_json import GivenJson
 from inference_svc.text.literal_text import Specials
 from inference_svc.text.prefix_matching import Outcome, RememberedText
 from inference_svc.text.replies.reply_parts import ReplyReader
-from inference_svc.text.sequence_state import SequenceState
 from inference_svc.text.templates.template_clock import TemplateClock
-from inference_svc.text.token_ids import TokenIds
+from inference_svc.text.token_ids import SequenceState, TokenIds
 from inference_svc.text.token_text import TokenText
 from inference_svc.turns.admission import Admission
 from inference_svc.turns.engine_parts import EngineParts

@@ -15,7 +15,7 @@ from typing import NamedTuple
 from kvasir.errors import Unavailable
 from kvasir.waits import PAUSE_S
 
-from cachestore_svc.index.damage import index_damaged
+from cachestore_svc.index.refusals import index_damaged
 
 _TRIES = 50
 

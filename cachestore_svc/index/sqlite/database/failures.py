@@ -5,7 +5,7 @@ import sqlite3
 from kvasir.errors import KvasirError, Unavailable
 
 from cachestore_svc.blobs.disk import disk_full, is_no_room, refusal
-from cachestore_svc.index.damage import index_damaged
+from cachestore_svc.index.refusals import index_damaged
 
 NO_TEXT = "Could not decode"  # python's message for text that is no UTF-8
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from cachestore_svc.blobs.disk import Disk
-from cachestore_svc.index.damage import index_damaged
+from cachestore_svc.index.refusals import index_damaged
 from cachestore_svc.index.sqlite.database.failures import cannot_write, translated
 from cachestore_svc.index.sqlite.transaction import SqliteTransaction
 

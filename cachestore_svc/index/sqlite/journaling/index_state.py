@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from blake3 import blake3
 
-from cachestore_svc.index.damage import index_damaged
+from cachestore_svc.index.refusals import index_damaged
 from cachestore_svc.index.sqlite.database.failures import NO_TEXT
 from cachestore_svc.index.sqlite.database.migrations import MIGRATIONS
 from cachestore_svc.index.sqlite.events import fact, set_fact

@@ -99,12 +99,6 @@ class Recorder:
             position = self.journal.append(changes)
             index_state.set_journal_position(rows, self.journal.store, position)
 
-    def keep(self) -> None:
-        self.journal.keep()
-
-    def take_back(self) -> None:
-        self.journal.take_back()
-
 
 def _whole(rows: Rows, change: str, manifest_id: int | None) -> str:
     """A caught change as the journal has it: that of a version ends with what its manifest holds."""

@@ -17,8 +17,7 @@ from inference_svc.engine.mlx_thread import MlxThread
 from inference_svc.engine.scheduling.schedulable import Rules
 from inference_svc.kv.policy import PolicyRequest
 from inference_svc.model.model_info import ModelInfo
-from inference_svc.text.sequence_state import SequenceState
-from inference_svc.text.token_ids import TokenIds
+from inference_svc.text.token_ids import SequenceState, TokenIds
 from kvasir_bench.arithmetic import Target
 from kvasir_bench.engine import link_rates
 from kvasir_bench.engine.mlx_lm_peer import MlxLmPeer

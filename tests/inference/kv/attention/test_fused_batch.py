@@ -8,7 +8,7 @@ import pytest
 
 from inference_svc.kv.attention.kernels import Dialect
 from inference_svc.kv.batch.decode_batch import DecodeBatch
-from inference_svc.kv.batch.kept_graph import KeptGraph
+from inference_svc.kv.batch.decode_step import KeptGraph
 from inference_svc.kv.pages.pool import KvPool
 from inference_svc.kv.sequence_kv import SequenceKV
 from tests.inference.kv.sequences import full, identity_of, recurrent, windowed

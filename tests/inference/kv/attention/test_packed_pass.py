@@ -12,7 +12,7 @@ from mlx_lm.models import gemma3_text, gpt_oss, llama, qwen3
 
 from inference_svc.kv.attention import choice, in_place
 from inference_svc.kv.attention.kernels import Dialect
-from inference_svc.kv.batch.kept_graph import KeptGraph
+from inference_svc.kv.batch.decode_step import KeptGraph
 from inference_svc.kv.batch.packed_pass import ROW_TOKENS, Cell, can_pack, most_packed_tokens, packed_logits
 from inference_svc.kv.batch.short_pass import ShortPass
 from inference_svc.kv.model_hooks import attention_hook

@@ -20,8 +20,7 @@ from inference_svc.memory.publishing.copies import Copies
 from inference_svc.memory.service_stats import ServiceStats
 from inference_svc.memory.store.answers import NO_HEAD, AgentHeads, Head, LeaseGrant, Version
 from inference_svc.text.prefix_matching import RememberedText
-from inference_svc.text.sequence_state import SequenceState
-from inference_svc.text.token_ids import TokenIds
+from inference_svc.text.token_ids import SequenceState, TokenIds
 from tests.inference.turns.parts import line_parts
 
 KEY = AgentKey("default", "a")

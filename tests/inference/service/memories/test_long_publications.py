@@ -22,8 +22,7 @@ from inference_svc.memory.outcomes import SnapshotState
 from inference_svc.memory.publishing import copies
 from inference_svc.memory.store.answers import NO_HEAD
 from inference_svc.text.prefix_matching import RememberedText
-from inference_svc.text.sequence_state import SequenceState
-from inference_svc.text.token_ids import TokenIds
+from inference_svc.text.token_ids import SequenceState, TokenIds
 from tests.inference.service.memories.publication_world import (
     KEY,
     Engine,
