@@ -46,7 +46,6 @@ class EngineSettings(EngineTable):
 
     @property
     def models(self) -> dict[str, str]:
-        """Paths by name; the first is loaded at the start."""
         return dict(map(named_model, self.model or [str(kvasir_tiny.path())]))
 
     @property

@@ -50,11 +50,10 @@ async def until_it_answers(store: RemoteCache, give_up_at: float, clock: Callabl
 async def reload_store_tokens(
     settings: EngineSettings, stores: dict[str, RemoteCache], host: ModelHost[ServedModel]
 ) -> int:
-    """Read the tokens again, and take up new namespaces, each by itself; no call ends by it.
-
-    Raises TakenInPart, naming each file that is wrong: if it cannot be read, nothing changes for its namespace; if its
-    token is another namespace's or none of the store's, a known namespace has no store until the store takes it, and a
-    new one is not taken up. A store that is away is asked when it is back.
+    """Read the tokens again, and take up new namespaces, each by itself; no call ends by it. Raises TakenInPart, naming
+    each file that is wrong: if it cannot be read, nothing changes for its namespace; if its token is another
+    namespace's or none of the store's, a known namespace has no store until the store takes it, and a new one is not
+    taken up. A store that is away is asked when it is back.
     """
     tokens, unread = read_engine_tokens({**_further_files(settings), **settings.store_token_file})
     wrong = [f"{each}; for its namespace nothing changes" for each in unread]

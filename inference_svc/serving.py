@@ -277,7 +277,6 @@ def _server(settings: EngineSettings, neighbour: ModuleType | None, traces: Trac
 
 
 async def _drain(server: EdgeServer, host: ModelHost[ServedModel], peer: str) -> None:
-    """From the stop signal on, hand decoding turns over to a peer."""
     await server.stopping.wait()
     if host.served is not None:
         await host.served.giver.give_all(host.served.turns, peer)

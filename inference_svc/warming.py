@@ -164,7 +164,6 @@ def _run(
     key: api.AgentKey | None = None,
     known: TokenIds | None = None,
 ) -> "_OwnTurn":
-    """`known`: the tokens that the prompt begins with."""
     turn = _OwnTurn()
 
     def on_events(events: list[api.Event]) -> None:

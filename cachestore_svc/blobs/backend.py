@@ -33,8 +33,6 @@ class Aside(NamedTuple):
 
 @dataclass
 class Listing:
-    """The content of a namespace's place."""
-
     blobs: set[str] = field(default_factory=set)  # hashes
     parts: set[str] = field(default_factory=set)  # hashes of blobs that are not whole yet
     asides: set[Aside] = field(default_factory=set)

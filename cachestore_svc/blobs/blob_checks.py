@@ -79,10 +79,9 @@ class TensorCheck:
 
 
 class ManifestCheck:
-    """Checks that the bytes begin like a Manifest of a known format; the rest is read once, at the commit.
-
-    Nothing is kept, so many manifests that are written at once take no memory. Every serializer writes fields in the
-    order of their numbers, so the format comes first; no tensor file begins like that.
+    """Checks that the bytes begin like a Manifest of a known format; the rest is read once, at the commit. Nothing is
+    kept, so many manifests that are written at once take no memory. Every serializer writes fields in the order of
+    their numbers, so the format comes first; no tensor file begins like that.
     """
 
     def __init__(self) -> None:

@@ -33,17 +33,15 @@ class BlobWriter(Protocol):
         """Where the next `write` must begin; what an interrupted write left counts."""
 
     def write(self, offset: int, data: bytes | memoryview) -> None:
-        """Append bytes. The tensor header is checked as soon as it is whole, before any further byte is kept.
-
-        Raises InvalidArgument (offset is not `received_bytes`, more bytes than the digest says, header refused) and
+        """Append bytes. The tensor header is checked as soon as it is whole, before any further byte is kept. Raises
+        InvalidArgument (offset is not `received_bytes`, more bytes than the digest says, header refused) and
         ResourceExhausted (disk full). After a refused header the part is gone.
         """
 
     def finish(self) -> None:
-        """Verify, make durable, and list the blob. On return it survives a crash.
-
-        Raises InvalidArgument (DIGEST_MISMATCH: bytes are missing or are not the digest's; the part is gone unless
-        bytes are only missing) and ResourceExhausted.
+        """Verify, make durable, and list the blob. On return it survives a crash. Raises InvalidArgument
+        (DIGEST_MISMATCH: bytes are missing or are not the digest's; the part is gone unless bytes are only missing) and
+        ResourceExhausted.
         """
 
     def abandon(self) -> None:
@@ -367,7 +365,6 @@ class PartWriter:
         return self._check.finish()
 
     def _close(self) -> int:
-        """Let go of the part; how many of its bytes stay."""
         part, self._part = self._part, None
         return 0 if part is None else part.close()
 

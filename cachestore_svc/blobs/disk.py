@@ -32,7 +32,6 @@ class Disk:
         self.fsync_directory(path.parent)
 
     def add_directory(self, path: Path) -> None:
-        """Make one directory; not durable yet."""
         path.mkdir(mode=0o700, exist_ok=True)
 
     def open_append(self, path: Path) -> int:
@@ -58,18 +57,15 @@ class Disk:
         os.ftruncate(descriptor, size_bytes)
 
     def fsync(self, descriptor: int) -> None:
-        """The file's bytes survive a loss of power on return."""
         sync(descriptor)
 
     def close(self, descriptor: int) -> None:
         os.close(descriptor)
 
     def rename(self, source: Path, target: Path) -> None:
-        """Give a file its other name, replacing what had it."""
         os.replace(source, target)  # noqa: PTH105  its result is not made into another path
 
     def fsync_directory(self, path: Path) -> None:
-        """The directory's names survive a loss of power on return."""
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             self.fsync(descriptor)
@@ -80,9 +76,8 @@ class Disk:
         path.unlink(missing_ok=True)
 
     def read(self, path: Path, max_bytes: int) -> memoryview:
-        """The file's bytes, at most `max_bytes` of them. Raises OSError; NO_FILE for what is no regular file.
-
-        Without O_NONBLOCK a pipe without a writer would block its reader for ever.
+        """The file's bytes, at most `max_bytes` of them. Raises OSError; NO_FILE for what is no regular file. Without
+        O_NONBLOCK a pipe without a writer would block its reader for ever.
         """
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
         try:
@@ -119,7 +114,6 @@ class Disk:
         return os.path.lexists(path)
 
     def free_bytes(self, path: Path) -> int:
-        """Bytes that an ordinary user may still write."""
         status = os.statvfs(path)
         return status.f_bavail * status.f_frsize
 

@@ -44,7 +44,6 @@ class Space:
             self._reserved[namespace] -= size_bytes
 
     def settle(self, namespace: str, size_bytes: int) -> None:
-        """Reserved bytes are stored now."""
         with self._lock:
             self._reserved[namespace] -= size_bytes
             self._stored[namespace] += size_bytes

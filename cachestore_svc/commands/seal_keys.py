@@ -19,7 +19,6 @@ from cachestore_svc.sealing.sealed_list import add_to_list
 
 
 def add_parser(commands: "argparse._SubParsersAction[Any]", shared: argparse.ArgumentParser) -> None:
-    """Add `keys` and what it does to a program's commands."""
     keys = commands.add_parser("keys", help="look after the keys of sealed namespaces; the store must not run")
     actions = keys.add_subparsers(dest="action", required=True)
     for name, what in (

@@ -82,8 +82,6 @@ class Storage:
 
 @dataclass(frozen=True)
 class Core(Storage):
-    """The one of each thing that an open store has."""
-
     history: History
     journal: Journal
     now_unix_ms: Callable[[], int]
@@ -111,7 +109,6 @@ class Core(Storage):
         return self.catalog.write(namespace, work, frees_space=frees_space)
 
     def sound_namespaces(self) -> list[str]:
-        """Namespaces whose entries can be trusted."""
         names = self.catalog.read(HOUSE, lambda view: view.namespaces())
         return [name for name in names if name not in self.catalog.damage]
 

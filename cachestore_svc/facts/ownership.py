@@ -48,8 +48,6 @@ class OwnerState(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Ownership:
-    """What one store knows of an agent's owner."""
-
     state: OwnerState = OwnerState.OWNED
     generation: int = 0  # rises whenever the agent changes hands; never goes back
     peer: str = ""  # where it goes, went, or comes from
@@ -308,15 +306,12 @@ def yielded(
 
 
 def told(known: Ownership, peer: str, told_generation: int) -> Ownership:
-    """The fact once a peer has heard of that generation."""
     if known.generation != told_generation:
         return known
     return replace(known, tells=tuple(other for other in known.tells if other != peer))
 
 
 def renamed(known: Ownership, names: Mapping[str, str]) -> Ownership:
-    """The fact with peers by their new names."""
-
     def today(each: str) -> str:
         came = found[1] if (found := _CAME.fullmatch(each)) else ""
         peer = _name_of(each.removeprefix(came))

@@ -63,8 +63,6 @@ class StoreConfig(StoreSpace):
 
 
 class BlobKind(StrEnum):
-    """How a blob's bytes are checked before they are kept."""
-
     TENSORS = "tensors"
     MANIFEST = "manifest"
 
@@ -343,8 +341,6 @@ class CheckReport:
 
 @dataclass(frozen=True, slots=True)
 class LostVersion:
-    """A version that a recovery could not bring back, and why."""
-
     agent_id: str
     kv_identity_hash: str
     version: int

@@ -41,9 +41,8 @@ class Catalog(Protocol):
         """The answer of `work` about the namespace (HOUSE: about the store itself)."""
 
     def write(self, namespace: str, work: Callable[[CatalogChange], _Answer], *, frees_space: bool = False) -> _Answer:
-        """The answer of `work`, once it is durable. All of it took effect, or, when this raises, nothing.
-
-        `work` may run twice, so it touches nothing else. `frees_space` lets it use the ballast of a full disk.
+        """The answer of `work`, once it is durable. All of it took effect, or, when this raises, nothing. `work` may
+        run twice, so it touches nothing else. `frees_space` lets it use the ballast of a full disk.
         """
 
     def write_later(self, namespace: str, work: Callable[[CatalogChange], None]) -> None:

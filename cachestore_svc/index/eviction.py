@@ -17,10 +17,9 @@ class Candidate:
 
 
 def order(candidates: Iterable[Candidate], evict_heads: bool, unused_since_unix_ms: int) -> list[Candidate]:
-    """The candidates that may go, in the order in which they should.
-
-    Old versions: of unpinned agents before pinned, of lines long unused before others, oldest first. Then heads of
-    lines that were not used since `unused_since_unix_ms`. An old version of a line always comes before its head.
+    """The candidates that may go, in the order in which they should. Old versions: of unpinned agents before pinned, of
+    lines long unused before others, oldest first. Then heads of lines that were not used since `unused_since_unix_ms`.
+    An old version of a line always comes before its head.
     """
     return sorted((each for each in candidates if _may_go(each, evict_heads, unused_since_unix_ms)), key=_rank)
 

@@ -74,7 +74,6 @@ def snapshots_page(view: CatalogView, query: records.LineQuery, size: int, token
 
 
 def _snapshot_place(token: str, listing: Sequence[str]) -> tuple[str, int]:
-    """The line and version after which a page begins."""
     if not token:
         return "", records.MAX_VERSION
     line, _, version = page_place(token, listing).partition(":")

@@ -49,7 +49,6 @@ def reading_damage() -> Iterator[None]:
 
 
 def index_damaged(words: str) -> DataLoss:
-    """The refusal of what a damaged index would have to answer."""
     return DataLoss(
         f"the index is damaged: {words}; stop the store and run: kvasir store recover", reason="INDEX_DAMAGED"
     )

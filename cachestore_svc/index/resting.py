@@ -9,7 +9,6 @@ def rested_at(now_unix_ms: int, grace_ms: int) -> Deadlines:
 
 
 def gone_by(now_unix_ms: int, grace_ms: int) -> int:
-    """When a blob marked and promised now may go."""
     return now_unix_ms + grace_ms + grace_ms // 8
 
 

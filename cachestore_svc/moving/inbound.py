@@ -86,7 +86,6 @@ class _Piece:
 
 class BlobIntake:
     """One sender's blobs, one after the other. An `async with`; leaving it keeps an unfinished part for resumption.
-
     `outcomes` gets each blob that became durable, and the failure of a blob that was sent whole; what is wrong with the
     present blob is raised, by one of its frames or by the next blob. The queue is bounded: if nobody reads it, no more
     frames are taken. The user may put None there as a mark.
@@ -250,7 +249,6 @@ class BlobIntake:
     # --- writing ---
 
     async def _write_later(self, piece: _Piece) -> None:
-        """Let bytes be written with those that wait."""
         await self._hold(len(piece.data))
         piece.blob.pieces += 1
         self._pieces.append(piece)
@@ -319,7 +317,6 @@ class BlobIntake:
         return len(self._whole) >= _ENOUGH_BLOBS or size_bytes >= _ENOUGH_BYTES
 
     def _finish_whole(self) -> None:
-        """Let the whole blobs wait no longer for company."""
         if self._waiting is not None:
             self._waiting.cancel()
             self._waiting = None

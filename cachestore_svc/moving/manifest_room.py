@@ -31,6 +31,5 @@ class ManifestRoom:
         room.callback(self.room.give_back, namespace, _LISTED_BLOB_BYTES * blobs)
 
     def listing(self, namespace: str, token_count: int) -> AbstractAsyncContextManager[None]:
-        """Room for the list of the blobs of a version."""
         blobs = token_count // _TOKENS_PER_BLOB + 1 + MAX_STATES
         return self.room.held_for(namespace, _LISTED_BLOB_BYTES * blobs)

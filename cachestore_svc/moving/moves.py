@@ -95,7 +95,6 @@ class Moves:
     async def copied_there(
         self, namespace: str, peer: str, agent_id: str, kv_identity_hash: str, *, is_dry_run: bool, only_bytes: bool
     ) -> AsyncGenerator[Any, None]:
-        """Give a copy of a line to a peer, in the same way."""
         async with self._peers.connect(peer, namespace) as remote:
             pulling = remote.pulling_agent(
                 "", agent_id, kv_identity_hash=kv_identity_hash, dry_run=is_dry_run, only_bytes=only_bytes
@@ -176,7 +175,6 @@ class Moves:
     # --- what a crash, a cut, or another name left ---
 
     async def rename_peers(self) -> None:
-        """Note agents' owners under the names that the peers have now."""
         if names := self._peers.renamed():
             await self._store.threads.run(HOUSE, self._store.owners.rename_peers, names)
 

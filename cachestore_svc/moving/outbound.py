@@ -164,7 +164,6 @@ class BlobSource:
         return digests
 
     def _begin(self, first: int, digests: Sequence[Digest]) -> _Group:
-        """Read these, whose bytes have their room."""
         size_bytes = _size_of(digests)
         self._held_bytes += size_bytes
         found = list(zip(digests, islice(self._found, first, None), strict=False))

@@ -23,7 +23,6 @@ class Repairs:
         self._stall_timeout_s = stall_timeout_s
 
     async def repair(self, namespace: str, digest: Digest) -> bool:
-        """Whether the quarantined blob is whole again."""
         kind = await self._store.run(namespace, self._store.blobs.kind_of, digest)
         if kind is None:
             return False

@@ -67,11 +67,8 @@ class Transfers:
         self.manifests = ManifestRoom()
         self.copies = LineCopies(store, self.manifests, stall_timeout_s)
 
-    # --- pull ---
-
     async def pull(self, order: PullOrder) -> AsyncGenerator[Progress | SnapshotVersion, None]:
         """Copy the newest version of a peer's line: manifest → what lacks here → durable → commit. Safe to repeat.
-
         Yields progress, and last the version here; a dry run yields the first progress. Raises NotFound, AlreadyExists
         (also where the copy here is of another agent of that name), FailedPrecondition (AGENT_MOVED: the line there is
         an older copy, or the one here is another store's), Unavailable, DataLoss; of one that a peer gives also
@@ -134,8 +131,6 @@ class Transfers:
 
     def _gave(self, peer: str, line: SnapshotVersion, agent_id: str = "") -> bool:
         return came_from(line, self._peers.all_names(peer), agent_id)
-
-    # --- archives ---
 
     @asynccontextmanager
     async def export(

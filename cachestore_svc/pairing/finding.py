@@ -21,8 +21,6 @@ _MAX_FOUND = 64
 
 @dataclass(frozen=True, slots=True)
 class WaitingMac:
-    """Who says that it waits, and where."""
-
     name: str
     address: str
 

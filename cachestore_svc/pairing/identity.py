@@ -55,7 +55,6 @@ class Certificate:
 
     @property
     def text(self) -> str:
-        """Base64 in one line."""
         return base64.b64encode(self.der).decode()
 
     @property
@@ -89,7 +88,6 @@ class Identity:
 
 
 def pin_of_pem(pem: bytes) -> str:
-    """The pin of a certificate that TLS has shown."""
     return _pin(x509.load_pem_x509_certificate(pem))
 
 

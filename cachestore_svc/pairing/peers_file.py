@@ -110,7 +110,6 @@ class PeerSettings(BaseModel):
         return self.certificate == other.certificate and len(set(by_hand)) < 2
 
     def keeps_all(self, now: "PeerSettings") -> bool:
-        """Whether it has all its rights still."""
         given = [(self.given(each), now.given(each)) for each in self.named]
         is_less = any(old.gives > new.gives or old.takes > new.takes for old, new in given)
         return self.is_same(now) and set(self.namespaces) <= set(now.namespaces) and not is_less
@@ -162,7 +161,6 @@ class PeerBook:
         return replace(self, peers={**others, new_name: renamed})
 
     def without(self, name: str) -> "PeerBook":
-        """With one removed, whose names no other key gets."""
         gone, kept = self.peers[name], {each: peer for each, peer in self.peers.items() if each != name}
         removed = {**self.removed, **dict.fromkeys((name, *gone.formerly), gone.certificate)}
         return replace(self, peers=kept, removed=removed)
@@ -280,7 +278,6 @@ def _toml(value: object) -> str:
 
 
 def _in_words(error: ValidationError) -> str:
-    """Which fields are wrong, and what was expected."""
     return "; ".join(
         f"{'.'.join(str(part) for part in item['loc'])}: {item['msg'].removeprefix('Value error, ')}"
         for item in error.errors()

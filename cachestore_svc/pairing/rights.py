@@ -38,8 +38,6 @@ class Given:
 
 
 class Verb(StrEnum):
-    """What a peer says that may change something here."""
-
     OFFER = "take agents away"  # OfferAgent
     HAND_OVER = "end its move"  # HandOverAgent
     UNDO = "undo its move"  # UndoMove
@@ -88,8 +86,6 @@ May = Callable[[Ownership], None]
 
 @dataclass(frozen=True, slots=True)
 class Said:
-    """A word of a peer about an agent."""
-
     verb: Verb
     agent_id: str
     names: Collection[str]  # the peer's, today's first: the earlier ones may stand in a fact
@@ -136,9 +132,6 @@ def over_limit(peer: str, what: str, retry_after_s: float = 60.0) -> ResourceExh
     """The refusal of a peer that asks for more than one peer may."""
     text = f"peer {peer} has asked for all that a peer may: {what}"
     return ResourceExhausted(text, reason="PEER_LIMIT", retry_after_s=retry_after_s, metadata={"limit": what})
-
-
-# --- as they are written: "[NAMESPACE=]RIGHT" ---
 
 
 def read_rights(texts: Iterable[str], kind: type[Gives] | type[Takes], namespace: str = "") -> dict[str, str]:

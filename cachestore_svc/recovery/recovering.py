@@ -75,9 +75,8 @@ def recover(
 ) -> RecoverReport:
     """Rebuild the index and put it in place; the old one is kept beside it. `namespaces`: names that may be needed
     where no journal has them. `say` gets the item that is being read: its kind, its number, and how many there are.
-
-    Raises Unavailable (LOCKED) and FailedPrecondition (NAMESPACE_UNKNOWN: there are blobs of a namespace without
-    a name; NOTHING_TO_RECOVER; NAMESPACE_SEALED: no key opens a namespace that would be lost).
+    Raises Unavailable (LOCKED) and FailedPrecondition (NAMESPACE_UNKNOWN: there are blobs of a namespace without a
+    name; NOTHING_TO_RECOVER; NAMESPACE_SEALED: no key opens a namespace that would be lost).
     """
     with locked(config, disk):
         seals = Seals(KeyFiles(config.data_dir, disk).read(), masters, config.sealed_namespaces)
@@ -344,7 +343,6 @@ def _cannot_read(namespace: str, digest: Digest) -> tuple[ManifestFacts, Sequenc
 
 
 def _versions_of(state: Namespace) -> "Iterator[tuple[str, VersionKey, Version]]":
-    """Versions in the order in which they were made, agents by name."""
     for agent, facts in sorted(state.agents.items()):
         for key in sorted(facts.versions):
             yield agent, key, facts.versions[key]

@@ -103,7 +103,6 @@ class Found:
         self._hashes = {*map(names.hash, listing.blobs), *(aside.hash for aside in listing.asides)}
 
     def hashes(self) -> list[str]:
-        """Every hash that a blob has or had as its name."""
         return sorted(self._hashes)
 
     def whole(self, digest: Digest, kind: BlobKind) -> BlobFacts | None:
@@ -121,7 +120,6 @@ class Found:
         return None
 
     def manifest(self, digest: Digest) -> ManifestFacts | None:
-        """The facts of a manifest, if its bytes are here and whole."""
         found = self._read_manifest(digest)
         return None if found is None else seal_manifest(self.names, found)
 

@@ -26,8 +26,6 @@ Records = Mapping[str, KeyRecord | None]  # by place; None where a record must b
 
 
 class KeyFiles:
-    """The key records of one data directory."""
-
     def __init__(self, data_dir: Path, disk: Disk) -> None:
         self._directory = data_dir / "keys"
         self._namespaces = data_dir / "namespaces"

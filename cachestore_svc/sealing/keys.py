@@ -41,16 +41,12 @@ class MasterKey:
 
 @dataclass(frozen=True, slots=True)
 class Wrapped:
-    """A namespace's key as one master key wraps it."""
-
     master_id: str
     nonce: bytes
     key: bytes
 
 
 class NamespaceKey:
-    """The key of a namespace that is open."""
-
     def __init__(self, key: bytes) -> None:
         self.files = blake3(b"files", key=key).digest()
         self.names = SealedNames(blake3(b"names", key=key).digest())
@@ -58,8 +54,6 @@ class NamespaceKey:
 
 @dataclass(frozen=True, slots=True)
 class KeyRecord:
-    """What the store keeps of a sealed namespace's key."""
-
     namespace: str
     sequence: int  # grows with each change: of two copies the later one counts
     created_unix_ms: int
@@ -86,29 +80,24 @@ class KeyRecord:
         raise sealed_error(self.namespace, f"it needs the master key {wanted}, and {what}")
 
     def wrapped_by(self, master: MasterKey, key: bytes, random_bytes: RandomBytes) -> "KeyRecord":
-        """The record with one more master key that opens it."""
         others = tuple(wrapped for wrapped in self.wrapped if wrapped.master_id != master.id)
         return replace(
             self, sequence=self.sequence + 1, wrapped=(*others, master.wrap(self.namespace, key, random_bytes))
         )
 
     def only_by(self, master: MasterKey) -> "KeyRecord":
-        """The record without other master keys than this one."""
         kept = tuple(wrapped for wrapped in self.wrapped if wrapped.master_id == master.id)
         return replace(self, sequence=self.sequence + 1, wrapped=kept)
 
     def erased(self, now_unix_ms: int) -> "KeyRecord":
-        """The record without any key."""
         return replace(self, sequence=self.sequence + 1, wrapped=(), erased_unix_ms=now_unix_ms)
 
 
 def new_record(namespace: str, master: MasterKey, random_bytes: RandomBytes, now_unix_ms: int) -> KeyRecord:
-    """A record with a new key, which is in no other place."""
     return KeyRecord(namespace, 1, now_unix_ms, (master.wrap(namespace, random_bytes(KEY_BYTES), random_bytes),))
 
 
 def to_bytes(record: KeyRecord) -> bytes:
-    """A checksum and a line of JSON."""
     data = json.dumps(
         {
             "format": FORMAT,

@@ -95,7 +95,6 @@ class SealedBlobs:
         return data
 
     def bytes_of(self, hash_: str, most_bytes: int) -> memoryview:
-        """The bytes of the file, still sealed."""
         return self._blobs.bytes_of(self._name(hash_), sealed_size(most_bytes))
 
     def unverified(self, hash_: str, most_bytes: int) -> Iterator[tuple[memoryview, Aside | None]]:
@@ -171,10 +170,9 @@ class ShutBlobs(SealedBlobs):
 
 
 class SealedPart:
-    """A part that is sealed while it is written; see cachestore_svc.blobs.backend.Part.
-
-    The last segment waits in memory until more bytes come: only then is it known that it was not the last. A segment
-    that waits when the part is closed is written as if more came; the next writer of the part seals it again.
+    """A part that is sealed while it is written; see cachestore_svc.blobs.backend.Part. The last segment waits in
+    memory until more bytes come: only then is it known that it was not the last. A segment that waits when the part is
+    closed is written as if more came; the next writer of the part seals it again.
     """
 
     def __init__(self, part: Part, files_key: bytes, hash_: str, random_bytes: RandomBytes) -> None:
@@ -241,7 +239,6 @@ class SealedPart:
         return kept
 
     def _write(self, segments: Sequence[tuple[bytes | memoryview, bool]]) -> None:
-        """Append segments, all in one effect."""
         header = b"" if self._has_header else self._seal.header(self._hash, self._random_bytes)
         sealed = memoryview(bytearray(len(header) + sum(len(plain) + OVERHEAD for plain, _ in segments)))
         sealed[: len(header)] = header
@@ -265,7 +262,6 @@ class _Pieces:
         self._left = b""
 
     def take(self, size_bytes: int) -> bytes:
-        """The next bytes; fewer at the end."""
         while len(self._left) < size_bytes and (piece := next(self._pieces, None)):
             self._left += piece
         taken, self._left = self._left[:size_bytes], self._left[size_bytes:]

@@ -32,7 +32,6 @@ class DoesNotOpen(Exception):
 
 
 def sealed_size(plain_bytes: int) -> int:
-    """Bytes of the file of so many plain bytes."""
     segments = max(1, -(-plain_bytes // SEGMENT_BYTES))
     return HEADER_BYTES + segments * OVERHEAD + plain_bytes
 
@@ -53,7 +52,6 @@ class FileSeal:
 
     @classmethod
     def begin(cls, files_key: bytes, random_bytes: RandomBytes) -> "FileSeal":
-        """The seal of a new file."""
         return cls(files_key, random_bytes(_SALT_BYTES))
 
     @classmethod
@@ -75,7 +73,6 @@ class FileSeal:
         return seal
 
     def header(self, hash_: str, random_bytes: RandomBytes) -> bytes:
-        """The header of a file that will hold the bytes of this digest."""
         beginning, nonce = MAGIC + self._salt, random_bytes(_NONCE_BYTES)
         return beginning + nonce + self._aead.encrypt(nonce, bytes.fromhex(hash_), beginning)
 

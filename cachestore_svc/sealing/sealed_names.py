@@ -63,7 +63,6 @@ class SealedNames(PlainNames):
     keep_order = False
 
     def __init__(self, key: bytes) -> None:
-        """`key`: 32 bytes."""
         self._texts = AESSIV(blake3(b"texts", key=key).digest(length=64))
         self._keyed = blake3(b"hashes", key=key).digest()
         # A digest is two blocks of AES that no other digest has: there is no pattern that ECB could show.

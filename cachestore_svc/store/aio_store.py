@@ -36,7 +36,6 @@ class AioStore:
         *args: Arguments.args,
         **kwargs: Arguments.kwargs,
     ) -> Answer:
-        """The answer of one of these methods in a namespace."""
         return await self.threads.run(namespace, method, namespace, *args, **kwargs)
 
     async def run_once_free(
@@ -66,9 +65,8 @@ class AioStore:
 
 async def once_free(call: Callable[[], Awaitable[Answer]], left_s: float | None) -> Answer:
     """The answer of `call`, which takes a memory back, once no lease is in its way: a call that finds a live lease asks
-    its holder to let go, and is repeated. `left_s`: the caller's time; None: as long as a lease holds.
-
-    Raises what `call` raises, and Unavailable (LEASE_HELD) when the lease outlasts the caller's time.
+    its holder to let go, and is repeated. `left_s`: the caller's time; None: as long as a lease holds. Raises what
+    `call` raises, and Unavailable (LEASE_HELD) when the lease outlasts the caller's time.
     """
     loop = asyncio.get_running_loop()
     give_up = None if left_s is None else loop.time() + left_s - max(_ANSWER_S, _ANSWER_PART * left_s)

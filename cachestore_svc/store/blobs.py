@@ -47,11 +47,9 @@ class Blobs:
         return False
 
     def open_writer(self, namespace: str, digest: Digest, kind: BlobKind) -> BlobWriter:
-        """Reserve room for a blob and begin, or go on, writing it.
-
-        A full quota first gives up what eviction may. Raises ResourceExhausted (QUOTA_FULL, DISK_FULL,
-        WRITE_BUDGET_SPENT, with numbers),
-        FailedPrecondition (WRITE_IN_PROGRESS: another writer has it open) and InvalidArgument (BLOB_TOO_LARGE).
+        """Reserve room for a blob and begin, or go on, writing it. A full quota first gives up what eviction may.
+        Raises ResourceExhausted (QUOTA_FULL, DISK_FULL, WRITE_BUDGET_SPENT, with numbers), FailedPrecondition
+        (WRITE_IN_PROGRESS: another writer has it open) and InvalidArgument (BLOB_TOO_LARGE).
         """
         [opened] = self.open_writers(namespace, [NewBlob(digest, kind)])
         if isinstance(opened, Exception):

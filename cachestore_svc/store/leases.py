@@ -33,11 +33,10 @@ class Leases:
         asks: bool = False,
     ) -> records.Lease:
         """Take the right to extend a line; it need not exist yet. The owner of a live lease gets it prolonged. While
-        another owner has a live lease of the agent, of this line or another, it is refused.
-
-        `begins_anew`: the owner's earlier lease belongs to a process that has ended, and is fenced. `asks`: if another
-        owner has it, that one is asked to let go. Raises FailedPrecondition (LEASE_HELD with "owner" and "left_ms";
-        AGENT_MOVED or AGENT_MOVING when the agent is not this store's).
+        another owner has a live lease of the agent, of this line or another, it is refused. `begins_anew`: the owner's
+        earlier lease belongs to a process that has ended, and is fenced. `asks`: if another owner has it, that one is
+        asked to let go. Raises FailedPrecondition (LEASE_HELD with "owner" and "left_ms"; AGENT_MOVED or AGENT_MOVING
+        when the agent is not this store's).
         """
         line, ttl_ms = self._line(namespace, agent_id, kv_identity_hash), _ttl_ms(ttl_s)
         check_owner(owner)
@@ -124,7 +123,6 @@ class Leases:
             raise
 
     def _ask(self, namespace: str, lines: Sequence[records.LineKey], *, takes_back: bool) -> None:
-        """Ask holders, once each, to let go of their leases."""
         new = [line for line in lines if self._core.leases.want(line, takes_back=takes_back)]
         events = [records.LeaseWanted(line.agent_id, line.kv_identity_hash, takes_back) for line in new]
         if events:

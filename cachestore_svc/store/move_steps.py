@@ -88,7 +88,6 @@ class MoveSteps:
         )
 
     def undo(self, namespace: str, agent_id: str, peer: str, move_id: str) -> Ownership:
-        """This store keeps the agent, if it has not handed it over."""
         return self._changes.step(namespace, agent_id, lambda known, now: ownership.undone(known, peer, move_id, now))
 
     def take_back(self, namespace: str, agent_id: str) -> Ownership:

@@ -20,7 +20,6 @@ class OwnerChanges:
         self._core = core
 
     def step(self, namespace: str, agent_id: str, step: Callable[[Ownership, int], Ownership]) -> Ownership:
-        """Note the fact that follows from the known one and the time."""
         check_agent_id(agent_id)
 
         def work(change: CatalogChange) -> Ownership:
@@ -31,7 +30,6 @@ class OwnerChanges:
         return self._core.write(namespace, work, frees_space=True)
 
     def note(self, change: CatalogChange, namespace: str, agent_id: str, known: Ownership) -> None:
-        """Write the fact within an operation, and an event of it."""
         if known != change.ownership_of(agent_id):
             change.set_ownership(agent_id, known)
             self._core.report(change, namespace, [AgentUpdated(agent_id)])

@@ -30,11 +30,10 @@ class Snapshots:
     def commit(
         self, namespace: str, agent_id: str, manifest: Digest, parent_version: int, terms: CommitTerms = _OF_A_TURN
     ) -> records.SnapshotVersion:
-        """Make a stored manifest the agent's next version, in its line: all or nothing, durable on return.
-
-        Repeating a commit that took effect answers its version. Raises Conflict (HEAD_MOVED with "head_version", or
-        LEASE_FENCED), FailedPrecondition (BLOB_MISSING, BLOB_UNFIT with "digest"; LEASE_HELD: another owner has it
-        now) and InvalidArgument (manifest or name).
+        """Make a stored manifest the agent's next version, in its line: all or nothing, durable on return. Repeating a
+        commit that took effect answers its version. Raises Conflict (HEAD_MOVED with "head_version", or LEASE_FENCED),
+        FailedPrecondition (BLOB_MISSING, BLOB_UNFIT with "digest"; LEASE_HELD: another owner has it now) and
+        InvalidArgument (manifest or name).
         """
         self._core.check_open(namespace)
         check_agent_id(agent_id)

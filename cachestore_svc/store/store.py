@@ -59,7 +59,6 @@ class Store:
         random_bytes: RandomBytes = secrets.token_bytes,
     ) -> "Store":
         """Lock the data directory, bring its database to today's form, and, if it `sweeps`, remove what a crash left.
-
         `clock` gives Unix seconds (`time.time`), `token_hex` gives so many random bytes in hex (`secrets.token_hex`),
         `steady` monotonic seconds. `blobs` keeps the blobs' bytes; None: files in the data directory. `masters`: the
         keys that open sealed namespaces; a namespace that none of them opens refuses every request. Raises Unavailable

@@ -16,10 +16,9 @@ LONG_CALLS = 2
 
 
 class StoreThreads:
-    """A pool of threads. Wide, because most of them wait for the disk or for a commit that they share.
-
-    One namespace has three quarters of them at most, so another one finds a free thread, and does not wait behind all
-    that the first has asked for.
+    """A pool of threads. Wide, because most of them wait for the disk or for a commit that they share. One namespace
+    has three quarters of them at most, so another one finds a free thread, and does not wait behind all that the first
+    has asked for.
     """
 
     def __init__(self, count: int = THREADS) -> None:

@@ -95,7 +95,6 @@ def _is_unowned(core: Core, blobs: NamespaceBlobs, hash_: str, repair: bool) -> 
 
 
 def _files(core: Core, namespace: str, repair: bool) -> Iterator[Finding]:
-    """Files without rows, rows without files, files of a wrong size."""
     listing = core.blobs.of(namespace).list()
     digests = core.catalog.read(namespace, lambda view: view.whole_blobs())
     listed = {digest.hash: digest for digest in digests}
@@ -135,7 +134,6 @@ def _has_wrong_size(core: Core, namespace: str, digest: Digest, repair: bool) ->
 
 
 def _manifests(core: Core, namespace: str, repair: bool) -> Iterator[Finding]:
-    """Manifests whose rows name other blobs than their bytes do."""
     for manifest in core.catalog.read(namespace, lambda view: view.held_manifests()):
         try:
             facts = read_manifest(read_blob(core, namespace, manifest))

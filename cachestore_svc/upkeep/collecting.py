@@ -49,9 +49,8 @@ def shorten(core: Core) -> None:
 
 def make_room(core: Core, namespace: str, wanted_bytes: int, resuming: Digest) -> None:
     """Free bytes of a namespace whose quota is full: first unheld blobs and parts, then what eviction may give up. The
-    part of the blob that needs the room stays.
-
-    Frees what is wanted, or as much unheld as there is; the caller checks again whether it is enough.
+    part of the blob that needs the room stays. Frees what is wanted, or as much unheld as there is; the caller checks
+    again whether it is enough.
     """
     wanted_bytes -= core.writers.drop_parts(namespace, core.now_unix_ms(), but=resuming)
     if wanted_bytes > 0:

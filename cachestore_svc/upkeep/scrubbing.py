@@ -95,7 +95,6 @@ class Scrubbing:
         return is_whole
 
     def skip(self, blob: ToScrub) -> bool:
-        """Go on behind it. It is not known to be damaged."""
         self.state = replace(self.state, namespace=blob.namespace, number=blob.number)
         return True
 

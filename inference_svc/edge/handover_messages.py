@@ -118,7 +118,6 @@ def write_stand(stand: Stand, prompt_tokens: int) -> pb.TakeTurnRequest:
 
 
 def read_stand(message: pb.TurnStand, prompt: Tokenized) -> Stand:
-    """What it says of tokens is checked by the engine."""
     carried = CarriedTurn(
         token_ids=prompt.ids + TokenIds(message.reply_token_ids),
         computed=message.computed_tokens,

@@ -130,7 +130,6 @@ async def _in_time() -> AsyncIterator[None]:
 
 
 def _named(request: pb.HandOverTurnRequest, under_way: list[list[Progress]]) -> list[Progress]:
-    """The turns of the request, or of the agent, that are to go."""
     by = request.WhichOneof("turn")
     if by is None:
         raise InvalidArgument("turn: expected agent_id or request_id", field="turn")

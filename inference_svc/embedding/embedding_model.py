@@ -24,8 +24,6 @@ class _Worker:
 
 
 class EmbeddingModel:
-    """One model that only embeds. On one event loop."""
-
     def __init__(self, name: str, thread: MlxThread[_Worker], embedder: TextEmbedder) -> None:
         self.name = name
         self.dimensions = embedder.width

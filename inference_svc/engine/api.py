@@ -76,7 +76,6 @@ class Cold:
 @dataclass(frozen=True, slots=True)
 class Hot:
     """The engine's own memory of the plan's key is reused: its first `keep_tokens` tokens, which must equal the plan's.
-
     `keep_tokens` may lie anywhere (DIVERGE). If the memory was dropped in between, the engine refuses with
     HotMemoryGone; the turn has had no effect then, and may be planned again.
     """
@@ -94,7 +93,6 @@ class HotMemoryGone(FailedPrecondition):
 @dataclass(frozen=True, slots=True)
 class Restored:
     """KV read from outside: `blobs` are tensor files' bytes, in order from position 0, the last one full or a tail.
-
     `token_ids` are all tokens of the files (a block's chain hash covers the whole block). The first `keep_tokens` of
     them are reused and must equal the plan's; `keep_tokens` may cut inside the last file (DIVERGE). `shareable_tokens`
     is the manifest's number or, for blocks found by block hash, all of the tokens. Every file is checked before MLX
@@ -205,9 +203,8 @@ class Timings:
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """The turn has its memory and begins. `cached_tokens` tokens are reused and will not be computed.
-
-    `is_shared`: another turn or memory of the namespace gave them, not the source that the plan named.
+    """The turn has its memory and begins. `cached_tokens` tokens are reused and will not be computed. `is_shared`:
+    another turn or memory of the namespace gave them, not the source that the plan named.
     """
 
     cached_tokens: int
@@ -280,12 +277,11 @@ class Resumed:
 @dataclass(frozen=True, slots=True)
 class Ended:
     """The turn is over. With a key, its sequence is the key's hot memory now. A cancel with keep_partial ends so too; a
-    cancel without it is `Failed(Cancelled)`, and the memory stays as it was before the turn.
-
-    `state` is what a snapshot taken now holds: the prompt, the reply, and its stop token, but no tokens that only spell
-    a stop string. `generated_text` is the text of all tokens of `state` behind the prompt, special tokens included, so
-    that prompt text + generated_text is the text of the state. `text` is the whole reply as the client saw it.
-    `embedding`: the prompt's, if the plan asked for it.
+    cancel without it is `Failed(Cancelled)`, and the memory stays as it was before the turn. `state` is what a snapshot
+    taken now holds: the prompt, the reply, and its stop token, but no tokens that only spell a stop string.
+    `generated_text` is the text of all tokens of `state` behind the prompt, special tokens included, so that prompt
+    text + generated_text is the text of the state. `text` is the whole reply as the client saw it. `embedding`: the
+    prompt's, if the plan asked for it.
     """
 
     finish_reason: FinishReason
@@ -302,8 +298,6 @@ class Ended:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """The turn is over without effect on the key's hot memory."""
-
     error: KvasirError
 
 

@@ -63,7 +63,6 @@ def _last_points(kv: SequenceKV) -> tuple[int, ...]:
 
 def begin(sequence: Sequence, reuse: Reuse, forked: SequenceKV, model: ModelInfo) -> None:
     """Give the turn its KV: the fork of what it reuses. If its plan restores more, the files behind that are loaded.
-
     Raises FailedPrecondition (RESTORED_TOKENS_DIFFER, STATE_MISSING) and DataLoss (BLOB_DAMAGED); nothing has changed
     then.
     """

@@ -129,12 +129,11 @@ class EngineMemories:
         stored_windows: Mapping[int, Collection[int]] = MappingProxyType({}),
     ) -> "Future[api.Snapshot | None]":
         """Tensor files of the key's memory from block `first_block` on; None if there is no memory. Waits until no turn
-        of the key runs.
-
-        `max_blocks`: at most so many, and the tail only with the memory's last block. `stored_windows`: by window,
-        blocks of these tokens that the caller has. `blocks_only`: full blocks alone, at once, of the running turn if
-        there is one. Bytes are copies: later turns do not change them. Rows from a turn's `cached_tokens` on may differ
-        from those before it, even for equal tokens: publish from block `cached_tokens // 256`.
+        of the key runs. `max_blocks`: at most so many, and the tail only with the memory's last block.
+        `stored_windows`: by window, blocks of these tokens that the caller has. `blocks_only`: full blocks alone, at
+        once, of the running turn if there is one. Bytes are copies: later turns do not change them. Rows from a turn's
+        `cached_tokens` on may differ from those before it, even for equal tokens: publish from block `cached_tokens //
+        256`.
         """
 
         def whole(worker: EngineWorker) -> PendingFiles[api.Snapshot] | None:
@@ -213,18 +212,16 @@ class Engine:
         begin_phase: Callable[[str], None] = lambda _: None,
         start: Callable[[Callable[[], EngineWorker]], MlxThread[EngineWorker]] = MlxThread,
     ) -> "Engine":
-        """Start the MLX thread and load a model on it; blocks until it can serve.
-
-        `model`: a directory that mlx-lm can load, or a Hugging Face repository name. `cache_dir` keeps weights digests
-        by file identity, and the choices of `auto` by weights digest. `memory_budget_bytes` bounds all KV; it may be
-        a function of the model's facts, which raises KvasirError where it has no room. `policy`:
-        None for 4 bits, groups of 64; a request for `auto` measures the model first, unless its choice is known, and
-        asks it from `conversations_file` if that is written for its tokenizer. `compute_type`: None for float32 on a
-        CPU, else the model's own. `kernels`: "reference" uses none. `name`: for callers; empty: the name in the model's
-        path. `begin_phase` is called on the MLX thread with the name of each part of the work. `start` makes the worker
-        on its own thread. See `Rules`, `ModelRunner` and `load` for the rest.
-        Raises NotFound (no such model), FailedPrecondition (LAYER_NOT_KEPT, which names the layer and its class;
-        MODEL_NOT_LOADABLE), InvalidArgument (policy, compute type).
+        """Start the MLX thread and load a model on it; blocks until it can serve. `model`: a directory that mlx-lm can
+        load, or a Hugging Face repository name. `cache_dir` keeps weights digests by file identity, and the choices of
+        `auto` by weights digest. `memory_budget_bytes` bounds all KV; it may be a function of the model's facts, which
+        raises KvasirError where it has no room. `policy`: None for 4 bits, groups of 64; a request for `auto` measures
+        the model first, unless its choice is known, and asks it from `conversations_file` if that is written for its
+        tokenizer. `compute_type`: None for float32 on a CPU, else the model's own. `kernels`: "reference" uses none.
+        `name`: for callers; empty: the name in the model's path. `begin_phase` is called on the MLX thread with the
+        name of each part of the work. `start` makes the worker on its own thread. See `Rules`, `ModelRunner` and `load`
+        for the rest. Raises NotFound (no such model), FailedPrecondition (LAYER_NOT_KEPT, which names the layer and its
+        class; MODEL_NOT_LOADABLE), InvalidArgument (policy, compute type).
         """
         load_optimized_blas()
         opened: OpenedModel
@@ -288,12 +285,10 @@ class Engine:
     def submit(self, plan: api.TurnPlan, on_events: api.Listener) -> TurnHandle:
         """Queue a turn. `on_events` is called on the MLX thread, after every token and every cell, with all events
         since the last call, in order; it must return at once and not raise. The last event is exactly one `Ended` or
-        `Failed`.
-
-        Turns of different keys run interleaved; turns of one key run in the order of submission. Plan the turns of one
-        key one by one: a plan depends on the memory that the turn before leaves. How many turns are open is the
-        caller's to bound. Raises ResourceExhausted at once when the prompt and max_tokens cannot fit the context, or
-        the empty KV budget; InvalidArgument for an invalid plan; Unavailable after close.
+        `Failed`. Turns of different keys run interleaved; turns of one key run in the order of submission. Plan the
+        turns of one key one by one: a plan depends on the memory that the turn before leaves. How many turns are open
+        is the caller's to bound. Raises ResourceExhausted at once when the prompt and max_tokens cannot fit the
+        context, or the empty KV budget; InvalidArgument for an invalid plan; Unavailable after close.
         """
         self._check(plan)
         sequence = Sequence(plan, self.model, self.token_text, time.monotonic, self._matcher(plan), on_events)

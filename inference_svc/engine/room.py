@@ -44,8 +44,6 @@ class KvRoom:
         """Pages in use that are no memory's. While no turn is open there must be none."""
         return self.memories.ledger.used_pages - len(self.memories.pages)
 
-    # --- what turns take and give up ---
-
     def take(self, sequence: Sequence, protected: Collection[Hashable] | None) -> tuple[Reuse, SequenceKV]:
         """Reserve room for a turn, dropping memories for it; returns what it begins with and its fork. Raises
         FailedPrecondition (HOT_MEMORY_GONE) if the memory that it was planned with is not there, or does not fit beside
@@ -68,8 +66,6 @@ class KvRoom:
         if sequence.reservation is not None:
             self.memories.ledger.release(sequence.reservation)
         sequence.reservation = None
-
-    # --- what the scheduler asks ---
 
     def held_bytes(self, sequence: Sequence) -> int:
         return self.memories.ledger.reserved_bytes(sequence.reservation)
@@ -113,8 +109,6 @@ class KvRoom:
         more = sum(most_file_bytes(sequence, self._model) for sequence in sequences)
         held = sum(other.swapped.unstored_bytes for other in self._turns if other.swapped is not None)
         return not more or held + more <= self.total_bytes // _UNSTORED_PART
-
-    # --- what a turn begins with ---
 
     def _reuses(self, sequence: Sequence) -> list[Reuse]:
         """What the turn may begin with, best first: a prefix that saves more than its plan, its hot memory, nothing."""

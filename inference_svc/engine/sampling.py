@@ -26,9 +26,8 @@ class Drawn:
 
 
 class Sampler:
-    """Draws the tokens of one request: its settings, its key, the tokens that it may not repeat, its constraint.
-
-    The order is that of mlx-lm: bias, then repetition penalty (CTRL, arXiv 1909.05858: positive logits are divided,
+    """Draws the tokens of one request: its settings, its key, the tokens that it may not repeat, its constraint. The
+    order is that of mlx-lm: bias, then repetition penalty (CTRL, arXiv 1909.05858: positive logits are divided,
     negative ones multiplied, once per token however often it came), then OpenAI's two penalties, which count the reply
     alone, then the constraint. From the remaining tokens a greedy sampler takes the likeliest. Others apply top-p,
     min-p and top-k to the untempered distribution, and draw at the temperature. A temperature below 1e-4 is greedy, as

@@ -28,8 +28,6 @@ if TYPE_CHECKING:  # so that the schedule of sequences is tested where there is 
 
 
 class Arrival(Protocol):
-    """A turn's KV on its way from tensor files, some at a time."""
-
     load: "KvLoad"  # the KV that is made of them
 
     @property
@@ -167,11 +165,10 @@ class Sequence:
 
     @property
     def shareable(self) -> int:
-        """Leading tokens, in whole blocks, whose KV other turns may share: what a cold run would have computed.
-
-        Where cells are single blocks, it has the bits of a cold run. Where they are longer, a prompt's last cell may
-        have been cut elsewhere: then the bits are those of another shape of the same product, within the tolerance of
-        16-bit computing (DESIGN §3).
+        """Leading tokens, in whole blocks, whose KV other turns may share: what a cold run would have computed. Where
+        cells are single blocks, it has the bits of a cold run. Where they are longer, a prompt's last cell may have
+        been cut elsewhere: then the bits are those of another shape of the same product, within the tolerance of 16-bit
+        computing (DESIGN §3).
         """
         return _whole_blocks(self._on_grid)
 
@@ -186,10 +183,9 @@ class Sequence:
 
     @property
     def prompt_rewind_point(self) -> int:
-        """Prompt tokens after which the memory must have a rewind point; 0 for none.
-
-        Windows can go on from wherever their blocks are, so theirs is the prompt's last border of a block: up to there
-        others may share it, and a pass over it would write only what a window sees at the pass's end.
+        """Prompt tokens after which the memory must have a rewind point; 0 for none. Windows can go on from wherever
+        their blocks are, so theirs is the prompt's last border of a block: up to there others may share it, and a pass
+        over it would write only what a window sees at the pass's end.
         """
         if not self._model.has_rewind_points or self.plan.pooling is not None:
             return 0
@@ -261,7 +257,6 @@ class Sequence:
         self._events.append(api.Preempted(files, self.computed))
 
     def ask_for_files(self) -> None:
-        """There is room for its KV again: emit `Wanted`."""
         self._stage = Status.RESTORING
         self._events.append(api.Wanted())
 
@@ -277,7 +272,6 @@ class Sequence:
         self._on_grid = min(self._on_grid, computed)
 
     def held(self) -> None:
-        """It computes and draws no token from now on."""
         self._stage = Status.HELD
 
     def released(self) -> None:
@@ -360,7 +354,6 @@ class Sequence:
             self._events.append(api.BlocksFull(self.full_blocks))
 
     def _end_if_only_prompt(self) -> None:
-        """End a turn that generates nothing once its prompt is computed."""
         if not self.plan.generates and not self.is_prefilling:
             self._first_token_s = self._clock()
             self._reply.finish_reason = api.FinishReason.LENGTH

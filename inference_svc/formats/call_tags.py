@@ -13,8 +13,6 @@ _NULL = r"[nN][uU][lL][lL]"
 
 @dataclass(frozen=True, slots=True)
 class Tags:
-    """A call whose arguments are tags, one for each property."""
-
     head: str
     open: str  # before a value; {} is the property's name
     close: str

@@ -108,7 +108,6 @@ class Text:
         )
 
     def _free_text(self, schema: Schema, writing: Writing) -> str:
-        """Up to the first end of the value."""
         pieces = writing.spelling.pieces(self.close)
         tokens = [place for place, piece in enumerate(pieces) if isinstance(piece, int)]
         text_end = "".join(map(str, pieces[: tokens[0]] if tokens else pieces))

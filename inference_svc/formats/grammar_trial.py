@@ -52,7 +52,6 @@ class GrammarTrial:
         check(constraint, Trial(**json.loads(answer)))
 
     async def _answer(self, constraint: Constraint) -> bytes:
-        """The process's answer, a line; empty if the process ended."""
         process = self._process = self._process or await _start()
         assert process.stdin is not None
         assert process.stdout is not None

@@ -226,8 +226,6 @@ class TurnGiver:
 
 @dataclass(slots=True)
 class _HandOver:
-    """One request's turns on their way out."""
-
     giver: TurnGiver
     turns: Sequence[Progress]
     given: HandOverCost

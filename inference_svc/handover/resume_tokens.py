@@ -37,7 +37,6 @@ class ResumeTokens:
         return self._new_token()
 
     def offer(self, token: str, reply: WaitingReply) -> None:
-        """From now on the token gives this reply."""
         self._forget_old()
         own = [name for name, other in self._waiting.items() if other.namespace == reply.namespace]
         if len(own) >= _MOST:

@@ -26,7 +26,6 @@ def applied_layers(layout: Layout, identity: identity_pb2.KvIdentity, pool: KvPo
 
 
 def _some_rows(layout: Layout, index: int) -> tuple[mx.array, mx.array]:
-    """K and V as a layer of this entry gives them for a few tokens."""
     entry = layout.entries[index]
     keys, values = (
         mx.random.normal((1, entry.kv_heads, len(PROBE_TOKENS), dim), layout.kv_type, key=mx.random.key(index))

@@ -54,9 +54,8 @@ def _dequantized(codes: mx.array, scales: mx.array, biases: mx.array, group_size
 @dataclass(frozen=True, slots=True)
 class RotatedCodec:
     """Quantization after a Hadamard rotation along the head, as in QuaRot. A channel much larger than its neighbours
-    would take its group's whole range; the rotation spreads it over all channels.
-
-    Decoding rotates back, so attention and RoPE are unchanged. The rotation is orthonormal and its own inverse.
+    would take its group's whole range; the rotation spreads it over all channels. Decoding rotates back, so attention
+    and RoPE are unchanged. The rotation is orthonormal and its own inverse.
     """
 
     part_count: ClassVar[int] = QuantizedCodec.part_count

@@ -35,7 +35,6 @@ class _GroupFiles:
 
     @property
     def ready(self) -> int:
-        """How many came and were not sent."""
         return max(0, min(len(self.files), self.count) - self.sent)
 
 
@@ -51,7 +50,6 @@ class _Piece:
 
 class KvLoad:
     """KV that is being made from files. If it is released or dropped before it is whole, its pages go back to the pool.
-
     `kv`: of whole leading blocks, which need no files, or empty. The files, those blocks' too, cover the first `keep`
     tokens from position 0, which are kept, with the rewind points of `states`. If the model has recurrent layers, the
     last one is at `keep`. `windows`: files of each window, without a gap from a block that the token at `keep` sees, or
@@ -113,10 +111,9 @@ class KvLoad:
     def advance(self, most_files: int = MOST_FILES, meanwhile: Callable[[], None] = lambda: None) -> bool:
         """Send the next files to the device, at most so many, and write those that were sent in the call before. Files
         that do not come by themselves are written in the call that sends them. Returns whether the KV is whole.
-        Evaluates; on a GPU it calls `meanwhile` before it waits for what is enqueued.
-
-        Raises DataLoss, which names the file, for a value that is not finite, and ResourceExhausted if the pool has no
-        room; nothing is left of the load then.
+        Evaluates; on a GPU it calls `meanwhile` before it waits for what is enqueued. Raises DataLoss, which names the
+        file, for a value that is not finite, and ResourceExhausted if the pool has no room; nothing is left of the load
+        then.
         """
         try:
             were_sent = bool(self._coming)
@@ -142,7 +139,6 @@ class KvLoad:
         self.kv.release()
 
     def _sent(self, files: _GroupFiles, most: int) -> _Piece:
-        """Take pages for the next files of a group, and send them."""
         pool, group, first = self.kv.pool, files.group, files.sent
         some = files.files[first : first + min(most, files.ready)]
         blocks = [file.header.identity.start // PAGE_TOKENS for file in some]

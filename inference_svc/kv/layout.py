@@ -33,7 +33,6 @@ EntriesByCache: TypeAlias = tuple[int | tuple[int, ...], ...]
 @dataclass(frozen=True)
 class Layout:
     """A model's memories. `by_cache` has, for each cache that the model takes, the index of its entry, or several.
-
     `kv_type` is the type of keys as they are computed, or of a state if no layer has keys. `reads_pages`: the model's
     attention goes through our hook, and this device has kernels for it. They serve if `kernels` finds them right.
     """
@@ -124,7 +123,6 @@ def not_kept(model: Module, index: int, why: str) -> FailedPrecondition:
 
 
 def _entry(model: Module, owner: int, cache: Any) -> identity_pb2.LayerLayout:
-    """The layout entry of one of mlx-lm's caches, after a probe."""
     if isinstance(cache, ArraysCache):
         tensors = [_state_tensor(model, owner, tensor) for tensor in cache.cache]
         return identity_pb2.LayerLayout(kind=identity_pb2.LAYER_KIND_STATE, state_tensors=tensors)

@@ -65,10 +65,9 @@ class PrefillLayer:
 
 class InPlaceLayer(PrefillLayer):
     """As above on a GPU: kernels write the new rows to pages behind the sequence's length, where nobody reads them
-    before the pass is over, and read all rows from there.
-
-    Rows are attended to where they lie, by splits of the sequence, if `attends` says so: a few behind a long sequence
-    and, where the kernels have tiles, all but the passes that are left to MLX.
+    before the pass is over, and read all rows from there. Rows are attended to where they lie, by splits of the
+    sequence, if `attends` says so: a few behind a long sequence and, where the kernels have tiles, all but the passes
+    that are left to MLX.
     """
 
     attends = False

@@ -75,9 +75,6 @@ def whole_blocks(kv: SequenceKV, window: int) -> list[int]:
     return [block for block in full if all(table.has_whole(block, kv.rewind_points) for table in tables)]
 
 
-# --- rows ---
-
-
 def _check_rows(kv: SequenceKV, group: int, identities: Sequence[FileIdentity]) -> None:
     layers = layers_of(kv.pool.identity, group)
     for identity in identities:
@@ -151,9 +148,6 @@ def _tail_file(
         file.reshape(part.kv_heads, rows, part.units)[:] = tensor[:, :rows]
         offset += part.size
     return data.data.toreadonly()
-
-
-# --- states ---
 
 
 def _state_file(kv: SequenceKV, identity: FileIdentity) -> bytes:

@@ -1,10 +1,8 @@
-"""One sequence's KV: a block table for each group of layers, and the states of its recurrent layers.
-
-Full pages are immutable, so a fork shares all pages and copies nothing. A sequence copies its last page before writing
-if another sequence holds it. Rows beyond `length` are garbage: a sequence that failed half-way has lost nothing.
-
-Recurrent layers can only go back to a *rewind point*, a length at which their states were copied. Window layers can go
-back wherever the pages are left that the window touches there; they are kept for the rewind points.
+"""One sequence's KV: a block table for each group of layers, and the states of its recurrent layers. Full pages are
+immutable, so a fork shares all pages and copies nothing. A sequence copies its last page before writing if another
+sequence holds it. Rows beyond `length` are garbage: a sequence that failed half-way has lost nothing. Recurrent layers
+can only go back to a *rewind point*, a length at which their states were copied. Window layers can go back wherever the
+pages are left that the window touches there; they are kept for the rewind points.
 """
 
 from collections.abc import Collection, Iterator, Sequence
@@ -132,7 +130,6 @@ class SequenceKV:
 
     @property
     def state_arrays(self) -> list[mx.array]:
-        """The recurrent layers' arrays, to be evaluated together."""
         return [array for state in self.states.values() for array in state.state]
 
     @property
@@ -231,7 +228,6 @@ class SequenceKV:
         raise ValueError(f"rewind points are at {self.rewind_points}, not at {tokens}")
 
     def keep_rewind_points(self, tokens: Collection[int]) -> None:
-        """Forget all rewind points except those at these lengths."""
         self._points = [point for point in self._points if point.tokens in tokens]
         self._release_all_unneeded()
 

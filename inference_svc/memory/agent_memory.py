@@ -65,7 +65,6 @@ class Publication:
 
     @property
     def has_failed(self) -> bool:
-        """Whether the last try has failed, and none runs."""
         return self._failed_s is not None
 
     def owe(self, carrier: Carrier) -> None:
@@ -126,7 +125,6 @@ class AgentMemory:
 
     @property
     def unstored_tokens(self) -> int:
-        """Tokens behind the blocks that the store has."""
         return len(self.transcript.token_ids) - len(self.files.blocks) * BLOCK_TOKENS
 
 
@@ -154,7 +152,6 @@ def as_hot(memory: AgentMemory) -> AgentMemory:
 
 
 def nothing_yet(head: Head | None, tokenizer_digest: str) -> AgentMemory:
-    """The empty memory of a new agent."""
     return AgentMemory(NO_TEXT, (), manifest_pb2.Turn(), 0, tokenizer_digest, Publication(Standing(head, Stage.STORED)))
 
 

@@ -233,6 +233,5 @@ def unknown_token(memory: AgentMemory, vocabulary_size: int) -> str:
 
 
 async def _wait(running: PublicationTask, budget: Budget) -> None:
-    """Wait for a publication with the rest of the turn's budget."""
     with budget.spending():
         await asyncio.wait({running}, timeout=budget.remaining_s)

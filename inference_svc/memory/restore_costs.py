@@ -43,8 +43,6 @@ class LearnedCost:
 
 
 class RestoreCosts:
-    """What one engine has learned of its stores and of itself."""
-
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._computing = LearnedCost()
@@ -56,7 +54,6 @@ class RestoreCosts:
             self._computing.learn(stop - start, _depth(start, stop), seconds)
 
     def restored(self, source: Hashable, size_bytes: int, seconds: float) -> None:
-        """So many bytes of a source were read and became KV."""
         if size_bytes >= LEAST_BYTES:
             cost = self._known(source) or LearnedCost()
             cost.learn(size_bytes, 1.0, seconds)

@@ -159,11 +159,10 @@ class ReusePlanner:
         generates: bool = True,
     ) -> Prepared:
         """Compare the prompt with the memory, then with shared blocks, and read the KV that is reused from the store.
-        `given`: the prompt's tokens, where it came as tokens; they are compared then, and not the text.
-
-        `hold` is awaited with the number of bytes that will be read: the caller gives out the memory for them, and the
-        wait for it does not count as the store's time. `avoid`: what the engine refused. `generates`: False when only
-        the prompt is computed; then all of it may be reused.
+        `given`: the prompt's tokens, where it came as tokens; they are compared then, and not the text. `hold` is
+        awaited with the number of bytes that will be read: the caller gives out the memory for them, and the wait for
+        it does not count as the store's time. `avoid`: what the engine refused. `generates`: False when only the prompt
+        is computed; then all of it may be reused.
         """
         if recollection.kv_from is Source.HOT and recollection.memory is not None:
             recollection = replace(recollection, memory=as_hot(recollection.memory))
@@ -189,7 +188,6 @@ class ReusePlanner:
     async def _candidate(
         self, prompt: _Prompt, recollection: Recollection, avoid: Avoid, store: RemoteCache | None, budget: Budget
     ) -> tuple[_Candidate, Miss | None]:
-        """The source of most of the prompt's KV, and why it is not more."""
         recollection, candidate = await self._best(prompt, recollection)
         miss = recollection.miss or _text_miss(recollection, candidate.match, prompt.text)
         candidate, unstored = self._restorable(candidate, recollection, avoid)

@@ -46,7 +46,6 @@ def covers(windows: Mapping[int, StoredWindow], tokens: int) -> bool:
 
 
 def stored_windows(listed: Iterable[manifest_pb2.WindowBlocks]) -> dict[int, StoredWindow]:
-    """By window, the files of all runs that a manifest lists."""
     found: dict[int, StoredWindow] = {}
     for run in listed:
         files = dict(found[run.window].files) if run.window in found else {}
@@ -59,7 +58,6 @@ def stored_windows(listed: Iterable[manifest_pb2.WindowBlocks]) -> dict[int, Sto
 
 
 def listed_windows(windows: Mapping[int, StoredWindow]) -> list[manifest_pb2.WindowBlocks]:
-    """The runs of blocks without a gap, as a manifest lists them."""
     runs: list[manifest_pb2.WindowBlocks] = []
     for window, stored in sorted(windows.items()):
         for block, digest in sorted(stored.files.items()):

@@ -107,7 +107,6 @@ def _hot_agent(engine: Engine, namespace: str, prompt: TokenIds, busy: Collectio
 
 
 def _openings(token_ids: TokenIds, lengths: Sequence[int]) -> list[_Opening]:
-    """The prompt's beginnings of these lengths, the shortest first."""
     hasher, begin, found = blake3(), 0, []
     for end in sorted(lengths):
         hasher.update(bytes(token_ids[begin:end]))

@@ -16,10 +16,9 @@ _MKL_CBWR_STRICT = 0x10000
 
 @functools.cache
 def load_optimized_blas() -> str | None:
-    """Load MKL or OpenBLAS for MLX and return the library's file name; None if none is found or needed.
-
-    The library stays loaded, with global symbols. With MKL, equal operands then give equal results at any alignment, so
-    that a restored sequence does not depend on where an allocator put it.
+    """Load MKL or OpenBLAS for MLX and return the library's file name; None if none is found or needed. The library
+    stays loaded, with global symbols. With MKL, equal operands then give equal results at any alignment, so that a
+    restored sequence does not depend on where an allocator put it.
     """
     if sys.platform != "linux" or "mlx.core" in sys.modules:
         return None

@@ -63,7 +63,6 @@ def active_bytes() -> int:
 
 
 def peak_bytes() -> int:
-    """The most bytes of live arrays since `restart_peak`."""
     return int(mx.get_peak_memory())
 
 

@@ -28,10 +28,9 @@ _CACHE_FILE = "weights-digests.json"
 
 
 def weights_digest(directory: Path, cache_dir: Path) -> str:
-    """BLAKE3 of the model's weights files, in name order, and of its configuration.
-
-    A file's digest is kept in `cache_dir` under its device, inode, size and modification time, so that a large model is
-    read once. The cache is only a shortcut: when it cannot be read or written, the files are read again.
+    """BLAKE3 of the model's weights files, in name order, and of its configuration. A file's digest is kept in
+    `cache_dir` under its device, inode, size and modification time, so that a large model is read once. The cache is
+    only a shortcut: when it cannot be read or written, the files are read again.
     """
     known = _read_cache(cache_dir / _CACHE_FILE)
     digests = {
@@ -51,7 +50,6 @@ def kept_digest(path: Path, cache_dir: Path) -> str | None:
 
 
 def forget_digest(path: Path, cache_dir: Path) -> None:
-    """The next start reads the file again."""
     known = _read_cache(cache_dir / _CACHE_FILE)
     _write_cache(cache_dir / _CACHE_FILE, {key: digest for key, digest in known.items() if key != _file_identity(path)})
 

@@ -13,8 +13,6 @@ _WITHOUT_WINDOW = (identity_pb2.LAYER_KIND_FULL, identity_pb2.LAYER_KIND_LATENT)
 
 @dataclass(frozen=True)
 class KvFacts:
-    """The KV of a model, all of it by its identity."""
-
     kv_identity: identity_pb2.KvIdentity  # never mutated
     kv_identity_hash: str = field(init=False)
     kv_bytes_per_token: int = field(init=False)

@@ -37,11 +37,10 @@ _ANY_BYTES = 1 << 40  # a probe's pool grows with use, and is small
 
 
 class ModelRunner:
-    """A loaded model, the KV of whose layers can all be kept. Lives on the MLX thread.
-
-    Raises FailedPrecondition, reason LAYER_NOT_KEPT, for any other model, with the first layer that cannot be kept.
-    `batch_invariant`: a row's bits must not depend on the rows beside it. On a CPU they never do; a GPU then decodes
-    fixed numbers of rows (`new_batch`).
+    """A loaded model, the KV of whose layers can all be kept. Lives on the MLX thread. Raises FailedPrecondition,
+    reason LAYER_NOT_KEPT, for any other model, with the first layer that cannot be kept. `batch_invariant`: a row's
+    bits must not depend on the rows beside it. On a CPU they never do; a GPU then decodes fixed numbers of rows
+    (`new_batch`).
     """
 
     def __init__(
@@ -255,7 +254,6 @@ def _last_rows(layers: Sequence[AnyLayer]) -> mx.array:
 
 
 def _probed(model: Any, kernels: KernelChoice) -> Probed:
-    """Find a model's facts, and make it as they say."""
     layout = replace(shown_layout(model), kernels=kernels)
     vocabulary_size, width = _computes_last_position_only(model)
     trunk = model.model if width else None
@@ -272,11 +270,10 @@ def _take_probed(model: Any, known: Probed) -> None:
 
 def _computes_last_position_only(model: Any) -> tuple[int, int]:
     """Make the model apply its head to the last position only, if that is possible; returns the size of its vocabulary,
-    and the width of the rows that its head gets, 0 if it was not possible.
-
-    mlx-lm's models are a trunk, `model.model`, and a head over all its positions: a prompt's cell would pay for the
-    vocabulary 256 times. The trunk's class is replaced by one that returns its last position only. It is put back if
-    the model then makes something else of the trunk's rows; any rows show that, so none are computed here.
+    and the width of the rows that its head gets, 0 if it was not possible. mlx-lm's models are a trunk, `model.model`,
+    and a head over all its positions: a prompt's cell would pay for the vocabulary 256 times. The trunk's class is
+    replaced by one that returns its last position only. It is put back if the model then makes something else of the
+    trunk's rows; any rows show that, so none are computed here.
     """
     logits = _two_logits(model)
     trunk = getattr(model, "model", None)
@@ -319,7 +316,6 @@ def _narrow(trunk: Module) -> None:
 
 @contextmanager
 def _every_position(model: Module) -> Iterator[None]:
-    """Undo `_computes_last_position_only` inside a `with` block."""
     trunk: Any = getattr(model, "model", None)
     narrowed = type(trunk)
     if not narrowed.__name__.startswith(_NARROWED):

@@ -116,10 +116,8 @@ def tool_bytes(tool: Tool) -> int:
 
 def render(template: ChatTemplate, conversation: Dialogue, *, add_generation_prompt: bool = True) -> str:
     """The text of a conversation; before a reply that was begun its own text takes the generation prompt's place.
-    Raises InvalidArgument when the template refuses it or returns invalid text.
-
-    A template may refuse a call that has both reasoning and an answer before it (gpt-oss): then these lose their
-    reasoning.
+    Raises InvalidArgument when the template refuses it or returns invalid text. A template may refuse a call that has
+    both reasoning and an answer before it (gpt-oss): then these lose their reasoning.
     """
     if add_generation_prompt and conversation.begun is not None:
         return _begun_prompt(template, conversation, conversation.begun)
@@ -186,10 +184,9 @@ def input_digest(
     tools: Sequence[Tool],
     settings: Sequence[tuple[str, str]],
 ) -> str:
-    """BLAKE3-256 over a request's input, in hex: every field prefixed with its length as 8 bytes little-endian.
-
-    In order: a tag, the kind of input, the prompt, each message's fields (reasoning where there is some), each
-    tool's fields, and each setting's name and value; counts stand before repeated fields.
+    """BLAKE3-256 over a request's input, in hex: every field prefixed with its length as 8 bytes little-endian. In
+    order: a tag, the kind of input, the prompt, each message's fields (reasoning where there is some), each tool's
+    fields, and each setting's name and value; counts stand before repeated fields.
     """
     fields = [kind, prompt, str(len(messages))]
     for message in messages:

@@ -44,7 +44,6 @@ def difference(remembered: str, given: str, at: int) -> Difference | None:
 
 
 def placed(found: Difference, text: str, conversation: Dialogue, template: ChatTemplate) -> Difference:
-    """The same, with the message in which the difference lies."""
     index = _message_at(without_guards(text), found.character, conversation, template)
     if index is not None:
         return replace(found, message=index, role=conversation.messages[index]["role"])

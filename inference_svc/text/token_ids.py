@@ -51,7 +51,6 @@ class TokenIds(Sequence[int]):
         return int(self._ids.max(initial=0))
 
     def growing(self) -> "array[int]":
-        """A copy to which tokens may be appended."""
         return array("I", bytes(self))
 
 

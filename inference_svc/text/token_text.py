@@ -56,9 +56,8 @@ class TokenText:
 
     def spell(self, token_ids: Sequence[int], *, is_behind: bool = False) -> tuple[str, list[int]]:
         """Text of the tokens, special ones spelled, and the code points that each completes (manifest.proto
-        `token_chars`). `is_behind`: the tokens stand behind others.
-
-        The counts add up to the text's length. Bytes of a character that never completes are left out of the text.
+        `token_chars`). `is_behind`: the tokens stand behind others. The counts add up to the text's length. Bytes of a
+        character that never completes are left out of the text.
         """
         stream = self._open_stream()
         parts = [stream.push(token_id) for token_id in token_ids]
@@ -67,7 +66,6 @@ class TokenText:
         return "".join(parts), [len(part) for part in parts]
 
     def stream(self) -> TextStream:
-        """A text that begins empty, behind other text."""
         return self._open_stream()
 
 

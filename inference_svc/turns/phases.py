@@ -41,7 +41,6 @@ class Recalled:
 
     @property
     def is_kept(self) -> bool:
-        """Whether the turn becomes its agent's next version."""
         return self.request.is_kept and self.continuation is not Continuation.BRANCHED
 
 

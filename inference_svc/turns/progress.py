@@ -172,12 +172,10 @@ class TurnPhase(Enum):
 
     @property
     def has_begun(self) -> bool:
-        """Whether the engine has the turn's KV, or had it."""
         return self not in (TurnPhase.WAITING, TurnPhase.PLANNING)
 
     @property
     def has_ended(self) -> bool:
-        """Whether the turn's reader has its end."""
         return self in (TurnPhase.MOVED, TurnPhase.ENDED)
 
     @property
@@ -254,7 +252,6 @@ class Progress:
 
     @property
     def error(self) -> errors.KvasirError | None:
-        """The reader's error, if the turn was cancelled."""
         return self.stopped.error if self.stopped is not None else None
 
     def emit(self, event: TurnEvent) -> None:

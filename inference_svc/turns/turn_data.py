@@ -125,7 +125,6 @@ class TurnRequest:
 
     @property
     def extended(self) -> AgentKey | None:
-        """The agent whose line the turn extends."""
         return self.key if self.extends else None
 
     @property

@@ -146,8 +146,6 @@ class TurnFlow:
             if not self._waiting[key]:
                 del self._waiting[key], self._order[key]
 
-    # --- one turn ---
-
     async def _served(self, turn: Progress) -> Remembered | None:
         """None: the turn leaves no memory that it made itself."""
         if turn.taken is not None:
@@ -196,8 +194,6 @@ class TurnFlow:
             remembered = await self._shortener.after_reply(remembered)
         await self._ending.finish(remembered, turn)
         return remembered
-
-    # --- a turn that generates nothing ---
 
     async def _warm(self, turn: Progress, cursor: EventCursor | None, budget: Budget) -> None:
         """Make the agent's memory hot, or the request's prompt, and generate nothing. Raises as `_serve`."""

@@ -89,7 +89,6 @@ def count_unused(rows: Rows, agent_id: str, passed_ms: int) -> None:
 
 
 def _unused_ms(rows: Rows, agent: int) -> int | None:
-    """None where the agent was used since the last count."""
     counted = "SELECT unused_ms FROM unused WHERE agent_id = :agent AND used = :used"
     found = rows.one(counted, agent=agent, used=_used(rows, agent))
     return int(found[0]) if found else None

@@ -77,7 +77,6 @@ def _find_manifest(rows: Rows, digest: Digest) -> BlobEntry:
 
 
 def _already_done(rows: Rows, line_id: int, asked: Commit, manifest: BlobEntry) -> SnapshotVersion | None:
-    """The version that this very commit made before, if it did."""
     found = versions.find_version(rows, line_id, asked.parent_version + 1)
     if found is None or found.parent_version != asked.parent_version or found.manifest != manifest.digest:
         return None
@@ -119,7 +118,6 @@ def _misfit(rows: Rows, row: BlobEntry, need: NamedBlob) -> str | None:
 
 def bind(rows: Rows, shared: Sequence[SharedBlock], named: Sequence[BlobEntry | None]) -> None:
     """Bind block hashes to blobs. The first binding of a hash stays, while its blob is here, undamaged and not brought.
-
     `named`: the manifest's blobs, None for a blob that others may not find. Binding ends at the first None, and behind
     a hash that is bound to other bytes: the next blocks were computed on bytes that a reader would not find.
     """

@@ -49,7 +49,6 @@ def remove_unused_schemas(rows: Rows) -> None:
 
 
 def mark(rows: Rows, blob_ids: Sequence[int], now_unix_ms: int) -> None:
-    """Mark these at once: their rest begins now."""
     marked = "UPDATE blobs SET marked_unix_ms = :now WHERE id IN (SELECT value FROM json_each(:ids))"
     rows.run(marked, now=now_unix_ms, ids=blob_ids)
 
@@ -75,9 +74,8 @@ def evict(rows: Rows, wanted_bytes: int, evict_heads: bool, now_unix_ms: int, de
 
 
 def _held_by_old_versions(rows: Rows, deadlines: Deadlines) -> int:
-    """Bytes of unpromised blobs that no head holds: the most that giving up old versions can free.
-
-    Checked first: refused callers retry, and a full eviction attempt is expensive.
+    """Bytes of unpromised blobs that no head holds: the most that giving up old versions can free. Checked first:
+    refused callers retry, and a full eviction attempt is expensive.
     """
     return rows.number(
         """WITH heads (manifest_id) AS (

@@ -13,10 +13,9 @@ BROUGHT, TEXT_OWN = 1, 2
 
 def mark(rows: Rows, manifest: BlobEntry, named: Sequence[BlobEntry], *, is_brought: bool) -> list[BlobEntry]:
     """Mark the blobs that a commit makes brought; returns those that had no mark. `named`: the manifest's blobs, in its
-    order; `is_brought`: all of it came from elsewhere.
-
-    A blob that a version of this store's own engines names stays unmarked when it is brought again: equal digests are
-    equal bytes, and otherwise any client could end all sharing by an export and an import.
+    order; `is_brought`: all of it came from elsewhere. A blob that a version of this store's own engines names stays
+    unmarked when it is brought again: equal digests are equal bytes, and otherwise any client could end all sharing by
+    an export and an import.
     """
     everything = [*named, manifest]
     if is_brought:

@@ -102,12 +102,10 @@ class Rows:
         return next(iter(self.all(sql, **values)), None)
 
     def number(self, sql: str, **values: Value) -> int:
-        """The number that a row has; 0 where there is no row."""
         [found] = self.one(sql, **values) or (0,)
         return int(found or 0)
 
     def digests(self, sql: str, **values: Value) -> list[Digest]:
-        """Of rows of hash and size."""
         return [Digest(*found) for found in self.all(sql, **values)]
 
     def numbered_digests(self, sql: str, **values: Value) -> list[tuple[int, Digest]]:

@@ -23,8 +23,6 @@ class _Bucket:
 
 @dataclass(slots=True)
 class _Tries:
-    """Moves of one agent by one peer that were not handed over."""
-
     since: float | None = None  # the move that is under way
     failed: int = 0
     free_at: float = 0.0
@@ -51,11 +49,8 @@ class PeerLimits:
         self._take(peer, "bytes", size_bytes, most_bytes, most_bytes / 3600)
 
     def not_sent(self, peer: str, size_bytes: int) -> None:
-        """Bytes that were counted do not come."""
         if (bucket := self._buckets.get((peer, "bytes"))) is not None:
             bucket.left += max(size_bytes, 0)
-
-    # --- tries at one agent ---
 
     def check_try(self, agent: _Agent) -> None:
         """Raises ResourceExhausted (PEER_LIMIT) while the agent rests from the peer's tries."""
@@ -86,8 +81,6 @@ class PeerLimits:
 
     def ended(self, agent: _Agent) -> None:
         self._tries.pop(agent, None)
-
-    # --- inside ---
 
     def _take(self, peer: str, what: str, amount: float, most: float, per_s: float) -> None:
         now = self._steady()

@@ -46,7 +46,6 @@ class Peers:
         return sorted(name for name, peer in self.book.peers.items() if peer.serves(namespace))
 
     def with_address(self, namespace: str) -> list[str]:
-        """Those of them that listen to other machines."""
         return [name for name in self.names(namespace) if self.book.peers[name].address]
 
     def renamed(self) -> dict[str, str]:
@@ -81,10 +80,8 @@ class Peers:
 
     @asynccontextmanager
     async def connect(self, name: str, namespace: str) -> AsyncIterator[AioStoreClient]:
-        """A client of the peer, for a caller of this namespace.
-
-        Raises NotFound (PEER_UNKNOWN; also in the middle, when the peer is removed), FailedPrecondition
-        (PEER_CONFIGURATION: token, certificate, no address).
+        """A client of the peer, for a caller of this namespace. Raises NotFound (PEER_UNKNOWN; also in the middle, when
+        the peer is removed), FailedPrecondition (PEER_CONFIGURATION: token, certificate, no address).
         """
         peer = self.settings(name, namespace)
         link = _Link(peer, namespace, self._client(peer, namespace))
@@ -140,7 +137,6 @@ class PairedCallers:
         return Principal(_PRINCIPAL_PREFIX + peer.name, namespace, frozenset({PEER}))
 
     def identity_pem(self) -> tuple[bytes, bytes]:
-        """This store's key and certificate; empty before it has any."""
         return (b"", b"") if self._own is None else (self._own.key_pem, self._own.certificate.pem)
 
     def certificates_pem(self) -> bytes:

@@ -10,8 +10,6 @@ from inference_svc.kv.tensor_files import CheckedFile, FileChecks
 
 
 class Incoming:
-    """Files in order, `expected` of them if all come."""
-
     def __init__(self, expected: int, *, is_kept: bool = False) -> None:
         """`is_kept`: files that were taken may be taken again."""
         self.expected = expected

@@ -67,7 +67,6 @@ class _FilesWait(Generic[T]):
             self._await_files()
 
     def _await_files(self, _copied: object = None) -> None:
-        """Here, and again on the thread that copied the last file."""
         assert self._coming is not None
         for file in self._coming.files:
             if not file.done():

@@ -110,7 +110,6 @@ class SwapIn:
         sequence.resumed(kept)
 
     def _begun(self) -> KvLoad:
-        """A load of the files that are left, whose headers are checked."""
         while self._files.expected:
             try:
                 return self._whole() if self._model.has_rewind_points else self._leading()
@@ -119,7 +118,6 @@ class SwapIn:
         return KvLoad(SequenceKV(self._pool), (), 0)
 
     def _leave_out(self, error: DamagedFile) -> None:
-        """What is damaged, and all that needs it."""
         logger.warning("swap.damaged")
         damaged = 0 if self._model.has_rewind_points else error.blob
         self._files = self._files.leading(min(damaged, self._files.expected - 1))

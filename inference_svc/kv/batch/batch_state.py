@@ -13,7 +13,6 @@ class BatchStateKV(StateTensors):
         self.tensors: Tensors = []
 
     def advanced(self, count: int) -> None:
-        """Count tokens of every sequence that the model has seen."""
         for row in self.rows:
             row.offset += count
 

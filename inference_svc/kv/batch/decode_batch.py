@@ -17,7 +17,6 @@ Forward = Callable[[mx.array, list[Any]], mx.array]
 
 class DecodeBatch:
     """Sequences of one pool, by slot. Their rows lie in the pool's pages: to join or to leave copies none of them.
-
     `forward` maps tokens [slots, 1] and the layers' batched caches to logits [slots, 1, vocabulary]. `decoded_budget`
     bounds the values in the decoded copies of all layers together; above it, rows are decoded on read. `pass_rows`: a
     pass over a kept graph computes exactly so many rows, some of them empty, so that no kernel is chosen by their

@@ -17,7 +17,6 @@ _LEAST_WIDTH = 8  # blocks of the narrowest table; wider ones double, so that fe
 
 
 def table_width(tokens: int) -> int:
-    """Blocks of a table for sequences of at most so many tokens."""
     return max(_LEAST_WIDTH, 1 << (blocks_of(tokens) - 1).bit_length())
 
 

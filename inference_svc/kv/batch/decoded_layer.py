@@ -127,7 +127,6 @@ class DecodedLayer:
         return self._width_of(max(self._now.lengths))
 
     def _width_of(self, longest: int) -> int:
-        """Rows that attention sums over, after one more token."""
         return attention_width(min(longest + 1, self._window) if self._window else longest + 1)
 
     def _place(self, position: int) -> int:

@@ -65,7 +65,6 @@ class SlotArrays:
         return tuple(array[:slots, :, :rows] for array in self.arrays)
 
     def move(self, source: int, target: int, rows: int) -> None:
-        """Copy the first `rows` rows of a slot over another."""
         if source != target and rows:
             self.put(target, 0, tuple(mx.contiguous(array[source : source + 1, :, :rows]) for array in self.arrays))
 

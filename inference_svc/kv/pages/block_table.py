@@ -19,12 +19,10 @@ def window_start(window: int, length: int) -> int:
 
 
 def needed_blocks(window: int, length: int) -> range:
-    """Blocks that a sequence of `length` tokens needs to go on."""
     return range(window_start(window, length) // PAGE_TOKENS, blocks_of(length))
 
 
 def most_window_blocks(window: int) -> int:
-    """The most blocks that a window touches at any length."""
     return blocks_of(max(0, window - 2)) + 1
 
 

@@ -1,10 +1,9 @@
-"""The pool: all KV of one model, in pages that sequences share by number.
-
-For each layer of a group there is one array of pages, and a page number means the same block in all of them. On a CPU a
-write makes a new array, as Python sees it. MLX reuses the old array's memory if nothing else refers to it; otherwise it
-copies the whole array. So nobody may keep a reference to `arrays` during a write: what is computed from them is
-evaluated or dropped before. On a GPU kernels write where the pages lie (`attention/in_place`). The arrays grow with use
-and are given back: both copy the pages in use, between two passes. Lives on the MLX thread.
+"""The pool: all KV of one model, in pages that sequences share by number. For each layer of a group there is one array
+of pages, and a page number means the same block in all of them. On a CPU a write makes a new array, as Python sees it.
+MLX reuses the old array's memory if nothing else refers to it; otherwise it copies the whole array. So nobody may keep
+a reference to `arrays` during a write: what is computed from them is evaluated or dropped before. On a GPU kernels
+write where the pages lie (`attention/in_place`). The arrays grow with use and are given back: both copy the pages in
+use, between two passes. Lives on the MLX thread.
 """
 
 from collections.abc import Collection, Iterable, Sequence
@@ -33,11 +32,9 @@ _WINDOW_PLACES = 3  # A window's pages are kept at the sequence's end and at two
 
 
 class KvPool:
-    """Pages of `identity`'s layout and policy, at most `budget_bytes` of them, and not less than one.
-
-    `is_allocated`: take the memory now, and keep it; else it grows with use. `dialect`: of the kernels that write pages
-    where they lie; None: MLX's own operations write them. Raises InvalidArgument for a policy that this engine cannot
-    do.
+    """Pages of `identity`'s layout and policy, at most `budget_bytes` of them, and not less than one. `is_allocated`:
+    take the memory now, and keep it; else it grows with use. `dialect`: of the kernels that write pages where they lie;
+    None: MLX's own operations write them. Raises InvalidArgument for a policy that this engine cannot do.
     """
 
     def __init__(
@@ -74,8 +71,6 @@ class KvPool:
     def __del__(self) -> None:
         wait([reader for _, reader in getattr(self, "_readers", ())])
 
-    # --- counting ---
-
     def pages_for(self, tokens: int) -> int:
         """The most pages that a sequence of so many tokens holds, with the window pages of its rewind points."""
         blocks = blocks_of(tokens)
@@ -95,8 +90,6 @@ class KvPool:
             self._exponents[group] = mx.array(exponents(self.identity, group))
             mx.eval(self._exponents[group])
         return self._exponents[group]
-
-    # --- pages ---
 
     def group_number(self, layer: int) -> int:
         return self._place[layer][0]

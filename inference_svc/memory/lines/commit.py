@@ -80,8 +80,6 @@ class Commit:
         except TimeoutError:
             raise errors.DeadlineExceeded("the store did not answer") from None
 
-    # --- what must be learned before ---
-
     async def _learn(self, doubt: Doubt) -> None:
         """Raises Conflict if the memory must not be written."""
         match doubt:
@@ -134,8 +132,6 @@ class Commit:
         budget = Budget(self.parts.limits.head_budget_s, 1.0, self.parts.clock)
         hash_ = self.parts.engine.model.kv_identity_hash
         return (await self.store.agents.heads(self.key.agent_id, hash_, budget)).newest
-
-    # --- the commit ---
 
     async def _commit(self, *, is_second_try: bool = False) -> SnapshotOutcome:
         stored = await self.files.named()

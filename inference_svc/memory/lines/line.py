@@ -43,8 +43,6 @@ class Line:
     def is_used(self) -> bool:
         return bool(self._users) or self.lease.is_requested
 
-    # --- which hot memory may be used ---
-
     async def may_use(self, standing: Standing, newest: Version, budget: Budget) -> bool:
         """Whether a turn may use a hot memory, given the store's newest version. Raises StoreMiss."""
         if not standing.is_current(newest):
@@ -59,8 +57,6 @@ class Line:
     def proves(self, standing: Standing) -> bool:
         """Whether the lease alone proves that a turn may use the memory."""
         return standing.use(None, self.lease.held, self._parts.lease_clock()) is Use.YES
-
-    # --- news from the store ---
 
     def wanted(self, *, takes_back: bool) -> None:
         """Another caller waits for the lease. `takes_back`: no turn may use the hot memory from now on."""

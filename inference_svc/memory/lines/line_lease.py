@@ -22,8 +22,6 @@ Spawn = Callable[[Coroutine[None, None, None]], "asyncio.Task[None]"]
 
 
 class LineLease:
-    """The lease of one line, as far as this engine has it."""
-
     def __init__(self, key: AgentKey, store: RemoteCache, parts: LineParts, spawn: Spawn) -> None:
         self.held: Lease | None = None
         self.is_wanted = False  # another engine waits for it

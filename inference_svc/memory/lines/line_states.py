@@ -57,7 +57,6 @@ class Lease:
         return now < self.counts_until
 
     def has_ended(self, now: float) -> bool:
-        """Whether the lease may have ended by itself."""
         return now >= self.ends_at
 
 
@@ -74,8 +73,6 @@ class Stage(Enum):
 
 
 class Doubt(Enum):
-    """What must be learned before a memory may be written."""
-
     LEASE = "lease"  # the line was not this engine's when the memory was made
     PARENT = "parent"  # the newest version was not known then
     CONVERSATION = "conversation"  # nor what the agent remembered: the turn may not go on from that
@@ -168,7 +165,6 @@ class Standing:
 
     def use(self, answer: Version | None, lease: Lease | None, now: float) -> Use:
         """Whether a turn may use the memory, by the store's answer or, where there is none, by a lease that counts.
-
         Only while the line was this engine's since the memory was made can no rollback have undone the turns that it
         has beyond the newest version. An equal number and manifest do not prove it: a deleted agent may have been
         forked or rolled back to the same. A memory that is the newest version has no turn beyond it.

@@ -61,7 +61,6 @@ class Lines:
             await asyncio.wait(running, timeout=patience_s)
 
     def end_retries(self) -> None:
-        """The engine ends: try nothing again."""
         for line in self._lines.values():
             line.publications.close()
 
@@ -76,8 +75,6 @@ class Lines:
             _, late = await asyncio.wait(releasing, timeout=SOON_S)
             for task in late:
                 task.cancel()
-
-    # --- heartbeats ---
 
     async def beat(self) -> None:
         """Prolong the leases of agents that are used or hot, and give back the others."""
@@ -122,8 +119,6 @@ class Lines:
                 continue  # leases count for a while without a heartbeat
             except Exception:  # noqa: BLE001 - it has no reader but the log
                 _LOG.exception("lease.beat_failed", namespace=self.namespace)
-
-    # --- the store's events ---
 
     async def _follow(self) -> None:
         """Follow the namespace's events. After a cut they go on from the last cursor; heartbeats report lost leases."""

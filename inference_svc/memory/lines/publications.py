@@ -217,8 +217,6 @@ class Publications:
     def _pin(self, memory: AgentMemory) -> Pinning:
         return self._parts.copies.pin(self._key, len(memory.files.blocks), memory.files.windows)
 
-    # --- what is owed ---
-
     async def until_stored(self, patience_s: float) -> None:
         """Wait until the store has the newest memory that a turn here made. Raises Unavailable (MEMORY_NOT_STORED)."""
         with self._in_use(), contextlib.suppress(TimeoutError):

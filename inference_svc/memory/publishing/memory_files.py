@@ -80,14 +80,12 @@ class MemoryFiles:
         self._hold(None)
 
     async def _settle(self, sending: Sending) -> None:
-        """Nothing is under way any more: note what was stored."""
         await sending.drain()
         self._stored.blocks[:] = sending.stored
         self.sent_bytes += sending.sent_bytes
         self._sending = None
 
     def note(self, stored: StoredFiles) -> None:
-        """The store has all of these, by the memory's own manifest."""
         files = self._stored
         files.blocks[:], files.tail, files.windows, files.states = (
             stored.blocks,

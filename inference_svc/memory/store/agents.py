@@ -78,8 +78,6 @@ class StoredAgents:
         )
         return answers.head_of(version)
 
-    # --- leases and moves: beside turns ---
-
     async def acquire_lease(
         self, agent_id: str, kv_identity_hash: str, owner: str, *, begins_anew: bool, asks: bool, timeout_s: float
     ) -> answers.LeaseGrant:

@@ -111,9 +111,8 @@ class StoredBlobs:
         self, files: Sequence[FileBytes], stall_timeout_s: float, digests: Sequence[Digest] = ()
     ) -> tuple[list[Digest], int]:
         """Make tensor files durable, however long that takes while bytes move. Returns their digests in order, and the
-        number of bytes that had to be sent. Raises DeadlineExceeded after so long without progress.
-
-        `digests`: of the files, where somebody has computed them.
+        number of bytes that had to be sent. Raises DeadlineExceeded after so long without progress. `digests`: of the
+        files, where somebody has computed them.
         """
         client, local = self._connection.clients.writing, self._files  # before work is done in vain
         digests = list(digests) or await digests_of(files)

@@ -159,8 +159,6 @@ class StoreConnection:
         if self._known is not None:
             self.breaker.reset()
 
-    # --- how a call is made ---
-
     @property
     def client(self) -> AioStoreClient:
         return self.clients.small

@@ -64,7 +64,6 @@ class StoreEvents:
         return await self._connection.read(lambda: self.was_taken_back(agent_id, since), budget)
 
     async def watch(self) -> AsyncGenerator[StoreEvent, None]:
-        """Events of the namespace, from where the last watch was cut."""
         async with contextlib.aclosing(self._connection.client.watch(self._cursor)) as responses:
             try:
                 async for each in responses:

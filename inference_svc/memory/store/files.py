@@ -35,7 +35,6 @@ class StoreFiles:
         self.handed = HandedFiles(data_dir, namespace)
 
     async def read_in_order(self, digests: Sequence[Digest]) -> AsyncGenerator[memoryview | None, None]:
-        """As `read`, several at once."""
         loop, left, coming = asyncio.get_running_loop(), deque(digests), deque[asyncio.Future[memoryview | None]]()
         try:
             while left or coming:

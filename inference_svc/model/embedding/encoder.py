@@ -66,7 +66,6 @@ class Encoder:
         return found.transpose(0, 2, 1, 3).reshape(rows.shape)
 
     def _by_head(self, rows: mx.array) -> mx.array:
-        """[tokens, width] → [1, heads, tokens, width of a head]"""
         return rows.reshape(1, rows.shape[0], self._heads, -1).transpose(0, 2, 1, 3)
 
     def _linear(self, rows: mx.array, at: str) -> mx.array:

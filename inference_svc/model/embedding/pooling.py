@@ -11,8 +11,6 @@ Vector = tuple[float, ...]
 
 
 class Pooling(Enum):
-    """Which of a text's hidden rows count."""
-
     MEAN = "mean"  # all of them, alike
     LAST = "last"
     FIRST = "cls"  # the token that an encoder puts before a text
@@ -26,7 +24,6 @@ def of_length_one(values: Sequence[float] | NDArray[np.float32]) -> Vector:
 
 
 def shortened(vector: Vector, dimensions: int) -> Vector:
-    """The first values alone, of the length 1 again."""
     return vector if dimensions == len(vector) else of_length_one(vector[:dimensions])
 
 

@@ -84,8 +84,6 @@ class Trunk:
 
 
 class HiddenModel(Protocol):
-    """A model whose hidden rows can be had."""
-
     width: int
     most_tokens: int
 

@@ -37,7 +37,6 @@ class Probed:
 
 class ProbeMemory:
     def __init__(self, directory: Path, weights_digest: str, compute_type: str | None, kernels: str) -> None:
-        """`kernels`: `KernelChoice.conditions`."""
         computing = (compute_type or "default", device_name(), kernels, platform.platform(), _driver())
         conditions = (weights_digest, *computing, version("mlx"), version("mlx-lm"), _code_digest())
         named = blake2b("\0".join(conditions).encode(), digest_size=16).hexdigest()
@@ -88,7 +87,6 @@ def _driver() -> str:
 
 @cache
 def _code_digest() -> str:
-    """Of the code that decides what a probe shows."""
     hasher = blake2b(digest_size=16)
     for room in ("kv", "model"):
         for path in sorted((_OURS / room).rglob("*")):

@@ -31,7 +31,6 @@ class Placement:
     why_read: str = ""  # the reason, if some were
 
     def without(self, converted_bytes: int, compute_type: str) -> "Placement":
-        """After so many bytes of weights became others, of another type."""
         if not (changed := min(converted_bytes, self.mapped_bytes)):
             return self
         why = "; ".join(filter(None, (self.why_read, f"converted to {compute_type}")))

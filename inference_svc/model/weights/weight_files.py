@@ -37,7 +37,6 @@ def file_identity(status: os.stat_result) -> str:
 
 
 def weight_paths(directory: Path) -> list[Path]:
-    """The files that mlx-lm reads weights from, in name order."""
     return sorted(directory.glob("model*.safetensors"))
 
 

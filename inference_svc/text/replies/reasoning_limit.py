@@ -10,8 +10,6 @@ from inference_svc.text.token_text import TokenText
 
 @dataclass(frozen=True, slots=True)
 class ReasoningLimit:
-    """At most so many tokens of reasoning in one reply."""
-
     most_tokens: int
     start: str
     ends: tuple[str, ...]  # the marker behind it, and what begins a call

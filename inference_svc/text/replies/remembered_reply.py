@@ -37,12 +37,11 @@ def reply_message(
     tool_start: str,
     is_trusted: bool = True,
 ) -> manifest_pb2.Message:
-    """The assistant's message to remember: the form that the template renders back to `rendered_text`.
-
-    Reasoning and tool calls in fields of their own where they render to the same characters; else the reply as it was,
-    if that does, so that the next turn extends the memory instead of diverging from it. Where none does, the form that
-    the template takes with what follows. `tool_start` stands before the calls. `is_trusted`: whether the message may
-    count as a reply later; no message of a line that was imported does.
+    """The assistant's message to remember: the form that the template renders back to `rendered_text`. Reasoning and
+    tool calls in fields of their own where they render to the same characters; else the reply as it was, if that does,
+    so that the next turn extends the memory instead of diverging from it. Where none does, the form that the template
+    takes with what follows. `tool_start` stands before the calls. `is_trusted`: whether the message may count as a
+    reply later; no message of a line that was imported does.
     """
     plain = manifest_pb2.Message(role="assistant", content=said.reply, is_reply=True)
     if not is_trusted:

@@ -151,7 +151,6 @@ class ReplyReader:
             self._answer += self._part.end()
 
     def _close_call(self, marker: str) -> bool:
-        """Whether it was one."""
         assert self._markup is not None
         calls = tool_calls(self._inner, self._markup.parse, self._reply_id, len(self.calls))
         if calls:

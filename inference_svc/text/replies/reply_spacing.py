@@ -64,7 +64,6 @@ def _around_calls(text: str, tool_start: str, tool_end: str) -> Spacing:
 
 
 def _rendered(render: Render, *reply: dict[str, Any], is_prompt: bool = False) -> str:
-    """A question, with a reply."""
     try:
         return render([{"role": "user", "content": "x"}, *reply], is_prompt)
     except Exception:  # noqa: BLE001 - a template is a program from outside and may raise anything
@@ -87,7 +86,6 @@ class Trimmed:
         self._head = self._tail = ""
 
     def push(self, text: str) -> str:
-        """The text that is now certain to be the part's."""
         if self._before:
             self._head += text
             if len(self._head) < len(self._before) and self._before.startswith(self._head):
@@ -100,7 +98,6 @@ class Trimmed:
         return text[: len(text) - held]
 
     def end(self) -> str:
-        """The rest of it, where no marker ended it."""
         return self._head + self._tail
 
     @property

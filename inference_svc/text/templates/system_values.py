@@ -67,7 +67,6 @@ def _rules_between(one: str, other: str, rules: Collection[str]) -> frozenset[st
 
 
 def _changed(said: str, known: str) -> list[str]:
-    """The sentences or lines of a text that have other values."""
     ones, others = _PIECE.split(said), _PIECE.split(known)
     if len(ones) != len(others):
         ones, others = said.splitlines(), known.splitlines()

@@ -93,7 +93,6 @@ def _with_kept_values(recalled: Recalled) -> Recalled:
 
 
 def _goes_on(recalled: Recalled) -> bool:
-    """Whether it is the memory's conversation, and no other."""
     how = recalled.continuation or continuation(recalled.request, recalled.recollection)
     return how in (Continuation.EXTENDED, Continuation.REWOUND)
 
@@ -283,9 +282,6 @@ def _are_same_tools(one: manifest_pb2.ToolsOrder | None, other: manifest_pb2.Too
     return one is not None and other is not None and one.set_hash == other.set_hash
 
 
-# --- the reply ---
-
-
 def reply_reader(request: TurnRequest, prompting: Prompting, prompt: str, begun: str = "") -> ReplyReader:
     reader = _reader(request, prompting, prompt)
     reader.push(begun)
@@ -336,7 +332,6 @@ def _remembered_reply(prompting: Prompting, ran: Ran) -> tuple[RememberedReply, 
 def reply_again(
     request: TurnRequest, prompting: Prompting, memory: AgentMemory
 ) -> tuple[ReplyPart, tuple[manifest_pb2.ToolCall, ...]]:
-    """The whole reply of the turn that made a memory, and its calls."""
     transcript, turn = memory.transcript.text, memory.turn
     reader = reply_reader(request, prompting, transcript[: turn.prompt_chars])
     behind = without_guards(transcript[turn.prompt_chars :]).removeprefix(turn.reply)

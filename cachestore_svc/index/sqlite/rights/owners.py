@@ -21,7 +21,6 @@ def ownership_of(rows: Rows, agent_id: str) -> Ownership:
 
 
 def set_ownership(rows: Rows, agent_id: str, known: Ownership) -> None:
-    """Write the fact, unless it is there already."""
     if known != ownership_of(rows, agent_id):
         rows.make_namespace()
         facts = asdict(known) | {"tells": " ".join(known.tells), "had_by": " ".join(known.had_by)}
