@@ -157,23 +157,8 @@ class _Service:
             link, release, clock = self.peers.link, version("kvasir"), time.monotonic
             return TurnGiver(engine, lines, settings.peer_store, link, release, clock, lambda: secrets.token_hex(16))
 
-        def open_model(name: str, path: str) -> Awaitable[ServedModel]:
-            return open_served(
-                name,
-                path,
-                settings,
-                stores,
-                owner,
-                self.admission,
-                self.stats,
-                new_giver,
-                time.monotonic,
-                _now_ms,
-                open_engine,
-                begin_phase,
-            )
-
-        return open_model
+        shared = self.admission, self.stats, new_giver, time.monotonic, _now_ms, open_engine, begin_phase
+        return lambda name, path: open_served(name, path, settings, stores, owner, *shared)
 
     def reloading(self, audit: Audit, host: ModelHost[ServedModel]) -> Reloading:
         settings, reloading = self.settings, Reloading(audit)
@@ -228,7 +213,9 @@ class _Service:
         )
         status = partial(self.status, host)
         parts = ServiceParts(host, self.stores, formats, self.stats, status, resumes, self.admission, beside)
-        inference = InferenceService(parts, _limits(settings), is_stopping, settings.service_admin)
+        prompts, requests = settings.max_prompt_bytes, settings.max_request_bytes
+        limits = ServiceLimits(prompts, requests, settings.max_unread_bytes, settings.reader_stall_s)
+        inference = InferenceService(parts, limits, is_stopping, settings.service_admin)
         server.add(handover_pb2_grpc.add_HandOverServiceServicer_to_server, handing_over)
         server.add(inference_pb2_grpc.add_InferenceServiceServicer_to_server, inference)
         add_agent_service(self.stores, lambda: host.served, server.grpc)
@@ -311,15 +298,6 @@ def _say_ready(address: str, engine: Engine, settings: EngineSettings, phases: S
         batch_invariant=settings.batch_invariant or engine.device == "cpu",
         kv_policy=model.policy_name,
         kv_policy_layers=f"{model.policy_applied_layers} of {model.layer_count}",
-    )
-
-
-def _limits(settings: EngineSettings) -> ServiceLimits:
-    return ServiceLimits(
-        max_prompt_bytes=settings.max_prompt_bytes,
-        max_request_bytes=settings.max_request_bytes,
-        max_unread_bytes=settings.max_unread_bytes,
-        reader_stall_s=settings.reader_stall_s,
     )
 
 

@@ -18,12 +18,17 @@ class _Caught(NamedTuple):
     manifest: str = "NULL"
 
 
+def _written(table: str, change: str, rows: str, manifest: str = "NULL") -> list[_Caught]:
+    return [_Caught(f"{verb} ON main.{table}", change, rows, manifest) for verb in ("INSERT", "UPDATE")]
+
+
 _AGENT = "'agent', namespaces.name, NEW.name, NEW.is_pinned, NEW.retained_versions, NEW.created_unix_ms"
 _LABEL = "'label', namespaces.name, agents.name, {row}.name, {value}"
 _VERSION = """'version', namespaces.name, agents.name, lines.kv_identity_hash, NEW.version, NEW.parent_version,
     blobs.hash, blobs.size_bytes, NEW.origin, NEW.origin_detail, NEW.created_unix_ms"""
 _OWNER = """'owner', namespaces.name, NEW.agent_name, NEW.state, NEW.generation, NEW.peer, NEW.move_id,
     NEW.since_unix_ms, NEW.was_owned, NEW.tells, NEW.had_by"""
+_DROP = "'drop', namespaces.name, agents.name, lines.kv_identity_hash, OLD.version"
 _BROUGHT = "'brought', namespaces.name, {row}.hash, {value}"
 
 _OF_NAMESPACE = "namespaces WHERE namespaces.id = {row}.namespace_id"
@@ -34,39 +39,20 @@ _OF_NEW_VERSION = _OF_LINE.format(row="NEW", join="JOIN blobs ON blobs.id = NEW.
 
 # An agent's own row goes before its labels and versions: nothing is joined then, and "forget" stands for all of it.
 _ALL_CAUGHT = (
-    _Caught("INSERT ON main.agents", _AGENT, _OF_NAMESPACE.format(row="NEW")),
-    _Caught("UPDATE ON main.agents", _AGENT, _OF_NAMESPACE.format(row="NEW")),
+    *_written("agents", _AGENT, _OF_NAMESPACE.format(row="NEW")),
     _Caught("DELETE ON main.agents", "'forget', namespaces.name, OLD.name", _OF_NAMESPACE.format(row="OLD")),
-    _Caught("INSERT ON main.labels", _LABEL.format(row="NEW", value="NEW.value"), _OF_AGENT.format(row="NEW")),
-    _Caught("UPDATE ON main.labels", _LABEL.format(row="NEW", value="NEW.value"), _OF_AGENT.format(row="NEW")),
+    *_written("labels", _LABEL.format(row="NEW", value="NEW.value"), _OF_AGENT.format(row="NEW")),
     _Caught("DELETE ON main.labels", _LABEL.format(row="OLD", value="NULL"), _OF_AGENT.format(row="OLD")),
-    _Caught("INSERT ON main.versions", _VERSION, _OF_NEW_VERSION, "NEW.manifest_id"),
-    _Caught("UPDATE ON main.versions", _VERSION, _OF_NEW_VERSION, "NEW.manifest_id"),
-    _Caught(
-        "DELETE ON main.versions",
-        "'drop', namespaces.name, agents.name, lines.kv_identity_hash, OLD.version",
-        _OF_LINE.format(row="OLD", join=""),
-    ),
-)
-_CAUGHT_OF_OWNERS = (
-    _Caught("INSERT ON main.owners", _OWNER, _OF_NAMESPACE.format(row="NEW")),
-    _Caught("UPDATE ON main.owners", _OWNER, _OF_NAMESPACE.format(row="NEW")),
-)
-_CAUGHT_OF_BLOBS = (
-    _Caught(
-        "INSERT ON main.blobs WHEN NEW.is_brought",
-        _BROUGHT.format(row="NEW", value="1"),
-        _OF_NAMESPACE.format(row="NEW"),
-    ),
-    _Caught(
-        "UPDATE OF is_brought ON main.blobs WHEN NEW.is_brought <> OLD.is_brought",
-        _BROUGHT.format(row="NEW", value="NEW.is_brought"),
-        _OF_NAMESPACE.format(row="NEW"),
-    ),
-    _Caught(
-        "DELETE ON main.blobs WHEN OLD.is_brought",
-        _BROUGHT.format(row="OLD", value="0"),
-        _OF_NAMESPACE.format(row="OLD"),
+    *_written("versions", _VERSION, _OF_NEW_VERSION, "NEW.manifest_id"),
+    _Caught("DELETE ON main.versions", _DROP, _OF_LINE.format(row="OLD", join="")),
+    *_written("owners", _OWNER, _OF_NAMESPACE.format(row="NEW")),
+    *(
+        _Caught(event, _BROUGHT.format(row=row, value=value), _OF_NAMESPACE.format(row=row))
+        for event, row, value in (
+            ("INSERT ON main.blobs WHEN NEW.is_brought", "NEW", "1"),
+            ("UPDATE OF is_brought ON main.blobs WHEN NEW.is_brought <> OLD.is_brought", "NEW", "NEW.is_brought"),
+            ("DELETE ON main.blobs WHEN OLD.is_brought", "OLD", "0"),
+        )
     ),
 )
 
@@ -79,8 +65,7 @@ class Recorder:
 
     def begin(self, rows: Rows) -> None:
         rows.run("CREATE TEMP TABLE changes (id INTEGER PRIMARY KEY, change TEXT NOT NULL, manifest_id INTEGER)")
-        caught = (*_ALL_CAUGHT, *_CAUGHT_OF_OWNERS, *_CAUGHT_OF_BLOBS)
-        for number, (event, change, source, manifest) in enumerate(caught):
+        for number, (event, change, source, manifest) in enumerate(_ALL_CAUGHT):
             rows.run(
                 f"""CREATE TEMP TRIGGER caught_{number} AFTER {event} BEGIN
                     INSERT INTO changes (change, manifest_id) SELECT json_array({change}), {manifest} FROM {source};
