@@ -32,7 +32,7 @@ from cachestore_svc.journal.journal_lines import Position
 from cachestore_svc.journal.replay import Change, Namespace, State
 from cachestore_svc.recovery import asides, looking
 from cachestore_svc.recovery.older_copy import check_newest, note_commits
-from cachestore_svc.recovery.reading import manifest_reader
+from cachestore_svc.recovery.salvage import manifest_reader
 from cachestore_svc.sealing.key_files import KeyFiles
 from cachestore_svc.sealing.keys import MasterKey
 from cachestore_svc.sealing.sealed_blobs import SealedBackend

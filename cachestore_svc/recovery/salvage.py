@@ -4,25 +4,27 @@ Manifests that no version names come back under names of their own.
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from kvasir.errors import InvalidArgument, KvasirError
+from kvasir.formats.block_file import FileIdentity
 from kvasir.formats.digest import Digest, is_hash
 from kvasir.formats.manifest import MAX_MANIFEST_BYTES
 
 from cachestore_svc.blobs.backend import Aside, BlobBackend, NamespaceBlobs
 from cachestore_svc.blobs.blob_checks import BlobFacts, check_for
 from cachestore_svc.blobs.disk import Disk
-from cachestore_svc.blobs.manifests import ManifestFacts, SharedBlock, read_manifest
+from cachestore_svc.blobs.manifests import ManifestFacts, SharedBlock, read_manifest, shared_blocks
 from cachestore_svc.facts.records import BlobKind
+from cachestore_svc.index.ports.history import ReadManifest
 from cachestore_svc.index.refusals import reading_damage
 from cachestore_svc.index.sqlite.database.looking import looking_at
 from cachestore_svc.journal import journal, journal_lines
 from cachestore_svc.journal.replay import Agent, Namespace, State, Version
 from cachestore_svc.recovery import looking
-from cachestore_svc.recovery.reading import as_index_has_it, seal_blob, seal_manifest
-from cachestore_svc.sealing.sealed_names import PlainNames
+from cachestore_svc.sealing.sealed_names import REQUEST, PlainNames
+from cachestore_svc.sealing.seals import Seals
 
 
 @dataclass
@@ -168,3 +170,38 @@ def unnamed_versions(found_blobs: Found, space: Namespace) -> dict[str, Version]
 
 def _free_name(hash_: str, taken: set[str]) -> str:
     return next(name for digits in range(12, len(hash_) + 1) if (name := f"recovered-{hash_[:digits]}") not in taken)
+
+
+def manifest_reader(backend: BlobBackend, seals: Seals) -> ReadManifest:
+    """Reads manifests of any namespace. `backend` opens what is sealed."""
+
+    def read(namespace: str, digest: Digest) -> tuple[ManifestFacts, Sequence[SharedBlock]]:
+        names = seals.names_of(namespace)
+        return as_index_has_it(names, namespace, read_manifest(backend.of(namespace).read(names.open_digest(digest))))
+
+    return read
+
+
+def as_index_has_it(
+    names: PlainNames, namespace: str, facts: ManifestFacts
+) -> tuple[ManifestFacts, Sequence[SharedBlock]]:
+    """A manifest's facts, and its blocks that others may find."""
+    shared = shared_blocks(facts, namespace)
+    return seal_manifest(names, facts), [replace(each, block_hash=names.keyed(each.block_hash)) for each in shared]
+
+
+def seal_blob(names: PlainNames, facts: BlobFacts) -> BlobFacts:
+    """The facts of a blob as the index has them."""
+    if facts.identity is None:
+        return facts
+    return replace(facts, identity=_sealed(names, facts.identity))
+
+
+def seal_manifest(names: PlainNames, facts: ManifestFacts) -> ManifestFacts:
+    """The facts of a manifest as the index has them, but for its token ids, which no index keeps."""
+    named = (replace(need, digest=names.digest(need.digest), file=_sealed(names, need.file)) for need in facts.named)
+    return replace(facts, request_id=names.text(REQUEST, facts.request_id), named=tuple(named))
+
+
+def _sealed(names: PlainNames, file: FileIdentity) -> FileIdentity:
+    return replace(file, chain=names.keyed(file.chain))

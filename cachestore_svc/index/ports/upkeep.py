@@ -1,4 +1,4 @@
-"""References to blobs, blobs without any, namespaces, and sums over them."""
+"""References to blobs, blobs without any, when these may go, namespaces, and sums over them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -82,3 +82,16 @@ class UpkeepChange(UpkeepView, Protocol):
 
     def count_written(self, day: int, size_bytes: int) -> None:
         """Add to the bytes written on a day."""
+
+
+def rested_at(now_unix_ms: int, grace_ms: int) -> Deadlines:
+    """Promises are renewed only from an eighth of the grace period on (see `needs_promise`): so they rest for more."""
+    return Deadlines(now_unix_ms - grace_ms, now_unix_ms - grace_ms - grace_ms // 8)
+
+
+def gone_by(now_unix_ms: int, grace_ms: int) -> int:
+    return now_unix_ms + grace_ms + grace_ms // 8
+
+
+def needs_promise(promised_unix_ms: int, now_unix_ms: int, grace_ms: int) -> bool:
+    return promised_unix_ms <= now_unix_ms - grace_ms // 8

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from sqlite3 import Connection
 
-from cachestore_svc.index.sqlite import agents, blobs, committing, events, garbage, lineage, statistics, versions
+from cachestore_svc.index.sqlite import agents, blobs, committing, events, garbage, statistics, versions
 from cachestore_svc.index.sqlite.journaling import applying, index_state
 from cachestore_svc.index.sqlite.rights import leases, owners
 from cachestore_svc.index.sqlite.rows import Rows
@@ -44,8 +44,8 @@ class SqliteTransaction(Rows):
 
     commit_version = committing.commit_version
     bound_blobs = committing.bound_blobs
-    fork_agent = lineage.fork_agent
-    roll_back = lineage.roll_back
+    fork_agent = committing.fork_agent
+    roll_back = committing.roll_back
 
     get_snapshot = versions.get_snapshot
     newest_of = versions.newest_of

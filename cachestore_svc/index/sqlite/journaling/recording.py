@@ -46,15 +46,15 @@ _ALL_CAUGHT = (
     *_written("versions", _VERSION, _OF_NEW_VERSION, "NEW.manifest_id"),
     _Caught("DELETE ON main.versions", _DROP, _OF_LINE.format(row="OLD", join="")),
     *_written("owners", _OWNER, _OF_NAMESPACE.format(row="NEW")),
-    *(
-        _Caught(event, _BROUGHT.format(row=row, value=value), _OF_NAMESPACE.format(row=row))
-        for event, row, value in (
-            ("INSERT ON main.blobs WHEN NEW.is_brought", "NEW", "1"),
-            ("UPDATE OF is_brought ON main.blobs WHEN NEW.is_brought <> OLD.is_brought", "NEW", "NEW.is_brought"),
-            ("DELETE ON main.blobs WHEN OLD.is_brought", "OLD", "0"),
-        )
-    ),
 )
+_CAUGHT_OF_BLOBS = [
+    _Caught(event, _BROUGHT.format(row=row, value=value), _OF_NAMESPACE.format(row=row))
+    for event, row, value in (
+        ("INSERT ON main.blobs WHEN NEW.is_brought", "NEW", "1"),
+        ("UPDATE OF is_brought ON main.blobs WHEN NEW.is_brought <> OLD.is_brought", "NEW", "NEW.is_brought"),
+        ("DELETE ON main.blobs WHEN OLD.is_brought", "OLD", "0"),
+    )
+]
 
 
 class Recorder:
@@ -65,7 +65,7 @@ class Recorder:
 
     def begin(self, rows: Rows) -> None:
         rows.run("CREATE TEMP TABLE changes (id INTEGER PRIMARY KEY, change TEXT NOT NULL, manifest_id INTEGER)")
-        for number, (event, change, source, manifest) in enumerate(_ALL_CAUGHT):
+        for number, (event, change, source, manifest) in enumerate((*_ALL_CAUGHT, *_CAUGHT_OF_BLOBS)):
             rows.run(
                 f"""CREATE TEMP TRIGGER caught_{number} AFTER {event} BEGIN
                     INSERT INTO changes (change, manifest_id) SELECT json_array({change}), {manifest} FROM {source};

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
+from inference_svc.engine.reply_text import StopScanner
 from inference_svc.model import kvasir_tiny
-from inference_svc.text.stop_strings import StopScanner
 from inference_svc.text.token_text import TokenText
 
 TOKENIZER = Tokenizer.from_file(str(kvasir_tiny.path() / "tokenizer.json"))
