@@ -65,9 +65,7 @@ class ServedModel:
         return owed
 
     def add_store(self, namespace: str, store: RemoteCache, now: EventCursor | None) -> None:
-        """A namespace that was only hot has a store. What is hot goes
-        on, unless its agent is changed at the store from `now` on. None: it is not known, and nothing goes on.
-        """
+        """A namespace gets a store. What is hot goes on unless it is changed there since `now`; None: nothing does."""
         for key in self.engine.memories.sizes():
             hot = self.engine.memories.get(key)
             if key.namespace == namespace and hot is not None and isinstance(hot.tag, AgentMemory):

@@ -76,9 +76,7 @@ class Disk:
         path.unlink(missing_ok=True)
 
     def read(self, path: Path, max_bytes: int) -> memoryview:
-        """The file's bytes, at most `max_bytes` of them. Raises OSError; NO_FILE for what is no regular file. Without
-        O_NONBLOCK a pipe without a writer would block its reader for ever.
-        """
+        """The file's bytes, at most `max_bytes`. Raises OSError (NO_FILE). O_NONBLOCK: a pipe would block for ever."""
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
         try:
             wanted = min(max_bytes, _size_of_file(descriptor))

@@ -241,8 +241,7 @@ def received(known: Ownership, version: int) -> Ownership:
 
 
 def arrived(agent_id: str, known: Ownership, move_id: str, now_unix_ms: int) -> Ownership:
-    """The fact once the source has handed the agent over. Raises FailedPrecondition (MOVE_UNKNOWN) when this store gave
-    the move up meanwhile, as when it was claimed or fenced."""
+    """The fact once the source has handed the agent over. Raises FailedPrecondition if this store gave the move up."""
     if known.move_id != move_id or known.state not in (OwnerState.ARRIVING, OwnerState.OWNED):
         raise _not_under_way(agent_id, known)
     if known.is_owned:
@@ -293,8 +292,7 @@ def fenced(agent_id: str, known: Ownership, peer: str, generation: int, now_unix
 def yielded(
     agent_id: str, known: Ownership, peer: str, told_generation: int, generation: int, now_unix_ms: int
 ) -> Ownership:
-    """The fact once a peer, told of `told_generation`, has answered that it knows an owner of `generation`. Raises
-    PermissionDenied (PEER_MAY_NOT) for one that is not to be believed."""
+    """The fact once a peer has answered that it knows an owner of `generation`. Raises PermissionDenied."""
     if known.generation != told_generation:
         return known
     _check_believable(agent_id, known, peer, generation)

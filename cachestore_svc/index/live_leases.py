@@ -22,7 +22,6 @@ class _Grant:
 
 class LiveLeases:
     def __init__(self, steady: Callable[[], float]) -> None:
-        """`steady` gives seconds, monotonic."""
         self._steady = steady
         self._lock = threading.Lock()
         self._grants: dict[LineKey, _Grant] = {}

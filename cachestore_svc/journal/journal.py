@@ -61,8 +61,7 @@ class Journal:
         return cls(path, disk, store, position, size, size)
 
     def append(self, changes: Sequence[str]) -> Position:
-        """Write a group of changes in JSON, durably. Raises OSError; then nothing was written. Raises Unavailable
-        when that could not be undone before."""
+        """Write changes in JSON, durably. Raises OSError if nothing was written, Unavailable after an undo failed."""
         if self._is_broken:
             raise Unavailable("the journal cannot be written; restart the store", reason="INDEX_FAILED")
         line, position = group_line(self.position, changes)

@@ -61,7 +61,6 @@ class Arrival:
     def __init__(
         self, receiving: Receiving, remote: AioStoreClient, attempt: MoveAttempt, room: AsyncExitStack
     ) -> None:
-        """`room` has what the lists of blobs take."""
         self._store = receiving.store
         self._copies = receiving.copies
         self._bringing = receiving.bringing

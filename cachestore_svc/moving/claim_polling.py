@@ -1,6 +1,4 @@
-"""Asks the peers whether another store claimed agents of this one, which may not be reachable for the new owner: at the
-start, every minute, and at once after a sleep.
-"""
+"""Asks the peers whether another store claimed agents of this one: at the start, every minute, after a sleep."""
 
 import asyncio
 from collections.abc import Callable, Sequence

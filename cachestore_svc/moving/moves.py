@@ -156,8 +156,7 @@ class Moves:
         return {peer: there for peer, there in answers if there is None or there.generation}
 
     async def _give_way(self, namespace: str, agent_id: str, known: Ownership, peer: str, there: Any) -> None:
-        """Raises FailedPrecondition when a peer owns the agent (AGENT_MOVED, which is noted) or has it half
-        (AGENT_MOVING), in a newer generation than this store knows; Unavailable when it cannot be asked."""
+        """Raises FailedPrecondition when a peer owns the agent, or has it half, in a newer generation; Unavailable."""
         gone = f"if it is gone for good, `kvasir agents claim {agent_id} --force` does not ask"
         if there is None:
             problem = f"peer {peer} may own agent {agent_id!r}, and does not answer; {gone}"
@@ -255,8 +254,7 @@ class Moves:
         raise AssertionError("the last try answers or raises")
 
     async def _has_left(self, remote: AioStoreClient, order: MoveOrder, known: Ownership) -> bool:
-        """Whether the peer says that it gave this agent, and none that has its name, away in this generation: an
-        earlier call did all of this one."""
+        """Whether the peer says that it gave this very agent away in this generation: an earlier call did it."""
         with answers_of_peer(order.peer):
             agent = await remote.get_agent(order.agent_id)
         if ownership.are_two(await self._store.labels(order.namespace, order.agent_id), agent.labels):

@@ -92,8 +92,7 @@ class BlobSource:
         return piece
 
     async def next_pieces(self, most: int) -> list[Piece]:
-        """The next piece, and what is read behind it and fits into a message with it; at most so many pieces. None
-        after the last. Raises as `next_piece`."""
+        """The next piece, and those behind it that fit its message. None after the last. Raises as `next_piece`."""
         pieces: list[Piece] = []
         left_bytes = MAX_FRAME_BYTES
         while len(pieces) < most and (not pieces or self._fits(left_bytes)):

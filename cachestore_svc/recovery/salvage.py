@@ -1,6 +1,4 @@
-"""Evidence for an index that is rebuilt: the journal, the old index where that is damaged, and complete blobs.
-Manifests that no version names come back under names of their own.
-"""
+"""Evidence for an index that is rebuilt: the journal, the old index where that is damaged, and complete blobs."""
 
 import contextlib
 from collections.abc import Iterator, Sequence

@@ -1,6 +1,4 @@
-"""A namespace's key, wrapped by a master key, by two while one replaces the other, or by none once it was destroyed:
-its record, and how it is opened, rotated and destroyed. Pure.
-"""
+"""A namespace's key, as master keys wrap it: its record, and how it is opened, rotated and destroyed. Pure."""
 
 import json
 from collections.abc import Iterable

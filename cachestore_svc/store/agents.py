@@ -80,8 +80,7 @@ class Agents:
         kv_identity_hash: str | None = None,
         version: int | None = None,
     ) -> records.AgentRecord:
-        """Start an agent whose first versions are those of another. Copies no blob. Raises NotFound, AlreadyExists, and
-        FailedPrecondition (LEASE_HELD) while an engine may answer under the new name."""
+        """Start an agent with versions of another. Raises NotFound, AlreadyExists, FailedPrecondition (LEASE_HELD)."""
         source = check_query(source_agent_id, kv_identity_hash)
 
         def work(change: CatalogChange) -> records.AgentRecord:
@@ -100,8 +99,7 @@ class Agents:
         kv_identity_hash: str | None = None,
         expected_head: int | None = None,
     ) -> records.SnapshotVersion:
-        """Make an old version the newest again, as a new version. Raises NotFound, Conflict (head moved),
-        FailedPrecondition (LEASE_HELD) while an engine may still answer from what is taken back."""
+        """Make an old version the newest again, as a new one. Raises NotFound, Conflict, FailedPrecondition."""
         query = check_query(agent_id, kv_identity_hash)
 
         def work(change: CatalogChange) -> records.SnapshotVersion:

@@ -21,7 +21,6 @@ class BackgroundScrub:
     """One pass after the other, each `every_s` after the end of the last one, at `bytes_per_s`."""
 
     def __init__(self, store: AioStore, repair: Repair, *, bytes_per_s: int, every_s: float) -> None:
-        """`repair(namespace, digest)`: whether a damaged blob is whole again."""
         self._scrubbing = store.care.scrubbing
         self._threads = store.threads
         self._repair = repair

@@ -62,9 +62,7 @@ def _find(search: "_PrefixSearch", block_hashes: Sequence[str], groups: Sequence
 
 
 def covered_blocks(stored: Mapping[int, Sequence[bool]], most: int) -> int:
-    """Blocks of the longest prefix, at most `most`, of which every window has what the next token sees. `stored` says
-    by window, for at least `most` blocks, whether each is stored.
-    """
+    """Blocks of the longest prefix, at most `most`, of which every window has what the next token sees (`stored`)."""
     unbroken = {window: _unbroken(found) for window, found in stored.items()}
 
     def is_covered(count: int) -> bool:

@@ -203,9 +203,7 @@ class Timings:
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """The turn has its memory and begins. `cached_tokens` tokens are reused and will not be computed. `is_shared`:
-    another turn or memory of the namespace gave them, not the source that the plan named.
-    """
+    """The turn begins with `cached_tokens` reused tokens. `is_shared`: of another turn or memory than planned."""
 
     cached_tokens: int
     is_shared: bool = False
@@ -266,9 +264,7 @@ class Wanted:
 
 @dataclass(frozen=True, slots=True)
 class Resumed:
-    """A preempted turn goes on where it was. KV of its first `tokens` tokens came back; that of the next `lost_tokens`
-    did not, and is computed again.
-    """
+    """A preempted turn goes on: KV of `tokens` tokens came back, that of `lost_tokens` more is computed again."""
 
     tokens: int
     lost_tokens: int

@@ -105,9 +105,7 @@ class EngineMemories:
         return memory.tag if memory is not None else None
 
     def tag(self, key: api.AgentKey, tag: object, owed: Owed | None = None) -> None:
-        """Attach an object to the key's hot memory: say, the store version that equals it. A turn that changes the
-        memory removes the tag. `owed`: its way to the store. Without effect if there is no memory.
-        """
+        """Attach an object to the key's hot memory, until a turn changes that. `owed`: its way to the store."""
         if (memory := self._worker.memories.get(key)) is not None:
             memory.tag, memory.owed = tag, owed
 

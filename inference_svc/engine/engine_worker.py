@@ -1,6 +1,4 @@
-"""The work of the MLX thread: it begins turns, steps them, ends them, and keeps their memories, as the scheduler
-decides.
-"""
+"""The work of the MLX thread: it begins, steps and ends turns, and keeps their memories, as the scheduler decides."""
 
 import contextlib
 import logging
@@ -279,9 +277,7 @@ class EngineWorker:
         return bool(ending)
 
     def _finish(self, sequence: Sequence, failure: Exception | None = None) -> None:
-        """End a turn, wherever it is. Without `failure` it leaves its memory; else its agent's memory stays what it was
-        before the turn. The listener gets an end whatever happens here.
-        """
+        """End a turn, wherever it is; after a `failure` its agent's memory is as before. Its listener gets an end."""
         if sequence.status is Status.FINISHED:
             return
         try:

@@ -35,9 +35,7 @@ class Arrival(Protocol):
         """Whether `advance` has nothing to do before another file comes."""
 
     def advance(self, most_files: int, meanwhile: Callable[[], None]) -> None:
-        """Load the next files, at most so many. When the last one is there, the turn gets its KV and goes on.
-        `meanwhile` is called before it waits for the device.
-        """
+        """Load the next files, at most so many: the last lets the turn go on. `meanwhile` is called before a wait."""
 
 
 @dataclass

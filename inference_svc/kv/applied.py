@@ -1,6 +1,4 @@
-"""Whether stored keys are what a KV policy says, by MLX's own de-quantization of the buffers: a rotated key has the
-shape of a plain one.
-"""
+"""Whether stored keys are what a KV policy says, by the buffers: a rotated key has the shape of a plain one."""
 
 import mlx.core as mx
 from kvasir.cachestore.v1 import identity_pb2

@@ -1,6 +1,4 @@
-"""Counters since the start, by namespace: the one object behind GetStats, GetCapabilities and the metrics. Only the
-event loop changes them; metrics read them from another thread.
-"""
+"""Counters since the start, by namespace. The event loop alone changes them; metrics read them on another thread."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping

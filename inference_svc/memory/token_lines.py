@@ -36,7 +36,6 @@ class TokenLines:
     def __init__(
         self, stores: Mapping[str, RemoteCache], *, new_name: Callable[[], str], now_ms: Callable[[], int]
     ) -> None:
-        """`stores`: by namespace. `now_ms`: Unix time."""
         self._stores = stores
         self._new_name = new_name
         self._now_ms = now_ms

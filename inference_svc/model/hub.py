@@ -1,6 +1,4 @@
-"""Models in mlx-lm's cache: `python -m inference_svc.model.hub pull|rm|ls [NAME]`, JSON out; exit code 5: no such
-model.
-"""
+"""Models in mlx-lm's cache: `python -m inference_svc.model.hub pull|rm|ls [NAME]`; exit code 5: no such model."""
 
 import argparse
 import json

@@ -1,6 +1,4 @@
-"""Text to tokens and back: the model's tokenizer and chat template, on one thread, as a long prompt takes a second and
-a tokenizer may keep state. Namespaces take turns.
-"""
+"""Text to tokens and back, on one thread, namespaces in turn: a long prompt takes a tokenizer a second."""
 
 import asyncio
 import copy

@@ -40,7 +40,6 @@ class ReplyMarks:
 
 
 def reply_marks(tokenizer: Any) -> ReplyMarks:
-    """`tokenizer`: mlx-lm's TokenizerWrapper."""
     markers = SimpleNamespace(**{name: getattr(tokenizer, name) for name in _KNOWN})
     initial, parser = tokenizer.response_initial_state or "normal", tokenizer.tool_parser
     thinking = (markers.think_start, markers.think_end) if markers.has_thinking else None

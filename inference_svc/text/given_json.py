@@ -20,7 +20,6 @@ class GivenJson:
     """The JSON objects of one request and of its remembered messages. May be read from several threads."""
 
     def __init__(self, fields: Iterable[JsonField] = (), known: Mapping[str, dict[str, Any]] | None = None) -> None:
-        """`known`: objects by their text."""
         self._fields = [(field, text) for field, text in fields if text]
         self._known = dict(known or {})
         self._reading = threading.Lock()

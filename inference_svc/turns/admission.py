@@ -36,7 +36,6 @@ class AdmissionLimits:
 
 class Admission:
     def __init__(self, limits: AdmissionLimits, clock: Callable[[], float]) -> None:
-        """`clock` gives seconds, monotonic."""
         self.limits = limits
         self.restoring = SharedRoom(limits.max_restoring_bytes)
         self.publishing = SharedRoom(limits.max_publishing_bytes)

@@ -23,10 +23,9 @@ class TurnLimits:
     store_budget_s: float  # time without progress that a turn may lose to the store, in total
     store_min_bytes_per_s: float  # A store that sends more slowly than this is slow, and its time counts
     publish_timeout_s: float
+    # Time without progress that a preempted turn may lose to the store while its files are read. Where `store_budget_s`
+    # is more, that holds.
     swap_read_budget_s: float
-    """Time without progress that a preempted turn may lose to the store while its files are read. Where
-    `store_budget_s` is more, that holds.
-    """
     swap_renew_s: float
     reader: ReaderLimits  # how far a reader may fall behind its turn
 

@@ -197,9 +197,7 @@ class TakenTurns:
         return Recollection(None, Source.COLD, (await self._last_move(request)).newest)
 
     async def _take_line(self, turn: Progress, begun: BegunTurn) -> None:
-        """Another engine has given the turn away: take its line, once that engine lets it go. Raises Unavailable
-        (AGENT_HELD_ELSEWHERE, MEMORY_UNREADABLE) and FailedPrecondition (HANDOVER_PARENT_DIFFERS, HANDOVER_NOT_MOVED).
-        """
+        """Take the line of a turn that was given away, once it is free. Raises Unavailable, FailedPrecondition."""
         assert turn.planned is not None
         if not turn.is_kept:
             return

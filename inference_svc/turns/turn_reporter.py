@@ -267,9 +267,7 @@ class TurnReporter:
         self._counters.running_turns += 1
 
     def _learn_restore(self, event: api.Started) -> None:
-        """What it costs to restore all files, unless much of them was read while the turn waited. Of a store for which
-        the turn did not wait to the end, what it would have cost.
-        """
+        """What restoring all files costs, or would have, unless much of them was read while the turn waited."""
         reading = self._prepared.reading
         if reading is None or event.is_shared or not event.cached_tokens:
             return

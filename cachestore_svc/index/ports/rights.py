@@ -40,8 +40,7 @@ class RightsChange(RightsView, Protocol):
         """Take the lease of a line, or prolong one's own. Raises FailedPrecondition (LEASE_HELD)."""
 
     def renew_lease(self, line: LineKey, live: LiveLeases, token: LeaseToken, ttl_ms: int) -> None:
-        """Prolong one's own lease, also one that ended and was not taken. Raises Conflict (LEASE_FENCED), NotFound,
-        FailedPrecondition (LEASE_HELD)."""
+        """Prolong one's own lease, if nobody took it. Raises Conflict, NotFound, FailedPrecondition (LEASE_HELD)."""
 
     def release_lease(self, line: LineKey, live: LiveLeases, token: LeaseToken) -> None:
         """Give back one's own lease. Raises Conflict (LEASE_FENCED), NotFound."""

@@ -74,9 +74,7 @@ def evict(rows: Rows, wanted_bytes: int, evict_heads: bool, now_unix_ms: int, de
 
 
 def _held_by_old_versions(rows: Rows, deadlines: Deadlines) -> int:
-    """Bytes of unpromised blobs that no head holds: the most that giving up old versions can free. Checked first:
-    refused callers retry, and a full eviction attempt is expensive.
-    """
+    """The most bytes that giving up old versions can free, checked before the attempt, which is expensive."""
     return rows.number(
         """WITH heads (manifest_id) AS (
                 SELECT versions.manifest_id FROM versions JOIN lines ON lines.id = versions.line_id

@@ -1,6 +1,4 @@
-"""How much each peer may ask of a store: words, bytes, and tries at one agent, in RAM. What lasts is bounded where it
-is written, or brings more.
-"""
+"""How much each peer may ask of a store, in RAM: words, bytes, tries. What lasts is bounded where it is written."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -32,7 +30,6 @@ class PeerLimits:
     """Of all peers of one store. On one event loop."""
 
     def __init__(self, steady: Callable[[], float]) -> None:
-        """`steady` gives seconds, monotonic."""
         self._steady = steady
         self._buckets: dict[tuple[str, str], _Bucket] = {}
         self._tries: dict[_Agent, _Tries] = {}
@@ -44,8 +41,7 @@ class PeerLimits:
         self._take(peer, "words", 1, _WORDS, _WORDS_PER_S)
 
     def sent(self, peer: str, size_bytes: int, most_bytes: int) -> None:
-        """Count bytes that it sends of its own accord: they take room until they are collected, also if nothing comes
-        to name them. Raises ResourceExhausted (PEER_LIMIT) once it has sent as many."""
+        """Count bytes that it sends unasked, which take room until collected. Raises ResourceExhausted (PEER_LIMIT)."""
         self._take(peer, "bytes", size_bytes, most_bytes, most_bytes / 3600)
 
     def not_sent(self, peer: str, size_bytes: int) -> None:

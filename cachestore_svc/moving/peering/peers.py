@@ -80,9 +80,7 @@ class Peers:
 
     @asynccontextmanager
     async def connect(self, name: str, namespace: str) -> AsyncIterator[AioStoreClient]:
-        """A client of the peer, for a caller of this namespace. Raises NotFound (PEER_UNKNOWN; also in the middle, when
-        the peer is removed), FailedPrecondition (PEER_CONFIGURATION: token, certificate, no address).
-        """
+        """A client of the peer, for a caller of this namespace. Raises NotFound, also later, FailedPrecondition."""
         peer = self.settings(name, namespace)
         link = _Link(peer, namespace, self._client(peer, namespace))
         self._links.add(link)

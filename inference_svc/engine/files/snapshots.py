@@ -37,9 +37,7 @@ class PendingFiles(Generic[T]):
 
 
 def when_there(begin: "Callable[[], Future[PendingFiles[T] | None]]") -> "Future[T | None]":
-    """The result of work on the MLX thread as soon as its files are there. If threads could not copy them, the work is
-    done again; where they have shown that they cannot, without threads.
-    """
+    """The result of work on the MLX thread once its files are there, without threads where these cannot copy."""
     asking = _FilesWait(begin)
     asking.start()
     return asking.asked

@@ -217,9 +217,7 @@ class Standing:
     # --- transitions ---
 
     def extending(self, previous: "Standing") -> "Standing":
-        """It extends another memory, of which all is known that will be: that one's version is its parent. Raises
-        Conflict if that one lost.
-        """
+        """It extends another memory, whose version will be its parent. Raises Conflict if that one lost."""
         if previous.stage is Stage.LOST:
             raise _conflict("the memory it extends lost", previous.lost_to)
         passed_on = self if previous.is_stored else previous  # else the line never gets a version between

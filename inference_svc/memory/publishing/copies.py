@@ -1,6 +1,4 @@
-"""Takes copies of a memory's KV for the store, in small pieces, as the MLX thread makes them between two steps or
-cells, within one limit of which each namespace has a share.
-"""
+"""Takes copies of a memory's KV for the store in small pieces, within one limit that namespaces share."""
 
 import asyncio
 from collections.abc import Collection, Mapping, Sequence

@@ -165,9 +165,7 @@ class StoreConnection:
 
     @property
     def clients(self) -> StoreClients:
-        """The one way to the store, but for the probe. Get them for each call: tokens change. Raises PermissionDenied
-        if the store must not be used, and Unavailable while that is not known.
-        """
+        """The way to the store, for one call: tokens change. Raises PermissionDenied, or Unavailable while unknown."""
         if self._known is not None:
             return self._known
         if self.problem is not None:

@@ -1,6 +1,4 @@
-"""The cache store as the engine sees it. A turn has one small budget of time without progress for all reads; a failed
-one is a miss with its reason.
-"""
+"""The cache store as the engine sees it: reads share a turn's budget, and a failed one is a miss with its reason."""
 
 import time
 from collections.abc import Callable
@@ -22,7 +20,6 @@ class RemoteCache:
         token_file: Path | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """As `StoreConnection`. `files`: those of the store, if they may be read."""
         self.connection = connection = StoreConnection(clients, namespace, token_file, clock)
         self.agents = StoredAgents(connection)
         self.blobs = StoredBlobs(connection, files)

@@ -1,6 +1,4 @@
-"""How many bytes KV takes, of any layout and of well-known models by their configurations, as mlx-lm keeps it:
-arithmetic.
-"""
+"""How many bytes KV takes, of any layout and of well-known models by their configurations: arithmetic."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence

@@ -1,6 +1,4 @@
-"""The time for a chat template that reads the clock: that of the conversation's memory, else the turn's own. By the
-wall clock, without a zone: an agent that moves keeps its date.
-"""
+"""The time for a template that reads the clock: the memory's, else the turn's own, by the wall clock without zone."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -73,9 +73,7 @@ class Recorder:
             )
 
     def record(self, rows: Rows) -> None:
-        """Write what the transaction changed to the journal, durably, and into it how far the journal came. Nothing is
-        written for a transaction that changed nothing of agents and versions. Raises OSError, Unavailable.
-        """
+        """Write the transaction's changes, if any, to the journal, and into it how far that came. Raises OSError."""
         caught = rows.all("SELECT change, manifest_id FROM temp.changes ORDER BY id")
         if caught:
             rows.run("DELETE FROM temp.changes")
