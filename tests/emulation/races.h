@@ -80,7 +80,7 @@ KV_UNWATCHED inline void accessed(void* place, long size, bool is_write) {
   if (!is_running) return;
   is_running = false;  // these accesses are not the kernel's
   char* first = (char*)place;
-  if (first + size > shared_begin - GUARD && first < shared_begin + shared_size + GUARD) {
+  if (shared_begin && first + size > shared_begin - GUARD && first < shared_begin + shared_size + GUARD) {
     (is_write ? written_bytes : read_bytes)[1] += size;
     for (long at = (first - shared_begin) & ~3L; at < first - shared_begin + size; at += 4)
       if (at < 0 || at >= shared_size)

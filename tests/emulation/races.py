@@ -49,6 +49,7 @@ _RUN = """extern "C" const char* kv_run(const void** inputs, const long* sizes, 
   const char* names[] = {%s};
   races::fault[0] = 0;
   races::regions.clear();
+  races::shared_begin = nullptr;  // that of an earlier launch is free: it may lie in what this one takes for itself
   std::vector<races::Guarded> given, made;
   for (int i = 0; i < %d; ++i) given.emplace_back(inputs[i], sizes[i], is_written[i], names[i]);
   for (int i = 0; i < %d; ++i) made.emplace_back(outputs[i], output_sizes[i], true, names[%d + i]);

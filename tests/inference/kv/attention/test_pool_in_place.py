@@ -195,6 +195,18 @@ def test_a_few_rows_behind_many_are_attended_to_where_they_lie(monkeypatch: pyte
         memory.fork().compute(count, seed, bound=2e-5)
 
 
+def test_only_cuda_leaves_lengths_that_recur_to_mlx() -> None:
+    """There MLX keeps a plan for each pair of lengths; so on Metal each cell goes over pages."""
+    for dialect, attends in ((Dialect.CUDA, False), (Dialect.METAL, True)):
+        kv = SequenceKV(KvPool(windowed_identity(512), 1 << 20, dialect=dialect))
+        layer = next(
+            each for each in prefill_layers(kv, "bfloat16") if isinstance(each, InPlaceLayer) and not each.window
+        )
+        assert layer._attends(4096, 1024) is attends
+        assert layer._attends(4096, 1000)
+        assert not layer._attends(1 << 17, 1024), "so many pairs take the kernels longer than MLX"
+
+
 @pytest.mark.long(8)
 def test_many_rows_are_attended_to_where_they_lie_unless_their_lengths_recur(monkeypatch: pytest.MonkeyPatch) -> None:
     """With a window only if no row of the pass leaves it; and not if so many queries see so much that MLX is faster."""
