@@ -209,18 +209,6 @@ class Lab:
             self._peer.close()
 
     @property
-    def is_quick(self) -> bool:
-        return self.scope.is_quick
-
-    @property
-    def repeats(self) -> int:
-        return self.scope.repeats
-
-    @property
-    def has_peer(self) -> bool:
-        return self.scope.has_peer
-
-    @property
     def is_gpu(self) -> bool:
         return self.engine.device != "cpu"
 
@@ -272,10 +260,10 @@ class Lab:
 
     def rounds(self, what: str) -> Iterable[bool]:
         """For each repeat, whether it counts: not the first, which warms caches; others while there is time."""
-        for repeat in range(self.repeats + 1):
+        for repeat in range(self.scope.repeats + 1):
             if repeat > 1 and self.is_late:
                 return
-            self.say(f"{what}, {f'{repeat} of {self.repeats}' if repeat else 'warming up'}")
+            self.say(f"{what}, {f'{repeat} of {self.scope.repeats}' if repeat else 'warming up'}")
             yield repeat > 0
 
     def counted(self, what: str, measure: Callable[[], _ItemT]) -> list[_ItemT]:

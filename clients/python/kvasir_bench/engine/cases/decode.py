@@ -17,8 +17,8 @@ _GPU_RATIO = ("2048", 16, 6.0)
 
 def run(lab: Lab) -> Case:
     """Tokens per second through the engine."""
-    batches = lab.scope.batches or ((1, 2) if lab.is_quick else _BATCHES)
-    tokens = 6 if lab.is_quick else 48
+    batches = lab.scope.batches or ((1, 2) if lab.scope.is_quick else _BATCHES)
+    tokens = 6 if lab.scope.is_quick else 48
     rows = lab.rows(contexts(lab), lambda context: _rows(lab, context, fitting(context, batches), tokens))
     wanted_context, wanted_batch, least = _GPU_RATIO if lab.is_gpu else _CPU_RATIO
     ratios = [row["ratio_to_one"] for row in rows if (row["context"], row["batch"]) == (wanted_context, wanted_batch)]
@@ -28,8 +28,8 @@ def run(lab: Lab) -> Case:
 
 def contexts(lab: Lab) -> list[str]:
     """Contexts to decode at: lengths, and the mix, which one row is none of."""
-    lengths = lab.chosen_lengths((64,) if lab.is_quick else _CONTEXTS)
-    return [*map(str, lengths), *([] if lab.is_quick or lab.scope.batches == (1,) else [MIXED])]
+    lengths = lab.chosen_lengths((64,) if lab.scope.is_quick else _CONTEXTS)
+    return [*map(str, lengths), *([] if lab.scope.is_quick or lab.scope.batches == (1,) else [MIXED])]
 
 
 def fitting(context: str, batches: Sequence[int]) -> list[int]:

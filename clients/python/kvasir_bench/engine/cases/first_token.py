@@ -19,14 +19,14 @@ _MOST_HOT_TO_HOT = 1.3
 
 def run(lab: Lab) -> Case:
     """A restored turn gets its files from memory: `kvasir bench store` measures disk and wire."""
-    contexts = lab.chosen_lengths((96,) if lab.is_quick else _LENGTHS)
+    contexts = lab.chosen_lengths((96,) if lab.scope.is_quick else _LENGTHS)
     rows = lab.rows(contexts, lambda context: [_row(lab, context)])
     return Case("Time to the first token", rows, list(_targets(rows)) if lab.is_gpu else ())
 
 
 def _row(lab: Lab, context: int) -> dict[str, Any]:
     suffix = lab.prompts.tokens(_SUFFIX_TOKENS, 1)
-    reply_tokens = 4 if lab.is_quick else 32
+    reply_tokens = 4 if lab.scope.is_quick else 32
     memory = lab.remember(lab.prompts.tokens(context - 1, 0))
     prompt, files = (*memory.tokens, *suffix), lab.restored(memory)
 
@@ -35,7 +35,7 @@ def _row(lab: Lab, context: int) -> dict[str, Any]:
         cold, warm = (_times(lab.start(prompt, reply_tokens, each)) for each in (None, files))
         hot = _times(lab.resume(fork, suffix, reply_tokens))
         lab.forget([fork])
-        return (cold, warm, hot), _peer_first_token_s(lab, prompt) if lab.has_peer else None
+        return (cold, warm, hot), _peer_first_token_s(lab, prompt) if lab.scope.has_peer else None
 
     rounds, peers = zip(*lab.counted(f"first token after {context} tokens", measured), strict=True)
     lab.forget([memory])
@@ -44,7 +44,7 @@ def _row(lab: Lab, context: int) -> dict[str, Any]:
     cold_s, warm_s, hot_s = (each.median for each in first.values())
     warm_bytes = sum(len(data) for data in files.blobs)
     link_s = warm_bytes / lab.links.slowest
-    peer_s = median(peers) if lab.has_peer else None
+    peer_s = median(peers) if lab.scope.has_peer else None
     return {
         "context_tokens": len(memory.tokens),
         **{key: value for name, each in first.items() for key, value in each.named(f"{name}_s").items()},

@@ -13,7 +13,7 @@ NOTHING = "nothing"
 
 def run(lab: Lab) -> Case:
     """Streams with short prompts beside the longest context that is measured."""
-    rows = _rows(lab, lab.chosen_lengths((300,) if lab.is_quick else _LENGTHS)[-1])
+    rows = _rows(lab, lab.chosen_lengths((300,) if lab.scope.is_quick else _LENGTHS)[-1])
     targets = [
         Target(
             f"steps that {row['beside']} of {row['tokens']} tokens stalls",
@@ -28,7 +28,7 @@ def run(lab: Lab) -> Case:
 
 
 def _rows(lab: Lab, tokens: int) -> list[Row]:
-    streams, stream_tokens = (1, 8) if lab.is_quick else (4 if lab.is_gpu else 1, 64)
+    streams, stream_tokens = (1, 8) if lab.scope.is_quick else (4 if lab.is_gpu else 1, 64)
     memory = lab.remember(lab.prompts.tokens(tokens - 1, 1))
     prompt, files = (*memory.tokens, memory.tokens[0]), lab.restored(memory)
     beside: dict[str, Callable[[], Run]] = {

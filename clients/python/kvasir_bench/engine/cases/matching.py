@@ -76,7 +76,7 @@ def _transcript(messages: Sequence[dict[str, Any]]) -> str:
 
 def run(lab: Lab) -> Case:
     """The world's user messages and the model's replies: as messages and as a transcript, of ten turns or of three."""
-    turns = user_turns(3 if lab.is_quick or lab.scope.lengths else 10)
+    turns = user_turns(3 if lab.scope.is_quick or lab.scope.lengths else 10)
     prompting = Prompting(lab.engine.tokenizer, lab.engine.token_text)
     renders = {"messages": lambda messages: prompting.template([*messages], None, True), "transcript": _transcript}
     rows: list[Row] = []

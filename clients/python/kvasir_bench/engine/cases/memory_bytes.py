@@ -11,7 +11,7 @@ _PEER_CHUNK = 2048  # mlx-lm's own default
 
 def run(lab: Lab) -> Case:
     """Bytes are counted by MLX and repeat exactly: one run of each is enough."""
-    rows = lab.rows(lab.chosen_lengths((600,) if lab.is_quick else _LENGTHS), lambda length: _rows(lab, length))
+    rows = lab.rows(lab.chosen_lengths((600,) if lab.scope.is_quick else _LENGTHS), lambda length: _rows(lab, length))
     targets = [
         Target(f"peak, cells / one chunk, {row['prompt_tokens']}", row["peak_ratio"], _MOST_RATIO, is_most=True)
         for row in rows[:: len(_ways(lab, 0))]

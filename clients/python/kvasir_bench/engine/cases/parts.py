@@ -13,7 +13,7 @@ def run(lab: Lab) -> Case:
     prompting = Prompting(lab.engine.tokenizer, lab.engine.token_text)
     try:
         rows = lab.rows(
-            lab.chosen_lengths((96,) if lab.is_quick else _LENGTHS), lambda length: [_row(lab, prompting, length)]
+            lab.chosen_lengths((96,) if lab.scope.is_quick else _LENGTHS), lambda length: [_row(lab, prompting, length)]
         )
     finally:
         prompting.close()
@@ -21,7 +21,7 @@ def run(lab: Lab) -> Case:
 
 
 def _row(lab: Lab, prompting: Prompting, length: int) -> Row:
-    reply = 12 if lab.is_quick else 100
+    reply = 12 if lab.scope.is_quick else 100
     text = lab.engine.tokenizer.decode(list(lab.prompts.tokens(length, 0)))
 
     def measured() -> tuple[float, float, float]:

@@ -14,12 +14,12 @@ _REPLY_TOKENS = 16  # who ends with its first token leaves nothing to begin with
 def run(lab: Lab) -> Case:
     """Agents of one namespace may share what they prefill; agents without one share with nobody."""
     namespaces = (f"bench {number}" for number in count())
-    lengths = lab.chosen_lengths((256,) if lab.is_quick else _LENGTHS)
+    lengths = lab.chosen_lengths((256,) if lab.scope.is_quick else _LENGTHS)
     return Case("A shared prefix", lab.rows(lengths, lambda length: _rows(lab, length, namespaces)))
 
 
 def _rows(lab: Lab, prefix_tokens: int, namespaces: Iterator[str]) -> list[Row]:
-    agents = 3 if lab.is_quick else 8
+    agents = 3 if lab.scope.is_quick else 8
 
     def measured() -> list[tuple[int, float, float]]:
         return [_round(lab, agents, prefix_tokens, namespace) for namespace in (None, next(namespaces))]

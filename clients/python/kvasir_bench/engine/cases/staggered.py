@@ -12,7 +12,7 @@ _LENGTHS = (1024,)
 
 def run(lab: Lab) -> Case:
     """Two prompts of one length; B arrives after a third of A's 427 tokens (the seed's two seconds, to scale)."""
-    rows = lab.rows(lab.chosen_lengths((96,) if lab.is_quick else _LENGTHS), lambda length: [_row(lab, length)])
+    rows = lab.rows(lab.chosen_lengths((96,) if lab.scope.is_quick else _LENGTHS), lambda length: [_row(lab, length)])
     targets = [
         target
         for row in rows
@@ -47,7 +47,7 @@ def _row(lab: Lab, length: int) -> Row:
 
 def _round(lab: Lab, prompt_tokens: int) -> dict[str, float]:
     """One repeat, all times in seconds."""
-    reply_tokens = 24 if lab.is_quick else 427
+    reply_tokens = 24 if lab.scope.is_quick else 427
     first, second = (lab.prompts.tokens(prompt_tokens, number) for number in (0, 1))
     third = reply_tokens // 3
     # One after the other: B arrives at the same point of A, and waits.
