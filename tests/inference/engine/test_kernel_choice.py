@@ -98,7 +98,7 @@ def test_kernels_that_fail_their_check_are_reported_and_the_reference_serves(
     assert replies(driver) == expected
     facts = asdict(kernels) | {"policies": {"q8": "scales"}}
     assert [kernels.failure in each for each in kernel_problems(facts, {})] == [True, False], "kvasir doctor"
-    host: Any = SimpleNamespace(served=SimpleNamespace(name="m", engine=driver.engine), loads=1)
+    host: Any = SimpleNamespace(served=SimpleNamespace(name="m", engine=driver.engine, owed={}), loads=1)
     admission = Admission(read_settings(["--listen", "unix:/engine"]).admission, time.monotonic)
     status = status_of(host, ServiceStats(0), admission, now_s=1)
     numbers = {metric.name: metric.samples for metric in numbers_of(status, RpcCounts(), Audit("engine"))}
