@@ -150,8 +150,7 @@ def ls(
     """List agents that have names, the last used first. The title of a conversation is its label `title`, else its
     first words (of the first 100 that are listed).
 
-    Labels that Kvasir gives for itself are in --json and in `kvasir agents show`.
-    """
+    Labels that Kvasir gives for itself are in --json and in `kvasir agents show`."""
     with store_client(caller) as client:
         found = list(all_agents(client, prefix, labels_of(label or [])))
         listed = [agent for agent in found if has_all or prefix or not agent.agent_id.startswith(UNNAMED_PREFIXES)]

@@ -2,8 +2,7 @@
 
 Eight megabytes of JSON can become gigabytes of objects, and parsing holds the interpreter while it lasts. So a scan in
 C counts what parsing would make, large bodies are read by one thread, in which namespaces take turns, and each body is
-billed to its namespace by what it becomes, until its answer is sent.
-"""
+billed to its namespace by what it becomes, until its answer is sent."""
 
 import asyncio
 from collections.abc import Callable, Iterator

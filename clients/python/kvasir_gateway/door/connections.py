@@ -1,8 +1,7 @@
 """Connections: what they may cost before a request is admitted, and while nobody reads its answer.
 
 A connection's caller is not known until it shows a key. So strangers' connections have a small room of their own, in
-which the oldest makes way for the newest, and so have those of key holders that rest between two requests.
-"""
+which the oldest makes way for the newest, and so have those of key holders that rest between two requests."""
 
 import asyncio
 import math
@@ -115,8 +114,7 @@ async def receive_rest(
 class Connection(HttpToolsProtocol):
     """uvicorn's own keeps all of a head that has no end, and waits for it. Its option bounds another parser's.
 
-    Of a large body the parser sees the beginning alone: it would copy each piece, and wake the request for it.
-    """
+    Of a large body the parser sees the beginning alone: it would copy each piece, and wake the request for it."""
 
     _late: asyncio.TimerHandle | None = None
     _stalled: asyncio.TimerHandle | None = None

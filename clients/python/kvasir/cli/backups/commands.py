@@ -37,8 +37,7 @@ def backup(caller: Caller, folder: FolderArgument) -> None:
 
     The next backup into the same folder copies what is new. Not in it: the master key of sealed namespaces (seal.key),
     which stay sealed; logs, audits; turns that the store has not taken yet (`kvasir status`). Ends with 1 if files of
-    the store are damaged: they are left out, and `kvasir store scrub` says more.
-    """
+    the store are damaged: they are left out, and `kvasir store scrub` says more."""
     check_installed("store")
     home, folder = caller.home, folder.expanduser().absolute()
     if not (home.root / _INDEX).is_file():
@@ -68,8 +67,7 @@ def backup(caller: Caller, folder: FolderArgument) -> None:
 def restore(caller: Caller, folder: FolderArgument) -> None:
     """Make a new home of a backup: `kvasir --home NEW restore DIR`. Every file is checked before the home is there.
 
-    Agents go on as of the backup. One that has moved to another Mac since is there, too: delete it here or there.
-    """
+    Agents go on as of the backup. One that has moved to another Mac since is there, too: delete it here or there."""
     check_installed("store")
     home, folder = caller.home, folder.expanduser().absolute()
     if home.root.is_symlink() or (home.root.exists() and (not home.root.is_dir() or any(home.root.iterdir()))):

@@ -1,8 +1,7 @@
 """A backup's folder: objects named by the BLAKE3 digest of their bytes, and the list of files that are made of them.
 
 The list is replaced last: a backup that is cut short leaves the one before it whole. Nothing is reached through a
-symbolic link.
-"""
+symbolic link."""
 
 import contextlib
 import fcntl
