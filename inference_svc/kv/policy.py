@@ -1,5 +1,6 @@
 """KV policies by name: the ladder from the cheapest rung to the exact one. Plain data, no MLX."""
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from enum import Enum
 
@@ -24,7 +25,16 @@ class Rung(Enum):
 # Of keys and values.
 _BITS = {Rung.Q4: (4, 4), Rung.Q4_ROTATED: (4, 4), Rung.K8V4: (8, 4), Rung.Q8: (8, 8), Rung.FP: (16, 16)}
 LADDER = tuple(Rung)
+# Turned keys take as many bytes as plain ones, and four bits of them lose less.
+_TURNED = {Rung.Q4.value: Rung.Q4_ROTATED.value}
 NAMES = (*(rung.value for rung in LADDER), AUTO)
+
+
+def tried_by_auto(names: Collection[str]) -> list[str]:
+    """Of the rungs that a model can have, those that `auto` tries, in their order: plain keys only where turned ones
+    cannot be had.
+    """
+    return [name for name in names if _TURNED.get(name) not in names]
 
 
 @dataclass(frozen=True, slots=True)

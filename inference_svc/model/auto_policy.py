@@ -8,7 +8,7 @@ from typing import Any
 import structlog
 from kvasir.cachestore.v1 import identity_pb2
 
-from inference_svc.kv.policy import LADDER, PolicyRequest, Rung
+from inference_svc.kv.policy import LADDER, PolicyRequest, Rung, tried_by_auto
 from inference_svc.model.quality import exam, policy_memory
 from inference_svc.model.quality.findings import cheapest
 from inference_svc.model.quality.material import AT_LOAD, Extent
@@ -52,26 +52,26 @@ def _measured(
     subject: exam.Subject, policies: dict[Rung, identity_pb2.KvPolicy], extent: Extent, clock: Callable[[], float]
 ) -> Choice:
     """Climb the ladder with one exam for each rung: most models pass the first, and need no other."""
-    reasons: list[str] = []
-    for rung in LADDER[:-1]:
+    refused: dict[str, str] = {}
+    ways = exam.rung_ways(subject.runner, {rung.value: policies[rung] for rung in LADDER[:-1]}, refused)
+    tried = tried_by_auto([way.found.name for way in ways])
+    reasons = [f"{name} cannot be had ({why})" for name, why in refused.items()]
+    for name in tried:
         found = exam.examine(
             subject,
-            {rung.value: policies[rung]},
+            {name: policies[Rung(name)]},
             extent,
             clock=clock,
             say=lambda text: _LOG.info("kv_policy.measuring", what=text),
             time_limit_s=TIME_LIMIT_S,
         )
-        if rung.value in found.refused:
-            reasons.append(f"{rung.value} cannot be had ({found.refused[rung.value]})")
-            continue
         for each in (found.exact, *found.rungs):
             facts: dict[str, Any] = each.as_json()
             _LOG.info("kv_policy.measured", kept_as=facts.pop("name"), **facts)
         winner, why = cheapest(found.rungs, found.exact)
         reasons.append(f"by {found.material}: {why}")
         if winner is not None:
-            return Choice(rung, "; ".join(reasons))
+            return Choice(Rung(name), "; ".join(reasons))
     return Choice(LADDER[-1], "; ".join([*reasons, f"{LADDER[-1].value} is the most exact there is"]))
 
 

@@ -81,7 +81,7 @@ def open_model(
         request = policy or PolicyRequest()
         file = conversations_file if request.rung is None else None
         read_conversations = functools.partial(Conversations.read_for, file, tokenizer_digest(directory))
-        subject = exam.Subject(runner, loaded.tokenizer, read_conversations)
+        subject = exam.Subject(runner, loaded.tokenizer, read_conversations, loaded.context_tokens)
         chosen = chosen_policy(request, subject, digest, cache_dir, time.monotonic)
     runner.layout.check_policy(runner.model, chosen.policy)
     identity = kv_identity(digest, runner.layers, chosen.policy)

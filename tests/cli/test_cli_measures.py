@@ -5,7 +5,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from kvasir_bench.quality.report import lines
+from kvasir_bench.quality.report import lines as lines_of
 
 from tests.cli.running import Cli, in_process
 from tests.inference.engine.tiny_models import LLAMA, write_model
@@ -73,7 +73,7 @@ def test_the_quality_bench_measures_every_rung_beside_exact_kv_and_mlx_lms_own()
         command = ("bench", "quality", "--quick", "--kv-exact-layers", "last", "--json")
         results = Cli(Path(home))(*command, timeout_s=280).value
     every = {"name", "bytes_per_token", "kl", "kl_worst", "top1_agreement", "perplexity", "positions", "seconds"}
-    every |= {"recall", "tool_calls"}
+    every |= {"recall", "tool_calls", "tasks"}
     assert every == set(results["reference"]) == set(results["peers"][0])
     assert every | {"passes", "why"} == set(results["rungs"][0])
     assert [rung["name"] for rung in results["rungs"]] == ["q4", "q4-rotated", "k8v4", "q8", "fp"]
@@ -85,7 +85,8 @@ def test_the_quality_bench_measures_every_rung_beside_exact_kv_and_mlx_lms_own()
     assert kl["q4"] > kl["k8v4"] > kl["q8"] > kl["fp"] >= 0
     assert kl["q4-rotated"] > kl["k8v4"]
     right = [rung["recall"]["right"] for rung in results["rungs"]]
-    assert results["auto"]["chooses"] == "q4"
+    assert set(results["reference"]["tasks"]) == {"corrections", "summaries", "tool_arguments"}
+    assert results["auto"]["chooses"] == "q4-rotated"
     assert right == [results["reference"]["recall"]["right"]] * len(right)
 
 
@@ -120,9 +121,33 @@ def test_the_quality_bench_reads_a_text_of_ones_own_and_suggests_layers_to_keep_
         "quality_layers.png",
         "quality_policies.png",
     ]
-    shown = "\n".join(lines(results))
+    shown = "\n".join(lines_of(results))
     assert f"q4, layer {costly} exact" in shown
     assert "within 1000 bytes a token: kvasir up --kv-policy" in shown
+
+
+@pytest.mark.long(3)
+def test_the_quality_bench_measures_a_users_own_tasks(tmp_path: Path) -> None:
+    cli, model, tasks = Cli(tmp_path), write_model(tmp_path / "model", LLAMA), tmp_path / "tasks.jsonl"
+    lines = [{"task": "sums", "prompt": "1 + 1 =", "answer": " 2"}] * 2
+    lines += [{"task": "talk", "messages": [{"role": "user", "content": "Hello."}], "answer": "Good day."}]
+    tasks.write_text("\n".join(map(json.dumps, lines)))
+    results = cli("bench", "quality", "--model", model, "--tasks", tasks, "--json", timeout_s=120).value
+    assert results["material"] == "tasks"
+    for each in (results["reference"], *results["rungs"]):
+        assert {name: found["n"] for name, found in each["tasks"].items()} == {"sums": 2, "talk": 1}
+        assert each["positions"] > 0
+    assert "talk" in next(lines_of(results))
+
+
+def test_tasks_with_a_bad_line_or_beside_a_text_are_refused(tmp_path: Path) -> None:
+    tasks = tmp_path / "tasks.jsonl"
+    tasks.write_text('{"task": "sums", "prompt": "1 + 1 =", "answer": " 2"}\n{"task": "sums", "prompt": "1 + 2 ="}\n')
+    refused = in_process("bench", "quality", "--tasks", tasks)
+    assert refused.code != 0
+    assert "line 2, answer: expected a text" in refused.err
+    assert "expected one of them" in in_process("bench", "quality", "--tasks", tasks, "--text", tasks).err
+    assert "does not shorten" in in_process("bench", "quality", "--tasks", tasks, "--quick").err
 
 
 def test_a_text_that_is_too_short_or_has_no_layers_to_measure_is_refused(tmp_path: Path) -> None:

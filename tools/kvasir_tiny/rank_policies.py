@@ -46,7 +46,7 @@ def ranked(model: Path, asked: list[desk.Conversation], length: int) -> dict[str
             for number, talk in enumerate(asked)
         },
     )
-    subject = exam.Subject(ModelRunner(loaded.model), loaded.tokenizer, lambda: material)
+    subject = exam.Subject(ModelRunner(loaded.model), loaded.tokenizer, lambda: material, loaded.context_tokens)
     extent = Extent((length,) * len(asked), QUESTIONS_EACH, 0, canaries=1, canary_tokens=32)
     policies = {rung.value: policy_of(rung, "float32") for rung in LADDER}
     found = exam.examine(

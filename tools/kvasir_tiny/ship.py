@@ -9,7 +9,7 @@ from typing import Any
 from inference_svc.model import kvasir_tiny
 from inference_svc.model.model_identity import tokenizer_digest
 from inference_svc.model.quality.material import AT_LOAD, FULL, QUICK
-from tools.kvasir_tiny import desk, tokenizer, tools, world
+from tools.kvasir_tiny import desk, skills, tokenizer, tools, world
 from tools.kvasir_tiny.words import Dice, Names
 
 STORIES_PATH = Path(__file__).parents[2] / "clients/python/kvasir/cli/demo/stories.json"
@@ -27,6 +27,7 @@ def conversations() -> dict[str, Any]:
     return {
         "made_by": "python -m tools.kvasir_tiny.ship",
         "tokenizer_digest": tokenizer_digest(kvasir_tiny.path()),
+        "tasks": list(skills.tasks(encoder.count)),
         "conversations": [_conversation(encoder, number, tokens) for number, tokens in places],
     }
 
@@ -52,11 +53,14 @@ def _story(seed: int, tokens: int) -> dict[str, Any]:
 
 
 def text_of(content: dict[str, Any]) -> str:
-    """The form in which both are written: a line for each conversation."""
-    *heads, (name, items) = content.items()
-    lines = [f"{json.dumps(key)}: {json.dumps(value)}" for key, value in heads]
-    listed = ",\n".join(json.dumps(item, ensure_ascii=False) for item in items)
-    return "{\n" + ",\n".join([*lines, f"{json.dumps(name)}: [\n{listed}\n]"]) + "\n}\n"
+    """The form in which both are written: a line for each item of a list."""
+    return "{\n" + ",\n".join(f"{json.dumps(key)}: {_listed(value)}" for key, value in content.items()) + "\n}\n"
+
+
+def _listed(value: Any) -> str:
+    if not isinstance(value, list):
+        return json.dumps(value)
+    return "[\n" + ",\n".join(json.dumps(item, ensure_ascii=False) for item in value) + "\n]"
 
 
 def _conversation(encoder: tokenizer.Encoder, number: int, tokens: int) -> dict[str, Any]:

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from inference_svc.model.quality.tasks import Task, task_of
+
 
 @dataclass(frozen=True, slots=True)
 class QuestionAnswer:
@@ -31,6 +33,7 @@ class Conversations:
 
     tokenizer_digest: str
     by_number: Mapping[tuple[int, int], Conversation]
+    tasks: tuple[Task, ...] = ()
 
     @classmethod
     def read(cls, file: Path) -> "Conversations":
@@ -39,6 +42,7 @@ class Conversations:
         return cls(
             content["tokenizer_digest"],
             {(each["number"], each["tokens"]): _conversation(each) for each in content["conversations"]},
+            tuple(task_of(each, file.name) for each in content["tasks"]),
         )
 
     @classmethod

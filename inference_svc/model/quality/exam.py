@@ -1,6 +1,6 @@
 """One exam: the same material for exact KV and for every rung that a model can have, within a time limit."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
@@ -18,27 +18,39 @@ from inference_svc.model.quality.material import (
     own_texts,
     plain_tokens,
     repetitions,
+    task_sheet,
 )
 from inference_svc.model.quality.measure import Meter, Way, exact_way, peer_ways, policy_way
+from inference_svc.model.quality.tasks import Task, shipped_tasks
 
 QUESTIONS = "questions"
 CANARY = "canary"
+TASKS = "tasks"
 
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """A loaded model, and how to read conversations in the language of its tokenizer, if there are any."""
+    """A loaded model, and how to read conversations in the language of its tokenizer, if there are any. `given`: a
+    user's own material, which is then all that it is examined on.
+    """
 
     runner: ModelRunner
     tokenizer: Any
     read_conversations: Callable[[], Conversations | None]
+    context_tokens: int
+    given: Sequence[Sheet] = ()
+
+    def sheets_of(self, tasks: Sequence[Task]) -> list[Sheet]:
+        """Of the tasks that its context has room for."""
+        sheets = (task_sheet(task, self.tokenizer) for task in tasks)
+        return [sheet for sheet in sheets if len(sheet.ids) <= self.context_tokens]
 
 
 @dataclass(slots=True)
 class Exam:
     """The material and the findings of an exam. `refused`: why the model cannot have a rung or peer, by name."""
 
-    material: str  # QUESTIONS or CANARY
+    material: str  # QUESTIONS, CANARY or TASKS
     exact: Findings
     rungs: list[Findings] = field(default_factory=list)
     peers: list[Findings] = field(default_factory=list)
@@ -83,7 +95,9 @@ def examine(
 
 
 def _material(subject: Subject, extent: Extent, meter: Meter) -> tuple[str, Iterable[Sheet]]:
-    """Questions for a model that can answer some, else the canary."""
+    """Questions for a model that can answer some, else the canary; and tasks with both."""
+    if subject.given:
+        return TASKS, subject.given
     conversations = subject.read_conversations()
     if conversations is not None and meter.can_ask():
         sheets = conversation_sheets(conversations, subject.tokenizer, extent)
@@ -91,12 +105,14 @@ def _material(subject: Subject, extent: Extent, meter: Meter) -> tuple[str, Iter
         trial = exact_way(subject.runner)
         meter.measure(first, trial, ())
         if can_answer(trial.found):
-            return QUESTIONS, chain((first,), sheets)
+            tasks = subject.sheets_of(conversations.tasks[: extent.tasks])
+            return QUESTIONS, chain((first,), tasks, sheets)
     exact = exact_way(subject.runner)
     vocabulary = plain_tokens(subject.tokenizer, subject.runner.vocabulary_size)
     own = own_texts(vocabulary, extent, lambda beginning, tokens, seed: meter.go_on(exact, beginning, tokens, seed))
     # Alternating, so that an exam that is cut short has some of both.
-    return CANARY, chain.from_iterable(zip(repetitions(vocabulary, extent), own, strict=True))
+    canary = chain.from_iterable(zip(repetitions(vocabulary, extent), own, strict=True))
+    return CANARY, chain(canary, subject.sheets_of(shipped_tasks()[: extent.tasks]))
 
 
 def rung_ways(

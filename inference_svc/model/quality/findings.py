@@ -29,6 +29,9 @@ class Share:
     def rate(self) -> float:
         return self.right / self.n if self.n else math.nan
 
+    def as_json(self) -> dict[str, Any]:
+        return {"share": self.rate, "right": self.right, "n": self.n}
+
 
 @dataclass(frozen=True, slots=True)
 class TextMeans:
@@ -51,6 +54,7 @@ class Findings:
     agreed: int = 0  # positions whose likeliest next token is that of exact KV
     surprise_sum: float = 0.0  # -log of the probability given to the token that came
     shares: dict[str, Share] = field(default_factory=dict)
+    tasks: dict[str, Share] = field(default_factory=dict)  # answers that are right to the last token, by task
     seconds: float = 0.0
     texts: list[TextMeans] = field(default_factory=list)
 
@@ -88,7 +92,8 @@ class Findings:
             "top1_agreement": self.top1,
             "perplexity": self.perplexity,
             "positions": self.positions,
-            **{task: {"share": s.rate, "right": s.right, "n": s.n} for task, s in sorted(self.shares.items())},
+            **{task: share.as_json() for task, share in sorted(self.shares.items())},
+            **({"tasks": {task: share.as_json() for task, share in self.tasks.items()}} if self.tasks else {}),
             "seconds": round(self.seconds, 2),
         }
 
@@ -104,14 +109,16 @@ class Verdict:
 def judged(found: Findings, exact: Findings) -> Verdict:
     """Compare a rung with exact KV on the same material.
 
-    A model that answers questions is judged by its answers: recall and tool calls within 1 % of exact KV. Any other
-    model is judged by the canary: the tokens that it repeats, if it repeats any, and the same likeliest next token at
-    99 of 100 positions.
+    A model is judged by each task of which exact KV does half or more: right answers within 1 % of exact KV. One that
+    answers questions is judged by recall and tool calls, too; any other by the canary: the tokens that it repeats, if
+    it repeats any, and the same likeliest next token at 99 of 100 positions.
     """
     asked = [task for task in (RECALL, TOOL_CALLS) if task in exact.shares]
-    tasks = asked or [task for task in (REPEAT,) if exact.share(task).rate >= CAN_DO]
-    lost = [task for task in tasks if found.share(task).right < WITHIN * exact.share(task).right]
-    said = ", ".join(f"{_words(task)} {_against(found.share(task), exact.share(task))}" for task in lost or tasks)
+    shares = asked or [task for task in (REPEAT,) if task in exact.shares and exact.share(task).rate >= CAN_DO]
+    pairs = {task: (found.share(task), exact.share(task)) for task in shares}
+    pairs |= {name: (found.tasks[name], share) for name, share in exact.tasks.items() if share.rate >= CAN_DO}
+    lost = [task for task, (ours, theirs) in pairs.items() if ours.right < WITHIN * theirs.right]
+    said = ", ".join(f"{_words(task)} {_against(*pairs[task])}" for task in lost or pairs)
     if lost:
         return Verdict(False, said)
     if asked:

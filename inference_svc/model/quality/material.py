@@ -8,8 +8,11 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
+from kvasir.errors import InvalidArgument
+
 from inference_svc.model.quality.conversations import Conversation, Conversations, QuestionAnswer
 from inference_svc.model.quality.findings import RECALL, TOOL_CALLS
+from inference_svc.model.quality.tasks import Task
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +32,8 @@ class Sheet:
     scored_from: int = 1
     questions: tuple[Question, ...] = ()
     is_repetition: bool = False  # its scored part repeats what came before
+    task: str = ""  # its scored part is the answer to a task of this name
+    scores_text: bool = True  # whether its next tokens count as text
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,12 +45,13 @@ class Extent:
     tools_each: int
     canaries: int  # repetitions, and as many texts of the model's own
     canary_tokens: int
+    tasks: int = 0  # of those that ship, a third of them of each kind
 
 
-FULL = Extent((*(600,) * 5, *(1500,) * 4, 4000), 20, 10, canaries=4, canary_tokens=256)
-QUICK = Extent((300,), 6, 4, canaries=1, canary_tokens=128)
+FULL = Extent((*(600,) * 5, *(1500,) * 4, 4000), 20, 10, canaries=4, canary_tokens=256, tasks=24)
+QUICK = Extent((300,), 6, 4, canaries=1, canary_tokens=128, tasks=3)
 # What `auto` asks at load.
-AT_LOAD = Extent((600, 600, 2000), 16, 10, canaries=2, canary_tokens=256)
+AT_LOAD = Extent((600, 600, 2000), 16, 10, canaries=2, canary_tokens=256, tasks=12)
 
 # (beginning, tokens, seed) -> beginning and so many tokens more, sampled from the model.
 GoOn: TypeAlias = Callable[[tuple[int, ...], int, int], tuple[int, ...]]
@@ -56,6 +62,29 @@ def conversation_sheets(conversations: Conversations, tokenizer: Any, extent: Ex
     """Conversations with questions, for a model that has their tokenizer."""
     for number_and_tokens in enumerate(extent.lengths):
         yield _sheet(tokenizer, conversations.by_number[number_and_tokens], extent)
+
+
+def task_sheet(task: Task, tokenizer: Any, *, scores_text: bool = False) -> Sheet:
+    """A task, whose answer is the scored part. `scores_text`: whether the answer's tokens count as text, too. Raises
+    InvalidArgument if the model's template or tokenizer cannot take it.
+    """
+    if task.messages:
+        try:
+            asked = tokenizer.apply_chat_template(
+                list(task.messages), tools=list(task.tools) or None, add_generation_prompt=True
+            )
+        except Exception as error:  # noqa: BLE001 - a template is a program from outside and may raise anything
+            raise InvalidArgument(f"the chat template raises {type(error).__name__}", field="tasks.messages") from None
+        reply = tokenizer.encode(task.answer, add_special_tokens=False)
+        ids, begins_at = (*asked, *reply, tokenizer.eos_token_id), len(asked)
+    else:
+        ids, prompt = tuple(tokenizer.encode(task.prompt + task.answer)), tokenizer.encode(task.prompt)
+        # The prompt's last characters may merge with the answer's first into one token.
+        differ = (place for place, (one, other) in enumerate(zip(prompt, ids, strict=False)) if one != other)
+        begins_at = next(differ, min(len(prompt), len(ids)))
+    if not 0 < begins_at < len(ids):
+        raise InvalidArgument("the prompt or the answer has no token of its own", field="tasks.prompt")
+    return Sheet(ids, scored_from=begins_at, task=task.name, scores_text=scores_text)
 
 
 def repetitions(vocabulary: Sequence[int], extent: Extent) -> Iterator[Sheet]:

@@ -6,6 +6,7 @@ forced: a text is read in cells as the engine reads it, and a reply is right if 
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, TypeAlias, cast
 
 import mlx.core as mx
@@ -16,7 +17,7 @@ from mlx_lm.models.cache import KVCache, QuantizedKVCache, make_prompt_cache
 
 from inference_svc.kv.sequence_kv import SequenceKV
 from inference_svc.model.model_runner import ModelRunner
-from inference_svc.model.quality.findings import REPEAT, Findings
+from inference_svc.model.quality.findings import REPEAT, Findings, Share
 from inference_svc.model.quality.material import Question, Sheet
 
 Caches: TypeAlias = SequenceKV | list[Any]  # ours, or mlx-lm's by layer
@@ -92,8 +93,11 @@ class Meter:
 
     def _read(self, sheet: Sheet, caches: Caches) -> Reading:
         scored: list[mx.array] = []
-        for start in range(0, len(sheet.ids), CELL_TOKENS):
-            cell = sheet.ids[start : start + CELL_TOKENS]
+        cuts = {*range(0, len(sheet.ids), CELL_TOKENS), len(sheet.ids)}
+        if sheet.task:
+            cuts.add(sheet.scored_from)  # an answer is generated over the prompt's KV as it is stored
+        for start, end in pairwise(sorted(cuts)):
+            cell = sheet.ids[start:end]
             scores = self._runner.scores(caches, cell)
             # The row of position p scores token p + 1; the row of the last token has none to score.
             first, last = max(sheet.scored_from - 1 - start, 0), min(len(cell), len(sheet.ids) - 1 - start)
@@ -164,16 +168,20 @@ def _count(sheet: Sheet, expected: Reading, reading: Reading, found: Findings) -
     divergence = (mx.exp(expected.scores) * (expected.scores - reading.scores)).sum(-1)
     guesses = reading.scores.argmax(-1)
     chosen = mx.take_along_axis(reading.scores, tokens[:, None], axis=-1)
-    found.add_text(
-        positions=tokens.size,
-        # Rounding can make a divergence of next to nothing negative.
-        kl_sum=max(0.0, _number(divergence.sum())),
-        kl_worst=_number(divergence.max()),
-        agreed=int(_number((guesses == expected.scores.argmax(-1)).sum())),
-        surprise_sum=-_number(chosen.sum()),
-    )
+    if sheet.scores_text:
+        found.add_text(
+            positions=tokens.size,
+            # Rounding can make a divergence of next to nothing negative.
+            kl_sum=max(0.0, _number(divergence.sum())),
+            kl_worst=_number(divergence.max()),
+            agreed=int(_number((guesses == expected.scores.argmax(-1)).sum())),
+            surprise_sum=-_number(chosen.sum()),
+        )
+    right = int(_number((guesses == tokens).sum()))
     if sheet.is_repetition:
-        found.share(REPEAT).add(int(_number((guesses == tokens).sum())), tokens.size)
+        found.share(REPEAT).add(right, tokens.size)
+    if sheet.task:
+        found.tasks.setdefault(sheet.task, Share()).add(right == tokens.size)
     for question, is_right in zip(sheet.questions, reading.right, strict=True):
         found.share(question.task).add(is_right)
 

@@ -13,7 +13,7 @@ from typing import Any
 from inference_svc.kv.policy import Rung
 
 # Increased when the gate or its questions change: older choices are then measured again.
-FORMAT = 1
+FORMAT = 2
 FILE = "kv-policies.json"
 
 

@@ -31,6 +31,15 @@ TextOption = Annotated[
         help="Read this file (UTF-8, 1,024 tokens at least) in 16 windows instead, and measure each layer too.",
     ),
 ]
+TasksOption = Annotated[
+    Path | None,
+    typer.Option(
+        exists=True,
+        dir_okay=False,
+        help="Give the tasks of this file instead: JSON lines, each with task (a name), answer, and prompt or messages "
+        "(and tools).",
+    ),
+]
 KvPolicyOption = Annotated[
     MixedPolicy | None, typer.Option(help="With --text: the policy whose layers are measured one by one: q4.")
 ]
@@ -51,6 +60,7 @@ def quality(
     kv_exact_layers: KvExactLayersOption = "",
     compute_type: ComputeTypeOption = "",
     text: TextOption = None,
+    tasks: TasksOption = None,
     kv_policy: KvPolicyOption = None,
     kv_bytes: KvBytesOption = None,
     plots: PlotsOption = None,
@@ -62,19 +72,29 @@ def quality(
 
     It also shows which policy --kv-policy auto would choose.
 
-    A model that has kvasir-tiny's tokenizer and answers is asked about conversations of its world; any other repeats
-    random tokens and reads text of its own. Seeds are fixed.
+    A model that has kvasir-tiny's tokenizer and answers is asked about conversations of its world, and given tasks of
+    it; any other repeats random tokens, reads text of its own, and is given chained arithmetic, edits of code and
+    arguments of tools. A task counts if exact KV does half of its kind, and is right if every token of its answer is
+    the likeliest. Seeds are fixed.
+
+    With --tasks the tasks are your own: {"task": "dates", "prompt": "Q: When? A:", "answer": " On 4 May."}, one in a
+    line. In place of prompt, messages (and tools) go through the model's chat template, and answer is the whole reply.
 
     With --text the measure is your own text, with 95 % intervals over its windows: each policy, each layer alone under
     one of them, and the layers to keep exact (--kv-exact-layers of `kvasir up`) within a budget of bytes."""
     if text is None and (kv_policy or kv_bytes):
         raise InvalidArgument("--kv-policy and --kv-bytes belong to --text", field="text")
+    if text and tasks:
+        raise InvalidArgument("--text and --tasks: expected one of them", field="tasks")
+    if tasks and quick:
+        raise InvalidArgument("--quick does not shorten --tasks: all of them are given", field="quick")
     caller = caller_of(context, as_json)
     options = {
         "--model": model,
         "--kv-exact-layers": kv_exact_layers,
         "--compute-type": compute_type,
         "--text": text,
+        "--tasks": tasks,
         "--kv-policy": kv_policy and kv_policy.value,
         "--kv-bytes": kv_bytes,
         "--quick": quick,

@@ -140,7 +140,7 @@ def _digest_of_sources() -> str:
         found = importlib.util.find_spec(name)
         for root in map(Path, found.submodule_search_locations or () if found else ()):
             for file in sorted(root.rglob("*")):
-                if file.suffix in (".py", ".h", ".json"):
+                if file.suffix in (".py", ".h", ".json", ".jsonl"):
                     hasher.update(f"{name}/{file.relative_to(root)}\0".encode())
                     hasher.update(file.read_bytes())
     return hasher.hexdigest()[:16]

@@ -3,21 +3,23 @@
 import argparse
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvasir.cachestore.v1 import identity_pb2
 
-from inference_svc.kv.policy import AUTO, LADDER, PolicyRequest, Rung
+from inference_svc.kv.policy import AUTO, LADDER, PolicyRequest, Rung, tried_by_auto
 from inference_svc.model import kvasir_tiny
 from inference_svc.model.blas import load_optimized_blas
 from inference_svc.model.model_identity import tokenizer_digest
 from inference_svc.model.quality.conversations import Conversations
 from inference_svc.model.quality.findings import cheapest, judged
 from inference_svc.model.quality.material import FULL, QUICK, Sheet
+from inference_svc.model.quality.tasks import read_tasks
 from kvasir_bench.program import printed, progress
+from kvasir_bench.quality.given_tasks import given_sheets
 from kvasir_bench.quality.given_text import LONGEST, SHORTEST, read_text, windows_of
 from kvasir_bench.quality.mixing import CHOOSING, with_intervals
 
@@ -35,18 +37,21 @@ class _Bench:
     runner: "ModelRunner"
     tokenizer: Any
     policies: Mapping[str, identity_pb2.KvPolicy]
+    context_tokens: int
+    given: Sequence[Sheet]
     clock: Callable[[], float]
     say: Callable[[str], None]
 
     def on_material(self, directory: Path) -> dict[str, Any]:
-        """Conversations or the canary; and what auto would choose."""
+        """Given tasks, conversations or the canary; and what auto would choose."""
         from inference_svc.model.quality import exam
 
         conversations = Conversations.read_for(kvasir_tiny.conversations_path(), tokenizer_digest(directory))
-        subject = exam.Subject(self.runner, self.tokenizer, lambda: conversations)
+        subject = exam.Subject(self.runner, self.tokenizer, lambda: conversations, self.context_tokens, self.given)
         extent = QUICK if self.asked.quick else FULL
         found = exam.examine(subject, self.policies, extent, clock=self.clock, say=self.say, with_peers=True)
-        winner, why = cheapest(found.rungs, found.exact)
+        tried = tried_by_auto([each.name for each in found.rungs])
+        winner, why = cheapest([each for each in found.rungs if each.name in tried], found.exact)
         verdicts = {each.name: judged(each, found.exact) for each in found.rungs}
         return {
             "material": found.material,
@@ -94,6 +99,7 @@ class _Bench:
 def measured(asked: argparse.Namespace, clock: Callable[[], float], say: Callable[[str], None]) -> dict[str, Any]:
     """All findings. Raises as Engine.open does; NotFound or InvalidArgument for a text, layers or a budget."""
     text = read_text(asked.text) if asked.text else ""
+    tasks = read_tasks(asked.tasks) if asked.tasks else ()
     blas = load_optimized_blas()
     # These import MLX, and then it is too late for a BLAS.
     from inference_svc.model.loading import device, find_model, load
@@ -104,7 +110,8 @@ def measured(asked: argparse.Namespace, clock: Callable[[], float], say: Callabl
     runner = ModelRunner(loaded.model)
     request = PolicyRequest.parse(AUTO, asked.kv_exact_layers)
     policies = {rung.value: request.policy(rung, runner.compute_type, len(runner.layers)) for rung in LADDER}
-    bench = _Bench(asked, runner, loaded.tokenizer, policies, clock, say)
+    given = given_sheets(asked.tasks, tasks, loaded.tokenizer, loaded.context_tokens)
+    bench = _Bench(asked, runner, loaded.tokenizer, policies, loaded.context_tokens, given, clock, say)
     if asked.text:
         longest = min(loaded.context_tokens - 1, SHORTEST if asked.quick else LONGEST)
         found = bench.on_text(windows_of(asked.text, text, loaded.tokenizer, longest))
@@ -129,6 +136,7 @@ def main() -> int:
     parser.add_argument("--compute-type", choices=["float32", "float16", "bfloat16"], help="as the engine's option")
     parser.add_argument("--quick", action="store_true", help="read and ask less, for a look")
     parser.add_argument("--text", type=Path, help="read this file instead, and measure each layer")
+    parser.add_argument("--tasks", type=Path, help="give these tasks instead, JSON lines")
     parser.add_argument("--kv-policy", default=MIXED[0], choices=MIXED, help="with --text: of the measured layers")
     parser.add_argument("--kv-bytes", type=int, help="with --text: a token, for the policy with its exact layers")
     given = parser.parse_args()

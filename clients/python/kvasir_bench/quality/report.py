@@ -13,8 +13,9 @@ the baseline. `rungs` are Kvasir's KV policies, cheapest first; `peers` mlx-lm's
 `name`, `bytes_per_token`, `kl` (of the next token, mean over `positions`, nats), `kl_worst`, `top1_agreement`,
 `perplexity` (of all text read), `seconds`; and `recall`, `tool_calls` (questions answered right to the last token)
 or, for a model that does not know kvasir-tiny's world, `repeat` (random tokens said a second time), each with
-`share`, `right`, `n`. A rung also `passes`, and `why`. `refused` are rungs and peers that the model cannot have.
-`auto` is what --kv-policy auto would choose from this. `material` is questions or canary. `seconds` is all of it.
+`share`, `right`, `n`; and `tasks`, by name, as these. A rung also `passes`, and `why`. `refused` are rungs and peers
+that the model cannot have. `auto` is what --kv-policy auto would choose from this. `material` is questions, canary or
+tasks. `seconds` is all of it.
 
 """
 KEYS += text_report.KEYS
@@ -28,9 +29,13 @@ def lines(results: dict[str, Any], show: Show = text_table) -> Iterator[str]:
         yield from text_report.lines(results, show)
         return
     tasks = [(name, title) for name, title in _TASKS if name in results["reference"]]
-    titles = ["KV", "bytes a token", "KL", "worst KL", "top-1", "perplexity", *(title for _, title in tasks), "seconds"]
+    given = [(name, name.replace("_", " ")) for name in results["reference"].get("tasks", ())]
+    counted = [title for _, title in (*tasks, *given)]
+    titles = ["KV", "bytes a token", "KL", "worst KL", "top-1", "perplexity", *counted, "seconds"]
     ways = (results["reference"], *results["rungs"], *results["peers"])
-    yield from show([titles, *(_row(each, [each[name] for name, _ in tasks]) for each in ways)])
+    shares = ([*(each[name] for name, _ in tasks), *(each["tasks"][name] for name, _ in given)] for each in ways)
+    rows = (_row(each, found) for each, found in zip(ways, shares, strict=True))
+    yield from show([titles, *rows])
     yield ""
     yield (
         f"{results['model']} by {results['material']}, {results['reference']['positions']} next tokens, "

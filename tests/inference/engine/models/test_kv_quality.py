@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from inference_svc.kv.codec import RotatedCodec
 from inference_svc.kv.policy import LADDER, PolicyRequest, Rung, name_of, policy_of
 from inference_svc.kv.sequence_kv import SequenceKV
 from inference_svc.model import kvasir_tiny
@@ -31,7 +32,7 @@ AUTO = PolicyRequest.parse("auto")
 def subject_of(directory: Path) -> Subject:
     loaded = load(directory, "float32")
     conversations = Conversations.read_for(kvasir_tiny.conversations_path(), tokenizer_digest(directory))
-    return Subject(ModelRunner(loaded.model), loaded.tokenizer, lambda: conversations)
+    return Subject(ModelRunner(loaded.model), loaded.tokenizer, lambda: conversations, loaded.context_tokens)
 
 
 def examined(subject: Subject, rungs: tuple[Rung, ...] = LADDER, with_peers: bool = False) -> Exam:
@@ -81,8 +82,8 @@ def test_auto_goes_up_to_the_rung_where_tool_calls_are_made_again(outliers: Subj
     assert judged(k8v4, exam.exact).passes
     choice = chosen(outliers, tmp_path)
     assert choice.policy == policy_of(Rung.K8V4, "float32")
-    assert "by questions: q4 does not (recall 0 of" in choice.why
-    assert "q4-rotated does not" in choice.why
+    assert "by questions: q4-rotated does not (recall" in choice.why
+    assert "q4 does" not in choice.why, "plain keys are not tried where turned ones can be had"
     assert "tool calls 0 of 2, exact KV 2" in choice.why
 
 
@@ -135,8 +136,8 @@ def test_a_model_with_windows_or_states_is_measured_too(family: dict[str, Any], 
 @pytest.mark.long(2)
 def test_auto_measures_a_model_once_and_remembers_it_by_its_weights(tiny: Subject, tmp_path: Path) -> None:
     first = chosen(tiny, tmp_path, extent=BRIEF)
-    assert first.policy == policy_of(Rung.Q4, "float32"), "it bears four bits, and gets the cheapest rung"
-    assert first.why.startswith("auto: by questions: q4 passes")
+    assert first.policy == policy_of(Rung.Q4_ROTATED, "float32"), "it bears four bits, and gets the cheapest rung"
+    assert first.why.startswith("auto: by questions: q4-rotated passes")
     file = tmp_path / FILE
     # What is written is believed: so nothing was measured.
     content = json.loads(file.read_text())
@@ -158,7 +159,61 @@ def test_a_choice_that_cannot_be_written_is_still_made(tiny: Subject, tmp_path: 
     """And one that cannot be read is no memory."""
     in_the_way = tmp_path / "state"
     in_the_way.write_text("a file, where the directory should be")
-    assert chosen(tiny, in_the_way, extent=BRIEF).policy == policy_of(Rung.Q4, "float32")
+    assert chosen(tiny, in_the_way, extent=BRIEF).policy == policy_of(Rung.Q4_ROTATED, "float32")
+
+
+def test_auto_tries_plain_keys_of_heads_that_have_no_rotation(
+    tiny: Subject, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As heads do of a size that the rotation does not have."""
+
+    def problem(_: RotatedCodec, dim: int) -> str:
+        return f"heads of {dim} cannot be turned"
+
+    monkeypatch.setattr(RotatedCodec, "problem", problem)
+    choice = chosen(tiny, tmp_path, extent=BRIEF)
+    assert choice.policy == policy_of(Rung.Q4, "float32")
+    assert "q4-rotated cannot be had" in choice.why
+    assert "heads of 64 cannot be turned" in choice.why
+
+
+@pytest.mark.long(9)
+def test_a_rung_that_answers_every_needle_and_loses_a_task_is_not_taken(tiny: Subject) -> None:
+    """kvasir-tiny recalls under four bits, and takes the old value for the new one after corrections."""
+    extent = Extent((300,), recall_each=2, tools_each=2, canaries=1, canary_tokens=32, tasks=6)
+    policies = {rung.value: policy_of(rung, "float32") for rung in (Rung.Q4_ROTATED, Rung.K8V4)}
+    exam = examine(tiny, policies, extent, clock=time.monotonic, say=lambda _: None)
+    assert set(exam.exact.tasks) == {"corrections", "summaries", "tool_arguments"}
+    turned, k8v4 = exam.rungs
+    for task in (RECALL, TOOL_CALLS):
+        assert turned.share(task).right == exam.exact.share(task).right == exam.exact.share(task).n
+    assert turned.tasks["corrections"].right < exam.exact.tasks["corrections"].right
+    assert not judged(turned, exam.exact).passes
+    assert judged(turned, exam.exact).why.startswith("corrections")
+    assert judged(k8v4, exam.exact).passes
+
+
+@pytest.mark.long(3)
+def test_a_model_that_repeats_is_given_the_tasks_that_ship(model_dir: Path) -> None:
+    """And those are no part of its text: the canary's agreement is that of random tokens and its own text."""
+    extents = [Extent((300,), 1, 1, canaries=1, canary_tokens=32, tasks=count) for count in (0, 3)]
+    without, with_tasks = (
+        examine(
+            subject_of(model_dir),
+            {"q4": policy_of(Rung.Q4, "float32")},
+            extent,
+            clock=time.monotonic,
+            say=lambda _: None,
+        )
+        for extent in extents
+    )
+    assert {name: share.n for name, share in with_tasks.exact.tasks.items()} == {
+        "chained_arithmetic": 1,
+        "code_edits": 1,
+        "tool_arguments": 1,
+    }
+    assert (without.rungs[0].positions, without.rungs[0].kl) == (with_tasks.rungs[0].positions, with_tasks.rungs[0].kl)
+    assert "chained" not in judged(with_tasks.rungs[0], with_tasks.exact).why, "exact KV does none of them"
 
 
 @pytest.mark.long(3)
