@@ -1,5 +1,6 @@
 """`kvasir up --at-login`: the files that launchd and systemd take, and when they take them."""
 
+import inspect
 import plistlib
 import shutil
 import stat
@@ -11,8 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from kvasir.cli.main import everywhere
+from kvasir.cli.running import up
 from kvasir.cli.running.at_login import job_of, start_at_login
 from kvasir.cli.running.home import Home
+from kvasir.cli.running.starting import EngineKilledError
 
 from tests.cli.running import Ended, in_process
 
@@ -51,8 +55,8 @@ def test_launchd_starts_it_now_and_at_each_login_with_the_flags_that_were_given(
     assert ended.code == 0, ended.err
     [file] = (tmp_path / "Library" / "LaunchAgents").iterdir()
     job: dict[str, Any] = plistlib.loads(file.read_bytes())
-    own = [sys.executable, "-m", "kvasir", "--home", str(tmp_path / "h"), "up", "--no-http", "--memory-gib", "1"]
-    assert job["ProgramArguments"] == own
+    own = [sys.executable, "-m", "kvasir", "--home", str(tmp_path / "h"), "up", "--as-login-job"]
+    assert job["ProgramArguments"] == [*own, "--no-http", "--memory-gib", "1"]
     assert job["EnvironmentVariables"]["PATH"].startswith(str(tmp_path))
     assert (job["RunAtLoad"], job["KeepAlive"]) == (True, {"SuccessfulExit": False})
     assert job["SoftResourceLimits"] == {"NumberOfFiles": 65_536}
@@ -120,6 +124,61 @@ def test_options_of_the_environment_hold_at_login_and_only_the_owner_reads_them(
         assert b'\nEnvironment="KVASIR_ENGINE_MEMORY_GIB=2 \\"$x\\" 1%%"\n' in job.content
     start_at_login(replace(job, begin=(), end=("true",)))
     assert stat.S_IMODE(job.file.stat().st_mode) == 0o600
+
+
+def test_a_home_of_the_commands_name_is_no_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`--home up up`: the first is a directory."""
+    monkeypatch.setattr(sys, "platform", "linux")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("PATH", str(tmp_path / "nothing"))
+    monkeypatch.chdir(tmp_path)
+    switches = {"context", "as_json", "_version"}
+    names = set(inspect.signature(everywhere).parameters) - switches
+    assert {f"--{name.replace('_', '-')}" for name in names} == set(up._BEFORE_WITH_VALUE)
+    for before in (("--home", "up"), ("--json", "--home=up"), ("--home", "up", "--token-file", "up")):
+        argv = [*before, "up", "--at-login", "--no-http"]
+        monkeypatch.setattr(sys, "argv", ["kvasir", *argv])
+        in_process(*argv)
+        [unit] = (tmp_path / ".config" / "systemd" / "user").iterdir()
+        own = '"--home" "{}" "up" "--as-login-job" "--no-http"\n'
+        assert own.format(tmp_path / "up") in unit.read_text()
+
+
+@pytest.mark.parametrize(("words", "code"), [((), 1), (("--as-login-job",), 0)])
+def test_the_system_does_not_restart_a_group_that_was_stopped_and_whose_engine_was_killed(
+    words: tuple[str, ...], code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """launchd and systemd start again each job that ends with another code than 0."""
+
+    def ran(*_: object) -> bool:
+        raise EngineKilledError
+
+    monkeypatch.setattr(up, "_ran", ran)
+    assert in_process("--home", tmp_path / "h", "up", "--no-http", *words).code == code
+
+
+@pytest.mark.parametrize("platform", ["darwin", "linux"])
+def test_models_are_found_at_login_where_they_were_found_before(
+    platform: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "platform", platform)
+    monkeypatch.setenv("HF_HOME", "/Volumes/models")
+    monkeypatch.setenv("HF_TOKEN", "secret")
+    content = job_of(Home(tmp_path / "h"), ()).content
+    assert b"HF_HOME" in content
+    assert b"/Volumes/models" in content
+    assert b"secret" not in content
+
+
+def test_a_long_log_that_launchd_opened_is_rotated_and_written_on(tmp_path: Path) -> None:
+    log = tmp_path / "up.log"
+    log.write_bytes(b"old\n" * (5 << 20))
+    code = "from kvasir.cli.running.logs import rotate_own_log; from pathlib import Path; import sys; "
+    code += f"rotate_own_log(Path({str(log)!r})); print('new', file=sys.stderr)"
+    with log.open("ab") as opened:
+        subprocess.run([sys.executable, "-c", code], stderr=opened, check=True)
+    assert log.read_text() == "new\n"
+    assert (tmp_path / "up.1.log").stat().st_size == 20 << 20
 
 
 def test_words_of_the_shell_mean_themselves_and_each_home_has_a_job_of_its_own(

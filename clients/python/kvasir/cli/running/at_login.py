@@ -23,6 +23,8 @@ _LABEL = "org.kvasir.up"
 _OPEN_FILES = 65_536
 # Three services end one after the other.
 _STOP, _AGAIN = int(3 * GRACE_S + PATIENCE_S), int(PATIENCE_S)
+# Where Hugging Face's library looks for models, whose other variables may be secrets.
+_OF_MODELS = ("HF_HOME", "HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "XDG_CACHE_HOME", "HF_HUB_OFFLINE", "HF_ENDPOINT")
 # Exit codes of launchctl: the job has not ended yet, and there is no such job.
 _IN_PROGRESS, _ABSENT = 36, (3, 113)
 
@@ -40,7 +42,7 @@ class Job:
 
 def job_of(home: Home, words: Sequence[str]) -> Job:
     """The job of a home, whose `kvasir up` has these further words. Paths in them are of the present directory."""
-    argv = [sys.executable, "-m", "kvasir", "--home", str(home.root), "up", *words]
+    argv = [sys.executable, "-m", "kvasir", "--home", str(home.root), "up", "--as-login-job", *words]
     is_usual = home.root == DEFAULT_HOME.expanduser()
     other = "" if is_usual else "-" + hashlib.blake2b(os.fsencode(home.root), digest_size=4).hexdigest()
     return _launchd(f"{_LABEL}{other}", argv, home) if sys.platform == "darwin" else _systemd(f"kvasir{other}", argv)
@@ -88,8 +90,9 @@ def _do(command: Sequence[str], otherwise: str, allowed: Sequence[int] = ()) -> 
 
 
 def _environment() -> dict[str, str]:
-    """The options that the environment gives, and where programs are found."""
-    return {"PATH": os.pathsep.join(os.get_exec_path())} | variables()
+    """The options that the environment gives, and where programs and models are found."""
+    models = {name: os.environ[name] for name in _OF_MODELS if name in os.environ}
+    return {"PATH": os.pathsep.join(os.get_exec_path())} | models | variables()
 
 
 def _launchd(label: str, argv: Sequence[str], home: Home) -> Job:

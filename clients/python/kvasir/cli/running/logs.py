@@ -2,6 +2,7 @@
 
 import os
 import re
+import sys
 from pathlib import Path
 
 _MAX_BYTES = 16 << 20
@@ -20,6 +21,19 @@ def rotate_log(path: Path) -> None:
     """Rename a long log, over the log that was renamed before."""
     if path.exists() and path.stat().st_size > _MAX_BYTES:
         path.replace(path.with_suffix(".1.log"))
+
+
+def rotate_own_log(path: Path) -> None:
+    """As `rotate_log`; where launchd opened the log as this process's stderr, that goes to the new file."""
+    try:
+        is_own = os.path.samestat(os.fstat(sys.stderr.fileno()), path.stat())
+    except (OSError, ValueError):
+        return
+    rotate_log(path)
+    if is_own and not path.exists():
+        with path.open("ab") as new:
+            path.chmod(0o600)
+            os.dup2(new.fileno(), sys.stderr.fileno())
 
 
 def last_lines(path: Path, count: int = _LAST_LINES, since: int = 0) -> list[str]:

@@ -8,10 +8,7 @@ from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
-import typer
-
 from kvasir.cli.caller import Caller
-from kvasir.cli.failures import PROBLEMS
 from kvasir.cli.running.home import Home, Running
 from kvasir.cli.running.plan import Plan
 from kvasir.cli.running.supervisor import Supervisor
@@ -19,9 +16,13 @@ from kvasir.cli.running.supervisor import Supervisor
 ENGINE_KILLED = "but for what the engine had not stored: it did not stop, and was killed"
 
 
+class EngineKilledError(Exception):
+    """The group was requested to stop and has stopped, and its engine had to be killed."""
+
+
 async def run_group(caller: Caller, plan: Plan, descriptor: int, http_remark: str) -> None:
     """Until SIGINT, SIGTERM or a terminal that closes. The services inherit `descriptor`, a lock. `http_remark`: why no
-    gateway starts."""
+    gateway starts. Raises EngineKilledError."""
     home = caller.home
     supervisor = Supervisor(
         [each.service() for each in (plan.store, plan.engine, plan.gateway) if each is not None],
@@ -54,7 +55,7 @@ async def run_group(caller: Caller, plan: Plan, descriptor: int, http_remark: st
             home.running_file.unlink(missing_ok=True)
     if "engine" in supervisor.killed:
         caller.note(f"All have stopped, {ENGINE_KILLED}")
-        raise typer.Exit(PROBLEMS)
+        raise EngineKilledError
     caller.note("All have stopped.")
 
 

@@ -12,14 +12,14 @@ import typer
 
 from kvasir.address import parse_address
 from kvasir.cli.caller import Caller
-from kvasir.cli.failures import relayed
+from kvasir.cli.failures import PROBLEMS, relayed
 from kvasir.cli.hub import fetch
 from kvasir.cli.running import at_login as at_login_jobs
 from kvasir.cli.running import checks
 from kvasir.cli.running.holding import is_led, led, locked
-from kvasir.cli.running.logs import rotate_log
+from kvasir.cli.running.logs import rotate_log, rotate_own_log
 from kvasir.cli.running.plan import make_credentials, plan_of
-from kvasir.cli.running.starting import greet, run_group
+from kvasir.cli.running.starting import EngineKilledError, greet, run_group
 from kvasir.cli.running.supervisor import NotStartedError
 from kvasir.cli.settings.asked import Asked, asked_of
 from kvasir.cli.settings.flags import ConfigOption, given_flags, with_flags
@@ -28,6 +28,7 @@ from kvasir.errors import FailedPrecondition
 from kvasir.options.gateway import DEFAULT_LISTEN
 
 _TRIED_PORTS = 10  # from the usual one on
+_BEFORE_WITH_VALUE = ("--home", "--address", "--engine", "--token-file", "--ca-file")
 _ONLY_HERE = ("-d", "--detach", "--json", "--at-login")
 
 
@@ -44,6 +45,7 @@ def up(
     remove_at_login: Annotated[
         bool, typer.Option("--remove-at-login", help="Stop, and start at login no more.")
     ] = False,
+    as_login_job: Annotated[bool, typer.Option("--as-login-job", hidden=True)] = False,
     **flags: Any,
 ) -> None:
     """Run store, engine and HTTP gateway as one group, until Ctrl-C; with -d in the background, until `kvasir down`.
@@ -67,17 +69,21 @@ def up(
         for socket in ("store", "engine", "engines"):
             checks.check_socket_free(home.run / f"{socket}.sock")
         if not detach:
+            rotate_own_log(home.logs / "up.log")
             make_credentials(home)
-            while not _ran(caller, asked, descriptor):
-                caller.note("another program has taken the gateway's port meanwhile; starting again with the next one")
+            try:
+                while not _ran(caller, asked, descriptor):
+                    caller.note("another program has taken the gateway's port meanwhile; trying the next port")
+            except EngineKilledError:
+                if not as_login_job:  # the system would start again what it was requested to end
+                    raise typer.Exit(PROBLEMS) from None
             return
     _detached(caller)
 
 
 def _start_at_login(caller: Caller) -> None:
     """Let the system run this command, without the flags of this call alone."""
-    words = sys.argv[sys.argv.index("up") + 1 :]
-    job = at_login_jobs.job_of(caller.home, [word for word in words if word not in _ONLY_HERE])
+    job = at_login_jobs.job_of(caller.home, [word for word in _words_of_up() if word not in _ONLY_HERE])
     if is_led(caller.home) and not job.file.exists():
         raise FailedPrecondition(
             f"`kvasir up` runs here: `{caller.home.command('down')}` first", reason="ALREADY_RUNNING"
@@ -87,6 +93,17 @@ def _start_at_login(caller: Caller) -> None:
         {"file": str(job.file)},
         lambda out: out.print(f"{job.file}: it starts now and at each login; `kvasir status` shows when it is ready"),
     )
+
+
+def _words_of_up() -> list[str]:
+    """The words behind the command's name, which may be the value of an option before it, too."""
+    words = iter(sys.argv[1:])
+    for word in words:
+        if word in _BEFORE_WITH_VALUE:
+            next(words)
+        elif not word.startswith("-"):
+            break
+    return list(words)
 
 
 def _remove_at_login(caller: Caller) -> None:
