@@ -44,6 +44,7 @@ def described(
     from inference_svc.machine.claims import Claims
     from inference_svc.machine.kv_budget import Device, total_bytes
 
+    claims = Claims()  # before anything is loaded: it may be refused
     engine = Engine.open(
         model,
         cache_dir=cache_dir,
@@ -51,7 +52,6 @@ def described(
         policy=request,
         conversations_file=kvasir_tiny.conversations_path(),
     )
-    claims = Claims()
     try:
         info, device = engine.model, Device(total_bytes(device_gib), claims.of_others())
         return {

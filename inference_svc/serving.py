@@ -52,7 +52,7 @@ from inference_svc.formats.reply_formats import ReplyFormats
 from inference_svc.handover.giving import TurnGiver
 from inference_svc.handover.resume_tokens import ResumeTokens
 from inference_svc.lease_owner import LeaseOwner
-from inference_svc.machine.claims import Claims
+from inference_svc.machine.claims import Claims, ClaimsUnusable
 from inference_svc.machine.giving_back import GivingBack
 from inference_svc.machine.kv_budget import GIB, KvBudget, NoRoom, total_bytes, weights_on_disk
 from inference_svc.machine.pressure import is_short_of_memory
@@ -79,7 +79,7 @@ def serve_as_told(arguments: Sequence[str], open_engine: Callable[..., Engine]) 
         configure_logs(settings.log_format, settings.log_level)
         logging.getLogger("httpx").setLevel(logging.WARNING)
         run(serve(settings, open_engine))
-    except (ConfigError, RefusedToStart, AddressError, CredentialFileError, NoRoom) as error:
+    except (ConfigError, RefusedToStart, AddressError, CredentialFileError, ClaimsUnusable, NoRoom) as error:
         print(f"inference_svc: {error}", file=sys.stderr)
         return _EX_CONFIG
     except KvasirError as error:
@@ -232,11 +232,8 @@ class _Service:
 
 
 def _kv_budget(settings: EngineSettings, parts: Parts) -> KvBudget:
-    """Raises NoRoom, for memory that is not there is missed only when agents fill it; RefusedToStart."""
-    try:
-        claims = Claims()
-    except OSError as error:
-        raise RefusedToStart(f"claims to memory cannot be written: {error}; TMPDIR names another directory") from None
+    """Raises NoRoom, for memory that is not there is missed only when agents fill it; ClaimsUnusable."""
+    claims = Claims()
     parts.callback(claims.close)
     given = None if settings.memory_gib is None else int(settings.memory_gib * GIB)
     weights = weights_on_disk(settings.models.values())

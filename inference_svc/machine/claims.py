@@ -8,8 +8,14 @@ import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from kvasir.errors import FailedPrecondition
+
 _LOCK = "lock"
 _MAX_BYTES = 32
+
+
+class ClaimsUnusable(FailedPrecondition):
+    """The directory of the claims cannot be written, or belongs to another user."""
 
 
 class Claims:
@@ -18,8 +24,15 @@ class Claims:
     """
 
     def __init__(self, directory: Path | None = None) -> None:
-        """`directory`: left out, the user's own below the one for temporary files. Raises OSError."""
-        self._directory = directory or Path(tempfile.gettempdir()) / f"kvasir-memory-{os.getuid()}"
+        """`directory`: left out, the user's own below the one for temporary files. Raises ClaimsUnusable."""
+        try:
+            self._directory = directory or Path(tempfile.gettempdir()) / f"kvasir-memory-{os.getuid()}"
+            self._begin()
+        except OSError as error:
+            text = f"claims to memory cannot be written: {error}; TMPDIR names another directory"
+            raise ClaimsUnusable(text, reason="NO_CLAIMS") from None
+
+    def _begin(self) -> None:
         self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         found = self._directory.lstat()  # once: whoever owns the entry could change it between two questions
         if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 _MEMINFO = Path("/proc/meminfo")
+_GROUPS, _OWN_GROUP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 _LEVEL = b"kern.memorystatus_vm_pressure_level"
 _WARNS = 2  # of 1 (normal), 2 (warning), 4 (critical)
 _LITTLE_PART = 0.04
@@ -13,7 +14,7 @@ _LITTLE_PART = 0.04
 
 def is_short_of_memory() -> bool:
     """Whether programs should give memory back now. False where the kernel does not report it."""
-    return _warns_of_pressure() if sys.platform == "darwin" else _is_little_available()
+    return _warns_of_pressure() if sys.platform == "darwin" else _is_little_available() or _is_limit_near()
 
 
 def _is_little_available() -> bool:
@@ -23,6 +24,27 @@ def _is_little_available() -> bool:
         kib = {row[0]: int(row[1]) for row in rows if len(row) > 1 and row[1].isdigit()}
         return kib["MemAvailable:"] < _LITTLE_PART * kib["MemTotal:"]
     except (OSError, KeyError):
+        return False
+
+
+def _is_limit_near() -> bool:
+    """Whether the control group (version 2) of this process, or one that it is in, has little left of its limit, as a
+    container's. The kernel takes cached files back before it kills.
+    """
+    try:
+        own = next(line[3:] for line in _OWN_GROUP.read_text().splitlines() if line.startswith("0::"))
+    except (OSError, StopIteration):
+        return False
+    group = _GROUPS / own.lstrip("/")
+    return any(_is_near(folder) for folder in (group, *group.parents) if folder.is_relative_to(_GROUPS))
+
+
+def _is_near(group: Path) -> bool:
+    try:
+        limit, used = ((group / f"memory.{name}").read_text().strip() for name in ("max", "current"))
+        rows = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+        return limit.isdigit() and int(limit) - int(used) + int(rows["inactive_file"]) < _LITTLE_PART * int(limit)
+    except (OSError, ValueError, LookupError):
         return False
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from kvasir.cachestore.v1 import identity_pb2
+from kvasir.errors import FailedPrecondition
 from structlog.testing import capture_logs
 
 from inference_svc.kv.pages.pool import IDLE_BYTES
@@ -99,8 +100,11 @@ def test_no_other_user_reads_or_plants_claims(tmp_path: Path) -> None:
     Claims(tmp_path / "own").close()
     assert (tmp_path / "own").stat().st_mode & 0o077 == 0
     (tmp_path / "link").symlink_to(tmp_path / "own")
-    with pytest.raises(PermissionError):
+    with pytest.raises(FailedPrecondition, match="another user's; TMPDIR names another"):
         Claims(tmp_path / "link")
+    (tmp_path / "file").touch()
+    with pytest.raises(FailedPrecondition, match="TMPDIR names another"):
+        Claims(tmp_path / "file")
 
 
 def test_the_claim_of_an_engine_that_begins_is_not_taken_for_one_that_was_left_behind(
@@ -183,3 +187,33 @@ def test_linux_is_short_of_memory_where_hardly_any_is_available(
     for available, is_short in ((5000, False), (300, True)):
         (tmp_path / "meminfo").write_text(f"MemTotal:  10000 kB\nHugePages_Total:\nMemAvailable: {available} kB\n")
         assert pressure.is_short_of_memory() is is_short
+
+
+def test_a_container_is_short_of_memory_where_its_own_limit_is_near(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever the host has; also by the limit of a group above. Cached files count as free."""
+    monkeypatch.setattr(sys, "platform", "linux")
+    monkeypatch.setattr(pressure, "_MEMINFO", tmp_path / "meminfo")
+    monkeypatch.setattr(pressure, "_OWN_GROUP", tmp_path / "own")
+    monkeypatch.setattr(pressure, "_GROUPS", tmp_path / "groups")
+    (tmp_path / "meminfo").write_text("MemTotal: 10000 kB\nMemAvailable: 9000 kB\n")
+    assert not pressure.is_short_of_memory()
+    (tmp_path / "own").write_text("4:memory:/old\n0::/pod/engine\n")
+    assert not pressure.is_short_of_memory(), "no limit is to be read"
+
+    def group(name: str, limit: str, used: int, cached: int) -> None:
+        folder = tmp_path / "groups" / name
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "memory.max").write_text(f"{limit}\n")
+        (folder / "memory.current").write_text(f"{used}\n")
+        (folder / "memory.stat").write_text(f"anon 5\ninactive_file {cached}\n")
+
+    group("pod/engine", "max", 990, 0)
+    assert not pressure.is_short_of_memory()
+    group("pod/engine", "1000", 970, 0)
+    assert pressure.is_short_of_memory()
+    group("pod/engine", "1000", 970, 500)
+    assert not pressure.is_short_of_memory()
+    group("pod", "2000", 1990, 0)
+    assert pressure.is_short_of_memory()
