@@ -16,7 +16,7 @@ from kvasir import credentials
 from kvasir.errors import FailedPrecondition, InvalidArgument, Unavailable
 from kvasir_bench.prove import command, exactness
 from kvasir_bench.prove.exactness import Decoded
-from kvasir_bench.prove.figures import side_by_side
+from kvasir_bench.prove.figures import read_shown, side_by_side
 from kvasir_bench.prove.page import page
 from kvasir_bench.prove.power import Power, kept_awake, wait_until_well
 from kvasir_bench.prove.proving import KeptSteps, only_proof, remaining_s
@@ -336,6 +336,16 @@ def test_a_signed_result_is_read_back_and_a_changed_one_is_refused(tmp_path: Pat
         with pytest.raises(InvalidArgument, match=why) as refused:
             read_result(file)
         assert str(file) in str(refused.value)
+
+
+def test_a_signed_result_with_other_values_is_refused_with_the_step(tmp_path: Path) -> None:
+    """Anybody can sign: figures of a step are made of what its record has."""
+    file = tmp_path / "result.json"
+    for value in ({"cores": 4}, {"chip": "M4", "cores": 4, "memory_bytes": "much"}, {"chip": "M4", "cores": []}):
+        file.write_text(json.dumps(signed(result(record(), record("machine", value=value)), tmp_path / "key")))
+        with pytest.raises(InvalidArgument, match=r"steps\[1\].value \(machine\) has other fields") as refused:
+            read_shown(file)
+        assert refused.value.field == "steps[1].value"
 
 
 def test_a_key_whose_writing_was_cut_off_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -51,6 +51,14 @@ def _words(program: psutil.Process) -> list[str]:
         return []
 
 
+def test_flags_of_a_proof_are_refused_where_a_result_is_shown(tmp_path: Path) -> None:
+    file = tmp_path / "result.json"
+    file.write_text("{}")
+    for flag in (("--quick",), ("--fresh",), ("--no-pause",), ("--out", tmp_path), ("--model", "x")):
+        refused = in_process("prove", "--results", file, *flag)
+        assert (refused.code, f"{flag[0]}: --results shows a proof" in refused.err) == (2, True), refused.err
+
+
 def test_a_result_that_was_changed_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "result.json"
     file.write_text(json.dumps({"kind": "kvasir-prove", "format": 1, "steps": []}))

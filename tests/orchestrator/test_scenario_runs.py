@@ -433,3 +433,18 @@ def test_the_scenario_of_the_page_is_right_and_ends_well(house: House) -> None:
     done = events_of(house, Scenario.parse(text))[-1]
     assert isinstance(done, RunDone)
     assert (done.outcomes_met, done.extended) == (done.outcomes, done.later_turns) == (2, 4)
+
+
+def test_a_run_that_another_model_began_does_not_go_on(house: House, tmp_path: Path) -> None:
+    file, path = tmp_path / "talk.yaml", tmp_path / "run.jsonl"
+    file.write_text(TEXT.replace("NAME", "models"))
+    answer = Answer("I will.", 9, 0, 3, "cold", "none", "", 0.1, 0.2, 1, model="other-model")
+    scenario = named("models")
+    with Journal.begin(path, scenario, "1") as journal:
+        journal.record(scenario.plan.turns[0], "request", answer)
+    before = path.read_bytes()
+    run = ("--engine", house.engine.address, "scenario", "run", file, "--journal", path, "--json")
+    refused = in_process(*run).value["error"]
+    assert (refused["reason"], refused["field"]) == ("MODEL_CHANGED", "model")
+    assert "answered by other-model, and now kvasir-tiny would answer" in refused["message"]
+    assert path.read_bytes() == before

@@ -8,8 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from kvasir.errors import InvalidArgument
-from kvasir_bench.prove.figures import figures, side_by_side
-from kvasir_bench.prove.result import read_result
+from kvasir_bench.prove.figures import figures, read_shown, side_by_side
 from kvasir_bench.tables import markdown_table
 
 HERE = Path(__file__).parent
@@ -19,7 +18,7 @@ KEPT = "machines"
 def add(files: Sequence[Path], here: Path = HERE) -> list[Path]:
     """Add results under names of their own, and write the page. Raises InvalidArgument, before anything is written, for
     one that was changed after it was signed."""
-    results = [read_result(file) for file in files]
+    results = [read_shown(file) for file in files]
     (here / KEPT).mkdir(exist_ok=True)
     added = []
     for result in results:
@@ -32,7 +31,7 @@ def add(files: Sequence[Path], here: Path = HERE) -> list[Path]:
 
 def page(here: Path = HERE) -> str:
     """All kept results, a column for each."""
-    results = [read_result(file) for file in sorted((here / KEPT).glob("*.json"))]
+    results = [read_shown(file) for file in sorted((here / KEPT).glob("*.json"))]
     lines = [
         "# Machines",
         "",

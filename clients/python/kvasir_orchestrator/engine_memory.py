@@ -132,4 +132,5 @@ def _answer(reply: Reply, first_token_s: float, total_s: float) -> Answer:
         total_s=total_s,
         version=snapshot.version if snapshot.state == pb.SNAPSHOT_STATE_COMMITTED else 0,
         left_out=reply.finished.shortening.dropped_messages,
+        model=started.model,
     )

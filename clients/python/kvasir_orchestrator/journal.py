@@ -77,6 +77,11 @@ class Journal:
         """What a journal says. Raises DataLoss if it is none, and OSError."""
         return cls._parsed(path)[0]
 
+    @property
+    def model(self) -> str:
+        """The name of the model that answered; empty where that is unknown."""
+        return next((answer.model for answer in self.answers.values() if answer.model), "")
+
     def record(self, turn: Turn, request_id: str, answer: Answer) -> None:
         """Note a whole turn; it is on disk when this returns."""
         self._write({"turn": turn.index, "agent": turn.agent, "request_id": request_id, "answer": asdict(answer)})

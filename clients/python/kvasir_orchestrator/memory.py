@@ -43,6 +43,7 @@ class Answer:
     total_s: float
     version: int  # of the agent's memory now; 0: none is kept
     left_out: int = 0  # messages, because the memory outgrew its context: turns go on without them
+    model: str = ""  # its name
 
     @property
     def new_tokens(self) -> int:

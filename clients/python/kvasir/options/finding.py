@@ -2,7 +2,7 @@
 
 import argparse
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -83,9 +83,9 @@ def environment(table: type[Table]) -> dict[str, Given]:
     }
 
 
-def variables() -> dict[str, str]:
-    """All variables of the environment that may give options."""
-    return {name: value for name, value in os.environ.items() if name.startswith("KVASIR_")}
+def variables(others: Collection[str] = ()) -> dict[str, str]:
+    """All variables of the environment that may give options, and these others."""
+    return {name: value for name, value in os.environ.items() if name.startswith("KVASIR_") or name in others}
 
 
 def add_options(parser: argparse.ArgumentParser, table: type[Table], names: Iterable[str] = ()) -> None:

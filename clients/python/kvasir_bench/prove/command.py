@@ -9,17 +9,17 @@ from typing import Annotated, Any
 
 import typer
 from kvasir.cli.caller import Caller, JsonOption, caller_of
-from kvasir.cli.failures import PROBLEMS
+from kvasir.cli.failures import PROBLEMS, WrongUsage
 from kvasir.cli.running.checks import check_installed
 from kvasir.errors import FailedPrecondition
 
 from kvasir_bench.program import measured_by
-from kvasir_bench.prove.figures import figures
+from kvasir_bench.prove.figures import figures, read_shown
 from kvasir_bench.prove.machine import chip, versions
 from kvasir_bench.prove.page import page
 from kvasir_bench.prove.power import Power, kept_awake, wait_until_well
 from kvasir_bench.prove.proving import KeptSteps, Prover, in_words, only_proof
-from kvasir_bench.prove.result import broken_claims, claims, personal_words, read_result, result_of, signed
+from kvasir_bench.prove.result import broken_claims, claims, personal_words, result_of, signed
 from kvasir_bench.prove.step import ProofScope, Step, Value
 from kvasir_bench.prove.steps import steps_of
 from kvasir_bench.tables import text_table
@@ -60,7 +60,10 @@ def prove(
     Ends with 1 when a claim about exactness is not met, or a step failed; targets of speed are only shown."""
     caller = caller_of(context, as_json)
     if results_file is not None:
-        result = read_result(results_file)
+        given = {"--model": model, "--out": out != Path(), "--fresh": fresh, "--no-pause": no_pause, "--quick": quick}
+        if useless := [name for name, value in given.items() if value]:
+            raise WrongUsage(f"{', '.join(useless)}: --results shows a proof and makes none", field=useless[0])
+        result = read_shown(results_file)
     else:
         check_installed("store", "engine")
         out.mkdir(parents=True, exist_ok=True)

@@ -1,9 +1,12 @@
 """The few figures of a proof by which machines are compared, as text, and several proofs side by side."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
-from kvasir_bench.prove.result import broken_claims, claims
+from kvasir.errors import InvalidArgument
+
+from kvasir_bench.prove.result import broken_claims, claims, read_result
 from kvasir_bench.tables import cells, number
 
 
@@ -11,6 +14,18 @@ def figures(result: Mapping[str, Any]) -> dict[str, str]:
     """By their names; only those of steps that the proof has."""
     values = {record["name"]: record["value"] for record in result["steps"] if "value" in record}
     return dict(_figures(result, values))
+
+
+def read_shown(file: Path) -> dict[str, Any]:
+    """A result that was signed, and whose figures can be shown. Raises InvalidArgument, which names the field."""
+    result = read_result(file)
+    for place, record in enumerate(result["steps"]):
+        try:
+            figures({**result, "steps": [record]})
+        except (LookupError, TypeError, ValueError, AttributeError) as error:
+            name, why = f"steps[{place}].value", f"{type(error).__name__}: {error}"
+            raise InvalidArgument(f"{file}: {name} ({record['name']}) has other fields: {why}", field=name) from None
+    return result
 
 
 def side_by_side(results: Sequence[Mapping[str, Any]]) -> list[Sequence[str]]:

@@ -91,8 +91,7 @@ def _do(command: Sequence[str], otherwise: str, allowed: Sequence[int] = ()) -> 
 
 def _environment() -> dict[str, str]:
     """The options that the environment gives, and where programs and models are found."""
-    models = {name: os.environ[name] for name in _OF_MODELS if name in os.environ}
-    return {"PATH": os.pathsep.join(os.get_exec_path())} | models | variables()
+    return {"PATH": os.pathsep.join(os.get_exec_path())} | variables(_OF_MODELS)
 
 
 def _launchd(label: str, argv: Sequence[str], home: Home) -> Job:

@@ -4,7 +4,7 @@ import itertools
 import json
 import uuid
 from collections.abc import Mapping, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from pathlib import Path
 
 from kvasir_orchestrator import EngineMemory, Journal, Retries, RunDone, Scenario, forget, shipped_names
@@ -18,7 +18,7 @@ from kvasir.cli.scenarios.showing import ShownRun, dry_rows, event_row, show_dry
 from kvasir.cli.showing.tables import table
 from kvasir.clients import AioInferenceClient
 from kvasir.credentials import read_token
-from kvasir.errors import DataLoss, KvasirError, NotFound
+from kvasir.errors import DataLoss, FailedPrecondition, KvasirError, NotFound, Unavailable
 
 
 def show_shipped(caller: Caller) -> None:
@@ -94,6 +94,7 @@ async def run(
     done = RunDone(0, 0, (), 0, 0)
     async with AioInferenceClient.connect(endpoint.address, token=endpoint.token(), tls=endpoint.tls) as client:
         of_namespaces = {name: client.with_token(token) for name, token in tokens.items()}
+        await _check_model(client, model, journal)
         memory = EngineMemory(client, of_namespaces, model=model)
         if journal.forgets and not journal.answers:
             await _forget_earlier(caller, scenario, memory, journal)
@@ -108,6 +109,22 @@ async def run(
                     done = event
     caller.say(f"journal: {journal.path}; as a page: kvasir scenario report {journal.path}")
     return done.outcomes_met == done.outcomes
+
+
+async def _check_model(client: AioInferenceClient, model: str, journal: Journal) -> None:
+    """Raises FailedPrecondition where another model would go on with the run. An engine that does not answer is left
+    to the turns, which retry."""
+    if not journal.model:
+        return
+    with suppress(Unavailable):
+        name = (await client.get_model(model)).name
+        if name != journal.model:
+            raise FailedPrecondition(
+                f"{journal.path}: its turns were answered by {journal.model}, and now {name} would answer: name that "
+                "model with --model, or begin a new run with --fresh",
+                reason="MODEL_CHANGED",
+                field="model",
+            )
 
 
 def _named(scenario: Scenario) -> list[str]:
