@@ -376,6 +376,44 @@ def test_a_kernel_that_the_engines_check_refuses_breaks_a_claim(monkeypatch: pyt
     assert "products of few rows" in broken
 
 
+@pytest.mark.long(5)
+def test_a_suite_whose_time_is_over_counts_the_tests_that_it_has_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And ends their fixtures. A failure before that breaks the claim."""
+    tests = tmp_path / "test_it.py"
+    tests.write_text(
+        "import pathlib, pytest, time\n"
+        "@pytest.fixture\ndef service():\n    yield\n    pathlib.Path('ended').touch()\n"
+        "def test_first(): assert {}\n"
+        "def test_long(service):\n    pathlib.Path('began').touch()\n    time.sleep(60)\n"
+    )
+    text = tests.read_text()
+    (tmp_path / "pyproject.toml").write_text("")
+    communicate = subprocess.Popen.communicate
+
+    def until_it_sleeps(self: Any, given: Any = None, timeout: float | None = None) -> Any:
+        if timeout is None:
+            return communicate(self, given)
+        until((tmp_path / "began").exists)
+        raise subprocess.TimeoutExpired("pytest", timeout)
+
+    monkeypatch.setattr(subprocess.Popen, "communicate", until_it_sleeps)
+    for passes in (True, False):
+        for name in ("began", "ended"):
+            (tmp_path / name).unlink(missing_ok=True)
+        tests.write_text(text.format(passes))
+        value = exactness._counted(tmp_path, ["test_it.py"], lambda _: None)
+        assert value["is_cut_short"]
+        assert [each["is_met"] for each in value["claims"]] == [passes], value
+        assert (tmp_path / "ended").exists()
+    assert value["failed_tests"] == ["test_it.py::test_first"]
+
+
+def test_the_estimates_of_a_whole_proof_are_about_fifteen_minutes() -> None:
+    assert 12 * 60 < sum(step.expected_s(ProofScope()) for step in REAL_STEPS) < 15.5 * 60
+
+
 def test_agents_that_decode_other_tokens_or_not_together_break_a_claim(monkeypatch: pytest.MonkeyPatch) -> None:
     def met(tokens: list[int], beginning: float) -> bool:
         agents = {1: [[Decoded(0, 1, [5, 6, 4])], [Decoded(1, 2, [7, 8, 4])]]}

@@ -17,9 +17,10 @@ from kvasir.cli.running.holding import holders, is_led
 from kvasir.cli.running.home import Home
 from kvasir.options.gateway import DEFAULT_LISTEN
 
-from tests.cli.running import Cli, answers, eventually, free_port, in_process, process_exists, wait_until_ready
+from tests.cli.running import QUIET, Cli, answers, eventually, free_port, in_process, process_exists, wait_until_ready
 from tests.made_models.tiny_encoder import write_encoder
 from tests.running import in_memory
+from tests.running.system_fixtures import running_house
 from tests.running.trace_collector import collecting
 
 
@@ -122,6 +123,34 @@ def test_an_agent_moves_between_two_macs_as_compose_says(tmp_path: Path) -> None
     assert there["reply"] == here["reply"]
     shutil.rmtree(studio.home)
     shutil.rmtree(laptop.home)
+
+
+@pytest.mark.long(20)
+@pytest.mark.parametrize(("ram_gib", "device_gib"), [(8, 5.33), (16, 10.67), (64, 48.0), (1, 0.25)])
+def test_two_homes_and_a_tests_engine_stay_within_a_macs_memory(
+    ram_gib: int, device_gib: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Played by the number that Metal recommends for so much RAM. What each engine may take is what it claims."""
+    monkeypatch.setitem(QUIET, "TMPDIR", str(tmp_path))  # where no other test's engine claims memory
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    config = tmp_path / "kvasir.toml"
+    config.write_text(f"[engine]\ndevice-gib = {device_gib}\n")
+    first, second = (Cli(in_memory.home()) for _ in range(2))
+    up = ("up", "--no-http", "--config", config)
+    with first.running(*up) as one, second.running(*up) as other:
+        wait_until_ready(first.home, one)
+        wait_until_ready(second.home, other)
+        budgets = [each.done("stats", "--json").value["engine"]["kv_memory_bytes"] for each in (first, second)]
+        with running_house(tmp_path / "house", engine_options=("--device-gib", str(device_gib))) as house:
+            with house.client() as client:
+                budgets.append(client.get_stats().engine.kv_memory_bytes)
+            claims = (tmp_path / f"kvasir-memory-{os.getuid()}").iterdir()
+            claimed = sorted(int(file.read_text()) for file in claims if file.name != "lock")
+    assert len(claimed) == 3
+    assert all(budgets)
+    assert sum(budgets) < sum(claimed) <= device_gib * 2**30 * 7 / 8, "KV and weights"
+    for each in (first, second):
+        shutil.rmtree(each.home)
 
 
 @contextlib.contextmanager

@@ -29,7 +29,7 @@ def _engine(*cases: str) -> Callable[[ProofScope, Report], Value]:
             "--model": scope.model,
             "--peer": "mlx-lm",
             "--repeats": 3,
-            "--time-limit-s": 60,  # nothing new is begun after it
+            "--time-limit-s": 30,  # nothing new is begun after it, and nothing is repeated
             "--quick": scope.is_quick,
         }
         return measured_by("engine", "the engine was not measured", options, report, "--only", *cases)
@@ -80,13 +80,13 @@ STEPS = (
     Step("batch", "A batch as alone", 25, 12, exactness.batch_as_alone),
     Step("kill", "Kill and restore", 20, 20, exactness.kill_and_restore),
     Step("first-day", "Clocks, disk, limits and memory", 10, 8, machine.first_day),
-    *(Step(f"suite-{name}", f"Tests: {name}", 60, 0, exactness.suite(*folders)) for name, folders in _SUITES.items()),
+    *(Step(f"suite-{name}", f"Tests: {name}", 75, 0, exactness.suite(*folders)) for name, folders in _SUITES.items()),
     Step("attention", "Attention over pages", 30, 4, _attention, _shown_attention),
-    Step("decode", "Decoding, beside mlx-lm", 90, 15, _engine("decode", "peer"), _shown_engine),
+    Step("decode", "Decoding, beside mlx-lm", 60, 15, _engine("decode", "peer"), _shown_engine),
     Step("first-token", "First tokens, beside mlx-lm", 90, 15, _engine("first_token"), _shown_engine),
-    Step("pairs", "Agents together", 90, 0, _engine("pairs", "staggered"), _shown_engine),
-    Step("gaps", "Gaps and cancels", 90, 0, _engine("gaps", "cancel"), _shown_engine),
-    Step("memory", "Bytes of memories", 90, 0, _engine("memory", "decoding_bytes"), _shown_engine),
+    Step("pairs", "Agents together", 60, 0, _engine("pairs", "staggered"), _shown_engine),
+    Step("gaps", "Gaps and cancels", 60, 0, _engine("gaps", "cancel"), _shown_engine),
+    Step("memory", "Bytes of memories", 60, 0, _engine("memory", "decoding_bytes"), _shown_engine),
     Step("reuse", "Tokens of memories that are reused", 60, 0, _engine("matching", "shared_prefix"), _shown_engine),
     Step("memory-path", "Memories to the store and back", 90, 20, _memory_path, _shown_path),
 )

@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 import mlx.core as mx
 import pytest
+from kvasir.cachestore.v1 import identity_pb2
 from kvasir.errors import ResourceExhausted
 
 from inference_svc.kv.pages.pool import KvPool
@@ -11,6 +12,7 @@ from inference_svc.kv.policy import Rung, policy_of
 from inference_svc.kv.sequence_kv import SequenceKV
 from inference_svc.model.loading import load
 from inference_svc.model.model_runner import ModelRunner
+from inference_svc.model.probing.real_layouts import REAL_LAYOUTS
 from tests.inference.engine.families import GEMMA3, write_family
 from tests.inference.engine.tiny_models import LLAMA, write_model
 from tests.inference.kv.sequences import fed, full, identity_of, pool_bytes, stored, windowed
@@ -67,6 +69,14 @@ def test_a_pool_that_grows_copies_fewer_pages_than_it_has_then() -> None:
     used_bytes = pool.allocator.used * pool.page_bytes
     assert 70 * pool.page_bytes < used_bytes <= pool_bytes(pool) <= 2 * used_bytes
     assert 0 < copied_bytes < pool_bytes(pool)
+
+
+@pytest.mark.parametrize("model", REAL_LAYOUTS)
+def test_the_pool_of_an_idle_engine_takes_at_most_64_mib(model: str) -> None:
+    identity = identity_pb2.KvIdentity(layers=REAL_LAYOUTS[model], policy=policy_of(Rung.Q4, "bfloat16"))
+    pool = KvPool(identity, 8 << 30)
+    assert 0 < pool_bytes(pool) <= 64 << 20
+    assert pool.give_back() == mx.get_cache_memory() == 0
 
 
 def test_a_pool_gives_the_memory_behind_its_last_page_back_and_keeps_every_row() -> None:
