@@ -94,7 +94,7 @@ async def serve(settings: EngineSettings, open_engine: Callable[..., Engine]) ->
     neighbour = _neighbour() if settings.neighbour else None
     async with Parts() as parts:
         budget = _kv_budget(settings, parts)
-        open_engine = partial(open_engine, memory_budget_bytes=budget.of)
+        open_engine = budget.opener(open_engine)
         audit = parts.closing(_audit(settings))
         owner = LeaseOwner(settings.state_dir, lambda: f"engine-{secrets.token_hex(8)}")
         parts.callback(owner.close)

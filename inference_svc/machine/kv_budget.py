@@ -1,8 +1,9 @@
 """How many bytes of the device's memory a model's KV gets, and how many it could have at most."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, TypeVar
 
 from kvasir.errors import FailedPrecondition
 
@@ -11,6 +12,7 @@ from inference_svc.model.device_memory import device_bytes
 from inference_svc.model.model_info import ModelInfo
 from inference_svc.model.probing.real_layouts import agent_bytes
 
+T = TypeVar("T")
 GIB = 1 << 30
 # Of the device's memory, for activations of a prefill and for the rest of the machine.
 _HEADROOM = 0.125
@@ -68,6 +70,15 @@ class KvBudget:
         """
         self._claims, self._total_bytes, self._given_bytes = claims, total_bytes, given_bytes
         self._claims.claim(lambda claimed_bytes: self._checked(claimed_bytes, weights_bytes))
+
+    def opener(self, open_engine: Callable[..., T]) -> Callable[..., T]:
+        """`Engine.open` with this budget, which claims a model's weights before it loads them. Raises NoRoom then."""
+
+        def opened(path: str, **options: Any) -> T:
+            self._claims.claim(lambda claimed_bytes: self._checked(claimed_bytes, weights_on_disk([path])))
+            return open_engine(path, memory_budget_bytes=self.of, **options)
+
+        return opened
 
     def of(self, info: ModelInfo) -> int:
         """KV bytes of a model that is loaded instead of the one before. Raises NoRoom."""

@@ -76,6 +76,26 @@ def test_a_size_that_others_leave_no_room_for_is_refused_before_anything_is_load
         assert first.of_others() == 0
 
 
+def test_weights_of_a_model_that_is_swapped_in_are_claimed_before_they_are_loaded(tmp_path: Path) -> None:
+    """Another engine that starts meanwhile finds them taken."""
+    path, weights = str(kvasir_tiny.path()), weights_on_disk([str(kvasir_tiny.path())])
+    with closing(Claims(tmp_path)) as mine, closing(Claims(tmp_path)) as other:
+        budget, seen = KvBudget(mine, GIB, 1 << 20, 0), list[int]()
+
+        def opened(path: str, *, memory_budget_bytes: Any, name: str) -> str:
+            seen.append(other.of_others())
+            return f"{name} of {Path(path).name} with {memory_budget_bytes(model(0.5))}"
+
+        budget.model_is_gone()
+        assert budget.opener(opened)(path, name="tiny") == f"tiny of weights with {1 << 20}"
+        assert seen == [weights + (1 << 20)]
+        budget.model_is_gone()
+        other.claim(lambda _: GIB - weights)
+        with pytest.raises(NoRoom, match="--memory-gib"):
+            budget.opener(opened)(path, name="tiny")
+        assert (len(seen), other.of_others()) == (1, 0)
+
+
 def test_weights_are_known_before_they_are_loaded_where_they_are_on_disk() -> None:
     assert weights_on_disk(["mlx-community/none"]) == 0
     assert 10e6 < weights_on_disk([str(kvasir_tiny.path()), "mlx-community/none"]) < 40e6
