@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import structlog
@@ -25,6 +26,7 @@ from kvasir.server.parts import Parts
 from kvasir.server.reloading import Reloading
 from kvasir.server.serving import EdgeServer, RefusedToStart, Reports, give_memory_back, run
 from kvasir.server.shared_room import SharedRoom
+from kvasir.syncing import synced_write_s
 from kvasir.waits import uptime_s
 
 from cachestore_svc.blobs.disk import Disk
@@ -70,6 +72,7 @@ from cachestore_svc.upkeep.expiring import ClockReading
 
 _PROTOCOL = "kvasir.cachestore.v1"
 _LOG = structlog.get_logger("cachestore")
+_SLOW_SYNC_S = 0.05
 # While one of these runs a Mac stays awake.
 _KEEP_AWAKE = (
     *(f"AgentService/{rpc}" for rpc in ("PullAgent", "MoveAgent", "ExportAgent", "ImportAgent")),
@@ -142,6 +145,15 @@ def open_store(settings: StoreSettings, *, sweeps: bool = True) -> Store:
     return store
 
 
+async def _report_syncs(data_dir: Path) -> None:
+    """Each commit waits for several of these, which are shared by all that come meanwhile: a slow disk slows lone turns
+    and not crowds.
+    """
+    with contextlib.suppress(OSError):  # a full disk refuses what a turn needs, and says so
+        seconds = await asyncio.to_thread(synced_write_s, data_dir)
+        (_LOG.warning if seconds > _SLOW_SYNC_S else _LOG.info)("disk.synced_write", ms=round(1000 * seconds, 1))
+
+
 async def serve(settings: StoreSettings) -> None:
     async with Parts() as parts:
         audit = parts.closing(
@@ -173,6 +185,7 @@ async def serve(settings: StoreSettings) -> None:
         with contextlib.suppress(OSError):  # a full disk takes no line of its log
             print(f"listening on {edge.address}", flush=True)
         _LOG.info("store.started", address=edge.address, ms=round((time.monotonic() - began) * 1000))
+        parts.running(_report_syncs(settings.data_dir))
         parts.running(collect_regularly(store, threads, settings.gc_interval_s))
         parts.running(services.claims.run())
         parts.running(services.moves.keep())

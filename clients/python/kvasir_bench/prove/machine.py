@@ -6,9 +6,7 @@ import platform
 import re
 import resource
 import shutil
-import statistics
 import sys
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -16,7 +14,7 @@ from typing import Any
 import kvasir
 from blake3 import blake3
 from kvasir.cli.running.program import version_of
-from kvasir.syncing import sync
+from kvasir.syncing import synced_write_s
 from kvasir.waits import PAUSE_S, uptime_s
 
 from kvasir_bench.memory_path.services import measured_services
@@ -26,7 +24,6 @@ from kvasir_bench.prove.step import ProofScope, Report, Value, claim
 _PACKAGES = ("mlx", "mlx-lm", "grpcio", "protobuf", "safetensors", "cryptography", "mkl")
 _SOURCES = ("kvasir", "kvasir_bench", "inference_svc", "cachestore_svc")
 SHORT_HOME = Path("/tmp")  # noqa: S108 - a socket's path must fit into a hundred bytes
-_SYNCS = 20
 
 
 def versions() -> dict[str, Any]:
@@ -76,7 +73,7 @@ def first_day(scope: ProofScope, report: Report) -> Value:
     return {
         "claims": [claim("awake, the clock of leases is the system's", drift < PAUSE_S / 4)],
         "slept_since_start_s": slept_s(),
-        "synced_write_s": _synced_write_s(SHORT_HOME),
+        "synced_write_s": synced_write_s(SHORT_HOME),
         "open_files": files,
         "most_open_files": most_files,
         "stays_awake": shutil.which("caffeinate") is not None,
@@ -99,18 +96,6 @@ def _memory() -> dict[str, Any]:
     wired, free = kib.get("Unevictable", 0), kib.get("MemAvailable", 0)
     pressure = _text_of("/proc/pressure/memory").partition("\n")[0]
     return {"wired_gb": round(wired * 1024 / 1e9, 2), "available_gb": round(free * 1024 / 1e9, 2), "pressure": pressure}
-
-
-def _synced_write_s(directory: Path) -> float:
-    """The median of small writes that survive a loss of power, as the store makes them."""
-    times = []
-    with tempfile.NamedTemporaryFile(dir=directory) as file:
-        for _ in range(_SYNCS):
-            began = time.perf_counter()
-            os.pwrite(file.fileno(), b"k" * 4096, 0)
-            sync(file.fileno())
-            times.append(time.perf_counter() - began)
-    return statistics.median(times)
 
 
 def sysctl(name: str) -> str:

@@ -19,6 +19,7 @@ from kvasir.clients import Tls
 from kvasir.errors import InvalidArgument, Unavailable
 
 from tests.cachestore.service.running import StoreHome, make_credentials, publish
+from tests.cli.running import eventually
 from tests.made_models.synthetic import SMALL, SyntheticAgent
 
 
@@ -232,6 +233,7 @@ def test_neither_text_nor_tokens_are_logged(home: StoreHome, tmp_path: Path) -> 
         publish(client, "ada", turn, 0)
         with pytest.raises(InvalidArgument):
             client.commit("ada", client.put_manifest(turn.manifest_bytes[:-5]), 1)
+    eventually(lambda: "disk.synced_write" in running.log)
     running.stop()
     log = running.log
     assert "store.started" in log
