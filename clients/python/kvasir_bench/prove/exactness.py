@@ -22,7 +22,7 @@ from kvasir_bench.prove.step import ProofScope, Report, Value, claim
 _WORDS = (3, 30, 45, 90, 120, 140, 200, 260)  # of each agent's text: cells and blocks end in the midst of some
 _REPLY_TOKENS, _LATER_TURNS = 40, 3
 # On a slow machine no suite may take the time of the others. Pytest's exit code after an interrupt.
-_SUITE_S, _INTERRUPTED = 90.0, 2
+_SUITE_LIMIT, _INTERRUPTED = 90.0, 2
 # A program in the background ignores interrupts, and so would pytest.
 _PYTEST = """import signal, sys, pytest
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -144,7 +144,7 @@ def _counted(root: Path, folders: Sequence[str], report: Report) -> Value:
     # TF32 is off, as in `make test-gpu`: fp32 products are exact only without it.
     settings = ("MLX_ENABLE_TF32=0", "KVASIR_TURN=0")
     command = ["env", *settings, sys.executable, "-c", _PYTEST, *options, *folders]
-    is_cut, code, out, err = _within(_SUITE_S, command, root)
+    is_cut, code, out, err = _within(_SUITE_LIMIT, command, root)
     lines = out.strip().splitlines()
     counts = {kind: int(count) for count, kind in _COUNTED.findall(lines[-1] if lines else "")}
     failed = [line.removeprefix("FAILED ").partition(" - ")[0] for line in lines if line.startswith("FAILED ")]
