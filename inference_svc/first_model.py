@@ -23,6 +23,8 @@ from kvasir.waits import giving_way
 import inference_svc.formats.grammars  # noqa: F401 - two threads may not import transformers' parts at once
 from inference_svc.engine.mlx_thread import MlxThread
 from inference_svc.kv.attention.choice import Wanted
+from inference_svc.machine.claims import Claims
+from inference_svc.machine.kv_budget import total_bytes, weights_on_disk
 from inference_svc.model import kvasir_tiny
 from inference_svc.model.loading import LoadedModel, load
 
@@ -31,7 +33,7 @@ if TYPE_CHECKING:
 
 _MODEL_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _Given: TypeAlias = tuple[Path, str | None, bool, Wanted]  # directory, compute type, whether weights are copied
-_NAMES = ("model", "compute_type", "copy_weights", "kernels")
+_NAMES = ("model", "compute_type", "copy_weights", "kernels", "device_gib")
 
 
 class FirstModel:
@@ -40,13 +42,14 @@ class FirstModel:
     def __init__(self, arguments: Sequence[str]) -> None:
         """Begin to load. Never raises."""
         self._given: _Given | None = None
+        self._device_gib: float | None = None
         self._loaded: LoadedModel | None = None
         # What the thread goes on with; None: with nothing. Not kept: who makes a worker holds its weights and pages.
         self._next: SimpleQueue[Callable[[], Any] | None] = SimpleQueue()
         self._is_taken = False
         self._thread: Future[MlxThread[Any]] = Future()
         with contextlib.suppress(Exception):
-            self._given = _asked(arguments)
+            self._given, self._device_gib = _asked(arguments)
         if self._given is not None:
             Thread(target=self._begin, name="first-model").start()
 
@@ -86,7 +89,8 @@ class FirstModel:
         directory, compute_type, copies, kernels = self._given
         # Threads that copy weights are many, and each waits so long for an import to let it go on.
         with giving_way(), contextlib.suppress(Exception):
-            self._loaded = load(directory, compute_type, copies_weights=copies, kernels=kernels)
+            if _has_room(directory, self._device_gib):
+                self._loaded = load(directory, compute_type, copies_weights=copies, kernels=kernels)
         if (make_worker := self._next.get()) is None:
             raise CancelledError
         return make_worker()
@@ -129,7 +133,13 @@ class _Parser(argparse.ArgumentParser):
         raise ValueError("nothing is to be served")
 
 
-def _asked(arguments: Sequence[str]) -> _Given | None:
+def _has_room(directory: Path, device_gib: float | None) -> bool:
+    """Whether other engines leave room for the weights: the service claims it later, and is refused before it loads."""
+    with contextlib.closing(Claims()) as claims:
+        return weights_on_disk([str(directory)]) + claims.of_others() <= total_bytes(device_gib)
+
+
+def _asked(arguments: Sequence[str]) -> tuple[_Given | None, float | None]:
     parser, options = _Parser(), options_of(EngineTable)
     add_command_line(parser)
     given = vars(parser.parse_args(arguments))
@@ -139,6 +149,7 @@ def _asked(arguments: Sequence[str]) -> _Given | None:
         if given[name] is not None
     }
     found = find(EngineTable, {FLAG: flags, ENVIRONMENT: environment(EngineTable)})
-    models, compute_type, copies, kernels = (found[name].value for name in _NAMES)
+    models, compute_type, copies, kernels, device_gib = (found[name].value for name in _NAMES)
     path = Path(named_model(models[0])[1]).expanduser() if models else kvasir_tiny.path()
-    return (path, compute_type, bool(copies), kernels) if (path / "config.json").is_file() else None
+    is_there = (path / "config.json").is_file()
+    return (path, compute_type, bool(copies), kernels) if is_there else None, device_gib

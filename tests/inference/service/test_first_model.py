@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+import tempfile
 import threading
 from contextlib import closing
 from pathlib import Path
@@ -16,6 +17,7 @@ from inference_svc import first_model
 from inference_svc.engine.engine import Engine
 from inference_svc.first_model import FirstModel
 from inference_svc.kv.model_hooks.few_rows import JointProducts
+from inference_svc.machine.claims import Claims
 from inference_svc.model import device_memory, kvasir_tiny, loading
 
 TINY = str(kvasir_tiny.path())
@@ -109,6 +111,23 @@ def test_where_nothing_is_named_that_can_be_served_nothing_is_loaded(
         pass
     assert loads.threads == []
     assert capsys.readouterr() == ("", ""), "the service's own parser speaks"
+
+
+def test_no_weights_are_loaded_for_which_other_engines_leave_no_room(
+    loads: Loads, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The service claims its memory once it is imported, and is refused then."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with closing(Claims()) as other:
+        other.claim(lambda _: 1 << 30)
+        with FirstModel(["--model", TINY, "--device-gib", "1"]) as first:
+            first._next.put(None)
+            first._thread.exception(60)
+        assert loads.threads == []
+        other.claim(lambda _: 1 << 29)
+        with FirstModel(["--model", TINY, "--device-gib", "1"]) as first:
+            opened(first, TINY, tmp_path).close()
+    assert len(loads.threads) == 1
 
 
 def test_a_model_that_cannot_be_loaded_is_refused_as_ever(loads: Loads, tmp_path: Path) -> None:
