@@ -162,8 +162,8 @@ def _counted(root: Path, folders: Sequence[str], report: Report) -> Value:
 
 def _within(seconds: float, command: Sequence[str], root: Path) -> tuple[bool, int, str, str]:
     """Whether pytest was interrupted because its time was over, its exit code, stdout and stderr."""
-    pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    with subprocess.Popen(command, cwd=root, text=True, **pipes) as running:
+    none, pipe = subprocess.DEVNULL, subprocess.PIPE
+    with subprocess.Popen(command, cwd=root, text=True, stdin=none, stdout=pipe, stderr=pipe) as running:
         try:
             out, err = running.communicate(timeout=seconds)
             return False, running.returncode, out, err
