@@ -1,6 +1,7 @@
 """Sums whose rounding depends neither on how many rows a batch has nor on how long the longest is: fewer rows than four
-are padded to four, below which a BLAS uses other kernels, and widths are whole blocks of its long sums. So a sequence
-decoded alone computes what it computes in a batch, and rounding changes no code of its KV.
+are padded to four, below which a BLAS uses other kernels, and widths are whole blocks of its long sums, or less than
+the first one, which no kernel cuts. So a sequence decoded alone computes what it computes in a batch, and rounding
+changes no code of its KV.
 """
 
 import functools
@@ -16,6 +17,10 @@ _MIN_ROWS = 4
 # Block sizes seen in kernels, 1 for none; and pairs (length of one sum, length of the longest) that tell them apart.
 _STEPS = (1, 256, 320, 384, 512, 768)
 _TRIALS = ((190, 1500), (280, 1500), (390, 3000), (430, 900), (500, 2300), (570, 1100), (690, 1400), (1200, 2900))
+# Within the first block: whole vectors of any machine, so that a softmax adds in the same order. Trials: rows of
+# attention, and heads of queries for each of keys.
+_FINE = 32
+_FINE_TRIALS = ((3, 2), (40, 1), (97, 8), (130, 2), (190, 1), (250, 8))
 
 
 class _RowExactLinear(Linear):
@@ -53,7 +58,30 @@ def _row_exact(product: Callable[[mx.array], mx.array], x: mx.array) -> mx.array
 def attention_width(rows: int) -> int:
     """How many positions attention sums over, so that those behind a sequence's end change no bit of its result."""
     step = _attention_step()
+    if rows < step and _is_fine_within(step):
+        return min(step, -(-rows // _FINE) * _FINE)
     return -(-rows // step) * step
+
+
+@functools.cache
+def _is_fine_within(step: int) -> bool:
+    """Whether attention of less than `step` positions has this machine's same bits at each multiple of `_FINE`."""
+    if step % _FINE:
+        return False
+    keys = mx.random.split(mx.random.key(1), 3)
+    queries = mx.random.normal((2, 8, 1, 64), key=keys[0])
+    rows = [mx.random.normal((2, 8, 2 * step, 64), key=key) for key in keys[1:]]
+
+    def attended(length: int, each: int, width: int) -> mx.array:
+        stored = (array[:, : 8 // each, :width] for array in rows)
+        return mx.fast.scaled_dot_product_attention(queries, *stored, scale=0.125, mask=mx.arange(width) < length)
+
+    trials = [(min(length, step), each) for length, each in _FINE_TRIALS]
+    return all(
+        mx.array_equal(attended(*trial, -(-trial[0] // _FINE) * _FINE), attended(*trial, width)).item()
+        for trial in trials
+        for width in (step, 2 * step)
+    )
 
 
 @functools.cache
