@@ -115,7 +115,8 @@ class StepSchedule(Generic[TurnT]):
         if not able:
             return None
         turn = self._next_of(able)
-        left_s = self._budget_s(decoding, urgency) - spent_s if decoding else None
+        budgets_s = {name: self._budget_s(decoding, name, urgency) for name in {each.namespace for each in able}}
+        left_s = budgets_s[turn.namespace] - spent_s if decoding else None
         size, loads = self._size(turn, left_s), turn.status is Status.LOADING
         position, tokens = (0, 0) if loads else (turn.computed, size)
         if not size or not self._pace.allows(turn, position, tokens):
@@ -125,6 +126,7 @@ class StepSchedule(Generic[TurnT]):
         self._is_plain = False
         cells = [] if loads else [TurnCell(turn, size, position)]
         if cells and self._may_share(turn, size):
+            able = [each for each in able if budgets_s[each.namespace] >= budgets_s[turn.namespace]]
             tokens = self._share(cells, able, left_s, spent_s)
         behind_s = (self._costs.step_s or 0.0) if is_behind_step else 0.0
         self._granted = Grant(turn, size, tuple(cells), tokens, spent_s, behind_s)
@@ -171,15 +173,22 @@ class StepSchedule(Generic[TurnT]):
         size = cut_cell(turn.computed, whole, most, least)
         return size if size >= min(whole, least) else 0
 
-    def _budget_s(self, decoding: Collection[TurnT], urgency: Urgency[TurnT]) -> float:
-        """Seconds for prompts and loads beside decoding: as long as the shortest gap of these turns lasts."""
-        gap_s, step_s = min(self._gap_s(turn, urgency) for turn in decoding), self._costs.step_s or 0.0
+    def _budget_s(self, decoding: Collection[TurnT], prompts: Namespace, urgency: Urgency[TurnT]) -> float:
+        """Seconds for a namespace's prompts and loads beside decoding: as long as the shortest gap of these turns
+        lasts; infinite if there are none.
+        """
+        gap_s = min((self._gap_s(turn, prompts, urgency) for turn in decoding), default=math.inf)
+        step_s = self._costs.step_s or 0.0
         return max(gap_s - step_s, min(gap_s, self._rules.stalled_steps * step_s))
 
-    def _gap_s(self, turn: TurnT, urgency: Urgency[TurnT]) -> float:
+    def _gap_s(self, turn: TurnT, prompts: Namespace, urgency: Urgency[TurnT]) -> float:
+        """How long a decoding turn waits for a namespace's prompts. A shorter gap than that of the rules slows prompts,
+        so it binds those of the turn's own namespace alone.
+        """
+        usual_s = self._rules.longest_gap_s if urgency.is_pressing(turn) else self._rules.background_gap_s
         if turn.longest_gap_s is not None:
-            return turn.longest_gap_s
-        return self._rules.longest_gap_s if urgency.is_pressing(turn) else self._rules.background_gap_s
+            return turn.longest_gap_s if turn.namespace == prompts else max(turn.longest_gap_s, usual_s)
+        return usual_s
 
     def _size(self, turn: TurnT, left_s: float | None) -> int:
         """How many tokens or files the turn's next grant has; 0 if the step has no time for one. `left_s`: seconds that

@@ -423,7 +423,7 @@ class World:
             assert job.status in able
             assert not job.is_cancelled
             decoding = [other for other in self.scheduler.running if other.status is Status.DECODING]
-            decodes, gap_s = bool(decoding), min(map(self._gap_s, decoding), default=math.inf)
+            decodes, gap_s = bool(decoding), min((self._gap_s(other, job) for other in decoding), default=math.inf)
             assert is_first or spent < gap_s, "more than the budget and one cell"
             assert not (decodes and job.awaits_bytes), "streams wait for bytes that come by themselves"
             took_s = self.load_s + grant.size * self.file_s if loads else self._pass_s(grant)
@@ -445,11 +445,11 @@ class World:
         assert not is_first or not waits or len(self.namespaces) > 1, "nobody prefilled"
         self.chunks.append(tokens)
 
-    def _gap_s(self, job: Job) -> float:
-        if job.longest_gap_s is not None:
-            return job.longest_gap_s
+    def _gap_s(self, decoding: Job, job: Job) -> float:
         gap_s, rules = self.rules.longest_gap_s, self.rules
-        return gap_s if job.priority is not BACKGROUND else max(gap_s, rules.background_gap_s)
+        gap_s = gap_s if decoding.priority is not BACKGROUND else max(gap_s, rules.background_gap_s)
+        own_s = gap_s if decoding.longest_gap_s is None else decoding.longest_gap_s
+        return own_s if decoding.namespace == job.namespace else max(own_s, gap_s)
 
     def _look_for_bytes(self) -> None:
         for job in self.scheduler.running:

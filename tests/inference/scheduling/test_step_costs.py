@@ -1,5 +1,6 @@
 """How long running streams wait beside a prompt or a restore: as long as they may, because what it costs is learned."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -10,6 +11,7 @@ from inference_svc.engine.grid import cut_cell
 from inference_svc.engine.scheduling.schedulable import Rules
 from inference_svc.engine.scheduling.step_costs import StepCosts
 from tests.inference.scheduling.scheduling_world import BACKGROUND, Job, World
+from tests.made_models.sampling import sampled
 
 STEP_S = 0.005
 LONG = 32_768
@@ -58,6 +60,27 @@ def test_the_shortest_gap_of_all_streams_holds() -> None:
     short = longest_cell(Job(1, 1_000), Job(1, 1_000, longest_gap_s=0.015))
     assert short == longest_cell(Job(1, 1_000, longest_gap_s=0.015)) < usual
     assert longest_cell(Job(1, 1_000, longest_gap_s=0.015, priority=BACKGROUND)) == short, "its own, also if none reads"
+
+
+@given(st.lists(st.floats(0.02, 0.2), min_size=1, max_size=3), st.integers(1, 3))
+@settings(max_examples=sampled(6, of=60), deadline=None)
+def test_a_namespaces_short_gap_does_not_slow_the_prompts_of_others(gaps_s: list[float], prompts: int) -> None:
+    """Each of their cells would be shorter, and costs what a step costs and more."""
+
+    def ended_s(gaps_s: Sequence[float | None]) -> float:
+        rules = replace(GPU, longest_gap_s=0.05)
+        world = World(rules=rules, token_s=STEP_S, cost_s=lambda at, tokens: STEP_S + prefill_s(at, tokens))
+        world.submit(*(Job(1, 3_000, longest_gap_s=gap_s, namespace="a") for gap_s in gaps_s))
+        world.submit(Job(1, 3_000, namespace="b"))
+        for _ in range(10):
+            world.step()
+        theirs = [Job(4 * CELL, cell_tokens=CELL, namespace="b") for _ in range(prompts)]
+        world.submit(*theirs)
+        while any(job.is_prefilling for job in theirs):
+            world.step()
+        return world.now
+
+    assert ended_s(gaps_s) <= ended_s([None] * len(gaps_s)) * 1.05
 
 
 def longest_stall(world: World, late: Job) -> float:

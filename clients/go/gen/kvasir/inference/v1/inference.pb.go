@@ -903,7 +903,8 @@ type GenerateRequest struct {
 	// remembers one message with both.
 	ContinueFinalMessage bool `protobuf:"varint,27,opt,name=continue_final_message,json=continueFinalMessage,proto3" json:"continue_final_message,omitempty"`
 	// How long the reply's stream may wait for a token while prompts are computed beside it: 20 to 1,000 ms. The shortest gap of all streams
-	// holds; a step that takes longer by itself is not shortened. Default: as the engine is set, and longer for a background turn.
+	// holds, but beside other namespaces' prompts none that is shorter than the engine's. A step that takes longer by itself is not shortened.
+	// Default: as the engine is set, and longer for a background turn.
 	LongestGapMs  *int32 `protobuf:"varint,28,opt,name=longest_gap_ms,json=longestGapMs,proto3,oneof" json:"longest_gap_ms,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
