@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any
 
 import mlx.core as mx
@@ -20,16 +20,25 @@ def table_width(tokens: int) -> int:
     return max(_LEAST_WIDTH, 1 << (blocks_of(tokens) - 1).bit_length())
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class RowPlaces:
-    """Where a token's row lies in a page (`page_rows.row_columns`), its parts in this order."""
+    """Where a token's row lies in a page (`page_rows.row_columns`), its parts in this order. Equal layers share one
+    (`of`), because each of them looks its columns up in every step.
+    """
 
     page_format: PageFormat
     order: tuple[int, ...]
 
+    @staticmethod
+    @cache
+    def of(page_format: PageFormat, order: tuple[int, ...]) -> "RowPlaces":
+        return RowPlaces(page_format, order)
+
     @cached_property
     def columns(self) -> tuple[mx.array, mx.array]:
-        return row_columns(self.page_format, self.order)
+        columns = row_columns(self.page_format, self.order)
+        mx.eval(columns)  # engines of one process share them, and a lazy array belongs to the thread that made it
+        return columns
 
 
 class GroupRows:

@@ -28,7 +28,7 @@ class DecodedLayer:
         parts = self._keys.part_count
         order = range(parts + self._values.part_count)
         stacked_order = (number for part in range(parts) for number in (part, parts + part))
-        self._places = RowPlaces(page_format, tuple(stacked_order if self._is_stacked else order))
+        self._places = RowPlaces.of(page_format, tuple(stacked_order if self._is_stacked else order))
         self._decoded = SlotArrays()
         self._is_decoded: list[bool] = []
         self._keeps_decoded = True
