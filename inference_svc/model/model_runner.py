@@ -18,6 +18,7 @@ from inference_svc.kv.batch.packed_pass import Cell, most_packed_tokens, packed_
 from inference_svc.kv.batch.short_pass import ShortPass, most_kept_tokens
 from inference_svc.kv.layout import PROBE_TOKENS, shown_layout
 from inference_svc.kv.model_hooks import attention_hook
+from inference_svc.kv.model_hooks.shared_angles import share_angles
 from inference_svc.kv.page import PAGE_TOKENS
 from inference_svc.kv.pages.pool import KvPool
 from inference_svc.kv.prefill_layer import AnyLayer, PrefillLayer, abandon, commit, prefill_layers
@@ -55,6 +56,8 @@ class ModelRunner:
         self.model: Any = model
         self._short: ShortPass | None = None  # over the pool that was used last
         self.is_on_gpu = mx.default_device().type == mx.DeviceType.gpu
+        if not self.is_on_gpu:
+            share_angles(model)
         if known is not None:
             _take_probed(model, known)
         kernels = kernels or KernelChoice()
