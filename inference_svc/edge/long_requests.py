@@ -7,7 +7,6 @@ from typing import TypeVar
 from kvasir.credentials import Principal
 from kvasir.inference.v1 import inference_pb2 as pb
 from kvasir.server.shared_room import SharedRoom
-from kvasir.waits import giving_way
 
 from inference_svc.turns.admission import Admission
 
@@ -37,4 +36,4 @@ class LongRequests:
             return check()
         with self._admission.turn(caller.namespace, caller.name, size_bytes):
             async with self._checking.held_for(caller.namespace, 1):
-                return await asyncio.to_thread(giving_way()(check))
+                return await asyncio.to_thread(check)

@@ -11,7 +11,6 @@ from typing import Any, TypeVar
 
 from kvasir.errors import InvalidArgument, Unavailable
 from kvasir.server.shared_room import SharedRoom
-from kvasir.waits import giving_way
 
 from inference_svc.model.reply_machine import reply_marks
 from inference_svc.text import literal_text
@@ -83,7 +82,7 @@ class Prompting:
         """Run `work` on the tokenizer's thread at the namespace's turn; long renders wait apart. Raises Unavailable."""
         thread, room = self._thread, self._thread_room
         if is_large_render:
-            thread, room, work = self._render_thread, self._render_room, giving_way()(work)
+            thread, room = self._render_thread, self._render_room
         async with room.held_for(namespace, 1):
             self._check_open()
             return await asyncio.get_running_loop().run_in_executor(thread, work)

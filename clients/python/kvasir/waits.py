@@ -41,8 +41,7 @@ def uptime_s() -> float:
 
 @contextlib.contextmanager
 def giving_way() -> Iterator[None]:
-    """While a thread computes for long, others wait little for the interpreter. Of two threads that do, the first end
-    counts."""
+    """For this time a thread waits little until another gives it the interpreter."""
     sys.setswitchinterval(SWITCH_S)
     try:
         yield

@@ -1,7 +1,6 @@
 """The tokenizer's thread: one thing at a time, and namespaces in turn."""
 
 import asyncio
-import sys
 import threading
 from collections.abc import Iterator
 
@@ -104,12 +103,6 @@ def test_a_large_conversation_is_rendered_where_no_other_turn_waits_and_no_count
     clock = prompting.clock()
     conversation = dialogue(given.messages, (), GivenJson(), prompting.specials)
     assert text == render(prompting.template_at(clock), conversation)
-
-
-def test_a_large_render_lets_other_threads_have_the_interpreter_sooner(prompting: Prompting) -> None:
-    usual_s = sys.getswitchinterval()
-    assert asyncio.run(prompting.run("a", sys.getswitchinterval, is_large_render=True)) < usual_s / 4
-    assert sys.getswitchinterval() == usual_s
 
 
 def test_what_is_counted_holds_up_no_text_of_a_turn(prompting: Prompting) -> None:
