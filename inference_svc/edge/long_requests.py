@@ -2,6 +2,8 @@
 
 import asyncio
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextvars import copy_context
 from typing import TypeVar
 
 from kvasir.credentials import Principal
@@ -22,6 +24,8 @@ class LongRequests:
         """`admission`: where long requests count as prompts until they are checked."""
         self._admission = admission
         self._checking = SharedRoom(1)
+        # Of its own: a call that is cancelled leaves its check behind, and the next one waits for that here.
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checks")
 
     async def checked(
         self,
@@ -36,4 +40,4 @@ class LongRequests:
             return check()
         with self._admission.turn(caller.namespace, caller.name, size_bytes):
             async with self._checking.held_for(caller.namespace, 1):
-                return await asyncio.to_thread(check)
+                return await asyncio.get_running_loop().run_in_executor(self._thread, copy_context().run, check)

@@ -40,6 +40,29 @@ def test_a_long_request_is_checked_by_another_thread(request_: Request, *, is_lo
     assert (checked_by is not threading.main_thread()) == is_long
 
 
+def test_a_check_whose_call_was_cancelled_ends_before_the_next_one_begins() -> None:
+    requests, may_end, ended = LongRequests(Admission(LARGE, lambda: 0.0)), threading.Event(), list[bool]()
+    long = pb.GenerateRequest(messages=MANY)
+
+    async def run() -> None:
+        loop, begun = asyncio.get_running_loop(), asyncio.Event()
+
+        def slow() -> None:
+            loop.call_soon_threadsafe(begun.set)
+            ended.append(may_end.wait(10))
+
+        first = asyncio.create_task(requests.checked(long, CALLERS["greedy"], slow))
+        await begun.wait()
+        first.cancel()
+        await asyncio.wait([first])
+        second = asyncio.create_task(requests.checked(long, CALLERS["modest"], lambda: [*ended]))
+        await asyncio.wait([second], timeout=0.1)
+        may_end.set()
+        assert await second == [True]
+
+    asyncio.run(run())
+
+
 def test_namespaces_take_turns_and_requests_that_wait_count_as_prompts() -> None:
     admission, order, long = Admission(LARGE, lambda: 0.0), list[str](), pb.GenerateRequest(messages=MANY)
     held = list[int]()
