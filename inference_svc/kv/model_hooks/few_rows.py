@@ -6,6 +6,7 @@ share a launch.
 """
 
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 import mlx.core as mx
@@ -30,7 +31,13 @@ _NARROW = (8, 2, 4)  # for matrices that would be too few blocks for a GPU's mul
 _FEW_BLOCKS = 66
 # The same of packed matrices.
 _PACKED_SHAPES = {8: (1, 2, 4), 16: (2, 2, 4), 32: (4, 4, 3), 64: (8, 4, 3)}
-_MOST_SHARED_BYTES = 224 << 10  # of a block
+_LEAST_STAGES = 2
+# Shared memory that a block may take, by compute capability: three KiB less than there is on the largest GPUs.
+_LARGE_BYTES, _MEDIUM_BYTES, _SMALL_BYTES = 224 << 10, 163 << 10, 99 << 10
+_SHARED_BYTES: dict[tuple[object, object], int] = {
+    **dict.fromkeys([(8, 0), (8, 7)], _MEDIUM_BYTES),
+    **dict.fromkeys([(9, 0), (10, 0), (10, 3)], _LARGE_BYTES),
+}
 # What mlx-lm's models compute of one x.
 _TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
@@ -74,17 +81,29 @@ def few_rows(x: mx.array, matrices: Sequence[Matrix]) -> list[mx.array]:
 
 def _block_shape(rows: int, widths: Sequence[int], groups: int) -> tuple[int, int, int]:
     """Columns of 8 rows, outputs in sixteens, and stages of a block."""
-    tiles, height, stages = next(
-        shape for most, shape in (_PACKED_SHAPES if groups else _SHAPES).items() if rows <= most
-    )
-    if groups:
-        while height > 1 and (
-            _blocks(widths, height) <= _FEW_BLOCKS or _shared_bytes(tiles, height, stages, groups) > _MOST_SHARED_BYTES
-        ):
-            height //= 2
-    elif height > _NARROW[1] and _blocks(widths, height) <= _FEW_BLOCKS:
-        return _NARROW
-    return tiles, height, stages
+    tiles, height, stages = _usual_shape(rows, groups)
+    if not groups and height > _NARROW[1] and _blocks(widths, height) <= _FEW_BLOCKS:
+        tiles, height, stages = _NARROW
+    most = _most_shared_bytes()
+    while height > 1 and (
+        (groups and _blocks(widths, height) <= _FEW_BLOCKS) or _shared_bytes(tiles, height, stages, groups) > most
+    ):
+        height //= 2
+    return tiles, height, stages if _shared_bytes(tiles, height, stages, groups) <= most else _LEAST_STAGES
+
+
+def _usual_shape(rows: int, groups: int) -> tuple[int, int, int]:
+    return next(shape for most, shape in (_PACKED_SHAPES if groups else _SHAPES).items() if rows <= most)
+
+
+@cache
+def _most_shared_bytes() -> int:
+    """Of a block on this device; where kernels are emulated, as on the GPUs that they were measured on."""
+    if mx.default_device().type != mx.DeviceType.gpu:
+        return _LARGE_BYTES
+    facts = mx.device_info()
+    capability = facts.get("compute_capability_major"), facts.get("compute_capability_minor")
+    return _SHARED_BYTES.get(capability, _SMALL_BYTES)
 
 
 def _shared_bytes(tiles: int, height: int, stages: int, groups: int) -> int:
@@ -196,9 +215,12 @@ def _form(module: Any) -> tuple[Any, ...]:
 
 
 def _is_few(form: tuple[Any, ...], x: mx.array) -> bool:
-    depth, dtype, bits, _, mode = form
+    depth, dtype, bits, group, mode = form
     is_taken = (bits == 16 and depth % 8 == 0) or (bits == 4 and mode == "affine" and depth % _CHUNK == 0)
-    return is_taken and x.size // depth <= MAX_ROWS and x.dtype == dtype and dtype in _TYPES
+    if not is_taken or (rows := x.size // depth) > MAX_ROWS or x.dtype != dtype or dtype not in _TYPES:
+        return False
+    groups = depth // group if group else 0  # a block has the scales of whole outputs
+    return _shared_bytes(_usual_shape(rows, groups)[0], 1, _LEAST_STAGES, groups) <= _most_shared_bytes()
 
 
 def _of_flat_rows(product: Any, x: mx.array) -> mx.array:

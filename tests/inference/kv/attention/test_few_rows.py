@@ -15,6 +15,7 @@ from tests.emulation.emulator import cuda_emulator
 from tests.inference.kv.attention.emulators import needs_compiler
 
 pytestmark = needs_compiler
+SMALL_BYTES = 99 << 10  # of a block's shared memory, where it is least
 
 
 @pytest.fixture(autouse=True)
@@ -63,6 +64,33 @@ def test_packed_matrices_give_what_their_values_give_and_a_row_has_the_same_bits
             )
             assert error(y, x[-rows:], values) < most
             assert mx.array_equal(y, all_rows[-rows:])
+
+
+@pytest.mark.parametrize("group", [0, 64])
+def test_a_device_of_less_shared_memory_takes_smaller_blocks_and_computes_the_same_bits(
+    group: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mx.random.seed(6)
+    x, w = (mx.random.normal((rows, 320)).astype(mx.bfloat16) for rows in (MAX_ROWS, 40))
+    matrix, taken = mx.quantize(w, group, 4) if group else (w,), list[int]()
+    (right,) = few_rows(x, [matrix])
+    monkeypatch.setattr(module, "_most_shared_bytes", lambda: SMALL_BYTES)
+    monkeypatch.setattr(module, "compiled", lambda *source: taken.append(source[2]) or compiled(*source))
+    assert mx.array_equal(few_rows(x, [matrix])[0], right)
+    assert taken[0] <= SMALL_BYTES
+
+
+@pytest.mark.parametrize(("rows", "group", "is_taken"), [(32, 32, True), (33, 32, False), (64, 64, True)])
+def test_a_matrix_whose_scales_leave_a_block_no_room_is_mlxs_own(
+    rows: int, group: int, is_taken: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layer: Any = nn.QuantizedLinear(28_672, 8, bias=False, group_size=group, bits=4)
+    layer.set_dtype(mx.bfloat16)
+    take_few_rows(layer)
+    x = mx.zeros((rows, 28_672), mx.bfloat16)
+    assert layer.together.takes(x)
+    monkeypatch.setattr(module, "_most_shared_bytes", lambda: SMALL_BYTES)
+    assert layer.together.takes(x) == is_taken
 
 
 @pytest.mark.parametrize("shape", [(8,), (8, 1), (1, 8), (2, 4), (2, 2, 2)])
