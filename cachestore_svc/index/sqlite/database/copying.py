@@ -1,7 +1,8 @@
 """Copies the database of a store that may run: the store holds its lock, so the files are copied and not read.
 
-The database's file changes in checkpoints alone, and its log only grows between them. If the file is the same before
-and after both were copied, no checkpoint came between: the copies are the database as of a commit.
+The database's file changes in checkpoints alone. Between them its log grows; the first commit after one may begin the
+log again, over its old frames, with another header. If file and header are the same before and after both were copied,
+neither came between: the copies are the database as of a commit.
 """
 
 import contextlib
@@ -18,12 +19,14 @@ from kvasir.waits import PAUSE_S
 from cachestore_svc.index.refusals import index_damaged
 
 _TRIES = 50
+_LOG_HEADER_BYTES = 32
 
 
 class _Seen(NamedTuple):
     inode: int
     size_bytes: int
     changed_ns: int
+    log_header: bytes  # its salts are new each time when the log begins
 
 
 def copy_database(
@@ -47,8 +50,10 @@ def copy_database(
 
 
 def _seen(path: Path) -> _Seen:
-    status = path.stat()
-    return _Seen(status.st_ino, status.st_size, status.st_mtime_ns)
+    status, header = path.stat(), b""
+    with contextlib.suppress(FileNotFoundError), Path(f"{path}-wal").open("rb") as log:
+        header = log.read(_LOG_HEADER_BYTES)
+    return _Seen(status.st_ino, status.st_size, status.st_mtime_ns, header)
 
 
 def _bring_in_log(path: Path) -> None:
