@@ -15,6 +15,7 @@ from tests.running.system_fixtures import House
 CALLERS = (
     *(Principal(name, "first", frozenset({CLIENT})) for name in ("ada", "bob")),
     Principal("eve", "second", frozenset({CLIENT})),
+    Principal("hot", "third", frozenset({CLIENT})),  # a namespace without a store
     *(Principal(f"engine-{namespace}", namespace, frozenset({ENGINE})) for namespace in ("first", "second")),
 )
 MODEL = "kvasir-tiny"

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from kvasir.clients import Reply
 from kvasir.common.v1 import message_pb2
-from kvasir.errors import Cancelled, Internal, InvalidArgument, KvasirError
+from kvasir.errors import Cancelled, Internal, InvalidArgument, KvasirError, NotFound
 from kvasir.inference.v1 import inference_pb2 as pb
 from kvasir.server.operating.log_errors import places
 from kvasir.waits import SOON_S
@@ -26,7 +26,6 @@ from kvasir_gateway.turn import Said, ToolUse, Turn
 _log = logging.getLogger(__name__)
 _Result = TypeVar("_Result")
 Events = AsyncGenerator[pb.GenerateResponse, None]
-Made = Callable[[Callable[[], "Ready"]], Awaitable["Ready"]]  # in a thread beside the event loop
 
 
 class ClientLeft(Cancelled):
@@ -95,6 +94,7 @@ class Ready:
     digest: str
     messages: Sequence[message_pb2.Message]
     side_call: str  # the rule that takes it for one
+    if_new: "Ready | None" = None  # in its place, where its agent remembers nothing yet
 
     def using(self, memory: Memory) -> "Ready":
         return replace(self, turn=replace(self.turn, memory={**self.turn.memory, **memory.options}))
@@ -113,16 +113,17 @@ class Turns:
         *_, digest = self._conversations.digests_of(turn.messages)
         return Ready(turn, chain, digest, sent_messages(turn), side_call_of(turn, side_rules))
 
-    async def appended(self, ready: Ready, caller: CallerAtEngine, agent_id: str, made: Made) -> Ready:
+    def appended(self, ready: Ready) -> Ready:
         """The turn with its newest messages alone: the agent remembers those before them. One that remembers nothing
-        yet gets all of them. Raises InvalidArgument."""
+        yet gets all of them. May run in any thread. Raises InvalidArgument."""
         turn, tail = ready.turn, newest_messages(ready.turn.messages)
         if not tail:
             raise InvalidArgument("messages: expected one behind the last reply, to append", field="messages")
-        if len(tail) < len(turn.messages) and await caller.is_new(agent_id):
-            whole = replace(turn, is_append=False, memory={**turn.memory, "expected_version": 0})
-            return replace(ready, turn=whole)
-        return await made(lambda: self.ready(replace(turn, messages=tail)))
+        if len(tail) == len(turn.messages):
+            return ready
+        whole = replace(turn, is_append=False, memory={**turn.memory, "expected_version": 0})
+        newest = replace(turn, messages=tail, memory={**turn.memory, "expect_existing": True})
+        return replace(self.ready(newest), if_new=replace(ready, turn=whole))
 
     async def memory(self, ready: Ready, caller: CallerAtEngine, namespace: str, agent_id: str) -> Memory:
         """What the turn remembers. Whoever asks must say when it has `left`."""
@@ -158,7 +159,7 @@ class Turns:
     async def events(self, ready: Ready, caller: CallerAtEngine, memory: Memory, request_id: str) -> Events:
         """A turn's events. Closing the generator cancels the turn."""
         reply = Reply()
-        async with aclosing(caller.generate(ready.turn, ready.messages, memory.agent_id, request_id)) as events:
+        async with aclosing(_generated(ready, caller, memory.agent_id, request_id)) as events:
             async for event in events:
                 reply.add(event)
                 if event.HasField("finished"):
@@ -174,6 +175,23 @@ class Turns:
         self._tidying.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             _log.warning("conversations.not_tidied error=%s", getattr(error, "reason", type(error).__name__))
+
+
+async def _generated(ready: Ready, caller: CallerAtEngine, agent_id: str, request_id: str) -> Events:
+    """The engine knows what is remembered in RAM alone, so it decides whether the agent is new."""
+    has_begun = False
+    try:
+        async with aclosing(caller.generate(ready.turn, ready.messages, agent_id, request_id)) as events:
+            async for event in events:
+                has_begun = True
+                yield event
+            return
+    except NotFound as error:
+        if has_begun or ready.if_new is None or error.reason != "AGENT_NOT_FOUND":
+            raise
+    async with aclosing(_generated(ready.if_new, caller, agent_id, request_id)) as events:
+        async for event in events:
+            yield event
 
 
 def newest_messages(messages: Sequence[Said]) -> tuple[Said, ...]:

@@ -296,9 +296,6 @@ class Gateway:
         has a status of its own."""
         turns = self._around.turns
         ready = await call.room.made(partial(self._ready, call, translate))
-        if heads.appends(call.request):
-            more = turns.appended(ready, call.caller, call.agent_id, call.room.made)
-            ready = await unless_left(call.request.receive, more)
         looking = turns.memory(ready, call.caller, call.namespace, call.agent_id)
         memory = await unless_left(call.request.receive, looking)
         call.reading.side_call = memory.side_call
@@ -346,7 +343,9 @@ class Gateway:
         turn = replace(turn, any_model=reading.any_model, ignore=None if reading.is_strict else reading.ignore)
         turn = replace(turn, memory={**turn.memory, "volatile": reading.rules.for_engine()})
         is_exact = not reading.rules.names  # as if no rule were known
-        return self._around.turns.ready(self._around.aliases.applied(turn), side_rules, is_exact=is_exact)
+        turns = self._around.turns
+        ready = turns.ready(self._around.aliases.applied(turn), side_rules, is_exact=is_exact)
+        return turns.appended(ready) if heads.appends(call.request) else ready
 
     async def _body(self, call: Call, kind: type[_Body]) -> _Body:
         data = await call.room.read(call.request, self._around.limits.max_body_bytes)

@@ -219,14 +219,6 @@ class CallerAtEngine:
         except KvasirError:  # there is no such agent yet, or it cannot be said now
             return rules
 
-    async def is_new(self, agent_id: str) -> bool:
-        """Whether the store knows no such agent; False while it cannot answer."""
-        try:
-            await self.client.get_agent(agent_id)
-        except KvasirError as error:
-            return isinstance(error, NotFound)
-        return False
-
     async def fork(self, source: str, name: str, version: int | None) -> int:
         return _newest(await self.client.fork_agent(source, name, version=version))
 

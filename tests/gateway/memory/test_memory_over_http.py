@@ -210,6 +210,26 @@ def test_append_takes_only_what_follows_the_last_reply(front: Front, openai: Any
             talk(*refused)
 
 
+def test_append_gives_a_new_agent_all_messages_and_an_old_one_the_newest_without_a_store(front: Front) -> None:
+    """Only the engine knows what is remembered in RAM alone."""
+    client = front.openai("hot", **{"x-agent-id": "in RAM", "x-agent-memory": "append"})
+    create = client.chat.completions.with_raw_response.create
+    system = {"role": "system", "content": "Her dog is called Rex."}
+
+    def talk(text: str) -> tuple[str, int]:
+        messages: list[Any] = [system, {"role": "user", "content": text}]
+        raw = create(model=MODEL, max_tokens=4, messages=messages)
+        return raw.headers["x-agent-memory"], int(raw.headers["x-kvasir-reused"].split()[2].rstrip(";"))
+
+    alone = front.openai("hot", **{"x-agent-memory": "none"}).chat.completions
+    asked: list[Any] = [system, {"role": "user", "content": "My name is Anna."}]
+    prompt_tokens = alone.create(model=MODEL, max_tokens=4, messages=asked).usage.prompt_tokens
+    assert talk("My name is Anna.") == ("new", prompt_tokens)
+    done, tokens = talk("What is my name?")
+    assert done == "extended"
+    assert prompt_tokens < tokens < 2 * prompt_tokens
+
+
 def test_an_id_names_its_own_reply_whatever_stands_in_its_place_now(front: Front) -> None:
     client = front.openai().responses
     first = client.create(model=MODEL, input="Placed. My name is Anna.", max_output_tokens=8)
