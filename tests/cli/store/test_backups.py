@@ -9,13 +9,14 @@ from typing import Any
 
 import pytest
 from blake3 import blake3
+from kvasir.cli.backups import commands
 from kvasir.clients import StoreClient
 
 from cachestore_svc.__main__ import open_store
 from cachestore_svc.config import read_settings
 from tests.cachestore.core.lab import Lab
 from tests.cachestore.core.lab import publish as publish_at
-from tests.cli.running import Cli
+from tests.cli.running import Cli, in_process
 from tests.cli.store.conftest import publish
 from tests.made_models.synthetic import SyntheticAgent
 from tests.running import in_memory
@@ -68,7 +69,7 @@ def test_a_restored_home_equals_the_old_one(cli: Cli, client: StoreClient, ada: 
     assert restored["store"]["is_clean"]
     assert (new.home / "tokens" / "other.token").read_text() == "secret"
     assert not (new.home / "seal.key").exists()
-    for path in (new.home, *new.home.rglob("*")):
+    for path in (folder, *folder.rglob("*"), new.home, *new.home.rglob("*")):
         assert path.stat().st_mode & 0o077 == 0, path
     found = contents(new.home)
     assert [(each.agent_id, each.is_pinned, dict(each.labels)) for each in found["agents"]] == [
@@ -115,12 +116,16 @@ def _grow(path: Path) -> None:
     path.write_bytes(path.read_bytes() + b"x")
 
 
+def _nest(path: Path) -> None:
+    path.write_bytes(b"[" * 200_000)
+
+
 def _link(path: Path) -> None:
     path.rename(path.with_name("elsewhere"))
     path.symlink_to("elsewhere")
 
 
-@pytest.mark.parametrize("damage", [_flip, _grow, Path.unlink, _link])
+@pytest.mark.parametrize("damage", [_flip, _grow, _nest, Path.unlink, _link])
 @pytest.mark.parametrize("part", ["object", "list"])
 def test_a_damaged_backup_is_refused_by_file_and_makes_no_home(
     kept: Path, tmp_path: Path, damage: Callable[[Path], None], part: str
@@ -161,6 +166,23 @@ def test_no_link_in_the_backups_folder_is_followed(cli: Cli, kept: Path, tmp_pat
     assert (tmp_path / "file").read_text() == "theirs"
 
 
+def test_a_backup_removes_parts_of_one_that_was_killed_and_minds_no_files_of_others(cli: Cli, kept: Path) -> None:
+    (kept / "objects" / ".new-1").write_text("cut")
+    (kept / ".DS_Store").touch()
+    cli.done("backup", kept)
+    assert not (kept / "objects" / ".new-1").exists()
+    assert (kept / ".DS_Store").exists()
+
+
+def test_a_file_that_goes_while_a_home_is_backed_up_ends_no_backup(
+    cli: Cli, kept: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = commands._names
+    monkeypatch.setattr(commands, "_names", lambda *where: (*names(*where), "tokens/gone.token"))
+    ended = in_process("--home", cli.home, "backup", kept)
+    assert ended.code == 0, ended.err
+
+
 @pytest.mark.long(2)
 def test_a_link_in_the_home_is_not_followed_and_a_damaged_blob_is_left_out(cli: Cli, ada: SyntheticAgent) -> None:
     folder = in_memory.home() / "backup"
@@ -196,6 +218,24 @@ def test_a_sealed_namespace_stays_sealed(tmp_path: Path) -> None:
         assert agent.agent_id == "secret-agent"
         [digest, *_] = made.new_blobs
         assert bytes(store.blobs.read("work", digest)) == made.new_blobs[digest]
+
+
+def test_a_blob_of_a_sealed_namespace_that_was_damaged_is_copied_again_once_it_is_repaired(tmp_path: Path) -> None:
+    home, new = Cli(tmp_path / "home"), Cli(tmp_path / "new")
+    lab = Lab(home.home / "store").seal("work")
+    made = SyntheticAgent(seed=3).turn(300)
+    with lab.open() as store:
+        publish_at(store, "ada", made, 0, "work")
+    whole = {blob: blob.read_bytes() for blob in home.home.glob("store/namespaces/*/blobs/*/*")}
+    for blob in whole:
+        _flip(blob)
+    home.done("backup", tmp_path / "backup")
+    for blob, data in whole.items():
+        blob.write_bytes(data)
+    home.done("backup", tmp_path / "backup")
+    new.done("restore", tmp_path / "backup")
+    with Lab(new.home / "store", masters=lab.masters, sealed=("work",)).open() as store:
+        assert {digest: bytes(store.blobs.read("work", digest)) for digest in made.new_blobs} == made.new_blobs
 
 
 def test_a_backup_in_the_home_or_beside_other_files_is_refused(cli: Cli, tmp_path: Path) -> None:

@@ -76,6 +76,8 @@ HINTS_BY_REASON: dict[str, str] = {
     "FILE_EXISTS": "Say --force to replace it.",
     "JOURNAL_DAMAGED": "`kvasir scenario run --fresh` begins a new one.",
     "RESULTS_DAMAGED": "",
+    "BACKUP_DAMAGED": "Another backup is made in an empty folder.",
+    "STORE_BUSY": "",
     "COMMAND_FAILED": "Please report it, with that file.",
 }
 

@@ -1,5 +1,6 @@
 """`kvasir backup` and `kvasir restore`: a home as of a moment, whether it runs or not, and a new home made of that."""
 
+import contextlib
 import os
 import re
 import shutil
@@ -35,9 +36,10 @@ FolderArgument = Annotated[Path, typer.Argument(help="The backup's folder.", met
 def backup(caller: Caller, folder: FolderArgument) -> None:
     """Back this home up into a folder, while it runs or not: all memories that are stored, tokens, peers, settings.
 
-    The next backup into the same folder copies what is new. Not in it: the master key of sealed namespaces (seal.key),
-    which stay sealed; logs, audits; turns that the store has not taken yet (`kvasir status`). Ends with 1 if files of
-    the store are damaged: they are left out, and `kvasir store scrub` says more."""
+    The next backup into the same folder copies what is new. It is as secret as the home. Not in it: the master key of
+    sealed namespaces (seal.key), which stay sealed; logs, audits; turns that the store has not taken yet (`kvasir
+    status`). Ends with 1 if files of the store are damaged: they are left out, and `kvasir store scrub` says more.
+    Files of sealed namespaces are copied unchecked."""
     check_installed("store")
     home, folder = caller.home, folder.expanduser().absolute()
     if not (home.root / _INDEX).is_file():
@@ -45,11 +47,12 @@ def backup(caller: Caller, folder: FolderArgument) -> None:
     if folder.resolve().is_relative_to(home.root.resolve()):
         raise FailedPrecondition(f"{folder}: expected a folder outside {home.root}", reason="BACKUP_REFUSED")
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    if strange := {path.name for path in folder.iterdir()} - {LIST, f"{LIST}.new", "objects"}:
+    strange = {path.name for path in folder.iterdir()} - {f"{LIST}.new", "objects"}
+    if strange and LIST not in strange:
         text = f"{folder}: expected an empty folder or a backup, found {min(strange)}"
         raise FailedPrecondition(text, reason="BACKUP_REFUSED")
     with BackupFolder.open(folder) as target, caller.busy("copying"):
-        run = _Run(home, target, target.files() if (folder / LIST).exists() else {})
+        run = _Run(home, target, *target.newest())
         files = run.files()
         removed_bytes = target.finish(files)
     all_bytes = sum({kept.hash: kept.size_bytes for kept in files.values()}.values())
@@ -101,12 +104,17 @@ class _Run:
     home: Home
     target: BackupFolder
     known: Files  # of the backup before
+    known_ns: int  # when that was made
+    copied: dict[str, Kept] = field(default_factory=dict)  # blobs
     copied_bytes: int = 0
     damaged: set[str] = field(default_factory=set)
 
     def files(self) -> Files:
         """All files, copied. Raises Unavailable if the store goes on removing what is to be copied."""
-        others = {name: self._kept(name) for name in self._others()}
+        others = {}
+        for name in self._others():
+            with contextlib.suppress(FileNotFoundError):  # replaced, removed
+                others[name] = self._add(self.home.root / name)
         for _ in range(_TRIES):
             try:
                 return {**others, **self._store()}
@@ -134,11 +142,17 @@ class _Run:
         return found
 
     def _kept(self, name: str) -> Kept:
-        """A blob that an earlier backup has is not read again."""
+        """A blob that an earlier backup has is not read again, unless it was written again since, as after damage."""
         known, source = self.known.get(name), self.home.root / name
-        if known is None or _BLOB.fullmatch(name) is None or not self.target.has(known):
+        if _BLOB.fullmatch(name) is None:
             return self._add(source)
-        return known if source.stat().st_size == known.size_bytes else self._add(source)
+        if known is not None and self.target.has(known):
+            status = source.stat()
+            if status.st_size == known.size_bytes and status.st_mtime_ns < self.known_ns:
+                return known
+        if name not in self.copied:  # by an earlier try
+            self.copied[name] = self._add(source)
+        return self.copied[name]
 
     def _add(self, source: Path) -> Kept:
         kept = self.target.add(source)

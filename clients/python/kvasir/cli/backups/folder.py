@@ -19,6 +19,7 @@ from kvasir.errors import DataLoss, FailedPrecondition, NotFound
 from kvasir.syncing import sync
 
 LIST, _OBJECTS, _FORMAT = "kvasir-backup.json", "objects", 1
+_NEW = ".new-"  # what the name of an object that is being copied begins with
 _PIECE_BYTES = 1 << 20
 _HASH = re.compile(r"[0-9a-f]{64}")
 
@@ -56,8 +57,16 @@ class BackupFolder:
         try:
             with _file(self._folder, LIST, self.root / LIST) as source:
                 return _files(os.read(source, os.fstat(source).st_size + 1))
-        except (ValueError, LookupError, TypeError, AttributeError) as error:
+        except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
             raise damaged(self.root / LIST, str(error) or type(error).__name__) from None
+
+    def newest(self) -> tuple[Files, int]:
+        """The files of the newest backup, and when it was made, in Unix nanoseconds; none, and 0. Raises DataLoss."""
+        try:
+            made_ns = os.stat(LIST, dir_fd=self._folder, follow_symlinks=False).st_mtime_ns
+        except FileNotFoundError:
+            return {}, 0
+        return self.files(), made_ns
 
     def has(self, kept: Kept) -> bool:
         """Whether an object of this size is there. Its bytes are not read."""
@@ -71,7 +80,7 @@ class BackupFolder:
     def add(self, source: Path) -> Kept:
         """Copy a file's bytes, unless they are there. Raises FileNotFoundError."""
         with _file(None, source, source) as opened, _made(self._folder, _OBJECTS, self.root) as objects:
-            name = f".new-{os.getpid()}"
+            name = f"{_NEW}{os.getpid()}"
             new = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600, dir_fd=objects)
             try:
                 with os.fdopen(new, "wb") as out:
@@ -113,7 +122,10 @@ class BackupFolder:
     def _remove_all_but(self, needed: Collection[str]) -> int:
         removed_bytes = 0
         with _made(self._folder, _OBJECTS, self.root) as objects:
-            for shelf_name in sorted(each.name for each in os.scandir(objects) if each.is_dir(follow_symlinks=False)):
+            found = {each.name: each.is_dir(follow_symlinks=False) for each in os.scandir(objects)}
+            for name in (name for name, is_shelf in found.items() if name.startswith(_NEW) and not is_shelf):
+                os.unlink(name, dir_fd=objects)  # of a backup that was killed
+            for shelf_name in sorted(name for name, is_shelf in found.items() if is_shelf):
                 with _below(objects, shelf_name, self.root / _OBJECTS) as shelf:
                     names = {each.name for each in os.scandir(shelf)}
                     for name in sorted(filter(_HASH.fullmatch, names - {*needed})):
