@@ -5,7 +5,6 @@ import os
 import shutil
 import sqlite3
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -33,9 +32,9 @@ def test_a_log_that_begins_again_while_it_is_copied_is_copied_again(
         index.execute("PRAGMA wal_checkpoint(PASSIVE)")
         os.utime(path, (1, 1))
 
-        def copy_slowly(source: str | Path, into: Path, **how: Any) -> None:
+        def copy_slowly(source: str | Path, into: Path) -> None:
             if not str(source).endswith("-wal") or copied:
-                copyfile(source, into, **how)
+                copyfile(source, into)
                 return
             copied.append(into)
             with Path(source).open("rb", buffering=0) as log, into.open("wb") as out:
@@ -49,3 +48,14 @@ def test_a_log_that_begins_again_while_it_is_copied_is_copied_again(
     assert copied
     with contextlib.closing(sqlite3.connect(copy)) as found:
         assert found.execute("SELECT number, count(*) FROM pages GROUP BY number").fetchall() == [(5, _ROWS)]
+
+
+def test_a_copy_of_an_index_that_is_a_link_is_no_link(tmp_path: Path) -> None:
+    real, link, copy = tmp_path / "real", tmp_path / "index", tmp_path / "copy"
+    with contextlib.closing(sqlite3.connect(real, isolation_level=None)) as index:
+        index.execute("PRAGMA journal_mode=WAL")
+    os.utime(real, (1, 1))
+    link.symlink_to(real)
+    before = real.read_bytes()
+    copy_database(link, copy)
+    assert (copy.is_symlink(), real.read_bytes() == before) == (False, True)

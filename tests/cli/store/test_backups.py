@@ -184,7 +184,9 @@ def test_a_file_that_goes_while_a_home_is_backed_up_ends_no_backup(
 
 
 @pytest.mark.long(2)
-def test_a_link_in_the_home_is_not_followed_and_a_damaged_blob_is_left_out(cli: Cli, ada: SyntheticAgent) -> None:
+def test_a_link_in_the_home_is_not_followed_and_a_damaged_blob_is_left_out(
+    cli: Cli, ada: SyntheticAgent, tmp_path: Path
+) -> None:
     folder = in_memory.home() / "backup"
     (cli.home / "tokens" / "link.token").parent.mkdir(exist_ok=True)
     (cli.home / "tokens" / "link.token").symlink_to("/etc/hostname")
@@ -198,6 +200,8 @@ def test_a_link_in_the_home_is_not_followed_and_a_damaged_blob_is_left_out(cli: 
         (cli.home / "tokens" / "link.token").unlink()
     assert (found.code, [Path(name).name for name in found.value["damaged"]]) == (1, [blob.name])
     assert "link.token" not in (folder / "kvasir-backup.json").read_text()
+    restored = Cli(tmp_path / "new")("restore", folder, "--json")
+    assert (restored.code, [each["problem"] for each in restored.value["store"]["findings"]]) == (1, ["DAMAGED_BLOB"])
     shutil.rmtree(folder.parent)
 
 

@@ -38,11 +38,11 @@ def copy_database(
         before = _seen(path)
         # A file's time is that of the kernel's last tick: one as new as this may change within the same tick.
         if abs(clock() - before.changed_ns / 1e9) > PAUSE_S:
-            shutil.copyfile(path, into, follow_symlinks=False)
+            shutil.copyfile(path, into)  # a link's bytes: what follows writes to the copy
             log = Path(f"{into}-wal")
             log.unlink(missing_ok=True)
             with contextlib.suppress(FileNotFoundError):
-                shutil.copyfile(f"{path}-wal", log, follow_symlinks=False)
+                shutil.copyfile(f"{path}-wal", log)
             if _seen(path) == before:
                 return _bring_in_log(into)
         sleep(PAUSE_S)
