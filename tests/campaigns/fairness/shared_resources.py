@@ -281,7 +281,7 @@ SHARED = (
         "FORMAT_TOO_COMPLEX",
     ),
     Shared(
-        "the thread that checks requests of more than 1 MiB or 500 messages",
+        "the thread that checks requests of more than 1 MiB or 500 parts of messages",
         "engine",
         "inference_svc/edge/long_requests.py: _checking",
         ("", 1),

@@ -6,18 +6,21 @@ from dataclasses import replace
 
 import pytest
 from kvasir.clients.messages import message
+from kvasir.common.v1 import message_pb2
 from kvasir.credentials import CLIENT, Principal
 from kvasir.errors import ResourceExhausted
 from kvasir.inference.v1 import inference_pb2 as pb
 
-from inference_svc.edge.long_requests import LongRequests
+from inference_svc.edge.long_requests import LongRequests, Request
 from inference_svc.turns.admission import Admission
 from tests.inference.turns.test_admission import LIMITS
 
-Request = pb.GenerateRequest | pb.CountTokensRequest | pb.WarmRequest
 CALLERS = {name: Principal(name, name, frozenset({CLIENT})) for name in ("greedy", "modest")}
 LARGE = replace(LIMITS, max_open_prompt_bytes=3 << 20)
 MANY = pb.MessageList(messages=[message("user")] * 501)
+PARTS, CALLS = message("user"), message("assistant", "Now.")
+PARTS.parts.extend(message("user", "a").parts[0] for _ in range(501))
+CALLS.tool_calls.extend(message_pb2.ToolCall(name="f") for _ in range(500))
 
 
 @pytest.mark.parametrize(
@@ -28,6 +31,9 @@ MANY = pb.MessageList(messages=[message("user")] * 501)
         (pb.WarmRequest(messages=MANY), True),
         (pb.CountTokensRequest(messages=MANY), True),
         (pb.CountTokensRequest(messages=pb.MessageList(messages=MANY.messages[1:])), False),
+        (pb.GenerateRequest(messages=pb.MessageList(messages=[PARTS])), True),
+        (pb.GenerateRequest(messages=pb.MessageList(messages=[CALLS])), True),
+        (pb.GenerateRequest(messages=pb.MessageList(messages=[message("user", "a")] * 500)), False),
         (pb.GenerateRequest(prompt="a" * (1 << 20)), True),
         (pb.GenerateRequest(prompt="a"), False),
         (pb.WarmRequest(), False),
