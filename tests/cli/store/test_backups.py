@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from blake3 import blake3
 from kvasir.cli.backups import commands
+from kvasir.cli.backups.folder import BackupFolder
 from kvasir.clients import StoreClient
 
 from cachestore_svc.__main__ import open_store
@@ -174,11 +175,19 @@ def test_a_backup_removes_parts_of_one_that_was_killed_and_minds_no_files_of_oth
     assert (kept / ".DS_Store").exists()
 
 
+def test_one_command_at_a_time_uses_a_backup(cli: Cli, kept: Path, tmp_path: Path) -> None:
+    with BackupFolder.open(kept):
+        refused = [in_process("--home", cli.home, "backup", kept)]
+        refused.append(in_process("--home", tmp_path / "new", "restore", kept))
+    assert [(each.code, "another command uses this backup" in each.err) for each in refused] == [(4, True)] * 2
+    assert list(tmp_path.iterdir()) == [kept]
+
+
 def test_a_file_that_goes_while_a_home_is_backed_up_ends_no_backup(
     cli: Cli, kept: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     names = commands._names
-    monkeypatch.setattr(commands, "_names", lambda *where: (*names(*where), "tokens/gone.token"))
+    monkeypatch.setattr(commands, "_names", lambda *words: (*names(*words), "tokens/gone.token"))
     ended = in_process("--home", cli.home, "backup", kept)
     assert ended.code == 0, ended.err
 
@@ -199,6 +208,7 @@ def test_a_link_in_the_home_is_not_followed_and_a_damaged_blob_is_left_out(
         blob.write_bytes(whole)
         (cli.home / "tokens" / "link.token").unlink()
     assert (found.code, [Path(name).name for name in found.value["damaged"]]) == (1, [blob.name])
+    assert found.value["links"] == ["tokens/link.token"]
     assert "link.token" not in (folder / "kvasir-backup.json").read_text()
     restored = Cli(tmp_path / "new")("restore", folder, "--json")
     assert (restored.code, [each["problem"] for each in restored.value["store"]["findings"]]) == (1, ["DAMAGED_BLOB"])
@@ -233,6 +243,9 @@ def test_a_blob_of_a_sealed_namespace_that_was_damaged_is_copied_again_once_it_i
     whole = {blob: blob.read_bytes() for blob in home.home.glob("store/namespaces/*/blobs/*/*")}
     for blob in whole:
         _flip(blob)
+    namespaces = home.home / "store" / "namespaces"
+    namespaces.rename(tmp_path / "other-disk")
+    namespaces.symlink_to(tmp_path / "other-disk")
     home.done("backup", tmp_path / "backup")
     for blob, data in whole.items():
         blob.write_bytes(data)

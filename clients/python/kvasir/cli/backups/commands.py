@@ -5,7 +5,7 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
@@ -57,9 +57,10 @@ def backup(caller: Caller, folder: FolderArgument) -> None:
         removed_bytes = target.finish(files)
     all_bytes = sum({kept.hash: kept.size_bytes for kept in files.values()}.values())
     value = {"folder": str(folder), "files": len(files), "bytes": all_bytes, "copied_bytes": run.copied_bytes}
-    value |= {"removed_bytes": removed_bytes, "damaged": sorted(run.damaged)}
+    value |= {"removed_bytes": removed_bytes, "damaged": sorted(run.damaged), "links": (links := run.links())}
     text = f"{folder}: {len(files)} files, {size(all_bytes)}; {size(run.copied_bytes)} copied now"
     text += f"; {len(run.damaged)} damaged files are left out" if run.damaged else ""
+    text += f"; links are left out: {', '.join(links)}" if links else ""
     caller.result(value, lambda out: out.print(text))
     if (home.sealed_file).exists():
         caller.say(f"Sealed namespaces stay sealed: keep a copy of the master key elsewhere ({home.seal_key_file}).")
@@ -165,21 +166,31 @@ class _Run:
         is_sealed = (self.home.root / name).parents[2].joinpath("sealed").exists()
         return blob is None or is_sealed or blob[1] == kept.hash
 
+    def links(self) -> list[str]:
+        """Those of the home, which are not followed."""
+        return sorted(filter(_is_taken, _names(self.home.root, self.home.root, Path.is_symlink)))
+
     def _of_store(self) -> Iterator[str]:
-        return filter(_OF_STORE.fullmatch, _names(self.home.root, self.home.store_data))
+        for each in ("namespaces", "keys"):  # either may lie on another disk, behind a link
+            yield from filter(_OF_STORE.fullmatch, _names(self.home.root, self.home.store_data / each))
 
     def _others(self) -> Iterator[str]:
-        for name in _names(self.home.root, self.home.root):
-            if not any(name == each or name.startswith(f"{each}/") for each in _LEFT_OUT):
-                yield name
+        return filter(_is_taken, _names(self.home.root, self.home.root))
 
 
-def _names(root: Path, below: Path) -> Iterator[str]:
-    """Paths of regular files, relative to `root`. Links are not followed."""
-    for folder, _, names in os.walk(below):
-        for name in names:
-            path = Path(folder, name)
-            if path.is_file() and not path.is_symlink():
+def _is_taken(name: str) -> bool:
+    return not any(name == each or name.startswith(f"{each}/") for each in _LEFT_OUT)
+
+
+def _is_regular(path: Path) -> bool:
+    return path.is_file() and not path.is_symlink()
+
+
+def _names(root: Path, below: Path, is_wanted: Callable[[Path], bool] = _is_regular) -> Iterator[str]:
+    """Paths, relative to `root`. Links are not followed."""
+    for folder, folders, names in os.walk(below):
+        for path in (Path(folder, name) for name in (*folders, *names)):
+            if is_wanted(path):
                 yield path.relative_to(root).as_posix()
 
 
