@@ -14,7 +14,7 @@ from kvasir.cachestore.v1 import identity_pb2
 from inference_svc.kv.attention import tiles
 from inference_svc.kv.attention.checks import why_wrong, why_wrong_products, why_wrong_tiles
 from inference_svc.kv.attention.fused import TYPE_NAMES
-from inference_svc.kv.attention.geometry import why_not
+from inference_svc.kv.attention.geometry import has_tiles, why_not
 from inference_svc.kv.attention.kernels import Dialect
 from inference_svc.kv.codec import layer_codecs
 from inference_svc.kv.page import PageFormat
@@ -98,10 +98,10 @@ class KernelChoice:
             rotated = ", rotated" if key_rows.is_rotated else ""
             name = f"pages of K {key_rows.bits} bits{rotated}, V {value_rows.bits} bits, dimension {key_rows.dim}"
             self._found[key] = self._recorded(name, lambda: why_wrong(page_format, dtype, dialect))
-            if not self._found[key] and self._recorded(
-                f"tiles of {name}", lambda: _why_wrong_tiles(page_format, dtype, dialect), _LANES
+            if not self._found[key] and (
+                why := self._recorded(f"tiles of {name}", lambda: _why_wrong_tiles(page_format, dtype, dialect), _LANES)
             ):
-                tiles.refuse(page_format, TYPE_NAMES[dtype])
+                tiles.refuse(page_format, TYPE_NAMES[dtype], why)
         return self._found[key]
 
     def _recorded(self, name: str, check: Callable[[], str], serves: str = REFERENCE) -> str:
@@ -137,9 +137,13 @@ def checked_policies(layers: Sequence[identity_pb2.LayerLayout], compute_type: s
 
 
 def _why_wrong_tiles(page_format: PageFormat, dtype: mx.Dtype, dialect: Dialect) -> str:
-    """As `why_wrong_tiles`, on Metal, where nobody has measured them; CUDA's would cost a start a compiler's time."""
-    is_checked = dialect is Dialect.METAL and tiles.serve(page_format, TYPE_NAMES[dtype])
-    return why_wrong_tiles(page_format, dtype, dialect) if is_checked else ""
+    """As `why_wrong_tiles`, on Metal, where nobody has measured them; CUDA's would cost a start a compiler's time. What
+    an earlier check refused serves nothing that could be compared.
+    """
+    query_type = TYPE_NAMES[dtype]
+    if dialect is not Dialect.METAL or not has_tiles(page_format, query_type):
+        return ""
+    return tiles.why_refused(page_format, query_type) or why_wrong_tiles(page_format, dtype, dialect)
 
 
 def _formats(identity: identity_pb2.KvIdentity) -> set[PageFormat]:

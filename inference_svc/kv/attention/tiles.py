@@ -3,12 +3,16 @@
 from inference_svc.kv.attention.geometry import MAX_QUERIES, MAX_TILED_QUERIES, has_tiles
 from inference_svc.kv.page import PageFormat
 
-_refused = set[tuple[PageFormat, str]]()
+_refused = dict[tuple[PageFormat, str], str]()
 
 
-def refuse(page_format: PageFormat, query_type: str) -> None:
+def refuse(page_format: PageFormat, query_type: str, why: str) -> None:
     """Let other kernels serve pages of a format to queries of a type."""
-    _refused.add((page_format, query_type))
+    _refused[page_format, query_type] = why
+
+
+def why_refused(page_format: PageFormat, query_type: str) -> str:
+    return _refused.get((page_format, query_type), "")
 
 
 def are_refused(page_format: PageFormat, query_type: str) -> bool:

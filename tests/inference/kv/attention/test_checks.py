@@ -129,7 +129,7 @@ def test_where_tiles_fail_their_check_the_kernels_of_lanes_serve(monkeypatch: py
     monkeypatch.setitem(fused.COMPILERS, Dialect.METAL, compiler)
     monkeypatch.setattr(choice, "device_dialect", lambda: Dialect.METAL)
     monkeypatch.setattr(choice, "why_wrong", lambda *_: "")
-    monkeypatch.setattr(tiles, "_refused", set())
+    monkeypatch.setattr(tiles, "_refused", {})
     form, kernels = FORMATS["q4"], KernelChoice()
     assert tiles.most_queries(form, "float16") > MAX_QUERIES
     with capture_logs() as logs:
@@ -138,6 +138,9 @@ def test_where_tiles_fail_their_check_the_kernels_of_lanes_serve(monkeypatch: py
     [failed] = [line for line in logs if line["event"] == "kernels.check_failed"]
     assert (failed["checked"].split(" of ")[0], failed["serves"]) == ("tiles", "fused (Metal), without tiles")
     assert tiles.most_queries(form, "float16") == MAX_QUERIES
+    of_next_model = KernelChoice()
+    assert of_next_model.dialect_of({form}, mx.float16) is Dialect.METAL
+    assert of_next_model.has_failed
     scene = Scene(form, (300,), 4, 12, mx.float16)
     paged_attention(*scene.arguments(), **scene.options(), dialect=Dialect.METAL)  # type: ignore[arg-type]
     assert launched == ["split", "reduce"]
