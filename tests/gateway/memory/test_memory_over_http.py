@@ -216,9 +216,10 @@ def test_append_gives_a_new_agent_all_messages_and_an_old_one_the_newest_without
     create = client.chat.completions.with_raw_response.create
     system = {"role": "system", "content": "Her dog is called Rex."}
 
-    def talk(text: str) -> tuple[str, int]:
+    def talk(text: str, request_id: str = "") -> tuple[str, int]:
         messages: list[Any] = [system, {"role": "user", "content": text}]
-        raw = create(model=MODEL, max_tokens=4, messages=messages)
+        named = {"x-request-id": request_id} if request_id else {}
+        raw = create(model=MODEL, max_tokens=4, messages=messages, extra_headers=named)
         return raw.headers["x-agent-memory"], int(raw.headers["x-kvasir-reused"].split()[2].rstrip(";"))
 
     alone = front.openai("hot", **{"x-agent-memory": "none"}).chat.completions
@@ -228,6 +229,9 @@ def test_append_gives_a_new_agent_all_messages_and_an_old_one_the_newest_without
     done, tokens = talk("What is my name?")
     assert done == "extended"
     assert prompt_tokens < tokens < 2 * prompt_tokens
+    done, tokens = talk("And my dog's?", "mine")
+    assert done == "extended"
+    assert talk("And my dog's?", "mine") == ("replayed", tokens), "a retry appends nothing twice"
 
 
 def test_an_id_names_its_own_reply_whatever_stands_in_its_place_now(front: Front) -> None:
