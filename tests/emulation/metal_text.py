@@ -15,11 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
-from clang import cindex
+import pytest
 
 from inference_svc.kv.attention.fused import Kernel, metal_compiler
 from inference_svc.kv.attention.kernels import KernelSource
 
+cindex: Any = pytest.importorskip("clang.cindex", reason="libclang is not installed")
 _DECLARED = (Path(__file__).parent / "metal_text.h").read_text()
 _READ_AS = ("-x", "cl", "-cl-std=clc++2021", "-cl-no-stdinc")
 _PRINTED = re.compile(r"Generated source code for `(\w+)`:\n```\n(.*?)\n```\n", re.DOTALL)
