@@ -5,25 +5,28 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+import mlx_lm.utils
 from mlx_lm.generate import BatchGenerator, generate_step
 from mlx_lm.models.cache import make_prompt_cache
 
-from inference_svc.model.loading import find_model, load
+from inference_svc.model.loading import COMPUTE_TYPES, find_model
 from kvasir_bench.engine.link_rates import LetterWorker
 
 
 class MlxLmPeer(LetterWorker):
-    """A model as mlx-lm loads and runs it."""
+    """A model as mlx-lm loads and runs it: none of our products are in it."""
 
     def __init__(self, model: str | Path, compute_type: str, clock: Callable[[], float]) -> None:
-        self.loaded = load(find_model(model), compute_type)
+        self._model: Any = mlx_lm.utils.load_model(find_model(model), lazy=True)[0]
+        self._model.set_dtype(COMPUTE_TYPES[compute_type])
+        mx.eval(self._model.parameters())
         self._clock = clock
 
     def generate(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> list[list[float]]:
         """The times of each prompt's tokens behind that of the start. All are one batch, where mlx-lm is fastest."""
         started = self._clock()
         generator: Any = BatchGenerator(
-            self.loaded.model,
+            self._model,
             max_tokens=max_tokens,
             completion_batch_size=len(prompts),
             prefill_batch_size=len(prompts),
@@ -47,16 +50,16 @@ class MlxLmPeer(LetterWorker):
     def first_token_s(self, prompt: Sequence[int]) -> float:
         """Seconds from an empty cache to the first token, as `stream_generate` computes it."""
         began = self._clock()
-        next(generate_step(mx.array(list(prompt)), self.loaded.model, max_tokens=1))
+        next(generate_step(mx.array(list(prompt)), self._model, max_tokens=1))
         seconds = self._clock() - began
         mx.clear_cache()
         return seconds
 
     def remember(self, prompt: Sequence[int], chunk_tokens: int) -> int:
         """Compute a prompt into mlx-lm's own caches, a chunk at a time; returns their bytes while they live."""
-        caches = make_prompt_cache(self.loaded.model)
+        caches = make_prompt_cache(self._model)
         for start in range(0, len(prompt), chunk_tokens):
-            self.loaded.model(mx.array([prompt[start : start + chunk_tokens]]), cache=caches)
+            self._model(mx.array([prompt[start : start + chunk_tokens]]), cache=caches)
             mx.eval([cache.state for cache in caches])
             mx.clear_cache()
         return int(mx.get_active_memory())
