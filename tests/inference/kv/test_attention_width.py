@@ -1,5 +1,8 @@
 """How many positions a decoding step attends to on a CPU: no more than the bits of its rows need."""
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -10,8 +13,27 @@ from inference_svc.kv.model_hooks import row_exact
 from inference_svc.kv.sequence_kv import SequenceKV
 from tests.inference.kv.test_backends import IS_MKL, Greedy, alone, prefilled, tokens_of
 
-LENGTHS = (20, 190, 500, 900)  # within the first block of a long sum, and beyond it
+LENGTHS = (20, 230, 500, 900)  # within the first block of a long sum, and beyond it
 STEPS = 2
+# Rows of which lengths have other bits beside longer ones.
+COMPARED = """
+import inference_svc
+import mlx.core as mx
+from inference_svc.kv.model_hooks.row_exact import attention_width
+
+queries, keys, values = (mx.random.normal((1, heads, 1600, 64), key=mx.random.key(heads)) for heads in (4, 2, 1))
+queries, values = queries[:, :, :1], mx.concatenate([values, -values], axis=1)
+
+def attended(length, width):
+    rows = keys[:, :, :width], values[:, :, :width]
+    return mx.fast.scaled_dot_product_attention(queries, *rows, scale=0.125, mask=mx.arange(width) < length)
+
+def changes(length):
+    widths = sorted({attention_width(longest) for longest in range(length, 1500, 31)})
+    return not all(mx.array_equal(attended(length, widths[0]), attended(length, width)) for width in widths[1:])
+
+print([length for length in range(2, 1200, 19) if changes(length)])
+"""
 
 
 @pytest.mark.cpu_only("a GPU attends over pages, and sums no position behind a row's end")
@@ -29,12 +51,22 @@ def test_a_row_keeps_its_bits_beside_rows_with_which_attention_is_wider(
 
 
 @pytest.mark.cpu_only("a GPU attends over pages")
-def test_short_rows_attend_to_their_positions_and_not_to_a_whole_block(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("instructions", ["", "AVX2"], ids=["own", "avx2"])
+def test_a_length_has_the_same_bits_beside_any_longer_one_by_the_instructions_of_any_machine(instructions: str) -> None:
+    """Where sums have parts depends on the instructions of which MKL makes them."""
+    environment = {**os.environ, **({"MKL_ENABLE_INSTRUCTIONS": instructions} if instructions else {})}
+    compared = subprocess.run([sys.executable, "-c", COMPARED], env=environment, check=True, capture_output=True)
+    assert compared.stdout.decode().strip() == "[]" or not IS_MKL
+
+
+@pytest.mark.cpu_only("a GPU attends over pages")
+def test_short_rows_attend_to_their_positions_and_not_to_a_whole_block() -> None:
     """Of 128 tokens in and a short reply a block of 384 is twice as much."""
-    monkeypatch.setattr(row_exact, "_attention_step", lambda: 384)
-    assert row_exact._is_fine_within(384) or not IS_MKL
+    step = row_exact._attention_step()
+    assert row_exact._is_fine_within(step) or not IS_MKL
     if IS_MKL:
-        assert [row_exact.attention_width(rows) for rows in (1, 180, 383, 385)] == [32, 192, 384, 768]
+        widths = [row_exact.attention_width(rows) for rows in (1, 100, 180, step - 1, step + 1)]
+        assert widths == [32, 128, 192, step, 2 * step]
 
 
 def test_attention_has_whole_blocks_where_a_narrower_width_would_change_bits(monkeypatch: pytest.MonkeyPatch) -> None:
