@@ -210,8 +210,9 @@ def _form(module: Any) -> tuple[Any, ...]:
     """What must be alike in a launch: depth, type, and how it is packed."""
     if "scales" not in module:
         return module.weight.shape[1], module.weight.dtype, 16, 0, ""
-    packed = module.scales.dtype, module.bits, module.group_size, module.mode
-    return (module.weight.shape[1] * 32 // module.bits, *packed)
+    biases = module.get("biases")  # of another type than the scales in odd checkpoints, none in other modes
+    mode = module.mode if biases is None or biases.dtype == module.scales.dtype else ""
+    return module.weight.shape[1] * 32 // module.bits, module.scales.dtype, module.bits, module.group_size, mode
 
 
 def _is_few(form: tuple[Any, ...], x: mx.array) -> bool:

@@ -163,3 +163,11 @@ def test_a_models_projections_of_one_x_share_a_launch_and_many_rows_are_mlxs_own
         for one, other in zip(found, expected, strict=True):
             assert one.shape == other.shape
             assert mx.allclose(one, other, rtol=3e-2, atol=3e-2)
+
+
+def test_a_matrix_whose_biases_have_another_type_than_its_scales_is_mlxs_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = nn.QuantizedLinear(64, 32, bias=False, group_size=64, bits=4)
+    layer.scales = layer.scales.astype(mx.bfloat16)
+    take_few_rows(layer)
+    monkeypatch.setattr(module, "few_rows", lambda _x, _matrices: pytest.fail("by the kernel"))
+    assert layer(mx.zeros((1, 1, 64), mx.bfloat16)).shape == (1, 1, 32)
