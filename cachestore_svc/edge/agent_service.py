@@ -7,6 +7,7 @@ from typing import Any
 from kvasir.cachestore.v1 import cachestore_pb2 as pb
 from kvasir.cachestore.v1 import cachestore_pb2_grpc
 from kvasir.names import check_agent_id
+from kvasir.server.answers import written
 from kvasir.server.interceptors import current_principal
 
 from cachestore_svc.edge import messages
@@ -74,11 +75,11 @@ class AgentService(StoreCalls, cachestore_pb2_grpc.AgentServiceServicer):
             request.kv_identity_hash or None,
             messages.read_optional_version(request, "expected_version"),
         )
-        return messages.written(pb.RollbackAgentResponse, snapshot=snapshot)
+        return written(pb.RollbackAgentResponse, snapshot=snapshot)
 
     async def DeleteAgent(self, request: pb.DeleteAgentRequest, context: Any) -> pb.DeleteAgentResponse:
         deletion = await self._run_once_free(context, self._store.agents.delete, request.agent_id, request.force)
-        return messages.written(pb.DeleteAgentResponse, deletion)
+        return written(pb.DeleteAgentResponse, deletion)
 
     async def ListSnapshots(self, request: pb.ListSnapshotsRequest, context: Any) -> pb.ListSnapshotsResponse:
         snapshots, namespace, agent_id = self._store.snapshots, caller_namespace(), request.agent_id
@@ -87,14 +88,14 @@ class AgentService(StoreCalls, cachestore_pb2_grpc.AgentServiceServicer):
         def answer() -> pb.ListSnapshotsResponse:
             page = snapshots.page(namespace, agent_id, kv_hash, request.page_size, request.page_token)
             has_had = bool(asked) and snapshots.has_had(namespace, agent_id, asked)
-            return messages.written(pb.ListSnapshotsResponse, page, has_had=has_had)
+            return written(pb.ListSnapshotsResponse, page, has_had=has_had)
 
         return await self._looked_up(request.page_size, answer)
 
     async def GetSnapshot(self, request: pb.GetSnapshotRequest, context: Any) -> pb.GetSnapshotResponse:
         about = request.agent_id, request.kv_identity_hash or None, messages.read_optional_version(request)
         snapshot = await self._run(self._store.snapshots.get, *about)
-        response = messages.written(pb.GetSnapshotResponse, snapshot=snapshot)
+        response = written(pb.GetSnapshotResponse, snapshot=snapshot)
         if snapshot.manifest.size_bytes <= _MAX_INLINE_MANIFEST_BYTES:
             async with self._transfers.manifests.answering(caller_namespace(), snapshot.manifest.size_bytes):
                 response.manifest_bytes = bytes(await self._run(self._store.blobs.read, snapshot.manifest))
@@ -103,8 +104,8 @@ class AgentService(StoreCalls, cachestore_pb2_grpc.AgentServiceServicer):
     async def GetUsage(self, request: pb.GetUsageRequest, context: Any) -> pb.GetUsageResponse:
         if request.agent_id:
             usage = await self._run(self._store.agents.usage, request.agent_id)
-            return messages.written(pb.GetUsageResponse, usage, agent_count=1)
-        return messages.written(pb.GetUsageResponse, await self._run(self._store.statistics.of))
+            return written(pb.GetUsageResponse, usage, agent_count=1)
+        return written(pb.GetUsageResponse, await self._run(self._store.statistics.of))
 
     async def PullAgent(self, request: pb.PullAgentRequest, context: Any) -> None:
         agent_id = check_agent_id(request.agent_id)
@@ -172,17 +173,17 @@ class AgentService(StoreCalls, cachestore_pb2_grpc.AgentServiceServicer):
                 snapshot = await self._transfers.import_archive(
                     caller_namespace(), agent_id, first.header.replace, pieces
                 )
-        return messages.written(pb.ImportAgentResponse, snapshot=snapshot)
+        return written(pb.ImportAgentResponse, snapshot=snapshot)
 
 
 def _pull_response(step: Progress | SnapshotVersion) -> pb.PullAgentResponse:
-    return messages.written(pb.PullAgentResponse, **{"progress" if isinstance(step, Progress) else "done": step})
+    return written(pb.PullAgentResponse, **{"progress" if isinstance(step, Progress) else "done": step})
 
 
 def _move_response(step: Progress | Waiting | AgentRecord) -> pb.MoveAgentResponse:
     if isinstance(step, AgentRecord):
         return pb.MoveAgentResponse(done=messages.write_agent(step))
-    return messages.written(pb.MoveAgentResponse, **{"waiting" if isinstance(step, Waiting) else "progress": step})
+    return written(pb.MoveAgentResponse, **{"waiting" if isinstance(step, Waiting) else "progress": step})
 
 
 async def _archive_pieces(

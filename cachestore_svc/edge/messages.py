@@ -1,20 +1,15 @@
-"""Requests checked, answers written: `written` fills one's fields from a record's properties of the same names."""
+"""Requests checked, and the answers that are more than one record."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import is_dataclass
-from enum import Enum
-from functools import cache
-from typing import Any, TypedDict, TypeVar
+from typing import TypedDict
 
-from google.protobuf import timestamp_pb2
-from google.protobuf.message import Message
-from google.protobuf.message_factory import GetMessageClass
 from kvasir.cachestore.v1 import cachestore_pb2 as pb
 from kvasir.cachestore.v1 import manifest_pb2
 from kvasir.formats.blob_place import is_token
 from kvasir.formats.digest import Digest
 from kvasir.formats.frame_messages import Carrier
 from kvasir.names import check_agent_id, check_owner
+from kvasir.server.answers import written
 
 from cachestore_svc.facts import records
 from cachestore_svc.facts.limits import check_hash, wrong
@@ -28,7 +23,6 @@ from cachestore_svc.facts.records import (
 )
 from cachestore_svc.moving.outbound import Piece
 
-Answer = TypeVar("Answer", bound=Message)
 _EVENTS = {
     records.Committed: "committed",
     records.AgentDeleted: "agent_deleted",
@@ -165,43 +159,6 @@ def read_leases(request: pb.RenewLeasesRequest) -> list[records.HeldLease]:
     ]
 
 
-def written(kind: type[Answer], *records: object, **given: object) -> Answer:
-    """An answer of this kind. Each of its fields is `given`, or is what the first record that has its name has."""
-    fields = kind.DESCRIPTOR.fields_by_name
-    sources = _sources(kind, *map(type, records))  # type: ignore[arg-type]
-    found = {name: getattr(records[place], its_name) for name, its_name, place in sources}
-    return kind(**{name: _on_wire(fields[name], value) for name, value in (found | given).items()})
-
-
-@cache
-def _sources(kind: Any, *records: type) -> list[tuple[str, str, int]]:
-    """By the message's field: the name that it has in a record, and in which. A record's times are `…_unix_ms`."""
-    found = []
-    for name, field in kind.DESCRIPTOR.fields_by_name.items():
-        its_name = f"{name.removesuffix('_at')}_unix_ms" if _is_time(field) else name
-        found += [(name, its_name, place) for place, each in enumerate(records) if hasattr(each, its_name)][:1]
-    return found
-
-
-def _on_wire(field: Any, value: Any) -> Any:
-    match value:
-        case Digest():
-            return value.to_proto()
-        case Enum():
-            return value.value
-        case list() | tuple():
-            return [_on_wire(field, each) for each in value]
-        case int() if _is_time(field):
-            return write_time(value)
-        case _ if is_dataclass(value):
-            return written(GetMessageClass(field.message_type), value)
-    return value
-
-
-def _is_time(field: Any) -> bool:
-    return field.message_type is not None and field.message_type.full_name == "google.protobuf.Timestamp"
-
-
 def write_agent(agent: records.AgentRecord) -> pb.Agent:
     ownership = None if agent.ownership == HERE else written(pb.Ownership, agent.ownership, agent)
     return written(pb.Agent, agent, ownership=ownership)
@@ -211,10 +168,3 @@ def write_event(event: records.Event) -> pb.WatchEventsResponse:
     body = event.body
     happened = body.snapshot if isinstance(body, records.Committed) else body
     return written(pb.WatchEventsResponse, event, **{_EVENTS[type(body)]: happened})
-
-
-def write_time(unix_ms: int) -> timestamp_pb2.Timestamp:
-    timestamp = timestamp_pb2.Timestamp()
-    # An expiry is later than the clock, and a clock may be anywhere.
-    timestamp.FromMilliseconds(min(max(unix_ms, 0), records.LAST_UNIX_MS))
-    return timestamp

@@ -14,6 +14,7 @@ from kvasir.credentials import ADMIN, ENGINE
 from kvasir.errors import ResourceExhausted, Unavailable
 from kvasir.formats.frame_messages import MAX_FRAMES, Carrier, carrier_bytes, carrier_reader
 from kvasir.names import check_agent_id
+from kvasir.server.answers import written
 from kvasir.server.interceptors import current_principal
 
 from cachestore_svc.edge import messages
@@ -93,7 +94,7 @@ class CacheStoreService(StoreCalls, cachestore_pb2_grpc.CacheStoreServiceService
     async def QueryWriteStatus(self, request: pb.QueryWriteStatusRequest, context: Any) -> pb.QueryWriteStatusResponse:
         digest = messages.read_digest(request.digest, "digest")
         status = await self._run(self._store.blobs.write_status, digest)
-        return messages.written(pb.QueryWriteStatusResponse, status)
+        return written(pb.QueryWriteStatusResponse, status)
 
     async def ReadBlobs(self, request: pb.ReadBlobsRequest, context: Any) -> None:
         digests = await self._looked_up(len(request.digests), lambda: messages.read_digests(request.digests))
@@ -129,7 +130,7 @@ class CacheStoreService(StoreCalls, cachestore_pb2_grpc.CacheStoreServiceService
                 messages.read_version(request.expected_version, "expected_version"),
                 terms,
             )
-        return messages.written(pb.CommitSnapshotResponse, snapshot=snapshot)
+        return written(pb.CommitSnapshotResponse, snapshot=snapshot)
 
     async def FindPrefix(self, request: pb.FindPrefixRequest, context: Any) -> pb.FindPrefixResponse:
         namespace, kv_hash, groups = caller_namespace(), request.kv_identity_hash, request.groups or (0,)
@@ -146,18 +147,18 @@ class CacheStoreService(StoreCalls, cachestore_pb2_grpc.CacheStoreServiceService
         about = request.agent_id, request.kv_identity_hash, request.owner, messages.read_ttl_s(request)
         begins_anew, asks = request.begins_anew, request.asks
         lease = await self._run(self._store.leases.acquire, *about, begins_anew=begins_anew, asks=asks)
-        return messages.written(pb.AcquireLeaseResponse, lease, lease=lease.token, head=lease.newest)
+        return written(pb.AcquireLeaseResponse, lease, lease=lease.token, head=lease.newest)
 
     async def RenewLease(self, request: pb.RenewLeaseRequest, context: Any) -> pb.RenewLeaseResponse:
         line, token = (request.agent_id, request.kv_identity_hash), messages.read_lease(request.lease)
         lease = await self._run(self._store.leases.renew, *line, token, messages.read_ttl_s(request))
-        return messages.written(pb.RenewLeaseResponse, lease)
+        return written(pb.RenewLeaseResponse, lease)
 
     async def RenewLeases(self, request: pb.RenewLeasesRequest, context: Any) -> pb.RenewLeasesResponse:
         held, ttl_s = messages.read_leases(request), messages.read_ttl_s(request)
         kv_hash = check_hash(request.kv_identity_hash)
         renewed = await self._run(self._store.leases.renew_all, request.owner, kv_hash, held, ttl_s)
-        return messages.written(pb.RenewLeasesResponse, renewed)
+        return written(pb.RenewLeasesResponse, renewed)
 
     async def ReleaseLease(self, request: pb.ReleaseLeaseRequest, context: Any) -> pb.ReleaseLeaseResponse:
         line = request.agent_id, request.kv_identity_hash
@@ -186,10 +187,10 @@ class CacheStoreService(StoreCalls, cachestore_pb2_grpc.CacheStoreServiceService
                 happened.clear()
                 batch = await self._run(self._store.events.after, cursor, _EVENTS_AT_ONCE)
                 if batch.is_lost:
-                    yield messages.written(pb.WatchEventsResponse, batch, lost=pb.EventsLost())
+                    yield written(pb.WatchEventsResponse, batch, lost=pb.EventsLost())
                 elif is_first:
                     begun = cursor or batch.cursor
-                    yield messages.written(pb.WatchEventsResponse, cursor=begun, started=pb.WatchStarted())
+                    yield written(pb.WatchEventsResponse, cursor=begun, started=pb.WatchStarted())
                 for event in batch.events:
                     yield messages.write_event(event)
                 cursor, is_first = batch.cursor, False
@@ -210,13 +211,13 @@ class CacheStoreService(StoreCalls, cachestore_pb2_grpc.CacheStoreServiceService
             steps = await self._run(self._store.care.verify, agent_id)
             while (step := await self._store.threads.run(namespace, next, steps, None)) is not None:
                 repaired = [digest for digest in step.damaged if await self._parts.repairs.repair(namespace, digest)]
-                await self._streams.send(context, messages.written(pb.VerifyBlobsResponse, step, repaired=repaired))
+                await self._streams.send(context, written(pb.VerifyBlobsResponse, step, repaired=repaired))
         finally:
             self._verifying.discard(namespace)
 
     async def CollectGarbage(self, request: pb.CollectGarbageRequest, context: Any) -> pb.CollectGarbageResponse:
         report = await self._run(self._store.care.collect_garbage, request.dry_run)
-        return messages.written(pb.CollectGarbageResponse, report)
+        return written(pb.CollectGarbageResponse, report)
 
     async def GetCapabilities(self, request: pb.GetCapabilitiesRequest, context: Any) -> pb.GetCapabilitiesResponse:
         caller = current_principal()
@@ -245,11 +246,11 @@ class CacheStoreService(StoreCalls, cachestore_pb2_grpc.CacheStoreServiceService
     async def GetStats(self, request: pb.GetStatsRequest, context: Any) -> pb.GetStatsResponse:
         stats = await self._run(self._store.statistics.of)
         if ADMIN not in current_principal().roles:  # free bytes of the disk change with what other namespaces write
-            return messages.written(pb.GetStatsResponse, stats, free_disk_bytes=None)
+            return written(pb.GetStatsResponse, stats, free_disk_bytes=None)
         state = self._store.care.scrubbing.state
         ended_at = state.ended_unix_ms or None
-        scrub = messages.written(pb.ScrubStatus, state, ended_at=ended_at, bytes_per_s=self._limits.scrub_bytes_per_s)
-        return messages.written(pb.GetStatsResponse, stats, scrub=scrub)
+        scrub = written(pb.ScrubStatus, state, ended_at=ended_at, bytes_per_s=self._limits.scrub_bytes_per_s)
+        return written(pb.GetStatsResponse, stats, scrub=scrub)
 
     async def _wait_or_stop(self, happened: asyncio.Event) -> None:
         """Wait for an event. Raises Unavailable when the service stops."""

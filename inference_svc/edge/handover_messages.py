@@ -13,9 +13,9 @@ from kvasir.inference.v1 import handover_pb2 as pb
 from kvasir.inference.v1 import inference_pb2
 from kvasir.names import check_agent_id, check_request_id
 from kvasir.on_full import OnFullPolicy
+from kvasir.server.answers import duration, written
 
 from inference_svc.edge import messages
-from inference_svc.edge.answers import duration, written
 from inference_svc.engine.api import CarriedTurn, Timings
 from inference_svc.handover.giving import HandOverCost
 from inference_svc.handover.passing import Opening, Promise, Stand, Surroundings

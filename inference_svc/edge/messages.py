@@ -7,9 +7,9 @@ from kvasir.errors import InvalidArgument
 from kvasir.inference.v1 import inference_pb2 as pb
 from kvasir.names import check_agent_id, check_request_id
 from kvasir.on_full import DEFAULT_KEEP, OnFull, OnFullPolicy, checked_keep
+from kvasir.server.answers import duration, written
 from kvasir.volatile import BILLING_LINE, checked_rule
 
-from inference_svc.edge.answers import duration, written
 from inference_svc.edge.inputs.conversation_messages import write_calls
 from inference_svc.edge.inputs.input_messages import (
     Input,

@@ -16,11 +16,11 @@ from kvasir.credentials import ADMIN, OWNER, Principal
 from kvasir.inference.v1 import inference_pb2 as pb
 from kvasir.inference.v1 import inference_pb2_grpc
 from kvasir.names import check_request_id
+from kvasir.server.answers import duration, written
 from kvasir.server.interceptors import current_principal
 from kvasir.waits import LOOK_S, PROGRESS_S
 
 from inference_svc.edge import messages, stats_messages
-from inference_svc.edge.answers import duration, written
 from inference_svc.edge.embed_messages import check_dimensions, embed_response, embedding_model_message, read_embed
 from inference_svc.edge.inputs.input_messages import check_known_tokens
 from inference_svc.edge.inputs.sampling_messages import with_defaults

@@ -5,8 +5,8 @@ from collections.abc import Mapping, Sequence
 from kvasir.errors import InvalidArgument
 from kvasir.inference.v1 import inference_pb2 as pb
 from kvasir.names import check_agent_id
+from kvasir.server.answers import duration, written
 
-from inference_svc.edge.answers import duration, written
 from inference_svc.memory.agent_memory import AgentMemory
 from inference_svc.memory.service_stats import NamespaceCounters, OwedCount, ServiceStatus
 from inference_svc.model.model_host import MemoriesLeft

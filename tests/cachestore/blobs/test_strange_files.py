@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 from kvasir.cachestore.v1 import cachestore_pb2 as pb
 from kvasir.errors import DataLoss, Unavailable
+from kvasir.server.answers import written
 
 from cachestore_svc.blobs.disk import Disk
-from cachestore_svc.edge.messages import write_agent, write_event, written
+from cachestore_svc.edge.messages import write_agent, write_event
 from cachestore_svc.facts.records import LAST_UNIX_MS
 from cachestore_svc.store.store import Store
 from tests.cachestore.core.lab import NS, Lab, assert_restores, damaged, publish, upload

@@ -5,8 +5,8 @@ from typing import Any
 
 from google.protobuf.message import Message
 from kvasir.inference.v1 import handover_pb2, inference_pb2
+from kvasir.server.answers import name_in_record, written
 
-from inference_svc.edge.answers import name_in_record, written
 from inference_svc.edge.service import ServiceLimits
 from inference_svc.engine.api import CarriedTurn, Timings
 from inference_svc.handover.giving import HandOverCost
