@@ -9,14 +9,14 @@ source whose destination is silent takes the agent back; a claim is told to whoe
 
 import asyncio
 import contextlib
-from collections import Counter
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import AsyncExitStack, aclosing
 from typing import Any
 
 import structlog
 from kvasir.clients import AioStoreClient
 from kvasir.errors import FailedPrecondition, KvasirError, NotFound, PermissionDenied, Unavailable
+from kvasir.server.locks import Locks
 from kvasir.waits import ANSWER_S, PAUSE_S, RETRY_S
 
 from cachestore_svc.facts import ownership
@@ -44,8 +44,8 @@ class Moves:
         self._peers = peers
         self._handing_over = handing_over
         self._token_hex = token_hex
-        self._locks: dict[tuple[str, str], asyncio.Lock] = {}
-        self._wanted: Counter[tuple[str, str]] = Counter()
+        # One move of an agent at a time; the next finds the result of this one.
+        self._locks = Locks[tuple[str, str]]()
 
     # --- an agent comes, or goes ---
 
@@ -56,7 +56,7 @@ class Moves:
         Unavailable, DataLoss.
         """
         namespace, agent_id = order.namespace, order.agent_id
-        async with self._one_at_a_time(namespace, agent_id), self._peers.connect(order.peer, namespace) as remote:
+        async with self._locks.held((namespace, agent_id)), self._peers.connect(order.peer, namespace) as remote:
             known = await self._finished(namespace, agent_id)
             if order.is_given:
                 self._receiving.bringing.check(Verb.MOVE, namespace, order.peer, agent_id, known)
@@ -110,7 +110,7 @@ class Moves:
         if force or known.waits_for_claim:
             return await self._claimed(namespace, agent_id, known, force=force)
         if known.state is OwnerState.ARRIVING:
-            async with self._one_at_a_time(namespace, agent_id):
+            async with self._locks.held((namespace, agent_id)):
                 await self._finished(namespace, agent_id)
         known = await self._store.run(namespace, self._store.moves.take_back, agent_id)
         ownership.check_writable(agent_id, known)
@@ -216,7 +216,7 @@ class Moves:
             if (namespace, agent_id) in self._locks:
                 continue  # a running move does it
             try:
-                async with self._one_at_a_time(namespace, agent_id):
+                async with self._locks.held((namespace, agent_id)):
                     await self._finished(namespace, agent_id)
                     if known.tells:
                         await self._tell(namespace, agent_id, known)
@@ -316,22 +316,6 @@ class Moves:
             return True  # it may know of an owner all the same
         ours = await self._store.labels(namespace, agent_id)
         return there.HasField("ownership") and not ownership.are_two(ours, there.labels)
-
-    # --- inside ---
-
-    @contextlib.asynccontextmanager
-    async def _one_at_a_time(self, namespace: str, agent_id: str) -> AsyncIterator[None]:
-        """One move of an agent at a time; the next finds what this one did."""
-        key = namespace, agent_id
-        lock = self._locks.setdefault(key, asyncio.Lock())
-        self._wanted[key] += 1
-        try:
-            async with lock:
-                yield
-        finally:
-            self._wanted[key] -= 1
-            if not self._wanted[key]:
-                del self._wanted[key], self._locks[key]
 
 
 def _read_generation(text: str) -> int:

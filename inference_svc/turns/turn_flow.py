@@ -13,12 +13,12 @@ is still stored.
 
 import asyncio
 import contextlib
-from collections import Counter
 from collections.abc import AsyncIterator
 from functools import partial
 
 import structlog
 from kvasir import errors
+from kvasir.server.locks import Locks
 
 from inference_svc.engine.api import AgentKey, ContextExceeded
 from inference_svc.memory.outcomes import Source
@@ -53,8 +53,7 @@ class TurnFlow:
         self._parts = parts
         self._ending = ending
         self._plans = PlanRunner(parts)
-        self._order: dict[AgentKey, asyncio.Lock] = {}
-        self._waiting: Counter[AgentKey] = Counter()
+        self._order = Locks[AgentKey]()
         self._shortener = MemoryShortener(parts, self._plans, ending)
         self.taken = TakenTurns(parts, self._plans)
 
@@ -134,17 +133,10 @@ class TurnFlow:
     @contextlib.asynccontextmanager
     async def _place(self, turn: Progress, key: AgentKey) -> AsyncIterator[None]:
         """Meanwhile no other turn of the agent runs, and its line stays this engine's."""
-        lock = self._order.setdefault(key, asyncio.Lock())
-        self._waiting[key] += 1
-        try:
-            async with lock:
-                line = self._parts.recall.line(turn.request.extended)
-                with line.in_use() if line is not None else contextlib.nullcontext():
-                    yield
-        finally:
-            self._waiting[key] -= 1
-            if not self._waiting[key]:
-                del self._waiting[key], self._order[key]
+        async with self._order.held(key):
+            line = self._parts.recall.line(turn.request.extended)
+            with line.in_use() if line is not None else contextlib.nullcontext():
+                yield
 
     async def _served(self, turn: Progress) -> Remembered | None:
         """None: the turn leaves no memory that it made itself."""
