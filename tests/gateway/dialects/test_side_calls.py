@@ -1,5 +1,4 @@
-"""Requests beside a conversation, for a title or a summary: they leave no memory, and a summary that takes a history's
-place goes on in the same agent."""
+"""Requests for a title or a summary leave no memory; a summary in a history's place goes on in the same agent."""
 
 import asyncio
 import base64
@@ -325,102 +324,6 @@ def test_a_summary_of_another_caller_or_session_or_only_its_headings_is_none(
     assert compacted(talk, (user(text),), hint, namespace) == ""
 
 
-TASK = user("Find out why the library does not build with the new compiler.")
-FOUND = "- the header of the reader is included twice, and once without its guard"
-TRANSCRIPT = (
-    Said("system", "You summarize conversations."),
-    user(
-        f"[User]: {TASK.content}\n[Tool]: {FOUND}\n[Assistant]: The reader's header lost its guard in the last change."
-    ),
-)
-
-
-def quoted(talk: Talk, messages: tuple[Said, ...], hint: str = "session") -> str:
-    return asyncio.run(talk.known.quoted_by(talk.known.chain(messages, hint), messages, talk.records)).agent_id
-
-
-def test_the_conversation_that_a_request_quotes_in_its_own_text_is_the_one_with_most_of_its_lines() -> None:
-    talk = Talk(conversations(), Records())
-    talk.turn(user("Look for includes."), answer=FOUND, hint="session")
-    talk.turn(TASK, answer="Another session asked the same.", hint="other")
-    agent = talk.turn(TASK, hint="session", answer="I have it looked for.")
-    known = (TASK, reply("I have it looked for."), Said("tool", FOUND))
-    assert talk.turn(*known, answer="The reader's header lost its guard in the last change.", hint="session") == agent
-    talk.known = conversations()  # a restart of the gateway
-    assert quoted(talk, TRANSCRIPT) == agent
-    assert quoted(talk, (TRANSCRIPT[0], user("[User]: Hello.\n[Assistant]: Hi."))) == ""
-    assert quoted(talk, TRANSCRIPT, "third") == ""
-    talk.records.is_down = True
-    assert quoted(talk, TRANSCRIPT) == ""
-
-
-def test_a_conversation_that_read_the_same_file_is_not_the_quoted_one() -> None:
-    talk = Talk(conversations(), Records())
-    readme = "This library keeps what agents know, and gives it back to them whole."
-    other = user(
-        f"Write a poem of the sea for my sister's wedding.\n{readme}\nIt is to have fourteen lines, all of them long."
-    )
-    agent = talk.turn(other, answer="The waves come in, the waves go out, and all the gulls are here.", hint="session")
-    read = (user("Look into the file."), reply("I look into it."), Said("tool", TASK.content))
-    talk.turn(*read, answer="It says why the library does not build, in the second chapter.", hint="session")
-    transcript = (TRANSCRIPT[0], user(f"[User]: {TASK.content}\n[Tool]: {readme}\n[Assistant]: It builds again."))
-    assert quoted(talk, transcript) == ""
-    whole = f"[User]: {other.content}\n[Assistant]: The waves come in, the waves go out, and all the gulls are here."
-    assert quoted(talk, (TRANSCRIPT[0], user(whole))) == agent
-
-
-# What opencode sends for a summary, in words of ours: the whole conversation as one text of the user's.
-FEW_WORDS = """Here is the conversation so far:
-
-<conversation>
-[User]: "Make it blue."
-
-[Assistant tool call]: read({"filePath":"anna/notes.txt"})
-[Tool result]: 1: the colour is red
-
-[Assistant tool call]: edit({"filePath":"anna/notes.txt","oldString":"red","newString":"blue"})
-[Tool result]: It is written.
-
-[Assistant]: Done.
-</conversation>
-
-Sum it up."""
-
-
-def test_a_conversation_of_few_words_is_known_by_its_calls_when_it_is_quoted() -> None:
-    talk, system = Talk(conversations(), Records()), Said("system", "You write code.")
-    path = '{"filePath": "anna/notes.txt"'
-    read, edit = (
-        Said("assistant", "", tool_calls=(ToolUse(name, name, arguments),))
-        for name, arguments in (("read", f"{path}}}"), ("edit", f'{path}, "oldString": "red", "newString": "blue"}}'))
-    )
-    opening = (system, user('"Make it blue."'))
-    known = (*opening, read, Said("tool", "1: the colour is red"), edit, Said("tool", "It is written."))
-    agent = talk.turn(*known, answer="Done.")
-    for other in ("Look.", "Count."):
-        talk.turn(system, user(other), read, Said("tool", "the colour is red"), answer="I have looked.")
-    assert quoted(talk, (TRANSCRIPT[0], user(FEW_WORDS)), "") == agent
-    hello = talk.turn(system, user("Hello."), answer="Hi.")
-    assert quoted(talk, (TRANSCRIPT[0], user("[User]: Hello.\n\n[Assistant]: Hi.")), "") == "", hello
-
-
-def test_a_conversation_of_few_words_that_read_the_same_file_is_not_the_quoted_one() -> None:
-    """Its call and its answer are in the quoted conversation, which no agent remembers; its user's words are not."""
-    talk = Talk(conversations(), Records())
-    read = ToolUse("c1", "read", '{"filePath": "anna/notes.txt"}')
-    known = (user("Count the words."), Said("assistant", "", tool_calls=(read,)), Said("tool", "red"))
-    talk.turn(*known, answer="Done.")
-    assert quoted(talk, (TRANSCRIPT[0], user(FEW_WORDS)), "") == ""
-
-
-def test_a_conversation_of_many_calls_is_known_by_its_lines_where_no_call_is_quoted() -> None:
-    talk = Talk(conversations(), Records())
-    calls = tuple(ToolUse(f"c{number}", "look", f'{{"page": {number}}}') for number in range(20))
-    answer = "The reader's header lost its guard in the last change."
-    agent = talk.turn(TASK, Said("assistant", "", tool_calls=calls), Said("tool", FOUND), answer=answer)
-    assert quoted(talk, TRANSCRIPT, "") == agent
-
-
 def test_a_summary_of_an_agent_that_is_gone_begins_another() -> None:
     talk = Talk(conversations(), Records())
     first = talk.turn(user("Hello"), answer="Hi")
@@ -538,7 +441,8 @@ def test_a_summary_requested_apart_is_of_the_conversation_that_it_quotes(mortal:
     first = chat.ask(*opening)
     agent = first.headers["x-agent-id"]
     transcript = user(f"[User]: {asked.content}\n[Assistant]: {text(first)}")
-    summary = chat.ask(TRANSCRIPT[0], transcript, max_tokens=128, response_format=LONG_LINE)
+    summarize = Said("system", "You summarize conversations.")
+    summary = chat.ask(summarize, transcript, max_tokens=128, response_format=LONG_LINE)
     assert (summary.headers["x-kvasir-side-call"], summary.headers["x-agent-memory"]) == ("summary", "none")
     mortal.gateway.kill()
     mortal.gateway.start()
