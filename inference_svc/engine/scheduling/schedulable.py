@@ -151,6 +151,23 @@ class SharedPass:
 
 
 @dataclass(frozen=True)
+class BesideOthers:
+    """The numbers that hold while several namespaces have turns."""
+
+    company_s: float = 30.0
+    """A namespace counts as alone once no other has had a turn for this long, because KV is slow to take back."""
+    kept_part: int = 8
+    """One of so many parts of the KV is left to namespaces that hold no bytes yet."""
+    rows: int = 4
+    """Rows of one namespace that decode in a step while others have turns, and for a moment afterwards. On a CPU a step
+    of 4 rows takes 1.0 to 1.5 times as long as a step of one row, 8 rows take twice as long, 16 four times, 192 forty
+    times (kvasir-tiny, two cores)."""
+    seat_steps: int = 16
+    """Steps after which other rows of the namespace decode. A row that joins a batch has its context decoded into it.
+    With 2,000 tokens that takes about half a step: a tenth of the time at 16 steps."""
+
+
+@dataclass(frozen=True)
 class Rules:
     """The numbers of the schedule."""
 
@@ -179,16 +196,4 @@ class Rules:
     """
     max_preemptions: int = 2
     """No turn is preempted more often."""
-    company_s: float = 30.0
-    """A namespace counts as alone once no other has had a turn for this long, because KV is slow to take back. The
-    numbers below hold beside others only.
-    """
-    kept_part: int = 8
-    """One of so many parts of the KV is left to namespaces that hold no bytes yet."""
-    rows_beside: int = 4
-    """Rows of one namespace that decode in a step while others have turns, and for a moment afterwards. On a CPU a step
-    of 4 rows takes 1.0 to 1.5 times as long as a step of one row, 8 rows take twice as long, 16 four times, 192 forty
-    times (kvasir-tiny, two cores)."""
-    seat_steps: int = 16
-    """Steps after which other rows of the namespace decode. A row that joins a batch has its context decoded into it.
-    With 2,000 tokens that takes about half a step: a tenth of the time at 16 steps."""
+    beside_others: BesideOthers = BesideOthers()

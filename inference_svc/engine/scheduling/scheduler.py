@@ -75,7 +75,7 @@ class Scheduler(Generic[TurnT]):
         self.room = room
         self.rules = rules
         self.turns = turns
-        self._company = Company(rules.company_s)
+        self._company = Company(rules.beside_others.company_s)
         self._waits: PrefixWaits[TurnT] = PrefixWaits(rules)
         self._steps = StepSchedule(turns, rules, self._company)
         self._now = 0.0
@@ -267,7 +267,9 @@ class Scheduler(Generic[TurnT]):
 
     def _shares(self) -> RoomShares[TurnT]:
         is_shared = self._company.is_shared
-        return RoomShares(self.room, self.running, self.waiting, self.rules.kept_part, is_shared=is_shared)
+        return RoomShares(
+            self.room, self.running, self.waiting, self.rules.beside_others.kept_part, is_shared=is_shared
+        )
 
     def _claimed(self) -> set[Namespace]:
         """Namespaces that have a turn without room."""

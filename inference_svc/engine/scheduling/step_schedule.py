@@ -236,7 +236,7 @@ class StepSchedule(Generic[TurnT]):
             return [*decoding]
         chosen: set[TurnT] = set()
         for namespace in {turn.namespace for turn in decoding}:
-            seats = self._seats.setdefault(namespace, Seats(self._rules.seat_steps))
+            seats = self._seats.setdefault(namespace, Seats(self._rules.beside_others.seat_steps))
             mine = [turn for turn in decoding if turn.namespace == namespace]
             chosen |= seats.seat(mine, most, urgency.is_urgent, lambda turn: turn.is_ending)
         for turn in chosen:
@@ -248,7 +248,7 @@ class StepSchedule(Generic[TurnT]):
         namespace that comes back waits for the step that runs: it may take a small part of the time for which others
         are away. At most twice as many as the last step had, because a row that joins the batch costs time.
         """
-        most, alone_s = self._rules.rows_beside, self._company.alone_s(self._began_s)
+        most, alone_s = self._rules.beside_others.rows, self._company.alone_s(self._began_s)
         if math.isinf(alone_s):
             return wanted
         within = self._costs.rows_within(alone_s / _ABSENCE)

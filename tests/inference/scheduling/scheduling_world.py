@@ -284,7 +284,7 @@ class World:
     @property
     def share_bytes(self) -> int:
         """Of each namespace that has turns, while there are several."""
-        kept = self.budget_bytes // self.rules.kept_part
+        kept = self.budget_bytes // self.rules.beside_others.kept_part
         present = {job.namespace for job in (*self.scheduler.running, *self.scheduler.waiting)}
         return (self.budget_bytes - kept) // max(1, len(present))
 

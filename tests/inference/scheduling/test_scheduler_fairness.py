@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from inference_svc.engine.api import AgentKey
-from inference_svc.engine.scheduling.schedulable import Rules
+from inference_svc.engine.scheduling.schedulable import BesideOthers, Rules
 from inference_svc.engine.scheduling.step_schedule import Grant
 from tests.inference.scheduling.scheduling_world import BACKGROUND, CELL, INTERACTIVE, Hot, Job, World, memory
 from tests.made_models.sampling import sampled
@@ -233,7 +233,7 @@ def test_whoever_comes_finds_room_at_once_though_nobody_can_be_preempted() -> No
 
 @pytest.mark.long(2)
 def test_a_namespace_alone_has_all_of_the_room_and_has_it_again_when_the_other_has_long_left() -> None:
-    world = World(BUDGET, rules=Rules(company_s=3.0))
+    world = World(BUDGET, rules=Rules(beside_others=BesideOthers(company_s=3.0)))
     world.submit(*of("a", 40, 1, 200, can_be_preempted=False))
     world.step()
     assert world.held_by("a") == BUDGET
@@ -339,7 +339,7 @@ def test_whoever_gives_way_all_come_to_their_end(first: list[Job], later: dict[i
 
 def test_an_engines_own_turns_before_it_is_ready_are_no_company_of_its_first_callers() -> None:
     """They are in no namespace."""
-    world = World(rules=Rules(rows_beside=4), token_s=0.01, cell_s=0.001)
+    world = World(rules=Rules(beside_others=BesideOthers(rows=4)), token_s=0.01, cell_s=0.001)
     world.submit(Job(1, 5))
     world.run()
     world.submit(*of("a", 8, 1, 20))

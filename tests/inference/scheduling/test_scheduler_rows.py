@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from inference_svc.engine.scheduling.schedulable import Rules
+from inference_svc.engine.scheduling.schedulable import BesideOthers, Rules
 from inference_svc.engine.scheduling.seats import Seats
 from tests.inference.scheduling.scheduling_world import Job, World
 from tests.inference.scheduling.test_scheduler_fairness import of
@@ -18,7 +18,7 @@ from tests.made_models.sampling import sampled
 def test_in_company_a_namespace_has_so_many_rows_in_a_step_and_they_take_turns(
     crowd: int, others: int, rows: int, steps: int
 ) -> None:
-    world = World(rules=Rules(rows_beside=rows, seat_steps=steps), token_s=0.001, cell_s=0.001)
+    world = World(rules=Rules(beside_others=BesideOthers(rows=rows, seat_steps=steps)), token_s=0.001, cell_s=0.001)
     mine, theirs = of("a", crowd, 1, 120), of("b", others, 1, 200)
     world.submit(*theirs, *mine)
     while any(job.is_prefilling for job in (*mine, *theirs)):
@@ -75,7 +75,7 @@ def leave(world: World, visitor: Job) -> float:
         began_s = world.now
         world.step()
         rows = sum(job.namespace != visitor.namespace for job in world.decoded[-1])
-        assert rows <= world.rules.rows_beside, "rows are not taken back at once"
+        assert rows <= world.rules.beside_others.rows, "rows are not taken back at once"
     return began_s
 
 
@@ -91,7 +91,7 @@ def test_a_namespace_that_comes_back_waits_for_few_rows_or_a_quarter_of_its_abse
 ) -> None:
     """However often it comes, and for however long the others have been so many."""
     world = World(token_s=token_s, row_s=row_s, cell_s=0.001)
-    few = world.rules.rows_beside
+    few = world.rules.beside_others.rows
     visitor = Job(1, 1, namespace="b")
     world.submit(*of("a", crowd, 16, 3_000), visitor)
     for away_s, tokens in visits:

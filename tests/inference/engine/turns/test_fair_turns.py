@@ -40,7 +40,7 @@ def test_rows_that_sit_out_say_and_remember_to_the_bit_what_they_do_alone(driver
         driver.submit(tokens_of(30, 7), namespace="b", listener=person.at(Tokens, 2, crowd), max_tokens=400)
         person.end()
         together = [listener.end() for listener in others]
-    assert max(rows) <= driver.engine._worker._scheduler.rules.rows_beside + 1, "all of them decoded in one step"
+    assert max(rows) <= driver.engine._worker._scheduler.rules.beside_others.rows + 1, "all of them decoded in one step"
     for one, other in zip(together, alone, strict=True):
         assert (one.text, one.state) == (other.text, other.state)
     assert [driver.files(key) for key in keys] == [driver.files(key) for key in alone_keys]
