@@ -4,6 +4,7 @@ import asyncio
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from kvasir.waits import uptime_s
 
@@ -97,47 +98,42 @@ class ServedModel:
             task.cancel()
 
 
+@dataclass(frozen=True, slots=True)
+class ModelsParts:
+    """The parts that all models of a service use."""
+
+    settings: EngineSettings
+    stores: Mapping[str, RemoteCache]  # may get further namespaces later: see `ServedModel.add_store`
+    lease_owner: str
+    admission: Admission
+    stats: ServiceStats
+    clock: Callable[[], float]  # seconds, monotonic
+    now_ms: Callable[[], int]  # Unix time
+
+
 async def open_served(
     name: str,
     path: str,
-    settings: EngineSettings,
-    stores: Mapping[str, RemoteCache],
-    lease_owner: str,
-    admission: Admission,
-    stats: ServiceStats,
+    shared: ModelsParts,
     new_giver: Callable[[Engine, Mapping[str, Lines]], TurnGiver],
-    clock: Callable[[], float],
-    now_ms: Callable[[], int],
     open_engine: Callable[..., Engine],
     begin_phase: Callable[[str], None] = lambda _: None,
 ) -> ServedModel:
-    """Load a model. Takes seconds to minutes, off the event loop. `clock` gives seconds, monotonic; `now_ms` Unix time.
-    `open_engine`: `Engine.open` with a KV budget; `begin_phase`: see there. `stores` may get further namespaces later:
-    see `add_store`. Raises what Engine.open raises.
+    """Load a model. Takes seconds to minutes, off the event loop. `open_engine`: `Engine.open` with a KV budget;
+    `begin_phase`: see there. Raises what Engine.open raises.
     """
-    engine = await asyncio.to_thread(
-        open_engine,
-        path,
-        name=name,
-        cache_dir=settings.state_dir,
-        policy=PolicyRequest.parse(settings.kv_policy, settings.kv_exact_layers),
-        context_tokens=settings.context_tokens,
-        compute_type=settings.compute_type,
-        conversations_file=kvasir_tiny.conversations_path(),
-        longest_gap_s=settings.longest_gap_ms / 1000,
-        batch_invariant=settings.batch_invariant,
-        copies_weights=settings.copy_weights,
-        kernels=settings.kernels,
-        begin_phase=begin_phase,
-    )
+    settings, stores, admission, clock = shared.settings, shared.stores, shared.admission, shared.clock
+    options = _engine_options(settings)
+    engine = await asyncio.to_thread(open_engine, path, name=name, begin_phase=begin_phase, **options)
     admission.serves_with(engine.memory_budget_bytes)
     begin_phase("kernels")
-    prompting = Prompting(engine.tokenizer, engine.token_text, now_ms)
+    prompting = Prompting(engine.tokenizer, engine.token_text, shared.now_ms)
     await asyncio.gather(asyncio.to_thread(warm_up, engine), warm_up_text(prompting))
 
     copies = Copies(engine, admission.publishing)
     # A laptop that wakes must not believe in a lease that ended elsewhere while it slept, nor give a publication up.
-    line_parts = LineParts(engine, copies, settings.publishing, stats, lease_owner, clock, uptime_s, now_ms)
+    stats, owner, now_ms = shared.stats, shared.lease_owner, shared.now_ms
+    line_parts = LineParts(engine, copies, settings.publishing, stats, owner, clock, uptime_s, now_ms)
     lines = {namespace: Lines(namespace, store, line_parts) for namespace, store in stores.items()}
     parts = EngineParts(
         engine,
@@ -162,3 +158,17 @@ async def open_served(
     served = ServedModel(name, engine, prompting, turns, lines, line_parts, giver, grace_s, check, embedder)
     served.warm_up_while_idle(clock)
     return served
+
+
+def _engine_options(settings: EngineSettings) -> dict[str, Any]:
+    return {
+        "cache_dir": settings.state_dir,
+        "policy": PolicyRequest.parse(settings.kv_policy, settings.kv_exact_layers),
+        "context_tokens": settings.context_tokens,
+        "compute_type": settings.compute_type,
+        "conversations_file": kvasir_tiny.conversations_path(),
+        "longest_gap_s": settings.longest_gap_ms / 1000,
+        "batch_invariant": settings.batch_invariant,
+        "copies_weights": settings.copy_weights,
+        "kernels": settings.kernels,
+    }

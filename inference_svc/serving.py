@@ -62,7 +62,7 @@ from inference_svc.memory.store.remote_cache import RemoteCache
 from inference_svc.memory.token_lines import TokenLines
 from inference_svc.model.embedding.pooling import Pooling
 from inference_svc.model.model_host import ModelHost
-from inference_svc.served_model import ServedModel, open_served
+from inference_svc.served_model import ModelsParts, ServedModel, open_served
 from inference_svc.service_status import status_of, wellness_of
 from inference_svc.start_phases import StartPhases
 from inference_svc.turns.admission import Admission
@@ -151,14 +151,14 @@ class _Service:
     def model_opener(
         self, owner: str, open_engine: Callable[..., Engine], begin_phase: Callable[[str], None]
     ) -> Callable[[str, str], Awaitable[ServedModel]]:
-        settings, stores = self.settings, self.stores
+        settings, clock = self.settings, time.monotonic
 
         def new_giver(engine: Engine, lines: Mapping[str, Lines]) -> TurnGiver:
-            link, release, clock = self.peers.link, version("kvasir"), time.monotonic
+            link, release = self.peers.link, version("kvasir")
             return TurnGiver(engine, lines, settings.peer_store, link, release, clock, lambda: secrets.token_hex(16))
 
-        shared = self.admission, self.stats, new_giver, time.monotonic, _now_ms, open_engine, begin_phase
-        return lambda name, path: open_served(name, path, settings, stores, owner, *shared)
+        shared = ModelsParts(settings, self.stores, owner, self.admission, self.stats, clock, _now_ms)
+        return lambda name, path: open_served(name, path, shared, new_giver, open_engine, begin_phase)
 
     def reloading(self, audit: Audit, host: ModelHost[ServedModel]) -> Reloading:
         settings, reloading = self.settings, Reloading(audit)

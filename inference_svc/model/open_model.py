@@ -75,18 +75,54 @@ def open_model(
     runner = ModelRunner(loaded.model, batch_invariant=batch_invariant, known=known, kernels=loaded.kernels)
     if known is None and not loaded.kernels.has_failed:
         probes.write(runner.probed)
+    chosen = _policy(policy, directory, loaded, runner, digest, cache_dir, conversations_file)
+    info = _info(name, directory, loaded, runner, chosen, digest, context_tokens)
+    serving = runner.layout.chosen_kernels(info.kv_identity)
+    logger.info("kernels.chosen attention=%r encoding=%r products=%r", *astuple(serving)[:3])
+    opened = OpenedModel(
+        info=info,
+        tokenizer=loaded.tokenizer,
+        token_text=_token_text(directory, loaded),
+        grammars=Grammars.of_tokenizer(loaded.tokenizer, runner.vocabulary_size, info.stop_token_ids),
+        vocabulary_size=runner.vocabulary_size,
+        device=device(),
+        kernels=serving,
+        directory=directory,
+    )
+    return opened, runner
+
+
+def _policy(
+    policy: identity_pb2.KvPolicy | PolicyRequest | None,
+    directory: Path,
+    loaded: LoadedModel,
+    runner: ModelRunner,
+    digest: str,
+    cache_dir: Path,
+    conversations_file: Path | None,
+) -> ChosenPolicy:
     if isinstance(policy, identity_pb2.KvPolicy):
-        chosen = ChosenPolicy(policy, "asked for")
-    else:
-        request = policy or PolicyRequest()
-        file = conversations_file if request.rung is None else None
-        read_conversations = functools.partial(Conversations.read_for, file, tokenizer_digest(directory))
-        subject = exam.Subject(runner, loaded.tokenizer, read_conversations, loaded.context_tokens)
-        chosen = chosen_policy(request, subject, digest, cache_dir, time.monotonic)
+        return ChosenPolicy(policy, "asked for")
+    request = policy or PolicyRequest()
+    file = conversations_file if request.rung is None else None
+    read_conversations = functools.partial(Conversations.read_for, file, tokenizer_digest(directory))
+    subject = exam.Subject(runner, loaded.tokenizer, read_conversations, loaded.context_tokens)
+    return chosen_policy(request, subject, digest, cache_dir, time.monotonic)
+
+
+def _info(
+    name: str | Path,
+    directory: Path,
+    loaded: LoadedModel,
+    runner: ModelRunner,
+    chosen: ChosenPolicy,
+    digest: str,
+    context_tokens: int | None,
+) -> ModelInfo:
     runner.layout.check_policy(runner.model, chosen.policy)
     identity = kv_identity(digest, runner.layers, chosen.policy)
     applied = applied_layers(runner.layout, identity, runner.new_pool(identity.policy), runner.compute_type)
-    info = ModelInfo(
+    return ModelInfo(
         name=_shown_name(name, directory),
         kv_identity=identity,
         tokenizer_digest=tokenizer_digest(directory),
@@ -103,19 +139,6 @@ def open_model(
         stop_token_ids=tuple(sorted(loaded.tokenizer.eos_token_ids)),
         sampling_defaults=sampling_defaults(directory),
     )
-    serving = runner.layout.chosen_kernels(identity)
-    logger.info("kernels.chosen attention=%r encoding=%r products=%r", *astuple(serving)[:3])
-    opened = OpenedModel(
-        info=info,
-        tokenizer=loaded.tokenizer,
-        token_text=_token_text(directory, loaded),
-        grammars=Grammars.of_tokenizer(loaded.tokenizer, runner.vocabulary_size, info.stop_token_ids),
-        vocabulary_size=runner.vocabulary_size,
-        device=device(),
-        kernels=serving,
-        directory=directory,
-    )
-    return opened, runner
 
 
 def _shown_name(name: str | Path, directory: Path) -> str:

@@ -102,15 +102,10 @@ def load(
     """Let turns arrive at a running engine, and show requests a second and the turns' times: p50, p95, p99.
 
     Turns arrive whether or not earlier ones have ended, as people do, unless --at-once keeps so many in flight. The
-    engine is that of the home, or --engine; with --http, any server of OpenAI's chat completions, and then all times
-    have HTTP's share in them. A crowd beside mlx-lm: `--at-once 64 --requests 64 --mlx-lm kvasir-tiny`. Goodput, the
+    engine is that of the home, or --engine; with --http, any server of OpenAI's chat completions: all times include
+    HTTP. A crowd beside mlx-lm: `--at-once 64 --requests 64 --mlx-lm kvasir-tiny`. Goodput, the
     requests that are served in time: `--rate 4 --in 200~4000 --first-token-ms 1000 --gap-ms 100`."""
-    if rate is not None and at_once is not None:
-        raise InvalidArgument("--rate: expected --rate or --at-once, got both", field="--rate")
-    if (http is None) != (model is None) or (http is None and api_key_file is not None):
-        raise InvalidArgument("--http and --model belong together, and --api-key-file to them", field="http")
-    if mlx_lm and Path(mlx_lm).is_dir() and not Path(mlx_lm, "config.json").is_file():
-        raise InvalidArgument(f"--mlx-lm: {mlx_lm} has no config.json", field="--mlx-lm")
+    _check(rate, at_once, http, model, api_key_file, mlx_lm)
     seconds = 60.0 if seconds is None and requests is None else seconds
     scope = run.LoadScope(
         prompt_tokens=Lengths.parse(prompts, "--in"),
@@ -123,21 +118,41 @@ def load(
         shared_prefix=shared_prefix,
         turns=turns,
         seed=seed,
-        limits=Limits(first_token_ms and first_token_ms / 1000, gap_ms and gap_ms / 1000)
-        if first_token_ms or gap_ms
-        else None,
+        limits=_limits(first_token_ms, gap_ms),
     )
-    if (http or mlx_lm) and find_spec("httpx2") is None:
-        raise FailedPrecondition("--http and --mlx-lm need an HTTP library: install kvasir[bench]")
     caller = caller_of(context, as_json)
-    key = read_token(api_key_file) if api_key_file is not None else api_key
-    target = _http(http, model, key) if http is not None and model is not None else _grpc(caller)
+    target = _grpc(caller) if http is None else _http(http, model or "", api_key_file, api_key)
     with progress(caller, "turns arrive", plots) as say:
         results = asyncio.run(_measured(target, scope, mlx_lm, say))
     draw(caller, report.plots(results), plots)
     show(caller, results, report.lines)
     if not results["first_token_s"]["count"]:
         raise typer.Exit(PROBLEMS)
+
+
+def _limits(first_token_ms: float | None, gap_ms: float | None) -> Limits | None:
+    if not (first_token_ms or gap_ms):
+        return None
+    return Limits(first_token_ms and first_token_ms / 1000, gap_ms and gap_ms / 1000)
+
+
+def _check(
+    rate: float | None,
+    at_once: int | None,
+    http: str | None,
+    model: str | None,
+    api_key_file: Path | None,
+    mlx_lm: str,
+) -> None:
+    """Raises InvalidArgument, FailedPrecondition."""
+    if rate is not None and at_once is not None:
+        raise InvalidArgument("--rate: expected --rate or --at-once, got both", field="--rate")
+    if (http is None) != (model is None) or (http is None and api_key_file is not None):
+        raise InvalidArgument("--http and --model belong together, and --api-key-file to them", field="http")
+    if mlx_lm and Path(mlx_lm).is_dir() and not Path(mlx_lm, "config.json").is_file():
+        raise InvalidArgument(f"--mlx-lm: {mlx_lm} has no config.json", field="--mlx-lm")
+    if (http or mlx_lm) and find_spec("httpx2") is None:
+        raise FailedPrecondition("--http and --mlx-lm need an HTTP library: install kvasir[bench]")
 
 
 _Named = tuple[str, run.LoadTarget]
@@ -168,8 +183,9 @@ async def _grpc(caller: Caller) -> AsyncGenerator[_Named, None]:
 
 
 @asynccontextmanager
-async def _http(url: str, model: str, key: str) -> AsyncGenerator[_Named, None]:
+async def _http(url: str, model: str, key_file: Path | None, key: str) -> AsyncGenerator[_Named, None]:
     from kvasir_bench.load import http as load_http
 
+    key = read_token(key_file) if key_file is not None else key
     async with load_http.connected(url, model, key) as target:
         yield url, target

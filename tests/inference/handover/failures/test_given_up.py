@@ -31,7 +31,7 @@ from inference_svc.memory.service_stats import ServiceStats
 from inference_svc.memory.store.answers import AgentSettings, LastMove, Version, last_move_of
 from inference_svc.model import kvasir_tiny
 from inference_svc.model.prompting import Tokenized
-from inference_svc.served_model import ServedModel, open_served
+from inference_svc.served_model import ModelsParts, ServedModel, open_served
 from inference_svc.text.token_ids import TokenIds
 from inference_svc.turns.admission import Admission
 from inference_svc.turns.phases import BegunPrompt, BegunTurn
@@ -47,17 +47,12 @@ VERSION = "1"
 async def serving(state_dir: Path) -> AsyncIterator[ServedModel]:
     """One engine and its turns, in this process and without a store."""
     settings, clock = EngineSettings(listen="unix:/nowhere", state_dir=state_dir), time.monotonic
+    admission, stats = Admission(settings.admission, clock), ServiceStats(clock())
     served = await open_served(
         "tiny",
         str(kvasir_tiny.path()),
-        settings,
-        {},
-        "owner",
-        Admission(settings.admission, clock),
-        ServiceStats(clock()),
+        ModelsParts(settings, {}, "owner", admission, stats, clock, lambda: 0),
         lambda engine, lines: TurnGiver(engine, lines, {}, no_link, VERSION, clock, str),
-        clock,
-        lambda: 0,
         partial(Engine.open, memory_budget_bytes=64 << 20),
     )
     try:
