@@ -440,9 +440,8 @@ def test_a_summary_requested_apart_is_of_the_conversation_that_it_quotes(mortal:
     opening = (Said("system", "You live in a large town. " * 40), asked)
     first = chat.ask(*opening)
     agent = first.headers["x-agent-id"]
-    transcript = user(f"[User]: {asked.content}\n[Assistant]: {text(first)}")
-    summarize = Said("system", "You summarize conversations.")
-    summary = chat.ask(summarize, transcript, max_tokens=128, response_format=LONG_LINE)
+    transcript = f"[User]: {asked.content}\n[Assistant]: {text(first)}"
+    summary = chat.ask(SUMMARIES[0][0], user(transcript), max_tokens=128, response_format=LONG_LINE)
     assert (summary.headers["x-kvasir-side-call"], summary.headers["x-agent-memory"]) == ("summary", "none")
     mortal.gateway.kill()
     mortal.gateway.start()
