@@ -40,19 +40,19 @@ def new_lab(engine: MeasuredEngine, said: list[str], tmp_path: Path) -> Callable
 
 
 def test_a_round_warms_up_and_the_others_count(new_lab: Callable[..., Lab]) -> None:
-    assert list(new_lab().rounds("it")) == [False, True, True, True]
+    assert list(new_lab().pace.rounds("it")) == [False, True, True, True]
 
 
 def test_behind_the_time_limit_one_round_counts_and_one_item_is_measured(
     new_lab: Callable[..., Lab], said: list[str]
 ) -> None:
     late = new_lab(time_limit_s=0.5)
-    assert list(late.rounds("it")) == [False, True]
-    assert list(late.while_there_is_time(["first", "second", "third"])) == ["first"]
+    assert list(late.pace.rounds("it")) == [False, True]
+    assert list(late.pace.while_there_is_time(["first", "second", "third"])) == ["first"]
     assert "no time is left for second, third" in said[-1]
     early = new_lab(time_limit_s=1000)
-    assert list(early.while_there_is_time(["first", "second"])) == ["first", "second"]
-    assert "of 1000 s]" in (early.say("") or said[-1])
+    assert list(early.pace.while_there_is_time(["first", "second"])) == ["first", "second"]
+    assert "of 1000 s]" in (early.pace.say("") or said[-1])
 
 
 def test_lengths_asked_for_are_cut_to_the_context_and_stand_once(new_lab: Callable[..., Lab]) -> None:
@@ -99,13 +99,13 @@ def test_a_memory_of_each_kind_of_layer_is_restored_whole(
     engine = MeasuredEngine.opened(directory, tmp_path, 64 << 20)
     try:
         lab = Lab(engine, directory, lambda: 0.0, Scope(repeats=1), cache_dir=tmp_path, say=lambda _: None)
-        memory = lab.remember(lab.prompts.tokens(599, 0))
+        memory = lab.agents.remember(lab.prompts.tokens(599, 0))
         prompt = (*memory.tokens, 5, 6)
-        warm = lab.start(prompt, 4, lab.restored(memory)).end()
-        hot = lab.resume(lab.fork(memory), (5, 6), 4).end()
+        warm = lab.start(prompt, 4, lab.agents.restored(memory)).end()
+        hot = lab.agents.resume(lab.agents.fork(memory), (5, 6), 4).end()
         assert (warm.cached_tokens, hot.cached_tokens) == (600, 600)
         assert warm.state.token_ids == hot.state.token_ids
-        files = lab.restored(memory)
+        files = lab.agents.restored(memory)
         assert [window.first_block for window in files.windows] == ([1] if config is GEMMA3 else [])
         assert (files.state is not None) == (config is FALCON_H1)
     finally:
@@ -122,5 +122,5 @@ def test_what_is_known_is_kept_after_each_row(new_lab: Callable[..., Lab]) -> No
 
 def test_gaps_are_kept_after_each_round(new_lab: Callable[..., Lab]) -> None:
     lab, kept = new_lab(repeats=1, is_quick=True, lengths=(64,)), []
-    lab.keep = kept.append
+    lab.pace.keep = kept.append
     assert interruptions.run(lab).rows == kept[-1]

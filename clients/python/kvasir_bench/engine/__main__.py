@@ -54,8 +54,8 @@ def measured(lab: Lab, cases: Sequence[str], keep: Callable[[dict[str, Any]], No
     about = machine.machine(lab.engine)
     found: dict[str, Case] = {}
     results = _results(lab, about, found)
-    for name in lab.while_there_is_time(cases):
-        lab.keep = lambda rows, name=name: keep(_results(lab, about, {**found, name: Case(name, rows)}))  # type: ignore[misc]
+    for name in lab.pace.while_there_is_time(cases):
+        lab.pace.keep = lambda rows, name=name: keep(_results(lab, about, {**found, name: Case(name, rows)}))  # type: ignore[misc]
         found[name] = CASES[name](lab)
         results = _results(lab, about, found)
         keep(results)
@@ -71,7 +71,7 @@ def _results(lab: Lab, about: Mapping[str, Any], found: Mapping[str, Case]) -> d
             "links_bytes_per_s": rounded_row(asdict(lab.links)) if "first_token" in found else None,
         },
         "model": machine.model(lab.engine),
-        "settings": {**settings, "elapsed_s": rounded(lab.elapsed_s)},
+        "settings": {**settings, "elapsed_s": rounded(lab.pace.elapsed_s)},
         "cases": {
             name: {"title": case.title, "rows": [rounded_row(row) for row in case.rows]} for name, case in found.items()
         },

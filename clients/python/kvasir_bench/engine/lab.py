@@ -177,68 +177,28 @@ class Scope:
     has_peer: bool = False  # whether cases give their work to mlx-lm too
 
 
-class Lab:
-    """An engine, a clock (s), and how much is measured."""
+class Pace:
+    """How often cases measure, for how long, and what they report meanwhile."""
 
-    def __init__(
-        self,
-        engine: MeasuredEngine,
-        model: str | Path,
-        clock: Callable[[], float],
-        scope: Scope,
-        *,
-        cache_dir: Path,
-        say: Callable[[str], None],
-    ) -> None:
-        """`cache_dir`: where the digests of the model's weights are kept for other processes of this measurement."""
-        self.engine = engine
-        self.model = model
-        self.clock = clock
-        self.scope = scope
-        self.cache_dir = cache_dir
-        self.prompts = Prompts(engine.tokenizer)
+    def __init__(self, clock: Callable[[], float], scope: Scope, say: Callable[[str], None]) -> None:
         self.keep: Callable[[Sequence[Row]], None] = lambda _rows: None  # told a case's rows so far
+        self._clock = clock
+        self._scope = scope
         self._say = say
         self._began_s = clock()
-        self._agents = 0
-        self._peer: MlxThread[MlxLmPeer] | None = None
-
-    def close(self) -> None:
-        """End the peer's thread, if it was needed."""
-        if self._peer is not None:
-            self._peer.close()
-
-    @property
-    def is_gpu(self) -> bool:
-        return self.engine.device != "cpu"
-
-    @property
-    def peer(self) -> MlxThread[MlxLmPeer]:
-        """mlx-lm with a copy of the model of its own, loaded at the first need."""
-        if self._peer is None:
-            compute_type = self.engine.model.compute_type
-            self.say("loading the model for mlx-lm")
-            self._peer = MlxThread(lambda: MlxLmPeer(self.model, compute_type, self.clock), name="mlx-lm")
-        return self._peer
-
-    @cached_property
-    def links(self) -> link_rates.LinkRates:
-        """Rates of this machine's copies, measured once."""
-        self.say("copies of this machine")
-        return link_rates.measured(self.clock, (256 if self.is_gpu else 16) << 20)
 
     @property
     def elapsed_s(self) -> float:
-        return self.clock() - self._began_s
+        return self._clock() - self._began_s
 
     @property
     def is_late(self) -> bool:
         """Whether the time limit has passed."""
-        return self.scope.time_limit_s is not None and self.elapsed_s >= self.scope.time_limit_s
+        return self._scope.time_limit_s is not None and self.elapsed_s >= self._scope.time_limit_s
 
     def say(self, text: str) -> None:
         """Progress, with the seconds so far."""
-        limit = f" of {self.scope.time_limit_s:.0f}" if self.scope.time_limit_s is not None else ""
+        limit = f" of {self._scope.time_limit_s:.0f}" if self._scope.time_limit_s is not None else ""
         self._say(f"[{self.elapsed_s:.0f}{limit} s] {text}")
 
     def while_there_is_time(self, items: Iterable[_ItemT]) -> Iterator[_ItemT]:
@@ -260,24 +220,113 @@ class Lab:
 
     def rounds(self, what: str) -> Iterable[bool]:
         """For each repeat, whether it counts: not the first, which warms caches; others while there is time."""
-        for repeat in range(self.scope.repeats + 1):
+        for repeat in range(self._scope.repeats + 1):
             if repeat > 1 and self.is_late:
                 return
-            self.say(f"{what}, {f'{repeat} of {self.scope.repeats}' if repeat else 'warming up'}")
+            self.say(f"{what}, {f'{repeat} of {self._scope.repeats}' if repeat else 'warming up'}")
             yield repeat > 0
 
     def counted(self, what: str, measure: Callable[[], _ItemT]) -> list[_ItemT]:
         """What each of the rounds that count has found."""
         return [found for counts, found in [(counts, measure()) for counts in self.rounds(what)] if counts]
 
-    def chosen_lengths(self, own: Sequence[int]) -> list[int]:
-        """The lengths asked for, or a case's own, each cut to the model's context."""
-        return sorted({self.shortened(length, 512) for length in self.scope.lengths or own})
+
+class LabAgents:
+    """Agents in the engine's memory."""
+
+    def __init__(self, engine: MeasuredEngine, start: Callable[..., Run]) -> None:
+        self._engine = engine
+        self._start = start
+        self._count = 0
 
     def new_key(self) -> api.AgentKey:
         """A new agent."""
-        self._agents += 1
-        return api.AgentKey(_NAMESPACE, f"agent {self._agents}")
+        self._count += 1
+        return api.AgentKey(_NAMESPACE, f"agent {self._count}")
+
+    def remember(self, tokens: Sequence[int]) -> LabMemory:
+        """A new agent with these tokens, and the next one, in memory."""
+        key = self.new_key()
+        return LabMemory(key, self._start(tokens, 1, key=key).end().state)
+
+    def fork(self, memory: LabMemory) -> LabMemory:
+        """The same memory for a new agent, so that a turn may use it up."""
+        key = self.new_key()
+        if not self._engine.memories.fork(memory.key, key).result(MEASURED_WITHIN_S):
+            raise RuntimeError("the engine dropped a memory of the measurement: its memory budget is too small")
+        return LabMemory(key, memory.state)
+
+    def forget(self, memories: Iterable[LabMemory]) -> None:
+        for memory in memories:
+            self._engine.memories.drop(memory.key).result(MEASURED_WITHIN_S)
+
+    def resume(self, memory: LabMemory, suffix: Sequence[int], max_tokens: int) -> Run:
+        """A turn that extends an agent's hot memory."""
+        return self._start((*memory.tokens, *suffix), max_tokens, api.Hot(len(memory.tokens)), memory.key)
+
+    def restored(self, memory: LabMemory) -> api.Restored:
+        """A memory in the form in which a store would return it."""
+        snapshot = self._engine.memories.snapshot(memory.key, 0).result(MEASURED_WITHIN_S)
+        if snapshot is None:
+            raise RuntimeError("the engine dropped a memory of the measurement: its memory budget is too small")
+        files = (*snapshot.blocks, *([snapshot.tail] if snapshot.tail else []))
+        here = len(memory.tokens)
+        state = next((data for identity, data in snapshot.states if identity.tokens == here), None)
+        windows = tuple(_seen(window, here) for window in snapshot.windows)
+        return api.Restored(tuple(data for _, data in files), memory.tokens, here, state=state, windows=windows)
+
+
+class Lab:
+    """An engine, a clock (s), and how much is measured."""
+
+    def __init__(
+        self,
+        engine: MeasuredEngine,
+        model: str | Path,
+        clock: Callable[[], float],
+        scope: Scope,
+        *,
+        cache_dir: Path,
+        say: Callable[[str], None],
+    ) -> None:
+        """`cache_dir`: where the digests of the model's weights are kept for other processes of this measurement."""
+        self.engine = engine
+        self.model = model
+        self.clock = clock
+        self.scope = scope
+        self.pace = Pace(clock, scope, say)
+        self.agents = LabAgents(engine, self.start)
+        self.cache_dir = cache_dir
+        self.prompts = Prompts(engine.tokenizer)
+        self._peer: MlxThread[MlxLmPeer] | None = None
+
+    def close(self) -> None:
+        """End the peer's thread, if it was needed."""
+        if self._peer is not None:
+            self._peer.close()
+
+    @property
+    def is_gpu(self) -> bool:
+        return self.engine.device != "cpu"
+
+    @property
+    def peer(self) -> MlxThread[MlxLmPeer]:
+        """mlx-lm with a copy of the model of its own, loaded at the first need."""
+        if self._peer is None:
+            compute_type = self.engine.model.compute_type
+            self.pace.say("loading the model for mlx-lm")
+            self._peer = MlxThread(lambda: MlxLmPeer(self.model, compute_type, self.clock), name="mlx-lm")
+        return self._peer
+
+    @cached_property
+    def links(self) -> link_rates.LinkRates:
+        """Rates of this machine's copies, measured once."""
+        self.pace.say("copies of this machine")
+        return link_rates.measured(self.clock, (256 if self.is_gpu else 16) << 20)
+
+    def chosen_lengths(self, own: Sequence[int]) -> list[int]:
+        """The lengths asked for, or a case's own, each cut to the model's context."""
+        return sorted({self.shortened(length, 512) for length in self.scope.lengths or own})
 
     def start_together(self, first: Sequence[int], second: Sequence[int], reply: int) -> tuple[Run, Run]:
         """Two turns that have ended. The second was submitted in the step of a third of the first's reply."""
@@ -306,37 +355,6 @@ class Lab:
             TokenIds(tokens), (1,) * len(tokens), sampling, reuse or api.Cold(), key, namespace=namespace
         )
         return (run or Run(self.clock)).begin(self.engine, plan)
-
-    def remember(self, tokens: Sequence[int]) -> LabMemory:
-        """A new agent with these tokens, and the next one, in memory."""
-        key = self.new_key()
-        return LabMemory(key, self.start(tokens, 1, key=key).end().state)
-
-    def fork(self, memory: LabMemory) -> LabMemory:
-        """The same memory for a new agent, so that a turn may use it up."""
-        key = self.new_key()
-        if not self.engine.memories.fork(memory.key, key).result(MEASURED_WITHIN_S):
-            raise RuntimeError("the engine dropped a memory of the measurement: its memory budget is too small")
-        return LabMemory(key, memory.state)
-
-    def forget(self, memories: Iterable[LabMemory]) -> None:
-        for memory in memories:
-            self.engine.memories.drop(memory.key).result(MEASURED_WITHIN_S)
-
-    def resume(self, memory: LabMemory, suffix: Sequence[int], max_tokens: int) -> Run:
-        """A turn that extends an agent's hot memory."""
-        return self.start((*memory.tokens, *suffix), max_tokens, api.Hot(len(memory.tokens)), memory.key)
-
-    def restored(self, memory: LabMemory) -> api.Restored:
-        """A memory in the form in which a store would return it."""
-        snapshot = self.engine.memories.snapshot(memory.key, 0).result(MEASURED_WITHIN_S)
-        if snapshot is None:
-            raise RuntimeError("the engine dropped a memory of the measurement: its memory budget is too small")
-        files = (*snapshot.blocks, *([snapshot.tail] if snapshot.tail else []))
-        here = len(memory.tokens)
-        state = next((data for identity, data in snapshot.states if identity.tokens == here), None)
-        windows = tuple(_seen(window, here) for window in snapshot.windows)
-        return api.Restored(tuple(data for _, data in files), memory.tokens, here, state=state, windows=windows)
 
     def shortened(self, tokens: int, spare: int = 64) -> int:
         """`tokens`, or fewer if the model's context has no room for them and `spare` more."""

@@ -31,9 +31,11 @@ def probed(model: str | Path, cache_dir: Path | None, tokens: int, cell_tokens: 
             lab = Lab(engine, model, time.monotonic, Scope(repeats=1), cache_dir=cache_dir, say=lambda _: None)
             prompt = lab.prompts.tokens(tokens, 0)
             before = restart_peak()
-            turn = lab.start(prompt, 1, key=lab.new_key())
+            turn = lab.start(prompt, 1, key=lab.agents.new_key())
             turn.end()
-            engine.memories.drop(lab.new_key()).result(MEASURED_WITHIN_S)  # by then the last step's arrays are freed
+            engine.memories.drop(lab.agents.new_key()).result(
+                MEASURED_WITHIN_S
+            )  # by then the last step's arrays are freed
             cells = -(-tokens // cell_tokens)
             if len(turn.cell_times) != cells:
                 raise RuntimeError(f"cells: expected {cells}, the engine took {len(turn.cell_times)}")

@@ -19,7 +19,7 @@ def run(lab: Lab) -> Case:
     for cell in sorted({cells // 2, cells - 1} - {0}):
         at = f"prefill of {tokens}, at {cell * lab.engine.model.cell_tokens}"
         moments[at] = (tokens, lambda run, cell=cell: len(run.cell_times) >= cell)  # type: ignore[misc]
-    found = lab.counted("cancelling", lambda: [_cancelled(lab, *moment) for moment in moments.values()])
+    found = lab.pace.counted("cancelling", lambda: [_cancelled(lab, *moment) for moment in moments.values()])
     rows = [_row(during, each) for during, each in zip(moments, zip(*found, strict=True), strict=True)]
     targets = [Target(f"cancel during {row['during']}, s", row["median_s"], _MOST_S, True) for row in rows]
     return Case("Cancel", rows, targets)

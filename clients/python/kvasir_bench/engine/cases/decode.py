@@ -19,7 +19,7 @@ def run(lab: Lab) -> Case:
     """Tokens per second through the engine."""
     batches = lab.scope.batches or ((1, 2) if lab.scope.is_quick else _BATCHES)
     tokens = 6 if lab.scope.is_quick else 48
-    rows = lab.rows(contexts(lab), lambda context: _rows(lab, context, fitting(context, batches), tokens))
+    rows = lab.pace.rows(contexts(lab), lambda context: _rows(lab, context, fitting(context, batches), tokens))
     wanted_context, wanted_batch, least = _GPU_RATIO if lab.is_gpu else _CPU_RATIO
     ratios = [row["ratio_to_one"] for row in rows if (row["context"], row["batch"]) == (wanted_context, wanted_batch)]
     what = f"{wanted_batch} rows / 1 row, {wanted_context} tokens of context"
@@ -46,24 +46,26 @@ def lengths_of(context: str, batch: int) -> list[int]:
 
 def decode_rate(lab: Lab, memories: Sequence[LabMemory], tokens: int) -> float:
     """Tokens per second of all memories together, for about `tokens` tokens each while all of them decode."""
-    forks = [lab.fork(memory) for memory in memories]
+    forks = [lab.agents.fork(memory) for memory in memories]
     # Rows join one after another, a suffix of one token each: as many steps pass until the last has joined.
-    runs = [lab.resume(fork, fork.tokens[:1], tokens + len(forks)) for fork in forks]
+    runs = [lab.agents.resume(fork, fork.tokens[:1], tokens + len(forks)) for fork in forks]
     for each in runs:
         each.end()
-    lab.forget(forks)
+    lab.agents.forget(forks)
     return rate_of_all([each.token_times for each in runs])
 
 
 def _rows(lab: Lab, context: str, batches: Sequence[int], tokens: int) -> list[Row]:
     wanted = {length for batch in batches for length in lengths_of(context, batch)}
     numbers = range(max(batches) if context != MIXED else 1)
-    known = {(length, n): lab.remember(lab.prompts.tokens(length, n)) for length in sorted(wanted) for n in numbers}
+    known = {
+        (length, n): lab.agents.remember(lab.prompts.tokens(length, n)) for length in sorted(wanted) for n in numbers
+    }
     chosen = [
         [known[length, n % len(numbers)] for n, length in enumerate(lengths_of(context, batch))] for batch in batches
     ]
-    rates = lab.counted(f"decode at {context} tokens", lambda: [decode_rate(lab, each, tokens) for each in chosen])
-    lab.forget(known.values())
+    rates = lab.pace.counted(f"decode at {context} tokens", lambda: [decode_rate(lab, each, tokens) for each in chosen])
+    lab.agents.forget(known.values())
     found = [Summary.of(each) for each in zip(*rates, strict=True)]
     return [
         {

@@ -14,17 +14,17 @@ def run(lab: Lab) -> Case:
     """Bytes repeat exactly, so one round is enough."""
     agents, own = (2, 300) if lab.scope.is_quick else (8, 4096 if lab.is_gpu else 1024)
     tokens = lab.chosen_lengths((own,))[-1]
-    lab.say(f"bytes of {agents} decoding agents at {tokens} tokens")
+    lab.pace.say(f"bytes of {agents} decoding agents at {tokens} tokens")
     before = lab.engine.memory_used_bytes
-    memories = [lab.remember(lab.prompts.tokens(tokens - 1, number)) for number in range(agents)]
+    memories = [lab.agents.remember(lab.prompts.tokens(tokens - 1, number)) for number in range(agents)]
     kv_bytes = lab.engine.memory_used_bytes - before
     resident = restart_peak()
     # Every row decodes at the same time: a row that joins late finds the others still at work.
-    runs = [lab.resume(each, each.tokens[:1], _REPLY_TOKENS + agents) for each in memories]
+    runs = [lab.agents.resume(each, each.tokens[:1], _REPLY_TOKENS + agents) for each in memories]
     for each in runs:
         each.end()
     scratch_bytes = max(peak_bytes() - resident, active_bytes() - resident, 0)
-    lab.forget(memories)
+    lab.agents.forget(memories)
     fp16_bytes = agents * exact_bytes(lab.engine.model.kv_identity, tokens)
     ratio = (kv_bytes + scratch_bytes) / fp16_bytes
     sizes = {"kv_bytes": kv_bytes, "scratch_bytes": scratch_bytes, "fp16_bytes": fp16_bytes}

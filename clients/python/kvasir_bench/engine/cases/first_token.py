@@ -20,25 +20,25 @@ _MOST_HOT_TO_HOT = 1.3
 def run(lab: Lab) -> Case:
     """A restored turn gets its files from memory: `kvasir bench store` measures disk and wire."""
     contexts = lab.chosen_lengths((96,) if lab.scope.is_quick else _LENGTHS)
-    rows = lab.rows(contexts, lambda context: [_row(lab, context)])
+    rows = lab.pace.rows(contexts, lambda context: [_row(lab, context)])
     return Case("Time to the first token", rows, list(_targets(rows)) if lab.is_gpu else ())
 
 
 def _row(lab: Lab, context: int) -> dict[str, Any]:
     suffix = lab.prompts.tokens(_SUFFIX_TOKENS, 1)
     reply_tokens = 4 if lab.scope.is_quick else 32
-    memory = lab.remember(lab.prompts.tokens(context - 1, 0))
-    prompt, files = (*memory.tokens, *suffix), lab.restored(memory)
+    memory = lab.agents.remember(lab.prompts.tokens(context - 1, 0))
+    prompt, files = (*memory.tokens, *suffix), lab.agents.restored(memory)
 
     def measured() -> tuple[Sequence[tuple[float, float]], float | None]:
-        fork = lab.fork(memory)
+        fork = lab.agents.fork(memory)
         cold, warm = (_times(lab.start(prompt, reply_tokens, each)) for each in (None, files))
-        hot = _times(lab.resume(fork, suffix, reply_tokens))
-        lab.forget([fork])
+        hot = _times(lab.agents.resume(fork, suffix, reply_tokens))
+        lab.agents.forget([fork])
         return (cold, warm, hot), _peer_first_token_s(lab, prompt) if lab.scope.has_peer else None
 
-    rounds, peers = zip(*lab.counted(f"first token after {context} tokens", measured), strict=True)
-    lab.forget([memory])
+    rounds, peers = zip(*lab.pace.counted(f"first token after {context} tokens", measured), strict=True)
+    lab.agents.forget([memory])
     found = dict(zip(("cold", "warm", "hot"), zip(*rounds, strict=True), strict=True))
     first = {name: Summary.of([first for first, _ in times]) for name, times in found.items()}
     cold_s, warm_s, hot_s = (each.median for each in first.values())

@@ -29,8 +29,8 @@ def run(lab: Lab) -> Case:
 
 def _rows(lab: Lab, tokens: int) -> list[Row]:
     streams, stream_tokens = (1, 8) if lab.scope.is_quick else (4 if lab.is_gpu else 1, 64)
-    memory = lab.remember(lab.prompts.tokens(tokens - 1, 1))
-    prompt, files = (*memory.tokens, memory.tokens[0]), lab.restored(memory)
+    memory = lab.agents.remember(lab.prompts.tokens(tokens - 1, 1))
+    prompt, files = (*memory.tokens, memory.tokens[0]), lab.agents.restored(memory)
     beside: dict[str, Callable[[], Run]] = {
         "prefill": lambda: lab.start(prompt, 1),
         "fork": lambda: _forked(lab, memory),
@@ -43,24 +43,24 @@ def _rows(lab: Lab, tokens: int) -> list[Row]:
         names = {NOTHING: 0, **dict.fromkeys(beside, tokens)}
         return [_row(name, count, streams, found[name], found[NOTHING]) for name, count in names.items()]
 
-    for counts in lab.rounds(f"{streams} streams beside {tokens} tokens"):
+    for counts in lab.pace.rounds(f"{streams} streams beside {tokens} tokens"):
         for name, begin_other in beside.items():
             alone, disturbed = _gaps(lab, streams, stream_tokens, begin_other)
             if counts:
                 found[name].append(disturbed)
                 found[NOTHING].append(alone)
         if counts:
-            lab.keep(rows_so_far())
-    lab.forget([memory])
+            lab.pace.keep(rows_so_far())
+    lab.agents.forget([memory])
     return rows_so_far()
 
 
 def _forked(lab: Lab, memory: LabMemory) -> Run:
     """A turn of a fork of the memory; the fork is dropped when the engine is done with it."""
-    fork = lab.fork(memory)
-    run = lab.resume(fork, memory.tokens[:1], 1)
+    fork = lab.agents.fork(memory)
+    run = lab.agents.resume(fork, memory.tokens[:1], 1)
     run.end()
-    lab.forget([fork])
+    lab.agents.forget([fork])
     return run
 
 

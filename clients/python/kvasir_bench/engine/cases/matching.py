@@ -21,7 +21,7 @@ class _Chat:
         self._lab, self._prompting, self._render = lab, prompting, render
         self._names = {"chat": chat, "text_tokens": length}
         self._messages: list[dict[str, Any]] = []
-        self._key = lab.new_key()
+        self._key = lab.agents.new_key()
         self._memory = NO_TEXT
         self._state: Any = None  # of the engine's memory
 
@@ -59,9 +59,9 @@ class _Chat:
         """Of a turn that keeps so many tokens of the memory, which stays as it is."""
         if not keep or self._lab.engine.model.state_bytes:  # a state cannot be cut
             return self._lab.start(tokens, 1).ended().first_token_s
-        fork = self._lab.fork(LabMemory(self._key, self._state))
+        fork = self._lab.agents.fork(LabMemory(self._key, self._state))
         run = self._lab.start(tokens, 1, Hot(keep), fork.key).ended()
-        self._lab.forget([fork])
+        self._lab.agents.forget([fork])
         return run.first_token_s
 
     def forget(self) -> None:
@@ -83,7 +83,7 @@ def run(lab: Lab) -> Case:
     for length in lab.chosen_lengths(()) or [0]:
         begun = [[lab.engine.tokenizer.decode(list(lab.prompts.tokens(length, 0))), *turns[0]], *turns[1:]]
         for name, render in renders.items():
-            lab.say(f"{len(turns)} turns of a chat, as {name}, behind {length} tokens")
+            lab.pace.say(f"{len(turns)} turns of a chat, as {name}, behind {length} tokens")
             chat = _Chat(lab, prompting, render, name, length)
             found = [chat.turn(number, texts) for number, texts in enumerate(begun if length else turns, 1)]
             chat.forget()

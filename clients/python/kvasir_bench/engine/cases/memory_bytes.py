@@ -11,7 +11,9 @@ _PEER_CHUNK = 2048  # mlx-lm's own default
 
 def run(lab: Lab) -> Case:
     """Bytes are counted by MLX and repeat exactly: one run of each is enough."""
-    rows = lab.rows(lab.chosen_lengths((600,) if lab.scope.is_quick else _LENGTHS), lambda length: _rows(lab, length))
+    rows = lab.pace.rows(
+        lab.chosen_lengths((600,) if lab.scope.is_quick else _LENGTHS), lambda length: _rows(lab, length)
+    )
     targets = [
         Target(f"peak, cells / one chunk, {row['prompt_tokens']}", row["peak_ratio"], _MOST_RATIO, is_most=True)
         for row in rows[:: len(_ways(lab, 0))]
@@ -33,7 +35,7 @@ def _ways(lab: Lab, tokens: int) -> dict[str, tuple[str, int]]:
 def _rows(lab: Lab, tokens: int) -> list[Row]:
     found: dict[str, dict[str, int]] = {}
     for how, (kv, cell_tokens) in _ways(lab, tokens).items():
-        lab.say(f"memory of {tokens} tokens, {how}")
+        lab.pace.say(f"memory of {tokens} tokens, {how}")
         found[how] = _probe(lab, tokens, cell_tokens, kv)
     _, one_chunk, exact, _ = found.values()
     return [

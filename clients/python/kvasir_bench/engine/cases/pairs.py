@@ -12,13 +12,13 @@ SEQUENTIAL, SIMULTANEOUS, STAGGERED = "sequential", "simultaneous", "staggered"
 def run(lab: Lab) -> Case:
     """Each agent's prompt is cold. Medians over the repeats."""
     lengths = lab.chosen_lengths((96,) if lab.scope.is_quick else _LENGTHS)
-    rows = lab.rows(lengths, lambda length: _rows(lab, length))
+    rows = lab.pace.rows(lengths, lambda length: _rows(lab, length))
     return Case("Two agents: one after the other, together, staggered", rows)
 
 
 def _rows(lab: Lab, length: int) -> list[Row]:
     reply = 12 if lab.scope.is_quick else 128
-    found = lab.counted(f"pairs at {length} tokens", lambda: _round(lab, length, reply))
+    found = lab.pace.counted(f"pairs at {length} tokens", lambda: _round(lab, length, reply))
     medians = {arrival: [*map(median, zip(*(each[arrival] for each in found), strict=True))] for arrival in found[0]}
     return [
         {

@@ -12,7 +12,7 @@ def run(lab: Lab) -> Case:
     """Each prompt is cold. Medians over the repeats."""
     prompting = Prompting(lab.engine.tokenizer, lab.engine.token_text)
     try:
-        rows = lab.rows(
+        rows = lab.pace.rows(
             lab.chosen_lengths((96,) if lab.scope.is_quick else _LENGTHS), lambda length: [_row(lab, prompting, length)]
         )
     finally:
@@ -31,7 +31,7 @@ def _row(lab: Lab, prompting: Prompting, length: int) -> Row:
         run = lab.start(tokens, reply).ended()
         return tokenized_s, run.first_token_s, run.token_times[-1] - run.token_times[0]
 
-    found = lab.counted(f"parts of a turn of {length} tokens", measured)
+    found = lab.pace.counted(f"parts of a turn of {length} tokens", measured)
     tokenize_s, prefill_s, decode_s = map(median, zip(*found, strict=True))
     seconds = {"tokenize_s": tokenize_s, "prefill_s": prefill_s, "decode_s": decode_s}
     return {"prompt_tokens": length, "reply_tokens": reply, **seconds, "all_s": sum(seconds.values())}

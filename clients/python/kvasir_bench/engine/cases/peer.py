@@ -17,7 +17,7 @@ def run(lab: Lab) -> Case:
     """Same prompts, token counts and compute type; both warmed; decode alone, and everything."""
     batches, tokens = lab.scope.batches or ((2,) if lab.scope.is_quick else _BATCHES), 6 if lab.scope.is_quick else 48
     pairs = [(context, batch) for context in contexts(lab) for batch in fitting(context, batches)]
-    rows = lab.rows(pairs, lambda pair: [_row(lab, *pair, tokens)])
+    rows = lab.pace.rows(pairs, lambda pair: [_row(lab, *pair, tokens)])
     least = _GPU_RATIOS if lab.is_gpu else _CPU_RATIOS
     targets = [
         Target(
@@ -33,13 +33,13 @@ def run(lab: Lab) -> Case:
 
 def _row(lab: Lab, context: str, batch: int, tokens: int) -> Row:
     prompts = [lab.prompts.tokens(length, n) for n, length in enumerate(lengths_of(context, batch))]
-    memories: list[LabMemory] = [lab.remember(prompt) for prompt in prompts]
+    memories: list[LabMemory] = [lab.agents.remember(prompt) for prompt in prompts]
 
     def measured() -> tuple[float, ...]:
         return decode_rate(lab, memories, tokens), _engine_total(lab, prompts, tokens), *_peer(lab, prompts, tokens)
 
-    found = lab.counted(f"{batch} rows beside mlx-lm at {context} tokens", measured)
-    lab.forget(memories)
+    found = lab.pace.counted(f"{batch} rows beside mlx-lm at {context} tokens", measured)
+    lab.agents.forget(memories)
     rate, total_s, peer_rate, peer_total_s = map(median, zip(*found, strict=True))
     return {
         "context": context,

@@ -15,7 +15,7 @@ def run(lab: Lab) -> Case:
     """Agents of one namespace may share what they prefill; agents without one share with nobody."""
     namespaces = (f"bench {number}" for number in count())
     lengths = lab.chosen_lengths((256,) if lab.scope.is_quick else _LENGTHS)
-    return Case("A shared prefix", lab.rows(lengths, lambda length: _rows(lab, length, namespaces)))
+    return Case("A shared prefix", lab.pace.rows(lengths, lambda length: _rows(lab, length, namespaces)))
 
 
 def _rows(lab: Lab, prefix_tokens: int, namespaces: Iterator[str]) -> list[Row]:
@@ -24,7 +24,7 @@ def _rows(lab: Lab, prefix_tokens: int, namespaces: Iterator[str]) -> list[Row]:
     def measured() -> list[tuple[int, float, float]]:
         return [_round(lab, agents, prefix_tokens, namespace) for namespace in (None, next(namespaces))]
 
-    found = zip(*lab.counted(f"{agents} agents with one prefix of {prefix_tokens}", measured), strict=True)
+    found = zip(*lab.pace.counted(f"{agents} agents with one prefix of {prefix_tokens}", measured), strict=True)
     alone, shared = ([*map(median, zip(*each, strict=True))] for each in found)
     return [
         {

@@ -12,7 +12,9 @@ _LENGTHS = (1024,)
 
 def run(lab: Lab) -> Case:
     """Two prompts of one length; B arrives after a third of A's 427 tokens (the seed's two seconds, to scale)."""
-    rows = lab.rows(lab.chosen_lengths((96,) if lab.scope.is_quick else _LENGTHS), lambda length: [_row(lab, length)])
+    rows = lab.pace.rows(
+        lab.chosen_lengths((96,) if lab.scope.is_quick else _LENGTHS), lambda length: [_row(lab, length)]
+    )
     targets = [
         target
         for row in rows
@@ -25,7 +27,7 @@ def run(lab: Lab) -> Case:
 
 
 def _row(lab: Lab, length: int) -> Row:
-    found = lab.counted(f"B joins A, and waits for A, {length} tokens", lambda: _round(lab, length))
+    found = lab.pace.counted(f"B joins A, and waits for A, {length} tokens", lambda: _round(lab, length))
     budget_s = lab.engine.longest_gap_s
     allowed = [budget_s + each["cell_s"] + each["step_s"] for each in found]
     medians = {name: median(each[name] for each in found) for name in found[0]}
