@@ -1,7 +1,6 @@
 """A pool that kernels write in place, emulated, does what a pool does that MLX's own operations write."""
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -11,13 +10,10 @@ from kvasir.cachestore.v1 import identity_pb2
 from kvasir.errors import Cancelled, ResourceExhausted
 from kvasir.formats.block_hash import chain_hashes, kv_identity_hash
 from kvasir.formats.token_files import file_identities
-from mlx_lm.models import gemma3_text, llama
 
 from inference_svc.kv import prefill_layer
-from inference_svc.kv.attention import choice, in_place, paged
-from inference_svc.kv.attention.geometry import MAX_QUERIES
+from inference_svc.kv.attention import paged
 from inference_svc.kv.attention.kernels import Dialect
-from inference_svc.kv.batch.short_pass import ShortPass, most_kept_tokens
 from inference_svc.kv.model_hooks import attention_hook
 from inference_svc.kv.pages import pool as pool_module
 from inference_svc.kv.pages.pool import KvPool
@@ -26,11 +22,8 @@ from inference_svc.kv.prefill_layer import InPlaceLayer, PrefillLayer, commit, p
 from inference_svc.kv.sequence_files import files_of, first_whole_block
 from inference_svc.kv.sequence_kv import SequenceKV
 from inference_svc.kv.tensor_files import check_files
-from inference_svc.model.loading import load
 from inference_svc.model.model_runner import ModelRunner
-from tests.inference.engine.families import ALL, write_family
-from tests.inference.engine.tiny_models import LLAMA, write_model
-from tests.inference.kv.attention.emulators import EMULATORS, needs_compiler
+from tests.inference.kv.attention.emulators import needs_compiler
 from tests.inference.kv.sequences import (
     ANY_BYTES,
     DIM,
@@ -45,7 +38,7 @@ from tests.inference.kv.sequences import (
 )
 from tests.inference.kv.test_backends import tokens_of
 
-pytestmark = needs_compiler
+pytestmark = [needs_compiler, pytest.mark.usefixtures("emulated")]
 
 # The arrays of the pool are wider than the pages of some layers.
 MIXED = [full(), windowed(100), full(heads=1), windowed(300), windowed(8)]
@@ -53,14 +46,8 @@ WINDOWS = (0, 8, 100, 300)
 TOKENS = tokens_of(1600, 1)
 
 
-@pytest.fixture(autouse=True)
-def emulated(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a GPU, but for its compiler."""
-    for dialect, emulator in EMULATORS.items():
-        monkeypatch.setitem(in_place.COMPILERS, dialect, emulator)
-    monkeypatch.setattr(choice, "device_dialect", lambda: Dialect.CUDA)
-    monkeypatch.setattr(mx, "compile", lambda function: function)  # an emulated kernel has no place in a kept graph
-    monkeypatch.setattr(llama, "scaled_dot_product_attention", attention_hook.attention)
+def windowed_identity(window: int) -> identity_pb2.KvIdentity:
+    return identity_of([windowed(window), full()], policy_of(Rung.Q4, "bfloat16"))
 
 
 def pool(
@@ -240,23 +227,6 @@ def after(layers: int) -> Any:
     return lambda: next(asked)
 
 
-@pytest.fixture(scope="module")
-def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    config = LLAMA | {
-        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
-        "sliding_window": 40,
-    }
-    return write_model(tmp_path_factory.mktemp("windows"), config)
-
-
-@pytest.fixture
-def runner(directory: Path) -> ModelRunner:
-    """Of a model with windows, loaded as on a GPU."""
-    made = ModelRunner(load(directory, "float32").model)
-    assert made.new_pool(policy_of(Rung.Q4, "float32")).dialect is Dialect.CUDA
-    return made
-
-
 def pools(runner: ModelRunner, pages: int | None = None) -> list[PoisonedPool]:
     """Written by MLX's operations, and in place."""
     identity = identity_of(runner.layers, policy_of(Rung.Q4, "float32"))
@@ -295,112 +265,6 @@ def test_a_pass_without_room_has_changed_nothing(runner: ModelRunner) -> None:
         runner.prefill(kv, TOKENS[:800])
     assert (stored(kv), kv.pool.allocator.used) == before
     assert page_bytes(kv.pool, memory.pages) == held
-
-
-def not_compiled(runner: ModelRunner, pool: KvPool, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Have short passes computed without MLX's compiler, which emulated kernels do not bear; the list will have the
-    number of tokens of each, filled up.
-    """
-    counts: list[int] = []
-    passes = ShortPass(pool, runner.forward, runner.compute_type)
-    traced = passes._traced
-    monkeypatch.setattr(passes, "_kept_graph", lambda *given: counts.append(given[2].size) or traced(*given))
-    monkeypatch.setattr(runner, "_short", passes)
-    return counts
-
-
-def test_a_short_pass_computes_what_a_pass_layer_by_layer_does(
-    runner: ModelRunner, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Filled up to a length, from the sequence's beginning on, over a border of blocks, behind a shared tail; and
-    without room it changes nothing.
-    """
-    identity = identity_of(runner.layers, policy_of(Rung.Q4, "float32"))
-    here = PoisonedPool(identity, 24 * KvPool(identity, 1).page_bytes, is_allocated=True, dialect=Dialect.CUDA)
-    monkeypatch.setattr(prefill_layer, "LONG_TOKENS", 200)
-    kv, counts = SequenceKV(here), not_compiled(runner, here, monkeypatch)
-    for count in (5, *[37] * 6, 13, 3, 8, 20):
-        own = kv.fork()
-        with monkeypatch.context() as layer_by_layer:
-            layer_by_layer.setattr(ShortPass, "takes", lambda *_: False)
-            expected = runner.last_logits(own, TOKENS[kv.length :][:count])
-        memory, before = kv.fork(), stored(kv)
-        found = runner.last_logits(kv, TOKENS[kv.length :][:count])
-        assert mx.allclose(found, expected, rtol=1e-4, atol=1e-4)
-        assert kv.length == own.length
-        assert stored(memory) == before
-        for one, other in zip(values(own), values(kv), strict=True):
-            assert np.mean(np.abs(other - one) > 1e-2) < 1e-3, "sums in another order flip a code in a thousand"
-    assert counts == [8, *[48] * 6, 16, 8, 8, 32]
-    before, memory = stored(kv), kv.fork()
-    taken = here.take(here.allocator.free)
-    with pytest.raises(ResourceExhausted):
-        runner.last_logits(kv, TOKENS[:5])
-    assert (stored(kv), here.allocator.free) == (before, 0)
-    here.release(taken)
-
-
-@pytest.mark.parametrize(("window", "most"), [(128, 127), (512, 256)])
-def test_a_graph_is_kept_for_what_stays_in_each_window(window: int, most: int) -> None:
-    assert most_kept_tokens(windowed_identity(window), Dialect.CUDA, "bfloat16") == most
-    assert most_kept_tokens(windowed_identity(window), Dialect.CUDA, "float32") == MAX_QUERIES
-    assert most_kept_tokens(windowed_identity(window), None, "bfloat16") == 0
-
-
-@pytest.mark.long(4)
-def test_a_suffix_that_cannot_be_filled_up_is_computed_in_two_parts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The block in front of the window is gone. Its page may be anyone's: 0 x NaN of a page of other bytes would reach
-    the tokens behind it.
-    """
-    monkeypatch.setattr(gemma3_text, "scaled_dot_product_attention", attention_hook.attention)
-    monkeypatch.setattr(prefill_layer, "LONG_TOKENS", 200)
-    runner = ModelRunner(load(write_family(tmp_path, ALL["gemma3"]), "float32").model)
-    identity = identity_of(runner.layers, policy_of(Rung.Q4, "float32"))
-    here = PoisonedPool(identity, 24 * KvPool(identity, 1).page_bytes, is_allocated=True, dialect=Dialect.CUDA)
-    kv, counts = SequenceKV(here), not_compiled(runner, here, monkeypatch)
-    runner.prefill(kv, TOKENS[:300])
-    runner.prefill(kv, TOKENS[300:351])  # the window of 96 begins with block 1
-    for count, parts in ((8, [8]), (12, [8, 8]), (1, [1]), (2, [1, 1])):
-        own, other = kv.fork(), kv.fork()
-        with monkeypatch.context() as layer_by_layer:
-            layer_by_layer.setattr(ShortPass, "takes", lambda *_: False)
-            expected = runner.last_logits(own, TOKENS[351 : 351 + count])
-        counts.clear()
-        found = runner.last_logits(other, TOKENS[351 : 351 + count])
-        assert counts == parts
-        assert mx.allclose(found, expected, rtol=1e-4, atol=1e-4)
-        assert other.length == own.length
-        for one, two in zip(values(own), values(other), strict=True):
-            np.testing.assert_allclose(two, one, atol=1e-2)
-
-
-def test_a_graph_is_kept_for_a_pass_of_at_most_two_parts() -> None:
-    identity = windowed_identity(300)
-    pool = KvPool(identity, 16 * KvPool(identity, 1).page_bytes, is_allocated=True, dialect=Dialect.CUDA)
-    passes, kv = ShortPass(pool, None, "bfloat16"), SequenceKV(pool)
-    [table] = [each for each in kv.tables if each.window]
-    kv.length = 1024 + 299  # the first position that a new token sees begins a block
-    table.pages, table.valid_from = {4: 1, 5: 2}, 1024
-    for behind, taken in {0: (1, 2, 8, 9, 60, 64), 4: (1, 2, 4, 8, 9, 60, 64), 7: range(1, 65)}.items():
-        kv.length = 1024 + 299 + behind  # so many rows in front of what a new token sees
-        assert [count for count in range(1, 65) if passes.takes(kv, count) and count in taken] == list(taken)
-        assert not behind or passes.takes(kv, 8 - behind)
-    kv.length = 1024 + 299
-    assert not any(passes.takes(kv, count) for count in range(3, 8)), "one after the other"
-    assert not passes.takes(kv, 0)
-    table.pages[3], table.valid_from = 3, 0
-    assert passes.takes(kv, 5)
-    kv.length = 40_000
-    table.pages = dict.fromkeys(range(150, 157), 1)
-    assert passes.takes(kv, 128)
-    assert not passes.takes(kv, 129), "that far, MLX's own attention is faster"
-    table.pages = {}  # they were nobody's
-
-
-def windowed_identity(window: int) -> identity_pb2.KvIdentity:
-    return identity_of([windowed(window), full()], policy_of(Rung.Q4, "bfloat16"))
 
 
 # --- pages that may be written ---
