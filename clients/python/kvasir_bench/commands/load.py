@@ -103,8 +103,8 @@ def load(
 
     Turns arrive whether or not earlier ones have ended, as people do, unless --at-once keeps so many in flight. The
     engine is that of the home, or --engine; with --http, any server of OpenAI's chat completions: all times include
-    HTTP. A crowd beside mlx-lm: `--at-once 64 --requests 64 --mlx-lm kvasir-tiny`. Goodput, the
-    requests that are served in time: `--rate 4 --in 200~4000 --first-token-ms 1000 --gap-ms 100`."""
+    HTTP. A crowd beside mlx-lm: `--at-once 64 --requests 64 --mlx-lm kvasir-tiny`. Goodput, the requests that are
+    served in time: `--rate 4 --in 200~4000 --first-token-ms 1000 --gap-ms 100`."""
     _check(rate, at_once, http, model, api_key_file, mlx_lm)
     seconds = 60.0 if seconds is None and requests is None else seconds
     scope = run.LoadScope(
