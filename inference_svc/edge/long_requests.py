@@ -1,15 +1,14 @@
 """Checks long requests beside the event loop: one of 10,000 messages takes a tenth of a second."""
 
-import asyncio
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from contextvars import copy_context
+from functools import partial
 from typing import TypeAlias, TypeVar
 
 from kvasir.credentials import Principal
 from kvasir.inference.v1 import inference_pb2 as pb
-from kvasir.server.shared_room import SharedRoom
 
+from inference_svc.model.prompting import Prompting
 from inference_svc.turns.admission import Admission
 
 Request: TypeAlias = pb.GenerateRequest | pb.CountTokensRequest | pb.WarmRequest
@@ -18,24 +17,21 @@ _FEW_PARTS, _FEW_BYTES = 500, 1 << 20
 _Checked = TypeVar("_Checked")
 
 
-class LongRequests:
-    """Runs the checks of one service's requests, long ones on a thread, namespaces in turn."""
-
-    def __init__(self, admission: Admission) -> None:
-        """`admission`: where long requests count as prompts until they are checked."""
-        self._admission = admission
-        self._checking = SharedRoom(1)
-        # Of its own: a call that is cancelled leaves its check behind, and the next one waits for that here.
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checks")
-
-    async def checked(self, request: Request, caller: Principal, check: Callable[[], _Checked]) -> _Checked:
-        """The result of `check`. Raises what it raises, and ResourceExhausted."""
-        size_bytes = request.ByteSize()
-        if size_bytes <= _FEW_BYTES and _has_few_parts(request):
-            return check()
-        with self._admission.turn(caller.namespace, caller.name, size_bytes):
-            async with self._checking.held_for(caller.namespace, 1):
-                return await asyncio.get_running_loop().run_in_executor(self._thread, copy_context().run, check)
+async def checked(
+    request: Request,
+    caller: Principal,
+    check: Callable[[], _Checked],
+    admission: Admission,
+    prompting: Prompting | None,
+) -> _Checked:
+    """The result of `check`. A long request counts as a prompt meanwhile, and is checked by the thread that renders
+    long conversations: two busy threads would delay each step of the event loop twice. Raises what `check` raises,
+    ResourceExhausted, and Unavailable when the model goes."""
+    size_bytes = request.ByteSize()
+    if prompting is None or (size_bytes <= _FEW_BYTES and _has_few_parts(request)):
+        return check()
+    with admission.turn(caller.namespace, caller.name, size_bytes):
+        return await prompting.run(caller.namespace, partial(copy_context().run, check), is_large_render=True)
 
 
 def _has_few_parts(request: Request) -> bool:

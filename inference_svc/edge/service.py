@@ -20,12 +20,11 @@ from kvasir.server.answers import duration, written
 from kvasir.server.interceptors import current_principal
 from kvasir.waits import LOOK_S, PROGRESS_S
 
-from inference_svc.edge import messages, stats_messages
+from inference_svc.edge import long_requests, messages, stats_messages
 from inference_svc.edge.embed_messages import check_dimensions, embed_response, embedding_model_message, read_embed
 from inference_svc.edge.inputs.input_messages import check_known_tokens
 from inference_svc.edge.inputs.sampling_messages import with_defaults
 from inference_svc.edge.inputs.thinking_messages import with_thinking
-from inference_svc.edge.long_requests import LongRequests
 from inference_svc.embedding.embedding_model import EmbeddingModel
 from inference_svc.embedding.turn_embedder import TurnEmbedder
 from inference_svc.engine.api import AgentKey
@@ -106,7 +105,6 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):  # type: ig
         """`service_admins`: admins' credentials that act for all namespaces, as the Unix socket's owner does."""
         self._parts = parts
         self._limits = limits
-        self._long_requests = LongRequests(parts.admission)
         self._version = version("kvasir")  # searched for in the file system
         self._is_stopping = is_stopping
         self._service_admins = frozenset(service_admins)
@@ -136,7 +134,10 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):  # type: ig
     ) -> TurnRequest:
         most_bytes = self._limits.max_prompt_bytes
         terms = {"namespace": caller.namespace, "caller": caller.name, "max_prompt_bytes": most_bytes, **new}
-        return await self._long_requests.checked(request, caller, partial(check, request, **terms))
+        served = self._parts.host.served
+        prompting = served.prompting if served is not None else None
+        check = partial(check, request, **terms)
+        return await long_requests.checked(request, caller, check, self._parts.admission, prompting)
 
     async def _resume(self, request: pb.GenerateRequest, caller: Principal, context: Any) -> None:
         if request != pb.GenerateRequest(resume_token=request.resume_token):

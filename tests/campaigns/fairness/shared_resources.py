@@ -281,15 +281,6 @@ SHARED = (
         "FORMAT_TOO_COMPLEX",
     ),
     Shared(
-        "the thread that checks requests of more than 1 MiB or 500 parts of messages",
-        "engine",
-        "inference_svc/edge/long_requests.py: _checking",
-        ("", 1),
-        "one request at a time",
-        IN_TURN,
-        WAITS,
-    ),
-    Shared(
         "thread that tokenizes prompts",
         "engine",
         "inference_svc/model/prompting.py: _thread_room",
@@ -308,7 +299,7 @@ SHARED = (
         WAITS,
     ),
     Shared(
-        "thread that renders conversations above 1 MiB",
+        "thread that renders conversations above 1 MiB, and checks such requests and those of 500 parts",
         "engine",
         "inference_svc/model/prompting.py: _render_room",
         ("", 1),

@@ -2,6 +2,8 @@
 
 import asyncio
 import threading
+from collections.abc import Iterator
+from contextvars import ContextVar
 from dataclasses import replace
 
 import pytest
@@ -10,8 +12,12 @@ from kvasir.common.v1 import message_pb2
 from kvasir.credentials import CLIENT, Principal
 from kvasir.errors import ResourceExhausted
 from kvasir.inference.v1 import inference_pb2 as pb
+from mlx_lm.tokenizer_utils import load as load_tokenizer
 
-from inference_svc.edge.long_requests import LongRequests, Request
+from inference_svc.edge.long_requests import Request, checked
+from inference_svc.model import kvasir_tiny
+from inference_svc.model.prompting import Prompting
+from inference_svc.text.token_text import TokenText
 from inference_svc.turns.admission import Admission
 from tests.inference.turns.test_admission import LIMITS
 
@@ -21,6 +27,21 @@ MANY = pb.MessageList(messages=[message("user")] * 501)
 PARTS, CALLS = message("user"), message("assistant", "Now.")
 PARTS.parts.extend(message("user", "a").parts[0] for _ in range(501))
 CALLS.tool_calls.extend(message_pb2.ToolCall(name="f") for _ in range(500))
+NAME: ContextVar[str] = ContextVar("name")
+
+
+@pytest.fixture(scope="module")
+def prompting() -> Iterator[Prompting]:
+    tokenizer = load_tokenizer(kvasir_tiny.path())
+    tokenizer_json = (kvasir_tiny.path() / "tokenizer.json").read_text(encoding="utf-8")
+    prompting = Prompting(tokenizer, TokenText.of_tokenizer(tokenizer_json, tokenizer.decode))
+    yield prompting
+    prompting.close()
+
+
+@pytest.fixture
+def admission() -> Admission:
+    return Admission(LARGE, lambda: 0.0)
 
 
 @pytest.mark.parametrize(
@@ -40,15 +61,31 @@ CALLS.tool_calls.extend(message_pb2.ToolCall(name="f") for _ in range(500))
     ],
     ids=lambda value: type(value).__name__,
 )
-def test_a_long_request_is_checked_by_another_thread(request_: Request, *, is_long: bool) -> None:
-    requests = LongRequests(Admission(LARGE, lambda: 0.0))
-    checked_by = asyncio.run(requests.checked(request_, CALLERS["modest"], threading.current_thread))
-    assert (checked_by is not threading.main_thread()) == is_long
+def test_a_long_request_is_checked_where_long_conversations_are_rendered(
+    request_: Request, prompting: Prompting, admission: Admission, *, is_long: bool
+) -> None:
+    def check() -> tuple[str, str, int]:
+        return threading.current_thread().name.partition("_")[0], NAME.get(), admission.open_prompt_bytes
+
+    async def ask() -> tuple[str, str, int]:
+        NAME.set("of this call")
+        return await checked(request_, CALLERS["modest"], check, admission, prompting)
+
+    thread, name, held_bytes = asyncio.run(ask())
+    assert (thread == "render", held_bytes > 0, name) == (is_long, is_long, "of this call")
+    assert admission.open_prompt_bytes == 0
 
 
-def test_a_check_whose_call_was_cancelled_ends_before_the_next_one_begins() -> None:
-    requests, may_end, ended = LongRequests(Admission(LARGE, lambda: 0.0)), threading.Event(), list[bool]()
+def test_before_a_model_is_loaded_a_long_request_is_checked_at_once(admission: Admission) -> None:
     long = pb.GenerateRequest(messages=MANY)
+    thread = asyncio.run(checked(long, CALLERS["modest"], threading.current_thread, admission, None))
+    assert thread is threading.main_thread()
+
+
+def test_a_check_whose_call_was_cancelled_ends_before_the_next_one_begins(
+    prompting: Prompting, admission: Admission
+) -> None:
+    may_end, ended, long = threading.Event(), list[bool](), pb.GenerateRequest(messages=MANY)
 
     async def run() -> None:
         loop, begun = asyncio.get_running_loop(), asyncio.Event()
@@ -57,11 +94,11 @@ def test_a_check_whose_call_was_cancelled_ends_before_the_next_one_begins() -> N
             loop.call_soon_threadsafe(begun.set)
             ended.append(may_end.wait(10))
 
-        first = asyncio.create_task(requests.checked(long, CALLERS["greedy"], slow))
+        first = asyncio.create_task(checked(long, CALLERS["greedy"], slow, admission, prompting))
         await begun.wait()
         first.cancel()
         await asyncio.wait([first])
-        second = asyncio.create_task(requests.checked(long, CALLERS["modest"], lambda: [*ended]))
+        second = asyncio.create_task(checked(long, CALLERS["modest"], lambda: [*ended], admission, prompting))
         await asyncio.wait([second], timeout=0.1)
         may_end.set()
         assert await second == [True]
@@ -69,22 +106,22 @@ def test_a_check_whose_call_was_cancelled_ends_before_the_next_one_begins() -> N
     asyncio.run(run())
 
 
-def test_namespaces_take_turns_and_requests_that_wait_count_as_prompts() -> None:
-    admission, order, long = Admission(LARGE, lambda: 0.0), list[str](), pb.GenerateRequest(messages=MANY)
-    held = list[int]()
+def test_namespaces_take_turns_and_requests_that_wait_count_as_prompts(
+    prompting: Prompting, admission: Admission
+) -> None:
+    order, long, held = list[str](), pb.GenerateRequest(messages=MANY), list[int]()
 
     async def check() -> None:
-        requests = LongRequests(admission)
-
         async def one(name: str) -> None:
-            await requests.checked(long, CALLERS[name], lambda: order.append(name))
+            await checked(long, CALLERS[name], lambda: order.append(name), admission, prompting)
 
         waiting = [asyncio.create_task(one(name)) for name in ("greedy", "greedy", "greedy", "modest")]
         await asyncio.sleep(0)
         held.append(admission.open_prompt_bytes)
         await asyncio.gather(*waiting)
+        larger = pb.GenerateRequest(prompt="a" * (4 << 20))
         with admission.turn("greedy", "greedy", 1), pytest.raises(ResourceExhausted):
-            await requests.checked(pb.GenerateRequest(prompt="a" * (4 << 20)), CALLERS["modest"], lambda: None)
+            await checked(larger, CALLERS["modest"], lambda: None, admission, prompting)
 
     asyncio.run(check())
     assert held == [4 * long.ByteSize()]
