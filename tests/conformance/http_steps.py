@@ -27,6 +27,17 @@ def a_key_opens_its_own_namespace(program: Testee, world: HttpWorld) -> None:
     assert program.call("list_agents") == {"agent_ids": []}
 
 
+def a_call_that_would_mean_another_is_refused_by_the_client_itself(program: Testee, world: HttpWorld) -> None:
+    for end in ("#part", "/?a=b", "/path"):
+        with refusal("INVALID_ARGUMENT", "INVALID_FIELD", "address"):
+            program.call("connect", address=world.url + end)
+    program.call("connect", address=world.url, token=world.key)
+    for request_id in ("", "a\r\nb", "ö", "a" * 129):
+        with refusal("INVALID_ARGUMENT", "INVALID_FIELD", "request_id"):
+            program.call("reply", agent_id="ada", prompt="Hello", request_id=request_id)
+    assert program.call("list_agents") == {"agent_ids": []}
+
+
 def a_cancelled_task_ends_its_turn(program: Testee, world: HttpWorld) -> None:
     cut = program.call("stream", agent_id="ada", cancel_after=2, cancel_by="task", **LONG)
     assert not cut["is_finished"]
@@ -97,6 +108,7 @@ def an_answer_that_is_none_is_refused(program: Testee, world: HttpWorld) -> None
 HTTP_STEPS: tuple[Step, ...] = (
     steps.addresses_that_are_refused_by_the_client_itself,
     a_key_opens_its_own_namespace,
+    a_call_that_would_mean_another_is_refused_by_the_client_itself,
     steps.a_first_turn_makes_version_one,
     steps.a_second_turn_streams_and_reuses_the_first,
     steps.a_cancelled_turn_leaves_nothing,

@@ -75,8 +75,9 @@ def addresses_that_are_refused_by_the_client_itself(program: Testee, world: AnyW
     for address in ("nonsense", "unix:relative.sock", "1.2.3.4:99999"):
         with refusal("INVALID_ARGUMENT", "INVALID_FIELD", "address"):
             program.call("connect", address=address)
-    with refusal("INVALID_ARGUMENT", "INVALID_FIELD", "tls"):
-        program.call("connect", address="192.0.2.1:443")
+    for address in ("192.0.2.1:443", "127.example.com:443"):
+        with refusal("INVALID_ARGUMENT", "INVALID_FIELD", "tls"):
+            program.call("connect", address=address)
 
 
 def tls_and_a_token_at_the_store(program: Testee, world: World) -> None:

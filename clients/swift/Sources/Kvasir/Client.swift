@@ -33,6 +33,10 @@ public struct Client: Sendable {
 
     /// A turn of an agent. A retry with the same request ID and input is answered from memory, and not done twice.
     public func generate(agent: String, _ turn: Turn, requestID: String = UUID().uuidString) throws -> Events {
+        // Foundation leaves out a header that is no line, and a retry without its ID is another turn.
+        guard (1...128).contains(requestID.utf8.count), requestID.utf8.allSatisfy({ (0x20...0x7e).contains($0) }) else {
+            throw Self.wrong("request_id", "expected 1 to 128 printable ASCII characters")
+        }
         var request = try request("POST", [agent, "generate"], body: turn)
         request.setValue(requestID, forHTTPHeaderField: "x-request-id")
         return Events(requestID: requestID) { [request, connection, limit] in
@@ -152,9 +156,10 @@ public struct Client: Sendable {
         guard let found = URLComponents(string: text), let host = found.host, !host.isEmpty,
             found.scheme == "https" || found.scheme == "http", (1...65535).contains(found.port ?? 443),
             address.contains("://") || found.port != nil, ["", "/"].contains(found.path),
-            found.query == nil, found.user == nil
+            found.query == nil, found.fragment == nil, found.user == nil
         else { throw wrong("address", "expected http://host:port or https://host, got \"\(address)\"") }
-        let isHere = ["localhost", "::1", "[::1]"].contains(host) || host.hasPrefix("127.")
+        // 127.example.com is a name, and may be anywhere.
+        let isHere = ["localhost", "::1", "[::1]"].contains(host) || host.wholeMatch(of: /127(\.[0-9]{1,3}){3}/) != nil
         guard found.scheme == "https" || isHere else { throw wrong("tls", "\(host) is another machine: expected https://") }
         return text.hasSuffix("/") ? String(text.dropLast()) : text
     }
