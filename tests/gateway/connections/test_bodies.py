@@ -313,6 +313,18 @@ def test_texts_that_a_body_refers_to_are_billed_when_they_are_read_and_once() ->
     assert rooms.bodies.held_by_all == 0
 
 
+@pytest.mark.parametrize(("earlier_bytes", "is_beside"), [(10_000, False), (20_000, True)])
+def test_a_request_of_long_earlier_texts_is_made_by_the_thread(earlier_bytes: int, is_beside: bool) -> None:
+    room = RequestRoom(Rooms(10, 1 << 20))
+
+    async def made_by() -> threading.Thread:
+        await room.read(_sending([100]), 200)
+        room.bill_earlier(earlier_bytes)
+        return await room.made(threading.current_thread)
+
+    assert (asyncio.run(made_by()) is not threading.main_thread()) == is_beside
+
+
 def test_there_is_a_thread_for_each_large_request_that_bodies_room_admits() -> None:
     """Also where little is sent, and much is remembered."""
     rooms, large = Rooms(1000, GatewayLimits().max_bodies_bytes), bytes(LARGE_BYTES)

@@ -132,6 +132,7 @@ class RequestRoom:
         """Texts that the body refers to, which a request to the engine repeats. Raises ResourceExhausted."""
         self._take(_MORE_COPIES * size_bytes)
         self._text_bytes += size_bytes
+        self._is_large = self._text_bytes > _SMALL_BYTES
 
     async def written(self, make: Callable[[], bytes]) -> bytes:
         """A request to the engine. It can be longer than its body: by what is remembered. That is billed as a body is.
