@@ -1,12 +1,13 @@
 """One exam: the same material for exact KV and for every rung that a model can have, within a time limit."""
 
+import contextlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
 from kvasir.cachestore.v1 import identity_pb2
-from kvasir.errors import FailedPrecondition
+from kvasir.errors import FailedPrecondition, InvalidArgument
 
 from inference_svc.model.model_runner import ModelRunner
 from inference_svc.model.quality.conversations import Conversations
@@ -41,8 +42,11 @@ class Subject:
     given: Sequence[Sheet] = ()
 
     def sheets_of(self, tasks: Sequence[Task]) -> list[Sheet]:
-        """Of the tasks that its context has room for."""
-        sheets = (task_sheet(task, self.tokenizer) for task in tasks)
+        """Of the tasks that its tokenizer can write, and its context has room for."""
+        sheets = list[Sheet]()
+        for task in tasks:
+            with contextlib.suppress(InvalidArgument):  # no reason to refuse a model
+                sheets.append(task_sheet(task, self.tokenizer))
         return [sheet for sheet in sheets if len(sheet.ids) <= self.context_tokens]
 
 

@@ -11,6 +11,7 @@ from kvasir.errors import InvalidArgument, NotFound
 from kvasir_bench.quality.given_tasks import given_sheets
 
 from inference_svc.kv.policy import tried_by_auto
+from inference_svc.model.quality.exam import Subject
 from inference_svc.model.quality.findings import Findings, Share, judged
 from inference_svc.model.quality.material import task_sheet
 from inference_svc.model.quality.tasks import Task, read_tasks, shipped_tasks
@@ -150,6 +151,12 @@ def test_a_task_that_the_model_cannot_take_is_refused_with_its_number() -> None:
         given_sheets(Path("mine"), tasks, letters(), 100)
     with pytest.raises(InvalidArgument, match=r"task 1 \(t\): 4 tokens with its answer; .* has 3"):
         given_sheets(Path("mine"), tasks, letters(), 3)
+
+
+def test_a_model_whose_tokenizer_cannot_write_a_task_is_examined_without_it() -> None:
+    one_word = SimpleNamespace(encode=lambda text: [1] if text.startswith("Make") else [1, *text.encode()])
+    sheets = Subject(SimpleNamespace(), one_word, lambda: None, 1 << 16).sheets_of(shipped_tasks())  # type: ignore[arg-type]
+    assert {sheet.task for sheet in sheets} == {"chained_arithmetic", "tool_arguments"}
 
 
 # How they are judged.
