@@ -33,7 +33,7 @@ def copy_database(
     path: Path, into: Path, clock: Callable[[], float] = time.time, sleep: Callable[[float], None] = time.sleep
 ) -> None:
     """Write the database as of a commit to a new file. `clock` gives Unix seconds. Raises OSError, Unavailable
-    (INDEX_BUSY), and DataLoss (INDEX_DAMAGED)."""
+    (INDEX_FAILED), and DataLoss (INDEX_DAMAGED)."""
     for _ in range(_TRIES):
         before = _seen(path)
         # A file's time is that of the kernel's last tick: one as new as this may change within the same tick.
@@ -46,7 +46,7 @@ def copy_database(
             if _seen(path) == before:
                 return _bring_in_log(into)
         sleep(PAUSE_S)
-    raise Unavailable("the index changes too often to be copied; try again", reason="INDEX_BUSY", retry_after_s=5)
+    raise Unavailable("the index changes too often to be copied; try again", reason="INDEX_FAILED", retry_after_s=5)
 
 
 def _seen(path: Path) -> _Seen:
