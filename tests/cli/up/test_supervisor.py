@@ -301,7 +301,7 @@ BUSY = (
     "import signal, time\n"
     "stops = []; signal.signal(signal.SIGTERM, lambda *_: stops.append(1)); print('here', flush=True)\n"
     "while not stops: time.sleep(0.02)\n"
-    "for left in range(10): print('storing', left, flush=True); time.sleep(0.15)\n"
+    "for left in range(20): print('storing', left, flush=True); time.sleep(0.15)\n"
     "print('stored', flush=True)"
 )
 
@@ -309,7 +309,7 @@ BUSY = (
 def test_a_service_that_says_it_goes_on_is_waited_for(tmp_path: Path) -> None:
     async def scenario() -> None:
         (tmp_path / "engine").write_text("ready")
-        group = Group(tmp_path, {"engine": BUSY}, grace_s=0.75)  # half of what it takes
+        group = Group(tmp_path, {"engine": BUSY}, grace_s=1.5)  # half of what it takes
         run = group.begin()
         await asyncio.wait_for(group.started.wait(), 20)
         await eventually(lambda: last_lines(tmp_path / "engine.log") == ["here"])
