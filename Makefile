@@ -60,12 +60,15 @@ try-wheel: install ## Build the wheel, install it with all that it needs into an
 prove: install   ## Check and measure Kvasir on this machine, a quarter of an hour; goes on where it was ended; PROVE=--quick
 	$(BIN)/kvasir prove --out out/prove $(PROVE)
 
-# uv resolves for another system than its own, and takes no source: MLX's wheels want macOS 14.
-test-wheels: install ## Every dependency has a wheel for Apple silicon on Python 3.11 to 3.14; asks the registry, installs uv into out/
+# uv resolves and unpacks for another system than its own, and takes no source: MLX's wheels want macOS 14.
+FOR_A_MAC = MACOSX_DEPLOYMENT_TARGET=14.0 UV_CACHE_DIR=out/uv/cache out/uv/bin/uv pip
+A_MAC := -q --only-binary :all: --python-platform aarch64-apple-darwin
+test-wheels: install ## The wheels for Apple silicon on Python 3.11 to 3.14 are all there: downloads and unpacks them into out/, 3 GB there
 	test -x out/uv/bin/uv || { $(PY) -m venv out/uv && out/uv/bin/python -m pip install -q uv; }
-	@for python in 3.11 3.12 3.13 3.14; do MACOSX_DEPLOYMENT_TARGET=14.0 out/uv/bin/uv pip compile -q --only-binary :all: \
-	  --python-platform aarch64-apple-darwin --python-version $$python --all-extras -c $(CONSTRAINTS) \
-	  pyproject.toml -o out/uv/wheels.txt && echo "Python $$python: nothing is compiled" || exit 1; done
+	@for python in 3.11 3.12 3.13 3.14; do rm -rf out/uv/mac; \
+	  $(FOR_A_MAC) compile $(A_MAC) --python-version $$python --all-extras -c $(CONSTRAINTS) pyproject.toml -o out/uv/wheels.txt \
+	  && $(FOR_A_MAC) install $(A_MAC) --python-version $$python --no-deps --target out/uv/mac -r out/uv/wheels.txt \
+	  && echo "Python $$python: $$(ls -d out/uv/mac/*.dist-info | wc -l) wheels unpacked, nothing is compiled" || exit 1; done
 
 # All three run, whatever the first finds; a missed target still fails the whole.
 bench: install   ## Measure store, engine and KV policies; wants a quiet machine, writes pictures to out/bench
