@@ -16,6 +16,7 @@ PAGES = (
     "README.md",
     "CONTRIBUTING.md",
     "DESIGN.md",
+    "examples/README.md",
     "clients/python/README.md",
     "compose/README.md",
     "inference_svc/handover/README.md",

@@ -1,0 +1,102 @@
+"""`examples/`: each program runs as it is, beside one `kvasir up` of a user's own home, and prints what it promises."""
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import pytest
+
+from tests.cli.running import Cli, eventually, free_port
+from tests.running import in_memory
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+MAX_LINES = 60
+# What each prints, in this order.
+PRINTED: Mapping[str, tuple[str, ...]] = {
+    "openai_memory.py": ("(0 of ", "Rex", "Anna", " cached)"),
+    "openai_append.py": ("memory new", "memory extended", "Oslo"),
+    "anthropic_chat.py": ("(0 tokens read", "Lima", "tokens read from memory"),
+    "curl_chat.sh": ("Luna", '"cached_tokens":'),
+    "python_chat.py": ("[0 of ", "version 1", "Rex", "version 2"),
+    "fork_and_compare.py": ("examples/plan: ", "blue", "examples/plan-b: ", "green"),
+    "team_on_one_prefix.py": ("ada: ", "Anna", "(0 of ", "(1024 of ", "(1024 of "),
+    "tool_loop.py": ('weather({"place": "Oslo"})', "sunny"),
+    "structured_output.py": ("Favourite(colour='blue')",),
+    "background_batch.py": ("50 of 50",),
+    "resume_after_kill.py": ("(0 of ", "are killed", "4711"),
+}
+ALONE = {"move_between_homes.sh": ("ada has moved from studio: ", "Rex", "and at A she is not any more (exit 4)")}
+
+
+@pytest.fixture(scope="module")
+def user() -> Iterator[Path]:
+    """The home directory of a user where `kvasir up` runs."""
+    directory = in_memory.home()
+    home = directory / ".kvasir"
+    with Cli(home).running("up", "--http", f"127.0.0.1:{free_port()}") as up:
+
+        def is_ready() -> bool:
+            assert up.process.poll() is None, up.err
+            return (home / "run/up.json").exists() and '"is_ready": true' in (home / "run/up.json").read_text()
+
+        eventually(is_ready, within_s=90)
+        yield directory
+    shutil.rmtree(directory)
+
+
+def printed_by(example: str, home: Path, *arguments: str) -> str:
+    """What a program of the folder prints, of which this is the home directory."""
+    program = sys.executable if example.endswith(".py") else "/bin/sh"
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    ended = subprocess.run(
+        (program, str(EXAMPLES / example), *arguments),
+        env={**os.environ, "HOME": str(home), "PATH": path, "NO_COLOR": "1"},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert ended.returncode == 0, ended.stderr
+    return ended.stdout
+
+
+def in_order(words: tuple[str, ...], text: str) -> bool:
+    at = 0
+    for word in words:
+        found = text.find(word, at)
+        if found < 0:
+            return False
+        at = found + len(word)
+    return True
+
+
+def test_every_example_is_short_and_is_listed_and_has_its_words_here() -> None:
+    programs = {path.name: path for path in EXAMPLES.iterdir() if path.suffix in (".py", ".sh")}
+    page = (EXAMPLES / "README.md").read_text()
+    assert programs.keys() == PRINTED.keys() | ALONE.keys()
+    assert [name for name in programs if f"[`{name}`]({name})" not in page] == []
+    assert [name for name, path in programs.items() if len(path.read_text().splitlines()) > MAX_LINES] == []
+
+
+@pytest.mark.long(25)
+@pytest.mark.parametrize("example", PRINTED)
+def test_an_example_prints_what_it_promises(user: Path, example: str) -> None:
+    printed = printed_by(example, user)
+    assert in_order(PRINTED[example], printed), printed
+
+
+@pytest.mark.long(25)
+@pytest.mark.parametrize("example", ALONE)
+def test_an_example_of_two_homes_prints_what_it_promises(example: str) -> None:
+    directory = in_memory.home()
+    printed = printed_by(example, directory, str(directory))
+    assert in_order(ALONE[example], printed), printed
+    shutil.rmtree(directory)
+
+
+def test_words_in_another_order_are_noticed() -> None:
+    assert in_order(("a", "b"), "a b")
+    assert not in_order(("b", "a"), "a b")
+    assert not in_order(("a", "a"), "a b")
