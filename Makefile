@@ -94,7 +94,7 @@ check-generated: install ## Committed stubs are what proto/ generates; says so w
 	tmp=$$(mktemp -d) && trap 'rm -rf "$$tmp"' EXIT && tools/generate.sh "$$tmp" && \
 	for f in $$(cd "$$tmp" && find . -type f); do cmp "$$tmp/$$f" "clients/python/$$f" || { echo "run 'make generate'"; exit 1; }; done
 
-generate: install ## Write the Python and Go stubs of proto/
+generate: install ## Write the Python and Go stubs of proto/, and copy it into the clients that are built from it
 	tools/generate.sh
 	tools/generate_clients.sh
 

@@ -1,7 +1,15 @@
 #!/bin/sh
-# Writes the Go stubs of proto/ into clients/go/gen. The plugins' versions are pinned here; `go install` brings them.
+# Copies the contract into the clients that are built from it, and writes Go's stubs into clients/go/gen.
+# The plugins' versions are pinned here; `go install` brings them.
 set -eu
 cd "$(dirname "$0")/.."
+# Copies and no links: a client's folder is built wherever it lies. test_client_stubs.py compares them with proto/.
+for client in go typescript rust java; do
+  rm -rf "clients/$client/proto/kvasir" "clients/$client/proto/vectors"
+  mkdir -p "clients/$client/proto"
+  cp -R proto/vectors "clients/$client/proto"
+  test $client = go || cp -R proto/kvasir "clients/$client/proto"
+done
 out=${1:-clients/go/gen}
 bin=$PWD/out/protoc-go
 command -v go >/dev/null || { echo "no Go here: $out stays as it is" >&2; exit 0; }

@@ -24,7 +24,7 @@ type namedDigest struct {
 // load reads a file of the golden cases for all languages.
 func load[T any](t *testing.T, name string) T {
 	t.Helper()
-	text, err := os.ReadFile(filepath.Join("..", "..", "proto", "vectors", name+".json"))
+	text, err := os.ReadFile(filepath.Join("proto", "vectors", name+".json"))
 	if err != nil {
 		t.Fatal(err)
 	}

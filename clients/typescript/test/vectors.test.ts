@@ -14,7 +14,7 @@ interface Digest {
 }
 
 function load<T>(name: string): T {
-  return JSON.parse(readFileSync(new URL(`../../../../proto/vectors/${name}.json`, import.meta.url), "utf8")) as T;
+  return JSON.parse(readFileSync(new URL(`../../proto/vectors/${name}.json`, import.meta.url), "utf8")) as T;
 }
 
 const decoded = (base64: string): Uint8Array => Buffer.from(base64, "base64");
