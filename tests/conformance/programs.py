@@ -33,6 +33,12 @@ class Language:
     world: Callable[[], AbstractContextManager[AnyWorld]] = world
     steps: Sequence[Step] = STEPS
 
+    def first_example(self) -> str:
+        """Its source, less the first line, a comment that says what the file is."""
+        assert self.example_file is not None
+        source = (self.folder / self.example_file).read_text(encoding="utf-8")
+        return source[source.index("\n") + 1 :].strip()
+
 
 def _java(what: str) -> Command:
     """A class, or a source file; the build has left its class path in a file."""

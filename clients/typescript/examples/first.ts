@@ -6,7 +6,7 @@ const engine = new Client(`unix:${homedir()}/.kvasir/run/engine.sock`); // what 
 const reply = await engine.reply({ agentId: "ada", append: [user("My name is Anna. What is my name?")] });
 console.log(reply.text, reply.started?.cachedTokens);
 
-for await (const event of engine.generate({ prompt: "Once upon a time", maxTokens: 20 })) {
+for await (const event of engine.generate({ append: [user("My dog is called Rex.")], agentId: "ada" })) {
   if (event.case === "delta") process.stdout.write(event.value.text);
 }
 engine.close();
