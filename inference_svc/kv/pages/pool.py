@@ -254,7 +254,7 @@ class KvPool:
 
     def give_back(self) -> int:
         """Free the memory behind the last page in use, if that is a quarter of all; returns its bytes."""
-        mx.clear_cache()
+        _clear_cache()
         before = self.pages_in_memory
         pages = max(self._first_pages, self.allocator.end_without(()))
         if before - pages < max(1, before // 4):
@@ -279,7 +279,13 @@ class KvPool:
             made[:kept] = self.arrays[slot][:kept]
             mx.eval(made)
             self.arrays[slot] = made
-            mx.clear_cache()  # MLX would keep the old array for another of its size
+            _clear_cache()  # MLX would keep the old array for another of its size
+
+
+def _clear_cache() -> None:
+    """A pass holds what it read until a thread of MLX has heard of its end: a moment after `eval`, on a GPU."""
+    mx.synchronize()
+    mx.clear_cache()
 
 
 def _nothing() -> tuple[mx.array, ...]:
