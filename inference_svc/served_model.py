@@ -100,8 +100,6 @@ class ServedModel:
 
 @dataclass(frozen=True, slots=True)
 class ModelsParts:
-    """The parts that all models of a service use."""
-
     settings: EngineSettings
     stores: Mapping[str, RemoteCache]  # may get further namespaces later: see `ServedModel.add_store`
     lease_owner: str

@@ -179,7 +179,6 @@ def importers_of_mlx(root: Path) -> list[str]:
 
 
 def report(root: Path) -> str:
-    """The numbers, a line each."""
     lines = []
     for package in PACKAGES:
         graph = module_graph(root, package)

@@ -53,8 +53,6 @@ class BlobWriter(Protocol):
 
 
 class BlobRegister(Protocol):
-    """Lists durable blobs, so that they can be found."""
-
     def add(self, namespace: str, blobs: Sequence[tuple[Digest, BlobFacts]]) -> list[bool]:
         """List the blobs, all or none. False for each that was listed before."""
 

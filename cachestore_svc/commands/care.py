@@ -43,7 +43,6 @@ def scrub(store: Store, as_json: bool) -> int:
 
 
 def collect(store: Store, dry_run: bool, as_json: bool) -> int:
-    """Mark what nothing names, and sweep what rested long enough."""
     report = store.care.collect_garbage(dry_run=dry_run)
     if as_json:
         print(json.dumps(asdict(report)))

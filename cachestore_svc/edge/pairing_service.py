@@ -41,8 +41,6 @@ class HostSide:
 
 
 class PairingService(pairing_pb2_grpc.PairingServiceServicer):
-    """Attempts to pair, each in the exchange's order."""
-
     def __init__(self, side: HostSide) -> None:
         self._side = side
         self._running = 0

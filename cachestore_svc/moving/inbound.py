@@ -283,7 +283,6 @@ class BlobIntake:
         self._writing = None
 
     def _write_all(self, pieces: Sequence[_Piece]) -> None:
-        """Open what is not open yet, and write. On a thread."""
         self._open_all([piece.blob for piece in pieces])
         for piece in pieces:
             piece.write()

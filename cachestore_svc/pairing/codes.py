@@ -29,7 +29,6 @@ def read_code(text: str) -> str:
 
 
 def line_of(code: str, address: str) -> str:
-    """The line that says code and address, to be copied whole."""
     return f"{_LINE_PREFIX}{code}@{address}"
 
 

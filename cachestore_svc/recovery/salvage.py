@@ -189,7 +189,6 @@ def as_index_has_it(
 
 
 def seal_blob(names: PlainNames, facts: BlobFacts) -> BlobFacts:
-    """The facts of a blob as the index has them."""
     if facts.identity is None:
         return facts
     return replace(facts, identity=_sealed(names, facts.identity))

@@ -40,7 +40,6 @@ class PlainNames:
         return list(sealed)
 
     def digest(self, digest: Digest) -> Digest:
-        """The digest as the index has it: its size stays what it is."""
         return Digest(self.hash(digest.hash), digest.size_bytes)
 
     def open_digest(self, digest: Digest) -> Digest:

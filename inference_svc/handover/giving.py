@@ -233,7 +233,6 @@ class _HandOver:
     _sent: dict[int, int] = field(default_factory=dict)  # by choice: blocks that went ahead
 
     async def send_ahead(self, link: PeerLink) -> None:
-        """Send the full blocks that are there, while the turns speak."""
         if not keeps_all_tokens(self.giver.engine.model.kv_identity):
             return
         most = piece_blocks(self.giver.engine)

@@ -61,7 +61,6 @@ class Claims:
         return sum(_claimed(path) for path in self._directory.iterdir() if path not in (self._path, self._lock_path))
 
     def close(self) -> None:
-        """End the claim."""
         self._path.unlink(missing_ok=True)
         os.close(self._file)
 

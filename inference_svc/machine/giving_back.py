@@ -14,8 +14,6 @@ _LOG = structlog.get_logger(__name__)
 
 
 class Giver(Protocol):
-    """The engine."""
-
     @property
     def memory_used_bytes(self) -> int: ...
 
@@ -44,7 +42,6 @@ class GivingBack:
         self._computed = -1
 
     async def run(self) -> None:
-        """For ever."""
         while True:
             await asyncio.sleep(min(ANSWER_S, self._keep_hot_s))
             await self.look()

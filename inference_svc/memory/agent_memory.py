@@ -73,7 +73,6 @@ class Publication:
         self.carrier, self._kept_until_s = carrier, carrier.clock() + SILENCE_S
 
     def progressed(self) -> None:
-        """A try has begun, or a part of the memory is stored."""
         if self.carrier is not None:
             self._kept_until_s, self._failed_s = self.carrier.clock() + SILENCE_S, None
 

@@ -124,7 +124,6 @@ class Avoid:
     damage: Miss | None = None  # the newest refusal
 
     def also(self, refused: DamagedFile) -> tuple["Avoid", str]:
-        """The same after another refusal, and which file that was."""
         found, what = replace(self, files=refused.blob), f"tensor file {refused.blob} of the memory"
         if point := refused.state:
             found, what = replace(self, last_rewind_point=point - 1), f"the state of {point} tokens"

@@ -45,7 +45,6 @@ def page(here: Path = HERE) -> str:
 
 
 def main() -> int:
-    """Add the files, or report the first that is refused."""
     parser = argparse.ArgumentParser(prog="python -m tools.measured", description=__doc__)
     parser.add_argument("file", nargs="+", type=Path, help="the JSON that `kvasir prove` wrote")
     try:

@@ -35,8 +35,6 @@ Value = int | float | str | None | Sequence[str] | Sequence[int]  # A list is on
 
 
 class Texts:
-    """How the operation's namespace has its texts in the tables."""
-
     def __init__(self, names: PlainNames) -> None:
         self.names = names
 

@@ -11,8 +11,6 @@ from cachestore_svc.sealing.sealed_names import PLAIN_NAMES, PlainNames
 
 
 class SqliteTransaction(Rows):
-    """Implements `CatalogChange` by the functions of this room."""
-
     def __init__(self, connection: Connection, namespace: str = "", names: PlainNames = PLAIN_NAMES) -> None:
         super().__init__(connection, namespace, names)
         self.after_commit_actions: list[Callable[[], None]] = []

@@ -48,7 +48,6 @@ class Summary:
         return cls(middle, (max(values) - min(values)) / middle if middle else 0.0)
 
     def named(self, name: str) -> dict[str, float]:
-        """The median and the spread in a row."""
         return {name: self.median, f"{name}_spread": self.spread}
 
 

@@ -49,5 +49,4 @@ def end_with_input() -> None:
 
 
 def progress(text: str) -> None:
-    """A line of progress, for whoever started this program."""
     print(text, file=sys.stderr, flush=True)

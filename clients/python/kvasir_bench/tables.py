@@ -46,7 +46,6 @@ def number(value: float | None) -> str:
 
 
 def verdicts(targets: Iterable[Mapping[str, Any]]) -> list[Sequence[str]]:
-    """A heading and a row for each target."""
     rows = (
         ("met" if row["is_met"] else "NOT MET", number(row["found"]), row["wanted"], row["what"]) for row in targets
     )

@@ -85,7 +85,6 @@ class _FilesWait(Generic[T]):
         self._settle(made)
 
     def _settle(self, found: "Future[Any]") -> None:
-        """End as another future has ended, unless nobody waits any more."""
         if found.cancelled():
             self.asked.cancel()
         elif self.asked.set_running_or_notify_cancel():

@@ -14,8 +14,6 @@ Namespace = str | None
 
 @dataclass
 class Place:
-    """What is remembered about a namespace."""
-
     turns: int = 0  # turns that wait or run
     left_s: float = 0.0  # when its last turn ended
     began: int = 0  # number of the turn that it began last, counted over all namespaces
@@ -44,7 +42,6 @@ class Company:
         return now - max(absent) if self.is_shared else math.inf
 
     def of(self, namespace: Namespace) -> Place:
-        """The place of a namespace that has a turn."""
         return self._places[namespace]
 
     @property

@@ -92,7 +92,6 @@ class ExpectedUse:
         self._rhythms: dict[AgentKey, _Rhythm] = {}  # last turn first to go
 
     def took_turn(self, key: AgentKey) -> None:
-        """A turn of the agent left a memory: count it."""
         self._now += 1
         before = self._rhythms.pop(key, None)
         self._rhythms[key] = _Rhythm(self._now, None if before is None else self._now - before.last)
@@ -128,7 +127,6 @@ class OutgoingMemories:
 
     @property
     def droppable(self) -> list[ResidentMemory]:
-        """Pins that go for room."""
         return [each for each in self.pinned if each.owed is not None and each not in self.awaited]
 
     def pin(self, key: AgentKey) -> ResidentMemory | None:
@@ -194,7 +192,6 @@ class HotMemories:
             self._expected.plans(key)
 
     def put(self, key: AgentKey, memory: ResidentMemory) -> None:
-        """Make it the key's memory, instead of the one before."""
         self.drop(key)
         self._expected.took_turn(key)
         self._memories[key] = memory

@@ -18,8 +18,6 @@ PART = 0.25
 
 @dataclass
 class _MaskRecord:
-    """What the budget remembers about a turn with a format."""
-
     billed_s: float = 0.0
     last_s: float | None = None  # seconds of its last mask
     decoded_in: int = 0  # the step

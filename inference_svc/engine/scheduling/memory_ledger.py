@@ -31,8 +31,6 @@ class Reservation:
 
 
 class MemoryLedger:
-    """Counts bytes for one pool."""
-
     def __init__(self, pages: PageAllocator, page_bytes: int, total_bytes: int) -> None:
         self.total_bytes = total_bytes
         self.reservations: list[Reservation] = []

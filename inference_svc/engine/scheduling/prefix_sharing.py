@@ -27,8 +27,6 @@ from inference_svc.text.prefix_matching import common_prefix_length
 
 
 class PrefixWaits(Generic[TurnT]):
-    """Which turns wait for which siblings."""
-
     def __init__(self, rules: Rules) -> None:
         self.awaited: set[TurnT] = set()  # running turns that an interactive turn waits for
         self._wait_s = rules.prefix_wait_s

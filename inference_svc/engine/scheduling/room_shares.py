@@ -58,7 +58,6 @@ class RoomShares(Generic[TurnT]):
         *,
         is_shared: bool,
     ) -> None:
-        """`is_shared`: more than one namespace counts as present."""
         self._room = room
         self._is_shared = is_shared
         self._held: Counter[Namespace] = Counter()

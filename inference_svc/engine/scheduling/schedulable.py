@@ -152,8 +152,6 @@ class SharedPass:
 
 @dataclass(frozen=True)
 class BesideOthers:
-    """The numbers that hold while several namespaces have turns."""
-
     company_s: float = 30.0
     """A namespace counts as alone once no other has had a turn for this long, because KV is slow to take back."""
     kept_part: int = 8
@@ -169,8 +167,6 @@ class BesideOthers:
 
 @dataclass(frozen=True)
 class Rules:
-    """The numbers of the schedule."""
-
     cell_tokens: int = 256
     shared_pass: SharedPass | None = None
     """None: each cell has a pass of its own."""

@@ -272,7 +272,6 @@ class Scheduler(Generic[TurnT]):
         )
 
     def _claimed(self) -> set[Namespace]:
-        """Namespaces that have a turn without room."""
         return {turn.namespace for turn in self.waiting if turn.schedule.found_no_room}
 
     def _preemptible_for(self, blocked: TurnT) -> list[TurnT]:

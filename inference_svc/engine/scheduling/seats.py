@@ -11,8 +11,6 @@ TurnT = TypeVar("TurnT", bound=Hashable)
 
 
 class Seats(Generic[TurnT]):
-    """The seats of one namespace."""
-
     def __init__(self, steps: int) -> None:
         self._steps = steps
         self._now = 0

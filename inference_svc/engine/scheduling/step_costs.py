@@ -29,7 +29,6 @@ class StepCosts:
 
     @property
     def knows_tokens(self) -> bool:
-        """Whether a cell was learned from."""
         return bool(self._token_s)
 
     def stepped(self, took_s: float, rows: int) -> None:

@@ -54,8 +54,6 @@ class Grant(Generic[TurnT]):
 
 
 class StepSchedule(Generic[TurnT]):
-    """Gives out one step after the other."""
-
     def __init__(self, turns: Collection[TurnT], rules: Rules, company: Company) -> None:
         """`turns`: all that are not over, in the order in which they came; the caller adds and removes them."""
         self._turns = turns
@@ -90,7 +88,6 @@ class StepSchedule(Generic[TurnT]):
 
     @property
     def has_begun(self) -> bool:
-        """Whether the step has granted something."""
         return self._pace.has_begun
 
     def learn(self, spent_s: float) -> None:
@@ -229,7 +226,6 @@ class StepSchedule(Generic[TurnT]):
         return turn.unbroken_tokens if goes_over else turn.next_cell_tokens
 
     def _seated(self, decoding: Collection[TurnT], urgency: Urgency[TurnT]) -> list[TurnT]:
-        """The turns that decode in this step."""
         most = self._most_rows(len(decoding))
         if most >= len(decoding):
             self._seats.clear()

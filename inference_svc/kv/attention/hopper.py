@@ -14,7 +14,6 @@ _ALIGNED_SHARED = CUDA_SHARED.replace("float4", "__align__(1024) float4", 1)
 
 @cache
 def is_hopper() -> bool:
-    """Whether MLX's device is of compute capability 9.0."""
     if mx.default_device().type != mx.DeviceType.gpu:
         return False
     facts = mx.device_info()

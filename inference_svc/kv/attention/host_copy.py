@@ -106,7 +106,6 @@ class _Landing:
 
     @property
     def has_all(self) -> bool:
-        """No copy is on its way."""
         return all(copy.done() for copy in self.copies)
 
     def make_ready(self, units: int) -> None:

@@ -120,7 +120,6 @@ def store_pages(
 
 
 def _ordering(dialect: Dialect, after: Sequence[mx.array]) -> Sequence[mx.array]:
-    """What a dialect's kernels take last."""
     return () if dialect is Dialect.CUDA else after or (_sizes(0),)
 
 

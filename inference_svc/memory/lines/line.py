@@ -55,7 +55,6 @@ class Line:
         return not await self.store.events.was_taken_back_within(budget, self.key.agent_id, standing.event_cursor)
 
     def proves(self, standing: Standing) -> bool:
-        """Whether the lease alone proves that a turn may use the memory."""
         return standing.use(None, self.lease.held, self._parts.lease_clock()) is Use.YES
 
     def wanted(self, *, takes_back: bool) -> None:

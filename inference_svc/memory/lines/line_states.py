@@ -122,7 +122,6 @@ class Standing:
 
     @property
     def follows(self) -> Version | None:
-        """The version that it is or extends, where that is known."""
         return self.head.identity if self.head is not None and not self.is_undecided else None
 
     @property

@@ -18,7 +18,6 @@ class StoredAgents:
         self._connection = connection
 
     async def heads(self, agent_id: str, kv_identity_hash: str, budget: Budget) -> answers.AgentHeads:
-        """The agent's newest version, under whichever KV identity."""
         try:
             agent = await self._connection.read(lambda: self._connection.client.get_agent(agent_id), budget)
         except errors.NotFound:

@@ -32,7 +32,6 @@ class BackgroundRead:
         self._task = asyncio.create_task(self._read(store, digests, budget))
 
     async def begun(self) -> bool:
-        """Wait for the first blob. False if there is none."""
         try:
             await self._has_begun.wait()
         except BaseException:

@@ -11,8 +11,6 @@ from inference_svc.model.quality.tasks import Task, task_of
 
 @dataclass(frozen=True, slots=True)
 class QuestionAnswer:
-    """A question and its one right answer."""
-
     text: str
     answer: str
 

@@ -17,8 +17,6 @@ REPEAT = "repeat"
 
 @dataclass(slots=True)
 class Share:
-    """Right answers of all."""
-
     right: int = 0
     n: int = 0
 
@@ -35,8 +33,6 @@ class Share:
 
 @dataclass(frozen=True, slots=True)
 class TextMeans:
-    """Means over the next tokens of one text."""
-
     kl: float
     top1: float
     surprise: float
@@ -59,7 +55,6 @@ class Findings:
     texts: list[TextMeans] = field(default_factory=list)
 
     def add_text(self, *, positions: int, kl_sum: float, kl_worst: float, agreed: int, surprise_sum: float) -> None:
-        """Add the next tokens of one text."""
         self.positions += positions
         self.kl_sum += kl_sum
         self.kl_worst = max(self.kl_worst, kl_worst)
@@ -100,8 +95,6 @@ class Findings:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Whether a rung may be used, and why."""
-
     passes: bool
     why: str
 

@@ -38,8 +38,6 @@ class Sheet:
 
 @dataclass(frozen=True, slots=True)
 class Extent:
-    """How much is read and asked."""
-
     lengths: tuple[int, ...]  # tokens of each conversation, by its number
     recall_each: int
     tools_each: int

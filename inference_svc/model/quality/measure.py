@@ -120,7 +120,6 @@ class Meter:
 
 
 def exact_way(runner: ModelRunner) -> Way:
-    """mlx-lm's own exact caches."""
     return _peer(runner, EXACT, lambda: make_prompt_cache(runner.model))
 
 

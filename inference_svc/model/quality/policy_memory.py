@@ -19,8 +19,6 @@ FILE = "kv-policies.json"
 
 @dataclass(frozen=True, slots=True)
 class Conditions:
-    """The conditions that a choice depends on."""
-
     weights_digest: str
     compute_type: str
     exact_layers: Sequence[int]
@@ -39,7 +37,6 @@ class Choice:
 
 
 def remembered(directory: Path, conditions: Conditions) -> Choice | None:
-    """The choice made under these conditions, if there is one."""
     entry = _choices(directory).get(conditions.key)
     if not isinstance(entry, dict):
         return None

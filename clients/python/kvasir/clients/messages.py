@@ -52,5 +52,4 @@ def message_list(given: Sequence[GivenMessage], field_name: str) -> list[message
 
 
 def text_of(said: message_pb2.Message) -> str:
-    """The message's texts in one."""
     return "".join(part.text for part in said.parts)

@@ -71,7 +71,6 @@ class Upload:
             self._report()  # it was taken: bytes move, though large blobs of two streams are acknowledged late
 
     def acknowledge(self, response: pb.WriteBlobsResponse) -> None:
-        """Note that the store has some blobs durably."""
         for named in (response.digest, *response.more):
             digest = Digest.from_proto(named)
             if digest in self._pending:

@@ -41,12 +41,10 @@ def head(manifest: Digest, kv_hash: str, agent_id: str) -> bytes:
 
 
 def blob_header(digest: Digest) -> bytes:
-    """The header of a blob's member, which precedes its bytes."""
     return _header(BLOB_PREFIX + digest.hash, digest.size_bytes)
 
 
 def padding(size_bytes: int) -> bytes:
-    """The padding that follows `size_bytes` bytes."""
     return bytes(-size_bytes % tarfile.BLOCKSIZE)
 
 

@@ -122,7 +122,6 @@ class Header:
 
     @property
     def size_bytes(self) -> int:
-        """Size that the whole file must have."""
         return self.data_offset + self.layout.size_bytes
 
 

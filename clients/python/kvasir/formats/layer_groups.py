@@ -24,7 +24,6 @@ def has_recurrent_layers(identity: identity_pb2.KvIdentity) -> bool:
 
 
 def layers_of(identity: identity_pb2.KvIdentity, group: int) -> list[int]:
-    """Indices of a group's layers, in order."""
     return [
         index
         for index, layer in enumerate(identity.layers)

@@ -87,8 +87,6 @@ class Table:
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """One option of a program."""
-
     name: str
     shape: Shape
     item: Any

@@ -34,7 +34,6 @@ class RunningCalls:
             self._over.discard(task)
 
     def end(self, is_over: Callable[[Principal], bool]) -> int:
-        """End the calls of these callers; returns how many."""
         tasks = [task for task, caller in self._callers.items() if task not in self._over and is_over(caller)]
         for task in tasks:
             self._over.add(task)

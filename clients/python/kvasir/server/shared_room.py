@@ -13,8 +13,6 @@ _MAX_OVERTAKEN = 16
 
 @dataclass(eq=False)
 class _Waiter:
-    """A request for units that waits."""
-
     units: int
     granted: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
     overtaken: int = 0
@@ -43,7 +41,6 @@ class SharedRoom:
 
     @property
     def is_wanted(self) -> bool:
-        """Whether any request waits."""
         return len(self._waiting) > 0
 
     def take(self, namespace: str, units: int) -> None:

@@ -60,7 +60,6 @@ def _targets(rows: list[dict[str, Any]]) -> Iterator[Target]:
 
 
 def main() -> int:
-    """Print the findings to stdout."""
     parser = argparse.ArgumentParser(prog="python -m kvasir_bench.attention", description=__doc__)
     parser.add_argument("--quick", action="store_true", help="small and once, for a look")
     given = parser.parse_args()

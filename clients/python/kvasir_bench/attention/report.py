@@ -14,7 +14,6 @@ run, which have no `targets`."""
 
 
 def lines(results: Mapping[str, Any]) -> Iterator[str]:
-    """The results as plain text."""
     yield (
         f"{results['machine']['device']} · {results['implementation']} · "
         f"a copy moves {results['copy_bytes_per_s'] / 1e12:.2f} TB/s"
@@ -27,7 +26,6 @@ def lines(results: Mapping[str, Any]) -> Iterator[str]:
 
 
 def table(results: Mapping[str, Any]) -> list[Sequence[str]]:
-    """A heading and a row for each measurement."""
     return [("", "rows", "tokens", "bits", "µs", "of copy", "error"), *map(_cells, results["rows"])]
 
 

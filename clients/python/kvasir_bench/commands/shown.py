@@ -49,14 +49,12 @@ def read_results(file: Path, command: str, lines: Callable[[dict[str, Any]], Ite
 
 
 def show(caller: Caller, results: dict[str, Any], lines: Callable[[dict[str, Any]], Iterable[str]]) -> None:
-    """The results as JSON, or as lines for people."""
     caller.result(
         results, lambda out: out.print("\n".join(lines(results)), soft_wrap=True, markup=False, highlight=False)
     )
 
 
 def draw(caller: Caller, plots: Plots, directory: Path | None) -> None:
-    """Write the pictures where they are wanted."""
     if directory is None:
         return
     try:
@@ -68,6 +66,5 @@ def draw(caller: Caller, plots: Plots, directory: Path | None) -> None:
 
 
 def end(results: dict[str, Any], *, is_quick: bool) -> None:
-    """End the command with 1 when a target is missed."""
     if not is_quick and not all(target["is_met"] for target in results["targets"]):
         raise typer.Exit(PROBLEMS)

@@ -110,7 +110,6 @@ def _counts(text: str) -> tuple[int, ...]:
 
 
 def main() -> int:
-    """Measure and print."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # the probes that a case has started end, too
     arguments = _arguments()
     return printed(lambda: _run(arguments))

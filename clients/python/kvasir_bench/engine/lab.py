@@ -112,7 +112,6 @@ class Run:
 
     @property
     def first_token_s(self) -> float:
-        """From submit to the first token."""
         return self.token_times[0] - self.submitted_s
 
     def wait_until(self, has_come: Callable[["Run"], bool]) -> None:
@@ -146,8 +145,6 @@ class Run:
 
 @dataclass(frozen=True)
 class LabMemory:
-    """An agent in the engine's memory, and its sequence."""
-
     key: api.AgentKey
     state: SequenceState
 
@@ -158,8 +155,6 @@ class LabMemory:
 
 @dataclass(frozen=True)
 class Case:
-    """The results of a case, and the project's targets."""
-
     title: str
     rows: Sequence[Row]
     targets: Sequence[Target] = ()
@@ -167,8 +162,6 @@ class Case:
 
 @dataclass(frozen=True)
 class Scope:
-    """How much is measured."""
-
     repeats: int
     is_quick: bool = False  # small and once, for a look
     lengths: tuple[int, ...] = ()  # of contexts, in tokens; empty: each case's own
@@ -193,11 +186,9 @@ class Pace:
 
     @property
     def is_late(self) -> bool:
-        """Whether the time limit has passed."""
         return self._scope.time_limit_s is not None and self.elapsed_s >= self._scope.time_limit_s
 
     def say(self, text: str) -> None:
-        """Progress, with the seconds so far."""
         limit = f" of {self._scope.time_limit_s:.0f}" if self._scope.time_limit_s is not None else ""
         self._say(f"[{self.elapsed_s:.0f}{limit} s] {text}")
 
@@ -227,20 +218,16 @@ class Pace:
             yield repeat > 0
 
     def counted(self, what: str, measure: Callable[[], _ItemT]) -> list[_ItemT]:
-        """What each of the rounds that count has found."""
         return [found for counts, found in [(counts, measure()) for counts in self.rounds(what)] if counts]
 
 
 class LabAgents:
-    """Agents in the engine's memory."""
-
     def __init__(self, engine: MeasuredEngine, start: Callable[..., Run]) -> None:
         self._engine = engine
         self._start = start
         self._count = 0
 
     def new_key(self) -> api.AgentKey:
-        """A new agent."""
         self._count += 1
         return api.AgentKey(_NAMESPACE, f"agent {self._count}")
 
@@ -301,7 +288,6 @@ class Lab:
         self._peer: MlxThread[MlxLmPeer] | None = None
 
     def close(self) -> None:
-        """End the peer's thread, if it was needed."""
         if self._peer is not None:
             self._peer.close()
 
@@ -349,7 +335,6 @@ class Lab:
         stop_token_ids: tuple[int, ...] = (),
         run: Run | None = None,
     ) -> Run:
-        """Submit a greedy turn."""
         sampling = api.SamplingParams(max_tokens=max_tokens, stop_token_ids=stop_token_ids)
         plan = api.TurnPlan(
             TokenIds(tokens), (1,) * len(tokens), sampling, reuse or api.Cold(), key, namespace=namespace

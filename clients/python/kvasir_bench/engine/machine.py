@@ -14,7 +14,6 @@ _PACKAGES = ("mlx", "mlx-lm", "mkl")
 
 
 def machine(engine: MeasuredEngine) -> dict[str, Any]:
-    """The machine as it is now, with its load."""
     return {
         "platform": platform.platform(),
         "processor": _processor(),
@@ -30,7 +29,6 @@ def machine(engine: MeasuredEngine) -> dict[str, Any]:
 
 
 def model(engine: MeasuredEngine) -> dict[str, Any]:
-    """The loaded model."""
     info = engine.model
     policy = info.kv_identity.policy
     facts = ("name", "context_tokens", "compute_type", "cell_tokens", "kv_bytes_per_token")

@@ -62,7 +62,6 @@ def _bytes(before: int, after: int) -> dict[str, int]:
 
 
 def main() -> int:
-    """Print one probe's bytes to stdout."""
     parser = argparse.ArgumentParser(prog="python -m kvasir_bench.engine.memory_probe", description=__doc__)
     parser.add_argument("--model", default="")
     parser.add_argument("--cache-dir", type=Path, help="digests of the weights; nowhere if left out")

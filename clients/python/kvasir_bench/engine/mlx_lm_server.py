@@ -35,7 +35,6 @@ class _Provider(server.ModelProvider):  # type: ignore[misc]
 
 
 def main() -> int:
-    """Serve until it is killed, or its input ends."""
     end_with_input()
     name, port, rows = sys.argv[1:]
     try:

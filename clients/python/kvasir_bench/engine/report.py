@@ -29,7 +29,6 @@ PICTURES = {name: Picture(**{**row, "y": tuple(row["y"])}) for name, row in _MEA
 
 
 def plots(results: Mapping[str, Any]) -> Plots:
-    """A picture for each case that was measured."""
     machine = results["machine"]
     computer = f"{machine['processor']}, {machine['cores']} cores"
     computer = computer if machine["device"] == "cpu" else machine["device_name"]
@@ -38,7 +37,6 @@ def plots(results: Mapping[str, Any]) -> Plots:
 
 
 def lines(results: Mapping[str, Any], show: Show = text_table) -> Iterator[str]:
-    """The results for people, with tables as `show` makes them."""
     heading = "{}" if show is text_table else "### {}\n"
     yield f"{_machine(results)}\n"
     for case in results["cases"].values():

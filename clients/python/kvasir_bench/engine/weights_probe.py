@@ -48,7 +48,6 @@ def _resident() -> tuple[int | None, int | None]:
 
 
 def main() -> int:
-    """Print what was found to stdout."""
     parser = argparse.ArgumentParser(prog="python -m kvasir_bench.engine.weights_probe", description=__doc__)
     parser.add_argument("--model", default="")
     parser.add_argument("--copy", action="store_true")

@@ -147,7 +147,6 @@ def distribution(values: Sequence[float]) -> dict[str, float | int | None]:
 
 
 def in_flight(turns: Sequence[LoadTurn], time_s: float) -> int:
-    """Turns that have arrived and not ended."""
     return sum(turn.due_s <= time_s and (turn.ended_s is None or turn.ended_s > time_s) for turn in turns)
 
 

@@ -40,7 +40,6 @@ def ratios(ours: Mapping[str, Any], peers: Mapping[str, Any]) -> dict[str, float
 
 
 def lines(results: Mapping[str, Any]) -> Iterator[str]:
-    """The results as plain text."""
     servers, peer = _servers(results), results.get("peer")
     yield f"{_arriving(results['settings'])}\n"
     yield from text_table(cells([_rates(name, found) for name, found in servers.items()]))
@@ -64,7 +63,6 @@ def lines(results: Mapping[str, Any]) -> Iterator[str]:
 
 
 def plots(results: Mapping[str, Any]) -> Plots:
-    """Requests a second and times, with a bar for each server."""
     servers = _servers(results)
     rates = [(key.removesuffix("_per_s").replace("_", " "), key) for key in _RATES[:2] if results[key] is not None]
     bars = [{"of": title} | {name: found[key] for name, found in servers.items()} for title, key in rates]
@@ -81,7 +79,6 @@ def _servers(results: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
 
 
 def _arriving(settings: Mapping[str, Any]) -> str:
-    """What arrived, in one line."""
     who = f"{settings['at_once']} at once" if settings["at_once"] else f"{settings['rate_per_s']:.3g} a second"
     long = f"{settings['requests']:,} turns" if settings["requests"] else f"turns for {settings['seconds']:.0f} s"
     prefix = f" behind {settings['shared_prefix']} that all share" if settings["shared_prefix"] else ""

@@ -49,7 +49,6 @@ class LoadScope:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """As JSON."""
         lengths = {"prompt_tokens": str(self.prompt_tokens), "reply_tokens": str(self.reply_tokens)}
         return {**asdict(self), **lengths}
 
@@ -80,8 +79,6 @@ class LoadTarget(Protocol):
 
 
 class GrpcTarget:
-    """An engine."""
-
     counts = "token_ids"
 
     def __init__(self, client: AioInferenceClient) -> None:
@@ -215,7 +212,6 @@ class _Load:
         return turn
 
     def _next_agent(self) -> LoadAgent:
-        """The agent that is idle longest, or a new one."""
         if not self._idle:
             turns, name = self._scope.turns, ""
             if turns > 1:

@@ -22,8 +22,6 @@ Keep = Callable[[dict[str, Any]], None]
 
 @dataclass(frozen=True, slots=True)
 class PathScope:
-    """What to measure: lengths in tokens, and how often."""
-
     lengths: Sequence[int]
     repeats: int = 3
     time_limit_s: float = 0.0  # begin no further repeat after so many seconds; 0: never mind
@@ -71,7 +69,6 @@ def _begin(
     elapsed_s: Callable[[], float],
     keep: Keep,
 ) -> list[Agent]:
-    """Agents that begin cold, are stored, and go on hot."""
     agents: list[Agent] = []
     results["agents"] = []
     ratio = words_per_token(client)
@@ -130,7 +127,6 @@ def _kill_both(services: MeasuredServices) -> dict[str, Any]:
 
 
 def _shown(turn: SeenTurn) -> dict[str, Any]:
-    """What is kept of a turn."""
     shown = {key: value for key, value in asdict(turn).items() if key != "token_ids"}
     seconds = {key: round(value, 5) for key, value in shown.items() if key.endswith("_s")}
     return {**shown, **seconds, "lag_s": round(turn.lag_s, 5), "tokens": len(turn.token_ids)}

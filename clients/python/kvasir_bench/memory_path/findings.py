@@ -107,7 +107,6 @@ def _targets(results: Mapping[str, Any]) -> Iterator[Target]:
 
 
 def lines(results: Mapping[str, Any]) -> Iterator[str]:
-    """The results as plain text."""
     model, ready = results["model"], results["ready"]
     yield (
         f"{model['name']} on {model['device']}, {model['kv_bytes_per_token']:,} bytes a token, {model['kv_policy']}; "
@@ -144,6 +143,5 @@ def _facts(facts: Mapping[str, Any]) -> Iterator[str]:
 
 
 def plots(results: Mapping[str, Any]) -> Plots:
-    """First tokens and publishing, by length."""
     note = f"{results['model']['name']} on {results['model']['device']}"
     return Plots(note, {f"memory_path_{name}": (each, results["rows"]) for name, each in _PICTURES.items()})

@@ -53,20 +53,16 @@ class MeasuredServices:
         return f"http://{self._plan.gateway.endpoint.address}", token_file.read_text().strip()
 
     def kill(self, *names: str) -> None:
-        """kill -9."""
         self._processes.kill(names)
 
     def client(self) -> InferenceClient:
-        """Of the engine that runs now."""
         return InferenceClient.connect(self.address, timeout_s=HANGS_S)
 
     @property
     def address(self) -> str:
-        """Of the engine."""
         return self._plan.engine.endpoint.address
 
     def files(self) -> list[Path]:
-        """The store's blobs."""
         return [path for path in self._plan.store.data_dir.rglob("*") if path.is_file()]
 
     def end(self) -> None:

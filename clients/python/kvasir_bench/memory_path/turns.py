@@ -34,7 +34,6 @@ class SeenTurn:
 
     @property
     def lag_s(self) -> float:
-        """From the last token to the last event."""
         return self.last_event_s - self.last_token_s
 
 
@@ -54,7 +53,6 @@ class Agent:
         return self._turn(messages=[*self._system, {"role": "user", "content": self._text}])
 
     def goes_on(self) -> SeenTurn:
-        """A turn that is remembered."""
         return self._turn(append_messages=[{"role": "user", "content": _QUESTION}])
 
     def asked(self, client: InferenceClient) -> SeenTurn:

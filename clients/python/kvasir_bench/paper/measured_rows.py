@@ -42,7 +42,6 @@ def retrieval(found: Row) -> Iterable[Row]:
 
 
 def by_length(agents: Rows) -> Iterator[Row]:
-    """Medians of agents' turns: cold, restored and hot."""
     for length in dict.fromkeys(agent["context_tokens"] for agent in agents):
         alike = [agent for agent in agents if agent["context_tokens"] == length]
         restored = [agent for agent in alike if agent[_RESTORED]["source"] == "warm"]
@@ -138,7 +137,6 @@ def servers(found: Rows) -> Iterator[Row]:
 
 
 def matching(found: Rows) -> Iterator[Row]:
-    """The third turn of a transcript."""
     for row in found:
         if (row["chat"], row["turn"]) == ("transcript", "3"):
             reused = {f"reused_{way}": row[way] / row["prompt_tokens"] for way in ("by_tokens", "by_characters")}

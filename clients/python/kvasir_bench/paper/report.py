@@ -17,7 +17,6 @@ _UNITS = ("_per_s", "_s", "_bytes", "")
 
 
 def lines(results: Mapping[str, Any], show: Show = text_table) -> Iterator[str]:
-    """The results for people, with tables as `show` makes them."""
     heading = "{}" if show is text_table else "### {}\n"
     yield f"{_made_on(results)}. Published figures are of the papers' machines, and of the models named beside them.\n"
     for paper, title in content()["papers"].items():
@@ -46,7 +45,6 @@ def _shown(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def write_csv(results: Mapping[str, Any], directory: Path) -> list[Path]:
-    """A file for each table."""
     directory.mkdir(parents=True, exist_ok=True)
     written = []
     for table in results["tables"]:

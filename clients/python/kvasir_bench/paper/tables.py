@@ -86,7 +86,6 @@ class Table:
 
     @property
     def contexts(self) -> list[int]:
-        """The contexts that are wanted."""
         of_rows = [row["context_tokens"] for row in self.published if row.get("context_tokens")]
         return sorted({*(self.source.lengths or of_rows)})
 
@@ -131,12 +130,10 @@ def rows_of(
 
 @cache
 def content() -> dict[str, Any]:
-    """`papers` by their numbers, and `tables`."""
     found: dict[str, Any] = json.loads(Path(__file__).with_name("published.json").read_text("utf-8"))
     return found
 
 
 @cache
 def tables() -> tuple[Table, ...]:
-    """All of them, in the papers' order."""
     return tuple(Table(**row) for row in content()["tables"])

@@ -86,7 +86,6 @@ class PlayedRunner(ModelRunner):
         meanwhile: Callable[[], None] | None = None,  # noqa: ARG002 - nothing is enqueued behind it
         take_hidden: Callable[[mx.array], None] | None = None,  # noqa: ARG002 - it has no rows
     ) -> None:
-        """As `ModelRunner.prefill`."""
         if is_cancelled():
             raise Cancelled("the turn was cancelled; the agent remembers what it did before")
         room = PassRoom(kv)
@@ -108,7 +107,6 @@ class PlayedRunner(ModelRunner):
         is_cancelled: Callable[[], bool] = lambda: False,
         meanwhile: Callable[[mx.array], None] | None = None,  # noqa: ARG002 - as above
     ) -> mx.array:
-        """As `ModelRunner.last_logits`."""
         self.prefill(kv, token_ids, is_cancelled)
         return self._logits([self.pages.reply(kv)])
 

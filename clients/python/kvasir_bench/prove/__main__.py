@@ -10,7 +10,6 @@ from kvasir_bench.prove.steps import STEPS
 
 
 def main() -> int:
-    """Print the step's value to stdout."""
     parser = argparse.ArgumentParser(prog="python -m kvasir_bench.prove", description=__doc__)
     parser.add_argument("step", choices=[step.name for step in STEPS])
     parser.add_argument("--model", default="", help="directory or name; the shipped model if left out")

@@ -48,8 +48,6 @@ def kernels(scope: ProofScope, report: Report) -> Value:
 
 @dataclass(frozen=True, slots=True)
 class Decoded:
-    """A turn's tokens, and when the first and the last of them came."""
-
     first_s: float
     last_s: float
     token_ids: list[int]
@@ -86,7 +84,6 @@ def overlapping(agents: Sequence[Sequence[Decoded]]) -> int:
 
 
 def _decoded(scope: ProofScope, report: Report, count: int, *, at_once: int) -> list[list[Decoded]]:
-    """The turns of each agent."""
     with measured_services(
         SHORT_HOME, model=scope.model, played=(), memory_gib=1.0, options=("--batch-invariant",)
     ) as services:

@@ -34,7 +34,6 @@ def versions() -> dict[str, Any]:
 
 
 def machine(_scope: ProofScope, _report: Report) -> Value:
-    """The machine itself."""
     pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     mac = {
         "model": sysctl("hw.model"),
@@ -104,7 +103,6 @@ def sysctl(name: str) -> str:
 
 
 def chip() -> str:
-    """Its name."""
     if name := sysctl("machdep.cpu.brand_string"):
         return name
     found = re.search(r"^model name\s*:\s*(.+)$", _text_of("/proc/cpuinfo"), re.M)

@@ -73,7 +73,6 @@ def wait_until_well(power: Power, report: Callable[[str], None], sleep: Callable
 
 
 def slept_s() -> float:
-    """Seconds of sleep since the machine started."""
     return max(0.0, uptime_s() - time.clock_gettime(_AWAKE_CLOCK))
 
 

@@ -105,7 +105,6 @@ def read_result(file: Path) -> dict[str, Any]:
 
 
 def broken_claims(result: Mapping[str, Any]) -> list[str]:
-    """Claims that are not met, and steps that failed."""
     found = [step["failed"] for step in result["steps"] if "failed" in step]
     return found + [text for text, is_met in claims(result) if not is_met]
 

@@ -21,7 +21,6 @@ class ProofScope:
 
 
 def facts(value: Mapping[str, Any]) -> Shown:
-    """Everything of a flat value in one table."""
     rows = [
         (key.removesuffix("_bytes").replace("_", " "), _text(key, found))
         for key, found in value.items()
@@ -56,5 +55,4 @@ class Step:
 
 
 def claim(what: str, is_met: bool) -> dict[str, Any]:
-    """A row of a value's "claims"."""
     return {"what": what, "is_met": bool(is_met)}

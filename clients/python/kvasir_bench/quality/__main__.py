@@ -31,8 +31,6 @@ MIXED = tuple(rung.value for rung in LADDER if rung is not Rung.FP)  # under fp 
 
 @dataclass(frozen=True, slots=True)
 class _Bench:
-    """A loaded model, and the policies to measure by name."""
-
     asked: argparse.Namespace
     runner: "ModelRunner"
     tokenizer: Any
@@ -67,7 +65,6 @@ class _Bench:
         }
 
     def on_text(self, sheets: list[Sheet]) -> dict[str, Any]:
-        """The user's own text; each layer; and the mixture."""
         from kvasir_bench.quality.text_exam import Mixture, examine_text
 
         mixture = Mixture(self.asked.kv_policy, self.asked.kv_bytes)
@@ -129,7 +126,6 @@ def measured(asked: argparse.Namespace, clock: Callable[[], float], say: Callabl
 
 
 def main() -> int:
-    """Print one model's findings to stdout."""
     parser = argparse.ArgumentParser(prog="python -m kvasir_bench.quality", description=__doc__)
     parser.add_argument("--model", default="", help="directory or name; the shipped model if left out")
     parser.add_argument("--kv-exact-layers", default="", help='"last" or indexes with commas between')

@@ -24,7 +24,6 @@ _TASKS = (("recall", "recall"), ("tool_calls", "tool calls"), ("repeat", "repeat
 
 
 def lines(results: dict[str, Any], show: Show = text_table) -> Iterator[str]:
-    """The results for people, with tables as `show` makes them."""
     if results["material"] == "text":
         yield from text_report.lines(results, show)
         return

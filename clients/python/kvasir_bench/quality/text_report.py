@@ -18,7 +18,6 @@ _LAYERS = ["layer", "KL alone", "top-1", "exact adds"]
 
 
 def lines(results: Mapping[str, Any], show: Show) -> Iterator[str]:
-    """The results for people, with tables as `show` makes them."""
     mixed, layers = [results["mixed"]] if results["mixed"] else [], results["layers"]
     ways = (results["reference"], *results["rungs"], *mixed, *results["peers"])
     yield from show([_WAYS, *map(_way_row, ways)])

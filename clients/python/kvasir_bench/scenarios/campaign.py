@@ -35,8 +35,6 @@ class Places:
 
 @dataclass
 class _Home:
-    """Where the conversations of a batch are kept now."""
-
     memory: Memory
     agents: set[str] = field(default_factory=set)
     brought: dict[str, int] = field(default_factory=dict)  # versions of agents that moved and have not spoken since
@@ -49,7 +47,6 @@ class _Gated:
         self._home, self._gate, self._number, self._phases = home, gate, number, phases
 
     async def ask(self, asked: ReplyRequest) -> AsyncGenerator[str | Answer, None]:
-        """One turn, once its phase is open."""
         async with self._gate.turn(self._number, self._phases[asked.turn.phase]):
             self._home.agents.add(asked.agent_id)
             version = self._home.brought.get(asked.agent_id, asked.version)
@@ -60,15 +57,12 @@ class _Gated:
                     yield piece
 
     async def forget(self, agent_id: str, namespace: str) -> None:
-        """Delete an agent where it is now."""
         self._home.agents.discard(agent_id)
         await self._home.memory.forget(agent_id, namespace)
 
 
 @dataclass(frozen=True, slots=True)
 class PlayScope:
-    """What is played."""
-
     scenarios: Sequence[str]
     ways: Sequence[str]
     variants: int

@@ -15,7 +15,6 @@ _DILEMMA = "prisoners-dilemma"
 
 
 def rows(played: Sequence[Playthrough], batches: Sequence[Batch]) -> list[dict[str, Any]]:
-    """A row for each scenario and way, and for all scenarios together."""
     scenarios = list(dict.fromkeys(each.scenario for each in played))
     found = []
     for scenario in (*scenarios, ALL):
@@ -51,7 +50,6 @@ def _row(played: Sequence[Playthrough], batches: Sequence[Batch], full: int) -> 
 
 
 def ages(played: Sequence[Playthrough]) -> list[dict[str, Any]]:
-    """Accuracy by the age of the fact, of all scenarios together."""
     found = []
     for way in (way for way in WAYS if any(each.way == way for each in played)):
         for age, turns in AGES.items():

@@ -14,7 +14,6 @@ _LINE = TypeAdapter(tuple[Batch, list[Playthrough]])
 
 
 def append(path: Path, batch: Batch, played: Sequence[Playthrough]) -> None:
-    """Note a batch whose conversations have ended."""
     with path.open("ab") as file:
         file.write(_LINE.dump_json((batch, list(played))) + b"\n")
 

@@ -38,13 +38,11 @@ def scope_of(scenarios: Sequence[str], ways: Sequence[str], *, is_quick: bool, *
 
 
 def shapes(names: Sequence[str]) -> dict[str, dict[str, int]]:
-    """How many phases and agents each of the shipped scenarios has."""
     found = {name: Scenario.shipped(name) for name in names}
     return {name: {"phases": len(each.phases), "agents": len(each.agents)} for name, each in found.items()}
 
 
 def run(scope: PlayScope, say: Callable[[str], None], played_file: Path | None) -> dict[str, Any]:
-    """Play and count; `played_file` gets a line for each batch."""
     began = time.monotonic()
 
     def keep(batch: Batch, played: Sequence[Playthrough]) -> None:
@@ -101,7 +99,6 @@ def holds(results: Mapping[str, Any]) -> bool:
 
 
 def lines(results: Mapping[str, Any]) -> Iterator[str]:
-    """The results as plain text."""
     settings = results["settings"]
     variants = f"{settings['variants']} variants of {', '.join(settings['scenarios'])}"
     engines = "; ".join(settings["engines"])
@@ -160,7 +157,6 @@ def _age_rows(results: Mapping[str, Any]) -> Iterator[list[str]]:
 
 
 def plots(results: Mapping[str, Any]) -> Plots:
-    """Accuracy by age, prefilled tokens, first tokens."""
     note = f"{results['settings']['variants']} variants of {', '.join(results['settings']['scenarios'])}"
     whole = [row for row in results["rows"] if row["scenario"] == claims.ALL]
     rows = {"accuracy": results["ages"], "prefilled": whole, "first_token": whole}

@@ -90,7 +90,6 @@ def run(directory: Path | None, *, is_quick: bool) -> dict[str, Any]:
 
 
 async def _moving(root: Path, geometry: Geometry, repeats: int) -> dict[str, Any]:
-    """Rates at one block size, in MB/s."""
     rates: dict[str, list[float]] = {name: [] for name in _MEASURED}
     with ExitStack() as stack:
         sealed_at = stack.enter_context(_store(root / "sealed", *_sealed(root / "sealed")))
@@ -224,7 +223,6 @@ async def _start_s(root: Path) -> float:
 
 @contextmanager
 def _store(root: Path, *options: str) -> Iterator[str]:
-    """A store's address, while it serves."""
     root.mkdir(parents=True, exist_ok=True, mode=0o700)
     with tempfile.TemporaryDirectory(prefix="kv") as sockets, (root / "log").open("ab") as log:
         address = f"unix:{sockets}/s"
@@ -241,7 +239,6 @@ def _store(root: Path, *options: str) -> Iterator[str]:
 
 
 def _sealed(root: Path) -> tuple[str, ...]:
-    """Options of a store whose namespace is sealed from its beginning."""
     options = ("--seal-key-file", str(root / "seal.key"))
     new = ["keys", "new", "default", "--data-dir", str(root / "data"), *options]
     subprocess.run([sys.executable, "-m", "cachestore_svc", *new], check=True, stdout=subprocess.DEVNULL)
@@ -326,7 +323,6 @@ _LARGE, _SMALL = ("put", "put_files", "pull", "get_files"), ("put", "put_files",
 
 
 def targets(results: Mapping[str, Any]) -> Iterator[Target]:
-    """What the project wants of a store."""
     small, large, startup = results["sizes"][0], results["sizes"][-1], results["startup"]
     for size, limit, names in ((large, 0.8, _LARGE), (small, 0.6, _SMALL)):
         for name in names:
@@ -338,7 +334,6 @@ def targets(results: Mapping[str, Any]) -> Iterator[Target]:
 
 
 def lines(results: Mapping[str, Any]) -> Iterator[str]:
-    """The results as plain text."""
     sizes = results["sizes"]
     rows = [
         (size["name"], f"{size['block_bytes'] / 1e6:.2f} MB", *(f"{rate:,.0f}" for rate in size["mb_per_s"].values()))

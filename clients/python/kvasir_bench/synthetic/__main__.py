@@ -29,7 +29,6 @@ def made(arguments: argparse.Namespace, clock: Callable[[], float], say: Callabl
 
 
 def main() -> int:
-    """Write the model and print its facts."""
     parser = argparse.ArgumentParser(prog="python -m kvasir_bench.synthetic", description=__doc__)
     parser.add_argument("directory", type=Path, help="a new or empty one")
     parser.add_argument("--geometry", required=True, help=f"{', '.join(GEOMETRIES)}; NAME-2l has two layers only")

@@ -33,7 +33,6 @@ class HandedUpload(Upload):
         self._stream = 0  # gRPC does not end the requests of a stream that the store has ended
 
     def may_resume(self, digest: Digest) -> bool:
-        """The file replaces bytes that an earlier upload left."""
         return self._stream > 0 and super().may_resume(digest)
 
     def parts(self, streams: int) -> Sequence[Sequence[Digest]]:  # noqa: ARG002

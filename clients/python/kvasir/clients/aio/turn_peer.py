@@ -27,7 +27,6 @@ class AioTurnPeer(AioServiceClient):
         return cls(channel, stub, token, 10.0)
 
     def take_turn(self) -> "TurnCall":
-        """Begin a hand-over."""
         return TurnCall(self._stub.TakeTurn(metadata=self._metadata + onward()))
 
 

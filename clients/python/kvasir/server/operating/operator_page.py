@@ -33,8 +33,6 @@ _PACKAGE = "kvasir"
 
 @dataclass(frozen=True, slots=True)
 class About:
-    """Which service this is."""
-
     service: str
     protocol: str
     device: Callable[[], str] = str  # what computes; empty: nothing does

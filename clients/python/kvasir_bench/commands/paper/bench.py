@@ -43,7 +43,6 @@ class Bench:
 
     @property
     def longest_tokens(self) -> int:
-        """The longest context that is measured."""
         fits = int(self.facts["context_tokens"]) - SPARE_TOKENS
         return min(fits, _QUICK_TOKENS) if self.is_quick else fits
 
@@ -55,7 +54,6 @@ class Bench:
         return sorted(fits)
 
     def why_left_out(self, length: int) -> str:
-        """Why a length is not measured."""
         context = int(self.facts["context_tokens"])
         if length + SPARE_TOKENS > context:
             return f"beyond the model's context of {context:,}"
@@ -63,7 +61,6 @@ class Bench:
 
     @cached_property
     def services(self) -> MeasuredServices:
-        """A store, an engine and a gateway."""
         with socket.create_server(("127.0.0.1", 0)) as free:
             http = f"127.0.0.1:{free.getsockname()[1]}"
         of_one = self.facts["kv_bytes_per_token"] * self.longest_tokens + self.facts["window_bytes"]
@@ -75,7 +72,6 @@ class Bench:
         return services
 
     def of_bench(self, name: str, failure: str, *words: str, **options: object) -> dict[str, Any]:
-        """The results of another bench."""
         given = {f"--{option}": value for option, value in options.items()}
         return measured_by(name, failure, given, self.say, *words)
 

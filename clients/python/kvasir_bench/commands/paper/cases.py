@@ -33,7 +33,6 @@ def _peaks(bench: Bench, lengths: Sequence[int]) -> Rows:
 
 
 def _growth(bench: Bench, lengths: Sequence[int]) -> Rows:
-    """KV by length, of Kvasir and of mlx-lm."""
     cell = bench.facts["cell_tokens"]
     ways = {"kvasir, q4": ("q4", cell), "kvasir, 16 bits": ("fp", cell), "mlx-lm": ("mlx-lm", _PEER_CHUNK)}
     return [{"kv": name, **_bytes(bench, length, kv=way)} for name, way in ways.items() for length in lengths]
@@ -79,7 +78,6 @@ def _quality(bench: Bench, _lengths: Sequence[int]) -> dict[str, Any]:
 
 
 def _weights(bench: Bench, _lengths: Sequence[int]) -> Rows:
-    """Loading the model over mapped files, and as a copy."""
     bench.say("loading weights, mapped and copied")
     probe, failure = "engine.weights_probe", "weights were not loaded"
     ways = {"mapped": False, "copied": True}
@@ -87,7 +85,6 @@ def _weights(bench: Bench, _lengths: Sequence[int]) -> Rows:
 
 
 def _scenarios(bench: Bench, _lengths: Sequence[int]) -> dict[str, Any]:
-    """Scenarios under three ways to remember."""
     from kvasir_bench.scenarios import report  # the extra's packages are imported where they are needed
 
     variants = 1 if bench.is_quick else 2 * bench.repeats

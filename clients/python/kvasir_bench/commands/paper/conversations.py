@@ -77,7 +77,6 @@ def _medians(
 
 
 def over_http(bench: Bench, lengths: Sequence[int]) -> Rows:
-    """Cold turns at the gateway, streamed and in one piece."""
     return asyncio.run(_over_http(bench, lengths, *bench.services.start_gateway()))
 
 
@@ -142,7 +141,6 @@ async def _three(bench: Bench, target: Any, length: int) -> dict[str, Any]:
 
 
 async def _streamed(target: Any, agent: str, messages: list[dict[str, str]]) -> tuple[LoadTurn, str]:
-    """A turn, and its reply."""
     turn, reply, began = LoadTurn(0.0), "", time.monotonic()
     async with aclosing(target.turn(LoadAgent(agent, 0, messages), _REPLY_TOKENS)) as arriving:
         async for arrived in arriving:

@@ -16,7 +16,6 @@ _GPU_RATIO = ("2048", 16, 6.0)
 
 
 def run(lab: Lab) -> Case:
-    """Tokens per second through the engine."""
     batches = lab.scope.batches or ((1, 2) if lab.scope.is_quick else _BATCHES)
     tokens = 6 if lab.scope.is_quick else 48
     rows = lab.pace.rows(contexts(lab), lambda context: _rows(lab, context, fitting(context, batches), tokens))

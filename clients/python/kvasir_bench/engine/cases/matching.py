@@ -93,7 +93,6 @@ def run(lab: Lab) -> Case:
 
 
 def _all_of(turns: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The sums over a chat's turns."""
     names = ("prompt_tokens", "by_characters", "by_tokens", "by_characters_s", "by_tokens_s")
     return turns[0] | {"turn": "all"} | {name: sum(turn[name] for turn in turns) for name in names}
 

@@ -48,7 +48,6 @@ def _row(lab: Lab, length: int) -> Row:
 
 
 def _round(lab: Lab, prompt_tokens: int) -> dict[str, float]:
-    """One repeat, all times in seconds."""
     reply_tokens = 24 if lab.scope.is_quick else 427
     first, second = (lab.prompts.tokens(prompt_tokens, number) for number in (0, 1))
     third = reply_tokens // 3
