@@ -4,7 +4,7 @@ import json
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, TypedDict, TypeVar, Unpack
 
 from kvasir.cachestore.v1 import cachestore_pb2
@@ -27,6 +27,10 @@ _MAX_KNOWN_AGENTS = 10_000
 # More than a service sends: what an answer names is made room for.
 _MAX_CHOICES = 128
 _COPIED_AT_ONCE = 256  # messages
+# Options that the request has under the same name.
+_AS_GIVEN = {option.name for option in fields(GenerateOptions)} - {
+    *("request_id", "max_tokens", "sampling", "template_settings", "json_schema")
+}
 _KNOWN = {None: "which version is kept is not known here", 0: "it remembered nothing before"}
 
 
@@ -142,28 +146,10 @@ def turn_request(given: Input, options: GenerateOptions, request_id: str) -> pb.
     with _refusing():
         request = pb.GenerateRequest(
             request_id=request_id,
-            model=options.model,
-            agent_id=options.agent_id,
-            expected_version=options.expected_version,  # type: ignore[arg-type]  # the stubs do not know that None leaves it out
-            memory_mode=options.memory_mode,
-            base_version=options.base_version,  # type: ignore[arg-type]
-            expect_existing=options.expect_existing,
-            replace_memory=options.replace_memory,
-            volatile=options.volatile,
-            return_prompt_token_ids=options.return_prompt_token_ids,
-            continue_final_message=options.continue_final_message,
-            on_full=options.on_full,
             sampling=options.to_proto_sampling(),
-            tools=options.tools,
-            tool_choice=options.tool_choice,
-            thinking=options.thinking,
             template_settings=template_values(options.template_settings),
-            ignore_unread_settings=options.ignore_unread_settings,
-            keep_partial=options.keep_partial,
-            priority=options.priority,
-            longest_gap_ms=options.longest_gap_ms,  # type: ignore[arg-type]
             json_schema=json.dumps(schema) if isinstance(schema, Mapping) else schema,  # type: ignore[arg-type]
-            regex=regex,  # type: ignore[arg-type]
+            **{name: getattr(options, name) for name in _AS_GIVEN},  # None leaves a field out
         )
     return _filled(request, inputs)
 
