@@ -11,7 +11,7 @@ from kvasir.errors import ResourceExhausted
 
 from cachestore_svc.blobs.ballast import Ballast
 from cachestore_svc.blobs.disk import Disk
-from cachestore_svc.facts.records import StoreSpace
+from cachestore_svc.facts.records import StoreConfig
 
 # One namespace may have this part of the free disk reserved for what is not whole yet, so that promises without bytes
 # never take it from all others.
@@ -19,7 +19,7 @@ _SHARE = 4
 
 
 class Space:
-    def __init__(self, config: StoreSpace, disk: Disk, ballast: Ballast, stored_bytes: Mapping[str, int]) -> None:
+    def __init__(self, config: StoreConfig, disk: Disk, ballast: Ballast, stored_bytes: Mapping[str, int]) -> None:
         self._config = config
         self._disk = disk
         self._ballast = ballast
@@ -86,7 +86,7 @@ class Space:
     def _check_share(self, namespace: str, size_bytes: int, left_bytes: int) -> None:
         """Without a quota, a namespace leaves to others as much as must stay free, whether there are any or not."""
         held = self._stored[namespace] + self._reserved[namespace]
-        has_quota = self._config.quota_bytes(namespace) is not None
+        has_quota = self._config.quota_of(namespace) is not None
         kept = self._config.free_disk_reserve_bytes
         if not has_quota and held > kept and left_bytes < kept:
             words = "would leave nothing to namespaces that hold little: delete some, or give it a quota"
@@ -94,13 +94,13 @@ class Space:
             raise _full("DISK_SHARE_FULL", text, held=held, asked=size_bytes)
 
     def _quota_shortage(self, namespace: str, size_bytes: int) -> int:
-        quota = self._config.quota_bytes(namespace)
+        quota = self._config.quota_of(namespace)
         if quota is None:
             return 0
         return max(0, self._stored[namespace] + self._reserved[namespace] + size_bytes - quota)
 
     def _quota_full(self, namespace: str, size_bytes: int, shortage: int) -> ResourceExhausted:
-        quota = self._config.quota_bytes(namespace)
+        quota = self._config.quota_of(namespace)
         stored, reserved = self._stored[namespace], self._reserved[namespace]
         text = f"{stored} bytes stored, {reserved} reserved, {size_bytes} asked are {shortage} more than {quota}"
         return _full("QUOTA_FULL", f"quota: {text}", quota=quota, stored=stored, reserved=reserved, asked=size_bytes)

@@ -3,11 +3,11 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import IntEnum, StrEnum
-from pathlib import Path
 from typing import NamedTuple
 
 from kvasir.formats import block_hash, frames, manifest
 from kvasir.formats.digest import Digest
+from kvasir.options.store import StoreFiles, StoreLimits, StoreRetention
 
 from cachestore_svc.facts.ownership import HERE, Ownership
 
@@ -29,37 +29,21 @@ MIB = 1 << 20
 LAST_UNIX_MS = manifest.MAX_TEMPLATE_TIME_MS  # the end of the year 9999, the last that a Timestamp can express
 
 
-@dataclass(frozen=True, slots=True)
-class StoreSpace:
-    data_dir: Path
-    default_quota_bytes: int | None  # reservations included
-    namespace_quota_bytes: Mapping[str, int | None]  # these win over the default
-    free_disk_reserve_bytes: int
-    ballast_bytes: int
-    max_blob_bytes: int
-    write_budget_bytes: int | None  # of all namespaces in a day (UTC)
-    refuses_beyond_budget: bool
-    evict_heads: bool  # when off, an acknowledged snapshot is never given up; old versions are given up either way
+@dataclass(frozen=True, kw_only=True)
+class StoreConfig(StoreFiles, StoreRetention, StoreLimits):
+    """What a store is opened with: its options, which say what each means, and numbers that are no options."""
 
-    def quota_bytes(self, namespace: str) -> int | None:
-        return self.namespace_quota_bytes.get(namespace, self.default_quota_bytes)
+    ballast_bytes: int = 16 * MIB  # a file given up when the disk is full, so that deletes have room for the index
+    event_history: int = 10_000  # kept per namespace, for watchers that come back
+    sealed_namespaces: tuple[str, ...] = ()  # that the owner lists: never plain, whatever the data directory says
 
+    def quota_of(self, namespace: str) -> int | None:
+        """Reservations included."""
+        return self.namespace_quota_bytes.get(namespace, self.quota_bytes)
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StoreConfig(StoreSpace):
-    """The same, and for how long it is kept. What decides is `config.StoreSettings`."""
-
-    grace_period_s: float  # of a blob that nothing holds, after it was marked, or last named by a caller
-    retained_versions: int
-    event_history: int
-    default_expires_after_s: float | None  # unused for so long, an agent is deleted; its label wins
-    namespace_expires_after_s: Mapping[str, float | None]  # these win over the default
-    sealed_namespaces: tuple[str, ...]  # that the owner lists: never plain, whatever the data directory says
-    last_runs_dir: Path | None  # where each store's last commit is noted, for a start to see an older copy
-    accept_older: bool  # an older copy starts, and is the newest from then on
-
-    def expires_after_s(self, namespace: str) -> float | None:
-        return self.namespace_expires_after_s.get(namespace, self.default_expires_after_s)
+    def expiry_of(self, namespace: str) -> float | None:
+        """Seconds after which an unused agent is deleted; its label wins."""
+        return self.namespace_expires_after_s.get(namespace, self.expires_after_s)
 
 
 class BlobKind(StrEnum):

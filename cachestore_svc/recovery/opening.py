@@ -163,7 +163,7 @@ class _Opening:
             agent_id = seals.plain(lease.line.namespace, lease.line.agent_id)
             live.grant(lease.line._replace(agent_id=agent_id), lease.token, lease.ttl_ms / 1000)
         catalog.seal(seals.names_of)
-        budget = WriteBudget(catalog, now, config.write_budget_bytes, refuses=config.refuses_beyond_budget)
+        budget = WriteBudget(catalog, now, config.write_budget_bytes, refuses=config.write_budget_over == "refuse")
         parts = means.disk, self._ballast, catalog, blobs, seals, space, Writers(blobs, space, now)
         return Core(config, *parts, history, log, now, live, budget)
 

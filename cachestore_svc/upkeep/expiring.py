@@ -50,7 +50,7 @@ _CLOCK = "unused_counted_at"
 
 def left_ms(agent: AgentRecord, namespace: str, config: StoreConfig) -> int | None:
     """The unused time that an agent still has, at most 0 when it may go; None for one that stays."""
-    allowed_s = config.expires_after_s(namespace)
+    allowed_s = config.expiry_of(namespace)
     if label := agent.labels.get(expires_after.LABEL):
         try:
             allowed_s = expires_after.from_label(label)

@@ -31,7 +31,7 @@ class Statistics:
             blob_count=blobs,
             blob_bytes=blob_bytes,
             logical_bytes=logical,
-            quota_bytes=core.config.quota_bytes(namespace),
+            quota_bytes=core.config.quota_of(namespace),
             reserved_bytes=core.space.reserved_bytes(namespace),
             free_disk_bytes=core.disk.free_bytes(core.config.data_dir),
             is_disk_full=core.space.is_disk_full,

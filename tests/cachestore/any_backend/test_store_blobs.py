@@ -268,7 +268,7 @@ def test_going_on_with_a_blob_near_the_quota_keeps_what_had_arrived(lab: Lab, is
     digest, data = a_block()
     [(other, other_data)] = SyntheticAgent(SMALL, 2).turn(64).new_blobs.items()
     half, other_half = len(data) // 2, len(other_data) // 2
-    with lab.open(default_quota_bytes=len(data) + (0 if is_tight else other_half)) as store:
+    with lab.open(quota_bytes=len(data) + (0 if is_tight else other_half)) as store:
         with store.blobs.open_writer(NS, digest, TENSORS) as writer:
             writer.write(0, data[:half])
         with store.blobs.open_writer(NS, other, TENSORS) as writer:
@@ -285,7 +285,7 @@ def test_going_on_with_a_blob_near_the_quota_keeps_what_had_arrived(lab: Lab, is
 def test_of_blobs_that_are_begun_together_each_is_refused_by_itself(lab: Lab) -> None:
     blobs = dict(a_block(seed) for seed in range(4))
     first, *others = blobs
-    with lab.open(default_quota_bytes=2 * first.size_bytes) as store:
+    with lab.open(quota_bytes=2 * first.size_bytes) as store:
         writers = store.blobs.open_writers(NS, [NewBlob(digest, TENSORS) for digest in (first, *blobs)])
         again = writers[1]
         assert isinstance(again, FailedPrecondition)
@@ -320,7 +320,7 @@ def test_room_is_made_for_a_group_whose_room_another_sender_took(lab: Lab) -> No
     left, first, second, others = [a_block(seed) for seed in range(4)]
     lab.clock = clock = HookedClock()
     size_bytes = left[0].size_bytes
-    with lab.open(default_quota_bytes=3 * size_bytes, write_budget_bytes=1 << 40, refuses_beyond_budget=True) as store:
+    with lab.open(quota_bytes=3 * size_bytes, write_budget_bytes=1 << 40, write_budget_over="refuse") as store:
         with store.blobs.open_writer(NS, left[0], TENSORS) as writer:
             writer.write(0, left[1][:-1])
         taken: list[BlobWriter] = []

@@ -222,7 +222,7 @@ def size_of(content: SyntheticSnapshot) -> int:
 
 def test_a_full_quota_refuses_with_numbers_and_what_was_acknowledged_stays(lab: Lab) -> None:
     content = SyntheticAgent(SMALL, 1).turn(300)
-    with lab.open(default_quota_bytes=size_of(content)) as store:
+    with lab.open(quota_bytes=size_of(content)) as store:
         done = publish(store, "a", content, 0)
         more = SyntheticAgent(SMALL, 2).turn(300)
         with pytest.raises(ResourceExhausted) as refused:
@@ -232,7 +232,7 @@ def test_a_full_quota_refuses_with_numbers_and_what_was_acknowledged_stays(lab: 
         assert refused.value.retry_after_s
         assert_restores(store, done, content)
         assert store.statistics.of(NS).reserved_bytes == 0
-    with lab.open(default_quota_bytes=size_of(content) + size_of(more)) as store:
+    with lab.open(quota_bytes=size_of(content) + size_of(more)) as store:
         publish(store, "b", more, 0)
 
 
@@ -241,7 +241,7 @@ def test_concurrent_writers_together_never_exceed_the_quota(lab: Lab) -> None:
     contents = [SyntheticAgent(SMALL, number).turn(256) for number in range(8)]
     [size] = {len(data) for content in contents for data in content.new_blobs.values()}
     quota = 3 * size + size // 2
-    with lab.open(default_quota_bytes=quota) as store:
+    with lab.open(quota_bytes=quota) as store:
         ready = threading.Barrier(8)
         refusals: list[str] = []
 
@@ -269,7 +269,7 @@ def test_concurrent_writers_together_never_exceed_the_quota(lab: Lab) -> None:
 def test_what_interrupted_writes_left_counts_and_is_given_up_first(lab: Lab) -> None:
     content = SyntheticAgent(SMALL, 1).turn(256)
     [(digest, data)] = content.new_blobs.items()
-    with lab.open(default_quota_bytes=len(data) + 100) as store:
+    with lab.open(quota_bytes=len(data) + 100) as store:
         with store.blobs.open_writer(NS, digest, BlobKind.TENSORS) as writer:
             writer.write(0, data[:9000])
         assert store.statistics.of(NS).reserved_bytes == 9000
@@ -294,7 +294,7 @@ def test_old_parts_are_collected(lab: Lab) -> None:
 
 def test_a_full_quota_gives_up_old_versions_and_never_a_head(lab: Lab) -> None:
     agents = {name: SyntheticAgent(SMALL, seed) for seed, name in enumerate(("old", "pinned", "young"))}
-    with opened(lab, default_quota_bytes=120_000) as store:
+    with opened(lab, quota_bytes=120_000) as store:
         for name, agent in agents.items():
             for turn in range(3):
                 publish(store, name, agent.turn(60), turn)
@@ -342,7 +342,7 @@ def test_an_eviction_that_would_not_be_enough_gives_nothing_up(lab: Lab) -> None
         lab.clock.pass_s(REST_S)
         stored = store.statistics.of(NS).blob_bytes
     for seed, identity in ((3, SMALL), (4, TINY)):
-        with opened(lab, default_quota_bytes=stored) as store:
+        with opened(lab, quota_bytes=stored) as store:
             [(digest, _)] = SyntheticAgent(identity, seed).turn(256).new_blobs.items()
             with pytest.raises(ResourceExhausted):
                 store.blobs.open_writer(NS, digest, BlobKind.TENSORS)
@@ -351,7 +351,7 @@ def test_an_eviction_that_would_not_be_enough_gives_nothing_up(lab: Lab) -> None
 
 
 def test_heads_go_only_where_configured_long_unused_and_unpinned(lab: Lab) -> None:
-    with opened(lab, default_quota_bytes=130_000, evict_heads=True) as store:
+    with opened(lab, quota_bytes=130_000, evict_heads=True) as store:
         for seed, name in enumerate(("pinned", "first", "second")):
             publish(store, name, SyntheticAgent(SMALL, seed).turn(400), 0)
             lab.clock.pass_s(1)
@@ -370,7 +370,7 @@ def test_heads_go_only_where_configured_long_unused_and_unpinned(lab: Lab) -> No
 
 
 def test_what_was_promised_does_not_go_by_eviction_either(lab: Lab) -> None:
-    with opened(lab, default_quota_bytes=40_000) as store:
+    with opened(lab, quota_bytes=40_000) as store:
         agent = SyntheticAgent(SMALL, 1)
         old = agent.turn(200)
         publish(store, "a", old, 0)
@@ -389,7 +389,7 @@ def test_what_was_promised_does_not_go_by_eviction_either(lab: Lab) -> None:
 def test_free_and_stored_add_up_after_any_work(lab: Lab) -> None:
     """What the running store counts is what a fresh one counts from its rows."""
     chance = random.Random(4)
-    with opened(lab, default_quota_bytes=300_000) as store:
+    with opened(lab, quota_bytes=300_000) as store:
         heads: dict[str, tuple[SyntheticAgent, int]] = {}
         for step in range(80):
             name = f"agent-{chance.randrange(6)}"

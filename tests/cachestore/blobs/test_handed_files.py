@@ -125,7 +125,7 @@ def test_a_token_without_a_file_leaves_an_interrupted_part_as_it_is(lab: Lab) ->
 
 
 def test_the_quota_holds_for_a_handed_file(lab: Lab) -> None:
-    with lab.open(default_quota_bytes=DIGEST.size_bytes - 1) as store:
+    with lab.open(quota_bytes=DIGEST.size_bytes - 1) as store:
         store.blobs.receive_files(NS)
         path, token = handed_file(lab)
         with pytest.raises(ResourceExhausted) as refused:

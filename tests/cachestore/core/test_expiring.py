@@ -68,7 +68,7 @@ def test_an_agent_goes_when_its_time_is_over_and_is_told_before(machine: Machine
 
 
 def test_a_namespace_may_have_a_time_and_a_label_says_otherwise(machine: Machine) -> None:
-    with machine.lab.open(default_expires_after_s=DAY, namespace_expires_after_s={"other": None}) as store:
+    with machine.lab.open(expires_after_s=DAY, namespace_expires_after_s={"other": None}) as store:
         for name in ("ada", "long", "ever", "pinned"):
             publish(store, name, TURN, 0)
         publish(store, "foreign", TURN, 0, namespace="other")
@@ -89,7 +89,7 @@ def test_every_use_begins_the_time_anew_also_when_the_clock_was_set(machine: Mac
         lambda store: store.agents.update(NS, "ada", {"project": "x"}),
         lambda store: store.agents.roll_back(NS, "ada", 1),
     ]
-    with machine.lab.open(default_expires_after_s=DAY) as store:
+    with machine.lab.open(expires_after_s=DAY) as store:
         publish(store, "ada", TURN, 0)
         machine.sweep(store)
         for use in uses:
@@ -102,7 +102,7 @@ def test_every_use_begins_the_time_anew_also_when_the_clock_was_set(machine: Mac
 
 
 def test_a_live_lease_keeps_an_agent(machine: Machine) -> None:
-    with machine.lab.open(default_expires_after_s=HOUR) as store:
+    with machine.lab.open(expires_after_s=HOUR) as store:
         publish(store, "ada", TURN, 0)
         machine.sweep(store)
         machine.lab.clock.pass_s(2 * HOUR)
@@ -113,7 +113,7 @@ def test_a_live_lease_keeps_an_agent(machine: Machine) -> None:
 
 
 def test_an_agent_on_its_way_to_another_store_stays(machine: Machine) -> None:
-    with machine.lab.open(default_expires_after_s=HOUR) as store:
+    with machine.lab.open(expires_after_s=HOUR) as store:
         publish(store, "ada", TURN, 0)
         machine.sweep(store)
         store.moves.offer(NS, "ada", "studio", "m" * 16, 0, anybody)
@@ -123,12 +123,12 @@ def test_an_agent_on_its_way_to_another_store_stays(machine: Machine) -> None:
 
 
 def test_unused_time_outlives_a_restart_of_the_store(machine: Machine) -> None:
-    with machine.lab.open(default_expires_after_s=DAY) as store:
+    with machine.lab.open(expires_after_s=DAY) as store:
         publish(store, "ada", TURN, 0)
         machine.sweep(store)
         machine.sweep(store, 0.5 * DAY)
     machine.restarts(store_only=True)
-    with machine.lab.open(default_expires_after_s=DAY) as store:
+    with machine.lab.open(expires_after_s=DAY) as store:
         assert machine.sweep(store, 0.4 * DAY) == ["ada"]
         assert machine.sweep(store, 0.2 * DAY) == []
 
@@ -188,7 +188,7 @@ def test_a_label_that_says_no_time_is_refused(store: Store, value: str) -> None:
 
 
 def test_an_expired_agent_is_no_more_and_its_name_is_free(machine: Machine) -> None:
-    with machine.lab.open(default_expires_after_s=HOUR) as store:
+    with machine.lab.open(expires_after_s=HOUR) as store:
         publish(store, "ada", TURN, 0)
         machine.sweep(store)
         machine.sweep(store, 2 * HOUR)

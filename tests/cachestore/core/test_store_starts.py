@@ -209,7 +209,7 @@ def test_where_the_disk_fails_at_one_of_several_blobs_nothing_of_them_stays_rese
     """The quota has no room for all, so that they are begun one after the other."""
     blobs = dict(a_block(seed) for seed in range(3))
     disk = StumblingDisk()
-    with lab.open(disk, default_quota_bytes=2 * next(iter(blobs)).size_bytes) as store:
+    with lab.open(disk, quota_bytes=2 * next(iter(blobs)).size_bytes) as store:
         disk.fails_at = 2
         with pytest.raises(OSError, match="Input/output"):
             store.blobs.open_writers(NS, [NewBlob(digest, BlobKind.TENSORS) for digest in blobs])

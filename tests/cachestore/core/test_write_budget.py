@@ -81,7 +81,7 @@ def test_a_spent_budget_is_told_and_refuses_nothing(lab: Lab) -> None:
 
 def test_where_it_was_wished_tensors_are_refused_until_midnight_and_manifests_are_not(lab: Lab) -> None:
     budget = 2 * SIZES[0]
-    with lab.open(write_budget_bytes=budget, refuses_beyond_budget=True) as store:
+    with lab.open(write_budget_bytes=budget, write_budget_over="refuse") as store:
         upload(store, TURNS[0])
         publish(store, "ada", TURNS[0], 0)
         with pytest.raises(ResourceExhausted) as refused:

@@ -41,7 +41,7 @@ class StoreFiles(Table):
         "plain. Not beside the data. `keys new` and `keys rotate` add to it. Left out: none yet.",
         of_home=True,
     )
-    last_runs_dir: Path = option(
+    last_runs_dir: Path | None = option(
         Path("~/.local/state/kvasir/stores"),
         "Where the last commit of each store is noted, outside its data. A start refuses data that are older: an old "
         "copy was put back, and what engines were promised since is lost.",

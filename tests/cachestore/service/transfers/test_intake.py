@@ -217,7 +217,7 @@ def test_a_large_blob_that_cannot_be_opened_is_refused_before_all_of_it_has_come
     threads = StoreThreads(4)
 
     async def test() -> None:
-        with Lab(tmp_path / "data").open(default_quota_bytes=MIB) as store:
+        with Lab(tmp_path / "data").open(quota_bytes=MIB) as store:
             async with BlobIntake(AioStore(store, threads), NS) as intake:
                 await intake.begin(digest, BlobKind.TENSORS, 0, data[:MIB])
                 await intake._written()
