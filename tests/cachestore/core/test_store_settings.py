@@ -24,7 +24,7 @@ SET: dict[str, tuple[str, object]] = {
 }
 
 
-def test_a_store_is_opened_with_what_its_settings_say(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_store_is_opened_with_its_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, (text, _) in SET.items():
         monkeypatch.setenv(f"KVASIR_STORE_{name.upper()}", text)
     config = read_settings({}).store_config()

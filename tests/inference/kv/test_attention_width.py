@@ -11,7 +11,7 @@ import pytest
 
 from inference_svc.kv.model_hooks import row_exact
 from inference_svc.kv.sequence_kv import SequenceKV
-from tests.inference.kv.test_backends import IS_MKL, Greedy, alone, prefilled, tokens_of
+from tests.inference.kv.greedy import IS_MKL, Greedy, alone, prefilled, tokens_of
 
 LENGTHS = (20, 230, 500, 900)  # within the first block of a long sum, and beyond it
 STEPS = 2

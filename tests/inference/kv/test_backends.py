@@ -1,8 +1,7 @@
 """What every batched KV backend must do: a batch computes what each sequence computes alone, and nothing is shared."""
 
 import copy
-import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -15,12 +14,19 @@ from inference_svc.kv.batch.decode_batch import DecodeBatch
 from inference_svc.kv.batch.decode_step import DecodeStep
 from inference_svc.kv.batch.decoded_layer import DecodedLayer
 from inference_svc.kv.page import PAGE_TOKENS
-from inference_svc.kv.pages.pool import KvPool
-from inference_svc.kv.prefill_layer import commit, prefill_layers
+from inference_svc.kv.prefill_layer import prefill_layers
 from inference_svc.kv.sequence_kv import SequenceKV
-from inference_svc.model.blas import load_optimized_blas
-from inference_svc.model.loading import device
-from tests.inference.engine.tiny_models import VOCABULARY
+from tests.inference.kv.greedy import (
+    NONE,
+    ROOMY,
+    Greedy,
+    alone,
+    assert_same,
+    computed,
+    judged_prefilled,
+    prefilled,
+    tokens_of,
+)
 from tests.inference.kv.mlx_lm_batch import JudgedLayer, judged_layers
 from tests.inference.kv.sequences import (
     fed,
@@ -36,85 +42,11 @@ from tests.inference.kv.sequences import (
 NewKv = Callable[[], SequenceKV]
 NewLayers = Callable[[], list[JudgedLayer]]
 BORDERS = (1, 2, 63, 64, 65, 255, 256, 257, 300)
-ROOMY, NONE = 1 << 40, 0  # budgets of decoded values: a copy of every row, or decoding on read
-IS_MKL = device() == "cpu" and "mkl" in (load_optimized_blas() or "")
 
 STORED_TO_THE_BIT = pytest.mark.cpu_only(
     "on a GPU only fixed numbers of rows keep bits: attention/test_batch_invariance.py"
 )
 in_blocks_too = pytest.mark.usefixtures("attention_step")  # as on a machine whose kernels sum in blocks
-
-
-def tokens_of(count: int, seed: int) -> list[int]:
-    return random.Random(seed).choices(range(8, VOCABULARY), k=count)
-
-
-def prefilled(model: Any, kv: SequenceKV, token_ids: Sequence[int]) -> SequenceKV:
-    for start in range(0, len(token_ids), 256):
-        computed(model, kv, token_ids[start : start + 256])
-    return kv
-
-
-def computed(model: Any, kv: SequenceKV, token_ids: Sequence[int]) -> None:
-    layers = prefill_layers(kv)
-    model(mx.array([token_ids]), cache=layers)
-    commit(kv, layers, len(token_ids))
-
-
-def judged_prefilled(model: Any, layers: list[JudgedLayer], token_ids: Sequence[int]) -> list[JudgedLayer]:
-    """Over caches of mlx-lm's protocol, one a layer."""
-    for start in range(0, len(token_ids), 256):
-        model(mx.array([token_ids[start : start + 256]]), cache=layers)
-        mx.eval([layer.state for layer in layers])
-    return layers
-
-
-def forward(model: Any) -> Callable[[mx.array, list[Any]], mx.array]:
-    return lambda tokens, caches: model(tokens, cache=caches)[:, -1:]
-
-
-class Greedy:
-    """Sequences that decode, greedily, in one batch or each in its own."""
-
-    def __init__(self, model: Any, pool: KvPool, budget: int = ROOMY) -> None:
-        self.batch = DecodeBatch(pool, forward(model), budget)
-        self.last: dict[int, int] = {}
-        self.logits: dict[int, list[np.ndarray]] = {}
-        self.names: dict[int, SequenceKV] = {}
-
-    def join(self, name: int, kv: SequenceKV, first: int) -> None:
-        self.batch.join(kv)
-        self.last[name], self.names[name] = first, kv
-        self.logits.setdefault(name, [])
-
-    def leave(self, name: int) -> SequenceKV:
-        kv = self.names.pop(name)
-        self.batch.leave(kv)
-        return kv
-
-    def step(self) -> None:
-        by_kv = {id(kv): name for name, kv in self.names.items()}
-        order = [by_kv[id(kv)] for kv in self.batch.sequences]
-        logits = np.array(self.batch.step([self.last[name] for name in order]))
-        for name, row in zip(order, logits, strict=True):
-            self.logits[name].append(row)
-            self.last[name] = int(row.argmax())
-
-
-def alone(model: Any, kv: SequenceKV, first: int, steps: int, budget: int = ROOMY) -> list[np.ndarray]:
-    single = Greedy(model, kv.pool, budget)
-    single.join(0, kv, first)
-    for _ in range(steps):
-        single.step()
-    single.leave(0)
-    return single.logits[0]
-
-
-def assert_same(found: Sequence[np.ndarray], expected: Sequence[np.ndarray]) -> None:
-    assert [row.argmax() for row in found] == [row.argmax() for row in expected]
-    if IS_MKL:  # which treats rows alike from four on
-        for step, (ours, theirs) in enumerate(zip(found, expected, strict=True)):
-            assert np.array_equal(ours, theirs), f"step {step} differs by {abs(ours - theirs).max()}"
 
 
 def layers_of(batch: DecodeBatch) -> list[DecodedLayer]:

@@ -37,9 +37,9 @@ from tests.inference.engine.families import (
     write_family,
 )
 from tests.inference.kv import test_backends
+from tests.inference.kv.greedy import ROOMY, tokens_of
 from tests.inference.kv.mlx_lm_batch import judged_layers
 from tests.inference.kv.sequences import identity_of, pool_of, stored, unrounded_pool
-from tests.inference.kv.test_backends import ROOMY, tokens_of
 
 ALL = {**FAMILIES, "deepseek_v3": DEEPSEEK_V3, "falcon_h1": FALCON_H1, "jamba": JAMBA}
 KINDS = {

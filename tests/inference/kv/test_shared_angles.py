@@ -13,8 +13,8 @@ from inference_svc.kv.model_hooks.shared_angles import share_angles
 from inference_svc.kv.sequence_kv import SequenceKV
 from inference_svc.model.loading import load
 from tests.inference.engine.tiny_models import LLAMA, write_model
+from tests.inference.kv.greedy import ROOMY, forward, prefilled, tokens_of
 from tests.inference.kv.sequences import full, pool_of
-from tests.inference.kv.test_backends import ROOMY, forward, prefilled, tokens_of
 
 pytestmark = pytest.mark.cpu_only("a GPU rotates by one kernel")
 LENGTHS = (5, 61, 300)

@@ -23,6 +23,7 @@ from inference_svc.model.loading import load
 from inference_svc.model.model_runner import ModelRunner
 from tests.inference.engine.families import ALL, write_family
 from tests.inference.kv.attention.emulators import EMULATORS, needs_compiler
+from tests.inference.kv.greedy import tokens_of
 from tests.inference.kv.sequences import (
     PoisonedPool,
     full,
@@ -33,7 +34,6 @@ from tests.inference.kv.sequences import (
     values,
     windowed,
 )
-from tests.inference.kv.test_backends import tokens_of
 from tests.on_gpu import gpu
 
 pytestmark = needs_compiler

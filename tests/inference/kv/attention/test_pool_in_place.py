@@ -24,6 +24,7 @@ from inference_svc.kv.sequence_kv import SequenceKV
 from inference_svc.kv.tensor_files import check_files
 from inference_svc.model.model_runner import ModelRunner
 from tests.inference.kv.attention.emulators import needs_compiler
+from tests.inference.kv.greedy import tokens_of
 from tests.inference.kv.sequences import (
     ANY_BYTES,
     DIM,
@@ -36,7 +37,6 @@ from tests.inference.kv.sequences import (
     values,
     windowed,
 )
-from tests.inference.kv.test_backends import tokens_of
 
 pytestmark = [needs_compiler, pytest.mark.usefixtures("emulated")]
 

@@ -13,8 +13,8 @@ from inference_svc.kv.policy import LADDER, PolicyRequest, Rung
 from inference_svc.kv.sequence_files import files_of
 from inference_svc.kv.sequence_kv import SequenceKV
 from inference_svc.kv.tensor_files import check_files
+from tests.inference.kv.greedy import tokens_of
 from tests.inference.kv.sequences import fed, from_files, full, identity_of, pool_of, same, values
-from tests.inference.kv.test_backends import tokens_of
 
 CODECS: dict[str, Codec] = {
     f"{name} {scale}": codec

@@ -28,8 +28,8 @@ from inference_svc.kv.sequence_kv import PassRoom, SequenceKV
 from tests.emulation.emulator import cxx
 from tests.inference.kv.attention.device.coming_files import PlayedDriver, play
 from tests.inference.kv.attention.emulators import EMULATORS
+from tests.inference.kv.greedy import tokens_of
 from tests.inference.kv.sequences import POISON, full, identity_of, poison_free_pages, windowed
-from tests.inference.kv.test_backends import tokens_of
 
 MIXED = [full(), windowed(100), full(heads=1), windowed(300), windowed(100)]
 DIVIDED = [full(), *[windowed(100)] * 3]  # three pages are a block of the window

@@ -20,6 +20,7 @@ from inference_svc.kv.sequence_files import files_of, first_whole_block
 from inference_svc.kv.sequence_kv import SequenceKV
 from inference_svc.kv.tensor_files import CheckedFile, check_files
 from inference_svc.model.loading import device
+from tests.inference.kv.greedy import tokens_of
 from tests.inference.kv.sequences import (
     fed,
     four_bits,
@@ -31,7 +32,6 @@ from tests.inference.kv.sequences import (
     stored,
     windowed,
 )
-from tests.inference.kv.test_backends import tokens_of
 
 TOKENS = tokens_of(1400, 1)
 MIXED = [full(), windowed(100), full(heads=1), windowed(300), windowed(100)]

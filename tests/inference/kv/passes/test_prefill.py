@@ -14,6 +14,7 @@ from inference_svc.kv.sequence_kv import SequenceKV
 from inference_svc.model.loading import load
 from inference_svc.model.model_runner import ModelRunner
 from tests.inference.engine.tiny_models import LLAMA, write_model
+from tests.inference.kv.greedy import tokens_of
 from tests.inference.kv.sequences import (
     PoisonedPool,
     fed,
@@ -25,7 +26,6 @@ from tests.inference.kv.sequences import (
     stored,
     windowed,
 )
-from tests.inference.kv.test_backends import tokens_of
 
 
 @pytest.fixture(scope="module")
