@@ -1,0 +1,1 @@
+"""`make release`: everything that a release consists of, under out/release. Nothing is uploaded."""
