@@ -153,6 +153,11 @@ hammer: install ## Many agents at once, each turn compared with the same turn al
 mutants: install ## Break the code once per mutant, see which test notices, write the tables; goes on where it was ended
 	$(BIN)/python -m tests.campaigns.mutation $(MUTANTS)
 
+.PHONY: docs
+docs: install    ## The documentation as a site, from this repository and without the network: out/site/index.html
+	$(BIN)/python -m tools.site out/pages
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build -q --strict -f docs/mkdocs.yml
+
 .PHONY: bench-http test-http-clients test-agents test-page test-smg test-templates
 bench-http: install ## 200 streams through the gateway, then 500 readers who leave
 	$(BIN)/python -m tests.gateway.http_load $(HTTP)

@@ -1,6 +1,7 @@
-"""`examples/`: each program runs as it is, beside one `kvasir up` of a user's own home, and prints what it promises."""
+"""What people copy runs as it is, in a user's own home: `examples/`, and the first pages of the documentation."""
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -12,7 +13,8 @@ import pytest
 from tests.cli.running import Cli, eventually, free_port
 from tests.running import in_memory
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
+ROOT = Path(__file__).parents[2]
+EXAMPLES = ROOT / "examples"
 MAX_LINES = 60
 # What each prints, in this order.
 PRINTED: Mapping[str, tuple[str, ...]] = {
@@ -47,19 +49,17 @@ def user() -> Iterator[Path]:
     shutil.rmtree(directory)
 
 
-def printed_by(example: str, home: Path, *arguments: str) -> str:
-    """What a program of the folder prints, of which this is the home directory."""
-    program = sys.executable if example.endswith(".py") else "/bin/sh"
+def printed_by(home: Path, *command: str) -> str:
+    """What a command prints, of which this is the home directory."""
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    ended = subprocess.run(
-        (program, str(EXAMPLES / example), *arguments),
-        env={**os.environ, "HOME": str(home), "PATH": path, "NO_COLOR": "1"},
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
+    environment = {**os.environ, "HOME": str(home), "PATH": path, "NO_COLOR": "1"}
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280)
     assert ended.returncode == 0, ended.stderr
     return ended.stdout
+
+
+def example(name: str) -> tuple[str, str]:
+    return sys.executable if name.endswith(".py") else "/bin/sh", str(EXAMPLES / name)
 
 
 def in_order(words: tuple[str, ...], text: str) -> bool:
@@ -81,18 +81,42 @@ def test_every_example_is_short_and_is_listed_and_has_its_words_here() -> None:
 
 
 @pytest.mark.long(25)
-@pytest.mark.parametrize("example", PRINTED)
-def test_an_example_prints_what_it_promises(user: Path, example: str) -> None:
-    printed = printed_by(example, user)
-    assert in_order(PRINTED[example], printed), printed
+@pytest.mark.parametrize("name", PRINTED)
+def test_an_example_prints_what_it_promises(user: Path, name: str) -> None:
+    printed = printed_by(user, *example(name))
+    assert in_order(PRINTED[name], printed), printed
 
 
 @pytest.mark.long(25)
-@pytest.mark.parametrize("example", ALONE)
-def test_an_example_of_two_homes_prints_what_it_promises(example: str) -> None:
+@pytest.mark.parametrize("name", ALONE)
+def test_an_example_of_two_homes_prints_what_it_promises(name: str) -> None:
     directory = in_memory.home()
-    printed = printed_by(example, directory, str(directory))
-    assert in_order(ALONE[example], printed), printed
+    printed = printed_by(directory, *example(name), str(directory))
+    assert in_order(ALONE[name], printed), printed
+    shutil.rmtree(directory)
+
+
+@pytest.mark.long(3)
+def test_the_snippet_of_the_python_client_runs(user: Path) -> None:
+    [snippet] = re.findall(r"```python\n(.*?)```", (ROOT / "clients/python/README.md").read_text(), re.DOTALL)
+    printed = printed_by(user, sys.executable, "-c", snippet)
+    assert len(printed.splitlines()) == 3
+    assert all(line.startswith((" red", " green", " blue")) for line in printed.splitlines()[1:])
+
+
+@pytest.mark.long(15)
+def test_the_five_minutes_go_as_on_the_page() -> None:
+    """The page's own blocks in one shell; README.md shows the same talk."""
+    directory = in_memory.home()
+    page = (ROOT / "docs/pages/five-minutes.md").read_text()
+    _, talk, kill, look = re.findall(r"```sh\n(.*?)```", page, re.DOTALL)
+    try:
+        printed = printed_by(directory, "/bin/sh", "-euc", f"kvasir up -d\n{talk}{kill}{look}")
+        shown = re.findall(r"^(Your .+|I will .+)$", (ROOT / "README.md").read_text(), re.MULTILINE)
+        assert len(shown) == 3
+        assert in_order((*shown, "engine", "ready", "ada"), printed), printed
+    finally:
+        printed_by(directory, "kvasir", "down")
     shutil.rmtree(directory)
 
 

@@ -1,0 +1,104 @@
+"""Every command and snippet of the site is run by a test, or stands here with the reason why none runs it."""
+
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from tools.site import includes
+
+ROOT = Path(__file__).parents[2]
+_BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+_OTHER_LANGUAGE = "`make test-clients` builds and runs it where the toolchain is"
+_AGENT_CLIENT = "`make test-agents` takes these very lines; it installs the client from npm or PyPI"
+# By file, and by the first words of a block: the tests that run it, or a reason.
+SNIPPETS: Mapping[str, Mapping[str, tuple[str, ...] | str]] = {
+    "README.md": {
+        "make demo": "CI runs it, as a step of its own",
+        "$ kvasir chat ada": ("test_the_five_minutes_go_as_on_the_page",),
+        "make check": "they run the tests themselves",
+    },
+    "docs/pages/five-minutes.md": {
+        "make install": "each run of the tests begins with it",
+        "kvasir chat ada": ("test_the_five_minutes_go_as_on_the_page",),
+        "kill -9": ("test_the_five_minutes_go_as_on_the_page",),
+        "kvasir status": ("test_the_five_minutes_go_as_on_the_page",),
+    },
+    "clients/agents/README.md": {
+        "export ANTHROPIC_BASE_URL": _AGENT_CLIENT,
+        "export KVASIR_KEY": _AGENT_CLIENT,
+        "export OPENCODE_CONFIG_CONTENT": _AGENT_CLIENT,
+        "mkdir -p ~/.pi/agent": _AGENT_CLIENT,
+        "cline auth": _AGENT_CLIENT,
+        "from langchain_openai": _AGENT_CLIENT,
+        "from pydantic_ai": _AGENT_CLIENT,
+        "import { createOpenAICompatible }": _AGENT_CLIENT,
+    },
+    "clients/python/README.md": {"from pathlib import Path": ("test_the_snippet_of_the_python_client_runs",)},
+    "clients/go/README.md": {"package main": _OTHER_LANGUAGE},
+    "clients/java/README.md": {"import static": _OTHER_LANGUAGE},
+    "clients/rust/README.md": {"use kvasir_client": _OTHER_LANGUAGE},
+    "clients/swift/README.md": {"import Foundation": _OTHER_LANGUAGE},
+    "clients/typescript/README.md": {'import { homedir } from "node:os"': _OTHER_LANGUAGE},
+    "proto/README.md": {
+        "buf generate": "its plugins come from buf's registry; `buf curl` asks the reflection that tests ask in Python",
+        "1500000000000000": ("test_every_example_is_the_hash_of_its_bytes",),
+        "0f00000000000000": ("test_every_example_is_the_hash_of_its_bytes",),
+        "1600000000000000": ("test_every_example_is_the_hash_of_its_bytes",),
+    },
+    "compose/README.md": {
+        "kvasir up --model": "1.8 GB that no test fetches; its flags: test_every_flag_of_up_arrives_in_its_services",
+        "kvasir up --listen": ("test_up_over_tcp_asks_for_its_token_hands_its_kv_policy_on_and_ends_whole",),
+        "kvasir up -d": ("test_an_agent_moves_between_two_macs_as_compose_says",),
+        "kvasir up": ("test_the_gateway_is_a_service_like_the_others",),
+        "memory-gib = 16": ("test_every_option_of_a_settings_file_arrives_in_its_service",),
+        "curl http": ("test_the_curl_of_the_readme_is_remembered",),
+        "kvasir backup": ("test_a_restored_home_equals_the_old_one",),
+        "kvasir agents export": (
+            "test_an_archive_carries_a_memory_to_another_name",
+            "test_the_seeds_form_carries_a_memory_there_and_back",
+        ),
+        "kvasir tokens new laptop": ("test_the_command_takes_the_turn_along",),
+    },
+    "clients/python/kvasir_orchestrator/README.md": {
+        "pipx install": "`make try-wheel` installs the wheel; a test of every shipped scenario runs them",
+        "name: two-rooms": ("test_the_scenario_of_the_page_is_right_and_ends_well",),
+        "kvasir scenario run mine.yaml": ("test_every_command_of_a_page_exists",),
+    },
+}
+
+
+def blocks() -> Iterator[tuple[str, str]]:
+    """The file and the text of each block with a language, wherever a page shows it. Programs of `examples` have a
+    test of their own."""
+    for path in sorted(includes.PAGES.rglob("*.md")):
+        page = path.relative_to(includes.PAGES).as_posix()
+        yield from ((f"docs/pages/{page}", found[2]) for found in _BLOCK.finditer(path.read_text()))
+        for source, anchor in includes.includes_of(page):
+            if source.endswith(".md"):
+                yield from ((source, found[2]) for found in _BLOCK.finditer(includes.included(source, anchor)))
+
+
+def key_of(source: str, block: str) -> str | None:
+    return next((key for key in SNIPPETS.get(source, ()) if block.startswith(key)), None)
+
+
+def test_every_snippet_is_run_or_has_a_reason() -> None:
+    found = [(source, key_of(source, block), block) for source, block in blocks()]
+    assert [(source, block[:80]) for source, key, block in found if key is None] == []
+    known = {(source, key) for source, keys in SNIPPETS.items() for key in keys}
+    assert known - {(source, key) for source, key, _ in found} == set(), "it stands on no page any more"
+
+
+def test_the_tests_that_run_snippets_exist() -> None:
+    there = {
+        name for path in (ROOT / "tests").rglob("test_*.py") for name in re.findall(r"def (test_\w+)", path.read_text())
+    }
+    named = {
+        name for keys in SNIPPETS.values() for tests in keys.values() if isinstance(tests, tuple) for name in tests
+    }
+    assert named - there == set()
+
+
+def test_a_snippet_that_nobody_knows_is_noticed() -> None:
+    assert key_of("README.md", "rm -rf ~/.kvasir\n") is None
+    assert key_of("compose/README.md", "kvasir up --model x\n") == "kvasir up --model"
