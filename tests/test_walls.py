@@ -63,8 +63,8 @@ IMPORTS = (
     Wall(("sqlite3", "sqlite_utils"), ("cachestore_svc/index/sqlite/*",), "one connection owns the database"),
     Wall(
         ("cachestore_svc.index.sqlite",),
-        ("cachestore_svc/index/sqlite/*", "cachestore_svc/recovery/*"),
-        "the store speaks to the port index/catalog.py; which catalog it is, is decided where a directory is opened",
+        ("cachestore_svc/index/sqlite/*", "cachestore_svc/index/catalog.py", "cachestore_svc/recovery/*"),
+        "the store speaks to the catalog by index/catalog.py, and knows no table",
     ),
     Wall(
         ("cachestore_svc.blobs.local_directory",),

@@ -15,9 +15,9 @@ from cachestore_svc.blobs.blob_writer import Writers
 from cachestore_svc.blobs.disk import Disk
 from cachestore_svc.blobs.space import Space
 from cachestore_svc.facts.records import EventBody, StoreConfig
-from cachestore_svc.index.catalog import HOUSE, Catalog, CatalogChange, CatalogView
+from cachestore_svc.index.catalog import HOUSE, CatalogChange, CatalogView, SqliteCatalog
 from cachestore_svc.index.live_leases import LiveLeases
-from cachestore_svc.index.ports.history import History
+from cachestore_svc.index.values import History
 from cachestore_svc.index.write_budget import WriteBudget
 from cachestore_svc.journal.journal import Journal
 from cachestore_svc.sealing.seals import Seals
@@ -73,7 +73,7 @@ class Storage:
     config: StoreConfig
     disk: Disk
     ballast: Ballast
-    catalog: Catalog
+    catalog: SqliteCatalog
     blobs: BlobBackend  # opens what is sealed
     seals: Seals
     space: Space

@@ -10,8 +10,7 @@ from cachestore_svc.blobs.backend import Damaged, NamespaceBlobs
 from cachestore_svc.core.core import Core
 from cachestore_svc.facts.records import BlobDamaged
 from cachestore_svc.index.catalog import CatalogChange, CatalogView
-from cachestore_svc.index.ports.blobs import BlobEntry
-from cachestore_svc.index.ports.upkeep import needs_promise
+from cachestore_svc.index.values import BlobEntry, needs_promise
 
 
 def promised(core: Core, namespace: str, find: Callable[[CatalogView], Iterable[BlobEntry]]) -> list[BlobEntry]:

@@ -29,7 +29,7 @@ from cachestore_svc.facts.records import (
     MAX_FRAME_BYTES,
     EventCursor,
 )
-from cachestore_svc.index.ports.agents import CommitTerms
+from cachestore_svc.index.values import CommitTerms
 from cachestore_svc.moving.inbound import BlobIntake
 from cachestore_svc.moving.outbound import BlobReader
 from cachestore_svc.moving.peering.peers import Peers

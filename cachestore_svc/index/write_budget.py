@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 
 from kvasir.errors import ResourceExhausted
 
-from cachestore_svc.index.catalog import HOUSE, Catalog, CatalogChange, CatalogView
+from cachestore_svc.index.catalog import HOUSE, CatalogChange, CatalogView, SqliteCatalog
 
 DAY_MS = 86_400_000
 _SHARE = 8  # A namespace that wrote more than this part leaves as much to those that wrote less
@@ -16,7 +16,7 @@ _SHARE = 8  # A namespace that wrote more than this part leaves as much to those
 
 class WriteBudget:
     def __init__(
-        self, catalog: Catalog, now_unix_ms: Callable[[], int], budget_bytes: int | None, *, refuses: bool
+        self, catalog: SqliteCatalog, now_unix_ms: Callable[[], int], budget_bytes: int | None, *, refuses: bool
     ) -> None:
         """`budget_bytes`: of all namespaces together in a day; None: it is counted only."""
         self.budget_bytes = budget_bytes

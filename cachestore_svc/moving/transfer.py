@@ -16,7 +16,7 @@ from kvasir.formats.manifest import MAX_MANIFEST_BYTES
 
 from cachestore_svc.facts.ownership import OwnerState, are_two, check_takes_copy, owned_here
 from cachestore_svc.facts.records import BlobKind, Origin, SnapshotVersion
-from cachestore_svc.index.ports.agents import CommitTerms
+from cachestore_svc.index.values import CommitTerms
 from cachestore_svc.moving.bringing import Bringing
 from cachestore_svc.moving.copying import LineCopies, LineOrder, Offered, Progress, came_from, check_owns
 from cachestore_svc.moving.inbound import BlobIntake

@@ -20,11 +20,10 @@ from cachestore_svc.blobs.local_directory import LocalDirectory
 from cachestore_svc.blobs.space import Space
 from cachestore_svc.core.core import Core
 from cachestore_svc.facts.records import LAST_UNIX_MS, StoreConfig
-from cachestore_svc.index.catalog import HOUSE, Catalog, CatalogChange
+from cachestore_svc.index.catalog import HOUSE, CatalogChange, SqliteCatalog
 from cachestore_svc.index.live_leases import LiveLeases
-from cachestore_svc.index.ports.history import History, ReadManifest, Unheld
 from cachestore_svc.index.refusals import reading_damage
-from cachestore_svc.index.sqlite.sqlite_catalog import SqliteCatalog
+from cachestore_svc.index.values import History, ReadManifest, Unheld
 from cachestore_svc.index.write_budget import WriteBudget
 from cachestore_svc.journal import closed, journal, journal_lines
 from cachestore_svc.journal.journal import Journal
@@ -151,7 +150,7 @@ class _Opening:
             catalog.close()
             raise
 
-    def _opened(self, catalog: Catalog, log: Journal) -> Core:
+    def _opened(self, catalog: SqliteCatalog, log: Journal) -> Core:
         config, means, blobs, seals = self._config, self._means, self._blobs, self._blobs.seals
         now = means.now_unix_ms
         _remember_seals(catalog, seals)
@@ -167,7 +166,7 @@ class _Opening:
         parts = means.disk, self._ballast, catalog, blobs, seals, space, Writers(blobs, space, now)
         return Core(config, *parts, history, log, now, live, budget)
 
-    def _follow(self, catalog: Catalog, seen: looking.Look) -> Journal:
+    def _follow(self, catalog: SqliteCatalog, seen: looking.Look) -> Journal:
         """Bring index and journal to one position, and from now on record each commit in the journal."""
         log, blobs, found = structlog.get_logger("cachestore"), self._blobs, seen.journal
         if found is None:
@@ -213,7 +212,7 @@ class _Opening:
             raise
 
 
-def _remember_seals(catalog: Catalog, seals: Seals) -> None:
+def _remember_seals(catalog: SqliteCatalog, seals: Seals) -> None:
     """Note which namespaces are sealed; shut those that were, and lost record and mark, so that none is kept plain."""
     noted = set((catalog.read(HOUSE, lambda view: view.fact(_SEALED)) or "").split())
     seals.lose(noted)
@@ -246,7 +245,7 @@ def _lock(path: Path) -> int:
     return descriptor
 
 
-def _incarnation(catalog: Catalog, database: Path, token_hex: Callable[[int], str]) -> str:
+def _incarnation(catalog: SqliteCatalog, database: Path, token_hex: Callable[[int], str]) -> str:
     """The name of this history. A database copied back lies in another inode: its history went on without it."""
     inode = str(database.stat().st_ino)
 

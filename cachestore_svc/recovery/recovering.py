@@ -25,8 +25,7 @@ from cachestore_svc.blobs.local_directory import LocalDirectory
 from cachestore_svc.blobs.manifests import ManifestFacts, NamedBlob, SharedBlock
 from cachestore_svc.facts.ownership import OwnerState, had_before
 from cachestore_svc.facts.records import BlobKind, LostVersion, Origin, Recovered, RecoverReport, StoreConfig
-from cachestore_svc.index.catalog import HOUSE, Catalog, CatalogChange
-from cachestore_svc.index.sqlite.sqlite_catalog import SqliteCatalog
+from cachestore_svc.index.catalog import HOUSE, CatalogChange, SqliteCatalog
 from cachestore_svc.journal import journal, journal_lines
 from cachestore_svc.journal.journal import Journal
 from cachestore_svc.journal.replay import Agent, Namespace, Version, VersionKey
@@ -212,7 +211,7 @@ class _Recovery:
         # No generation that was ever given may come again: they grow by one at a time, and time runs faster.
         change.set_lease_floor(self._now)
 
-    def _list_blobs(self, catalog: Catalog, space: _RebuiltNamespace) -> None:
+    def _list_blobs(self, catalog: SqliteCatalog, space: _RebuiltNamespace) -> None:
         digests = [*space.manifests, *space.named]
         for start in range(0, len(digests), _PER_COMMIT):
             self._say(f"blobs of {space.name}", start, len(digests))
@@ -237,7 +236,7 @@ class _Recovery:
             if digest.hash in space.state.brought:
                 change.apply_changes(_cannot_read, [["brought", space.name, digest.hash, 1]])
 
-    def _hold_versions(self, catalog: Catalog, space: _RebuiltNamespace) -> None:
+    def _hold_versions(self, catalog: SqliteCatalog, space: _RebuiltNamespace) -> None:
         for batch in _batches(list(_versions_of(space.state))):
             catalog.write(space.name, partial(_hold, space, batch))
         for batch in _batches(list(space.state.agents.items())):

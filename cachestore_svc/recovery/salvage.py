@@ -15,9 +15,9 @@ from cachestore_svc.blobs.blob_checks import BlobFacts, check_for
 from cachestore_svc.blobs.disk import Disk
 from cachestore_svc.blobs.manifests import ManifestFacts, SharedBlock, read_manifest, shared_blocks
 from cachestore_svc.facts.records import BlobKind
-from cachestore_svc.index.ports.history import ReadManifest
 from cachestore_svc.index.refusals import reading_damage
 from cachestore_svc.index.sqlite.database.looking import looking_at
+from cachestore_svc.index.values import ReadManifest
 from cachestore_svc.journal import journal, journal_lines
 from cachestore_svc.journal.replay import Agent, Namespace, State, Version
 from cachestore_svc.recovery import looking

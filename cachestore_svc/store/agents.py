@@ -12,8 +12,7 @@ from cachestore_svc.facts.limits import check_labels, check_query, check_range, 
 from cachestore_svc.facts.ownership import FIRST_MOVE, check_stays_itself, check_writable
 from cachestore_svc.index import listing
 from cachestore_svc.index.catalog import CatalogChange, CatalogView
-from cachestore_svc.index.ports.agents import AgentFilter
-from cachestore_svc.index.ports.upkeep import gone_by
+from cachestore_svc.index.values import AgentFilter, gone_by
 from cachestore_svc.store.leases import Leases
 from cachestore_svc.upkeep import expiring
 

@@ -18,7 +18,7 @@ from cachestore_svc.core.stored_blobs import not_found, promised, read_blob
 from cachestore_svc.facts.limits import check_range
 from cachestore_svc.facts.records import MAX_DIGESTS_PER_REQUEST, BlobKind, WriteStatus
 from cachestore_svc.index.catalog import SLICE, CatalogChange, CatalogView
-from cachestore_svc.index.ports.blobs import BlobEntry
+from cachestore_svc.index.values import BlobEntry
 from cachestore_svc.upkeep import collecting
 
 

@@ -13,8 +13,8 @@ from cachestore_svc.facts import ownership
 from cachestore_svc.facts.ownership import Ownership, OwnerState
 from cachestore_svc.facts.records import AgentRecord, Committed, LineKey, LineQuery, Origin, SnapshotVersion
 from cachestore_svc.index.catalog import CatalogChange
-from cachestore_svc.index.ports.agents import Commit, CommitTerms
 from cachestore_svc.index.refusals import head_moved
+from cachestore_svc.index.values import Commit, CommitTerms
 from cachestore_svc.pairing.rights import MAX_FACTS, MAX_OPEN_MOVES, May, over_limit
 from cachestore_svc.store.leases import Leases
 from cachestore_svc.store.owners import OwnerChanges

@@ -16,7 +16,7 @@ from cachestore_svc.core.stored_blobs import promised
 from cachestore_svc.facts.limits import check_hash, check_range
 from cachestore_svc.facts.records import MAX_BLOCK_HASHES_PER_REQUEST, MAX_GROUPS_PER_REQUEST, FoundPrefix, GroupBlocks
 from cachestore_svc.index.catalog import SLICE, CatalogView
-from cachestore_svc.index.ports.blobs import BlobEntry
+from cachestore_svc.index.values import BlobEntry
 
 
 def check_groups(groups: Sequence[int]) -> None:

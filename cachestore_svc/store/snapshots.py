@@ -14,8 +14,8 @@ from cachestore_svc.facts import records
 from cachestore_svc.facts.limits import check_query, check_range
 from cachestore_svc.index import listing
 from cachestore_svc.index.catalog import CatalogChange
-from cachestore_svc.index.ports.agents import Commit, CommitTerms, Done
 from cachestore_svc.index.refusals import missing
+from cachestore_svc.index.values import Commit, CommitTerms, Done
 from cachestore_svc.store.leases import Leases
 
 _USE_RESOLUTION_MS = 1000  # A line's time of last use is written at most this often

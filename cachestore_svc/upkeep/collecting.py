@@ -8,7 +8,7 @@ from cachestore_svc.core.core import Core
 from cachestore_svc.core.stored_blobs import remove_files
 from cachestore_svc.facts.records import GcReport
 from cachestore_svc.index.catalog import HOUSE, CatalogChange
-from cachestore_svc.index.ports.upkeep import Evicted, NotEnough, rested_at
+from cachestore_svc.index.values import Evicted, NotEnough, rested_at
 from cachestore_svc.recovery import asides
 
 _BATCH = 500  # blobs that one commit unlists

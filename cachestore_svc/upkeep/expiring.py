@@ -13,7 +13,7 @@ from kvasir.errors import InvalidArgument, KvasirError
 from cachestore_svc.core.core import Core
 from cachestore_svc.facts.records import AgentDeleted, AgentRecord, LineQuery, StoreConfig
 from cachestore_svc.index.catalog import HOUSE, CatalogChange, CatalogView
-from cachestore_svc.index.ports.agents import AgentFilter
+from cachestore_svc.index.values import AgentFilter
 
 
 @dataclass(frozen=True, slots=True)

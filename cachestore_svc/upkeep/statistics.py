@@ -9,7 +9,7 @@ from kvasir.server.operating.wellness import Ailment
 from cachestore_svc.core.core import Core
 from cachestore_svc.facts.records import Stats, Totals
 from cachestore_svc.index.catalog import CatalogView
-from cachestore_svc.index.ports.upkeep import Sums
+from cachestore_svc.index.values import Sums
 
 
 class Statistics:

@@ -9,11 +9,11 @@ from kvasir.formats.digest import Digest
 from cachestore_svc.facts.limits import check_all_labels
 from cachestore_svc.facts.ownership import FIRST_MOVE, gone
 from cachestore_svc.facts.records import AgentRecord, AgentUsage
-from cachestore_svc.index.ports.agents import AgentFilter
 from cachestore_svc.index.refusals import no_agent
 from cachestore_svc.index.sqlite import garbage, versions
 from cachestore_svc.index.sqlite.rights.owners import ownership_of, set_ownership
 from cachestore_svc.index.sqlite.rows import Rows
+from cachestore_svc.index.values import AgentFilter
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,12 +48,14 @@ def make_agent(rows: Rows, name: str, now_unix_ms: int) -> AgentRow:
 
 
 def get_agent(rows: Rows, agent_id: str, default_retained: int) -> AgentRecord:
+    """An agent with its labels and the newest version of each line. Raises NotFound."""
     return record(rows, get_row(rows, agent_id), default_retained)
 
 
 def agents_after(
     rows: Rows, wanted: AgentFilter, after: str, count: int, default_retained: int
 ) -> tuple[list[str], list[AgentRecord]]:
+    """The `count` names that follow, fewer if they are the last; and which of these agents are wanted."""
     sql = f"{_SELECT} WHERE namespace_id = :namespace"
     if rows.texts.names.keep_order:  # else each page looks at all of them
         sql += " AND name > :after AND name >= :prefix ORDER BY name LIMIT :count"
@@ -81,6 +83,7 @@ def record(rows: Rows, agent: AgentRow, default_retained: int) -> AgentRecord:
 
 
 def count_unused(rows: Rows, agent_id: str, passed_ms: int) -> None:
+    """Add to an agent's unused time, or begin at 0 if it was used since. No effect if it is gone."""
     if agent := find_agent(rows, agent_id):
         unused_ms = _unused_ms(rows, agent.id)
         unused_ms = 0 if unused_ms is None else unused_ms + passed_ms
@@ -120,6 +123,7 @@ def set_labels(rows: Rows, agent: int, labels: Mapping[str, str]) -> None:
 
 
 def forget_agent(rows: Rows, agent_id: str, force: bool, now_unix_ms: int) -> int:
+    """Forget an agent and its lines; the bytes that nothing holds now. Raises NotFound, FailedPrecondition."""
     agent = get_row(rows, agent_id)
     if agent.is_pinned and not force:
         raise FailedPrecondition(
@@ -142,6 +146,7 @@ def delete(rows: Rows, agent: AgentRow) -> list[int]:
 def update_agent(
     rows: Rows, agent_id: str, labels: Mapping[str, str], is_pinned: bool | None, retained_versions: int | None
 ) -> None:
+    """Change what is given. Raises NotFound, InvalidArgument."""
     agent = get_row(rows, agent_id)
     wanted = {**labels_of(rows, agent.id), **labels}
     check_all_labels({name: value for name, value in wanted.items() if value})
@@ -157,6 +162,7 @@ def update_agent(
 
 
 def held_digests(rows: Rows, agent_id: str) -> list[Digest]:
+    """Every blob that some version of the agent holds, but for those in quarantine. Raises NotFound."""
     return rows.digests(
         """WITH held (manifest_id) AS (
                 SELECT DISTINCT manifest_id FROM versions JOIN lines ON lines.id = versions.line_id
@@ -170,6 +176,7 @@ def held_digests(rows: Rows, agent_id: str) -> list[Digest]:
 
 
 def usage_of(rows: Rows, agent_id: str) -> AgentUsage:
+    """The blobs that the agent's versions name, and those that others' name too. Raises NotFound."""
     held = "FROM versions JOIN lines ON lines.id = versions.line_id WHERE lines.agent_id = :agent"
     others = "SELECT 1 FROM versions JOIN lines ON lines.id = versions.line_id"
     [found] = rows.all(

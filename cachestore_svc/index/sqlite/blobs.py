@@ -5,8 +5,8 @@ from collections.abc import Iterable, Sequence
 from kvasir.formats.digest import Digest
 
 from cachestore_svc.blobs.blob_checks import BlobFacts, schema_hash
-from cachestore_svc.index.ports.blobs import BlobEntry
 from cachestore_svc.index.sqlite.rows import Rows, Value
+from cachestore_svc.index.values import BlobEntry
 
 _COLUMNS = """id, hash, size_bytes, kind, kv_identity_hash, start, tokens, chain, schema_hash, is_damaged,
     promised_unix_ms, is_brought, window"""
@@ -14,14 +14,17 @@ _OF_TENSORS = ("kv_identity_hash", "start", "tokens", "chain", "window")
 
 
 def namespaces(rows: Rows) -> list[str]:
+    """Names of all namespaces, sorted."""
     return [str(name) for (name,) in rows.all("SELECT name FROM namespaces ORDER BY name")]
 
 
 def find_blob(rows: Rows, digest: Digest) -> BlobEntry | None:
+    """The blob's entry, damaged or not."""
     return find_blobs(rows, [digest]).get(digest)
 
 
 def find_blobs(rows: Rows, digests: Iterable[Digest]) -> dict[Digest, BlobEntry]:
+    """The entries of listed blobs, damaged ones too. A digest whose size is another blob's finds nothing."""
     wanted = set(digests)
     found = rows.all(
         f"""SELECT {_COLUMNS} FROM blobs
@@ -33,6 +36,7 @@ def find_blobs(rows: Rows, digests: Iterable[Digest]) -> dict[Digest, BlobEntry]
 
 
 def add_blobs(rows: Rows, blobs: Sequence[tuple[Digest, BlobFacts]], now_unix_ms: int) -> list[bool]:
+    """List blobs whose files are durable. False for each that replaces a damaged one."""
     rows.make_namespace()
     schemas = {facts.schema: schema_hash(facts.schema) for _, facts in blobs if facts.identity}
     new_schemas = [{"schema_hash": hash_, "tensors": text} for text, hash_ in schemas.items()]
@@ -55,45 +59,54 @@ def _columns_of(digest: Digest, facts: BlobFacts, schema: str | None, now_unix_m
 
 
 def promise(rows: Rows, blobs: Sequence[BlobEntry], now_unix_ms: int) -> None:
+    """Note that a caller relies on these."""
     promised = "UPDATE blobs SET promised_unix_ms = :now WHERE id IN (SELECT value FROM json_each(:ids))"
     rows.run(promised, now=now_unix_ms, ids=[blob.id for blob in blobs])
 
 
 def set_damaged(rows: Rows, digest: Digest, is_damaged: bool) -> bool:
+    """Quarantine a blob, or take it out. True when that changed something."""
     changed = """UPDATE blobs SET is_damaged = :is_damaged WHERE namespace_id = :namespace AND hash = :hash
         AND size_bytes = :size_bytes AND is_damaged <> :is_damaged"""
     return rows.run(changed, is_damaged=is_damaged, hash=digest.hash, size_bytes=digest.size_bytes) > 0
 
 
 def damaged_blobs(rows: Rows) -> list[Digest]:
+    """Every blob in quarantine."""
     which = "namespace_id = :namespace AND is_damaged ORDER BY hash"
     return rows.digests(f"SELECT hash, size_bytes FROM blobs WHERE {which}")  # noqa: S608
 
 
 def whole_blobs(rows: Rows) -> list[Digest]:
+    """Every blob that is not in quarantine."""
     return rows.digests("SELECT hash, size_bytes FROM blobs WHERE namespace_id = :namespace AND NOT is_damaged")
 
 
 def blobs_after(rows: Rows, number: int, limit: int) -> list[tuple[int, Digest]]:
+    """Blobs behind one by the catalog's number, with their own; those in quarantine too."""
     which = "namespace_id = :namespace AND id > :number ORDER BY id LIMIT :limit"
     blobs = f"SELECT id, hash, size_bytes FROM blobs WHERE {which}"  # noqa: S608
     return rows.numbered_digests(blobs, number=number, limit=limit)
 
 
 def all_hashes(rows: Rows) -> set[str]:
+    """Hashes of the blobs of every namespace, damaged ones too."""
     return {str(hash_) for (hash_,) in rows.all("SELECT hash FROM blobs")}
 
 
 def hashes_of(rows: Rows) -> set[str]:
+    """Hashes of the namespace's blobs, damaged ones too."""
     return {hash_ for (hash_,) in rows.all("SELECT hash FROM blobs WHERE namespace_id = :namespace")}
 
 
 def has_hash(rows: Rows, hash_: str) -> bool:
+    """Whether the namespace lists a blob of this hash, damaged or not."""
     listed = "SELECT 1 FROM blobs WHERE namespace_id = :namespace AND hash = :hash"
     return rows.one(listed, hash=hash_) is not None
 
 
 def stored_bytes(rows: Rows) -> dict[str, int]:
+    """Bytes of all blobs, by namespace."""
     # In the table's own order: in an index's order each row is a read of its own.
     return dict(
         rows.all(

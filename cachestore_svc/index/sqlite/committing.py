@@ -12,15 +12,15 @@ from cachestore_svc.blobs.manifests import NamedBlob, SharedBlock, unfit
 from cachestore_svc.facts.ownership import check_takes_copy
 from cachestore_svc.facts.records import LineQuery, Origin, SnapshotVersion, named_version
 from cachestore_svc.index.live_leases import LiveLeases
-from cachestore_svc.index.ports.agents import Commit, Done
-from cachestore_svc.index.ports.blobs import BlobEntry
 from cachestore_svc.index.refusals import head_moved, missing, unfit_blob
 from cachestore_svc.index.sqlite import agents, blobs, provenance, versions
 from cachestore_svc.index.sqlite.rights import leases, owners
 from cachestore_svc.index.sqlite.rows import Rows
+from cachestore_svc.index.values import BlobEntry, Commit, Done
 
 
 def commit_version(rows: Rows, asked: Commit, live: LiveLeases, now_unix_ms: int) -> Done:
+    """Make a manifest the line's next version. Raises Conflict, FailedPrecondition; see Store.commit."""
     (_, agent_id, kv_hash), terms = asked.line, asked.terms
     manifest = _find_manifest(rows, asked.manifest)
     line = versions.find_line(rows, asked.line)
@@ -56,6 +56,7 @@ def retain(rows: Rows, agent: agents.AgentRow, line_id: int, default_retained: i
 
 
 def bound_blobs(rows: Rows, kv_hash: str, block_hashes: Sequence[str]) -> dict[str, BlobEntry]:
+    """Blobs by those of the block hashes that are bound to one which is whole and was not brought."""
     bound = """SELECT wanted.key, blobs.hash, blobs.size_bytes FROM json_each(:block_hash) AS wanted
         JOIN prefixes ON prefixes.block_hash = wanted.value JOIN blobs ON blobs.id = prefixes.blob_id
         WHERE prefixes.namespace_id = :namespace AND blobs.kv_identity_hash = :kv_identity_hash
@@ -141,7 +142,9 @@ def bind(rows: Rows, shared: Sequence[SharedBlock], named: Sequence[BlobEntry | 
 def fork_agent(
     rows: Rows, source: LineQuery, agent_id: str, version: int | None, now_unix_ms: int
 ) -> list[SnapshotVersion]:
-    """The newest version of each line, in their order, or that one."""
+    """The first versions of a new agent's lines: of each of the source's lines the newest, in their order, or that one.
+    Raises NotFound, AlreadyExists, InvalidArgument.
+    """
     lines = versions.lines_of(rows, agents.get_row(rows, source.agent_id).id)
     if source.kv_identity_hash is not None:
         lines = [versions.get_line(rows, source)]
@@ -156,6 +159,7 @@ def fork_agent(
 def roll_back(
     rows: Rows, query: LineQuery, version: int, expected_head: int | None, default_retained: int, now_unix_ms: int
 ) -> SnapshotVersion:
+    """A new newest version that is an old one. Raises NotFound, Conflict, InvalidArgument."""
     agent = agents.get_row(rows, query.agent_id)
     line = versions.line_with(rows, query, version)
     old = versions.get_version(rows, line, version)

@@ -20,13 +20,14 @@ from cachestore_svc.facts.records import (
     Origin,
     SnapshotVersion,
 )
-from cachestore_svc.index.ports.history import History
 from cachestore_svc.index.sqlite.rows import Rows
+from cachestore_svc.index.values import History
 
 _OTHERS: dict[str, type[EventBody]] = {each.__name__: each for each in (AgentDeleted, AgentUpdated, LeaseWanted)}
 
 
 def add_events(rows: Rows, history: History, bodies: Iterable[EventBody], now_unix_ms: int) -> None:
+    """Add events, and let go of the oldest beyond the limit."""
     rows.make_namespace()
     for body in bodies:
         rows.run("UPDATE namespaces SET last_event = last_event + 1 WHERE id = :namespace")
@@ -37,15 +38,18 @@ def add_events(rows: Rows, history: History, bodies: Iterable[EventBody], now_un
 
 
 def fact(rows: Rows, name: str) -> str | None:
+    """What the store noted under this name, if it did. No namespace and nothing of one belongs there."""
     found = rows.one("SELECT value FROM facts WHERE name = :name", name=name)
     return None if found is None else str(found[0])
 
 
 def set_fact(rows: Rows, name: str, value: str) -> None:
+    """Note something of the store's own. A recovery forgets it."""
     rows.run("INSERT OR REPLACE INTO facts (name, value) VALUES (:name, :value)", name=name, value=value)
 
 
 def events_after(rows: Rows, history: History, cursor: EventCursor | None, limit: int) -> EventBatch:
+    """Events after a cursor. One of another incarnation, of the future, or too old has lost some."""
     last = _last(rows)
     now = EventCursor(history.incarnation, last)
     if cursor is None:

@@ -8,9 +8,9 @@ from kvasir.formats.digest import Digest
 
 from cachestore_svc.facts.records import AgentDeleted, AgentUpdated, EventBody
 from cachestore_svc.index import eviction
-from cachestore_svc.index.ports.upkeep import Deadlines, Evicted, NotEnough
 from cachestore_svc.index.sqlite import versions
 from cachestore_svc.index.sqlite.rows import Rows
+from cachestore_svc.index.values import Deadlines, Evicted, NotEnough
 
 
 def mark_unheld(rows: Rows, now_unix_ms: int) -> int:
@@ -24,6 +24,7 @@ def mark_unheld(rows: Rows, now_unix_ms: int) -> int:
 
 
 def count_unheld(rows: Rows) -> tuple[int, int]:
+    """How many unheld blobs are not marked yet, and the bytes of all that nothing holds."""
     [(unmarked, size_bytes)] = rows.all(
         f"""SELECT COALESCE(SUM(marked_unix_ms IS NULL), 0), COALESCE(SUM(size_bytes), 0) FROM blobs
             WHERE namespace_id = :namespace AND NOT {versions.IS_REFERENCED}"""  # noqa: S608
@@ -32,6 +33,7 @@ def count_unheld(rows: Rows) -> tuple[int, int]:
 
 
 def rested(rows: Rows, deadlines: Deadlines, limit: int) -> list[tuple[int, Digest]]:
+    """Marked blobs that may go, at most `limit` (-1: all): still unheld, and neither marked nor promised lately."""
     have_rested = f"""SELECT id, hash, size_bytes FROM blobs
         WHERE namespace_id = :namespace AND marked_unix_ms <= :marked_until AND promised_unix_ms <= :promised_until
         AND NOT {versions.IS_REFERENCED} ORDER BY id LIMIT :limit"""  # noqa: S608
@@ -45,6 +47,7 @@ def remove_blobs(rows: Rows, blob_ids: Sequence[int]) -> None:
 
 
 def remove_unused_schemas(rows: Rows) -> None:
+    """Forget tensor schemas that no blob has."""
     rows.run("DELETE FROM schemas WHERE NOT EXISTS (SELECT 1 FROM blobs WHERE blobs.schema_hash = schemas.hash)")
 
 
@@ -54,7 +57,9 @@ def mark(rows: Rows, blob_ids: Sequence[int], now_unix_ms: int) -> None:
 
 
 def evict(rows: Rows, wanted_bytes: int, evict_heads: bool, now_unix_ms: int, deadlines: Deadlines) -> Evicted:
-    """Only bytes that no caller was promised count and go; others are marked and rest."""
+    """Give up versions until their blobs free enough at once. Only bytes that no caller was promised count and go;
+    others are marked and rest. Raises NotEnough, which undoes all of it.
+    """
     if not evict_heads and _held_by_old_versions(rows, deadlines) < wanted_bytes:
         raise NotEnough
     freed: list[Digest] = []

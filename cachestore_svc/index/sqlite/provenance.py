@@ -5,8 +5,8 @@ a text's author: a move brings what the agent's owner had, and a manifest's mark
 
 from collections.abc import Sequence
 
-from cachestore_svc.index.ports.blobs import BlobEntry
 from cachestore_svc.index.sqlite.rows import Rows
+from cachestore_svc.index.values import BlobEntry
 
 BROUGHT, TEXT_OWN = 1, 2
 

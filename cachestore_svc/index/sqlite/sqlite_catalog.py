@@ -18,12 +18,12 @@ from kvasir.server.fair_shares import RoundRobin
 
 from cachestore_svc.blobs.ballast import Ballast
 from cachestore_svc.blobs.disk import Disk
-from cachestore_svc.index.catalog import HOUSE, CatalogChange, CatalogView
 from cachestore_svc.index.refusals import index_damaged
 from cachestore_svc.index.sqlite.database.failures import is_full, translated
 from cachestore_svc.index.sqlite.database.migrations import migrate
 from cachestore_svc.index.sqlite.journaling.recording import Recorder
-from cachestore_svc.index.sqlite.transaction import SqliteTransaction
+from cachestore_svc.index.sqlite.transaction import CatalogChange, CatalogView
+from cachestore_svc.index.values import HOUSE
 from cachestore_svc.journal.journal import Journal
 from cachestore_svc.sealing.sealed_names import PLAIN_NAMES, PlainNames
 
@@ -37,14 +37,14 @@ MAX_TURN_MS = 10
 @dataclass
 class _Operation:
     namespace: str
-    work: Callable[[SqliteTransaction], Any]
+    work: Callable[[CatalogChange], Any]
     is_write: bool
     frees_space: bool = False
     answer: Future[Any] = field(default_factory=Future)
 
 
 class SqliteCatalog:
-    """The catalog in one SQLite database. Its methods from any thread; see cachestore_svc.index.catalog.Catalog."""
+    """Runs operations: namespaces in turn, each one's in order. Its methods from any thread."""
 
     def __init__(self, path: Path, disk: Disk, ballast: Ballast, now_unix_ms: Callable[[], int]) -> None:
         """Open, migrate and start the thread. Raises FailedPrecondition (DATA_TOO_NEW), DataLoss, ResourceExhausted."""
@@ -57,7 +57,7 @@ class SqliteCatalog:
         self._writes: RoundRobin[_Operation] = RoundRobin()
         self._is_closed = False
         self._recorder: Recorder | None = None
-        self.damage: Mapping[str, str] = {}
+        self.damage: Mapping[str, str] = {}  # namespaces whose entries are damaged, and how
         self._names_of: Callable[[str], PlainNames] = lambda _: PLAIN_NAMES
         self.is_migrated = False  # whether opening changed the database's form
         opened: Future[None] = Future()
@@ -66,30 +66,38 @@ class SqliteCatalog:
         opened.result()
 
     def read(self, namespace: str, work: Callable[[CatalogView], _Answer]) -> _Answer:
+        """The answer of `work` about the namespace (HOUSE: the store itself). It sees every acknowledged write."""
         answer: _Answer = self._submit(_Operation(namespace, work, is_write=False)).result()
         return answer
 
     def write(self, namespace: str, work: Callable[[CatalogChange], _Answer], *, frees_space: bool = False) -> _Answer:
+        """The answer of `work`, once it is durable. All of it took effect, or, when this raises, nothing. `work` may
+        run twice, so it touches nothing else. `frees_space` lets it use the ballast of a full disk.
+        """
         operation = _Operation(namespace, work, is_write=True, frees_space=frees_space)
         answer: _Answer = self._submit(operation).result()
         return answer
 
     def write_later(self, namespace: str, work: Callable[[CatalogChange], None]) -> None:
+        """Write without waiting and without an answer; for what may be lost, such as times of last use."""
         self._submit(_Operation(namespace, work, is_write=True))
 
     def record_with(self, journal: Journal) -> None:
+        """From now on write to the journal what each commit changes of agents and versions, before it commits."""
         recorder = Recorder(journal)
 
-        def begin(transaction: SqliteTransaction) -> None:
+        def begin(transaction: CatalogChange) -> None:
             recorder.begin(transaction)
             self._recorder = recorder
 
         self._submit(_Operation(HOUSE, begin, is_write=False)).result()
 
     def keep_out(self, damage: Mapping[str, str]) -> None:
+        """From now on refuse all that these namespaces ask: their entries are damaged, in these words."""
         self.damage = damage
 
     def seal(self, names_of: Callable[[str], PlainNames]) -> None:
+        """From now on what a sealed namespace asks has plain names, and its entries have sealed ones."""
         self._names_of = names_of
 
     def rebuild_indexes(self) -> None:
@@ -100,6 +108,7 @@ class SqliteCatalog:
             raise index_damaged(str(error)) from error
 
     def close(self) -> bool:
+        """Finish the operations that wait. False when it was closed before."""
         with self._gate:
             is_first = not self._is_closed
             self._is_closed = True
@@ -201,8 +210,8 @@ class SqliteCatalog:
         except BaseException as error:  # noqa: BLE001  it belongs to the caller
             operation.answer.set_exception(translated(error))
 
-    def _rows_of(self, connection: sqlite3.Connection, operation: _Operation) -> SqliteTransaction:
-        return SqliteTransaction(connection, operation.namespace, self._names_of(operation.namespace))
+    def _rows_of(self, connection: sqlite3.Connection, operation: _Operation) -> CatalogChange:
+        return CatalogChange(connection, operation.namespace, self._names_of(operation.namespace))
 
     def _write(
         self, connection: sqlite3.Connection, operations: list[_Operation], more: Iterable[_Operation] = ()
@@ -234,7 +243,7 @@ class SqliteCatalog:
             for operation in operations:
                 answers += self._in_savepoint(connection, operation)
             if self._recorder is not None:
-                self._recorder.record(SqliteTransaction(connection))
+                self._recorder.record(CatalogChange(connection))
             self._disk.reached("index: before commit")
             connection.execute("COMMIT")
         except BaseException:

@@ -1,9 +1,8 @@
 """Sums over a namespace's rows, a slice at a time, so that other work comes in between; a check counts all rows."""
 
-from cachestore_svc.index.catalog import SLICE
-from cachestore_svc.index.ports.upkeep import Sums
 from cachestore_svc.index.sqlite import versions
 from cachestore_svc.index.sqlite.rows import Rows
+from cachestore_svc.index.values import SLICE, Sums
 
 _AGENTS = f"""WITH some AS (SELECT id, name FROM agents WHERE namespace_id = :namespace AND name > :after
         ORDER BY name LIMIT {SLICE})
@@ -22,14 +21,17 @@ _KEPT_DAYS = 31
 
 
 def sums_of_agents(rows: Rows, after: str) -> Sums:
+    """Agents, versions, bytes of the newest, over the next SLICE agents after `after`, and the last one's name."""
     return _slice(rows, _AGENTS, after)
 
 
 def sums_of_blobs(rows: Rows, after: str) -> Sums:
+    """Blobs, bytes, damaged ones, unheld bytes, over the next SLICE hashes after `after`, and the last hash."""
     return _slice(rows, _BLOBS, after)
 
 
 def counts(rows: Rows) -> tuple[int, int]:
+    """Blobs and versions of a namespace, all in one operation."""
     [(blobs, versions)] = rows.all(
         """SELECT (SELECT COUNT(*) FROM blobs WHERE namespace_id = :namespace), (SELECT COUNT(*) FROM versions
             JOIN lines ON lines.id = versions.line_id JOIN agents ON agents.id = lines.agent_id
@@ -47,6 +49,7 @@ def count_written(rows: Rows, day: int, size_bytes: int) -> None:
 
 
 def written(rows: Rows, day: int) -> dict[str, int]:
+    """Bytes of blobs written on a day (UTC, counted from 1970), by namespace."""
     return dict(
         rows.all(
             """SELECT namespaces.name, bytes FROM written JOIN namespaces ON namespaces.id = namespace_id

@@ -10,13 +10,8 @@ from cachestore_svc.index.sqlite.rows import Rows
 from cachestore_svc.sealing.sealed_names import PLAIN_NAMES, PlainNames
 
 
-class SqliteTransaction(Rows):
-    def __init__(self, connection: Connection, namespace: str = "", names: PlainNames = PLAIN_NAMES) -> None:
-        super().__init__(connection, namespace, names)
-        self.after_commit_actions: list[Callable[[], None]] = []
-
-    def after_commit(self, action: Callable[[], None]) -> None:
-        self.after_commit_actions.append(action)
+class CatalogView(Rows):
+    """What an operation may read. A namespace that holds nothing answers as an empty one."""
 
     namespaces = blobs.namespaces
     stored_bytes = blobs.stored_bytes
@@ -28,37 +23,79 @@ class SqliteTransaction(Rows):
     whole_blobs = blobs.whole_blobs
     damaged_blobs = blobs.damaged_blobs
     blobs_after = blobs.blobs_after
-    add_blobs = blobs.add_blobs
-    promise = blobs.promise
-    set_damaged = blobs.set_damaged
 
     get_agent = agents.get_agent
     agents_after = agents.agents_after
-    update_agent = agents.update_agent
-    forget_agent = agents.forget_agent
     held_digests = agents.held_digests
     usage_of = agents.usage_of
-    count_unused = agents.count_unused
 
-    commit_version = committing.commit_version
     bound_blobs = committing.bound_blobs
-    fork_agent = committing.fork_agent
-    roll_back = committing.roll_back
 
     get_snapshot = versions.get_snapshot
     newest_of = versions.newest_of
     snapshots_after = versions.snapshots_after
     has_had = versions.has_had
-    use_line = versions.use_line
     named_after = versions.named_after
     is_held = versions.is_held
     held_manifests = versions.held_manifests
     names_others = versions.names_others
-    hold_anew = versions.hold_anew
 
     count_unheld = garbage.count_unheld
-    mark_unheld = garbage.mark_unheld
     rested = garbage.rested
+
+    held_leases = leases.held_leases
+    unreleased_leases = leases.unreleased_leases
+
+    ownership_of = owners.ownership_of
+    unfinished_moves = owners.unfinished_moves
+    count_owners = owners.count_owners
+    owners = owners.all_owners
+
+    events_after = events.events_after
+    fact = events.fact
+
+    sums_of_agents = statistics.sums_of_agents
+    sums_of_blobs = statistics.sums_of_blobs
+    counts = statistics.counts
+    written = statistics.written
+
+    journal_position = index_state.journal_position
+    state = index_state.state
+    state_anyway = index_state.state_anyway
+    namespaces_anyway = index_state.namespaces_anyway
+    has_tables = index_state.has_tables
+    is_too_new = index_state.is_too_new
+    wrong_indexes = index_state.wrong_indexes
+    problems = index_state.problems
+
+
+class CatalogChange(CatalogView):
+    """What an operation may read and write. Nothing of it is visible before all of it is durable."""
+
+    def __init__(self, connection: Connection, namespace: str = "", names: PlainNames = PLAIN_NAMES) -> None:
+        super().__init__(connection, namespace, names)
+        self.after_commit_actions: list[Callable[[], None]] = []
+
+    def after_commit(self, action: Callable[[], None]) -> None:
+        """Call `action` on the catalog's thread once the operation is durable; it must be quick and must not raise."""
+        self.after_commit_actions.append(action)
+
+    add_blobs = blobs.add_blobs
+    promise = blobs.promise
+    set_damaged = blobs.set_damaged
+
+    update_agent = agents.update_agent
+    forget_agent = agents.forget_agent
+    count_unused = agents.count_unused
+
+    commit_version = committing.commit_version
+    fork_agent = committing.fork_agent
+    roll_back = committing.roll_back
+
+    use_line = versions.use_line
+    hold_anew = versions.hold_anew
+
+    mark_unheld = garbage.mark_unheld
     remove_blobs = garbage.remove_blobs
     remove_unused_schemas = garbage.remove_unused_schemas
     evict = garbage.evict
@@ -67,37 +104,17 @@ class SqliteTransaction(Rows):
     renew_lease = leases.renew_lease
     release_lease = leases.release_lease
     fence_leases = leases.fence_leases
-    held_leases = leases.held_leases
-    unreleased_leases = leases.unreleased_leases
     set_lease_floor = leases.set_lease_floor
 
-    ownership_of = owners.ownership_of
     set_ownership = owners.set_ownership
-    unfinished_moves = owners.unfinished_moves
-    count_owners = owners.count_owners
-    owners = owners.all_owners
 
     add_events = events.add_events
-    events_after = events.events_after
-    fact = events.fact
     set_fact = events.set_fact
 
-    sums_of_agents = statistics.sums_of_agents
-    sums_of_blobs = statistics.sums_of_blobs
-    counts = statistics.counts
     count_written = statistics.count_written
-    written = statistics.written
 
     apply_changes = applying.apply_changes
     fence_changes = applying.fence_changes
     hold_version = applying.hold_version
 
-    journal_position = index_state.journal_position
     set_journal_position = index_state.set_journal_position
-    state = index_state.state
-    state_anyway = index_state.state_anyway
-    namespaces_anyway = index_state.namespaces_anyway
-    has_tables = index_state.has_tables
-    is_too_new = index_state.is_too_new
-    wrong_indexes = index_state.wrong_indexes
-    problems = index_state.problems

@@ -10,11 +10,11 @@ from kvasir.errors import NotFound
 from kvasir.formats.digest import Digest
 
 from cachestore_svc.facts.records import LineKey, LineQuery, Origin, SnapshotVersion
-from cachestore_svc.index.ports.blobs import BlobEntry
 from cachestore_svc.index.refusals import no_agent, no_line
 from cachestore_svc.index.sqlite.blobs import find_blobs
 from cachestore_svc.index.sqlite.provenance import TEXT_OWN
 from cachestore_svc.index.sqlite.rows import Rows, Value
+from cachestore_svc.index.values import BlobEntry
 
 _DROPPED_REMEMBERED = 1_000
 
@@ -75,6 +75,7 @@ def make_line(rows: Rows, agent: int, kv_hash: str, now_unix_ms: int) -> int:
 
 
 def use_line(rows: Rows, line: LineKey, now_unix_ms: int) -> None:
+    """Note that the line was used."""
     if found := find_line(rows, line):
         touch(rows, found.id, now_unix_ms)
 
@@ -84,6 +85,7 @@ def touch(rows: Rows, line_id: int, now_unix_ms: int) -> None:
 
 
 def get_snapshot(rows: Rows, query: LineQuery, version: int | None) -> tuple[SnapshotVersion, int]:
+    """The version of that number (None: the newest), and when its line was last used. Raises NotFound."""
     line = line_with(rows, query, version)
     return get_version(rows, line, version), line.used_unix_ms
 
@@ -98,11 +100,13 @@ def line_with(rows: Rows, query: LineQuery, version: int | None) -> Line:
 
 
 def newest_of(rows: Rows, line: LineQuery | LineKey) -> SnapshotVersion | None:
+    """The newest version of the line, or of the agent where no line is named, if there is any."""
     found = find_line(rows, line)
     return get_version(rows, found, None) if found else None
 
 
 def snapshots_after(rows: Rows, query: LineQuery, before: int, after_line: str, limit: int) -> list[SnapshotVersion]:
+    """Versions, newest first: below `before`, and of that number in lines behind `after_line`. Raises NotFound."""
     agent, kv_hash = _agent_row(rows, query.agent_id), query.kv_identity_hash
     older = f"""{_SNAPSHOT} WHERE lines.agent_id = :agent AND {_OF_LINE}
         AND (versions.version < :before OR (versions.version = :before AND lines.kv_identity_hash > :after))
@@ -186,6 +190,7 @@ def _name_blobs(rows: Rows, manifest_id: int, named: Sequence[BlobEntry | None])
 
 
 def named_after(rows: Rows, manifest: Digest, position: int, limit: int) -> list[tuple[int, Digest]]:
+    """Blobs that a manifest names behind a position, with theirs."""
     named = f"""SELECT manifest_blobs.position, named.hash, named.size_bytes FROM blobs
         JOIN manifest_blobs ON manifest_blobs.manifest_id = blobs.id
         JOIN blobs AS named ON named.id = manifest_blobs.blob_id
@@ -196,11 +201,13 @@ def named_after(rows: Rows, manifest: Digest, position: int, limit: int) -> list
 
 
 def is_held(rows: Rows, manifest: Digest) -> bool:
+    """Whether some version is this manifest."""
     held = f"SELECT 1 FROM manifests JOIN blobs ON blobs.id = manifests.blob_id WHERE {_IS_MANIFEST}"  # noqa: S608
     return rows.one(held, hash=manifest.hash, size_bytes=manifest.size_bytes) is not None
 
 
 def held_manifests(rows: Rows) -> list[Digest]:
+    """Manifests that some version is, those in quarantine left out."""
     return rows.digests(
         """SELECT blobs.hash, blobs.size_bytes FROM manifests JOIN blobs ON blobs.id = manifests.blob_id
             WHERE blobs.namespace_id = :namespace AND NOT blobs.is_damaged"""
@@ -213,6 +220,7 @@ def names_others(rows: Rows, manifest: Digest, named: Sequence[Digest]) -> bool:
 
 
 def hold_anew(rows: Rows, manifest: Digest, named: Sequence[Digest]) -> None:
+    """Rewrite a manifest's references to those of its blobs that are listed."""
     if is_held(rows, manifest):
         found = find_blobs(rows, [manifest, *named])
         rows.run("DELETE FROM manifest_blobs WHERE manifest_id = :manifest", manifest=found[manifest].id)
@@ -220,6 +228,7 @@ def hold_anew(rows: Rows, manifest: Digest, named: Sequence[Digest]) -> None:
 
 
 def has_had(rows: Rows, query: LineQuery, manifest_hash: str) -> bool:
+    """Whether a version of the agent is or was this manifest, as far as dropped versions are remembered."""
     had = """SELECT 1 FROM agents WHERE namespace_id = :namespace AND name = :agent_id AND (
         EXISTS (SELECT 1 FROM dropped WHERE dropped.agent_id = agents.id AND dropped.manifest_hash = :hash)
         OR EXISTS (SELECT 1 FROM lines JOIN versions ON versions.line_id = lines.id

@@ -1,4 +1,4 @@
-"""The pairs of catalog and blobs that the suite runs on: a new implementation of a port gets a row here.
+"""The pairs of catalog and blobs that the suite runs on: a new backend of blobs gets a row here.
 
 No test of this folder reaches around the ports. What is true of SQLite or of files alone is tested in `index`, `blobs`
 and `core`.

@@ -8,7 +8,7 @@ from kvasir.errors import FailedPrecondition, NotFound, ResourceExhausted
 from kvasir.formats.block_hash import kv_identity_hash
 
 from cachestore_svc.facts.records import BlobKind, HeldLease, Origin
-from cachestore_svc.index.ports.agents import CommitTerms
+from cachestore_svc.index.values import CommitTerms
 from cachestore_svc.store.blobs import NewBlob
 from cachestore_svc.store.move_steps import ArrivingAgent
 from cachestore_svc.store.store import Store

@@ -7,7 +7,7 @@ from kvasir.errors import Conflict, FailedPrecondition, InvalidArgument, KvasirE
 from kvasir.formats.block_hash import kv_identity_hash
 
 from cachestore_svc.facts.records import HeldLease, LeaseToken, LeaseWanted, Origin
-from cachestore_svc.index.ports.agents import CommitTerms
+from cachestore_svc.index.values import CommitTerms
 from cachestore_svc.store.store import Store
 from tests.cachestore.core.lab import NS, Lab, publish, upload
 from tests.made_models.synthetic import SMALL, TINY, SyntheticAgent

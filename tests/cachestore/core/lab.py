@@ -20,7 +20,7 @@ from cachestore_svc.config import read_settings
 from cachestore_svc.facts.ownership import Ownership
 from cachestore_svc.facts.records import BlobKind, LeaseToken, LineQuery, Origin, SnapshotVersion, StoreConfig
 from cachestore_svc.index.catalog import CatalogView
-from cachestore_svc.index.ports.agents import CommitTerms
+from cachestore_svc.index.values import CommitTerms
 from cachestore_svc.sealing.key_files import KeyFiles
 from cachestore_svc.sealing.keys import MasterKey, new_record
 from cachestore_svc.sealing.sealed_blobs import SealedBackend

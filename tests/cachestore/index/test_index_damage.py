@@ -13,8 +13,8 @@ from kvasir.formats.block_hash import kv_identity_hash
 
 from cachestore_svc.blobs.disk import Disk
 from cachestore_svc.facts.records import Origin
-from cachestore_svc.index.ports.agents import CommitTerms
 from cachestore_svc.index.sqlite.database.looking import looking_at
+from cachestore_svc.index.values import CommitTerms
 from cachestore_svc.store.store import Store
 from tests.cachestore.core.lab import NS, Chance, Lab, assert_restores, publish, run_sql, upload, write_all
 from tests.made_models.synthetic import SMALL, SyntheticAgent, SyntheticSnapshot

@@ -19,8 +19,8 @@ from kvasir.formats.block_hash import BLOCK_TOKENS, block_hash_chain, kv_identit
 from kvasir.formats.digest import Digest
 
 from cachestore_svc.facts.records import Origin, SnapshotVersion
-from cachestore_svc.index.ports.agents import CommitTerms
 from cachestore_svc.index.sqlite import versions
+from cachestore_svc.index.values import CommitTerms
 from cachestore_svc.store.store import Store
 from tests.cachestore.core.lab import NS, Lab, prefix_of, publish, upload
 from tests.made_models.sampling import sampled

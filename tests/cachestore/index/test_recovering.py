@@ -12,7 +12,7 @@ from kvasir.cachestore.v1 import identity_pb2
 from kvasir.errors import Conflict, DataLoss, FailedPrecondition, NotFound, Unavailable
 
 from cachestore_svc.facts.records import LeaseToken
-from cachestore_svc.index.ports.agents import CommitTerms
+from cachestore_svc.index.values import CommitTerms
 from tests.cachestore.core.lab import NS, Chance, Lab, damaged, publish, upload
 from tests.cachestore.index.lives import (
     DATABASE,

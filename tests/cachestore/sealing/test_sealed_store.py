@@ -14,11 +14,10 @@ from kvasir.formats.digest import Digest
 from cachestore_svc.blobs.disk import Disk
 from cachestore_svc.core.stored_blobs import quarantine
 from cachestore_svc.facts.records import BlobKind, EventCursor, Origin
-from cachestore_svc.index.catalog import CatalogChange
-from cachestore_svc.index.ports.agents import CommitTerms
+from cachestore_svc.index.catalog import CatalogChange, CatalogView
 from cachestore_svc.index.sqlite.events import _texts_of
 from cachestore_svc.index.sqlite.rows import Rows
-from cachestore_svc.index.sqlite.transaction import SqliteTransaction
+from cachestore_svc.index.values import CommitTerms
 from cachestore_svc.recovery.recovering import recover
 from cachestore_svc.sealing.keys import MasterKey
 from cachestore_svc.sealing.sealed_form import SEGMENT_BYTES
@@ -163,16 +162,15 @@ class Watch:
         self.needles: set[str] = set()
         self.leaks: set[str] = set()
         self._verb = ""
-        self.verbs = {
-            name for name, _ in inspect.getmembers(CatalogChange, inspect.isfunction) if not name.startswith("_")
-        }
+        own = {**vars(CatalogView), **vars(CatalogChange)}.items()
+        self.verbs = {name for name, verb in own if inspect.isfunction(verb) and not name.startswith("_")}
         for name in self.verbs:
-            monkeypatch.setattr(SqliteTransaction, name, self._watched(name, getattr(SqliteTransaction, name)))
+            monkeypatch.setattr(CatalogChange, name, self._watched(name, getattr(CatalogChange, name)))
         catalog = store._core.catalog
         catalog.read(NS, lambda rows: rows.connection.set_trace_callback(self._trace))  # type: ignore[attr-defined]
 
     def _watched(self, name: str, verb: Callable[..., object]) -> Callable[..., object]:
-        def watched(rows: SqliteTransaction, *args: object, **kwargs: object) -> object:
+        def watched(rows: CatalogChange, *args: object, **kwargs: object) -> object:
             if not rows.texts.names.keep_order:
                 self.called.add(name)
             self._verb = name

@@ -8,16 +8,16 @@ from pathlib import Path
 from cachestore_svc.blobs.disk import Disk
 from cachestore_svc.index.refusals import index_damaged
 from cachestore_svc.index.sqlite.database.failures import cannot_write, translated
-from cachestore_svc.index.sqlite.transaction import SqliteTransaction
+from cachestore_svc.index.sqlite.transaction import CatalogView
 
 
 @contextlib.contextmanager
-def looking_at(path: Path, disk: Disk) -> Iterator[SqliteTransaction]:
+def looking_at(path: Path, disk: Disk) -> Iterator[CatalogView]:
     """A view of a database that is left as it is, its log too. Raises what a catalog raises."""
     try:
         connection = _connect_to_look(path, disk)
         try:
-            yield SqliteTransaction(connection)
+            yield CatalogView(connection)
         finally:
             connection.close()
     except sqlite3.Error as error:

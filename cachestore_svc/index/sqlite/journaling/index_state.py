@@ -33,6 +33,7 @@ _MANIFESTS = """SELECT manifests.blob_id, token_count, total_bytes, request_id, 
 
 
 def has_tables(rows: Rows) -> bool:
+    """Whether this is a store's index at all."""
     return bool(_columns(rows, "versions"))
 
 
@@ -41,6 +42,7 @@ def has_marks(rows: Rows) -> bool:
 
 
 def journal_position(rows: Rows) -> tuple[str, Position] | None:
+    """The journal's store and how far the index followed it; None when it never had a journal."""
     found = fact(rows, _FACT)
     if found is None:
         return None
@@ -49,10 +51,12 @@ def journal_position(rows: Rows) -> tuple[str, Position] | None:
 
 
 def set_journal_position(rows: Rows, store: str, reached: Position) -> None:
+    """Note how far the index followed its journal."""
     set_fact(rows, _FACT, f"{store} {reached.sequence} {reached.chain}")
 
 
 def problems(rows: Rows) -> list[tuple[str, str]]:
+    """Faults of tables and look-ups (INDEX_DAMAGED), and entries that name a missing one (DANGLING_ROW)."""
     dangling = rows.all("PRAGMA foreign_key_check")
     rows_of = (f"a row of {row[0]} names a row of {row[2]} that is not there" for row in dangling)
     return [*(("INDEX_DAMAGED", each) for each in _faults(rows)), *(("DANGLING_ROW", each) for each in rows_of)]
@@ -76,6 +80,7 @@ def wrong_indexes(rows: Rows) -> bool:
 
 
 def is_too_new(rows: Rows) -> bool:
+    """Whether a later Kvasir changed its form."""
     if not has_tables(rows):
         return False
     found = rows.one("SELECT MAX(number) FROM migrations")
@@ -91,6 +96,7 @@ def fingerprint(rows: Rows, manifest_id: int) -> str:
 
 
 def state(rows: Rows) -> State:
+    """Everything that the journal records, as the index has it now."""
     found_state: State = {name: Namespace() for (name,) in rows.all("SELECT name FROM namespaces NOT INDEXED")}
     agents: dict[Any, Agent] = {}
     of_lines: dict[Any, tuple[Any, Agent]] = {}
@@ -121,10 +127,12 @@ def state(rows: Rows) -> State:
 
 
 def state_anyway(rows: Rows) -> State:
+    """The same where text is damaged: it is then read as what it resembles."""
     return _read_anyway(rows, state)
 
 
 def namespaces_anyway(rows: Rows) -> list[str]:
+    """Names of all namespaces, where text is damaged, too."""
     names = "SELECT name FROM namespaces NOT INDEXED"
     return _read_anyway(rows, lambda rows: sorted(str(name) for (name,) in rows.all(names)))
 

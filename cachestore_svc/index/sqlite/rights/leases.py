@@ -10,9 +10,9 @@ from kvasir.errors import Conflict, FailedPrecondition, NotFound
 
 from cachestore_svc.facts.records import LeaseToken, LineKey, LineQuery
 from cachestore_svc.index.live_leases import LiveLeases
-from cachestore_svc.index.ports.rights import UnreleasedLease
 from cachestore_svc.index.sqlite.events import fact, set_fact
 from cachestore_svc.index.sqlite.rows import Rows
+from cachestore_svc.index.values import UnreleasedLease
 
 _OF_AGENT = "namespace_id = :namespace AND agent_name = :agent_id"
 _OF_LINES = f"{_OF_AGENT} AND (:kv_identity_hash IS NULL OR kv_identity_hash = :kv_identity_hash)"
@@ -34,7 +34,9 @@ class _Row:
 def acquire_lease(
     rows: Rows, line: LineKey, live: LiveLeases, owner: str, ttl_ms: int, *, begins_anew: bool = False
 ) -> LeaseToken:
-    """Any other owner is fenced; with `begins_anew` the owner's earlier leases of the agent, too."""
+    """Take the lease of a line, or prolong one's own. Any other owner is fenced; with `begins_anew` the owner's earlier
+    leases of the agent, too. Raises FailedPrecondition (LEASE_HELD).
+    """
     _check_not_barred(live, line)
     rows.make_namespace()
     held = _rows_of(rows, LineQuery(line.agent_id))
@@ -56,6 +58,7 @@ def acquire_lease(
 
 
 def renew_lease(rows: Rows, line: LineKey, live: LiveLeases, token: LeaseToken, ttl_ms: int) -> None:
+    """Prolong one's own lease, if nobody took it. Raises Conflict, NotFound, FailedPrecondition (LEASE_HELD)."""
     _check_own(rows, line, token)
     _check_not_barred(live, line)
     _write(rows, _Row(line, token, ttl_ms, is_released=False))
@@ -63,18 +66,21 @@ def renew_lease(rows: Rows, line: LineKey, live: LiveLeases, token: LeaseToken, 
 
 
 def set_lease_floor(rows: Rows, generation: int) -> None:
-    """Where leases were lost, higher ones were given."""
+    """No lease that is not known yet begins below this generation: where leases were lost, higher ones were given."""
     set_fact(rows, _FLOOR, str(generation))
 
 
 def release_lease(rows: Rows, line: LineKey, live: LiveLeases, token: LeaseToken) -> None:
+    """Give back one's own lease. Raises Conflict (LEASE_FENCED), NotFound."""
     [found] = _check_own(rows, line, token)
     _write(rows, _Row(line, token, found.ttl_ms, is_released=True))
     live.drop(line)
 
 
 def fence_leases(rows: Rows, query: LineQuery, live: LiveLeases) -> None:
-    """A live lease's holder may still answer from what is to be taken back."""
+    """Shut out every writer of these lines that began before now. Raises FailedPrecondition (LEASE_HELD): a live
+    lease's holder may still answer from what is to be taken back.
+    """
     held = _rows_of(rows, query)
     _check_free(live, held, None)
     for each in held:
@@ -89,10 +95,12 @@ def fence_all(rows: Rows, agent_id: str) -> None:
 
 
 def held_leases(rows: Rows, query: LineQuery, live: LiveLeases) -> list[LineKey]:
+    """Lines of an agent whose lease is live."""
     return [each.line for each in _rows_of(rows, query) if each.left_s(live)]
 
 
 def unreleased_leases(rows: Rows) -> list[UnreleasedLease]:
+    """Leases of all lines that were not released. How long each had still to go at the last end is not known."""
     found = rows.all(
         f"""SELECT namespaces.name, {_COLUMNS}
             FROM leases JOIN namespaces ON namespaces.id = leases.namespace_id WHERE NOT is_released"""  # noqa: S608

@@ -16,11 +16,13 @@ _UPSERT = f"""INSERT INTO owners (namespace_id, agent_name, {", ".join(_COLUMNS)
 
 
 def ownership_of(rows: Rows, agent_id: str) -> Ownership:
+    """What is known of an agent's owner; HERE where nothing is. The agent need not exist."""
     found = _facts(rows, "AND agent_name = :agent_id", agent_id=agent_id)
     return found[0][1] if found else HERE
 
 
 def set_ownership(rows: Rows, agent_id: str, known: Ownership) -> None:
+    """Write what is known of an agent's owner."""
     if known != ownership_of(rows, agent_id):
         rows.make_namespace()
         facts = asdict(known) | {"tells": " ".join(known.tells), "had_by": " ".join(known.had_by)}
@@ -28,15 +30,18 @@ def set_ownership(rows: Rows, agent_id: str, known: Ownership) -> None:
 
 
 def all_owners(rows: Rows) -> list[tuple[str, Ownership]]:
+    """All facts about owners, by agent; also of agents that are gone."""
     return _facts(rows, "ORDER BY agent_name")
 
 
 def unfinished_moves(rows: Rows) -> list[tuple[str, Ownership]]:
+    """Agents that are on their way, or whose owner must still be announced, and their facts."""
     under_way = f"state IN ({OwnerState.MOVING:d}, {OwnerState.ARRIVING:d})"
     return _facts(rows, f"AND ({under_way} OR tells <> '') ORDER BY agent_name")
 
 
 def count_owners(rows: Rows, peer: str) -> tuple[int, int]:
+    """Facts about owners that a peer has a part in, and agents that are on their way to it."""
     [(facts, moving)] = rows.all(
         f"""SELECT COUNT(*), COALESCE(SUM(state = {OwnerState.MOVING:d} AND peer = :peer), 0) FROM owners
             WHERE namespace_id = :namespace AND instr(' ' || replace(had_by, '?', '') || ' ', ' ' || :peer || ' ')""",  # noqa: S608
