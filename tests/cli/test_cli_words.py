@@ -70,9 +70,44 @@ def test_times_are_whole_in_a_terminal_of_80_columns(tmp_path: Path) -> None:
     file.write_text(json.dumps({"at": "2026-11-23T05:24:55.123+00:00", **about, "outcome": "allowed"}))
     shown = run("kvasir", "--home", str(tmp_path), "audit", "--all", env={**QUIET, "COLUMNS": "80"}).stdout
     assert "2026-11-23 05:24:55" in shown, shown
-    assert in_process("--home", tmp_path, "audit").out == "nothing is told\n", "a turn's commit needs no attention"
+    nothing = "nothing needs attention\n1 more lines, of routine: --all shows them.\n"
+    assert in_process("--home", tmp_path, "audit").out == nothing, "a turn's commit needs none"
     file.write_text(json.dumps({"at": "2026-11-23T05:24:55.123+00:00", **about, "outcome": "refused"}))
     assert "CommitSnapshot" in in_process("--home", tmp_path, "audit").out
+
+
+def test_the_audit_shows_what_needs_attention_and_a_call_once(tmp_path: Path) -> None:
+    home, at = Home(tmp_path), "2026-11-23T05:24:55.123+00:00"
+    unnamed, delete = "conversation/1/2", {"what": "AgentService/DeleteAgent", "outcome": "allowed"}
+    fork = {"what": "AgentService/ForkAgent", "agent": "eve", "source_agent": "ada", "outcome": "allowed"}
+    of_engine = [
+        {**delete, "agent": "bob", "who": "client", "request_id": "r1"},
+        {**fork, "who": "client", "request_id": "r2"},
+        {**delete, "agent": unnamed, "who": "client", "request_id": "r3"},
+        {**fork, "who": "mallory", "outcome": "refused", "reason": "PERMISSION_DENIED", "request_id": "r4"},
+    ]
+    of_store = [
+        *({**line, "who": "owner"} for line in of_engine[:3]),
+        {**delete, "agent": "tom", "who": "owner", "request_id": "r5"},
+        {"what": "keys/erase", "who": "owner", "outcome": "allowed", "request_id": ""},
+        {"what": "pair", "who": "owner", "outcome": "allowed", "request_id": "", "peer": "studio"},
+    ]
+    for service, lines in (("engine", of_engine), ("store", of_store)):
+        file = home.audit_file(service)
+        file.parent.mkdir(exist_ok=True)
+        file.write_text("".join(json.dumps({"at": at, "service": service, **line}) + "\n" for line in lines))
+    shown = in_process("--home", tmp_path, "--json", "audit").out.splitlines()
+    assert sorted((line["who"], line["what"], line.get("agent")) for line in map(json.loads, shown)) == [
+        ("client", "AgentService/DeleteAgent", "bob"),
+        ("mallory", "AgentService/ForkAgent", "eve"),
+        ("owner", "AgentService/DeleteAgent", "tom"),
+        ("owner", "keys/erase", None),
+        ("owner", "pair", None),
+    ]
+    table = in_process("--home", tmp_path, "audit").out
+    assert "ada → eve" in table
+    assert "5 more lines, of routine: --all shows them." in table
+    assert len(in_process("--home", tmp_path, "--json", "audit", "--all").out.splitlines()) == 10
 
 
 SEVERAL = str(Path(__file__).parents[2] / "tools/measured/h200-2026-11.json")

@@ -282,7 +282,7 @@ def test_reload_is_heard_by_each_service_and_told_in_the_audit(cli: Cli) -> None
     lines = [json.loads(line) for line in cli.done("audit", "--since", "1h", "--json").out.splitlines()]
     assert {line["service"] for line in lines if line["what"] == "reload"} == {"store", "engine", "http"}
     assert "reload" in cli.done("audit").out
-    assert cli.done("audit", "--agent", "nobody").out == "nothing is told\n"
+    assert cli.done("audit", "--agent", "nobody").out == "nothing needs attention\n"
     assert cli("audit", "--since", "later").code == 2
 
 

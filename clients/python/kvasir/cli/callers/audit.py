@@ -1,4 +1,4 @@
-"""`kvasir audit`: who did what that needs a privilege, as the services of this home wrote it down."""
+"""`kvasir audit`: what needs attention of all that needs a privilege, as the services of this home wrote it down."""
 
 import json
 import re
@@ -15,9 +15,12 @@ from kvasir.cli.failures import WrongUsage
 from kvasir.cli.rows import to_the_second
 from kvasir.cli.running.home import Home
 from kvasir.cli.showing.tables import table
+from kvasir.names import UNNAMED_PREFIXES
 
 _UNITS = {"s": 1, "min": 60, "m": 60, "h": 3600, "d": 86_400}
 _AGENTS = ("agent", "source_agent", "local_agent")
+# They can be taken back, and each day has many: a turn's commit, and what leaves every version where it is.
+_ROUTINE = frozenset({"CommitSnapshot", "ForkAgent", "RollbackAgent", "UpdateAgent"})
 
 
 def audit(
@@ -27,12 +30,15 @@ def audit(
         str, typer.Option(help="Only since then: so long ago, as 30m or 2d, or a time as 2026-11-22T18:00.")
     ] = "",
     refused: Annotated[bool, typer.Option("--refused", help="Only calls that were refused.")] = False,
-    has_all: Annotated[bool, typer.Option("--all", help="Each turn's commit, too.")] = False,
+    has_all: Annotated[
+        bool, typer.Option("--all", help="Routine calls too, and each call at both services that it went through.")
+    ] = False,
 ) -> None:
-    """Show who did what that needs a privilege: changes of agents, exports, peers, keys; and who was refused.
+    """Show what needs attention: who was refused; who deleted, moved, exported or imported agents; who changed peers,
+    keys, tokens or models.
 
-    Commits of turns that were allowed are left out. --json prints one object per line, which never has a text or a
-    token."""
+    Left out are calls that were allowed and can be taken back (turns, forks, rollbacks, labels), and those about
+    conversations that nobody named. --json prints one object per line, which never has a text or a token."""
     begin = _time(since, datetime.now(UTC)) if since else ""
     lines = sorted(_lines(caller.home, begin), key=lambda line: str(line["at"]))
     wanted = [
@@ -40,18 +46,33 @@ def audit(
         for line in lines
         if (not agent or agent in (line.get(name) for name in _AGENTS))
         and (not refused or line.get("outcome") == "refused")
-        and (has_all or not _is_routine(line))
     ]
+    shown = wanted if has_all else list(_needing_attention(wanted))
     if caller.as_json:
-        for line in wanted:
+        for line in shown:
             caller.line(line)
     else:
-        _show(caller.out, wanted)
+        _show(caller.out, shown, len(wanted) - len(shown))
+
+
+def _needing_attention(lines: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """The lines but for routine, and for the store's line of a call whose caller the engine knows."""
+    at_engine = {_call(line) for line in lines if line.get("service") == "engine"}
+    for line in lines:
+        is_twice = line.get("service") == "store" and line.get("request_id") and _call(line) in at_engine
+        if not is_twice and not _is_routine(line):
+            yield line
+
+
+def _call(line: dict[str, Any]) -> tuple[object, object]:
+    return line.get("request_id"), line.get("what")
 
 
 def _is_routine(line: dict[str, Any]) -> bool:
-    """Whether it needs nobody's attention: each turn leaves one."""
-    return line.get("outcome") == "allowed" and str(line.get("what")).endswith("/CommitSnapshot")
+    agents = [str(line[name]) for name in _AGENTS if line.get(name)]
+    has_no_name = bool(agents) and all(name.startswith(UNNAMED_PREFIXES) for name in agents)
+    is_routine = has_no_name or str(line.get("what")).rpartition("/")[2] in _ROUTINE
+    return line.get("outcome") == "allowed" and is_routine
 
 
 def lines_of(file: Path) -> Iterator[dict[str, Any]]:
@@ -88,16 +109,19 @@ def _time(given: str, now: datetime) -> str:
         raise WrongUsage(f"--since: expected 30m, 2d, or 2026-11-22T18:00, got {given!r}", field="--since") from None
 
 
-def _show(out: Console, lines: list[dict[str, Any]]) -> None:
-    if not lines:
-        out.print("nothing is told")
-        return
-    at = "at (UTC)"
-    out.print(table((at, "service", "who", "what", "about", "outcome"), map(_cells, lines), whole=at))
+def _show(out: Console, lines: list[dict[str, Any]], left_out: int) -> None:
+    if lines:
+        at = "at (UTC)"
+        out.print(table((at, "service", "who", "what", "about", "outcome"), map(_cells, lines), whole=at))
+    else:
+        out.print("nothing needs attention")
+    if left_out:
+        out.print(f"{left_out} more lines, of routine: --all shows them.", style="dim")
 
 
 def _cells(line: dict[str, Any]) -> tuple[str, ...]:
-    about = " ".join(f"{name}={line[name]}" for name in (*_AGENTS, "peer", "model") if line.get(name))
+    agents = " → ".join(str(line[name]) for name in ("source_agent", "agent", "local_agent") if line.get(name))
+    about = " ".join((agents, *(f"{name}={line[name]}" for name in ("peer", "model") if line.get(name))))
     outcome = " ".join(str(line[name]) for name in ("outcome", "reason") if line.get(name))
     who, what = str(line.get("who") or "nobody known"), str(line.get("what", "")).rpartition("/")[2]
-    return to_the_second(str(line["at"])), str(line.get("service", "")), who, what, about, outcome
+    return to_the_second(str(line["at"])), str(line.get("service", "")), who, what, about.strip(), outcome
