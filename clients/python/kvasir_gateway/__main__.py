@@ -110,7 +110,7 @@ async def serve(settings: GatewayTable) -> None:
             numbers=numbers,
             tolerance=_tolerance(settings, key),
             aliases=aliases,
-            page=GatewayPage(engine, sessions, history, now=time.time),
+            page=_page(engine, sessions, numbers, history),
             traces=traces,
             now=time.time,
             clock=time.perf_counter,
@@ -125,6 +125,11 @@ async def serve(settings: GatewayTable) -> None:
         app = Gateway(around).app()
         settle_garbage()
         await serve_app(app, listener, parts.closing(Connections(limits)))
+
+
+def _page(engine: EngineLink, sessions: Sessions, numbers: GatewayNumbers, history: History) -> GatewayPage:
+    clocks: dict[str, Callable[[], float]] = {"now": time.time, "clock": time.perf_counter}
+    return GatewayPage(engine, sessions, history, numbers, **clocks, new_id=lambda: uuid.uuid4().hex)
 
 
 def _log_end(numbers: GatewayNumbers) -> None:

@@ -249,7 +249,7 @@ class EventStream:
     first: pb.GenerateResponse
     events: Events
     form: StreamForm
-    memory: Memory
+    left: Callable[[], None]  # it has ended, however it did
     numbers: GatewayNumbers
     clock: Callable[[], float]
 
@@ -266,7 +266,7 @@ class EventStream:
             self.numbers.disconnects += 1  # the turn ended with its events
         finally:
             self.numbers.open_streams -= 1
-            self.memory.left()
+            self.left()
 
     async def _write(self, send: Send) -> None:
         chunks = self.form.chunks

@@ -328,7 +328,7 @@ class Gateway:
         api = api_of(call.request.url.path)
         error_event = partial(errors.ended_by, api, call.request_id)
         form = StreamForm(chunks(asked), error_event, {**headers, "content-type": api.stream_type})
-        return EventStream(first, events, form, memory, self._around.numbers, self._around.clock)
+        return EventStream(first, events, form, memory.left, self._around.numbers, self._around.clock)
 
     def _told(self, call: Call, agent_id: str, turn: Turn, started: pb.Started) -> dict[str, str]:
         """What is known once a turn has begun, for its reader and for the operator's page."""

@@ -166,7 +166,7 @@ class CallerAtEngine:
         """What an agent remembers; nothing when that cannot be said."""
         try:
             _, data = await self.client.get_snapshot(agent_id)
-            return await self.beside(lambda: _said_by_all(manifest.parse(data).messages))
+            return await self.beside(lambda: said_by_all(manifest.parse(data).messages))
         except KvasirError:
             return ()
 
@@ -360,7 +360,7 @@ def _mapping(message: Said) -> dict[str, Any]:
 def _turn_of(manifest_bytes: bytes) -> tuple[str, Sequence[Said]]:
     """The request of a version's turn, and the messages until its reply."""
     parsed = manifest.parse(manifest_bytes)
-    return parsed.turn.request_id, _said_by_all(parsed.messages)
+    return parsed.turn.request_id, said_by_all(parsed.messages)
 
 
 def _replies_behind(
@@ -387,7 +387,7 @@ def _kept(agent: cachestore_pb2.Agent) -> Kept:
     return Kept(agent.agent_id, agent.used_at.ToDatetime(tzinfo=UTC), is_copy, opening, summary)
 
 
-def _said_by_all(messages: Iterable[Any]) -> list[Said]:
+def said_by_all(messages: Iterable[Any]) -> list[Said]:
     """What callers and the model said: no notes of the engine's own."""
     return [_said(message) for message in messages if not message.is_note]
 

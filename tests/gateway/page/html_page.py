@@ -54,6 +54,8 @@ class Html:
         given = {each.attributes["name"]: each.attributes.get("value", "") for each in self.inside(form, "input")}
         for select in self.inside(form, "select"):
             given[select.attributes["name"]] = self.inside(select, "option")[0].attributes["value"]
+        for box in self.inside(form, "textarea"):
+            given[box.attributes["name"]] = box.text
         return given
 
 

@@ -20,6 +20,11 @@ from tests.gateway.serving import GatewayProcess
 from tests.made_models.synthetic import SMALL, SyntheticAgent
 
 WRITES = {
+    "say": {"id": BRANCHED, "text": "Hello.", "head": "", "version": ""},
+    "branch": {"id": BRANCHED, "keep": "2"},
+    "rename": {"id": BRANCHED, "title": "Stolen"},
+    "pin": {"id": BRANCHED, "is": "yes"},
+    "unload": {},
     "cancel": {"request_id": "story"},
     "fork": {"id": BRANCHED, "name": "page/stolen"},
     "rollback": {"id": BRANCHED},
@@ -80,7 +85,7 @@ def version(page: Html, number: int) -> str:
 
 
 def test_whoever_shows_no_key_sees_a_form_and_nothing_else(lived: Front) -> None:
-    for path in ("/", "/page/turns", "/page/agent?id=page/ada", "/page/messages?id=page/ada"):
+    for path in ("/", "/page/turns", "/page/agent?id=page/ada", "/page/chat?id=page/ada"):
         page = Browser(lived.gateway.url).get(path, 401)
         assert [each.attributes["action"] for each in page.all("form")] == ["/page/login"]
         assert "page/" not in page.text
@@ -132,14 +137,29 @@ def test_a_thief_with_the_cookie_alone_gets_neither_a_page_nor_a_write(lived: Fr
     assert version(ada.get("agent", id=BRANCHED), 6) == form["head"]
 
 
-def test_the_overview_lists_agents_by_pages_and_by_how_their_names_begin(ada: Browser) -> None:
-    page = ada.get("", prefix="page/ada")
-    table = next(each for each in page.all("table") if "Hot in the engine" in each.text)
-    assert [each.text for each in page.inside(table, "a")] == [BRANCHED, "page/ada, as of the branch"]
-    assert "kvasir-tiny" in page.text
-    assert "No agent begins so." in ada.get("", prefix="nobody").text
-    [problem] = ada.get("", page_token="?").all("p", role="alert")
-    assert "page_token" in problem.text
+def titles(page: Html) -> list[str]:
+    return [each.text for each in page.all("a", **{"class": "name"})]
+
+
+def test_conversations_are_found_by_words_of_their_titles_names_and_labels(ada: Browser) -> None:
+    assert titles(ada.get("", q="page/ADA")) == ["page/ada, as of the branch", BRANCHED]
+    assert titles(ada.get("", q="kennel")) == ["page/ada, as of the branch"]
+    assert "Nothing has these words" in ada.get("", q="ada nobody").text
+    assert "begin" in ada.get("", 400, begin="?").text
+    pinned, today = ada.get("", q="page/ada").all("section")
+    assert pinned.text.split()[:2] == ["Pinned", "page/ada,"]
+    assert today.text.split()[:2] == ["Today", "page/ada"]
+    assert "kvasir-tiny" in ada.get("status").text
+
+
+def test_conversations_of_programs_are_listed_apart(lived: Front, ada: Browser) -> None:
+    before = ada.get("", of="programs")
+    lived.openai().chat.completions.create(
+        model="kvasir-tiny", messages=[{"role": "user", "content": "Who sits apart?"}], max_completion_tokens=8
+    )
+    new = [title for title in titles(ada.get("", of="programs")) if title not in titles(before)]
+    assert len(new) == 1
+    assert new[0] not in titles(ada.get())
 
 
 def test_the_history_is_a_tree_of_versions_with_their_bases(ada: Browser) -> None:
@@ -175,26 +195,28 @@ def test_the_history_names_the_peer_that_handed_a_turn_over(lived: Front, ada: B
 def test_messages_are_shown_when_they_are_asked_for_and_not_before(ada: Browser) -> None:
     page = ada.get("agent", id=BRANCHED)
     assert "Anna" not in page.text
-    rows = [row for row in ada.get("", prefix=BRANCHED).all("tr") if BRANCHED in row.text]
+    rows = [row for row in ada.get("", q=BRANCHED).all("li") if BRANCHED in row.text]
     assert rows
     assert not [row for row in rows if "Anna" in row.text]
     reads = [each.attributes["href"] for each in page.all("a") if each.text.startswith("Read")]
     newest = ada.get(reads[0])
-    assert [each.text for each in newest.all("h2")][:2] == ["user", "assistant"]
+    assert [each.text for each in newest.all("h2")][:2] == ["You", "Reply"]
     assert "My name is Anna." in newest.text
     assert "Who am I?" in newest.text
     assert "Who am I?" not in ada.get(reads[-1]).text
 
 
 def test_names_and_messages_that_look_like_markup_stay_text(ada: Browser) -> None:
-    listed = ada.get("", prefix="<script>")
+    listed = ada.get("", q="<script>")
     [link] = [each for each in listed.all("a") if each.text == HOSTILE]
     page = ada.get(link.attributes["href"])
     assert page.all("h1")[0].text == HOSTILE
-    messages = ada.get(next(each.attributes["href"] for each in page.all("a") if each.text.startswith("Read")))
-    assert messages.all("p", **{"class": "text"})[0].text == MARKUP
-    for shown in (listed, page, messages, ada.get("", prefix=f'">{MARKUP}')):
-        assert [each.attributes["src"] for each in shown.all("script")] == ["/page/assets/page.js"]
+    assert page.all("p", **{"class": "text"})[0].text == MARKUP
+    agent = ada.get("agent", id=HOSTILE)
+    assert agent.all("h1")[0].text == HOSTILE
+    for shown in (listed, page, agent, ada.get("", q=f'">{MARKUP}')):
+        scripts = [each.attributes["src"] for each in shown.all("script")]
+        assert scripts == ["/page/assets/page.js", "/page/assets/chat.js"][: len(scripts)]
         assert [each.attributes["src"] for each in shown.all("img")] == ["/page/assets/icon.svg"]
 
 
@@ -221,9 +243,9 @@ def test_forms_fork_roll_back_and_delete(ada: Browser) -> None:
 def test_a_live_turn_is_shown_and_cancelled(lived: Front, ada: Browser, eve: Browser) -> None:
     with endless_turn(lived, "a story of the page") as reader:
         part = ada.get("turns")
-        assert "a story of the page" in part.elements[0].text + ada.get().text
+        assert "a story of the page" in part.elements[0].text + ada.get("status").text
         assert "Turns: 1 running, 0 waiting." in [each.attributes.get("data-says") for each in part.elements]
-        for page in (eve.get(), eve.get("turns")):
+        for page in (eve.get("status"), eve.get("turns")):
             assert "a story of the page" not in "".join(each.text for each in page.elements)
         forged = {
             "request_id": "a story of the page",
@@ -231,7 +253,7 @@ def test_a_live_turn_is_shown_and_cancelled(lived: Front, ada: Browser, eve: Bro
         }
         refused = eve.post("cancel", forged, origin=eve.url)
         assert refused.status_code == 404
-        assert "was ended" in ada.send(ada.get(), "cancel").text
+        assert "was ended" in ada.send(ada.get("status"), "cancel").text
         reader.join(30)
         assert not reader.is_alive()
 
@@ -240,7 +262,8 @@ def test_a_key_sees_nothing_of_another_namespace(lived: Front, ada: Browser, eve
     page = ada.get("agent", id=BRANCHED)
     asked = {"id": BRANCHED, "version": version(page, 1)}
     eve.get("agent", 404, id=BRANCHED)
-    eve.get("messages", 404, **asked)
+    for name in ("chat", "said", "facts"):
+        eve.get(name, 404, **asked)
     overview = eve.get()
     assert "page/" not in overview.text
     assert overview.all("header")[0].text.split()[-3:] == ["second", "Sign", "out"]
@@ -256,12 +279,12 @@ def test_a_key_sees_nothing_of_another_namespace(lived: Front, ada: Browser, eve
         if "id" in fields:
             form = {**asked, "head": asked["version"], **fields, "form_token": token}
             answer = eve.post(action, form, origin=eve.url)
-            assert answer.status_code == 404, action
+            assert answer.status_code == 404, (action, answer.text)
     assert version(ada.get("agent", id=BRANCHED), 6).endswith(":6")
 
 
 def turns_of_the_hour(browser: Browser) -> int:
-    page = browser.get()
+    page = browser.get("status")
     figure = page.all("figure")[0]
     counts = [int(each.text.replace(",", "")) for each in page.inside(figure, "strong")]
     assert ("No turns in the last hour." in figure.text) == (not any(counts))
@@ -295,7 +318,7 @@ def test_a_write_is_a_form_of_our_own(lived: Front, ada: Browser, action: str) -
     with_key = httpx.post(f"{ada.url}/page/{action}", data=form, headers={**own, "x-api-key": lived.keys["ada"]})
     assert with_key.status_code == 403
     assert version(ada.get("agent", id=BRANCHED), 6) == head
-    large = ada.post(action, {"form_token": token, "x": "y" * 20000}, **own)
+    large = ada.post(action, {"form_token": token, "x": "y" * (2 << 20 if action == "say" else 20000)}, **own)
     assert large.status_code == 413
 
 
@@ -311,7 +334,7 @@ def pages(lived: Front, ada: Browser) -> Iterator[httpx.Response]:
     """Every kind of page."""
     agent = ada.get("agent", id=BRANCHED)
     read = next(each.attributes["href"] for each in agent.all("a") if each.text.startswith("Read"))
-    for path in ("", f"agent?id={BRANCHED}", read):
+    for path in ("", "status", "chat", f"agent?id={BRANCHED}", read):
         yield ada.answer(path)
     yield ada.answer("agent?id=nobody", 404)
     yield httpx.get(lived.gateway.url, headers=HTML)
@@ -330,7 +353,7 @@ def test_no_page_names_another_host_or_carries_a_script(lived: Front, ada: Brows
                 assert name not in ("src", "href", "action") or re.match(r"/(?!/)|#", value), element
             assert element.tag != "style"
             assert element.tag != "script" or not element.text
-    for name in ("page.css", "page.js", "icon.svg"):
+    for name in ("page.css", "page.js", "chat.js", "icon.svg"):
         text = ada.answer(f"/page/assets/{name}").text
         assert "//" not in text.replace("// ", "").replace('xmlns="http://www.w3.org/2000/svg"', "")
     ada.answer("/page/assets/..%2Froutes.py", 404)
@@ -363,9 +386,9 @@ def test_an_engine_that_is_away_is_told_and_without_keys_only_loopback_is_served
     gateway = GatewayProcess(nowhere, "--no-keys", "--host", "kvasir.example")
     try:
         gateway.start()
-        page = Browser(gateway.url).get()
+        assert "The conversations cannot be shown." in Browser(gateway.url).get().text
+        page = Browser(gateway.url).get("/page/status")
         assert "The engine does not answer." in page.text
-        assert "The agents cannot be shown." in page.text
         assert not [form for form in page.all("form") if form.attributes["action"].endswith("logout")]
         by_name = httpx.get(gateway.url, headers={**HTML, "host": "kvasir.example"})
         assert by_name.status_code == 403

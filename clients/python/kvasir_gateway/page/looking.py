@@ -1,14 +1,13 @@
 """The panels of the pages, asked of the engine: each on its own, so that one that fails spoils no other."""
 
 import asyncio
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
-from kvasir.cachestore.v1 import cachestore_pb2, manifest_pb2
+from kvasir.cachestore.v1 import cachestore_pb2
 from kvasir.clients import AioInferenceClient
-from kvasir.errors import DataLoss, KvasirError
-from kvasir.formats import manifest
+from kvasir.errors import KvasirError
 from kvasir.inference.v1 import inference_pb2 as pb
 from kvasir.waits import ANSWER_S
 
@@ -16,9 +15,7 @@ from kvasir_gateway.page import tree
 from kvasir_gateway.page.chart import Chart, chart
 from kvasir_gateway.page.history import History, Parted
 
-AGENTS_A_PAGE = 25
 _VERSIONS_A_PAGE = 200
-_MOST_MESSAGES = 200
 _SOURCES = ("hot", "warm", "shared", "replay", "cold")
 _Answer = TypeVar("_Answer")
 
@@ -40,21 +37,6 @@ async def panel(work: Awaitable[_Answer]) -> Panel[_Answer]:
         return Panel(None, error.message)
     except TimeoutError:
         return Panel(None, f"no answer within {ANSWER_S:g} s")
-
-
-@dataclass(frozen=True, slots=True)
-class Agents:
-    """One page of agents, and those of them whose memory is hot, by name."""
-
-    agents: Sequence[cachestore_pb2.Agent]
-    hot: Mapping[str, pb.HotMemory]
-    next_page_token: str
-
-
-async def agents(client: AioInferenceClient, prefix: str, page_token: str) -> Agents:
-    page = await client.list_agents(name_prefix=prefix, page_size=AGENTS_A_PAGE, page_token=page_token)
-    hot = await client.list_hot_memories([agent.agent_id for agent in page.agents]) if page.agents else ()
-    return Agents(page.agents, {memory.agent_id: memory for memory in hot}, page.next_page_token)
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,26 +103,3 @@ async def agent(client: AioInferenceClient, agent_id: str, page_token: str) -> A
     )
     rows = tree.rows(listed.snapshots, has_older=bool(listed.next_page_token))
     return AgentSeen(found, usage, hot[0] if hot else None, rows, listed.next_page_token)
-
-
-@dataclass(frozen=True, slots=True)
-class Remembered:
-    """What an agent remembered as of a version. `left_out`: messages before those that are shown."""
-
-    version: cachestore_pb2.SnapshotVersion
-    messages: Sequence[manifest_pb2.Message]
-    left_out: int
-    text: str
-
-
-async def remembered(client: AioInferenceClient, agent_id: str, line: str, version: int) -> Remembered:
-    """Raises NotFound, DataLoss."""
-    snapshot, data = await client.get_snapshot(agent_id, line, version)
-    if not data:
-        raise DataLoss("the memory is too long for a page: `kvasir agents export` writes it to a file")
-    found: Any = manifest.parse(data)
-    shown = found.messages[-_MOST_MESSAGES:]
-    for message in shown:
-        message.content = manifest.without_guards(message.content)
-    text = "" if found.messages else manifest.without_guards(found.text)
-    return Remembered(snapshot, shown, len(found.messages) - len(shown), text)

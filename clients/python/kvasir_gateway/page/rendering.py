@@ -24,7 +24,12 @@ HEADERS = {
     "x-content-type-options": "nosniff",
     "cache-control": "no-store",
 }
-_ASSETS = {"page.css": "text/css", "page.js": "text/javascript", "icon.svg": "image/svg+xml"}
+_ASSETS = {
+    "page.css": "text/css",
+    "page.js": "text/javascript",
+    "chat.js": "text/javascript",
+    "icon.svg": "image/svg+xml",
+}
 
 
 def page(template: str, /, status: int = 200, **values: Any) -> HTMLResponse:

@@ -28,7 +28,7 @@ async function signIn(page) {
   await page.goto(URL_);
   await page.getByLabel("API key").fill(KEY);
   await page.keyboard.press("Enter");
-  await page.waitForSelector("#agents");
+  await page.waitForSelector("[data-list]");
 }
 
 async function audit(page, name) {
@@ -64,13 +64,95 @@ async function tabThrough(page, name) {
   expect(stops > 5 && stops < 200, `${name}: Tab reaches ${stops} places and leaves again`);
 }
 
+// A task that a newcomer has: what is pressed and typed is counted.
+async function task(page, name, most, work) {
+  let count = 0;
+  const act = {
+    press: async (role, label) => { count += 1; await page.getByRole(role, { name: label }).first().click(); },
+    type: async (label, text) => { count += 1; await page.getByLabel(label, { exact: true }).fill(text); },
+    enter: async () => { count += 1; await page.keyboard.press("Enter"); },
+  };
+  try {
+    expect(await work(act), `${name}, in ${count} actions`);
+    if (count > most) expect(false, `${name}: at most ${most} actions`);
+  } catch (error) {
+    expect(false, `${name}: ${error.message.split("\n")[0]}`);
+  }
+}
+
+const SAY = "What you say";
+const at = (page) => page.url().replace(/(\/page\/[^/]+\/).*/, "$1");
+const reply = async (page) => {
+  await page.waitForSelector("[data-said] > li:last-child .note", { timeout: 30000 });
+  return page.locator("[data-said] > li:last-child > .text").textContent();
+};
+const said = (page) => page.locator("[data-said] > li > .text").allTextContents();
+
+async function tasks(page) {
+  await task(page, "talk, and be remembered", 5, async ({ press, type, enter }) => {
+    await press("link", "New conversation");
+    await type(SAY, "My dog is called Rex.");
+    await enter();
+    await reply(page);
+    await type(SAY, "What is my dog called?");
+    await enter();
+    return (await reply(page)) === "Your dog is called Rex.";
+  });
+  await task(page, "edit a message, and go on as a branch", 3, async ({ press, type, enter }) => {
+    await press("link", /^Edit message 1$/);
+    await type(SAY, "My dog is called Luna.");
+    await enter();
+    await reply(page);
+    return (await said(page)).join() === "My dog is called Luna.,I will remember that.";
+  });
+  await task(page, "find the other branch again", 3, async ({ press }) => {
+    await press("link", "History and more");
+    await press("link", /^Read what version 2 /);
+    return (await said(page)).includes("Your dog is called Rex.");
+  });
+  await task(page, "fork from a reply", 2, async ({ press }) => {
+    await page.goto(`${at(page)}chat?id=page/ada`);
+    await press("button", /^Fork from here.*message 2$/);
+    await page.waitForSelector(".done");
+    return (await page.locator("h1").textContent()) === "page/ada-2" && (await said(page)).length === 2;
+  });
+  await task(page, "give a conversation a title", 4, async ({ press, type, enter }) => {
+    await page.getByText("Rename").first().click();
+    await type(/^Title/, "Kennel of last Tuesday");
+    await enter();
+    await page.waitForSelector(".done");
+    return (await page.locator("h1").textContent()) === "Kennel of last Tuesday";
+  });
+  await task(page, "find last Tuesday's conversation", 4, async ({ press, type, enter }) => {
+    await press("link", "Conversations");
+    await type("Words of a title, a name or a label", "tuesday");
+    await enter();
+    await press("link", "Kennel of last Tuesday");
+    return (await page.locator("h1").textContent()) === "Kennel of last Tuesday";
+  });
+  // Its first turn runs, so that the next one waits.
+  await task(page, "stop a turn", 3, async ({ press, type, enter }) => {
+    await page.goto(`${at(page)}chat`);
+    await page.getByText("Name and instructions").click();
+    await page.getByLabel(/^Name of the agent/).fill("page/endless");
+    await type(SAY, "Hello.");
+    await enter();
+    await press("button", "Stop");
+    await page.getByRole("button", { name: "Send" }).waitFor();
+    return /cancelled/.test(await page.locator("[data-problem]").textContent());
+  });
+}
+
 const browser = await chromium.launch({ executablePath: CHROMIUM, args: QUIET });
 console.log(`Chromium ${browser.version()}, axe-core ${version}`);
 try {
   const page = await look(browser, { viewport: { width: 1000, height: 800 } });
   await signIn(page);
   await page.reload();
-  await tabThrough(page, "overview");
+  await tabThrough(page, "conversations");
+  await tasks(page);
+  await page.goto(`${at(page)}status`);
+  await tabThrough(page, "status");
   const age = () => page.evaluate(() => document.querySelector("[data-live] tbody").textContent);
   const cancel = page.getByRole("button", { name: /^Cancel/ });
   const before = await age();
@@ -87,7 +169,7 @@ try {
   await page.goto(new URL("agent?id=page/ada", page.url()).href);
   await tabThrough(page, "agent");
   await page.goto(URL_);
-  await page.waitForSelector("#agents");
+  await page.waitForSelector("[data-list]");
   expect(/\/page\/[^/]+\/$/.test(page.url()), "from the root a session goes on at its own address");
 
   for (const colorScheme of ["light", "dark"]) {
@@ -97,20 +179,21 @@ try {
       await page.goto(URL_);
       await audit(page, name("sign in"));
       await signIn(page);
-      await audit(page, name("overview"));
-      await page.screenshot({ path: `${OUT}/overview-${colorScheme}-${width}.png`, fullPage: true });
-      await page.getByRole("link", { name: "page/ada", exact: true }).click();
-      await page.waitForSelector(".tree");
-      await audit(page, name("agent"));
-      await page.screenshot({ path: `${OUT}/agent-${colorScheme}-${width}.png`, fullPage: true });
-      await page.getByRole("link", { name: /^Read/ }).first().click();
-      await page.waitForSelector(".messages");
-      await audit(page, name("messages"));
-      await page.screenshot({ path: `${OUT}/messages-${colorScheme}-${width}.png`, fullPage: true });
-      await page.goto(new URL(`.?prefix=${encodeURIComponent("<script>")}`, page.url()).href);
-      await audit(page, name("hostile names"));
-      await page.goto(new URL("agent?id=nobody", page.url()).href);
-      await audit(page, name("an error"));
+      const home = page.url();
+      for (const [what, path] of [
+        ["conversations", ""],
+        ["new", "chat"],
+        ["chat", "chat?id=page/ada"],
+        ["edit", "chat?id=page/ada&keep=2&edit=1"],
+        ["agent", "agent?id=page/ada"],
+        ["status", "status"],
+        ["hostile names", `?q=${encodeURIComponent("<script>")}`],
+        ["an error", "agent?id=nobody"],
+      ]) {
+        await page.goto(home + path);
+        await audit(page, name(what));
+        await page.screenshot({ path: `${OUT}/${what.replaceAll(" ", "-")}-${colorScheme}-${width}.png`, fullPage: what !== "chat" });
+      }
       await page.context().close();
     }
   }
@@ -119,12 +202,12 @@ try {
   await plain.goto(URL_);
   await plain.getByLabel("API key").fill(KEY);
   await plain.getByRole("button", { name: "Sign in" }).click();
-  await plain.getByLabel("Name begins with").fill("page/");
-  await plain.getByRole("button", { name: "Search" }).click();
-  await plain.getByRole("link", { name: "page/ada", exact: true }).click();
-  await plain.locator("input[name=name]").fill("page/without scripts");
-  await plain.getByRole("button", { name: "Fork" }).click();
-  expect((await plain.locator("h1").textContent()).trim() === "page/without scripts", "without scripts an agent is found and forked");
+  await plain.getByRole("link", { name: "New conversation" }).click();
+  await plain.getByLabel(SAY).fill("My name is Anna.");
+  await plain.getByRole("button", { name: "Send" }).click();
+  expect((await said(plain)).includes("I will remember that."), "without scripts an agent is talked with");
+  await plain.getByRole("button", { name: /^Fork from here/ }).first().click();
+  expect((await plain.locator("h1").textContent()) === "My name is Anna. (2)", "and forked");
 } finally {
   await browser.close();
 }

@@ -1,0 +1,132 @@
+"""One request of somebody who may see the page: who asks, what for, and how the answer is shown."""
+
+import asyncio
+import re
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+from urllib.parse import parse_qs
+
+from kvasir.clients import AioInferenceClient
+from kvasir.errors import InvalidArgument
+from kvasir.formats.digest import is_hash
+from kvasir.names import check_agent_id
+from kvasir.waits import SILENCE_S
+from starlette.requests import Request
+from starlette.responses import RedirectResponse, Response
+
+from kvasir_gateway import errors
+from kvasir_gateway.answering import EventStream
+from kvasir_gateway.page.rendering import HEADERS, link, page
+from kvasir_gateway.page.sessions import Visitor
+from kvasir_gateway.turn import sse
+
+FORM_BYTES = 16 << 10
+# What a page says after a write, by the word in its address.
+DONE = {
+    "cancel": "The turn was ended.",
+    "load": "The model is loaded.",
+    "unload": "The model is unloaded. The next turn of it is refused until it is loaded again.",
+    "rename": "This is its title now.",
+    "pin": "It is pinned: it stays at the top, and nothing makes room by dropping it.",
+    "unpin": "It is pinned no longer.",
+    "branch": "This is a conversation of its own now. The one that it came from stays as it is.",
+    "fork": "This agent was made. It shares its memory with the one it came from until they part.",
+    "rollback": "The version is the newest again, as a new one. Nothing was removed.",
+    "delete": "The agent was deleted. Bytes that nothing else uses go after the grace period.",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """One request of somebody who may see the page."""
+
+    request: Request
+    visitor: Visitor
+    client: AioInferenceClient
+    now: float  # Unix seconds
+    form: dict[str, str]
+
+    @property
+    def namespace(self) -> str:
+        return self.visitor.holder.principal.namespace
+
+    @property
+    def at(self) -> str:
+        return place_of(self.visitor.address)
+
+    @property
+    def is_scripts(self) -> bool:
+        """A script of ours asks, not a person who goes to an address."""
+        return is_scripts(self.request)
+
+    def shown(self, template: str, /, **values: Any) -> Response:
+        values.update(visitor=self.visitor, at=self.at, namespace=self.namespace, now=self.now)
+        return page(template, done=DONE.get(self.query("done"), ""), **values)
+
+    def goto(self, name: str = "", **query: str) -> Response:
+        return goto(f"{self.at}{name}", **query)
+
+    def query(self, name: str) -> str:
+        return self.request.query_params.get(name, "")
+
+    def named(self) -> str:
+        """The agent that the form is about. Raises InvalidArgument."""
+        return check_agent_id(self.form.get("id", ""), "id")
+
+
+Answer = Response | EventStream
+Handler = Callable[[Look], Awaitable[Answer]]
+
+
+class Part(Protocol):
+    """A part of the page: what it shows and what it changes, by the names that stand behind a session's address."""
+
+    def pages(self) -> Mapping[str, Handler]: ...
+
+    def writes(self) -> Mapping[str, Handler]: ...
+
+
+def is_scripts(request: Request) -> bool:
+    return "text/event-stream" in request.headers.get("accept", "")
+
+
+def refusal(status: int, message: str) -> Response:
+    """A refusal for a script of ours, in the form in which a stream has it."""
+    headers = {**HEADERS, "content-type": "text/event-stream"}
+    return Response(sse({"problem": message}, "refused"), status, headers)
+
+
+def place_of(address: str) -> str:
+    """Where the pages of a session lie, or those of callers without one."""
+    return f"/page/{address}/" if address else "/page/"
+
+
+def goto(path: str, **query: str) -> Response:
+    return RedirectResponse(link(path, **query), 303)
+
+
+def version_of(chosen: str) -> tuple[str, int]:
+    """A line's KV identity and a version of it, as forms and links have them: "hash:3". Raises InvalidArgument."""
+    line, _, version = chosen.partition(":")
+    if not is_hash(line) or re.fullmatch("[1-9][0-9]{0,17}", version) is None:
+        raise InvalidArgument("version: expected a version that the page lists", field="version")
+    return line, int(version)
+
+
+async def form_of(request: Request, most_bytes: int = FORM_BYTES) -> dict[str, str]:
+    """The fields of a form, each once. Raises BodyTooLarge, InvalidArgument."""
+    data = bytearray()
+    try:
+        async with asyncio.timeout(SILENCE_S):
+            async for piece in request.stream():
+                data += piece
+                if len(data) > most_bytes:
+                    raise errors.BodyTooLarge(f"the form has more than {most_bytes} bytes")
+    except TimeoutError:
+        raise InvalidArgument(f"the form did not come within {SILENCE_S:g} s") from None
+    try:
+        fields = parse_qs(data.decode(), keep_blank_values=True, errors="strict", max_num_fields=16)
+    except ValueError:
+        raise InvalidArgument("the form is no URL-encoded UTF-8") from None
+    return {name: values[-1] for name, values in fields.items()}

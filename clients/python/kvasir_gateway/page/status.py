@@ -1,0 +1,54 @@
+"""How things are: the last hour's reuse, live turns, the engine and its store, and models to load or unload."""
+
+import asyncio
+from collections.abc import Mapping
+
+from kvasir.names import check_request_id
+from starlette.responses import Response
+
+from kvasir_gateway.page import looking
+from kvasir_gateway.page.history import History
+from kvasir_gateway.page.look import Answer, Handler, Look
+
+
+class Status:
+    """The handlers of the page that operators look at."""
+
+    def __init__(self, history: History) -> None:
+        self._history = history
+
+    def pages(self) -> Mapping[str, Handler]:
+        return {"status": self._status, "turns": self._turns}
+
+    def writes(self) -> Mapping[str, Handler]:
+        return {"cancel": self._cancel, "load": self._load, "unload": self._unload}
+
+    async def _status(self, look: Look) -> Answer:
+        health, usage, turns, models = await asyncio.gather(
+            looking.panel(looking.health(look.client, look.namespace)),
+            looking.panel(look.client.get_usage()),
+            looking.panel(look.client.list_turns()),
+            looking.panel(look.client.list_models()),
+        )
+        namespace = look.namespace
+        if health.value is not None:
+            namespace = health.value.mine.namespace
+            self._history.note(health.value.mine)
+        reuse = looking.reuse(self._history, namespace, look.namespace)
+        return look.shown("status.html", health=health, usage=usage, turns=turns, reuse=reuse, models=models)
+
+    async def _turns(self, look: Look) -> Answer:
+        """The live turns alone, for the script that renews them."""
+        return look.shown("turns.html", turns=await looking.panel(look.client.list_turns()))
+
+    async def _cancel(self, look: Look) -> Answer:
+        await look.client.cancel_turn(check_request_id(look.form.get("request_id", "")))
+        return Response(status_code=204) if look.is_scripts else look.goto("status", done="cancel")
+
+    async def _load(self, look: Look) -> Answer:
+        await look.client.load_model(look.form.get("model", ""))
+        return look.goto("status", done="load")
+
+    async def _unload(self, look: Look) -> Answer:
+        await look.client.unload_model(look.form.get("model", ""))
+        return look.goto("status", done="unload")
