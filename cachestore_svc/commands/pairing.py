@@ -70,14 +70,15 @@ class Own:
     gives: dict[str, str]  # by namespace, as `rights` reads them
     takes: dict[str, str]
     known_as: str  # what the other will be called here; "": what it calls itself
-    listen: str  # where paired peers are listened to
+    listen: "Doors"
     store: "RunningStore"
     about: dict[str, str] = field(default_factory=dict)  # for the audit: who was paired
 
     def card(self, is_same_machine: bool) -> Card:
-        """The address for the other side. An address of loopback is given on this machine only."""
-        is_reached = is_same_machine or not parse_address(self.listen).is_loopback
-        return Card(self.name, self.identity.certificate, self.listen if is_reached else "")
+        """The addresses for the other side. An address of loopback is given on this machine only."""
+        is_reached = is_same_machine or not parse_address(self.listen.store).is_loopback
+        addresses = (self.listen.store, self.listen.engine) if is_reached else ("", "")
+        return Card(self.name, self.identity.certificate, *addresses)
 
     async def pin(self, other: Card) -> dict[str, Any]:
         """Make the other side a peer, and let a running store know; returns the text for people."""
@@ -92,13 +93,27 @@ class Own:
                 named = {*self.gives, *self.takes} or {DEFAULT_NAMESPACE}
                 known = PeerSettings(name=name, certificate=key, gives=write_rights(dict.fromkeys(named, "read")))
             peer = _with_rights(known, self.gives, self.takes)
-            now = {"address": other.address, "namespaces": tuple(sorted(peer.named)), "paired_at": _utc(time.time)}
-            made[:] = [peer.model_copy(update=now)]
-            return replace(book.with_peer(made[0]), listen=self.listen)
+            now = {"address": other.address, "engine_address": other.engine_address, "paired_at": _utc(time.time)}
+            made[:] = [peer.model_copy(update={**now, "namespaces": tuple(sorted(peer.named))})]
+            return replace(book.with_peer(made[0]), listen=self.listen.store, engine_listen=self.listen.engine)
 
         await asyncio.to_thread(change_peers, self.peers_file, add)
         self.about.update(peer=made[0].name, **_rights(made[0]))
-        return {**_row(made[0]), "our_address": self.listen, "store": await self.store.told()}
+        return {**_row(made[0]), "our_address": self.listen.store, "store": await self.store.told()}
+
+
+@dataclass(frozen=True, slots=True)
+class Doors:
+    """Where paired peers are listened to: the store to stores, its engine to engines."""
+
+    store: str
+    engine: str
+
+    @classmethod
+    def chosen(cls, asked: str, book: PeerBook) -> "Doors":
+        """What was asked for, else what is known; the engine's is at a port of its own beside the store's."""
+        store = _listen(asked, book.listen)
+        return cls(store, _listen(_bracketed(parse_address(store).host), book.engine_listen))
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +166,7 @@ def _own(options: argparse.Namespace) -> Own:
     name, known_as = _check_name(options.name, "name", "name"), options.known_as
     known_as = known_as and _check_name(known_as, "as", "as")
     rights = _named(options.gives, Gives), _named(options.takes, Takes)
-    listen = _listen(options.listen, read_peers(options.peers_file).listen)
+    listen = Doors.chosen(options.listen, read_peers(options.peers_file))
     identity = read_or_make_identity(identity_file(options.peers_file))
     return Own(options.peers_file, identity, name, *rights, known_as, listen, _store(options))
 
@@ -208,7 +223,7 @@ async def _wait(own: Own, lifetime_s: float, announces: bool, audit: Audit) -> N
             audit.tell(None, "pair", REFUSED, error.reason)
         changed.set()
 
-    host = parse_address(own.listen)
+    host = parse_address(own.listen.store)
     side = HostSide(
         lambda: Hosting(invitation, own.identity, secrets.token_bytes),
         own.card(is_same_machine=host.is_loopback),
@@ -332,6 +347,7 @@ def _row(peer: PeerSettings) -> dict[str, Any]:
         "name": peer.name,
         "role": "peer",
         "address": peer.address,
+        "engine_address": peer.engine_address,
         "namespaces": list(peer.namespaces),
         **_rights(peer),
         "is_paired": peer.is_paired,

@@ -49,14 +49,17 @@ RandomBytes = Callable[[int], bytes]
 
 @dataclass(frozen=True, slots=True)
 class Card:
-    """What a store says of itself: the name that it proposes, its certificate, and where it listens to peers, or ""."""
+    """What a store says of itself: the name that it proposes, its certificate, and where it and its engine listen to
+    peers, or ""."""
 
     name: str
     certificate: Certificate
     address: str
+    engine_address: str = ""
 
     def to_bytes(self) -> bytes:
-        card = pairing_pb2.PeerCard(name=self.name, certificate=self.certificate.der, address=self.address)
+        addresses = {"address": self.address, "engine_address": self.engine_address}
+        card = pairing_pb2.PeerCard(name=self.name, certificate=self.certificate.der, **addresses)
         return card.SerializeToString()
 
     @classmethod
@@ -68,8 +71,11 @@ class Card:
         if PEER_NAME.fullmatch(card.name) is None:
             raise InvalidArgument("card.name: expected 1 to 64 of A-Z a-z 0-9 . _ -", field="card.name")
         certificate = Certificate.read(card.certificate, "card.certificate")
-        address = check_peer_address(card.address, "card.address") if card.address else ""
-        return cls(card.name, certificate, address)
+        address, engine_address = (
+            check_peer_address(text, f"card.{field}") if text else ""
+            for field, text in (("address", card.address), ("engine_address", card.engine_address))
+        )
+        return cls(card.name, certificate, address, engine_address)
 
 
 class Invitation:

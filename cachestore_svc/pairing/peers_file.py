@@ -38,6 +38,8 @@ class PeerSettings(BaseModel):
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]  # how PullAgent names it
     address: str = ""
     """host:port or unix:/path. Empty, of a paired one: it may pull from here, and nobody pulls from it."""
+    engine_address: str = ""
+    """host:port where a paired peer's engine takes turns. Empty: turns end where they are."""
     token_file: Path | None = None
     """This store's token there (role peer); its credential there also says which namespace is read."""
     ca_file: Path | None = None
@@ -121,7 +123,8 @@ class PeerSettings(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class PeerBook:
-    """What the file says: peers by name, where this store listens to paired ones ("": to none), its identity."""
+    """What the file says: peers by name, where this store and its engine listen to paired ones ("": to none), the
+    identity of both."""
 
     peers: Mapping[str, PeerSettings] = field(default_factory=lambda: MappingProxyType({}))
     listen: str = ""
@@ -129,6 +132,7 @@ class PeerBook:
     removed: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
     """By names of peers that were removed, which agents may be noted under still: their certificates ("": had none). No
     other key gets these names."""
+    engine_listen: str = ""
 
     @property
     def paired(self) -> list[PeerSettings]:
@@ -190,11 +194,15 @@ def read_peers(path: Path | None) -> PeerBook:
         if path.stat().st_mode & (stat.S_IWGRP | stat.S_IWOTH):
             raise ConfigError(f"{path}: others can write it and so choose peers; run: chmod 600 {path}")
         document = tomllib.loads(path.read_text(encoding="utf-8"))
-        if set(document) - {"peer", "listen", "removed"}:
-            raise ConfigError(f"{path}: expected [[peer]] tables, `listen`, `removed` and nothing else")
+        if set(document) - {"peer", "listen", "engine_listen", "removed"}:
+            raise ConfigError(
+                f"{path}: expected [[peer]] tables, `listen`, `engine_listen`, `removed` and nothing else"
+            )
         removed = {str(name): str(key) for name, key in document.get("removed", {}).items()}
         peers = [PeerSettings.model_validate(entry) for entry in document.get("peer", [])]
-        listen = str(parse_address(document["listen"])) if "listen" in document else ""
+        listen, engine_listen = (
+            str(parse_address(document[name])) if name in document else "" for name in ("listen", "engine_listen")
+        )
     except ValidationError as error:
         raise ConfigError(f"{path}: {_in_words(error)}") from None
     except ConfigError:
@@ -204,7 +212,7 @@ def read_peers(path: Path | None) -> PeerBook:
     for peer in peers:
         _check_peer(path, peer)
     _check_alone(path, peers)
-    return PeerBook({peer.name: peer for peer in peers}, listen, _identity(path, peers), removed)
+    return PeerBook({peer.name: peer for peer in peers}, listen, _identity(path, peers), removed, engine_listen)
 
 
 def _check_alone(path: Path, peers: list[PeerSettings]) -> None:
@@ -228,6 +236,8 @@ def _check_peer(path: Path, peer: PeerSettings) -> None:
     try:
         if peer.is_paired:
             _ = peer.pinned
+        if peer.engine_address:
+            parse_address(peer.engine_address)
         if peer.is_paired and not peer.address:
             return
         address: Address = parse_address(peer.address)
@@ -260,8 +270,8 @@ def _locked(path: Path) -> Iterator[None]:
 
 def _text(book: PeerBook) -> str:
     lines = [_HEAD]
-    if book.listen:
-        lines.append(f"listen = {_toml(book.listen)}\n")
+    listening = (("listen", book.listen), ("engine_listen", book.engine_listen))
+    lines += [f"{name} = {_toml(address)}\n" for name, address in listening if address]
     for name in sorted(book.peers):
         lines.append("[[peer]]")
         given = book.peers[name].model_dump(mode="json", exclude_defaults=True)

@@ -83,10 +83,10 @@ def pair(
 ) -> None:
     """Make this Mac and another known to each other: one shows a code, the other takes it.
 
-    Both keep the other's certificate. From then on their stores speak TLS with those two certificates and nothing else,
-    and each may read the other's agents of the namespaces that were given. More takes an option: --gives move lets the
-    other Mac take agents away, --takes move lets it bring some. `kvasir peers allow` changes it later. Pairing again
-    keeps the rights that no option names.
+    Both keep the other's certificate. From then on their stores and engines speak TLS with those two certificates and
+    nothing else, and each may read the other's agents of the namespaces that were given. More takes an option: --gives
+    move lets the other Mac take agents away, --takes move lets it bring some, with the turns that they decode. `kvasir
+    peers allow` changes it later. Pairing again keeps the rights that no option names.
 
     --json: an object on each line: waiting (code, line, address), refused (from, reason), paired (name, pin, address).
     """
@@ -189,14 +189,15 @@ def rename(
 
 def _show_peers(out: Console, peers: list[dict[str, Any]]) -> None:
     at = "paired (UTC)"
-    columns = ("name", "address", "may here", "brings", "key", at)
+    columns = ("name", "store", "engine", "may here", "brings", "key", at)
     out.print(table(columns, map(_cells, peers), whole=at) if peers else "no peers; `kvasir pair` makes one")
 
 
 def _cells(peer: dict[str, Any]) -> tuple[str, ...]:
     rights = (peer["gives"] or "read (of its token's)", peer["takes"] or "nothing")
     key = f"{peer['pin'][:16]}…" if peer["is_paired"] else "by hand"
-    return peer["name"], peer["address"] or "listens to nobody", *rights, key, to_the_second(peer["paired_at"])
+    addresses = (peer["address"] or "listens to nobody", peer["engine_address"] or "takes no turns")
+    return peer["name"], *addresses, *rights, key, to_the_second(peer["paired_at"])
 
 
 def _rights_text(peer: dict[str, Any]) -> str:

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\"kvasir/cachestore/v1/pairing.proto\x12\x14kvasir.cachestore.v1\"\x93\x01\n\x0bPairRequest\x12\x33\n\x05share\x18\x01 \x01(\x0b\x32\".kvasir.cachestore.v1.PairingShareH\x00\x12\x15\n\x0bsealed_card\x18\x02 \x01(\x0cH\x00\x12\x1a\n\x10sealed_signature\x18\x03 \x01(\x0cH\x00\x12\x14\n\nis_refused\x18\x04 \x01(\x08H\x00\x42\x06\n\x04step\"~\n\x0cPairResponse\x12\x33\n\x05share\x18\x01 \x01(\x0b\x32\".kvasir.cachestore.v1.PairingShareH\x00\x12\x15\n\x0bsealed_card\x18\x02 \x01(\x0cH\x00\x12\x1a\n\x10sealed_signature\x18\x03 \x01(\x0cH\x00\x42\x06\n\x04step\"0\n\x0cPairingShare\x12\x10\n\x08protocol\x18\x01 \x01(\r\x12\x0e\n\x06spake2\x18\x02 \x01(\x0c\">\n\x08PeerCard\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x13\n\x0b\x63\x65rtificate\x18\x02 \x01(\x0c\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\"\x14\n\x12ReloadPeersRequest\"J\n\x13ReloadPeersResponse\x12\r\n\x05peers\x18\x01 \x03(\t\x12\x13\n\x0b\x65nded_calls\x18\x02 \x01(\r\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t2c\n\x0ePairingService\x12Q\n\x04Pair\x12!.kvasir.cachestore.v1.PairRequest\x1a\".kvasir.cachestore.v1.PairResponse(\x01\x30\x01\x32q\n\x0bPeerService\x12\x62\n\x0bReloadPeers\x12(.kvasir.cachestore.v1.ReloadPeersRequest\x1a).kvasir.cachestore.v1.ReloadPeersResponseB\x7f\n\x18org.kvasir.cachestore.v1P\x01Z7kvasir.org/client/gen/kvasir/cachestore/v1;cachestorev1\xaa\x02\x14Kvasir.Cachestore.V1\xba\x02\x10KvasirCachestoreb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\"kvasir/cachestore/v1/pairing.proto\x12\x14kvasir.cachestore.v1\"\x93\x01\n\x0bPairRequest\x12\x33\n\x05share\x18\x01 \x01(\x0b\x32\".kvasir.cachestore.v1.PairingShareH\x00\x12\x15\n\x0bsealed_card\x18\x02 \x01(\x0cH\x00\x12\x1a\n\x10sealed_signature\x18\x03 \x01(\x0cH\x00\x12\x14\n\nis_refused\x18\x04 \x01(\x08H\x00\x42\x06\n\x04step\"~\n\x0cPairResponse\x12\x33\n\x05share\x18\x01 \x01(\x0b\x32\".kvasir.cachestore.v1.PairingShareH\x00\x12\x15\n\x0bsealed_card\x18\x02 \x01(\x0cH\x00\x12\x1a\n\x10sealed_signature\x18\x03 \x01(\x0cH\x00\x42\x06\n\x04step\"0\n\x0cPairingShare\x12\x10\n\x08protocol\x18\x01 \x01(\r\x12\x0e\n\x06spake2\x18\x02 \x01(\x0c\"V\n\x08PeerCard\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x13\n\x0b\x63\x65rtificate\x18\x02 \x01(\x0c\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\x12\x16\n\x0e\x65ngine_address\x18\x04 \x01(\t\"\x14\n\x12ReloadPeersRequest\"J\n\x13ReloadPeersResponse\x12\r\n\x05peers\x18\x01 \x03(\t\x12\x13\n\x0b\x65nded_calls\x18\x02 \x01(\r\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t2c\n\x0ePairingService\x12Q\n\x04Pair\x12!.kvasir.cachestore.v1.PairRequest\x1a\".kvasir.cachestore.v1.PairResponse(\x01\x30\x01\x32q\n\x0bPeerService\x12\x62\n\x0bReloadPeers\x12(.kvasir.cachestore.v1.ReloadPeersRequest\x1a).kvasir.cachestore.v1.ReloadPeersResponseB\x7f\n\x18org.kvasir.cachestore.v1P\x01Z7kvasir.org/client/gen/kvasir/cachestore/v1;cachestorev1\xaa\x02\x14Kvasir.Cachestore.V1\xba\x02\x10KvasirCachestoreb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -39,13 +39,13 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_PAIRINGSHARE']._serialized_start=338
   _globals['_PAIRINGSHARE']._serialized_end=386
   _globals['_PEERCARD']._serialized_start=388
-  _globals['_PEERCARD']._serialized_end=450
-  _globals['_RELOADPEERSREQUEST']._serialized_start=452
-  _globals['_RELOADPEERSREQUEST']._serialized_end=472
-  _globals['_RELOADPEERSRESPONSE']._serialized_start=474
-  _globals['_RELOADPEERSRESPONSE']._serialized_end=548
-  _globals['_PAIRINGSERVICE']._serialized_start=550
-  _globals['_PAIRINGSERVICE']._serialized_end=649
-  _globals['_PEERSERVICE']._serialized_start=651
-  _globals['_PEERSERVICE']._serialized_end=764
+  _globals['_PEERCARD']._serialized_end=474
+  _globals['_RELOADPEERSREQUEST']._serialized_start=476
+  _globals['_RELOADPEERSREQUEST']._serialized_end=496
+  _globals['_RELOADPEERSRESPONSE']._serialized_start=498
+  _globals['_RELOADPEERSRESPONSE']._serialized_end=572
+  _globals['_PAIRINGSERVICE']._serialized_start=574
+  _globals['_PAIRINGSERVICE']._serialized_end=673
+  _globals['_PEERSERVICE']._serialized_start=675
+  _globals['_PEERSERVICE']._serialized_end=788
 # @@protoc_insertion_point(module_scope)

@@ -37,14 +37,16 @@ class PairingShare(_message.Message):
     def __init__(self, protocol: _Optional[int] = ..., spake2: _Optional[bytes] = ...) -> None: ...
 
 class PeerCard(_message.Message):
-    __slots__ = ("name", "certificate", "address")
+    __slots__ = ("name", "certificate", "address", "engine_address")
     NAME_FIELD_NUMBER: _ClassVar[int]
     CERTIFICATE_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    ENGINE_ADDRESS_FIELD_NUMBER: _ClassVar[int]
     name: str
     certificate: bytes
     address: str
-    def __init__(self, name: _Optional[str] = ..., certificate: _Optional[bytes] = ..., address: _Optional[str] = ...) -> None: ...
+    engine_address: str
+    def __init__(self, name: _Optional[str] = ..., certificate: _Optional[bytes] = ..., address: _Optional[str] = ..., engine_address: _Optional[str] = ...) -> None: ...
 
 class ReloadPeersRequest(_message.Message):
     __slots__ = ()

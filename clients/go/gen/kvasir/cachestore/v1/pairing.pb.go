@@ -302,7 +302,9 @@ type PeerCard struct {
 	// Its self-signed certificate (DER) of a key on P-256.
 	Certificate []byte `protobuf:"bytes,2,opt,name=certificate,proto3" json:"certificate,omitempty"`
 	// host:port where its store listens to peers; empty: it cannot be pulled from.
-	Address       string `protobuf:"bytes,3,opt,name=address,proto3" json:"address,omitempty"`
+	Address string `protobuf:"bytes,3,opt,name=address,proto3" json:"address,omitempty"`
+	// host:port where its engine listens to engines of peers, with the same certificate; empty: no turn can move to it while it decodes.
+	EngineAddress string `protobuf:"bytes,4,opt,name=engine_address,json=engineAddress,proto3" json:"engine_address,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -354,6 +356,13 @@ func (x *PeerCard) GetCertificate() []byte {
 func (x *PeerCard) GetAddress() string {
 	if x != nil {
 		return x.Address
+	}
+	return ""
+}
+
+func (x *PeerCard) GetEngineAddress() string {
+	if x != nil {
+		return x.EngineAddress
 	}
 	return ""
 }
@@ -478,11 +487,12 @@ const file_kvasir_cachestore_v1_pairing_proto_rawDesc = "" +
 	"\x04step\"B\n" +
 	"\fPairingShare\x12\x1a\n" +
 	"\bprotocol\x18\x01 \x01(\rR\bprotocol\x12\x16\n" +
-	"\x06spake2\x18\x02 \x01(\fR\x06spake2\"Z\n" +
+	"\x06spake2\x18\x02 \x01(\fR\x06spake2\"\x81\x01\n" +
 	"\bPeerCard\x12\x12\n" +
 	"\x04name\x18\x01 \x01(\tR\x04name\x12 \n" +
 	"\vcertificate\x18\x02 \x01(\fR\vcertificate\x12\x18\n" +
-	"\aaddress\x18\x03 \x01(\tR\aaddress\"\x14\n" +
+	"\aaddress\x18\x03 \x01(\tR\aaddress\x12%\n" +
+	"\x0eengine_address\x18\x04 \x01(\tR\rengineAddress\"\x14\n" +
 	"\x12ReloadPeersRequest\"f\n" +
 	"\x13ReloadPeersResponse\x12\x14\n" +
 	"\x05peers\x18\x01 \x03(\tR\x05peers\x12\x1f\n" +
