@@ -34,6 +34,7 @@ from inference_svc.config import ConfigError, EngineSettings, read_settings
 from inference_svc.edge.agent_service import AGENT_ROLES, AGENT_SERVICE_NAME, PRIVILEGED_OF_AGENTS, add_agent_service
 from inference_svc.edge.handover_service import HANDOVER_ROLES, HANDOVER_SERVICE_NAME, HandOverService
 from inference_svc.edge.metrics import numbers_of
+from inference_svc.edge.paired_door import PairedDoor
 from inference_svc.edge.peer_links import Peers
 from inference_svc.edge.service import (
     ALLOWED_ROLES,
@@ -44,12 +45,14 @@ from inference_svc.edge.service import (
     ServiceParts,
     new_request_id,
 )
+from inference_svc.edge.telling import Telling
 from inference_svc.embedding.embedding_model import EmbeddingModel
 from inference_svc.engine.engine import Engine
 from inference_svc.engine_stores import open_stores, reload_store_tokens, until_it_answers
 from inference_svc.formats.grammar_trial import GrammarTrial
 from inference_svc.formats.reply_formats import ReplyFormats
 from inference_svc.handover.giving import TurnGiver
+from inference_svc.handover.pairings import PairingsFile
 from inference_svc.handover.resume_tokens import ResumeTokens
 from inference_svc.lease_owner import LeaseOwner
 from inference_svc.machine.claims import Claims, ClaimsUnusable
@@ -99,11 +102,12 @@ async def serve(settings: EngineSettings, open_engine: Callable[..., Engine]) ->
         owner = LeaseOwner(settings.state_dir, lambda: f"engine-{secrets.token_hex(8)}")
         parts.callback(owner.close)
         traces = parts.closing(Traces(settings.traces_to, "engine", _BEGIN_TRACES))
-        server = _server(settings, neighbour, traces, audit)
+        pairings = PairingsFile(settings.peers_file)
+        server = _server(settings, neighbour, traces, audit, pairings)
         stores = open_stores(settings)
         parts.push_async_callback(_close_all, stores)
         stats, admission = ServiceStats(time.monotonic()), Admission(settings.admission, time.monotonic)
-        service = _Service(settings, server, stores, stats, admission, _peers(settings, parts))
+        service = _Service(settings, server, stores, stats, admission, _peers(settings, parts, pairings))
         opener = service.model_opener(owner.name, open_engine, phases.begin)
         host = ModelHost(settings.models, opener, budget.model_is_gone)
         reloading = service.reloading(audit, host)
@@ -133,6 +137,7 @@ async def serve(settings: EngineSettings, open_engine: Callable[..., Engine]) ->
         phases.write(settings.state_dir)
         await server.start()
         parts.closing(server)
+        parts.running(PairedDoor(pairings, service.peers, server).keep())
         server.set_ready(True)
         _say_ready(server.address, host.serving("").engine, settings, phases)
         await server.run_until_stopped(settings.stop_grace_s)
@@ -154,8 +159,8 @@ class _Service:
         settings, clock = self.settings, time.monotonic
 
         def new_giver(engine: Engine, lines: Mapping[str, Lines]) -> TurnGiver:
-            link, release = self.peers.link, version("kvasir")
-            return TurnGiver(engine, lines, settings.peer_store, link, release, clock, lambda: secrets.token_hex(16))
+            peers, release = self.peers, version("kvasir")
+            return TurnGiver(engine, lines, peers.store_of, peers.link, release, clock, lambda: secrets.token_hex(16))
 
         shared = ModelsParts(settings, self.stores, owner, self.admission, self.stats, clock, _now_ms)
         return lambda name, path: open_served(name, path, shared, new_giver, open_engine, begin_phase)
@@ -203,16 +208,12 @@ class _Service:
         settings, server = self.settings, self.server
         resumes = ResumeTokens(lambda: secrets.token_urlsafe(32), uptime_s)
         is_stopping = server.stopping.is_set
+        telling = Telling(self.peers, settings.reader_stall_s, is_stopping)
         handing_over = HandOverService(
-            host,
-            formats,
-            self.admission.restoring,
-            resumes,
-            max_prompt_bytes=settings.max_prompt_bytes,
-            is_stopping=is_stopping,
+            host, formats, self.admission.restoring, resumes, telling, max_prompt_bytes=settings.max_prompt_bytes
         )
         status = partial(self.status, host)
-        parts = ServiceParts(host, self.stores, formats, self.stats, status, resumes, self.admission, beside)
+        parts = ServiceParts(host, self.stores, formats, self.stats, status, resumes, telling, self.admission, beside)
         prompts, requests = settings.max_prompt_bytes, settings.max_request_bytes
         limits = ServiceLimits(prompts, requests, settings.max_unread_bytes, settings.reader_stall_s)
         inference = InferenceService(parts, limits, is_stopping, settings.service_admin)
@@ -249,7 +250,9 @@ def _audit(settings: EngineSettings) -> Audit:
     return Audit("engine", file, {*PRIVILEGED, *PRIVILEGED_OF_AGENTS})
 
 
-def _server(settings: EngineSettings, neighbour: ModuleType | None, traces: Traces, audit: Audit) -> EdgeServer:
+def _server(
+    settings: EngineSettings, neighbour: ModuleType | None, traces: Traces, audit: Audit, pairings: PairingsFile
+) -> EdgeServer:
     names = [SERVICE_NAME, HANDOVER_SERVICE_NAME, AGENT_SERVICE_NAME]
     return EdgeServer(
         settings.listening,
@@ -257,6 +260,7 @@ def _server(settings: EngineSettings, neighbour: ModuleType | None, traces: Trac
         {**ALLOWED_ROLES, **HANDOVER_ROLES, **AGENT_ROLES, **(neighbour.MLX_ENGINE_ROLES if neighbour else {})},
         Reports(new_request_id, traces, audit),
         max_message_bytes=settings.max_request_bytes,
+        caller_of_certificate=lambda shown, namespace: pairings.book.caller(shown, namespace),
     )
 
 
@@ -306,10 +310,12 @@ async def _close_all(stores: Mapping[str, RemoteCache]) -> None:
     await asyncio.gather(*(store.connection.close() for store in stores.values()))
 
 
-def _peers(settings: EngineSettings, parts: Parts) -> Peers:
+def _peers(settings: EngineSettings, parts: Parts, pairings: PairingsFile) -> Peers:
     """Clients of other engines. On a Unix socket the owner needs no token."""
     clients: dict[str, dict[str, AioTurnPeer]] = {}
-    peers = parts.closing(Peers(clients))  # before the first is there: a later one may fail
+    peers = parts.closing(
+        Peers(clients, settings.peer_store, pairings)
+    )  # before the first is there: a later one may fail
     for name, address in settings.peer.items():
         tokens: dict[str, str | None] = {**_peer_tokens(settings, name)}
         if address.startswith("unix:"):

@@ -1,12 +1,15 @@
-"""Hand-overs on the wire: takes turns from other engines, and gives turns away when a caller asks for it."""
+"""Hand-overs on the wire: takes turns from other engines, whose readers read on through those engines, and gives turns
+away when a caller asks for it.
+"""
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from collections.abc import AsyncIterator, Coroutine, Mapping
 from typing import Any, TypeVar
 
+from kvasir.call_context import name_call
 from kvasir.credentials import ADMIN, CLIENT, ENGINE, HANDOVER, Principal
-from kvasir.errors import DeadlineExceeded, InvalidArgument, NotFound
+from kvasir.errors import Cancelled, DeadlineExceeded, InvalidArgument, NotFound
 from kvasir.inference.v1 import handover_pb2 as pb
 from kvasir.inference.v1 import handover_pb2_grpc
 from kvasir.server.interceptors import current_principal
@@ -16,7 +19,9 @@ from kvasir.waits import SILENCE_S
 
 from inference_svc.edge import handover_messages as wire
 from inference_svc.edge.service import check_serves, fit
+from inference_svc.edge.telling import Telling
 from inference_svc.formats.reply_formats import ReplyFormats
+from inference_svc.handover.pairings import peer_name
 from inference_svc.handover.passing import Surroundings
 from inference_svc.handover.resume_tokens import ResumeTokens
 from inference_svc.handover.taking import Taking
@@ -26,7 +31,7 @@ from inference_svc.turns.progress import Progress
 
 HANDOVER_SERVICE_NAME = "kvasir.inference.v1.HandOverService"
 HANDOVER_ROLES: Mapping[str, frozenset[str]] = {
-    f"/{HANDOVER_SERVICE_NAME}/TakeTurn": frozenset({ENGINE, HANDOVER}),
+    **{f"/{HANDOVER_SERVICE_NAME}/{rpc}": frozenset({ENGINE, HANDOVER}) for rpc in ("TakeTurn", "ReadTurn", "EndTurn")},
     f"/{HANDOVER_SERVICE_NAME}/HandOverTurn": frozenset({CLIENT, ADMIN}),
 }
 
@@ -40,9 +45,9 @@ class HandOverService(handover_pb2_grpc.HandOverServiceServicer):  # type: ignor
         formats: ReplyFormats,
         room: SharedRoom,
         tokens: ResumeTokens,
+        telling: Telling,
         *,
         max_prompt_bytes: int,
-        is_stopping: Callable[[], bool],
     ) -> None:
         """`room` counts the bytes of files that are not KV yet."""
         self._host = host
@@ -50,11 +55,12 @@ class HandOverService(handover_pb2_grpc.HandOverServiceServicer):  # type: ignor
         self._room = room
         self._tokens = tokens
         self._max_prompt_bytes = max_prompt_bytes
-        self._is_stopping = is_stopping
+        self._telling = telling
         self._under_way: set[asyncio.Task[Any]] = set()
+        self._read: dict[tuple[str, str], asyncio.Task[None]] = {}  # by the engine that reads, and the resume token
 
     async def TakeTurn(self, request_iterator: AsyncIterator[pb.TakeTurnRequest], context: Any) -> None:
-        check_serves(self._is_stopping)
+        check_serves(self._telling.is_stopping)
         parts, caller = aiter(request_iterator), current_principal()
         taking = await self._opened(await _next(parts, "opening"), caller)
         try:
@@ -75,7 +81,7 @@ class HandOverService(handover_pb2_grpc.HandOverServiceServicer):  # type: ignor
 
     async def _opened(self, message: pb.TakeTurnRequest, caller: Principal) -> Taking:
         current_deed().is_about(message.opening.request)
-        opening = wire.read_opening(message.opening, "" if ENGINE in caller.roles else caller.name)
+        opening = wire.read_opening(message.opening, _peer(caller))
         request = wire.read_request(opening, caller.namespace, self._max_prompt_bytes)
         served = self._host.serving("")
         request = await fit(request, served, self._formats)
@@ -88,11 +94,53 @@ class HandOverService(handover_pb2_grpc.HandOverServiceServicer):  # type: ignor
         # It goes on when the caller goes away: a turn that is half given away is nobody's.
         return wire.write_given(await self._to_its_end(served.giver.give(turns, request.peer)))
 
+    async def ReadTurn(self, request: pb.ReadTurnRequest, context: Any) -> None:
+        caller, served = current_principal(), self._host.serving("")  # may raise, and the token is good once
+        reply = self._tokens.claim(request.resume_token, caller.namespace, request.caller, _peer(caller))
+        name_call(reply.request_id)
+        reader, key = _Reader(context), (caller.name, request.resume_token)
+        telling = self._read[key] = asyncio.create_task(self._telling.tell(reply, served, reader))
+        telling.add_done_callback(lambda _: self._read.pop(key))
+        try:
+            await asyncio.shield(telling)
+        except asyncio.CancelledError:
+            # The engine that reads may be gone; whether its reader is, EndTurn says.
+            reader.is_gone = True
+            if telling.cancelled():
+                raise Cancelled("the turn was ended") from None
+            raise
+
+    async def EndTurn(self, request: pb.EndTurnRequest, context: Any) -> pb.EndTurnResponse:
+        if (telling := self._read.get((current_principal().name, request.resume_token))) is not None:
+            telling.cancel()
+        return pb.EndTurnResponse()
+
     def _to_its_end(self, work: Coroutine[Any, Any, T]) -> "asyncio.Future[T]":
         task = asyncio.create_task(work)
         self._under_way.add(task)  # else nothing may hold it once the caller is gone
         task.add_done_callback(self._under_way.discard)
         return asyncio.shield(task)
+
+
+class _Reader:
+    """The call of an engine that reads a turn; after its end the rest is left out, and the turn goes on."""
+
+    def __init__(self, context: Any) -> None:
+        self._context = context
+        self.is_gone = False
+
+    async def write(self, response: Any) -> None:
+        if self.is_gone:
+            return
+        try:
+            await self._context.write(response)
+        except Exception:  # noqa: BLE001  whatever gRPC raises here, the call is over
+            self.is_gone = True
+
+
+def _peer(caller: Principal) -> str:
+    """The engine's store, as this engine's store names it; empty: both have one store."""
+    return "" if ENGINE in caller.roles else peer_name(caller)
 
 
 async def _receive(parts: AsyncIterator[pb.TakeTurnRequest], taking: Taking) -> None:

@@ -25,18 +25,18 @@ from inference_svc.edge.embed_messages import check_dimensions, embed_response, 
 from inference_svc.edge.inputs.input_messages import check_known_tokens
 from inference_svc.edge.inputs.sampling_messages import with_defaults
 from inference_svc.edge.inputs.thinking_messages import with_thinking
+from inference_svc.edge.telling import Telling, send
 from inference_svc.embedding.embedding_model import EmbeddingModel
 from inference_svc.embedding.turn_embedder import TurnEmbedder
 from inference_svc.engine.api import AgentKey
 from inference_svc.formats.reply_formats import ReplyFormats
-from inference_svc.handover.resume_tokens import ResumeTokens
+from inference_svc.handover.resume_tokens import ResumeTokens, WaitingReply
 from inference_svc.memory.service_stats import ServiceStats, ServiceStatus
 from inference_svc.memory.store.remote_cache import RemoteCache
 from inference_svc.model.model_host import ModelHost, ModelState
 from inference_svc.served_model import ServedModel
 from inference_svc.turns.admission import Admission
 from inference_svc.turns.turn_data import TurnRequest, TurnStarted, Warmed
-from inference_svc.turns.turn_service import Choices
 
 SERVICE_NAME = "kvasir.inference.v1.InferenceService"
 CALLERS = frozenset({"client", "admin", "engine"})
@@ -90,6 +90,7 @@ class ServiceParts:
     stats: ServiceStats
     status: Callable[[], ServiceStatus]
     resumes: ResumeTokens
+    telling: Telling
     admission: Admission
     embedding_model: EmbeddingModel | None
 
@@ -127,7 +128,9 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):  # type: ig
         while served is not tried:  # models may change while a format is tried, and each has its own tokens
             tried, fitted = served, await fit(checked, served, self._parts.formats)
             served = await self._parts.host.awake(request.model)
-        await self._tell(served.turns.begin(fitted), checked.request_id, served, context)
+        running = served.turns.begin(fitted)
+        reply = WaitingReply(running, checked.request_id, caller.namespace, caller.name)
+        await self._parts.telling.tell(reply, served, context, request.followed_peers)
 
     async def _checked(
         self, request: Any, caller: Principal, check: Callable[..., TurnRequest], **new: Callable[[], Any]
@@ -140,21 +143,14 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):  # type: ig
         return await long_requests.checked(request, caller, check, self._parts.admission, prompting)
 
     async def _resume(self, request: pb.GenerateRequest, caller: Principal, context: Any) -> None:
-        if request != pb.GenerateRequest(resume_token=request.resume_token):
-            raise errors.InvalidArgument("resume_token: expected nothing beside it", field="resume_token")
+        followed = request.followed_peers
+        if request != pb.GenerateRequest(resume_token=request.resume_token, followed_peers=followed):
+            text = "resume_token: expected nothing beside it but followed_peers"
+            raise errors.InvalidArgument(text, field="resume_token")
         served = self._parts.host.serving("")  # may raise, and the token is good once
         reply = self._parts.resumes.claim(request.resume_token, caller.namespace, caller.name)
         name_call(reply.request_id)
-        await self._tell(reply.choices, reply.request_id, served, context)
-
-    async def _tell(self, running: Choices, request_id: str, served: ServedModel, context: Any) -> None:
-        try:
-            async for choice, event in running.events():
-                told = messages.response(event, request_id, served.name, choice, served.engine.token_text.bytes_of)
-                await send(context, told, self._limits.reader_stall_s)
-        finally:
-            # A cancel, a deadline and a disconnect all end here, while the turn runs; at its end this does nothing.
-            running.cancel()
+        await self._parts.telling.tell(reply, served, context, followed)
 
     async def Warm(self, request: pb.WarmRequest, context: Any) -> pb.WarmResponse:
         caller = current_principal()
@@ -340,12 +336,3 @@ async def fit(request: TurnRequest, served: ServedModel, formats: ReplyFormats) 
 def check_serves(is_stopping: Callable[[], bool]) -> None:
     if is_stopping():
         raise errors.Unavailable("the engine is shutting down", reason="SHUTTING_DOWN", retry_after_s=1.0)
-
-
-async def send(context: Any, response: Any, stall_s: float) -> None:
-    """Write a response. While its turn runs, the turn notices a reader that stops; after that, this function does."""
-    try:
-        async with asyncio.timeout(stall_s):
-            await context.write(response)
-    except TimeoutError:
-        raise errors.DeadlineExceeded(f"nothing was taken for {stall_s:g} s", reason="READER_STALLED") from None

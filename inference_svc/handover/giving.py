@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 import structlog
-from kvasir.errors import Cancelled, DeadlineExceeded, FailedPrecondition, KvasirError, Unavailable
+from kvasir.errors import Cancelled, DeadlineExceeded, FailedPrecondition, KvasirError, PermissionDenied, Unavailable
 from kvasir.formats.manifest import keeps_all_tokens
 from kvasir.waits import ANSWER_S, LOOK_S, SOON_S, WORK_S
 
@@ -51,8 +51,8 @@ class HandOverCost:
 class TurnGiver:
     engine: Engine
     lines: Mapping[str, Lines]
-    peer_stores: Mapping[str, str]
-    """By the peer's name: its store, as this engine's store names it; without one, both engines have one store."""
+    store_of: Callable[[str], str | None]
+    """By the peer's name: its store, as this engine's store names it; None: both engines have one store."""
     links: Links  # By the peer's name and the namespace. Raises NotFound (PEER_UNKNOWN).
     version: str
     clock: Callable[[], float]
@@ -73,6 +73,12 @@ class TurnGiver:
             turn.phase = TurnPhase.MOVING
         try:
             return await self._give(speaking, peer)
+        except PermissionDenied as error:
+            if error.reason != "ROLE_REQUIRED":
+                raise
+            text = f"peer {peer}: it takes no turns from here; there `kvasir peers allow NAME --takes move` allows it"
+            about = {"agent_id": turns[0].request.agent_id, "verb": "turn"}
+            raise PermissionDenied(text, reason="PEER_MAY_NOT", metadata=about) from None
         finally:
             for turn in speaking:
                 if turn.phase is TurnPhase.MOVING:
@@ -82,11 +88,11 @@ class TurnGiver:
         given = HandOverCost(speaking[0].request.request_id, peer)
         begun = await self._begun(speaking[0])
         giving = _HandOver(self, speaking, given)
-        if self._other_store(speaking[0], peer) is not None:
-            if begun.parent_manifest is None:
-                raise _not_now("it is its agent's first, whose store has nothing yet that could move")
-            begun = replace(begun, move_id=self.new_move_id(), handed_over_by="")
         async with self.links(peer, speaking[0].request.namespace) as link:
+            if self._other_store(speaking[0], peer) is not None:
+                if begun.parent_manifest is None:
+                    raise _not_now("it is its agent's first, whose store has nothing yet that could move")
+                begun = replace(begun, move_id=self.new_move_id(), handed_over_by="")
             async with _within(WORK_S, "what goes ahead"):  # the turns go on meanwhile
                 await self._copy_agent(speaking[0], peer)
                 await link.open(self._opening(speaking, begun))
@@ -183,14 +189,15 @@ class TurnGiver:
         agent_id = turn.request.agent_id
         async with _within(_MOVE_S, "the store"):
             await lease.hand_on()
-        if (store := self._other_store(turn, peer)) is None:
+        if (other := self._other_store(turn, peer)) is None:
             return
+        store, name = other
         try:
             async with _within(_MOVE_S, "the store"):
-                await store.agents.move_agent(agent_id, self.peer_stores[peer], move_id, _MOVE_S)
+                await store.agents.move_agent(agent_id, name, move_id, _MOVE_S)
         except KvasirError:
             # The stores may have done it all the same: then the turn must go there too, or its memory is lost.
-            if not await self._has_moved(store, agent_id, self.peer_stores[peer], move_id):
+            if not await self._has_moved(store, agent_id, name, move_id):
                 raise
 
     async def _has_moved(self, store: RemoteCache, agent_id: str, peer: str, move_id: str) -> bool:
@@ -205,12 +212,14 @@ class TurnGiver:
 
     async def _copy_agent(self, turn: Progress, peer: str) -> None:
         """Bring the bytes of the version that the turn extends to the peer's store, if that is another one."""
-        if (store := self._other_store(turn, peer)) is not None:
-            await store.agents.copy_agent(turn.request.agent_id, self.peer_stores[peer], WORK_S)
+        if (other := self._other_store(turn, peer)) is not None:
+            store, name = other
+            await store.agents.copy_agent(turn.request.agent_id, name, WORK_S)
 
-    def _other_store(self, turn: Progress, peer: str) -> RemoteCache | None:
-        lines = self.lines.get(turn.request.namespace)
-        return lines.store if lines is not None and turn.is_kept and peer in self.peer_stores else None
+    def _other_store(self, turn: Progress, peer: str) -> tuple[RemoteCache, str] | None:
+        """This engine's store, and what it calls the peer's; None if the turn leaves no memory, or both have one."""
+        lines, name = self.lines.get(turn.request.namespace), self.store_of(peer)
+        return (lines.store, name) if lines is not None and turn.is_kept and name is not None else None
 
     def _take_back(self, turns: Sequence[Progress]) -> None:
         for turn in turns:

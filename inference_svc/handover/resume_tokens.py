@@ -3,7 +3,7 @@ used once, good for minutes, and for one credential. The turn goes on, and is re
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kvasir.errors import NotFound
 
@@ -21,6 +21,7 @@ class WaitingReply:
     request_id: str
     namespace: str
     caller: str
+    peer: str = ""  # that gave the turn, and may read it for the caller; empty: an engine of this store
     ends_s: float = 0.0
 
 
@@ -41,15 +42,15 @@ class ResumeTokens:
         own = [name for name, other in self._waiting.items() if other.namespace == reply.namespace]
         if len(own) >= _MOST:
             del self._waiting[own[0]]
-        self._waiting[token] = WaitingReply(
-            reply.choices, reply.request_id, reply.namespace, reply.caller, self._clock() + LIVES_S
-        )
+        self._waiting[token] = replace(reply, ends_s=self._clock() + LIVES_S)
 
-    def claim(self, token: str, namespace: str, caller: str) -> WaitingReply:
-        """The reply of a token, which is used up. Raises NotFound (RESUME_TOKEN_UNKNOWN), the same for every reason."""
+    def claim(self, token: str, namespace: str, caller: str, peer: str | None = None) -> WaitingReply:
+        """The reply of a token, which is used up. `peer`: that which gave the turn reads it for the caller. Raises
+        NotFound (RESUME_TOKEN_UNKNOWN), the same for every reason."""
         self._forget_old()
         reply = self._waiting.get(token)
-        if reply is None or (reply.namespace, reply.caller) != (namespace, caller):
+        is_own = reply is not None and (reply.namespace, reply.caller) == (namespace, caller)
+        if reply is None or not is_own or peer not in (None, reply.peer):
             raise NotFound(
                 "resume_token: no reply waits for this token and this caller; ask again with the turn's request_id",
                 reason="RESUME_TOKEN_UNKNOWN",

@@ -112,7 +112,8 @@ class Taking:
         assert self._choices is not None
         self._is_owned = True
         request = self._request
-        reply = WaitingReply(self._choices, request.request_id, request.namespace, request.origin.caller)
+        peer, caller = self._opening.begun.peer, request.origin.caller
+        reply = WaitingReply(self._choices, request.request_id, request.namespace, caller, peer)
         self._tokens.offer(promise.resume_token, reply)
 
     async def go_on(self) -> None:

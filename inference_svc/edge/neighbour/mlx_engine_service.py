@@ -18,7 +18,8 @@ from smg_grpc_proto import mlx_engine_pb2_grpc
 from smg_grpc_proto.generated import common_pb2
 
 from inference_svc.edge.neighbour import mlx_engine_messages as messages
-from inference_svc.edge.service import CALLERS, check_serves, new_request_id, new_seed, send
+from inference_svc.edge.service import CALLERS, check_serves, new_request_id, new_seed
+from inference_svc.edge.telling import send
 from inference_svc.engine.engine import check_fits
 from inference_svc.memory.token_lines import TokenLines
 from inference_svc.model.model_host import ModelHost

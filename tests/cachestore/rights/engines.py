@@ -23,6 +23,7 @@ from inference_svc.engine.engine import Engine
 from inference_svc.engine_stores import open_stores
 from inference_svc.formats.grammar_trial import GrammarTrial
 from inference_svc.formats.reply_formats import ReplyFormats
+from inference_svc.handover.pairings import PairingsFile
 from inference_svc.memory.service_stats import ServiceStats
 from inference_svc.model.model_host import ModelHost
 from inference_svc.served_model import ServedModel
@@ -114,12 +115,13 @@ async def _player(place: Place, options: Sequence[str], tokens: Mapping[str, str
     settings, lines = read_settings(options), Lines()
     async with Parts() as parts:
         audit = Audit("engine", lines, {*PRIVILEGED, *PRIVILEGED_OF_AGENTS})  # type: ignore[arg-type]
-        server = parts.closing(_server(settings, None, Traces(), audit))
+        pairings = PairingsFile(None)
+        server = parts.closing(_server(settings, None, Traces(), audit, pairings))
         stores = open_stores(settings)
         for store in stores.values():
             parts.closing(store.connection)
         stats, admission = ServiceStats(time.monotonic()), Admission(settings.admission, time.monotonic)
-        service = _Service(settings, server, stores, stats, admission, _peers(settings, parts))
+        service = _Service(settings, server, stores, stats, admission, _peers(settings, parts, pairings))
         open_engine = partial(Engine.open, memory_budget_bytes=50 << 20)
         opener = service.model_opener(f"engine-{secrets.token_hex(8)}", open_engine, lambda _: None)
         host = parts.closing(ModelHost(settings.models, opener, lambda: None))

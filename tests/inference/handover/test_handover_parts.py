@@ -71,6 +71,15 @@ def test_a_token_is_for_one_reader_once_and_for_minutes() -> None:
         tokens.claim(late, "home", "ada")
 
 
+def test_a_token_is_for_the_engine_that_gave_the_turn_and_the_caller_whom_it_names() -> None:
+    tokens = ResumeTokens(lambda: "token", Clock())
+    tokens.offer("token", replace(reply(), peer="studio"))
+    for caller, peer in (("ada", "attic"), ("ben", "studio"), ("ada", "")):
+        with pytest.raises(NotFound):
+            tokens.claim("token", "home", caller, peer)
+    assert tokens.claim("token", "home", "ada", "studio").peer == "studio"
+
+
 def test_a_namespace_that_has_too_many_waiting_replies_loses_its_own_oldest() -> None:
     names = count()
     tokens = ResumeTokens(lambda: f"token {next(names)}", Clock())

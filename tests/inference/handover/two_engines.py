@@ -3,13 +3,13 @@
 import asyncio
 import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncGenerator, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from kvasir.clients import AioInferenceClient
-from kvasir.clients.inference_client_turns import Reply
+from kvasir.clients.inference_client_turns import Moved, Reply
 from kvasir.errors import KvasirError, Unavailable
 from kvasir.inference.v1 import inference_pb2 as pb
 
@@ -120,9 +120,9 @@ async def hear(
 
 
 async def hear_until_it_moved(client: AioInferenceClient, peer: str, **turn: Any) -> tuple[str, Unavailable]:
-    """A turn of a reader that knows no peers: its text, and the error that tells where the rest is."""
+    """A turn of a reader that follows by itself, and does not: its text, and the error that tells where the rest is."""
     text, asked = "", None
-    client.peers.clear()
+    client.peers = {peer: _Nowhere()}  # type: ignore[dict-item]
     try:
         async for event in client.generate(**turn):
             text += event.delta.text
@@ -133,6 +133,14 @@ async def hear_until_it_moved(client: AioInferenceClient, peer: str, **turn: Any
         await asked
         return text, error
     raise AssertionError("it did not move")
+
+
+class _Nowhere:
+    """Stands for the client of an engine, and reads nothing there."""
+
+    async def resume(self, resume_token: str, **_: Any) -> AsyncGenerator[pb.GenerateResponse, None]:
+        raise Moved("b", resume_token).unknown()
+        yield
 
 
 async def _move(engine: AioInferenceClient, peer: str, heard: Heard, request_id: str) -> None:

@@ -80,6 +80,12 @@ class EngineFiles(Table):
         metavar="NAME=PATH",
         up="peer-ca-file",
     )
+    peers_file: Path | None = option(
+        None,
+        "Paired peers of the store (TOML), whose engines are this one's peers, too: turns move to them under the same "
+        "name, with the certificates of the pairing. Left out: none.",
+        of_home=True,
+    )
     drain_to: str = option(
         "", "The peer that takes over decoding turns when this engine stops. Left out: they end here.", metavar="NAME"
     )
@@ -256,6 +262,6 @@ class EngineTable(EngineFiles, EngineMemory, EngineLimits, ListeningTable):
         for name in ("store_token_file", "store_token_dir"):
             if getattr(self, name) and not self.store:
                 raise WrongOption(name, "it is for a store: name that with --store, or leave this out")
-        if self.drain_to and self.drain_to not in self.peer:
+        if self.drain_to and self.drain_to not in self.peer and self.peers_file is None:
             text = f"{self.drain_to!r} is no peer: name it with --peer {self.drain_to}=ADDRESS"
             raise WrongOption("drain_to", text)

@@ -139,6 +139,7 @@ def _of_engine(asked: Asked, has_credentials: bool) -> dict[str, object]:
         "store_wait_s": PATIENCE_S,
         "state_dir": home.engine_state,
         "store_data_dir": home.store_data,
+        "peers_file": home.peers_file,
         "audit_file": home.audit_file("engine"),
         "credentials_file": home.credentials_file if has_credentials else None,
         "store_token_dir": home.tokens if has_credentials else None,

@@ -40,8 +40,8 @@ class AioInferenceClient(AioAgentClient):
         self.making: Making = at_once
         """Makes requests with prompts, and their bytes. A server sets one that does it beside its event loop."""
         self.peers: dict[str, AioInferenceClient] = {}
-        """Clients of other engines, by the names that this engine's configuration gives them. A turn that moves to one
-        of them is followed there; addresses come from here alone, never from an engine.
+        """Clients of other engines, by the names that this engine gives them. A turn that moves to one of them is
+        followed there; of any other, this engine reads the rest. Addresses come from here alone, never from an engine.
         """
 
     @classmethod
@@ -70,8 +70,9 @@ class AioInferenceClient(AioAgentClient):
     ) -> AsyncGenerator[pb.GenerateResponse, None]:
         """Continue a text, and stream the events: started, prefill_progress, delta…, finished.
 
-        If the turn moves to another engine, `moved` comes, and then the rest from there, if `peers` has that engine.
-        Else Unavailable (TURN_MOVED) is raised; its metadata has the peer's name and the resume_token.
+        If the turn moves to another engine, the rest comes through this one; or, if `peers` has that engine, from
+        there, behind `moved`. If this engine stops meanwhile, Unavailable (TURN_MOVED) is raised; its metadata has the
+        peer's name and the resume_token.
 
         Give exactly one of `prompt` (a text, or token ids), `messages` and `append_messages`, which follow what the
         agent remembers. GenerateOptions says what else a turn takes, as a value in `options` or as arguments of the
@@ -96,6 +97,8 @@ class AioInferenceClient(AioAgentClient):
 
     async def _turn(self, written: bytes, timeout_s: float | None) -> AsyncGenerator[pb.GenerateResponse, None]:
         """A turn's events, wherever it goes."""
+        if self.peers:  # a message's bytes behind another's add their fields to it
+            written += pb.GenerateRequest(followed_peers=list(self.peers)).SerializeToString()
         ends_s = None if timeout_s is None else time.monotonic() + timeout_s
         moved: turns.Moved | None = None
         lost: Unavailable | None = None

@@ -1,7 +1,7 @@
 """A client of another engine that takes turns over: one call for each request's turns, both sides speak."""
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import AsyncGenerator, Iterable
 from typing import Any, Self, cast
 
 import grpc
@@ -9,10 +9,11 @@ import grpc.aio
 
 from kvasir.call_context import onward
 from kvasir.clients.aio.service_client import AioServiceClient
-from kvasir.clients.channel import Tls, aio_channel
+from kvasir.clients.channel import AnyTls, aio_channel
 from kvasir.errors import Unavailable
 from kvasir.inference.v1 import handover_pb2 as pb
 from kvasir.inference.v1 import handover_pb2_grpc
+from kvasir.inference.v1.inference_pb2 import GenerateResponse
 from kvasir.status import from_rpc_error
 
 
@@ -20,7 +21,7 @@ class AioTurnPeer(AioServiceClient):
     """Another engine. Close it with `async with` or close()."""
 
     @classmethod
-    def connect(cls, address: str, *, token: str | None = None, tls: Tls | None = None) -> Self:
+    def connect(cls, address: str, *, token: str | None = None, tls: AnyTls | None = None) -> Self:
         """The engine at unix:/path or host:port. Connects with the first call. Raises InvalidArgument."""
         channel = aio_channel(address, tls, ())
         stub = handover_pb2_grpc.HandOverServiceStub(channel)  # type: ignore[no-untyped-call]
@@ -28,6 +29,16 @@ class AioTurnPeer(AioServiceClient):
 
     def take_turn(self) -> "TurnCall":
         return TurnCall(self._stub.TakeTurn(metadata=self._metadata + onward()))
+
+    def read_turn(self, resume_token: str, caller: str) -> AsyncGenerator[GenerateResponse, None]:
+        """The rest of a reply of a turn that was given there, for the caller that reads it here. Raises the errors of
+        Generate, and NotFound (RESUME_TOKEN_UNKNOWN). Leaving early lets the turn go on there."""
+        request = pb.ReadTurnRequest(resume_token=resume_token, caller=caller)
+        return self._responses(self._stub.ReadTurn, request, None)
+
+    async def end_turn(self, resume_token: str, timeout_s: float) -> None:
+        """End a turn that is read: its reader has left."""
+        await self._call(pb.EndTurnResponse, pb.EndTurnRequest(resume_token=resume_token), timeout_s)
 
 
 class TurnCall:

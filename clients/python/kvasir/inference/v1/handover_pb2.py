@@ -27,7 +27,7 @@ from kvasir.cachestore.v1 import manifest_pb2 as kvasir_dot_cachestore_dot_v1_do
 from kvasir.inference.v1 import inference_pb2 as kvasir_dot_inference_dot_v1_dot_inference__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\"kvasir/inference/v1/handover.proto\x12\x13kvasir.inference.v1\x1a\x1egoogle/protobuf/duration.proto\x1a#kvasir/cachestore/v1/manifest.proto\x1a#kvasir/inference/v1/inference.proto\"\xf2\x01\n\x0fTakeTurnRequest\x12\x33\n\x07opening\x18\x01 \x01(\x0b\x32 .kvasir.inference.v1.TurnOpeningH\x00\x12-\n\x04\x66ile\x18\x02 \x01(\x0b\x32\x1d.kvasir.inference.v1.TurnFileH\x00\x12\x0f\n\x05\x66rame\x18\x03 \x01(\x0cH\x00\x12/\n\x05stand\x18\x04 \x01(\x0b\x32\x1e.kvasir.inference.v1.TurnStandH\x00\x12\x31\n\x06\x63ommit\x18\x05 \x01(\x0b\x32\x1f.kvasir.inference.v1.TurnCommitH\x00\x42\x06\n\x04part\"\xe3\x06\n\x0bTurnOpening\x12\x0e\n\x06\x66ormat\x18\x01 \x01(\x05\x12;\n\x0csurroundings\x18\x02 \x01(\x0b\x32%.kvasir.inference.v1.TurnSurroundings\x12\x35\n\x07request\x18\x03 \x01(\x0b\x32$.kvasir.inference.v1.GenerateRequest\x12\x12\n\nrequest_id\x18\x04 \x01(\t\x12\x0c\n\x04seed\x18\x05 \x01(\x06\x12\x12\n\nmax_tokens\x18\x06 \x01(\x05\x12\x0e\n\x06\x63\x61ller\x18\x07 \x01(\t\x12/\n\x08messages\x18\x08 \x03(\x0b\x32\x1d.kvasir.cachestore.v1.Message\x12\x18\n\x10prompt_token_ids\x18\t \x03(\r\x12\x1a\n\x12prompt_token_chars\x18\n \x03(\r\x12 \n\x13rewind_point_tokens\x18\x0b \x01(\x03H\x00\x88\x01\x01\x12\x35\n\x0fparent_manifest\x18\x0c \x01(\x0b\x32\x1c.kvasir.cachestore.v1.Digest\x12\x12\n\nis_brought\x18\r \x01(\x08\x12\x37\n\x0c\x63ontinuation\x18\x0e \x01(\x0e\x32!.kvasir.inference.v1.Continuation\x12\x32\n\tshortened\x18\x0f \x01(\x0b\x32\x1f.kvasir.cachestore.v1.Shortened\x12\x33\n\nshortening\x18\x10 \x01(\x0b\x32\x1f.kvasir.inference.v1.Shortening\x12&\n\x03\x61ge\x18\x11 \x01(\x0b\x32\x19.google.protobuf.Duration\x12.\n\x0b\x66irst_token\x18\x12 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x0f\n\x07\x63hoices\x18\x13 \x03(\x05\x12\x18\n\x10template_time_ms\x18\x14 \x01(\x03\x12\x35\n\x0btools_order\x18\x15 \x01(\x0b\x32 .kvasir.cachestore.v1.ToolsOrder\x12\x0f\n\x07move_id\x18\x18 \x01(\t\x12\x13\n\x0bis_text_own\x18\x17 \x01(\x08\x12\x16\n\x0ehanded_over_by\x18\x19 \x01(\tB\x16\n\x14_rewind_point_tokensJ\x04\x08\x16\x10\x17\"\xc6\x01\n\x10TurnSurroundings\x12\x18\n\x10kv_identity_hash\x18\x01 \x01(\t\x12\x18\n\x10tokenizer_digest\x18\x02 \x01(\t\x12\x17\n\x0ftemplate_digest\x18\x03 \x01(\t\x12\x0e\n\x06\x64\x65vice\x18\x04 \x01(\t\x12\x14\n\x0c\x63ompute_type\x18\x05 \x01(\t\x12\x13\n\x0b\x63\x65ll_tokens\x18\x06 \x01(\x05\x12\x0f\n\x07version\x18\x07 \x01(\t\x12\x19\n\x11sampling_defaults\x18\x08 \x01(\t\"H\n\x08TurnFile\x12\x0e\n\x06\x63hoice\x18\x01 \x01(\x05\x12,\n\x06\x64igest\x18\x02 \x01(\x0b\x32\x1c.kvasir.cachestore.v1.Digest\"\xaa\x02\n\tTurnStand\x12\x0e\n\x06\x63hoice\x18\x01 \x01(\x05\x12\x17\n\x0freply_token_ids\x18\x02 \x03(\r\x12\x17\n\x0f\x63omputed_tokens\x18\x03 \x01(\x03\x12\x15\n\rcached_tokens\x18\x04 \x01(\x03\x12\x18\n\x10shareable_tokens\x18\x05 \x01(\x03\x12\x13\n\x0bsampler_key\x18\x06 \x03(\x07\x12\x15\n\rrewind_points\x18\x07 \x03(\x03\x12.\n\x06groups\x18\x08 \x03(\x0b\x32\x1e.kvasir.inference.v1.TurnGroup\x12\x12\n\ntold_chars\x18\t \x01(\x03\x12+\n\x05spent\x18\n \x01(\x0b\x32\x1c.kvasir.inference.v1.Timings\x12\r\n\x05\x66iles\x18\x0b \x01(\x05\"0\n\tTurnGroup\x12\x0e\n\x06window\x18\x01 \x01(\x03\x12\x13\n\x0b\x66irst_block\x18\x02 \x01(\x03\"\x0c\n\nTurnCommit\"\xb5\x01\n\x10TakeTurnResponse\x12\x31\n\x06opened\x18\x01 \x01(\x0b\x32\x1f.kvasir.inference.v1.TurnOpenedH\x00\x12\x35\n\x08prepared\x18\x02 \x01(\x0b\x32!.kvasir.inference.v1.TurnPreparedH\x00\x12/\n\x05taken\x18\x03 \x01(\x0b\x32\x1e.kvasir.inference.v1.TurnTakenH\x00\x42\x06\n\x04part\"\x0c\n\nTurnOpened\"S\n\x0cTurnPrepared\x12\x14\n\x0cresume_token\x18\x01 \x01(\t\x12-\n\nexpires_in\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\"\x0b\n\tTurnTaken\"U\n\x13HandOverTurnRequest\x12\x0c\n\x04peer\x18\x01 \x01(\t\x12\x12\n\x08\x61gent_id\x18\x02 \x01(\tH\x00\x12\x14\n\nrequest_id\x18\x03 \x01(\tH\x00\x42\x06\n\x04turn\"{\n\x14HandOverTurnResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12&\n\x03gap\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x13\n\x0b\x61head_bytes\x18\x03 \x01(\x03\x12\x12\n\ntail_bytes\x18\x04 \x01(\x03\x32\xd3\x01\n\x0fHandOverService\x12[\n\x08TakeTurn\x12$.kvasir.inference.v1.TakeTurnRequest\x1a%.kvasir.inference.v1.TakeTurnResponse(\x01\x30\x01\x12\x63\n\x0cHandOverTurn\x12(.kvasir.inference.v1.HandOverTurnRequest\x1a).kvasir.inference.v1.HandOverTurnResponseBz\n\x17org.kvasir.inference.v1P\x01Z5kvasir.org/client/gen/kvasir/inference/v1;inferencev1\xaa\x02\x13Kvasir.Inference.V1\xba\x02\x0fKvasirInferenceb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\"kvasir/inference/v1/handover.proto\x12\x13kvasir.inference.v1\x1a\x1egoogle/protobuf/duration.proto\x1a#kvasir/cachestore/v1/manifest.proto\x1a#kvasir/inference/v1/inference.proto\"7\n\x0fReadTurnRequest\x12\x14\n\x0cresume_token\x18\x01 \x01(\t\x12\x0e\n\x06\x63\x61ller\x18\x02 \x01(\t\"&\n\x0e\x45ndTurnRequest\x12\x14\n\x0cresume_token\x18\x01 \x01(\t\"\x11\n\x0f\x45ndTurnResponse\"\xf2\x01\n\x0fTakeTurnRequest\x12\x33\n\x07opening\x18\x01 \x01(\x0b\x32 .kvasir.inference.v1.TurnOpeningH\x00\x12-\n\x04\x66ile\x18\x02 \x01(\x0b\x32\x1d.kvasir.inference.v1.TurnFileH\x00\x12\x0f\n\x05\x66rame\x18\x03 \x01(\x0cH\x00\x12/\n\x05stand\x18\x04 \x01(\x0b\x32\x1e.kvasir.inference.v1.TurnStandH\x00\x12\x31\n\x06\x63ommit\x18\x05 \x01(\x0b\x32\x1f.kvasir.inference.v1.TurnCommitH\x00\x42\x06\n\x04part\"\xe3\x06\n\x0bTurnOpening\x12\x0e\n\x06\x66ormat\x18\x01 \x01(\x05\x12;\n\x0csurroundings\x18\x02 \x01(\x0b\x32%.kvasir.inference.v1.TurnSurroundings\x12\x35\n\x07request\x18\x03 \x01(\x0b\x32$.kvasir.inference.v1.GenerateRequest\x12\x12\n\nrequest_id\x18\x04 \x01(\t\x12\x0c\n\x04seed\x18\x05 \x01(\x06\x12\x12\n\nmax_tokens\x18\x06 \x01(\x05\x12\x0e\n\x06\x63\x61ller\x18\x07 \x01(\t\x12/\n\x08messages\x18\x08 \x03(\x0b\x32\x1d.kvasir.cachestore.v1.Message\x12\x18\n\x10prompt_token_ids\x18\t \x03(\r\x12\x1a\n\x12prompt_token_chars\x18\n \x03(\r\x12 \n\x13rewind_point_tokens\x18\x0b \x01(\x03H\x00\x88\x01\x01\x12\x35\n\x0fparent_manifest\x18\x0c \x01(\x0b\x32\x1c.kvasir.cachestore.v1.Digest\x12\x12\n\nis_brought\x18\r \x01(\x08\x12\x37\n\x0c\x63ontinuation\x18\x0e \x01(\x0e\x32!.kvasir.inference.v1.Continuation\x12\x32\n\tshortened\x18\x0f \x01(\x0b\x32\x1f.kvasir.cachestore.v1.Shortened\x12\x33\n\nshortening\x18\x10 \x01(\x0b\x32\x1f.kvasir.inference.v1.Shortening\x12&\n\x03\x61ge\x18\x11 \x01(\x0b\x32\x19.google.protobuf.Duration\x12.\n\x0b\x66irst_token\x18\x12 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x0f\n\x07\x63hoices\x18\x13 \x03(\x05\x12\x18\n\x10template_time_ms\x18\x14 \x01(\x03\x12\x35\n\x0btools_order\x18\x15 \x01(\x0b\x32 .kvasir.cachestore.v1.ToolsOrder\x12\x0f\n\x07move_id\x18\x18 \x01(\t\x12\x13\n\x0bis_text_own\x18\x17 \x01(\x08\x12\x16\n\x0ehanded_over_by\x18\x19 \x01(\tB\x16\n\x14_rewind_point_tokensJ\x04\x08\x16\x10\x17\"\xc6\x01\n\x10TurnSurroundings\x12\x18\n\x10kv_identity_hash\x18\x01 \x01(\t\x12\x18\n\x10tokenizer_digest\x18\x02 \x01(\t\x12\x17\n\x0ftemplate_digest\x18\x03 \x01(\t\x12\x0e\n\x06\x64\x65vice\x18\x04 \x01(\t\x12\x14\n\x0c\x63ompute_type\x18\x05 \x01(\t\x12\x13\n\x0b\x63\x65ll_tokens\x18\x06 \x01(\x05\x12\x0f\n\x07version\x18\x07 \x01(\t\x12\x19\n\x11sampling_defaults\x18\x08 \x01(\t\"H\n\x08TurnFile\x12\x0e\n\x06\x63hoice\x18\x01 \x01(\x05\x12,\n\x06\x64igest\x18\x02 \x01(\x0b\x32\x1c.kvasir.cachestore.v1.Digest\"\xaa\x02\n\tTurnStand\x12\x0e\n\x06\x63hoice\x18\x01 \x01(\x05\x12\x17\n\x0freply_token_ids\x18\x02 \x03(\r\x12\x17\n\x0f\x63omputed_tokens\x18\x03 \x01(\x03\x12\x15\n\rcached_tokens\x18\x04 \x01(\x03\x12\x18\n\x10shareable_tokens\x18\x05 \x01(\x03\x12\x13\n\x0bsampler_key\x18\x06 \x03(\x07\x12\x15\n\rrewind_points\x18\x07 \x03(\x03\x12.\n\x06groups\x18\x08 \x03(\x0b\x32\x1e.kvasir.inference.v1.TurnGroup\x12\x12\n\ntold_chars\x18\t \x01(\x03\x12+\n\x05spent\x18\n \x01(\x0b\x32\x1c.kvasir.inference.v1.Timings\x12\r\n\x05\x66iles\x18\x0b \x01(\x05\"0\n\tTurnGroup\x12\x0e\n\x06window\x18\x01 \x01(\x03\x12\x13\n\x0b\x66irst_block\x18\x02 \x01(\x03\"\x0c\n\nTurnCommit\"\xb5\x01\n\x10TakeTurnResponse\x12\x31\n\x06opened\x18\x01 \x01(\x0b\x32\x1f.kvasir.inference.v1.TurnOpenedH\x00\x12\x35\n\x08prepared\x18\x02 \x01(\x0b\x32!.kvasir.inference.v1.TurnPreparedH\x00\x12/\n\x05taken\x18\x03 \x01(\x0b\x32\x1e.kvasir.inference.v1.TurnTakenH\x00\x42\x06\n\x04part\"\x0c\n\nTurnOpened\"S\n\x0cTurnPrepared\x12\x14\n\x0cresume_token\x18\x01 \x01(\t\x12-\n\nexpires_in\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\"\x0b\n\tTurnTaken\"U\n\x13HandOverTurnRequest\x12\x0c\n\x04peer\x18\x01 \x01(\t\x12\x12\n\x08\x61gent_id\x18\x02 \x01(\tH\x00\x12\x14\n\nrequest_id\x18\x03 \x01(\tH\x00\x42\x06\n\x04turn\"{\n\x14HandOverTurnResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12&\n\x03gap\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x13\n\x0b\x61head_bytes\x18\x03 \x01(\x03\x12\x12\n\ntail_bytes\x18\x04 \x01(\x03\x32\x84\x03\n\x0fHandOverService\x12[\n\x08TakeTurn\x12$.kvasir.inference.v1.TakeTurnRequest\x1a%.kvasir.inference.v1.TakeTurnResponse(\x01\x30\x01\x12\x63\n\x0cHandOverTurn\x12(.kvasir.inference.v1.HandOverTurnRequest\x1a).kvasir.inference.v1.HandOverTurnResponse\x12Y\n\x08ReadTurn\x12$.kvasir.inference.v1.ReadTurnRequest\x1a%.kvasir.inference.v1.GenerateResponse0\x01\x12T\n\x07\x45ndTurn\x12#.kvasir.inference.v1.EndTurnRequest\x1a$.kvasir.inference.v1.EndTurnResponseBz\n\x17org.kvasir.inference.v1P\x01Z5kvasir.org/client/gen/kvasir/inference/v1;inferencev1\xaa\x02\x13Kvasir.Inference.V1\xba\x02\x0fKvasirInferenceb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -35,32 +35,38 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'kvasir.inference.v1.handove
 if not _descriptor._USE_C_DESCRIPTORS:
   _globals['DESCRIPTOR']._loaded_options = None
   _globals['DESCRIPTOR']._serialized_options = b'\n\027org.kvasir.inference.v1P\001Z5kvasir.org/client/gen/kvasir/inference/v1;inferencev1\252\002\023Kvasir.Inference.V1\272\002\017KvasirInference'
-  _globals['_TAKETURNREQUEST']._serialized_start=166
-  _globals['_TAKETURNREQUEST']._serialized_end=408
-  _globals['_TURNOPENING']._serialized_start=411
-  _globals['_TURNOPENING']._serialized_end=1278
-  _globals['_TURNSURROUNDINGS']._serialized_start=1281
-  _globals['_TURNSURROUNDINGS']._serialized_end=1479
-  _globals['_TURNFILE']._serialized_start=1481
-  _globals['_TURNFILE']._serialized_end=1553
-  _globals['_TURNSTAND']._serialized_start=1556
-  _globals['_TURNSTAND']._serialized_end=1854
-  _globals['_TURNGROUP']._serialized_start=1856
-  _globals['_TURNGROUP']._serialized_end=1904
-  _globals['_TURNCOMMIT']._serialized_start=1906
-  _globals['_TURNCOMMIT']._serialized_end=1918
-  _globals['_TAKETURNRESPONSE']._serialized_start=1921
-  _globals['_TAKETURNRESPONSE']._serialized_end=2102
-  _globals['_TURNOPENED']._serialized_start=2104
-  _globals['_TURNOPENED']._serialized_end=2116
-  _globals['_TURNPREPARED']._serialized_start=2118
-  _globals['_TURNPREPARED']._serialized_end=2201
-  _globals['_TURNTAKEN']._serialized_start=2203
-  _globals['_TURNTAKEN']._serialized_end=2214
-  _globals['_HANDOVERTURNREQUEST']._serialized_start=2216
-  _globals['_HANDOVERTURNREQUEST']._serialized_end=2301
-  _globals['_HANDOVERTURNRESPONSE']._serialized_start=2303
-  _globals['_HANDOVERTURNRESPONSE']._serialized_end=2426
-  _globals['_HANDOVERSERVICE']._serialized_start=2429
-  _globals['_HANDOVERSERVICE']._serialized_end=2640
+  _globals['_READTURNREQUEST']._serialized_start=165
+  _globals['_READTURNREQUEST']._serialized_end=220
+  _globals['_ENDTURNREQUEST']._serialized_start=222
+  _globals['_ENDTURNREQUEST']._serialized_end=260
+  _globals['_ENDTURNRESPONSE']._serialized_start=262
+  _globals['_ENDTURNRESPONSE']._serialized_end=279
+  _globals['_TAKETURNREQUEST']._serialized_start=282
+  _globals['_TAKETURNREQUEST']._serialized_end=524
+  _globals['_TURNOPENING']._serialized_start=527
+  _globals['_TURNOPENING']._serialized_end=1394
+  _globals['_TURNSURROUNDINGS']._serialized_start=1397
+  _globals['_TURNSURROUNDINGS']._serialized_end=1595
+  _globals['_TURNFILE']._serialized_start=1597
+  _globals['_TURNFILE']._serialized_end=1669
+  _globals['_TURNSTAND']._serialized_start=1672
+  _globals['_TURNSTAND']._serialized_end=1970
+  _globals['_TURNGROUP']._serialized_start=1972
+  _globals['_TURNGROUP']._serialized_end=2020
+  _globals['_TURNCOMMIT']._serialized_start=2022
+  _globals['_TURNCOMMIT']._serialized_end=2034
+  _globals['_TAKETURNRESPONSE']._serialized_start=2037
+  _globals['_TAKETURNRESPONSE']._serialized_end=2218
+  _globals['_TURNOPENED']._serialized_start=2220
+  _globals['_TURNOPENED']._serialized_end=2232
+  _globals['_TURNPREPARED']._serialized_start=2234
+  _globals['_TURNPREPARED']._serialized_end=2317
+  _globals['_TURNTAKEN']._serialized_start=2319
+  _globals['_TURNTAKEN']._serialized_end=2330
+  _globals['_HANDOVERTURNREQUEST']._serialized_start=2332
+  _globals['_HANDOVERTURNREQUEST']._serialized_end=2417
+  _globals['_HANDOVERTURNRESPONSE']._serialized_start=2419
+  _globals['_HANDOVERTURNRESPONSE']._serialized_end=2542
+  _globals['_HANDOVERSERVICE']._serialized_start=2545
+  _globals['_HANDOVERSERVICE']._serialized_end=2933
 # @@protoc_insertion_point(module_scope)

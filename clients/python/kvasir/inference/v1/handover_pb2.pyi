@@ -9,6 +9,24 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class ReadTurnRequest(_message.Message):
+    __slots__ = ("resume_token", "caller")
+    RESUME_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    CALLER_FIELD_NUMBER: _ClassVar[int]
+    resume_token: str
+    caller: str
+    def __init__(self, resume_token: _Optional[str] = ..., caller: _Optional[str] = ...) -> None: ...
+
+class EndTurnRequest(_message.Message):
+    __slots__ = ("resume_token",)
+    RESUME_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    resume_token: str
+    def __init__(self, resume_token: _Optional[str] = ...) -> None: ...
+
+class EndTurnResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
 class TakeTurnRequest(_message.Message):
     __slots__ = ("opening", "file", "frame", "stand", "commit")
     OPENING_FIELD_NUMBER: _ClassVar[int]

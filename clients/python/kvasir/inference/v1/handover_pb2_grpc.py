@@ -4,6 +4,7 @@ import grpc
 import warnings
 
 from kvasir.inference.v1 import handover_pb2 as kvasir_dot_inference_dot_v1_dot_handover__pb2
+from kvasir.inference.v1 import inference_pb2 as kvasir_dot_inference_dot_v1_dot_inference__pb2
 
 GRPC_GENERATED_VERSION = '1.72.2'
 GRPC_VERSION = grpc.__version__
@@ -44,6 +45,16 @@ class HandOverServiceStub(object):
                 request_serializer=kvasir_dot_inference_dot_v1_dot_handover__pb2.HandOverTurnRequest.SerializeToString,
                 response_deserializer=kvasir_dot_inference_dot_v1_dot_handover__pb2.HandOverTurnResponse.FromString,
                 _registered_method=True)
+        self.ReadTurn = channel.unary_stream(
+                '/kvasir.inference.v1.HandOverService/ReadTurn',
+                request_serializer=kvasir_dot_inference_dot_v1_dot_handover__pb2.ReadTurnRequest.SerializeToString,
+                response_deserializer=kvasir_dot_inference_dot_v1_dot_inference__pb2.GenerateResponse.FromString,
+                _registered_method=True)
+        self.EndTurn = channel.unary_unary(
+                '/kvasir.inference.v1.HandOverService/EndTurn',
+                request_serializer=kvasir_dot_inference_dot_v1_dot_handover__pb2.EndTurnRequest.SerializeToString,
+                response_deserializer=kvasir_dot_inference_dot_v1_dot_handover__pb2.EndTurnResponse.FromString,
+                _registered_method=True)
 
 
 class HandOverServiceServicer(object):
@@ -74,6 +85,22 @@ class HandOverServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ReadTurn(self, request, context):
+        """Streams the rest of a reply, once, to the service that gave its turn here and passes it on to its reader. A turn that moved on is followed. If the
+        call ends early, the turn goes on and is remembered; EndTurn ends it. Roles: engine, handover. Errors: NOT_FOUND (RESUME_TOKEN_UNKNOWN: used, too
+        old, or another's), and those of Generate.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def EndTurn(self, request, context):
+        """Ends a turn whose rest the caller reads by ReadTurn: its reader has left. Without effect on any other. Safe to repeat. Roles: engine, handover.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_HandOverServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -86,6 +113,16 @@ def add_HandOverServiceServicer_to_server(servicer, server):
                     servicer.HandOverTurn,
                     request_deserializer=kvasir_dot_inference_dot_v1_dot_handover__pb2.HandOverTurnRequest.FromString,
                     response_serializer=kvasir_dot_inference_dot_v1_dot_handover__pb2.HandOverTurnResponse.SerializeToString,
+            ),
+            'ReadTurn': grpc.unary_stream_rpc_method_handler(
+                    servicer.ReadTurn,
+                    request_deserializer=kvasir_dot_inference_dot_v1_dot_handover__pb2.ReadTurnRequest.FromString,
+                    response_serializer=kvasir_dot_inference_dot_v1_dot_inference__pb2.GenerateResponse.SerializeToString,
+            ),
+            'EndTurn': grpc.unary_unary_rpc_method_handler(
+                    servicer.EndTurn,
+                    request_deserializer=kvasir_dot_inference_dot_v1_dot_handover__pb2.EndTurnRequest.FromString,
+                    response_serializer=kvasir_dot_inference_dot_v1_dot_handover__pb2.EndTurnResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -142,6 +179,60 @@ class HandOverService(object):
             '/kvasir.inference.v1.HandOverService/HandOverTurn',
             kvasir_dot_inference_dot_v1_dot_handover__pb2.HandOverTurnRequest.SerializeToString,
             kvasir_dot_inference_dot_v1_dot_handover__pb2.HandOverTurnResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ReadTurn(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/kvasir.inference.v1.HandOverService/ReadTurn',
+            kvasir_dot_inference_dot_v1_dot_handover__pb2.ReadTurnRequest.SerializeToString,
+            kvasir_dot_inference_dot_v1_dot_inference__pb2.GenerateResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def EndTurn(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvasir.inference.v1.HandOverService/EndTurn',
+            kvasir_dot_inference_dot_v1_dot_handover__pb2.EndTurnRequest.SerializeToString,
+            kvasir_dot_inference_dot_v1_dot_handover__pb2.EndTurnResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -196,7 +196,7 @@ MODEL_STATE_RETIRING: ModelState
 MODEL_STATE_ASLEEP: ModelState
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("request_id", "model", "agent_id", "expected_version", "prompt", "messages", "append_messages", "prompt_token_ids", "sampling", "tools", "keep_partial", "priority", "json_schema", "regex", "expect_existing", "memory_mode", "base_version", "replace_memory", "on_full", "resume_token", "volatile", "tool_choice", "return_prompt_token_ids", "thinking", "template_settings", "ignore_unread_settings", "continue_final_message", "longest_gap_ms")
+    __slots__ = ("request_id", "model", "agent_id", "expected_version", "prompt", "messages", "append_messages", "prompt_token_ids", "sampling", "tools", "keep_partial", "priority", "json_schema", "regex", "expect_existing", "memory_mode", "base_version", "replace_memory", "on_full", "resume_token", "volatile", "tool_choice", "return_prompt_token_ids", "thinking", "template_settings", "ignore_unread_settings", "continue_final_message", "longest_gap_ms", "followed_peers")
     class TemplateSettingsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -232,6 +232,7 @@ class GenerateRequest(_message.Message):
     IGNORE_UNREAD_SETTINGS_FIELD_NUMBER: _ClassVar[int]
     CONTINUE_FINAL_MESSAGE_FIELD_NUMBER: _ClassVar[int]
     LONGEST_GAP_MS_FIELD_NUMBER: _ClassVar[int]
+    FOLLOWED_PEERS_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     model: str
     agent_id: str
@@ -260,7 +261,8 @@ class GenerateRequest(_message.Message):
     ignore_unread_settings: bool
     continue_final_message: bool
     longest_gap_ms: int
-    def __init__(self, request_id: _Optional[str] = ..., model: _Optional[str] = ..., agent_id: _Optional[str] = ..., expected_version: _Optional[int] = ..., prompt: _Optional[str] = ..., messages: _Optional[_Union[MessageList, _Mapping]] = ..., append_messages: _Optional[_Union[MessageList, _Mapping]] = ..., prompt_token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., tools: _Optional[_Iterable[_Union[Tool, _Mapping]]] = ..., keep_partial: bool = ..., priority: _Optional[_Union[Priority, str]] = ..., json_schema: _Optional[str] = ..., regex: _Optional[str] = ..., expect_existing: bool = ..., memory_mode: _Optional[_Union[MemoryMode, str]] = ..., base_version: _Optional[int] = ..., replace_memory: bool = ..., on_full: _Optional[_Union[OnFull, _Mapping]] = ..., resume_token: _Optional[str] = ..., volatile: _Optional[_Union[VolatileRules, _Mapping]] = ..., tool_choice: _Optional[_Union[ToolChoice, _Mapping]] = ..., return_prompt_token_ids: bool = ..., thinking: _Optional[_Union[Thinking, _Mapping]] = ..., template_settings: _Optional[_Mapping[str, TemplateValue]] = ..., ignore_unread_settings: bool = ..., continue_final_message: bool = ..., longest_gap_ms: _Optional[int] = ...) -> None: ...
+    followed_peers: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, request_id: _Optional[str] = ..., model: _Optional[str] = ..., agent_id: _Optional[str] = ..., expected_version: _Optional[int] = ..., prompt: _Optional[str] = ..., messages: _Optional[_Union[MessageList, _Mapping]] = ..., append_messages: _Optional[_Union[MessageList, _Mapping]] = ..., prompt_token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., tools: _Optional[_Iterable[_Union[Tool, _Mapping]]] = ..., keep_partial: bool = ..., priority: _Optional[_Union[Priority, str]] = ..., json_schema: _Optional[str] = ..., regex: _Optional[str] = ..., expect_existing: bool = ..., memory_mode: _Optional[_Union[MemoryMode, str]] = ..., base_version: _Optional[int] = ..., replace_memory: bool = ..., on_full: _Optional[_Union[OnFull, _Mapping]] = ..., resume_token: _Optional[str] = ..., volatile: _Optional[_Union[VolatileRules, _Mapping]] = ..., tool_choice: _Optional[_Union[ToolChoice, _Mapping]] = ..., return_prompt_token_ids: bool = ..., thinking: _Optional[_Union[Thinking, _Mapping]] = ..., template_settings: _Optional[_Mapping[str, TemplateValue]] = ..., ignore_unread_settings: bool = ..., continue_final_message: bool = ..., longest_gap_ms: _Optional[int] = ..., followed_peers: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class Thinking(_message.Message):
     __slots__ = ("mode", "budget_tokens", "effort")

@@ -4,8 +4,8 @@
 // 	protoc        v6.30.0
 // source: kvasir/inference/v1/handover.proto
 
-// Turns that go from one inference service to another while they speak. Clients need none of it: their stream tells them by
-// GenerateResponse.moved, and GenerateRequest.resume_token gives them the rest. Errors are those of inference.proto.
+// Turns that go from one inference service to another while they speak. Clients need none of it: their stream goes on, or tells them by
+// GenerateResponse.moved where GenerateRequest.resume_token gives them the rest. Errors are those of inference.proto.
 
 package inferencev1
 
@@ -26,6 +26,139 @@ const (
 	_ = protoimpl.EnforceVersion(protoimpl.MaxVersion - 20)
 )
 
+type ReadTurnRequest struct {
+	state       protoimpl.MessageState `protogen:"open.v1"`
+	ResumeToken string                 `protobuf:"bytes,1,opt,name=resume_token,json=resumeToken,proto3" json:"resume_token,omitempty"`
+	// TurnOpening.caller: who reads the reply at the service that calls.
+	Caller        string `protobuf:"bytes,2,opt,name=caller,proto3" json:"caller,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *ReadTurnRequest) Reset() {
+	*x = ReadTurnRequest{}
+	mi := &file_kvasir_inference_v1_handover_proto_msgTypes[0]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *ReadTurnRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*ReadTurnRequest) ProtoMessage() {}
+
+func (x *ReadTurnRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_kvasir_inference_v1_handover_proto_msgTypes[0]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use ReadTurnRequest.ProtoReflect.Descriptor instead.
+func (*ReadTurnRequest) Descriptor() ([]byte, []int) {
+	return file_kvasir_inference_v1_handover_proto_rawDescGZIP(), []int{0}
+}
+
+func (x *ReadTurnRequest) GetResumeToken() string {
+	if x != nil {
+		return x.ResumeToken
+	}
+	return ""
+}
+
+func (x *ReadTurnRequest) GetCaller() string {
+	if x != nil {
+		return x.Caller
+	}
+	return ""
+}
+
+type EndTurnRequest struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	ResumeToken   string                 `protobuf:"bytes,1,opt,name=resume_token,json=resumeToken,proto3" json:"resume_token,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *EndTurnRequest) Reset() {
+	*x = EndTurnRequest{}
+	mi := &file_kvasir_inference_v1_handover_proto_msgTypes[1]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *EndTurnRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*EndTurnRequest) ProtoMessage() {}
+
+func (x *EndTurnRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_kvasir_inference_v1_handover_proto_msgTypes[1]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use EndTurnRequest.ProtoReflect.Descriptor instead.
+func (*EndTurnRequest) Descriptor() ([]byte, []int) {
+	return file_kvasir_inference_v1_handover_proto_rawDescGZIP(), []int{1}
+}
+
+func (x *EndTurnRequest) GetResumeToken() string {
+	if x != nil {
+		return x.ResumeToken
+	}
+	return ""
+}
+
+type EndTurnResponse struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *EndTurnResponse) Reset() {
+	*x = EndTurnResponse{}
+	mi := &file_kvasir_inference_v1_handover_proto_msgTypes[2]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *EndTurnResponse) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*EndTurnResponse) ProtoMessage() {}
+
+func (x *EndTurnResponse) ProtoReflect() protoreflect.Message {
+	mi := &file_kvasir_inference_v1_handover_proto_msgTypes[2]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use EndTurnResponse.ProtoReflect.Descriptor instead.
+func (*EndTurnResponse) Descriptor() ([]byte, []int) {
+	return file_kvasir_inference_v1_handover_proto_rawDescGZIP(), []int{2}
+}
+
 type TakeTurnRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// Types that are valid to be assigned to Part:
@@ -42,7 +175,7 @@ type TakeTurnRequest struct {
 
 func (x *TakeTurnRequest) Reset() {
 	*x = TakeTurnRequest{}
-	mi := &file_kvasir_inference_v1_handover_proto_msgTypes[0]
+	mi := &file_kvasir_inference_v1_handover_proto_msgTypes[3]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -54,7 +187,7 @@ func (x *TakeTurnRequest) String() string {
 func (*TakeTurnRequest) ProtoMessage() {}
 
 func (x *TakeTurnRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_handover_proto_msgTypes[0]
+	mi := &file_kvasir_inference_v1_handover_proto_msgTypes[3]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -67,7 +200,7 @@ func (x *TakeTurnRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use TakeTurnRequest.ProtoReflect.Descriptor instead.
 func (*TakeTurnRequest) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_handover_proto_rawDescGZIP(), []int{0}
+	return file_kvasir_inference_v1_handover_proto_rawDescGZIP(), []int{3}
 }
 
 func (x *TakeTurnRequest) GetPart() isTakeTurnRequest_Part {
@@ -211,7 +344,7 @@ type TurnOpening struct {
 
 func (x *TurnOpening) Reset() {
 	*x = TurnOpening{}
-	mi := &file_kvasir_inference_v1_handover_proto_msgTypes[1]
+	mi := &file_kvasir_inference_v1_handover_proto_msgTypes[4]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -223,7 +356,7 @@ func (x *TurnOpening) String() string {
 func (*TurnOpening) ProtoMessage() {}
 
 func (x *TurnOpening) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_handover_proto_msgTypes[1]
+	mi := &file_kvasir_inference_v1_handover_proto_msgTypes[4]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -236,7 +369,7 @@ func (x *TurnOpening) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use TurnOpening.ProtoReflect.Descriptor instead.
 func (*TurnOpening) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_handover_proto_rawDescGZIP(), []int{1}
+	return file_kvasir_inference_v1_handover_proto_rawDescGZIP(), []int{4}
 }
 
 func (x *TurnOpening) GetFormat() int32 {
@@ -427,7 +560,7 @@ type TurnSurroundings struct {
 
 func (x *TurnSurroundings) Reset() {
 	*x = TurnSurroundings{}
-	mi := &file_kvasir_inference_v1_handover_proto_msgTypes[2]
+	mi := &file_kvasir_inference_v1_handover_proto_msgTypes[5]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -439,7 +572,7 @@ func (x *TurnSurroundings) String() string {
 func (*TurnSurroundings) ProtoMessage() {}
 
 func (x *TurnSurroundings) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_handover_proto_msgTypes[2]
+	mi := &file_kvasir_inference_v1_handover_proto_msgTypes[5]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -452,7 +585,7 @@ func (x *TurnSurroundings) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use TurnSurroundings.ProtoReflect.Descriptor instead.
 func (*TurnSurroundings) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_handover_proto_rawDescGZIP(), []int{2}
+	return file_kvasir_inference_v1_handover_proto_rawDescGZIP(), []int{5}
 }
 
 func (x *TurnSurroundings) GetKvIdentityHash() string {
@@ -522,7 +655,7 @@ type TurnFile struct {
 
 func (x *TurnFile) Reset() {
 	*x = TurnFile{}
-	mi := &file_kvasir_inference_v1_handover_proto_msgTypes[3]
+	mi := &file_kvasir_inference_v1_handover_proto_msgTypes[6]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -534,7 +667,7 @@ func (x *TurnFile) String() string {
 func (*TurnFile) ProtoMessage() {}
 
 func (x *TurnFile) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_handover_proto_msgTypes[3]
+	mi := &file_kvasir_inference_v1_handover_proto_msgTypes[6]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -547,7 +680,7 @@ func (x *TurnFile) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use TurnFile.ProtoReflect.Descriptor instead.
 func (*TurnFile) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_handover_proto_rawDescGZIP(), []int{3}
+	return file_kvasir_inference_v1_handover_proto_rawDescGZIP(), []int{6}
 }
 
 func (x *TurnFile) GetChoice() int32 {
@@ -588,7 +721,7 @@ type TurnStand struct {
 
 func (x *TurnStand) Reset() {
 	*x = TurnStand{}
-	mi := &file_kvasir_inference_v1_handover_proto_msgTypes[4]
+	mi := &file_kvasir_inference_v1_handover_proto_msgTypes[7]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -600,7 +733,7 @@ func (x *TurnStand) String() string {
 func (*TurnStand) ProtoMessage() {}
 
 func (x *TurnStand) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_handover_proto_msgTypes[4]
+	mi := &file_kvasir_inference_v1_handover_proto_msgTypes[7]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -613,7 +746,7 @@ func (x *TurnStand) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use TurnStand.ProtoReflect.Descriptor instead.
 func (*TurnStand) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_handover_proto_rawDescGZIP(), []int{4}
+	return file_kvasir_inference_v1_handover_proto_rawDescGZIP(), []int{7}
 }
 
 func (x *TurnStand) GetChoice() int32 {
@@ -705,7 +838,7 @@ type TurnGroup struct {
 
 func (x *TurnGroup) Reset() {
 	*x = TurnGroup{}
-	mi := &file_kvasir_inference_v1_handover_proto_msgTypes[5]
+	mi := &file_kvasir_inference_v1_handover_proto_msgTypes[8]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -717,7 +850,7 @@ func (x *TurnGroup) String() string {
 func (*TurnGroup) ProtoMessage() {}
 
 func (x *TurnGroup) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_handover_proto_msgTypes[5]
+	mi := &file_kvasir_inference_v1_handover_proto_msgTypes[8]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -730,7 +863,7 @@ func (x *TurnGroup) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use TurnGroup.ProtoReflect.Descriptor instead.
 func (*TurnGroup) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_handover_proto_rawDescGZIP(), []int{5}
+	return file_kvasir_inference_v1_handover_proto_rawDescGZIP(), []int{8}
 }
 
 func (x *TurnGroup) GetWindow() int64 {
@@ -755,7 +888,7 @@ type TurnCommit struct {
 
 func (x *TurnCommit) Reset() {
 	*x = TurnCommit{}
-	mi := &file_kvasir_inference_v1_handover_proto_msgTypes[6]
+	mi := &file_kvasir_inference_v1_handover_proto_msgTypes[9]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -767,7 +900,7 @@ func (x *TurnCommit) String() string {
 func (*TurnCommit) ProtoMessage() {}
 
 func (x *TurnCommit) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_handover_proto_msgTypes[6]
+	mi := &file_kvasir_inference_v1_handover_proto_msgTypes[9]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -780,7 +913,7 @@ func (x *TurnCommit) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use TurnCommit.ProtoReflect.Descriptor instead.
 func (*TurnCommit) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_handover_proto_rawDescGZIP(), []int{6}
+	return file_kvasir_inference_v1_handover_proto_rawDescGZIP(), []int{9}
 }
 
 type TakeTurnResponse struct {
@@ -797,7 +930,7 @@ type TakeTurnResponse struct {
 
 func (x *TakeTurnResponse) Reset() {
 	*x = TakeTurnResponse{}
-	mi := &file_kvasir_inference_v1_handover_proto_msgTypes[7]
+	mi := &file_kvasir_inference_v1_handover_proto_msgTypes[10]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -809,7 +942,7 @@ func (x *TakeTurnResponse) String() string {
 func (*TakeTurnResponse) ProtoMessage() {}
 
 func (x *TakeTurnResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_handover_proto_msgTypes[7]
+	mi := &file_kvasir_inference_v1_handover_proto_msgTypes[10]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -822,7 +955,7 @@ func (x *TakeTurnResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use TakeTurnResponse.ProtoReflect.Descriptor instead.
 func (*TakeTurnResponse) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_handover_proto_rawDescGZIP(), []int{7}
+	return file_kvasir_inference_v1_handover_proto_rawDescGZIP(), []int{10}
 }
 
 func (x *TakeTurnResponse) GetPart() isTakeTurnResponse_Part {
@@ -889,7 +1022,7 @@ type TurnOpened struct {
 
 func (x *TurnOpened) Reset() {
 	*x = TurnOpened{}
-	mi := &file_kvasir_inference_v1_handover_proto_msgTypes[8]
+	mi := &file_kvasir_inference_v1_handover_proto_msgTypes[11]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -901,7 +1034,7 @@ func (x *TurnOpened) String() string {
 func (*TurnOpened) ProtoMessage() {}
 
 func (x *TurnOpened) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_handover_proto_msgTypes[8]
+	mi := &file_kvasir_inference_v1_handover_proto_msgTypes[11]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -914,7 +1047,7 @@ func (x *TurnOpened) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use TurnOpened.ProtoReflect.Descriptor instead.
 func (*TurnOpened) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_handover_proto_rawDescGZIP(), []int{8}
+	return file_kvasir_inference_v1_handover_proto_rawDescGZIP(), []int{11}
 }
 
 type TurnPrepared struct {
@@ -928,7 +1061,7 @@ type TurnPrepared struct {
 
 func (x *TurnPrepared) Reset() {
 	*x = TurnPrepared{}
-	mi := &file_kvasir_inference_v1_handover_proto_msgTypes[9]
+	mi := &file_kvasir_inference_v1_handover_proto_msgTypes[12]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -940,7 +1073,7 @@ func (x *TurnPrepared) String() string {
 func (*TurnPrepared) ProtoMessage() {}
 
 func (x *TurnPrepared) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_handover_proto_msgTypes[9]
+	mi := &file_kvasir_inference_v1_handover_proto_msgTypes[12]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -953,7 +1086,7 @@ func (x *TurnPrepared) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use TurnPrepared.ProtoReflect.Descriptor instead.
 func (*TurnPrepared) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_handover_proto_rawDescGZIP(), []int{9}
+	return file_kvasir_inference_v1_handover_proto_rawDescGZIP(), []int{12}
 }
 
 func (x *TurnPrepared) GetResumeToken() string {
@@ -978,7 +1111,7 @@ type TurnTaken struct {
 
 func (x *TurnTaken) Reset() {
 	*x = TurnTaken{}
-	mi := &file_kvasir_inference_v1_handover_proto_msgTypes[10]
+	mi := &file_kvasir_inference_v1_handover_proto_msgTypes[13]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -990,7 +1123,7 @@ func (x *TurnTaken) String() string {
 func (*TurnTaken) ProtoMessage() {}
 
 func (x *TurnTaken) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_handover_proto_msgTypes[10]
+	mi := &file_kvasir_inference_v1_handover_proto_msgTypes[13]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1003,7 +1136,7 @@ func (x *TurnTaken) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use TurnTaken.ProtoReflect.Descriptor instead.
 func (*TurnTaken) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_handover_proto_rawDescGZIP(), []int{10}
+	return file_kvasir_inference_v1_handover_proto_rawDescGZIP(), []int{13}
 }
 
 type HandOverTurnRequest struct {
@@ -1021,7 +1154,7 @@ type HandOverTurnRequest struct {
 
 func (x *HandOverTurnRequest) Reset() {
 	*x = HandOverTurnRequest{}
-	mi := &file_kvasir_inference_v1_handover_proto_msgTypes[11]
+	mi := &file_kvasir_inference_v1_handover_proto_msgTypes[14]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1033,7 +1166,7 @@ func (x *HandOverTurnRequest) String() string {
 func (*HandOverTurnRequest) ProtoMessage() {}
 
 func (x *HandOverTurnRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_handover_proto_msgTypes[11]
+	mi := &file_kvasir_inference_v1_handover_proto_msgTypes[14]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1046,7 +1179,7 @@ func (x *HandOverTurnRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use HandOverTurnRequest.ProtoReflect.Descriptor instead.
 func (*HandOverTurnRequest) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_handover_proto_rawDescGZIP(), []int{11}
+	return file_kvasir_inference_v1_handover_proto_rawDescGZIP(), []int{14}
 }
 
 func (x *HandOverTurnRequest) GetPeer() string {
@@ -1111,7 +1244,7 @@ type HandOverTurnResponse struct {
 
 func (x *HandOverTurnResponse) Reset() {
 	*x = HandOverTurnResponse{}
-	mi := &file_kvasir_inference_v1_handover_proto_msgTypes[12]
+	mi := &file_kvasir_inference_v1_handover_proto_msgTypes[15]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1123,7 +1256,7 @@ func (x *HandOverTurnResponse) String() string {
 func (*HandOverTurnResponse) ProtoMessage() {}
 
 func (x *HandOverTurnResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_handover_proto_msgTypes[12]
+	mi := &file_kvasir_inference_v1_handover_proto_msgTypes[15]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1136,7 +1269,7 @@ func (x *HandOverTurnResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use HandOverTurnResponse.ProtoReflect.Descriptor instead.
 func (*HandOverTurnResponse) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_handover_proto_rawDescGZIP(), []int{12}
+	return file_kvasir_inference_v1_handover_proto_rawDescGZIP(), []int{15}
 }
 
 func (x *HandOverTurnResponse) GetRequestId() string {
@@ -1171,7 +1304,13 @@ var File_kvasir_inference_v1_handover_proto protoreflect.FileDescriptor
 
 const file_kvasir_inference_v1_handover_proto_rawDesc = "" +
 	"\n" +
-	"\"kvasir/inference/v1/handover.proto\x12\x13kvasir.inference.v1\x1a\x1egoogle/protobuf/duration.proto\x1a#kvasir/cachestore/v1/manifest.proto\x1a#kvasir/inference/v1/inference.proto\"\x97\x02\n" +
+	"\"kvasir/inference/v1/handover.proto\x12\x13kvasir.inference.v1\x1a\x1egoogle/protobuf/duration.proto\x1a#kvasir/cachestore/v1/manifest.proto\x1a#kvasir/inference/v1/inference.proto\"L\n" +
+	"\x0fReadTurnRequest\x12!\n" +
+	"\fresume_token\x18\x01 \x01(\tR\vresumeToken\x12\x16\n" +
+	"\x06caller\x18\x02 \x01(\tR\x06caller\"3\n" +
+	"\x0eEndTurnRequest\x12!\n" +
+	"\fresume_token\x18\x01 \x01(\tR\vresumeToken\"\x11\n" +
+	"\x0fEndTurnResponse\"\x97\x02\n" +
 	"\x0fTakeTurnRequest\x12<\n" +
 	"\aopening\x18\x01 \x01(\v2 .kvasir.inference.v1.TurnOpeningH\x00R\aopening\x123\n" +
 	"\x04file\x18\x02 \x01(\v2\x1d.kvasir.inference.v1.TurnFileH\x00R\x04file\x12\x16\n" +
@@ -1272,10 +1411,12 @@ const file_kvasir_inference_v1_handover_proto_rawDesc = "" +
 	"\vahead_bytes\x18\x03 \x01(\x03R\n" +
 	"aheadBytes\x12\x1d\n" +
 	"\n" +
-	"tail_bytes\x18\x04 \x01(\x03R\ttailBytes2\xd3\x01\n" +
+	"tail_bytes\x18\x04 \x01(\x03R\ttailBytes2\x84\x03\n" +
 	"\x0fHandOverService\x12[\n" +
 	"\bTakeTurn\x12$.kvasir.inference.v1.TakeTurnRequest\x1a%.kvasir.inference.v1.TakeTurnResponse(\x010\x01\x12c\n" +
-	"\fHandOverTurn\x12(.kvasir.inference.v1.HandOverTurnRequest\x1a).kvasir.inference.v1.HandOverTurnResponseBz\n" +
+	"\fHandOverTurn\x12(.kvasir.inference.v1.HandOverTurnRequest\x1a).kvasir.inference.v1.HandOverTurnResponse\x12Y\n" +
+	"\bReadTurn\x12$.kvasir.inference.v1.ReadTurnRequest\x1a%.kvasir.inference.v1.GenerateResponse0\x01\x12T\n" +
+	"\aEndTurn\x12#.kvasir.inference.v1.EndTurnRequest\x1a$.kvasir.inference.v1.EndTurnResponseBz\n" +
 	"\x17org.kvasir.inference.v1P\x01Z5kvasir.org/client/gen/kvasir/inference/v1;inferencev1\xaa\x02\x13Kvasir.Inference.V1\xba\x02\x0fKvasirInferenceb\x06proto3"
 
 var (
@@ -1290,60 +1431,68 @@ func file_kvasir_inference_v1_handover_proto_rawDescGZIP() []byte {
 	return file_kvasir_inference_v1_handover_proto_rawDescData
 }
 
-var file_kvasir_inference_v1_handover_proto_msgTypes = make([]protoimpl.MessageInfo, 13)
+var file_kvasir_inference_v1_handover_proto_msgTypes = make([]protoimpl.MessageInfo, 16)
 var file_kvasir_inference_v1_handover_proto_goTypes = []any{
-	(*TakeTurnRequest)(nil),      // 0: kvasir.inference.v1.TakeTurnRequest
-	(*TurnOpening)(nil),          // 1: kvasir.inference.v1.TurnOpening
-	(*TurnSurroundings)(nil),     // 2: kvasir.inference.v1.TurnSurroundings
-	(*TurnFile)(nil),             // 3: kvasir.inference.v1.TurnFile
-	(*TurnStand)(nil),            // 4: kvasir.inference.v1.TurnStand
-	(*TurnGroup)(nil),            // 5: kvasir.inference.v1.TurnGroup
-	(*TurnCommit)(nil),           // 6: kvasir.inference.v1.TurnCommit
-	(*TakeTurnResponse)(nil),     // 7: kvasir.inference.v1.TakeTurnResponse
-	(*TurnOpened)(nil),           // 8: kvasir.inference.v1.TurnOpened
-	(*TurnPrepared)(nil),         // 9: kvasir.inference.v1.TurnPrepared
-	(*TurnTaken)(nil),            // 10: kvasir.inference.v1.TurnTaken
-	(*HandOverTurnRequest)(nil),  // 11: kvasir.inference.v1.HandOverTurnRequest
-	(*HandOverTurnResponse)(nil), // 12: kvasir.inference.v1.HandOverTurnResponse
-	(*GenerateRequest)(nil),      // 13: kvasir.inference.v1.GenerateRequest
-	(*v1.Message)(nil),           // 14: kvasir.cachestore.v1.Message
-	(*v1.Digest)(nil),            // 15: kvasir.cachestore.v1.Digest
-	(Continuation)(0),            // 16: kvasir.inference.v1.Continuation
-	(*v1.Shortened)(nil),         // 17: kvasir.cachestore.v1.Shortened
-	(*Shortening)(nil),           // 18: kvasir.inference.v1.Shortening
-	(*durationpb.Duration)(nil),  // 19: google.protobuf.Duration
-	(*v1.ToolsOrder)(nil),        // 20: kvasir.cachestore.v1.ToolsOrder
-	(*Timings)(nil),              // 21: kvasir.inference.v1.Timings
+	(*ReadTurnRequest)(nil),      // 0: kvasir.inference.v1.ReadTurnRequest
+	(*EndTurnRequest)(nil),       // 1: kvasir.inference.v1.EndTurnRequest
+	(*EndTurnResponse)(nil),      // 2: kvasir.inference.v1.EndTurnResponse
+	(*TakeTurnRequest)(nil),      // 3: kvasir.inference.v1.TakeTurnRequest
+	(*TurnOpening)(nil),          // 4: kvasir.inference.v1.TurnOpening
+	(*TurnSurroundings)(nil),     // 5: kvasir.inference.v1.TurnSurroundings
+	(*TurnFile)(nil),             // 6: kvasir.inference.v1.TurnFile
+	(*TurnStand)(nil),            // 7: kvasir.inference.v1.TurnStand
+	(*TurnGroup)(nil),            // 8: kvasir.inference.v1.TurnGroup
+	(*TurnCommit)(nil),           // 9: kvasir.inference.v1.TurnCommit
+	(*TakeTurnResponse)(nil),     // 10: kvasir.inference.v1.TakeTurnResponse
+	(*TurnOpened)(nil),           // 11: kvasir.inference.v1.TurnOpened
+	(*TurnPrepared)(nil),         // 12: kvasir.inference.v1.TurnPrepared
+	(*TurnTaken)(nil),            // 13: kvasir.inference.v1.TurnTaken
+	(*HandOverTurnRequest)(nil),  // 14: kvasir.inference.v1.HandOverTurnRequest
+	(*HandOverTurnResponse)(nil), // 15: kvasir.inference.v1.HandOverTurnResponse
+	(*GenerateRequest)(nil),      // 16: kvasir.inference.v1.GenerateRequest
+	(*v1.Message)(nil),           // 17: kvasir.cachestore.v1.Message
+	(*v1.Digest)(nil),            // 18: kvasir.cachestore.v1.Digest
+	(Continuation)(0),            // 19: kvasir.inference.v1.Continuation
+	(*v1.Shortened)(nil),         // 20: kvasir.cachestore.v1.Shortened
+	(*Shortening)(nil),           // 21: kvasir.inference.v1.Shortening
+	(*durationpb.Duration)(nil),  // 22: google.protobuf.Duration
+	(*v1.ToolsOrder)(nil),        // 23: kvasir.cachestore.v1.ToolsOrder
+	(*Timings)(nil),              // 24: kvasir.inference.v1.Timings
+	(*GenerateResponse)(nil),     // 25: kvasir.inference.v1.GenerateResponse
 }
 var file_kvasir_inference_v1_handover_proto_depIdxs = []int32{
-	1,  // 0: kvasir.inference.v1.TakeTurnRequest.opening:type_name -> kvasir.inference.v1.TurnOpening
-	3,  // 1: kvasir.inference.v1.TakeTurnRequest.file:type_name -> kvasir.inference.v1.TurnFile
-	4,  // 2: kvasir.inference.v1.TakeTurnRequest.stand:type_name -> kvasir.inference.v1.TurnStand
-	6,  // 3: kvasir.inference.v1.TakeTurnRequest.commit:type_name -> kvasir.inference.v1.TurnCommit
-	2,  // 4: kvasir.inference.v1.TurnOpening.surroundings:type_name -> kvasir.inference.v1.TurnSurroundings
-	13, // 5: kvasir.inference.v1.TurnOpening.request:type_name -> kvasir.inference.v1.GenerateRequest
-	14, // 6: kvasir.inference.v1.TurnOpening.messages:type_name -> kvasir.cachestore.v1.Message
-	15, // 7: kvasir.inference.v1.TurnOpening.parent_manifest:type_name -> kvasir.cachestore.v1.Digest
-	16, // 8: kvasir.inference.v1.TurnOpening.continuation:type_name -> kvasir.inference.v1.Continuation
-	17, // 9: kvasir.inference.v1.TurnOpening.shortened:type_name -> kvasir.cachestore.v1.Shortened
-	18, // 10: kvasir.inference.v1.TurnOpening.shortening:type_name -> kvasir.inference.v1.Shortening
-	19, // 11: kvasir.inference.v1.TurnOpening.age:type_name -> google.protobuf.Duration
-	19, // 12: kvasir.inference.v1.TurnOpening.first_token:type_name -> google.protobuf.Duration
-	20, // 13: kvasir.inference.v1.TurnOpening.tools_order:type_name -> kvasir.cachestore.v1.ToolsOrder
-	15, // 14: kvasir.inference.v1.TurnFile.digest:type_name -> kvasir.cachestore.v1.Digest
-	5,  // 15: kvasir.inference.v1.TurnStand.groups:type_name -> kvasir.inference.v1.TurnGroup
-	21, // 16: kvasir.inference.v1.TurnStand.spent:type_name -> kvasir.inference.v1.Timings
-	8,  // 17: kvasir.inference.v1.TakeTurnResponse.opened:type_name -> kvasir.inference.v1.TurnOpened
-	9,  // 18: kvasir.inference.v1.TakeTurnResponse.prepared:type_name -> kvasir.inference.v1.TurnPrepared
-	10, // 19: kvasir.inference.v1.TakeTurnResponse.taken:type_name -> kvasir.inference.v1.TurnTaken
-	19, // 20: kvasir.inference.v1.TurnPrepared.expires_in:type_name -> google.protobuf.Duration
-	19, // 21: kvasir.inference.v1.HandOverTurnResponse.gap:type_name -> google.protobuf.Duration
-	0,  // 22: kvasir.inference.v1.HandOverService.TakeTurn:input_type -> kvasir.inference.v1.TakeTurnRequest
-	11, // 23: kvasir.inference.v1.HandOverService.HandOverTurn:input_type -> kvasir.inference.v1.HandOverTurnRequest
-	7,  // 24: kvasir.inference.v1.HandOverService.TakeTurn:output_type -> kvasir.inference.v1.TakeTurnResponse
-	12, // 25: kvasir.inference.v1.HandOverService.HandOverTurn:output_type -> kvasir.inference.v1.HandOverTurnResponse
-	24, // [24:26] is the sub-list for method output_type
-	22, // [22:24] is the sub-list for method input_type
+	4,  // 0: kvasir.inference.v1.TakeTurnRequest.opening:type_name -> kvasir.inference.v1.TurnOpening
+	6,  // 1: kvasir.inference.v1.TakeTurnRequest.file:type_name -> kvasir.inference.v1.TurnFile
+	7,  // 2: kvasir.inference.v1.TakeTurnRequest.stand:type_name -> kvasir.inference.v1.TurnStand
+	9,  // 3: kvasir.inference.v1.TakeTurnRequest.commit:type_name -> kvasir.inference.v1.TurnCommit
+	5,  // 4: kvasir.inference.v1.TurnOpening.surroundings:type_name -> kvasir.inference.v1.TurnSurroundings
+	16, // 5: kvasir.inference.v1.TurnOpening.request:type_name -> kvasir.inference.v1.GenerateRequest
+	17, // 6: kvasir.inference.v1.TurnOpening.messages:type_name -> kvasir.cachestore.v1.Message
+	18, // 7: kvasir.inference.v1.TurnOpening.parent_manifest:type_name -> kvasir.cachestore.v1.Digest
+	19, // 8: kvasir.inference.v1.TurnOpening.continuation:type_name -> kvasir.inference.v1.Continuation
+	20, // 9: kvasir.inference.v1.TurnOpening.shortened:type_name -> kvasir.cachestore.v1.Shortened
+	21, // 10: kvasir.inference.v1.TurnOpening.shortening:type_name -> kvasir.inference.v1.Shortening
+	22, // 11: kvasir.inference.v1.TurnOpening.age:type_name -> google.protobuf.Duration
+	22, // 12: kvasir.inference.v1.TurnOpening.first_token:type_name -> google.protobuf.Duration
+	23, // 13: kvasir.inference.v1.TurnOpening.tools_order:type_name -> kvasir.cachestore.v1.ToolsOrder
+	18, // 14: kvasir.inference.v1.TurnFile.digest:type_name -> kvasir.cachestore.v1.Digest
+	8,  // 15: kvasir.inference.v1.TurnStand.groups:type_name -> kvasir.inference.v1.TurnGroup
+	24, // 16: kvasir.inference.v1.TurnStand.spent:type_name -> kvasir.inference.v1.Timings
+	11, // 17: kvasir.inference.v1.TakeTurnResponse.opened:type_name -> kvasir.inference.v1.TurnOpened
+	12, // 18: kvasir.inference.v1.TakeTurnResponse.prepared:type_name -> kvasir.inference.v1.TurnPrepared
+	13, // 19: kvasir.inference.v1.TakeTurnResponse.taken:type_name -> kvasir.inference.v1.TurnTaken
+	22, // 20: kvasir.inference.v1.TurnPrepared.expires_in:type_name -> google.protobuf.Duration
+	22, // 21: kvasir.inference.v1.HandOverTurnResponse.gap:type_name -> google.protobuf.Duration
+	3,  // 22: kvasir.inference.v1.HandOverService.TakeTurn:input_type -> kvasir.inference.v1.TakeTurnRequest
+	14, // 23: kvasir.inference.v1.HandOverService.HandOverTurn:input_type -> kvasir.inference.v1.HandOverTurnRequest
+	0,  // 24: kvasir.inference.v1.HandOverService.ReadTurn:input_type -> kvasir.inference.v1.ReadTurnRequest
+	1,  // 25: kvasir.inference.v1.HandOverService.EndTurn:input_type -> kvasir.inference.v1.EndTurnRequest
+	10, // 26: kvasir.inference.v1.HandOverService.TakeTurn:output_type -> kvasir.inference.v1.TakeTurnResponse
+	15, // 27: kvasir.inference.v1.HandOverService.HandOverTurn:output_type -> kvasir.inference.v1.HandOverTurnResponse
+	25, // 28: kvasir.inference.v1.HandOverService.ReadTurn:output_type -> kvasir.inference.v1.GenerateResponse
+	2,  // 29: kvasir.inference.v1.HandOverService.EndTurn:output_type -> kvasir.inference.v1.EndTurnResponse
+	26, // [26:30] is the sub-list for method output_type
+	22, // [22:26] is the sub-list for method input_type
 	22, // [22:22] is the sub-list for extension type_name
 	22, // [22:22] is the sub-list for extension extendee
 	0,  // [0:22] is the sub-list for field type_name
@@ -1355,20 +1504,20 @@ func file_kvasir_inference_v1_handover_proto_init() {
 		return
 	}
 	file_kvasir_inference_v1_inference_proto_init()
-	file_kvasir_inference_v1_handover_proto_msgTypes[0].OneofWrappers = []any{
+	file_kvasir_inference_v1_handover_proto_msgTypes[3].OneofWrappers = []any{
 		(*TakeTurnRequest_Opening)(nil),
 		(*TakeTurnRequest_File)(nil),
 		(*TakeTurnRequest_Frame)(nil),
 		(*TakeTurnRequest_Stand)(nil),
 		(*TakeTurnRequest_Commit)(nil),
 	}
-	file_kvasir_inference_v1_handover_proto_msgTypes[1].OneofWrappers = []any{}
-	file_kvasir_inference_v1_handover_proto_msgTypes[7].OneofWrappers = []any{
+	file_kvasir_inference_v1_handover_proto_msgTypes[4].OneofWrappers = []any{}
+	file_kvasir_inference_v1_handover_proto_msgTypes[10].OneofWrappers = []any{
 		(*TakeTurnResponse_Opened)(nil),
 		(*TakeTurnResponse_Prepared)(nil),
 		(*TakeTurnResponse_Taken)(nil),
 	}
-	file_kvasir_inference_v1_handover_proto_msgTypes[11].OneofWrappers = []any{
+	file_kvasir_inference_v1_handover_proto_msgTypes[14].OneofWrappers = []any{
 		(*HandOverTurnRequest_AgentId)(nil),
 		(*HandOverTurnRequest_RequestId)(nil),
 	}
@@ -1378,7 +1527,7 @@ func file_kvasir_inference_v1_handover_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_kvasir_inference_v1_handover_proto_rawDesc), len(file_kvasir_inference_v1_handover_proto_rawDesc)),
 			NumEnums:      0,
-			NumMessages:   13,
+			NumMessages:   16,
 			NumExtensions: 0,
 			NumServices:   1,
 		},

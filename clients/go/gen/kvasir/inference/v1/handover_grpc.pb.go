@@ -4,8 +4,8 @@
 // - protoc             v6.30.0
 // source: kvasir/inference/v1/handover.proto
 
-// Turns that go from one inference service to another while they speak. Clients need none of it: their stream tells them by
-// GenerateResponse.moved, and GenerateRequest.resume_token gives them the rest. Errors are those of inference.proto.
+// Turns that go from one inference service to another while they speak. Clients need none of it: their stream goes on, or tells them by
+// GenerateResponse.moved where GenerateRequest.resume_token gives them the rest. Errors are those of inference.proto.
 
 package inferencev1
 
@@ -24,6 +24,8 @@ const _ = grpc.SupportPackageIsVersion9
 const (
 	HandOverService_TakeTurn_FullMethodName     = "/kvasir.inference.v1.HandOverService/TakeTurn"
 	HandOverService_HandOverTurn_FullMethodName = "/kvasir.inference.v1.HandOverService/HandOverTurn"
+	HandOverService_ReadTurn_FullMethodName     = "/kvasir.inference.v1.HandOverService/ReadTurn"
+	HandOverService_EndTurn_FullMethodName      = "/kvasir.inference.v1.HandOverService/EndTurn"
 )
 
 // HandOverServiceClient is the client API for HandOverService service.
@@ -45,6 +47,12 @@ type HandOverServiceClient interface {
 	// refuses it with; then the turn goes on here. UNAVAILABLE with HANDOVER_UNCERTAIN: the link broke at the very moment; the turn's reader got that
 	// error too.
 	HandOverTurn(ctx context.Context, in *HandOverTurnRequest, opts ...grpc.CallOption) (*HandOverTurnResponse, error)
+	// Streams the rest of a reply, once, to the service that gave its turn here and passes it on to its reader. A turn that moved on is followed. If the
+	// call ends early, the turn goes on and is remembered; EndTurn ends it. Roles: engine, handover. Errors: NOT_FOUND (RESUME_TOKEN_UNKNOWN: used, too
+	// old, or another's), and those of Generate.
+	ReadTurn(ctx context.Context, in *ReadTurnRequest, opts ...grpc.CallOption) (grpc.ServerStreamingClient[GenerateResponse], error)
+	// Ends a turn whose rest the caller reads by ReadTurn: its reader has left. Without effect on any other. Safe to repeat. Roles: engine, handover.
+	EndTurn(ctx context.Context, in *EndTurnRequest, opts ...grpc.CallOption) (*EndTurnResponse, error)
 }
 
 type handOverServiceClient struct {
@@ -78,6 +86,35 @@ func (c *handOverServiceClient) HandOverTurn(ctx context.Context, in *HandOverTu
 	return out, nil
 }
 
+func (c *handOverServiceClient) ReadTurn(ctx context.Context, in *ReadTurnRequest, opts ...grpc.CallOption) (grpc.ServerStreamingClient[GenerateResponse], error) {
+	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
+	stream, err := c.cc.NewStream(ctx, &HandOverService_ServiceDesc.Streams[1], HandOverService_ReadTurn_FullMethodName, cOpts...)
+	if err != nil {
+		return nil, err
+	}
+	x := &grpc.GenericClientStream[ReadTurnRequest, GenerateResponse]{ClientStream: stream}
+	if err := x.ClientStream.SendMsg(in); err != nil {
+		return nil, err
+	}
+	if err := x.ClientStream.CloseSend(); err != nil {
+		return nil, err
+	}
+	return x, nil
+}
+
+// This type alias is provided for backwards compatibility with existing code that references the prior non-generic stream type by name.
+type HandOverService_ReadTurnClient = grpc.ServerStreamingClient[GenerateResponse]
+
+func (c *handOverServiceClient) EndTurn(ctx context.Context, in *EndTurnRequest, opts ...grpc.CallOption) (*EndTurnResponse, error) {
+	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
+	out := new(EndTurnResponse)
+	err := c.cc.Invoke(ctx, HandOverService_EndTurn_FullMethodName, in, out, cOpts...)
+	if err != nil {
+		return nil, err
+	}
+	return out, nil
+}
+
 // HandOverServiceServer is the server API for HandOverService service.
 // All implementations must embed UnimplementedHandOverServiceServer
 // for forward compatibility.
@@ -97,6 +134,12 @@ type HandOverServiceServer interface {
 	// refuses it with; then the turn goes on here. UNAVAILABLE with HANDOVER_UNCERTAIN: the link broke at the very moment; the turn's reader got that
 	// error too.
 	HandOverTurn(context.Context, *HandOverTurnRequest) (*HandOverTurnResponse, error)
+	// Streams the rest of a reply, once, to the service that gave its turn here and passes it on to its reader. A turn that moved on is followed. If the
+	// call ends early, the turn goes on and is remembered; EndTurn ends it. Roles: engine, handover. Errors: NOT_FOUND (RESUME_TOKEN_UNKNOWN: used, too
+	// old, or another's), and those of Generate.
+	ReadTurn(*ReadTurnRequest, grpc.ServerStreamingServer[GenerateResponse]) error
+	// Ends a turn whose rest the caller reads by ReadTurn: its reader has left. Without effect on any other. Safe to repeat. Roles: engine, handover.
+	EndTurn(context.Context, *EndTurnRequest) (*EndTurnResponse, error)
 	mustEmbedUnimplementedHandOverServiceServer()
 }
 
@@ -112,6 +155,12 @@ func (UnimplementedHandOverServiceServer) TakeTurn(grpc.BidiStreamingServer[Take
 }
 func (UnimplementedHandOverServiceServer) HandOverTurn(context.Context, *HandOverTurnRequest) (*HandOverTurnResponse, error) {
 	return nil, status.Error(codes.Unimplemented, "method HandOverTurn not implemented")
+}
+func (UnimplementedHandOverServiceServer) ReadTurn(*ReadTurnRequest, grpc.ServerStreamingServer[GenerateResponse]) error {
+	return status.Error(codes.Unimplemented, "method ReadTurn not implemented")
+}
+func (UnimplementedHandOverServiceServer) EndTurn(context.Context, *EndTurnRequest) (*EndTurnResponse, error) {
+	return nil, status.Error(codes.Unimplemented, "method EndTurn not implemented")
 }
 func (UnimplementedHandOverServiceServer) mustEmbedUnimplementedHandOverServiceServer() {}
 func (UnimplementedHandOverServiceServer) testEmbeddedByValue()                         {}
@@ -159,6 +208,35 @@ func _HandOverService_HandOverTurn_Handler(srv interface{}, ctx context.Context,
 	return interceptor(ctx, in, info, handler)
 }
 
+func _HandOverService_ReadTurn_Handler(srv interface{}, stream grpc.ServerStream) error {
+	m := new(ReadTurnRequest)
+	if err := stream.RecvMsg(m); err != nil {
+		return err
+	}
+	return srv.(HandOverServiceServer).ReadTurn(m, &grpc.GenericServerStream[ReadTurnRequest, GenerateResponse]{ServerStream: stream})
+}
+
+// This type alias is provided for backwards compatibility with existing code that references the prior non-generic stream type by name.
+type HandOverService_ReadTurnServer = grpc.ServerStreamingServer[GenerateResponse]
+
+func _HandOverService_EndTurn_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
+	in := new(EndTurnRequest)
+	if err := dec(in); err != nil {
+		return nil, err
+	}
+	if interceptor == nil {
+		return srv.(HandOverServiceServer).EndTurn(ctx, in)
+	}
+	info := &grpc.UnaryServerInfo{
+		Server:     srv,
+		FullMethod: HandOverService_EndTurn_FullMethodName,
+	}
+	handler := func(ctx context.Context, req interface{}) (interface{}, error) {
+		return srv.(HandOverServiceServer).EndTurn(ctx, req.(*EndTurnRequest))
+	}
+	return interceptor(ctx, in, info, handler)
+}
+
 // HandOverService_ServiceDesc is the grpc.ServiceDesc for HandOverService service.
 // It's only intended for direct use with grpc.RegisterService,
 // and not to be introspected or modified (even as a copy)
@@ -170,6 +248,10 @@ var HandOverService_ServiceDesc = grpc.ServiceDesc{
 			MethodName: "HandOverTurn",
 			Handler:    _HandOverService_HandOverTurn_Handler,
 		},
+		{
+			MethodName: "EndTurn",
+			Handler:    _HandOverService_EndTurn_Handler,
+		},
 	},
 	Streams: []grpc.StreamDesc{
 		{
@@ -177,6 +259,11 @@ var HandOverService_ServiceDesc = grpc.ServiceDesc{
 			Handler:       _HandOverService_TakeTurn_Handler,
 			ServerStreams: true,
 			ClientStreams: true,
+		},
+		{
+			StreamName:    "ReadTurn",
+			Handler:       _HandOverService_ReadTurn_Handler,
+			ServerStreams: true,
 		},
 	},
 	Metadata: "kvasir/inference/v1/handover.proto",

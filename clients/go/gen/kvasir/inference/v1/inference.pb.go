@@ -883,7 +883,7 @@ type GenerateRequest struct {
 	// What happens when the conversation no longer fits the model's context; only with messages, and with an agent_id. Absent: what
 	// the agent's label "kvasir.on_full" says ("drop_oldest", "summarize:0.4"), else REFUSE.
 	OnFull *OnFull `protobuf:"bytes,18,opt,name=on_full,json=onFull,proto3" json:"on_full,omitempty"`
-	// Instead of an input, and of all else: the rest of a reply that another service began (Moved). NOT_FOUND (RESUME_TOKEN_UNKNOWN) for a token
+	// Instead of an input, and of all else but followed_peers: the rest of a reply that another service began (Moved). NOT_FOUND (RESUME_TOKEN_UNKNOWN) for a token
 	// that was used, is too old, or is another caller's.
 	ResumeToken string `protobuf:"bytes,19,opt,name=resume_token,json=resumeToken,proto3" json:"resume_token,omitempty"`
 	// Which of a prompt's volatile parts keep the value that the agent's memory has. Absent: what the agent's label "kvasir.volatile" says
@@ -905,7 +905,10 @@ type GenerateRequest struct {
 	// How long the reply's stream may wait for a token while prompts are computed beside it: 20 to 1,000 ms. The shortest gap of all streams
 	// holds, but beside other namespaces' prompts none that is shorter than the engine's. A step that takes longer by itself is not shortened.
 	// Default: as the engine is set, and longer for a background turn.
-	LongestGapMs  *int32 `protobuf:"varint,28,opt,name=longest_gap_ms,json=longestGapMs,proto3,oneof" json:"longest_gap_ms,omitempty"`
+	LongestGapMs *int32 `protobuf:"varint,28,opt,name=longest_gap_ms,json=longestGapMs,proto3,oneof" json:"longest_gap_ms,omitempty"`
+	// Peers of this service whose turns the caller follows by itself: if the turn moves to one of them, the stream ends with Moved. Of any other
+	// peer, this service reads the rest of the reply and passes it on. May stand beside a resume_token.
+	FollowedPeers []string `protobuf:"bytes,29,rep,name=followed_peers,json=followedPeers,proto3" json:"followed_peers,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -1160,6 +1163,13 @@ func (x *GenerateRequest) GetLongestGapMs() int32 {
 		return *x.LongestGapMs
 	}
 	return 0
+}
+
+func (x *GenerateRequest) GetFollowedPeers() []string {
+	if x != nil {
+		return x.FollowedPeers
+	}
+	return nil
 }
 
 type isGenerateRequest_Input interface {
@@ -2079,7 +2089,8 @@ func (*GenerateResponse_Finished) isGenerateResponse_Event() {}
 
 func (*GenerateResponse_Moved) isGenerateResponse_Event() {}
 
-// Moved says where the rest of a reply is. Everything before it was sent here, nothing is sent twice.
+// Moved says where the rest of a reply is. Everything before it was sent here, nothing is sent twice. It comes if the caller follows that peer
+// (followed_peers), or if this service stops.
 type Moved struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// A peer by the name that this service's configuration gives it. Clients know its address from their own users, never from here.
@@ -5771,7 +5782,7 @@ var File_kvasir_inference_v1_inference_proto protoreflect.FileDescriptor
 
 const file_kvasir_inference_v1_inference_proto_rawDesc = "" +
 	"\n" +
-	"#kvasir/inference/v1/inference.proto\x12\x13kvasir.inference.v1\x1a\x1egoogle/protobuf/duration.proto\x1a#kvasir/cachestore/v1/identity.proto\x1a#kvasir/cachestore/v1/manifest.proto\x1a\x1ekvasir/common/v1/message.proto\"\xcd\f\n" +
+	"#kvasir/inference/v1/inference.proto\x12\x13kvasir.inference.v1\x1a\x1egoogle/protobuf/duration.proto\x1a#kvasir/cachestore/v1/identity.proto\x1a#kvasir/cachestore/v1/manifest.proto\x1a\x1ekvasir/common/v1/message.proto\"\xf4\f\n" +
 	"\x0fGenerateRequest\x12\x1d\n" +
 	"\n" +
 	"request_id\x18\x01 \x01(\tR\trequestId\x12\x14\n" +
@@ -5805,7 +5816,8 @@ const file_kvasir_inference_v1_inference_proto_rawDesc = "" +
 	"\x11template_settings\x18\x19 \x03(\v2:.kvasir.inference.v1.GenerateRequest.TemplateSettingsEntryR\x10templateSettings\x124\n" +
 	"\x16ignore_unread_settings\x18\x1a \x01(\bR\x14ignoreUnreadSettings\x124\n" +
 	"\x16continue_final_message\x18\x1b \x01(\bR\x14continueFinalMessage\x12)\n" +
-	"\x0elongest_gap_ms\x18\x1c \x01(\x05H\x04R\flongestGapMs\x88\x01\x01\x1ag\n" +
+	"\x0elongest_gap_ms\x18\x1c \x01(\x05H\x04R\flongestGapMs\x88\x01\x01\x12%\n" +
+	"\x0efollowed_peers\x18\x1d \x03(\tR\rfollowedPeers\x1ag\n" +
 	"\x15TemplateSettingsEntry\x12\x10\n" +
 	"\x03key\x18\x01 \x01(\tR\x03key\x128\n" +
 	"\x05value\x18\x02 \x01(\v2\".kvasir.inference.v1.TemplateValueR\x05value:\x028\x01B\a\n" +

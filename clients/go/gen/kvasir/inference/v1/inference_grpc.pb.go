@@ -44,7 +44,7 @@ const (
 //
 // For semantics around ctx use and closing/ending streaming RPCs, please refer to https://pkg.go.dev/google.golang.org/grpc/?tab=doc#ClientConn.NewStream.
 type InferenceServiceClient interface {
-	// Continues a text and streams the reply: Started, PrefillProgress while the prompt is long, Deltas, Finished; or Moved, where the reply goes on elsewhere. With an agent_id the turn
+	// Continues a text and streams the reply: Started, PrefillProgress while the prompt is long, Deltas, Finished; or Moved, where the caller follows a reply that goes on elsewhere. With an agent_id the turn
 	// becomes the next version of the agent's memory; requests of one agent run in order. A cancel, deadline or disconnect frees the row within one
 	// step, and the agent remembers nothing beyond its last whole turn unless keep_partial was said. A retry with the same request_id and
 	// input as the agent's last turn is answered from memory, not done again. A store that cannot be reached is a miss, never an error;
@@ -262,7 +262,7 @@ func (c *inferenceServiceClient) GetStats(ctx context.Context, in *GetStatsReque
 // All implementations must embed UnimplementedInferenceServiceServer
 // for forward compatibility.
 type InferenceServiceServer interface {
-	// Continues a text and streams the reply: Started, PrefillProgress while the prompt is long, Deltas, Finished; or Moved, where the reply goes on elsewhere. With an agent_id the turn
+	// Continues a text and streams the reply: Started, PrefillProgress while the prompt is long, Deltas, Finished; or Moved, where the caller follows a reply that goes on elsewhere. With an agent_id the turn
 	// becomes the next version of the agent's memory; requests of one agent run in order. A cancel, deadline or disconnect frees the row within one
 	// step, and the agent remembers nothing beyond its last whole turn unless keep_partial was said. A retry with the same request_id and
 	// input as the agent's last turn is answered from memory, not done again. A store that cannot be reached is a miss, never an error;
