@@ -42,9 +42,9 @@ def move(
 ) -> None:
     """Move an agent to or from another Mac: all it remembers, and the right to go on. A copy stays, to be read.
 
-    With --to, a decoding turn goes along, if the engine here was started with --peer and --peer-store for PEER, and
-    it is not the agent's first; else its end is waited for. Cut short, the agent stays where it was or arrives whole;
-    the same command goes on."""
+    With --to, a decoding turn goes along to a paired Mac that takes moves, and its reader notices nothing, unless it is
+    the agent's first; else its end is waited for. Cut short, the agent stays where it was or arrives whole; the same
+    command goes on."""
     peer = _one_of(from_peer, to_peer)
     way = f"from {peer}" if from_peer else f"to {peer}"
     with store_client(caller) as client:
@@ -180,16 +180,21 @@ def _turn_handed_over(caller: Caller, client: StoreClient, agent: str, peer: str
         with engine_client(caller) as engine:
             try:
                 engine.hand_over(peer, agent_id=agent)
-            except FailedPrecondition as error:
+            except KvasirError as error:
+                if error.reason in ("TURN_NOT_FOUND", Unavailable.reason):  # no turn, or no engine
+                    return None
                 caller.say(f"{agent}'s turn is not handed over: {error.message}")
+                if peer not in client.get_capabilities().peers:
+                    return None  # the move will be refused
+                caller.say("its end is waited for")
+                # The store waits for the turn of an agent that it has; one in its first turn it does not know.
                 if not _is_unknown(client, agent):
                     return None
                 while any(turn.agent_id == agent for turn in engine.list_turns()):
                     time.sleep(PAUSE_S)
                 return "waited_for"
-    except KvasirError as error:
-        if error.reason not in ("TURN_NOT_FOUND", Unavailable.reason):  # no turn, or no engine
-            caller.say(f"{agent}'s turn is not handed over: {error.message}")
+    except Unavailable as error:  # it ended meanwhile
+        caller.say(f"{agent}'s turn is not handed over: {error.message}")
         return None
     return "handed_over"
 
