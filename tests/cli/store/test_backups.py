@@ -139,6 +139,47 @@ def test_a_damaged_backup_is_refused_by_file_and_makes_no_home(
     assert list(tmp_path.iterdir()) == [kept], "no home, and no part of one"
 
 
+@pytest.mark.parametrize("damage", [_flip, Path.unlink])
+def test_a_part_is_restored_of_a_damaged_backup_and_what_is_missing_is_listed(
+    kept: Path, tmp_path: Path, damage: Callable[[Path], None]
+) -> None:
+    files = json.loads((kept / "kvasir-backup.json").read_text())["files"]
+    hurt, (hash_, _) = max((item for item in files.items() if "/blobs/" in item[0]), key=lambda item: item[1][1])
+    damage(kept / "objects" / hash_[:2] / hash_)
+    new = Cli(tmp_path / "new")
+    assert "kvasir restore --partial" in new("restore", kept).err
+    ended = new("restore", kept, "--partial", "--json")
+    assert (ended.code, ended.value["missing"], ended.value["files"]) == (1, [hurt], len(files) - 1), ended.err
+    assert [each["problem"] for each in ended.value["store"]["findings"]] == ["DAMAGED_BLOB"]
+    assert "kept" in {each.agent_id for each in contents(new.home)["agents"]}
+
+
+def test_the_index_that_a_backup_lost_is_made_of_the_files(kept: Path, tmp_path: Path) -> None:
+    files = json.loads((kept / "kvasir-backup.json").read_text())["files"]
+    hash_, _ = files["store/kvasir.sqlite3"]
+    _flip(kept / "objects" / hash_[:2] / hash_)
+    new = Cli(tmp_path / "new")
+    ended = new("restore", kept, "--partial")
+    assert (ended.code, "missing, as it is damaged in the backup: store/kvasir.sqlite3" in ended.out) == (1, True)
+    assert "store recover" in ended.err
+
+
+def test_a_restored_home_says_that_it_takes_the_old_ones_place_or_is_another(cli: Cli, tmp_path: Path) -> None:
+    for name in ("identity.pem", "peers.toml"):
+        (cli.home / name).write_text("")
+        (cli.home / name).chmod(0o600)
+    try:
+        cli.done("backup", tmp_path / "backup")
+    finally:
+        (cli.home / "identity.pem").unlink()
+        (cli.home / "peers.toml").unlink()
+    place, another = Cli(tmp_path / "place"), Cli(tmp_path / "another")
+    assert "--new-identity" in place.done("restore", tmp_path / "backup").err
+    assert "identity" not in another.done("restore", tmp_path / "backup", "--new-identity").err
+    for home, has in ((place.home, True), (another.home, False)):
+        assert [(home / name).exists() for name in ("identity.pem", "peers.toml")] == [has, has]
+
+
 def test_a_list_that_leads_out_of_the_home_is_refused(kept: Path, tmp_path: Path) -> None:
     listed = json.loads((kept / "kvasir-backup.json").read_text())
     name = max(listed["files"])

@@ -338,9 +338,14 @@ def test_an_engine_that_hangs_is_told_from_one_that_does_not_run(cli: Cli) -> No
     eventually(lambda: in_process("--home", cli.home, "status").code == 0)  # the gateway is there, too
     os.kill(running.engine_pid, signal.SIGSTOP)
     try:
-        with cli.running("doctor", "--json") as doctor, cli.running("stats") as stats:  # they wait together
+        asked = ("chat", "hung", "--once", "Hello.", "--within", "2")
+        with (  # they wait together
+            cli.running("doctor", "--json") as doctor,
+            cli.running("stats") as stats,
+            cli.running(*asked) as chat,
+        ):
             found = in_process("--home", cli.home, "status", "--json")
-            assert (doctor.process.wait(60), stats.process.wait(60)) == (1, 3)
+            assert (chat.process.wait(8), doctor.process.wait(60), stats.process.wait(60)) == (3, 1, 3)
             problems, silent = json.loads(doctor.out)["problems"], stats.err
         assert (found.code, [row["state"] for row in found.value["services"]]) == (3, ["ready", "hangs", "not ready"])
         assert "ENGINE_HANGS" in found.value["services"][2]["problems"][0]

@@ -28,6 +28,8 @@ _LEFT_OUT = ("run", "logs", "audit", "prove", "store", "seal.key")
 _BLOB = re.compile(r"store/namespaces/[0-9a-f]{32}/blobs/[0-9a-f]{2}/([0-9a-f]{64})")
 _OF_STORE = re.compile(rf"{_BLOB.pattern}|store/keys/[0-9a-f]{{32}}(\.copy)?|store/namespaces/[0-9a-f]{{32}}/sealed")
 _INDEX = "store/kvasir.sqlite3"
+# What makes a home the one that its peers know.
+_IDENTITY = ("identity.pem", "peers.toml")
 _TRIES = 5
 
 FolderArgument = Annotated[Path, typer.Argument(help="The backup's folder.", metavar="DIR")]
@@ -68,10 +70,23 @@ def backup(caller: Caller, folder: FolderArgument) -> None:
         raise typer.Exit(PROBLEMS)
 
 
-def restore(caller: Caller, folder: FolderArgument) -> None:
+def restore(
+    caller: Caller,
+    folder: FolderArgument,
+    partial: Annotated[
+        bool, typer.Option("--partial", help="Leave out what is damaged, restore the rest, and end with 1.")
+    ] = False,
+    new_identity: Annotated[
+        bool,
+        typer.Option(
+            "--new-identity", help="The old home goes on: make this one another Mac, which is paired with nobody."
+        ),
+    ] = False,
+) -> None:
     """Make a new home of a backup: `kvasir --home NEW restore DIR`. Every file is checked before the home is there.
 
-    Agents go on as of the backup. One that has moved to another Mac since is there, too: delete it here or there."""
+    Agents go on as of the backup. One that has moved to another Mac since is there, too: delete it here or there. The
+    new home takes the place of the old one before its peers, unless it gets an identity of its own."""
     check_installed("store")
     home, folder = caller.home, folder.expanduser().absolute()
     if home.root.is_symlink() or (home.root.exists() and (not home.root.is_dir() or any(home.root.iterdir()))):
@@ -81,21 +96,41 @@ def restore(caller: Caller, folder: FolderArgument) -> None:
     new = Path(tempfile.mkdtemp(prefix=f".{home.root.name}-", dir=home.root.parent))
     try:
         with BackupFolder.open(folder) as source, caller.busy("copying"):
-            files = source.files()
-            _write(source, files, new)
+            files = {name: kept for name, kept in source.files().items() if not (new_identity and name in _IDENTITY)}
+            missing = _write(source, files, new, partial)
         os.sync()
         new.rename(home.root)
     except BaseException:
         shutil.rmtree(new)
         raise
-    report = _adopted(home)
-    value = {"home": str(home.root), "files": len(files), "store": report}
-    words = f"{report['snapshots']} versions, {report['blobs']} blobs, {len(report['findings'])} findings"
-    caller.result(value, lambda out: out.print(f"{home.root}: {len(files)} files; the store has {words}"))
+    report = _adopted(home) if _INDEX not in missing else None
+    value = {"home": str(home.root), "files": len(files) - len(missing), "missing": sorted(missing), "store": report}
+    caller.result(value, lambda out: out.print(_restored_words(value)))
+    _say_what_to_do(caller, files, report is None)
+    if missing or report is None or report["findings"]:
+        raise typer.Exit(PROBLEMS)
+
+
+def _restored_words(value: dict[str, Any]) -> str:
+    report, missing = value["store"], value["missing"]
+    words = f"{value['home']}: {value['files']} files"
+    if report is not None:
+        found = f"{report['snapshots']} versions, {report['blobs']} blobs, {len(report['findings'])} findings"
+        words += f"; the store has {found}"
+    return "\n".join([words, *(f"  missing, as it is damaged in the backup: {name}" for name in missing)])
+
+
+def _say_what_to_do(caller: Caller, files: Files, lacks_index: bool) -> None:
+    home = caller.home
+    if lacks_index:
+        caller.say(f"The store's index is missing: `{home.command('store recover')}` makes it of the files.")
+    if _IDENTITY[0] in files:
+        caller.say(
+            "It has the identity of the home that was backed up, and its peers take it for that one. If that home goes "
+            "on, remove this one, and restore with --new-identity."
+        )
     if home.sealed_file.exists():
         caller.say(f"Its sealed namespaces need the master key: put it at {home.seal_key_file} (0600).")
-    if report["findings"]:
-        raise typer.Exit(PROBLEMS)
 
 
 @dataclass
@@ -194,9 +229,10 @@ def _names(root: Path, below: Path, is_wanted: Callable[[Path], bool] = _is_regu
                 yield path.relative_to(root).as_posix()
 
 
-def _write(source: BackupFolder, files: Files, new: Path) -> None:
-    """Raises DataLoss that names the damaged objects."""
-    problems = []
+def _write(source: BackupFolder, files: Files, new: Path, partial: bool) -> list[str]:
+    """Returns the files whose objects are damaged, which are left out. Raises DataLoss that names the objects, unless
+    a part is enough."""
+    problems = {}
     for name, kept in files.items():
         target = new / name
         for folder in reversed(target.relative_to(new).parents):
@@ -204,11 +240,15 @@ def _write(source: BackupFolder, files: Files, new: Path) -> None:
         try:
             source.copy(kept, target)
         except DataLoss as error:
-            problems.append(error)
-    if problems:
-        named = {"damaged": "\n".join(error.message for error in problems)}
-        more = f" (and {len(problems) - 1} more files)" if len(problems) > 1 else ""
-        raise DataLoss(f"{problems[0].message}{more}", reason=problems[0].reason, metadata=named)
+            target.unlink()
+            problems[name] = error
+    if problems and not partial:
+        first, *others = problems.values()
+        named = {"damaged": "\n".join(error.message for error in problems.values())}
+        more = f" (and {len(others)} more files)" if others else ""
+        text = f"{first.message}{more}; `kvasir restore --partial` restores the rest"
+        raise DataLoss(text, reason=first.reason, metadata=named)
+    return list(problems)
 
 
 def _adopted(home: Home) -> dict[str, Any]:

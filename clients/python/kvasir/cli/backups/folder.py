@@ -58,7 +58,8 @@ class BackupFolder:
             with _file(self._folder, LIST, self.root / LIST) as source:
                 return _files(os.read(source, os.fstat(source).st_size + 1))
         except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-            raise damaged(self.root / LIST, str(error) or type(error).__name__) from None
+            text = f"{str(error) or type(error).__name__}; this backup cannot be restored"
+            raise damaged(self.root / LIST, text) from None
 
     def newest(self) -> tuple[Files, int]:
         """The files of the newest backup, and when it was made, in Unix nanoseconds; none, and 0. Raises DataLoss."""
@@ -141,7 +142,7 @@ class BackupFolder:
 
 
 def damaged(where: Path, problem: str) -> DataLoss:
-    return DataLoss(f"{where}: {problem}; this backup cannot be restored", reason="BACKUP_DAMAGED")
+    return DataLoss(f"{where}: {problem}", reason="BACKUP_DAMAGED")
 
 
 def _files(data: bytes) -> Files:

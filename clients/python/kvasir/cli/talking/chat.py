@@ -1,6 +1,7 @@
 """`kvasir chat`: talk with an agent in a terminal or through a pipe. The agent remembers earlier calls."""
 
 import contextlib
+import math
 import sys
 import time
 import uuid
@@ -26,7 +27,7 @@ from kvasir.errors import Conflict, KvasirError, Unavailable
 from kvasir.formats import manifest as manifests
 from kvasir.inference.v1 import inference_pb2
 from kvasir.on_full import OnFullPolicy
-from kvasir.waits import ANSWER_S, RETRY_S, WORK_S
+from kvasir.waits import ANSWER_S, PATIENCE_S, RETRY_S, WORK_S
 
 _T = TypeVar("_T")
 _HELP = (
@@ -67,11 +68,17 @@ def chat(
         float | None, typer.Option(min=0, max=2, help="0 is greedy. Left out: what the model's own files say, else 0.")
     ] = None,
     think: ThinkOption = None,
+    within: Annotated[
+        float | None,
+        typer.Option(min=0.1, help="With --once: give up after so many seconds, with 3.", metavar="SECONDS"),
+    ] = None,
 ) -> None:
     """Talk with an agent, which remembers. Reads lines from a pipe too; --json prints one object per reply."""
     text = sys.stdin.read().strip() if once == "-" else once
     if once is not None and not (text or "").strip():
         raise failures.WrongUsage("--once: there is nothing to say", field="--once")
+    if within is not None and once is None:
+        raise failures.WrongUsage("--within: it limits one turn: say that with --once", field="--within")
     # What was said before Ctrl-C is what a person has read.
     options = GenerateOptions(
         max_tokens=max_tokens,
@@ -82,13 +89,20 @@ def chat(
     if on_full is not None:
         setting = inference_pb2.OnFull(policy=getattr(inference_pb2, f"ON_FULL_POLICY_{on_full.name}"))
         options = replace(options, on_full=setting)
-    with caller.engine.engine_client() as engine, failures.naming("engine", caller):
-        conversation = Conversation(caller, engine, agent, system, options)
+    with (
+        caller.engine.engine_client(min(within or PATIENCE_S, PATIENCE_S)) as engine,
+        failures.naming("engine", caller),
+    ):
+        conversation = Conversation(caller, engine, agent, system, options, _ends(within))
         conversation.meet()
         if text is None:
             conversation.run()
         elif conversation.say(text).stored.state == "failed":
             raise typer.Exit(failures.PROBLEMS)
+
+
+def _ends(within_s: float | None) -> float:
+    return math.inf if within_s is None else time.monotonic() + within_s
 
 
 def _thinking(asked: str | None) -> inference_pb2.Thinking | None:
@@ -111,6 +125,7 @@ class Conversation:
     agent: str
     system: str
     options: GenerateOptions
+    ends_s: float = math.inf  # by time.monotonic: then nothing is waited for any more
     _newest: TurnResult | None = None  # the last turn
     _reply: terminal.WrappedReply = field(default_factory=terminal.WrappedReply)
 
@@ -179,6 +194,7 @@ class Conversation:
                 options=options,
                 agent_id=self.agent,
                 expected_version=None if whole is None else 0,
+                timeout_s=None if self.ends_s == math.inf else max(0.0, self.ends_s - time.monotonic()),
             )
             with contextlib.closing(events):
                 return follow_turn(
@@ -200,7 +216,7 @@ class Conversation:
                     began = time.monotonic()
                     what = "the engine is away" if error.reason == Unavailable.reason else error.message
                     self.caller.say(f"\n{what}; waiting, to ask again …")
-                if time.monotonic() - began > WORK_S or not self._comes_back(error):
+                if time.monotonic() > min(began + WORK_S, self.ends_s) or not self._comes_back(error):
                     raise
                 time.sleep(min(error.retry_after_s or RETRY_S, ANSWER_S))
 
