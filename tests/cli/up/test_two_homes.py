@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from kvasir.cachestore.v1 import cachestore_pb2
+from kvasir.cli.running.checks import is_free
 from kvasir.cli.running.health import ENGINE_SERVICE
 from kvasir.cli.running.home import Home
 from kvasir.clients import AioInferenceClient, PinnedTls, StoreClient
@@ -63,9 +64,14 @@ class Mac:
         address, tls = self._door(identity)
         return AioInferenceClient(aio_channel(address, tls, ()))
 
+    @property
+    def engine_listen(self) -> str:
+        return read_peers(Home(self.cli.home).peers_file).engine_listen
+
     def _door(self, identity: Identity) -> tuple[str, PinnedTls]:
-        door = read_peers(Home(self.cli.home).peers_file).engine_listen
-        return door, PinnedTls(self.identity.certificate.pem, SERVER_NAME, identity.certificate.pem, identity.key_pem)
+        return self.engine_listen, PinnedTls(
+            self.identity.certificate.pem, SERVER_NAME, identity.certificate.pem, identity.key_pem
+        )
 
 
 Macs = tuple[Mac, Mac]
@@ -92,6 +98,8 @@ def paired(laptop: Mac, studio: Mac) -> None:
         shown = json.loads(eventually(lambda: waiting.out))
         laptop.cli.done("pair", shown["line"], "--name", "laptop")
         assert waiting.process.wait(60) == 0
+    for mac in (laptop, studio):
+        eventually(lambda mac=mac: not is_free(mac.engine_listen, "engine_listen"))  # type: ignore[misc]
 
 
 def run(work: Coroutine[Any, Any, Any]) -> Any:
