@@ -52,7 +52,7 @@ async def serving(state_dir: Path) -> AsyncIterator[ServedModel]:
         "tiny",
         str(kvasir_tiny.path()),
         ModelsParts(settings, {}, "owner", admission, stats, clock, lambda: 0),
-        lambda engine, lines: TurnGiver(engine, lines, {}, no_link, VERSION, clock, str),
+        lambda engine, lines: TurnGiver(engine, lines, {}.get, no_link, VERSION, clock, str),
         partial(Engine.open, memory_budget_bytes=64 << 20),
     )
     try:
@@ -107,7 +107,7 @@ def giver_over(served: ServedModel, link: StillLink, lines: Any = None) -> TurnG
     def links(peer: str, namespace: str) -> Any:
         return contextlib.nullcontext(link)
 
-    return TurnGiver(served.engine, lines or {}, {}, links, VERSION, time.monotonic, str)
+    return TurnGiver(served.engine, lines or {}, {}.get, links, VERSION, time.monotonic, str)
 
 
 async def speaking_one(served: ServedModel, agent_id: str = "") -> Progress:
@@ -315,7 +315,7 @@ async def let_go(store: Any) -> None:
     nothing: Any = None
     turn: Any = SimpleNamespace(request=SimpleNamespace(namespace="home", agent_id="ada"), is_kept=True)
     lines = {"home": Lines("home", store, line_parts())}
-    giver = TurnGiver(nothing, lines, {"b": "studio"}, no_link, VERSION, lambda: 0.0, str)
+    giver = TurnGiver(nothing, lines, {"b": "studio"}.get, no_link, VERSION, lambda: 0.0, str)
     await giver._let_go(turn, "a move", "b")
 
 
