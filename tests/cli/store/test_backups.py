@@ -140,7 +140,7 @@ def test_a_damaged_backup_is_refused_by_file_and_makes_no_home(
 
 
 @pytest.mark.parametrize("damage", [_flip, Path.unlink])
-def test_a_part_is_restored_of_a_damaged_backup_and_what_is_missing_is_listed(
+def test_a_part_is_restored_of_a_damaged_backup_and_missing_files_are_listed(
     kept: Path, tmp_path: Path, damage: Callable[[Path], None]
 ) -> None:
     files = json.loads((kept / "kvasir-backup.json").read_text())["files"]
@@ -164,7 +164,7 @@ def test_the_index_that_a_backup_lost_is_made_of_the_files(kept: Path, tmp_path:
     assert "store recover" in ended.err
 
 
-def test_a_restored_home_says_that_it_takes_the_old_ones_place_or_is_another(cli: Cli, tmp_path: Path) -> None:
+def test_a_restored_home_reports_that_it_takes_the_old_ones_place_or_is_another(cli: Cli, tmp_path: Path) -> None:
     for name in ("identity.pem", "peers.toml"):
         (cli.home / name).write_text("")
         (cli.home / name).chmod(0o600)

@@ -151,7 +151,7 @@ def test_a_live_move_needs_nothing_but_the_pairing(macs: Macs) -> None:
 
 
 @pytest.mark.long(4)
-def test_a_first_turn_is_waited_for_and_the_command_says_so(macs: Macs) -> None:
+def test_a_first_turn_is_waited_for_and_the_command_reports_it(macs: Macs) -> None:
     laptop, studio = macs
     heard, ended = run(moved(laptop, "first", **{**FIRST, "sampling": {**ON, "max_tokens": 300}}))
     assert ended.code == 0, ended

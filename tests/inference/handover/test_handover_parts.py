@@ -71,7 +71,7 @@ def test_a_token_is_for_one_reader_once_and_for_minutes() -> None:
         tokens.claim(late, "home", "ada")
 
 
-def test_a_token_is_for_the_engine_that_gave_the_turn_and_the_caller_whom_it_names() -> None:
+def test_a_token_is_for_the_engine_that_gave_the_turn_and_its_named_caller() -> None:
     tokens = ResumeTokens(lambda: "token", Clock())
     tokens.offer("token", replace(reply(), peer="studio"))
     for caller, peer in (("ada", "attic"), ("ben", "studio"), ("ada", "")):

@@ -29,7 +29,7 @@ def file(tmp_path: Path) -> Path:
     return tmp_path / "peers.toml"
 
 
-def test_a_peer_is_who_shows_its_certificate_and_gives_turns_where_it_may_bring_agents(file: Path) -> None:
+def test_a_peer_is_known_by_its_certificate_and_gives_turns_where_it_may_bring_agents(file: Path) -> None:
     pairings = PairingsFile(file)
     pairings.refresh()
     assert (pairings.book.peers, pairings.book.listen) == ({}, "")
