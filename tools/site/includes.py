@@ -120,6 +120,8 @@ def _linked(link: re.Match[str], source: str, page: str, known: dict[tuple[str, 
     path = normpath((PurePosixPath(source).parent / name).as_posix()) if name else source
     if path.endswith(".png"):
         return f"[{label}]({_from(page, f'pictures/{PurePosixPath(path).name}')})"
+    if path.startswith("docs/pages/"):
+        return f"[{label}]({_from(page, path.removeprefix('docs/pages/'))}{'#' + anchor if anchor else ''})"
     place = known.get((path, anchor)) or known.get((f"{path}/README.md", anchor))
     if place is None:
         return label if PurePosixPath(path).name.removesuffix(".md") in label else f"{label} (`{path}`)"
