@@ -57,7 +57,6 @@ SNIPPETS: Mapping[str, Mapping[str, tuple[str, ...] | str]] = {
             "test_an_archive_carries_a_memory_to_another_name",
             "test_the_seeds_form_carries_a_memory_there_and_back",
         ),
-        "kvasir tokens new laptop": ("test_the_command_takes_the_turn_along",),
     },
     "clients/python/kvasir_orchestrator/README.md": {
         "pipx install": "`make try-wheel` installs the wheel; a test of every shipped scenario runs them",
