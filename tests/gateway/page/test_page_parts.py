@@ -9,6 +9,7 @@ from kvasir.errors import PermissionDenied, Unauthenticated
 from kvasir.inference.v1 import inference_pb2 as pb
 from kvasir_gateway.door.security import Gate
 from kvasir_gateway.page.chart import HEIGHT, chart
+from kvasir_gateway.page.codes import Codes
 from kvasir_gateway.page.history import MINUTES, History
 from kvasir_gateway.page.rendering import age, size
 from kvasir_gateway.page.sessions import COOKIE, LIFETIME_S, Opened, Sessions, Visitor, check_own_form
@@ -237,3 +238,22 @@ def test_a_form_of_another_site_or_without_our_token_is_refused(origin: str | No
     headers = {**own, "origin": origin} if origin is not None else {"host": own["host"]}
     with pytest.raises(PermissionDenied):
         check_own_form(headers, token, "t")
+
+
+def test_a_code_opens_once_within_two_minutes_and_the_oldest_make_room() -> None:
+    clock, numbers = Clock(), iter(range(10_000))
+    codes = Codes(clock, lambda: f"code {next(numbers)}")
+    code = codes.new(KEY)
+    assert codes.take(code) == KEY
+    for used in (code, "", "guessed"):
+        with pytest.raises(Unauthenticated, match="kvasir open"):
+            codes.take(used)
+    late, of_other = codes.new(KEY), codes.new(OTHER_KEY)
+    assert [codes.new(KEY) for _ in range(1001)][-1]
+    assert codes.take(of_other) == OTHER_KEY, "nobody ends another's"
+    with pytest.raises(Unauthenticated):
+        codes.take(late)
+    late = codes.new(KEY)
+    clock.now_s += 120
+    with pytest.raises(Unauthenticated):
+        codes.take(late)

@@ -212,7 +212,7 @@ def test_titles_are_given_and_taken_and_hostile_ones_stay_text(ada: Browser, cli
     ("field", "value"),
     [("text", " \n"), ("keep", "-1"), ("keep", "x"), ("head", "1e3"), ("version", "latest"), ("request_id", "é")],
 )
-def test_a_field_that_is_wrong_is_named(ada: Browser, field: str, value: str) -> None:
+def test_each_wrong_field_is_named(ada: Browser, field: str, value: str) -> None:
     page = ada.get("chat")
     [(_, told)] = events(ada, page, 400, **{"text": "Hello.", "name": "talk/wrong", field: value})
     assert str(told["problem"]).startswith(f"{field}: ")

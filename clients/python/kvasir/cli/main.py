@@ -20,7 +20,7 @@ from kvasir.cli.running.home import DEFAULT_HOME
 from kvasir.cli.scenarios import commands as scenarios
 from kvasir.cli.settings import showing
 from kvasir.cli.showing import help_words
-from kvasir.cli.talking import chat
+from kvasir.cli.talking import browser, chat
 from kvasir.errors import FailedPrecondition
 
 help_words.show_plain_words()
@@ -35,6 +35,7 @@ _OF_HOME: list[Callable[..., None]] = [up.up, group.down, group.status, group.lo
 _COMMANDS: list[Callable[..., None]] = [audit.audit, chat.chat, demo.demo, doctor.doctor, engine.stats, pairing.pair]
 for _function in (*_OF_HOME, *_COMMANDS):
     command(app, _function.__name__)(_function)
+command(app, "open")(browser.open_page)
 app.add_typer(engine.models, name="models")
 for _of_agents in (moving.pull, moving.move, moving.sync, moving.claim):
     command(agents.app, _of_agents.__name__)(_of_agents)

@@ -7,7 +7,7 @@ from kvasir.errors import Internal, KvasirError, Unauthenticated
 from kvasir.inference.v1 import inference_pb2 as pb
 from kvasir.server.operating.log_errors import places
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import PlainTextResponse, Response
+from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
 from kvasir_gateway import errors
@@ -15,6 +15,7 @@ from kvasir_gateway.answering import ClientLeft
 from kvasir_gateway.door.connections import show_key
 from kvasir_gateway.engine import EngineLink
 from kvasir_gateway.metrics import GatewayNumbers, is_at
+from kvasir_gateway.page.codes import Codes
 from kvasir_gateway.page.history import History
 from kvasir_gateway.page.listing import ConversationList
 from kvasir_gateway.page.look import (
@@ -30,7 +31,7 @@ from kvasir_gateway.page.look import (
     refusal,
 )
 from kvasir_gateway.page.managing import Managing
-from kvasir_gateway.page.rendering import asset, page
+from kvasir_gateway.page.rendering import HEADERS, asset, page
 from kvasir_gateway.page.sessions import COOKIE, LIFETIME_S, Sessions, check_own_form, check_own_page
 from kvasir_gateway.page.status import Status
 from kvasir_gateway.page.talking import SAY_BYTES, Talking
@@ -57,6 +58,7 @@ class GatewayPage:
         """`now`: Unix seconds. `clock`: seconds of any beginning. `new_id`: hex digits that are new each time."""
         self._engine = engine
         self._sessions = sessions
+        self._codes = Codes(now, sessions.new_secret)
         self._history = history
         self._now = now
         self._first = ConversationList()
@@ -68,6 +70,8 @@ class GatewayPage:
         return [
             self._guarded("/", self._front, methods=["GET"]),
             self._guarded("/page/login", self._login, methods=["POST"]),
+            self._guarded("/page/code", self._new_code, methods=["POST"]),
+            self._guarded("/page/open", self._open, methods=["GET"]),
             self._guarded("/page/assets/{name}", self._asset, methods=["GET"]),
             *(self._route(at, name, handler, methods=["GET"]) for at in _PLACES for name, handler in pages),
             *(self._route(at, name, handler, methods=["POST"]) for at in _PLACES for name, handler in writes),
@@ -86,13 +90,29 @@ class GatewayPage:
     async def _login(self, request: Request) -> Response:
         form = await form_of(request)
         check_own_form(request.headers, form.get("form_token", ""), self._sessions.lobby_token)
-        opened = self._sessions.begin(form.get("key", "").strip())
+        key = self._codes.take(form["code"]) if "code" in form else form.get("key", "").strip()
+        opened = self._sessions.begin(key)
         at, is_tls = place_of(opened.address), request.url.scheme == "https"
         answer = goto(at)
         answer.set_cookie(
             COOKIE, opened.cookie, path=at, max_age=LIFETIME_S, httponly=True, samesite="strict", secure=is_tls
         )
         return answer
+
+    async def _new_code(self, request: Request) -> Answer:
+        """A code for whoever shows a key, which no browser does by itself; an empty one where there are no keys."""
+        key = self._sessions.key_of(request.headers)
+        show_key(request.scope)
+        return JSONResponse({"code": self._codes.new(key) if key is not None else ""}, headers=HEADERS)
+
+    async def _open(self, request: Request) -> Answer:
+        """The form that sends a code. To look at it uses nothing up."""
+        code = request.query_params.get("code", "")
+        return self._sign_in(200, code=code)
+
+    def _sign_in(self, status: int, *, problem: str = "", code: str = "") -> Response:
+        token = self._sessions.lobby_token
+        return page("login.html", status, problem=problem, code=code, form_token=token, at="/page/", visitor=None)
 
     async def _logout(self, look: Look) -> Response:
         self._sessions.end(look.request.cookies.get(COOKIE, ""))
@@ -144,9 +164,7 @@ class GatewayPage:
         if is_scripts(request):
             return refusal(status, problem)
         if isinstance(error, Unauthenticated):
-            problem = "" if error.reason == "NO_CREDENTIAL" else problem
-            token = self._sessions.lobby_token
-            return page("login.html", status, problem=problem, form_token=token, at="/page/", visitor=None)
+            return self._sign_in(status, problem="" if error.reason == "NO_CREDENTIAL" else problem)
         return _error(request, status, problem)
 
 

@@ -42,7 +42,7 @@ class Sessions:
         """`now`: Unix seconds. `new_secret`: letters and digits that nobody guesses."""
         self._gate = gate
         self._now = now
-        self._new_secret = new_secret
+        self.new_secret = new_secret
         self._form_key = new_secret().encode()
         self._opened: OrderedDict[str, Opened] = OrderedDict()
 
@@ -59,9 +59,15 @@ class Sessions:
             self.end(cookie)
         while len(self._opened) >= _MOST_SESSIONS:
             self._opened.popitem(last=False)
-        opened = Opened(key, self._new_secret(), self._new_secret(), self._now() + LIFETIME_S)
+        opened = Opened(key, self.new_secret(), self.new_secret(), self._now() + LIFETIME_S)
         self._opened[opened.cookie] = opened
         return opened
+
+    def key_of(self, headers: Mapping[str, str]) -> str | None:
+        """The key that a program shows; None where there are no keys. Raises Unauthenticated, PermissionDenied."""
+        if not self._gate.has_keys:
+            self._gate.check_local(headers)
+        return self._gate.holder(headers).token
 
     def end(self, cookie: str) -> None:
         self._opened.pop(cookie, None)

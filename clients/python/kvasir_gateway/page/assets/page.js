@@ -1,4 +1,4 @@
-// Renews the live turns while somebody looks, and finds an open session from "/"; all else works without it.
+// Renews the live turns while somebody looks, finds an open session from "/", and sends a code; all else works without it.
 const region = document.querySelector("[data-live]");
 const voice = document.querySelector("[data-live-says]");
 const EVERY_MS = 2000;
@@ -32,3 +32,6 @@ if (session) {
   localStorage.removeItem("session");
   location.replace(known);
 }
+
+// A code is sent by a form like a key.
+document.querySelector("[data-open]")?.requestSubmit();

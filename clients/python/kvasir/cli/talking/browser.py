@@ -1,0 +1,64 @@
+"""`kvasir open`: the page of the home's gateway in a browser, signed in by a code that opens it once."""
+
+import json
+import urllib.error
+import urllib.request
+import webbrowser
+from html import escape
+from http.client import HTTPException
+from pathlib import Path
+from typing import Annotated
+from urllib.parse import urlencode
+
+import typer
+
+from kvasir.cli.caller import Caller
+from kvasir.credentials import read_token, replace_private_text
+from kvasir.errors import Unauthenticated, Unavailable
+from kvasir.waits import ANSWER_S
+
+
+def open_page(
+    caller: Caller,
+    show: Annotated[
+        bool, typer.Option("--print", help="Print the address instead: it opens once, for two minutes.")
+    ] = False,
+) -> None:
+    """Open the page, signed in: talk with agents, find conversations, see how things are."""
+    running = caller.home.running()
+    if running is None or not running.http_url:
+        raise Unavailable(f"no gateway runs here: {caller.home.command('up -d')}")
+    site = running.http_url.removesuffix("/v1")
+    file = caller.token_file or caller.home.tokens / "client.token"
+    code = _code(site, read_token(file) if file.exists() else "")
+    url = f"{site}/page/open?{urlencode({'code': code})}" if code else f"{site}/"
+    if not (show or caller.as_json):
+        # Other users of the machine see a browser's arguments: they are given a file's name.
+        if webbrowser.open(_page_of(caller.home.run / "open.html", url).as_uri()):
+            caller.say(f"{site}/ opens in your browser")
+            return
+        caller.say("no browser can be opened here; this opens it once, within two minutes:")
+    caller.result({"url": url}, lambda out: out.print(url, soft_wrap=True))
+
+
+def _code(site: str, token: str) -> str:
+    """A code of the gateway; empty where it wants no key. Raises Unauthenticated, Unavailable."""
+    request = urllib.request.Request(f"{site}/page/code", method="POST", headers={"authorization": f"Bearer {token}"})  # noqa: S310 - the scheme is ours
+    try:
+        with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request, timeout=ANSWER_S) as answer:
+            return str(json.load(answer)["code"])
+    except urllib.error.HTTPError as error:
+        if error.code in (401, 403):
+            raise Unauthenticated(f"the gateway at {site} does not know the token: kvasir reload") from None
+        raise Unavailable(f"the gateway at {site} answers {error.code}") from None
+    except (OSError, HTTPException, ValueError, KeyError) as error:
+        raise Unavailable(f"the gateway at {site} cannot be asked: {error}") from None
+
+
+def _page_of(path: Path, url: str) -> Path:
+    """A file that none but its owner reads and that goes to this address."""
+    text = (
+        f'<!doctype html><meta http-equiv="refresh" content="0;url={escape(url)}"><a href="{escape(url)}">Kvasir</a>\n'
+    )
+    replace_private_text(path, text)
+    return path

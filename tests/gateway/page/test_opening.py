@@ -1,0 +1,84 @@
+"""`kvasir open`: a code signs a browser in once; the key stands in no address, no argument and no page."""
+
+import json
+import webbrowser
+from pathlib import Path
+
+import httpx2 as httpx
+import pytest
+from kvasir.cli.caller import Caller
+from kvasir.cli.running.home import Home, Running
+from kvasir.cli.talking.browser import open_page
+from kvasir.credentials import write_private_text
+from kvasir.errors import Unauthenticated, Unavailable
+
+from tests.gateway.conftest import ORIGIN, Front
+from tests.gateway.page.html_page import Browser
+
+
+def caller_of(root: Path, url: str, token: str) -> Caller:
+    """Of a home whose gateway is that one."""
+    home = Home(root)
+    home.make()
+    home.write_running(Running(pid=0, store="", engine="", http=url.partition("//")[2], http_url=f"{url}/v1"))
+    write_private_text(home.tokens / "client.token", token)
+    return Caller(home, as_json=True)
+
+
+@pytest.fixture
+def caller(front: Front, tmp_path: Path) -> Caller:
+    return caller_of(tmp_path / "home", front.gateway.url, front.keys["ada"])
+
+
+def test_a_code_signs_a_browser_in_and_is_used_up(
+    front: Front, caller: Caller, capsys: pytest.CaptureFixture[str]
+) -> None:
+    open_page(caller)
+    url = json.loads(capsys.readouterr().out)["url"]
+    browser = Browser(front.gateway.url)
+    for _ in range(2):  # to look at the form uses nothing up
+        page = browser.get(url)
+    assert front.keys["ada"] not in url + page.text
+    assert "Conversations" in browser.send(page, "login").all("h1")[0].text
+    refused = Browser(front.gateway.url)
+    assert "kvasir open" in refused.send(refused.get(url), "login", 401).text
+    assert url.rpartition("=")[2] not in front.gateway.log
+
+
+def test_a_browser_is_given_a_file_that_nobody_else_reads(caller: Caller, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened: list[str] = []
+    monkeypatch.setattr(webbrowser, "open", lambda url: opened.append(url) or True)
+    caller.as_json = False
+    open_page(caller)
+    open_page(caller)
+    file = caller.home.run / "open.html"
+    assert opened == [file.as_uri()] * 2
+    assert file.stat().st_mode & 0o777 == 0o600
+    assert "/page/open?code=" in file.read_text()
+
+
+def test_without_a_browser_the_address_is_printed(
+    caller: Caller, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(webbrowser, "open", lambda _url: False)
+    caller = Caller(caller.home)
+    open_page(caller)
+    assert "/page/open?code=" in capsys.readouterr().out
+
+
+def test_only_a_key_makes_a_code(front: Front) -> None:
+    key = {"x-api-key": front.keys["ada"]}
+    for headers, status in (({}, 401), ({"x-api-key": "no key"}, 401), ({**key, "origin": ORIGIN}, 403), (key, 200)):
+        assert httpx.post(f"{front.gateway.url}/page/code", headers=headers).status_code == status
+    browser = Browser(front.gateway.url)
+    browser.sign_in(front.keys["ada"])
+    assert browser.post("/page/code", {}, origin=front.gateway.url).status_code == 401
+
+
+def test_a_gateway_that_is_away_or_knows_no_such_token_is_named(front: Front, tmp_path: Path) -> None:
+    with pytest.raises(Unavailable, match="up -d"):
+        open_page(Caller(Home(tmp_path / "empty")))
+    with pytest.raises(Unauthenticated, match="reload"):
+        open_page(caller_of(tmp_path / "other", front.gateway.url, "another-token-of-no-one-000000"))
+    with pytest.raises(Unavailable, match="cannot be asked"):
+        open_page(caller_of(tmp_path / "gone", "http://127.0.0.1:9", front.keys["ada"]))
