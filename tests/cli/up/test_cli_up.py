@@ -329,6 +329,8 @@ def test_status_says_where_the_metrics_of_each_are(cli: Cli) -> None:
         assert scrape(port).labels("kvasir_build_info")["service"] == name
         assert health(port)[0] == 200
     assert f"metrics at 127.0.0.1:{ports[1]}" in cli.done("status").out
+    assert "scrub" not in cli.done("status").out, "no pass has hashed a blob: that is no news"
+    assert "no pass has hashed a blob yet" in cli.done("store", "scrub", "--status").out
 
 
 @pytest.mark.long(12)
@@ -356,6 +358,19 @@ def test_an_engine_that_hangs_is_told_from_one_that_does_not_run(cli: Cli) -> No
         os.kill(running.engine_pid, signal.SIGCONT)
     nowhere = cli("--engine", "unix:/tmp/kv-nobody", "doctor", "--json")
     assert (nowhere.code, nowhere.value["engine"]["state"]) == (1, "stopped")
+
+
+def test_the_problems_of_long_logs_are_shown_alone(tmp_path: Path) -> None:
+    (tmp_path / "logs").mkdir()
+    info = "2026-11-26T20:25:32.1Z [info     ] turn.finished [inference_svc]\n" * 300
+    of_store = "2026-11-26T20:25:32.1Z [warning  ] disk.slow [cachestore]\n"
+    of_gateway = "2026-11-26 20:52:21,530 ERROR reload.failed\n"
+    (tmp_path / "logs/store.log").write_text(of_store.replace("slow", "old") + of_store + info)
+    (tmp_path / "logs/http.log").write_text(info + of_gateway + info)
+    shown = in_process("--home", tmp_path, "logs", "--problems", "-n", "1").out
+    assert shown == f"http: {of_gateway}store: {of_store}"
+    assert in_process("--home", tmp_path, "logs", "--problems", "-n", "0").out == ""
+    assert "disk.slow" not in in_process("--home", tmp_path, "logs").out
 
 
 def test_the_logs_of_the_services_are_shown_and_followed(cli: Cli) -> None:

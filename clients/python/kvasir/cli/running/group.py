@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import re
+import sys
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -17,7 +18,7 @@ from kvasir.cli.rows import fields_of, scrub_text, size, stats_row
 from kvasir.cli.running.health import ENGINE_SERVICE, STORE_SERVICE, Health, health, http_health, problems_at
 from kvasir.cli.running.holding import end_group, holders, is_led
 from kvasir.cli.running.home import Endpoint, Home, Running
-from kvasir.cli.running.logs import GrowingLog, last_lines
+from kvasir.cli.running.logs import GrowingLog, is_important, last_lines
 from kvasir.cli.running.starting import ENGINE_KILLED
 from kvasir.cli.showing.tables import table
 from kvasir.cli.showing.terminal import visible
@@ -157,6 +158,7 @@ def logs(
     ] = "",
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on until Ctrl-C.")] = False,
     lines: Annotated[int, typer.Option("--lines", "-n", min=0, help="Of each log, so many of its last lines.")] = 20,
+    problems: Annotated[bool, typer.Option("--problems", help="Only warnings and errors.")] = False,
 ) -> None:
     """Show the logs of this home's services. --json: one object per line, with service and line."""
     files = {path.stem: path for path in sorted(caller.home.logs.glob("*.log")) if "." not in path.stem}
@@ -168,13 +170,16 @@ def logs(
         raise NotFound(f"no log{f' of {service}' if service else ''} in {caller.home.logs}", reason="NO_LOG")
     growing = {name: GrowingLog(path) for name, path in files.items()}
     for name, path in files.items():
-        for line in last_lines(path, lines) if lines else ():
+        found = last_lines(path, sys.maxsize if problems else lines)
+        found = [line for line in found if is_important(line)] if problems else found
+        for line in found[-lines:] if lines else ():
             _show_line(caller, name, line, is_named=not service)
     while follow:
         time.sleep(PAUSE_S)
         for name, log in growing.items():
             for line in log.new_lines():
-                _show_line(caller, name, line, is_named=not service)
+                if not problems or is_important(line):
+                    _show_line(caller, name, line, is_named=not service)
 
 
 def _show_line(caller: Caller, name: str, line: str, *, is_named: bool) -> None:
@@ -213,8 +218,8 @@ def _show_status(out: Console, value: dict[str, Any], *, is_killed: bool) -> Non
         of_budget = f" of a budget of {size(budget)}" if budget else ""
         spent = ": the budget is spent" if budget and disk["written_today_bytes"] >= budget else ""
         out.print(f"disk: {size(disk['written_today_bytes'])} written today (UTC){of_budget}{spent}")
-        if disk["scrub"]:
-            out.print(f"scrub: {scrub_text(disk['scrub'])}")
+        if (scrub := disk["scrub"]) and (scrub["blobs_checked"] or not scrub["bytes_per_s"]):
+            out.print(f"scrub: {scrub_text(scrub)}")
     if value["token_file"]:
         out.print(f"token: {value['token_file']}")
     out.print(f"logs: {value['logs']}")
