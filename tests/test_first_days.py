@@ -64,7 +64,7 @@ EDGES = {
     ),
     "22: chat waits for a hung engine without end": ("test_an_engine_that_hangs_is_told_from_one_that_does_not_run",),
     "23: up.json has addresses without a scheme": ("test_the_gateway_is_a_service_like_the_others",),
-    "24: the audit lists each turn": ("test_times_are_whole_in_a_terminal_of_80_columns",),
+    "24: the audit lists each turn": ("test_the_audit_shows_what_needs_attention_and_a_call_once",),
     "25: a transfer's line counts blobs": ("test_a_first_turn_is_waited_for_and_the_command_reports_it",),
     "a backup is a copy by hand": (
         "test_a_restored_home_equals_the_old_one",

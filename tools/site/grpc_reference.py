@@ -74,7 +74,8 @@ class _Page:
             given = ("stream " if method.client_streaming else "") + self._link(method.input_type)
             answer = ("stream " if method.server_streaming else "") + self._link(method.output_type)
             self._lines += [f"### {method.name} {{ #{service.name}.{method.name} }}", "", f"{given} → {answer}", ""]
-            self._lines += [self._comments.get((*at, _METHODS, index), ""), ""]
+            comment = self._comments.get((*at, _METHODS, index), "")
+            self._lines += [comment.replace(" Errors: ", "\n\n**Errors:** "), ""]
 
     def _message(self, message: pb.DescriptorProto, at: Path_, outer: str = "") -> None:
         if message.options.map_entry:
@@ -124,9 +125,10 @@ class _Page:
 
 
 def _prose(comment: str) -> str:
-    """A comment as one paragraph after another, in which nothing is Markdown or HTML."""
-    escaped = re.sub(r"([\\`*_{}\[\]<>#])", r"\\\1", comment)
-    return "\n\n".join(" ".join(part.split()) for part in escaped.split("\n\n")).strip()
+    """A comment as one paragraph after another, in which only code is Markdown."""
+    parts = re.split(r"(`[^`\n]+`)", comment)
+    parts[::2] = (re.sub(r"([\\`*_{}\[\]<>#])", r"\\\1", part) for part in parts[::2])
+    return "\n\n".join(" ".join(part.split()) for part in "".join(parts).split("\n\n")).strip()
 
 
 def _cell(text: str) -> str:
