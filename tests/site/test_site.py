@@ -101,6 +101,7 @@ def test_every_rpc_message_and_reason_is_in_the_reference_with_its_comment(pages
 def test_every_operation_and_every_header_is_on_the_page_of_http(pages: Path) -> None:
     page = (pages / "http.md").read_text()
     assert [each.path for each in OPERATIONS if f" {each.path}\n" not in page] == []
+    assert "| 429 | RESOURCE_EXHAUSTED | `ResourceExhausted` | A quota, the disk, " in page
     gateway = ROOT / "clients/python/kvasir_gateway"
     there = {name for path in gateway.rglob("*.py") for name in _HEADER.findall(path.read_text())}
     assert set(_HEADER.findall((ROOT / "docs/pages/http.md").read_text())) == there

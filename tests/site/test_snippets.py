@@ -61,7 +61,11 @@ SNIPPETS: Mapping[str, Mapping[str, tuple[str, ...] | str]] = {
     "clients/python/kvasir_orchestrator/README.md": {
         "pipx install": "`make try-wheel` installs the wheel; a test of every shipped scenario runs them",
         "name: two-rooms": ("test_the_scenario_of_the_page_is_right_and_ends_well",),
-        "kvasir scenario run mine.yaml": ("test_every_command_of_a_page_exists",),
+        "kvasir scenario run mine.yaml": (
+            "test_a_dry_run_prints_every_prompt_and_the_reuse_it_will_get",
+            "test_a_damaged_journal_is_said_and_fresh_begins_beside_it",
+            "test_what_ships_is_listed_shown_and_described",
+        ),
     },
 }
 

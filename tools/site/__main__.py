@@ -13,7 +13,7 @@ def write(directory: Path) -> None:
     shutil.copytree(includes.PAGES, directory)
     known = includes.places()
     for page in directory.rglob("*.md"):
-        text = page.read_text().replace(http_reference.LINE, http_reference.operations())
+        text = http_reference.with_references(page.read_text())
         page.write_text(includes.expanded(page.relative_to(directory).as_posix(), text, known))
     for name, text in {**grpc_reference.pages(), "commands.md": command_reference.page()}.items():
         (directory / name).write_text(text)

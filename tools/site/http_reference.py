@@ -1,11 +1,29 @@
-"""The operations of the gateway, from its OpenAPI document."""
+"""The operations of the gateway, from its OpenAPI document, and its refusals, from the table of errors."""
 
 from typing import Any
 
+from kvasir.status import ANSWERS
 from kvasir_gateway.openapi import document
 
-LINE = "!operations"
 Json = dict[str, Any]
+
+
+def with_references(page: str) -> str:
+    """The page with both, where it has a line for each."""
+    for line, made in (("!operations", operations), ("!errors", errors)):
+        if f"\n{line}\n" in page:
+            page = page.replace(f"\n{line}\n", f"\n{made()}\n")
+    return page
+
+
+def errors() -> str:
+    """A row for each kind of refusal."""
+    meanings = {kind: (kind.__doc__ or "").partition(" gRPC: ")[0] for kind in ANSWERS}
+    rows = (
+        f"| {answer.http_status} | {answer.code.name} | `{kind.__name__}` | {meanings[kind]} |"
+        for kind, answer in ANSWERS.items()
+    )
+    return "\n".join(("| HTTP | gRPC | Python, `kvasir.errors` | |", "|---|---|---|---|", *rows))
 
 
 def operations() -> str:
