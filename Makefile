@@ -5,7 +5,7 @@ CONSTRAINTS := constraints.txt
 # The tests start hundreds of processes: each would compile all modules anew where this is set, as images of containers do.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: release test-wheels test test-whole test-clients test-gpu check demo demo-agent try-wheel prove bench lint check-generated generate install campaigns campaign-fairness campaign-history campaign-moves campaign-sizes bench-moves campaign-handover hammer mutants fresh help
+.PHONY: release test-install test-wheels test test-whole test-clients test-gpu check demo demo-agent try-wheel prove bench lint check-generated generate install campaigns campaign-fairness campaign-history campaign-moves campaign-sizes bench-moves campaign-handover hammer mutants fresh help
 
 help:            ## Show this list
 	@awk -F ':.*## ?' '/^[a-z-]+:.*##/ {printf "%-19s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -59,6 +59,9 @@ try-wheel: install ## Build the wheel, install it with all that it needs into an
 
 release: install ## Everything of the version that this commit's tag names, into out/release, with SHA-256; uploads nothing. TRY=1 without a tag; AT=URL where it will lie
 	$(BIN)/python -m tools.release $(if $(TRY),--try) $(if $(AT),--at $(AT))
+
+test-install: install ## Build a release in a clone, and type what the pages say in empty folders and homes: pip, uv, pipx, each client, Homebrew's steps, the image; INSTALL="go image" for some
+	$(BIN)/python -m tests.install $(INSTALL)
 
 prove: install   ## Check and measure Kvasir on this machine, a quarter of an hour; goes on where it was ended; PROVE=--quick
 	$(BIN)/kvasir prove --out out/prove $(PROVE)

@@ -61,7 +61,7 @@ def test_the_version_is_written_into_every_package_and_the_changelog_gets_the_da
     versions.write(tree, "3.4.5")
     assert set(versions.stated(tree).values()) == {"3.4.5"}
     assert "## 3.4.5 — 2" in page.read_text()
-    assert git(tree, "diff", "--shortstat").startswith(f"{len(versions.PLACES) + 1} files changed, 7 insertions")
+    assert git(tree, "diff", "--shortstat").startswith(f"{len(versions.PLACES) + 1} files changed, 8 insertions")
 
 
 @pytest.mark.parametrize("without", [f"## {kvasir.__version__}", versions.CHANGES])

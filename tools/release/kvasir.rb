@@ -11,7 +11,7 @@ class Kvasir < Formula
   def install
     python = Formula["python@3.13"].opt_bin/"python3.13"
     system python, "-m", "venv", libexec
-    system libexec/"bin/python", "-m", "pip", "install", "--no-compile", "--constraint", "constraints.txt", ".[all]"
+    system libexec/"bin/python", "-m", "pip", "install", "--constraint", "constraints.txt", ".[all]"
     bin.install_symlink libexec/"bin/kvasir"
   end
 

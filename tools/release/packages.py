@@ -29,7 +29,7 @@ class Package:
 
 
 def python(tree: Path, out: Path, version: str) -> None:
-    """The wheel of the source archive, and that archive; the image and the formula install these versions beside it."""
+    """The source archive, the wheel that is built from it, and the versions that are installed beside it."""
     _run([sys.executable, "-m", "hatchling", "build", "-t", "sdist", "-d", out], tree)
     unpacked = tree / "out" / "sdist"
     shutil.unpack_archive(out / f"kvasir-{version}.tar.gz", unpacked, filter="data")

@@ -13,6 +13,7 @@ PLACES = {
     "clients/typescript/package.json": r'^  "version": "',
     "clients/rust/Cargo.toml": r'^version = "',
     "clients/java/pom.xml": r"^  <version>",
+    "clients/java/README.md": r"^Then `org\.kvasir:kvasir-client:",
 }
 _VERSION = r"\d+\.\d+\.\d+"
 CHANGES = "### What a client must change"
