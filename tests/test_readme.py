@@ -65,8 +65,9 @@ def problem(command: str) -> str:
     """Why a command does not exist; empty when it does."""
     words = shlex.split(command, comments=True)
     if words[0] == "make":
-        targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
-        return next((f"no target {word}" for word in words[1:] if word not in targets), "")
+        makefile = (ROOT / "Makefile").read_text()
+        known = set(re.findall(r"^([a-z-]+):", makefile, re.MULTILINE)) | set(re.findall(r"\(([A-Z]+)\)", makefile))
+        return next((f"no target {word}" for word in words[1:] if word.split("=")[0] not in known), "")
     return _problem(get_command(app), words[1:])
 
 
@@ -107,6 +108,7 @@ def test_a_command_that_does_not_exist_is_noticed() -> None:
     assert problem("kvasir agents ls|nonsense")
     assert problem("kvasir up --nonsense")
     assert problem("make nonsense")
+    assert problem("make release NONSENSE=1")
     assert not problem("kvasir --home /tmp/x agents export ada ada.tar --format seed")
 
 

@@ -11,7 +11,7 @@ COMPOSE = (ROOT / "compose" / "compose.yaml").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("client", CLIENTS, ids=lambda client: client.name)
-def test_the_page_of_a_client_has_one_line_and_a_program_that_asks_ada(client: Client) -> None:
+def test_the_page_of_a_client_has_one_line_and_a_program_that_calls_ada(client: Client) -> None:
     assert "\n" not in client.line
     assert "~/kvasir/out/release/" in client.line.replace("$HOME", "~")
     assert "My name is Anna. What is my name?" in client.program
