@@ -36,8 +36,11 @@ EDGES = {
     ),
     "10: nobody says why nothing was reused": ("test_a_talk_says_where_its_prompt_parted_from_the_memory",),
     "11: a README's first prompt has no end": "the example is a chat now; the client's own tests run its calls",
-    "12: nothing is published": "a release is nothing that a test here can see",
-    "13: old clients do not run with new stubs": "nothing is released: there is no older contract to keep",
+    "12: nothing is published, and no page says how to depend on a client": (
+        "test_a_client_is_built_from_its_own_folder",
+        "test_the_page_of_a_client_has_one_line_and_a_program_that_calls_ada",
+    ),
+    "13: old clients do not run with new stubs": ("test_every_version_of_the_changelog_lists_the_changes_of_clients",),
     "14: Java warns of a channel option": "it is Netty's word about Unix sockets, and changes nothing",
     "15: up goes on without HTTP where the port is taken": (
         "test_a_home_of_the_background_is_taken_over_after_a_kill_and_goes_down",
