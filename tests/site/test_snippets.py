@@ -9,6 +9,7 @@ from tools.site import includes
 ROOT = Path(__file__).parents[2]
 _BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _OTHER_LANGUAGE = "`make test-clients` builds and runs it where the toolchain is"
+_INSTALLED = "`make test-install` types it in an empty folder, with a home of its own"
 _AGENT_CLIENT = "`make test-agents` takes these very lines; it installs the client from npm or PyPI"
 # By file, and by the first words of a block: the tests that run it, or a reason.
 SNIPPETS: Mapping[str, Mapping[str, tuple[str, ...] | str]] = {
@@ -34,11 +35,11 @@ SNIPPETS: Mapping[str, Mapping[str, tuple[str, ...] | str]] = {
         "import { createOpenAICompatible }": _AGENT_CLIENT,
     },
     "clients/python/README.md": {"from pathlib import Path": ("test_the_snippet_of_the_python_client_runs",)},
-    "clients/go/README.md": {"package main": _OTHER_LANGUAGE},
-    "clients/java/README.md": {"import static": _OTHER_LANGUAGE},
-    "clients/rust/README.md": {"use kvasir_client": _OTHER_LANGUAGE},
-    "clients/swift/README.md": {"import Foundation": _OTHER_LANGUAGE},
-    "clients/typescript/README.md": {'import { homedir } from "node:os"': _OTHER_LANGUAGE},
+    "clients/go/README.md": {"go mod init": _INSTALLED, "package main": _OTHER_LANGUAGE},
+    "clients/java/README.md": {"in=$(ls": _INSTALLED, "import static": _OTHER_LANGUAGE},
+    "clients/rust/README.md": {"cargo init": _INSTALLED, "use kvasir_client": _OTHER_LANGUAGE},
+    "clients/swift/README.md": {"unzip": _INSTALLED, "import Foundation": _OTHER_LANGUAGE},
+    "clients/typescript/README.md": {"npm init": _INSTALLED, 'import { homedir } from "node:os"': _OTHER_LANGUAGE},
     "proto/README.md": {
         "buf generate": "its plugins come from buf's registry; `buf curl` asks the reflection that tests ask in Python",
         "1500000000000000": ("test_every_example_is_the_hash_of_its_bytes",),
@@ -46,6 +47,7 @@ SNIPPETS: Mapping[str, Mapping[str, tuple[str, ...] | str]] = {
         "1600000000000000": ("test_every_example_is_the_hash_of_its_bytes",),
     },
     "compose/README.md": {
+        "uv tool install": _INSTALLED,
         "kvasir up --model": "1.8 GB that no test fetches; its flags: test_every_flag_of_up_arrives_in_its_services",
         "kvasir up --listen": ("test_up_over_tcp_asks_for_its_token_hands_its_kv_policy_on_and_ends_whole",),
         "kvasir up -d": ("test_an_agent_moves_between_two_macs_as_compose_says",),
