@@ -332,7 +332,7 @@ class Gateway:
 
     def _told(self, call: Call, agent_id: str, turn: Turn, started: pb.Started) -> dict[str, str]:
         """What is known once a turn has begun, for its reader and for the operator's page."""
-        self._around.page.part(call.namespace, agent_id, started)
+        self._around.page.began(call.namespace, agent_id, started)
         return heads.told(call.reading, agent_id, turn, started) | self._reported(call)
 
     def _ready(self, call: Call, translate: Callable[[], Turn]) -> Ready:

@@ -24,6 +24,8 @@ WRITES = {
     "branch": {"id": BRANCHED, "keep": "2"},
     "rename": {"id": BRANCHED, "title": "Stolen"},
     "pin": {"id": BRANCHED, "is": "yes"},
+    "label": {"id": BRANCHED, "label": "team", "value": "thieves"},
+    "move": {"id": BRANCHED, "peer": "thief"},
     "unload": {},
     "cancel": {"request_id": "story"},
     "fork": {"id": BRANCHED, "name": "page/stolen"},
@@ -166,7 +168,7 @@ def test_the_history_is_a_tree_of_versions_with_their_bases(ada: Browser) -> Non
     page = ada.get("agent", id=BRANCHED)
     [table] = page.all("table", **{"class": "tree"})
     lines = page.inside(table, "tr")[1:]
-    told = [(page.inside(line, "th")[0].text.split()[0], page.inside(line, "td")[1].text) for line in lines]
+    told = [(page.inside(line, "th")[0].text.split()[0], page.inside(line, "td")[2].text) for line in lines]
     assert [(version, " ".join(base.split())) for version, base in told] == [
         ("6", "version 5"),
         ("5", "version 3 rollback"),
@@ -176,6 +178,8 @@ def test_the_history_is_a_tree_of_versions_with_their_bases(ada: Browser) -> Non
         ("1", "nothing: the first"),
     ]
     assert len(page.inside(table, "svg")) == 6
+    said = [page.inside(line, "td")[1].text for line in lines]
+    assert said[2:] == ["What is my dog called?", "What is my name?", "My dog is called Rex.", "My name is Anna."]
     fork = ada.get("agent", id="page/ada, as of the branch")
     assert "fork of page/ada, version 4" in fork.text
     assert "<b>kennel</b>" in [each.text for each in fork.all("dd")]
@@ -194,7 +198,6 @@ def test_the_history_names_the_peer_that_handed_a_turn_over(lived: Front, ada: B
 
 def test_messages_are_shown_when_they_are_asked_for_and_not_before(ada: Browser) -> None:
     page = ada.get("agent", id=BRANCHED)
-    assert "Anna" not in page.text
     rows = [row for row in ada.get("", q=BRANCHED).all("li") if BRANCHED in row.text]
     assert rows
     assert not [row for row in rows if "Anna" in row.text]
@@ -216,7 +219,8 @@ def test_names_and_messages_that_look_like_markup_stay_text(ada: Browser) -> Non
     assert agent.all("h1")[0].text == HOSTILE
     for shown in (listed, page, agent, ada.get("", q=f'">{MARKUP}')):
         scripts = [each.attributes["src"] for each in shown.all("script")]
-        assert scripts == ["/page/assets/page.js", "/page/assets/chat.js"][: len(scripts)]
+        assert scripts[0] == "/page/assets/page.js"
+        assert {*scripts[1:]} < {"/page/assets/chat.js", "/page/assets/moving.js"}
         assert [each.attributes["src"] for each in shown.all("img")] == ["/page/assets/icon.svg"]
 
 
@@ -238,6 +242,45 @@ def test_forms_fork_roll_back_and_delete(ada: Browser) -> None:
     pinned = ada.get("agent", id="page/ada, as of the branch")
     [force] = pinned.all("input", name="force")
     assert force.attributes["type"] == "checkbox"
+
+
+def test_an_exported_version_is_the_archive_that_a_client_gets(lived: Front, ada: Browser) -> None:
+    page = ada.get("agent", id=BRANCHED)
+    exports = [each.attributes["href"] for each in page.all("a") if each.text.startswith("Export version 3")]
+    answer = ada.answer(exports[0])
+    assert "page-ada-3.kva" in answer.headers["content-disposition"]
+    with lived.house.client(lived.keys["ada"]) as client:
+        assert answer.content == b"".join(client.export_agent(BRANCHED, version=3))
+    assert "there is no" in ada.get(exports[0].replace("page%2Fada", "nobody"), 404).text
+
+
+def test_labels_are_set_and_removed(ada: Browser) -> None:
+    page = ada.send(ada.get("agent", id=HOSTILE), "label", label="team", value=MARKUP)
+    assert [each.text for each in page.all("dd")].count(MARKUP) == 1
+    page = ada.send(page, "label", label="team", value="")
+    assert MARKUP not in [each.text for each in page.all("dd")]
+    assert "label" in ada.send(page, "label", 400, label=" ").text
+
+
+def test_a_move_to_nobody_is_refused_with_and_without_scripts(ada: Browser) -> None:
+    page = ada.get("agent", id=BRANCHED)
+    assert "no peer 'studio'" in ada.send(page, "move", 404, peer="studio").text
+    fields = {**page.fields(page.form("move")), "peer": "studio"}
+    answer = ada.post("move", fields, origin=ada.url, accept="text/event-stream")
+    assert (answer.text[:15], "no peer 'studio'" in answer.text) == ("event: refused\n", True)
+    assert ada.post("move", {**fields, "peer": " "}, origin=ada.url).status_code == 400
+
+
+def test_an_agents_page_reports_what_its_last_turns_reused(lived: Front, ada: Browser, eve: Browser) -> None:
+    say = {"append_messages": [{"role": "user", "content": "My name is Anna."}], "sampling": {"max_tokens": 8}}
+    for namespace in ("ada", "eve", "ada"):
+        url = f"{lived.gateway.url}/v1/agents/reused%2Fada/generate"
+        assert httpx.post(url, json=say, headers=lived.bearer(namespace), timeout=60).status_code == 200
+    rows = [each.text for each in ada.get("agent", id="reused/ada").all("li", **{"class": "row"})]
+    assert len(rows) == 2
+    assert re.search(r"[1-9]\d* of \d+ tokens from memory \(hot", rows[0])
+    assert re.search(r"0 of \d+ tokens from memory \(cold: nothing is remembered", rows[1])
+    assert len(eve.get("agent", id="reused/ada").all("li", **{"class": "row"})) == 1
 
 
 def test_a_live_turn_is_shown_and_cancelled(lived: Front, ada: Browser, eve: Browser) -> None:
@@ -262,7 +305,7 @@ def test_a_key_sees_nothing_of_another_namespace(lived: Front, ada: Browser, eve
     page = ada.get("agent", id=BRANCHED)
     asked = {"id": BRANCHED, "version": version(page, 1)}
     eve.get("agent", 404, id=BRANCHED)
-    for name in ("chat", "said", "facts"):
+    for name in ("chat", "said", "facts", "export"):
         eve.get(name, 404, **asked)
     overview = eve.get()
     assert "page/" not in overview.text
@@ -353,7 +396,7 @@ def test_no_page_names_another_host_or_carries_a_script(lived: Front, ada: Brows
                 assert name not in ("src", "href", "action") or re.match(r"/(?!/)|#", value), element
             assert element.tag != "style"
             assert element.tag != "script" or not element.text
-    for name in ("page.css", "page.js", "chat.js", "icon.svg"):
+    for name in ("page.css", "page.js", "chat.js", "events.js", "moving.js", "icon.svg"):
         text = ada.answer(f"/page/assets/{name}").text
         assert "//" not in text.replace("// ", "").replace('xmlns="http://www.w3.org/2000/svg"', "")
     ada.answer("/page/assets/..%2Froutes.py", 404)

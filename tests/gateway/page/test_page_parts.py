@@ -1,6 +1,8 @@
 """The page's parts without services: the drawn tree, the ring of an hour, bars, and who is let in."""
 
-from collections.abc import Callable, Mapping
+import asyncio
+from collections.abc import AsyncIterator, Callable, Mapping
+from datetime import UTC, datetime, timedelta, timezone
 
 import pytest
 from kvasir.cachestore.v1 import cachestore_pb2
@@ -11,6 +13,8 @@ from kvasir_gateway.door.security import Gate
 from kvasir_gateway.page.chart import HEIGHT, chart
 from kvasir_gateway.page.codes import Codes
 from kvasir_gateway.page.history import MINUTES, History
+from kvasir_gateway.page.listing import day_of
+from kvasir_gateway.page.managing import _progress
 from kvasir_gateway.page.rendering import age, size
 from kvasir_gateway.page.sessions import COOKIE, LIFETIME_S, Opened, Sessions, Visitor, check_own_form
 from kvasir_gateway.page.tree import Row, rows
@@ -257,3 +261,42 @@ def test_a_code_opens_once_within_two_minutes_and_the_oldest_make_room() -> None
     clock.now_s += 120
     with pytest.raises(Unauthenticated):
         codes.take(late)
+
+
+def test_a_namespace_keeps_the_last_turns_of_256_agents_and_8_of_each() -> None:
+    history = History(Clock())
+    for number in range(20):
+        history.began("first", "ada", pb.Started(prompt_tokens=number))
+    assert [each.prompt_tokens for each in history.turns_of("first", "ada")] == [*range(19, 11, -1)]
+    for number in range(300):
+        history.began("first", f"agent {number}", pb.Started())
+        history.began("second", "", pb.Started())
+    assert not history.turns_of("first", "ada")
+    assert history.turns_of("first", "agent 299")
+    assert not history.turns_of("second", "")
+    for number in range(300):
+        history.began(f"n{number}", "ada", pb.Started())
+    assert not history.turns_of("first", "agent 299")
+
+
+def test_a_move_is_shown_by_its_bytes() -> None:
+    async def steps() -> AsyncIterator[cachestore_pb2.MoveAgentResponse]:
+        yield cachestore_pb2.MoveAgentResponse(waiting={"lease_owner": "engine"})
+        yield cachestore_pb2.MoveAgentResponse(progress={"bytes_done": 512, "bytes_total": 2048})
+        yield cachestore_pb2.MoveAgentResponse(done={})
+
+    async def read() -> list[str]:
+        return [each async for each in _progress(steps(), "studio")]
+
+    waiting, half, done = asyncio.run(read())
+    assert "its end is waited for" in waiting
+    assert half == 'event: moving\ndata: {"done":512,"total":2048,"words":"512 bytes of 2.0 KiB"}\n\n'
+    assert done == 'event: moved\ndata: {"words":"It has moved to studio."}\n\n'
+
+
+def test_days_are_named_as_people_name_them() -> None:
+    today = datetime(2026, 11, 26, 1, tzinfo=timezone(timedelta(hours=1)))
+    found = [
+        day_of(today.astimezone(UTC) - timedelta(hours=hours), today) for hours in (0, 2, 26, 24 * 6, 24 * 7, 24 * 40)
+    ]
+    assert found == ["Today", "Yesterday", "Tuesday", "Friday", "November 2026", "October 2026"]

@@ -4,6 +4,7 @@ import asyncio
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from google.protobuf.timestamp_pb2 import Timestamp
 from kvasir.errors import KvasirError
@@ -16,7 +17,10 @@ MINUTES = 60
 _SAMPLED_EVERY_S = 20.0
 _MOST_NAMESPACES = 256
 _MOST_PARTED = 20  # turns of a namespace
+_MOST_AGENTS = 256  # of a namespace, whose last turns are kept
+_MOST_TURNS = 8  # of an agent
 Counts = Mapping[str, int]
+_Kept = TypeVar("_Kept")
 
 
 @dataclass(slots=True)
@@ -37,6 +41,23 @@ class Parted:
     started: pb.Started
 
 
+@dataclass(frozen=True, slots=True)
+class Reused:
+    """What a turn had of its agent's memory. `parted`: where it parted from it, which quotes both."""
+
+    at: Timestamp
+    source: int
+    cached_tokens: int
+    prompt_tokens: int
+    reason: str
+    parted: pb.Difference | None
+
+    @classmethod
+    def of(cls, at: Timestamp, started: pb.Started) -> "Reused":
+        parted = started.difference if started.HasField("difference") else None
+        return cls(at, started.source, started.cached_tokens, started.prompt_tokens, started.reason, parted)
+
+
 @dataclass(slots=True)
 class _Watched:
     """A namespace: the engine's counters as they were last, and the minutes in which they grew."""
@@ -54,6 +75,7 @@ class History:
         self._now = now
         self._watched: OrderedDict[str, _Watched] = OrderedDict()
         self._parted: OrderedDict[str, deque[Parted]] = OrderedDict()
+        self._turns: OrderedDict[str, OrderedDict[str, deque[Reused]]] = OrderedDict()
 
     async def follow(self, engine: EngineLink) -> None:
         """Look for ever at every namespace that the gateway's own credential may see."""
@@ -86,14 +108,22 @@ class History:
         watched.minutes[-1].misses.update(_since(watched.misses, misses))
         watched.sources, watched.misses = sources, misses
 
-    def part(self, namespace: str, agent_id: str, started: pb.Started) -> None:
-        """Note a turn, if its prompt parted from its memory."""
+    def began(self, namespace: str, agent_id: str, started: pb.Started) -> None:
+        """Note a turn: what it reused, and where its prompt parted from its memory."""
+        at = Timestamp(seconds=int(self._now()))
+        if agent_id:
+            agents = _newest_of(self._turns, namespace, OrderedDict, _MOST_NAMESPACES)
+            _newest_of(agents, agent_id, lambda: deque(maxlen=_MOST_TURNS), _MOST_AGENTS).appendleft(
+                Reused.of(at, started)
+            )
         if started.HasField("difference"):
-            newest = self._parted.setdefault(namespace, deque(maxlen=_MOST_PARTED))
-            newest.appendleft(Parted(Timestamp(seconds=int(self._now())), agent_id, started))
-            self._parted.move_to_end(namespace)
-            while len(self._parted) > _MOST_NAMESPACES:
-                self._parted.popitem(last=False)
+            newest = _newest_of(self._parted, namespace, lambda: deque(maxlen=_MOST_PARTED), _MOST_NAMESPACES)
+            newest.appendleft(Parted(at, agent_id, started))
+
+    def turns_of(self, namespace: str, agent_id: str) -> Sequence[Reused]:
+        """An agent's last turns over HTTP, the newest first."""
+        agents = self._turns.get(namespace)
+        return tuple(agents.get(agent_id, ())) if agents is not None else ()
 
     def parted(self, namespace: str) -> Sequence[Parted]:
         """The newest turns whose prompts parted from their memories, the newest first."""
@@ -105,6 +135,15 @@ class History:
         minutes = {minute.number: minute for minute in watched.minutes} if watched is not None else {}
         newest = int(self._now() // 60)
         return [minutes.get(number, Minute(number)) for number in range(newest - MINUTES + 1, newest + 1)]
+
+
+def _newest_of(kept: OrderedDict[str, _Kept], name: str, new: Callable[[], _Kept], most: int) -> _Kept:
+    """What is kept under a name, now as the newest; the oldest beyond `most` go."""
+    found = kept.setdefault(name, new())
+    kept.move_to_end(name)
+    while len(kept) > most:
+        kept.popitem(last=False)
+    return found
 
 
 def _since(before: Counts, after: Counts) -> Counts:

@@ -27,6 +27,8 @@ DONE = {
     "cancel": "The turn was ended.",
     "load": "The model is loaded.",
     "unload": "The model is unloaded. The next turn of it is refused until it is loaded again.",
+    "label": "The label is set.",
+    "move": "The agent has moved. Here is what was copied.",
     "rename": "This is its title now.",
     "pin": "It is pinned: it stays at the top, and nothing makes room by dropping it.",
     "unpin": "It is pinned no longer.",

@@ -1,7 +1,8 @@
 """The panels of the pages, asked of the engine: each on its own, so that one that fails spoils no other."""
 
 import asyncio
-from collections.abc import Awaitable, Sequence
+import textwrap
+from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -14,8 +15,11 @@ from kvasir.waits import ANSWER_S
 from kvasir_gateway.page import tree
 from kvasir_gateway.page.chart import Chart, chart
 from kvasir_gateway.page.history import History, Parted
+from kvasir_gateway.page.transcript import transcript
 
 _VERSIONS_A_PAGE = 200
+_MOST_READ, _MOST_READ_TOKENS = 16, 20_000  # versions whose messages are read, and how long they are at most
+_MOST_CHARS = 70
 _SOURCES = ("hot", "warm", "shared", "replay", "cold")
 _Answer = TypeVar("_Answer")
 
@@ -91,6 +95,7 @@ class AgentSeen:
     hot: pb.HotMemory | None
     rows: Sequence[tree.Row]
     next_page_token: str
+    said: Mapping[int, str]  # by version what was said last
 
 
 async def agent(client: AioInferenceClient, agent_id: str, page_token: str) -> AgentSeen:
@@ -102,4 +107,16 @@ async def agent(client: AioInferenceClient, agent_id: str, page_token: str) -> A
         client.list_snapshots(agent_id, page_size=_VERSIONS_A_PAGE, page_token=page_token),
     )
     rows = tree.rows(listed.snapshots, has_older=bool(listed.next_page_token))
-    return AgentSeen(found, usage, hot[0] if hot else None, rows, listed.next_page_token)
+    said = await _said_last(client, listed.snapshots[:_MOST_READ])
+    return AgentSeen(found, usage, hot[0] if hot else None, rows, listed.next_page_token, said)
+
+
+async def _said_last(client: AioInferenceClient, versions: Sequence[cachestore_pb2.SnapshotVersion]) -> dict[int, str]:
+    """The last message of somebody in each version: where branches part, it tells them apart."""
+    found = {}
+    for each in versions:
+        if each.token_count <= _MOST_READ_TOKENS:
+            read = await panel(transcript(client, each.agent_id, (each.kv_identity_hash, each.version)))
+            asked = [said.content for said in read.value.messages if said.role == "user"] if read.value else []
+            found[each.version] = textwrap.shorten(asked[-1][:500], _MOST_CHARS, placeholder="…") if asked else ""
+    return found

@@ -9,6 +9,7 @@ from urllib.parse import urlencode
 from google.protobuf.duration_pb2 import Duration
 from google.protobuf.timestamp_pb2 import Timestamp
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from kvasir.inference.v1 import inference_pb2 as pb
 from starlette.responses import HTMLResponse, Response
 
 _HERE = Path(__file__).parent
@@ -26,8 +27,7 @@ HEADERS = {
 }
 _ASSETS = {
     "page.css": "text/css",
-    "page.js": "text/javascript",
-    "chat.js": "text/javascript",
+    **dict.fromkeys(("page.js", "chat.js", "events.js", "moving.js"), "text/javascript"),
     "icon.svg": "image/svg+xml",
 }
 
@@ -78,6 +78,22 @@ def moment(at: Timestamp, now_s: float) -> Mapping[str, str]:
     return {"exact": exact, "ago": f"{age(now_s - at.ToMilliseconds() / 1000)} ago"}
 
 
+def reuse_words(source: int, cached: int, prompt: int, reason: str) -> str:
+    """How much of a prompt came from memory, and why not more."""
+    name = pb.CacheSource.Name(source).removeprefix("CACHE_SOURCE_").lower()  # type: ignore[arg-type]
+    return f"{cached:,} of {prompt:,} tokens from memory ({name}{f': {reason}' if reason else ''})"
+
+
+def difference_words(place: pb.Difference) -> str:
+    """Where a prompt parted from the memory, with both texts."""
+    where = f"message {place.message + 1} ({place.role})" if place.HasField("message") else place.role or "the text"
+    what = f", its {place.what}" if place.what else ""
+    helps = f" The rule {', '.join(place.rules)} helps." if place.rules else ""
+    return (
+        f"The prompt parts from the memory at {where}{what}: “{place.given}” in place of “{place.remembered}”.{helps}"
+    )
+
+
 def words(name: str) -> str:
     """new_agent → "new agent"."""
     return name.replace("_", " ").lower()
@@ -91,4 +107,4 @@ _TEMPLATES = Environment(
     lstrip_blocks=True,
 )
 _TEMPLATES.filters.update(size=size, number=number, lasted=lasted, moment=moment, words=words)
-_TEMPLATES.globals.update(link=link)
+_TEMPLATES.globals.update(link=link, reuse_words=reuse_words, difference_words=difference_words)

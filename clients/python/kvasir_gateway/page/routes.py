@@ -62,7 +62,12 @@ class GatewayPage:
         self._history = history
         self._now = now
         self._first = ConversationList()
-        self._parts: Sequence[Part] = (self._first, Status(history), Managing(), Talking(numbers, clock, new_id))
+        self._parts: Sequence[Part] = (
+            self._first,
+            Status(history),
+            Managing(history),
+            Talking(numbers, history, clock, new_id),
+        )
 
     def routes(self) -> list[Route]:
         pages = [each for part in self._parts for each in part.pages().items()]
@@ -77,9 +82,9 @@ class GatewayPage:
             *(self._route(at, name, handler, methods=["POST"]) for at in _PLACES for name, handler in writes),
         ]
 
-    def part(self, namespace: str, agent_id: str, started: pb.Started) -> None:
-        """Note where a turn's prompt parted from its memory, for who may read that."""
-        self._history.part(namespace, agent_id, started)
+    def began(self, namespace: str, agent_id: str, started: pb.Started) -> None:
+        """Note what a turn reused, and where its prompt parted from its memory, for who may read that."""
+        self._history.began(namespace, agent_id, started)
 
     async def _front(self, request: Request) -> Answer:
         """The first page for browsers. Clients of Ollama's API look here for its words."""

@@ -2,7 +2,7 @@
 
 import re
 import textwrap
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -13,14 +13,15 @@ from kvasir.errors import AlreadyExists, Conflict, Internal, InvalidArgument, Kv
 from kvasir.inference.v1 import inference_pb2 as pb
 from kvasir.names import MAX_NAME_BYTES, check_agent_id, check_request_id
 
-from kvasir_gateway.answering import EventStream, StreamForm, gather, unless_left
+from kvasir_gateway.answering import Events, EventStream, StreamForm, gather, unless_left
 from kvasir_gateway.chunks import ReplyStream
 from kvasir_gateway.engine import sent_messages
 from kvasir_gateway.metrics import GatewayNumbers
 from kvasir_gateway.page import looking
+from kvasir_gateway.page.history import History
 from kvasir_gateway.page.listing import TITLE
 from kvasir_gateway.page.look import Answer, Handler, Look, version_of
-from kvasir_gateway.page.rendering import HEADERS
+from kvasir_gateway.page.rendering import HEADERS, difference_words, reuse_words
 from kvasir_gateway.page.transcript import Place, facts, transcript, version_with
 from kvasir_gateway.turn import Asked, Said, Turn, sse
 
@@ -94,8 +95,11 @@ class TalkEvents(ReplyStream):
 class Talking:
     """The handlers of conversations."""
 
-    def __init__(self, numbers: GatewayNumbers, clock: Callable[[], float], new_id: Callable[[], str]) -> None:
+    def __init__(
+        self, numbers: GatewayNumbers, history: History, clock: Callable[[], float], new_id: Callable[[], str]
+    ) -> None:
         self._numbers = numbers
+        self._history = history
         self._clock = clock
         self._new_id = new_id
 
@@ -132,7 +136,7 @@ class Talking:
     async def _say(self, look: Look) -> Answer:
         """A turn: for a script as a stream, else the conversation with it."""
         saying = Saying.of(look.form, self._new_id())
-        events = _turn(look, saying, await _input(look, saying))
+        events = self._noted(look, saying, _turn(look, saying, await _input(look, saying)))
         if not look.is_scripts:
             await unless_left(look.request.receive, gather(events))
             return look.goto("chat", id=saying.agent_id)
@@ -144,6 +148,13 @@ class Talking:
         asked = Asked(request_id=saying.request_id, created=int(look.now), model="", agent_id=saying.agent_id)
         form = StreamForm(TalkEvents(asked), _broken, {**HEADERS, "content-type": "text/event-stream"})
         return EventStream(first, events, form, lambda: None, self._numbers, self._clock)
+
+    async def _noted(self, look: Look, saying: Saying, turn: Events) -> Events:
+        async with aclosing(turn) as events:
+            async for event in events:
+                if event.HasField("started"):
+                    self._history.began(look.namespace, saying.agent_id, event.started)
+                yield event
 
     async def _branch(self, look: Look) -> Answer:
         """A new agent that remembers a conversation up to one of its replies."""
@@ -186,7 +197,7 @@ async def _input(look: Look, saying: Saying) -> Mapping[str, Any]:
     return {"messages": sent_messages(Turn(model="", messages=(*kept, Said("user", saying.text))))}
 
 
-async def _turn(look: Look, saying: Saying, given: Mapping[str, Any]) -> AsyncGenerator[pb.GenerateResponse, None]:
+async def _turn(look: Look, saying: Saying, given: Mapping[str, Any]) -> Events:
     """The events of a turn. One that somebody stops is remembered as far as it was read."""
     options = GenerateOptions(
         agent_id=saying.agent_id,
@@ -219,24 +230,13 @@ def title_of(text: str) -> str:
     return textwrap.shorten(printable, _MOST_TITLE_CHARS, placeholder="…") or "Untitled"
 
 
-def reuse_words(started: pb.Started) -> str:
-    """How much of a prompt came from memory, and why not more."""
-    source = pb.CacheSource.Name(started.source).removeprefix("CACHE_SOURCE_").lower()
-    why = f": {started.reason}" if started.reason else ""
-    return f"{started.cached_tokens:,} of {started.prompt_tokens:,} tokens from memory ({source}{why})"
-
-
-def difference_words(place: pb.Difference) -> str:
-    """Where a prompt parted from the memory, with both texts."""
-    where = f"message {place.message + 1} ({place.role})" if place.HasField("message") else place.role or "the text"
-    what = f", its {place.what}" if place.what else ""
-    return f"The prompt parts from the memory at {where}{what}: “{place.given}” in place of “{place.remembered}”."
-
-
 def _ended(started: pb.Started, finished: pb.Finished) -> dict[str, Any]:
     """What is shown under a reply."""
     snapshot, left_out = finished.snapshot, finished.shortening.dropped_messages
-    notes = [reuse_words(started), f"first token after {finished.timings.first_token.ToMilliseconds():,} ms"]
+    notes = [
+        reuse_words(started.source, started.cached_tokens, started.prompt_tokens, started.reason),
+        f"first token after {finished.timings.first_token.ToMilliseconds():,} ms",
+    ]
     if (why := _STORED.get(snapshot.state)) is not None:
         notes.append(f"{why}: {snapshot.reason}" if snapshot.reason else why)
     elif snapshot.version:

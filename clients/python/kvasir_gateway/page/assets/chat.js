@@ -1,28 +1,12 @@
 // Sends what somebody says and shows the reply as it comes. All texts become text nodes: nothing of a model is markup.
+import { eventsOf, post } from "./events.js";
+
 const form = document.querySelector("[data-talk]");
 const said = document.querySelector("[data-said]");
 const facts = document.querySelector("[data-facts]");
 const problem = document.querySelector("[data-problem]");
 const state = document.querySelector("[data-state]");
 const [send, stop] = ["[data-send]", "[data-stop]"].map((each) => document.querySelector(each));
-
-// The events of an answer, as [name, value].
-async function* eventsOf(answer) {
-  let rest = "";
-  for await (const piece of answer.body.pipeThrough(new TextDecoderStream())) {
-    const events = (rest + piece).split("\n\n");
-    rest = events.pop();
-    for (const event of events) {
-      const [, name, data] = /^event: (.*)\ndata: (.*)$/.exec(event) ?? [];
-      if (name) yield [name, JSON.parse(data)];
-    }
-  }
-}
-
-function post(name, fields) {
-  const body = new URLSearchParams(fields);
-  return fetch(form.dataset.at + name, { method: "POST", body, headers: { accept: "text/event-stream" } });
-}
 
 // Keeps the end of a reply in sight, unless somebody reads further up.
 function follow(reply, work) {
@@ -109,9 +93,9 @@ async function say(fields) {
   busy(true);
   const turn = begin(fields.text);
   let ended = null;
-  stop.onclick = () => post("cancel", { form_token: fields.form_token, request_id: fields.request_id });
+  stop.onclick = () => post(`${form.dataset.at}cancel`, { form_token: fields.form_token, request_id: fields.request_id });
   try {
-    for await (const [name, value] of eventsOf(await post("say", fields))) {
+    for await (const [name, value] of eventsOf(await post(`${form.dataset.at}say`, fields))) {
       if (name === "begun") begun(value);
       if (name === "reading") turn.text.dataset.reading = `reading ${value.done} of ${value.total} tokens`;
       if (name === "delta") show(turn, value);
