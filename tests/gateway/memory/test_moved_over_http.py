@@ -33,10 +33,12 @@ CHAT: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Engines:
-    """Two engines, and a gateway before the first that knows both by the names that they have for each other."""
+    """Two engines, a gateway before the first that knows both by the names that they have for each other, and one that
+    knows no peers."""
 
     two: TwoEngines
     gateway: GatewayProcess
+    plain: GatewayProcess
     key: str
 
 
@@ -56,20 +58,20 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
     try:
         two.start()
         peers = ("--peer", f"b={two.b.address}", "--peer", f"a={two.a.address}")
-        options = ("--credentials", str(root / "credentials.toml"), *peers)
-        with running_gateway(two.house, *options) as gateway:
-            yield Engines(two, gateway, keys["ada"])
+        options = ("--credentials", str(root / "credentials.toml"))
+        with running_gateway(two.house, *options, *peers) as gateway, running_gateway(two.house, *options) as plain:
+            yield Engines(two, gateway, plain, keys["ada"])
     finally:
         two.close()
 
 
-def heard(engines: Engines, *peers: str) -> tuple[str, int]:
+def heard(engines: Engines, *peers: str, url: str = "") -> tuple[str, int]:
     """The text that a reader of server-sent events hears, and how often the turn moved meanwhile, from peer to peer."""
     both, waiting = (engines.two.a, engines.two.b), list(peers)
     text, events, given = "", list[dict[str, Any]](), sum(engine.log.count("turn.given") for engine in both)
     headers = {"authorization": f"Bearer {engines.key}"}
     with (
-        httpx.Client(base_url=engines.gateway.url, timeout=60) as http,
+        httpx.Client(base_url=url or engines.gateway.url, timeout=60) as http,
         InferenceClient.connect(engines.two.a.address, token=engines.key) as a,
         InferenceClient.connect(engines.two.b.address, token=engines.key) as b,
         http.stream("POST", "/v1/chat/completions", json=CHAT, headers=headers) as answer,
@@ -92,12 +94,14 @@ def told(event: dict[str, Any]) -> str:
     return "".join(choice["delta"].get("content") or "" for choice in event.get("choices", ()))
 
 
-@pytest.mark.long(19)
+@pytest.mark.long(26)
+@pytest.mark.parametrize("has_peers", [True, False])
 @pytest.mark.parametrize("peers", [("b",), ("b", "a")])
-def test_its_reader_hears_every_character_once(engines: Engines, peers: tuple[str, ...]) -> None:
+def test_its_reader_hears_every_character_once(engines: Engines, peers: tuple[str, ...], has_peers: bool) -> None:
+    """Without peers of its own the gateway reads on through the engine that it called, which reads on at the others."""
     stays, _ = heard(engines)
     for _ in range(4):
-        goes, moves = heard(engines, *peers)
+        goes, moves = heard(engines, *peers, url="" if has_peers else engines.plain.url)
         assert goes == stays
         if moves == len(peers):
             break
