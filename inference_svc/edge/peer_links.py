@@ -4,7 +4,7 @@ from this engine. No address ever comes from a running call.
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
 
 from kvasir.clients import PinnedTls
 from kvasir.clients.aio.turn_peer import AioTurnPeer, TurnCall
@@ -81,7 +81,7 @@ class Peers:
         """A link for one request's turns. Raises NotFound (PEER_UNKNOWN)."""
         call = (await self.client(peer, namespace)).take_turn()
         try:
-            yield EngineLink(call)
+            yield EngineLink(peer, call)
         finally:
             call.close()
 
@@ -95,31 +95,48 @@ class Peers:
 
 
 class EngineLink:
-    def __init__(self, call: TurnCall) -> None:
+    def __init__(self, peer: str, call: TurnCall) -> None:
+        self._peer = peer
         self._call = call
         self._prompt_tokens = 0
 
     async def open(self, opening: Opening) -> None:
         self._prompt_tokens = len(opening.begun.prompt.tokens.ids)
-        await self._call.send([wire.write_opening(opening)])
+        await self._send([wire.write_opening(opening)])
         await self._expect("opened")
 
     async def send_file(self, choice: int, data: FileBytes) -> None:
-        await self._call.send(wire.write_file(choice, data))
+        await self._send(wire.write_file(choice, data))
 
     async def send_stand(self, stand: Stand) -> None:
-        await self._call.send([wire.write_stand(stand, self._prompt_tokens)])
+        await self._send([wire.write_stand(stand, self._prompt_tokens)])
 
     async def prepared(self) -> Promise:
         answer = await self._expect("prepared")
         return wire.read_promise(answer.prepared)
 
     async def commit(self) -> None:
-        await self._call.send([wire.commit()])
+        await self._send([wire.commit()])
         await self._expect("taken")
 
+    async def _send(self, parts: Iterable[pb.TakeTurnRequest]) -> None:
+        with self._named():
+            await self._call.send(parts)
+
     async def _expect(self, part: str) -> pb.TakeTurnResponse:
-        answer = await self._call.receive()
+        with self._named():
+            answer = await self._call.receive()
         if answer.WhichOneof("part") != part:
             raise Unavailable(f"the other engine's answer is not understood: expected {part!r}")
         return answer
+
+    @contextlib.contextmanager
+    def _named(self) -> Iterator[None]:
+        """Report a link that does not come about, or breaks, as the peer's: the caller reaches this engine."""
+        try:
+            yield
+        except Unavailable as error:
+            if error.reason != Unavailable.reason:
+                raise
+            text = f"the engine of peer {self._peer}: {error.message}"
+            raise Unavailable(text, reason="PEER_UNAVAILABLE", retry_after_s=5.0) from None

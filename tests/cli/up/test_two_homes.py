@@ -161,6 +161,28 @@ def test_a_first_turn_is_waited_for_and_the_command_reports_it(macs: Macs) -> No
     assert (len(heard.reply.token_ids), studio.versions("first")) == (300, [1])
 
 
+@pytest.mark.long(3)
+def test_an_engine_that_cannot_be_reached_is_named_and_the_turn_is_waited_for(macs: Macs) -> None:
+    laptop, studio = macs
+
+    async def work() -> tuple[Heard, Ended]:
+        async with AioInferenceClient.connect(laptop.engine) as client:
+            await hear(client, agent_id="alone", **FIRST)
+        running = Home(studio.cli.home).running()
+        assert running is not None
+        os.kill(running.engine_pid, signal.SIGKILL)  # its `kvasir up` starts another, which takes seconds
+        return await moved(laptop, "alone", **{**MORE, "sampling": {**ON, "max_tokens": 300}})
+
+    heard, ended = run(work())
+    eventually(lambda: answers(studio.engine, ENGINE_SERVICE))
+    eventually(lambda: not is_free(studio.engine_listen, "engine_listen"))
+    assert ended.code == 0, ended
+    assert "alone's turn is not handed over: the engine of peer studio" in ended.err
+    assert "alone has moved to studio after the end of its turn" in ended.out
+    with studio.store() as there:
+        assert there.get_snapshot("alone")[0].token_count == heard.reply.finished.memory_tokens
+
+
 async def until_moved(mac: Mac, agent: str, leave: Callable[[AioInferenceClient], Any]) -> None:
     """A long turn that moves; once the rest comes from the peer, its reader does that."""
     async with AioInferenceClient.connect(mac.engine) as client:

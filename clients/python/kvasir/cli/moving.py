@@ -188,9 +188,7 @@ def _turn_handed_over(caller: Caller, client: StoreClient, agent: str, peer: str
                     return None  # the move will be refused
                 caller.say("its end is waited for")
                 # The store waits for the turn of an agent that it has; one in its first turn it does not know.
-                if not _is_unknown(client, agent):
-                    return None
-                while any(turn.agent_id == agent for turn in engine.list_turns()):
+                while _is_unknown(client, agent) and any(turn.agent_id == agent for turn in engine.list_turns()):
                     time.sleep(PAUSE_S)
                 return "waited_for"
     except Unavailable as error:  # it ended meanwhile
