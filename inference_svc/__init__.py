@@ -4,14 +4,16 @@ import os
 import sys
 import time
 
+from inference_svc.file_limit import keep_file_limit
 from inference_svc.lean_transformers import import_transformers_without_torch
 from inference_svc.model.blas import load_optimized_blas
 
 BEGAN_S = time.monotonic()  # before the imports that take seconds
-# Here, because all must come before the first import of whichever module comes first: of `mlx`, and of `transformers`,
-# which else warns that models need PyTorch. We take its tokenizers.
+# Here, because all must come before the first import of whichever module comes first: of `mlx`, of `mlx_lm`, and of
+# `transformers`, which else warns that models need PyTorch. We take its tokenizers.
 load_optimized_blas()
 import_transformers_without_torch()
+keep_file_limit()
 os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
 if sys.platform == "darwin":
     # MLX's Metal back end commits its commands behind 40 or 50 operations, or behind as many million values of inputs:
