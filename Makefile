@@ -160,6 +160,7 @@ mutants: install ## Break the code once per mutant, see which test notices, writ
 docs: install    ## The documentation as a site, from this repository and without the network: out/site/index.html
 	$(BIN)/python -m tools.site out/pages
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build -q --strict -f docs/mkdocs.yml
+	@echo "open out/site/index.html; its search wants a server: $(PY) -m http.server -b 127.0.0.1 -d out/site"
 
 .PHONY: bench-http test-http-clients test-agents test-page test-smg test-templates
 bench-http: install ## 200 streams through the gateway, then 500 readers who leave
