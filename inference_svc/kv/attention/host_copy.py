@@ -287,8 +287,8 @@ class _Copiers:
     """
 
     def __init__(self) -> None:
-        context = ctypes.c_void_p()
-        _check(_driver().cuCtxGetCurrent(ctypes.byref(context)))
+        context, self._driver = ctypes.c_void_p(), _driver()
+        _check(self._driver.cuCtxGetCurrent(ctypes.byref(context)))
         self._here = threading.local()
         self._threads = ThreadPoolExecutor(_THREADS, "host-copy", self._begin, (context,))
 
@@ -297,12 +297,12 @@ class _Copiers:
 
     def copy_out(self, runs: Sequence[Run], target: int) -> None:
         """On one of the threads: see `copy_out`."""
-        ways, driver = self._here.ways, _driver()
+        ways, driver = self._here.ways, self._driver
         coming: deque[tuple[ctypes.c_void_p, ctypes.c_void_p, int]] = deque()
         try:
             for number, load in enumerate(_loads(runs)):
                 if len(coming) == len(ways):
-                    target += _empty(*coming.popleft(), target)
+                    target += _empty(driver, *coming.popleft(), target)
                 stream, buffer = ways[number % len(ways)]
                 filled = 0
                 for source, size in load:
@@ -312,7 +312,7 @@ class _Copiers:
                     filled += size
                 coming.append((stream, buffer, filled))
             while coming:
-                target += _empty(*coming.popleft(), target)
+                target += _empty(driver, *coming.popleft(), target)
         finally:  # an error is no end: no byte may arrive when the buffer is another copy's
             states = [driver.cuStreamSynchronize(stream) for stream, _ in ways]
         for state in states:
@@ -323,7 +323,7 @@ class _Copiers:
         return [self._threads.submit(self._copy, pieces[first::_THREADS], kept) for first in range(_THREADS)]
 
     def _begin(self, context: ctypes.c_void_p) -> None:
-        driver, self._here.ways = _driver(), []
+        driver, self._here.ways = self._driver, []
         _check(driver.cuCtxSetCurrent(context))
         for _ in range(2):
             stream, buffer = ctypes.c_void_p(), ctypes.c_void_p()
@@ -332,7 +332,7 @@ class _Copiers:
             self._here.ways.append((stream, buffer))
 
     def _copy(self, pieces: Sequence[_Piece], _kept: object) -> None:
-        ways, driver = self._here.ways, _driver()
+        ways, driver = self._here.ways, self._driver
         try:
             for number, (target, source, size) in enumerate(pieces):
                 stream, buffer = ways[number % 2]
@@ -362,9 +362,9 @@ def _loads(runs: Sequence[Run]) -> Iterator[list[Run]]:
         yield load
 
 
-def _empty(stream: ctypes.c_void_p, buffer: ctypes.c_void_p, size: int, target: int) -> int:
+def _empty(driver: ctypes.CDLL, stream: ctypes.c_void_p, buffer: ctypes.c_void_p, size: int, target: int) -> int:
     """Wait until a pinned buffer is filled, and move its bytes to their place. Returns how many."""
-    _check(_driver().cuStreamSynchronize(stream))
+    _check(driver.cuStreamSynchronize(stream))
     ctypes.memmove(target, buffer, size)
     return size
 

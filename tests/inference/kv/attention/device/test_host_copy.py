@@ -52,6 +52,17 @@ def test_nobody_waits_for_rows_until_they_are_read(driver: PlayedDriver) -> None
     assert sent.is_there
 
 
+def test_copies_are_made_by_the_driver_that_their_threads_began_with(
+    driver: PlayedDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A played one's streams are none of CUDA's, which a test leaves behind with copies that have not begun."""
+    driver.gate.clear()
+    sent = [host_copy.send(rows_of(seed)) for seed in range(3)]
+    monkeypatch.setattr(host_copy, "_driver", lambda: pytest.fail("another driver"))
+    driver.gate.set()
+    assert all(arrived(each) for each in sent)
+
+
 def test_room_is_not_used_again_before_its_readers_are_there(driver: PlayedDriver) -> None:
     """A reader that is enqueued, and not evaluated, sees the rows that it was enqueued with."""
     sums = []
