@@ -111,7 +111,8 @@ def fused_attention(
     seen_tokens = window + count - 1 if window else 0
     rows = queries.shape[1] // page_format.key.kv_heads * count
     widest = min(seen_tokens or blocks * PAGE_TOKENS, blocks * PAGE_TOKENS) if count > 1 else 0
-    has_warpgroups = compiler is None and is_hopper() if has_warpgroups is None else has_warpgroups
+    if has_warpgroups is None:
+        has_warpgroups = dialect is Dialect.CUDA and compiler is None and is_hopper()
     batch = queries.shape[0] if count > 1 else 1
     takes_tiles = not tiles.are_refused(page_format, TYPE_NAMES[queries.dtype])
     shape = page_format, rows, widest, dialect, queries.dtype, soft_cap is not None, batch, takes_tiles

@@ -100,6 +100,12 @@ def test_a_sample_of_all_texts_has_no_fault() -> None:
     assert not faults_of(text for each in found for text in each.values())
 
 
+def test_beside_a_hopper_the_text_is_metals_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fused, "is_hopper", lambda: True)
+    monkeypatch.setattr(fused, "_is_launched", lambda *_: True)
+    assert not [text for case in CASES[::29] for text in texts_of(case).values() if "__device__" in text]
+
+
 @pytest.mark.long(7)
 def test_all_texts_have_no_fault() -> None:
     found = {text for case in CASES for text in texts_of(case).values()}
