@@ -142,6 +142,7 @@ def test_a_kept_graph_reads_the_arrays_that_a_pool_has_now() -> None:
     assert len({given[0][0].shape for given in traced}) == 3
     assert len(traced) == 4, "the first size's graph is gone when it comes again"
     traced.clear()
+    mx.synchronize()  # a GPU's pass holds what it read a moment longer
     assert mx.get_active_memory() - active < 10 * PAGE_BYTES
 
 
