@@ -90,7 +90,7 @@ def memory_left(sequence: Sequence, runner: ModelRunner, kv_identity_hash: str) 
     if kv.can_go_on_from(length):  # not if states have seen tokens that are not remembered
         kv.mark()
     # Another turn may begin where this one began: a retry, or an edited last message.
-    kept = {sequence.cached, sequence.prompt_rewind_point, length}
+    kept = {sequence.cells.cached, sequence.cells.rewind_point, length}
     # A warm-up turn generates nothing, so it keeps the existing rewind points.
     kv.keep_rewind_points(kept if sequence.plan.generates else _last_points(kv))
     sequence.rewind_points = kv.rewind_points if kv.states else ()  # windows go on from wherever their blocks are

@@ -122,14 +122,14 @@ class Decoder:
 def _next_place(sequence: Sequence, pending: _Launched | None) -> int | None:
     """The position of the sequence's next input; None if it needs no more KV, whatever the step before draws."""
     slot = pending.slot(sequence) if pending is not None else None
-    place = sequence.computed + (slot is not None)
+    place = sequence.cells.computed + (slot is not None)
     known = len(sequence.token_ids)
     if place < known:
         return place
     is_coming = slot is not None and pending is not None and pending.is_drawn[slot] and sequence.finish_reason is None
     if not is_coming:
         return None
-    is_last = known + 1 - sequence.prompt_tokens >= sequence.plan.sampling.max_tokens
+    is_last = known + 1 - sequence.cells.prompt_tokens >= sequence.plan.sampling.max_tokens
     return None if is_last and not sequence.plan.leaves_memory else place
 
 

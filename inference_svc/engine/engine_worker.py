@@ -271,7 +271,7 @@ class EngineWorker:
         request for the turn's snapshot is served before the next step admits a turn that may need the room.
         """
         generated = [sequence for sequence in self._with_kv if sequence.finish_reason is not None]
-        ending = [each for each in generated if not each.plan.leaves_memory or each.remembered <= each.computed]
+        ending = [each for each in generated if not each.plan.leaves_memory or each.remembered <= each.cells.computed]
         for sequence in ending:
             self._finish(sequence)
         return bool(ending)

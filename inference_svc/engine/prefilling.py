@@ -93,5 +93,5 @@ def _take_in(cell: TurnCell[Sequence], drawn: Drawn | KvasirError | None) -> Non
         raise drawn
     if drawn is not None:
         sequence.accept(drawn.token_id, drawn.logprobs)
-    elif sequence.is_at_rewind_point:
+    elif 0 < sequence.cells.computed == sequence.cells.rewind_point:
         mark(_held(sequence)[0])

@@ -10,7 +10,7 @@ from kvasir.formats.block_file import FileBytes
 from kvasir.formats.block_hash import BLOCK_TOKENS, chain_hashes
 
 from inference_svc.engine import api
-from inference_svc.engine.grid import cell_end
+from inference_svc.engine.grid import Cells
 from inference_svc.engine.reply_text import ReplyText
 from inference_svc.engine.scheduling.memory_ledger import Reservation
 from inference_svc.engine.scheduling.schedulable import ScheduleRecord, Status
@@ -47,7 +47,7 @@ class SwappedOut:
 
 
 class Sequence:
-    """A submitted turn. `token_ids` are its tokens; a step lets `computed` of them catch up with all but the last."""
+    """A submitted turn. `token_ids` are its tokens; steps compute all but the last of them, as `cells` counts."""
 
     def __init__(
         self,
@@ -61,18 +61,15 @@ class Sequence:
         self.plan = plan
         self.namespace, self.priority = plan.namespace, plan.pace.priority
         self.longest_gap_s = plan.pace.longest_gap_s
-        self.prompt_tokens = len(plan.token_ids)
-        self.most_tokens = self.prompt_tokens + plan.sampling.max_tokens  # if it generates all that it may
+        self.cells = Cells(len(plan.token_ids), model.cell_tokens, _rewind_point(plan, model))
+        self.most_tokens = self.cells.prompt_tokens + plan.sampling.max_tokens  # if it generates all that it may
         self.listener = listener
         self.matcher = matcher  # of the plan's constraint; advanced by the sampler
         limit = plan.sampling.reasoning_limit
         self.watch = ReasoningWatch(limit, token_text) if limit is not None else None  # advanced by the sampler
         self.schedule = ScheduleRecord()
         self.token_ids = plan.token_ids.growing()
-        self.computed = 0  # leading tokens whose KV exists
-        self.cached = 0  # reused tokens among them
         self.rewind_points: tuple[int, ...] = ()  # token counts to which a memory of a model with states can go back
-        self._on_grid = 0  # leading tokens whose KV was computed on the grid, without a gap
         self.is_cancelled = False  # set from any thread
         # What it holds on the MLX thread.
         self.kv: SequenceKV | None = None
@@ -99,7 +96,7 @@ class Sequence:
     def status(self) -> Status:
         if self.arrival is not None and self.arrival.lacks_files:
             return Status.RESTORING
-        is_decoding = self._stage is Status.PREFILLING and not self.is_prefilling
+        is_decoding = self._stage is Status.PREFILLING and not self.cells.rest_tokens
         return Status.DECODING if is_decoding else self._stage
 
     @property
@@ -109,13 +106,9 @@ class Sequence:
     @property
     def keeps_its_part(self) -> bool:
         """Whether a cancel now leaves what the turn has so far, and not the memory as it was before."""
-        has_generated = len(self.token_ids) > self.prompt_tokens
+        has_generated = len(self.token_ids) > self.cells.prompt_tokens
         is_own = self.plan.carried is None  # what another engine began is its own until it gives it away
         return self.finish_reason is not None or (self.plan.keep_partial and has_generated and is_own)
-
-    @property
-    def is_prefilling(self) -> bool:
-        return self.computed < self.prompt_tokens
 
     # --- as the scheduler sees it (`Schedulable`) ---
 
@@ -126,7 +119,7 @@ class Sequence:
 
     @property
     def is_masked(self) -> bool:
-        is_caught_up = self.computed == len(self.token_ids) - 1  # not while a resumed turn computes what it had
+        is_caught_up = self.cells.computed == len(self.token_ids) - 1  # not while a resumed turn computes what it had
         return self.matcher is not None and self.finish_reason is None and is_caught_up
 
     @property
@@ -151,59 +144,15 @@ class Sequence:
     @property
     def reusable_tokens(self) -> int:
         keep = 0 if isinstance(self.plan.reuse, api.Cold) else self.plan.reuse.keep_tokens
-        return min(keep, self.prompt_tokens - self.plan.generates)  # the reply begins at the prompt's last token
+        return min(keep, self.cells.prompt_tokens - self.plan.generates)  # the reply begins at the prompt's last token
 
     @cached_property
     def chain(self) -> tuple[str, ...]:
         """Chain hashes of the prompt's full blocks. Empty for a turn that shares them with no other."""
         if self.namespace is None or self.plan.pooling is not None:
             return ()
-        known = self.known_chain[: self.prompt_tokens // BLOCK_TOKENS]
-        return chain_hashes(self._model.kv_identity_hash, self.token_ids[: self.prompt_tokens], known)
-
-    @property
-    def shareable(self) -> int:
-        """Leading tokens, in whole blocks, whose KV other turns may share: what a cold run would have computed. Where
-        cells are single blocks, it has the bits of a cold run. Where they are longer, a prompt's last cell may have
-        been cut elsewhere: then the bits are those of another shape of the same product, within the tolerance of 16-bit
-        computing (DESIGN §3).
-        """
-        return _whole_blocks(self._on_grid)
-
-    @property
-    def final_shareable(self) -> int:
-        """The value of `shareable` once the prompt is computed: a turn that left the grid stays off it."""
-        return _whole_blocks(self.prompt_tokens) if self._on_grid == self.computed else self.shareable
-
-    @property
-    def rest_tokens(self) -> int:
-        return max(0, self.prompt_tokens - self.computed)
-
-    @property
-    def prompt_rewind_point(self) -> int:
-        """Prompt tokens after which the memory must have a rewind point; 0 for none. Windows can go on from wherever
-        their blocks are, so theirs is the prompt's last border of a block: up to there others may share it, and a pass
-        over it would write only what a window sees at the pass's end.
-        """
-        if not self._model.has_rewind_points or self.plan.pooling is not None:
-            return 0
-        asked = self.plan.rewind_point_tokens
-        point = self.prompt_tokens - 1 if asked is None else min(asked, self.prompt_tokens - 1)
-        return point if self._model.has_states else point // BLOCK_TOKENS * BLOCK_TOKENS
-
-    @property
-    def is_at_rewind_point(self) -> bool:
-        return 0 < self.computed == self.prompt_rewind_point
-
-    @property
-    def unbroken_tokens(self) -> int:
-        # Where a rewind point is asked for a cell ends: a function of the prompt alone, like the grid.
-        point = self.prompt_rewind_point
-        return (point if self.computed < point else self.prompt_tokens) - self.computed
-
-    @property
-    def next_cell_tokens(self) -> int:
-        return cell_end(self.computed, self.computed + self.unbroken_tokens, self._model.cell_tokens) - self.computed
+        known = self.known_chain[: self.cells.prompt_tokens // BLOCK_TOKENS]
+        return chain_hashes(self._model.kv_identity_hash, self.token_ids[: self.cells.prompt_tokens], known)
 
     @property
     def shares_passes(self) -> bool:
@@ -220,12 +169,8 @@ class Sequence:
 
     def draws_after(self, count: int) -> bool:
         """Whether the next `count` tokens end the prompt and the reply's first token is not sampled yet."""
-        ends_prompt = self.computed + count == self.prompt_tokens
-        return ends_prompt and len(self.token_ids) == self.prompt_tokens and self.plan.generates
-
-    @property
-    def full_blocks(self) -> int:
-        return self.computed // BLOCK_TOKENS
+        ends_prompt = self.cells.computed + count == self.cells.prompt_tokens
+        return ends_prompt and len(self.token_ids) == self.cells.prompt_tokens and self.plan.generates
 
     def leave_queue(self) -> None:
         self._begun_s = self._clock()
@@ -236,14 +181,13 @@ class Sequence:
 
     def began(self, cached: int, shareable: int, *, is_shared: bool = False) -> None:
         """KV of the first `cached` tokens is there. `is_shared`: another turn or memory of the namespace gave it."""
-        self.cached = self.computed = cached
-        self._on_grid = _whole_blocks(min(shareable, cached))
+        self.cells.begin(cached, shareable)
         if isinstance(
             self.plan.reuse, api.Restored
         ):  # the files are KV now: do not hold them for the turn's whole life
             emptied = replace(self.plan.reuse, blobs=(), state=None, windows=(), incoming=None)
             self.plan = replace(self.plan, reuse=emptied)
-        self._full_reported = self.full_blocks
+        self._full_reported = self.cells.full_blocks
         self._restored_s = self._clock()
         self._stage, self.arrival = Status.PREFILLING, None
         waited_s, restore_s = self._begun_s - self._submitted_s, self._restored_s - self._begun_s
@@ -252,7 +196,7 @@ class Sequence:
 
     def preempted(self, files: tuple[FileBytes, ...]) -> None:
         self._stage, self._was_preempted = Status.PREEMPTED, True
-        self._events.append(api.Preempted(files, self.computed))
+        self._events.append(api.Preempted(files, self.cells.computed))
 
     def ask_for_files(self) -> None:
         self._stage = Status.RESTORING
@@ -265,9 +209,8 @@ class Sequence:
         """
         self._stage = Status.PREFILLING if self.plan.carried is None else Status.HELD
         self.arrival = None
-        self._events.append(api.Resumed(computed, self.computed - computed))
-        self.computed = computed
-        self._on_grid = min(self._on_grid, computed)
+        self._events.append(api.Resumed(computed, self.cells.computed - computed))
+        self.cells.resume(computed)
 
     def held(self) -> None:
         self._stage = Status.HELD
@@ -281,8 +224,8 @@ class Sequence:
         return api.CarriedTurn(
             TokenIds(self.token_ids),
             files.tokens,
-            self.cached,
-            self._on_grid,
+            self.cells.cached,
+            self.cells.on_grid,
             sampler_key,
             files.rewind_points,
             files.first_blocks,
@@ -291,33 +234,33 @@ class Sequence:
 
     def _take_up(self, carried: api.CarriedTurn) -> None:
         """Be where another engine left the turn. What it told is not told again."""
-        for token_id in carried.token_ids[self.prompt_tokens :]:
+        for token_id in carried.token_ids[self.cells.prompt_tokens :]:
             self.token_ids.append(token_id)
             self._reply.push(token_id)
-        self.computed, self.cached, self._on_grid = carried.computed, carried.cached, carried.shareable
-        self._prefilled_reported = min(carried.computed, self.prompt_tokens)
+        cells = self.cells
+        cells.computed, cells.cached, cells.on_grid = carried.computed, carried.cached, carried.shareable
+        self._prefilled_reported = min(carried.computed, cells.prompt_tokens)
         self.swapped = SwappedOut(carried.computed, carried.rewind_points, carried.first_blocks, 0)
         self._stage, self._was_preempted, self._spent = Status.PREEMPTED, True, carried.spent
 
     def next_tokens(self, count: int) -> list[int]:
-        return self.token_ids[self.computed : self.computed + count].tolist()
+        return self.token_ids[self.cells.computed : self.cells.computed + count].tolist()
 
     def prefilled(self, count: int) -> None:
-        stop = self.computed + count
-        if self._on_grid == self.computed:  # wherever a cell was cut, the next one goes on with its block
-            self._on_grid = stop
-        self._advance(stop)
-        if stop > self._prefilled_reported:
-            self._prefilled_reported = stop
-            self._events.append(api.Prefilled(stop, self.prompt_tokens))
+        self.cells.prefilled(count)
+        self._report_full_blocks()
+        if self.cells.computed > self._prefilled_reported:
+            self._prefilled_reported = self.cells.computed
+            self._events.append(api.Prefilled(self.cells.computed, self.cells.prompt_tokens))
         self._end_if_only_prompt()
 
     def decoded(self) -> None:
-        self._advance(self.computed + 1)
+        self.cells.computed += 1
+        self._report_full_blocks()
 
     def accept(self, token_id: int, logprobs: api.TokenLogprobs | None = None) -> None:
         """A token was sampled. Sets `finish_reason` if it is the last."""
-        if len(self.token_ids) == self.prompt_tokens:
+        if len(self.token_ids) == self.cells.prompt_tokens:
             self._first_token_s = self._clock()
         self.token_ids.append(token_id)
         visible = self._reply.push(token_id)
@@ -325,7 +268,7 @@ class Sequence:
 
     @property
     def remembered(self) -> int:
-        return self.prompt_tokens + len(self._reply.remembered)
+        return self.cells.prompt_tokens + len(self._reply.remembered)
 
     def finish(self, error: KvasirError | None = None) -> None:
         """The turn is over: `remembered` tokens are remembered, or none after an error."""
@@ -334,25 +277,24 @@ class Sequence:
 
     def state(self) -> SequenceState:
         spelled = self._reply.remembered
-        said = self.token_ids[self.prompt_tokens : self.prompt_tokens + len(spelled)]
+        said = self.token_ids[self.cells.prompt_tokens : self.remembered]
         token_ids = self.plan.token_ids + TokenIds(said)
         token_chars = self.plan.token_chars + tuple(map(len, spelled))
         # States that were computed on shared rows would have to be shared too, so such a memory serves its own agent.
-        shareable = 0 if self._model.has_states else self.shareable
+        shareable = 0 if self._model.has_states else self.cells.shareable
         return SequenceState(token_ids, token_chars, shareable, self.rewind_points)
 
     def take_events(self) -> list[api.Event]:
         events, self._events = self._events, []
         return events
 
-    def _advance(self, computed: int) -> None:
-        self.computed = computed
-        if self.full_blocks > self._full_reported:
-            self._full_reported = self.full_blocks
-            self._events.append(api.BlocksFull(self.full_blocks))
+    def _report_full_blocks(self) -> None:
+        if self.cells.full_blocks > self._full_reported:
+            self._full_reported = self.cells.full_blocks
+            self._events.append(api.BlocksFull(self.cells.full_blocks))
 
     def _end_if_only_prompt(self) -> None:
-        if not self.plan.generates and not self.is_prefilling:
+        if not self.plan.generates and not self.cells.rest_tokens:
             self._first_token_s = self._clock()
             self._reply.finish_reason = api.FinishReason.LENGTH
 
@@ -364,9 +306,9 @@ class Sequence:
         return api.Ended(
             finish_reason=self.finish_reason,
             matched_stop=self._reply.matched_stop,
-            prompt_tokens=self.prompt_tokens,
-            cached_tokens=self.cached,
-            completion_tokens=len(self.token_ids) - self.prompt_tokens,
+            prompt_tokens=self.cells.prompt_tokens,
+            cached_tokens=self.cells.cached,
+            completion_tokens=len(self.token_ids) - self.cells.prompt_tokens,
             timings=self._timings(),
             text=self._reply.visible,
             generated_text="".join(self._reply.remembered),
@@ -376,7 +318,7 @@ class Sequence:
 
     def _timings(self) -> api.Timings:
         """Seconds up to now. While the prompt is computed, all of them are prefill."""
-        has_generated = len(self.token_ids) > self.prompt_tokens or self.finish_reason is not None
+        has_generated = len(self.token_ids) > self.cells.prompt_tokens or self.finish_reason is not None
         spent, first_token_s = self._spent, self._first_token_s if has_generated else self._clock()
         return api.Timings(
             queue_s=spent.queue_s + self._begun_s - self._submitted_s,
@@ -387,5 +329,13 @@ class Sequence:
         )
 
 
-def _whole_blocks(tokens: int) -> int:
-    return tokens // BLOCK_TOKENS * BLOCK_TOKENS
+def _rewind_point(plan: api.TurnPlan, model: ModelInfo) -> int:
+    """Prompt tokens after which the memory must have a rewind point; 0 for none. Windows can go on from wherever their
+    blocks are, so theirs is the prompt's last border of a block: up to there others may share it, and a pass over it
+    would write only what a window sees at the pass's end.
+    """
+    if not model.has_rewind_points or plan.pooling is not None:
+        return 0
+    last = len(plan.token_ids) - 1
+    point = last if plan.rewind_point_tokens is None else min(plan.rewind_point_tokens, last)
+    return point if model.has_states else point // BLOCK_TOKENS * BLOCK_TOKENS

@@ -27,7 +27,7 @@ def sampler_of_carried(sequence: Sequence) -> Sampler:
     """The sampler where the other engine's was. Raises what the reply's format raises for a token outside of it."""
     carried = sequence.plan.carried
     assert carried is not None
-    reply_ids = carried.token_ids[sequence.prompt_tokens :]
+    reply_ids = carried.token_ids[sequence.cells.prompt_tokens :]
     if sequence.matcher is not None:
         for token_id in reply_ids:
             sequence.matcher.accept(token_id)

@@ -123,7 +123,7 @@ def running_snapshot(
 ) -> PendingFiles[Snapshot]:
     """Full blocks from `first_block` on, at most `max_blocks`, of a turn whose KV is flushed."""
     assert sequence.kv is not None
-    tokens = sequence.token_ids[: sequence.full_blocks * BLOCK_TOKENS]
+    tokens = sequence.token_ids[: sequence.cells.full_blocks * BLOCK_TOKENS]
     chain = sequence.known_chain = chain_hashes(model.kv_identity_hash, tokens, sequence.known_chain)
     last_block = len(chain) if max_blocks is None else min(first_block + max_blocks, len(chain))
     identities = _identities(model, tokens[: last_block * BLOCK_TOKENS], chain[:last_block], first_block)

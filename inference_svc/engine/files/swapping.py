@@ -27,11 +27,11 @@ logger = logging.getLogger(__name__)
 
 def most_file_bytes(sequence: Sequence, model: ModelInfo) -> int:
     """Bytes of a turn's files, or somewhat fewer than this; 0 if it has no KV."""
-    if not sequence.computed:
+    if not sequence.cells.computed:
         return 0
-    size_bytes = sequence.computed * model.kv_bytes_per_token + MOST_REWIND_POINTS * model.state_bytes
+    size_bytes = sequence.cells.computed * model.kv_bytes_per_token + MOST_REWIND_POINTS * model.state_bytes
     for window, bytes_per_token in model.window_bytes_per_token.items():
-        size_bytes += min(sequence.computed, window + BLOCK_TOKENS) * bytes_per_token
+        size_bytes += min(sequence.cells.computed, window + BLOCK_TOKENS) * bytes_per_token
     return size_bytes
 
 
@@ -49,9 +49,9 @@ def at_rest(
     sequence: Sequence, kv: SequenceKV, model: ModelInfo, sent_blocks: int = 0
 ) -> tuple[SwappedOut, tuple[FileBytes, ...]]:
     """What is known of a turn's files, and the files, but for the first `sent_blocks`. `kv` gets a rewind point."""
-    tokens = sequence.token_ids[: sequence.computed]
+    tokens = sequence.token_ids[: sequence.cells.computed]
     chain = sequence.known_chain = chain_hashes(model.kv_identity_hash, tokens, sequence.known_chain)
-    if sequence.computed:
+    if sequence.cells.computed:
         kv.mark()
     first_blocks = {group: first_whole_block(kv, group) for group in row_groups(model.kv_identity)}
     points = tuple(
@@ -66,7 +66,7 @@ def at_rest(
     if model.has_states:
         identities += [state_identity(model.kv_identity_hash, tokens, point, chain) for point in points]
     files = tuple(files_of(kv, identities))
-    return SwappedOut(sequence.computed, points, first_blocks, sum(map(len, files))), files
+    return SwappedOut(sequence.cells.computed, points, first_blocks, sum(map(len, files))), files
 
 
 class SwapIn:
@@ -104,7 +104,7 @@ class SwapIn:
             return
         sequence, kept = self._sequence, self.load.kv.length
         # Not where it stopped: the turn has no room for the pages and states of one more.
-        self.load.kv.keep_rewind_points({sequence.cached, sequence.prompt_rewind_point})
+        self.load.kv.keep_rewind_points({sequence.cells.cached, sequence.cells.rewind_point})
         sequence.kv, sequence.swapped = self.load.kv, None
         sequence.known_chain = sequence.known_chain[: kept // BLOCK_TOKENS]
         sequence.resumed(kept)
@@ -149,5 +149,5 @@ class SwapIn:
     def _kept(self, files: int) -> int:
         """The last position that these files reach from which the rest gets the same bits."""
         covered, cell = min(files * BLOCK_TOKENS, self._swapped.tokens), self._model.cell_tokens
-        is_whole = covered == self._swapped.tokens or covered >= self._sequence.prompt_tokens
+        is_whole = covered == self._swapped.tokens or covered >= self._sequence.cells.prompt_tokens
         return covered if is_whole else covered // cell * cell

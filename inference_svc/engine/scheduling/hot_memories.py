@@ -64,11 +64,6 @@ class ResidentMemory:
         # Counted once: other threads ask while pages may be given back.
         self.page_count, self.state_bytes = sum(1 for _ in self.kv.pages), self.kv.state_bytes
 
-    @property
-    def shareable(self) -> int:
-        """Leading tokens whose KV was computed on the grid."""
-        return self.state.shareable_tokens
-
 
 @dataclass
 class _Rhythm:

@@ -40,7 +40,7 @@ class PrefixWaits(Generic[TurnT]):
         if self._wait_s <= 0 or record.prefix_wait_is_over or turn.status is Status.PREEMPTED:
             return False
         awaited = record.awaits
-        if awaited is None or awaited.source.status not in RUNNING or awaited.source.shareable >= awaited.shared_tokens:
+        if awaited is None or awaited.source.status not in RUNNING or _is_computed(awaited):
             awaited = record.awaits = awaited_by(turn, [each for each in turns if each.status in WITH_KV])
         if awaited is None:
             return False
@@ -52,11 +52,7 @@ class PrefixWaits(Generic[TurnT]):
 
     def let_go(self, waiting: Iterable[TurnT]) -> bool:
         """Let turns begin whose awaited prefix is there now. Returns whether there is one."""
-        served = [
-            turn
-            for turn in waiting
-            if (awaited := turn.schedule.awaits) is not None and awaited.source.shareable >= awaited.shared_tokens
-        ]
+        served = [turn for turn in waiting if turn.schedule.awaits is not None and _is_computed(turn.schedule.awaits)]
         for turn in served:
             turn.schedule.awaits = None
         return bool(served)
@@ -77,9 +73,9 @@ def prefix_source_of(
     is preferred.
     """
     least = turn.reusable_tokens + BLOCK_TOKENS if least_tokens is None else least_tokens
-    sources: list[TurnT | ResidentMemory] = [*_siblings(turn, running)]
-    sources += hot
-    ready = [PrefixSource(one, _shared(turn, one, one.shareable, least)) for one in sources]
+    sources: list[tuple[TurnT | ResidentMemory, int]] = [(one, one.cells.shareable) for one in _siblings(turn, running)]
+    sources += [(memory, memory.state.shareable_tokens) for memory in hot]
+    ready = [PrefixSource(one, _shared(turn, one, shareable, least)) for one, shareable in sources]
     return _best(ready, least)
 
 
@@ -89,8 +85,12 @@ def awaited_by(turn: TurnT, running: Collection[TurnT]) -> PrefixSource[TurnT] |
     """
     now = prefix_source_of(turn, running)
     least = max(turn.reusable_tokens, now.shared_tokens if now else 0) + BLOCK_TOKENS
-    coming = [PrefixSource(one, _shared(turn, one, one.final_shareable, least)) for one in _siblings(turn, running)]
-    return _best(coming, least)
+    coming = _siblings(turn, running)
+    return _best([PrefixSource(one, _shared(turn, one, one.cells.final_shareable, least)) for one in coming], least)
+
+
+def _is_computed(awaited: PrefixSource[Schedulable]) -> bool:
+    return awaited.source.cells.shareable >= awaited.shared_tokens
 
 
 def _best(prefixes: Iterable[PrefixSource[SourceT]], least: int) -> PrefixSource[SourceT] | None:
@@ -103,7 +103,7 @@ def _shared(turn: Schedulable, source: Schedulable | ResidentMemory, shareable: 
     """Leading tokens, in whole blocks, that `turn` could begin with. It always computes its last token itself. 0
     without hashing a prompt where they cannot be `least`.
     """
-    most = min(shareable, turn.prompt_tokens - 1) // BLOCK_TOKENS
+    most = min(shareable, turn.cells.prompt_tokens - 1) // BLOCK_TOKENS
     if turn.namespace is None or most * BLOCK_TOKENS < least:
         return 0
     return min(most, common_prefix_length(turn.chain, source.chain)) * BLOCK_TOKENS

@@ -6,6 +6,7 @@ from enum import Enum
 from typing import Any, Generic, Protocol, TypeVar
 
 from inference_svc.engine.api import AgentKey, Priority
+from inference_svc.engine.grid import Cells
 
 SourceT = TypeVar("SourceT")
 
@@ -59,9 +60,7 @@ class Schedulable(Hashable, Protocol):
     priority: Priority
     longest_gap_s: float | None  # its own, or that of the rules
     is_cancelled: bool  # it must end: it gets no more cells and tokens
-    prompt_tokens: int
-    cached: int  # tokens that it began with
-    computed: int  # position of the next cell
+    cells: Cells
 
     @property
     def agent_key(self) -> AgentKey | None:
@@ -99,24 +98,8 @@ class Schedulable(Hashable, Protocol):
         """Leading tokens that the turn's plan reuses by itself."""
 
     @property
-    def shareable(self) -> int:
-        """Leading tokens whose KV exists and was computed on the grid."""
-
-    @property
-    def final_shareable(self) -> int:
-        """The value of `shareable` once the prompt is computed."""
-
-    @property
-    def next_cell_tokens(self) -> int:
-        """Up to the grid's next edge, or less."""
-
-    @property
     def shares_passes(self) -> bool:
         """Whether its cells may be computed in one pass with others' cells."""
-
-    @property
-    def unbroken_tokens(self) -> int:
-        """Prompt tokens up to the prompt's end, or to a rewind point, at which a cell must end."""
 
     @property
     def next_files(self) -> int:
@@ -125,10 +108,6 @@ class Schedulable(Hashable, Protocol):
     @property
     def awaits_bytes(self) -> bool:
         """Its files come to the device by themselves: to load now would be to wait for them."""
-
-    @property
-    def rest_tokens(self) -> int:
-        """Prompt tokens left to compute."""
 
 
 TurnT = TypeVar("TurnT", bound=Schedulable)

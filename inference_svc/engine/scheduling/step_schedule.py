@@ -115,7 +115,7 @@ class StepSchedule(Generic[TurnT]):
         budgets_s = {name: self._budget_s(decoding, name, urgency) for name in {each.namespace for each in able}}
         left_s = budgets_s[turn.namespace] - spent_s if decoding else None
         size, loads = self._size(turn, left_s), turn.status is Status.LOADING
-        position, tokens = (0, 0) if loads else (turn.computed, size)
+        position, tokens = (0, 0) if loads else (turn.cells.computed, size)
         if not size or not self._pace.allows(turn, position, tokens):
             return None
         self._pace.take(turn, position, tokens)
@@ -153,11 +153,11 @@ class StepSchedule(Generic[TurnT]):
             turn = self._next_of(able) if able else None
             size = self._shared_size(rule, turn, self._rules.cell_tokens - taken, left_s) if turn is not None else 0
             more = rule.in_rows(size) + (tokens - last.size if len(cells) == 1 else 0)  # alone, it filled up no row
-            if turn is None or not size or not self._pace.allows(turn, turn.computed, more):
+            if turn is None or not size or not self._pace.allows(turn, turn.cells.computed, more):
                 return taken if len(cells) > 1 else last.size
-            self._pace.take(turn, turn.computed, more)
+            self._pace.take(turn, turn.cells.computed, more)
             self._serve(turn, size, spent_s, cells)
-            cells.append(TurnCell(turn, size, turn.computed))
+            cells.append(TurnCell(turn, size, turn.cells.computed))
 
     def _shared_size(self, rule: SharedPass, turn: TurnT, most: int, left_s: float | None) -> int:
         """How many of a turn's tokens a pass takes that has room for so many, and so many seconds; 0: none."""
@@ -165,9 +165,9 @@ class StepSchedule(Generic[TurnT]):
             return 0
         most = min(most, rule.most_tokens)
         if left_s is not None:
-            most = min(most, self._costs.tokens_within(left_s, turn.computed, is_shared=True) or 0)
+            most = min(most, self._costs.tokens_within(left_s, turn.cells.computed, is_shared=True) or 0)
         whole, least = self._cell_tokens(turn), self._rules.least_tokens
-        size = cut_cell(turn.computed, whole, most, least)
+        size = cut_cell(turn.cells.computed, whole, most, least)
         return size if size >= min(whole, least) else 0
 
     def _budget_s(self, decoding: Collection[TurnT], prompts: Namespace, urgency: Urgency[TurnT]) -> float:
@@ -199,7 +199,7 @@ class StepSchedule(Generic[TurnT]):
         step_s = self._costs.step_s or 0.0
         if not loads and self._pace.has_begun and left_s < step_s:
             return 0  # however few its tokens, a pass costs what a step costs
-        fits = self._costs.files_within(left_s) if loads else self._costs.tokens_within(left_s, turn.computed)
+        fits = self._costs.files_within(left_s) if loads else self._costs.tokens_within(left_s, turn.cells.computed)
         if fits is None:
             fits = least if left_s > 0 else 0
         if not self._pace.has_begun:
@@ -211,19 +211,20 @@ class StepSchedule(Generic[TurnT]):
         if self._pace.has_begun and whole > fits:
             return 0  # the next step begins at once, and has time for a longer cell
         # For the same reason a rest that takes a step longer at most goes along.
-        with_rest = self._costs.tokens_within((left_s + step_s) * (1 - _BETWEEN), turn.computed) or 0
-        return whole if whole <= with_rest else cut_cell(turn.computed, whole, fits, least)
+        with_rest = self._costs.tokens_within((left_s + step_s) * (1 - _BETWEEN), turn.cells.computed) or 0
+        return whole if whole <= with_rest else cut_cell(turn.cells.computed, whole, fits, least)
 
     def _within_longest(self, turn: TurnT, whole: int) -> int:
         """So many of a turn's tokens, of which no stream waits for any; fewer on a slow device."""
-        least, fits = self._rules.least_tokens, self._costs.tokens_within(self._rules.longest_cell_s, turn.computed)
-        return whole if fits is None else cut_cell(turn.computed, whole, max(fits, least), least)
+        least, position = self._rules.least_tokens, turn.cells.computed
+        fits = self._costs.tokens_within(self._rules.longest_cell_s, position)
+        return whole if fits is None else cut_cell(position, whole, max(fits, least), least)
 
     def _cell_tokens(self, turn: TurnT) -> int:
         """The turn's next cell before it is cut. Where cells are cut, the last one goes over an edge of the grid."""
         is_cut = self._rules.least_tokens < self._rules.cell_tokens
-        goes_over = is_cut and turn.unbroken_tokens <= self._rules.cell_tokens
-        return turn.unbroken_tokens if goes_over else turn.next_cell_tokens
+        goes_over = is_cut and turn.cells.unbroken_tokens <= self._rules.cell_tokens
+        return turn.cells.unbroken_tokens if goes_over else turn.cells.next_tokens
 
     def _seated(self, decoding: Collection[TurnT], urgency: Urgency[TurnT]) -> list[TurnT]:
         most = self._most_rows(len(decoding))
@@ -271,7 +272,7 @@ class StepSchedule(Generic[TurnT]):
         return min(turns, key=self._order)
 
     def _order(self, turn: TurnT) -> tuple[bool, int, int]:
-        rest = 0 if turn.status is Status.LOADING else turn.rest_tokens
+        rest = 0 if turn.status is Status.LOADING else turn.cells.rest_tokens
         is_passed_over = 0 < rest <= turn.schedule.overtaken_tokens
         return (False, 0, 0) if is_passed_over else (True, rest, turn.schedule.served)
 

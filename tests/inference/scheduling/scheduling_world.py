@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass, field
 
 from inference_svc.engine.api import AgentKey, Priority
+from inference_svc.engine.grid import Cells
 from inference_svc.engine.scheduling.hot_memories import HotMemories, ResidentMemory
 from inference_svc.engine.scheduling.memory_ledger import Reservation
 from inference_svc.engine.scheduling.pacing import most_tokens
@@ -45,9 +46,6 @@ class Job:
     extra_bytes: int = 0
     namespace: str | None = None
     chain: tuple[str, ...] = ()
-    computed: int = 0
-    cached: int = 0
-    shareable: int = 0
     generated: int = 0
     is_cancelled: bool = False
     submitted_s: float = 0.0
@@ -68,7 +66,10 @@ class Job:
     schedule: ScheduleRecord = field(default_factory=ScheduleRecord)
     lost_memory: bool = False  # it was planned with a hot memory that was dropped before it began
     began_from: object = None
-    cells: list[float] = field(default_factory=list)  # when each of its cells was computed
+    cells_s: list[float] = field(default_factory=list)  # when each of its cells was computed
+
+    def __post_init__(self) -> None:
+        self.cells = Cells(self.prompt_tokens, self.cell_tokens)
 
     @property
     def agent_key(self) -> Hashable | None:
@@ -84,7 +85,7 @@ class Job:
 
     @property
     def is_prefilling(self) -> bool:
-        return self.computed < self.prompt_tokens
+        return self.cells.rest_tokens > 0
 
     @property
     def status(self) -> Status:
@@ -103,26 +104,8 @@ class Job:
         return False
 
     @property
-    def next_cell_tokens(self) -> int:
-        edge = (self.computed // self.cell_tokens + 1) * self.cell_tokens
-        return min(edge, self.prompt_tokens) - self.computed
-
-    @property
     def next_files(self) -> int:
         return min(32, self.files)
-
-    @property
-    def rest_tokens(self) -> int:
-        return self.prompt_tokens - self.computed
-
-    @property
-    def unbroken_tokens(self) -> int:
-        return self.rest_tokens
-
-    @property
-    def final_shareable(self) -> int:
-        is_on_grid = self.shareable == self.computed and self.computed % CELL == 0
-        return max(self.shareable, self.prompt_tokens // CELL * CELL) if is_on_grid else self.shareable
 
 
 class Kv:
@@ -341,9 +324,12 @@ class World:
         prefix = None if is_back else prefix_source_of(job, computing, hot)
         if prefix is not None:
             kv.release()
-            assert prefix.shared_tokens <= prefix.source.shareable
-            job.began_from, job.shareable = prefix.source, prefix.shared_tokens
-            kv = prefix.source.kv.fork(prefix.shared_tokens)
+            source = prefix.source
+            assert prefix.shared_tokens <= (
+                source.cells.shareable if isinstance(source, Job) else source.state.shareable_tokens
+            )
+            job.began_from = source
+            kv = source.kv.fork(prefix.shared_tokens)
         job.reservation = Reservation(
             job.namespace,
             job.prompt_tokens + job.reply_tokens,
@@ -357,7 +343,8 @@ class World:
         if is_back:
             job.is_restoring, job.restored_s = True, self.now + job.restore_s
         else:
-            job.kv, job.cached, job.computed = kv, len(kv.pages), len(kv.pages)
+            job.kv = kv
+            job.cells.begin(len(kv.pages), 0 if prefix is None else prefix.shared_tokens)
 
     def _preempt(self, jobs: Sequence[Job], blocked: Job) -> None:
         for job in jobs:
@@ -369,8 +356,8 @@ class World:
             assert job.can_be_preempted
             assert not job.is_restoring
             job.preemptions += 1
-            job.cached = job.shareable = job.reusable_tokens = 0
-            job.computed = job.computed if job.restore_s else 0
+            job.reusable_tokens = 0
+            job.cells.resume(job.cells.computed if job.restore_s else 0)
             if job.reservation.extends is not None:
                 self.memories.drop(job.reservation.extends)
             job.kv.release()
@@ -385,7 +372,7 @@ class World:
         for job in waiting:
             job.is_restoring = self.now < job.restored_s
             if not job.is_restoring:
-                job.kv = Kv(self.memories.allocator, job.computed)
+                job.kv = Kv(self.memories.allocator, job.cells.computed)
 
     def _decode(self) -> None:
         decoding = self.scheduler.begin_step(self.now)
@@ -405,8 +392,8 @@ class World:
 
     def _draw_token(self, job: Job) -> None:
         job.generated += 1
-        job.computed += job.generated > 1
-        job.kv.grow_to(job.computed)
+        job.cells.computed += job.generated > 1
+        job.kv.grow_to(job.cells.computed)
         if job in self._last_token_s:
             self.gaps.append(self.now - self._last_token_s[job])
         self._last_token_s[job] = self.now
@@ -436,7 +423,7 @@ class World:
                 job.there_s = self.now + grant.size * self.sent_s
             else:
                 for cell in grant.cells:
-                    starts.setdefault(cell.turn, cell.turn.computed)
+                    starts.setdefault(cell.turn, cell.turn.cells.computed)
                 tokens += grant.tokens
                 limit = min(most_tokens(start) for start in starts.values())
                 assert tokens <= max(limit, job.cell_tokens), "more tokens than the table says"
@@ -461,12 +448,12 @@ class World:
         assert len({*jobs}) == len(jobs), "two cells of a turn in one pass"
         assert (first.turn, first.size) == (grant.turn, grant.size)
         for cell in grant.cells:
-            assert (cell.turn.computed, cell.turn.status) == (cell.position, Status.PREFILLING)
+            assert (cell.turn.cells.computed, cell.turn.status) == (cell.position, Status.PREFILLING)
             assert not cell.turn.is_cancelled
             if len(jobs) > 1:
                 assert rules.shared_pass is not None
                 assert cell.turn.shares_passes
-                assert 0 < cell.size <= min(rules.shared_pass.most_tokens, cell.turn.rest_tokens)
+                assert 0 < cell.size <= min(rules.shared_pass.most_tokens, cell.turn.cells.rest_tokens)
                 end = cell.position + cell.size
                 assert end == cell.turn.prompt_tokens or not end % rules.least_tokens, "cut beside the grid"
         if len(jobs) > 1:
@@ -476,10 +463,9 @@ class World:
             self._compute(cell.turn, cell.size)
 
     def _compute(self, job: Job, tokens: int) -> None:
-        job.shareable += tokens if job.shareable == job.computed and tokens % CELL == 0 else 0
-        job.computed += tokens
-        job.kv.grow_to(job.computed)
-        job.cells.append(self.now)
+        job.cells.prefilled(tokens)
+        job.kv.grow_to(job.cells.computed)
+        job.cells_s.append(self.now)
         self.prefilled.append(job)
         if not job.is_prefilling and not job.generated:
             self._draw_token(job)

@@ -75,7 +75,7 @@ def test_a_step_prefills_no_more_than_the_table_says_of_where_a_prompt_stands() 
 def test_of_several_prompts_the_deepest_sets_the_steps_limit() -> None:
     world = World()
     world.submit(Job(12 * 1024))
-    while world.scheduler.running == [] or world.scheduler.running[0].computed < 8192:
+    while world.scheduler.running == [] or world.scheduler.running[0].cells.computed < 8192:
         world.step()
     world.submit(Job(8192))
     world.step()
@@ -86,7 +86,7 @@ def test_a_prompt_that_stands_deep_goes_on_beside_a_shallow_one_only_within_its_
     """The shorter rest is computed first, to its end: then the step has more tokens than the deep one allows."""
     world = World(rules=Rules(longest_gap_s=1e9))
     world.submit(Job(12 * 1024))
-    while world.scheduler.running == [] or world.scheduler.running[0].computed < 8192:
+    while world.scheduler.running == [] or world.scheduler.running[0].cells.computed < 8192:
         world.step()
     world.submit(Job(1024))
     world.step()
@@ -272,7 +272,7 @@ def test_background_work_begins_and_goes_on_though_people_never_stop_asking(agei
         assert world.now < 20 * ageing_s + 60, "it starves"
     assert background.begun_s is not None
     assert background.begun_s <= ageing_s + 2.0
-    assert max(after - before for before, after in pairwise(background.cells)) <= ageing_s + 2.0
+    assert max(after - before for before, after in pairwise(background.cells_s)) <= ageing_s + 2.0
 
 
 def test_background_work_that_an_interactive_turn_of_its_agent_follows_is_not_put_off() -> None:
@@ -336,9 +336,9 @@ def test_a_cancelled_turn_frees_its_bytes_and_its_row_within_one_step(steps: int
     for _ in range(steps):
         world.step()
     job.is_cancelled = True
-    before = (job.computed, job.generated)
+    before = (job.cells.computed, job.generated)
     world.step()
-    assert (job.computed, job.generated) == before, "it was served after the cancel"
+    assert (job.cells.computed, job.generated) == before, "it was served after the cancel"
     assert job in world.ended
     assert job not in world.scheduler.running
     assert job not in world.scheduler.waiting

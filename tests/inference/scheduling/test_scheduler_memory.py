@@ -109,7 +109,7 @@ def test_a_turn_that_extends_a_memory_needs_room_only_for_what_is_new() -> None:
     warm = Job(80, 15, key=key_of("a"), reusable_tokens=70)
     world.submit(warm)
     world.admit()
-    assert (warm.cached, world.memories.ledger.free_bytes) == (70, 5)
+    assert (warm.cells.cached, world.memories.ledger.free_bytes) == (70, 5)
     world.run()
     assert names(world.memories) == {"a"}
 
@@ -132,7 +132,7 @@ def test_a_turn_alone_that_does_not_fit_beside_its_own_memory_begins_on_what_it_
     back = Job(60, 10, key=key_of("a"), reusable_tokens=20)
     world.submit(back)
     world.run(50)
-    assert (back.cached, back.lost_memory, world.memories.sizes()) == (20, False, {key_of("a"): 69})
+    assert (back.cells.cached, back.lost_memory, world.memories.sizes()) == (20, False, {key_of("a"): 69})
 
 
 def test_a_dropped_memory_frees_only_what_nobody_else_holds() -> None:
@@ -194,7 +194,7 @@ def hits(agents: list[int], room: int, at_once: int = 1) -> list[bool]:
             jobs.append(Job(CELL - 1, 1, key=key_of(agent), reusable_tokens=is_hot * CELL))
         world.submit(*jobs)
         world.run()
-        found += [bool(job.cached) for job in jobs]
+        found += [bool(job.cells.cached) for job in jobs]
     return found
 
 
@@ -251,7 +251,7 @@ def test_a_turn_lets_those_begin_whose_memory_it_would_have_to_drop() -> None:
     world.submit(large)
     warm = [world.turn(agent, 10) for agent in (1, 2)]
     world.run()
-    assert [bool(job.cached) for job in warm] == [True, True]
+    assert [bool(job.cells.cached) for job in warm] == [True, True]
     assert not any(job.lost_memory for job in warm)
     assert large.ended_s == max(job.ended_s for job in world.ended if job.ended_s is not None)
 

@@ -26,7 +26,7 @@ def test_siblings_that_come_together_prefill_their_prefix_once() -> None:
     world.submit(*(sibling("a", "b", "c", "d", agent) for agent in range(5)))
     world.run()
     assert cells_computed(world) == 4 + 5 * 2
-    assert [job.cached for job in world.ended].count(4 * CELL) == 4
+    assert [job.cells.cached for job in world.ended].count(4 * CELL) == 4
 
 
 def test_a_sibling_that_comes_late_waits_only_for_what_is_not_computed_yet() -> None:
@@ -36,7 +36,7 @@ def test_a_sibling_that_comes_late_waits_only_for_what_is_not_computed_yet() -> 
     world.submit(first)
     world.run()
     assert late.begun_s == late.submitted_s
-    assert (late.began_from, late.cached) == (first, 2 * CELL)
+    assert (late.began_from, late.cells.cached) == (first, 2 * CELL)
 
 
 def test_a_sibling_begins_with_the_hot_memory_of_one_that_is_over() -> None:
@@ -48,7 +48,7 @@ def test_a_sibling_begins_with_the_hot_memory_of_one_that_is_over() -> None:
     world.submit(second)
     world.run()
     assert second.began_from is world.memories.get(key_of("first"))
-    assert second.cached == 2 * CELL
+    assert second.cells.cached == 2 * CELL
 
 
 def test_who_decodes_already_still_gives_its_prefix_away() -> None:
@@ -59,7 +59,7 @@ def test_who_decodes_already_still_gives_its_prefix_away() -> None:
     second = sibling("a", "b")
     world.submit(second)
     world.step()
-    assert (second.began_from, second.cached) == (decoding, 2 * CELL)
+    assert (second.began_from, second.cells.cached) == (decoding, 2 * CELL)
 
 
 def test_a_sibling_begins_as_soon_as_what_it_shares_is_computed() -> None:
@@ -68,14 +68,14 @@ def test_a_sibling_begins_as_soon_as_what_it_shares_is_computed() -> None:
     long, short = sibling(*range(16)), sibling(0, 1)
     world.submit(long, short)
     world.run()
-    assert (short.begun_s, short.cached) == (2 * world.cell_s, 2 * CELL)
+    assert (short.begun_s, short.cells.cached) == (2 * world.cell_s, 2 * CELL)
 
 
 def test_the_last_prompt_token_is_always_computed() -> None:
     world = World()
     world.submit(sibling("a", "b", rest=0), sibling("a", "b", rest=0))
     world.run()
-    assert sorted(job.cached for job in world.ended) == [0, CELL]
+    assert sorted(job.cells.cached for job in world.ended) == [0, CELL]
 
 
 def test_nobody_shares_across_namespaces_or_without_one() -> None:
@@ -109,7 +109,7 @@ def test_a_turn_whose_own_memory_reaches_as_far_waits_for_nobody() -> None:
     world.submit(warm)
     world.step()
     assert warm.begun_s == 0.0
-    assert (warm.began_from, warm.cached) == (None, 3 * CELL - 1)
+    assert (warm.began_from, warm.cells.cached) == (None, 3 * CELL - 1)
 
 
 def test_only_rows_on_the_grid_are_given_away() -> None:
@@ -132,7 +132,7 @@ def test_a_sibling_waits_no_longer_than_the_prefix_wait_allows() -> None:
     while second.begun_s is None:
         world.step()
     assert 1.0 <= second.begun_s <= 1.5
-    assert second.cached >= 2 * CELL, "what was computed by then is used"
+    assert second.cells.cached >= 2 * CELL, "what was computed by then is used"
 
 
 def test_a_sibling_begins_when_the_one_that_it_waits_for_is_cancelled() -> None:
@@ -174,8 +174,8 @@ def test_background_work_that_an_interactive_sibling_waits_for_is_not_put_off() 
     other, person = Job(8 * CELL, namespace="home"), sibling(*range(4), "mine")
     world.submit(other, person)
     world.run()
-    assert (person.began_from, person.cached) == (background, 4 * CELL)
-    assert person.cells[-1] < other.cells[-1]
+    assert (person.began_from, person.cells.cached) == (background, 4 * CELL)
+    assert person.cells_s[-1] < other.cells_s[-1]
 
 
 @given(st.lists(st.tuples(blocks, st.integers(1, 300)), min_size=1, max_size=6), st.data())
@@ -210,12 +210,14 @@ def test_a_waiting_sibling_always_goes_on(prompts: list[tuple[list[int], int]], 
 def test_the_prefix_source_is_the_one_that_has_most(
     sources: list[tuple[list[int], int]], wanted: list[int], own: int
 ) -> None:
-    running = [sibling(*content, shareable=min(done, len(content)) * CELL) for content, done in sources]
+    running = [sibling(*content) for content, _ in sources]
+    for each, (content, done) in zip(running, sources, strict=True):
+        each.cells.prefilled(min(done, len(content)) * CELL)
     turn = sibling(*wanted, reusable_tokens=min(own, len(wanted) * CELL + 8))
     best = 0
     for other in running:
         same = [mine == its for mine, its in zip(turn.chain, other.chain, strict=False)]
         common = (*same, False).index(False) * CELL
-        best = max(best, min(common, other.shareable // CELL * CELL))
+        best = max(best, min(common, other.cells.shareable // CELL * CELL))
     prefix = prefix_source_of(turn, running)
     assert (prefix.shared_tokens if prefix else 0) == (best if best >= turn.reusable_tokens + CELL else 0)

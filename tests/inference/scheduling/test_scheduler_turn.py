@@ -48,10 +48,10 @@ def turn(tokens: int, reuse: Reuse | None = None, **fields: object) -> Sequence:
 def prefill(one: Sequence, *, draws: bool = True) -> list[int]:
     """Every cell of the rest of its prompt; the last one draws, or none does."""
     cells = []
-    while one.is_prefilling:
-        assert one.draws_after(one.next_cell_tokens) is (draws and one.next_cell_tokens == one.rest_tokens)
-        cells.append(one.next_cell_tokens)
-        assert one.next_tokens(cells[-1]) == one.token_ids[one.computed : one.computed + cells[-1]].tolist()
+    while one.cells.rest_tokens:
+        assert one.draws_after(one.cells.next_tokens) is (draws and one.cells.next_tokens == one.cells.rest_tokens)
+        cells.append(one.cells.next_tokens)
+        assert one.next_tokens(cells[-1]) == one.token_ids[one.cells.computed : one.cells.computed + cells[-1]].tolist()
         one.prefilled(cells[-1])
     return cells
 
@@ -103,11 +103,11 @@ def test_what_will_be_shareable_is_what_is_in_the_end(tokens: int, cached: int, 
     """Known while the prompt is computed: siblings wait for it."""
     one = turn(tokens)
     one.began(min(cached, tokens - 1), shareable_blocks * 256)
-    foretold = one.final_shareable
-    while one.is_prefilling:
-        assert one.final_shareable == foretold
-        one.prefilled(one.next_cell_tokens)
-    assert one.shareable == one.final_shareable == foretold
+    foretold = one.cells.final_shareable
+    while one.cells.rest_tokens:
+        assert one.cells.final_shareable == foretold
+        one.prefilled(one.cells.next_tokens)
+    assert one.cells.shareable == one.cells.final_shareable == foretold
 
 
 @given(st.integers(300, 2000), st.sampled_from([0, 256, 300]))
@@ -116,12 +116,12 @@ def test_cells_that_are_cut_within_a_block_share_what_whole_ones_do(tokens: int,
     one, whole = turn(tokens), turn(tokens)
     for each in (one, whole):
         each.began(min(cached, tokens - 1), cached)
-    while one.is_prefilling:
-        assert one.final_shareable == whole.final_shareable
-        one.prefilled(min(128, one.next_cell_tokens))
-        assert one.shareable == (min(one.computed, one.final_shareable) // 256 * 256)
+    while one.cells.rest_tokens:
+        assert one.cells.final_shareable == whole.cells.final_shareable
+        one.prefilled(min(128, one.cells.next_tokens))
+        assert one.cells.shareable == (min(one.cells.computed, one.cells.final_shareable) // 256 * 256)
     prefill(whole)
-    assert one.shareable == whole.shareable == (tokens // 256 * 256 if cached % 256 == 0 else 256)
+    assert one.cells.shareable == whole.cells.shareable == (tokens // 256 * 256 if cached % 256 == 0 else 256)
 
 
 @given(st.integers(300, 2000), st.integers(0, 12), st.booleans())
@@ -131,22 +131,22 @@ def test_a_turn_that_was_preempted_within_a_block_shares_its_later_blocks_all_th
     one = turn(tokens)
     one.began(0, 0)
     for _ in range(cuts):
-        if one.is_prefilling:
-            one.prefilled(min(128, one.next_cell_tokens))
+        if one.cells.rest_tokens:
+            one.prefilled(min(128, one.cells.next_tokens))
     one.preempted(())
-    one.resumed(one.computed // CELL * CELL if is_lost else one.computed)
-    assert one.final_shareable == tokens // 256 * 256
+    one.resumed(one.cells.computed // CELL * CELL if is_lost else one.cells.computed)
+    assert one.cells.final_shareable == tokens // 256 * 256
     prefill(one)
-    assert one.shareable == tokens // 256 * 256
+    assert one.cells.shareable == tokens // 256 * 256
 
 
 def test_the_cell_that_ends_the_prompt_draws_the_first_token_and_no_other_does() -> None:
     one = turn(CELL + 10)
     one.began(0, 0)
-    assert (one.rest_tokens, one.next_cell_tokens, one.cached) == (CELL + 10, CELL, 0)
+    assert (one.cells.rest_tokens, one.cells.next_tokens, one.cells.cached) == (CELL + 10, CELL, 0)
     assert not one.draws_after(CELL)
     one.prefilled(CELL)
-    assert (one.rest_tokens, one.next_cell_tokens, one.draws_after(10)) == (10, 10, True)
+    assert (one.cells.rest_tokens, one.cells.next_tokens, one.draws_after(10)) == (10, 10, True)
 
 
 @given(st.integers(1, 1500), st.integers(1, 600), st.booleans())
@@ -157,18 +157,18 @@ def test_a_turn_that_gave_way_computes_what_it_had_as_it_did_before(prompt: int,
     cells = prefill(one)
     one.accept(2)
     for index in range(generated):
-        assert one.computed == len(one.token_ids) - 1
+        assert one.cells.computed == len(one.token_ids) - 1
         one.decoded()
         one.accept(index % 3)
-    computed, shareable, tokens = one.computed, one.shareable, one.token_ids[:]
+    computed, shareable, tokens = one.cells.computed, one.cells.shareable, one.token_ids[:]
     told = [event.count for event in one.take_events() if isinstance(event, BlocksFull)]
     one.resumed(0 if is_lost else computed)
     if is_lost:
-        assert one.rest_tokens == prompt
+        assert one.cells.rest_tokens == prompt
         assert prefill(one, draws=False) == cells
-        while one.computed < len(tokens) - 1:
+        while one.cells.computed < len(tokens) - 1:
             one.decoded()
-    assert (one.computed, one.shareable, one.token_ids) == (computed, shareable, tokens)
+    assert (one.cells.computed, one.cells.shareable, one.token_ids) == (computed, shareable, tokens)
     again = [event.count for event in one.take_events() if isinstance(event, BlocksFull)]
     assert again == []
     assert told == sorted(set(told))

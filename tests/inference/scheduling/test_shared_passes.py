@@ -72,7 +72,7 @@ def test_a_step_takes_no_more_tokens_than_the_table_says_with_those_that_fill_up
 def test_a_turn_that_cannot_share_a_pass_has_its_own() -> None:
     one, other, own = prompt(100), prompt(200), prompt(150, shares_passes=False)
     found = passes(World(rules=SHARED), one, other, own)
-    assert [len(cells) for cells in found if own in dict(cells)] == [1] * len(own.cells)
+    assert [len(cells) for cells in found if own in dict(cells)] == [1] * len(own.cells_s)
 
 
 def test_nothing_is_shared_where_cells_must_not_be() -> None:

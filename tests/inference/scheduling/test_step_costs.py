@@ -113,9 +113,9 @@ def test_cells_may_be_short_from_the_beginning() -> None:
     late = Job(LONG, cell_tokens=CELL)
     world.submit(late)
     ends = set()
-    while late.computed < 256:
+    while late.cells.computed < 256:
         world.step()
-        ends.add(late.computed)
+        ends.add(late.cells.computed)
     assert sorted(ends - {0}) == [64, 128, 192, 256]
 
 

@@ -145,7 +145,7 @@ def sit_out(engine: Engine, monkeypatch: pytest.MonkeyPatch, decodes: int, then:
             return rows
         monkeypatch.setattr(scheduler, "begin_step", begin_step)
         then()
-        return tuple(row for row in rows if row.prompt_tokens == decodes)
+        return tuple(row for row in rows if row.cells.prompt_tokens == decodes)
 
     monkeypatch.setattr(scheduler, "begin_step", without_the_other)
 
