@@ -367,7 +367,7 @@ ROOMS = {
         "report": "memory model outcomes plan scenario",
     },
     BENCH: {
-        "prove": "attention engine memory_path pictures program tables",
+        "prove": "attention engine memory_path pictures program system tables",
         "commands": "attention engine load memory_path paper pictures program quality scenarios store tables",
         "paper": "arithmetic pictures tables",
         "scenarios": "arithmetic pictures tables",
@@ -376,7 +376,7 @@ ROOMS = {
         "quality": "pictures program tables",
         "attention": "arithmetic program tables",
         "store": "arithmetic tables wire",
-        "engine": "arithmetic pictures program tables",
+        "engine": "arithmetic pictures program system tables",
         "played": "synthetic",
         "synthetic": "program",
     },

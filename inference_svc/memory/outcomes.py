@@ -26,7 +26,6 @@ class MissReason(Enum):
     BLOB_MISSING = "blob_missing"
     BLOB_DAMAGED = "blob_damaged"
     MANIFEST_INVALID = "manifest_invalid"
-    NO_MEMORY = "no_memory"
     NO_STATE_POINT = "no_state_point"
     COMPUTED = "computed"  # that was expected to be faster
 

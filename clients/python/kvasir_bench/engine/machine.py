@@ -2,13 +2,13 @@
 
 import os
 import platform
-from pathlib import Path
 from typing import Any
 
 from kvasir.cli.running.program import version_of
 
 from inference_svc.model.device_memory import device_bytes, device_name
 from kvasir_bench.engine.lab import MeasuredEngine
+from kvasir_bench.system import chip
 
 _PACKAGES = ("mlx", "mlx-lm", "mkl")
 
@@ -16,7 +16,7 @@ _PACKAGES = ("mlx", "mlx-lm", "mkl")
 def machine(engine: MeasuredEngine) -> dict[str, Any]:
     return {
         "platform": platform.platform(),
-        "processor": _processor(),
+        "processor": chip(),
         "cores": os.cpu_count(),
         "device": engine.device,
         "device_name": device_name(),
@@ -35,12 +35,3 @@ def model(engine: MeasuredEngine) -> dict[str, Any]:
     bits = ("key_bits", "value_bits", "group_size")
     found = {name: getattr(info, name) for name in facts} | {name: getattr(policy, name) for name in bits}
     return {**found, "layers": info.layer_count}
-
-
-def _processor() -> str:
-    facts = Path("/proc/cpuinfo")
-    if facts.is_file():
-        names = [line.partition(":")[2].strip() for line in facts.read_text().splitlines() if "model name" in line]
-        if names:
-            return names[0]
-    return platform.processor() or platform.machine()

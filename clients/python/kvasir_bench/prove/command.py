@@ -15,13 +15,14 @@ from kvasir.errors import FailedPrecondition
 
 from kvasir_bench.program import measured_by
 from kvasir_bench.prove.figures import figures, read_shown
-from kvasir_bench.prove.machine import chip, versions
+from kvasir_bench.prove.machine import versions
 from kvasir_bench.prove.page import page
 from kvasir_bench.prove.power import Power, kept_awake, wait_until_well
 from kvasir_bench.prove.proving import KeptSteps, Prover, in_words, only_proof
 from kvasir_bench.prove.result import broken_claims, claims, personal_words, result_of, signed
 from kvasir_bench.prove.step import ProofScope, Step, Value
 from kvasir_bench.prove.steps import steps_of
+from kvasir_bench.system import chip
 from kvasir_bench.tables import text_table
 
 HELP = """The steps, in order: versions, chip, memory and disk; kernels against the reference on the device; a batch

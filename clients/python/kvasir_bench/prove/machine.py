@@ -18,8 +18,9 @@ from kvasir.syncing import synced_write_s
 from kvasir.waits import PAUSE_S, uptime_s
 
 from kvasir_bench.memory_path.services import measured_services
-from kvasir_bench.prove.power import output_of, slept_s
+from kvasir_bench.prove.power import slept_s
 from kvasir_bench.prove.step import ProofScope, Report, Value, claim
+from kvasir_bench.system import chip, output_of, sysctl, text_of
 
 _PACKAGES = ("mlx", "mlx-lm", "grpcio", "protobuf", "safetensors", "cryptography", "mkl")
 _SOURCES = ("kvasir", "kvasir_bench", "inference_svc", "cachestore_svc")
@@ -90,30 +91,11 @@ def _memory() -> dict[str, Any]:
         free = sum(pages.get(f"Pages {kind}", 0) for kind in ("free", "inactive", "speculative", "purgeable"))
         wired, pressure = pages.get("Pages wired down", 0) * size, sysctl("kern.memorystatus_vm_pressure_level")
         return {"wired_gb": round(wired / 1e9, 2), "available_gb": round(free * size / 1e9, 2), "pressure": pressure}
-    text = _text_of("/proc/meminfo")
+    text = text_of("/proc/meminfo")
     kib = {name: int(count) for name, count in re.findall(r"^(\w+):\s+(\d+) kB$", text, re.M)}
     wired, free = kib.get("Unevictable", 0), kib.get("MemAvailable", 0)
-    pressure = _text_of("/proc/pressure/memory").partition("\n")[0]
+    pressure = text_of("/proc/pressure/memory").partition("\n")[0]
     return {"wired_gb": round(wired * 1024 / 1e9, 2), "available_gb": round(free * 1024 / 1e9, 2), "pressure": pressure}
-
-
-def sysctl(name: str) -> str:
-    """A value of macOS; empty elsewhere, and where it has none of the name."""
-    return output_of("sysctl", "-n", name).strip() if sys.platform == "darwin" else ""
-
-
-def chip() -> str:
-    if name := sysctl("machdep.cpu.brand_string"):
-        return name
-    found = re.search(r"^model name\s*:\s*(.+)$", _text_of("/proc/cpuinfo"), re.M)
-    return found[1] if found else platform.machine()
-
-
-def _text_of(file: str) -> str:
-    try:
-        return Path(file).read_text("utf-8")
-    except OSError:
-        return ""
 
 
 def _digest_of_sources() -> str:

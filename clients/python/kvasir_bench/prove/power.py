@@ -11,6 +11,8 @@ from pathlib import Path
 
 from kvasir.waits import SILENCE_S, uptime_s
 
+from kvasir_bench.system import output_of, text_of
+
 _LOW_PERCENT = 30
 _FULL_SPEED = 100
 _UNKNOWN_LEVEL = 255  # of a thermal warning: nothing is known
@@ -50,16 +52,16 @@ class Power:
     def _linux_battery(self) -> int | None:
         """The fullest battery of this machine that discharges; a mouse's has the scope Device."""
         found = [
-            int(_read(supply / "capacity") or _FULL_SPEED)
+            int(text_of(supply / "capacity") or _FULL_SPEED)
             for supply in self._files.glob("class/power_supply/*")
-            if (_read(supply / "type"), _read(supply / "status")) == ("Battery", "Discharging")
-            and _read(supply / "scope") != "Device"
+            if (text_of(supply / "type"), text_of(supply / "status")) == ("Battery", "Discharging")
+            and text_of(supply / "scope") != "Device"
         ]
         return max(found, default=None)
 
     def _throttle_count(self) -> int:
         counters = self._files.glob("devices/system/cpu/cpu*/thermal_throttle/*_throttle_count")
-        return 0 if self._is_mac else sum(int(_read(counter) or 0) for counter in counters)
+        return 0 if self._is_mac else sum(int(text_of(counter) or 0) for counter in counters)
 
 
 def wait_until_well(power: Power, report: Callable[[str], None], sleep: Callable[[float], None] = time.sleep) -> None:
@@ -89,20 +91,3 @@ def kept_awake() -> Iterator[None]:
             yield
         finally:
             process.terminate()
-
-
-def output_of(*command: str) -> str:
-    """A system program's output; empty where there is none, or where it fails."""
-    try:
-        return subprocess.run(
-            ["env", "LC_ALL=C", *command], capture_output=True, text=True, timeout=10, check=True
-        ).stdout
-    except (OSError, subprocess.SubprocessError):
-        return ""
-
-
-def _read(file: Path) -> str:
-    try:
-        return file.read_text().strip()
-    except OSError:
-        return ""
