@@ -41,7 +41,7 @@ _CALLS = {"blake3", "google", "grpc", "grpc_health", "grpc_reflection", "grpc_to
 _SHOWS = {"annotated_doc", "click", "markdown_it", "mdurl", "pygments", "rich", "shellingham", "typer"}
 _CHECKS = {"annotated_types", "pydantic", "pydantic_core", "typing_inspection"}
 _SMALL = {"cython_runtime", "sysconfigdata", "typing_extensions"}
-_SERVES = {"prometheus_client", "structlog", "uvloop"}
+_SERVES = {"prometheus_client", "structlog", "uvloop", "colorama"}  # the last where it is, for structlog
 _STORE = {"cachestore_svc", "cryptography", "dateutil", "pluggy", "spake2", "sqlite_fts4", "sqlite_utils"}
 _GATEWAY = {"anyio", "h11", "httptools", "jinja2", "kvasir_gateway", "markupsafe", "sniffio", "starlette", "uvicorn"}
 
@@ -80,6 +80,16 @@ def test_a_program_imports_what_it_needs(
     imported = set(_run(traps, "-c", _IMPORTED, module, *words).rpartition("!")[2].split())
     assert "kvasir" in imported
     assert imported <= allowed | _SMALL, imported - allowed - _SMALL
+
+
+def test_the_sdk_needs_neither_mlx_nor_sql_nor_the_service_extras() -> None:
+    program = (
+        "import sys, kvasir.clients;"
+        "import kvasir.formats.archive_reader, kvasir.formats.seed_file, kvasir.credentials;"
+        "print([m for m in ('mlx', 'sqlite3', 'numpy', 'pydantic', 'structlog', 'rich', 'typer') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
 
 
 @pytest.mark.long(4)
