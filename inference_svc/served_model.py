@@ -166,6 +166,7 @@ def _engine_options(settings: EngineSettings) -> dict[str, Any]:
         "compute_type": settings.compute_type,
         "conversations_file": kvasir_tiny.conversations_path(),
         "longest_gap_s": settings.longest_gap_ms / 1000,
+        "most_drafts": settings.most_drafts,
         "batch_invariant": settings.batch_invariant,
         "copies_weights": settings.copy_weights,
         "kernels": settings.kernels,

@@ -16,6 +16,8 @@ from inference_svc.model.embedding.pooling import Pooling, Vector
 from inference_svc.text.replies.reasoning_limit import ReasoningLimit
 from inference_svc.text.token_ids import SequenceState, TokenIds
 
+MOST_DRAFTS = 64  # of a turn in one step
+
 
 @dataclass(frozen=True, slots=True)
 class AgentKey:
@@ -66,6 +68,7 @@ class SamplingParams(Penalties):
     logprobs: int | None = None  # report each token's log probability and so many of the likeliest; None: neither
     constraint: Constraint | None = None
     reasoning_limit: ReasoningLimit | None = None
+    most_drafts: int | None = None  # tried ahead in one step, which changes no reply; None: as the engine is set
 
 
 @dataclass(frozen=True, slots=True)
@@ -290,6 +293,8 @@ class Ended:
     generated_text: str
     state: SequenceState
     embedding: Vector = ()
+    drafted_tokens: int = 0  # tried ahead
+    accepted_draft_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,17 +1,20 @@
 """Decoding steps, of which one is enqueued before the tokens of the one before it are read: a GPU never waits for us. A
 row's next input is then a token that only the device knows, and the result for a row that had finished is discarded.
-Steps whose draws must see the last token, and all of models with recurrent layers, are read before the next.
+Steps whose draws must see the last token, those behind which drafts are tried, and all of models with recurrent layers
+are read before the next.
 """
 
 from collections import deque
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from itertools import islice
+from types import MappingProxyType
 
 import mlx.core as mx
 from kvasir.errors import KvasirError
 
 from inference_svc.engine.api import SamplingParams
+from inference_svc.engine.drafting.drafter import Drafter, Drafts
 from inference_svc.engine.sampling import Drawn, Draws, Sampler
 from inference_svc.engine.sequence import Sequence
 from inference_svc.kv.batch.decode_batch import DecodeBatch
@@ -34,6 +37,7 @@ class _Launched:
     is_drawn: tuple[bool, ...]
     draws: Draws
     is_behind_cell: bool
+    drafts: tuple[tuple[int, ...], ...]  # by slot; empty if there are none
 
     def slot(self, sequence: Sequence) -> int | None:
         return self.order.index(sequence) if sequence in self.order else None
@@ -42,8 +46,10 @@ class _Launched:
 class Decoder:
     """The batch of all decoding sequences, and the step that was not read yet. On the MLX thread."""
 
-    def __init__(self, batch: DecodeBatch, *, looks_ahead: bool) -> None:
+    def __init__(self, batch: DecodeBatch, drafter: Drafter, clock: Callable[[], float], *, looks_ahead: bool) -> None:
         self.batch = batch
+        self._drafter = drafter
+        self._clock = clock
         self.looks_ahead = looks_ahead
         self._launched: deque[_Launched] = deque()
         self.computed = 0  # rows of callers that were enqueued
@@ -61,15 +67,23 @@ class Decoder:
     @property
     def must_settle(self) -> bool:
         """Whether the step that was not read must be, before the next is enqueued."""
-        order = self._launched[-1].order if self._launched else ()
-        waits = any(each.sampler is not None and each.sampler.waits_for_last_token for each in order)
-        return waits or (self.is_ahead and not self.looks_ahead)
+        last = self._launched[-1] if self._launched else None
+        if last is None:
+            return False
+        waits = any(each.sampler is not None and each.sampler.waits_for_last_token for each in last.order)
+        return waits or not self.looks_ahead or bool(last.drafts) or self._drafter.may_draft(last.order)
 
     def step(self, decoding: Collection[Sequence]) -> list[Decoded]:
-        """Enqueue one more token of each sequence; returns rows that were read, of the step before or of this one."""
-        before = len(self._launched)
-        self.launch(decoding)
-        return self._read(len(self._launched) if self.must_settle else before)
+        """Enqueue one more token of each sequence, and drafts; returns rows that were read, of the step before or of
+        this one.
+        """
+        before, began_s = len(self._launched), self._clock()
+        drafts = {} if before else self._drafter.drafts(decoding)
+        self.launch(decoding, drafts=drafts)
+        decoded = self._read(len(self._launched) if self.must_settle else before)
+        rows = len(decoding) + sum(map(len, drafts.values()))
+        self._drafter.took(rows, self._clock() - began_s, is_drafted=bool(drafts))
+        return decoded
 
     def settle(self) -> list[Decoded]:
         return self._read(len(self._launched))
@@ -80,22 +94,26 @@ class Decoder:
         self._launched.clear()
         return [*lost, *self.batch.discard()]
 
-    def launch(self, decoding: Collection[Sequence], *, is_behind_cell: bool = False) -> None:
-        """Enqueue one more token of each sequence, and wait for nothing."""
+    def launch(
+        self, decoding: Collection[Sequence], *, is_behind_cell: bool = False, drafts: Drafts = MappingProxyType({})
+    ) -> None:
+        """Enqueue one more token of each sequence, its drafts behind it, and wait for nothing."""
         pending = self._launched[-1] if self._launched else None
         next_places = ((sequence, _next_place(sequence, pending)) for sequence in decoding)
         places = {sequence: place for sequence, place in next_places if place is not None}
         order = self._joined(places)
         if not order:
             return
-        logits = self.batch.step(_inputs(order, places, pending))
+        tried = tuple(drafts.get(each, ()) for each in order) if drafts else ()
+        logits = self.batch.step(_inputs(order, places, pending, tried), [1 + len(each) for each in tried] or None)
         self.computed += sum(not sequence.plan.is_own for sequence in order)
         is_drawn = tuple(places[sequence] >= len(sequence.token_ids) - 1 for sequence in order)
         samplers = [
             sequence.sampler if drawn and sequence.finish_reason is None and sequence.sampler else self._no_draw
             for sequence, drawn in zip(order, is_drawn, strict=True)
         ]
-        self._launched.append(_Launched(tuple(order), is_drawn, Draws(samplers, logits), is_behind_cell))
+        draws = Draws(samplers, logits, tried)
+        self._launched.append(_Launched(tuple(order), is_drawn, draws, is_behind_cell, tried))
 
     def _joined(self, decoding: Collection[Sequence]) -> list[Sequence]:
         """Make the batch hold these sequences and no others; returns them by slot."""
@@ -110,13 +128,25 @@ class Decoder:
 
     def _read(self, steps: int) -> list[Decoded]:
         """The rows of so many steps. If a read fails, `discard` still knows all of them."""
-        drawn = [each.draws.read() for each in islice(self._launched, steps)]
+        drawn = [each.draws.read_drafted() for each in islice(self._launched, steps)]
         read = [self._launched.popleft() for _ in drawn]
+        for launched, tokens in zip(read, drawn, strict=True):
+            self._keep_right(launched, tokens)
         return [
             Decoded(sequence, token if is_drawn else None)
-            for launched, tokens in zip(read, drawn, strict=True)
-            for sequence, is_drawn, token in zip(launched.order, launched.is_drawn, tokens, strict=True)
+            for launched, by_slot in zip(read, drawn, strict=True)
+            for sequence, is_drawn, tokens in zip(launched.order, launched.is_drawn, by_slot, strict=True)
+            for token in tokens
         ]
+
+    def _keep_right(self, launched: _Launched, drawn: list[list[Drawn | KvasirError]]) -> None:
+        """Of the drafts of a step, only those that were drawn are the sequence's own."""
+        for sequence, drafts, tokens in zip(launched.order, launched.drafts, drawn, strict=bool(launched.drafts)):
+            if drafts and sequence.kv is not None:
+                right = len(tokens) - 1
+                self.batch.keep(sequence.kv, len(drafts), right)
+                self._drafter.learn(sequence, len(drafts), right)
+                sequence.tried(len(drafts), right)
 
 
 def _next_place(sequence: Sequence, pending: _Launched | None) -> int | None:
@@ -133,14 +163,24 @@ def _next_place(sequence: Sequence, pending: _Launched | None) -> int | None:
     return None if is_last and not sequence.plan.leaves_memory else place
 
 
-def _inputs(order: list[Sequence], places: Mapping[Sequence, int], pending: _Launched | None) -> list[int] | mx.array:
+def _inputs(
+    order: list[Sequence],
+    places: Mapping[Sequence, int],
+    pending: _Launched | None,
+    drafts: tuple[tuple[int, ...], ...],
+) -> list[int] | mx.array:
     """Each row's next token: numbers if all are known, else an array that has those of the step before."""
     known = [
         sequence.token_ids[places[sequence]] if places[sequence] < len(sequence.token_ids) else None
         for sequence in order
     ]
     if pending is None or None not in known:
-        return [token for token in known if token is not None]
+        tokens = [token for token in known if token is not None]
+        return (
+            [each for token, tried in zip(tokens, drafts, strict=True) for each in (token, *tried)]
+            if drafts
+            else tokens
+        )
     if tuple(order) == pending.order and not any(token is not None for token in known):
         return pending.draws.tokens
     slots = mx.array([pending.slot(sequence) or 0 for sequence in order])

@@ -202,6 +202,7 @@ class Engine:
         compute_type: str | None = None,
         conversations_file: Path | None = None,
         longest_gap_s: float = Rules.longest_gap_s,
+        most_drafts: int = Rules.most_drafts,
         name: str = "",
         batch_invariant: bool = False,
         opener: ModelOpener = open_model,
@@ -242,6 +243,7 @@ class Engine:
             begin_phase("pool")
             opened = replace(opened, info=replace(opened.info, name=name or opened.info.name))
             rules = _rules(opened.info, longest_gap_s, None if batch_invariant else runner)
+            rules = replace(rules, most_drafts=most_drafts)
             budget = memory_budget_bytes if isinstance(memory_budget_bytes, int) else memory_budget_bytes(opened.info)
             keep_wired(opened.info.weights_bytes + budget)
             worker = EngineWorker(runner, opened.info, budget, budget // _DECODED_PART, rules, time.monotonic)

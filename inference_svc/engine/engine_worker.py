@@ -9,6 +9,7 @@ from kvasir.errors import Cancelled, Internal, KvasirError, Unavailable
 from inference_svc.engine.api import AgentKey, HeldTurn
 from inference_svc.engine.beginning import begin, memory_left
 from inference_svc.engine.decoding import Decoded, Decoder
+from inference_svc.engine.drafting.drafter import Drafter
 from inference_svc.engine.files.held_turns import held_turn, sampler_of_carried
 from inference_svc.engine.files.incoming import Incoming
 from inference_svc.engine.files.leaving import LeavingFiles, begun_turn
@@ -25,6 +26,7 @@ from inference_svc.model.model_runner import ModelRunner
 
 logger = logging.getLogger(__name__)
 _RELEASE_STEPS = 256
+_DRAFTED_ROWS = 64  # of a step at most, with drafts: so many share one read of the weights
 
 
 class EngineWorker:
@@ -53,7 +55,10 @@ class EngineWorker:
         self._scheduler: Scheduler[Sequence] = Scheduler(self.room, rules, self._turns)
         self._masks: MaskBudget[Sequence] = MaskBudget()
         batch = runner.new_batch(self._pool, decoded_budget_bytes // runner.compute_item_bytes)
-        self._decoder = Decoder(batch, looks_ahead=not model.has_states)
+        drafter = Drafter(
+            _DRAFTED_ROWS if batch.takes_drafts else 0, rules.most_drafts, lambda: self._scheduler.is_alone
+        )
+        self._decoder = Decoder(batch, drafter, clock, looks_ahead=not model.has_states)
         self._prefiller = Prefiller(runner, self._guarding)
         self.leaving = LeavingFiles(model, self._pool, self.memories, self._turns, batch)
         self._may_decode: Collection[Sequence] = ()  # in this step

@@ -3,6 +3,7 @@
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import mlx.core as mx
@@ -80,6 +81,11 @@ class Sampler:
         )
 
     @property
+    def takes_drafts(self) -> bool:
+        """Whether it can draw behind tokens that may be taken back. A budget of reasoning cannot."""
+        return self._watch is None
+
+    @property
     def waits_for_last_token(self) -> bool:
         """Whether the last token must be known before the next can be drawn."""
         waits = self._watch is not None and self._watch.waits
@@ -88,6 +94,29 @@ class Sampler:
     @property
     def _is_greedy(self) -> bool:
         return self._params.temperature < _LEAST_TEMPERATURE
+
+    def plan(self, rows: mx.array, drafts: Sequence[int] = ()) -> "list[_PlannedDraw | KvasirError]":
+        """The draws from logits [drafts + 1, vocabulary], not evaluated: the first behind what was accepted, each other
+        one as if the drafts before it had been drawn. Fewer, if the constraint refuses a draft.
+        """
+        recent, followed = None if self._recent is None else self._recent.copy(), 0
+        planned = [self._plan(rows[0])]
+        for place, token in enumerate(drafts):
+            if self.constraint is not None:
+                if not self.constraint.follow(token):
+                    break
+                followed += 1
+            if self._recent is not None:
+                self._recent.append(token)
+            planned.append(self._plan(rows[place + 1]))
+        self._recent = recent
+        if followed and self.constraint is not None:
+            self.constraint.go_back(followed)
+        return planned
+
+    def _go_back(self, to: "_PlannedDraw") -> None:
+        """Draws that were planned behind this one were for drafts that were wrong."""
+        self._key, self._counts = to.key_after, to.counts_after
 
     def _plan(self, row: mx.array) -> "_PlannedDraw | KvasirError":
         """The draw from logits [vocabulary], not evaluated, or the constraint's error."""
@@ -106,7 +135,7 @@ class Sampler:
             token = mx.random.categorical(logprobs / self._params.temperature, key=key)
         if self._counts is not None:  # on the device: nobody waits for the token
             self._counts = self._counts.at[token].add(1)
-        return _PlannedDraw(token.astype(mx.uint32), self._logprobs_of(row, token))
+        return _PlannedDraw(token.astype(mx.uint32), self._logprobs_of(row, token), self._key, self._counts)
 
     def _shaped(self, row: mx.array) -> mx.array:
         if self._params.logit_bias:
@@ -157,10 +186,12 @@ class Sampler:
 
 @dataclass(frozen=True, slots=True)
 class _PlannedDraw:
-    """One row's draw, as arrays. `logprobs`: what `Sampler._logprobs_of` gives."""
+    """One row's draw, as arrays. `logprobs`: what `Sampler._logprobs_of` gives. The rest: the sampler's, behind it."""
 
     token: mx.array
     logprobs: tuple[mx.array, ...]
+    key_after: mx.array
+    counts_after: mx.array | None
 
     def read_logprobs(self) -> TokenLogprobs | None:
         if not self.logprobs:
@@ -176,16 +207,24 @@ class _PlannedDraw:
 class Draws:
     """The draws of one step: arrays that the device computes, until `read` waits for them."""
 
-    def __init__(self, samplers: Sequence[Sampler], logits: mx.array) -> None:
-        """One sampler for each of the first rows of logits [rows, vocabulary]. Begins to compute and does not wait."""
-        logits = logits[: len(samplers)]
+    def __init__(self, samplers: Sequence[Sampler], logits: mx.array, drafts: Sequence[Sequence[int]] = ()) -> None:
+        """One sampler for each of the first rows of logits [rows, vocabulary]. `drafts`: by sampler, tokens that were
+        computed behind its row, each in a row of its own there. Begins to compute and does not wait.
+        """
+        self._drafts = drafts or [()] * len(samplers)
+        self._first_rows = list(accumulate((1 + len(each) for each in self._drafts), initial=0))
+        logits = logits[: self._first_rows.pop()]
         if any(sampler.constraint is not None for sampler in samplers):
             mx.async_eval(logits)  # type: ignore[no-untyped-call]  # the model computes while constraints say what may come
         self._samplers = samplers
         likeliest = mx.argmax(logits, axis=-1).astype(mx.uint32)
         # If the maximum is NaN or infinite, the row's arg max and draws mean nothing, now and in later steps.
         self._is_sound = mx.isfinite(logits.max(axis=-1))
-        self._planned = [None if each.is_plain else each._plan(logits[row]) for row, each in enumerate(samplers)]
+        self._planned: list[_PlannedDraw | KvasirError | None] = [None] * logits.shape[0]
+        for sampler, first, tried in zip(samplers, self._first_rows, self._drafts, strict=True):
+            if not sampler.is_plain:
+                draws = sampler.plan(logits[first : first + 1 + len(tried)], tried)
+                self._planned[first : first + len(draws)] = draws
         planned = [row for row in self._planned if isinstance(row, _PlannedDraw)]
         # Uint32 [rows]; of a row without a draw any token.
         self.tokens = self._chosen(likeliest) if planned else likeliest
@@ -193,13 +232,31 @@ class Draws:
         mx.async_eval(self.tokens, self._is_sound, *arrays)  # type: ignore[no-untyped-call]
 
     def read(self) -> list[Drawn | KvasirError]:
-        """The next token of each row, or the row's own error. Waits."""
+        """The next token of each row, or the row's own error, without drafts. Waits."""
+        return [drawn for [drawn] in self.read_drafted()]
+
+    def read_drafted(self) -> list[list[Drawn | KvasirError]]:
+        """By sampler, the next tokens: one, and one more behind each draft that was drawn. Waits."""
         tokens: Any = self.tokens.tolist()
         sound: Any = self._is_sound.tolist()
         return [
-            _drawn(sampler, token, is_fine, row)
-            for sampler, token, is_fine, row in zip(self._samplers, tokens, sound, self._planned, strict=True)
+            self._read_one(sampler, first, tried, tokens, sound)
+            for sampler, first, tried in zip(self._samplers, self._first_rows, self._drafts, strict=True)
         ]
+
+    def _read_one(
+        self, sampler: Sampler, first: int, drafts: Sequence[int], tokens: list[int], sound: list[bool]
+    ) -> list[Drawn | KvasirError]:
+        drawn: list[Drawn | KvasirError] = []
+        for row in range(first, first + len(drafts) + 1):
+            planned = self._planned[row]
+            drawn.append(last := _drawn(sampler, tokens[row], sound[row], planned))
+            is_behind = row - first < len(drafts)
+            if not is_behind or isinstance(last, KvasirError) or last.token_id != drafts[row - first]:
+                if is_behind and isinstance(planned, _PlannedDraw):
+                    sampler._go_back(planned)
+                break
+        return drawn
 
     def _chosen(self, likeliest: mx.array) -> mx.array:
         rows = enumerate(self._planned)

@@ -83,6 +83,7 @@ class Sequence:
         self._was_preempted = False
         self._model = model
         self._full_reported = self._prefilled_reported = 0
+        self._drafts_tried = self._drafts_right = 0
         self._clock = clock
         self._events: list[api.Event] = []
         self._reply = ReplyText(token_text, plan.sampling, model.stop_token_ids)
@@ -258,6 +259,10 @@ class Sequence:
         self.cells.computed += 1
         self._report_full_blocks()
 
+    def tried(self, drafts: int, right: int) -> None:
+        self._drafts_tried += drafts
+        self._drafts_right += right
+
     def accept(self, token_id: int, logprobs: api.TokenLogprobs | None = None) -> None:
         """A token was sampled. Sets `finish_reason` if it is the last."""
         if len(self.token_ids) == self.cells.prompt_tokens:
@@ -309,6 +314,8 @@ class Sequence:
             prompt_tokens=self.cells.prompt_tokens,
             cached_tokens=self.cells.cached,
             completion_tokens=len(self.token_ids) - self.cells.prompt_tokens,
+            drafted_tokens=self._drafts_tried,
+            accepted_draft_tokens=self._drafts_right,
             timings=self._timings(),
             text=self._reply.visible,
             generated_text="".join(self._reply.remembered),

@@ -185,6 +185,7 @@ class GrammarMatcher:
         """`end_token_ids`: those of the stop tokens that may end this reply."""
         self.worked_s = 0.0  # the working time spent on this reply so far
         self._clock = clock
+        self._accepted: list[int] = []
         self._constraint = constraint
         self._matcher = matcher
         self._vocabulary_size = vocabulary_size
@@ -202,9 +203,29 @@ class GrammarMatcher:
     def accept(self, token_id: int) -> None:
         """Follow the reply by an allowed token; an end token is no part of it. Raises as `allowed`."""
         began_s = self._clock()
-        if token_id not in self._stop_token_ids and not self._matcher.consume_token(token_id):
+        if token_id not in self._stop_token_ids:
+            if not self._matcher.consume_token(token_id):
+                raise self._gave_up()
+            self._accepted.append(token_id)
+        self.worked_s += self._clock() - began_s
+
+    def follow(self, token_id: int) -> bool:
+        """Follow the reply by a token that may be taken back; False, and nothing has changed, if it is not allowed."""
+        began_s = self._clock()
+        is_allowed = token_id not in self._stop_token_ids and self._matcher.validate_tokens([token_id]) == 1
+        if is_allowed and not self._matcher.consume_token(token_id):
             raise self._gave_up()
         self.worked_s += self._clock() - began_s
+        return is_allowed
+
+    def go_back(self, tokens: int) -> None:
+        """Take back so many tokens that were followed last, also if the format became too complex behind them."""
+        if not self._matcher.is_error():
+            self._matcher.rollback(tokens)
+            return
+        self._matcher.reset()
+        for token_id in self._accepted:
+            self._matcher.consume_token(token_id)
 
     def _allowed(self) -> NDArray[np.uint32]:
         words = np.frombuffer(self._matcher.compute_bitmask(), dtype="<u4").copy()

@@ -183,6 +183,8 @@ class TurnFinished:
     memory_tokens: int = 0  # of the agent's memory with this reply; 0 where nothing is kept
     context_tokens: int = 0
     shortening: Shortening | None = None
+    drafted_tokens: int = 0
+    accepted_draft_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -92,6 +92,8 @@ class TurnEnding:
                 memory_tokens=len(memory.transcript.token_ids) if memory is not None else 0,
                 context_tokens=self._parts.engine.model.context_tokens,
                 shortening=remembered.shortening,
+                drafted_tokens=ended.drafted_tokens,
+                accepted_draft_tokens=ended.accepted_draft_tokens,
             )
         )
         if times.last_token_at is not None:

@@ -9,7 +9,7 @@ from kvasir.errors import InvalidArgument
 from kvasir.inference.v1 import inference_pb2 as pb
 
 from inference_svc.edge.inputs.tool_calls import bound_calls
-from inference_svc.engine.api import SamplingParams
+from inference_svc.engine.api import MOST_DRAFTS, SamplingParams
 from inference_svc.formats.constraint import Constraint, ConstraintKind
 from inference_svc.turns.turn_data import TurnRequest
 
@@ -54,6 +54,7 @@ _RANGES = {
     "repetition_tokens": _Range(1, MAX_REPETITION_TOKENS),
     "frequency_penalty": _PENALTIES,
     "presence_penalty": _PENALTIES,
+    "most_drafts": _Range(0, MOST_DRAFTS),
     "top_logprobs": _Range(0, MAX_TOP_LOGPROBS),
 }
 # How many there may be of each.
@@ -127,7 +128,7 @@ def settings(request: pb.GenerateRequest) -> list[tuple[str, str]]:
 def _check_ranges(given: pb.Sampling, params: SamplingParams) -> None:
     for name, allowed in _RANGES.items():
         got = given.top_logprobs if name == "top_logprobs" else getattr(params, name)
-        if not allowed.has(got):
+        if got is not None and not allowed.has(got):
             raise _refused(name, str(allowed), got)
     for name, most in _MOST.items():
         if (count := len(getattr(params, name))) > most:

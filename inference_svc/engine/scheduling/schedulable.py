@@ -172,3 +172,5 @@ class Rules:
     max_preemptions: int = 2
     """No turn is preempted more often."""
     beside_others: BesideOthers = BesideOthers()
+    most_drafts: int = 16
+    """Tokens that a step tries ahead for a turn that says nothing of them."""

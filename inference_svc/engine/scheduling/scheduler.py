@@ -89,6 +89,11 @@ class Scheduler(Generic[TurnT]):
     def running(self) -> list[TurnT]:
         return [turn for turn in self.turns if turn.status in RUNNING]
 
+    @property
+    def is_alone(self) -> bool:
+        """Whether no two namespaces have turns now."""
+        return sum(place.turns > 0 for place in self._company.places) <= 1
+
     # --- coming and going ---
 
     def submit(self, turn: TurnT, now: float) -> None:

@@ -1,4 +1,4 @@
-"""The batch of all sequences that are decoding, one token each per forward pass."""
+"""The batch of all sequences that are decoding: in a pass one token of each, and drafts behind it."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -13,6 +13,7 @@ from inference_svc.kv.pages.pool import KvPool
 from inference_svc.kv.sequence_kv import SequenceKV
 
 Forward = Callable[[mx.array, list[Any]], mx.array]
+_DRAFTED_ROWS = 4  # a multiple of these, with drafts
 
 
 class DecodeBatch:
@@ -70,10 +71,14 @@ class DecodeBatch:
                 state.flush(self._slot(kv))
             mx.eval(kv.state_arrays)
 
-    def step(self, token_ids: Sequence[int] | mx.array) -> mx.array:
-        """One more token of each sequence; logits [slots, vocabulary], not evaluated. Raises ResourceExhausted."""
-        rows = self._pass_rows if self.keeps_graph else 0
-        step = DecodeStep.of(self._pool, self.sequences, -(-len(self.sequences) // rows) * rows if rows else 0)
+    def step(self, token_ids: Sequence[int] | mx.array, counts: Sequence[int] | None = None) -> mx.array:
+        """One more token of each sequence, or `counts` of tokens, of which each sequence keeps the first and `keep`
+        others; logits [rows, vocabulary], not evaluated. Raises ResourceExhausted; ValueError for drafts where KV that
+        was written cannot be dropped.
+        """
+        if counts is not None and not self.takes_drafts:
+            raise ValueError("a layer of this model cannot go back")
+        step = DecodeStep.of(self._pool, self.sequences, counts, self._padded_rows(counts))
         tokens = token_ids if isinstance(token_ids, mx.array) else mx.array(list(token_ids), dtype=mx.uint32)
         logits = self._over_pages(tokens, step) if self._fused else self._over_copies(tokens, step)
         self._pool.enqueue_behind(logits)
@@ -87,6 +92,26 @@ class DecodeBatch:
             stored += self._pool.arrays
         after: mx.array = mx.depends([logits], stored)[0]
         return after
+
+    @property
+    def takes_drafts(self) -> bool:
+        """Whether rows behind a sequence's length are nothing: no state has seen them, no window lost others."""
+        return not self._states and not any(group.window for group in self._pool.groups)
+
+    def keep(self, kv: SequenceKV, drafts: int, right: int) -> None:
+        """So many drafts of a step were computed; the first `right` of them are the sequence's. The step is over."""
+        kv.advanced(right)
+        if right < drafts:
+            kv.trim_to(kv.length)
+
+    def _padded_rows(self, counts: Sequence[int] | None) -> int:
+        """Rows of a pass over a kept graph: of few numbers, because each has a graph of its own."""
+        if not self.keeps_graph:
+            return 0
+        rows = sum(counts) if counts else len(self.sequences)
+        if counts:
+            rows = -(-rows // _DRAFTED_ROWS) * _DRAFTED_ROWS
+        return -(-rows // self._pass_rows) * self._pass_rows if self._pass_rows else rows
 
     def _over_copies(self, tokens: mx.array, step: DecodeStep) -> mx.array:
         slots, longest = len(self.sequences), self._longest()
@@ -106,14 +131,18 @@ class DecodeBatch:
 
     def _over_pages(self, tokens: mx.array, step: DecodeStep) -> mx.array:
         pages, order = self._pool.arrays, self._pool.order
-        given = (tokens, step.offsets, *(group.block_table for group in step.groups))
         count, rows = tokens.shape[0], self._pass_rows
-        if not (rows and self.keeps_graph):
-            return (self._kept_graph if self.keeps_graph else self._traced)(pages, order, *given)
-        if step.slots > count:
-            given = (mx.pad(tokens, (0, step.slots - count)), *given[1:])
-        parts = ([each[at : at + rows] for each in given] for at in range(0, step.slots, rows))
-        return mx.concatenate([self._kept_graph(pages, order, *part) for part in parts])[:count]
+        if step.rows > count:
+            tokens = mx.pad(tokens, (0, step.rows - count))
+        given = (tokens, step.offsets, *(group.block_table for group in step.groups))
+        if not self.keeps_graph:
+            return self._traced(pages, order, *given)
+        parts = [given]
+        if rows:
+            parts = [tuple(each[at : at + rows] for each in given) for at in range(0, step.rows, rows)]
+        logits = [self._kept_graph(pages, order, *part) for part in parts]
+        whole = mx.concatenate(logits) if len(logits) > 1 else logits[0]
+        return whole[:count] if step.rows > count else whole
 
     def _traced(
         self,

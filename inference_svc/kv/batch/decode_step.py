@@ -42,12 +42,12 @@ class RowPlaces:
 
 
 class GroupRows:
-    """One group of layers in one step: the page of each sequence's new row, private since this was made."""
+    """One group of layers in one step: the page of each new row, private since this was made."""
 
-    def __init__(self, tables: Sequence[BlockTable], lengths: Sequence[int], pages: list[int], slots: int) -> None:
-        """`slots`: as many as there are sequences, or more, which are empty."""
+    def __init__(self, tables: Sequence[BlockTable], lengths: Sequence[int], pages: list[int], rows: int) -> None:
+        """`tables`, `lengths` and `pages` by row. `rows`: as many, or more, which are empty."""
         self._pages = pages
-        self._slots = slots
+        self._rows = rows
         self._lengths = lengths
         self._tables = tables
         self._width = table_width(max(lengths) + 1)
@@ -55,16 +55,17 @@ class GroupRows:
 
     @cached_property
     def block_table(self) -> mx.array:
-        """Pages by sequence and block, int32 [slots, width]; 0 where there is none."""
-        empty = [[0] * self._width] * (self._slots - len(self._tables))
-        return mx.array([*(table.padded(self._width) for table in self._tables), *empty], dtype=mx.int32)
+        """Pages by row and block, int32 [rows, width]; 0 where there is none."""
+        padded = {id(table): table.padded(self._width) for table in self._tables}
+        empty = [[0] * self._width] * (self._rows - len(self._tables))
+        return mx.array([*(padded[id(table)] for table in self._tables), *empty], dtype=mx.int32)
 
     @cached_property
     def pages(self) -> mx.array:
         return mx.array(self._pages, dtype=mx.int32)
 
     def columns(self, places: RowPlaces) -> mx.array:
-        """Where in its page the units of each sequence's new row go, [slots, units]. Made once for equal layers."""
+        """Where in its page the units of each new row go, [rows, units]. Made once for equal layers."""
         if places not in self._columns:
             first, step = places.columns
             rows = mx.array([length % PAGE_TOKENS for length in self._lengths], dtype=mx.int32)
@@ -74,28 +75,44 @@ class GroupRows:
 
 @dataclass(frozen=True)
 class DecodeStep:
-    """One token of each sequence is about to be computed; `lengths` are stored. `slots` behind them are empty."""
+    """Rows of sequences are about to be computed: of each its next token and, behind it, tokens that are tried ahead.
+    `slot_of` says by row which sequence it is of, `lengths` how many tokens stand before it. `rows`: with empty ones.
+    """
 
     sequences: tuple[SequenceKV, ...]
+    slot_of: tuple[int, ...]
     lengths: tuple[int, ...]
     groups: tuple[GroupRows, ...]
-    slots: int
+    rows: int
 
     @classmethod
-    def of(cls, pool: KvPool, sequences: Sequence[SequenceKV], slots: int = 0) -> "DecodeStep":
-        """Give each sequence a private page for its new row. Raises ResourceExhausted, and has changed nothing."""
-        lengths = tuple(kv.length for kv in sequences)
-        count, groups = len(sequences), []
-        slots = max(slots, count)
-        pages = _writable_pages(pool, sequences)
+    def of(
+        cls, pool: KvPool, sequences: Sequence[SequenceKV], counts: Sequence[int] | None = None, rows: int = 0
+    ) -> "DecodeStep":
+        """Give each sequence private pages for its new rows, `counts` of them, or one. `rows`: at least so many. Raises
+        ResourceExhausted, and has changed nothing.
+        """
+        counts = counts or (1,) * len(sequences)
+        slot_of = tuple(slot for slot, count in enumerate(counts) for _ in range(count))
+        lengths = tuple(kv.length + row for kv, count in zip(sequences, counts, strict=True) for row in range(count))
+        rows = max(rows, len(lengths))
+        pages, groups = _writable_pages(pool, sequences, slot_of, lengths), []
         for number in range(len(pool.groups)):
-            tables = [kv.tables[number] for kv in sequences]
-            groups.append(GroupRows(tables, lengths, pages[number * count : (number + 1) * count], slots))
-        return cls(tuple(sequences), lengths, tuple(groups), slots)
+            tables = [sequences[slot].tables[number] for slot in slot_of]
+            groups.append(GroupRows(tables, lengths, pages[number * len(lengths) :][: len(lengths)], rows))
+        return cls(tuple(sequences), slot_of, lengths, tuple(groups), rows)
+
+    @property
+    def has_drafts(self) -> bool:
+        return len(self.lengths) > len(self.sequences)
+
+    @cached_property
+    def slots(self) -> mx.array:
+        return mx.array(self.slot_of)
 
     @cached_property
     def offsets(self) -> mx.array:
-        return mx.array([*self.lengths, *[-1] * (self.slots - len(self.lengths))], dtype=mx.int32)
+        return mx.array([*self.lengths, *[-1] * (self.rows - len(self.lengths))], dtype=mx.int32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,16 +129,24 @@ class PassArrays:
     order: Sequence[mx.array] = ()
 
 
-def _writable_pages(pool: KvPool, sequences: Sequence[SequenceKV]) -> list[int]:
-    """The private page of each sequence's next row, group by group. A sequence that shares the page gets a copy."""
-    places = [
-        (kv, kv.tables[number], kv.length // PAGE_TOKENS) for number in range(len(pool.groups)) for kv in sequences
+def _writable_pages(
+    pool: KvPool, sequences: Sequence[SequenceKV], slot_of: Sequence[int], lengths: Sequence[int]
+) -> list[int]:
+    """The private page of each new row, group by group. A sequence that shares a page gets a copy."""
+    rows = [
+        (number, slot, length // PAGE_TOKENS)
+        for number in range(len(pool.groups))
+        for slot, length in zip(slot_of, lengths, strict=True)
     ]
+    places = list(dict.fromkeys(rows))  # rows of one sequence may have one page
+    tables = [sequences[slot].tables[number] for number, slot, _ in places]
     # All or none: a sequence with a new page that its rows were not copied to would have lost them.
-    pages = pool.private_pages([table.pages.get(block) for _, table, block in places])
-    for (kv, table, block), page in zip(places, pages, strict=True):
-        kv.hold(table, {block: page})
-    return pages
+    held = [table.pages.get(block) for table, (_, _, block) in zip(tables, places, strict=True)]
+    pages = dict(zip(places, pool.private_pages(held), strict=True))
+    for place, table in zip(places, tables, strict=True):
+        _, slot, block = place
+        sequences[slot].hold(table, {block: pages[place]})
+    return [pages[row] for row in rows]
 
 
 class KeptGraph:

@@ -37,7 +37,7 @@ class DecodedLayer:
     # --- what the batch calls ---
 
     def begin(self, step: DecodeStep, *, keeps_decoded: bool) -> None:
-        """The next pass computes one token of each sequence of `step`. `keeps_decoded`: the copy stays for the next."""
+        """The next pass computes the rows of `step`. `keeps_decoded`: the copy stays for the next."""
         if not keeps_decoded:
             self.forget_decoded()
         self._keeps_decoded = keeps_decoded
@@ -74,9 +74,9 @@ class DecodedLayer:
     # --- what the model calls ---
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        """Store a new row [slots, kv_heads, 1, dim] of each sequence; all rows, of which a mask hides others'."""
+        """Store new rows [rows, kv_heads, 1, dim]; all rows of each one's sequence, of which a mask hides others'."""
         if keys.shape[2] != 1:
-            raise ValueError(f"a batch decodes one token of each sequence, not {keys.shape[2]}")
+            raise ValueError(f"a batch decodes each token in a row of its own, not {keys.shape[2]}")
         rows = self._encode(keys, values)
         self._store(rows)
         slots, width = len(self._now.sequences), self._width
@@ -86,17 +86,17 @@ class DecodedLayer:
             if not is_decoded:
                 self._fill(slot, keys.dtype, values.dtype)
                 self._is_decoded[slot] = True
-        self._decoded.put_each([self._place(length) for length in self._now.lengths], new)
-        read_keys, read_values = self._split(self._decoded.read(slots, width))
+        self._decoded.put_each([self._place(length) for length in self._now.lengths], new, self._drafted_slots)
+        read_keys, read_values = self._split(self._decoded.read(slots, width, self._drafted_slots))
         if not self._keeps_decoded:
             self._decoded.clear()
             self._is_decoded = [False] * slots
         return read_keys, read_values
 
     def make_mask(self, count: int, return_array: bool = False, window_size: int | None = None) -> mx.array | None:
-        """Which rows the new token of each sequence may attend to, bool [slots, 1, 1, rows]. None for every row."""
+        """Which stored rows each new one may attend to, bool [rows, 1, 1, stored]. None for every row."""
         if count != 1:
-            raise ValueError(f"a batch decodes one token of each sequence, not {count}")
+            raise ValueError(f"a batch decodes each token in a row of its own, not {count}")
         lengths, width, seen = self._now.lengths, self._width, self.offset[:, None, None, None]
         if not self._window:
             if window_size is not None:
@@ -123,6 +123,11 @@ class DecodedLayer:
         return self._step
 
     @property
+    def _drafted_slots(self) -> mx.array | None:
+        """The slot of each row, where one has several."""
+        return self._now.slots if self._now.has_drafts else None
+
+    @property
     def _width(self) -> int:
         return self._width_of(max(self._now.lengths))
 
@@ -138,8 +143,8 @@ class DecodedLayer:
         return (*self._keys.encode(keys), *self._values.encode(values))
 
     def _store(self, rows: EncodedRows) -> None:
-        slots, group = len(self._now.sequences), self._now.groups[self._group]
-        units = mx.concatenate([part.view(UNIT).reshape(slots, -1) for part in rows], axis=1)
+        count, group = rows[0].shape[0], self._now.groups[self._group]
+        units = mx.concatenate([part.view(UNIT).reshape(count, -1) for part in rows], axis=1)
         self._pool.write_rows(self._layer, group.pages, group.columns(self._places), units)
 
     def _decode(self, rows: EncodedRows, key_type: mx.Dtype, value_type: mx.Dtype) -> EncodedRows:

@@ -47,22 +47,24 @@ class SlotArrays:
         for array in self.arrays:
             array[slot : slot + 1] = 0
 
-    def put_each(self, positions: Sequence[int], rows: EncodedRows) -> None:
-        """Write one row [slots', heads, 1, …] of each of the first slots, at that slot's own position."""
+    def put_each(self, positions: Sequence[int], rows: EncodedRows, slots: mx.array | None = None) -> None:
+        """Write rows [n, heads, 1, …], each at its position of its slot in `slots`; None: of the first n slots."""
         count = len(positions)
-        if count == self.slots:
+        if slots is None and count == self.slots:
             index = mx.array(list(positions))[:, None, None, None]
             self.arrays = tuple(
                 mx.put_along_axis(array, mx.broadcast_to(index, new.shape), new, axis=2)
                 for array, new in zip(self.arrays, rows, strict=True)
             )
             return
-        slots, index = mx.arange(count), mx.array(list(positions))
+        slots, index = mx.arange(count) if slots is None else slots, mx.array(list(positions))
         for array, new in zip(self.arrays, rows, strict=True):
             array[slots, :, index] = new[:, :, 0]
 
-    def read(self, slots: int, rows: int) -> EncodedRows:
-        return tuple(array[:slots, :, :rows] for array in self.arrays)
+    def read(self, slots: int, rows: int, chosen: mx.array | None = None) -> EncodedRows:
+        """The first rows of the first slots, or of those `chosen` among them."""
+        read = tuple(array[:slots, :, :rows] for array in self.arrays)
+        return read if chosen is None else tuple(array[chosen] for array in read)
 
     def move(self, source: int, target: int, rows: int) -> None:
         if source != target and rows:

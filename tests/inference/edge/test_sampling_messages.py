@@ -120,7 +120,10 @@ def test_borders_are_allowed() -> None:
         frequency_penalty=-2.0,
         presence_penalty=2.0,
         n=8,
+        most_drafts=64,
     )
+    assert borders.sampling.most_drafts == 64
+    assert asked(most_drafts=0).sampling.most_drafts == 0
     assert (borders.choices, borders.sampling.repetition_tokens) == (8, 4096)
     assert read(pb.GenerateRequest(prompt="x", agent_id="a", sampling=pb.Sampling(n=1))).choices == 1
 

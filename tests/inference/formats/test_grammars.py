@@ -380,3 +380,17 @@ def test_who_gives_up_waiting_leaves_no_answer_for_the_next(loop: asyncio.Abstra
         await trial.close()
 
     loop.run_until_complete(ask())
+
+
+def test_tokens_that_are_taken_back_leave_no_trace(grammars: Grammars, tokenizer: Any) -> None:
+    """Drafts: what is not allowed is not followed, and what was followed is forgotten."""
+    matcher = grammars.matcher("ns", regex("abc(d|e)f"))
+    a, b, c, e = (tokenizer.encode(letter, add_special_tokens=False)[0] for letter in "abce")
+    matcher.accept(a)
+    before = allowed(matcher)
+    assert [matcher.follow(token) for token in (b, a, END, c, e)] == [True, False, False, True, True]
+    assert allowed(matcher) != before
+    matcher.go_back(3)
+    assert allowed(matcher) == before
+    matcher.accept(b)
+    assert c in allowed(matcher)

@@ -138,6 +138,7 @@ BAD: dict[str, tuple[dict[str, Any], type[errors.KvasirError], str]] = {
     "many biases": (sampling(logit_bias=dict.fromkeys(range(301), 1.0)), errors.InvalidArgument, "sampling.logit_bias"),
     "stop of no token": (sampling(stop_token_ids=[1 << 31]), errors.InvalidArgument, "sampling.stop_token_ids"),
     "bias of no token": (sampling(logit_bias={1 << 31: 1.0}), errors.InvalidArgument, "sampling.logit_bias"),
+    "drafts 65": (sampling(most_drafts=65), errors.InvalidArgument, "sampling.most_drafts"),
     "likeliest 21": (sampling(logprobs=True, top_logprobs=21), errors.InvalidArgument, "sampling.top_logprobs"),
     "likeliest -1": (sampling(logprobs=True, top_logprobs=-1), errors.InvalidArgument, "sampling.top_logprobs"),
     "likeliest alone": (sampling(top_logprobs=2), errors.InvalidArgument, "sampling.top_logprobs"),

@@ -212,6 +212,13 @@ class EngineLimits(Table):
         metavar="MS",
         up="longest-gap-ms",
     )
+    most_drafts: int = option(
+        16,
+        "How many tokens a step may try ahead for a turn whose text repeats itself. No reply changes by it; how many "
+        "are tried follows from how often they are right and from what a step costs. 0: none.",
+        least=0,
+        up="most-drafts",
+    )
     max_prompt_bytes: int = option(
         8 << 20,
         "A larger prompt is refused. A request of more than twice this and 1 MiB is refused by gRPC, no field named.",

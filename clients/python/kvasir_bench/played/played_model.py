@@ -127,8 +127,13 @@ class PlayedBatch(DecodeBatch):
         self._played = pages
         self._logits_of = logits
 
-    def step(self, token_ids: Sequence[int] | mx.array) -> mx.array:
+    @property
+    def takes_drafts(self) -> bool:
+        return False  # a row that was tried would be written as the reply's own
+
+    def step(self, token_ids: Sequence[int] | mx.array, counts: Sequence[int] | None = None) -> mx.array:
         """As `DecodeBatch.step`; evaluated."""
+        assert counts is None
         tokens: Any = token_ids.tolist() if isinstance(token_ids, mx.array) else token_ids
         sequences = self.sequences
         DecodeStep.of(self._pool, sequences)

@@ -247,3 +247,12 @@ def test_a_retry_with_other_settings_is_another_turn(client: InferenceClient, ne
         assert again.text == first.text
         seen.append(first.finished.snapshot.version)
     assert seen == list(range(1, len(seen) + 1))
+
+
+def test_a_reply_that_repeats_itself_is_drafted_and_counted(tiny_client: InferenceClient) -> None:
+    asked: dict[str, Any] = {"prompt": "Say it.", "regex": "(The door's code is 48213[.] ){30}", "max_tokens": 120}
+    tried = tiny_client.reply(**asked, sampling={"most_drafts": 16})
+    plain = tiny_client.reply(**asked, sampling={"most_drafts": 0})
+    assert tried.text == plain.text
+    assert 0 < tried.finished.usage.accepted_draft_tokens <= tried.finished.usage.drafted_tokens
+    assert plain.finished.usage.drafted_tokens == 0

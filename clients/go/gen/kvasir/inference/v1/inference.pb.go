@@ -1805,8 +1805,11 @@ type Sampling struct {
 	FrequencyPenalty *float32 `protobuf:"fixed32,16,opt,name=frequency_penalty,json=frequencyPenalty,proto3,oneof" json:"frequency_penalty,omitempty"`
 	// -2 to 2: subtracted once from the logit of each token that the reply has so far. Default 0.
 	PresencePenalty *float32 `protobuf:"fixed32,17,opt,name=presence_penalty,json=presencePenalty,proto3,oneof" json:"presence_penalty,omitempty"`
-	unknownFields   protoimpl.UnknownFields
-	sizeCache       protoimpl.SizeCache
+	// 0 to 64: how many tokens that the turn's own text makes likely may be tried in one step, ahead of the token that is sure. No reply changes
+	// by it. Default: as the engine is set.
+	MostDrafts    *int32 `protobuf:"varint,18,opt,name=most_drafts,json=mostDrafts,proto3,oneof" json:"most_drafts,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
 }
 
 func (x *Sampling) Reset() {
@@ -1954,6 +1957,13 @@ func (x *Sampling) GetFrequencyPenalty() float32 {
 func (x *Sampling) GetPresencePenalty() float32 {
 	if x != nil && x.PresencePenalty != nil {
 		return *x.PresencePenalty
+	}
+	return 0
+}
+
+func (x *Sampling) GetMostDrafts() int32 {
+	if x != nil && x.MostDrafts != nil {
+		return *x.MostDrafts
 	}
 	return 0
 }
@@ -2883,8 +2893,11 @@ type Usage struct {
 	PromptTokens     int64                  `protobuf:"varint,1,opt,name=prompt_tokens,json=promptTokens,proto3" json:"prompt_tokens,omitempty"`
 	CachedTokens     int64                  `protobuf:"varint,2,opt,name=cached_tokens,json=cachedTokens,proto3" json:"cached_tokens,omitempty"`
 	CompletionTokens int64                  `protobuf:"varint,3,opt,name=completion_tokens,json=completionTokens,proto3" json:"completion_tokens,omitempty"`
-	unknownFields    protoimpl.UnknownFields
-	sizeCache        protoimpl.SizeCache
+	// Tokens that were tried ahead, and those of them that are the reply's.
+	DraftedTokens       int64 `protobuf:"varint,4,opt,name=drafted_tokens,json=draftedTokens,proto3" json:"drafted_tokens,omitempty"`
+	AcceptedDraftTokens int64 `protobuf:"varint,5,opt,name=accepted_draft_tokens,json=acceptedDraftTokens,proto3" json:"accepted_draft_tokens,omitempty"`
+	unknownFields       protoimpl.UnknownFields
+	sizeCache           protoimpl.SizeCache
 }
 
 func (x *Usage) Reset() {
@@ -2934,6 +2947,20 @@ func (x *Usage) GetCachedTokens() int64 {
 func (x *Usage) GetCompletionTokens() int64 {
 	if x != nil {
 		return x.CompletionTokens
+	}
+	return 0
+}
+
+func (x *Usage) GetDraftedTokens() int64 {
+	if x != nil {
+		return x.DraftedTokens
+	}
+	return 0
+}
+
+func (x *Usage) GetAcceptedDraftTokens() int64 {
+	if x != nil {
+		return x.AcceptedDraftTokens
 	}
 	return 0
 }
@@ -5860,7 +5887,7 @@ const file_kvasir_inference_v1_inference_proto_rawDesc = "" +
 	"\x04name\x18\x01 \x01(\tR\x04name\x12 \n" +
 	"\vdescription\x18\x02 \x01(\tR\vdescription\x12'\n" +
 	"\x0fparameters_json\x18\x03 \x01(\tR\x0eparametersJson\x12\x16\n" +
-	"\x06strict\x18\x04 \x01(\bR\x06strict\"\xe9\x06\n" +
+	"\x06strict\x18\x04 \x01(\bR\x06strict\"\x9f\a\n" +
 	"\bSampling\x12\"\n" +
 	"\n" +
 	"max_tokens\x18\x01 \x01(\x05H\x00R\tmaxTokens\x88\x01\x01\x12%\n" +
@@ -5882,7 +5909,9 @@ const file_kvasir_inference_v1_inference_proto_rawDesc = "" +
 	"\x10clamp_max_tokens\x18\x0f \x01(\bR\x0eclampMaxTokens\x120\n" +
 	"\x11frequency_penalty\x18\x10 \x01(\x02H\tR\x10frequencyPenalty\x88\x01\x01\x12.\n" +
 	"\x10presence_penalty\x18\x11 \x01(\x02H\n" +
-	"R\x0fpresencePenalty\x88\x01\x01\x1a<\n" +
+	"R\x0fpresencePenalty\x88\x01\x01\x12$\n" +
+	"\vmost_drafts\x18\x12 \x01(\x05H\vR\n" +
+	"mostDrafts\x88\x01\x01\x1a<\n" +
 	"\x0eLogitBiasEntry\x12\x10\n" +
 	"\x03key\x18\x01 \x01(\rR\x03key\x12\x14\n" +
 	"\x05value\x18\x02 \x01(\x02R\x05value:\x028\x01B\r\n" +
@@ -5896,7 +5925,8 @@ const file_kvasir_inference_v1_inference_proto_rawDesc = "" +
 	"\x12_repetition_tokensB\x04\n" +
 	"\x02_nB\x14\n" +
 	"\x12_frequency_penaltyB\x13\n" +
-	"\x11_presence_penalty\"\xcd\x02\n" +
+	"\x11_presence_penaltyB\x0e\n" +
+	"\f_most_drafts\"\xcd\x02\n" +
 	"\x10GenerateResponse\x128\n" +
 	"\astarted\x18\x01 \x01(\v2\x1c.kvasir.inference.v1.StartedH\x00R\astarted\x12Q\n" +
 	"\x10prefill_progress\x18\x02 \x01(\v2$.kvasir.inference.v1.PrefillProgressH\x00R\x0fprefillProgress\x122\n" +
@@ -5981,11 +6011,13 @@ const file_kvasir_inference_v1_inference_proto_rawDesc = "" +
 	"\x06policy\x18\x01 \x01(\x0e2!.kvasir.inference.v1.OnFullPolicyR\x06policy\x12)\n" +
 	"\x10dropped_messages\x18\x02 \x01(\x03R\x0fdroppedMessages\x12#\n" +
 	"\rkept_messages\x18\x03 \x01(\x03R\fkeptMessages\x12!\n" +
-	"\fbefore_reply\x18\x04 \x01(\bR\vbeforeReply\"~\n" +
+	"\fbefore_reply\x18\x04 \x01(\bR\vbeforeReply\"\xd9\x01\n" +
 	"\x05Usage\x12#\n" +
 	"\rprompt_tokens\x18\x01 \x01(\x03R\fpromptTokens\x12#\n" +
 	"\rcached_tokens\x18\x02 \x01(\x03R\fcachedTokens\x12+\n" +
-	"\x11completion_tokens\x18\x03 \x01(\x03R\x10completionTokens\"\x93\x02\n" +
+	"\x11completion_tokens\x18\x03 \x01(\x03R\x10completionTokens\x12%\n" +
+	"\x0edrafted_tokens\x18\x04 \x01(\x03R\rdraftedTokens\x122\n" +
+	"\x15accepted_draft_tokens\x18\x05 \x01(\x03R\x13acceptedDraftTokens\"\x93\x02\n" +
 	"\aTimings\x12/\n" +
 	"\x05queue\x18\x01 \x01(\v2\x19.google.protobuf.DurationR\x05queue\x123\n" +
 	"\arestore\x18\x02 \x01(\v2\x19.google.protobuf.DurationR\arestore\x123\n" +

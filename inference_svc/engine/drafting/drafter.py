@@ -1,0 +1,85 @@
+"""The drafts of decoding turns: each turn's past says what may come, its trust and the step's costs how much of it."""
+
+from collections.abc import Callable, Iterable, Mapping
+from weakref import WeakKeyDictionary
+
+from inference_svc.engine.api import MOST_DRAFTS
+from inference_svc.engine.drafting.draft_lengths import DraftCosts, Trust
+from inference_svc.engine.drafting.past_text import PastText
+from inference_svc.engine.sequence import Sequence
+
+Drafts = Mapping[Sequence, tuple[int, ...]]
+
+
+class _TurnDrafts:
+    """What one turn may say next, as far as its newest tokens came before."""
+
+    def __init__(self, sequence: Sequence) -> None:
+        self._past = PastText(sequence.token_ids)
+        self._known = len(sequence.token_ids)
+        self.trust = Trust()
+        self.tokens, self.equal = self._past.next(MOST_DRAFTS)
+
+    def follow(self, sequence: Sequence) -> None:
+        if len(sequence.token_ids) > self._known:
+            self._past.extend(sequence.token_ids)
+            self._known = len(sequence.token_ids)
+            self.tokens, self.equal = self._past.next(MOST_DRAFTS)
+
+
+class Drafter:
+    """Nothing of a turn outlives it, and no turn sees another's text."""
+
+    def __init__(self, most_rows: int, most_drafts: int, is_alone: Callable[[], bool]) -> None:
+        """`most_rows`: of a step, drafts and all; 0: there are no drafts. `most_drafts`: of a turn that says nothing of
+        them. `is_alone`: whether only one namespace has turns, whose drafts take nobody's time.
+        """
+        self._most_rows = most_rows
+        self._most_drafts = most_drafts
+        self._is_alone = is_alone
+        self._turns: WeakKeyDictionary[Sequence, _TurnDrafts] = WeakKeyDictionary()
+        self._costs = DraftCosts()
+
+    def may_draft(self, sequences: Iterable[Sequence]) -> bool:
+        """Whether one of these turns has something to try once its last token is known."""
+        if not self._most_rows or not self._is_alone():
+            return False
+        return any(self._can(each) and self._of(each).tokens for each in sequences)
+
+    def drafts(self, decoding: Iterable[Sequence]) -> Drafts:
+        """What to try of the turns that decode now, whose tokens are all known."""
+        if not self._most_rows or not self._is_alone():
+            return {}
+        rows = list(decoding)
+        found = {each: self._of(each) for each in rows if self._can(each)}
+        most = {each: min(len(turn.tokens), self._most(each)) for each, turn in found.items()}
+        chances = {each: turn.trust.chance(turn.equal) for each, turn in found.items() if most[each] > 0}
+        lengths = self._costs.lengths(len(rows), chances, most, self._most_rows)
+        for each in chances.keys() - lengths.keys():
+            found[each].trust.forgive(found[each].equal)
+        return {each: found[each].tokens[:count] for each, count in lengths.items()}
+
+    def learn(self, sequence: Sequence, drafts: int, right: int) -> None:
+        """So many drafts of the turn were tried, and so many were right. Before its new tokens are taken in."""
+        turn = self._of(sequence)
+        turn.trust.learn(turn.equal, drafts, right)
+
+    def took(self, rows: int, seconds: float, *, is_drafted: bool) -> None:
+        self._costs.learn(rows, seconds, is_drafted=is_drafted)
+
+    def _can(self, sequence: Sequence) -> bool:
+        sampler = sequence.sampler
+        is_open = sequence.finish_reason is None and sampler is not None and sampler.takes_drafts
+        return is_open and self._most(sequence) > 0
+
+    def _most(self, sequence: Sequence) -> int:
+        """Drafts that leave the reply within its limit, once all and the token behind them are there."""
+        given = sequence.plan.sampling.most_drafts
+        wanted = self._most_drafts if given is None else given
+        return min(wanted, sequence.most_tokens - len(sequence.token_ids) - 1)
+
+    def _of(self, sequence: Sequence) -> _TurnDrafts:
+        if (turn := self._turns.get(sequence)) is None:
+            turn = self._turns[sequence] = _TurnDrafts(sequence)
+        turn.follow(sequence)
+        return turn

@@ -1,0 +1,180 @@
+"""A turn says, tells and remembers with drafts what it does without, whatever is tried: right, wrong or half right."""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, ClassVar
+
+import pytest
+from kvasir.errors import Cancelled
+
+from inference_svc.engine.api import Hot, Tokens
+from inference_svc.engine.drafting import drafter
+from inference_svc.engine.drafting.past_text import PastText
+from inference_svc.formats.constraint import Constraint, ConstraintKind
+from tests.inference.engine.driving import Driver, Listener, tokens_of
+
+Tries = Callable[[tuple[int, ...], int], tuple[int, ...]]
+
+
+class _Told(PastText):
+    """A past that knows the replies, and says what a test makes of them."""
+
+    replies: ClassVar[dict[tuple[int, ...], tuple[int, ...]]] = {}
+    tries: ClassVar[Tries] = staticmethod(lambda rest, _: rest)
+
+    def __init__(self, token_ids: Sequence[int]) -> None:
+        super().__init__(token_ids)
+        text = tuple(token_ids)
+        self._text = next((p + r for p, r in self.replies.items() if text[: len(p)] == p), text)
+
+    def next(self, most: int) -> tuple[tuple[int, ...], int]:
+        known = len(self._tokens)
+        return self.tries(self._text[known:], known)[:most], 8
+
+
+def every_draft(_self: object, _rows: int, chances: dict[Any, float], most: dict[Any, int], _most_rows: int) -> Any:
+    return {row: most[row] for row in chances}
+
+
+@pytest.fixture
+def told(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[_Told]]:
+    monkeypatch.setattr(drafter, "PastText", _Told)
+    monkeypatch.setattr(drafter.DraftCosts, "lengths", every_draft)
+    yield _Told
+    _Told.replies = {}
+
+
+def _wrong_at(step: int) -> Tries:
+    return lambda rest, known: tuple(
+        token + 1 if (known + place) % step == 0 else token for place, token in enumerate(rest)
+    )
+
+
+TRIES: dict[str, Tries] = {
+    "right": lambda rest, _: rest,
+    "wrong": _wrong_at(1),
+    "half right": _wrong_at(3),
+    "one": lambda rest, _: rest[:1],
+}
+
+
+WORDS = Constraint(ConstraintKind.REGEX, "([a-z]{1,5} ){3}end")
+TAGS = Constraint(ConstraintKind.JSON_SCHEMA, '{"type": "array", "items": {"type": "integer"}, "maxItems": 4}')
+KINDS: tuple[dict[str, Any], ...] = (
+    {},
+    {"temperature": 1.0, "seed": 5, "logprobs": 2},
+    {"temperature": 0.9, "top_p": 0.9, "frequency_penalty": 0.7, "logit_bias": ((50, 4.0), (60, -100.0))},
+    {"repetition_penalty": 1.4, "repetition_tokens": 8, "logprobs": 0},
+    {"constraint": WORDS, "logprobs": 1},
+    {"constraint": TAGS, "temperature": 1.0, "seed": 3},
+)
+LENGTHS = (5, 250, 300, 511, 20, 100)
+
+
+@pytest.mark.batch_as_alone
+@pytest.mark.parametrize("tries", TRIES)
+def test_drafts_change_neither_reply_nor_memory(driver: Driver, told: type[_Told], tries: str) -> None:
+    """Rows of all kinds in one batch, over a block's border too: nobody's draft is another's."""
+    prompts = [tokens_of(length, seed) for seed, length in enumerate(LENGTHS)]
+    turns = list(zip(prompts, KINDS, strict=True))
+    plain_keys, keys = [driver.key() for _ in turns], [driver.key() for _ in turns]
+    plain = [
+        driver.submit(prompt, key=key, max_tokens=24, most_drafts=0, **kind)
+        for key, (prompt, kind) in zip(plain_keys, turns, strict=True)
+    ]
+    for listener in plain:
+        listener.end()
+    told.replies = {prompt: driver.reply(each.end()) for prompt, each in zip(prompts, plain, strict=True)}
+    told.tries = staticmethod(TRIES[tries])
+    tried = [
+        driver.submit(prompt, key=key, max_tokens=24, **kind) for key, (prompt, kind) in zip(keys, turns, strict=True)
+    ]
+    ends = [listener.end() for listener in tried]
+    assert [reported(listener) for listener in tried] == [reported(listener) for listener in plain]
+    assert [driver.files(key) for key in keys] == [driver.files(key) for key in plain_keys]
+    assert all(end.drafted_tokens for end in ends)
+    accepted = [end.accepted_draft_tokens for end in ends]
+    assert not any(accepted) if tries == "wrong" else all(accepted)
+
+
+def reported(listener: Listener) -> list[object]:
+    tokens = [event for event in listener.events if isinstance(event, Tokens)]
+    ended = listener.end()
+    return [
+        [token for event in tokens for token in event.ids],
+        "".join(event.text for event in tokens),
+        [event.logprobs for event in tokens if event.ids],
+        (ended.finish_reason, ended.matched_stop, ended.completion_tokens, ended.text, ended.state),
+    ]
+
+
+@pytest.mark.batch_as_alone
+@pytest.mark.parametrize("ending", ["stop", "token", "limit"])
+def test_a_reply_that_ends_among_right_drafts_ends_where_it_would(
+    driver: Driver, told: type[_Told], ending: str
+) -> None:
+    """Drafts behind the end were computed, and are nobody's: the next turn goes on as after a plain one."""
+    prompt = tokens_of(300, 7)
+    whole = driver.turn(prompt, max_tokens=24, most_drafts=0, key=driver.key())
+    reply = driver.reply(whole)
+    how: dict[str, Any] = {
+        "stop": {"stop": (whole.text[9:11],)},
+        "token": {"stop_token_ids": (reply[9],)},
+        "limit": {"max_tokens": 10},
+    }[ending]
+    how = {"max_tokens": 24, **how}
+    plain_key, key = driver.key(), driver.key()
+    plain = driver.submit(prompt, key=plain_key, most_drafts=0, **how)
+    plain.end()
+    told.replies = {prompt: reply}
+    tried = driver.submit(prompt, key=key, **how)
+    assert tried.end().accepted_draft_tokens
+    assert reported(tried) == reported(plain)
+    assert driver.files(key) == driver.files(plain_key)
+    text = tuple(tried.end().state.token_ids)
+    told.replies = {}
+    nexts = [
+        driver.turn((*text, *tokens_of(9, 8)), Hot(len(text)), key=each, most_drafts=0) for each in (key, plain_key)
+    ]
+    assert driver.reply(nexts[0]) == driver.reply(nexts[1])
+
+
+@pytest.mark.batch_as_alone
+@pytest.mark.parametrize("place", [3, 4, 8])
+def test_a_cancel_among_drafts_keeps_the_reply_so_far(driver: Driver, told: type[_Told], place: int) -> None:
+    prompt, key, plain_key = tokens_of(200, 3), driver.key(), driver.key()
+    reply = driver.reply(driver.turn(prompt, max_tokens=24, most_drafts=0, key=driver.key()))
+    told.replies, told.tries = {prompt: reply}, staticmethod(_wrong_at(4))
+    listener = Listener().cancel_at(Tokens, place)
+    said = driver.reply(driver.submit(prompt, key=key, listener=listener, keep_partial=True, max_tokens=24).end())
+    assert said == reply[: len(said)]
+    driver.turn(prompt, max_tokens=len(said), most_drafts=0, key=plain_key)
+    assert driver.files(key) == driver.files(plain_key)
+
+
+@pytest.mark.parametrize("name", ["gemma3", "falcon_h1"])
+def test_models_that_cannot_go_back_try_nothing(family: Callable[[str], Driver], name: str) -> None:
+    """A window's page has lost what a wrong draft's row took the place of; a state has seen the draft."""
+    driver = family(name)
+    assert driver.turn(tokens_of(8) * 20, max_tokens=8).drafted_tokens == 0
+
+
+def test_a_text_that_repeats_itself_is_tried_and_right(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With no reply planted: the turn's own past says what may come."""
+    monkeypatch.setattr(drafter.DraftCosts, "lengths", every_draft)
+    how: dict[str, Any] = {"max_tokens": 60, "constraint": Constraint(ConstraintKind.REGEX, "(abcdefgh-){40}")}
+    tried, plain = (driver.turn(tokens_of(30), most_drafts=most, **how) for most in (16, 0))
+    assert tried.text == plain.text
+    assert 20 < tried.accepted_draft_tokens <= tried.drafted_tokens
+    assert plain.drafted_tokens == 0
+
+
+def test_no_draft_is_tried_beside_another_namespace(driver: Driver, told: type[_Told]) -> None:
+    """Rows of drafts would take its time."""
+    prompt = tokens_of(40, 2)
+    told.replies = {prompt: driver.reply(driver.turn(prompt, max_tokens=60, most_drafts=0))}
+    beside = driver.submit(tokens_of(40, 1), namespace="b", max_tokens=400)
+    beside.wait_for(Tokens, 2)
+    assert driver.turn(prompt, namespace="a", max_tokens=60).drafted_tokens == 0
+    beside.handle.result(60).cancel()
+    with pytest.raises(Cancelled):
+        beside.end()

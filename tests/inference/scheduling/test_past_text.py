@@ -1,0 +1,90 @@
+"""What stood behind the longest earlier place of a text's last tokens is proposed; how many of it pay is learned."""
+
+from collections.abc import Sequence
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from inference_svc.engine.drafting import past_text
+from inference_svc.engine.drafting.draft_lengths import DraftCosts, Trust
+from inference_svc.engine.drafting.past_text import PastText
+
+TEXTS = st.lists(st.integers(0, 3), max_size=60)
+
+
+def equal_before(text: Sequence[int], place: int) -> int:
+    """How many tokens up to `place` equal the text's last ones."""
+    count = 0
+    while count <= place and text[place - count] == text[len(text) - 1 - count]:
+        count += 1
+    return min(count, 32)
+
+
+@given(TEXTS, st.integers(0, 60), st.integers(1, 9))
+def test_the_longest_place_is_found_however_the_text_came(text: list[int], cut: int, most: int) -> None:
+    past = PastText(text[:cut])
+    past.extend(text)
+    tokens, equal = past.next(most)
+    counts = [equal_before(text, place) for place in range(len(text) - 1)]
+    newest = [place for place, count in enumerate(counts) if count >= 3][-16:]  # so many are compared
+    if not newest:
+        assert (tokens, equal) == ((), 0)
+        return
+    assert equal == max(counts[place] for place in newest)
+    place = max(place for place in newest if counts[place] == equal)
+    growing = list(text)
+    for token in tokens:
+        assert token == growing[place + 1]
+        growing.append(token)
+        place += 1
+    assert len(tokens) == most
+
+
+def test_only_the_newest_tokens_of_a_long_text_are_kept() -> None:
+    past = PastText([7, 8, 9, 1] + [0] * (past_text._MOST_TOKENS - 1) + [7, 8, 9])
+    assert past.next(1) == ((), 0)
+    past.extend([7, 8, 9, 1] + [0] * (past_text._MOST_TOKENS - 1) + [7, 8, 9, 2, 7, 8, 9])
+    assert past.next(2) == ((2, 7), 3)
+
+
+def learned(row_s: float, plain_s: float = 1.0) -> DraftCosts:
+    costs = DraftCosts()
+    for rows in range(1, 40):
+        costs.learn(rows, 1.0 + row_s * (rows - 1), is_drafted=True)
+        costs.learn(1, plain_s, is_drafted=False)
+    return costs
+
+
+def test_drafts_are_as_many_as_pay() -> None:
+    assert learned(row_s=0.01).lengths(1, {"a": 0.9}, {"a": 16}, 64) == {"a": 16}
+    few = learned(row_s=0.2).lengths(1, {"a": 0.7}, {"a": 16}, 64)["a"]
+    assert 1 <= few <= 4
+    assert learned(row_s=1.0).lengths(1, {"a": 0.5}, {"a": 16}, 64) == {}
+    assert learned(row_s=0.01).lengths(1, {"a": 0.9, "b": 0.9}, {"a": 3, "b": 0}, 64) == {"a": 3}
+
+
+def test_the_likelier_row_gets_more_and_no_step_too_many() -> None:
+    lengths = learned(row_s=0.02).lengths(2, {"a": 0.8, "b": 0.5}, {"a": 16, "b": 16}, 10)
+    assert lengths["a"] > lengths["b"]
+    assert sum(lengths.values()) <= 8
+
+
+def test_drafts_that_make_a_device_wait_are_not_tried() -> None:
+    """A plain step that is read behind the next takes half the time here: two tokens of three are no gain."""
+    assert learned(row_s=0.01, plain_s=0.5).lengths(1, {"a": 0.5}, {"a": 4}, 64) == {}
+
+
+def test_trust_follows_right_drafts_and_forgives() -> None:
+    trust = Trust()
+    at_first = trust.chance(5)
+    for _ in range(5):
+        trust.learn(5, 4, 0)
+    distrusted = trust.chance(5)
+    assert distrusted < at_first / 2 + 0.1
+    assert trust.chance(30) > at_first - 0.1  # longer matches are another matter
+    for _ in range(200):
+        trust.forgive(5)
+    assert trust.chance(5) > distrusted
+    for _ in range(20):
+        trust.learn(5, 4, 4)
+    assert trust.chance(5) > 0.9
