@@ -113,6 +113,8 @@ def test_an_agent_moves_between_two_macs_as_compose_says(tmp_path: Path) -> None
         assert laptop("agents", "show", "ada").code == 5
         pulled = laptop.done("agents", "pull", "studio", "ada", "--json").value
         assert (pulled["origin"], pulled["origin_detail"]) == ("pull", "studio/ada@1")
+        again = laptop.done("agents", "pull", "studio", "ada", "--as", "again").out
+        assert re.search(r"tokens, [\d.]+ KiB; 0 B sent in [\d.]+ s, [\d.]+ KiB were there", " ".join(again.split()))
         there = laptop.done("chat", "ada", "--json", "--max-tokens", "4", stdin="Are you there?\n").value
         here = studio.done("chat", "ada", "--json", "--max-tokens", "4", stdin="Are you there?\n").value
         back = studio.done("agents", "pull", "laptop", "ada", "--as", "ada-of-laptop", "--json").value

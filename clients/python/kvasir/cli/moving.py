@@ -99,12 +99,17 @@ def pull(
             for step in client.pulling_agent(peer, agent, local_agent_id=as_, kv_identity_hash=line, dry_run=True):
                 sent.take(step.progress)
         else:
-            made = client.pull_agent(peer, agent, local_agent_id=as_, kv_identity_hash=line, on_progress=on_progress)
+
+            def on_step(progress: pb.TransferProgress) -> None:
+                sent.take(progress)
+                on_progress(progress)
+
+            made = client.pull_agent(peer, agent, local_agent_id=as_, kv_identity_hash=line, on_progress=on_step)
     if dry_run:
         row = {"agent_id": as_ or agent, "peer": peer, "dry_run": True, **_sent_row(sent, dry_run)}
         caller.result(row, lambda out: out.print(f"{agent} would come from {peer}: {_sent_words(sent, dry_run)}"))
     else:
-        caller.result(snapshot_row(made), lambda out: out.print(arrived_words(made)))
+        caller.result(snapshot_row(made), lambda out: out.print(f"{arrived_words(made)}; {_sent_words(sent, dry_run)}"))
 
 
 def claim(
