@@ -61,7 +61,7 @@ ListenOption = Annotated[
     str,
     typer.Option(
         help="This Mac's own name or address in the network, as studio.local, where paired Macs may reach its "
-        "store. Left out: 127.0.0.1, so that nobody beyond this machine can.",
+        "store and its engine. Left out: 127.0.0.1, so that nobody beyond this machine can.",
         metavar="HOST[:PORT]",
     ),
 ]
