@@ -2,9 +2,10 @@
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, TypeVar
 
 from kvasir.clients import Reply
@@ -20,7 +21,9 @@ from kvasir_gateway.conversations import Chain, Conversations
 from kvasir_gateway.engine import CallerAtEngine, sent_messages
 from kvasir_gateway.metrics import GatewayNumbers
 from kvasir_gateway.reading.quoting import Quoted
+from kvasir_gateway.reading.records import PREFIX
 from kvasir_gateway.reading.side_calls import SUMMARY, SideRule, side_call_of
+from kvasir_gateway.reading.titles import TITLE, title_of
 from kvasir_gateway.turn import Said, ToolUse, Turn
 
 _log = logging.getLogger(__name__)
@@ -105,7 +108,7 @@ class Turns:
 
     def __init__(self, conversations: Conversations) -> None:
         self._conversations = conversations
-        self._tidying: set[asyncio.Task[int]] = set()
+        self._beside: set[asyncio.Task[Any]] = set()  # what no turn waits for
 
     def ready(self, turn: Turn, side_rules: Sequence[SideRule] = (), *, is_exact: bool = False) -> Ready:
         """May run in any thread. `is_exact`: another time makes another conversation. Raises InvalidArgument."""
@@ -163,18 +166,29 @@ class Turns:
             async for event in events:
                 reply.add(event)
                 if event.HasField("finished"):
+                    self._entitle(ready, caller, memory, reply)
                     await memory.answered(reply)
                 yield event
 
-    def _tidy(self, namespace: str, caller: CallerAtEngine) -> None:
-        task = asyncio.create_task(self._conversations.tidy(namespace, caller))
-        self._tidying.add(task)
-        task.add_done_callback(self._tidied)
+    def _entitle(self, ready: Ready, caller: CallerAtEngine, memory: Memory, reply: Reply) -> None:
+        """Give a new conversation of a caller who named no agent the title by which people find it."""
+        is_new = reply.started.continuation == pb.CONTINUATION_NEW and memory.agent_id.startswith(PREFIX)
+        title = title_of(ready.turn.messages) if is_new and memory.conversations is not None else ""
+        if title and not memory.side_call:
+            self._do_beside(caller.client.update_agent(memory.agent_id, labels={TITLE: title}), "not_entitled")
 
-    def _tidied(self, task: "asyncio.Task[int]") -> None:
-        self._tidying.discard(task)
+    def _tidy(self, namespace: str, caller: CallerAtEngine) -> None:
+        self._do_beside(self._conversations.tidy(namespace, caller), "not_tidied")
+
+    def _do_beside(self, work: Coroutine[Any, Any, object], failed: str) -> None:
+        task = asyncio.create_task(work)
+        self._beside.add(task)
+        task.add_done_callback(partial(self._done_beside, failed))
+
+    def _done_beside(self, failed: str, task: "asyncio.Task[Any]") -> None:
+        self._beside.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
-            _log.warning("conversations.not_tidied error=%s", getattr(error, "reason", type(error).__name__))
+            _log.warning("conversations.%s error=%s", failed, getattr(error, "reason", type(error).__name__))
 
 
 async def _generated(ready: Ready, caller: CallerAtEngine, agent_id: str, request_id: str) -> Events:

@@ -3,6 +3,7 @@
 import contextlib
 import re
 import threading
+import time
 import types
 from collections.abc import Iterator
 from email.message import Message
@@ -154,14 +155,16 @@ def test_conversations_are_found_by_words_of_their_titles_names_and_labels(ada: 
     assert "kvasir-tiny" in ada.get("status").text
 
 
-def test_conversations_of_programs_are_listed_apart(lived: Front, ada: Browser) -> None:
-    before = ada.get("", of="programs")
-    lived.openai().chat.completions.create(
-        model="kvasir-tiny", messages=[{"role": "user", "content": "Who sits apart?"}], max_completion_tokens=8
-    )
-    new = [title for title in titles(ada.get("", of="programs")) if title not in titles(before)]
-    assert len(new) == 1
-    assert new[0] not in titles(ada.get())
+def test_conversations_of_programs_are_listed_apart_by_their_first_words(lived: Front, ada: Browser) -> None:
+    messages = [{"role": "user", "content": "<system-reminder>Today.</system-reminder>\nWho sits\napart?"}]
+    first = lived.openai().chat.completions.create(model="kvasir-tiny", messages=messages, max_completion_tokens=8)
+    while "Who sits apart?" not in titles(ada.get("", of="programs")):
+        time.sleep(0.05)  # no turn waits for its title
+    messages += [{"role": "assistant", "content": str(first.choices[0].message.content)}]
+    messages += [{"role": "user", "content": "And who else?"}]
+    lived.openai().chat.completions.create(model="kvasir-tiny", messages=messages, max_completion_tokens=8)
+    assert titles(ada.get("", of="programs", q="who")) == ["Who sits apart?"]
+    assert "Who sits apart?" not in titles(ada.get())
 
 
 def test_the_history_is_a_tree_of_versions_with_their_bases(ada: Browser) -> None:

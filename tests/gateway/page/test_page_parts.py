@@ -18,6 +18,8 @@ from kvasir_gateway.page.managing import _progress
 from kvasir_gateway.page.rendering import age, size
 from kvasir_gateway.page.sessions import COOKIE, LIFETIME_S, Opened, Sessions, Visitor, check_own_form
 from kvasir_gateway.page.tree import Row, rows
+from kvasir_gateway.reading.titles import first_words, title_of
+from kvasir_gateway.turn import Said
 
 KEY = "kvasir-test-key-of-the-page-00000000"
 OTHER_KEY = "kvasir-test-key-of-the-page-11111111"
@@ -300,3 +302,21 @@ def test_days_are_named_as_people_name_them() -> None:
         day_of(today.astimezone(UTC) - timedelta(hours=hours), today) for hours in (0, 2, 26, 24 * 6, 24 * 7, 24 * 40)
     ]
     assert found == ["Today", "Yesterday", "Tuesday", "Friday", "November 2026", "October 2026"]
+
+
+@pytest.mark.parametrize(
+    ("text", "title"),
+    [
+        ("My name\n is Anna.", "My name is Anna."),
+        ("<env>date</env> <x-y>z</x-y>\nFix it", "Fix it"),
+        ("<env>only</env>", "<env>only</env>"),
+        ("<env>not closed", "<env>not closed"),
+        ("a\u202eb\x00c", "a b c"),
+        ("word " * 40, "word word word word word word word word word word word…"),
+        ("x" * 100, "x" * 59 + "…"),
+        (" \n", ""),
+    ],
+)
+def test_a_title_is_a_line_of_the_first_words(text: str, title: str) -> None:
+    assert first_words(text) == title
+    assert title_of([Said("system", "Be brief."), Said("user", text), Said("user", "Later.")]) == (title or "Later.")

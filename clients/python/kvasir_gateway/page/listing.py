@@ -12,8 +12,8 @@ from kvasir.names import UNNAMED_PREFIXES
 
 from kvasir_gateway.page.look import Answer, Handler, Look
 from kvasir_gateway.page.looking import panel
+from kvasir_gateway.reading.titles import TITLE
 
-TITLE = "title"  # the label that holds a conversation's title
 SHOWN = 50
 _A_CALL = 1000
 _MOST_READ = 5000  # agents by name; beyond, a beginning of the name is searched for

@@ -1,7 +1,6 @@
 """A person talks with an agent in the page: a conversation, its turns as streams, and its branches."""
 
 import re
-import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import dataclass
@@ -19,14 +18,13 @@ from kvasir_gateway.engine import sent_messages
 from kvasir_gateway.metrics import GatewayNumbers
 from kvasir_gateway.page import looking
 from kvasir_gateway.page.history import History
-from kvasir_gateway.page.listing import TITLE
 from kvasir_gateway.page.look import Answer, Handler, Look, version_of
 from kvasir_gateway.page.rendering import HEADERS, difference_words, reuse_words
 from kvasir_gateway.page.transcript import Place, facts, transcript, version_with
+from kvasir_gateway.reading.titles import TITLE, first_words
 from kvasir_gateway.turn import Asked, Said, Turn, sse
 
 SAY_BYTES = 1 << 20  # of a form: what somebody says, as URL-encoded text
-_MOST_TITLE_CHARS = 60
 _BEGUN_HERE = "chat/"
 _MOST_NAMES_TRIED = 50
 _NEARLY_FULL = 0.8
@@ -215,19 +213,13 @@ async def _turn(look: Look, saying: Saying, given: Mapping[str, Any]) -> Events:
                     continue
                 if event.HasField("finished") and saying.is_first and saying.agent_id.startswith(_BEGUN_HERE):
                     with suppress(KvasirError):  # it is found by its name
-                        await look.client.update_agent(saying.agent_id, labels={TITLE: title_of(saying.text)})
+                        await look.client.update_agent(saying.agent_id, labels={TITLE: first_words(saying.text)})
                 yield event
     except Conflict as error:
         told = f"an agent named {saying.agent_id} exists: choose another name, or go on in its own conversation"
         if not saying.is_first:
             told = "somebody else has talked to it meanwhile: reload, and say it again"
         raise Conflict(told, reason=error.reason, metadata=error.metadata) from None
-
-
-def title_of(text: str) -> str:
-    """A conversation's title: its first words."""
-    printable = "".join(each if each.isprintable() else " " for each in text[:1000])
-    return textwrap.shorten(printable, _MOST_TITLE_CHARS, placeholder="…") or "Untitled"
 
 
 def _ended(started: pb.Started, finished: pb.Finished) -> dict[str, Any]:
