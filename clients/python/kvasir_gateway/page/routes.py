@@ -64,7 +64,7 @@ class GatewayPage:
         self._first = ConversationList()
         self._parts: Sequence[Part] = (
             self._first,
-            Status(history),
+            Status(history, engine),
             Managing(history),
             Talking(numbers, history, clock, new_id),
         )

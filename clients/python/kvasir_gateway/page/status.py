@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from kvasir.names import check_request_id
 from starlette.responses import Response
 
+from kvasir_gateway.engine import EngineLink
 from kvasir_gateway.page import looking
 from kvasir_gateway.page.history import History
 from kvasir_gateway.page.look import Answer, Handler, Look
@@ -14,8 +15,9 @@ from kvasir_gateway.page.look import Answer, Handler, Look
 class Status:
     """The handlers of the page that operators look at."""
 
-    def __init__(self, history: History) -> None:
+    def __init__(self, history: History, engine: EngineLink) -> None:
         self._history = history
+        self._engine = engine
 
     def pages(self) -> Mapping[str, Handler]:
         return {"status": self._status, "turns": self._turns}
@@ -24,7 +26,8 @@ class Status:
         return {"cancel": self._cancel, "load": self._load, "unload": self._unload}
 
     async def _status(self, look: Look) -> Answer:
-        health, usage, turns, models = await asyncio.gather(
+        wellness, health, usage, turns, models = await asyncio.gather(
+            self._engine.wellness(),
             looking.panel(looking.health(look.client, look.namespace)),
             looking.panel(look.client.get_usage()),
             looking.panel(look.client.list_turns()),
@@ -35,7 +38,8 @@ class Status:
             namespace = health.value.mine.namespace
             self._history.note(health.value.mine)
         reuse = looking.reuse(self._history, namespace, look.namespace)
-        return look.shown("status.html", health=health, usage=usage, turns=turns, reuse=reuse, models=models)
+        shown = {"health": health, "usage": usage, "turns": turns, "reuse": reuse, "models": models}
+        return look.shown("status.html", ailments=wellness.ailments, **shown)
 
     async def _turns(self, look: Look) -> Answer:
         """The live turns alone, for the script that renews them."""

@@ -8,8 +8,8 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from tests.gateway.conftest import running_front
 from tests.gateway.page.lives import endless_turn, live
+from tests.gateway.page.paired import front_with_peer
 
 HERE = Path(__file__).parent
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
@@ -27,7 +27,7 @@ def main(arguments: Sequence[str]) -> int:
         shutil.copy(HERE / name, folder / name)
     if not (folder / "node_modules").exists():
         subprocess.run(["npm", "install", "--silent", "--no-audit", "--no-fund"], cwd=folder, check=True)
-    with tempfile.TemporaryDirectory() as root, running_front(Path(root)) as front:
+    with tempfile.TemporaryDirectory() as root, front_with_peer(Path(root)) as (front, _):
         with front.house.client(front.keys["ada"]) as client:
             live(client)
         with endless_turn(front, "a long story"):

@@ -69,7 +69,7 @@ async function task(page, name, most, work) {
   let count = 0;
   const act = {
     press: async (role, label) => { count += 1; await page.getByRole(role, { name: label }).first().click(); },
-    type: async (label, text) => { count += 1; await page.getByLabel(label, { exact: true }).fill(text); },
+    type: async (label, text) => { count += 1; await page.waitForLoadState(); await page.getByLabel(label, { exact: true }).fill(text); },
     enter: async () => { count += 1; await page.keyboard.press("Enter"); },
   };
   try {
@@ -129,6 +129,27 @@ async function tasks(page) {
     await enter();
     await press("link", "Kennel of last Tuesday");
     return (await page.locator("h1").textContent()) === "Kennel of last Tuesday";
+  });
+  await task(page, "see what a turn reused, and why not more", 1, async ({ press }) => {
+    await page.goto(`${at(page)}chat?id=page/ada&keep=2&edit=1`);
+    await page.getByLabel(SAY).fill("My cat is called Tom.");
+    await page.keyboard.press("Enter");
+    await reply(page);
+    await press("link", "History and more");
+    return (await page.locator(".rows").first().textContent()).includes("in place of “dog is called Rex.");
+  });
+  await task(page, "export a version", 1, async ({ press }) => {
+    const download = page.waitForEvent("download");
+    await press("link", "Export version 1");
+    return (await download).suggestedFilename() === "page-ada-1.kva";
+  });
+  await task(page, "move to another Mac, with progress", 3, async ({ press, type }) => {
+    await page.goto(`${at(page)}chat?id=page/ada-2`);
+    await press("link", "History and more");
+    await type("Peer", "laptop");
+    await press("button", "Move");
+    await page.waitForFunction(() => /has moved/.test(document.querySelector("[data-progress-words]").textContent));
+    return true;
   });
   // Its first turn runs, so that the next one waits.
   await task(page, "stop a turn", 3, async ({ press, type, enter }) => {
