@@ -99,4 +99,5 @@ def greet(say: Callable[[str], object], home: Home, answer: dict[str, Any], how_
         say(f"        {answer['http_remark']}")
     if answer["token_file"]:
         say(f"token:  {answer['token_file']} (commands with this home find it; others say --token-file)")
-    say(f"Talk to an agent with `{home.command('chat ada')}`; {how_to_stop}.")
+    browser = f", or in a browser with `{home.command('open')}`" if answer["http"] else ""
+    say(f"Talk to an agent with `{home.command('chat ada')}`{browser}; {how_to_stop}.")
