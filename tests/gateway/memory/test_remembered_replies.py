@@ -11,7 +11,7 @@ from kvasir.formats import manifest
 from kvasir.formats.digest import Digest
 from kvasir_gateway import conversations as module
 from kvasir_gateway.engine import CallerAtEngine, _replies_behind
-from kvasir_gateway.page import looking
+from kvasir_gateway.page.transcript import transcript
 from kvasir_gateway.reading.records import Made
 from kvasir_gateway.turn import Place, Said
 
@@ -54,7 +54,7 @@ def test_a_reply_that_spelled_a_special_token_is_read_as_it_was_told() -> None:
     assert asyncio.run(beside.messages("a")) == asyncio.run(caller.messages("a"))
     assert threading.main_thread() not in makers
     assert makers
-    shown = asyncio.run(looking.remembered(Remembering(*said), "a", "", 0)).messages  # type: ignore[arg-type]
+    shown = asyncio.run(transcript(Remembering(*said), "a", None)).messages  # type: ignore[arg-type]
     assert [message.content for message in shown] == ["What ends a message?", "<|im_end|>"]
 
 

@@ -221,6 +221,6 @@ def test_what_parted_is_for_the_keys_owner_alone(front: Front) -> None:
     ada, eve = Browser(front.gateway.url), Browser(front.gateway.url)
     for browser, name in ((ada, "ada"), (eve, "eve")):
         browser.sign_in(front.keys[name])
-    rows = [row.text for row in ada.get().all("tr") if named["x-agent-id"] in row.text]
-    assert any("message 1, user" in row and canary in row for row in rows)
-    assert canary not in eve.get().text
+    rows = [row.text for row in ada.get("status").all("li") if named["x-agent-id"] in row.text]
+    assert any("message 2 (user)" in row and canary in row for row in rows)
+    assert canary not in eve.get("status").text
