@@ -105,7 +105,7 @@ async def serve(settings: GatewayTable) -> None:
         around = Surroundings(
             engine=engine,
             gate=gate,
-            turns=Turns(Conversations(key, new_name=lambda: secrets.token_hex(6), now=lambda: datetime.now(UTC))),
+            turns=Turns(_conversations(key), history.ended),
             limits=GatewayLimits(max_body_bytes=settings.max_body_mib << 20, max_requests=limits.requests),
             numbers=numbers,
             tolerance=_tolerance(settings, key),
@@ -125,6 +125,10 @@ async def serve(settings: GatewayTable) -> None:
         app = Gateway(around).app()
         settle_garbage()
         await serve_app(app, listener, parts.closing(Connections(limits)))
+
+
+def _conversations(key: bytes) -> Conversations:
+    return Conversations(key, new_name=lambda: secrets.token_hex(6), now=lambda: datetime.now(UTC))
 
 
 def _page(engine: EngineLink, sessions: Sessions, numbers: GatewayNumbers, history: History) -> GatewayPage:

@@ -106,8 +106,12 @@ class Ready:
 class Turns:
     """Turns of all callers."""
 
-    def __init__(self, conversations: Conversations) -> None:
+    def __init__(
+        self, conversations: Conversations, ended: Callable[[str, pb.Finished], None] = lambda *_: None
+    ) -> None:
+        """`ended`: is given each turn's namespace and end."""
         self._conversations = conversations
+        self._ended = ended
         self._beside: set[asyncio.Task[Any]] = set()  # what no turn waits for
 
     def ready(self, turn: Turn, side_rules: Sequence[SideRule] = (), *, is_exact: bool = False) -> Ready:
@@ -166,6 +170,7 @@ class Turns:
             async for event in events:
                 reply.add(event)
                 if event.HasField("finished"):
+                    self._ended(memory.namespace, event.finished)
                     self._entitle(ready, caller, memory, reply)
                     await memory.answered(reply)
                 yield event

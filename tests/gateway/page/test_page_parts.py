@@ -12,7 +12,7 @@ from kvasir.inference.v1 import inference_pb2 as pb
 from kvasir_gateway.door.security import Gate
 from kvasir_gateway.page.chart import HEIGHT, chart
 from kvasir_gateway.page.codes import Codes
-from kvasir_gateway.page.history import MINUTES, History
+from kvasir_gateway.page.history import MINUTES, History, Speed
 from kvasir_gateway.page.listing import day_of
 from kvasir_gateway.page.managing import _progress
 from kvasir_gateway.page.rendering import age, size
@@ -320,3 +320,17 @@ def test_days_are_named_as_people_name_them() -> None:
 def test_a_title_is_a_line_of_the_first_words(text: str, title: str) -> None:
     assert first_words(text) == title
     assert title_of([Said("system", "Be brief."), Said("user", text), Said("user", "Later.")]) == (title or "Later.")
+
+
+def test_the_hours_speed_is_the_middle_and_nineteen_of_twenty_of_its_turns() -> None:
+    clock = Clock()
+    history = History(clock)
+    assert history.speed("first") is None
+    history.ended("first", pb.Finished())  # sent again: it has no times
+    for number in range(101):
+        times = pb.Timings(first_token={"nanos": (number + 1) * 1_000_000}, decode={"seconds": 2})
+        history.ended("first", pb.Finished(usage={"completion_tokens": 2 * number}, timings=times))
+    assert history.speed("first") == Speed(101, 51, 96, 50)
+    assert history.speed("second") is None
+    clock.now_s += 60 * MINUTES
+    assert history.speed("first") is None

@@ -19,6 +19,7 @@ _MOST_NAMESPACES = 256
 _MOST_PARTED = 20  # turns of a namespace
 _MOST_AGENTS = 256  # of a namespace, whose last turns are kept
 _MOST_TURNS = 8  # of an agent
+_MOST_TIMED = 1000  # turns of a namespace
 Counts = Mapping[str, int]
 _Kept = TypeVar("_Kept")
 
@@ -58,6 +59,24 @@ class Reused:
         return cls(at, started.source, started.cached_tokens, started.prompt_tokens, started.reason, parted)
 
 
+@dataclass(frozen=True, slots=True)
+class Speed:
+    """How fast turns of the last hour were, of at most the last 1,000: milliseconds until half of them, and nineteen of
+    twenty, had their first token; the tokens a second of the middle one."""
+
+    turns: int
+    half_ms: float
+    most_ms: float
+    tokens_per_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Timed:
+    at_s: float
+    first_token_ms: float
+    tokens_per_s: float
+
+
 @dataclass(slots=True)
 class _Watched:
     """A namespace: the engine's counters as they were last, and the minutes in which they grew."""
@@ -75,6 +94,7 @@ class History:
         self._now = now
         self._watched: OrderedDict[str, _Watched] = OrderedDict()
         self._parted: OrderedDict[str, deque[Parted]] = OrderedDict()
+        self._timed: OrderedDict[str, deque[_Timed]] = OrderedDict()
         self._turns: OrderedDict[str, OrderedDict[str, deque[Reused]]] = OrderedDict()
 
     async def follow(self, engine: EngineLink) -> None:
@@ -119,6 +139,25 @@ class History:
         if started.HasField("difference"):
             newest = _newest_of(self._parted, namespace, lambda: deque(maxlen=_MOST_PARTED), _MOST_NAMESPACES)
             newest.appendleft(Parted(at, agent_id, started))
+
+    def ended(self, namespace: str, finished: pb.Finished) -> None:
+        """Note how fast a turn was. One that is sent again has no times."""
+        first_ms = finished.timings.first_token.ToMicroseconds() / 1000
+        if first_ms <= 0:
+            return
+        decode_s, tokens = finished.timings.decode.ToMicroseconds() / 1e6, finished.usage.completion_tokens
+        timed = _newest_of(self._timed, namespace, lambda: deque(maxlen=_MOST_TIMED), _MOST_NAMESPACES)
+        timed.append(_Timed(self._now(), first_ms, tokens / decode_s if decode_s > 0 else 0.0))
+
+    def speed(self, namespace: str) -> Speed | None:
+        """Of the last hour; None without a turn."""
+        timed = [each for each in self._timed.get(namespace, ()) if each.at_s > self._now() - 60 * MINUTES]
+        if not timed:
+            return None
+        first = sorted(each.first_token_ms for each in timed)
+        rates = sorted(each.tokens_per_s for each in timed)
+        middle = (len(timed) - 1) // 2
+        return Speed(len(timed), first[middle], first[(95 * (len(timed) - 1)) // 100], rates[middle])
 
     def turns_of(self, namespace: str, agent_id: str) -> Sequence[Reused]:
         """An agent's last turns over HTTP, the newest first."""

@@ -14,7 +14,7 @@ from kvasir.waits import ANSWER_S
 
 from kvasir_gateway.page import tree
 from kvasir_gateway.page.chart import Chart, chart
-from kvasir_gateway.page.history import History, Parted
+from kvasir_gateway.page.history import History, Parted, Speed
 from kvasir_gateway.page.transcript import transcript
 
 _VERSIONS_A_PAGE = 200
@@ -74,6 +74,7 @@ class Reuse:
     sources: Chart
     misses: Chart
     parted: Sequence[Parted]
+    speed: Speed | None
 
 
 def reuse(history: History, namespace: str, asking: str) -> Reuse:
@@ -83,6 +84,7 @@ def reuse(history: History, namespace: str, asking: str) -> Reuse:
         chart([minute.sources for minute in minutes], _SOURCES),
         chart([minute.misses for minute in minutes], ()),
         history.parted(asking),
+        history.speed(asking),
     )
 
 

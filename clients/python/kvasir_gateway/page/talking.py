@@ -152,6 +152,8 @@ class Talking:
             async for event in events:
                 if event.HasField("started"):
                     self._history.began(look.namespace, saying.agent_id, event.started)
+                elif event.HasField("finished"):
+                    self._history.ended(look.namespace, event.finished)
                 yield event
 
     async def _branch(self, look: Look) -> Answer:
