@@ -222,3 +222,10 @@ def test_a_message_that_is_not_there_cannot_be_edited(ada: Browser, client: Infe
     remembered(client, "talk/short", TOLD[0])
     assert "no message" in ada.get("chat", 404, id="talk/short", keep="9", edit="1").text
     assert ada.get("chat", 404, id="talk/nobody").all("p", role="alert")
+
+
+def test_a_script_without_a_session_is_refused_in_words(ada: Browser) -> None:
+    page = ada.get("chat")
+    ada.send(ada.get(), "logout", 401)
+    [(name, told)] = events(ada, page, 401, text="Hello.")
+    assert (name, told["problem"]) == ("refused", "the session has ended: reload, and sign in")

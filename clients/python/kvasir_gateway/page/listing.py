@@ -15,8 +15,7 @@ from kvasir_gateway.page.looking import panel
 from kvasir_gateway.reading.titles import TITLE
 
 SHOWN = 50
-_A_CALL = 1000
-_MOST_READ = 5000  # agents by name; beyond, a beginning of the name is searched for
+_A_CALL, _MOST_CALLS = 1000, 5  # agents that are read, by name
 
 
 class ConversationList:
@@ -91,8 +90,7 @@ class Search:
 
 async def listed(client: AioInferenceClient, wanted: Search, now_s: float) -> Listed:
     """The conversations that have all the words, the last used first."""
-    agents, is_cut = await _all(client)
-    found = [each for each in map(_talk, agents) if _has(each, wanted.words)]
+    found, is_cut = await _found(client, wanted.words)
     programs = [each for each in found if _is_programs(each)]
     own = programs if wanted.is_programs else [each for each in found if not _is_programs(each)]
     own.sort(key=lambda each: (not each.agent.is_pinned, -each.agent.used_at.ToNanoseconds()))
@@ -139,13 +137,13 @@ def _has(talk: Talk, words: str) -> bool:
     return all(word in text for word in words.casefold().split())
 
 
-async def _all(client: AioInferenceClient) -> tuple[Sequence[cachestore_pb2.Agent], bool]:
-    """The agents of the namespace, and whether there are more than anybody reads."""
-    found: list[cachestore_pb2.Agent] = []
+async def _found(client: AioInferenceClient, words: str) -> tuple[Sequence[Talk], bool]:
+    """Those of the namespace that have the words, and whether there are more than anybody reads."""
+    found: list[Talk] = []
     token = ""
-    while len(found) < _MOST_READ:
+    for _ in range(_MOST_CALLS):
         page = await client.list_agents(page_size=_A_CALL, page_token=token)
-        found += page.agents
+        found += [talk for talk in map(_talk, page.agents) if _has(talk, words)]
         if not (token := page.next_page_token):
             return found, False
     return found, True

@@ -167,7 +167,8 @@ class GatewayPage:
         status, problem = errors.http_status(error), error.message
         errors.log_refusal(f"page.refused path={path}", status, error, is_of_stranger=True)
         if is_scripts(request):
-            return refusal(status, problem)
+            is_out = error.reason == "NO_CREDENTIAL"
+            return refusal(status, "the session has ended: reload, and sign in" if is_out else problem)
         if isinstance(error, Unauthenticated):
             return self._sign_in(status, problem="" if error.reason == "NO_CREDENTIAL" else problem)
         return _error(request, status, problem)

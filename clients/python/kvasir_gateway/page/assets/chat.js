@@ -74,12 +74,13 @@ async function settle(turn, ended) {
   reply.scrollIntoView({ block: "end" });
 }
 
-// Once a turn has begun, what the form was filled for is done.
-function begun(fields) {
+// What the form was filled for is done: what is said next follows it.
+function goOn(id, head) {
+  form.elements.head.value = head ?? "";
   for (const name of ["keep", "version"]) form.elements[name]?.remove();
-  form.elements.id.value = fields.id;
-  for (const each of form.querySelectorAll("details, .hint")) each.remove();
-  history.replaceState(null, "", `${form.dataset.at}chat?${new URLSearchParams({ id: fields.id })}`);
+  form.elements.id.value = id;
+  for (const each of document.querySelectorAll(".conversation .hint, [data-talk] details")) each.remove();
+  history.replaceState(null, "", `${form.dataset.at}chat?${new URLSearchParams({ id })}`);
 }
 
 function busy(is) {
@@ -92,18 +93,19 @@ async function say(fields) {
   problem.hidden = true;
   busy(true);
   const turn = begin(fields.text);
+  let id = fields.id;
   let ended = null;
   stop.onclick = () => post(`${form.dataset.at}cancel`, { form_token: fields.form_token, request_id: fields.request_id });
   try {
     for await (const [name, value] of eventsOf(await post(`${form.dataset.at}say`, fields))) {
-      if (name === "begun") begun(value);
+      if (name === "begun") id = value.id;
       if (name === "reading") turn.text.dataset.reading = `reading ${value.done} of ${value.total} tokens`;
       if (name === "delta") show(turn, value);
       if (name === "ended") ended = value;
       if (name === "refused") throw new Error(value.problem);
     }
     if (!ended) throw new Error("the connection broke before the end of the reply");
-    form.elements.head.value = ended.head ?? "";
+    goOn(id, ended.head);
     state.textContent = `Reply: ${turn.text.textContent}`;
     await settle(turn, ended);
   } catch (error) {
