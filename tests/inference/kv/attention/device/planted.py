@@ -98,14 +98,13 @@ PLANTED = {
     "no barrier behind a tile's values": _dropped("tiles", _BLOCK, 1),
     "a warp's barrier for a tile": Fault("tiles", r"threadgroup_barrier\(mem", "simdgroup_barrier(mem", RACE),
     "queries that all warps share": Fault("tiles", r"row = warp_row \+ \(m", "row = (m", RACE),
-    "keys and values in one place": Fault(
-        "tiles", r"v_values = k_values \+ TILE \* K::DIM", "v_values = k_values", RACE
-    ),
     "queries that begin late": Fault("tiles", r"v_values \+ TILE \* V::DIM;", "v_values + TILE * V::DIM + 16;", BOUNDS),
     "a row of tiles behind the last": Fault("tiles", r"if \(row >= row_count\) continue;", ";", BOUNDS),
     "a query that is not there": Fault("tiles", r"is_there && chunk", "chunk", BOUNDS),
     "a page behind the last tile": Fault("tiles", r"next < stop \? pages", "true ? pages", BOUNDS),
-    "scales of the next part": Fault("tiles", r"Rows::BIASES \+ group", "Rows::END + Rows::BIASES + group", BOUNDS, 0),
+    "scales of the next part": Fault(
+        "tiles", r"Rows::BIASES \+ group", "3 * Rows::END + Rows::BIASES + group", BOUNDS, 0
+    ),
     "keys that nobody writes": Fault("tiles", r"kv_decode_tile<K, TILE[^;]*;", ";", UNWRITTEN),
     "a barrier of the warps with queries": Fault(
         "tiles", r"kv_group_barrier\(\);", "if (warp_row < row_count) kv_group_barrier();", BARRIER, 1
@@ -132,6 +131,7 @@ MISPLACED = {
     "a row's lanes of CUDA": Fault("tiles", r"kv_shuffle_xor\(x, 8\)", "kv_shuffle_xor(x, 2)", ""),
     "keys that are not turned": Fault("tiles", r"kv_load_keys<K_ROW>", "kv_load_values<K_ROW>", ""),
     "halves of a step in the other order": Fault("tiles", r"i / 2 \* 8 \+ 2", "i % 2 * 8 + 2", ""),
+    "keys and values in one place": Fault("tiles", r"v_values = k_values \+ TILE \* K::DIM", "v_values = k_values", ""),
     "a product that forgets": Fault("tiles", r"left, right, sum\);", "left, right, left);", ""),
 }
 
