@@ -70,7 +70,9 @@ class Drafter:
     def _can(self, sequence: Sequence) -> bool:
         sampler = sequence.sampler
         is_open = sequence.finish_reason is None and sampler is not None and sampler.takes_drafts
-        return is_open and self._most(sequence) > 0
+        # Not while a turn that was preempted computes what it had: its tokens are known.
+        is_caught_up = sequence.cells.computed == len(sequence.token_ids) - 1
+        return is_open and is_caught_up and self._most(sequence) > 0
 
     def _most(self, sequence: Sequence) -> int:
         """Drafts that leave the reply within its limit, once all and the token behind them are there."""

@@ -7,11 +7,13 @@ from pathlib import Path
 
 import pytest
 
+from inference_svc.engine.drafting import drafter
 from inference_svc.engine.engine import Engine
 from inference_svc.engine.engine_worker import EngineWorker
 from tests.inference.engine.cells import cells_of, cells_of_new_engines
 from tests.inference.engine.driving import Driver
 from tests.inference.engine.families import ALL, BUDGET, write_family
+from tests.inference.engine.planted_drafts import Told, every_draft
 from tests.inference.engine.tiny_models import LLAMA, write_model
 from tests.on_gpu import gpu
 
@@ -89,3 +91,12 @@ def driver(drivers: Callable[[int, bool], Driver], cell_tokens: int, request: py
 @pytest.fixture
 def engine(driver: Driver) -> Engine:
     return driver.engine
+
+
+@pytest.fixture
+def told(monkeypatch: pytest.MonkeyPatch) -> type[Told]:
+    """Every draft is tried, and is what the test makes of the replies that it gives."""
+    monkeypatch.setattr(drafter, "PastText", Told)
+    monkeypatch.setattr(drafter.DraftCosts, "lengths", every_draft)
+    monkeypatch.setattr(Told, "replies", {})
+    return Told

@@ -1,58 +1,21 @@
 """A turn says, tells and remembers with drafts what it does without, whatever is tried: right, wrong or half right."""
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, ClassVar
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 from kvasir.errors import Cancelled
 
 from inference_svc.engine.api import Hot, Tokens
 from inference_svc.engine.drafting import drafter
-from inference_svc.engine.drafting.past_text import PastText
 from inference_svc.formats.constraint import Constraint, ConstraintKind
 from tests.inference.engine.driving import Driver, Listener, tokens_of
-
-Tries = Callable[[tuple[int, ...], int], tuple[int, ...]]
-
-
-class _Told(PastText):
-    """A past that knows the replies, and says what a test makes of them."""
-
-    replies: ClassVar[dict[tuple[int, ...], tuple[int, ...]]] = {}
-    tries: ClassVar[Tries] = staticmethod(lambda rest, _: rest)
-
-    def __init__(self, token_ids: Sequence[int]) -> None:
-        super().__init__(token_ids)
-        text = tuple(token_ids)
-        self._text = next((p + r for p, r in self.replies.items() if text[: len(p)] == p), text)
-
-    def next(self, most: int) -> tuple[tuple[int, ...], int]:
-        known = len(self._tokens)
-        return self.tries(self._text[known:], known)[:most], 8
-
-
-def every_draft(_self: object, _rows: int, chances: dict[Any, float], most: dict[Any, int], _most_rows: int) -> Any:
-    return {row: most[row] for row in chances}
-
-
-@pytest.fixture
-def told(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[_Told]]:
-    monkeypatch.setattr(drafter, "PastText", _Told)
-    monkeypatch.setattr(drafter.DraftCosts, "lengths", every_draft)
-    yield _Told
-    _Told.replies = {}
-
-
-def _wrong_at(step: int) -> Tries:
-    return lambda rest, known: tuple(
-        token + 1 if (known + place) % step == 0 else token for place, token in enumerate(rest)
-    )
-
+from tests.inference.engine.planted_drafts import Told, Tries, every_draft, wrong_at
 
 TRIES: dict[str, Tries] = {
     "right": lambda rest, _: rest,
-    "wrong": _wrong_at(1),
-    "half right": _wrong_at(3),
+    "wrong": wrong_at(1),
+    "half right": wrong_at(3),
     "one": lambda rest, _: rest[:1],
 }
 
@@ -72,7 +35,7 @@ LENGTHS = (5, 250, 300, 511, 20, 100)
 
 @pytest.mark.batch_as_alone
 @pytest.mark.parametrize("tries", TRIES)
-def test_drafts_change_neither_reply_nor_memory(driver: Driver, told: type[_Told], tries: str) -> None:
+def test_drafts_change_neither_reply_nor_memory(driver: Driver, told: type[Told], tries: str) -> None:
     """Rows of all kinds in one batch, over a block's border too: nobody's draft is another's."""
     prompts = [tokens_of(length, seed) for seed, length in enumerate(LENGTHS)]
     turns = list(zip(prompts, KINDS, strict=True))
@@ -110,7 +73,7 @@ def reported(listener: Listener) -> list[object]:
 @pytest.mark.batch_as_alone
 @pytest.mark.parametrize("ending", ["stop", "token", "limit"])
 def test_a_reply_that_ends_among_right_drafts_ends_where_it_would(
-    driver: Driver, told: type[_Told], ending: str
+    driver: Driver, told: type[Told], ending: str
 ) -> None:
     """Drafts behind the end were computed, and are nobody's: the next turn goes on as after a plain one."""
     prompt = tokens_of(300, 7)
@@ -140,10 +103,10 @@ def test_a_reply_that_ends_among_right_drafts_ends_where_it_would(
 
 @pytest.mark.batch_as_alone
 @pytest.mark.parametrize("place", [3, 4, 8])
-def test_a_cancel_among_drafts_keeps_the_reply_so_far(driver: Driver, told: type[_Told], place: int) -> None:
+def test_a_cancel_among_drafts_keeps_the_reply_so_far(driver: Driver, told: type[Told], place: int) -> None:
     prompt, key, plain_key = tokens_of(200, 3), driver.key(), driver.key()
     reply = driver.reply(driver.turn(prompt, max_tokens=24, most_drafts=0, key=driver.key()))
-    told.replies, told.tries = {prompt: reply}, staticmethod(_wrong_at(4))
+    told.replies, told.tries = {prompt: reply}, staticmethod(wrong_at(4))
     listener = Listener().cancel_at(Tokens, place)
     said = driver.reply(driver.submit(prompt, key=key, listener=listener, keep_partial=True, max_tokens=24).end())
     assert said == reply[: len(said)]
@@ -168,7 +131,7 @@ def test_a_text_that_repeats_itself_is_tried_and_right(driver: Driver, monkeypat
     assert plain.drafted_tokens == 0
 
 
-def test_no_draft_is_tried_beside_another_namespace(driver: Driver, told: type[_Told]) -> None:
+def test_no_draft_is_tried_beside_another_namespace(driver: Driver, told: type[Told]) -> None:
     """Rows of drafts would take its time."""
     prompt = tokens_of(40, 2)
     told.replies = {prompt: driver.reply(driver.turn(prompt, max_tokens=60, most_drafts=0))}

@@ -26,11 +26,13 @@ from inference_svc.engine.api import (
     Tokens,
     Wanted,
 )
+from inference_svc.engine.drafting.draft_lengths import DraftCosts
 from inference_svc.engine.engine import Engine
 from inference_svc.engine.files.incoming import Incoming
 from inference_svc.formats.constraint import Constraint, ConstraintKind
 from tests.inference.engine.cells import cells_of
 from tests.inference.engine.driving import THOUGHTS, Driver, Listener, tokens_of
+from tests.inference.engine.planted_drafts import Told, wrong_at
 from tests.made_models.sampling import pairs
 
 PROMPT = tokens_of(700, 1)
@@ -164,6 +166,28 @@ def test_a_turn_that_was_preempted_says_and_remembers_what_it_does_undisturbed(
     assert keeper.one(Resumed).lost_tokens == 0
     assert (ended.text, ended.state) == (expected.ended.text, expected.ended.state)
     assert logprobs(keeper) == logprobs(expected.listener)
+    assert small.files(key) == expected.files
+
+
+def test_a_turn_that_computes_its_reply_again_tries_nothing_meanwhile(
+    small: Driver, undisturbed: Callable[[str], Undisturbed], told: type[Told], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its KV was lost. Drafts are for tokens behind all that it has, not behind the one that is computed again."""
+    expected, key = undisturbed("greedy"), small.key()
+    told.replies, told.tries = {PROMPT: small.reply(expected.ended)}, staticmethod(wrong_at(3))
+    behind: set[int] = set()
+
+    def lengths(_self: object, _rows: int, chances: Any, most: dict[Any, int], _most_rows: int) -> dict[Any, int]:
+        behind.update(len(turn.token_ids) - turn.cells.computed for turn in chances)
+        return {turn: most[turn] for turn in chances}
+
+    monkeypatch.setattr(DraftCosts, "lengths", lengths)
+    keeper = Keeper(lambda _files: ())
+    ended = disturbed(small, keeper, Tokens, 10, key=key)
+    assert keeper.one(Resumed).lost_tokens > len(PROMPT)
+    assert behind == {1}
+    assert ended.accepted_draft_tokens
+    assert (ended.text, ended.state) == (expected.ended.text, expected.ended.state)
     assert small.files(key) == expected.files
 
 
