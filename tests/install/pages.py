@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -18,7 +18,8 @@ class Client:
     file: str
     run: str
     # What the page leaves to the user's own project, by file.
-    beside: Mapping[str, str]
+    beside: Mapping[str, str] = field(default_factory=dict)
+    prints: str = "Anna"  # a regular expression
 
     @property
     def line(self) -> str:
@@ -45,9 +46,10 @@ let package = Package(name: "first", platforms: [.macOS(.v13)], dependencies: [.
     .executableTarget(name: "first", dependencies: [.product(name: "Kvasir", package: "kvasir")], path: "Sources")])
 """
 CLIENTS = (
-    Client("go", "go", "main.go", "go run .", {}),
-    Client("typescript", "npm", "first.js", "node first.js", {}),
-    Client("rust", "cargo", "src/main.rs", "cargo run --quiet", {}),
+    Client("python", "python3", "first.py", "env/bin/python first.py", prints=r"\b(red|green|blue)\b"),
+    Client("go", "go", "main.go", "go run ."),
+    Client("typescript", "npm", "first.js", "node first.js"),
+    Client("rust", "cargo", "src/main.rs", "cargo run --quiet"),
     Client(
         "java",
         "mvn",

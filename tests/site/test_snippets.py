@@ -34,7 +34,10 @@ SNIPPETS: Mapping[str, Mapping[str, tuple[str, ...] | str]] = {
         "from pydantic_ai": _AGENT_CLIENT,
         "import { createOpenAICompatible }": _AGENT_CLIENT,
     },
-    "clients/python/README.md": {"from pathlib import Path": ("test_the_snippet_of_the_python_client_runs",)},
+    "clients/python/README.md": {
+        "python3 -m venv": _INSTALLED,
+        "from pathlib import Path": ("test_the_snippet_of_the_python_client_runs",),
+    },
     "clients/go/README.md": {"go mod init": _INSTALLED, "package main": _OTHER_LANGUAGE},
     "clients/java/README.md": {"in=$(ls": _INSTALLED, "import static": _OTHER_LANGUAGE},
     "clients/rust/README.md": {"cargo init": _INSTALLED, "use kvasir_client": _OTHER_LANGUAGE},
