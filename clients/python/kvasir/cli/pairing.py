@@ -41,6 +41,7 @@ TakesOption = Annotated[
 ]
 
 
+_WAYS = ("gives", "takes")
 AnnounceOption = Annotated[
     bool,
     typer.Option(
@@ -194,9 +195,14 @@ def _show_peers(out: Console, peers: list[dict[str, Any]]) -> None:
 
 
 def _cells(peer: dict[str, Any]) -> tuple[str, ...]:
-    rights = (peer["gives"] or "read (of its token's)", peer["takes"] or "nothing")
-    key = f"{peer['pin'][:16]}…" if peer["is_paired"] else "by hand"
-    addresses = (peer["address"] or "listens to nobody", peer["engine_address"] or "takes no turns")
+    # As the options take them: a right without a namespace is for the default one.
+    gives, takes = (", ".join(each.removeprefix("default=") for each in peer[way].split(", ")) for way in _WAYS)
+    rights = (gives or "read (of its token's)", takes or "nothing")
+    key = f"{peer['pin'][:8]}…" if peer["is_paired"] else "by hand"
+    store, engine = peer["address"], peer["engine_address"]
+    host = store.rpartition(":")[0]
+    shown = engine.removeprefix(host) if host else engine  # a terminal has 80 columns
+    addresses = (store or "listens to nobody", shown or "takes no turns")
     return peer["name"], *addresses, *rights, key, to_the_second(peer["paired_at"])
 
 
