@@ -98,6 +98,7 @@ def test_titles_of_conversations_are_their_first_words_or_a_label_and_reading_th
     assert "Plan a trip" not in cli.done("agents", "ls").out
     cli.done("agents", "label", "conversation/0ed/1", "title=Porto")
     assert titles()["conversation/0ed/1"] == "Porto"
+    assert "title=" not in cli.done("agents", "ls", "--all").out, "it has a column"
     assert "Porto" in cli.done("agents", "ls", "--all").out
     for name in before:
         client.delete_agent(name)

@@ -33,6 +33,7 @@ from kvasir.cli.rows import (
     until,
 )
 from kvasir.cli.showing.tables import table
+from kvasir.cli.showing.titles import LABEL as TITLE
 from kvasir.cli.showing.titles import titles_of
 from kvasir.clients import InferenceClient, StoreClient
 from kvasir.clients.archive_file import pieces_of
@@ -387,7 +388,8 @@ def _agents_table(agents: list[pb.Agent], titles: Mapping[str, str]) -> Table:
 
     def row(agent: pb.Agent) -> tuple[object, ...]:
         newest: Any = agent.lines[0] if agent.lines else pb.SnapshotVersion()
-        labels = {key: value for key, value in agent.labels.items() if key in _SETTINGS or not key.startswith(_OWN)}
+        shown = agent.labels.keys() - {TITLE}
+        labels = {key: agent.labels[key] for key in shown if key in _SETTINGS or not key.startswith(_OWN)}
         where = owner_words(agent.ownership)
         name = f"{agent.agent_id} ({where})" if where else agent.agent_id
         used = (ago(agent.used_at, now), until(agent.expires_at, now), "yes" if agent.is_pinned else "")
