@@ -94,9 +94,10 @@ async function tasks(page) {
     await type(SAY, "My dog is called Rex.");
     await enter();
     await reply(page);
+    const title = await page.locator("h1").textContent();
     await type(SAY, "What is my dog called?");
     await enter();
-    return (await reply(page)) === "Your dog is called Rex.";
+    return (await reply(page)) === "Your dog is called Rex." && title === "My dog is called Rex.";
   });
   await task(page, "edit a message, and go on as a branch", 3, async ({ press, type, enter }) => {
     await press("link", /^Edit message 1$/);

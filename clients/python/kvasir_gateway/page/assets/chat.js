@@ -69,7 +69,12 @@ async function settle(turn, ended) {
       said.dataset.next = Number(said.dataset.next) + count;
     }
   }
-  if (beside) facts.innerHTML = beside; // as above
+  if (beside) {
+    facts.innerHTML = beside; // as above
+    const { title } = facts.querySelector("[data-title]").dataset;
+    document.querySelector("#title").textContent = title;
+    document.title = `${title} · Kvasir`;
+  }
   note(reply, ended);
   reply.scrollIntoView({ block: "end" });
 }
