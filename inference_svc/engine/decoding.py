@@ -71,7 +71,7 @@ class Decoder:
         if last is None:
             return False
         waits = any(each.sampler is not None and each.sampler.waits_for_last_token for each in last.order)
-        return waits or not self.looks_ahead or bool(last.drafts) or self._drafter.may_draft(last.order)
+        return waits or not self.looks_ahead or self._drafter.may_draft(last.order)
 
     def step(self, decoding: Collection[Sequence]) -> list[Decoded]:
         """Enqueue one more token of each sequence, and drafts; returns rows that were read, of the step before or of
@@ -80,7 +80,7 @@ class Decoder:
         before, began_s = len(self._launched), self._clock()
         drafts = {} if before else self._drafter.drafts(decoding)
         self.launch(decoding, drafts=drafts)
-        decoded = self._read(len(self._launched) if self.must_settle else before)
+        decoded = self._read(len(self._launched) if drafts or self.must_settle else before)
         rows = len(decoding) + sum(map(len, drafts.values()))
         self._drafter.took(rows, self._clock() - began_s, is_drafted=bool(drafts))
         return decoded

@@ -62,6 +62,10 @@ class Sampler:
         self._counts: mx.array | None = None  # of each token in the reply, once the vocabulary's size is known
 
     @property
+    def seed(self) -> int:
+        return self._params.seed
+
+    @property
     def key_words(self) -> tuple[int, ...]:
         """The key of the next draw: 32-bit words. Waits for it."""
         words: Any = self._key.tolist()

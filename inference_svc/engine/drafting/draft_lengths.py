@@ -2,46 +2,44 @@
 Pure.
 """
 
+from collections import deque
 from collections.abc import Hashable, Mapping
 from heapq import heapify, heappop, heappush
+from statistics import fmean, median
 from typing import TypeVar
 
 RowT = TypeVar("RowT", bound=Hashable)
 
-_KEPT = 0.97  # of what was learned, at each step
+_STEPS = 24  # that are remembered
+_FEW_STEPS = 3  # fewer say nothing: a kernel may have been compiled in them
 # A row's part of a step before any is known, which counts as so many squared rows of difference.
 _USUAL_ROW, _USUAL_WEIGHT = 0.05, 8.0
 _USUAL_SETTLED = 1.1  # a step that is read at once, beside one that is read behind the next, before both are known
+_PATIENCE, _FEW_DRAFTS = 32, 4  # steps after which so many drafts are tried though they do not seem to pay
 
 
 class StepSeconds:
-    """The seconds of a step by its rows: a line through the steps that were made, older ones counting less."""
+    """The seconds of a step by its rows: a line through the newest steps but those that took twice as long as usual."""
 
     def __init__(self) -> None:
-        self._weight = self._rows = self._seconds = self._squares = self._products = 0.0
+        self._made: deque[tuple[int, float]] = deque(maxlen=_STEPS)
+        self._mean_rows = self._mean_s = self.row_s = 0.0  # `row_s`: what one row more costs
 
     @property
     def is_known(self) -> bool:
-        return self._weight > 0
+        return len(self._made) >= _FEW_STEPS
 
     def learn(self, rows: int, seconds: float) -> None:
-        self._weight = _KEPT * self._weight + 1
-        self._rows = _KEPT * self._rows + rows
-        self._seconds = _KEPT * self._seconds + seconds
-        self._squares = _KEPT * self._squares + rows * rows
-        self._products = _KEPT * self._products + rows * seconds
+        self._made.append((rows, seconds))
+        usual = median(took_s / (1 + _USUAL_ROW * rows) for rows, took_s in self._made)
+        kept = [(rows, took_s) for rows, took_s in self._made if took_s <= 2 * usual * (1 + _USUAL_ROW * rows)]
+        self._mean_rows, self._mean_s = fmean(rows for rows, _ in kept), fmean(took_s for _, took_s in kept)
+        spread = sum((rows - self._mean_rows) ** 2 for rows, _ in kept)
+        together = sum((rows - self._mean_rows) * took_s for rows, took_s in kept)
+        self.row_s = max(0.0, (together + _USUAL_WEIGHT * _USUAL_ROW * self._mean_s) / (spread + _USUAL_WEIGHT))
 
     def of(self, rows: int) -> float:
-        mean_rows, mean_s = self._rows / self._weight, self._seconds / self._weight
-        return max(mean_s + self.row_s * (rows - mean_rows), mean_s / 10)
-
-    @property
-    def row_s(self) -> float:
-        """What one row more costs."""
-        mean_rows, mean_s = self._rows / self._weight, self._seconds / self._weight
-        spread = self._squares - self._weight * mean_rows * mean_rows
-        together = self._products - self._weight * mean_rows * mean_s
-        return max(0.0, (together + _USUAL_WEIGHT * _USUAL_ROW * mean_s) / (spread + _USUAL_WEIGHT))
+        return max(self._mean_s + self.row_s * (rows - self._mean_rows), self._mean_s / 10)
 
 
 class DraftCosts:
@@ -49,6 +47,7 @@ class DraftCosts:
 
     def __init__(self) -> None:
         self._drafted, self._plain = StepSeconds(), StepSeconds()
+        self._refused = 0  # steps whose drafts did not seem to pay
 
     def learn(self, rows: int, seconds: float, *, is_drafted: bool) -> None:
         (self._drafted if is_drafted else self._plain).learn(rows, seconds)
@@ -76,7 +75,14 @@ class DraftCosts:
             if lengths[row] < most[row]:
                 heappush(likely, (negative * chances[row], place, row))
         plain_s = self._plain.of(rows) if self._plain.is_known else seconds / _USUAL_SETTLED
-        return lengths if tokens * plain_s > rows * seconds else {}
+        if lengths and tokens * plain_s > rows * seconds:
+            return lengths
+        self._refused += bool(chances)
+        if self._refused <= _PATIENCE:
+            return {}
+        self._refused = 0
+        likeliest = max(chances, key=chances.__getitem__)
+        return {likeliest: min(most[likeliest], _FEW_DRAFTS)}
 
 
 class Trust:

@@ -13,7 +13,7 @@ from inference_svc.kv.pages.pool import KvPool
 from inference_svc.kv.sequence_kv import SequenceKV
 
 Forward = Callable[[mx.array, list[Any]], mx.array]
-_DRAFTED_ROWS = 4  # a multiple of these, with drafts
+_LEAST_DRAFTED_ROWS = 4  # of a pass with drafts, or this doubled: few numbers, because each has a graph of its own
 
 
 class DecodeBatch:
@@ -105,12 +105,12 @@ class DecodeBatch:
             kv.trim_to(kv.length)
 
     def _padded_rows(self, counts: Sequence[int] | None) -> int:
-        """Rows of a pass over a kept graph: of few numbers, because each has a graph of its own."""
+        """Rows of a pass over a kept graph, with empty ones; 0: as many as there are."""
         if not self.keeps_graph:
             return 0
         rows = sum(counts) if counts else len(self.sequences)
         if counts:
-            rows = -(-rows // _DRAFTED_ROWS) * _DRAFTED_ROWS
+            rows = max(_LEAST_DRAFTED_ROWS, 1 << (rows - 1).bit_length())
         return -(-rows // self._pass_rows) * self._pass_rows if self._pass_rows else rows
 
     def _over_copies(self, tokens: mx.array, step: DecodeStep) -> mx.array:

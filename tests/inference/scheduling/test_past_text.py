@@ -88,3 +88,14 @@ def test_trust_follows_right_drafts_and_forgives() -> None:
     for _ in range(20):
         trust.learn(5, 4, 4)
     assert trust.chance(5) > 0.9
+
+
+def test_steps_that_compiled_are_forgotten_and_drafts_that_do_not_pay_tried_now_and_then() -> None:
+    costs = learned(row_s=0.01)
+    for _ in range(5):
+        costs.learn(8, 90.0, is_drafted=True)
+    assert costs.lengths(1, {"a": 0.9}, {"a": 16}, 64) == {"a": 16}
+    dear = learned(row_s=3.0)
+    tried = [dear.lengths(1, {"a": 0.5}, {"a": 16}, 64) for _ in range(70)]
+    assert [each for each in tried if each] == [{"a": 4}, {"a": 4}]
+    assert dear.lengths(1, {}, {}, 64) == {}

@@ -17,6 +17,7 @@ from inference_svc.model import kvasir_tiny
 from kvasir_bench.arithmetic import rounded, rounded_row
 from kvasir_bench.engine import machine, report
 from kvasir_bench.engine.cases import (
+    ahead,
     cancelling,
     decode,
     decoding_bytes,
@@ -46,6 +47,7 @@ CASES: Mapping[str, Callable[[Lab], Case]] = {
     "memory": memory_bytes.run,
     "matching": matching.run,
     "shared_prefix": shared_prefix.run,
+    "ahead": ahead.run,
 }
 
 

@@ -63,6 +63,7 @@ class MeasuredEngine(Engine):
             memory_budget_bytes=memory_budget_bytes,
             policy=policy,
             longest_gap_s=longest_gap_s,
+            most_drafts=0,  # equal work: a row decodes one token in a step, but where a case says otherwise
         )
         assert isinstance(engine, MeasuredEngine)
         engine.cell_tokens = cell_tokens
@@ -334,8 +335,10 @@ class Lab:
         namespace: str | None = None,
         stop_token_ids: tuple[int, ...] = (),
         run: Run | None = None,
+        **sampled: Any,
     ) -> Run:
-        sampling = api.SamplingParams(max_tokens=max_tokens, stop_token_ids=stop_token_ids)
+        """`sampled`: other settings of `SamplingParams`."""
+        sampling = api.SamplingParams(max_tokens=max_tokens, stop_token_ids=stop_token_ids, **sampled)
         plan = api.TurnPlan(
             TokenIds(tokens), (1,) * len(tokens), sampling, reuse or api.Cold(), key, namespace=namespace
         )

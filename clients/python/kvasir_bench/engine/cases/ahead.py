@@ -1,0 +1,174 @@
+"""What drafts bring: replies of agents' kinds, played token by token through the model, with drafts and without.
+
+The model computes every row, and costs what it costs; what it would say is put aside, and the given reply is said. So a
+model of any weights replays what agents say, and a draft is right where it is what the agent said.
+"""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import cycle, islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from kvasir.errors import KvasirError
+
+from inference_svc.engine import decoding, prefilling
+from inference_svc.engine.api import Hot
+from inference_svc.engine.sampling import Drawn, Draws, Sampler
+from kvasir_bench.arithmetic import Summary, Target, rate_of_all
+from kvasir_bench.engine.lab import Case, Lab, Row
+
+_BATCHES = (1, 4, 8, 16)
+_REPLY_TOKENS, _PROMPT_TOKENS = 256, 2048
+# What drafts must bring to so many rows, by text.
+_TARGETS = {("code", 1): 2.0, ("code", 8): 1.5, ("new words", 1): 0.98, ("new words", 8): 0.98}
+
+
+@dataclass(frozen=True)
+class _Talk:
+    """What a turn reads, and what it says."""
+
+    prompt: Sequence[int]
+    reply: Sequence[int]
+
+
+class _Played(Draws):
+    """Draws of which nothing is taken but their time: the seed of a sampler is the number of the reply that is said."""
+
+    replies: Mapping[int, Sequence[int]] = {}
+    said: dict[int, int] = {}  # noqa: RUF012 - how much of each; set with the replies
+
+    def read_drafted(self) -> list[list[Drawn | KvasirError]]:
+        drawn = super().read_drafted()
+        return [
+            self._next(sampler, tried) if sampler.seed in self.said else tokens
+            for sampler, tried, tokens in zip(self._samplers, self._drafts, drawn, strict=True)
+        ]
+
+    def _next(self, sampler: Sampler, drafts: Sequence[int]) -> list[Drawn | KvasirError]:
+        reply, first = self.replies[sampler.seed], self.said[sampler.seed]
+        right = next((n for n, token in enumerate(drafts) if token != reply[first + n]), len(drafts))
+        self.said[sampler.seed] = first + right + 1
+        return [Drawn(token) for token in reply[first : first + right + 1]]
+
+
+@contextmanager
+def _playing(talks: Sequence[_Talk]) -> Iterator[None]:
+    """Meanwhile, turns with the seeds 1, 2, … say the replies of these talks."""
+    _Played.replies = {number: talk.reply for number, talk in enumerate(talks, 1)}
+    _Played.said = dict.fromkeys(_Played.replies, 0)
+    modules: tuple[Any, ...] = (decoding, prefilling)
+    for module in modules:
+        module.Draws = _Played
+    try:
+        yield
+    finally:
+        for module in modules:
+            module.Draws = Draws
+
+
+def run(lab: Lab) -> Case:
+    batches = lab.scope.batches or ((1, 2) if lab.scope.is_quick else _BATCHES)
+    rows = lab.pace.rows(["code", "calls", "talk", "new words"], lambda text: _rows(lab, text, batches))
+    found = {(row["text"], row["batch"]): row["ratio"] for row in rows}
+    targets = [
+        Target(f"{text}, {batch} rows, with drafts / without", found[text, batch], least)
+        for (text, batch), least in _TARGETS.items()
+        if (text, batch) in found
+    ]
+    return Case("Tokens ahead", rows, targets)
+
+
+def _rows(lab: Lab, text: str, batches: Sequence[int]) -> Iterator[Row]:
+    talks = [_talk(lab, text, number) for number in range(max(batches))]
+    for batch in batches:
+        rounds = lab.pace.counted(f"{text}, {batch} rows", lambda chosen=talks[:batch]: _pair(lab, chosen))  # type: ignore[misc]
+        plain, drafted = ([each[side] for each in rounds] for side in (0, 1))
+        ratio = Summary.of([after.rate / before.rate for before, after in zip(plain, drafted, strict=True)])
+        tried, right = drafted[-1].tried, drafted[-1].right
+        yield {
+            "text": text,
+            "batch": batch,
+            "plain_tokens_per_s": Summary.of([each.rate for each in plain]).median,
+            "drafted_tokens_per_s": Summary.of([each.rate for each in drafted]).median,
+            **ratio.named("ratio"),
+            "drafts_tried": tried,
+            "accepted": right / tried if tried else 0.0,
+            "steps_saved": right / (batch * len(talks[0].reply)),
+        }
+
+
+@dataclass(frozen=True)
+class _Measured:
+    rate: float
+    tried: int
+    right: int
+
+
+def _pair(lab: Lab, talks: Sequence[_Talk]) -> tuple[_Measured, _Measured]:
+    return _measured(lab, talks, 0), _measured(lab, talks, 16)
+
+
+def _measured(lab: Lab, talks: Sequence[_Talk], most_drafts: int) -> _Measured:
+    count = len(talks[0].reply)
+    # The prompts are remembered before: rows that decode while others' prompts are computed would be told apart.
+    memories = [lab.agents.remember(talk.prompt) for talk in talks]
+    try:
+        with _playing(talks):
+            runs = [
+                lab.start(
+                    (*memory.tokens[: len(talk.prompt) - 1], talk.prompt[-1]),
+                    count,
+                    Hot(len(talk.prompt) - 1),
+                    memory.key,
+                    seed=number,
+                    most_drafts=most_drafts,
+                )
+                for number, (memory, talk) in enumerate(zip(memories, talks, strict=True), 1)
+            ]
+            ends = [each.end() for each in runs]
+    finally:
+        lab.agents.forget(memories)
+    tried, right = (
+        sum(counts) for counts in zip(*((e.drafted_tokens, e.accepted_draft_tokens) for e in ends), strict=True)
+    )
+    return _Measured(rate_of_all([each.token_times for each in runs]), tried, right)
+
+
+def _talk(lab: Lab, text: str, number: int) -> _Talk:
+    """A prompt and a reply of a kind; of each number others."""
+    reply_tokens = 48 if lab.scope.is_quick else _REPLY_TOKENS
+    prompt_tokens = lab.shortened(256 if lab.scope.is_quick else _PROMPT_TOKENS, reply_tokens + 64)
+    if text == "new words":
+        drawn = np.random.default_rng(number).integers(3, lab.engine.vocabulary_size - 2, prompt_tokens + reply_tokens)
+        return _Talk(drawn[:prompt_tokens].tolist(), drawn[prompt_tokens:].tolist())
+    encode = lab.engine.tokenizer.encode
+    if text == "talk":
+        read = list(lab.prompts.tokens(prompt_tokens, number))
+        lines = lab.engine.tokenizer.decode(read).splitlines()[number % 3 :: 3]
+        said = " ".join(f"You told me: {line} Is that still so?" for line in lines)
+    else:
+        code = _code_of(number)
+        read = encode(code)[:prompt_tokens]
+        said = _edited(lab.engine.tokenizer.decode(read), number)
+        if text == "calls":
+            lines = said.splitlines()[:: 2 + number % 2]
+            said = "\n".join(json.dumps({"name": "edit", "path": f"src/{number}.py", "old": line}) for line in lines)
+    reply = list(islice(cycle(encode(said, add_special_tokens=False)), reply_tokens))
+    return _Talk(read, reply)
+
+
+def _code_of(number: int) -> str:
+    """A source file of this package, with its lines from another one on for each number."""
+    files = sorted(Path(__file__).parents[1].rglob("*.py"))
+    lines = files[number % len(files)].read_text("utf-8").splitlines(keepends=True) * 20
+    return "".join(lines[number:])
+
+
+def _edited(code: str, number: int) -> str:
+    """The code as an agent gives it back: every eighth line is another, and two names are."""
+    lines = code.replace("self", "this").replace("number", "index").splitlines()
+    return "\n".join(f"{line}  # {number + place}" if place % 8 == 7 else line for place, line in enumerate(lines))
