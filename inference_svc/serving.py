@@ -126,13 +126,7 @@ async def serve(settings: EngineSettings, open_engine: Callable[..., Engine]) ->
         service.check_namespaces()
         formats = parts.closing(ReplyFormats(GrammarTrial()))
         service.add_to_server(host, formats, beside, neighbour)
-        if settings.keep_alive_s is not None:
-            parts.running(host.keep_alive(settings.keep_alive_s))
-        giving_back = GivingBack(partial(_of_host, host), settings.keep_hot_s, is_short_of_memory, time.monotonic)
-        parts.running(giving_back.run())
-        parts.running(Awake(lambda: service.has_work(host)).run())
-        if settings.drain_to:
-            parts.running(_drain(server, host, settings.drain_to))
+        service.look_after(host, parts)
         phases.end()
         phases.write(settings.state_dir)
         await server.start()
@@ -177,6 +171,17 @@ class _Service:
 
     def status(self, host: ModelHost[ServedModel]) -> ServiceStatus:
         return status_of(host, self.stats, self.admission, time.monotonic())
+
+    def look_after(self, host: ModelHost[ServedModel], parts: Parts) -> None:
+        """Give memory back, keep a Mac awake, and hand turns over at the end, as the settings say."""
+        settings = self.settings
+        if settings.keep_alive_s is not None:
+            parts.running(host.keep_alive(settings.keep_alive_s))
+        giving_back = GivingBack(partial(_of_host, host), settings.keep_hot_s, is_short_of_memory, time.monotonic)
+        parts.running(giving_back.run())
+        parts.running(Awake(lambda: self.has_work(host)).run())
+        if settings.drain_to:
+            parts.running(_drain(self.server, host, settings.drain_to))
 
     def has_work(self, host: ModelHost[ServedModel]) -> bool:
         return (host.served is not None and not host.served.is_idle) or self.admission.publishing.held_units > 0

@@ -6,9 +6,8 @@ from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, TypeVar
+from typing import Any, TypeVar, Unpack
 
-from kvasir.cachestore.v1 import identity_pb2
 from kvasir.errors import FailedPrecondition, InvalidArgument, ResourceExhausted, Unavailable
 from kvasir.formats.block_file import FileBytes
 
@@ -24,14 +23,12 @@ from inference_svc.engine.scheduling.hot_memories import Owed
 from inference_svc.engine.scheduling.schedulable import Rules, SharedPass
 from inference_svc.engine.sequence import Sequence
 from inference_svc.formats.grammars import GrammarMatcher
-from inference_svc.kv.attention.choice import Wanted
 from inference_svc.kv.batch.packed_pass import ROW_TOKENS
-from inference_svc.kv.policy import PolicyRequest
 from inference_svc.model.blas import load_optimized_blas
 from inference_svc.model.device_memory import keep_wired
 from inference_svc.model.model_info import ModelInfo
 from inference_svc.model.model_runner import ModelRunner
-from inference_svc.model.open_model import OpenedModel, open_model
+from inference_svc.model.open_model import ModelArguments, OpenedModel, open_model
 
 ResultT = TypeVar("ResultT")
 ModelOpener = Callable[..., tuple[OpenedModel, ModelRunner]]  # takes what `open_model` takes
@@ -195,32 +192,24 @@ class Engine:
         cls,
         model: str | Path,
         *,
-        cache_dir: Path,
         memory_budget_bytes: int | Callable[[ModelInfo], int],
-        policy: identity_pb2.KvPolicy | PolicyRequest | None = None,
-        context_tokens: int | None = None,
-        compute_type: str | None = None,
-        conversations_file: Path | None = None,
         longest_gap_s: float = Rules.longest_gap_s,
         most_drafts: int = Rules.most_drafts,
         name: str = "",
         batch_invariant: bool = False,
         opener: ModelOpener = open_model,
-        copies_weights: bool = False,
-        kernels: Wanted = "auto",
         begin_phase: Callable[[str], None] = lambda _: None,
         start: Callable[[Callable[[], EngineWorker]], MlxThread[EngineWorker]] = MlxThread,
+        **which: Unpack[ModelArguments],
     ) -> "Engine":
         """Start the MLX thread and load a model on it; blocks until it can serve. `model`: a directory that mlx-lm can
-        load, or a Hugging Face repository name. `cache_dir` keeps weights digests by file identity, and the choices of
-        `auto` by weights digest. `memory_budget_bytes` bounds all KV; it may be a function of the model's facts, which
-        raises KvasirError where it has no room. `policy`: None for 4 bits, groups of 64; a request for `auto` measures
-        the model first, unless its choice is known, and asks it from `conversations_file` if that is written for its
-        tokenizer. `compute_type`: None for float32 on a CPU, else the model's own. `kernels`: "reference" uses none.
-        `name`: for callers; empty: the name in the model's path. `begin_phase` is called on the MLX thread with the
-        name of each part of the work. `start` makes the worker on its own thread. See `Rules`, `ModelRunner` and `load`
-        for the rest. Raises NotFound (no such model), FailedPrecondition (LAYER_NOT_KEPT, which names the layer and its
-        class; MODEL_NOT_LOADABLE), InvalidArgument (policy, compute type).
+        load, or a Hugging Face repository name. `memory_budget_bytes` bounds all KV; it may be a function of the
+        model's facts, which raises KvasirError where it has no room. A request for the policy `auto` measures the model
+        first, unless its choice is known. `name`: for callers; empty: the name in the model's path. `begin_phase` is
+        called on the MLX thread with the name of each part of the work. `start` makes the worker on its own thread. See
+        `ModelArguments`, `Rules`, `ModelRunner` and `load` for the rest. Raises NotFound (no such model),
+        FailedPrecondition (LAYER_NOT_KEPT, which names the layer and its class; MODEL_NOT_LOADABLE), InvalidArgument
+        (policy, compute type).
         """
         load_optimized_blas()
         opened: OpenedModel
@@ -228,18 +217,7 @@ class Engine:
 
         def make_worker() -> EngineWorker:
             nonlocal opened, worker
-            opened, runner = opener(
-                model,
-                cache_dir=cache_dir,
-                policy=policy,
-                context_tokens=context_tokens,
-                compute_type=compute_type,
-                conversations_file=conversations_file,
-                batch_invariant=batch_invariant,
-                copies_weights=copies_weights,
-                kernels=kernels,
-                begin_phase=begin_phase,
-            )
+            opened, runner = opener(model, batch_invariant=batch_invariant, begin_phase=begin_phase, **which)
             begin_phase("pool")
             opened = replace(opened, info=replace(opened.info, name=name or opened.info.name))
             rules = _rules(opened.info, longest_gap_s, None if batch_invariant else runner)

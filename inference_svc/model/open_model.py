@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from dataclasses import astuple, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Required, TypedDict
 
 from kvasir.cachestore.v1 import identity_pb2
 from kvasir.formats.block_hash import BLOCK_TOKENS
@@ -47,14 +47,26 @@ class OpenedModel:
     kernels: Chosen = field(default_factory=Chosen)
 
 
+class ModelArguments(TypedDict, total=False):
+    """Which model it becomes: what `Engine.open` passes on to `open_model`."""
+
+    cache_dir: Required[Path]  # keeps digests of weights by file identity, and the choices of `auto` by that digest
+    policy: identity_pb2.KvPolicy | PolicyRequest | None  # None: 4 bits, groups of 64
+    context_tokens: int | None
+    compute_type: str | None  # None: float32 on a CPU, else the model's own
+    conversations_file: Path | None  # from it `auto` asks the model, if it is written for its tokenizer
+    copies_weights: bool
+    kernels: Wanted  # "reference": none
+
+
 def open_model(
     name: str | Path,
     *,
     cache_dir: Path,
-    policy: identity_pb2.KvPolicy | PolicyRequest | None,
-    context_tokens: int | None,
-    compute_type: str | None,
-    conversations_file: Path | None,
+    policy: identity_pb2.KvPolicy | PolicyRequest | None = None,
+    context_tokens: int | None = None,
+    compute_type: str | None = None,
+    conversations_file: Path | None = None,
     batch_invariant: bool = False,
     copies_weights: bool = False,
     kernels: Wanted = "auto",

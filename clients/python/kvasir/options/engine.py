@@ -53,6 +53,24 @@ class EngineFiles(Table):
         "PEM: the store's own certificate, which pins it, or the authority that signed it. Needed beyond this machine.",
         of_home=True,
     )
+    service_admin: tuple[str, ...] = option(
+        (),
+        "A credential with role admin that may change models and see the numbers of all namespaces, once for each. Any "
+        "other admin acts for its own namespace. The owner of the Unix socket needs no naming.",
+        metavar="NAME",
+        of_home=True,
+    )
+    state_dir: Path = option(
+        Path.home() / ".kvasir" / "engine",
+        "Digests of weights are kept here by file identity, so that they are hashed once.",
+        of_home=True,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class EnginePeers(Table):
+    """Other engines, to which turns may move."""
+
     peer: dict[str, str] = option(
         {},
         "Another engine, to which turns may move while they are decoding (`kvasir agents move`), once for each. HTTP "
@@ -88,18 +106,6 @@ class EngineFiles(Table):
     )
     drain_to: str = option(
         "", "The peer that takes over decoding turns when this engine stops. Left out: they end here.", metavar="NAME"
-    )
-    service_admin: tuple[str, ...] = option(
-        (),
-        "A credential with role admin that may change models and see the numbers of all namespaces, once for each. Any "
-        "other admin acts for its own namespace. The owner of the Unix socket needs no naming.",
-        metavar="NAME",
-        of_home=True,
-    )
-    state_dir: Path = option(
-        Path.home() / ".kvasir" / "engine",
-        "Digests of weights are kept here by file identity, so that they are hashed once.",
-        of_home=True,
     )
 
 
@@ -262,7 +268,7 @@ class EngineLimits(Table):
 
 
 @dataclass(frozen=True, kw_only=True)
-class EngineTable(EngineFiles, EngineMemory, EngineLimits, ListeningTable):
+class EngineTable(EngineFiles, EnginePeers, EngineMemory, EngineLimits, ListeningTable):
     program: ClassVar[str] = "engine"
 
     def check(self) -> None:

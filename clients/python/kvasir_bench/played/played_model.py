@@ -163,8 +163,8 @@ def played_layers(shape: str) -> tuple[list[identity_pb2.LayerLayout], int]:
 def open_played(
     name: str | Path,
     *,
-    policy: identity_pb2.KvPolicy | PolicyRequest | None,
-    context_tokens: int | None,
+    policy: identity_pb2.KvPolicy | PolicyRequest | None = None,
+    context_tokens: int | None = None,
     tokens_per_s: float = 0.0,
     sleep: Callable[[float], None] = time.sleep,
     **_options: Any,
