@@ -68,6 +68,7 @@ async function tabThrough(page, name) {
 async function task(page, name, most, work) {
   let count = 0;
   const act = {
+    open: async (label) => { count += 1; await page.getByText(label).first().click(); },
     press: async (role, label) => { count += 1; await page.getByRole(role, { name: label }).first().click(); },
     type: async (label, text) => { count += 1; await page.waitForLoadState(); await page.getByLabel(label, { exact: true }).fill(text); },
     enter: async () => { count += 1; await page.keyboard.press("Enter"); },
@@ -117,8 +118,8 @@ async function tasks(page) {
     await page.waitForSelector(".done");
     return (await page.locator("h1").textContent()) === "page/ada-2" && (await said(page)).length === 2;
   });
-  await task(page, "give a conversation a title", 4, async ({ press, type, enter }) => {
-    await page.getByText("Rename").first().click();
+  await task(page, "give a conversation a title", 4, async ({ open, type, enter }) => {
+    await open("Rename");
     await type(/^Title/, "Kennel of last Tuesday");
     await enter();
     await page.waitForSelector(".done");
