@@ -11,12 +11,11 @@ from kvasir.errors import PermissionDenied, Unauthenticated
 from kvasir.inference.v1 import inference_pb2 as pb
 from kvasir_gateway.door.security import Gate
 from kvasir_gateway.page.chart import HEIGHT, chart
-from kvasir_gateway.page.codes import Codes
 from kvasir_gateway.page.history import MINUTES, History, Speed
 from kvasir_gateway.page.listing import day_of
 from kvasir_gateway.page.managing import _progress
 from kvasir_gateway.page.rendering import age, size
-from kvasir_gateway.page.sessions import COOKIE, LIFETIME_S, Opened, Sessions, Visitor, check_own_form
+from kvasir_gateway.page.sessions import COOKIE, LIFETIME_S, Codes, Opened, Sessions, Visitor, check_own_form
 from kvasir_gateway.page.tree import Row, rows
 from kvasir_gateway.reading.titles import first_words, title_of
 from kvasir_gateway.turn import Said

@@ -15,7 +15,6 @@ from kvasir_gateway.answering import ClientLeft
 from kvasir_gateway.door.connections import show_key
 from kvasir_gateway.engine import EngineLink
 from kvasir_gateway.metrics import GatewayNumbers, is_at
-from kvasir_gateway.page.codes import Codes
 from kvasir_gateway.page.history import History
 from kvasir_gateway.page.listing import ConversationList
 from kvasir_gateway.page.look import (
@@ -32,7 +31,7 @@ from kvasir_gateway.page.look import (
 )
 from kvasir_gateway.page.managing import Managing
 from kvasir_gateway.page.rendering import HEADERS, asset, page
-from kvasir_gateway.page.sessions import COOKIE, LIFETIME_S, Sessions, check_own_form, check_own_page
+from kvasir_gateway.page.sessions import COOKIE, LIFETIME_S, Codes, Sessions, check_own_form, check_own_page
 from kvasir_gateway.page.status import Status
 from kvasir_gateway.page.talking import SAY_BYTES, Talking
 

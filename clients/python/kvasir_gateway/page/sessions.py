@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from kvasir.errors import PermissionDenied, Unauthenticated
+from kvasir.waits import WORK_S
 
 from kvasir_gateway.door.security import Gate, KeyHolder
 
@@ -14,6 +15,7 @@ LIFETIME_S = 12 * 3600
 _MOST_SESSIONS = 1000
 _MOST_OF_A_KEY = 32  # so that nobody ends the sessions of others
 _NO_SESSION = ""
+_MOST_CODES, _MOST_CODES_OF_A_KEY = 1000, 8  # so, too
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +92,34 @@ class Sessions:
 
     def _form_token(self, of: str) -> str:
         return hmac.new(self._form_key, of.encode(), "sha256").hexdigest()
+
+
+class Codes:
+    """Codes that open the page once, so that no key stands in an address, each with its key; the oldest go first."""
+
+    def __init__(self, now: Callable[[], float], new_secret: Callable[[], str]) -> None:
+        """`now`: Unix seconds. `new_secret`: letters and digits that nobody guesses."""
+        self._now = now
+        self._new_secret = new_secret
+        self._made: OrderedDict[str, tuple[str, float]] = OrderedDict()
+
+    def new(self, key: str) -> str:
+        """A code for the holder of this key."""
+        own = [code for code, (made_for, _) in self._made.items() if made_for == key]
+        for code in own[: max(0, len(own) + 1 - _MOST_CODES_OF_A_KEY)]:
+            del self._made[code]
+        while len(self._made) >= _MOST_CODES:
+            self._made.popitem(last=False)
+        code = self._new_secret()
+        self._made[code] = key, self._now() + WORK_S
+        return code
+
+    def take(self, code: str) -> str:
+        """The code's key; the code is used up. Raises Unauthenticated."""
+        key, until_s = self._made.pop(code, ("", 0.0))
+        if self._now() >= until_s:
+            raise Unauthenticated(f"the code was used, or is older than {WORK_S:.0f} s: run `kvasir open` again")
+        return key
 
 
 def check_own_page(headers: Mapping[str, str]) -> None:
