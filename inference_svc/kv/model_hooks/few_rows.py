@@ -20,6 +20,7 @@ from inference_svc.kv.attention.geometry import LANES
 from inference_svc.kv.attention.kernels import Dialect, few_rows_source
 
 MAX_ROWS = 64
+_MANY_ROWS = 128  # from so many on, packed matrices are multiplied by values that are made for one product
 # [width, depth], or as mx.quantize has it: codes [width, depth / 8], scales and biases [width, depth / group].
 Matrix = tuple[mx.array, ...]
 _TYPES = (mx.bfloat16, mx.float16)
@@ -156,7 +157,7 @@ class _FewRowsQuantized(QuantizedLinear):
     def __call__(self, x: mx.array) -> mx.array:
         if not self.together.takes(x):
             own: Any = super().__call__
-            return _of_flat_rows(own, x)
+            return _by_mlx(self, own, x)
         y = self.together.product(self, x)
         return y + self.bias if "bias" in self else y
 
@@ -170,7 +171,7 @@ class _FewRowsEmbedding(Embedding):
 class _FewRowsQuantizedEmbedding(QuantizedEmbedding):
     def as_linear(self, x: mx.array) -> mx.array:
         own: Any = super().as_linear
-        return few_rows(x, [_matrix(self)])[0] if _is_few(_form(self), x) else _of_flat_rows(own, x)
+        return few_rows(x, [_matrix(self)])[0] if _is_few(_form(self), x) else _by_mlx(self, own, x)
 
 
 _TAKEN: dict[type[Module], type[Module]] = {
@@ -224,8 +225,14 @@ def _is_few(form: tuple[Any, ...], x: mx.array) -> bool:
     return _shared_bytes(_usual_shape(rows, groups)[0], 1, _LEAST_STAGES, groups) <= _most_shared_bytes()
 
 
-def _of_flat_rows(product: Any, x: mx.array) -> mx.array:
-    """MLX multiplies each of the first dimension's rows by itself, and reads a quantized matrix for each of them."""
+def _by_mlx(module: Any, product: Any, x: mx.array) -> mx.array:
+    """MLX multiplies each of the first dimension's rows by itself, and reads a quantized matrix for each of them. 2,048
+    rows take 2.1 ms so, and 0.6 with values of 16 bits, making them included (14,336 times 4,096, an H100).
+    """
+    if x.size // x.shape[-1] >= _MANY_ROWS:
+        how = {"group_size": module.group_size, "bits": module.bits, "mode": module.mode}
+        values = mx.dequantize(module.weight, module.scales, module.get("biases"), **how).astype(x.dtype)
+        return x @ values.T + module.bias if "bias" in module else x @ values.T
     if x.ndim < 3 or x.shape[0] == 1:
         return product(x)  # type: ignore[no-any-return]
     return product(x.reshape(-1, x.shape[-1])).reshape(*x.shape[:-1], -1)  # type: ignore[no-any-return]

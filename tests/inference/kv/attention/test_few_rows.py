@@ -165,6 +165,22 @@ def test_a_models_projections_of_one_x_share_a_launch_and_many_rows_are_mlxs_own
             assert mx.allclose(one, other, rtol=3e-2, atol=3e-2)
 
 
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("shape", [(1, 128), (2, 64)])
+def test_many_rows_are_multiplied_by_the_values_of_packed_matrices(
+    shape: tuple[int, ...], bits: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mx.random.seed(7)
+    model = Attention(mx.bfloat16)
+    plain, x = packed(model, bits), mx.random.normal((*shape, 64)).astype(mx.bfloat16)
+    right = plain(x)
+    take_few_rows(model)
+    monkeypatch.setattr(mx, "quantized_matmul", lambda *_, **__: pytest.fail("by codes"))
+    for found, expected in zip(model(x), right, strict=True):
+        assert found.shape == expected.shape
+        assert mx.allclose(found, expected, rtol=1e-2, atol=1e-2)
+
+
 def test_a_matrix_whose_biases_have_another_type_than_its_scales_is_mlxs_own(monkeypatch: pytest.MonkeyPatch) -> None:
     layer = nn.QuantizedLinear(64, 32, bias=False, group_size=64, bits=4)
     layer.scales = layer.scales.astype(mx.bfloat16)
