@@ -405,9 +405,9 @@ def test_several_tokens_of_a_sequence_at_once_are_refused_and_not_cut() -> None:
     kv = fed(SequenceKV(pool_of([full()])), [5])
     layer = DecodedLayer(kv.pool, 0)
     layer.begin(DecodeStep.of(kv.pool, [kv]), keeps_decoded=True)
-    with pytest.raises(ValueError, match="one token"):
+    with pytest.raises(ValueError, match="a row of its own"):
         layer.update_and_fetch(*random_rows(3, 1))
-    with pytest.raises(ValueError, match="one token"):
+    with pytest.raises(ValueError, match="a row of its own"):
         layer.make_mask(3)
 
 

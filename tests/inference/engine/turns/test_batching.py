@@ -76,7 +76,7 @@ def test_a_forward_pass_that_fails_ends_its_turns_and_nothing_after(
     batch = engine._worker._decoder.batch
     step = batch.step
 
-    def failing(token_ids: object) -> object:
+    def failing(*_arguments: object) -> object:
         monkeypatch.setattr(batch, "step", step)
         raise RuntimeError("the device is gone")
 
@@ -157,7 +157,7 @@ def test_a_row_that_sits_out_while_a_step_fails_does_not_go_on_with_a_token_too_
     batch = engine._worker._decoder.batch
     step = batch.step
 
-    def failing(token_ids: object) -> object:
+    def failing(*_arguments: object) -> object:
         monkeypatch.setattr(batch, "step", step)
         raise RuntimeError("the device is gone")
 
@@ -175,7 +175,7 @@ def test_a_token_that_cannot_be_read_or_taken_in_makes_no_other_turn_go_on_wrong
     """While another row of its step sits out. A read fails for all rows, a token for its own turn alone."""
     first, second = tokens_of(64, 5), tokens_of(70, 6)
     alone = driver.reply(driver.turn(second, max_tokens=60))
-    broken = {"read": (Draws, "read"), "accept": (Sequence, "accept")}[fails]
+    broken = {"read": (Draws, "read_drafted"), "accept": (Sequence, "accept")}[fails]
     works = getattr(*broken)
 
     def failing(self: object, *arguments: object) -> object:
