@@ -27,7 +27,7 @@ def test_rows_that_sit_out_say_and_remember_to_the_bit_what_they_do_alone(driver
     batch, rows = driver.engine._worker._decoder.batch, list[int]()
     step = batch.step
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(batch, "step", lambda token_ids: (rows.append(len(token_ids)), step(token_ids))[1])
+        patch.setattr(batch, "step", lambda ids, counts: (rows.append(len(ids)), step(ids, counts))[1])
         person = Listener()
         others: list[Listener] = []
 
