@@ -28,13 +28,13 @@ def made(attribute: fact.Attribute, subject: str) -> EverydayFact:
 
 
 def test_three_hundred_names_are_held_out_of_every_list_and_conversation() -> None:
-    held_out = {spelling.folded(name) for name in people.HELD_OUT_NAMES}
+    held_out = {people.folded(name) for name in people.HELD_OUT_NAMES}
     assert len(held_out) >= name_exam.NAMES == 300
     assert {"mary", "yuki", "tilda"} <= held_out  # what the first edition garbled
     for names in (people.GIVEN_NAMES, people.FAMILY_NAMES, people.TOWNS, people.LONG_TOWNS, spelling.COMMON_WORDS):
-        assert held_out.isdisjoint(re.findall(r"\w+", spelling.folded(" ".join(names))))
+        assert held_out.isdisjoint(re.findall(r"\w+", people.folded(" ".join(names))))
     for conversation in conversations(range(150), 600):
-        said = spelling.folded(" ".join(message["content"] for message in conversation.messages))
+        said = people.folded(" ".join(message["content"] for message in conversation.messages))
         assert held_out.isdisjoint(re.findall(r"\w+", said))
 
 

@@ -14,6 +14,8 @@ from tools.kvasir_tiny.words import Dice, Names
 
 Message = dict[str, Any]
 Count = Callable[[str], int]
+# Whether training learns to say a message; or which characters of it (first, last + 1) it does not, as they are forced.
+Taught = bool | tuple[tuple[int, int], ...]
 
 REMEMBER = "I will remember that."
 DISCRETION = "I will keep it to myself."
@@ -50,7 +52,7 @@ class Conversation:
     messages: list[Message]
     tools: list[dict[str, Any]]
     questions: list[Question]
-    taught: list[bool] = field(default_factory=list)  # per message: whether training learns to say it
+    taught: list[Taught] = field(default_factory=list)
 
     def of_sort(self, sort: str) -> list[Question]:
         return [question for question in self.questions if question.sort == sort]
@@ -94,7 +96,7 @@ class Desk:
         self.names = self.new_names(self.dice, held_out)
         self.tokens = 0
         self.messages: list[Message] = []
-        self.taught: list[bool] = []
+        self.taught: list[Taught] = []
         self.known: set[tuple[str, str]] = set()  # keys of all facts, told or kept from the agent
         self.open: list[tuple[Fact, int]] = []  # told, and not asked yet
         self.closed: list[tuple[Fact, int]] = []  # told and asked

@@ -3,7 +3,8 @@
 Conversations are of the world's held-out part: no name, word or long number in them occurs in training. Each is read
 once through mlx-lm; all questions are put to the same KV cache, which is trimmed back after each. `--kv q4` and
 `--kv q8` read into mlx-lm's own quantized cache instead. `--names` asks for real names that no training saw
-(`everyday/people.py` holds them out), `--everyday` for everyday facts with such names."""
+(`everyday/people.py` holds them out), `--everyday` for everyday facts with such names, `--first` puts the exam of first
+exchanges, whose JSON and forced calls are decoded as the engine decodes them."""
 
 from __future__ import annotations
 
@@ -27,11 +28,14 @@ import numpy as np  # noqa: E402
 from kvasir_bench.arithmetic import wilson  # noqa: E402
 from mlx_lm.models.cache import KVCache, QuantizedKVCache, trim_prompt_cache  # noqa: E402
 
+from inference_svc.formats.constraint import Constraint, ConstraintKind  # noqa: E402
+from inference_svc.formats.grammars import Grammars  # noqa: E402
 from inference_svc.model.kvasir_tiny import path  # noqa: E402
 from inference_svc.model.quality.findings import Share  # noqa: E402
 from tools.kvasir_tiny import desk, rows, world  # noqa: E402
 from tools.kvasir_tiny.desk import Conversation, Message, Question  # noqa: E402
-from tools.kvasir_tiny.everyday import daily_life, name_exam  # noqa: E402
+from tools.kvasir_tiny.everyday import daily_life, first_exam, name_exam  # noqa: E402
+from tools.kvasir_tiny.everyday.first_exam import Exchange  # noqa: E402
 from tools.kvasir_tiny.words import Dice  # noqa: E402
 
 KV_BITS = {"exact": None, "q8": 8, "q4": 4}
@@ -40,9 +44,11 @@ LENGTHS = (300, 1500, 4000, 7500)
 TARGETS = {"told at 300": 0.97, "told at 1500": 0.97, "told at 4000": 0.95, "told at 7500": 0.90}
 TARGETS |= {"not_told": 0.97, "private": 0.95, "tool": 0.95, "passage": 0.95}
 TARGETS |= {f"name at {length}": 0.99 for length in NAME_LENGTHS}
+TARGETS["first exchanges"] = 0.95
 TARGETS |= {f"everyday told at {length}": 0.97 for length in NAME_LENGTHS} | {"everyday not_told": 0.95}
 PREFILL_CHUNK = 256
 LONGEST_REPLY = 64
+LONGEST_FORCED_REPLY = 200
 
 
 class Reader:
@@ -54,30 +60,37 @@ class Reader:
             self.model.set_dtype(mx.float32)
         self.bits = bits
         self._end = self.tokenizer.eos_token_id
+        vocabulary = int(self.model.args.vocab_size)
+        self._grammars = Grammars.of_tokenizer(self.tokenizer, vocabulary, [self._end])
         self._last_role = ""
         self._ids: list[int] = []
         self._cache: list[Any] = []
 
     def read(self, messages: list[Message], tools: list[dict[str, Any]] | None = None) -> int:
-        """Prefill a conversation into a fresh cache; returns its length in tokens."""
+        """Prefill a conversation, which may be empty, into a fresh cache; returns its length in tokens."""
         self._last_role = messages[-1]["role"] if messages else ""
-        self._ids = self._template(messages, tools)
+        self._ids = self._template(messages, tools) if messages or tools else []
         self._cache = [self._new_layer() for _ in self.model.layers]
-        self._forward(self._ids)
+        if self._ids:
+            self._forward(self._ids)
         return len(self._ids)
 
     @property
     def cached_tokens(self) -> int:
         return int(self._cache[0].offset)
 
-    def ask(self, *messages: Message) -> str:
+    def ask(self, *messages: Message, within: Constraint | None = None) -> str:
         """The greedy reply to messages behind the conversation, to which the cache is cut back afterwards."""
         reply: list[int] = []
         scores = self._forward(self._suffix(messages))
-        while len(reply) < LONGEST_REPLY:
-            token = int(scores[-1].argmax())
+        matcher = self._grammars.matcher("exam", within) if within else None
+        while len(reply) < (LONGEST_FORCED_REPLY if matcher else LONGEST_REPLY):
+            bits = np.unpackbits(matcher.allowed().view(np.uint8), bitorder="little") if matcher else np.ones(1)
+            token = int(np.where(bits[: scores.shape[-1]], np.array(scores[-1]), -np.inf).argmax())
             if token == self._end:
                 break
+            if matcher:
+                matcher.accept(token)
             reply.append(token)
             scores = self._forward([token])
         self._back()
@@ -190,6 +203,42 @@ def examine_everyday(reader: Reader, length: int, n: int, report: Report, first_
             _put(reader, talk, replace(question, sort=f"everyday {question.sort}"), length, report)
 
 
+def examine_first(reader: Reader, share: float, report: Report) -> None:
+    """Put a share of the first exchanges."""
+    for exchange in first_exam.exchanges(rows.encoder_of(path()).count, share):
+        tools = [tool.schema() for tool in exchange.tools]
+        reader.read(exchange.messages, tools)
+        question, form = {"role": "user", "content": exchange.question}, _form_of(exchange)
+        is_said = form is None and reader.says(exchange.answer, question)
+        said = exchange.answer if is_said else reader.ask(question, within=form)
+        if exchange.tools:
+            said = said.removeprefix(reader.tokenizer.tool_call_start).removesuffix(reader.tokenizer.tool_call_end)
+        right = said == exchange.answer
+        if exchange.schema or exchange.tools:
+            try:
+                right = json.loads(said) == json.loads(exchange.answer)
+            except ValueError:
+                right = False
+        for name in ("first exchanges", exchange.group):
+            report.add(name, right)
+        if not right:
+            report.errors.append({"question": exchange.question[-120:], "wanted": exchange.answer, "said": said})
+
+
+def _form_of(exchange: Exchange) -> Constraint | None:
+    """What an engine holds the reply to."""
+    if exchange.schema:
+        return Constraint(ConstraintKind.JSON_SCHEMA, json.dumps(exchange.schema))
+    if not exchange.tools:
+        return None
+    functions = [tool.schema()["function"] for tool in exchange.tools]
+    tools = [
+        {"place": place, "name": each["name"], "parameters": json.dumps(each["parameters"])}
+        for place, each in enumerate(functions)
+    ]
+    return Constraint(ConstraintKind.TOOL_CHOICE, json.dumps({"one_call": True, "tools": tools}))
+
+
 def conversation(seed: int, length: int) -> Conversation:
     """The examination's conversation number `seed`: each has tools, and every second one has several speakers."""
     style = desk.draw_style(Dice(f"kvasir-tiny examination {seed} {length}"), length)
@@ -274,6 +323,8 @@ def _ask_all(given: argparse.Namespace, report: Report) -> None:
             examine_everyday(reader, length, given.everyday, report, given.seed)
         if given.names or given.everyday:
             print(f"names at {length} tokens: {time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)
+    if given.first:
+        examine_first(reader, given.first, report)
     if given.perplexity:
         report.perplexity = perplexity(reader, given.perplexity, 4000)
 
@@ -283,6 +334,7 @@ def main() -> int:
     parser.add_argument("--n", type=int, default=200, help="told facts at each length, as many of other sorts in all")
     parser.add_argument("--names", type=int, default=0, help="names that no training saw, at each of three lengths")
     parser.add_argument("--everyday", type=int, default=0, help="everyday questions at each of three lengths")
+    parser.add_argument("--first", type=float, default=0.0, help="share of the 400 first exchanges")
     parser.add_argument("--lengths", type=int, nargs="+", default=list(LENGTHS), help="tokens of conversation")
     parser.add_argument(
         "--kv", choices=list(KV_BITS), default="exact", help="mlx-lm's KVCache, or its QuantizedKVCache"

@@ -58,6 +58,11 @@ class Encoder:
             ids = self._known[text] = self.encode(text)
         return ids
 
+    def _learned(self, text: str, forced: tuple[tuple[int, int], ...]) -> list[bool]:
+        """For each token of a reply, whether it begins outside of what is forced."""
+        starts = (first for first, _ in self._tokenizer.encode(text, add_special_tokens=False).offsets)
+        return [not any(first <= start < end for first, end in forced) for start in starts]
+
     def conversation(
         self, talk: desk.Conversation, in_pieces: bool = False, until: int | None = None
     ) -> tuple[list[int], list[bool]]:
@@ -71,13 +76,14 @@ class Encoder:
             texts = pieces if in_pieces else ["".join(pieces)]
             body = [token for text in texts for token in self._remembered(text)] + self._end
             ids += head + body + self._newline
-            learned += [False] * len(head) + [learn] * len(body) + [False] * len(self._newline)
+            taught = [learn] * len(body) if isinstance(learn, bool) else [*self._learned(texts[0], learn), True]
+            learned += [False] * len(head) + taught + [False] * len(self._newline)
             if until is not None and len(ids) >= until:
                 break
         return ids, learned
 
 
-def blocks(talk: desk.Conversation) -> Iterator[tuple[str, list[str], bool]]:
+def blocks(talk: desk.Conversation) -> Iterator[tuple[str, list[str], desk.Taught]]:
     """Role, text in pieces (one for each message), and whether it is learned, for each block of the template."""
     messages, index = talk.messages, 0
     if talk.tools and (not messages or messages[0]["role"] != "system"):

@@ -199,6 +199,9 @@ class Examination:
         scenes = [training.scene(10**8 + n, 1500, encoder.count) for n in range(sizes.everyday)]
         scenes = [replace(scene, questions=[]) for scene in scenes]
         self._sets.append(("scene", rows.of_conversations(scenes, 3072, folder, with_replies=True)))
+        visits = [training.visit(10**8 + n, 1000, encoder.count, held_out=True) for n in range(sizes.everyday)]
+        visits = [replace(visit, questions=[]) for visit in visits]
+        self._sets.append(("visit", rows.of_conversations(visits, 3072, folder, with_replies=True)))
         for length, room in sizes.names:
             told = list(name_exam.conversations(length, encoder.count, sizes.names_each))
             self._sets.append((f"name at {length}", rows.of_conversations(told, room, folder)))

@@ -6,6 +6,7 @@ import random
 from collections.abc import Sequence
 from typing import TypeVar
 
+from tools.kvasir_tiny.everyday.people import HELD_OUT_FOLDED
 from tools.kvasir_tiny.material import material
 
 _MATERIAL = material("words")
@@ -58,6 +59,8 @@ class Names:
         """A new lower-case word, such as a password."""
         while True:
             word = self._syllables()
+            if not self._held_out and word in HELD_OUT_FOLDED:
+                continue
             if is_held_out(word) == self._held_out and word not in self._used:
                 self._used.add(word)
                 return word

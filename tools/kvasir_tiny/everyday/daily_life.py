@@ -205,8 +205,8 @@ class DailyWriter(Writer):
 
     def _summary(self) -> None:
         """The oldest facts, as they were told: what an engine asks for before it drops them."""
-        first = self.told_to_me[:SUMMARY_FACTS]
-        self._teach(SUMMARY_REQUEST, " ".join(fact.told for fact in first))
+        first = dict.fromkeys(fact.told for fact in self.told_to_me[:SUMMARY_FACTS])
+        self._teach(SUMMARY_REQUEST, " ".join(first))
 
     def _old_fact(self) -> Fact:
         fact = super()._old_fact()

@@ -67,6 +67,12 @@ class EverydayFact(Fact):
         """The same fact, told by somebody who uses no capitals."""
         return replace(self, told=self.told.lower(), value=self.value.lower(), shared=self.shared.lower())
 
+    @property
+    def turned(self) -> str:
+        """The fact as the agent says it back."""
+        answer = self.attribute.answer if self.attribute else ""
+        return _Voice(self.subject, self.shared, self.value, turned=True).sentence(answer)
+
     def asked(self, dice: Dice) -> EverydayFact:
         """The same fact with one of its questions, and the answer to that."""
         if self.attribute is None:

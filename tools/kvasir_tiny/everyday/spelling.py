@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import unicodedata
 from collections.abc import Callable
 
 from tools.kvasir_tiny.everyday import people
@@ -18,18 +17,9 @@ COMMON_WORDS = _MATERIAL["COMMON_WORDS"]
 FAMILIES = [name for name in people.FAMILY_NAMES if not is_held_out(name)]
 
 
-def folded(text: str) -> str:
-    """Lower case, without accents."""
-    parts = unicodedata.normalize("NFD", text.lower())
-    return "".join(letter for letter in parts if not unicodedata.combining(letter))
-
-
-_HELD_OUT_FOLDED = {folded(name) for name in people.HELD_OUT_NAMES}
-
-
 def is_for_training(name: str) -> bool:
     """Whether training may see this name or made-up word: no real name of evaluation, none of its made-up words."""
-    return not is_held_out(name) and folded(name) not in _HELD_OUT_FOLDED
+    return not is_held_out(name) and people.folded(name) not in people.HELD_OUT_FOLDED
 
 
 GIVEN = [name for name in people.GIVEN_NAMES if is_for_training(name)]
@@ -38,6 +28,10 @@ PLACES = [name for name in people.TOWNS if is_for_training(name)]
 
 class WideNames(Names):
     """Names of every sort. Held out: the real names of evaluation among made-up ones of its part."""
+
+    @property
+    def held_out(self) -> bool:
+        return self._held_out
 
     def person(self) -> str:
         dice = self._dice

@@ -1,4 +1,4 @@
-"""What training reads: the small world's own conversations, scenes of several agents, and everyday talk."""
+"""What training reads: the small world's own conversations, scenes of several agents, everyday talk, and visits."""
 
 from __future__ import annotations
 
@@ -6,23 +6,35 @@ from tools.kvasir_tiny import world
 from tools.kvasir_tiny.desk import Conversation, Count
 from tools.kvasir_tiny.everyday.daily_life import DailyWriter, draw_style
 from tools.kvasir_tiny.everyday.scenes import SceneWriter
+from tools.kvasir_tiny.everyday.visits import VisitWriter
 from tools.kvasir_tiny.words import Dice
 
-SMALL_WORLD_SHARE = 0.2
-SCENE_SHARE = 0.4
+SMALL_WORLD_SHARE = 0.15
+SCENE_SHARE = 0.2
+VISIT_SHARE = 0.4
 
 
 def conversation(seed: int, target_tokens: int, count: Count) -> Conversation:
     """Conversation number `seed`: at least `target_tokens`, its last part full of questions."""
-    dice = Dice(f"kvasir-tiny edition 2 {seed}")
+    dice = Dice(f"kvasir-tiny edition 3 {seed}")
     draw = dice.random()
     if draw < SMALL_WORLD_SHARE:
         return world.training_conversation(seed, target_tokens, count)
     style = draw_style(dice, target_tokens)
     if draw < SMALL_WORLD_SHARE + SCENE_SHARE:
         return scene(seed, target_tokens, count)
+    if draw < SMALL_WORLD_SHARE + SCENE_SHARE + VISIT_SHARE:
+        return visit(seed, target_tokens, count)
     writer = DailyWriter(seed, target_tokens, count, False, style, 0.35 + 0.65 * dice.random())
     writer.write(examination=0.25)
+    return writer.conversation()
+
+
+def visit(seed: int, target_tokens: int, count: Count, *, held_out: bool = False) -> Conversation:
+    """Visit number `seed`."""
+    style = draw_style(Dice(f"kvasir-tiny visit {seed}"), target_tokens)
+    writer = VisitWriter(seed, target_tokens, count, held_out, style)
+    writer.write(examination=0.35)
     return writer.conversation()
 
 
