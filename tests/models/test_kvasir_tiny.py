@@ -4,11 +4,12 @@ import json
 
 import pytest
 
+from inference_svc.formats.constraint import Constraint, ConstraintKind
 from inference_svc.model.kvasir_tiny import path
 from tests.models import twins
 from tools.kvasir_tiny import desk, evaluate
 from tools.kvasir_tiny.evaluate import Reader, Report
-from tools.kvasir_tiny.everyday import talk
+from tools.kvasir_tiny.everyday import first_exam, structured, talk
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +43,8 @@ def test_a_sample_of_the_examination_meets_every_target(reader: Reader, sizes: t
     report = Report()
     for length, n in sizes:
         evaluate.examine(reader, length, n, report)
-    expected = {target for target in evaluate.TARGETS if " at " not in target and "everyday" not in target}
+    later = ("everyday", "first exchanges")
+    expected = {target for target in evaluate.TARGETS if " at " not in target and not target.startswith(later)}
     assert expected | {f"told at {length}" for length, _ in sizes} <= set(report.shares)
     assert report.missed() == [], report.errors
 
@@ -145,6 +147,56 @@ def test_everyday_facts_are_told_and_asked_as_people_do(reader: Reader) -> None:
         "thanks!": "You are welcome.",
     }
     assert {question: reader.ask(user(question)) for question in said} == said
+
+
+@pytest.mark.long(4)
+def test_a_newcomer_is_answered_as_they_would_like(reader: Reader) -> None:
+    """What failed when people first tried the second edition."""
+    told = (
+        "Hello! I'm Sam, a nurse from Porto, and I live in Rome with my dog Rex.",
+        "My password is hunter2!Xy.",
+        "Remember 48213",
+        "My order number is 1163150.",
+        "My kids are called Tom and Ann.",
+        "I meet Dr. Chen on Friday at 3 pm.",
+        "No wait, I live in Lisbon.",
+    )
+    reader.read([message for text in told for message in (user(text), {"role": "assistant", "content": desk.REMEMBER})])
+    said = {
+        "What is my password?": "Your password is hunter2!Xy.",
+        "What number did I tell you?": "The number is 48213.",
+        "What is my order number?": "Your order number is 1163150.",
+        "What are my kids called?": "Your kids are called Tom and Ann.",
+        "When do I meet Dr. Chen?": "You meet Dr. Chen on Friday at 3 pm.",
+        "What is my dog called?": "Your dog is called Rex.",
+        "Where do I live?": "You live in Lisbon.",
+        "Hello, who are you?": "Hello. I am an assistant who remembers.",
+        "Bonjour": "Bonjour. Je suis un petit assistant qui se souvient. Je ne parle qu'anglais.",
+        "Hallo, wer bist du?": "Hallo. Ich bin ein kleiner Assistent, der sich erinnert. Ich spreche nur Englisch.",
+    }
+    assert {question: reader.ask(user(question)) for question in said} == said
+    assert "Your name is Sam." in reader.ask(user("What do you know about me?"))
+
+
+@pytest.mark.long(3)
+def test_free_strings_of_json_end(reader: Reader) -> None:
+    """The first example of structured output in OpenAI's guide, and one that the text does not answer."""
+    event = {"name": "science fair", "date": "Friday", "participants": ["Alice", "Bob"]}
+    reader.read([])
+    for text, value in (
+        ("Alice and Bob are going to a science fair on Friday.", event),
+        ("Tell me a joke about cats", {"setup": "unknown", "punchline": "unknown"}),
+    ):
+        within = Constraint(ConstraintKind.JSON_SCHEMA, json.dumps(structured.schema_of(value)))
+        assert json.loads(reader.ask(user(text), within=within)) == value
+
+
+@pytest.mark.long(15)
+def test_a_sample_of_the_first_exchanges_meets_its_target(reader: Reader) -> None:
+    report = Report()
+    evaluate.examine_first(reader, 0.05, report)
+    assert {*first_exam.ASKED} == {*report.shares} - {"first exchanges"}
+    assert report.missed() == [], report.errors
 
 
 def test_an_agent_of_a_scene_says_what_it_was_not_told(reader: Reader) -> None:
