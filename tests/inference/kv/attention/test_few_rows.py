@@ -112,11 +112,6 @@ def test_rows_of_any_shape_keep_it_and_a_models_own_needs_no_change(
     assert len(shape) != 2 or taken[0] is given
 
 
-# MLX multiplies them as flat rows.
-FLAT = [(MAX_ROWS + 1, 4, 0), (3, 8, 0)]
-NOT_MLXS = pytest.mark.cpu_only("MLX's CUDA product of several rows with packed matrices so small is wrong")
-
-
 class Attention(nn.Module):
     def __init__(self, dtype: mx.Dtype) -> None:
         super().__init__()
@@ -142,7 +137,7 @@ def packed(model: Attention, bits: int) -> Attention:
 
 @pytest.mark.parametrize(
     ("rows", "bits", "launches"),
-    [(3, 16, 3), (MAX_ROWS + 1, 16, 0), (3, 4, 3), *(pytest.param(*each, marks=NOT_MLXS) for each in FLAT)],
+    [(3, 16, 3), (MAX_ROWS + 1, 16, 0), (3, 4, 3), (MAX_ROWS + 1, 4, 0), (3, 8, 0)],
 )
 def test_a_models_projections_of_one_x_share_a_launch_and_many_rows_are_mlxs_own(
     rows: int, bits: int, launches: int, monkeypatch: pytest.MonkeyPatch
@@ -179,6 +174,21 @@ def test_many_rows_are_multiplied_by_the_values_of_packed_matrices(
     for found, expected in zip(model(x), right, strict=True):
         assert found.shape == expected.shape
         assert mx.allclose(found, expected, rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize(("width", "calls"), [(96, 0), (128, 1)])
+def test_a_narrow_packed_matrix_is_multiplied_by_its_values(
+    width: int, calls: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layer: Any = nn.QuantizedLinear(64, width, bias=True, group_size=64, bits=8)
+    layer.bias = mx.arange(width, dtype=mx.float32)
+    x = mx.random.normal((3, 1, 64), key=mx.random.key(1))
+    values = mx.dequantize(layer.weight, layer.scales, layer.biases, 64, 8)
+    take_few_rows(layer)
+    mlxs, counted = mx.quantized_matmul, list[int]()
+    monkeypatch.setattr(mx, "quantized_matmul", lambda *given, **how: counted.append(1) or mlxs(*given, **how))
+    assert mx.allclose(layer(x), x @ values.T + layer.bias, rtol=1e-2, atol=1e-2)
+    assert len(counted) == calls
 
 
 def test_a_matrix_whose_biases_have_another_type_than_its_scales_is_mlxs_own(monkeypatch: pytest.MonkeyPatch) -> None:
