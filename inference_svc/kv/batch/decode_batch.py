@@ -140,7 +140,11 @@ class DecodeBatch:
         parts = [given]
         if rows:
             parts = [tuple(each[at : at + rows] for each in given) for at in range(0, step.rows, rows)]
-        logits = [self._kept_graph(pages, order, *part) for part in parts]
+        logits: list[mx.array] = []
+        for part in parts:
+            if logits and count > len(self.sequences):  # a draft may read rows of the pass before, which CUDA must know
+                mx.eval(logits)
+            logits.append(self._kept_graph(pages, order, *part))
         whole = mx.concatenate(logits) if len(logits) > 1 else logits[0]
         return whole[:count] if step.rows > count else whole
 

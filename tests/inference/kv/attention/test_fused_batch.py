@@ -102,6 +102,23 @@ def test_passes_of_a_fixed_number_of_rows_are_told_the_same(rows: int) -> None:
     assert shapes == [[4] * 4] * (2 * -(-rows // 4))
 
 
+@pytest.mark.parametrize(("counts", "passes"), [([6], ["pass", "wait", "pass"]), ([1] * 6, ["pass", "pass"])])
+def test_a_pass_waits_for_the_one_before_where_drafts_may_read_its_rows(
+    counts: list[int], passes: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """CUDA computes two passes side by side if no array goes from one to the other."""
+    here, seen, evaluate = KvPool(identity_of([full()]), 1 << 20, dialect=Dialect.CUDA), list[str](), mx.eval
+    batch = DecodeBatch(here, logits_of, 0, pass_rows=4)
+    for _ in counts:
+        batch.join(SequenceKV(here))
+    traced = batch._traced
+    batch._kept_graph = lambda *given: seen.append("pass") or traced(*given)
+    monkeypatch.setattr(mx, "eval", lambda *arrays: seen.append("wait") or evaluate(*arrays))
+    logits = batch.step(range(6), counts if len(counts) == 1 else None)
+    assert seen == passes
+    assert logits.tolist()[0][0] == 0
+
+
 def asks_for_a_kept_graph(here: KvPool) -> bool:
     asked = []
     batch = batch_of(here, lambda tokens, _caches: mx.zeros((*tokens.shape, 4)))
