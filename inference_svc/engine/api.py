@@ -68,7 +68,7 @@ class SamplingParams(Penalties):
     logprobs: int | None = None  # report each token's log probability and so many of the likeliest; None: neither
     constraint: Constraint | None = None
     reasoning_limit: ReasoningLimit | None = None
-    most_drafts: int | None = None  # tried ahead in one step, which changes no reply; None: as the engine is set
+    most_drafts: int | None = None  # tried ahead in one step; None: as the engine is set
 
 
 @dataclass(frozen=True, slots=True)

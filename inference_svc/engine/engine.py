@@ -194,7 +194,7 @@ class Engine:
         *,
         memory_budget_bytes: int | Callable[[ModelInfo], int],
         longest_gap_s: float = Rules.longest_gap_s,
-        most_drafts: int = Rules.most_drafts,
+        most_drafts: int | None = None,
         name: str = "",
         batch_invariant: bool = False,
         opener: ModelOpener = open_model,
@@ -205,11 +205,11 @@ class Engine:
         """Start the MLX thread and load a model on it; blocks until it can serve. `model`: a directory that mlx-lm can
         load, or a Hugging Face repository name. `memory_budget_bytes` bounds all KV; it may be a function of the
         model's facts, which raises KvasirError where it has no room. A request for the policy `auto` measures the model
-        first, unless its choice is known. `name`: for callers; empty: the name in the model's path. `begin_phase` is
-        called on the MLX thread with the name of each part of the work. `start` makes the worker on its own thread. See
-        `ModelArguments`, `Rules`, `ModelRunner` and `load` for the rest. Raises NotFound (no such model),
-        FailedPrecondition (LAYER_NOT_KEPT, which names the layer and its class; MODEL_NOT_LOADABLE), InvalidArgument
-        (policy, compute type).
+        first, unless its choice is known. `most_drafts`: None for the device's. `name`: for callers; empty: the name in
+        the model's path. `begin_phase` is called on the MLX thread with the name of each part of the work. `start`
+        makes the worker on its own thread. See `ModelArguments`, `Rules`, `ModelRunner` and `load` for the rest. Raises
+        NotFound (no such model), FailedPrecondition (LAYER_NOT_KEPT, which names the layer and its class;
+        MODEL_NOT_LOADABLE), InvalidArgument (policy, compute type).
         """
         load_optimized_blas()
         opened: OpenedModel
@@ -221,7 +221,7 @@ class Engine:
             begin_phase("pool")
             opened = replace(opened, info=replace(opened.info, name=name or opened.info.name))
             rules = _rules(opened.info, longest_gap_s, None if batch_invariant else runner)
-            rules = replace(rules, most_drafts=most_drafts)
+            rules = replace(rules, most_drafts=_most_drafts(opened.device) if most_drafts is None else most_drafts)
             budget = memory_budget_bytes if isinstance(memory_budget_bytes, int) else memory_budget_bytes(opened.info)
             keep_wired(opened.info.weights_bytes + budget)
             worker = EngineWorker(runner, opened.info, budget, budget // _DECODED_PART, rules, time.monotonic)
@@ -344,6 +344,11 @@ def check_fits(
 
 def _nothing(_worker: EngineWorker) -> None:
     """A letter that only wakes the thread."""
+
+
+def _most_drafts(device: str) -> int:
+    """None on a GPU: no GPU has shown that a turn with drafts says there what it says without."""
+    return Rules.most_drafts if device == "cpu" else 0
 
 
 def _rules(model: ModelInfo, longest_gap_s: float, runner: ModelRunner | None) -> Rules:

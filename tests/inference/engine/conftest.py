@@ -38,6 +38,7 @@ def drivers(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
             memory_budget_bytes=256 << 20,
             longest_gap_s=0,
             batch_invariant=batch_invariant,
+            most_drafts=16,  # on a GPU, too
         )
         assert engine.model.cell_tokens == cell_tokens
         opened.append(Driver(engine))

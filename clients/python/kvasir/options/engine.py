@@ -218,10 +218,11 @@ class EngineLimits(Table):
         metavar="MS",
         up="longest-gap-ms",
     )
-    most_drafts: int = option(
-        16,
-        "How many tokens a step may try ahead for a turn whose text repeats itself. No reply changes by it; how many "
-        "are tried follows from how often they are right and from what a step costs. 0: none.",
+    most_drafts: int | None = option(
+        None,
+        "How many tokens a step may try ahead for a turn whose text repeats itself; how many of them are tried follows "
+        "from how often they are right and from what a step costs. 0: none. Left out: 16 on a CPU, where no reply "
+        "changes by it, and none on a GPU, where that is not proven yet.",
         least=0,
         up="most-drafts",
     )

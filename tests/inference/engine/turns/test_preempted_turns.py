@@ -88,6 +88,7 @@ def open_engine(model_dir: Path, cache_dir: Path) -> Engine:
             memory_budget_bytes=budget_bytes,
             longest_gap_s=0,
             batch_invariant=True,
+            most_drafts=16,
         )
 
 

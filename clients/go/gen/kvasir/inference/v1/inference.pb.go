@@ -1805,8 +1805,8 @@ type Sampling struct {
 	FrequencyPenalty *float32 `protobuf:"fixed32,16,opt,name=frequency_penalty,json=frequencyPenalty,proto3,oneof" json:"frequency_penalty,omitempty"`
 	// -2 to 2: subtracted once from the logit of each token that the reply has so far. Default 0.
 	PresencePenalty *float32 `protobuf:"fixed32,17,opt,name=presence_penalty,json=presencePenalty,proto3,oneof" json:"presence_penalty,omitempty"`
-	// 0 to 64: how many tokens that the turn's own text makes likely may be tried in one step, ahead of the token that is sure. No reply changes
-	// by it. Default: as the engine is set.
+	// 0 to 64: how many tokens that the turn's own text makes likely may be tried in one step, ahead of the token that is sure. On a CPU no
+	// reply changes by it. Default: as the engine is set.
 	MostDrafts    *int32 `protobuf:"varint,18,opt,name=most_drafts,json=mostDrafts,proto3,oneof" json:"most_drafts,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
