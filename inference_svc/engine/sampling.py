@@ -101,20 +101,22 @@ class Sampler:
 
     def plan(self, rows: mx.array, drafts: Sequence[int] = ()) -> "list[_PlannedDraw | KvasirError]":
         """The draws from logits [drafts + 1, vocabulary], not evaluated: the first behind what was accepted, each other
-        one as if the drafts before it had been drawn. Fewer, if the constraint refuses a draft.
+        one as if the drafts before it had been drawn. Fewer, if the constraint refuses a draft, or what is before it.
         """
         recent, followed = None if self._recent is None else self._recent.copy(), 0
-        planned = [self._plan(rows[0])]
+        planned = [row := self._plan(rows[0])]
         for place, token in enumerate(drafts):
+            if isinstance(row, KvasirError):
+                break
             if self.constraint is not None:
                 if not self.constraint.follow(token):
                     break
                 followed += 1
             if self._recent is not None:
                 self._recent.append(token)
-            planned.append(self._plan(rows[place + 1]))
+            planned.append(row := self._plan(rows[place + 1]))
         self._recent = recent
-        if followed and self.constraint is not None:
+        if drafts and self.constraint is not None:
             self.constraint.go_back(followed)
         return planned
 

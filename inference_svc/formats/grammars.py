@@ -123,9 +123,9 @@ class Grammars:
     def matcher(self, namespace: str, constraint: Constraint, stop_token_ids: Collection[int] = ()) -> "GrammarMatcher":
         """A matcher for a new reply; `stop_token_ids` are added to the model's own. Raises as `compile`."""
         compiled: Any = constraint.compiled or self._compiled(namespace, constraint)
-        matcher, stops = compiled.deep_copy(), self._stop_token_ids | set(stop_token_ids)
+        stops = self._stop_token_ids | set(stop_token_ids)
         ends = self._calls.end_ids(constraint.kind) or stops
-        return GrammarMatcher(constraint, matcher, self._vocabulary_size, stops, self._clock, ends)
+        return GrammarMatcher(constraint, compiled, self._vocabulary_size, stops, self._clock, ends)
 
     def _compiled(self, namespace: str, constraint: Constraint) -> LLMatcher:
         with self._keeping:
@@ -182,12 +182,14 @@ class GrammarMatcher:
         clock: Callable[[], float],
         end_token_ids: Collection[int],
     ) -> None:
-        """`end_token_ids`: those of the stop tokens that may end this reply."""
+        """`matcher`: at its beginning, where it stays. `end_token_ids`: stop tokens that may end this reply."""
         self.worked_s = 0.0  # the working time spent on this reply so far
         self._clock = clock
         self._accepted: list[int] = []
+        self._follows = True  # until what was tried became too complex: each time would cost the whole reply again
         self._constraint = constraint
-        self._matcher = matcher
+        self._at_beginning = matcher
+        self._matcher = matcher.deep_copy()
         self._vocabulary_size = vocabulary_size
         self._stop_token_ids = sorted(token for token in stop_token_ids if token < vocabulary_size)
         self._end_token_ids = frozenset(end_token_ids)
@@ -210,22 +212,24 @@ class GrammarMatcher:
         self.worked_s += self._clock() - began_s
 
     def follow(self, token_id: int) -> bool:
-        """Follow the reply by a token that may be taken back; False, and nothing has changed, if it is not allowed."""
+        """Follow the reply by a token that `go_back` takes back; False if it is not allowed, or too complex."""
         began_s = self._clock()
-        is_allowed = token_id not in self._stop_token_ids and self._matcher.validate_tokens([token_id]) == 1
-        if is_allowed and not self._matcher.consume_token(token_id):
-            raise self._gave_up()
+        may_follow = self._follows and token_id not in self._stop_token_ids
+        is_allowed = may_follow and self._matcher.validate_tokens([token_id]) == 1
+        has_followed = is_allowed and self._matcher.consume_token(token_id)
         self.worked_s += self._clock() - began_s
-        return is_allowed
+        return has_followed
 
     def go_back(self, tokens: int) -> None:
         """Take back so many tokens that were followed last, also if the format became too complex behind them."""
-        if not self._matcher.is_error():
+        began_s = self._clock()
+        if self._matcher.is_error():  # which a matcher never leaves
+            self._follows = False
+            self._matcher = self._at_beginning.deep_copy()
+            self._matcher.consume_tokens(self._accepted)
+        else:
             self._matcher.rollback(tokens)
-            return
-        self._matcher.reset()
-        for token_id in self._accepted:
-            self._matcher.consume_token(token_id)
+        self.worked_s += self._clock() - began_s
 
     def _allowed(self) -> NDArray[np.uint32]:
         words = np.frombuffer(self._matcher.compute_bitmask(), dtype="<u4").copy()

@@ -394,3 +394,47 @@ def test_tokens_that_are_taken_back_leave_no_trace(grammars: Grammars, tokenizer
     assert allowed(matcher) == before
     matcher.accept(b)
     assert c in allowed(matcher)
+
+
+def test_a_draft_that_is_too_complex_leaves_no_trace(
+    grammars: Grammars, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A matcher that gave up never comes back: the reply goes on with another, and follows no more drafts."""
+    monkeypatch.setattr(module, "limits", lambda: LLParserLimits(verbose_errors=False))
+    monkeypatch.setattr(module, "begin_replies", lambda matcher, clock: Trial())
+    either = {"anyOf": [{"type": "string"}, json.loads(small_objects(200).text)]}
+    matcher = grammars.matcher("ns", schema({"type": "array", "items": either}))
+    bracket, brace, quote, letter = (tokenizer.encode(each, add_special_tokens=False)[0] for each in '[{"a')
+    matcher.accept(bracket)
+    before = allowed(matcher)
+    assert brace in before
+    assert not matcher.follow(brace)
+    matcher.go_back(0)
+    assert allowed(matcher) == before
+    assert not matcher.follow(quote)
+    matcher.accept(quote)
+    assert letter in allowed(matcher)
+
+
+@pytest.mark.parametrize(
+    "constraint", [regex("(a|bc|[d-f]{2,5}){3,9}"), schema(PLACE), schema({"type": "array"})], ids=str
+)
+def test_a_reply_is_allowed_the_same_tokens_behind_drafts_as_without(
+    grammars: Grammars, constraint: Constraint
+) -> None:
+    tried, plain, rng = (*(grammars.matcher("ns", constraint) for _ in range(2)), random.Random(7))
+    for _ in range(60):
+        tokens = allowed(plain)
+        followed = 0
+        for _ in range(rng.randint(0, 9)):
+            ahead = [token for token in (allowed(tried) if followed else tokens) if token != END]
+            if not ahead or not tried.follow(rng.choice(ahead)):
+                break
+            followed += 1
+        tried.go_back(followed)
+        assert allowed(tried) == tokens
+        if tokens == [END]:
+            break
+        token = rng.choice([token for token in tokens if token != END])
+        for matcher in (tried, plain):
+            matcher.accept(token)

@@ -1,14 +1,18 @@
 """A turn says, tells and remembers with drafts what it does without, whatever is tried: right, wrong or half right."""
 
+import json
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 from kvasir.errors import Cancelled
+from llguidance import LLParserLimits
 
 from inference_svc.engine.api import Hot, Tokens
 from inference_svc.engine.drafting import drafter
+from inference_svc.formats import grammars
 from inference_svc.formats.constraint import Constraint, ConstraintKind
+from inference_svc.formats.grammar_trial_process import Trial
 from tests.inference.engine.driving import Driver, Listener, tokens_of
 from tests.inference.engine.planted_drafts import Told, Tries, every_draft, wrong_at
 
@@ -30,6 +34,7 @@ KINDS: tuple[dict[str, Any], ...] = (
     {"constraint": WORDS, "logprobs": 1},
     {"constraint": TAGS, "temperature": 1.0, "seed": 3},
 )
+BRACKET, BRACE, BRACE_QUOTE = 61, 93, 452  # tokens of kvasir-tiny that begin a list, and an object
 LENGTHS = (5, 250, 300, 511, 20, 100)
 
 
@@ -68,6 +73,28 @@ def reported(listener: Listener) -> list[object]:
         [event.logprobs for event in tokens if event.ids],
         (ended.finish_reason, ended.matched_stop, ended.completion_tokens, ended.text, ended.state),
     ]
+
+
+def test_a_draft_that_a_format_cannot_follow_ends_no_turn(
+    driver: Driver, told: type[Told], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither its own nor its neighbour's: the draft is too complex, and the reply is not."""
+    monkeypatch.setattr(grammars, "limits", lambda: LLParserLimits(verbose_errors=False))
+    monkeypatch.setattr(grammars, "begin_replies", lambda matcher, clock: Trial())
+    objects = [{"type": "object", "properties": {f"k{number}": {"type": "string"}}} for number in range(200)]
+    text = json.dumps({"type": "array", "minItems": 1, "items": {"anyOf": [{"type": "string"}, *objects]}})
+    biases = ((BRACKET, 100.0), (BRACE, -100.0), (BRACE_QUOTE, -100.0))
+    how: dict[str, Any] = {
+        "max_tokens": 12,
+        "constraint": Constraint(ConstraintKind.JSON_SCHEMA, text),
+        "logit_bias": biases,
+    }
+    prompt, beside = tokens_of(30, 1), tokens_of(40, 2)
+    plain = [driver.turn(prompt, most_drafts=0, **how), driver.turn(beside, most_drafts=0, max_tokens=40)]
+    told.replies = {prompt: (BRACE,) * 12, beside: driver.reply(plain[1])}
+    both = [driver.submit(prompt, **how), driver.submit(beside, max_tokens=40)]
+    assert [each.end().text for each in both] == [each.text for each in plain]
+    assert plain[0].text.startswith("[")
 
 
 @pytest.mark.batch_as_alone
