@@ -58,7 +58,7 @@ try-wheel: install ## Build the wheel, install it with all that it needs into an
 	home=$$(mktemp -d) && out/wheel/env/bin/kvasir --home "$$home" doctor --self-test; code=$$?; rm -rf "$$home"; exit $$code
 
 release: install ## Everything of the version that this commit's tag names, into out/release, with SHA-256; uploads nothing. TRY=1 without a tag; AT=URL where it will lie
-	$(BIN)/python -m tools.release $(if $(TRY),--try) $(if $(AT),--at $(AT))
+	$(BIN)/python -m tools.release $(if $(TRY),--try) $(if $(AT),--at '$(AT)')
 
 test-install: install ## Build a release in a clone, and type what the pages say in empty folders and homes: pip, uv, pipx, each client, Homebrew's steps, the image; INSTALL="go image" for some
 	$(BIN)/python -m tests.install $(INSTALL)

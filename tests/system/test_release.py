@@ -1,5 +1,6 @@
 """A release: its version is a tag's, in every package and in the changelog; what is built here is what the tree has."""
 
+import argparse
 import hashlib
 import subprocess
 import sys
@@ -90,6 +91,39 @@ def test_packages_that_need_no_toolchain_have_every_file_of_their_clients(tmp_pa
         inside = set(zipfile.ZipFile(archive).namelist())
         tracked = git(ROOT, "ls-files", client).splitlines()
         assert {f"{below}{name.removeprefix(client)}" for name in tracked} <= inside
+
+
+def broken(_tree: Path, out: Path, _version: str) -> None:
+    (out / "half").touch()
+    raise OSError("no space left")
+
+
+def test_a_build_that_fails_leaves_the_earlier_release(
+    tree: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(release, "ROOT", tree)
+    monkeypatch.setattr(release, "PACKAGES", (packages.Package("broken", broken),))
+    earlier = tmp_path / "earlier"
+    earlier.mkdir()
+    (earlier / "SHA256SUMS").write_text("as it was")
+    with pytest.raises(OSError, match="no space left"):
+        release.release(earlier, "https://example.org", attempt=True)
+    assert [file.read_text() for file in earlier.iterdir()] == ["as it was"]
+
+
+def test_a_folder_that_holds_no_release_is_not_removed(tmp_path: Path) -> None:
+    (tmp_path / "letter").write_text("mine")
+    with pytest.raises(ReleaseError, match="name another folder"):
+        release.release(tmp_path, "https://example.org", attempt=True)
+    assert (tmp_path / "letter").read_text() == "mine"
+
+
+def test_a_place_is_a_url_and_no_ruby() -> None:
+    assert release.url("https://example.org/v1/") == "https://example.org/v1"
+    assert release.url((ROOT / "out/release").as_uri())
+    for text in ("example.org", 'https://x.y/"; system("id"); "', "https://x.y/#{`id`}", ""):
+        with pytest.raises(argparse.ArgumentTypeError, match="expected a URL"):
+            release.url(text)
 
 
 def test_the_formula_and_the_sums_name_the_bytes_that_lie_there(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ release may not be made, with what to do."""
 
 import argparse
 import hashlib
+import re
 import shutil
 import subprocess
 import sys
@@ -18,6 +19,7 @@ from tools.release.packages import PACKAGES
 from tools.release.version import ReleaseError
 
 ROOT = Path(__file__).parents[2]
+SUMS = "SHA256SUMS"
 
 
 def main() -> int:
@@ -25,8 +27,12 @@ def main() -> int:
     parser.add_argument(
         "--try", dest="attempt", action="store_true", help="no tag, and without packages whose tools are absent"
     )
-    parser.add_argument("--out", type=Path, default=ROOT / "out" / "release", help="the folder, which is emptied first")
-    parser.add_argument("--at", default="", help="where the files will lie, for Homebrew; default: the folder itself")
+    parser.add_argument(
+        "--out", type=Path, default=ROOT / "out" / "release", help="a new folder, or an earlier release"
+    )
+    parser.add_argument(
+        "--at", type=url, default="", help="where the files will lie, for Homebrew; default: the folder itself"
+    )
     given = parser.parse_args()
     out = given.out.resolve()
     try:
@@ -34,15 +40,17 @@ def main() -> int:
     except ReleaseError as error:
         print(f"make release: {error}", file=sys.stderr)
         return 2
-    except subprocess.SubprocessError as error:
+    except (subprocess.SubprocessError, OSError) as error:
         print(f"make release: {error}", file=sys.stderr)
         return 1
-    print(f"Kvasir {made}: {len(sums(out).splitlines())} files under {out}, with their SHA-256 in SHA256SUMS")
+    print(f"Kvasir {made}: {len(sums(out).splitlines())} files under {out}, with their SHA-256 in {SUMS}")
     return 0
 
 
 def release(out: Path, at: str, attempt: bool) -> str:
-    """Build into the folder `out`; the version."""
+    """Build all, and let it take the place of the folder `out`, which stays as it is if a build fails; the version."""
+    if out.exists() and not (out / SUMS).exists() and any(out.iterdir()):
+        raise ReleaseError(f"{out} holds something else than a release, and would be removed: name another folder")
     version = versions.stated(ROOT)["pyproject.toml"] if attempt else versions.of_tag(ROOT)
     absent = {each.name: tool for each in PACKAGES if (tool := each.missing())}
     if absent and not attempt:
@@ -51,20 +59,28 @@ def release(out: Path, at: str, attempt: bool) -> str:
             f"a release is whole: install {needed}; `make release TRY=1` leaves out what cannot be built"
         )
     with tempfile.TemporaryDirectory(prefix="kvasir-release-") as folder:
-        tree = Path(folder)
+        tree, made = Path(folder, "tree"), Path(folder, "release")
         copy_tracked(ROOT, tree)
         versions.write(tree, version)
-        shutil.rmtree(out, ignore_errors=True)
-        out.mkdir(parents=True)
+        made.mkdir()
         for each in PACKAGES:
             if each.name in absent:
                 print(f"{each.name}: LEFT OUT, no {absent[each.name]} here", file=sys.stderr)
             else:
                 print(f"{each.name} …", file=sys.stderr, flush=True)
-                each.build(tree, out, version)
-    formula(out, version, at)
-    (out / "SHA256SUMS").write_text(sums(out), encoding="utf-8")
+                each.build(tree, made, version)
+        formula(made, version, at)
+        (made / SUMS).write_text(sums(made), encoding="utf-8")
+        shutil.rmtree(out, ignore_errors=True)
+        shutil.copytree(made, out)
     return version
+
+
+def url(text: str) -> str:
+    """A URL that can stand in a string of Ruby."""
+    if not re.fullmatch(r"[a-z]+://[\w.~:/?&=%@+,-]+", text):
+        raise argparse.ArgumentTypeError(f"expected a URL, such as https://example.org/kvasir, got {text!r}")
+    return text.rstrip("/")
 
 
 def copy_tracked(root: Path, tree: Path) -> None:
@@ -87,7 +103,7 @@ def formula(out: Path, version: str, at: str) -> None:
 
 def sums(out: Path) -> str:
     """Lines for `sha256sum -c SHA256SUMS` in the folder."""
-    files = sorted(path for path in out.rglob("*") if path.is_file() and path.name != "SHA256SUMS")
+    files = sorted(path for path in out.rglob("*") if path.is_file() and path.name != SUMS)
     return "".join(f"{_sha256(file)}  {file.relative_to(out).as_posix()}\n" for file in files)
 
 
