@@ -12,7 +12,7 @@ b up -d --no-http >/dev/null
 
 # A shows a code and waits; B types it. Between two Macs: `--listen studio.local` instead of `--name studio`.
 a pair --name studio --gives move --json >"$dir/pairing" &
-until grep -q '"code"' "$dir/pairing" 2>/dev/null; do sleep 0.1; done
+until grep -q '"code"' "$dir/pairing" 2>/dev/null; do kill -0 $! && sleep 0.1 || exit 1; done
 b pair "$(sed -n 's/.*"line": "\([^"]*\)".*/\1/p' "$dir/pairing")" --name laptop >/dev/null
 wait $!
 

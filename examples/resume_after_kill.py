@@ -35,3 +35,5 @@ for _ in range(120):
         break
     except Unavailable:
         continue  # not started yet, or still loading
+else:
+    raise SystemExit("they did not come back within a minute: `kvasir status` shows why")
