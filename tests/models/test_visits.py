@@ -20,6 +20,7 @@ HEARD = [training.visit(seed, 500, ENCODER.count) for seed in range(150)]
 
 @pytest.fixture(scope="module")
 def exam() -> list[Exchange]:
+    """Four seconds of drawing words."""
     return list(first_exam.exchanges(ENCODER.count))
 
 
@@ -27,11 +28,13 @@ def visitor(seed: int) -> VisitWriter:
     return VisitWriter(seed, 300, ENCODER.count, False, draw_style(Dice(f"visitor {seed}"), 300))
 
 
+@pytest.mark.long(2)
 def test_the_exam_puts_four_hundred_different_exchanges(exam: list[Exchange]) -> None:
     assert len(exam) == sum(first_exam.ASKED.values()) == 400
     assert len({json.dumps([each.messages, each.question]) for each in exam}) > 390
 
 
+@pytest.mark.long(2)
 def test_no_sentence_of_the_exam_occurs_in_training(exam: list[Exchange]) -> None:
     """Greetings have few words: without the checksum of sentences they would be the same."""
     heard = {message["content"] for talk in HEARD for message in talk.messages if message["role"] == "user"}
@@ -100,6 +103,7 @@ def test_braces_and_keys_of_a_schema_are_not_learned() -> None:
     assert all(ENCODER._learned(*structured.written({"city": "Porto"}, False)))
 
 
+@pytest.mark.long(2)
 def test_json_of_a_visit_is_of_its_schema_and_a_call_names_a_tool_of_it(exam: list[Exchange]) -> None:
     for each in exam:
         if each.schema:
