@@ -77,6 +77,8 @@ def test_every_example_is_short_and_is_listed_and_has_its_words_here() -> None:
     page = (EXAMPLES / "README.md").read_text()
     assert programs.keys() == PRINTED.keys() | ALONE.keys()
     assert [name for name in programs if f"[`{name}`]({name})" not in page] == []
+    site = (ROOT / "docs/pages/examples.md").read_text()
+    assert [name for name in programs if f"!include examples/{name}\n" not in site] == []
     assert [name for name, path in programs.items() if len(path.read_text().splitlines()) > MAX_LINES] == []
 
 
