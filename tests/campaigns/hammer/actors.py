@@ -31,6 +31,7 @@ class _Heard:
     version: int = 0
     state: int = 0
     reason: int = 0
+    right_drafts: int = 0
 
 
 class Actor:
@@ -304,6 +305,8 @@ class Actor:
             counts["sampled"] += 1
         if heard.state == pb.SNAPSHOT_STATE_PENDING:
             counts["pending"] += 1
+        if heard.right_drafts:
+            counts["right drafts"] += 1
 
 
 def _note(event: pb.GenerateResponse, record: TurnRecord, heard: _Heard) -> None:
@@ -322,6 +325,7 @@ def _note(event: pb.GenerateResponse, record: TurnRecord, heard: _Heard) -> None
         case "finished":
             heard.version, heard.state = event.finished.snapshot.version, event.finished.snapshot.state
             heard.reason = event.finished.reason
+            heard.right_drafts = event.finished.usage.accepted_draft_tokens
         case _:
             pass
 

@@ -30,7 +30,9 @@ class AloneEngine:
     """Does turns alone and remembers what every agent remembers, now and before its last turn."""
 
     def __init__(self, model: str, cache_dir: Path) -> None:
-        self._engine = Engine.open(model or kvasir_tiny.path(), cache_dir=cache_dir, memory_budget_bytes=_MEMORY_BYTES)
+        self._engine = Engine.open(
+            model or kvasir_tiny.path(), cache_dir=cache_dir, memory_budget_bytes=_MEMORY_BYTES, most_drafts=0
+        )
         self._prompting = Prompting(self._engine.tokenizer, self._engine.token_text)
         self._transcripts: dict[str, RememberedText] = {}
 

@@ -12,7 +12,17 @@ from tests.campaigns.hammer.rounds import run_round
 
 SEEN = (
     *("HOT", "WARM", "COLD", "REPLAY", "MATCH_EXACT", "MATCH_EXTEND", "MATCH_DIVERGE"),
-    *("cut started", "cut prefill", "cut tokens", "forked", "rolled back", "sampled", "engine kill", "engine stop"),
+    *(
+        "cut started",
+        "cut prefill",
+        "cut tokens",
+        "forked",
+        "rolled back",
+        "sampled",
+        "right drafts",
+        "engine kill",
+        "engine stop",
+    ),
 )
 
 
