@@ -77,6 +77,9 @@ def counted(namespace: str = "first", **sources: int) -> pb.NamespaceStats:
     return pb.NamespaceStats(namespace=namespace, sources=sources, misses={"new_agent": sources.get("cold", 0)})
 
 
+SEES_ALL = pb.GetStatsResponse(engine=pb.EngineStats())
+
+
 def test_the_hour_counts_what_was_added_since_the_look_before() -> None:
     clock = Clock()
     history = History(clock)
@@ -100,8 +103,10 @@ def test_an_engine_that_started_anew_counts_from_nothing() -> None:
 
 
 def test_a_namespace_that_a_look_at_all_did_not_see_had_done_nothing() -> None:
+    """A user's first turn, and then the page, come before the next look at all."""
     history = History(Clock())
-    history.note(counted(cold=4), was_nothing=True)
+    history.note_all(SEES_ALL)
+    history.note(counted(cold=4))
     assert history.last_hour("first")[-1].sources == {"cold": 4}
 
 
@@ -113,8 +118,9 @@ def test_the_ring_keeps_an_hour_and_256_namespaces() -> None:
         clock.now_s += 60
     hour = history.last_hour("first")
     assert sum(minute.sources["cold"] for minute in hour) == MINUTES - 1
+    history.note_all(SEES_ALL)
     for number in range(300):
-        history.note(counted(f"n{number}", cold=1), was_nothing=True)
+        history.note(counted(f"n{number}", cold=1))
     assert len(history._watched) == 256
     assert not any(minute.sources for minute in history.last_hour("first"))
 

@@ -92,6 +92,8 @@ class History:
     def __init__(self, now: Callable[[], float]) -> None:
         """`now`: Unix seconds."""
         self._now = now
+        # Later a namespace that is new had done nothing before, whoever looks at it first.
+        self._has_seen_all = False
         self._watched: OrderedDict[str, _Watched] = OrderedDict()
         self._parted: OrderedDict[str, deque[Parted]] = OrderedDict()
         self._timed: OrderedDict[str, deque[_Timed]] = OrderedDict()
@@ -99,24 +101,25 @@ class History:
 
     async def follow(self, engine: EngineLink) -> None:
         """Look for ever at every namespace that the gateway's own credential may see."""
-        has_seen_all = False
         while True:
             try:
                 async with asyncio.timeout(ANSWER_S):
-                    stats = await engine.of(None).client.get_stats()
-                for each in stats.namespaces:
-                    self.note(each, was_nothing=has_seen_all)
-                has_seen_all = stats.HasField("engine")
+                    self.note_all(await engine.of(None).client.get_stats())
             except (KvasirError, TimeoutError):
                 pass  # an engine that is away has no turns
             await asyncio.sleep(_SAMPLED_EVERY_S)
 
-    def note(self, stats: pb.NamespaceStats, *, was_nothing: bool = False) -> None:
-        """Count what a namespace did since the last look. `was_nothing`: an earlier look saw every namespace, so that
-        one without counters had done nothing."""
+    def note_all(self, stats: pb.GetStatsResponse) -> None:
+        """Count what each namespace of this look did since the last one."""
+        for each in stats.namespaces:
+            self.note(each)
+        self._has_seen_all = stats.HasField("engine")
+
+    def note(self, stats: pb.NamespaceStats) -> None:
+        """Count what a namespace did since the last look."""
         sources, misses = dict(stats.sources), dict(stats.misses)
         if (watched := self._watched.get(stats.namespace)) is None:
-            watched = _Watched({}, {}) if was_nothing else _Watched(sources, misses)
+            watched = _Watched({}, {}) if self._has_seen_all else _Watched(sources, misses)
             self._watched[stats.namespace] = watched
         self._watched.move_to_end(stats.namespace)
         while len(self._watched) > _MOST_NAMESPACES:
