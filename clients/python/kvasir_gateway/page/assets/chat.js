@@ -82,6 +82,7 @@ async function settle(turn, ended) {
 // What the form was filled for is done: what is said next follows it.
 function goOn(id, head) {
   form.elements.head.value = head ?? "";
+  delete form.dataset.again; // the same words are another turn now
   for (const name of ["keep", "version"]) form.elements[name]?.remove();
   form.elements.id.value = id;
   for (const each of document.querySelectorAll(".conversation .hint, [data-talk] details")) each.remove();
