@@ -1,7 +1,8 @@
-"""How long a body of 8 MiB keeps the gateway's event loop: `python -m tests.campaigns.fairness.loop_time` (Linux).
+"""How long a large body keeps the gateway's event loop: `python -m tests.campaigns.fairness.loop_time` (Linux).
 
-CPU time of the thread on which the loop runs, of each path and kind of body, as answered by real services, without
-what it spends in as much time while nobody asks; beside it, that of all other threads of the gateway.
+CPU time of the thread on which the loop runs, of each path and kind of body (8 MiB; 1 MiB of the page), as answered by
+real services, without what it spends in as much time while nobody asks; beside it, that of all other threads of the
+gateway.
 """
 
 import argparse
@@ -14,10 +15,13 @@ import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlencode
 
 import httpx2 as httpx
+from kvasir_gateway.page.talking import SAY_BYTES
 
 from tests.gateway.conftest import running_front
+from tests.gateway.page.html_page import parsed
 
 MOST_MS = 20.0
 _BODY_BYTES = (8 << 20) - 2_000
@@ -56,6 +60,16 @@ def bodies() -> Iterator[tuple[str, str, Mapping[str, Any]]]:
         yield path, "token ids", {"input": [[77] * 10] * 9_999}
 
 
+def sent(client: httpx.Client) -> Iterator[tuple[str, str, bytes]]:
+    """A path, what is large in its body, and the bytes of the body; last the page's largest form, of escapes alone."""
+    for path, what, asked in bodies():
+        limit = {"sampling": {"max_tokens": 1}} if path.startswith("/v1/agents") else {"max_tokens": 1}
+        yield path, what, json.dumps({"model": "m", **limit, **asked}).encode()[: 8 << 20]
+    page = parsed(client.get("/page/chat").text)
+    form = {**page.fields(page.form("say")), "text": "é" * (SAY_BYTES // 6 - 200)}
+    yield "/page/say", "a form of escapes", urlencode(form).encode()
+
+
 def _tool(size: int = 10_000) -> Mapping[str, Any]:
     """A tool in the words of each API."""
     schema = {"type": "object", "properties": {"a": {"enum": [["a" * 25] * 7] * size}}}
@@ -92,13 +106,12 @@ def main() -> int:
     arguments = parser.parse_args()
     slow = 0
     with tempfile.TemporaryDirectory(prefix="loop") as directory, running_front(Path(directory)) as front:
-        with httpx.Client(base_url=front.gateway.url, headers=front.bearer(), timeout=600) as client:
+        form = {"content-type": "application/x-www-form-urlencoded", "origin": front.gateway.url}
+        with httpx.Client(base_url=front.gateway.url, headers={**front.bearer(), **form}, timeout=600) as client:
             idle = idle_share(front.gateway.pid)
-            for path, what, asked in bodies():
+            for path, what, data in sent(client):
                 if arguments.only not in f"{path} {what}":
                     continue
-                limit = {"sampling": {"max_tokens": 1}} if path.startswith("/v1/agents") else {"max_tokens": 1}
-                data = json.dumps({"model": "m", **limit, **asked}).encode()[: 8 << 20]
                 on_loop_ms, beside_ms, status = [], [], 0
                 for _ in range(arguments.times):
                     before, began = _cpu_s(front.gateway.pid), time.monotonic()
