@@ -45,6 +45,19 @@ def test_a_code_signs_a_browser_in_and_is_used_up(
     assert url.rpartition("=")[2] not in front.gateway.log
 
 
+def test_a_link_to_one_of_several_namespaces_names_it_and_is_sent_by_a_person(
+    front: Front, caller: Caller, capsys: pytest.CaptureFixture[str]
+) -> None:
+    open_page(caller)
+    url = json.loads(capsys.readouterr().out)["url"]
+    browser = Browser(front.gateway.url)
+    page = browser.get(url)
+    assert "the namespace first" in page.text
+    assert "data-open" not in page.form("login").attributes, "a script would send it"
+    browser.send(page, "login")
+    assert "the namespace" not in Browser(front.gateway.url).get(url).text, "a used code tells nothing"
+
+
 def test_a_browser_is_given_a_file_that_nobody_else_reads(caller: Caller, monkeypatch: pytest.MonkeyPatch) -> None:
     opened: list[str] = []
     monkeypatch.setattr(webbrowser, "open", lambda url: opened.append(url) or True)

@@ -1,18 +1,21 @@
 """The page's parts without services: the drawn tree, the ring of an hour, bars, and who is let in."""
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator, Callable, Mapping
 from datetime import UTC, datetime, timedelta, timezone
 
 import pytest
 from kvasir.cachestore.v1 import cachestore_pb2
-from kvasir.credentials import CLIENT, Credential, Credentials, Principal, hash_token
+from kvasir.credentials import CLIENT, PEER, Credential, Credentials, Principal, hash_token
 from kvasir.errors import PermissionDenied, Unauthenticated
 from kvasir.inference.v1 import inference_pb2 as pb
 from kvasir_gateway.door.security import Gate
+from kvasir_gateway.page import look as looks
 from kvasir_gateway.page.chart import HEIGHT, chart
 from kvasir_gateway.page.history import MINUTES, History, Speed
 from kvasir_gateway.page.listing import day_of
+from kvasir_gateway.page.look import FORM_BYTES
 from kvasir_gateway.page.managing import _progress
 from kvasir_gateway.page.rendering import age, size
 from kvasir_gateway.page.sessions import COOKIE, LIFETIME_S, Codes, Opened, Sessions, Visitor, check_own_form
@@ -255,7 +258,8 @@ def test_a_code_opens_once_within_two_minutes_and_the_oldest_make_room() -> None
     clock, numbers = Clock(), iter(range(10_000))
     codes = Codes(clock, lambda: f"code {next(numbers)}")
     code = codes.new(KEY)
-    assert codes.take(code) == KEY
+    assert codes.key(code) == codes.key(code) == codes.take(code) == KEY
+    assert codes.key(code) == ""
     for used in (code, "", "guessed"):
         with pytest.raises(Unauthenticated, match="kvasir open"):
             codes.take(used)
@@ -266,8 +270,37 @@ def test_a_code_opens_once_within_two_minutes_and_the_oldest_make_room() -> None
         codes.take(late)
     late = codes.new(KEY)
     clock.now_s += 120
+    assert codes.key(late) == ""
     with pytest.raises(Unauthenticated):
         codes.take(late)
+
+
+@pytest.mark.parametrize(("length", "is_beside"), [(100, False), (FORM_BYTES + 100, True)])
+def test_a_large_form_is_read_beside_the_loop(length: int, is_beside: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    threads = list[int]()
+    read = looks.parse_qs
+    monkeypatch.setattr(looks, "parse_qs", lambda *of, **how: threads.append(threading.get_ident()) or read(*of, **how))
+
+    class Sent:
+        async def stream(self) -> AsyncIterator[bytes]:
+            yield b"text=%20" + b"a" * length
+
+    assert asyncio.run(looks.form_of(Sent(), 1 << 20)) == {"text": " " + "a" * length}  # type: ignore[arg-type]
+    assert (threads != [threading.get_ident()]) == is_beside
+
+
+def test_a_code_is_sent_by_itself_where_all_keys_open_the_same_agents() -> None:
+    def confirmed(*others: Principal) -> str:
+        principals = dict.fromkeys([Principal("ada", "first", frozenset({CLIENT})), *others])
+        keys = {principal: f"{KEY}{number}" for number, principal in enumerate(principals)}
+        known = sessions(Gate(Credentials(()).with_tokens(keys)), Clock())
+        assert known.to_confirm("") == known.to_confirm(OTHER_KEY) == ""
+        return known.to_confirm(f"{KEY}0")
+
+    assert confirmed() == ""
+    assert confirmed(Principal("bo", "first", frozenset({CLIENT}))) == ""
+    assert confirmed(Principal("peer", "second", frozenset({PEER}))) == "", "no peer opens the page"
+    assert confirmed(Principal("bo", "second", frozenset({CLIENT}))) == "first"
 
 
 def test_a_namespace_keeps_the_last_turns_of_256_agents_and_8_of_each() -> None:

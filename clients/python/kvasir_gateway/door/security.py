@@ -63,6 +63,12 @@ class Gate:
         """Whether callers must show a key."""
         return self._credentials is not None
 
+    @property
+    def namespaces(self) -> frozenset[str]:
+        """Whose agents the keys open; empty where there are no keys."""
+        holders = self._credentials.principals if self._credentials is not None else ()
+        return frozenset(each.namespace for each in holders if each.roles & {CLIENT, ADMIN})
+
     def check_local(self, headers: Mapping[str, str]) -> None:
         """Raises PermissionDenied for a caller who reached this server by another name than a loopback address."""
         host = _host_of(headers.get("host", ""))

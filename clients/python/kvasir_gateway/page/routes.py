@@ -110,13 +110,15 @@ class GatewayPage:
         return JSONResponse({"code": self._codes.new(key) if key is not None else ""}, headers=HEADERS)
 
     async def _open(self, request: Request) -> Answer:
-        """The form that sends a code. To look at it uses nothing up."""
+        """The form that sends a code; by itself, unless the link may be of somebody else. To look at it uses nothing
+        up."""
         code = request.query_params.get("code", "")
-        return self._sign_in(200, code=code)
+        return self._sign_in(200, code=code, confirmed=self._sessions.to_confirm(self._codes.key(code)))
 
-    def _sign_in(self, status: int, *, problem: str = "", code: str = "") -> Response:
-        token = self._sessions.lobby_token
-        return page("login.html", status, problem=problem, code=code, form_token=token, at="/page/", visitor=None)
+    def _sign_in(self, status: int, *, problem: str = "", code: str = "", confirmed: str = "") -> Response:
+        """`confirmed`: the namespace that a person confirms."""
+        shown = {"problem": problem, "code": code, "confirmed": confirmed, "form_token": self._sessions.lobby_token}
+        return page("login.html", status, **shown, at="/page/", visitor=None)
 
     async def _logout(self, look: Look) -> Response:
         self._sessions.end(look.request.cookies.get(COOKIE, ""))

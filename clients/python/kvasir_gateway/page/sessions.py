@@ -71,6 +71,16 @@ class Sessions:
             self._gate.check_local(headers)
         return self._gate.holder(headers).token
 
+    def to_confirm(self, key: str) -> str:
+        """The namespace that whoever is led to a key of it must know, where keys are of several: what they say would be
+        kept before the eyes of others. Else an empty text, and so for a key that opens nothing."""
+        if not key or len(self._gate.namespaces) < 2:
+            return ""
+        try:
+            return self._gate.holder({"x-api-key": key}).principal.namespace
+        except (Unauthenticated, PermissionDenied):
+            return ""
+
     def end(self, cookie: str) -> None:
         self._opened.pop(cookie, None)
 
@@ -114,10 +124,16 @@ class Codes:
         self._made[code] = key, self._now() + WORK_S
         return code
 
+    def key(self, code: str) -> str:
+        """The code's key, while the code counts; else an empty text."""
+        key, until_s = self._made.get(code, ("", 0.0))
+        return key if self._now() < until_s else ""
+
     def take(self, code: str) -> str:
         """The code's key; the code is used up. Raises Unauthenticated."""
-        key, until_s = self._made.pop(code, ("", 0.0))
-        if self._now() >= until_s:
+        key = self.key(code)
+        self._made.pop(code, None)
+        if not key:
             raise Unauthenticated(f"the code was used, or is older than {WORK_S:.0f} s: run `kvasir open` again")
         return key
 
