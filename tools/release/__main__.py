@@ -30,9 +30,7 @@ def main() -> int:
     parser.add_argument(
         "--out", type=Path, default=ROOT / "out" / "release", help="a new folder, or an earlier release"
     )
-    parser.add_argument(
-        "--at", type=url, default="", help="where the files will lie, for Homebrew; default: the folder itself"
-    )
+    parser.add_argument("--at", type=url, help="where the files will lie, for Homebrew; default: the folder itself")
     given = parser.parse_args()
     out = given.out.resolve()
     try:
