@@ -26,7 +26,6 @@ from inference_svc.model.model_runner import ModelRunner
 
 logger = logging.getLogger(__name__)
 _RELEASE_STEPS = 256
-_DRAFTED_ROWS = 64  # of a step at most, with drafts: so many share one read of the weights
 
 
 class EngineWorker:
@@ -55,9 +54,7 @@ class EngineWorker:
         self._scheduler: Scheduler[Sequence] = Scheduler(self.room, rules, self._turns)
         self._masks: MaskBudget[Sequence] = MaskBudget()
         batch = runner.new_batch(self._pool, decoded_budget_bytes // runner.compute_item_bytes)
-        drafter = Drafter(
-            _DRAFTED_ROWS if batch.takes_drafts else 0, rules.most_drafts, lambda: self._scheduler.is_alone
-        )
+        drafter = Drafter(batch.most_drafted_rows, rules.most_drafts, lambda: self._scheduler.is_alone)
         self._decoder = Decoder(batch, drafter, clock, looks_ahead=not model.has_states)
         self._prefiller = Prefiller(runner, self._guarding)
         self.leaving = LeavingFiles(model, self._pool, self.memories, self._turns, batch)

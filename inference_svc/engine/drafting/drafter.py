@@ -1,6 +1,6 @@
 """The drafts of decoding turns: each turn's past says what may come, its trust and the step's costs how much of it."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from weakref import WeakKeyDictionary
 
 from inference_svc.engine.api import MOST_DRAFTS
@@ -30,9 +30,9 @@ class _TurnDrafts:
 class Drafter:
     """Nothing of a turn outlives it, and no turn sees another's text."""
 
-    def __init__(self, most_rows: int, most_drafts: int, is_alone: Callable[[], bool]) -> None:
-        """`most_rows`: of a step, drafts and all; 0: there are no drafts. `most_drafts`: of a turn that says nothing of
-        them. `is_alone`: whether only one namespace has turns, whose drafts take nobody's time.
+    def __init__(self, most_rows: Callable[[int], int], most_drafts: int, is_alone: Callable[[], bool]) -> None:
+        """`most_rows`: of a step, drafts and all, by the tokens of its longest turn. `most_drafts`: of a turn that says
+        nothing of them. `is_alone`: whether only one namespace has turns, whose drafts take nobody's time.
         """
         self._most_rows = most_rows
         self._most_drafts = most_drafts
@@ -40,21 +40,19 @@ class Drafter:
         self._turns: WeakKeyDictionary[Sequence, _TurnDrafts] = WeakKeyDictionary()
         self._costs = DraftCosts()
 
-    def may_draft(self, sequences: Iterable[Sequence]) -> bool:
+    def may_draft(self, sequences: Collection[Sequence]) -> bool:
         """Whether one of these turns has something to try once its last token is known."""
-        if not self._most_rows or not self._is_alone():
-            return False
-        return any(self._can(each) and self._of(each).tokens for each in sequences)
+        return self._rows_for(sequences) > 0 and any(self._can(each) and self._of(each).tokens for each in sequences)
 
-    def drafts(self, decoding: Iterable[Sequence]) -> Drafts:
+    def drafts(self, decoding: Collection[Sequence]) -> Drafts:
         """What to try of the turns that decode now, whose tokens are all known."""
-        if not self._most_rows or not self._is_alone():
-            return {}
         rows = list(decoding)
+        if not (most_rows := self._rows_for(rows)):
+            return {}
         found = {each: self._of(each) for each in rows if self._can(each)}
         most = {each: min(len(turn.tokens), self._most(each)) for each, turn in found.items()}
         chances = {each: turn.trust.chance(turn.equal) for each, turn in found.items() if most[each] > 0}
-        lengths = self._costs.lengths(len(rows), chances, most, self._most_rows)
+        lengths = self._costs.lengths(len(rows), chances, most, most_rows)
         for each in chances.keys() - lengths.keys():
             found[each].trust.forgive(found[each].equal)
         return {each: found[each].tokens[:count] for each, count in lengths.items()}
@@ -66,6 +64,13 @@ class Drafter:
 
     def took(self, rows: int, seconds: float, *, is_drafted: bool) -> None:
         self._costs.learn(rows, seconds, is_drafted=is_drafted)
+
+    def _rows_for(self, sequences: Collection[Sequence]) -> int:
+        """Rows of a step of these turns and their drafts at most; 0 if there is no room for drafts."""
+        if not sequences or not self._is_alone():
+            return 0
+        most = self._most_rows(max(len(each.token_ids) for each in sequences))
+        return most if most > len(sequences) else 0
 
     def _can(self, sequence: Sequence) -> bool:
         sampler = sequence.sampler

@@ -13,6 +13,8 @@ from inference_svc.kv.pages.pool import KvPool
 from inference_svc.kv.sequence_kv import SequenceKV
 
 Forward = Callable[[mx.array, list[Any]], mx.array]
+_DRAFTED_ROWS = 64  # of a pass at most, with drafts: so many share one read of the weights
+_DRAFTED_VALUES = 1 << 25  # of decoded K and V that rows of such a pass read in a layer: rows do not share that read
 _LEAST_DRAFTED_ROWS = 4  # of a pass with drafts, or this doubled: few numbers, because each has a graph of its own
 
 
@@ -97,6 +99,13 @@ class DecodeBatch:
     def takes_drafts(self) -> bool:
         """Whether rows behind a sequence's length are nothing: no state has seen them, no window lost others."""
         return not self._states and not any(group.window for group in self._pool.groups)
+
+    def most_drafted_rows(self, longest: int) -> int:
+        """Rows of a pass with drafts at most, if the longest sequence has so many tokens; 0: there are none."""
+        if not self.takes_drafts:
+            return 0
+        values = max((layer.read_values(longest) for layer in self._decoded.values()), default=1)
+        return min(_DRAFTED_ROWS, _DRAFTED_VALUES // values)
 
     def keep(self, kv: SequenceKV, drafts: int, right: int) -> None:
         """So many drafts of a step were computed; the first `right` of them are the sequence's. The step is over."""

@@ -62,10 +62,12 @@ class DecodedLayer:
 
     def decoded_values(self, slots: int, longest: int) -> int:
         """Values that the decoded copy would have room for in a step of so many sequences."""
-        page_format = self._pool.formats[self._layer]
-        heads, dims = page_format.key.kv_heads, page_format.key.dim + page_format.value.dim
         reserved_slots, capacity = self._decoded.reserved(slots, self._width_of(longest))
-        return reserved_slots * capacity * heads * dims
+        return reserved_slots * capacity * self._token_values
+
+    def read_values(self, longest: int) -> int:
+        """Values that each row of a step reads, if the longest sequence has so many tokens."""
+        return self._width_of(longest) * self._token_values
 
     def has_spare(self, slots: int, longest: int) -> bool:
         """Whether the decoded copy is much larger than so many sequences need."""
@@ -126,6 +128,11 @@ class DecodedLayer:
     def _drafted_slots(self) -> mx.array | None:
         """The slot of each row, where one has several."""
         return self._now.slots if self._now.has_drafts else None
+
+    @property
+    def _token_values(self) -> int:
+        page_format = self._pool.formats[self._layer]
+        return page_format.key.kv_heads * (page_format.key.dim + page_format.value.dim)
 
     @property
     def _width(self) -> int:

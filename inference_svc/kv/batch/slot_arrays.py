@@ -64,7 +64,11 @@ class SlotArrays:
     def read(self, slots: int, rows: int, chosen: mx.array | None = None) -> EncodedRows:
         """The first rows of the first slots, or of those `chosen` among them."""
         read = tuple(array[:slots, :, :rows] for array in self.arrays)
-        return read if chosen is None else tuple(array[chosen] for array in read)
+        if chosen is None:
+            return read
+        if slots == 1:  # each row reads the same one, which need not be copied
+            return tuple(mx.broadcast_to(array, (chosen.size, *array.shape[1:])) for array in read)
+        return tuple(array[chosen] for array in read)
 
     def move(self, source: int, target: int, rows: int) -> None:
         if source != target and rows:

@@ -6,12 +6,17 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+import mlx.core as mx
 import numpy as np
 import pytest
 
+from inference_svc.kv.attention.kernels import Dialect
+from inference_svc.kv.batch.decode_batch import DecodeBatch
 from inference_svc.kv.model_hooks import row_exact
+from inference_svc.kv.pages.pool import KvPool
 from inference_svc.kv.sequence_kv import SequenceKV
 from tests.inference.kv.greedy import IS_MKL, Greedy, alone, prefilled, tokens_of
+from tests.inference.kv.sequences import DIM, HEADS, fed, full, identity_of, pool_of
 
 LENGTHS = (20, 230, 500, 900)  # within the first block of a long sum, and beyond it
 STEPS = 2
@@ -73,3 +78,34 @@ def test_attention_has_whole_blocks_where_a_narrower_width_would_change_bits(mon
     monkeypatch.setattr(row_exact, "_attention_step", lambda: 384)
     monkeypatch.setattr(row_exact, "_is_fine_within", lambda _step: False)
     assert [row_exact.attention_width(rows) for rows in (1, 383, 384, 385)] == [384, 384, 384, 768]
+
+
+def attended_rows(tokens: mx.array, caches: list[Any]) -> mx.array:
+    [cache] = caches
+    rows = mx.broadcast_to(tokens[:, None, None].astype(mx.float32), (tokens.shape[0], HEADS, 1, DIM))
+    found: mx.array = mx.fast.scaled_dot_product_attention(
+        rows, *cache.update_and_fetch(rows, rows), scale=1.0, mask=cache.make_mask(1)
+    )
+    return found.reshape(found.shape[0], 1, -1)
+
+
+@pytest.mark.cpu_only("a GPU attends over pages")
+def test_drafts_of_one_turn_read_its_rows_where_they_lie() -> None:
+    """17 rows of a long text took 17 copies of it in each layer."""
+    length, drafts = 4096, 16
+    kv = fed(SequenceKV(pool_of([full()])), [length])
+    batch = DecodeBatch(kv.pool, attended_rows, 1 << 30)
+    batch.join(kv)
+    mx.eval(batch.step([1]))
+    mx.reset_peak_memory()
+    before = mx.get_active_memory()
+    mx.eval(batch.step(range(1 + drafts), [1 + drafts]))
+    assert mx.get_peak_memory() - before < 4 * length * HEADS * 2 * DIM * mx.float32.size
+
+
+@pytest.mark.parametrize(("dialect", "rows"), [(None, [64, 16, 4, 0]), (Dialect.CUDA, [64] * 4)], ids=["cpu", "pages"])
+def test_drafts_are_as_many_as_may_read_their_text_each(dialect: Dialect | None, rows: list[int]) -> None:
+    """16 of them ended a CPU's process behind 32K tokens: MLX counts the numbers of a product in 32 bits."""
+    pool = KvPool(identity_of([full(8, 128)]), 1 << 20, dialect=dialect)
+    batch = DecodeBatch(pool, attended_rows, 0)
+    assert [batch.most_drafted_rows(length - 1) for length in (256, 1024, 4096, 32768)] == rows

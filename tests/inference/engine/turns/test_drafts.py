@@ -13,6 +13,7 @@ from inference_svc.engine.drafting import drafter
 from inference_svc.formats import grammars
 from inference_svc.formats.constraint import Constraint, ConstraintKind
 from inference_svc.formats.grammar_trial_process import Trial
+from inference_svc.kv.batch import decode_batch
 from tests.inference.engine.driving import Driver, Listener, tokens_of
 from tests.inference.engine.planted_drafts import Told, Tries, every_draft, wrong_at
 
@@ -169,3 +170,16 @@ def test_no_draft_is_tried_beside_another_namespace(driver: Driver, told: type[T
     beside.handle.result(60).cancel()
     with pytest.raises(Cancelled):
         beside.end()
+
+
+@pytest.mark.cpu_only("a GPU attends over pages, of which rows share the reads")
+def test_no_draft_is_tried_behind_a_long_text(
+    driver: Driver, told: type[Told], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each of its rows would read all of it."""
+    monkeypatch.setattr(decode_batch, "_DRAFTED_VALUES", 2 * 512 * 256)
+    prompts = {length: tokens_of(length, length) for length in (100, 600)}
+    told.replies = {prompt: driver.reply(driver.turn(prompt, most_drafts=0)) for prompt in prompts.values()}
+    drafted = {length: driver.turn(prompt).drafted_tokens for length, prompt in prompts.items()}
+    assert drafted[100]
+    assert not drafted[600]
