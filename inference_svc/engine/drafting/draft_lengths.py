@@ -61,7 +61,7 @@ class DraftCosts:
         known = self._drafted if self._drafted.is_known else self._plain
         settled = _USUAL_SETTLED if known is self._plain else 1.0
         if not known.is_known:
-            return dict(most)
+            return _first_lengths(most, most_rows - rows)
         seconds, tokens, total = settled * known.of(rows), float(rows), rows
         lengths: dict[RowT, int] = {}
         likely = [(-chance, place, row) for place, (row, chance) in enumerate(chances.items()) if most[row]]
@@ -82,7 +82,17 @@ class DraftCosts:
             return {}
         self._refused = 0
         likeliest = max(chances, key=chances.__getitem__)
-        return {likeliest: min(most[likeliest], _FEW_DRAFTS)}
+        return {likeliest: min(most[likeliest], _FEW_DRAFTS, most_rows - rows)}
+
+
+def _first_lengths(most: Mapping[RowT, int], room: int) -> dict[RowT, int]:
+    """Drafts in the order of rows, as many as there is room for."""
+    lengths: dict[RowT, int] = {}
+    for row, count in most.items():
+        if taken := min(count, room):
+            lengths[row] = taken
+            room -= taken
+    return lengths
 
 
 class Trust:

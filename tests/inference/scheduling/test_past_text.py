@@ -69,6 +69,14 @@ def test_the_likelier_row_gets_more_and_no_step_too_many() -> None:
     assert sum(lengths.values()) <= 8
 
 
+def test_no_step_has_too_many_before_its_costs_are_known_and_where_drafts_are_tried_again() -> None:
+    chances, most = {"a": 0.8, "b": 0.5}, {"c": 0, "a": 16, "b": 16}
+    assert DraftCosts().lengths(3, chances, most, 20) == {"a": 16, "b": 1}
+    dear = learned(row_s=3.0)
+    tried = [dear.lengths(2, chances, most, 4) for _ in range(40)]
+    assert [each for each in tried if each] == [{"a": 2}]
+
+
 def test_drafts_that_make_a_device_wait_are_not_tried() -> None:
     """A plain step that is read behind the next takes half the time here: two tokens of three are no gain."""
     assert learned(row_s=0.01, plain_s=0.5).lengths(1, {"a": 0.5}, {"a": 4}, 64) == {}
