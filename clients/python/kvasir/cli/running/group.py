@@ -18,7 +18,7 @@ from kvasir.cli.rows import fields_of, scrub_text, size, stats_row
 from kvasir.cli.running.health import ENGINE_SERVICE, STORE_SERVICE, Health, health, http_health, problems_at
 from kvasir.cli.running.holding import end_group, holders, is_led
 from kvasir.cli.running.home import Endpoint, Home, Running
-from kvasir.cli.running.logs import GrowingLog, is_important, last_lines
+from kvasir.cli.running.logs import GrowingLog, is_problem, last_lines
 from kvasir.cli.running.starting import ENGINE_KILLED
 from kvasir.cli.showing.tables import table
 from kvasir.cli.showing.terminal import visible
@@ -171,14 +171,14 @@ def logs(
     growing = {name: GrowingLog(path) for name, path in files.items()}
     for name, path in files.items():
         found = last_lines(path, sys.maxsize if problems else lines)
-        found = [line for line in found if is_important(line)] if problems else found
+        found = [line for line in found if is_problem(name, line)] if problems else found
         for line in found[-lines:] if lines else ():
             _show_line(caller, name, line, is_named=not service)
     while follow:
         time.sleep(PAUSE_S)
         for name, log in growing.items():
             for line in log.new_lines():
-                if not problems or is_important(line):
+                if not problems or is_problem(name, line):
                     _show_line(caller, name, line, is_named=not service)
 
 

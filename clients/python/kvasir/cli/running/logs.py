@@ -14,6 +14,7 @@ _IMPORTANT = re.compile(
     r"\[(?:warning|error|critical)\s*\]|\"level\": \"(?:warning|error|critical)\"|^Traceback "
     r"|^[\d-]+ [\d:,]+ (?:WARNING|ERROR|CRITICAL) "
 )
+_PROBLEM_OF_UP = re.compile(r"^\w+ (?:ended with|did not stop|\(pid \d+\) has not answered) |^kvasir: |^Traceback ")
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 
 
@@ -55,6 +56,11 @@ def last_lines(path: Path, count: int = _LAST_LINES, since: int = 0) -> list[str
 def is_important(line: str) -> bool:
     """Whether a person should see it: a warning or an error."""
     return _IMPORTANT.search(line) is not None
+
+
+def is_problem(service: str, line: str) -> bool:
+    """Whether a line of this service's log is a problem. In the log of `up` warnings of services are copies."""
+    return (_PROBLEM_OF_UP if service == "up" else _IMPORTANT).search(line) is not None
 
 
 class GrowingLog:
