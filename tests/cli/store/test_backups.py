@@ -12,15 +12,20 @@ from blake3 import blake3
 from kvasir.cli.backups import commands
 from kvasir.cli.backups.folder import BackupFolder
 from kvasir.clients import StoreClient
+from kvasir.credentials import write_private_text
 
 from cachestore_svc.__main__ import open_store
 from cachestore_svc.config import read_settings
+from cachestore_svc.pairing.identity import new_identity
+from cachestore_svc.pairing.peers_file import read_peers
 from tests.cachestore.core.lab import Lab
 from tests.cachestore.core.lab import publish as publish_at
 from tests.cli.running import Cli, in_process
 from tests.cli.store.conftest import publish
 from tests.made_models.synthetic import SyntheticAgent
 from tests.running import in_memory
+
+_PAIRED = "identity.pem peers.toml"
 
 
 @pytest.fixture(scope="module")
@@ -178,6 +183,37 @@ def test_a_restored_home_reports_that_it_takes_the_old_ones_place_or_is_another(
     assert "identity" not in another.done("restore", tmp_path / "backup", "--new-identity").err
     for home, has in ((place.home, True), (another.home, False)):
         assert [(home / name).exists() for name in ("identity.pem", "peers.toml")] == [has, has]
+
+
+@pytest.mark.parametrize(
+    ("has", "hurt"),
+    [("identity.pem", "identity.pem"), (_PAIRED, "identity.pem"), (_PAIRED, _PAIRED)],
+)
+def test_a_home_whose_key_the_backup_lost_starts_and_is_paired_with_nobody(
+    cli: Cli, tmp_path: Path, has: str, hurt: str
+) -> None:
+    peer = f'[[peer]]\nname = "b"\ncertificate = "{new_identity().certificate.text}"\n'
+    texts = {"identity.pem": new_identity().certificate.pem.decode(), "peers.toml": peer}
+    for name in has.split():
+        write_private_text(cli.home / name, texts[name])
+    try:
+        cli.done("backup", tmp_path / "backup")
+    finally:
+        for name in has.split():
+            (cli.home / name).unlink()
+    files = json.loads((tmp_path / "backup" / "kvasir-backup.json").read_text())["files"]
+    for name in hurt.split():
+        _flip(tmp_path / "backup" / "objects" / files[name][0][:2] / files[name][0])
+    new = Cli(tmp_path / "new")
+    ended = new("restore", tmp_path / "backup", "--partial", "--json")
+    assert (ended.code, ended.value["missing"], ended.value["files"]) == (
+        1,
+        hurt.split(),
+        len(files) - len(has.split()),
+    ), ended.err
+    told = Cli(tmp_path / "told")("restore", tmp_path / "backup", "--partial").err
+    assert ("pair it again" in told, "--new-identity" in told) == (True, False)
+    assert read_peers(new.home / "peers.toml").peers == {}
 
 
 def test_a_list_that_leads_out_of_the_home_is_refused(kept: Path, tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
@@ -29,7 +29,7 @@ _BLOB = re.compile(r"store/namespaces/[0-9a-f]{32}/blobs/[0-9a-f]{2}/([0-9a-f]{6
 _OF_STORE = re.compile(rf"{_BLOB.pattern}|store/keys/[0-9a-f]{{32}}(\.copy)?|store/namespaces/[0-9a-f]{{32}}/sealed")
 _INDEX = "store/kvasir.sqlite3"
 # What makes a home the one that its peers know.
-_IDENTITY = ("identity.pem", "peers.toml")
+_KEY, _PEERS = _IDENTITY = ("identity.pem", "peers.toml")
 _TRIES = 5
 
 FolderArgument = Annotated[Path, typer.Argument(help="The backup's folder.", metavar="DIR")]
@@ -98,6 +98,9 @@ def restore(
         with BackupFolder.open(folder) as source, caller.busy("copying"):
             files = {name: kept for name, kept in source.files().items() if not (new_identity and name in _IDENTITY)}
             missing = _write(source, files, new, partial)
+        if _KEY in missing and _PEERS in files.keys() - missing:  # with peers and no key no store would start
+            del files[_PEERS]
+            (new / _PEERS).unlink()
         os.sync()
         new.rename(home.root)
     except BaseException:
@@ -106,7 +109,7 @@ def restore(
     report = _adopted(home) if _INDEX not in missing else None
     value = {"home": str(home.root), "files": len(files) - len(missing), "missing": sorted(missing), "store": report}
     caller.result(value, lambda out: out.print(_restored_words(value)))
-    _say_what_to_do(caller, files, report is None)
+    _say_what_to_do(caller, files, missing)
     if missing or report is None or report["findings"]:
         raise typer.Exit(PROBLEMS)
 
@@ -120,11 +123,13 @@ def _restored_words(value: dict[str, Any]) -> str:
     return "\n".join([words, *(f"  missing, as it is damaged in the backup: {name}" for name in missing)])
 
 
-def _say_what_to_do(caller: Caller, files: Files, lacks_index: bool) -> None:
+def _say_what_to_do(caller: Caller, files: Files, missing: Collection[str]) -> None:
     home = caller.home
-    if lacks_index:
+    if _INDEX in missing:
         caller.say(f"The store's index is missing: `{home.command('store recover')}` makes it of the files.")
-    if _IDENTITY[0] in files:
+    if _KEY in missing:
+        caller.say("It is another Mac to its peers, as its key is missing: pair it again.")
+    elif _KEY in files:
         caller.say(
             "It has the identity of the home that was backed up, and its peers take it for that one. If that home goes "
             "on, remove this one, and restore with --new-identity."
