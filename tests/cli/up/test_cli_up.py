@@ -368,7 +368,7 @@ def test_the_problems_of_long_logs_are_shown_alone(tmp_path: Path) -> None:
     (tmp_path / "logs/store.log").write_text(of_store.replace("slow", "old") + of_store + info)
     (tmp_path / "logs/http.log").write_text(info + of_gateway + info)
     crash = "store ended with SIGKILL; starting it again in 0.5 s\n"
-    (tmp_path / "logs/up.log").write_text(f"{crash}store is ready (pid 7, 3.8 s)\nstore: {of_store}")
+    (tmp_path / "logs/up.log").write_text(f"{crash}store is ready (pid 7, 3.8 s)\nstore: {of_store}{info}")
     shown = in_process("--home", tmp_path, "logs", "--problems", "-n", "1").out
     assert shown == f"http: {of_gateway}store: {of_store}up: {crash}"
     assert in_process("--home", tmp_path, "logs", "--problems", "-n", "0").out == ""
