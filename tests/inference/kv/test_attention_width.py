@@ -68,6 +68,9 @@ def test_a_length_has_the_same_bits_beside_any_longer_one_by_the_instructions_of
 def test_short_rows_attend_to_their_positions_and_not_to_a_whole_block() -> None:
     """Of 128 tokens in and a short reply a block of 384 is twice as much."""
     step = row_exact._attention_step()
+    if step == 1:  # this machine's sums do not depend on the width
+        assert [row_exact.attention_width(rows) for rows in (1, 100, 1000)] == [1, 100, 1000]
+        return
     assert row_exact._is_fine_within(step) or not IS_MKL
     if IS_MKL:
         widths = [row_exact.attention_width(rows) for rows in (1, 100, 180, step - 1, step + 1)]
