@@ -89,6 +89,10 @@ def test_the_audit_shows_what_needs_attention_and_a_call_once(tmp_path: Path) ->
     of_store = [
         *({**line, "who": "owner"} for line in of_engine[:3]),
         {**delete, "agent": "tom", "who": "owner", "request_id": "r5"},
+        # Its caller chose the id of another call, which is routine.
+        {**delete, "agent": "zoe", "who": "owner", "request_id": "r3"},
+        {**delete, "agent": "bob", "who": "laptop", "outcome": "refused", "request_id": "r1"},
+        {**delete, "what": "AgentService/MoveAgent", "agent": unnamed, "who": "owner", "request_id": "r6"},
         {"what": "keys/erase", "who": "owner", "outcome": "allowed", "request_id": ""},
         {"what": "pair", "who": "owner", "outcome": "allowed", "request_id": "", "peer": "studio"},
     ]
@@ -99,15 +103,18 @@ def test_the_audit_shows_what_needs_attention_and_a_call_once(tmp_path: Path) ->
     shown = in_process("--home", tmp_path, "--json", "audit").out.splitlines()
     assert sorted((line["who"], line["what"], line.get("agent")) for line in map(json.loads, shown)) == [
         ("client", "AgentService/DeleteAgent", "bob"),
+        ("laptop", "AgentService/DeleteAgent", "bob"),
         ("mallory", "AgentService/ForkAgent", "eve"),
         ("owner", "AgentService/DeleteAgent", "tom"),
+        ("owner", "AgentService/DeleteAgent", "zoe"),
+        ("owner", "AgentService/MoveAgent", unnamed),
         ("owner", "keys/erase", None),
         ("owner", "pair", None),
     ]
     table = in_process("--home", tmp_path, "audit").out
     assert "ada → eve" in table
     assert "5 more lines, of routine: --all shows them." in table
-    assert len(in_process("--home", tmp_path, "--json", "audit", "--all").out.splitlines()) == 10
+    assert len(in_process("--home", tmp_path, "--json", "audit", "--all").out.splitlines()) == 13
 
 
 SEVERAL = str(Path(__file__).parents[2] / "tools/measured/h200-2026-11.json")

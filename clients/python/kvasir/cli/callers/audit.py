@@ -21,6 +21,7 @@ _UNITS = {"s": 1, "min": 60, "m": 60, "h": 3600, "d": 86_400}
 _AGENTS = ("agent", "source_agent", "local_agent")
 # They can be taken back, and each day has many: a turn's commit, and what leaves every version where it is.
 _ROUTINE = frozenset({"CommitSnapshot", "ForkAgent", "RollbackAgent", "UpdateAgent"})
+_TIDYING = "DeleteAgent"  # by the gateway, of old conversations that nobody named
 
 
 def audit(
@@ -37,7 +38,7 @@ def audit(
     """Show what needs attention: who was refused; who deleted, moved, exported or imported agents; who changed peers,
     keys, tokens or models.
 
-    Left out are calls that were allowed and can be taken back (turns, forks, rollbacks, labels), and those about
+    Left out are calls that were allowed and can be taken back (turns, forks, rollbacks, labels), and deletions of
     conversations that nobody named. --json prints one object per line, which never has a text or a token."""
     begin = _time(since, datetime.now(UTC)) if since else ""
     lines = sorted(_lines(caller.home, begin), key=lambda line: str(line["at"]))
@@ -64,14 +65,16 @@ def _needing_attention(lines: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
             yield line
 
 
-def _call(line: dict[str, Any]) -> tuple[object, object]:
-    return line.get("request_id"), line.get("what")
+def _call(line: dict[str, Any]) -> tuple[object, ...]:
+    """What both services write of one call. Callers choose request ids: another call may have the same."""
+    return tuple(line.get(name) for name in ("request_id", "what", "outcome", *_AGENTS))
 
 
 def _is_routine(line: dict[str, Any]) -> bool:
     agents = [str(line[name]) for name in _AGENTS if line.get(name)]
     has_no_name = bool(agents) and all(name.startswith(UNNAMED_PREFIXES) for name in agents)
-    is_routine = has_no_name or str(line.get("what")).rpartition("/")[2] in _ROUTINE
+    what = str(line.get("what")).rpartition("/")[2]
+    is_routine = what in _ROUTINE or (has_no_name and what == _TIDYING)
     return line.get("outcome") == "allowed" and is_routine
 
 
