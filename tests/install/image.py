@@ -9,7 +9,7 @@ from pathlib import Path
 
 from tests.install.place import Failed, NotRun, Place
 
-BASE = "docker.io/library/debian:trixie-slim"
+BASE = "debian:trixie-slim"
 _OWN_BASE = "localhost/kvasir-base:trixie"
 _BUILT_WITHIN_S = 2400
 # Where the program runs without a shell of a user: what is asked for after the build.
@@ -72,7 +72,7 @@ class Builder:
         if os.geteuid() != 0 or shutil.which("debootstrap") is None:
             raise NotRun(f"{BASE} cannot be pulled, and debootstrap, which makes one, needs root")
         root = self.folder / "base"
-        command = ["debootstrap", "--variant=minbase", "trixie", str(root), "http://deb.debian.org/debian"]
+        command = ["debootstrap", "--variant=minbase", "trixie", str(root)]
         subprocess.run(command, check=True, capture_output=True, timeout=_BUILT_WITHIN_S)
         trusted = Path("/etc/ssl/certs/ca-certificates.crt")
         if trusted.exists():  # whom this machine trusts: registries may be reached through a host of its own
