@@ -26,10 +26,10 @@ def files_of(kv: SequenceKV, identities: Sequence[FileIdentity]) -> list[FileByt
     for _ in range(failed_copies.MOST_FAILURES):
         before = failed_copies.out.in_a_row
         files = begin_files(kv, identities)
-        failed = next((error for file in files if (error := file.exception()) is not None), None)
-        if failed is None:
+        failed = [error for file in files if (error := file.exception()) is not None]  # waits for all of them
+        if not failed:
             break
-        failed_copies.out.failed(failed, before)
+        failed_copies.out.failed(failed[0], before)
     else:
         files = begin_files(kv, identities)
     return [file.result() for file in files]
