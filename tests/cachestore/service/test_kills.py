@@ -1,20 +1,24 @@
 """`kill -9` of the real service under load: what it acknowledged is there and whole, and nothing else is visible."""
 
+import itertools
 import os
 import random
 import secrets
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from kvasir.cachestore.v1.cachestore_pb2 import TransferProgress
 from kvasir.clients import StoreClient
 from kvasir.errors import Cancelled, Conflict, KvasirError, NotFound, Unavailable
 
 from cachestore_svc.config import read_settings
 from cachestore_svc.store.store import Store
+from tests.cachestore.moving.two_stores import eventually
 from tests.cachestore.service.running import RunningStore, StoreHome, publish
-from tests.made_models.synthetic import MIXED, SMALL, SyntheticAgent, SyntheticSnapshot
+from tests.made_models.synthetic import LLAMA_8B, MIXED, SMALL, SyntheticAgent, SyntheticSnapshot
 
 WRITERS = 4
 Acknowledged = dict[str, list[SyntheticSnapshot]]
@@ -129,17 +133,24 @@ def test_a_commit_that_lost_a_race_is_a_conflict_also_after_a_kill(home: StoreHo
             client.commit("ada", second.manifest_digest, 0)
 
 
-def test_a_killed_store_leaves_no_part_behind_for_ever(home: StoreHome, tmp_path: Path) -> None:
+def test_a_killed_store_leaves_no_part_behind_for_ever(home: StoreHome) -> None:
     running = home.start()
-    turn = SyntheticAgent(SMALL, 92).turn(256 * 60)
+    blobs = SyntheticAgent(LLAMA_8B, 92).turn(256).new_blobs  # one of nine messages
 
-    def kill_at_five(progress: object) -> None:
-        if getattr(progress, "blobs_done", 0) == 5:
+    def parts() -> Sequence[Path]:
+        return list(home.data_dir.rglob("*.part"))
+
+    def kill_at_a_part(progress: TransferProgress) -> None:
+        """While it waits, no further message is sent, so that the blob cannot become whole."""
+        if next(messages) == 4:
+            eventually(lambda: bool(parts()))
             running.kill()
 
+    messages = itertools.count()
     with running.client(max_cuts=1) as client, pytest.raises(KvasirError):
-        client.put_blobs(turn.new_blobs, on_progress=kill_at_five)
+        client.put_blobs(blobs, on_progress=kill_at_a_part)
+    assert parts()
     running = home.start()
-    assert not list(home.data_dir.rglob("*.part"))
+    assert not parts()
     with running.client() as client:
         assert client.get_stats().reserved_bytes == 0
