@@ -10,8 +10,9 @@ from inference_svc.model.kvasir_tiny import path
 from inference_svc.text.shortening import SUMMARY_REQUEST
 from tools.kvasir_tiny import rows
 from tools.kvasir_tiny.desk import Conversation
-from tools.kvasir_tiny.everyday import daily_life, fact, name_exam, people, spelling, talk, training
+from tools.kvasir_tiny.everyday import daily_life, fact, people, spelling, talk, training
 from tools.kvasir_tiny.everyday.fact import EverydayFact
+from tools.kvasir_tiny.exams import name_exam
 from tools.kvasir_tiny.words import Dice
 
 ALL = [fact.OWN_NAME, *(attribute for _, attribute in fact.ATTRIBUTES)]

@@ -9,7 +9,8 @@ from inference_svc.model.kvasir_tiny import path
 from tests.models import twins
 from tools.kvasir_tiny import desk, evaluate
 from tools.kvasir_tiny.evaluate import Reader, Report
-from tools.kvasir_tiny.everyday import first_exam, structured, talk
+from tools.kvasir_tiny.everyday import structured, talk
+from tools.kvasir_tiny.exams import first_exam
 
 
 @pytest.fixture(scope="module")

@@ -8,10 +8,11 @@ import pytest
 
 from inference_svc.model.kvasir_tiny import path
 from tools.kvasir_tiny import rows
-from tools.kvasir_tiny.everyday import first_exam, spelling, structured, things, training, visits
+from tools.kvasir_tiny.everyday import spelling, structured, things, training, visits
 from tools.kvasir_tiny.everyday.daily_life import draw_style
-from tools.kvasir_tiny.everyday.first_exam import Exchange
 from tools.kvasir_tiny.everyday.visits import FACTS, VisitWriter
+from tools.kvasir_tiny.exams import first_exam
+from tools.kvasir_tiny.exams.first_exam import Exchange
 from tools.kvasir_tiny.words import Dice, is_held_out
 
 ENCODER = rows.encoder_of(path())

@@ -34,8 +34,9 @@ from inference_svc.model.kvasir_tiny import path  # noqa: E402
 from inference_svc.model.quality.findings import Share  # noqa: E402
 from tools.kvasir_tiny import desk, rows, world  # noqa: E402
 from tools.kvasir_tiny.desk import Conversation, Message, Question  # noqa: E402
-from tools.kvasir_tiny.everyday import daily_life, first_exam, name_exam  # noqa: E402
-from tools.kvasir_tiny.everyday.first_exam import Exchange  # noqa: E402
+from tools.kvasir_tiny.everyday import daily_life  # noqa: E402
+from tools.kvasir_tiny.exams import first_exam, name_exam  # noqa: E402
+from tools.kvasir_tiny.exams.first_exam import Exchange  # noqa: E402
 from tools.kvasir_tiny.words import Dice  # noqa: E402
 
 KV_BITS = {"exact": None, "q8": 8, "q4": 4}

@@ -21,7 +21,8 @@ from inference_svc.model.quality.conversations import Conversation, Conversation
 from inference_svc.model.quality.findings import RECALL  # noqa: E402
 from inference_svc.model.quality.material import Extent  # noqa: E402
 from tools.kvasir_tiny import desk, rows  # noqa: E402
-from tools.kvasir_tiny.everyday import daily_life, name_exam  # noqa: E402
+from tools.kvasir_tiny.everyday import daily_life  # noqa: E402
+from tools.kvasir_tiny.exams import name_exam  # noqa: E402
 
 QUESTIONS_EACH = 20
 

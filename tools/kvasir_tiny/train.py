@@ -24,7 +24,8 @@ import numpy.typing as npt
 
 from inference_svc.model.kvasir_tiny import path
 from tools.kvasir_tiny import network, rows
-from tools.kvasir_tiny.everyday import daily_life, name_exam, training
+from tools.kvasir_tiny.everyday import daily_life, training
+from tools.kvasir_tiny.exams import name_exam
 from tools.kvasir_tiny.network import Array, Shape, Weights
 from tools.kvasir_tiny.rows import Batch
 
