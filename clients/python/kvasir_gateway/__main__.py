@@ -40,7 +40,8 @@ from kvasir_gateway.door.security import Gate
 from kvasir_gateway.engine import EngineLink
 from kvasir_gateway.metrics import GatewayNumbers
 from kvasir_gateway.models import Aliases
-from kvasir_gateway.page.history import History
+from kvasir_gateway.page.look import Sources
+from kvasir_gateway.page.numbers.history import History
 from kvasir_gateway.page.routes import GatewayPage
 from kvasir_gateway.page.sessions import Sessions
 from kvasir_gateway.reading.seals import ThoughtSeals
@@ -98,6 +99,7 @@ async def serve(settings: GatewayTable) -> None:
         gate = Gate(credentials, hosts=settings.host, origins=settings.origin, audit=audit)
         reloading = _reloading(settings, gate, audit)
         history = History(time.time)
+        sources = Sources(time.time, time.perf_counter, lambda: uuid.uuid4().hex)
         sessions = Sessions(gate, now=time.time, new_secret=partial(secrets.token_urlsafe, 32))
         key = _key(settings.state_dir)
         await until_it_listens(settings.engine, settings.engine_wait_s, time.monotonic)
@@ -110,11 +112,11 @@ async def serve(settings: GatewayTable) -> None:
             numbers=numbers,
             tolerance=_tolerance(settings, key),
             aliases=aliases,
-            page=_page(engine, sessions, numbers, history),
+            page=GatewayPage(engine, sessions, history, numbers, sources),
             traces=traces,
-            now=time.time,
-            clock=time.perf_counter,
-            new_request_id=lambda: uuid.uuid4().hex,
+            now=sources.now,
+            clock=sources.clock,
+            new_request_id=sources.new_id,
         )
         listener = parts.enter_context(contextlib.closing(listener_at(settings.listen)))
         parts.running(history.follow(engine))
@@ -129,11 +131,6 @@ async def serve(settings: GatewayTable) -> None:
 
 def _conversations(key: bytes) -> Conversations:
     return Conversations(key, new_name=lambda: secrets.token_hex(6), now=lambda: datetime.now(UTC))
-
-
-def _page(engine: EngineLink, sessions: Sessions, numbers: GatewayNumbers, history: History) -> GatewayPage:
-    clocks: dict[str, Callable[[], float]] = {"now": time.time, "clock": time.perf_counter}
-    return GatewayPage(engine, sessions, history, numbers, **clocks, new_id=lambda: uuid.uuid4().hex)
 
 
 def _log_end(numbers: GatewayNumbers) -> None:

@@ -7,7 +7,7 @@ from functools import partial
 from importlib.metadata import version
 from typing import Any, TypeVar
 
-from kvasir.call_context import TRACE_KEY, name_call
+from kvasir.call_context import name_call
 from kvasir.errors import Internal, InvalidArgument, KvasirError, NotFound
 from kvasir.inference.v1 import inference_pb2 as pb
 from kvasir.names import check_agent_id
@@ -19,13 +19,14 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp
 
 from kvasir_gateway import agents, anthropic_messages, errors, models, openapi
 from kvasir_gateway.answering import ClientLeft, EventStream, Ready, StreamForm, Turns, gather, unless_left
 from kvasir_gateway.chunks import ReplyStream
 from kvasir_gateway.door.bodies import RequestRoom, Rooms
 from kvasir_gateway.door.connections import show_key
+from kvasir_gateway.door.endpoint import Endpoint
 from kvasir_gateway.door.security import Gate, Site
 from kvasir_gateway.embedding.asking import embed
 from kvasir_gateway.embedding.bodies import EmbeddingsRequest, OllamaEmbed, OllamaEmbeddings
@@ -128,7 +129,7 @@ class Gateway:
             get("/api/version", self._ollama_version),
             get("/healthz", self._healthz, is_open=True),
             get("/openapi.json", self._describe, is_open=True),
-            *self._around.page.routes(),
+            *self._around.page.routes(self._rooms),
         ]
         handlers: Mapping[Any, Any] = {HTTPException: _refuse_route}
         app = Site(Starlette(routes=routes, exception_handlers=handlers), self._around.gate)
@@ -393,7 +394,7 @@ class Gateway:
                 room.forget()
 
         traces = self._around.traces if not is_open else Traces()
-        endpoint = _Endpoint(f"{methods[0]} {route_of(path)}", answered, self._rooms, traces)
+        endpoint = Endpoint(f"{methods[0]} {route_of(path)}", answered, self._rooms, traces)
         return Route(path, endpoint, methods=methods)
 
     def _admitted(self, request: Request, is_open: bool, new_request_id: str, room: RequestRoom) -> Call:
@@ -410,25 +411,6 @@ class Gateway:
             room=room,
             reading=self._around.tolerance.reading(request.headers.get(HEADER)),
         )
-
-
-@dataclass(frozen=True, slots=True)
-class _Endpoint:
-    """A route's handler as an application: its place and its body's room are held until the answer is sent."""
-
-    name: str  # of its spans
-    answered: Callable[[Request, RequestRoom], Awaitable[Any]]
-    rooms: Rooms
-    traces: Traces
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        room, request = RequestRoom(self.rooms), Request(scope, receive)
-        try:
-            with self.traces.serving(self.name, request.headers.get(TRACE_KEY, "")):
-                answer = await self.answered(request, room)
-                await answer(scope, receive, send)
-        finally:
-            room.release()
 
 
 async def _refuse_route(request: Request, error: HTTPException) -> Response:

@@ -6,11 +6,13 @@ import json
 from collections.abc import Iterator
 
 import httpx2 as httpx
+from kvasir_gateway.page.conversation.talking import SAY_BYTES
 
 from tests.campaigns.fairness.attacker import Attacker
 
 _SILENT = 5_000
 _CALLERS = 24
+_PAGES = 200
 _BODY_BYTES = (8 << 20) - 2_000
 
 
@@ -42,6 +44,25 @@ async def large_bodies(attacker: Attacker) -> None:
                 await asyncio.sleep(0.2)
 
     attacker.flood(_CALLERS, ask)
+
+
+async def large_forms(attacker: Attacker) -> None:
+    """Forms of the page as large as they may be, of escapes alone, and pages between them."""
+    form = ("text=" + "%C3%A9" * ((SAY_BYTES - 5) // 6)).encode()
+    client = httpx.AsyncClient(timeout=120, limits=httpx.Limits(max_connections=_PAGES))
+
+    async def ask(index: int) -> None:
+        headers = {"x-api-key": attacker.tokens[index % len(attacker.tokens)], "accept": "text/html"}
+        headers |= {"content-type": "application/x-www-form-urlencoded"}
+        with contextlib.suppress(httpx.HTTPError):
+            if index % 2:
+                answer = await client.post(f"{attacker.gateway_url}/page/say", content=form, headers=headers)
+            else:
+                answer = await client.get(f"{attacker.gateway_url}/page/status", headers=headers)
+            if answer.status_code == 429:
+                await asyncio.sleep(0.2)
+
+    attacker.flood(_PAGES, ask)
 
 
 def _bodies() -> Iterator[bytes]:

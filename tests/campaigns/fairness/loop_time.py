@@ -18,7 +18,7 @@ from typing import Any
 from urllib.parse import urlencode
 
 import httpx2 as httpx
-from kvasir_gateway.page.talking import SAY_BYTES
+from kvasir_gateway.page.conversation.talking import SAY_BYTES
 
 from tests.gateway.conftest import running_front
 from tests.gateway.page.html_page import parsed

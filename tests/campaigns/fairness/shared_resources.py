@@ -389,7 +389,7 @@ SHARED = (
         "a closed connection",
     ),
     Shared(
-        "requests that are not answered yet",
+        "requests that are not answered yet, the page's too",
         "gateway",
         "clients/python/kvasir_gateway/door/bodies.py: requests",
         ("kvasir_gateway.app:GatewayLimits.max_requests", 2000),
@@ -398,7 +398,7 @@ SHARED = (
         "TOO_MANY_CALLS",
     ),
     Shared(
-        "bodies, what parsing makes of them, and answers of embeddings",
+        "bodies and the page's forms, what parsing makes of them, and answers of embeddings",
         "gateway",
         "clients/python/kvasir_gateway/door/bodies.py: bodies",
         ("kvasir_gateway.app:GatewayLimits.max_bodies_bytes", 192 << 20),

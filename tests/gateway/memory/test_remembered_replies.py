@@ -11,7 +11,7 @@ from kvasir.formats import manifest
 from kvasir.formats.digest import Digest
 from kvasir_gateway import conversations as module
 from kvasir_gateway.engine import CallerAtEngine, _replies_behind
-from kvasir_gateway.page.transcript import transcript
+from kvasir_gateway.page.conversation.transcript import transcript
 from kvasir_gateway.reading.records import Made
 from kvasir_gateway.turn import Place, Said
 

@@ -1,6 +1,5 @@
 """One request of somebody who may see the page: who asks, what for, and how the answer is shown."""
 
-import asyncio
 import re
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
@@ -11,12 +10,11 @@ from kvasir.clients import AioInferenceClient
 from kvasir.errors import InvalidArgument
 from kvasir.formats.digest import is_hash
 from kvasir.names import check_agent_id
-from kvasir.waits import SILENCE_S
 from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
 
-from kvasir_gateway import errors
 from kvasir_gateway.answering import EventStream
+from kvasir_gateway.door.bodies import RequestRoom
 from kvasir_gateway.page.rendering import HEADERS, link, page
 from kvasir_gateway.page.sessions import Visitor
 from kvasir_gateway.turn import sse
@@ -37,6 +35,15 @@ DONE = {
     "rollback": "The version is the newest again, as a new one. Nothing was removed.",
     "delete": "The agent was deleted. Bytes that nothing else uses go after the grace period.",
 }
+
+
+@dataclass(frozen=True, slots=True)
+class Sources:
+    """What parts of the page would else take from the system."""
+
+    now: Callable[[], float]  # Unix seconds
+    clock: Callable[[], float]  # seconds of any beginning
+    new_id: Callable[[], str]  # hex digits that are new each time
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,19 +123,11 @@ def version_of(chosen: str) -> tuple[str, int]:
     return line, int(version)
 
 
-async def form_of(request: Request, most_bytes: int = FORM_BYTES) -> dict[str, str]:
-    """The fields of a form, each once. Raises BodyTooLarge, InvalidArgument."""
-    data = bytearray()
-    try:
-        async with asyncio.timeout(SILENCE_S):
-            async for piece in request.stream():
-                data += piece
-                if len(data) > most_bytes:
-                    raise errors.BodyTooLarge(f"the form has more than {most_bytes} bytes")
-    except TimeoutError:
-        raise InvalidArgument(f"the form did not come within {SILENCE_S:g} s") from None
-    # A megabyte of escapes takes a tenth of a second.
-    return await asyncio.to_thread(_fields, data) if len(data) > FORM_BYTES else _fields(data)
+async def form_of(request: Request, room: RequestRoom, most_bytes: int = FORM_BYTES) -> dict[str, str]:
+    """The fields of a form, each once. Raises BodyTooLarge, InvalidArgument, ResourceExhausted without room for it, and
+    DeadlineExceeded."""
+    data = await room.read(request, most_bytes)
+    return await room.made(lambda: _fields(data))  # a megabyte of escapes takes a tenth of a second
 
 
 def _fields(data: bytearray) -> dict[str, str]:

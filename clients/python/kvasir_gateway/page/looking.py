@@ -13,9 +13,9 @@ from kvasir.inference.v1 import inference_pb2 as pb
 from kvasir.waits import ANSWER_S
 
 from kvasir_gateway.page import tree
-from kvasir_gateway.page.chart import Chart, chart
-from kvasir_gateway.page.history import History, Parted, Speed
-from kvasir_gateway.page.transcript import transcript
+from kvasir_gateway.page.conversation.transcript import transcript
+from kvasir_gateway.page.numbers.chart import Chart, chart
+from kvasir_gateway.page.numbers.history import History, Parted, Speed
 
 _VERSIONS_A_PAGE = 200
 _MOST_READ, _MOST_READ_TOKENS = 16, 20_000  # versions whose messages are read, and how long they are at most

@@ -11,8 +11,8 @@ from starlette.responses import StreamingResponse
 
 from kvasir_gateway.answering import unless_left
 from kvasir_gateway.page import looking
-from kvasir_gateway.page.history import History
 from kvasir_gateway.page.look import Answer, Handler, Look, version_of
+from kvasir_gateway.page.numbers.history import History
 from kvasir_gateway.page.rendering import HEADERS, size
 from kvasir_gateway.turn import sse
 

@@ -6,23 +6,27 @@ from collections.abc import Awaitable, Callable, Sequence
 from kvasir.errors import Internal, KvasirError, Unauthenticated
 from kvasir.inference.v1 import inference_pb2 as pb
 from kvasir.server.operating.log_errors import places
+from kvasir.server.operating.traces import Traces
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
 from kvasir_gateway import errors
 from kvasir_gateway.answering import ClientLeft
+from kvasir_gateway.door.bodies import RequestRoom, Rooms
 from kvasir_gateway.door.connections import show_key
+from kvasir_gateway.door.endpoint import Endpoint
 from kvasir_gateway.engine import EngineLink
 from kvasir_gateway.metrics import GatewayNumbers, is_at
-from kvasir_gateway.page.history import History
-from kvasir_gateway.page.listing import ConversationList
+from kvasir_gateway.page.conversation.listing import ConversationList
+from kvasir_gateway.page.conversation.talking import SAY_BYTES, Talking
 from kvasir_gateway.page.look import (
     FORM_BYTES,
     Answer,
     Handler,
     Look,
     Part,
+    Sources,
     form_of,
     goto,
     is_scripts,
@@ -30,69 +34,65 @@ from kvasir_gateway.page.look import (
     refusal,
 )
 from kvasir_gateway.page.managing import Managing
+from kvasir_gateway.page.numbers.history import History
+from kvasir_gateway.page.numbers.status import Status
 from kvasir_gateway.page.rendering import HEADERS, asset, page
 from kvasir_gateway.page.sessions import COOKIE, LIFETIME_S, Codes, Sessions, check_own_form, check_own_page
-from kvasir_gateway.page.status import Status
-from kvasir_gateway.page.talking import SAY_BYTES, Talking
 
 _log = logging.getLogger(__name__)
 # Pages of a session lie at its address.
 _PLACES = ("/page/", "/page/{session}/")
+_Guarded = Callable[[Request, RequestRoom], Awaitable[Answer]]
 
 
 class GatewayPage:
     """The handlers of all pages."""
 
     def __init__(
-        self,
-        engine: EngineLink,
-        sessions: Sessions,
-        history: History,
-        numbers: GatewayNumbers,
-        *,
-        now: Callable[[], float],
-        clock: Callable[[], float],
-        new_id: Callable[[], str],
+        self, engine: EngineLink, sessions: Sessions, history: History, numbers: GatewayNumbers, sources: Sources
     ) -> None:
-        """`now`: Unix seconds. `clock`: seconds of any beginning. `new_id`: hex digits that are new each time."""
         self._engine = engine
         self._sessions = sessions
-        self._codes = Codes(now, sessions.new_secret)
+        self._codes = Codes(sources.now, sessions.new_secret)
         self._history = history
-        self._now = now
+        self._now = sources.now
         self._first = ConversationList()
         self._parts: Sequence[Part] = (
             self._first,
             Status(history, engine),
             Managing(history),
-            Talking(numbers, history, clock, new_id),
+            Talking(numbers, history, sources),
         )
 
-    def routes(self) -> list[Route]:
+    def routes(self, rooms: Rooms) -> list[Route]:
+        """`rooms`: where requests of the page count like all others."""
         pages = [each for part in self._parts for each in part.pages().items()]
         writes = [("logout", self._logout), *(each for part in self._parts for each in part.writes().items())]
-        return [
-            self._guarded("/", self._front, methods=["GET"]),
-            self._guarded("/page/login", self._login, methods=["POST"]),
-            self._guarded("/page/code", self._new_code, methods=["POST"]),
-            self._guarded("/page/open", self._open, methods=["GET"]),
-            self._guarded("/page/assets/{name}", self._asset, methods=["GET"]),
-            *(self._route(at, name, handler, methods=["GET"]) for at in _PLACES for name, handler in pages),
-            *(self._route(at, name, handler, methods=["POST"]) for at in _PLACES for name, handler in writes),
+        at_root: Sequence[tuple[str, str, _Guarded]] = (
+            ("GET", "/", self._front),
+            ("POST", "/page/login", self._login),
+            ("POST", "/page/code", self._new_code),
+            ("GET", "/page/open", self._open),
+            ("GET", "/page/assets/{name}", self._asset),
+        )
+        looks = [("GET", *each) for each in pages] + [("POST", *each) for each in writes]
+        in_places = [
+            (method, f"{at}{name}", self._looked(name, part)) for at in _PLACES for method, name, part in looks
         ]
+        return [self._guarded(method, path, handler, rooms) for method, path, handler in (*at_root, *in_places)]
 
     def began(self, namespace: str, agent_id: str, started: pb.Started) -> None:
         """Note what a turn reused, and where its prompt parted from its memory, for who may read that."""
         self._history.began(namespace, agent_id, started)
 
-    async def _front(self, request: Request) -> Answer:
+    async def _front(self, request: Request, room: RequestRoom) -> Answer:
         """The first page for browsers. Clients of Ollama's API look here for its words."""
         if "text/html" not in request.headers.get("accept", ""):
             return PlainTextResponse("Ollama is running", headers={"vary": "accept"})
-        return await self._first.overview(await self._look(request))
+        return await self._first.overview(await self._look(request, room))
 
-    async def _login(self, request: Request) -> Response:
-        form = await form_of(request)
+    async def _login(self, request: Request, room: RequestRoom) -> Response:
+        form = await form_of(request, room)
         check_own_form(request.headers, form.get("form_token", ""), self._sessions.lobby_token)
         key = self._codes.take(form["code"]) if "code" in form else form.get("key", "").strip()
         opened = self._sessions.begin(key)
@@ -103,13 +103,13 @@ class GatewayPage:
         )
         return answer
 
-    async def _new_code(self, request: Request) -> Answer:
+    async def _new_code(self, request: Request, _room: RequestRoom) -> Answer:
         """A code for whoever shows a key, which no browser does by itself; an empty one where there are no keys."""
         key = self._sessions.key_of(request.headers)
         show_key(request.scope)
         return JSONResponse({"code": self._codes.new(key) if key is not None else ""}, headers=HEADERS)
 
-    async def _open(self, request: Request) -> Answer:
+    async def _open(self, request: Request, _room: RequestRoom) -> Answer:
         """The form that sends a code; by itself, unless the link may be of somebody else. To look at it uses nothing
         up."""
         code = request.query_params.get("code", "")
@@ -126,33 +126,35 @@ class GatewayPage:
         answer.delete_cookie(COOKIE, path=look.at)
         return answer
 
-    async def _asset(self, request: Request) -> Response:
+    async def _asset(self, request: Request, _room: RequestRoom) -> Response:
         return asset(request.path_params["name"]) or _error(request, 404, "There is no such file.")
 
-    def _route(self, at: str, name: str, handler: Handler, *, methods: list[str]) -> Route:
-        async def looked(request: Request) -> Answer:
-            return await handler(await self._look(request, SAY_BYTES if name == "say" else FORM_BYTES))
+    def _looked(self, name: str, handler: Handler) -> _Guarded:
+        async def looked(request: Request, room: RequestRoom) -> Answer:
+            return await handler(await self._look(request, room, SAY_BYTES if name == "say" else FORM_BYTES))
 
-        return self._guarded(f"{at}{name}", looked, methods=methods)
+        return looked
 
-    async def _look(self, request: Request, most_bytes: int = FORM_BYTES) -> Look:
-        """Raises Unauthenticated, and PermissionDenied for a write that no form of ours sent."""
+    async def _look(self, request: Request, room: RequestRoom, most_bytes: int = FORM_BYTES) -> Look:
+        """Raises Unauthenticated, ResourceExhausted, and PermissionDenied for a write that no form of ours sent."""
         visitor = self._sessions.visitor(request.headers, request.cookies, request.path_params.get("session", ""))
         show_key(request.scope)
+        room.admit(visitor.holder.principal.namespace)
         form: dict[str, str] = {}
         if request.method == "POST":
-            form = await form_of(request, most_bytes)
+            form = await form_of(request, room, most_bytes)
             check_own_form(request.headers, form.get("form_token", ""), visitor.form_token)
-        return Look(request, visitor, self._engine.of(visitor.holder.token).client, self._now(), form)
+        client = self._engine.of(visitor.holder.token, room.beside, room.written).client
+        return Look(request, visitor, client, self._now(), form)
 
-    def _guarded(self, path: str, handler: Callable[[Request], Awaitable[Answer]], *, methods: list[str]) -> Route:
+    def _guarded(self, method: str, path: str, handler: _Guarded, rooms: Rooms) -> Route:
         """The handler's route, with its refusals as pages. Who has shown no key is asked for one."""
 
-        async def endpoint(request: Request) -> Answer:
+        async def answered(request: Request, room: RequestRoom) -> Answer:
             is_at(request.scope, path)
             try:
                 check_own_page(request.headers)
-                return await handler(request)
+                return await handler(request, room)
             except (ClientDisconnect, ClientLeft):
                 return Response(status_code=499)  # nobody reads it
             except KvasirError as error:
@@ -161,8 +163,10 @@ class GatewayPage:
                 told = (path, type(error).__name__, places(error))
                 _log.error("page.failed path=%s error=%s at=%s", *told)
                 return self._refused(request, path, Internal("a bug of the gateway; its log says where"))
+            finally:
+                room.forget()
 
-        return Route(path, endpoint, methods=methods)
+        return Route(path, Endpoint(f"{method} {path}", answered, rooms, Traces()), methods=[method])
 
     def _refused(self, request: Request, path: str, error: KvasirError) -> Response:
         status, problem = errors.http_status(error), error.message

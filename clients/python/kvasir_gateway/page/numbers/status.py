@@ -8,8 +8,8 @@ from starlette.responses import Response
 
 from kvasir_gateway.engine import EngineLink
 from kvasir_gateway.page import looking
-from kvasir_gateway.page.history import History
 from kvasir_gateway.page.look import Answer, Handler, Look
+from kvasir_gateway.page.numbers.history import History
 
 
 class Status:

@@ -1,7 +1,7 @@
 """A person talks with an agent in the page: a conversation, its turns as streams, and its branches."""
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -17,10 +17,10 @@ from kvasir_gateway.chunks import ReplyStream
 from kvasir_gateway.engine import sent_messages
 from kvasir_gateway.metrics import GatewayNumbers
 from kvasir_gateway.page import looking
-from kvasir_gateway.page.history import History
-from kvasir_gateway.page.look import Answer, Handler, Look, version_of
+from kvasir_gateway.page.conversation.transcript import Place, facts, transcript, version_with
+from kvasir_gateway.page.look import Answer, Handler, Look, Sources, version_of
+from kvasir_gateway.page.numbers.history import History
 from kvasir_gateway.page.rendering import HEADERS, difference_words, reuse_words
-from kvasir_gateway.page.transcript import Place, facts, transcript, version_with
 from kvasir_gateway.reading.titles import TITLE, first_words
 from kvasir_gateway.turn import Asked, Said, Turn, sse
 
@@ -93,13 +93,11 @@ class TalkEvents(ReplyStream):
 class Talking:
     """The handlers of conversations."""
 
-    def __init__(
-        self, numbers: GatewayNumbers, history: History, clock: Callable[[], float], new_id: Callable[[], str]
-    ) -> None:
+    def __init__(self, numbers: GatewayNumbers, history: History, sources: Sources) -> None:
         self._numbers = numbers
         self._history = history
-        self._clock = clock
-        self._new_id = new_id
+        self._clock = sources.clock
+        self._new_id = sources.new_id
 
     def pages(self) -> Mapping[str, Handler]:
         return {"chat": self._chat, "said": self._said, "facts": self._facts}

@@ -1,0 +1,1 @@
+"""How things are: the last hour, live turns, the engine and its models."""
