@@ -52,7 +52,10 @@ def test_a_tag_is_the_version_of_its_own_files_alone(tree: Path) -> None:
     git(tree, "tag", "v3.4.5")
     assert versions.of_tag(tree) == "3.4.5"
     (tree / "pyproject.toml").write_text((tree / "pyproject.toml").read_text() + "\n")
-    with pytest.raises(ReleaseError, match=r"commit or restore pyproject\.toml"):
+    spaced = tree / "two words.md"
+    spaced.touch()
+    git(tree, "add", spaced.name)
+    with pytest.raises(ReleaseError, match=r"commit or restore pyproject\.toml, two words\.md$"):
         versions.of_tag(tree)
 
 

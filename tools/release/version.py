@@ -43,8 +43,8 @@ def of_tag(root: Path) -> str:
             f"no tag vX.Y.Z names this commit, so it has no version{f' (its tag is {tag})' if tag else ''}: "
             f"`git tag v{stands}` gives it one; `make release TRY=1` builds {stands} of the files as they are"
         )
-    if changed := _git(root, "status", "--porcelain", "--untracked-files=no"):
-        raise ReleaseError(f"{tag} is not what lies here: commit or restore {', '.join(changed.split()[1::2])}")
+    if changed := _git(root, "diff", "--name-only", "-z", "HEAD").rstrip("\0"):
+        raise ReleaseError(f"{tag} is not what lies here: commit or restore {', '.join(changed.split(chr(0)))}")
     return tag.removeprefix("v")
 
 
