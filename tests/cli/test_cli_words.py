@@ -3,15 +3,19 @@
 import io
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import kvasir.cli
+import kvasir_gateway.page
 import pytest
 from kvasir.cli.failures import WrongUsage
 from kvasir.cli.main import app
+from kvasir.cli.rows import counted
 from kvasir.cli.running.home import Home
 from kvasir.cli.showing import help_words
 from kvasir.cli.talking import chat
@@ -29,6 +33,11 @@ def commands(command: Any, *words: str) -> Iterator[tuple[str, ...]]:
         yield from commands(below, *words, name)
 
 
+# What there may be one of, in a sentence that a command prints. A prompt of one token is none.
+_COUNTED = re.compile(
+    r"\{(?!counted|size)[^{}]+\} (?:damaged |later |more |new |other |running )?"
+    r"(?:agents|blobs|calls|files|findings|guesses|lines|memories|messages|minutes|outcomes|turns|versions)\b"
+)
 EVERY = [words for words in commands(get_command(app)) if words != ("store", "serve")]
 
 
@@ -70,7 +79,7 @@ def test_times_are_whole_in_a_terminal_of_80_columns(tmp_path: Path) -> None:
     file.write_text(json.dumps({"at": "2026-11-23T05:24:55.123+00:00", **about, "outcome": "allowed"}))
     shown = run("kvasir", "--home", str(tmp_path), "audit", "--all", env={**QUIET, "COLUMNS": "80"}).stdout
     assert "2026-11-23 05:24:55" in shown, shown
-    nothing = "nothing needs attention\n1 more lines, of routine: --all shows them.\n"
+    nothing = "nothing needs attention\n1 more line, of routine: --all shows them.\n"
     assert in_process("--home", tmp_path, "audit").out == nothing, "a turn's commit needs none"
     file.write_text(json.dumps({"at": "2026-11-23T05:24:55.123+00:00", **about, "outcome": "refused"}))
     assert "CommitSnapshot" in in_process("--home", tmp_path, "audit").out
@@ -255,3 +264,17 @@ def test_a_full_disk_is_named_with_what_to_do(tmp_path: Path, as_json: tuple[str
     assert "the disk is full: make room" in ended.stderr, ended.stderr
     assert "Traceback" not in ended.stderr
     assert ended.returncode not in (0, 1)
+
+
+def test_one_of_a_thing_is_in_the_singular() -> None:
+    assert [counted(number, "line") for number in (0, 1, 2)] == ["0 lines", "1 line", "2 lines"]
+    assert _COUNTED.search('f"{left_out} more lines"'), "the look at the code finds one"
+    folders = [Path(kvasir.cli.__file__).parent, Path(kvasir_gateway.page.__file__).parent]
+    texts = {
+        file: file.read_text()
+        for folder in folders
+        for file in folder.rglob("*.*")
+        if file.suffix in (".py", ".html") and file.parent.name != "demo"
+    }
+    assert len(texts) > 60
+    assert [(file.name, found[0]) for file, text in texts.items() for found in _COUNTED.finditer(text)] == []

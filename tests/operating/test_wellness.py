@@ -92,7 +92,7 @@ def test_a_full_disk_and_memories_that_are_not_stored_are_reported(watched: Watc
     assert watched.problems("gateway") == (200, ["MEMORIES_NOT_STORED"])
     status = in_process(*command, "status", "--json")
     problems = {row["name"]: "".join(row["problems"]) for row in status.value["services"]}
-    assert (status.code, "DISK_FULL" in problems["store"], "turns of 1 agents" in problems["engine"]) == (1, True, True)
+    assert (status.code, "DISK_FULL" in problems["store"], "in RAM alone" in problems["engine"]) == (1, True, True)
     caller = Caller(Home(tmp_path), house.store.address, house.engine.address)
     found = " ".join(service_problems(caller, service_states(caller)))
     assert ("DISK_FULL" in found, "MEMORIES_NOT_STORED" in found) == (True, True)

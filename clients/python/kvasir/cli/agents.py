@@ -22,6 +22,7 @@ from kvasir.cli.engine import engine_client
 from kvasir.cli.rows import (
     agent_row,
     ago,
+    counted,
     iso,
     labels_text,
     origin,
@@ -417,7 +418,7 @@ def _versions_table(versions: list[pb.SnapshotVersion]) -> Table:
 def _show(out: Console, agent: pb.Agent) -> None:
     labels = labels_text(agent.labels) or "none"
     pinned = "pinned" if agent.is_pinned else "not pinned"
-    out.print(f"{agent.agent_id}: {pinned}, keeps {agent.retained_versions} versions, labels: {labels}")
+    out.print(f"{agent.agent_id}: {pinned}, keeps {counted(agent.retained_versions, 'version')}, labels: {labels}")
     if agent.HasField("expires_at"):
         out.print(f"deleted {until(agent.expires_at, datetime.now(UTC))} at the earliest if nobody uses it")
     if where := owner_words(agent.ownership):

@@ -16,7 +16,7 @@ from kvasir.cli.agents import store_client, unclaimed
 from kvasir.cli.caller import Caller
 from kvasir.cli.demo.self_test import self_test
 from kvasir.cli.failures import PROBLEMS
-from kvasir.cli.rows import fields_of, size, stats_row
+from kvasir.cli.rows import counted, fields_of, size, stats_row
 from kvasir.cli.running.checks import check_engine_option, check_exact_layers
 from kvasir.cli.running.group import ServiceState, service_states
 from kvasir.cli.running.health import Health
@@ -158,8 +158,9 @@ def _store_stats(caller: Caller, problems: list[str]) -> dict[str, Any]:
         with store_client(caller) as client:
             if waiting := unclaimed(client):
                 problems.append(
-                    f"{len(waiting)} agents, {waiting[0]!r} the first, came back from a recovery and cannot go on: "
-                    "`kvasir agents claim --recovered` asks the peers, and makes this store's what none of them owns"
+                    f"a recovery brought {counted(len(waiting), 'agent')} back, {waiting[0]!r} the first, without the "
+                    "right to go on: `kvasir agents claim --recovered` asks the peers, and makes this store's what "
+                    "none of them owns"
                 )
             return {"stats": stats_row(client.get_stats())}
     except (KvasirError, ValueError):
@@ -183,7 +184,8 @@ def _show(out: Console, report: dict[str, Any]) -> None:
         write(f"serving: {loaded['name']}, KV policy {_applied(loaded['kv_policy'], loaded['kv_policy_why'], loaded)}")
     if report["store"]["stats"]:
         stats = report["store"]["stats"]
-        write(f"stored: {stats['agent_count']} agents, {stats['blob_count']} blobs, {size(stats['blob_bytes'])}")
+        held = f"{counted(stats['agent_count'], 'agent')}, {counted(stats['blob_count'], 'blob')}"
+        write(f"stored: {held}, {size(stats['blob_bytes'])}")
     for step in report.get("self_test", {}).get("steps", []):
         write(f"self-test: {step}")
     for problem in report["problems"]:

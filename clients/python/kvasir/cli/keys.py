@@ -7,7 +7,7 @@ import typer
 from rich.console import Console
 
 from kvasir.cli.caller import Caller, command
-from kvasir.cli.rows import size
+from kvasir.cli.rows import counted, size
 from kvasir.cli.running.checks import check_installed
 from kvasir.cli.running.program import done, option_words
 from kvasir.errors import FailedPrecondition
@@ -100,7 +100,7 @@ def _show(out: Console, found: list[dict[str, Any]], action: str) -> None:
     for each in found:
         opened = f"opened by master key {' or '.join(each['master_ids'])}"
         state = "its key was destroyed" if each["erased_unix_ms"] else opened
-        out.print(f"{each['namespace']}: {state}; {each['files']} files, {size(each['bytes'])}")
+        out.print(f"{each['namespace']}: {state}; {counted(each['files'], 'file')}, {size(each['bytes'])}")
     if action == "rotate":
         out.print(
             "From now on the store needs the new master key: put its file in the place of the old one, or name it in "

@@ -21,7 +21,7 @@ from kvasir.cli.agents import (
 )
 from kvasir.cli.caller import Caller
 from kvasir.cli.engine import engine_client
-from kvasir.cli.rows import agent_row, size, snapshot_row
+from kvasir.cli.rows import agent_row, counted, size, snapshot_row
 from kvasir.cli.showing.progress import transfer_progress
 from kvasir.clients import StoreClient
 from kvasir.errors import FailedPrecondition, Internal, KvasirError, NotFound, Unavailable
@@ -137,7 +137,7 @@ def claim(
             return
         rows = [_claimed_row(client, name, force) for name in agents.unclaimed(client)]
     told = [row["message"] or f"{row['agent_id']} is this store's." for row in rows]
-    told.append(f"{len(rows)} agents, {sum(bool(row['error']) for row in rows)} left alone")
+    told.append(f"{counted(len(rows), 'agent')}, {sum(bool(row['error']) for row in rows)} left alone")
     caller.result(rows, lambda out: out.print("\n".join(told)))
     if any(row["error"] for row in rows):
         raise typer.Exit(failures.REFUSED)
@@ -297,4 +297,4 @@ def _show(out: Console, rows: list[dict[str, Any]], peer: str, dry_run: bool) ->
     for row in rows:
         what = row["message"] or f"{size(row['bytes_sent'])}{' to send' if dry_run else ' sent'}"
         out.print(f"{row['agent_id']}: {what}")
-    out.print(f"{len(rows)} agents, {sum(bool(row['error']) for row in rows)} left alone, with {peer}")
+    out.print(f"{counted(len(rows), 'agent')}, {sum(bool(row['error']) for row in rows)} left alone, with {peer}")

@@ -14,7 +14,7 @@ from rich.console import Console
 
 from kvasir import errors
 from kvasir.cli.caller import Caller, command
-from kvasir.cli.rows import to_the_second
+from kvasir.cli.rows import counted, to_the_second
 from kvasir.cli.running.checks import check_installed
 from kvasir.cli.running.program import option_words
 from kvasir.cli.showing.tables import table
@@ -118,7 +118,7 @@ def _show_step(caller: Caller, line: dict[str, Any]) -> None:
             where = "on this machine only" if host == "127.0.0.1" else f"at {line['address']}"
             caller.say(
                 f"On the other Mac, say `kvasir pair {line['code']} --at {line['address']}`, or paste the "
-                f"line after `kvasir pair`. Waiting {where} for {line['seconds'] / 60:g} minutes; "
+                f"line after `kvasir pair`. Waiting {where} for {line['seconds'] / 60:g} min; "
                 "the code is good for one use."
             )
         case "refused":
@@ -166,7 +166,7 @@ def rm(caller: Caller, peer: PeerArgument) -> None:
     """Remove a peer. Its running calls and our own to it end at once, and its key opens nothing here any more."""
     answer = _only(caller, "peers", "rm", peer)
     ended = answer["store"].get("ended_calls", 0)
-    text = f"{peer} is removed" + (f"; {ended} running calls were ended" if ended else "")
+    text = f"{peer} is removed" + (f"; ended {counted(ended, 'running call')}" if ended else "")
     caller.result(answer, lambda out: out.print(text))
 
 

@@ -82,7 +82,8 @@ def scrub_text(row: dict[str, Any]) -> str:
         return "the background scrub is off"
     if row["ended_at"] and not row["blobs_checked"]:
         return "no pass has hashed a blob yet"
-    found = f"{row['blobs_checked']} blobs ({size(row['bytes_checked'])}) hashed again, {row['blobs_damaged']} damaged"
+    found = f"{counted(row['blobs_checked'], 'blob')} ({size(row['bytes_checked'])}) hashed again"
+    found += f", {row['blobs_damaged']} damaged"
     found += f", {row['blobs_repaired']} of them repaired" if row["blobs_damaged"] else ""
     word, at = ("until", row["ended_at"]) if row["ended_at"] else ("since", row["began_at"])
     return f"{found}, {word} {to_the_second(at)} UTC"
@@ -124,6 +125,11 @@ def size(count: int) -> str:
     """Bytes in the largest binary unit that fits."""
     power = min(max(count, 1).bit_length() - 1, 10 * (len(_UNITS) - 1)) // 10
     return f"{count / 1024**power:.1f} {_UNITS[power]}" if power else f"{count} B"
+
+
+def counted(number: int, noun: str) -> str:
+    """The number and its noun: 1 line, 2 lines."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def short(digest: str) -> str:

@@ -13,7 +13,7 @@ from rich.console import Console
 from kvasir.cli.agents import store_client
 from kvasir.cli.caller import Caller, caller_of, command
 from kvasir.cli.failures import DAMAGED, NOT_FOUND, WrongUsage
-from kvasir.cli.rows import scrub_row, scrub_text, size, stats_row
+from kvasir.cli.rows import counted, scrub_row, scrub_text, size, stats_row
 from kvasir.cli.running.checks import check_installed
 from kvasir.cli.running.program import done
 from kvasir.cli.showing.progress import counting_progress
@@ -147,7 +147,7 @@ def gc(caller: Caller, dry_run: Annotated[bool, typer.Option("--dry-run", help="
         "is_dry_run": dry_run,
     }
     freed = f"{size(answer.bytes_freed)} freed" + (" if it were not a dry run" if dry_run else "")
-    text = f"{answer.blobs_marked} blobs marked, {answer.blobs_swept} swept, {freed}"
+    text = f"{counted(answer.blobs_marked, 'blob')} marked, {answer.blobs_swept} swept, {freed}"
     caller.result(value, lambda out: out.print(text))
 
 
@@ -171,7 +171,7 @@ def _show_recovered(out: Console, report: dict[str, Any]) -> None:
     out.print(f"recovered from {report['source']}")
     for space in report["namespaces"]:
         name = space["namespace"]
-        out.print(f"{name}: {space['versions']} versions of {space['agents']} agents came back")
+        out.print(f"{name}: {counted(space['versions'], 'version')} of {counted(space['agents'], 'agent')} came back")
         for lost in space["lost"]:
             out.print(f"  lost: {lost['agent_id']} version {lost['version']}: {lost['why']}")
         for agent, version in space["with_damaged_blobs"]:
@@ -179,12 +179,13 @@ def _show_recovered(out: Console, report: dict[str, Any]) -> None:
         for agent in space["named_anew"]:
             out.print(f"  an agent whose name is lost is now {agent}")
         if waiting := len(space["unclaimed"]):
-            out.print(f"  {waiting} agents may have moved before; `kvasir agents claim --recovered` asks the peers")
+            moved = f"{counted(waiting, 'agent')} may have moved before"
+            out.print(f"  {moved}; `kvasir agents claim --recovered` asks the peers")
     out.print(f"the old index is kept: {', '.join(report['kept']) or 'there was none'}")
 
 
 def _show_scrub(out: Console, checked: int, damaged: list[Digest], repaired: list[str]) -> None:
-    out.print(f"{checked} blobs checked, {len(damaged)} damaged")
+    out.print(f"{counted(checked, 'blob')} checked, {len(damaged)} damaged")
     for digest in damaged:
         done = ", repaired from a peer" if digest.hash in repaired else ""
         out.print(f"  {digest.hash} ({size(digest.size_bytes)}){done}")

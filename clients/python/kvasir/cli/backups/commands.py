@@ -15,7 +15,7 @@ import typer
 from kvasir.cli.backups.folder import LIST, BackupFolder, Files, Kept
 from kvasir.cli.caller import Caller
 from kvasir.cli.failures import PROBLEMS
-from kvasir.cli.rows import size
+from kvasir.cli.rows import counted, size
 from kvasir.cli.running.checks import check_installed
 from kvasir.cli.running.home import Home
 from kvasir.cli.running.program import done
@@ -60,8 +60,8 @@ def backup(caller: Caller, folder: FolderArgument) -> None:
     all_bytes = sum({kept.hash: kept.size_bytes for kept in files.values()}.values())
     value = {"folder": str(folder), "files": len(files), "bytes": all_bytes, "copied_bytes": run.copied_bytes}
     value |= {"removed_bytes": removed_bytes, "damaged": sorted(run.damaged), "links": (links := run.links())}
-    text = f"{folder}: {len(files)} files, {size(all_bytes)}; {size(run.copied_bytes)} copied now"
-    text += f"; {len(run.damaged)} damaged files are left out" if run.damaged else ""
+    text = f"{folder}: {counted(len(files), 'file')}, {size(all_bytes)}; {size(run.copied_bytes)} copied now"
+    text += f"; left out: {counted(len(run.damaged), 'damaged file')}" if run.damaged else ""
     text += f"; links are left out: {', '.join(links)}" if links else ""
     caller.result(value, lambda out: out.print(text))
     if (home.sealed_file).exists():
@@ -116,10 +116,10 @@ def restore(
 
 def _restored_words(value: dict[str, Any]) -> str:
     report, missing = value["store"], value["missing"]
-    words = f"{value['home']}: {value['files']} files"
+    words = f"{value['home']}: {counted(value['files'], 'file')}"
     if report is not None:
-        found = f"{report['snapshots']} versions, {report['blobs']} blobs, {len(report['findings'])} findings"
-        words += f"; the store has {found}"
+        found = (counted(report["snapshots"], "version"), counted(report["blobs"], "blob"))
+        words += f"; the store has {', '.join(found)}, {counted(len(report['findings']), 'finding')}"
     return "\n".join([words, *(f"  missing, as it is damaged in the backup: {name}" for name in missing)])
 
 
@@ -250,7 +250,7 @@ def _write(source: BackupFolder, files: Files, new: Path, partial: bool) -> list
     if problems and not partial:
         first, *others = problems.values()
         named = {"damaged": "\n".join(error.message for error in problems.values())}
-        more = f" (and {len(others)} more files)" if others else ""
+        more = f" (and {counted(len(others), 'more file')})" if others else ""
         text = f"{first.message}{more}; `kvasir restore --partial` restores the rest"
         raise DataLoss(text, reason=first.reason, metadata=named)
     return list(problems)

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from kvasir.cli.caller import Caller
 from kvasir.cli.failures import WrongUsage
-from kvasir.cli.rows import to_the_second
+from kvasir.cli.rows import counted, to_the_second
 from kvasir.cli.running.home import Home
 from kvasir.cli.showing.tables import table
 from kvasir.names import UNNAMED_PREFIXES
@@ -119,7 +119,7 @@ def _show(out: Console, lines: list[dict[str, Any]], left_out: int) -> None:
     else:
         out.print("nothing needs attention")
     if left_out:
-        out.print(f"{left_out} more lines, of routine: --all shows them.", style="dim")
+        out.print(f"{counted(left_out, 'more line')}, of routine: --all shows them.", style="dim")
 
 
 def _cells(line: dict[str, Any]) -> tuple[str, ...]:

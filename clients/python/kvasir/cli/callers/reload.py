@@ -9,6 +9,7 @@ from typing import Any
 
 from kvasir.cli.caller import Caller
 from kvasir.cli.callers.audit import lines_of
+from kvasir.cli.rows import counted
 from kvasir.cli.running.holding import holders
 from kvasir.cli.running.home import Home
 from kvasir.credentials import CredentialFileError, read_credentials
@@ -87,7 +88,7 @@ def _words(line: dict[str, Any]) -> str:
     match line["outcome"]:
         case "allowed":
             parts = line.get("parts") or "nothing: it has no such file"
-            return f"read {parts}; {line.get('ended_calls', 0)} calls ended"
+            return f"read {parts}; {counted(line.get('ended_calls', 0), 'call')} ended"
         case "ended":
             return "has ended; it reads the new set when it is started again"
         case "silent":

@@ -14,7 +14,7 @@ from rich.console import Console
 
 from kvasir.cli.caller import Caller
 from kvasir.cli.failures import PROBLEMS, UNREACHABLE, WrongUsage
-from kvasir.cli.rows import fields_of, scrub_text, size, stats_row
+from kvasir.cli.rows import counted, fields_of, scrub_text, size, stats_row
 from kvasir.cli.running.health import ENGINE_SERVICE, STORE_SERVICE, Health, health, http_health, problems_at
 from kvasir.cli.running.holding import end_group, holders, is_led
 from kvasir.cli.running.home import Endpoint, Home, Running
@@ -96,7 +96,7 @@ def down(caller: Caller) -> None:
         caller.home.running_file.unlink(missing_ok=True)
     root = caller.home.root
     text = f"stopped; what agents remember is in {root}" if ended.pids else f"nothing runs in {root}"
-    text += f", but for the newest turns of {dropped} agents: the store did not take them" if dropped else ""
+    text += f", but for the newest turns of {counted(dropped, 'agent')}: the store did not take them" if dropped else ""
     text += f", {ENGINE_KILLED}" if ended.is_engine_killed else ""
     answer = {"home": str(root), "ended": ended.pids, "not_stored": dropped, "engine_killed": ended.is_engine_killed}
     caller.result(answer, lambda out: out.print(text))
@@ -135,7 +135,7 @@ def _engine_facts(caller: Caller) -> tuple[dict[str, Any], dict[str, str]]:
         names = {"memories": "owed_memories", "bytes": "owed_bytes", "failed": "failed_memories"}
         owed = {name: sum(getattr(each, source) for each in namespaces) for name, source in names.items()}
         facts = {"owed": owed, "kernels": fields_of(kernels, *(field.name for field in kernels.DESCRIPTOR.fields))}
-        text = f"the store did not take the newest turns of {owed['failed']} agents, which are in RAM alone"
+        text = f"agents whose newest turns are in RAM alone, because the store did not take them: {owed['failed']}"
         return facts, {"MEMORIES_NOT_STORED": text} if owed["failed"] else {}
     return {}, {}
 
@@ -212,7 +212,7 @@ def _show_status(out: Console, value: dict[str, Any], *, is_killed: bool) -> Non
         out.print(f"engine: slow, by {value['kernels']['attention']}: {failure}")
     if value["owed"].get("memories"):
         owed = value["owed"]
-        out.print(f"owed: {owed['memories']} memories, {size(owed['bytes'])}, are not in the store yet")
+        out.print(f"owed to the store: memories {owed['memories']}, {size(owed['bytes'])}")
     if disk := value["disk"]:
         budget = disk["write_budget_bytes"]
         of_budget = f" of a budget of {size(budget)}" if budget else ""

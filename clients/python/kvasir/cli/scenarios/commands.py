@@ -9,6 +9,7 @@ import typer
 
 from kvasir.cli import failures
 from kvasir.cli.caller import Caller, command
+from kvasir.cli.rows import counted
 from kvasir.errors import FailedPrecondition, KvasirError
 
 app = typer.Typer(help="Let agents speak with each other in phases, each with its own memory.", no_args_is_help=True)
@@ -71,7 +72,8 @@ def run(
             options = {"model": model, "tokens": tokens, "retries": retries, "parallel": parallel}
             is_met = asyncio.run(runs.run(caller, scenario, begun, **options))
         except (KeyboardInterrupt, SystemExit, KvasirError):
-            caller.say(f"\nstopped after {len(begun.answers)} turns; run it again, without --fresh, to go on")
+            done = counted(len(begun.answers), "turn")
+            caller.say(f"\nstopped after {done}; run it again, without --fresh, to go on")
             raise
     if not is_met:
         raise typer.Exit(failures.PROBLEMS)

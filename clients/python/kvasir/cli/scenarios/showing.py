@@ -20,6 +20,7 @@ from kvasir_orchestrator.transcript import Message
 from rich.console import Console
 
 from kvasir.cli.caller import Caller
+from kvasir.cli.rows import counted
 
 _OfTurn = TurnStarted | ReplyPiece | TurnRetried | TurnDone
 
@@ -38,7 +39,7 @@ class ShownRun:
         match event:
             case RunStarted():
                 before = f", {event.done} of them done before" if event.done else ""
-                self._caller.say(f"{self._scenario.name}: {event.turns} turns{before}")
+                self._caller.say(f"{self._scenario.name}: {counted(event.turns, 'turn')}{before}")
             case OutcomeChecked():
                 self._outcome(event)
             case RunDone():
@@ -91,8 +92,8 @@ class ShownRun:
 
     def _end(self, event: RunDone) -> None:
         self._out.print(
-            f"\n{event.outcomes_met} of {event.outcomes} outcomes met; "
-            f"{event.extended} of {event.later_turns} turns after an agent's first are EXTEND; "
+            f"\n{event.outcomes_met} of {counted(event.outcomes, 'outcome')} met; "
+            f"{event.extended} of {counted(event.later_turns, 'later turn')} EXTEND; "
             f"{computed(event.new_tokens, event.prompt_tokens)}"
         )
         if event.forgotten:
@@ -104,7 +105,7 @@ def reuse(done: TurnDone) -> str:
     answer = done.answer
     kind = "miss" if not answer.cached_tokens else "partial hit" if answer.reason else "hit"
     why = f": {answer.reason}" if answer.reason else ""
-    left_out = f"; full: the oldest {answer.left_out} messages are left out from now on" if answer.left_out else ""
+    left_out = f"; full: oldest messages left out from now on: {answer.left_out}" if answer.left_out else ""
     before = "done before; " if done.is_from_journal else ""
     if done.is_first and answer.match == "extend":
         before += "goes on from an earlier run; "
@@ -192,7 +193,8 @@ def show_dry_rows(out: Console, scenario: Scenario, rows: Sequence[dict[str, Any
             phase = row["phase"]
             out.print(f"\n== {scenario.phases[phase].title}", style="bold")
         waits = ", ".join(str(index + 1) for index in row["waits_for"]) or "nothing"
-        kept = f"EXTEND, {row['reused_messages']} messages reused" if row["reused_messages"] else "nothing to reuse"
+        reused = row["reused_messages"]
+        kept = f"EXTEND, {counted(reused, 'message')} reused" if reused else "nothing to reuse"
         if row["prompt_tokens"] is not None:
             kept += f", {row['reused_tokens']:,} of {row['prompt_tokens']:,} tokens"
         out.print(f"turn {row['turn'] + 1}: {scenario.names[row['agent']]} waits for {waits}; {kept}")

@@ -271,7 +271,7 @@ class Conversation:
     def _warn_when_full(self, result: TurnResult) -> None:
         share = result.memory_tokens / result.context_tokens if result.context_tokens else 0.0
         if result.left_out:
-            self.caller.say(f"the memory is full: the oldest {result.left_out} messages are left out from now on")
+            self.caller.say(f"the memory is full: oldest messages left out from now on: {result.left_out}")
         elif share >= _NEARLY_FULL:
             self.caller.say(
                 f"the memory is {share:.0%} full; chat --on-full drop_oldest or summarize goes on after that"

@@ -16,7 +16,7 @@ class Ailment:
 
 def memories_not_stored(count: int) -> Ailment:
     """It stops nothing: the engine goes on trying, and a restart of it would lose these memories."""
-    text = f"the store did not take the newest turns of {count} agents, which are in RAM alone"
+    text = f"agents whose newest turns are in RAM alone, because the store did not take them: {count}"
     return Ailment("MEMORIES_NOT_STORED", text, stops=False)
 
 

@@ -238,7 +238,7 @@ def _ended(started: pb.Started, finished: pb.Finished) -> dict[str, Any]:
     elif finished.reason == pb.FINISH_REASON_LENGTH:
         notes.append("cut at its longest")
     if left_out:
-        notes.append(f"the memory is full: the oldest {left_out} messages are left out from now on")
+        notes.append(f"the memory is full: oldest messages left out from now on: {left_out}")
     elif finished.context_tokens and finished.memory_tokens >= _NEARLY_FULL * finished.context_tokens:
         notes.append(f"the memory is {finished.memory_tokens / finished.context_tokens:.0%} full")
     parted = difference_words(started.difference) if started.HasField("difference") else ""
