@@ -10,7 +10,7 @@ unexport PYTHONDONTWRITEBYTECODE
 help:            ## Show this list
 	@awk -F ':.*## ?' '/^[a-z-]+:.*##/ {printf "%-19s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-test: install    ## Everything CI runs: lint, types, contract, walls, tests; of the long tests those of the commit's turn
+test: install    ## What CI runs: lint, types, contract, tests; of the long ones the commit's part
 	@$(MAKE) --no-print-directory -j 2 lint tested KVASIR_TURN=$(KVASIR_TURN)
 
 # Beside mypy, which has one core. First what the tests import is compiled, and their asserts: each worker would do it.
@@ -35,7 +35,7 @@ CHECKED := -m "not long" $(addprefix tests/inference/,edge memory model scheduli
   $(patsubst %,--ignore=tests/%.py,bench/test_lab bench/test_make_model kvasir/test_lean_imports kvasir/server/test_log_errors) \
   tests/bench tests/kvasir tests/campaigns/mutation tests/campaigns/fairness/test_shared_resources.py tests/test_walls.py tests/test_lessons.py tests/test_readme.py tests/test_words.py
 
-check: install ## While you work, a minute: lint, types, contract, walls, and the tests that need no service and no model
+check: install ## While you work, a minute: lint, types, tests without services and models
 	@$(MAKE) --no-print-directory -j 2 lint checked
 
 .PHONY: checked
@@ -48,28 +48,28 @@ test-gpu: install ## KV and engine on the GPU that MLX finds, TF32 off; says so 
 demo: install    ## Two agents live, die by kill -9, and go on; then one moves
 	$(BIN)/kvasir demo
 
-demo-agent: install ## A coding agent with 30,000 tokens of instructions is killed, and goes on; minutes
+demo-agent: install ## A coding agent with 30,000 tokens of instructions is killed; minutes
 	$(BIN)/kvasir demo --agent
 
-try-wheel: install ## Build the wheel, install it with all that it needs into an empty environment, and let it test itself
+try-wheel: install ## The wheel in an empty environment tests itself
 	rm -rf out/wheel && $(BIN)/python -m hatchling build -t wheel -d out/wheel
 	$(PY) -m venv out/wheel/env
 	out/wheel/env/bin/python -m pip install -q --disable-pip-version-check -c $(CONSTRAINTS) "$$(ls out/wheel/*.whl)[all]"
 	home=$$(mktemp -d) && out/wheel/env/bin/kvasir --home "$$home" doctor --self-test; code=$$?; rm -rf "$$home"; exit $$code
 
-release: install ## Everything of the version that this commit's tag names, into out/release, with SHA-256; uploads nothing. TRY=1 without a tag; AT=URL where it will lie
+release: install ## All packages of the tag's version, into out/release; TRY=1 without a tag, AT=URL
 	$(BIN)/python -m tools.release $(if $(TRY),--try) $(if $(AT),--at '$(AT)')
 
-test-install: install ## Build a release in a clone, and type what the pages say in empty folders and homes: pip, uv, pipx, each client, Homebrew's steps, the image; INSTALL="go image" for some
+test-install: install ## A release, and what the pages type, in empty homes; INSTALL="go image" for some
 	$(BIN)/python -m tests.install $(INSTALL)
 
-prove: install   ## Check and measure Kvasir on this machine, a quarter of an hour; goes on where it was ended; PROVE=--quick
+prove: install   ## Check and measure this machine, a quarter of an hour; goes on; PROVE=--quick
 	$(BIN)/kvasir prove --out out/prove $(PROVE)
 
 # uv resolves and unpacks for another system than its own, and takes no source: MLX's wheels want macOS 14.
 FOR_A_MAC = MACOSX_DEPLOYMENT_TARGET=14.0 UV_CACHE_DIR=out/uv/cache out/uv/bin/uv pip
 A_MAC := -q --only-binary :all: --python-platform aarch64-apple-darwin
-test-wheels: install ## The wheels for Apple silicon on Python 3.11 to 3.14 are all there: downloads and unpacks them into out/, 3 GB there
+test-wheels: install ## All wheels for Apple silicon are there, on Python 3.11 to 3.14; downloads 3 GB
 	test -x out/uv/bin/uv || { $(PY) -m venv out/uv && out/uv/bin/python -m pip install -q uv; }
 	@for python in 3.11 3.12 3.13 3.14; do rm -rf out/uv/mac; \
 	  $(FOR_A_MAC) compile $(A_MAC) --python-version $$python --all-extras -c $(CONSTRAINTS) pyproject.toml -o out/uv/wheels.txt \
@@ -77,14 +77,14 @@ test-wheels: install ## The wheels for Apple silicon on Python 3.11 to 3.14 are 
 	  && echo "Python $$python: $$(ls -d out/uv/mac/*.dist-info | wc -l) wheels unpacked, nothing is compiled" || exit 1; done
 
 # All three run, whatever the first finds; a missed target still fails the whole.
-bench: install   ## Measure store, engine and KV policies; wants a quiet machine, writes pictures to out/bench
+bench: install   ## Measure store, engine and KV policies on a quiet machine; pictures in out/bench
 	@missed=0; \
 	$(BIN)/kvasir bench store || missed=1; \
 	$(BIN)/kvasir bench engine --peer mlx-lm --plots out/bench || missed=1; \
 	$(BIN)/kvasir bench quality || missed=1; \
 	exit $$missed
 
-test-clients: install ## Clients of other languages: build, golden cases, steps against live services; CLIENTS="go" for some
+test-clients: install ## Build and run clients of other languages; CLIENTS="go" for some
 	$(BIN)/python -m tests.conformance $(CLIENTS)
 
 lint: install check-generated ## ruff, mypy, buf; the contract against the last tag
@@ -95,12 +95,12 @@ lint: install check-generated ## ruff, mypy, buf; the contract against the last 
 	@tag=$$(git describe --tags --abbrev=0 2>/dev/null) || exit 0; \
 	$(BIN)/buf breaking proto --against ".git#tag=$$tag,subdir=proto"
 
-check-generated: install ## Committed stubs are what proto/ generates; says so where the generator has no wheel
+check-generated: install ## Committed stubs are what proto/ generates
 	@$(BIN)/python -c 'import grpc_tools' 2>/dev/null || { echo "Stubs: NOT CHECKED, grpcio-tools has no wheel for this Python"; exit 0; }; \
 	tmp=$$(mktemp -d) && trap 'rm -rf "$$tmp"' EXIT && tools/generate.sh "$$tmp" && \
 	for f in $$(cd "$$tmp" && find . -type f); do cmp "$$tmp/$$f" "clients/python/$$f" || { echo "run 'make generate'"; exit 1; }; done
 
-generate: install ## Write the Python and Go stubs of proto/, and copy it into the clients that are built from it
+generate: install ## Write the stubs of proto/, and copy it into the clients that are built from it
 	tools/generate.sh
 	tools/generate_clients.sh
 
@@ -131,33 +131,33 @@ campaigns: install ## The long forms of sampled tests (tests/CAMPAIGNS.md); hour
 	$(BIN)/python -m pytest --timeout 7200 -m campaign
 	KVASIR_WHOLE=1 $(BIN)/python -m pytest -n 3 --dist worksteal --timeout 7200
 
-campaign-fairness: install ## One namespace does its worst while another works, for every shared resource; an hour
+campaign-fairness: install ## One namespace does its worst beside another, by every shared resource; an hour
 	$(BIN)/python -m tests.campaigns.fairness.campaign $(FAIRNESS)
 	$(BIN)/python -m tests.campaigns.fairness.loop_time
 
 campaign-history: install ## Random lives over two engines and one store: no turn knows what was taken back
 	$(BIN)/python -m pytest --timeout 7200 -m campaign -s tests/campaigns/history
 
-campaign-moves: install ## Agents move among three stores that are cut, killed and forced: one owner, nothing lost; half an hour
+campaign-moves: install ## Agents move among three stores that are cut and killed; half an hour
 	$(BIN)/python -m tests.campaigns.moves.campaign --moves $(or $(MOVES),2000)
 
-campaign-sizes: install ## Memories of gigabytes by a store that is slow, stalled and killed; half an hour, 30 GB of disk
+campaign-sizes: install ## Memories of gigabytes by a store that is killed; half an hour, 30 GB of disk
 	$(BIN)/python -m tests.campaigns.sizes.campaign $(SIZES)
 
-bench-moves: install ## 100 MB of memory move between two network namespaces over 1 Gbit/s and 2 ms, beside raw TCP; Linux, root
+bench-moves: install ## 100 MB move between two network namespaces, beside raw TCP; Linux, root
 	$(BIN)/python -m tests.campaigns.moves.link
 
-campaign-handover: install ## 300 turns move between two engines while they speak; then 40 more while something breaks; half an hour
+campaign-handover: install ## 300 turns move between two engines, 40 more while something breaks; half an hour
 	$(BIN)/python -m tests.inference.handover.handover_campaign
 
-hammer: install ## Many agents at once, each turn compared with the same turn alone; goes on where it was ended
+hammer: install ## Many agents at once, each turn compared with the same turn alone; goes on
 	$(BIN)/python -m tests.campaigns.hammer $(HAMMER)
 
-mutants: install ## Break the code once per mutant, see which test notices, write the tables; goes on where it was ended
+mutants: install ## Break the code once per mutant, and write which test notices; goes on
 	$(BIN)/python -m tests.campaigns.mutation $(MUTANTS)
 
 .PHONY: docs
-docs: install    ## The documentation as a site, from this repository and without the network: out/site/index.html
+docs: install    ## The documentation as a site, without the network: out/site/index.html
 	$(BIN)/python -m tools.site out/pages
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build -q --strict -f docs/mkdocs.yml
 	@echo "open out/site/index.html; its search wants a server: $(PY) -m http.server -b 127.0.0.1 -d out/site"
@@ -166,23 +166,23 @@ docs: install    ## The documentation as a site, from this repository and withou
 bench-http: install ## 200 streams through the gateway, then 500 readers who leave
 	$(BIN)/python -m tests.gateway.http_load $(HTTP)
 
-test-http-clients: install ## LangChain, LiteLLM, Ollama's client, the AI SDK and curl before a gateway; installs them into out/
+test-http-clients: install ## LangChain, LiteLLM, Ollama's client, the AI SDK, curl; installs them into out/
 	$(BIN)/python -m tests.gateway.clients out/http-clients
 
-test-agents: install ## Claude Code, Codex, opencode, pi, Cline and frameworks, unmodified, before a gateway: minutes each; installs them into out/. AGENTS="claude --whole" for one, with all its tools
+test-agents: install ## Unmodified coding agents and frameworks; AGENTS="claude --whole" for one, whole
 	$(BIN)/python -m tests.gateway.agents out/agents $(AGENTS)
 
-test-templates: install ## Chat templates as their makers published them: thoughts and calls of sixteen models; downloads them into out/
+test-templates: install ## Chat templates of sixteen models as published; downloads them into out/
 	$(BIN)/python -m tests.inference.text.templates.published_templates out/templates
 
-test-smg: install ## SMG, the neighbour's own gateway, before an engine with --neighbour; installs it into out/
+test-smg: install ## SMG, the neighbour's gateway, before an engine; installs it into out/
 	$(BIN)/python -m tests.gateway.smg out/smg
 
-test-page: install ## The operator's page in headless Chromium: axe-core, keyboard, no scripts; pictures into out/
+test-page: install ## The page in headless Chromium: axe-core, keyboard, no scripts; pictures in out/
 	$(BIN)/python -m tests.gateway.page.browser out/page
 
 .PHONY: test-langgraph
-test-langgraph: install ## The LangGraph example of scenarios before real services; installs LangGraph into out/
+test-langgraph: install ## The LangGraph example before real services; installs LangGraph into out/
 	$(BIN)/python -m tests.orchestrator out/langgraph
 
 fresh:           ## Remove what the tasks made

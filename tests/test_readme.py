@@ -3,6 +3,7 @@
 import ast
 import re
 import shlex
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -110,6 +111,15 @@ def test_a_command_that_does_not_exist_is_noticed() -> None:
     assert problem("make nonsense")
     assert problem("make release NONSENSE=1")
     assert not problem("kvasir --home /tmp/x agents export ada ada.tar --format seed")
+
+
+def test_every_line_of_make_help_fits_into_100_columns() -> None:
+    helped = subprocess.run(
+        ["make", "--no-print-directory", "help"], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    lines = helped.stdout.splitlines()
+    assert len(lines) > 30
+    assert [line for line in lines if len(line) > 100] == []
 
 
 # What users import from; every other module of the SDK may move.
