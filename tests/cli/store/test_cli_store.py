@@ -76,7 +76,7 @@ def test_ls_begins_with_the_last_used_and_leaves_out_agents_without_names(
     assert cli("agents", "ls", "--limit", "0").code == 2
 
 
-def test_titles_of_conversations_are_their_first_words_or_a_label_and_reading_them_is_no_use(
+def test_titles_are_first_words_or_a_label_and_are_searched_and_reading_them_is_no_use(
     cli: Cli, client: StoreClient
 ) -> None:
     said = manifest_pb2.Message(role="user", content="Plan a trip to Porto in May,\nby train and with two children.")
@@ -90,10 +90,13 @@ def test_titles_of_conversations_are_their_first_words_or_a_label_and_reading_th
     time.sleep(1.1)  # a use is noted once a second
     before = {row.agent_id: row.used_at for row in client.list_agents().agents}
 
-    def titles() -> dict[str, str]:
-        return {row["agent_id"]: row["title"] for row in cli.done("agents", "ls", "--all", "--json").value}
+    def titles(*options: str) -> dict[str, str]:
+        rows = cli.done("agents", "ls", *(options or ("--all",)), "--json").value
+        return {row["agent_id"]: row["title"] for row in rows}
 
     assert titles() == {"ada": "", "conversation/0ed/1": "Plan a trip to Porto in May, by train…"}
+    assert list(titles("--search", "PORTO  trip")) == ["conversation/0ed/1"]
+    assert (titles("--search", "AD"), titles("--search", "Porto Oslo")) == ({"ada": ""}, {})
     assert {row.agent_id: row.used_at for row in client.list_agents().agents} == before
     assert "Plan a trip" not in cli.done("agents", "ls").out
     cli.done("agents", "label", "conversation/0ed/1", "title=Porto")

@@ -35,7 +35,7 @@ from kvasir.cli.rows import (
 )
 from kvasir.cli.showing.tables import table
 from kvasir.cli.showing.titles import LABEL as TITLE
-from kvasir.cli.showing.titles import titles_of
+from kvasir.cli.showing.titles import has_words, titles_of
 from kvasir.clients import InferenceClient, StoreClient
 from kvasir.clients.archive_file import pieces_of
 from kvasir.errors import KvasirError
@@ -146,22 +146,30 @@ def ls(
     ] = Order.USED,
     limit: Annotated[int | None, typer.Option(min=1, help="Only so many, the first of the order.", metavar="N")] = None,
     has_all: Annotated[
-        bool, typer.Option("--all", help="Conversations too whose callers named no agent. So does --prefix.")
+        bool,
+        typer.Option("--all", help="Conversations too whose callers named no agent. So do --prefix and --search."),
     ] = False,
+    search: Annotated[
+        str, typer.Option(help="Only agents whose name, title or labels have all these words.", metavar="WORDS")
+    ] = "",
 ) -> None:
     """List agents that have names, the last used first. The title of a conversation is its label `title`, else its
-    first words (of the first 100 that are listed).
+    first words (of the first 100 that are listed, or of the first 1,000 that are searched).
 
     Labels that Kvasir gives for itself are in --json and in `kvasir agents show`."""
     with store_client(caller) as client:
         found = list(all_agents(client, prefix, labels_of(label or [])))
-        listed = [agent for agent in found if has_all or prefix or not agent.agent_id.startswith(UNNAMED_PREFIXES)]
-        shown = sorted(listed, key=_ORDERS[sort])[:limit]
-        titles = titles_of(client, shown)
+        has_all = bool(has_all or prefix or search)
+        listed = [agent for agent in found if has_all or not agent.agent_id.startswith(UNNAMED_PREFIXES)]
+        listed.sort(key=_ORDERS[sort])
+        titles = titles_of(client, listed, most_read=_PAGE) if search else {}
+        listed = [agent for agent in listed if has_words(agent, titles.get(agent.agent_id, ""), search)]
+        shown = listed[:limit]
+        titles = titles or titles_of(client, shown)
 
     def show(out: Console) -> None:
         out.print(_agents_table(shown, titles))
-        if unnamed := len(found) - len(listed):
+        if unnamed := 0 if has_all else len(found) - len(listed):
             out.print(f"{unnamed} more that their callers did not name: --all lists them.", style="dim")
         if cut := len(listed) - len(shown):
             out.print(f"{cut} more by this order: --limit.", style="dim")

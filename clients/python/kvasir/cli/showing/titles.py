@@ -16,16 +16,22 @@ _MOST_READ = 100  # each is a memory's whole transcript
 _MOST_CHARS = 40
 
 
-def titles_of(client: StoreClient, agents: Iterable[pb.Agent]) -> dict[str, str]:
-    """By agent the label, else the first words of a conversation whose callers named no agent."""
+def titles_of(client: StoreClient, agents: Iterable[pb.Agent], most_read: int = _MOST_READ) -> dict[str, str]:
+    """By agent the label, else the first words of a conversation whose callers named no agent, of so many at most."""
     titles, read = {}, 0
     for agent in agents:
         if label := agent.labels.get(LABEL):
             titles[agent.agent_id] = label
-        elif agent.agent_id.startswith(UNNAMED_PREFIXES) and read < _MOST_READ:
+        elif agent.agent_id.startswith(UNNAMED_PREFIXES) and read < most_read:
             read += 1
             titles[agent.agent_id] = _first_words(client, agent)
     return titles
+
+
+def has_words(agent: pb.Agent, title: str, words: str) -> bool:
+    """Whether name, title and labels have all the words, in any case of letters."""
+    text = " ".join((agent.agent_id, title, *agent.labels.values())).casefold()
+    return all(word in text for word in words.casefold().split())
 
 
 def _first_words(client: StoreClient, agent: pb.Agent) -> str:
