@@ -32,16 +32,20 @@ EDGES = {
     ),
     "9: conversations without names flood the list": (
         "test_ls_begins_with_the_last_used_and_leaves_out_agents_without_names",
-        "test_titles_of_conversations_are_their_first_words_or_a_label_and_reading_them_is_no_use",
+        "test_titles_are_first_words_or_a_label_and_are_searched_and_reading_them_is_no_use",
     ),
-    "10: nobody says why nothing was reused": ("test_a_talk_says_where_its_prompt_parted_from_the_memory",),
+    "10: nobody says why nothing was reused": (
+        "test_an_answer_says_what_was_reused_and_where_its_prompt_parted_from_the_memory",
+        "test_a_talk_says_where_its_prompt_parted_from_the_memory",
+    ),
     "11: a README's first prompt has no end": "the example is a chat now; the client's own tests run its calls",
     "12: nothing is published, and no page says how to depend on a client": (
         "test_a_client_is_built_from_its_own_folder",
         "test_the_page_of_a_client_has_one_line_and_a_program_that_calls_ada",
     ),
     "13: old clients do not run with new stubs": ("test_every_version_of_the_changelog_lists_the_changes_of_clients",),
-    "14: Java warns of a channel option": "it is Netty's word about Unix sockets, and changes nothing",
+    "14: Java warns of a channel option, and `mvn package install` fails": "it is Netty's word about Unix sockets, and "
+    "changes nothing; `mvn install` packages, and Maven's source plugin refuses a second round in one line",
     "15: up goes on without HTTP where the port is taken": (
         "test_a_home_of_the_background_is_taken_over_after_a_kill_and_goes_down",
         "test_an_up_whose_gateways_port_is_taken_while_it_starts_takes_the_next_one",
@@ -53,9 +57,13 @@ EDGES = {
         "test_without_services_each_command_ends_as_the_table_of_exit_codes_has_it",
         "test_an_unknown_option_ends_each_command_with_2_and_json",
         "test_a_refusal_names_what_is_wrong",
+        "test_a_home_of_the_background_is_taken_over_after_a_kill_and_goes_down",
     ),
     "18: keys ls and store check need a store that is stopped": ("test_check_walks_a_store_that_does_not_run",),
-    "19: chat breaks words": ("test_a_reply_breaks_no_word_at_the_edge_of_a_terminal",),
+    "19: chat breaks words, and refuses a question without a hint": (
+        "test_a_reply_breaks_no_word_at_the_edge_of_a_terminal",
+        "test_a_refusal_names_what_is_wrong",
+    ),
     "20: scenarios answer in regular expressions": (
         "test_what_is_wrong_is_named_with_its_line",
         "test_a_report_is_written_of_the_newest_run",

@@ -158,6 +158,8 @@ def _wrong_usage(error: typer.TyperException) -> WrongUsage:
     if any(option in parameter.opts for parameter in context.find_root().command.params):
         command = context.command_path.partition(" ")[2]
         return WrongUsage(f"{option} stands before the command: kvasir {option} … {command}", field=option)
+    if context.info_name == "chat" and "extra argument" in said:
+        said += ": what is said once comes after --once"
     end = "" if said.endswith("?") else "."
     return WrongUsage(f"{said}{end} See `{context.command_path} --help`", field=option)
 
