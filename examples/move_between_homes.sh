@@ -1,11 +1,14 @@
 #!/bin/sh
 # Two homes play two Macs: they are paired by a code, an agent moves, and goes on there without computing again.
-#   sh move_between_homes.sh [DIRECTORY]; it makes homes A and B in the directory, and ends what it started
+#   sh move_between_homes.sh [DIRECTORY]
+# It makes homes A and B in the directory, and ends what it started; without DIRECTORY it removes the homes, too.
 set -eu
-dir=${1:-$(mktemp -d)}
+given=${1:-}
+dir=${given:-$(mktemp -d)}
 a() { kvasir --home "$dir/A" "$@"; }
 b() { kvasir --home "$dir/B" "$@"; }
-trap 'a down >/dev/null; b down >/dev/null' EXIT
+end() { a down >/dev/null || :; b down >/dev/null || :; [ -n "$given" ] || rm -rf "$dir"; }
+trap end EXIT
 
 a up -d --no-http >/dev/null
 b up -d --no-http >/dev/null

@@ -91,10 +91,11 @@ def test_an_example_prints_what_it_promises(user: Path, name: str) -> None:
 
 @pytest.mark.long(25)
 @pytest.mark.parametrize("name", ALONE)
-def test_an_example_of_two_homes_prints_what_it_promises(name: str) -> None:
+def test_an_example_of_two_homes_prints_what_it_promises_and_leaves_nothing(name: str) -> None:
     directory = in_memory.home()
-    printed = printed_by(directory, *example(name), str(directory))
+    printed = printed_by(directory, "env", f"TMPDIR={directory}", *example(name))
     assert in_order(ALONE[name], printed), printed
+    assert list(directory.rglob("A")) == []
     shutil.rmtree(directory)
 
 
