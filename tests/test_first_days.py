@@ -77,6 +77,10 @@ EDGES = {
     "23: up.json has addresses without a scheme": ("test_the_gateway_is_a_service_like_the_others",),
     "24: the audit lists each turn": ("test_the_audit_shows_what_needs_attention_and_a_call_once",),
     "25: a transfer's line counts blobs": ("test_a_first_turn_is_waited_for_and_the_command_reports_it",),
+    "what a newcomer comes for takes too many steps": (
+        "test_a_newcomers_task_takes_at_most_five_commands",
+        "test_an_example_of_two_homes_prints_what_it_promises_and_leaves_nothing",
+    ),
     "a backup is a copy by hand": (
         "test_a_restored_home_equals_the_old_one",
         "test_an_agent_of_a_restored_home_goes_on_token_for_token",

@@ -32,6 +32,51 @@ PRINTED: Mapping[str, tuple[str, ...]] = {
 }
 ALONE = {"move_between_homes.sh": ("ada has moved from studio: ", "Rex", "and at A she is not any more (exit 4)")}
 
+# What people come for, in the order in which it is played, in at most five commands each, and what is printed. A move
+# is an example of its own, and the walk through the page plays the same in a browser.
+TASKS: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "talk": (
+        ('kvasir chat nora --once "My name is Anna."', 'kvasir chat nora --once "What is my name?"'),
+        ("remember", "Anna"),
+    ),
+    "say it otherwise": (
+        ("kvasir agents rollback nora 1", 'kvasir chat nora --once "I live in Oslo."', "kvasir agents history nora"),
+        ("nora is at version 3, which is version 1 again", "remember", "4", "3", "2", "1"),
+    ),
+    "fork": (
+        ("kvasir agents fork nora nora-b", 'kvasir chat nora-b --once "Where do I live?"'),
+        ("nora-b remembers the same as nora", "Oslo"),
+    ),
+    "find a conversation": (
+        ("kvasir agents label nora 'title=The trip to Oslo'", "kvasir agents ls --search 'oslo trip'"),
+        ("nora", "The trip to Oslo", " ago"),
+    ),
+    "protect it": (("kvasir agents pin nora", "kvasir agents show nora"), ("nora: pinned, keeps ",)),
+    "carry it away and back": (
+        (
+            'kvasir agents export nora "$HOME/nora.kva"',
+            'kvasir agents import "$HOME/nora.kva" nora-c',
+            'kvasir chat nora-c --once "What is my name?"',
+        ),
+        ("nora-c is here at version 1", "Anna"),
+    ),
+    "give a program a key": (
+        ("kvasir tokens new ben --role client", "kvasir reload", "kvasir tokens ls"),
+        ("ben.token", "ben"),
+    ),
+    "see how things are": (("kvasir status", "kvasir audit", "kvasir doctor"), ("engine  ready", "stored: ")),
+    "restore a backup": (
+        (
+            'kvasir backup "$HOME/copy"',
+            'kvasir --home "$HOME/new" restore "$HOME/copy"',
+            'kvasir --home "$HOME/new" up -d --no-http',
+            'kvasir --home "$HOME/new" chat nora --once "What is my name?"',
+            'kvasir --home "$HOME/new" down',
+        ),
+        (" copied now", "findings", "Anna", "stopped"),
+    ),
+}
+
 
 @pytest.fixture(scope="module")
 def user() -> Iterator[Path]:
@@ -97,6 +142,14 @@ def test_an_example_of_two_homes_prints_what_it_promises_and_leaves_nothing(name
     assert in_order(ALONE[name], printed), printed
     assert list(directory.rglob("A")) == []
     shutil.rmtree(directory)
+
+
+@pytest.mark.long(30)
+def test_a_newcomers_task_takes_at_most_five_commands(user: Path) -> None:
+    for task, (commands, words) in TASKS.items():
+        assert len(commands) <= 5, task
+        printed = printed_by(user, "/bin/sh", "-euc", "\n".join(commands))
+        assert in_order(words, printed), f"{task}: {printed}"
 
 
 @pytest.mark.long(3)
