@@ -56,6 +56,7 @@ class ModelRunner:
         self.model: Any = model
         self._short: ShortPass | None = None  # over the pool that was used last
         self.is_on_gpu = mx.default_device().type == mx.DeviceType.gpu
+        attention_hook.install()
         if not self.is_on_gpu:
             share_angles(model)
         if known is not None:
@@ -265,8 +266,6 @@ def _probed(model: Any, kernels: KernelChoice) -> Probed:
 
 def _take_probed(model: Any, known: Probed) -> None:
     """Make the model as it was left by the probe that showed these facts."""
-    if known.layout.reads_pages:
-        attention_hook.install()
     if known.width:
         _narrow(model.model)
 

@@ -106,6 +106,11 @@ class DecodeStep:
     def has_drafts(self) -> bool:
         return len(self.lengths) > len(self.sequences)
 
+    @property
+    def counts(self) -> list[int]:
+        """Rows of each sequence."""
+        return [self.slot_of.count(slot) for slot in range(len(self.sequences))]
+
     @cached_property
     def slots(self) -> mx.array:
         return mx.array(self.slot_of)

@@ -6,6 +6,7 @@ depends on its position alone, so a sequence's rows are summed in the same order
 import mlx.core as mx
 
 from inference_svc.kv.batch.decode_step import DecodeStep, RowPlaces
+from inference_svc.kv.batch.drafted_attention import attend_by_slot
 from inference_svc.kv.batch.slot_arrays import SlotArrays
 from inference_svc.kv.codec import EncodedRows
 from inference_svc.kv.model_hooks.row_exact import attention_width
@@ -33,6 +34,7 @@ class DecodedLayer:
         self._is_decoded: list[bool] = []
         self._keeps_decoded = True
         self._step: DecodeStep | None = None
+        self._by_slot: EncodedRows = ()  # K and V by slot, and by row, of a pass with drafts: until it attends
 
     # --- what the batch calls ---
 
@@ -40,6 +42,7 @@ class DecodedLayer:
         """The next pass computes the rows of `step`. `keeps_decoded`: the copy stays for the next."""
         if not keeps_decoded:
             self.forget_decoded()
+        self._by_slot = ()
         self._keeps_decoded = keeps_decoded
         self._is_decoded += [False] * (len(step.sequences) - len(self._is_decoded))
         self._step = step
@@ -90,10 +93,22 @@ class DecodedLayer:
                 self._is_decoded[slot] = True
         self._decoded.put_each([self._place(length) for length in self._now.lengths], new, self._drafted_slots)
         read_keys, read_values = self._split(self._decoded.read(slots, width, self._drafted_slots))
+        if self._now.has_drafts:
+            self._by_slot = (*self._split(self._decoded.read(slots, width)), read_keys, read_values)
         if not self._keeps_decoded:
             self._decoded.clear()
             self._is_decoded = [False] * slots
         return read_keys, read_values
+
+    def attends(self, keys: object, values: object) -> bool:
+        """Whether `attend` serves a pass, whose model got this K and V here and computed nothing of them before."""
+        return bool(self._by_slot) and keys is self._by_slot[2] and values is self._by_slot[3]
+
+    def attend(self, queries: mx.array, scale: float, mask: mx.array) -> mx.array:
+        """Attention of a pass with drafts: of queries [rows, heads, 1, dim], over K and V that rows share."""
+        keys, values, *_ = self._by_slot
+        self._by_slot = ()  # a reference that stays would make the next write copy them
+        return attend_by_slot(queries, keys, values, self._now.counts, scale, mask)
 
     def make_mask(self, count: int, return_array: bool = False, window_size: int | None = None) -> mx.array | None:
         """Which stored rows each new one may attend to, bool [rows, 1, 1, stored]. None for every row."""

@@ -1,6 +1,7 @@
-"""How mlx-lm's models are led to attention over pages: the one place that changes anything of mlx-lm's. The hook takes
-the place of `scaled_dot_product_attention`, which each model's module imports by name, and hands other caches on. A
-model that never calls it is found by the probe (`layout`), and its rows are de-quantized.
+"""How mlx-lm's models are led to attention over pages, and over K and V that several rows share: the one place that
+changes anything of mlx-lm's. The hook takes the place of `scaled_dot_product_attention`, which each model's module
+imports by name, and hands other caches on. A model that never calls it is found by the probe (`layout`), and its rows
+are de-quantized.
 """
 
 import sys
@@ -9,6 +10,7 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models import base
 
+from inference_svc.kv.batch.decoded_layer import DecodedLayer
 from inference_svc.kv.batch.fused_layer import FusedLayer
 from inference_svc.kv.prefill_layer import InPlaceLayer
 
@@ -27,8 +29,10 @@ def install() -> None:
 def attention(
     queries: mx.array, keys: Any, values: Any, cache: Any, scale: float, mask: Any, sinks: mx.array | None = None
 ) -> mx.array:
-    """As mlx-lm's function of this place, but over pages if the cache attends to them."""
+    """As mlx-lm's function of this place, but over pages, or K and V that rows share, if the cache attends to them."""
     if isinstance(cache, FusedLayer | InPlaceLayer) and cache.attends:
         return cache.attend(queries, scale, mask, sinks)
+    if isinstance(cache, DecodedLayer) and sinks is None and cache.attends(keys, values):
+        return cache.attend(queries, scale, mask)
     attended: mx.array = _upstream(queries, keys, values, cache, scale, mask, sinks)
     return attended

@@ -11,9 +11,9 @@ from inference_svc.engine.drafting import drafter
 from inference_svc.engine.engine import Engine
 from inference_svc.engine.engine_worker import EngineWorker
 from tests.inference.engine.cells import cells_of, cells_of_new_engines
+from tests.inference.engine.drafts.planted_drafts import Told, every_draft
 from tests.inference.engine.driving import Driver
 from tests.inference.engine.families import ALL, BUDGET, write_family
-from tests.inference.engine.planted_drafts import Told, every_draft
 from tests.inference.engine.tiny_models import LLAMA, write_model
 from tests.on_gpu import gpu
 

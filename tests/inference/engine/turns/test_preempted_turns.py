@@ -31,8 +31,8 @@ from inference_svc.engine.engine import Engine
 from inference_svc.engine.files.incoming import Incoming
 from inference_svc.formats.constraint import Constraint, ConstraintKind
 from tests.inference.engine.cells import cells_of
+from tests.inference.engine.drafts.planted_drafts import Told, wrong_at
 from tests.inference.engine.driving import THOUGHTS, Driver, Listener, tokens_of
-from tests.inference.engine.planted_drafts import Told, wrong_at
 from tests.made_models.sampling import pairs
 
 PROMPT = tokens_of(700, 1)

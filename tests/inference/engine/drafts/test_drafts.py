@@ -7,15 +7,18 @@ from typing import Any
 import pytest
 from kvasir.errors import Cancelled
 from llguidance import LLParserLimits
+from mlx_lm.models import llama
 
 from inference_svc.engine.api import Hot, Tokens
 from inference_svc.engine.drafting import drafter
 from inference_svc.formats import grammars
 from inference_svc.formats.constraint import Constraint, ConstraintKind
 from inference_svc.formats.grammar_trial_process import Trial
-from inference_svc.kv.batch import decode_batch
+from inference_svc.kv.batch import decode_batch, decoded_layer
+from inference_svc.kv.batch.drafted_attention import attend_by_slot
+from inference_svc.kv.model_hooks import attention_hook
+from tests.inference.engine.drafts.planted_drafts import Told, Tries, every_draft, wrong_at
 from tests.inference.engine.driving import Driver, Listener, tokens_of
-from tests.inference.engine.planted_drafts import Told, Tries, every_draft, wrong_at
 
 TRIES: dict[str, Tries] = {
     "right": lambda rest, _: rest,
@@ -141,6 +144,33 @@ def test_a_cancel_among_drafts_keeps_the_reply_so_far(driver: Driver, told: type
     assert said == reply[: len(said)]
     driver.turn(prompt, max_tokens=len(said), most_drafts=0, key=plain_key)
     assert driver.files(key) == driver.files(plain_key)
+
+
+@pytest.mark.cpu_only("a GPU attends over pages")
+@pytest.mark.parametrize("model", ["calls the hook", "calls MLX itself", "changes values first"])
+def test_rows_of_a_turn_share_its_keys_and_values_where_the_model_lets_them(
+    driver: Driver, told: type[Told], monkeypatch: pytest.MonkeyPatch, model: str
+) -> None:
+    """Else each row reads a copy of its own, and the reply is the same."""
+    shared: list[list[int]] = []
+
+    def attend(queries: Any, keys: Any, values: Any, counts: list[int], *how: Any) -> Any:
+        shared.append(counts)
+        return attend_by_slot(queries, keys, values, counts, *how)
+
+    monkeypatch.setattr(decoded_layer, "attend_by_slot", attend)
+    others = {
+        "calls MLX itself": attention_hook._upstream,
+        "changes values first": lambda q, k, v, *args, **how: attention_hook.attention(q, k, v + 0, *args, **how),
+    }
+    if model in others:
+        monkeypatch.setattr(llama, "scaled_dot_product_attention", others[model])
+    prompt = tokens_of(70, 2)
+    plain = driver.reply(driver.turn(prompt, most_drafts=0))
+    told.replies = {prompt: plain}
+    assert driver.reply(tried := driver.turn(prompt)) == plain
+    assert tried.accepted_draft_tokens
+    assert any(max(counts) > 1 for counts in shared) == (model == "calls the hook")
 
 
 @pytest.mark.parametrize("name", ["gemma3", "falcon_h1"])
