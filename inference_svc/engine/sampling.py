@@ -89,6 +89,10 @@ class Sampler:
         """Whether it can draw behind tokens that may be taken back. A budget of reasoning cannot."""
         return self._watch is None
 
+    def forced(self, most: int) -> tuple[int, ...]:
+        """The next tokens as far as the constraint allows one alone, at most so many."""
+        return () if self.constraint is None else self.constraint.forced(most)
+
     @property
     def waits_for_last_token(self) -> bool:
         """Whether the last token must be known before the next can be drawn."""

@@ -2,9 +2,10 @@
 
 import threading
 import time
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Collection
 from dataclasses import replace
+from itertools import islice
 from typing import Any, Generic, TypeVar
 
 import numpy as np
@@ -186,6 +187,7 @@ class GrammarMatcher:
         self.worked_s = 0.0  # the working time spent on this reply so far
         self._clock = clock
         self._accepted: list[int] = []
+        self._forced: deque[int] = deque()  # behind these: tokens of which each is the only one allowed
         self._follows = True  # until what was tried became too complex: each time would cost the whole reply again
         self._constraint = constraint
         self._at_beginning = matcher
@@ -209,7 +211,18 @@ class GrammarMatcher:
             if not self._matcher.consume_token(token_id):
                 raise self._gave_up()
             self._accepted.append(token_id)
+            if self._forced and self._forced.popleft() != token_id:
+                self._forced.clear()
         self.worked_s += self._clock() - began_s
+
+    def forced(self, most: int) -> tuple[int, ...]:
+        """The next tokens as far as each is the only one allowed, at most so many; an end token is none of them."""
+        began_s = self._clock()
+        if not self._forced and self._follows:  # a long run is computed once, not behind each of its tokens
+            self._forced.extend(self._matcher.compute_ff_tokens())
+            self._recover()
+        self.worked_s += self._clock() - began_s
+        return tuple(islice(self._forced, most))
 
     def follow(self, token_id: int) -> bool:
         """Follow the reply by a token that `go_back` takes back; False if it is not allowed, or too complex."""
@@ -223,13 +236,19 @@ class GrammarMatcher:
     def go_back(self, tokens: int) -> None:
         """Take back so many tokens that were followed last, also if the format became too complex behind them."""
         began_s = self._clock()
-        if self._matcher.is_error():  # which a matcher never leaves
-            self._follows = False
-            self._matcher = self._at_beginning.deep_copy()
-            self._matcher.consume_tokens(self._accepted)
-        else:
+        if not self._recover():
             self._matcher.rollback(tokens)
         self.worked_s += self._clock() - began_s
+
+    def _recover(self) -> bool:
+        """Whether the format became too complex behind what was tried, and now stands behind what was accepted."""
+        if not self._matcher.is_error():  # which a matcher never leaves
+            return False
+        self._follows = False
+        self._forced.clear()
+        self._matcher = self._at_beginning.deep_copy()
+        self._matcher.consume_tokens(self._accepted)
+        return True
 
     def _allowed(self) -> NDArray[np.uint32]:
         words = np.frombuffer(self._matcher.compute_bitmask(), dtype="<u4").copy()

@@ -4,6 +4,7 @@ Pure.
 
 from collections import deque
 from collections.abc import Hashable, Mapping
+from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 from statistics import fmean, median
 from typing import TypeVar
@@ -18,12 +19,28 @@ _USUAL_SETTLED = 1.1  # a step that is read at once, beside one that is read beh
 _PATIENCE, _FEW_DRAFTS = 32, 4  # steps after which so many drafts are tried though they do not seem to pay
 
 
+@dataclass(frozen=True, slots=True)
+class Proposal:
+    """What one row may try: at most `most` drafts. Each is right with `chance` if those before it were; the first
+    `sure` ones always are.
+    """
+
+    most: int
+    chance: float
+    sure: int = 0
+
+    def chance_at(self, place: int) -> float:
+        """That the draft of this place and all before it are right."""
+        return float(self.chance ** max(0, place + 1 - self.sure))
+
+
 class StepSeconds:
     """The seconds of a step by its rows: a line through the newest steps but those that took twice as long as usual."""
 
     def __init__(self) -> None:
         self._made: deque[tuple[int, float]] = deque(maxlen=_STEPS)
-        self._mean_rows = self._mean_s = self.row_s = 0.0  # `row_s`: what one row more costs
+        self._mean_rows = self._mean_s = 1.0
+        self.row_s = _USUAL_ROW  # what one row more costs
 
     @property
     def is_known(self) -> bool:
@@ -37,6 +54,11 @@ class StepSeconds:
         spread = sum((rows - self._mean_rows) ** 2 for rows, _ in kept)
         together = sum((rows - self._mean_rows) * took_s for rows, took_s in kept)
         self.row_s = max(0.0, (together + _USUAL_WEIGHT * _USUAL_ROW * self._mean_s) / (spread + _USUAL_WEIGHT))
+
+    def forget_half(self) -> None:
+        """The machine may have been busy: of the steps, only the newer half counts."""
+        for _ in range(len(self._made) // 2):
+            self._made.popleft()
 
     def of(self, rows: int) -> float:
         return max(self._mean_s + self.row_s * (rows - self._mean_rows), self._mean_s / 10)
@@ -52,47 +74,40 @@ class DraftCosts:
     def learn(self, rows: int, seconds: float, *, is_drafted: bool) -> None:
         (self._drafted if is_drafted else self._plain).learn(rows, seconds)
 
-    def lengths(
-        self, rows: int, chances: Mapping[RowT, float], most: Mapping[RowT, int], most_rows: int
-    ) -> dict[RowT, int]:
+    def lengths(self, rows: int, proposals: Mapping[RowT, Proposal], most_rows: int) -> dict[RowT, int]:
         """Drafts of each row that has some, so that the step gives the most tokens a second; empty where none pay.
-        `rows`: of the step without drafts. `chances`: that a draft is right if those before it are. `most`: of a row.
+        `rows`: of the step without drafts. Each next draft is the one most likely to be right, of all rows' next ones:
+        every row costs the same.
         """
-        known = self._drafted if self._drafted.is_known else self._plain
-        settled = _USUAL_SETTLED if known is self._plain else 1.0
-        if not known.is_known:
-            return _first_lengths(most, most_rows - rows)
-        seconds, tokens, total = settled * known.of(rows), float(rows), rows
-        lengths: dict[RowT, int] = {}
-        likely = [(-chance, place, row) for place, (row, chance) in enumerate(chances.items()) if most[row]]
-        heapify(likely)
-        while likely and total < most_rows:
-            negative, place, row = heappop(likely)
-            if -negative * seconds <= settled * known.row_s * tokens:
-                break
-            lengths[row] = lengths.get(row, 0) + 1
-            seconds, tokens, total = seconds + settled * known.row_s, tokens - negative, total + 1
-            if lengths[row] < most[row]:
-                heappush(likely, (negative * chances[row], place, row))
+        known, settled = (self._drafted, 1.0) if self._drafted.is_known else (self._plain, _USUAL_SETTLED)
+        seconds, row_s = settled * known.of(rows), settled * known.row_s
         plain_s = self._plain.of(rows) if self._plain.is_known else seconds / _USUAL_SETTLED
+        tokens = float(rows)
+        lengths: dict[RowT, int] = {}
+        likely = [(-each.chance_at(0), place, row) for place, (row, each) in enumerate(proposals.items()) if each.most]
+        heapify(likely)
+        for _ in range(most_rows - rows):
+            if not likely or -likely[0][0] * seconds <= row_s * tokens:
+                break
+            negative, place, row = heappop(likely)
+            lengths[row] = lengths.get(row, 0) + 1
+            seconds, tokens = seconds + row_s, tokens - negative
+            if lengths[row] < proposals[row].most:
+                heappush(likely, (-proposals[row].chance_at(lengths[row]), place, row))
         if lengths and tokens * plain_s > rows * seconds:
             return lengths
-        self._refused += bool(chances)
-        if self._refused <= _PATIENCE:
+        return self._tried_again(proposals, most_rows - rows)
+
+    def _tried_again(self, proposals: Mapping[RowT, Proposal], room: int) -> dict[RowT, int]:
+        """Now and then a few drafts of the likeliest row, though they do not seem to pay."""
+        rows = [row for row, each in proposals.items() if each.most]
+        self._refused += bool(rows)
+        if self._refused <= _PATIENCE or not rows:
             return {}
         self._refused = 0
-        likeliest = max(chances, key=chances.__getitem__)
-        return {likeliest: min(most[likeliest], _FEW_DRAFTS, most_rows - rows)}
-
-
-def _first_lengths(most: Mapping[RowT, int], room: int) -> dict[RowT, int]:
-    """Drafts in the order of rows, as many as there is room for."""
-    lengths: dict[RowT, int] = {}
-    for row, count in most.items():
-        if taken := min(count, room):
-            lengths[row] = taken
-            room -= taken
-    return lengths
+        self._drafted.forget_half()
+        likeliest = max(rows, key=lambda row: proposals[row].chance_at(0))
+        return {likeliest: min(proposals[likeliest].most, _FEW_DRAFTS, room)}
 
 
 class Trust:

@@ -1,10 +1,12 @@
-"""The drafts of decoding turns: each turn's past says what may come, its trust and the step's costs how much of it."""
+"""The drafts of decoding turns: each turn's past and its reply's format say what may come, its trust and the step's
+costs how much of it.
+"""
 
 from collections.abc import Callable, Collection, Mapping
 from weakref import WeakKeyDictionary
 
 from inference_svc.engine.api import MOST_DRAFTS
-from inference_svc.engine.drafting.draft_lengths import DraftCosts, Trust
+from inference_svc.engine.drafting.draft_lengths import DraftCosts, Proposal, Trust
 from inference_svc.engine.drafting.past_text import PastText
 from inference_svc.engine.sequence import Sequence
 
@@ -12,19 +14,36 @@ Drafts = Mapping[Sequence, tuple[int, ...]]
 
 
 class _TurnDrafts:
-    """What one turn may say next, as far as its newest tokens came before."""
+    """What one turn may say next, as far as its newest tokens came before, or its format allows nothing else."""
 
     def __init__(self, sequence: Sequence) -> None:
         self._past = PastText(sequence.token_ids)
         self._known = len(sequence.token_ids)
-        self.trust = Trust()
-        self.tokens, self.equal = self._past.next(MOST_DRAFTS)
+        self._trust = Trust()
+        self._look(sequence)
 
     def follow(self, sequence: Sequence) -> None:
         if len(sequence.token_ids) > self._known:
             self._past.extend(sequence.token_ids)
             self._known = len(sequence.token_ids)
-            self.tokens, self.equal = self._past.next(MOST_DRAFTS)
+            self._look(sequence)
+
+    def _look(self, sequence: Sequence) -> None:
+        self.tokens, self._equal = self._past.next(MOST_DRAFTS)
+        forced = sequence.sampler.forced(MOST_DRAFTS) if sequence.sampler is not None else ()
+        self._sure = len(forced)  # of the tokens; what follows them in the past is worth trying only if it begins so
+        if self.tokens[: self._sure] != forced:
+            self.tokens, self._equal = forced, 0
+
+    def proposal(self, most: int) -> Proposal:
+        return Proposal(min(len(self.tokens), most), self._trust.chance(self._equal), self._sure)
+
+    def learn(self, drafts: int, right: int) -> None:
+        if drafts > self._sure:
+            self._trust.learn(self._equal, drafts - self._sure, max(0, right - self._sure))
+
+    def forgive(self) -> None:
+        self._trust.forgive(self._equal)
 
 
 class Drafter:
@@ -49,18 +68,16 @@ class Drafter:
         rows = list(decoding)
         if not (most_rows := self._rows_for(rows)):
             return {}
-        found = {each: self._of(each) for each in rows if self._can(each)}
-        most = {each: min(len(turn.tokens), self._most(each)) for each, turn in found.items()}
-        chances = {each: turn.trust.chance(turn.equal) for each, turn in found.items() if most[each] > 0}
-        lengths = self._costs.lengths(len(rows), chances, most, most_rows)
-        for each in chances.keys() - lengths.keys():
-            found[each].trust.forgive(found[each].equal)
+        found = {each: turn for each in rows if self._can(each) and (turn := self._of(each)).tokens}
+        proposals = {each: turn.proposal(self._most(each)) for each, turn in found.items()}
+        lengths = self._costs.lengths(len(rows), proposals, most_rows)
+        for each in found.keys() - lengths.keys():
+            found[each].forgive()
         return {each: found[each].tokens[:count] for each, count in lengths.items()}
 
     def learn(self, sequence: Sequence, drafts: int, right: int) -> None:
         """So many drafts of the turn were tried, and so many were right. Before its new tokens are taken in."""
-        turn = self._of(sequence)
-        turn.trust.learn(turn.equal, drafts, right)
+        self._of(sequence).learn(drafts, right)
 
     def took(self, rows: int, seconds: float, *, is_drafted: bool) -> None:
         self._costs.learn(rows, seconds, is_drafted=is_drafted)

@@ -17,9 +17,9 @@ def attend_by_slot(
     for count, equal in groupby(counts):
         slots = len(list(equal))
         rows = slice(row, row + slots * count)
-        parts = (array[slot : slot + slots] for array in (keys, values))
-        attended.append(_attend(queries[rows], *parts, count, scale, mask[rows]))
-        row, slot = rows.stop, slot + slots
+        at = slice(slot, slot + slots)
+        attended.append(_attend(queries[rows], keys[at], values[at], count, scale, mask[rows]))
+        row, slot = rows.stop, at.stop
     return mx.concatenate(attended) if len(attended) > 1 else attended[0]
 
 

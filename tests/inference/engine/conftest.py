@@ -10,6 +10,7 @@ import pytest
 from inference_svc.engine.drafting import drafter
 from inference_svc.engine.engine import Engine
 from inference_svc.engine.engine_worker import EngineWorker
+from inference_svc.engine.sampling import Sampler
 from tests.inference.engine.cells import cells_of, cells_of_new_engines
 from tests.inference.engine.drafts.planted_drafts import Told, every_draft
 from tests.inference.engine.driving import Driver
@@ -98,6 +99,7 @@ def engine(driver: Driver) -> Engine:
 def told(monkeypatch: pytest.MonkeyPatch) -> type[Told]:
     """Every draft is tried, and is what the test makes of the replies that it gives."""
     monkeypatch.setattr(drafter, "PastText", Told)
+    monkeypatch.setattr(Sampler, "forced", lambda *_: ())  # which would take their place
     monkeypatch.setattr(drafter.DraftCosts, "lengths", every_draft)
     monkeypatch.setattr(Told, "replies", {})
     return Told

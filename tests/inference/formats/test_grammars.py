@@ -416,6 +416,30 @@ def test_a_draft_that_is_too_complex_leaves_no_trace(
     assert letter in allowed(matcher)
 
 
+@pytest.mark.parametrize("constraint", [regex("(xylophone|xyz[0-9]){3}end"), schema(PLACE)], ids=str)
+def test_each_forced_token_is_the_only_one_allowed(grammars: Grammars, constraint: Constraint) -> None:
+    """And all that is: behind it another may come, or the end. To ask for it changes nothing."""
+    forced, plain, rng = (*(grammars.matcher("ns", constraint) for _ in range(2)), random.Random(3))
+    runs = 0
+    while (tokens := allowed(plain)) != [END]:
+        run = forced.forced(64)
+        assert forced.forced(2) == run[:2]
+        assert allowed(forced) == tokens
+        for token in run:
+            assert allowed(plain) == [token]
+            plain.accept(token)
+            forced.accept(token)
+        ahead = allowed(plain)
+        assert len(ahead) > 1 or ahead == [END]
+        runs += bool(run)
+        if ahead == [END]:
+            break
+        token = rng.choice([each for each in ahead if each != END])
+        plain.accept(token)
+        forced.accept(token)
+    assert runs > 1
+
+
 @pytest.mark.parametrize(
     "constraint", [regex("(a|bc|[d-f]{2,5}){3,9}"), schema(PLACE), schema({"type": "array"})], ids=str
 )

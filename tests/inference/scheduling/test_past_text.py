@@ -1,12 +1,13 @@
 """What stood behind the longest earlier place of a text's last tokens is proposed; how many of it pay is learned."""
 
 from collections.abc import Sequence
+from itertools import product
 
 from hypothesis import given
 from hypothesis import strategies as st
 
 from inference_svc.engine.drafting import past_text
-from inference_svc.engine.drafting.draft_lengths import DraftCosts, Trust
+from inference_svc.engine.drafting.draft_lengths import DraftCosts, Proposal, Trust
 from inference_svc.engine.drafting.past_text import PastText
 
 TEXTS = st.lists(st.integers(0, 1), max_size=60)  # which repeat themselves
@@ -55,31 +56,76 @@ def learned(row_s: float, plain_s: float = 1.0) -> DraftCosts:
     return costs
 
 
+def proposed(**chances: float) -> dict[str, Proposal]:
+    return {row: Proposal(16, chance) for row, chance in chances.items()}
+
+
 def test_drafts_are_as_many_as_pay() -> None:
-    assert learned(row_s=0.01).lengths(1, {"a": 0.9}, {"a": 16}, 64) == {"a": 16}
-    few = learned(row_s=0.2).lengths(1, {"a": 0.7}, {"a": 16}, 64)["a"]
+    assert learned(row_s=0.01).lengths(1, proposed(a=0.9), 64) == {"a": 16}
+    few = learned(row_s=0.2).lengths(1, proposed(a=0.7), 64)["a"]
     assert 1 <= few <= 4
-    assert learned(row_s=1.0).lengths(1, {"a": 0.5}, {"a": 16}, 64) == {}
-    assert learned(row_s=0.01).lengths(1, {"a": 0.9, "b": 0.9}, {"a": 3, "b": 0}, 64) == {"a": 3}
+    assert learned(row_s=1.0).lengths(1, proposed(a=0.5), 64) == {}
+    assert learned(row_s=0.01).lengths(1, {"a": Proposal(3, 0.9), "b": Proposal(0, 0.9)}, 64) == {"a": 3}
 
 
-def test_the_likelier_row_gets_more_and_no_step_too_many() -> None:
-    lengths = learned(row_s=0.02).lengths(2, {"a": 0.8, "b": 0.5}, {"a": 16, "b": 16}, 10)
-    assert lengths["a"] > lengths["b"]
-    assert sum(lengths.values()) <= 8
+PROPOSALS = st.dictionaries(
+    st.sampled_from("abc"),
+    st.builds(Proposal, st.integers(0, 4), st.floats(0.05, 0.95), st.integers(0, 3)),
+    min_size=1,
+)
+
+
+@given(PROPOSALS, st.integers(3, 9), st.floats(0.01, 2), st.integers(3, 16))
+def test_no_other_lengths_give_more_tokens_a_second(
+    proposals: dict[str, Proposal], rows: int, row_s: float, most_rows: int
+) -> None:
+    """A budget of rows over all turns: all ways to give it out are tried."""
+    costs = learned(row_s)
+
+    def rate(counts: tuple[int, ...]) -> float:
+        gained = zip(proposals.values(), counts, strict=True)
+        tokens = rows + sum(each.chance_at(place) for each, count in gained for place in range(count))
+        return tokens / costs._drafted.of(rows + sum(counts)) if any(counts) else rows / costs._plain.of(rows)
+
+    ways = product(*(range(each.most + 1) for each in proposals.values()))
+    best = max(rate(counts) for counts in ways if rows + sum(counts) <= most_rows or not any(counts))
+    lengths = costs.lengths(rows, proposals, most_rows)
+    assert sum(lengths.values()) <= max(0, most_rows - rows)
+    assert rate(tuple(lengths.get(row, 0) for row in proposals)) >= best * (1 - 1e-6)
+
+
+def test_forced_tokens_are_tried_first_and_all_of_them() -> None:
+    lengths = learned(row_s=0.1).lengths(2, {"a": Proposal(9, 0.9), "b": Proposal(16, 0.1, sure=12)}, 15)
+    assert lengths == {"b": 12, "a": 1}
 
 
 def test_no_step_has_too_many_before_its_costs_are_known_and_where_drafts_are_tried_again() -> None:
-    chances, most = {"a": 0.8, "b": 0.5}, {"c": 0, "a": 16, "b": 16}
-    assert DraftCosts().lengths(3, chances, most, 20) == {"a": 16, "b": 1}
+    proposals = {"c": Proposal(0, 0.9), "a": Proposal(16, 0.9), "b": Proposal(16, 0.5)}
+    lengths = DraftCosts().lengths(3, proposals, 20)
+    assert lengths["a"] > lengths["b"] >= 1
+    assert sum(lengths.values()) <= 17
     dear = learned(row_s=3.0)
-    tried = [dear.lengths(2, chances, most, 4) for _ in range(40)]
+    tried = [dear.lengths(2, proposals, 4) for _ in range(40)]
     assert [each for each in tried if each] == [{"a": 2}]
 
 
 def test_drafts_that_make_a_device_wait_are_not_tried() -> None:
     """A plain step that is read behind the next takes half the time here: two tokens of three are no gain."""
-    assert learned(row_s=0.01, plain_s=0.5).lengths(1, {"a": 0.5}, {"a": 4}, 64) == {}
+    assert learned(row_s=0.01, plain_s=0.5).lengths(1, {"a": Proposal(4, 0.5)}, 64) == {}
+
+
+def test_costs_that_were_high_for_a_while_are_forgotten() -> None:
+    """The machine was busy while drafts were tried, and is not now."""
+    costs = learned(row_s=0.05)
+    for rows in range(1, 25):
+        costs.learn(rows, 40.0, is_drafted=True)
+    tried = []
+    for _ in range(6 * 33):
+        if lengths := costs.lengths(1, proposed(a=0.9), 64):
+            costs.learn(1 + lengths["a"], 1.0 + 0.05 * lengths["a"], is_drafted=True)
+        tried.append(lengths.get("a", 0))
+    assert max(tried[:33]) == 4
+    assert min(tried[-9:]) > 4
 
 
 def test_trust_follows_right_drafts_and_forgives() -> None:
@@ -102,8 +148,8 @@ def test_steps_that_compiled_are_forgotten_and_drafts_that_do_not_pay_tried_now_
     costs = learned(row_s=0.01)
     for _ in range(5):
         costs.learn(8, 90.0, is_drafted=True)
-    assert costs.lengths(1, {"a": 0.9}, {"a": 16}, 64) == {"a": 16}
+    assert costs.lengths(1, proposed(a=0.9), 64) == {"a": 16}
     dear = learned(row_s=3.0)
-    tried = [dear.lengths(1, {"a": 0.5}, {"a": 16}, 64) for _ in range(70)]
+    tried = [dear.lengths(1, proposed(a=0.5), 64) for _ in range(70)]
     assert [each for each in tried if each] == [{"a": 4}, {"a": 4}]
-    assert dear.lengths(1, {}, {}, 64) == {}
+    assert dear.lengths(1, {}, 64) == {}

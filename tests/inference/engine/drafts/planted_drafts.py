@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
+from inference_svc.engine.drafting.draft_lengths import Proposal
 from inference_svc.engine.drafting.past_text import PastText
 
 Tries = Callable[[tuple[int, ...], int], tuple[int, ...]]
@@ -24,8 +25,8 @@ class Told(PastText):
         return self.tries(self._text[known:], known)[:most], 8
 
 
-def every_draft(_self: object, _rows: int, chances: dict[Any, float], most: dict[Any, int], _most_rows: int) -> Any:
-    return {row: most[row] for row in chances}
+def every_draft(_self: object, _rows: int, proposals: dict[Any, Proposal], _most_rows: int) -> Any:
+    return {row: each.most for row, each in proposals.items() if each.most > 0}
 
 
 def wrong_at(step: int) -> Tries:

@@ -1,6 +1,7 @@
 """A turn says, tells and remembers with drafts what it does without, whatever is tried: right, wrong or half right."""
 
 import json
+import random
 from collections.abc import Callable
 from typing import Any
 
@@ -188,6 +189,23 @@ def test_a_text_that_repeats_itself_is_tried_and_right(driver: Driver, monkeypat
     assert tried.text == plain.text
     assert 20 < tried.accepted_draft_tokens <= tried.drafted_tokens
     assert plain.drafted_tokens == 0
+
+
+@pytest.mark.batch_as_alone
+@pytest.mark.parametrize("how", [{}, {"temperature": 1.0, "seed": 4, "logprobs": 1}], ids=["greedy", "sampled"])
+def test_forced_tokens_are_tried_where_the_past_has_none(driver: Driver, how: dict[str, Any]) -> None:
+    """Several tokens in one step, none of them wrong; the reply and its KV are those without."""
+    letters = "".join(random.Random(1).choices("bcdfghjklmnpqrstvwxz", k=24))
+    how = {"max_tokens": 60, "constraint": Constraint(ConstraintKind.REGEX, f"[0-9]{letters}[aeiou]"), **how}
+    plain_key, key = driver.key(), driver.key()
+    plain = driver.submit(tokens_of(30), key=plain_key, most_drafts=0, **how)
+    plain.end()
+    tried = driver.submit(tokens_of(30), key=key, **how)
+    tried.end()
+    assert reported(tried) == reported(plain)
+    assert driver.files(key) == driver.files(plain_key)
+    assert letters in tried.end().text
+    assert tried.end().accepted_draft_tokens == tried.end().drafted_tokens >= len(letters) // 2
 
 
 def test_no_draft_is_tried_beside_another_namespace(driver: Driver, told: type[Told]) -> None:

@@ -26,7 +26,7 @@ from inference_svc.engine.api import (
     Tokens,
     Wanted,
 )
-from inference_svc.engine.drafting.draft_lengths import DraftCosts
+from inference_svc.engine.drafting.draft_lengths import DraftCosts, Proposal
 from inference_svc.engine.engine import Engine
 from inference_svc.engine.files.incoming import Incoming
 from inference_svc.formats.constraint import Constraint, ConstraintKind
@@ -178,9 +178,9 @@ def test_a_turn_that_computes_its_reply_again_tries_nothing_meanwhile(
     told.replies, told.tries = {PROMPT: small.reply(expected.ended)}, staticmethod(wrong_at(3))
     behind: set[int] = set()
 
-    def lengths(_self: object, _rows: int, chances: Any, most: dict[Any, int], _most_rows: int) -> dict[Any, int]:
-        behind.update(len(turn.token_ids) - turn.cells.computed for turn in chances)
-        return {turn: most[turn] for turn in chances}
+    def lengths(_self: object, _rows: int, proposals: dict[Any, Proposal], _most_rows: int) -> dict[Any, int]:
+        behind.update(len(turn.token_ids) - turn.cells.computed for turn in proposals)
+        return {turn: each.most for turn, each in proposals.items()}
 
     monkeypatch.setattr(DraftCosts, "lengths", lengths)
     keeper = Keeper(lambda _files: ())
