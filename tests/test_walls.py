@@ -56,6 +56,7 @@ IMPORTS = (
             f"{BENCH}/engine/*",
             f"{BENCH}/played/*",
             f"{BENCH}/synthetic/*",
+            f"{SDK}/store_for_mlx_lm/server.py",
         ),
         "streams belong to the MLX thread; everything else, the scheduling too, must be testable without MLX",
         but_not=("inference_svc/engine/scheduling/*",),

@@ -1,0 +1,19 @@
+"""The digest of the weights that mlx-lm loaded, by which a restarted server knows its prompt caches again."""
+
+from collections.abc import Iterable
+from pathlib import Path
+
+from blake3 import blake3
+from huggingface_hub import snapshot_download
+
+
+def weights_of(models: Iterable[str | None]) -> str:
+    """Of the files of a model, its adapter and its draft model: folders, or names of models that were fetched."""
+    found = blake3()
+    for name in models:
+        if name is not None:
+            path = Path(name) if Path(name).exists() else Path(snapshot_download(name, local_files_only=True))
+            for file in sorted(path.glob("*.safetensors")):
+                found.update(file.name.encode() + b"\0").update_mmap(file)
+        found.update(b"\0")
+    return found.hexdigest()

@@ -1,0 +1,178 @@
+"""mlx_lm.server with stored prompt caches: warm after `kill -9`, equal to one that never ended, never in the way."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx_lm
+import pytest
+from kvasir.clients import StoreClient
+from kvasir.store_for_mlx_lm.server import StoredPromptCaches
+from mlx_lm.models.cache import make_prompt_cache
+
+from inference_svc.model import kvasir_tiny
+from tests.cachestore.service.running import RunningStore, StoreHome, store_home
+from tests.running.programs import ONE_THREAD
+
+_TINY = (str(kvasir_tiny.path()), None, None)
+_PROMPT = list(range(20, 320))
+_WITHIN_S = 120.0
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Iterator[StoreHome]:
+    with store_home(tmp_path / "h") as made:
+        yield made
+
+
+@pytest.fixture
+def store(home: StoreHome) -> RunningStore:
+    return home.start()
+
+
+@contextmanager
+def _caches(address: str, keep: int = 64) -> Iterator[StoredPromptCaches]:
+    with StoreClient.connect(address) as client:
+        made = StoredPromptCaches(client, keep)
+        yield made
+        made.close()
+
+
+@cache
+def _model() -> Any:
+    return mlx_lm.load(_TINY[0])[0]
+
+
+def _wait_until_stored(client: StoreClient) -> None:
+    give_up = time.monotonic() + _WITHIN_S
+    while not client.list_agents().agents:
+        assert time.monotonic() < give_up
+        time.sleep(0.05)
+
+
+def _computed(tokens: list[int]) -> list[Any]:
+    model = _model()
+    made = make_prompt_cache(model)
+    model(mx.array([tokens]), cache=made)
+    return list(made)
+
+
+def test_a_prompt_that_a_stored_cache_begins_goes_on_from_there_after_a_restart(store: RunningStore) -> None:
+    cache = _computed(_PROMPT)
+    with _caches(store.address) as first:
+        first.insert_cache(_TINY, _PROMPT, cache)
+    with _caches(store.address) as second:
+        found, rest = second.fetch_nearest_cache(_TINY, [*_PROMPT, 5, 6])
+        assert (found[0].offset, rest) == (300, [5, 6])
+        assert mx.array_equal(found[-1].keys_and_values()[0], cache[-1].keys_and_values()[0])
+        found, rest = second.fetch_nearest_cache(_TINY, [*_PROMPT[:200], 7, 8])  # another end of the same beginning
+        assert (found[0].offset, rest) == (200, [7, 8])
+        assert second.fetch_nearest_cache(_TINY, [9, 9, 9]) == (None, [9, 9, 9])
+
+
+@pytest.mark.long(4)
+def test_a_longer_cache_takes_the_place_of_its_beginning_and_the_oldest_go(store: RunningStore) -> None:
+    cache = _computed(_PROMPT)
+    with _caches(store.address, keep=2) as caches, store.client() as client:
+        caches.insert_cache(_TINY, _PROMPT, cache)
+        _wait_until_stored(client)
+        longer = _computed([*_PROMPT, *_PROMPT])
+        caches.insert_cache(_TINY, [*_PROMPT, *_PROMPT], longer)
+        caches.close()
+        assert [agent.lines[0].token_count for agent in client.list_agents().agents] == [600]
+    with _caches(store.address, keep=2) as caches, store.client() as client:
+        found, rest = caches.fetch_nearest_cache(_TINY, [*_PROMPT, *_PROMPT, 5])
+        assert rest == [5]
+        assert mx.array_equal(found[-1].keys_and_values()[1], longer[-1].keys_and_values()[1])
+        for first in (1, 2):
+            caches.insert_cache(_TINY, [first, *_PROMPT], _computed([first, *_PROMPT]))
+        caches.close()
+        assert [agent.lines[0].token_count for agent in client.list_agents().agents] == [301, 301]
+
+
+def test_a_store_that_is_gone_or_lost_a_cache_costs_no_request(store: RunningStore) -> None:
+    cache = _computed(_PROMPT)
+    with _caches(store.address) as first:
+        first.insert_cache(_TINY, _PROMPT, cache)
+    with _caches(store.address) as caches, store.client() as client:
+        caches.fetch_nearest_cache(_TINY, [9])  # it knows what is stored
+        client.delete_agent(client.list_agents().agents[0].agent_id)
+        assert caches.fetch_nearest_cache(_TINY, [*_PROMPT, 5]) == (None, [*_PROMPT, 5])
+        store.kill()
+        caches.insert_cache(_TINY, _PROMPT, cache)
+        assert caches.fetch_nearest_cache(_TINY, [*_PROMPT, 5])[1] == [5]
+    with _caches(store.address) as caches:
+        assert caches.fetch_nearest_cache(_TINY, [*_PROMPT, 5]) == (None, [*_PROMPT, 5])
+
+
+class _Server:
+    """mlx_lm.server as a process, with the plug."""
+
+    def __init__(self, address: str, log: Path) -> None:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            self._port = free.getsockname()[1]
+        self.log = log
+        argv = ["--store", address, "--model", _TINY[0], "--port", str(self._port), "--max-tokens", "12"]
+        with log.open("ab") as out:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "kvasir.store_for_mlx_lm.server", *argv],
+                stdout=out,
+                stderr=out,
+                env={**os.environ, **ONE_THREAD},
+            )
+
+    def ready(self) -> "_Server":
+        give_up = time.monotonic() + _WITHIN_S
+        while time.monotonic() < give_up and self.process.poll() is None:
+            with socket.socket() as probe:
+                if probe.connect_ex(("127.0.0.1", self._port)) == 0:
+                    return self
+            time.sleep(0.1)
+        raise AssertionError(self.log.read_text())
+
+    def chat(self, messages: list[dict[str, str]]) -> tuple[str, int]:
+        """The reply, and how many tokens of its prompt were in a cache."""
+        body = json.dumps({"messages": messages}).encode()
+        url = f"http://127.0.0.1:{self._port}/v1/chat/completions"
+        request = urllib.request.Request(url, body, {"Content-Type": "application/json"})
+        with urllib.request.urlopen(request, timeout=_WITHIN_S) as response:
+            answer = json.load(response)
+        message = answer["choices"][0]["message"]
+        return message["content"], answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+
+@pytest.mark.long(25)
+def test_the_unmodified_server_is_warm_after_kill_9_and_replies_as_one_that_never_ended(
+    store: RunningStore, tmp_path: Path
+) -> None:
+    said = [{"role": "user", "content": "My name is Anna. My dog is called Rex."}]
+    asked = {"role": "user", "content": "What is my dog called?"}
+    with ExitStack() as ends, store.client() as client:
+        servers = [_Server(store.address, tmp_path / "a.log"), _Server(f"unix:{tmp_path}/none", tmp_path / "b.log")]
+        for each in servers:
+            ends.callback(each.process.kill)
+        first, never_ended = (each.ready() for each in servers)
+        reply, cached = first.chat(said)
+        assert cached == 0
+        assert never_ended.chat(said)[0] == reply
+        said += [{"role": "assistant", "content": reply}, asked]
+        _wait_until_stored(client)
+        first.process.kill()
+        again = _Server(store.address, tmp_path / "c.log")
+        ends.callback(again.process.kill)
+        warm = again.ready().chat(said)
+        assert warm == never_ended.chat(said)
+        assert warm[1] > 16
+        again.process.terminate()
+        assert again.process.wait(_WITHIN_S) == 0
