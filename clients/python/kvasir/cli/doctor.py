@@ -80,7 +80,8 @@ def examined(caller: Caller, model: str, options: Sequence[str]) -> dict[str, An
         problems.append(f"{home}: only {size(disk.free)} of disk are free")
     if facts and facts["device"] == "cpu" and sys.platform == "linux" and not facts["blas"]:
         problems.append(_FASTER)
-    serving = services["engine"].facts.get("kernels", {})
+    engine = services.get("engine", ServiceState("engine", "", 0, Health.STOPPED))  # `kvasir store serve` has none
+    serving = engine.facts.get("kernels", {})
     problems += kernel_problems((facts or {}).get("kernels", {}), serving)
     if facts and facts["memory"]["kv_memory_bytes"] > facts["memory"]["most_kv_bytes"]:
         most = facts["memory"]["most_kv_bytes"] / GIB
@@ -93,7 +94,7 @@ def examined(caller: Caller, model: str, options: Sequence[str]) -> dict[str, An
         "model": facts,
         "home": {"path": str(home), "free_disk_bytes": disk.free},
         "store": _service(services["store"]) | _store_stats(caller, problems),
-        "engine": _service(services["engine"]) | _loaded_model(caller) | {"kernels": serving},
+        "engine": _service(engine) | _loaded_model(caller) | {"kernels": serving},
         "problems": problems,
     }
 
@@ -137,7 +138,8 @@ def service_problems(caller: Caller, states: Iterable[ServiceState]) -> Iterator
             yield f"the {each.name} hangs: something listens at {each.address} and does not answer{remedy}"
         elif each.state != Health.READY and (is_up or named.get(each.name)):
             told = f": {'; '.join(each.problems)}" if each.problems else ""
-            yield f"the {each.name} should run at {each.address}: {each.state}{told}; look at `kvasir logs {each.name}`"
+            look = "look at `kvasir status` there" if each.is_elsewhere else f"look at `kvasir logs {each.name}`"
+            yield f"the {each.name} should run at {each.address}: {each.state}{told}; {look}"
         else:
             yield from (f"the {each.name} is not well: {problem}" for problem in each.problems)
 
@@ -179,7 +181,8 @@ def _show(out: Console, report: dict[str, Any]) -> None:
     for name in ("store", "engine"):
         service = report[name]
         pid = f" (pid {service['pid']})" if service["pid"] else ""
-        write(f"{name}: {service['state']} at {service['address']}{pid}")
+        if service["address"]:
+            write(f"{name}: {service['state']} at {service['address']}{pid}")
     if loaded := report["engine"]["model"]:
         write(f"serving: {loaded['name']}, KV policy {_applied(loaded['kv_policy'], loaded['kv_policy_why'], loaded)}")
     if report["store"]["stats"]:

@@ -1,8 +1,6 @@
 """`kvasir store …`: serve a store, and look after a running one."""
 
 import json
-import os
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated, Any
@@ -11,8 +9,9 @@ import typer
 from rich.console import Console
 
 from kvasir.cli.agents import store_client
-from kvasir.cli.caller import Caller, caller_of, command
+from kvasir.cli.caller import Caller, JsonOption, caller_of, command
 from kvasir.cli.failures import DAMAGED, NOT_FOUND, WrongUsage
+from kvasir.cli.fleet.serving_store import serve_store
 from kvasir.cli.rows import counted, scrub_row, scrub_text, size, stats_row
 from kvasir.cli.running.checks import check_installed
 from kvasir.cli.running.program import done
@@ -27,19 +26,14 @@ app = typer.Typer(help="Look after the store.", no_args_is_help=True)
 @app.command(
     "serve", add_help_option=False, context_settings={"allow_extra_args": True, "ignore_unknown_options": True}
 )
-def serve(context: typer.Context) -> None:
-    """Run a cache store alone. Takes the options of `python -m cachestore_svc serve`, --help too."""
-    caller = caller_of(context)
+def serve(
+    context: typer.Context,
+    detach: Annotated[bool, typer.Option("--detach", "-d", help="Return when it is ready.")] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Run a cache store alone, for engines elsewhere. --help shows its options."""
     check_installed("store")
-    arguments = list(context.args)
-    if not any(argument.split("=")[0] == "--data-dir" for argument in arguments):
-        arguments += ["--data-dir", str(caller.home.store_data), *caller.home.sealed_options()]
-    if not any(argument.split("=")[0] == "--listen" for argument in arguments):
-        caller.home.make()
-        arguments += ["--listen", caller.home.socket_address("store")]
-    if not any(argument.startswith("--seal-") for argument in arguments):
-        arguments += caller.home.seal_options()
-    os.execv(sys.executable, [sys.executable, "-m", "cachestore_svc", "serve", *arguments])  # noqa: S606  it becomes it
+    serve_store(caller_of(context, as_json), context.args, detach=detach)
 
 
 @command(app, "check")

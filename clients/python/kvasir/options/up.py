@@ -5,6 +5,7 @@ from functools import cache
 from pathlib import Path
 from typing import ClassVar
 
+from kvasir.credentials import DEFAULT_NAMESPACE
 from kvasir.options.engine import EngineTable
 from kvasir.options.gateway import DEFAULT_LISTEN, GatewayTable
 from kvasir.options.store import StoreTable
@@ -23,6 +24,22 @@ class UpTable(Table):
     store_listen: str = option("", "For the store, for other Macs to pull from.", metavar="HOST:PORT")
     tls_cert: Path | None = option(None, "PEM certificate, needed beyond this machine.")
     tls_key: Path | None = option(None, "The certificate's key, mode 0600.")
+    store: str = option(
+        "",
+        "A store that runs elsewhere, as `kvasir store serve` or another `kvasir up --store-listen`: this engine uses "
+        "it, and none starts here.",
+        metavar="HOST:PORT|unix:/path",
+    )
+    store_token_file: dict[str, Path] = option(
+        {},
+        "With --store: the engine's token there, once for each namespace. Left out: those of this home, which are then "
+        "copies of credentials.toml and tokens/ of the store's home.",
+        metavar="[NAMESPACE=]FILE",
+        usual_name=DEFAULT_NAMESPACE,
+    )
+    store_ca_file: Path | None = option(
+        None, "With --store: the store's certificate, which pins it (PEM). Needed beyond this machine."
+    )
     http: str = option(
         "",
         "127.0.0.1:PORT for the HTTP APIs (OpenAI's, Anthropic's), whose keys are the tokens. Left out: "

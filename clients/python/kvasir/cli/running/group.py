@@ -41,6 +41,7 @@ class ServiceState:
     state: str
     metrics: str = ""  # HOST:PORT; empty without
     problems: tuple[str, ...] = ()  # why it is not well, as it and its /healthz report
+    is_elsewhere: bool = False  # no process of this home
     facts: Mapping[str, Any] = field(default_factory=dict)  # of a ready one: disk; or owed, kernels
 
 
@@ -48,6 +49,8 @@ def service_states(caller: Caller) -> list[ServiceState]:
     """How each service is that the caller speaks to, by its process and by its own answer."""
     running, alive = caller.home.running(), holders(caller.home.services_lock_file)
     endpoints = {"store": caller.store, "engine": caller.engine}
+    if running is not None and not running.engine and not caller.engine_address:  # `kvasir store serve`
+        del endpoints["engine"]
     states = [_state(name, endpoint, caller.home, running, alive) for name, endpoint in endpoints.items()]
     if running is not None and running.http:
         states.append(_state("http", Endpoint(running.http), caller.home, running, alive))
@@ -82,7 +85,9 @@ def _state(name: str, endpoint: Endpoint, home: Home, running: Running | None, a
         state = "starting"
     # The gateway says at its own address why it is not well.
     asked = running.http if name == "http" and running is not None else metrics
-    return ServiceState(name, endpoint.address, pid, state, metrics, tuple(problems_at(asked, ANSWER_S)))
+    is_elsewhere = name == "store" and running is not None and running.is_store_elsewhere
+    problems = tuple(problems_at(asked, ANSWER_S))
+    return ServiceState(name, endpoint.address, pid, state, metrics, problems, is_elsewhere)
 
 
 def down(caller: Caller) -> None:
@@ -109,7 +114,7 @@ def status(caller: Caller) -> None:
     home, running = caller.home, caller.home.running()
     states = service_states(caller)
     facts = {name: value for each in states for name, value in each.facts.items()}
-    names = ("name", "address", "pid", "state", "metrics", "problems")
+    names = ("name", "address", "pid", "state", "metrics", "problems", "is_elsewhere")
     value: dict[str, Any] = {
         "home": str(home.root),
         "pid": next(iter(holders(home.up_lock_file)), 0),
@@ -193,7 +198,8 @@ def _show_line(caller: Caller, name: str, line: str, *, is_named: bool) -> None:
 
 def _cells(row: dict[str, Any]) -> tuple[str, ...]:
     metrics = f"metrics at {row['metrics']}" if row["metrics"] else ""
-    return row["name"], row["state"], f"pid {row['pid']}" if row["pid"] else "", row["address"], metrics
+    process = f"pid {row['pid']}" if row["pid"] else "elsewhere" if row["is_elsewhere"] else ""
+    return row["name"], row["state"], process, row["address"], metrics
 
 
 def _show_status(out: Console, value: dict[str, Any], *, is_killed: bool) -> None:

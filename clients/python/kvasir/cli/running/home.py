@@ -59,6 +59,9 @@ class Running:
     http_pid: int = 0
     http_remark: str = ""  # why there is no gateway, or not at its usual port, though nobody said so
     metrics: Mapping[str, str] = field(default_factory=dict)  # by service, HOST:PORT of its metrics and /healthz
+    store_token_file: str = ""  # of a store elsewhere, which has its own
+    store_ca_file: str = ""
+    is_store_elsewhere: bool = False
     home: str = ""  # which directory the home is: a copy of it has this file too, and nothing runs there
 
 
@@ -157,13 +160,12 @@ class Home:
     def endpoint(self, service: str) -> Endpoint:
         """The endpoint of a service of this home: that of `up.json`, or else its socket."""
         running = self.running()
-        if running is None:
+        address: str = getattr(running, service) if running is not None else ""
+        if running is None or not address:
             return Endpoint(self.socket_address(service))
-        address: str = getattr(running, service)
-        if address.startswith("unix:"):
+        files = (running.token_file, running.ca_file)
+        if service == "store" and running.is_store_elsewhere:
+            files = (running.store_token_file, running.store_ca_file)
+        elif address.startswith("unix:"):
             return Endpoint(address)
-        return Endpoint(
-            address,
-            Path(running.token_file) if running.token_file else None,
-            Path(running.ca_file) if running.ca_file else None,
-        )
+        return Endpoint(address, *(Path(file) if file else None for file in files))

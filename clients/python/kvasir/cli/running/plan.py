@@ -5,11 +5,12 @@ import json
 import secrets
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from kvasir import credentials
 from kvasir.address import parse_address
+from kvasir.cli.fleet.elsewhere import endpoint_of, engine_tokens, shares_credentials
 from kvasir.cli.running.health import ENGINE_SERVICE, STORE_SERVICE, Health, http_health, is_ready
 from kvasir.cli.running.holding import tokens_locked
 from kvasir.cli.running.home import Endpoint, Home
@@ -80,11 +81,18 @@ _PRINCIPALS = (
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The processes to start and their addresses."""
+    """The services of a home, and which of them it starts: the store of `kvasir up --store` runs elsewhere, and
+    `kvasir store serve` starts no other."""
 
     store: ServiceProcess
     engine: ServiceProcess
     gateway: ServiceProcess | None = None
+    starts: tuple[str, ...] = ("store", "engine", "http")
+
+    @property
+    def started(self) -> list[ServiceProcess]:
+        every = (self.store, self.engine, self.gateway)
+        return [each for each in every if each is not None and each.name in self.starts]
 
 
 def plan_of(asked: Asked) -> Plan:
@@ -94,22 +102,37 @@ def plan_of(asked: Asked) -> Plan:
     has_credentials = bool(up.listen or up.store_listen or up.http) or home.credentials_file.exists()
     ca_file = up.tls_cert if up.tls_cert is not None and up.tls_key is not None else None
     store, engine = Endpoint(home.socket_address("store")), Endpoint(home.socket_address("engine"))
-    if up.store_listen:
+    if up.store:
+        store = endpoint_of(home, up)
+    elif up.store_listen:
         store = Endpoint(from_here(up.store_listen), home.tokens / "engine.token", ca_file)
     if up.listen:
         engine = Endpoint(from_here(up.listen), home.tokens / "client.token", ca_file)
     of_store, of_engine, of_gateway = (each(asked, has_credentials) for each in (_of_store, _of_engine, _of_gateway))
-    of_engine["store_token_file"] = store.token_file
+    of_engine |= _of_store_elsewhere(asked) if up.store else {"store_token_file": store.token_file}
     of_gateway |= {"engine": engine.address, "token_file": engine.token_file, "ca_file": engine.ca_file}
     parts = [("store", "store", store, of_store), ("engine", "engine", engine, of_engine)]
     if up.http:
         parts.append(("http", "gateway", Endpoint(up.http), of_gateway))
-    return Plan(
-        *(
-            ServiceProcess(name, endpoint, home.logs / f"{name}.log", of_home | asked.passed_on(service))
-            for name, service, endpoint, of_home in parts
-        )
-    )
+    made = {
+        field: ServiceProcess(name, endpoint, home.logs / f"{name}.log", of_home | asked.passed_on(field))
+        for name, field, endpoint, of_home in parts
+    }
+    plan = Plan(**made)
+    return replace(plan, starts=("engine", "http")) if up.store else plan
+
+
+def _of_store_elsewhere(asked: Asked) -> dict[str, object]:
+    """What an engine without a store of its own home is told of its store."""
+    home, up = asked.home, asked.up
+    return {
+        "store": up.store,
+        "store_token_file": engine_tokens(home, up),
+        "store_token_dir": home.tokens if shares_credentials(up) else None,
+        "store_ca_file": up.store_ca_file,
+        "store_data_dir": None,
+        "peers_file": None,
+    }
 
 
 def _of_store(asked: Asked, has_credentials: bool) -> dict[str, object]:

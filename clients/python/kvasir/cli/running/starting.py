@@ -1,16 +1,21 @@
 """Runs the services of a plan as one group until they are told to stop, and writes where they are found."""
 
 import asyncio
+import json
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
 from kvasir.cli.caller import Caller
+from kvasir.cli.failures import relayed
 from kvasir.cli.running.home import Home, Running
-from kvasir.cli.running.plan import Plan
+from kvasir.cli.running.logs import rotate_log
+from kvasir.cli.running.plan import Plan, ServiceProcess
 from kvasir.cli.running.supervisor import Supervisor
 
 ENGINE_KILLED = "but for what the engine had not stored: it did not stop, and was killed"
@@ -25,7 +30,7 @@ async def run_group(caller: Caller, plan: Plan, descriptor: int, http_remark: st
     gateway starts. Raises EngineKilledError."""
     home = caller.home
     supervisor = Supervisor(
-        [each.service() for each in (plan.store, plan.engine, plan.gateway) if each is not None],
+        [each.service() for each in plan.started],
         say=caller.note,
         clock=time.monotonic,
         keep_descriptor=descriptor,
@@ -68,36 +73,78 @@ def _stop_at_signals(supervisor: Supervisor) -> None:
 def _facts(home: Home, plan: Plan, supervisor: Supervisor, is_ready: bool, http_remark: str) -> Running:
     store, engine, gateway = plan.store, plan.engine, plan.gateway
     has_token = engine.options.get("credentials_file") is not None
+    is_elsewhere = "store" not in plan.starts
+    has_engine = "engine" in plan.starts
     return Running(
         pid=os.getpid(),
         store=store.endpoint.address,
-        engine=engine.endpoint.address,
+        engine=engine.endpoint.address if has_engine else "",
         token_file=str(home.tokens / "client.token") if has_token else "",
-        ca_file=str(store.options.get("tls_cert_file") or engine.options.get("tls_cert_file") or ""),
-        store_pid=supervisor.pid("store"),
-        engine_pid=supervisor.pid("engine"),
+        ca_file=_text(store, "tls_cert_file") or _text(engine, "tls_cert_file"),
+        store_pid=0 if is_elsewhere else supervisor.pid("store"),
+        engine_pid=supervisor.pid("engine") if has_engine else 0,
         is_ready=is_ready,
         http=gateway.endpoint.address if gateway else "",
         http_url=f"http://{gateway.endpoint.address}/v1" if gateway else "",
         http_pid=supervisor.pid("http") if gateway else 0,
         http_remark=http_remark,
         metrics={
-            "store": str(store.options.get("metrics_listen", "")),
-            "engine": str(engine.options.get("metrics_listen", "")),
-            "http": str(gateway.options.get("metrics_listen", "")) if gateway else "",
+            "store": _text(store, "metrics_listen"),
+            "engine": _text(engine, "metrics_listen") if has_engine else "",
+            "http": _text(gateway, "metrics_listen") if gateway else "",
         },
+        is_store_elsewhere=is_elsewhere,
+        store_token_file=str(store.endpoint.token_file or "") if is_elsewhere else "",
+        store_ca_file=str(store.endpoint.ca_file or "") if is_elsewhere else "",
     )
+
+
+def _text(process: ServiceProcess, name: str) -> str:
+    """An option that the home sets, or a flag of `kvasir store serve`."""
+    value = process.options.get(name) or ""
+    return str(value[0] if isinstance(value, tuple) else value)
 
 
 def greet(say: Callable[[str], object], home: Home, answer: dict[str, Any], how_to_stop: str) -> None:
     """Say where the services of a running group are."""
-    say(f"engine: {answer['engine']}")
-    say(f"store:  {answer['store']}")
+    if answer["engine"]:
+        say(f"engine: {answer['engine']}")
+    say(f"store:  {answer['store']}{', elsewhere' if answer['is_store_elsewhere'] else ''}")
     if answer["http"]:
         say(f"http:   {answer['http_url']} (the key is the token)")
     if answer["http_remark"]:
         say(f"        {answer['http_remark']}")
     if answer["token_file"]:
         say(f"token:  {answer['token_file']} (commands with this home find it; others say --token-file)")
+    if not answer["engine"]:
+        say(f"Engines use it with `kvasir up --store {answer['store']}`; {how_to_stop}.")
+        return
     browser = f", or in a browser with `{home.command('open')}`" if answer["http"] else ""
     say(f"Talk to an agent with `{home.command('chat ada')}`{browser}; {how_to_stop}.")
+
+
+def detached(caller: Caller) -> None:
+    """Run the same command in the background, wait until all is ready, and say what it says."""
+    arguments = [argument for argument in sys.argv[1:] if argument not in ("-d", "--detach", "--json")]
+    log = caller.home.logs / "up.log"
+    rotate_log(log)
+    with log.open("ab") as err:
+        log.chmod(0o600)
+        child = subprocess.Popen(
+            [sys.executable, "-m", "kvasir", "--json", *arguments],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=err,
+            start_new_session=True,
+        )
+    assert child.stdout is not None
+    with caller.busy("starting"), child.stdout as out:
+        try:
+            answer = json.loads(out.readline() or b"{}")
+        except BaseException:  # Ctrl-C or SIGTERM: it ends with us
+            child.terminate()
+            raise
+    if "pid" not in answer:
+        raise relayed(child.wait(), answer)
+    home = caller.home
+    caller.result(answer, lambda out: greet(out.print, home, answer, f"`{home.command('down')}` stops it"))

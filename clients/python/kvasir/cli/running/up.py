@@ -1,8 +1,6 @@
 """`kvasir up`: store, engine and HTTP gateway as one group under one home, until Ctrl-C or SIGTERM."""
 
 import asyncio
-import json
-import subprocess
 import sys
 from collections.abc import Mapping
 from dataclasses import replace
@@ -12,14 +10,15 @@ import typer
 
 from kvasir.address import parse_address
 from kvasir.cli.caller import Caller
-from kvasir.cli.failures import PROBLEMS, relayed
+from kvasir.cli.failures import PROBLEMS
+from kvasir.cli.fleet.elsewhere import check_store
 from kvasir.cli.hub import fetch
 from kvasir.cli.running import at_login as at_login_jobs
 from kvasir.cli.running import checks
 from kvasir.cli.running.holding import is_led, led, locked
-from kvasir.cli.running.logs import rotate_log, rotate_own_log
+from kvasir.cli.running.logs import rotate_own_log
 from kvasir.cli.running.plan import make_credentials, plan_of
-from kvasir.cli.running.starting import EngineKilledError, greet, run_group
+from kvasir.cli.running.starting import EngineKilledError, detached, run_group
 from kvasir.cli.running.supervisor import NotStartedError
 from kvasir.cli.settings.asked import Asked, asked_of
 from kvasir.cli.settings.flags import ConfigOption, given_flags, with_flags
@@ -59,6 +58,10 @@ def up(
     asked = asked_of(home, given_flags(flags), config)
     for model in asked.models_to_fetch:  # before anything starts, with its progress
         fetch(caller, model.path)
+    if asked.up.store and not as_login_job:  # at login the network may come later, and the engine goes on asking
+        check_store(home, asked.up)
+        if home.store_data.exists():
+            caller.note(f"the store of this home, {home.store_data}, does not start: its agents are not served")
     home.make()
     if at_login:
         _start_at_login(caller)
@@ -78,7 +81,7 @@ def up(
                 if not as_login_job:  # the system would start again what it was requested to end
                     raise typer.Exit(PROBLEMS) from None
             return
-    _detached(caller)
+    detached(caller)
 
 
 def _start_at_login(caller: Caller) -> None:
@@ -143,30 +146,3 @@ def _usual_http(addresses: Mapping[str, str]) -> tuple[str, str]:
         is_usual = port == usual.port
         return listen, "" if is_usual else f"{DEFAULT_LISTEN} is in use; `--http {listen}` keeps this one"
     return "", f"none: ports {usual.port} to {last} are in use; name another with --http 127.0.0.1:PORT"
-
-
-def _detached(caller: Caller) -> None:
-    """Run the same command in the background, wait until all is ready, and say what it says."""
-    arguments = [argument for argument in sys.argv[1:] if argument not in ("-d", "--detach", "--json")]
-    log = caller.home.logs / "up.log"
-    rotate_log(log)
-    with log.open("ab") as err:
-        log.chmod(0o600)
-        child = subprocess.Popen(
-            [sys.executable, "-m", "kvasir", "--json", *arguments],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=err,
-            start_new_session=True,
-        )
-    assert child.stdout is not None
-    with caller.busy("starting"), child.stdout as out:
-        try:
-            answer = json.loads(out.readline() or b"{}")
-        except BaseException:  # Ctrl-C or SIGTERM: it ends with us
-            child.terminate()
-            raise
-    if "pid" not in answer:
-        raise relayed(child.wait(), answer)
-    home = caller.home
-    caller.result(answer, lambda out: greet(out.print, home, answer, f"`{home.command('down')}` stops it"))

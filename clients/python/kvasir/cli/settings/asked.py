@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from kvasir.cli.failures import WrongUsage
+from kvasir.cli.fleet.elsewhere import check_options
 from kvasir.cli.running import checks
 from kvasir.cli.running.checks import GivenModel
 from kvasir.cli.running.home import Home
@@ -47,7 +48,8 @@ class Asked:
     @property
     def metrics(self) -> tuple[str, str, str]:
         """Where the numbers of the engine, the store and the gateway are, or nothing. Raises WrongUsage."""
-        return checks.metrics_addresses(self.up.metrics_listen)
+        engine, store, gateway = checks.metrics_addresses(self.up.metrics_listen)
+        return engine, "" if self.up.store else store, gateway
 
     @property
     def addresses(self) -> dict[str, str]:
@@ -76,8 +78,19 @@ def asked_of(home: Home, flags: Mapping[str, Given], config: Path | None) -> Ask
     except ConfigError as error:
         raise WrongUsage(str(error), field=error.field) from None
     asked = Asked(home, up, services)
+    check_options(home, up)
+    if up.store:
+        _check_no_store_options(flags, file)
     _check(asked, [name for name in flags if name not in _own_names()])
     return asked
+
+
+def _check_no_store_options(flags: Mapping[str, Given], file: Places) -> None:
+    """Raise WrongUsage for an option of the store, where none starts."""
+    said = [*({**file[TOP], **flags}).items(), *file["store"].items()]
+    for name, given in said:
+        if name in file["store"] or list(service_flags().get(name, {})) == ["store"]:
+            raise WrongUsage(f"{given.named}: it is the store's, and with --store none starts here", field=given.named)
 
 
 def _own_names() -> set[str]:

@@ -60,7 +60,10 @@ def _file(home: Home) -> Path:
 def _rows(asked: Asked, plan: Plan) -> Iterator[dict[str, Any]]:
     of_homes = {"store": plan.store.options, "engine": plan.engine.options}
     of_homes["gateway"] = plan.gateway.options if plan.gateway is not None else {}
+    is_started = {"gateway": "http" in plan.starts, **{name: name in plan.starts for name in ("store", "engine")}}
     for service, options in SERVICES.items():
+        if not is_started[service]:
+            continue
         of_home = of_homes[service]
         for name, option in options_of(options).items():
             found = asked.services[service][name]

@@ -1,0 +1,238 @@
+"""`kvasir store serve` and `kvasir up --store`: two engines of homes without a store, on one store, over pinned TLS.
+
+An agent goes on at the other engine as if it had never left, also after a kill -9.
+"""
+
+import json
+import os
+import shutil
+import signal
+import time
+from collections.abc import Iterator
+from concurrent import futures
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from kvasir.cachestore.v1 import cachestore_pb2, cachestore_pb2_grpc
+from kvasir.cli.running.home import Home
+from kvasir.clients import Reply
+from kvasir.errors import Unavailable
+from kvasir.inference.v1 import inference_pb2 as pb
+
+from inference_svc.memory.store.answers import LEASE_TTL_S
+from tests.cli.certificates import make_certificate
+from tests.cli.running import Cli, Ended, free_port, in_process, process_exists
+from tests.running import in_memory
+
+FIRST = "My name is Anna. My dog is called Rex."
+QUESTIONS = ("What is my dog called?", "What is my name?", "My cat is called Tom.", "What is my cat called?")
+
+
+@dataclass(frozen=True)
+class Fleet:
+    """A home with a store alone, two with an engine alone, and one with both, whose agents never leave."""
+
+    store: Cli
+    address: str
+    certificate: Path
+    engines: tuple[Cli, Cli]
+    alone: Cli
+
+    def words(self) -> tuple[str, ...]:
+        return ("up", "-d", "--no-http", "--store", self.address, "--store-ca-file", str(self.certificate))
+
+
+def joined(store: Cli, engine: Cli) -> None:
+    """Copy the credentials of the store's home, as the page says."""
+    shutil.copytree(store.home / "tokens", engine.home / "tokens")
+    shutil.copy(store.home / "credentials.toml", engine.home / "credentials.toml")
+
+
+@pytest.fixture(scope="module")
+def fleet() -> Iterator[Fleet]:
+    with ExitStack() as exits:
+        homes = [Cli(in_memory.home()) for _ in range(4)]
+        for each in homes:
+            exits.callback(shutil.rmtree, each.home)
+            exits.callback(each, "down")
+        store, one, other, alone = homes
+        certificate, key = store.home / "store.crt", store.home / "store.key"
+        make_certificate(certificate, key)
+        address = f"localhost:{free_port()}"
+        store.done("store", "serve", "-d", *_listening(address, certificate, key))
+        made = Fleet(store, address, certificate, (one, other), alone)
+        for each in (one, other):
+            joined(store, each)
+            each.done(*made.words())
+        alone.done("up", "-d", "--no-http")
+        yield made
+
+
+def _listening(address: str, certificate: Path, key: Path) -> tuple[str, ...]:
+    return ("--listen", address, "--tls-cert-file", str(certificate), "--tls-key-file", str(key))
+
+
+def said(cli: Cli, words: str, agent: str = "ada") -> Reply:
+    """A turn at the engine of a home, once the lease of an engine that was killed has ended."""
+    endpoint = Home(cli.home).endpoint("engine")
+    message = [{"role": "user", "content": words}]
+    given = {"messages" if words == FIRST else "append_messages": message}
+    give_up = time.monotonic() + 4 * LEASE_TTL_S
+    with endpoint.engine_client(timeout_s=60) as client:
+        while True:
+            try:
+                return client.reply(agent_id=agent, sampling={"temperature": 0.0, "max_tokens": 16}, **given)
+            except Unavailable as error:
+                if error.reason != "AGENT_HELD_ELSEWHERE" or time.monotonic() > give_up:
+                    raise
+                time.sleep(0.2)
+
+
+@pytest.mark.long(12)
+def test_an_agent_goes_on_at_the_other_engine_as_one_that_never_left_also_after_a_kill(fleet: Fleet) -> None:
+    one, other = fleet.engines
+    stayed = [said(fleet.alone, words).token_ids for words in (FIRST, *QUESTIONS)]
+    assert said(one, FIRST).token_ids == stayed[0]
+    assert [said(each, words).token_ids for each, words in zip((other, one, other), QUESTIONS, strict=False)] == (
+        stayed[1:4]
+    )
+    running = Home(other.home).running()
+    assert running is not None
+    os.kill(running.pid, signal.SIGKILL)  # its `kvasir up`, which would start the engine again
+    os.kill(running.engine_pid, signal.SIGKILL)
+    last = said(one, QUESTIONS[3])
+    assert last.token_ids == stayed[4]
+    assert last.started.source == pb.CACHE_SOURCE_WARM, "it is the memory that the killed engine stored"
+    other.done(*fleet.words())
+
+
+@pytest.mark.long(2)
+def test_status_and_down_know_what_runs_where(fleet: Fleet) -> None:
+    one, _ = fleet.engines
+    said(one, FIRST)
+    shown = one.done("status", "--json").value["services"]
+    assert [(each["name"], each["state"], each["is_elsewhere"]) for each in shown] == [
+        ("store", "ready", True),
+        ("engine", "ready", False),
+    ]
+    assert "elsewhere" in one.done("status").out
+    assert [each["name"] for each in fleet.store.done("status", "--json").value["services"]] == ["store"]
+    assert "store" in {each["service"] for each in _lines(fleet.store.done("logs", "--json"))}
+    for home in (one, fleet.store):
+        assert "ada" in home.done("agents", "ls").out
+        assert home.done("agents", "history", "ada", "--json").value
+    started = {row["service"] for row in one.done("config", "show", "--json").value}
+    assert started == {"engine", "gateway"}
+
+
+def _lines(ended: Ended) -> list[dict[str, Any]]:
+
+    return [json.loads(line) for line in ended.out.splitlines()]
+
+
+def test_a_store_that_is_down_is_a_typed_error_of_the_start_and_named_by_status(tmp_path: Path) -> None:
+    home, port = in_memory.home(), free_port()
+    cli = Cli(home)
+    try:
+        store = ("store", "serve", "-d", "--listen", f"127.0.0.1:{port}")
+        pid = cli.done(*store, "--json").value["store_pid"]
+        assert process_exists(pid)
+        again = cli(*store, "--json")
+        assert (again.code, again.value["error"]["reason"]) == (4, "ALREADY_RUNNING")
+        assert cli.done("down", "--json").value["ended"]
+        assert not process_exists(pid)
+        refused = in_process(
+            "--home", tmp_path / "h", "up", "--store", f"127.0.0.1:{port}", "--store-token-file", _token(home), "--json"
+        )
+        assert (refused.code, refused.value["error"]["reason"]) == (3, "STORE_UNREACHABLE")
+        assert not (tmp_path / "h").exists(), "nothing is made before the store answers"
+    finally:
+        cli("down")
+        shutil.rmtree(home)
+
+
+def _token(home: Path, name: str = "engine") -> str:
+    return str(home / "tokens" / f"{name}.token")
+
+
+def test_a_wrong_token_role_certificate_or_service_is_refused_by_name_before_anything_starts(
+    fleet: Fleet, tmp_path: Path
+) -> None:
+    other = tmp_path / "other.crt"
+    make_certificate(other, tmp_path / "other.key")
+    engine = Home(fleet.alone.home).socket_address("engine")
+    pinned, own = ("--store-ca-file", str(fleet.certificate)), ("--store-token-file", _token(fleet.store.home))
+    at = ("--store", fleet.address)
+    alien = ("--store-token-file", _token(fleet.alone.home))
+    cases: list[tuple[tuple[str, ...], int, str, str]] = [
+        ((*at, *pinned, *alien), 4, "STORE_TOKEN_WRONG", "does not know the token"),
+        ((*at, *pinned, "--store-token-file", _token(fleet.store.home, "client")), 4, "STORE_TOKEN_WRONG", "roles"),
+        ((*at, *pinned, "--store-token-file", f"work={_token(fleet.store.home)}"), 4, "STORE_TOKEN_WRONG", "'work'"),
+        ((*at, "--store-ca-file", str(other), *own), 4, "STORE_CERTIFICATE_WRONG", "shows another certificate"),
+        ((*at, *own), 4, "STORE_CERTIFICATE_WRONG", "wants TLS: give its certificate"),
+        (("--store", engine), 4, "NO_STORE_THERE", "does not answer as a store"),
+        (("--store", "10.0.0.1:1", *own), 2, "WRONG_USAGE", "TLS is needed, --store-ca-file"),
+        ((*at, *pinned), 2, "WRONG_USAGE", "copy credentials.toml and tokens/"),
+        ((*at, *pinned, "--store-token-file", "/nowhere"), 2, "WRONG_USAGE", "there is no such file"),
+        ((*at, *pinned, *own, "--store-listen", "127.0.0.1:1"), 2, "WRONG_USAGE", "no store runs here"),
+        ((*at, *pinned, *own, "--store-quota-gib", "3"), 2, "WRONG_USAGE", "it is the store's"),
+        (("--store-ca-file", str(other)), 2, "WRONG_USAGE", "name that with --store"),
+        (("--store", "nowhere"), 2, "WRONG_USAGE", "expected unix:/path"),
+    ]
+    for words, code, reason, text in cases:
+        refused = in_process("--home", tmp_path / "h", "up", *words, "--json")
+        error = refused.value["error"]
+        assert (refused.code, error["reason"], text in error["message"]) == (code, reason, True), (words, error)
+    assert not (tmp_path / "h").exists()
+
+
+@pytest.mark.parametrize("said", ["store = '{0}'\nstore-token-file = '{1}'", "[store]\nfree-disk-reserve-bytes = 1\n"])
+def test_a_settings_file_names_the_store_or_sets_its_options_and_not_both(said: str, tmp_path: Path) -> None:
+    file, token = tmp_path / "kvasir.toml", tmp_path / "engine.token"
+    token.write_text("t" * 40)
+    file.write_text(said.format("127.0.0.1:1", token))
+    words = () if "store =" in said else ("--store", "127.0.0.1:1", "--store-token-file", str(token))
+    refused = in_process("--home", tmp_path / "h", "up", "--config", file, *words, "--json").value["error"]
+    if words:
+        assert (refused["reason"], refused["field"]) == ("WRONG_USAGE", f"{file}: [store] free-disk-reserve-bytes")
+    else:
+        token.chmod(0o600)
+        refused = in_process("--home", tmp_path / "h", "up", "--config", file, "--json").value["error"]
+        assert refused["reason"] == "STORE_UNREACHABLE"
+
+
+class OtherVersion(cachestore_pb2_grpc.CacheStoreServiceServicer):
+    def GetCapabilities(self, request: Any, context: Any) -> Any:  # noqa: N802  gRPC's name
+        return cachestore_pb2.GetCapabilitiesResponse(version="9.0", manifest_format=9, block_tokens=256)
+
+
+def test_a_store_of_another_version_is_refused_with_both_numbers(tmp_path: Path) -> None:
+    server = grpc.server(futures.ThreadPoolExecutor(1))
+    cachestore_pb2_grpc.add_CacheStoreServiceServicer_to_server(OtherVersion(), server)
+    port, token = server.add_insecure_port("127.0.0.1:0"), tmp_path / "engine.token"
+    token.write_text("t" * 40)
+    token.chmod(0o600)
+    server.start()
+    try:
+        words = ("--store", f"127.0.0.1:{port}", "--store-token-file", token)
+        error = in_process("--home", tmp_path / "h", "up", *words, "--json").value["error"]
+    finally:
+        server.stop(None)
+    assert error["reason"] == "STORE_VERSION_DIFFERS"
+    assert "Kvasir 9.0, whose manifests have format 9" in error["message"]
+
+
+def test_a_store_alone_listens_to_other_machines_only_with_tls_and_refuses_unknown_options(tmp_path: Path) -> None:
+    for words, text in (
+        (("--listen", "0.0.0.0:7000"), "--tls-cert-file and --tls-key-file"),
+        (("--listen", "nowhere"), "--listen: 'nowhere': expected unix:/path"),
+        (("--nothing", "1"), "unrecognized arguments: --nothing"),
+        (("-d", "--data-dir", str(tmp_path / "other")), "--detach: it is for the home's own data"),
+    ):
+        refused = in_process("--home", tmp_path / "h", "store", "serve", *words, "--json")
+        assert (refused.code, text in refused.value["error"]["message"]) == (2, True), refused
+    assert not (tmp_path / "h").exists()
