@@ -107,8 +107,8 @@ async def serve(settings: EngineSettings, open_engine: Callable[..., Engine]) ->
         stores = open_stores(settings)
         parts.push_async_callback(_close_all, stores)
         stats, admission = ServiceStats(time.monotonic()), Admission(settings.admission, time.monotonic)
-        service = _Service(settings, server, stores, stats, admission, _peers(settings, parts, pairings))
-        opener = service.model_opener(owner.name, open_engine, phases.begin)
+        service = _Service(settings, server, stores, stats, admission, _peers(settings, parts, pairings), owner.name)
+        opener = service.model_opener(open_engine, phases.begin)
         host = ModelHost(settings.models, opener, budget.model_is_gone)
         reloading = service.reloading(audit, host)
         if settings.metrics_listen:
@@ -146,9 +146,10 @@ class _Service:
     stats: ServiceStats
     admission: Admission
     peers: Peers
+    lease_owner: str
 
     def model_opener(
-        self, owner: str, open_engine: Callable[..., Engine], begin_phase: Callable[[str], None]
+        self, open_engine: Callable[..., Engine], begin_phase: Callable[[str], None]
     ) -> Callable[[str, str], Awaitable[ServedModel]]:
         settings, clock = self.settings, time.monotonic
 
@@ -156,7 +157,7 @@ class _Service:
             peers, release = self.peers, version("kvasir")
             return TurnGiver(engine, lines, peers.store_of, peers.link, release, clock, lambda: secrets.token_hex(16))
 
-        shared = ModelsParts(settings, self.stores, owner, self.admission, self.stats, clock, _now_ms)
+        shared = ModelsParts(settings, self.stores, self.lease_owner, self.admission, self.stats, clock, _now_ms)
         return lambda name, path: open_served(name, path, shared, new_giver, open_engine, begin_phase)
 
     def reloading(self, audit: Audit, host: ModelHost[ServedModel]) -> Reloading:
@@ -218,7 +219,10 @@ class _Service:
             host, formats, self.admission.restoring, resumes, telling, max_prompt_bytes=settings.max_prompt_bytes
         )
         status = partial(self.status, host)
-        parts = ServiceParts(host, self.stores, formats, self.stats, status, resumes, telling, self.admission, beside)
+        stores, stats, admission = self.stores, self.stats, self.admission
+        parts = ServiceParts(
+            host, stores, formats, stats, status, resumes, telling, admission, beside, self.lease_owner
+        )
         prompts, requests = settings.max_prompt_bytes, settings.max_request_bytes
         limits = ServiceLimits(prompts, requests, settings.max_unread_bytes, settings.reader_stall_s)
         inference = InferenceService(parts, limits, is_stopping, settings.service_admin)

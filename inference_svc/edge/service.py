@@ -93,6 +93,7 @@ class ServiceParts:
     telling: Telling
     admission: Admission
     embedding_model: EmbeddingModel | None
+    lease_owner: str
 
 
 class InferenceService(inference_pb2_grpc.InferenceServiceServicer):  # type: ignore[misc]
@@ -274,6 +275,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):  # type: ig
             blas=served.engine.blas if served is not None else "",
             limits=written(pb.Limits, self._limits, self._parts.admission.limits),
             kernels=written(pb.Kernels, served.engine.kernels) if served is not None else None,
+            lease_owner=self._parts.lease_owner,
         )
 
     async def GetStats(self, request: pb.GetStatsRequest, context: Any) -> pb.GetStatsResponse:

@@ -50,6 +50,11 @@ class LineLease:
     def _counting(self) -> Lease | None:
         return self.held if self.held is not None and self.held.counts(self._parts.lease_clock()) else None
 
+    @property
+    def _holder(self) -> str:
+        """Who has it, as the store named that engine; empty if it did not."""
+        return self._failure.metadata.get("owner", "") if self._failure is not None else ""
+
     def request(self) -> None:
         """Request it, unless this engine has it. The turn does not wait for the answer."""
         if self._counting() is None and self._store.connection.is_reachable:
@@ -80,7 +85,7 @@ class LineLease:
                 raise errors.Unavailable(
                     "another inference service, or a change of the agent, holds its line; retry, or ask that service",
                     reason="AGENT_HELD_ELSEWHERE",
-                    metadata={"agent_id": self._key.agent_id},
+                    metadata={"agent_id": self._key.agent_id, "owner": self._holder},
                     retry_after_s=1.0,
                 )
             await asyncio.sleep(pause_s)

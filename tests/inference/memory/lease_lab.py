@@ -27,7 +27,7 @@ from tests.inference.turns.parts import line_parts
 
 KV = "kv"
 HEAD = Head(3, Digest.of(b"three"), 2, KV)
-HELD = errors.FailedPrecondition("held", reason="LEASE_HELD")
+HELD = errors.FailedPrecondition("held", reason="LEASE_HELD", metadata={"owner": "engine-2"})
 
 
 class Store:

@@ -230,6 +230,7 @@ def test_a_line_that_is_held_elsewhere_is_waited_for_a_little_and_then_refused()
         with pytest.raises(errors.Unavailable) as refused:
             await lab.line("a").lease.obtain(0.0)
         assert refused.value.reason == "AGENT_HELD_ELSEWHERE"
+        assert refused.value.metadata == {"agent_id": "a", "owner": "engine-2"}
         assert refused.value.retry_after_s
 
     run(scenario)

@@ -1,6 +1,7 @@
 """The clients whose calls block: each method is one of the asynchronous client's. Many threads may use one client."""
 
 import time
+from collections.abc import Sequence
 from copy import copy
 from typing import Any, Self, cast
 
@@ -149,6 +150,7 @@ class InferenceClient(_ServiceClient):
     def __init__(self, channel: grpc.Channel, *, token: str | None = None, timeout_s: float = 10.0) -> None:
         calls: Any = BlockingChannel(channel)
         super().__init__(channel, _AioEngine(calls, token=token, timeout_s=timeout_s))
+        self._engines: tuple[InferenceClient, ...] = ()
 
     @classmethod
     def connect(
@@ -166,6 +168,16 @@ class InferenceClient(_ServiceClient):
     @peers.setter
     def peers(self, peers: "dict[str, InferenceClient]") -> None:
         self._aio.peers = peers
+
+    @property
+    def engines(self) -> "Sequence[InferenceClient]":
+        """Clients of the other engines of this engine's store. A turn whose agent one of them holds is made there."""
+        return self._engines
+
+    @engines.setter
+    def engines(self, engines: "Sequence[InferenceClient]") -> None:
+        self._engines = tuple(engines)
+        self._aio.engines = [each._aio for each in engines]
 
     generate = blocking(AioInferenceClient.generate)
     resume = blocking(AioInferenceClient.resume)

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable
+from concurrent import futures
 from pathlib import Path
 
 import pytest
@@ -143,6 +144,7 @@ def test_another_engine_gets_an_idle_agent_and_is_refused_before_it_computes_whi
                     say(house, "ada", "And I?")
                 assert refused.value.reason == "AGENT_HELD_ELSEWHERE"
                 assert refused.value.retry_after_s
+                assert refused.value.metadata["owner"] == client.get_capabilities().lease_owner
                 with house.client() as reader:  # a turn that changes nothing needs no right to change
                     asked = [{"role": "user", "content": "Which words?"}]
                     aside = reader.reply(
@@ -153,7 +155,20 @@ def test_another_engine_gets_an_idle_agent_and_is_refused_before_it_computes_whi
                     )
                 assert aside.started.cached_tokens > 0
                 assert not next(running).HasField("finished")
-                running.close()
+                with house.client() as follower, futures.ThreadPoolExecutor(1) as beside:
+                    follower.engines = [client]  # where the agent is: the turn goes there, and waits its turn
+                    followed = beside.submit(
+                        follower.reply,
+                        agent_id="ada",
+                        append_messages=[{"role": "user", "content": "And I?"}],
+                        sampling=GREEDY,
+                    )
+                    while len(client.list_turns()) < 2:
+                        assert not followed.done()
+                        time.sleep(0.05)
+                    running.close()
+                    reply = followed.result(60)
+                assert (reply.started.source, reply.finished.snapshot.version) == (pb.CACHE_SOURCE_HOT, 4)
         finally:
             house.engine = first
             second.kill()

@@ -3,7 +3,7 @@
 import time
 import uuid
 from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from functools import partial
 from typing import Any, Self, Unpack, cast
 
@@ -43,6 +43,9 @@ class AioInferenceClient(AioAgentClient):
         """Clients of other engines, by the names that this engine gives them. A turn that moves to one of them is
         followed there; of any other, this engine reads the rest. Addresses come from here alone, never from an engine.
         """
+        self.engines: Sequence[AioInferenceClient] = ()
+        """Clients of the other engines of this engine's store. A turn whose agent one of them holds is made there."""
+        self._lease_owner = ""
 
     @classmethod
     def connect(
@@ -55,7 +58,7 @@ class AioInferenceClient(AioAgentClient):
     def with_token(self, token: str) -> Self:
         other = super().with_token(token)
         other._known = turns.KnownVersions()  # one caller's versions are in no error of another's
-        other.peers = {}  # their tokens are this caller's
+        other.peers, other.engines = {}, ()  # their tokens are this caller's
         return other
 
     async def generate(
@@ -96,7 +99,35 @@ class AioInferenceClient(AioAgentClient):
         return self._turn(pb.GenerateRequest(resume_token=resume_token).SerializeToString(), timeout_s)
 
     async def _turn(self, written: bytes, timeout_s: float | None) -> AsyncGenerator[pb.GenerateResponse, None]:
-        """A turn's events, wherever it goes."""
+        """A turn's events, wherever its agent is, and wherever it goes."""
+        has_begun = False
+        try:
+            async with aclosing(self._turn_here(written, timeout_s)) as responses:
+                async for response in responses:
+                    has_begun = True
+                    yield response
+            return
+        except Unavailable as error:
+            holder = None if has_begun else await self._holder(error)
+            if holder is None:
+                raise
+        async with aclosing(holder._turn_here(written, timeout_s)) as responses:
+            async for response in responses:
+                yield response
+
+    async def _holder(self, error: Unavailable) -> "AioInferenceClient | None":
+        """The engine that has the agent of a refused turn, if it is known here and answers."""
+        owner = error.metadata.get("owner") if error.reason == "AGENT_HELD_ELSEWHERE" else ""
+        for engine in self.engines if owner else ():
+            with suppress(KvasirError):
+                if engine._lease_owner != owner:  # an engine that starts again keeps its name
+                    engine._lease_owner = (await engine.get_capabilities()).lease_owner
+                if engine._lease_owner == owner:
+                    return engine
+        return None
+
+    async def _turn_here(self, written: bytes, timeout_s: float | None) -> AsyncGenerator[pb.GenerateResponse, None]:
+        """A turn's events from this engine on, wherever it goes."""
         if self.peers:  # a message's bytes behind another's add their fields to it
             written += pb.GenerateRequest(followed_peers=list(self.peers)).SerializeToString()
         ends_s = None if timeout_s is None else time.monotonic() + timeout_s

@@ -906,20 +906,22 @@ class GetCapabilitiesRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetCapabilitiesResponse(_message.Message):
-    __slots__ = ("version", "device", "blas", "limits", "features", "kernels")
+    __slots__ = ("version", "device", "blas", "limits", "features", "kernels", "lease_owner")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     DEVICE_FIELD_NUMBER: _ClassVar[int]
     BLAS_FIELD_NUMBER: _ClassVar[int]
     LIMITS_FIELD_NUMBER: _ClassVar[int]
     FEATURES_FIELD_NUMBER: _ClassVar[int]
     KERNELS_FIELD_NUMBER: _ClassVar[int]
+    LEASE_OWNER_FIELD_NUMBER: _ClassVar[int]
     version: str
     device: str
     blas: str
     limits: Limits
     features: _containers.RepeatedScalarFieldContainer[str]
     kernels: Kernels
-    def __init__(self, version: _Optional[str] = ..., device: _Optional[str] = ..., blas: _Optional[str] = ..., limits: _Optional[_Union[Limits, _Mapping]] = ..., features: _Optional[_Iterable[str]] = ..., kernels: _Optional[_Union[Kernels, _Mapping]] = ...) -> None: ...
+    lease_owner: str
+    def __init__(self, version: _Optional[str] = ..., device: _Optional[str] = ..., blas: _Optional[str] = ..., limits: _Optional[_Union[Limits, _Mapping]] = ..., features: _Optional[_Iterable[str]] = ..., kernels: _Optional[_Union[Kernels, _Mapping]] = ..., lease_owner: _Optional[str] = ...) -> None: ...
 
 class Kernels(_message.Message):
     __slots__ = ("attention", "encoding", "products", "failure")

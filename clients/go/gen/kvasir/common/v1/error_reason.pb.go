@@ -112,7 +112,7 @@ const (
 	ErrorReason_ERROR_REASON_MEMORY_DAMAGED ErrorReason = 46
 	// Warm would replace a memory that is not stored yet, or a fork or an archive would lack its newest turn. UNAVAILABLE: agent_id.
 	ErrorReason_ERROR_REASON_MEMORY_NOT_STORED ErrorReason = 47
-	// Another engine holds the agent's line. UNAVAILABLE: agent_id.
+	// Another engine holds the agent's line: owner, if that is known, is its GetCapabilitiesResponse.lease_owner. UNAVAILABLE: agent_id, owner.
 	ErrorReason_ERROR_REASON_AGENT_HELD_ELSEWHERE ErrorReason = 48
 	// The agent's newest version is not the one that the caller knows. ABORTED: head_version.
 	ErrorReason_ERROR_REASON_HEAD_MOVED ErrorReason = 49

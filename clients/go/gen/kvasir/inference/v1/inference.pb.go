@@ -5138,7 +5138,9 @@ type GetCapabilitiesResponse struct {
 	// What this engine does beyond the first release of the contract: none yet. A client of a newer contract asks here.
 	Features []string `protobuf:"bytes,5,rep,name=features,proto3" json:"features,omitempty"`
 	// Absent without a loaded model.
-	Kernels       *Kernels `protobuf:"bytes,6,opt,name=kernels,proto3" json:"kernels,omitempty"`
+	Kernels *Kernels `protobuf:"bytes,6,opt,name=kernels,proto3" json:"kernels,omitempty"`
+	// The name under which this engine holds agents at its store: it stands as `owner` in another engine's AGENT_HELD_ELSEWHERE.
+	LeaseOwner    string `protobuf:"bytes,7,opt,name=lease_owner,json=leaseOwner,proto3" json:"lease_owner,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -5213,6 +5215,13 @@ func (x *GetCapabilitiesResponse) GetKernels() *Kernels {
 		return x.Kernels
 	}
 	return nil
+}
+
+func (x *GetCapabilitiesResponse) GetLeaseOwner() string {
+	if x != nil {
+		return x.LeaseOwner
+	}
+	return ""
 }
 
 // Kernels names, for people, the implementation that computes attention, quantizes new KV and multiplies few rows.
@@ -6179,14 +6188,16 @@ const file_kvasir_inference_v1_inference_proto_rawDesc = "" +
 	"\x14embedding_dimensions\x18\x11 \x01(\x05R\x13embeddingDimensions\x12\x1f\n" +
 	"\vonly_embeds\x18\x12 \x01(\bR\n" +
 	"onlyEmbeds\"\x18\n" +
-	"\x16GetCapabilitiesRequest\"\xe8\x01\n" +
+	"\x16GetCapabilitiesRequest\"\x89\x02\n" +
 	"\x17GetCapabilitiesResponse\x12\x18\n" +
 	"\aversion\x18\x01 \x01(\tR\aversion\x12\x16\n" +
 	"\x06device\x18\x02 \x01(\tR\x06device\x12\x12\n" +
 	"\x04blas\x18\x03 \x01(\tR\x04blas\x123\n" +
 	"\x06limits\x18\x04 \x01(\v2\x1b.kvasir.inference.v1.LimitsR\x06limits\x12\x1a\n" +
 	"\bfeatures\x18\x05 \x03(\tR\bfeatures\x126\n" +
-	"\akernels\x18\x06 \x01(\v2\x1c.kvasir.inference.v1.KernelsR\akernels\"y\n" +
+	"\akernels\x18\x06 \x01(\v2\x1c.kvasir.inference.v1.KernelsR\akernels\x12\x1f\n" +
+	"\vlease_owner\x18\a \x01(\tR\n" +
+	"leaseOwner\"y\n" +
 	"\aKernels\x12\x1c\n" +
 	"\tattention\x18\x01 \x01(\tR\tattention\x12\x1a\n" +
 	"\bencoding\x18\x02 \x01(\tR\bencoding\x12\x1a\n" +
