@@ -168,6 +168,8 @@ ALONE = {
     # x is no KEY=VALUE, and no OWNER/NAME; there is no --from and no --force.
     **dict.fromkeys([("agents", "label"), ("models", "pull"), ("models", "rm"), ("agents", "sync")], 2),
     ("agents", "claim"): 2,
+    ("fleet", "config"): 2,  # x is no kind
+    ("gateway",): 4,  # there are no keys
 }
 
 

@@ -24,6 +24,13 @@ SNIPPETS: Mapping[str, Mapping[str, tuple[str, ...] | str]] = {
         "kill -9": ("test_the_five_minutes_go_as_on_the_page",),
         "kvasir status": ("test_the_five_minutes_go_as_on_the_page",),
     },
+    "docs/pages/two-engines.md": {
+        "kvasir store serve": ("test_an_agent_goes_on_at_the_other_engine_as_one_that_never_left_also_after_a_kill",),
+        "kvasir up -d --store": ("test_an_agent_goes_on_at_the_other_engine_as_one_that_never_left_also_after_a_kill",),
+        "kvasir fleet status": ("test_fleet_status_names_each_engine_and_the_agents_that_it_has_hot",),
+        "kvasir gateway": ("test_the_gateway_of_several_engines_takes_the_homes_keys",),
+        "kvasir fleet config": ("test_nginx_with_the_printed_configuration_keeps_an_agents_turns_at_one_engine",),
+    },
     "clients/agents/README.md": {
         "export ANTHROPIC_BASE_URL": _AGENT_CLIENT,
         "export KVASIR_KEY": _AGENT_CLIENT,

@@ -38,6 +38,7 @@ from kvasir_gateway.door.connections import ConnectionLimits, Connections
 from kvasir_gateway.door.listening import listener_at, serve_app
 from kvasir_gateway.door.security import Gate
 from kvasir_gateway.engine import EngineLink
+from kvasir_gateway.fleet.fleet_link import FleetLink
 from kvasir_gateway.metrics import GatewayNumbers
 from kvasir_gateway.models import Aliases
 from kvasir_gateway.page.look import Sources
@@ -102,7 +103,8 @@ async def serve(settings: GatewayTable) -> None:
         sources = Sources(time.time, time.perf_counter, lambda: uuid.uuid4().hex)
         sessions = Sessions(gate, now=time.time, new_secret=partial(secrets.token_urlsafe, 32))
         key = _key(settings.state_dir)
-        await until_it_listens(settings.engine, settings.engine_wait_s, time.monotonic)
+        for address in settings.engine:
+            await until_it_listens(address, settings.engine_wait_s, time.monotonic)
         aliases = await _aliases(settings, engine)
         around = Surroundings(
             engine=engine,
@@ -120,6 +122,8 @@ async def serve(settings: GatewayTable) -> None:
         )
         listener = parts.enter_context(contextlib.closing(listener_at(settings.listen)))
         parts.running(history.follow(engine))
+        if isinstance(engine, FleetLink):
+            parts.running(engine.watch())
         if settings.metrics_listen:
             wellness = asked_of_loop(asyncio.get_running_loop(), partial(_wellness, engine, reloading))
             page = OperatorPage(About("gateway", "http"), numbers.metrics, wellness)
@@ -140,14 +144,18 @@ def _log_end(numbers: GatewayNumbers) -> None:
 
 
 def _engine(settings: GatewayTable) -> EngineLink:
-    """The engine, and those to which its turns may move. Raises InvalidArgument and CredentialFileError."""
+    """The engines, and those to which their turns may move. Raises InvalidArgument and CredentialFileError."""
     files = settings.peer_ca_file
-    return EngineLink.connect(
-        settings.engine,
-        token=read_token(settings.token_file) if settings.token_file is not None else None,
-        tls=Tls(settings.ca_file) if settings.ca_file is not None else None,
-        peers={name: (where, Tls(files[name]) if name in files else None) for name, where in settings.peer.items()},
-    )
+    links = [
+        EngineLink.connect(
+            address,
+            token=read_token(settings.token_file) if settings.token_file is not None else None,
+            tls=Tls(settings.ca_file) if settings.ca_file is not None else None,
+            peers={name: (where, Tls(files[name]) if name in files else None) for name, where in settings.peer.items()},
+        )
+        for address in settings.engine
+    ]
+    return FleetLink.to(links, settings.engine)
 
 
 async def until_it_listens(address: str, most_s: float, clock: Callable[[], float]) -> None:

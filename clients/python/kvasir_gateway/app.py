@@ -404,7 +404,9 @@ class Gateway:
             room.admit(holder.principal.namespace)
         return Call(
             request=request,
-            caller=self._around.engine.of(holder.token if holder is not None else None, room.beside, room.written),
+            caller=self._around.engine.of(
+                holder.token if holder is not None else None, room.beside, room.written, room.namespace
+            ),
             namespace=room.namespace,
             agent_id=heads.agent_of(request),
             request_id=heads.request_id(request, new_request_id),

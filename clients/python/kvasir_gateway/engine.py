@@ -49,17 +49,21 @@ SentMessages = Sequence[message_pb2.Message]
 DigestsOf = Callable[[Iterable[Said]], Iterator[str]]  # of all beginnings of what was said, from that of nothing on
 
 
-async def _at_once(make: Callable[[], Made]) -> Made:
+async def at_once(make: Callable[[], Made]) -> Made:
     return make()
 
 
 class CallerAtEngine:
     """The engine as one caller may use it."""
 
-    def __init__(self, client: AioInferenceClient, beside: Beside = _at_once) -> None:
+    def __init__(self, client: AioInferenceClient, beside: Beside = at_once) -> None:
         """`beside`: does work that would hold up the event loop."""
         self.client = client
         self.beside = beside
+
+    def at(self, _agent_id: str) -> AioInferenceClient:
+        """The engine that knows most of an agent."""
+        return self.client
 
     async def generate(
         self, turn: Turn, messages: SentMessages, agent_id: str, request_id: str
@@ -102,10 +106,13 @@ class CallerAtEngine:
         given: dict[str, Any] = {"append_messages" if turn.is_append else "messages": messages}
         if not messages:
             given = {"prompt": turn.prompt}
-        async with aclosing(self.client.generate(**given, options=options)) as events:
+        async with aclosing(self._events(given, options)) as events:
             async for event in events:
                 if not event.HasField("moved"):  # it is followed here: its token is used up
                     yield event
+
+    def _events(self, given: dict[str, Any], options: GenerateOptions) -> AsyncGenerator[pb.GenerateResponse, None]:
+        return self.client.generate(**given, options=options)
 
     async def _named(self, turn: Turn) -> Turn:
         """The turn, without a model's name that the engine does not know, if it is too large to be sent twice."""
@@ -160,12 +167,12 @@ class CallerAtEngine:
 
     async def note(self, agent_id: str, *, summary: str, opening: str = "") -> None:
         labels = {_OPENING: opening} if opening else {}
-        await self.client.update_agent(agent_id, labels=labels | {_SUMMARY: summary})
+        await self.at(agent_id).update_agent(agent_id, labels=labels | {_SUMMARY: summary})
 
     async def messages(self, agent_id: str) -> Sequence[Said]:
         """What an agent remembers; nothing when that cannot be said."""
         try:
-            _, data = await self.client.get_snapshot(agent_id)
+            _, data = await self.at(agent_id).get_snapshot(agent_id)
             return await self.beside(lambda: said_by_all(manifest.parse(data).messages))
         except KvasirError:
             return ()
@@ -193,14 +200,14 @@ class CallerAtEngine:
         """Versions that are kept name their turns. A reply of an older turn is found in an agent of a conversation,
         which keeps all its messages, behind the same messages."""
         try:
-            versions = (await self.client.list_snapshots(agent_id)).snapshots
+            versions = (await self.at(agent_id).list_snapshots(agent_id)).snapshots
         except NotFound:
             return {}
         found: dict[Place, Sequence[Said]] = {}
         newest: Sequence[Said] = ()
         for version in versions:
             with contextlib.suppress(NotFound, InvalidArgument):  # retired meanwhile, or not to be read
-                _, data = await self.client.get_snapshot(agent_id, version=version.version)
+                _, data = await self.at(agent_id).get_snapshot(agent_id, version=version.version)
                 request_id, said = await self.beside(partial(_turn_of, data))
                 newest = newest or said
                 if said:  # an agent that is prompted in plain text has no messages
@@ -214,18 +221,18 @@ class CallerAtEngine:
     async def rules_of(self, agent_id: str, rules: Rules) -> Rules:
         """The rules that an agent's label names, else these."""
         try:
-            label = (await self.client.get_agent(agent_id)).labels.get(volatile.LABEL)
+            label = (await self.at(agent_id).get_agent(agent_id)).labels.get(volatile.LABEL)
             return Rules(volatile.from_label(label), is_asked=True) if label else rules
         except KvasirError:  # there is no such agent yet, or it cannot be said now
             return rules
 
     async def fork(self, source: str, name: str, version: int | None) -> int:
-        return _newest(await self.client.fork_agent(source, name, version=version))
+        return _newest(await self.at(source).fork_agent(source, name, version=version))
 
     async def delete(self, agent_id: str, only_version: int | None = None) -> None:
         """`only_version`: where a turn was stored in it after all, it stays."""
-        if only_version is None or _newest(await self.client.get_agent(agent_id)) == only_version:
-            await self.client.delete_agent(agent_id)
+        if only_version is None or _newest(await self.at(agent_id).get_agent(agent_id)) == only_version:
+            await self.at(agent_id).delete_agent(agent_id)
 
 
 class EngineLink:
@@ -262,8 +269,11 @@ class EngineLink:
         channels = [aio_channel(address, tls, READS) for _ in range(_CONNECTIONS)]
         return cls([AioInferenceClient(each, token=token, large=large) for each in channels], large, others)
 
-    def of(self, token: str | None, beside: Beside = _at_once, making: Making = _at_once) -> CallerAtEngine:
-        """The engine for the caller with this token; None: for the gateway itself. `making`: makes its requests."""
+    def of(
+        self, token: str | None, beside: Beside = at_once, making: Making = at_once, _namespace: str = ""
+    ) -> CallerAtEngine:
+        """The engine for the caller with this token; None: for the gateway itself. `making`: makes its requests.
+        `_namespace`: the caller's, by which several engines share agents."""
         client = next(self._next)
         if token is None:
             own = copy.copy(client)

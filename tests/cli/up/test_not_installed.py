@@ -1,13 +1,14 @@
 """Commands where only a part of Kvasir is installed: what is there works, and what lacks is said by its extra."""
 
 import importlib.util
+import os
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import typer
-from kvasir.cli import failures, main, store
+from kvasir.cli import failures, main
 from kvasir.cli.caller import Caller
 
 from tests.cli.running import in_process
@@ -47,7 +48,7 @@ def test_a_command_says_which_extra_it_needs(
         raise AssertionError("it was not looked at first")
 
     without(monkeypatch, absent)
-    monkeypatch.setattr(store.os, "execv", no_program)
+    monkeypatch.setattr(os, "execv", no_program)
     ended = in_process("--home", tmp_path / "home", *words)
     assert ended.code == 4, ended.err
     assert f"({absent} missing); install kvasir[{extra}]" in ended.err

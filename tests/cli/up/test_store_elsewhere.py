@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import signal
+import subprocess
 import time
 from collections.abc import Iterator
 from concurrent import futures
@@ -16,18 +17,22 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+import httpx2 as httpx
 import pytest
+from kvasir.address import accepts
 from kvasir.cachestore.v1 import cachestore_pb2, cachestore_pb2_grpc
 from kvasir.cli.running.home import Home
-from kvasir.clients import Reply
+from kvasir.clients import InferenceClient, Reply
+from kvasir.clients.inference_client_turns import place_of
 from kvasir.errors import Unavailable
 from kvasir.inference.v1 import inference_pb2 as pb
 
 from inference_svc.memory.store.answers import LEASE_TTL_S
 from tests.cli.certificates import make_certificate
-from tests.cli.running import Cli, Ended, free_port, in_process, process_exists
+from tests.cli.running import Cli, Ended, eventually, free_port, in_process, process_exists
 from tests.running import in_memory
 
+PAGE = Path(__file__).parents[3] / "docs" / "pages" / "two-engines.md"
 FIRST = "My name is Anna. My dog is called Rex."
 QUESTIONS = ("What is my dog called?", "What is my name?", "My cat is called Tom.", "What is my cat called?")
 
@@ -40,10 +45,24 @@ class Fleet:
     address: str
     certificate: Path
     engines: tuple[Cli, Cli]
+    addresses: tuple[str, str]
     alone: Cli
 
-    def words(self) -> tuple[str, ...]:
-        return ("up", "-d", "--no-http", "--store", self.address, "--store-ca-file", str(self.certificate))
+    def start(self, engine: Cli) -> None:
+        listen = self.addresses[self.engines.index(engine)]
+        patience = engine.home / "kvasir.toml"  # a machine that runs other tests besides is slow, not wrong
+        patience.write_text("[engine]\nstore-budget-ms = 5000\ncommit-wait-s = 10\n")
+        words = self.typed("kvasir up -d --store", **{"127.0.0.1:7444": listen})
+        engine.done(*words, "--no-http", "--config", patience)
+
+    def typed(self, begin: str, **others: str) -> list[str]:
+        """A command as the page has it, with the addresses and files of this test."""
+        [line] = [line for line in PAGE.read_text().splitlines() if line.startswith(begin)]
+        ports = dict(zip(("127.0.0.1:7444", "127.0.0.1:7445"), self.addresses, strict=True))
+        key = str(self.certificate.with_suffix(".key"))
+        files = {"studio.local:7443": self.address, "studio.crt": str(self.certificate), "studio.key": key}
+        known = {**ports, **files, **others}
+        return [known.get(word, word) for word in line.partition(" > ")[0].split()[1:]]
 
 
 def joined(store: Cli, engine: Cli) -> None:
@@ -63,17 +82,14 @@ def fleet() -> Iterator[Fleet]:
         certificate, key = store.home / "store.crt", store.home / "store.key"
         make_certificate(certificate, key)
         address = f"localhost:{free_port()}"
-        store.done("store", "serve", "-d", *_listening(address, certificate, key))
-        made = Fleet(store, address, certificate, (one, other), alone)
+        listen = (f"127.0.0.1:{free_port()}", f"127.0.0.1:{free_port()}")
+        made = Fleet(store, address, certificate, (one, other), listen, alone)
+        store.done(*made.typed("kvasir store serve"))
         for each in (one, other):
             joined(store, each)
-            each.done(*made.words())
+            made.start(each)
         alone.done("up", "-d", "--no-http")
         yield made
-
-
-def _listening(address: str, certificate: Path, key: Path) -> tuple[str, ...]:
-    return ("--listen", address, "--tls-cert-file", str(certificate), "--tls-key-file", str(key))
 
 
 def said(cli: Cli, words: str, agent: str = "ada") -> Reply:
@@ -107,7 +123,7 @@ def test_an_agent_goes_on_at_the_other_engine_as_one_that_never_left_also_after_
     last = said(one, QUESTIONS[3])
     assert last.token_ids == stayed[4]
     assert last.started.source == pb.CACHE_SOURCE_WARM, "it is the memory that the killed engine stored"
-    other.done(*fleet.words())
+    fleet.start(other)
 
 
 @pytest.mark.long(2)
@@ -236,3 +252,84 @@ def test_a_store_alone_listens_to_other_machines_only_with_tls_and_refuses_unkno
         refused = in_process("--home", tmp_path / "h", "store", "serve", *words, "--json")
         assert (refused.code, text in refused.value["error"]["message"]) == (2, True), refused
     assert not (tmp_path / "h").exists()
+
+
+def test_fleet_status_names_each_engine_and_the_agents_that_it_has_hot(fleet: Fleet) -> None:
+    one, other = fleet.engines
+    for cli, agent in ((one, "bob"), (other, "eve")):
+        said(cli, FIRST, agent)
+    shown = one.done(*fleet.typed("kvasir fleet status"), "--json").value["engines"]
+    assert [(each["address"], each["state"], each["has_store"]) for each in shown] == [
+        (address, "ready", True) for address in fleet.addresses
+    ]
+    hot = [{each["agent_id"] for each in row["hot"]} for row in shown]
+    assert [("bob" in each, "eve" in each) for each in hot] == [(True, False), (False, True)]
+    gone = f"127.0.0.1:{free_port()}"
+    lost = one(*fleet.typed("kvasir fleet status"), "--engine", gone)
+    assert lost.code == 3
+    assert f"{gone}" in lost.out
+    assert "stopped" in lost.out
+
+
+def test_the_gateway_of_several_engines_takes_the_homes_keys(fleet: Fleet) -> None:
+    one, port = fleet.engines[0], free_port()
+    key = (one.home / "tokens" / "client.token").read_text().strip()
+    body = {"model": "kvasir-tiny", "messages": [{"role": "user", "content": FIRST}], "max_tokens": 4}
+    with one.running(*fleet.typed("kvasir gateway", **{"127.0.0.1:8643": f"127.0.0.1:{port}"})) as gateway:
+        eventually(lambda: accepts(f"127.0.0.1:{port}") or gateway.process.poll() is not None, within_s=60)
+        url = f"http://127.0.0.1:{port}/v1/chat/completions"
+        answer = httpx.post(url, json=body, headers={"authorization": f"Bearer {key}"}, timeout=60)
+        assert (answer.status_code, bool(answer.json()["choices"])) == (200, True), (answer.text, gateway.err)
+        assert httpx.post(url, json=body, timeout=60).status_code == 401
+
+
+@pytest.mark.skipif(shutil.which("nginx") is None, reason="nginx is not installed here")
+def test_nginx_with_the_printed_configuration_keeps_an_agents_turns_at_one_engine(fleet: Fleet) -> None:
+    one, port = fleet.engines[0], free_port()
+    printed = one.done(*fleet.typed("kvasir fleet config"), "--listen", f"127.0.0.1:{port}").out
+    file = one.home / "nginx.conf"
+    file.write_text(printed)
+    command = ["nginx", "-p", str(one.home), "-c", str(file), "-g", "daemon off; pid nginx.pid; error_log stderr;"]
+    token = (one.home / "tokens" / "client.token").read_text().strip()
+    agents = [f"n{number}" for number in range(8)]
+    balancer = subprocess.Popen(command)
+    try:
+        eventually(lambda: accepts(f"127.0.0.1:{port}") or balancer.poll() is not None)
+        with InferenceClient.connect(f"127.0.0.1:{port}", token=token, timeout_s=60) as client:
+            for agent in agents:
+                client.reply(agent_id=agent, messages=[{"role": "user", "content": FIRST}], sampling={"max_tokens": 2})
+                more = [{"role": "user", "content": QUESTIONS[0]}]
+                reply = client.reply(agent_id=agent, append_messages=more, sampling={"max_tokens": 2})
+                assert reply.started.source == pb.CACHE_SOURCE_HOT
+    finally:
+        balancer.terminate()
+        balancer.wait(30)
+    shown = one.done(*fleet.typed("kvasir fleet status"), "--json").value["engines"]
+    hot = [{each["agent_id"] for each in row["hot"]} & {*agents} for row in shown]
+    assert hot[0] | hot[1] == {*agents}
+    assert hot[0]
+    assert hot[1]
+
+
+@pytest.mark.parametrize("kind", ["nginx", "envoy"])
+def test_a_printed_configuration_names_every_engine_and_no_socket_whose_owner_each_caller_would_be(kind: str) -> None:
+    engines = ("--engine", "127.0.0.1:7001", "--engine", "127.0.0.1:7002")
+    text = in_process("fleet", "config", kind, *engines).out
+    found = json.loads(text) if kind == "envoy" else text
+    assert all(port in str(found) for port in ("7001", "7002", "kvasir", "place"))
+    for words, told in (
+        ((*engines, "--engine", "unix:/tmp/e.sock"), "would be its owner"),
+        ((*engines, "--engine", "127.0.0.1:7001"), "given twice"),
+        (("--engine", "10.0.0.1:7001"), "TLS is needed: --ca-file"),
+        ((*engines, "--listen", "0.0.0.0:1"), "TLS is needed: --tls-cert"),
+        (("--engine", "127.0.0.1:7001;:1"), "expected"),
+    ):
+        refused = in_process("fleet", "config", kind, *words, "--json")
+        assert (refused.code, told in refused.value["error"]["message"]) == (2, True), refused
+
+
+def test_a_turns_place_is_its_agents_name_alone_and_no_name() -> None:
+    [(key, place)] = place_of("ada")
+    assert (key, len(place), place_of("")) == ("kvasir-place", 16, ())
+    assert place_of("ada") == ((key, place),) != place_of("adb")
+    assert "ada" not in place

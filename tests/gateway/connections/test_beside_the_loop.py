@@ -60,7 +60,7 @@ class PlayedEngine:
 
 def app_before(engine: PlayedEngine, limits: GatewayLimits = GatewayLimits()) -> Any:
     around = Surroundings(
-        engine=SimpleNamespace(of=lambda _token, beside, _making: CallerAtEngine(engine, beside)),  # type: ignore[arg-type]
+        engine=SimpleNamespace(of=lambda _token, beside, _making, _namespace: CallerAtEngine(engine, beside)),  # type: ignore[arg-type]
         gate=Gate(None, hosts=(), origins=(), audit=Audit("http", None)),
         turns=Turns(Conversations(_KEY, new_name=lambda: "name", now=lambda: datetime.now(UTC))),
         limits=limits,

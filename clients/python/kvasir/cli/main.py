@@ -15,6 +15,7 @@ from kvasir.cli.backups.commands import backup, restore
 from kvasir.cli.caller import Caller, JsonOption, caller_of, command
 from kvasir.cli.callers import audit, reload, tokens
 from kvasir.cli.demo import demo
+from kvasir.cli.fleet import commands as fleet
 from kvasir.cli.running import group, up
 from kvasir.cli.running.home import DEFAULT_HOME
 from kvasir.cli.scenarios import commands as scenarios
@@ -33,6 +34,7 @@ app = typer.Typer(
 )
 _OF_HOME: list[Callable[..., None]] = [up.up, group.down, group.status, group.logs, reload.reload, backup, restore]
 _COMMANDS: list[Callable[..., None]] = [audit.audit, chat.chat, demo.demo, doctor.doctor, engine.stats, pairing.pair]
+_COMMANDS.append(fleet.gateway)
 for _function in (*_OF_HOME, *_COMMANDS):
     command(app, _function.__name__)(_function)
 command(app, "open")(browser.open_page)
@@ -42,6 +44,7 @@ for _of_agents in (moving.pull, moving.move, moving.sync, moving.claim):
 app.add_typer(agents.app, name="agents")
 app.add_typer(pairing.app, name="peers")
 app.add_typer(store.app, name="store")
+app.add_typer(fleet.app, name="fleet")
 app.add_typer(tokens.app, name="tokens")
 app.add_typer(keys.app, name="keys")
 app.add_typer(showing.app, name="config")

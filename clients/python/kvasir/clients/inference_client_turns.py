@@ -7,14 +7,18 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from typing import Any, TypedDict, TypeVar, Unpack
 
+from blake3 import blake3
+
 from kvasir.cachestore.v1 import cachestore_pb2
-from kvasir.clients.channel import repeatable
+from kvasir.clients.channel import Metadata, repeatable
 from kvasir.clients.generate_options import GenerateOptions, TemplateSetting, template_values
 from kvasir.clients.messages import GivenMessage, message_list
 from kvasir.common.v1 import message_pb2
 from kvasir.errors import Cancelled, DeadlineExceeded, Internal, InvalidArgument, KvasirError, Unavailable
 from kvasir.inference.v1 import inference_pb2 as pb
 
+PLACE_KEY = "kvasir-place"
+"""The metadata by which a load balancer keeps an agent's turns together: the name's digest, as names are no headers."""
 _Request = TypeVar("_Request", pb.GenerateRequest, pb.WarmRequest, pb.CountTokensRequest)
 Messages = Sequence[GivenMessage]
 Prompt = str | Sequence[int]  # a text, or token ids of the model
@@ -58,6 +62,12 @@ class Moved:
             reason="TURN_MOVED",
             metadata={"peer": self.peer, "resume_token": self.resume_token},
         )
+
+
+def place_of(agent_id: str) -> Metadata:
+    """Where a turn's agent belongs; nothing for a turn without an agent."""
+    name = agent_id.encode("utf-8", "surrogatepass")
+    return ((PLACE_KEY, blake3(name).hexdigest()[:16]),) if agent_id else ()
 
 
 def moved_by(response: pb.GenerateResponse) -> Moved | None:

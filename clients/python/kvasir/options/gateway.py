@@ -43,7 +43,13 @@ class GatewayFiles(Table):
     """Addresses and keys."""
 
     listen: str = option(DEFAULT_LISTEN, "A loopback address.", metavar="HOST:PORT", of_home=True)
-    engine: str = option("", "The engine.", metavar="unix:/path|HOST:PORT", of_home=True, needed=True)
+    engine: tuple[str, ...] = option(
+        (),
+        "The engine. Several times: engines of one store, which share agents by name; callers' keys must hold at each.",
+        metavar="unix:/path|HOST:PORT",
+        of_home=True,
+        needed=True,
+    )
     engine_wait_s: float = option(
         0.0,
         "How long the start waits for an engine that is being started beside it. Then it goes on without.",
@@ -54,7 +60,7 @@ class GatewayFiles(Table):
         Path(), "Where the key of conversations' names and thoughts is kept.", of_home=True, needed=True
     )
     token_file: Path | None = option(None, "The gateway's own token, for an engine that wants one.", of_home=True)
-    ca_file: Path | None = option(None, "PEM: the engine's certificate, or its authority's.", of_home=True)
+    ca_file: Path | None = option(None, "PEM: the engines' certificates, or their authority's.", of_home=True)
     peer: dict[str, str] = option(
         {},
         "An engine to which turns may move, by the engine's name for it; callers' keys must hold there. They are shown "
@@ -117,5 +123,7 @@ class GatewayTable(GatewayFiles, GatewayReading, ServiceTable):
             raise WrongOption("credentials", text)
         if self.credentials is not None and self.no_keys:
             raise WrongOption("no_keys", "give --credentials or this, one of them")
+        if len({*self.engine}) != len(self.engine):
+            raise WrongOption("engine", "an address is given twice")
         if unknown := self.peer_ca_file.keys() - self.peer.keys():
             raise WrongOption("peer_ca_file", f"{min(unknown)!r} is no --peer")

@@ -118,7 +118,7 @@ def plan_of(asked: Asked) -> Plan:
         field: ServiceProcess(name, endpoint, home.logs / f"{name}.log", of_home | asked.passed_on(field))
         for name, field, endpoint, of_home in parts
     }
-    plan = Plan(**made)
+    plan = Plan(made["store"], made["engine"], made.get("gateway"))
     return replace(plan, starts=("engine", "http")) if up.store else plan
 
 

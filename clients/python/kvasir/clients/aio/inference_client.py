@@ -14,7 +14,7 @@ from kvasir.clients import inference_client_turns as turns
 from kvasir.clients.aio.agent_client import AioAgentClient
 from kvasir.clients.aio.large_requests import LargeRequests
 from kvasir.clients.aio.service_client import Making, at_once
-from kvasir.clients.channel import Tls, aio_channel, calls_of
+from kvasir.clients.channel import Metadata, Tls, aio_channel, calls_of
 from kvasir.clients.generate_options import GenerateOptions, OptionArguments, merged_options
 from kvasir.errors import KvasirError, NotFound, Unavailable
 from kvasir.inference.v1 import handover_pb2_grpc, inference_pb2_grpc
@@ -87,7 +87,7 @@ class AioInferenceClient(AioAgentClient):
         make = partial(turns.turn_request, turns.Input(prompt, messages, append_messages), options, request_id)
         written = await self.making(lambda: make().SerializeToString())
         try:
-            async with aclosing(self._turn(written, timeout_s)) as responses:
+            async with aclosing(self._turn(written, timeout_s, turns.place_of(options.agent_id))) as responses:
                 async for response in responses:
                     self._known.note(options.agent_id, response)
                     yield response
@@ -98,11 +98,13 @@ class AioInferenceClient(AioAgentClient):
         """The events after `moved` of a reply that another engine began. Raises NotFound (RESUME_TOKEN_UNKNOWN)."""
         return self._turn(pb.GenerateRequest(resume_token=resume_token).SerializeToString(), timeout_s)
 
-    async def _turn(self, written: bytes, timeout_s: float | None) -> AsyncGenerator[pb.GenerateResponse, None]:
+    async def _turn(
+        self, written: bytes, timeout_s: float | None, place: Metadata = ()
+    ) -> AsyncGenerator[pb.GenerateResponse, None]:
         """A turn's events, wherever its agent is, and wherever it goes."""
         has_begun = False
         try:
-            async with aclosing(self._turn_here(written, timeout_s)) as responses:
+            async with aclosing(self._turn_here(written, timeout_s, place)) as responses:
                 async for response in responses:
                     has_begun = True
                     yield response
@@ -111,7 +113,7 @@ class AioInferenceClient(AioAgentClient):
             holder = None if has_begun else await self._holder(error)
             if holder is None:
                 raise
-        async with aclosing(holder._turn_here(written, timeout_s)) as responses:
+        async with aclosing(holder._turn_here(written, timeout_s, place)) as responses:
             async for response in responses:
                 yield response
 
@@ -126,7 +128,9 @@ class AioInferenceClient(AioAgentClient):
                     return engine
         return None
 
-    async def _turn_here(self, written: bytes, timeout_s: float | None) -> AsyncGenerator[pb.GenerateResponse, None]:
+    async def _turn_here(
+        self, written: bytes, timeout_s: float | None, place: Metadata
+    ) -> AsyncGenerator[pb.GenerateResponse, None]:
         """A turn's events from this engine on, wherever it goes."""
         if self.peers:  # a message's bytes behind another's add their fields to it
             written += pb.GenerateRequest(followed_peers=list(self.peers)).SerializeToString()
@@ -134,7 +138,7 @@ class AioInferenceClient(AioAgentClient):
         moved: turns.Moved | None = None
         lost: Unavailable | None = None
         try:
-            async with aclosing(self._responses(self._stub.Generate, written, timeout_s)) as responses:
+            async with aclosing(self._responses(self._stub.Generate, written, timeout_s, place)) as responses:
                 async for response in responses:
                     yield response
                     moved = turns.moved_by(response)

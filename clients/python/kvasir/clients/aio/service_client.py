@@ -84,9 +84,11 @@ class AioServiceClient:
         """The same for an RPC that streams its responses."""
         return self._responses(getattr(self._stub, name), request, timeout_s)
 
-    async def _responses(self, method: Any, request: Any, timeout_s: float | None) -> AsyncGenerator[Any, None]:
+    async def _responses(
+        self, method: Any, request: Any, timeout_s: float | None, more: Metadata = ()
+    ) -> AsyncGenerator[Any, None]:
         """A stream's responses with typed errors. Leaving early cancels the call, so that the service stops too."""
-        call = method(request, timeout=timeout_s, metadata=self._metadata + onward())
+        call = method(request, timeout=timeout_s, metadata=self._metadata + onward() + more)
         try:
             async for response in call:
                 yield _parsed(response)

@@ -1,0 +1,186 @@
+"""Configurations of nginx and Envoy before several engines of one store: each agent's turns go to one engine.
+
+Clients send where a turn's agent belongs as the header `kvasir-place`; a turn without an agent goes anywhere. A turn
+that reaches another engine is right all the same: the lease decides who computes it.
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kvasir.address import Address, parse_address
+from kvasir.cli.failures import WrongUsage
+from kvasir.cli.running.health import ENGINE_SERVICE
+from kvasir.clients.inference_client_turns import PLACE_KEY
+
+_MOST_OF_MEAN_PERCENT = 125
+_WINDOW_BYTES = 4 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Balancer:
+    """Where it listens, with a certificate beyond this machine, and the engines, whose certificates are in one file."""
+
+    listen: str
+    engines: Sequence[str]
+    tls_cert: Path | None = None
+    tls_key: Path | None = None
+    engine_ca_file: Path | None = None
+
+    def check(self) -> None:
+        """Raises WrongUsage."""
+        for option, texts in (("--listen", [self.listen]), ("--engine", self.engines)):
+            for text in texts:
+                self._check_address(option, text)
+        if len({*self.engines}) != len(self.engines):
+            raise WrongUsage("--engine: an address is given twice", field="--engine")
+        if (self.tls_cert is None) != (self.tls_key is None):
+            raise WrongUsage("--tls-cert and --tls-key: give both or neither", field="--tls-key")
+
+    def _check_address(self, option: str, text: str) -> None:
+        try:
+            address = parse_address(text)
+        except ValueError as error:
+            raise WrongUsage(f"{option}: {error}", field=option) from None
+        if address.socket_path is not None:
+            text = f"{option}: expected HOST:PORT: at a Unix socket everybody who calls the balancer would be its owner"
+            raise WrongUsage(text, field=option)
+        if any(letter in text for letter in "\"'{};\\ \t\n#$"):
+            raise WrongUsage(f"{option}: {text!r} has letters that no configuration can quote", field=option)
+        pinned = self.tls_cert if option == "--listen" else self.engine_ca_file
+        if not address.is_loopback and pinned is None:
+            needed = "--tls-cert and --tls-key" if option == "--listen" else "--ca-file, before the command"
+            raise WrongUsage(f"{option}: {text} is beyond this machine, so TLS is needed: {needed}", field=option)
+
+
+def nginx(balancer: Balancer) -> str:
+    """A whole nginx.conf, for nginx 1.19 or newer."""
+    variable = PLACE_KEY.replace("-", "_")
+    servers = "\n".join(f"    server {each} max_fails=1 fail_timeout=1s;" for each in balancer.engines)
+    tls = ""
+    if balancer.tls_cert is not None:
+        tls = f"    ssl_certificate {balancer.tls_cert};\n    ssl_certificate_key {balancer.tls_key};\n"
+    scheme, verify = "grpc", ""
+    if balancer.engine_ca_file is not None:
+        scheme = "grpcs"
+        verify = (
+            "      grpc_ssl_verify on;\n"
+            f"      grpc_ssl_trusted_certificate {balancer.engine_ca_file};\n"
+            f"      grpc_ssl_name {parse_address(balancer.engines[0]).host};\n"
+            "      grpc_ssl_server_name on;\n"
+        )
+    return f"""# Made by `kvasir fleet config nginx`: an agent's turns go to one engine, else to the next one.
+events {{ worker_connections 4096; }}
+http {{
+  access_log off;
+  # A turn without an agent goes anywhere.
+  map $http_{variable} $place {{ "" $request_id; default $http_{variable}; }}
+  upstream engines {{
+    hash $place consistent;
+{servers}
+    keepalive 64;
+  }}
+  server {{
+    listen {balancer.listen} {"ssl http2" if tls else "http2"};
+{tls}    keepalive_requests 1000000000;
+    client_max_body_size 0;
+    client_body_timeout 1h;
+    location / {{
+      grpc_pass {scheme}://engines;
+{verify}      grpc_connect_timeout 2s;
+      grpc_read_timeout 1h;
+      grpc_send_timeout 1h;
+      grpc_socket_keepalive on;
+    }}
+  }}
+}}
+"""
+
+
+def envoy(balancer: Balancer) -> str:
+    """A bootstrap configuration as JSON, which Envoy reads as it reads YAML."""
+    options = {"initial_stream_window_size": _WINDOW_BYTES, "initial_connection_window_size": 2 * _WINDOW_BYTES}
+    route = {
+        "cluster": "engines",
+        "timeout": "0s",
+        "hash_policy": [{"header": {"header_name": PLACE_KEY}}],
+        "retry_policy": {"retry_on": "connect-failure,refused-stream", "num_retries": len(balancer.engines)},
+    }
+    manager = {
+        "@type": _type("filters.network.http_connection_manager.v3.HttpConnectionManager"),
+        "stat_prefix": "engines",
+        "codec_type": "HTTP2",
+        "http2_protocol_options": options,
+        "stream_idle_timeout": "0s",
+        "route_config": {
+            "virtual_hosts": [
+                {"name": "engines", "domains": ["*"], "routes": [{"match": {"prefix": "/"}, "route": route}]}
+            ]
+        },
+        "http_filters": [
+            {"name": "envoy.filters.http.router", "typed_config": {"@type": _type("filters.http.router.v3.Router")}}
+        ],
+    }
+    chain: dict[str, Any] = {
+        "filters": [{"name": "envoy.filters.network.http_connection_manager", "typed_config": manager}]
+    }
+    if balancer.tls_cert is not None:
+        files = {"certificate_chain": _file(balancer.tls_cert), "private_key": _file(balancer.tls_key)}
+        context = {"common_tls_context": {"tls_certificates": [files], "alpn_protocols": ["h2"]}}
+        chain["transport_socket"] = _tls("DownstreamTlsContext", context)
+    listener = {
+        "name": "callers",
+        "address": _envoy_address(parse_address(balancer.listen)),
+        "filter_chains": [chain],
+    }
+    return json.dumps(
+        {"static_resources": {"listeners": [listener], "clusters": [_cluster(balancer, options)]}}, indent=2
+    )
+
+
+def _cluster(balancer: Balancer, options: dict[str, int]) -> dict[str, Any]:
+    endpoints = [{"endpoint": {"address": _envoy_address(parse_address(each))}} for each in balancer.engines]
+    check = {"timeout": "1s", "interval": "1s", "no_traffic_interval": "1s", "unhealthy_threshold": 1}
+    cluster: dict[str, Any] = {
+        "name": "engines",
+        "type": "STRICT_DNS",
+        "connect_timeout": "2s",
+        "lb_policy": "RING_HASH",
+        "common_lb_config": {"consistent_hashing_lb_config": {"hash_balance_factor": _MOST_OF_MEAN_PERCENT}},
+        "typed_extension_protocol_options": {
+            "envoy.extensions.upstreams.http.v3.HttpProtocolOptions": {
+                "@type": _type("upstreams.http.v3.HttpProtocolOptions"),
+                "explicit_http_config": {"http2_protocol_options": options},
+            }
+        },
+        "health_checks": [
+            {**check, "healthy_threshold": 1, "grpc_health_check": {"service_name": ENGINE_SERVICE}},
+        ],
+        "load_assignment": {"cluster_name": "engines", "endpoints": [{"lb_endpoints": endpoints}]},
+    }
+    if balancer.engine_ca_file is not None:
+        validation = {"trusted_ca": _file(balancer.engine_ca_file)}
+        context = {"common_tls_context": {"validation_context": validation, "alpn_protocols": ["h2"]}}
+        cluster["transport_socket"] = _tls("UpstreamTlsContext", context)
+    return cluster
+
+
+def _type(name: str) -> str:
+    return f"type.googleapis.com/envoy.extensions.{name}"
+
+
+def _file(path: Path | None) -> dict[str, str]:
+    return {"filename": str(path)}
+
+
+def _tls(kind: str, context: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "name": "envoy.transport_sockets.tls",
+        "typed_config": {"@type": _type(f"transport_sockets.tls.v3.{kind}"), **context},
+    }
+
+
+def _envoy_address(address: Address) -> dict[str, Any]:
+    return {"socket_address": {"address": address.host, "port_value": address.port}}

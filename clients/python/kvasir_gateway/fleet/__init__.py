@@ -1,0 +1,1 @@
+"""Several engines of one store behind the gateway: which of them computes a turn."""

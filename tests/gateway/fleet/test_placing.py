@@ -1,0 +1,64 @@
+"""Where turns go among several engines: each agent to one place, no engine beyond its share, few agents moved."""
+
+from collections import Counter
+from math import ceil
+
+from hypothesis import given
+from hypothesis import strategies as st
+from kvasir_gateway.fleet.placing import EngineState, Ring, agent_point, choose
+
+NAMES = st.lists(st.text("abc:0123456789", min_size=1, max_size=8), min_size=1, max_size=6, unique=True)
+AGENTS = [agent_point("default", f"agent-{number}") for number in range(2000)]
+IDLE = EngineState()
+
+
+@given(NAMES, st.integers(0, 2**64 - 1))
+def test_every_engine_stands_once_in_an_agents_order_whatever_the_order_of_their_names(
+    names: list[str], point: int
+) -> None:
+    mixed = sorted(names, reverse=True)
+    order = Ring(names).order(point)
+    assert sorted(order) == list(range(len(names)))
+    assert [names[each] for each in order] == [mixed[each] for each in Ring(mixed).order(point)]
+
+
+@given(NAMES, st.integers(0, 2**64 - 1), st.data())
+def test_no_engine_gets_a_turn_beyond_its_share_nor_one_that_is_down(
+    names: list[str], point: int, data: st.DataObject
+) -> None:
+    state = st.builds(EngineState, st.booleans(), st.integers(0, 50))
+    states = data.draw(st.lists(state, min_size=len(names), max_size=len(names)))
+    hot = data.draw(st.none() | st.integers(0, len(names) - 1))
+    chosen = choose(Ring(names).order(point), states, hot)
+    up = [each for each in states if each.is_up]
+    assert (chosen is None) == (not up)
+    if chosen is None:
+        return
+    assert states[chosen].is_up
+    mean = (sum(each.open_turns for each in up) + 1) / len(up)
+    assert states[chosen].open_turns + 1 <= ceil((1.5 if chosen == hot else 1.25) * mean)
+
+
+def test_an_engine_that_goes_moves_its_own_agents_only_and_idle_engines_share_evenly() -> None:
+    ring, states = Ring(["one", "two", "three"]), [IDLE] * 3
+    before = [choose(ring.order(point), states) for point in AGENTS]
+    shares = Counter(before)
+    assert all(0.2 * len(AGENTS) < shares[each] < 0.47 * len(AGENTS) for each in range(3)), shares
+    after = [choose(ring.order(point), [IDLE, EngineState(is_up=False), IDLE]) for point in AGENTS]
+    assert all(was == now for was, now in zip(before, after, strict=True) if was != 1)
+    more = [choose(Ring(["one", "two", "three", "four"]).order(point), [IDLE] * 4) for point in AGENTS]
+    assert {now for was, now in zip(before, more, strict=True) if was != now} == {3}
+
+
+def test_an_agent_stays_where_it_is_hot_until_that_engine_has_half_more_than_its_share() -> None:
+    order, point = Ring(["one", "two"]).order(AGENTS[0]), AGENTS[0]
+    assert Ring(["one", "two"]).order(point) == order
+    hot = order[1]
+    states = [IDLE, IDLE]
+    assert choose(order, states, hot) == hot
+    states[hot] = EngineState(open_turns=3)
+    assert choose(order, states, hot) == order[0]
+
+
+def test_agents_of_two_namespaces_never_share_a_place_by_their_spelling() -> None:
+    assert agent_point("a", "bc") != agent_point("ab", "c")

@@ -1,0 +1,88 @@
+"""One gateway before two engines of one store: agents share them, and go on at the other when one is killed."""
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx2 as httpx
+import pytest
+
+from inference_svc.memory.store.answers import LEASE_TTL_S
+from tests.gateway.serving import MODEL, GatewayProcess
+from tests.running.system_fixtures import ENGINE_SERVICE, House, Service, running_house
+
+WORDS = ("My dog is called Rex.", "What is my dog called?", "My cat is called Tom.", "What is my cat called?")
+NAMES = [f"agent-{number}" for number in range(6)]
+
+
+@dataclass
+class Pair:
+    house: House
+    second: Service
+    gateway: GatewayProcess
+
+    def said(self, agent: str, words: str) -> str:
+        """A turn of an agent that remembers, over OpenAI's API."""
+        answer = httpx.post(
+            f"{self.gateway.url}/v1/chat/completions",
+            headers={"x-agent-id": agent, "x-agent-memory": "append"},
+            json={
+                "model": MODEL,
+                "messages": [{"role": "user", "content": words}],
+                "temperature": 0,
+                "max_tokens": 12,
+            },
+            timeout=60,
+        )
+        assert answer.status_code == 200, answer.text
+        told: dict[str, Any] = answer.json()
+        return str(told["choices"][0]["message"]["content"])
+
+    def hot_at(self, service: Service) -> set[str]:
+        engine, self.house.engine = self.house.engine, service
+        try:
+            with self.house.client() as client:
+                return {each.agent_id for each in client.list_hot_memories(NAMES)}
+        finally:
+            self.house.engine = engine
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+    root = tmp_path_factory.mktemp("pair")
+    with running_house(root / "house") as house:
+        socket = Path(house.engine.address.removeprefix("unix:")).with_name("e2")
+        second = Service("second", "inference_svc", ENGINE_SERVICE, socket, root / "second.log")
+        second.options = [*house.engine.options, "--state-dir", str(root / "state2")]
+        second.start()
+        gateway = GatewayProcess(house, "--engine", second.address, "--no-keys")
+        gateway.start()
+        try:
+            yield Pair(house, second, gateway)
+        finally:
+            gateway.kill()
+            second.kill()
+
+
+@pytest.mark.long(12)
+def test_agents_share_two_engines_stay_where_they_are_hot_and_outlive_a_kill(pair: Pair) -> None:
+    first = {name: [pair.said(name, words) for words in WORDS[:2]] for name in NAMES}
+    assert len({tuple(each) for each in first.values()}) == 1, "the same turns, at whichever engine"
+    at_first, at_second = pair.hot_at(pair.house.engine), pair.hot_at(pair.second)
+    assert at_first | at_second == {*NAMES}
+    assert not at_first & at_second, "an agent's turns went to one engine"
+    assert at_first
+    assert at_second
+    gone, left = pair.house.engine, pair.second
+    stayed = [pair.said(min(at_second), words) for words in WORDS[2:]]
+    gone.kill()
+    began = time.monotonic()
+    moved = [pair.said(min(at_first), words) for words in WORDS[2:]]
+    assert time.monotonic() - began < 3 * LEASE_TTL_S
+    assert moved == stayed, "as the one that never left"
+    assert min(at_first) in pair.hot_at(left)
+    health = httpx.get(f"{pair.gateway.url}/healthz")
+    assert (health.status_code, [each["reason"] for each in health.json()["problems"]]) == (200, ["ENGINE_UNREACHABLE"])
+    gone.start()
