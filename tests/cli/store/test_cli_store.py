@@ -331,7 +331,7 @@ def test_recover_brings_a_lost_index_back(cli: Cli, stopped: Cli, tmp_path: Path
     report = stopped.done("store", "recover", "--json").value
     assert report["is_complete"] is True
     assert report["namespaces"][0]["versions"] == 1
-    assert "1 versions of 1 agents came back" in stopped.done("store", "recover").out
+    assert "1 version of 1 agent came back" in stopped.done("store", "recover").out
     assert stopped.done("store", "check", "--json").value["snapshots"] == 1
     next(stopped.home.glob("store/namespaces/*/blobs/*/*")).unlink()
     assert stopped("store", "recover").code == 1
