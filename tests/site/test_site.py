@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from posixpath import normpath
 
@@ -16,6 +17,7 @@ from kvasir.inference.v1 import handover_pb2, inference_pb2
 from kvasir_gateway.openapi import OPERATIONS
 from typer.main import get_command
 
+from tests.test_readme import problem, typed
 from tools.site import includes
 from tools.site.__main__ import write
 
@@ -23,6 +25,7 @@ ROOT = Path(__file__).parents[2]
 _LINK = re.compile(r"\]\(([^)\s]+)\)")
 _FENCE = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
 _ID = re.compile(r"\{ #([^ }]+) \}")
+_MODULE = re.compile(r"python3? -m ([\w.]+)")
 _HEADER = re.compile(r"\bx-(?:agent|kvasir)-[a-z-]+\b")
 _OUTSIDE = re.compile(
     r"<(?:script|img|iframe|source)[^>]*src=[\"']?https?:|<link[^>]*href=[\"']?https?:|url\([\"']?https?:"
@@ -113,6 +116,16 @@ def test_every_command_is_in_the_reference(pages: Path) -> None:
     names = [name for name, command in groups.items() if not command.hidden]
     names += [f"{name} {inner}" for name in names for inner in getattr(groups[name], "commands", ())]
     assert [name for name in names if f"# kvasir {name}\n" not in page] == []
+
+
+def test_every_command_and_module_that_a_page_names_exists(pages: Path) -> None:
+    texts = {page.name: page.read_text() for page in pages.rglob("*.md") if page.name != "commands.md"}
+    named = [(name, command) for name, text in texts.items() for command in typed(text)]
+    assert len(named) > 200
+    assert [(name, command, why) for name, command in named if (why := problem(command))] == []
+    modules = {found[1].rstrip(".") for text in texts.values() for found in _MODULE.finditer(text)}
+    assert len(modules) > 5
+    assert [module for module in sorted(modules) if find_spec(module) is None] == []
 
 
 @pytest.mark.long(8)

@@ -8,6 +8,8 @@ from tools.site import includes
 
 ROOT = Path(__file__).parents[2]
 _BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+_BARE = re.compile(r"^```\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+_TYPED = re.compile(r"^(?:\$ )?(?:kvasir|make|pip|python3?|uv|git|curl|docker|npm|go|cargo|mvn|swift) ", re.MULTILINE)
 _OTHER_LANGUAGE = "`make test-clients` builds and runs it where the toolchain is"
 _INSTALLED = "`make test-install` types it in an empty folder, with a home of its own"
 _AGENT_CLIENT = "`make test-agents` takes these very lines; it installs the client from npm or PyPI"
@@ -50,6 +52,9 @@ SNIPPETS: Mapping[str, Mapping[str, tuple[str, ...] | str]] = {
     "clients/rust/README.md": {"cargo init": _INSTALLED, "use kvasir_client": _OTHER_LANGUAGE},
     "clients/swift/README.md": {"unzip": _INSTALLED, "import Foundation": _OTHER_LANGUAGE},
     "clients/typescript/README.md": {"npm init": _INSTALLED, 'import { homedir } from "node:os"': _OTHER_LANGUAGE},
+    "inference_svc/model/kvasir_tiny/MODEL_CARD.md": {
+        "pip install": ("test_ten_steps_on_a_cpu_lower_the_loss_and_leave_a_model_that_loads",),
+    },
     "proto/README.md": {
         "buf generate": "its plugins come from buf's registry; `buf curl` asks the reflection that tests ask in Python",
         "1500000000000000": ("test_every_example_is_the_hash_of_its_bytes",),
@@ -102,6 +107,15 @@ def test_every_snippet_is_run_or_has_a_reason() -> None:
     assert [(source, block[:80]) for source, key, block in found if key is None] == []
     known = {(source, key) for source, keys in SNIPPETS.items() for key in keys}
     assert known - {(source, key) for source, key, _ in found} == set(), "it stands on no page any more"
+
+
+def test_no_command_hides_in_a_block_without_a_language() -> None:
+    pages = [page.relative_to(includes.PAGES).as_posix() for page in includes.PAGES.rglob("*.md")]
+    sources = {source for page in pages for source, _ in includes.includes_of(page) if source.endswith(".md")}
+    texts = {source: (ROOT / source).read_text() for source in sources}
+    bare = [(source, block) for source, text in texts.items() for block in _BARE.findall(_BLOCK.sub("", text))]
+    assert len(bare) > 3
+    assert [source for source, block in bare if _TYPED.search(block)] == []
 
 
 def test_the_tests_that_run_snippets_exist() -> None:
