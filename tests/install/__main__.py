@@ -61,11 +61,13 @@ def all_parts() -> dict[str, Part]:
 def run(parts: dict[str, Part], folder: Path) -> int:
     place = Place(folder / "home")
     attempt("release", lambda: release(place.home / "kvasir"), must=True)
-    ends = [attempt(name, partial(part, place)) for name, part in parts.items()]
+    ends = {name: attempt(name, partial(part, place)) for name, part in parts.items()}
     with suppress(Failed):
         stop(place)
-    print(f"{ends.count('passed')} passed, {ends.count('FAILED')} failed, {ends.count('NOT RUN')} not run")
-    return 1 if "FAILED" in ends else 0
+    for end in ("passed", "FAILED", "NOT RUN"):
+        named = [name for name in ends if ends[name] == end]
+        print(f"{end}: {len(named)}{': ' if named else ''}{', '.join(named)}")
+    return 1 if "FAILED" in ends.values() else 0
 
 
 def attempt(name: str, part: Callable[[], None], must: bool = False) -> str:
