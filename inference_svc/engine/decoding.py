@@ -23,10 +23,13 @@ from inference_svc.kv.sequence_kv import SequenceKV
 
 @dataclass(frozen=True, slots=True)
 class Decoded:
-    """One row of a step that was read; `drawn` is None if the token behind it was known already."""
+    """One row of a step that was read; `drawn` is None if the token behind it was known already. `computed`: tokens of
+    the sequence that got their KV.
+    """
 
     sequence: Sequence
     drawn: Drawn | KvasirError | None
+    computed: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,12 +121,7 @@ class Decoder:
     def _joined(self, decoding: Collection[Sequence]) -> list[Sequence]:
         """Make the batch hold these sequences and no others; returns them by slot."""
         by_kv = {id(sequence.kv): sequence for sequence in decoding}
-        # From the last slot on: when many turns leave at once, few are moved to take their places.
-        for kv in [kv for kv in reversed(self.batch.sequences) if id(kv) not in by_kv]:
-            self.batch.leave(kv)
-        for sequence in decoding:
-            if sequence.kv is not None and sequence.kv not in self.batch:
-                self.batch.join(sequence.kv)
+        self.batch.hold([sequence.kv for sequence in decoding if sequence.kv is not None])
         return [by_kv[id(kv)] for kv in self.batch.sequences]
 
     def _read(self, steps: int) -> list[Decoded]:

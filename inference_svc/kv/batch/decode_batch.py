@@ -6,7 +6,7 @@ from typing import Any
 import mlx.core as mx
 
 from inference_svc.kv.batch.batch_state import BatchStateKV
-from inference_svc.kv.batch.decode_step import DecodeStep, KeptGraph, PassArrays
+from inference_svc.kv.batch.decode_step import DecodeStep, KeptGraph, PassArrays, PassRows
 from inference_svc.kv.batch.decoded_layer import DecodedLayer
 from inference_svc.kv.batch.fused_layer import FusedLayer
 from inference_svc.kv.pages.pool import KvPool
@@ -52,6 +52,16 @@ class DecodeBatch:
             state.join(kv.states[index])
         self.sequences.append(kv)
 
+    def hold(self, sequences: Sequence[SequenceKV]) -> None:
+        """Make the batch hold these sequences and no others."""
+        staying = set(map(id, sequences))
+        # From the last slot on: when many turns leave at once, few are moved to take their places.
+        for kv in [kv for kv in reversed(self.sequences) if id(kv) not in staying]:
+            self.leave(kv)
+        for kv in sequences:
+            if kv not in self:
+                self.join(kv)
+
     def leave(self, kv: SequenceKV) -> None:
         """Take a sequence out. The last slot takes its place. Without effect if it is not in the batch."""
         if kv not in self:
@@ -86,8 +96,21 @@ class DecodeBatch:
         self._pool.enqueue_behind(logits)
         for kv in self.sequences:
             kv.advanced(1)
-        if self.keeps_graph:
-            return logits
+        return logits if self.keeps_graph else self._behind_writes(logits)
+
+    def pass_of(self, token_ids: Sequence[int], given: Sequence[PassRows]) -> mx.array:
+        """Rows of each sequence, by slot, in their order: logits [rows, vocabulary], not evaluated. Raises
+        ResourceExhausted; ValueError where kernels would read a row from its page, or a layer cannot go back.
+        """
+        if self._fused or not self.takes_drafts:
+            raise ValueError("the rows of this batch are read as they are stored")
+        step = DecodeStep.of_pass(self._pool, self.sequences, given)
+        logits = self._over_copies(mx.array(list(token_ids), dtype=mx.uint32), step)
+        for kv, each in zip(self.sequences, given, strict=True):
+            kv.advanced(each.stored)
+        return self._behind_writes(logits)
+
+    def _behind_writes(self, logits: mx.array) -> mx.array:
         # The rows have no reader in this step: without the dependency they would pile up unevaluated.
         stored = [array for state in self._states.values() for array in state.state]
         if self._decoded:
@@ -123,7 +146,7 @@ class DecodeBatch:
         return -(-rows // self._pass_rows) * self._pass_rows if self._pass_rows else rows
 
     def _over_copies(self, tokens: mx.array, step: DecodeStep) -> mx.array:
-        slots, longest = len(self.sequences), self._longest()
+        slots, longest = len(self.sequences), max(step.lengths)
         values = sum(layer.decoded_values(slots, longest) for layer in self._decoded.values())
         for layer in self._decoded.values():
             layer.begin(step, keeps_decoded=values <= self._decoded_budget)

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
+from itertools import accumulate
 from typing import Any
 
 import mlx.core as mx
@@ -45,12 +46,12 @@ class GroupRows:
     """One group of layers in one step: the page of each new row, private since this was made."""
 
     def __init__(self, tables: Sequence[BlockTable], lengths: Sequence[int], pages: list[int], rows: int) -> None:
-        """`tables`, `lengths` and `pages` by row. `rows`: as many, or more, which are empty."""
+        """`tables`, `lengths` and `pages` by row that is stored. `rows`: as many, or more, which are empty."""
         self._pages = pages
         self._rows = rows
         self._lengths = lengths
         self._tables = tables
-        self._width = table_width(max(lengths) + 1)
+        self._width = table_width(max(lengths, default=0) + 1)
         self._columns: dict[RowPlaces, mx.array] = {}
 
     @cached_property
@@ -73,10 +74,26 @@ class GroupRows:
         return self._columns[places]
 
 
+@dataclass(frozen=True, slots=True)
+class PassRows:
+    """A sequence's rows of one pass. The first `stored` become its KV. The rest are seen by those behind them as they
+    are computed, not as they would be stored, and by nobody after the pass. `positions` of these, by which they are
+    rotated, may be in any order.
+    """
+
+    stored: int
+    positions: tuple[int, ...] = ()
+
+    @property
+    def count(self) -> int:
+        return self.stored + len(self.positions)
+
+
 @dataclass(frozen=True)
 class DecodeStep:
     """Rows of sequences are about to be computed: of each its next token and, behind it, tokens that are tried ahead.
-    `slot_of` says by row which sequence it is of, `lengths` how many tokens stand before it. `rows`: with empty ones.
+    `slot_of` says by row which sequence it is of, `lengths` how many rows stand before it. `rows`: with empty ones.
+    `stored`: the rows that are stored, None for all. `positions`: by which they are rotated, None for `lengths`.
     """
 
     sequences: tuple[SequenceKV, ...]
@@ -84,6 +101,8 @@ class DecodeStep:
     lengths: tuple[int, ...]
     groups: tuple[GroupRows, ...]
     rows: int
+    stored: tuple[int, ...] | None = None
+    positions: tuple[int, ...] | None = None
 
     @classmethod
     def of(
@@ -92,19 +111,28 @@ class DecodeStep:
         """Give each sequence private pages for its new rows, `counts` of them, or one. `rows`: at least so many. Raises
         ResourceExhausted, and has changed nothing.
         """
-        counts = counts or (1,) * len(sequences)
-        slot_of = tuple(slot for slot, count in enumerate(counts) for _ in range(count))
-        lengths = tuple(kv.length + row for kv, count in zip(sequences, counts, strict=True) for row in range(count))
+        slot_of, lengths = _places_of(sequences, counts or (1,) * len(sequences))
         rows = max(rows, len(lengths))
-        pages, groups = _writable_pages(pool, sequences, slot_of, lengths), []
-        for number in range(len(pool.groups)):
-            tables = [sequences[slot].tables[number] for slot in slot_of]
-            groups.append(GroupRows(tables, lengths, pages[number * len(lengths) :][: len(lengths)], rows))
-        return cls(tuple(sequences), slot_of, lengths, tuple(groups), rows)
+        return cls(tuple(sequences), slot_of, lengths, _groups_of(pool, sequences, slot_of, lengths, rows), rows)
+
+    @classmethod
+    def of_pass(cls, pool: KvPool, sequences: Sequence[SequenceKV], given: Sequence[PassRows]) -> "DecodeStep":
+        """As `of`; only rows that are stored get pages."""
+        slot_of, lengths = _places_of(sequences, [each.count for each in given])
+        stored_slots, stored_lengths = _places_of(sequences, [each.stored for each in given])
+        groups = _groups_of(pool, sequences, stored_slots, stored_lengths, len(stored_lengths))
+        firsts = accumulate((each.count for each in given), initial=0)
+        stored = tuple(first + row for first, each in zip(firsts, given, strict=False) for row in range(each.stored))
+        positions = tuple(
+            position
+            for kv, each in zip(sequences, given, strict=True)
+            for position in (*range(kv.length, kv.length + each.stored), *each.positions)
+        )
+        return cls(tuple(sequences), slot_of, lengths, groups, len(lengths), stored, positions)
 
     @property
-    def has_drafts(self) -> bool:
-        return len(self.lengths) > len(self.sequences)
+    def has_one_row_each(self) -> bool:
+        return self.slot_of == tuple(range(len(self.sequences)))
 
     @property
     def counts(self) -> list[int]:
@@ -116,8 +144,24 @@ class DecodeStep:
         return mx.array(self.slot_of)
 
     @cached_property
-    def offsets(self) -> mx.array:
+    def seen(self) -> mx.array:
+        """By row, how many rows stand before it."""
         return mx.array([*self.lengths, *[-1] * (self.rows - len(self.lengths))], dtype=mx.int32)
+
+    @cached_property
+    def offsets(self) -> mx.array:
+        """By row, the position by which it is rotated."""
+        return self.seen if self.positions is None else mx.array(self.positions, dtype=mx.int32)
+
+    @cached_property
+    def stored_rows(self) -> mx.array:
+        return mx.array(list(self.stored or ()), dtype=mx.int32)
+
+    @cached_property
+    def is_exact(self) -> mx.array:
+        """By row [rows, 1, 1, 1], whether others see it as it is computed."""
+        stored = set(self.stored or ())
+        return mx.array([row not in stored for row in range(self.rows)])[:, None, None, None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,6 +176,23 @@ class PassArrays:
     block_tables: Sequence[mx.array]
     pages: Sequence[mx.array]
     order: Sequence[mx.array] = ()
+
+
+def _places_of(sequences: Sequence[SequenceKV], counts: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """By row, the slot of its sequence, and how many rows stand before it."""
+    slot_of = tuple(slot for slot, count in enumerate(counts) for _ in range(count))
+    lengths = tuple(kv.length + row for kv, count in zip(sequences, counts, strict=True) for row in range(count))
+    return slot_of, lengths
+
+
+def _groups_of(
+    pool: KvPool, sequences: Sequence[SequenceKV], slot_of: Sequence[int], lengths: Sequence[int], rows: int
+) -> tuple[GroupRows, ...]:
+    pages, groups = _writable_pages(pool, sequences, slot_of, lengths), []
+    for number in range(len(pool.groups)):
+        tables = [sequences[slot].tables[number] for slot in slot_of]
+        groups.append(GroupRows(tables, lengths, pages[number * len(lengths) :][: len(lengths)], rows))
+    return tuple(groups)
 
 
 def _writable_pages(

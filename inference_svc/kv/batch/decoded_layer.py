@@ -34,7 +34,7 @@ class DecodedLayer:
         self._is_decoded: list[bool] = []
         self._keeps_decoded = True
         self._step: DecodeStep | None = None
-        self._by_slot: EncodedRows = ()  # K and V by slot, and by row, of a pass with drafts: until it attends
+        self._by_slot: EncodedRows = ()  # K and V by slot, and by row, where these differ: until the pass attends
 
     # --- what the batch calls ---
 
@@ -85,15 +85,15 @@ class DecodedLayer:
         rows = self._encode(keys, values)
         self._store(rows)
         slots, width = len(self._now.sequences), self._width
-        new = self._decode(rows, keys.dtype, values.dtype)
+        new = self._seen_by_others(rows, keys, values)
         self._decoded.reserve(slots, width, new)
-        for slot, is_decoded in enumerate(self._is_decoded):
-            if not is_decoded:
+        for slot in sorted(set(self._now.slot_of)):  # of others, rows may be further than the copy's width
+            if not self._is_decoded[slot]:
                 self._fill(slot, keys.dtype, values.dtype)
                 self._is_decoded[slot] = True
-        self._decoded.put_each([self._place(length) for length in self._now.lengths], new, self._drafted_slots)
-        read_keys, read_values = self._split(self._decoded.read(slots, width, self._drafted_slots))
-        if self._now.has_drafts:
+        self._decoded.put_each([self._place(length) for length in self._now.lengths], new, self._row_slots)
+        read_keys, read_values = self._split(self._decoded.read(slots, width, self._row_slots))
+        if not self._now.has_one_row_each:
             self._by_slot = (*self._split(self._decoded.read(slots, width)), read_keys, read_values)
         if not self._keeps_decoded:
             self._decoded.clear()
@@ -105,7 +105,7 @@ class DecodedLayer:
         return bool(self._by_slot) and keys is self._by_slot[2] and values is self._by_slot[3]
 
     def attend(self, queries: mx.array, scale: float, mask: mx.array) -> mx.array:
-        """Attention of a pass with drafts: of queries [rows, heads, 1, dim], over K and V that rows share."""
+        """Attention of queries [rows, heads, 1, dim], slots having several or none, over K and V of slots."""
         keys, values, *_ = self._by_slot
         self._by_slot = ()  # a reference that stays would make the next write copy them
         return attend_by_slot(queries, keys, values, self._now.counts, scale, mask)
@@ -114,11 +114,11 @@ class DecodedLayer:
         """Which stored rows each new one may attend to, bool [rows, 1, 1, stored]. None for every row."""
         if count != 1:
             raise ValueError(f"a batch decodes each token in a row of its own, not {count}")
-        lengths, width, seen = self._now.lengths, self._width, self.offset[:, None, None, None]
+        lengths, width, seen = self._now.lengths, self._width, self._now.seen[:, None, None, None]
         if not self._window:
             if window_size is not None:
                 raise ValueError("a layer with a window cannot use a KV that keeps all tokens")
-            is_whole = min(lengths) + 1 == width and not return_array
+            is_whole = min(lengths) + 1 == width and self._now.has_one_row_each and not return_array
             return None if is_whole else mx.arange(width)[None, None, None] <= seen
         window = min(window_size or self._window, self._window)
         is_whole = min(min(lengths) + 1, self._window) == width and window == self._window
@@ -140,9 +140,9 @@ class DecodedLayer:
         return self._step
 
     @property
-    def _drafted_slots(self) -> mx.array | None:
-        """The slot of each row, where one has several."""
-        return self._now.slots if self._now.has_drafts else None
+    def _row_slots(self) -> mx.array | None:
+        """The slot of each row, where some have several or none."""
+        return None if self._now.has_one_row_each else self._now.slots
 
     @property
     def _token_values(self) -> int:
@@ -165,9 +165,21 @@ class DecodedLayer:
         return (*self._keys.encode(keys), *self._values.encode(values))
 
     def _store(self, rows: EncodedRows) -> None:
+        if self._now.stored is not None:
+            rows = tuple(part[self._now.stored_rows] for part in rows) if self._now.stored else ()
+        if not rows:
+            return
         count, group = rows[0].shape[0], self._now.groups[self._group]
         units = mx.concatenate([part.view(UNIT).reshape(count, -1) for part in rows], axis=1)
         self._pool.write_rows(self._layer, group.pages, group.columns(self._places), units)
+
+    def _seen_by_others(self, rows: EncodedRows, keys: mx.array, values: mx.array) -> EncodedRows:
+        """New rows as the decoded copy holds them: as they are stored, or exact if they are not."""
+        new = self._decode(rows, keys.dtype, values.dtype)
+        if self._now.stored is None:
+            return new
+        exact = (mx.concatenate([keys, values], axis=1),) if self._is_stacked else (keys, values)
+        return tuple(mx.where(self._now.is_exact, *pair) for pair in zip(exact, new, strict=True))
 
     def _decode(self, rows: EncodedRows, key_type: mx.Dtype, value_type: mx.Dtype) -> EncodedRows:
         """Values of rows that were encoded together, as the decoded copy holds them."""

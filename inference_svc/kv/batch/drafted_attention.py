@@ -18,7 +18,8 @@ def attend_by_slot(
         slots = len(list(equal))
         rows = slice(row, row + slots * count)
         at = slice(slot, slot + slots)
-        attended.append(_attend(queries[rows], keys[at], values[at], count, scale, mask[rows]))
+        if count:
+            attended.append(_attend(queries[rows], keys[at], values[at], count, scale, mask[rows]))
         row, slot = rows.stop, at.stop
     return mx.concatenate(attended) if len(attended) > 1 else attended[0]
 
