@@ -274,6 +274,14 @@ class Resumed:
 
 
 @dataclass(frozen=True, slots=True)
+class MaskPasses:
+    """What a model that fills masks computed for a reply. A reply has so many tokens a row, and a pass."""
+
+    passes: int = 0
+    rows: int = 0  # committed tokens, kept ones and masks, each as often as a pass had it
+
+
+@dataclass(frozen=True, slots=True)
 class Ended:
     """The turn is over. With a key, its sequence is the key's hot memory now. A cancel with keep_partial ends so too; a
     cancel without it is `Failed(Cancelled)`, and the memory stays as it was before the turn. `state` is what a snapshot
@@ -295,6 +303,7 @@ class Ended:
     embedding: Vector = ()
     drafted_tokens: int = 0  # tried ahead
     accepted_draft_tokens: int = 0
+    mask_passes: MaskPasses = MaskPasses()
 
 
 @dataclass(frozen=True, slots=True)

@@ -61,6 +61,11 @@ class TurnHandle:
             lambda: self._post(lambda worker: worker.leaving.full_blocks(self._sequence, first_block, max_blocks))
         )
 
+    @property
+    def can_be_held(self) -> bool:
+        """False for a turn of a model that fills masks: it ends where it began."""
+        return self._sequence.can_be_held
+
     def hold(self, sent_blocks: int = 0) -> "Future[api.HeldTurn | None]":
         """Stop the turn between two tokens, for another engine to go on with it; all events before that are emitted
         first. None if the turn has not begun, is ending or over. `sent_blocks`: of `full_blocks`, which are left out.
@@ -221,7 +226,7 @@ class Engine:
             begin_phase("pool")
             opened = replace(opened, info=replace(opened.info, name=name or opened.info.name))
             rules = _rules(opened.info, longest_gap_s, None if batch_invariant else runner)
-            rules = replace(rules, most_drafts=_most_drafts(opened.device) if most_drafts is None else most_drafts)
+            rules = replace(rules, most_drafts=_most_drafts(opened) if most_drafts is None else most_drafts)
             budget = memory_budget_bytes if isinstance(memory_budget_bytes, int) else memory_budget_bytes(opened.info)
             keep_wired(opened.info.weights_bytes + budget)
             worker = EngineWorker(runner, opened.info, budget, budget // _DECODED_PART, rules, time.monotonic)
@@ -346,9 +351,11 @@ def _nothing(_worker: EngineWorker) -> None:
     """A letter that only wakes the thread."""
 
 
-def _most_drafts(device: str) -> int:
+def _most_drafts(opened: OpenedModel) -> int:
     """None on a GPU: no GPU has shown that a turn with drafts says there what it says without."""
-    return Rules.most_drafts if device == "cpu" else 0
+    if opened.info.mask_window is not None:
+        return opened.info.mask_window.size - 1
+    return Rules.most_drafts if opened.device == "cpu" else 0
 
 
 def _rules(model: ModelInfo, longest_gap_s: float, runner: ModelRunner | None) -> Rules:

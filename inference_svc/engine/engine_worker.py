@@ -20,6 +20,7 @@ from inference_svc.engine.scheduling.mask_budget import MaskBudget
 from inference_svc.engine.scheduling.schedulable import WITH_KV, Rules, Status
 from inference_svc.engine.scheduling.scheduler import Admit, Blocked, Preempt, Scheduler
 from inference_svc.engine.sequence import Sequence
+from inference_svc.engine.wedlm.mask_decoder import MaskDecoder
 from inference_svc.kv.attention.host_copy import drop_room
 from inference_svc.model.model_info import ModelInfo
 from inference_svc.model.model_runner import ModelRunner
@@ -54,8 +55,12 @@ class EngineWorker:
         self._scheduler: Scheduler[Sequence] = Scheduler(self.room, rules, self._turns)
         self._masks: MaskBudget[Sequence] = MaskBudget()
         batch = runner.new_batch(self._pool, decoded_budget_bytes // runner.compute_item_bytes)
-        drafter = Drafter(batch.most_drafted_rows, rules.most_drafts, lambda: self._scheduler.is_alone)
-        self._decoder = Decoder(batch, drafter, clock, looks_ahead=not model.has_states)
+        self._decoder: Decoder | MaskDecoder
+        if model.mask_window is not None:
+            self._decoder = MaskDecoder(batch, model.mask_window, rules.most_drafts)
+        else:
+            drafter = Drafter(batch.most_drafted_rows, rules.most_drafts, lambda: self._scheduler.is_alone)
+            self._decoder = Decoder(batch, drafter, clock, looks_ahead=not model.has_states)
         self._prefiller = Prefiller(runner, self._guarding)
         self.leaving = LeavingFiles(model, self._pool, self.memories, self._turns, batch)
         self._may_decode: Collection[Sequence] = ()  # in this step
@@ -140,7 +145,8 @@ class EngineWorker:
     def hold(self, sequence: Sequence, sent_blocks: int) -> HeldTurn | None:
         self._settle()
         self._emit(sequence)
-        if sequence.status not in WITH_KV or sequence.kv is None or sequence.is_ending or sequence.is_cancelled:
+        is_leaving = sequence.is_ending or sequence.is_cancelled
+        if is_leaving or not sequence.can_be_held or sequence.status not in WITH_KV or sequence.kv is None:
             return None
         self._decoder.batch.leave(sequence.kv)
         held = held_turn(sequence, sequence.kv, self._model, sent_blocks)
@@ -224,7 +230,7 @@ class EngineWorker:
         try:
             self._tell_decoded()
             going_on = [each for each in self._may_decode if each.status is Status.DECODING and not each.is_cancelled]
-            if self._decoder.looks_ahead:
+            if isinstance(self._decoder, Decoder) and self._decoder.looks_ahead:
                 with self._losing(going_on):
                     self._decoder.launch(going_on, is_behind_cell=True)
         finally:
@@ -235,12 +241,13 @@ class EngineWorker:
             sequence, token = each.sequence, each.drawn
             if sequence.kv is None or sequence.is_cancelled:
                 continue
-            sequence.decoded()
+            sequence.decoded(each.computed)
             if token is None:
                 continue
             with self._guarding(sequence):
                 if sequence.finish_reason is not None:
-                    self._finish(sequence)
+                    if each.computed:  # else the token was committed together with the reply's last one, behind it
+                        self._finish(sequence)
                 elif isinstance(token, KvasirError):
                     self._finish(sequence, token)
                 else:

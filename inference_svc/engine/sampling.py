@@ -94,6 +94,12 @@ class Sampler:
         return () if self.constraint is None else self.constraint.forced(most)
 
     @property
+    def draws_in_order(self) -> bool:
+        """Whether a draw depends on the tokens drawn before it, and not on their number alone."""
+        is_free = self.constraint is None and self._recent is None and self._watch is None
+        return not is_free or self._counts_reply
+
+    @property
     def waits_for_last_token(self) -> bool:
         """Whether the last token must be known before the next can be drawn."""
         waits = self._watch is not None and self._watch.waits
@@ -147,9 +153,12 @@ class Sampler:
             self._counts = self._counts.at[token].add(1)
         return _PlannedDraw(token.astype(mx.uint32), self._logprobs_of(row, token), self._key, self._counts)
 
+    def biased(self, logits: mx.array) -> mx.array:
+        """Logits [..., vocabulary] with the request's bias."""
+        return logits.at[..., self._biased].add(self._biases) if self._params.logit_bias else logits
+
     def _shaped(self, row: mx.array) -> mx.array:
-        if self._params.logit_bias:
-            row = row.at[self._biased].add(self._biases)
+        row = self.biased(row)
         if self._recent:
             ids = mx.array(sorted(set(self._recent)), dtype=mx.uint32)
             penalty, chosen = self._params.repetition_penalty, row[ids]

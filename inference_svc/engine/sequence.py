@@ -84,6 +84,7 @@ class Sequence:
         self._model = model
         self._full_reported = self._prefilled_reported = 0
         self._drafts_tried = self._drafts_right = 0
+        self._mask_passes = api.MaskPasses()
         self._clock = clock
         self._events: list[api.Event] = []
         self._reply = ReplyText(token_text, plan.sampling, model.stop_token_ids)
@@ -120,7 +121,7 @@ class Sequence:
 
     @property
     def is_masked(self) -> bool:
-        is_caught_up = self.cells.computed == len(self.token_ids) - 1  # not while a resumed turn computes what it had
+        is_caught_up = self.cells.computed >= len(self.token_ids) - 1  # not while a resumed turn computes what it had
         return self.matcher is not None and self.finish_reason is None and is_caught_up
 
     @property
@@ -137,6 +138,11 @@ class Sequence:
         """False also if a cancel must leave the reply so far."""
         is_allowed = self.plan.can_be_preempted and not self.plan.keep_partial
         return is_allowed and not self.is_ending
+
+    @property
+    def can_be_held(self) -> bool:
+        """Whether another engine could go on with it: not with a window of masks, which `api.CarriedTurn` lacks."""
+        return self._model.mask_window is None
 
     @property
     def is_ending(self) -> bool:
@@ -169,7 +175,9 @@ class Sequence:
         return self.arrival is not None and self.arrival.load.awaits_bytes
 
     def draws_after(self, count: int) -> bool:
-        """Whether the next `count` tokens end the prompt and the reply's first token is not sampled yet."""
+        """Whether the next `count` tokens end the prompt and the reply's first token is sampled behind them."""
+        if self._model.mask_window is not None:  # it is one of the first window's
+            return False
         ends_prompt = self.cells.computed + count == self.cells.prompt_tokens
         return ends_prompt and len(self.token_ids) == self.cells.prompt_tokens and self.plan.generates
 
@@ -255,9 +263,13 @@ class Sequence:
             self._events.append(api.Prefilled(self.cells.computed, self.cells.prompt_tokens))
         self._end_if_only_prompt()
 
-    def decoded(self) -> None:
-        self.cells.computed += 1
+    def decoded(self, tokens: int = 1) -> None:
+        self.cells.computed += tokens
         self._report_full_blocks()
+
+    def passed(self, rows: int) -> None:
+        """A pass that fills masks computed so many rows of the turn."""
+        self._mask_passes = api.MaskPasses(self._mask_passes.passes + 1, self._mask_passes.rows + rows)
 
     def tried(self, drafts: int, right: int) -> None:
         self._drafts_tried += drafts
@@ -316,6 +328,7 @@ class Sequence:
             completion_tokens=len(self.token_ids) - self.cells.prompt_tokens,
             drafted_tokens=self._drafts_tried,
             accepted_draft_tokens=self._drafts_right,
+            mask_passes=self._mask_passes,
             timings=self._timings(),
             text=self._reply.visible,
             generated_text="".join(self._reply.remembered),

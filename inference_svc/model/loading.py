@@ -12,7 +12,7 @@ from typing import Any
 
 import mlx.core as mx
 import mlx_lm.utils
-from kvasir.errors import FailedPrecondition, InvalidArgument, NotFound
+from kvasir.errors import FailedPrecondition, InvalidArgument, KvasirError, NotFound
 from mlx.nn.layers.base import Module
 from mlx.utils import tree_flatten
 
@@ -20,6 +20,7 @@ from inference_svc.kv.attention.choice import KernelChoice, Wanted
 from inference_svc.kv.model_hooks.few_rows import take_few_rows
 from inference_svc.kv.model_hooks.plain_norms import take_plain_norms
 from inference_svc.kv.model_hooks.row_exact import make_row_exact
+from inference_svc.model.wedlm import MaskWindow, layers_config
 from inference_svc.model.weights.placing import Placement, Tensors, let_go, place_weights
 from inference_svc.model.weights.weight_files import WeightFile, weight_files
 
@@ -116,7 +117,8 @@ def load(
             converted = _of_another_type(model, COMPUTE_TYPES[compute_type])
             placement = placement.without(sum(each.nbytes for each in converted), compute_type)
             model.set_dtype(COMPUTE_TYPES[compute_type])
-        choice = KernelChoice(kernels)
+        # Kernels read all rows from pages, as they are stored; those of a window of masks are exact.
+        choice = KernelChoice(kernels if MaskWindow.of_config(config) is None else "reference")
         _take_own_operations(model, choice)
         mx.eval(model.parameters())
         if placement.mapped_bytes:
@@ -140,13 +142,15 @@ def _loadable() -> Iterator[None]:
     """Raises FailedPrecondition for any error: a configuration can provoke every one in mlx-lm or transformers."""
     try:
         yield
+    except KvasirError:
+        raise
     except Exception as error:
         raise FailedPrecondition(f"model: mlx-lm cannot load it: {error}", reason="MODEL_NOT_LOADABLE") from error
 
 
 def _classes(config: dict[str, Any], take: Callable[[Tensors], None]) -> tuple[Any, Any]:
     """mlx-lm's classes for a configuration. The model gives its weights to `take` before it renames or changes any."""
-    make_model, arguments = mlx_lm.utils._get_classes(config)
+    make_model, arguments = mlx_lm.utils._get_classes(layers_config(config))
 
     def make(given: Any) -> Any:
         model: Any = make_model(given)

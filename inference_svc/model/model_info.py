@@ -8,6 +8,8 @@ from kvasir.formats.block_file import expected_state_tensors, expected_tensors
 from kvasir.formats.block_hash import kv_identity_hash
 from kvasir.formats.layer_groups import has_recurrent_layers, windows_of
 
+from inference_svc.model.wedlm import MaskWindow
+
 _WITHOUT_WINDOW = (identity_pb2.LAYER_KIND_FULL, identity_pb2.LAYER_KIND_LATENT)
 
 
@@ -21,6 +23,7 @@ class KvFacts:
     has_states: bool = field(init=False)  # some layers are recurrent: a sequence can go on from rewind points only
     state_bytes: int = field(init=False)  # that those layers keep at one rewind point
     window_bytes_per_token: Mapping[int, int] = field(init=False)  # by window, of all its layers
+    mask_window: MaskWindow | None = None  # of a model that fills masks, behind the tokens that have KV
 
     def __post_init__(self) -> None:
         identity = self.kv_identity

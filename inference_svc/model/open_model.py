@@ -25,6 +25,7 @@ from inference_svc.model.model_runner import ModelRunner
 from inference_svc.model.probing.probe_memory import ProbeMemory
 from inference_svc.model.quality import exam
 from inference_svc.model.quality.conversations import Conversations
+from inference_svc.model.wedlm import MaskWindow
 from inference_svc.model.weights.weight_files import check_unchanged
 from inference_svc.text.token_text import TokenText
 
@@ -149,6 +150,7 @@ def _info(
         cell_tokens=_CELL_TOKENS[device()],
         compute_type=runner.compute_type,
         stop_token_ids=tuple(sorted(loaded.tokenizer.eos_token_ids)),
+        mask_window=MaskWindow.of_config(loaded.config),
         sampling_defaults=sampling_defaults(directory),
     )
 

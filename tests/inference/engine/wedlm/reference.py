@@ -31,9 +31,9 @@ class Reference:
         return self.keys[0].shape[2] if self.keys else 0
 
     def extend(self, token_ids: Sequence[int]) -> None:
-        """Commit tokens, one by one: each one's K and V are what autoregressive decoding computes."""
-        for token in token_ids:
-            self._forward([token], [self.length], is_committed=True)
+        """Commit tokens: the K and V of each are what autoregressive decoding computes."""
+        if token_ids:
+            self._forward(list(token_ids), list(range(self.length, self.length + len(token_ids))), is_committed=True)
 
     def decode_window(self, token_ids: Sequence[int]) -> mx.array:
         """Logits [window, vocabulary] of tokens that stand right behind the committed ones, in their order."""
@@ -64,6 +64,7 @@ class Reference:
                 run.append(observed[len(run)])
             observed = {place - len(run): token for place, token in observed.items() if place >= len(run)}
             reply += run
+        self.extend(run)
         return reply
 
     def _chosen(self, masks: Sequence[int], logits: mx.array) -> dict[int, int]:

@@ -22,7 +22,7 @@ WEDLM: dict[str, Any] = {
     "qk_norm": True,
     "mask_token_id": MASK,
     "wedlm_window_size": 8,
-    "wedlm_entropy_threshold": 1.2,
+    "wedlm_entropy_threshold": 0.8,
     "eos_token_id": 0,
 }
 _FAINT, _LOUD = 0.05, 8.0

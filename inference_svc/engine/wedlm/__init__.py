@@ -1,0 +1,1 @@
+"""Decoding of models that fill a window of masks in each pass, several tokens at once."""

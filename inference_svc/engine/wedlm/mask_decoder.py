@@ -1,0 +1,149 @@
+"""Decoding of a model that fills masks: a pass computes a turn's committed tokens that have no KV yet, behind them the
+kept tokens of its window, and behind these its masks, each rotated by its own position.
+
+So committed tokens get the rows that they would get one by one, masks see all that is known, and one pass does both.
+Every draw depends on the pass before, so that each pass is read at once.
+"""
+
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from weakref import WeakKeyDictionary
+
+import mlx.core as mx
+from kvasir.errors import KvasirError
+
+from inference_svc.engine.decoding import Decoded
+from inference_svc.engine.sampling import Drawn
+from inference_svc.engine.sequence import Sequence
+from inference_svc.engine.wedlm.mask_draws import MaskDraws
+from inference_svc.engine.wedlm.reply_window import ReplyWindow, sure_places
+from inference_svc.kv.batch.decode_batch import DecodeBatch
+from inference_svc.kv.batch.decode_step import PassRows
+from inference_svc.kv.sequence_kv import SequenceKV
+from inference_svc.model.wedlm import LARGEST_WINDOW, MaskWindow
+
+_MOST_COMMITTED = 32  # tokens without KV that a pass computes for a turn: one that was preempted may lack all of them
+
+
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """One turn's rows of a pass: committed tokens, kept ones by place, and the places of masks."""
+
+    sequence: Sequence
+    committed: tuple[int, ...]
+    kept: tuple[tuple[int, int], ...] = ()
+    masks: tuple[int, ...] = ()
+
+    @property
+    def count(self) -> int:
+        return len(self.committed) + len(self.kept) + len(self.masks)
+
+    def token_ids(self, mask_token_id: int) -> list[int]:
+        return [*self.committed, *(token for _, token in self.kept), *(mask_token_id for _ in self.masks)]
+
+    @property
+    def pass_rows(self) -> PassRows:
+        first = self.sequence.cells.computed + len(self.committed)
+        places = (*(place for place, _ in self.kept), *self.masks)
+        return PassRows(len(self.committed), tuple(first + place for place in places))
+
+
+class MaskDecoder:
+    """As `Decoder`, without a step ahead. On the MLX thread. Nothing of a turn's window outlives the turn."""
+
+    is_ahead = must_settle = looks_ahead = False
+
+    def __init__(self, batch: DecodeBatch, window: MaskWindow, most_ahead: int) -> None:
+        """`most_ahead`: masks behind the first one, of a turn that does not say how many it wants."""
+        self.batch = batch
+        self.computed = 0  # rows of callers that were enqueued
+        self._window = window
+        self._most_ahead = most_ahead
+        self._windows: WeakKeyDictionary[Sequence, ReplyWindow[Drawn]] = WeakKeyDictionary()
+
+    def has_behind_cell(self, _decoding: Collection[Sequence]) -> bool:
+        return False
+
+    def settle(self) -> list[Decoded]:
+        return []
+
+    def discard(self) -> list[SequenceKV]:
+        """Drop all that is computed, after a failed pass. Returns the KV of every row in it, to be cut."""
+        return self.batch.discard()
+
+    def step(self, decoding: Collection[Sequence]) -> list[Decoded]:
+        """One pass of each sequence: its rows that have KV now, and then the tokens that it commits."""
+        self.batch.hold([sequence.kv for sequence in decoding if sequence.kv is not None])
+        by_kv = {id(sequence.kv): sequence for sequence in decoding}
+        rows = [self._rows(by_kv[id(kv)]) for kv in self.batch.sequences]
+        return [each for together in self._passes(rows) for each in self._computed(rows, together)]
+
+    def _rows(self, sequence: Sequence) -> _Rows:
+        wanted = sequence.remembered if sequence.finish_reason is not None else len(sequence.token_ids)
+        missing = tuple(sequence.token_ids[sequence.cells.computed : wanted])
+        if sequence.finish_reason is not None or len(missing) > _MOST_COMMITTED:
+            return _Rows(sequence, missing[:_MOST_COMMITTED])
+        window = self._windows.setdefault(sequence, ReplyWindow())
+        kept = tuple((place, drawn.token_id) for place, drawn in window.kept)
+        return _Rows(sequence, missing, kept, tuple(window.masks(self._size(sequence))))
+
+    def _size(self, sequence: Sequence) -> int:
+        """Masks that the turn may fill: one where a draw depends on the token before it; none behind its limit."""
+        assert sequence.sampler is not None
+        given = sequence.plan.sampling.most_drafts
+        ahead = 0 if sequence.sampler.draws_in_order else self._most_ahead if given is None else given
+        return min(1 + ahead, LARGEST_WINDOW, sequence.most_tokens - len(sequence.token_ids))
+
+    def _passes(self, rows: list[_Rows]) -> Iterator[list[_Rows]]:
+        """Turns whose rows are computed together: as many as may read their KV at once, and one at least."""
+        together: list[_Rows] = []
+        for each in rows:
+            others = [*together, each]
+            longest = max(one.sequence.cells.computed + one.count for one in others)
+            if together and sum(one.count for one in others) > self.batch.most_drafted_rows(longest):
+                yield together
+                others = [each]
+            together = others
+        if together:
+            yield together
+
+    def _computed(self, rows: list[_Rows], together: list[_Rows]) -> Iterator[Decoded]:
+        """By turn, what the pass computed and committed."""
+        given = [each.pass_rows if each in together else PassRows(0) for each in rows]
+        mask = self._window.mask_token_id
+        logits = self.batch.pass_of([token for each in together for token in each.token_ids(mask)], given)
+        self.computed += sum(each.count for each in together if not each.sequence.plan.is_own)
+        drawing, drawn_rows, end = [], [], 0
+        for each in together:
+            end += each.count
+            if each.masks:
+                drawing.append(each)
+                drawn_rows.append(range(end - len(each.masks), end))
+        found = self._draws(drawing, logits, drawn_rows)
+        for each in together:
+            each.sequence.passed(each.count)
+            yield Decoded(each.sequence, None, len(each.committed))
+            yield from (Decoded(each.sequence, drawn, 0) for drawn in found.get(each.sequence, ()))
+
+    def _draws(
+        self, drawing: list[_Rows], logits: mx.array, rows: list[range]
+    ) -> dict[Sequence, list[Drawn | KvasirError]]:
+        """By turn, the tokens that it commits now, or the error that ends it. Waits for the pass."""
+        if not drawing:
+            mx.eval(logits)
+            return {}
+        samplers = [each.sequence.sampler for each in drawing if each.sequence.sampler is not None]
+        read = MaskDraws(samplers, logits, rows, self._window.mask_token_id).read()
+        return {each.sequence: self._committed(each, found) for each, found in zip(drawing, read, strict=True)}
+
+    def _committed(self, rows: _Rows, found: list[tuple[Drawn | KvasirError, float]]) -> list[Drawn | KvasirError]:
+        drawn: dict[int, Drawn] = {}
+        for place, (token, _) in zip(rows.masks, found, strict=True):
+            if isinstance(token, KvasirError):
+                return [token]
+            drawn[place] = token
+        entropies = {place: entropy for place, (_, entropy) in zip(rows.masks, found, strict=True)}
+        sure = sure_places(entropies, self._window.entropy_threshold, self._window.position_penalty)
+        window = self._windows[rows.sequence]
+        window.keep({place: drawn[place] for place in sure})
+        return [*window.commit()]

@@ -1,0 +1,47 @@
+"""Which tokens of a window of masks are kept, and which of them are committed. Pure.
+
+A place is a token's distance from the committed tokens: place 0 is the next one. Kept tokens stay what they are. Those
+that stand without a gap behind the committed ones are committed, and the window slides over them.
+"""
+
+from collections.abc import Mapping
+from typing import Generic, TypeVar
+
+DrawnT = TypeVar("DrawnT")
+
+
+def sure_places(entropies: Mapping[int, float], threshold: float, penalty: float) -> list[int]:
+    """The places whose entropy (nats) and penalty (nats for each place in front) are below the threshold; the surest
+    one if there is none, the first of equal ones. `entropies`: by place, at least one.
+    """
+    penalized = {place: entropy + penalty * place for place, entropy in sorted(entropies.items())}
+    sure = [place for place, value in penalized.items() if value < threshold]
+    return sure or [min(penalized, key=penalized.__getitem__)]
+
+
+class ReplyWindow(Generic[DrawnT]):
+    """The tokens that one turn has drawn and not committed."""
+
+    def __init__(self) -> None:
+        self._kept: dict[int, DrawnT] = {}
+
+    @property
+    def kept(self) -> list[tuple[int, DrawnT]]:
+        """Ascending by place: in this order they stand before the masks."""
+        return sorted(self._kept.items())
+
+    def masks(self, size: int) -> list[int]:
+        """The places of a window of so many that have no token, ascending."""
+        return [place for place in range(size) if place not in self._kept]
+
+    def keep(self, drawn: Mapping[int, DrawnT]) -> None:
+        """Tokens by place, each of which was a mask."""
+        self._kept |= drawn
+
+    def commit(self) -> list[DrawnT]:
+        """Take the tokens from place 0 on, up to the first mask; the others are so much nearer now."""
+        run: list[DrawnT] = []
+        while len(run) in self._kept:
+            run.append(self._kept.pop(len(run)))
+        self._kept = {place - len(run): drawn for place, drawn in self._kept.items()}
+        return run

@@ -1,0 +1,56 @@
+"""Which tokens of a window are kept and committed: what holds of any entropies, in any order."""
+
+from collections.abc import Mapping
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from inference_svc.engine.wedlm.reply_window import ReplyWindow, sure_places
+
+ENTROPIES = st.dictionaries(st.integers(0, 31), st.floats(0, 8), min_size=1)
+SETTINGS = st.tuples(st.floats(0, 3), st.floats(0, 0.5))
+SIZES = st.integers(4, 32)
+
+
+@given(ENTROPIES, SETTINGS)
+def test_all_sure_places_are_chosen_and_one_at_least(
+    entropies: Mapping[int, float], settings: tuple[float, float]
+) -> None:
+    threshold, penalty = settings
+    chosen = sure_places(entropies, threshold, penalty)
+    below = {place for place, entropy in entropies.items() if entropy + penalty * place < threshold}
+    assert set(chosen) == below if below else len(chosen) == 1
+    left_out = [entropies[place] + penalty * place for place in entropies.keys() - set(chosen)]
+    assert max(entropies[place] + penalty * place for place in chosen) <= min(left_out, default=float("inf"))
+
+
+def test_a_place_further_away_must_be_surer_and_the_nearest_of_equal_ones_is_chosen() -> None:
+    assert sure_places({0: 0.25, 2: 0.20, 5: 0.15}, 0.3, 0.01) == [0, 2, 5]
+    assert sure_places({0: 0.29, 9: 0.22}, 0.3, 0.01) == [0]
+    assert sure_places({7: 0.3, 0: 0.3}, 0.3, 0.0) == [0]
+    assert sure_places({4: 0.9, 1: 1.0, 0: 0.96}, 0.3, 0.01) == [4]
+    assert sure_places({4: 0.9, 1: 1.0, 0: 0.9}, 0.3, 0.01) == [0]
+
+
+@given(SIZES, SETTINGS, st.data())
+def test_a_reply_is_committed_without_a_gap_and_no_kept_token_changes(
+    size: int, settings: tuple[float, float], data: st.DataObject
+) -> None:
+    """Each token says at which place of the reply it was drawn. A pass keeps one at least, so passes are as few."""
+    window, reply, limit = ReplyWindow[int](), list[int](), 40
+    passes = 0
+    while len(reply) < limit:
+        places = min(size, limit - len(reply))
+        masks, kept = window.masks(places), dict(window.kept)
+        assert sorted([*masks, *kept]) == list(range(places))
+        assert all(token == len(reply) + place for place, token in kept.items())
+        assert list(kept) == sorted(kept)
+        assert 0 in masks, "what has no gap before it was committed"
+        entropies = {place: data.draw(st.floats(0, 8)) for place in masks}
+        sure = sure_places(entropies, *settings)
+        window.keep({place: len(reply) + place for place in sure})
+        passes += 1
+        reply += window.commit()
+    assert reply == list(range(limit))
+    assert passes <= limit
+    assert window.kept == []
