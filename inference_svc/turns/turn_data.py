@@ -8,7 +8,7 @@ from typing import TypeAlias
 from kvasir.cachestore.v1 import manifest_pb2
 from kvasir.on_full import OnFull, OnFullPolicy
 
-from inference_svc.engine.api import AgentKey, Pace, Prefilled, SamplingParams, Timings, TokenLogprobs
+from inference_svc.engine.api import AgentKey, MaskPasses, Pace, Prefilled, SamplingParams, Timings, TokenLogprobs
 from inference_svc.memory.outcomes import Miss, SnapshotOutcome, Source
 from inference_svc.text.conversation import Tool
 from inference_svc.text.differences import Difference
@@ -185,6 +185,7 @@ class TurnFinished:
     shortening: Shortening | None = None
     drafted_tokens: int = 0
     accepted_draft_tokens: int = 0
+    mask_passes: MaskPasses = field(default_factory=MaskPasses)
 
 
 @dataclass(frozen=True, slots=True)

@@ -94,6 +94,7 @@ class TurnEnding:
                 shortening=remembered.shortening,
                 drafted_tokens=ended.drafted_tokens,
                 accepted_draft_tokens=ended.accepted_draft_tokens,
+                mask_passes=ended.mask_passes,
             )
         )
         if times.last_token_at is not None:

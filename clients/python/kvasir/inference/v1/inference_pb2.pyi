@@ -544,18 +544,28 @@ class Shortening(_message.Message):
     def __init__(self, policy: _Optional[_Union[OnFullPolicy, str]] = ..., dropped_messages: _Optional[int] = ..., kept_messages: _Optional[int] = ..., before_reply: bool = ...) -> None: ...
 
 class Usage(_message.Message):
-    __slots__ = ("prompt_tokens", "cached_tokens", "completion_tokens", "drafted_tokens", "accepted_draft_tokens")
+    __slots__ = ("prompt_tokens", "cached_tokens", "completion_tokens", "drafted_tokens", "accepted_draft_tokens", "mask_passes")
     PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     COMPLETION_TOKENS_FIELD_NUMBER: _ClassVar[int]
     DRAFTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     ACCEPTED_DRAFT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    MASK_PASSES_FIELD_NUMBER: _ClassVar[int]
     prompt_tokens: int
     cached_tokens: int
     completion_tokens: int
     drafted_tokens: int
     accepted_draft_tokens: int
-    def __init__(self, prompt_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., drafted_tokens: _Optional[int] = ..., accepted_draft_tokens: _Optional[int] = ...) -> None: ...
+    mask_passes: MaskPasses
+    def __init__(self, prompt_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., drafted_tokens: _Optional[int] = ..., accepted_draft_tokens: _Optional[int] = ..., mask_passes: _Optional[_Union[MaskPasses, _Mapping]] = ...) -> None: ...
+
+class MaskPasses(_message.Message):
+    __slots__ = ("passes", "rows")
+    PASSES_FIELD_NUMBER: _ClassVar[int]
+    ROWS_FIELD_NUMBER: _ClassVar[int]
+    passes: int
+    rows: int
+    def __init__(self, passes: _Optional[int] = ..., rows: _Optional[int] = ...) -> None: ...
 
 class Timings(_message.Message):
     __slots__ = ("queue", "restore", "prefill", "first_token", "decode")

@@ -1806,7 +1806,8 @@ type Sampling struct {
 	// -2 to 2: subtracted once from the logit of each token that the reply has so far. Default 0.
 	PresencePenalty *float32 `protobuf:"fixed32,17,opt,name=presence_penalty,json=presencePenalty,proto3,oneof" json:"presence_penalty,omitempty"`
 	// 0 to 64: how many tokens that the turn's own text makes likely may be tried in one step, ahead of the token that is sure. On a CPU no
-	// reply changes by it. Default: as the engine is set.
+	// reply changes by it. Default: as the engine is set. Of a model that fills a window of masks (WeDLM): the masks behind the first one, of which
+	// there are at most 31; the reply depends on it, and 0 fills one mask a pass.
 	MostDrafts    *int32 `protobuf:"varint,18,opt,name=most_drafts,json=mostDrafts,proto3,oneof" json:"most_drafts,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -2896,8 +2897,10 @@ type Usage struct {
 	// Tokens that were tried ahead, and those of them that are the reply's.
 	DraftedTokens       int64 `protobuf:"varint,4,opt,name=drafted_tokens,json=draftedTokens,proto3" json:"drafted_tokens,omitempty"`
 	AcceptedDraftTokens int64 `protobuf:"varint,5,opt,name=accepted_draft_tokens,json=acceptedDraftTokens,proto3" json:"accepted_draft_tokens,omitempty"`
-	unknownFields       protoimpl.UnknownFields
-	sizeCache           protoimpl.SizeCache
+	// Only of a model that fills a window of masks (WeDLM).
+	MaskPasses    *MaskPasses `protobuf:"bytes,6,opt,name=mask_passes,json=maskPasses,proto3" json:"mask_passes,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
 }
 
 func (x *Usage) Reset() {
@@ -2965,6 +2968,67 @@ func (x *Usage) GetAcceptedDraftTokens() int64 {
 	return 0
 }
 
+func (x *Usage) GetMaskPasses() *MaskPasses {
+	if x != nil {
+		return x.MaskPasses
+	}
+	return nil
+}
+
+// The passes that computed a reply. completion_tokens / rows is WeDLM's p_cache, completion_tokens / passes the tokens a pass.
+type MaskPasses struct {
+	state  protoimpl.MessageState `protogen:"open.v1"`
+	Passes int64                  `protobuf:"varint,1,opt,name=passes,proto3" json:"passes,omitempty"`
+	// Tokens of the reply, kept tokens and masks, each as often as a pass had it.
+	Rows          int64 `protobuf:"varint,2,opt,name=rows,proto3" json:"rows,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *MaskPasses) Reset() {
+	*x = MaskPasses{}
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[21]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *MaskPasses) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*MaskPasses) ProtoMessage() {}
+
+func (x *MaskPasses) ProtoReflect() protoreflect.Message {
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[21]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use MaskPasses.ProtoReflect.Descriptor instead.
+func (*MaskPasses) Descriptor() ([]byte, []int) {
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{21}
+}
+
+func (x *MaskPasses) GetPasses() int64 {
+	if x != nil {
+		return x.Passes
+	}
+	return 0
+}
+
+func (x *MaskPasses) GetRows() int64 {
+	if x != nil {
+		return x.Rows
+	}
+	return 0
+}
+
 type Timings struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	Queue *durationpb.Duration   `protobuf:"bytes,1,opt,name=queue,proto3" json:"queue,omitempty"`
@@ -2980,7 +3044,7 @@ type Timings struct {
 
 func (x *Timings) Reset() {
 	*x = Timings{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[21]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[22]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2992,7 +3056,7 @@ func (x *Timings) String() string {
 func (*Timings) ProtoMessage() {}
 
 func (x *Timings) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[21]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[22]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3005,7 +3069,7 @@ func (x *Timings) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Timings.ProtoReflect.Descriptor instead.
 func (*Timings) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{21}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{22}
 }
 
 func (x *Timings) GetQueue() *durationpb.Duration {
@@ -3060,7 +3124,7 @@ type SnapshotOutcome struct {
 
 func (x *SnapshotOutcome) Reset() {
 	*x = SnapshotOutcome{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[22]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[23]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3072,7 +3136,7 @@ func (x *SnapshotOutcome) String() string {
 func (*SnapshotOutcome) ProtoMessage() {}
 
 func (x *SnapshotOutcome) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[22]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[23]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3085,7 +3149,7 @@ func (x *SnapshotOutcome) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SnapshotOutcome.ProtoReflect.Descriptor instead.
 func (*SnapshotOutcome) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{22}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{23}
 }
 
 func (x *SnapshotOutcome) GetState() SnapshotState {
@@ -3131,7 +3195,7 @@ type ListTurnsRequest struct {
 
 func (x *ListTurnsRequest) Reset() {
 	*x = ListTurnsRequest{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[23]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[24]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3143,7 +3207,7 @@ func (x *ListTurnsRequest) String() string {
 func (*ListTurnsRequest) ProtoMessage() {}
 
 func (x *ListTurnsRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[23]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[24]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3156,7 +3220,7 @@ func (x *ListTurnsRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListTurnsRequest.ProtoReflect.Descriptor instead.
 func (*ListTurnsRequest) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{23}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{24}
 }
 
 type ListTurnsResponse struct {
@@ -3169,7 +3233,7 @@ type ListTurnsResponse struct {
 
 func (x *ListTurnsResponse) Reset() {
 	*x = ListTurnsResponse{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[24]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[25]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3181,7 +3245,7 @@ func (x *ListTurnsResponse) String() string {
 func (*ListTurnsResponse) ProtoMessage() {}
 
 func (x *ListTurnsResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[24]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[25]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3194,7 +3258,7 @@ func (x *ListTurnsResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListTurnsResponse.ProtoReflect.Descriptor instead.
 func (*ListTurnsResponse) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{24}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{25}
 }
 
 func (x *ListTurnsResponse) GetTurns() []*Turn {
@@ -3226,7 +3290,7 @@ type Turn struct {
 
 func (x *Turn) Reset() {
 	*x = Turn{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[25]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[26]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3238,7 +3302,7 @@ func (x *Turn) String() string {
 func (*Turn) ProtoMessage() {}
 
 func (x *Turn) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[25]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[26]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3251,7 +3315,7 @@ func (x *Turn) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Turn.ProtoReflect.Descriptor instead.
 func (*Turn) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{25}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{26}
 }
 
 func (x *Turn) GetRequestId() string {
@@ -3319,7 +3383,7 @@ type CancelTurnRequest struct {
 
 func (x *CancelTurnRequest) Reset() {
 	*x = CancelTurnRequest{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[26]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[27]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3331,7 +3395,7 @@ func (x *CancelTurnRequest) String() string {
 func (*CancelTurnRequest) ProtoMessage() {}
 
 func (x *CancelTurnRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[26]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[27]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3344,7 +3408,7 @@ func (x *CancelTurnRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use CancelTurnRequest.ProtoReflect.Descriptor instead.
 func (*CancelTurnRequest) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{26}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{27}
 }
 
 func (x *CancelTurnRequest) GetRequestId() string {
@@ -3364,7 +3428,7 @@ type CancelTurnResponse struct {
 
 func (x *CancelTurnResponse) Reset() {
 	*x = CancelTurnResponse{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[27]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[28]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3376,7 +3440,7 @@ func (x *CancelTurnResponse) String() string {
 func (*CancelTurnResponse) ProtoMessage() {}
 
 func (x *CancelTurnResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[27]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[28]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3389,7 +3453,7 @@ func (x *CancelTurnResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use CancelTurnResponse.ProtoReflect.Descriptor instead.
 func (*CancelTurnResponse) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{27}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{28}
 }
 
 func (x *CancelTurnResponse) GetFinished() []*Finished {
@@ -3409,7 +3473,7 @@ type ListHotMemoriesRequest struct {
 
 func (x *ListHotMemoriesRequest) Reset() {
 	*x = ListHotMemoriesRequest{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[28]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[29]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3421,7 +3485,7 @@ func (x *ListHotMemoriesRequest) String() string {
 func (*ListHotMemoriesRequest) ProtoMessage() {}
 
 func (x *ListHotMemoriesRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[28]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[29]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3434,7 +3498,7 @@ func (x *ListHotMemoriesRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListHotMemoriesRequest.ProtoReflect.Descriptor instead.
 func (*ListHotMemoriesRequest) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{28}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{29}
 }
 
 func (x *ListHotMemoriesRequest) GetAgentIds() []string {
@@ -3454,7 +3518,7 @@ type ListHotMemoriesResponse struct {
 
 func (x *ListHotMemoriesResponse) Reset() {
 	*x = ListHotMemoriesResponse{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[29]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[30]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3466,7 +3530,7 @@ func (x *ListHotMemoriesResponse) String() string {
 func (*ListHotMemoriesResponse) ProtoMessage() {}
 
 func (x *ListHotMemoriesResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[29]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[30]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3479,7 +3543,7 @@ func (x *ListHotMemoriesResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListHotMemoriesResponse.ProtoReflect.Descriptor instead.
 func (*ListHotMemoriesResponse) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{29}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{30}
 }
 
 func (x *ListHotMemoriesResponse) GetMemories() []*HotMemory {
@@ -3507,7 +3571,7 @@ type HotMemory struct {
 
 func (x *HotMemory) Reset() {
 	*x = HotMemory{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[30]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[31]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3519,7 +3583,7 @@ func (x *HotMemory) String() string {
 func (*HotMemory) ProtoMessage() {}
 
 func (x *HotMemory) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[30]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[31]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3532,7 +3596,7 @@ func (x *HotMemory) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use HotMemory.ProtoReflect.Descriptor instead.
 func (*HotMemory) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{30}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{31}
 }
 
 func (x *HotMemory) GetAgentId() string {
@@ -3597,7 +3661,7 @@ type WarmRequest struct {
 
 func (x *WarmRequest) Reset() {
 	*x = WarmRequest{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[31]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[32]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3609,7 +3673,7 @@ func (x *WarmRequest) String() string {
 func (*WarmRequest) ProtoMessage() {}
 
 func (x *WarmRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[31]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[32]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3622,7 +3686,7 @@ func (x *WarmRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use WarmRequest.ProtoReflect.Descriptor instead.
 func (*WarmRequest) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{31}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{32}
 }
 
 func (x *WarmRequest) GetModel() string {
@@ -3762,7 +3826,7 @@ type WarmResponse struct {
 
 func (x *WarmResponse) Reset() {
 	*x = WarmResponse{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[32]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[33]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3774,7 +3838,7 @@ func (x *WarmResponse) String() string {
 func (*WarmResponse) ProtoMessage() {}
 
 func (x *WarmResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[32]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[33]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3787,7 +3851,7 @@ func (x *WarmResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use WarmResponse.ProtoReflect.Descriptor instead.
 func (*WarmResponse) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{32}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{33}
 }
 
 func (x *WarmResponse) GetModel() string {
@@ -3890,7 +3954,7 @@ type CountTokensRequest struct {
 
 func (x *CountTokensRequest) Reset() {
 	*x = CountTokensRequest{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[33]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[34]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3902,7 +3966,7 @@ func (x *CountTokensRequest) String() string {
 func (*CountTokensRequest) ProtoMessage() {}
 
 func (x *CountTokensRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[33]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[34]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3915,7 +3979,7 @@ func (x *CountTokensRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use CountTokensRequest.ProtoReflect.Descriptor instead.
 func (*CountTokensRequest) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{33}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{34}
 }
 
 func (x *CountTokensRequest) GetModel() string {
@@ -4027,7 +4091,7 @@ type CountTokensResponse struct {
 
 func (x *CountTokensResponse) Reset() {
 	*x = CountTokensResponse{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[34]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[35]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -4039,7 +4103,7 @@ func (x *CountTokensResponse) String() string {
 func (*CountTokensResponse) ProtoMessage() {}
 
 func (x *CountTokensResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[34]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[35]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4052,7 +4116,7 @@ func (x *CountTokensResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use CountTokensResponse.ProtoReflect.Descriptor instead.
 func (*CountTokensResponse) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{34}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{35}
 }
 
 func (x *CountTokensResponse) GetTokens() int64 {
@@ -4081,7 +4145,7 @@ type LoadModelRequest struct {
 
 func (x *LoadModelRequest) Reset() {
 	*x = LoadModelRequest{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[35]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[36]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -4093,7 +4157,7 @@ func (x *LoadModelRequest) String() string {
 func (*LoadModelRequest) ProtoMessage() {}
 
 func (x *LoadModelRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[35]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[36]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4106,7 +4170,7 @@ func (x *LoadModelRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use LoadModelRequest.ProtoReflect.Descriptor instead.
 func (*LoadModelRequest) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{35}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{36}
 }
 
 func (x *LoadModelRequest) GetModel() string {
@@ -4136,7 +4200,7 @@ type LoadModelResponse struct {
 
 func (x *LoadModelResponse) Reset() {
 	*x = LoadModelResponse{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[36]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[37]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -4148,7 +4212,7 @@ func (x *LoadModelResponse) String() string {
 func (*LoadModelResponse) ProtoMessage() {}
 
 func (x *LoadModelResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[36]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[37]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4161,7 +4225,7 @@ func (x *LoadModelResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use LoadModelResponse.ProtoReflect.Descriptor instead.
 func (*LoadModelResponse) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{36}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{37}
 }
 
 func (x *LoadModelResponse) GetEvent() isLoadModelResponse_Event {
@@ -4216,7 +4280,7 @@ type LoadProgress struct {
 
 func (x *LoadProgress) Reset() {
 	*x = LoadProgress{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[37]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[38]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -4228,7 +4292,7 @@ func (x *LoadProgress) String() string {
 func (*LoadProgress) ProtoMessage() {}
 
 func (x *LoadProgress) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[37]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[38]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4241,7 +4305,7 @@ func (x *LoadProgress) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use LoadProgress.ProtoReflect.Descriptor instead.
 func (*LoadProgress) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{37}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{38}
 }
 
 func (x *LoadProgress) GetStage() LoadStage {
@@ -4269,7 +4333,7 @@ type LoadedModel struct {
 
 func (x *LoadedModel) Reset() {
 	*x = LoadedModel{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[38]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[39]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -4281,7 +4345,7 @@ func (x *LoadedModel) String() string {
 func (*LoadedModel) ProtoMessage() {}
 
 func (x *LoadedModel) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[38]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[39]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4294,7 +4358,7 @@ func (x *LoadedModel) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use LoadedModel.ProtoReflect.Descriptor instead.
 func (*LoadedModel) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{38}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{39}
 }
 
 func (x *LoadedModel) GetModel() *Model {
@@ -4323,7 +4387,7 @@ type UnloadModelRequest struct {
 
 func (x *UnloadModelRequest) Reset() {
 	*x = UnloadModelRequest{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[39]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[40]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -4335,7 +4399,7 @@ func (x *UnloadModelRequest) String() string {
 func (*UnloadModelRequest) ProtoMessage() {}
 
 func (x *UnloadModelRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[39]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[40]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4348,7 +4412,7 @@ func (x *UnloadModelRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use UnloadModelRequest.ProtoReflect.Descriptor instead.
 func (*UnloadModelRequest) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{39}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{40}
 }
 
 func (x *UnloadModelRequest) GetModel() string {
@@ -4374,7 +4438,7 @@ type UnloadModelResponse struct {
 
 func (x *UnloadModelResponse) Reset() {
 	*x = UnloadModelResponse{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[40]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[41]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -4386,7 +4450,7 @@ func (x *UnloadModelResponse) String() string {
 func (*UnloadModelResponse) ProtoMessage() {}
 
 func (x *UnloadModelResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[40]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[41]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4399,7 +4463,7 @@ func (x *UnloadModelResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use UnloadModelResponse.ProtoReflect.Descriptor instead.
 func (*UnloadModelResponse) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{40}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{41}
 }
 
 func (x *UnloadModelResponse) GetLeft() *MemoriesLeft {
@@ -4422,7 +4486,7 @@ type MemoriesLeft struct {
 
 func (x *MemoriesLeft) Reset() {
 	*x = MemoriesLeft{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[41]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[42]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -4434,7 +4498,7 @@ func (x *MemoriesLeft) String() string {
 func (*MemoriesLeft) ProtoMessage() {}
 
 func (x *MemoriesLeft) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[41]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[42]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4447,7 +4511,7 @@ func (x *MemoriesLeft) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use MemoriesLeft.ProtoReflect.Descriptor instead.
 func (*MemoriesLeft) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{41}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{42}
 }
 
 func (x *MemoriesLeft) GetStored() int64 {
@@ -4472,7 +4536,7 @@ type ListModelsRequest struct {
 
 func (x *ListModelsRequest) Reset() {
 	*x = ListModelsRequest{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[42]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[43]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -4484,7 +4548,7 @@ func (x *ListModelsRequest) String() string {
 func (*ListModelsRequest) ProtoMessage() {}
 
 func (x *ListModelsRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[42]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[43]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4497,7 +4561,7 @@ func (x *ListModelsRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListModelsRequest.ProtoReflect.Descriptor instead.
 func (*ListModelsRequest) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{42}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{43}
 }
 
 type ListModelsResponse struct {
@@ -4509,7 +4573,7 @@ type ListModelsResponse struct {
 
 func (x *ListModelsResponse) Reset() {
 	*x = ListModelsResponse{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[43]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[44]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -4521,7 +4585,7 @@ func (x *ListModelsResponse) String() string {
 func (*ListModelsResponse) ProtoMessage() {}
 
 func (x *ListModelsResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[43]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[44]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4534,7 +4598,7 @@ func (x *ListModelsResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListModelsResponse.ProtoReflect.Descriptor instead.
 func (*ListModelsResponse) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{43}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{44}
 }
 
 func (x *ListModelsResponse) GetModels() []*Model {
@@ -4554,7 +4618,7 @@ type GetModelRequest struct {
 
 func (x *GetModelRequest) Reset() {
 	*x = GetModelRequest{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[44]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[45]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -4566,7 +4630,7 @@ func (x *GetModelRequest) String() string {
 func (*GetModelRequest) ProtoMessage() {}
 
 func (x *GetModelRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[44]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[45]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4579,7 +4643,7 @@ func (x *GetModelRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GetModelRequest.ProtoReflect.Descriptor instead.
 func (*GetModelRequest) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{44}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{45}
 }
 
 func (x *GetModelRequest) GetModel() string {
@@ -4598,7 +4662,7 @@ type GetModelResponse struct {
 
 func (x *GetModelResponse) Reset() {
 	*x = GetModelResponse{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[45]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[46]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -4610,7 +4674,7 @@ func (x *GetModelResponse) String() string {
 func (*GetModelResponse) ProtoMessage() {}
 
 func (x *GetModelResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[45]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[46]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4623,7 +4687,7 @@ func (x *GetModelResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GetModelResponse.ProtoReflect.Descriptor instead.
 func (*GetModelResponse) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{45}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{46}
 }
 
 func (x *GetModelResponse) GetModel() *Model {
@@ -4651,7 +4715,7 @@ type EmbedRequest struct {
 
 func (x *EmbedRequest) Reset() {
 	*x = EmbedRequest{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[46]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[47]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -4663,7 +4727,7 @@ func (x *EmbedRequest) String() string {
 func (*EmbedRequest) ProtoMessage() {}
 
 func (x *EmbedRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[46]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[47]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4676,7 +4740,7 @@ func (x *EmbedRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use EmbedRequest.ProtoReflect.Descriptor instead.
 func (*EmbedRequest) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{46}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{47}
 }
 
 func (x *EmbedRequest) GetModel() string {
@@ -4727,7 +4791,7 @@ type EmbedInput struct {
 
 func (x *EmbedInput) Reset() {
 	*x = EmbedInput{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[47]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[48]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -4739,7 +4803,7 @@ func (x *EmbedInput) String() string {
 func (*EmbedInput) ProtoMessage() {}
 
 func (x *EmbedInput) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[47]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[48]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4752,7 +4816,7 @@ func (x *EmbedInput) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use EmbedInput.ProtoReflect.Descriptor instead.
 func (*EmbedInput) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{47}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{48}
 }
 
 func (x *EmbedInput) GetInput() isEmbedInput_Input {
@@ -4809,7 +4873,7 @@ type EmbedResponse struct {
 
 func (x *EmbedResponse) Reset() {
 	*x = EmbedResponse{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[48]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[49]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -4821,7 +4885,7 @@ func (x *EmbedResponse) String() string {
 func (*EmbedResponse) ProtoMessage() {}
 
 func (x *EmbedResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[48]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[49]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4834,7 +4898,7 @@ func (x *EmbedResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use EmbedResponse.ProtoReflect.Descriptor instead.
 func (*EmbedResponse) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{48}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{49}
 }
 
 func (x *EmbedResponse) GetModel() string {
@@ -4862,7 +4926,7 @@ type Embedding struct {
 
 func (x *Embedding) Reset() {
 	*x = Embedding{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[49]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[50]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -4874,7 +4938,7 @@ func (x *Embedding) String() string {
 func (*Embedding) ProtoMessage() {}
 
 func (x *Embedding) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[49]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[50]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4887,7 +4951,7 @@ func (x *Embedding) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Embedding.ProtoReflect.Descriptor instead.
 func (*Embedding) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{49}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{50}
 }
 
 func (x *Embedding) GetValues() []float32 {
@@ -4938,7 +5002,7 @@ type Model struct {
 
 func (x *Model) Reset() {
 	*x = Model{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[50]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[51]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -4950,7 +5014,7 @@ func (x *Model) String() string {
 func (*Model) ProtoMessage() {}
 
 func (x *Model) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[50]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[51]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4963,7 +5027,7 @@ func (x *Model) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Model.ProtoReflect.Descriptor instead.
 func (*Model) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{50}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{51}
 }
 
 func (x *Model) GetName() string {
@@ -5100,7 +5164,7 @@ type GetCapabilitiesRequest struct {
 
 func (x *GetCapabilitiesRequest) Reset() {
 	*x = GetCapabilitiesRequest{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[51]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[52]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -5112,7 +5176,7 @@ func (x *GetCapabilitiesRequest) String() string {
 func (*GetCapabilitiesRequest) ProtoMessage() {}
 
 func (x *GetCapabilitiesRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[51]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[52]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -5125,7 +5189,7 @@ func (x *GetCapabilitiesRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GetCapabilitiesRequest.ProtoReflect.Descriptor instead.
 func (*GetCapabilitiesRequest) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{51}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{52}
 }
 
 type GetCapabilitiesResponse struct {
@@ -5147,7 +5211,7 @@ type GetCapabilitiesResponse struct {
 
 func (x *GetCapabilitiesResponse) Reset() {
 	*x = GetCapabilitiesResponse{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[52]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[53]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -5159,7 +5223,7 @@ func (x *GetCapabilitiesResponse) String() string {
 func (*GetCapabilitiesResponse) ProtoMessage() {}
 
 func (x *GetCapabilitiesResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[52]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[53]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -5172,7 +5236,7 @@ func (x *GetCapabilitiesResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GetCapabilitiesResponse.ProtoReflect.Descriptor instead.
 func (*GetCapabilitiesResponse) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{52}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{53}
 }
 
 func (x *GetCapabilitiesResponse) GetVersion() string {
@@ -5238,7 +5302,7 @@ type Kernels struct {
 
 func (x *Kernels) Reset() {
 	*x = Kernels{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[53]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[54]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -5250,7 +5314,7 @@ func (x *Kernels) String() string {
 func (*Kernels) ProtoMessage() {}
 
 func (x *Kernels) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[53]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[54]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -5263,7 +5327,7 @@ func (x *Kernels) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Kernels.ProtoReflect.Descriptor instead.
 func (*Kernels) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{53}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{54}
 }
 
 func (x *Kernels) GetAttention() string {
@@ -5314,7 +5378,7 @@ type Limits struct {
 
 func (x *Limits) Reset() {
 	*x = Limits{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[54]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[55]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -5326,7 +5390,7 @@ func (x *Limits) String() string {
 func (*Limits) ProtoMessage() {}
 
 func (x *Limits) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[54]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[55]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -5339,7 +5403,7 @@ func (x *Limits) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Limits.ProtoReflect.Descriptor instead.
 func (*Limits) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{54}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{55}
 }
 
 func (x *Limits) GetMaxPromptBytes() int64 {
@@ -5399,7 +5463,7 @@ type GetStatsRequest struct {
 
 func (x *GetStatsRequest) Reset() {
 	*x = GetStatsRequest{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[55]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[56]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -5411,7 +5475,7 @@ func (x *GetStatsRequest) String() string {
 func (*GetStatsRequest) ProtoMessage() {}
 
 func (x *GetStatsRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[55]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[56]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -5424,7 +5488,7 @@ func (x *GetStatsRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GetStatsRequest.ProtoReflect.Descriptor instead.
 func (*GetStatsRequest) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{55}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{56}
 }
 
 type GetStatsResponse struct {
@@ -5444,7 +5508,7 @@ type GetStatsResponse struct {
 
 func (x *GetStatsResponse) Reset() {
 	*x = GetStatsResponse{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[56]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[57]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -5456,7 +5520,7 @@ func (x *GetStatsResponse) String() string {
 func (*GetStatsResponse) ProtoMessage() {}
 
 func (x *GetStatsResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[56]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[57]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -5469,7 +5533,7 @@ func (x *GetStatsResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GetStatsResponse.ProtoReflect.Descriptor instead.
 func (*GetStatsResponse) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{56}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{57}
 }
 
 func (x *GetStatsResponse) GetModel() string {
@@ -5545,7 +5609,7 @@ type NamespaceStats struct {
 
 func (x *NamespaceStats) Reset() {
 	*x = NamespaceStats{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[57]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[58]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -5557,7 +5621,7 @@ func (x *NamespaceStats) String() string {
 func (*NamespaceStats) ProtoMessage() {}
 
 func (x *NamespaceStats) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[57]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[58]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -5570,7 +5634,7 @@ func (x *NamespaceStats) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use NamespaceStats.ProtoReflect.Descriptor instead.
 func (*NamespaceStats) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{57}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{58}
 }
 
 func (x *NamespaceStats) GetNamespace() string {
@@ -5723,7 +5787,7 @@ type EngineStats struct {
 
 func (x *EngineStats) Reset() {
 	*x = EngineStats{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[58]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[59]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -5735,7 +5799,7 @@ func (x *EngineStats) String() string {
 func (*EngineStats) ProtoMessage() {}
 
 func (x *EngineStats) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[58]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[59]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -5748,7 +5812,7 @@ func (x *EngineStats) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use EngineStats.ProtoReflect.Descriptor instead.
 func (*EngineStats) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{58}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{59}
 }
 
 func (x *EngineStats) GetKvMemoryBytes() int64 {
@@ -6020,13 +6084,19 @@ const file_kvasir_inference_v1_inference_proto_rawDesc = "" +
 	"\x06policy\x18\x01 \x01(\x0e2!.kvasir.inference.v1.OnFullPolicyR\x06policy\x12)\n" +
 	"\x10dropped_messages\x18\x02 \x01(\x03R\x0fdroppedMessages\x12#\n" +
 	"\rkept_messages\x18\x03 \x01(\x03R\fkeptMessages\x12!\n" +
-	"\fbefore_reply\x18\x04 \x01(\bR\vbeforeReply\"\xd9\x01\n" +
+	"\fbefore_reply\x18\x04 \x01(\bR\vbeforeReply\"\x9b\x02\n" +
 	"\x05Usage\x12#\n" +
 	"\rprompt_tokens\x18\x01 \x01(\x03R\fpromptTokens\x12#\n" +
 	"\rcached_tokens\x18\x02 \x01(\x03R\fcachedTokens\x12+\n" +
 	"\x11completion_tokens\x18\x03 \x01(\x03R\x10completionTokens\x12%\n" +
 	"\x0edrafted_tokens\x18\x04 \x01(\x03R\rdraftedTokens\x122\n" +
-	"\x15accepted_draft_tokens\x18\x05 \x01(\x03R\x13acceptedDraftTokens\"\x93\x02\n" +
+	"\x15accepted_draft_tokens\x18\x05 \x01(\x03R\x13acceptedDraftTokens\x12@\n" +
+	"\vmask_passes\x18\x06 \x01(\v2\x1f.kvasir.inference.v1.MaskPassesR\n" +
+	"maskPasses\"8\n" +
+	"\n" +
+	"MaskPasses\x12\x16\n" +
+	"\x06passes\x18\x01 \x01(\x03R\x06passes\x12\x12\n" +
+	"\x04rows\x18\x02 \x01(\x03R\x04rows\"\x93\x02\n" +
 	"\aTimings\x12/\n" +
 	"\x05queue\x18\x01 \x01(\v2\x19.google.protobuf.DurationR\x05queue\x123\n" +
 	"\arestore\x18\x02 \x01(\v2\x19.google.protobuf.DurationR\arestore\x123\n" +
@@ -6391,7 +6461,7 @@ func file_kvasir_inference_v1_inference_proto_rawDescGZIP() []byte {
 }
 
 var file_kvasir_inference_v1_inference_proto_enumTypes = make([]protoimpl.EnumInfo, 14)
-var file_kvasir_inference_v1_inference_proto_msgTypes = make([]protoimpl.MessageInfo, 69)
+var file_kvasir_inference_v1_inference_proto_msgTypes = make([]protoimpl.MessageInfo, 70)
 var file_kvasir_inference_v1_inference_proto_goTypes = []any{
 	(ThinkingMode)(0),               // 0: kvasir.inference.v1.ThinkingMode
 	(ToolChoiceKind)(0),             // 1: kvasir.inference.v1.ToolChoiceKind
@@ -6428,59 +6498,60 @@ var file_kvasir_inference_v1_inference_proto_goTypes = []any{
 	(*Finished)(nil),                // 32: kvasir.inference.v1.Finished
 	(*Shortening)(nil),              // 33: kvasir.inference.v1.Shortening
 	(*Usage)(nil),                   // 34: kvasir.inference.v1.Usage
-	(*Timings)(nil),                 // 35: kvasir.inference.v1.Timings
-	(*SnapshotOutcome)(nil),         // 36: kvasir.inference.v1.SnapshotOutcome
-	(*ListTurnsRequest)(nil),        // 37: kvasir.inference.v1.ListTurnsRequest
-	(*ListTurnsResponse)(nil),       // 38: kvasir.inference.v1.ListTurnsResponse
-	(*Turn)(nil),                    // 39: kvasir.inference.v1.Turn
-	(*CancelTurnRequest)(nil),       // 40: kvasir.inference.v1.CancelTurnRequest
-	(*CancelTurnResponse)(nil),      // 41: kvasir.inference.v1.CancelTurnResponse
-	(*ListHotMemoriesRequest)(nil),  // 42: kvasir.inference.v1.ListHotMemoriesRequest
-	(*ListHotMemoriesResponse)(nil), // 43: kvasir.inference.v1.ListHotMemoriesResponse
-	(*HotMemory)(nil),               // 44: kvasir.inference.v1.HotMemory
-	(*WarmRequest)(nil),             // 45: kvasir.inference.v1.WarmRequest
-	(*WarmResponse)(nil),            // 46: kvasir.inference.v1.WarmResponse
-	(*CountTokensRequest)(nil),      // 47: kvasir.inference.v1.CountTokensRequest
-	(*CountTokensResponse)(nil),     // 48: kvasir.inference.v1.CountTokensResponse
-	(*LoadModelRequest)(nil),        // 49: kvasir.inference.v1.LoadModelRequest
-	(*LoadModelResponse)(nil),       // 50: kvasir.inference.v1.LoadModelResponse
-	(*LoadProgress)(nil),            // 51: kvasir.inference.v1.LoadProgress
-	(*LoadedModel)(nil),             // 52: kvasir.inference.v1.LoadedModel
-	(*UnloadModelRequest)(nil),      // 53: kvasir.inference.v1.UnloadModelRequest
-	(*UnloadModelResponse)(nil),     // 54: kvasir.inference.v1.UnloadModelResponse
-	(*MemoriesLeft)(nil),            // 55: kvasir.inference.v1.MemoriesLeft
-	(*ListModelsRequest)(nil),       // 56: kvasir.inference.v1.ListModelsRequest
-	(*ListModelsResponse)(nil),      // 57: kvasir.inference.v1.ListModelsResponse
-	(*GetModelRequest)(nil),         // 58: kvasir.inference.v1.GetModelRequest
-	(*GetModelResponse)(nil),        // 59: kvasir.inference.v1.GetModelResponse
-	(*EmbedRequest)(nil),            // 60: kvasir.inference.v1.EmbedRequest
-	(*EmbedInput)(nil),              // 61: kvasir.inference.v1.EmbedInput
-	(*EmbedResponse)(nil),           // 62: kvasir.inference.v1.EmbedResponse
-	(*Embedding)(nil),               // 63: kvasir.inference.v1.Embedding
-	(*Model)(nil),                   // 64: kvasir.inference.v1.Model
-	(*GetCapabilitiesRequest)(nil),  // 65: kvasir.inference.v1.GetCapabilitiesRequest
-	(*GetCapabilitiesResponse)(nil), // 66: kvasir.inference.v1.GetCapabilitiesResponse
-	(*Kernels)(nil),                 // 67: kvasir.inference.v1.Kernels
-	(*Limits)(nil),                  // 68: kvasir.inference.v1.Limits
-	(*GetStatsRequest)(nil),         // 69: kvasir.inference.v1.GetStatsRequest
-	(*GetStatsResponse)(nil),        // 70: kvasir.inference.v1.GetStatsResponse
-	(*NamespaceStats)(nil),          // 71: kvasir.inference.v1.NamespaceStats
-	(*EngineStats)(nil),             // 72: kvasir.inference.v1.EngineStats
-	nil,                             // 73: kvasir.inference.v1.GenerateRequest.TemplateSettingsEntry
-	nil,                             // 74: kvasir.inference.v1.Sampling.LogitBiasEntry
-	nil,                             // 75: kvasir.inference.v1.WarmRequest.TemplateSettingsEntry
-	nil,                             // 76: kvasir.inference.v1.CountTokensRequest.TemplateSettingsEntry
-	nil,                             // 77: kvasir.inference.v1.NamespaceStats.TurnEndsEntry
-	nil,                             // 78: kvasir.inference.v1.NamespaceStats.RefusalsEntry
-	nil,                             // 79: kvasir.inference.v1.NamespaceStats.SourcesEntry
-	nil,                             // 80: kvasir.inference.v1.NamespaceStats.MissesEntry
-	nil,                             // 81: kvasir.inference.v1.NamespaceStats.PublicationsEntry
-	nil,                             // 82: kvasir.inference.v1.NamespaceStats.MadeGoodEntry
-	(*v1.Message)(nil),              // 83: kvasir.common.v1.Message
-	(*durationpb.Duration)(nil),     // 84: google.protobuf.Duration
-	(*v1.ToolCall)(nil),             // 85: kvasir.common.v1.ToolCall
-	(*v11.Digest)(nil),              // 86: kvasir.cachestore.v1.Digest
-	(*v11.KvIdentity)(nil),          // 87: kvasir.cachestore.v1.KvIdentity
+	(*MaskPasses)(nil),              // 35: kvasir.inference.v1.MaskPasses
+	(*Timings)(nil),                 // 36: kvasir.inference.v1.Timings
+	(*SnapshotOutcome)(nil),         // 37: kvasir.inference.v1.SnapshotOutcome
+	(*ListTurnsRequest)(nil),        // 38: kvasir.inference.v1.ListTurnsRequest
+	(*ListTurnsResponse)(nil),       // 39: kvasir.inference.v1.ListTurnsResponse
+	(*Turn)(nil),                    // 40: kvasir.inference.v1.Turn
+	(*CancelTurnRequest)(nil),       // 41: kvasir.inference.v1.CancelTurnRequest
+	(*CancelTurnResponse)(nil),      // 42: kvasir.inference.v1.CancelTurnResponse
+	(*ListHotMemoriesRequest)(nil),  // 43: kvasir.inference.v1.ListHotMemoriesRequest
+	(*ListHotMemoriesResponse)(nil), // 44: kvasir.inference.v1.ListHotMemoriesResponse
+	(*HotMemory)(nil),               // 45: kvasir.inference.v1.HotMemory
+	(*WarmRequest)(nil),             // 46: kvasir.inference.v1.WarmRequest
+	(*WarmResponse)(nil),            // 47: kvasir.inference.v1.WarmResponse
+	(*CountTokensRequest)(nil),      // 48: kvasir.inference.v1.CountTokensRequest
+	(*CountTokensResponse)(nil),     // 49: kvasir.inference.v1.CountTokensResponse
+	(*LoadModelRequest)(nil),        // 50: kvasir.inference.v1.LoadModelRequest
+	(*LoadModelResponse)(nil),       // 51: kvasir.inference.v1.LoadModelResponse
+	(*LoadProgress)(nil),            // 52: kvasir.inference.v1.LoadProgress
+	(*LoadedModel)(nil),             // 53: kvasir.inference.v1.LoadedModel
+	(*UnloadModelRequest)(nil),      // 54: kvasir.inference.v1.UnloadModelRequest
+	(*UnloadModelResponse)(nil),     // 55: kvasir.inference.v1.UnloadModelResponse
+	(*MemoriesLeft)(nil),            // 56: kvasir.inference.v1.MemoriesLeft
+	(*ListModelsRequest)(nil),       // 57: kvasir.inference.v1.ListModelsRequest
+	(*ListModelsResponse)(nil),      // 58: kvasir.inference.v1.ListModelsResponse
+	(*GetModelRequest)(nil),         // 59: kvasir.inference.v1.GetModelRequest
+	(*GetModelResponse)(nil),        // 60: kvasir.inference.v1.GetModelResponse
+	(*EmbedRequest)(nil),            // 61: kvasir.inference.v1.EmbedRequest
+	(*EmbedInput)(nil),              // 62: kvasir.inference.v1.EmbedInput
+	(*EmbedResponse)(nil),           // 63: kvasir.inference.v1.EmbedResponse
+	(*Embedding)(nil),               // 64: kvasir.inference.v1.Embedding
+	(*Model)(nil),                   // 65: kvasir.inference.v1.Model
+	(*GetCapabilitiesRequest)(nil),  // 66: kvasir.inference.v1.GetCapabilitiesRequest
+	(*GetCapabilitiesResponse)(nil), // 67: kvasir.inference.v1.GetCapabilitiesResponse
+	(*Kernels)(nil),                 // 68: kvasir.inference.v1.Kernels
+	(*Limits)(nil),                  // 69: kvasir.inference.v1.Limits
+	(*GetStatsRequest)(nil),         // 70: kvasir.inference.v1.GetStatsRequest
+	(*GetStatsResponse)(nil),        // 71: kvasir.inference.v1.GetStatsResponse
+	(*NamespaceStats)(nil),          // 72: kvasir.inference.v1.NamespaceStats
+	(*EngineStats)(nil),             // 73: kvasir.inference.v1.EngineStats
+	nil,                             // 74: kvasir.inference.v1.GenerateRequest.TemplateSettingsEntry
+	nil,                             // 75: kvasir.inference.v1.Sampling.LogitBiasEntry
+	nil,                             // 76: kvasir.inference.v1.WarmRequest.TemplateSettingsEntry
+	nil,                             // 77: kvasir.inference.v1.CountTokensRequest.TemplateSettingsEntry
+	nil,                             // 78: kvasir.inference.v1.NamespaceStats.TurnEndsEntry
+	nil,                             // 79: kvasir.inference.v1.NamespaceStats.RefusalsEntry
+	nil,                             // 80: kvasir.inference.v1.NamespaceStats.SourcesEntry
+	nil,                             // 81: kvasir.inference.v1.NamespaceStats.MissesEntry
+	nil,                             // 82: kvasir.inference.v1.NamespaceStats.PublicationsEntry
+	nil,                             // 83: kvasir.inference.v1.NamespaceStats.MadeGoodEntry
+	(*v1.Message)(nil),              // 84: kvasir.common.v1.Message
+	(*durationpb.Duration)(nil),     // 85: google.protobuf.Duration
+	(*v1.ToolCall)(nil),             // 86: kvasir.common.v1.ToolCall
+	(*v11.Digest)(nil),              // 87: kvasir.cachestore.v1.Digest
+	(*v11.KvIdentity)(nil),          // 88: kvasir.cachestore.v1.KvIdentity
 }
 var file_kvasir_inference_v1_inference_proto_depIdxs = []int32{
 	20,  // 0: kvasir.inference.v1.GenerateRequest.messages:type_name -> kvasir.inference.v1.MessageList
@@ -6494,18 +6565,18 @@ var file_kvasir_inference_v1_inference_proto_depIdxs = []int32{
 	18,  // 8: kvasir.inference.v1.GenerateRequest.volatile:type_name -> kvasir.inference.v1.VolatileRules
 	17,  // 9: kvasir.inference.v1.GenerateRequest.tool_choice:type_name -> kvasir.inference.v1.ToolChoice
 	15,  // 10: kvasir.inference.v1.GenerateRequest.thinking:type_name -> kvasir.inference.v1.Thinking
-	73,  // 11: kvasir.inference.v1.GenerateRequest.template_settings:type_name -> kvasir.inference.v1.GenerateRequest.TemplateSettingsEntry
+	74,  // 11: kvasir.inference.v1.GenerateRequest.template_settings:type_name -> kvasir.inference.v1.GenerateRequest.TemplateSettingsEntry
 	0,   // 12: kvasir.inference.v1.Thinking.mode:type_name -> kvasir.inference.v1.ThinkingMode
 	1,   // 13: kvasir.inference.v1.ToolChoice.kind:type_name -> kvasir.inference.v1.ToolChoiceKind
 	2,   // 14: kvasir.inference.v1.OnFull.policy:type_name -> kvasir.inference.v1.OnFullPolicy
-	83,  // 15: kvasir.inference.v1.MessageList.messages:type_name -> kvasir.common.v1.Message
-	74,  // 16: kvasir.inference.v1.Sampling.logit_bias:type_name -> kvasir.inference.v1.Sampling.LogitBiasEntry
+	84,  // 15: kvasir.inference.v1.MessageList.messages:type_name -> kvasir.common.v1.Message
+	75,  // 16: kvasir.inference.v1.Sampling.logit_bias:type_name -> kvasir.inference.v1.Sampling.LogitBiasEntry
 	26,  // 17: kvasir.inference.v1.GenerateResponse.started:type_name -> kvasir.inference.v1.Started
 	28,  // 18: kvasir.inference.v1.GenerateResponse.prefill_progress:type_name -> kvasir.inference.v1.PrefillProgress
 	29,  // 19: kvasir.inference.v1.GenerateResponse.delta:type_name -> kvasir.inference.v1.Delta
 	32,  // 20: kvasir.inference.v1.GenerateResponse.finished:type_name -> kvasir.inference.v1.Finished
 	25,  // 21: kvasir.inference.v1.GenerateResponse.moved:type_name -> kvasir.inference.v1.Moved
-	84,  // 22: kvasir.inference.v1.Moved.expires_in:type_name -> google.protobuf.Duration
+	85,  // 22: kvasir.inference.v1.Moved.expires_in:type_name -> google.protobuf.Duration
 	6,   // 23: kvasir.inference.v1.Started.source:type_name -> kvasir.inference.v1.CacheSource
 	8,   // 24: kvasir.inference.v1.Started.miss:type_name -> kvasir.inference.v1.MissReason
 	7,   // 25: kvasir.inference.v1.Started.match:type_name -> kvasir.inference.v1.PrefixMatch
@@ -6515,100 +6586,101 @@ var file_kvasir_inference_v1_inference_proto_depIdxs = []int32{
 	31,  // 29: kvasir.inference.v1.TokenLogprobs.top:type_name -> kvasir.inference.v1.TokenLogprob
 	9,   // 30: kvasir.inference.v1.Finished.reason:type_name -> kvasir.inference.v1.FinishReason
 	34,  // 31: kvasir.inference.v1.Finished.usage:type_name -> kvasir.inference.v1.Usage
-	35,  // 32: kvasir.inference.v1.Finished.timings:type_name -> kvasir.inference.v1.Timings
-	36,  // 33: kvasir.inference.v1.Finished.snapshot:type_name -> kvasir.inference.v1.SnapshotOutcome
-	85,  // 34: kvasir.inference.v1.Finished.tool_calls:type_name -> kvasir.common.v1.ToolCall
+	36,  // 32: kvasir.inference.v1.Finished.timings:type_name -> kvasir.inference.v1.Timings
+	37,  // 33: kvasir.inference.v1.Finished.snapshot:type_name -> kvasir.inference.v1.SnapshotOutcome
+	86,  // 34: kvasir.inference.v1.Finished.tool_calls:type_name -> kvasir.common.v1.ToolCall
 	33,  // 35: kvasir.inference.v1.Finished.shortening:type_name -> kvasir.inference.v1.Shortening
 	2,   // 36: kvasir.inference.v1.Shortening.policy:type_name -> kvasir.inference.v1.OnFullPolicy
-	84,  // 37: kvasir.inference.v1.Timings.queue:type_name -> google.protobuf.Duration
-	84,  // 38: kvasir.inference.v1.Timings.restore:type_name -> google.protobuf.Duration
-	84,  // 39: kvasir.inference.v1.Timings.prefill:type_name -> google.protobuf.Duration
-	84,  // 40: kvasir.inference.v1.Timings.first_token:type_name -> google.protobuf.Duration
-	84,  // 41: kvasir.inference.v1.Timings.decode:type_name -> google.protobuf.Duration
-	10,  // 42: kvasir.inference.v1.SnapshotOutcome.state:type_name -> kvasir.inference.v1.SnapshotState
-	86,  // 43: kvasir.inference.v1.SnapshotOutcome.manifest:type_name -> kvasir.cachestore.v1.Digest
-	39,  // 44: kvasir.inference.v1.ListTurnsResponse.turns:type_name -> kvasir.inference.v1.Turn
-	11,  // 45: kvasir.inference.v1.Turn.state:type_name -> kvasir.inference.v1.TurnState
-	84,  // 46: kvasir.inference.v1.Turn.age:type_name -> google.protobuf.Duration
-	32,  // 47: kvasir.inference.v1.CancelTurnResponse.finished:type_name -> kvasir.inference.v1.Finished
-	44,  // 48: kvasir.inference.v1.ListHotMemoriesResponse.memories:type_name -> kvasir.inference.v1.HotMemory
-	20,  // 49: kvasir.inference.v1.WarmRequest.messages:type_name -> kvasir.inference.v1.MessageList
-	20,  // 50: kvasir.inference.v1.WarmRequest.append_messages:type_name -> kvasir.inference.v1.MessageList
-	21,  // 51: kvasir.inference.v1.WarmRequest.prompt_token_ids:type_name -> kvasir.inference.v1.TokenIds
-	22,  // 52: kvasir.inference.v1.WarmRequest.tools:type_name -> kvasir.inference.v1.Tool
-	15,  // 53: kvasir.inference.v1.WarmRequest.thinking:type_name -> kvasir.inference.v1.Thinking
-	75,  // 54: kvasir.inference.v1.WarmRequest.template_settings:type_name -> kvasir.inference.v1.WarmRequest.TemplateSettingsEntry
-	6,   // 55: kvasir.inference.v1.WarmResponse.source:type_name -> kvasir.inference.v1.CacheSource
-	8,   // 56: kvasir.inference.v1.WarmResponse.miss:type_name -> kvasir.inference.v1.MissReason
-	7,   // 57: kvasir.inference.v1.WarmResponse.match:type_name -> kvasir.inference.v1.PrefixMatch
-	84,  // 58: kvasir.inference.v1.WarmResponse.restore:type_name -> google.protobuf.Duration
-	84,  // 59: kvasir.inference.v1.WarmResponse.prefill:type_name -> google.protobuf.Duration
-	20,  // 60: kvasir.inference.v1.CountTokensRequest.messages:type_name -> kvasir.inference.v1.MessageList
-	21,  // 61: kvasir.inference.v1.CountTokensRequest.prompt_token_ids:type_name -> kvasir.inference.v1.TokenIds
-	22,  // 62: kvasir.inference.v1.CountTokensRequest.tools:type_name -> kvasir.inference.v1.Tool
-	15,  // 63: kvasir.inference.v1.CountTokensRequest.thinking:type_name -> kvasir.inference.v1.Thinking
-	76,  // 64: kvasir.inference.v1.CountTokensRequest.template_settings:type_name -> kvasir.inference.v1.CountTokensRequest.TemplateSettingsEntry
-	51,  // 65: kvasir.inference.v1.LoadModelResponse.progress:type_name -> kvasir.inference.v1.LoadProgress
-	52,  // 66: kvasir.inference.v1.LoadModelResponse.done:type_name -> kvasir.inference.v1.LoadedModel
-	12,  // 67: kvasir.inference.v1.LoadProgress.stage:type_name -> kvasir.inference.v1.LoadStage
-	84,  // 68: kvasir.inference.v1.LoadProgress.elapsed:type_name -> google.protobuf.Duration
-	64,  // 69: kvasir.inference.v1.LoadedModel.model:type_name -> kvasir.inference.v1.Model
-	55,  // 70: kvasir.inference.v1.LoadedModel.left:type_name -> kvasir.inference.v1.MemoriesLeft
-	55,  // 71: kvasir.inference.v1.UnloadModelResponse.left:type_name -> kvasir.inference.v1.MemoriesLeft
-	64,  // 72: kvasir.inference.v1.ListModelsResponse.models:type_name -> kvasir.inference.v1.Model
-	64,  // 73: kvasir.inference.v1.GetModelResponse.model:type_name -> kvasir.inference.v1.Model
-	61,  // 74: kvasir.inference.v1.EmbedRequest.inputs:type_name -> kvasir.inference.v1.EmbedInput
-	4,   // 75: kvasir.inference.v1.EmbedRequest.priority:type_name -> kvasir.inference.v1.Priority
-	21,  // 76: kvasir.inference.v1.EmbedInput.token_ids:type_name -> kvasir.inference.v1.TokenIds
-	63,  // 77: kvasir.inference.v1.EmbedResponse.embeddings:type_name -> kvasir.inference.v1.Embedding
-	87,  // 78: kvasir.inference.v1.Model.kv_identity:type_name -> kvasir.cachestore.v1.KvIdentity
-	13,  // 79: kvasir.inference.v1.Model.state:type_name -> kvasir.inference.v1.ModelState
-	23,  // 80: kvasir.inference.v1.Model.sampling_defaults:type_name -> kvasir.inference.v1.Sampling
-	68,  // 81: kvasir.inference.v1.GetCapabilitiesResponse.limits:type_name -> kvasir.inference.v1.Limits
-	67,  // 82: kvasir.inference.v1.GetCapabilitiesResponse.kernels:type_name -> kvasir.inference.v1.Kernels
-	84,  // 83: kvasir.inference.v1.GetStatsResponse.uptime:type_name -> google.protobuf.Duration
-	71,  // 84: kvasir.inference.v1.GetStatsResponse.namespaces:type_name -> kvasir.inference.v1.NamespaceStats
-	72,  // 85: kvasir.inference.v1.GetStatsResponse.engine:type_name -> kvasir.inference.v1.EngineStats
-	77,  // 86: kvasir.inference.v1.NamespaceStats.turn_ends:type_name -> kvasir.inference.v1.NamespaceStats.TurnEndsEntry
-	78,  // 87: kvasir.inference.v1.NamespaceStats.refusals:type_name -> kvasir.inference.v1.NamespaceStats.RefusalsEntry
-	79,  // 88: kvasir.inference.v1.NamespaceStats.sources:type_name -> kvasir.inference.v1.NamespaceStats.SourcesEntry
-	80,  // 89: kvasir.inference.v1.NamespaceStats.misses:type_name -> kvasir.inference.v1.NamespaceStats.MissesEntry
-	81,  // 90: kvasir.inference.v1.NamespaceStats.publications:type_name -> kvasir.inference.v1.NamespaceStats.PublicationsEntry
-	82,  // 91: kvasir.inference.v1.NamespaceStats.made_good:type_name -> kvasir.inference.v1.NamespaceStats.MadeGoodEntry
-	16,  // 92: kvasir.inference.v1.GenerateRequest.TemplateSettingsEntry.value:type_name -> kvasir.inference.v1.TemplateValue
-	16,  // 93: kvasir.inference.v1.WarmRequest.TemplateSettingsEntry.value:type_name -> kvasir.inference.v1.TemplateValue
-	16,  // 94: kvasir.inference.v1.CountTokensRequest.TemplateSettingsEntry.value:type_name -> kvasir.inference.v1.TemplateValue
-	14,  // 95: kvasir.inference.v1.InferenceService.Generate:input_type -> kvasir.inference.v1.GenerateRequest
-	37,  // 96: kvasir.inference.v1.InferenceService.ListTurns:input_type -> kvasir.inference.v1.ListTurnsRequest
-	40,  // 97: kvasir.inference.v1.InferenceService.CancelTurn:input_type -> kvasir.inference.v1.CancelTurnRequest
-	42,  // 98: kvasir.inference.v1.InferenceService.ListHotMemories:input_type -> kvasir.inference.v1.ListHotMemoriesRequest
-	45,  // 99: kvasir.inference.v1.InferenceService.Warm:input_type -> kvasir.inference.v1.WarmRequest
-	47,  // 100: kvasir.inference.v1.InferenceService.CountTokens:input_type -> kvasir.inference.v1.CountTokensRequest
-	60,  // 101: kvasir.inference.v1.InferenceService.Embed:input_type -> kvasir.inference.v1.EmbedRequest
-	56,  // 102: kvasir.inference.v1.InferenceService.ListModels:input_type -> kvasir.inference.v1.ListModelsRequest
-	49,  // 103: kvasir.inference.v1.InferenceService.LoadModel:input_type -> kvasir.inference.v1.LoadModelRequest
-	53,  // 104: kvasir.inference.v1.InferenceService.UnloadModel:input_type -> kvasir.inference.v1.UnloadModelRequest
-	58,  // 105: kvasir.inference.v1.InferenceService.GetModel:input_type -> kvasir.inference.v1.GetModelRequest
-	65,  // 106: kvasir.inference.v1.InferenceService.GetCapabilities:input_type -> kvasir.inference.v1.GetCapabilitiesRequest
-	69,  // 107: kvasir.inference.v1.InferenceService.GetStats:input_type -> kvasir.inference.v1.GetStatsRequest
-	24,  // 108: kvasir.inference.v1.InferenceService.Generate:output_type -> kvasir.inference.v1.GenerateResponse
-	38,  // 109: kvasir.inference.v1.InferenceService.ListTurns:output_type -> kvasir.inference.v1.ListTurnsResponse
-	41,  // 110: kvasir.inference.v1.InferenceService.CancelTurn:output_type -> kvasir.inference.v1.CancelTurnResponse
-	43,  // 111: kvasir.inference.v1.InferenceService.ListHotMemories:output_type -> kvasir.inference.v1.ListHotMemoriesResponse
-	46,  // 112: kvasir.inference.v1.InferenceService.Warm:output_type -> kvasir.inference.v1.WarmResponse
-	48,  // 113: kvasir.inference.v1.InferenceService.CountTokens:output_type -> kvasir.inference.v1.CountTokensResponse
-	62,  // 114: kvasir.inference.v1.InferenceService.Embed:output_type -> kvasir.inference.v1.EmbedResponse
-	57,  // 115: kvasir.inference.v1.InferenceService.ListModels:output_type -> kvasir.inference.v1.ListModelsResponse
-	50,  // 116: kvasir.inference.v1.InferenceService.LoadModel:output_type -> kvasir.inference.v1.LoadModelResponse
-	54,  // 117: kvasir.inference.v1.InferenceService.UnloadModel:output_type -> kvasir.inference.v1.UnloadModelResponse
-	59,  // 118: kvasir.inference.v1.InferenceService.GetModel:output_type -> kvasir.inference.v1.GetModelResponse
-	66,  // 119: kvasir.inference.v1.InferenceService.GetCapabilities:output_type -> kvasir.inference.v1.GetCapabilitiesResponse
-	70,  // 120: kvasir.inference.v1.InferenceService.GetStats:output_type -> kvasir.inference.v1.GetStatsResponse
-	108, // [108:121] is the sub-list for method output_type
-	95,  // [95:108] is the sub-list for method input_type
-	95,  // [95:95] is the sub-list for extension type_name
-	95,  // [95:95] is the sub-list for extension extendee
-	0,   // [0:95] is the sub-list for field type_name
+	35,  // 37: kvasir.inference.v1.Usage.mask_passes:type_name -> kvasir.inference.v1.MaskPasses
+	85,  // 38: kvasir.inference.v1.Timings.queue:type_name -> google.protobuf.Duration
+	85,  // 39: kvasir.inference.v1.Timings.restore:type_name -> google.protobuf.Duration
+	85,  // 40: kvasir.inference.v1.Timings.prefill:type_name -> google.protobuf.Duration
+	85,  // 41: kvasir.inference.v1.Timings.first_token:type_name -> google.protobuf.Duration
+	85,  // 42: kvasir.inference.v1.Timings.decode:type_name -> google.protobuf.Duration
+	10,  // 43: kvasir.inference.v1.SnapshotOutcome.state:type_name -> kvasir.inference.v1.SnapshotState
+	87,  // 44: kvasir.inference.v1.SnapshotOutcome.manifest:type_name -> kvasir.cachestore.v1.Digest
+	40,  // 45: kvasir.inference.v1.ListTurnsResponse.turns:type_name -> kvasir.inference.v1.Turn
+	11,  // 46: kvasir.inference.v1.Turn.state:type_name -> kvasir.inference.v1.TurnState
+	85,  // 47: kvasir.inference.v1.Turn.age:type_name -> google.protobuf.Duration
+	32,  // 48: kvasir.inference.v1.CancelTurnResponse.finished:type_name -> kvasir.inference.v1.Finished
+	45,  // 49: kvasir.inference.v1.ListHotMemoriesResponse.memories:type_name -> kvasir.inference.v1.HotMemory
+	20,  // 50: kvasir.inference.v1.WarmRequest.messages:type_name -> kvasir.inference.v1.MessageList
+	20,  // 51: kvasir.inference.v1.WarmRequest.append_messages:type_name -> kvasir.inference.v1.MessageList
+	21,  // 52: kvasir.inference.v1.WarmRequest.prompt_token_ids:type_name -> kvasir.inference.v1.TokenIds
+	22,  // 53: kvasir.inference.v1.WarmRequest.tools:type_name -> kvasir.inference.v1.Tool
+	15,  // 54: kvasir.inference.v1.WarmRequest.thinking:type_name -> kvasir.inference.v1.Thinking
+	76,  // 55: kvasir.inference.v1.WarmRequest.template_settings:type_name -> kvasir.inference.v1.WarmRequest.TemplateSettingsEntry
+	6,   // 56: kvasir.inference.v1.WarmResponse.source:type_name -> kvasir.inference.v1.CacheSource
+	8,   // 57: kvasir.inference.v1.WarmResponse.miss:type_name -> kvasir.inference.v1.MissReason
+	7,   // 58: kvasir.inference.v1.WarmResponse.match:type_name -> kvasir.inference.v1.PrefixMatch
+	85,  // 59: kvasir.inference.v1.WarmResponse.restore:type_name -> google.protobuf.Duration
+	85,  // 60: kvasir.inference.v1.WarmResponse.prefill:type_name -> google.protobuf.Duration
+	20,  // 61: kvasir.inference.v1.CountTokensRequest.messages:type_name -> kvasir.inference.v1.MessageList
+	21,  // 62: kvasir.inference.v1.CountTokensRequest.prompt_token_ids:type_name -> kvasir.inference.v1.TokenIds
+	22,  // 63: kvasir.inference.v1.CountTokensRequest.tools:type_name -> kvasir.inference.v1.Tool
+	15,  // 64: kvasir.inference.v1.CountTokensRequest.thinking:type_name -> kvasir.inference.v1.Thinking
+	77,  // 65: kvasir.inference.v1.CountTokensRequest.template_settings:type_name -> kvasir.inference.v1.CountTokensRequest.TemplateSettingsEntry
+	52,  // 66: kvasir.inference.v1.LoadModelResponse.progress:type_name -> kvasir.inference.v1.LoadProgress
+	53,  // 67: kvasir.inference.v1.LoadModelResponse.done:type_name -> kvasir.inference.v1.LoadedModel
+	12,  // 68: kvasir.inference.v1.LoadProgress.stage:type_name -> kvasir.inference.v1.LoadStage
+	85,  // 69: kvasir.inference.v1.LoadProgress.elapsed:type_name -> google.protobuf.Duration
+	65,  // 70: kvasir.inference.v1.LoadedModel.model:type_name -> kvasir.inference.v1.Model
+	56,  // 71: kvasir.inference.v1.LoadedModel.left:type_name -> kvasir.inference.v1.MemoriesLeft
+	56,  // 72: kvasir.inference.v1.UnloadModelResponse.left:type_name -> kvasir.inference.v1.MemoriesLeft
+	65,  // 73: kvasir.inference.v1.ListModelsResponse.models:type_name -> kvasir.inference.v1.Model
+	65,  // 74: kvasir.inference.v1.GetModelResponse.model:type_name -> kvasir.inference.v1.Model
+	62,  // 75: kvasir.inference.v1.EmbedRequest.inputs:type_name -> kvasir.inference.v1.EmbedInput
+	4,   // 76: kvasir.inference.v1.EmbedRequest.priority:type_name -> kvasir.inference.v1.Priority
+	21,  // 77: kvasir.inference.v1.EmbedInput.token_ids:type_name -> kvasir.inference.v1.TokenIds
+	64,  // 78: kvasir.inference.v1.EmbedResponse.embeddings:type_name -> kvasir.inference.v1.Embedding
+	88,  // 79: kvasir.inference.v1.Model.kv_identity:type_name -> kvasir.cachestore.v1.KvIdentity
+	13,  // 80: kvasir.inference.v1.Model.state:type_name -> kvasir.inference.v1.ModelState
+	23,  // 81: kvasir.inference.v1.Model.sampling_defaults:type_name -> kvasir.inference.v1.Sampling
+	69,  // 82: kvasir.inference.v1.GetCapabilitiesResponse.limits:type_name -> kvasir.inference.v1.Limits
+	68,  // 83: kvasir.inference.v1.GetCapabilitiesResponse.kernels:type_name -> kvasir.inference.v1.Kernels
+	85,  // 84: kvasir.inference.v1.GetStatsResponse.uptime:type_name -> google.protobuf.Duration
+	72,  // 85: kvasir.inference.v1.GetStatsResponse.namespaces:type_name -> kvasir.inference.v1.NamespaceStats
+	73,  // 86: kvasir.inference.v1.GetStatsResponse.engine:type_name -> kvasir.inference.v1.EngineStats
+	78,  // 87: kvasir.inference.v1.NamespaceStats.turn_ends:type_name -> kvasir.inference.v1.NamespaceStats.TurnEndsEntry
+	79,  // 88: kvasir.inference.v1.NamespaceStats.refusals:type_name -> kvasir.inference.v1.NamespaceStats.RefusalsEntry
+	80,  // 89: kvasir.inference.v1.NamespaceStats.sources:type_name -> kvasir.inference.v1.NamespaceStats.SourcesEntry
+	81,  // 90: kvasir.inference.v1.NamespaceStats.misses:type_name -> kvasir.inference.v1.NamespaceStats.MissesEntry
+	82,  // 91: kvasir.inference.v1.NamespaceStats.publications:type_name -> kvasir.inference.v1.NamespaceStats.PublicationsEntry
+	83,  // 92: kvasir.inference.v1.NamespaceStats.made_good:type_name -> kvasir.inference.v1.NamespaceStats.MadeGoodEntry
+	16,  // 93: kvasir.inference.v1.GenerateRequest.TemplateSettingsEntry.value:type_name -> kvasir.inference.v1.TemplateValue
+	16,  // 94: kvasir.inference.v1.WarmRequest.TemplateSettingsEntry.value:type_name -> kvasir.inference.v1.TemplateValue
+	16,  // 95: kvasir.inference.v1.CountTokensRequest.TemplateSettingsEntry.value:type_name -> kvasir.inference.v1.TemplateValue
+	14,  // 96: kvasir.inference.v1.InferenceService.Generate:input_type -> kvasir.inference.v1.GenerateRequest
+	38,  // 97: kvasir.inference.v1.InferenceService.ListTurns:input_type -> kvasir.inference.v1.ListTurnsRequest
+	41,  // 98: kvasir.inference.v1.InferenceService.CancelTurn:input_type -> kvasir.inference.v1.CancelTurnRequest
+	43,  // 99: kvasir.inference.v1.InferenceService.ListHotMemories:input_type -> kvasir.inference.v1.ListHotMemoriesRequest
+	46,  // 100: kvasir.inference.v1.InferenceService.Warm:input_type -> kvasir.inference.v1.WarmRequest
+	48,  // 101: kvasir.inference.v1.InferenceService.CountTokens:input_type -> kvasir.inference.v1.CountTokensRequest
+	61,  // 102: kvasir.inference.v1.InferenceService.Embed:input_type -> kvasir.inference.v1.EmbedRequest
+	57,  // 103: kvasir.inference.v1.InferenceService.ListModels:input_type -> kvasir.inference.v1.ListModelsRequest
+	50,  // 104: kvasir.inference.v1.InferenceService.LoadModel:input_type -> kvasir.inference.v1.LoadModelRequest
+	54,  // 105: kvasir.inference.v1.InferenceService.UnloadModel:input_type -> kvasir.inference.v1.UnloadModelRequest
+	59,  // 106: kvasir.inference.v1.InferenceService.GetModel:input_type -> kvasir.inference.v1.GetModelRequest
+	66,  // 107: kvasir.inference.v1.InferenceService.GetCapabilities:input_type -> kvasir.inference.v1.GetCapabilitiesRequest
+	70,  // 108: kvasir.inference.v1.InferenceService.GetStats:input_type -> kvasir.inference.v1.GetStatsRequest
+	24,  // 109: kvasir.inference.v1.InferenceService.Generate:output_type -> kvasir.inference.v1.GenerateResponse
+	39,  // 110: kvasir.inference.v1.InferenceService.ListTurns:output_type -> kvasir.inference.v1.ListTurnsResponse
+	42,  // 111: kvasir.inference.v1.InferenceService.CancelTurn:output_type -> kvasir.inference.v1.CancelTurnResponse
+	44,  // 112: kvasir.inference.v1.InferenceService.ListHotMemories:output_type -> kvasir.inference.v1.ListHotMemoriesResponse
+	47,  // 113: kvasir.inference.v1.InferenceService.Warm:output_type -> kvasir.inference.v1.WarmResponse
+	49,  // 114: kvasir.inference.v1.InferenceService.CountTokens:output_type -> kvasir.inference.v1.CountTokensResponse
+	63,  // 115: kvasir.inference.v1.InferenceService.Embed:output_type -> kvasir.inference.v1.EmbedResponse
+	58,  // 116: kvasir.inference.v1.InferenceService.ListModels:output_type -> kvasir.inference.v1.ListModelsResponse
+	51,  // 117: kvasir.inference.v1.InferenceService.LoadModel:output_type -> kvasir.inference.v1.LoadModelResponse
+	55,  // 118: kvasir.inference.v1.InferenceService.UnloadModel:output_type -> kvasir.inference.v1.UnloadModelResponse
+	60,  // 119: kvasir.inference.v1.InferenceService.GetModel:output_type -> kvasir.inference.v1.GetModelResponse
+	67,  // 120: kvasir.inference.v1.InferenceService.GetCapabilities:output_type -> kvasir.inference.v1.GetCapabilitiesResponse
+	71,  // 121: kvasir.inference.v1.InferenceService.GetStats:output_type -> kvasir.inference.v1.GetStatsResponse
+	109, // [109:122] is the sub-list for method output_type
+	96,  // [96:109] is the sub-list for method input_type
+	96,  // [96:96] is the sub-list for extension type_name
+	96,  // [96:96] is the sub-list for extension extendee
+	0,   // [0:96] is the sub-list for field type_name
 }
 
 func init() { file_kvasir_inference_v1_inference_proto_init() }
@@ -6641,23 +6713,23 @@ func file_kvasir_inference_v1_inference_proto_init() {
 		(*GenerateResponse_Moved)(nil),
 	}
 	file_kvasir_inference_v1_inference_proto_msgTypes[13].OneofWrappers = []any{}
-	file_kvasir_inference_v1_inference_proto_msgTypes[31].OneofWrappers = []any{
+	file_kvasir_inference_v1_inference_proto_msgTypes[32].OneofWrappers = []any{
 		(*WarmRequest_Prompt)(nil),
 		(*WarmRequest_Messages)(nil),
 		(*WarmRequest_AppendMessages)(nil),
 		(*WarmRequest_PromptTokenIds)(nil),
 	}
-	file_kvasir_inference_v1_inference_proto_msgTypes[33].OneofWrappers = []any{
+	file_kvasir_inference_v1_inference_proto_msgTypes[34].OneofWrappers = []any{
 		(*CountTokensRequest_Prompt)(nil),
 		(*CountTokensRequest_Messages)(nil),
 		(*CountTokensRequest_PromptTokenIds)(nil),
 	}
-	file_kvasir_inference_v1_inference_proto_msgTypes[36].OneofWrappers = []any{
+	file_kvasir_inference_v1_inference_proto_msgTypes[37].OneofWrappers = []any{
 		(*LoadModelResponse_Progress)(nil),
 		(*LoadModelResponse_Done)(nil),
 	}
-	file_kvasir_inference_v1_inference_proto_msgTypes[46].OneofWrappers = []any{}
-	file_kvasir_inference_v1_inference_proto_msgTypes[47].OneofWrappers = []any{
+	file_kvasir_inference_v1_inference_proto_msgTypes[47].OneofWrappers = []any{}
+	file_kvasir_inference_v1_inference_proto_msgTypes[48].OneofWrappers = []any{
 		(*EmbedInput_Text)(nil),
 		(*EmbedInput_TokenIds)(nil),
 	}
@@ -6667,7 +6739,7 @@ func file_kvasir_inference_v1_inference_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_kvasir_inference_v1_inference_proto_rawDesc), len(file_kvasir_inference_v1_inference_proto_rawDesc)),
 			NumEnums:      14,
-			NumMessages:   69,
+			NumMessages:   70,
 			NumExtensions: 0,
 			NumServices:   1,
 		},
