@@ -183,6 +183,6 @@ def _named(request: pb.HandOverTurnRequest, under_way: list[list[Progress]]) -> 
         raise InvalidArgument("turn: expected agent_id or request_id", field="turn")
     name = getattr(request, by)
     for turns in under_way:
-        if getattr(turns[0].request, by) == name and any(turn.can_move for turn in turns):
+        if getattr(turns[0].request, by) == name and any(turn.is_running for turn in turns):
             return turns
     raise NotFound(f"{by}: no turn of {name!r} speaks", reason="TURN_NOT_FOUND", field=by)

@@ -65,7 +65,7 @@ class TurnGiver:
         """
         speaking = [turn for turn in turns if not turn.phase.has_ended]
         if not speaking or not all(turn.can_move for turn in speaking):
-            raise _not_now("the turn has not begun, or is ending")
+            raise _not_now("the turn has not begun, is ending, or fills a window of masks (WeDLM)")
         if any(turn.phase is TurnPhase.MOVING for turn in speaking):
             raise _not_now("it is being given away already")
         # Two would release each other's hold: tokens after the one's last word would be computed in both engines.

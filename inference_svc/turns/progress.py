@@ -242,9 +242,13 @@ class Progress:
         return not self.request.is_kept or self.taken.begun.continuation is Continuation.BRANCHED
 
     @property
+    def is_running(self) -> bool:
+        return self.phase in (TurnPhase.RUNNING, TurnPhase.MOVING) and self.handle is not None
+
+    @property
     def can_move(self) -> bool:
-        is_running = self.phase in (TurnPhase.RUNNING, TurnPhase.MOVING) and self.handle is not None
-        return is_running and self.request.origin.message is not None
+        can_be_held = self.is_running and self.handle is not None and self.handle.can_be_held
+        return can_be_held and self.request.origin.message is not None
 
     @property
     def is_cancelled(self) -> bool:
