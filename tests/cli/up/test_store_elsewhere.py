@@ -258,7 +258,9 @@ def test_fleet_status_names_each_engine_and_the_agents_that_it_has_hot(fleet: Fl
     one, other = fleet.engines
     for cli, agent in ((one, "bob"), (other, "eve")):
         said(cli, FIRST, agent)
-    shown = one.done(*fleet.typed("kvasir fleet status"), "--json").value["engines"]
+    found = one.done(*fleet.typed("kvasir fleet status"), "--json").value
+    assert found["store"] == {"address": fleet.address, "state": "ready"}
+    shown = found["engines"]
     assert [(each["address"], each["state"], each["has_store"]) for each in shown] == [
         (address, "ready", True) for address in fleet.addresses
     ]

@@ -2,15 +2,18 @@
 
 import time
 from collections.abc import Iterator
+from concurrent import futures
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import httpx2 as httpx
 import pytest
+from kvasir.clients import InferenceClient
 
 from inference_svc.memory.store.answers import LEASE_TTL_S
 from tests.gateway.serving import MODEL, GatewayProcess
+from tests.inference.handover.cases import ON
 from tests.running.system_fixtures import ENGINE_SERVICE, House, Service, running_house
 
 WORDS = ("My dog is called Rex.", "What is my dog called?", "My cat is called Tom.", "What is my cat called?")
@@ -40,13 +43,9 @@ class Pair:
         told: dict[str, Any] = answer.json()
         return str(told["choices"][0]["message"]["content"])
 
-    def hot_at(self, service: Service) -> set[str]:
-        engine, self.house.engine = self.house.engine, service
-        try:
-            with self.house.client() as client:
-                return {each.agent_id for each in client.list_hot_memories(NAMES)}
-        finally:
-            self.house.engine = engine
+    def hot_at(self, service: Service, *agents: str) -> set[str]:
+        with InferenceClient.connect(service.address) as client:
+            return {each.agent_id for each in client.list_hot_memories(agents or NAMES)}
 
 
 @pytest.fixture(scope="module")
@@ -64,6 +63,28 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
         finally:
             gateway.kill()
             second.kill()
+
+
+@pytest.mark.long(4)
+def test_a_turn_goes_to_the_engine_that_holds_its_agent_and_waits_there(pair: Pair) -> None:
+    """Another client's turn runs at the engine to which the gateway would not have sent it."""
+    pair.said("held", WORDS[0])
+    other = pair.house.engine if "held" in pair.hot_at(pair.second, "held") else pair.second
+    with InferenceClient.connect(other.address) as client, futures.ThreadPoolExecutor(1) as beside:
+        running = client.generate(
+            agent_id="held",
+            append_messages=[{"role": "user", "content": "Go on."}],
+            sampling={**ON, "max_tokens": 3000},
+        )
+        while not next(running).HasField("delta"):
+            pass
+        answer = beside.submit(pair.said, "held", WORDS[1])
+        while len(client.list_turns()) < 2:
+            assert not answer.done(), answer.result()
+            time.sleep(0.05)
+        running.close()
+        assert "Rex" in answer.result(60)
+        assert "held" in pair.hot_at(other, "held")
 
 
 @pytest.mark.long(12)

@@ -1,8 +1,9 @@
 """`kvasir gateway` and `kvasir fleet …`: one door to several engines of a store, and what each of them has."""
 
+import asyncio
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -16,6 +17,7 @@ from kvasir.cli.failures import UNREACHABLE, WrongUsage
 from kvasir.cli.fleet.balancers import Balancer, envoy, nginx
 from kvasir.cli.rows import fields_of, size
 from kvasir.cli.running.checks import check_installed
+from kvasir.cli.running.health import STORE_SERVICE, health
 from kvasir.cli.running.home import Endpoint
 from kvasir.cli.showing.tables import table
 from kvasir.clients import InferenceClient
@@ -100,16 +102,18 @@ class EngineRow:
 
 @command(app, "status")
 def status(caller: Caller, engine: EnginesOption = None) -> None:
-    """Show several engines of a store, whether each reaches it, and which agents each has hot. Ends with 3 unless all
-    are ready and reach their store."""
+    """Show several engines of a store, that store as this home knows it, and which agents each engine has hot. Ends
+    with 3 unless all are ready and reach the store."""
     known = caller.engine
     given = [Endpoint(each, *_files(caller, known, each)) for each in engine or [known.address]]
     if len({each.address for each in given}) != len(given):
         raise WrongUsage("--engine: an address is given twice", field="--engine")
     agents = next((found for each in given if (found := _agents(each)) is not None), [])
     rows = [_row(each, agents) for each in given]
-    value = {"engines": [fields_of(row, *EngineRow.__dataclass_fields__) for row in rows], "agents": len(agents)}
-    caller.result(value, lambda out: _show(out, rows))
+    store = {"address": caller.store.address, "state": asyncio.run(health(caller.store, STORE_SERVICE, ANSWER_S))}
+    engines = [fields_of(row, *EngineRow.__dataclass_fields__) for row in rows]
+    value = {"store": store, "engines": engines, "agents": len(agents)}
+    caller.result(value, lambda out: _show(out, rows, store))
     if any(row.state != "ready" or not row.has_store for row in rows):
         raise typer.Exit(UNREACHABLE)
 
@@ -156,7 +160,8 @@ def _hot(client: InferenceClient, agents: Sequence[str]) -> list[dict[str, Any]]
     return [fields_of(each, *names) for page in pages for each in client.list_hot_memories(page)]
 
 
-def _show(out: Console, rows: Sequence[EngineRow]) -> None:
+def _show(out: Console, rows: Sequence[EngineRow], store: Mapping[str, str]) -> None:
+    out.print(f"store: {store['address']}, {store['state']}")
     cells = [
         (row.address, row.state, "reached" if row.has_store else "not reached", row.model, len(row.hot)) for row in rows
     ]
