@@ -69,9 +69,10 @@ IMPORTS = (
     ),
     Wall(
         ("cachestore_svc.blobs.local_directory",),
-        tuple(f"cachestore_svc/recovery/{name}.py" for name in ("key_care", "opening", "recovering")),
+        ("cachestore_svc/recovery/medium.py", "cachestore_svc/blobs/bucket/bucket_blobs.py"),
         "the store speaks to the port blobs/backend.py; paths and descriptors stay below it",
     ),
+    Wall(("obstore",), ("cachestore_svc/blobs/bucket/bucket.py",), "an extra, and each effect has one method"),
     Wall(
         ("grpc", "grpc_status", "grpc_health", "grpc_reflection", "kvasir.*_pb2_grpc", "google.rpc"),
         (

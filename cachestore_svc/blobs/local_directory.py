@@ -41,19 +41,20 @@ class LocalDirectory:
         return str(self.root)
 
     def of(self, namespace: str) -> "LocalBlobs":
-        return self._at(namespace_place(namespace))
+        return self.at(namespace_place(namespace))
 
     def all(self) -> list["LocalBlobs"]:
         """Folders of namespaces; other files there (.DS_Store) are not the store's."""
-        return [self._at(name) for name in self.disk.names(self.root) if _DIRECTORY_NAME.fullmatch(name)]
+        return [self.at(name) for name in self.disk.names(self.root) if _DIRECTORY_NAME.fullmatch(name)]
 
     def remove_aside(self, aside: Aside) -> int:
-        path = self._at(aside.place).aside_path(aside)
+        path = self.at(aside.place).aside_path(aside)
         size_bytes = self.disk.size_bytes(path) or 0
         self.disk.remove(path)
         return size_bytes
 
-    def _at(self, name: str) -> "LocalBlobs":
+    def at(self, name: str) -> "LocalBlobs":
+        """The blobs of a place, which may have none."""
         # One object for a directory: its locks are in it.
         if name not in self._opened:
             self._opened.setdefault(name, LocalBlobs(self.root / name, self.disk))

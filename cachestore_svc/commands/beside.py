@@ -7,6 +7,7 @@ from pathlib import Path
 
 from cachestore_svc.facts.records import CheckReport, StoreConfig
 from cachestore_svc.recovery.index_copy import copy_index
+from cachestore_svc.recovery.medium import BUCKET_NOTE
 from cachestore_svc.recovery.opening import DATABASE
 from cachestore_svc.store.store import Store
 
@@ -25,7 +26,8 @@ def _checked(config: StoreConfig, open_copy: Callable[[StoreConfig], Store]) -> 
     with tempfile.TemporaryDirectory(prefix="kvasir-check-") as folder:
         copy = Path(folder)
         copy_index(config.data_dir, copy / DATABASE)
-        for name in ("namespaces", "keys"):
+        is_in_bucket = (config.data_dir / BUCKET_NOTE).exists()
+        for name in ("namespaces", "keys", *([BUCKET_NOTE] if is_in_bucket else [])):
             (copy / name).symlink_to(config.data_dir.absolute() / name)
         with open_copy(replace(config, data_dir=copy, ballast_bytes=0, last_runs_dir=None)) as store:
             return store.care.check(repair=False)

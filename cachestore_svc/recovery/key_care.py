@@ -2,17 +2,18 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from kvasir.errors import FailedPrecondition, NotFound
 from kvasir.formats.blob_place import namespace_place
 from kvasir.names import check_namespace
 
-from cachestore_svc.blobs.backend import NamespaceBlobs
+from cachestore_svc.blobs.backend import BlobBackend, NamespaceBlobs
 from cachestore_svc.blobs.disk import Disk
-from cachestore_svc.blobs.local_directory import LocalDirectory
 from cachestore_svc.facts.records import StoreConfig
 from cachestore_svc.index.refusals import reading_damage
 from cachestore_svc.index.sqlite.database.looking import looking_at
+from cachestore_svc.recovery.medium import blobs_of
 from cachestore_svc.recovery.opening import DATABASE, locked, now_unix_ms
 from cachestore_svc.sealing.key_files import KeyFiles
 from cachestore_svc.sealing.keys import KeyRecord, MasterKey, new_record
@@ -115,5 +116,9 @@ class KeyCare:
             sum(blobs.size_bytes(hash_) or 0 for hash_ in hashes),
         )
 
+    @cached_property
+    def _blobs(self) -> BlobBackend:
+        return blobs_of(self._config, self._disk)
+
     def _blobs_of(self, namespace: str) -> NamespaceBlobs:
-        return LocalDirectory(self._config.data_dir / "namespaces", self._disk).of(namespace)
+        return self._blobs.of(namespace)

@@ -16,7 +16,6 @@ from cachestore_svc.blobs.backend import BlobBackend, Damaged
 from cachestore_svc.blobs.ballast import Ballast
 from cachestore_svc.blobs.blob_writer import Writers
 from cachestore_svc.blobs.disk import NO_FILE, Disk, is_no_room, refusal
-from cachestore_svc.blobs.local_directory import LocalDirectory
 from cachestore_svc.blobs.space import Space
 from cachestore_svc.core.core import Core
 from cachestore_svc.facts.records import LAST_UNIX_MS, StoreConfig
@@ -30,6 +29,7 @@ from cachestore_svc.journal.journal import Journal
 from cachestore_svc.journal.journal_lines import Position
 from cachestore_svc.journal.replay import Change, Namespace, State
 from cachestore_svc.recovery import asides, looking
+from cachestore_svc.recovery.medium import blobs_of
 from cachestore_svc.recovery.older_copy import check_newest, note_commits
 from cachestore_svc.recovery.salvage import manifest_reader
 from cachestore_svc.sealing.key_files import KeyFiles
@@ -80,7 +80,7 @@ def open_directory(
         if sweeps and (mended := files.mend(records)):
             structlog.get_logger("cachestore").warning("keys.mended", namespaces=mended)
         seals = Seals(records, masters, config.sealed_namespaces)
-        plain = blobs or LocalDirectory(config.data_dir / "namespaces", disk)
+        plain = blobs or blobs_of(config, disk)
         sealed = SealedBackend(plain, seals, means.random_bytes)
         started = config if sweeps else replace(config, last_runs_dir=None)  # A look at an older copy is no start of it
         core = _Opening(started, means, sealed).core()

@@ -21,7 +21,6 @@ from cachestore_svc.blobs.backend import has_any, unknown_places
 from cachestore_svc.blobs.ballast import Ballast
 from cachestore_svc.blobs.blob_checks import BlobFacts
 from cachestore_svc.blobs.disk import Disk
-from cachestore_svc.blobs.local_directory import LocalDirectory
 from cachestore_svc.blobs.manifests import ManifestFacts, NamedBlob, SharedBlock
 from cachestore_svc.facts.ownership import OwnerState, had_before
 from cachestore_svc.facts.records import BlobKind, LostVersion, Origin, Recovered, RecoverReport, StoreConfig
@@ -30,6 +29,7 @@ from cachestore_svc.journal import journal, journal_lines
 from cachestore_svc.journal.journal import Journal
 from cachestore_svc.journal.replay import Agent, Namespace, Version, VersionKey
 from cachestore_svc.recovery import salvage
+from cachestore_svc.recovery.medium import blobs_of
 from cachestore_svc.recovery.opening import DATABASE, locked, now_unix_ms
 from cachestore_svc.sealing.key_files import KeyFiles
 from cachestore_svc.sealing.keys import MasterKey
@@ -79,7 +79,7 @@ def recover(
     """
     with locked(config, disk):
         seals = Seals(KeyFiles(config.data_dir, disk).read(), masters, config.sealed_namespaces)
-        blobs = SealedBackend(LocalDirectory(config.data_dir / "namespaces", disk), seals, random_bytes)
+        blobs = SealedBackend(blobs_of(config, disk), seals, random_bytes)
         return _Recovery(config, now_unix_ms(clock), token_hex, disk, say, blobs).run(namespaces)
 
 

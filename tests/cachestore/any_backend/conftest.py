@@ -8,14 +8,27 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from obstore.store import MemoryStore
 
+from cachestore_svc.blobs.bucket.bucket import Bucket
+from cachestore_svc.blobs.bucket.bucket_blobs import BucketBlobs
+from cachestore_svc.blobs.bucket.disk_tier import DiskTier
+from cachestore_svc.blobs.disk import Disk
+from cachestore_svc.blobs.local_directory import LocalDirectory
 from tests.cachestore.any_backend.memory_blobs import MemoryBlobs
 from tests.cachestore.core.lab import Lab
+
+
+def _with_bucket(root: Path) -> Lab:
+    arriving, tier = LocalDirectory(root / "namespaces", Disk()), DiskTier(root / "tier", 1 << 20)
+    return Lab(root, kept_blobs=BucketBlobs(Bucket(MemoryStore(), "memory"), arriving, tier))
+
 
 PAIRS: dict[str, Callable[[Path], Lab]] = {
     "SQLite and a directory": Lab,
     "SQLite and a directory, sealed": lambda root: Lab(root).seal("default", "other"),
     "SQLite and memory": lambda root: Lab(root, kept_blobs=MemoryBlobs()),
+    "SQLite and a bucket, one namespace sealed": lambda root: _with_bucket(root).seal("other"),
 }
 
 

@@ -41,6 +41,20 @@ class StoreFiles(Table):
         "plain. Not beside the data. `keys new` and `keys rotate` add to it. Left out: none yet.",
         of_home=True,
     )
+    blobs: str = option(
+        "",
+        "Keep blobs in a bucket of S3, which belongs to this store alone. Needs kvasir[fleet]; credentials are the "
+        "environment's (AWS_…). Left out: they lie beside the index.",
+        metavar="s3://BUCKET/PREFIX",
+    )
+    blob_credentials_file: Path | None = option(
+        None,
+        "Credentials of the bucket, readable by their owner only: lines `name = value` of aws_access_key_id, "
+        "aws_secret_access_key, aws_session_token, region, endpoint_url.",
+    )
+    blob_tier_bytes: int = option(
+        20 << 30, "Of a bucket's blobs, so many bytes that were used last are kept on the disk, too.", least=0
+    )
     last_runs_dir: Path | None = option(
         Path("~/.local/state/kvasir/stores"),
         "Where the last commit of each store is noted, outside its data. A start refuses data that are older: an old "

@@ -1,0 +1,174 @@
+"""A bucket of S3, one method per effect. It must refuse a second writer of a name: `probe` finds out at start.
+
+Every failure but an absent object is an OSError. Texts name the kind of failure, and never a request: those are signed.
+"""
+
+import errno
+import re
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from kvasir.credentials import CredentialFileError, read_private_text
+from kvasir.errors import FailedPrecondition, InvalidArgument
+from kvasir.waits import ANSWER_S, HANGS_S
+
+WRITERS = 16  # of a probe
+_RACES = 3
+_MULTIPART_BYTES = 64 << 20  # larger objects are written in parts, which become visible together
+_PART_BYTES = 16 << 20
+_CODE = re.compile(r"<Code>(\w{1,64})</Code>")
+_FILE_KEYS = ("aws_access_key_id", "aws_secret_access_key", "aws_session_token", "region", "endpoint_url")
+_REQUEST_S, _CONNECT_S, _RETRIES = timedelta(seconds=HANGS_S), timedelta(seconds=ANSWER_S), 4
+_LOOPBACK = ("127.0.0.1", "localhost", "::1")
+
+
+class Bucket:
+    """Objects by name. `store`: of obstore. From any thread."""
+
+    def __init__(self, store: Any, where: str) -> None:
+        import obstore
+
+        self.where = where
+        self._store = store
+        self._obstore = obstore
+        self._errors = obstore.exceptions
+
+    def put_new(self, name: str, data: bytes | memoryview) -> bool:
+        """Write an object that is not there; False where there is one, whoever wrote it."""
+        if len(data) > _MULTIPART_BYTES:
+            if self.size_bytes(name) is not None:
+                return False
+            self.put(name, data)  # nobody writes other bytes under a blob's name
+            return True
+        try:
+            with self._in_words(name):
+                self._obstore.put(self._store, name, data, mode="create")
+        except FileExistsError:
+            return False
+        return True
+
+    def put(self, name: str, data: bytes | memoryview) -> None:
+        """Write an object over what is there. A reader sees the one or the other."""
+        with self._in_words(name):
+            in_parts = len(data) > _MULTIPART_BYTES
+            self._obstore.put(self._store, name, data, use_multipart=in_parts, chunk_size=_PART_BYTES)
+
+    def get(self, name: str, most_bytes: int) -> memoryview:
+        """The first bytes of an object, at most so many. Raises FileNotFoundError."""
+        with self._in_words(name):
+            size = min(most_bytes, int(self._obstore.head(self._store, name)["size"]))
+            if size == 0:
+                return memoryview(b"")
+            starts = range(0, size, _PART_BYTES)
+            ends = [min(start + _PART_BYTES, size) for start in starts]
+            parts = self._obstore.get_ranges(self._store, name, starts=list(starts), ends=ends)
+            return memoryview(parts[0] if len(parts) == 1 else b"".join(parts))
+
+    def size_bytes(self, name: str) -> int | None:
+        try:
+            with self._in_words(name):
+                return int(self._obstore.head(self._store, name)["size"])
+        except FileNotFoundError:
+            return None
+
+    def remove(self, name: str) -> None:
+        """Remove an object, if it is there."""
+        try:
+            with self._in_words(name):
+                self._obstore.delete(self._store, name)
+        except FileNotFoundError:
+            return
+
+    def rename(self, name: str, new: str) -> None:
+        """A copy, and then a removal: a crash between them leaves both."""
+        with self._in_words(name):
+            self._obstore.copy(self._store, name, new)
+            self._obstore.delete(self._store, name)
+
+    def names(self, folder: str) -> Iterator[str]:
+        """Names of the objects of a folder, without it."""
+        with self._in_words(folder):
+            for page in self._obstore.list(self._store, folder):
+                for each in page:
+                    yield str(each["path"]).removeprefix(f"{folder}/")
+
+    def folders(self) -> list[str]:
+        with self._in_words("the list of namespaces"):
+            return [str(each) for each in self._obstore.list_with_delimiter(self._store)["common_prefixes"]]
+
+    def probe(self, token_hex: Callable[[int], str]) -> None:
+        """Let several writers race for one name. Raises FailedPrecondition where other than one wins."""
+        for _ in range(_RACES):
+            name = f"probe/{token_hex(16)}"
+            with ThreadPoolExecutor(WRITERS) as pool:
+                won = list(pool.map(lambda writer, name=name: self.put_new(name, b"%d" % writer), range(WRITERS)))  # type: ignore[misc]
+            kept = bytes(self.get(name, 64))
+            self.remove(name)
+            if sum(won) != 1 or kept != b"%d" % won.index(True):
+                raise FailedPrecondition(
+                    f"{self.where}: {sum(won)} of {WRITERS} writers of one object got it; expected 1. This server does "
+                    "not hold If-None-Match, without which two stores could take one name: use one that does"
+                )
+
+    @contextmanager
+    def _in_words(self, name: str) -> Iterator[None]:
+        try:
+            yield
+        except self._errors.NotFoundError as error:
+            raise FileNotFoundError(name) from error
+        except (self._errors.AlreadyExistsError, self._errors.PreconditionError) as error:
+            raise FileExistsError(name) from error
+        except self._errors.BaseError as error:
+            code = _CODE.search(str(error))
+            what = code[1] if code else type(error).__name__
+            raise OSError(errno.EHOSTUNREACH, f"the bucket answered {what} on {name}") from None
+
+
+def open_bucket(url: str, credentials_file: Path | None) -> Bucket:
+    """The bucket at s3://BUCKET/PREFIX. Credentials, region and endpoint are the environment's (AWS_…), or of a file
+    with lines `name = value`. Raises InvalidArgument (blobs, blob_credentials_file)."""
+    parts = urlsplit(url)
+    if parts.scheme != "s3" or not parts.netloc or parts.query or parts.fragment or "@" in parts.netloc:
+        raise InvalidArgument(f"blobs: expected s3://BUCKET/PREFIX, got {url!r}", field="blobs")
+    try:
+        from obstore.store import S3Store
+    except ImportError:
+        raise InvalidArgument("blobs: a bucket needs the extra: pip install 'kvasir[fleet]'", field="blobs") from None
+    config = _of_file(credentials_file) if credentials_file else {}
+    host = urlsplit(config.get("endpoint_url", "")).hostname
+    client: Any = {"timeout": _REQUEST_S, "connect_timeout": _CONNECT_S}
+    if host in _LOOPBACK:
+        client["allow_http"] = True
+    retries: Any = {"max_retries": _RETRIES, "retry_timeout": _REQUEST_S}
+    prefix = parts.path.strip("/") or None
+    known: Any = {"endpoint" if name == "endpoint_url" else name: value for name, value in config.items()}
+    try:
+        store = S3Store(parts.netloc, prefix=prefix, client_options=client, retry_config=retries, **known)
+    except Exception as error:  # noqa: BLE001  of obstore: a setting of the environment
+        why = str(error).partition("\n")[0]
+        raise InvalidArgument(f"blobs: {url} cannot be opened: {why}", field="blobs") from None
+    return Bucket(store, url)
+
+
+def _of_file(path: Path) -> dict[str, str]:
+    try:
+        lines = [line.strip() for line in read_private_text(path).splitlines()]
+    except CredentialFileError as error:
+        raise InvalidArgument(f"blob_credentials_file: {error}", field="blob_credentials_file") from None
+    found: dict[str, str] = {}
+    for line in lines:
+        if not line or line.startswith(("#", "[")):
+            continue
+        name, equals, value = (part.strip() for part in line.partition("="))
+        if not equals or name not in _FILE_KEYS:  # the line may be a secret: it is not shown
+            raise InvalidArgument(
+                f"blob_credentials_file: {path}: expected lines `name = value` with names of {', '.join(_FILE_KEYS)}",
+                field="blob_credentials_file",
+            )
+        found[name] = value
+    return found

@@ -1,0 +1,200 @@
+"""Blobs as objects of a bucket, PLACE/HASH. Parts arrive on the local disk; a blob is published once the bucket has it.
+
+A bucket belongs to one store, whose name an object in it bears: another one would set its blobs aside."""
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
+from pathlib import Path
+
+from kvasir.credentials import CredentialFileError, read_private_text, write_private_text
+from kvasir.errors import FailedPrecondition
+from kvasir.formats.digest import Digest
+
+from cachestore_svc.blobs.backend import Aside, Damaged, Listing, Part
+from cachestore_svc.blobs.bucket.bucket import Bucket
+from cachestore_svc.blobs.bucket.disk_tier import DiskTier
+from cachestore_svc.blobs.disk import refusal
+from cachestore_svc.blobs.local_directory import LocalBlobs, LocalDirectory
+
+_PLACE = re.compile(r"[0-9a-f]{32}")
+_BLOB_NAME = re.compile(r"[0-9a-f]{64}")
+_ASIDE_NAME = re.compile(r"([0-9a-f]{64})\.aside-([0-9]{1,15})")
+_OWNER = "kvasir-store"
+_WRITES = 8  # objects of a group that are written at the same time
+
+
+class BucketBlobs:
+    """Implements `BlobBackend`. `arriving`: where parts lie until their bytes are in the bucket."""
+
+    def __init__(self, bucket: Bucket, arriving: LocalDirectory, tier: DiskTier) -> None:
+        self._bucket = bucket
+        self._arriving = arriving
+        self._tier = tier
+
+    @property
+    def where(self) -> str:
+        return self._bucket.where
+
+    def of(self, namespace: str) -> "BlobsOfNamespace":
+        return self._at(self._arriving.of(namespace))
+
+    def all(self) -> list["BlobsOfNamespace"]:
+        """Namespaces that have objects, or parts that arrive."""
+        places = {each.place for each in self._arriving.all()}
+        places |= {name for name in self._bucket.folders() if _PLACE.fullmatch(name)}
+        return [self._at(self._arriving.at(place)) for place in sorted(places)]
+
+    def remove_aside(self, aside: Aside) -> int:
+        name = f"{aside.place}/{_aside_name(aside)}"
+        size_bytes = self._bucket.size_bytes(name) or 0
+        self._bucket.remove(name)
+        return size_bytes
+
+    def _at(self, arriving: LocalBlobs) -> "BlobsOfNamespace":
+        return BlobsOfNamespace(self._bucket, arriving, self._tier)
+
+
+class BlobsOfNamespace:
+    """Implements `NamespaceBlobs`."""
+
+    def __init__(self, bucket: Bucket, arriving: LocalBlobs, tier: DiskTier) -> None:
+        self._bucket = bucket
+        self._arriving = arriving
+        self._tier = tier
+        self.place = arriving.place
+
+    def exists(self) -> bool:
+        return self._arriving.exists() or next(self._bucket.names(self.place), None) is not None
+
+    def prepare(self, hashes: Sequence[str]) -> None:
+        self._arriving.prepare(hashes)
+
+    def begin(self, hash_: str) -> Part:
+        return self._arriving.begin(hash_)
+
+    def receive_files(self) -> None:
+        self._arriving.receive_files()
+
+    def take(self, digest: Digest, token: str) -> Part:
+        return self._arriving.take(digest, token)
+
+    def handed(self) -> set[str]:
+        return self._arriving.handed()
+
+    def remove_handed(self, token: str) -> None:
+        self._arriving.remove_handed(token)
+
+    def publish(self, hashes: Sequence[str]) -> None:
+        """All are in the bucket on return. Objects of a group that failed stay without a row, as after a crash."""
+        with ThreadPoolExecutor(min(_WRITES, len(hashes))) as pool:
+            list(pool.map(self._publish, hashes))
+
+    def read(self, digest: Digest) -> memoryview:
+        most = digest.size_bytes + 1
+        if (data := self._tier.get(self.place, digest.hash)) is None or Digest.of(data) != digest:
+            data = self._fetch(digest.hash, most)
+            if len(data) != digest.size_bytes:
+                raise Damaged(f"expected {digest.size_bytes} bytes, found {'more' if data else 'fewer'}")
+            if Digest.of(data) != digest:
+                raise Damaged("its bytes have another digest")
+            self._tier.put(self.place, digest.hash, data)
+        return data
+
+    def bytes_of(self, hash_: str, most_bytes: int) -> memoryview:
+        if (data := self._tier.get(self.place, hash_)) is None:
+            data = self._fetch(hash_, most_bytes)
+            if len(data) < most_bytes:  # all of it
+                self._tier.put(self.place, hash_, data)
+        return data[:most_bytes]
+
+    def unverified(self, hash_: str, most_bytes: int) -> Iterator[tuple[memoryview, Aside | None]]:
+        asides = [each for each in self.list().asides if each.hash == hash_]
+        for name, aside in [(hash_, None), *((_aside_name(each), each) for each in asides)]:
+            try:
+                data = self._bucket.get(f"{self.place}/{name}", most_bytes + 1)
+            except OSError:
+                continue
+            if len(data) <= most_bytes:
+                yield data, aside
+
+    def size_bytes(self, hash_: str) -> int | None:
+        return self._bucket.size_bytes(self._object(hash_))
+
+    def remove(self, hash_: str) -> None:
+        self._tier.remove(self.place, hash_)
+        self._bucket.remove(self._object(hash_))
+
+    def remove_part(self, hash_: str) -> None:
+        self._arriving.remove_part(hash_)
+
+    def set_aside(self, hash_: str, now_unix_ms: int) -> Aside:
+        aside = Aside(self.place, hash_, now_unix_ms)
+        self._tier.remove(self.place, hash_)
+        self._bucket.rename(self._object(hash_), self._object(_aside_name(aside)))
+        return aside
+
+    def restore(self, aside: Aside) -> None:
+        self._bucket.rename(self._object(_aside_name(aside)), self._object(aside.hash))
+
+    def list(self) -> Listing:
+        """Raises OSError where the bucket does not answer: a part of a list would look like a loss."""
+        listing = Listing(parts=self._arriving.list().parts)
+        for name in self._bucket.names(self.place):
+            if _BLOB_NAME.fullmatch(name):
+                listing.blobs.add(name)
+            elif aside := _ASIDE_NAME.fullmatch(name):
+                listing.asides.add(Aside(self.place, aside[1], int(aside[2])))
+            else:
+                listing.strange.append(name)
+        return listing
+
+    def naming(self, *hashes: str) -> AbstractContextManager[object]:
+        return self._arriving.naming(*hashes)
+
+    def _publish(self, hash_: str) -> None:
+        part = self._arriving.begin(hash_)
+        try:
+            data = b"".join(part.pieces())
+        finally:
+            part.close()
+        name = self._object(hash_)
+        # What lies there may be damaged: then the new bytes take its place.
+        if not self._bucket.put_new(name, data) and self._bucket.get(name, len(data) + 1) != data:
+            self._bucket.put(name, data)
+        self._tier.put(self.place, hash_, data)
+        self._arriving.remove_part(hash_)
+
+    def _fetch(self, hash_: str, most_bytes: int) -> memoryview:
+        try:
+            return self._bucket.get(self._object(hash_), most_bytes)
+        except FileNotFoundError:
+            raise
+        except OSError as error:
+            raise refusal(error, f"blob {hash_}") from error
+
+    def _object(self, name: str) -> str:
+        return f"{self.place}/{name}"
+
+
+def _aside_name(aside: Aside) -> str:
+    return f"{aside.hash}.aside-{aside.since_unix_ms}"
+
+
+def check_owner(bucket: Bucket, note: Path, token_hex: Callable[[int], str]) -> None:
+    """Take a bucket for the store whose data have this note, and know it again. Raises FailedPrecondition for one of
+    another store, and for a note of another bucket."""
+    try:
+        where, store = read_private_text(note).split() if note.exists() else ("", "")
+    except (CredentialFileError, ValueError) as error:
+        raise FailedPrecondition(f"{note}: expected a bucket and the name of a store: {error}") from None
+    if not store:
+        where, store = bucket.where, token_hex(16)
+        write_private_text(note, f"{where} {store}\n")
+    if where != bucket.where:
+        raise FailedPrecondition(f"the blobs of this store lie in {where}: start it with --blobs {where}")
+    if not bucket.put_new(_OWNER, store.encode()) and bytes(bucket.get(_OWNER, 64)) != store.encode():
+        raise FailedPrecondition(
+            f"{bucket.where} belongs to another store, whose blobs this one would set aside: choose another prefix"
+        )

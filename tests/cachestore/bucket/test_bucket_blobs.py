@@ -1,0 +1,214 @@
+"""Blobs in a bucket: whose it is, what its copies on disk may do, and what is left while it does not answer."""
+
+import errno
+import secrets
+from dataclasses import replace
+from pathlib import Path
+
+import certifi
+import pytest
+from kvasir.errors import FailedPrecondition, InvalidArgument, KvasirError, Unavailable
+from kvasir.formats.digest import Digest
+from obstore.store import LocalStore, MemoryStore
+
+from cachestore_svc.blobs.bucket.bucket import Bucket, open_bucket
+from cachestore_svc.blobs.bucket.disk_tier import DiskTier
+from cachestore_svc.blobs.disk import Disk
+from cachestore_svc.facts.records import BlobKind
+from cachestore_svc.recovery.medium import blobs_of
+from cachestore_svc.store.store import Store
+from tests.cachestore.core.lab import NS, Lab
+from tests.made_models.synthetic import SyntheticAgent
+
+WHERE = "s3://bucket/prefix"
+
+
+class AwayBucket(Bucket):
+    """One that can be away."""
+
+    is_away = False
+
+    def _check(self) -> None:
+        if self.is_away:
+            raise OSError(errno.EHOSTUNREACH, "the bucket is away")
+
+    def put_new(self, name: str, data: bytes | memoryview) -> bool:
+        self._check()
+        return super().put_new(name, data)
+
+    def get(self, name: str, most_bytes: int) -> memoryview:
+        self._check()
+        return super().get(name, most_bytes)
+
+    def remove(self, name: str) -> None:
+        self._check()
+        super().remove(name)
+
+
+class CarelessBucket(Bucket):
+    """One whose server ignores If-None-Match."""
+
+    def put_new(self, name: str, data: bytes | memoryview) -> bool:
+        self.put(name, data)
+        return True
+
+
+@pytest.fixture
+def bucket() -> AwayBucket:
+    return AwayBucket(MemoryStore(), WHERE)
+
+
+def _lab(root: Path, bucket: Bucket, tier_bytes: int = 1 << 20) -> Lab:
+    """A store on a bucket, opened as its settings say."""
+    lab = Lab(root)
+    config = replace(lab.config(), blobs=WHERE, blob_tier_bytes=tier_bytes)
+    lab.kept_blobs = blobs_of(config, Disk(), bucket)
+    return lab
+
+
+def _put(store: Store, data: bytes) -> Digest:
+    digest = Digest.of(data)
+    with store.blobs.open_writer(NS, digest, BlobKind.TENSORS) as writer:
+        writer.write(0, data)
+        writer.finish()
+    return digest
+
+
+def _blobs(count: int) -> list[bytes]:
+    turns = (SyntheticAgent(seed=seed).turn(300) for seed in range(count))
+    return [next(iter(turn.new_blobs.values())) for turn in turns]
+
+
+def test_a_bucket_that_lets_a_second_writer_win_is_refused(tmp_path: Path, bucket: AwayBucket) -> None:
+    with pytest.raises(FailedPrecondition, match="16 of 16 writers"):
+        _lab(tmp_path / "a", CarelessBucket(MemoryStore(), WHERE))
+    bucket.probe(secrets.token_hex)
+    Bucket(LocalStore(str(tmp_path)), WHERE).probe(secrets.token_hex)
+
+
+def test_a_bucket_belongs_to_one_store_and_a_store_to_one_bucket(tmp_path: Path, bucket: AwayBucket) -> None:
+    lab = _lab(tmp_path / "a", bucket)
+    with lab.open() as store:
+        _put(store, _blobs(1)[0])
+    _lab(tmp_path / "a", bucket)
+    with pytest.raises(FailedPrecondition, match="belongs to another store"):
+        _lab(tmp_path / "b", bucket)
+    with pytest.raises(FailedPrecondition, match="lie in s3://bucket/prefix"):
+        _lab(tmp_path / "a", Bucket(MemoryStore(), "s3://another"))
+    with pytest.raises(FailedPrecondition, match="start with --blobs"):
+        Lab(tmp_path / "a").open()
+    with Lab(tmp_path / "c").open() as store:
+        _put(store, _blobs(1)[0])
+    with pytest.raises(FailedPrecondition, match="kvasir agents export"):
+        _lab(tmp_path / "c", AwayBucket(MemoryStore(), WHERE))
+
+
+def test_a_blob_is_acknowledged_once_the_bucket_has_it(tmp_path: Path, bucket: AwayBucket) -> None:
+    lab, [data] = _lab(tmp_path / "a", bucket), _blobs(1)
+    with lab.open() as store:
+        bucket.is_away = True
+        with pytest.raises(KvasirError, match="EHOSTUNREACH"):
+            _put(store, data)
+        assert store.blobs.find_missing(NS, [Digest.of(data)])
+        bucket.is_away = False
+        digest = _put(store, data)
+    assert lab.part_hashes == []
+    with _lab(tmp_path / "a", bucket, tier_bytes=0).open() as store:
+        assert store.blobs.read(NS, digest) == data
+
+
+def test_a_bucket_that_is_away_costs_a_read_and_loses_nothing(tmp_path: Path, bucket: AwayBucket) -> None:
+    first, second = _blobs(2)
+    with _lab(tmp_path / "a", bucket, len(first) + 100).open() as store:
+        digests = [_put(store, first), _put(store, second)]
+        bucket.is_away = True
+        assert store.blobs.read(NS, digests[1]) == second  # the copy on disk
+        with pytest.raises(Unavailable):
+            store.blobs.read(NS, digests[0])
+        bucket.is_away = False
+        assert store.blobs.read(NS, digests[0]) == first
+    bucket.is_away = True
+    with pytest.raises(Unavailable):
+        _lab(tmp_path / "a", bucket)
+
+
+def test_damage_in_the_bucket_is_found_by_the_digest_and_the_next_write_heals_it(
+    tmp_path: Path, bucket: AwayBucket
+) -> None:
+    lab, [data] = _lab(tmp_path / "a", bucket, tier_bytes=0), _blobs(1)
+    with lab.open() as store:
+        digest = _put(store, data)
+        bucket.put(f"{lab.blobs.of(NS).place}/{digest.hash}", data[:-1] + b"!")
+        with pytest.raises(KvasirError, match="damaged"):
+            store.blobs.read(NS, digest)
+        assert store.blobs.find_missing(NS, [digest]) == [digest]
+        _put(store, data)
+        assert store.blobs.read(NS, digest) == data
+
+
+def test_a_deleted_blob_leaves_bucket_and_tier_behind_its_row(tmp_path: Path, bucket: AwayBucket) -> None:
+    lab, [data] = _lab(tmp_path / "a", bucket), _blobs(1)
+    with lab.open() as store:
+        digest = _put(store, data)
+        store.care.collect_garbage()
+        lab.clock.pass_s(2 * 3600)
+        store.care.collect_garbage()
+        assert store.blobs.find_missing(NS, [digest])
+    assert list(bucket.names(lab.blobs.of(NS).place)) == []
+    assert [path for path in (tmp_path / "a" / "tier").glob("*/*") if path.is_file()] == []
+
+
+# --- the tier ---
+
+
+def test_the_tier_keeps_what_was_used_last_within_its_bytes(tmp_path: Path) -> None:
+    tier = DiskTier(tmp_path / "t", 3 * (1000 + 32))
+    for name in "abc":
+        tier.put("p", name, name.encode() * 1000)
+    assert tier.get("p", "a") == b"a" * 1000
+    tier.put("p", "d", b"d" * 1000)
+    assert [name for name in "abcd" if tier.get("p", name) is not None] == ["a", "c", "d"]
+    assert tier.total_bytes == 3 * 1032
+    tier.put("p", "huge", b"h" * 10_000)
+    assert tier.get("p", "huge") is None
+    again = DiskTier(tmp_path / "t", 2 * 1032)
+    assert again.total_bytes == 2 * 1032
+    assert again.get("p", "d") == b"d" * 1000
+
+
+def test_a_copy_that_does_not_verify_is_no_copy_and_a_crash_leaves_none(tmp_path: Path) -> None:
+    tier = DiskTier(tmp_path / "t", 1 << 20)
+    tier.put("p", "a", b"a" * 100)
+    path = tmp_path / "t" / "p" / "a"
+    path.write_bytes(path.read_bytes()[:-1])
+    assert tier.get("p", "a") is None
+    assert not path.exists()
+    half = path.with_name(".new-0")
+    half.write_bytes(b"half")
+    DiskTier(tmp_path / "t", 1 << 20)
+    assert not half.exists()
+
+
+# --- settings ---
+
+
+@pytest.mark.parametrize("url", ["", "bucket", "http://bucket/x", "s3://", "s3://key:secret@bucket/x", "s3://b/x?y=1"])
+def test_an_address_that_is_none_of_a_bucket_is_refused(url: str) -> None:
+    with pytest.raises(InvalidArgument, match="s3://BUCKET/PREFIX"):
+        open_bucket(url, None)
+
+
+def test_a_file_of_credentials_is_its_owners_alone_and_no_message_shows_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SSL_CERT_FILE", certifi.where())
+    file = tmp_path / "credentials"
+    file.write_text("aws_access_key_id = key\naws_secret_access_key = hidden\nregion = eu-west-1\n")
+    with pytest.raises(InvalidArgument, match="chmod 600"):
+        open_bucket(WHERE, file)
+    file.chmod(0o600)
+    assert open_bucket(WHERE, file).where == WHERE
+    file.write_text("hidden-secret\n")
+    with pytest.raises(InvalidArgument, match="name = value") as refused:
+        open_bucket(WHERE, file)
+    assert "hidden" not in refused.value.message

@@ -1,0 +1,213 @@
+"""A store on a real S3 server, versitygw: races, 503s, cut connections and kills lose nothing that was acknowledged.
+
+`go install github.com/versity/versitygw/cmd/versitygw@v1.8.0` builds it once, into PATH or ~/.cache/kvasir-lab.
+"""
+
+import os
+import secrets
+import shutil
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, suppress
+from pathlib import Path
+
+import certifi
+import pytest
+from kvasir.errors import KvasirError
+from kvasir.formats.digest import Digest
+
+from cachestore_svc.blobs.bucket.bucket import Bucket, open_bucket
+from tests.cachestore.service.running import RunningStore, store_home
+from tests.made_models.synthetic import SyntheticAgent
+
+_PROGRAM = shutil.which("versitygw") or str(Path("~/.cache/kvasir-lab/versitygw").expanduser())
+pytestmark = [
+    pytest.mark.skipif(not Path(_PROGRAM).exists(), reason="no versitygw here: see the head of this file"),
+    pytest.mark.long(20),
+]
+_UNAVAILABLE = b"HTTP/1.1 503 Slow Down\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
+_UPLOADS = """
+import sys
+from pathlib import Path
+from cachestore_svc.blobs.bucket.bucket import open_bucket
+open_bucket(sys.argv[1], Path(sys.argv[2])).put_new("large", bytes(96 << 20))
+"""
+
+
+def _free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
+
+
+class Faults:
+    """Passes connections on; of `every` so many one is refused by 503, and the next one is cut within its bytes."""
+
+    def __init__(self, port: int) -> None:
+        self.every = 0  # 0: none
+        self.passed_bytes = 0
+        self.faults = 0
+        self.pause_s = 0.0  # for each piece
+        self._port = port
+        self._count = 0
+        self._listener = socket.create_server(("127.0.0.1", 0), backlog=128)
+        self.port = int(self._listener.getsockname()[1])
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def close(self) -> None:
+        self._listener.close()
+
+    def _accept(self) -> None:
+        with suppress(OSError):
+            while True:
+                client, _ = self._listener.accept()
+                self._count += 1
+                threading.Thread(target=self._serve, args=(client, self._count), daemon=True).start()
+
+    def _serve(self, client: socket.socket, number: int) -> None:
+        fault = number % self.every if self.every else -1
+        self.faults += fault in (0, 1)
+        with client, suppress(OSError):
+            if fault == 0:
+                client.recv(1 << 16)
+                client.sendall(_UNAVAILABLE)
+                return
+            with socket.create_connection(("127.0.0.1", self._port)) as server:
+                back = threading.Thread(target=self._copy, args=(server, client, None), daemon=True)
+                back.start()
+                self._copy(client, server, 1000 if fault == 1 else None)
+                back.join()
+
+    def _copy(self, source: socket.socket, target: socket.socket, most_bytes: int | None) -> None:
+        passed = 0
+        with suppress(OSError):
+            while data := source.recv(1 << 16):
+                time.sleep(self.pause_s)
+                target.sendall(data)
+                passed += len(data)
+                self.passed_bytes += len(data)
+                if most_bytes is not None and passed > most_bytes:
+                    break
+        for each in (source, target):
+            with suppress(OSError):
+                each.shutdown(socket.SHUT_RDWR)
+
+
+@pytest.fixture
+def faults(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Faults]:
+    """versitygw with one bucket, and what stands before it."""
+    monkeypatch.setenv("SSL_CERT_FILE", certifi.where())
+    root, port = tmp_path / "s3", _free_port()
+    (root / "data" / "bucket").mkdir(parents=True)
+    keys = {"ROOT_ACCESS_KEY": "testkey", "ROOT_SECRET_KEY": "testsecret"}
+    argv = [_PROGRAM, "--port", f"127.0.0.1:{port}", "posix", str(root / "data")]
+    with (tmp_path / "s3.log").open("wb") as log, ExitStack() as ends:
+        server = subprocess.Popen(argv, stdout=log, stderr=log, env={**os.environ, **keys})
+        ends.callback(server.wait)
+        ends.callback(server.kill)
+        give_up = time.monotonic() + 30
+        while True:
+            with suppress(OSError), socket.create_connection(("127.0.0.1", port), 1):
+                break
+            assert time.monotonic() < give_up, (tmp_path / "s3.log").read_text()
+            time.sleep(0.05)
+        made = Faults(port)
+        ends.callback(made.close)
+        yield made
+
+
+@pytest.fixture
+def credentials(tmp_path: Path, faults: Faults) -> Path:
+    file = tmp_path / "credentials"
+    file.touch(0o600)
+    lines = "aws_access_key_id = testkey\naws_secret_access_key = testsecret\nregion = us-east-1\n"
+    file.write_text(f"{lines}endpoint_url = http://127.0.0.1:{faults.port}\n")
+    return file
+
+
+@pytest.fixture
+def bucket(credentials: Path) -> Bucket:
+    return open_bucket("s3://bucket/agents", credentials)
+
+
+def test_the_server_holds_every_race_and_objects_of_parts_come_whole(bucket: Bucket) -> None:
+    bucket.probe(secrets.token_hex)
+    large = secrets.token_bytes(65 << 20)
+    assert bucket.put_new("large", large)
+    assert not bucket.put_new("large", large)
+    assert bucket.get("large", 1 << 30) == large
+    assert bucket.get("large", 1000) == large[:1000]
+    bucket.rename("large", "other")
+    assert list(bucket.names("none")) == []
+    assert bucket.size_bytes("large") is None
+    bucket.remove("other")
+    with pytest.raises(FileNotFoundError):
+        bucket.get("other", 10)
+
+
+def test_a_kill_in_the_middle_of_an_object_of_parts_leaves_no_object(
+    bucket: Bucket, faults: Faults, credentials: Path
+) -> None:
+    faults.pause_s = 0.02
+    with subprocess.Popen([sys.executable, "-c", _UPLOADS, "s3://bucket/agents", str(credentials)]) as upload:
+        give_up = time.monotonic() + 60
+        while faults.passed_bytes < 24 << 20:
+            assert upload.poll() is None
+            assert time.monotonic() < give_up
+            time.sleep(0.01)
+        upload.kill()
+    faults.pause_s = 0.0
+    assert bucket.size_bytes("large") is None
+    assert bucket.put_new("large", bytes(96 << 20))
+    assert bucket.size_bytes("large") == 96 << 20
+
+
+def test_a_store_among_faults_and_kills_loses_nothing_that_it_acknowledged(
+    tmp_path: Path, faults: Faults, credentials: Path
+) -> None:
+    options = ["--blobs", "s3://bucket/agents", "--blob-credentials-file", str(credentials)]
+    acknowledged: dict[Digest, bytes] = {}
+    refused = 0
+    with store_home(tmp_path / "h") as home:
+        store = home.start(*options)
+        for life in range(3):
+            faults.every = 7
+            with store.client() as client:
+                killed_at = len(acknowledged) + 12
+                while len(acknowledged) < killed_at:
+                    turn = SyntheticAgent(seed=1000 * life + len(acknowledged) + refused).turn(300)
+                    try:
+                        client.put_blobs(turn.new_blobs)
+                        acknowledged |= turn.new_blobs
+                    except KvasirError:
+                        refused += 1
+                    assert refused < 100
+            _kill_while_it_writes(store, life)
+            faults.every = 0
+            shutil.rmtree(home.data_dir / "tier")
+            store = home.start(*options)
+            with store.client() as client:
+                assert client.find_missing(list(acknowledged)) == []
+                read = dict(client.get_blobs(list(acknowledged)))
+            assert read == acknowledged
+        assert "testsecret" not in store.log
+    assert faults.faults > 5
+
+
+def _kill_while_it_writes(store: RunningStore, life: int) -> None:
+    """kill -9 while another thread sends blobs."""
+
+    def send() -> None:
+        with suppress(KvasirError), store.client() as client:
+            for number in range(100):
+                client.put_blobs(SyntheticAgent(seed=-1000 * life - number - 1).turn(600).new_blobs)
+
+    sender = threading.Thread(target=send)
+    sender.start()
+    time.sleep(0.3)
+    store.kill()
+    sender.join()
