@@ -446,6 +446,7 @@ OWN = (
     Own("cachestore_svc/moving/inbound.py: _room", "one stream of blobs: 64 are whole and not durable at once"),
     Own("inference_svc/first_model.py: _next", "the one engine that takes the model which is loaded first"),
     Own("inference_svc/engine/mlx_thread.py: _mailbox", "letters of admitted turns, whose number has its row"),
+    Own("clients/python/kvasir/store_for_mlx_lm/server.py: _waiting", "one server of mlx-lm, which has no namespaces"),
 )
 
 
