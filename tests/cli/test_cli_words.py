@@ -134,6 +134,7 @@ REFUSED: dict[str, tuple[tuple[str, ...], int, str]] = {
     "a version that is none": (("agents", "rollback", "ada", str(1 << 63)), 2, "is larger than"),
     "a label that is none": (("agents", "label", "ada", "red"), 2, "label: expected KEY=VALUE, got 'red'"),
     "words without --once": (("chat", "ada", "What is my name?"), 2, "what is said once comes after --once"),
+    "a page without a gateway": (("open",), 3, " up -d` starts one.\n"),
     "a late option": (("agents", "ls", "--home", "/tmp/x"), 2, "before the command: kvasir --home … agents ls"),
     "a time before all": (("audit", "--since", "0001-01-01"), 2, "--since: expected 30m"),
     "results that are none": (("bench", "engine", "--results", __file__), 2, "expected what one run of `kvasir bench"),

@@ -97,6 +97,7 @@ def test_titles_are_first_words_or_a_label_and_are_searched_and_reading_them_is_
     assert titles() == {"ada": "", "conversation/0ed/1": "Plan a trip to Porto in May, by train…"}
     assert list(titles("--search", "PORTO  trip")) == ["conversation/0ed/1"]
     assert (titles("--search", "AD"), titles("--search", "Porto Oslo")) == ({"ada": ""}, {})
+    assert cli.done("agents", "ls", "--search", "Porto Oslo").out == "no agent is listed\n"
     assert {row.agent_id: row.used_at for row in client.list_agents().agents} == before
     assert "Plan a trip" not in cli.done("agents", "ls").out
     cli.done("agents", "label", "conversation/0ed/1", "title=Porto")

@@ -168,7 +168,7 @@ def ls(
         titles = titles or titles_of(client, shown)
 
     def show(out: Console) -> None:
-        out.print(_agents_table(shown, titles))
+        out.print(_agents_table(shown, titles) if shown else "no agent is listed")
         if unnamed := 0 if has_all else len(found) - len(listed):
             out.print(f"{unnamed} more that their callers did not name: --all lists them.", style="dim")
         if cut := len(listed) - len(shown):
@@ -407,7 +407,7 @@ def _agents_table(agents: list[pb.Agent], titles: Mapping[str, str]) -> Table:
 
     columns = ("agent", "title", "version", "tokens", "bytes", "used", "expires", "pinned", "labels")
     rows = [row(agent) for agent in agents]
-    full = [number for number, _ in enumerate(columns) if not rows or any(each[number] != "" for each in rows)]
+    full = [number for number, _ in enumerate(columns) if any(each[number] != "" for each in rows)]
     return table([columns[n] for n in full], ([each[n] for n in full] for each in rows), numbers=_NUMBERS)
 
 

@@ -24,7 +24,7 @@ def reload(caller: Caller) -> None:
     home = caller.home
     pids = _pids(home)
     if not pids:
-        raise Unavailable(f"no service of {home.root} runs", reason="NOT_RUNNING")
+        raise Unavailable(f"no service of {home.root} runs: `{home.command('up')}` starts them", reason="NOT_RUNNING")
     try:
         read_credentials(home.credentials_file)
     except CredentialFileError as error:

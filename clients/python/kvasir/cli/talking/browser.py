@@ -27,7 +27,9 @@ def open_page(
     """Open the page, signed in: talk with agents, find conversations, see how things are."""
     running = caller.home.running()
     if running is None or not running.http_url:
-        raise Unavailable(f"no gateway runs here: {caller.home.command('up -d')}")
+        start = f"`{caller.home.command('up -d')}` starts one"
+        how = f"first end what runs without HTTP, `{caller.home.command('down')}`; {start}" if running else start
+        raise Unavailable(f"no gateway runs here: {how}", reason="NOT_RUNNING")
     site = running.http_url.removesuffix("/v1")
     file = caller.token_file or caller.home.tokens / "client.token"
     code = _code(site, read_token(file) if file.exists() else "")
