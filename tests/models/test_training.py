@@ -72,7 +72,7 @@ def test_the_clock_sets_the_course_and_ends_the_run(small: train.Plan, sizes: tr
 
 @pytest.mark.long(3)
 def test_the_network_is_the_one_that_mlx_lm_runs() -> None:
-    weights, shape = network.load(path())
+    weights, shape = network.load(path(), network.Shape)
     ids = np.random.default_rng(0).integers(0, shape.vocab_size, (1, 48))
     ours = np.asarray(network.logits(weights, jnp.asarray(ids), shape))
     model, _ = mlx_lm.load(str(path()))[:2]
@@ -93,7 +93,7 @@ def test_rounding_in_training_is_mlx_s_own_quantization() -> None:
 def test_what_is_saved_is_what_is_loaded(small: train.Plan, tmp_path: Path) -> None:
     weights = network.initial(small.shape, 3)
     network.save(weights, small.shape, tmp_path)
-    again, shape = network.load(tmp_path)
+    again, shape = network.load(tmp_path, network.Shape)
     assert shape == small.shape
     for name, array in weights.items():
         np.testing.assert_array_equal(np.asarray(array.astype(jnp.bfloat16), np.float32), np.asarray(again[name]))

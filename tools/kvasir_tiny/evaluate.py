@@ -56,7 +56,7 @@ class Reader:
     """The model as mlx-lm runs it, with one conversation in its cache."""
 
     def __init__(self, folder: Path | None = None, bits: int | None = None) -> None:
-        self.model, self.tokenizer = mlx_lm.load(str(folder or path()))[:2]
+        self.model, self.tokenizer = self._loaded(folder or path())
         if mx.default_device().type == mx.DeviceType.cpu:
             self.model.set_dtype(mx.float32)
         self.bits = bits
@@ -66,6 +66,9 @@ class Reader:
         self._last_role = ""
         self._ids: list[int] = []
         self._cache: list[Any] = []
+
+    def _loaded(self, folder: Path) -> tuple[Any, Any]:
+        return mlx_lm.load(str(folder))[:2]
 
     def read(self, messages: list[Message], tools: list[dict[str, Any]] | None = None) -> int:
         """Prefill a conversation, which may be empty, into a fresh cache; returns its length in tokens."""

@@ -6,17 +6,19 @@ import json
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import numpy.typing as npt
 from safetensors import numpy as tensor_files
 
 from tools.kvasir_tiny import tokenizer
 
 Weights = dict[str, jax.Array]
 Array = jax.Array
+Numbers = jax.Array | npt.NDArray[Any]
 INITIAL_DEVIATION = 0.02
 
 # our name -> llama's name in each layer; matrices are (out, in), as the file has them
@@ -25,6 +27,8 @@ LAYER_NAMES = {
     "q": "self_attn.q_proj",
     "k": "self_attn.k_proj",
     "v": "self_attn.v_proj",
+    "q_norm": "self_attn.q_norm",  # Qwen 3's, which llama has not
+    "k_norm": "self_attn.k_norm",
     "o": "self_attn.o_proj",
     "mlp_norm": "post_attention_layernorm",
     "gate": "mlp.gate_proj",
@@ -37,6 +41,8 @@ LAYER_NAMES = {
 class Shape:
     """The sizes of the network, by the names that config.json uses."""
 
+    architecture: ClassVar[str] = "LlamaForCausalLM"
+    model_type: ClassVar[str] = "llama"
     hidden_size: int = 256
     num_hidden_layers: int = 8
     intermediate_size: int = 768
@@ -47,6 +53,9 @@ class Shape:
     max_position_embeddings: int = tokenizer.CONTEXT
     rope_theta: float = 500_000.0
     rms_norm_eps: float = 1e-5
+
+
+ShapeT = TypeVar("ShapeT", bound=Shape)
 
 
 def initial(shape: Shape, seed: int) -> Weights:
@@ -73,31 +82,55 @@ def logits(weights: Weights, ids: Array, shape: Shape, kv_rounding: Array | floa
 
     `kv_rounding` = 1 reads keys and values through MLX's affine 4-bit form (gradients pass as if it were not there),
     so that the network learns to keep its memory in it."""
+    weights, x = embedded(weights, ids, shape)
+    turn = rotation(jnp.arange(ids.shape[1])[None], shape)
+    step = partial(_layer, shape=shape, turn=turn, kv_rounding=jnp.asarray(kv_rounding, x.dtype))
+    x, _ = jax.lax.scan(step, x, layers_of(weights))
+    return scores(x, weights, shape)
+
+
+def embedded(weights: Weights, ids: Array, shape: Shape) -> tuple[Weights, Array]:
+    """The weights in the type that is computed in, and rows [rows, tokens, hidden]."""
     dtype = jnp.bfloat16 if jax.default_backend() == "gpu" else jnp.float32
     weights = {name: array.astype(dtype) for name, array in weights.items()}
     # A product with one-hot rows: its gradient is a matrix product, where a gather's is a scatter on few addresses.
-    x = jax.nn.one_hot(ids, shape.vocab_size, dtype=dtype) @ weights["embedding"]
-    layers = {name: weights[name] for name in LAYER_NAMES}
-    step = partial(
-        _layer, shape=shape, turn=_rotation(ids.shape[1], shape), kv_rounding=jnp.asarray(kv_rounding, dtype)
-    )
-    x, _ = jax.lax.scan(step, x, layers)
+    return weights, jax.nn.one_hot(ids, shape.vocab_size, dtype=dtype) @ weights["embedding"]
+
+
+def layers_of(weights: Weights) -> Weights:
+    return {name: weights[name] for name in LAYER_NAMES if name in weights}
+
+
+def scores(x: Array, weights: Weights, shape: Shape) -> Array:
+    """Logits [rows, tokens, vocabulary] in fp32 of the last layer's rows."""
     x = _rms_norm(x, weights["norm"], shape)
     return jnp.einsum("btd,vd->btv", x, weights["embedding"], preferred_element_type=jnp.float32)
 
 
 def _layer(x: Array, w: Weights, *, shape: Shape, turn: tuple[Array, Array], kv_rounding: Array) -> tuple[Array, None]:
-    rows, tokens, _ = x.shape
+    q, k, v = heads(x, w, shape, turn)
+    return after_attention(x, w, shape, causal(q, rounded(k, kv_rounding), rounded(v, kv_rounding))), None
+
+
+def heads(x: Array, w: Weights, shape: Shape, turn: tuple[Array, Array]) -> tuple[Array, Array, Array]:
+    """Queries and keys (rotated; normed where the model has such norms) and values [rows, tokens, heads, head_dim]."""
     h = _rms_norm(x, w["attention_norm"], shape)
-    q = _rotate((h @ w["q"].T).reshape(rows, tokens, shape.num_attention_heads, shape.head_dim), turn)
-    k = _rotate((h @ w["k"].T).reshape(rows, tokens, shape.num_key_value_heads, shape.head_dim), turn)
-    v = (h @ w["v"].T).reshape(rows, tokens, shape.num_key_value_heads, shape.head_dim)
-    k, v = rounded(k, kv_rounding), rounded(v, kv_rounding)
-    fused = x.dtype == jnp.bfloat16
-    mixed = jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation="cudnn" if fused else "xla")
-    x = x + mixed.reshape(rows, tokens, -1) @ w["o"].T
+    q, k, v = ((h @ w[name].T).reshape(*h.shape[:2], -1, shape.head_dim) for name in ("q", "k", "v"))
+    if "q_norm" in w:
+        q, k = _rms_norm(q, w["q_norm"], shape), _rms_norm(k, w["k_norm"], shape)
+    return _rotate(q, turn), _rotate(k, turn), v
+
+
+def causal(q: Array, k: Array, v: Array) -> Array:
+    fused = q.dtype == jnp.bfloat16
+    return jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation="cudnn" if fused else "xla")
+
+
+def after_attention(x: Array, w: Weights, shape: Shape, mixed: Array) -> Array:
+    """The rest of a layer, from attention's output [rows, tokens, heads, head_dim]."""
+    x = x + mixed.reshape(*x.shape[:2], -1) @ w["o"].T
     h = _rms_norm(x, w["mlp_norm"], shape)
-    return x + (jax.nn.silu(h @ w["gate"].T) * (h @ w["up"].T)) @ w["down"].T, None
+    return x + (jax.nn.silu(h @ w["gate"].T) * (h @ w["up"].T)) @ w["down"].T
 
 
 def _rms_norm(x: Array, scale: Array, shape: Shape) -> Array:
@@ -106,12 +139,12 @@ def _rms_norm(x: Array, scale: Array, shape: Shape) -> Array:
     return wide.astype(x.dtype) * scale
 
 
-def _rotation(tokens: int, shape: Shape) -> tuple[Array, Array]:
-    """Cosines and sines [1, tokens, 1, head_dim / 2]."""
+def rotation(positions: Array, shape: Shape) -> tuple[Array, Array]:
+    """Cosines and sines [rows, tokens, 1, head_dim / 2] of positions [rows, tokens]."""
     half = shape.head_dim // 2
     frequencies = shape.rope_theta ** (-jnp.arange(half) / half)
-    angles = jnp.arange(tokens)[:, None] * frequencies
-    return jnp.cos(angles)[None, :, None], jnp.sin(angles)[None, :, None]
+    angles = positions[..., None] * frequencies
+    return jnp.cos(angles)[:, :, None], jnp.sin(angles)[:, :, None]
 
 
 def _rotate(x: Array, turn: tuple[Array, Array]) -> Array:
@@ -139,8 +172,8 @@ def rounded(x: Array, amount: Array) -> Array:
 
 def config(shape: Shape) -> dict[str, Any]:
     return {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
+        "architectures": [shape.architecture],
+        "model_type": shape.model_type,
         **asdict(shape),
         "hidden_act": "silu",
         "attention_bias": False,
@@ -157,25 +190,26 @@ def save(weights: Weights, shape: Shape, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     host = {name: np.asarray(array.astype(jnp.bfloat16)) for name, array in weights.items()}
     tensors = {"model.embed_tokens.weight": host["embedding"], "model.norm.weight": host["norm"]}
-    for name, llama in LAYER_NAMES.items():
+    for name in layers_of(weights):
         for layer in range(shape.num_hidden_layers):
-            tensors[f"model.layers.{layer}.{llama}.weight"] = np.ascontiguousarray(host[name][layer])
+            tensors[f"model.layers.{layer}.{LAYER_NAMES[name]}.weight"] = np.ascontiguousarray(host[name][layer])
     tensor_files.save_file(tensors, folder / "model.safetensors", metadata={"format": "mlx"})
     (folder / "config.json").write_text(json.dumps(config(shape), indent=2) + "\n")
     generation = {"eos_token_id": 2, "pad_token_id": 0, "do_sample": False}
     (folder / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n")
 
 
-def load(folder: Path) -> tuple[Weights, Shape]:
+def load(folder: Path, kind: type[ShapeT]) -> tuple[Weights, ShapeT]:
     """Weights from the files of `save`, in fp32."""
     found = json.loads((folder / "config.json").read_text())
-    shape = Shape(**{name: found[name] for name in asdict(Shape())})
+    shape = kind(**{name: found[name] for name in asdict(kind())})
     tensors = {
         name: jnp.asarray(array, jnp.float32)
         for name, array in tensor_files.load_file(folder / "model.safetensors").items()
     }
     weights = {"embedding": tensors["model.embed_tokens.weight"], "norm": tensors["model.norm.weight"]}
     for name, llama in LAYER_NAMES.items():
-        each = [tensors[f"model.layers.{layer}.{llama}.weight"] for layer in range(shape.num_hidden_layers)]
-        weights[name] = jnp.stack(each)
+        files = [f"model.layers.{layer}.{llama}.weight" for layer in range(shape.num_hidden_layers)]
+        if files[0] in tensors:
+            weights[name] = jnp.stack([tensors[file] for file in files])
     return weights, shape

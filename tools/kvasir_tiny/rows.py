@@ -5,9 +5,10 @@ from __future__ import annotations
 import multiprocessing
 import multiprocessing.pool
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +21,7 @@ PADDING = 0  # id of the padding token
 LOOK_AHEAD = 48  # batches made before they are needed
 
 Rows = tuple[npt.NDArray[np.uint16], npt.NDArray[np.bool_]]
+Made = TypeVar("Made")
 _encoders: dict[Path, tokenizer.Encoder] = {}
 
 
@@ -82,17 +84,22 @@ def of_conversations(talks: Sequence[desk.Conversation], length: int, folder: Pa
     return ids, learned
 
 
-def stream(batches: Iterator[tuple[Batch, ...]], folder: Path, processes: int) -> Iterator[tuple[Rows, ...]]:
+def stream(
+    batches: Iterator[tuple[Batch, ...]],
+    folder: Path,
+    processes: int,
+    made: Callable[[Batch, Path], Made],
+) -> Iterator[tuple[Made, ...]]:
     """The rows of each group of batches, in order; `processes` = 0 makes them here."""
     if not processes:
         for group in batches:
-            yield tuple(make(batch, folder) for batch in group)
+            yield tuple(made(batch, folder) for batch in group)
         return
     # Spawned, not forked: a fork of a process that uses a GPU may hang.
     with multiprocessing.get_context("spawn").Pool(processes) as pool:
-        waiting: deque[list[multiprocessing.pool.AsyncResult[Rows]]] = deque()
+        waiting: deque[list[multiprocessing.pool.AsyncResult[Made]]] = deque()
         for group in batches:
-            waiting.append([pool.apply_async(make, (batch, folder)) for batch in group])
+            waiting.append([pool.apply_async(made, (batch, folder)) for batch in group])
             if len(waiting) > LOOK_AHEAD:
                 yield tuple(result.get() for result in waiting.popleft())
         while waiting:

@@ -26,7 +26,7 @@ from inference_svc.model.kvasir_tiny import path
 from tools.kvasir_tiny import network, rows
 from tools.kvasir_tiny.everyday import daily_life, training
 from tools.kvasir_tiny.exams import name_exam
-from tools.kvasir_tiny.network import Array, Shape, Weights
+from tools.kvasir_tiny.network import Array, Numbers, Shape, Weights
 from tools.kvasir_tiny.rows import Batch
 
 
@@ -83,8 +83,7 @@ def loss(weights: Weights, groups: tuple[tuple[Array, Array], ...], plan: Plan, 
     total = weight_sum = said = said_sum = jnp.zeros(())
     for ids, learned in groups:
         inputs, targets = ids[:, :-1].astype(jnp.int32), ids[:, 1:].astype(jnp.int32)
-        scores = network.logits(weights, inputs, plan.shape, rounding)
-        entropy = jax.nn.logsumexp(scores, axis=-1) - jnp.take_along_axis(scores, targets[..., None], axis=-1)[..., 0]
+        entropy = cross_entropy(network.logits(weights, inputs, plan.shape, rounding), targets)
         mask = learned[:, 1:].astype(jnp.float32)
         weight = jnp.where(targets == rows.PADDING, 0.0, jnp.maximum(mask, plan.other_text))
         total, weight_sum = total + (entropy * weight).sum(), weight_sum + weight.sum()
@@ -92,11 +91,21 @@ def loss(weights: Weights, groups: tuple[tuple[Array, Array], ...], plan: Plan, 
     return total / weight_sum, said / jnp.maximum(said_sum, 1.0)
 
 
+def cross_entropy(scores: Array, targets: Numbers) -> Array:
+    return jax.nn.logsumexp(scores, axis=-1) - jnp.take_along_axis(scores, targets[..., None], axis=-1)[..., 0]
+
+
 def update(
     state: State, groups: tuple[tuple[Array, Array], ...], step: Array, course: Array, rounding: Array, plan: Plan
 ) -> tuple[State, Array]:
-    """One step of AdamW with clipped gradients; `course` is the share of the training that is over."""
+    """One step; `course` is the share of the training that is over."""
     (_, said), gradient = jax.value_and_grad(loss, has_aux=True)(state.weights, groups, plan, rounding)
+    state, sizes = adam(state, gradient, step, course, plan)
+    return state, jnp.concatenate([said[None], sizes])
+
+
+def adam(state: State, gradient: Weights, step: Array, course: Array, plan: Plan) -> tuple[State, Array]:
+    """AdamW with clipped gradients; for the log the gradient's size and the rate."""
     size = jnp.sqrt(sum(jnp.sum(g * g) for g in gradient.values()))
     gradient = {name: g / jnp.maximum(size, 1.0) for name, g in gradient.items()}
     rate, t = learning_rate(step, course, plan), step + 1.0
@@ -108,7 +117,7 @@ def update(
         decay = 0.0 if "norm" in name else plan.weight_decay
         new.weights[name] = state.weights[name] - rate * (direction + decay * state.weights[name])
         new.mean[name], new.square[name] = mean, square
-    return new, jnp.stack([said, size, rate])
+    return new, jnp.stack([size, rate])
 
 
 def learning_rate(step: Array, course: Array, plan: Plan) -> Array:
@@ -133,14 +142,14 @@ def train(
     plan: Plan, out: Path, processes: int, start: Path | None = None, every_s: float = 120.0, sizes: Sizes = SIZES
 ) -> Weights:
     """Run the plan; every `every_s` seconds write a checkpoint, one line of evaluation and `log.json`."""
-    weights = network.load(start)[0] if start else network.initial(plan.shape, plan.seed)
-    state = State(weights, _zeros(weights), _zeros(weights))
+    weights = network.load(start, Shape)[0] if start else network.initial(plan.shape, plan.seed)
+    state = State(weights, zeros(weights), zeros(weights))
     step_once = jax.jit(lambda s, g, n, c, r: update(s, g, n, c, r, plan), donate_argnums=0)
     folder = out if (out / "tokenizer.json").exists() else path()
     examination = Examination(plan, folder, sizes)
     log: list[dict[str, Any]] = []
     began, tokens, saved = time.monotonic(), 0, 0.0
-    for step, group in enumerate(rows.stream(batches(plan), folder, processes)):
+    for step, group in enumerate(rows.stream(batches(plan), folder, processes, rows.make)):
         spent = time.monotonic() - began
         course = step / plan.steps if plan.time_limit_s == math.inf else spent / plan.time_limit_s
         rounding = float(course >= plan.rounded_from and step % 3 == 2)
@@ -178,7 +187,7 @@ def text_of_log(plan: Plan, log: list[dict[str, Any]]) -> str:
     return f'{{"plan": {json.dumps(heads)}, "log": [\n{lines}\n]}}\n'
 
 
-def _zeros(weights: Weights) -> Weights:
+def zeros(weights: Weights) -> Weights:
     return {name: jnp.zeros_like(array) for name, array in weights.items()}
 
 

@@ -1,0 +1,207 @@
+"""Trains kvasir-tiny-wedlm from kvasir-tiny: `python -m tools.kvasir_tiny.wedlm.train OUT`, on one GPU.
+
+The objective is WeDLM's: the tokens under a window's masks, beside the next tokens of the clean stream. Windows are cut
+out of learned replies (`windows.py`), so the second stream costs a quarter of the first. A run that ended goes on with
+the same command: `OUT/state.safetensors` holds weights, moments and the step. Without a time limit a run that was
+interrupted ends with the bits of one that was not.
+
+For one H100 and 16 cores: `python -m tools.kvasir_tiny.wedlm.train RUN --processes 15 --time-limit-s 780`, then
+`python -m tools.kvasir_tiny.wedlm.evaluate RUN`. A step reads 262,144 tokens and 65,536 of windows. kvasir-tiny's third
+edition took 0.14 s for as many tokens without windows; 0.25 s with them is expected, so about 3,000 steps. No GPU has
+run it yet. The weights take 13.1 MB in 16 bits, and 3.7 MB in 4.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import math
+import time
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from safetensors import numpy as tensor_files
+
+from inference_svc.model import kvasir_tiny
+from tools.kvasir_tiny import network, rows, train
+from tools.kvasir_tiny.network import Array, Shape, Weights
+from tools.kvasir_tiny.rows import Batch
+from tools.kvasir_tiny.train import SIZES, Examination, Sizes, State
+from tools.kvasir_tiny.wedlm import network as wedlm
+from tools.kvasir_tiny.wedlm import windows
+from tools.kvasir_tiny.wedlm.network import WedlmShape
+from tools.kvasir_tiny.wedlm.windows import WindowRows
+
+STATE = "state.safetensors"
+_PARTS = ("weights", "mean", "square")
+_MEASURED = Batch(10**7, 8, 1024)  # rows that set the scales of the norms; no training reads them
+
+
+@dataclass(frozen=True)
+class Plan(train.Plan):
+    """Everything that decides the weights, beside those that the run starts from."""
+
+    warm_up: int = 60
+    short_steps: int = 0
+    rounded_from: float = 0.15
+    mixed: tuple[tuple[int, int], ...] = ((8, 8192), (32, 2048), (128, 1024))
+    learning_rate: float = 1.0e-3
+    first_row: int = 4_000_000  # behind those of kvasir-tiny's three editions
+    windows: windows.Plan = field(default_factory=windows.Plan)
+    masked_weight: float = 1.0  # of the masked tokens' loss beside the next tokens'
+    shape: Shape = field(default_factory=WedlmShape)
+
+
+@dataclass
+class Run:
+    """A run so far: the state after `step` steps, and what they took."""
+
+    state: State
+    step: int = 0
+    spent_s: float = 0.0
+    tokens: int = 0
+    log: list[dict[str, Any]] = field(default_factory=list)
+
+
+def loss(weights: Weights, groups: tuple[WindowRows, ...], plan: Plan, rounding: Array) -> tuple[Array, Array]:
+    """The training loss; and, for the log, the means over learned tokens and over masks."""
+    total = weight_sum = said = said_sum = under = under_sum = jnp.zeros(())
+    for ids, learned, (asked, targets, mask_weights) in groups:
+        inputs, following = ids[:, :-1].astype(jnp.int32), ids[:, 1:].astype(jnp.int32)
+        clean, masked = wedlm.logits(weights, inputs, asked, plan.shape, rounding)
+        entropy = train.cross_entropy(clean, following)
+        taught = learned[:, 1:].astype(jnp.float32)
+        weight = jnp.where(following == rows.PADDING, 0.0, jnp.maximum(taught, plan.other_text))
+        total, weight_sum = total + (entropy * weight).sum(), weight_sum + weight.sum()
+        said, said_sum = said + (entropy * taught).sum(), said_sum + taught.sum()
+        recovered = train.cross_entropy(masked, targets)
+        under, under_sum = under + (recovered * mask_weights).sum(), under_sum + mask_weights.sum()
+    masks = under / jnp.maximum(under_sum, 1e-6)
+    seen = jnp.stack([said / jnp.maximum(said_sum, 1.0), masks])
+    return total / weight_sum + plan.masked_weight * masks, seen
+
+
+def start(plan: Plan, out: Path, from_model: Path) -> Run:
+    """The run that OUT holds, or a new one from kvasir-tiny's weights."""
+    if (out / STATE).exists():
+        return _read(out)
+    weights, shape = network.load(from_model, Shape)
+    ids, _ = rows.make(_MEASURED, from_model)
+    weights, _ = wedlm.started_from(weights, shape, jnp.asarray(ids[:, :-1], jnp.int32), plan.seed)
+    return Run(State(weights, train.zeros(weights), train.zeros(weights)))
+
+
+def run(
+    plan: Plan,
+    out: Path,
+    processes: int,
+    from_model: Path,
+    every_s: float = 60.0,
+    sizes: Sizes | None = SIZES,
+    until: int | None = None,
+) -> Run:
+    """Go on until the plan's end, or for `until` steps in all; keep the state every `every_s` seconds. At the plan's
+    end the examination of kvasir-tiny, token by token; none without `sizes`."""
+    train.prepare(out)
+    found = start(plan, out, from_model)
+    step_once = jax.jit(partial(_step, plan=plan), donate_argnums=0)
+    made = itertools.islice(train.batches(plan), found.step, until)
+    began, saved = time.monotonic() - found.spent_s, found.spent_s
+    for group in rows.stream(made, out, processes, windows.Maker(plan.windows)):
+        course = found.step / plan.steps if plan.time_limit_s == math.inf else found.spent_s / plan.time_limit_s
+        rounding = float(course >= plan.rounded_from and found.step % 3 == 2)
+        given = (jnp.float32(value) for value in (found.step, course, rounding))
+        found.state, numbers = step_once(found.state, group, *given)
+        found.tokens += sum(each.ids.size + each.reordered.targets.size for each in group)
+        found.step += 1
+        found.spent_s = time.monotonic() - began
+        is_last = found.step in (plan.steps, until) or found.spent_s > plan.time_limit_s
+        if is_last or found.step % 20 == 1:
+            _note(found, numbers)
+        if is_last or found.spent_s - saved > every_s:
+            saved = found.spent_s
+            _keep(found, plan, out)
+        if is_last:
+            break
+    if sizes and (found.step == plan.steps or found.spent_s > plan.time_limit_s):
+        found.log[-1]["exact"] = Examination(plan, out, sizes).take(found.state.weights)
+        _keep(found, plan, out)
+    return found
+
+
+def _step(
+    state: State, groups: tuple[WindowRows, ...], step: Array, course: Array, rounding: Array, plan: Plan
+) -> tuple[State, Array]:
+    (_, seen), gradient = jax.value_and_grad(loss, has_aux=True)(state.weights, groups, plan, rounding)
+    state, sizes = train.adam(state, gradient, step, course, plan)
+    return state, jnp.concatenate([seen, sizes])
+
+
+def _note(found: Run, numbers: Array) -> None:
+    said, masks, size, rate = (float(value) for value in numbers)
+    entry = {"step": found.step, "loss": said, "masks": masks, "gradient": size, "rate": rate}
+    found.log.append({**entry, "tokens": found.tokens, "seconds": found.spent_s})
+    print(json.dumps(found.log[-1]), flush=True)
+    if not math.isfinite(said + masks):
+        raise SystemExit("the loss is not finite: start again with a lower --learning-rate, in another OUT")
+
+
+def _keep(found: Run, plan: Plan, out: Path) -> None:
+    """The model's files, the log, and last the state, each whole: a run that is killed here goes on."""
+    network.save(found.state.weights, plan.shape, out)
+    (out / "log.json").write_text(train.text_of_log(plan, found.log))
+    tensors = {f"{part}.{name}": np.asarray(array) for part in _PARTS for name, array in _part(found, part).items()}
+    counts = {"step": found.step, "spent_s": found.spent_s, "tokens": found.tokens, "log": found.log}
+    tensor_files.save_file(tensors, out / f"{STATE}.part", metadata={"run": json.dumps(counts)})
+    (out / f"{STATE}.part").replace(out / STATE)
+
+
+def _part(found: Run, part: str) -> Weights:
+    weights: Weights = getattr(found.state, part)
+    return weights
+
+
+def _read(out: Path) -> Run:
+    from safetensors import safe_open
+
+    parts: dict[str, Weights] = {part: {} for part in _PARTS}
+    with safe_open(out / STATE, "numpy") as file:
+        counts = json.loads(file.metadata()["run"])
+        for key in file.keys():  # noqa: SIM118 - the file is no mapping
+            part, name = key.split(".", 1)
+            parts[part][name] = jnp.asarray(file.get_tensor(key))
+    return Run(State(**parts), **counts)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("out", type=Path, help="the model's directory; a run that it holds goes on")
+    parser.add_argument("--start", type=Path, default=kvasir_tiny.path(), help="kvasir-tiny, or another edition of it")
+    parser.add_argument("--steps", type=int, default=Plan.steps, help="if there is no time limit")
+    parser.add_argument("--time-limit-s", type=float, default=math.inf, help="seconds of training, instead of --steps")
+    parser.add_argument("--learning-rate", type=float, default=Plan.learning_rate)
+    parser.add_argument("--processes", type=int, default=12, help="how many make training rows")
+    parser.add_argument("--window", type=int, default=windows.Plan.size, help="tokens of a training window")
+    parser.add_argument("--smoke", action="store_true", help="rows and examination as small as a CPU can do")
+    given = parser.parse_args()
+    plan = replace(
+        Plan(windows=windows.Plan(size=given.window)),
+        steps=given.steps if given.time_limit_s == math.inf else 10**6,
+        time_limit_s=given.time_limit_s,
+        learning_rate=given.learning_rate,
+    )
+    sizes = replace(SIZES, classic=8)
+    if given.smoke:
+        plan = replace(plan, mixed=((2, 256),), windows=windows.Plan(min(given.window, 16), 64))
+        sizes = Sizes(classic=1, everyday=1, names=((300, 1024),), names_each=10, at_once=2)
+    run(plan, given.out, given.processes, given.start, sizes=sizes)
+
+
+if __name__ == "__main__":
+    main()
