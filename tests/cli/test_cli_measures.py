@@ -140,6 +140,28 @@ def test_the_quality_bench_measures_a_users_own_tasks(tmp_path: Path) -> None:
     assert "talk" in next(lines_of(results))
 
 
+@pytest.mark.long(4)
+def test_the_quality_bench_measures_fewer_bits_of_weights(tmp_path: Path) -> None:
+    cli, model, tasks = Cli(tmp_path), write_model(tmp_path / "model", LLAMA), tmp_path / "tasks.jsonl"
+    tasks.write_text(json.dumps({"task": "sums", "prompt": "1 + 1 =", "answer": " 2"}))
+    given = ("bench", "quality", "--weights", "--model", model, "--tasks", tasks)
+    results = cli(*given, "--json", "--plots", tmp_path / "plots", timeout_s=120).value
+    every = {"name", "bits", "effective_bits", "matrices", "weights_bytes"}
+    every |= {"kl", "kl_worst", "top1_agreement", "perplexity", "positions", "seconds", "tasks"}
+    assert {frozenset(each) for each in results["weights"]} == {frozenset(every)}
+    assert len(results["weights"]) == 3 + 8 + 3
+    assert results["reference"]["effective_bits"] == 16
+    by_name = {each["name"]: each for each in results["weights"]}
+    assert 4.5 < by_name["4 bits, all"]["effective_bits"] < by_name["4 bits, selective"]["effective_bits"] < 16
+    assert not {"rungs", "peers", "auto"} & set(results)
+    assert [path.name for path in (tmp_path / "plots").iterdir()] == ["quality_weights.png"]
+    shown = "\n".join(lines_of(results))
+    assert "4 bits, layer 2 alone" in shown
+    assert "embed_tokens is its head, too" in shown
+    refused = in_process("bench", "quality", "--weights", "--kv-exact-layers", "last")
+    assert "--weights: expected neither --text nor --kv-exact-layers" in refused.err
+
+
 def test_tasks_with_a_bad_line_or_beside_a_text_are_refused(tmp_path: Path) -> None:
     tasks = tmp_path / "tasks.jsonl"
     tasks.write_text('{"task": "sums", "prompt": "1 + 1 =", "answer": " 2"}\n{"task": "sums", "prompt": "1 + 2 ="}\n')

@@ -78,7 +78,7 @@ def examine(
     """
     began = clock()
     meter = Meter(subject.runner, clock)
-    material, sheets = _material(subject, extent, meter)
+    material, sheets = material_for(subject, extent, meter)
     exact = exact_way(subject.runner)
     exam = Exam(material, exact.found)
     ways = list(rung_ways(subject.runner, policies, exam.refused))
@@ -98,7 +98,7 @@ def examine(
     return exam
 
 
-def _material(subject: Subject, extent: Extent, meter: Meter) -> tuple[str, Iterable[Sheet]]:
+def material_for(subject: Subject, extent: Extent, meter: Meter) -> tuple[str, Iterable[Sheet]]:
     """Questions for a model that can answer some, else the canary; and tasks with both."""
     if subject.given:
         return TASKS, subject.given

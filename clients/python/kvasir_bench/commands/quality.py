@@ -1,12 +1,13 @@
 """`kvasir bench quality`."""
 
+from collections.abc import Mapping
 from enum import Enum
 from functools import partial
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from kvasir.cli.caller import JsonOption, caller_of
+from kvasir.cli.caller import Caller, JsonOption, caller_of
 from kvasir.errors import InvalidArgument
 
 from kvasir_bench.commands.shown import MarkdownOption, ModelOption, PlotsOption, draw, progress, show
@@ -51,6 +52,15 @@ KvBytesOption = Annotated[
         "next policy.",
     ),
 ]
+WeightsOption = Annotated[
+    bool,
+    typer.Option(
+        "--weights",
+        help="Measure what fewer bits of weights cost instead, with exact KV. The matrices of a model of 16 or 32 bits "
+        "go through MLX's 4-bit codes and back: all; all but embeddings and head; all in 8 bits; each kind alone; and, "
+        "without --quick, each layer alone. No speed is measured.",
+    ),
+]
 QuickOption = Annotated[bool, typer.Option("--quick", help="Read and ask less, for a first look.")]
 
 
@@ -59,6 +69,7 @@ def quality(
     model: ModelOption = "",
     kv_exact_layers: KvExactLayersOption = "",
     compute_type: ComputeTypeOption = "",
+    weights: WeightsOption = False,
     text: TextOption = None,
     tasks: TasksOption = None,
     kv_policy: KvPolicyOption = None,
@@ -82,24 +93,37 @@ def quality(
 
     With --text the measure is your own text, with 95 % intervals over its windows: each policy, each layer alone under
     one of them, and the layers to keep exact (--kv-exact-layers of `kvasir up`) within a budget of bytes."""
-    if text is None and (kv_policy or kv_bytes):
-        raise InvalidArgument("--kv-policy and --kv-bytes belong to --text", field="text")
-    if text and tasks:
-        raise InvalidArgument("--text and --tasks: expected one of them", field="tasks")
-    if tasks and quick:
-        raise InvalidArgument("--quick does not shorten --tasks: all of them are given", field="quick")
-    caller = caller_of(context, as_json)
+    _check_together(weights, text, tasks, kv_exact_layers, kv_policy or kv_bytes, quick)
     options = {
         "--model": model,
         "--kv-exact-layers": kv_exact_layers,
         "--compute-type": compute_type,
+        "--weights": weights,
         "--text": text,
         "--tasks": tasks,
         "--kv-policy": kv_policy and kv_policy.value,
         "--kv-bytes": kv_bytes,
         "--quick": quick,
     }
-    with progress(caller, "measuring KV policies; minutes at full size", plots) as say:
-        results = measured_by("quality", "KV policies were not measured", options, say)
+    _show(caller_of(context, as_json), options, plots, as_markdown)
+
+
+def _show(caller: Caller, options: Mapping[str, object], plots: Path | None, as_markdown: bool) -> None:
+    what = "weights" if options["--weights"] else "KV policies"
+    with progress(caller, f"measuring {what}; minutes at full size", plots) as say:
+        results = measured_by("quality", f"{what} were not measured", options, say)
     draw(caller, plots_of(results), plots)
     show(caller, results, partial(report.lines, show=markdown_table if as_markdown else text_table))
+
+
+def _check_together(
+    weights: bool, text: Path | None, tasks: Path | None, exact_layers: str, of_mixture: object, is_quick: bool
+) -> None:
+    if weights and (text or exact_layers):
+        raise InvalidArgument("--weights: expected neither --text nor --kv-exact-layers, KV is exact", field="weights")
+    if text is None and of_mixture:
+        raise InvalidArgument("--kv-policy and --kv-bytes belong to --text", field="text")
+    if text and tasks:
+        raise InvalidArgument("--text and --tasks: expected one of them", field="tasks")
+    if tasks and is_quick:
+        raise InvalidArgument("--quick does not shorten --tasks: all of them are given", field="quick")

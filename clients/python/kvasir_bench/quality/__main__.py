@@ -1,4 +1,4 @@
-"""What each KV policy costs a model, as JSON: `python -m kvasir_bench.quality`, for `kvasir bench quality`."""
+"""What KV policies, or fewer bits of weights, cost a model: `python -m kvasir_bench.quality`, for the command."""
 
 import argparse
 import sys
@@ -16,7 +16,7 @@ from inference_svc.model.blas import load_optimized_blas
 from inference_svc.model.model_identity import tokenizer_digest
 from inference_svc.model.quality.conversations import Conversations
 from inference_svc.model.quality.findings import cheapest, judged
-from inference_svc.model.quality.material import FULL, QUICK, Sheet
+from inference_svc.model.quality.material import FULL, QUICK, Extent, Sheet
 from inference_svc.model.quality.tasks import read_tasks
 from kvasir_bench.program import printed, progress
 from kvasir_bench.quality.given_tasks import given_sheets
@@ -25,6 +25,7 @@ from kvasir_bench.quality.mixing import CHOOSING, with_intervals
 
 if TYPE_CHECKING:
     from inference_svc.model.model_runner import ModelRunner
+    from inference_svc.model.quality.exam import Subject
 
 MIXED = tuple(rung.value for rung in LADDER if rung is not Rung.FP)  # under fp every layer is exact already
 
@@ -44,9 +45,7 @@ class _Bench:
         """Given tasks, conversations or the canary; and what auto would choose."""
         from inference_svc.model.quality import exam
 
-        conversations = Conversations.read_for(kvasir_tiny.conversations_path(), tokenizer_digest(directory))
-        subject = exam.Subject(self.runner, self.tokenizer, lambda: conversations, self.context_tokens, self.given)
-        extent = QUICK if self.asked.quick else FULL
+        subject, extent = self._subject(directory), self._extent
         found = exam.examine(subject, self.policies, extent, clock=self.clock, say=self.say, with_peers=True)
         tried = tried_by_auto([each.name for each in found.rungs])
         winner, why = cheapest([each for each in found.rungs if each.name in tried], found.exact)
@@ -63,6 +62,31 @@ class _Bench:
             # As at load: what nothing below is good enough for gets the last rung.
             "auto": {"chooses": winner.name if winner else LADDER[-1].value, "why": why},
         }
+
+    def of_weights(self, directory: Path) -> dict[str, Any]:
+        """The same material for the model's own weights, and with fewer bits of some of them."""
+        from inference_svc.model.quality.weights import OWN_BITS, examine_weights
+
+        found = examine_weights(
+            self._subject(directory), self._extent, by_layer=not self.asked.quick, clock=self.clock, say=self.say
+        )
+        own = {"effective_bits": OWN_BITS, "weights_bytes": found.weights_bytes}
+        return {
+            "material": found.material,
+            "reference": found.exact.as_json() | own,
+            "weights": [cost.as_json() for cost in found.costs],
+            "refused": dict(found.refused),
+        }
+
+    def _subject(self, directory: Path) -> "Subject":
+        from inference_svc.model.quality.exam import Subject
+
+        conversations = Conversations.read_for(kvasir_tiny.conversations_path(), tokenizer_digest(directory))
+        return Subject(self.runner, self.tokenizer, lambda: conversations, self.context_tokens, self.given)
+
+    @property
+    def _extent(self) -> Extent:
+        return QUICK if self.asked.quick else FULL
 
     def on_text(self, sheets: list[Sheet]) -> dict[str, Any]:
         from kvasir_bench.quality.text_exam import Mixture, examine_text
@@ -109,7 +133,9 @@ def measured(asked: argparse.Namespace, clock: Callable[[], float], say: Callabl
     policies = {rung.value: request.policy(rung, runner.compute_type, len(runner.layers)) for rung in LADDER}
     given = given_sheets(asked.tasks, tasks, loaded.tokenizer, loaded.context_tokens)
     bench = _Bench(asked, runner, loaded.tokenizer, policies, loaded.context_tokens, given, clock, say)
-    if asked.text:
+    if asked.weights:
+        found = bench.of_weights(directory)
+    elif asked.text:
         longest = min(loaded.context_tokens - 1, SHORTEST if asked.quick else LONGEST)
         found = bench.on_text(windows_of(asked.text, text, loaded.tokenizer, longest))
     else:
@@ -131,6 +157,7 @@ def main() -> int:
     parser.add_argument("--kv-exact-layers", default="", help='"last" or indexes with commas between')
     parser.add_argument("--compute-type", choices=["float32", "float16", "bfloat16"], help="as the engine's option")
     parser.add_argument("--quick", action="store_true", help="read and ask less, for a look")
+    parser.add_argument("--weights", action="store_true", help="measure fewer bits of weights, and no KV policy")
     parser.add_argument("--text", type=Path, help="read this file instead, and measure each layer")
     parser.add_argument("--tasks", type=Path, help="give these tasks instead, JSON lines")
     parser.add_argument("--kv-policy", default=MIXED[0], choices=MIXED, help="with --text: of the measured layers")

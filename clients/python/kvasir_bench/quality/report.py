@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from kvasir_bench.pictures import Picture, Plots
-from kvasir_bench.quality import text_report
+from kvasir_bench.quality import text_report, weights_report
 from kvasir_bench.tables import Show, text_table
 
 KEYS = """Names in the JSON stay. `reference` is mlx-lm's own KVCache in the type that the model computes in, and is
@@ -18,12 +18,15 @@ that the model cannot have. `auto` is what --kv-policy auto would choose from th
 tasks. `seconds` is all of it.
 
 """
-KEYS += text_report.KEYS
+KEYS += f"{text_report.KEYS}\n\n{weights_report.KEYS}"
 
 _TASKS = (("recall", "recall"), ("tool_calls", "tool calls"), ("repeat", "repeats"))
 
 
 def lines(results: dict[str, Any], show: Show = text_table) -> Iterator[str]:
+    if "weights" in results:
+        yield from weights_report.lines(results, show)
+        return
     if results["material"] == "text":
         yield from text_report.lines(results, show)
         return
@@ -64,6 +67,8 @@ def _small(value: float) -> str:
 def plots(results: Mapping[str, Any]) -> Plots:
     """A picture of the policies, and of the layers where they were measured."""
     note = f"{results['model']}, {results['compute_type']} on {results['device']}, by {results['material']}"
+    if "weights" in results:
+        return Plots(note, {"quality_weights": weights_report.picture(results)})
     ways = [*results["rungs"], *([results["mixed"]] if results.get("mixed") else []), *results["peers"]]
     policies = [{"KV": f"{way['name']}\n{way['bytes_per_token']} B", "KL": way["kl"]} for way in ways]
     by_policy = Picture("KL of the next token against exact KV, nats", "KV", ("KL",), is_log=True)
