@@ -54,12 +54,14 @@ def _turns(counters: list[NamespaceCounters]) -> Iterator[Metric]:
 
 def _tokens(counters: list[NamespaceCounters]) -> Iterator[Metric]:
     named = (
-        ("prefilled", "Tokens of prompts that were computed.", sum(each.prefilled_tokens for each in counters)),
-        ("cached", "Tokens of prompts that were reused.", sum(each.cached_tokens for each in counters)),
-        ("decoded", "Tokens that were generated.", sum(each.decoded_tokens for each in counters)),
+        ("prefilled", "Tokens of prompts that were computed."),
+        ("cached", "Tokens of prompts that were reused."),
+        ("decoded", "Tokens that were generated."),
+        ("drafted", "Tokens that were tried ahead, of turns that finished."),
+        ("accepted_draft", "Tokens that were tried ahead and are the reply's."),
     )
-    for name, help_text, value in named:
-        yield counter(f"kvasir_{name}_tokens", help_text, value)
+    for name, help_text in named:
+        yield counter(f"kvasir_{name}_tokens", help_text, sum(each.tokens[name] for each in counters))
 
 
 def _publications(counters: list[NamespaceCounters]) -> Iterator[Metric]:

@@ -59,6 +59,7 @@ def _namespace(name: str, counters: NamespaceCounters, hot_bytes: int, owed: Owe
         counters,
         namespace=name,
         turn_ends=counters.ends,
+        **{f"{kind}_tokens": counters.tokens[kind] for kind in ("prefilled", "cached", "decoded")},
         kv_memory_used_bytes=hot_bytes,
         owed_memories=owed.memories,
         owed_bytes=owed.size_bytes,

@@ -93,7 +93,7 @@ class TurnEmbedder:
             for event in events:
                 match event:
                     case Prefilled(done):
-                        counters.prefilled_tokens += done - computed
+                        counters.tokens["prefilled"] += done - computed
                         computed = done
                     case Ended() if not over.done():
                         over.set_result(event)

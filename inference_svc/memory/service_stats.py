@@ -32,9 +32,7 @@ class NamespaceCounters:
     turns: int = 0
     ends: Counter[str] = field(default_factory=Counter)  # finished, cancelled, refused, failed
     refusals: Counter[str] = field(default_factory=Counter)  # of turns and counts, by the refusal's reason
-    prefilled_tokens: int = 0
-    cached_tokens: int = 0
-    decoded_tokens: int = 0
+    tokens: Counter[str] = field(default_factory=Counter)  # prefilled, cached, decoded; tried ahead, and right of these
     sources: Counter[Source] = field(default_factory=Counter)
     misses: Counter[MissReason] = field(default_factory=Counter)
     publications: Counter[SnapshotState] = field(default_factory=Counter)

@@ -97,6 +97,8 @@ class TurnEnding:
                 mask_passes=ended.mask_passes,
             )
         )
+        turn.counters.tokens["drafted"] += ended.drafted_tokens
+        turn.counters.tokens["accepted_draft"] += ended.accepted_draft_tokens
         if times.last_token_at is not None:
             turn.counters.times.last_event.add(self._parts.clock() - times.last_token_at)
         self._trace(ran, times, self._parts.clock() - ended_s)

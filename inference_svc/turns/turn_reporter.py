@@ -191,7 +191,7 @@ class TurnReporter:
                 self._keeps(len(self._prepared.stored_blocks), 0 if event.is_shared else event.cached_tokens)
                 self._started(event)
             case api.Prefilled(done):
-                self._counters.prefilled_tokens += done - self._turn.tokens.computed
+                self._counters.tokens["prefilled"] += done - self._turn.tokens.computed
                 self._turn.tokens.computed = done
                 self._turn.emit(event)
             case api.BlocksFull(count):
@@ -237,7 +237,7 @@ class TurnReporter:
         self._planned.restoring.close()
         self._learn_restore(event)
         counters.sources[source] += 1
-        counters.cached_tokens += event.cached_tokens
+        counters.tokens["cached"] += event.cached_tokens
         if prepared.miss is not None:
             counters.misses[prepared.miss.reason] += 1
         turn.emit(self._beginning(event.cached_tokens, source))
@@ -290,7 +290,7 @@ class TurnReporter:
 
     def _tokens(self, event: api.Tokens) -> None:
         self._time(len(event.ids))
-        self._counters.decoded_tokens += len(event.ids)
+        self._counters.tokens["decoded"] += len(event.ids)
         self._turn.tokens.completion += len(event.ids)
         part = self._reader.push(event.text)
         self._turn.emit(TurnDelta(part.answer, event.ids, part.reasoning, event.logprobs))

@@ -39,6 +39,9 @@ def test_counts_and_histograms_equal_what_was_done(watched: Watched, client: Inf
     assert grown("kvasir_misses_total", reason="new_agent") == 1
     assert grown("kvasir_decoded_tokens_total") == tokens
     assert grown("kvasir_cached_tokens_total") == cached
+    used = [first.finished.usage, second.finished.usage]
+    assert grown("kvasir_drafted_tokens_total") == sum(each.drafted_tokens for each in used)
+    assert grown("kvasir_accepted_draft_tokens_total") == sum(each.accepted_draft_tokens for each in used)
     prompts = first.started.prompt_tokens + second.started.prompt_tokens
     assert grown("kvasir_prefilled_tokens_total") == prompts - cached
     assert grown("kvasir_queue_seconds_count") == 2

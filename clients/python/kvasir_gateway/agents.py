@@ -41,6 +41,12 @@ class AgentSampling(OwnBody):
     repetition_penalty: float | None = None
     frequency_penalty: float | None = None
     presence_penalty: float | None = None
+    speculation: turns.Speculation | None = None
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Fields of a Sampling."""
+        return turns.given(**self.model_dump(exclude={"speculation"})) | turns.speculated(self.speculation)
 
 
 class AgentThinking(OwnBody):
@@ -97,7 +103,7 @@ class AgentTurn(OwnBody):
                 **self.model_dump(include=_MEMORY),
                 "memory_mode": pb.MemoryMode.Value(f"MEMORY_MODE_{self.memory_mode or 'UNSPECIFIED'}"),
             },
-            sampling=turns.given(**self.sampling.model_dump()) if self.sampling is not None else {},
+            sampling=self.sampling.settings if self.sampling is not None else {},
             thinking=self._thinking(reading),
             tools=tuple(
                 turns.function_tool(each.name, each.description, each.parameters, each.strict) for each in functions

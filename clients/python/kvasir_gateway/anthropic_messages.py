@@ -159,6 +159,7 @@ class MessagesRequest(CountedMessages):
     top_p: Annotated[float, Ge(0), Le(1)] | None = None
     top_k: turns.TopK | None = None
     metadata: RequestMetadata | None = None
+    speculation: turns.Speculation | None = None
     service_tier: str | None = None
     inference_geo: str | None = None
 
@@ -167,6 +168,7 @@ class MessagesRequest(CountedMessages):
         return replace(
             counted,
             sampling=reading.length(self.max_tokens)
+            | turns.speculated(self.speculation)
             | turns.given(temperature=self.temperature, top_p=self.top_p, top_k=self.top_k, stop=self.stop_sequences),
             is_streamed=bool(self.stream),
             hint=(self.metadata.user_id or "") if self.metadata is not None else "",

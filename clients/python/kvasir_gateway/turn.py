@@ -4,7 +4,7 @@ import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Protocol
+from typing import Annotated, Any, Literal, Protocol
 
 from annotated_types import Ge, Le
 from kvasir.clients import Reply
@@ -143,6 +143,8 @@ MAX_INT32 = (1 << 31) - 1
 TokenCount = Annotated[int, Ge(1), Le(MAX_INT32)]
 TokenBudget = Annotated[int, Ge(0), Le(MAX_INT32)]
 TopK = Annotated[int, Ge(0), Le(MAX_INT32)]
+# How many tokens a step may try ahead. No reply changes by it on a CPU.
+Speculation = Literal["off", "auto"] | Annotated[int, Ge(0), Le(64)]
 # An object of the caller's own: a schema, arguments, metadata.
 FreeObject = Annotated[dict[str, Any], AfterValidator(_finite)]
 # One that the answer repeats, in each event of a stream.
@@ -272,6 +274,13 @@ def free_calls(tools: Sequence[pb.Tool], *, one_call: bool, names: Sequence[str]
 def format_of_text(schema: str | None, choice: pb.ToolChoice | None) -> str | None:
     """The schema of the reply's text: a reply that must be calls has none."""
     return None if choice is not None and choice.kind else schema
+
+
+def speculated(wish: Speculation | None) -> dict[str, int]:
+    """The field of a Sampling; none for "auto": as the engine is set."""
+    if wish is None or wish == "auto":
+        return {}
+    return {"most_drafts": 0 if wish == "off" else wish}
 
 
 def given(**settings: Any) -> dict[str, Any]:

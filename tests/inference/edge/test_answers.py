@@ -21,7 +21,10 @@ from inference_svc.turns.phases import BegunPrompt, BegunTurn
 from inference_svc.turns.turn_data import Continuation, Shortening, TurnFinished, TurnRequest, TurnStarted, Warmed
 
 OF_A_MODEL = {"state", "kv_policy", "kv_policy_why", "embedding_dimensions", "only_embeds"}
-OF_A_NAMESPACE = {"namespace", "turn_ends", "kv_memory_used_bytes", "owed_memories", "owed_bytes", "failed_memories"}
+OF_A_NAMESPACE = {
+    *("namespace", "turn_ends", "kv_memory_used_bytes", "owed_memories", "owed_bytes", "failed_memories"),
+    *("prefilled_tokens", "cached_tokens", "decoded_tokens"),
+}
 OF_A_STAND = {"reply_token_ids", "computed_tokens", "cached_tokens", "shareable_tokens", "groups"}
 # With the fields that no record has: those that are given.
 ANSWERS: list[tuple[type[Message], tuple[Any, ...], set[str]]] = [

@@ -79,6 +79,7 @@ class OllamaOptions(turns.Body):
     repeat_last_n: Annotated[int, Ge(-1), Le(turns.MAX_INT32)] | None = None
     presence_penalty: Annotated[float, Ge(-2), Le(2)] | None = None
     frequency_penalty: Annotated[float, Ge(-2), Le(2)] | None = None
+    speculation: turns.Speculation | None = None
     mirostat: float | None = Field(default=None, description="0 alone.")
     typical_p: float | None = _ONE_ALONE
     tfs_z: float | None = _ONE_ALONE
@@ -94,6 +95,7 @@ class OllamaOptions(turns.Body):
                 stop=[self.stop] if isinstance(self.stop, str) else self.stop,
             ),
             **self._penalty(),
+            **turns.speculated(self.speculation),
         }
 
     def _length(self, reading: Reading) -> dict[str, Any]:

@@ -109,15 +109,17 @@ class SamplingFields(turns.Body):
     top_k: turns.TopK | None = None
     min_p: Annotated[float, Ge(0), Le(1)] | None = None
     repetition_penalty: float | None = None
+    speculation: turns.Speculation | None = Field(None, description='"off", "auto", or most tokens ahead.')
     return_token_ids: bool | None = Field(None, description="Also the tokens of prompt and reply.")
 
     def sampling(self, reading: Reading, max_tokens: int | None) -> dict[str, Any]:
-        return reading.length(max_tokens) | turns.given(
+        given = turns.given(
             **self.model_dump(include=_AS_THE_ENGINE),
             stop=[self.stop] if isinstance(self.stop, str) else self.stop,
             seed=self.seed & (1 << 64) - 1 if self.seed is not None else None,
             logit_bias=_biases(self.logit_bias),
         )
+        return reading.length(max_tokens) | given | turns.speculated(self.speculation)
 
     @property
     def wants_usage(self) -> bool:
@@ -353,13 +355,16 @@ def head(prefix: str, kind: str, asked: turns.Asked, started: pb.Started) -> dic
 
 def usage(reply: Reply) -> dict[str, Any]:
     """Tokens of the prompt once, and of all choices together."""
-    prompt_tokens = reply.started.prompt_tokens
-    completion_tokens = sum(choice.finished.usage.completion_tokens for choice in reply.choices)
+    prompt_tokens, used = reply.started.prompt_tokens, [choice.finished.usage for choice in reply.choices]
+    completion_tokens = sum(each.completion_tokens for each in used)
+    drafted, right = (sum(each.drafted_tokens for each in used), sum(each.accepted_draft_tokens for each in used))
+    ahead = {"accepted_prediction_tokens": right, "rejected_prediction_tokens": drafted - right}
     return {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": completion_tokens,
         "total_tokens": prompt_tokens + completion_tokens,
         "prompt_tokens_details": {"cached_tokens": reply.started.cached_tokens},
+        **({"completion_tokens_details": ahead} if drafted else {}),
     }
 
 

@@ -118,6 +118,7 @@ class ResponsesRequest(turns.Body):
     prompt_cache_key: str | None = None
     prompt_cache_retention: str | None = None
     safety_identifier: str | None = None
+    speculation: turns.Speculation | None = None
     client_metadata: turns.FreeObject | None = Field(None, description="Accepted: it is the client's own.")
 
     def turn(self, reading: Reading, before: Sequence[turns.Said] = ()) -> turns.Turn:
@@ -143,6 +144,7 @@ class ResponsesRequest(turns.Body):
             sampling={
                 **reading.length(self.max_output_tokens),
                 **turns.given(temperature=self.temperature, top_p=self.top_p),
+                **turns.speculated(self.speculation),
             },
             thinking=self._thinking(reading),
             json_schema=turns.format_of_text(self._schema(), tool_choice),
