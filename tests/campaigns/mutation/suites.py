@@ -7,7 +7,7 @@ from tests.campaigns.mutation.mutant import Suite
 
 _PACKAGES = {
     "cachestore_svc": ("store", "moves", "sealing", "upkeep"),
-    "inference_svc": ("engine", "scheduler", "kv", "drafts"),
+    "inference_svc": ("engine", "scheduler", "kv", "drafts", "masks"),
     "clients/python/kvasir": ("audit", "sdk"),
 }
 _ASKED = [Suite(name, package) for package, names in _PACKAGES.items() for name in names]

@@ -8,6 +8,7 @@ import pytest
 from kvasir.cachestore.v1 import identity_pb2
 from kvasir.errors import Cancelled, FailedPrecondition
 
+from inference_svc.engine import engine
 from inference_svc.engine.api import AgentKey, FinishReason, Hot, Preempted, Priority, Resumed, Tokens
 from inference_svc.engine.engine import Engine
 from inference_svc.formats.constraint import Constraint, ConstraintKind
@@ -111,6 +112,19 @@ def test_two_turns_are_those_of_the_reference(
         text = tuple(ended.state.token_ids)
 
 
+def test_a_checkpoint_as_published_is_served_without_its_code(tmp_path: Path) -> None:
+    """With a head of its own, and the names of Python files that are not there."""
+    code = {"AutoConfig": "configuration_wedlm.WeDLMConfig", "AutoModelForCausalLM": "modeling_wedlm.WeDLMForCausalLM"}
+    published = {"architectures": ["WeDLMForCausalLM"], "auto_map": code, "tie_word_embeddings": False}
+    directory = write_wedlm(tmp_path / "model", **published)
+    driver = Driver(open_engine(directory, tmp_path, POLICIES["q4"]))
+    try:
+        expected = reference(driver, plain_model(directory)).generate(tokens_of(20, 1), TOKENS)
+        assert drawn(driver.submit(tokens_of(20, 1), max_tokens=TOKENS)) == until_end(expected)
+    finally:
+        driver.engine.close()
+
+
 def test_a_reply_takes_fewer_passes_than_tokens(masks: Driver) -> None:
     passes = [masks.turn(tokens_of(30, seed), max_tokens=TOKENS).mask_passes for seed in range(4)]
     assert min(each.passes for each in passes) < TOKENS - 2
@@ -163,7 +177,7 @@ def test_a_sampled_reply_depends_on_its_seed_alone(masks: Driver) -> None:
 @pytest.mark.parametrize("ending", ["stop", "token", "limit"])
 def test_a_reply_ends_within_the_tokens_of_a_pass(masks: Driver, model: Any, ending: str) -> None:
     """Tokens that were committed together with the last one are nobody's: the next turn goes on as the reference."""
-    prompt = tokens_of(30, 7)
+    prompt = tokens_of(30, 5)
     listener = masks.submit(prompt, max_tokens=TOKENS, key=masks.key())
     whole, reply = listener.end(), drawn(listener)
     at = next(place for place in range(2, TOKENS) if reply[place] not in reply[:place])
@@ -177,6 +191,8 @@ def test_a_reply_ends_within_the_tokens_of_a_pass(masks: Driver, model: Any, end
     ended = ending_turn.end()
     if ending == "token":
         assert drawn(ending_turn) == reply[: at + 1]
+        forgotten = masks.turn(prompt, **{"max_tokens": TOKENS, **how})
+        assert ended.mask_passes.passes == forgotten.mask_passes.passes + 1, "the last token got no row of a pass"
     assert ended.completion_tokens < TOKENS
     text, more = tuple(ended.state.token_ids), tokens_of(9, 8)
     expected = reference(masks, model)
@@ -258,6 +274,42 @@ def test_a_turn_that_was_preempted_in_mid_window_goes_on_to_the_bit(
         driver.engine.close()
 
 
+@pytest.mark.long(3)
+def test_rows_that_are_decoded_on_read_are_those_of_the_copies(
+    masks: Driver, directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Eight windows have more rows than one pass may have, so that some turns have none in it."""
+    prompts = [tokens_of(length, 20 + length) for length in (5, 250, 30, 100, 40, 60, 80, 700)]
+    monkeypatch.setattr(engine, "_DECODED_PART", 1 << 40)
+    on_read = Driver(open_engine(directory, tmp_path, POLICIES["q4"]))
+    try:
+        found = [
+            [drawn(each) for each in [driver.submit(prompt, max_tokens=TOKENS) for prompt in prompts]]
+            for driver in (masks, on_read)
+        ]
+    finally:
+        on_read.engine.close()
+    assert found[0] == found[1] == [drawn(masks.submit(prompt, max_tokens=TOKENS)) for prompt in prompts]
+
+
+def test_a_prompt_that_is_there_before_its_turn_changes_nothing(masks: Driver) -> None:
+    prompt, key = tokens_of(300, 15), masks.key()
+    cold = drawn(masks.submit(prompt, max_tokens=TOKENS))
+    masks.turn(prompt, key=key, max_tokens=0)
+    hot = masks.submit(prompt, Hot(len(prompt)), key=key, max_tokens=TOKENS)
+    assert drawn(hot) == cold
+    assert hot.end().cached_tokens == len(prompt) - 1
+
+
+def test_more_masks_than_a_window_may_have_are_as_many_as_it_may_have(masks: Driver) -> None:
+    prompt = tokens_of(20, 16)
+    most, usual = masks.engine.model.mask_window, drawn(masks.submit(prompt, max_tokens=40))
+    assert most is not None
+    found = [drawn(masks.submit(prompt, max_tokens=40, most_drafts=ahead)) for ahead in (64, 31, most.size - 1)]
+    assert found[0] == found[1]
+    assert found[2] == usual
+
+
 def test_a_decoding_turn_is_not_handed_over(masks: Driver) -> None:
     """Its window would stay behind. The turn goes on here."""
     held: list[object] = []
@@ -274,10 +326,10 @@ def test_the_kv_identity_includes_the_decoding(masks: Driver, tmp_path: Path) ->
     """Of the same weights as another type, and of another window: neither takes the other's memories."""
     names = {masks.engine.model.kv_identity_hash}
     for number, change in enumerate(({"model_type": "qwen3"}, {"wedlm_window_size": 16}, {"mask_token_id": MASK - 1})):
-        engine = open_engine(write_wedlm(tmp_path / str(number), **change), tmp_path, POLICIES["q4"])
-        names.add(engine.model.kv_identity_hash)
-        assert (engine.model.mask_window is None) == ("model_type" in change)
-        engine.close()
+        other = open_engine(write_wedlm(tmp_path / str(number), **change), tmp_path, POLICIES["q4"])
+        names.add(other.model.kv_identity_hash)
+        assert (other.model.mask_window is None) == ("model_type" in change)
+        other.close()
     assert len(names) == 4
 
 

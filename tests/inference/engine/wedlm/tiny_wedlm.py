@@ -34,6 +34,8 @@ def write_wedlm(directory: Path, seed: int = 1, **config: Any) -> Path:
     weights = load_file(directory / "model.safetensors")
     weights["model.embed_tokens.weight"][MASK] *= _FAINT
     weights["model.norm.weight"] *= _LOUD
+    if not config.get("tie_word_embeddings", True):
+        weights["lm_head.weight"] = weights["model.embed_tokens.weight"][::-1].copy()
     save_file(weights, directory / "model.safetensors")
     (directory / "config.json").write_text(json.dumps({**WEDLM, **config}))
     return directory
