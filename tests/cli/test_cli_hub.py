@@ -1,5 +1,6 @@
 """`kvasir models pull` and `rm` against a hub of a local directory, through mlx-lm's own loader."""
 
+import json
 import shutil
 import subprocess
 from collections.abc import Iterator
@@ -41,6 +42,10 @@ def test_a_model_is_fetched_once_listed_and_removed(hub: Hub) -> None:
     assert pulled.code == 0, pulled.err
     weights = Path(pulled.value["path"]) / "model.safetensors"
     assert weights.read_bytes() == (kvasir_tiny.path() / "model.safetensors").read_bytes()
+    again = hub("models", "pull", "kvasir/tiny", "--json", "--progress")
+    told = [json.loads(line) for line in again.err.splitlines()]
+    assert told
+    assert {each["done"] == each["total"] > weights.stat().st_size for each in told} == {True}
     assert [row["name"] for row in hub("models", "ls", "--fetched", "--json").value] == ["kvasir/tiny"]
     removed = hub("models", "rm", "kvasir/tiny", "--json")
     assert removed.value["freed_bytes"] >= (kvasir_tiny.path() / "model.safetensors").stat().st_size

@@ -1,6 +1,7 @@
 """`kvasir backup` beside a store that runs, and `kvasir restore`: a new home that equals the old one, or none."""
 
 import json
+import os
 import shutil
 import threading
 from collections.abc import Callable, Iterator
@@ -11,6 +12,7 @@ import pytest
 from blake3 import blake3
 from kvasir.cli.backups import commands
 from kvasir.cli.backups.folder import BackupFolder
+from kvasir.cli.backups.last import FILE
 from kvasir.clients import StoreClient
 from kvasir.credentials import write_private_text
 
@@ -88,6 +90,21 @@ def test_a_restored_home_equals_the_old_one(cli: Cli, client: StoreClient, ada: 
 
 
 @pytest.mark.long(5)
+def test_status_names_the_last_backup_and_the_next_one_needs_no_folder(cli: Cli, tmp_path: Path) -> None:
+    (cli.home / FILE).unlink(missing_ok=True)
+    assert cli("backup", "--json").value["error"]["reason"] == "NO_BACKUP"
+    folder = tmp_path / "backup"
+    first = cli.done("backup", folder, "--json", "--progress")
+    told = [json.loads(line) for line in first.err.splitlines() if line.startswith("{")]
+    assert told[0].keys() == {"done", "total"}
+    assert all(each["done"] <= each["total"] for each in told)
+    assert cli.done("backup", "--json").value["folder"] == str(folder)
+    last = cli("status", "--json").value["backup"]
+    assert (last["folder"], last["damaged"], last["files"]) == (str(folder), [], first.value["files"])
+    assert f"(UTC) in {folder}" in cli("status").out
+    assert FILE not in BackupFolder(folder, os.open(folder, os.O_RDONLY)).files()
+
+
 def test_a_backup_beside_a_store_that_writes_is_whole(cli: Cli, client: StoreClient, tmp_path: Path) -> None:
     is_over = threading.Event()
 

@@ -129,8 +129,9 @@ def test_a_live_move_needs_nothing_but_the_pairing(macs: Macs) -> None:
     """Token for token the turn, and the next one, of an agent that never left."""
     laptop, studio = macs
     for mac, other in ((laptop, "studio"), (studio, "laptop")):
-        [peer] = mac.cli.done("peers", "ls", "--json").value["peers"]
+        [peer] = mac.cli.done("peers", "ls", "--try", "--json").value["peers"]
         assert (peer["name"], peer["engine_address"].partition(":")[0]) == (other, "127.0.0.1")
+        assert peer["is_reached"]
         assert f" {peer['engine_address'].removeprefix('127.0.0.1')} " in mac.cli.done("peers", "ls").out
 
     async def work() -> None:

@@ -1,5 +1,6 @@
 """`kvasir models pull` and `rm`: models of the hub on this machine, through a program of the engine's package."""
 
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any
 
 import typer
@@ -9,14 +10,15 @@ from kvasir.cli.failures import NOT_FOUND, WrongUsage
 from kvasir.cli.rows import size
 from kvasir.cli.running.checks import check_installed, is_repository
 from kvasir.cli.running.program import done
+from kvasir.cli.showing.reported import ProgressOption, is_progress
 from kvasir.errors import FailedPrecondition, NotFound
 
 _NameArgument = Annotated[str, typer.Argument(help="A repository of the hub.", metavar="OWNER/NAME")]
 
 
-def pull(caller: Caller, name: _NameArgument) -> None:
+def pull(caller: Caller, name: _NameArgument, progress: ProgressOption = False) -> None:
     """Fetch a model of the hub, once: `kvasir up --model OWNER/NAME` and other programs of mlx-lm find it here."""
-    answer = fetch(caller, name)
+    answer = fetch(caller, name, "--progress") if progress else fetch(caller, name)
     text = f"{name}: {size(answer['size_bytes'])} at {answer['path']}; start it with `kvasir up --model {name}`"
     caller.result(answer, lambda out: out.print(text))
 
@@ -34,9 +36,9 @@ def fetched(caller: Caller) -> list[dict[str, Any]]:
     return rows
 
 
-def fetch(caller: Caller, name: str) -> dict[str, Any]:
+def fetch(caller: Caller, name: str, *options: str) -> dict[str, Any]:
     """Fetch what is missing here of a model; shows its progress. Raises NotFound."""
-    answer: dict[str, Any] = _hub(caller, "pull", _checked(name))
+    answer: dict[str, Any] = _hub(caller, "pull", _checked(name), options=options)
     return answer
 
 
@@ -46,14 +48,20 @@ def _checked(name: str) -> str:
     return name
 
 
-def _hub(caller: Caller, *words: str) -> Any:
+def _hub(caller: Caller, *words: str, options: Sequence[str] = ()) -> Any:
     check_installed("engine")
     # Its bars are drawn by itself, where somebody sees them.
     shown = caller.shows_progress
-    ended = done("inference_svc.model.hub", [*words, *([] if shown else ["--quiet"])], shows_stderr=shown)
+    given = [*words, *options, *([] if shown else ["--quiet"])]
+    ended = done("inference_svc.model.hub", given, _reporter(caller), shows_stderr=shown)
     if ended.code == 0:
         return ended.value
     why = f"{words[-1]} was not found; what was said stands above" if shown else ended.why
     if ended.code == NOT_FOUND:
         raise NotFound(why, reason="MODEL_NOT_FOUND", field="NAME")
     raise FailedPrecondition(f"the hub's loader failed: {why}", reason="HUB_FAILED")
+
+
+def _reporter(caller: Caller) -> Callable[[str], None]:
+    """Hands on what the program says of its progress, and nothing else."""
+    return lambda line: caller.note(line) if is_progress(line) else None

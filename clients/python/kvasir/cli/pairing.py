@@ -6,6 +6,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Annotated, Any
 
@@ -13,6 +14,7 @@ import typer
 from rich.console import Console
 
 from kvasir import errors
+from kvasir.address import accepts
 from kvasir.cli.caller import Caller, command
 from kvasir.cli.rows import counted, to_the_second
 from kvasir.cli.running.checks import check_installed
@@ -145,9 +147,18 @@ def _show_paired(caller: Caller, line: dict[str, Any]) -> None:
 
 
 @command(app, "ls")
-def ls(caller: Caller) -> None:
+def ls(
+    caller: Caller,
+    try_them: Annotated[
+        bool, typer.Option("--try", help="Also connect to each, and say who cannot be reached.")
+    ] = False,
+) -> None:
     """List the peers of this home's store."""
     answer = _only(caller, "peers", "ls")
+    if try_them:
+        with caller.busy("connecting"), ThreadPoolExecutor() as beside:
+            for peer, is_reached in zip(answer["peers"], beside.map(_is_reached, answer["peers"]), strict=True):
+                peer["is_reached"] = is_reached
     caller.result(answer, lambda out: _show_peers(out, answer["peers"]))
 
 
@@ -202,7 +213,8 @@ def _cells(peer: dict[str, Any]) -> tuple[str, ...]:
     store, engine = peer["address"], peer["engine_address"]
     host = store.rpartition(":")[0]
     shown = engine.removeprefix(host) if host else engine  # a terminal has 80 columns
-    addresses = (store or "listens to nobody", shown or "takes no turns")
+    reached = "" if peer.get("is_reached", True) in (True, None) else " (not reached)"
+    addresses = (store + reached or "listens to nobody", shown or "takes no turns")
     return peer["name"], *addresses, *rights, key, to_the_second(peer["paired_at"])
 
 
@@ -213,6 +225,11 @@ def _rights_text(peer: dict[str, Any]) -> str:
 def _rights(gives: list[str] | None, takes: list[str] | None) -> list[str]:
     given = (("--gives", gives), ("--takes", takes))
     return [word for option, texts in given for text in texts or () for word in (option, text)]
+
+
+def _is_reached(peer: dict[str, Any]) -> bool | None:
+    """Whether something listens at its store's address; None if it listens to nobody."""
+    return accepts(peer["address"]) if peer["address"] else None
 
 
 def _show_found(out: Console, found: list[dict[str, str]]) -> None:

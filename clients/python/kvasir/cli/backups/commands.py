@@ -13,17 +13,20 @@ from typing import Annotated, Any
 import typer
 
 from kvasir.cli.backups.folder import LIST, BackupFolder, Files, Kept
+from kvasir.cli.backups.last import FILE, last_folder, note_last
 from kvasir.cli.caller import Caller
 from kvasir.cli.failures import PROBLEMS
 from kvasir.cli.rows import counted, size
 from kvasir.cli.running.checks import check_installed
 from kvasir.cli.running.home import Home
 from kvasir.cli.running.program import done
+from kvasir.cli.showing.reported import Progress, ProgressOption
 from kvasir.errors import DataLoss, FailedPrecondition, NotFound, Unavailable
 
-# Of a home: what only a running group needs, what was logged, and what opens sealed namespaces. The name under which
-# the engine holds leases is copied: under another one a restored agent would have to wait for them to end.
-_LEFT_OUT = ("run", "logs", "audit", "prove", "store", "seal.key")
+# Of a home: what only a running group needs, what was logged, where backups lie, and what opens sealed namespaces. The
+# name under which the engine holds leases is copied: under another one a restored agent would have to wait for them to
+# end.
+_LEFT_OUT = ("run", "logs", "audit", "prove", "store", "seal.key", FILE, f"{FILE}.new")
 # Of the store: its blobs, whose names never change their bytes; the records of keys; the marks of sealed namespaces.
 _BLOB = re.compile(r"store/namespaces/[0-9a-f]{32}/blobs/[0-9a-f]{2}/([0-9a-f]{64})")
 _OF_STORE = re.compile(rf"{_BLOB.pattern}|store/keys/[0-9a-f]{{32}}(\.copy)?|store/namespaces/[0-9a-f]{{32}}/sealed")
@@ -35,15 +38,22 @@ _TRIES = 5
 FolderArgument = Annotated[Path, typer.Argument(help="The backup's folder.", metavar="DIR")]
 
 
-def backup(caller: Caller, folder: FolderArgument) -> None:
+def backup(
+    caller: Caller,
+    folder: Annotated[
+        Path | None, typer.Argument(help="The backup's folder. Left out: that of the last one.", metavar="DIR")
+    ] = None,
+    progress: ProgressOption = False,
+) -> None:
     """Back this home up into a folder, while it runs or not: all memories that are stored, tokens, peers, settings.
 
-    The next backup into the same folder copies what is new. It is as secret as the home. Not in it: the master key of
-    sealed namespaces (seal.key), which stay sealed; logs, audits; turns that the store has not taken yet (`kvasir
-    status`). Ends with 1 if files of the store are damaged: they are left out, and `kvasir store scrub` says more.
-    Files of sealed namespaces are copied unchecked."""
+    The next backup into the same folder copies what is new; `kvasir status` names the last one. It is as secret as the
+    home. Not in it: the master key of sealed namespaces (seal.key), which stay sealed; logs, audits; turns that the
+    store has not taken yet (`kvasir status`). Ends with 1 if files of the store are damaged: they are left out, and
+    `kvasir store scrub` says more. Files of sealed namespaces are copied unchecked."""
     check_installed("store")
-    home, folder = caller.home, folder.expanduser().absolute()
+    home = caller.home
+    folder = (folder or last_folder(home)).expanduser().absolute()
     if not (home.root / _INDEX).is_file():
         raise NotFound(f"no store in {home.store_data}", reason="NO_STORE")
     if folder.resolve().is_relative_to(home.root.resolve()):
@@ -54,12 +64,14 @@ def backup(caller: Caller, folder: FolderArgument) -> None:
         text = f"{folder}: expected an empty folder or a backup, found {min(strange)}"
         raise FailedPrecondition(text, reason="BACKUP_REFUSED")
     with BackupFolder.open(folder) as target, caller.busy("copying"):
-        run = _Run(home, target, *target.newest())
+        run = _Run(home, target, *target.newest(), Progress(caller if progress else None))
         files = run.files()
         removed_bytes = target.finish(files)
     all_bytes = sum({kept.hash: kept.size_bytes for kept in files.values()}.values())
     value = {"folder": str(folder), "files": len(files), "bytes": all_bytes, "copied_bytes": run.copied_bytes}
     value |= {"removed_bytes": removed_bytes, "damaged": sorted(run.damaged), "links": (links := run.links())}
+    with contextlib.suppress(OSError):  # a full disk: the backup is whole
+        note_last(home, value)
     text = f"{folder}: {counted(len(files), 'file')}, {size(all_bytes)}; {size(run.copied_bytes)} copied now"
     text += f"; left out: {counted(len(run.damaged), 'damaged file')}" if run.damaged else ""
     text += f"; links are left out: {', '.join(links)}" if links else ""
@@ -146,6 +158,7 @@ class _Run:
     target: BackupFolder
     known: Files  # of the backup before
     known_ns: int  # when that was made
+    progress: Progress
     copied: dict[str, Kept] = field(default_factory=dict)  # blobs
     copied_bytes: int = 0
     damaged: set[str] = field(default_factory=set)
@@ -153,6 +166,7 @@ class _Run:
     def files(self) -> Files:
         """All files, copied. Raises Unavailable if the store goes on removing what is to be copied."""
         others = {}
+        self.progress.total = sum(map(self._size, (*self._others(), *self._of_store(), _INDEX)))
         for name in self._others():
             with contextlib.suppress(FileNotFoundError):  # replaced, removed
                 others[name] = self._add(self.home.root / name)
@@ -190,6 +204,7 @@ class _Run:
         if known is not None and self.target.has(known):
             status = source.stat()
             if status.st_size == known.size_bytes and status.st_mtime_ns < self.known_ns:
+                self.progress.add(known.size_bytes)
                 return known
         if name not in self.copied:  # by an earlier try
             self.copied[name] = self._add(source)
@@ -198,7 +213,13 @@ class _Run:
     def _add(self, source: Path) -> Kept:
         kept = self.target.add(source)
         self.copied_bytes += kept.size_bytes
+        self.progress.add(kept.size_bytes)
         return kept
+
+    def _size(self, name: str) -> int:
+        with contextlib.suppress(FileNotFoundError):
+            return (self.home.root / name).stat().st_size
+        return 0
 
     def _is_whole(self, name: str, kept: Kept) -> bool:
         """Whether a blob's bytes are its name's; those of sealed ones have another digest."""

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import re
+import shutil
 import sys
 import time
 from collections.abc import Mapping
@@ -12,9 +13,10 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
+from kvasir.cli.backups.last import last_backup
 from kvasir.cli.caller import Caller
 from kvasir.cli.failures import PROBLEMS, UNREACHABLE, WrongUsage
-from kvasir.cli.rows import counted, fields_of, scrub_text, size, stats_row
+from kvasir.cli.rows import counted, fields_of, scrub_text, size, stats_row, to_the_second
 from kvasir.cli.running.health import ENGINE_SERVICE, STORE_SERVICE, Health, health, http_health, problems_at
 from kvasir.cli.running.holding import end_group, holders, is_led
 from kvasir.cli.running.home import Endpoint, Home, Running
@@ -123,6 +125,7 @@ def status(caller: Caller) -> None:
         "token_file": running.token_file if running is not None else "",
         "logs": str(home.logs),
         **{name: facts.get(name, {}) for name in ("disk", "owed", "kernels")},
+        "backup": last_backup(home),
     }
     caller.result(value, lambda out: _show_status(out, value, is_killed=running is not None))
     if any(each.state != Health.READY for each in states):
@@ -146,14 +149,24 @@ def _engine_facts(caller: Caller) -> tuple[dict[str, Any], dict[str, str]]:
 
 
 def _store_facts(caller: Caller) -> tuple[dict[str, Any], dict[str, str]]:
-    """Bytes that the store wrote today and may write, and how far its scrub is; nothing if it does not answer soon."""
+    """The disk's bytes, those that the store holds, wrote today and may write, and how far its scrub is; nothing if it
+    does not answer soon."""
     with contextlib.suppress(KvasirError, ValueError, OSError):
         with caller.store.store_client(ANSWER_S) as client:
             numbers = stats_row(client.get_stats())
-        names = ("written_today_bytes", "write_budget_bytes", "is_disk_full", "scrub")
+        of_writes = ("written_today_bytes", "write_budget_bytes", "is_disk_full", "scrub", "free_disk_bytes")
+        names = (*of_writes, "agent_count", "blob_bytes", "damaged_blob_count")
         full = {"DISK_FULL": "the disk has no room beside what must stay free: writes are refused"}
-        return {"disk": {name: numbers[name] for name in names}}, full if numbers["is_disk_full"] else {}
+        facts = {"disk": {name: numbers[name] for name in names} | _whole_disk(caller.home)}
+        return facts, full if numbers["is_disk_full"] else {}
     return {}, {}
+
+
+def _whole_disk(home: Home) -> dict[str, int]:
+    """The bytes of the disk on which the home's store lies."""
+    with contextlib.suppress(OSError):
+        return {"total_disk_bytes": shutil.disk_usage(home.store_data).total}
+    return {"total_disk_bytes": 0}
 
 
 def logs(
@@ -223,9 +236,13 @@ def _show_status(out: Console, value: dict[str, Any], *, is_killed: bool) -> Non
         budget = disk["write_budget_bytes"]
         of_budget = f" of a budget of {size(budget)}" if budget else ""
         spent = ": the budget is spent" if budget and disk["written_today_bytes"] >= budget else ""
-        out.print(f"disk: {size(disk['written_today_bytes'])} written today (UTC){of_budget}{spent}")
+        free = f"{size(disk['free_disk_bytes'])} free of {size(disk['total_disk_bytes'])}"
+        out.print(f"disk: {free}; {size(disk['written_today_bytes'])} written today (UTC){of_budget}{spent}")
         if (scrub := disk["scrub"]) and (scrub["blobs_checked"] or not scrub["bytes_per_s"]):
             out.print(f"scrub: {scrub_text(scrub)}")
+    if backup := value["backup"]:
+        damaged = f"; left out: {counted(len(backup['damaged']), 'damaged file')}" if backup["damaged"] else ""
+        out.print(f"backup: {to_the_second(backup['ended_at'])} (UTC) in {backup['folder']}{damaged}")
     if value["token_file"]:
         out.print(f"token: {value['token_file']}")
     out.print(f"logs: {value['logs']}")

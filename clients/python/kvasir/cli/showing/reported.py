@@ -1,0 +1,35 @@
+"""Progress for a program that started this one: an object on a line of stderr, `done` of `total` bytes."""
+
+import json
+import time
+from typing import Annotated
+
+import typer
+
+from kvasir.cli.caller import Caller
+from kvasir.waits import PAUSE_S
+
+ProgressOption = Annotated[
+    bool, typer.Option("--progress", help="Print on standard error how far it is: done and total, in bytes, as JSON.")
+]
+
+
+class Progress:
+    """Bytes that are done, of all. `total` may be a guess."""
+
+    def __init__(self, caller: Caller | None) -> None:
+        """None: nobody is told."""
+        self._caller = caller
+        self._told_s = 0.0
+        self.total = self.done = 0
+
+    def add(self, count: int) -> None:
+        self.done += count
+        if self._caller is not None and time.monotonic() - self._told_s >= PAUSE_S:
+            self._told_s = time.monotonic()
+            self._caller.note(json.dumps({"done": self.done, "total": max(self.total, self.done)}))
+
+
+def is_progress(line: str) -> bool:
+    """Whether a line of a program's stderr reports its progress."""
+    return line.startswith('{"done": ')
