@@ -7,17 +7,19 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import httpx2 as httpx
-from kvasir.credentials import CLIENT, ENGINE, PEER, Principal, write_credentials
+from kvasir.credentials import ADMIN, CLIENT, ENGINE, PEER, Principal, write_credentials
 
 from tests.running.programs import Program
 from tests.running.system_fixtures import House
 
+OPERATOR = "olga"  # of a gateway that is given a home
 CALLERS = (
     *(Principal(name, "first", frozenset({CLIENT})) for name in ("ada", "bob")),
     Principal("eve", "second", frozenset({CLIENT})),
     Principal("hot", "third", frozenset({CLIENT})),  # a namespace without a store
     Principal("laptop", "first", frozenset({PEER})),  # another Mac's store
     *(Principal(f"engine-{namespace}", namespace, frozenset({ENGINE})) for namespace in ("first", "second")),
+    Principal(OPERATOR, "first", frozenset({CLIENT, ADMIN})),
 )
 MODEL = "kvasir-tiny"
 

@@ -43,6 +43,7 @@ from kvasir_gateway.metrics import GatewayNumbers
 from kvasir_gateway.models import Aliases
 from kvasir_gateway.page.look import Sources
 from kvasir_gateway.page.numbers.history import History
+from kvasir_gateway.page.operating.part import Operating
 from kvasir_gateway.page.routes import GatewayPage
 from kvasir_gateway.page.sessions import Sessions
 from kvasir_gateway.reading.seals import ThoughtSeals
@@ -101,6 +102,7 @@ async def serve(settings: GatewayTable) -> None:
         reloading = _reloading(settings, gate, audit)
         history = History(time.time)
         sources = Sources(time.time, time.perf_counter, lambda: uuid.uuid4().hex)
+        operating = parts.closing(Operating(settings.home, settings.service_admin, sources.now))
         sessions = Sessions(gate, now=time.time, new_secret=partial(secrets.token_urlsafe, 32))
         key = _key(settings.state_dir)
         for address in settings.engine:
@@ -114,7 +116,7 @@ async def serve(settings: GatewayTable) -> None:
             numbers=numbers,
             tolerance=_tolerance(settings, key),
             aliases=aliases,
-            page=GatewayPage(engine, sessions, history, numbers, sources),
+            page=GatewayPage(engine, sessions, history, numbers, operating, sources),
             traces=traces,
             now=sources.now,
             clock=sources.clock,

@@ -32,6 +32,13 @@ WRITES = {
     "fork": {"id": BRANCHED, "name": "page/stolen"},
     "rollback": {"id": BRANCHED},
     "delete": {"id": BRANCHED, "typed": BRANCHED},
+    "token-new": {"name": "thief", "namespace": "first", "role": "client"},
+    "token-rm": {"name": "bob"},
+    "pair": {"gives": "claim", "takes": "move"},
+    "unpair": {"peer": "laptop"},
+    "fetch": {"model": "thief/model"},
+    "backup": {},
+    "job-stop": {"kind": "pair"},
     "logout": {},
 }
 

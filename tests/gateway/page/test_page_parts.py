@@ -21,6 +21,7 @@ from kvasir_gateway.page.look import FORM_BYTES, Sources
 from kvasir_gateway.page.managing import _progress
 from kvasir_gateway.page.numbers.chart import HEIGHT, chart
 from kvasir_gateway.page.numbers.history import MINUTES, History, Speed
+from kvasir_gateway.page.operating.part import Operating
 from kvasir_gateway.page.rendering import age, size
 from kvasir_gateway.page.routes import GatewayPage
 from kvasir_gateway.page.sessions import COOKIE, LIFETIME_S, Codes, Opened, Sessions, Visitor, check_own_form
@@ -327,7 +328,7 @@ def test_a_page_counts_as_a_request_until_its_answer_is_sent(method: str, path: 
     rooms, sent = Rooms(4, 1 << 20), list[Any]()
     gate = Gate(Credentials(()).with_tokens({Principal("ada", "first", frozenset({CLIENT})): KEY}))
     engine: Any = types.SimpleNamespace(of=lambda *_: types.SimpleNamespace(client=None))
-    needs: Any = sessions(gate, Clock()), History(Clock()), None
+    needs: Any = sessions(gate, Clock()), History(Clock()), None, Operating(None, (), Clock())
     page = GatewayPage(engine, *needs, Sources(Clock(), Clock(), lambda: "0"))
     [route] = [each for each in page.routes(rooms) if each.path == path and method in (each.methods or ())]
     headers = [(b"accept", b"text/html"), (b"x-api-key", KEY.encode())]

@@ -73,6 +73,13 @@ class GatewayFiles(Table):
     peer_ca_file: dict[str, Path] = option({}, "PEM, as --ca-file.", metavar="NAME=PATH", up="peer-ca-file")
     credentials: Path | None = option(None, "Whose tokens are API keys: as the engine's.", metavar="FILE", of_home=True)
     no_keys: bool = option(False, "Callers need no key and act as the gateway does.", of_home=True)
+    home: Path | None = option(None, "The home whose tokens, peers and backups the page manages.", of_home=True)
+    service_admin: tuple[str, ...] = option(
+        (),
+        "A credential with the role admin that may do so: the engine's --service-admin.",
+        metavar="NAME",
+        of_home=True,
+    )
     host: tuple[str, ...] = option((), "A name of this server, beside loopback addresses.", metavar="NAME")
     origin: tuple[str, ...] = option((), "A site whose pages may call, as https://a.example.", metavar="URL")
 

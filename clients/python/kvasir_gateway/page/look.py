@@ -33,6 +33,8 @@ DONE = {
     "branch": "This is a conversation of its own now. The one that it came from stays as it is.",
     "fork": "This agent was made. It shares its memory with the one it came from until they part.",
     "rollback": "The version is the newest again, as a new one. Nothing was removed.",
+    "revoke": "The token is removed. Its calls have ended.",
+    "unpair": "It is no peer any more. Its running calls were ended, and its key opens nothing here.",
     "delete": "The agent was deleted. Bytes that nothing else uses go after the grace period.",
 }
 
@@ -55,6 +57,7 @@ class Look:
     client: AioInferenceClient
     now: float  # Unix seconds
     form: dict[str, str]
+    is_operator: bool = False
 
     @property
     def namespace(self) -> str:
@@ -71,6 +74,7 @@ class Look:
 
     def shown(self, template: str, /, **values: Any) -> Response:
         values.update(visitor=self.visitor, at=self.at, namespace=self.namespace, now=self.now)
+        values.update(is_operator=self.is_operator)
         return page(template, done=DONE.get(self.query("done"), ""), **values)
 
     def goto(self, name: str = "", **query: str) -> Response:

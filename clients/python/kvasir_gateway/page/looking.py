@@ -10,7 +10,7 @@ from kvasir.cachestore.v1 import cachestore_pb2
 from kvasir.clients import AioInferenceClient
 from kvasir.errors import KvasirError
 from kvasir.inference.v1 import inference_pb2 as pb
-from kvasir.waits import ANSWER_S
+from kvasir.waits import ANSWER_S, SILENCE_S
 
 from kvasir_gateway.page import tree
 from kvasir_gateway.page.conversation.transcript import transcript
@@ -20,6 +20,7 @@ from kvasir_gateway.page.numbers.history import History, Parted, Speed
 _VERSIONS_A_PAGE = 200
 _MOST_READ, _MOST_READ_TOKENS = 16, 20_000  # versions whose messages are read, and how long they are at most
 _MOST_CHARS = 70
+COMMAND_S = SILENCE_S  # a program that begins, and looks at others
 _SOURCES = ("hot", "warm", "shared", "replay", "cold")
 _Answer = TypeVar("_Answer")
 
@@ -32,15 +33,15 @@ class Panel(Generic[_Answer]):
     problem: str = ""
 
 
-async def panel(work: Awaitable[_Answer]) -> Panel[_Answer]:
-    """The answer of an engine that may be away."""
+async def panel(work: Awaitable[_Answer], within_s: float = ANSWER_S) -> Panel[_Answer]:
+    """The answer of an engine, or of a command, that may take too long."""
     try:
-        async with asyncio.timeout(ANSWER_S):
+        async with asyncio.timeout(within_s):
             return Panel(await work)
     except KvasirError as error:
         return Panel(None, error.message)
     except TimeoutError:
-        return Panel(None, f"no answer within {ANSWER_S:g} s")
+        return Panel(None, f"no answer within {within_s:g} s")
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
 """Templates, and how they write numbers, sizes and times. All texts of agents and people are escaped."""
 
 from collections.abc import Mapping
-from datetime import UTC
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode
@@ -72,10 +72,10 @@ def lasted(duration: Duration) -> str:
     return age(duration.ToMilliseconds() / 1000)
 
 
-def moment(at: Timestamp, now_s: float) -> Mapping[str, str]:
-    """A time for programs, and how long before `now_s` (Unix seconds) it was."""
-    exact = at.ToDatetime(tzinfo=UTC).isoformat(timespec="seconds")
-    return {"exact": exact, "ago": f"{age(now_s - at.ToMilliseconds() / 1000)} ago"}
+def moment(at: Timestamp | str, now_s: float) -> Mapping[str, str]:
+    """A time for programs, and how long before `now_s` (Unix seconds) it was. Commands write it as ISO 8601."""
+    when = datetime.fromisoformat(at) if isinstance(at, str) else at.ToDatetime(tzinfo=UTC)
+    return {"exact": when.isoformat(timespec="seconds"), "ago": f"{age(now_s - when.timestamp())} ago"}
 
 
 def reuse_words(source: int, cached: int, prompt: int, reason: str) -> str:
@@ -99,6 +99,11 @@ def words(name: str) -> str:
     return name.replace("_", " ").lower()
 
 
+def last_word(path: str) -> str:
+    """kvasir.cachestore.v1.AgentService/DeleteAgent → "DeleteAgent"."""
+    return path.rpartition("/")[2]
+
+
 _TEMPLATES = Environment(
     loader=FileSystemLoader(_HERE / "templates"),
     autoescape=True,
@@ -106,5 +111,5 @@ _TEMPLATES = Environment(
     trim_blocks=True,
     lstrip_blocks=True,
 )
-_TEMPLATES.filters.update(size=size, number=number, lasted=lasted, moment=moment, words=words)
+_TEMPLATES.filters.update(size=size, number=number, lasted=lasted, moment=moment, words=words, last_word=last_word)
 _TEMPLATES.globals.update(link=link, reuse_words=reuse_words, difference_words=difference_words)

@@ -36,6 +36,7 @@ from kvasir_gateway.page.look import (
 from kvasir_gateway.page.managing import Managing
 from kvasir_gateway.page.numbers.history import History
 from kvasir_gateway.page.numbers.status import Status
+from kvasir_gateway.page.operating.part import Operating
 from kvasir_gateway.page.rendering import HEADERS, asset, page
 from kvasir_gateway.page.sessions import COOKIE, LIFETIME_S, Codes, Sessions, check_own_form, check_own_page
 
@@ -49,12 +50,19 @@ class GatewayPage:
     """The handlers of all pages."""
 
     def __init__(
-        self, engine: EngineLink, sessions: Sessions, history: History, numbers: GatewayNumbers, sources: Sources
+        self,
+        engine: EngineLink,
+        sessions: Sessions,
+        history: History,
+        numbers: GatewayNumbers,
+        operating: Operating,
+        sources: Sources,
     ) -> None:
         self._engine = engine
         self._sessions = sessions
         self._codes = Codes(sources.now, sessions.new_secret)
         self._history = history
+        self._operating = operating
         self._now = sources.now
         self._first = ConversationList()
         self._parts: Sequence[Part] = (
@@ -62,6 +70,7 @@ class GatewayPage:
             Status(history, engine),
             Managing(history),
             Talking(numbers, history, sources),
+            operating,
         )
 
     def routes(self, rooms: Rooms) -> list[Route]:
@@ -145,7 +154,8 @@ class GatewayPage:
             form = await form_of(request, room, most_bytes)
             check_own_form(request.headers, form.get("form_token", ""), visitor.form_token)
         client = self._engine.of(visitor.holder.token, room.beside, room.written).client
-        return Look(request, visitor, client, self._now(), form)
+        is_operator = self._operating.is_operator(visitor.holder)
+        return Look(request, visitor, client, self._now(), form, is_operator)
 
     def _guarded(self, method: str, path: str, handler: _Guarded, rooms: Rooms) -> Route:
         """The handler's route, with its refusals as pages. Who has shown no key is asked for one."""

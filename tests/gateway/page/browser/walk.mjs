@@ -1,10 +1,13 @@
 // Walks the operator's page in headless Chromium: axe-core on every page in both themes and two widths, the keyboard
 // alone, the live turns, no script at all, and no request to another host. Ends with 1 when anything is wrong.
+import { execFileSync } from "node:child_process";
 import { createRequire } from "node:module";
 import axe from "axe-core";
 import { chromium } from "playwright-core";
 
 const { KVASIR_URL: URL_, KVASIR_KEY: KEY, KVASIR_OUT: OUT, CHROMIUM } = process.env;
+// A home that runs, its owner's key, and how another home takes a code.
+const { KVASIR_HOME_URL: HOME_URL, KVASIR_HOME_KEY: HOME_KEY, KVASIR_PAIR: PAIR } = process.env;
 const QUIET = ["--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking", "--disable-component-update", "--disable-sync"];
 const RULES = { runOnly: ["wcag2a", "wcag2aa", "wcag21a", "wcag21aa", "wcag22aa", "best-practice"] };
 const wrong = [];
@@ -18,15 +21,15 @@ function expect(is, claim) {
 async function look(browser, options) {
   const context = await browser.newContext(options);
   const page = await context.newPage();
-  page.on("request", (request) => request.url().startsWith(`${URL_}/`) || wrong.push(`request to ${request.url()}`));
+  page.on("request", (request) => [URL_, HOME_URL].some((own) => request.url().startsWith(`${own}/`)) || wrong.push(`request to ${request.url()}`));
   page.on("dialog", (dialog) => { wrong.push("a dialog: text became script"); dialog.dismiss(); });
   page.on("console", (line) => line.type() === "error" && !/status of 40[0-9]|ERR_FAILED/.test(line.text()) && wrong.push(`console: ${line.text()}`));
   return page;
 }
 
-async function signIn(page) {
-  await page.goto(URL_);
-  await page.getByLabel("API key").fill(KEY);
+async function signIn(page, url = URL_, key = KEY) {
+  await page.goto(url);
+  await page.getByLabel("API key").fill(key);
   await page.keyboard.press("Enter");
   await page.waitForSelector("[data-list]");
 }
@@ -181,9 +184,124 @@ async function tasks(page) {
   });
 }
 
+const inPage = (page, words) => page.waitForFunction((text) => document.querySelector("main")?.textContent.includes(text), words, { timeout: 90000 });
+
+// What an operator does with a home: each by the page alone, but for the other home's side of a pairing.
+async function operate(page) {
+  await task(page, "see how full the disk is, and that all memories are stored", 1, async ({ press }) => {
+    await press("link", "Operate");
+    await inPage(page, "free of");
+    return /Memories not stored\s+none/.test(await page.locator("main").textContent());
+  });
+  await task(page, "make a token", 4, async ({ press, type }) => {
+    await press("link", "Tokens");
+    await type("Name", "laptop-app");
+    await type("Namespace", "lab");
+    await press("button", "Make it");
+    await inPage(page, "shown this once");
+    return /^[\w-]{43}$/.test(await page.locator("main .name code").textContent());
+  });
+  await task(page, "revoke it", 2, async ({ press }) => {
+    await press("link", "All tokens");
+    await press("button", "Revoke laptop-app");
+    await inPage(page, "Its calls have ended");
+    return true;
+  });
+  await task(page, "pair with another home", 3, async ({ press }) => {
+    await press("link", "Peers");
+    await press("button", "Show a code");
+    await inPage(page, "kvasir-pair:");
+    const line = (await page.locator("main").textContent()).match(/kvasir-pair:[^\s.]+(\.\d+){3}:\d+/)[0];
+    const [program, ...words] = JSON.parse(PAIR);
+    execFileSync(program, [...words, line]);
+    await inPage(page, "Paired with laptop");
+    await press("link", "Look again");
+    return (await page.locator(".row").first().textContent()).includes("laptop");
+  });
+  await task(page, "unpair", 1, async ({ press }) => {
+    await press("button", "Unpair laptop");
+    await inPage(page, "no peer any more");
+    return true;
+  });
+  await task(page, "fetch a model, with progress", 3, async ({ press, type }) => {
+    await press("link", "Models");
+    await type("Repository, as OWNER/NAME", "kvasir/tiny");
+    await press("button", "Fetch");
+    await inPage(page, "kvasir/tiny is on this machine");
+    return true;
+  });
+  await task(page, "unload a model, and load it again", 2, async ({ press }) => {
+    await press("button", /^Unload/);
+    await inPage(page, "The model is unloaded");
+    await press("button", /^Load/);
+    await inPage(page, "The model is loaded");
+    return true;
+  });
+  await task(page, "back the home up again", 2, async ({ press }) => {
+    await press("link", "Operate");
+    await press("button", "Back up now");
+    await inPage(page, "The backup is whole");
+    return (await page.locator("main").textContent()).includes("every file was whole");
+  });
+  await task(page, "see what needs attention, and all", 3, async ({ press }) => {
+    await press("link", "Audit");
+    const few = await page.locator("tbody tr").count();
+    await press("checkbox", "routine, too");
+    await press("button", "Show");
+    await inPage(page, "reload");
+    return (await page.locator("tbody tr").count()) >= few;
+  });
+  await task(page, "see which keys seal what, and how they change", 1, async ({ press }) => {
+    await press("link", "Keys");
+    return (await page.locator("main").textContent()).includes("kvasir keys rotate");
+  });
+}
+
+const OPERATED = ["home", "tokens", "peers", "keys", "models", "audit"];
+
+async function operateInAllLooks(browser) {
+  const page = await look(browser, { viewport: { width: 1000, height: 800 } });
+  await signIn(page, HOME_URL, HOME_KEY);
+  await operate(page);
+  await page.goto(`${at(page)}tokens`);
+  await tabThrough(page, "tokens");
+  await page.goto(`${at(page)}peers`);
+  await page.getByRole("button", { name: "Show a code" }).click();
+  await inPage(page, "kvasir-pair:");
+  for (const colorScheme of ["light", "dark"]) {
+    for (const width of [1280, 360]) {
+      const page = await look(browser, { colorScheme, viewport: { width, height: 900 } });
+      await signIn(page, HOME_URL, HOME_KEY);
+      const home = page.url();
+      for (const what of OPERATED) {
+        await page.goto(home + (what === "audit" ? "audit?all=yes" : what));
+        await audit(page, `${what}, ${colorScheme}, ${width} px`);
+        await page.screenshot({ path: `${OUT}/operate-${what}-${colorScheme}-${width}.png`, fullPage: true });
+      }
+      await page.context().close();
+    }
+  }
+  await page.getByRole("button", { name: "Stop" }).click();
+  await inPage(page, "it was stopped");
+  expect(true, "a pairing that waits is stopped");
+  await page.context().close();
+  const plain = await look(browser, { javaScriptEnabled: false });
+  await plain.goto(HOME_URL);
+  await plain.getByLabel("API key").fill(HOME_KEY);
+  await plain.getByRole("button", { name: "Sign in" }).click();
+  await plain.getByRole("link", { name: "Operate" }).click();
+  await plain.getByRole("button", { name: "Back up now" }).click();
+  for (let looks = 0; looks < 60 && (await plain.getByRole("button", { name: "Stop" }).count()); looks += 1) {
+    await plain.getByRole("link", { name: "Look again" }).click();
+  }
+  expect((await plain.locator("main").textContent()).includes("The backup is whole"), "without scripts a home is backed up");
+  await plain.context().close();
+}
+
 const browser = await chromium.launch({ executablePath: CHROMIUM, args: QUIET });
 console.log(`Chromium ${browser.version()}, axe-core ${version}`);
 try {
+  await operateInAllLooks(browser);
   const page = await look(browser, { viewport: { width: 1000, height: 800 } });
   await signIn(page);
   await page.reload();

@@ -180,6 +180,8 @@ def _of_gateway(asked: Asked, _has_credentials: bool) -> dict[str, object]:
         "engine_wait_s": ENGINE_READY_WITHIN_S,
         "state_dir": home.gateway_state,
         "credentials": home.credentials_file,
+        "home": home.root,
+        "service_admin": _PRINCIPALS[0].name,
         "audit_file": home.audit_file("http"),
         "metrics_listen": asked.metrics[2],
     }

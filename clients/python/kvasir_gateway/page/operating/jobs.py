@@ -1,0 +1,116 @@
+"""Commands that take longer than a page may: one of a kind at a time, with what each reports on its way."""
+
+import asyncio
+import json
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Any
+
+from kvasir.errors import FailedPrecondition, KvasirError
+
+from kvasir_gateway.page.operating.commands import Ended, HomeCommands, ended
+
+_MOST_OUT_BYTES = 1 << 20
+
+
+class Job:
+    """A command that runs, or has run. Times are Unix seconds."""
+
+    def __init__(self, about: str, began_s: float) -> None:
+        """`about`: whom it is about, as people read it."""
+        self.about = about
+        self.began_s = began_s
+        self.ended_s: float | None = None
+        self.done_bytes = self.total_bytes = 0
+        self.value: Any = None  # its result
+        self.problem = ""  # why it has none
+        self._out = ""
+
+    @property
+    def is_running(self) -> bool:
+        return self.ended_s is None
+
+    @property
+    def told(self) -> dict[str, Any]:
+        """What it printed last: an object of a stream of them, or nothing."""
+        lines = Ended(0, self._out, "").lines
+        return lines[-1] if lines else {}
+
+    def read_out(self, line: str) -> None:
+        if len(self._out) < _MOST_OUT_BYTES:
+            self._out += line
+
+    def read_progress(self, line: str) -> None:
+        with suppress(ValueError, LookupError, TypeError):
+            told = json.loads(line)
+            self.done_bytes, self.total_bytes = int(told["done"]), int(told["total"])
+
+    def end(self, code: int, last_line: str, now_s: float) -> None:
+        self.ended_s = now_s
+        try:
+            self.value = Ended(code, self._out, last_line).value
+        except KvasirError as error:
+            self.problem = error.message
+
+
+class Jobs:
+    """The newest job of each kind. They end with this object."""
+
+    def __init__(self, commands: HomeCommands, now: Callable[[], float]) -> None:
+        self._commands = commands
+        self._now = now
+        self._jobs: dict[str, Job] = {}
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+
+    def of(self, kind: str) -> Job | None:
+        return self._jobs.get(kind)
+
+    async def start(self, kind: str, about: str, words: Sequence[str]) -> None:
+        """Raises FailedPrecondition while another of the kind runs."""
+        job = self._jobs.get(kind)
+        if job is not None and job.is_running:
+            raise FailedPrecondition(f"there is one already, of {job.about}: wait for its end, or stop it")
+        self._jobs[kind] = job = Job(about, self._now())
+        try:
+            process = await self._commands.begin(words)
+        except BaseException:
+            del self._jobs[kind]
+            raise
+        self._tasks[kind] = asyncio.create_task(self._follow(job, process))
+
+    async def stop(self, kind: str) -> None:
+        """Ends what runs of a kind; nothing if nothing runs."""
+        if (task := self._tasks.pop(kind, None)) is not None:
+            task.cancel()
+            await asyncio.wait([task])
+
+    async def close(self) -> None:
+        for kind in [*self._tasks]:
+            await self.stop(kind)
+
+    async def _follow(self, job: Job, process: asyncio.subprocess.Process) -> None:
+        last = ""
+        assert process.stdout is not None
+        assert process.stderr is not None
+        reading = asyncio.create_task(_lines(process.stdout, job.read_out))
+        try:
+            async for line in _decoded(process.stderr):
+                job.read_progress(line)
+                last = line.strip() or last
+            await reading
+            job.end(await process.wait(), last, self._now())
+        finally:
+            reading.cancel()
+            await ended(process)
+            if job.is_running:
+                job.ended_s, job.problem = self._now(), "it was stopped"
+
+
+async def _lines(stream: asyncio.StreamReader, take: Callable[[str], None]) -> None:
+    async for line in _decoded(stream):
+        take(line)
+
+
+async def _decoded(stream: asyncio.StreamReader) -> Any:
+    async for line in stream:
+        yield line.decode(errors="replace")

@@ -1,0 +1,254 @@
+"""The operator's half of the page: rights, forms and secrets, before real services, by the commands of a real home."""
+
+import asyncio
+import re
+import shutil
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx2 as httpx
+import pytest
+from kvasir.cli.running.home import Home, Running
+from kvasir.credentials import read_credentials
+from kvasir.errors import FailedPrecondition, InvalidArgument, NotFound, Unavailable
+from kvasir_gateway.page.operating.commands import Ended, HomeCommands
+from kvasir_gateway.page.operating.jobs import Jobs
+
+from inference_svc.model import kvasir_tiny
+from tests.cli.local_hub import local_hub
+from tests.cli.running import Cli, free_port
+from tests.gateway.conftest import Front
+from tests.gateway.page.html_page import Browser, Html
+from tests.gateway.page.test_operator_page import WRITES
+from tests.gateway.serving import OPERATOR, GatewayProcess, running_gateway
+from tests.running import in_memory
+
+PAGES = ("home", "tokens", "peers", "keys", "models", "audit")
+OWN_WRITES = ("token-new", "token-rm", "pair", "unpair", "fetch", "backup", "job-stop")
+
+
+@pytest.fixture(scope="module")
+def operated(front: Front) -> Iterator[GatewayProcess]:
+    """A gateway of the shared services that is given their folder as a home, as `kvasir up` would make it."""
+    root, house = front.house.root, front.house
+    (root / "store").symlink_to("data")
+    home = Home(root)
+    home.make()
+    home.write_running(Running(pid=1, store=house.store.address, engine=house.engine.address))
+    options = ("--credentials", str(home.credentials_file), "--home", str(root), "--service-admin", OPERATOR)
+    audit = ("--audit-file", str(home.audit_file("http")))
+    with running_gateway(house, *options, *audit, name="operated") as gateway:
+        yield gateway
+
+
+@pytest.fixture
+def olga(front: Front, operated: GatewayProcess) -> Browser:
+    browser = Browser(operated.url)
+    browser.sign_in(front.keys[OPERATOR])
+    return browser
+
+
+def test_only_the_operator_sees_and_changes_the_home(front: Front, operated: GatewayProcess) -> None:
+    ada = Browser(operated.url)
+    page = ada.sign_in(front.keys["ada"])
+    assert "Operate" not in page.text
+    token = page.all("input", name="form_token")[0].attributes["value"]
+    before = (front.house.root / "credentials.toml").read_text()
+    for name in (*PAGES, "job"):
+        assert "only who operates this home" in ada.get(name, 403, kind="pair").text
+    for name in OWN_WRITES:
+        answer = ada.post(name, {**WRITES[name], "form_token": token}, origin=ada.url)
+        assert (answer.status_code, "only who operates this home" in answer.text) == (403, True), name
+    assert (front.house.root / "credentials.toml").read_text() == before
+
+
+def test_a_form_of_another_site_or_visit_operates_nothing(olga: Browser, front: Front) -> None:
+    token = olga.get("tokens").all("input", name="form_token")[0].attributes["value"]
+    before = (front.house.root / "credentials.toml").read_text()
+    for name in OWN_WRITES:
+        for headers, given, told in (
+            ({"origin": "https://evil.example"}, token, "origin"),
+            ({}, token, "origin"),
+            ({"origin": olga.url}, token[::-1], "an earlier visit"),
+        ):
+            answer = olga.post(name, {**WRITES[name], "form_token": given}, **headers)
+            assert (answer.status_code, told in answer.text) == (403, True), name
+    assert (front.house.root / "credentials.toml").read_text() == before
+    assert "id" not in olga.get("job", kind="pair").all("span")[0].attributes
+
+
+def test_a_gateway_without_a_home_has_no_operator(front: Front) -> None:
+    stranger = Browser(front.gateway.url)
+    assert "Operate" not in stranger.sign_in(front.keys[OPERATOR]).text
+    stranger.get("home", 403)
+
+
+def test_the_disk_and_memories_that_are_not_stored_are_shown(olga: Browser) -> None:
+    page = olga.get("home")
+    assert "Operate" in olga.get().text
+    [disk] = page.all("progress")
+    assert 0 < int(disk.attributes["value"]) < int(disk.attributes["max"])
+    assert re.search(r"[\d.]+ GiB free of [\d.]+ [GT]iB", page.text)
+    assert re.search(r"Memories not stored none 0 0 bytes", page.text)
+    assert "kvasir backup DIR makes the first one" in page.text
+    assert "has no backup yet" in _ended(olga, "home", "backup").text
+
+
+def _ended(browser: Browser, name: str, form: str, **filled: str) -> Html:
+    """A page's form is sent, and what it begins has ended."""
+    token = browser.get(name).all("input", name="form_token")[0].attributes["value"]
+    assert browser.post(form, {"form_token": token, **filled}, origin=browser.url).status_code == 303
+    give_up = time.monotonic() + 60
+    while (page := browser.get(name)).all("button", **{"data-keeps": "stop"}):
+        assert time.monotonic() < give_up
+    return page
+
+
+def test_a_token_is_shown_once_and_can_be_revoked(olga: Browser, front: Front, operated: GatewayProcess) -> None:
+    made = olga.send(olga.get("tokens"), "token-new", 400, name="by hand", namespace="first")
+    assert "NAME: expected 1 to 64 letters" in made.text
+    odd = olga.send(olga.get("tokens"), "token-new", 400, name="--role=admin", namespace="first")
+    assert "NAME: expected" in odd.text
+    made = olga.send(olga.get("tokens"), "token-new", name="byhand", namespace="first", role="client,admin")
+    token = next(each.text for each in made.all("code") if re.fullmatch(r"[\w-]{43}", each.text))
+    assert "it is made, and counts later" in made.text.lower()  # no `kvasir up` runs here that could be told
+    known = read_credentials(front.house.root / "credentials.toml").principal_of(token)
+    assert known is not None
+    assert (known.name, known.namespace, known.roles) == ("byhand", "first", {"client", "admin"})
+    assert token not in olga.answer("tokens").text + operated.log
+    assert "there is a token" in olga.send(olga.get("tokens"), "token-new", 400, name="BYHAND", namespace="first").text
+    listed = olga.get("tokens")
+    names = [
+        each.attributes["value"] for each in listed.all("input", type="hidden") if each.attributes["name"] == "name"
+    ]
+    assert "byhand" in names
+    assert not {"engine-first", "client"} & {*names}
+    form = {"form_token": listed.all("input", name="form_token")[0].attributes["value"], "name": "byhand"}
+    gone = olga.post("token-rm", form, origin=olga.url)
+    assert "the token is removed" in gone.text
+    assert read_credentials(front.house.root / "credentials.toml").principal_of(token) is None
+    assert olga.post("token-rm", form, origin=olga.url).status_code == 404
+    assert "own, without which" in olga.post("token-rm", {**form, "name": "engine-first"}, origin=olga.url).text
+
+
+def test_the_audit_shows_refusals_and_takes_filters(olga: Browser, operated: GatewayProcess) -> None:
+    httpx.get(f"{operated.url}/v1/models", headers={"x-api-key": "a-key-that-nobody-has-0000000000000000"})
+    refused = olga.get("audit", refused="yes", since="1d")
+    assert "key" in [each.text for each in refused.all("th", scope="row")]
+    assert {each.text for each in refused.all("span", **{"class": "state bad"})} == {"refused"}
+    assert "--since: expected" in olga.get("audit", 400, since="yesterday").text
+    assert olga.get("audit", agent="nobody at all").all("p", **{"class": "nothing"})
+
+
+def test_sealed_namespaces_are_listed_with_the_commands_for_keys(olga: Browser) -> None:
+    page = olga.get("keys")
+    assert "No namespace is sealed" in page.text
+    assert "kvasir keys rotate" in page.text
+
+
+def test_every_page_of_the_operator_can_be_read_aloud_and_has_no_script_of_its_own(olga: Browser) -> None:
+    for name in PAGES:
+        page = olga.get(name)
+        assert [len(page.all(tag)) for tag in ("main", "header", "h1")] == [1, 1, 1]
+        labelled = {each.attributes.get("for") for each in page.all("label")}
+        for box in [*page.all("input"), *page.all("select")]:
+            is_told = box.attributes.get("id") in labelled or (box.parent is not None and box.parent.tag == "label")
+            assert box.attributes.get("type") == "hidden" or is_told, box
+        names = [each.attributes["id"] for each in page.elements if "id" in each.attributes]
+        assert len(names) == len(set(names))
+        assert not [each for each in page.elements if "style" in each.attributes or each.tag == "style"]
+
+
+def test_a_command_that_is_refused_is_refused_here_in_its_words() -> None:
+    told = '{"error": {"reason": "NO_SUCH_TOKEN", "message": "no token", "field": "NAME"}}'
+    for code, kind in ((2, InvalidArgument), (3, Unavailable), (4, FailedPrecondition), (5, NotFound)):
+        with pytest.raises(kind, match="no token") as refused:
+            _ = Ended(code, told, "").value
+        assert (refused.value.reason, refused.value.field) == ("NO_SUCH_TOKEN", "NAME")
+    assert Ended(1, '{"problems": 3}', "").value == {"problems": 3}
+    with pytest.raises(FailedPrecondition, match="No module named"):
+        _ = Ended(1, "", "No module named typer").value
+
+
+@pytest.mark.long(8)
+def test_a_model_is_fetched_with_its_progress(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shutil.copytree(kvasir_tiny.path(), tmp_path / "hub" / "kvasir" / "tiny")
+    size = sum(file.stat().st_size for file in kvasir_tiny.path().glob("*.safetensors"))
+
+    async def fetched(*names: str) -> list[Any]:
+        jobs = Jobs(HomeCommands(tmp_path / "home"), time.time)
+        found = []
+        for name in names:
+            await jobs.start("fetch", name, ["models", "pull", "--progress", "--", name])
+            with pytest.raises(FailedPrecondition, match="there is one already"):
+                await jobs.start("fetch", name, ["models", "pull", "--", name])
+            await jobs._tasks["fetch"]
+            found.append(jobs.of("fetch"))
+        await jobs.close()
+        return found
+
+    with local_hub(tmp_path / "hub", tmp_path / "cache") as environment:
+        for name, value in environment.items():
+            monkeypatch.setenv(name, value)
+        whole, missing = asyncio.run(fetched("kvasir/tiny", "kvasir/nothing"))
+    assert whole.problem == ""
+    assert (whole.problem, whole.value["name"]) == ("", "kvasir/tiny")
+    assert whole.done_bytes == whole.total_bytes > size
+    assert "can be fetched" in missing.problem
+
+
+@pytest.mark.long(30)
+def test_a_home_is_operated_by_its_page_alone(tmp_path: Path) -> None:
+    """Tokens count at once and end at once, two homes pair and part, and a backup goes on from the last one."""
+    cli, other = Cli(in_memory.home()), Cli(in_memory.home())
+    try:
+        up = cli.done("up", "-d", "--json", "--http", f"127.0.0.1:{free_port()}").value
+        url = up["http_url"].removesuffix("/v1")
+        cli.done("backup", tmp_path / "backup")
+        browser = Browser(url)
+        browser.sign_in((cli.home / "tokens" / "client.token").read_text().strip())
+        _new_token_counts_at_once(browser, url)
+        _two_homes_pair_and_part(browser, other)
+        page = _ended(browser, "home", "backup")
+        assert "The backup is whole" in page.text
+        assert "every file was whole" in page.text
+        log = "".join(file.read_text() for file in (cli.home / "logs").glob("*.log"))
+        assert (cli.home / "tokens" / "client.token").read_text().strip() not in log
+    finally:
+        cli("down")
+        for each in (cli, other):
+            shutil.rmtree(each.home, ignore_errors=True)
+
+
+def _new_token_counts_at_once(browser: Browser, url: str) -> None:
+    made = browser.send(browser.get("tokens"), "token-new", name="app", namespace="lab")
+    token = next(each.text for each in made.all("code") if re.fullmatch(r"[\w-]{43}", each.text))
+    assert not made.all("p", role="alert")
+
+    def status() -> int:
+        return httpx.get(f"{url}/v1/models", headers={"authorization": f"Bearer {token}"}).status_code
+
+    assert status() == 200
+    assert "Its calls have ended" in browser.send(browser.get("tokens"), "token-rm").text
+    assert status() == 401
+
+
+def _two_homes_pair_and_part(browser: Browser, other: Cli) -> None:
+    page = browser.send(browser.get("peers"), "pair", gives="move", takes="copy")
+    give_up = time.monotonic() + 60
+    while "kvasir-pair:" not in page.text:
+        assert time.monotonic() < give_up
+        page = browser.get("peers")
+    assert "there is one already" in browser.send(page, "pair", 400).text
+    [line, *_] = re.findall(r"kvasir-pair:\S+", page.text)
+    other.done("pair", line.rstrip("."), "--as", "studio", "--name", "laptop")
+    while "Paired with laptop" not in page.text:
+        assert time.monotonic() < give_up
+        page = browser.get("peers")
+    [row] = page.all("li", **{"class": "row"})
+    assert "may default=move here" in " ".join(row.text.split())
+    assert "It is no peer any more" in browser.send(page, "unpair").text
+    assert "No other home is paired" in browser.get("peers").text
+    assert browser.send(page, "unpair", 404).all("p", role="alert")
