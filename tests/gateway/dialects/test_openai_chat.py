@@ -99,7 +99,10 @@ def test_penalties_are_applied(front: Front, openai: Any, penalty: str) -> None:
     on = {"logit_bias": dict.fromkeys(map(str, range(70, 130)), 60), "max_tokens": 10}  # it says nothing else
     chats = [client.chat.completions.create(model=MODEL, messages=said, **on, **{penalty: p}) for p in (0, 2)]
     assert chats[0].choices[0].message.content != chats[1].choices[0].message.content
-    texts = [client.completions.create(model=MODEL, prompt="a a a a", **on, **{penalty: p}) for p in (0, 2)]
+    texts = [
+        client.completions.create(model=MODEL, prompt="My name is Ada and I live in", **on, **{penalty: p})
+        for p in (0, 2)
+    ]
     assert texts[0].choices[0].text != texts[1].choices[0].text
 
 
