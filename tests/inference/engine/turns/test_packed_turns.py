@@ -1,7 +1,7 @@
 """As on a GPU, by emulated kernels: prompts whose cells share a pass go on as each does alone."""
 
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ from kvasir.errors import Cancelled, ResourceExhausted
 
 from inference_svc.engine import engine
 from inference_svc.engine.api import BlocksFull, Ended, Hot, Priority, Resumed, Started, Tokens
-from inference_svc.engine.scheduling.schedulable import SharedPass
+from inference_svc.engine.scheduling.schedulable import Rules
 from inference_svc.formats.constraint import Constraint, ConstraintKind
 from inference_svc.kv.batch.packed_pass import Cell
 from inference_svc.model.model_runner import ModelRunner
@@ -31,10 +31,16 @@ FORMAT: dict[str, Any] = {"constraint": Constraint(ConstraintKind.REGEX, "([a-z]
 @pytest.fixture(scope="module")
 def emulated(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Driver]:
     """Its passes have 512 tokens, and may take any time."""
-    slowly = partial(SharedPass, longest_s=1e6)
+    rules = engine._rules
+
+    def patient(*given: Any) -> Rules:
+        made = rules(*given)
+        assert made.shared_pass is not None
+        return replace(made, longest_cell_s=1e6, shared_pass=replace(made.shared_pass, longest_s=1e6))
+
     options = {"memory_budget_bytes": 1 << 20, "longest_gap_s": 1e6}
     with pytest.MonkeyPatch.context() as patch, cells_of(2):
-        patch.setattr(engine, "SharedPass", slowly)
+        patch.setattr(engine, "_rules", patient)
         with emulated_engine(model_dir, tmp_path_factory.mktemp("digests"), **options) as driver:
             driver.turn(LONG, max_tokens=3)  # what a cell costs is known
             yield driver
