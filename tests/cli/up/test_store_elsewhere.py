@@ -24,6 +24,7 @@ from kvasir.cachestore.v1 import cachestore_pb2, cachestore_pb2_grpc
 from kvasir.cli.running.home import Home
 from kvasir.clients import InferenceClient, Reply
 from kvasir.clients.inference_client_turns import place_of
+from kvasir.credentials import write_private_text
 from kvasir.errors import Unavailable
 from kvasir.inference.v1 import inference_pb2 as pb
 
@@ -39,14 +40,13 @@ QUESTIONS = ("What is my dog called?", "What is my name?", "My cat is called Tom
 
 @dataclass(frozen=True)
 class Fleet:
-    """A home with a store alone, two with an engine alone, and one with both, whose agents never leave."""
+    """A home with a store alone, and two with an engine alone."""
 
     store: Cli
     address: str
     certificate: Path
     engines: tuple[Cli, Cli]
     addresses: tuple[str, str]
-    alone: Cli
 
     def start(self, engine: Cli) -> None:
         listen = self.addresses[self.engines.index(engine)]
@@ -74,22 +74,31 @@ def joined(store: Cli, engine: Cli) -> None:
 @pytest.fixture(scope="module")
 def fleet() -> Iterator[Fleet]:
     with ExitStack() as exits:
-        homes = [Cli(in_memory.home()) for _ in range(4)]
+        homes = [Cli(in_memory.home()) for _ in range(3)]
         for each in homes:
             exits.callback(shutil.rmtree, each.home)
             exits.callback(each, "down")
-        store, one, other, alone = homes
+        store, one, other = homes
         certificate, key = store.home / "store.crt", store.home / "store.key"
         make_certificate(certificate, key)
         address = f"localhost:{free_port()}"
         listen = (f"127.0.0.1:{free_port()}", f"127.0.0.1:{free_port()}")
-        made = Fleet(store, address, certificate, (one, other), listen, alone)
+        made = Fleet(store, address, certificate, (one, other), listen)
         store.done(*made.typed("kvasir store serve"))
         for each in (one, other):
             joined(store, each)
             made.start(each)
-        alone.done("up", "-d", "--no-http")
         yield made
+
+
+@pytest.fixture
+def alone() -> Iterator[Cli]:
+    """A home with both, whose agents never leave."""
+    cli = Cli(in_memory.home())
+    cli.done("up", "-d", "--no-http")
+    yield cli
+    cli("down")
+    shutil.rmtree(cli.home)
 
 
 def said(cli: Cli, words: str, agent: str = "ada") -> Reply:
@@ -109,9 +118,11 @@ def said(cli: Cli, words: str, agent: str = "ada") -> Reply:
 
 
 @pytest.mark.long(12)
-def test_an_agent_goes_on_at_the_other_engine_as_one_that_never_left_also_after_a_kill(fleet: Fleet) -> None:
+def test_an_agent_goes_on_at_the_other_engine_as_one_that_never_left_also_after_a_kill(
+    fleet: Fleet, alone: Cli
+) -> None:
     one, other = fleet.engines
-    stayed = [said(fleet.alone, words).token_ids for words in (FIRST, *QUESTIONS)]
+    stayed = [said(alone, words).token_ids for words in (FIRST, *QUESTIONS)]
     assert said(one, FIRST).token_ids == stayed[0]
     assert [said(each, words).token_ids for each, words in zip((other, one, other), QUESTIONS, strict=False)] == (
         stayed[1:4]
@@ -180,17 +191,17 @@ def test_a_wrong_token_role_certificate_or_service_is_refused_by_name_before_any
 ) -> None:
     other = tmp_path / "other.crt"
     make_certificate(other, tmp_path / "other.key")
-    engine = Home(fleet.alone.home).socket_address("engine")
+    alien = tmp_path / "alien.token"
+    write_private_text(alien, "t" * 40)
     pinned, own = ("--store-ca-file", str(fleet.certificate)), ("--store-token-file", _token(fleet.store.home))
     at = ("--store", fleet.address)
-    alien = ("--store-token-file", _token(fleet.alone.home))
     cases: list[tuple[tuple[str, ...], int, str, str]] = [
-        ((*at, *pinned, *alien), 4, "STORE_TOKEN_WRONG", "does not know the token"),
+        ((*at, *pinned, "--store-token-file", str(alien)), 4, "STORE_TOKEN_WRONG", "does not know the token"),
         ((*at, *pinned, "--store-token-file", _token(fleet.store.home, "client")), 4, "STORE_TOKEN_WRONG", "roles"),
         ((*at, *pinned, "--store-token-file", f"work={_token(fleet.store.home)}"), 4, "STORE_TOKEN_WRONG", "'work'"),
         ((*at, "--store-ca-file", str(other), *own), 4, "STORE_CERTIFICATE_WRONG", "shows another certificate"),
         ((*at, *own), 4, "STORE_CERTIFICATE_WRONG", "wants TLS: give its certificate"),
-        (("--store", engine), 4, "NO_STORE_THERE", "does not answer as a store"),
+        (("--store", fleet.addresses[0], *own), 4, "NO_STORE_THERE", "does not answer as a store"),
         (("--store", "10.0.0.1:1", *own), 2, "WRONG_USAGE", "TLS is needed, --store-ca-file"),
         ((*at, *pinned), 2, "WRONG_USAGE", "copy credentials.toml and tokens/"),
         ((*at, *pinned, "--store-token-file", "/nowhere"), 2, "WRONG_USAGE", "there is no such file"),
@@ -273,6 +284,7 @@ def test_fleet_status_names_each_engine_and_the_agents_that_it_has_hot(fleet: Fl
     assert "stopped" in lost.out
 
 
+@pytest.mark.long(4)
 def test_the_gateway_of_several_engines_takes_the_homes_keys(fleet: Fleet) -> None:
     one, port = fleet.engines[0], free_port()
     key = (one.home / "tokens" / "client.token").read_text().strip()

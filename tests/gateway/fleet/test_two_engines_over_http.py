@@ -84,6 +84,7 @@ def test_a_turn_goes_to_the_engine_that_holds_its_agent_and_waits_there(pair: Pa
             time.sleep(0.05)
         running.close()
         assert "Rex" in answer.result(60)
+        pair.said("held", WORDS[2])  # it stays where it is hot now
         assert "held" in pair.hot_at(other, "held")
 
 
@@ -107,3 +108,9 @@ def test_agents_share_two_engines_stay_where_they_are_hot_and_outlive_a_kill(pai
     health = httpx.get(f"{pair.gateway.url}/healthz")
     assert (health.status_code, [each["reason"] for each in health.json()["problems"]]) == (200, ["ENGINE_UNREACHABLE"])
     gone.start()
+    found, later = set[str](), list[str]()
+    while not found:  # once it answers again, new agents go there, too
+        assert len(later) < 60
+        later.append(f"later-{len(later)}")
+        pair.said(later[-1], WORDS[0])
+        found = pair.hot_at(gone, *later)
