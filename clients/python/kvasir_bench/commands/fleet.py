@@ -1,0 +1,59 @@
+"""`kvasir bench fleet --simulate`."""
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from kvasir.cli.caller import JsonOption, caller_of
+from kvasir.cli.failures import WrongUsage
+
+from kvasir_bench.commands.shown import PlotsOption, draw, progress, show
+from kvasir_bench.fleet import report
+
+_ASSUMPTIONS = Path(report.__file__).with_name("assumptions.json")
+
+
+def fleet(
+    context: typer.Context,
+    simulate: Annotated[bool, typer.Option("--simulate", help="On paper, by the code's own placement.")] = False,
+    agents: Annotated[int | None, typer.Option(min=1, help="Left out: a million.")] = None,
+    engines: Annotated[int | None, typer.Option(min=1, help="Left out: ten thousand.")] = None,
+    assumptions: Annotated[
+        Path | None, typer.Option(exists=True, dir_okay=False, help="JSON with values in place of the known ones.")
+    ] = None,
+    plots: PlotsOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Simulate a day of a fleet: placement, hot memories, requests and bytes, dollars a month, and what breaks first.
+
+    Nothing is started and nothing measured but the time of a gateway's choice; each assumption has its source."""
+    caller = caller_of(context, as_json)
+    if not simulate:
+        raise WrongUsage("--simulate: expected; a fleet is only simulated so far", field="--simulate")
+    given = _given(assumptions)
+    given |= {name: value for name, value in (("agents", agents), ("engines", engines)) if value is not None}
+    from kvasir_bench.fleet.simulation import simulate as simulated
+
+    with progress(caller, "simulating a day", plots):
+        try:
+            results = simulated(given)
+        except (LookupError, TypeError, ValueError) as error:
+            raise WrongUsage(f"--assumptions: {error}", field="--assumptions") from None
+    draw(caller, report.plots(results), plots)
+    show(caller, results, report.lines)
+
+
+def _given(file: Path | None) -> dict[str, Any]:
+    """The known assumptions, and another file's in their place. Raises WrongUsage."""
+    given: dict[str, Any] = json.loads(_ASSUMPTIONS.read_text(encoding="utf-8"))
+    if file is None:
+        return given
+    try:
+        own = json.loads(file.read_text(encoding="utf-8"))
+        unknown = sorted(set(own) - set(given))
+    except (ValueError, TypeError) as error:
+        raise WrongUsage(f"--assumptions: {file}: expected a JSON object: {error}", field="--assumptions") from None
+    if unknown:
+        raise WrongUsage(f"--assumptions: {unknown[0]!r}: expected one of {', '.join(given)}", field="--assumptions")
+    return {**given, **own}
