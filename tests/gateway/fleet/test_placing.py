@@ -17,7 +17,7 @@ def test_every_engine_stands_once_in_an_agents_order_whatever_the_order_of_their
     names: list[str], point: int
 ) -> None:
     mixed = sorted(names, reverse=True)
-    order = Ring(names).order(point)
+    order = list(Ring(names).order(point))
     assert sorted(order) == list(range(len(names)))
     assert [names[each] for each in order] == [mixed[each] for each in Ring(mixed).order(point)]
 
@@ -51,13 +51,24 @@ def test_an_engine_that_goes_moves_its_own_agents_only_and_idle_engines_share_ev
 
 
 def test_an_agent_stays_where_it_is_hot_until_that_engine_has_half_more_than_its_share() -> None:
-    order, point = Ring(["one", "two"]).order(AGENTS[0]), AGENTS[0]
-    assert Ring(["one", "two"]).order(point) == order
+    order, point = list(Ring(["one", "two"]).order(AGENTS[0])), AGENTS[0]
+    assert list(Ring(["one", "two"]).order(point)) == order
     hot = order[1]
     states = [IDLE, IDLE]
     assert choose(order, states, hot) == hot
     states[hot] = EngineState(open_turns=3)
     assert choose(order, states, hot) == order[0]
+
+
+def test_a_choice_looks_at_no_more_of_the_ring_than_it_needs() -> None:
+    ring = Ring([f"engine-{number}" for number in range(50)])
+    order = ring.order(AGENTS[0])
+    first = choose(order, [IDLE] * 50)
+    left = list(order)
+    assert (len(left), first in left) == (49, False)
+    order = ring.order(AGENTS[1])
+    assert choose(order, [IDLE] * 50, hot=7) == 7
+    assert len(list(order)) == 50
 
 
 def test_agents_of_two_namespaces_never_share_a_place_by_their_spelling() -> None:

@@ -18,7 +18,7 @@ from kvasir_gateway.fleet.placing import EngineState, Ring, agent_point, choose
 _SECONDS_OF_DAY = 86_400.0
 _DAYS_OF_MONTH = 30
 _OBJECTS_OF_TURN = 2  # a tail and a manifest, beside full blocks
-_CHOICES, _ASKED = 5, 300  # choices that are timed; engines that are asked for their own agents
+_CHOICES, _ASKED = 50, 300  # choices that are timed; engines that are asked for their own agents
 _GIB, _GB = 1 << 30, 1e9
 
 
@@ -127,8 +127,7 @@ def _choices(given: Mapping[str, Any], ring: Ring, turns: int, dice: Any) -> tup
     states = [EngineState(True, int(count)) for count in dice.poisson(mean, engines)]
     began = time.thread_time()
     for number in range(_CHOICES):
-        order = ring.order(agent_point("team", f"agent-{number}"))
-        choose(order, states, order[0])
+        choose(ring.order(agent_point("team", f"agent-{number}")), states)
     choice_s = (time.thread_time() - began) / _CHOICES
     # Whether an engine is too busy for its own agent depends on its open turns and on their mean.
     few = states[:_ASKED]

@@ -6,8 +6,9 @@ turns is passed by (Mirrokni, Thorup and Zadimoghaddam, "Consistent Hashing with
 """
 
 from bisect import bisect
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from math import ceil
 
 from blake3 import blake3
@@ -36,15 +37,16 @@ class Ring:
         self._points = [(point, index[name]) for point, name in sorted(points)]
         self._count = len(index)
 
-    def order(self, point: int) -> list[int]:
-        """All engines, by their indexes, from the one to which the point belongs on."""
-        start = bisect(self._points, (point, -1))
-        found: dict[int, None] = {}
-        for _, engine in self._points[start:] + self._points[:start]:
-            found.setdefault(engine)
-            if len(found) == self._count:
-                break
-        return list(found)
+    def order(self, point: int) -> Iterator[int]:
+        """All engines, by their indexes, from the one to which the point belongs on. Most callers need the first."""
+        start, seen = bisect(self._points, (point, -1)), set[int]()
+        for place in chain(range(start, len(self._points)), range(start)):
+            engine = self._points[place][1]
+            if engine not in seen:
+                seen.add(engine)
+                yield engine
+                if len(seen) == self._count:
+                    return
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,12 +57,13 @@ class EngineState:
     open_turns: int = 0
 
 
-def choose(order: Sequence[int], states: Sequence[EngineState], hot: int | None = None) -> int | None:
+def choose(order: Iterable[int], states: Sequence[EngineState], hot: int | None = None) -> int | None:
     """The engine for a turn of the agent with this order; `hot` has the agent in RAM. None if none is up."""
-    up = [engine for engine in order if states[engine].is_up]
+    up = [state.open_turns for state in states if state.is_up]
     if not up:
         return None
-    mean = (sum(states[engine].open_turns for engine in up) + 1) / len(up)
-    if hot in up and states[hot].open_turns < ceil(_HOT_SLACK * mean):
+    mean = (sum(up) + 1) / len(up)
+    if hot is not None and states[hot].is_up and states[hot].open_turns < ceil(_HOT_SLACK * mean):
         return hot
-    return next(engine for engine in up if states[engine].open_turns < ceil(_SLACK * mean))
+    most = ceil(_SLACK * mean)
+    return next(engine for engine in order if states[engine].is_up and states[engine].open_turns < most)
