@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 from kvasir.cli.main import app
+from kvasir.options.store import StoreTable
+from kvasir.options.table import options_of
 from typer.main import get_command
 
 ROOT = Path(__file__).parent.parent
@@ -77,6 +79,8 @@ def _problem(command: Any, words: list[str]) -> str:
     for index, word in enumerate(words):
         if word.startswith("-"):
             known = {name for parameter in command.params for name in parameter.opts} | {"--help", "--show-completion"}
+            if command.context_settings.get("ignore_unknown_options"):  # it hands them to the store
+                known |= {option.flag for option in options_of(StoreTable).values()}
             if word.split("=")[0] not in known:
                 return f"{command.name} has no option {word}"
         elif hasattr(command, "commands"):
@@ -108,6 +112,7 @@ def test_a_command_that_does_not_exist_is_noticed() -> None:
     assert problem("kvasir agents nonsense ada")
     assert problem("kvasir agents ls|nonsense")
     assert problem("kvasir up --nonsense")
+    assert problem("kvasir store serve --nonsense")
     assert problem("make nonsense")
     assert problem("make release NONSENSE=1")
     assert not problem("kvasir --home /tmp/x agents export ada ada.tar --format seed")
