@@ -20,7 +20,7 @@ from inference_svc.kv.attention.choice import KernelChoice, Wanted
 from inference_svc.kv.model_hooks.few_rows import take_few_rows
 from inference_svc.kv.model_hooks.plain_norms import take_plain_norms
 from inference_svc.kv.model_hooks.row_exact import make_row_exact
-from inference_svc.model.wedlm import MaskWindow, layers_config
+from inference_svc.model.wedlm import MaskWindow, keep_transformers_quiet, layers_config
 from inference_svc.model.weights.placing import Placement, Tensors, let_go, place_weights
 from inference_svc.model.weights.weight_files import WeightFile, weight_files
 
@@ -108,6 +108,8 @@ def load(
                 directory, lazy=True, get_model_classes=lambda config: _classes(config, take)
             )
         model.__dict__.pop("sanitize", None)
+        if MaskWindow.of_config(config) is not None:
+            keep_transformers_quiet()
         load_tokenizer: Any = mlx_lm.utils.load_tokenizer
         reading = beside.submit(load_tokenizer, directory, eos_token_ids=config.get("eos_token_id"))
         if compute_type is None and device() == "cpu":

@@ -5,6 +5,7 @@ of Qwen 3; `wedlm_window_size`, `wedlm_entropy_threshold` and `wedlm_pos_penalty
 these are part of the weights' digest, and so of the KV identity.
 """
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, TypeGuard
@@ -47,6 +48,15 @@ class MaskWindow:
 def layers_config(config: Mapping[str, Any]) -> dict[str, Any]:
     """The configuration as one of the model whose layers mlx-lm computes: of a WeDLM model Qwen 3's."""
     return {**config, "model_type": "qwen3"} if MaskWindow.of_config(config) is not None else dict(config)
+
+
+def keep_transformers_quiet() -> None:
+    """Its tokenizers warn of a model type that it does not know, though they need nothing of the model. Idempotent."""
+    logging.getLogger("transformers.configuration_utils").addFilter(_is_about_another_type)
+
+
+def _is_about_another_type(record: logging.LogRecord) -> bool:
+    return f"model of type `{MODEL_TYPE}`" not in record.getMessage()
 
 
 def _is_whole(value: object) -> TypeGuard[int]:

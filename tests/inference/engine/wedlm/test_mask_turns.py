@@ -112,8 +112,8 @@ def test_two_turns_are_those_of_the_reference(
         text = tuple(ended.state.token_ids)
 
 
-def test_a_checkpoint_as_published_is_served_without_its_code(tmp_path: Path) -> None:
-    """With a head of its own, and the names of Python files that are not there."""
+def test_a_checkpoint_as_published_is_served_without_its_code(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """With a head of its own, and the names of Python files that are not there. Its type is no reason to warn."""
     code = {"AutoConfig": "configuration_wedlm.WeDLMConfig", "AutoModelForCausalLM": "modeling_wedlm.WeDLMForCausalLM"}
     published = {"architectures": ["WeDLMForCausalLM"], "auto_map": code, "tie_word_embeddings": False}
     directory = write_wedlm(tmp_path / "model", **published)
@@ -123,6 +123,7 @@ def test_a_checkpoint_as_published_is_served_without_its_code(tmp_path: Path) ->
         assert drawn(driver.submit(tokens_of(20, 1), max_tokens=TOKENS)) == until_end(expected)
     finally:
         driver.engine.close()
+    assert "model of type" not in caplog.text
 
 
 def test_a_reply_takes_fewer_passes_than_tokens(masks: Driver) -> None:
