@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from kvasir.cachestore.v1 import identity_pb2
+from kvasir_bench.engine import report
 from kvasir_bench.engine.__main__ import CASES, measured
 from kvasir_bench.engine.cases import interruptions
 from kvasir_bench.engine.cases.decode import MIXED, contexts, fitting
@@ -15,6 +16,7 @@ from kvasir_bench.engine.lab import Lab, MeasuredEngine, Scope
 
 from inference_svc.model.probing.real_layouts import REAL_LAYOUTS, byte_costs
 from tests.inference.engine.families import FALCON_H1, GEMMA3, LLAMA31, write_family
+from tests.inference.engine.wedlm.tiny_wedlm import write_wedlm
 
 
 @pytest.fixture(scope="module")
@@ -124,3 +126,20 @@ def test_gaps_are_kept_after_each_round(new_lab: Callable[..., Lab]) -> None:
     lab, kept = new_lab(repeats=1, is_quick=True, lengths=(64,)), []
     lab.pace.keep = kept.append
     assert interruptions.run(lab).rows == kept[-1]
+
+
+def test_windows_of_masks_are_measured_beside_one_token_a_pass(new_lab: Callable[..., Lab], tmp_path: Path) -> None:
+    [plain] = CASES["windows"](new_lab(is_quick=True)).rows
+    assert (plain["window"], plain["tokens_per_pass"], plain["p_cache"]) == (1, 1.0, 1.0)
+    engine = MeasuredEngine.opened(write_wedlm(tmp_path / "wedlm", wedlm_entropy_threshold=10.0), tmp_path, 64 << 20)
+    lab = Lab(engine, "", perf_counter, Scope(1, is_quick=True), cache_dir=tmp_path, say=lambda _: None)
+    rows = CASES["windows"](lab).rows
+    engine.close()
+    assert [row["window"] for row in rows] == [1, 4, 8, 16, 32]
+    assert all(list(row) == list(report.CASES["windows"]) for row in rows)
+    assert (rows[0]["speedup"], rows[0]["own_window"]) == (1.0, 8)
+    # Each pass but the last computes a mask, each but the first the token before.
+    assert rows[0]["tokens_per_pass"] == 12 / 13
+    assert rows[0]["p_cache"] == 12 / 24
+    assert rows[1]["tokens_per_pass"] == 12 / 4  # below this threshold every mask is sure
+    assert all(0 < row["p_cache"] < 1 for row in rows)

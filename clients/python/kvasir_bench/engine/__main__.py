@@ -30,6 +30,7 @@ from kvasir_bench.engine.cases import (
     peer,
     shared_prefix,
     staggered,
+    windows,
 )
 from kvasir_bench.engine.lab import Case, Lab, MeasuredEngine, Scope
 from kvasir_bench.program import printed, progress
@@ -48,6 +49,7 @@ CASES: Mapping[str, Callable[[Lab], Case]] = {
     "matching": matching.run,
     "shared_prefix": shared_prefix.run,
     "ahead": ahead.run,
+    "windows": windows.run,
 }
 
 
