@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 from kvasir.errors import InvalidArgument
-from kvasir_bench.commands.paper.cases import CASES, chosen
+from kvasir_bench.commands.paper.cases import CASES, chosen, with_field
+from kvasir_bench.paper import measured_rows as of
 from kvasir_bench.paper import report
 from kvasir_bench.paper.tables import HERE, SOURCES, Table, content, rows_of, tables
 from kvasir_bench.pictures import series
@@ -43,6 +44,16 @@ def of_way(name: str, share: float) -> dict[str, Any]:
 
 def rung(name: str, size: int) -> dict[str, Any]:
     return {"name": name, "bytes_per_token": size, "perplexity": 2.5, "kl": 0.01}
+
+
+def window(size: int, threshold: float = 0.3) -> dict[str, Any]:
+    facts = {"speedup": 1.2, "tokens_per_pass": 2.0, "p_cache": 0.4}
+    return {"context_tokens": 512, "window": size, "threshold": threshold, "tokens_per_s": 40.0 + size, **facts}
+
+
+def coded(name: str, bits: float) -> dict[str, Any]:
+    sizes = {"effective_bits": bits, "weights_bytes": int(1000 * bits)}
+    return {"name": name, **sizes, "recall": {"share": 0.9, "right": 9, "n": 10}}
 
 
 def prompt(length: int) -> dict[str, Any]:
@@ -154,6 +165,11 @@ FINDINGS: Mapping[str, Any] = {
         }
         for name in ("mapped", "copied")
     ],
+    "windows": {"windows": [window(1), window(8), window(16)], "own": [window(16)], "thresholds": [window(16, 1.0)]},
+    "fewer_bits": {
+        "reference": coded("mlx-lm fp", 16.0),
+        "weights": [coded("4 bits, all", 4.5), coded("4 bits, selective", 5.2), coded("4 bits, q_proj alone", 15.0)],
+    },
     "scenarios": {
         "shapes": {"gossip": {"phases": 3, "agents": 3}},
         "rows": [
@@ -226,9 +242,7 @@ def test_each_measured_cell_changes_with_its_measurement(table: Table) -> None:
     filled = {name for _, name in left} | {
         name for name in table.values if any(isinstance(row[name], str) for row in rows)
     }
-    assert filled == {*table.values} - {"tokens_per_forward"} - (
-        {"speedup"} if table.number == "002 decoding" else set()
-    )
+    assert filled == {*table.values} - ({"tokens_per_s"} if table.number == "002 selective" else set())
     for way in leaves(findings):
         others = measured_rows(table, changed(findings, way))
         left -= {(place, name) for place, name in left if rows[place][name] != others[place][name]}
@@ -267,6 +281,44 @@ def test_contexts_that_a_case_chooses_itself_are_all_shown() -> None:
     contexts = {row["context_tokens"] for row in rows_of(table, [FINDINGS["path"]], [4000], lambda _: "")}
     assert 4000 in contexts
     assert not contexts & {1024, 4096}, "of other tables"
+
+
+def test_choices_of_coded_weights_stand_beside_the_paper_s() -> None:
+    [table] = [table for table in tables() if table.number == "002 selective"]
+    shown = rows_of(table, [FINDINGS["fewer_bits"]], ALL, lambda _: "")
+    rows = {row["weights"]: row for row in shown if row["by"] == HERE}
+    assert rows["4 bits, all layers"]["effective_bits"] == 4.5
+    assert rows["bfloat16"]["accuracy"] == 0.9
+    assert rows["4 bits, lm_head alone"]["note"] == "no such matrix in this model"
+    other = {**FINDINGS["fewer_bits"], "weights": [{"name": "4 bits, all", "top1_agreement": 0.7}]}
+    [agreed] = [row for row in of.fewer_bits(other) if row["weights"] == "4 bits, all layers"]
+    assert agreed["accuracy"] == 0.7
+
+
+def test_windows_and_thresholds_stand_beside_the_paper_s() -> None:
+    [table] = [table for table in tables() if table.number == "002 decoding"]
+    shown = list(rows_of(table, [FINDINGS["windows"]], [512], lambda _: ""))
+    here = {row["method"]: row for row in shown if row["by"] == HERE}
+    assert here["autoregressive"]["speedup"] is None
+    assert here["WeDLM, window 16"]["tokens_per_s"] == 56.0
+    assert here["WeDLM, window 32"]["note"].startswith("needs a WeDLM model")
+    assert set(here) == {
+        "autoregressive", "WeDLM, window 8", "WeDLM, window 16", "WeDLM, window 32", "WeDLM, window 16, 1.0 nats"
+    }  # fmt: skip
+    [kept] = of.cacheability(FINDINGS["windows"])
+    assert (kept["prompts"], kept["p_cache"]) == ("all", 0.4)
+
+
+def test_a_model_stands_again_with_another_field(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "again").mkdir()
+    (tmp_path / "model" / "config.json").write_text('{"model_type": "wedlm", "wedlm_entropy_threshold": 0.3}')
+    (tmp_path / "model" / "model.safetensors").write_bytes(b"weights")
+    with_field(tmp_path / "model", tmp_path / "again", wedlm_entropy_threshold=1.0)
+    config = json.loads((tmp_path / "again" / "config.json").read_text())
+    assert config == {"model_type": "wedlm", "wedlm_entropy_threshold": 1.0}
+    assert (tmp_path / "again" / "model.safetensors").read_bytes() == b"weights"
+    assert "0.3" in (tmp_path / "model" / "config.json").read_text()
 
 
 def test_methods_that_are_not_built_have_published_rows_alone() -> None:

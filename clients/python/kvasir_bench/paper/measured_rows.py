@@ -165,8 +165,31 @@ def backends(weights: Rows, peer: Rows) -> Iterator[Row]:
         yield {**weights[0], "backend": name, "tokens_per_s": peer[0][key]}
 
 
-def decoding(peer: Rows) -> Iterator[Row]:
-    yield {"method": "autoregressive", "tokens_per_s": peer[0]["engine_tokens_per_s"]}
+def fewer_bits(found: Row) -> Iterator[Row]:
+    """The model's own weights, as of 16 bits, and each choice of matrices: recall, or the same likeliest token."""
+    names = {"4 bits, all": "4 bits, all layers", "8 bits, all": "8 bits, all layers"}
+    for row in ({**found["reference"], "name": "bfloat16"}, *found["weights"]):
+        accuracy = row["recall"]["share"] if "recall" in row else row["top1_agreement"]
+        yield {**row, "weights": names.get(row["name"], row["name"]), "accuracy": accuracy}
+
+
+def decoding(found: Row) -> Iterator[Row]:
+    """One mask a pass, each window, and the model's own window under other thresholds."""
+    for row in found["windows"]:
+        if row["window"] == 1:
+            yield {**row, "method": "autoregressive", "tokens_per_forward": row["tokens_per_pass"], "speedup": None}
+        else:
+            yield _by_window(row, "")
+    yield from (_by_window(row, f", {row['threshold']} nats") for row in found["thresholds"])
+
+
+def _by_window(row: Row, behind: str) -> Row:
+    method = f"WeDLM, window {row['window']}{behind}"
+    return {**row, "method": method, "tokens_per_forward": row["tokens_per_pass"]}
+
+
+def cacheability(found: Row) -> Iterator[Row]:
+    yield from ({**row, "prompts": "all"} for row in found["own"])
 
 
 def parts(found: Rows) -> Iterator[Row]:

@@ -12,7 +12,6 @@ from kvasir_bench.paper import measured_rows as of
 from kvasir_bench.paper.measured_rows import Row, with_columns
 
 HERE = "here"
-_WEDLM = "not built: WeDLM"
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,12 +45,12 @@ SOURCES: Mapping[str, Source] = {
     "001 attention": Source(("attention",), of.attention),
     "001 open loop": Source(("open_loop",), of.open_loop),
     "002 backends": Source(("weights", "peer"), of.backends, (512,), "other weights, or not MLX"),
-    "002 decoding": Source(("peer",), of.decoding, (512,), _WEDLM),
+    "002 decoding": Source(("windows",), of.decoding, (512,), "needs a WeDLM model (--model)"),
     "002 GSM8K": Source(missing="not built: GSM8K"),
-    "002 cacheability": Source(missing=_WEDLM),
+    "002 cacheability": Source(("windows",), of.cacheability, (512,), "one kind of prompts here: conversations"),
     "002 KV": Source(("kv_bytes",), iter),
     "002 latency": Source(("parts",), of.parts, (512,)),
-    "002 selective": Source(missing="not built: weights quantized by layer"),
+    "002 selective": Source(("fewer_bits",), of.fewer_bits, missing="no such matrix in this model"),
     "002 operations": Source(missing="not built: a profile by operations"),
     "003 loading": Source(("weights",), iter),
     # KV, and the most of everything, while one memory grows.

@@ -1,9 +1,12 @@
 """The measurements for the tables. A case gets all contexts, and returns rows whose `context_tokens` is one of them."""
 
+import json
 import os
 import platform
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any
 
 from kvasir.errors import InvalidArgument, KvasirError
@@ -17,6 +20,7 @@ Rows = list[dict[str, Any]]
 CaseOfLengths = Callable[[Bench, Sequence[int]], Any]
 _PEER_CHUNK = 2048
 _SCENARIOS = ("prisoners-dilemma", "gossip")
+_THRESHOLDS = (0.1, 1.0)  # nats, beside the model's own
 _WAYS = ("kv", "prefill", "bm25-1")
 
 
@@ -77,6 +81,41 @@ def _quality(bench: Bench, _lengths: Sequence[int]) -> dict[str, Any]:
     return bench.of_bench("quality", "KV policies were not measured", model=bench.model, quick=bench.is_quick)
 
 
+def _windows(bench: Bench, lengths: Sequence[int]) -> dict[str, Rows]:
+    """By window; and the own one under other thresholds, for which the model stands in directories of their own."""
+    rows, others = _of_windows(bench, lengths), Rows()
+    model = Path(bench.model).expanduser()
+    for threshold in _THRESHOLDS if len(rows) > 1 and model.is_dir() else ():
+        bench.say(f"windows with a threshold of {threshold} nats")
+        with tempfile.TemporaryDirectory() as folder:
+            with_field(model, Path(folder), wedlm_entropy_threshold=threshold)
+            others += _own(_of_windows(replace(bench, model=folder), lengths))
+    return {"windows": rows, "own": _own(rows), "thresholds": others}
+
+
+def _of_windows(bench: Bench, lengths: Sequence[int]) -> Rows:
+    rows: Rows = _of_engine("windows", "context", batches=1)(bench, lengths)
+    return rows
+
+
+def _own(rows: Rows) -> Rows:
+    return [row for row in rows if row["window"] == row["own_window"] > 1]
+
+
+def with_field(model: Path, folder: Path, **fields: Any) -> None:
+    """The model again, in an empty folder, with other fields in its config.json. Its weights are linked."""
+    for file in model.iterdir():
+        (folder / file.name).symlink_to(file.resolve())
+    config = json.loads((model / "config.json").read_text("utf-8"))
+    (folder / "config.json").unlink()
+    (folder / "config.json").write_text(json.dumps({**config, **fields}), "utf-8")
+
+
+def _fewer_bits(bench: Bench, _lengths: Sequence[int]) -> dict[str, Any]:
+    given = {"model": bench.model, "quick": bench.is_quick, "weights": True}
+    return bench.of_bench("quality", "fewer bits of weights were not measured", **given)
+
+
 def _weights(bench: Bench, _lengths: Sequence[int]) -> Rows:
     bench.say("loading weights, mapped and copied")
     probe, failure = "engine.weights_probe", "weights were not loaded"
@@ -112,6 +151,8 @@ CASES: Mapping[str, CaseOfLengths] = {
     "attention": _attention,
     "quality": _quality,
     "weights": _weights,
+    "windows": _windows,
+    "fewer_bits": _fewer_bits,
     "scenarios": _scenarios,
 }
 
