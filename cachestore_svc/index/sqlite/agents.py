@@ -42,8 +42,8 @@ def get_row(rows: Rows, name: str) -> AgentRow:
 
 def make_agent(rows: Rows, name: str, now_unix_ms: int) -> AgentRow:
     rows.make_namespace()
-    made = "INSERT OR IGNORE INTO agents (namespace_id, name, created_unix_ms) VALUES (:namespace, :agent_id, :now)"
-    rows.run(made, agent_id=name, now=now_unix_ms)
+    made = "INSERT INTO agents (namespace_id, name, created_unix_ms) VALUES (:namespace, :agent_id, :now)"
+    rows.run(f"{made} ON CONFLICT DO NOTHING", agent_id=name, now=now_unix_ms)
     return get_row(rows, name)
 
 
@@ -87,7 +87,8 @@ def count_unused(rows: Rows, agent_id: str, passed_ms: int) -> None:
     if agent := find_agent(rows, agent_id):
         unused_ms = _unused_ms(rows, agent.id)
         unused_ms = 0 if unused_ms is None else unused_ms + passed_ms
-        counted = "INSERT OR REPLACE INTO unused VALUES (:agent, :used, :unused_ms)"
+        counted = """INSERT INTO unused VALUES (:agent, :used, :unused_ms) ON CONFLICT (agent_id)
+            DO UPDATE SET used = excluded.used, unused_ms = excluded.unused_ms"""
         rows.run(counted, agent=agent.id, used=_used(rows, agent.id), unused_ms=unused_ms)
 
 
@@ -188,8 +189,9 @@ def usage_of(rows: Rows, agent_id: str) -> AgentUsage:
                 OR EXISTS ({others} JOIN manifest_blobs AS other ON other.manifest_id = versions.manifest_id
                     WHERE other.blob_id = blobs.id AND lines.agent_id <> :agent)
                 FROM blobs WHERE id IN (SELECT blob_id FROM named))
-            SELECT (SELECT COUNT(*) {held}), COUNT(*), COALESCE(SUM(size_bytes), 0), COALESCE(SUM(is_shared), 0),
-                COALESCE(SUM(size_bytes * is_shared), 0) FROM counted""",  # noqa: S608  all of it is written above
+            SELECT (SELECT COUNT(*) {held}), COUNT(*), COALESCE(SUM(size_bytes), 0),
+                COUNT(CASE WHEN is_shared THEN 1 END), COALESCE(SUM(CASE WHEN is_shared THEN size_bytes END), 0)
+            FROM counted""",  # noqa: S608  all of it is written above
         agent=get_row(rows, agent_id).id,
     )
     return AgentUsage(*found)

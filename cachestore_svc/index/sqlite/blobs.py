@@ -9,7 +9,7 @@ from cachestore_svc.index.sqlite.rows import Rows, Value
 from cachestore_svc.index.values import BlobEntry
 
 _COLUMNS = """id, hash, size_bytes, kind, kv_identity_hash, start, tokens, chain, schema_hash, is_damaged,
-    promised_unix_ms, is_brought, window"""
+    promised_unix_ms, is_brought, "window" """
 _OF_TENSORS = ("kv_identity_hash", "start", "tokens", "chain", "window")
 
 
@@ -40,13 +40,13 @@ def add_blobs(rows: Rows, blobs: Sequence[tuple[Digest, BlobFacts]], now_unix_ms
     rows.make_namespace()
     schemas = {facts.schema: schema_hash(facts.schema) for _, facts in blobs if facts.identity}
     new_schemas = [{"schema_hash": hash_, "tensors": text} for text, hash_ in schemas.items()]
-    rows.many("INSERT OR IGNORE INTO schemas VALUES (:schema_hash, :tensors)", new_schemas)
+    rows.many("INSERT INTO schemas VALUES (:schema_hash, :tensors) ON CONFLICT DO NOTHING", new_schemas)
     listed = find_blobs(rows, [digest for digest, _ in blobs])
     rows.many(
         """INSERT INTO blobs (namespace_id, hash, size_bytes, kind, kv_identity_hash, start, tokens, chain, schema_hash,
-            created_unix_ms, window) VALUES (:namespace, :hash, :size_bytes, :kind, :kv_identity_hash, :start, :tokens,
-            :chain, :schema_hash, :now, :window)
-            ON CONFLICT (namespace_id, hash) DO UPDATE SET is_damaged = 0, marked_unix_ms = NULL""",
+            created_unix_ms, "window") VALUES (:namespace, :hash, :size_bytes, :kind, :kv_identity_hash, :start,
+            :tokens, :chain, :schema_hash, :now, :window)
+            ON CONFLICT (namespace_id, hash) DO UPDATE SET is_damaged = FALSE, marked_unix_ms = NULL""",
         [_columns_of(digest, facts, schemas.get(facts.schema), now_unix_ms) for digest, facts in blobs],
     )
     return [digest not in listed for digest, _ in blobs]
@@ -110,7 +110,8 @@ def stored_bytes(rows: Rows) -> dict[str, int]:
     # In the table's own order: in an index's order each row is a read of its own.
     return dict(
         rows.all(
-            """SELECT namespaces.name, sums.size_bytes FROM (SELECT namespace_id, SUM(size_bytes) AS size_bytes
+            """SELECT namespaces.name, sums.size_bytes FROM (
+                SELECT +namespace_id AS namespace_id, SUM(size_bytes) AS size_bytes
                 FROM blobs NOT INDEXED GROUP BY +namespace_id) AS sums
                 JOIN namespaces ON namespaces.id = sums.namespace_id"""
         )

@@ -60,7 +60,7 @@ def bound_blobs(rows: Rows, kv_hash: str, block_hashes: Sequence[str]) -> dict[s
     bound = """SELECT wanted.key, blobs.hash, blobs.size_bytes FROM json_each(:block_hash) AS wanted
         JOIN prefixes ON prefixes.block_hash = wanted.value JOIN blobs ON blobs.id = prefixes.blob_id
         WHERE prefixes.namespace_id = :namespace AND blobs.kv_identity_hash = :kv_identity_hash
-        AND NOT blobs.is_damaged AND NOT blobs.is_brought"""
+        AND NOT blobs.is_damaged AND blobs.is_brought = 0"""
     places = rows.numbered_digests(bound, block_hash=block_hashes, kv_identity_hash=kv_hash)
     digests = {block_hashes[place]: digest for place, digest in places}
     found = blobs.find_blobs(rows, digests.values())
@@ -130,7 +130,7 @@ def bind(rows: Rows, shared: Sequence[SharedBlock], named: Sequence[BlobEntry | 
         rows.run(
             """INSERT INTO prefixes VALUES (:namespace, :block_hash, :blob) ON CONFLICT (namespace_id, block_hash)
                 DO UPDATE SET blob_id = excluded.blob_id
-                WHERE (SELECT is_damaged OR is_brought FROM blobs WHERE id = prefixes.blob_id)""",
+                WHERE (SELECT is_damaged OR is_brought > 0 FROM blobs WHERE id = prefixes.blob_id)""",
             block_hash=block.block_hash,
             blob=blob.id,
         )

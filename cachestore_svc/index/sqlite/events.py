@@ -45,7 +45,8 @@ def fact(rows: Rows, name: str) -> str | None:
 
 def set_fact(rows: Rows, name: str, value: str) -> None:
     """Note something of the store's own. A recovery forgets it."""
-    rows.run("INSERT OR REPLACE INTO facts (name, value) VALUES (:name, :value)", name=name, value=value)
+    noted = "INSERT INTO facts VALUES (:name, :value) ON CONFLICT (name) DO UPDATE SET value = excluded.value"
+    rows.run(noted, name=name, value=value)
 
 
 def events_after(rows: Rows, history: History, cursor: EventCursor | None, limit: int) -> EventBatch:

@@ -16,8 +16,9 @@ from cachestore_svc.index.values import Deadlines, Evicted, NotEnough
 def mark_unheld(rows: Rows, now_unix_ms: int) -> int:
     """Mark the blobs that nothing holds; how many were not marked. Times to come, of a wrong clock, count from now."""
     return rows.run(
-        f"""UPDATE blobs SET marked_unix_ms = :now, promised_unix_ms = MIN(promised_unix_ms, :now)
-            WHERE namespace_id = :namespace AND (marked_unix_ms IS NULL OR MAX(marked_unix_ms, promised_unix_ms) > :now)
+        f"""UPDATE blobs SET marked_unix_ms = :now, promised_unix_ms = CASE WHEN promised_unix_ms > :now THEN :now
+            ELSE promised_unix_ms END WHERE namespace_id = :namespace
+            AND (marked_unix_ms IS NULL OR marked_unix_ms > :now OR promised_unix_ms > :now)
             AND NOT {versions.IS_REFERENCED}""",  # noqa: S608
         now=now_unix_ms,
     )
@@ -26,7 +27,7 @@ def mark_unheld(rows: Rows, now_unix_ms: int) -> int:
 def count_unheld(rows: Rows) -> tuple[int, int]:
     """How many unheld blobs are not marked yet, and the bytes of all that nothing holds."""
     [(unmarked, size_bytes)] = rows.all(
-        f"""SELECT COALESCE(SUM(marked_unix_ms IS NULL), 0), COALESCE(SUM(size_bytes), 0) FROM blobs
+        f"""SELECT COUNT(CASE WHEN marked_unix_ms IS NULL THEN 1 END), COALESCE(SUM(size_bytes), 0) FROM blobs
             WHERE namespace_id = :namespace AND NOT {versions.IS_REFERENCED}"""  # noqa: S608
     )
     return unmarked, size_bytes

@@ -55,9 +55,9 @@ def _held_as_ours(rows: Rows, blob_ids: Sequence[int]) -> set[int]:
     found = rows.all(
         """SELECT wanted.value FROM json_each(:ids) AS wanted WHERE
             EXISTS (SELECT 1 FROM manifests JOIN blobs ON blobs.id = manifests.blob_id
-                WHERE manifests.blob_id = wanted.value AND NOT blobs.is_brought)
+                WHERE manifests.blob_id = wanted.value AND blobs.is_brought = 0)
             OR EXISTS (SELECT 1 FROM manifest_blobs JOIN blobs ON blobs.id = manifest_blobs.manifest_id
-                WHERE manifest_blobs.blob_id = wanted.value AND NOT blobs.is_brought)""",
+                WHERE manifest_blobs.blob_id = wanted.value AND blobs.is_brought = 0)""",
         ids=blob_ids,
     )
     return {int(blob_id) for (blob_id,) in found}

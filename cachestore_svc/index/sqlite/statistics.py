@@ -4,18 +4,18 @@ from cachestore_svc.index.sqlite import versions
 from cachestore_svc.index.sqlite.rows import Rows
 from cachestore_svc.index.values import SLICE, Sums
 
-_AGENTS = f"""WITH some AS (SELECT id, name FROM agents WHERE namespace_id = :namespace AND name > :after
+_AGENTS = f"""WITH slice AS (SELECT id, name FROM agents WHERE namespace_id = :namespace AND name > :after
         ORDER BY name LIMIT {SLICE})
-    SELECT (SELECT MAX(name) FROM some), (SELECT COUNT(*) FROM some), COUNT(versions.version), COALESCE(SUM(CASE WHEN
+    SELECT (SELECT MAX(name) FROM slice), (SELECT COUNT(*) FROM slice), COUNT(versions.version), COALESCE(SUM(CASE WHEN
         versions.version = (SELECT MAX(version) FROM versions AS other WHERE other.line_id = versions.line_id)
         THEN manifests.total_bytes END), 0)
-    FROM some JOIN lines ON lines.agent_id = some.id JOIN versions ON versions.line_id = lines.id
+    FROM slice JOIN lines ON lines.agent_id = slice.id JOIN versions ON versions.line_id = lines.id
     JOIN manifests ON manifests.blob_id = versions.manifest_id"""  # noqa: S608
-_BLOBS = f"""WITH some AS (SELECT * FROM blobs WHERE namespace_id = :namespace AND hash > :after
+_BLOBS = f"""WITH slice AS (SELECT * FROM blobs WHERE namespace_id = :namespace AND hash > :after
         ORDER BY hash LIMIT {SLICE})
-    SELECT MAX(hash), COUNT(*), COALESCE(SUM(size_bytes), 0), COALESCE(SUM(is_damaged), 0),
+    SELECT MAX(hash), COUNT(*), COALESCE(SUM(size_bytes), 0), COUNT(CASE WHEN is_damaged THEN 1 END),
         COALESCE(SUM(CASE WHEN NOT {versions.IS_REFERENCED} THEN size_bytes END), 0)
-    FROM some AS blobs"""  # noqa: S608
+    FROM slice AS blobs"""  # noqa: S608
 
 _KEPT_DAYS = 31
 

@@ -175,7 +175,7 @@ def hold_manifest(
 ) -> None:
     """From now on a manifest holds on to the blobs that it names. It may do so already."""
     total = manifest.size_bytes + sum(blob.size_bytes for blob in named)
-    held = "INSERT OR IGNORE INTO manifests VALUES (:manifest, :tokens, :total, :request_id)"
+    held = "INSERT INTO manifests VALUES (:manifest, :tokens, :total, :request_id) ON CONFLICT DO NOTHING"
     if rows.run(held, manifest=manifest.id, tokens=token_count, total=total, request_id=request_id):
         _name_blobs(rows, manifest.id, named)
     # A later release must give them their whole rest.
@@ -242,9 +242,10 @@ def drop_version(rows: Rows, line_id: int, version: int) -> list[int]:
     which = {"line": line_id, "version": version}
     manifest_id = manifest_id_of(rows, line_id, version)
     rows.run(
-        """INSERT OR REPLACE INTO dropped SELECT lines.agent_id, blobs.hash, versions.version, versions.origin
+        """INSERT INTO dropped SELECT lines.agent_id, blobs.hash, versions.version, versions.origin
             FROM versions JOIN lines ON lines.id = versions.line_id JOIN blobs ON blobs.id = versions.manifest_id
-            WHERE versions.line_id = :line AND versions.version = :version""",
+            WHERE versions.line_id = :line AND versions.version = :version
+            ON CONFLICT (agent_id, manifest_hash) DO UPDATE SET version = excluded.version, origin = excluded.origin""",
         **which,
     )
     rows.run(
@@ -271,8 +272,8 @@ def let_go(rows: Rows, manifest_id: int) -> list[int]:
 
 def retain(rows: Rows, line_id: int, kept: int) -> None:
     """Drop a line's oldest versions beyond those kept. What nothing holds then waits for collection."""
-    old = "SELECT version FROM versions WHERE line_id = :line ORDER BY version DESC LIMIT -1 OFFSET :kept"
-    for (version,) in rows.all(old, line=line_id, kept=kept):
+    old = "SELECT version FROM versions WHERE line_id = :line ORDER BY version DESC LIMIT :limit OFFSET :kept"
+    for (version,) in rows.all(old, line=line_id, limit=-1, kept=kept):
         drop_version(rows, line_id, version)
 
 

@@ -90,7 +90,7 @@ def fence_leases(rows: Rows, query: LineQuery, live: LiveLeases) -> None:
 
 def fence_all(rows: Rows, agent_id: str) -> None:
     """Shut out every writer of the agent, without regard to leases: for a time at which none is live."""
-    fenced = f"UPDATE leases SET generation = generation + 1, is_released = 1 WHERE {_OF_AGENT}"  # noqa: S608
+    fenced = f"UPDATE leases SET generation = generation + 1, is_released = TRUE WHERE {_OF_AGENT}"  # noqa: S608
     rows.run(fenced, agent_id=agent_id)
 
 
@@ -170,7 +170,9 @@ def _fence(rows: Rows, row: _Row) -> None:
 
 def _write(rows: Rows, row: _Row) -> None:
     _, agent_id, kv_hash = row.line
-    written = """INSERT OR REPLACE INTO leases
-        VALUES (:namespace, :agent_id, :kv_identity_hash, :owner, :generation, :ttl_ms, :is_released)"""
+    written = """INSERT INTO leases
+        VALUES (:namespace, :agent_id, :kv_identity_hash, :owner, :generation, :ttl_ms, :is_released)
+        ON CONFLICT (namespace_id, agent_name, kv_identity_hash) DO UPDATE SET owner = excluded.owner,
+        generation = excluded.generation, ttl_ms = excluded.ttl_ms, is_released = excluded.is_released"""
     about = {"generation": row.token.generation, "ttl_ms": row.ttl_ms, "is_released": row.is_released}
     rows.run(written, agent_id=agent_id, kv_identity_hash=kv_hash, owner=row.token.owner, **about)

@@ -43,8 +43,9 @@ def unfinished_moves(rows: Rows) -> list[tuple[str, Ownership]]:
 def count_owners(rows: Rows, peer: str) -> tuple[int, int]:
     """Facts about owners that a peer has a part in, and agents that are on their way to it."""
     [(facts, moving)] = rows.all(
-        f"""SELECT COUNT(*), COALESCE(SUM(state = {OwnerState.MOVING:d} AND peer = :peer), 0) FROM owners
-            WHERE namespace_id = :namespace AND instr(' ' || replace(had_by, '?', '') || ' ', ' ' || :peer || ' ')""",  # noqa: S608
+        f"""SELECT COUNT(*), COUNT(CASE WHEN state = {OwnerState.MOVING:d} AND peer = :peer THEN 1 END) FROM owners
+            WHERE namespace_id = :namespace
+            AND instr(' ' || replace(had_by, '?', '') || ' ', ' ' || :peer || ' ') > 0""",  # noqa: S608
         peer=peer,
     )
     return facts, moving
