@@ -15,7 +15,7 @@ from cachestore_svc.blobs.blob_writer import Writers
 from cachestore_svc.blobs.disk import Disk
 from cachestore_svc.blobs.space import Space
 from cachestore_svc.facts.records import EventBody, StoreConfig
-from cachestore_svc.index.catalog import HOUSE, CatalogChange, CatalogView, SqliteCatalog
+from cachestore_svc.index.catalog import HOUSE, Catalog, CatalogChange, CatalogView
 from cachestore_svc.index.live_leases import LiveLeases
 from cachestore_svc.index.values import History
 from cachestore_svc.index.write_budget import WriteBudget
@@ -73,7 +73,7 @@ class Storage:
     config: StoreConfig
     disk: Disk
     ballast: Ballast
-    catalog: SqliteCatalog
+    catalog: Catalog
     blobs: BlobBackend  # opens what is sealed
     seals: Seals
     space: Space
@@ -83,7 +83,7 @@ class Storage:
 @dataclass(frozen=True)
 class Core(Storage):
     history: History
-    journal: Journal
+    journal: Journal | None  # of a catalog that is a file; a server looks after its own
     now_unix_ms: Callable[[], int]
     leases: LiveLeases
     write_budget: WriteBudget

@@ -10,7 +10,7 @@ from blake3 import blake3
 from kvasir.errors import InvalidArgument
 
 from cachestore_svc.facts import records
-from cachestore_svc.index.catalog import CatalogView, SqliteCatalog
+from cachestore_svc.index.catalog import Catalog, CatalogView
 from cachestore_svc.index.values import AgentFilter
 
 _AGENTS_AT_ONCE = 50  # agents of one operation of the index: some milliseconds
@@ -28,7 +28,7 @@ def page_size(asked: int) -> int:
 
 
 def agents_page(
-    catalog: SqliteCatalog, namespace: str, wanted: AgentFilter, size: int, token: str, default_retained: int
+    catalog: Catalog, namespace: str, wanted: AgentFilter, size: int, token: str, default_retained: int
 ) -> records.AgentPage:
     """Agents behind the token's place, by their UTF-8 bytes, read a few at a time: no other operation waits long."""
     listing = (wanted.name_prefix, *(text for label in sorted(wanted.labels.items()) for text in label))

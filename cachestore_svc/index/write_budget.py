@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 
 from kvasir.errors import ResourceExhausted
 
-from cachestore_svc.index.catalog import HOUSE, CatalogChange, CatalogView, SqliteCatalog
+from cachestore_svc.index.catalog import HOUSE, Catalog, CatalogChange, CatalogView
 
 DAY_MS = 86_400_000
 _SHARE = 8  # A namespace that wrote more than this part leaves as much to those that wrote less
@@ -16,7 +16,7 @@ _SHARE = 8  # A namespace that wrote more than this part leaves as much to those
 
 class WriteBudget:
     def __init__(
-        self, catalog: SqliteCatalog, now_unix_ms: Callable[[], int], budget_bytes: int | None, *, refuses: bool
+        self, catalog: Catalog, now_unix_ms: Callable[[], int], budget_bytes: int | None, *, refuses: bool
     ) -> None:
         """`budget_bytes`: of all namespaces together in a day; None: it is counted only."""
         self.budget_bytes = budget_bytes
@@ -34,11 +34,11 @@ class WriteBudget:
                 return dict(self._written)
 
         def read(view: CatalogView) -> None:
-            # On the index thread, where all bytes are counted: none comes in between.
+            # As a write, on the thread where all bytes are counted: none comes in between.
             with self._lock:
                 self._day, self._written = day, Counter(view.written(day))
 
-        self._catalog.read(HOUSE, read)
+        self._catalog.write(HOUSE, read, frees_space=True)
         with self._lock:
             return dict(self._written)
 

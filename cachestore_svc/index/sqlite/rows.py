@@ -4,9 +4,8 @@ So index, log and journal hold no name, text or hash of a sealed namespace.
 """
 
 import json
-import sqlite3
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 from kvasir.formats.digest import Digest
 
@@ -65,8 +64,18 @@ class Texts:
         return value
 
 
+class Connection(Protocol):
+    """What statements run on: one of SQLite, or one of PostgreSQL that takes the same statements."""
+
+    def execute(self, sql: str, values: Any = ..., /) -> Any:
+        """Run a statement; its cursor."""
+
+    def executemany(self, sql: str, rows: Any, /) -> Any:
+        """Run a statement with each of these values."""
+
+
 class Rows:
-    def __init__(self, connection: sqlite3.Connection, namespace: str = "", names: PlainNames = PLAIN_NAMES) -> None:
+    def __init__(self, connection: Connection, namespace: str = "", names: PlainNames = PLAIN_NAMES) -> None:
         """`names`: how the namespace has its names in the tables."""
         self.connection = connection
         self.namespace = namespace
@@ -86,11 +95,11 @@ class Rows:
         return self._namespace_id
 
     def make_namespace(self) -> None:
-        self.run("INSERT OR IGNORE INTO namespaces (name) VALUES (:name)", name=self.namespace)
+        self.run("INSERT INTO namespaces (name) VALUES (:name) ON CONFLICT DO NOTHING", name=self.namespace)
 
     def all(self, sql: str, **values: Value) -> list[tuple[Any, ...]]:
         cursor = self.connection.execute(sql, self._bound(sql, values))
-        found = cursor.fetchall()
+        found: list[tuple[Any, ...]] = cursor.fetchall()
         if self.texts.names is PLAIN_NAMES or not found:
             return found
         columns = zip((name for name, *_ in cursor.description), zip(*found, strict=True), strict=True)
@@ -112,7 +121,7 @@ class Rows:
 
     def run(self, sql: str, **values: Value) -> int:
         """Run a statement that writes; how many rows it touched."""
-        return self.connection.execute(sql, self._bound(sql, values)).rowcount
+        return int(self.connection.execute(sql, self._bound(sql, values)).rowcount)
 
     def many(self, sql: str, rows: Iterable[Mapping[str, Value]]) -> None:
         self.connection.executemany(sql, (self._bound(sql, values) for values in rows))

@@ -1,12 +1,11 @@
 """The transaction that an operation gets: the catalog's verbs, which are functions of `Rows` beside their tables."""
 
 from collections.abc import Callable
-from sqlite3 import Connection
 
 from cachestore_svc.index.sqlite import agents, blobs, committing, events, garbage, statistics, versions
 from cachestore_svc.index.sqlite.journaling import applying, index_state
 from cachestore_svc.index.sqlite.rights import leases, owners
-from cachestore_svc.index.sqlite.rows import Rows
+from cachestore_svc.index.sqlite.rows import Connection, Rows
 from cachestore_svc.sealing.sealed_names import PLAIN_NAMES, PlainNames
 
 

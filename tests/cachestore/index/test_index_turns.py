@@ -16,7 +16,8 @@ from cachestore_svc.blobs.ballast import Ballast
 from cachestore_svc.blobs.disk import Disk
 from cachestore_svc.facts.records import HeldLease
 from cachestore_svc.index.catalog import CatalogChange, CatalogView
-from cachestore_svc.index.sqlite.sqlite_catalog import MAX_TURN_MS, MAX_WRITES_PER_COMMIT, SqliteCatalog
+from cachestore_svc.index.sqlite.operations import MAX_TURN_MS, MAX_WRITES_PER_COMMIT
+from cachestore_svc.index.sqlite.sqlite_catalog import SqliteCatalog
 from cachestore_svc.store.store import Store
 from tests.cachestore.core.lab import NS, Lab, prefix_of, publish, upload
 from tests.made_models.synthetic import MIXED, SMALL, SyntheticAgent

@@ -11,7 +11,7 @@ from kvasir.errors import DataLoss, NotFound, Unavailable
 
 from cachestore_svc.blobs.disk import Disk
 from cachestore_svc.index.sqlite.journaling.recording import Recorder
-from cachestore_svc.index.sqlite.sqlite_catalog import _Operation
+from cachestore_svc.index.sqlite.operations import Operation
 from cachestore_svc.journal.journal_lines import Parsed
 from cachestore_svc.store.store import Store
 from cachestore_svc.upkeep import collecting
@@ -165,11 +165,9 @@ def test_a_journal_that_takes_nothing_more_fails_only_what_it_must_be_told(lab: 
         publish(store, "a", SyntheticAgent(SMALL, 1).turn(30), 0)
         index, goes_on = store._core.catalog, threading.Event()
         store._core.journal._is_broken = True
-        index._submit(_Operation(NS, lambda _: goes_on.wait(60), is_write=False))
-        told = index._submit(_Operation(NS, lambda rows: rows.run("UPDATE agents SET is_pinned = 1"), is_write=True))
-        untold = index._submit(
-            _Operation(NS, lambda rows: rows.run("UPDATE lines SET used_unix_ms = 1"), is_write=True)
-        )
+        index._submit(Operation(NS, lambda _: goes_on.wait(60), is_write=False))
+        told = index._submit(Operation(NS, lambda rows: rows.run("UPDATE agents SET is_pinned = 1"), is_write=True))
+        untold = index._submit(Operation(NS, lambda rows: rows.run("UPDATE lines SET used_unix_ms = 1"), is_write=True))
         goes_on.set()
         assert untold.result(60) == 1
         with pytest.raises(Unavailable):

@@ -112,8 +112,8 @@ SHARED = (
     Shared(
         "index thread, reads",
         "store",
-        "cachestore_svc/index/sqlite/sqlite_catalog.py: _reads",
-        ("cachestore_svc.index.sqlite.sqlite_catalog:MAX_TURN_MS", 10),
+        "cachestore_svc/index/sqlite/operations.py: _reads",
+        ("cachestore_svc.index.sqlite.operations:MAX_TURN_MS", 10),
         "one operation at a time, of at most 500 blobs",
         IN_TURN,
         WAITS,
@@ -121,8 +121,8 @@ SHARED = (
     Shared(
         "index thread, writes and their commit",
         "store",
-        "cachestore_svc/index/sqlite/sqlite_catalog.py: _writes",
-        ("cachestore_svc.index.sqlite.sqlite_catalog:MAX_WRITES_PER_COMMIT", 256),
+        "cachestore_svc/index/sqlite/operations.py: _writes",
+        ("cachestore_svc.index.sqlite.operations:MAX_WRITES_PER_COMMIT", 256),
         "one operation at a time; a commit ends after 10 ms",
         IN_TURN,
         WAITS,

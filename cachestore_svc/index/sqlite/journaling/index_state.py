@@ -140,6 +140,7 @@ def namespaces_anyway(rows: Rows) -> list[str]:
 def _read_anyway(rows: Rows, work: Callable[[Rows], _Answer]) -> _Answer:
     """The answer of `work`, also where text is no UTF-8: it is then decoded once more, which is slower."""
     connection = rows.connection
+    assert isinstance(connection, sqlite3.Connection), "no other keeps a journal"
     try:
         return work(rows)
     except sqlite3.OperationalError as error:

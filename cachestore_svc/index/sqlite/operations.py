@@ -1,0 +1,175 @@
+"""The operations that wait for a catalog: namespaces take turns, each one's operations keep their order, and those that
+write are committed in groups. Where they run is a subclass's.
+"""
+
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from kvasir.errors import Unavailable
+from kvasir.server.fair_shares import RoundRobin
+
+from cachestore_svc.index.refusals import index_damaged
+from cachestore_svc.index.sqlite.rows import Connection
+from cachestore_svc.index.sqlite.transaction import CatalogChange, CatalogView
+from cachestore_svc.sealing.sealed_names import PLAIN_NAMES, PlainNames
+
+_Answer = TypeVar("_Answer")
+# One commit holds as many writes as this, or as many as begin within this time. Reads have a turn of the same length
+# before it: a newcomer waits for one turn of each kind, not for all that waits.
+MAX_WRITES_PER_COMMIT = 256
+MAX_TURN_MS = 10
+
+
+@dataclass
+class Operation:
+    namespace: str
+    work: Callable[[CatalogChange], Any]
+    is_write: bool
+    frees_space: bool = False
+    answer: Future[Any] = field(default_factory=Future)
+
+
+class Catalog:
+    """Runs operations. Its methods from any thread."""
+
+    place: str  # of the event history: in another place it has another name
+
+    def __init__(self, now_unix_ms: Callable[[], int], translated: Callable[[BaseException], BaseException]) -> None:
+        """`translated`: errors of the database in words that a caller can act on."""
+        self._now_unix_ms = now_unix_ms
+        self._translated = translated
+        self._gate = threading.Condition()  # guards the next three, and is notified of new operations
+        self._reads: RoundRobin[Operation] = RoundRobin()
+        self._writes: RoundRobin[Operation] = RoundRobin()
+        self._is_closed = False
+        self.damage: Mapping[str, str] = {}  # namespaces whose entries are damaged, and how
+        self._names_of: Callable[[str], PlainNames] = lambda _: PLAIN_NAMES
+        self._threads: list[threading.Thread] = []
+
+    def read(self, namespace: str, work: Callable[[CatalogView], _Answer]) -> _Answer:
+        """The answer of `work` about the namespace (HOUSE: the store itself). It sees every acknowledged write."""
+        answer: _Answer = self._submit(Operation(namespace, work, is_write=False)).result()
+        return answer
+
+    def write(self, namespace: str, work: Callable[[CatalogChange], _Answer], *, frees_space: bool = False) -> _Answer:
+        """The answer of `work`, once it is durable. All of it took effect, or, when this raises, nothing. `work` may
+        run twice, so it touches nothing else. `frees_space` lets it use the ballast of a full disk.
+        """
+        operation = Operation(namespace, work, is_write=True, frees_space=frees_space)
+        answer: _Answer = self._submit(operation).result()
+        return answer
+
+    def write_later(self, namespace: str, work: Callable[[CatalogChange], None]) -> None:
+        """Write without waiting and without an answer; for what may be lost, such as times of last use."""
+        self._submit(Operation(namespace, work, is_write=True))
+
+    def keep_out(self, damage: Mapping[str, str]) -> None:
+        """From now on refuse all that these namespaces ask: their entries are damaged, in these words."""
+        self.damage = damage
+
+    def seal(self, names_of: Callable[[str], PlainNames]) -> None:
+        """From now on what a sealed namespace asks has plain names, and its entries have sealed ones."""
+        self._names_of = names_of
+
+    def close(self) -> bool:
+        """Finish the operations that wait. False when it was closed before."""
+        with self._gate:
+            is_first = not self._is_closed
+            self._is_closed = True
+            self._gate.notify_all()
+        for thread in self._threads:
+            thread.join()
+        return is_first
+
+    def _submit(self, operation: Operation) -> "Future[Any]":
+        if words := self.damage.get(operation.namespace):
+            raise index_damaged(words)
+        with self._gate:
+            if self._is_closed:
+                raise Unavailable("the store is closed", reason="CLOSED")
+            (self._writes if operation.is_write else self._reads).put(operation.namespace, operation)
+            self._gate.notify_all()
+        return operation.answer
+
+    # --- on the threads that run operations ---
+
+    def _is_wanted(self, *waiting: RoundRobin[Operation]) -> bool:
+        """Wait until something waits; False when nothing does and the catalog closes."""
+        with self._gate:
+            self._gate.wait_for(lambda: self._is_closed or any(map(len, waiting)))
+            return any(map(len, waiting))
+
+    def _next(self, waiting: RoundRobin[Operation]) -> Operation | None:
+        with self._gate:
+            taken = waiting.take()
+        return taken[1] if taken else None
+
+    def _is_over(self, began_ms: int) -> bool:
+        """Whether a turn that began then has had its time. A clock that steps ends it early, never late."""
+        return not 0 <= self._now_unix_ms() - began_ms < MAX_TURN_MS
+
+    def _take_reads(self, connection: Connection) -> None:
+        began_ms = self._now_unix_ms()
+        while operation := self._next(self._reads):
+            self._read(connection, operation)
+            if self._is_over(began_ms):
+                return
+
+    def _take_writes(self, connection: Connection) -> None:
+        began_ms = self._now_unix_ms()
+        first = self._next(self._writes)
+        if first is None:
+            return
+        taken = [first]
+        try:
+            self._write(connection, taken, self._more_writes(taken, began_ms))
+        except BaseException as error:  # noqa: BLE001  a caller that waits for ever would be worse
+            for operation in taken:
+                if not operation.answer.done():
+                    operation.answer.set_exception(error)
+
+    def _more_writes(self, taken: list[Operation], began_ms: int) -> Iterator[Operation]:
+        """Further writes for the commit of those `taken`, each asked for when the one before it has run."""
+        while len(taken) < MAX_WRITES_PER_COMMIT and not self._is_over(began_ms):
+            operation = self._next(self._writes)
+            if operation is None:
+                return
+            taken.append(operation)
+            yield operation
+
+    def _read(self, connection: Connection, operation: Operation) -> None:
+        rows = self._rows_of(connection, operation)
+        try:
+            operation.answer.set_result(operation.work(rows))
+        except BaseException as error:  # noqa: BLE001  it belongs to the caller
+            operation.answer.set_exception(self._translated(error))
+
+    def _rows_of(self, connection: Connection, operation: Operation) -> CatalogChange:
+        return CatalogChange(connection, operation.namespace, self._names_of(operation.namespace))
+
+    def _write(self, connection: Any, operations: list[Operation], more: Iterable[Operation] = ()) -> None:
+        """Commit operations, and as many more as come, together; answer all of them."""
+        raise NotImplementedError
+
+    def _in_savepoint(
+        self, connection: Connection, operation: Operation, ends_all: type[Exception]
+    ) -> list[Callable[[], None]]:
+        """Run one operation so that its failure undoes only itself. What to do after the commit. `ends_all`: an error
+        that ended the transaction, and leaves no savepoint to go back to.
+        """
+        rows = self._rows_of(connection, operation)
+        connection.execute("SAVEPOINT operation")
+        try:
+            result = operation.work(rows)
+        except ends_all:
+            raise
+        except BaseException as error:  # noqa: BLE001  it belongs to the caller
+            connection.execute("ROLLBACK TO operation")
+            connection.execute("RELEASE operation")
+            failure = self._translated(error)
+            return [lambda: operation.answer.set_exception(failure)]
+        connection.execute("RELEASE operation")
+        return [*rows.after_commit_actions, lambda: operation.answer.set_result(result)]
