@@ -62,6 +62,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         skip_with_reasons(cpu_only)
     if not config.getoption("-m"):
         leave_out(config, items, [item for item in items if item.get_closest_marker("campaign")])
+        leave_out(config, items, [item for item in items if item.get_closest_marker("fleet")])
     take_turns(config, items)
 
 

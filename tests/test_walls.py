@@ -64,9 +64,15 @@ IMPORTS = (
     Wall(("sqlite3", "sqlite_utils"), ("cachestore_svc/index/sqlite/*",), "one connection owns the database"),
     Wall(
         ("cachestore_svc.index.sqlite",),
-        ("cachestore_svc/index/sqlite/*", "cachestore_svc/index/catalog.py", "cachestore_svc/recovery/*"),
+        (
+            "cachestore_svc/index/sqlite/*",
+            "cachestore_svc/index/postgres/*",
+            "cachestore_svc/index/catalog.py",
+            "cachestore_svc/recovery/*",
+        ),
         "the store speaks to the catalog by index/catalog.py, and knows no table",
     ),
+    Wall(("psycopg",), ("cachestore_svc/index/postgres/*",), "few have its driver"),
     Wall(
         ("cachestore_svc.blobs.local_directory",),
         ("cachestore_svc/recovery/medium.py", "cachestore_svc/blobs/bucket/bucket_blobs.py"),
@@ -430,7 +436,9 @@ def test_a_wait_that_others_have_too_is_named_once(trees: dict[str, ast.Module])
 
 
 def test_sql_stands_in_one_folder() -> None:
-    assert [path for path in statements_of_sql(ROOT) if "/index/sqlite/" not in path] == []
+    assert [
+        path for path in statements_of_sql(ROOT) if "/index/sqlite/" not in path and "/index/postgres/" not in path
+    ] == []
 
 
 def shared_names(trees: dict[str, ast.Module], package: str) -> dict[str, list[str]]:

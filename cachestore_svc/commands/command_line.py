@@ -12,7 +12,16 @@ from cachestore_svc.config import StoreSettings
 OK, FOUND_PROBLEMS, CANNOT_RUN, NO_STORE = 0, 1, 2, 5  # Exit codes. The last is that of `kvasir` for what is not there.
 
 # What the commands that look after the data need to know of its store.
-_OF_DATA = ("data_dir", "grace_period_s", "log_level", "log_format", "seal_key_file", "seal_keychain", "sealed_file")
+_OF_DATA = (
+    "data_dir",
+    "catalog",
+    "grace_period_s",
+    "log_level",
+    "log_format",
+    "seal_key_file",
+    "seal_keychain",
+    "sealed_file",
+)
 
 
 def parser() -> argparse.ArgumentParser:

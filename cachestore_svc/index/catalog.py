@@ -1,10 +1,26 @@
-"""The catalog of agents, versions and blobs: the store's one door to `sqlite`. An operation is a function that the
-catalog runs in a transaction of one namespace, with a `CatalogView` or a `CatalogChange`: it takes effect as a whole or
-not at all.
+"""The catalog of agents, versions and blobs: the store's one door to `sqlite` and `postgres`. An operation is a
+function that the catalog runs in a transaction of one namespace, with a `CatalogView` or a `CatalogChange`: it takes
+effect as a whole or not at all.
 """
 
+from collections.abc import Callable
+
+from kvasir.errors import FailedPrecondition
+
+from cachestore_svc.blobs.disk import Disk
+from cachestore_svc.index.sqlite.operations import Catalog
 from cachestore_svc.index.sqlite.sqlite_catalog import SqliteCatalog
 from cachestore_svc.index.sqlite.transaction import CatalogChange, CatalogView
 from cachestore_svc.index.values import HOUSE, SLICE
 
-__all__ = ("HOUSE", "SLICE", "CatalogChange", "CatalogView", "SqliteCatalog")
+__all__ = ("HOUSE", "SLICE", "Catalog", "CatalogChange", "CatalogView", "SqliteCatalog", "open_postgres")
+
+
+def open_postgres(url: str, disk: Disk, now_unix_ms: Callable[[], int]) -> Catalog:
+    """The catalog in a database of PostgreSQL. Raises FailedPrecondition where kvasir[fleet] is not installed."""
+    try:
+        from cachestore_svc.index.postgres.postgres_catalog import PostgresCatalog
+    except ImportError:
+        words = "catalog: PostgreSQL needs its driver; run: pip install 'kvasir[fleet]'"
+        raise FailedPrecondition(words) from None
+    return PostgresCatalog(url, disk, now_unix_ms)

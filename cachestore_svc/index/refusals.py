@@ -48,6 +48,13 @@ def reading_damage() -> Iterator[None]:
         raise index_damaged(f"it holds what nobody wrote ({type(error).__name__}: {error})") from error
 
 
+def data_too_new(step: int, known: int) -> FailedPrecondition:
+    return FailedPrecondition(
+        f"the data directory is of a newer Kvasir: its database has step {step}, this one knows {known}",
+        reason="DATA_TOO_NEW",
+    )
+
+
 def index_damaged(words: str) -> DataLoss:
     return DataLoss(
         f"the index is damaged: {words}; stop the store and run: kvasir store recover", reason="INDEX_DAMAGED"

@@ -1,5 +1,6 @@
 """Looks after the keys of sealed namespaces while the store does not run: new, rotated, destroyed, listed."""
 
+import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -11,10 +12,13 @@ from kvasir.names import check_namespace
 from cachestore_svc.blobs.backend import BlobBackend, NamespaceBlobs
 from cachestore_svc.blobs.disk import Disk
 from cachestore_svc.facts.records import StoreConfig
+from cachestore_svc.index.catalog import HOUSE, open_postgres
 from cachestore_svc.index.refusals import reading_damage
 from cachestore_svc.index.sqlite.database.looking import looking_at
+from cachestore_svc.recovery.means import now_unix_ms
 from cachestore_svc.recovery.medium import blobs_of
-from cachestore_svc.recovery.opening import DATABASE, locked, now_unix_ms
+from cachestore_svc.recovery.on_server import check_on_file
+from cachestore_svc.recovery.opening import DATABASE, locked
 from cachestore_svc.sealing.key_files import KeyFiles
 from cachestore_svc.sealing.keys import KeyRecord, MasterKey, new_record
 from cachestore_svc.sealing.sealed_form import RandomBytes
@@ -90,19 +94,27 @@ class KeyCare:
         return sorted((record for record in found.values() if record), key=lambda record: record.namespace)
 
     def _check_unused(self, namespace: str) -> None:
-        database = self._config.data_dir / DATABASE
         # A mark alone is what a crash left of the first try.
         has_record = self._files.read().get(namespace_place(namespace)) is not None
         is_known = has_record or self._blobs_of(namespace).exists()
-        if not is_known and self._disk.size_bytes(database):
-            with looking_at(database, self._disk) as view:
-                is_known = namespace in view.namespaces_anyway()
-        if is_known:
+        if is_known or namespace in self._listed():
             raise FailedPrecondition(
                 f"namespace {namespace!r} is in use, or sealed already: seal a new one, and bring its agents there "
                 "with kvasir agents export and import",
                 reason="NAMESPACE_IN_USE",
             )
+
+    def _listed(self) -> list[str]:
+        """Namespaces that the index has."""
+        config, disk, database = self._config, self._disk, self._config.data_dir / DATABASE
+        if config.catalog:
+            with contextlib.closing(open_postgres(config.catalog, disk, lambda: now_unix_ms(self._clock))) as catalog:
+                return catalog.read(HOUSE, lambda view: view.namespaces())
+        check_on_file(config.data_dir)
+        if not disk.size_bytes(database):
+            return []
+        with looking_at(database, disk) as view:
+            return view.namespaces_anyway()
 
     def _seen(self, record: KeyRecord) -> SealedNamespace:
         blobs = self._blobs_of(record.namespace)

@@ -18,8 +18,8 @@ from cachestore_svc.blobs.blob_writer import Writers
 from cachestore_svc.blobs.disk import NO_FILE, Disk, is_no_room, refusal
 from cachestore_svc.blobs.space import Space
 from cachestore_svc.core.core import Core
-from cachestore_svc.facts.records import LAST_UNIX_MS, StoreConfig
-from cachestore_svc.index.catalog import HOUSE, CatalogChange, SqliteCatalog
+from cachestore_svc.facts.records import StoreConfig
+from cachestore_svc.index.catalog import HOUSE, Catalog, CatalogChange, SqliteCatalog
 from cachestore_svc.index.live_leases import LiveLeases
 from cachestore_svc.index.refusals import reading_damage
 from cachestore_svc.index.values import History, ReadManifest, Unheld
@@ -28,14 +28,14 @@ from cachestore_svc.journal import closed, journal, journal_lines
 from cachestore_svc.journal.journal import Journal
 from cachestore_svc.journal.journal_lines import Position
 from cachestore_svc.journal.replay import Change, Namespace, State
-from cachestore_svc.recovery import asides, looking
+from cachestore_svc.recovery import asides, looking, on_server
+from cachestore_svc.recovery.means import Means
 from cachestore_svc.recovery.medium import blobs_of
 from cachestore_svc.recovery.older_copy import check_newest, note_commits
 from cachestore_svc.recovery.salvage import manifest_reader
 from cachestore_svc.sealing.key_files import KeyFiles
 from cachestore_svc.sealing.keys import MasterKey
 from cachestore_svc.sealing.sealed_blobs import SealedBackend
-from cachestore_svc.sealing.sealed_form import RandomBytes
 from cachestore_svc.sealing.seals import Seals
 
 DATABASE = "kvasir.sqlite3"
@@ -52,22 +52,11 @@ class Opened:
         """Finish what the index has, note what it then is, and unlock. A second time does nothing."""
         core = self.core
         if core.catalog.close():
-            if not core.catalog.damage:
-                closed.write(core.config.data_dir / DATABASE, core.journal, core.disk)
-            core.journal.close()
+            if core.journal is not None:
+                if not core.catalog.damage:
+                    closed.write(core.config.data_dir / DATABASE, core.journal, core.disk)
+                core.journal.close()
             os.close(self.lock)
-
-
-@dataclass(frozen=True)
-class Means:
-    clock: Callable[[], float]
-    token_hex: Callable[[int], str]
-    disk: Disk
-    steady: Callable[[], float]
-    random_bytes: RandomBytes
-
-    def now_unix_ms(self) -> int:
-        return now_unix_ms(self.clock)
 
 
 def open_directory(
@@ -90,14 +79,15 @@ def open_directory(
             core.ballast.fill(config.free_disk_reserve_bytes)
         except BaseException:
             core.catalog.close()
-            core.journal.close()
+            if core.journal is not None:
+                core.journal.close()
             raise
         return Opened(core, os.dup(lock))
 
 
 def holds_store(data_dir: Path) -> bool:
     """Whether a store was ever made here: its index, its journal or its blobs are. Makes nothing."""
-    return any((data_dir / name).exists() for name in (DATABASE, journal.NAME, "namespaces"))
+    return any((data_dir / name).exists() for name in (DATABASE, journal.NAME, on_server.NAME, "namespaces"))
 
 
 @contextlib.contextmanager
@@ -118,11 +108,6 @@ def locked(config: StoreConfig, disk: Disk) -> Iterator[int]:
         os.close(lock)
 
 
-def now_unix_ms(clock: Callable[[], float]) -> int:
-    """The clock's time, at most what a Timestamp can express: what was stored must be answered."""
-    return int(min(max(clock() * 1000, 0), LAST_UNIX_MS))
-
-
 class _Opening:
     def __init__(self, config: StoreConfig, means: Means, blobs: SealedBackend) -> None:
         self._config = config
@@ -132,7 +117,19 @@ class _Opening:
         self._path = config.data_dir / DATABASE
 
     def core(self) -> Core:
+        return self._on_server() if self._config.catalog else self._on_file()
+
+    def _on_server(self) -> Core:
+        catalog = on_server.open_catalog(self._config, self._path, self._blobs.sealed, self._means)
+        try:
+            return self._opened(catalog, None)
+        except BaseException:
+            catalog.close()
+            raise
+
+    def _on_file(self) -> Core:
         config, disk, now = self._config, self._means.disk, self._means.now_unix_ms
+        on_server.check_on_file(config.data_dir)
         seen = looking.look(self._path, self._blobs.sealed, disk)
         reached = seen.journal or seen
         if reached.position is not None:
@@ -150,11 +147,11 @@ class _Opening:
             catalog.close()
             raise
 
-    def _opened(self, catalog: SqliteCatalog, log: Journal) -> Core:
+    def _opened(self, catalog: Catalog, log: Journal | None) -> Core:
         config, means, blobs, seals = self._config, self._means, self._blobs, self._blobs.seals
         now = means.now_unix_ms
         _remember_seals(catalog, seals)
-        history = History(_incarnation(catalog, self._path, means.token_hex), config.event_history)
+        history = History(_incarnation(catalog, means.token_hex), config.event_history)
         space = Space(config, means.disk, self._ballast, catalog.read(HOUSE, lambda view: view.stored_bytes()))
         live = LiveLeases(means.steady)
         # How long each had still to go is not known, so each has its whole time.
@@ -212,7 +209,7 @@ class _Opening:
             raise
 
 
-def _remember_seals(catalog: SqliteCatalog, seals: Seals) -> None:
+def _remember_seals(catalog: Catalog, seals: Seals) -> None:
     """Note which namespaces are sealed; shut those that were, and lost record and mark, so that none is kept plain."""
     noted = set((catalog.read(HOUSE, lambda view: view.fact(_SEALED)) or "").split())
     seals.lose(noted)
@@ -245,17 +242,16 @@ def _lock(path: Path) -> int:
     return descriptor
 
 
-def _incarnation(catalog: SqliteCatalog, database: Path, token_hex: Callable[[int], str]) -> str:
+def _incarnation(catalog: Catalog, token_hex: Callable[[int], str]) -> str:
     """The name of this history. A database copied back lies in another inode: its history went on without it."""
-    inode = str(database.stat().st_ino)
 
     def begin(change: CatalogChange) -> str:
         name = token_hex(8)
         change.set_fact(_INCARNATION, name)
-        change.set_fact(INODE, inode)
+        change.set_fact(INODE, catalog.place)
         return name
 
-    name = catalog.read(HOUSE, lambda view: view.fact(_INCARNATION) if view.fact(INODE) == inode else None)
+    name = catalog.read(HOUSE, lambda view: view.fact(_INCARNATION) if view.fact(INODE) == catalog.place else None)
     return name or catalog.write(HOUSE, begin)
 
 

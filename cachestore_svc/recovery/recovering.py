@@ -29,8 +29,9 @@ from cachestore_svc.journal import journal, journal_lines
 from cachestore_svc.journal.journal import Journal
 from cachestore_svc.journal.replay import Agent, Namespace, Version, VersionKey
 from cachestore_svc.recovery import salvage
+from cachestore_svc.recovery.means import now_unix_ms
 from cachestore_svc.recovery.medium import blobs_of
-from cachestore_svc.recovery.opening import DATABASE, locked, now_unix_ms
+from cachestore_svc.recovery.opening import DATABASE, locked
 from cachestore_svc.sealing.key_files import KeyFiles
 from cachestore_svc.sealing.keys import MasterKey
 from cachestore_svc.sealing.sealed_blobs import SealedBackend

@@ -11,7 +11,8 @@ from typing import Self
 from cachestore_svc.blobs.backend import BlobBackend
 from cachestore_svc.blobs.disk import Disk
 from cachestore_svc.facts.records import StoreConfig
-from cachestore_svc.recovery.opening import Means, Opened, open_directory
+from cachestore_svc.recovery.means import Means
+from cachestore_svc.recovery.opening import Opened, open_directory
 from cachestore_svc.sealing.keys import MasterKey
 from cachestore_svc.sealing.sealed_form import RandomBytes
 from cachestore_svc.store.agents import Agents

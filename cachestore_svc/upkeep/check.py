@@ -16,6 +16,7 @@ from cachestore_svc.facts.records import CheckReport, Finding, VerifyProgress
 from cachestore_svc.index.catalog import HOUSE, CatalogView
 from cachestore_svc.index.refusals import reading_damage
 from cachestore_svc.journal import replay
+from cachestore_svc.journal.journal import Journal
 from cachestore_svc.recovery import looking
 
 _BLOBS_PER_PROGRESS = 64
@@ -23,10 +24,11 @@ _BLOBS_PER_PROGRESS = 64
 
 def check(core: Core, repair: bool) -> CheckReport:
     names = core.sound_namespaces()
-    with reading_damage():
-        problems = core.catalog.read(HOUSE, lambda view: view.problems())
-        findings = [Finding(problem, "", words) for problem, words in problems]
-        findings += [*_kept_out(core), *_unknown_places(core, repair)]
+    findings = list[Finding]()
+    if core.journal is not None:
+        with reading_damage():
+            findings += _index(core, core.journal)
+    findings += _unknown_places(core, repair)
     blobs = snapshots = 0
     for namespace in names:
         findings += _damaged(core, namespace, repair)
@@ -62,18 +64,20 @@ def _is_whole(core: Core, namespace: str, digest: Digest) -> bool:
     return True
 
 
-def _kept_out(core: Core) -> Iterator[Finding]:
-    """Namespaces whose rows were found damaged at the start, and what differs from the journal since."""
+def _index(core: Core, log: Journal) -> Iterator[Finding]:
+    """Faults of the index, namespaces whose rows were found damaged at the start, and what differs from the journal."""
+    for problem, words in core.catalog.read(HOUSE, lambda view: view.problems()):
+        yield Finding(problem, "", words)
     for namespace, words in core.catalog.damage.items():
         yield Finding("INDEX_DAMAGED", namespace, words)
-    for namespace, damage in core.catalog.read(HOUSE, partial(_differences, core)).items():
+    for namespace, damage in core.catalog.read(HOUSE, partial(_differences, log)).items():
         if namespace not in core.catalog.damage:
             yield Finding("INDEX_DAMAGED", namespace, core.seals.plain(namespace, looking.words_of(damage)))
 
 
-def _differences(core: Core, view: CatalogView) -> dict[str, dict[str, str]]:
+def _differences(log: Journal, view: CatalogView) -> dict[str, dict[str, str]]:
     # On the catalog's thread nothing is written meanwhile: both are at one position.
-    recorded = core.journal.shorter(core.journal.size_bytes)
+    recorded = log.shorter(log.size_bytes)
     return replay.differences(recorded.state, view.state_anyway())
 
 

@@ -35,7 +35,7 @@ def collect(core: Core, namespace: str | None, dry_run: bool) -> GcReport:
 def shorten(core: Core) -> None:
     """Rewrite the journal when most of it is about what is gone. After a failure the next pass tries again."""
     log = core.journal
-    if not log.is_long:
+    if log is None or not log.is_long:
         return
     # On the index thread: what is appended there may not be committed yet, and is then cut off again.
     try:

@@ -33,6 +33,9 @@ SNIPPETS: Mapping[str, Mapping[str, tuple[str, ...] | str]] = {
         "kvasir gateway": ("test_the_gateway_of_several_engines_takes_the_homes_keys",),
         "kvasir fleet config": ("test_nginx_with_the_printed_configuration_keeps_an_agents_turns_at_one_engine",),
     },
+    "cachestore_svc/index/postgres/README.md": {
+        "pip install 'kvasir[fleet]'": ("test_a_store_on_postgres_that_is_killed_goes_on",),
+    },
     "clients/agents/README.md": {
         "export ANTHROPIC_BASE_URL": _AGENT_CLIENT,
         "export KVASIR_KEY": _AGENT_CLIENT,

@@ -17,6 +17,7 @@ from cachestore_svc.blobs.disk import Disk
 from cachestore_svc.blobs.local_directory import LocalDirectory
 from tests.cachestore.any_backend.memory_blobs import MemoryBlobs
 from tests.cachestore.core.lab import Lab
+from tests.running.postgres import PostgresServer, postgres  # noqa: F401
 
 
 def _with_bucket(root: Path) -> Lab:
@@ -30,12 +31,20 @@ PAIRS: dict[str, Callable[[Path], Lab]] = {
     "SQLite and memory": lambda root: Lab(root, kept_blobs=MemoryBlobs()),
     "SQLite and a bucket, one namespace sealed": lambda root: _with_bucket(root).seal("other"),
 }
+# On a server, which makes each test slower: `make test-fleet`.
+ON_POSTGRES: dict[str, Callable[[Path, str], Lab]] = {
+    "PostgreSQL and a directory": lambda root, url: Lab(root, catalog=url),
+    "PostgreSQL and a directory, sealed": lambda root, url: Lab(root, catalog=url).seal("default", "other"),
+}
 
 
-@pytest.fixture(params=PAIRS)
+@pytest.fixture(params=[*PAIRS, *(pytest.param(name, marks=pytest.mark.fleet) for name in ON_POSTGRES)])
 def new_lab(request: pytest.FixtureRequest) -> Callable[[Path], Lab]:
     """Makes a lab on the pair."""
-    return PAIRS[request.param]
+    if request.param in PAIRS:
+        return PAIRS[request.param]
+    server: PostgresServer = request.getfixturevalue("postgres")
+    return lambda root: ON_POSTGRES[request.param](root, server.url(server.new_database()))
 
 
 @pytest.fixture

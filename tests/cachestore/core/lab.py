@@ -76,6 +76,7 @@ class Lab:
     kept_blobs: BlobBackend | None = None  # None: they lie in the directory
     masters: Sequence[MasterKey] = ()
     sealed: tuple[str, ...] = ()  # namespaces
+    catalog: str = ""  # the database's address; "": a file in the directory
 
     def open(self, disk: Disk | None = None, **settings: object) -> Store:
         return Store.open(
@@ -99,7 +100,7 @@ class Lab:
 
     def config(self, **settings: object) -> StoreConfig:
         """The configuration of a small store, with these settings in place of its own."""
-        usual = read_settings({"data_dir": self.root}).store_config()
+        usual = read_settings({"data_dir": self.root, "catalog": self.catalog or None}).store_config()
         return replace(usual, **{"free_disk_reserve_bytes": 0, "ballast_bytes": 64 << 10, **settings})  # type: ignore[arg-type]
 
     @property

@@ -47,6 +47,7 @@ TEXTS = {
     "expires_after_s": "86400.0",
     "keep_alive_s": "600.0",
     "quota_bytes": str(3 << 30),
+    "catalog": "postgresql://kvasir@127.0.0.1/kvasir",
 }
 WORDS = {"expire-agents": "1d", "keep-alive": "10m", "store-quota-gib": "3"}
 

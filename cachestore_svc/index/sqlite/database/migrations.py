@@ -3,11 +3,11 @@
 from collections.abc import Callable
 from sqlite3 import Connection
 
-from kvasir.errors import FailedPrecondition
 from sqlite_utils import Database
 
 from cachestore_svc.facts.ownership import had_before
 from cachestore_svc.facts.records import Origin
+from cachestore_svc.index.refusals import data_too_new
 
 _FIRST = (
     # What the store knows of itself: incarnation of its history, inode of the database that it was written in.
@@ -243,11 +243,7 @@ def migrate(connection: Connection, now_unix_ms: int) -> bool:
         table.create({"number": int, "applied_unix_ms": int}, pk="number")
     applied = {int(row["number"]) for row in table.rows}
     if unknown := applied - set(range(1, len(MIGRATIONS) + 1)):
-        raise FailedPrecondition(
-            f"the data directory is of a newer Kvasir: its database has step {max(unknown)}, "
-            f"this one knows {len(MIGRATIONS)}",
-            reason="DATA_TOO_NEW",
-        )
+        raise data_too_new(max(unknown), len(MIGRATIONS))
     for number, step in enumerate(MIGRATIONS, start=1):
         if number not in applied:
             connection.execute("BEGIN IMMEDIATE")

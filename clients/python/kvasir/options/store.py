@@ -3,9 +3,19 @@
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Literal
+from urllib.parse import parse_qs, urlsplit
 
 from kvasir.options.common import MIB, ListeningTable, gib, seconds_until_expiry
 from kvasir.options.table import Table, UpFlag, option
+
+
+def check_catalog(text: str) -> None:
+    """Raises ValueError, which does not repeat what was given. A password here would be seen in lists of processes."""
+    if not text.startswith(("postgresql://", "postgres://")):
+        raise ValueError("expected postgresql://USER@HOST/DATABASE")
+    address = urlsplit(text)
+    if address.password is not None or {"password", "sslpassword"} & parse_qs(address.query, True).keys():
+        raise ValueError("leave the password out: it is read from PGPASSFILE, ~/.pgpass or PGPASSWORD")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -14,6 +24,13 @@ class StoreFiles(Table):
 
     data_dir: Path = option(
         Path(), "Where everything is kept. Made (0700) when it does not exist.", of_home=True, needed=True
+    )
+    catalog: str = option(
+        "",
+        "The PostgreSQL database that lists agents and blobs, in place of a file in the data directory, from the first "
+        "start on. Its password comes from PGPASSFILE, ~/.pgpass or PGPASSWORD. Needs kvasir[fleet].",
+        metavar="postgresql://USER@HOST/DATABASE",
+        check=check_catalog,
     )
     listen: str = option("", "Where it listens. Needed to serve.", metavar="unix:/path|HOST:PORT", of_home=True)
     engine_listen: str = option(

@@ -1,0 +1,198 @@
+"""The catalog in a database of a PostgreSQL server. One thread writes, in groups; a few read, each by a connection of
+its own. A group commits only while no other store has opened the database since this one did.
+"""
+
+import threading
+from collections.abc import Callable, Iterable
+from itertools import chain
+
+import psycopg
+from kvasir.errors import Unavailable
+from kvasir.waits import PAUSE_S
+
+from cachestore_svc.blobs.disk import Disk
+from cachestore_svc.index.postgres.schema import migrate
+from cachestore_svc.index.postgres.session import Session, is_again, translated
+from cachestore_svc.index.sqlite.operations import Catalog, Operation
+
+READERS = 4
+_TRIES = 40  # of a group that other transactions, or a server that restarts, hinder
+_TRIES_AT_START = 5  # to lock a database whose last store may just have been killed
+_LOCK = 0x4B766173  # of the store that has the database: the server's number for it
+
+
+class PostgresCatalog(Catalog):
+    """A catalog in PostgreSQL, which outlives its server's restarts."""
+
+    def __init__(self, url: str, disk: Disk, now_unix_ms: Callable[[], int]) -> None:
+        """Connect, migrate, take the database, start the threads. Raises Unavailable (LOCKED: another store has it;
+        INDEX_FAILED), FailedPrecondition (DATA_TOO_NEW).
+        """
+        super().__init__(now_unix_ms, translated)
+        self._disk = disk
+        self._ending = threading.Event()
+        self._groups = 0  # that this store tried to commit
+        self._is_down = False  # the last group waited in vain for the server: the next one does not wait
+        self._backend: tuple[object, ...] = ()  # the server's process of the last writer's session
+        self._writer = Session(url)
+        try:
+            self._writer.connect()
+            self._lock(_TRIES_AT_START)
+            self._open()
+        except BaseException as error:  # noqa: BLE001  it belongs to the opener of the store
+            self._writer.close()
+            raise translated(error) from None
+        self._threads = [threading.Thread(target=self._live, name="kvasir-index", daemon=True)]
+        self._threads += [
+            threading.Thread(
+                target=self._live_reading, args=(Session(url),), name=f"kvasir-index-{number}", daemon=True
+            )
+            for number in range(READERS)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def close(self) -> bool:
+        self._ending.set()
+        return super().close()
+
+    def _open(self) -> None:
+        self._writer.execute("BEGIN")
+        migrate(self._writer, self._now_unix_ms())
+        # Waits for the last group of the store before, and lets no other of it follow.
+        self._writer.execute("UPDATE writers SET is_superseded = TRUE WHERE NOT is_superseded")
+        [[self._epoch]] = self._writer.execute(
+            "INSERT INTO writers (epoch) SELECT COALESCE(MAX(epoch), 0) + 1 FROM writers RETURNING epoch"
+        ).fetchall()
+        # After a restore or a failover the history of events has another name.
+        [[self.place]] = self._writer.execute(
+            "SELECT left(pg_walfile_name(pg_current_wal_lsn()), 8) || ' ' || oid FROM pg_database WHERE datname = "
+            "current_database()"
+        ).fetchall()
+        self._writer.execute("COMMIT")
+
+    def _lock(self, tries: int) -> None:
+        """Take the server's lock of this database, which the store has as long as its session lasts."""
+        if self._backend:  # of a session that was cut: nobody else may end it for us
+            self._writer.execute(
+                "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE pid = :pid AND backend_start = :start",
+                dict(zip(("pid", "start"), self._backend, strict=True)),
+            )
+        for _ in range(tries):
+            [[is_ours]] = self._writer.execute(f"SELECT pg_try_advisory_lock({_LOCK})").fetchall()
+            if is_ours:
+                [self._backend] = self._writer.execute(
+                    "SELECT pid, backend_start FROM pg_stat_activity WHERE pid = pg_backend_pid()"
+                ).fetchall()
+                return
+            self._ending.wait(PAUSE_S)
+        raise Unavailable("another store has this database open", reason="LOCKED", retry_after_s=5)
+
+    # --- on the threads that read ---
+
+    def _live_reading(self, session: Session) -> None:
+        while self._is_wanted(self._reads):
+            self._take_reads(session)
+        session.close()
+
+    def _read(self, connection: Session, operation: Operation) -> None:  # type: ignore[override]
+        """In a snapshot of the database: it sees every acknowledged write, and no half of one."""
+        for is_last in (False, True):
+            try:
+                if connection.is_lost:
+                    connection.connect()
+                connection.execute("BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY")
+                result = operation.work(self._rows_of(connection, operation))
+                connection.execute("COMMIT")
+            except BaseException as error:  # noqa: BLE001  it belongs to the caller
+                connection.roll_back()
+                if is_last or not (connection.is_lost or is_again(error)):
+                    operation.answer.set_exception(translated(error))
+                    return
+            else:
+                operation.answer.set_result(result)
+                return
+
+    # --- on the thread that writes ---
+
+    def _live(self) -> None:
+        while self._is_wanted(self._writes):
+            self._take_writes(self._writer)
+        self._writer.close()
+
+    def _write(self, connection: Session, operations: list[Operation], more: Iterable[Operation] = ()) -> None:
+        """As a group; alone where the group sank for a reason that is not the server's or another transaction's."""
+        failure: BaseException
+        for _ in range(1 if self._is_down else _TRIES):
+            try:
+                if connection.is_lost:
+                    self._connect_again()
+                answers = self._commit(connection, chain(tuple(operations), more))
+            except (psycopg.OperationalError, OSError, Unavailable) as error:
+                failure = error
+                if connection.is_lost or is_again(error):
+                    self._ending.wait(PAUSE_S)
+                    continue
+                if len(operations) > 1 and not isinstance(error, Unavailable):
+                    for operation in operations:
+                        self._write(connection, [operation])
+                    return
+                break
+            self._is_down = False
+            for answer in answers:
+                answer()
+            return
+        self._is_down = connection.is_lost
+        for operation in operations:
+            operation.answer.set_exception(translated(failure))
+
+    def _commit(self, connection: Session, operations: Iterable[Operation]) -> list[Callable[[], None]]:
+        """One transaction; the calls that answer the callers. When it raises, nothing of it took effect."""
+        self._groups += 1
+        mark = "UPDATE writers SET groups = :groups WHERE epoch = :epoch AND NOT is_superseded"
+        answers: list[Callable[[], None]] = []
+        try:
+            connection.execute("BEGIN")
+            if not connection.execute(mark, {"groups": self._groups, "epoch": self._epoch}).rowcount:
+                raise _superseded()
+            for operation in operations:
+                answers += self._in_savepoint(connection, operation, psycopg.OperationalError)
+            self._disk.reached("index: before commit")
+            self._end(connection)
+        except BaseException:
+            connection.roll_back()
+            raise
+        self._disk.reached("index: after commit")
+        return answers
+
+    def _end(self, connection: Session) -> None:
+        """Commit. Where the answer is lost with the connection, the database says whether it took effect."""
+        try:
+            if connection.execute("COMMIT").statusmessage != "COMMIT":
+                raise psycopg.OperationalError("the transaction was rolled back")
+        except psycopg.OperationalError:
+            if not connection.is_lost or not self._took_effect():
+                raise
+
+    def _took_effect(self) -> bool:
+        """Whether the last group is durable. Waits for the database as long as the store is open: nobody is answered
+        before that is known, and nothing is done twice. Raises Unavailable.
+        """
+        number = "SELECT groups FROM writers WHERE epoch = :epoch FOR UPDATE"
+        while not self._ending.is_set():
+            try:
+                self._connect_again()
+                [[groups]] = self._writer.execute(number, {"epoch": self._epoch}).fetchall()
+            except (psycopg.OperationalError, Unavailable):
+                self._ending.wait(PAUSE_S)
+            else:
+                return bool(groups == self._groups)
+        raise Unavailable("the store closed before the database said whether a commit took effect", reason="CLOSED")
+
+    def _connect_again(self) -> None:
+        self._writer.connect()
+        self._lock(_TRIES)
+
+
+def _superseded() -> Unavailable:
+    return Unavailable("another store has opened this database since; stop one of the two", reason="LOCKED")

@@ -1,0 +1,117 @@
+"""A connection to PostgreSQL that takes the statements of SQLite, and is made again when it was lost."""
+
+import re
+from collections.abc import Iterable, Mapping
+from functools import cache
+from typing import Any
+
+import psycopg
+from kvasir.errors import InvalidArgument, KvasirError, Unavailable
+from psycopg.adapt import Buffer, Loader
+
+from cachestore_svc.blobs.disk import disk_full
+from cachestore_svc.index.postgres.schema import SCHEMA
+
+_Values = Mapping[str, Any]
+_LIST = re.compile(r"json_each\(:(\w+)\)(?: AS (\w+))?")
+_VALUE = re.compile(r"(?<![:\w]):([a-z_]\w*)")
+# What a server does for a client that is gone: it ends its transaction, and then its session, which holds locks.
+_SETTINGS = {
+    "options": "-c idle_in_transaction_session_timeout=30s -c lock_timeout=30s",
+    "application_name": "kvasir",
+    "connect_timeout": "5",
+    "keepalives_idle": "5",
+    "keepalives_interval": "2",
+    "keepalives_count": "3",
+    "tcp_user_timeout": "10000",
+    "target_session_attrs": "read-write",
+}
+
+
+class _WholeNumber(Loader):
+    """Sums of whole numbers, which PostgreSQL gives as decimals."""
+
+    def load(self, data: Buffer) -> int:
+        return int(bytes(data))
+
+
+@cache
+def adapted(sql: str) -> str:
+    """A statement of SQLite's as PostgreSQL takes it. Lists of the name `ids` hold numbers, others texts."""
+    text = sql.replace("%", "%%").replace(" NOT INDEXED", "")
+    text = re.sub(r"LIMIT :(\w+)", r"LIMIT NULLIF(:\1, -1)", text)
+    text = re.sub(r":(\w+) IS NULL", r"CAST(:\1 AS TEXT) IS NULL", text)
+    return _VALUE.sub(r"%(\1)s", _LIST.sub(_unnested, text))
+
+
+def _unnested(found: re.Match[str]) -> str:
+    value = "value::bigint" if found[1] == "ids" else "value"
+    elements = f"jsonb_array_elements_text(%({found[1]})s::jsonb) WITH ORDINALITY AS each (value, place)"
+    return f"(SELECT {value} AS value, place - 1 AS key FROM {elements}) AS {found[2] or 'listed'}"  # noqa: S608  all of it is written above
+
+
+class Session:
+    """Implements `Connection` over one connection at a time. Used by one thread."""
+
+    def __init__(self, url: str) -> None:
+        """Connects at `connect`. Raises InvalidArgument for what is no URL of PostgreSQL."""
+        try:
+            self._given: dict[str, Any] = {**_SETTINGS, **psycopg.conninfo.conninfo_to_dict(url)}
+        except psycopg.ProgrammingError:
+            words = "catalog: expected postgresql://USER@HOST/DATABASE"  # what was given may hold a password
+            raise InvalidArgument(words, field="catalog") from None
+        self._connection: psycopg.Connection[tuple[Any, ...]] | None = None
+
+    @property
+    def is_lost(self) -> bool:
+        return self._connection is None or self._connection.closed
+
+    def connect(self) -> None:
+        """Connect again. Raises psycopg.OperationalError."""
+        self.close()
+        self._connection = psycopg.connect(**self._given, autocommit=True)
+        self._connection.adapters.register_loader("numeric", _WholeNumber)
+        self._connection.execute(f"SET search_path = {SCHEMA}")
+
+    def close(self) -> None:
+        if self._connection is not None:
+            self._connection.close()
+
+    def execute(self, sql: str, values: _Values | None = None, /) -> psycopg.Cursor[tuple[Any, ...]]:
+        return self._connected.execute(adapted(sql) if values is not None else sql, values)  # type: ignore[arg-type]
+
+    def executemany(self, sql: str, rows: Iterable[_Values], /) -> None:
+        self._connected.cursor().executemany(adapted(sql), list(rows))  # type: ignore[arg-type]
+
+    def roll_back(self) -> None:
+        """End the transaction, if there is one and the connection was not lost."""
+        if not self.is_lost:
+            try:
+                self.execute("ROLLBACK")
+            except psycopg.OperationalError:
+                self.close()
+
+    @property
+    def _connected(self) -> psycopg.Connection[tuple[Any, ...]]:
+        if self._connection is None:
+            raise psycopg.OperationalError("not connected")
+        return self._connection
+
+
+def is_again(error: BaseException) -> bool:
+    """Whether a transaction failed because of another one, a cut, or its server's end: the same may succeed at once."""
+    if not isinstance(error, psycopg.OperationalError):
+        return False
+    return error.sqlstate is None or error.sqlstate.startswith(("40", "57P", "08", "55P03"))
+
+
+def translated(error: BaseException) -> BaseException:
+    """The error in words that a caller can act on, which hold no address. A bug of ours stays what it is."""
+    if isinstance(error, KvasirError) or not isinstance(error, psycopg.Error):
+        return error
+    if isinstance(error, psycopg.errors.DiskFull):
+        return disk_full("the index")
+    if isinstance(error, psycopg.OperationalError | psycopg.errors.ReadOnlySqlTransaction):
+        why = type(error).__name__
+        return Unavailable(f"the index cannot be used: {why}", reason="INDEX_FAILED", retry_after_s=1.0)
+    return error

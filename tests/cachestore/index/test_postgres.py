@@ -1,0 +1,245 @@
+"""The catalog on PostgreSQL, where it differs from a file: connections are cut, servers restart, a second store comes.
+The suite of `any_backend` runs over it, too, by `make test-fleet`.
+"""
+
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, contextmanager
+from pathlib import Path
+
+import psycopg
+import pytest
+from kvasir.errors import FailedPrecondition, Unavailable
+
+from cachestore_svc.blobs.disk import Disk
+from cachestore_svc.config import ConfigError, read_settings
+from cachestore_svc.index.catalog import HOUSE, Catalog, CatalogChange, CatalogView, open_postgres
+from tests.cachestore.core.lab import Lab, assert_restores, publish
+from tests.cachestore.index.cut_commits import CommitCutter
+from tests.cachestore.service import running as service_running
+from tests.cachestore.service.running import StoreHome, store_home
+from tests.cachestore.service.test_kills import WRITERS, Writer, assert_nothing_lost, one_life
+from tests.made_models.synthetic import SMALL, SyntheticAgent
+from tests.running.postgres import PostgresServer, postgres, running  # noqa: F401
+from tests.running.programs import run
+
+
+@pytest.fixture
+def url(postgres: PostgresServer) -> str:  # noqa: F811
+    """A database that holds nothing."""
+    return postgres.url(postgres.new_database())
+
+
+@contextmanager
+def catalog_on(url: str) -> Iterator[Catalog]:
+    with closing(open_postgres(url, Disk(), lambda: 0)) as catalog:
+        yield catalog
+
+
+def add_one(change: CatalogChange) -> int:
+    """What is done twice is seen."""
+    count = 1 + int(change.fact("count") or 0)
+    change.set_fact("count", str(count))
+    return count
+
+
+def count_of(view: CatalogView) -> int:
+    return int(view.fact("count") or 0)
+
+
+@pytest.mark.parametrize("arrives", [True, False], ids=["whose answer is lost", "that does not arrive"])
+def test_a_commit_that_is_cut_takes_effect_once(postgres: PostgresServer, arrives: bool) -> None:  # noqa: F811
+    with closing(CommitCutter(postgres.port)) as cutter:
+        database = postgres.new_database()
+        with catalog_on(postgres.url(database, cutter.own_port)) as catalog:
+            for count in range(1, 9):
+                cutter.cut_next(arrives=arrives)
+                assert catalog.write(HOUSE, add_one) == count
+            assert cutter.cuts == 8
+        with catalog_on(postgres.url(database)) as catalog:
+            assert catalog.read(HOUSE, count_of) == 8
+
+
+def test_a_failed_operation_undoes_itself_alone_and_leaves_the_others_of_its_group(url: str) -> None:
+    def fail(change: CatalogChange) -> None:
+        add_one(change)
+        change.run("INSERT INTO blobs (namespace_id, hash) VALUES (0, :hash)", hash="no such namespace")
+
+    with catalog_on(url) as catalog, ThreadPoolExecutor(16) as threads:
+        futures = [threads.submit(catalog.write, HOUSE, add_one if number % 4 else fail) for number in range(64)]
+        failed = [future.exception() for future in futures if future.exception()]
+        assert [type(error) for error in failed] == [psycopg.errors.NotNullViolation] * 16
+        assert catalog.read(HOUSE, count_of) == 48
+
+
+def test_a_reader_sees_a_write_that_was_acknowledged_and_no_half_of_one(url: str) -> None:
+    def twice(change: CatalogChange) -> None:
+        for name in ("a", "b"):
+            change.set_fact(name, str(1 + int(change.fact(name) or 0)))
+
+    with catalog_on(url) as catalog:
+
+        def reads(acknowledged: int) -> None:
+            [a, b] = catalog.read(HOUSE, lambda view: [int(view.fact(name) or 0) for name in ("a", "b")])
+            assert a == b >= acknowledged
+
+        with ThreadPoolExecutor(4) as threads:
+            asked = []
+            for count in range(1, 33):
+                catalog.write(HOUSE, twice)
+                asked += [threads.submit(reads, count) for _ in range(4)]
+            for future in asked:
+                future.result()
+
+
+def test_a_killed_server_loses_nothing_acknowledged_and_does_nothing_twice() -> None:
+    with running() as server:
+        url = server.url(server.new_database())
+        acknowledged, is_over = list[int](), threading.Event()
+        with catalog_on(url) as catalog:
+
+            def write() -> None:
+                while not is_over.is_set():
+                    acknowledged.append(catalog.write(HOUSE, add_one))
+
+            with ThreadPoolExecutor(4) as threads:
+                writers = [threads.submit(write) for _ in range(4)]
+                for _ in range(2):
+                    time.sleep(random.Random(len(acknowledged)).uniform(0.1, 0.5))
+                    server.kill()
+                    server.start()
+                    wanted = len(acknowledged) + 8
+                    while len(acknowledged) < wanted and not any(writer.done() for writer in writers):
+                        time.sleep(0.01)
+                is_over.set()
+                for writer in writers:
+                    writer.result()
+            assert sorted(acknowledged) == list(range(1, 1 + catalog.read(HOUSE, count_of)))
+
+
+def test_one_store_at_a_time_has_a_database(url: str) -> None:
+    with catalog_on(url), pytest.raises(Unavailable, match="another store has this database open") as refused:
+        open_postgres(url, Disk(), lambda: 0)
+    assert refused.value.reason == "LOCKED"
+
+
+def test_a_store_whose_database_another_one_took_writes_nothing_more(url: str) -> None:
+    with catalog_on(url) as first:
+        first.write(HOUSE, add_one)
+        with psycopg.connect(url, autocommit=True) as other:  # its session ends, as where its host was parted
+            other.execute(
+                "SELECT pg_terminate_backend(pid) FROM pg_locks WHERE locktype = 'advisory' AND database = "
+                "(SELECT oid FROM pg_database WHERE datname = current_database())"
+            )
+        with catalog_on(url) as second:
+            second.write(HOUSE, add_one)
+        with pytest.raises(Unavailable, match="another store has opened this database since"):
+            first.write(HOUSE, add_one)
+        assert first.read(HOUSE, count_of) == 2
+
+
+def test_a_database_of_a_newer_kvasir_is_refused(url: str) -> None:
+    with catalog_on(url):
+        pass
+    with psycopg.connect(url) as connection:
+        connection.execute("INSERT INTO kvasir.migrations VALUES (99, 0)")
+    with pytest.raises(FailedPrecondition, match="newer Kvasir: its database has step 99"):
+        open_postgres(url, Disk(), lambda: 0)
+
+
+def test_a_database_and_a_directory_belong_together(postgres: PostgresServer, tmp_path: Path) -> None:  # noqa: F811
+    first, second = (postgres.url(postgres.new_database()) for _ in range(2))
+    turn = SyntheticAgent(SMALL, 1).turn(30)
+    with Lab(tmp_path / "a", catalog=first).open() as store:
+        kept = publish(store, "ada", turn, 0)
+
+    def refusal(lab: Lab) -> str:
+        with pytest.raises(FailedPrecondition) as refused:
+            lab.open()
+        assert refused.value.reason == "INDEX_FOREIGN"
+        return refused.value.message
+
+    assert "lists the blobs of another directory" in refusal(Lab(tmp_path / "b", catalog=first))
+    assert "holds blobs" in refusal(Lab(tmp_path / "a", catalog=second))
+    assert "is in PostgreSQL: name its database by --catalog" in refusal(Lab(tmp_path / "a"))
+    Lab(tmp_path / "c").open().close()
+    assert "is the file kvasir.sqlite3" in refusal(Lab(tmp_path / "c", catalog=second))
+    with Lab(tmp_path / "a", catalog=first).open() as store:
+        assert_restores(store, kept, turn)
+        assert store.care.check().findings == ()
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("mysql://a@b/c", "expected postgresql://USER@HOST/DATABASE"),
+        ("postgresql://kvasir:secret@127.0.0.1/kvasir", "leave the password out"),
+        ("postgresql://kvasir@127.0.0.1/kvasir?password=secret", "leave the password out"),
+    ],
+)
+def test_a_wrong_address_is_refused_and_not_repeated(text: str, why: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=why) as refused:
+        read_settings({"data_dir": tmp_path, "catalog": text})
+    assert "secret" not in str(refused.value)
+
+
+def test_a_server_that_is_away_is_unavailable_and_its_address_is_not_shown(tmp_path: Path) -> None:
+    with pytest.raises(Unavailable) as refused:
+        Lab(tmp_path / "data", catalog="postgresql://somebody@127.0.0.1:1/somewhere").open()
+    assert refused.value.reason == "INDEX_FAILED"
+    assert "somebody" not in refused.value.message
+
+
+def test_a_store_on_postgres_that_is_killed_goes_on(url: str, tmp_path: Path) -> None:
+    memory = SyntheticAgent(SMALL, 1)
+    with store_home(tmp_path / "h") as home:
+        for life in range(2):
+            store = home.start("--catalog", url)
+            with store.client() as client:
+                turn = memory.turn(300)
+                client.put_blobs(turn.new_blobs)
+                assert service_running.publish(client, "ada", turn, life).version == life + 1
+                assert [digest for digest, _ in client.get_blobs(turn.digests)] == turn.digests
+            store.kill()
+        for command in ("recover", "copy-index"):
+            assert "its server's own tools" in refusal_of(home, command)
+
+
+@pytest.mark.fleet
+@pytest.mark.long(60)
+def test_kills_of_store_and_server_in_turn_lose_nothing_acknowledged(tmp_path: Path) -> None:
+    with running() as server, store_home(tmp_path / "h") as home:
+
+        def restart(life: int) -> None:
+            if life % 2:
+                server.kill()
+                server.start()
+
+        writers = [Writer(number) for number in range(WRITERS)]
+        assert lives(home, server.url(server.new_database()), writers, 12, restart) > 12
+
+
+def lives(home: StoreHome, url: str, writers: list[Writer], kills: int, between: Callable[[int], None]) -> int:
+    """As the campaign of kills over SQLite; between two lives something else may die. How much was acknowledged."""
+    source = random.Random(1)
+    for life in range(kills + 1):
+        store = home.start("--retained-versions", "1000", "--catalog", url)
+        count = assert_nothing_lost(store, writers)
+        if life < kills:
+            one_life(store, writers, source)
+            between(life)
+    store.process.terminate()
+    store.process.wait()
+    with Lab(home.data_dir, catalog=url).open() as opened:
+        assert opened.care.check().findings == ()
+    return count
+
+
+def refusal_of(home: StoreHome, command: str) -> str:
+    into = ["--into", str(home.root / "copy")] if command == "copy-index" else []
+    done = run("cachestore_svc", command, "--data-dir", str(home.data_dir), *into, timeout_s=60)
+    assert done.returncode != 0
+    return str(done.stderr)

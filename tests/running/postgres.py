@@ -1,0 +1,119 @@
+"""A PostgreSQL server for tests, which may be killed and started again; and databases on it."""
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import psycopg
+import pytest
+
+from tests.running import in_memory
+
+NO_SERVER = "PostgreSQL is not here: initdb and postgres are in no PATH"
+_STARTS_S = 30
+_KEPT_DATABASES = 8
+
+
+def is_here() -> bool:
+    return bool(shutil.which("initdb") and shutil.which("postgres"))
+
+
+class PostgresServer:
+    """A server in a directory of its own, at a port of its own. It runs for whoever may run it: it refuses root."""
+
+    def __init__(self, root: Path) -> None:
+        self._as_whom: dict[str, Any] = {"user": "postgres", "group": "postgres"} if os.geteuid() == 0 else {}
+        self._data, self._log = root / "data", root / "log"
+        if self._as_whom:
+            shutil.chown(root, **self._as_whom)
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            self.port = free.getsockname()[1]
+        subprocess.run(
+            ["initdb", "-D", self._data, "-A", "trust", "-U", "kvasir", "--no-sync", "-E", "UTF8", "--locale", "C"],
+            check=True,
+            capture_output=True,
+            **self._as_whom,
+        )
+        self._made = _KEPT_DATABASES
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> Self:
+        settings = {"port": self.port, "listen_addresses": "127.0.0.1", "unix_socket_directories": "", "fsync": "off"}
+        settings["max_connections"] = "300"
+        words = [word for name, value in settings.items() for word in ("-c", f"{name}={value}")]
+        # As after a kill, until its last children are gone.
+        deadline = time.monotonic() + _STARTS_S
+        while time.monotonic() < deadline:
+            with self._log.open("ab") as log:
+                command = ["postgres", "-D", self._data, *words]
+                self._process = subprocess.Popen(command, stdout=log, stderr=log, **self._as_whom)
+            while self._process.poll() is None:
+                try:
+                    psycopg.connect(self.url("postgres"), connect_timeout=1).close()
+                except psycopg.OperationalError:
+                    time.sleep(0.05)
+                else:
+                    return self
+            time.sleep(0.1)
+        raise AssertionError(self._log.read_text()[-2000:])
+
+    def kill(self) -> None:
+        """As a machine that loses its power, but for its disk."""
+        self._end(signal.SIGKILL)
+
+    def stop(self) -> None:
+        self._end(signal.SIGQUIT)
+
+    def url(self, database: str, port: int | None = None) -> str:
+        return f"postgresql://kvasir@127.0.0.1:{port or self.port}/{database}"
+
+    def new_database(self) -> str:
+        """The name of a database that holds nothing."""
+        self._made += 1
+        name = f"test_{self._made}"
+        with psycopg.connect(self.url("postgres"), autocommit=True) as connection:
+            connection.execute(f"CREATE DATABASE {name}")  # type: ignore[arg-type]
+            old = f"test_{self._made - _KEPT_DATABASES}"
+            connection.execute(f"DROP DATABASE IF EXISTS {old} WITH (FORCE)")  # type: ignore[arg-type]
+        return name
+
+    def _end(self, how: int) -> None:
+        if self._process is not None:
+            self._process.send_signal(how)
+            self._process.wait()
+
+    def __enter__(self) -> Self:
+        return self.start()
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.stop()
+
+
+@contextmanager
+def running() -> Iterator[PostgresServer]:
+    # Not below pytest's directory, where a server that root starts may not come.
+    root = Path(tempfile.mkdtemp(prefix="kvasir-postgres-", dir=in_memory.directory()))
+    try:
+        with PostgresServer(root) as server:
+            yield server
+    finally:
+        shutil.rmtree(root, ignore_errors=True)
+
+
+@pytest.fixture(scope="session")
+def postgres() -> Iterator[PostgresServer]:
+    """A server that runs for all tests of a process. Skips where there is none."""
+    if not is_here():
+        pytest.skip(NO_SERVER)
+    with running() as server:
+        yield server
