@@ -5,7 +5,7 @@ CONSTRAINTS := constraints.txt
 # The tests start hundreds of processes: each would compile all modules anew where this is set, as images of containers do.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: release test-install test-wheels test test-whole test-clients test-gpu check demo demo-agent try-wheel prove bench lint check-generated generate install campaigns campaign-fairness campaign-history campaign-moves campaign-sizes bench-moves campaign-handover hammer mutants fresh help
+.PHONY: release test-fleet test-install test-wheels test test-whole test-clients test-gpu check demo demo-agent try-wheel prove bench lint check-generated generate install campaigns campaign-fairness campaign-history campaign-moves campaign-sizes bench-moves campaign-handover hammer mutants fresh help
 
 help:            ## Show this list
 	@awk -F ':.*## ?' '/^[a-z-]+:.*##/ {printf "%-19s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -116,6 +116,9 @@ install: .venv/.installed ## Make .venv with everything; a second run does nothi
 	$(BIN)/python -m pip install -q --disable-pip-version-check -c $(CONSTRAINTS) -U pip setuptools
 	$(BIN)/python -m pip install -q --no-compile --disable-pip-version-check -c $(CONSTRAINTS) -e '.[dev]'
 	@touch $@
+
+test-fleet: install ## The suite of the store's ports on PostgreSQL, and kills of both; ten minutes
+	$(BIN)/python -m pytest -n 2 --timeout 900 -m fleet tests/cachestore
 
 campaigns: install ## The long forms of sampled tests (tests/CAMPAIGNS.md); hours on two cores
 	$(BIN)/python -m tests.cachestore.core.survival.kill_campaign --kills 2000
