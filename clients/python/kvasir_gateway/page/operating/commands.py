@@ -19,7 +19,7 @@ from kvasir.errors import (
     NotFound,
     Unavailable,
 )
-from kvasir.waits import WORK_S
+from kvasir.waits import PATIENCE_S, WORK_S
 
 _AT_ONCE = 2  # each is a program, which takes most of a second to begin
 _KINDS: Mapping[int, type[KvasirError]] = {
@@ -107,8 +107,13 @@ class HomeCommands:
 
 
 async def ended(process: asyncio.subprocess.Process) -> None:
-    """End a program that runs, as Ctrl-C would."""
+    """End a program that runs, as Ctrl-C would; one that does not end by that is killed."""
     with suppress(ProcessLookupError):
         if process.returncode is None:
             process.terminate()
+        try:
+            async with asyncio.timeout(PATIENCE_S):
+                await process.wait()
+        except TimeoutError:
+            process.kill()
             await process.wait()
