@@ -1,5 +1,5 @@
 // Walks the operator's page in headless Chromium: axe-core on every page in both themes and two widths, the keyboard
-// alone, the live turns, no script at all, and no request to another host. Ends with 1 when anything is wrong.
+// alone, the live turns, an operated home, no script at all, and no request to another host. Ends with 1 when anything is wrong.
 import { execFileSync } from "node:child_process";
 import { createRequire } from "node:module";
 import axe from "axe-core";
@@ -20,6 +20,7 @@ function expect(is, claim) {
 
 async function look(browser, options) {
   const context = await browser.newContext(options);
+  context.setDefaultTimeout(90000); // a page that runs a command takes its time beside other work
   const page = await context.newPage();
   page.on("request", (request) => [URL_, HOME_URL].some((own) => request.url().startsWith(`${own}/`)) || wrong.push(`request to ${request.url()}`));
   page.on("dialog", (dialog) => { wrong.push("a dialog: text became script"); dialog.dismiss(); });
@@ -301,7 +302,6 @@ async function operateInAllLooks(browser) {
 const browser = await chromium.launch({ executablePath: CHROMIUM, args: QUIET });
 console.log(`Chromium ${browser.version()}, axe-core ${version}`);
 try {
-  await operateInAllLooks(browser);
   const page = await look(browser, { viewport: { width: 1000, height: 800 } });
   await signIn(page);
   await page.reload();
@@ -364,6 +364,7 @@ try {
   expect((await said(plain)).includes("I will remember that."), "without scripts an agent is talked with");
   await plain.getByRole("button", { name: /^Fork from here/ }).first().click();
   expect((await plain.locator("h1").textContent()) === "My name is Anna. (2)", "and forked");
+  await operateInAllLooks(browser); // last: the turn that is watched and ended above has an end of its own
 } finally {
   await browser.close();
 }
