@@ -114,10 +114,12 @@ def test_the_reordered_stream_is_the_reference_s_window(tiny: Path, tmp_path: Pa
 
 @pytest.mark.long(4)
 def test_the_evaluation_decodes_the_reference_s_tokens(tiny: Path, tmp_path: Path) -> None:
-    """Random weights with loud logits, so that entropies lie on both sides of the threshold."""
+    """Random weights with loud logits, so that entropies lie on both sides of the threshold, and with long queries and
+    keys, so that positions matter."""
     weights, shape = network.load(tiny, network.Shape)
     weights, wide = wedlm.started_from(weights, shape, jnp.arange(3, 67)[None], 3)
     weights["norm"] = 30 * weights["norm"]
+    weights |= {name: jnp.full_like(weights[name], 2.0) for name in ("q_norm", "k_norm")}
     network.save(weights, wide, tmp_path)
     plain_train.prepare(tmp_path)
     window = MaskWindow(MASK, 8, 3.0, 0.05)
