@@ -13,6 +13,7 @@ RowT = TypeVar("RowT", bound=Hashable)
 
 _STEPS = 24  # that are remembered
 _FEW_STEPS = 3  # fewer say nothing: a kernel may have been compiled in them
+_FEW_DRAFTED = 8  # fewer with drafts say less than many without: three that met a busy machine ended all drafts
 # A row's part of a step before any is known, which counts as so many squared rows of difference.
 _USUAL_ROW, _USUAL_WEIGHT = 0.05, 8.0
 _USUAL_SETTLED = 1.1  # a step that is read at once, beside one that is read behind the next, before both are known
@@ -42,9 +43,8 @@ class StepSeconds:
         self._mean_rows = self._mean_s = 1.0
         self.row_s = _USUAL_ROW  # what one row more costs
 
-    @property
-    def is_known(self) -> bool:
-        return len(self._made) >= _FEW_STEPS
+    def is_known(self, steps: int = _FEW_STEPS) -> bool:
+        return len(self._made) >= steps
 
     def learn(self, rows: int, seconds: float) -> None:
         self._made.append((rows, seconds))
@@ -56,8 +56,8 @@ class StepSeconds:
         self.row_s = max(0.0, (together + _USUAL_WEIGHT * _USUAL_ROW * self._mean_s) / (spread + _USUAL_WEIGHT))
 
     def forget_half(self) -> None:
-        """The machine may have been busy: of the steps, only the newer half counts."""
-        for _ in range(len(self._made) // 2):
+        """The machine may have been busy: of the steps, only the newer half counts, and a few at least."""
+        for _ in range(min(len(self._made) // 2, len(self._made) - _FEW_DRAFTED)):
             self._made.popleft()
 
     def of(self, rows: int) -> float:
@@ -79,9 +79,10 @@ class DraftCosts:
         `rows`: of the step without drafts. Each next draft is the one most likely to be right, of all rows' next ones:
         every row costs the same.
         """
-        known, settled = (self._drafted, 1.0) if self._drafted.is_known else (self._plain, _USUAL_SETTLED)
+        is_known = self._drafted.is_known(_FEW_DRAFTED if self._plain.is_known() else _FEW_STEPS)
+        known, settled = (self._drafted, 1.0) if is_known else (self._plain, _USUAL_SETTLED)
         seconds, row_s = settled * known.of(rows), settled * known.row_s
-        plain_s = self._plain.of(rows) if self._plain.is_known else seconds / _USUAL_SETTLED
+        plain_s = self._plain.of(rows) if self._plain.is_known() else seconds / _USUAL_SETTLED
         tokens = float(rows)
         lengths: dict[RowT, int] = {}
         likely = [(-each.chance_at(0), place, row) for place, (row, each) in enumerate(proposals.items()) if each.most]

@@ -109,6 +109,19 @@ def test_no_step_has_too_many_before_its_costs_are_known_and_where_drafts_are_tr
     assert [each for each in tried if each] == [{"a": 2}]
 
 
+def test_three_slow_steps_with_drafts_do_not_end_them() -> None:
+    """A busy machine: what many steps without drafts took says more."""
+    costs = DraftCosts()
+    for _ in range(20):
+        costs.learn(1, 1.0, is_drafted=False)
+    for _ in range(3):
+        costs.learn(17, 20.0, is_drafted=True)
+    assert costs.lengths(1, proposed(a=0.9), 64)["a"] > 8
+    for _ in range(9):
+        costs.learn(17, 20.0, is_drafted=True)
+    assert costs.lengths(1, proposed(a=0.9), 64) == {}
+
+
 def test_drafts_that_make_a_device_wait_are_not_tried() -> None:
     """A plain step that is read behind the next takes half the time here: two tokens of three are no gain."""
     assert learned(row_s=0.01, plain_s=0.5).lengths(1, {"a": Proposal(4, 0.5)}, 64) == {}
@@ -120,7 +133,7 @@ def test_costs_that_were_high_for_a_while_are_forgotten() -> None:
     for rows in range(1, 25):
         costs.learn(rows, 40.0, is_drafted=True)
     tried = []
-    for _ in range(6 * 33):
+    for _ in range(9 * 33):
         if lengths := costs.lengths(1, proposed(a=0.9), 64):
             costs.learn(1 + lengths["a"], 1.0 + 0.05 * lengths["a"], is_drafted=True)
         tried.append(lengths.get("a", 0))
