@@ -1,7 +1,8 @@
 """What drafts bring: replies of agents' kinds, played token by token through the model, with drafts and without.
 
 The model computes every row, and costs what it costs; what it would say is put aside, and the given reply is said. So a
-model of any weights replays what agents say, and a draft is right where it is what the agent said.
+model of any weights replays what agents say, and a draft is right where it is what the agent said. Arguments whose
+format forces most tokens are not played: the model says them.
 """
 
 import json
@@ -18,21 +19,24 @@ from kvasir.errors import KvasirError
 from inference_svc.engine import decoding, prefilling
 from inference_svc.engine.api import Hot
 from inference_svc.engine.sampling import Drawn, Draws, Sampler
-from kvasir_bench.arithmetic import Summary, Target, rate_of_all
-from kvasir_bench.engine.lab import Case, Lab, Row
+from inference_svc.formats.constraint import Constraint, ConstraintKind
+from kvasir_bench.arithmetic import Summary, Target
+from kvasir_bench.engine.lab import Case, Lab, LabMemory, Row
 
-_BATCHES = (1, 4, 8, 16)
-_REPLY_TOKENS, _PROMPT_TOKENS = 256, 2048
+_BATCHES = (1, 8)
+_REPLY_TOKENS, _PROMPT_TOKENS = 96, 512
+_FORMAT = "format"
 # What drafts must bring to so many rows, by text.
 _TARGETS = {("code", 1): 2.0, ("code", 8): 1.5, ("new words", 1): 0.98, ("new words", 8): 0.98}
 
 
 @dataclass(frozen=True)
 class _Talk:
-    """What a turn reads, and what it says."""
+    """What a turn reads, and what it says; nothing, where the model says what its format allows."""
 
     prompt: Sequence[int]
-    reply: Sequence[int]
+    reply: Sequence[int] = ()
+    constraint: Constraint | None = None
 
 
 class _Played(Draws):
@@ -58,7 +62,7 @@ class _Played(Draws):
 @contextmanager
 def _playing(talks: Sequence[_Talk]) -> Iterator[None]:
     """Meanwhile, turns with the seeds 1, 2, … say the replies of these talks."""
-    _Played.replies = {number: talk.reply for number, talk in enumerate(talks, 1)}
+    _Played.replies = {number: talk.reply for number, talk in enumerate(talks, 1) if talk.reply}
     _Played.said = dict.fromkeys(_Played.replies, 0)
     modules: tuple[Any, ...] = (decoding, prefilling)
     for module in modules:
@@ -72,7 +76,7 @@ def _playing(talks: Sequence[_Talk]) -> Iterator[None]:
 
 def run(lab: Lab) -> Case:
     batches = lab.scope.batches or ((1, 2) if lab.scope.is_quick else _BATCHES)
-    rows = lab.pace.rows(["code", "calls", "talk", "new words"], lambda text: _rows(lab, text, batches))
+    rows = lab.pace.rows(["code", "calls", "talk", "new words", _FORMAT], lambda text: _rows(lab, text, batches))
     found = {(row["text"], row["batch"]): row["ratio"] for row in rows}
     targets = [
         Target(f"{text}, {batch} rows, with drafts / without", found[text, batch], least)
@@ -84,21 +88,29 @@ def run(lab: Lab) -> Case:
 
 def _rows(lab: Lab, text: str, batches: Sequence[int]) -> Iterator[Row]:
     talks = [_talk(lab, text, number) for number in range(max(batches))]
-    for batch in batches:
-        rounds = lab.pace.counted(f"{text}, {batch} rows", lambda chosen=talks[:batch]: _pair(lab, chosen))  # type: ignore[misc]
-        plain, drafted = ([each[side] for each in rounds] for side in (0, 1))
-        ratio = Summary.of([after.rate / before.rate for before, after in zip(plain, drafted, strict=True)])
-        tried, right = drafted[-1].tried, drafted[-1].right
-        yield {
-            "text": text,
-            "batch": batch,
-            "plain_tokens_per_s": Summary.of([each.rate for each in plain]).median,
-            "drafted_tokens_per_s": Summary.of([each.rate for each in drafted]).median,
-            **ratio.named("ratio"),
-            "drafts_tried": tried,
-            "accepted": right / tried if tried else 0.0,
-            "steps_saved": right / (batch * len(talks[0].reply)),
-        }
+    prompts = [lab.agents.remember(talk.prompt) for talk in talks]
+    try:
+        yield from (_row(lab, text, talks[:batch], prompts[:batch]) for batch in batches)
+    finally:
+        lab.agents.forget(prompts)
+
+
+def _row(lab: Lab, text: str, talks: Sequence[_Talk], prompts: Sequence[LabMemory]) -> Row:
+    batch = len(talks)
+    rounds = lab.pace.counted(f"{text}, {batch} rows", lambda: _pair(lab, talks, prompts))
+    plain, drafted = ([each[side] for each in rounds] for side in (0, 1))
+    ratio = Summary.of([after.rate / before.rate for before, after in zip(plain, drafted, strict=True)])
+    tried, right = drafted[-1].tried, drafted[-1].right
+    return {
+        "text": text,
+        "batch": batch,
+        "plain_tokens_per_s": Summary.of([each.rate for each in plain]).median,
+        "drafted_tokens_per_s": Summary.of([each.rate for each in drafted]).median,
+        **ratio.named("ratio"),
+        "drafts_tried": tried,
+        "accepted": right / tried if tried else 0.0,
+        "steps_saved": right / (batch * _reply_tokens(lab)),
+    }
 
 
 @dataclass(frozen=True)
@@ -108,24 +120,24 @@ class _Measured:
     right: int
 
 
-def _pair(lab: Lab, talks: Sequence[_Talk]) -> tuple[_Measured, _Measured]:
-    return _measured(lab, talks, 0), _measured(lab, talks, 16)
+def _pair(lab: Lab, talks: Sequence[_Talk], prompts: Sequence[LabMemory]) -> tuple[_Measured, _Measured]:
+    return _measured(lab, talks, prompts, 0), _measured(lab, talks, prompts, 16)
 
 
-def _measured(lab: Lab, talks: Sequence[_Talk], most_drafts: int) -> _Measured:
-    count = len(talks[0].reply)
-    # The prompts are remembered before: rows that decode while others' prompts are computed would be told apart.
-    memories = [lab.agents.remember(talk.prompt) for talk in talks]
+def _measured(lab: Lab, talks: Sequence[_Talk], prompts: Sequence[LabMemory], most_drafts: int) -> _Measured:
+    """`prompts`: memories of them. Rows that decode while others' prompts are computed would be told apart."""
+    memories = [lab.agents.fork(memory) for memory in prompts]
     try:
         with _playing(talks):
             runs = [
                 lab.start(
                     (*memory.tokens[: len(talk.prompt) - 1], talk.prompt[-1]),
-                    count,
+                    _reply_tokens(lab),
                     Hot(len(talk.prompt) - 1),
                     memory.key,
                     seed=number,
                     most_drafts=most_drafts,
+                    constraint=talk.constraint,
                 )
                 for number, (memory, talk) in enumerate(zip(memories, talks, strict=True), 1)
             ]
@@ -135,17 +147,25 @@ def _measured(lab: Lab, talks: Sequence[_Talk], most_drafts: int) -> _Measured:
     tried, right = (
         sum(counts) for counts in zip(*((e.drafted_tokens, e.accepted_draft_tokens) for e in ends), strict=True)
     )
-    return _Measured(rate_of_all([each.token_times for each in runs]), tried, right)
+    times = [time_s for each in runs for time_s in each.token_times]
+    # Not while all decode together: with drafts a row may end before the last one begins.
+    return _Measured((len(times) - 1) / (max(times) - min(times)), tried, right)
+
+
+def _reply_tokens(lab: Lab) -> int:
+    return 48 if lab.scope.is_quick else _REPLY_TOKENS
 
 
 def _talk(lab: Lab, text: str, number: int) -> _Talk:
     """A prompt and a reply of a kind; of each number others."""
-    reply_tokens = 48 if lab.scope.is_quick else _REPLY_TOKENS
+    reply_tokens = _reply_tokens(lab)
     prompt_tokens = lab.shortened(256 if lab.scope.is_quick else _PROMPT_TOKENS, reply_tokens + 64)
     if text == "new words":
         drawn = np.random.default_rng(number).integers(3, lab.engine.vocabulary_size - 2, prompt_tokens + reply_tokens)
         return _Talk(drawn[:prompt_tokens].tolist(), drawn[prompt_tokens:].tolist())
     encode = lab.engine.tokenizer.encode
+    if text == _FORMAT:
+        return _Talk(list(lab.prompts.tokens(prompt_tokens, number)), constraint=_call_format(number))
     if text == "talk":
         read = list(lab.prompts.tokens(prompt_tokens, number))
         lines = lab.engine.tokenizer.decode(read).splitlines()[number % 3 :: 3]
@@ -159,6 +179,15 @@ def _talk(lab: Lab, text: str, number: int) -> _Talk:
             said = "\n".join(json.dumps({"name": "edit", "path": f"src/{number}.py", "old": line}) for line in lines)
     reply = list(islice(cycle(encode(said, add_special_tokens=False)), reply_tokens))
     return _Talk(read, reply)
+
+
+def _call_format(number: int) -> Constraint:
+    """Of a tool's arguments, each with a name of its own."""
+    names = [f"{word}_{place}" for place in range(40) for word in ("path_of_the_file", "kind", "first_line", "reason")]
+    names = names[number % 4 :]
+    either = {"enum": ["yes", "no"]}
+    schema = {"type": "object", "properties": dict.fromkeys(names, either), "required": names}
+    return Constraint(ConstraintKind.JSON_SCHEMA, json.dumps({**schema, "additionalProperties": False}))
 
 
 def _code_of(number: int) -> str:
