@@ -45,6 +45,7 @@ PAGES = (
 PAGES_OF_THE_SITE = ("docs/pages/five-minutes.md", "docs/pages/http.md", "docs/pages/fleet.md")
 # Rules and no commands.
 WITHOUT_COMMANDS = ("CONTRIBUTING.md", "clients/python/kvasir_gateway/README.md")
+TREE = get_command(app)
 _CODE = re.compile(r"```(\w*)\n(.*?)```", re.DOTALL)
 _INLINE = re.compile(r"`((?:kvasir|make) [^`]+)`")
 _LINK = re.compile(r"\]\(([^)#\s]+)\)")
@@ -71,7 +72,7 @@ def problem(command: str) -> str:
         makefile = (ROOT / "Makefile").read_text()
         known = set(re.findall(r"^([a-z-]+):", makefile, re.MULTILINE)) | set(re.findall(r"\(([A-Z]+)\)", makefile))
         return next((f"no target {word}" for word in words[1:] if word.split("=")[0] not in known), "")
-    return _problem(get_command(app), words[1:])
+    return _problem(TREE, words[1:])
 
 
 def _problem(command: Any, words: list[str]) -> str:
