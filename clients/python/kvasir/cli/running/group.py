@@ -87,7 +87,7 @@ def _state(name: str, endpoint: Endpoint, home: Home, running: Running | None, a
         state = "starting"
     # The gateway says at its own address why it is not well.
     asked = running.http if name == "http" and running is not None else metrics
-    is_elsewhere = name == "store" and running is not None and running.is_store_elsewhere
+    is_elsewhere = name == "store" and running is not None and running.store_elsewhere is not None
     problems = tuple(problems_at(asked, ANSWER_S))
     return ServiceState(name, endpoint.address, pid, state, metrics, problems, is_elsewhere)
 

@@ -5,7 +5,7 @@ import os
 import shlex
 import sys
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 
 from kvasir.address import MAX_SOCKET_PATH_BYTES
@@ -59,10 +59,7 @@ class Running:
     http_pid: int = 0
     http_remark: str = ""  # why there is no gateway, or not at its usual port, though nobody said so
     metrics: Mapping[str, str] = field(default_factory=dict)  # by service, HOST:PORT of its metrics and /healthz
-    store_token_file: str = ""  # of a store elsewhere, which has its own
-    store_ca_file: str = ""
-    is_store_elsewhere: bool = False
-    home: str = ""  # which directory the home is: a copy of it has this file too, and nothing runs there
+    store_elsewhere: Mapping[str, str] | None = None  # of a store that is not of this home: its token_file and ca_file
 
 
 class _Below:
@@ -142,13 +139,14 @@ class Home:
         try:
             found = json.loads(self.running_file.read_text())
             known = Running(**{each.name: found[each.name] for each in fields(Running) if each.name in found})
-            return known if known.home in ("", self._directory()) else None
+            return known if found.get("home", "") in ("", self._directory()) else None
         except (OSError, ValueError, TypeError):
             return None
 
     def write_running(self, running: Running) -> None:
         new = self.running_file.with_suffix(".new")
-        new.write_text(json.dumps(asdict(replace(running, home=self._directory()))))
+        # A copy of the home has this file too, and nothing runs there.
+        new.write_text(json.dumps({**asdict(running), "home": self._directory()}))
         new.chmod(0o600)
         new.replace(self.running_file)
 
@@ -164,8 +162,8 @@ class Home:
         if running is None or not address:
             return Endpoint(self.socket_address(service))
         files = (running.token_file, running.ca_file)
-        if service == "store" and running.is_store_elsewhere:
-            files = (running.store_token_file, running.store_ca_file)
+        if service == "store" and running.store_elsewhere is not None:
+            files = (running.store_elsewhere.get("token_file", ""), running.store_elsewhere.get("ca_file", ""))
         elif address.startswith("unix:"):
             return Endpoint(address)
         return Endpoint(address, *(Path(file) if file else None for file in files))

@@ -13,7 +13,7 @@ from typing import Any
 
 from kvasir.cli.caller import Caller
 from kvasir.cli.failures import relayed
-from kvasir.cli.running.home import Home, Running
+from kvasir.cli.running.home import Endpoint, Home, Running
 from kvasir.cli.running.logs import rotate_log
 from kvasir.cli.running.plan import Plan, ServiceProcess
 from kvasir.cli.running.supervisor import Supervisor
@@ -93,10 +93,12 @@ def _facts(home: Home, plan: Plan, supervisor: Supervisor, is_ready: bool, http_
             "engine": _text(engine, "metrics_listen") if has_engine else "",
             "http": _text(gateway, "metrics_listen") if gateway else "",
         },
-        is_store_elsewhere=is_elsewhere,
-        store_token_file=str(store.endpoint.token_file or "") if is_elsewhere else "",
-        store_ca_file=str(store.endpoint.ca_file or "") if is_elsewhere else "",
+        store_elsewhere=_files(store.endpoint) if is_elsewhere else None,
     )
+
+
+def _files(endpoint: Endpoint) -> dict[str, str]:
+    return {"token_file": str(endpoint.token_file or ""), "ca_file": str(endpoint.ca_file or "")}
 
 
 def _text(process: ServiceProcess, name: str) -> str:
@@ -109,7 +111,7 @@ def greet(say: Callable[[str], object], home: Home, answer: dict[str, Any], how_
     """Say where the services of a running group are."""
     if answer["engine"]:
         say(f"engine: {answer['engine']}")
-    say(f"store:  {answer['store']}{', elsewhere' if answer['is_store_elsewhere'] else ''}")
+    say(f"store:  {answer['store']}{', elsewhere' if answer['store_elsewhere'] else ''}")
     if answer["http"]:
         say(f"http:   {answer['http_url']} (the key is the token)")
     if answer["http_remark"]:
