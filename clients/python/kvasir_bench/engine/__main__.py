@@ -17,7 +17,6 @@ from inference_svc.model import kvasir_tiny
 from kvasir_bench.arithmetic import rounded, rounded_row
 from kvasir_bench.engine import machine, report
 from kvasir_bench.engine.cases import (
-    ahead,
     cancelling,
     decode,
     decoding_bytes,
@@ -30,8 +29,8 @@ from kvasir_bench.engine.cases import (
     peer,
     shared_prefix,
     staggered,
-    windows,
 )
+from kvasir_bench.engine.cases.several_tokens import ahead, windows
 from kvasir_bench.engine.lab import Case, Lab, MeasuredEngine, Scope
 from kvasir_bench.program import printed, progress
 

@@ -1,0 +1,1 @@
+"""Steps that give a turn several tokens: by drafts, and by windows of masks."""
