@@ -15,6 +15,7 @@ from kvasir.inference.v1 import inference_pb2 as pb
 from kvasir.inference.v1 import inference_pb2_grpc
 from kvasir.status import DETAILS_KEY, answer_to, to_status
 
+HELD = Unavailable("held", reason="AGENT_HELD_ELSEWHERE", metadata={"owner": "b"}, retry_after_s=1.0)
 LOST = Unavailable("lost", reason="HANDOVER_UNCERTAIN", metadata={"peer": "b", "resume_token": "t"}, retry_after_s=1.0)
 NEVER_HEARD = NotFound("resume_token: no turn waits", reason="RESUME_TOKEN_UNKNOWN", field="resume_token")
 
@@ -30,6 +31,9 @@ class _Breaking(inference_pb2_grpc.InferenceServiceServicer):
         self._pause_s = pause_s
         self._left_s = left_s
         self._moved = moved
+
+    def GetCapabilities(self, request: Any, context: Any) -> pb.GetCapabilitiesResponse:  # noqa: N802
+        return pb.GetCapabilitiesResponse(lease_owner="b")
 
     def Generate(self, request: pb.GenerateRequest, context: Any) -> Iterator[pb.GenerateResponse]:  # noqa: N802
         self._left_s.append(context.time_remaining())
@@ -125,3 +129,20 @@ def test_a_turn_that_moved_is_followed_though_its_engine_is_killed_right_after(h
     with breaking(Unavailable("killed"), "one", moved=moved) as a, breaking(NEVER_HEARD, "two") as b:
         text, error = heard(a, b)
     assert (text, error.reason) == ("onetwo", "RESUME_TOKEN_UNKNOWN")
+
+
+def test_a_turn_that_is_made_where_its_agent_is_has_what_is_left_of_its_deadline() -> None:
+    here_s, there_s = list[float](), list[float]()
+    busy = Unavailable("busy", reason="MODEL_CHANGING")
+    with (
+        breaking(HELD, pause_s=0.5, left_s=here_s) as a,
+        breaking(busy, "one", left_s=there_s) as b,
+        InferenceClient.connect(a) as client,
+        InferenceClient.connect(b) as holder,
+    ):
+        client.engines = [holder]
+        turn = client.generate(prompt="x", timeout_s=30.0)
+        assert next(turn).delta.text == "one"
+        with pytest.raises(Unavailable):
+            next(turn)
+    assert there_s[0] < here_s[0] - 0.25

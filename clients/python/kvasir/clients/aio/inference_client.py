@@ -102,7 +102,7 @@ class AioInferenceClient(AioAgentClient):
         self, written: bytes, timeout_s: float | None, place: Metadata = ()
     ) -> AsyncGenerator[pb.GenerateResponse, None]:
         """A turn's events, wherever its agent is, and wherever it goes."""
-        has_begun = False
+        has_begun, ends_s = False, None if timeout_s is None else time.monotonic() + timeout_s
         try:
             async with aclosing(self._turn_here(written, timeout_s, place)) as responses:
                 async for response in responses:
@@ -113,7 +113,7 @@ class AioInferenceClient(AioAgentClient):
             holder = None if has_begun else await self._holder(error)
             if holder is None:
                 raise
-        async with aclosing(holder._turn_here(written, timeout_s, place)) as responses:
+        async with aclosing(holder._turn_here(written, _left_s(ends_s), place)) as responses:
             async for response in responses:
                 yield response
 
@@ -153,9 +153,8 @@ class AioInferenceClient(AioAgentClient):
         peer = self._peer(moved.peer)
         if peer is None:
             raise moved.unknown()
-        left_s = None if ends_s is None else max(0.0, ends_s - time.monotonic())
         try:
-            async with aclosing(peer.resume(moved.resume_token, timeout_s=left_s)) as rest:
+            async with aclosing(peer.resume(moved.resume_token, timeout_s=_left_s(ends_s))) as rest:
                 async for response in rest:
                     lost = None
                     yield response
@@ -295,6 +294,11 @@ class AioInferenceClient(AioAgentClient):
     async def get_stats(self) -> pb.GetStatsResponse:
         """Counters since the start, what is under way, and whether the store answers."""
         return await self._call(pb.GetStatsResponse, pb.GetStatsRequest())
+
+
+def _left_s(ends_s: float | None) -> float | None:
+    """What is left until then; None: no deadline."""
+    return None if ends_s is None else max(0.0, ends_s - time.monotonic())
 
 
 def _written_calls(channel: Any, large: LargeRequests | None) -> dict[str, Any]:
