@@ -180,7 +180,8 @@ class Turns:
         is_new = reply.started.continuation == pb.CONTINUATION_NEW and memory.agent_id.startswith(PREFIX)
         title = title_of(ready.turn.messages) if is_new and memory.conversations is not None else ""
         if title and not memory.side_call:
-            self._do_beside(caller.client.update_agent(memory.agent_id, labels={TITLE: title}), "not_entitled")
+            update = caller.at(memory.agent_id).update_agent(memory.agent_id, labels={TITLE: title})
+            self._do_beside(update, "not_entitled")
 
     def _tidy(self, namespace: str, caller: CallerAtEngine) -> None:
         self._do_beside(self._conversations.tidy(namespace, caller), "not_tidied")

@@ -217,31 +217,31 @@ class Gateway:
         return JSONResponse(agents.shown(found))
 
     async def _get_agent(self, call: Call) -> Response:
-        return JSONResponse(agents.shown(await call.caller.client.get_agent(heads.agent_in_path(call.request))))
+        name = heads.agent_in_path(call.request)
+        return JSONResponse(agents.shown(await call.caller.at(name).get_agent(name)))
 
     async def _list_versions(self, call: Call) -> Response:
         name = heads.agent_in_path(call.request)
-        return JSONResponse(agents.shown(await call.caller.client.list_snapshots(name, **heads.page(call.request))))
+        return JSONResponse(agents.shown(await call.caller.at(name).list_snapshots(name, **heads.page(call.request))))
 
     async def _fork_agent(self, call: Call) -> Response:
         asked = await self._body(call, agents.ForkRequest)
-        name = check_agent_id(asked.agent_id)
-        forked = await call.caller.client.fork_agent(heads.agent_in_path(call.request), name, version=asked.version)
+        source, name = heads.agent_in_path(call.request), check_agent_id(asked.agent_id)
+        forked = await call.caller.at(source).fork_agent(source, name, version=asked.version)
         return JSONResponse(agents.shown(forked), 201)
 
     async def _rollback_agent(self, call: Call) -> Response:
         asked = await self._body(call, agents.RollbackRequest)
-        made = await call.caller.client.rollback_agent(
-            heads.agent_in_path(call.request), asked.version, expected_version=asked.expected_version
-        )
+        name = heads.agent_in_path(call.request)
+        made = await call.caller.at(name).rollback_agent(name, asked.version, expected_version=asked.expected_version)
         return JSONResponse(agents.shown(made))
 
     async def _delete_agent(self, call: Call) -> Response:
         force = call.request.query_params.get("force", "false")
         if force not in ("true", "false"):
             raise InvalidArgument("force: expected true or false", field="force")
-        gone = await call.caller.client.delete_agent(heads.agent_in_path(call.request), force=force == "true")
-        return JSONResponse(agents.shown(gone))
+        name = heads.agent_in_path(call.request)
+        return JSONResponse(agents.shown(await call.caller.at(name).delete_agent(name, force=force == "true")))
 
     async def _list_models(self, call: Call) -> Response:
         found = await call.caller.client.list_models()

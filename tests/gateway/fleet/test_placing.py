@@ -1,10 +1,14 @@
 """Where turns go among several engines: each agent to one place, no engine beyond its share, few agents moved."""
 
 from collections import Counter
+from contextlib import ExitStack
 from math import ceil
 
 from hypothesis import given
 from hypothesis import strategies as st
+from kvasir.errors import Unavailable
+from kvasir.status import from_status, to_status
+from kvasir_gateway.fleet.fleet_link import Engines, is_gone
 from kvasir_gateway.fleet.placing import EngineState, Ring, agent_point, choose
 
 NAMES = st.lists(st.text("abc:0123456789", min_size=1, max_size=8), min_size=1, max_size=6, unique=True)
@@ -73,3 +77,30 @@ def test_a_choice_looks_at_no_more_of_the_ring_than_it_needs() -> None:
 
 def test_agents_of_two_namespaces_never_share_a_place_by_their_spelling() -> None:
     assert agent_point("a", "bc") != agent_point("ab", "c")
+
+
+def test_calls_about_an_agent_go_where_it_is_hot_however_busy_that_engine_is() -> None:
+    engines, point = Engines(["one", "two"], lambda: 0.0), AGENTS[0]
+    hot = 1 - (engines.choose(point) or 0)
+    engines.had_turn(point, hot)
+    with ExitStack() as turns:
+        for _ in range(9):
+            turns.enter_context(engines.turn_at(hot))
+        assert engines.choose(point) != hot
+        assert engines.of_agent(point) == hot
+        engines.failed(hot)
+        assert engines.of_agent(point) != hot
+
+
+def test_a_refusal_of_an_engines_own_does_not_count_it_as_gone() -> None:
+    """Else one caller's refusals would send everybody's turns away from where their agents are hot."""
+    assert not is_gone(_heard(Unavailable("the memory went away while the turn was planned")))
+    assert not is_gone(_heard(Unavailable("loading", reason="MODEL_CHANGING")))
+    assert is_gone(_heard(Unavailable("it ends", reason="SHUTTING_DOWN")))
+    assert is_gone(Unavailable("failed to connect to all addresses"))
+
+
+def _heard(error: Unavailable) -> Unavailable:
+    heard = from_status(to_status(error))
+    assert isinstance(heard, Unavailable)
+    return heard

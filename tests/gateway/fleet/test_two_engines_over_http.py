@@ -114,3 +114,28 @@ def test_agents_share_two_engines_stay_where_they_are_hot_and_outlive_a_kill(pai
         later.append(f"later-{len(later)}")
         pair.said(later[-1], WORDS[0])
         found = pair.hot_at(gone, *later)
+
+
+@pytest.mark.long(3)
+def test_a_call_about_an_agent_goes_to_the_engine_that_has_it_hot(pair: Pair) -> None:
+    """What is not stored yet, that one alone knows. The other one is frozen: a call there would hang."""
+    agents = f"{pair.gateway.url}/v1/agents"
+    names = [f"called-{number}" for number in range(6)]
+    for name in names:
+        pair.said(name, WORDS[0])
+    services = (pair.house.engine, pair.second)
+    hot = [pair.hot_at(service, *names) for service in services]
+    assert all(hot)
+    for frozen, there in zip(services, reversed(hot), strict=True):
+        name = min(there)
+        frozen.freeze()
+        try:
+            assert httpx.get(f"{agents}/{name}", timeout=5).status_code == 200
+            assert httpx.get(f"{agents}/{name}/versions", timeout=5).status_code == 200
+            forked = httpx.post(f"{agents}/{name}/fork", json={"agent_id": f"{name}-fork"}, timeout=5)
+            assert forked.status_code == 201
+            rolled = httpx.post(f"{agents}/{name}/rollback", json={"version": 1}, timeout=5)
+            assert rolled.status_code == 200, rolled.text
+            assert httpx.delete(f"{agents}/{name}", timeout=5).status_code == 200
+        finally:
+            frozen.thaw()

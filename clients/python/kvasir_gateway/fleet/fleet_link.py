@@ -20,7 +20,6 @@ from kvasir_gateway.fleet.placing import EngineState, Ring, agent_point, choose
 from kvasir_gateway.reading.records import Beside
 
 _MOST_PLACES = 100_000
-_GONE = ("UNAVAILABLE", "SHUTTING_DOWN")  # it does not answer, or ends
 
 
 class Engines:
@@ -42,6 +41,11 @@ class Engines:
             for engine, (is_up, turns) in enumerate(zip(self._is_up, self._open, strict=True))
         ]
         return choose(self._ring.order(point), states, self._hot.get(point))
+
+    def of_agent(self, point: int) -> int:
+        """The engine to ask about an agent, however busy it is: a turn that is not stored yet is known there alone."""
+        hot = self._hot.get(point)
+        return hot if hot is not None and self._is_up[hot] else self.choose(point) or 0
 
     def answered(self, engine: int, owner: str) -> None:
         self._is_up[engine], self.owners[engine] = True, owner or self.owners[engine]
@@ -84,7 +88,7 @@ class CallerAtFleet(CallerAtEngine):
         self._namespace = namespace
 
     def at(self, agent_id: str) -> AioInferenceClient:
-        return self._clients[self._engines.choose(agent_point(self._namespace, agent_id)) or 0]
+        return self._clients[self._engines.of_agent(agent_point(self._namespace, agent_id))]
 
     async def _events(
         self, given: dict[str, Any], options: GenerateOptions
@@ -118,11 +122,16 @@ class CallerAtFleet(CallerAtEngine):
         if error.reason == "AGENT_HELD_ELSEWHERE":
             holder = self._engines.holder(error.metadata.get("owner", ""))
             return engine if holder is None or holder in tried else holder
-        if error.reason not in _GONE:
+        if not is_gone(error):
             return None
         self._engines.failed(engine)
         tried.append(engine)
         return self._engines.choose(point, tried)
+
+
+def is_gone(error: Unavailable) -> bool:
+    """Whether the engine ends, or did not answer itself: its own refusals say when to retry."""
+    return error.reason == "SHUTTING_DOWN" or (error.reason == "UNAVAILABLE" and error.retry_after_s is None)
 
 
 class FleetLink(EngineLink):
