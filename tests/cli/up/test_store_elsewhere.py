@@ -21,6 +21,7 @@ import httpx2 as httpx
 import pytest
 from kvasir.address import accepts
 from kvasir.cachestore.v1 import cachestore_pb2, cachestore_pb2_grpc
+from kvasir.cli.fleet.balancers import Balancer, envoy, nginx
 from kvasir.cli.running.home import Home
 from kvasir.clients import InferenceClient, Reply
 from kvasir.clients.inference_client_turns import place_of
@@ -208,6 +209,7 @@ def test_a_wrong_token_role_certificate_or_service_is_refused_by_name_before_any
         ((*at, *pinned, *own, "--store-listen", "127.0.0.1:1"), 2, "WRONG_USAGE", "no store runs here"),
         ((*at, *pinned, *own, "--store-quota-gib", "3"), 2, "WRONG_USAGE", "it is the store's"),
         (("--store-ca-file", str(other)), 2, "WRONG_USAGE", "name that with --store"),
+        ((*at, "--store-ca-file", str(alien), *own), 2, "WRONG_USAGE", "expected the store's certificate (PEM)"),
         (("--store", "nowhere"), 2, "WRONG_USAGE", "expected unix:/path"),
     ]
     for words, code, reason, text in cases:
@@ -337,9 +339,21 @@ def test_a_printed_configuration_names_every_engine_and_no_socket_whose_owner_ea
         (("--engine", "10.0.0.1:7001"), "TLS is needed: --ca-file"),
         ((*engines, "--listen", "0.0.0.0:1"), "TLS is needed: --tls-cert"),
         (("--engine", "127.0.0.1:7001;:1"), "expected"),
+        ((*engines, "--tls-cert", "a; root /etc", "--tls-key", "k"), "no configuration can quote"),
     ):
         refused = in_process("fleet", "config", kind, *words, "--json")
         assert (refused.code, told in refused.value["error"]["message"]) == (2, True), refused
+
+
+def test_a_printed_configuration_pins_the_engines_names_and_has_absolute_paths(tmp_path: Path) -> None:
+    engines = ["engine.local:7001", "10.0.0.1:7002"]
+    balancer = Balancer("0.0.0.0:1", engines, Path("b.crt"), Path("b.key"), tmp_path / "engines.crt")
+    balancer.check()
+    [cluster] = json.loads(envoy(balancer))["static_resources"]["clusters"]
+    validation = cluster["transport_socket"]["typed_config"]["common_tls_context"]["validation_context"]
+    names = {(each["san_type"], each["matcher"]["exact"]) for each in validation["match_typed_subject_alt_names"]}
+    assert names == {("DNS", "engine.local"), ("IP_ADDRESS", "10.0.0.1")}
+    assert f"ssl_certificate {Path('b.crt').absolute()};" in nginx(balancer)
 
 
 def test_a_turns_place_is_its_agents_name_alone_and_no_name() -> None:

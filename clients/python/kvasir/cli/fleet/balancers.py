@@ -6,7 +6,9 @@ that reaches another engine is right all the same: the lease decides who compute
 
 import json
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from kvasir.clients.inference_client_turns import PLACE_KEY
 
 _MOST_OF_MEAN_PERCENT = 125
 _WINDOW_BYTES = 4 << 20
+_UNQUOTED = frozenset("\"'{};\\ \t\n#$")
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +41,10 @@ class Balancer:
             raise WrongUsage("--engine: an address is given twice", field="--engine")
         if (self.tls_cert is None) != (self.tls_key is None):
             raise WrongUsage("--tls-cert and --tls-key: give both or neither", field="--tls-key")
+        files = (("--tls-cert", self.tls_cert), ("--tls-key", self.tls_key), ("--ca-file", self.engine_ca_file))
+        for option, path in files:
+            if path is not None:
+                _check_letters(option, str(path.absolute()))
 
     def _check_address(self, option: str, text: str) -> None:
         try:
@@ -47,12 +54,16 @@ class Balancer:
         if address.socket_path is not None:
             text = f"{option}: expected HOST:PORT: at a Unix socket everybody who calls the balancer would be its owner"
             raise WrongUsage(text, field=option)
-        if any(letter in text for letter in "\"'{};\\ \t\n#$"):
-            raise WrongUsage(f"{option}: {text!r} has letters that no configuration can quote", field=option)
+        _check_letters(option, text)
         pinned = self.tls_cert if option == "--listen" else self.engine_ca_file
         if not address.is_loopback and pinned is None:
             needed = "--tls-cert and --tls-key" if option == "--listen" else "--ca-file, before the command"
             raise WrongUsage(f"{option}: {text} is beyond this machine, so TLS is needed: {needed}", field=option)
+
+
+def _check_letters(option: str, text: str) -> None:
+    if not _UNQUOTED.isdisjoint(text):
+        raise WrongUsage(f"{option}: {text!r} has letters that no configuration can quote", field=option)
 
 
 def nginx(balancer: Balancer) -> str:
@@ -61,13 +72,14 @@ def nginx(balancer: Balancer) -> str:
     servers = "\n".join(f"    server {each} max_fails=1 fail_timeout=1s;" for each in balancer.engines)
     tls = ""
     if balancer.tls_cert is not None:
-        tls = f"    ssl_certificate {balancer.tls_cert};\n    ssl_certificate_key {balancer.tls_key};\n"
+        tls = f"    ssl_certificate {_path(balancer.tls_cert)};\n    ssl_certificate_key {_path(balancer.tls_key)};\n"
     scheme, verify = "grpc", ""
     if balancer.engine_ca_file is not None:
         scheme = "grpcs"
         verify = (
             "      grpc_ssl_verify on;\n"
-            f"      grpc_ssl_trusted_certificate {balancer.engine_ca_file};\n"
+            f"      grpc_ssl_trusted_certificate {_path(balancer.engine_ca_file)};\n"
+            "      # nginx knows one name for all: each engine's certificate must have this DNS name.\n"
             f"      grpc_ssl_name {parse_address(balancer.engines[0]).host};\n"
             "      grpc_ssl_server_name on;\n"
         )
@@ -161,7 +173,9 @@ def _cluster(balancer: Balancer, options: dict[str, int]) -> dict[str, Any]:
         "load_assignment": {"cluster_name": "engines", "endpoints": [{"lb_endpoints": endpoints}]},
     }
     if balancer.engine_ca_file is not None:
-        validation = {"trusted_ca": _file(balancer.engine_ca_file)}
+        # Without names a certificate of any host would do that the same authority has signed.
+        names = [_subject(parse_address(each).host) for each in balancer.engines]
+        validation = {"trusted_ca": _file(balancer.engine_ca_file), "match_typed_subject_alt_names": names}
         context = {"common_tls_context": {"validation_context": validation, "alpn_protocols": ["h2"]}}
         cluster["transport_socket"] = _tls("UpstreamTlsContext", context)
     return cluster
@@ -172,7 +186,21 @@ def _type(name: str) -> str:
 
 
 def _file(path: Path | None) -> dict[str, str]:
-    return {"filename": str(path)}
+    return {"filename": _path(path)}
+
+
+def _path(path: Path | None) -> str:
+    """Absolute, as nginx looks for others beside its own configuration."""
+    assert path is not None
+    return str(path.absolute())
+
+
+def _subject(host: str) -> dict[str, Any]:
+    kind = "DNS"
+    with suppress(ValueError):
+        ip_address(host)
+        kind = "IP_ADDRESS"
+    return {"san_type": kind, "matcher": {"exact": host}}
 
 
 def _tls(kind: str, context: dict[str, Any]) -> dict[str, Any]:

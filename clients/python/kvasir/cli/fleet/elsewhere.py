@@ -64,6 +64,8 @@ def check_options(home: Home, up: UpTable) -> None:
     for option, path in (("--store-ca-file", up.store_ca_file), *_named(up.store_token_file)):
         if path is not None and not path.is_file():
             raise WrongUsage(f"{option}: {path}: there is no such file", field=option)
+    if up.store_ca_file is not None:
+        _check_certificate(up.store_ca_file)
     if not address.is_loopback and up.store_ca_file is None:
         text = f"--store: {up.store} is another machine: TLS is needed, --store-ca-file with the store's certificate"
         raise WrongUsage(text, field="--store-ca-file")
@@ -73,6 +75,14 @@ def check_options(home: Home, up: UpTable) -> None:
             f"{home.root}, or name a file with --store-token-file"
         )
         raise WrongUsage(text, field="--store-token-file")
+
+
+def _check_certificate(path: Path) -> None:
+    try:
+        ssl.create_default_context(cafile=path)
+    except ssl.SSLError:
+        text = f"--store-ca-file: {path}: expected the store's certificate (PEM)"
+        raise WrongUsage(text, field="--store-ca-file") from None
 
 
 def _named(files: Mapping[str, Path]) -> list[tuple[str, Path]]:
@@ -154,7 +164,8 @@ def _tls_problem(endpoint: Endpoint) -> str:
     except ssl.SSLCertVerificationError as error:
         return f"{endpoint.address} shows another certificate than {endpoint.ca_file} ({error.verify_message})"
     except (ssl.SSLError, ConnectionError):
-        return "" if endpoint.ca_file is None else f"what listens at {endpoint.address} has no TLS: leave this out"
+        advice = "leave this out" if address.is_loopback else "a store that other machines reach has it"
+        return "" if endpoint.ca_file is None else f"what listens at {endpoint.address} has no TLS: {advice}"
     except OSError:
         return ""
     return f"{endpoint.address} wants TLS: give its certificate" if endpoint.ca_file is None else ""
