@@ -61,6 +61,10 @@ class AioInferenceClient(AioAgentClient):
         other.peers, other.engines = {}, ()  # their tokens are this caller's
         return other
 
+    def _place(self, request: Any) -> Metadata:
+        """That of the agent that is read: the engine where it is hot may know a turn that is not stored yet."""
+        return turns.place_of(getattr(request, "source_agent_id", "") or getattr(request, "agent_id", ""))
+
     async def generate(
         self,
         *,

@@ -75,10 +75,15 @@ class AioServiceClient:
     async def call_rpc(self, name: str, request: Any, timeout_s: float | None) -> Any:
         """One round trip of the RPC of that name, for whoever serves it for this service. None: no deadline."""
         try:
-            response = await getattr(self._stub, name)(request, timeout=timeout_s, metadata=self._metadata + onward())
+            metadata = self._metadata + onward() + self._place(request)
+            response = await getattr(self._stub, name)(request, timeout=timeout_s, metadata=metadata)
         except grpc.RpcError as error:
             raise from_rpc_error(error) from None
         return _parsed(response)
+
+    def _place(self, _request: Any) -> Metadata:
+        """What tells a load balancer where a call belongs: nothing, for a service of which there is one."""
+        return ()
 
     def stream_rpc(self, name: str, request: Any, timeout_s: float | None) -> AsyncGenerator[Any, None]:
         """The same for an RPC that streams its responses."""
@@ -88,6 +93,7 @@ class AioServiceClient:
         self, method: Any, request: Any, timeout_s: float | None, more: Metadata = ()
     ) -> AsyncGenerator[Any, None]:
         """A stream's responses with typed errors. Leaving early cancels the call, so that the service stops too."""
+        more = more or self._place(request)
         call = method(request, timeout=timeout_s, metadata=self._metadata + onward() + more)
         try:
             async for response in call:
