@@ -10,13 +10,16 @@ from kvasir.names import check_owner
 
 _FILE = "lease-owner"
 _MAX_BYTES = 200
+_IN_FILE = " in file "  # between the name and which file it is
 
 
 class LeaseOwner:
     """A name that no other living process has. The process keeps it until it ends."""
 
     def __init__(self, state_dir: Path, new_name: Callable[[], str]) -> None:
-        """Read the name from `state_dir`, or make it there. If a living process has that name, make another one."""
+        """Read the name from `state_dir`, or make it there. If a living process has that name, make another one; also
+        if the file is a copy, as that of a home that was copied to another machine: with one name for two engines, one
+        would take the other's leases, which would go on answering from its RAM."""
         state_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
         self._lock = os.open(state_dir / _FILE, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         try:
@@ -25,19 +28,26 @@ class LeaseOwner:
         except OSError:
             self.name = new_name()
         else:
-            self.name = self._read() or self._write(new_name())
+            self.name = self._read() or new_name()
+            self._write()
 
     def close(self) -> None:
         os.close(self._lock)
 
     def _read(self) -> str:
+        """The name; empty if there is none, or another file's. A file of an earlier Kvasir does not say which it is."""
         try:
-            return check_owner(os.pread(self._lock, _MAX_BYTES, 0).decode("ascii").strip())
+            name, _, file = os.pread(self._lock, _MAX_BYTES, 0).decode("ascii").strip().partition(_IN_FILE)
+            return check_owner(name) if file in ("", self._file()) else ""
         except (UnicodeDecodeError, InvalidArgument):
             return ""
 
-    def _write(self, name: str) -> str:
+    def _write(self) -> None:
         os.ftruncate(self._lock, 0)
-        os.pwrite(self._lock, f"{name}\n".encode(), 0)
+        os.pwrite(self._lock, f"{self.name}{_IN_FILE}{self._file()}\n".encode(), 0)
         os.fsync(self._lock)
-        return name
+
+    def _file(self) -> str:
+        """Device and number, which a copy has not."""
+        at = os.fstat(self._lock)
+        return f"{at.st_dev}:{at.st_ino}"

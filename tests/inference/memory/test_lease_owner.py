@@ -1,5 +1,6 @@
 """The name under which an engine holds leases: the same after a restart, and never two living processes'."""
 
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -39,4 +40,21 @@ def test_a_file_that_holds_no_name_is_written_anew(content: bytes, tmp_path: Pat
         owner = LeaseOwner(tmp_path, lambda: "new")
         assert owner.name == expected
         owner.close()
-    assert (tmp_path / "lease-owner").read_bytes() == b"new\n"
+    assert (tmp_path / "lease-owner").read_bytes().startswith(b"new ")
+
+
+def test_a_copy_of_an_engines_state_gets_a_name_of_its_own_and_an_older_file_keeps_its_name(tmp_path: Path) -> None:
+    """Two living engines of one name would take each other's leases, and answer from old memories."""
+    there, copy = tmp_path / "there", tmp_path / "copy"
+    there.mkdir()
+    (there / "lease-owner").write_bytes(b"first\n")
+    names = [_name_at(there, "second"), _name_at(there, "third")]
+    shutil.copytree(there, copy)
+    assert (names, _name_at(copy, "other"), _name_at(copy, "fourth")) == (["first", "first"], "other", "other")
+    assert _name_at(there, "fifth") == "first"
+
+
+def _name_at(state_dir: Path, new: str) -> str:
+    owner = LeaseOwner(state_dir, lambda: new)
+    owner.close()
+    return owner.name
