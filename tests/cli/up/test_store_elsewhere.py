@@ -209,6 +209,7 @@ def test_a_wrong_token_role_certificate_or_service_is_refused_by_name_before_any
         ((*at, *pinned, *own, "--store-listen", "127.0.0.1:1"), 2, "WRONG_USAGE", "no store runs here"),
         ((*at, *pinned, *own, "--store-quota-gib", "3"), 2, "WRONG_USAGE", "it is the store's"),
         (("--store-ca-file", str(other)), 2, "WRONG_USAGE", "name that with --store"),
+        (("--store", "unix:/tmp/s", *pinned), 2, "WRONG_USAGE", "a Unix socket has no TLS"),
         ((*at, "--store-ca-file", str(alien), *own), 2, "WRONG_USAGE", "expected the store's certificate (PEM)"),
         (("--store", "nowhere"), 2, "WRONG_USAGE", "expected unix:/path"),
     ]

@@ -65,6 +65,8 @@ def check_options(home: Home, up: UpTable) -> None:
         if path is not None and not path.is_file():
             raise WrongUsage(f"{option}: {path}: there is no such file", field=option)
     if up.store_ca_file is not None:
+        if address.socket_path is not None:
+            raise WrongUsage("--store-ca-file: a Unix socket has no TLS; leave this out", field="--store-ca-file")
         _check_certificate(up.store_ca_file)
     if not address.is_loopback and up.store_ca_file is None:
         text = f"--store: {up.store} is another machine: TLS is needed, --store-ca-file with the store's certificate"
