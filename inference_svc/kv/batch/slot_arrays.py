@@ -71,8 +71,11 @@ class SlotArrays:
         return tuple(array[chosen] for array in read)
 
     def move(self, source: int, target: int, rows: int) -> None:
+        """A slot's first rows to another one, where nothing stays: a masked row counts as 0 times its values."""
         if source != target and rows:
-            self.put(target, 0, tuple(mx.contiguous(array[source : source + 1, :, :rows]) for array in self.arrays))
+            spare = [(0, 0), (0, 0), (0, self.capacity - rows)]
+            moved = [array[source : source + 1, :, :rows] for array in self.arrays]
+            self.put(target, 0, tuple(mx.pad(each, spare + [(0, 0)] * (each.ndim - 3)) for each in moved))
 
     def clear(self) -> None:
         self.arrays = ()
