@@ -143,7 +143,7 @@ MAX_INT32 = (1 << 31) - 1
 TokenCount = Annotated[int, Ge(1), Le(MAX_INT32)]
 TokenBudget = Annotated[int, Ge(0), Le(MAX_INT32)]
 TopK = Annotated[int, Ge(0), Le(MAX_INT32)]
-# How many tokens a step may try ahead. No reply changes by it on a CPU.
+# How many tokens a step may try ahead. No reply changes by it on a CPU, but of a WeDLM model.
 Speculation = Literal["off", "auto"] | Annotated[int, Ge(0), Le(64)]
 # An object of the caller's own: a schema, arguments, metadata.
 FreeObject = Annotated[dict[str, Any], AfterValidator(_finite)]
