@@ -142,7 +142,9 @@ class Decoder:
         for sequence, drafts, tokens in zip(launched.order, launched.drafts, drawn, strict=bool(launched.drafts)):
             if drafts and sequence.kv is not None:
                 right = len(tokens) - 1
-                self.batch.keep(sequence.kv, len(drafts), right)
+                sequence.kv.advanced(right)
+                if right < len(drafts):
+                    sequence.kv.trim_to(sequence.kv.length)
                 self._drafter.learn(sequence, len(drafts), right)
                 sequence.tried(len(drafts), right)
 

@@ -84,9 +84,9 @@ class DecodeBatch:
             mx.eval(kv.state_arrays)
 
     def step(self, token_ids: Sequence[int] | mx.array, counts: Sequence[int] | None = None) -> mx.array:
-        """One more token of each sequence, or `counts` of tokens, of which each sequence keeps the first and `keep`
-        others; logits [rows, vocabulary], not evaluated. Raises ResourceExhausted; ValueError for drafts where KV that
-        was written cannot be dropped.
+        """One more token of each sequence, or `counts` of tokens, of which each sequence has the first then: the caller
+        advances it by drafts that were right; logits [rows, vocabulary], not evaluated. Raises ResourceExhausted;
+        ValueError for drafts where KV that was written cannot be dropped.
         """
         if counts is not None and not self.takes_drafts:
             raise ValueError("a layer of this model cannot go back")
@@ -129,12 +129,6 @@ class DecodeBatch:
             return 0
         values = max((layer.read_values(longest) for layer in self._decoded.values()), default=1)
         return min(_DRAFTED_ROWS, _DRAFTED_VALUES // values)
-
-    def keep(self, kv: SequenceKV, drafts: int, right: int) -> None:
-        """So many drafts of a step were computed; the first `right` of them are the sequence's. The step is over."""
-        kv.advanced(right)
-        if right < drafts:
-            kv.trim_to(kv.length)
 
     def _padded_rows(self, counts: Sequence[int] | None) -> int:
         """Rows of a pass over a kept graph, with empty ones; 0: as many as there are."""

@@ -130,11 +130,11 @@ class DecodeStep:
         )
         return cls(tuple(sequences), slot_of, lengths, groups, len(lengths), stored, positions)
 
-    @property
+    @cached_property
     def has_one_row_each(self) -> bool:
         return self.slot_of == tuple(range(len(self.sequences)))
 
-    @property
+    @cached_property
     def counts(self) -> list[int]:
         """Rows of each sequence."""
         return [self.slot_of.count(slot) for slot in range(len(self.sequences))]

@@ -100,15 +100,17 @@ class DecodedLayer:
             self._is_decoded = [False] * slots
         return read_keys, read_values
 
-    def attends(self, keys: object, values: object) -> bool:
-        """Whether `attend` serves a pass, whose model got this K and V here and computed nothing of them before."""
-        return bool(self._by_slot) and keys is self._by_slot[2] and values is self._by_slot[3]
-
-    def attend(self, queries: mx.array, scale: float, mask: mx.array) -> mx.array:
-        """Attention of queries [rows, heads, 1, dim], slots having several or none, over K and V of slots."""
-        keys, values, *_ = self._by_slot
+    def attend(
+        self, queries: mx.array, keys: mx.array, values: mx.array, scale: float, mask: mx.array
+    ) -> mx.array | None:
+        """Attention of queries [rows, heads, 1, dim], slots having several or none, over K and V of slots. None unless
+        `keys` and `values` are those that `update_and_fetch` gave, by row: a model may have made others of them.
+        """
+        if not self._by_slot or keys is not self._by_slot[2] or values is not self._by_slot[3]:
+            return None
+        slot_keys, slot_values, *_ = self._by_slot
         self._by_slot = ()  # a reference that stays would make the next write copy them
-        return attend_by_slot(queries, keys, values, self._now.counts, scale, mask)
+        return attend_by_slot(queries, slot_keys, slot_values, self._now.counts, scale, mask)
 
     def make_mask(self, count: int, return_array: bool = False, window_size: int | None = None) -> mx.array | None:
         """Which stored rows each new one may attend to, bool [rows, 1, 1, stored]. None for every row."""

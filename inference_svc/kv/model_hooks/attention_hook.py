@@ -32,7 +32,9 @@ def attention(
     """As mlx-lm's function of this place, but over pages, or K and V that rows share, if the cache attends to them."""
     if isinstance(cache, FusedLayer | InPlaceLayer) and cache.attends:
         return cache.attend(queries, scale, mask, sinks)
-    if isinstance(cache, DecodedLayer) and sinks is None and cache.attends(keys, values):
-        return cache.attend(queries, scale, mask)
+    if isinstance(cache, DecodedLayer) and sinks is None:
+        shared = cache.attend(queries, keys, values, scale, mask)
+        if shared is not None:
+            return shared
     attended: mx.array = _upstream(queries, keys, values, cache, scale, mask, sinks)
     return attended
