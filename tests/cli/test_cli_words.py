@@ -195,7 +195,7 @@ def test_without_services_each_command_ends_as_the_table_of_exit_codes_has_it(tm
             continue
         given = ["1" if each.name in ("version", "versions") else "x" for each in command.params if each.required]
         flags = ["--from", "x"] if words == ("agents", "move") else []
-        code = in_process("--home", tmp_path / f"none-{number}", *words, *given, *flags).code
+        code = in_process("--home", tmp_path / str(number), *words, *given, *flags).code
         others |= {words: code} if code != ALONE.get(words, 3) else {}
         count += 1
     assert others == {}

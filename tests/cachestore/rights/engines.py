@@ -121,9 +121,10 @@ async def _player(place: Place, options: Sequence[str], tokens: Mapping[str, str
         for store in stores.values():
             parts.closing(store.connection)
         stats, admission = ServiceStats(time.monotonic()), Admission(settings.admission, time.monotonic)
-        service = _Service(settings, server, stores, stats, admission, _peers(settings, parts, pairings))
+        peers, owner = _peers(settings, parts, pairings), f"engine-{secrets.token_hex(8)}"
+        service = _Service(settings, server, stores, stats, admission, peers, owner)
         open_engine = partial(Engine.open, memory_budget_bytes=50 << 20)
-        opener = service.model_opener(f"engine-{secrets.token_hex(8)}", open_engine, lambda _: None)
+        opener = service.model_opener(open_engine, lambda _: None)
         host = parts.closing(ModelHost(settings.models, opener, lambda: None))
         await host.load(host.names[0])
         await service.until_stores_answer()

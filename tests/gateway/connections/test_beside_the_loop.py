@@ -65,7 +65,7 @@ def app_before(engine: PlayedEngine, limits: GatewayLimits = GatewayLimits()) ->
         turns=Turns(Conversations(_KEY, new_name=lambda: "name", now=lambda: datetime.now(UTC))),
         limits=limits,
         numbers=GatewayNumbers(),
-        page=SimpleNamespace(routes=list),  # type: ignore[arg-type]
+        page=SimpleNamespace(routes=lambda _rooms: []),  # type: ignore[arg-type]
         tolerance=Tolerance(is_strict=False, any_model=True, seals=ThoughtSeals(_KEY)),
         aliases=Aliases({}),
         traces=Traces(),
