@@ -40,7 +40,19 @@ def test_no_engine_gets_a_turn_beyond_its_share_nor_one_that_is_down(
         return
     assert states[chosen].is_up
     mean = (sum(each.open_turns for each in up) + 1) / len(up)
-    assert states[chosen].open_turns + 1 <= ceil((1.5 if chosen == hot else 1.25) * mean)
+    share = max(4, ceil(1.5 * mean)) if chosen == hot else ceil(1.25 * mean)
+    assert states[chosen].open_turns + 1 <= share
+
+
+@given(NAMES, st.integers(0, 2**64 - 1), st.data())
+def test_an_engine_of_three_open_turns_keeps_its_agent_though_others_are_idle(
+    names: list[str], point: int, data: st.DataObject
+) -> None:
+    """Half more than a mean below one is a single turn: a hot agent would leave an engine that is all but idle."""
+    states = [EngineState(data.draw(st.booleans()), data.draw(st.integers(0, 1))) for _ in names]
+    hot = data.draw(st.integers(0, len(names) - 1))
+    states[hot] = EngineState(open_turns=data.draw(st.integers(0, 3)))
+    assert choose(Ring(names).order(point), states, hot) == hot
 
 
 def test_an_engine_that_goes_moves_its_own_agents_only_and_idle_engines_share_evenly() -> None:
@@ -61,6 +73,8 @@ def test_an_agent_stays_where_it_is_hot_until_that_engine_has_half_more_than_its
     states = [IDLE, IDLE]
     assert choose(order, states, hot) == hot
     states[hot] = EngineState(open_turns=3)
+    assert choose(order, states, hot) == hot
+    states[hot] = EngineState(open_turns=4)
     assert choose(order, states, hot) == order[0]
 
 

@@ -16,6 +16,7 @@ from blake3 import blake3
 _POINTS = 100  # of an engine: shares then differ by a tenth or so
 _SLACK = 1.25  # an engine takes at most so many times the mean of open turns
 _HOT_SLACK = 1.5  # the same of the engine that has the agent hot: elsewhere it would be restored
+_HOT_LEAST = 4  # open turns that the hot engine takes at any load: so few are decoded together at little cost
 
 
 def agent_point(namespace: str, agent_id: str) -> int:
@@ -63,7 +64,8 @@ def choose(order: Iterable[int], states: Sequence[EngineState], hot: int | None 
     if not up:
         return None
     mean = (sum(up) + 1) / len(up)
-    if hot is not None and states[hot].is_up and states[hot].open_turns < ceil(_HOT_SLACK * mean):
+    most_of_hot = max(_HOT_LEAST, ceil(_HOT_SLACK * mean))
+    if hot is not None and states[hot].is_up and states[hot].open_turns < most_of_hot:
         return hot
     most = ceil(_SLACK * mean)
     return next(engine for engine in order if states[engine].is_up and states[engine].open_turns < most)
