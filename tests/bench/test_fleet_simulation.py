@@ -61,6 +61,30 @@ def test_half_the_capacity_of_a_part_is_twice_its_load_and_the_worst_is_first() 
     assert limits[0]["load"] > 1
 
 
+class _Noting(dict[str, Any]):
+    """Notes which values were read."""
+
+    def __init__(self, values: dict[str, Any]) -> None:
+        super().__init__(values)
+        self.names = set[str]()
+
+    def __getitem__(self, name: str) -> Any:
+        self.names.add(name)
+        return super().__getitem__(name)
+
+
+def test_each_assumption_is_used_and_is_marked_as_assumed_unless_code_here_shows_it() -> None:
+    given = _Noting(_SMALL)
+    simulation.simulate(given)
+    assert given.names == set(_GIVEN)
+    root = Path(__file__).parents[2]
+    for name, each in {**_GIVEN, **_GIVEN["prices"]}.items():
+        if name not in ("agents", "engines", "kv", "prices"):
+            source = each["source"].partition(":")[0]
+            is_shown = any((root / below / source).exists() for below in ("", "clients/python"))
+            assert is_shown or source.startswith("assumed"), name
+
+
 def test_costs_follow_their_prices() -> None:
     prices = {name: each["value"] for name, each in _GIVEN["prices"].items()}
     costs = {row["cost"]: row["usd_a_month"] for row in simulation.simulate(_SMALL)["costs"]}
@@ -82,6 +106,8 @@ def test_the_command_names_the_part_that_breaks_first(tmp_path: Path) -> None:
     refused = run("kvasir", *small)
     assert refused.returncode != 0
     assert "'commit': expected one of" in refused.stderr
+    own.write_text('{"puts_per_s_of_prefix": 0}')
+    assert "--assumptions: " in run("kvasir", *small).stderr
     left_out = run("kvasir", "bench", "fleet")
     assert left_out.returncode != 0
     assert "--simulate" in left_out.stderr

@@ -38,7 +38,7 @@ def fleet(
     with progress(caller, "simulating a day", plots):
         try:
             results = simulated(given)
-        except (LookupError, TypeError, ValueError) as error:
+        except (ArithmeticError, LookupError, TypeError, ValueError) as error:
             raise WrongUsage(f"--assumptions: {error}", field="--assumptions") from None
     draw(caller, report.plots(results), plots)
     show(caller, results, report.lines)

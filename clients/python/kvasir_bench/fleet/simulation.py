@@ -138,7 +138,7 @@ def _choices(given: Mapping[str, Any], ring: Ring, turns: int, dice: Any) -> tup
 
 def _hot_share(given: Mapping[str, Any], day: _Day, sizes: Any, bytes_of_engine: Any) -> float:
     """The share of turns that come before their engine's RAM is full of newer memories."""
-    room = float(given["hot_gib_of_engine"]) * _GIB
+    room = _value(given["hot_gib_of_engine"]) * _GIB
     mean_bytes = float(bytes_of_engine.mean())
     if mean_bytes <= room:
         return 1.0
@@ -167,7 +167,7 @@ def _costs(given: Mapping[str, Any], found: Mapping[str, Any]) -> list[dict[str,
 def _limits(given: Mapping[str, Any], demand: Mapping[str, float]) -> list[dict[str, Any]]:
     """In the busiest hour; a part breaks where it is asked for more than once of what it gives."""
     per_s = _value(given["peak_of_day"]) / _SECONDS_OF_DAY
-    gateways = int(given["gateways"])
+    gateways = _value(given["gateways"])
     rows = {
         "commits of one store": (demand["turns"] * per_s, _value(given["commits_per_s_of_store"]), "1/s"),
         "writes under one prefix": (demand["puts"] * per_s, _value(given["puts_per_s_of_prefix"]), "1/s"),
