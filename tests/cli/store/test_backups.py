@@ -105,6 +105,17 @@ def test_status_names_the_last_backup_and_the_next_one_needs_no_folder(cli: Cli,
     assert FILE not in BackupFolder(folder, os.open(folder, os.O_RDONLY)).files()
 
 
+def test_a_store_whose_blobs_lie_in_a_bucket_is_not_backed_up_without_them(tmp_path: Path) -> None:
+    (tmp_path / "h" / "store").mkdir(parents=True)
+    for name in ("kvasir.sqlite3", "bucket"):
+        (tmp_path / "h" / "store" / name).touch()
+    refused = in_process("--home", tmp_path / "h", "--json", "backup", tmp_path / "backup")
+    assert refused.code == 4
+    assert "BACKUP_REFUSED" in refused.out
+    assert "in a bucket" in refused.out
+    assert not (tmp_path / "backup").exists()
+
+
 def test_a_backup_beside_a_store_that_writes_is_whole(cli: Cli, client: StoreClient, tmp_path: Path) -> None:
     is_over = threading.Event()
 

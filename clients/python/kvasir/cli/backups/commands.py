@@ -56,6 +56,9 @@ def backup(
     folder = (folder or last_folder(home)).expanduser().absolute()
     if not (home.root / _INDEX).is_file():
         raise NotFound(f"no store in {home.store_data}", reason="NO_STORE")
+    if (home.store_data / "bucket").exists():
+        text = "the blobs of this store lie in a bucket, and would not be in the backup: run kvasir agents export"
+        raise FailedPrecondition(text, reason="BACKUP_REFUSED")
     if folder.resolve().is_relative_to(home.root.resolve()):
         raise FailedPrecondition(f"{folder}: expected a folder outside {home.root}", reason="BACKUP_REFUSED")
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
