@@ -89,14 +89,16 @@ class NamespaceBlobs(Protocol):
     def publish(self, hashes: Sequence[str]) -> None:
         """Make synced parts the blobs, durably. Replaces a blob that has the hash."""
 
-    def read(self, digest: Digest) -> memoryview:
-        """The blob's bytes, verified. Raises Damaged, FileNotFoundError (see `naming`), and Unavailable."""
+    def read(self, digest: Digest, *, past_copies: bool = False) -> memoryview:
+        """The blob's bytes, verified. Raises Damaged, FileNotFoundError (see `naming`), and Unavailable. `past_copies`:
+        those of the medium, though a copy lies before it."""
 
-    def bytes_of(self, hash_: str, most_bytes: int) -> memoryview:
+    def bytes_of(self, hash_: str, most_bytes: int, *, past_copies: bool = False) -> memoryview:
         """The first bytes that lie here as the blob, at most so many. Raises as `read`."""
 
     def unverified(self, hash_: str, most_bytes: int) -> Iterator[tuple[memoryview, Aside | None]]:
-        """Bytes that lie here as the blob, and as an aside of it. Longer and unreadable bytes are left out."""
+        """Bytes that lie here as the blob, and as an aside of it. Longer bytes are left out, and those that the medium
+        lost."""
 
     def size_bytes(self, hash_: str) -> int | None:
         """Size of the blob; None when there is none."""

@@ -124,7 +124,7 @@ class LocalBlobs:
         for shelf in sorted({hash_[:2] for hash_ in hashes}):
             self._disk.fsync_directory(self._shelf_path(shelf))
 
-    def read(self, digest: Digest) -> memoryview:
+    def read(self, digest: Digest, *, past_copies: bool = False) -> memoryview:  # noqa: ARG002  there are none
         data = self.bytes_of(digest.hash, digest.size_bytes + 1)
         if len(data) != digest.size_bytes:
             raise Damaged(f"expected {digest.size_bytes} bytes, found {'more' if data else 'fewer'}")
@@ -132,7 +132,7 @@ class LocalBlobs:
             raise Damaged("its bytes have another digest")
         return data
 
-    def bytes_of(self, hash_: str, most_bytes: int) -> memoryview:
+    def bytes_of(self, hash_: str, most_bytes: int, *, past_copies: bool = False) -> memoryview:  # noqa: ARG002
         try:
             return self._disk.read(self._path(hash_), most_bytes)
         except FileNotFoundError:

@@ -38,12 +38,14 @@ def read_blob(core: Core, namespace: str, digest: Digest, *, is_found: bool = Fa
     return data
 
 
-def verified(core: Core, namespace: str, digest: Digest, *, is_found: bool = False) -> memoryview:
-    """As read_blob, but not counted as served."""
+def verified(
+    core: Core, namespace: str, digest: Digest, *, is_found: bool = False, past_copies: bool = False
+) -> memoryview:
+    """As read_blob, but not counted as served. `past_copies`: see NamespaceBlobs.read."""
     if not is_found:
         _listed_whole(core, namespace, digest)
     try:
-        return core.blobs.of(namespace).read(digest)
+        return core.blobs.of(namespace).read(digest, past_copies=past_copies)
     except (FileNotFoundError, Damaged):
         # Since the look-up it may have been swept, and written again: what is there now decides.
         with core.blobs.of(namespace).naming(digest.hash):
@@ -51,10 +53,10 @@ def verified(core: Core, namespace: str, digest: Digest, *, is_found: bool = Fal
 
 
 def _read_or_quarantine(core: Core, namespace: str, digest: Digest) -> memoryview:
-    """Read while no other thread can replace or remove the blob."""
+    """Read, past copies, while no other thread can replace or remove the blob."""
     _listed_whole(core, namespace, digest)
     try:
-        return core.blobs.of(namespace).read(digest)
+        return core.blobs.of(namespace).read(digest, past_copies=True)
     except FileNotFoundError:
         raise _found_damaged(core, namespace, digest, "its file is missing") from None
     except Damaged as error:

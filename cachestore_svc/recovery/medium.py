@@ -25,7 +25,10 @@ def blobs_of(
     local, note = LocalDirectory(config.data_dir / "namespaces", disk), config.data_dir / BUCKET_NOTE
     if not config.blobs:
         if disk.has(note):
-            raise FailedPrecondition(f"the blobs of this store lie in a bucket, which {note} names: start with --blobs")
+            raise FailedPrecondition(
+                f"the blobs of this store lie in a bucket, which {note} names: start with --blobs, or set "
+                "KVASIR_STORE_BLOBS"
+            )
         return local
     if any(each.list().blobs for each in local.all()):
         raise FailedPrecondition(

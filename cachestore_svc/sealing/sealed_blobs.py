@@ -88,14 +88,14 @@ class SealedBlobs:
     def publish(self, hashes: Sequence[str]) -> None:
         self._blobs.publish([self._name(hash_) for hash_ in hashes])
 
-    def read(self, digest: Digest) -> memoryview:
-        data = self._opened(self.bytes_of(digest.hash, digest.size_bytes + 1), digest.hash)
+    def read(self, digest: Digest, *, past_copies: bool = False) -> memoryview:
+        data = self._opened(self.bytes_of(digest.hash, digest.size_bytes + 1, past_copies=past_copies), digest.hash)
         if Digest.of(data) != digest:
             raise Damaged("its bytes have another digest")
         return data
 
-    def bytes_of(self, hash_: str, most_bytes: int) -> memoryview:
-        return self._blobs.bytes_of(self._name(hash_), sealed_size(most_bytes))
+    def bytes_of(self, hash_: str, most_bytes: int, *, past_copies: bool = False) -> memoryview:
+        return self._blobs.bytes_of(self._name(hash_), sealed_size(most_bytes), past_copies=past_copies)
 
     def unverified(self, hash_: str, most_bytes: int) -> Iterator[tuple[memoryview, Aside | None]]:
         """Bytes that do not open are left out."""

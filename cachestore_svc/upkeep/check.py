@@ -56,7 +56,7 @@ def verify(core: Core, namespace: str, digests: Sequence[Digest]) -> Iterator[Ve
 def _is_whole(core: Core, namespace: str, digest: Digest) -> bool:
     """Whether the bytes are the digest's. A blob swept meanwhile is not damaged."""
     try:
-        verified(core, namespace, digest)
+        verified(core, namespace, digest, past_copies=True)
     except NotFound:
         return True
     except DataLoss:
@@ -166,7 +166,7 @@ def _damaged(core: Core, namespace: str, repair: bool) -> Iterator[Finding]:
 
 def _is_taken_out(core: Core, namespace: str, digest: Digest) -> bool:
     try:
-        core.blobs.of(namespace).read(digest)
+        core.blobs.of(namespace).read(digest, past_copies=True)
     except (Damaged, FileNotFoundError, Unavailable):
         return False
     core.catalog.write(namespace, lambda change: change.set_damaged(digest, False))

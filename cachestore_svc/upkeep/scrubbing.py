@@ -76,7 +76,7 @@ class Scrubbing:
         """Hash it, and count it. What is damaged is quarantined. Raises Unavailable when it cannot be read now."""
         is_whole = True
         try:
-            verified(self._core, blob.namespace, blob.digest)
+            verified(self._core, blob.namespace, blob.digest, past_copies=True)
         except DataLoss:
             is_whole = False
         except Unavailable:

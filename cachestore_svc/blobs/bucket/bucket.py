@@ -134,7 +134,8 @@ def open_bucket(url: str, credentials_file: Path | None) -> Bucket:
     with lines `name = value`. Raises InvalidArgument (blobs, blob_credentials_file)."""
     parts = urlsplit(url)
     if parts.scheme != "s3" or not parts.netloc or parts.query or parts.fragment or "@" in parts.netloc:
-        raise InvalidArgument(f"blobs: expected s3://BUCKET/PREFIX, got {url!r}", field="blobs")
+        shown = "one with a user" if "@" in url else repr(url)  # it may name a secret, too
+        raise InvalidArgument(f"blobs: expected s3://BUCKET/PREFIX, got {shown}", field="blobs")
     try:
         from obstore.store import S3Store
     except ImportError:

@@ -91,30 +91,36 @@ class BlobsOfNamespace:
         with ThreadPoolExecutor(min(_WRITES, len(hashes))) as pool:
             list(pool.map(self._publish, hashes))
 
-    def read(self, digest: Digest) -> memoryview:
-        most = digest.size_bytes + 1
-        if (data := self._tier.get(self.place, digest.hash)) is None or Digest.of(data) != digest:
-            data = self._fetch(digest.hash, most)
-            if len(data) != digest.size_bytes:
-                raise Damaged(f"expected {digest.size_bytes} bytes, found {'more' if data else 'fewer'}")
-            if Digest.of(data) != digest:
-                raise Damaged("its bytes have another digest")
+    def read(self, digest: Digest, *, past_copies: bool = False) -> memoryview:
+        copy = None if past_copies else self._tier.get(self.place, digest.hash)
+        if copy is not None and Digest.of(copy) == digest:
+            return copy
+        data = self._fetch(digest.hash, digest.size_bytes + 1)
+        if len(data) != digest.size_bytes:
+            raise Damaged(f"expected {digest.size_bytes} bytes, found {len(data)} or more")
+        if Digest.of(data) != digest:
+            raise Damaged("its bytes have another digest")
+        if not past_copies:  # a scrub would give up those that were used last
             self._tier.put(self.place, digest.hash, data)
         return data
 
-    def bytes_of(self, hash_: str, most_bytes: int) -> memoryview:
-        if (data := self._tier.get(self.place, hash_)) is None:
-            data = self._fetch(hash_, most_bytes)
-            if len(data) < most_bytes:  # all of it
-                self._tier.put(self.place, hash_, data)
+    def bytes_of(self, hash_: str, most_bytes: int, *, past_copies: bool = False) -> memoryview:
+        copy = self._tier.get(self.place, hash_)
+        if copy is not None and not past_copies:
+            return copy[:most_bytes]
+        data = self._fetch(hash_, most_bytes)
+        if copy is not None and copy != data:  # only the caller's key tells which is damaged
+            self._tier.remove(self.place, hash_)
+        elif len(data) < most_bytes and not past_copies:  # all of it
+            self._tier.put(self.place, hash_, data)
         return data[:most_bytes]
 
     def unverified(self, hash_: str, most_bytes: int) -> Iterator[tuple[memoryview, Aside | None]]:
         asides = [each for each in self.list().asides if each.hash == hash_]
         for name, aside in [(hash_, None), *((_aside_name(each), each) for each in asides)]:
             try:
-                data = self._bucket.get(f"{self.place}/{name}", most_bytes + 1)
-            except OSError:
+                data = self._bucket.get(self._object(name), most_bytes + 1)
+            except FileNotFoundError:  # a bucket that does not answer has lost nothing: that is raised
                 continue
             if len(data) <= most_bytes:
                 yield data, aside

@@ -65,13 +65,13 @@ class MemoryOfNamespace:
         for hash_ in hashes:
             self.blobs[hash_] = bytes(self.parts.pop(hash_))
 
-    def read(self, digest: Digest) -> memoryview:
+    def read(self, digest: Digest, *, past_copies: bool = False) -> memoryview:
         data = self.bytes_of(digest.hash, digest.size_bytes + 1)
         if Digest.of(data) != digest:
             raise Damaged("its bytes have another digest")
         return data
 
-    def bytes_of(self, hash_: str, most_bytes: int) -> memoryview:
+    def bytes_of(self, hash_: str, most_bytes: int, *, past_copies: bool = False) -> memoryview:
         if hash_ not in self.blobs:
             raise FileNotFoundError(hash_)
         return memoryview(self.blobs[hash_])[:most_bytes]
