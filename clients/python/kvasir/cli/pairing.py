@@ -5,7 +5,7 @@ import re
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Annotated, Any
@@ -94,16 +94,11 @@ def pair(
     --json: an object on each line: waiting (code, line, address), refused (from, reason), paired (name, pin, address).
     """
     caller.home.make()
-    words = [
-        *([code] if code else []),
-        *option_words("--at", at),
-        *option_words("--listen", listen),
-        *option_words("--as", as_),
-    ]
+    words = [*option_words("--at", at), *option_words("--listen", listen), *option_words("--as", as_)]
     words += ["--name", name or _host_name(), "--lifetime-s", str(minutes * 60), "--until-eof"]
     words += ["--announce"] if announce else []
     words += _rights(gives, takes)
-    with _program(caller, "pair", *words) as lines:
+    with _program(caller, "pair", *words, names=[code] if code else []) as lines:
         for line in lines:
             if caller.as_json:
                 caller.line(line)
@@ -175,7 +170,7 @@ def find(
 @command(app, "rm")
 def rm(caller: Caller, peer: PeerArgument) -> None:
     """Remove a peer. Its running calls and our own to it end at once, and its key opens nothing here any more."""
-    answer = _only(caller, "peers", "rm", peer)
+    answer = _only(caller, "peers", "rm", names=[peer])
     ended = answer["store"].get("ended_calls", 0)
     text = f"{peer} is removed" + (f"; ended {counted(ended, 'running call')}" if ended else "")
     caller.result(answer, lambda out: out.print(text))
@@ -184,7 +179,7 @@ def rm(caller: Caller, peer: PeerArgument) -> None:
 @command(app, "allow")
 def allow(caller: Caller, peer: PeerArgument, gives: GivesOption = None, takes: TakesOption = None) -> None:
     """Change what a peer may do here. What is left out stays. Its running calls end where it may less."""
-    answer = _only(caller, "peers", "allow", peer, *_rights(gives, takes))
+    answer = _only(caller, "peers", "allow", *_rights(gives, takes), names=[peer])
     caller.result(answer, lambda out: out.print(_rights_text(answer)))
 
 
@@ -195,7 +190,7 @@ def rename(
     new_name: Annotated[str, typer.Argument(help="Its new name here.", metavar="NEW-NAME")],
 ) -> None:
     """Call a peer otherwise here. It stays paired; its running calls end and begin again."""
-    answer = _only(caller, "peers", "rename", peer, new_name)
+    answer = _only(caller, "peers", "rename", names=[peer, new_name])
     caller.result(answer | {"name": new_name}, lambda out: out.print(f"{peer} is called {new_name} now"))
 
 
@@ -245,21 +240,22 @@ def _host_name() -> str:
     return re.sub(r"[^A-Za-z0-9_-]", "-", first).strip("-_")[:64] or "mac"
 
 
-def _only(caller: Caller, *words: str) -> dict[str, Any]:
+def _only(caller: Caller, *words: str, names: Sequence[str] = ()) -> dict[str, Any]:
     """The one answer of the program."""
-    with _program(caller, *words) as lines:
+    with _program(caller, *words, names=names) as lines:
         return next(lines)
 
 
 @contextmanager
-def _program(caller: Caller, *words: str) -> Iterator[Iterator[dict[str, Any]]]:
-    """The lines of the store's program, as they come. Raises its refusal."""
+def _program(caller: Caller, *words: str, names: Sequence[str] = ()) -> Iterator[Iterator[dict[str, Any]]]:
+    """The lines of the store's program, as they come. `names`: arguments that are no options, whatever they look like.
+    Raises its refusal."""
     check_installed("store")
     store = caller.store
     argv = [sys.executable, "-m", "cachestore_svc", *words, "--peers-file", str(caller.home.peers_file)]
     argv += ["--audit-file", str(caller.home.audit_file("store"))]
     argv += ["--store", store.address, *option_words("--store-token-file", store.token_file)]
-    argv += option_words("--store-ca-file", store.ca_file)
+    argv += [*option_words("--store-ca-file", store.ca_file), *(["--", *names] if names else [])]
     # The program ends with its standard input, and so with this one, however this one ends.
     pipe = subprocess.PIPE
     with subprocess.Popen(argv, stdin=pipe, stdout=pipe, stderr=pipe, text=True) as program:
