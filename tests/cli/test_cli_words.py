@@ -124,6 +124,9 @@ def test_the_audit_shows_what_needs_attention_and_a_call_once(tmp_path: Path) ->
     assert "ada → eve" in table
     assert "5 more lines, of routine: --all shows them." in table
     assert len(in_process("--home", tmp_path, "--json", "audit", "--all").out.splitlines()) == 13
+    newest = in_process("--home", tmp_path, "--json", "audit", "--limit", "3").out.splitlines()
+    assert newest == shown[-3:]
+    assert "5 older lines: --limit." in in_process("--home", tmp_path, "audit", "--limit", "3").out
 
 
 SEVERAL = str(Path(__file__).parents[2] / "tools/measured/h200-2026-11.json")

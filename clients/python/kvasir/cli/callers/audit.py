@@ -34,6 +34,7 @@ def audit(
     has_all: Annotated[
         bool, typer.Option("--all", help="Routine calls too, and each call at both services that it went through.")
     ] = False,
+    limit: Annotated[int | None, typer.Option(min=1, help="Only so many, the newest.", metavar="N")] = None,
 ) -> None:
     """Show what needs attention: who was refused; who deleted, moved, exported or imported agents; who changed peers,
     keys, tokens or models.
@@ -48,12 +49,15 @@ def audit(
         if (not agent or agent in (line.get(name) for name in _AGENTS))
         and (not refused or line.get("outcome") == "refused")
     ]
-    shown = wanted if has_all else list(_needing_attention(wanted))
+    found = wanted if has_all else list(_needing_attention(wanted))
+    shown = found[-limit:] if limit else found
     if caller.as_json:
         for line in shown:
             caller.line(line)
     else:
-        _show(caller.out, shown, len(wanted) - len(shown))
+        _show(caller.out, shown, len(wanted) - len(found))
+        if cut := len(found) - len(shown):
+            caller.out.print(f"{counted(cut, 'older line')}: --limit.", style="dim")
 
 
 def _needing_attention(lines: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:

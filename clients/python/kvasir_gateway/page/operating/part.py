@@ -105,11 +105,12 @@ class Operating:
         asked = {name: look.query(name).strip() for name in ("agent", "since")}
         words = [f"--{name}={value}" for name, value in asked.items() if value]
         chosen = [name for name in ("refused", "all") if look.query(name)]
-        done = await home.done("audit", *words, *(f"--{name}" for name in chosen))
-        lines = done.lines
+        words += [f"--limit={_MOST_LINES + 1}", *(f"--{name}" for name in chosen)]
+        done = await home.done("audit", *words)
         done.check()
-        shown = lines[: -_MOST_LINES - 1 : -1]
-        return look.shown("operating/audit.html", lines=shown, count=len(lines), asked=asked, chosen=chosen)
+        lines = done.lines[::-1]
+        shown, has_more = lines[:_MOST_LINES], len(lines) > _MOST_LINES
+        return look.shown("operating/audit.html", lines=shown, has_more=has_more, asked=asked, chosen=chosen)
 
     async def _show_job(self, look: Look, _home: HomeCommands, jobs: Jobs) -> Answer:
         """A job alone, for the script that renews it."""
