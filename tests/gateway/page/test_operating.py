@@ -1,6 +1,7 @@
 """The operator's half of the page: rights, forms and secrets, before real services, by the commands of a real home."""
 
 import asyncio
+import json
 import re
 import shutil
 import time
@@ -9,18 +10,23 @@ from pathlib import Path
 from typing import Any
 
 import httpx2 as httpx
+import psutil
 import pytest
 from kvasir.cli.running.home import Home, Running
-from kvasir.credentials import read_credentials
-from kvasir.errors import FailedPrecondition, InvalidArgument, NotFound, Unavailable
+from kvasir.credentials import OWNER, read_credentials
+from kvasir.errors import DeadlineExceeded, FailedPrecondition, InvalidArgument, NotFound, Unavailable
+from kvasir_gateway.door.security import KeyHolder
+from kvasir_gateway.page.looking import Panel
 from kvasir_gateway.page.operating.commands import Ended, HomeCommands
-from kvasir_gateway.page.operating.jobs import Jobs
+from kvasir_gateway.page.operating.jobs import Job, Jobs
+from kvasir_gateway.page.rendering import page
+from kvasir_gateway.page.sessions import Visitor
 
 from inference_svc.model import kvasir_tiny
 from tests.cli.local_hub import local_hub
 from tests.cli.running import Cli, free_port
 from tests.gateway.conftest import Front
-from tests.gateway.page.html_page import Browser, Html
+from tests.gateway.page.html_page import Browser, Html, parsed
 from tests.gateway.page.test_operator_page import WRITES
 from tests.gateway.serving import OPERATOR, GatewayProcess, running_gateway
 from tests.running import in_memory
@@ -76,7 +82,7 @@ def test_a_form_of_another_site_or_visit_operates_nothing(olga: Browser, front: 
             answer = olga.post(name, {**WRITES[name], "form_token": given}, **headers)
             assert (answer.status_code, told in answer.text) == (403, True), name
     assert (front.house.root / "credentials.toml").read_text() == before
-    assert "id" not in olga.get("job", kind="pair").all("span")[0].attributes
+    assert [each.attributes for each in olga.get("job", kind="pair").all("span")] == [{"data-says": ""}]
 
 
 def test_a_gateway_without_a_home_has_no_operator(front: Front) -> None:
@@ -140,6 +146,76 @@ def test_the_audit_shows_refusals_and_takes_filters(olga: Browser, operated: Gat
     assert {each.text for each in refused.all("span", **{"class": "state bad"})} == {"refused"}
     assert "--since: expected" in olga.get("audit", 400, since="yesterday").text
     assert olga.get("audit", agent="nobody at all").all("p", **{"class": "nothing"})
+
+
+def test_of_a_long_audit_the_newest_lines_are_shown(olga: Browser, front: Front) -> None:
+    file = Home(front.house.root).audit_file("store")
+    lines = [
+        {"at": f"2099-01-01T00:00:00.{each:03}+00:00", "agent": "busy", "what": f"a/D{each}"} for each in range(201)
+    ]
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    try:
+        page = olga.get("audit", agent="busy")
+        names = [each.text for each in page.all("th", scope="row")]
+        assert (names[0], names[-1], len(names)) == ("D200", "D1", 200)
+        assert "The newest 200 lines" in page.text
+        file.write_text("".join(json.dumps(line) + "\n" for line in lines[1:]))
+        assert "The newest" not in olga.get("audit", agent="busy").text
+    finally:
+        file.unlink()
+
+
+def test_a_home_whose_services_do_not_run_is_shown(tmp_path: Path) -> None:
+    status = asyncio.run(HomeCommands(tmp_path).value("status"))
+    status["backup"] = dict.fromkeys(("files", "bytes", "damaged"), 0) | {"ended_at": "2099-01-01T00:00:00+00:00"}
+    status["backup"]["folder"] = "/Volumes/My Disk/kept"
+    visitor = Visitor(KeyHolder(OWNER, None), "form", "address")
+    shown = page("operating/home.html", found=Panel(status), kind="backup", job=None, **_frame(visitor))
+    text = parsed(shown.body.decode()).text
+    assert "The store does not answer" in text
+    assert "The engine does not answer" in text
+    assert "kvasir --home NEW restore '/Volumes/My Disk/kept'" in text
+
+
+def test_a_code_stays_on_the_page_when_another_mac_is_refused() -> None:
+    job = Job("another Mac", 0)
+    job.read_out('{"event": "waiting", "code": "ABCD-EFGH", "line": "l", "address": "studio:1", "seconds": 600}\n')
+    job.read_out('{"event": "refused", "from": "<b>", "reason": "PAIRING_REFUSED", "message": "a wrong code"}\n')
+    visitor = Visitor(KeyHolder(OWNER, None), "form", "address")
+    shown = page("operating/job.html", kind="pair", job=job, **_frame(visitor)).body.decode()
+    assert "&lt;b&gt; was refused: a wrong code" in shown
+    assert "kvasir pair ABCD-EFGH --at studio:1" in shown
+
+
+def _frame(visitor: Visitor) -> dict[str, Any]:
+    return {"visitor": visitor, "at": "/page/a/", "namespace": "default", "now": 0.0, "is_operator": True, "done": ""}
+
+
+def test_no_name_of_a_form_is_an_option_of_a_program(tmp_path: Path) -> None:
+    for name in ("--help", "--peers-file=/elsewhere"):
+        with pytest.raises(NotFound, match=re.escape(f"no peer {name!r}")):
+            asyncio.run(HomeCommands(tmp_path).value("peers", "rm", "--", name))
+
+
+@pytest.mark.long(7)
+def test_a_command_that_hangs_is_ended_with_the_programs_that_it_began(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`pair` waits ten minutes for another home, in a program of its own."""
+    monkeypatch.setattr("kvasir_gateway.page.operating.commands.WORK_S", 5.0)
+    others, begun = set(psutil.Process().children(recursive=True)), set[psutil.Process]()
+
+    async def done() -> None:
+        running = asyncio.create_task(HomeCommands(tmp_path).done("pair"))
+        while not running.done():
+            begun.update({*psutil.Process().children(recursive=True)} - others)
+            await asyncio.sleep(0.1)
+        await running
+
+    with pytest.raises(DeadlineExceeded, match="`kvasir pair` has not ended for 5 s"):
+        asyncio.run(done())
+    assert len(begun) == 2
+    assert not psutil.wait_procs([*begun], timeout=10)[1]
 
 
 def test_sealed_namespaces_are_listed_with_the_commands_for_keys(olga: Browser) -> None:

@@ -1,5 +1,6 @@
 """Templates, and how they write numbers, sizes and times. All texts of agents and people are escaped."""
 
+import shlex
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
@@ -112,4 +113,5 @@ _TEMPLATES = Environment(
     lstrip_blocks=True,
 )
 _TEMPLATES.filters.update(size=size, number=number, lasted=lasted, moment=moment, words=words, last_word=last_word)
+_TEMPLATES.filters.update(quoted=shlex.quote)  # a word of a command for a terminal
 _TEMPLATES.globals.update(link=link, reuse_words=reuse_words, difference_words=difference_words)

@@ -32,9 +32,11 @@ class Job:
 
     @property
     def told(self) -> dict[str, Any]:
-        """What it printed last: an object of a stream of them, or nothing."""
-        lines = Ended(0, self._out, "").lines
-        return lines[-1] if lines else {}
+        """What it has printed: of the objects of a stream, the newest value of each name."""
+        told: dict[str, Any] = {}
+        for line in Ended(0, self._out, "").lines:
+            told |= line
+        return told
 
     def read_out(self, line: str) -> None:
         if len(self._out) < _MOST_OUT_BYTES:
