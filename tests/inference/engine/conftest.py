@@ -7,12 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from inference_svc.engine.drafting import drafter
 from inference_svc.engine.engine import Engine
 from inference_svc.engine.engine_worker import EngineWorker
-from inference_svc.engine.sampling import Sampler
 from tests.inference.engine.cells import cells_of, cells_of_new_engines
-from tests.inference.engine.drafts.planted_drafts import Told, every_draft
+from tests.inference.engine.drafts.planted_drafts import Told, planted
 from tests.inference.engine.driving import Driver
 from tests.inference.engine.families import ALL, BUDGET, write_family
 from tests.inference.engine.tiny_models import LLAMA, write_model
@@ -96,10 +94,6 @@ def engine(driver: Driver) -> Engine:
 
 
 @pytest.fixture
-def told(monkeypatch: pytest.MonkeyPatch) -> type[Told]:
-    """Every draft is tried, and is what the test makes of the replies that it gives."""
-    monkeypatch.setattr(drafter, "PastText", Told)
-    monkeypatch.setattr(Sampler, "forced", lambda *_: ())  # which would take their place
-    monkeypatch.setattr(drafter.DraftCosts, "lengths", every_draft)
-    monkeypatch.setattr(Told, "replies", {})
-    return Told
+def told() -> Iterator[type[Told]]:
+    with planted() as drafts:
+        yield drafts

@@ -1,10 +1,14 @@
 """Drafts as a test wants them: of replies that are known, right, wrong or half right."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, ClassVar
+from unittest.mock import patch
 
+from inference_svc.engine.drafting import drafter
 from inference_svc.engine.drafting.draft_lengths import Proposal
 from inference_svc.engine.drafting.past_text import PastText
+from inference_svc.engine.sampling import Sampler
 
 Tries = Callable[[tuple[int, ...], int], tuple[int, ...]]
 
@@ -23,6 +27,18 @@ class Told(PastText):
     def next(self, most: int) -> tuple[tuple[int, ...], int]:
         known = len(self._tokens)
         return self.tries(self._text[known:], known)[:most], 8
+
+
+@contextmanager
+def planted() -> Iterator[type[Told]]:
+    """Meanwhile every draft is tried, and is what the caller makes of the replies that it gives."""
+    with (
+        patch.object(drafter, "PastText", Told),
+        patch.object(Sampler, "forced", lambda *_: ()),  # which would take their place
+        patch.object(drafter.DraftCosts, "lengths", every_draft),
+        patch.multiple(Told, replies={}, tries=Told.__dict__["tries"]),
+    ):
+        yield Told
 
 
 def every_draft(_self: object, _rows: int, proposals: dict[Any, Proposal], _most_rows: int) -> Any:

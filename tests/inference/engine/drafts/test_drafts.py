@@ -18,6 +18,7 @@ from inference_svc.formats.grammar_trial_process import Trial
 from inference_svc.kv.batch import decode_batch, decoded_layer
 from inference_svc.kv.batch.drafted_attention import attend_by_slot
 from inference_svc.kv.model_hooks import attention_hook
+from tests.inference.engine.drafts.many_drafts import KINDS, reported
 from tests.inference.engine.drafts.planted_drafts import Told, Tries, every_draft, wrong_at
 from tests.inference.engine.driving import Driver, Listener, tokens_of
 
@@ -28,17 +29,6 @@ TRIES: dict[str, Tries] = {
     "one": lambda rest, _: rest[:1],
 }
 
-
-WORDS = Constraint(ConstraintKind.REGEX, "([a-z]{1,5} ){3}end")
-TAGS = Constraint(ConstraintKind.JSON_SCHEMA, '{"type": "array", "items": {"type": "integer"}, "maxItems": 4}')
-KINDS: tuple[dict[str, Any], ...] = (
-    {},
-    {"temperature": 1.0, "seed": 5, "logprobs": 2},
-    {"temperature": 0.9, "top_p": 0.9, "frequency_penalty": 0.7, "logit_bias": ((50, 4.0), (60, -100.0))},
-    {"repetition_penalty": 1.4, "repetition_tokens": 8, "logprobs": 0},
-    {"constraint": WORDS, "logprobs": 1},
-    {"constraint": TAGS, "temperature": 1.0, "seed": 3},
-)
 BRACKET, BRACE, BRACE_QUOTE = 61, 93, 452  # tokens of kvasir-tiny that begin a list, and an object
 LENGTHS = (5, 250, 300, 511, 20, 100)
 
@@ -67,17 +57,6 @@ def test_drafts_change_neither_reply_nor_memory(driver: Driver, told: type[Told]
     assert all(end.drafted_tokens for end in ends)
     accepted = [end.accepted_draft_tokens for end in ends]
     assert not any(accepted) if tries == "wrong" else all(accepted)
-
-
-def reported(listener: Listener) -> list[object]:
-    tokens = [event for event in listener.events if isinstance(event, Tokens)]
-    ended = listener.end()
-    return [
-        [token for event in tokens for token in event.ids],
-        "".join(event.text for event in tokens),
-        [event.logprobs for event in tokens if event.ids],
-        (ended.finish_reason, ended.matched_stop, ended.completion_tokens, ended.text, ended.state),
-    ]
 
 
 def test_a_draft_that_a_format_cannot_follow_ends_no_turn(

@@ -14,7 +14,7 @@ from inference_svc.engine.engine import Engine
 from inference_svc.formats.constraint import Constraint, ConstraintKind
 from inference_svc.kv.policy import Rung, policy_of
 from tests.inference.engine.conftest import leaked_pages
-from tests.inference.engine.drafts.test_drafts import reported
+from tests.inference.engine.drafts.many_drafts import reported
 from tests.inference.engine.driving import Driver, Listener, tokens_of
 from tests.inference.engine.turns.test_preempted_turns import Keeper
 from tests.inference.engine.wedlm.reference import Reference
