@@ -75,6 +75,17 @@ def test_an_engine_that_cannot_be_measured_says_why(tmp_path: Path) -> None:
     assert "config.json" in ended.err
 
 
+def test_texts_and_batches_choose_rows_of_tokens_ahead(tmp_path: Path) -> None:
+    """So that several machines, or calls with a time limit, share the long form."""
+    model, only = write_model(tmp_path / "model", LLAMA), ("--quick", "--only", "ahead", "--json")
+    chosen = ("--texts", "calls,new words", "--batches", "2")
+    rows = Cli(tmp_path).done("bench", "engine", *only, *chosen, "--model", model).value["cases"]["ahead"]["rows"]
+    assert [(row["text"], row["batch"]) for row in rows] == [("calls", 2), ("new words", 2)]
+    ended = Cli(tmp_path)("bench", "engine", *only, "--texts", "prose", "--model", model)
+    assert ended.code != 0
+    assert "expected some of code, calls, talk, new words, format, got prose" in ended.out
+
+
 @pytest.mark.long(4)
 def test_behind_its_time_limit_a_run_shows_what_is_known(tmp_path: Path) -> None:
     cli, options = Cli(tmp_path), ("--only", "decode", "--only", "cancel", "--batches", "1", "--quick", "--json")

@@ -24,6 +24,9 @@ LengthsOption = Annotated[str, typer.Option(help="Contexts in tokens, with comma
 BatchesOption = Annotated[
     str, typer.Option(help="Rows that decode together, with commas between. Left out: each case's own.")
 ]
+TextsOption = Annotated[
+    str, typer.Option(help="Kinds of replies of the case ahead, with commas between. Left out: all.")
+]
 KvPolicyOption = Annotated[str, typer.Option(help="As for `kvasir up`.")]
 MemoryOption = Annotated[float | None, typer.Option(min=0.001, help="For KV, in GiB. Left out: 4.")]
 TimeLimitOption = Annotated[
@@ -42,6 +45,7 @@ def engine(
     repeats: RepeatsOption = None,
     lengths: LengthsOption = "",
     batches: BatchesOption = "",
+    texts: TextsOption = "",
     kv_policy: KvPolicyOption = "",
     memory_gib: MemoryOption = None,
     time_limit_s: TimeLimitOption = None,
@@ -65,6 +69,7 @@ def engine(
             "--repeats": repeats,
             "--lengths": lengths,
             "--batches": batches,
+            "--texts": texts,
             "--kv-policy": kv_policy,
             "--memory-gib": memory_gib,
             "--time-limit-s": time_limit_s,

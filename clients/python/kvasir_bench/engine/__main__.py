@@ -96,6 +96,9 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="small and once, for a look")
     parser.add_argument("--lengths", type=_counts, default=(), help="contexts, with commas between; else each case's")
     parser.add_argument("--batches", type=_counts, default=(), help="rows that decode together, with commas between")
+    parser.add_argument(
+        "--texts", type=_texts, default=(), help=f"of ahead, with commas between: {', '.join(ahead.TEXTS)}"
+    )
     parser.add_argument("--time-limit-s", type=float, help="begin nothing new after this; what is known is printed")
     parser.add_argument("--memory-gib", type=float, default=4.0, help="for KV (default %(default)s)")
     parser.add_argument("--longest-gap-ms", type=float, help="of a step beside decoding; the engine's own if left out")
@@ -110,6 +113,12 @@ def _counts(text: str) -> tuple[int, ...]:
     if any(not (part.isascii() and part.isdigit() and int(part)) for part in parts):
         raise argparse.ArgumentTypeError(f"expected numbers above 0 with commas between, got {text!r}")
     return tuple(map(int, parts))
+
+
+def _texts(text: str) -> tuple[str, ...]:
+    if unknown := set(names := text.split(",")) - set(ahead.TEXTS):
+        raise argparse.ArgumentTypeError(f"expected some of {', '.join(ahead.TEXTS)}, got {', '.join(sorted(unknown))}")
+    return tuple(names)
 
 
 def main() -> int:
@@ -129,6 +138,7 @@ def _run(arguments: argparse.Namespace) -> dict[str, Any]:
         is_quick=arguments.quick,
         lengths=arguments.lengths,
         batches=arguments.batches,
+        texts=arguments.texts,
         time_limit_s=arguments.time_limit_s,
         has_peer=bool(arguments.peer),
     )

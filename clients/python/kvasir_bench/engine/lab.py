@@ -167,6 +167,7 @@ class Scope:
     is_quick: bool = False  # small and once, for a look
     lengths: tuple[int, ...] = ()  # of contexts, in tokens; empty: each case's own
     batches: tuple[int, ...] = ()  # rows that decode together; empty: each case's own
+    texts: tuple[str, ...] = ()  # of the case "ahead"; empty: all
     time_limit_s: float | None = None  # after this no new row is begun
     has_peer: bool = False  # whether cases give their work to mlx-lm too
 

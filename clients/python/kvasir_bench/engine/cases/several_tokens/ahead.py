@@ -26,6 +26,7 @@ from kvasir_bench.engine.lab import Case, Lab, LabMemory, Row
 _BATCHES = (1, 8)
 _REPLY_TOKENS, _PROMPT_TOKENS = 96, 512
 _FORMAT = "format"
+TEXTS = ("code", "calls", "talk", "new words", _FORMAT)
 # What drafts must bring to so many rows, by text.
 _TARGETS = {("code", 1): 2.0, ("code", 8): 1.5, ("new words", 1): 0.98, ("new words", 8): 0.98}
 
@@ -76,7 +77,7 @@ def _playing(talks: Sequence[_Talk]) -> Iterator[None]:
 
 def run(lab: Lab) -> Case:
     batches = lab.scope.batches or ((1, 2) if lab.scope.is_quick else _BATCHES)
-    rows = lab.pace.rows(["code", "calls", "talk", "new words", _FORMAT], lambda text: _rows(lab, text, batches))
+    rows = lab.pace.rows(lab.scope.texts or TEXTS, lambda text: _rows(lab, text, batches))
     found = {(row["text"], row["batch"]): row["ratio"] for row in rows}
     targets = [
         Target(f"{text}, {batch} rows, with drafts / without", found[text, batch], least)
