@@ -191,6 +191,7 @@ def test_an_unknown_option_ends_each_command_with_2_and_json(words: tuple[str, .
     assert (refused.code, json.loads(refused.out or refused.err)["error"]["reason"]) == (2, "WRONG_USAGE")
 
 
+@pytest.mark.long(4)
 def test_without_services_each_command_ends_as_the_table_of_exit_codes_has_it(tmp_path: Path) -> None:
     others, count = {}, 0
     for number, (words, command) in enumerate(_leaves(get_command(app))):

@@ -53,6 +53,7 @@ def test_a_claim_that_is_not_true_is_shown_and_counted() -> None:
     assert "✓ water is wet (measured)" in shown.getvalue()
 
 
+@pytest.mark.long(2)
 def test_the_picture_is_a_png(tmp_path: Path) -> None:
     path = tmp_path / "demo.png"
 

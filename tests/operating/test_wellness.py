@@ -76,6 +76,7 @@ def test_a_hung_store_and_a_hung_engine_are_told_by_those_who_ask_them(watched: 
     eventually(lambda: watched.problems("gateway") == (200, []))
 
 
+@pytest.mark.long(2)
 def test_a_full_disk_and_memories_that_are_not_stored_are_reported(watched: Watched, tmp_path: Path) -> None:
     house = watched.front.house
     store, addresses = house.store, ("--address", house.store.address, "--engine", house.engine.address)

@@ -50,6 +50,7 @@ def count_of(view: CatalogView) -> int:
     return int(view.fact("count") or 0)
 
 
+@pytest.mark.long(4)
 @pytest.mark.parametrize("arrives", [True, False], ids=["whose answer is lost", "that does not arrive"])
 def test_a_commit_that_is_cut_takes_effect_once(postgres: PostgresServer, arrives: bool) -> None:  # noqa: F811
     with closing(CommitCutter(postgres.port)) as cutter:
@@ -95,6 +96,7 @@ def test_a_reader_sees_a_write_that_was_acknowledged_and_no_half_of_one(url: str
                 future.result()
 
 
+@pytest.mark.long(2)
 def test_a_killed_server_loses_nothing_acknowledged_and_does_nothing_twice() -> None:
     with running() as server:
         url = server.url(server.new_database())

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import pytest
 from kvasir.clients import StoreClient
 from structlog.testing import capture_logs
 
@@ -119,6 +120,7 @@ def test_a_turn_under_way_delays_the_claim_of_its_own_agent_alone(lab: Lab, tmp_
         asyncio.run(polled(store, {"there": address}, steps))
 
 
+@pytest.mark.long(2)
 def test_a_peer_that_is_away_is_asked_again_and_is_one_line_of_the_log(lab: Lab, tmp_path: Path) -> None:
     """One without an address is none: it tells."""
     with lab.open() as store, store_home(tmp_path / "there") as home, capture_logs() as lines:

@@ -99,6 +99,7 @@ def test_a_peer_is_told_under_the_name_that_it_had_when_the_claim_was_made(lab: 
         asyncio.run(kept(store, lab, {"studio": there.address}, is_told, 10, formerly=("there",)))
 
 
+@pytest.mark.long(3)
 @pytest.mark.parametrize("addresses", [{}, {"gone": ""}])
 def test_a_peer_that_was_removed_or_has_no_address_is_not_complained_about_every_second(
     lab: Lab, addresses: dict[str, str]

@@ -40,6 +40,7 @@ def claim_at_once(client: StoreClient, *names: str) -> None:
         list(pool.map(lambda name: client.claim_agent(name, force=True), names))
 
 
+@pytest.mark.long(2)
 def test_an_owner_that_was_away_asks_whether_it_still_is_one(pair: tuple[Mac, Mac]) -> None:
     """Of its own agents, and not of another of the same name."""
     laptop, studio = pair

@@ -64,6 +64,7 @@ def test_a_move_that_its_caller_leaves_is_undone_at_once(laptop: StoreClient, st
     publish_under(laptop, name, ada, lease)
 
 
+@pytest.mark.long(2)
 def test_a_source_takes_the_agent_back_from_a_silent_destination(
     pair: tuple[Mac, Mac], laptop: StoreClient, name: str
 ) -> None:

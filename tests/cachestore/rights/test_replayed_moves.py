@@ -153,6 +153,7 @@ def test_replayed_bytes_of_moves_and_copies_change_no_owner_and_no_memory(tmp_pa
             assert said[word] > 0, (word, said)
 
 
+@pytest.mark.long(3)
 def test_a_source_whose_old_answers_are_replayed_gives_nothing(tmp_path: Path) -> None:
     async def run() -> None:
         with tempfile.TemporaryDirectory(prefix="kv") as sockets:

@@ -76,6 +76,7 @@ def test_ls_begins_with_the_last_used_and_leaves_out_agents_without_names(
     assert cli("agents", "ls", "--limit", "0").code == 2
 
 
+@pytest.mark.long(2)
 def test_titles_are_first_words_or_a_label_and_are_searched_and_reading_them_is_no_use(
     cli: Cli, client: StoreClient
 ) -> None:

@@ -84,6 +84,7 @@ def home() -> Iterator[Home]:
     shutil.rmtree(home.root)
 
 
+@pytest.mark.long(2)
 def test_an_up_in_the_background_ends_with_the_command_that_waits_for_it(home: Home) -> None:
     with Cli(home.root).running("up", "-d", "--no-http") as up:
         eventually(lambda: holders(home.services_lock_file))
@@ -93,6 +94,7 @@ def test_an_up_in_the_background_ends_with_the_command_that_waits_for_it(home: H
     assert "engine is ready" not in (home.logs / "up.log").read_text(), "at once: nobody would hear of it"
 
 
+@pytest.mark.long(2)
 def test_under_nohup_a_terminal_that_closes_does_not_end_up(home: Home) -> None:
     argv = ("nohup", KVASIR, "--home", home.root, "up", "--no-http")
     none, pipe = subprocess.DEVNULL, subprocess.PIPE

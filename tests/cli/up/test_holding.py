@@ -142,6 +142,7 @@ while True: time.sleep(0.05)
 """
 
 
+@pytest.mark.long(2)
 @pytest.mark.parametrize(
     ("ends", "is_orphan", "is_killed"),
     [

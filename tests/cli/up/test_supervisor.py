@@ -306,6 +306,7 @@ BUSY = (
 )
 
 
+@pytest.mark.long(3)
 def test_a_service_that_says_it_goes_on_is_waited_for(tmp_path: Path) -> None:
     async def scenario() -> None:
         (tmp_path / "engine").write_text("ready")

@@ -162,6 +162,7 @@ def test_the_engines_refusal_of_a_turn_leaves_nothing_of_it_for_the_collector() 
     assert (status, left) == (400, 0)
 
 
+@pytest.mark.long(3)
 @pytest.mark.parametrize("token", [None, "a-token"])
 def test_requests_with_prompts_are_made_and_if_large_begun_beside_the_loop(
     token: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

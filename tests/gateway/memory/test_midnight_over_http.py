@@ -46,6 +46,7 @@ def tokens(answer: httpx.Response) -> Any:
     return usage["prompt_tokens"] + usage["completion_tokens"]
 
 
+@pytest.mark.long(3)
 def test_a_conversation_without_a_name_is_reused_whole_also_after_a_kill(midnights: Front) -> None:
     messages = [*HELLO]
     before = ask(midnights, messages)

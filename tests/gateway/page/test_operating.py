@@ -91,6 +91,7 @@ def test_a_gateway_without_a_home_has_no_operator(front: Front) -> None:
     stranger.get("home", 403)
 
 
+@pytest.mark.long(5)
 def test_the_disk_and_memories_that_are_not_stored_are_shown(olga: Browser) -> None:
     page = olga.get("home")
     assert "Operate" in olga.get().text
@@ -112,6 +113,7 @@ def _ended(browser: Browser, name: str, form: str, **filled: str) -> Html:
     return page
 
 
+@pytest.mark.long(12)
 def test_a_token_is_shown_once_and_can_be_revoked(olga: Browser, front: Front, operated: GatewayProcess) -> None:
     made = olga.send(olga.get("tokens"), "token-new", 400, name="by hand", namespace="first")
     assert "NAME: expected 1 to 64 letters" in made.text
@@ -139,6 +141,7 @@ def test_a_token_is_shown_once_and_can_be_revoked(olga: Browser, front: Front, o
     assert "own, without which" in olga.post("token-rm", {**form, "name": "engine-first"}, origin=olga.url).text
 
 
+@pytest.mark.long(3)
 def test_the_audit_shows_refusals_and_takes_filters(olga: Browser, operated: GatewayProcess) -> None:
     httpx.get(f"{operated.url}/v1/models", headers={"x-api-key": "a-key-that-nobody-has-0000000000000000"})
     refused = olga.get("audit", refused="yes", since="1d")
@@ -224,6 +227,7 @@ def test_sealed_namespaces_are_listed_with_the_commands_for_keys(olga: Browser) 
     assert "kvasir keys rotate" in page.text
 
 
+@pytest.mark.long(6)
 def test_every_page_of_the_operator_can_be_read_aloud_and_has_no_script_of_its_own(olga: Browser) -> None:
     for name in PAGES:
         page = olga.get(name)

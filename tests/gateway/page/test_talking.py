@@ -134,6 +134,7 @@ def test_a_message_to_an_older_version_goes_on_from_it(ada: Browser, client: Inf
     assert texts(edited)[0] == "My name is Cy."
 
 
+@pytest.mark.long(4)
 @pytest.mark.parametrize("replies", [1, 2, 3])
 def test_a_fork_from_a_reply_remembers_until_there_and_leaves_the_other_as_it_is(
     ada: Browser, client: InferenceClient, replies: int

@@ -83,6 +83,7 @@ def test_a_memory_is_copied_for_the_store_and_comes_back(tmp_path: Path, monkeyp
     assert namespaces == {None}, "company of the first callers"
 
 
+@pytest.mark.long(2)
 @pytest.mark.parametrize("comes", [False, True], ids=["nobody comes", "a caller comes"])
 def test_an_idle_gpu_takes_every_shape_of_a_first_crowd_and_gives_way(
     comes: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -130,6 +130,7 @@ def test_words_before_a_call_and_a_named_tools_sibling_are_not_admitted(name: st
     assert not admits(compiled(name, TOOLS[1:], one_call=True), text)
 
 
+@pytest.mark.long(2)
 @EVERY
 def test_one_call_is_exactly_one(name: str) -> None:
     chance = random.Random(name)

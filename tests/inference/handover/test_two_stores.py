@@ -130,6 +130,7 @@ def test_a_moved_agent_goes_on_token_for_token_where_its_reply_holds_special_tok
         assert go_on(b, "special import")[0] > expected[0][0]
 
 
+@pytest.mark.long(3)
 def test_a_hand_over_that_is_refused_leaves_nothing_at_the_peer(pair: Macs) -> None:
     (laptop, engine), (studio, other) = pair
 

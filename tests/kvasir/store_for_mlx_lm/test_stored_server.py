@@ -100,6 +100,7 @@ def test_a_longer_cache_takes_the_place_of_its_beginning_and_the_oldest_go(store
         assert [agent.lines[0].token_count for agent in client.list_agents().agents] == [301, 301]
 
 
+@pytest.mark.long(3)
 def test_a_store_that_is_gone_or_lost_a_cache_costs_no_request(store: RunningStore) -> None:
     cache = _computed(_PROMPT)
     with _caches(store.address) as first:

@@ -231,6 +231,7 @@ def test_the_exam_stops_between_texts_when_its_time_is_over(tiny: Subject) -> No
     assert exam.exact.positions == exam.rungs[0].positions > 0
 
 
+@pytest.mark.long(2)
 def test_asking_leaves_what_was_read_as_it_was(tiny: Subject) -> None:
     """Or the second question would be put behind the first."""
     conversations = Conversations.read(kvasir_tiny.conversations_path())

@@ -81,6 +81,7 @@ def at_once(driver: Driver, *turns: Callable[[], Listener]) -> list[Listener]:
     return found
 
 
+@pytest.mark.long(6)
 def test_packed_turns_draw_what_each_draws_alone(emulated: Driver, passes: Passes) -> None:
     """Greedy, at random, and within a format; one goes on from its memory. Their log probabilities are near."""
     key, state = emulated.remember(100, seed=6)

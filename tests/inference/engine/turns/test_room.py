@@ -40,6 +40,7 @@ def test_who_waits_for_room_begins_when_a_turn_that_says_nothing_has_ended(
     assert time.monotonic() - before_s < 15
 
 
+@pytest.mark.long(3)
 def test_a_turn_that_does_not_fit_beside_what_it_was_planned_with_is_planned_anew_without_it(small: Driver) -> None:
     """Its fork holds the page that it begins in, so dropping its own memory cannot free all six pages."""
     key, state = small.remember(300)
@@ -167,6 +168,7 @@ def test_a_pinned_memory_is_what_it_was_whatever_its_agent_does_next(driver: Dri
     assert pinned.piece(0, 9, {}).result(60) is None
 
 
+@pytest.mark.long(2)
 def test_a_turn_waits_for_the_room_of_a_memory_that_is_being_stored_and_takes_that_of_a_pin_that_is_not(
     small: Driver,
 ) -> None:

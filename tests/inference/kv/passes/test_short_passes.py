@@ -38,6 +38,7 @@ def not_compiled(runner: ModelRunner, pool: KvPool, monkeypatch: pytest.MonkeyPa
     return counts
 
 
+@pytest.mark.long(3)
 def test_a_short_pass_computes_what_a_pass_layer_by_layer_does(
     runner: ModelRunner, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -194,6 +194,7 @@ def test_memories_that_cannot_be_stored_keep_their_model_unless_they_may_be_lost
         assert client.unload_model(drop_unstored=True).left.dropped == 1
 
 
+@pytest.mark.long(2)
 def test_words_of_another_models_line_are_warmed_with_what_follows_them_and_make_no_version(house: House) -> None:
     with house.client() as client:
         client.reply(agent_id="ada", messages=TOLD, sampling=GREEDY)

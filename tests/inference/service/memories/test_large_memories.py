@@ -171,6 +171,7 @@ def test_a_store_that_goes_in_the_middle_of_a_large_memory_gets_all_of_it(how: s
     check_restored(house, plain, agent, agent)
 
 
+@pytest.mark.long(2)
 def test_a_memory_that_failed_is_stored_once_the_store_has_room(model: Path, tmp_path: Path) -> None:
     house = House(tmp_path, model)
     house.store.options += ["--quota-bytes", "20000"]

@@ -53,6 +53,7 @@ def test_after_a_kill_of_both_services_the_agent_goes_on_token_for_token(own_hou
     assert tokens(replies) == expected
 
 
+@pytest.mark.long(4)
 def test_agents_leave_ram_while_the_machine_is_short_of_it_and_go_on_token_for_token(
     own_house: House, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -119,6 +119,7 @@ def test_an_agent_goes_on_from_hot_memory_without_its_store_and_is_stored_when_i
             time.sleep(0.05)
 
 
+@pytest.mark.long(5)
 def test_a_copy_has_the_newest_turn_or_is_refused_while_that_is_not_stored(house: House) -> None:
     conversation(house, "copied")
     house.store.kill()

@@ -40,6 +40,7 @@ def test_the_text_has_no_race_and_stays_within_its_memory(kernel: str) -> None:
     assert found(kernel) == ""
 
 
+@pytest.mark.long(4)
 @pytest.mark.parametrize(
     "name", [name if name in AT_EACH_COMMIT else pytest.param(name, marks=pytest.mark.campaign) for name in PLANTED]
 )
