@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 
 from kvasir.errors import ResourceExhausted
 
-from cachestore_svc.index.catalog import HOUSE, Catalog, CatalogChange, CatalogView
+from cachestore_svc.index.catalog import HOUSE, Catalog, CatalogChange
 
 DAY_MS = 86_400_000
 _SHARE = 8  # A namespace that wrote more than this part leaves as much to those that wrote less
@@ -33,14 +33,18 @@ class WriteBudget:
             if day == self._day:
                 return dict(self._written)
 
-        def read(view: CatalogView) -> None:
-            # As a write, on the thread where all bytes are counted: none comes in between.
-            with self._lock:
-                self._day, self._written = day, Counter(view.written(day))
+        def read(change: CatalogChange) -> None:
+            # Noted in its turn after the commit: it holds what this commit counted before it, and nothing later.
+            written = Counter(change.written(day))
+            change.after_commit(lambda: self._know(day, written))
 
         self._catalog.write(HOUSE, read, frees_space=True)
         with self._lock:
             return dict(self._written)
+
+    def _know(self, day: int, written: Counter[str]) -> None:
+        with self._lock:
+            self._day, self._written = day, written
 
     @property
     def is_spent(self) -> bool:

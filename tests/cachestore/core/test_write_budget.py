@@ -1,10 +1,18 @@
 """Bytes that are written in a day: counted durably, told, and refused beyond the budget only where that was wished."""
 
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing
+from pathlib import Path
+
 import pytest
 from kvasir.errors import KvasirError, ResourceExhausted
 
+from cachestore_svc.blobs.ballast import Ballast
 from cachestore_svc.blobs.disk import Disk
 from cachestore_svc.facts.records import BlobKind
+from cachestore_svc.index.catalog import CatalogChange, SqliteCatalog
+from cachestore_svc.index.write_budget import WriteBudget
 from cachestore_svc.store.store import Store
 from tests.cachestore.core.lab import NS, Lab, publish, upload, write
 from tests.made_models.synthetic import SMALL, SyntheticAgent
@@ -56,6 +64,24 @@ def test_bytes_of_a_write_that_was_not_committed_do_not_count(lab: Lab) -> None:
         assert store.statistics.written()["today_bytes"] == 0
         publish(store, "ada", TURNS[0], 0)
         assert store.statistics.written()["today_bytes"] == today(store) == SIZES[0]
+
+
+def test_a_blob_counts_once_where_its_commit_holds_the_first_look_at_the_day(tmp_path: Path) -> None:
+    disk, looks = Disk(), list[Future[object]]()
+    ballast = Ballast(tmp_path / "ballast", 0, disk)
+    catalog = SqliteCatalog(tmp_path / "index", disk, ballast, lambda: 0)
+    with closing(catalog), ThreadPoolExecutor() as threads:
+        budget = WriteBudget(catalog, lambda: 0, None, refuses=False)
+
+        def write_and_look(change: CatalogChange) -> None:
+            change.make_namespace()
+            budget.count(change, NS, 5)
+            looks.append(threads.submit(budget.today))
+            time.sleep(0.2)  # the look waits for this commit
+
+        catalog.write(NS, write_and_look)
+        looks[0].result()
+        assert budget.today() == {NS: 5}
 
 
 def test_what_a_turn_writes_beside_its_blobs_is_as_little_as_the_setting_says(lab: Lab) -> None:
