@@ -5,20 +5,21 @@ its own. A group commits only while no other store has opened the database since
 import threading
 from collections.abc import Callable, Iterable
 from itertools import chain
+from typing import Any
 
 import psycopg
-from kvasir.errors import Unavailable
+from kvasir.errors import FailedPrecondition, KvasirError, Unavailable
 from kvasir.waits import PAUSE_S
 
 from cachestore_svc.blobs.disk import Disk
 from cachestore_svc.index.postgres.schema import migrate
-from cachestore_svc.index.postgres.session import Session, is_again, translated
+from cachestore_svc.index.postgres.session import Session, is_again, is_cut, translated
 from cachestore_svc.index.sqlite.operations import Catalog, Operation
 
 READERS = 4
 _TRIES = 40  # of a group that other transactions, or a server that restarts, hinder
-_TRIES_AT_START = 5  # to lock a database whose last store may just have been killed
-_LOCK = 0x4B766173  # of the store that has the database: the server's number for it
+_TRIES_TO_LOCK = 5  # a database whose last store, or whose own last session, may just have ended
+LOCK = 0x4B766173  # of the store that has the database: the server's number for it
 
 
 class PostgresCatalog(Catalog):
@@ -32,12 +33,13 @@ class PostgresCatalog(Catalog):
         self._disk = disk
         self._ending = threading.Event()
         self._groups = 0  # that this store tried to commit
+        self._acknowledged = 0  # the last of them that took effect
         self._is_down = False  # the last group waited in vain for the server: the next one does not wait
         self._backend: tuple[object, ...] = ()  # the server's process of the last writer's session
         self._writer = Session(url)
         try:
             self._writer.connect()
-            self._lock(_TRIES_AT_START)
+            self._lock()
             self._open()
         except BaseException as error:  # noqa: BLE001  it belongs to the opener of the store
             self._writer.close()
@@ -61,9 +63,9 @@ class PostgresCatalog(Catalog):
         migrate(self._writer, self._now_unix_ms())
         # Waits for the last group of the store before, and lets no other of it follow.
         self._writer.execute("UPDATE writers SET is_superseded = TRUE WHERE NOT is_superseded")
-        [[self._epoch]] = self._writer.execute(
-            "INSERT INTO writers (epoch) SELECT COALESCE(MAX(epoch), 0) + 1 FROM writers RETURNING epoch"
-        ).fetchall()
+        # By chance, too: a standby that lacks this row gives the next store another number.
+        number = "SELECT COALESCE(MAX(epoch), 0) + 1 + (random() * 1000000)::bigint FROM writers"
+        [[self._epoch]] = self._writer.execute(f"INSERT INTO writers (epoch) {number} RETURNING epoch").fetchall()
         # After a restore or a failover the history of events has another name.
         [[self.place]] = self._writer.execute(
             "SELECT left(pg_walfile_name(pg_current_wal_lsn()), 8) || ' ' || oid FROM pg_database WHERE datname = "
@@ -71,22 +73,27 @@ class PostgresCatalog(Catalog):
         ).fetchall()
         self._writer.execute("COMMIT")
 
-    def _lock(self, tries: int) -> None:
+    def _lock(self) -> None:
         """Take the server's lock of this database, which the store has as long as its session lasts."""
-        if self._backend:  # of a session that was cut: nobody else may end it for us
-            self._writer.execute(
-                "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE pid = :pid AND backend_start = :start",
-                dict(zip(("pid", "start"), self._backend, strict=True)),
-            )
-        for _ in range(tries):
-            [[is_ours]] = self._writer.execute(f"SELECT pg_try_advisory_lock({_LOCK})").fetchall()
+        self._end_last_session()
+        for _ in range(_TRIES_TO_LOCK):
+            [[is_ours]] = self._writer.execute(f"SELECT pg_try_advisory_lock({LOCK})").fetchall()
             if is_ours:
                 [self._backend] = self._writer.execute(
                     "SELECT pid, backend_start FROM pg_stat_activity WHERE pid = pg_backend_pid()"
                 ).fetchall()
                 return
             self._ending.wait(PAUSE_S)
+        self._writer.close()  # or the next group would go on without the lock
         raise Unavailable("another store has this database open", reason="LOCKED", retry_after_s=5)
+
+    def _end_last_session(self) -> None:
+        """End the server's side of a session that was cut: nobody else may end it for us."""
+        if self._backend:
+            self._writer.execute(
+                "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE pid = :pid AND backend_start = :start",
+                dict(zip(("pid", "start"), self._backend, strict=True)),
+            )
 
     # --- on the threads that read ---
 
@@ -101,17 +108,25 @@ class PostgresCatalog(Catalog):
             try:
                 if connection.is_lost:
                     connection.connect()
-                connection.execute("BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY")
+                self._begin_to_read(connection)
                 result = operation.work(self._rows_of(connection, operation))
                 connection.execute("COMMIT")
             except BaseException as error:  # noqa: BLE001  it belongs to the caller
                 connection.roll_back()
-                if is_last or not (connection.is_lost or is_again(error)):
+                if is_last or isinstance(error, KvasirError) or not (connection.is_lost or is_again(error)):
                     operation.answer.set_exception(translated(error))
                     return
             else:
                 operation.answer.set_result(result)
                 return
+
+    def _begin_to_read(self, connection: Session) -> None:
+        """Begin a snapshot that holds what was acknowledged until now: the session's server may be an old primary."""
+        acknowledged = self._acknowledged
+        begun = "BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY; SELECT groups FROM writers WHERE epoch = "
+        found = connection.execute(f"{begun}{self._epoch:d}")
+        found.nextset()
+        _check_not_behind(connection, found.fetchall(), acknowledged)
 
     # --- on the thread that writes ---
 
@@ -126,14 +141,19 @@ class PostgresCatalog(Catalog):
         for _ in range(1 if self._is_down else _TRIES):
             try:
                 if connection.is_lost:
-                    self._connect_again()
+                    connection.connect()
+                    self._lock()
                 answers = self._commit(connection, chain(tuple(operations), more))
-            except (psycopg.OperationalError, OSError, Unavailable) as error:
+            except KvasirError as error:  # another try would be refused, too, or do it twice
+                failure = error
+                break
+            except (psycopg.Error, OSError) as error:
                 failure = error
                 if connection.is_lost or is_again(error):
-                    self._ending.wait(PAUSE_S)
+                    if self._ending.wait(PAUSE_S) and connection.is_lost:
+                        break
                     continue
-                if len(operations) > 1 and not isinstance(error, Unavailable):
+                if len(operations) > 1:
                     for operation in operations:
                         self._write(connection, [operation])
                     return
@@ -149,12 +169,15 @@ class PostgresCatalog(Catalog):
     def _commit(self, connection: Session, operations: Iterable[Operation]) -> list[Callable[[], None]]:
         """One transaction; the calls that answer the callers. When it raises, nothing of it took effect."""
         self._groups += 1
-        mark = "UPDATE writers SET groups = :groups WHERE epoch = :epoch AND NOT is_superseded"
+        mark = """UPDATE writers SET groups = :groups
+            WHERE epoch = :epoch AND groups = :acknowledged AND NOT is_superseded"""
+        numbers = {"groups": self._groups, "epoch": self._epoch, "acknowledged": self._acknowledged}
         answers: list[Callable[[], None]] = []
         try:
             connection.execute("BEGIN")
-            if not connection.execute(mark, {"groups": self._groups, "epoch": self._epoch}).rowcount:
-                raise _superseded()
+            if not connection.execute(mark, numbers).rowcount:
+                _check_not_behind(connection, self._groups_there(connection), self._acknowledged)
+                raise Unavailable("another store has opened this database since; stop one of the two", reason="LOCKED")
             for operation in operations:
                 answers += self._in_savepoint(connection, operation, psycopg.OperationalError)
             self._disk.reached("index: before commit")
@@ -168,31 +191,47 @@ class PostgresCatalog(Catalog):
     def _end(self, connection: Session) -> None:
         """Commit. Where the answer is lost with the connection, the database says whether it took effect."""
         try:
-            if connection.execute("COMMIT").statusmessage != "COMMIT":
-                raise psycopg.OperationalError("the transaction was rolled back")
-        except psycopg.OperationalError:
-            if not connection.is_lost or not self._took_effect():
+            answer = connection.execute("COMMIT").statusmessage
+        except psycopg.Error as error:
+            if not (connection.is_lost or is_cut(error)) or not self._took_effect():
                 raise
+        else:
+            if answer != "COMMIT":
+                raise psycopg.OperationalError("the transaction was rolled back")
+        self._acknowledged = self._groups
 
     def _took_effect(self) -> bool:
         """Whether the last group is durable. Waits for the database as long as the store is open: nobody is answered
-        before that is known, and nothing is done twice. Raises Unavailable.
+        before that is known, and nothing is done twice. Raises Unavailable (CLOSED), FailedPrecondition.
         """
-        number = "SELECT groups FROM writers WHERE epoch = :epoch FOR UPDATE"
         while not self._ending.is_set():
             try:
-                self._connect_again()
-                [[groups]] = self._writer.execute(number, {"epoch": self._epoch}).fetchall()
-            except (psycopg.OperationalError, Unavailable):
+                self._writer.connect()
+                self._end_last_session()
+                found = self._groups_there(self._writer)
+                _check_not_behind(self._writer, found, self._acknowledged)
+                return bool(found[0][0] == self._groups)
+            except psycopg.Error:
                 self._ending.wait(PAUSE_S)
-            else:
-                return bool(groups == self._groups)
+            finally:
+                self._writer.close()  # it has no lock
         raise Unavailable("the store closed before the database said whether a commit took effect", reason="CLOSED")
 
-    def _connect_again(self) -> None:
-        self._writer.connect()
-        self._lock(_TRIES)
+    def _groups_there(self, session: Session) -> list[tuple[Any, ...]]:
+        """The row with this store's last group that took effect, once no other session is about to change it."""
+        return session.execute(
+            "SELECT groups FROM writers WHERE epoch = :epoch FOR UPDATE", {"epoch": self._epoch}
+        ).fetchall()
 
 
-def _superseded() -> Unavailable:
-    return Unavailable("another store has opened this database since; stop one of the two", reason="LOCKED")
+def _check_not_behind(session: Session, found: list[tuple[Any, ...]], acknowledged: int) -> None:
+    """Raises FailedPrecondition (INDEX_BEHIND) where the database lacks a group that was acknowledged, as a standby may
+    that was not synchronous. The session then ends: it may be another server's the next time.
+    """
+    if not found or found[0][0] < acknowledged:
+        session.close()
+        raise FailedPrecondition(
+            "the database lacks commits that its server acknowledged; was a standby promoted that lacks them? "
+            "Bring them back, or start the store again to go on without them",
+            reason="INDEX_BEHIND",
+        )

@@ -15,11 +15,18 @@ from cachestore_svc.index.postgres.schema import SCHEMA
 _Values = Mapping[str, Any]
 _LIST = re.compile(r"json_each\(:(\w+)\)(?: AS (\w+))?")
 _VALUE = re.compile(r"(?<![:\w]):([a-z_]\w*)")
-# What a server does for a client that is gone: it ends its transaction, and then its session, which holds locks.
+# What each side does where the other is gone. The server ends the transaction, and then the session, which holds locks.
+_OF_SERVER = {
+    "idle_in_transaction_session_timeout": "30s",
+    "lock_timeout": "30s",
+    "tcp_keepalives_idle": "5",
+    "tcp_keepalives_interval": "2",
+    "tcp_keepalives_count": "3",
+    "tcp_user_timeout": "10s",
+}
 _SETTINGS = {
-    "options": "-c idle_in_transaction_session_timeout=30s -c lock_timeout=30s",
     "application_name": "kvasir",
-    "connect_timeout": "5",
+    "connect_timeout": "2",
     "keepalives_idle": "5",
     "keepalives_interval": "2",
     "keepalives_count": "3",
@@ -56,10 +63,13 @@ class Session:
     def __init__(self, url: str) -> None:
         """Connects at `connect`. Raises InvalidArgument for what is no URL of PostgreSQL."""
         try:
-            self._given: dict[str, Any] = {**_SETTINGS, **psycopg.conninfo.conninfo_to_dict(url)}
+            given = psycopg.conninfo.conninfo_to_dict(url)
         except psycopg.ProgrammingError:
             words = "catalog: expected postgresql://USER@HOST/DATABASE"  # what was given may hold a password
             raise InvalidArgument(words, field="catalog") from None
+        ours = " ".join(f"-c {name}={value}" for name, value in _OF_SERVER.items())
+        options = f"{ours} {given.get('options', '')}"  # the last word is the address's
+        self._given: dict[str, Any] = {**_SETTINGS, **given, "options": options}
         self._connection: psycopg.Connection[tuple[Any, ...]] | None = None
 
     @property
@@ -88,7 +98,7 @@ class Session:
         if not self.is_lost:
             try:
                 self.execute("ROLLBACK")
-            except psycopg.OperationalError:
+            except psycopg.Error:
                 self.close()
 
     @property
@@ -100,9 +110,15 @@ class Session:
 
 def is_again(error: BaseException) -> bool:
     """Whether a transaction failed because of another one, a cut, or its server's end: the same may succeed at once."""
+    is_others = isinstance(error, psycopg.OperationalError) and str(error.sqlstate).startswith(("40", "55P03"))
+    return is_others or is_cut(error)
+
+
+def is_cut(error: BaseException) -> bool:
+    """Whether a statement failed because its session ended: what the server made of it is not known."""
     if not isinstance(error, psycopg.OperationalError):
         return False
-    return error.sqlstate is None or error.sqlstate.startswith(("40", "57P", "08", "55P03"))
+    return error.sqlstate is None or error.sqlstate.startswith(("57P", "08"))
 
 
 def translated(error: BaseException) -> BaseException:
@@ -111,7 +127,8 @@ def translated(error: BaseException) -> BaseException:
         return error
     if isinstance(error, psycopg.errors.DiskFull):
         return disk_full("the index")
-    if isinstance(error, psycopg.OperationalError | psycopg.errors.ReadOnlySqlTransaction):
+    # Class 25: the server takes no writes, or ended a session that stood still in a transaction.
+    if isinstance(error, psycopg.OperationalError) or str(error.sqlstate).startswith("25"):
         why = type(error).__name__
         return Unavailable(f"the index cannot be used: {why}", reason="INDEX_FAILED", retry_after_s=1.0)
     return error

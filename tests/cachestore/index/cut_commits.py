@@ -13,6 +13,8 @@ class CommitCutter:
 
     port: int
     cuts: int = 0
+    refused: int = 0  # connections after a cut
+    refusals: int = 0  # that are still to come
     _cut: str = ""
     _listener: socket.socket = field(default_factory=lambda: socket.create_server(("127.0.0.1", 0)))
 
@@ -33,6 +35,11 @@ class CommitCutter:
         with contextlib.suppress(OSError):
             while True:
                 near, _ = self._listener.accept()
+                if self.cuts and self.refusals:
+                    self.refusals -= 1
+                    self.refused += 1
+                    near.close()
+                    continue
                 threading.Thread(target=self._forward, args=(near,), daemon=True).start()
 
     def _forward(self, near: socket.socket) -> None:

@@ -17,6 +17,8 @@ from kvasir.errors import FailedPrecondition, Unavailable
 from cachestore_svc.blobs.disk import Disk
 from cachestore_svc.config import ConfigError, read_settings
 from cachestore_svc.index.catalog import HOUSE, Catalog, CatalogChange, CatalogView, open_postgres
+from cachestore_svc.index.postgres.postgres_catalog import LOCK
+from cachestore_svc.index.postgres.session import Session
 from tests.cachestore.core.lab import Lab, assert_restores, publish
 from tests.cachestore.index.cut_commits import CommitCutter
 from tests.cachestore.service import running as service_running
@@ -37,6 +39,10 @@ def url(postgres: PostgresServer) -> str:  # noqa: F811
 def catalog_on(url: str) -> Iterator[Catalog]:
     with closing(open_postgres(url, Disk(), lambda: 0)) as catalog:
         yield catalog
+
+
+END_WRITER = """SELECT pg_terminate_backend(pid) FROM pg_locks WHERE locktype = 'advisory' AND database =
+    (SELECT oid FROM pg_database WHERE datname = current_database())"""
 
 
 def add_one(change: CatalogChange) -> int:
@@ -62,6 +68,22 @@ def test_a_commit_that_is_cut_takes_effect_once(postgres: PostgresServer, arrive
             assert cutter.cuts == 8
         with catalog_on(postgres.url(database)) as catalog:
             assert catalog.read(HOUSE, count_of) == 8
+
+
+def test_a_commit_in_doubt_while_the_store_closes_is_not_done_again(postgres: PostgresServer) -> None:  # noqa: F811
+    with closing(CommitCutter(postgres.port)) as cutter, ThreadPoolExecutor() as threads:
+        database = postgres.new_database()
+        with catalog_on(postgres.url(database, cutter.own_port)) as catalog:
+            cutter.refusals = 3  # then the server is back
+            cutter.cut_next(arrives=True)
+            asked = threads.submit(catalog.write, HOUSE, add_one)
+            while not cutter.refused:
+                time.sleep(0.005)
+        with pytest.raises(Unavailable, match="the store closed before the database said") as refused:
+            asked.result()
+        assert refused.value.reason == "CLOSED"
+        with catalog_on(postgres.url(database)) as catalog:
+            assert catalog.read(HOUSE, count_of) == 1
 
 
 def test_a_failed_operation_undoes_itself_alone_and_leaves_the_others_of_its_group(url: str) -> None:
@@ -132,15 +154,96 @@ def test_a_store_whose_database_another_one_took_writes_nothing_more(url: str) -
     with catalog_on(url) as first:
         first.write(HOUSE, add_one)
         with psycopg.connect(url, autocommit=True) as other:  # its session ends, as where its host was parted
-            other.execute(
-                "SELECT pg_terminate_backend(pid) FROM pg_locks WHERE locktype = 'advisory' AND database = "
-                "(SELECT oid FROM pg_database WHERE datname = current_database())"
-            )
+            other.execute(END_WRITER)
         with catalog_on(url) as second:
             second.write(HOUSE, add_one)
         with pytest.raises(Unavailable, match="another store has opened this database since"):
             first.write(HOUSE, add_one)
         assert first.read(HOUSE, count_of) == 2
+
+
+def test_a_store_writes_nothing_while_another_session_has_the_lock(postgres: PostgresServer) -> None:  # noqa: F811
+    url = postgres.url(postgres.new_database())
+    with catalog_on(url) as catalog:
+        catalog.write(HOUSE, add_one)
+        with psycopg.connect(url, autocommit=True) as other:
+            other.execute(END_WRITER)
+            other.execute(f"SELECT pg_advisory_lock({LOCK})")
+            for _ in range(2):  # the second does not go on with the session that got no lock
+                with pytest.raises(Unavailable, match="another store has this database open"):
+                    catalog.write(HOUSE, add_one)
+        assert catalog.write(HOUSE, add_one) == 2
+
+
+def test_a_reader_whose_session_the_server_ended_answers_and_goes_on(url: str) -> None:
+    def sleeps(view: CatalogView) -> None:
+        count_of(view)
+        time.sleep(0.5)
+        raise KeyError
+
+    def writes(change: CatalogChange) -> None:
+        add_one(change)
+        time.sleep(0.5)
+
+    with catalog_on(f"{url}?options=-c%20idle_in_transaction_session_timeout%3D100ms") as catalog:
+        with ThreadPoolExecutor(8) as threads:
+            asked = [threads.submit(catalog.read, HOUSE, sleeps) for _ in range(8)]
+            for each in asked:
+                with pytest.raises((KeyError, Unavailable)):
+                    each.result(timeout=20)
+        assert catalog.read(HOUSE, count_of) == 0
+
+
+def test_a_database_that_takes_no_writes_is_unavailable(url: str) -> None:
+    with catalog_on(url) as catalog:
+        catalog.write(HOUSE, add_one)
+        with read_only(url), pytest.raises(Unavailable) as refused:
+            catalog.write(HOUSE, add_one)
+        assert refused.value.reason == "INDEX_FAILED"
+        assert catalog.write(HOUSE, add_one) == 2
+
+
+@contextmanager
+def read_only(url: str) -> Iterator[None]:
+    """For this time the server begins each transaction as one that only reads."""
+
+    def configure(how: str) -> None:
+        with psycopg.connect(url, autocommit=True) as other:
+            other.execute("SET default_transaction_read_only = off")
+            other.execute(f"ALTER SYSTEM {how}")
+            other.execute("SELECT pg_reload_conf()")
+        time.sleep(0.2)
+
+    try:
+        configure("SET default_transaction_read_only = on")
+        yield
+    finally:
+        configure("RESET default_transaction_read_only")
+
+
+def test_the_server_looks_for_hosts_that_are_gone(url: str) -> None:
+    with closing(Session(url)) as session:
+        session.connect()
+        settings = ("tcp_keepalives_idle", "tcp_keepalives_interval", "tcp_keepalives_count", "tcp_user_timeout")
+        shown = [session.execute(f"SHOW {name}").fetchall()[0][0] for name in settings]
+    assert shown == ["5", "2", "3", "10000"]
+
+
+def test_a_database_that_lacks_an_acknowledged_commit_is_refused_until_the_store_starts_again(url: str) -> None:
+    with catalog_on(url) as catalog:
+        for _ in range(2):
+            catalog.write(HOUSE, add_one)
+        with psycopg.connect(url) as other:  # as on a standby to which the last commit did not come
+            other.execute("UPDATE kvasir.writers SET groups = groups - 1")
+            other.execute("UPDATE kvasir.facts SET value = '1' WHERE name = 'count'")
+        for _ in range(2):
+            with pytest.raises(FailedPrecondition, match="lacks commits") as refused:
+                catalog.read(HOUSE, count_of)
+            assert refused.value.reason == "INDEX_BEHIND"
+            with pytest.raises(FailedPrecondition, match="lacks commits"):
+                catalog.write(HOUSE, add_one)
+    with catalog_on(url) as catalog:
+        assert catalog.write(HOUSE, add_one) == 2
 
 
 def test_a_database_of_a_newer_kvasir_is_refused(url: str) -> None:

@@ -222,7 +222,7 @@ const (
 	ErrorReason_ERROR_REASON_INDEX_DAMAGED ErrorReason = 140
 	// The index could not be written or read. UNAVAILABLE.
 	ErrorReason_ERROR_REASON_INDEX_FAILED ErrorReason = 141
-	// The index lacks what the journal has. FAILED_PRECONDITION.
+	// The index lacks what the journal has, or what its server acknowledged. FAILED_PRECONDITION.
 	ErrorReason_ERROR_REASON_INDEX_BEHIND ErrorReason = 142
 	// The index is of another store than the journal. FAILED_PRECONDITION.
 	ErrorReason_ERROR_REASON_INDEX_FOREIGN ErrorReason = 143
