@@ -66,7 +66,7 @@ class DiskTier:
         new = path.with_name(f"{_NEW}{next(self._numbers)}")
         try:
             path.parent.mkdir(mode=0o700, exist_ok=True)
-            with new.open("xb") as file:
+            with open(new, "xb", opener=_own) as file:
                 file.write(data)
                 file.write(blake3(data).digest())
             new.replace(path)
@@ -92,3 +92,7 @@ class DiskTier:
                 self._total_bytes -= size
                 with suppress(OSError):
                     oldest.unlink(missing_ok=True)
+
+
+def _own(path: str, flags: int) -> int:
+    return os.open(path, flags, 0o600)
