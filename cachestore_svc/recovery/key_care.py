@@ -130,7 +130,7 @@ class KeyCare:
 
     @cached_property
     def _blobs(self) -> BlobBackend:
-        return blobs_of(self._config, self._disk)
+        return blobs_of(self._config, self._disk, only_looks=True)
 
     def _blobs_of(self, namespace: str) -> NamespaceBlobs:
         return self._blobs.of(namespace)

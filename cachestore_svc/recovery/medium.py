@@ -6,9 +6,10 @@ from collections.abc import Callable
 from kvasir.errors import FailedPrecondition
 
 from cachestore_svc.blobs.backend import BlobBackend
-from cachestore_svc.blobs.bucket.bucket import Bucket, open_bucket
-from cachestore_svc.blobs.bucket.bucket_blobs import BucketBlobs, check_owner
+from cachestore_svc.blobs.bucket.bucket import Bucket, open_bucket, probe
+from cachestore_svc.blobs.bucket.bucket_blobs import BucketBlobs
 from cachestore_svc.blobs.bucket.disk_tier import DiskTier
+from cachestore_svc.blobs.bucket.owning import look_at_bucket, noted_bucket, take_bucket
 from cachestore_svc.blobs.disk import Disk, refusal
 from cachestore_svc.blobs.local_directory import LocalDirectory
 from cachestore_svc.facts.records import StoreConfig
@@ -17,29 +18,34 @@ BUCKET_NOTE = "bucket"  # in the data directory: which bucket, and by which name
 
 
 def blobs_of(
-    config: StoreConfig, disk: Disk, bucket: Bucket | None = None, token_hex: Callable[[int], str] = secrets.token_hex
+    config: StoreConfig,
+    disk: Disk,
+    bucket: Bucket | None = None,
+    token_hex: Callable[[int], str] = secrets.token_hex,
+    *,
+    only_looks: bool = False,
 ) -> BlobBackend:
-    """The blobs of the data directory. Raises InvalidArgument (a setting), FailedPrecondition (another store's bucket,
-    one that does not hold what is needed, or blobs that lie elsewhere), Unavailable. `bucket`: the one of the settings.
-    """
+    """The blobs of the data directory; without a setting, in the bucket where they were. One that `only_looks` takes no
+    bucket, and can remove nothing there. Raises InvalidArgument (a setting), FailedPrecondition (another store's
+    bucket, one that does not hold what is needed, or blobs that lie elsewhere; BUCKET_TAKEN: a copy of these data has
+    it), Unavailable. `bucket`: the one of the settings."""
     local, note = LocalDirectory(config.data_dir / "namespaces", disk), config.data_dir / BUCKET_NOTE
-    if not config.blobs:
-        if disk.has(note):
-            raise FailedPrecondition(
-                f"the blobs of this store lie in a bucket, which {note} names: start with --blobs, or set "
-                "KVASIR_STORE_BLOBS"
-            )
+    where = config.blobs or noted_bucket(note)
+    if not where:
         return local
     if any(each.list().blobs for each in local.all()):
         raise FailedPrecondition(
             f"the blobs of this store lie in {local.where}: begin a new store with --blobs, and bring its agents there "
             "with kvasir agents export and import"
         )
-    bucket = bucket or open_bucket(config.blobs, config.blob_credentials_file)
+    bucket = bucket or open_bucket(where, config.blob_credentials_file)
     try:
-        disk.make_directory(config.data_dir)
-        bucket.probe(token_hex)
-        check_owner(bucket, note, token_hex)
-        return BucketBlobs(bucket, local, DiskTier(config.data_dir / "tier", config.blob_tier_bytes))
+        if only_looks:
+            owner = look_at_bucket(bucket, note)
+        else:
+            disk.make_directory(config.data_dir)
+            probe(bucket, token_hex)
+            owner = take_bucket(bucket, note, token_hex, takes_from_copy=config.accept_older)
+        return BucketBlobs(bucket, owner, local, DiskTier(config.data_dir / "tier", config.blob_tier_bytes))
     except OSError as error:
-        raise refusal(error, config.blobs) from error
+        raise refusal(error, where) from error

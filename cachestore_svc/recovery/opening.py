@@ -69,7 +69,7 @@ def open_directory(
         if sweeps and (mended := files.mend(records)):
             structlog.get_logger("cachestore").warning("keys.mended", namespaces=mended)
         seals = Seals(records, masters, config.sealed_namespaces)
-        plain = blobs or blobs_of(config, disk)
+        plain = blobs or blobs_of(config, disk, only_looks=not sweeps)
         sealed = SealedBackend(plain, seals, means.random_bytes)
         started = config if sweeps else replace(config, last_runs_dir=None)  # A look at an older copy is no start of it
         core = _Opening(started, means, sealed).core()

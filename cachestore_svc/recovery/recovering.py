@@ -80,7 +80,7 @@ def recover(
     """
     with locked(config, disk):
         seals = Seals(KeyFiles(config.data_dir, disk).read(), masters, config.sealed_namespaces)
-        blobs = SealedBackend(blobs_of(config, disk), seals, random_bytes)
+        blobs = SealedBackend(blobs_of(config, disk, only_looks=True), seals, random_bytes)
         return _Recovery(config, now_unix_ms(clock), token_hex, disk, say, blobs).run(namespaces)
 
 

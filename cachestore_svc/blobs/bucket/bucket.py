@@ -9,12 +9,14 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 from kvasir.credentials import CredentialFileError, read_private_text
 from kvasir.errors import FailedPrecondition, InvalidArgument
+from kvasir.options.store import check_bucket
 from kvasir.waits import ANSWER_S, HANGS_S
 
 WRITERS = 16  # of a probe
@@ -57,6 +59,22 @@ class Bucket:
         with self._in_words(name):
             in_parts = len(data) > _MULTIPART_BYTES
             self._obstore.put(self._store, name, data, use_multipart=in_parts, chunk_size=_PART_BYTES)
+
+    def swap(self, name: str, data: bytes, tag: str) -> bool:
+        """Replace the object that has this tag; False where it has another one by now, perhaps by this write, if its
+        answer was lost. `data`: bytes that it never had, as many servers make a tag of them."""
+        try:
+            with self._in_words(name):
+                self._obstore.put(self._store, name, data, mode={"e_tag": tag})
+        except (FileExistsError, FileNotFoundError):
+            return False
+        return True
+
+    def get_tagged(self, name: str, most_bytes: int) -> tuple[bytes, str]:
+        """The first bytes of a small object, and the tag by which `swap` knows it. Raises FileNotFoundError."""
+        with self._in_words(name):
+            found = self._obstore.get(self._store, name)
+            return bytes(found.bytes())[:most_bytes], str(found.meta["e_tag"])
 
     def get(self, name: str, most_bytes: int) -> memoryview:
         """The first bytes of an object, at most so many. Raises FileNotFoundError."""
@@ -101,20 +119,6 @@ class Bucket:
         with self._in_words("the list of namespaces"):
             return [str(each) for each in self._obstore.list_with_delimiter(self._store)["common_prefixes"]]
 
-    def probe(self, token_hex: Callable[[int], str]) -> None:
-        """Let several writers race for one name. Raises FailedPrecondition where other than one wins."""
-        for _ in range(_RACES):
-            name = f"probe/{token_hex(16)}"
-            with ThreadPoolExecutor(WRITERS) as pool:
-                won = list(pool.map(lambda writer, name=name: self.put_new(name, b"%d" % writer), range(WRITERS)))  # type: ignore[misc]
-            kept = bytes(self.get(name, 64))
-            self.remove(name)
-            if sum(won) != 1 or kept != b"%d" % won.index(True):
-                raise FailedPrecondition(
-                    f"{self.where}: {sum(won)} of {WRITERS} writers of one object got it; expected 1. This server does "
-                    "not hold If-None-Match, without which two stores could take one name: use one that does"
-                )
-
     @contextmanager
     def _in_words(self, name: str) -> Iterator[None]:
         try:
@@ -129,13 +133,39 @@ class Bucket:
             raise OSError(errno.EHOSTUNREACH, f"the bucket answered {what} on {name}") from None
 
 
+def probe(bucket: Bucket, token_hex: Callable[[int], str]) -> None:
+    """Let several writers race for one name, and for its replacement. Raises FailedPrecondition where other than one
+    wins."""
+
+    def race(name: str, rule: str, write: Callable[[bytes], bool]) -> None:
+        # Different bytes in each race: a tag may be a digest of the bytes, and would come back with them.
+        sent = [f"{rule} {writer}".encode() for writer in range(WRITERS)]
+        with ThreadPoolExecutor(WRITERS) as pool:
+            won = list(pool.map(write, sent))
+        if sum(won) != 1 or bytes(bucket.get(name, 64)) != sent[won.index(True)]:
+            raise FailedPrecondition(
+                f"{bucket.where}: {sum(won)} of {WRITERS} writers of one object got it; expected 1. This server does "
+                f"not hold {rule}, without which two stores could take one name: use one that does"
+            )
+
+    for _ in range(_RACES):
+        name = f"probe/{token_hex(16)}"
+        try:
+            race(name, "If-None-Match", partial(bucket.put_new, name))
+            tag = bucket.get_tagged(name, 0)[1]
+            race(name, "If-Match", lambda data, name=name, tag=tag: bucket.swap(name, data, tag))  # type: ignore[misc]
+        finally:
+            bucket.remove(name)
+
+
 def open_bucket(url: str, credentials_file: Path | None) -> Bucket:
     """The bucket at s3://BUCKET/PREFIX. Credentials, region and endpoint are the environment's (AWS_…), or of a file
     with lines `name = value`. Raises InvalidArgument (blobs, blob_credentials_file)."""
+    try:
+        check_bucket(url)
+    except ValueError as error:
+        raise InvalidArgument(f"blobs: {error}", field="blobs") from None
     parts = urlsplit(url)
-    if parts.scheme != "s3" or not parts.netloc or parts.query or parts.fragment or "@" in parts.netloc:
-        shown = "one with a user" if "@" in url else repr(url)  # it may name a secret, too
-        raise InvalidArgument(f"blobs: expected s3://BUCKET/PREFIX, got {shown}", field="blobs")
     try:
         from obstore.store import S3Store
     except ImportError:

@@ -1,35 +1,33 @@
 """Blobs as objects of a bucket, PLACE/HASH. Parts arrive on the local disk; a blob is published once the bucket has it.
 
-A bucket belongs to one store, whose name an object in it bears: another one would set its blobs aside."""
+Nothing is removed, and nothing that was written is acknowledged, but by the store that has the bucket: see `owning`."""
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
-from pathlib import Path
 
-from kvasir.credentials import CredentialFileError, read_private_text, write_private_text
-from kvasir.errors import FailedPrecondition
 from kvasir.formats.digest import Digest
 
 from cachestore_svc.blobs.backend import Aside, Damaged, Listing, Part
 from cachestore_svc.blobs.bucket.bucket import Bucket
 from cachestore_svc.blobs.bucket.disk_tier import DiskTier
+from cachestore_svc.blobs.bucket.owning import BucketOwner
 from cachestore_svc.blobs.disk import refusal
 from cachestore_svc.blobs.local_directory import LocalBlobs, LocalDirectory
 
 _PLACE = re.compile(r"[0-9a-f]{32}")
 _BLOB_NAME = re.compile(r"[0-9a-f]{64}")
 _ASIDE_NAME = re.compile(r"([0-9a-f]{64})\.aside-([0-9]{1,15})")
-_OWNER = "kvasir-store"
 _WRITES = 8  # objects of a group that are written at the same time
 
 
 class BucketBlobs:
     """Implements `BlobBackend`. `arriving`: where parts lie until their bytes are in the bucket."""
 
-    def __init__(self, bucket: Bucket, arriving: LocalDirectory, tier: DiskTier) -> None:
+    def __init__(self, bucket: Bucket, owner: BucketOwner, arriving: LocalDirectory, tier: DiskTier) -> None:
         self._bucket = bucket
+        self._owner = owner
         self._arriving = arriving
         self._tier = tier
 
@@ -47,20 +45,22 @@ class BucketBlobs:
         return [self._at(self._arriving.at(place)) for place in sorted(places)]
 
     def remove_aside(self, aside: Aside) -> int:
+        self._owner.check()
         name = f"{aside.place}/{_aside_name(aside)}"
         size_bytes = self._bucket.size_bytes(name) or 0
         self._bucket.remove(name)
         return size_bytes
 
     def _at(self, arriving: LocalBlobs) -> "BlobsOfNamespace":
-        return BlobsOfNamespace(self._bucket, arriving, self._tier)
+        return BlobsOfNamespace(self._bucket, self._owner, arriving, self._tier)
 
 
 class BlobsOfNamespace:
     """Implements `NamespaceBlobs`."""
 
-    def __init__(self, bucket: Bucket, arriving: LocalBlobs, tier: DiskTier) -> None:
+    def __init__(self, bucket: Bucket, owner: BucketOwner, arriving: LocalBlobs, tier: DiskTier) -> None:
         self._bucket = bucket
+        self._owner = owner
         self._arriving = arriving
         self._tier = tier
         self.place = arriving.place
@@ -90,6 +90,7 @@ class BlobsOfNamespace:
         """All are in the bucket on return. Objects of a group that failed stay without a row, as after a crash."""
         with ThreadPoolExecutor(min(_WRITES, len(hashes))) as pool:
             list(pool.map(self._publish, hashes))
+        self._owner.check()
 
     def read(self, digest: Digest, *, past_copies: bool = False) -> memoryview:
         copy = None if past_copies else self._tier.get(self.place, digest.hash)
@@ -129,6 +130,7 @@ class BlobsOfNamespace:
         return self._bucket.size_bytes(self._object(hash_))
 
     def remove(self, hash_: str) -> None:
+        self._owner.check()
         self._tier.remove(self.place, hash_)
         self._bucket.remove(self._object(hash_))
 
@@ -136,12 +138,14 @@ class BlobsOfNamespace:
         self._arriving.remove_part(hash_)
 
     def set_aside(self, hash_: str, now_unix_ms: int) -> Aside:
+        self._owner.check()
         aside = Aside(self.place, hash_, now_unix_ms)
         self._tier.remove(self.place, hash_)
         self._bucket.rename(self._object(hash_), self._object(_aside_name(aside)))
         return aside
 
     def restore(self, aside: Aside) -> None:
+        self._owner.check()
         self._bucket.rename(self._object(_aside_name(aside)), self._object(aside.hash))
 
     def list(self) -> Listing:
@@ -186,21 +190,3 @@ class BlobsOfNamespace:
 
 def _aside_name(aside: Aside) -> str:
     return f"{aside.hash}.aside-{aside.since_unix_ms}"
-
-
-def check_owner(bucket: Bucket, note: Path, token_hex: Callable[[int], str]) -> None:
-    """Take a bucket for the store whose data have this note, and know it again. Raises FailedPrecondition for one of
-    another store, and for a note of another bucket."""
-    try:
-        where, store = read_private_text(note).split() if note.exists() else ("", "")
-    except (CredentialFileError, ValueError) as error:
-        raise FailedPrecondition(f"{note}: expected a bucket and the name of a store: {error}") from None
-    if not store:
-        where, store = bucket.where, token_hex(16)
-        write_private_text(note, f"{where} {store}\n")
-    if where != bucket.where:
-        raise FailedPrecondition(f"the blobs of this store lie in {where}: start it with --blobs {where}")
-    if not bucket.put_new(_OWNER, store.encode()) and bytes(bucket.get(_OWNER, 64)) != store.encode():
-        raise FailedPrecondition(
-            f"{bucket.where} belongs to another store, whose blobs this one would set aside: choose another prefix"
-        )

@@ -5,24 +5,25 @@ and `core`.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from obstore.store import MemoryStore
 
 from cachestore_svc.blobs.bucket.bucket import Bucket
-from cachestore_svc.blobs.bucket.bucket_blobs import BucketBlobs
-from cachestore_svc.blobs.bucket.disk_tier import DiskTier
 from cachestore_svc.blobs.disk import Disk
-from cachestore_svc.blobs.local_directory import LocalDirectory
+from cachestore_svc.recovery.medium import blobs_of
 from tests.cachestore.any_backend.memory_blobs import MemoryBlobs
 from tests.cachestore.core.lab import Lab
 from tests.running.postgres import PostgresServer, postgres  # noqa: F401
 
 
 def _with_bucket(root: Path) -> Lab:
-    arriving, tier = LocalDirectory(root / "namespaces", Disk()), DiskTier(root / "tier", 1 << 20)
-    return Lab(root, kept_blobs=BucketBlobs(Bucket(MemoryStore(), "memory"), arriving, tier))
+    lab = Lab(root)
+    bucket = Bucket(MemoryStore(), "s3://memory")
+    lab.kept_blobs = blobs_of(replace(lab.config(), blobs=bucket.where, blob_tier_bytes=1 << 20), Disk(), bucket)
+    return lab
 
 
 PAIRS: dict[str, Callable[[Path], Lab]] = {

@@ -2,18 +2,22 @@
 
 import errno
 import secrets
+import shutil
+import stat
 from dataclasses import replace
 from pathlib import Path
 
 import certifi
 import pytest
+from kvasir.credentials import write_private_text
 from kvasir.errors import FailedPrecondition, InvalidArgument, KvasirError, Unavailable
 from kvasir.formats.digest import Digest
-from obstore.store import LocalStore, MemoryStore
+from obstore.store import MemoryStore
 
-from cachestore_svc.blobs.bucket.bucket import Bucket, open_bucket
+from cachestore_svc.blobs.bucket.bucket import Bucket, open_bucket, probe
 from cachestore_svc.blobs.bucket.disk_tier import DiskTier
 from cachestore_svc.blobs.disk import Disk
+from cachestore_svc.config import ConfigError, read_settings
 from cachestore_svc.facts.records import BlobKind
 from cachestore_svc.recovery.medium import blobs_of
 from cachestore_svc.store.store import Store
@@ -53,6 +57,14 @@ class CarelessBucket(Bucket):
         return True
 
 
+class BlindBucket(Bucket):
+    """One whose server ignores If-Match."""
+
+    def swap(self, name: str, data: bytes, tag: str) -> bool:
+        self.put(name, data)
+        return True
+
+
 @pytest.fixture
 def bucket() -> AwayBucket:
     return AwayBucket(MemoryStore(), WHERE)
@@ -82,8 +94,10 @@ def _blobs(count: int) -> list[bytes]:
 def test_a_bucket_that_lets_a_second_writer_win_is_refused(tmp_path: Path, bucket: AwayBucket) -> None:
     with pytest.raises(FailedPrecondition, match="16 of 16 writers"):
         _lab(tmp_path / "a", CarelessBucket(MemoryStore(), WHERE))
-    bucket.probe(secrets.token_hex)
-    Bucket(LocalStore(str(tmp_path)), WHERE).probe(secrets.token_hex)
+    with pytest.raises(FailedPrecondition, match="If-Match"):
+        probe(BlindBucket(MemoryStore(), WHERE), secrets.token_hex)
+    probe(bucket, secrets.token_hex)
+    assert list(bucket.names("probe")) == []
 
 
 def test_a_bucket_belongs_to_one_store_and_a_store_to_one_bucket(tmp_path: Path, bucket: AwayBucket) -> None:
@@ -95,12 +109,119 @@ def test_a_bucket_belongs_to_one_store_and_a_store_to_one_bucket(tmp_path: Path,
         _lab(tmp_path / "b", bucket)
     with pytest.raises(FailedPrecondition, match="lie in s3://bucket/prefix"):
         _lab(tmp_path / "a", Bucket(MemoryStore(), "s3://another"))
-    with pytest.raises(FailedPrecondition, match="start with --blobs"):
-        Lab(tmp_path / "a").open()
     with Lab(tmp_path / "c").open() as store:
         _put(store, _blobs(1)[0])
     with pytest.raises(FailedPrecondition, match="kvasir agents export"):
         _lab(tmp_path / "c", AwayBucket(MemoryStore(), WHERE))
+
+
+def _copied(tmp_path: Path, start: str, to: str) -> None:
+    """As `cp -a` does."""
+    shutil.copytree(tmp_path / start, tmp_path / to)
+
+
+def test_a_copy_of_a_stores_data_is_refused_and_removes_nothing(tmp_path: Path, bucket: AwayBucket) -> None:
+    lab, [data] = _lab(tmp_path / "a", bucket), _blobs(1)
+    with lab.open():
+        _copied(tmp_path, "a", "b")
+    with lab.open() as store:
+        digest = _put(store, data)  # which the copy does not know
+        with pytest.raises(FailedPrecondition, match="--accept-older") as refused:
+            _lab(tmp_path / "b", bucket)
+        assert refused.value.reason == "BUCKET_TAKEN"
+        assert store.blobs.read(NS, digest) == data
+    with _lab(tmp_path / "a", bucket, tier_bytes=0).open() as store:
+        assert store.blobs.read(NS, digest) == data
+
+
+def test_of_two_copies_the_one_that_took_the_bucket_alone_removes_and_acknowledges(
+    tmp_path: Path, bucket: AwayBucket
+) -> None:
+    first, second, third = _blobs(3)
+    lab = _lab(tmp_path / "a", bucket)
+    with lab.open() as store:
+        digest = _put(store, first)
+        _copied(tmp_path, "a", "b")
+        taking = Lab(tmp_path / "b")
+        config = replace(taking.config(), blobs=WHERE, blob_tier_bytes=0, accept_older=True)
+        taking.kept_blobs = blobs_of(config, Disk(), bucket)
+        store.care.collect_garbage()
+        lab.clock.pass_s(2 * 3600)
+        for refused in (lambda: _put(store, second), store.care.collect_garbage):
+            with pytest.raises(FailedPrecondition) as error:
+                refused()
+            assert error.value.reason == "BUCKET_TAKEN"
+    assert set(bucket.names(lab.blobs.of(NS).place)) == {digest.hash, Digest.of(second).hash}
+    with taking.open() as store:
+        assert store.blobs.read(NS, digest) == first
+        _put(store, third)
+    with pytest.raises(FailedPrecondition, match="another copy"):
+        _lab(tmp_path / "a", bucket)
+
+
+def test_data_of_an_earlier_start_in_the_same_directory_are_refused(tmp_path: Path, bucket: AwayBucket) -> None:
+    """A volume that was put back has the same inodes."""
+    _lab(tmp_path / "a", bucket)
+    earlier = (note := tmp_path / "a" / "bucket").read_text()
+    _lab(tmp_path / "a", bucket)
+    note.write_text(earlier)
+    with pytest.raises(FailedPrecondition, match="--accept-older"):
+        _lab(tmp_path / "a", bucket)
+
+
+@pytest.mark.parametrize("is_replaced", [False, True])
+def test_a_start_that_was_cut_takes_its_own_bucket_again(
+    tmp_path: Path, bucket: AwayBucket, monkeypatch: pytest.MonkeyPatch, is_replaced: bool
+) -> None:
+    _lab(tmp_path / "a", bucket)
+    swap = Bucket.swap
+
+    def cut(bucket: Bucket, name: str, data: bytes, tag: str) -> bool:
+        if name != "kvasir-store":
+            return swap(bucket, name, data, tag)
+        if is_replaced:
+            assert swap(bucket, name, data, tag)
+        raise OSError(errno.ECONNRESET, "no answer")
+
+    monkeypatch.setattr(Bucket, "swap", cut)
+    with pytest.raises(Unavailable):
+        _lab(tmp_path / "a", bucket)
+    monkeypatch.undo()
+    _lab(tmp_path / "a", bucket)
+    _lab(tmp_path / "a", bucket)
+
+
+def test_a_start_whose_answer_was_lost_and_was_sent_again_has_the_bucket(
+    tmp_path: Path, bucket: AwayBucket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    swap = Bucket.swap
+
+    def twice(bucket: Bucket, name: str, data: bytes, tag: str) -> bool:
+        is_won = swap(bucket, name, data, tag)
+        return swap(bucket, name, data, tag) if name == "kvasir-store" else is_won
+
+    _lab(tmp_path / "a", bucket)
+    monkeypatch.setattr(Bucket, "swap", twice)
+    with _lab(tmp_path / "a", bucket).open() as store:
+        _put(store, _blobs(1)[0])
+
+
+def test_data_of_the_first_bucket_version_open_today(tmp_path: Path, bucket: AwayBucket) -> None:
+    (tmp_path / "a").mkdir(mode=0o700)
+    write_private_text(tmp_path / "a" / "bucket", f"{WHERE} {'5' * 32}\n")
+    bucket.put("kvasir-store", b"5" * 32)
+    _lab(tmp_path / "a", bucket)
+    assert len(bucket.get_tagged("kvasir-store", 256)[0].split()) == 3
+    _lab(tmp_path / "a", bucket)
+
+
+def test_a_look_takes_nothing_from_the_store_that_runs(tmp_path: Path, bucket: AwayBucket) -> None:
+    lab, [data] = _lab(tmp_path / "a", bucket), _blobs(1)
+    with lab.open() as store:
+        digest = _put(store, data)
+        looking = blobs_of(lab.config(), Disk(), bucket, only_looks=True)  # the data name the bucket
+        assert looking.of(NS).list().blobs == {digest.hash}
+        _put(store, _blobs(2)[1])
 
 
 def test_a_blob_is_acknowledged_once_the_bucket_has_it(tmp_path: Path, bucket: AwayBucket) -> None:
@@ -216,6 +337,7 @@ def test_the_tier_keeps_what_was_used_last_within_its_bytes(tmp_path: Path) -> N
     for name in "abc":
         tier.put("p", name, name.encode() * 1000)
     assert tier.get("p", "a") == b"a" * 1000
+    assert {stat.S_IMODE(path.stat().st_mode) for path in (tmp_path / "t" / "p").iterdir()} == {0o600}
     tier.put("p", "d", b"d" * 1000)
     assert [name for name in "abcd" if tier.get("p", name) is not None] == ["a", "c", "d"]
     assert tier.total_bytes == 3 * 1032
@@ -242,11 +364,26 @@ def test_a_copy_that_does_not_verify_is_no_copy_and_a_crash_leaves_none(tmp_path
 # --- settings ---
 
 
-@pytest.mark.parametrize("url", ["", "bucket", "http://bucket/x", "s3://", "s3://key:secret@bucket/x", "s3://b/x?y=1"])
+@pytest.mark.parametrize(
+    "url",
+    [
+        "",
+        "bucket",
+        "http://b/secret",
+        "s3://",
+        "s3://key:secret@b/x",
+        "s3://b/x?k=secret",
+        "s3://b/x#secret",
+        "s3://[secret",
+    ],
+)
 def test_an_address_that_is_none_of_a_bucket_is_refused(url: str) -> None:
     with pytest.raises(InvalidArgument, match="s3://BUCKET/PREFIX") as refused:
         open_bucket(url, None)
     assert "secret" not in refused.value.message
+    with pytest.raises(ConfigError, match="--blobs: expected s3://BUCKET/PREFIX") as refused_option:
+        read_settings({"data_dir": "/data", "blobs": url or "x"})
+    assert "secret" not in str(refused_option.value)
 
 
 def test_a_file_of_credentials_is_its_owners_alone_and_no_message_shows_it(

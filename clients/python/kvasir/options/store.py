@@ -18,6 +18,20 @@ def check_catalog(text: str) -> None:
         raise ValueError("leave the password out: it is read from PGPASSFILE, ~/.pgpass or PGPASSWORD")
 
 
+def check_bucket(text: str) -> None:
+    """Raises ValueError, which does not repeat what was given: a secret may be in it."""
+    try:
+        address = urlsplit(text)
+        is_right = address.scheme == "s3" and address.netloc and "@" not in text and not {"?", "#"} & {*text}
+    except ValueError:
+        is_right = False
+    if not is_right:
+        raise ValueError(
+            "expected s3://BUCKET/PREFIX and nothing else; credentials are the environment's (AWS_...), or of "
+            "--blob-credentials-file"
+        )
+
+
 @dataclass(frozen=True, kw_only=True)
 class StoreFiles(Table):
     """Addresses and files."""
@@ -63,6 +77,7 @@ class StoreFiles(Table):
         "Keep blobs in a bucket of S3, which belongs to this store alone. Needs kvasir[fleet]; credentials are the "
         "environment's (AWS_…). Left out: they lie beside the index.",
         metavar="s3://BUCKET/PREFIX",
+        check=check_bucket,
     )
     blob_credentials_file: Path | None = option(
         None,
@@ -79,8 +94,8 @@ class StoreFiles(Table):
     )
     accept_older: bool = option(
         False,
-        "Start with data that are older than what last ran in their directory, a backup that was put back; they are "
-        "the newest from then on.",
+        "Start with data that are older than what last ran in their directory, a backup that was put back, or that "
+        "were copied from another one; they are the newest from then on.",
         up="accept-older",
     )
 
