@@ -21,6 +21,8 @@ _OF_DATA = (
     "seal_key_file",
     "seal_keychain",
     "sealed_file",
+    "blobs",
+    "blob_credentials_file",
 )
 
 

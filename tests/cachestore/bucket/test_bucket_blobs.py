@@ -170,7 +170,7 @@ def test_data_of_an_earlier_start_in_the_same_directory_are_refused(tmp_path: Pa
 
 
 @pytest.mark.parametrize("is_replaced", [False, True])
-def test_a_start_that_was_cut_takes_its_own_bucket_again(
+def test_a_start_after_one_that_was_cut_has_the_bucket(
     tmp_path: Path, bucket: AwayBucket, monkeypatch: pytest.MonkeyPatch, is_replaced: bool
 ) -> None:
     _lab(tmp_path / "a", bucket)
@@ -191,7 +191,7 @@ def test_a_start_that_was_cut_takes_its_own_bucket_again(
     _lab(tmp_path / "a", bucket)
 
 
-def test_a_start_whose_answer_was_lost_and_was_sent_again_has_the_bucket(
+def test_a_start_whose_write_was_repeated_has_the_bucket(
     tmp_path: Path, bucket: AwayBucket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     swap = Bucket.swap

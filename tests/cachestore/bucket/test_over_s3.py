@@ -17,12 +17,15 @@ from pathlib import Path
 
 import certifi
 import pytest
+from kvasir.cli.running.home import Home
 from kvasir.errors import KvasirError
 from kvasir.formats.digest import Digest
 
-from cachestore_svc.blobs.bucket.bucket import Bucket, open_bucket
+from cachestore_svc.blobs.bucket.bucket import Bucket, open_bucket, probe
 from tests.cachestore.service.running import RunningStore, store_home
+from tests.cli.running import Cli
 from tests.made_models.synthetic import SyntheticAgent
+from tests.running import in_memory
 
 _PROGRAM = shutil.which("versitygw") or str(Path("~/.cache/kvasir-lab/versitygw").expanduser())
 pytestmark = [
@@ -135,7 +138,7 @@ def bucket(credentials: Path) -> Bucket:
 
 
 def test_the_server_holds_every_race_and_objects_of_parts_come_whole(bucket: Bucket) -> None:
-    bucket.probe(secrets.token_hex)
+    probe(bucket, secrets.token_hex)
     large = secrets.token_bytes(65 << 20)
     assert bucket.put_new("large", large)
     assert not bucket.put_new("large", large)
@@ -196,6 +199,33 @@ def test_a_store_among_faults_and_kills_loses_nothing_that_it_acknowledged(
             assert read == acknowledged
         assert "testsecret" not in store.log
     assert faults.faults > 5
+
+
+def test_check_looks_at_the_objects_of_the_bucket_that_the_data_note(faults: Faults, credentials: Path) -> None:
+    home = in_memory.home()
+    cli, where = Cli(home), "s3://bucket/agents"
+    try:
+        cli.done("store", "serve", "-d", "--blobs", where, "--blob-credentials-file", str(credentials), "--json")
+        with Home(home).endpoint("store").store_client() as client:
+            turn = SyntheticAgent(seed=1).turn(300)
+            client.put_blobs(turn.new_blobs)
+        beside = cli.done("store", "check", "--read-only", "--json").value
+        assert (beside["is_clean"], beside["blobs"]) == (True, len(turn.new_blobs))
+        with Home(home).endpoint("store").store_client() as client:  # the check took the bucket from no store
+            client.put_blobs(SyntheticAgent(seed=2).turn(300).new_blobs)
+        cli.done("down", "--json")
+        bucket = open_bucket(where, credentials)
+        [place] = [name for name in bucket.folders() if len(name) == 32]
+        digest = next(iter(turn.new_blobs))
+        bucket.remove(f"{place}/{digest.hash}")
+        found = cli("store", "check", "--json")
+        assert found.code == 1, found.err
+        assert [(each["problem"], digest.hash in each["detail"]) for each in found.value["findings"]] == [
+            ("MISSING_FILE", True)
+        ]
+    finally:
+        cli("down")
+        shutil.rmtree(home)
 
 
 def _kill_while_it_writes(store: RunningStore, life: int) -> None:

@@ -14,11 +14,15 @@ from kvasir.cli.failures import DAMAGED, NOT_FOUND, WrongUsage
 from kvasir.cli.fleet.serving_store import serve_store
 from kvasir.cli.rows import counted, scrub_row, scrub_text, size, stats_row
 from kvasir.cli.running.checks import check_installed
+from kvasir.cli.running.home import Home
 from kvasir.cli.running.program import done
+from kvasir.cli.settings.showing import last_value
 from kvasir.cli.showing.progress import counting_progress
 from kvasir.cli.showing.tables import pairs
 from kvasir.errors import FailedPrecondition, NotFound
 from kvasir.formats.digest import Digest
+from kvasir.options.finding import environment
+from kvasir.options.store import StoreTable
 
 app = typer.Typer(help="Look after the store.", no_args_is_help=True)
 
@@ -84,13 +88,22 @@ def _report(
     check_installed("store")
     home = caller.home
     words = [action, "--json", "--data-dir", str(data_dir or home.store_data), *words]
-    words += [*home.seal_options(), *home.sealed_options(data_dir)]
+    words += [*home.seal_options(), *home.sealed_options(data_dir), *_bucket_options(home, data_dir)]
     ended = done("cachestore_svc", words, lambda line: caller.say(line) if line.startswith("progress: ") else None)
     if not ended.out:
         is_missing = ended.code == NOT_FOUND
         raise NotFound(ended.why, reason="NO_STORE") if is_missing else FailedPrecondition(ended.why, reason=reason)
     caller.result(ended.value, lambda out: show(out, ended.value))
     raise typer.Exit(ended.code)
+
+
+def _bucket_options(home: Home, data_dir: Path | None) -> list[str]:
+    """The credentials with which the home's store last reached its bucket, where the environment names none. The bucket
+    itself is noted in the data."""
+    if data_dir is not None or "blob_credentials_file" in environment(StoreTable):
+        return []
+    file = last_value(home, "store", "blob-credentials-file")
+    return ["--blob-credentials-file", file] if file else []
 
 
 @command(app, "scrub")

@@ -44,6 +44,12 @@ def write_settings(asked: Asked, plan: Plan) -> None:
     replace_private_text(_file(asked.home), json.dumps(list(_rows(asked, plan))))
 
 
+def last_value(home: Home, service: str, option: str) -> str:
+    """What an option of a service was when the services of the home last started; "" if that is not known."""
+    rows = _written(home) or []
+    return next((row["value"] for row in rows if (row["service"], row["option"]) == (service, option)), "")
+
+
 def _written(home: Home) -> list[dict[str, Any]] | None:
     """None: an older `kvasir up` wrote none."""
     try:
