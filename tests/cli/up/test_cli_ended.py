@@ -34,11 +34,11 @@ def _listens(process: psutil.Process) -> bool:
 
 def _ends_with(command: psutil.Process, count: int, end: Callable[[], None]) -> None:
     """It has so many services, `end` ends it, and then nothing is left."""
-    eventually(lambda: len(_serving(command)) == count, within_s=60)
+    eventually(lambda: len(_serving(command)) == count, within_s=200)
     started = [command, *command.children(recursive=True)]
     end()
     try:
-        eventually(lambda: all(map(_has_ended, started)), within_s=40)
+        eventually(lambda: all(map(_has_ended, started)), within_s=80)
     finally:
         for each in started:
             with contextlib.suppress(psutil.NoSuchProcess):
