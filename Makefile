@@ -5,7 +5,7 @@ CONSTRAINTS := constraints.txt
 # The tests start hundreds of processes: each would compile all modules anew where this is set, as images of containers do.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: release test-fleet test-install test-wheels test test-whole test-clients test-gpu check demo demo-agent try-wheel prove bench lint check-generated generate install campaigns campaign-fairness campaign-history campaign-moves campaign-sizes bench-moves campaign-handover hammer mutants fresh help
+.PHONY: release test-fleet test-install test-wheels test test-whole test-clients test-gpu check demo demo-agent fleet try-wheel prove bench lint check-generated generate install campaigns campaign-fairness campaign-history campaign-moves campaign-sizes bench-moves campaign-handover hammer mutants fresh help
 
 help:            ## Show this list
 	@awk -F ':.*## ?' '/^[a-z-]+:.*##/ {printf "%-19s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -47,6 +47,9 @@ test-gpu: install ## KV and engine on the GPU that MLX finds, TF32 off; says so 
 
 demo: install    ## Two agents live, die by kill -9, and go on; then one moves
 	$(BIN)/kvasir demo
+
+fleet: install   ## Three engines on PostgreSQL and S3, with nginx; ENGINES=5 DOOR=envoy DIR=…
+	@$(BIN)/python -m tools.fleet $(if $(DIR),--dir '$(DIR)') $(if $(ENGINES),--engines '$(ENGINES)') $(if $(STORES),--stores '$(STORES)') $(if $(DOOR),--door '$(DOOR)')
 
 demo-agent: install ## A coding agent with 30,000 tokens of instructions is killed; minutes
 	$(BIN)/kvasir demo --agent

@@ -33,6 +33,13 @@ SNIPPETS: Mapping[str, Mapping[str, tuple[str, ...] | str]] = {
         "kvasir gateway": ("test_the_gateway_of_several_engines_takes_the_homes_keys",),
         "kvasir fleet config": ("test_nginx_with_the_printed_configuration_keeps_an_agents_turns_at_one_engine",),
     },
+    "docs/pages/fleet.md": {
+        "createdb": ("test_a_fleet_is_built_as_on_its_page_and_an_agent_goes_on_at_another_engine",),
+        "aws_access_key_id": ("test_a_fleet_is_built_as_on_its_page_and_an_agent_goes_on_at_another_engine",),
+        "kvasir store serve": ("test_a_fleet_is_built_as_on_its_page_and_an_agent_goes_on_at_another_engine",),
+        "kvasir up -d": ("test_a_fleet_is_built_as_on_its_page_and_an_agent_goes_on_at_another_engine",),
+        "kvasir gateway": ("test_a_fleet_is_built_as_on_its_page_and_an_agent_goes_on_at_another_engine",),
+    },
     "cachestore_svc/index/postgres/README.md": {
         "pip install 'kvasir[fleet]'": ("test_a_store_on_postgres_that_is_killed_goes_on",),
     },

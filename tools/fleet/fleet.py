@@ -1,0 +1,224 @@
+"""A whole fleet in one directory: engines, stores, PostgreSQL, S3, the HTTP gateway, and a balancer for gRPC.
+
+clients ─HTTP─▶ gateway ──┐
+clients ─gRPC─▶ nginx ────┴▶ engine-1, -2, … ──▶ store-1, … ──▶ PostgreSQL (index), versitygw (blobs, as S3)
+"""
+
+import json
+import os
+import shutil
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvasir.address import accepts
+from kvasir.cli.running.home import Home
+
+from tools.fleet.part import Begin, Part, free_port
+from tools.fleet.servers import BUCKET, DATABASE, S3, Door, Postgres
+
+# From who calls ("store-1"), whom ("postgres") and its port to the port that is called: tests put links between.
+Through = Callable[[str, str, int], int]
+
+
+def _directly(_caller: str, _called: str, port: int) -> int:
+    return port
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a fleet has. `door`: nginx, envoy or none. `through` and `begin` are for tests."""
+
+    engines: int = 3
+    stores: int = 1
+    door: str = "nginx"
+    memory_gib: str = "1"
+    engine_settings: str = ""  # the text of a settings file, for every engine
+    store_options: Sequence[str] = ()
+    through: Through = _directly
+    begin: Begin | None = None
+
+
+class Member:
+    """An engine or a store with its home, under its `kvasir up` or `kvasir store serve`, which starts it again."""
+
+    def __init__(self, name: str, root: Path, logs: Path) -> None:
+        self.name, self.home = name, Home(root / name)
+        self.port = free_port()
+        self.address = f"127.0.0.1:{self.port}"
+        self.part = Part(name, (), logs / f"{name}.log", self._is_ready)
+
+    def runs(self, *words: str) -> None:
+        """What it is started with, after `kvasir --home …`."""
+        self.part.argv = [sys.executable, "-m", "kvasir", "--home", str(self.home.root), *words]
+
+    @property
+    def pid(self) -> int:
+        """Of the service itself; 0 while there is none."""
+        running = self.home.running()
+        return 0 if running is None else running.engine_pid or running.store_pid
+
+    def _is_ready(self) -> bool:
+        running, process = self.home.running(), self.part.process
+        return process is not None and running is not None and running.is_ready and running.pid == process.pid
+
+
+class Fleet:
+    """Made for a directory, then started and stopped."""
+
+    def __init__(self, root: Path, plan: Plan) -> None:
+        """Raises FleetError for a program that is not installed. It makes the directory."""
+        self.root, self.plan = root, plan
+        root.mkdir(parents=True, exist_ok=True, mode=0o700)
+        if os.geteuid() == 0:
+            root.chmod(0o711)  # PostgreSQL runs as another user, and must come to its own directory
+        logs = root / "logs"
+        for each in (logs, root / "postgres", root / "s3", root / "door"):
+            each.mkdir(exist_ok=True, mode=0o700)
+        self.postgres, self.s3 = Postgres(root / "postgres", logs), S3(root / "s3", logs)
+        self.stores = [Member(f"store-{number + 1}", root, logs) for number in range(plan.stores)]
+        self.engines = [Member(f"engine-{number + 1}", root, logs) for number in range(plan.engines)]
+        addresses = [each.address for each in self.engines]
+        self.door = None if plan.door == "none" else Door(plan.door, root / "door", logs, addresses)
+        self.http = f"127.0.0.1:{free_port()}"
+        self.gateway = Part("gateway", self._gateway_words(), logs / "gateway.log", lambda: accepts(self.http))
+        for part in self.kvasir_parts:
+            part.begin = plan.begin
+
+    @property
+    def kvasir_parts(self) -> list[Part]:
+        return [*(each.part for each in (*self.stores, *self.engines)), self.gateway]
+
+    @property
+    def parts(self) -> list[Part]:
+        """In the order of their starts."""
+        before = [self.postgres.part, self.s3.part, *self.kvasir_parts]
+        return before if self.door is None else [*before, self.door.part]
+
+    @property
+    def client_token(self) -> Path:
+        return self.stores[0].home.tokens / "client.token"
+
+    def start(self) -> None:
+        """All of it, until each part is ready. Raises FleetError."""
+        through = self.plan.through
+        servers = [self.postgres.part, self.s3.part]
+        self.postgres.prepare(self.postgres.port)
+        self.s3.prepare(through("stores", "s3", self.s3.port))
+        _start(servers)
+        self.postgres.make_database()
+        database_port = through("stores", "postgres", self.postgres.port)
+        self.postgres.prepare(database_port)
+        first, *others = self.stores
+        for store in self.stores:
+            self._set_up_store(store, database_port)
+        _start([first.part])
+        for member in (*others, *self.engines):
+            _join(first.home, member.home)
+        _start([each.part for each in others])
+        for number, engine in enumerate(self.engines):
+            self._set_up_engine(engine, self.stores[number % len(self.stores)])
+        _start([each.part for each in self.engines])
+        doors = [self.gateway]
+        if self.door is not None:
+            self.door.prepare()
+            doors.append(self.door.part)
+        _start(doors)
+
+    def stop(self) -> None:
+        """Callers' doors first, then the engines, which store what they owe, and last what the stores stand on."""
+        for wave in ([self.gateway, *([self.door.part] if self.door else [])], self._engine_parts, self._store_parts):
+            _stop(wave)
+        _stop([self.s3.part, self.postgres.part])
+
+    @property
+    def _engine_parts(self) -> list[Part]:
+        return [each.part for each in self.engines]
+
+    @property
+    def _store_parts(self) -> list[Part]:
+        return [each.part for each in self.stores]
+
+    def _set_up_store(self, store: Member, database_port: int) -> None:
+        catalog = f"postgresql://kvasir@127.0.0.1:{database_port}/{DATABASE}"
+        words = ["store", "serve", "--listen", store.address, "--catalog", catalog, "--blobs", f"s3://{BUCKET}/fleet"]
+        words += ["--blob-credentials-file", str(self.s3.credentials)]
+        words += ["--last-runs-dir", str(store.home.root / "last-runs")]
+        store.part.env = {"PGPASSFILE": str(self.postgres.passfile)}
+        store.runs(*words, *self.plan.store_options)
+
+    def _set_up_engine(self, engine: Member, store: Member) -> None:
+        port = self.plan.through(engine.name, store.name, store.port)
+        words = ["up", "--no-http", "--listen", engine.address, "--store", f"127.0.0.1:{port}"]
+        words += ["--memory-gib", self.plan.memory_gib]
+        if self.plan.engine_settings:
+            settings = engine.home.root / "fleet.toml"
+            settings.write_text(self.plan.engine_settings)
+            words += ["--config", str(settings)]
+        engine.runs(*words)
+
+    def _gateway_words(self) -> list[str]:
+        words = [sys.executable, "-m", "kvasir", "--home", str(self.stores[0].home.root)]
+        return [*words, "gateway", "--listen", self.http, *self.engine_options]
+
+    @property
+    def engine_options(self) -> list[str]:
+        """`--engine ADDRESS` for each, as the commands of a fleet take it."""
+        return [word for each in self.engines for word in ("--engine", each.address)]
+
+    def facts(self) -> dict[str, object]:
+        """Addresses, homes and process ids, for programs."""
+        return {
+            "directory": str(self.root),
+            "http": f"http://{self.http}",
+            "door": None if self.door is None else self.door.address,
+            "token_file": str(self.client_token),
+            "engines": [self._facts_of(each) for each in self.engines],
+            "stores": [self._facts_of(each) for each in self.stores],
+            "pids": {part.name: part.process.pid for part in self.parts if part.process is not None},
+        }
+
+    def _facts_of(self, member: Member) -> dict[str, object]:
+        return {"name": member.name, "address": member.address, "home": str(member.home.root), "pid": member.pid}
+
+    def write_facts(self) -> None:
+        """As fleet.json in the directory."""
+        (self.root / "fleet.json").write_text(json.dumps(self.facts(), indent=2) + "\n")
+
+
+@contextmanager
+def running(root: Path, plan: Plan, *kept_descriptors: int) -> Iterator[Fleet]:
+    """A fleet that is up, and gone afterwards whatever happens. Its parts inherit descriptors. Raises FleetError."""
+    fleet = Fleet(root, plan)
+    for part in fleet.parts:
+        part.kept_descriptors = kept_descriptors
+    try:
+        fleet.start()
+        fleet.write_facts()
+        yield fleet
+    finally:
+        fleet.stop()
+
+
+def _start(parts: Sequence[Part]) -> None:
+    for part in parts:
+        part.start()
+    for part in parts:
+        part.wait_until_ready()
+
+
+def _stop(parts: Sequence[Part]) -> None:
+    for part in parts:
+        part.send(part.end_by)
+    for part in parts:
+        part.stop()
+
+
+def _join(store: Home, home: Home) -> None:
+    """Copy the credentials of the store's home, as an operator does by hand; newer ones over older ones."""
+    home.make()
+    for file in store.tokens.glob("*.token"):
+        shutil.copy2(file, home.tokens / file.name)
+    shutil.copy2(store.credentials_file, home.credentials_file)
