@@ -10,9 +10,19 @@ from pathlib import Path
 
 import pytest
 from kvasir.cli.running.home import Home, Running
-from kvasir.cli.running.plan import make_credentials, plan_of
+from kvasir.cli.running.own_credentials import make_credentials
+from kvasir.cli.running.plan import plan_of
 from kvasir.cli.settings.asked import Asked
-from kvasir.credentials import Principal, further_engine_tokens, read_credentials, read_token
+from kvasir.credentials import (
+    Credentials,
+    Principal,
+    further_engine_tokens,
+    read_credentials,
+    read_token,
+    replace_private_text,
+    write_private_text,
+)
+from kvasir.errors import FailedPrecondition
 from kvasir.options.up import UpTable
 
 from tests.cli.running import Ended, in_process
@@ -136,10 +146,12 @@ def test_names_that_are_taken_or_no_words_or_the_homes_own_are_refused(tmp_path:
         ("rm", "client"),
         ("rm", "engine"),
         ("rm", "peer"),
+        ("new", "operator@home", "--role", "admin"),
+        ("rm", "operator@home"),
     ):
         assert in_process("--home", str(tmp_path), "tokens", *words, "--json").code != 0, words
     names = [each["name"] for each in tokens(tmp_path, "ls").value["tokens"]]
-    assert names == ["client", "engine", "peer", "ben", "engine@team"]
+    assert names == ["client", "operator@home", "engine", "peer", "ben", "engine@team"]
     assert {file.name: file.read_bytes() for file in Home(tmp_path).tokens.iterdir()} == made
 
 
@@ -159,3 +171,92 @@ def test_the_first_tokens_of_a_home_are_made_once_though_two_commands_want_them(
         known = read_credentials(home.credentials_file)
         for each in known.principals:
             assert known.principal_of(read_token(home.tokens / f"{each.name}.token")) == each
+
+
+OPERATOR = Principal("operator@home", "default", frozenset({"client", "admin"}))
+
+
+def test_a_home_has_a_key_for_its_operator_alone_beside_its_programs(tmp_path: Path) -> None:
+    home = Home(tmp_path)
+    home.make()
+    make_credentials(home)
+    files = [home.tokens / f"{name}.token" for name in ("operator@home", "client")]
+    assert [file.stat().st_mode & 0o777 for file in files] == [0o600, 0o600]
+    known = read_credentials(home.credentials_file)
+    operator, client = (known.principal_of(read_token(file)) for file in files)
+    assert (operator, client) == (OPERATOR, Principal("client", "default", frozenset({"client", "admin"})))
+    plan = plan_of(Asked(home, UpTable(http="127.0.0.1:1")))
+    assert plan.gateway is not None
+    assert plan.gateway.options["service_admin"] == ("operator@home",), "who operates by the page"
+    assert plan.engine.options["service_admin"] == ("client", "operator@home"), "who swaps models, as ever"
+
+
+def _from_before(home: Home, more: str = "") -> str:
+    """Make the home one of a Kvasir that knew no operator; returns its credentials."""
+    home.make()
+    make_credentials(home)
+    (home.tokens / "operator@home.token").unlink()
+    text = f"# edited by hand\n{read_credentials(home.credentials_file).without({OPERATOR.name}).text}{more}"
+    replace_private_text(home.credentials_file, text)
+    return text
+
+
+def test_a_home_from_before_gets_an_operator_and_keeps_all_else(tmp_path: Path) -> None:
+    home = Home(tmp_path)
+    before = _from_before(home)
+    tokens_before = {file.name: file.read_bytes() for file in home.tokens.iterdir()}
+    for _ in range(2):  # the second time nothing is missing
+        make_credentials(home)
+        text = home.credentials_file.read_text()
+        assert text.startswith(before.rstrip())
+        known = read_credentials(home.credentials_file)
+        assert [each.name for each in known.principals] == ["client", "engine", "peer", "operator@home"]
+        token = read_token(home.tokens / "operator@home.token")
+        assert known.principal_of(token) == OPERATOR
+        assert tokens_before.items() <= {file.name: file.read_bytes() for file in home.tokens.iterdir()}.items()
+
+
+def test_a_token_that_somebody_called_operator_before_operates_nothing(tmp_path: Path) -> None:
+    home = Home(tmp_path)
+    named = Credentials(()).with_tokens({Principal("operator", "default", OPERATOR.roles): "x" * 32}).text
+    _from_before(home, f"\n{named}")
+    write_private_text(home.tokens / "operator.token", "x" * 32)
+    make_credentials(home)
+    plan = plan_of(Asked(home, UpTable(http="127.0.0.1:1")))
+    known = read_credentials(home.credentials_file).principal_of("x" * 32)
+    assert plan.gateway is not None
+    assert known is not None
+    assert known.name not in plan.gateway.argv()
+    assert known.name not in plan.engine.argv()
+
+
+@pytest.mark.parametrize("how", ["gone", "for all to read", "another"])
+def test_an_operators_token_that_is_lost_or_seen_is_made_again(tmp_path: Path, how: str) -> None:
+    home = Home(tmp_path)
+    home.make()
+    make_credentials(home)
+    file = home.tokens / "operator@home.token"
+    old = read_token(file)
+    client = read_token(home.tokens / "client.token")
+    if how == "gone":
+        file.unlink()
+    elif how == "another":
+        file.write_text("left-by-a-command-that-was-killed-00000000\n")
+    else:
+        file.chmod(0o644)
+    make_credentials(home)
+    known = read_credentials(home.credentials_file)
+    assert known.principal_of(read_token(file)) == OPERATOR
+    assert known.principal_of(old) is None
+    assert known.principal_of(client) is not None
+    assert len(known) == 4
+
+
+def test_credentials_that_cannot_be_read_are_named_and_stay(tmp_path: Path) -> None:
+    home = Home(tmp_path)
+    _from_before(home, "no TOML")
+    before = home.credentials_file.read_bytes()
+    with pytest.raises(FailedPrecondition, match=r"credentials\.toml: not TOML") as refused:
+        make_credentials(home)
+    assert refused.value.reason == "UNUSABLE_CREDENTIALS"
+    assert home.credentials_file.read_bytes() == before

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from kvasir.cli.callers import reload
 from kvasir.cli.running.home import Home, Running
-from kvasir.cli.running.plan import make_credentials
+from kvasir.cli.running.own_credentials import make_credentials
 
 from tests.cli.running import in_process
 

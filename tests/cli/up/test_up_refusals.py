@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 from kvasir.address import parse_address
 from kvasir.cli.running.home import Home
-from kvasir.cli.running.plan import Plan, make_credentials
+from kvasir.cli.running.own_credentials import make_credentials
+from kvasir.cli.running.plan import Plan
 from kvasir.cli.running.supervisor import NotStartedError
 from kvasir.credentials import read_credentials, read_token
 

@@ -45,6 +45,18 @@ def test_a_code_signs_a_browser_in_and_is_used_up(
     assert url.rpartition("=")[2] not in front.gateway.log
 
 
+def test_the_operators_key_of_the_home_opens_the_page_and_another_on_request(
+    front: Front, caller: Caller, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The home's operator is eve here: the page shows its namespace, and not the one of the client's key."""
+    write_private_text(caller.home.tokens / "operator@home.token", front.keys["eve"])
+    for given, namespace in ((None, "second"), (caller.home.tokens / "client.token", "first")):
+        caller.token_file = given
+        open_page(caller)
+        page = Browser(front.gateway.url).get(json.loads(capsys.readouterr().out)["url"])
+        assert f"the namespace {namespace}" in page.text
+
+
 def test_a_link_to_one_of_several_namespaces_names_it_and_is_sent_by_a_person(
     front: Front, caller: Caller, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -12,9 +12,12 @@ from typing import Any
 import httpx2 as httpx
 import psutil
 import pytest
+from google.protobuf.json_format import ParseDict
+from google.rpc.status_pb2 import Status
 from kvasir.cli.running.home import Home, Running
 from kvasir.credentials import OWNER, read_credentials
 from kvasir.errors import DeadlineExceeded, FailedPrecondition, InvalidArgument, NotFound, Unavailable
+from kvasir.status import from_status
 from kvasir_gateway.door.security import KeyHolder
 from kvasir_gateway.page.looking import Panel
 from kvasir_gateway.page.operating.commands import Ended, HomeCommands
@@ -288,18 +291,33 @@ def test_a_home_is_operated_by_its_page_alone(tmp_path: Path) -> None:
         url = up["http_url"].removesuffix("/v1")
         cli.done("backup", tmp_path / "backup")
         browser = Browser(url)
-        browser.sign_in((cli.home / "tokens" / "client.token").read_text().strip())
+        _an_apps_key_operates_nothing(url, (cli.home / "tokens" / "client.token").read_text().strip())
+        key = (cli.home / "tokens" / "operator@home.token").read_text().strip()
+        browser.sign_in(key)
         _new_token_counts_at_once(browser, url)
         _two_homes_pair_and_part(browser, other)
         page = _ended(browser, "home", "backup")
         assert "The backup is whole" in page.text
         assert "every file was whole" in page.text
         log = "".join(file.read_text() for file in (cli.home / "logs").glob("*.log"))
-        assert (cli.home / "tokens" / "client.token").read_text().strip() not in log
+        assert key not in log
     finally:
         cli("down")
         for each in (cli, other):
             shutil.rmtree(each.home, ignore_errors=True)
+
+
+def _an_apps_key_operates_nothing(url: str, key: str) -> None:
+    """A program that talks with the home's client token is no operator, by a session or by the key itself."""
+    app = Browser(url)
+    assert "Operate" not in app.sign_in(key).text
+    for name in PAGES:
+        assert "`kvasir open`" in app.get(name, 403).text
+    assert httpx.get(f"{url}/v1/models", headers={"x-api-key": key}).status_code == 200
+    refused = httpx.get(f"{url}/page/tokens", headers={"x-api-key": key})
+    error = from_status(ParseDict(refused.json()["error"], Status()))
+    assert (refused.status_code, error.reason, error.metadata) == (403, "ROLE_REQUIRED", {"roles": "admin"})
+    assert "`kvasir open`" in error.message
 
 
 def _new_token_counts_at_once(browser: Browser, url: str) -> None:

@@ -76,7 +76,7 @@ class GatewayFiles(Table):
     home: Path | None = option(None, "The home whose tokens, peers and backups the page manages.", of_home=True)
     service_admin: tuple[str, ...] = option(
         (),
-        "A credential with the role admin that may do so: the engine's --service-admin.",
+        "A credential with the role admin that may do so, once for each. No program's: it makes tokens there.",
         metavar="NAME",
         of_home=True,
     )

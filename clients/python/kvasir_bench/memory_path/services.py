@@ -11,7 +11,8 @@ from typing import Any
 
 from kvasir.cli.own_services.own_processes import OwnProcesses
 from kvasir.cli.running.home import Home
-from kvasir.cli.running.plan import Plan, make_credentials, plan_of
+from kvasir.cli.running.own_credentials import make_credentials
+from kvasir.cli.running.plan import Plan, plan_of
 from kvasir.cli.settings.asked import Asked
 from kvasir.clients import InferenceClient
 from kvasir.options.up import UpTable

@@ -104,6 +104,13 @@ def is_scripts(request: Request) -> bool:
     return "text/event-stream" in request.headers.get("accept", "")
 
 
+def is_programs(request: Request) -> bool:
+    """A program shows a key, which no browser does by itself, and wants no HTML."""
+    headers = request.headers
+    has_key = "authorization" in headers or "x-api-key" in headers
+    return has_key and "text/html" not in headers.get("accept", "")
+
+
 def refusal(status: int, message: str) -> Response:
     """A refusal for a script of ours, in the form in which a stream has it."""
     headers = {**HEADERS, "content-type": "text/event-stream"}

@@ -29,6 +29,7 @@ from kvasir_gateway.page.look import (
     Sources,
     form_of,
     goto,
+    is_programs,
     is_scripts,
     place_of,
     refusal,
@@ -184,6 +185,8 @@ class GatewayPage:
         if is_scripts(request):
             is_out = error.reason == "NO_CREDENTIAL"
             return refusal(status, "the session has ended: reload, and sign in" if is_out else problem)
+        if is_programs(request):
+            return JSONResponse(errors.kvasir(error, "").body, status, HEADERS)
         if isinstance(error, Unauthenticated):
             return self._sign_in(status, problem="" if error.reason == "NO_CREDENTIAL" else problem)
         return _error(request, status, problem)

@@ -33,7 +33,7 @@ def operated_home(root: Path) -> Iterator[dict[str, str]]:
             subprocess.run([*kvasir, home, "backup", str(root / "backup")], check=True)
             yield {
                 "KVASIR_HOME_URL": json.loads(begun.stdout)["http_url"].removesuffix("/v1"),
-                "KVASIR_HOME_KEY": (root / "h" / "tokens" / "client.token").read_text().strip(),
+                "KVASIR_HOME_KEY": (root / "h" / "tokens" / "operator@home.token").read_text().strip(),
                 "KVASIR_PAIR": json.dumps([*kvasir, other, "pair", "--name", "laptop"]),
             }
         finally:

@@ -12,7 +12,7 @@ import typer
 from kvasir.cli.caller import Caller, command
 from kvasir.cli.running.holding import is_led, tokens_locked
 from kvasir.cli.running.home import Home
-from kvasir.cli.running.plan import make_credentials
+from kvasir.cli.running.own_credentials import is_own, known_credentials, make_credentials
 from kvasir.credentials import (
     ADMIN,
     CLIENT,
@@ -21,11 +21,9 @@ from kvasir.credentials import (
     HANDOVER,
     OWNER,
     PEER,
-    CredentialFileError,
     Credentials,
     Principal,
     engine_of,
-    read_credentials,
     replace_private_text,
 )
 from kvasir.errors import AlreadyExists, FailedPrecondition, InvalidArgument, NotFound
@@ -33,7 +31,6 @@ from kvasir.errors import AlreadyExists, FailedPrecondition, InvalidArgument, No
 app = typer.Typer(help="Who may call: credentials of this home, each bound to one namespace.", no_args_is_help=True)
 
 _WORD = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")  # it becomes the name of a file, and part of an option
-_OF_THE_HOME = ("client", "engine", "peer")
 
 
 class Role(StrEnum):
@@ -102,7 +99,7 @@ def rm(caller: Caller, name: Annotated[str, typer.Argument(metavar="NAME")]) -> 
     """Remove a token. Its calls end with `kvasir reload`. Agents stay, and are there for the next of the namespace.
 
     credentials.toml is written anew, without the comments of whoever edited it."""
-    if name in _OF_THE_HOME or name.startswith("engine"):
+    if is_own(name):
         raise InvalidArgument(f"NAME: {name} is the home's own, without which it does not work", field="NAME")
     _known(caller.home)  # a home that has none is not made for this
     with _changing(caller.home) as known:
@@ -128,16 +125,14 @@ def _known(home: Home) -> Credentials:
     if not home.credentials_file.exists():
         text = f"{home.root} has no credentials yet: `{home.command('up')}` makes them"
         raise FailedPrecondition(text, reason="NO_CREDENTIALS")
-    try:
-        return read_credentials(home.credentials_file)
-    except CredentialFileError as error:
-        raise FailedPrecondition(str(error), reason="UNUSABLE_CREDENTIALS") from None
+    return known_credentials(home)
 
 
 def _row(home: Home, principal: Principal) -> dict[str, Any]:
     file = home.tokens / f"{principal.name}.token"
-    roles = sorted(principal.roles)
-    return {"name": principal.name, "namespace": principal.namespace, "roles": roles, "token_file": str(file)}
+    roles, own = sorted(principal.roles), is_own(principal.name)
+    row = {"name": principal.name, "namespace": principal.namespace, "roles": roles, "token_file": str(file)}
+    return {**row, "is_of_home": own}
 
 
 def _then(home: Home) -> str:

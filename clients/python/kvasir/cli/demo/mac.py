@@ -9,7 +9,8 @@ from pathlib import Path
 
 from kvasir.cli.own_services.own_processes import OwnProcesses
 from kvasir.cli.running.home import Endpoint, Home
-from kvasir.cli.running.plan import make_credentials, plan_of
+from kvasir.cli.running.own_credentials import make_credentials
+from kvasir.cli.running.plan import plan_of
 from kvasir.cli.settings.asked import Asked
 from kvasir.cli.talking.turn import TurnResult, follow_turn
 from kvasir.clients import InferenceClient, StoreClient

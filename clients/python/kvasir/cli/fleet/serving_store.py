@@ -14,7 +14,8 @@ from kvasir.cli.failures import WrongUsage
 from kvasir.cli.running import checks
 from kvasir.cli.running.holding import led, locked
 from kvasir.cli.running.logs import rotate_own_log
-from kvasir.cli.running.plan import make_credentials, plan_of
+from kvasir.cli.running.own_credentials import make_credentials
+from kvasir.cli.running.plan import plan_of
 from kvasir.cli.running.starting import detached, run_group
 from kvasir.cli.settings.asked import Asked
 from kvasir.cli.settings.showing import write_settings

@@ -2,18 +2,16 @@
 
 import functools
 import json
-import secrets
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from kvasir import credentials
 from kvasir.address import parse_address
 from kvasir.cli.fleet.elsewhere import endpoint_of, engine_tokens, shares_credentials
 from kvasir.cli.running.health import ENGINE_SERVICE, STORE_SERVICE, Health, http_health, is_ready
-from kvasir.cli.running.holding import tokens_locked
-from kvasir.cli.running.home import Endpoint, Home
+from kvasir.cli.running.home import Endpoint
+from kvasir.cli.running.own_credentials import OPERATORS, SERVICE_ADMINS
 from kvasir.cli.running.supervisor import Service
 from kvasir.cli.settings.asked import Asked
 from kvasir.options.engine import EngineTable
@@ -69,14 +67,6 @@ def _phases(state_dir: Path) -> str:
         return ", ".join(f"{name} {spent:.1f}" for name, spent in seconds.items())
     except (OSError, ValueError, AttributeError, TypeError):
         return ""
-
-
-# The credentials of a new home: people and their programs, the engine, and another Mac's store that pulls.
-_PRINCIPALS = (
-    credentials.Principal("client", credentials.DEFAULT_NAMESPACE, frozenset({credentials.CLIENT, credentials.ADMIN})),
-    credentials.Principal("engine", credentials.DEFAULT_NAMESPACE, frozenset({credentials.ENGINE})),
-    credentials.Principal("peer", credentials.DEFAULT_NAMESPACE, frozenset({credentials.PEER})),
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,7 +156,7 @@ def _of_engine(asked: Asked, has_credentials: bool) -> dict[str, object]:
         "audit_file": home.audit_file("engine"),
         "credentials_file": home.credentials_file if has_credentials else None,
         "store_token_dir": home.tokens if has_credentials else None,
-        "service_admin": _PRINCIPALS[0].name if has_credentials else "",
+        "service_admin": SERVICE_ADMINS if has_credentials else (),
         "metrics_listen": asked.metrics[0],
         "tls_cert_file": up.tls_cert if up.listen else None,
         "tls_key_file": up.tls_key if up.listen else None,
@@ -181,28 +171,10 @@ def _of_gateway(asked: Asked, _has_credentials: bool) -> dict[str, object]:
         "state_dir": home.gateway_state,
         "credentials": home.credentials_file,
         "home": home.root,
-        "service_admin": _PRINCIPALS[0].name,
+        "service_admin": OPERATORS,
         "audit_file": home.audit_file("http"),
         "metrics_listen": asked.metrics[2],
     }
-
-
-def make_credentials(home: Home) -> None:
-    """Write credentials and tokens, once per home. The credentials get their name last: then all tokens are there."""
-    with tokens_locked(home):
-        if not home.credentials_file.exists():
-            _make_credentials(home)
-
-
-def _make_credentials(home: Home) -> None:
-    new = home.credentials_file.with_suffix(".new")
-    new.unlink(missing_ok=True)
-    tokens = credentials.write_credentials(new, _PRINCIPALS, lambda: secrets.token_urlsafe(32))
-    for name, token in tokens.items():
-        token_file = home.tokens / f"{name}.token"
-        token_file.unlink(missing_ok=True)
-        credentials.write_private_text(token_file, token + "\n")
-    new.rename(home.credentials_file)
 
 
 def from_here(address: str) -> str:

@@ -17,7 +17,8 @@ from kvasir.cli.running import at_login as at_login_jobs
 from kvasir.cli.running import checks
 from kvasir.cli.running.holding import is_led, led, locked
 from kvasir.cli.running.logs import rotate_own_log
-from kvasir.cli.running.plan import make_credentials, plan_of
+from kvasir.cli.running.own_credentials import make_credentials
+from kvasir.cli.running.plan import plan_of
 from kvasir.cli.running.starting import EngineKilledError, detached, run_group
 from kvasir.cli.running.supervisor import NotStartedError
 from kvasir.cli.settings.asked import Asked, asked_of

@@ -13,6 +13,7 @@ from urllib.parse import urlencode
 import typer
 
 from kvasir.cli.caller import Caller
+from kvasir.cli.running.own_credentials import people_token
 from kvasir.credentials import read_token, replace_private_text
 from kvasir.errors import Unauthenticated, Unavailable
 from kvasir.waits import ANSWER_S
@@ -24,15 +25,18 @@ def open_page(
         bool, typer.Option("--print", help="Print the address instead: it opens once, for two minutes.")
     ] = False,
 ) -> None:
-    """Open the page, signed in: talk with agents, find conversations, see how things are."""
+    """Open the page, signed in: talk with agents, find conversations, see how things are, operate the home.
+
+    It opens with the operator's key of this home, which programs do not get: theirs opens no tokens, peers or backups.
+    With --token-file before the command it opens with that key."""
     running = caller.home.running()
     if running is None or not running.http_url:
         start = f"`{caller.home.command('up -d')}` starts one"
         how = f"first end what runs without HTTP, `{caller.home.command('down')}`; {start}" if running else start
         raise Unavailable(f"no gateway runs here: {how}", reason="NOT_RUNNING")
     site = running.http_url.removesuffix("/v1")
-    file = caller.token_file or caller.home.tokens / "client.token"
-    code = _code(site, read_token(file) if file.exists() else "")
+    token = read_token(caller.token_file) if caller.token_file is not None else people_token(caller.home)
+    code = _code(site, token)
     url = f"{site}/page/open?{urlencode({'code': code})}" if code else f"{site}/"
     if not (show or caller.as_json):
         # Other users of the machine see a browser's arguments: they are given a file's name.

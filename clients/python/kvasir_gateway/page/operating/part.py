@@ -66,7 +66,7 @@ class Operating:
     def _guarded(self, handler: _OwnHandler) -> Handler:
         async def guarded(look: Look) -> Answer:
             if not self.is_operator(look.visitor.holder):
-                text = "only who operates this home may see or change this: sign in with its own key, by `kvasir open`"
+                text = "only who operates this home may see or change this, by no app's key: sign in with `kvasir open`"
                 raise PermissionDenied(text, metadata={"roles": ADMIN})
             if self._home is None or self._jobs is None:
                 raise FailedPrecondition("this gateway serves no home: one that `kvasir up` starts does")
