@@ -102,7 +102,7 @@ def test_the_disk_and_memories_that_are_not_stored_are_shown(olga: Browser) -> N
     assert 0 < int(disk.attributes["value"]) < int(disk.attributes["max"])
     assert re.search(r"[\d.]+ GiB free of [\d.]+ [GT]iB", page.text)
     assert re.search(r"Memories not stored none 0 0 bytes", page.text)
-    assert "kvasir backup DIR makes the first one" in page.text
+    assert "backup DIR makes the first one" in page.text
     assert "has no backup yet" in _ended(olga, "home", "backup").text
 
 
@@ -194,7 +194,10 @@ def test_a_code_stays_on_the_page_when_another_mac_is_refused() -> None:
 
 
 def _frame(visitor: Visitor) -> dict[str, Any]:
-    return {"visitor": visitor, "at": "/page/a/", "namespace": "default", "now": 0.0, "is_operator": True, "done": ""}
+    return {"visitor": visitor, "at": "/page/a/", "namespace": "default", "now": 0.0, "done": ""} | {
+        "is_operator": True,
+        "command": "kvasir --home there {}".format,
+    }
 
 
 def test_no_name_of_a_form_is_an_option_of_a_program(tmp_path: Path) -> None:
@@ -224,10 +227,10 @@ def test_a_command_that_hangs_is_ended_with_the_programs_that_it_began(
     assert not psutil.wait_procs([*begun], timeout=10)[1]
 
 
-def test_sealed_namespaces_are_listed_with_the_commands_for_keys(olga: Browser) -> None:
+def test_sealed_namespaces_are_listed_with_the_commands_for_keys(olga: Browser, front: Front) -> None:
     page = olga.get("keys")
     assert "No namespace is sealed" in page.text
-    assert "kvasir keys rotate" in page.text
+    assert f"kvasir --home {front.house.root} keys rotate" in page.text
 
 
 @pytest.mark.long(6)

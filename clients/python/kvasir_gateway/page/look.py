@@ -58,6 +58,7 @@ class Look:
     now: float  # Unix seconds
     form: dict[str, str]
     is_operator: bool = False
+    command: Callable[[str], str] = "kvasir {}".format  # words as a person types them
 
     @property
     def namespace(self) -> str:
@@ -74,7 +75,7 @@ class Look:
 
     def shown(self, template: str, /, **values: Any) -> Response:
         values.update(visitor=self.visitor, at=self.at, namespace=self.namespace, now=self.now)
-        values.update(is_operator=self.is_operator)
+        values.update(is_operator=self.is_operator, command=self.command)
         return page(template, done=DONE.get(self.query("done"), ""), **values)
 
     def goto(self, name: str = "", **query: str) -> Response:

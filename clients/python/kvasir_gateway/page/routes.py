@@ -155,8 +155,8 @@ class GatewayPage:
             form = await form_of(request, room, most_bytes)
             check_own_form(request.headers, form.get("form_token", ""), visitor.form_token)
         client = self._engine.of(visitor.holder.token, room.beside, room.written).client
-        is_operator = self._operating.is_operator(visitor.holder)
-        return Look(request, visitor, client, self._now(), form, is_operator)
+        is_operator, command = self._operating.is_operator(visitor.holder), self._operating.command(visitor.holder)
+        return Look(request, visitor, client, self._now(), form, is_operator, command)
 
     def _guarded(self, method: str, path: str, handler: _Guarded, rooms: Rooms) -> Route:
         """The handler's route, with its refusals as pages. Who has shown no key is asked for one."""

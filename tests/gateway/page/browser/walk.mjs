@@ -254,7 +254,7 @@ async function operate(page) {
   });
   await task(page, "see which keys seal what, and how they change", 1, async ({ press }) => {
     await press("link", "Keys");
-    return (await page.locator("main").textContent()).includes("kvasir keys rotate");
+    return (await page.locator("main").textContent()).includes("keys rotate");
   });
 }
 

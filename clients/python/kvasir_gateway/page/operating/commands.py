@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from kvasir.cli.running.home import Home
 from kvasir.errors import (
     DataLoss,
     DeadlineExceeded,
@@ -78,6 +79,10 @@ class HomeCommands:
     def __init__(self, home: Path) -> None:
         self.home = home
         self._few = asyncio.Semaphore(_AT_ONCE)
+
+    def typed(self, words: str) -> str:
+        """A command of this home, as a person types it."""
+        return Home(self.home).command(words)
 
     async def done(self, *words: str) -> Ended:
         """Run a command to its end. Raises DeadlineExceeded for one that takes longer than a person waits."""

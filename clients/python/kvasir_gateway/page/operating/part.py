@@ -36,6 +36,10 @@ class Operating:
         caller = holder.principal
         return holder.token is not None and caller.name in self._operators and ADMIN in caller.roles
 
+    def command(self, holder: KeyHolder) -> Callable[[str], str]:
+        """How a caller types a command. Its operator alone is shown where the home lies."""
+        return self._home.typed if self._home is not None and self.is_operator(holder) else "kvasir {}".format
+
     def pages(self) -> Mapping[str, Handler]:
         return self._for_operators(
             home=self._show_home,
