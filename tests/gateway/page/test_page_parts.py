@@ -1,23 +1,21 @@
 """The page's parts without services: the drawn tree, the ring of an hour, bars, and who is let in."""
 
 import asyncio
-import threading
 import types
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from datetime import UTC, datetime, timedelta, timezone
 from typing import Any
 
 import pytest
 from kvasir.cachestore.v1 import cachestore_pb2
 from kvasir.credentials import CLIENT, PEER, Credential, Credentials, Principal, hash_token
-from kvasir.errors import PermissionDenied, ResourceExhausted, Unauthenticated
+from kvasir.errors import PermissionDenied, Unauthenticated
 from kvasir.inference.v1 import inference_pb2 as pb
-from kvasir_gateway.door.bodies import RequestRoom, Rooms
+from kvasir_gateway.door.bodies import Rooms
 from kvasir_gateway.door.security import Gate
 from kvasir_gateway.metrics import _ROUTE
-from kvasir_gateway.page import look as looks
 from kvasir_gateway.page.conversation.listing import day_of
-from kvasir_gateway.page.look import FORM_BYTES, Sources
+from kvasir_gateway.page.look import Sources
 from kvasir_gateway.page.managing import _progress
 from kvasir_gateway.page.numbers.chart import HEIGHT, chart
 from kvasir_gateway.page.numbers.history import MINUTES, History, Speed
@@ -281,51 +279,8 @@ def test_a_code_opens_once_within_two_minutes_and_the_oldest_make_room() -> None
         codes.take(late)
 
 
-class Sent:
-    """A request whose body is a form of so many bytes."""
-
-    scope: Mapping[str, object] = {}
-    headers: Mapping[str, str] = {}
-
-    def __init__(self, length: int) -> None:
-        self.length = length
-
-    async def stream(self) -> AsyncIterator[bytes]:
-        yield b"text=%20" + b"a" * self.length
-
-
-def read_form(room: RequestRoom, length: int) -> dict[str, str]:
-    return asyncio.run(looks.form_of(Sent(length), room, 1 << 20))  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize(("length", "is_beside"), [(100, False), (FORM_BYTES + 100, True)])
-def test_a_large_form_is_read_beside_the_loop(length: int, is_beside: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    threads = list[int]()
-    read = looks.parse_qs
-    monkeypatch.setattr(looks, "parse_qs", lambda *of, **how: threads.append(threading.get_ident()) or read(*of, **how))
-    assert read_form(RequestRoom(Rooms(10, 1 << 20)), length) == {"text": " " + "a" * length}
-    assert (threads != [threading.get_ident()]) == is_beside
-
-
-def test_forms_take_room_with_all_bodies_and_no_namespace_fills_it() -> None:
-    rooms = Rooms(10, 10_000)
-    first, second = RequestRoom(rooms), RequestRoom(rooms)
-    first.admit("greedy")
-    assert len(read_form(first, 7_000)["text"]) == 7_001
-    second.admit("greedy")
-    with pytest.raises(ResourceExhausted, match="bodies of open requests"):
-        read_form(second, 1_000)
-    modest = RequestRoom(rooms)
-    modest.admit("modest")
-    assert read_form(modest, 1_000)
-    for room in (first, second, modest):
-        room.release()
-    assert (rooms.bodies.held_by_all, rooms.requests.held_by_all) == (0, 0)
-
-
-@pytest.mark.parametrize(("method", "path"), [("GET", "/page/chat"), ("POST", "/page/say"), ("GET", "/")])
-def test_a_page_counts_as_a_request_until_its_answer_is_sent(method: str, path: str) -> None:
-    rooms, sent = Rooms(4, 1 << 20), list[Any]()
+def asked(rooms: Rooms, method: str, path: str, send: Callable[[Any], Awaitable[None]]) -> None:
+    """A request of a key's holder to the page, not from a page of ours; nothing of it may be read."""
     gate = Gate(Credentials(()).with_tokens({Principal("ada", "first", frozenset({CLIENT})): KEY}))
     engine: Any = types.SimpleNamespace(of=lambda *_: types.SimpleNamespace(client=None))
     needs: Any = sessions(gate, Clock()), History(Clock()), None, Operating(None, (), Clock())
@@ -336,21 +291,39 @@ def test_a_page_counts_as_a_request_until_its_answer_is_sent(method: str, path: 
     scope |= {"scheme": "http", "server": ("127.0.0.1", 1), _ROUTE: list[str]()}
 
     async def receive() -> Any:
-        return {"type": "http.request", "body": b"", "more_body": False}
+        raise AssertionError
+
+    asyncio.run(route.app(scope, receive, send))
+
+
+@pytest.mark.parametrize(("method", "path"), [("GET", "/page/chat"), ("POST", "/page/say"), ("GET", "/")])
+def test_a_page_counts_as_a_request_until_its_answer_is_sent(method: str, path: str) -> None:
+    rooms, sent = Rooms(4, 1 << 20), list[Any]()
 
     async def send(message: Any) -> None:
         sent.append((rooms.requests.held("first"), message.get("status")))
 
     for _ in range(3):
         rooms.requests.take("first", 1)
-    asyncio.run(route.app(scope, receive, send))
+    asked(rooms, method, path, send)
     assert sent[0] == (3, 429)
     rooms.requests.give_back("first", 3)
     sent.clear()
-    asyncio.run(route.app(scope, receive, send))
+    asked(rooms, method, path, send)
     assert sent[0][0] == 1
     assert sent[0][1] != 429
     assert rooms.requests.held_by_all == 0
+
+
+@pytest.mark.parametrize("path", ["/page/say", "/page/delete", "/page/login"])
+def test_a_form_that_no_page_of_ours_sent_is_refused_before_any_of_it_is_read(path: str) -> None:
+    statuses = list[int]()
+
+    async def send(message: Any) -> None:
+        statuses.append(message.get("status"))
+
+    asked(Rooms(4, 1 << 20), "POST", path, send)
+    assert statuses[0] == 403
 
 
 def test_a_code_is_sent_by_itself_where_all_keys_open_the_same_agents() -> None:

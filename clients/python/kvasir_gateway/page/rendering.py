@@ -109,6 +109,7 @@ _TEMPLATES = Environment(
     loader=FileSystemLoader(_HERE / "templates"),
     autoescape=True,
     undefined=StrictUndefined,
+    auto_reload=False,  # else each page would look at its files
     trim_blocks=True,
     lstrip_blocks=True,
 )
