@@ -350,6 +350,7 @@ class Gateway:
 
     async def _body(self, call: Call, kind: type[_Body]) -> _Body:
         data = await call.room.read(call.request, self._around.limits.max_body_bytes)
+        await call.room.begin(is_read=False)
         if call.agent_id and not call.reading.rules.is_asked and await call.room.made(lambda: BILLING.encode() in data):
             call.reading.rules = await call.caller.rules_of(call.agent_id, call.reading.rules)
 
@@ -379,6 +380,8 @@ class Gateway:
                 call = self._admitted(request, is_open, request_id, room)
                 request_id = call.request_id
                 name_call(request_id)
+                if not is_open and methods != ["POST"]:  # a body comes first
+                    await room.begin(is_read=methods == ["GET"])
                 return await handler(call)
             except (ClientLeft, ClientDisconnect):
                 self._around.numbers.disconnects += 1
@@ -391,7 +394,7 @@ class Gateway:
                 _log.error("request.failed request_id=%s path=%s error=%s at=%s", *told)
                 return refused(request, Internal(f"a bug of the gateway, in request {request_id}"), request_id)
             finally:
-                room.forget()
+                room.answered()
 
         traces = self._around.traces if not is_open else Traces()
         endpoint = Endpoint(f"{methods[0]} {route_of(path)}", answered, self._rooms, traces)

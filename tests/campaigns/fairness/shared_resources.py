@@ -398,6 +398,15 @@ SHARED = (
         "TOO_MANY_CALLS",
     ),
     Shared(
+        "requests that the event loop answers: one that reads, for at most 2 s; others, for their first 20 ms",
+        "gateway",
+        "clients/python/kvasir_gateway/door/bodies.py: answering",
+        ("kvasir_gateway.door.bodies:MAX_ANSWERING", 16),
+        THREE_OF_FREE,
+        IN_TURN,
+        WAITS,
+    ),
+    Shared(
         "bodies and the page's forms, what parsing makes of them, and answers of embeddings",
         "gateway",
         "clients/python/kvasir_gateway/door/bodies.py: bodies",

@@ -59,13 +59,20 @@ class PlayedEngine:
 
 
 def app_before(engine: PlayedEngine, limits: GatewayLimits = GatewayLimits()) -> Any:
+    """The gateway without keys and without its page."""
+    link: Any = SimpleNamespace(of=lambda _token, beside, _making, _namespace: CallerAtEngine(engine, beside))
+    gate = Gate(None, hosts=(), origins=(), audit=Audit("http", None))
+    return app_of(link, gate, SimpleNamespace(routes=lambda _rooms: []), limits)
+
+
+def app_of(engine: Any, gate: Gate, page: Any, limits: GatewayLimits = GatewayLimits()) -> Any:
     around = Surroundings(
-        engine=SimpleNamespace(of=lambda _token, beside, _making, _namespace: CallerAtEngine(engine, beside)),  # type: ignore[arg-type]
-        gate=Gate(None, hosts=(), origins=(), audit=Audit("http", None)),
+        engine=engine,
+        gate=gate,
         turns=Turns(Conversations(_KEY, new_name=lambda: "name", now=lambda: datetime.now(UTC))),
         limits=limits,
         numbers=GatewayNumbers(),
-        page=SimpleNamespace(routes=lambda _rooms: []),  # type: ignore[arg-type]
+        page=page,
         tolerance=Tolerance(is_strict=False, any_model=True, seals=ThoughtSeals(_KEY)),
         aliases=Aliases({}),
         traces=Traces(),

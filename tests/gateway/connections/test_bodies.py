@@ -200,7 +200,7 @@ def test_objects_of_a_large_body_are_freed_by_the_thread(is_refused: bool) -> No
     room = RequestRoom(rooms)
     asyncio.run(one(room))
     assert len(freed_by) == is_refused
-    room.forget()
+    room.answered()
     rooms.thread.submit(int).result(5)
     assert len(freed_by) == 1
     assert freed_by[0] is not threading.main_thread()

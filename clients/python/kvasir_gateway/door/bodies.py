@@ -12,7 +12,8 @@ from typing import TypeVar, cast
 
 from kvasir.errors import DeadlineExceeded, InvalidArgument, KvasirError, ResourceExhausted
 from kvasir.server.fair_shares import Shares
-from kvasir.server.shared_room import SharedRoom
+from kvasir.server.shared_room import Place, SharedRoom
+from kvasir.waits import LOOK_S, SOON_S
 from starlette.requests import Request
 
 from kvasir_gateway.door.connections import receive_rest
@@ -23,6 +24,8 @@ MAX_CONTAINERS = 1 << 15
 MAX_VALUES = 1 << 18
 """Values of one body: a prompt of 131,072 token ids has half as many."""
 MAX_DEPTH = 64
+MAX_ANSWERING = 16
+"""Requests that the event loop answers at once: each step of one waits for a step of every other."""
 _SENDING_S = 60.0  # for a whole body
 _SMALL_BYTES = 16 << 10  # read at once: a thread would cost more
 # Memory for a body: the first of it, how much more than has come, and how much the event loop fills: that takes longer
@@ -37,10 +40,11 @@ _Made = TypeVar("_Made")
 
 
 class Rooms:
-    """What all requests share: places, bytes of bodies, and the thread that reads large ones."""
+    """What all requests share: places, the event loop, bytes of bodies, and the thread that reads large ones."""
 
     def __init__(self, max_requests: int, max_bodies_bytes: int) -> None:
         self.requests = Shares(max_requests)
+        self.answering = SharedRoom(MAX_ANSWERING)
         self.bodies = Shares(max_bodies_bytes)
         self.reading = SharedRoom(1)
         self.thread = ThreadPoolExecutor(1, thread_name_prefix="bodies")
@@ -55,6 +59,8 @@ class RequestRoom:
         self._is_large = False
         self._is_admitted = False
         self._made: list[object] = []
+        self._turn = Place()
+        self._ending: asyncio.TimerHandle | None = None
         self.namespace = ""
 
     def admit(self, namespace: str) -> None:
@@ -66,6 +72,14 @@ class RequestRoom:
             raise ResourceExhausted(text, reason="TOO_MANY_CALLS", retry_after_s=1)
         self.namespace = namespace
         self._is_admitted = True
+
+    async def begin(self, *, is_read: bool) -> None:
+        """Wait for the request's turn of the event loop, and hold a place until the answer is known. One that changes
+        something may wait for a lease, and its holder may wait here: it keeps the place for its first steps alone."""
+        self._turn = Place((self._rooms.answering, self.namespace))
+        await self._turn.enter()
+        at_most_s = SOON_S if is_read else LOOK_S
+        self._ending = asyncio.get_running_loop().call_later(at_most_s, self._turn.leave)
 
     async def read(self, request: Request, max_bytes: int) -> bytearray:
         """The body. Raises BodyTooLarge as soon as that is known, ResourceExhausted without room for it, and
@@ -142,8 +156,12 @@ class RequestRoom:
         self._text_bytes = max(self._text_bytes, len(written))  # it may be made again
         return written
 
-    def forget(self) -> None:
-        """Drop the objects made of the body. They may be many: the thread frees them."""
+    def answered(self) -> None:
+        """The answer is known: the next request may begin. Drop the objects made of the body: they may be many, so the
+        thread frees them."""
+        if self._ending is not None:
+            self._ending.cancel()
+        self._turn.leave()
         if self._made:
             made, self._made = self._made, []
             self._rooms.thread.submit(made.clear)

@@ -39,7 +39,15 @@ from kvasir_gateway.page.numbers.history import History
 from kvasir_gateway.page.numbers.status import Status
 from kvasir_gateway.page.operating.part import Operating
 from kvasir_gateway.page.rendering import HEADERS, asset, page
-from kvasir_gateway.page.sessions import COOKIE, LIFETIME_S, Codes, Sessions, check_own_form, check_own_page
+from kvasir_gateway.page.sessions import (
+    COOKIE,
+    LIFETIME_S,
+    Codes,
+    Sessions,
+    check_own_form,
+    check_own_page,
+    check_own_site,
+)
 
 _log = logging.getLogger(__name__)
 # Pages of a session lie at its address.
@@ -102,8 +110,7 @@ class GatewayPage:
         return await self._first.overview(await self._look(request, room))
 
     async def _login(self, request: Request, room: RequestRoom) -> Response:
-        form = await form_of(request, room)
-        check_own_form(request.headers, form.get("form_token", ""), self._sessions.lobby_token)
+        form = await _own_form(request, room, self._sessions.lobby_token)
         key = self._codes.take(form["code"]) if "code" in form else form.get("key", "").strip()
         opened = self._sessions.begin(key)
         at, is_tls = place_of(opened.address), request.url.scheme == "https"
@@ -152,8 +159,8 @@ class GatewayPage:
         room.admit(visitor.holder.principal.namespace)
         form: dict[str, str] = {}
         if request.method == "POST":
-            form = await form_of(request, room, most_bytes)
-            check_own_form(request.headers, form.get("form_token", ""), visitor.form_token)
+            form = await _own_form(request, room, visitor.form_token, most_bytes)
+        await room.begin(is_read=request.method == "GET")
         client = self._engine.of(visitor.holder.token, room.beside, room.written).client
         is_operator, command = self._operating.is_operator(visitor.holder), self._operating.command(visitor.holder)
         return Look(request, visitor, client, self._now(), form, is_operator, command)
@@ -175,7 +182,7 @@ class GatewayPage:
                 _log.error("page.failed path=%s error=%s at=%s", *told)
                 return self._refused(request, path, Internal("a bug of the gateway; its log says where"))
             finally:
-                room.forget()
+                room.answered()
 
         return Route(path, Endpoint(f"{method} {path}", answered, rooms, Traces()), methods=[method])
 
@@ -190,6 +197,14 @@ class GatewayPage:
         if isinstance(error, Unauthenticated):
             return self._sign_in(status, problem="" if error.reason == "NO_CREDENTIAL" else problem)
         return _error(request, status, problem)
+
+
+async def _own_form(request: Request, room: RequestRoom, token: str, most_bytes: int = FORM_BYTES) -> dict[str, str]:
+    """Raises as `form_of`, and PermissionDenied: for another site's form before any of it is read."""
+    check_own_site(request.headers)
+    form = await form_of(request, room, most_bytes)
+    check_own_form(request.headers, form.get("form_token", ""), token)
+    return form
 
 
 def _error(request: Request, status: int, message: str) -> Response:

@@ -144,10 +144,15 @@ def check_own_page(headers: Mapping[str, str]) -> None:
         raise PermissionDenied("origin: the page is shown to people, not to other sites", reason="FOREIGN_ORIGIN")
 
 
-def check_own_form(headers: Mapping[str, str], given: str, expected: str) -> None:
-    """Raises PermissionDenied unless a form of ours was sent from a page of ours."""
+def check_own_site(headers: Mapping[str, str]) -> None:
+    """Raises PermissionDenied for a form that no page of ours sent: known before any of it is read."""
     if not _is_own(headers):
         raise PermissionDenied("origin: forms are taken from this page only", reason="FOREIGN_ORIGIN")
+
+
+def check_own_form(headers: Mapping[str, str], given: str, expected: str) -> None:
+    """Raises PermissionDenied unless a form of ours was sent from a page of ours."""
+    check_own_site(headers)
     if not _is_same(given, expected):
         raise PermissionDenied("the form is of an earlier visit: go back, reload, and send it again")
 
