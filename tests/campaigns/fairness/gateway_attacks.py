@@ -3,17 +3,21 @@
 import asyncio
 import contextlib
 import json
-from collections.abc import Iterator
+from collections.abc import Awaitable, Iterator, Mapping
 
 import httpx2 as httpx
 from kvasir_gateway.page.conversation.talking import SAY_BYTES
 
 from tests.campaigns.fairness.attacker import Attacker
+from tests.gateway.page.html_page import parsed
 
 _SILENT = 5_000
 _CALLERS = 24
 _PAGES = 200
+_MANY = httpx.Limits(max_connections=_PAGES)
 _BODY_BYTES = (8 << 20) - 2_000
+_ESCAPES = "é" * (SAY_BYTES // 6 - 200)
+_REFUSED_PAUSE_S = 0.2
 
 
 async def silent_connections(attacker: Attacker) -> None:
@@ -33,36 +37,72 @@ async def silent_connections(attacker: Attacker) -> None:
 async def large_bodies(attacker: Attacker) -> None:
     """Bodies of 8 MiB: one text, 10,000 messages, a message of one letter many times, nested arrays."""
     bodies = list(_bodies())
-    client = httpx.AsyncClient(timeout=120, limits=httpx.Limits(max_connections=_CALLERS))
+    client = httpx.AsyncClient(
+        base_url=attacker.gateway_url, timeout=120, limits=httpx.Limits(max_connections=_CALLERS)
+    )
 
     async def ask(index: int) -> None:
         body, key = bodies[index % len(bodies)], attacker.tokens[index % len(attacker.tokens)]
-        with contextlib.suppress(httpx.HTTPError):
-            url = f"{attacker.gateway_url}/v1/chat/completions"
-            answer = await client.post(url, content=body, headers={"authorization": f"Bearer {key}"})
-            if answer.status_code == 429:
-                await asyncio.sleep(0.2)
+        headers = {"authorization": f"Bearer {key}"}
+        await _answered(client.post("/v1/chat/completions", content=body, headers=headers))
 
     attacker.flood(_CALLERS, ask)
 
 
 async def large_forms(attacker: Attacker) -> None:
-    """Forms of the page as large as they may be, of escapes alone, and pages between them."""
-    form = ("text=" + "%C3%A9" * ((SAY_BYTES - 5) // 6)).encode()
-    client = httpx.AsyncClient(timeout=120, limits=httpx.Limits(max_connections=_PAGES))
+    """Forms of the page as large as they may be, of escapes alone: turns, and such as an earlier visit or another site
+    sends. Pages between them."""
+    client = httpx.AsyncClient(base_url=attacker.gateway_url, timeout=120, limits=_MANY)
+    keys = [{"x-api-key": token, "accept": "text/html"} for token in attacker.tokens]
+    tokens = [await _form_token(client, key) for key in keys]
+    own = {"content-type": "application/x-www-form-urlencoded", "origin": attacker.gateway_url}
+    foreign = own | {"origin": "http://127.0.0.1:1"}
 
     async def ask(index: int) -> None:
-        headers = {"x-api-key": attacker.tokens[index % len(attacker.tokens)], "accept": "text/html"}
-        headers |= {"content-type": "application/x-www-form-urlencoded"}
-        with contextlib.suppress(httpx.HTTPError):
-            if index % 2:
-                answer = await client.post(f"{attacker.gateway_url}/page/say", content=form, headers=headers)
-            else:
-                answer = await client.get(f"{attacker.gateway_url}/page/status", headers=headers)
-            if answer.status_code == 429:
-                await asyncio.sleep(0.2)
+        place = index // 4 % len(keys)
+        form = {"form_token": tokens[place], "id": f"agent {index}", "head": "0", "text": _ESCAPES}
+        match index % 4:
+            case 1:
+                await _answered(client.post("/page/say", data=form, headers=keys[place] | own))
+            case 3:
+                sender = own if index % 8 == 3 else foreign
+                await _answered(client.post("/page/say", data=form | {"form_token": "0"}, headers=keys[place] | sender))
+            case _:
+                await _answered(client.get("/page/status", headers=keys[place]))
 
     attacker.flood(_PAGES, ask)
+
+
+async def small_calls(attacker: Attacker) -> None:
+    """Calls that need little each, by many: lists of agents and models, an agent that is not there, a token count."""
+    client = httpx.AsyncClient(base_url=attacker.gateway_url, timeout=120, limits=_MANY)
+    counted = {"model": "m", "messages": [{"role": "user", "content": "a"}]}
+
+    async def ask(index: int) -> None:
+        key = {"x-api-key": attacker.tokens[index % len(attacker.tokens)]}
+        match index // len(attacker.tokens) % 4:
+            case 0:
+                await _answered(client.get("/v1/agents", headers=key))
+            case 1:
+                await _answered(client.get("/v1/models", headers=key))
+            case 2:
+                await _answered(client.get("/v1/agents/nobody", headers=key))
+            case _:
+                await _answered(client.post("/v1/messages/count_tokens", json=counted, headers=key))
+
+    attacker.flood(_PAGES, ask)
+
+
+async def _answered(call: Awaitable[httpx.Response]) -> None:
+    """A call's end, and a pause where it was one too many."""
+    with contextlib.suppress(httpx.HTTPError):
+        if (await call).status_code == 429:
+            await asyncio.sleep(_REFUSED_PAUSE_S)
+
+
+async def _form_token(client: httpx.AsyncClient, key: Mapping[str, str]) -> str:
+    page = parsed((await client.get("/page/chat", headers=key)).text)
+    return page.fields(page.form("say"))["form_token"]
 
 
 def _bodies() -> Iterator[bytes]:
