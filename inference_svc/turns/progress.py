@@ -278,11 +278,6 @@ class Progress:
         """The same for another call than the reader's: the reader gets the turn's last message. Idempotent."""
         self._stop(Stop(None))
 
-    def end_work_behind(self) -> None:
-        """End what the turn's task does once the reader has its end. Idempotent."""
-        if self.phase.has_ended and self.task is not None:
-            self.task.cancel()
-
     def _stop(self, why: Stop) -> None:
         if self.is_cancelled or self.phase.is_ending:
             return

@@ -103,16 +103,21 @@ class TurnService:
 
     async def drain(self, patience_s: float) -> None:
         """Wait for the running turns, end those that take longer, then wait for publications."""
-        for turn in self._running.values():
-            turn.end_work_behind()
+        self._end_work_behind()
         if self._running:
             await asyncio.wait(set(self._running), timeout=patience_s)
+        self._end_work_behind()
         for turn in list(self._running.values()):
-            turn.end_work_behind()
             turn.cancel(errors.Unavailable("the model is going away", reason="SHUTTING_DOWN", retry_after_s=1.0))
         if self._running:
             await asyncio.wait(set(self._running), timeout=patience_s)
         await asyncio.gather(*(lines.drain(patience_s) for lines in self._parts.recall.lines.values()))
+
+    def _end_work_behind(self) -> None:
+        """End what tasks still do for turns whose readers have the end."""
+        for task, turn in self._running.items():
+            if turn.phase.has_ended:
+                task.cancel()
 
     def open_turns(self, namespace: str) -> dict[Progress, float]:
         """The namespace's turns that wait or run, the oldest first; and for how many seconds."""

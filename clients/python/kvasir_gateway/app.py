@@ -30,7 +30,7 @@ from kvasir_gateway.door.endpoint import Endpoint
 from kvasir_gateway.door.security import Gate, Site
 from kvasir_gateway.embedding.asking import embed
 from kvasir_gateway.embedding.bodies import EmbeddingsRequest, OllamaEmbed, OllamaEmbeddings
-from kvasir_gateway.engine import CallerAtEngine, EngineLink
+from kvasir_gateway.engine import CallerAtEngine, EngineLink, rules_of
 from kvasir_gateway.errors import api_of, refused
 from kvasir_gateway.metrics import CountedApp, GatewayNumbers, is_at, route_of
 from kvasir_gateway.ollama import models as ollama_models
@@ -352,7 +352,8 @@ class Gateway:
         data = await call.room.read(call.request, self._around.limits.max_body_bytes)
         await call.room.begin(is_read=False)
         if call.agent_id and not call.reading.rules.is_asked and await call.room.made(lambda: BILLING.encode() in data):
-            call.reading.rules = await call.caller.rules_of(call.agent_id, call.reading.rules)
+            client = call.caller.at(call.agent_id)
+            call.reading.rules = await rules_of(call.agent_id, client, call.reading.rules)
 
         def parse(data: bytearray) -> _Body:
             try:

@@ -218,14 +218,6 @@ class CallerAtEngine:
             return found
         return found | await self.beside(lambda: _replies_behind(newest, {*places} - {*found}, digests_of))
 
-    async def rules_of(self, agent_id: str, rules: Rules) -> Rules:
-        """The rules that an agent's label names, else these."""
-        try:
-            label = (await self.at(agent_id).get_agent(agent_id)).labels.get(volatile.LABEL)
-            return Rules(volatile.from_label(label), is_asked=True) if label else rules
-        except KvasirError:  # there is no such agent yet, or it cannot be said now
-            return rules
-
     async def fork(self, source: str, name: str, version: int | None) -> int:
         return _newest(await self.at(source).fork_agent(source, name, version=version))
 
@@ -319,6 +311,15 @@ class EngineLink:
         for client in (*self._own, *self._peers.values()):
             await client.close()
         self._large.close()
+
+
+async def rules_of(agent_id: str, client: AioInferenceClient, rules: Rules) -> Rules:
+    """The rules that an agent's label names, else these."""
+    try:
+        label = (await client.get_agent(agent_id)).labels.get(volatile.LABEL)
+        return Rules(volatile.from_label(label), is_asked=True) if label else rules
+    except KvasirError:  # there is no such agent yet, or it cannot be said now
+        return rules
 
 
 def _unwell(reason: str, message: str, *, engine: bool = True, store: bool = False) -> Wellness:
