@@ -91,9 +91,9 @@ class VisitWriter(DailyWriter):
     def _turn(self) -> None:
         draw = self.dice.random()
         if self.extracts or draw < 0.1:
-            self.extract()
+            self._extract()
         elif self.tools and draw < 0.35:
-            self.use_tool()
+            self._use_tool()
         elif draw < 0.45:
             self.chat()
         elif draw < 0.55:
@@ -106,17 +106,17 @@ class VisitWriter(DailyWriter):
     def _ask_turn(self) -> None:
         draw = self.dice.random()
         if self.extracts or draw < 0.06:
-            self.extract()
+            self._extract()
         elif draw < 0.1 and (memory := self.unseen(self.remembered))[0]:
             self.answer(memory[1], *memory[0][1:])
         elif self.tools and draw < 0.2:
-            self.use_tool()
+            self._use_tool()
         elif draw < 0.23:
-            self.summarize()
+            self._summarize()
         elif draw < 0.26:
             self.chat()
         elif draw < 0.29:
-            self.tell_and_ask()
+            self._tell_and_ask()
         elif draw < 0.38:
             fact = self.unknown()
             self._exchange(self._wording(fact), fact.not_told)
@@ -145,7 +145,7 @@ class VisitWriter(DailyWriter):
         self._tell(facts, text if is_exact or self.held_out else talk.typed(text, dice), REMEMBER)
         return list(facts)
 
-    def tell_and_ask(self) -> None:
+    def _tell_and_ask(self) -> None:
         """A sentence, and a question about it in the same message."""
         facts, text = self.unseen(lambda: self._telling(""))
         fact = self.dice.pick(facts)
@@ -257,7 +257,7 @@ class VisitWriter(DailyWriter):
         told = {fact.key: known_as(fact) for fact in self.told_to_me}
         return " ".join(list(told.values())[:SUMMARY_FACTS]) or NOTHING
 
-    def summarize(self) -> None:
+    def _summarize(self) -> None:
         """All that was told, or what was told of one relative."""
         kin = [fact for fact in self.told_to_me if isinstance(fact, VisitFact) and fact.kind.startswith("kin")]
         if not kin or self.dice.chance(0.6):
@@ -276,7 +276,7 @@ class VisitWriter(DailyWriter):
         reply, text = self.unseen(lambda: chatted(self))
         self._teach(text, reply)
 
-    def extract(self) -> None:
+    def _extract(self) -> None:
         (_, reply, given), text = self.unseen(lambda: structured.a_text(self.dice, self.names))
         self.answer(text, reply, given)
 
@@ -290,7 +290,7 @@ class VisitWriter(DailyWriter):
         text, *rest = structured.a_memory(self.dice, [each for each in told if each[0].key in some])
         return tuple(rest), text
 
-    def use_tool(self) -> None:
+    def _use_tool(self) -> None:
         use, text = self.unseen(lambda: structured.a_use(self.dice, self.names, self.tools))
         self.answer(text, use.reply, use.given)
         if self.dice.chance(0.6):
