@@ -1,18 +1,19 @@
 """Rows of agents: their names, labels, pins, and how they are changed and forgotten."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from kvasir.errors import FailedPrecondition
 from kvasir.formats.digest import Digest
 
 from cachestore_svc.facts.limits import check_all_labels
-from cachestore_svc.facts.ownership import FIRST_MOVE, gone
+from cachestore_svc.facts.ownership import FIRST_MOVE, HERE, gone
 from cachestore_svc.facts.records import AgentRecord, AgentUsage
 from cachestore_svc.index.refusals import no_agent
 from cachestore_svc.index.sqlite import garbage, versions
-from cachestore_svc.index.sqlite.rights.owners import ownership_of, set_ownership
+from cachestore_svc.index.sqlite.rights.owners import owners_of, ownership_of, set_ownership
 from cachestore_svc.index.sqlite.rows import Rows
+from cachestore_svc.index.sqlite.versions import Head
 from cachestore_svc.index.values import AgentFilter
 
 
@@ -49,7 +50,7 @@ def make_agent(rows: Rows, name: str, now_unix_ms: int) -> AgentRow:
 
 def get_agent(rows: Rows, agent_id: str, default_retained: int) -> AgentRecord:
     """An agent with its labels and the newest version of each line. Raises NotFound."""
-    return record(rows, get_row(rows, agent_id), default_retained)
+    return _records_of(rows, [get_row(rows, agent_id)], default_retained)[0]
 
 
 def agents_after(
@@ -62,55 +63,68 @@ def agents_after(
     found = rows.all(sql, after=after, prefix=wanted.name_prefix, count=count)
     all_named = sorted((AgentRow(*each) for each in found), key=lambda agent: agent.name)
     named = [each for each in all_named if each.name > after and each.name.startswith(wanted.name_prefix)][:count]
-    labels = wanted.labels.items()
-    labelled = (agent for agent in named if not labels or labels <= labels_of(rows, agent.id).items())
-    return [agent.name for agent in named], [record(rows, agent, default_retained) for agent in labelled]
+    labels = labels_of(rows, [agent.id for agent in named]) if wanted.labels else {}
+    labelled = [each for each in named if wanted.labels.items() <= labels.get(each.id, {}).items()]
+    return [agent.name for agent in named], _records_of(rows, labelled, default_retained)
 
 
-def record(rows: Rows, agent: AgentRow, default_retained: int) -> AgentRecord:
-    lines = versions.lines_of(rows, agent.id)
-    return AgentRecord(
-        agent_id=agent.name,
-        labels=labels_of(rows, agent.id),
-        is_pinned=bool(agent.is_pinned),
-        retained_versions=agent.retained_versions or default_retained,
-        created_unix_ms=agent.created_unix_ms,
-        used_unix_ms=max([agent.created_unix_ms, *(line.used_unix_ms for line in lines)]),
-        lines=tuple(versions.get_version(rows, line, None) for line in lines),
-        unused_ms=_unused_ms(rows, agent.id) or 0,
-        ownership=ownership_of(rows, agent.name),
-    )
+def _records_of(rows: Rows, agents: Sequence[AgentRow], default_retained: int) -> list[AgentRecord]:
+    """Agents with all that is listed of them, by as many statements for a page of them as for one."""
+    ids = [agent.id for agent in agents]
+    labels, heads = labels_of(rows, ids), versions.heads_of(rows, ids)
+    unused, owners = _unused_ms(rows, heads), owners_of(rows, [agent.name for agent in agents])
+    return [
+        AgentRecord(
+            agent_id=agent.name,
+            labels=labels[agent.id],
+            is_pinned=bool(agent.is_pinned),
+            retained_versions=agent.retained_versions or default_retained,
+            created_unix_ms=agent.created_unix_ms,
+            used_unix_ms=max([agent.created_unix_ms, *(head.used_unix_ms for head in heads[agent.id])]),
+            lines=tuple(head.snapshot for head in heads[agent.id]),
+            unused_ms=unused.get(agent.id, 0),
+            ownership=owners.get(agent.name, HERE),
+        )
+        for agent in agents
+    ]
 
 
 def count_unused(rows: Rows, agent_id: str, passed_ms: int) -> None:
     """Add to an agent's unused time, or begin at 0 if it was used since. No effect if it is gone."""
     if agent := find_agent(rows, agent_id):
-        unused_ms = _unused_ms(rows, agent.id)
-        unused_ms = 0 if unused_ms is None else unused_ms + passed_ms
+        heads = versions.heads_of(rows, [agent.id])
+        before = _unused_ms(rows, heads).get(agent.id)
+        unused_ms = 0 if before is None else before + passed_ms
         counted = """INSERT INTO unused VALUES (:agent, :used, :unused_ms) ON CONFLICT (agent_id)
             DO UPDATE SET used = excluded.used, unused_ms = excluded.unused_ms"""
-        rows.run(counted, agent=agent.id, used=_used(rows, agent.id), unused_ms=unused_ms)
+        rows.run(counted, agent=agent.id, used=_used(heads[agent.id]), unused_ms=unused_ms)
 
 
-def _unused_ms(rows: Rows, agent: int) -> int | None:
-    counted = "SELECT unused_ms FROM unused WHERE agent_id = :agent AND used = :used"
-    found = rows.one(counted, agent=agent, used=_used(rows, agent))
-    return int(found[0]) if found else None
-
-
-def _used(rows: Rows, agent: int) -> str:
-    """The agent's uses until now: what changes with each, whichever way the clock was set."""
-    [uses] = rows.all(
-        """SELECT COALESCE(SUM(used_unix_ms), 0), COALESCE(SUM((SELECT MAX(version) FROM versions
-            WHERE line_id = lines.id)), 0) FROM lines WHERE agent_id = :agent""",
-        agent=agent,
+def _unused_ms(rows: Rows, heads: Mapping[int, Sequence[Head]]) -> dict[int, int]:
+    """What was counted of each of these agents that was not used since."""
+    counted = (
+        "SELECT agent_id AS agent, used, unused_ms FROM unused WHERE agent_id IN (SELECT value FROM json_each(:ids))"
     )
-    return " ".join(map(str, uses))
+    found = rows.all(counted, ids=[*heads])
+    return {agent: unused_ms for agent, used, unused_ms in found if used == _used(heads[agent])}
 
 
-def labels_of(rows: Rows, agent: int) -> dict[str, str]:
-    labels = "SELECT name AS label, value AS label_value FROM labels WHERE agent_id = :agent"
-    return dict(sorted(rows.all(labels, agent=agent)))
+def _used(heads: Sequence[Head]) -> str:
+    """An agent's uses until now: what changes with each, whichever way the clock was set."""
+    return f"{sum(head.used_unix_ms for head in heads)} {sum(head.snapshot.version for head in heads)}"
+
+
+def labels_of(rows: Rows, agents: Sequence[int]) -> dict[int, dict[str, str]]:
+    """The labels of each of these agents, by name."""
+    found = rows.all(
+        """SELECT agent_id AS agent, name AS label, value AS label_value FROM labels
+            WHERE agent_id IN (SELECT value FROM json_each(:ids))""",
+        ids=agents,
+    )
+    labels: dict[int, dict[str, str]] = {agent: {} for agent in agents}
+    for agent, name, value in sorted(found):
+        labels[agent][name] = value
+    return labels
 
 
 def set_labels(rows: Rows, agent: int, labels: Mapping[str, str]) -> None:
@@ -149,7 +163,7 @@ def update_agent(
 ) -> None:
     """Change what is given. Raises NotFound, InvalidArgument."""
     agent = get_row(rows, agent_id)
-    wanted = {**labels_of(rows, agent.id), **labels}
+    wanted = {**labels_of(rows, [agent.id])[agent.id], **labels}
     check_all_labels({name: value for name, value in wanted.items() if value})
     if labels.keys() != {FIRST_MOVE}:  # which no caller sets: it is no use of the agent
         rows.run("DELETE FROM unused WHERE agent_id = :agent", agent=agent.id)

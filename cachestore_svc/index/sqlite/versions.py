@@ -4,7 +4,7 @@ blobs; a blob that nothing holds is garbage. References are not counted, so no c
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from kvasir.errors import NotFound
 from kvasir.formats.digest import Digest
@@ -28,11 +28,12 @@ _OF_LINE = "(:kv_identity_hash IS NULL OR lines.kv_identity_hash = :kv_identity_
 _NEWEST_FIRST = """(SELECT MAX(version) FROM versions WHERE versions.line_id = lines.id) DESC,
     lines.used_unix_ms DESC, lines.id DESC"""
 _LINE = "SELECT lines.id, lines.agent_id, lines.kv_identity_hash, lines.used_unix_ms FROM lines"
-_SNAPSHOT = """SELECT agents.name AS agent_id, lines.kv_identity_hash, versions.version, blobs.hash, blobs.size_bytes,
+_COLUMNS = """agents.name AS agent_id, lines.kv_identity_hash, versions.version, blobs.hash, blobs.size_bytes,
     versions.parent_version, manifests.token_count, versions.created_unix_ms, manifests.total_bytes, versions.origin,
-    versions.origin_detail, manifests.request_id, blobs.is_brought
-    FROM versions JOIN lines ON lines.id = versions.line_id JOIN agents ON agents.id = lines.agent_id
+    versions.origin_detail, manifests.request_id, blobs.is_brought"""
+_FROM = """FROM versions JOIN lines ON lines.id = versions.line_id JOIN agents ON agents.id = lines.agent_id
     JOIN manifests ON manifests.blob_id = versions.manifest_id JOIN blobs ON blobs.id = versions.manifest_id"""
+_SNAPSHOT = f"SELECT {_COLUMNS} {_FROM}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +42,13 @@ class Line:
     agent_id: int
     kv_identity_hash: str
     used_unix_ms: int
+
+
+class Head(NamedTuple):
+    """The newest version of a line, and when the line was last used."""
+
+    used_unix_ms: int
+    snapshot: SnapshotVersion
 
 
 def find_line(rows: Rows, line: LineQuery | LineKey) -> Line | None:
@@ -63,6 +71,21 @@ def lines_of(rows: Rows, agent: int) -> list[Line]:
     return [
         Line(*found) for found in rows.all(f"{_LINE} WHERE agent_id = :agent ORDER BY {_NEWEST_FIRST}", agent=agent)
     ]
+
+
+def heads_of(rows: Rows, agents: Sequence[int]) -> dict[int, list[Head]]:
+    """The newest version of each line, by agent, newest first: of many agents by one statement."""
+    found = rows.all(
+        f"""SELECT lines.agent_id AS agent, lines.used_unix_ms, {_COLUMNS} {_FROM}
+            WHERE lines.agent_id IN (SELECT value FROM json_each(:ids)) AND versions.version =
+                (SELECT MAX(version) FROM versions AS other WHERE other.line_id = versions.line_id)
+            ORDER BY versions.version DESC, lines.used_unix_ms DESC, lines.id DESC""",  # noqa: S608
+        ids=agents,
+    )
+    heads: dict[int, list[Head]] = {agent: [] for agent in agents}
+    for agent, used_unix_ms, *snapshot in found:
+        heads[agent].append(Head(used_unix_ms, _snapshot(tuple(snapshot))))
+    return heads
 
 
 def make_line(rows: Rows, agent: int, kv_hash: str, now_unix_ms: int) -> int:

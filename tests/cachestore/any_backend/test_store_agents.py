@@ -4,6 +4,7 @@ import pytest
 from kvasir.errors import AlreadyExists, Conflict, FailedPrecondition, InvalidArgument, NotFound
 from kvasir.formats.block_hash import kv_identity_hash
 
+from cachestore_svc.facts.ownership import HERE
 from cachestore_svc.facts.records import Origin
 from cachestore_svc.index import listing
 from cachestore_svc.store.store import Store
@@ -200,6 +201,22 @@ def test_listing_pages_through_names_by_prefix_and_labels(
     for filters in ({}, {"name_prefix": "b"}, {"name_prefix": "beta-", "labels": {"role": "critic"}}):
         with pytest.raises(InvalidArgument, match="another listing"):
             store.agents.page(NS, page_token=token, **filters)  # type: ignore[arg-type]
+
+
+def test_a_page_lists_each_agent_as_it_is_listed_alone(store: Store) -> None:
+    names = ["ada", "bob", "cleo", "dora"]
+    for number, name in enumerate(names):
+        agents = SyntheticAgent(SMALL, number), SyntheticAgent(MIXED, number)
+        for parent in range(number + 1):
+            publish(store, name, agents[parent % 2].turn(10), parent)
+        store.agents.update(NS, name, labels={"role": name, "b": "1"} if number % 2 else {}, is_pinned=number == 2)
+    store.owners.claim(NS, "cleo", 1)
+    listed = store.agents.page(NS).agents
+    assert listed == tuple(store.agents.get(NS, name) for name in names)
+    assert [[each.version for each in agent.lines] for agent in listed] == [[1], [2, 1], [3, 2], [4, 3]]
+    assert [dict(agent.labels) for agent in listed] == [{}, {"b": "1", "role": "bob"}, {}, {"b": "1", "role": "dora"}]
+    assert [agent.agent_id for agent in listed if agent.is_pinned] == ["cleo"]
+    assert [agent.ownership == HERE for agent in listed] == [True, True, False, True]
 
 
 def test_snapshots_are_listed_newest_first_over_pages_of_several_lines(store: Store) -> None:

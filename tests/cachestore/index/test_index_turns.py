@@ -4,6 +4,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 from kvasir.cachestore.v1 import identity_pb2
@@ -17,6 +18,7 @@ from cachestore_svc.blobs.disk import Disk
 from cachestore_svc.facts.records import HeldLease
 from cachestore_svc.index.catalog import CatalogChange, CatalogView
 from cachestore_svc.index.sqlite.operations import MAX_TURN_MS, MAX_WRITES_PER_COMMIT
+from cachestore_svc.index.sqlite.rows import Rows, Value
 from cachestore_svc.index.sqlite.sqlite_catalog import SqliteCatalog
 from cachestore_svc.store.store import Store
 from tests.cachestore.core.lab import NS, Lab, prefix_of, publish, upload
@@ -147,6 +149,27 @@ def test_a_question_for_ten_thousand_digests_is_asked_in_slices(lab: Lab) -> Non
         counting = CountingStore(store)
         assert store.blobs.find_missing(NS, digests) == wanted
         assert counting.count >= 20
+
+
+def test_a_page_takes_as_many_statements_for_many_agents_as_for_two(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    statements = [0]
+    find = Rows.all
+
+    def counted(rows: Rows, sql: str, **values: Value) -> list[tuple[Any, ...]]:
+        statements[0] += 1
+        return find(rows, sql, **values)
+
+    def taken(size: int) -> int:
+        statements[0] = 0
+        assert len(store.agents.page(NS, size, name_prefix="b").agents) == size
+        return statements[0]
+
+    with lab.open() as store:
+        publish(store, "a", SyntheticAgent(SMALL, 1).turn(30), 0)
+        for number in range(50):
+            store.agents.fork(NS, "a", f"b{number}")
+        monkeypatch.setattr(Rows, "all", counted)
+        assert taken(49) == taken(2)
 
 
 @pytest.mark.long(3)

@@ -1,10 +1,11 @@
 """Rows of owners: the owner of each agent, as far as this store knows. By name, because the fact outlives the agent."""
 
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
 from cachestore_svc.facts.ownership import HERE, Ownership, OwnerState
-from cachestore_svc.index.sqlite.rows import Rows
+from cachestore_svc.index.sqlite.rows import Rows, Value
 
 _COLUMNS = ("state", "generation", "peer", "move_id", "since_unix_ms", "was_owned", "tells", "had_by")
 _SELECT = f"SELECT agent_name AS agent_id, {', '.join(_COLUMNS)} FROM owners WHERE namespace_id = :namespace"  # noqa: S608
@@ -17,8 +18,12 @@ _UPSERT = f"""INSERT INTO owners (namespace_id, agent_name, {", ".join(_COLUMNS)
 
 def ownership_of(rows: Rows, agent_id: str) -> Ownership:
     """What is known of an agent's owner; HERE where nothing is. The agent need not exist."""
-    found = _facts(rows, "AND agent_name = :agent_id", agent_id=agent_id)
-    return found[0][1] if found else HERE
+    return owners_of(rows, [agent_id]).get(agent_id, HERE)
+
+
+def owners_of(rows: Rows, agents: Sequence[str]) -> dict[str, Ownership]:
+    """The same of many agents by one statement; of some of them nothing is known."""
+    return dict(_facts(rows, "AND agent_name IN (SELECT value FROM json_each(:agent_id))", agent_id=agents))
 
 
 def set_ownership(rows: Rows, agent_id: str, known: Ownership) -> None:
@@ -51,7 +56,7 @@ def count_owners(rows: Rows, peer: str) -> tuple[int, int]:
     return facts, moving
 
 
-def _facts(rows: Rows, which: str, **values: str) -> list[tuple[str, Ownership]]:
+def _facts(rows: Rows, which: str, **values: Value) -> list[tuple[str, Ownership]]:
     return [(name, _ownership(facts)) for name, *facts in rows.all(f"{_SELECT} {which}", **values)]
 
 
