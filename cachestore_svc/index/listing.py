@@ -13,7 +13,7 @@ from cachestore_svc.facts import records
 from cachestore_svc.index.catalog import Catalog, CatalogView
 from cachestore_svc.index.values import AgentFilter
 
-_AGENTS_AT_ONCE = 50  # agents of one operation of the index: some milliseconds
+_AGENTS_AT_ONCE = 128  # agents of one operation of the index: some milliseconds, and a usual page
 _PAGE_BYTES = 2 << 20  # A page ends here too: 4 MiB is what a gRPC peer takes by default
 _FIELD_BYTES = 16
 _MARK_BYTES = 8
