@@ -30,7 +30,8 @@ def is_here() -> bool:
 class PostgresServer:
     """A server in a directory of its own, at a port of its own. It runs for whoever may run it: it refuses root."""
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, primary: "PostgresServer | None" = None) -> None:
+        """`primary`: a server that runs, whose standby this one becomes."""
         self._as_whom: dict[str, Any] = {"user": "postgres", "group": "postgres"} if os.geteuid() == 0 else {}
         self._data, self._log = root / "data", root / "log"
         if self._as_whom:
@@ -38,18 +39,17 @@ class PostgresServer:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             self.port = free.getsockname()[1]
-        subprocess.run(
-            ["initdb", "-D", self._data, "-A", "trust", "-U", "kvasir", "--no-sync", "-E", "UTF8", "--locale", "C"],
-            check=True,
-            capture_output=True,
-            **self._as_whom,
-        )
+        made = ["initdb", "-D", self._data, "-A", "trust", "-U", "kvasir", "--no-sync", "-E", "UTF8", "--locale", "C"]
+        if primary:
+            made = ["pg_basebackup", "-D", self._data, "-R", "-c", "fast", "-d", primary.url("postgres"), "--no-sync"]
+        subprocess.run(made, check=True, capture_output=True, **self._as_whom)
         self._made = _KEPT_DATABASES
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> Self:
         settings = {"port": self.port, "listen_addresses": "127.0.0.1", "unix_socket_directories": "", "fsync": "off"}
-        settings["max_connections"] = "300"
+        # A standby that has just begun to wait for its primary's log again is promoted only after this time.
+        settings |= {"max_connections": "300", "wal_retrieve_retry_interval": "200ms"}
         words = [word for name, value in settings.items() for word in ("-c", f"{name}={value}")]
         # As after a kill, until its last children are gone.
         deadline = time.monotonic() + _STARTS_S
@@ -73,6 +73,25 @@ class PostgresServer:
 
     def stop(self) -> None:
         self._end(signal.SIGQUIT)
+
+    def configure(self, **settings: str) -> None:
+        with psycopg.connect(self.url("postgres"), autocommit=True) as connection:
+            for name, value in settings.items():
+                connection.execute(f"ALTER SYSTEM SET {name} = '{value}'")  # type: ignore[arg-type]
+            connection.execute("SELECT pg_reload_conf()")
+
+    def wait_for_standby(self, state: str) -> None:
+        """Until a standby is there whose state is this one ("sync", "async")."""
+        deadline = time.monotonic() + _STARTS_S
+        with psycopg.connect(self.url("postgres"), autocommit=True) as connection:
+            while connection.execute("SELECT sync_state FROM pg_stat_replication").fetchall() != [(state,)]:
+                assert time.monotonic() < deadline
+                time.sleep(0.05)
+
+    def promote(self) -> None:
+        """A standby becomes a primary."""
+        with psycopg.connect(self.url("postgres"), autocommit=True) as connection:
+            connection.execute("SELECT pg_promote()")
 
     def url(self, database: str, port: int | None = None) -> str:
         return f"postgresql://kvasir@127.0.0.1:{port or self.port}/{database}"
@@ -106,6 +125,19 @@ def running() -> Iterator[PostgresServer]:
     try:
         with PostgresServer(root) as server:
             yield server
+    finally:
+        shutil.rmtree(root, ignore_errors=True)
+
+
+@contextmanager
+def running_standby(primary: PostgresServer, *, is_synchronous: bool) -> Iterator[PostgresServer]:
+    """A standby of a server, which follows it. `is_synchronous`: what is acknowledged from now on is on it, too."""
+    root = Path(tempfile.mkdtemp(prefix="kvasir-standby-", dir=in_memory.directory()))
+    try:
+        with PostgresServer(root, primary) as standby:
+            primary.configure(synchronous_standby_names="*" if is_synchronous else "")
+            primary.wait_for_standby("sync" if is_synchronous else "async")
+            yield standby
     finally:
         shutil.rmtree(root, ignore_errors=True)
 
