@@ -98,18 +98,25 @@ def _cached() -> Iterator[Any]:
     yield from sorted((each for each in cache.repos if each.repo_type == "model"), key=lambda each: str(each.repo_id))
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m inference_svc.model.hub", description=__doc__)
-    parser.add_argument("command", choices=("pull", "rm", "ls"))
-    parser.add_argument("name", nargs="?", default="", help="OWNER/NAME")
-    parser.add_argument("--progress", action="store_true", help="done and total bytes on stderr, as JSON")
-    parser.add_argument("--quiet", action="store_true", help="no progress on stderr")
-    given = parser.parse_args()
+def _pulled(given: argparse.Namespace) -> dict[str, Any]:
     if given.quiet:
         disable_progress_bars()  # type: ignore[no-untyped-call]
+    with _reported(given.name) if given.progress else nullcontext():
+        return pull(given.name)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m inference_svc.model.hub", description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True)
+    commands.add_parser("ls")
+    for name in ("pull", "rm"):
+        commands.add_parser(name).add_argument("name", help="OWNER/NAME")
+    pulling = commands.choices["pull"]
+    pulling.add_argument("--progress", action="store_true", help="done and total bytes on stderr, as JSON")
+    pulling.add_argument("--quiet", action="store_true", help="no progress bars on stderr")
+    given = parser.parse_args()
     try:
-        with _reported(given.name) if given.progress else nullcontext():
-            answer = ls() if given.command == "ls" else {"pull": pull, "rm": rm}[given.command](given.name)
+        answer = ls() if given.command == "ls" else rm(given.name) if given.command == "rm" else _pulled(given)
     except KvasirError as error:
         sys.stderr.write(f"{' '.join(error.message.split())}\n")
         return NOT_FOUND

@@ -3,6 +3,7 @@
 import json
 import shutil
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -51,6 +52,13 @@ def test_a_model_is_fetched_once_listed_and_removed(hub: Hub) -> None:
     assert removed.value["freed_bytes"] >= (kvasir_tiny.path() / "model.safetensors").stat().st_size
     assert not weights.exists()
     assert hub("models", "rm", "kvasir/tiny").code == 5
+
+
+def test_only_a_fetch_takes_options_of_progress() -> None:
+    for words in (("ls",), ("rm", "kvasir/tiny")):
+        program = [sys.executable, "-m", "inference_svc.model.hub", *words]
+        refused = subprocess.run([*program, "--progress"], capture_output=True, text=True, timeout=120)
+        assert (refused.returncode, "--progress" in refused.stderr) == (2, True)
 
 
 @pytest.mark.long(4)

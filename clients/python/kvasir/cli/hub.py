@@ -38,7 +38,9 @@ def fetched(caller: Caller) -> list[dict[str, Any]]:
 
 def fetch(caller: Caller, name: str, *options: str) -> dict[str, Any]:
     """Fetch what is missing here of a model; shows its progress. Raises NotFound."""
-    answer: dict[str, Any] = _hub(caller, "pull", _checked(name), options=options)
+    # Its bars are drawn by itself, where somebody sees them.
+    quiet = () if caller.shows_progress else ("--quiet",)
+    answer: dict[str, Any] = _hub(caller, "pull", _checked(name), options=(*options, *quiet))
     return answer
 
 
@@ -50,10 +52,8 @@ def _checked(name: str) -> str:
 
 def _hub(caller: Caller, *words: str, options: Sequence[str] = ()) -> Any:
     check_installed("engine")
-    # Its bars are drawn by itself, where somebody sees them.
     shown = caller.shows_progress
-    given = [*words, *options, *([] if shown else ["--quiet"])]
-    ended = done("inference_svc.model.hub", given, _reporter(caller), shows_stderr=shown)
+    ended = done("inference_svc.model.hub", [*words, *options], _reporter(caller), shows_stderr=shown)
     if ended.code == 0:
         return ended.value
     why = f"{words[-1]} was not found; what was said stands above" if shown else ended.why
