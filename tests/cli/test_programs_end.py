@@ -44,7 +44,9 @@ def test_a_program_that_draws_for_itself_ends_with_the_command_that_started_it(t
 
 
 def test_a_program_that_measures_ends_with_a_command_that_is_killed(tmp_path: Path) -> None:
-    (tmp_path / "draws.py").write_text(f"from kvasir_bench.program import end_with_input; end_with_input()\n{_DRAWS}")
+    (tmp_path / "draws.py").write_text(
+        f"from kvasir.cli.running.program import end_with_input; end_with_input()\n{_DRAWS}"
+    )
     paths = os.pathsep.join([str(tmp_path), *sys.path])
     words = f"from kvasir.cli.running.program import run_program; run_program('draws', [{str(tmp_path)!r}], '')"
     with subprocess.Popen([sys.executable, "-c", words], env={**os.environ, "PYTHONPATH": paths}) as command:
@@ -56,7 +58,7 @@ def test_a_program_that_measures_ends_with_a_command_that_is_killed(tmp_path: Pa
 
 
 def test_a_program_ends_with_its_input() -> None:
-    words = "import time; from kvasir_bench.program import end_with_input; end_with_input(); time.sleep(600)"
+    words = "import time; from kvasir.cli.running.program import end_with_input; end_with_input(); time.sleep(600)"
     with subprocess.Popen([sys.executable, "-c", words], stdin=subprocess.PIPE) as program:
         try:
             assert program.stdin is not None

@@ -1,10 +1,7 @@
 """Programs that measure in a process of their own: `python -m kvasir_bench…` prints one JSON object on its stdout."""
 
 import json
-import os
-import signal
 import sys
-import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -35,17 +32,6 @@ def printed(measure: Callable[[], Mapping[str, Any]]) -> int:
     json.dump(results, sys.stdout, indent=1)
     sys.stdout.write("\n")
     return 0
-
-
-def end_with_input() -> None:
-    """End this program, as SIGTERM does, with its input: its starter holds the other end until it ends or is killed."""
-
-    def wait() -> None:
-        while os.read(sys.stdin.fileno(), 1024):
-            pass
-        os.kill(os.getpid(), signal.SIGTERM)
-
-    threading.Thread(target=wait, daemon=True).start()
 
 
 def progress(text: str) -> None:

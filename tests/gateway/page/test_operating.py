@@ -10,24 +10,20 @@ from pathlib import Path
 from typing import Any
 
 import httpx2 as httpx
-import psutil
 import pytest
 from google.protobuf.json_format import ParseDict
 from google.rpc.status_pb2 import Status
 from kvasir.cli.running.home import Home, Running
 from kvasir.credentials import OWNER, read_credentials
-from kvasir.errors import DeadlineExceeded, FailedPrecondition, InvalidArgument, NotFound, Unavailable
 from kvasir.status import from_status
 from kvasir_gateway.door.security import KeyHolder
 from kvasir_gateway.page.looking import Panel
-from kvasir_gateway.page.operating.commands import Ended, HomeCommands
-from kvasir_gateway.page.operating.jobs import Job, Jobs
+from kvasir_gateway.page.operating.commands import HomeCommands
+from kvasir_gateway.page.operating.jobs import Job
 from kvasir_gateway.page.rendering import page
 from kvasir_gateway.page.sessions import Visitor
 
-from inference_svc.model import kvasir_tiny
-from tests.cli.local_hub import local_hub
-from tests.cli.running import Cli, free_port
+from tests.cli.running import Cli, free_port, in_process
 from tests.gateway.conftest import Front
 from tests.gateway.page.html_page import Browser, Html, parsed
 from tests.gateway.page.test_operator_page import WRITES
@@ -200,37 +196,26 @@ def _frame(visitor: Visitor) -> dict[str, Any]:
     }
 
 
-def test_no_name_of_a_form_is_an_option_of_a_program(tmp_path: Path) -> None:
-    for name in ("--help", "--peers-file=/elsewhere"):
-        with pytest.raises(NotFound, match=re.escape(f"no peer {name!r}")):
-            asyncio.run(HomeCommands(tmp_path).value("peers", "rm", "--", name))
-
-
-@pytest.mark.long(7)
-def test_a_command_that_hangs_is_ended_with_the_programs_that_it_began(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """`pair` waits ten minutes for another home, in a program of its own."""
-    monkeypatch.setattr("kvasir_gateway.page.operating.commands.WORK_S", 5.0)
-    others, begun = set(psutil.Process().children(recursive=True)), set[psutil.Process]()
-
-    async def done() -> None:
-        running = asyncio.create_task(HomeCommands(tmp_path).done("pair"))
-        while not running.done():
-            begun.update({*psutil.Process().children(recursive=True)} - others)
-            await asyncio.sleep(0.1)
-        await running
-
-    with pytest.raises(DeadlineExceeded, match="`kvasir pair` has not ended for 5 s"):
-        asyncio.run(done())
-    assert len(begun) == 2
-    assert not psutil.wait_procs([*begun], timeout=10)[1]
-
-
 def test_sealed_namespaces_are_listed_with_the_commands_for_keys(olga: Browser, front: Front) -> None:
     page = olga.get("keys")
     assert "No namespace is sealed" in page.text
     assert f"kvasir --home {front.house.root} keys rotate" in page.text
+
+
+@pytest.mark.long(3)
+def test_each_sealed_namespace_is_a_row_with_its_master_key_or_its_end(tmp_path: Path) -> None:
+    home = tmp_path / "home"
+    for words in (("new", "work"), ("new", "gone"), ("erase", "gone", "--yes")):
+        assert in_process("--home", home, "keys", *words).code == 0
+    listed = asyncio.run(HomeCommands(home).value("keys", "ls"))
+    [key] = next(each["master_ids"] for each in listed["namespaces"] if each["namespace"] == "work")
+    visitor = Visitor(KeyHolder(OWNER, None), "form", "address")
+    shown = parsed(page("operating/keys.html", listed=Panel(listed), **_frame(visitor)).body.decode())
+    rows = [" ".join(each.text.split()) for each in shown.all("li", **{"class": "row"})]
+    assert rows[:2] == [
+        "gone its key was destroyed: nobody reads it again erased 0 files, 0 bytes",
+        f"work opened by master key {key} sealed 0 files, 0 bytes",
+    ]
 
 
 @pytest.mark.long(6)
@@ -245,44 +230,6 @@ def test_every_page_of_the_operator_can_be_read_aloud_and_has_no_script_of_its_o
         names = [each.attributes["id"] for each in page.elements if "id" in each.attributes]
         assert len(names) == len(set(names))
         assert not [each for each in page.elements if "style" in each.attributes or each.tag == "style"]
-
-
-def test_a_command_that_is_refused_is_refused_here_in_its_words() -> None:
-    told = '{"error": {"reason": "NO_SUCH_TOKEN", "message": "no token", "field": "NAME"}}'
-    for code, kind in ((2, InvalidArgument), (3, Unavailable), (4, FailedPrecondition), (5, NotFound)):
-        with pytest.raises(kind, match="no token") as refused:
-            _ = Ended(code, told, "").value
-        assert (refused.value.reason, refused.value.field) == ("NO_SUCH_TOKEN", "NAME")
-    assert Ended(1, '{"problems": 3}', "").value == {"problems": 3}
-    with pytest.raises(FailedPrecondition, match="No module named"):
-        _ = Ended(1, "", "No module named typer").value
-
-
-@pytest.mark.long(8)
-def test_a_model_is_fetched_with_its_progress(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    shutil.copytree(kvasir_tiny.path(), tmp_path / "hub" / "kvasir" / "tiny")
-    size = sum(file.stat().st_size for file in kvasir_tiny.path().glob("*.safetensors"))
-
-    async def fetched(*names: str) -> list[Any]:
-        jobs = Jobs(HomeCommands(tmp_path / "home"), time.time)
-        found = []
-        for name in names:
-            await jobs.start("fetch", name, ["models", "pull", "--progress", "--", name])
-            with pytest.raises(FailedPrecondition, match="there is one already"):
-                await jobs.start("fetch", name, ["models", "pull", "--", name])
-            await jobs._tasks["fetch"]
-            found.append(jobs.of("fetch"))
-        await jobs.close()
-        return found
-
-    with local_hub(tmp_path / "hub", tmp_path / "cache") as environment:
-        for name, value in environment.items():
-            monkeypatch.setenv(name, value)
-        whole, missing = asyncio.run(fetched("kvasir/tiny", "kvasir/nothing"))
-    assert whole.problem == ""
-    assert (whole.problem, whole.value["name"]) == ("", "kvasir/tiny")
-    assert whole.done_bytes == whole.total_bytes > size
-    assert "can be fetched" in missing.problem
 
 
 @pytest.mark.long(30)

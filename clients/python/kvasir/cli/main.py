@@ -18,6 +18,7 @@ from kvasir.cli.demo import demo
 from kvasir.cli.fleet import commands as fleet
 from kvasir.cli.running import group, up
 from kvasir.cli.running.home import DEFAULT_HOME
+from kvasir.cli.running.program import end_with_input
 from kvasir.cli.scenarios import commands as scenarios
 from kvasir.cli.settings import showing
 from kvasir.cli.showing import help_words
@@ -99,11 +100,14 @@ def everywhere(
     token_file: Annotated[Path | None, typer.Option(help="File with the bearer token, mode 0600.")] = None,
     ca_file: Annotated[Path | None, typer.Option(help="PEM certificate that the service must show.")] = None,
     as_json: JsonOption = False,
+    until_eof: Annotated[bool, typer.Option("--until-eof", hidden=True)] = False,
     _version: Annotated[
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
     ] = False,
 ) -> None:
-    """The options of every command."""
+    """The options of every command. `--until-eof`: a program that was killed leaves no command of its own behind."""
+    if until_eof:
+        end_with_input()
     caller_of(context, as_json).take(home, address, engine, token_file, ca_file)
 
 

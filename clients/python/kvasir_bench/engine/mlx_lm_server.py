@@ -8,12 +8,12 @@ import sys
 from typing import Any
 
 import mlx.core as mx
+from kvasir.cli.running.program import end_with_input
 from kvasir.errors import KvasirError
 from mlx_lm import server as mlx_lm_server
 
 from inference_svc.model import kvasir_tiny
 from inference_svc.model.loading import device, find_model
-from kvasir_bench.program import end_with_input
 
 _ROWS = 32  # its own default
 _CONNECTIONS = 1024

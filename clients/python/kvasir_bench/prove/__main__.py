@@ -4,7 +4,9 @@ import argparse
 import signal
 import sys
 
-from kvasir_bench.program import end_with_input, printed, progress
+from kvasir.cli.running.program import end_with_input
+
+from kvasir_bench.program import printed, progress
 from kvasir_bench.prove.step import ProofScope
 from kvasir_bench.prove.steps import STEPS
 

@@ -1,9 +1,12 @@
 """Runs programs of the services, which the SDK does not import: progress on their stderr, JSON on their stdout."""
 
 import json
+import os
+import signal
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib import metadata
@@ -71,6 +74,17 @@ def run_program(
         raise FailedPrecondition(f"{failure}: {ended.why}{hint}")
     results: dict[str, Any] = ended.value
     return results
+
+
+def end_with_input() -> None:
+    """End this program, as SIGTERM does, with its input: its starter holds the other end until it ends or is killed."""
+
+    def wait() -> None:
+        while os.read(sys.stdin.fileno(), 1024):
+            pass
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=wait, daemon=True).start()
 
 
 @contextmanager

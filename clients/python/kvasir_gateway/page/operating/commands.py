@@ -90,7 +90,8 @@ class HomeCommands:
             process = await self.begin(words)
             try:
                 async with asyncio.timeout(WORK_S):
-                    out, err = await process.communicate()
+                    out, err = await asyncio.gather(*(each.read() for each in (process.stdout, process.stderr) if each))
+                    await process.wait()
             except TimeoutError:
                 raise DeadlineExceeded(f"`kvasir {words[0]}` has not ended for {WORK_S:g} s") from None
             finally:
@@ -107,8 +108,9 @@ class HomeCommands:
         if any("\0" in word for word in words):
             raise InvalidArgument("a form: expected text without a NUL")
         pipe = asyncio.subprocess.PIPE
-        argv = (sys.executable, "-m", "kvasir", "--home", str(self.home), "--json", *words)
-        return await asyncio.create_subprocess_exec(*argv, stdin=asyncio.subprocess.DEVNULL, stdout=pipe, stderr=pipe)
+        # It ends with its input, and so with this gateway, however that ends.
+        argv = (sys.executable, "-m", "kvasir", "--home", str(self.home), "--json", "--until-eof", *words)
+        return await asyncio.create_subprocess_exec(*argv, stdin=pipe, stdout=pipe, stderr=pipe)
 
 
 async def ended(process: asyncio.subprocess.Process) -> None:

@@ -42,10 +42,13 @@ class Job:
         if len(self._out) < _MOST_OUT_BYTES:
             self._out += line
 
-    def read_progress(self, line: str) -> None:
+    def read_progress(self, line: str) -> bool:
+        """Whether more is done than before."""
+        before = self.done_bytes
         with suppress(ValueError, LookupError, TypeError):
             told = json.loads(line)
             self.done_bytes, self.total_bytes = int(told["done"]), int(told["total"])
+        return self.done_bytes > before
 
     def end(self, code: int, last_line: str, now_s: float) -> None:
         self.ended_s = now_s
@@ -67,8 +70,9 @@ class Jobs:
     def of(self, kind: str) -> Job | None:
         return self._jobs.get(kind)
 
-    async def start(self, kind: str, about: str, words: Sequence[str]) -> None:
-        """Raises FailedPrecondition while another of the kind runs."""
+    async def start(self, kind: str, about: str, words: Sequence[str], stalls_s: float | None = None) -> None:
+        """`stalls_s`: it is ended when it reports no more bytes for so long. Raises FailedPrecondition while another of
+        the kind runs."""
         job = self._jobs.get(kind)
         if job is not None and job.is_running:
             raise FailedPrecondition(f"there is one already, of {job.about}: wait for its end, or stop it")
@@ -78,7 +82,8 @@ class Jobs:
         except BaseException:
             del self._jobs[kind]
             raise
-        self._tasks[kind] = asyncio.create_task(self._follow(job, process))
+        self._tasks[kind] = asyncio.create_task(self._follow(job, process, stalls_s))
+        await asyncio.sleep(0)  # it follows now: a task that is cancelled before would not end the program
 
     async def stop(self, kind: str) -> None:
         """Ends what runs of a kind; nothing if nothing runs."""
@@ -90,22 +95,27 @@ class Jobs:
         for kind in [*self._tasks]:
             await self.stop(kind)
 
-    async def _follow(self, job: Job, process: asyncio.subprocess.Process) -> None:
+    async def _follow(self, job: Job, process: asyncio.subprocess.Process, stalls_s: float | None) -> None:
         last = ""
         assert process.stdout is not None
         assert process.stderr is not None
         reading = asyncio.create_task(_lines(process.stdout, job.read_out))
+        why = "it was stopped"
         try:
-            async for line in _decoded(process.stderr):
-                job.read_progress(line)
-                last = line.strip() or last
-            await reading
-            job.end(await process.wait(), last, self._now())
+            async with asyncio.timeout(stalls_s) as limit:
+                async for line in _decoded(process.stderr):
+                    if job.read_progress(line) and stalls_s is not None:
+                        limit.reschedule(asyncio.get_running_loop().time() + stalls_s)
+                    last = line.strip() or last
+                await reading
+                job.end(await process.wait(), last, self._now())
+        except TimeoutError:
+            why = f"nothing more came for {stalls_s:g} s, and it was ended; begun again, it goes on from what is here"
         finally:
             reading.cancel()
             await ended(process)
             if job.is_running:
-                job.ended_s, job.problem = self._now(), "it was stopped"
+                job.ended_s, job.problem = self._now(), why
 
 
 async def _lines(stream: asyncio.StreamReader, take: Callable[[str], None]) -> None:

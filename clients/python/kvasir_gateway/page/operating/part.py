@@ -6,6 +6,7 @@ from pathlib import Path
 
 from kvasir.credentials import ADMIN, read_token
 from kvasir.errors import FailedPrecondition, InvalidArgument, KvasirError, PermissionDenied
+from kvasir.waits import WORK_S
 
 from kvasir_gateway.door.security import KeyHolder
 from kvasir_gateway.page import looking
@@ -155,7 +156,8 @@ class Operating:
 
     async def _fetch(self, look: Look, _home: HomeCommands, jobs: Jobs) -> Answer:
         name = look.form.get("model", "").strip()
-        await jobs.start("fetch", name, ["models", "pull", "--progress", "--", name])
+        # A large model takes hours, and its loader may be silent while it writes a file of gigabytes.
+        await jobs.start("fetch", name, ["models", "pull", "--progress", "--", name], 5 * WORK_S)
         return look.goto("models")
 
     async def _stop(self, look: Look, _home: HomeCommands, jobs: Jobs) -> Answer:
