@@ -176,13 +176,13 @@ def test_many_rows_are_multiplied_by_the_values_of_packed_matrices(
         assert mx.allclose(found, expected, rtol=1e-2, atol=1e-2)
 
 
-@pytest.mark.parametrize(("width", "calls"), [(96, 0), (128, 1)])
-def test_a_narrow_packed_matrix_is_multiplied_by_its_values(
-    width: int, calls: int, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("width", "depth", "calls"), [(96, 64, 0), (128, 64, 0), (96, 12288, 0), (1024, 1024, 1)])
+def test_a_narrow_or_small_packed_matrix_is_multiplied_by_its_values(
+    width: int, depth: int, calls: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    layer: Any = nn.QuantizedLinear(64, width, bias=True, group_size=64, bits=8)
+    layer: Any = nn.QuantizedLinear(depth, width, bias=True, group_size=64, bits=8)
     layer.bias = mx.arange(width, dtype=mx.float32)
-    x = mx.random.normal((3, 1, 64), key=mx.random.key(1))
+    x = mx.random.normal((3, 1, depth), key=mx.random.key(1))
     values = mx.dequantize(layer.weight, layer.scales, layer.biases, 64, 8)
     take_few_rows(layer)
     mlxs, counted = mx.quantized_matmul, list[int]()

@@ -25,4 +25,6 @@ def test_rows_of_a_slot_are_summed_as_over_a_copy_of_their_own(
     slots = mx.array([slot for slot, count in enumerate(counts) for _ in range(count)])
     copies = (each[slots] for each in stored)
     expected = mx.fast.scaled_dot_product_attention(queries, *copies, scale=0.125, mask=mask)
-    assert mx.array_equal(found, expected).item()
+    # Bits are a CPU's promise: a GPU's product of other shapes may sum in another order.
+    is_on_cpu = mx.default_device().type == mx.DeviceType.cpu
+    assert (mx.array_equal(found, expected) if is_on_cpu else mx.allclose(found, expected, atol=1e-5)).item()
