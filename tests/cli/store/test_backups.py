@@ -4,7 +4,7 @@ import json
 import os
 import shutil
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -105,14 +105,20 @@ def test_status_names_the_last_backup_and_the_next_one_needs_no_folder(cli: Cli,
     assert FILE not in BackupFolder(folder, os.open(folder, os.O_RDONLY)).files()
 
 
-def test_a_store_whose_blobs_lie_in_a_bucket_is_not_backed_up_without_them(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("files", "why"),
+    [(("kvasir.sqlite3", "bucket"), "in a bucket"), (("catalog",), "is in PostgreSQL: copy the database by pg_dump")],
+)
+def test_a_store_of_which_parts_lie_elsewhere_is_not_backed_up_without_them(
+    tmp_path: Path, files: Sequence[str], why: str
+) -> None:
     (tmp_path / "h" / "store").mkdir(parents=True)
-    for name in ("kvasir.sqlite3", "bucket"):
+    for name in files:
         (tmp_path / "h" / "store" / name).touch()
     refused = in_process("--home", tmp_path / "h", "--json", "backup", tmp_path / "backup")
     assert refused.code == 4
     assert "BACKUP_REFUSED" in refused.out
-    assert "in a bucket" in refused.out
+    assert why in refused.out
     assert not (tmp_path / "backup").exists()
 
 

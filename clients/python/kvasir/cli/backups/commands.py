@@ -54,6 +54,9 @@ def backup(
     check_installed("store")
     home = caller.home
     folder = (folder or last_folder(home)).expanduser().absolute()
+    if (home.store_data / "catalog").exists():
+        text = "the index of this store is in PostgreSQL: copy the database by pg_dump, and then the data directory"
+        raise FailedPrecondition(text, reason="BACKUP_REFUSED")
     if not (home.root / _INDEX).is_file():
         raise NotFound(f"no store in {home.store_data}", reason="NO_STORE")
     if (home.store_data / "bucket").exists():
