@@ -76,7 +76,10 @@ class Leases:
     def renew_all(
         self, namespace: str, owner: str, kv_identity_hash: str, held: Sequence[records.HeldLease], ttl_s: float
     ) -> records.RenewedLeases:
-        """Prolong many live leases, writing nothing; those that cannot be are lost. Raises InvalidArgument."""
+        """Prolong many live leases, writing nothing; those that cannot be are lost. Raises InvalidArgument, Unavailable
+        (LOCKED: another store took the index, and may have given them out).
+        """
+        self._core.catalog.check_ours()
         check_owner(owner)
         check_range("leases", len(held), 0, records.MAX_LEASES_PER_REQUEST)
         seconds = _ttl_ms(ttl_s) / 1000

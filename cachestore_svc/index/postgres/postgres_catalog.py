@@ -15,10 +15,12 @@ from cachestore_svc.blobs.disk import Disk
 from cachestore_svc.index.postgres.schema import migrate
 from cachestore_svc.index.postgres.session import Session, is_again, is_cut, translated
 from cachestore_svc.index.sqlite.operations import Catalog, Operation
+from cachestore_svc.index.values import HOUSE
 
 READERS = 4
 _TRIES = 40  # of a group that other transactions, or a server that restarts, hinder
 _TRIES_TO_LOCK = 5  # a database whose last store, or whose own last session, may just have ended
+_OWN_ROW = "SELECT groups, is_superseded FROM writers WHERE epoch ="
 LOCK = 0x4B766173  # of the store that has the database: the server's number for it
 
 
@@ -57,6 +59,9 @@ class PostgresCatalog(Catalog):
     def close(self) -> bool:
         self._ending.set()
         return super().close()
+
+    def check_ours(self) -> None:
+        self.read(HOUSE, lambda _: None)
 
     def _open(self) -> None:
         self._writer.execute("BEGIN")
@@ -123,10 +128,9 @@ class PostgresCatalog(Catalog):
     def _begin_to_read(self, connection: Session) -> None:
         """Begin a snapshot that holds what was acknowledged until now: the session's server may be an old primary."""
         acknowledged = self._acknowledged
-        begun = "BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY; SELECT groups FROM writers WHERE epoch = "
-        found = connection.execute(f"{begun}{self._epoch:d}")
+        found = connection.execute(f"BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY; {_OWN_ROW} {self._epoch:d}")
         found.nextset()
-        _check_not_behind(connection, found.fetchall(), acknowledged)
+        _check_ours(connection, found.fetchall(), acknowledged)
 
     # --- on the thread that writes ---
 
@@ -176,8 +180,7 @@ class PostgresCatalog(Catalog):
         try:
             connection.execute("BEGIN")
             if not connection.execute(mark, numbers).rowcount:
-                _check_not_behind(connection, self._groups_there(connection), self._acknowledged)
-                raise Unavailable("another store has opened this database since; stop one of the two", reason="LOCKED")
+                _check_ours(connection, self._own_row(connection), self._acknowledged)
             for operation in operations:
                 answers += self._in_savepoint(connection, operation, psycopg.OperationalError)
             self._disk.reached("index: before commit")
@@ -208,7 +211,7 @@ class PostgresCatalog(Catalog):
             try:
                 self._writer.connect()
                 self._end_last_session()
-                found = self._groups_there(self._writer)
+                found = self._own_row(self._writer)
                 _check_not_behind(self._writer, found, self._acknowledged)
                 return bool(found[0][0] == self._groups)
             except psycopg.Error:
@@ -217,11 +220,18 @@ class PostgresCatalog(Catalog):
                 self._writer.close()  # it has no lock
         raise Unavailable("the store closed before the database said whether a commit took effect", reason="CLOSED")
 
-    def _groups_there(self, session: Session) -> list[tuple[Any, ...]]:
-        """The row with this store's last group that took effect, once no other session is about to change it."""
-        return session.execute(
-            "SELECT groups FROM writers WHERE epoch = :epoch FOR UPDATE", {"epoch": self._epoch}
-        ).fetchall()
+    def _own_row(self, session: Session) -> list[tuple[Any, ...]]:
+        """This store's row of `writers`, once no other session is about to change it."""
+        return session.execute(f"{_OWN_ROW} {self._epoch:d} FOR UPDATE").fetchall()
+
+
+def _check_ours(session: Session, found: list[tuple[Any, ...]], acknowledged: int) -> None:
+    """Raises Unavailable (LOCKED) where another store has the database: it may give out leases that this one gave, so
+    that this one answers nothing more. Raises FailedPrecondition (INDEX_BEHIND).
+    """
+    _check_not_behind(session, found, acknowledged)
+    if found[0][1]:
+        raise Unavailable("another store has opened this database since; stop one of the two", reason="LOCKED")
 
 
 def _check_not_behind(session: Session, found: list[tuple[Any, ...]], acknowledged: int) -> None:

