@@ -57,6 +57,7 @@ IMPORTS = (
             f"{BENCH}/played/*",
             f"{BENCH}/synthetic/*",
             f"{SDK}/store_for_mlx_lm/server.py",
+            f"{SDK}/store_for_mlx_lm/stored_caches.py",
         ),
         "streams belong to the MLX thread; everything else, the scheduling too, must be testable without MLX",
         but_not=("inference_svc/engine/scheduling/*",),

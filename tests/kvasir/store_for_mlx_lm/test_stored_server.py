@@ -2,13 +2,16 @@
 
 import json
 import os
+import resource
+import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import urllib.request
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -17,7 +20,9 @@ import mlx.core as mx
 import mlx_lm
 import pytest
 from kvasir.clients import StoreClient
-from kvasir.store_for_mlx_lm.server import StoredPromptCaches
+from kvasir.store_for_mlx_lm import PromptCaches, server, stored_caches
+from kvasir.store_for_mlx_lm.stored_caches import StoredPromptCaches
+from kvasir.store_for_mlx_lm.weights import weights_of
 from mlx_lm.models.cache import make_prompt_cache
 
 from inference_svc.model import kvasir_tiny
@@ -116,16 +121,113 @@ def test_a_store_that_is_gone_or_lost_a_cache_costs_no_request(store: RunningSto
         assert caches.fetch_nearest_cache(_TINY, [*_PROMPT, 5]) == (None, [*_PROMPT, 5])
 
 
+@contextmanager
+def _full_disk(most_bytes: int = 1000) -> Iterator[None]:
+    """No file of this process grows beyond so many bytes."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (most_bytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_a_full_disk_and_a_failure_of_any_kind_cost_no_request_and_no_later_cache(
+    store: RunningStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache, save = _computed(_PROMPT), PromptCaches.save
+    with _caches(store.address) as caches, store.client() as client:
+        with _full_disk():
+            caches.insert_cache(_TINY, _PROMPT, cache)
+        [stored] = caches._models.values()
+        assert stored is not None
+        assert list(Path(stored._files.name).iterdir()) == []
+        monkeypatch.setattr(PromptCaches, "save", lambda *_, **__: 1 / 0)
+        caches.insert_cache(_TINY, _PROMPT, cache)
+        while stored.waiting.qsize() or list(Path(stored._files.name).iterdir()):
+            time.sleep(0.02)
+        monkeypatch.setattr(PromptCaches, "save", save)
+        assert not client.list_agents().agents
+        caches.insert_cache(_TINY, _PROMPT, cache)
+        _wait_until_stored(client)
+    with _caches(store.address) as caches:
+        with _full_disk():
+            assert caches.fetch_nearest_cache(_TINY, [*_PROMPT, 5]) == (None, [*_PROMPT, 5])
+        assert caches.fetch_nearest_cache(_TINY, [*_PROMPT, 5]) == (None, [*_PROMPT, 5])
+
+
+def test_a_model_whose_files_are_gone_is_served_without_stored_caches(store: RunningStore, tmp_path: Path) -> None:
+    gone = ("nobody/nothing", None, None)
+    with _caches(store.address) as caches:
+        caches.insert_cache(gone, _PROMPT, _computed(_PROMPT))
+        assert caches.fetch_nearest_cache(gone, [*_PROMPT, 5])[1] == [5]
+
+
+def test_the_end_waits_for_no_store_that_hangs(store: RunningStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stored_caches, "SILENCE_S", 0.2)
+    with StoreClient.connect(store.address) as client:
+        caches = StoredPromptCaches(client, 64)
+        caches.fetch_nearest_cache(_TINY, [9])
+        os.kill(store.process.pid, signal.SIGSTOP)
+        try:
+            for first in range(12):
+                caches.insert_cache(_TINY, [first, *_PROMPT[:20]], _computed([first, *_PROMPT[:20]]))
+            ends = threading.Thread(target=caches.close, daemon=True)
+            ends.start()
+            ends.join(5)  # before the store's calls give up
+            assert not ends.is_alive()
+        finally:
+            os.kill(store.process.pid, signal.SIGCONT)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json", "adapter_config.json", "model.py"])
+def test_other_files_that_decide_the_kv_have_another_digest(tmp_path: Path, name: str) -> None:
+    (tmp_path / "README.md").write_text("one")
+    (tmp_path / name).write_text('{"rope_theta": 10000}')
+    first = weights_of([str(tmp_path), None])
+    (tmp_path / "README.md").write_text("two")
+    assert weights_of([str(tmp_path), None]) == first
+    assert weights_of([None, str(tmp_path)]) != first
+    (tmp_path / name).write_text('{"rope_theta": 20000}')
+    assert weights_of([str(tmp_path), None]) != first
+
+
+@pytest.mark.parametrize(
+    ("words", "refusal"),
+    [
+        (("--keep", "0"), "--keep: expected at least 1, got 0"),
+        (("--keep", "-3"), "--keep: expected at least 1, got -3"),
+        (("--store-token-file", "TOKEN"), "chmod 600"),
+        (("--store-token-file", "/nowhere/token"), "No such file"),
+        (("--store", "nowhere"), "expected unix:/path"),
+    ],
+)
+def test_a_wrong_option_is_refused_before_a_model_is_read(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    words: tuple[str, ...],
+    refusal: str,
+) -> None:
+    (tmp_path / "token").write_text("hidden-" * 8)
+    (tmp_path / "token").chmod(0o644)
+    monkeypatch.setattr(sys, "argv", ["server", *(word.replace("TOKEN", str(tmp_path / "token")) for word in words)])
+    with pytest.raises(SystemExit) as ended:
+        server.main()
+    printed = capsys.readouterr().err
+    assert (ended.value.code, refusal in printed, "hidden" in printed) == (2, True, False), printed
+
+
 class _Server:
     """mlx_lm.server as a process, with the plug."""
 
-    def __init__(self, address: str, log: Path) -> None:
+    def __init__(self, address: str, log: Path, most_file_bytes: int = 0) -> None:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             self._port = free.getsockname()[1]
         self.log = log
         argv = ["--store", address, "--model", _TINY[0], "--port", str(self._port), "--max-tokens", "12"]
-        with log.open("ab") as out:
+        with log.open("ab") as out, _full_disk(most_file_bytes) if most_file_bytes else nullcontext():
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "kvasir.store_for_mlx_lm.server", *argv],
                 stdout=out,
@@ -151,6 +253,21 @@ class _Server:
             answer = json.load(response)
         message = answer["choices"][0]["message"]
         return message["content"], answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+
+@pytest.mark.long(3)
+def test_the_unmodified_server_replies_on_a_full_disk(store: RunningStore, tmp_path: Path) -> None:
+    started = _Server(store.address, tmp_path / "log", most_file_bytes=16 << 10)
+    try:
+        started.ready()
+        messages = [{"role": "user", "content": "My name is Anna. My dog is called Rex."}]
+        reply, _ = started.chat(messages)
+        messages += [{"role": "assistant", "content": reply}, {"role": "user", "content": "What is my dog called?"}]
+        assert started.chat(messages)[1] > 16
+        assert "a prompt cache is not kept: RuntimeError" in started.log.read_text()
+    finally:
+        started.process.kill()
+        started.process.wait()
 
 
 @pytest.mark.long(25)

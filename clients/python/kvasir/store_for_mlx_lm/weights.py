@@ -1,10 +1,13 @@
-"""The digest of the weights that mlx-lm loaded, by which a restarted server knows its prompt caches again."""
+"""The digest of the models that mlx-lm loaded, by which a restarted server knows its prompt caches again."""
 
 from collections.abc import Iterable
 from pathlib import Path
 
 from blake3 import blake3
 from huggingface_hub import snapshot_download
+
+# These decide the KV of a token: weights, numbers such as the scale of angles, code of the model.
+_FILES = ("*.safetensors", "config.json", "adapter_config.json", "*.py")
 
 
 def weights_of(models: Iterable[str | None]) -> str:
@@ -13,7 +16,7 @@ def weights_of(models: Iterable[str | None]) -> str:
     for name in models:
         if name is not None:
             path = Path(name) if Path(name).exists() else Path(snapshot_download(name, local_files_only=True))
-            for file in sorted(path.glob("*.safetensors")):
-                found.update(file.name.encode() + b"\0").update_mmap(file)
+            for file in sorted(each for pattern in _FILES for each in path.glob(pattern)):
+                found.update(file.name.encode() + b"\0" + blake3().update_mmap(file).digest())
         found.update(b"\0")
     return found.hexdigest()

@@ -1,0 +1,182 @@
+"""The prompt caches of mlx_lm.server, with the store behind those in memory."""
+
+import logging
+import tempfile
+import threading
+import time
+from array import array
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from itertools import count
+from pathlib import Path
+from queue import Queue
+from typing import Any
+
+import mlx.core as mx
+from blake3 import blake3
+from mlx.utils import tree_map
+from mlx_lm.models import cache as _cache
+
+from kvasir.clients import StoreClient
+from kvasir.errors import NotFound
+from kvasir.formats.block_hash import BLOCK_TOKENS
+from kvasir.store_for_mlx_lm.prompt_caches import KeptCache, PromptCaches
+from kvasir.store_for_mlx_lm.weights import weights_of
+from kvasir.waits import SILENCE_S
+
+mlx_lm_cache: Any = _cache
+_LOG = logging.getLogger("kvasir.store_for_mlx_lm")
+_WAITING = 8  # caches that wait to be stored; more are not kept
+_LEAST_GAIN = 16  # tokens for which it is worth reading a cache
+_WITH_ROWS = (mlx_lm_cache.KVCache, mlx_lm_cache.QuantizedKVCache)
+
+
+class StoredPromptCaches(mlx_lm_cache.LRUPromptCache):  # type: ignore[misc]
+    """mlx-lm's own, and behind it the store. The thread that generates calls its methods: no failure of store
+    or disk may end that thread."""
+
+    def __init__(self, store: StoreClient, keep: int, *sizes: int) -> None:
+        super().__init__(*sizes)
+        self._store = store
+        self._keep = keep
+        self._models: dict[Any, _StoredOfModel | None] = {}
+
+    def fetch_nearest_cache(self, model: Any, tokens: list[int]) -> tuple[Any, list[int]]:
+        found, rest = super().fetch_nearest_cache(model, tokens)
+        if stored := self._of(model):
+            loaded = stored.load(tokens, len(tokens) - len(rest) + _LEAST_GAIN)
+            if loaded is not None:
+                super().insert_cache(model, loaded[1], loaded[0])
+                return super().fetch_nearest_cache(model, tokens)  # type: ignore[no-any-return]
+        return found, rest
+
+    def insert_cache(
+        self, model: Any, tokens: list[int], prompt_cache: list[Any], *, cache_type: str = "assistant"
+    ) -> None:
+        if stored := self._of(model):
+            stored.save(tokens, prompt_cache)
+        super().insert_cache(model, tokens, prompt_cache, cache_type=cache_type)
+
+    def close(self, steady: Callable[[], float] = time.monotonic) -> None:
+        """Wait until all is stored, at most half a minute."""
+        give_up = steady() + SILENCE_S
+        models = [each for each in self._models.values() if each]
+        for each in models:
+            each.waiting.put(None)
+        for each in models:
+            each.sender.join(max(0.0, give_up - steady()))
+
+    def _of(self, model: Any) -> "_StoredOfModel | None":
+        """None where the files of the model cannot be read: it goes on without stored caches."""
+        if model not in self._models:
+            self._models[model] = None
+            with _warning("no prompt cache is stored"):
+                self._models[model] = _StoredOfModel(PromptCaches(self._store, weights_of(model)), self._keep)
+        return self._models[model]
+
+
+class _StoredOfModel:
+    """The stored caches of one model. A thread of its own sends them, and alone changes what is known of them."""
+
+    def __init__(self, caches: PromptCaches, keep: int) -> None:
+        self._caches = caches
+        self._keep = keep
+        self._prefix = f"mlx-lm/{caches.weights_digest[:16]}/"
+        self._known: dict[str, KeptCache] = {}
+        self._files = tempfile.TemporaryDirectory(prefix="kvasir-mlx-lm-")
+        self._numbers = count()
+        self.waiting: Queue[tuple[Path, array[int], int] | None] = Queue()
+        with _warning("stored prompt caches are not known"):
+            self._known = {each.name: each for each in caches.kept(self._prefix)}
+        _LOG.info("%d prompt caches are stored", len(self._known))
+        self.sender = threading.Thread(target=self._send_all, daemon=True)
+        self.sender.start()
+
+    def load(self, tokens: Sequence[int], least: int) -> tuple[list[Any], list[int]] | None:
+        """The stored cache that has most of these tokens, if at least so many, and its own tokens."""
+        if min(tokens, default=-1) < 0:  # images
+            return None
+        wanted = array("I", tokens)
+        shared = {each.name: each.shared_with(wanted) for each in list(self._known.values())}
+        name = max(shared, key=shared.__getitem__, default="")
+        if not name or shared[name] < least:
+            return None
+        with _warning("a stored prompt cache is left out"):
+            data, held = self._caches.load(name, SILENCE_S)
+            return _loaded(data, self._file()), held
+        self._known.pop(name, None)
+        return None
+
+    def save(self, tokens: Sequence[int], cache: list[Any]) -> None:
+        """Write the new rows of a cache to a file, which is sent later. One that cannot be kept is left out."""
+        held = {each.offset for each in cache if isinstance(each, _WITH_ROWS)} or {len(tokens)}
+        size = min(held)
+        if len(held) > 1 or not 0 < size <= len(tokens) or min(tokens) < 0 or self.waiting.qsize() >= _WAITING:
+            _LOG.info("a prompt cache of %d tokens is not kept", len(tokens))
+            return
+        kept = array("I", tokens[:size])
+        blocks = self._caches.stored_blocks(kept)
+        file = self._file()
+        with _warning("a prompt cache is not kept", file):
+            mlx_lm_cache.save_prompt_cache(str(file), [_without(each, blocks * BLOCK_TOKENS) for each in cache])
+            self.waiting.put((file, kept, blocks))
+
+    def _file(self) -> Path:
+        return Path(self._files.name) / f"{next(self._numbers)}.safetensors"
+
+    def _send_all(self) -> None:
+        while (waiting := self.waiting.get()) is not None:
+            file, tokens, blocks = waiting
+            with _warning("a prompt cache is not kept"):  # the next one has all rows that the store lacks
+                try:
+                    self._send(file.read_bytes(), tokens, blocks)
+                finally:
+                    file.unlink(missing_ok=True)
+
+    def _send(self, data: bytes, tokens: "array[int]", blocks: int) -> None:
+        """Store a cache; then forget those that it has whole, and the oldest of too many."""
+        name = self._prefix + blake3(tokens.tobytes()).hexdigest()[:32]
+        self._caches.save(name, data, tokens, left_out_blocks=blocks)
+        new = next(self._caches.kept(name))
+        for each in list(self._known.values()):
+            if new.is_trimmable and each.name != name and tokens[: len(each.tokens)] == each.tokens:
+                self._forget(each.name)
+        self._known[name] = new
+        for each in sorted(self._known.values(), key=lambda each: -each.created_unix_ms)[self._keep :]:
+            self._forget(each.name)
+
+    def _forget(self, name: str) -> None:
+        self._known.pop(name, None)
+        with suppress(NotFound):  # another server with these weights was first
+            self._caches.remove(name)
+
+
+@contextmanager
+def _warning(what: str, file: Path | None = None) -> Iterator[None]:
+    """Log a failure of any kind, and go on; of a failed write nothing stays."""
+    try:
+        yield
+    except Exception as error:  # noqa: BLE001  also MLX's, of a disk that is full
+        _LOG.warning("%s: %s: %s", what, type(error).__name__, error)
+        if file:
+            with suppress(OSError):
+                file.unlink(missing_ok=True)
+
+
+def _without(cache: Any, rows: int) -> Any:
+    """The cache with its own number of tokens, and without its first rows and those behind its last."""
+    if not isinstance(cache, _WITH_ROWS):
+        return cache
+    keys, values, *others = cache.state
+    cut = tree_map(lambda each: each[..., rows : cache.offset, :], (keys, values))
+    return type(cache).from_state((*cut, *others))
+
+
+def _loaded(data: bytes, file: Path) -> list[Any]:
+    try:
+        file.write_bytes(data)
+        cache: list[Any] = mlx_lm_cache.load_prompt_cache(str(file))
+        mx.eval([each.state for each in cache])
+    finally:
+        file.unlink(missing_ok=True)
+    return cache
