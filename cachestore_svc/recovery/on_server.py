@@ -1,18 +1,23 @@
 """Opens a catalog on a PostgreSQL server, for the one data directory whose blobs it lists. Each knows the other by a
-name that both hold: the blobs of another directory are not here, and its leases are not known here.
+name that both hold: the blobs of another directory are not here, and its leases are not known here. A directory that
+is gone has a successor where its blobs lie in a bucket.
 """
 
 import contextlib
 from pathlib import Path
 
+import structlog
 from kvasir.errors import FailedPrecondition
 
 from cachestore_svc.blobs.backend import BlobBackend, has_any
+from cachestore_svc.blobs.bucket.owning import note_owner, noted_owner
 from cachestore_svc.facts.records import StoreConfig
 from cachestore_svc.index.catalog import HOUSE, Catalog, open_postgres
 from cachestore_svc.recovery.means import Means
+from cachestore_svc.recovery.medium import BUCKET_NOTE
 
 NAME = "catalog"  # the file, and the database's fact
+_BUCKET = "bucket"  # the database's fact: the bucket with the blobs that it lists, and the store's name there
 
 
 def open_catalog(config: StoreConfig, database: Path, blobs: BlobBackend, means: Means) -> Catalog:
@@ -28,6 +33,23 @@ def open_catalog(config: StoreConfig, database: Path, blobs: BlobBackend, means:
         catalog.close()
         raise
     return catalog
+
+
+def succeed(config: StoreConfig, means: Means) -> None:
+    """Where older data are accepted: make a directory without data that of the store which a database lists, and whose
+    blobs lie in a bucket. The store goes on here with all that was acknowledged. Raises what a catalog raises.
+    """
+    if not (config.catalog and config.accept_older):
+        return
+    catalog = open_postgres(config.catalog, means.disk, means.now_unix_ms)
+    try:
+        name, bucket = catalog.read(HOUSE, lambda view: (view.fact(NAME), view.fact(_BUCKET)))
+    finally:
+        catalog.close()
+    if name and bucket:
+        note_owner(config.data_dir / BUCKET_NOTE, bucket)
+        _write(config.data_dir / NAME, name, means)  # last: it makes the directory that store's
+        structlog.get_logger("cachestore").warning("store.succeeded", bucket=bucket.split()[0])
 
 
 def check_on_file(data_dir: Path, advice: str = "name its database by --catalog") -> None:
@@ -47,11 +69,19 @@ def _check_same(data_dir: Path, catalog: Catalog, blobs: BlobBackend, means: Mea
         catalog.write(HOUSE, lambda change: change.set_fact(NAME, here))
     elif here != there:
         raise _foreign(f"the database lists the blobs of another directory than {data_dir}: name one of its own")
+    bucket = noted_owner(data_dir / BUCKET_NOTE)
+    if bucket and catalog.read(HOUSE, lambda view: view.fact(_BUCKET)) != bucket:
+        catalog.write(HOUSE, lambda change: change.set_fact(_BUCKET, bucket))
 
 
 def _named(path: Path, means: Means) -> str:
     """Give the directory a name, before the database holds it."""
     name = means.token_hex(16)
+    _write(path, name, means)
+    return name
+
+
+def _write(path: Path, name: str, means: Means) -> None:
     descriptor = means.disk.open_append(path)
     try:
         means.disk.write(descriptor, name.encode())
@@ -59,7 +89,6 @@ def _named(path: Path, means: Means) -> str:
     finally:
         means.disk.close(descriptor)
     means.disk.fsync_directory(path.parent)
-    return name
 
 
 def _foreign(words: str) -> FailedPrecondition:

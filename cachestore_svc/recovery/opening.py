@@ -64,6 +64,8 @@ def open_directory(
 ) -> Opened:
     disk = means.disk
     with locked(config, disk) as lock:
+        if sweeps and not holds_store(config.data_dir):
+            on_server.succeed(config, means)
         files = KeyFiles(config.data_dir, disk)
         records = files.read()
         if sweeps and (mended := files.mend(records)):

@@ -54,6 +54,18 @@ def noted_bucket(note: Path) -> str:
     return found.where if found else ""
 
 
+def noted_owner(note: Path) -> str:
+    """The bucket, and the store's name there, as a data directory notes them; "" without a note."""
+    found = _read(note)
+    return f"{found.where} {found.store}" if found else ""
+
+
+def note_owner(note: Path, owner: str) -> None:
+    """Make a directory without a note a copy of the data whose note was this. Such a copy has to take the bucket."""
+    where, store = owner.split()
+    _Note(where, store).write(note)
+
+
 def look_at_bucket(bucket: Bucket, note: Path) -> BucketOwner:
     """For one that only looks, beside the store that runs. Raises FailedPrecondition: it is another store's."""
     known = _read(note) or _Note(bucket.where, "")
@@ -108,7 +120,8 @@ def _check_same(bucket: Bucket, known: _Note, store: str) -> None:
         raise FailedPrecondition(f"the blobs of this store lie in {known.where}: start it with --blobs {known.where}")
     if known.store and store not in ("", known.store):
         raise FailedPrecondition(
-            f"{bucket.where} belongs to another store, whose blobs this one would set aside: choose another prefix"
+            f"{bucket.where} belongs to another store, whose blobs this one would set aside: choose another prefix. If "
+            "that store's directory is gone, and its index is in PostgreSQL, start once with --accept-older"
         )
 
 

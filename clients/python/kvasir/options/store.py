@@ -95,7 +95,8 @@ class StoreFiles(Table):
     accept_older: bool = option(
         False,
         "Start with data that are older than what last ran in their directory, a backup that was put back, or that "
-        "were copied from another one; they are the newest from then on.",
+        "were copied from another one; they are the newest from then on. Without data: go on as the store of --catalog "
+        "and --blobs whose directory is gone.",
         up="accept-older",
     )
 
