@@ -26,6 +26,7 @@ class LiveLeases:
         self._lock = threading.Lock()
         self._grants: dict[LineKey, _Grant] = {}
         self._barred: dict[LineKey, float] = {}
+        self._all_barred = 0.0
 
     def grant(self, line: LineKey, token: LeaseToken, ttl_s: float) -> None:
         with self._lock:
@@ -69,10 +70,15 @@ class LiveLeases:
             found.is_wanted, found.is_taken_back = True, takes_back
             return True
 
-    def barred_s(self, line: LineKey) -> float:
-        """Seconds for which no owner gets the lease, because a rollback or its like waits for it."""
+    def bar_all(self, seconds: float) -> None:
+        """For so long no lease is given: some may hold of which nothing is known here."""
         with self._lock:
-            return max(self._barred.get(line, 0.0) - self._steady(), 0.0)
+            self._all_barred = self._steady() + seconds
+
+    def barred_s(self, line: LineKey) -> float:
+        """Seconds for which no owner gets the lease: a rollback or its like waits for it, or `bar_all`."""
+        with self._lock:
+            return max(self._barred.get(line, 0.0) - self._steady(), self._all_barred - self._steady(), 0.0)
 
     def drop(self, line: LineKey) -> None:
         with self._lock:

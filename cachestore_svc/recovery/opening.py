@@ -19,7 +19,7 @@ from cachestore_svc.blobs.disk import NO_FILE, Disk, is_no_room, refusal
 from cachestore_svc.blobs.space import Space
 from cachestore_svc.core.core import Core
 from cachestore_svc.facts.records import StoreConfig
-from cachestore_svc.index.catalog import HOUSE, Catalog, CatalogChange, SqliteCatalog
+from cachestore_svc.index.catalog import HOUSE, Catalog, CatalogChange, CatalogView, SqliteCatalog
 from cachestore_svc.index.live_leases import LiveLeases
 from cachestore_svc.index.refusals import reading_damage
 from cachestore_svc.index.values import History, ReadManifest, Unheld
@@ -153,9 +153,12 @@ class _Opening:
         config, means, blobs, seals = self._config, self._means, self._blobs, self._blobs.seals
         now = means.now_unix_ms
         _remember_seals(catalog, seals)
+        # Of a server's standby or backup: it may lack the newest leases, which engines still count on.
+        lost_ms = 0 if log else catalog.read(HOUSE, _longest_lost_lease_ms(catalog.place))
         history = History(_incarnation(catalog, means.token_hex), config.event_history)
         space = Space(config, means.disk, self._ballast, catalog.read(HOUSE, lambda view: view.stored_bytes()))
         live = LiveLeases(means.steady)
+        live.bar_all(lost_ms / 1000)
         # How long each had still to go is not known, so each has its whole time.
         for lease in catalog.read(HOUSE, lambda view: view.unreleased_leases()):
             agent_id = seals.plain(lease.line.namespace, lease.line.agent_id)
@@ -255,6 +258,15 @@ def _incarnation(catalog: Catalog, token_hex: Callable[[int], str]) -> str:
 
     name = catalog.read(HOUSE, lambda view: view.fact(_INCARNATION) if view.fact(INODE) == catalog.place else None)
     return name or catalog.write(HOUSE, begin)
+
+
+def _longest_lost_lease_ms(place: str) -> Callable[[CatalogView], int]:
+    """How long a lease may still hold that an index does not have which went on in another place."""
+
+    def longest(view: CatalogView) -> int:
+        return view.longest_lease_ms() if view.fact(INODE) not in (None, place) else 0
+
+    return longest
 
 
 INODE = "inode"  # of the database in which the history of events goes on: in another one it has another name

@@ -44,6 +44,7 @@ class CatalogView(Rows):
 
     held_leases = leases.held_leases
     unreleased_leases = leases.unreleased_leases
+    longest_lease_ms = leases.longest_lease_ms
 
     ownership_of = owners.ownership_of
     unfinished_moves = owners.unfinished_moves

@@ -18,7 +18,7 @@ from kvasir.formats.block_hash import kv_identity_hash
 
 from cachestore_svc.blobs.disk import Disk
 from cachestore_svc.config import ConfigError, read_settings
-from cachestore_svc.facts.records import HeldLease
+from cachestore_svc.facts.records import HeldLease, LeaseToken
 from cachestore_svc.index.catalog import HOUSE, Catalog, CatalogChange, CatalogView, open_postgres
 from cachestore_svc.index.postgres.postgres_catalog import LOCK
 from cachestore_svc.index.postgres.session import Session
@@ -275,6 +275,25 @@ def test_a_database_that_lacks_an_acknowledged_commit_is_refused_until_the_store
                 catalog.write(HOUSE, add_one)
     with catalog_on(url) as catalog:
         assert catalog.write(HOUSE, add_one) == 2
+
+
+def test_a_database_that_went_back_gives_no_lease_while_a_lost_one_may_hold(url: str, tmp_path: Path) -> None:
+    lab = Lab(tmp_path / "data", catalog=url)
+    with lab.open() as store:
+        for agent_id in ("ada", "bob"):
+            store.leases.acquire(NS, agent_id, KV, "engine", 20)
+        store.leases.release(NS, "ada", KV, LeaseToken("engine", 1))
+    with psycopg.connect(url) as other:  # as a promoted standby that lacks bob's lease: its log has another timeline
+        other.execute("DELETE FROM kvasir.leases WHERE agent_name = 'bob'")
+        other.execute("UPDATE kvasir.facts SET value = '00000000 1' WHERE name = 'inode'")
+    with lab.open() as store:
+        with pytest.raises(FailedPrecondition) as refused:
+            store.leases.acquire(NS, "bob", KV, "another")
+        assert refused.value.reason == "LEASE_HELD"
+        lab.clock.pass_s(20)
+        assert store.leases.acquire(NS, "bob", KV, "another").token.owner == "another"
+    with lab.open() as store:
+        store.leases.acquire(NS, "cleo", KV, "another")
 
 
 def test_a_database_of_a_newer_kvasir_is_refused(url: str) -> None:

@@ -109,6 +109,11 @@ def unreleased_leases(rows: Rows) -> list[UnreleasedLease]:
     return [UnreleasedLease(each.line, each.token, each.ttl_ms) for each in unreleased]
 
 
+def longest_lease_ms(rows: Rows) -> int:
+    """The longest time that any of all leases has; 0 where there is none."""
+    return rows.number("SELECT MAX(ttl_ms) FROM leases")
+
+
 def check_not_fenced(rows: Rows, line: LineKey, token: LeaseToken) -> list[_Row]:
     """The lease's row. Raises Conflict (LEASE_FENCED) unless the token is the newest, though it may have ended."""
     found = _rows_of(rows, LineQuery(*line[1:]))
@@ -136,7 +141,7 @@ def _check_free(live: LiveLeases, held: list[_Row], owner: str | None) -> None:
 
 def _check_not_barred(live: LiveLeases, line: LineKey) -> None:
     if barred_s := live.barred_s(line):
-        raise _held_by("a change of the agent that waits for it", barred_s)
+        raise _held_by("a change of the agent that waits for it, or by an owner of which a lost commit knew", barred_s)
 
 
 def _held_by(owner: str, left_s: float) -> FailedPrecondition:
