@@ -123,7 +123,7 @@ def source() -> Path | None:
 
 def suite(*folders: str) -> Callable[[ProofScope, Report], Value]:
     """A step that runs tests of a checkout, on the device that MLX finds, as many as there is time for. Of its long
-    tests a sixteenth.
+    tests a twentieth.
     """
 
     def run(_scope: ProofScope, report: Report) -> Value:
