@@ -1,5 +1,6 @@
 """The application: one row per route, and what every request passes: site, key, size, its API's shape of errors."""
 
+import json
 import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -97,7 +98,7 @@ class Gateway:
 
     def __init__(self, around: Surroundings) -> None:
         self._around = around
-        self._document = openapi.document(version("kvasir"))
+        self._document = json.dumps(openapi.document(version("kvasir"))).encode()
         self._rooms = Rooms(around.limits.max_requests, around.limits.max_bodies_bytes)
 
     def app(self) -> ASGIApp:
@@ -288,7 +289,7 @@ class Gateway:
         return JSONResponse(wellness.body(), wellness.http_status)
 
     async def _describe(self, _call: Call) -> Response:
-        return JSONResponse(self._document)
+        return Response(self._document, media_type="application/json")
 
     async def _answer(
         self, call: Call, translate: Callable[[], Turn], whole: Whole, chunks: Callable[[Asked], ReplyStream]
@@ -381,7 +382,7 @@ class Gateway:
                 call = self._admitted(request, is_open, request_id, room)
                 request_id = call.request_id
                 name_call(request_id)
-                if not is_open and methods != ["POST"]:  # a body comes first
+                if methods != ["POST"]:  # a body comes first
                     await room.begin(is_read=methods == ["GET"])
                 return await handler(call)
             except (ClientLeft, ClientDisconnect):

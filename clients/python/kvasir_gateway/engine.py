@@ -239,6 +239,7 @@ class EngineLink:
         self._large = large
         self._peers = peers
         self._next = cycle(own)
+        self._asked: asyncio.Task[Wellness] | None = None
         for client in (*own, *peers.values()):
             client.peers |= peers
 
@@ -279,7 +280,13 @@ class EngineLink:
         return CallerAtEngine(callers, beside)
 
     async def wellness(self, within_s: float = 2.0) -> Wellness:
-        """Whether the engine answers, reaches its store, and has a model or wakes one."""
+        """Whether the engine answers, reaches its store, and has a model or wakes one. Callers that wait share one
+        answer: they need no key."""
+        if self._asked is None or self._asked.done():
+            self._asked = asyncio.create_task(self._wellness(within_s))
+        return await asyncio.shield(self._asked)
+
+    async def _wellness(self, within_s: float) -> Wellness:
         try:
             async with asyncio.timeout(within_s):
                 stats = await self._own[0].get_stats()

@@ -402,7 +402,7 @@ SHARED = (
         "gateway",
         "clients/python/kvasir_gateway/door/bodies.py: answering",
         ("kvasir_gateway.door.bodies:MAX_ANSWERING", 16),
-        THREE_OF_FREE,
+        THREE_OF_FREE + "; strangers are one namespace",
         IN_TURN,
         WAITS,
     ),

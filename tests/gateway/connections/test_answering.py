@@ -8,10 +8,12 @@ from typing import Any
 import pytest
 from kvasir.credentials import CLIENT, Credentials, Principal
 from kvasir.errors import Unavailable
+from kvasir.inference.v1 import inference_pb2 as pb
+from kvasir.server.operating.wellness import Wellness
 from kvasir.waits import LOOK_S
 from kvasir_gateway.door.bodies import MAX_ANSWERING, RequestRoom, Rooms
 from kvasir_gateway.door.security import Gate
-from kvasir_gateway.engine import CallerAtEngine
+from kvasir_gateway.engine import CallerAtEngine, EngineLink
 from kvasir_gateway.page.look import Sources
 from kvasir_gateway.page.numbers.history import History
 from kvasir_gateway.page.operating.part import Operating
@@ -40,6 +42,9 @@ class BusyEngine:
         )
         client.at = lambda _: client
         return CallerAtEngine(client, beside)
+
+    async def wellness(self) -> Wellness:
+        return await self._answer("", Wellness([], {"engine": True}))
 
     async def _answer(self, token: str, answer: Any) -> Any:
         self.asked[token] += 1
@@ -100,13 +105,51 @@ def test_few_requests_of_a_namespace_are_answered_at_once_and_another_waits_for_
     asyncio.run(crowd())
 
 
+def test_strangers_have_the_places_of_one_namespace_and_pages_of_key_holders_wait_for_none_of_them() -> None:
+    async def crowd() -> None:
+        engine = BusyEngine()
+        app = app_of_two(engine)
+        crowd = [asyncio.create_task(sent(app, "GET", "/healthz", "")) for _ in range(CROWD)]
+        await _nothing_moves()
+        assert engine.asked == {"": MOST_OF_ONE}
+        refused = asyncio.create_task(sent(app, "GET", "/page/turns", "no key"))
+        modest = asyncio.create_task(sent(app, "GET", "/page/turns", KEYS["modest"]))
+        await _nothing_moves()
+        assert engine.asked[KEYS["modest"]] == 1
+        assert not refused.done()
+        engine.open.set()
+        assert await asyncio.wait_for(asyncio.gather(modest, refused, *crowd), 30) == [200, 401, *[200] * CROWD]
+
+    asyncio.run(crowd())
+
+
+def test_health_checks_that_wait_share_one_answer() -> None:
+    async def crowd() -> None:
+        stats, opens = list[None](), asyncio.Event()
+
+        async def get_stats() -> pb.GetStatsResponse:
+            stats.append(None)
+            await opens.wait()
+            return pb.GetStatsResponse(model="m", store_is_reachable=True)
+
+        link = EngineLink([SimpleNamespace(get_stats=get_stats, peers={})], None, {})  # type: ignore[arg-type, list-item]
+        asking = [asyncio.create_task(link.wellness()) for _ in range(CROWD)]
+        await _nothing_moves()
+        asking.pop(0).cancel()  # one caller leaves
+        opens.set()
+        assert all(wellness.http_status == 200 for wellness in await asyncio.gather(*asking))
+        assert len(stats) == 1
+        assert (await link.wellness()).http_status == 200
+        assert len(stats) == 2
+
+    asyncio.run(crowd())
+
+
 def test_a_deletion_that_waits_for_a_lease_keeps_no_other_request_from_beginning() -> None:
     async def crowd() -> None:
         engine = BusyEngine()
         app = app_of_two(engine)
         crowd = [asyncio.create_task(sent(app, "DELETE", "/v1/agents/a", KEYS["greedy"])) for _ in range(CROWD)]
-        await _nothing_moves()
-        assert engine.asked == {KEYS["greedy"]: MOST_OF_ONE}
         await asyncio.wait_for(engine.was_asked_by_all.wait(), 30)
         engine.open.set()
         assert {*await asyncio.gather(*crowd)} == {503}

@@ -75,7 +75,10 @@ class RequestRoom:
 
     async def begin(self, *, is_read: bool) -> None:
         """Wait for the request's turn of the event loop, and hold a place until the answer is known. One that changes
-        something may wait for a lease, and its holder may wait here: it keeps the place for its first steps alone."""
+        something may wait for a lease, and its holder may wait here: it keeps the place for its first steps alone.
+        Strangers share the places of one namespace."""
+        if self._ending is not None:
+            return
         self._turn = Place((self._rooms.answering, self.namespace))
         await self._turn.enter()
         at_most_s = SOON_S if is_read else LOOK_S

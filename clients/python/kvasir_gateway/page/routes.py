@@ -176,6 +176,7 @@ class GatewayPage:
             except (ClientDisconnect, ClientLeft):
                 return Response(status_code=499)  # nobody reads it
             except KvasirError as error:
+                await room.begin(is_read=True)  # strangers have not begun
                 return self._refused(request, path, error.with_traceback(None))
             except Exception as error:  # noqa: BLE001 - a bug of ours
                 told = (path, type(error).__name__, places(error))
