@@ -93,6 +93,26 @@ async def small_calls(attacker: Attacker) -> None:
     attacker.flood(_PAGES, ask)
 
 
+async def strangers(attacker: Attacker) -> None:
+    """Many requests that need no key: health checks, descriptions, sign-ins, refusals."""
+    client = httpx.AsyncClient(base_url=attacker.gateway_url, timeout=120, limits=_MANY)
+    html = {"accept": "text/html"}
+    own = html | {"origin": attacker.gateway_url}
+
+    async def ask(index: int) -> None:
+        match index % 5:
+            case 0 | 1:
+                await _answered(client.get("/healthz"))
+            case 2:
+                await _answered(client.get("/openapi.json"))
+            case 3:
+                await _answered(client.get("/", headers=html))
+            case _:
+                await _answered(client.post("/page/login", data={"form_token": "0", "key": "k" * 4096}, headers=own))
+
+    attacker.flood(_PAGES, ask)
+
+
 async def _answered(call: Awaitable[httpx.Response]) -> None:
     """A call's end, and a pause where it was one too many."""
     with contextlib.suppress(httpx.HTTPError):

@@ -56,6 +56,7 @@ ROWS = (
     Row("counting", "threads that tokenize", engine_attacks.counting),
     Row("unread", "bytes that wait for readers", engine_attacks.unread),
     Row("gateway-silent", "connections whose requests showed no key", gateway_attacks.silent_connections),
+    Row("gateway-strangers", "turns of the gateway's event loop (no key)", gateway_attacks.strangers),
     Row("gateway-bodies", "bodies, and the thread that reads them", gateway_attacks.large_bodies, engine_mib=1536),
     Row("gateway-calls", "turns of the gateway's event loop", gateway_attacks.small_calls),
     Row("gateway-forms", "the page's forms, and its requests", gateway_attacks.large_forms),
