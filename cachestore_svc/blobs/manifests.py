@@ -30,6 +30,7 @@ class ManifestFacts:
     shareable_blocks: int
     request_id: str
     named: tuple[NamedBlob, ...]  # blocks, tail, each window's blocks and tail, states
+    wake_ms: int | None = None  # of one that is asleep: how long its KV took to compute
 
 
 def read_manifest(data: bytes | memoryview) -> ManifestFacts:
@@ -42,7 +43,8 @@ def read_manifest(data: bytes | memoryview) -> ManifestFacts:
         message.token_ids,
         message.shareable_tokens // BLOCK_TOKENS,
         message.turn.request_id,
-        tuple(_named_blobs(message, hash_)),
+        () if message.HasField("asleep") else tuple(_named_blobs(message, hash_)),
+        message.asleep.wake_ms if message.HasField("asleep") else None,
     )
 
 

@@ -85,10 +85,13 @@ def named_version(version: int) -> str:
     return f"{_VERSION_WORD} {version}"
 
 
-def detail_of_turn(base_version: int, handed_over_by: str) -> str:
-    """The detail of a turn's origin. `base_version`: the earlier version that it goes on from; 0: its parent."""
+def detail_of_turn(base_version: int, handed_over_by: str, wake_ms: int | None) -> str:
+    """The detail of a turn's origin. `base_version`: the earlier version that it goes on from; 0: its parent.
+    `wake_ms`: of a version that fell asleep, how long its KV takes to compute.
+    """
     details = [named_version(base_version)] if base_version else []
-    return ", ".join([*details, *([f"handed over by {handed_over_by}"] if handed_over_by else [])])
+    details += [f"handed over by {handed_over_by}"] if handed_over_by else []
+    return ", ".join([*details, *([] if wake_ms is None else [f"asleep, wakes in {wake_ms} ms"])])
 
 
 @dataclass(frozen=True, slots=True)

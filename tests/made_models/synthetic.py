@@ -230,6 +230,18 @@ class SyntheticAgent:
         )
 
 
+def asleep(manifest: manifest_pb2.Manifest, wake_ms: int = 1200) -> bytes:
+    """The same memory, asleep: without its blobs, of which it knows the digests."""
+    made = manifest_pb2.Manifest()
+    made.CopyFrom(manifest)
+    let_go = [*manifest.blocks, *([manifest.tail] if manifest.HasField("tail") else [])]
+    made.asleep.CopyFrom(manifest_pb2.Asleep(files=let_go, wake_ms=wake_ms))
+    made.computed.SetInParent()
+    made.ClearField("blocks")
+    made.ClearField("tail")
+    return made.SerializeToString(deterministic=True)
+
+
 def tensor_file(
     identity: identity_pb2.KvIdentity,
     index: int,

@@ -120,6 +120,12 @@ WRONG: dict[str, tuple[Change, str]] = {
     "time": (set_("created_unix_ms", -1), "created_unix_ms"),
     "a time before all": (set_("template_time_ms", -1), "template_time_ms"),
     "a time behind all": (set_("template_time_ms", 253_402_300_800_000), "template_time_ms"),
+    "half a run": (lambda m: m.computed.decoded.append(3), "computed.decoded"),
+    "a run of nothing": (lambda m: m.computed.decoded.extend([3, 3]), "computed.decoded[1]"),
+    "a run before the last": (lambda m: m.computed.decoded.extend([3, 9, 8, 10]), "computed.decoded[2]"),
+    "a run from the first token": (lambda m: m.computed.decoded.extend([0, 3]), "computed.decoded[0]"),
+    "a run beyond": (lambda m: m.computed.decoded.extend([3, 601]), "computed.decoded[1]"),
+    "asleep with blocks": (lambda m: m.asleep.SetInParent(), "blocks"),
     "left out": (set_("shortened.dropped_behind_question", 1), "shortened.dropped_behind_question"),
 }
 
@@ -131,6 +137,46 @@ def test_a_wrong_field_is_refused_by_its_name(name: str) -> None:
     message.CopyFrom(GOOD)
     manifest.check(message)
     change(message)
+    with pytest.raises(InvalidArgument) as caught:
+        manifest.parse(message.SerializeToString())
+    assert caught.value.field == f"manifest.{field}"
+
+
+def asleep(tokens: int) -> manifest_pb2.Manifest:
+    """A conversation of so many tokens that is asleep, as of a model whose vocabulary is large."""
+    text = "abcd" * tokens
+    said = [text[start : start + 4000] for start in range(0, len(text), 4000)]
+    files = [Digest.of(bytes([number % 256, number // 256])) for number in range(tokens // 256)]
+    return manifest_pb2.Manifest(
+        format=1,
+        kv_identity=SMALL,
+        token_ids=[100_000 + number % 50_000 for number in range(tokens)],
+        text=text,
+        token_chars=[4] * tokens,
+        messages=[manifest_pb2.Message(role="user", content=each) for each in said],
+        computed=manifest_pb2.Computed(decoded=range(1, tokens, 150)[: tokens // 300 * 2]),
+        asleep=manifest_pb2.Asleep(files=[digest.to_proto() for digest in files]),
+    )
+
+
+def test_a_hundred_thousand_agents_of_16_384_tokens_sleep_in_60_gb() -> None:
+    data = asleep(16_384).SerializeToString(deterministic=True)
+    manifest.parse(data)
+    in_the_index = 4096  # bytes of an agent's rows, about; manifests are counted
+    assert 100_000 * (len(data) + in_the_index) <= 60e9
+
+
+@pytest.mark.parametrize("field", ["blocks", "tail", "windows", "states", "computed", "asleep.files"])
+def test_a_sleeping_manifest_names_no_blob_and_lists_those_let_go(field: str) -> None:
+    message = asleep(512)
+    manifest.check(message)
+    assert manifest.digests(message) == []
+    if field in ("computed", "asleep.files"):
+        (message.asleep if "." in field else message).ClearField(field.rpartition(".")[2])
+    else:
+        source = getattr(GOOD, field)
+        target = getattr(message, field)
+        target.CopyFrom(source) if field == "tail" else target.extend(source)
     with pytest.raises(InvalidArgument) as caught:
         manifest.parse(message.SerializeToString())
     assert caught.value.field == f"manifest.{field}"

@@ -152,7 +152,11 @@ def check(manifest: manifest_pb2.Manifest) -> None:
         raise _wrong("format", f"expected {FORMAT}, got {manifest.format}")
     check_kv_identity(manifest.kv_identity)
     _check_tokens(manifest)
-    _check_blobs(manifest)
+    if manifest.HasField("asleep"):
+        _check_asleep(manifest)
+    else:
+        _check_blobs(manifest)
+    _check_computed(manifest)
     for name in ("tokenizer_digest", "template_digest", "parent_manifest"):
         _check_optional_hash(name, getattr(manifest, name))
     _check_messages(manifest)
@@ -237,6 +241,33 @@ def _check_blobs(manifest: manifest_pb2.Manifest) -> None:
     hashes = [digest.hash for digest in _named(manifest)]
     if len(set(hashes)) != len(hashes):
         raise _wrong("blobs", f"expected {len(hashes)} different ones, got {len(set(hashes))}")
+
+
+def _check_asleep(manifest: manifest_pb2.Manifest) -> None:
+    """A sleeping manifest names no blob, and knows how its rows were computed."""
+    for name in ("blocks", "windows", "states"):
+        if getattr(manifest, name):
+            raise _wrong(name, "expected none: the snapshot is asleep")
+    if manifest.HasField("tail"):
+        raise _wrong("tail", "expected none: the snapshot is asleep")
+    if not manifest.HasField("computed"):
+        raise _wrong("computed", "expected it: the snapshot is asleep")
+    if not manifest.asleep.files:
+        raise _wrong("asleep.files", "expected one or more")
+    for index, digest in enumerate(manifest.asleep.files):
+        _check_digest(f"asleep.files[{index}]", digest)
+
+
+def _check_computed(manifest: manifest_pb2.Manifest) -> None:
+    edges, tokens = manifest.computed.decoded, len(manifest.token_ids)
+    if len(edges) % 2:
+        raise _wrong("computed.decoded", f"expected pairs, got {len(edges)} numbers")
+    before = 0
+    for index, edge in enumerate(edges):
+        least = before if index and index % 2 == 0 else before + 1  # a run may begin where the last one ended
+        if not least <= edge <= tokens:
+            raise _wrong(f"computed.decoded[{index}]", f"expected {least} to {tokens}, got {edge}")
+        before = edge
 
 
 def _check_rows(

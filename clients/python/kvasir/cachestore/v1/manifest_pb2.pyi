@@ -16,7 +16,7 @@ class Digest(_message.Message):
     def __init__(self, hash: _Optional[str] = ..., size_bytes: _Optional[int] = ...) -> None: ...
 
 class Manifest(_message.Message):
-    __slots__ = ("format", "kv_identity", "tokenizer_digest", "template_digest", "token_ids", "text", "token_chars", "messages", "blocks", "tail", "states", "shareable_tokens", "parent_manifest", "turn", "created_unix_ms", "windows", "shortened", "template_time_ms", "tools_order")
+    __slots__ = ("format", "kv_identity", "tokenizer_digest", "template_digest", "token_ids", "text", "token_chars", "messages", "blocks", "tail", "states", "shareable_tokens", "parent_manifest", "turn", "created_unix_ms", "windows", "shortened", "template_time_ms", "tools_order", "computed", "asleep")
     FORMAT_FIELD_NUMBER: _ClassVar[int]
     KV_IDENTITY_FIELD_NUMBER: _ClassVar[int]
     TOKENIZER_DIGEST_FIELD_NUMBER: _ClassVar[int]
@@ -36,6 +36,8 @@ class Manifest(_message.Message):
     SHORTENED_FIELD_NUMBER: _ClassVar[int]
     TEMPLATE_TIME_MS_FIELD_NUMBER: _ClassVar[int]
     TOOLS_ORDER_FIELD_NUMBER: _ClassVar[int]
+    COMPUTED_FIELD_NUMBER: _ClassVar[int]
+    ASLEEP_FIELD_NUMBER: _ClassVar[int]
     format: int
     kv_identity: _identity_pb2.KvIdentity
     tokenizer_digest: str
@@ -55,7 +57,23 @@ class Manifest(_message.Message):
     shortened: Shortened
     template_time_ms: int
     tools_order: ToolsOrder
-    def __init__(self, format: _Optional[int] = ..., kv_identity: _Optional[_Union[_identity_pb2.KvIdentity, _Mapping]] = ..., tokenizer_digest: _Optional[str] = ..., template_digest: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., text: _Optional[str] = ..., token_chars: _Optional[_Iterable[int]] = ..., messages: _Optional[_Iterable[_Union[Message, _Mapping]]] = ..., blocks: _Optional[_Iterable[_Union[Digest, _Mapping]]] = ..., tail: _Optional[_Union[Digest, _Mapping]] = ..., states: _Optional[_Iterable[_Union[StatePoint, _Mapping]]] = ..., shareable_tokens: _Optional[int] = ..., parent_manifest: _Optional[str] = ..., turn: _Optional[_Union[Turn, _Mapping]] = ..., created_unix_ms: _Optional[int] = ..., windows: _Optional[_Iterable[_Union[WindowBlocks, _Mapping]]] = ..., shortened: _Optional[_Union[Shortened, _Mapping]] = ..., template_time_ms: _Optional[int] = ..., tools_order: _Optional[_Union[ToolsOrder, _Mapping]] = ...) -> None: ...
+    computed: Computed
+    asleep: Asleep
+    def __init__(self, format: _Optional[int] = ..., kv_identity: _Optional[_Union[_identity_pb2.KvIdentity, _Mapping]] = ..., tokenizer_digest: _Optional[str] = ..., template_digest: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., text: _Optional[str] = ..., token_chars: _Optional[_Iterable[int]] = ..., messages: _Optional[_Iterable[_Union[Message, _Mapping]]] = ..., blocks: _Optional[_Iterable[_Union[Digest, _Mapping]]] = ..., tail: _Optional[_Union[Digest, _Mapping]] = ..., states: _Optional[_Iterable[_Union[StatePoint, _Mapping]]] = ..., shareable_tokens: _Optional[int] = ..., parent_manifest: _Optional[str] = ..., turn: _Optional[_Union[Turn, _Mapping]] = ..., created_unix_ms: _Optional[int] = ..., windows: _Optional[_Iterable[_Union[WindowBlocks, _Mapping]]] = ..., shortened: _Optional[_Union[Shortened, _Mapping]] = ..., template_time_ms: _Optional[int] = ..., tools_order: _Optional[_Union[ToolsOrder, _Mapping]] = ..., computed: _Optional[_Union[Computed, _Mapping]] = ..., asleep: _Optional[_Union[Asleep, _Mapping]] = ...) -> None: ...
+
+class Computed(_message.Message):
+    __slots__ = ("decoded",)
+    DECODED_FIELD_NUMBER: _ClassVar[int]
+    decoded: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, decoded: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class Asleep(_message.Message):
+    __slots__ = ("files", "wake_ms")
+    FILES_FIELD_NUMBER: _ClassVar[int]
+    WAKE_MS_FIELD_NUMBER: _ClassVar[int]
+    files: _containers.RepeatedCompositeFieldContainer[Digest]
+    wake_ms: int
+    def __init__(self, files: _Optional[_Iterable[_Union[Digest, _Mapping]]] = ..., wake_ms: _Optional[int] = ...) -> None: ...
 
 class ToolsOrder(_message.Message):
     __slots__ = ("set_hash", "places")

@@ -97,7 +97,8 @@ type Manifest struct {
 	TokenChars []uint32 `protobuf:"varint,7,rep,packed,name=token_chars,json=tokenChars,proto3" json:"token_chars,omitempty"`
 	// The conversation as messages, where the agent was addressed in messages; else empty.
 	Messages []*Message `protobuf:"bytes,8,rep,name=messages,proto3" json:"messages,omitempty"`
-	// Full blocks of the layers that keep all tokens: block i holds tokens [256 i, 256 (i + 1)).
+	// Full blocks of the layers that keep all tokens: block i holds tokens [256 i, 256 (i + 1)). Of a snapshot that is asleep: none,
+	// nor a tail, states or windows.
 	Blocks []*Digest `protobuf:"bytes,9,rep,name=blocks,proto3" json:"blocks,omitempty"`
 	// The last, partial block; absent when the token count is a multiple of 256, or no layer keeps all tokens.
 	Tail *Digest `protobuf:"bytes,10,opt,name=tail,proto3" json:"tail,omitempty"`
@@ -119,7 +120,11 @@ type Manifest struct {
 	// milliseconds of the wall clock since 1970-01-01 00:00, without a zone. 0: it did not ask, or this is not known.
 	TemplateTimeMs int64 `protobuf:"varint,18,opt,name=template_time_ms,json=templateTimeMs,proto3" json:"template_time_ms,omitempty"`
 	// How the template was given the tools, so that the same ones are rendered alike again. Absent: there were none, or this is not known.
-	ToolsOrder    *ToolsOrder `protobuf:"bytes,19,opt,name=tools_order,json=toolsOrder,proto3" json:"tools_order,omitempty"`
+	ToolsOrder *ToolsOrder `protobuf:"bytes,19,opt,name=tools_order,json=toolsOrder,proto3" json:"tools_order,omitempty"`
+	// How the KV was computed, where that is known.
+	Computed *Computed `protobuf:"bytes,20,opt,name=computed,proto3" json:"computed,omitempty"`
+	// Present: the snapshot is asleep. It names no blob, its KV is computed from its tokens.
+	Asleep        *Asleep `protobuf:"bytes,21,opt,name=asleep,proto3" json:"asleep,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -287,6 +292,121 @@ func (x *Manifest) GetToolsOrder() *ToolsOrder {
 	return nil
 }
 
+func (x *Manifest) GetComputed() *Computed {
+	if x != nil {
+		return x.Computed
+	}
+	return nil
+}
+
+func (x *Manifest) GetAsleep() *Asleep {
+	if x != nil {
+		return x.Asleep
+	}
+	return nil
+}
+
+// Computed lists rows that were computed one by one, each behind a token that was drawn. All others were computed in cells of a prompt.
+type Computed struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// Pairs, ascending: the first token of each run, and the first token behind it.
+	Decoded       []uint64 `protobuf:"varint,1,rep,packed,name=decoded,proto3" json:"decoded,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *Computed) Reset() {
+	*x = Computed{}
+	mi := &file_kvasir_cachestore_v1_manifest_proto_msgTypes[2]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *Computed) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*Computed) ProtoMessage() {}
+
+func (x *Computed) ProtoReflect() protoreflect.Message {
+	mi := &file_kvasir_cachestore_v1_manifest_proto_msgTypes[2]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use Computed.ProtoReflect.Descriptor instead.
+func (*Computed) Descriptor() ([]byte, []int) {
+	return file_kvasir_cachestore_v1_manifest_proto_rawDescGZIP(), []int{2}
+}
+
+func (x *Computed) GetDecoded() []uint64 {
+	if x != nil {
+		return x.Decoded
+	}
+	return nil
+}
+
+// Asleep lists the blobs that were let go.
+type Asleep struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// Blobs of the rows, computed again as `computed` has it when the snapshot fell asleep: blocks, tail, windows, states.
+	Files []*Digest `protobuf:"bytes,1,rep,name=files,proto3" json:"files,omitempty"`
+	// How long that took then, in milliseconds.
+	WakeMs        uint64 `protobuf:"varint,2,opt,name=wake_ms,json=wakeMs,proto3" json:"wake_ms,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *Asleep) Reset() {
+	*x = Asleep{}
+	mi := &file_kvasir_cachestore_v1_manifest_proto_msgTypes[3]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *Asleep) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*Asleep) ProtoMessage() {}
+
+func (x *Asleep) ProtoReflect() protoreflect.Message {
+	mi := &file_kvasir_cachestore_v1_manifest_proto_msgTypes[3]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use Asleep.ProtoReflect.Descriptor instead.
+func (*Asleep) Descriptor() ([]byte, []int) {
+	return file_kvasir_cachestore_v1_manifest_proto_rawDescGZIP(), []int{3}
+}
+
+func (x *Asleep) GetFiles() []*Digest {
+	if x != nil {
+		return x.Files
+	}
+	return nil
+}
+
+func (x *Asleep) GetWakeMs() uint64 {
+	if x != nil {
+		return x.WakeMs
+	}
+	return 0
+}
+
 // ToolsOrder says in which order a set of tools and the keys of their JSON were rendered. The tools' canonical form is [name, description, parameters]
 // as JSON: keys sorted, no white space, ASCII.
 type ToolsOrder struct {
@@ -302,7 +422,7 @@ type ToolsOrder struct {
 
 func (x *ToolsOrder) Reset() {
 	*x = ToolsOrder{}
-	mi := &file_kvasir_cachestore_v1_manifest_proto_msgTypes[2]
+	mi := &file_kvasir_cachestore_v1_manifest_proto_msgTypes[4]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -314,7 +434,7 @@ func (x *ToolsOrder) String() string {
 func (*ToolsOrder) ProtoMessage() {}
 
 func (x *ToolsOrder) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_cachestore_v1_manifest_proto_msgTypes[2]
+	mi := &file_kvasir_cachestore_v1_manifest_proto_msgTypes[4]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -327,7 +447,7 @@ func (x *ToolsOrder) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ToolsOrder.ProtoReflect.Descriptor instead.
 func (*ToolsOrder) Descriptor() ([]byte, []int) {
-	return file_kvasir_cachestore_v1_manifest_proto_rawDescGZIP(), []int{2}
+	return file_kvasir_cachestore_v1_manifest_proto_rawDescGZIP(), []int{4}
 }
 
 func (x *ToolsOrder) GetSetHash() string {
@@ -361,7 +481,7 @@ type Shortened struct {
 
 func (x *Shortened) Reset() {
 	*x = Shortened{}
-	mi := &file_kvasir_cachestore_v1_manifest_proto_msgTypes[3]
+	mi := &file_kvasir_cachestore_v1_manifest_proto_msgTypes[5]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -373,7 +493,7 @@ func (x *Shortened) String() string {
 func (*Shortened) ProtoMessage() {}
 
 func (x *Shortened) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_cachestore_v1_manifest_proto_msgTypes[3]
+	mi := &file_kvasir_cachestore_v1_manifest_proto_msgTypes[5]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -386,7 +506,7 @@ func (x *Shortened) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Shortened.ProtoReflect.Descriptor instead.
 func (*Shortened) Descriptor() ([]byte, []int) {
-	return file_kvasir_cachestore_v1_manifest_proto_rawDescGZIP(), []int{3}
+	return file_kvasir_cachestore_v1_manifest_proto_rawDescGZIP(), []int{5}
 }
 
 func (x *Shortened) GetDroppedMessages() uint64 {
@@ -438,7 +558,7 @@ type WindowBlocks struct {
 
 func (x *WindowBlocks) Reset() {
 	*x = WindowBlocks{}
-	mi := &file_kvasir_cachestore_v1_manifest_proto_msgTypes[4]
+	mi := &file_kvasir_cachestore_v1_manifest_proto_msgTypes[6]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -450,7 +570,7 @@ func (x *WindowBlocks) String() string {
 func (*WindowBlocks) ProtoMessage() {}
 
 func (x *WindowBlocks) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_cachestore_v1_manifest_proto_msgTypes[4]
+	mi := &file_kvasir_cachestore_v1_manifest_proto_msgTypes[6]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -463,7 +583,7 @@ func (x *WindowBlocks) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use WindowBlocks.ProtoReflect.Descriptor instead.
 func (*WindowBlocks) Descriptor() ([]byte, []int) {
-	return file_kvasir_cachestore_v1_manifest_proto_rawDescGZIP(), []int{4}
+	return file_kvasir_cachestore_v1_manifest_proto_rawDescGZIP(), []int{6}
 }
 
 func (x *WindowBlocks) GetWindow() uint32 {
@@ -505,7 +625,7 @@ type StatePoint struct {
 
 func (x *StatePoint) Reset() {
 	*x = StatePoint{}
-	mi := &file_kvasir_cachestore_v1_manifest_proto_msgTypes[5]
+	mi := &file_kvasir_cachestore_v1_manifest_proto_msgTypes[7]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -517,7 +637,7 @@ func (x *StatePoint) String() string {
 func (*StatePoint) ProtoMessage() {}
 
 func (x *StatePoint) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_cachestore_v1_manifest_proto_msgTypes[5]
+	mi := &file_kvasir_cachestore_v1_manifest_proto_msgTypes[7]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -530,7 +650,7 @@ func (x *StatePoint) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use StatePoint.ProtoReflect.Descriptor instead.
 func (*StatePoint) Descriptor() ([]byte, []int) {
-	return file_kvasir_cachestore_v1_manifest_proto_rawDescGZIP(), []int{5}
+	return file_kvasir_cachestore_v1_manifest_proto_rawDescGZIP(), []int{7}
 }
 
 func (x *StatePoint) GetTokens() uint64 {
@@ -572,7 +692,7 @@ type Message struct {
 
 func (x *Message) Reset() {
 	*x = Message{}
-	mi := &file_kvasir_cachestore_v1_manifest_proto_msgTypes[6]
+	mi := &file_kvasir_cachestore_v1_manifest_proto_msgTypes[8]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -584,7 +704,7 @@ func (x *Message) String() string {
 func (*Message) ProtoMessage() {}
 
 func (x *Message) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_cachestore_v1_manifest_proto_msgTypes[6]
+	mi := &file_kvasir_cachestore_v1_manifest_proto_msgTypes[8]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -597,7 +717,7 @@ func (x *Message) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Message.ProtoReflect.Descriptor instead.
 func (*Message) Descriptor() ([]byte, []int) {
-	return file_kvasir_cachestore_v1_manifest_proto_rawDescGZIP(), []int{6}
+	return file_kvasir_cachestore_v1_manifest_proto_rawDescGZIP(), []int{8}
 }
 
 func (x *Message) GetRole() string {
@@ -668,7 +788,7 @@ type ToolCall struct {
 
 func (x *ToolCall) Reset() {
 	*x = ToolCall{}
-	mi := &file_kvasir_cachestore_v1_manifest_proto_msgTypes[7]
+	mi := &file_kvasir_cachestore_v1_manifest_proto_msgTypes[9]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -680,7 +800,7 @@ func (x *ToolCall) String() string {
 func (*ToolCall) ProtoMessage() {}
 
 func (x *ToolCall) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_cachestore_v1_manifest_proto_msgTypes[7]
+	mi := &file_kvasir_cachestore_v1_manifest_proto_msgTypes[9]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -693,7 +813,7 @@ func (x *ToolCall) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ToolCall.ProtoReflect.Descriptor instead.
 func (*ToolCall) Descriptor() ([]byte, []int) {
-	return file_kvasir_cachestore_v1_manifest_proto_rawDescGZIP(), []int{7}
+	return file_kvasir_cachestore_v1_manifest_proto_rawDescGZIP(), []int{9}
 }
 
 func (x *ToolCall) GetId() string {
@@ -740,7 +860,7 @@ type Turn struct {
 
 func (x *Turn) Reset() {
 	*x = Turn{}
-	mi := &file_kvasir_cachestore_v1_manifest_proto_msgTypes[8]
+	mi := &file_kvasir_cachestore_v1_manifest_proto_msgTypes[10]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -752,7 +872,7 @@ func (x *Turn) String() string {
 func (*Turn) ProtoMessage() {}
 
 func (x *Turn) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_cachestore_v1_manifest_proto_msgTypes[8]
+	mi := &file_kvasir_cachestore_v1_manifest_proto_msgTypes[10]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -765,7 +885,7 @@ func (x *Turn) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Turn.ProtoReflect.Descriptor instead.
 func (*Turn) Descriptor() ([]byte, []int) {
-	return file_kvasir_cachestore_v1_manifest_proto_rawDescGZIP(), []int{8}
+	return file_kvasir_cachestore_v1_manifest_proto_rawDescGZIP(), []int{10}
 }
 
 func (x *Turn) GetRequestId() string {
@@ -825,7 +945,7 @@ const file_kvasir_cachestore_v1_manifest_proto_rawDesc = "" +
 	"\x06Digest\x12\x12\n" +
 	"\x04hash\x18\x01 \x01(\tR\x04hash\x12\x1d\n" +
 	"\n" +
-	"size_bytes\x18\x02 \x01(\x03R\tsizeBytes\"\xfe\x06\n" +
+	"size_bytes\x18\x02 \x01(\x03R\tsizeBytes\"\xf0\a\n" +
 	"\bManifest\x12\x16\n" +
 	"\x06format\x18\x01 \x01(\rR\x06format\x12A\n" +
 	"\vkv_identity\x18\x02 \x01(\v2 .kvasir.cachestore.v1.KvIdentityR\n" +
@@ -849,7 +969,14 @@ const file_kvasir_cachestore_v1_manifest_proto_rawDesc = "" +
 	"\tshortened\x18\x11 \x01(\v2\x1f.kvasir.cachestore.v1.ShortenedR\tshortened\x12(\n" +
 	"\x10template_time_ms\x18\x12 \x01(\x03R\x0etemplateTimeMs\x12A\n" +
 	"\vtools_order\x18\x13 \x01(\v2 .kvasir.cachestore.v1.ToolsOrderR\n" +
-	"toolsOrder\"?\n" +
+	"toolsOrder\x12:\n" +
+	"\bcomputed\x18\x14 \x01(\v2\x1e.kvasir.cachestore.v1.ComputedR\bcomputed\x124\n" +
+	"\x06asleep\x18\x15 \x01(\v2\x1c.kvasir.cachestore.v1.AsleepR\x06asleep\"$\n" +
+	"\bComputed\x12\x18\n" +
+	"\adecoded\x18\x01 \x03(\x04R\adecoded\"U\n" +
+	"\x06Asleep\x122\n" +
+	"\x05files\x18\x01 \x03(\v2\x1c.kvasir.cachestore.v1.DigestR\x05files\x12\x17\n" +
+	"\awake_ms\x18\x02 \x01(\x04R\x06wakeMs\"?\n" +
 	"\n" +
 	"ToolsOrder\x12\x19\n" +
 	"\bset_hash\x18\x01 \x01(\tR\asetHash\x12\x16\n" +
@@ -908,38 +1035,43 @@ func file_kvasir_cachestore_v1_manifest_proto_rawDescGZIP() []byte {
 	return file_kvasir_cachestore_v1_manifest_proto_rawDescData
 }
 
-var file_kvasir_cachestore_v1_manifest_proto_msgTypes = make([]protoimpl.MessageInfo, 9)
+var file_kvasir_cachestore_v1_manifest_proto_msgTypes = make([]protoimpl.MessageInfo, 11)
 var file_kvasir_cachestore_v1_manifest_proto_goTypes = []any{
 	(*Digest)(nil),       // 0: kvasir.cachestore.v1.Digest
 	(*Manifest)(nil),     // 1: kvasir.cachestore.v1.Manifest
-	(*ToolsOrder)(nil),   // 2: kvasir.cachestore.v1.ToolsOrder
-	(*Shortened)(nil),    // 3: kvasir.cachestore.v1.Shortened
-	(*WindowBlocks)(nil), // 4: kvasir.cachestore.v1.WindowBlocks
-	(*StatePoint)(nil),   // 5: kvasir.cachestore.v1.StatePoint
-	(*Message)(nil),      // 6: kvasir.cachestore.v1.Message
-	(*ToolCall)(nil),     // 7: kvasir.cachestore.v1.ToolCall
-	(*Turn)(nil),         // 8: kvasir.cachestore.v1.Turn
-	(*KvIdentity)(nil),   // 9: kvasir.cachestore.v1.KvIdentity
+	(*Computed)(nil),     // 2: kvasir.cachestore.v1.Computed
+	(*Asleep)(nil),       // 3: kvasir.cachestore.v1.Asleep
+	(*ToolsOrder)(nil),   // 4: kvasir.cachestore.v1.ToolsOrder
+	(*Shortened)(nil),    // 5: kvasir.cachestore.v1.Shortened
+	(*WindowBlocks)(nil), // 6: kvasir.cachestore.v1.WindowBlocks
+	(*StatePoint)(nil),   // 7: kvasir.cachestore.v1.StatePoint
+	(*Message)(nil),      // 8: kvasir.cachestore.v1.Message
+	(*ToolCall)(nil),     // 9: kvasir.cachestore.v1.ToolCall
+	(*Turn)(nil),         // 10: kvasir.cachestore.v1.Turn
+	(*KvIdentity)(nil),   // 11: kvasir.cachestore.v1.KvIdentity
 }
 var file_kvasir_cachestore_v1_manifest_proto_depIdxs = []int32{
-	9,  // 0: kvasir.cachestore.v1.Manifest.kv_identity:type_name -> kvasir.cachestore.v1.KvIdentity
-	6,  // 1: kvasir.cachestore.v1.Manifest.messages:type_name -> kvasir.cachestore.v1.Message
+	11, // 0: kvasir.cachestore.v1.Manifest.kv_identity:type_name -> kvasir.cachestore.v1.KvIdentity
+	8,  // 1: kvasir.cachestore.v1.Manifest.messages:type_name -> kvasir.cachestore.v1.Message
 	0,  // 2: kvasir.cachestore.v1.Manifest.blocks:type_name -> kvasir.cachestore.v1.Digest
 	0,  // 3: kvasir.cachestore.v1.Manifest.tail:type_name -> kvasir.cachestore.v1.Digest
-	5,  // 4: kvasir.cachestore.v1.Manifest.states:type_name -> kvasir.cachestore.v1.StatePoint
-	8,  // 5: kvasir.cachestore.v1.Manifest.turn:type_name -> kvasir.cachestore.v1.Turn
-	4,  // 6: kvasir.cachestore.v1.Manifest.windows:type_name -> kvasir.cachestore.v1.WindowBlocks
-	3,  // 7: kvasir.cachestore.v1.Manifest.shortened:type_name -> kvasir.cachestore.v1.Shortened
-	2,  // 8: kvasir.cachestore.v1.Manifest.tools_order:type_name -> kvasir.cachestore.v1.ToolsOrder
-	0,  // 9: kvasir.cachestore.v1.WindowBlocks.blocks:type_name -> kvasir.cachestore.v1.Digest
-	0,  // 10: kvasir.cachestore.v1.WindowBlocks.tail:type_name -> kvasir.cachestore.v1.Digest
-	0,  // 11: kvasir.cachestore.v1.StatePoint.digest:type_name -> kvasir.cachestore.v1.Digest
-	7,  // 12: kvasir.cachestore.v1.Message.tool_calls:type_name -> kvasir.cachestore.v1.ToolCall
-	13, // [13:13] is the sub-list for method output_type
-	13, // [13:13] is the sub-list for method input_type
-	13, // [13:13] is the sub-list for extension type_name
-	13, // [13:13] is the sub-list for extension extendee
-	0,  // [0:13] is the sub-list for field type_name
+	7,  // 4: kvasir.cachestore.v1.Manifest.states:type_name -> kvasir.cachestore.v1.StatePoint
+	10, // 5: kvasir.cachestore.v1.Manifest.turn:type_name -> kvasir.cachestore.v1.Turn
+	6,  // 6: kvasir.cachestore.v1.Manifest.windows:type_name -> kvasir.cachestore.v1.WindowBlocks
+	5,  // 7: kvasir.cachestore.v1.Manifest.shortened:type_name -> kvasir.cachestore.v1.Shortened
+	4,  // 8: kvasir.cachestore.v1.Manifest.tools_order:type_name -> kvasir.cachestore.v1.ToolsOrder
+	2,  // 9: kvasir.cachestore.v1.Manifest.computed:type_name -> kvasir.cachestore.v1.Computed
+	3,  // 10: kvasir.cachestore.v1.Manifest.asleep:type_name -> kvasir.cachestore.v1.Asleep
+	0,  // 11: kvasir.cachestore.v1.Asleep.files:type_name -> kvasir.cachestore.v1.Digest
+	0,  // 12: kvasir.cachestore.v1.WindowBlocks.blocks:type_name -> kvasir.cachestore.v1.Digest
+	0,  // 13: kvasir.cachestore.v1.WindowBlocks.tail:type_name -> kvasir.cachestore.v1.Digest
+	0,  // 14: kvasir.cachestore.v1.StatePoint.digest:type_name -> kvasir.cachestore.v1.Digest
+	9,  // 15: kvasir.cachestore.v1.Message.tool_calls:type_name -> kvasir.cachestore.v1.ToolCall
+	16, // [16:16] is the sub-list for method output_type
+	16, // [16:16] is the sub-list for method input_type
+	16, // [16:16] is the sub-list for extension type_name
+	16, // [16:16] is the sub-list for extension extendee
+	0,  // [0:16] is the sub-list for field type_name
 }
 
 func init() { file_kvasir_cachestore_v1_manifest_proto_init() }
@@ -954,7 +1086,7 @@ func file_kvasir_cachestore_v1_manifest_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_kvasir_cachestore_v1_manifest_proto_rawDesc), len(file_kvasir_cachestore_v1_manifest_proto_rawDesc)),
 			NumEnums:      0,
-			NumMessages:   9,
+			NumMessages:   11,
 			NumExtensions: 0,
 			NumServices:   0,
 		},
