@@ -171,6 +171,9 @@ class TurnPlan:
     # Another engine began the turn. Its files are asked for (`Wanted`); then it is held until `TurnHandle.release`.
     carried: CarriedTurn | None = None
     is_own: bool = False  # the engine's own turn, which no count has
+    # The reply that is computed again, token by token, without a draw; `max_tokens` of them.
+    replayed: tuple[int, ...] = ()
+    borrows: bool = True  # False: the turn reuses no rows but those that `reuse` names
 
     @property
     def most_tokens(self) -> int:

@@ -84,6 +84,7 @@ def memory_left(sequence: Sequence, runner: ModelRunner, kv_identity_hash: str) 
     """The memory that the turn leaves. Computes the last token, sampled but never fed, if it is remembered."""
     kv, length = sequence.kv, sequence.remembered
     assert kv is not None
+    sequence.decoded_to = min(kv.length, length)
     if missing := sequence.token_ids[kv.length : length]:
         runner.prefill(kv, missing.tolist())
     kv.trim_to(length)

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from inference_svc.engine.api import SamplingParams, TokenLogprobs
 from inference_svc.formats.grammars import GrammarMatcher
 from inference_svc.text.replies.reasoning_limit import ReasoningWatch
+from inference_svc.text.replies.replayed_reply import ReplayedReply
 
 # Below it the second likeliest token has no chance, and a division by it may leave float32's range.
 _LEAST_TEMPERATURE = 1e-4
@@ -42,10 +43,11 @@ class Sampler:
         constraint: GrammarMatcher | None = None,
         key: Sequence[int] | None = None,
         reply_ids: Sequence[int] = (),
-        watch: ReasoningWatch | None = None,
+        watch: ReasoningWatch | ReplayedReply | None = None,
     ) -> None:
         """`prompt_ids`: the tokens before the next one, which the repetition penalty counts too. `key`: of the next
-        draw, where tokens were drawn before (`key_words`); these are `reply_ids`. `watch`: of the reply's reasoning.
+        draw, where tokens were drawn before (`key_words`); these are `reply_ids`. `watch`: of the reply's reasoning, or
+        of a reply that is computed again.
         """
         self._watch = watch
         self._params = params

@@ -17,6 +17,7 @@ from inference_svc.engine.scheduling.schedulable import ScheduleRecord, Status
 from inference_svc.formats.grammars import GrammarMatcher
 from inference_svc.model.model_info import ModelInfo
 from inference_svc.text.replies.reasoning_limit import ReasoningWatch
+from inference_svc.text.replies.replayed_reply import ReplayedReply
 from inference_svc.text.token_ids import SequenceState, TokenIds
 from inference_svc.text.token_text import TokenText
 
@@ -66,10 +67,15 @@ class Sequence:
         self.listener = listener
         self.matcher = matcher  # of the plan's constraint; advanced by the sampler
         limit = plan.sampling.reasoning_limit
-        self.watch = ReasoningWatch(limit, token_text) if limit is not None else None  # advanced by the sampler
+        self.watch: ReasoningWatch | ReplayedReply | None = None  # advanced by the sampler
+        if limit is not None:
+            self.watch = ReasoningWatch(limit, token_text)
+        elif plan.replayed:
+            self.watch = ReplayedReply(plan.replayed)
         self.schedule = ScheduleRecord()
         self.token_ids = plan.token_ids.growing()
         self.rewind_points: tuple[int, ...] = ()  # token counts to which a memory of a model with states can go back
+        self.decoded_to = 0  # known once the turn has left its memory
         self.is_cancelled = False  # set from any thread
         # What it holds on the MLX thread.
         self.kv: SequenceKV | None = None
@@ -156,7 +162,7 @@ class Sequence:
     @cached_property
     def chain(self) -> tuple[str, ...]:
         """Chain hashes of the prompt's full blocks. Empty for a turn that shares them with no other."""
-        if self.namespace is None or self.plan.pooling is not None:
+        if self.namespace is None or self.plan.pooling is not None or not self.plan.borrows:
             return ()
         known = self.known_chain[: self.cells.prompt_tokens // BLOCK_TOKENS]
         return chain_hashes(self._model.kv_identity_hash, self.token_ids[: self.cells.prompt_tokens], known)
@@ -299,7 +305,7 @@ class Sequence:
         token_chars = self.plan.token_chars + tuple(map(len, spelled))
         # States that were computed on shared rows would have to be shared too, so such a memory serves its own agent.
         shareable = 0 if self._model.has_states else self.cells.shareable
-        return SequenceState(token_ids, token_chars, shareable, self.rewind_points)
+        return SequenceState(token_ids, token_chars, shareable, self.rewind_points, self.decoded_to)
 
     def take_events(self) -> list[api.Event]:
         events, self._events = self._events, []

@@ -71,3 +71,4 @@ class SequenceState:
     token_chars: tuple[int, ...]
     shareable_tokens: int  # leading tokens computed on the grid from position 0, a multiple of 256
     rewind_points: tuple[int, ...] = ()  # token counts, ascending, that a model with states can go back to
+    decoded_to: int = 0  # the first token behind those of the reply that were computed one by one

@@ -108,6 +108,7 @@ class Driver:
         is_remembered: bool = True,
         rewind_point_tokens: int | None = None,
         longest_gap_s: float | None = None,
+        replayed: tuple[int, ...] = (),
         **sampling: Any,
     ) -> Listener:
         listener = listener or Listener()
@@ -124,6 +125,7 @@ class Driver:
             can_be_preempted=can_be_preempted,
             is_remembered=is_remembered,
             rewind_point_tokens=rewind_point_tokens,
+            replayed=replayed,
         )
         listener.handle.set_result(self.engine.submit(plan, listener))
         return listener

@@ -1,0 +1,52 @@
+"""A memory's KV, computed again from its tokens and the runs of its turns, has the bytes that it had."""
+
+import random
+from collections.abc import Callable
+
+import pytest
+
+from inference_svc.engine.api import AgentKey, Hot
+from inference_svc.memory.replaying import Runs, replay_steps, runs_of_turn
+from inference_svc.text.token_ids import TokenIds
+from tests.inference.engine.driving import Driver, tokens_of
+
+pytestmark = pytest.mark.cpu_only("a GPU's cells are cut by the clock, so their rows have other bits each time")
+FAMILIES = ("qwen3", "gemma3", "gpt_oss", "deepseek_v2")
+
+
+def lived(driver: Driver, seed: int, turns: int = 5) -> tuple[AgentKey, TokenIds, Runs]:
+    """An agent after turns of any length, some of which rewind; its tokens, and how they were computed."""
+    chance, key = random.Random(seed), driver.key()
+    known, runs = TokenIds(), ()
+    for turn in range(turns):
+        kept = len(known) if chance.random() < 0.7 else chance.randrange(len(known) + 1)
+        prompt = (*known[:kept], *tokens_of(chance.randrange(1, 330), 100 * seed + turn))
+        ended = driver.turn(prompt, Hot(kept) if kept else None, key=key, max_tokens=chance.randrange(1, 90))
+        known, state = ended.state.token_ids, ended.state
+        found = runs_of_turn(runs, ended.cached_tokens, ended.prompt_tokens, state.decoded_to)
+        assert found is not None
+        runs = found
+    return key, known, runs
+
+
+def replayed(driver: Driver, tokens: TokenIds, runs: Runs) -> AgentKey:
+    key = driver.key()
+    for step in replay_steps(tokens, runs):
+        reuse = Hot(step.keep) if step.keep else None
+        driver.turn(tokens[: step.prompt], reuse, key=key, max_tokens=len(step.reply), replayed=step.reply)
+    return key
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize("name", ["llama", *FAMILIES])
+def test_a_replayed_memory_has_the_bytes_of_the_one_that_never_slept(
+    driver: Driver, family: Callable[[str], Driver], name: str, seed: int
+) -> None:
+    driver = driver if name == "llama" else family(name)
+    key, tokens, runs = lived(driver, seed)
+    assert runs
+    again = replayed(driver, tokens, runs)
+    assert driver.files(again) == driver.files(key)
+    more = (*tokens, *tokens_of(7, seed))
+    said = [driver.reply(driver.turn(more, Hot(len(tokens)), key=each)) for each in (key, again)]
+    assert said[0] == said[1]
