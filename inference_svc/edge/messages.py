@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 from kvasir.errors import InvalidArgument
 from kvasir.inference.v1 import inference_pb2 as pb
@@ -32,6 +33,7 @@ from inference_svc.turns.turn_data import (
     PromptInput,
     PromptSettings,
     RequestOrigin,
+    Slept,
     TurnDelta,
     TurnEvent,
     TurnFinished,
@@ -39,6 +41,7 @@ from inference_svc.turns.turn_data import (
     TurnRequest,
     TurnStarted,
     Warmed,
+    Work,
 )
 
 _ON_FULL = {getattr(pb, f"ON_FULL_POLICY_{policy.name}"): policy for policy in OnFullPolicy}
@@ -127,14 +130,23 @@ def warm_request(
         origin=RequestOrigin(caller, input_bytes(given, prompt.tools)),
         # Turns whose reply a caller awaits come first.
         pace=Pace(Priority.BACKGROUND),
-        is_warming=True,
+        work=Work.WARM,
     )
+
+
+def sleep_request(request: pb.WarmRequest, **terms: Any) -> TurnRequest:
+    """As `warm_request`, of a request that names an agent alone."""
+    return replace(warm_request(request, **terms), work=Work.SLEEP)
 
 
 def turn_message(turn: Progress, age_s: float) -> pb.Turn:
     tokens, state = turn.tokens, pb.TURN_STATE_RUNNING if turn.phase.has_begun else pb.TURN_STATE_WAITING
     counts = {"prompt_tokens": tokens.prompt, "cached_tokens": tokens.cached, "completion_tokens": tokens.completion}
     return written(pb.Turn, turn.request, state=state, age=age_s, **counts)
+
+
+def sleep_response(slept: Slept, model_name: str) -> pb.SleepResponse:
+    return written(pb.SleepResponse, slept, model=model_name)
 
 
 def warm_response(started: TurnStarted, warmed: Warmed, model_name: str) -> pb.WarmResponse:
@@ -165,8 +177,8 @@ def response(
         case TurnMoved(peer, token, expires_s):
             moved = pb.Moved(peer=peer, resume_token=token, expires_in=duration(expires_s))
             return pb.GenerateResponse(moved=moved)
-        case Warmed():
-            raise TypeError("a turn that only warms streams no reply")
+        case Warmed() | Slept():
+            raise TypeError("a turn that makes no reply streams none")
 
 
 def _miss(miss: Miss | None) -> dict[str, object]:

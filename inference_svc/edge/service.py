@@ -36,7 +36,7 @@ from inference_svc.memory.store.remote_cache import RemoteCache
 from inference_svc.model.model_host import ModelHost, ModelState
 from inference_svc.served_model import ServedModel
 from inference_svc.turns.admission import Admission
-from inference_svc.turns.turn_data import TurnRequest, TurnStarted, Warmed
+from inference_svc.turns.turn_data import Slept, TurnEvent, TurnRequest, TurnStarted, Warmed
 
 SERVICE_NAME = "kvasir.inference.v1.InferenceService"
 CALLERS = frozenset({"client", "admin", "engine"})
@@ -47,6 +47,7 @@ _FORCALLERS = (
     "CancelTurn",
     "ListHotMemories",
     "Warm",
+    "Sleep",
     "CountTokens",
     "Embed",
     "ListModels",
@@ -154,25 +155,31 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):  # type: ig
         await self._parts.telling.tell(reply, served, context, followed)
 
     async def Warm(self, request: pb.WarmRequest, context: Any) -> pb.WarmResponse:
+        events, model_name = await self._events(request, messages.warm_request)
+        [started] = (event for event in events if isinstance(event, TurnStarted))
+        [warmed] = (event for event in events if isinstance(event, Warmed))
+        return messages.warm_response(started, warmed, model_name)
+
+    async def Sleep(self, request: pb.SleepRequest, context: Any) -> pb.SleepResponse:
+        warmed = pb.WarmRequest(model=request.model, agent_id=request.agent_id)
+        events, model_name = await self._events(warmed, messages.sleep_request)
+        [slept] = (event for event in events if isinstance(event, Slept))
+        return messages.sleep_response(slept, model_name)
+
+    async def _events(self, request: pb.WarmRequest, check: Callable[..., TurnRequest]) -> tuple[list[TurnEvent], str]:
+        """The events of a turn that generates nothing, and the name of the model that served it."""
         caller = current_principal()
         with self._counting_refusals(caller.namespace):
             self._check_serves()
-            checked = await self._checked(request, caller, messages.warm_request, new_request_id=_id_of_call)
+            checked = await self._checked(request, caller, check, new_request_id=_id_of_call)
             name_call(checked.request_id)
             served = await self._parts.host.awake(request.model)
             checked = check_known_tokens(checked, served.engine.vocabulary_size)
             running = served.turns.begin(await with_thinking(checked, served.prompting))
-            started: TurnStarted | None = None
-            warmed: Warmed | None = None
             try:
-                async for _, event in running.events():
-                    started = event if isinstance(event, TurnStarted) else started
-                    warmed = event if isinstance(event, Warmed) else warmed
+                return [event async for _, event in running.events()], served.name
             finally:
                 running.cancel()
-        assert started is not None
-        assert warmed is not None
-        return messages.warm_response(started, warmed, served.name)
 
     async def ListTurns(self, request: pb.ListTurnsRequest, context: Any) -> pb.ListTurnsResponse:
         served = self._parts.host.served

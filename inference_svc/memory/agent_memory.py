@@ -13,6 +13,7 @@ from kvasir.waits import SILENCE_S
 
 from inference_svc.memory.lines.line_states import Stage, Standing
 from inference_svc.memory.outcomes import SnapshotOutcome, SnapshotState
+from inference_svc.memory.replaying import Runs
 from inference_svc.memory.store.answers import NO_SETTINGS, AgentSettings, Head
 from inference_svc.memory.stored_windows import StoredWindow, listed_windows, stored_windows
 from inference_svc.model.model_info import ModelInfo
@@ -27,10 +28,14 @@ _LONG_BYTES = 64 << 10  # A longer manifest takes the event loop more than a mil
 
 @dataclass(slots=True)
 class StoredFiles:
+    """A memory's files in the store, and how their rows were computed."""
+
     blocks: list[Digest] = field(default_factory=list)  # the leading full blocks
     tail: Digest | None = None
     windows: dict[int, StoredWindow] = field(default_factory=dict)  # by window
     states: dict[int, Digest] = field(default_factory=dict)  # by rewind point
+    runs: Runs | None = None  # None: not known
+    asleep: manifest_pb2.Asleep | None = None  # of a version that names no file
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,6 +140,7 @@ class Ahead:
     blocks: tuple[Digest, ...]  # its leading full blocks that are in the store
     shareable_tokens: int
     rewind_points: tuple[int, ...]
+    runs: Runs | None = None
 
 
 def as_hot(memory: AgentMemory) -> AgentMemory:
@@ -146,7 +152,7 @@ def as_hot(memory: AgentMemory) -> AgentMemory:
         transcript=ahead.transcript,
         shareable_tokens=ahead.shareable_tokens,
         rewind_points=ahead.rewind_points,
-        files=StoredFiles(list(ahead.blocks)),
+        files=StoredFiles(list(ahead.blocks), runs=ahead.runs),
     )
 
 
@@ -162,6 +168,8 @@ def from_manifest(manifest: manifest_pb2.Manifest, head: Head, tokenizer_digest:
         Digest.from_proto(manifest.tail) if manifest.HasField("tail") else None,
         stored_windows(manifest.windows),
         {int(point.tokens): Digest.from_proto(point.digest) for point in manifest.states},
+        tuple(manifest.computed.decoded) if manifest.HasField("computed") else None,
+        manifest.asleep if manifest.HasField("asleep") else None,
     )
     return AgentMemory(
         transcript=RememberedText(manifest.text, TokenIds(manifest.token_ids), tuple(manifest.token_chars)),
@@ -190,7 +198,7 @@ async def off_loop(is_long: bool, work: Callable[[], T]) -> T:
 
 
 def to_manifest(memory: AgentMemory, model: ModelInfo, files: StoredFiles) -> bytes:
-    head = memory.publication.standing.head
+    head, runs = memory.publication.standing.head, memory.files.runs
     return manifests.build(
         kv_identity=model.kv_identity,
         token_ids=memory.transcript.token_ids,
@@ -210,4 +218,6 @@ def to_manifest(memory: AgentMemory, model: ModelInfo, files: StoredFiles) -> by
         shortened=memory.shortened,
         template_time_ms=memory.template_time_ms,
         tools_order=memory.tools_order,
+        computed=None if runs is None else manifest_pb2.Computed(decoded=runs),
+        asleep=files.asleep,
     )

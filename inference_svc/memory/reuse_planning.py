@@ -19,6 +19,7 @@ from inference_svc.engine.engine import Engine
 from inference_svc.memory.agent_memory import AgentMemory, StoredFiles, as_hot, off_loop
 from inference_svc.memory.outcomes import Miss, MissReason, Source
 from inference_svc.memory.recall import Recollection, unknown_token
+from inference_svc.memory.replaying import Runs
 from inference_svc.memory.restore_costs import RestoreCosts
 from inference_svc.memory.store.answers import StoreMiss
 from inference_svc.memory.store.patience import Budget
@@ -68,6 +69,7 @@ class Prepared:
     shareable_tokens: int = 0  # of these blocks' tokens, leading ones whose rows every prefill makes
     reading: BackgroundRead | None = None  # of the files that are reused
     can_be_preempted: bool = False
+    runs: Runs | None = None  # of the memory that is reused
 
     def stop_reading(self) -> None:
         if self.reading is not None:
@@ -80,7 +82,8 @@ class Prepared:
         """
         kept = min(started.cached_tokens, self.shareable_tokens) if started.is_shared else started.cached_tokens
         read_miss = self.reading.miss if self.reading is not None else None
-        return replace(self.kept(kept // BLOCK_TOKENS), miss=read_miss or self.miss)
+        runs = () if started.is_shared else self.runs
+        return replace(self.kept(kept // BLOCK_TOKENS), miss=read_miss or self.miss, runs=runs)
 
     def kept(self, blocks: int) -> "Prepared":
         """The same plan with so many of the stored blocks at most: rows behind them are recomputed."""
@@ -182,6 +185,7 @@ class ReusePlanner:
             shareable_tokens=candidate.shareable_tokens,
             reading=reading,
             can_be_preempted=may_be_preempted(store, recollection.memory, reuse),
+            runs=candidate.files.runs,
         )
 
     async def _candidate(
@@ -281,7 +285,7 @@ class ReusePlanner:
         keep = found.tokens
         if keep < candidate.keep + BLOCK_TOKENS:
             return candidate, None
-        files = StoredFiles(list(found.blocks), windows=dict(found.windows))
+        files = StoredFiles(list(found.blocks), windows=dict(found.windows), runs=())
         return _Candidate(tokens, keep, Source.SHARED, candidate.match, tokens.ids, keep, files), None
 
     def _cheaper(self, namespace: str, candidate: _Candidate) -> tuple[_Candidate, Miss | None]:

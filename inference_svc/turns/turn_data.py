@@ -95,6 +95,14 @@ class RequestOrigin:
     message: object = None
 
 
+class Work(Enum):
+    """The purpose of a turn."""
+
+    REPLY = "reply"
+    WARM = "warm"  # the memory becomes hot
+    SLEEP = "sleep"  # its KV is let go
+
+
 @dataclass(frozen=True, slots=True)
 class TurnRequest:
     """A validated request. `namespace` is the credential's. `agent_id` is empty when the turn leaves no memory."""
@@ -112,7 +120,12 @@ class TurnRequest:
     choices: int = 1  # number of replies; several only without an agent
     choice: int = 0  # index of this reply
     pace: Pace = field(default_factory=Pace)
-    is_warming: bool = False  # no token is generated; an empty prompt stands for the agent's memory
+    work: Work = Work.REPLY
+
+    @property
+    def is_warming(self) -> bool:
+        """No token is generated; an empty prompt stands for the agent's memory."""
+        return self.work is not Work.REPLY
 
     @property
     def key(self) -> AgentKey | None:
@@ -208,6 +221,17 @@ class Warmed:
     prefill_s: float = 0.0
 
 
+@dataclass(frozen=True, slots=True)
+class Slept:
+    """An agent's memory of `tokens` tokens is asleep: its KV is let go, and comes back in about `wake_s`."""
+
+    version: int
+    tokens: int
+    kept_bytes: int
+    freed_bytes: int
+    wake_s: float
+
+
 # What a turn tells its reader. Progress is the engine's own event; the others know what the engine does not: where the
 # memory came from, which text is answer and which reasoning, what was stored.
-TurnEvent: TypeAlias = TurnStarted | Prefilled | TurnDelta | TurnFinished | TurnMoved | Warmed
+TurnEvent: TypeAlias = TurnStarted | Prefilled | TurnDelta | TurnFinished | TurnMoved | Warmed | Slept

@@ -12,6 +12,7 @@ from inference_svc.engine.api import AgentKey, FinishReason, Timings
 from inference_svc.memory.agent_memory import AgentMemory, Ahead, Publication, StoredFiles, nothing_yet
 from inference_svc.memory.lines.line_states import Stage, Standing
 from inference_svc.memory.outcomes import SnapshotOutcome, SnapshotState, Source
+from inference_svc.memory.replaying import Runs, runs_of_turn
 from inference_svc.text.prefix_matching import Outcome, RememberedText
 from inference_svc.turns.engine_parts import EngineParts
 from inference_svc.turns.phases import Planned, Ran, Remembered
@@ -134,7 +135,10 @@ class TurnEnding:
             transcript = RememberedText(prepared.text, state.token_ids, state.token_chars)
             base = memory or nothing_yet(recollection.head, self._parts.engine.model.tokenizer_digest)
             memory = replace(
-                base, ahead=Ahead(transcript, prepared.stored_blocks, state.shareable_tokens, state.rewind_points)
+                base,
+                ahead=Ahead(
+                    transcript, prepared.stored_blocks, state.shareable_tokens, state.rewind_points, self._runs(ran)
+                ),
             )
         elif recollection.kv_from is not Source.HOT or memory.ahead is not None:
             # The KV is the memory's own again. What was not reused is computed anew, and is not what the store has.
@@ -144,7 +148,7 @@ class TurnEnding:
                 ahead=None,
                 shareable_tokens=state.shareable_tokens,
                 rewind_points=state.rewind_points,
-                files=replace(memory.files, blocks=stored, windows=windows),
+                files=replace(memory.files, blocks=stored, windows=windows, runs=self._runs(ran)),
             )
         if turn.request.key is not None:
             standing = memory.publication.standing
@@ -177,7 +181,7 @@ class TurnEnding:
             tokenizer_digest=self._parts.engine.model.tokenizer_digest,
             publication=Publication(standing, partial(may_follow, request) if standing.is_undecided else None),
             # A stop string may have removed tokens of a block that was sent already.
-            files=StoredFiles(stored[: len(state.token_ids) // BLOCK_TOKENS], windows=windows),
+            files=StoredFiles(stored[: len(state.token_ids) // BLOCK_TOKENS], windows=windows, runs=self._runs(ran)),
             rewind_points=state.rewind_points,
             is_brought=planned.has_brought_kv,
             shortened=recalled.shortened,
@@ -187,6 +191,13 @@ class TurnEnding:
         )
         self._tag(request.key, memory)
         return memory
+
+    def _runs(self, ran: Ran) -> Runs | None:
+        """How the rows that the turn left were computed. Windows of masks are computed in another way."""
+        if self._parts.engine.model.mask_window is not None:
+            return None
+        ended = ran.ended
+        return runs_of_turn(ran.prepared.runs, ended.cached_tokens, ended.prompt_tokens, ended.state.decoded_to)
 
     def _standing(self, ran: Ran) -> Standing:
         planned, key, previous = ran.planned, ran.planned.request.key, ran.extended

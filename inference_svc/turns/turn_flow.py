@@ -33,8 +33,9 @@ from inference_svc.turns.progress import Progress, Stop, TurnPhase
 from inference_svc.turns.prompts.continuing import Retry, retried
 from inference_svc.turns.prompts.texts import prompted, recalled_by, with_difference
 from inference_svc.turns.shortening import MemoryShortener
+from inference_svc.turns.sleeping import Sleeper
 from inference_svc.turns.taken_turns import TakenTurns
-from inference_svc.turns.turn_data import PromptInput, TurnRequest, TurnStarted, Warmed
+from inference_svc.turns.turn_data import PromptInput, TurnRequest, TurnStarted, Warmed, Work
 from inference_svc.turns.turn_ending import TurnEnding, stopped
 from inference_svc.turns.turn_reporter import counted
 
@@ -55,6 +56,7 @@ class TurnFlow:
         self._plans = PlanRunner(parts)
         self._order = Locks[AgentKey]()
         self._shortener = MemoryShortener(parts, self._plans, ending)
+        self._sleeper = Sleeper(parts)
         self.taken = TakenTurns(parts, self._plans)
 
     async def run(self, turn: Progress) -> None:
@@ -142,7 +144,8 @@ class TurnFlow:
         """None: the turn leaves no memory that it made itself."""
         if turn.taken is not None:
             return await self._end(turn, await self.taken.run(turn, turn.taken))
-        serve, budget, cursor = self._warm if turn.request.is_warming else self._serve, self._parts.budget(), None
+        serves = {Work.REPLY: self._serve, Work.WARM: self._warm, Work.SLEEP: self._sleep}
+        serve, budget, cursor = serves[turn.request.work], self._parts.budget(), None
         for _ in range(_MAX_SERVINGS):
             cursor = cursor or self._parts.event_cursor(turn.request)
             with contextlib.suppress(MemoryMovedError):  # the turn has had no effect yet
@@ -167,6 +170,7 @@ class TurnFlow:
             await self._ending.replay(memory, turn)
             return None
         turn.parent_version = recollection.version
+        recollection = await self._sleeper.awake(turn, recollection, budget)
         if request.memory.base_version is not None and request.key is not None:
             with_base = self._parts.recall.with_base
             recollection = await with_base(request.key, recollection, request.memory.base_version, budget)
@@ -191,10 +195,9 @@ class TurnFlow:
         """Make the agent's memory hot, or the request's prompt, and generate nothing. Raises as `_serve`."""
         request = turn.request
         recollection = await self._recalled(turn, budget)
+        recollection = await self._sleeper.awake(turn, recollection, budget)
         memory, turn.parent_version = recollection.memory, recollection.version
-        if (recollection.head is None and recollection.kv_from is not Source.HOT) or recollection.is_unread:
-            why = recollection.miss.detail if recollection.miss else ""
-            raise _not_warmed(request, "MEMORY_UNREADABLE", f"the agent's memory cannot be read now ({why})")
+        _check_readable(request, recollection)
         if request.input != PromptInput(""):
             has_store = request.namespace in self._parts.stores
             if memory is not None and has_store and not memory.publication.standing.is_safe:
@@ -208,6 +211,18 @@ class TurnFlow:
         else:
             made = Prompted(Recalled(request, recollection, event_cursor=cursor), memory.transcript.text)
         self._ending.warmed(await self._plans.plan_and_run(made, turn, budget), turn)
+
+    async def _sleep(self, turn: Progress, cursor: EventCursor | None, budget: Budget) -> None:
+        """Let the agent's KV go. Raises as `_warm`, and as `Sleeper.sleep`."""
+        recollection = await self._recalled(turn, budget)
+        _check_readable(turn.request, recollection)
+        await self._sleeper.sleep(turn, recollection, cursor, budget)
+
+
+def _check_readable(request: TurnRequest, found: Recollection) -> None:
+    if (found.head is None and found.kv_from is not Source.HOT) or found.is_unread:
+        why = found.miss.detail if found.miss else ""
+        raise _not_warmed(request, "MEMORY_UNREADABLE", f"the agent's memory cannot be read now ({why})")
 
 
 def _end_early(turn: Progress, error: BaseException) -> None:

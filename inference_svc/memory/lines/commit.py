@@ -29,11 +29,32 @@ class OtherConversation(errors.Conflict):
     """A turn that could not read its agent's memory does not go on from it."""
 
 
+class NoFiles:
+    """Stands for the files of a memory that is asleep."""
+
+    sent_bytes = 0
+
+    def __init__(self, known: StoredFiles) -> None:
+        self._known = known
+
+    async def named(self) -> StoredFiles:
+        return self._known
+
+    async def all_stored(self) -> None:
+        """There is nothing to wait for."""
+
+    async def restart(self, _asked: object) -> None:
+        """There is nothing to send again."""
+
+    def note(self, _stored: StoredFiles) -> None:
+        """All files were known."""
+
+
 @dataclass(frozen=True, slots=True)
 class Commit:
     key: AgentKey
     memory: AgentMemory
-    files: MemoryFiles
+    files: "MemoryFiles | NoFiles"
     store: RemoteCache
     lease: LineLease
     parts: LineParts

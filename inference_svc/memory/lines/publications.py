@@ -17,7 +17,7 @@ from kvasir.waits import LONGEST_RETRY_S, LOOK_S, RETRY_S
 
 from inference_svc.engine.api import AgentKey
 from inference_svc.memory.agent_memory import AgentMemory, Carrier, Publication, PublicationTask
-from inference_svc.memory.lines.commit import Commit, OtherConversation
+from inference_svc.memory.lines.commit import Commit, NoFiles, OtherConversation
 from inference_svc.memory.lines.line_lease import LineLease
 from inference_svc.memory.lines.line_parts import LineParts
 from inference_svc.memory.outcomes import SnapshotOutcome, SnapshotState
@@ -25,7 +25,7 @@ from inference_svc.memory.publishing.block_stream import BlockStream
 from inference_svc.memory.publishing.copies import Pinning
 from inference_svc.memory.publishing.memory_files import MemoryFiles
 from inference_svc.memory.service_stats import NamespaceCounters
-from inference_svc.memory.store.answers import StoreMiss
+from inference_svc.memory.store.answers import Head, StoreMiss
 from inference_svc.memory.store.remote_cache import RemoteCache
 
 _LOG = structlog.get_logger(__name__)
@@ -213,6 +213,23 @@ class Publications:
             # The engine takes it before it begins another turn of the agent, for which it is asked later.
             self.publish(memory, asked or self._pin(memory), previous, stream)
         return await self.outcome(memory.publication)
+
+    async def fall_asleep(self, memory: AgentMemory) -> Head:
+        """Commit a memory that names no file, and drop the hot one. Raises why it cannot be committed."""
+        memory.publication.created_unix_ms = self._parts.now_ms()
+        own = frozenset(self._own)
+        with self._in_use():
+            commit = Commit(self._key, memory, NoFiles(memory.files), self._store, self._lease, self._parts, own)
+            try:
+                outcome = await commit.until_committed()
+            except (TimeoutError, StoreMiss):
+                raise errors.Unavailable("the store does not take a version now", retry_after_s=RETRY_S) from None
+        if outcome.manifest is not None:
+            self._own.append(outcome.manifest)
+        self._parts.engine.memories.drop(self._key)
+        head = memory.publication.standing.head
+        assert head is not None
+        return head
 
     def _pin(self, memory: AgentMemory) -> Pinning:
         return self._parts.copies.pin(self._key, len(memory.files.blocks), memory.files.windows)

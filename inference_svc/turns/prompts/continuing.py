@@ -76,10 +76,10 @@ def is_retry(request: TurnRequest, memory: AgentMemory) -> bool:
         return True
     # A request with the same input that extends this memory is a new turn, not a retry.
     extended = head.parent_version if memory.publication.standing.is_stored else head.version
-    if memory.shortened is None:
+    if memory.shortened is None and memory.files.asleep is None:
         return request.memory.expected_version == extended
-    # Its caller knows no version that only became shorter.
-    return request.memory.expected_version <= extended - memory.shortened.is_after_turn
+    # Its caller knows no version that only became shorter, or fell asleep.
+    return request.memory.expected_version <= extended - is_same_turn_again(memory)
 
 
 def check_parent(request: TurnRequest, recollection: Recollection) -> None:
@@ -87,14 +87,20 @@ def check_parent(request: TurnRequest, recollection: Recollection) -> None:
     head, memory = recollection.head, recollection.memory
     if request.memory.expected_version is None or head is None or request.memory.expected_version == head.version:
         return
-    is_shortened = memory is not None and memory.shortened is not None and memory.shortened.is_after_turn
-    if is_shortened and head.is_of_turn and request.memory.expected_version == head.parent_version:
-        return  # the version that its caller was told became shorter since
+    is_again = memory is not None and is_same_turn_again(memory)
+    if is_again and head.is_of_turn and request.memory.expected_version == head.parent_version:
+        return  # the version that its caller was told became shorter since, or fell asleep
     raise errors.Conflict(
         f"expected_version: {request.memory.expected_version} was named, the agent's newest version is {head.version}",
         field="expected_version",
         metadata={"head_version": str(head.version)},
     )
+
+
+def is_same_turn_again(memory: AgentMemory) -> bool:
+    """Whether the version before the memory's is of the same turn: it became shorter since, or fell asleep."""
+    is_shorter = memory.shortened is not None and memory.shortened.is_after_turn
+    return is_shorter or memory.files.asleep is not None
 
 
 def whole_conversation(

@@ -196,7 +196,7 @@ def test_a_memory_that_cannot_be_read_is_not_replaced_without_the_callers_word(
 def test_what_extends_an_unstored_memory_counts_under_that_ones_lease(is_head: bool, expected: int) -> None:
     """The present lease may be one that was given after a rollback: it proves nothing of what was before it."""
     tagged: list[AgentMemory] = []
-    engine: Any = SimpleNamespace(model=SimpleNamespace(tokenizer_digest="t"))
+    engine: Any = SimpleNamespace(model=SimpleNamespace(tokenizer_digest="t", mask_window=None))
     line: Any = SimpleNamespace(lease=SimpleNamespace(generation=9), publications=SimpleNamespace(tag=tagged.append))
     lines: Any = {"default": SimpleNamespace(line=lambda _agent: line)}
     ending = TurnEnding(parts_of(engine=engine, recall=Recall(engine, lines)))
@@ -205,7 +205,8 @@ def test_what_extends_an_unstored_memory_counts_under_that_ones_lease(is_head: b
     recollection = Recollection(hot, Source.HOT, HEAD)
     prepared = Prepared("x", Tokenized(TokenIds((1,)), (1,)), Once(None), Source.HOT, Outcome.EXTEND, None, ())
     nothing: Any = None
-    ended: Any = SimpleNamespace(state=SimpleNamespace(token_ids=(1,), shareable_tokens=0, rewind_points=()))
+    state = SimpleNamespace(token_ids=(1,), shareable_tokens=0, rewind_points=(), decoded_to=1)
+    ended: Any = SimpleNamespace(state=state, cached_tokens=0, prompt_tokens=1)
     planned = Planned(Prompted(Recalled(request(), recollection), "x"), recollection, prepared, nothing)
     text = RememberedText("x", TokenIds((1,)), (1,))
     made = ending._attach(Ran(planned, prepared, ended), text, (), manifest_pb2.Turn())

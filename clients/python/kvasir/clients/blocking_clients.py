@@ -187,6 +187,7 @@ class InferenceClient(_ServiceClient):
     hand_over = blocking(AioInferenceClient.hand_over)
     list_hot_memories = blocking(AioInferenceClient.list_hot_memories)
     warm = blocking(AioInferenceClient.warm)
+    sleep = blocking(AioInferenceClient.sleep)
     count_tokens = blocking(AioInferenceClient.count_tokens)
     embed = blocking(AioInferenceClient.embed)
     list_models = blocking(AioInferenceClient.list_models)

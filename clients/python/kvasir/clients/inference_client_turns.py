@@ -188,6 +188,11 @@ def warm_request(
     return _filled(request, inputs)
 
 
+def sleep_request(agent_id: str, model: str) -> pb.SleepRequest:
+    with _refusing():
+        return pb.SleepRequest(agent_id=agent_id, model=model)
+
+
 def count_request(
     given: Input,
     *,

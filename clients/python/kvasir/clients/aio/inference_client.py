@@ -232,6 +232,11 @@ class AioInferenceClient(AioAgentClient):
         request = turns.warm_request(given, agent_id=agent_id, tools=tools, model=model, **named)
         return await self._call(pb.WarmResponse, request, timeout_s, has_deadline=False)
 
+    async def sleep(self, agent_id: str, *, model: str = "", timeout_s: float | None = None) -> pb.SleepResponse:
+        """Let an agent's KV go and keep its tokens. Raises FailedPrecondition (CANNOT_SLEEP): it stays as it is."""
+        request = turns.sleep_request(agent_id, model)
+        return await self._call(pb.SleepResponse, request, timeout_s, has_deadline=False)
+
     async def count_tokens(
         self,
         *,

@@ -720,6 +720,30 @@ class WarmResponse(_message.Message):
     prefill: _duration_pb2.Duration
     def __init__(self, model: _Optional[str] = ..., tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., computed_tokens: _Optional[int] = ..., source: _Optional[_Union[CacheSource, str]] = ..., reason: _Optional[str] = ..., miss: _Optional[_Union[MissReason, str]] = ..., match: _Optional[_Union[PrefixMatch, str]] = ..., version: _Optional[int] = ..., restore: _Optional[_Union[_duration_pb2.Duration, _Mapping]] = ..., prefill: _Optional[_Union[_duration_pb2.Duration, _Mapping]] = ...) -> None: ...
 
+class SleepRequest(_message.Message):
+    __slots__ = ("model", "agent_id")
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    AGENT_ID_FIELD_NUMBER: _ClassVar[int]
+    model: str
+    agent_id: str
+    def __init__(self, model: _Optional[str] = ..., agent_id: _Optional[str] = ...) -> None: ...
+
+class SleepResponse(_message.Message):
+    __slots__ = ("model", "version", "tokens", "kept_bytes", "freed_bytes", "wake")
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    KEPT_BYTES_FIELD_NUMBER: _ClassVar[int]
+    FREED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    WAKE_FIELD_NUMBER: _ClassVar[int]
+    model: str
+    version: int
+    tokens: int
+    kept_bytes: int
+    freed_bytes: int
+    wake: _duration_pb2.Duration
+    def __init__(self, model: _Optional[str] = ..., version: _Optional[int] = ..., tokens: _Optional[int] = ..., kept_bytes: _Optional[int] = ..., freed_bytes: _Optional[int] = ..., wake: _Optional[_Union[_duration_pb2.Duration, _Mapping]] = ...) -> None: ...
+
 class CountTokensRequest(_message.Message):
     __slots__ = ("model", "prompt", "messages", "prompt_token_ids", "tools", "thinking", "template_settings", "ignore_unread_settings", "continue_final_message")
     class TemplateSettingsEntry(_message.Message):

@@ -59,6 +59,11 @@ class InferenceServiceStub(object):
                 request_serializer=kvasir_dot_inference_dot_v1_dot_inference__pb2.WarmRequest.SerializeToString,
                 response_deserializer=kvasir_dot_inference_dot_v1_dot_inference__pb2.WarmResponse.FromString,
                 _registered_method=True)
+        self.Sleep = channel.unary_unary(
+                '/kvasir.inference.v1.InferenceService/Sleep',
+                request_serializer=kvasir_dot_inference_dot_v1_dot_inference__pb2.SleepRequest.SerializeToString,
+                response_deserializer=kvasir_dot_inference_dot_v1_dot_inference__pb2.SleepResponse.FromString,
+                _registered_method=True)
         self.CountTokens = channel.unary_unary(
                 '/kvasir.inference.v1.InferenceService/CountTokens',
                 request_serializer=kvasir_dot_inference_dot_v1_dot_inference__pb2.CountTokensRequest.SerializeToString,
@@ -149,6 +154,17 @@ class InferenceServiceServicer(object):
         no version. Side effect: the memory is hot and counts as used, so others may be dropped for it. What the store cannot give is
         computed from the remembered tokens, and said as a miss. Runs in order with the agent's turns. A cancel or deadline frees what it
         took. Errors: as Generate's.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Sleep(self, request, context):
+        """Lets go of an agent's KV and keeps its tokens: its next turn, or Warm, computes the KV again, with the same bits. Proves that first: all rows
+        are computed, the replies' token by token, and nothing is let go unless each file has the digest that the store has. Then a new version,
+        which is the same turn's, names no blob; older versions go, unless the agent is pinned. Of an agent that is asleep it changes nothing. Runs
+        in order with the agent's turns, in the background. Errors: as Warm's, and NOT_FOUND (AGENT_NOT_FOUND: nothing is remembered),
+        FAILED_PRECONDITION (CANNOT_SLEEP, with the reason: the memory is as it was; NO_STORE).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -252,6 +268,11 @@ def add_InferenceServiceServicer_to_server(servicer, server):
                     servicer.Warm,
                     request_deserializer=kvasir_dot_inference_dot_v1_dot_inference__pb2.WarmRequest.FromString,
                     response_serializer=kvasir_dot_inference_dot_v1_dot_inference__pb2.WarmResponse.SerializeToString,
+            ),
+            'Sleep': grpc.unary_unary_rpc_method_handler(
+                    servicer.Sleep,
+                    request_deserializer=kvasir_dot_inference_dot_v1_dot_inference__pb2.SleepRequest.FromString,
+                    response_serializer=kvasir_dot_inference_dot_v1_dot_inference__pb2.SleepResponse.SerializeToString,
             ),
             'CountTokens': grpc.unary_unary_rpc_method_handler(
                     servicer.CountTokens,
@@ -429,6 +450,33 @@ class InferenceService(object):
             '/kvasir.inference.v1.InferenceService/Warm',
             kvasir_dot_inference_dot_v1_dot_inference__pb2.WarmRequest.SerializeToString,
             kvasir_dot_inference_dot_v1_dot_inference__pb2.WarmResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Sleep(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvasir.inference.v1.InferenceService/Sleep',
+            kvasir_dot_inference_dot_v1_dot_inference__pb2.SleepRequest.SerializeToString,
+            kvasir_dot_inference_dot_v1_dot_inference__pb2.SleepResponse.FromString,
             options,
             channel_credentials,
             insecure,

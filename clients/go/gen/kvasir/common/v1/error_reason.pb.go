@@ -126,6 +126,8 @@ const (
 	ErrorReason_ERROR_REASON_RESTORED_TOKENS_DIFFER ErrorReason = 53
 	// Inside the engine: the plan lacks what recurrent or window layers need. FAILED_PRECONDITION.
 	ErrorReason_ERROR_REASON_STATE_MISSING ErrorReason = 54
+	// The memory's KV would not be the same if it were computed again, or nobody knows how it was computed. FAILED_PRECONDITION: agent_id.
+	ErrorReason_ERROR_REASON_CANNOT_SLEEP ErrorReason = 57
 	// No model of this name is configured. NOT_FOUND: model.
 	ErrorReason_ERROR_REASON_MODEL_NOT_FOUND ErrorReason = 60
 	// The model is configured, and not loaded. FAILED_PRECONDITION: loaded.
@@ -348,6 +350,7 @@ var (
 		52:  "ERROR_REASON_HOT_MEMORY_GONE",
 		53:  "ERROR_REASON_RESTORED_TOKENS_DIFFER",
 		54:  "ERROR_REASON_STATE_MISSING",
+		57:  "ERROR_REASON_CANNOT_SLEEP",
 		60:  "ERROR_REASON_MODEL_NOT_FOUND",
 		61:  "ERROR_REASON_MODEL_NOT_LOADED",
 		62:  "ERROR_REASON_MODEL_CHANGING",
@@ -481,6 +484,7 @@ var (
 		"ERROR_REASON_HOT_MEMORY_GONE":         52,
 		"ERROR_REASON_RESTORED_TOKENS_DIFFER":  53,
 		"ERROR_REASON_STATE_MISSING":           54,
+		"ERROR_REASON_CANNOT_SLEEP":            57,
 		"ERROR_REASON_MODEL_NOT_FOUND":         60,
 		"ERROR_REASON_MODEL_NOT_LOADED":        61,
 		"ERROR_REASON_MODEL_CHANGING":          62,
@@ -598,7 +602,7 @@ var File_kvasir_common_v1_error_reason_proto protoreflect.FileDescriptor
 
 const file_kvasir_common_v1_error_reason_proto_rawDesc = "" +
 	"\n" +
-	"#kvasir/common/v1/error_reason.proto\x12\x10kvasir.common.v1*\xa6\"\n" +
+	"#kvasir/common/v1/error_reason.proto\x12\x10kvasir.common.v1*\xc5\"\n" +
 	"\vErrorReason\x12\x1c\n" +
 	"\x18ERROR_REASON_UNSPECIFIED\x10\x00\x12\x1e\n" +
 	"\x1aERROR_REASON_INVALID_FIELD\x10\x01\x12\x1b\n" +
@@ -648,7 +652,8 @@ const file_kvasir_common_v1_error_reason_proto_rawDesc = "" +
 	"\x1eERROR_REASON_LOGITS_NOT_FINITE\x103\x12 \n" +
 	"\x1cERROR_REASON_HOT_MEMORY_GONE\x104\x12'\n" +
 	"#ERROR_REASON_RESTORED_TOKENS_DIFFER\x105\x12\x1e\n" +
-	"\x1aERROR_REASON_STATE_MISSING\x106\x12 \n" +
+	"\x1aERROR_REASON_STATE_MISSING\x106\x12\x1d\n" +
+	"\x19ERROR_REASON_CANNOT_SLEEP\x109\x12 \n" +
 	"\x1cERROR_REASON_MODEL_NOT_FOUND\x10<\x12!\n" +
 	"\x1dERROR_REASON_MODEL_NOT_LOADED\x10=\x12\x1f\n" +
 	"\x1bERROR_REASON_MODEL_CHANGING\x10>\x12#\n" +

@@ -3931,6 +3931,147 @@ func (x *WarmResponse) GetPrefill() *durationpb.Duration {
 	return nil
 }
 
+type SleepRequest struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// Empty: the loaded model.
+	Model         string `protobuf:"bytes,1,opt,name=model,proto3" json:"model,omitempty"`
+	AgentId       string `protobuf:"bytes,2,opt,name=agent_id,json=agentId,proto3" json:"agent_id,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *SleepRequest) Reset() {
+	*x = SleepRequest{}
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[34]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *SleepRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*SleepRequest) ProtoMessage() {}
+
+func (x *SleepRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[34]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use SleepRequest.ProtoReflect.Descriptor instead.
+func (*SleepRequest) Descriptor() ([]byte, []int) {
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{34}
+}
+
+func (x *SleepRequest) GetModel() string {
+	if x != nil {
+		return x.Model
+	}
+	return ""
+}
+
+func (x *SleepRequest) GetAgentId() string {
+	if x != nil {
+		return x.AgentId
+	}
+	return ""
+}
+
+type SleepResponse struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	Model string                 `protobuf:"bytes,1,opt,name=model,proto3" json:"model,omitempty"`
+	// The version that is asleep.
+	Version int64 `protobuf:"varint,2,opt,name=version,proto3" json:"version,omitempty"`
+	// Tokens that are remembered, and the bytes that keep them.
+	Tokens    int64 `protobuf:"varint,3,opt,name=tokens,proto3" json:"tokens,omitempty"`
+	KeptBytes int64 `protobuf:"varint,4,opt,name=kept_bytes,json=keptBytes,proto3" json:"kept_bytes,omitempty"`
+	// KV that is not named any more. Blobs that other agents name too stay stored.
+	FreedBytes int64 `protobuf:"varint,5,opt,name=freed_bytes,json=freedBytes,proto3" json:"freed_bytes,omitempty"`
+	// How long it took to compute the KV again: waking takes as long.
+	Wake          *durationpb.Duration `protobuf:"bytes,6,opt,name=wake,proto3" json:"wake,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *SleepResponse) Reset() {
+	*x = SleepResponse{}
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[35]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *SleepResponse) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*SleepResponse) ProtoMessage() {}
+
+func (x *SleepResponse) ProtoReflect() protoreflect.Message {
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[35]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use SleepResponse.ProtoReflect.Descriptor instead.
+func (*SleepResponse) Descriptor() ([]byte, []int) {
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{35}
+}
+
+func (x *SleepResponse) GetModel() string {
+	if x != nil {
+		return x.Model
+	}
+	return ""
+}
+
+func (x *SleepResponse) GetVersion() int64 {
+	if x != nil {
+		return x.Version
+	}
+	return 0
+}
+
+func (x *SleepResponse) GetTokens() int64 {
+	if x != nil {
+		return x.Tokens
+	}
+	return 0
+}
+
+func (x *SleepResponse) GetKeptBytes() int64 {
+	if x != nil {
+		return x.KeptBytes
+	}
+	return 0
+}
+
+func (x *SleepResponse) GetFreedBytes() int64 {
+	if x != nil {
+		return x.FreedBytes
+	}
+	return 0
+}
+
+func (x *SleepResponse) GetWake() *durationpb.Duration {
+	if x != nil {
+		return x.Wake
+	}
+	return nil
+}
+
 type CountTokensRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// Empty: the loaded model.
@@ -3954,7 +4095,7 @@ type CountTokensRequest struct {
 
 func (x *CountTokensRequest) Reset() {
 	*x = CountTokensRequest{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[34]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[36]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3966,7 +4107,7 @@ func (x *CountTokensRequest) String() string {
 func (*CountTokensRequest) ProtoMessage() {}
 
 func (x *CountTokensRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[34]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[36]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3979,7 +4120,7 @@ func (x *CountTokensRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use CountTokensRequest.ProtoReflect.Descriptor instead.
 func (*CountTokensRequest) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{34}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{36}
 }
 
 func (x *CountTokensRequest) GetModel() string {
@@ -4091,7 +4232,7 @@ type CountTokensResponse struct {
 
 func (x *CountTokensResponse) Reset() {
 	*x = CountTokensResponse{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[35]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[37]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -4103,7 +4244,7 @@ func (x *CountTokensResponse) String() string {
 func (*CountTokensResponse) ProtoMessage() {}
 
 func (x *CountTokensResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[35]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[37]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4116,7 +4257,7 @@ func (x *CountTokensResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use CountTokensResponse.ProtoReflect.Descriptor instead.
 func (*CountTokensResponse) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{35}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{37}
 }
 
 func (x *CountTokensResponse) GetTokens() int64 {
@@ -4145,7 +4286,7 @@ type LoadModelRequest struct {
 
 func (x *LoadModelRequest) Reset() {
 	*x = LoadModelRequest{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[36]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[38]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -4157,7 +4298,7 @@ func (x *LoadModelRequest) String() string {
 func (*LoadModelRequest) ProtoMessage() {}
 
 func (x *LoadModelRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[36]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[38]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4170,7 +4311,7 @@ func (x *LoadModelRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use LoadModelRequest.ProtoReflect.Descriptor instead.
 func (*LoadModelRequest) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{36}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{38}
 }
 
 func (x *LoadModelRequest) GetModel() string {
@@ -4200,7 +4341,7 @@ type LoadModelResponse struct {
 
 func (x *LoadModelResponse) Reset() {
 	*x = LoadModelResponse{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[37]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[39]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -4212,7 +4353,7 @@ func (x *LoadModelResponse) String() string {
 func (*LoadModelResponse) ProtoMessage() {}
 
 func (x *LoadModelResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[37]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[39]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4225,7 +4366,7 @@ func (x *LoadModelResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use LoadModelResponse.ProtoReflect.Descriptor instead.
 func (*LoadModelResponse) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{37}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{39}
 }
 
 func (x *LoadModelResponse) GetEvent() isLoadModelResponse_Event {
@@ -4280,7 +4421,7 @@ type LoadProgress struct {
 
 func (x *LoadProgress) Reset() {
 	*x = LoadProgress{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[38]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[40]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -4292,7 +4433,7 @@ func (x *LoadProgress) String() string {
 func (*LoadProgress) ProtoMessage() {}
 
 func (x *LoadProgress) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[38]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[40]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4305,7 +4446,7 @@ func (x *LoadProgress) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use LoadProgress.ProtoReflect.Descriptor instead.
 func (*LoadProgress) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{38}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{40}
 }
 
 func (x *LoadProgress) GetStage() LoadStage {
@@ -4333,7 +4474,7 @@ type LoadedModel struct {
 
 func (x *LoadedModel) Reset() {
 	*x = LoadedModel{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[39]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[41]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -4345,7 +4486,7 @@ func (x *LoadedModel) String() string {
 func (*LoadedModel) ProtoMessage() {}
 
 func (x *LoadedModel) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[39]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[41]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4358,7 +4499,7 @@ func (x *LoadedModel) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use LoadedModel.ProtoReflect.Descriptor instead.
 func (*LoadedModel) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{39}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{41}
 }
 
 func (x *LoadedModel) GetModel() *Model {
@@ -4387,7 +4528,7 @@ type UnloadModelRequest struct {
 
 func (x *UnloadModelRequest) Reset() {
 	*x = UnloadModelRequest{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[40]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[42]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -4399,7 +4540,7 @@ func (x *UnloadModelRequest) String() string {
 func (*UnloadModelRequest) ProtoMessage() {}
 
 func (x *UnloadModelRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[40]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[42]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4412,7 +4553,7 @@ func (x *UnloadModelRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use UnloadModelRequest.ProtoReflect.Descriptor instead.
 func (*UnloadModelRequest) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{40}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{42}
 }
 
 func (x *UnloadModelRequest) GetModel() string {
@@ -4438,7 +4579,7 @@ type UnloadModelResponse struct {
 
 func (x *UnloadModelResponse) Reset() {
 	*x = UnloadModelResponse{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[41]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[43]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -4450,7 +4591,7 @@ func (x *UnloadModelResponse) String() string {
 func (*UnloadModelResponse) ProtoMessage() {}
 
 func (x *UnloadModelResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[41]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[43]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4463,7 +4604,7 @@ func (x *UnloadModelResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use UnloadModelResponse.ProtoReflect.Descriptor instead.
 func (*UnloadModelResponse) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{41}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{43}
 }
 
 func (x *UnloadModelResponse) GetLeft() *MemoriesLeft {
@@ -4486,7 +4627,7 @@ type MemoriesLeft struct {
 
 func (x *MemoriesLeft) Reset() {
 	*x = MemoriesLeft{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[42]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[44]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -4498,7 +4639,7 @@ func (x *MemoriesLeft) String() string {
 func (*MemoriesLeft) ProtoMessage() {}
 
 func (x *MemoriesLeft) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[42]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[44]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4511,7 +4652,7 @@ func (x *MemoriesLeft) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use MemoriesLeft.ProtoReflect.Descriptor instead.
 func (*MemoriesLeft) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{42}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{44}
 }
 
 func (x *MemoriesLeft) GetStored() int64 {
@@ -4536,7 +4677,7 @@ type ListModelsRequest struct {
 
 func (x *ListModelsRequest) Reset() {
 	*x = ListModelsRequest{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[43]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[45]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -4548,7 +4689,7 @@ func (x *ListModelsRequest) String() string {
 func (*ListModelsRequest) ProtoMessage() {}
 
 func (x *ListModelsRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[43]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[45]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4561,7 +4702,7 @@ func (x *ListModelsRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListModelsRequest.ProtoReflect.Descriptor instead.
 func (*ListModelsRequest) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{43}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{45}
 }
 
 type ListModelsResponse struct {
@@ -4573,7 +4714,7 @@ type ListModelsResponse struct {
 
 func (x *ListModelsResponse) Reset() {
 	*x = ListModelsResponse{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[44]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[46]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -4585,7 +4726,7 @@ func (x *ListModelsResponse) String() string {
 func (*ListModelsResponse) ProtoMessage() {}
 
 func (x *ListModelsResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[44]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[46]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4598,7 +4739,7 @@ func (x *ListModelsResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListModelsResponse.ProtoReflect.Descriptor instead.
 func (*ListModelsResponse) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{44}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{46}
 }
 
 func (x *ListModelsResponse) GetModels() []*Model {
@@ -4618,7 +4759,7 @@ type GetModelRequest struct {
 
 func (x *GetModelRequest) Reset() {
 	*x = GetModelRequest{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[45]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[47]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -4630,7 +4771,7 @@ func (x *GetModelRequest) String() string {
 func (*GetModelRequest) ProtoMessage() {}
 
 func (x *GetModelRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[45]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[47]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4643,7 +4784,7 @@ func (x *GetModelRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GetModelRequest.ProtoReflect.Descriptor instead.
 func (*GetModelRequest) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{45}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{47}
 }
 
 func (x *GetModelRequest) GetModel() string {
@@ -4662,7 +4803,7 @@ type GetModelResponse struct {
 
 func (x *GetModelResponse) Reset() {
 	*x = GetModelResponse{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[46]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[48]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -4674,7 +4815,7 @@ func (x *GetModelResponse) String() string {
 func (*GetModelResponse) ProtoMessage() {}
 
 func (x *GetModelResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[46]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[48]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4687,7 +4828,7 @@ func (x *GetModelResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GetModelResponse.ProtoReflect.Descriptor instead.
 func (*GetModelResponse) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{46}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{48}
 }
 
 func (x *GetModelResponse) GetModel() *Model {
@@ -4715,7 +4856,7 @@ type EmbedRequest struct {
 
 func (x *EmbedRequest) Reset() {
 	*x = EmbedRequest{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[47]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[49]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -4727,7 +4868,7 @@ func (x *EmbedRequest) String() string {
 func (*EmbedRequest) ProtoMessage() {}
 
 func (x *EmbedRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[47]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[49]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4740,7 +4881,7 @@ func (x *EmbedRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use EmbedRequest.ProtoReflect.Descriptor instead.
 func (*EmbedRequest) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{47}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{49}
 }
 
 func (x *EmbedRequest) GetModel() string {
@@ -4791,7 +4932,7 @@ type EmbedInput struct {
 
 func (x *EmbedInput) Reset() {
 	*x = EmbedInput{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[48]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[50]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -4803,7 +4944,7 @@ func (x *EmbedInput) String() string {
 func (*EmbedInput) ProtoMessage() {}
 
 func (x *EmbedInput) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[48]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[50]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4816,7 +4957,7 @@ func (x *EmbedInput) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use EmbedInput.ProtoReflect.Descriptor instead.
 func (*EmbedInput) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{48}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{50}
 }
 
 func (x *EmbedInput) GetInput() isEmbedInput_Input {
@@ -4873,7 +5014,7 @@ type EmbedResponse struct {
 
 func (x *EmbedResponse) Reset() {
 	*x = EmbedResponse{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[49]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[51]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -4885,7 +5026,7 @@ func (x *EmbedResponse) String() string {
 func (*EmbedResponse) ProtoMessage() {}
 
 func (x *EmbedResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[49]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[51]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4898,7 +5039,7 @@ func (x *EmbedResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use EmbedResponse.ProtoReflect.Descriptor instead.
 func (*EmbedResponse) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{49}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{51}
 }
 
 func (x *EmbedResponse) GetModel() string {
@@ -4926,7 +5067,7 @@ type Embedding struct {
 
 func (x *Embedding) Reset() {
 	*x = Embedding{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[50]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[52]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -4938,7 +5079,7 @@ func (x *Embedding) String() string {
 func (*Embedding) ProtoMessage() {}
 
 func (x *Embedding) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[50]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[52]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4951,7 +5092,7 @@ func (x *Embedding) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Embedding.ProtoReflect.Descriptor instead.
 func (*Embedding) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{50}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{52}
 }
 
 func (x *Embedding) GetValues() []float32 {
@@ -5002,7 +5143,7 @@ type Model struct {
 
 func (x *Model) Reset() {
 	*x = Model{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[51]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[53]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -5014,7 +5155,7 @@ func (x *Model) String() string {
 func (*Model) ProtoMessage() {}
 
 func (x *Model) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[51]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[53]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -5027,7 +5168,7 @@ func (x *Model) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Model.ProtoReflect.Descriptor instead.
 func (*Model) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{51}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{53}
 }
 
 func (x *Model) GetName() string {
@@ -5164,7 +5305,7 @@ type GetCapabilitiesRequest struct {
 
 func (x *GetCapabilitiesRequest) Reset() {
 	*x = GetCapabilitiesRequest{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[52]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[54]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -5176,7 +5317,7 @@ func (x *GetCapabilitiesRequest) String() string {
 func (*GetCapabilitiesRequest) ProtoMessage() {}
 
 func (x *GetCapabilitiesRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[52]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[54]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -5189,7 +5330,7 @@ func (x *GetCapabilitiesRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GetCapabilitiesRequest.ProtoReflect.Descriptor instead.
 func (*GetCapabilitiesRequest) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{52}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{54}
 }
 
 type GetCapabilitiesResponse struct {
@@ -5211,7 +5352,7 @@ type GetCapabilitiesResponse struct {
 
 func (x *GetCapabilitiesResponse) Reset() {
 	*x = GetCapabilitiesResponse{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[53]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[55]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -5223,7 +5364,7 @@ func (x *GetCapabilitiesResponse) String() string {
 func (*GetCapabilitiesResponse) ProtoMessage() {}
 
 func (x *GetCapabilitiesResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[53]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[55]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -5236,7 +5377,7 @@ func (x *GetCapabilitiesResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GetCapabilitiesResponse.ProtoReflect.Descriptor instead.
 func (*GetCapabilitiesResponse) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{53}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{55}
 }
 
 func (x *GetCapabilitiesResponse) GetVersion() string {
@@ -5302,7 +5443,7 @@ type Kernels struct {
 
 func (x *Kernels) Reset() {
 	*x = Kernels{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[54]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[56]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -5314,7 +5455,7 @@ func (x *Kernels) String() string {
 func (*Kernels) ProtoMessage() {}
 
 func (x *Kernels) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[54]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[56]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -5327,7 +5468,7 @@ func (x *Kernels) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Kernels.ProtoReflect.Descriptor instead.
 func (*Kernels) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{54}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{56}
 }
 
 func (x *Kernels) GetAttention() string {
@@ -5378,7 +5519,7 @@ type Limits struct {
 
 func (x *Limits) Reset() {
 	*x = Limits{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[55]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[57]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -5390,7 +5531,7 @@ func (x *Limits) String() string {
 func (*Limits) ProtoMessage() {}
 
 func (x *Limits) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[55]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[57]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -5403,7 +5544,7 @@ func (x *Limits) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Limits.ProtoReflect.Descriptor instead.
 func (*Limits) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{55}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{57}
 }
 
 func (x *Limits) GetMaxPromptBytes() int64 {
@@ -5463,7 +5604,7 @@ type GetStatsRequest struct {
 
 func (x *GetStatsRequest) Reset() {
 	*x = GetStatsRequest{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[56]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[58]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -5475,7 +5616,7 @@ func (x *GetStatsRequest) String() string {
 func (*GetStatsRequest) ProtoMessage() {}
 
 func (x *GetStatsRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[56]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[58]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -5488,7 +5629,7 @@ func (x *GetStatsRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GetStatsRequest.ProtoReflect.Descriptor instead.
 func (*GetStatsRequest) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{56}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{58}
 }
 
 type GetStatsResponse struct {
@@ -5508,7 +5649,7 @@ type GetStatsResponse struct {
 
 func (x *GetStatsResponse) Reset() {
 	*x = GetStatsResponse{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[57]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[59]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -5520,7 +5661,7 @@ func (x *GetStatsResponse) String() string {
 func (*GetStatsResponse) ProtoMessage() {}
 
 func (x *GetStatsResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[57]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[59]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -5533,7 +5674,7 @@ func (x *GetStatsResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GetStatsResponse.ProtoReflect.Descriptor instead.
 func (*GetStatsResponse) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{57}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{59}
 }
 
 func (x *GetStatsResponse) GetModel() string {
@@ -5609,7 +5750,7 @@ type NamespaceStats struct {
 
 func (x *NamespaceStats) Reset() {
 	*x = NamespaceStats{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[58]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[60]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -5621,7 +5762,7 @@ func (x *NamespaceStats) String() string {
 func (*NamespaceStats) ProtoMessage() {}
 
 func (x *NamespaceStats) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[58]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[60]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -5634,7 +5775,7 @@ func (x *NamespaceStats) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use NamespaceStats.ProtoReflect.Descriptor instead.
 func (*NamespaceStats) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{58}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{60}
 }
 
 func (x *NamespaceStats) GetNamespace() string {
@@ -5787,7 +5928,7 @@ type EngineStats struct {
 
 func (x *EngineStats) Reset() {
 	*x = EngineStats{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[59]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[61]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -5799,7 +5940,7 @@ func (x *EngineStats) String() string {
 func (*EngineStats) ProtoMessage() {}
 
 func (x *EngineStats) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[59]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[61]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -5812,7 +5953,7 @@ func (x *EngineStats) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use EngineStats.ProtoReflect.Descriptor instead.
 func (*EngineStats) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{59}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{61}
 }
 
 func (x *EngineStats) GetKvMemoryBytes() int64 {
@@ -6166,7 +6307,19 @@ const file_kvasir_inference_v1_inference_proto_rawDesc = "" +
 	"\aversion\x18\t \x01(\x03R\aversion\x123\n" +
 	"\arestore\x18\n" +
 	" \x01(\v2\x19.google.protobuf.DurationR\arestore\x123\n" +
-	"\aprefill\x18\v \x01(\v2\x19.google.protobuf.DurationR\aprefill\"\x85\x05\n" +
+	"\aprefill\x18\v \x01(\v2\x19.google.protobuf.DurationR\aprefill\"?\n" +
+	"\fSleepRequest\x12\x14\n" +
+	"\x05model\x18\x01 \x01(\tR\x05model\x12\x19\n" +
+	"\bagent_id\x18\x02 \x01(\tR\aagentId\"\xc6\x01\n" +
+	"\rSleepResponse\x12\x14\n" +
+	"\x05model\x18\x01 \x01(\tR\x05model\x12\x18\n" +
+	"\aversion\x18\x02 \x01(\x03R\aversion\x12\x16\n" +
+	"\x06tokens\x18\x03 \x01(\x03R\x06tokens\x12\x1d\n" +
+	"\n" +
+	"kept_bytes\x18\x04 \x01(\x03R\tkeptBytes\x12\x1f\n" +
+	"\vfreed_bytes\x18\x05 \x01(\x03R\n" +
+	"freedBytes\x12-\n" +
+	"\x04wake\x18\x06 \x01(\v2\x19.google.protobuf.DurationR\x04wake\"\x85\x05\n" +
 	"\x12CountTokensRequest\x12\x14\n" +
 	"\x05model\x18\x01 \x01(\tR\x05model\x12\x18\n" +
 	"\x06prompt\x18\x02 \x01(\tH\x00R\x06prompt\x12>\n" +
@@ -6429,14 +6582,16 @@ const file_kvasir_inference_v1_inference_proto_rawDesc = "" +
 	"\x13MODEL_STATE_LOADING\x10\x02\x12\x16\n" +
 	"\x12MODEL_STATE_LOADED\x10\x03\x12\x18\n" +
 	"\x14MODEL_STATE_RETIRING\x10\x04\x12\x16\n" +
-	"\x12MODEL_STATE_ASLEEP\x10\x052\xf7\t\n" +
+	"\x12MODEL_STATE_ASLEEP\x10\x052\xc7\n" +
+	"\n" +
 	"\x10InferenceService\x12Y\n" +
 	"\bGenerate\x12$.kvasir.inference.v1.GenerateRequest\x1a%.kvasir.inference.v1.GenerateResponse0\x01\x12_\n" +
 	"\tListTurns\x12%.kvasir.inference.v1.ListTurnsRequest\x1a&.kvasir.inference.v1.ListTurnsResponse\"\x03\x90\x02\x01\x12]\n" +
 	"\n" +
 	"CancelTurn\x12&.kvasir.inference.v1.CancelTurnRequest\x1a'.kvasir.inference.v1.CancelTurnResponse\x12q\n" +
 	"\x0fListHotMemories\x12+.kvasir.inference.v1.ListHotMemoriesRequest\x1a,.kvasir.inference.v1.ListHotMemoriesResponse\"\x03\x90\x02\x01\x12K\n" +
-	"\x04Warm\x12 .kvasir.inference.v1.WarmRequest\x1a!.kvasir.inference.v1.WarmResponse\x12e\n" +
+	"\x04Warm\x12 .kvasir.inference.v1.WarmRequest\x1a!.kvasir.inference.v1.WarmResponse\x12N\n" +
+	"\x05Sleep\x12!.kvasir.inference.v1.SleepRequest\x1a\".kvasir.inference.v1.SleepResponse\x12e\n" +
 	"\vCountTokens\x12'.kvasir.inference.v1.CountTokensRequest\x1a(.kvasir.inference.v1.CountTokensResponse\"\x03\x90\x02\x01\x12N\n" +
 	"\x05Embed\x12!.kvasir.inference.v1.EmbedRequest\x1a\".kvasir.inference.v1.EmbedResponse\x12b\n" +
 	"\n" +
@@ -6461,7 +6616,7 @@ func file_kvasir_inference_v1_inference_proto_rawDescGZIP() []byte {
 }
 
 var file_kvasir_inference_v1_inference_proto_enumTypes = make([]protoimpl.EnumInfo, 14)
-var file_kvasir_inference_v1_inference_proto_msgTypes = make([]protoimpl.MessageInfo, 70)
+var file_kvasir_inference_v1_inference_proto_msgTypes = make([]protoimpl.MessageInfo, 72)
 var file_kvasir_inference_v1_inference_proto_goTypes = []any{
 	(ThinkingMode)(0),               // 0: kvasir.inference.v1.ThinkingMode
 	(ToolChoiceKind)(0),             // 1: kvasir.inference.v1.ToolChoiceKind
@@ -6511,47 +6666,49 @@ var file_kvasir_inference_v1_inference_proto_goTypes = []any{
 	(*HotMemory)(nil),               // 45: kvasir.inference.v1.HotMemory
 	(*WarmRequest)(nil),             // 46: kvasir.inference.v1.WarmRequest
 	(*WarmResponse)(nil),            // 47: kvasir.inference.v1.WarmResponse
-	(*CountTokensRequest)(nil),      // 48: kvasir.inference.v1.CountTokensRequest
-	(*CountTokensResponse)(nil),     // 49: kvasir.inference.v1.CountTokensResponse
-	(*LoadModelRequest)(nil),        // 50: kvasir.inference.v1.LoadModelRequest
-	(*LoadModelResponse)(nil),       // 51: kvasir.inference.v1.LoadModelResponse
-	(*LoadProgress)(nil),            // 52: kvasir.inference.v1.LoadProgress
-	(*LoadedModel)(nil),             // 53: kvasir.inference.v1.LoadedModel
-	(*UnloadModelRequest)(nil),      // 54: kvasir.inference.v1.UnloadModelRequest
-	(*UnloadModelResponse)(nil),     // 55: kvasir.inference.v1.UnloadModelResponse
-	(*MemoriesLeft)(nil),            // 56: kvasir.inference.v1.MemoriesLeft
-	(*ListModelsRequest)(nil),       // 57: kvasir.inference.v1.ListModelsRequest
-	(*ListModelsResponse)(nil),      // 58: kvasir.inference.v1.ListModelsResponse
-	(*GetModelRequest)(nil),         // 59: kvasir.inference.v1.GetModelRequest
-	(*GetModelResponse)(nil),        // 60: kvasir.inference.v1.GetModelResponse
-	(*EmbedRequest)(nil),            // 61: kvasir.inference.v1.EmbedRequest
-	(*EmbedInput)(nil),              // 62: kvasir.inference.v1.EmbedInput
-	(*EmbedResponse)(nil),           // 63: kvasir.inference.v1.EmbedResponse
-	(*Embedding)(nil),               // 64: kvasir.inference.v1.Embedding
-	(*Model)(nil),                   // 65: kvasir.inference.v1.Model
-	(*GetCapabilitiesRequest)(nil),  // 66: kvasir.inference.v1.GetCapabilitiesRequest
-	(*GetCapabilitiesResponse)(nil), // 67: kvasir.inference.v1.GetCapabilitiesResponse
-	(*Kernels)(nil),                 // 68: kvasir.inference.v1.Kernels
-	(*Limits)(nil),                  // 69: kvasir.inference.v1.Limits
-	(*GetStatsRequest)(nil),         // 70: kvasir.inference.v1.GetStatsRequest
-	(*GetStatsResponse)(nil),        // 71: kvasir.inference.v1.GetStatsResponse
-	(*NamespaceStats)(nil),          // 72: kvasir.inference.v1.NamespaceStats
-	(*EngineStats)(nil),             // 73: kvasir.inference.v1.EngineStats
-	nil,                             // 74: kvasir.inference.v1.GenerateRequest.TemplateSettingsEntry
-	nil,                             // 75: kvasir.inference.v1.Sampling.LogitBiasEntry
-	nil,                             // 76: kvasir.inference.v1.WarmRequest.TemplateSettingsEntry
-	nil,                             // 77: kvasir.inference.v1.CountTokensRequest.TemplateSettingsEntry
-	nil,                             // 78: kvasir.inference.v1.NamespaceStats.TurnEndsEntry
-	nil,                             // 79: kvasir.inference.v1.NamespaceStats.RefusalsEntry
-	nil,                             // 80: kvasir.inference.v1.NamespaceStats.SourcesEntry
-	nil,                             // 81: kvasir.inference.v1.NamespaceStats.MissesEntry
-	nil,                             // 82: kvasir.inference.v1.NamespaceStats.PublicationsEntry
-	nil,                             // 83: kvasir.inference.v1.NamespaceStats.MadeGoodEntry
-	(*v1.Message)(nil),              // 84: kvasir.common.v1.Message
-	(*durationpb.Duration)(nil),     // 85: google.protobuf.Duration
-	(*v1.ToolCall)(nil),             // 86: kvasir.common.v1.ToolCall
-	(*v11.Digest)(nil),              // 87: kvasir.cachestore.v1.Digest
-	(*v11.KvIdentity)(nil),          // 88: kvasir.cachestore.v1.KvIdentity
+	(*SleepRequest)(nil),            // 48: kvasir.inference.v1.SleepRequest
+	(*SleepResponse)(nil),           // 49: kvasir.inference.v1.SleepResponse
+	(*CountTokensRequest)(nil),      // 50: kvasir.inference.v1.CountTokensRequest
+	(*CountTokensResponse)(nil),     // 51: kvasir.inference.v1.CountTokensResponse
+	(*LoadModelRequest)(nil),        // 52: kvasir.inference.v1.LoadModelRequest
+	(*LoadModelResponse)(nil),       // 53: kvasir.inference.v1.LoadModelResponse
+	(*LoadProgress)(nil),            // 54: kvasir.inference.v1.LoadProgress
+	(*LoadedModel)(nil),             // 55: kvasir.inference.v1.LoadedModel
+	(*UnloadModelRequest)(nil),      // 56: kvasir.inference.v1.UnloadModelRequest
+	(*UnloadModelResponse)(nil),     // 57: kvasir.inference.v1.UnloadModelResponse
+	(*MemoriesLeft)(nil),            // 58: kvasir.inference.v1.MemoriesLeft
+	(*ListModelsRequest)(nil),       // 59: kvasir.inference.v1.ListModelsRequest
+	(*ListModelsResponse)(nil),      // 60: kvasir.inference.v1.ListModelsResponse
+	(*GetModelRequest)(nil),         // 61: kvasir.inference.v1.GetModelRequest
+	(*GetModelResponse)(nil),        // 62: kvasir.inference.v1.GetModelResponse
+	(*EmbedRequest)(nil),            // 63: kvasir.inference.v1.EmbedRequest
+	(*EmbedInput)(nil),              // 64: kvasir.inference.v1.EmbedInput
+	(*EmbedResponse)(nil),           // 65: kvasir.inference.v1.EmbedResponse
+	(*Embedding)(nil),               // 66: kvasir.inference.v1.Embedding
+	(*Model)(nil),                   // 67: kvasir.inference.v1.Model
+	(*GetCapabilitiesRequest)(nil),  // 68: kvasir.inference.v1.GetCapabilitiesRequest
+	(*GetCapabilitiesResponse)(nil), // 69: kvasir.inference.v1.GetCapabilitiesResponse
+	(*Kernels)(nil),                 // 70: kvasir.inference.v1.Kernels
+	(*Limits)(nil),                  // 71: kvasir.inference.v1.Limits
+	(*GetStatsRequest)(nil),         // 72: kvasir.inference.v1.GetStatsRequest
+	(*GetStatsResponse)(nil),        // 73: kvasir.inference.v1.GetStatsResponse
+	(*NamespaceStats)(nil),          // 74: kvasir.inference.v1.NamespaceStats
+	(*EngineStats)(nil),             // 75: kvasir.inference.v1.EngineStats
+	nil,                             // 76: kvasir.inference.v1.GenerateRequest.TemplateSettingsEntry
+	nil,                             // 77: kvasir.inference.v1.Sampling.LogitBiasEntry
+	nil,                             // 78: kvasir.inference.v1.WarmRequest.TemplateSettingsEntry
+	nil,                             // 79: kvasir.inference.v1.CountTokensRequest.TemplateSettingsEntry
+	nil,                             // 80: kvasir.inference.v1.NamespaceStats.TurnEndsEntry
+	nil,                             // 81: kvasir.inference.v1.NamespaceStats.RefusalsEntry
+	nil,                             // 82: kvasir.inference.v1.NamespaceStats.SourcesEntry
+	nil,                             // 83: kvasir.inference.v1.NamespaceStats.MissesEntry
+	nil,                             // 84: kvasir.inference.v1.NamespaceStats.PublicationsEntry
+	nil,                             // 85: kvasir.inference.v1.NamespaceStats.MadeGoodEntry
+	(*v1.Message)(nil),              // 86: kvasir.common.v1.Message
+	(*durationpb.Duration)(nil),     // 87: google.protobuf.Duration
+	(*v1.ToolCall)(nil),             // 88: kvasir.common.v1.ToolCall
+	(*v11.Digest)(nil),              // 89: kvasir.cachestore.v1.Digest
+	(*v11.KvIdentity)(nil),          // 90: kvasir.cachestore.v1.KvIdentity
 }
 var file_kvasir_inference_v1_inference_proto_depIdxs = []int32{
 	20,  // 0: kvasir.inference.v1.GenerateRequest.messages:type_name -> kvasir.inference.v1.MessageList
@@ -6565,18 +6722,18 @@ var file_kvasir_inference_v1_inference_proto_depIdxs = []int32{
 	18,  // 8: kvasir.inference.v1.GenerateRequest.volatile:type_name -> kvasir.inference.v1.VolatileRules
 	17,  // 9: kvasir.inference.v1.GenerateRequest.tool_choice:type_name -> kvasir.inference.v1.ToolChoice
 	15,  // 10: kvasir.inference.v1.GenerateRequest.thinking:type_name -> kvasir.inference.v1.Thinking
-	74,  // 11: kvasir.inference.v1.GenerateRequest.template_settings:type_name -> kvasir.inference.v1.GenerateRequest.TemplateSettingsEntry
+	76,  // 11: kvasir.inference.v1.GenerateRequest.template_settings:type_name -> kvasir.inference.v1.GenerateRequest.TemplateSettingsEntry
 	0,   // 12: kvasir.inference.v1.Thinking.mode:type_name -> kvasir.inference.v1.ThinkingMode
 	1,   // 13: kvasir.inference.v1.ToolChoice.kind:type_name -> kvasir.inference.v1.ToolChoiceKind
 	2,   // 14: kvasir.inference.v1.OnFull.policy:type_name -> kvasir.inference.v1.OnFullPolicy
-	84,  // 15: kvasir.inference.v1.MessageList.messages:type_name -> kvasir.common.v1.Message
-	75,  // 16: kvasir.inference.v1.Sampling.logit_bias:type_name -> kvasir.inference.v1.Sampling.LogitBiasEntry
+	86,  // 15: kvasir.inference.v1.MessageList.messages:type_name -> kvasir.common.v1.Message
+	77,  // 16: kvasir.inference.v1.Sampling.logit_bias:type_name -> kvasir.inference.v1.Sampling.LogitBiasEntry
 	26,  // 17: kvasir.inference.v1.GenerateResponse.started:type_name -> kvasir.inference.v1.Started
 	28,  // 18: kvasir.inference.v1.GenerateResponse.prefill_progress:type_name -> kvasir.inference.v1.PrefillProgress
 	29,  // 19: kvasir.inference.v1.GenerateResponse.delta:type_name -> kvasir.inference.v1.Delta
 	32,  // 20: kvasir.inference.v1.GenerateResponse.finished:type_name -> kvasir.inference.v1.Finished
 	25,  // 21: kvasir.inference.v1.GenerateResponse.moved:type_name -> kvasir.inference.v1.Moved
-	85,  // 22: kvasir.inference.v1.Moved.expires_in:type_name -> google.protobuf.Duration
+	87,  // 22: kvasir.inference.v1.Moved.expires_in:type_name -> google.protobuf.Duration
 	6,   // 23: kvasir.inference.v1.Started.source:type_name -> kvasir.inference.v1.CacheSource
 	8,   // 24: kvasir.inference.v1.Started.miss:type_name -> kvasir.inference.v1.MissReason
 	7,   // 25: kvasir.inference.v1.Started.match:type_name -> kvasir.inference.v1.PrefixMatch
@@ -6588,20 +6745,20 @@ var file_kvasir_inference_v1_inference_proto_depIdxs = []int32{
 	34,  // 31: kvasir.inference.v1.Finished.usage:type_name -> kvasir.inference.v1.Usage
 	36,  // 32: kvasir.inference.v1.Finished.timings:type_name -> kvasir.inference.v1.Timings
 	37,  // 33: kvasir.inference.v1.Finished.snapshot:type_name -> kvasir.inference.v1.SnapshotOutcome
-	86,  // 34: kvasir.inference.v1.Finished.tool_calls:type_name -> kvasir.common.v1.ToolCall
+	88,  // 34: kvasir.inference.v1.Finished.tool_calls:type_name -> kvasir.common.v1.ToolCall
 	33,  // 35: kvasir.inference.v1.Finished.shortening:type_name -> kvasir.inference.v1.Shortening
 	2,   // 36: kvasir.inference.v1.Shortening.policy:type_name -> kvasir.inference.v1.OnFullPolicy
 	35,  // 37: kvasir.inference.v1.Usage.mask_passes:type_name -> kvasir.inference.v1.MaskPasses
-	85,  // 38: kvasir.inference.v1.Timings.queue:type_name -> google.protobuf.Duration
-	85,  // 39: kvasir.inference.v1.Timings.restore:type_name -> google.protobuf.Duration
-	85,  // 40: kvasir.inference.v1.Timings.prefill:type_name -> google.protobuf.Duration
-	85,  // 41: kvasir.inference.v1.Timings.first_token:type_name -> google.protobuf.Duration
-	85,  // 42: kvasir.inference.v1.Timings.decode:type_name -> google.protobuf.Duration
+	87,  // 38: kvasir.inference.v1.Timings.queue:type_name -> google.protobuf.Duration
+	87,  // 39: kvasir.inference.v1.Timings.restore:type_name -> google.protobuf.Duration
+	87,  // 40: kvasir.inference.v1.Timings.prefill:type_name -> google.protobuf.Duration
+	87,  // 41: kvasir.inference.v1.Timings.first_token:type_name -> google.protobuf.Duration
+	87,  // 42: kvasir.inference.v1.Timings.decode:type_name -> google.protobuf.Duration
 	10,  // 43: kvasir.inference.v1.SnapshotOutcome.state:type_name -> kvasir.inference.v1.SnapshotState
-	87,  // 44: kvasir.inference.v1.SnapshotOutcome.manifest:type_name -> kvasir.cachestore.v1.Digest
+	89,  // 44: kvasir.inference.v1.SnapshotOutcome.manifest:type_name -> kvasir.cachestore.v1.Digest
 	40,  // 45: kvasir.inference.v1.ListTurnsResponse.turns:type_name -> kvasir.inference.v1.Turn
 	11,  // 46: kvasir.inference.v1.Turn.state:type_name -> kvasir.inference.v1.TurnState
-	85,  // 47: kvasir.inference.v1.Turn.age:type_name -> google.protobuf.Duration
+	87,  // 47: kvasir.inference.v1.Turn.age:type_name -> google.protobuf.Duration
 	32,  // 48: kvasir.inference.v1.CancelTurnResponse.finished:type_name -> kvasir.inference.v1.Finished
 	45,  // 49: kvasir.inference.v1.ListHotMemoriesResponse.memories:type_name -> kvasir.inference.v1.HotMemory
 	20,  // 50: kvasir.inference.v1.WarmRequest.messages:type_name -> kvasir.inference.v1.MessageList
@@ -6609,78 +6766,81 @@ var file_kvasir_inference_v1_inference_proto_depIdxs = []int32{
 	21,  // 52: kvasir.inference.v1.WarmRequest.prompt_token_ids:type_name -> kvasir.inference.v1.TokenIds
 	22,  // 53: kvasir.inference.v1.WarmRequest.tools:type_name -> kvasir.inference.v1.Tool
 	15,  // 54: kvasir.inference.v1.WarmRequest.thinking:type_name -> kvasir.inference.v1.Thinking
-	76,  // 55: kvasir.inference.v1.WarmRequest.template_settings:type_name -> kvasir.inference.v1.WarmRequest.TemplateSettingsEntry
+	78,  // 55: kvasir.inference.v1.WarmRequest.template_settings:type_name -> kvasir.inference.v1.WarmRequest.TemplateSettingsEntry
 	6,   // 56: kvasir.inference.v1.WarmResponse.source:type_name -> kvasir.inference.v1.CacheSource
 	8,   // 57: kvasir.inference.v1.WarmResponse.miss:type_name -> kvasir.inference.v1.MissReason
 	7,   // 58: kvasir.inference.v1.WarmResponse.match:type_name -> kvasir.inference.v1.PrefixMatch
-	85,  // 59: kvasir.inference.v1.WarmResponse.restore:type_name -> google.protobuf.Duration
-	85,  // 60: kvasir.inference.v1.WarmResponse.prefill:type_name -> google.protobuf.Duration
-	20,  // 61: kvasir.inference.v1.CountTokensRequest.messages:type_name -> kvasir.inference.v1.MessageList
-	21,  // 62: kvasir.inference.v1.CountTokensRequest.prompt_token_ids:type_name -> kvasir.inference.v1.TokenIds
-	22,  // 63: kvasir.inference.v1.CountTokensRequest.tools:type_name -> kvasir.inference.v1.Tool
-	15,  // 64: kvasir.inference.v1.CountTokensRequest.thinking:type_name -> kvasir.inference.v1.Thinking
-	77,  // 65: kvasir.inference.v1.CountTokensRequest.template_settings:type_name -> kvasir.inference.v1.CountTokensRequest.TemplateSettingsEntry
-	52,  // 66: kvasir.inference.v1.LoadModelResponse.progress:type_name -> kvasir.inference.v1.LoadProgress
-	53,  // 67: kvasir.inference.v1.LoadModelResponse.done:type_name -> kvasir.inference.v1.LoadedModel
-	12,  // 68: kvasir.inference.v1.LoadProgress.stage:type_name -> kvasir.inference.v1.LoadStage
-	85,  // 69: kvasir.inference.v1.LoadProgress.elapsed:type_name -> google.protobuf.Duration
-	65,  // 70: kvasir.inference.v1.LoadedModel.model:type_name -> kvasir.inference.v1.Model
-	56,  // 71: kvasir.inference.v1.LoadedModel.left:type_name -> kvasir.inference.v1.MemoriesLeft
-	56,  // 72: kvasir.inference.v1.UnloadModelResponse.left:type_name -> kvasir.inference.v1.MemoriesLeft
-	65,  // 73: kvasir.inference.v1.ListModelsResponse.models:type_name -> kvasir.inference.v1.Model
-	65,  // 74: kvasir.inference.v1.GetModelResponse.model:type_name -> kvasir.inference.v1.Model
-	62,  // 75: kvasir.inference.v1.EmbedRequest.inputs:type_name -> kvasir.inference.v1.EmbedInput
-	4,   // 76: kvasir.inference.v1.EmbedRequest.priority:type_name -> kvasir.inference.v1.Priority
-	21,  // 77: kvasir.inference.v1.EmbedInput.token_ids:type_name -> kvasir.inference.v1.TokenIds
-	64,  // 78: kvasir.inference.v1.EmbedResponse.embeddings:type_name -> kvasir.inference.v1.Embedding
-	88,  // 79: kvasir.inference.v1.Model.kv_identity:type_name -> kvasir.cachestore.v1.KvIdentity
-	13,  // 80: kvasir.inference.v1.Model.state:type_name -> kvasir.inference.v1.ModelState
-	23,  // 81: kvasir.inference.v1.Model.sampling_defaults:type_name -> kvasir.inference.v1.Sampling
-	69,  // 82: kvasir.inference.v1.GetCapabilitiesResponse.limits:type_name -> kvasir.inference.v1.Limits
-	68,  // 83: kvasir.inference.v1.GetCapabilitiesResponse.kernels:type_name -> kvasir.inference.v1.Kernels
-	85,  // 84: kvasir.inference.v1.GetStatsResponse.uptime:type_name -> google.protobuf.Duration
-	72,  // 85: kvasir.inference.v1.GetStatsResponse.namespaces:type_name -> kvasir.inference.v1.NamespaceStats
-	73,  // 86: kvasir.inference.v1.GetStatsResponse.engine:type_name -> kvasir.inference.v1.EngineStats
-	78,  // 87: kvasir.inference.v1.NamespaceStats.turn_ends:type_name -> kvasir.inference.v1.NamespaceStats.TurnEndsEntry
-	79,  // 88: kvasir.inference.v1.NamespaceStats.refusals:type_name -> kvasir.inference.v1.NamespaceStats.RefusalsEntry
-	80,  // 89: kvasir.inference.v1.NamespaceStats.sources:type_name -> kvasir.inference.v1.NamespaceStats.SourcesEntry
-	81,  // 90: kvasir.inference.v1.NamespaceStats.misses:type_name -> kvasir.inference.v1.NamespaceStats.MissesEntry
-	82,  // 91: kvasir.inference.v1.NamespaceStats.publications:type_name -> kvasir.inference.v1.NamespaceStats.PublicationsEntry
-	83,  // 92: kvasir.inference.v1.NamespaceStats.made_good:type_name -> kvasir.inference.v1.NamespaceStats.MadeGoodEntry
-	16,  // 93: kvasir.inference.v1.GenerateRequest.TemplateSettingsEntry.value:type_name -> kvasir.inference.v1.TemplateValue
-	16,  // 94: kvasir.inference.v1.WarmRequest.TemplateSettingsEntry.value:type_name -> kvasir.inference.v1.TemplateValue
-	16,  // 95: kvasir.inference.v1.CountTokensRequest.TemplateSettingsEntry.value:type_name -> kvasir.inference.v1.TemplateValue
-	14,  // 96: kvasir.inference.v1.InferenceService.Generate:input_type -> kvasir.inference.v1.GenerateRequest
-	38,  // 97: kvasir.inference.v1.InferenceService.ListTurns:input_type -> kvasir.inference.v1.ListTurnsRequest
-	41,  // 98: kvasir.inference.v1.InferenceService.CancelTurn:input_type -> kvasir.inference.v1.CancelTurnRequest
-	43,  // 99: kvasir.inference.v1.InferenceService.ListHotMemories:input_type -> kvasir.inference.v1.ListHotMemoriesRequest
-	46,  // 100: kvasir.inference.v1.InferenceService.Warm:input_type -> kvasir.inference.v1.WarmRequest
-	48,  // 101: kvasir.inference.v1.InferenceService.CountTokens:input_type -> kvasir.inference.v1.CountTokensRequest
-	61,  // 102: kvasir.inference.v1.InferenceService.Embed:input_type -> kvasir.inference.v1.EmbedRequest
-	57,  // 103: kvasir.inference.v1.InferenceService.ListModels:input_type -> kvasir.inference.v1.ListModelsRequest
-	50,  // 104: kvasir.inference.v1.InferenceService.LoadModel:input_type -> kvasir.inference.v1.LoadModelRequest
-	54,  // 105: kvasir.inference.v1.InferenceService.UnloadModel:input_type -> kvasir.inference.v1.UnloadModelRequest
-	59,  // 106: kvasir.inference.v1.InferenceService.GetModel:input_type -> kvasir.inference.v1.GetModelRequest
-	66,  // 107: kvasir.inference.v1.InferenceService.GetCapabilities:input_type -> kvasir.inference.v1.GetCapabilitiesRequest
-	70,  // 108: kvasir.inference.v1.InferenceService.GetStats:input_type -> kvasir.inference.v1.GetStatsRequest
-	24,  // 109: kvasir.inference.v1.InferenceService.Generate:output_type -> kvasir.inference.v1.GenerateResponse
-	39,  // 110: kvasir.inference.v1.InferenceService.ListTurns:output_type -> kvasir.inference.v1.ListTurnsResponse
-	42,  // 111: kvasir.inference.v1.InferenceService.CancelTurn:output_type -> kvasir.inference.v1.CancelTurnResponse
-	44,  // 112: kvasir.inference.v1.InferenceService.ListHotMemories:output_type -> kvasir.inference.v1.ListHotMemoriesResponse
-	47,  // 113: kvasir.inference.v1.InferenceService.Warm:output_type -> kvasir.inference.v1.WarmResponse
-	49,  // 114: kvasir.inference.v1.InferenceService.CountTokens:output_type -> kvasir.inference.v1.CountTokensResponse
-	63,  // 115: kvasir.inference.v1.InferenceService.Embed:output_type -> kvasir.inference.v1.EmbedResponse
-	58,  // 116: kvasir.inference.v1.InferenceService.ListModels:output_type -> kvasir.inference.v1.ListModelsResponse
-	51,  // 117: kvasir.inference.v1.InferenceService.LoadModel:output_type -> kvasir.inference.v1.LoadModelResponse
-	55,  // 118: kvasir.inference.v1.InferenceService.UnloadModel:output_type -> kvasir.inference.v1.UnloadModelResponse
-	60,  // 119: kvasir.inference.v1.InferenceService.GetModel:output_type -> kvasir.inference.v1.GetModelResponse
-	67,  // 120: kvasir.inference.v1.InferenceService.GetCapabilities:output_type -> kvasir.inference.v1.GetCapabilitiesResponse
-	71,  // 121: kvasir.inference.v1.InferenceService.GetStats:output_type -> kvasir.inference.v1.GetStatsResponse
-	109, // [109:122] is the sub-list for method output_type
-	96,  // [96:109] is the sub-list for method input_type
-	96,  // [96:96] is the sub-list for extension type_name
-	96,  // [96:96] is the sub-list for extension extendee
-	0,   // [0:96] is the sub-list for field type_name
+	87,  // 59: kvasir.inference.v1.WarmResponse.restore:type_name -> google.protobuf.Duration
+	87,  // 60: kvasir.inference.v1.WarmResponse.prefill:type_name -> google.protobuf.Duration
+	87,  // 61: kvasir.inference.v1.SleepResponse.wake:type_name -> google.protobuf.Duration
+	20,  // 62: kvasir.inference.v1.CountTokensRequest.messages:type_name -> kvasir.inference.v1.MessageList
+	21,  // 63: kvasir.inference.v1.CountTokensRequest.prompt_token_ids:type_name -> kvasir.inference.v1.TokenIds
+	22,  // 64: kvasir.inference.v1.CountTokensRequest.tools:type_name -> kvasir.inference.v1.Tool
+	15,  // 65: kvasir.inference.v1.CountTokensRequest.thinking:type_name -> kvasir.inference.v1.Thinking
+	79,  // 66: kvasir.inference.v1.CountTokensRequest.template_settings:type_name -> kvasir.inference.v1.CountTokensRequest.TemplateSettingsEntry
+	54,  // 67: kvasir.inference.v1.LoadModelResponse.progress:type_name -> kvasir.inference.v1.LoadProgress
+	55,  // 68: kvasir.inference.v1.LoadModelResponse.done:type_name -> kvasir.inference.v1.LoadedModel
+	12,  // 69: kvasir.inference.v1.LoadProgress.stage:type_name -> kvasir.inference.v1.LoadStage
+	87,  // 70: kvasir.inference.v1.LoadProgress.elapsed:type_name -> google.protobuf.Duration
+	67,  // 71: kvasir.inference.v1.LoadedModel.model:type_name -> kvasir.inference.v1.Model
+	58,  // 72: kvasir.inference.v1.LoadedModel.left:type_name -> kvasir.inference.v1.MemoriesLeft
+	58,  // 73: kvasir.inference.v1.UnloadModelResponse.left:type_name -> kvasir.inference.v1.MemoriesLeft
+	67,  // 74: kvasir.inference.v1.ListModelsResponse.models:type_name -> kvasir.inference.v1.Model
+	67,  // 75: kvasir.inference.v1.GetModelResponse.model:type_name -> kvasir.inference.v1.Model
+	64,  // 76: kvasir.inference.v1.EmbedRequest.inputs:type_name -> kvasir.inference.v1.EmbedInput
+	4,   // 77: kvasir.inference.v1.EmbedRequest.priority:type_name -> kvasir.inference.v1.Priority
+	21,  // 78: kvasir.inference.v1.EmbedInput.token_ids:type_name -> kvasir.inference.v1.TokenIds
+	66,  // 79: kvasir.inference.v1.EmbedResponse.embeddings:type_name -> kvasir.inference.v1.Embedding
+	90,  // 80: kvasir.inference.v1.Model.kv_identity:type_name -> kvasir.cachestore.v1.KvIdentity
+	13,  // 81: kvasir.inference.v1.Model.state:type_name -> kvasir.inference.v1.ModelState
+	23,  // 82: kvasir.inference.v1.Model.sampling_defaults:type_name -> kvasir.inference.v1.Sampling
+	71,  // 83: kvasir.inference.v1.GetCapabilitiesResponse.limits:type_name -> kvasir.inference.v1.Limits
+	70,  // 84: kvasir.inference.v1.GetCapabilitiesResponse.kernels:type_name -> kvasir.inference.v1.Kernels
+	87,  // 85: kvasir.inference.v1.GetStatsResponse.uptime:type_name -> google.protobuf.Duration
+	74,  // 86: kvasir.inference.v1.GetStatsResponse.namespaces:type_name -> kvasir.inference.v1.NamespaceStats
+	75,  // 87: kvasir.inference.v1.GetStatsResponse.engine:type_name -> kvasir.inference.v1.EngineStats
+	80,  // 88: kvasir.inference.v1.NamespaceStats.turn_ends:type_name -> kvasir.inference.v1.NamespaceStats.TurnEndsEntry
+	81,  // 89: kvasir.inference.v1.NamespaceStats.refusals:type_name -> kvasir.inference.v1.NamespaceStats.RefusalsEntry
+	82,  // 90: kvasir.inference.v1.NamespaceStats.sources:type_name -> kvasir.inference.v1.NamespaceStats.SourcesEntry
+	83,  // 91: kvasir.inference.v1.NamespaceStats.misses:type_name -> kvasir.inference.v1.NamespaceStats.MissesEntry
+	84,  // 92: kvasir.inference.v1.NamespaceStats.publications:type_name -> kvasir.inference.v1.NamespaceStats.PublicationsEntry
+	85,  // 93: kvasir.inference.v1.NamespaceStats.made_good:type_name -> kvasir.inference.v1.NamespaceStats.MadeGoodEntry
+	16,  // 94: kvasir.inference.v1.GenerateRequest.TemplateSettingsEntry.value:type_name -> kvasir.inference.v1.TemplateValue
+	16,  // 95: kvasir.inference.v1.WarmRequest.TemplateSettingsEntry.value:type_name -> kvasir.inference.v1.TemplateValue
+	16,  // 96: kvasir.inference.v1.CountTokensRequest.TemplateSettingsEntry.value:type_name -> kvasir.inference.v1.TemplateValue
+	14,  // 97: kvasir.inference.v1.InferenceService.Generate:input_type -> kvasir.inference.v1.GenerateRequest
+	38,  // 98: kvasir.inference.v1.InferenceService.ListTurns:input_type -> kvasir.inference.v1.ListTurnsRequest
+	41,  // 99: kvasir.inference.v1.InferenceService.CancelTurn:input_type -> kvasir.inference.v1.CancelTurnRequest
+	43,  // 100: kvasir.inference.v1.InferenceService.ListHotMemories:input_type -> kvasir.inference.v1.ListHotMemoriesRequest
+	46,  // 101: kvasir.inference.v1.InferenceService.Warm:input_type -> kvasir.inference.v1.WarmRequest
+	48,  // 102: kvasir.inference.v1.InferenceService.Sleep:input_type -> kvasir.inference.v1.SleepRequest
+	50,  // 103: kvasir.inference.v1.InferenceService.CountTokens:input_type -> kvasir.inference.v1.CountTokensRequest
+	63,  // 104: kvasir.inference.v1.InferenceService.Embed:input_type -> kvasir.inference.v1.EmbedRequest
+	59,  // 105: kvasir.inference.v1.InferenceService.ListModels:input_type -> kvasir.inference.v1.ListModelsRequest
+	52,  // 106: kvasir.inference.v1.InferenceService.LoadModel:input_type -> kvasir.inference.v1.LoadModelRequest
+	56,  // 107: kvasir.inference.v1.InferenceService.UnloadModel:input_type -> kvasir.inference.v1.UnloadModelRequest
+	61,  // 108: kvasir.inference.v1.InferenceService.GetModel:input_type -> kvasir.inference.v1.GetModelRequest
+	68,  // 109: kvasir.inference.v1.InferenceService.GetCapabilities:input_type -> kvasir.inference.v1.GetCapabilitiesRequest
+	72,  // 110: kvasir.inference.v1.InferenceService.GetStats:input_type -> kvasir.inference.v1.GetStatsRequest
+	24,  // 111: kvasir.inference.v1.InferenceService.Generate:output_type -> kvasir.inference.v1.GenerateResponse
+	39,  // 112: kvasir.inference.v1.InferenceService.ListTurns:output_type -> kvasir.inference.v1.ListTurnsResponse
+	42,  // 113: kvasir.inference.v1.InferenceService.CancelTurn:output_type -> kvasir.inference.v1.CancelTurnResponse
+	44,  // 114: kvasir.inference.v1.InferenceService.ListHotMemories:output_type -> kvasir.inference.v1.ListHotMemoriesResponse
+	47,  // 115: kvasir.inference.v1.InferenceService.Warm:output_type -> kvasir.inference.v1.WarmResponse
+	49,  // 116: kvasir.inference.v1.InferenceService.Sleep:output_type -> kvasir.inference.v1.SleepResponse
+	51,  // 117: kvasir.inference.v1.InferenceService.CountTokens:output_type -> kvasir.inference.v1.CountTokensResponse
+	65,  // 118: kvasir.inference.v1.InferenceService.Embed:output_type -> kvasir.inference.v1.EmbedResponse
+	60,  // 119: kvasir.inference.v1.InferenceService.ListModels:output_type -> kvasir.inference.v1.ListModelsResponse
+	53,  // 120: kvasir.inference.v1.InferenceService.LoadModel:output_type -> kvasir.inference.v1.LoadModelResponse
+	57,  // 121: kvasir.inference.v1.InferenceService.UnloadModel:output_type -> kvasir.inference.v1.UnloadModelResponse
+	62,  // 122: kvasir.inference.v1.InferenceService.GetModel:output_type -> kvasir.inference.v1.GetModelResponse
+	69,  // 123: kvasir.inference.v1.InferenceService.GetCapabilities:output_type -> kvasir.inference.v1.GetCapabilitiesResponse
+	73,  // 124: kvasir.inference.v1.InferenceService.GetStats:output_type -> kvasir.inference.v1.GetStatsResponse
+	111, // [111:125] is the sub-list for method output_type
+	97,  // [97:111] is the sub-list for method input_type
+	97,  // [97:97] is the sub-list for extension type_name
+	97,  // [97:97] is the sub-list for extension extendee
+	0,   // [0:97] is the sub-list for field type_name
 }
 
 func init() { file_kvasir_inference_v1_inference_proto_init() }
@@ -6719,17 +6879,17 @@ func file_kvasir_inference_v1_inference_proto_init() {
 		(*WarmRequest_AppendMessages)(nil),
 		(*WarmRequest_PromptTokenIds)(nil),
 	}
-	file_kvasir_inference_v1_inference_proto_msgTypes[34].OneofWrappers = []any{
+	file_kvasir_inference_v1_inference_proto_msgTypes[36].OneofWrappers = []any{
 		(*CountTokensRequest_Prompt)(nil),
 		(*CountTokensRequest_Messages)(nil),
 		(*CountTokensRequest_PromptTokenIds)(nil),
 	}
-	file_kvasir_inference_v1_inference_proto_msgTypes[37].OneofWrappers = []any{
+	file_kvasir_inference_v1_inference_proto_msgTypes[39].OneofWrappers = []any{
 		(*LoadModelResponse_Progress)(nil),
 		(*LoadModelResponse_Done)(nil),
 	}
-	file_kvasir_inference_v1_inference_proto_msgTypes[47].OneofWrappers = []any{}
-	file_kvasir_inference_v1_inference_proto_msgTypes[48].OneofWrappers = []any{
+	file_kvasir_inference_v1_inference_proto_msgTypes[49].OneofWrappers = []any{}
+	file_kvasir_inference_v1_inference_proto_msgTypes[50].OneofWrappers = []any{
 		(*EmbedInput_Text)(nil),
 		(*EmbedInput_TokenIds)(nil),
 	}
@@ -6739,7 +6899,7 @@ func file_kvasir_inference_v1_inference_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_kvasir_inference_v1_inference_proto_rawDesc), len(file_kvasir_inference_v1_inference_proto_rawDesc)),
 			NumEnums:      14,
-			NumMessages:   70,
+			NumMessages:   72,
 			NumExtensions: 0,
 			NumServices:   1,
 		},

@@ -30,6 +30,7 @@ const (
 	InferenceService_CancelTurn_FullMethodName      = "/kvasir.inference.v1.InferenceService/CancelTurn"
 	InferenceService_ListHotMemories_FullMethodName = "/kvasir.inference.v1.InferenceService/ListHotMemories"
 	InferenceService_Warm_FullMethodName            = "/kvasir.inference.v1.InferenceService/Warm"
+	InferenceService_Sleep_FullMethodName           = "/kvasir.inference.v1.InferenceService/Sleep"
 	InferenceService_CountTokens_FullMethodName     = "/kvasir.inference.v1.InferenceService/CountTokens"
 	InferenceService_Embed_FullMethodName           = "/kvasir.inference.v1.InferenceService/Embed"
 	InferenceService_ListModels_FullMethodName      = "/kvasir.inference.v1.InferenceService/ListModels"
@@ -69,6 +70,12 @@ type InferenceServiceClient interface {
 	// computed from the remembered tokens, and said as a miss. Runs in order with the agent's turns. A cancel or deadline frees what it
 	// took. Errors: as Generate's.
 	Warm(ctx context.Context, in *WarmRequest, opts ...grpc.CallOption) (*WarmResponse, error)
+	// Lets go of an agent's KV and keeps its tokens: its next turn, or Warm, computes the KV again, with the same bits. Proves that first: all rows
+	// are computed, the replies' token by token, and nothing is let go unless each file has the digest that the store has. Then a new version,
+	// which is the same turn's, names no blob; older versions go, unless the agent is pinned. Of an agent that is asleep it changes nothing. Runs
+	// in order with the agent's turns, in the background. Errors: as Warm's, and NOT_FOUND (AGENT_NOT_FOUND: nothing is remembered),
+	// FAILED_PRECONDITION (CANNOT_SLEEP, with the reason: the memory is as it was; NO_STORE).
+	Sleep(ctx context.Context, in *SleepRequest, opts ...grpc.CallOption) (*SleepResponse, error)
 	// Counts the tokens of a prompt, or of messages and tools after the model's chat template: the prompt_tokens of a turn with this
 	// input and no memory. No side effect; takes a turn's place meanwhile. Errors: INVALID_ARGUMENT (field named), NOT_FOUND (model),
 	// FAILED_PRECONDITION (not loaded), RESOURCE_EXHAUSTED (queue, the caller's share, and at once an input that cannot fit the context).
@@ -163,6 +170,16 @@ func (c *inferenceServiceClient) Warm(ctx context.Context, in *WarmRequest, opts
 	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
 	out := new(WarmResponse)
 	err := c.cc.Invoke(ctx, InferenceService_Warm_FullMethodName, in, out, cOpts...)
+	if err != nil {
+		return nil, err
+	}
+	return out, nil
+}
+
+func (c *inferenceServiceClient) Sleep(ctx context.Context, in *SleepRequest, opts ...grpc.CallOption) (*SleepResponse, error) {
+	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
+	out := new(SleepResponse)
+	err := c.cc.Invoke(ctx, InferenceService_Sleep_FullMethodName, in, out, cOpts...)
 	if err != nil {
 		return nil, err
 	}
@@ -287,6 +304,12 @@ type InferenceServiceServer interface {
 	// computed from the remembered tokens, and said as a miss. Runs in order with the agent's turns. A cancel or deadline frees what it
 	// took. Errors: as Generate's.
 	Warm(context.Context, *WarmRequest) (*WarmResponse, error)
+	// Lets go of an agent's KV and keeps its tokens: its next turn, or Warm, computes the KV again, with the same bits. Proves that first: all rows
+	// are computed, the replies' token by token, and nothing is let go unless each file has the digest that the store has. Then a new version,
+	// which is the same turn's, names no blob; older versions go, unless the agent is pinned. Of an agent that is asleep it changes nothing. Runs
+	// in order with the agent's turns, in the background. Errors: as Warm's, and NOT_FOUND (AGENT_NOT_FOUND: nothing is remembered),
+	// FAILED_PRECONDITION (CANNOT_SLEEP, with the reason: the memory is as it was; NO_STORE).
+	Sleep(context.Context, *SleepRequest) (*SleepResponse, error)
 	// Counts the tokens of a prompt, or of messages and tools after the model's chat template: the prompt_tokens of a turn with this
 	// input and no memory. No side effect; takes a turn's place meanwhile. Errors: INVALID_ARGUMENT (field named), NOT_FOUND (model),
 	// FAILED_PRECONDITION (not loaded), RESOURCE_EXHAUSTED (queue, the caller's share, and at once an input that cannot fit the context).
@@ -342,6 +365,9 @@ func (UnimplementedInferenceServiceServer) ListHotMemories(context.Context, *Lis
 }
 func (UnimplementedInferenceServiceServer) Warm(context.Context, *WarmRequest) (*WarmResponse, error) {
 	return nil, status.Error(codes.Unimplemented, "method Warm not implemented")
+}
+func (UnimplementedInferenceServiceServer) Sleep(context.Context, *SleepRequest) (*SleepResponse, error) {
+	return nil, status.Error(codes.Unimplemented, "method Sleep not implemented")
 }
 func (UnimplementedInferenceServiceServer) CountTokens(context.Context, *CountTokensRequest) (*CountTokensResponse, error) {
 	return nil, status.Error(codes.Unimplemented, "method CountTokens not implemented")
@@ -467,6 +493,24 @@ func _InferenceService_Warm_Handler(srv interface{}, ctx context.Context, dec fu
 	}
 	handler := func(ctx context.Context, req interface{}) (interface{}, error) {
 		return srv.(InferenceServiceServer).Warm(ctx, req.(*WarmRequest))
+	}
+	return interceptor(ctx, in, info, handler)
+}
+
+func _InferenceService_Sleep_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
+	in := new(SleepRequest)
+	if err := dec(in); err != nil {
+		return nil, err
+	}
+	if interceptor == nil {
+		return srv.(InferenceServiceServer).Sleep(ctx, in)
+	}
+	info := &grpc.UnaryServerInfo{
+		Server:     srv,
+		FullMethod: InferenceService_Sleep_FullMethodName,
+	}
+	handler := func(ctx context.Context, req interface{}) (interface{}, error) {
+		return srv.(InferenceServiceServer).Sleep(ctx, req.(*SleepRequest))
 	}
 	return interceptor(ctx, in, info, handler)
 }
@@ -630,6 +674,10 @@ var InferenceService_ServiceDesc = grpc.ServiceDesc{
 		{
 			MethodName: "Warm",
 			Handler:    _InferenceService_Warm_Handler,
+		},
+		{
+			MethodName: "Sleep",
+			Handler:    _InferenceService_Sleep_Handler,
 		},
 		{
 			MethodName: "CountTokens",

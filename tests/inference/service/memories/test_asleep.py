@@ -1,0 +1,128 @@
+"""Agents that sleep: the store keeps their tokens alone, and their next replies and bytes are the same."""
+
+import contextlib
+import random
+import time
+from collections.abc import Callable, Sequence
+from threading import Thread
+
+import pytest
+from kvasir.cachestore.v1 import manifest_pb2
+from kvasir.clients import Reply
+from kvasir.errors import FailedPrecondition, KvasirError, NotFound
+from kvasir.formats import archive, manifest
+from kvasir.formats.digest import Digest
+
+from tests.inference.service.memories.test_brought_memories import exported
+from tests.made_models.sampling import sampled
+from tests.running.system_fixtures import House
+
+WORDS = [f"word{number}" for number in range(300)]
+LIVES = sampled(1, of=200)
+LONGEST_S = 0.6  # of falling asleep, about
+
+
+def ask(house: House, agent: str, text: str, seed: int, **more: object) -> Reply:
+    said = {"max_tokens": 40, "temperature": 1.0, "seed": seed}
+    with house.client() as client:
+        return client.reply(agent_id=agent, append_messages=[{"role": "user", "content": text}], sampling=said, **more)  # type: ignore[arg-type]
+
+
+def stored(house: House, agent: str) -> manifest_pb2.Manifest:
+    with house.store_client() as store:
+        return manifest.parse(store.get_snapshot(agent)[1])
+
+
+def lived(house: House, agent: str, chance: random.Random, naps: Callable[[], None]) -> list[Sequence[int]]:
+    """An agent's replies in some turns, after each of which `naps` is called."""
+    said = []
+    for turn in range(chance.randrange(2, 5)):
+        text = " ".join(chance.choices(WORDS, k=chance.randrange(1, 120)))
+        said.append(ask(house, agent, text, turn).token_ids)
+        naps()
+    return said
+
+
+def lay_down(house: House, agent: str) -> None:
+    with contextlib.suppress(KvasirError), house.client() as client:
+        client.sleep(agent)
+
+
+@pytest.mark.long(20)
+@pytest.mark.timeout(14400)
+def test_lives_with_naps_are_those_that_never_slept(house: House, new_agent: Callable[[], str]) -> None:
+    for life in range(LIVES):
+        naps, tired, awake = random.Random(1000 + life), new_agent(), new_agent()
+
+        def nap(chance: random.Random = naps, agent: str = tired) -> None:
+            falls_asleep = Thread(target=lay_down, args=(house, agent))
+            if chance.random() < 0.7:
+                falls_asleep.start()
+                if is_killed := chance.random() < 0.3:
+                    time.sleep(chance.random() * LONGEST_S)
+                    house.kill()
+                falls_asleep.join()
+                house.repair()
+                assert is_killed or stored(house, agent).HasField("asleep")
+            if chance.random() < 0.3:
+                house.restart()
+
+        assert lived(house, tired, random.Random(life), nap) == lived(house, awake, random.Random(life), lambda: None)
+        ask(house, tired, "and now?", 7)
+        ask(house, awake, "and now?", 7)
+        one, other = stored(house, tired), stored(house, awake)
+        assert one.token_ids == other.token_ids
+        assert (one.blocks, one.tail) == (other.blocks, other.tail), f"life {life}: stored bytes differ"
+
+
+def test_an_agent_asleep_costs_its_tokens_and_wakes_with_its_bytes(house: House, new_agent: Callable[[], str]) -> None:
+    agent, twin = new_agent(), new_agent()
+    for each in (agent, twin):
+        for turn in range(4):
+            ask(house, each, " ".join(WORDS[40 * turn : 40 * turn + 40]), turn)
+    awake = stored(house, agent)
+    with house.client() as client, house.store_client() as store:
+        slept = client.sleep(agent)
+        assert slept.version == 5
+        line = store.get_agent(agent).lines[0]
+        assert (line.version, line.total_bytes) == (5, slept.kept_bytes)
+        assert line.origin_detail == f"asleep, wakes in {slept.wake.ToMilliseconds()} ms"
+        kept = [each.version for each in store.list_snapshots(agent).snapshots]
+        assert kept == [5], "older versions would keep the KV"
+        assert slept.freed_bytes == sum(each.size_bytes for each in (*awake.blocks, awake.tail))
+        again = client.sleep(agent)
+        assert (again.version, again.freed_bytes) == (5, slept.freed_bytes), "it is asleep already"
+        house.restart()
+    told = ask(house, agent, "and now?", 9, expected_version=4)
+    assert told.token_ids == ask(house, twin, "and now?", 9).token_ids
+    assert told.finished.snapshot.version == 6
+    assert stored(house, agent).blocks == stored(house, twin).blocks
+    assert stored(house, agent).tail == stored(house, twin).tail
+
+
+def test_a_fork_of_an_agent_asleep_wakes_too(house: House, new_agent: Callable[[], str]) -> None:
+    agent, fork = new_agent(), new_agent()
+    ask(house, agent, " ".join(WORDS[:90]), 1)
+    with house.client() as client, house.store_client() as store:
+        client.sleep(agent)
+        store.fork_agent(agent, fork)
+        warmed = client.warm(agent_id=fork)
+        assert warmed.computed_tokens == 0
+        assert [each.tokens for each in client.list_hot_memories([fork])] == [warmed.tokens]
+    assert ask(house, agent, "more", 2).token_ids == ask(house, fork, "more", 2).token_ids
+
+
+def test_an_agent_whose_rows_are_of_unknown_origin_stays_awake(house: House, new_agent: Callable[[], str]) -> None:
+    agent, copy = new_agent(), new_agent()
+    with house.client() as client, house.store_client() as store:
+        with pytest.raises(NotFound, match="remembers nothing"):
+            client.sleep(agent)
+        ask(house, agent, "hello", 1)
+        known = stored(house, agent)
+        known.ClearField("computed")  # as an engine of an earlier release stored it
+        blobs = {Digest.of(data): data for data in exported(house, agent)[1].values()}
+        store.import_agent(copy, archive.pack(known, blobs, agent_id=copy))
+        with pytest.raises(FailedPrecondition, match="not known how") as refused:
+            client.sleep(copy)
+        assert refused.value.reason == "CANNOT_SLEEP"
+        assert store.get_agent(copy).lines[0].version == 1
