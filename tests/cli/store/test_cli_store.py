@@ -21,7 +21,7 @@ from kvasir.formats.digest import Digest
 
 from tests.cli.running import Cli, answers, eventually
 from tests.cli.store.conftest import publish
-from tests.made_models.synthetic import SMALL, TINY, SyntheticAgent
+from tests.made_models.synthetic import SMALL, TINY, SyntheticAgent, asleep
 from tests.running import in_memory
 
 SNAPSHOT_KEYS = {
@@ -49,7 +49,8 @@ def test_ls_shows_people_a_table_and_scripts_json(cli: Cli, ada: SyntheticAgent)
     assert "ada" in table
     assert "340" in table
     rows = cli.done("agents", "ls", "--json").value
-    assert [set(row) for row in rows] == [AGENT_KEYS | {"title"}]
+    assert [set(row) for row in rows] == [AGENT_KEYS | {"title", "temperature", "wake_ms"}]
+    assert (rows[0]["temperature"], rows[0]["wake_ms"]) == ("warm", None)
     assert rows[0]["lines"][0]["token_count"] == 340
     assert set(rows[0]["lines"][0]) == SNAPSHOT_KEYS
 
@@ -364,3 +365,16 @@ def test_check_walks_a_store_that_does_not_run(cli: Cli, stopped: Cli) -> None:
     assert stopped("store", "check", "--json").code == 1
     assert "snapshots" in stopped("store", "check").out
     stopped("store", "check", "--repair")
+
+
+def test_ls_lists_agents_asleep_and_the_time_to_wake_them(cli: Cli, client: StoreClient, ada: SyntheticAgent) -> None:
+    known = manifest_pb2.Manifest.FromString(client.get_snapshot("ada")[1])
+    data = asleep(known, wake_ms=2345)
+    client.put_manifest(data)
+    client.commit("ada", Digest.of(data), 2)
+    [row] = cli.done("agents", "ls", "--json").value
+    assert (row["temperature"], row["wake_ms"]) == ("asleep", 2345)
+    assert "asleep, wakes in 2.3 s" in cli.done("agents", "ls").out
+    client.fork_agent("ada", "ben")
+    rows = {row["agent_id"]: row for row in cli.done("agents", "ls", "--json").value}
+    assert (rows["ben"]["temperature"], rows["ben"]["wake_ms"]) == ("asleep", None)

@@ -23,6 +23,7 @@ from kvasir.cli.rows import (
     agent_row,
     ago,
     counted,
+    fields_of,
     iso,
     labels_text,
     origin,
@@ -34,6 +35,7 @@ from kvasir.cli.rows import (
     until,
 )
 from kvasir.cli.showing.tables import table
+from kvasir.cli.showing.temperatures import Temperature, hot_agents, temperature
 from kvasir.cli.showing.titles import LABEL as TITLE
 from kvasir.cli.showing.titles import has_words, titles_of
 from kvasir.clients import InferenceClient, StoreClient
@@ -156,6 +158,8 @@ def ls(
     """List agents that have names, the last used first. The title of a conversation is its label `title`, else its
     first words (of the first 100 that are listed, or of the first 1,000 that are searched).
 
+    An agent's KV is hot (in the engine), warm (in the store) or asleep: see `kvasir agents sleep`.
+
     Labels that Kvasir gives for itself are in --json and in `kvasir agents show`."""
     with store_client(caller) as client:
         found = list(all_agents(client, prefix, labels_of(label or [])))
@@ -167,14 +171,23 @@ def ls(
         shown = listed[:limit]
         titles = titles or titles_of(client, shown)
 
+    hot = hot_agents(caller, [agent.agent_id for agent in shown])
+    kept = {agent.agent_id: temperature(agent, hot) for agent in shown}
+
     def show(out: Console) -> None:
-        out.print(_agents_table(shown, titles) if shown else "no agent is listed")
+        out.print(_agents_table(shown, titles, kept) if shown else "no agent is listed")
         if unnamed := 0 if has_all else len(found) - len(listed):
             out.print(f"{unnamed} more that their callers did not name: --all lists them.", style="dim")
         if cut := len(listed) - len(shown):
             out.print(f"{cut} more by this order: --limit.", style="dim")
 
-    caller.result([agent_row(agent) | {"title": titles.get(agent.agent_id, "")} for agent in shown], show)
+    rows = [
+        agent_row(agent)
+        | {"title": titles.get(agent.agent_id, "")}
+        | {"temperature": kept[agent.agent_id].word, "wake_ms": kept[agent.agent_id].wake_ms}
+        for agent in shown
+    ]
+    caller.result(rows, show)
 
 
 @command(app, "show")
@@ -258,6 +271,20 @@ def pin(
 ) -> None:
     """Protect an agent from eviction and from rm. --off ends that."""
     _change(caller, agent, is_pinned=not off)
+
+
+@command(app, "sleep")
+def sleep(caller: Caller, agent: AgentArgument) -> None:
+    """Let an agent's KV go and keep its tokens, about a thousandth of the bytes. Its next turn computes the KV again,
+    bit for bit: the engine proves that first, on this machine, and else changes nothing (exit code 1). Older versions
+    go, too."""
+    with engine_client(caller) as client:
+        slept = client.sleep(agent)
+    wake_s = slept.wake.ToMilliseconds() / 1e3
+    value = {"agent_id": agent, **fields_of(slept, "version", "tokens", "kept_bytes", "freed_bytes")}
+    text = f"{agent} is asleep: {size(slept.freed_bytes)} are let go, {size(slept.kept_bytes)} stay. "
+    text += f"Its next turn begins about {wake_s:.1f} s later."
+    caller.result(value | {"wake_ms": round(1e3 * wake_s)}, lambda out: out.print(text))
 
 
 @command(app, "keep")
@@ -391,7 +418,7 @@ def arrived_words(made: pb.SnapshotVersion) -> str:
     return f"{made.agent_id} is here at version {made.version}: {made.token_count} tokens, {size(made.total_bytes)}"
 
 
-def _agents_table(agents: list[pb.Agent], titles: Mapping[str, str]) -> Table:
+def _agents_table(agents: list[pb.Agent], titles: Mapping[str, str], kept: Mapping[str, Temperature]) -> Table:
     """Columns that are empty in every row are left out: names are long."""
     now = datetime.now(UTC)
 
@@ -402,10 +429,10 @@ def _agents_table(agents: list[pb.Agent], titles: Mapping[str, str]) -> Table:
         where = owner_words(agent.ownership)
         name = f"{agent.agent_id} ({where})" if where else agent.agent_id
         used = (ago(agent.used_at, now), until(agent.expires_at, now), "yes" if agent.is_pinned else "")
-        sizes = (newest.version, newest.token_count, size(newest.total_bytes))
+        sizes = (newest.version, newest.token_count, size(newest.total_bytes), kept[agent.agent_id].text)
         return name, titles.get(agent.agent_id, ""), *sizes, *used, labels_text(labels)
 
-    columns = ("agent", "title", "version", "tokens", "bytes", "used", "expires", "pinned", "labels")
+    columns = ("agent", "title", "version", "tokens", "bytes", "KV", "used", "expires", "pinned", "labels")
     rows = [row(agent) for agent in agents]
     full = [number for number, _ in enumerate(columns) if any(each[number] != "" for each in rows)]
     return table([columns[n] for n in full], ([each[n] for n in full] for each in rows), numbers=_NUMBERS)
