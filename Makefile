@@ -33,6 +33,7 @@ compiled: install
 CHECKED := -m "not long" $(addprefix tests/inference/,edge memory model scheduling text turns) \
   $(patsubst %,--ignore=tests/inference/model/test_%.py,lean_transformers mapped_weights probe_memory text_embedder) \
   $(patsubst %,--ignore=tests/%.py,bench/test_lab bench/test_make_model kvasir/test_lean_imports kvasir/server/test_log_errors) \
+  --ignore=tests/kvasir/store_for_mlx_lm \
   tests/bench tests/kvasir tests/campaigns/mutation tests/campaigns/fairness/test_shared_resources.py tests/test_walls.py tests/test_lessons.py tests/test_readme.py tests/test_words.py
 
 check: install ## While you work, a minute: lint, types, tests without services and models
