@@ -2,12 +2,14 @@
 
 import json
 import re
+from functools import cache
 
 import jsonschema_rs
 import pytest
 
 from inference_svc.model.kvasir_tiny import path
 from tools.kvasir_tiny import rows
+from tools.kvasir_tiny.desk import Conversation
 from tools.kvasir_tiny.everyday import spelling, structured, things, training, visits
 from tools.kvasir_tiny.everyday.daily_life import draw_style
 from tools.kvasir_tiny.everyday.visits import FACTS, VisitWriter
@@ -16,7 +18,11 @@ from tools.kvasir_tiny.exams.first_exam import Exchange
 from tools.kvasir_tiny.words import Dice, is_held_out
 
 ENCODER = rows.encoder_of(path())
-HEARD = [training.visit(seed, 500, ENCODER.count) for seed in range(150)]
+
+
+@cache
+def talks() -> list[Conversation]:
+    return [training.visit(seed, 500, ENCODER.count) for seed in range(150)]
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +44,7 @@ def test_the_exam_puts_four_hundred_different_exchanges(exam: list[Exchange]) ->
 @pytest.mark.long(2)
 def test_no_sentence_of_the_exam_occurs_in_training(exam: list[Exchange]) -> None:
     """Greetings have few words: without the checksum of sentences they would be the same."""
-    heard = {message["content"] for talk in HEARD for message in talk.messages if message["role"] == "user"}
+    heard = {message["content"] for talk in talks() for message in talk.messages if message["role"] == "user"}
     told = {message["content"] for each in exam for message in each.messages if message["role"] == "user"}
     requested = {each.question for each in exam if each.group in ("greetings", "JSON", "calls")}
     assert len(told) > 900
@@ -117,7 +123,7 @@ def test_json_of_a_visit_is_of_its_schema_and_a_call_names_a_tool_of_it(exam: li
 
 
 def _said_in_training() -> list[str]:
-    return [str(message["content"]) for talk in HEARD for message in talk.messages if message["role"] == "assistant"]
+    return [str(message["content"]) for talk in talks() for message in talk.messages if message["role"] == "assistant"]
 
 
 def test_nobody_is_answered_in_templates() -> None:

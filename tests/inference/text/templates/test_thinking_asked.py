@@ -1,5 +1,6 @@
 """Thinking on, off and with a budget, and settings of templates: what each family's template makes of them."""
 
+from functools import cache
 from typing import Any
 
 import pytest
@@ -14,13 +15,17 @@ from inference_svc.text.token_text import TokenText
 from tests.made_models.thinking_models import TEMPLATES
 
 ON, OFF, EFFORT = AskedThinking(is_on=True), AskedThinking(is_on=False), AskedThinking(effort="minimal")
-READS = {name: names_read(template).settings for name, template in TEMPLATES.items()}
 LETTERS = [*"abcdefghijklmnopqrstuvwxyz:\n", "<think>", "</think>"]
 START, END = 28, 29
 
 
+@cache
+def reads(name: str) -> frozenset[str]:
+    return names_read(TEMPLATES[name]).settings
+
+
 def made(name: str, asked: AskedThinking, **more: Any) -> AppliedThinking:
-    return applied(asked, READS[name], **{"thinks": True, "begins_with_answer": False, **more})
+    return applied(asked, reads(name), **{"thinks": True, "begins_with_answer": False, **more})
 
 
 @pytest.mark.parametrize(
@@ -59,7 +64,7 @@ def test_a_family_is_asked_in_its_own_words(
 def test_what_cannot_be_applied_is_refused_by_name_or_left_out_and_named(
     asked: AskedThinking, more: dict[str, Any], field: str
 ) -> None:
-    given: dict[str, Any] = {"reads": READS["qwen3"], "thinks": True, "begins_with_answer": False, **more}
+    given: dict[str, Any] = {"reads": reads("qwen3"), "thinks": True, "begins_with_answer": False, **more}
     with pytest.raises(InvalidArgument) as refused:
         applied(asked, **given)
     assert refused.value.field == field
