@@ -3,7 +3,7 @@ Pure.
 """
 
 from collections import deque
-from collections.abc import Hashable, Mapping
+from collections.abc import Collection, Hashable, Mapping
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 from statistics import fmean, median
@@ -40,28 +40,47 @@ class StepSeconds:
 
     def __init__(self) -> None:
         self._made: deque[tuple[int, float]] = deque(maxlen=_STEPS)
-        self._mean_rows = self._mean_s = 1.0
-        self.row_s = _USUAL_ROW  # what one row more costs
+        self._line: _Line | None = None  # through what was made since
 
     def is_known(self, steps: int = _FEW_STEPS) -> bool:
         return len(self._made) >= steps
 
     def learn(self, rows: int, seconds: float) -> None:
         self._made.append((rows, seconds))
-        usual = median(took_s / (1 + _USUAL_ROW * rows) for rows, took_s in self._made)
-        kept = [(rows, took_s) for rows, took_s in self._made if took_s <= 2 * usual * (1 + _USUAL_ROW * rows)]
-        self._mean_rows, self._mean_s = fmean(rows for rows, _ in kept), fmean(took_s for _, took_s in kept)
-        spread = sum((rows - self._mean_rows) ** 2 for rows, _ in kept)
-        together = sum((rows - self._mean_rows) * took_s for rows, took_s in kept)
-        self.row_s = max(0.0, (together + _USUAL_WEIGHT * _USUAL_ROW * self._mean_s) / (spread + _USUAL_WEIGHT))
+        self._line = None  # drawn where it is asked for: not at each step of turns that try nothing
 
     def forget_half(self) -> None:
         """The machine may have been busy: of the steps, only the newer half counts, and a few at least."""
         for _ in range(min(len(self._made) // 2, len(self._made) - _FEW_DRAFTED)):
             self._made.popleft()
 
-    def of(self, rows: int) -> float:
-        return max(self._mean_s + self.row_s * (rows - self._mean_rows), self._mean_s / 10)
+    @property
+    def line(self) -> "_Line":
+        if self._line is None:
+            self._line = _Line.through(self._made)
+        return self._line
+
+
+@dataclass(frozen=True, slots=True)
+class _Line:
+    mean_rows: float = 1.0
+    mean_s: float = 1.0
+    row_s: float = _USUAL_ROW  # what one row more costs
+
+    @classmethod
+    def through(cls, made: Collection[tuple[int, float]]) -> "_Line":
+        if not made:
+            return cls()
+        usual = median(took_s / (1 + _USUAL_ROW * rows) for rows, took_s in made)
+        kept = [(rows, took_s) for rows, took_s in made if took_s <= 2 * usual * (1 + _USUAL_ROW * rows)]
+        mean_rows, mean_s = fmean(rows for rows, _ in kept), fmean(took_s for _, took_s in kept)
+        spread = sum((rows - mean_rows) ** 2 for rows, _ in kept)
+        together = sum((rows - mean_rows) * took_s for rows, took_s in kept)
+        row_s = (together + _USUAL_WEIGHT * _USUAL_ROW * mean_s) / (spread + _USUAL_WEIGHT)
+        return cls(mean_rows, mean_s, max(0.0, row_s))
+
+    def at(self, rows: int) -> float:
+        return max(self.mean_s + self.row_s * (rows - self.mean_rows), self.mean_s / 10)
 
 
 class DraftCosts:
@@ -81,8 +100,8 @@ class DraftCosts:
         """
         is_known = self._drafted.is_known(_FEW_DRAFTED if self._plain.is_known() else _FEW_STEPS)
         known, settled = (self._drafted, 1.0) if is_known else (self._plain, _USUAL_SETTLED)
-        seconds, row_s = settled * known.of(rows), settled * known.row_s
-        plain_s = self._plain.of(rows) if self._plain.is_known() else seconds / _USUAL_SETTLED
+        seconds, row_s = settled * known.line.at(rows), settled * known.line.row_s
+        plain_s = self._plain.line.at(rows) if self._plain.is_known() else seconds / _USUAL_SETTLED
         tokens = float(rows)
         lengths: dict[RowT, int] = {}
         likely = [(-each.chance_at(0), place, row) for place, (row, each) in enumerate(proposals.items()) if each.most]

@@ -85,7 +85,7 @@ def test_no_other_lengths_give_more_tokens_a_second(
     def rate(counts: tuple[int, ...]) -> float:
         gained = zip(proposals.values(), counts, strict=True)
         tokens = rows + sum(each.chance_at(place) for each, count in gained for place in range(count))
-        return tokens / costs._drafted.of(rows + sum(counts)) if any(counts) else rows / costs._plain.of(rows)
+        return tokens / costs._drafted.line.at(rows + sum(counts)) if any(counts) else rows / costs._plain.line.at(rows)
 
     ways = product(*(range(each.most + 1) for each in proposals.values()))
     best = max(rate(counts) for counts in ways if rows + sum(counts) <= most_rows or not any(counts))
