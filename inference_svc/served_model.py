@@ -167,6 +167,7 @@ def _engine_options(settings: EngineSettings) -> dict[str, Any]:
         "conversations_file": kvasir_tiny.conversations_path(),
         "longest_gap_s": settings.longest_gap_ms / 1000,
         "most_drafts": settings.most_drafts,
+        "drafts_from_others": settings.drafts_from == "namespace",
         "batch_invariant": settings.batch_invariant,
         "copies_weights": settings.copy_weights,
         "kernels": settings.kernels,

@@ -200,6 +200,7 @@ class Engine:
         memory_budget_bytes: int | Callable[[ModelInfo], int],
         longest_gap_s: float = Rules.longest_gap_s,
         most_drafts: int | None = None,
+        drafts_from_others: bool = True,
         name: str = "",
         batch_invariant: bool = False,
         opener: ModelOpener = open_model,
@@ -226,7 +227,8 @@ class Engine:
             begin_phase("pool")
             opened = replace(opened, info=replace(opened.info, name=name or opened.info.name))
             rules = _rules(opened.info, longest_gap_s, None if batch_invariant else runner)
-            rules = replace(rules, most_drafts=_most_drafts(opened) if most_drafts is None else most_drafts)
+            most = _most_drafts(opened) if most_drafts is None else most_drafts
+            rules = replace(rules, most_drafts=most, drafts_from_others=drafts_from_others)
             budget = memory_budget_bytes if isinstance(memory_budget_bytes, int) else memory_budget_bytes(opened.info)
             keep_wired(opened.info.weights_bytes + budget)
             worker = EngineWorker(runner, opened.info, budget, budget // _DECODED_PART, rules, time.monotonic)

@@ -24,6 +24,7 @@ from inference_svc.engine.wedlm.mask_decoder import MaskDecoder
 from inference_svc.kv.attention.host_copy import drop_room
 from inference_svc.model.model_info import ModelInfo
 from inference_svc.model.model_runner import ModelRunner
+from inference_svc.text.token_ids import TokenIds
 
 logger = logging.getLogger(__name__)
 _RELEASE_STEPS = 256
@@ -59,7 +60,8 @@ class EngineWorker:
         if model.mask_window is not None:
             self._decoder = MaskDecoder(batch, model.mask_window, rules.most_drafts)
         else:
-            drafter = Drafter(batch.most_drafted_rows, rules.most_drafts, lambda: self._scheduler.is_alone)
+            texts_of = self._texts_of if rules.drafts_from_others else lambda _namespace: ()
+            drafter = Drafter(batch.most_drafted_rows, rules.most_drafts, lambda: self._scheduler.is_alone, texts_of)
             self._decoder = Decoder(batch, drafter, clock, looks_ahead=not model.has_states)
         self._prefiller = Prefiller(runner, self._guarding)
         self.leaving = LeavingFiles(model, self._pool, self.memories, self._turns, batch)
@@ -205,6 +207,9 @@ class EngineWorker:
         self._emit(sequence)
 
     # --- stepping ---
+
+    def _texts_of(self, namespace: str) -> list[TokenIds]:
+        return [memory.state.token_ids for memory in self.memories.of_namespace(namespace)]
 
     def _decode(self, decoding: Collection[Sequence]) -> None:
         """Enqueue a token of every decoding turn, also its last, which gets its KV here; take in what is read."""

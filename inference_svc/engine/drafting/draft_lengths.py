@@ -40,14 +40,14 @@ class StepSeconds:
 
     def __init__(self) -> None:
         self._made: deque[tuple[int, float]] = deque(maxlen=_STEPS)
-        self._line: _Line | None = None  # through what was made since
+        self._line: _Line | None = None  # through the newest steps
 
     def is_known(self, steps: int = _FEW_STEPS) -> bool:
         return len(self._made) >= steps
 
     def learn(self, rows: int, seconds: float) -> None:
         self._made.append((rows, seconds))
-        self._line = None  # drawn where it is asked for: not at each step of turns that try nothing
+        self._line = None  # computed at its next use: not in each step of turns that try nothing
 
     def forget_half(self) -> None:
         """The machine may have been busy: of the steps, only the newer half counts, and a few at least."""

@@ -1,14 +1,16 @@
-"""The drafts of decoding turns: each turn's past and its reply's format say what may come, its trust and the step's
-costs how much of it.
+"""The drafts of decoding turns: each turn's past, its namespace's texts and its reply's format say what may come, its
+trust and the step's costs how much of it.
 """
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from weakref import WeakKeyDictionary
 
 from inference_svc.engine.api import MOST_DRAFTS
 from inference_svc.engine.drafting.draft_lengths import DraftCosts, Proposal, Trust
 from inference_svc.engine.drafting.past_text import PastText
+from inference_svc.engine.drafting.texts_beside import TextsBeside, TextsByNamespace
 from inference_svc.engine.sequence import Sequence
+from inference_svc.text.token_ids import TokenIds
 
 Drafts = Mapping[Sequence, tuple[int, ...]]
 
@@ -16,10 +18,11 @@ Drafts = Mapping[Sequence, tuple[int, ...]]
 class _TurnDrafts:
     """What one turn may say next, as far as its newest tokens came before, or its format allows nothing else."""
 
-    def __init__(self, sequence: Sequence) -> None:
+    def __init__(self, sequence: Sequence, beside: TextsBeside) -> None:
         self._past = PastText(sequence.token_ids)
+        self._beside = beside
         self._known = len(sequence.token_ids)
-        self._trust = Trust()
+        self._own_trust, self._trust_beside = Trust(), Trust()
         self._look(sequence)
 
     def follow(self, sequence: Sequence) -> None:
@@ -30,6 +33,10 @@ class _TurnDrafts:
 
     def _look(self, sequence: Sequence) -> None:
         self.tokens, self._equal = self._past.next(MOST_DRAFTS)
+        self._trust = self._own_trust
+        beside, equal = self._beside.next(self._past.tokens, MOST_DRAFTS)
+        if equal > self._equal:
+            self.tokens, self._equal, self._trust = beside, equal, self._trust_beside
         forced = sequence.sampler.forced(MOST_DRAFTS) if sequence.sampler is not None else ()
         self._sure = len(forced)  # of the tokens; what follows them in the past is worth trying only if it begins so
         if self.tokens[: self._sure] != forced:
@@ -47,21 +54,33 @@ class _TurnDrafts:
 
 
 class Drafter:
-    """Nothing of a turn outlives it, and no turn sees another's text."""
+    """Nothing of a turn outlives it here, and no turn sees text of another namespace."""
 
-    def __init__(self, most_rows: Callable[[int], int], most_drafts: int, is_alone: Callable[[], bool]) -> None:
+    def __init__(
+        self,
+        most_rows: Callable[[int], int],
+        most_drafts: int,
+        is_alone: Callable[[], bool],
+        texts_of: Callable[[str], Iterable[TokenIds]],
+    ) -> None:
         """`most_rows`: of a step, drafts and all, by the tokens of its longest turn. `most_drafts`: of a turn that says
-        nothing of them. `is_alone`: whether only one namespace has turns, whose drafts take nobody's time.
+        nothing of them. `is_alone`: whether only one namespace has turns, whose drafts take nobody's time. `texts_of`:
+        a namespace's texts that its turns may take drafts from, the newest last.
         """
         self._most_rows = most_rows
+        self._takes_drafts = most_rows(1) > 0
+        self._texts = TextsByNamespace(texts_of)
         self._most_drafts = most_drafts
         self._is_alone = is_alone
         self._turns: WeakKeyDictionary[Sequence, _TurnDrafts] = WeakKeyDictionary()
         self._costs = DraftCosts()
 
     def may_draft(self, sequences: Collection[Sequence]) -> bool:
-        """Whether one of these turns has something to try once its last token is known."""
-        return self._rows_for(sequences) > 0 and any(self._can(each) and self._of(each).tokens for each in sequences)
+        """Whether one of these turns has something to try once its last token is known. Called twice a step."""
+        if not (self._takes_drafts and self._is_alone()):
+            return False
+        has_some = any(self._can(each) and self._of(each).tokens for each in sequences)
+        return has_some and self._rows_for(sequences) > 0
 
     def drafts(self, decoding: Collection[Sequence]) -> Drafts:
         """What to try of the turns that decode now, whose tokens are all known."""
@@ -104,6 +123,6 @@ class Drafter:
 
     def _of(self, sequence: Sequence) -> _TurnDrafts:
         if (turn := self._turns.get(sequence)) is None:
-            turn = self._turns[sequence] = _TurnDrafts(sequence)
+            turn = self._turns[sequence] = _TurnDrafts(sequence, self._texts.beside(sequence.namespace))
         turn.follow(sequence)
         return turn

@@ -6,82 +6,94 @@ Those of the text at the beginning are sorted: to enter 64K tokens in a dictiona
 """
 
 from array import array
-from collections.abc import Sequence
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 
-_GRAM = 3  # tokens that must be equal, at least
+GRAM = 3  # tokens that must be equal, at least
 _BITS = 21  # of a token id: three fit a Python integer of one word
 _MOST_TOKENS = 1 << 16  # of the text, the newest
 _MOST_PLACES = 16  # that are compared
-_LONGEST = 32  # equal tokens behind which no longer match is sought
+LONGEST = 32  # equal tokens behind which no longer match is sought
+
+
+Found = tuple[tuple[int, ...], int]  # tokens that may follow, and how many tokens in front of them were equal
 
 
 class PastText:
     """The tokens of one turn, its prompt's and its reply's, by what stands before them."""
 
     def __init__(self, token_ids: Sequence[int]) -> None:
-        self._tokens = array("I", token_ids[-_MOST_TOKENS:])
-        self._skipped = len(token_ids) - len(self._tokens)
-        grams = _grams(self._tokens)
-        self._places = np.argsort(grams, kind="stable").astype(np.int32)  # by gram, equal ones in the text's order
-        self._grams = grams[self._places]
+        self.tokens = array("I", token_ids[-_MOST_TOKENS:])
+        self._skipped = len(token_ids) - len(self.tokens)
+        self._beginning = GramPlaces(self.tokens)
         # By place: the newest earlier place that ends with the same three.
-        self._earlier = array("i", _earlier(self._grams, self._places, len(self._tokens)).tobytes())
+        self._earlier = self._beginning.earlier(len(self.tokens))
         self._newest: dict[int, int] = {}  # by three tokens: the place of the last one, since the beginning
 
     def extend(self, token_ids: Sequence[int]) -> None:
         """The text is `token_ids` now, which begin with what it was."""
-        for token in token_ids[self._skipped + len(self._tokens) :]:
-            self._tokens.append(token)
+        for token in token_ids[self._skipped + len(self.tokens) :]:
+            self.tokens.append(token)
             self._earlier.append(-1)
-            if len(self._tokens) >= _GRAM:
-                place = len(self._tokens) - 1
-                gram = self._gram(place)
-                self._earlier[place] = self._newest.get(gram) or self._place_at_beginning(gram)
+            if len(self.tokens) >= GRAM:
+                place = len(self.tokens) - 1
+                gram = gram_at(self.tokens, place)
+                self._earlier[place] = self._newest.get(gram) or next(self._beginning.newest_first(gram), -1)
                 self._newest[gram] = place
 
-    def next(self, most: int) -> tuple[tuple[int, ...], int]:
+    def next(self, most: int) -> Found:
         """What may follow, at most so many tokens, and how many of the last tokens were equal there: the most of all
         places, of the newest among these; nothing, and 0, where the last three tokens are new.
         """
-        last = len(self._tokens) - 1
+        last = len(self.tokens) - 1
         place, found, equal = self._earlier[last] if last >= 0 else -1, -1, 0
         for _ in range(_MOST_PLACES):
-            if place < 0 or equal >= _LONGEST:
+            if place < 0 or equal >= LONGEST:
                 break
-            if (count := self._equal(place, last)) > equal:
+            if (count := equal_tokens(self.tokens, place, self.tokens)) > equal:
                 found, equal = place, count
             place = self._earlier[place]
         if found < 0:
             return (), 0
         period = last - found  # a text that repeats itself goes on doing so
-        return tuple(self._tokens[found + 1 + step % period] for step in range(most)), equal
-
-    def _equal(self, place: int, last: int) -> int:
-        count = _GRAM
-        while count < _LONGEST and count <= place and self._tokens[place - count] == self._tokens[last - count]:
-            count += 1
-        return count
-
-    def _gram(self, place: int) -> int:
-        first, second, third = self._tokens[place - 2 : place + 1]
-        return first | second << _BITS | third << 2 * _BITS
-
-    def _place_at_beginning(self, gram: int) -> int:
-        found = int(np.searchsorted(self._grams, gram, side="right")) - 1
-        return int(self._places[found]) + _GRAM - 1 if found >= 0 and self._grams[found] == gram else -1
+        return tuple(self.tokens[found + 1 + step % period] for step in range(most)), equal
 
 
-def _grams(tokens: "array[int]") -> NDArray[np.int64]:
-    """Each three tokens as one number."""
-    ids = np.array(tokens, dtype=np.int64)
-    return ids[:-2] | ids[1:-1] << _BITS | ids[2:] << 2 * _BITS
+class GramPlaces:
+    """Where each three tokens of a text end."""
+
+    def __init__(self, tokens: "array[int]") -> None:
+        ids = np.array(tokens, dtype=np.int64)
+        grams = ids[:-2] | ids[1:-1] << _BITS | ids[2:] << 2 * _BITS
+        places = np.argsort(grams, kind="stable")  # by gram, equal ones in the text's order
+        self._grams = array("q", grams[places].tobytes())
+        self._places = array("i", (places + GRAM - 1).astype(np.int32).tobytes())
+
+    def newest_first(self, gram: int) -> Iterator[int]:
+        found = bisect_right(self._grams, gram) - 1  # of an array: numpy's search takes longer for one number
+        while found >= 0 and self._grams[found] == gram:
+            yield self._places[found]
+            found -= 1
+
+    def earlier(self, count: int) -> "array[int]":
+        """By place: the place before it that ends with the same three; -1 where none does."""
+        grams, places = np.frombuffer(self._grams, np.int64), np.frombuffer(self._places, np.int32)
+        is_again = grams[1:] == grams[:-1]
+        earlier = np.full(count, -1, dtype=np.int32)
+        earlier[places[1:][is_again]] = places[:-1][is_again]
+        return array("i", earlier.tobytes())
 
 
-def _earlier(grams: NDArray[np.int64], places: NDArray[np.int32], count: int) -> NDArray[np.int32]:
-    is_again = grams[1:] == grams[:-1]
-    earlier = np.full(count, -1, dtype=np.int32)
-    earlier[places[1:][is_again] + _GRAM - 1] = places[:-1][is_again] + _GRAM - 1
-    return earlier
+def gram_at(tokens: "array[int]", place: int) -> int:
+    first, second, third = tokens[place - 2 : place + 1]
+    return first | second << _BITS | third << 2 * _BITS
+
+
+def equal_tokens(text: "array[int]", place: int, newest: "array[int]") -> int:
+    """How many tokens up to the place equal the last ones of `newest`, of which three do."""
+    count, last = GRAM, len(newest) - 1
+    while count < LONGEST and count <= min(place, last) and text[place - count] == newest[last - count]:
+        count += 1
+    return count

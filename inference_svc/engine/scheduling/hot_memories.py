@@ -210,6 +210,7 @@ class HotMemories:
         return {key: self._size(memory) for key, memory in list(self._memories.items())}
 
     def of_namespace(self, namespace: str | None) -> list[ResidentMemory]:
+        """The newest last."""
         return [memory for key, memory in self._memories.items() if key.namespace == namespace]
 
     def stored_keys(self) -> list[AgentKey]:

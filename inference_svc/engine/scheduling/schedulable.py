@@ -174,3 +174,5 @@ class Rules:
     beside_others: BesideOthers = BesideOthers()
     most_drafts: int = 16
     """Tokens that a step tries ahead for a turn that says nothing of them."""
+    drafts_from_others: bool = True
+    """Text that other agents of the turn's namespace have in memory is tried, too."""

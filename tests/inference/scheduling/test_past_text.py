@@ -1,14 +1,17 @@
 """What stood behind the longest earlier place of a text's last tokens is proposed; how many of it pay is learned."""
 
+from array import array
 from collections.abc import Sequence
 from itertools import product
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from inference_svc.engine.drafting import past_text
+from inference_svc.engine.drafting import past_text, texts_beside
 from inference_svc.engine.drafting.draft_lengths import DraftCosts, Proposal, Trust
 from inference_svc.engine.drafting.past_text import PastText
+from inference_svc.engine.drafting.texts_beside import TextsByNamespace
+from inference_svc.text.token_ids import TokenIds
 
 TEXTS = st.lists(st.integers(0, 1), max_size=60)  # which repeat themselves
 
@@ -166,3 +169,24 @@ def test_steps_that_compiled_are_forgotten_and_drafts_that_do_not_pay_tried_now_
     tried = [dear.lengths(1, proposed(a=0.5), 64) for _ in range(70)]
     assert [each for each in tried if each] == [{"a": 4}, {"a": 4}]
     assert dear.lengths(1, {}, 64) == {}
+
+
+def test_texts_beside_are_one_by_one_and_known_while_a_turn_needs_them() -> None:
+    """A draft ends where its text ends, and only the newest tokens of the newest texts count."""
+    texts = {"a": [TokenIds((1, 2, 3, 4)), TokenIds((9, 2, 3, 5, 6))], "b": [TokenIds((1, 2, 3, 7))]}
+    by_namespace = TextsByNamespace(lambda namespace: texts[namespace])
+    beside = by_namespace.beside("a")
+    assert beside.next(array("I", (1, 2, 3)), 4) == ((4,), 3)
+    assert beside.next(array("I", (8, 9, 2, 3)), 4) == ((5, 6), 3)
+    assert beside.next(array("I", (3, 9, 2)), 4) == ((), 0)
+    assert beside.next(array("I", (2, 3)), 4) == ((), 0)
+    assert by_namespace.beside("b").next(array("I", (1, 2, 3)), 4) == ((7,), 3)
+    assert by_namespace.beside(None).next(array("I", (1, 2, 3)), 4) == ((), 0)
+    assert by_namespace.beside("a") is beside
+    texts["a"].append(TokenIds((1, 2, 3, 8)))
+    assert by_namespace.beside("a").next(array("I", (1, 2, 3)), 4) == ((8,), 3)
+    texts["a"] += [TokenIds((1, 2, 3, 0))] + [TokenIds([0] * 20)] * texts_beside._MOST_TEXTS
+    assert by_namespace.beside("a").next(array("I", (1, 2, 3)), 4) == ((), 0)
+    texts["a"].append(TokenIds([1, 2, 3, *[0] * texts_beside._MOST_TOKENS]))
+    assert by_namespace.beside("a").next(array("I", (1, 2, 3)), 4) == ((), 0)
+    assert not by_namespace._known

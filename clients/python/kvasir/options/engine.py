@@ -206,6 +206,28 @@ class EngineMemory(Table):
 
 
 @dataclass(frozen=True, kw_only=True)
+class EngineDrafts(Table):
+    """Tokens that a step tries ahead."""
+
+    most_drafts: int | None = option(
+        None,
+        "How many tokens a step may try ahead for a turn whose text repeats itself; how many of them are tried follows "
+        "from how often they are right and from what a step costs. 0: none. Left out: 16 on a CPU, where no reply "
+        "changes by it, and none on a GPU, where that is not proven yet. Of a WeDLM model: the masks behind the first "
+        "one; left out: as its config.json has it.",
+        least=0,
+        up="most-drafts",
+    )
+    drafts_from: Literal["namespace", "turn"] = option(
+        "namespace",
+        "Whose text may come again, and is tried: also the text of other agents of the same namespace, as far as "
+        "their KV is in memory; or the turn's own alone. It changes no reply; how fast a reply comes may show an agent "
+        "that another one has the same text.",
+        up="drafts-from",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
 class EngineLimits(Table):
     """Limits of bytes, turns and times."""
 
@@ -217,15 +239,6 @@ class EngineLimits(Table):
         least=0,
         metavar="MS",
         up="longest-gap-ms",
-    )
-    most_drafts: int | None = option(
-        None,
-        "How many tokens a step may try ahead for a turn whose text repeats itself; how many of them are tried follows "
-        "from how often they are right and from what a step costs. 0: none. Left out: 16 on a CPU, where no reply "
-        "changes by it, and none on a GPU, where that is not proven yet. Of a WeDLM model: the masks behind the first "
-        "one; left out: as its config.json has it.",
-        least=0,
-        up="most-drafts",
     )
     max_prompt_bytes: int = option(
         8 << 20,
@@ -270,7 +283,7 @@ class EngineLimits(Table):
 
 
 @dataclass(frozen=True, kw_only=True)
-class EngineTable(EngineFiles, EnginePeers, EngineMemory, EngineLimits, ListeningTable):
+class EngineTable(EngineFiles, EnginePeers, EngineMemory, EngineDrafts, EngineLimits, ListeningTable):
     program: ClassVar[str] = "engine"
 
     def check(self) -> None:

@@ -25,7 +25,7 @@ class Told(PastText):
         self._text = next((p + r for p, r in self.replies.items() if text[: len(p)] == p), text)
 
     def next(self, most: int) -> tuple[tuple[int, ...], int]:
-        known = len(self._tokens)
+        known = len(self.tokens)
         return self.tries(self._text[known:], known)[:most], 8
 
 
