@@ -14,12 +14,13 @@ import pytest
 from google.protobuf.json_format import ParseDict
 from google.rpc.status_pb2 import Status
 from kvasir.cli.running.home import Home, Running
-from kvasir.credentials import OWNER, read_credentials
+from kvasir.credentials import ADMIN, CLIENT, OWNER, Principal, read_credentials
 from kvasir.status import from_status
 from kvasir_gateway.door.security import KeyHolder
 from kvasir_gateway.page.looking import Panel
 from kvasir_gateway.page.operating.commands import HomeCommands
 from kvasir_gateway.page.operating.jobs import Job
+from kvasir_gateway.page.operating.part import Operating
 from kvasir_gateway.page.rendering import page
 from kvasir_gateway.page.sessions import Visitor
 
@@ -67,6 +68,19 @@ def test_only_the_operator_sees_and_changes_the_home(front: Front, operated: Gat
         answer = ada.post(name, {**WRITES[name], "form_token": token}, origin=ada.url)
         assert (answer.status_code, "only who operates this home" in answer.text) == (403, True), name
     assert (front.house.root / "credentials.toml").read_text() == before
+
+
+def test_where_the_home_lies_is_shown_to_its_operator_alone(tmp_path: Path) -> None:
+    admin = frozenset({CLIENT, ADMIN})
+    operating = Operating(tmp_path, ["olga"], time.time)
+    for name, roles, token, typed in (
+        ("olga", admin, "key", f"kvasir --home {tmp_path} up"),
+        ("ada", admin, "key", "kvasir up"),
+        ("olga", frozenset({CLIENT}), "key", "kvasir up"),
+        ("olga", admin, None, "kvasir up"),
+    ):
+        holder = KeyHolder(Principal(name, "first", roles), token)
+        assert operating.command(holder)("up") == typed
 
 
 def test_a_form_of_another_site_or_visit_operates_nothing(olga: Browser, front: Front) -> None:
