@@ -1,8 +1,10 @@
-"""Copies of objects on the local disk, at most so many bytes: each is verified when it is read, and may be lost."""
+"""Copies of objects on the local disk, at most so many bytes: each is verified when it is read, and may be lost.
+
+When room is short, the namespace that has the most loses its own copies first."""
 
 import os
 import threading
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from contextlib import suppress
 from itertools import count
 from pathlib import Path
@@ -21,8 +23,8 @@ class DiskTier:
         self._root = root
         self._most_bytes = most_bytes
         self._lock = threading.Lock()
-        self._sizes: OrderedDict[Path, int] = OrderedDict()  # the one that was used last at the end
-        self._total_bytes = 0
+        self._sizes: dict[str, OrderedDict[Path, int]] = {}  # by namespace, the one that was used last at the end
+        self._held: Counter[str] = Counter()
         self._numbers = count()
         root.mkdir(mode=0o700, parents=True, exist_ok=True)
         found = []
@@ -37,7 +39,8 @@ class DiskTier:
 
     @property
     def total_bytes(self) -> int:
-        return self._total_bytes
+        with self._lock:
+            return self._held.total()
 
     def get(self, place: str, name: str) -> memoryview | None:
         """An object's bytes, if a whole copy is here."""
@@ -50,8 +53,8 @@ class DiskTier:
             self.remove(place, name)
             return None
         with self._lock:
-            if path in self._sizes:
-                self._sizes.move_to_end(path)
+            if path in (sizes := self._sizes.get(place, OrderedDict())):
+                sizes.move_to_end(path)
         with suppress(OSError):
             os.utime(path)  # the order after a restart
         return data[:-_HASH_BYTES]
@@ -79,19 +82,29 @@ class DiskTier:
     def remove(self, place: str, name: str) -> None:
         path = self._root / place / name
         with self._lock:
-            self._total_bytes -= self._sizes.pop(path, 0)
+            self._forget(path)
         with suppress(OSError):
             path.unlink(missing_ok=True)
 
     def _count(self, path: Path, size_bytes: int) -> None:
         with self._lock:
-            self._total_bytes += size_bytes - self._sizes.pop(path, 0)
-            self._sizes[path] = size_bytes
-            while self._total_bytes > self._most_bytes:
-                oldest, size = self._sizes.popitem(last=False)
-                self._total_bytes -= size
+            self._forget(path)
+            self._sizes.setdefault(path.parent.name, OrderedDict())[path] = size_bytes
+            self._held[path.parent.name] += size_bytes
+            while self._held.total() > self._most_bytes:
+                [(largest, _)] = self._held.most_common(1)
+                oldest = next(iter(self._sizes[largest]))
+                self._forget(oldest)
                 with suppress(OSError):
                     oldest.unlink(missing_ok=True)
+
+    def _forget(self, path: Path) -> None:
+        place = path.parent.name
+        sizes = self._sizes.get(place, OrderedDict())
+        self._held[place] -= sizes.pop(path, 0)
+        if not sizes:
+            self._sizes.pop(place, None)
+            del self._held[place]
 
 
 def _own(path: str, flags: int) -> int:

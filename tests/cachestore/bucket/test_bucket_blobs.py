@@ -348,6 +348,26 @@ def test_the_tier_keeps_what_was_used_last_within_its_bytes(tmp_path: Path) -> N
     assert again.get("p", "d") == b"d" * 1000
 
 
+def test_a_namespace_that_reads_much_takes_no_copy_of_another_within_its_part(tmp_path: Path) -> None:
+    tier = DiskTier(tmp_path / "t", 6 * 1032)
+    for name in "abcd":
+        tier.put("modest", name, bytes(1000))
+    for number in range(50):
+        tier.put("greedy", str(number), bytes(1000))
+        assert tier.get("greedy", str(number)) is not None
+    assert [name for name in "abcd" if tier.get("modest", name) is not None] == ["b", "c", "d"]
+    assert [number for number in range(50) if tier.get("greedy", str(number)) is not None] == [47, 48, 49]
+    tier.put("third", "a", bytes(1000))
+    assert tier.get("third", "a") is not None
+    for number in range(47, 50):
+        tier.remove("greedy", str(number))
+    assert tier.total_bytes == 1032 * len(list((tmp_path / "t").glob("*/*")))
+    for name in "efghi":
+        tier.put("modest", name, bytes(1000))
+    assert tier.get("third", "a") is not None
+    assert tier.total_bytes == 6 * 1032
+
+
 def test_a_copy_that_does_not_verify_is_no_copy_and_a_crash_leaves_none(tmp_path: Path) -> None:
     tier = DiskTier(tmp_path / "t", 1 << 20)
     tier.put("p", "a", b"a" * 100)

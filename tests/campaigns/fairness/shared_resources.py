@@ -173,6 +173,15 @@ SHARED = (
         "QUOTA_FULL, DISK_SHARE_FULL, DISK_FULL",
     ),
     Shared(
+        "copies of a bucket's blobs on the local disk",
+        "store",
+        "cachestore_svc/blobs/bucket/disk_tier.py: _held",
+        ("cachestore_svc.config:StoreSettings.blob_tier_bytes", 20 << 30),
+        "an equal part; a namespace above it loses its own first",
+        "the copy that was used longest ago goes first",
+        "nothing: it is read from the bucket again",
+    ),
+    Shared(
         "bytes written in a day, if the store refuses beyond its budget",
         "store",
         "cachestore_svc/index/write_budget.py: _written",
@@ -456,7 +465,10 @@ OWN = (
     Own("cachestore_svc/moving/inbound.py: _room", "one stream of blobs: 64 are whole and not durable at once"),
     Own("inference_svc/first_model.py: _next", "the one engine that takes the model which is loaded first"),
     Own("inference_svc/engine/mlx_thread.py: _mailbox", "letters of admitted turns, whose number has its row"),
-    Own("clients/python/kvasir/store_for_mlx_lm/server.py: _waiting", "one server of mlx-lm, which has no namespaces"),
+    Own(
+        "clients/python/kvasir/store_for_mlx_lm/stored_caches.py: waiting",
+        "one server of mlx-lm, which has no namespaces",
+    ),
 )
 
 
