@@ -42,9 +42,11 @@ def get_row(rows: Rows, name: str) -> AgentRow:
 
 
 def make_agent(rows: Rows, name: str, now_unix_ms: int) -> AgentRow:
+    if found := find_agent(rows, name):
+        return found
     rows.make_namespace()
     made = "INSERT INTO agents (namespace_id, name, created_unix_ms) VALUES (:namespace, :agent_id, :now)"
-    rows.run(f"{made} ON CONFLICT DO NOTHING", agent_id=name, now=now_unix_ms)
+    rows.run(made, agent_id=name, now=now_unix_ms)
     return get_row(rows, name)
 
 

@@ -165,7 +165,7 @@ def roll_back(
     agent = agents.get_row(rows, query.agent_id)
     line = versions.line_with(rows, query, version)
     old = versions.get_version(rows, line, version)
-    head = versions.newest_number(rows, agent.id)
+    head = versions.newest_number(rows, line.id)
     if expected_head is not None and expected_head != head:
         raise head_moved(head, expected_head)
     manifest_id = versions.manifest_id_of(rows, line.id, old.version)

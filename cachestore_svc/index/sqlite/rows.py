@@ -95,7 +95,8 @@ class Rows:
         return self._namespace_id
 
     def make_namespace(self) -> None:
-        self.run("INSERT INTO namespaces (name) VALUES (:name) ON CONFLICT DO NOTHING", name=self.namespace)
+        if not self.namespace_id:  # it never goes
+            self.run("INSERT INTO namespaces (name) VALUES (:name) ON CONFLICT DO NOTHING", name=self.namespace)
 
     def all(self, sql: str, **values: Value) -> list[tuple[Any, ...]]:
         cursor = self.connection.execute(sql, self._bound(sql, values))

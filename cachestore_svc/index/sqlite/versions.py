@@ -149,15 +149,17 @@ def head_of(rows: Rows, line_id: int) -> int:
     return rows.number("SELECT MAX(version) FROM versions WHERE line_id = :line", line=line_id)
 
 
-def find_version(rows: Rows, line_id: int, version: int) -> SnapshotVersion | None:
-    which = "versions.line_id = :line AND versions.version = :version"
-    found = rows.one(f"{_SNAPSHOT} WHERE {which}", line=line_id, version=version)
+def find_version(rows: Rows, line_id: int, version: int | None) -> SnapshotVersion | None:
+    """The version of that number; None: the newest."""
+    numbers: dict[str, Value] = {"line": line_id} if version is None else {"line": line_id, "version": version}
+    number = "(SELECT MAX(version) FROM versions WHERE line_id = :line)" if version is None else ":version"
+    found = rows.one(f"{_SNAPSHOT} WHERE versions.line_id = :line AND versions.version = {number}", **numbers)
     return _snapshot(found) if found else None
 
 
 def get_version(rows: Rows, line: Line, version: int | None) -> SnapshotVersion:
     """The version of that number; None: the newest. Raises NotFound."""
-    found = find_version(rows, line.id, head_of(rows, line.id) if version is None else version)
+    found = find_version(rows, line.id, version)
     if found is None:
         [name] = rows.one("SELECT name AS agent_id FROM agents WHERE id = :agent", agent=line.agent_id) or ("",)
         raise NotFound(
@@ -166,14 +168,19 @@ def get_version(rows: Rows, line: Line, version: int | None) -> SnapshotVersion:
     return found
 
 
-def newest_number(rows: Rows, agent: int) -> int:
-    return max((head_of(rows, line.id) for line in lines_of(rows, agent)), default=0)
+def newest_number(rows: Rows, line_id: int) -> int:
+    """The newest version of the line's agent, whichever of its lines has it; 0 where none has one."""
+    return rows.number(
+        """SELECT MAX((SELECT MAX(version) FROM versions WHERE versions.line_id = lines.id)) FROM lines
+            WHERE agent_id = (SELECT agent_id FROM lines WHERE id = :line)""",
+        line=line_id,
+    )
 
 
 def add_version(
     rows: Rows, line_id: int, parent_version: int, manifest_id: int, origin: Origin, origin_detail: str, now: int
 ) -> SnapshotVersion:
-    number = newest_number(rows, rows.number("SELECT agent_id FROM lines WHERE id = :line", line=line_id)) + 1
+    number = newest_number(rows, line_id) + 1
     put_version(rows, "INSERT", line_id, number, (parent_version, manifest_id, int(origin), origin_detail, now))
     added = find_version(rows, line_id, number)
     assert added is not None
