@@ -5,6 +5,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 from kvasir.errors import InvalidArgument, ResourceExhausted
@@ -106,17 +107,18 @@ def test_another_namespace_is_answered_in_the_middle_of_a_long_page(
     order: list[str] = []
     others = ThreadPoolExecutor(1)
 
-    def noted(found: AgentRecord) -> int:
+    def noted(*given: Any) -> list[AgentRecord]:
         if not order:  # in the first operation of the page, on the thread of the index
             index = store._core.catalog
             others.submit(index.read, "other", lambda _: order.append("other"))
             while not len(index._reads):
                 time.sleep(0.001)
-        order.append(found.agent_id)
-        return 1
+        found = real(*given)
+        order.extend(agent.agent_id for agent in found)
+        return found
 
-    real = agents.record
-    monkeypatch.setattr(agents, "record", lambda *given: (found := real(*given), noted(found))[0])
+    real = agents._records_of
+    monkeypatch.setattr(agents, "_records_of", noted)
     assert len(store.agents.page(NS).agents) == 6
     others.shutdown(wait=True)
     assert order.index("other") < order.index("a5")
