@@ -12,7 +12,7 @@ import yaml
 from kvasir.cli.caller import Caller
 from kvasir.cli.fleet import serving_store
 from kvasir.cli.running.home import Home
-from kvasir.cli.running.plan import make_credentials
+from kvasir.cli.running.own_credentials import make_credentials
 from kvasir.credentials import read_token
 
 from tests.cli.running import in_process
