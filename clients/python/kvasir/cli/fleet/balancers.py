@@ -106,6 +106,14 @@ http {{
       grpc_send_timeout 1h;
       grpc_socket_keepalive on;
     }}
+    # gRPC's UNAVAILABLE, which clients try again, in place of a page of HTML.
+    error_page 502 504 = @away;
+    location @away {{
+      default_type application/grpc;
+      add_header grpc-status 14 always;
+      add_header grpc-message "no engine answers" always;
+      return 204;
+    }}
   }}
 }}
 """
