@@ -78,12 +78,13 @@ def test_an_engine_that_cannot_be_measured_says_why(tmp_path: Path) -> None:
 def test_texts_and_batches_choose_rows_of_tokens_ahead(tmp_path: Path) -> None:
     """So that several machines, or calls with a time limit, share the long form."""
     model, only = write_model(tmp_path / "model", LLAMA), ("--quick", "--only", "ahead", "--json")
-    chosen = ("--texts", "calls,new words", "--batches", "2")
+    chosen = ("--texts", "one task,new words", "--batches", "2")
     rows = Cli(tmp_path).done("bench", "engine", *only, *chosen, "--model", model).value["cases"]["ahead"]["rows"]
-    assert [(row["text"], row["batch"]) for row in rows] == [("calls", 2), ("new words", 2)]
+    assert [(row["text"], row["batch"]) for row in rows] == [("one task", 2), ("new words", 2)]
+    assert (rows[0]["accepted"] > 0, rows[1]["drafts_tried"]) == (True, 0)
     ended = Cli(tmp_path)("bench", "engine", *only, "--texts", "prose", "--model", model)
     assert ended.code != 0
-    assert "expected some of code, calls, talk, new words, format, got prose" in ended.out
+    assert "expected some of code, calls, talk, new words, format, one task, got prose" in ended.out
 
 
 @pytest.mark.long(4)

@@ -25,8 +25,8 @@ from kvasir_bench.engine.lab import Case, Lab, LabMemory, Row
 
 _BATCHES = (1, 8)
 _REPLY_TOKENS, _PROMPT_TOKENS = 96, 512
-_FORMAT = "format"
-TEXTS = ("code", "calls", "talk", "new words", _FORMAT)
+_FORMAT, _TASK = "format", "one task"
+TEXTS = ("code", "calls", "talk", "new words", _FORMAT, _TASK)
 # What drafts must bring to so many rows, by text.
 _TARGETS = {("code", 1): 2.0, ("code", 8): 1.5, ("new words", 1): 0.98, ("new words", 8): 0.98}
 
@@ -38,6 +38,7 @@ class _Talk:
     prompt: Sequence[int]
     reply: Sequence[int] = ()
     constraint: Constraint | None = None
+    beside: Sequence[int] = ()  # an agent of the same namespace has it in memory
 
 
 class _Played(Draws):
@@ -128,6 +129,7 @@ def _pair(lab: Lab, talks: Sequence[_Talk], prompts: Sequence[LabMemory]) -> tup
 def _measured(lab: Lab, talks: Sequence[_Talk], prompts: Sequence[LabMemory], most_drafts: int) -> _Measured:
     """`prompts`: memories of them. Rows that decode while others' prompts are computed would be told apart."""
     memories = [lab.agents.fork(memory) for memory in prompts]
+    others = [lab.agents.remember(talk.beside) for talk in talks if talk.beside]
     try:
         with _playing(talks):
             runs = [
@@ -136,6 +138,7 @@ def _measured(lab: Lab, talks: Sequence[_Talk], prompts: Sequence[LabMemory], mo
                     _reply_tokens(lab),
                     Hot(len(talk.prompt) - 1),
                     memory.key,
+                    namespace=memory.key.namespace if talk.beside else None,
                     seed=number,
                     most_drafts=most_drafts,
                     constraint=talk.constraint,
@@ -144,7 +147,7 @@ def _measured(lab: Lab, talks: Sequence[_Talk], prompts: Sequence[LabMemory], mo
             ]
             ends = [each.end() for each in runs]
     finally:
-        lab.agents.forget(memories)
+        lab.agents.forget([*memories, *others])
     tried, right = (
         sum(counts) for counts in zip(*((e.drafted_tokens, e.accepted_draft_tokens) for e in ends), strict=True)
     )
@@ -164,7 +167,7 @@ def _talk(lab: Lab, text: str, number: int) -> _Talk:
     if text == "new words":
         drawn = np.random.default_rng(number).integers(3, lab.engine.vocabulary_size - 2, prompt_tokens + reply_tokens)
         return _Talk(drawn[:prompt_tokens].tolist(), drawn[prompt_tokens:].tolist())
-    encode = lab.engine.tokenizer.encode
+    encode, beside = lab.engine.tokenizer.encode, []
     if text == _FORMAT:
         return _Talk(list(lab.prompts.tokens(prompt_tokens, number)), constraint=_call_format(number))
     if text == "talk":
@@ -175,11 +178,14 @@ def _talk(lab: Lab, text: str, number: int) -> _Talk:
         code = _code_of(number)
         read = encode(code)[:prompt_tokens]
         said = _edited(lab.engine.tokenizer.decode(read), number)
+        if text == _TASK:
+            beside = encode(_edited(lab.engine.tokenizer.decode(read), number + 1))
+            read = list(lab.prompts.tokens(prompt_tokens, number))
         if text == "calls":
             lines = said.splitlines()[:: 2 + number % 2]
             said = "\n".join(json.dumps({"name": "edit", "path": f"src/{number}.py", "old": line}) for line in lines)
     reply = list(islice(cycle(encode(said, add_special_tokens=False)), reply_tokens))
-    return _Talk(read, reply)
+    return _Talk(read, reply, beside=beside)
 
 
 def _call_format(number: int) -> Constraint:
