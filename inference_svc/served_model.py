@@ -29,6 +29,7 @@ from inference_svc.model.model_host import MemoriesLeft
 from inference_svc.model.prompting import Prompting
 from inference_svc.model.weights.digest_check import DigestCheck
 from inference_svc.turns.admission import Admission
+from inference_svc.turns.asleep.idle_agents import IdleAgents
 from inference_svc.turns.engine_parts import EngineParts
 from inference_svc.turns.turn_ending import TurnEnding
 from inference_svc.turns.turn_service import TurnService
@@ -155,6 +156,9 @@ async def open_served(
     grace_s = settings.stop_grace_s
     served = ServedModel(name, engine, prompting, turns, lines, line_parts, giver, grace_s, check, embedder)
     served.warm_up_while_idle(clock)
+    if settings.asleep_after_s is not None:
+        idle = IdleAgents(turns, stores, engine.model.kv_identity_hash, settings.asleep_after_s, now_ms)
+        served.tasks.append(asyncio.create_task(idle.run()))
     return served
 
 

@@ -26,6 +26,7 @@ from inference_svc.memory.recall import Recollection
 from inference_svc.memory.store.answers import EventCursor
 from inference_svc.memory.store.patience import Budget
 from inference_svc.text.prefix_matching import Outcome
+from inference_svc.turns.asleep.sleeping import Sleeper
 from inference_svc.turns.engine_parts import EngineParts
 from inference_svc.turns.phases import Prompted, Ran, Recalled, Remembered
 from inference_svc.turns.plan_running import MemoryMovedError, PlanRunner, moved_away
@@ -33,7 +34,6 @@ from inference_svc.turns.progress import Progress, Stop, TurnPhase
 from inference_svc.turns.prompts.continuing import Retry, retried
 from inference_svc.turns.prompts.texts import prompted, recalled_by, with_difference
 from inference_svc.turns.shortening import MemoryShortener
-from inference_svc.turns.sleeping import Sleeper
 from inference_svc.turns.taken_turns import TakenTurns
 from inference_svc.turns.turn_data import PromptInput, TurnRequest, TurnStarted, Warmed, Work
 from inference_svc.turns.turn_ending import TurnEnding, stopped

@@ -10,6 +10,8 @@ from inference_svc.memory.store import answers
 from inference_svc.memory.store.connection import StoreConnection
 from inference_svc.memory.store.patience import Budget
 
+_PAGE = 1000
+
 
 class StoredAgents:
     """The agents of one namespace. Reads with a budget raise StoreMiss; what else fails raises a KvasirError."""
@@ -27,6 +29,11 @@ class StoredAgents:
         newest = max(lines, key=lambda line: line.version, default=answers.NO_HEAD)
         ours = next((line for line in lines if line.kv_identity_hash == kv_identity_hash), None)
         return answers.AgentHeads(newest, ours if ours != newest else None, answers.settings_of(agent))
+
+    async def page(self, page_token: str = "") -> tuple[list[answers.ListedAgent], str]:
+        """Some agents by name, and the token of the next page; empty behind the last. Raises KvasirError."""
+        page = await self._connection.client.list_agents(page_size=_PAGE, page_token=page_token)
+        return [answers.listed_agent(agent) for agent in page.agents], page.next_page_token
 
     async def last_move(self, agent_id: str, within_s: float) -> answers.LastMove:
         budget = Budget(within_s, 1.0, self._connection.clock)

@@ -160,6 +160,31 @@ def last_move_of(agent: cachestore_pb2.Agent) -> LastMove:
     )
 
 
+@dataclass(frozen=True, slots=True)
+class ListedAgent:
+    """An agent as a list has it, by its newest version."""
+
+    agent_id: str
+    version: int  # 0: it has none
+    kv_identity_hash: str
+    used_unix_ms: int
+    is_asleep: bool  # its manifest names no blob
+    is_free: bool  # this store owns it, and it is not pinned
+
+
+def listed_agent(agent: cachestore_pb2.Agent) -> ListedAgent:
+    newest = max(agent.lines, key=lambda line: int(line.version), default=cachestore_pb2.SnapshotVersion())
+    is_owned = not agent.HasField("ownership") or agent.ownership.state == cachestore_pb2.OWNER_STATE_OWNED
+    return ListedAgent(
+        agent.agent_id,
+        int(newest.version),
+        newest.kv_identity_hash,
+        agent.used_at.ToMilliseconds(),
+        is_asleep=newest.total_bytes == newest.manifest.size_bytes,
+        is_free=is_owned and not agent.is_pinned,
+    )
+
+
 def settings_of(agent: cachestore_pb2.Agent) -> AgentSettings:
     return AgentSettings(agent.labels.get(on_full.LABEL, ""), agent.labels.get(volatile.LABEL, ""))
 

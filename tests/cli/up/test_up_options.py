@@ -49,7 +49,7 @@ TEXTS = {
     "quota_bytes": str(3 << 30),
     "catalog": "postgresql://kvasir@127.0.0.1/kvasir",
 }
-WORDS = {"expire-agents": "1d", "keep-alive": "10m", "store-quota-gib": "3"}
+WORDS = {"agents-asleep-after": "1d", "expire-agents": "1d", "keep-alive": "10m", "store-quota-gib": "3"}
 
 
 def text_for(option: Option) -> str:

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import ClassVar, Literal
 
 from kvasir.credentials import DEFAULT_NAMESPACE
-from kvasir.options.common import ListeningTable, seconds
+from kvasir.options.common import ListeningTable, seconds, seconds_until_expiry
 from kvasir.options.table import Table, UpFlag, WrongOption, option
 
 KvPolicy = Literal["q4", "q4-rotated", "k8v4", "q8", "fp", "auto"]
@@ -196,6 +196,14 @@ class EngineMemory(Table):
         above=0,
         metavar="SECONDS",
         up=UpFlag("keep-alive", "90s|10m|2h", seconds),
+    )
+    asleep_after_s: float | None = option(
+        None,
+        "Agents that nobody used for so long are put to sleep while no turn runs, as by `kvasir agents sleep`: their "
+        "next turn computes their KV again, bit for bit. Older versions go. Left out: none are.",
+        least=1,
+        metavar="SECONDS",
+        up=UpFlag("agents-asleep-after", "12h|30d|never", seconds_until_expiry),
     )
     neighbour: bool = option(
         False,

@@ -100,6 +100,26 @@ def test_an_agent_asleep_costs_its_tokens_and_wakes_with_its_bytes(house: House,
     assert stored(house, agent).tail == stored(house, twin).tail
 
 
+@pytest.mark.long(8)
+def test_agents_unused_for_long_fall_asleep_but_pinned_ones_do_not(
+    own_house: House, new_agent: Callable[[], str]
+) -> None:
+    unused, pinned = new_agent(), new_agent()
+    for each in (unused, pinned):
+        ask(own_house, each, "hello", 1)
+    with own_house.store_client() as store:
+        store.update_agent(pinned, is_pinned=True)
+    own_house.engine.stop()
+    own_house.engine.options += ["--asleep-after-s", "1"]
+    own_house.repair()
+    give_up = time.monotonic() + 60
+    while not stored(own_house, unused).HasField("asleep"):
+        assert time.monotonic() < give_up, own_house.engine.log
+        time.sleep(0.2)
+    assert not stored(own_house, pinned).HasField("asleep")
+    assert ask(own_house, unused, "and?", 2).token_ids == ask(own_house, pinned, "and?", 2).token_ids
+
+
 def test_a_fork_of_an_agent_asleep_wakes_too(house: House, new_agent: Callable[[], str]) -> None:
     agent, fork = new_agent(), new_agent()
     ask(house, agent, " ".join(WORDS[:90]), 1)

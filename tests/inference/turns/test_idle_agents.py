@@ -1,0 +1,112 @@
+"""Which agents are put to sleep because nobody uses them, and that no caller waits for one that falls asleep."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from google.protobuf.timestamp_pb2 import Timestamp
+from kvasir.cachestore.v1 import cachestore_pb2 as pb
+from kvasir.errors import Cancelled, FailedPrecondition, KvasirError
+
+from inference_svc.memory.store.answers import ListedAgent, listed_agent
+from inference_svc.turns.asleep.idle_agents import IdleAgents, may_sleep
+
+NOW_MS = 1_800_000_000_000
+DAY_S = 86_400.0
+
+
+def agent(**changes: Any) -> pb.Agent:
+    """One of two versions' lines, that nobody used for two days."""
+    manifest = pb.SnapshotVersion(version=3).manifest
+    manifest.size_bytes = 100
+    newest = pb.SnapshotVersion(version=3, kv_identity_hash="ours", total_bytes=5000, manifest=manifest)
+    older = pb.SnapshotVersion(version=2, kv_identity_hash="another", total_bytes=5000, manifest=manifest)
+    used = Timestamp()
+    used.FromMilliseconds(NOW_MS - round(2000 * DAY_S))
+    made = pb.Agent(agent_id="ada", used_at=used, lines=[older, newest])
+    for name, value in changes.items():
+        setattr(made.lines[1] if name in ("version", "total_bytes", "kv_identity_hash") else made, name, value)
+    return made
+
+
+@pytest.mark.parametrize(
+    ("changes", "after_s", "expected"),
+    [
+        ({}, DAY_S, True),
+        ({}, 3 * DAY_S, False),
+        ({"is_pinned": True}, DAY_S, False),
+        ({"kv_identity_hash": "another"}, DAY_S, False),
+        ({"version": 1}, DAY_S, False),  # another model's version is the newest
+        ({"total_bytes": 100}, DAY_S, False),  # asleep
+    ],
+)
+def test_an_agent_may_sleep_if_its_newest_version_is_ours_awake_and_long_unused(
+    changes: dict[str, Any], after_s: float, expected: bool
+) -> None:
+    assert may_sleep(listed_agent(agent(**changes)), "ours", NOW_MS, after_s) is expected
+
+
+def test_an_agent_that_moved_stays_as_it_is() -> None:
+    moved = agent()
+    moved.ownership.state = pb.OWNER_STATE_MOVED
+    for each in (moved, pb.Agent(agent_id="new")):
+        assert not may_sleep(listed_agent(each), "ours", NOW_MS, DAY_S)
+
+
+class Turns:
+    """Turns that fall asleep until they are cancelled, or are refused."""
+
+    def __init__(self, refusal: KvasirError | None = None) -> None:
+        self.begun: list[str] = []
+        self.callers = 0
+        self._refusal = refusal
+
+    @property
+    def is_idle(self) -> bool:
+        return not self.callers
+
+    def under_way(self) -> list[int]:
+        return [0] * (1 + self.callers)
+
+    def begin(self, request: Any) -> Any:
+        self.begun.append(request.agent_id)
+        over = asyncio.Event()
+        return SimpleNamespace(events=lambda: self._events(over), cancel=over.set)
+
+    async def _events(self, over: asyncio.Event) -> AsyncIterator[object]:
+        if self._refusal is not None:
+            raise self._refusal
+        self.callers = 1  # one comes
+        await over.wait()
+        raise Cancelled("the turn was cancelled")
+        yield
+
+
+def idle_agents(turns: Turns) -> tuple[IdleAgents, Any]:
+    async def page(_token: str) -> tuple[list[ListedAgent], str]:
+        return [listed_agent(agent())], ""
+
+    store = SimpleNamespace(agents=SimpleNamespace(page=page))
+    made: Any = turns
+    return IdleAgents(made, {}, "ours", DAY_S, lambda: NOW_MS), store
+
+
+def test_a_turn_that_comes_ends_the_sleep_that_it_would_wait_for() -> None:
+    turns = Turns()
+    idle, store = idle_agents(turns)
+    asyncio.run(asyncio.wait_for(idle._look("default", store), 20))
+    asyncio.run(idle._look("default", store))
+    assert turns.begun == ["ada"], "while a turn runs, none falls asleep"
+    turns.callers = 0
+    asyncio.run(asyncio.wait_for(idle._look("default", store), 20))
+    assert turns.begun == ["ada", "ada"], "it may sleep later"
+
+
+def test_a_version_that_cannot_sleep_is_tried_once() -> None:
+    turns = Turns(FailedPrecondition("it cannot", reason="CANNOT_SLEEP"))
+    idle, store = idle_agents(turns)
+    for _ in range(3):
+        asyncio.run(idle._look("default", store))
+    assert turns.begun == ["ada"]
