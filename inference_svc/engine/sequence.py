@@ -291,6 +291,8 @@ class Sequence:
 
     @property
     def remembered(self) -> int:
+        if self.plan.replayed:  # it was remembered, wherever in a character a later turn has cut it
+            return len(self.token_ids)
         return self.cells.prompt_tokens + len(self._reply.remembered)
 
     def finish(self, error: KvasirError | None = None) -> None:
@@ -303,6 +305,7 @@ class Sequence:
         said = self.token_ids[self.cells.prompt_tokens : self.remembered]
         token_ids = self.plan.token_ids + TokenIds(said)
         token_chars = self.plan.token_chars + tuple(map(len, spelled))
+        token_chars += (0,) * (len(token_ids) - len(token_chars))  # inside a character
         # States that were computed on shared rows would have to be shared too, so such a memory serves its own agent.
         shareable = 0 if self._model.has_states else self.cells.shareable
         return SequenceState(token_ids, token_chars, shareable, self.rewind_points, self.decoded_to)

@@ -9,6 +9,7 @@ from inference_svc.engine.api import AgentKey, Hot
 from inference_svc.memory.replaying import Runs, replay_steps, runs_of_turn
 from inference_svc.text.token_ids import TokenIds
 from tests.inference.engine.driving import Driver, tokens_of
+from tests.inference.engine.tiny_models import VOCABULARY
 
 pytestmark = pytest.mark.cpu_only("a GPU's cells are cut by the clock, so their rows have other bits each time")
 FAMILIES = ("qwen3", "gemma3", "gpt_oss", "deepseek_v2")
@@ -50,3 +51,14 @@ def test_a_replayed_memory_has_the_bytes_of_the_one_that_never_slept(
     more = (*tokens, *tokens_of(7, seed))
     said = [driver.reply(driver.turn(more, Hot(len(tokens)), key=each)) for each in (key, again)]
     assert said[0] == said[1]
+
+
+def test_a_replayed_reply_keeps_tokens_that_end_inside_a_character(driver: Driver) -> None:
+    """A turn of its own leaves them out; a run that another turn cut there has their rows."""
+    spell = driver.engine.token_text.spell
+    part = next(token for token in range(3, VOCABULARY) if spell((token,))[1] == [0])  # a first byte of several
+    prompt, key = tokens_of(20), driver.key()
+    ended = driver.turn(prompt, key=key, max_tokens=1, replayed=(part,))
+    assert ended.state.token_ids == TokenIds((*prompt, part))
+    assert len(ended.state.token_chars) == 21
+    assert driver.turn((*prompt, part, 9), Hot(21), key=key, max_tokens=1).cached_tokens == 21
