@@ -23,7 +23,6 @@ from kvasir.cli.rows import (
     agent_row,
     ago,
     counted,
-    fields_of,
     iso,
     labels_text,
     origin,
@@ -35,9 +34,9 @@ from kvasir.cli.rows import (
     until,
 )
 from kvasir.cli.showing.tables import table
-from kvasir.cli.showing.temperatures import Temperature, hot_agents, temperature
 from kvasir.cli.showing.titles import LABEL as TITLE
 from kvasir.cli.showing.titles import has_words, titles_of
+from kvasir.cli.sleeping.temperatures import Temperature, hot_agents, temperature
 from kvasir.clients import InferenceClient, StoreClient
 from kvasir.clients.archive_file import pieces_of
 from kvasir.errors import KvasirError
@@ -271,20 +270,6 @@ def pin(
 ) -> None:
     """Protect an agent from eviction and from rm. --off ends that."""
     _change(caller, agent, is_pinned=not off)
-
-
-@command(app, "sleep")
-def sleep(caller: Caller, agent: AgentArgument) -> None:
-    """Let an agent's KV go and keep its tokens, about a thousandth of the bytes. Its next turn computes the KV again,
-    bit for bit: the engine proves that first, on this machine, and else changes nothing (exit code 1). Older versions
-    go, too."""
-    with engine_client(caller) as client:
-        slept = client.sleep(agent)
-    wake_s = slept.wake.ToMilliseconds() / 1e3
-    value = {"agent_id": agent, **fields_of(slept, "version", "tokens", "kept_bytes", "freed_bytes")}
-    text = f"{agent} is asleep: {size(slept.freed_bytes)} are let go, {size(slept.kept_bytes)} stay. "
-    text += f"Its next turn begins about {wake_s:.1f} s later."
-    caller.result(value | {"wake_ms": round(1e3 * wake_s)}, lambda out: out.print(text))
 
 
 @command(app, "keep")

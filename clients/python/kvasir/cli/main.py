@@ -22,6 +22,7 @@ from kvasir.cli.running.program import end_with_input
 from kvasir.cli.scenarios import commands as scenarios
 from kvasir.cli.settings import showing
 from kvasir.cli.showing import help_words
+from kvasir.cli.sleeping import commands as sleeping
 from kvasir.cli.talking import browser, chat
 from kvasir.errors import FailedPrecondition
 
@@ -40,7 +41,7 @@ for _function in (*_OF_HOME, *_COMMANDS):
     command(app, _function.__name__)(_function)
 command(app, "open")(browser.open_page)
 app.add_typer(engine.models, name="models")
-for _of_agents in (moving.pull, moving.move, moving.sync, moving.claim):
+for _of_agents in (moving.pull, moving.move, moving.sync, moving.claim, sleeping.sleep, sleeping.wake):
     command(agents.app, _of_agents.__name__)(_of_agents)
 app.add_typer(agents.app, name="agents")
 app.add_typer(pairing.app, name="peers")

@@ -5,6 +5,7 @@ import random
 import time
 from collections.abc import Callable, Sequence
 from threading import Thread
+from typing import Any
 
 import pytest
 from kvasir.cachestore.v1 import manifest_pb2
@@ -13,6 +14,7 @@ from kvasir.errors import FailedPrecondition, KvasirError, NotFound
 from kvasir.formats import archive, manifest
 from kvasir.formats.digest import Digest
 
+from tests.cli.running import in_process
 from tests.inference.service.memories.test_brought_memories import exported
 from tests.made_models.sampling import sampled
 from tests.running.system_fixtures import House
@@ -98,6 +100,29 @@ def test_an_agent_asleep_costs_its_tokens_and_wakes_with_its_bytes(house: House,
     assert told.finished.snapshot.version == 6
     assert stored(house, agent).blocks == stored(house, twin).blocks
     assert stored(house, agent).tail == stored(house, twin).tail
+
+
+def test_the_commands_put_an_agent_to_sleep_list_it_and_wake_it(house: House, new_agent: Callable[[], str]) -> None:
+    agent = new_agent()
+    ask(house, agent, " ".join(WORDS[:90]), 1)
+
+    def kvasir(*words: str) -> Any:
+        ended = in_process(
+            "--address", house.store.address, "--engine", house.engine.address, "agents", *words, "--json"
+        )
+        assert ended.code == 0, ended.err
+        return ended.value
+
+    def listed() -> tuple[str, int | None]:
+        [row] = (row for row in kvasir("ls") if row["agent_id"] == agent)
+        return row["temperature"], row["wake_ms"]
+
+    assert listed() == ("hot", None)
+    slept = kvasir("sleep", agent)
+    assert slept["kept_bytes"] < slept["freed_bytes"]
+    assert listed() == ("asleep", slept["wake_ms"])
+    assert kvasir("wake", agent)["tokens"] == slept["tokens"]
+    assert listed() == ("hot", None)
 
 
 @pytest.mark.long(8)

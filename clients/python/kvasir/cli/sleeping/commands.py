@@ -1,0 +1,31 @@
+"""`kvasir agents sleep | wake`."""
+
+import time
+
+from kvasir.cli.agents import AgentArgument
+from kvasir.cli.caller import Caller
+from kvasir.cli.engine import engine_client
+from kvasir.cli.rows import fields_of, size
+
+
+def sleep(caller: Caller, agent: AgentArgument) -> None:
+    """Let an agent's KV go and keep its tokens, about a thousandth of the bytes. Its next turn computes the KV again,
+    bit for bit: the engine proves that first, on this machine, and else changes nothing (exit code 1). Older versions
+    go, too."""
+    with engine_client(caller) as client:
+        slept = client.sleep(agent)
+    wake_s = slept.wake.ToMilliseconds() / 1e3
+    value = {"agent_id": agent, **fields_of(slept, "version", "tokens", "kept_bytes", "freed_bytes")}
+    text = f"{agent} is asleep: {size(slept.freed_bytes)} are let go, {size(slept.kept_bytes)} stay. "
+    text += f"Its next turn begins about {wake_s:.1f} s later."
+    caller.result(value | {"wake_ms": round(1e3 * wake_s)}, lambda out: out.print(text))
+
+
+def wake(caller: Caller, agent: AgentArgument) -> None:
+    """Make an agent's KV hot ahead of its next turn: from the store, or computed if the agent is asleep."""
+    began = time.monotonic()
+    with engine_client(caller) as client:
+        warmed = client.warm(agent_id=agent)
+    seconds = time.monotonic() - began
+    value = {"agent_id": agent, **fields_of(warmed, "version", "tokens"), "seconds": seconds}
+    caller.result(value, lambda out: out.print(f"{agent} is hot: {warmed.tokens} tokens, after {seconds:.1f} s."))
