@@ -1,4 +1,4 @@
-"""A Unix socket in front of another one, whose traffic is cut, held, slowed or damaged at a chosen byte."""
+"""A Unix socket or a port in front of another one, whose traffic is cut, held, slowed or damaged at a chosen byte."""
 
 import socket
 import threading
@@ -9,6 +9,7 @@ from pathlib import Path
 
 _SLOW_BYTES_PER_S = 100_000
 _CHUNK_BYTES = 1 << 16
+_BUSY = b"HTTP/1.1 503 Slow Down\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
 
 
 @dataclass(frozen=True)
@@ -17,7 +18,8 @@ class Fault:
 
     "outage": every connection ends, new ones too, until disarmed. "blip": every connection ends, once. "hang": nothing
     passes until disarmed. "delay": everything stands still for `delay_s`. "slow": 100 kB/s until disarmed.
-    "truncate": the byte's connection ends before it. "flip": one bit of the byte is turned.
+    "truncate": the byte's connection ends before it. "flip": one bit of the byte is turned. "busy": every connection
+    ends, and each new one is answered by HTTP's 503 until disarmed.
     """
 
     kind: str
@@ -33,21 +35,26 @@ class _CutError(OSError):
 class FaultyLink:
     """Forwards every connection; one fault at a time may be armed."""
 
-    def __init__(self, listen: Path, target: Path) -> None:
-        self.address = f"unix:{listen}"
+    def __init__(self, listen: Path | None, target: Path | int) -> None:
+        """`target`: a socket's path, or a port of loopback. `listen`: a path, or None for a port."""
         self.was_met = False
-        self._target = str(target)
+        self._target = target
         self._fault: Fault | None = None
         self._passed = 0
         self._lock = threading.Lock()
-        self._is_down = False
+        self._is_down = self._is_busy = False
         self._free = threading.Event()
         self._free.set()
         self._is_slow = False
         self._open: set[socket.socket] = set()
-        self._server = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._server.bind(str(listen))
-        self._server.listen()
+        if listen is None:
+            self._server = socket.create_server(("127.0.0.1", 0), backlog=128)
+            self.port = int(self._server.getsockname()[1])
+        else:
+            self._server = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            self._server.bind(str(listen))
+            self._server.listen()
+            self.address = f"unix:{listen}"
         threading.Thread(target=self._accept, daemon=True).start()
 
     def arm(self, fault: Fault) -> None:
@@ -57,7 +64,7 @@ class FaultyLink:
     def disarm(self) -> None:
         """Everything passes again."""
         with self._lock:
-            self._fault, self._is_down, self._is_slow = None, False, False
+            self._fault, self._is_down, self._is_busy, self._is_slow = None, False, False, False
             self._free.set()
 
     def close(self) -> None:
@@ -69,18 +76,35 @@ class FaultyLink:
         with suppress(OSError):
             while True:
                 near, _ = self._server.accept()
-                if self._is_down:
-                    near.close()
+                if self._is_down or self._is_busy:
+                    self._refuse(near)
                     continue
-                far = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
                 try:
-                    far.connect(self._target)
+                    far = self._connected()
                 except OSError:
                     near.close()
                     continue
                 self._open |= {near, far}
                 threading.Thread(target=self._forward, args=(near, far, False), daemon=True).start()
                 threading.Thread(target=self._forward, args=(far, near, True), daemon=True).start()
+
+    def _refuse(self, near: socket.socket) -> None:
+        with near, suppress(OSError):
+            if self._is_busy:
+                near.settimeout(1.0)
+                near.recv(_CHUNK_BYTES)
+                near.sendall(_BUSY)
+
+    def _connected(self) -> socket.socket:
+        if isinstance(self._target, int):
+            return socket.create_connection(("127.0.0.1", self._target))
+        far = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            far.connect(str(self._target))
+        except OSError:
+            far.close()
+            raise
+        return far
 
     def _forward(self, source: socket.socket, sink: socket.socket, is_answer: bool) -> None:
         try:
@@ -115,8 +139,8 @@ class FaultyLink:
     def _happen(self, fault: Fault, rest: bytes) -> bytes:
         """The fault; what then passes of the bytes from the chosen one on."""
         match fault.kind:
-            case "outage" | "blip":
-                self._is_down = fault.kind == "outage"
+            case "outage" | "blip" | "busy":
+                self._is_down, self._is_busy = fault.kind == "outage", fault.kind == "busy"
                 self._end_all()
             case "truncate":
                 raise _CutError

@@ -8,8 +8,9 @@ import asyncio
 import contextlib
 import time
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 
 from kvasir import errors
@@ -18,6 +19,7 @@ from kvasir.formats import manifest as manifests
 from kvasir.inference.v1 import inference_pb2 as pb
 
 from tests.campaigns.faults.faulty_link import Fault, FaultyLink
+from tests.campaigns.history.ledger import Ledger
 from tests.campaigns.history.oracle import History, Said
 from tests.running.system_fixtures import ENGINE_SERVICE, House, Service
 from tools.kvasir_tiny.words import Dice
@@ -77,8 +79,11 @@ class Life:
         self.history = History()
         self.lengths: dict[int, int] = {}  # tokens of the memory after each turn, as far as heard
         self.versions: dict[int, int | None] = {}
+        self.unheard: set[int] = (
+            set()
+        )  # turns that began, and whose caller heard nothing: which memory they extend is assumed
         self.number = 0
-        self.engine = self.dice.below(2)
+        self.engine = self.dice.below(len(world.clients))
         self.trace: list[str] = []
 
     async def live(self) -> None:
@@ -113,6 +118,7 @@ class Life:
         message = [{"role": "user", "content": " ".join([f"m{number}.", *[WORD] * words])}]
         given = {"messages": message} if is_whole else {"append_messages": message}
         reply = Reply()
+        self._begun(number, acknowledged, is_whole, words)
         try:
             client = self._client()
             sampling = {"max_tokens": 1, "temperature": 0}
@@ -121,10 +127,11 @@ class Life:
             self._note(f"turn {number} refused {error.reason}")
             if error.reason == "NO_MESSAGES":
                 self.history.judge_empty(acknowledged)
-            elif error.reason not in _MAY_BE_REFUSED:
+            elif error.reason not in _MAY_BE_REFUSED and _BROKEN not in error.message:
                 self.history.problems.append(f"turn {number}: {type(error).__name__} {error.reason}: {error.message}")
             return None, reply
-        parent = None if is_whole else self._parent(reply.started.prompt_tokens, words)
+        self.unheard.discard(number)
+        parent = None if is_whole else self._parent(reply.started.prompt_tokens, words, number)
         snapshot = reply.finished.snapshot
         is_stored = snapshot.state == pb.SNAPSHOT_STATE_COMMITTED
         said = Said(number, parent, snapshot.version if is_stored else None, is_whole)
@@ -134,10 +141,17 @@ class Life:
         self.lengths[number] = reply.started.prompt_tokens
         return said, reply
 
+    def _begun(self, number: int, acknowledged: int | None, is_whole: bool, words: int) -> None:
+        """Until its caller hears of it, a turn may have been stored behind what was acknowledged."""
+        parent = None if is_whole else acknowledged
+        self.unheard.add(number)
+        self.history.turns[number] = Said(number, parent, None, is_whole)
+        self.lengths[number] = self.lengths.get(parent or 0, 0) + self.world.delta(words)
+
     def _client(self) -> AioInferenceClient:
         """Mostly of the engine that has the agent's memory hot."""
         if self.dice.chance(0.15):
-            self.engine = 1 - self.engine
+            self.engine = (self.engine + 1 + self.dice.below(len(self.world.clients) - 1)) % len(self.world.clients)
         return self.world.clients[self.engine]
 
     def _words(self) -> int:
@@ -150,10 +164,11 @@ class Life:
                 return words
         return 64 + self.dice.below(200)
 
-    def _parent(self, prompt_tokens: int, words: int) -> int | None:
+    def _parent(self, prompt_tokens: int, words: int, itself: int) -> int | None:
         """The turn whose memory, with so many words said after it, is so long."""
         rest = prompt_tokens - self.world.delta(words)
-        found = [number for number, length in self.lengths.items() if abs(length - rest) < _GAP_TOKENS // 2]
+        others = {number: length for number, length in self.lengths.items() if number != itself}
+        found = [number for number, length in others.items() if abs(length - rest) < _GAP_TOKENS // 2]
         if len(found) == 1:
             return found[0]
         if not found and rest < self.world.delta(0):
@@ -192,7 +207,7 @@ class Life:
             return
         version, to = rolled
         if said is None:
-            self.history.went_back(to)
+            self.history.went_back(to, but=self.number)  # nobody heard which of the two came first
             return
         self.history.judge_beside(said, acknowledged, gone, to)
         # It was served after the rollback if what it extends is no older, and is then not among what was taken back.
@@ -207,7 +222,8 @@ class Life:
         self.history.stored(said.number)
         self.versions[said.version] = said.number
         told = reply.finished.snapshot.manifest.hash
-        with contextlib.suppress(errors.NotFound):
+        self.history.problems += self.world.ledger.acknowledged(self.name, said.version, told)
+        with contextlib.suppress(errors.NotFound, *_AWAY):
             snapshot, data = await self.world.store.get_snapshot(self.name, version=said.version)
             stored = _markers(data)
             if snapshot.manifest.hash != told:
@@ -225,16 +241,26 @@ class Life:
 
     async def _rolled_back(self) -> tuple[int, int | None] | None:
         """The new version, and the turn that it is the memory of."""
+        if (old := await self._some_version()) is None:
+            return None
         try:
-            page = await self.world.store.list_snapshots(self.name)
-            old = self.dice.pick(list(page.snapshots))
-            made = await self.world.store.rollback_agent(self.name, old.version)
+            made = await self.world.store.rollback_agent(self.name, old)
         except errors.KvasirError as error:
             self._refused("rollback", error)
             return None
         to = await self._turn_of(made.version)
-        self._note(f"rollback to {old.version} made {made.version}, turn {to}")
+        self._note(f"rollback to {old} made {made.version}, turn {to}")
         return made.version, to
+
+    async def _some_version(self) -> int | None:
+        """One that the agent has; None if it has none, or the store is away."""
+        try:
+            page = await self.world.store.list_snapshots(self.name)
+        except errors.KvasirError as error:
+            self._note(f"list refused {error.reason}")
+            self._alarm(error)
+            return None
+        return self.dice.pick([each.version for each in page.snapshots])
 
     async def delete(self) -> None:
         try:
@@ -243,6 +269,7 @@ class Life:
             self._refused("delete", error)
             return
         self._note("deleted")
+        self.world.ledger.gone(self.name)
         self.versions.clear()
         self.history.went_back(None)
 
@@ -255,6 +282,7 @@ class Life:
         except errors.KvasirError as error:
             self._refused("fork aside", error)
             return
+        self.world.ledger.gone(self.name)
         self.history.went_back(None)
         try:
             await self.world.store.fork_agent(aside, self.name)
@@ -266,36 +294,53 @@ class Life:
         self.history.went_back(to)
 
     async def import_back(self) -> None:
+        if (old := await self._some_version()) is None:
+            return
         try:
-            page = await self.world.store.list_snapshots(self.name)
-            old = self.dice.pick(list(page.snapshots))
-            pieces = [piece async for piece in self.world.store.export_agent(self.name, version=old.version)]
+            pieces = [piece async for piece in self.world.store.export_agent(self.name, version=old)]
             made = await self.world.store.import_agent(self.name, pieces, replace=True)
         except errors.KvasirError as error:
             self._refused("import", error)
             return
         to = await self._turn_of(made.version)
-        self._note(f"imported {old.version} as {made.version}, turn {to}")
+        self._note(f"imported {old} as {made.version}, turn {to}")
         self.history.went_back(to)
 
     async def _turn_of(self, version: int) -> int | None:
         """The last turn whose words a version holds."""
-        _, data = await self.world.store.get_snapshot(self.name, version=version)
-        turn = max(_markers(data), default=None)
-        if turn is not None and turn not in self.history.turns and turn != self.number:
-            raise _UnclearError(f"turn {turn} was stored, and its caller heard nothing of it")
-        return turn
+        try:
+            _, data = await self.world.store.get_snapshot(self.name, version=version)
+        except _AWAY:
+            raise _UnclearError("what was brought back cannot be read") from None
+        turns = sorted(_markers(data))
+        if unknown := {*turns} - {*self.history.turns, self.number}:
+            raise _UnclearError(f"turns {unknown} were stored, and their callers heard nothing of them")
+        for parent, turn in pairwise([None, *turns]):
+            if turn in self.unheard and turn in self.history.turns:
+                self.history.turns[turn].parent = parent
+        return turns[-1] if turns else None
 
     def _refused(self, what: str, error: errors.KvasirError) -> None:
         self._note(f"{what} refused {error.reason}")
-        if isinstance(error, errors.DeadlineExceeded):
+        self._alarm(error)
+        if isinstance(error, _AWAY):
+            self.world.ledger.gone(self.name)
             raise _UnclearError(f"nobody knows whether the {what} took effect")
+
+    def _alarm(self, error: errors.KvasirError) -> None:
+        if error.reason in _ALARMS:
+            self.history.problems.append(f"{error.reason}: {error.message}")
 
     def _note(self, what: str) -> None:
         self.trace.append(what)
         self.world.findings.counts[" ".join(word for word in what.split() if not word.isdigit())] += 1
 
 
+_BROKEN = "Stream removed"  # gRPC's words where the proxy before an engine ended a call
+# The store itself sees that it lost something.
+_ALARMS = {"INDEX_BEHIND", "INDEX_MISSING", "INDEX_DAMAGED", "DATA_LOSS", "BLOB_DAMAGED"}
+# A call that ended so may have taken effect, or may yet.
+_AWAY = (errors.DeadlineExceeded, errors.Unavailable)
 # Refusals that an outage or another's hold on the agent may bring; the caller tries again.
 _MAY_BE_REFUSED = {
     *("MEMORY_UNREADABLE", "AGENT_HELD_ELSEWHERE", "UNAVAILABLE", "HEAD_MOVED", "CONFLICT", "DEADLINE_EXCEEDED"),
@@ -316,12 +361,13 @@ def _markers(manifest: bytes) -> set[int]:
 class Lives:
     """Lives, many at a time, while links fail."""
 
-    def __init__(self, world: World, seed: int) -> None:
-        self.world = world
-        self.seed = seed
-        self.findings = Findings()
-        self.clients = [AioInferenceClient.connect(engine.address) for engine in world.engines]
-        self.store = AioStoreClient.connect(world.house.store.address)
+    def __init__(
+        self, clients: Sequence[AioInferenceClient], store: AioStoreClient, seed: int, links: Sequence[FaultyLink] = ()
+    ) -> None:
+        """`links` fail at random; a caller that breaks other things passes none."""
+        self.clients, self.store, self.seed = clients, store, seed
+        self.findings, self.ledger = Findings(), Ledger()
+        self._links = links
         self._dice = Dice(f"lives {seed}")
         self._slope = self._base = 0.0
 
@@ -329,15 +375,17 @@ class Lives:
         """Tokens by which a message of so many words makes a memory longer, its reply counted."""
         return round(self._base + self._slope * words)
 
-    async def run(self, lives: int, at_once: int, within_s: float) -> Findings:
-        await self._calibrate()
+    async def run(
+        self, lives: int, at_once: int, within_s: float, is_over: Callable[[], bool] = lambda: False
+    ) -> Findings:
+        """So many lives, or until the time, or something else, is over. Calibrated before."""
         give_up = time.monotonic() + within_s
-        failing = [asyncio.create_task(self._fail(link)) for link in self.world.links]
+        failing = [asyncio.create_task(self._fail(link)) for link in self._links]
         numbers = iter(range(lives))
 
         async def worker() -> None:
             for number in numbers:
-                if time.monotonic() > give_up:
+                if time.monotonic() > give_up or is_over():
                     return
                 await self._live(f"agent {number}")
 
@@ -346,6 +394,10 @@ class Lives:
             task.cancel()
         await asyncio.gather(*failing, return_exceptions=True)
         return self.findings
+
+    async def look_for_all(self) -> None:
+        """Note what was acknowledged and is not there. Nothing fails meanwhile."""
+        self.findings.problems += await self.ledger.lost(self.store)
 
     async def close(self) -> None:
         for client in self.clients:
@@ -356,13 +408,14 @@ class Lives:
         life = Life(self, name)
         try:
             await life.live()
-        except _UnclearError:
+        except (_UnclearError, *_AWAY):
+            self.findings.counts["lives that ended unclear"] += 1
             return
         self.findings.lives += 1
         trace = "; ".join(life.trace)
         self.findings.problems += [f"{name}: {problem} [{trace}]" for problem in life.history.problems]
 
-    async def _calibrate(self) -> None:
+    async def calibrate(self) -> None:
         """How long messages make memories: a line through a few."""
         lengths = []
         for number, words in enumerate((5, 45)):
@@ -392,8 +445,10 @@ async def open_lives(root: Path, seed: int) -> AsyncIterator[Lives]:
     world = World(root)
     try:
         await asyncio.to_thread(world.start)
-        lives = Lives(world, seed)
+        clients = [AioInferenceClient.connect(engine.address) for engine in world.engines]
+        lives = Lives(clients, AioStoreClient.connect(world.house.store.address), seed, world.links)
         try:
+            await lives.calibrate()
             yield lives
         finally:
             await lives.close()

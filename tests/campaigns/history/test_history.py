@@ -11,7 +11,9 @@ from tests.campaigns.history.lives import Findings, open_lives
 def run(root: Path, lives: int, seed: int, at_once: int, within_s: float) -> Findings:
     async def all_lives() -> Findings:
         async with open_lives(root, seed) as world:
-            return await world.run(lives, at_once, within_s)
+            findings = await world.run(lives, at_once, within_s)
+            await world.look_for_all()
+            return findings
 
     findings = asyncio.run(all_lives())
     print(findings.summary())

@@ -1,0 +1,45 @@
+"""What callers were told is stored, version by version: none of it may be lost, and no version may be two memories."""
+
+from dataclasses import dataclass, field
+
+from kvasir import errors
+from kvasir.clients import AioStoreClient
+
+_RETAINED_VERSIONS = 8
+
+
+@dataclass
+class Ledger:
+    """By agent and version, the hash of the manifest that a caller was told."""
+
+    agents: dict[str, dict[int, str]] = field(default_factory=dict)
+    commits: int = 0
+
+    def acknowledged(self, agent: str, version: int, manifest_hash: str) -> list[str]:
+        """Note it. Returns a problem if another memory was acknowledged as this version: its line had two owners."""
+        self.commits += 1
+        other = self.agents.setdefault(agent, {}).setdefault(version, manifest_hash)
+        return [] if other == manifest_hash else [f"{agent}: version {version} was acknowledged as two memories"]
+
+    def gone(self, agent: str) -> None:
+        """It was deleted or replaced, or may have been: versions are counted anew."""
+        self.agents.pop(agent, None)
+
+    async def lost(self, store: AioStoreClient) -> list[str]:
+        """A problem for each agent whose newest acknowledged version is not there as it was told."""
+        return [problem for agent in self.agents for problem in await self._lost(store, agent)]
+
+    async def _lost(self, store: AioStoreClient, agent: str) -> list[str]:
+        version, told = max(self.agents[agent].items())
+        try:
+            head, _ = await store.get_snapshot(agent)
+            if head.version < version:
+                return [f"{agent}: version {version} was acknowledged, and {head.version} is the newest"]
+            if head.version - version >= _RETAINED_VERSIONS:
+                return []
+            snapshot, _ = await store.get_snapshot(agent, version=version)
+        except errors.NotFound as error:
+            return [f"{agent}: version {version} was acknowledged: {error.message}"]
+        if snapshot.manifest.hash != told:
+            return [f"{agent}: version {version} is another memory than was acknowledged"]
+        return []
