@@ -5,7 +5,7 @@ CONSTRAINTS := constraints.txt
 # The tests start hundreds of processes: each would compile all modules anew where this is set, as images of containers do.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: release test-fleet test-install test-wheels test test-whole test-clients test-gpu check demo demo-agent fleet try-wheel prove bench lint check-generated generate install campaigns campaign-fairness campaign-history campaign-moves campaign-sizes bench-moves campaign-handover hammer mutants fresh help
+.PHONY: release test-fleet test-install test-wheels test test-whole test-clients test-gpu check demo demo-agent fleet try-wheel prove bench lint check-generated generate install campaigns campaign-fairness campaign-fleet campaign-history campaign-moves campaign-sizes bench-moves campaign-handover hammer mutants fresh help
 
 help:            ## Show this list
 	@awk -F ':.*## ?' '/^[a-z-]+:.*##/ {printf "%-19s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -144,6 +144,9 @@ campaign-fairness: install ## One namespace does its worst beside another, by ev
 
 campaign-history: install ## Random lives over two engines and one store: no turn knows what was taken back
 	$(BIN)/python -m pytest --timeout 7200 -m campaign -s tests/campaigns/history
+
+campaign-fleet: install ## Kills, cuts and set clocks of a whole fleet; FLEET="--faults 1000 --minutes 60"
+	$(BIN)/python -m tests.campaigns.fleet.campaign $(FLEET)
 
 campaign-moves: install ## Agents move among three stores that are cut and killed; half an hour
 	$(BIN)/python -m tests.campaigns.moves.campaign --moves $(or $(MOVES),2000)

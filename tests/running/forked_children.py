@@ -6,6 +6,7 @@ ends: the child falls to the nearest process above that takes orphans, which is 
 """
 
 import ctypes
+import importlib
 import json
 import os
 import runpy
@@ -15,7 +16,10 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, NoReturn
+
+from tests.running import set_clock
 
 _PR_SET_CHILD_SUBREAPER = 36  # of linux/prctl.h
 _LONGEST_REQUEST, _MOST_FDS = 1 << 20, 64
@@ -97,5 +101,9 @@ def _run(request: dict[str, Any], fds: list[int]) -> NoReturn:
     sys.stdin = os.fdopen(0, closefd=False)
     start_helper()
     sys.argv = request["argv"]
+    if (clock := os.environ.get(set_clock.VARIABLE)) and sys.argv[0] in ("cachestore_svc", "inference_svc"):
+        program = importlib.import_module(f"{sys.argv[0]}.__main__")
+        set_clock.follow(program, Path(clock))
+        sys.exit(program.main())
     runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
     sys.exit(0)
