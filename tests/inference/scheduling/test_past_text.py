@@ -4,7 +4,7 @@ from array import array
 from collections.abc import Sequence
 from itertools import product
 
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from inference_svc.engine.drafting import past_text, texts_beside
@@ -25,6 +25,8 @@ def equal_before(text: Sequence[int], place: int) -> int:
 
 
 @given(TEXTS, st.integers(0, 60), st.integers(1, 9))
+@example([5, 1, 2, 3, 7, 6, 1, 2, 3, 8, 5, 1, 2, 3], 0, 2)  # the newest place is not the longest
+@example([5, 1, 2, 3, 7, 6, 1, 2, 3, 8, 5, 1, 2, 3], 14, 2)
 def test_the_longest_place_is_found_however_the_text_came(text: list[int], cut: int, most: int) -> None:
     past = PastText(text[:cut])
     past.extend(text)
