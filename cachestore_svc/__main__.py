@@ -62,7 +62,7 @@ from cachestore_svc.pairing.peers_file import read_peers
 from cachestore_svc.recovery import recovering
 from cachestore_svc.recovery.index_copy import copy_index
 from cachestore_svc.recovery.key_care import KeyCare
-from cachestore_svc.recovery.on_server import check_on_file
+from cachestore_svc.recovery.on_server import check_not_in_bucket, check_on_file
 from cachestore_svc.recovery.opening import holds_store
 from cachestore_svc.sealing.sealed_list import add_to_list
 from cachestore_svc.store.aio_store import AioStore
@@ -113,6 +113,7 @@ def _look_after(settings: StoreSettings, command: str, words: Mapping[str, Any],
         return NO_STORE
     if command in ("copy-index", "recover") or words["read_only"]:
         check_on_file(settings.data_dir, "its server's own tools copy and restore it (pg_dump, pg_basebackup)")
+        check_not_in_bucket(settings.catalog, command)
     if command == "copy-index":
         copy_index(settings.data_dir, words["into"])
         return OK

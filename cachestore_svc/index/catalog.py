@@ -8,12 +8,22 @@ from collections.abc import Callable
 from kvasir.errors import FailedPrecondition
 
 from cachestore_svc.blobs.disk import Disk
+from cachestore_svc.index.sqlite.in_bucket.bucket_catalog import BucketCatalog
 from cachestore_svc.index.sqlite.operations import Catalog
 from cachestore_svc.index.sqlite.sqlite_catalog import SqliteCatalog
 from cachestore_svc.index.sqlite.transaction import CatalogChange, CatalogView
 from cachestore_svc.index.values import HOUSE, SLICE
 
-__all__ = ("HOUSE", "SLICE", "Catalog", "CatalogChange", "CatalogView", "SqliteCatalog", "open_postgres")
+__all__ = (
+    "HOUSE",
+    "SLICE",
+    "BucketCatalog",
+    "Catalog",
+    "CatalogChange",
+    "CatalogView",
+    "SqliteCatalog",
+    "open_postgres",
+)
 
 
 def open_postgres(url: str, disk: Disk, now_unix_ms: Callable[[], int]) -> Catalog:

@@ -16,7 +16,7 @@ from cachestore_svc.index.catalog import HOUSE, open_postgres
 from cachestore_svc.index.refusals import reading_damage
 from cachestore_svc.index.sqlite.database.looking import looking_at
 from cachestore_svc.recovery.means import now_unix_ms
-from cachestore_svc.recovery.medium import blobs_of
+from cachestore_svc.recovery.medium import blobs_of, in_bucket
 from cachestore_svc.recovery.on_server import check_on_file
 from cachestore_svc.recovery.opening import DATABASE, locked
 from cachestore_svc.sealing.key_files import KeyFiles
@@ -107,6 +107,8 @@ class KeyCare:
     def _listed(self) -> list[str]:
         """Namespaces that the index has."""
         config, disk, database = self._config, self._disk, self._config.data_dir / DATABASE
+        if in_bucket(config):
+            return []  # its blobs lie beside the index, and are looked for anyway
         if config.catalog:
             with contextlib.closing(open_postgres(config.catalog, disk, lambda: now_unix_ms(self._clock))) as catalog:
                 return catalog.read(HOUSE, lambda view: view.namespaces())

@@ -3,7 +3,7 @@
 import secrets
 from collections.abc import Callable
 
-from kvasir.errors import FailedPrecondition
+from kvasir.errors import FailedPrecondition, InvalidArgument
 
 from cachestore_svc.blobs.backend import BlobBackend
 from cachestore_svc.blobs.bucket.bucket import Bucket, open_bucket, probe
@@ -15,6 +15,11 @@ from cachestore_svc.blobs.local_directory import LocalDirectory
 from cachestore_svc.facts.records import StoreConfig
 
 BUCKET_NOTE = "bucket"  # in the data directory: which bucket, and by which name it knows this store
+
+
+def in_bucket(config: StoreConfig) -> bool:
+    """Whether the index lies in the bucket, beside the blobs."""
+    return config.catalog.startswith("s3://")
 
 
 def blobs_of(
@@ -30,7 +35,11 @@ def blobs_of(
     bucket, one that does not hold what is needed, or blobs that lie elsewhere; BUCKET_TAKEN: a copy of these data has
     it), Unavailable. `bucket`: the one of the settings."""
     local, note = LocalDirectory(config.data_dir / "namespaces", disk), config.data_dir / BUCKET_NOTE
-    where = config.blobs or noted_bucket(note)
+    has_index = in_bucket(config)
+    if has_index and config.blobs not in ("", config.catalog):
+        words = f"blobs: with an index in a bucket they lie there, too; leave it out, or give {config.catalog}"
+        raise InvalidArgument(words, field="blobs")
+    where = (config.catalog if has_index else "") or config.blobs or noted_bucket(note)
     if not where:
         return local
     if any(each.list().blobs for each in local.all()):
@@ -41,11 +50,12 @@ def blobs_of(
     bucket = bucket or open_bucket(where, config.blob_credentials_file)
     try:
         if only_looks:
-            owner = look_at_bucket(bucket, note)
+            owner = look_at_bucket(bucket, note, has_index=has_index)
         else:
             disk.make_directory(config.data_dir)
             probe(bucket, token_hex)
-            owner = take_bucket(bucket, note, token_hex, takes_from_copy=config.accept_older)
+            takes = config.accept_older
+            owner = take_bucket(bucket, note, token_hex, takes_from_copy=takes, has_index=has_index)
         return BucketBlobs(bucket, owner, local, DiskTier(config.data_dir / "tier", config.blob_tier_bytes))
     except OSError as error:
         raise refusal(error, where) from error

@@ -52,6 +52,19 @@ def succeed(config: StoreConfig, means: Means) -> None:
         structlog.get_logger("cachestore").warning("store.succeeded", bucket=bucket.split()[0])
 
 
+def check_no_index(data_dir: Path, database: str) -> None:
+    """Raises FailedPrecondition (INDEX_FOREIGN) where a directory has an index of its own, or one on a server."""
+    check_on_file(data_dir)
+    if (data_dir / database).exists():
+        raise _foreign(f"the index of {data_dir} is the file {database}: begin without --catalog")
+
+
+def check_not_in_bucket(catalog: str, command: str) -> None:
+    """Raises FailedPrecondition (INDEX_FOREIGN) for a command about an index that is a file."""
+    if catalog.startswith("s3://"):
+        raise _foreign(f"{command}: the index lies in {catalog}, and each start reads it there; copy the bucket itself")
+
+
 def check_on_file(data_dir: Path, advice: str = "name its database by --catalog") -> None:
     """Raises FailedPrecondition (INDEX_FOREIGN) where the index of a directory is on a server."""
     if (data_dir / NAME).exists():

@@ -15,11 +15,12 @@ from kvasir.errors import FailedPrecondition, KvasirError, Unavailable
 from cachestore_svc.blobs.backend import BlobBackend, Damaged
 from cachestore_svc.blobs.ballast import Ballast
 from cachestore_svc.blobs.blob_writer import Writers
+from cachestore_svc.blobs.bucket.bucket_blobs import BucketBlobs
 from cachestore_svc.blobs.disk import NO_FILE, Disk, is_no_room, refusal
 from cachestore_svc.blobs.space import Space
 from cachestore_svc.core.core import Core
 from cachestore_svc.facts.records import StoreConfig
-from cachestore_svc.index.catalog import HOUSE, Catalog, CatalogChange, CatalogView, SqliteCatalog
+from cachestore_svc.index.catalog import HOUSE, BucketCatalog, Catalog, CatalogChange, CatalogView, SqliteCatalog
 from cachestore_svc.index.live_leases import LiveLeases
 from cachestore_svc.index.refusals import reading_damage
 from cachestore_svc.index.values import History, ReadManifest, Unheld
@@ -30,7 +31,7 @@ from cachestore_svc.journal.journal_lines import Position
 from cachestore_svc.journal.replay import Change, Namespace, State
 from cachestore_svc.recovery import asides, looking, on_server
 from cachestore_svc.recovery.means import Means
-from cachestore_svc.recovery.medium import blobs_of
+from cachestore_svc.recovery.medium import blobs_of, in_bucket
 from cachestore_svc.recovery.older_copy import check_newest, note_commits
 from cachestore_svc.recovery.salvage import manifest_reader
 from cachestore_svc.sealing.key_files import KeyFiles
@@ -64,7 +65,9 @@ def open_directory(
 ) -> Opened:
     disk = means.disk
     with locked(config, disk) as lock:
-        if sweeps and not holds_store(config.data_dir):
+        if in_bucket(config):
+            on_server.check_no_index(config.data_dir, DATABASE)
+        elif sweeps and not holds_store(config.data_dir):
             on_server.succeed(config, means)
         files = KeyFiles(config.data_dir, disk)
         records = files.read()
@@ -74,7 +77,7 @@ def open_directory(
         plain = blobs or blobs_of(config, disk, only_looks=not sweeps)
         sealed = SealedBackend(plain, seals, means.random_bytes)
         started = config if sweeps else replace(config, last_runs_dir=None)  # A look at an older copy is no start of it
-        core = _Opening(started, means, sealed).core()
+        core = _Opening(started, means, sealed).core(plain if in_bucket(config) else None, only_looks=not sweeps)
         try:
             if sweeps:
                 asides.sweep_at_start(core)
@@ -118,11 +121,18 @@ class _Opening:
         self._ballast = Ballast(config.data_dir / "ballast", config.ballast_bytes, means.disk)
         self._path = config.data_dir / DATABASE
 
-    def core(self) -> Core:
-        return self._on_server() if self._config.catalog else self._on_file()
+    def core(self, bucket: BlobBackend | None, *, only_looks: bool) -> Core:
+        """`bucket`: the blobs whose bucket has the index, too."""
+        if not self._config.catalog:
+            return self._on_file()
+        means = self._means
+        if isinstance(bucket, BucketBlobs):
+            parts = bucket.bucket, bucket.owner, means.disk, means.now_unix_ms
+            return self._elsewhere(lambda: BucketCatalog(*parts, only_looks=only_looks))
+        return self._elsewhere(lambda: on_server.open_catalog(self._config, self._path, self._blobs.sealed, means))
 
-    def _on_server(self) -> Core:
-        catalog = on_server.open_catalog(self._config, self._path, self._blobs.sealed, self._means)
+    def _elsewhere(self, open_catalog: Callable[[], Catalog]) -> Core:
+        catalog = open_catalog()
         try:
             return self._opened(catalog, None)
         except BaseException:

@@ -26,14 +26,14 @@ class BucketBlobs:
     """Implements `BlobBackend`. `arriving`: where parts lie until their bytes are in the bucket."""
 
     def __init__(self, bucket: Bucket, owner: BucketOwner, arriving: LocalDirectory, tier: DiskTier) -> None:
-        self._bucket = bucket
-        self._owner = owner
+        self.bucket = bucket
+        self.owner = owner
         self._arriving = arriving
         self._tier = tier
 
     @property
     def where(self) -> str:
-        return self._bucket.where
+        return self.bucket.where
 
     def of(self, namespace: str) -> "BlobsOfNamespace":
         return self._at(self._arriving.of(namespace))
@@ -41,18 +41,18 @@ class BucketBlobs:
     def all(self) -> list["BlobsOfNamespace"]:
         """Namespaces that have objects, or parts that arrive."""
         places = {each.place for each in self._arriving.all()}
-        places |= {name for name in self._bucket.folders() if _PLACE.fullmatch(name)}
+        places |= {name for name in self.bucket.folders() if _PLACE.fullmatch(name)}
         return [self._at(self._arriving.at(place)) for place in sorted(places)]
 
     def remove_aside(self, aside: Aside) -> int:
-        self._owner.check()
+        self.owner.check()
         name = f"{aside.place}/{_aside_name(aside)}"
-        size_bytes = self._bucket.size_bytes(name) or 0
-        self._bucket.remove(name)
+        size_bytes = self.bucket.size_bytes(name) or 0
+        self.bucket.remove(name)
         return size_bytes
 
     def _at(self, arriving: LocalBlobs) -> "BlobsOfNamespace":
-        return BlobsOfNamespace(self._bucket, self._owner, arriving, self._tier)
+        return BlobsOfNamespace(self.bucket, self.owner, arriving, self._tier)
 
 
 class BlobsOfNamespace:

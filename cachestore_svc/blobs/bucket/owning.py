@@ -14,6 +14,7 @@ from cachestore_svc.blobs.bucket.bucket import Bucket
 _OWNER = "kvasir-store"
 _MOST_BYTES = 256
 _TAKEN = "BUCKET_TAKEN"
+_INDEX = "index"  # in the object of an owner
 
 
 @dataclass(frozen=True)
@@ -29,18 +30,28 @@ class _Note:
         replace_private_text(path, " ".join([self.where, self.store, *self.starts]).rstrip() + "\n")
 
 
+@dataclass(frozen=True)
+class _Held:
+    """The owner as the bucket names it. `has_index`: the store's index lies in the bucket, too."""
+
+    store: str = ""
+    start: str = ""
+    place: str = ""
+    has_index: bool = False
+
+
 class BucketOwner:
     """One start of a store. Before a removal, and after a write, it looks whether it is still the last one."""
 
     def __init__(self, bucket: Bucket, store: str, start: str) -> None:
         self._bucket = bucket
-        self._store = store
-        self._start = start
+        self.store = store
+        self.start = start
 
     def check(self) -> None:
         """Raises FailedPrecondition (BUCKET_TAKEN), and OSError where the bucket does not answer."""
-        store, start, _ = _held(self._bucket)[0]
-        if (store, start) != (self._store, self._start):
+        held, _ = _held(self._bucket)
+        if (held.store, held.start) != (self.store, self.start):
             raise FailedPrecondition(
                 f"{self._bucket.where} was taken by another copy of this store's data: this one may remove and "
                 "acknowledge nothing there. Stop one of the two",
@@ -66,43 +77,50 @@ def note_owner(note: Path, owner: str) -> None:
     _Note(where, store).write(note)
 
 
-def look_at_bucket(bucket: Bucket, note: Path) -> BucketOwner:
+def look_at_bucket(bucket: Bucket, note: Path, *, has_index: bool = False) -> BucketOwner:
     """For one that only looks, beside the store that runs. Raises FailedPrecondition: it is another store's."""
-    known = _read(note) or _Note(bucket.where, "")
-    _check_same(bucket, known, _held(bucket)[0][0])
+    held, _ = _held(bucket)
+    known = _read(note) or _Note(bucket.where, held.store if has_index else "")
+    _check_same(bucket, known, held, has_index=has_index)
     return BucketOwner(bucket, known.store, known.starts[-1])
 
 
 def take_bucket(
-    bucket: Bucket, note: Path, token_hex: Callable[[int], str], *, takes_from_copy: bool = False
+    bucket: Bucket,
+    note: Path,
+    token_hex: Callable[[int], str],
+    *,
+    takes_from_copy: bool = False,
+    has_index: bool = False,
 ) -> BucketOwner:
-    """Start: be the owner from now on. Raises FailedPrecondition for the bucket of another store, for a note of another
-    bucket, and (BUCKET_TAKEN) for one that another copy of these data has, unless it `takes_from_copy`."""
-    known = _read(note) or _Note(bucket.where, token_hex(16))
-    (store, last, place), tag = _held(bucket)
-    _check_same(bucket, known, store)
+    """Start: be the owner from now on. A bucket that `has_index`, too, goes to the store that starts last, with any
+    directory. Raises FailedPrecondition for the bucket of another store, for a note of another bucket, and
+    (BUCKET_TAKEN) for a bucket that another copy of these data has, unless it `takes_from_copy`."""
+    held, tag = _held(bucket)
+    known = _read(note) or _Note(bucket.where, (has_index and held.store) or token_hex(16))
+    _check_same(bucket, known, held, has_index=has_index)
     here = str(note.parent.stat().st_ino)  # a copy lies in another one
-    is_copy = store and (last not in known.starts or place not in ("", here))
-    if is_copy and not takes_from_copy:
+    is_copy = held.store and (held.start not in known.starts or held.place not in ("", here))
+    if is_copy and not (takes_from_copy or has_index):
         raise _taken(bucket.where)
     start = token_hex(16)
-    _Note(known.where, known.store, (last, start)).write(note)
-    record = f"{known.store} {start} {here}".encode()
+    _Note(known.where, known.store, (held.start, start)).write(note)
+    record = " ".join([known.store, start, here, *([_INDEX] if has_index else [])]).encode()
     is_won = bucket.swap(_OWNER, record, tag) if tag else bucket.put_new(_OWNER, record)
-    if not is_won and _held(bucket)[0][1] != start:  # of a write that was sent twice, the second one fails
+    if not is_won and _held(bucket)[0].start != start:  # of a write that was sent twice, the second one fails
         raise _taken(bucket.where)
     _Note(known.where, known.store, (start,)).write(note)
     return BucketOwner(bucket, known.store, start)
 
 
-def _held(bucket: Bucket) -> tuple[tuple[str, str, str], str]:
-    """Store, start and place of the owner, empty where none is noted; and the object's tag."""
+def _held(bucket: Bucket) -> tuple[_Held, str]:
+    """The facts of the owner, and the object's tag; empty where there is none."""
     try:
         data, tag = bucket.get_tagged(_OWNER, _MOST_BYTES)
     except FileNotFoundError:
-        return ("", "", ""), ""
-    store, start, place, *_ = [*data.decode("ascii", "replace").split(), "", "", ""]
-    return (store, start, place), tag
+        return _Held(), ""
+    store, start, place, index, *_ = [*data.decode("ascii", "replace").split(), *[""] * 4]
+    return _Held(store, start, place, index == _INDEX), tag
 
 
 def _read(note: Path) -> _Note | None:
@@ -115,10 +133,14 @@ def _read(note: Path) -> _Note | None:
     return _Note(where, store, tuple(starts) or ("",))
 
 
-def _check_same(bucket: Bucket, known: _Note, store: str) -> None:
+def _check_same(bucket: Bucket, known: _Note, held: _Held, *, has_index: bool) -> None:
     if known.where != bucket.where:
         raise FailedPrecondition(f"the blobs of this store lie in {known.where}: start it with --blobs {known.where}")
-    if known.store and store not in ("", known.store):
+    if held.store and held.has_index != has_index:
+        there = f"there, too: start with --catalog {bucket.where}"
+        words = there if held.has_index else "elsewhere: start it in its own directory, with its own --catalog"
+        raise FailedPrecondition(f"the index of the store in {bucket.where} lies {words}", reason="INDEX_FOREIGN")
+    if known.store and held.store not in ("", known.store):
         raise FailedPrecondition(
             f"{bucket.where} belongs to another store, whose blobs this one would set aside: choose another prefix. If "
             "that store's directory is gone, and its index is in PostgreSQL, start once with --accept-older"

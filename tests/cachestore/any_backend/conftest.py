@@ -20,7 +20,7 @@ from tests.running.postgres import PostgresServer, postgres  # noqa: F401
 
 
 def _with_bucket(root: Path) -> Lab:
-    lab = Lab(root)
+    lab = Lab(root, catalog="s3://memory")
     bucket = Bucket(MemoryStore(), "s3://memory")
     lab.kept_blobs = blobs_of(replace(lab.config(), blobs=bucket.where, blob_tier_bytes=1 << 20), Disk(), bucket)
     return lab
@@ -30,7 +30,7 @@ PAIRS: dict[str, Callable[[Path], Lab]] = {
     "SQLite and a directory": Lab,
     "SQLite and a directory, sealed": lambda root: Lab(root).seal("default", "other"),
     "SQLite and memory": lambda root: Lab(root, kept_blobs=MemoryBlobs()),
-    "SQLite and a bucket, one namespace sealed": lambda root: _with_bucket(root).seal("other"),
+    "a bucket alone, one namespace sealed": lambda root: _with_bucket(root).seal("other"),
 }
 # On a server, which makes each test slower: `make test-fleet`.
 ON_POSTGRES: dict[str, Callable[[Path, str], Lab]] = {

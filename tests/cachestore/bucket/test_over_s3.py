@@ -24,7 +24,7 @@ from kvasir.formats.digest import Digest
 from cachestore_svc.blobs.bucket.bucket import Bucket, open_bucket, probe
 from tests.cachestore.service.running import RunningStore, store_home
 from tests.cli.running import Cli
-from tests.made_models.synthetic import SyntheticAgent
+from tests.made_models.synthetic import SyntheticAgent, SyntheticSnapshot
 from tests.running import in_memory
 
 _PROGRAM = shutil.which("versitygw") or str(Path("~/.cache/kvasir-lab/versitygw").expanduser())
@@ -201,19 +201,26 @@ def test_a_store_among_faults_and_kills_loses_nothing_that_it_acknowledged(
     assert faults.faults > 5
 
 
-def test_check_looks_at_the_objects_of_the_bucket_that_the_data_note(faults: Faults, credentials: Path) -> None:
+@pytest.mark.parametrize("option", ["--blobs", "--catalog"])
+def test_check_looks_at_the_objects_of_the_bucket_that_the_data_note(
+    faults: Faults, credentials: Path, option: str
+) -> None:
     home = in_memory.home()
     cli, where = Cli(home), "s3://bucket/agents"
     try:
-        cli.done("store", "serve", "-d", "--blobs", where, "--blob-credentials-file", str(credentials), "--json")
+        cli.done("store", "serve", "-d", option, where, "--blob-credentials-file", str(credentials), "--json")
         with Home(home).endpoint("store").store_client() as client:
             turn = SyntheticAgent(seed=1).turn(300)
             client.put_blobs(turn.new_blobs)
-        beside = cli.done("store", "check", "--read-only", "--json").value
-        assert (beside["is_clean"], beside["blobs"]) == (True, len(turn.new_blobs))
+        beside = cli("store", "check", "--read-only", "--json")
+        if option == "--blobs":
+            assert (beside.value["is_clean"], beside.value["blobs"]) == (True, len(turn.new_blobs))
+        else:
+            assert (beside.code, "lies in s3://bucket/agents" in beside.err + beside.out) == (4, True)
         with Home(home).endpoint("store").store_client() as client:  # the check took the bucket from no store
             client.put_blobs(SyntheticAgent(seed=2).turn(300).new_blobs)
         cli.done("down", "--json")
+        assert cli.done("store", "check", "--json").value["is_clean"]
         bucket = open_bucket(where, credentials)
         [place] = [name for name in bucket.folders() if len(name) == 32]
         digest = next(iter(turn.new_blobs))
@@ -226,6 +233,35 @@ def test_check_looks_at_the_objects_of_the_bucket_that_the_data_note(faults: Fau
     finally:
         cli("down")
         shutil.rmtree(home)
+
+
+def test_a_store_without_a_disk_that_lasts_loses_nothing_that_it_acknowledged(
+    tmp_path: Path, faults: Faults, credentials: Path
+) -> None:
+    options = ["--catalog", "s3://bucket/agents", "--blob-credentials-file", str(credentials)]
+    turns: dict[str, SyntheticSnapshot] = {}
+    before: RunningStore | None = None
+    for life in range(3):
+        with store_home(tmp_path / f"h{life}") as home:  # an empty directory each time
+            faults.every = 0
+            store = home.start(*options)
+            with store.client() as client:
+                for agent, turn in turns.items():
+                    assert client.get_snapshot(agent)[1] == turn.manifest_bytes
+                    assert dict(client.get_blobs(list(turn.new_blobs))) == turn.new_blobs
+                assert {each.agent_id for each in client.list_agents().agents} == set(turns)
+                faults.every = 9
+                for number in range(6):
+                    turn = SyntheticAgent(seed=100 * life + number).turn(300)
+                    with suppress(KvasirError):
+                        client.put_blobs(turn.new_blobs)
+                        client.commit(f"a{life}-{number}", client.put_manifest(turn.manifest_bytes), 0)
+                        turns[f"a{life}-{number}"] = turn
+            assert before is None or before.process.poll() is not None
+            store.kill()
+            before = store
+    assert len(turns) > 6
+    assert faults.faults > 5
 
 
 def _kill_while_it_writes(store: RunningStore, life: int) -> None:

@@ -107,7 +107,11 @@ def test_status_names_the_last_backup_and_the_next_one_needs_no_folder(cli: Cli,
 
 @pytest.mark.parametrize(
     ("files", "why"),
-    [(("kvasir.sqlite3", "bucket"), "in a bucket"), (("catalog",), "is in PostgreSQL: copy the database by pg_dump")],
+    [
+        (("kvasir.sqlite3", "bucket"), "in a bucket"),
+        (("bucket",), "in a bucket"),
+        (("catalog",), "is in PostgreSQL: copy the database by pg_dump"),
+    ],
 )
 def test_a_store_of_which_parts_lie_elsewhere_is_not_backed_up_without_them(
     tmp_path: Path, files: Sequence[str], why: str

@@ -88,7 +88,7 @@ def _report(
     check_installed("store")
     home = caller.home
     words = [action, "--json", "--data-dir", str(data_dir or home.store_data), *words]
-    words += [*home.seal_options(), *home.sealed_options(data_dir), *_bucket_options(home, data_dir)]
+    words += [*home.seal_options(), *home.sealed_options(data_dir), *_last_options(home, data_dir)]
     ended = done("cachestore_svc", words, lambda line: caller.say(line) if line.startswith("progress: ") else None)
     if not ended.out:
         is_missing = ended.code == NOT_FOUND
@@ -97,13 +97,15 @@ def _report(
     raise typer.Exit(ended.code)
 
 
-def _bucket_options(home: Home, data_dir: Path | None) -> list[str]:
-    """The credentials with which the home's store last reached its bucket, where the environment names none. The bucket
-    itself is noted in the data."""
-    if data_dir is not None or "blob_credentials_file" in environment(StoreTable):
-        return []
-    file = last_value(home, "store", "blob-credentials-file")
-    return ["--blob-credentials-file", file] if file else []
+def _last_options(home: Home, data_dir: Path | None) -> list[str]:
+    """Where the home's store last had its index, and the credentials of its bucket, if the environment names none. The
+    bucket itself is noted in the data."""
+    given, words = environment(StoreTable), list[str]()
+    for name in ("catalog", "blob_credentials_file") if data_dir is None else ():
+        option = name.replace("_", "-")
+        if name not in given and (value := last_value(home, "store", option)):
+            words += [f"--{option}", value]
+    return words
 
 
 @command(app, "scrub")

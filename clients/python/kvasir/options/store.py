@@ -9,15 +9,6 @@ from kvasir.options.common import MIB, ListeningTable, gib, seconds_until_expiry
 from kvasir.options.table import Table, UpFlag, option
 
 
-def check_catalog(text: str) -> None:
-    """Raises ValueError, which does not repeat what was given. A password here would be seen in lists of processes."""
-    if not text.startswith(("postgresql://", "postgres://")):
-        raise ValueError("expected postgresql://USER@HOST/DATABASE")
-    address = urlsplit(text)
-    if address.password is not None or {"password", "sslpassword"} & parse_qs(address.query, True).keys():
-        raise ValueError("leave the password out: it is read from PGPASSFILE, ~/.pgpass or PGPASSWORD")
-
-
 def check_bucket(text: str) -> None:
     """Raises ValueError, which does not repeat what was given: a secret may be in it."""
     try:
@@ -32,6 +23,18 @@ def check_bucket(text: str) -> None:
         )
 
 
+def check_catalog(text: str) -> None:
+    """Raises ValueError, which does not repeat what was given. A password here would be seen in lists of processes."""
+    if text.startswith("s3:"):
+        check_bucket(text)
+        return
+    if not text.startswith(("postgresql://", "postgres://")):
+        raise ValueError("expected postgresql://USER@HOST/DATABASE, or s3://BUCKET/PREFIX")
+    address = urlsplit(text)
+    if address.password is not None or {"password", "sslpassword"} & parse_qs(address.query, True).keys():
+        raise ValueError("leave the password out: it is read from PGPASSFILE, ~/.pgpass or PGPASSWORD")
+
+
 @dataclass(frozen=True, kw_only=True)
 class StoreFiles(Table):
     """Addresses and files."""
@@ -42,8 +45,9 @@ class StoreFiles(Table):
     catalog: str = option(
         "",
         "The PostgreSQL database that lists agents and blobs, in place of a file in the data directory, from the first "
-        "start on. Its password comes from PGPASSFILE, ~/.pgpass or PGPASSWORD. Needs kvasir[fleet].",
-        metavar="postgresql://USER@HOST/DATABASE",
+        "start on. Its password comes from PGPASSFILE, ~/.pgpass or PGPASSWORD. Or a bucket, which then keeps the "
+        "blobs, too: any machine goes on from there, one at a time. Needs kvasir[fleet].",
+        metavar="postgresql://USER@HOST/DATABASE|s3://BUCKET/PREFIX",
         check=check_catalog,
     )
     listen: str = option("", "Where it listens. Needed to serve.", metavar="unix:/path|HOST:PORT", of_home=True)

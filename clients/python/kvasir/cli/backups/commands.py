@@ -57,11 +57,11 @@ def backup(
     if (home.store_data / "catalog").exists():
         text = "the index of this store is in PostgreSQL: copy the database by pg_dump, and then the data directory"
         raise FailedPrecondition(text, reason="BACKUP_REFUSED")
-    if not (home.root / _INDEX).is_file():
-        raise NotFound(f"no store in {home.store_data}", reason="NO_STORE")
     if (home.store_data / "bucket").exists():
         text = "the blobs of this store lie in a bucket, and would not be in the backup: run kvasir agents export"
         raise FailedPrecondition(text, reason="BACKUP_REFUSED")
+    if not (home.root / _INDEX).is_file():
+        raise NotFound(f"no store in {home.store_data}", reason="NO_STORE")
     if folder.resolve().is_relative_to(home.root.resolve()):
         raise FailedPrecondition(f"{folder}: expected a folder outside {home.root}", reason="BACKUP_REFUSED")
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)

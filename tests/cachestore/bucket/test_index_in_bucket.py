@@ -1,0 +1,287 @@
+"""An index in a bucket: any directory goes on from there, one store at a time, and nothing acknowledged is lost."""
+
+import errno
+import random
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+from itertools import count
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from kvasir.errors import DataLoss, FailedPrecondition, InvalidArgument, KvasirError, Unavailable
+from obstore.store import MemoryStore
+
+from cachestore_svc.blobs.bucket.bucket import Bucket
+from cachestore_svc.blobs.bucket.bucket_blobs import BucketBlobs
+from cachestore_svc.blobs.disk import Disk
+from cachestore_svc.index.catalog import HOUSE, BucketCatalog
+from cachestore_svc.index.sqlite.in_bucket import bucket_catalog
+from cachestore_svc.index.sqlite.in_bucket.pages import WrongPages, delta, followed, opened, signed
+from cachestore_svc.recovery.medium import blobs_of
+from tests.cachestore.core.lab import Lab, assert_restores, publish
+from tests.made_models.synthetic import SyntheticAgent
+
+WHERE = "s3://bucket/prefix"
+
+
+class Hooked(Bucket):
+    """One where something may happen around the creation of an object of the index."""
+
+    before: Callable[[], None] | None = None
+    after: Callable[[], None] | None = None
+
+    def put_new(self, name: str, data: bytes | memoryview) -> bool:
+        if not name.startswith("index/"):
+            return super().put_new(name, data)
+        if hook := self.before:
+            self.before = None
+            hook()
+        is_new = super().put_new(name, data)
+        if hook := self.after:
+            self.after = None
+            hook()
+        return is_new
+
+
+@pytest.fixture
+def bucket() -> Hooked:
+    return Hooked(MemoryStore(), WHERE)
+
+
+def _lab(root: Path, bucket: Bucket, **settings: object) -> Lab:
+    lab = Lab(root, catalog=WHERE)
+    lab.kept_blobs = blobs_of(replace(lab.config(), **settings), Disk(), bucket)  # type: ignore[arg-type]
+    return lab
+
+
+def _catalog(root: Path, bucket: Bucket, *, only_looks: bool = False) -> BucketCatalog:
+    """The catalog of a store with this directory."""
+    blobs = blobs_of(Lab(root, catalog=WHERE).config(), Disk(), bucket, only_looks=only_looks)
+    assert isinstance(blobs, BucketBlobs)
+    return BucketCatalog(blobs.bucket, blobs.owner, Disk(), lambda: 1, only_looks=only_looks)
+
+
+def _set(catalog: BucketCatalog, name: str) -> None:
+    catalog.write(HOUSE, lambda change: change.set_fact(name, "1" * 5000))
+
+
+def _has(catalog: BucketCatalog, name: str) -> bool:
+    return catalog.read(HOUSE, lambda view: view.fact(name)) is not None
+
+
+def test_an_empty_directory_goes_on_where_a_lost_one_ended(tmp_path: Path, bucket: Hooked) -> None:
+    turn = SyntheticAgent(seed=1).turn(300)
+    store = _lab(tmp_path / "a", bucket).open()
+    made = publish(store, "ada", turn, 0)
+    with _lab(tmp_path / "b", bucket).open() as second:  # the first one was never closed
+        assert_restores(second, made, turn)
+        with pytest.raises(KvasirError) as refused:
+            publish(store, "ada", SyntheticAgent(seed=1).turn(400), 1)
+        assert refused.value.reason in ("LOCKED", "BUCKET_TAKEN")
+        publish(second, "ada", SyntheticAgent(seed=1).turn(400), 1)
+        assert second.care.check(repair=False).is_clean
+    store.close()
+
+
+def test_a_store_that_was_followed_answers_nothing_more(tmp_path: Path, bucket: Hooked) -> None:
+    first = _catalog(tmp_path / "a", bucket)
+    _set(first, "one")
+    second = _catalog(tmp_path / "b", bucket)
+    for refused in (lambda: _set(first, "two"), lambda: _has(first, "one"), first.check_ours):
+        with pytest.raises(Unavailable) as error:
+            refused()
+        assert error.value.reason == "LOCKED"
+    assert _has(second, "one")
+    assert not _has(second, "two")
+    first.close()
+    second.close()
+
+
+@pytest.mark.parametrize("moment", ["before", "after"])
+@pytest.mark.parametrize("commits", [0, 10])
+def test_a_write_during_which_another_store_follows_counts_for_both_or_for_none(
+    tmp_path: Path, bucket: Hooked, monkeypatch: pytest.MonkeyPatch, moment: str, commits: int
+) -> None:
+    """After ten commits the follower has removed its own object of the number that the first store writes."""
+    monkeypatch.setattr(bucket_catalog, "_MOST_DELTAS", 3)
+    catalogs = [_catalog(tmp_path / "a", bucket)]
+    _set(catalogs[0], "one")
+
+    def follow() -> None:
+        catalogs.append(_catalog(tmp_path / "b", bucket))
+        for number in range(commits):
+            _set(catalogs[1], f"f{number}")
+
+    setattr(bucket, moment, follow)
+    if moment == "after":
+        _set(catalogs[0], "two")
+    else:
+        with pytest.raises(Unavailable, match="another store"):
+            _set(catalogs[0], "two")
+    catalogs.append(_catalog(tmp_path / "c", bucket))
+    assert _has(catalogs[2], "two") == (moment == "after")
+    assert all(_has(catalogs[2], name) for name in ("one", *(f"f{number}" for number in range(commits))))
+    for each in catalogs:
+        each.close()
+
+
+@pytest.mark.long(4)
+@pytest.mark.parametrize("seed", range(12))
+def test_of_stores_that_follow_each_other_at_any_moment_no_acknowledged_write_is_lost(
+    tmp_path: Path, bucket: Hooked, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Others follow within the creation of an object, and give up old objects, so that their numbers are free."""
+    monkeypatch.setattr(bucket_catalog, "_MOST_DELTAS", 3)
+    chance = random.Random(seed)
+    catalogs = [_catalog(tmp_path / "0", bucket)]
+    acknowledged, refused, numbers = set[str](), set[str](), count()
+
+    def follow() -> None:
+        catalogs.append(_catalog(tmp_path / str(len(catalogs)), bucket))
+        for _ in range(chance.randrange(6)):
+            write(catalogs[-1])
+
+    def write(catalog: BucketCatalog) -> None:
+        name = f"w{next(numbers)}"
+        try:
+            _set(catalog, name)
+        except Unavailable:
+            refused.add(name)
+        else:
+            acknowledged.add(name)
+
+    for _ in range(25):
+        if chance.random() < 0.3:
+            setattr(bucket, chance.choice(["before", "after"]), follow)
+        write(chance.choice(catalogs[-3:]))
+    bucket.before = bucket.after = None
+    last = _catalog(tmp_path / "last", bucket)
+    assert {name for name in acknowledged | refused if _has(last, name)} == acknowledged
+    assert refused
+    for each in (*catalogs, last):
+        each.close()
+
+
+def test_a_write_whose_answer_was_lost_happens_once_and_waits_for_the_bucket(tmp_path: Path, bucket: Hooked) -> None:
+    catalog = _catalog(tmp_path / "a", bucket)
+    names = list(bucket.names("index"))
+
+    def cut() -> None:
+        raise OSError(errno.ECONNRESET, "no answer")
+
+    for moment in ("before", "after"):
+        setattr(bucket, moment, cut)
+        _set(catalog, moment)
+    assert len(list(bucket.names("index"))) == len(names) + 2
+    assert _has(catalog, "before")
+    assert _has(catalog, "after")
+    catalog.close()
+
+
+def test_a_store_that_ends_while_the_bucket_is_away_acknowledges_nothing(tmp_path: Path, bucket: Hooked) -> None:
+    catalog = _catalog(tmp_path / "a", bucket)
+
+    def away() -> None:
+        bucket.before = away
+        raise OSError(errno.EHOSTUNREACH, "away")
+
+    bucket.before = away
+    ends = threading.Timer(0.2, catalog.close)
+    ends.start()
+    with pytest.raises(Unavailable) as refused:
+        _set(catalog, "one")
+    assert refused.value.reason == "CLOSED"
+    ends.join()
+
+
+def test_many_commits_leave_few_objects_and_all_rows(
+    tmp_path: Path, bucket: Hooked, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bucket_catalog, "_MOST_DELTAS", 5)
+    catalog = _catalog(tmp_path / "a", bucket)
+    for number in range(23):
+        _set(catalog, f"f{number}")
+    assert len(list(bucket.names("index"))) <= 6
+    catalog.close()
+    second = _catalog(tmp_path / "b", bucket)
+    assert all(_has(second, f"f{number}") for number in range(23))
+    second.close()
+
+
+@pytest.mark.parametrize("is_missing", [False, True])
+def test_a_damaged_or_lost_object_of_the_index_is_found(tmp_path: Path, bucket: Hooked, is_missing: bool) -> None:
+    catalog = _catalog(tmp_path / "a", bucket)
+    for number in range(3):
+        _set(catalog, f"f{number}")
+    catalog.close()
+    name = f"index/{sorted(bucket.names('index'))[1]}"
+    data = bytes(bucket.get(name, 1 << 20))
+    if is_missing:
+        bucket.remove(name)
+    else:
+        bucket.put(name, data[:-1] + bytes([data[-1] ^ 1]))
+    with pytest.raises(DataLoss) as refused:
+        _catalog(tmp_path / "a", bucket)
+    assert refused.value.reason == "INDEX_DAMAGED"
+
+
+def test_a_look_writes_nothing_and_disturbs_no_store(tmp_path: Path, bucket: Hooked) -> None:
+    catalog = _catalog(tmp_path / "a", bucket)
+    _set(catalog, "one")
+    before = sorted(bucket.names("index"))
+    looking = _catalog(tmp_path / "a", bucket, only_looks=True)
+    assert _has(looking, "one")
+    _set(looking, "own")
+    assert sorted(bucket.names("index")) == before
+    _set(catalog, "two")
+    looking.close()
+    catalog.close()
+
+
+def test_an_index_is_where_it_was_begun(tmp_path: Path, bucket: Hooked) -> None:
+    _lab(tmp_path / "a", bucket).open().close()
+    for root in ("a", "b"):
+        lab = Lab(tmp_path / root)
+        with pytest.raises(FailedPrecondition, match="--catalog s3://bucket/prefix") as refused:
+            blobs_of(replace(lab.config(), blobs=WHERE), Disk(), bucket)
+        assert refused.value.reason == "INDEX_FOREIGN"
+    other = Hooked(MemoryStore(), WHERE)
+    blobs_of(replace(Lab(tmp_path / "c").config(), blobs=WHERE), Disk(), other)
+    with pytest.raises(FailedPrecondition, match="lies elsewhere"):
+        _lab(tmp_path / "d", other)
+    Lab(tmp_path / "e").open().close()
+    with pytest.raises(FailedPrecondition, match="begin without --catalog"):
+        Lab(tmp_path / "e", catalog=WHERE).open()
+    with pytest.raises(InvalidArgument, match="they lie there, too"):
+        _lab(tmp_path / "f", bucket, blobs="s3://another")
+
+
+# --- pages ---
+
+
+@given(st.lists(st.binary(min_size=1, max_size=3), max_size=6), st.lists(st.binary(min_size=1, max_size=3), max_size=6))
+def test_a_delta_leads_from_one_image_to_the_other(first: list[bytes], second: list[bytes]) -> None:
+    before, after = (_image(pages) for pages in (first, [b"h", *second]))
+    assert followed(before, delta(before, after)) == after
+
+
+def _image(pages: list[bytes]) -> bytes:
+    """Pages of 512 bytes, of which the first has their size where SQLite has it."""
+    image = bytearray(b"".join(page.ljust(512, b".") for page in pages))
+    image[16:18] = (512).to_bytes(2, "big") if image else b""
+    return bytes(image)
+
+
+def test_an_object_follows_one_other_alone() -> None:
+    data = signed(b"one", b"pages")
+    assert opened(b"one", data)[0] == b"pages"
+    for chain, wrong in ((b"two", data), (b"one", data[:-1]), (b"one", b"")):
+        with suppress(WrongPages):
+            opened(chain, wrong)
+            raise AssertionError(wrong)
+    with pytest.raises(WrongPages):
+        followed(b"", b"no pages")
