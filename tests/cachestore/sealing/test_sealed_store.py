@@ -146,8 +146,17 @@ def names(store: Store, namespace: str, page_size: int) -> Iterator[str]:
 
 # Verbs that see no namespace, or whose callers have texts as the tables do: at a start, and in a recovery.
 OF_THE_HOUSE = {
-    *("namespaces", "stored_bytes", "all_hashes", "after_commit", "set_lease_floor", "unreleased_leases", "fact"),
-    *("set_fact", "written", "remove_unused_schemas", "journal_position", "set_journal_position", "state"),
+    *("namespaces", "stored_bytes", "all_hashes", "after_commit", "set_lease_floor", "unreleased_leases"),
+    *(
+        "fact",
+        "longest_lease_ms",
+        "set_fact",
+        "written",
+        "remove_unused_schemas",
+        "journal_position",
+        "set_journal_position",
+        "state",
+    ),
     *("state_anyway", "namespaces_anyway", "has_tables"),
     *("is_too_new", "wrong_indexes", "problems"),
     *("apply_changes", "fence_changes", "hold_version", "hashes_of"),
