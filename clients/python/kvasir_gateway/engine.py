@@ -106,12 +106,13 @@ class CallerAtEngine:
         given: dict[str, Any] = {"append_messages" if turn.is_append else "messages": messages}
         if not messages:
             given = {"prompt": turn.prompt}
-        async with aclosing(self._events(given, options)) as events:
+        async with aclosing(self.events(given, options)) as events:
             async for event in events:
                 if not event.HasField("moved"):  # it is followed here: its token is used up
                     yield event
 
-    def _events(self, given: dict[str, Any], options: GenerateOptions) -> AsyncGenerator[pb.GenerateResponse, None]:
+    def events(self, given: Mapping[str, Any], options: GenerateOptions) -> AsyncGenerator[pb.GenerateResponse, None]:
+        """A turn of the engine that has or gets its agent, as the client's `generate`."""
         return self.client.generate(**given, options=options)
 
     async def _named(self, turn: Turn) -> Turn:

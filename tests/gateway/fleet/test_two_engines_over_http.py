@@ -12,6 +12,7 @@ import pytest
 from kvasir.clients import InferenceClient
 
 from inference_svc.memory.store.answers import LEASE_TTL_S
+from tests.gateway.page.html_page import HTML, Html, parsed
 from tests.gateway.serving import MODEL, GatewayProcess
 from tests.inference.handover.cases import ON
 from tests.running.system_fixtures import ENGINE_SERVICE, House, Service, running_house
@@ -42,6 +43,11 @@ class Pair:
         assert answer.status_code == 200, answer.text
         told: dict[str, Any] = answer.json()
         return str(told["choices"][0]["message"]["content"])
+
+    def shown(self, path: str) -> Html:
+        answer = httpx.get(f"{self.gateway.url}{path}", headers=HTML, timeout=5)
+        assert answer.status_code == 200, answer.text
+        return parsed(answer.text)
 
     def hot_at(self, service: Service, *agents: str) -> set[str]:
         with InferenceClient.connect(service.address) as client:
@@ -136,6 +142,14 @@ def test_a_call_about_an_agent_goes_to_the_engine_that_has_it_hot(pair: Pair) ->
             assert forked.status_code == 201
             rolled = httpx.post(f"{agents}/{name}/rollback", json={"version": 1}, timeout=5)
             assert rolled.status_code == 200, rolled.text
+            assert pair.shown(f"/page/agent?id={name}").all("h1")
+            page = pair.shown(f"/page/chat?id={name}")
+            fields = page.fields(page.form("say")) | {"text": WORDS[1]}
+            origin = {"origin": pair.gateway.url}
+            assert (
+                httpx.post(f"{pair.gateway.url}/page/say", data=fields, headers=origin, timeout=20).status_code == 303
+            )
+            assert "Your dog is called Rex" in pair.shown(f"/page/chat?id={name}").text
             assert httpx.delete(f"{agents}/{name}", timeout=5).status_code == 200
         finally:
             frozen.thaw()

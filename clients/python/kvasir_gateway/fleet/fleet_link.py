@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import time
 from collections import OrderedDict
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from typing import Any
 
@@ -90,8 +90,8 @@ class CallerAtFleet(CallerAtEngine):
     def at(self, agent_id: str) -> AioInferenceClient:
         return self._clients[self._engines.of_agent(agent_point(self._namespace, agent_id))]
 
-    async def _events(
-        self, given: dict[str, Any], options: GenerateOptions
+    async def events(
+        self, given: Mapping[str, Any], options: GenerateOptions
     ) -> AsyncGenerator[pb.GenerateResponse, None]:
         """The turn at its engine; as long as nothing has come of it, at the next one if that is gone, and at the one
         that holds the agent. An agent of an engine that is gone is waited for until that engine's lease has ended."""

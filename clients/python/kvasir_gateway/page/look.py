@@ -15,6 +15,7 @@ from starlette.responses import RedirectResponse, Response
 
 from kvasir_gateway.answering import EventStream
 from kvasir_gateway.door.bodies import RequestRoom
+from kvasir_gateway.engine import CallerAtEngine
 from kvasir_gateway.page.rendering import HEADERS, link, page
 from kvasir_gateway.page.sessions import Visitor
 from kvasir_gateway.turn import sse
@@ -57,11 +58,16 @@ class Look:
 
     request: Request
     visitor: Visitor
-    client: AioInferenceClient
+    caller: CallerAtEngine
     now: float  # Unix seconds
     form: dict[str, str]
     is_operator: bool = False
     command: Callable[[str], str] = "kvasir {}".format  # words as a person types them
+
+    @property
+    def client(self) -> AioInferenceClient:
+        """An engine. About one agent, `caller.at` knows more, where there are several."""
+        return self.caller.client
 
     @property
     def namespace(self) -> str:

@@ -37,7 +37,7 @@ class Managing:
 
     async def _agent(self, look: Look) -> Answer:
         name = check_agent_id(look.query("id"), "id")
-        seen = await looking.agent(look.client, name, look.query("page_token"))
+        seen = await looking.agent(look.caller.at(name), name, look.query("page_token"))
         turns = self._history.turns_of(look.namespace, name)
         return look.shown("agent.html", seen=seen, turns=turns, paged=bool(look.query("page_token")))
 
@@ -45,7 +45,7 @@ class Managing:
         """The archive of a version as a file; a refusal comes before its first piece."""
         name = check_agent_id(look.query("id"), "id")
         line, version = version_of(look.query("version"))
-        pieces = look.client.export_agent(name, line, version)
+        pieces = look.caller.at(name).export_agent(name, line, version)
         first = await unless_left(look.request.receive, anext(pieces))
 
         async def archive() -> AsyncIterator[bytes]:
@@ -64,20 +64,20 @@ class Managing:
     async def _fork(self, look: Look) -> Answer:
         name = check_agent_id(look.form.get("name", ""), "name")
         line, version = version_of(look.form.get("version", ""))
-        await look.client.fork_agent(look.named(), name, line, version)
+        await look.caller.at(look.named()).fork_agent(look.named(), name, line, version)
         return look.goto("agent", id=name, done="fork")
 
     async def _rollback(self, look: Look) -> Answer:
         line, version = version_of(look.form.get("version", ""))
         _, head = version_of(look.form.get("head", ""))
-        await look.client.rollback_agent(look.named(), version, line, expected_version=head)
+        await look.caller.at(look.named()).rollback_agent(look.named(), version, line, expected_version=head)
         return look.goto("agent", id=look.named(), done="rollback")
 
     async def _label(self, look: Look) -> Answer:
         name = look.form.get("label", "").strip()
         if not name:
             raise InvalidArgument("label: expected a name", field="label")
-        await look.client.update_agent(look.named(), labels={name: look.form.get("value", "").strip()})
+        await look.caller.at(look.named()).update_agent(look.named(), labels={name: look.form.get("value", "").strip()})
         return look.goto("agent", id=look.named(), done="label")
 
     async def _move(self, look: Look) -> Answer:
@@ -85,7 +85,7 @@ class Managing:
         peer = look.form.get("peer", "").strip()
         if not peer:
             raise InvalidArgument("peer: expected the name of a peer", field="peer")
-        steps = look.client.moving_agent(look.named(), to_peer=peer)
+        steps = look.caller.at(look.named()).moving_agent(look.named(), to_peer=peer)
         if look.is_scripts:
             return StreamingResponse(_progress(steps, peer), headers={**HEADERS, "content-type": "text/event-stream"})
         async with aclosing(steps):
@@ -98,7 +98,7 @@ class Managing:
             raise InvalidArgument(
                 "typed: expected the agent's name, letter by letter; nothing was deleted", field="typed"
             )
-        await look.client.delete_agent(look.named(), force="force" in look.form)
+        await look.caller.at(look.named()).delete_agent(look.named(), force="force" in look.form)
         return look.goto(done="delete")
 
 

@@ -161,9 +161,9 @@ class GatewayPage:
         if request.method == "POST":
             form = await _own_form(request, room, visitor.form_token, most_bytes)
         await room.begin(is_read=request.method == "GET")
-        client = self._engine.of(visitor.holder.token, room.beside, room.written).client
+        caller = self._engine.of(visitor.holder.token, room.beside, room.written, room.namespace)
         is_operator, command = self._operating.is_operator(visitor.holder), self._operating.command(visitor.holder)
-        return Look(request, visitor, client, self._now(), form, is_operator, command)
+        return Look(request, visitor, caller, self._now(), form, is_operator, command)
 
     def _guarded(self, method: str, path: str, handler: _Guarded, rooms: Rooms) -> Route:
         """The handler's route, with its refusals as pages. Who has shown no key is asked for one."""

@@ -38,12 +38,12 @@ class ConversationList:
 
     async def _rename(self, look: Look) -> Answer:
         name, title = look.named(), " ".join(look.form.get("title", "").split())
-        await look.client.update_agent(name, labels={TITLE: title})
+        await look.caller.at(name).update_agent(name, labels={TITLE: title})
         return look.goto("chat", id=name, done="rename")
 
     async def _pin(self, look: Look) -> Answer:
         name, is_pinned = look.named(), look.form.get("is") == "yes"
-        await look.client.update_agent(name, is_pinned=is_pinned)
+        await look.caller.at(name).update_agent(name, is_pinned=is_pinned)
         return look.goto("chat", id=name, done="pin" if is_pinned else "unpin")
 
 

@@ -111,8 +111,8 @@ class Talking:
         if not look.query("id"):
             return look.shown("chat.html", name=self._new_name(look), new=True, facts=None, seen=None, **_composer())
         name = check_agent_id(look.query("id"), "id")
-        known = await facts(look.client, name)
-        seen = await looking.panel(transcript(look.client, name, place))
+        known = await facts(look.caller.at(name), name)
+        seen = await looking.panel(transcript(look.caller.at(name), name, place))
         text = ""
         if seen.value is not None and keep is not None and look.query("edit"):
             text = _said_at(seen.value.messages, keep).content
@@ -122,12 +122,12 @@ class Talking:
     async def _said(self, look: Look) -> Answer:
         """The newest messages alone, for the script that has followed them."""
         name, after = check_agent_id(look.query("id"), "id"), _count(look.request.query_params, "after") or 0
-        seen = await transcript(look.client, name, None)
+        seen = await transcript(look.caller.at(name), name, None)
         return look.shown("said.html", name=name, messages=seen.shown(after), place=None)
 
     async def _facts(self, look: Look) -> Answer:
         name = check_agent_id(look.query("id"), "id")
-        return look.shown("facts.html", name=name, facts=await facts(look.client, name))
+        return look.shown("facts.html", name=name, facts=await facts(look.caller.at(name), name))
 
     async def _say(self, look: Look) -> Answer:
         """A turn: for a script as a stream, else the conversation with it."""
@@ -158,7 +158,7 @@ class Talking:
         """A new agent that remembers a conversation up to one of its replies."""
         name, keep = look.named(), _count(look.form, "keep") or 0
         place = version_of(look.form["version"]) if look.form.get("version") else None
-        (line, version), is_whole = await version_with(look.client, name, place, keep)
+        (line, version), is_whole = await version_with(look.caller.at(name), name, place, keep)
         made = await self._forked(look, name, line, version)
         # Of a version that is no longer kept the fork remembers more, and what is said next goes back to the reply.
         rest = {} if is_whole else {"keep": str(keep)}
@@ -166,15 +166,15 @@ class Talking:
 
     async def _forked(self, look: Look, name: str, line: str, version: int) -> str:
         """A new agent from a version, named after the old one. Raises AlreadyExists, NotFound."""
-        title = (await look.client.get_agent(name)).labels.get(TITLE, "")
+        title = (await look.caller.at(name).get_agent(name)).labels.get(TITLE, "")
         for number in range(2, _MOST_NAMES_TRIED):
             made = f"{name}-{number}"
             if name.startswith(_BEGUN_HERE) or len(made.encode()) > MAX_NAME_BYTES:
                 made = self._new_name(look)
             with suppress(AlreadyExists):
-                await look.client.fork_agent(name, made, line, version)
+                await look.caller.at(name).fork_agent(name, made, line, version)
                 if title:
-                    await look.client.update_agent(made, labels={TITLE: f"{title} ({number})"})
+                    await look.caller.at(made).update_agent(made, labels={TITLE: f"{title} ({number})"})
                 return made
         raise AlreadyExists(f"{name}-2 to {name}-{_MOST_NAMES_TRIED - 1} exist: fork it by a name of your own")
 
@@ -190,7 +190,7 @@ async def _input(look: Look, saying: Saying) -> Mapping[str, Any]:
         return {"messages": [{"role": "system", "content": saying.system}, own]}
     if saying.keep is None:
         return {"append_messages": [own]}
-    seen = await transcript(look.client, saying.agent_id, saying.base)
+    seen = await transcript(look.caller.at(saying.agent_id), saying.agent_id, saying.base)
     kept = tuple(seen.messages[: saying.keep])
     return {"messages": sent_messages(Turn(model="", messages=(*kept, Said("user", saying.text))))}
 
@@ -207,13 +207,15 @@ async def _turn(look: Look, saying: Saying, given: Mapping[str, Any]) -> Events:
         keep_partial=True,
     )
     try:
-        async with aclosing(look.client.generate(**given, options=options)) as events:
+        async with aclosing(look.caller.events(given, options)) as events:
             async for event in events:
                 if event.HasField("moved"):  # it is followed here
                     continue
                 if event.HasField("finished") and saying.is_first and saying.agent_id.startswith(_BEGUN_HERE):
                     with suppress(KvasirError):  # it is found by its name
-                        await look.client.update_agent(saying.agent_id, labels={TITLE: first_words(saying.text)})
+                        await look.caller.at(saying.agent_id).update_agent(
+                            saying.agent_id, labels={TITLE: first_words(saying.text)}
+                        )
                 yield event
     except Conflict as error:
         told = f"an agent named {saying.agent_id} exists: choose another name, or go on in its own conversation"
