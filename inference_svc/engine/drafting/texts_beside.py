@@ -23,7 +23,8 @@ class TextsBeside:
         self.texts = texts
         self._tokens = array("I", [_BETWEEN])
         for text in texts:
-            self._tokens.extend((*text[-_MOST_TOKENS:], _BETWEEN))
+            self._tokens.frombytes(bytes(text[-_MOST_TOKENS:]))
+            self._tokens.append(_BETWEEN)
         self._places = GramPlaces(self._tokens)
 
     def next(self, newest: "array[int]", most: int) -> Found:
