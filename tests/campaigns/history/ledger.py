@@ -38,7 +38,7 @@ class Ledger:
             if head.version - version >= _RETAINED_VERSIONS:
                 return []
             snapshot, _ = await store.get_snapshot(agent, version=version)
-        except errors.NotFound as error:
+        except errors.KvasirError as error:
             return [f"{agent}: version {version} was acknowledged: {error.message}"]
         if snapshot.manifest.hash != told:
             return [f"{agent}: version {version} is another memory than was acknowledged"]

@@ -411,6 +411,8 @@ class Lives:
         except (_UnclearError, *_AWAY):
             self.findings.counts["lives that ended unclear"] += 1
             return
+        except errors.KvasirError as error:  # it asks only for what was acknowledged
+            life.history.problems.append(f"{error.reason}: {error.message}")
         self.findings.lives += 1
         trace = "; ".join(life.trace)
         self.findings.problems += [f"{name}: {problem} [{trace}]" for problem in life.history.problems]
