@@ -132,7 +132,7 @@ def test_a_home_of_the_commands_name_is_no_command(tmp_path: Path, monkeypatch: 
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("PATH", str(tmp_path / "nothing"))
     monkeypatch.chdir(tmp_path)
-    switches = {"context", "as_json", "_version"}
+    switches = {"context", "as_json", "until_eof", "_version"}
     names = set(inspect.signature(everywhere).parameters) - switches
     assert {f"--{name.replace('_', '-')}" for name in names} == set(up._BEFORE_WITH_VALUE)
     for before in (("--home", "up"), ("--json", "--home=up"), ("--home", "up", "--token-file", "up")):
