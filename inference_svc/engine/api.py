@@ -146,6 +146,22 @@ class HeldTurn:
     files: tuple[FileBytes, ...]
 
 
+class Keeps(Enum):
+    """What a turn leaves as its key's memory."""
+
+    WHOLE = "whole"  # prompt and reply; after a cancel what was there before
+    PARTIAL = "partial"  # after a cancel prompt and reply as far as they came
+    NOTHING = "nothing"  # the key's memory is only read
+
+
+@dataclass(frozen=True, slots=True)
+class Replay:
+    """A reply that is computed again, token by token, without a draw; empty for a prompt alone."""
+
+    reply: tuple[int, ...]
+    borrows: bool = True  # False: the turn reuses no rows but those that `reuse` names
+
+
 @dataclass(frozen=True, slots=True)
 class TurnPlan:
     """One turn: the whole prompt as tokens, the KV that it reuses, and how to generate."""
@@ -155,7 +171,7 @@ class TurnPlan:
     sampling: SamplingParams
     reuse: Reuse = field(default_factory=Cold)
     key: AgentKey | None = None  # None: the turn reads and leaves no memory
-    keep_partial: bool = False  # after a cancel, remember prompt and reply as far as they came
+    keeps: Keeps = Keeps.WHOLE
     pace: Pace = Pace()
     namespace: str | None = None  # turns of one namespace may share prefilled KV; None: it shares with none
     # Prompt tokens after which a model with states records a rewind point: the next prompt will begin with them too.
@@ -164,16 +180,25 @@ class TurnPlan:
     # While another turn needs the room, the turn's KV may be given to its listener (`Preempted`). If the turn extends a
     # hot memory, that memory may be dropped then: the store has all of it.
     can_be_preempted: bool = False
-    is_remembered: bool = True  # False: the key's memory is only read
     # The prompt's hidden rows become an embedding (`Ended`). All of them are needed, so the turn shares no KV. Only for
     # turns that generate nothing and leave no memory.
     pooling: Pooling | None = None
     # Another engine began the turn. Its files are asked for (`Wanted`); then it is held until `TurnHandle.release`.
     carried: CarriedTurn | None = None
     is_own: bool = False  # the engine's own turn, which no count has
-    # The reply that is computed again, token by token, without a draw; `max_tokens` of them.
-    replayed: tuple[int, ...] = ()
-    borrows: bool = True  # False: the turn reuses no rows but those that `reuse` names
+    replay: Replay | None = None
+
+    @property
+    def replayed(self) -> tuple[int, ...]:
+        return self.replay.reply if self.replay is not None else ()
+
+    @property
+    def is_remembered(self) -> bool:
+        return self.keeps is not Keeps.NOTHING
+
+    @property
+    def keep_partial(self) -> bool:
+        return self.keeps is Keeps.PARTIAL
 
     @property
     def most_tokens(self) -> int:

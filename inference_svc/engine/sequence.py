@@ -162,7 +162,8 @@ class Sequence:
     @cached_property
     def chain(self) -> tuple[str, ...]:
         """Chain hashes of the prompt's full blocks. Empty for a turn that shares them with no other."""
-        if self.namespace is None or self.plan.pooling is not None or not self.plan.borrows:
+        shares = self.plan.replay is None or self.plan.replay.borrows
+        if self.namespace is None or self.plan.pooling is not None or not shares:
             return ()
         known = self.known_chain[: self.cells.prompt_tokens // BLOCK_TOKENS]
         return chain_hashes(self._model.kv_identity_hash, self.token_ids[: self.cells.prompt_tokens], known)

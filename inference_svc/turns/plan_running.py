@@ -9,7 +9,7 @@ import structlog
 from kvasir import errors
 from kvasir.formats.manifest import tokens_within_chars
 
-from inference_svc.engine.api import DamagedFile, HotMemoryGone, TurnPlan
+from inference_svc.engine.api import DamagedFile, HotMemoryGone, Keeps, TurnPlan
 from inference_svc.engine.engine import Engine, check_fits
 from inference_svc.memory.recall import Recollection
 from inference_svc.memory.reuse_planning import NOTHING_REFUSED, Avoid, Prepared
@@ -118,13 +118,15 @@ class PlanRunner:
         check_fits(count, sampling.max_tokens, engine.model.context_tokens, field=request.input.name)
         if (most := request.prompt.most_reasoning_tokens) is not None:
             sampling = replace(sampling, reasoning_limit=self._parts.prompting.reasoning_limit(most, prepared.text))
+        keeps = Keeps.PARTIAL if request.memory.keep_partial else Keeps.WHOLE
+        if not is_kept:
+            keeps = Keeps.WHOLE if request.is_warming else Keeps.NOTHING
         return TurnPlan(
             token_ids=prepared.tokens.ids,
             token_chars=prepared.tokens.chars,
             sampling=sampling,
             key=request.key,
-            is_remembered=is_kept or request.is_warming,
-            keep_partial=request.memory.keep_partial and is_kept,
+            keeps=keeps,
             pace=request.pace,
             namespace=request.namespace,
             rewind_point_tokens=rewind_point_tokens,

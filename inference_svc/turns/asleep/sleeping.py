@@ -11,7 +11,18 @@ from kvasir.cachestore.v1 import manifest_pb2
 from kvasir.formats.digest import Digest
 from kvasir.waits import PATIENCE_S
 
-from inference_svc.engine.api import AgentKey, Cold, Ended, Event, Failed, Hot, HotMemoryGone, SamplingParams, TurnPlan
+from inference_svc.engine.api import (
+    AgentKey,
+    Cold,
+    Ended,
+    Event,
+    Failed,
+    Hot,
+    HotMemoryGone,
+    Replay,
+    SamplingParams,
+    TurnPlan,
+)
 from inference_svc.memory.agent_memory import AgentMemory, Publication, StoredFiles, from_manifest, parsed
 from inference_svc.memory.lines.line import Line
 from inference_svc.memory.lines.line_states import Standing
@@ -144,8 +155,7 @@ class Sleeper:
             key=key,
             pace=turn.request.pace,
             namespace=turn.request.namespace,
-            replayed=step.reply,
-            borrows=borrows,
+            replay=Replay(step.reply, borrows),
         )
 
     async def _run(self, turn: Progress, plan: TurnPlan) -> Ended:

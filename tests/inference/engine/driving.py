@@ -15,8 +15,10 @@ from inference_svc.engine.api import (
     Ended,
     Event,
     Failed,
+    Keeps,
     Pace,
     Priority,
+    Replay,
     Restored,
     Reuse,
     SamplingParams,
@@ -113,19 +115,19 @@ class Driver:
     ) -> Listener:
         listener = listener or Listener()
         params = replace(SamplingParams(max_tokens=GENERATED), **sampling)
+        keeps = Keeps.PARTIAL if keep_partial else Keeps.WHOLE if is_remembered else Keeps.NOTHING
         plan = TurnPlan(
             TokenIds(tokens),
             (1,) * len(tokens),
             params,
             reuse or Cold(),
             key,
-            keep_partial,
+            keeps,
             Pace(priority, longest_gap_s),
             namespace,
             can_be_preempted=can_be_preempted,
-            is_remembered=is_remembered,
             rewind_point_tokens=rewind_point_tokens,
-            replayed=replayed,
+            replay=Replay(replayed) if replayed else None,
         )
         listener.handle.set_result(self.engine.submit(plan, listener))
         return listener

@@ -10,6 +10,7 @@ from inference_svc.engine.api import (
     BlocksFull,
     Cold,
     Hot,
+    Keeps,
     Pace,
     Priority,
     Restored,
@@ -88,7 +89,7 @@ def test_a_turn_that_was_preempted_extends_no_hot_memory_any_more() -> None:
     assert one.status is Status.RESTORING
     one.resumed(5)
     assert one.status is Status.PREFILLING
-    assert not turn(9, Hot(5), can_be_preempted=True, keep_partial=True).can_be_preempted
+    assert not turn(9, Hot(5), can_be_preempted=True, keeps=Keeps.PARTIAL).can_be_preempted
     assert not turn(9, Hot(5)).can_be_preempted
 
 
