@@ -91,7 +91,7 @@ def test_a_prompt_of_one_token_reuses_nothing(driver: Driver) -> None:
     restored = driver.turn(prompt, driver.restored(key, 1), driver.key())
     stayed = driver.turn(prompt, Hot(1), key)
     assert restored.cached_tokens == stayed.cached_tokens == 0
-    assert restored.state == stayed.state == driver.turn(prompt).state
+    assert restored.state == stayed.state == driver.turn(prompt, key=driver.key()).state
 
 
 @pytest.mark.long(3)

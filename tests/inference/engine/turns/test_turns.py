@@ -298,7 +298,7 @@ def test_a_hot_turn_looks_at_its_new_tokens_and_at_none_that_it_remembers(
     driver.remember(1_300)  # another agent's, longer in whole blocks: only hashes say that it is of other tokens
     key, state = driver.remember(1_010)
     prompt = state.token_ids + TokenIds(tokens_of(20, seed=3))
-    penalty = SamplingParams(max_tokens=20, repetition_penalty=1.1, repetition_tokens=8)
+    penalty = SamplingParams(max_tokens=20, repetition_penalty=1.1, repetition_tokens=8, most_drafts=0)
     plan = TurnPlan(prompt, (1,) * len(prompt), penalty, Hot(1_010), key, namespace=key.namespace)
     looked_at: list[int] = []
     hashed: list[int] = []
