@@ -1,5 +1,8 @@
 """The bench's lab: how much is measured, when it stops, and that each kind of model can be restored in it."""
 
+import json
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from time import perf_counter
@@ -143,3 +146,14 @@ def test_windows_of_masks_are_measured_beside_one_token_a_pass(new_lab: Callable
     assert rows[0]["p_cache"] == 12 / 24
     assert rows[1]["tokens_per_pass"] == 12 / 4  # below this threshold every mask is sure
     assert all(0 < row["p_cache"] < 1 for row in rows)
+
+
+LOGS = """import structlog
+from kvasir_bench.program import printed
+printed(lambda: structlog.get_logger().warning("kernels.check_raised") or {"rows": 1})"""
+
+
+def test_what_a_program_logs_while_it_measures_is_not_in_its_json() -> None:
+    said = subprocess.run([sys.executable, "-c", LOGS], capture_output=True, text=True, check=True)
+    assert json.loads(said.stdout) == {"rows": 1}
+    assert "kernels.check_raised" in said.stderr

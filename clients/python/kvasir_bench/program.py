@@ -1,5 +1,6 @@
 """Programs that measure in a process of their own: `python -m kvasir_bench…` prints one JSON object on its stdout."""
 
+import contextlib
 import json
 import sys
 from collections.abc import Callable, Mapping
@@ -25,7 +26,8 @@ def measured_by(
 def printed(measure: Callable[[], Mapping[str, Any]]) -> int:
     """Print what was measured, or the error on stderr; returns the program's exit code."""
     try:
-        results = measure()
+        with contextlib.redirect_stdout(sys.stderr):  # a log line would be no JSON
+            results = measure()
     except (KvasirError, OSError) as error:
         progress(error.message if isinstance(error, KvasirError) else str(error))
         return 1
