@@ -21,8 +21,7 @@ from inference_svc.kv.attention.kernels import Dialect, few_rows_source
 
 MAX_ROWS = 64
 _MANY_ROWS = 128  # from so many on, packed matrices are multiplied by values that are made for one product
-# MLX 0.32's CUDA product of several rows is wrong with packed matrices of fewer outputs, and with some of fewer values.
-_NARROW_WIDTH, _SMALL_VALUES = 128, 1 << 20
+_LEAST_DEPTH = 128  # MLX 0.32's CUDA product of several rows with packed matrices of fewer inputs is wrong
 # [width, depth], or as mx.quantize has it: codes [width, depth / 8], scales and biases [width, depth / group].
 Matrix = tuple[mx.array, ...]
 _TYPES = (mx.bfloat16, mx.float16)
@@ -231,8 +230,8 @@ def _by_mlx(module: Any, product: Any, x: mx.array) -> mx.array:
     """MLX multiplies each of the first dimension's rows by itself, and reads a quantized matrix for each of them. 2,048
     rows take 2.1 ms so, and 0.6 with values of 16 bits, making them included (14,336 times 4,096, an H100).
     """
-    width, depth = module.weight.shape[0], x.shape[-1]
-    if x.size // depth >= _MANY_ROWS or width < _NARROW_WIDTH or width * depth < _SMALL_VALUES:
+    depth = x.shape[-1]
+    if x.size // depth >= _MANY_ROWS or depth < _LEAST_DEPTH:
         how = {"group_size": module.group_size, "bits": module.bits, "mode": module.mode}
         values = mx.dequantize(module.weight, module.scales, module.get("biases"), **how).astype(x.dtype)
         return x @ values.T + module.bias if "bias" in module else x @ values.T
