@@ -112,9 +112,7 @@ def named_model(item: str) -> tuple[str, str]:
     name, equals, path = item.partition("=")
     if equals and _MODEL_NAME.fullmatch(name):
         return name, path
-    if item == str(kvasir_tiny.path()):
-        return kvasir_tiny.NAME, item
-    return (Path(item).name if Path(item).is_dir() else item), item
+    return (kvasir_tiny.name_of(Path(item)) if Path(item).is_dir() else item), item
 
 
 def add_command_line(parser: argparse.ArgumentParser) -> None:
@@ -150,6 +148,7 @@ def _asked(arguments: Sequence[str]) -> tuple[_Given | None, float | None]:
     }
     found = find(EngineTable, {FLAG: flags, ENVIRONMENT: environment(EngineTable)})
     models, compute_type, copies, kernels, device_gib = (found[name].value for name in _NAMES)
-    path = Path(named_model(models[0])[1]).expanduser() if models else kvasir_tiny.path()
+    place = named_model(models[0])[1] if models else kvasir_tiny.NAME
+    path = kvasir_tiny.shipped().get(place) or Path(place).expanduser()
     is_there = (path / "config.json").is_file()
     return (path, compute_type, bool(copies), kernels) if is_there else None, device_gib

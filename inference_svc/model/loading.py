@@ -20,6 +20,7 @@ from inference_svc.kv.attention.choice import KernelChoice, Wanted
 from inference_svc.kv.model_hooks.few_rows import take_few_rows
 from inference_svc.kv.model_hooks.plain_norms import take_plain_norms
 from inference_svc.kv.model_hooks.row_exact import make_row_exact
+from inference_svc.model import kvasir_tiny
 from inference_svc.model.wedlm import MaskWindow, keep_transformers_quiet, layers_config
 from inference_svc.model.weights.placing import Placement, Tensors, let_go, place_weights
 from inference_svc.model.weights.weight_files import WeightFile, weight_files
@@ -71,11 +72,13 @@ class LoadedModel:
 
 
 def find_model(name: str | Path) -> Path:
-    """The directory `name`, or of a Hugging Face repository, downloaded once. Raises NotFound."""
+    """The directory `name`, a model that ships, or a Hugging Face repository, downloaded once. Raises NotFound."""
     if (path := Path(name).expanduser()).is_dir():  # zsh leaves the ~ of NAME=~/x to us
         if not (path / "config.json").is_file():
             raise NotFound(f"model: {path.name} has no config.json", field="model")
         return path
+    if shipped := kvasir_tiny.shipped().get(str(name)):
+        return shipped
     if path.is_absolute():
         raise NotFound(f"model: no directory {path}", field="model")
     try:

@@ -156,9 +156,7 @@ def _info(
 
 
 def _shown_name(name: str | Path, directory: Path) -> str:
-    if directory == kvasir_tiny.path():
-        return kvasir_tiny.NAME
-    return directory.name if Path(name).is_dir() else str(name)
+    return kvasir_tiny.name_of(directory) if Path(name).is_dir() else str(name)
 
 
 def _token_text(directory: Path, loaded: LoadedModel) -> TokenText:

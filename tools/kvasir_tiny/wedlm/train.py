@@ -5,10 +5,8 @@ out of learned replies (`windows.py`), so the second stream costs a quarter of t
 the same command: `OUT/state.safetensors` holds weights, moments and the step. Without a time limit a run that was
 interrupted ends with the bits of one that was not.
 
-For one H100 and 16 cores: `python -m tools.kvasir_tiny.wedlm.train RUN --processes 15 --time-limit-s 780`, then
-`python -m tools.kvasir_tiny.wedlm.evaluate RUN`. A step reads 262,144 tokens and 65,536 of windows. kvasir-tiny's third
-edition took 0.14 s for as many tokens without windows; 0.25 s with them is expected, so about 3,000 steps. No GPU has
-run it yet. The weights take 13.1 MB in 16 bits, and 3.7 MB in 4.
+The model card beside kvasir-tiny's weights has the command that made the shipped one on one H100, and what it says. A
+step reads 262,144 tokens and, of windows of 16, 32,768 more, in 0.27 s; of windows of 32, 65,536 in 0.38 s.
 """
 
 from __future__ import annotations

@@ -12,7 +12,6 @@ from kvasir.cli.running.program import end_with_input
 from kvasir.errors import KvasirError
 from mlx_lm import server as mlx_lm_server
 
-from inference_svc.model import kvasir_tiny
 from inference_svc.model.loading import device, find_model
 
 _ROWS = 32  # its own default
@@ -38,7 +37,7 @@ def main() -> int:
     end_with_input()
     name, port, rows = sys.argv[1:]
     try:
-        model = kvasir_tiny.path() if name == kvasir_tiny.NAME else find_model(name)
+        model = find_model(name)
     except KvasirError as error:
         print(error.message, file=sys.stderr)
         return 1

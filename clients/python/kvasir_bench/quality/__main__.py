@@ -141,7 +141,7 @@ def measured(asked: argparse.Namespace, clock: Callable[[], float], say: Callabl
     else:
         found = bench.on_material(directory)
     return {
-        "model": kvasir_tiny.NAME if directory == kvasir_tiny.path() else directory.name,
+        "model": kvasir_tiny.name_of(directory),
         "exact_layers": list(policies["q4"].exact_layers),
         **found,
         "compute_type": runner.compute_type,

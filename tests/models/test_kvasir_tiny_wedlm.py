@@ -1,0 +1,51 @@
+"""kvasir-tiny-wedlm as it ships: found by its name, it says what kvasir-tiny says, in fewer passes than tokens."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from kvasir.errors import NotFound
+
+from inference_svc.engine.api import Tokens
+from inference_svc.engine.engine import Engine
+from inference_svc.first_model import named_model
+from inference_svc.model import kvasir_tiny
+from inference_svc.model.loading import find_model
+from inference_svc.model.model_identity import tokenizer_digest
+from tests.inference.engine.driving import Driver
+from tools.kvasir_tiny import evaluate
+
+TOKENS_A_PASS = 2.5
+
+
+def test_a_model_that_ships_is_found_by_its_name() -> None:
+    shipped = kvasir_tiny.shipped()
+    assert {name: find_model(name) for name in shipped} == shipped
+    assert [named_model(str(path))[0] for path in shipped.values()] == ["kvasir-tiny", "kvasir-tiny-wedlm"]
+    assert len({tokenizer_digest(path) for path in shipped.values()}) == 1
+    assert all((path / "model.safetensors").stat().st_size <= 13 * 2**20 for path in shipped.values())
+    with pytest.raises(NotFound):
+        find_model("/kvasir-tiny-wedlm")
+
+
+@pytest.mark.long(6)
+def test_an_engine_answers_by_windows_what_was_told(tmp_path: Path) -> None:
+    talk = evaluate.conversation(1, 300)
+    engine = Engine.open(kvasir_tiny.WEDLM_NAME, cache_dir=tmp_path, memory_budget_bytes=64 << 20, longest_gap_s=0)
+    driver, tokenizer = Driver(engine), engine.tokenizer
+    passes = tokens = 0
+
+    def answer(question: str) -> str:
+        nonlocal passes, tokens
+        messages: Any = [*talk.messages, {"role": "user", "content": question}]
+        prompt = tokenizer.apply_chat_template(messages, tools=talk.tools or None, add_generation_prompt=True)
+        end = (listener := driver.submit(list(prompt), max_tokens=64, temperature=0.0)).end()
+        passes, tokens = passes + end.mask_passes.passes, tokens + end.completion_tokens
+        return "".join(each.text for each in listener.events if isinstance(each, Tokens)).strip()
+
+    try:
+        questions = talk.questions[:6]
+        assert [answer(each.text) for each in questions] == [each.answer for each in questions]
+        assert tokens >= TOKENS_A_PASS * passes
+    finally:
+        engine.close()
