@@ -153,7 +153,7 @@ from kvasir_bench.program import printed
 printed(lambda: structlog.get_logger().warning("kernels.check_raised") or {"rows": 1})"""
 
 
-def test_what_a_program_logs_while_it_measures_is_not_in_its_json() -> None:
+def test_log_lines_of_a_program_are_not_in_its_json() -> None:
     said = subprocess.run([sys.executable, "-c", LOGS], capture_output=True, text=True, check=True)
     assert json.loads(said.stdout) == {"rows": 1}
     assert "kernels.check_raised" in said.stderr

@@ -29,13 +29,13 @@ def test_a_model_that_ships_is_found_by_its_name() -> None:
 
 
 @pytest.mark.long(6)
-def test_an_engine_answers_by_windows_what_was_told(tmp_path: Path) -> None:
+def test_an_engine_recalls_facts_by_windows(tmp_path: Path) -> None:
     talk = evaluate.conversation(1, 300)
     engine = Engine.open(kvasir_tiny.WEDLM_NAME, cache_dir=tmp_path, memory_budget_bytes=64 << 20, longest_gap_s=0)
     driver, tokenizer = Driver(engine), engine.tokenizer
     passes = tokens = 0
 
-    def answer(question: str) -> str:
+    def reply_to(question: str) -> str:
         nonlocal passes, tokens
         messages: Any = [*talk.messages, {"role": "user", "content": question}]
         prompt = tokenizer.apply_chat_template(messages, tools=talk.tools or None, add_generation_prompt=True)
@@ -45,7 +45,7 @@ def test_an_engine_answers_by_windows_what_was_told(tmp_path: Path) -> None:
 
     try:
         questions = talk.questions[:6]
-        assert [answer(each.text) for each in questions] == [each.answer for each in questions]
+        assert [reply_to(each.text) for each in questions] == [each.answer for each in questions]
         assert tokens >= TOKENS_A_PASS * passes
     finally:
         engine.close()
