@@ -1,4 +1,4 @@
-"""kvasir-tiny-wedlm as it ships: found by its name, it says what kvasir-tiny says, in fewer passes than tokens."""
+"""kvasir-tiny-wedlm as it ships: found by its name, it gives the right replies in fewer passes than tokens."""
 
 from pathlib import Path
 from typing import Any

@@ -5,7 +5,7 @@ out of learned replies (`windows.py`), so the second stream costs a quarter of t
 the same command: `OUT/state.safetensors` holds weights, moments and the step. Without a time limit a run that was
 interrupted ends with the bits of one that was not.
 
-The model card beside kvasir-tiny's weights has the command that made the shipped one on one H100, and what it says. A
+The model card beside kvasir-tiny's weights has the command that made the shipped one on one H100, and its results. A
 step reads 262,144 tokens and, of windows of 16, 32,768 more, in 0.27 s; of windows of 32, 65,536 in 0.38 s.
 """
 
