@@ -351,7 +351,7 @@ class Gateway:
 
     async def _body(self, call: Call, kind: type[_Body]) -> _Body:
         data = await call.room.read(call.request, self._around.limits.max_body_bytes)
-        await call.room.begin(is_read=False)
+        await call.room.loop_turn.begin(call.room.namespace, is_read=False)
         if call.agent_id and not call.reading.rules.is_asked and await call.room.made(lambda: BILLING.encode() in data):
             client = call.caller.at(call.agent_id)
             call.reading.rules = await rules_of(call.agent_id, client, call.reading.rules)
@@ -383,7 +383,7 @@ class Gateway:
                 request_id = call.request_id
                 name_call(request_id)
                 if methods != ["POST"]:  # a body comes first
-                    await room.begin(is_read=methods == ["GET"])
+                    await room.loop_turn.begin(room.namespace, is_read=methods == ["GET"])
                 return await handler(call)
             except (ClientLeft, ClientDisconnect):
                 self._around.numbers.disconnects += 1

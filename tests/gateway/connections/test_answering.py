@@ -164,8 +164,8 @@ def test_a_place_is_given_back_when_the_answer_is_known_and_a_change_keeps_it_fo
         changing, reading, refused = (RequestRoom(rooms) for _ in range(3))
         for room in (changing, reading, refused):
             room.admit("n")
-        await changing.begin(is_read=False)
-        await reading.begin(is_read=True)
+        await changing.loop_turn.begin(changing.namespace, is_read=False)
+        await reading.loop_turn.begin(reading.namespace, is_read=True)
         assert rooms.answering.held_units == 2
         await asyncio.sleep(3 * LOOK_S)
         assert rooms.answering.held_units == 1

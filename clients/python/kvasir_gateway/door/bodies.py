@@ -50,6 +50,30 @@ class Rooms:
         self.thread = ThreadPoolExecutor(1, thread_name_prefix="bodies")
 
 
+class LoopTurn:
+    """A request's turn of the event loop, from its first step until its answer is known."""
+
+    def __init__(self, answering: SharedRoom) -> None:
+        self._answering = answering
+        self._place = Place()
+        self._ending: asyncio.TimerHandle | None = None
+
+    async def begin(self, namespace: str, *, is_read: bool) -> None:
+        """Wait for it, and hold a place. A request that changes something may wait for a lease, and its holder may wait
+        here: it keeps the place for its first steps alone. Strangers share the places of one namespace."""
+        if self._ending is not None:
+            return
+        self._place = Place((self._answering, namespace))
+        await self._place.enter()
+        at_most_s = SOON_S if is_read else LOOK_S
+        self._ending = asyncio.get_running_loop().call_later(at_most_s, self._place.leave)
+
+    def end(self) -> None:
+        if self._ending is not None:
+            self._ending.cancel()
+        self._place.leave()
+
+
 class RequestRoom:
     """One request's share of the rooms, until its answer is sent."""
 
@@ -59,8 +83,7 @@ class RequestRoom:
         self._is_large = False
         self._is_admitted = False
         self._made: list[object] = []
-        self._turn = Place()
-        self._ending: asyncio.TimerHandle | None = None
+        self.loop_turn = LoopTurn(rooms.answering)
         self.namespace = ""
 
     def admit(self, namespace: str) -> None:
@@ -72,17 +95,6 @@ class RequestRoom:
             raise ResourceExhausted(text, reason="TOO_MANY_CALLS", retry_after_s=1)
         self.namespace = namespace
         self._is_admitted = True
-
-    async def begin(self, *, is_read: bool) -> None:
-        """Wait for the request's turn of the event loop, and hold a place until the answer is known. One that changes
-        something may wait for a lease, and its holder may wait here: it keeps the place for its first steps alone.
-        Strangers share the places of one namespace."""
-        if self._ending is not None:
-            return
-        self._turn = Place((self._rooms.answering, self.namespace))
-        await self._turn.enter()
-        at_most_s = SOON_S if is_read else LOOK_S
-        self._ending = asyncio.get_running_loop().call_later(at_most_s, self._turn.leave)
 
     async def read(self, request: Request, max_bytes: int) -> bytearray:
         """The body. Raises BodyTooLarge as soon as that is known, ResourceExhausted without room for it, and
@@ -162,9 +174,7 @@ class RequestRoom:
     def answered(self) -> None:
         """The answer is known: the next request may begin. Drop the objects made of the body: they may be many, so the
         thread frees them."""
-        if self._ending is not None:
-            self._ending.cancel()
-        self._turn.leave()
+        self.loop_turn.end()
         if self._made:
             made, self._made = self._made, []
             self._rooms.thread.submit(made.clear)

@@ -160,7 +160,7 @@ class GatewayPage:
         form: dict[str, str] = {}
         if request.method == "POST":
             form = await _own_form(request, room, visitor.form_token, most_bytes)
-        await room.begin(is_read=request.method == "GET")
+        await room.loop_turn.begin(room.namespace, is_read=request.method == "GET")
         caller = self._engine.of(visitor.holder.token, room.beside, room.written, room.namespace)
         is_operator, command = self._operating.is_operator(visitor.holder), self._operating.command(visitor.holder)
         return Look(request, visitor, caller, self._now(), form, is_operator, command)
@@ -176,7 +176,7 @@ class GatewayPage:
             except (ClientDisconnect, ClientLeft):
                 return Response(status_code=499)  # nobody reads it
             except KvasirError as error:
-                await room.begin(is_read=True)  # strangers have not begun
+                await room.loop_turn.begin(room.namespace, is_read=True)  # strangers have not begun
                 return self._refused(request, path, error.with_traceback(None))
             except Exception as error:  # noqa: BLE001 - a bug of ours
                 told = (path, type(error).__name__, places(error))
