@@ -73,16 +73,7 @@ def nginx(balancer: Balancer) -> str:
     tls = ""
     if balancer.tls_cert is not None:
         tls = f"    ssl_certificate {_path(balancer.tls_cert)};\n    ssl_certificate_key {_path(balancer.tls_key)};\n"
-    scheme, verify = "grpc", ""
-    if balancer.engine_ca_file is not None:
-        scheme = "grpcs"
-        verify = (
-            "      grpc_ssl_verify on;\n"
-            f"      grpc_ssl_trusted_certificate {_path(balancer.engine_ca_file)};\n"
-            "      # nginx knows one name for all: each engine's certificate must have this DNS name.\n"
-            f"      grpc_ssl_name {parse_address(balancer.engines[0]).host};\n"
-            "      grpc_ssl_server_name on;\n"
-        )
+    scheme = "grpcs" if balancer.engine_ca_file is not None else "grpc"
     return f"""# Made by `kvasir fleet config nginx`: an agent's turns go to one engine, else to the next one.
 events {{ worker_connections 4096; }}
 http {{
@@ -101,7 +92,7 @@ http {{
     client_body_timeout 1h;
     location / {{
       grpc_pass {scheme}://engines;
-{verify}      grpc_connect_timeout 2s;
+{_pinned_for_nginx(balancer)}      grpc_connect_timeout 2s;
       grpc_read_timeout 1h;
       grpc_send_timeout 1h;
       grpc_socket_keepalive on;
@@ -116,6 +107,18 @@ http {{
     }}
   }}
 }}
+"""
+
+
+def _pinned_for_nginx(balancer: Balancer) -> str:
+    """The lines by which nginx verifies its engines; none without their certificates."""
+    if balancer.engine_ca_file is None:
+        return ""
+    return f"""      grpc_ssl_verify on;
+      grpc_ssl_trusted_certificate {_path(balancer.engine_ca_file)};
+      # nginx knows one name for all: each engine's certificate must have this DNS name.
+      grpc_ssl_name {parse_address(balancer.engines[0]).host};
+      grpc_ssl_server_name on;
 """
 
 
