@@ -60,6 +60,12 @@ class EngineFiles(Table):
         metavar="NAME",
         of_home=True,
     )
+    neighbour: bool = option(
+        False,
+        "Also serve mlx.grpc.engine.MlxEngine, at the same address, for gateways that call it. Needs "
+        "kvasir[neighbour].",
+        up="neighbour",
+    )
     state_dir: Path = option(
         Path.home() / ".kvasir" / "engine",
         "Digests of weights are kept here by file identity, so that they are hashed once.",
@@ -111,7 +117,7 @@ class EnginePeers(Table):
 
 @dataclass(frozen=True, kw_only=True)
 class EngineMemory(Table):
-    """Models, and the KV of their turns."""
+    """The KV of agents: its bytes, its form, and how long it stays."""
 
     memory_gib: float | None = option(
         None,
@@ -144,6 +150,33 @@ class EngineMemory(Table):
         metavar="TOKENS",
         up="context-tokens",
     )
+    kv_policy: KvPolicy = option(
+        "q4",
+        "How K and V are stored, cheapest first: q4, q4-rotated (keys rotated first), k8v4, q8, fp (16 bits); or auto: "
+        "the cheapest that answers as exact KV does, measured at the first start with a model (up to a minute or two). "
+        "`kvasir bench quality` shows their costs.",
+        up="kv-policy",
+    )
+    kv_exact_layers: str = option(
+        "",
+        'Layers that stay at 16 bits: "last", or indexes with commas between.',
+        metavar="last|N,…",
+        up="kv-exact-layers",
+    )
+    asleep_after_s: float | None = option(
+        None,
+        "Agents that nobody used for so long are put to sleep while no turn runs, as by `kvasir agents sleep`: their "
+        "next turn computes their KV again, bit for bit. Older versions go. Left out: none are.",
+        least=1,
+        metavar="SECONDS",
+        up=UpFlag("agents-asleep-after", "12h|30d|never", seconds_until_expiry),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineModels(Table):
+    """How models are loaded, compute, and are unloaded."""
+
     compute_type: Literal["float32", "float16", "bfloat16"] | None = option(
         None, "Left out: float32 on a CPU, else the model's own."
     )
@@ -162,19 +195,6 @@ class EngineMemory(Table):
         "For attention, new KV and products of a few rows on a GPU: auto takes the kernels whose "
         "results are right when the engine starts, else MLX's own operations; reference always takes these.",
         up="kernels",
-    )
-    kv_policy: KvPolicy = option(
-        "q4",
-        "How K and V are stored, cheapest first: q4, q4-rotated (keys rotated first), k8v4, q8, fp (16 bits); or auto: "
-        "the cheapest that answers as exact KV does, measured at the first start with a model (up to a minute or two). "
-        "`kvasir bench quality` shows their costs.",
-        up="kv-policy",
-    )
-    kv_exact_layers: str = option(
-        "",
-        'Layers that stay at 16 bits: "last", or indexes with commas between.',
-        metavar="last|N,…",
-        up="kv-exact-layers",
     )
     embeddings: str = option(
         "",
@@ -196,20 +216,6 @@ class EngineMemory(Table):
         above=0,
         metavar="SECONDS",
         up=UpFlag("keep-alive", "90s|10m|2h", seconds),
-    )
-    asleep_after_s: float | None = option(
-        None,
-        "Agents that nobody used for so long are put to sleep while no turn runs, as by `kvasir agents sleep`: their "
-        "next turn computes their KV again, bit for bit. Older versions go. Left out: none are.",
-        least=1,
-        metavar="SECONDS",
-        up=UpFlag("agents-asleep-after", "12h|30d|never", seconds_until_expiry),
-    )
-    neighbour: bool = option(
-        False,
-        "Also serve mlx.grpc.engine.MlxEngine, at the same address, for gateways that call it. Needs "
-        "kvasir[neighbour].",
-        up="neighbour",
     )
 
 
@@ -291,7 +297,7 @@ class EngineLimits(Table):
 
 
 @dataclass(frozen=True, kw_only=True)
-class EngineTable(EngineFiles, EnginePeers, EngineMemory, EngineDrafts, EngineLimits, ListeningTable):
+class EngineTable(EngineFiles, EnginePeers, EngineMemory, EngineModels, EngineDrafts, EngineLimits, ListeningTable):
     program: ClassVar[str] = "engine"
 
     def check(self) -> None:
