@@ -79,7 +79,7 @@ def is_retry(request: TurnRequest, memory: AgentMemory) -> bool:
     if memory.shortened is None and memory.files.asleep is None:
         return request.memory.expected_version == extended
     # Its caller knows no version that only became shorter, or fell asleep.
-    return request.memory.expected_version <= extended - is_same_turn_again(memory)
+    return request.memory.expected_version <= extended - _versions_before(memory)
 
 
 def check_parent(request: TurnRequest, recollection: Recollection) -> None:
@@ -87,8 +87,8 @@ def check_parent(request: TurnRequest, recollection: Recollection) -> None:
     head, memory = recollection.head, recollection.memory
     if request.memory.expected_version is None or head is None or request.memory.expected_version == head.version:
         return
-    is_again = memory is not None and is_same_turn_again(memory)
-    if is_again and head.is_of_turn and request.memory.expected_version == head.parent_version:
+    before = _versions_before(memory) if memory is not None and head.is_of_turn else 0
+    if head.parent_version - before < request.memory.expected_version <= head.parent_version:
         return  # the version that its caller was told became shorter since, or fell asleep
     raise errors.Conflict(
         f"expected_version: {request.memory.expected_version} was named, the agent's newest version is {head.version}",
@@ -97,10 +97,10 @@ def check_parent(request: TurnRequest, recollection: Recollection) -> None:
     )
 
 
-def is_same_turn_again(memory: AgentMemory) -> bool:
-    """Whether the version before the memory's is of the same turn: it became shorter since, or fell asleep."""
+def _versions_before(memory: AgentMemory) -> int:
+    """Versions before the memory that are of its turn, too: it became shorter since, or fell asleep, or both."""
     is_shorter = memory.shortened is not None and memory.shortened.is_after_turn
-    return is_shorter or memory.files.asleep is not None
+    return is_shorter + (memory.files.asleep is not None)
 
 
 def whole_conversation(

@@ -12,7 +12,7 @@ from kvasir.cachestore.v1 import cachestore_pb2, manifest_pb2
 from kvasir.formats.digest import Digest
 
 from inference_svc.engine.api import AgentKey, Event, Prefilled, SamplingParams
-from inference_svc.memory.agent_memory import AgentMemory, Publication, from_manifest
+from inference_svc.memory.agent_memory import AgentMemory, Publication, StoredFiles, from_manifest
 from inference_svc.memory.lines.line_states import Stage, Standing
 from inference_svc.memory.lines.lines import Lines
 from inference_svc.memory.outcomes import Miss, MissReason, Source
@@ -117,6 +117,19 @@ def test_only_a_turn_that_became_shorter_lets_its_caller_name_the_version_before
     forked = head_of(cachestore_pb2.SnapshotVersion(version=1, manifest=digest, origin=cachestore_pb2.ORIGIN_FORK))
     with pytest.raises(errors.Conflict):
         check_parent(request(expected_version=0), Recollection(shorter, Source.WARM, forked))
+
+
+def test_a_memory_that_became_shorter_and_fell_asleep_has_two_versions_behind_the_one_of_its_turn() -> None:
+    """Its caller was told version 3, which extends 2. It became shorter as 4, and fell asleep as 5."""
+    shorter = replace(memory(), shortened=manifest_pb2.Shortened(is_after_turn=True))
+    asleep = replace(shorter, files=StoredFiles(runs=(), asleep=manifest_pb2.Asleep()))
+    assert is_retry(request(expected_version=2), asleep)
+    assert not is_retry(request(expected_version=3), asleep), "the same words again are a new turn"
+    for version in (3, 4, 5):
+        check_parent(request(expected_version=version), Recollection(asleep, Source.WARM, HEAD))
+    for version in (2, 6):
+        with pytest.raises(errors.Conflict):
+            check_parent(request(expected_version=version), Recollection(asleep, Source.WARM, HEAD))
 
 
 def said(*texts: str) -> tuple[manifest_pb2.Message, ...]:
