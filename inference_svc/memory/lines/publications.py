@@ -215,7 +215,7 @@ class Publications:
         return await self.outcome(memory.publication)
 
     async def fall_asleep(self, memory: AgentMemory) -> Head:
-        """Commit a memory that names no file, and drop the hot one. Raises why it cannot be committed."""
+        """Commit a memory that names no file. Raises why it cannot be committed."""
         memory.publication.created_unix_ms = self._parts.now_ms()
         own = frozenset(self._own)
         with self._in_use():
@@ -226,7 +226,6 @@ class Publications:
                 raise errors.Unavailable("the store does not take a version now", retry_after_s=RETRY_S) from None
         if outcome.manifest is not None:
             self._own.append(outcome.manifest)
-        self._parts.engine.memories.drop(self._key)
         head = memory.publication.standing.head
         assert head is not None
         return head

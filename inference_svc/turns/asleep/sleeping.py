@@ -35,7 +35,7 @@ from inference_svc.memory.store.blobs import digests_of
 from inference_svc.memory.store.patience import Budget
 from inference_svc.text.token_ids import SequenceState
 from inference_svc.turns.engine_parts import EngineParts
-from inference_svc.turns.progress import Progress
+from inference_svc.turns.progress import Progress, TurnPhase
 from inference_svc.turns.turn_data import Slept
 from inference_svc.turns.turn_reporter import HandOff
 
@@ -55,8 +55,7 @@ class Sleeper:
         key, memory = turn.request.key, found.memory
         if key is None or memory is None or memory.files.asleep is None or found.kv_from is not Source.WARM:
             return found
-        count, engine = len(memory.transcript.token_ids), self._parts.engine
-        if count > engine.model.context_tokens or engine.needed_bytes(count) > engine.memory_budget_bytes:
+        if not self._has_room(memory):
             return found  # it came from a larger engine: its text is computed in cells
         began_s = self._parts.clock()
         state = await self._computed(turn, key, memory, borrows=True)
@@ -87,6 +86,7 @@ class Sleeper:
         stored = await self._stored(line, head, budget)
         if stored.files.asleep is None:
             stored, head = await self._let_go(turn, line, stored, cursor)
+        self._parts.engine.memories.drop(key)
         asleep = stored.files.asleep
         assert asleep is not None
         freed_bytes = sum(digest.size_bytes for digest in asleep.files)
@@ -110,7 +110,14 @@ class Sleeper:
             files=StoredFiles(runs=stored.files.runs, asleep=asleep),
             rewind_points=(),
         )
-        head = await line.publications.fall_asleep(memory)
+        # No cancel ends it now: the store may commit what was sent, and the agent's next turn must know of that.
+        turn.phase = TurnPhase.ENDING
+        try:
+            head = await line.publications.fall_asleep(memory)
+        except BaseException:
+            if memory.publication.standing.sent is not None:  # it may be the newest version all the same
+                self._parts.engine.memories.drop(line.key)
+            raise
         _LOG.info("memory.asleep", request_id=turn.request.request_id, version=head.version, wake_ms=wake_ms)
         return memory, head
 
@@ -118,6 +125,8 @@ class Sleeper:
         """The digests of the memory's files, computed from its tokens beside it. Raises FailedPrecondition."""
         if stored.files.runs is None:
             raise cannot_sleep(key, "it is not known how its rows were computed")
+        if not self._has_room(stored):
+            raise cannot_sleep(key, "it fills the context or the KV memory, and to compute it again takes a token more")
         proof = AgentKey(key.namespace, f"{key.agent_id}\n")  # no agent has a name with a line break
         try:
             await self._computed(turn, proof, stored, borrows=False)
@@ -127,6 +136,11 @@ class Sleeper:
         if other := len(set(again) - _named(stored.files)):
             raise cannot_sleep(key, f"{other} of {len(again)} files have other bytes when they are computed again")
         return again
+
+    def _has_room(self, memory: AgentMemory) -> bool:
+        """For the memory and one token more, which is drawn behind a reply and not computed."""
+        count, engine = len(memory.transcript.token_ids) + 1, self._parts.engine
+        return count <= engine.model.context_tokens and engine.needed_bytes(count) <= engine.memory_budget_bytes
 
     async def _computed(self, turn: Progress, key: AgentKey, memory: AgentMemory, *, borrows: bool) -> SequenceState:
         """Make the memory's KV the key's hot memory, computed from its tokens. `borrows`: also rows of others."""

@@ -4,6 +4,7 @@ import contextlib
 import random
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from threading import Thread
 from typing import Any
 
@@ -17,7 +18,7 @@ from kvasir.formats.digest import Digest
 from tests.cli.running import in_process
 from tests.inference.service.memories.test_brought_memories import exported
 from tests.made_models.sampling import sampled
-from tests.running.system_fixtures import House
+from tests.running.system_fixtures import House, running_house
 
 WORDS = [f"word{number}" for number in range(300)]
 LIVES = sampled(1, of=200)
@@ -123,6 +124,8 @@ def test_the_commands_put_an_agent_to_sleep_list_it_and_wake_it(house: House, ne
     assert listed() == ("asleep", slept["wake_ms"])
     assert kvasir("wake", agent)["tokens"] == slept["tokens"]
     assert listed() == ("hot", None)
+    again = kvasir("sleep", agent)
+    assert (again["version"], listed()[0]) == (slept["version"], "asleep"), "nobody used it since it woke"
 
 
 @pytest.mark.long(8)
@@ -145,16 +148,24 @@ def test_agents_unused_for_long_fall_asleep_but_pinned_ones_do_not(
     assert ask(own_house, unused, "and?", 2).token_ids == ask(own_house, pinned, "and?", 2).token_ids
 
 
-def test_a_fork_of_an_agent_asleep_wakes_too(house: House, new_agent: Callable[[], str]) -> None:
-    agent, fork = new_agent(), new_agent()
+@pytest.mark.parametrize("how", ["fork", "archive"])
+def test_a_fork_and_an_archive_of_an_agent_asleep_wake_too(
+    house: House, new_agent: Callable[[], str], how: str
+) -> None:
+    agent, copy = new_agent(), new_agent()
     ask(house, agent, " ".join(WORDS[:90]), 1)
     with house.client() as client, house.store_client() as store:
         client.sleep(agent)
-        store.fork_agent(agent, fork)
-        warmed = client.warm(agent_id=fork)
+        if how == "fork":
+            store.fork_agent(agent, copy)
+        else:
+            store.import_agent(copy, list(store.export_agent(agent)))
+        assert stored(house, copy).HasField("asleep")
+        warmed = client.warm(agent_id=copy)
         assert warmed.computed_tokens == 0
-        assert [each.tokens for each in client.list_hot_memories([fork])] == [warmed.tokens]
-    assert ask(house, agent, "more", 2).token_ids == ask(house, fork, "more", 2).token_ids
+        assert [each.tokens for each in client.list_hot_memories([copy])] == [warmed.tokens]
+    assert ask(house, agent, "more", 2).token_ids == ask(house, copy, "more", 2).token_ids
+    assert stored(house, agent).tail == stored(house, copy).tail
 
 
 def test_an_agent_whose_rows_are_of_unknown_origin_stays_awake(house: House, new_agent: Callable[[], str]) -> None:
@@ -171,3 +182,16 @@ def test_an_agent_whose_rows_are_of_unknown_origin_stays_awake(house: House, new
             client.sleep(copy)
         assert refused.value.reason == "CANNOT_SLEEP"
         assert store.get_agent(copy).lines[0].version == 1
+
+
+def test_an_agent_that_fills_its_context_stays_awake(tmp_path: Path) -> None:
+    with running_house(tmp_path, engine_options=("--context-tokens", "64")) as house, house.client() as client:
+        left = 64 - client.count_tokens(prompt="hello")
+        for agent, max_tokens in (("full", left), ("almost", left - 1)):
+            client.reply(agent_id=agent, prompt="hello", sampling={"max_tokens": max_tokens, "logit_bias": {65: 100.0}})
+        assert len(stored(house, "full").token_ids) == 64
+        with pytest.raises(FailedPrecondition, match="fills the context") as refused:
+            client.sleep("full")
+        assert refused.value.reason == "CANNOT_SLEEP"
+        assert client.sleep("almost").tokens == 63
+        assert client.warm(agent_id="almost").computed_tokens == 0
