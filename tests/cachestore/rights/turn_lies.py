@@ -240,6 +240,7 @@ class TurnLies:
         calls: dict[str, Callable[[], Awaitable[object]]] = {
             "Generate": lambda: caller.reply(agent_id=name, prompt="mine", sampling={"max_tokens": 1}),
             "Warm": lambda: caller.warm(agent_id=name, prompt="mine"),
+            "Sleep": lambda: caller.sleep(name),
             "CancelTurn": lambda: caller.cancel_turn("any"),
             "HandOverTurn": lambda: caller.hand_over(LIAR, agent_id=name),
             "ListTurns": caller.list_turns,

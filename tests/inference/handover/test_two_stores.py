@@ -17,6 +17,7 @@ from kvasir.clients import AioInferenceClient, InferenceClient
 from kvasir.clients.aio.turn_peer import AioTurnPeer, TurnCall
 from kvasir.credentials import HANDOVER, PEER, Principal, write_private_text
 from kvasir.errors import KvasirError, NotFound
+from kvasir.formats import manifest
 from kvasir.inference.v1 import handover_pb2 as pb
 from kvasir.inference.v1 import inference_pb2
 
@@ -128,6 +129,28 @@ def test_a_moved_agent_goes_on_token_for_token_where_its_reply_holds_special_tok
         # Anybody may have written what comes as a copy, or as an archive before it moves: its words are no tokens.
         assert go_on(b, "special copy")[0] > expected[0][0]
         assert go_on(b, "special import")[0] > expected[0][0]
+
+
+@pytest.mark.long(2)
+def test_an_agent_moves_in_its_sleep_and_wakes_at_the_other_store(pair: Macs) -> None:
+    (laptop, engine), (studio, other) = pair
+    more = {"append_messages": [{"role": "user", "content": "And then?"}], "sampling": ON}
+    with InferenceClient.connect(engine.address) as a, InferenceClient.connect(other.address) as b:
+        for agent in ("awake", "asleep"):
+            a.reply(agent_id=agent, messages=[{"role": "user", "content": STORY}], sampling=ON)
+        kept_bytes = a.sleep("asleep").kept_bytes
+        with laptop.client() as here, studio.client() as there:
+            there.move_agent("asleep", from_peer=laptop.name)
+            assert there.get_agent("asleep").lines[0].total_bytes == kept_bytes
+            with pytest.raises(KvasirError) as refused:
+                a.sleep("asleep")
+            assert refused.value.reason == "AGENT_MOVED"
+            assert b.reply(agent_id="asleep", **more).token_ids == a.reply(agent_id="awake", **more).token_ids
+            tails = [
+                manifest.parse(store.get_snapshot(agent)[1]).tail
+                for store, agent in ((here, "awake"), (there, "asleep"))
+            ]
+            assert tails[0] == tails[1]
 
 
 @pytest.mark.long(3)

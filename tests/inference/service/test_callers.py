@@ -75,6 +75,25 @@ def test_an_agent_of_another_namespace_does_not_exist(guarded: tuple[House, dict
         assert sharing.token_ids == cold.token_ids == told.token_ids
 
 
+def test_an_agent_sleeps_at_the_word_of_its_own_namespace_alone(guarded: tuple[House, dict[str, str]]) -> None:
+    house, tokens = guarded
+    message, more = ([{"role": "user", "content": text}] for text in (SECRET, "and now?"))
+    with house.client(tokens["north-client"]) as north:
+        for agent in ("tired", "never tired"):
+            north.reply(agent_id=agent, messages=message, sampling=GREEDY)
+        refusals = {"south-client": "AGENT_NOT_FOUND", "storeless-client": "NO_STORE", "north-peer": "ROLE_REQUIRED"}
+        for name, reason in refusals.items():
+            with house.client(tokens[name]) as other, pytest.raises(errors.KvasirError) as refused:
+                other.sleep("tired")
+            assert refused.value.reason == reason
+        assert north.sleep("tired").version == 2, "nobody else's call made a version, and a sealed store takes it"
+        replies = [
+            north.reply(agent_id=agent, append_messages=more, sampling=GREEDY) for agent in ("tired", "never tired")
+        ]
+    assert replies[0].token_ids == replies[1].token_ids
+    assert replies[0].started.source == pb.CACHE_SOURCE_HOT
+
+
 def test_a_namespace_without_a_store_has_hot_memory_alone(guarded: tuple[House, dict[str, str]]) -> None:
     house, tokens = guarded
     with house.client(tokens["storeless-client"]) as client:
