@@ -2,6 +2,8 @@
 
 import shutil
 import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -48,11 +50,32 @@ def test_while_no_engine_answers_the_balancer_answers_unavailable(tmp_path: Path
         pytest.skip(f"{kind} is not installed here")
     address = f"127.0.0.1:{free_port()}"
     file = printed(kind, tmp_path, listen=address)
-    own = ["-p", tmp_path, "-g", "daemon off; pid nginx.pid; error_log stderr;"]
+    with balancing(kind, file, address), InferenceClient.connect(address, timeout_s=20) as client:
+        with pytest.raises(Unavailable):
+            client.reply(agent_id="ada", messages=[{"role": "user", "content": "Hi."}])
+
+
+@pytest.mark.parametrize("kind", ["nginx", "envoy"])
+def test_its_answer_is_one_of_grpc_which_every_client_reads(tmp_path: Path, kind: str) -> None:
+    """Clients in Go and Java look at the status of HTTP and at the content's type before that of gRPC."""
+    curl = ["curl", "-sS", "--http2-prior-knowledge", "-o", tmp_path / "body", "-w", "%{http_code} %{content_type}"]
+    if shutil.which(kind) is None or shutil.which("curl") is None:
+        pytest.skip(f"{kind} or curl is not installed here")
+    address = f"127.0.0.1:{free_port()}"
+    file = printed(kind, tmp_path, listen=address)
+    with balancing(kind, file, address):
+        asked = ["-H", "content-type: application/grpc", f"http://{address}/a.Service/Method"]
+        answered = subprocess.run([*curl, *asked], capture_output=True, text=True, check=False, timeout=60)
+    assert answered.stdout == "200 application/grpc", answered
+
+
+@contextmanager
+def balancing(kind: str, file: Path, address: str) -> Iterator[None]:
+    """The balancer with its file, until the end."""
+    own = ["-p", file.parent, "-g", "daemon off; pid nginx.pid; error_log stderr;"]
     with subprocess.Popen([kind, "-c", file, *(own if kind == "nginx" else ["--use-dynamic-base-id"])]) as balancer:
         try:
             eventually(lambda: accepts(address) or balancer.poll() is not None)
-            with InferenceClient.connect(address, timeout_s=20) as client, pytest.raises(Unavailable):
-                client.reply(agent_id="ada", messages=[{"role": "user", "content": "Hi."}])
+            yield
         finally:
             balancer.terminate()

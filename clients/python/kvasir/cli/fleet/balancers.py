@@ -103,7 +103,7 @@ http {{
       default_type application/grpc;
       add_header grpc-status 14 always;
       add_header grpc-message "no engine answers" always;
-      return 204;
+      return 200;
     }}
   }}
 }}
