@@ -407,7 +407,7 @@ SHARED = (
         "TOO_MANY_CALLS",
     ),
     Shared(
-        "requests that the event loop answers: one that reads, for at most 2 s; others, for their first 20 ms",
+        "requests that the event loop answers: one that reads, for at most 200 ms; others, for their first 20",
         "gateway",
         "clients/python/kvasir_gateway/door/bodies.py: answering",
         ("kvasir_gateway.door.bodies:MAX_ANSWERING", 16),

@@ -10,7 +10,8 @@ from kvasir.credentials import CLIENT, Credentials, Principal
 from kvasir.errors import Unavailable
 from kvasir.inference.v1 import inference_pb2 as pb
 from kvasir.server.operating.wellness import Wellness
-from kvasir.waits import LOOK_S
+from kvasir.waits import LOOK_S, PAUSE_S
+from kvasir_gateway.door import bodies
 from kvasir_gateway.door.bodies import MAX_ANSWERING, RequestRoom, Rooms
 from kvasir_gateway.door.security import Gate
 from kvasir_gateway.engine import CallerAtEngine, EngineLink
@@ -87,6 +88,13 @@ async def _nothing_moves() -> None:
         await asyncio.sleep(0)
 
 
+@pytest.fixture
+def patient_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reads keep their places however slow the machine is."""
+    monkeypatch.setattr(bodies, "PAUSE_S", 60.0)
+
+
+@pytest.mark.usefixtures("patient_reads")
 @pytest.mark.parametrize("path", ["/page/turns", "/v1/models"])
 def test_few_requests_of_a_namespace_are_answered_at_once_and_another_waits_for_none_of_them(path: str) -> None:
     async def crowd() -> None:
@@ -105,6 +113,7 @@ def test_few_requests_of_a_namespace_are_answered_at_once_and_another_waits_for_
     asyncio.run(crowd())
 
 
+@pytest.mark.usefixtures("patient_reads")
 def test_strangers_have_the_places_of_one_namespace_and_pages_of_key_holders_wait_for_none_of_them() -> None:
     async def crowd() -> None:
         engine = BusyEngine()
@@ -157,6 +166,7 @@ def test_a_deletion_that_waits_for_a_lease_keeps_no_other_request_from_beginning
     asyncio.run(crowd())
 
 
+@pytest.mark.usefixtures("patient_reads")
 def test_a_place_is_given_back_when_the_answer_is_known_and_a_change_keeps_it_for_its_first_steps_alone() -> None:
     rooms = Rooms(10, 1 << 20)
 
@@ -174,3 +184,17 @@ def test_a_place_is_given_back_when_the_answer_is_known_and_a_change_keeps_it_fo
         assert rooms.answering.held_units == 0
 
     asyncio.run(lives())
+
+
+def test_a_read_of_an_engine_that_hangs_keeps_its_place_shortly() -> None:
+    rooms = Rooms(10, 1 << 20)
+
+    async def hangs() -> None:
+        reading = RequestRoom(rooms)
+        reading.admit("n")
+        await reading.loop_turn.begin(reading.namespace, is_read=True)
+        assert rooms.answering.held_units == 1
+        await asyncio.sleep(3 * PAUSE_S)
+        assert rooms.answering.held_units == 0
+
+    asyncio.run(hangs())

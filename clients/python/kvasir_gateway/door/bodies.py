@@ -13,7 +13,7 @@ from typing import TypeVar, cast
 from kvasir.errors import DeadlineExceeded, InvalidArgument, KvasirError, ResourceExhausted
 from kvasir.server.fair_shares import Shares
 from kvasir.server.shared_room import Place, SharedRoom
-from kvasir.waits import LOOK_S, SOON_S
+from kvasir.waits import LOOK_S, PAUSE_S
 from starlette.requests import Request
 
 from kvasir_gateway.door.connections import receive_rest
@@ -60,12 +60,13 @@ class LoopTurn:
 
     async def begin(self, namespace: str, *, is_read: bool) -> None:
         """Wait for it, and hold a place. A request that changes something may wait for a lease, and its holder may wait
-        here: it keeps the place for its first steps alone. Strangers share the places of one namespace."""
+        here: it keeps the place for its first steps alone. One that reads gives it back when its engine is slow: behind
+        reads of an engine that hangs, turns at others would wait. Strangers share the places of one namespace."""
         if self._ending is not None:
             return
         self._place = Place((self._answering, namespace))
         await self._place.enter()
-        at_most_s = SOON_S if is_read else LOOK_S
+        at_most_s = PAUSE_S if is_read else LOOK_S
         self._ending = asyncio.get_running_loop().call_later(at_most_s, self._place.leave)
 
     def end(self) -> None:
