@@ -129,6 +129,23 @@ def test_a_write_during_which_another_store_follows_counts_for_both_or_for_none(
         each.close()
 
 
+@pytest.mark.parametrize("commits", [1, 3, 4, 7])
+def test_a_store_that_follows_while_the_one_before_gives_up_old_objects_lacks_none_of_its_writes(
+    tmp_path: Path, bucket: Hooked, monkeypatch: pytest.MonkeyPatch, commits: int
+) -> None:
+    """The first store writes, and removes objects, after the second one has read all and before it writes its mark."""
+    monkeypatch.setattr(bucket_catalog, "_MOST_DELTAS", 3)
+    first = _catalog(tmp_path / "a", bucket)
+    names = [f"w{number}" for number in range(commits)]
+    bucket.before = lambda: [_set(first, name) for name in names] and None
+    second = _catalog(tmp_path / "b", bucket)
+    _set(second, "two")
+    third = _catalog(tmp_path / "c", bucket)
+    assert all(_has(third, name) for name in (*names, "two"))
+    for each in (first, second, third):
+        each.close()
+
+
 @pytest.mark.long(4)
 @pytest.mark.parametrize("seed", range(12))
 def test_of_stores_that_follow_each_other_at_any_moment_no_acknowledged_write_is_lost(
@@ -140,10 +157,14 @@ def test_of_stores_that_follow_each_other_at_any_moment_no_acknowledged_write_is
     catalogs = [_catalog(tmp_path / "0", bucket)]
     acknowledged, refused, numbers = set[str](), set[str](), count()
 
-    def follow() -> None:
-        catalogs.append(_catalog(tmp_path / str(len(catalogs)), bucket))
+    def write_some() -> None:
         for _ in range(chance.randrange(6)):
             write(catalogs[-1])
+
+    def follow() -> None:
+        with suppress(FailedPrecondition):  # another one followed within its start
+            catalogs.append(_catalog(tmp_path / str(len(catalogs)), bucket))
+            write_some()
 
     def write(catalog: BucketCatalog) -> None:
         name = f"w{next(numbers)}"
@@ -155,6 +176,9 @@ def test_of_stores_that_follow_each_other_at_any_moment_no_acknowledged_write_is
             acknowledged.add(name)
 
     for _ in range(25):
+        if chance.random() < 0.2:
+            bucket.before = write_some  # by the store before, between what the next one reads and its mark
+            follow()
         if chance.random() < 0.3:
             setattr(bucket, chance.choice(["before", "after"]), follow)
         write(chance.choice(catalogs[-3:]))

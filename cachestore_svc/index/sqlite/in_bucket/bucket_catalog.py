@@ -64,6 +64,8 @@ class BucketCatalog(Catalog):
     def _opened(self) -> sqlite3.Connection:
         for _ in range(_TRIES):
             try:
+                if not self._only_looks:
+                    self._owner.check()  # another start may have made the last try fail
                 self._state = _newest(self._bucket)
                 connection = _database(self._state.image)
                 migrate(connection, self._now_unix_ms())
@@ -79,7 +81,12 @@ class BucketCatalog(Catalog):
         change = CatalogChange(connection)
         starts = [*(change.fact(_STARTS) or "").split(), f"{self._owner.start}:{self._state.number + 1}"]
         change.set_fact(_STARTS, " ".join(starts[-_MOST_STARTS:]))
-        return self._ship(connection.serialize())
+        return self._ship(connection.serialize()) and not self._is_given_up()
+
+    def _is_given_up(self) -> bool:
+        """Whether the last object's number was free because the store before gave up its own one for a newer image."""
+        numbers = (number for number, kind in map(_parsed, self._bucket.names(FOLDER)) if kind == _WHOLE)
+        return max(numbers, default=0) >= self._state.number
 
     # --- on the index thread ---
 
