@@ -174,7 +174,7 @@ class PostgresCatalog(Catalog):
         """One transaction; the calls that answer the callers. When it raises, nothing of it took effect."""
         self._groups += 1
         mark = """UPDATE writers SET groups = :groups
-            WHERE epoch = :epoch AND groups = :acknowledged AND NOT is_superseded"""
+            WHERE epoch = :epoch AND groups >= :acknowledged AND NOT is_superseded"""
         numbers = {"groups": self._groups, "epoch": self._epoch, "acknowledged": self._acknowledged}
         answers: list[Callable[[], None]] = []
         try:

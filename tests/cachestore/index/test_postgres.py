@@ -277,6 +277,18 @@ def test_a_database_that_lacks_an_acknowledged_commit_is_refused_until_the_store
         assert catalog.write(HOUSE, add_one) == 2
 
 
+def test_the_group_after_one_whose_effect_is_unknown_is_marked(url: str) -> None:
+    with catalog_on(url) as catalog:
+        catalog.write(HOUSE, add_one)
+        with psycopg.connect(url) as other:  # as where its answer was lost, and another server was asked about it
+            other.execute("UPDATE kvasir.writers SET groups = groups + 1")
+        with read_only(url), pytest.raises(Unavailable):  # tries that are counted, too
+            catalog.write(HOUSE, add_one)
+        assert catalog.write(HOUSE, add_one) == 2
+        assert catalog.read(HOUSE, count_of) == 2
+        assert catalog.write(HOUSE, add_one) == 3
+
+
 def test_a_database_that_went_back_gives_no_lease_while_a_lost_one_may_hold(url: str, tmp_path: Path) -> None:
     lab = Lab(tmp_path / "data", catalog=url)
     with lab.open() as store:
