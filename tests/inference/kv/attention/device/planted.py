@@ -8,6 +8,7 @@ import mlx.core as mx
 from inference_svc.kv.attention.fused import fused_attention
 from inference_svc.kv.attention.in_place import append_rows, gathered_values, store_pages
 from inference_svc.kv.attention.kernels import Dialect
+from inference_svc.kv.page import PageFormat
 from tests.inference.kv.attention.scenes import FP16, Scene, page_format
 
 BOUNDS, UNWRITTEN = "out of bounds", "a read before any write"
@@ -15,18 +16,27 @@ RACE = f"a race|{UNWRITTEN}"  # whichever comes first
 BARRIER = f"a barrier that not all lanes reach|{RACE}"
 READ_ONLY = "a write to what is read only"
 _BLOCK, _WARP = r"\n *kv_group_barrier\(\);", r"\n *kv_warp_barrier\(\);"
-_FORMAT = page_format("q4", 2, 64, scale_type=FP16)
+
+
+def _format(policy: str = "q4") -> PageFormat:
+    return page_format(policy, 2, 64, scale_type=FP16)
+
+
+_FORMAT = _format()
 
 
 @dataclass(frozen=True)
 class Fault:
-    """In one kernel: the `number`-th match of `old` is replaced. `found`: a pattern of the check's words for it."""
+    """In one kernel: the `number`-th match of `old` is replaced. `found`: a pattern of the check's words for it, in a
+    launch over pages of the policy.
+    """
 
     kernel: str
     old: str
     new: str
     found: str
     number: int = 0
+    policy: str = "q4"
 
     def planted(self, text: str) -> str:
         """The text with the fault. The emulation's own words before the kernel's stay as they are."""
@@ -102,6 +112,12 @@ PLANTED = {
     "a row of tiles behind the last": Fault("tiles", r"if \(row >= row_count\) continue;", ";", BOUNDS),
     "a query that is not there": Fault("tiles", r"is_there && chunk", "chunk", BOUNDS),
     "a page behind the last tile": Fault("tiles", r"next < stop \? pages", "true ? pages", BOUNDS),
+    # Only a page behind the pool's last lies out of bounds: `suffix` has the last.
+    "biases of the next page": Fault("tiles", r"Rows::BIASES \+ group", "Rows::END + Rows::BIASES + group", BOUNDS),
+    # With as many bits of both, a lane writes its own places twice, which is no race: results tell that one below.
+    "keys and values of other widths in one place": Fault(
+        "tiles", r"v_values = k_values \+ TILE \* K::DIM", "v_values = k_values", RACE, policy="k8v4"
+    ),
     "keys that nobody writes": Fault("tiles", r"kv_decode_tile<K, TILE[^;]*;", ";", UNWRITTEN),
     "a barrier of the warps with queries": Fault(
         "tiles", r"kv_group_barrier\(\);", "if (warp_row < row_count) kv_group_barrier();", BARRIER, 1
@@ -134,15 +150,17 @@ MISPLACED = {
 }
 
 
-def suffix() -> Scene:
-    """Queries that fill a block of tiles in part, over three tiles, of which the last ends a page."""
-    return Scene(_FORMAT, (256,), 4, 12, mx.float16, window=70)
+def suffix(policy: str = "q4") -> Scene:
+    """Queries that fill a block of tiles in part, over three tiles, of which the last ends the pool's last page."""
+    scene = Scene(_format(policy), (256,), 4, 12, mx.float16, window=70, seed=4)
+    assert scene.block_table.item() == len(scene.pages) - 1
+    return scene
 
 
-def run(kernel: str) -> None:
+def run(kernel: str, policy: str = "q4") -> None:
     """A small launch of a kernel by the compiler of Metal's dialect, whatever that is; a reduction is behind splits."""
     if kernel in ("split", "tiles", "reduce"):
-        scene = suffix() if kernel == "tiles" else Scene(_FORMAT, (300,), 4, 6)
+        scene = suffix(policy) if kernel == "tiles" else Scene(_FORMAT, (300,), 4, 6)
         mx.eval(fused_attention(*scene.arguments(), **scene.options(), dialect=Dialect.METAL))
         return
     pages, table = mx.zeros((3, _FORMAT.units), mx.uint16), mx.array([2, 0], mx.int32)

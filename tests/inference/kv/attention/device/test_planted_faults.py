@@ -16,7 +16,7 @@ from tests.made_models.sampling import first_and_in_turn
 
 pytestmark = needs_compiler
 
-KERNELS = ("split", "tiles", "append", "gather", "store")
+LAUNCHES = [("split", "q4"), ("tiles", "q4"), ("append", "q4"), ("gather", "q4"), ("store", "q4"), ("tiles", "k8v4")]
 AT_EACH_COMMIT = ("no barrier behind the warps' mixes", "the next target")  # each takes a compiler a second
 
 
@@ -25,19 +25,19 @@ def change_of(fault: Fault) -> Callable[[str], str]:
     return lambda text: fault.planted(text) if f"kernel of {fault.kernel}\n" in text else text
 
 
-def found(kernel: str, name: str = "") -> str:
-    """The faults of a launch, after one was planted."""
+def found(kernel: str, policy: str, *planted: Fault) -> str:
+    """The faults of a launch, after one was planted or none."""
     faults: list[str] = []
-    changed = [change_of(PLANTED[name])] if name else []
+    changed = [change_of(fault) for fault in planted]
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(fused.COMPILERS, Dialect.METAL, watching_compiler(faults, *changed))
-        run(kernel)
+        run(kernel, policy)
     return "\n".join(faults)
 
 
-@pytest.mark.parametrize("kernel", first_and_in_turn(KERNELS, seconds=4))
-def test_the_text_has_no_race_and_stays_within_its_memory(kernel: str) -> None:
-    assert found(kernel) == ""
+@pytest.mark.parametrize(("kernel", "policy"), first_and_in_turn(LAUNCHES, seconds=4))
+def test_the_text_has_no_race_and_stays_within_its_memory(kernel: str, policy: str) -> None:
+    assert found(kernel, policy) == ""
 
 
 @pytest.mark.long(4)
@@ -46,7 +46,7 @@ def test_the_text_has_no_race_and_stays_within_its_memory(kernel: str) -> None:
 )
 def test_a_planted_fault_is_found(name: str) -> None:
     fault = PLANTED[name]
-    assert re.search(f"{fault.kernel}: ({fault.found})", found(fault.kernel, name))
+    assert re.search(f"{fault.kernel}: ({fault.found})", found(fault.kernel, fault.policy, fault))
 
 
 @pytest.mark.campaign
