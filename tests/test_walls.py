@@ -101,6 +101,7 @@ IMPORTS = (
             "inference_svc/memory/store/agents.py",
             "inference_svc/memory/store/blobs.py",
             "inference_svc/memory/store/events.py",
+            "inference_svc/memory/store/leases.py",
             f"{SDK}/clients/*",
             f"{SDK}/formats/frame*.py",
             f"{SDK}/cli/*",

@@ -109,7 +109,7 @@ class LineLease:
     async def release(self, lease: Lease) -> None:
         # After that time the lease has ended by itself. Until then a rollback or the like may be waiting for it.
         with contextlib.suppress(errors.KvasirError):
-            await self._store.agents.release_lease(
+            await self._store.leases.release(
                 self._key.agent_id,
                 self._parts.engine.model.kv_identity_hash,
                 self._parts.owner,
@@ -120,7 +120,7 @@ class LineLease:
     async def _acquire(self) -> None:
         asked_at, epoch = self._parts.lease_clock(), self._epoch
         try:
-            granted = await self._store.agents.acquire_lease(
+            granted = await self._store.leases.acquire(
                 self._key.agent_id,
                 self._parts.engine.model.kv_identity_hash,
                 self._parts.owner,

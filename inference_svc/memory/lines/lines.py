@@ -93,7 +93,7 @@ class Lines:
     async def _prolong(self, leases: dict[str, Lease]) -> None:
         asked_at = self._parts.lease_clock()
         generations = {agent_id: lease.generation for agent_id, lease in leases.items()}
-        renewed = await self.store.agents.renew_leases(
+        renewed = await self.store.leases.renew(
             self._parts.owner, self._parts.engine.model.kv_identity_hash, generations, PROBE_TIMEOUT_S
         )
         for agent_id, lease in leases.items():

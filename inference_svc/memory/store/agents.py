@@ -1,6 +1,4 @@
-"""The engine's calls about agents: their newest versions, commits, leases, moves."""
-
-from collections.abc import Mapping
+"""The engine's calls about agents: their newest versions, commits, moves."""
 
 from kvasir import errors
 from kvasir.cachestore.v1 import cachestore_pb2
@@ -8,6 +6,7 @@ from kvasir.formats.digest import Digest
 
 from inference_svc.memory.store import answers
 from inference_svc.memory.store.connection import StoreConnection
+from inference_svc.memory.store.leases import token
 from inference_svc.memory.store.patience import Budget
 
 _PAGE = 1000
@@ -75,7 +74,7 @@ class StoredAgents:
                 manifest,
                 parent.number,
                 parent_manifest=parent.manifest,
-                lease=_token(*lease) if lease is not None else None,
+                lease=token(*lease) if lease is not None else None,
                 is_brought=is_brought,
                 base_version=base_version,
                 handed_over_by=handed_over_by,
@@ -83,37 +82,6 @@ class StoredAgents:
             )
         )
         return answers.head_of(version)
-
-    async def acquire_lease(
-        self, agent_id: str, kv_identity_hash: str, owner: str, *, begins_anew: bool, asks: bool, timeout_s: float
-    ) -> answers.LeaseGrant:
-        got = await self._connection.client.acquire_lease(
-            agent_id,
-            kv_identity_hash,
-            owner,
-            ttl_s=answers.LEASE_TTL_S,
-            begins_anew=begins_anew,
-            asks=asks,
-            timeout_s=timeout_s,
-        )
-        return answers.LeaseGrant(
-            got.lease.generation, answers.head_of(got.head) if got.HasField("head") else answers.NO_HEAD
-        )
-
-    async def renew_leases(
-        self, owner: str, kv_identity_hash: str, generations: Mapping[str, int], timeout_s: float
-    ) -> answers.LeaseRenewal:
-        got = await self._connection.client.renew_leases(
-            owner, kv_identity_hash, generations, ttl_s=answers.LEASE_TTL_S, timeout_s=timeout_s
-        )
-        return answers.LeaseRenewal(*(frozenset(each.agent_id for each in named) for named in (got.lost, got.wanted)))
-
-    async def release_lease(
-        self, agent_id: str, kv_identity_hash: str, owner: str, generation: int, timeout_s: float
-    ) -> None:
-        await self._connection.client.release_lease(
-            agent_id, kv_identity_hash, _token(owner, generation), timeout_s=timeout_s
-        )
 
     async def copy_agent(self, agent_id: str, peer: str, timeout_s: float) -> None:
         """Let a peer copy the agent's bytes ahead of its move; nothing can be seen of it there. Raises KvasirError."""
@@ -133,7 +101,3 @@ class StoredAgents:
             return None
         has_moved = bool(owned.state == cachestore_pb2.OWNER_STATE_MOVED)
         return has_moved and (owned.peer, owned.move_id) == (peer, move_id)
-
-
-def _token(owner: str, generation: int) -> cachestore_pb2.LeaseToken:
-    return cachestore_pb2.LeaseToken(owner=owner, generation=generation)

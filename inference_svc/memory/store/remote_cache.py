@@ -9,6 +9,7 @@ from inference_svc.memory.store.blobs import StoredBlobs
 from inference_svc.memory.store.connection import StoreClients, StoreConnection
 from inference_svc.memory.store.events import StoreEvents
 from inference_svc.memory.store.files import StoreFiles
+from inference_svc.memory.store.leases import StoredLeases
 
 
 class RemoteCache:
@@ -22,5 +23,6 @@ class RemoteCache:
     ) -> None:
         self.connection = connection = StoreConnection(clients, namespace, token_file, clock)
         self.agents = StoredAgents(connection)
+        self.leases = StoredLeases(connection)
         self.blobs = StoredBlobs(connection, files)
         self.events = StoreEvents(connection)

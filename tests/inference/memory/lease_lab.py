@@ -46,23 +46,21 @@ class Store:
         self.wanted: frozenset[str] = frozenset()
         self.answering = asyncio.Event()
         self.answering.set()
-        self.connection = self.bulk = self.agents = self.events = self
+        self.connection = self.bulk = self.leases = self.events = self
 
-    async def acquire_lease(
-        self, agent: str, _kv: str, _owner: str, *, begins_anew: bool, **_how: object
-    ) -> LeaseGrant:
+    async def acquire(self, agent: str, _kv: str, _owner: str, *, begins_anew: bool, **_how: object) -> LeaseGrant:
         self.asked.append((agent, begins_anew))
         await self.answering.wait()
         if self.refusals:
             raise self.refusals.pop(0)
         return LeaseGrant(self.generation or len(self.asked), HEAD)
 
-    async def renew_leases(self, _owner: str, _kv: str, generations: dict[str, int], _timeout_s: float) -> LeaseRenewal:
+    async def renew(self, _owner: str, _kv: str, generations: dict[str, int], _timeout_s: float) -> LeaseRenewal:
         self.renewed.append(generations)
         await self.answering.wait()
         return LeaseRenewal(self.lost, self.wanted)
 
-    async def release_lease(self, agent: str, _kv: str, _owner: str, generation: int, timeout_s: float) -> None:
+    async def release(self, agent: str, _kv: str, _owner: str, generation: int, timeout_s: float) -> None:
         if timeout_s < self.release_takes_s:
             raise errors.DeadlineExceeded("a busy store")
         self.released.append((agent, generation))

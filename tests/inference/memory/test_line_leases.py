@@ -119,7 +119,7 @@ def test_a_heartbeat_that_is_answered_late_says_nothing_of_a_lease_that_was_gran
             await lab.held("a")
             return LeaseRenewal(frozenset({"a"}), frozenset())
 
-        lab.store.renew_leases = late  # type: ignore[method-assign, assignment]
+        lab.store.renew = late  # type: ignore[method-assign, assignment]
         await lab.lines.beat()
         await settle()
         assert lab.counts("a")

@@ -125,19 +125,19 @@ class Store:
         self.refusals: list[Exception] = []
         self.taken_back = False
         self.stored: list[Digest] = []  # by turns, since any turn of a test began
-        self.leases: list[object] = []  # that commits brought
-        self.bases: list[object] = []  # likewise
+        self.leases_of_commits: list[object] = []
+        self.bases: list[object] = []  # of commits
         self.manifests = 0  # written
         self.generation = 2  # of the lease that it grants
         self.up = asyncio.Event()
         self.up.set()
-        self.connection = self.bulk = self.agents = self.blobs = self.events = self
+        self.connection = self.bulk = self.agents = self.leases = self.blobs = self.events = self
         self.breaker = SimpleNamespace(closed=self.up, opened=asyncio.Event())
 
     def has_moved_within(self, _seconds: float) -> bool:
         return False
 
-    async def acquire_lease(self, *_asked: object, **_how: object) -> LeaseGrant:
+    async def acquire(self, *_asked: object, **_how: object) -> LeaseGrant:
         return LeaseGrant(self.generation, self.head)
 
     async def write_tensors(self, files: list[bytes], _timeout_s: float, *_known: object) -> tuple[list[Digest], int]:
@@ -156,7 +156,7 @@ class Store:
         return not set(self.stored) <= set(own)
 
     async def commit(self, _agent: str, digest: Digest, parent: Version, _timeout_s: float, **how: object) -> Head:
-        self.leases.append(how.get("lease"))
+        self.leases_of_commits.append(how.get("lease"))
         self.bases.append(how.get("base_version"))
         if self.refusals:
             raise self.refusals.pop()

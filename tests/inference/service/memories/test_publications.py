@@ -187,7 +187,7 @@ def test_a_line_that_was_taken_back_is_not_extended_under_the_lease_that_came_af
         memory.publication.standing = memory.publication.standing.under(1)
         await house.line.lease.obtain(1)
         await house.publish(memory)
-        assert house.store.leases == [("engine-1", 1 if taken_back else 2)]
+        assert house.store.leases_of_commits == [("engine-1", 1 if taken_back else 2)]
 
     run(scenario)
 
@@ -199,7 +199,7 @@ def test_a_turn_whose_line_was_given_back_is_stored_only_if_nothing_was_taken_ba
         house.store.taken_back = taken_back
         outcome = await house.publish(remembered("one", OTHERS))
         assert outcome.state is (SnapshotState.FAILED if taken_back else SnapshotState.COMMITTED)
-        assert house.store.leases == ([] if taken_back else [("engine-1", 2)])
+        assert house.store.leases_of_commits == ([] if taken_back else [("engine-1", 2)])
 
     run(scenario)
 
