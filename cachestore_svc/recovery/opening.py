@@ -31,7 +31,7 @@ from cachestore_svc.journal.journal_lines import Position
 from cachestore_svc.journal.replay import Change, Namespace, State
 from cachestore_svc.recovery import asides, looking, on_server
 from cachestore_svc.recovery.means import Means
-from cachestore_svc.recovery.medium import blobs_of, in_bucket
+from cachestore_svc.recovery.medium import BUCKET_NOTE, blobs_of, in_bucket
 from cachestore_svc.recovery.older_copy import check_newest, note_commits
 from cachestore_svc.recovery.salvage import manifest_reader
 from cachestore_svc.sealing.key_files import KeyFiles
@@ -165,7 +165,10 @@ class _Opening:
         _remember_seals(catalog, seals)
         # Of a server's standby or backup: it may lack the newest leases, which engines still count on.
         lost_ms = 0 if log else catalog.read(HOUSE, _longest_lost_lease_ms(catalog.place))
-        history = History(_incarnation(catalog, means.token_hex), config.event_history)
+        # Engines of a copy's earlier life call the store that it was copied from. In a bucket both are one store's.
+        is_alone = log is not None and not (config.data_dir / BUCKET_NOTE).exists()
+        ends_leases = is_alone and config.accept_older
+        history = History(_incarnation(catalog, means.token_hex, ends_leases=ends_leases), config.event_history)
         space = Space(config, means.disk, self._ballast, catalog.read(HOUSE, lambda view: view.stored_bytes()))
         live = LiveLeases(means.steady)
         live.bar_all(lost_ms / 1000)
@@ -257,11 +260,14 @@ def _lock(path: Path) -> int:
     return descriptor
 
 
-def _incarnation(catalog: Catalog, token_hex: Callable[[int], str]) -> str:
-    """The name of this history. A database copied back lies in another inode: its history went on without it."""
+def _incarnation(catalog: Catalog, token_hex: Callable[[int], str], *, ends_leases: bool) -> str:
+    """The name of this history. A database copied back lies in another inode: its history went on without it. With
+    `ends_leases` no lease is left of the history before."""
 
     def begin(change: CatalogChange) -> str:
         name = token_hex(8)
+        if ends_leases and _went_on_elsewhere(change, catalog.place):
+            change.fence_all_leases()
         change.set_fact(_INCARNATION, name)
         change.set_fact(INODE, catalog.place)
         return name
@@ -274,9 +280,13 @@ def _longest_lost_lease_ms(place: str) -> Callable[[CatalogView], int]:
     """How long a lease may still hold that an index does not have which went on in another place."""
 
     def longest(view: CatalogView) -> int:
-        return view.longest_lease_ms() if view.fact(INODE) not in (None, place) else 0
+        return view.longest_lease_ms() if _went_on_elsewhere(view, place) else 0
 
     return longest
+
+
+def _went_on_elsewhere(view: CatalogView, place: str) -> bool:
+    return view.fact(INODE) not in (None, "", place)
 
 
 INODE = "inode"  # of the database in which the history of events goes on: in another one it has another name

@@ -104,6 +104,7 @@ class CatalogChange(CatalogView):
     renew_lease = leases.renew_lease
     release_lease = leases.release_lease
     fence_leases = leases.fence_leases
+    fence_all_leases = leases.fence_all_leases
     set_lease_floor = leases.set_lease_floor
 
     set_ownership = owners.set_ownership

@@ -11,6 +11,7 @@ import certifi
 import pytest
 from kvasir.credentials import write_private_text
 from kvasir.errors import FailedPrecondition, InvalidArgument, KvasirError, Unavailable
+from kvasir.formats.block_hash import kv_identity_hash
 from kvasir.formats.digest import Digest
 from obstore.store import MemoryStore
 
@@ -22,7 +23,7 @@ from cachestore_svc.facts.records import BlobKind
 from cachestore_svc.recovery.medium import blobs_of
 from cachestore_svc.store.store import Store
 from tests.cachestore.core.lab import NS, Lab
-from tests.made_models.synthetic import SyntheticAgent
+from tests.made_models.synthetic import SMALL, SyntheticAgent
 
 WHERE = "s3://bucket/prefix"
 
@@ -141,6 +142,7 @@ def test_of_two_copies_the_one_that_took_the_bucket_alone_removes_and_acknowledg
     lab = _lab(tmp_path / "a", bucket)
     with lab.open() as store:
         digest = _put(store, first)
+        store.leases.acquire(NS, "ada", kv_identity_hash(SMALL), "engine")
         _copied(tmp_path, "a", "b")
         taking = Lab(tmp_path / "b")
         config = replace(taking.config(), blobs=WHERE, blob_tier_bytes=0, accept_older=True)
@@ -152,7 +154,9 @@ def test_of_two_copies_the_one_that_took_the_bucket_alone_removes_and_acknowledg
                 refused()
             assert error.value.reason == "BUCKET_TAKEN"
     assert set(bucket.names(lab.blobs.of(NS).place)) == {digest.hash, Digest.of(second).hash}
-    with taking.open() as store:
+    with taking.open(accept_older=True) as store:
+        with pytest.raises(FailedPrecondition, match="held by engine"):  # which called a store of the same bucket
+            store.leases.acquire(NS, "ada", kv_identity_hash(SMALL), "another")
         assert store.blobs.read(NS, digest) == first
         _put(store, third)
     with pytest.raises(FailedPrecondition, match="another copy"):

@@ -7,16 +7,19 @@ import time
 from pathlib import Path
 
 import pytest
-from kvasir.errors import FailedPrecondition
+from kvasir.errors import Conflict, FailedPrecondition
+from kvasir.formats.block_hash import kv_identity_hash
 
 from cachestore_svc.blobs.disk import Disk
+from cachestore_svc.facts.records import LeaseToken
 from cachestore_svc.journal import journal, last_run
-from tests.cachestore.core.lab import NS, Lab, publish
+from tests.cachestore.core.lab import NS, Lab, publish, run_sql
 from tests.cachestore.service.running import StoreHome, store_home
 from tests.cachestore.service.running import publish as publish_over
 from tests.made_models.sampling import sampled
 from tests.made_models.synthetic import SMALL, SyntheticAgent
 
+KV = kv_identity_hash(SMALL)
 KILLS = sampled(4, of=60)
 
 
@@ -81,6 +84,32 @@ def test_an_older_directory_put_back_whole_is_refused_until_its_owner_accepts_it
     assert life.newest == 1, "it was accepted once and for all"
     life.put_back(newer)
     assert life.newest == 2, "what was given up goes on from the accepted one"
+
+
+def test_an_accepted_copy_ends_the_leases_of_its_earlier_life_and_no_other_start_does(life: Life) -> None:
+    def take(owner: str, *, accept_older: bool = False) -> int:
+        with life.lab.open(accept_older=accept_older) as store:
+            return store.leases.acquire(NS, "ada", KV, owner).token.generation
+
+    first = take("earlier")
+    older = life.copy("older")
+    run_sql(life.lab, "UPDATE facts SET value = '' WHERE name = 'inode'")  # as after a crash
+    with pytest.raises(FailedPrecondition, match="held by earlier"):
+        take("later", accept_older=True)  # no copy: its engines may live
+    with life.lab.open() as store:
+        publish(store, "eve", SyntheticAgent(SMALL, 2).turn(20), 0)
+    life.lab.root.rename(life.lab.root.with_name("gone"))
+    shutil.copytree(older, life.lab.root)
+    life.refusal()
+    assert take("later", accept_older=True) > first
+    with life.lab.open() as store:
+        with pytest.raises(Conflict, match="fenced"):
+            store.leases.renew(NS, "ada", KV, LeaseToken("earlier", first))
+    with pytest.raises(FailedPrecondition, match="held by later"):
+        take("third", accept_older=True)  # which copy it is was noted
+    life.lab.root = life.copy("moved")
+    with pytest.raises(FailedPrecondition, match="held by later"):
+        take("third")  # a copy that nobody accepted: a store that was moved while its engines live
 
 
 def test_a_longer_directory_of_another_history_is_refused(life: Life) -> None:

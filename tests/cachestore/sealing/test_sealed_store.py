@@ -150,6 +150,7 @@ OF_THE_HOUSE = {
     *(
         "fact",
         "longest_lease_ms",
+        "fence_all_leases",
         "set_fact",
         "written",
         "remove_unused_schemas",

@@ -94,6 +94,11 @@ def fence_all(rows: Rows, agent_id: str) -> None:
     rows.run(fenced, agent_id=agent_id)
 
 
+def fence_all_leases(rows: Rows) -> None:
+    """Release the leases of all lines, whether live or not, and shut out their holders."""
+    rows.run("UPDATE leases SET generation = generation + 1, is_released = TRUE WHERE NOT is_released")
+
+
 def held_leases(rows: Rows, query: LineQuery, live: LiveLeases) -> list[LineKey]:
     """Lines of an agent whose lease is live."""
     return [each.line for each in _rows_of(rows, query) if each.left_s(live)]

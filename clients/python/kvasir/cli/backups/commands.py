@@ -23,10 +23,9 @@ from kvasir.cli.running.program import done
 from kvasir.cli.showing.reported import Progress, ProgressOption
 from kvasir.errors import DataLoss, FailedPrecondition, NotFound, Unavailable
 
-# Of a home: what only a running group needs, what was logged, where backups lie, and what opens sealed namespaces. The
-# name under which the engine holds leases is copied: under another one a restored agent would have to wait for them to
-# end.
-_LEFT_OUT = ("run", "logs", "audit", "prove", "store", "seal.key", FILE, f"{FILE}.new")
+# Of a home: what only a running group needs, what was logged, where backups lie, and what opens sealed namespaces; and
+# the engine's name for leases, which no copy may have.
+_LEFT_OUT = ("run", "logs", "audit", "prove", "store", "seal.key", "engine/lease-owner", FILE, f"{FILE}.new")
 # Of the store: its blobs, whose names never change their bytes; the records of keys; the marks of sealed namespaces.
 _BLOB = re.compile(r"store/namespaces/[0-9a-f]{32}/blobs/[0-9a-f]{2}/([0-9a-f]{64})")
 _OF_STORE = re.compile(rf"{_BLOB.pattern}|store/keys/[0-9a-f]{{32}}(\.copy)?|store/namespaces/[0-9a-f]{{32}}/sealed")
@@ -284,7 +283,8 @@ def _write(source: BackupFolder, files: Files, new: Path, partial: bool) -> list
 
 
 def _adopted(home: Home) -> dict[str, Any]:
-    """The store's own check of what came. What last ran at this place may be newer: it is replaced on purpose."""
+    """The store's own check of what came. What last ran at this place may be newer: it is replaced on purpose, and
+    leases of its engines end."""
     words = ["check", "--repair", "--accept-older", "--json", "--data-dir", str(home.store_data)]
     ended = done("cachestore_svc", [*words, *home.seal_options(), *home.sealed_options()])
     if not ended.out:
