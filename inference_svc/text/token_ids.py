@@ -2,7 +2,7 @@
 
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import overload
 
 import numpy as np
@@ -71,4 +71,5 @@ class SequenceState:
     token_chars: tuple[int, ...]
     shareable_tokens: int  # leading tokens computed on the grid from position 0, a multiple of 256
     rewind_points: tuple[int, ...] = ()  # token counts, ascending, that a model with states can go back to
-    decoded_to: int = 0  # the first token behind those of the reply that were computed one by one
+    # The first token behind those of the reply that were computed one by one: how it was made, not what it is.
+    decoded_to: int = field(default=0, compare=False)
