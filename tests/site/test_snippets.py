@@ -64,6 +64,9 @@ SNIPPETS: Mapping[str, Mapping[str, tuple[str, ...] | str]] = {
     "clients/typescript/README.md": {"npm init": _INSTALLED, 'import { homedir } from "node:os"': _OTHER_LANGUAGE},
     "inference_svc/model/kvasir_tiny/MODEL_CARD.md": {
         "pip install": ("test_ten_steps_on_a_cpu_lower_the_loss_and_leave_a_model_that_loads",),
+        "python -m tools.kvasir_tiny.wedlm.train": (
+            "test_a_run_lowers_both_losses_and_one_that_was_interrupted_ends_with_the_same_bits",
+        ),
     },
     "proto/README.md": {
         "buf generate": "its plugins come from buf's registry; `buf curl` asks the reflection that tests ask in Python",

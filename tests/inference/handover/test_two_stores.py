@@ -238,7 +238,7 @@ def test_the_command_waits_for_the_turn_of_an_engine_that_it_does_not_call(pair:
         async with AioInferenceClient.connect(engine.address) as a:
             await hear(a, agent_id="waits", **TELL, sampling={"max_tokens": 4})
             with Cli(tmp_path).running(*move_command(pair, "waits")) as command:
-                turn = {**AND_THEN, "sampling": {**ON, "max_tokens": 1_500}}
+                turn = {**AND_THEN, "sampling": {**ON, "max_tokens": 1_500, "most_drafts": 0}}
                 async with aclosing(a.generate(agent_id="waits", **turn)) as events:
                     async for _ in events:
                         if "waiting until the engine" in command.err:
