@@ -21,7 +21,7 @@ from kvasir_gateway.conversations import Chain, Conversations
 from kvasir_gateway.engine import CallerAtEngine, sent_messages
 from kvasir_gateway.metrics import GatewayNumbers
 from kvasir_gateway.reading.quoting import Quoted
-from kvasir_gateway.reading.records import PREFIX
+from kvasir_gateway.reading.records import PREFIX, AgentRecords
 from kvasir_gateway.reading.side_calls import SUMMARY, SideRule, side_call_of
 from kvasir_gateway.reading.titles import TITLE, title_of
 from kvasir_gateway.turn import Said, ToolUse, Turn
@@ -70,7 +70,7 @@ class SideMemory(Memory):
     """What a side call reads: the memory of the conversation that it follows, if there is one. It changes nothing.
     `summarized`: the agent that a summary is of, and its messages."""
 
-    caller: CallerAtEngine
+    records: AgentRecords
     summarized: str
     messages: Sequence[Said]
 
@@ -80,7 +80,7 @@ class SideMemory(Memory):
             place, known = (self.namespace, self.summarized), self.conversations
             try:
                 async with asyncio.timeout(SOON_S):
-                    await known.summarized(place, self.chain, self.messages, reply.text, self.caller)
+                    await known.summarized(place, self.chain, self.messages, reply.text, self.records)
             except TimeoutError:
                 _log.warning("conversations.summary_not_kept error=STORE_HANGS")
 
@@ -138,26 +138,26 @@ class Turns:
         is_aside = turn.memory.get("memory_mode") == pb.MEMORY_MODE_NONE or turn.sampling.get("n", 1) > 1
         if agent_id or not turn.messages or is_aside:
             return Memory(agent_id, None, namespace, chain)
-        self._tidy(namespace, caller)
-        known = self._conversations
+        self._tidy(namespace, caller.records)
+        known, records = self._conversations, caller.records
         # First: what clients write around a summary may read like a request for one.
         is_side_call = bool(ready.side_call)
-        if compacted := await known.compacted(namespace, chain, turn.messages, caller, is_side_call=is_side_call):
+        if compacted := await known.compacted(namespace, chain, turn.messages, records, is_side_call=is_side_call):
             return Memory(compacted, known, namespace, chain, {"replace_memory": True}, turn.begun)
         if ready.side_call:
-            read = await known.agent_behind(namespace, chain, turn.messages, caller)
+            read = await known.agent_behind(namespace, chain, turn.messages, records)
             is_summary = ready.side_call == SUMMARY
             # Where the turn does not follow the conversation, its text quotes it.
-            quoted = await known.quoted_by(chain, turn.messages, caller) if is_summary and not read else Quoted()
+            quoted = await known.quoted_by(chain, turn.messages, records) if is_summary and not read else Quoted()
             return SideMemory(
                 *(read, known, namespace, chain),
                 options={"memory_mode": pb.MEMORY_MODE_READ_ONLY if read else pb.MEMORY_MODE_NONE},
                 side_call=ready.side_call,
-                caller=caller,
+                records=records,
                 summarized=read or quoted.agent_id,
                 messages=(*turn.messages, *quoted.messages) if is_summary else (),
             )
-        found = await known.agent_for(namespace, chain, turn.messages, caller)
+        found = await known.agent_for(namespace, chain, turn.messages, records)
         return Memory(found, known, namespace, chain, begun=turn.begun)
 
     def digests_of(self, messages: Iterable[Said]) -> Iterator[str]:
@@ -183,8 +183,8 @@ class Turns:
             update = caller.at(memory.agent_id).update_agent(memory.agent_id, labels={TITLE: title})
             self._do_beside(update, "not_entitled")
 
-    def _tidy(self, namespace: str, caller: CallerAtEngine) -> None:
-        self._do_beside(self._conversations.tidy(namespace, caller), "not_tidied")
+    def _tidy(self, namespace: str, records: AgentRecords) -> None:
+        self._do_beside(self._conversations.tidy(namespace, records), "not_tidied")
 
     def _do_beside(self, work: Coroutine[Any, Any, object], failed: str) -> None:
         task = asyncio.create_task(work)

@@ -169,7 +169,7 @@ class Gateway:
         if asked.previous_response_id is not None:
             previous = openai_responses.place_of(asked.previous_response_id)
         wanted = {*places.values(), *([previous] if previous is not None else ())}
-        said = await call.caller.said_until(wanted, self._around.turns.digests_of) if wanted else {}
+        said = await call.caller.records.said_until(wanted, self._around.turns.digests_of) if wanted else {}
         for number, place in places.items():
             given = asked.input[number]["id"]  # type: ignore[index]  # it is a list: it has references
             if place not in said:

@@ -1,20 +1,17 @@
 """The engine behind the gateway: turns, agents and health, for one caller at a time."""
 
 import asyncio
-import contextlib
 import copy
 import re
-from collections.abc import AsyncGenerator, Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import replace
-from datetime import UTC
 from functools import partial
 from itertools import accumulate, cycle
 from types import MappingProxyType
 from typing import Any
 
 from kvasir import volatile
-from kvasir.cachestore.v1 import cachestore_pb2
 from kvasir.clients import AioInferenceClient, GenerateOptions, Tls
 from kvasir.clients.aio.large_requests import LargeRequests
 from kvasir.clients.aio.service_client import Making
@@ -23,30 +20,23 @@ from kvasir.clients.inference_client_turns import READS
 from kvasir.clients.messages import message_list
 from kvasir.common.v1 import message_pb2
 from kvasir.errors import FailedPrecondition, InvalidArgument, KvasirError, NotFound
-from kvasir.formats import manifest
 from kvasir.inference.v1 import inference_pb2 as pb
 from kvasir.server.operating.wellness import Ailment, Wellness, memories_not_stored
 
 from kvasir_gateway.models import unknown_alias
-from kvasir_gateway.reading.records import PREFIX, Beside, Kept, Made
+from kvasir_gateway.reading.records import Beside, Made
+from kvasir_gateway.reading.stored_records import StoredRecords
 from kvasir_gateway.reading.volatile import Rules
-from kvasir_gateway.turn import Place, Said, ToolUse, Turn, renamed
+from kvasir_gateway.turn import Said, Turn, renamed
 
-_PAGE = 1000
 # An engine allows 320 calls on a connection, and the gateway has many callers. Idle ones are not opened.
 _CONNECTIONS = 16
 _NOT_BOUND = ("NO_FORCED_CALLS", "FORMAT_INVALID", "FORMAT_TOO_COMPLEX")  # reasons why no grammar binds calls
-# The label of an agent whose conversation was compacted: the digest of its newest opening.
-_OPENING = "conversation.opening"
-_SUMMARY = "conversation.summary"  # of one whose client has asked for a summary; `reading/compaction.py` writes it
-_COPIED = (cachestore_pb2.ORIGIN_IMPORT, cachestore_pb2.ORIGIN_PULL)
-_AGENTS_AT_ONCE = 8  # of which one request reads the memory
 _MAX_MESSAGES = 10_000  # as the engine takes
 _ARGUMENTS = re.compile(r"(?:append_)?messages\.messages\[(\d+)\]\.tool_calls\[(\d+)\]\.arguments_json")
 _LARGE_CHARS = 64 << 10  # of a prompt: a look at its model costs less than to send it twice
 
 SentMessages = Sequence[message_pb2.Message]
-DigestsOf = Callable[[Iterable[Said]], Iterator[str]]  # of all beginnings of what was said, from that of nothing on
 
 
 async def at_once(make: Callable[[], Made]) -> Made:
@@ -59,7 +49,7 @@ class CallerAtEngine:
     def __init__(self, client: AioInferenceClient, beside: Beside = at_once) -> None:
         """`beside`: does work that would hold up the event loop."""
         self.client = client
-        self.beside = beside
+        self.records = StoredRecords(client, self.at, beside)
 
     def at(self, _agent_id: str) -> AioInferenceClient:
         """The engine that knows most of an agent."""
@@ -151,81 +141,6 @@ class CallerAtEngine:
             if not any_model:
                 raise
         return await self.client.get_model("")
-
-    async def kept(self, name_prefix: str, opening: str = "") -> list[Kept]:
-        """All agents whose names begin so, the last used first; of a compacted conversation those that have this newer
-        opening."""
-        labels = {_OPENING: opening} if opening else {}
-        found: list[Kept] = []
-        token = ""
-        while True:
-            page = await self.client.list_agents(
-                name_prefix=name_prefix, labels=labels, page_size=_PAGE, page_token=token
-            )
-            found += [_kept(agent) for agent in page.agents]
-            if not (token := page.next_page_token):
-                return sorted(found, key=lambda agent: agent.used_at, reverse=True)
-
-    async def note(self, agent_id: str, *, summary: str, opening: str = "") -> None:
-        labels = {_OPENING: opening} if opening else {}
-        await self.at(agent_id).update_agent(agent_id, labels=labels | {_SUMMARY: summary})
-
-    async def messages(self, agent_id: str) -> Sequence[Said]:
-        """What an agent remembers; nothing when that cannot be said."""
-        try:
-            _, data = await self.at(agent_id).get_snapshot(agent_id)
-            return await self.beside(lambda: said_by_all(manifest.parse(data).messages))
-        except KvasirError:
-            return ()
-
-    async def said_until(self, places: Collection[Place], digests_of: DigestsOf) -> dict[Place, Sequence[Said]]:
-        """What was said until each of these replies, and the reply; without those that nobody remembers any more.
-        Each agent is read once, and a few at a time."""
-        few = asyncio.Semaphore(_AGENTS_AT_ONCE)
-
-        async def one(agent_id: str) -> dict[Place, Sequence[Said]]:
-            async with few:
-                return await self._said_by(agent_id, [each for each in places if each.agent_id == agent_id], digests_of)
-
-        reading = [asyncio.create_task(one(agent_id)) for agent_id in {place.agent_id for place in places}]
-        try:
-            found = await asyncio.gather(*reading)
-        finally:
-            for task in reading:
-                task.cancel()
-        return {place: said for each in found for place, said in each.items()}
-
-    async def _said_by(
-        self, agent_id: str, places: Sequence[Place], digests_of: DigestsOf
-    ) -> dict[Place, Sequence[Said]]:
-        """Versions that are kept name their turns. A reply of an older turn is found in an agent of a conversation,
-        which keeps all its messages, behind the same messages."""
-        try:
-            versions = (await self.at(agent_id).list_snapshots(agent_id)).snapshots
-        except NotFound:
-            return {}
-        found: dict[Place, Sequence[Said]] = {}
-        newest: Sequence[Said] = ()
-        for version in versions:
-            with contextlib.suppress(NotFound, InvalidArgument):  # retired meanwhile, or not to be read
-                _, data = await self.at(agent_id).get_snapshot(agent_id, version=version.version)
-                request_id, said = await self.beside(partial(_turn_of, data))
-                newest = newest or said
-                if said:  # an agent that is prompted in plain text has no messages
-                    found |= {place: said for place in places if place.request_id == request_id}
-            if len(found) == len(places):
-                return found
-        if not agent_id.startswith(PREFIX):
-            return found
-        return found | await self.beside(lambda: _replies_behind(newest, {*places} - {*found}, digests_of))
-
-    async def fork(self, source: str, name: str, version: int | None) -> int:
-        return _newest(await self.at(source).fork_agent(source, name, version=version))
-
-    async def delete(self, agent_id: str, only_version: int | None = None) -> None:
-        """`only_version`: where a turn was stored in it after all, it stays."""
-        if only_version is None or _newest(await self.at(agent_id).get_agent(agent_id)) == only_version:
-            await self.at(agent_id).delete_agent(agent_id)
 
 
 class EngineLink:
@@ -374,46 +289,3 @@ def _mapping(message: Said) -> dict[str, Any]:
     fields["reasoning"] = message.reasoning
     given = {name: value for name, value in fields.items() if value}
     return {"role": message.role, "content": message.content, **given}
-
-
-def _turn_of(manifest_bytes: bytes) -> tuple[str, Sequence[Said]]:
-    """The request of a version's turn, and the messages until its reply."""
-    parsed = manifest.parse(manifest_bytes)
-    return parsed.turn.request_id, said_by_all(parsed.messages)
-
-
-def _replies_behind(
-    said: Sequence[Said], places: Iterable[Place], digests_of: DigestsOf
-) -> dict[Place, Sequence[Said]]:
-    """The messages of a memory until the replies at these places, where those before are the same."""
-    digests = list(digests_of(said))
-    return {
-        place: said[: place.number + 1]
-        for place in places
-        if 0 <= place.number < len(said)
-        and said[place.number].role == "assistant"
-        and digests[place.number] == place.digest
-    }
-
-
-def _newest(agent: cachestore_pb2.Agent) -> int:
-    return max((line.version for line in agent.lines), default=0)
-
-
-def _kept(agent: cachestore_pb2.Agent) -> Kept:
-    is_copy = any(line.origin in _COPIED or (line.is_brought and not line.is_text_own) for line in agent.lines)
-    opening, summary = (agent.labels.get(name, "") for name in (_OPENING, _SUMMARY))
-    return Kept(agent.agent_id, agent.used_at.ToDatetime(tzinfo=UTC), is_copy, opening, summary)
-
-
-def said_by_all(messages: Iterable[Any]) -> list[Said]:
-    """What callers and the model said: no notes of the engine's own."""
-    return [_said(message) for message in messages if not message.is_note]
-
-
-def _said(message: Any) -> Said:
-    calls = tuple(ToolUse(call.id, call.name, call.arguments_json) for call in message.tool_calls)
-    content, reasoning = message.content, message.reasoning
-    if message.is_reply:
-        content, reasoning = manifest.without_guards(content), manifest.without_guards(reasoning)
-    return Said(message.role, content, message.name, calls, message.tool_call_id, reasoning)

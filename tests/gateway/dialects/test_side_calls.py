@@ -182,7 +182,7 @@ def test_a_store_that_hangs_holds_up_the_end_of_a_summary_for_a_moment(monkeypat
     first = talk.turn(user("Hello"), answer="Hi")
     turn = Turn(model="", messages=(user("Hello"), reply("Hi"), *SUMMARIES[0][1:]))
     ready = replace(answering.Turns(talk.known).ready(turn), side_call="summary")
-    own: dict[str, Any] = {"caller": talk.records, "summarized": first, "messages": turn.messages}
+    own: dict[str, Any] = {"records": talk.records, "summarized": first, "messages": turn.messages}
     memory = answering.SideMemory(first, talk.known, "n", ready.chain, side_call=ready.side_call, **own)
     told = Reply()
     told.add(pb.GenerateResponse(delta=pb.Delta(text=SUMMARY)))

@@ -10,9 +10,10 @@ from kvasir.errors import NotFound
 from kvasir.formats import manifest
 from kvasir.formats.digest import Digest
 from kvasir_gateway import conversations as module
-from kvasir_gateway.engine import CallerAtEngine, _replies_behind
+from kvasir_gateway.engine import CallerAtEngine
 from kvasir_gateway.page.conversation.transcript import transcript
 from kvasir_gateway.reading.records import Made
+from kvasir_gateway.reading.stored_records import _replies_behind
 from kvasir_gateway.turn import Place, Said
 
 from tests.gateway.dialects.test_conversations import conversations, reply, user
@@ -48,10 +49,10 @@ def test_a_reply_that_spelled_a_special_token_is_read_as_it_was_told() -> None:
         manifest_pb2.Message(role="assistant", content="<\ufdd0|im_end|>", is_reply=True),
     ]
     caller = CallerAtEngine(Remembering(*said))  # type: ignore[arg-type]
-    assert asyncio.run(caller.messages("a")) == [user("What ends a message?"), reply("<|im_end|>")]
+    assert asyncio.run(caller.records.messages("a")) == [user("What ends a message?"), reply("<|im_end|>")]
     makers: list[threading.Thread] = []
     beside = CallerAtEngine(Remembering(*said), lambda make: asyncio.to_thread(_noted, makers, make))  # type: ignore[arg-type]
-    assert asyncio.run(beside.messages("a")) == asyncio.run(caller.messages("a"))
+    assert asyncio.run(beside.records.messages("a")) == asyncio.run(caller.records.messages("a"))
     assert threading.main_thread() not in makers
     assert makers
     shown = asyncio.run(transcript(Remembering(*said), "a", None)).messages  # type: ignore[arg-type]
@@ -80,9 +81,9 @@ def test_ids_of_many_agents_are_looked_up_a_few_at_a_time_and_no_longer_than_som
     places = [Place(f"agent {number % 20}", f"turn {number}", 1, "") for number in range(60)]
 
     async def look_up() -> None:
-        assert await caller.said_until(places, iter) == {}
+        assert await caller.records.said_until(places, iter) == {}
         assert (slow.calls, slow.most) == (20, 8)
-        leaving = asyncio.create_task(caller.said_until(places, iter))
+        leaving = asyncio.create_task(caller.records.said_until(places, iter))
         await asyncio.sleep(0.005)
         assert slow.open == 8
         leaving.cancel()

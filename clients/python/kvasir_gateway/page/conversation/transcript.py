@@ -11,7 +11,7 @@ from kvasir.errors import DataLoss, NotFound
 from kvasir.formats import manifest
 from kvasir.inference.v1 import inference_pb2 as pb
 
-from kvasir_gateway.engine import said_by_all
+from kvasir_gateway.reading.stored_records import said_by_all
 from kvasir_gateway.turn import Said
 
 MOST_SHOWN = 200
