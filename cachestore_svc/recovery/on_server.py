@@ -95,12 +95,16 @@ def _named(path: Path, means: Means) -> str:
 
 
 def _write(path: Path, name: str, means: Means) -> None:
-    descriptor = means.disk.open_append(path)
+    """Whole or not at all: an empty file would make the directory that of no store, at every start."""
+    new = path.with_name(path.name + ".new")
+    means.disk.remove(new)  # of a start that was cut
+    descriptor = means.disk.open_append(new)
     try:
         means.disk.write(descriptor, name.encode())
         means.disk.fsync(descriptor)
     finally:
         means.disk.close(descriptor)
+    means.disk.rename(new, path)
     means.disk.fsync_directory(path.parent)
 
 
