@@ -50,7 +50,7 @@ demo: install    ## Two agents live, die by kill -9, and go on; then one moves
 	$(BIN)/kvasir demo
 
 fleet: install   ## Three engines on PostgreSQL and S3, with nginx; ENGINES=5 DOOR=envoy DIR=…
-	@$(BIN)/python -m tools.fleet $(if $(DIR),--dir '$(DIR)') $(if $(ENGINES),--engines '$(ENGINES)') $(if $(STORES),--stores '$(STORES)') $(if $(DOOR),--door '$(DOOR)')
+	@$(BIN)/python -m tools.fleet $(if $(DIR),--dir '$(DIR)') $(if $(ENGINES),--engines '$(ENGINES)') $(if $(DOOR),--door '$(DOOR)')
 
 demo-agent: install ## A coding agent with 30,000 tokens of instructions is killed; minutes
 	$(BIN)/kvasir demo --agent

@@ -182,3 +182,11 @@ def test_a_second_fleet_in_a_directory_is_refused_by_the_first_ones_pid(tmp_path
     refused = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=60)
     assert refused.returncode == 1
     assert f"kill {os.getpid()}" in refused.stderr
+
+
+@pytest.mark.parametrize("command", ["tools.fleet", "tests.campaigns.fleet.campaign"])
+def test_several_stores_are_not_offered_for_one_database_has_one(command: str) -> None:
+    words = [sys.executable, "-m", command, "--stores", "2"]
+    refused = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False, timeout=60)
+    assert refused.returncode == 2
+    assert "unrecognized arguments: --stores 2" in refused.stderr

@@ -26,7 +26,6 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="make fleet", description=__doc__)
     parser.add_argument("--dir", type=Path, default=Path("out/fleet"), help="holds everything (default: out/fleet)")
     parser.add_argument("--engines", type=_count, default=3, help="engines (3)")
-    parser.add_argument("--stores", type=_count, default=1, help="stores over one PostgreSQL and one bucket (1)")
     parser.add_argument(
         "--door", choices=[*DOORS, "none"], default="nginx", help="for gRPC, before the engines (nginx)"
     )
@@ -34,7 +33,7 @@ def main() -> int:
     given = parser.parse_args()
     for number in _ENDS:
         signal.signal(number, _leave)
-    root, plan = given.dir.absolute(), Plan(given.engines, given.stores, given.door)
+    root, plan = given.dir.absolute(), Plan(given.engines, given.door)
     try:
         with _alone(root) as lock, running(root, plan, lock) as fleet:
             print(json.dumps(fleet.facts()) if given.json else _words(fleet), flush=True)
@@ -95,7 +94,7 @@ def _watch(fleet: Fleet) -> int:
 def _words(fleet: Fleet) -> str:
     first = fleet.engines[0]
     token = f"--token-file {fleet.client_token}"
-    members = "\n".join(f"  {each.name:<10} {each.address}  pid {each.pid}" for each in (*fleet.engines, *fleet.stores))
+    members = "\n".join(f"  {each.name:<10} {each.address}  pid {each.pid}" for each in (*fleet.engines, fleet.store))
     options = " ".join(fleet.engine_options)
     door = ""
     if fleet.door is not None:
@@ -107,7 +106,7 @@ def _words(fleet: Fleet) -> str:
   postgres   127.0.0.1:{fleet.postgres.port}   s3  127.0.0.1:{fleet.s3.port}
 Try in another terminal:
   kvasir --engine {at} {token} chat ada --once "My name is Anna."
-  kvasir --home {fleet.stores[0].home.root} fleet status {options}
+  kvasir --home {fleet.store.home.root} fleet status {options}
   kill -9 {first.pid}      # an engine; ada goes on at another one
   kvasir --engine {at} {token} chat ada --once "What is my name?"
 Ctrl-C ends it all; what the agents remember stays in that directory."""

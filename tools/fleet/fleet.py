@@ -1,7 +1,7 @@
-"""A whole fleet in one directory: engines, stores, PostgreSQL, S3, the HTTP gateway, and a balancer for gRPC.
+"""A whole fleet in one directory: engines, a store, PostgreSQL, S3, the HTTP gateway, and a balancer for gRPC.
 
 clients ─HTTP─▶ gateway ──┐
-clients ─gRPC─▶ nginx ────┴▶ engine-1, -2, … ──▶ store-1, … ──▶ PostgreSQL (index), versitygw (blobs, as S3)
+clients ─gRPC─▶ nginx ────┴▶ engine-1, -2, … ──▶ store ──▶ PostgreSQL (index), versitygw (blobs, as S3)
 """
 
 import json
@@ -32,7 +32,6 @@ class Plan:
     """What a fleet has. `door`: nginx, envoy or none. `through` and `begin` are for tests."""
 
     engines: int = 3
-    stores: int = 1
     door: str = "nginx"
     memory_gib: str = "1"
     engine_settings: str = ""  # the text of a settings file, for every engine
@@ -78,7 +77,7 @@ class Fleet:
         for each in (logs, root / "postgres", root / "s3", root / "door"):
             each.mkdir(exist_ok=True, mode=0o700)
         self.postgres, self.s3 = Postgres(root / "postgres", logs), S3(root / "s3", logs)
-        self.stores = [Member(f"store-{number + 1}", root, logs) for number in range(plan.stores)]
+        self.store = Member("store-1", root, logs)
         self.engines = [Member(f"engine-{number + 1}", root, logs) for number in range(plan.engines)]
         addresses = [each.address for each in self.engines]
         self.door = None if plan.door == "none" else Door(plan.door, root / "door", logs, addresses)
@@ -89,7 +88,7 @@ class Fleet:
 
     @property
     def kvasir_parts(self) -> list[Part]:
-        return [*(each.part for each in (*self.stores, *self.engines)), self.gateway]
+        return [self.store.part, *self._engine_parts, self.gateway]
 
     @property
     def parts(self) -> list[Part]:
@@ -99,28 +98,24 @@ class Fleet:
 
     @property
     def client_token(self) -> Path:
-        return self.stores[0].home.tokens / "client.token"
+        return self.store.home.tokens / "client.token"
 
     def start(self) -> None:
         """All of it, until each part is ready. Raises FleetError."""
         through = self.plan.through
         servers = [self.postgres.part, self.s3.part]
         self.postgres.prepare(self.postgres.port)
-        self.s3.prepare(through("stores", "s3", self.s3.port))
+        self.s3.prepare(through("store", "s3", self.s3.port))
         _start(servers)
         self.postgres.make_database()
-        database_port = through("stores", "postgres", self.postgres.port)
+        database_port = through("store", "postgres", self.postgres.port)
         self.postgres.prepare(database_port)
-        first, *others = self.stores
-        for store in self.stores:
-            self._set_up_store(store, database_port)
-        _start([first.part])
-        for member in (*others, *self.engines):
-            _join(first.home, member.home)
-        _start([each.part for each in others])
-        for number, engine in enumerate(self.engines):
-            self._set_up_engine(engine, self.stores[number % len(self.stores)])
-        _start([each.part for each in self.engines])
+        self._set_up_store(self.store, database_port)
+        _start([self.store.part])
+        for engine in self.engines:
+            _join(self.store.home, engine.home)
+            self._set_up_engine(engine, self.store)
+        _start(self._engine_parts)
         doors = [self.gateway]
         if self.door is not None:
             self.door.prepare()
@@ -129,17 +124,13 @@ class Fleet:
 
     def stop(self) -> None:
         """Callers' doors first, then the engines, which store what they owe, and last what the stores stand on."""
-        for wave in ([self.gateway, *([self.door.part] if self.door else [])], self._engine_parts, self._store_parts):
+        for wave in ([self.gateway, *([self.door.part] if self.door else [])], self._engine_parts, [self.store.part]):
             _stop(wave)
         _stop([self.s3.part, self.postgres.part])
 
     @property
     def _engine_parts(self) -> list[Part]:
         return [each.part for each in self.engines]
-
-    @property
-    def _store_parts(self) -> list[Part]:
-        return [each.part for each in self.stores]
 
     def _set_up_store(self, store: Member, database_port: int) -> None:
         catalog = f"postgresql://kvasir@127.0.0.1:{database_port}/{DATABASE}"
@@ -160,7 +151,7 @@ class Fleet:
         engine.runs(*words)
 
     def _gateway_words(self) -> list[str]:
-        words = [sys.executable, "-m", "kvasir", "--home", str(self.stores[0].home.root)]
+        words = [sys.executable, "-m", "kvasir", "--home", str(self.store.home.root)]
         return [*words, "gateway", "--listen", self.http, *self.engine_options]
 
     @property
@@ -176,7 +167,7 @@ class Fleet:
             "door": None if self.door is None else self.door.address,
             "token_file": str(self.client_token),
             "engines": [self._facts_of(each) for each in self.engines],
-            "stores": [self._facts_of(each) for each in self.stores],
+            "stores": [self._facts_of(self.store)],
             "pids": {part.name: part.process.pid for part in self.parts if part.process is not None},
         }
 

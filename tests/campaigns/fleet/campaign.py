@@ -40,7 +40,6 @@ class Size:
     faults: int
     agents: int = 64
     engines: int = 3
-    stores: int = 1
     within_s: float = 20 * _HOUR_S
 
 
@@ -88,7 +87,7 @@ async def _opened(root: Path, size: Size, seed: int) -> AsyncIterator[tuple[Flee
         return link.port
 
     set_ahead(root / "clock", 0.0)
-    plan = Plan(size.engines, size.stores, "nginx", "0.01", _SETTINGS, (), through, _begin(root / "clock"))
+    plan = Plan(size.engines, "nginx", "0.01", _SETTINGS, (), through, _begin(root / "clock"))
     async with contextlib.AsyncExitStack() as ends:
         fleet = await asyncio.to_thread(ends.enter_context, running(root, plan))
         for link in links.values():
@@ -97,7 +96,7 @@ async def _opened(root: Path, size: Size, seed: int) -> AsyncIterator[tuple[Flee
         assert fleet.door is not None
         addresses = [*(each.address for each in fleet.engines), fleet.door.address]
         clients = [AioInferenceClient.connect(address, token=token) for address in addresses]
-        lives = Lives(clients, AioStoreClient.connect(fleet.stores[0].address, token=token), seed)
+        lives = Lives(clients, AioStoreClient.connect(fleet.store.address, token=token), seed)
         ends.push_async_callback(lives.close)
         await lives.calibrate()
         yield fleet, lives, links
@@ -131,11 +130,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--faults", type=int, default=10_000)
     parser.add_argument("--agents", type=int, default=64, help="that live at once")
     parser.add_argument("--engines", type=int, default=3)
-    parser.add_argument("--stores", type=int, default=1)
     parser.add_argument("--minutes", type=float, default=20 * 60, help="after which it ends with fewer faults")
     parser.add_argument("--seed", type=int, default=1)
     given = parser.parse_args(arguments)
-    size = Size(given.faults, given.agents, given.engines, given.stores, given.minutes * 60)
+    size = Size(given.faults, given.agents, given.engines, given.minutes * 60)
     os.environ.setdefault("SSL_CERT_FILE", certifi.where())
     try:
         result = asyncio.run(run(size, given.seed))

@@ -50,12 +50,12 @@ class Nemesis:
     def _next(self) -> tuple[str, Callable[[], None]]:
         dice, fleet = self._dice, self._fleet
         name, link = dice.pick(list(self._links.items()))
-        member = dice.pick([*fleet.engines, *fleet.stores])
+        member = dice.pick([*fleet.engines, fleet.store])
         server = dice.pick([fleet.postgres.part, fleet.s3.part])
         return dice.pick(
             [
                 *[(f"link {name}", lambda: self._break(link, dice.pick(list(_LINK_KINDS))))] * 5,
-                ("s3 answers 503", lambda: self._break(self._links["stores to s3"], "busy")),
+                ("s3 answers 503", lambda: self._break(self._links["store to s3"], "busy")),
                 (f"kill {member.name}", lambda: self._kill_service(member)),
                 (f"kill {member.name}", lambda: self._kill_service(member)),
                 (f"kill {member.name} and its supervisor", lambda: self._kill_group(member)),
@@ -104,7 +104,7 @@ class Nemesis:
         give_up = time.monotonic() + _STARTS_S
         for part in (self._fleet.postgres.part, self._fleet.s3.part):
             _start(part, give_up)
-        for member in (*self._fleet.stores, *self._fleet.engines):
+        for member in (self._fleet.store, *self._fleet.engines):
             if not member.part.is_running:
                 _send(member.pid, signal.SIGKILL)
                 _start(member.part, give_up)
