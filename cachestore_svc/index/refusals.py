@@ -40,12 +40,12 @@ def unfit_blob(digest: Digest, problem: str) -> FailedPrecondition:
 
 
 @contextlib.contextmanager
-def reading_damage() -> Iterator[None]:
+def reading_damage(catalog: str = "") -> Iterator[None]:
     """Raise as damage what a reader trips over in entries that the store never wrote: at a start, and in a check."""
     try:
         yield
     except (ValueError, TypeError, AssertionError) as error:
-        raise index_damaged(f"it holds what nobody wrote ({type(error).__name__}: {error})") from error
+        raise index_damaged(f"it holds what nobody wrote ({type(error).__name__}: {error})", catalog) from error
 
 
 def data_too_new(step: int, known: int) -> FailedPrecondition:
@@ -55,7 +55,12 @@ def data_too_new(step: int, known: int) -> FailedPrecondition:
     )
 
 
-def index_damaged(words: str) -> DataLoss:
-    return DataLoss(
-        f"the index is damaged: {words}; stop the store and run: kvasir store recover", reason="INDEX_DAMAGED"
-    )
+def index_damaged(words: str, catalog: str = "") -> DataLoss:
+    """`catalog`: where the index lies, unless it is a file. One in a bucket has no journal to recover from."""
+    step = "run: kvasir store recover"
+    if catalog.startswith("s3://"):
+        step = (
+            f"bring back the objects of {catalog}/index from a copy of the bucket or from its older versions; without "
+            "these, begin a new store with another prefix"
+        )
+    return DataLoss(f"the index is damaged: {words}; stop the store and {step}", reason="INDEX_DAMAGED")

@@ -105,7 +105,7 @@ def locked(config: StoreConfig, disk: Disk) -> Iterator[int]:
     except OSError as error:
         raise refusal(error, f"the data directory {config.data_dir}") from error
     try:
-        with reading_damage():
+        with reading_damage(config.catalog):
             yield lock
     except OSError as error:
         raise refusal(error, f"the data directory {config.data_dir}") from error

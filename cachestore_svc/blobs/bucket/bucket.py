@@ -41,17 +41,21 @@ class Bucket:
         self._errors = obstore.exceptions
 
     def put_new(self, name: str, data: bytes | memoryview) -> bool:
-        """Write an object that is not there; False where there is one, whoever wrote it."""
-        if len(data) > _MULTIPART_BYTES:
-            if self.size_bytes(name) is not None:
-                return False
-            self.put(name, data)  # nobody writes other bytes under a blob's name
-            return True
+        """Write an object that is not there, in one request; False where there is one already."""
         try:
             with self._in_words(name):
-                self._obstore.put(self._store, name, data, mode="create")
+                self._obstore.put(self._store, name, data, mode="create", use_multipart=False)
         except FileExistsError:
             return False
+        return True
+
+    def put_blob(self, name: str, data: bytes | memoryview) -> bool:
+        """As `put_new`, but a large one after a look and in parts: nobody writes other bytes under a blob's name."""
+        if len(data) <= _MULTIPART_BYTES:
+            return self.put_new(name, data)
+        if self.size_bytes(name) is not None:
+            return False
+        self.put(name, data)
         return True
 
     def put(self, name: str, data: bytes | memoryview) -> None:

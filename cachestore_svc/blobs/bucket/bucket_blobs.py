@@ -22,6 +22,11 @@ _ASIDE_NAME = re.compile(r"([0-9a-f]{64})\.aside-([0-9]{1,15})")
 _WRITES = 8  # objects of a group that are written at the same time
 
 
+def places_of(bucket: Bucket) -> set[str]:
+    """Of the namespaces that have objects."""
+    return {name for name in bucket.folders() if _PLACE.fullmatch(name)}
+
+
 class BucketBlobs:
     """Implements `BlobBackend`. `arriving`: where parts lie until their bytes are in the bucket."""
 
@@ -41,7 +46,7 @@ class BucketBlobs:
     def all(self) -> list["BlobsOfNamespace"]:
         """Namespaces that have objects, or parts that arrive."""
         places = {each.place for each in self._arriving.all()}
-        places |= {name for name in self.bucket.folders() if _PLACE.fullmatch(name)}
+        places |= places_of(self.bucket)
         return [self._at(self._arriving.at(place)) for place in sorted(places)]
 
     def remove_aside(self, aside: Aside) -> int:
@@ -171,7 +176,7 @@ class BlobsOfNamespace:
             part.close()
         name = self._object(hash_)
         # What lies there may be damaged: then the new bytes take its place.
-        if not self._bucket.put_new(name, data) and self._bucket.get(name, len(data) + 1) != data:
+        if not self._bucket.put_blob(name, data) and self._bucket.get(name, len(data) + 1) != data:
             self._bucket.put(name, data)
         self._tier.put(self.place, hash_, data)
         self._arriving.remove_part(hash_)

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from kvasir.errors import DataLoss, FailedPrecondition, InvalidArgument, KvasirError, Unavailable
 from obstore.store import MemoryStore
 
+from cachestore_svc.blobs.bucket import bucket as bucket_module
 from cachestore_svc.blobs.bucket.bucket import Bucket
 from cachestore_svc.blobs.bucket.bucket_blobs import BucketBlobs
 from cachestore_svc.blobs.disk import Disk
@@ -22,6 +23,8 @@ from cachestore_svc.index.catalog import HOUSE, BucketCatalog
 from cachestore_svc.index.sqlite.in_bucket import bucket_catalog
 from cachestore_svc.index.sqlite.in_bucket.pages import WrongPages, delta, followed, opened, signed
 from cachestore_svc.recovery.medium import blobs_of
+from cachestore_svc.recovery.opening import locked
+from cachestore_svc.store.store import Store
 from tests.cachestore.core.lab import Lab, assert_restores, publish
 from tests.made_models.synthetic import SyntheticAgent
 
@@ -248,9 +251,58 @@ def test_a_damaged_or_lost_object_of_the_index_is_found(tmp_path: Path, bucket: 
         bucket.remove(name)
     else:
         bucket.put(name, data[:-1] + bytes([data[-1] ^ 1]))
-    with pytest.raises(DataLoss) as refused:
+    with pytest.raises(DataLoss, match="bring back the objects of s3://bucket/prefix/index ") as refused:
         _catalog(tmp_path / "a", bucket)
     assert refused.value.reason == "INDEX_DAMAGED"
+    assert "store recover" not in refused.value.message
+    bucket.put(name, data)
+    catalog = _catalog(tmp_path / "b", bucket)
+    assert _has(catalog, "f2")
+    catalog.close()
+
+
+def test_blobs_whose_index_is_lost_are_no_new_store(tmp_path: Path, bucket: Hooked) -> None:
+    turn = SyntheticAgent(seed=1).turn(300)
+    _lab(tmp_path / "crashed before its mark", bucket)
+    with _lab(tmp_path / "a", bucket).open() as store:
+        made = publish(store, "ada", turn, 0)
+    lost = {f"index/{name}": bytes(bucket.get(f"index/{name}", 1 << 30)) for name in bucket.names("index")}
+    for name in lost:
+        bucket.remove(name)
+    folders = [*bucket.folders()]
+    before = {f"{folder}/{name}" for folder in folders for name in bucket.names(folder)}
+    lab = _lab(tmp_path / "b", bucket)
+    for sweeps in (True, False):
+        with pytest.raises(DataLoss, match="bring back the objects of s3://bucket/prefix/index ") as refused:
+            Store.open(lab.config(), lab.clock, lab.chance, sweeps=sweeps, blobs=lab.kept_blobs)
+        assert refused.value.reason == "INDEX_DAMAGED"
+    assert {f"{folder}/{name}" for folder in bucket.folders() for name in bucket.names(folder)} == before
+    for name, data in lost.items():
+        bucket.put(name, data)
+    with _lab(tmp_path / "c", bucket).open() as store:
+        assert_restores(store, made, turn)
+
+
+def test_damage_that_a_reader_meets_is_refused_with_a_step_that_a_bucket_has(tmp_path: Path, bucket: Hooked) -> None:
+    lab = _lab(tmp_path / "a", bucket)
+    catalog = _catalog(tmp_path / "a", bucket)
+    _set(catalog, "one")
+    catalog.write(HOUSE, lambda change: change.run("UPDATE facts SET value = CAST(X'ff' AS TEXT) WHERE name = 'one'"))
+    with pytest.raises(DataLoss, match="bring back the objects of s3://bucket/prefix/index "):
+        _has(catalog, "one")
+    catalog.close()
+    with pytest.raises(DataLoss, match="bring back the objects of s3://bucket/prefix/index "):
+        with locked(lab.config(), Disk()):
+            raise ValueError("no number")
+
+
+def test_a_large_object_of_the_index_has_one_writer(bucket: Hooked, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another store creates it after this one has looked."""
+    monkeypatch.setattr(bucket_module, "_MULTIPART_BYTES", 10)
+    monkeypatch.setattr(bucket, "size_bytes", lambda name: bucket.put(name, b"of the other store"))
+    bucket.put("index/1", b"of the other store")
+    assert not bucket.put_new("index/1", b"of this one, and large")
+    assert bytes(bucket.get("index/1", 100)) == b"of the other store"
 
 
 def test_a_look_writes_nothing_and_disturbs_no_store(tmp_path: Path, bucket: Hooked) -> None:

@@ -12,7 +12,9 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
+from functools import partial
 from pathlib import Path
 
 import certifi
@@ -37,7 +39,7 @@ _UPLOADS = """
 import sys
 from pathlib import Path
 from cachestore_svc.blobs.bucket.bucket import open_bucket
-open_bucket(sys.argv[1], Path(sys.argv[2])).put_new("large", bytes(96 << 20))
+open_bucket(sys.argv[1], Path(sys.argv[2])).put_blob("large", bytes(96 << 20))
 """
 
 
@@ -140,8 +142,8 @@ def bucket(credentials: Path) -> Bucket:
 def test_the_server_holds_every_race_and_objects_of_parts_come_whole(bucket: Bucket) -> None:
     probe(bucket, secrets.token_hex)
     large = secrets.token_bytes(65 << 20)
-    assert bucket.put_new("large", large)
-    assert not bucket.put_new("large", large)
+    assert bucket.put_blob("large", large)
+    assert not bucket.put_blob("large", large)
     assert bucket.get("large", 1 << 30) == large
     assert bucket.get("large", 1000) == large[:1000]
     bucket.rename("large", "other")
@@ -150,6 +152,14 @@ def test_the_server_holds_every_race_and_objects_of_parts_come_whole(bucket: Buc
     bucket.remove("other")
     with pytest.raises(FileNotFoundError):
         bucket.get("other", 10)
+
+
+def test_of_two_writers_of_a_large_object_one_wins(bucket: Bucket) -> None:
+    sent = [bytes([writer]) * (65 << 20) for writer in range(2)]
+    with ThreadPoolExecutor(2) as pool:
+        won = list(pool.map(partial(bucket.put_new, "large"), sent))
+    assert sorted(won) == [False, True]
+    assert bucket.get("large", 1 << 30) == sent[won.index(True)]
 
 
 def test_a_kill_in_the_middle_of_an_object_of_parts_leaves_no_object(
@@ -165,7 +175,7 @@ def test_a_kill_in_the_middle_of_an_object_of_parts_leaves_no_object(
         upload.kill()
     faults.pause_s = 0.0
     assert bucket.size_bytes("large") is None
-    assert bucket.put_new("large", bytes(96 << 20))
+    assert bucket.put_blob("large", bytes(96 << 20))
     assert bucket.size_bytes("large") == 96 << 20
 
 

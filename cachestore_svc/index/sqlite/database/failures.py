@@ -24,7 +24,7 @@ def _code(error: sqlite3.Error) -> int:
     return getattr(error, "sqlite_errorcode", 0) & 0xFF
 
 
-def translated(error: BaseException) -> BaseException:
+def translated(error: BaseException, catalog: str = "") -> BaseException:
     """The error in words that a caller can act on. What is a bug of ours stays what it is."""
     if isinstance(error, OSError):
         return refusal(error, "the index")
@@ -35,7 +35,7 @@ def translated(error: BaseException) -> BaseException:
     code = _code(error)
     # "Could not decode to UTF-8" has no code of SQLite's: Python found it. Everything stored once was UTF-8.
     if code in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB) or str(error).startswith(NO_TEXT):
-        return index_damaged(str(error))
+        return index_damaged(str(error), catalog)
     if cannot_write(error) or code in (sqlite3.SQLITE_READONLY, sqlite3.SQLITE_BUSY):
         return Unavailable(f"the index cannot be used: {error}", reason="INDEX_FAILED", retry_after_s=1.0)
     return error

@@ -8,12 +8,14 @@ import sqlite3
 import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import chain
 
 from kvasir.errors import FailedPrecondition, KvasirError, Unavailable
 from kvasir.waits import PAUSE_S
 
 from cachestore_svc.blobs.bucket.bucket import Bucket
+from cachestore_svc.blobs.bucket.bucket_blobs import places_of
 from cachestore_svc.blobs.bucket.owning import BucketOwner
 from cachestore_svc.blobs.disk import Disk
 from cachestore_svc.index.refusals import index_damaged
@@ -40,7 +42,7 @@ class BucketCatalog(Catalog):
         self, bucket: Bucket, owner: BucketOwner, disk: Disk, now_unix_ms: Callable[[], int], *, only_looks: bool
     ) -> None:
         """Read the newest state, follow it, and start the thread. Raises DataLoss, Unavailable, FailedPrecondition."""
-        super().__init__(now_unix_ms, translated)
+        super().__init__(now_unix_ms, partial(translated, catalog=bucket.where))
         self._bucket = bucket
         self._owner = owner
         self._disk = disk
@@ -66,13 +68,16 @@ class BucketCatalog(Catalog):
             try:
                 if not self._only_looks:
                     self._owner.check()  # another start may have made the last try fail
+                has_blobs = bool(places_of(self._bucket))  # before the index: each is written after its first object
                 self._state = _newest(self._bucket)
+                if has_blobs and not self._state.number:
+                    raise index_damaged("the bucket has blobs, and no object of their index", self._bucket.where)
                 connection = _database(self._state.image)
                 migrate(connection, self._now_unix_ms())
                 if self._only_looks or self._follow(connection):
                     return connection
             except BaseException as error:  # noqa: BLE001  it belongs to the opener of the store
-                raise translated(error) from None
+                raise self._translated(error) from None
             connection.close()
         raise Unavailable("the index in the bucket changes all the time; stop the other store", reason="LOCKED")
 
@@ -106,7 +111,7 @@ class BucketCatalog(Catalog):
                 self._check_not_followed()
         except (KvasirError, OSError) as error:
             for operation in taken:
-                operation.answer.set_exception(translated(error))
+                operation.answer.set_exception(self._translated(error))
             return
         for operation in taken:
             self._read(connection, operation)
@@ -132,7 +137,7 @@ class BucketCatalog(Catalog):
             for operation in operations if len(operations) > 1 else ():
                 self._write(connection, [operation])
             if len(operations) == 1:
-                operations[0].answer.set_exception(translated(error))
+                operations[0].answer.set_exception(self._translated(error))
         else:
             for answer in answers:
                 answer()
@@ -240,7 +245,7 @@ def _newest(bucket: Bucket) -> _State:
             return _read(bucket)
         except FileNotFoundError as error:  # a newer image took its place after the listing
             lacks = str(error)
-    raise index_damaged(f"the bucket lacks {lacks}")
+    raise index_damaged(f"the bucket lacks {lacks}", bucket.where)
 
 
 def _read(bucket: Bucket) -> _State:
@@ -256,7 +261,7 @@ def _read(bucket: Bucket) -> _State:
             data, chain = opened(chain, _object(bucket, number + 1, _DELTA))
             number, image = number + 1, followed(image, data[_START_BYTES:])
     except WrongPages as error:
-        raise index_damaged(f"object {number + 1} of {bucket.where}/{FOLDER}: {error}") from None
+        raise index_damaged(f"object {number + 1}: {error}", bucket.where) from None
     return _State(number, chain, image, whole)
 
 
