@@ -166,6 +166,7 @@ def test_the_audit_shows_refusals_and_takes_filters(olga: Browser, operated: Gat
 
 def test_of_a_long_audit_the_newest_lines_are_shown(olga: Browser, front: Front) -> None:
     file = Home(front.house.root).audit_file("store")
+    file.parent.mkdir(mode=0o700, exist_ok=True)  # the test that audits may not have run before
     lines = [
         {"at": f"2099-01-01T00:00:00.{each:03}+00:00", "agent": "busy", "what": f"a/D{each}"} for each in range(201)
     ]
