@@ -25,13 +25,16 @@ from inference_svc.model import kvasir_tiny
 from tests.cachestore.moving.two_stores import Mac, macs
 from tests.cachestore.service.running import make_credentials
 from tests.cli.running import Cli, Ended, in_process
-from tests.inference.handover.cases import ON, STORY
+from tests.inference.handover import cases
+from tests.inference.handover.cases import STORY
 from tests.inference.handover.test_taking import PROMPT, opened, opening_for, refusal, stand
 from tests.inference.handover.two_engines import hear
 from tests.made_models.sampling import first_and_in_turn
 from tests.running.system_fixtures import ENGINE_SERVICE, Service
 
 Macs = tuple[tuple[Mac, Service], tuple[Mac, Service]]
+# A turn whose words another agent has said ends in a few steps by drafts, before it can leave.
+ON = {**cases.ON, "most_drafts": 0}
 # By the name that a peer has in the first engine's configuration: why it gives no turn.
 REFUSED = {"thief": "HANDOVER_NOT_MOVED", "reader": "ROLE_REQUIRED"}
 
@@ -238,7 +241,7 @@ def test_the_command_waits_for_the_turn_of_an_engine_that_it_does_not_call(pair:
         async with AioInferenceClient.connect(engine.address) as a:
             await hear(a, agent_id="waits", **TELL, sampling={"max_tokens": 4})
             with Cli(tmp_path).running(*move_command(pair, "waits")) as command:
-                turn = {**AND_THEN, "sampling": {**ON, "max_tokens": 1_500, "most_drafts": 0}}
+                turn = {**AND_THEN, "sampling": {**ON, "max_tokens": 1_500}}
                 async with aclosing(a.generate(agent_id="waits", **turn)) as events:
                     async for _ in events:
                         if "waiting until the engine" in command.err:
