@@ -154,7 +154,7 @@ class Catalog:
         return CatalogChange(connection, operation.namespace, self._names_of(operation.namespace))
 
     def _write(self, connection: Any, operations: list[Operation], more: Iterable[Operation] = ()) -> None:
-        """Commit operations, and as many more as come, together; answer all of them."""
+        """Commit operations, and as many more as come, together; answer all of them. By each kind of catalog."""
         raise NotImplementedError
 
     def _in_savepoint(
