@@ -49,15 +49,6 @@ class Bucket:
             return False
         return True
 
-    def put_blob(self, name: str, data: bytes | memoryview) -> bool:
-        """As `put_new`, but a large one after a look and in parts: nobody writes other bytes under a blob's name."""
-        if len(data) <= _MULTIPART_BYTES:
-            return self.put_new(name, data)
-        if self.size_bytes(name) is not None:
-            return False
-        self.put(name, data)
-        return True
-
     def put(self, name: str, data: bytes | memoryview) -> None:
         """Write an object over what is there. A reader sees the one or the other."""
         with self._in_words(name):
@@ -135,6 +126,16 @@ class Bucket:
             code = _CODE.search(str(error))
             what = code[1] if code else type(error).__name__
             raise OSError(errno.EHOSTUNREACH, f"the bucket answered {what} on {name}") from None
+
+
+def put_blob(bucket: Bucket, name: str, data: bytes | memoryview) -> bool:
+    """As `put_new`, but a large one after a look and in parts: nobody writes other bytes under a blob's name."""
+    if len(data) <= _MULTIPART_BYTES:
+        return bucket.put_new(name, data)
+    if bucket.size_bytes(name) is not None:
+        return False
+    bucket.put(name, data)
+    return True
 
 
 def probe(bucket: Bucket, token_hex: Callable[[int], str]) -> None:

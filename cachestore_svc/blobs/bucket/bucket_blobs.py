@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager
 from kvasir.formats.digest import Digest
 
 from cachestore_svc.blobs.backend import Aside, Damaged, Listing, Part
-from cachestore_svc.blobs.bucket.bucket import Bucket
+from cachestore_svc.blobs.bucket.bucket import Bucket, put_blob
 from cachestore_svc.blobs.bucket.disk_tier import DiskTier
 from cachestore_svc.blobs.bucket.owning import BucketOwner
 from cachestore_svc.blobs.disk import refusal
@@ -176,7 +176,7 @@ class BlobsOfNamespace:
             part.close()
         name = self._object(hash_)
         # What lies there may be damaged: then the new bytes take its place.
-        if not self._bucket.put_blob(name, data) and self._bucket.get(name, len(data) + 1) != data:
+        if not put_blob(self._bucket, name, data) and self._bucket.get(name, len(data) + 1) != data:
             self._bucket.put(name, data)
         self._tier.put(self.place, hash_, data)
         self._arriving.remove_part(hash_)
