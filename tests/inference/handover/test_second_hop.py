@@ -16,6 +16,7 @@ from kvasir.inference.v1 import handover_pb2
 from inference_svc.edge import handover_messages as wire
 from tests.cachestore.rights.engines import Place, players
 from tests.cachestore.rights.peered import Mac, macs
+from tests.inference.handover.cases import ON
 from tests.inference.handover.two_engines import Heard, hear
 
 FIRST: dict[str, Any] = {
@@ -24,7 +25,7 @@ FIRST: dict[str, Any] = {
 }
 MORE: dict[str, Any] = {
     "append_messages": [{"role": "user", "content": "And then?"}],
-    "sampling": {"max_tokens": 300, "temperature": 1.0, "seed": 11, "logit_bias": {2: -100.0}},
+    "sampling": {**ON, "max_tokens": 300, "temperature": 1.0, "seed": 11},
 }
 
 

@@ -25,16 +25,13 @@ from inference_svc.model import kvasir_tiny
 from tests.cachestore.moving.two_stores import Mac, macs
 from tests.cachestore.service.running import make_credentials
 from tests.cli.running import Cli, Ended, in_process
-from tests.inference.handover import cases
-from tests.inference.handover.cases import STORY
+from tests.inference.handover.cases import ON, STORY
 from tests.inference.handover.test_taking import PROMPT, opened, opening_for, refusal, stand
 from tests.inference.handover.two_engines import hear
 from tests.made_models.sampling import first_and_in_turn
 from tests.running.system_fixtures import ENGINE_SERVICE, Service
 
 Macs = tuple[tuple[Mac, Service], tuple[Mac, Service]]
-# A turn whose words another agent has said ends in a few steps by drafts, before it can leave.
-ON = {**cases.ON, "most_drafts": 0}
 # By the name that a peer has in the first engine's configuration: why it gives no turn.
 REFUSED = {"thief": "HANDOVER_NOT_MOVED", "reader": "ROLE_REQUIRED"}
 
