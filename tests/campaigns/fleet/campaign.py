@@ -96,7 +96,7 @@ async def _opened(root: Path, size: Size, seed: int) -> AsyncIterator[tuple[Flee
         assert fleet.door is not None
         addresses = [*(each.address for each in fleet.engines), fleet.door.address]
         clients = [AioInferenceClient.connect(address, token=token) for address in addresses]
-        lives = Lives(clients, AioStoreClient.connect(fleet.store.address, token=token), seed)
+        lives = Lives(clients, AioStoreClient.connect(fleet.store.address, token=token), seed, doors=clients[-1:])
         ends.push_async_callback(lives.close)
         await lives.calibrate()
         yield fleet, lives, links

@@ -1,4 +1,4 @@
-"""Random lives of agents over two real engines and one real store, whose links hang and break; each turn is judged.
+"""Random lives of agents over real engines and one real store; each turn is judged.
 
 Which memory a turn extended is told by its prompt's length: a life chooses the lengths of its messages so that no two
 of its memories are equally long. What was stored is read from the manifest itself.
@@ -8,12 +8,12 @@ import asyncio
 import contextlib
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from pathlib import Path
 
 from kvasir import errors
+from kvasir.cachestore.v1 import cachestore_pb2 as store_pb
 from kvasir.clients import AioInferenceClient, AioStoreClient, Reply
 from kvasir.formats import manifest as manifests
 from kvasir.inference.v1 import inference_pb2 as pb
@@ -21,14 +21,12 @@ from kvasir.inference.v1 import inference_pb2 as pb
 from tests.campaigns.faults.faulty_link import Fault, FaultyLink
 from tests.campaigns.history.ledger import Ledger
 from tests.campaigns.history.oracle import History, Said
-from tests.running.system_fixtures import ENGINE_SERVICE, House, Service
 from tools.kvasir_tiny.words import Dice
 
 WORD = "door"
 _STEPS = 12
 _GAP_TOKENS = 6
 _GIVE_UP_S = 12.0
-_OPTIONS = ("--store-budget-ms", "250", "--commit-wait-s", "0.4", "--memory-gib", "0.01")
 # Longer than a lease, and shorter: both must be safe.
 _FAULTS_S = (0.2, 0.6, 1.5, 3.0, 7.0)
 _KINDS = ("hang", "outage", "blip", "delay", "slow")
@@ -44,31 +42,6 @@ class Findings:
         return f"{self.lives} lives; {dict(sorted(self.counts.items()))}; {len(self.problems)} problems"
 
 
-class World:
-    """A store, two engines, and a link between each engine and the store."""
-
-    def __init__(self, root: Path) -> None:
-        self.house = House(root, engine_options=_OPTIONS)
-        socket = Path(self.house.store.address.removeprefix("unix:"))
-        self.links = [FaultyLink(socket.with_name(f"l{number}"), socket) for number in range(2)]
-        second = Service("second", "inference_svc", ENGINE_SERVICE, socket.with_name("e2"), root / "second.log")
-        second.options = [*self.house.engine.options, "--state-dir", str(root / "state2")]
-        self.engines = [self.house.engine, second]
-        for engine, link in zip(self.engines, self.links, strict=True):
-            engine.options += ["--store", link.address]
-
-    def start(self) -> None:
-        self.house.store.start()
-        for engine in self.engines:
-            engine.start()
-
-    def close(self) -> None:
-        for link in self.links:
-            link.close()
-        self.engines[1].kill()
-        self.house.close()
-
-
 class Life:
     """One agent, from its first turn to its last."""
 
@@ -78,10 +51,6 @@ class Life:
         self.dice = Dice(f"life {world.seed} {name}")
         self.history = History()
         self.lengths: dict[int, int] = {}  # tokens of the memory after each turn, as far as heard
-        self.versions: dict[int, int | None] = {}
-        self.unheard: set[int] = (
-            set()
-        )  # turns that began, and whose caller heard nothing: which memory they extend is assumed
         self.number = 0
         self.engine = self.dice.below(len(world.clients))
         self.trace: list[str] = []
@@ -119,18 +88,18 @@ class Life:
         given = {"messages": message} if is_whole else {"append_messages": message}
         reply = Reply()
         self._begun(number, acknowledged, is_whole, words)
+        client = self._client()
         try:
-            client = self._client()
             sampling = {"max_tokens": 1, "temperature": 0}
             reply = await client.reply(agent_id=self.name, sampling=sampling, timeout_s=_GIVE_UP_S, **given)  # type: ignore[arg-type]
         except errors.KvasirError as error:
             self._note(f"turn {number} refused {error.reason}")
             if error.reason == "NO_MESSAGES":
                 self.history.judge_empty(acknowledged)
-            elif error.reason not in _MAY_BE_REFUSED and _BROKEN not in error.message:
+            elif error.reason not in _MAY_BE_REFUSED and not (client in self.world.doors and _BROKEN in error.message):
                 self.history.problems.append(f"turn {number}: {type(error).__name__} {error.reason}: {error.message}")
             return None, reply
-        self.unheard.discard(number)
+        self.history.unheard.pop(number, None)
         parent = None if is_whole else self._parent(reply.started.prompt_tokens, words, number)
         snapshot = reply.finished.snapshot
         is_stored = snapshot.state == pb.SNAPSHOT_STATE_COMMITTED
@@ -144,8 +113,7 @@ class Life:
     def _begun(self, number: int, acknowledged: int | None, is_whole: bool, words: int) -> None:
         """Until its caller hears of it, a turn may have been stored behind what was acknowledged."""
         parent = None if is_whole else acknowledged
-        self.unheard.add(number)
-        self.history.turns[number] = Said(number, parent, None, is_whole)
+        self.history.begun(Said(number, parent, None, is_whole))
         self.lengths[number] = self.lengths.get(parent or 0, 0) + self.world.delta(words)
 
     def _client(self) -> AioInferenceClient:
@@ -197,7 +165,12 @@ class Life:
         acknowledged, gone = self.history.acknowledged, set(self.history.taken_back)
         saying = asyncio.create_task(self._say(acknowledged))
         await asyncio.sleep(self.dice.random() * 0.1)
-        rolled = await self._rolled_back()
+        try:
+            rolled = await self._rolled_back()
+        except (_UnclearError, errors.KvasirError):
+            with contextlib.suppress(_UnclearError):
+                await saying  # what is wrong with the turn counts all the same
+            raise
         said, reply = await saying
         if rolled is None:
             if said is not None:
@@ -220,7 +193,6 @@ class Life:
         """What its caller was told is there, and is what the turn knew."""
         assert said.version is not None
         self.history.stored(said.number)
-        self.versions[said.version] = said.number
         told = reply.finished.snapshot.manifest.hash
         self.history.problems += self.world.ledger.acknowledged(self.name, said.version, told)
         with contextlib.suppress(errors.NotFound, *_AWAY):
@@ -244,15 +216,21 @@ class Life:
         if (old := await self._some_version()) is None:
             return None
         try:
-            made = await self.world.store.rollback_agent(self.name, old)
+            made = await self.world.store.rollback_agent(self.name, old.version)
         except errors.KvasirError as error:
-            self._refused("rollback", error)
+            self._refused("rollback", error, deletes=False)
             return None
+        if made.manifest.hash != old.manifest.hash:
+            self.history.problems.append(f"a rollback to version {old.version} brought back another memory")
+        self._acknowledged(made)
         to = await self._turn_of(made.version)
-        self._note(f"rollback to {old} made {made.version}, turn {to}")
+        self._note(f"rollback to {old.version} made {made.version}, turn {to}")
         return made.version, to
 
-    async def _some_version(self) -> int | None:
+    def _acknowledged(self, made: store_pb.SnapshotVersion) -> None:
+        self.history.problems += self.world.ledger.acknowledged(self.name, made.version, made.manifest.hash)
+
+    async def _some_version(self) -> store_pb.SnapshotVersion | None:
         """One that the agent has; None if it has none, or the store is away."""
         try:
             page = await self.world.store.list_snapshots(self.name)
@@ -260,7 +238,7 @@ class Life:
             self._note(f"list refused {error.reason}")
             self._alarm(error)
             return None
-        return self.dice.pick([each.version for each in page.snapshots])
+        return self.dice.pick(list(page.snapshots))
 
     async def delete(self) -> None:
         try:
@@ -270,7 +248,6 @@ class Life:
             return
         self._note("deleted")
         self.world.ledger.gone(self.name)
-        self.versions.clear()
         self.history.went_back(None)
 
     async def fork_back(self) -> None:
@@ -297,13 +274,14 @@ class Life:
         if (old := await self._some_version()) is None:
             return
         try:
-            pieces = [piece async for piece in self.world.store.export_agent(self.name, version=old)]
+            pieces = [piece async for piece in self.world.store.export_agent(self.name, version=old.version)]
             made = await self.world.store.import_agent(self.name, pieces, replace=True)
         except errors.KvasirError as error:
             self._refused("import", error)
             return
+        self._acknowledged(made)
         to = await self._turn_of(made.version)
-        self._note(f"imported {old} as {made.version}, turn {to}")
+        self._note(f"imported {old.version} as {made.version}, turn {to}")
         self.history.went_back(to)
 
     async def _turn_of(self, version: int) -> int | None:
@@ -316,15 +294,15 @@ class Life:
         if unknown := {*turns} - {*self.history.turns, self.number}:
             raise _UnclearError(f"turns {unknown} were stored, and their callers heard nothing of them")
         for parent, turn in pairwise([None, *turns]):
-            if turn in self.unheard and turn in self.history.turns:
-                self.history.turns[turn].parent = parent
+            self.history.found(turn, parent)
         return turns[-1] if turns else None
 
-    def _refused(self, what: str, error: errors.KvasirError) -> None:
+    def _refused(self, what: str, error: errors.KvasirError, *, deletes: bool = True) -> None:
         self._note(f"{what} refused {error.reason}")
         self._alarm(error)
         if isinstance(error, _AWAY):
-            self.world.ledger.gone(self.name)
+            if deletes:
+                self.world.ledger.gone(self.name)
             raise _UnclearError(f"nobody knows whether the {what} took effect")
 
     def _alarm(self, error: errors.KvasirError) -> None:
@@ -362,10 +340,15 @@ class Lives:
     """Lives, many at a time, while links fail."""
 
     def __init__(
-        self, clients: Sequence[AioInferenceClient], store: AioStoreClient, seed: int, links: Sequence[FaultyLink] = ()
+        self,
+        clients: Sequence[AioInferenceClient],
+        store: AioStoreClient,
+        seed: int,
+        links: Sequence[FaultyLink] = (),
+        doors: Sequence[AioInferenceClient] = (),
     ) -> None:
-        """`links` fail at random; a caller that breaks other things passes none."""
-        self.clients, self.store, self.seed = clients, store, seed
+        """`links` fail at random; a caller that breaks other things passes none. `doors`: clients of a proxy."""
+        self.clients, self.store, self.seed, self.doors = clients, store, seed, doors
         self.findings, self.ledger = Findings(), Ledger()
         self._links = links
         self._dice = Dice(f"lives {seed}")
@@ -408,12 +391,11 @@ class Lives:
         life = Life(self, name)
         try:
             await life.live()
+            self.findings.lives += 1
         except (_UnclearError, *_AWAY):
             self.findings.counts["lives that ended unclear"] += 1
-            return
         except errors.KvasirError as error:  # it asks only for what was acknowledged
             life.history.problems.append(f"{error.reason}: {error.message}")
-        self.findings.lives += 1
         trace = "; ".join(life.trace)
         self.findings.problems += [f"{name}: {problem} [{trace}]" for problem in life.history.problems]
 
@@ -440,19 +422,3 @@ class Lives:
             await asyncio.sleep(self._dice.pick(list(_FAULTS_S)))
             link.disarm()
             self.findings.counts[f"link: {kind}"] += 1
-
-
-@contextlib.asynccontextmanager
-async def open_lives(root: Path, seed: int) -> AsyncIterator[Lives]:
-    world = World(root)
-    try:
-        await asyncio.to_thread(world.start)
-        clients = [AioInferenceClient.connect(engine.address) for engine in world.engines]
-        lives = Lives(clients, AioStoreClient.connect(world.house.store.address), seed, world.links)
-        try:
-            await lives.calibrate()
-            yield lives
-        finally:
-            await lives.close()
-    finally:
-        await asyncio.to_thread(world.close)

@@ -26,6 +26,9 @@ class History:
     acknowledged: int | None = None
     taken_back: set[int] = field(default_factory=set)
     problems: list[str] = field(default_factory=list)
+    # Of turns that began, and whose caller heard nothing: what was acknowledged and what was gone then. A later return
+    # may have come before the turn was served: it lifts what it explains.
+    unheard: dict[int, tuple[int | None, set[int]]] = field(default_factory=dict)
 
     def knowledge(self, number: int | None) -> set[int]:
         """The turn and all that it extends."""
@@ -35,6 +38,17 @@ class History:
             turn = self.turns.get(number)  # none of one that is still under way
             number = turn.parent if turn is not None else None
         return known
+
+    def begun(self, turn: Said) -> None:
+        """Until its caller hears of it, what a turn extends is assumed: its `parent`."""
+        self.turns[turn.number] = turn
+        self.unheard[turn.number] = self.acknowledged, set(self.taken_back)
+
+    def found(self, number: int, parent: int | None) -> None:
+        """Judge a turn that is stored, and whose caller did not hear what it extends. Others are left as they are."""
+        if number in self.unheard:
+            self.turns[number].parent = parent
+            self.problems += self._wrongs(self.turns[number], *self.unheard[number])
 
     def judge(self, turn: Said, acknowledged: int | None, taken_back: set[int]) -> None:
         """Note a turn that began when `acknowledged` was the newest and `taken_back` was gone."""
@@ -75,3 +89,4 @@ class History:
         kept = self.knowledge(to)
         self.taken_back |= set(self.turns) - kept - {but}
         self.taken_back -= kept
+        self.unheard = {number: (None, gone - kept) for number, (_, gone) in self.unheard.items()}

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.campaigns.history.lives import Findings, open_lives
+from tests.campaigns.history.lives import Findings
+from tests.campaigns.history.world import open_lives
 
 
 def run(root: Path, lives: int, seed: int, at_once: int, within_s: float) -> Findings:

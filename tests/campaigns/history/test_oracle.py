@@ -44,6 +44,26 @@ def test_a_turn_that_knows_what_was_taken_back_is_wrong_until_it_is_brought_back
     assert judged(made, 3) == []
 
 
+def test_a_turn_of_which_nobody_heard_is_judged_when_it_is_found_by_the_state_when_it_began() -> None:
+    made = history(None, 1)
+    made.went_back(1)
+    made.begun(Said(3, 1))
+    made.found(3, 1)
+    assert made.problems == []
+    made.found(3, 2)
+    assert "turn 3 knows [2]" in made.problems[0]
+    made = history(None, 1)
+    made.begun(Said(3, 2))
+    made.found(3, 1)
+    assert "turn 3 lacks turn 2" in made.problems[0]
+    made = history(None, 1)
+    made.went_back(1)
+    made.begun(Said(3, 1))
+    made.went_back(2)  # it may have been served after this
+    made.found(3, 2)
+    assert made.problems == []
+
+
 def test_a_turn_beside_a_rollback_is_served_before_or_after_it_and_not_in_between() -> None:
     for parent in (2, 1):
         made = history(None, 1)

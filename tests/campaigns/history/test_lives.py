@@ -1,0 +1,102 @@
+"""A life hides no fault: not where it ends unclear, nor behind an act that deletes nothing, nor as a proxy's."""
+
+import asyncio
+from typing import Any
+
+import pytest
+from kvasir.cachestore.v1 import cachestore_pb2 as pb
+from kvasir.cachestore.v1.manifest_pb2 import Digest
+from kvasir.clients import Reply
+from kvasir.errors import KvasirError, NotFound, Unavailable
+
+from tests.campaigns.history.lives import Life, Lives, _UnclearError
+from tests.campaigns.history.oracle import Said
+
+
+class _Breaks:
+    """A client whose every turn ends as one does behind a proxy that ends it."""
+
+    async def reply(self, **_: Any) -> Reply:
+        raise KvasirError("Stream removed", reason="")
+
+
+class _Unclear(Life):
+    """Its turn is wrong and its rollback unclear, which is known first."""
+
+    async def _say(self, acknowledged: int | None) -> tuple[Said | None, Reply]:
+        await asyncio.sleep(0.2)
+        self.history.problems.append("wrong")
+        return None, Reply()
+
+    async def _rolled_back(self) -> tuple[int, int | None] | None:
+        raise _UnclearError
+
+    async def live(self) -> None:
+        self.history.acknowledged = 1
+        await self.two_at_once()
+
+
+class _OneVersion(Life):
+    async def _some_version(self) -> pb.SnapshotVersion | None:
+        return pb.SnapshotVersion(version=1, manifest=Digest(hash="first"))
+
+
+def _lives(*clients: Any, doors: Any = ()) -> Lives:
+    return Lives(clients, None, 1, doors=doors)  # type: ignore[arg-type]
+
+
+def test_a_life_that_ends_unclear_reports_its_problems_also_beside_the_unclear_act(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("tests.campaigns.history.lives.Life", _Unclear)
+    lives = _lives("client")
+    asyncio.run(lives._live("ada"))
+    assert lives.findings.lives == 0
+    assert [problem.split(" [")[0] for problem in lives.findings.problems] == ["ada: wrong"]
+
+
+def test_an_acknowledged_version_is_looked_for_after_an_unclear_rollback_and_not_after_an_unclear_deletion() -> None:
+    class Away:
+        async def rollback_agent(self, *_: object) -> None:
+            raise Unavailable("away")
+
+        async def delete_agent(self, *_: object) -> None:
+            raise Unavailable("away")
+
+    lives = _lives("client")
+    lives.store = Away()  # type: ignore[assignment]
+    lives.ledger.acknowledged("ada", 1, "hash")
+    life = _OneVersion(lives, "ada")
+    with pytest.raises(_UnclearError):
+        asyncio.run(life.roll_back())
+    assert lives.ledger.agents == {"ada": {1: "hash"}}
+    with pytest.raises(_UnclearError):
+        asyncio.run(life.delete())
+    assert lives.ledger.agents == {}
+
+
+def test_a_rollback_that_brings_back_another_memory_and_one_that_is_lost_are_noticed() -> None:
+    class Forgets:
+        async def rollback_agent(self, *_: object) -> pb.SnapshotVersion:
+            return pb.SnapshotVersion(version=3, manifest=Digest(hash="second"))
+
+        async def get_snapshot(self, *_: object, **__: object) -> tuple[pb.SnapshotVersion, bytes]:
+            raise NotFound("no version 3")
+
+    lives = _lives("client")
+    lives.store = Forgets()  # type: ignore[assignment]
+    life = _OneVersion(lives, "ada")
+    with pytest.raises(NotFound):
+        asyncio.run(life.roll_back())
+    assert life.history.problems == ["a rollback to version 1 brought back another memory"]
+    assert lives.ledger.agents == {"ada": {3: "second"}}
+    asyncio.run(lives.look_for_all())
+    assert lives.findings.problems == ["ada: version 3 was acknowledged: no version 3"]
+
+
+@pytest.mark.parametrize("is_door", [True, False])
+def test_a_stream_that_was_removed_is_excused_behind_a_proxy_alone(is_door: bool) -> None:
+    client = _Breaks()
+    life = Life(_lives(client, client, doors=[client] if is_door else []), "ada")
+    asyncio.run(life.turn())
+    assert bool(life.history.problems) is not is_door
