@@ -26,25 +26,28 @@ _PART_BYTES = 16 << 20
 _CODE = re.compile(r"<Code>(\w{1,64})</Code>")
 _FILE_KEYS = ("aws_access_key_id", "aws_secret_access_key", "aws_session_token", "region", "endpoint_url")
 _REQUEST_S, _CONNECT_S, _RETRIES = timedelta(seconds=HANGS_S), timedelta(seconds=ANSWER_S), 4
+_LARGE_REQUEST_S = timedelta(minutes=15)  # an object of many parts that is created in one request
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
 class Bucket:
-    """Objects by name. `store`: of obstore. From any thread."""
+    """Objects by name. `store`: of obstore; `patient`: the same, for requests that take longer. From any thread."""
 
-    def __init__(self, store: Any, where: str) -> None:
+    def __init__(self, store: Any, where: str, patient: Any = None) -> None:
         import obstore
 
         self.where = where
         self._store = store
+        self._patient = patient or store
         self._obstore = obstore
         self._errors = obstore.exceptions
 
     def put_new(self, name: str, data: bytes | memoryview) -> bool:
         """Write an object that is not there, in one request; False where there is one already."""
+        store = self._patient if len(data) > _MULTIPART_BYTES else self._store  # parts know no If-None-Match
         try:
             with self._in_words(name):
-                self._obstore.put(self._store, name, data, mode="create", use_multipart=False)
+                self._obstore.put(store, name, data, mode="create", use_multipart=False)
         except FileExistsError:
             return False
         return True
@@ -177,18 +180,22 @@ def open_bucket(url: str, credentials_file: Path | None) -> Bucket:
         raise InvalidArgument("blobs: a bucket needs the extra: pip install 'kvasir[fleet]'", field="blobs") from None
     config = _of_file(credentials_file) if credentials_file else {}
     host = urlsplit(config.get("endpoint_url", "")).hostname
-    client: Any = {"timeout": _REQUEST_S, "connect_timeout": _CONNECT_S}
+    client: Any = {"connect_timeout": _CONNECT_S}
     if host in _LOOPBACK:
         client["allow_http"] = True
-    retries: Any = {"max_retries": _RETRIES, "retry_timeout": _REQUEST_S}
     prefix = parts.path.strip("/") or None
     known: Any = {"endpoint" if name == "endpoint_url" else name: value for name, value in config.items()}
+
+    def connected(longest: timedelta) -> Any:
+        retries: Any = {"max_retries": _RETRIES, "retry_timeout": longest}
+        options: Any = {**client, "timeout": longest}
+        return S3Store(parts.netloc, prefix=prefix, client_options=options, retry_config=retries, **known)
+
     try:
-        store = S3Store(parts.netloc, prefix=prefix, client_options=client, retry_config=retries, **known)
+        return Bucket(connected(_REQUEST_S), url, connected(_LARGE_REQUEST_S))
     except Exception as error:  # noqa: BLE001  of obstore: a setting of the environment
         why = str(error).partition("\n")[0]
         raise InvalidArgument(f"blobs: {url} cannot be opened: {why}", field="blobs") from None
-    return Bucket(store, url)
 
 
 def _of_file(path: Path) -> dict[str, str]:

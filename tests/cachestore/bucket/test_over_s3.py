@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 
@@ -23,6 +24,7 @@ from kvasir.cli.running.home import Home
 from kvasir.errors import KvasirError
 from kvasir.formats.digest import Digest
 
+from cachestore_svc.blobs.bucket import bucket as bucket_module
 from cachestore_svc.blobs.bucket.bucket import Bucket, open_bucket, probe, put_blob
 from tests.cachestore.service.running import RunningStore, store_home
 from tests.cli.running import Cli
@@ -160,6 +162,20 @@ def test_of_two_writers_of_a_large_object_one_wins(bucket: Bucket) -> None:
         won = list(pool.map(partial(bucket.put_new, "large"), sent))
     assert sorted(won) == [False, True]
     assert bucket.get("large", 1 << 30) == sent[won.index(True)]
+
+
+def test_a_large_object_is_created_over_a_slow_line(
+    faults: Faults, credentials: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A commit of many pages to an index in the bucket is one request, which takes longer than others may."""
+    monkeypatch.setattr(bucket_module, "_REQUEST_S", timedelta(seconds=1))
+    monkeypatch.setattr(bucket_module, "_MULTIPART_BYTES", 1 << 20)
+    bucket = open_bucket("s3://bucket/agents", credentials)
+    faults.pause_s = 0.05
+    data = secrets.token_bytes(2 << 20)
+    assert bucket.put_new("index/1", data)
+    faults.pause_s = 0.0
+    assert bytes(bucket.get("index/1", 1 << 30)) == data
 
 
 def test_a_kill_in_the_middle_of_an_object_of_parts_leaves_no_object(
