@@ -13,6 +13,7 @@ from cachestore_svc.blobs.bucket.owning import look_at_bucket, noted_bucket, tak
 from cachestore_svc.blobs.disk import Disk, refusal
 from cachestore_svc.blobs.local_directory import LocalDirectory
 from cachestore_svc.facts.records import StoreConfig
+from cachestore_svc.index.catalog import BucketCatalog
 
 BUCKET_NOTE = "bucket"  # in the data directory: which bucket, and by which name it knows this store
 
@@ -33,7 +34,7 @@ def blobs_of(
     """The blobs of the data directory; without a setting, in the bucket where they were. One that `only_looks` takes no
     bucket, and can remove nothing there. Raises InvalidArgument (a setting), FailedPrecondition (another store's
     bucket, one that does not hold what is needed, or blobs that lie elsewhere; BUCKET_TAKEN: a copy of these data has
-    it), Unavailable. `bucket`: the one of the settings."""
+    it), DataLoss, Unavailable. `bucket`: the one of the settings."""
     local, note = LocalDirectory(config.data_dir / "namespaces", disk), config.data_dir / BUCKET_NOTE
     has_index = in_bucket(config)
     if has_index and config.blobs not in ("", config.catalog):
@@ -55,6 +56,8 @@ def blobs_of(
             disk.make_directory(config.data_dir)
             probe(bucket, token_hex)
             takes = config.accept_older
+            if has_index:  # a store that runs has the lost objects in memory, and goes on
+                BucketCatalog.check_listed(bucket, accepts_older=takes)
             owner = take_bucket(bucket, note, token_hex, takes_from_copy=takes, has_index=has_index)
         return BucketBlobs(bucket, owner, local, DiskTier(config.data_dir / "tier", config.blob_tier_bytes))
     except OSError as error:

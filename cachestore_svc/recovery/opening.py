@@ -128,7 +128,8 @@ class _Opening:
         means = self._means
         if isinstance(bucket, BucketBlobs):
             parts = bucket.bucket, bucket.owner, means.disk, means.now_unix_ms
-            return self._elsewhere(lambda: BucketCatalog(*parts, only_looks=only_looks))
+            older = self._config.accept_older
+            return self._elsewhere(lambda: BucketCatalog(*parts, only_looks=only_looks, accepts_older=older))
         return self._elsewhere(lambda: on_server.open_catalog(self._config, self._path, self._blobs.sealed, means))
 
     def _elsewhere(self, open_catalog: Callable[[], Catalog]) -> Core:

@@ -19,7 +19,7 @@ from cachestore_svc.blobs.bucket import bucket as bucket_module
 from cachestore_svc.blobs.bucket.bucket import Bucket
 from cachestore_svc.blobs.bucket.bucket_blobs import BucketBlobs
 from cachestore_svc.blobs.disk import Disk
-from cachestore_svc.index.catalog import HOUSE, BucketCatalog
+from cachestore_svc.index.catalog import HOUSE, BucketCatalog, CatalogChange
 from cachestore_svc.index.sqlite.in_bucket import bucket_catalog
 from cachestore_svc.index.sqlite.in_bucket.pages import WrongPages, delta, followed, opened, signed
 from cachestore_svc.recovery.medium import blobs_of
@@ -59,6 +59,11 @@ def _lab(root: Path, bucket: Bucket, **settings: object) -> Lab:
     lab = Lab(root, catalog=WHERE)
     lab.kept_blobs = blobs_of(replace(lab.config(), **settings), Disk(), bucket)  # type: ignore[arg-type]
     return lab
+
+
+def _opened(lab: Lab, bucket: Bucket, *, only_looks: bool) -> Store:
+    blobs = blobs_of(lab.config(), Disk(), bucket, only_looks=only_looks)
+    return Store.open(lab.config(), lab.clock, lab.chance, sweeps=not only_looks, blobs=blobs)
 
 
 def _catalog(root: Path, bucket: Bucket, *, only_looks: bool = False) -> BucketCatalog:
@@ -271,16 +276,82 @@ def test_blobs_whose_index_is_lost_are_no_new_store(tmp_path: Path, bucket: Hook
         bucket.remove(name)
     folders = [*bucket.folders()]
     before = {f"{folder}/{name}" for folder in folders for name in bucket.names(folder)}
-    lab = _lab(tmp_path / "b", bucket)
-    for sweeps in (True, False):
+    lab = Lab(tmp_path / "b", catalog=WHERE)
+    for looks in (False, True):
         with pytest.raises(DataLoss, match="bring back the objects of s3://bucket/prefix/index ") as refused:
-            Store.open(lab.config(), lab.clock, lab.chance, sweeps=sweeps, blobs=lab.kept_blobs)
+            _opened(lab, bucket, only_looks=looks)
         assert refused.value.reason == "INDEX_DAMAGED"
     assert {f"{folder}/{name}" for folder in bucket.folders() for name in bucket.names(folder)} == before
     for name, data in lost.items():
         bucket.put(name, data)
     with _lab(tmp_path / "c", bucket).open() as store:
         assert_restores(store, made, turn)
+
+
+def test_the_newest_object_of_the_index_does_not_get_lost_silently(tmp_path: Path, bucket: Hooked) -> None:
+    turn = SyntheticAgent(seed=1).turn(300)
+    with _lab(tmp_path / "a", bucket).open() as store:
+        made = publish(store, "ada", turn, 0)
+    catalog = _catalog(tmp_path / "a", bucket)
+    _set(catalog, "newest")
+    catalog.close()
+    newest = max(bucket.names("index"))
+    bucket.remove(f"index/{newest}")
+    before = bucket.get_tagged("kvasir-store", 256)
+    for only_looks in (False, True):
+        with pytest.raises(DataLoss, match="--accept-older") as refused:
+            _catalog(tmp_path / "b", bucket, only_looks=only_looks)
+        assert refused.value.reason == "INDEX_DAMAGED"
+    assert bucket.get_tagged("kvasir-store", 256) == before  # the refused start took the bucket from no store
+    lab = _lab(tmp_path / "c", bucket, accept_older=True)
+    with lab.open(accept_older=True) as store:
+        assert_restores(store, made, turn)
+    catalog = _catalog(tmp_path / "d", bucket)  # from now on without the option
+    assert not _has(catalog, "newest")
+    catalog.close()
+
+
+def test_a_start_over_a_lost_index_leaves_the_store_that_runs_alone(tmp_path: Path, bucket: Hooked) -> None:
+    """The running one has the index in memory, and its next commits go on."""
+    turn = SyntheticAgent(seed=1).turn(300)
+    with _lab(tmp_path / "a", bucket).open() as store:
+        made = publish(store, "ada", turn, 0)
+        for name in list(bucket.names("index")):
+            bucket.remove(f"index/{name}")
+        with pytest.raises(DataLoss, match="bring back the objects"):
+            _lab(tmp_path / "b", bucket).open()
+        assert_restores(store, made, turn)
+
+
+def test_a_bucket_that_stays_away_is_answered_and_its_commit_counts_when_it_is_back(
+    tmp_path: Path, bucket: Hooked, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bucket_catalog, "_WAITS", 2)
+    catalog = _catalog(tmp_path / "a", bucket)
+    done = list[str]()
+
+    def away() -> None:
+        bucket.before = away
+        raise OSError(errno.EHOSTUNREACH, "away")
+
+    def write(change: CatalogChange) -> None:
+        change.set_fact("one", "1")
+        change.after_commit(lambda: done.append("one"))
+
+    bucket.before = away
+    for refused in (lambda: catalog.write(HOUSE, write), lambda: _set(catalog, "two"), lambda: _has(catalog, "one")):
+        with pytest.raises(Unavailable) as error:
+            refused()
+        assert error.value.reason == "INDEX_FAILED"
+    assert done == []
+    bucket.before = None
+    assert _has(catalog, "one")
+    assert done == ["one"]
+    _set(catalog, "three")
+    catalog.close()
+    second = _catalog(tmp_path / "b", bucket)
+    assert [_has(second, name) for name in ("one", "two", "three")] == [True, False, True]
+    second.close()
 
 
 def test_damage_that_a_reader_meets_is_refused_with_a_step_that_a_bucket_has(tmp_path: Path, bucket: Hooked) -> None:

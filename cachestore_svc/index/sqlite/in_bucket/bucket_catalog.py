@@ -7,39 +7,61 @@ Only one writer creates a number. So a store that another one followed cannot co
 import sqlite3
 import threading
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from concurrent.futures import InvalidStateError
+from contextlib import suppress
+from dataclasses import replace
 from functools import partial
-from itertools import chain
+from itertools import chain, count
 
 from kvasir.errors import FailedPrecondition, KvasirError, Unavailable
-from kvasir.waits import PAUSE_S
+from kvasir.waits import PATIENCE_S, PAUSE_S, RETRY_S
 
 from cachestore_svc.blobs.bucket.bucket import Bucket
-from cachestore_svc.blobs.bucket.bucket_blobs import places_of
 from cachestore_svc.blobs.bucket.owning import BucketOwner
 from cachestore_svc.blobs.disk import Disk
-from cachestore_svc.index.refusals import index_damaged
 from cachestore_svc.index.sqlite.database.failures import translated
 from cachestore_svc.index.sqlite.database.migrations import migrate
-from cachestore_svc.index.sqlite.in_bucket.pages import DIGEST_BYTES, WrongPages, delta, followed, opened, signed
+from cachestore_svc.index.sqlite.in_bucket.objects import (
+    DELTA,
+    FOLDER,
+    MOST_BYTES,
+    START_BYTES,
+    WHOLE,
+    NewestNote,
+    check_listed,
+    name_of,
+    newest,
+    parsed,
+)
+from cachestore_svc.index.sqlite.in_bucket.pages import DIGEST_BYTES, delta, signed
 from cachestore_svc.index.sqlite.operations import MAX_WRITES_PER_COMMIT, Catalog, Operation
 from cachestore_svc.index.sqlite.transaction import CatalogChange
 from cachestore_svc.index.values import HOUSE
 
-FOLDER = "index"
-_DELTA, _WHOLE = "pages", "whole"
-_MOST_BYTES = 1 << 40  # of an object: all of it
-_START_BYTES = 32  # a start's name, in each of its deltas
 _MOST_DELTAS = 100  # behind a whole image, which a start reads one by one
 _STARTS, _MOST_STARTS = "starts", 100  # a fact: the last starts, START:NUMBER of its first object
-_TRIES = 20  # to read, while another store still writes and removes objects
+_TRIES = 20  # to follow, while another store still writes and removes objects
+_PLACE = "inode"  # a fact: where the history of events goes on; see recovery/opening.py
+_WAITS = round(PATIENCE_S / PAUSE_S)  # of a commit for a bucket that is away
+
+
+class _Away(Unavailable):
+    """The bucket did not answer: whether it has the commit is not known."""
 
 
 class BucketCatalog(Catalog):
-    """`only_looks`: nothing is written, and the store that runs is not disturbed."""
+    """`only_looks`: nothing is written, and the store that runs is not disturbed. `accepts_older`: goes on where the
+    newest objects are lost."""
 
     def __init__(
-        self, bucket: Bucket, owner: BucketOwner, disk: Disk, now_unix_ms: Callable[[], int], *, only_looks: bool
+        self,
+        bucket: Bucket,
+        owner: BucketOwner,
+        disk: Disk,
+        now_unix_ms: Callable[[], int],
+        *,
+        only_looks: bool,
+        accepts_older: bool = False,
     ) -> None:
         """Read the newest state, follow it, and start the thread. Raises DataLoss, Unavailable, FailedPrecondition."""
         super().__init__(now_unix_ms, partial(translated, catalog=bucket.where))
@@ -47,16 +69,28 @@ class BucketCatalog(Catalog):
         self._owner = owner
         self._disk = disk
         self._only_looks = only_looks
+        self._accepts_older = accepts_older
+        self._pending = b""  # the image of a commit of which it is not known whether the bucket has it
+        self._late: list[Callable[[], None]] = []  # done once it is known that the bucket has that commit
+        self._is_away = False  # the bucket: the last commit waited for it in vain
         self._ending = threading.Event()
         self._is_followed = False  # by another store
         self.place = f"bucket {owner.store}"
         self._connection = self._opened()
+        self._note = NewestNote(bucket)
+        if not only_looks:
+            self._note.set(self._state.number)
         self._threads = [threading.Thread(target=self._live, name="kvasir-index", daemon=True)]
         self._threads[0].start()
 
+    check_listed = staticmethod(check_listed)
+
     def close(self) -> bool:
         self._ending.set()
-        return super().close()
+        is_first = super().close()
+        if is_first:
+            self._note.close()
+        return is_first
 
     def check_ours(self) -> None:
         self.read(HOUSE, lambda _: None)
@@ -68,12 +102,11 @@ class BucketCatalog(Catalog):
             try:
                 if not self._only_looks:
                     self._owner.check()  # another start may have made the last try fail
-                has_blobs = bool(places_of(self._bucket))  # before the index: each is written after its first object
-                self._state = _newest(self._bucket)
-                if has_blobs and not self._state.number:
-                    raise index_damaged("the bucket has blobs, and no object of their index", self._bucket.where)
+                self._state, is_older = newest(self._bucket, accepts_older=self._accepts_older)
                 connection = _database(self._state.image)
                 migrate(connection, self._now_unix_ms())
+                if is_older:  # its events and leases went on without it
+                    CatalogChange(connection).set_fact(_PLACE, "lost")
                 if self._only_looks or self._follow(connection):
                     return connection
             except BaseException as error:  # noqa: BLE001  it belongs to the opener of the store
@@ -90,7 +123,7 @@ class BucketCatalog(Catalog):
 
     def _is_given_up(self) -> bool:
         """Whether the last object's number was free because the store before gave up its own one for a newer image."""
-        numbers = (number for number, kind in map(_parsed, self._bucket.names(FOLDER)) if kind == _WHOLE)
+        numbers = (number for number, kind in map(parsed, self._bucket.names(FOLDER)) if kind == WHOLE)
         return max(numbers, default=0) >= self._state.number
 
     # --- on the index thread ---
@@ -117,6 +150,7 @@ class BucketCatalog(Catalog):
             self._read(connection, operation)
 
     def _check_not_followed(self) -> None:
+        self._settle()
         if not self._only_looks:
             try:
                 self._owner.check()
@@ -146,7 +180,7 @@ class BucketCatalog(Catalog):
     def _commit(self, connection: sqlite3.Connection, operations: Iterable[Operation]) -> list[Callable[[], None]]:
         """One transaction; the calls that answer the callers. When it raises, the bucket has nothing of it."""
         answers: list[Callable[[], None]] = []
-        self._check_open()
+        self._settle()
         try:
             connection.execute("BEGIN IMMEDIATE")
             for operation in operations:
@@ -159,40 +193,68 @@ class BucketCatalog(Catalog):
             raise
         image = connection.serialize()
         if image != self._state.image and not self._only_looks:
-            self._is_followed = True  # if anything fails from here on, the memory has more than the bucket
-            self._is_followed = not self._ship(image)
-            self._check_open()
+            self._pending = image
+            try:
+                self._settle()
+            except _Away:
+                self._late = answers
+                raise
         self._disk.reached("index: after commit")
         return answers
+
+    def _settle(self) -> None:
+        """Write the commit that the bucket may lack. Raises Unavailable: another store followed (LOCKED), or the bucket
+        is away (INDEX_FAILED, CLOSED), and until it is back, nothing is read or written."""
+        if self._pending and not self._is_followed:
+            image, self._pending = self._pending, b""
+            self._is_followed = True  # if anything fails from here on, the memory has more than the bucket
+            try:
+                self._is_followed = not self._ship(image)
+            except _Away:
+                self._is_followed, self._pending = False, image
+                raise
+            late, self._late = self._late, []
+            for answer in () if self._is_followed else late:
+                with suppress(InvalidStateError):  # its caller got the refusal
+                    answer()
+        self._check_open()
 
     def _check_open(self) -> None:
         if self._is_followed:
             raise Unavailable("another store has opened this bucket since; stop one of the two", reason="LOCKED")
 
     def _ship(self, image: bytes) -> bool:
-        """Create the next object; whether it is ours, and counts. Waits for the bucket while the store is open:
-        nobody is answered before that is known. Raises Unavailable (CLOSED)."""
-        start = self._owner.start.encode().ljust(_START_BYTES)  # no other store writes the same bytes
+        """Create the next object; whether it is ours, and counts. Waits a while for the bucket: nobody learns that it
+        took effect before that is known. Raises _Away."""
+        start = self._owner.start.encode().ljust(START_BYTES)  # no other store writes the same bytes
         data = signed(self._state.chain, start + delta(self._state.image, image))
+        waits = count()
         while True:
             try:
-                if not self._create(_name(self._state.number + 1, _DELTA), data):
+                if not self._create(name_of(self._state.number + 1, DELTA), data):
                     return False
             except OSError:
                 if not self._threads:  # at the start nobody waits for an answer
                     raise
                 if self._ending.wait(PAUSE_S):
                     words = "the store closed before the bucket answered: a commit may have taken effect"
-                    raise Unavailable(words, reason="CLOSED") from None
+                    raise _Away(words, reason="CLOSED") from None
+                if self._is_away or next(waits) == _WAITS:
+                    self._is_away = True
+                    words = "the bucket of the index does not answer: the last commit may have taken effect"
+                    raise _Away(words, reason="INDEX_FAILED", retry_after_s=RETRY_S) from None
                 continue
+            self._is_away = False
             self._state = replace(self._state, number=self._state.number + 1, chain=data[:DIGEST_BYTES], image=image)
+            if self._threads:
+                self._note.set(self._state.number)
             return True
 
     def _create(self, name: str, data: bytes) -> bool:
         """Whether the object is ours, and read by the store that starts next. Raises OSError: it is not known."""
         try:
             # Of a write that was sent twice, the second one finds the first one's bytes.
-            if not self._bucket.put_new(name, data) and bytes(self._bucket.get(name, _MOST_BYTES)) != data:
+            if not self._bucket.put_new(name, data) and bytes(self._bucket.get(name, MOST_BYTES)) != data:
                 return False
             self._owner.check()
         except (FileNotFoundError, FailedPrecondition):  # another store followed; it may have given up the object
@@ -202,7 +264,7 @@ class BucketCatalog(Catalog):
     def _is_before_follower(self) -> bool:
         """Whether the store that followed has read our next object. Else the name was free again, because that store
         gave up its own object of the name for a newer image."""
-        connection = _database(_newest(self._bucket).image)
+        connection = _database(newest(self._bucket, accepts_older=True)[0].image)
         try:
             starts = [each.split(":") for each in (CatalogChange(connection).fact(_STARTS) or "").split()]
         finally:
@@ -218,55 +280,13 @@ class BucketCatalog(Catalog):
             return
         try:
             state = self._state
-            self._bucket.put(_name(state.number, _WHOLE), signed(b"", state.chain + delta(b"", state.image)))
+            self._bucket.put(name_of(state.number, WHOLE), signed(b"", state.chain + delta(b"", state.image)))
             self._state = replace(state, whole=state.number)
-            for number, kind in list(map(_parsed, self._bucket.names(FOLDER))):
-                if kind and (number, kind) < (self._state.whole, _WHOLE):
-                    self._bucket.remove(_name(number, kind))
+            for number, kind in list(map(parsed, self._bucket.names(FOLDER))):
+                if kind and (number, kind) < (self._state.whole, WHOLE):
+                    self._bucket.remove(name_of(number, kind))
         except OSError:
             return
-
-
-@dataclass(frozen=True)
-class _State:
-    """The content of the bucket: number and digest of the last object, the image behind it, and the last whole one."""
-
-    number: int = 0
-    chain: bytes = b""
-    image: bytes = b""
-    whole: int = 0
-
-
-def _newest(bucket: Bucket) -> _State:
-    """The newest whole image, and the deltas behind it. Raises DataLoss, and OSError: the bucket does not answer."""
-    lacks = ""
-    for _ in range(_TRIES):
-        try:
-            return _read(bucket)
-        except FileNotFoundError as error:  # a newer image took its place after the listing
-            lacks = str(error)
-    raise index_damaged(f"the bucket lacks {lacks}", bucket.where)
-
-
-def _read(bucket: Bucket) -> _State:
-    found = [_parsed(name) for name in bucket.names(FOLDER)]
-    last, _ = max(found, default=(0, ""))
-    number = whole = max((number for number, kind in found if kind == _WHOLE), default=0)
-    chain, image = b"", b""
-    try:
-        if whole:
-            data, _ = opened(b"", _object(bucket, whole, _WHOLE))
-            chain, image = data[:DIGEST_BYTES], followed(b"", data[DIGEST_BYTES:])
-        while number < last:
-            data, chain = opened(chain, _object(bucket, number + 1, _DELTA))
-            number, image = number + 1, followed(image, data[_START_BYTES:])
-    except WrongPages as error:
-        raise index_damaged(f"object {number + 1}: {error}", bucket.where) from None
-    return _State(number, chain, image, whole)
-
-
-def _object(bucket: Bucket, number: int, kind: str) -> bytes:
-    return bytes(bucket.get(_name(number, kind), _MOST_BYTES))
 
 
 def _database(image: bytes) -> sqlite3.Connection:
@@ -276,13 +296,3 @@ def _database(image: bytes) -> sqlite3.Connection:
     connection.execute("PRAGMA foreign_keys=ON")
     connection.execute("PRAGMA temp_store=MEMORY")
     return connection
-
-
-def _name(number: int, kind: str) -> str:
-    return f"{FOLDER}/{number:012d}.{kind}"
-
-
-def _parsed(name: str) -> tuple[int, str]:
-    """Number and kind of an object; 0 and none for a foreign one."""
-    number, _, kind = name.partition(".")
-    return (int(number), kind) if number.isdigit() and kind in (_DELTA, _WHOLE) else (0, "")
