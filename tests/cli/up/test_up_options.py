@@ -8,6 +8,7 @@ from typing import Any, get_type_hints
 
 import pytest
 from kvasir.cli.running import up
+from kvasir.cli.running.checks import SHIPPED_MODELS, check_models
 from kvasir.cli.running.plan import Plan
 from kvasir.credentials import DEFAULT_NAMESPACE
 from kvasir.options import table
@@ -263,6 +264,13 @@ def test_an_empty_path_is_none_or_refused_and_never_the_directory_it_is_given_in
     else:
         with pytest.raises(ValueError, match="expected a path, got ''"):
             value_of(option, ("",))
+
+
+def test_a_model_that_ships_is_taken_by_its_name_and_not_fetched() -> None:
+    assert tuple(kvasir_tiny.shipped()) == SHIPPED_MODELS
+    models = check_models([*SHIPPED_MODELS, f"masks={SHIPPED_MODELS[1]}", "owner/name"])
+    assert [model.name for model in models] == [*SHIPPED_MODELS, "masks", "owner/name"]
+    assert [model.is_on_hub for model in models] == [False, False, False, True]
 
 
 def test_an_empty_path_is_refused_by_the_options_name() -> None:

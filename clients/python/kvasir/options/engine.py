@@ -20,7 +20,8 @@ class EngineFiles(Table):
     model: tuple[str, ...] = option(
         (),
         "A directory or Hugging Face repository of a model that mlx-lm loads: PATH, or NAME=PATH, once for each model "
-        "that may be loaded; the first is, and `kvasir models load` swaps them. Left out: the model that ships.",
+        "that may be loaded; the first is, and `kvasir models load` swaps them. Left out: kvasir-tiny, which ships, as "
+        "kvasir-tiny-wedlm does.",
         metavar="[NAME=]PATH",
         up="model",
     )

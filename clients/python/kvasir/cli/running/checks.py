@@ -25,7 +25,7 @@ _PACKAGES = {"store": ("structlog", "spake2"), "engine": ("structlog", "mlx")}
 _GATEWAY_PACKAGES = ("kvasir_gateway", "starlette", "uvicorn")
 _NEIGHBOUR_PACKAGE = "smg_grpc_proto"
 _LAST_PORT = 65535
-_SHIPPED_MODEL = "kvasir-tiny"
+SHIPPED_MODELS = ("kvasir-tiny", "kvasir-tiny-wedlm")  # the first one serves where nobody names a model
 _TRACES_PACKAGE = "opentelemetry"
 _EXACT = "fp"
 PEER_OPTIONS = ("peer", "peer_store", "peer_token_file", "peer_ca_file")
@@ -34,14 +34,14 @@ METRICS_OPTIONS = ("--metrics-listen", "--metrics-listen, of the store", "--metr
 
 @dataclass(frozen=True, slots=True)
 class GivenModel:
-    """One --model: a directory, or a repository of the hub."""
+    """One --model: a directory, the name of a model that ships, or a repository of the hub."""
 
     name: str
     path: str
 
     @property
     def is_on_hub(self) -> bool:
-        return not Path(self.path).expanduser().is_dir()
+        return is_repository(self.path) and not Path(self.path).expanduser().is_dir()
 
 
 def is_repository(text: str) -> bool:
@@ -80,7 +80,7 @@ def check_models(given: Sequence[str]) -> list[GivenModel]:
 
 def check_aliases(given: Mapping[str, str], models: Sequence[GivenModel]) -> None:
     """Raise WrongUsage unless each is of a model that is given (or the shipped one), and of a new name."""
-    known = [model.name for model in models] or [_SHIPPED_MODEL]
+    known = [model.name for model in models] or [SHIPPED_MODELS[0]]
     for name, model in given.items():
         if model not in known:
             told = f"--alias: expected NAME= one of {', '.join(known)}, got {f'{name}={model}'!r}"
@@ -94,7 +94,7 @@ def check_embeddings(given: str, models: Sequence[GivenModel]) -> list[GivenMode
     if not given:
         return []
     beside = _model(given, "--embeddings")
-    if beside.name in ([model.name for model in models] or [_SHIPPED_MODEL]):
+    if beside.name in ([model.name for model in models] or [SHIPPED_MODELS[0]]):
         raise WrongUsage(f"--embeddings: a model is named {beside.name!r}; say NAME=PATH", field="--embeddings")
     return [beside]
 
@@ -107,8 +107,9 @@ def _model(item: str, option: str = "--model") -> GivenModel:
         if not (directory / "config.json").is_file():
             raise WrongUsage(f"{option}: {directory} has no config.json", field=option)
         return GivenModel(name or directory.name, path)
-    if not is_repository(path):
-        raise WrongUsage(f"{option}: {path!r} is neither a directory nor a repository OWNER/NAME", field=option)
+    if path not in SHIPPED_MODELS and not is_repository(path):
+        expected = f"a directory, a repository OWNER/NAME, or {' or '.join(SHIPPED_MODELS)}"
+        raise WrongUsage(f"{option}: expected {expected}, got {path!r}", field=option)
     return GivenModel(name or path, path)
 
 
