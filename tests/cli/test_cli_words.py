@@ -133,6 +133,7 @@ SEVERAL = str(Path(__file__).parents[2] / "tools/measured/h200-2026-11.json")
 REFUSED: dict[str, tuple[tuple[str, ...], int, str]] = {
     "a peer without an address": (("up", "--peer-store", "b=studio"), 2, "--peer-store: expected NAME=…, with --peer"),
     "a user that is none": (("--home", "~kvasir-nobody/x", "status"), 2, "--home: ~kvasir-nobody/x: there is no such"),
+    "a home of no name": (("--home", "", "status"), 2, "expected a directory, got ''. See `kvasir --help`"),
     "a command that is none": (("agent", "ls"), 2, "Did you mean 'agents'? See `kvasir --help`."),
     "a version that is none": (("agents", "rollback", "ada", str(1 << 63)), 2, "is larger than"),
     "a label that is none": (("agents", "label", "ada", "red"), 2, "label: expected KEY=VALUE, got 'red'"),

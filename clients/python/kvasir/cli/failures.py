@@ -156,7 +156,7 @@ def _wrong_usage(error: typer.TyperException) -> WrongUsage:
     said = error.format_message().strip().removesuffix(".").replace("Value error, ", "")
     if context is None:
         return WrongUsage(said, field=option)
-    if any(option in parameter.opts for parameter in context.find_root().command.params):
+    if context.parent and any(option in each.opts for each in context.find_root().command.params):
         command = context.command_path.partition(" ")[2]
         return WrongUsage(f"{option} stands before the command: kvasir {option} … {command}", field=option)
     if context.info_name == "chat" and "extra argument" in said:

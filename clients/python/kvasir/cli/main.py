@@ -84,11 +84,21 @@ def _print_version(context: typer.Context, value: bool) -> None:
         raise typer.Exit
 
 
+def _directory(given: str | Path) -> Path:
+    """Of a script's unset variable, which would be the current directory, nothing is made."""
+    if given == "":
+        raise typer.BadParameter("expected a directory, got ''")
+    return Path(given)
+
+
 @app.callback()
 def everywhere(
     context: typer.Context,
     home: Annotated[
-        Path, typer.Option(envvar="KVASIR_HOME", help="Where `kvasir up` keeps everything.")
+        Path,
+        typer.Option(
+            envvar="KVASIR_HOME", parser=_directory, metavar="PATH", help="Where `kvasir up` keeps everything."
+        ),
     ] = DEFAULT_HOME,
     address: Annotated[
         str,
