@@ -107,11 +107,11 @@ def test_the_commands_put_an_agent_to_sleep_list_it_and_wake_it(house: House, ne
     agent = new_agent()
     ask(house, agent, " ".join(WORDS[:90]), 1)
 
-    def kvasir(*words: str) -> Any:
+    def kvasir(*words: str, code: int = 0) -> Any:
         ended = in_process(
             "--address", house.store.address, "--engine", house.engine.address, "agents", *words, "--json"
         )
-        assert ended.code == 0, ended.err
+        assert ended.code == code, ended.err
         return ended.value
 
     def listed() -> tuple[str, int | None]:
@@ -126,6 +126,8 @@ def test_the_commands_put_an_agent_to_sleep_list_it_and_wake_it(house: House, ne
     assert listed() == ("hot", None)
     again = kvasir("sleep", agent)
     assert (again["version"], listed()[0]) == (slept["version"], "asleep"), "nobody used it since it woke"
+    for command in ("sleep", "wake"):
+        assert kvasir(command, new_agent(), code=5)["error"]["reason"] == "AGENT_NOT_FOUND"
 
 
 @pytest.mark.long(8)

@@ -6,6 +6,8 @@ from kvasir.cli.agents import AgentArgument
 from kvasir.cli.caller import Caller
 from kvasir.cli.engine import engine_client
 from kvasir.cli.rows import fields_of, size
+from kvasir.errors import NotFound
+from kvasir.inference.v1 import inference_pb2
 
 
 def sleep(caller: Caller, agent: AgentArgument) -> None:
@@ -26,6 +28,8 @@ def wake(caller: Caller, agent: AgentArgument) -> None:
     began = time.monotonic()
     with engine_client(caller) as client:
         warmed = client.warm(agent_id=agent)
+    if not warmed.tokens and warmed.miss == inference_pb2.MISS_REASON_NEW_AGENT:
+        raise NotFound(f"agent {agent!r} remembers nothing", reason="AGENT_NOT_FOUND", metadata={"agent_id": agent})
     seconds = time.monotonic() - began
     value = {"agent_id": agent, **fields_of(warmed, "version", "tokens"), "seconds": seconds}
     caller.result(value, lambda out: out.print(f"{agent} is hot: {warmed.tokens} tokens, after {seconds:.1f} s."))
