@@ -15,8 +15,7 @@ from cachestore_svc.blobs.blob_writer import Writers
 from cachestore_svc.blobs.disk import Disk
 from cachestore_svc.blobs.space import Space
 from cachestore_svc.facts.records import EventBody, StoreConfig
-from cachestore_svc.index.catalog import HOUSE, Catalog, CatalogChange, CatalogView
-from cachestore_svc.index.live_leases import LiveLeases
+from cachestore_svc.index.catalog import HOUSE, Catalog, CatalogChange, CatalogView, LeaseEnds
 from cachestore_svc.index.values import History
 from cachestore_svc.index.write_budget import WriteBudget
 from cachestore_svc.journal.journal import Journal
@@ -85,7 +84,7 @@ class Core(Storage):
     history: History
     journal: Journal | None  # of a catalog that is a file; a server looks after its own
     now_unix_ms: Callable[[], int]
-    leases: LiveLeases
+    leases: LeaseEnds
     write_budget: WriteBudget
     counters: Counters = field(default_factory=Counters)
     watchers: Watchers = field(default_factory=Watchers)

@@ -10,6 +10,7 @@ from kvasir.errors import FailedPrecondition
 from cachestore_svc.blobs.disk import Disk
 from cachestore_svc.index.sqlite.in_bucket.bucket_catalog import BucketCatalog
 from cachestore_svc.index.sqlite.operations import Catalog
+from cachestore_svc.index.sqlite.rights.lease_ends import Ends, LeaseEnds
 from cachestore_svc.index.sqlite.sqlite_catalog import SqliteCatalog
 from cachestore_svc.index.sqlite.transaction import CatalogChange, CatalogView
 from cachestore_svc.index.values import HOUSE, SLICE
@@ -21,6 +22,8 @@ __all__ = (
     "Catalog",
     "CatalogChange",
     "CatalogView",
+    "Ends",
+    "LeaseEnds",
     "SqliteCatalog",
     "open_postgres",
 )

@@ -1,14 +1,16 @@
-"""The end of each lease, on a monotonic clock, in RAM. A lease that is neither released nor known here counts as held
-for its whole time from the first look on, because nothing proves that it ended.
+"""The ends of leases of a catalog that one process has, on a monotonic clock, in RAM. A lease that is neither released
+nor known here counts as held for its whole time from the first look on, because nothing proves that it ended.
 """
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Self
 
 from kvasir.waits import RETRY_S
 
-from cachestore_svc.facts.records import LeaseToken, LineKey
+from cachestore_svc.facts.records import HeldLease, LeaseToken, LineKey, RenewedLeases
+from cachestore_svc.index.values import UnreleasedLease
 
 
 @dataclass(slots=True)
@@ -21,6 +23,8 @@ class _Grant:
 
 
 class LiveLeases:
+    """Implements `LeaseEnds` and `Ends`."""
+
     def __init__(self, steady: Callable[[], float]) -> None:
         self._steady = steady
         self._lock = threading.Lock()
@@ -28,12 +32,23 @@ class LiveLeases:
         self._barred: dict[LineKey, float] = {}
         self._all_barred = 0.0
 
+    @property
+    def in_ram(self) -> Self:
+        return self
+
+    def within(self, _: object) -> Self:
+        return self
+
+    def begin(self, unreleased: Iterable[UnreleasedLease]) -> None:
+        """How long each had still to go is not known, so each has its whole time."""
+        for lease in unreleased:
+            self.grant(lease.line, lease.token, lease.ttl_ms / 1000)
+
     def grant(self, line: LineKey, token: LeaseToken, ttl_s: float) -> None:
         with self._lock:
             self._put(line, token, ttl_s)
 
     def left_s(self, line: LineKey, token: LeaseToken, ttl_s: float) -> float:
-        """Seconds that a lease which was not released still holds; 0 when it ended."""
         with self._lock:
             found = self._grants.get(line)
             if found is None or found.token.generation < token.generation:
@@ -53,13 +68,24 @@ class LiveLeases:
             found.ends = max(found.ends, self._steady() + ttl_s)
             return True
 
+    def prolong_all(
+        self, namespace: str, owner: str, kv_identity_hash: str, held: Sequence[HeldLease], ttl_s: float
+    ) -> RenewedLeases:
+        lost, wanted = list[HeldLease](), list[HeldLease]()
+        for each in held:
+            line = LineKey(namespace, each.agent_id, kv_identity_hash)
+            if not self.prolong(line, LeaseToken(owner, each.generation), ttl_s):
+                lost.append(each)
+            elif self.is_wanted(line):
+                wanted.append(each)
+        return RenewedLeases(tuple(lost), tuple(wanted))
+
     def is_wanted(self, line: LineKey) -> bool:
         with self._lock:
             found = self._grants.get(line)
             return found is not None and found.is_wanted
 
     def want(self, line: LineKey, *, takes_back: bool) -> bool:
-        """Note that the lease is waited for; whether its holder has yet to be asked."""
         with self._lock:
             if takes_back:
                 # While the next try of this waiter may still come, the lease goes to no other.
@@ -71,12 +97,10 @@ class LiveLeases:
             return True
 
     def bar_all(self, seconds: float) -> None:
-        """For so long no lease is given: some may hold of which nothing is known here."""
         with self._lock:
             self._all_barred = self._steady() + seconds
 
     def barred_s(self, line: LineKey) -> float:
-        """Seconds for which no owner gets the lease: a rollback or its like waits for it, or `bar_all`."""
         with self._lock:
             return max(self._barred.get(line, 0.0) - self._steady(), self._all_barred - self._steady(), 0.0)
 
@@ -85,7 +109,6 @@ class LiveLeases:
             self._grants.pop(line, None)
 
     def taken_back(self, line: LineKey) -> None:
-        """The change that waited for its end takes place. That it ended stays known: the change may still be undone."""
         with self._lock:
             self._barred.pop(line, None)
 

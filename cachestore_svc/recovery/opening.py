@@ -6,6 +6,7 @@ import os
 import stat
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import structlog
@@ -20,8 +21,15 @@ from cachestore_svc.blobs.disk import NO_FILE, Disk, is_no_room, refusal
 from cachestore_svc.blobs.space import Space
 from cachestore_svc.core.core import Core
 from cachestore_svc.facts.records import StoreConfig
-from cachestore_svc.index.catalog import HOUSE, BucketCatalog, Catalog, CatalogChange, CatalogView, SqliteCatalog
-from cachestore_svc.index.live_leases import LiveLeases
+from cachestore_svc.index.catalog import (
+    HOUSE,
+    BucketCatalog,
+    Catalog,
+    CatalogChange,
+    CatalogView,
+    LeaseEnds,
+    SqliteCatalog,
+)
 from cachestore_svc.index.refusals import reading_damage
 from cachestore_svc.index.values import History, ReadManifest, Unheld
 from cachestore_svc.index.write_budget import WriteBudget
@@ -164,23 +172,21 @@ class _Opening:
         config, means, blobs, seals = self._config, self._means, self._blobs, self._blobs.seals
         now = means.now_unix_ms
         _remember_seals(catalog, seals)
-        # Of a server's standby or backup: it may lack the newest leases, which engines still count on.
-        lost_ms = 0 if log else catalog.read(HOUSE, _longest_lost_lease_ms(catalog.place))
         # Engines of a copy's earlier life call the store that it was copied from. In a bucket both are one store's.
         is_alone = log is not None and not (config.data_dir / BUCKET_NOTE).exists()
-        ends_leases = is_alone and config.accept_older
-        history = History(_incarnation(catalog, means.token_hex, ends_leases=ends_leases), config.event_history)
+        leases = catalog.lease_ends(means.steady)
+        # A server's standby or backup may lack the newest leases, which engines still count on.
+        begins = _end_leases if is_alone and config.accept_older else partial(_bar, leases) if log is None else None
+        history = History(_incarnation(catalog, means.token_hex, begins), config.event_history)
         space = Space(config, means.disk, self._ballast, catalog.read(HOUSE, lambda view: view.stored_bytes()))
-        live = LiveLeases(means.steady)
-        live.bar_all(lost_ms / 1000)
-        # How long each had still to go is not known, so each has its whole time.
-        for lease in catalog.read(HOUSE, lambda view: view.unreleased_leases()):
-            agent_id = seals.plain(lease.line.namespace, lease.line.agent_id)
-            live.grant(lease.line._replace(agent_id=agent_id), lease.token, lease.ttl_ms / 1000)
+        leases.begin(
+            each._replace(line=each.line._replace(agent_id=seals.plain(each.line.namespace, each.line.agent_id)))
+            for each in catalog.read(HOUSE, lambda view: view.unreleased_leases())
+        )
         catalog.seal(seals.names_of)
         budget = WriteBudget(catalog, now, config.write_budget_bytes, refuses=config.write_budget_over == "refuse")
         parts = means.disk, self._ballast, catalog, blobs, seals, space, Writers(blobs, space, now)
-        return Core(config, *parts, history, log, now, live, budget)
+        return Core(config, *parts, history, log, now, leases, budget)
 
     def _follow(self, catalog: SqliteCatalog, seen: looking.Look) -> Journal:
         """Bring index and journal to one position, and from now on record each commit in the journal."""
@@ -261,14 +267,17 @@ def _lock(path: Path) -> int:
     return descriptor
 
 
-def _incarnation(catalog: Catalog, token_hex: Callable[[int], str], *, ends_leases: bool) -> str:
-    """The name of this history. A database copied back lies in another inode: its history went on without it. With
-    `ends_leases` no lease is left of the history before."""
+def _incarnation(
+    catalog: Catalog, token_hex: Callable[[int], str], begins_elsewhere: Callable[[CatalogChange], None] | None
+) -> str:
+    """The name of this history. A database copied back lies in another inode: its history went on without it.
+    `begins_elsewhere`: done with the first start in another place.
+    """
 
     def begin(change: CatalogChange) -> str:
         name = token_hex(8)
-        if ends_leases and _went_on_elsewhere(change, catalog.place):
-            change.fence_all_leases()
+        if begins_elsewhere and _went_on_elsewhere(change, catalog.place):
+            begins_elsewhere(change)
         change.set_fact(_INCARNATION, name)
         change.set_fact(INODE, catalog.place)
         return name
@@ -277,13 +286,14 @@ def _incarnation(catalog: Catalog, token_hex: Callable[[int], str], *, ends_leas
     return name or catalog.write(HOUSE, begin)
 
 
-def _longest_lost_lease_ms(place: str) -> Callable[[CatalogView], int]:
-    """How long a lease may still hold that an index does not have which went on in another place."""
+def _end_leases(change: CatalogChange) -> None:
+    """No lease is left of the history before."""
+    change.fence_all_leases()
 
-    def longest(view: CatalogView) -> int:
-        return view.longest_lease_ms() if _went_on_elsewhere(view, place) else 0
 
-    return longest
+def _bar(leases: LeaseEnds, change: CatalogChange) -> None:
+    """No lease is given for as long as one may hold that the index does not have."""
+    leases.within(change).bar_all(change.longest_lease_ms() / 1000)
 
 
 def _went_on_elsewhere(view: CatalogView, place: str) -> bool:

@@ -12,7 +12,7 @@ from cachestore_svc.core.core import Core
 from cachestore_svc.facts import records
 from cachestore_svc.facts.limits import check_hash, check_range
 from cachestore_svc.facts.ownership import check_writable
-from cachestore_svc.index.catalog import CatalogChange
+from cachestore_svc.index.catalog import CatalogChange, Ends
 
 _Answer = TypeVar("_Answer")
 
@@ -76,21 +76,20 @@ class Leases:
     def renew_all(
         self, namespace: str, owner: str, kv_identity_hash: str, held: Sequence[records.HeldLease], ttl_s: float
     ) -> records.RenewedLeases:
-        """Prolong many live leases, writing nothing; those that cannot be are lost. Raises InvalidArgument, Unavailable
-        (LOCKED: another store took the index, and may have given them out).
+        """Prolong many live leases; those that cannot be are lost. Raises InvalidArgument, Unavailable (LOCKED: another
+        store took the index, and may have given them out).
         """
-        self._core.catalog.check_ours()
         check_owner(owner)
         check_range("leases", len(held), 0, records.MAX_LEASES_PER_REQUEST)
         seconds = _ttl_ms(ttl_s) / 1000
-        lost, wanted = list[records.HeldLease](), list[records.HeldLease]()
         for each in held:
-            line = self._line(namespace, each.agent_id, kv_identity_hash)
-            if not self._core.leases.prolong(line, records.LeaseToken(owner, each.generation), seconds):
-                lost.append(each)
-            elif self._core.leases.is_wanted(line):
-                wanted.append(each)
-        return records.RenewedLeases(tuple(lost), tuple(wanted))
+            self._line(namespace, each.agent_id, kv_identity_hash)
+        asked = namespace, owner, check_hash(kv_identity_hash), held, seconds
+        ends = self._core.leases
+        if ends.in_ram:  # and so nothing is written
+            self._core.catalog.check_ours()
+            return ends.in_ram.prolong_all(*asked)
+        return self._core.write(namespace, lambda change: ends.within(change).prolong_all(*asked), frees_space=True)
 
     def release(self, namespace: str, agent_id: str, kv_identity_hash: str, token: records.LeaseToken) -> None:
         """Give a lease back; its generation stays remembered. Raises Conflict (LEASE_FENCED), NotFound."""
@@ -126,10 +125,21 @@ class Leases:
             raise
 
     def _ask(self, namespace: str, lines: Sequence[records.LineKey], *, takes_back: bool) -> None:
-        new = [line for line in lines if self._core.leases.want(line, takes_back=takes_back)]
-        events = [records.LeaseWanted(line.agent_id, line.kv_identity_hash, takes_back) for line in new]
-        if events:
-            self._core.write(namespace, lambda change: self._core.report(change, namespace, events), frees_space=True)
+        leases = self._core.leases
+
+        def new(ends: Ends) -> list[records.EventBody]:
+            wanted = [line for line in lines if ends.want(line, takes_back=takes_back)]
+            return [records.LeaseWanted(line.agent_id, line.kv_identity_hash, takes_back) for line in wanted]
+
+        # In RAM it is noted once, whereas an operation may run twice.
+        noted = new(leases.in_ram) if leases.in_ram else None
+
+        def report(change: CatalogChange) -> None:
+            if events := new(leases.within(change)) if noted is None else noted:
+                self._core.report(change, namespace, events)
+
+        if noted != []:
+            self._core.write(namespace, report, frees_space=True)
 
     def _lease(
         self, change: CatalogChange, line: records.LineKey, token: records.LeaseToken, ttl_ms: int

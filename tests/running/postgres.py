@@ -118,6 +118,15 @@ class PostgresServer:
         self.stop()
 
 
+def set_clock_of(url: str, unix_s: float) -> None:
+    """From now on it is this time in a store's database, until it is set again."""
+    body = f"SELECT {round(unix_s * 1000)}::bigint"
+    with psycopg.connect(url, autocommit=True) as connection:
+        connection.execute(
+            f"CREATE OR REPLACE FUNCTION kvasir.now_ms() RETURNS BIGINT LANGUAGE SQL VOLATILE AS '{body}'"  # type: ignore[arg-type]
+        )
+
+
 @contextmanager
 def running() -> Iterator[PostgresServer]:
     # Not below pytest's directory, where a server that root starts may not come.

@@ -12,6 +12,7 @@ from kvasir.errors import FailedPrecondition, KvasirError, Unavailable
 from kvasir.waits import PAUSE_S
 
 from cachestore_svc.blobs.disk import Disk
+from cachestore_svc.index.postgres.lease_rows import SharedLeases
 from cachestore_svc.index.postgres.schema import migrate
 from cachestore_svc.index.postgres.session import Session, is_again, is_cut, translated
 from cachestore_svc.index.sqlite.operations import Catalog, Operation
@@ -59,6 +60,9 @@ class PostgresCatalog(Catalog):
     def close(self) -> bool:
         self._ending.set()
         return super().close()
+
+    def lease_ends(self, steady: Callable[[], float]) -> SharedLeases:  # noqa: ARG002  the database has a clock
+        return SharedLeases()
 
     def check_ours(self) -> None:
         self.read(HOUSE, lambda _: None)

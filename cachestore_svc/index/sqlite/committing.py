@@ -11,15 +11,15 @@ from kvasir.formats.digest import Digest
 from cachestore_svc.blobs.manifests import NamedBlob, SharedBlock, unfit
 from cachestore_svc.facts.ownership import check_takes_copy
 from cachestore_svc.facts.records import LineQuery, Origin, SnapshotVersion, named_version
-from cachestore_svc.index.live_leases import LiveLeases
 from cachestore_svc.index.refusals import head_moved, missing, unfit_blob
 from cachestore_svc.index.sqlite import agents, blobs, provenance, versions
 from cachestore_svc.index.sqlite.rights import leases, owners
+from cachestore_svc.index.sqlite.rights.lease_ends import LeaseEnds
 from cachestore_svc.index.sqlite.rows import Rows
 from cachestore_svc.index.values import BlobEntry, Commit, Done
 
 
-def commit_version(rows: Rows, asked: Commit, live: LiveLeases, now_unix_ms: int) -> Done:
+def commit_version(rows: Rows, asked: Commit, live: LeaseEnds, now_unix_ms: int) -> Done:
     """Make a manifest the line's next version. Raises Conflict, FailedPrecondition; see Store.commit."""
     (_, agent_id, kv_hash), terms = asked.line, asked.terms
     manifest = _find_manifest(rows, asked.manifest)
@@ -87,7 +87,7 @@ def _already_done(rows: Rows, line_id: int, asked: Commit, manifest: BlobEntry) 
     return found
 
 
-def _check_rights(rows: Rows, asked: Commit, live: LiveLeases) -> None:
+def _check_rights(rows: Rows, asked: Commit, live: LeaseEnds) -> None:
     """The store's right, but for arrivals by a move; then the lease. What takes a memory back shuts out everybody."""
     terms = asked.terms
     if terms.origin is not Origin.MOVE:

@@ -11,7 +11,9 @@ from typing import Any, TypeVar
 from kvasir.errors import Unavailable
 from kvasir.server.fair_shares import RoundRobin
 
+from cachestore_svc.index.live_leases import LiveLeases
 from cachestore_svc.index.refusals import index_damaged
+from cachestore_svc.index.sqlite.rights.lease_ends import LeaseEnds
 from cachestore_svc.index.sqlite.rows import Connection
 from cachestore_svc.index.sqlite.transaction import CatalogChange, CatalogView
 from cachestore_svc.sealing.sealed_names import PLAIN_NAMES, PlainNames
@@ -65,6 +67,10 @@ class Catalog:
     def write_later(self, namespace: str, work: Callable[[CatalogChange], None]) -> None:
         """Write without waiting and without an answer; for what may be lost, such as times of last use."""
         self._submit(Operation(namespace, work, is_write=True))
+
+    def lease_ends(self, steady: Callable[[], float]) -> LeaseEnds:
+        """The ends of its leases. `steady`: seconds that nobody sets, for a catalog that only this process has."""
+        return LiveLeases(steady)
 
     def check_ours(self) -> None:
         """Raises Unavailable (LOCKED) where another store has the database. A file is locked as long as it is open."""

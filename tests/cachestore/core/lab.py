@@ -29,6 +29,7 @@ from cachestore_svc.store.blobs import NewBlob, finish_all
 from cachestore_svc.store.store import Store
 from tests.made_models.synthetic import SyntheticSnapshot
 from tests.running import own_notes  # noqa: F401
+from tests.running.postgres import set_clock_of
 
 NS = "default"
 MIB = 1 << 20
@@ -44,6 +45,7 @@ class Clock:
 
     now_s: float = 1_800_000_000.0
     set_by_s: float = 0.0
+    databases: set[str] = field(default_factory=set)  # those whose clock is this one, too
 
     def __call__(self) -> float:
         return self.now_s + self.set_by_s
@@ -53,6 +55,8 @@ class Clock:
 
     def pass_s(self, seconds: float) -> None:
         self.now_s += seconds
+        for url in self.databases:
+            set_clock_of(url, self.now_s)
 
 
 @dataclass
@@ -79,7 +83,7 @@ class Lab:
     catalog: str = ""  # the database's address; "": a file in the directory
 
     def open(self, disk: Disk | None = None, **settings: object) -> Store:
-        return Store.open(
+        opened = Store.open(
             self.config(**settings),
             self.clock,
             self.chance,
@@ -88,6 +92,15 @@ class Lab:
             blobs=self.kept_blobs,
             masters=self.masters,
         )
+        if self.has_lease_ends:
+            self.clock.databases.add(self.catalog)
+            self.clock.pass_s(0)
+        return opened
+
+    @property
+    def has_lease_ends(self) -> bool:
+        """Whether the catalog knows the ends of leases, and a clock."""
+        return self.catalog.startswith("postgresql:")
 
     def seal(self, *namespaces: str) -> "Lab":
         """The lab, in which these namespaces are sealed from their beginning."""

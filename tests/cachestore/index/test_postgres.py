@@ -19,7 +19,7 @@ from kvasir.formats.block_hash import kv_identity_hash
 
 from cachestore_svc.blobs.disk import Disk
 from cachestore_svc.config import ConfigError, read_settings
-from cachestore_svc.facts.records import HeldLease, LeaseToken
+from cachestore_svc.facts.records import HeldLease, LeaseToken, LineKey
 from cachestore_svc.index.catalog import HOUSE, Catalog, CatalogChange, CatalogView, open_postgres
 from cachestore_svc.index.postgres.postgres_catalog import LOCK
 from cachestore_svc.index.postgres.session import Session
@@ -191,7 +191,7 @@ def test_a_store_whose_database_another_one_took_prolongs_no_lease(url: str, tmp
         shutil.copy(tmp_path / "a" / "catalog", tmp_path / "b")
         end_writer(url)
         with Lab(tmp_path / "b", catalog=url, kept_blobs=blobs).open() as second:
-            with pytest.raises(Unavailable, match="another store has opened this database since"):
+            with pytest.raises(Unavailable, match="another store has this database open"):
                 first.leases.renew_all(NS, "engine", KV, held, 30)
             with pytest.raises(FailedPrecondition, match="held by engine"):
                 second.leases.acquire(NS, "ada", KV, "another")
@@ -306,10 +306,57 @@ def test_a_database_that_went_back_gives_no_lease_while_a_lost_one_may_hold(url:
         with pytest.raises(FailedPrecondition) as refused:
             store.leases.acquire(NS, "bob", KV, "another")
         assert refused.value.reason == "LEASE_HELD"
-        lab.clock.pass_s(20)
+    lab.clock.pass_s(19)
+    with lab.open() as store:  # a second start knows it, too
+        with pytest.raises(FailedPrecondition, match="a lost commit"):
+            store.leases.acquire(NS, "bob", KV, "another")
+        lab.clock.pass_s(1)
         assert store.leases.acquire(NS, "bob", KV, "another").token.owner == "another"
+
+
+def test_a_restart_neither_ends_nor_prolongs_a_lease_and_forgets_nobody_who_waits(url: str, tmp_path: Path) -> None:
+    lab = Lab(tmp_path / "data", catalog=url)
     with lab.open() as store:
-        store.leases.acquire(NS, "cleo", KV, "another")
+        publish(store, "bob", SyntheticAgent(SMALL, 1).turn(30), 0)
+        for agent_id in ("ada", "bob"):
+            store.leases.acquire(NS, agent_id, KV, "engine", 10)
+        for refused in (
+            lambda: store.leases.acquire(NS, "ada", KV, "another", 10, asks=True),
+            lambda: store.agents.roll_back(NS, "bob", 1),
+        ):
+            with pytest.raises(FailedPrecondition, match="held by engine"):
+                refused()
+        lab.clock.pass_s(6)
+    with lab.open() as store:
+        ada, bob = HeldLease("ada", 1), HeldLease("bob", 1)
+        renewed = store.leases.renew_all(NS, "engine", KV, [ada, bob], 8)
+        assert (renewed.lost, renewed.wanted) == ((bob,), (ada,))
+        lab.clock.pass_s(3)
+        with pytest.raises(FailedPrecondition, match="held by engine"):
+            store.agents.roll_back(NS, "bob", 1)
+        lab.clock.pass_s(1)
+        assert store.agents.roll_back(NS, "bob", 1).version == 2
+        lab.clock.pass_s(3)
+        with pytest.raises(FailedPrecondition, match="held by engine"):
+            store.leases.acquire(NS, "ada", KV, "another", 10)
+        lab.clock.pass_s(1)
+        assert store.leases.acquire(NS, "ada", KV, "another", 10).token.generation == 2
+
+
+def test_a_grant_whose_operation_fails_is_undone(url: str, tmp_path: Path) -> None:
+    lab = Lab(tmp_path / "data", catalog=url)
+    with lab.open() as store:
+        core, line = store._core, LineKey(NS, "ada", KV)
+        store.leases.acquire(NS, "ada", KV, "engine", 5)
+
+        def fails(change: CatalogChange) -> None:
+            change.renew_lease(line, core.leases, LeaseToken("engine", 1), 60_000)
+            raise FailedPrecondition("for another reason", reason="AGENT_MOVED")
+
+        with pytest.raises(FailedPrecondition, match="another reason"):
+            core.write(NS, fails)
+        lab.clock.pass_s(5)
+        assert store.leases.acquire(NS, "ada", KV, "another", 5).token.generation == 2
 
 
 def test_a_database_of_a_newer_kvasir_is_refused(url: str) -> None:

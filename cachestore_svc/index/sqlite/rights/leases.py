@@ -1,6 +1,6 @@
 """Leases: which inference service may extend a line, and which late writers are fenced. One owner at a time has leases
 of an agent. A generation never goes back, not even when the agent is deleted; a writer with an older one is refused.
-How long a lease holds is in `live_leases`.
+How long a lease holds is behind `lease_ends`.
 """
 
 from dataclasses import dataclass
@@ -9,8 +9,8 @@ from typing import Any
 from kvasir.errors import Conflict, FailedPrecondition, NotFound
 
 from cachestore_svc.facts.records import LeaseToken, LineKey, LineQuery
-from cachestore_svc.index.live_leases import LiveLeases
 from cachestore_svc.index.sqlite.events import fact, set_fact
+from cachestore_svc.index.sqlite.rights.lease_ends import Ends, LeaseEnds
 from cachestore_svc.index.sqlite.rows import Rows
 from cachestore_svc.index.values import UnreleasedLease
 
@@ -27,20 +27,21 @@ class _Row:
     ttl_ms: int
     is_released: bool
 
-    def left_s(self, live: LiveLeases) -> float:
+    def left_s(self, live: Ends) -> float:
         return 0.0 if self.is_released else live.left_s(self.line, self.token, self.ttl_ms / 1000)
 
 
 def acquire_lease(
-    rows: Rows, line: LineKey, live: LiveLeases, owner: str, ttl_ms: int, *, begins_anew: bool = False
+    rows: Rows, line: LineKey, live: LeaseEnds, owner: str, ttl_ms: int, *, begins_anew: bool = False
 ) -> LeaseToken:
     """Take the lease of a line, or prolong one's own. Any other owner is fenced; with `begins_anew` the owner's earlier
     leases of the agent, too. Raises FailedPrecondition (LEASE_HELD).
     """
-    _check_not_barred(live, line)
+    ends = live.within(rows)
+    _check_not_barred(ends, line)
     rows.make_namespace()
     held = _rows_of(rows, LineQuery(line.agent_id))
-    _check_free(live, held, owner)
+    _check_free(ends, held, owner)
     found = next((each for each in held if each.line == line), None)
     generation = 1 + int(fact(rows, _FLOOR) or 0)
     if found is not None:
@@ -51,18 +52,19 @@ def acquire_lease(
         for other in held:
             if other.line != line and (begins_anew or other.token.owner != owner):
                 _fence(rows, other)
-                live.drop(other.line)
+                ends.drop(other.line)
     _write(rows, _Row(line, token, ttl_ms, is_released=False))
-    live.grant(line, token, ttl_ms / 1000)
+    ends.grant(line, token, ttl_ms / 1000)
     return token
 
 
-def renew_lease(rows: Rows, line: LineKey, live: LiveLeases, token: LeaseToken, ttl_ms: int) -> None:
+def renew_lease(rows: Rows, line: LineKey, live: LeaseEnds, token: LeaseToken, ttl_ms: int) -> None:
     """Prolong one's own lease, if nobody took it. Raises Conflict, NotFound, FailedPrecondition (LEASE_HELD)."""
+    ends = live.within(rows)
     _check_own(rows, line, token)
-    _check_not_barred(live, line)
+    _check_not_barred(ends, line)
     _write(rows, _Row(line, token, ttl_ms, is_released=False))
-    live.grant(line, token, ttl_ms / 1000)
+    ends.grant(line, token, ttl_ms / 1000)
 
 
 def set_lease_floor(rows: Rows, generation: int) -> None:
@@ -70,22 +72,22 @@ def set_lease_floor(rows: Rows, generation: int) -> None:
     set_fact(rows, _FLOOR, str(generation))
 
 
-def release_lease(rows: Rows, line: LineKey, live: LiveLeases, token: LeaseToken) -> None:
+def release_lease(rows: Rows, line: LineKey, live: LeaseEnds, token: LeaseToken) -> None:
     """Give back one's own lease. Raises Conflict (LEASE_FENCED), NotFound."""
     [found] = _check_own(rows, line, token)
     _write(rows, _Row(line, token, found.ttl_ms, is_released=True))
-    live.drop(line)
+    live.within(rows).drop(line)
 
 
-def fence_leases(rows: Rows, query: LineQuery, live: LiveLeases) -> None:
+def fence_leases(rows: Rows, query: LineQuery, live: LeaseEnds) -> None:
     """Shut out every writer of these lines that began before now. Raises FailedPrecondition (LEASE_HELD): a live
     lease's holder may still answer from what is to be taken back.
     """
-    held = _rows_of(rows, query)
-    _check_free(live, held, None)
+    ends, held = live.within(rows), _rows_of(rows, query)
+    _check_free(ends, held, None)
     for each in held:
         _fence(rows, each)
-        live.taken_back(each.line)
+        ends.taken_back(each.line)
 
 
 def fence_all(rows: Rows, agent_id: str) -> None:
@@ -99,9 +101,9 @@ def fence_all_leases(rows: Rows) -> None:
     rows.run("UPDATE leases SET generation = generation + 1, is_released = TRUE WHERE NOT is_released")
 
 
-def held_leases(rows: Rows, query: LineQuery, live: LiveLeases) -> list[LineKey]:
+def held_leases(rows: Rows, query: LineQuery, live: LeaseEnds) -> list[LineKey]:
     """Lines of an agent whose lease is live."""
-    return [each.line for each in _rows_of(rows, query) if each.left_s(live)]
+    return [each.line for each in _rows_of(rows, query) if each.left_s(live.within(rows))]
 
 
 def unreleased_leases(rows: Rows) -> list[UnreleasedLease]:
@@ -132,19 +134,19 @@ def check_not_fenced(rows: Rows, line: LineKey, token: LeaseToken) -> list[_Row]
     return found
 
 
-def check_not_held(rows: Rows, live: LiveLeases, line: LineKey) -> None:
+def check_not_held(rows: Rows, live: LeaseEnds, line: LineKey) -> None:
     """Raises FailedPrecondition (LEASE_HELD) while a lease of the agent is live: for a turn that brings none."""
-    _check_free(live, _rows_of(rows, LineQuery(line.agent_id)), None)
+    _check_free(live.within(rows), _rows_of(rows, LineQuery(line.agent_id)), None)
 
 
-def _check_free(live: LiveLeases, held: list[_Row], owner: str | None) -> None:
+def _check_free(live: Ends, held: list[_Row], owner: str | None) -> None:
     """Raises FailedPrecondition (LEASE_HELD) while one of these is live that is another's than this owner's."""
     for each in held:
         if each.token.owner != owner and (left_s := each.left_s(live)):
             raise _held_by(each.token.owner, left_s)
 
 
-def _check_not_barred(live: LiveLeases, line: LineKey) -> None:
+def _check_not_barred(live: Ends, line: LineKey) -> None:
     if barred_s := live.barred_s(line):
         raise _held_by("a change of the agent that waits for it, or by an owner of which a lost commit knew", barred_s)
 
