@@ -80,13 +80,8 @@ class TokenLines:
 
 async def _agents(store: RemoteCache) -> list[tuple[int, str]]:
     """When the store's agents were used last (Unix ms), and their names; the last used comes last."""
-    found: list[tuple[int, str]] = []
-    token = ""
-    while True:
-        page = await store.connection.client.list_agents(name_prefix=PREFIX, page_size=_MAX_KEPT, page_token=token)
-        found += [(agent.used_at.ToMilliseconds(), agent.agent_id) for agent in page.agents]
-        if not (token := page.next_page_token):
-            return sorted(found)
+    agents = store.connection.client.every_agent(name_prefix=PREFIX)
+    return sorted([(agent.used_at.ToMilliseconds(), agent.agent_id) async for agent in agents])
 
 
 def _hot_agent(engine: Engine, namespace: str, prompt: TokenIds, busy: Collection[str]) -> str | None:

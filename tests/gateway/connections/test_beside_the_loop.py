@@ -44,10 +44,11 @@ class PlayedEngine:
         if name not in ("", "m"):
             raise NotFound("no such model", reason="MODEL_NOT_FOUND")
 
-    async def list_agents(self, **_asked: object) -> None:
+    async def every_agent(self, **_asked: object) -> AsyncGenerator[None, None]:
         self.listing.set()
         try:
             await asyncio.sleep(60)
+            yield
         finally:
             self.was_cancelled.set()
 

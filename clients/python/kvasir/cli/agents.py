@@ -63,9 +63,9 @@ _OWN, _SETTINGS = (
     "kvasir.",
     {on_full.LABEL, expires_after.LABEL, volatile.LABEL},
 )  # Kvasir's labels; those of them that people set
-_PAGE = 1000
 _NUMBERS = ("version", "tokens", "bytes", "parent")  # columns
 _COMPLETED = 100
+_MOST_SEARCHED = 1000
 
 
 def complete_agent(context: typer.Context, incomplete: str) -> list[str]:
@@ -161,11 +161,11 @@ def ls(
 
     Labels that Kvasir gives for itself are in --json and in `kvasir agents show`."""
     with store_client(caller) as client:
-        found = list(all_agents(client, prefix, labels_of(label or [])))
+        found = list(client.every_agent(name_prefix=prefix, labels=labels_of(label or [])))
         has_all = bool(has_all or prefix or search)
         listed = [agent for agent in found if has_all or not agent.agent_id.startswith(UNNAMED_PREFIXES)]
         listed.sort(key=_ORDERS[sort])
-        titles = titles_of(client, listed, most_read=_PAGE) if search else {}
+        titles = titles_of(client, listed, most_read=_MOST_SEARCHED) if search else {}
         listed = [agent for agent in listed if has_words(agent, titles.get(agent.agent_id, ""), search)]
         shown = listed[:limit]
         titles = titles or titles_of(client, shown)
@@ -201,7 +201,7 @@ def show(caller: Caller, agent: AgentArgument) -> None:
 def history(caller: Caller, agent: AgentArgument, line: LineOption = "") -> None:
     """List the versions that an agent can be rolled back to, newest first."""
     with store_client(caller) as client:
-        versions = list(_all_versions(client, agent, line))
+        versions = list(client.every_snapshot(agent, line))
     caller.result([snapshot_row(version) for version in versions], lambda out: out.print(_versions_table(versions)))
 
 
@@ -365,28 +365,10 @@ def import_(
     caller.result(snapshot_row(made), lambda out: out.print(arrived_words(made)))
 
 
-def all_agents(client: StoreClient, prefix: str, labels: dict[str, str]) -> Iterator[pb.Agent]:
-    token = ""
-    while True:
-        page = client.list_agents(name_prefix=prefix, labels=labels, page_size=_PAGE, page_token=token)
-        yield from page.agents
-        if not (token := page.next_page_token):
-            return
-
-
 def unclaimed(client: StoreClient) -> list[str]:
     """Names of the agents that came back from a recovery without their owner."""
-    facts = ((agent.agent_id, agent.ownership) for agent in all_agents(client, "", {}))
+    facts = ((agent.agent_id, agent.ownership) for agent in client.every_agent())
     return [name for name, known in facts if known.state == pb.OWNER_STATE_MOVING and not known.peer]
-
-
-def _all_versions(client: StoreClient, agent: str, line: str) -> Iterator[pb.SnapshotVersion]:
-    token = ""
-    while True:
-        page = client.list_snapshots(agent, line, page_size=_PAGE, page_token=token)
-        yield from page.snapshots
-        if not (token := page.next_page_token):
-            return
 
 
 def labels_of(texts: list[str]) -> dict[str, str]:

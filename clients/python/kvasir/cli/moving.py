@@ -262,7 +262,7 @@ def _synced(
 def _chosen(client: StoreClient, names: Iterable[str], labels: dict[str, str]) -> list[pb.Agent]:
     if named := [client.get_agent(name) for name in names]:
         return [agent for agent in named if labels.items() <= dict(agent.labels).items()]
-    return list(agents.all_agents(client, "", labels))
+    return list(client.every_agent(labels=labels))
 
 
 def _one_of(from_peer: str, to_peer: str) -> str:

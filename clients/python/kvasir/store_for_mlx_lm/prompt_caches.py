@@ -101,16 +101,11 @@ class PromptCaches:
 
     def kept(self, prefix: str) -> Iterator[KeptCache]:
         """The caches of these weights whose names begin so."""
-        page = ""
-        while True:
-            found = self._store.list_agents(name_prefix=prefix, page_token=page)
-            for agent in found.agents:
-                kept = manifests.parse(self._store.get_snapshot(agent.agent_id)[1])
-                if kept.kv_identity.weights_digest == self._weights:
-                    tokens = array("I", kept.token_ids)
-                    yield KeptCache(agent.agent_id, tokens, is_trimmable(kept), kept.created_unix_ms)
-            if not (page := found.next_page_token):
-                return
+        for agent in self._store.every_agent(name_prefix=prefix):
+            kept = manifests.parse(self._store.get_snapshot(agent.agent_id)[1])
+            if kept.kv_identity.weights_digest == self._weights:
+                tokens = array("I", kept.token_ids)
+                yield KeptCache(agent.agent_id, tokens, is_trimmable(kept), kept.created_unix_ms)
 
     def remove(self, name: str) -> None:
         """Forget a cache. What no other cache shares goes after the store's grace period. Raises NotFound."""

@@ -15,7 +15,6 @@ from kvasir.formats import manifest
 from kvasir_gateway.reading.records import PREFIX, Beside, Kept
 from kvasir_gateway.turn import Place, Said, ToolUse
 
-_PAGE = 1000
 # The label of an agent whose conversation was compacted: the digest of its newest opening.
 _OPENING = "conversation.opening"
 _SUMMARY = "conversation.summary"  # of one whose client has asked for a summary; `reading/compaction.py` writes it
@@ -38,15 +37,8 @@ class StoredRecords:
         """All agents whose names begin so, the last used first; of a compacted conversation those that have this newer
         opening."""
         labels = {_OPENING: opening} if opening else {}
-        found: list[Kept] = []
-        token = ""
-        while True:
-            page = await self._client.list_agents(
-                name_prefix=name_prefix, labels=labels, page_size=_PAGE, page_token=token
-            )
-            found += [_kept(agent) for agent in page.agents]
-            if not (token := page.next_page_token):
-                return sorted(found, key=lambda agent: agent.used_at, reverse=True)
+        found = [_kept(agent) async for agent in self._client.every_agent(name_prefix=name_prefix, labels=labels)]
+        return sorted(found, key=lambda agent: agent.used_at, reverse=True)
 
     async def note(self, agent_id: str, *, summary: str, opening: str = "") -> None:
         labels = {_OPENING: opening} if opening else {}

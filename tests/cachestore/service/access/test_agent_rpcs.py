@@ -11,6 +11,7 @@ import pytest
 from google.protobuf import field_mask_pb2
 from kvasir.cachestore.v1 import cachestore_pb2 as pb
 from kvasir.clients import StoreClient
+from kvasir.clients.aio import agent_client
 from kvasir.errors import AlreadyExists, Conflict, FailedPrecondition, InvalidArgument, NotFound, Unavailable
 from kvasir.formats.block_hash import kv_identity_hash
 
@@ -47,6 +48,21 @@ def test_agents_are_listed_by_name_label_and_prefix(client: StoreClient) -> None
     assert (red.agent_id, red.is_pinned, red.retained_versions) == ("list/b", True, 3)
     assert client.update_agent("list/b", labels={"team": ""}).labels == {}
     assert client.get_agent("list/b").is_pinned
+
+
+def test_every_agent_and_every_version_come_whatever_a_page_holds(
+    client: StoreClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(agent_client, "_PAGE", 2)
+    ada = SyntheticAgent(SMALL, 25)
+    for parent in range(5):
+        publish(client, "every/a", ada.turn(10), parent)
+    for seed, name in enumerate(("every/b", "every/c"), start=26):
+        publish(client, name, SyntheticAgent(SMALL, seed).turn(20), 0)
+    assert [each.agent_id for each in client.every_agent(name_prefix="every/")] == ["every/a", "every/b", "every/c"]
+    assert [each.version for each in client.every_snapshot("every/a")] == [5, 4, 3, 2, 1]
+    client.update_agent("every/c", labels={"team": "blue"})
+    assert [each.agent_id for each in client.every_agent(labels={"team": "blue"})] == ["every/c"]
 
 
 def test_an_update_changes_what_its_mask_names_and_nothing_else(client: StoreClient) -> None:

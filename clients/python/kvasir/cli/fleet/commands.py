@@ -129,14 +129,9 @@ def _agents(endpoint: Endpoint) -> list[str] | None:
     """The names of the namespace's agents; None if this engine cannot say."""
     if not accepts(endpoint.address):
         return None
-    names, token = list[str](), ""
     try:
         with endpoint.engine_client(ANSWER_S) as client:
-            while True:
-                page = client.list_agents(page_size=_PAGE, page_token=token)
-                names += [agent.agent_id for agent in page.agents]
-                if not (token := page.next_page_token):
-                    return names
+            return [agent.agent_id for agent in client.every_agent()]
     except KvasirError:
         return None
 

@@ -13,6 +13,8 @@ from kvasir.clients.archive_file import new_file, pieces_of
 from kvasir.clients.made_requests import MadeRequests
 from kvasir.clients.store_client_transfers import OnProgress, import_requests
 
+_PAGE = 1000
+
 
 class AioAgentClient(AioServiceClient):
     """Agents by name: their versions, forks, rollbacks and archives. Part of the clients of engines and stores."""
@@ -30,6 +32,18 @@ class AioAgentClient(AioServiceClient):
             name_prefix=name_prefix, labels=labels, page_size=page_size, page_token=page_token
         )
         return await self._call(pb.ListAgentsResponse, request)
+
+    async def every_agent(
+        self, *, name_prefix: str = "", labels: Mapping[str, str] | None = None
+    ) -> AsyncGenerator[pb.Agent, None]:
+        """All agents by name, those that have all the labels, read a page at a time."""
+        token = ""
+        while True:
+            page = await self.list_agents(name_prefix=name_prefix, labels=labels, page_size=_PAGE, page_token=token)
+            for agent in page.agents:
+                yield agent
+            if not (token := page.next_page_token):
+                return
 
     async def get_agent(self, agent_id: str) -> pb.Agent:
         return (await self._call(pb.GetAgentResponse, pb.GetAgentRequest(agent_id=agent_id))).agent
@@ -88,6 +102,18 @@ class AioAgentClient(AioServiceClient):
             has_had=has_had,
         )
         return await self._call(pb.ListSnapshotsResponse, request)
+
+    async def every_snapshot(
+        self, agent_id: str, kv_identity_hash: str = ""
+    ) -> AsyncGenerator[pb.SnapshotVersion, None]:
+        """All versions of an agent, newest first, read a page at a time. Raises NotFound."""
+        token = ""
+        while True:
+            page = await self.list_snapshots(agent_id, kv_identity_hash, page_size=_PAGE, page_token=token)
+            for version in page.snapshots:
+                yield version
+            if not (token := page.next_page_token):
+                return
 
     async def get_snapshot(
         self, agent_id: str, kv_identity_hash: str = "", version: int | None = None, *, timeout_s: float | None = None
