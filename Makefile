@@ -145,7 +145,7 @@ campaign-fairness: install ## One namespace does its worst beside another, by ev
 campaign-history: install ## Random lives over two engines and one store: no turn knows what was taken back
 	$(BIN)/python -m pytest --timeout 7200 -m campaign -s tests/campaigns/history
 
-campaign-fleet: install ## Kills, cuts and set clocks of a whole fleet; FLEET="--faults 1000 --minutes 60"
+campaign-fleet: install ## Kills, cuts and set clocks of a whole fleet; FLEET="--resume --minutes 60"
 	$(BIN)/python -m tests.campaigns.fleet.campaign $(FLEET)
 
 campaign-moves: install ## Agents move among three stores that are cut and killed; half an hour

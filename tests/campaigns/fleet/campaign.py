@@ -11,7 +11,7 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,8 +20,10 @@ from kvasir.clients import AioInferenceClient, AioStoreClient
 from kvasir.credentials import read_token
 
 from tests.campaigns.faults.faulty_link import FaultyLink
+from tests.campaigns.fleet.kept import Kept, Round
 from tests.campaigns.fleet.nemesis import Nemesis
-from tests.campaigns.history.lives import Findings, Lives
+from tests.campaigns.fleet.targets import Clock, Link, Server, Service, Target
+from tests.campaigns.history.lives import Lives
 from tests.running import in_memory
 from tests.running.programs import Program
 from tests.running.set_clock import VARIABLE, set_ahead
@@ -31,11 +33,12 @@ from tools.fleet.part import FleetError, Part, Process
 _SETTINGS = "[engine]\nstore-budget-ms = 1000\ncommit-wait-s = 5\n"
 _QUIET_S = 90.0
 _HOUR_S = 3600.0
+_TELL_S = 15.0
 
 
 @dataclass(frozen=True)
 class Size:
-    """How much a run does: it ends after so many faults, or after `within_s`."""
+    """How much a round does: it ends after so many faults, or after `within_s`."""
 
     faults: int
     agents: int = 64
@@ -43,63 +46,76 @@ class Size:
     within_s: float = 20 * _HOUR_S
 
 
-@dataclass(frozen=True)
-class Result:
-    findings: Findings
-    nemesis: Nemesis
-    commits: int
-    took_s: float
-
-    def summary(self) -> str:
-        faults = dict(sorted(self.nemesis.counts.items()))
-        per_hour = self.nemesis.faults * _HOUR_S / self.took_s
-        return (
-            f"{self.nemesis.faults} faults in {self.took_s:.0f} s ({per_hour:.0f} an hour): {faults}\n"
-            f"{self.commits} acknowledged commits; {self.findings.summary()}"
-        )
-
-
-async def run(size: Size, seed: int) -> Result:
-    """Everything lies in a directory of its own, which is removed."""
+async def play(size: Size, seed: int) -> Round:
+    """One round. Everything lies in a directory of its own, which is removed."""
     root = in_memory.home()
     try:
-        async with _opened(root, size, seed) as (fleet, lives, links):
-            nemesis = Nemesis(fleet, links, root / "clock", seed)
+        async with _opened(root, size, seed) as (lives, targets):
+            nemesis = Nemesis(targets, seed)
             began, until = time.monotonic(), time.monotonic() + size.within_s
             breaking = asyncio.create_task(nemesis.run(size.faults, until))
+            telling = asyncio.create_task(_tell(seed, nemesis, lives))
             living = asyncio.create_task(lives.run(sys.maxsize, size.agents, size.within_s + _QUIET_S, breaking.done))
             await breaking
             took_s = time.monotonic() - began
             await living
+            telling.cancel()
             await _until_all_answer(lives)
             await lives.look_for_all()
-            return Result(lives.findings, nemesis, lives.ledger.commits, took_s)
+            found, ledger = lives.findings, lives.ledger
+            faults = dict(sorted(nemesis.counts.items()))
+            return Round(seed, faults, ledger.commits, found.lives, len(ledger.agents), took_s, found.problems)
     finally:
         shutil.rmtree(root, ignore_errors=True)
 
 
+async def _tell(seed: int, nemesis: Nemesis, lives: Lives) -> None:
+    while True:
+        await asyncio.sleep(_TELL_S)
+        found = f"{lives.findings.lives} lives, {lives.ledger.commits} commits, {len(lives.findings.problems)} problems"
+        print(f"seed {seed}: {nemesis.faults} faults, {found}", flush=True)
+
+
 @contextlib.asynccontextmanager
-async def _opened(root: Path, size: Size, seed: int) -> AsyncIterator[tuple[Fleet, Lives, dict[str, FaultyLink]]]:
+async def _opened(root: Path, size: Size, seed: int) -> AsyncIterator[tuple[Lives, list[Target]]]:
     links: dict[str, FaultyLink] = {}
 
     def through(caller: str, called: str, port: int) -> int:
         link = links.setdefault(f"{caller} to {called}", FaultyLink(None, port))
         return link.port
 
-    set_ahead(root / "clock", 0.0)
-    plan = Plan(size.engines, "nginx", "0.01", _SETTINGS, (), through, _begin(root / "clock"))
+    clock = root / "clock"
+    set_ahead(clock, 0.0)
+    plan = Plan(size.engines, "nginx", "0.01", _SETTINGS, (), through, _begin(clock))
     async with contextlib.AsyncExitStack() as ends:
         fleet = await asyncio.to_thread(ends.enter_context, running(root, plan))
-        for link in links.values():
-            ends.callback(link.close)
         token = read_token(fleet.client_token)
         assert fleet.door is not None
-        addresses = [*(each.address for each in fleet.engines), fleet.door.address]
+        # The first engine is called directly; the others through links, which break as nginx does.
+        first, *others = fleet.engines
+        ports = [through("callers", each.name, each.port) for each in others]
+        addresses = [first.address, *(f"127.0.0.1:{port}" for port in ports), fleet.door.address]
+        for link in links.values():
+            ends.callback(link.close)
         clients = [AioInferenceClient.connect(address, token=token) for address in addresses]
-        lives = Lives(clients, AioStoreClient.connect(fleet.store.address, token=token), seed, doors=clients[-1:])
+        lives = Lives(clients, AioStoreClient.connect(fleet.store.address, token=token), seed, doors=clients[1:])
         ends.push_async_callback(lives.close)
         await lives.calibrate()
-        yield fleet, lives, links
+        yield lives, _targets(fleet, links, clock)
+
+
+def _targets(fleet: Fleet, links: Mapping[str, FaultyLink], clock: Path) -> list[Target]:
+    """The more stands on a part, the longer it is left alone: agents must come to something in between."""
+    peace_s = {"store to postgres": 5.0, "store to s3": 4.0}
+    answers = {"store to s3": ("busy", "busy")}
+    return [
+        *(Link(name, link, peace_s.get(name, 1.2), answers.get(name, ())) for name, link in links.items()),
+        *(Service(each, 8.0) for each in fleet.engines),
+        Service(fleet.store, 20.0),
+        Server(fleet.postgres.part, 20.0),
+        Server(fleet.s3.part, 10.0),
+        Clock(clock, 4.0),
+    ]
 
 
 def _begin(clock: Path) -> Callable[[Part], Process]:
@@ -127,22 +143,28 @@ async def _until_all_answer(lives: Lives) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="make campaign-fleet", description=__doc__)
-    parser.add_argument("--faults", type=int, default=10_000)
+    parser.add_argument("--faults", type=int, default=10_000, help="in all, those of a resumed file counted")
+    parser.add_argument("--round", type=int, default=500, help="faults of a fleet, after which all is looked for")
     parser.add_argument("--agents", type=int, default=64, help="that live at once")
     parser.add_argument("--engines", type=int, default=3)
     parser.add_argument("--minutes", type=float, default=20 * 60, help="after which it ends with fewer faults")
-    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--seed", type=int, default=1, help="of the first round; the next has the next")
+    parser.add_argument("--kept", type=Path, default=Path("out/campaign-fleet.json"), help="what each round found")
+    parser.add_argument("--resume", action="store_true", help="add to what is kept, from the next seed on")
     given = parser.parse_args(arguments)
-    size = Size(given.faults, given.agents, given.engines, given.minutes * 60)
     os.environ.setdefault("SSL_CERT_FILE", certifi.where())
+    kept = Kept(given.kept, is_resumed=given.resume)
+    until = time.monotonic() + given.minutes * 60
     try:
-        result = asyncio.run(run(size, given.seed))
+        while kept.faults < given.faults and (left_s := until - time.monotonic()) > 0:
+            faults = min(given.round, given.faults - kept.faults)
+            done = asyncio.run(play(Size(faults, given.agents, given.engines, left_s), kept.next_seed(given.seed)))
+            kept.add(done)
+            print(kept.summary(), *done.problems, sep="\n", flush=True)
     except FleetError as error:
         print(f"make campaign-fleet: {error}", file=sys.stderr)
         return 1
-    print(result.summary())
-    print("\n".join(result.findings.problems))
-    return bool(result.findings.problems)
+    return bool(kept.problems)
 
 
 if __name__ == "__main__":

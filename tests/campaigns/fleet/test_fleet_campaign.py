@@ -1,19 +1,74 @@
 """A whole fleet under kills, cuts, freezes and set clocks loses nothing that it acknowledged, and mixes up nothing."""
 
 import asyncio
+import json
+from pathlib import Path
 
 import pytest
 
-from tests.campaigns.fleet.campaign import Size, run
+from tests.campaigns.fleet import campaign
+from tests.campaigns.fleet.campaign import Size, play
+from tests.campaigns.fleet.kept import Round
+from tests.campaigns.fleet.nemesis import Nemesis
 from tools.fleet import servers
+from tools.kvasir_tiny.words import Dice
 
 
 @pytest.mark.long(40)
 @pytest.mark.timeout(400)
 @pytest.mark.skipif(bool(servers.missing("nginx")), reason=servers.missing("nginx"))
 def test_a_few_faults_of_a_fleet_lose_no_commit_and_no_turn_knows_what_was_taken_back() -> None:
-    result = asyncio.run(run(Size(faults=10, agents=6, engines=2, within_s=60), seed=2))
-    print(result.summary())
-    assert result.findings.problems == []
-    assert result.nemesis.faults > 3
-    assert result.commits > 10
+    done = asyncio.run(play(Size(faults=20, agents=6, engines=2, within_s=60), seed=2))
+    print(done)
+    assert done.problems == []
+    assert done.fault_count > 6
+    assert done.commits > 10
+
+
+def test_a_resumed_campaign_adds_rounds_of_new_seeds_until_its_faults_are_played(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def played(size: Size, seed: int) -> Round:
+        return Round(seed, {"kill": size.faults}, 7, 3, 2, 60.0, ["lost"] if seed == 3 else [])
+
+    monkeypatch.setattr(campaign, "play", played)
+    kept = tmp_path / "new" / "kept.json"
+    words = ["--round", "4", "--kept", str(kept)]
+    assert campaign.main([*words, "--faults", "6", "--resume"]) == 0
+    assert campaign.main([*words, "--faults", "11", "--resume"]) == 1
+    rounds = json.loads(kept.read_text())["rounds"]
+    assert [(each["seed"], each["faults"]["kill"]) for each in rounds] == [(1, 4), (2, 2), (3, 4), (4, 1)]
+    assert campaign.main([*words, "--faults", "2", "--seed", "9"]) == 0
+    assert [each["seed"] for each in json.loads(kept.read_text())["rounds"]] == [9]
+
+
+class _Target:
+    """Every third of its faults meets nothing."""
+
+    peace_s = 0.01
+
+    def __init__(self, name: str) -> None:
+        self.name, self.faults, self.thrown = name, list[str](), list[float]()
+
+    async def strike(self, dice: Dice) -> str:
+        self.thrown.append(dice.random())
+        return "" if len(self.thrown) % 3 == 0 else self.name
+
+
+def test_faults_of_several_targets_are_in_the_air_at_once_and_a_seed_gives_each_the_same() -> None:
+    class Slow(_Target):
+        async def strike(self, dice: Dice) -> str:
+            self.thrown.append(dice.random())
+            await asyncio.sleep(0.3)
+            return self.name
+
+    def thrown(seed: int) -> list[list[float]]:
+        targets = [_Target("a"), _Target("b"), Slow("slow")]
+        nemesis = Nemesis(targets, seed)
+        asyncio.run(nemesis.run(12, until_s=float("inf")))
+        assert nemesis.faults >= 12
+        assert nemesis.counts["a"] == len(targets[0].thrown) - len(targets[0].thrown) // 3
+        assert nemesis.counts["slow"] < nemesis.counts["a"]
+        return [each.thrown[:3] for each in targets[:2]]
+
+    assert thrown(1) == thrown(1) != thrown(2)

@@ -27,6 +27,7 @@ WORD = "door"
 _STEPS = 12
 _GAP_TOKENS = 6
 _GIVE_UP_S = 12.0
+_PAUSE_S = 0.5  # after a refusal: where all is away, callers must not take the processors from what starts
 # Longer than a lease, and shorter: both must be safe.
 _FAULTS_S = (0.2, 0.6, 1.5, 3.0, 7.0)
 _KINDS = ("hang", "outage", "blip", "delay", "slow")
@@ -98,6 +99,7 @@ class Life:
                 self.history.judge_empty(acknowledged)
             elif error.reason not in _MAY_BE_REFUSED and not (client in self.world.doors and _BROKEN in error.message):
                 self.history.problems.append(f"turn {number}: {type(error).__name__} {error.reason}: {error.message}")
+            await asyncio.sleep(_PAUSE_S * self.dice.random())
             return None, reply
         self.history.unheard.pop(number, None)
         parent = None if is_whole else self._parent(reply.started.prompt_tokens, words, number)
@@ -394,6 +396,7 @@ class Lives:
             self.findings.lives += 1
         except (_UnclearError, *_AWAY):
             self.findings.counts["lives that ended unclear"] += 1
+            await asyncio.sleep(_PAUSE_S * life.dice.random())
         except errors.KvasirError as error:  # it asks only for what was acknowledged
             life.history.problems.append(f"{error.reason}: {error.message}")
         trace = "; ".join(life.trace)

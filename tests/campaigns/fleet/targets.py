@@ -1,0 +1,142 @@
+"""What a campaign breaks of a fleet, and repairs after a while: links, services, servers of others, the clock."""
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Protocol
+
+from tests.campaigns.faults.faulty_link import Fault, FaultyLink
+from tests.running.set_clock import set_ahead
+from tools.fleet.fleet import Member
+from tools.fleet.part import FleetError, Part
+from tools.kvasir_tiny.words import Dice
+
+# Longer than a lease, and shorter: both must be safe.
+_LASTS_S = (0.1, 0.1, 0.3, 0.3, 0.3, 1.0, 1.0, 2.5, 6.0)
+_MET_S = 2.0
+_STARTS_S = 120.0
+_DAY_S = 86_400.0
+_AHEAD_S = (-30 * _DAY_S, -7200.0, -60.0, 0.0, 60.0, 7200.0, 30 * _DAY_S)
+_LASTING = ("hang", "outage", "slow")
+_MOMENTARY = ("blip", "delay")
+
+
+class Target(Protocol):
+    """A part that has one fault at a time. `peace_s`: how long it is left alone in between, in the mean."""
+
+    name: str
+    peace_s: float
+
+    async def strike(self, dice: Dice) -> str:
+        """Break it, wait, and repair it. Returns what happened; empty if nothing was there to be broken."""
+        ...
+
+
+class Link:
+    """A connection between two parts. A fault that no byte met is none."""
+
+    def __init__(self, name: str, link: FaultyLink, peace_s: float, more_kinds: Sequence[str]) -> None:
+        self.name, self.peace_s = f"link {name}", peace_s
+        self._link, self._kinds = link, (*_LASTING, *_MOMENTARY, *more_kinds)
+
+    async def strike(self, dice: Dice) -> str:
+        kind, lasts_s = dice.pick(self._kinds), dice.pick(_LASTS_S)
+        self._link.arm(Fault(kind, dice.chance(0.7), dice.below(4000), dice.random()))
+        give_up = time.monotonic() + _MET_S
+        while not self._link.was_met and time.monotonic() < give_up:  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
+        if self._link.was_met and kind not in _MOMENTARY:
+            await asyncio.sleep(lasts_s)
+        was_met = self._link.was_met
+        self._link.disarm()
+        return f"{self.name}: {kind}" if was_met else ""
+
+
+class Service:
+    """An engine or a store, whose supervisor starts it again; or that and its supervisor."""
+
+    def __init__(self, member: Member, peace_s: float) -> None:
+        self.name, self.peace_s, self._member = member.name, peace_s, member
+
+    async def strike(self, dice: Dice) -> str:
+        what = dice.pick(("kill", "kill", "kill with its supervisor", "freeze"))
+        lasts_s, pid = dice.pick(_LASTS_S), self._member.pid
+        if what == "freeze":
+            was_struck = await _frozen(pid, lasts_s)
+        elif what == "kill":
+            was_struck = _send(pid, signal.SIGKILL)
+        else:
+            was_struck = self._member.part.is_running
+            await asyncio.to_thread(self._member.part.kill)
+            _send(pid, signal.SIGKILL)
+            await asyncio.sleep(lasts_s)
+        if not self._member.part.is_running:
+            _send(self._member.pid, signal.SIGKILL)
+            await asyncio.to_thread(_start, self._member.part)
+        return f"{what} {self.name}" if was_struck else ""
+
+
+class Server:
+    """PostgreSQL or the S3 server."""
+
+    def __init__(self, part: Part, peace_s: float) -> None:
+        self.name, self.peace_s, self._part = part.name, peace_s, part
+
+    async def strike(self, dice: Dice) -> str:
+        what, lasts_s = dice.pick(("kill", "freeze")), dice.pick(_LASTS_S)
+        process = self._part.process
+        assert process is not None
+        if what == "freeze":
+            await _frozen(process.pid, lasts_s)
+        else:
+            await asyncio.to_thread(self._part.kill)
+            await asyncio.sleep(lasts_s)
+            await asyncio.to_thread(_start, self._part)
+        return f"{what} {self.name}"
+
+
+class Clock:
+    """The file of the clock that all services read."""
+
+    def __init__(self, file: Path, peace_s: float) -> None:
+        self.name, self.peace_s, self._file, self._ahead_s = "clock", peace_s, file, 0.0
+
+    async def strike(self, dice: Dice) -> str:
+        before, self._ahead_s = self._ahead_s, dice.pick(_AHEAD_S)
+        set_ahead(self._file, self._ahead_s)
+        return "" if self._ahead_s == before else "the clock is set"
+
+
+async def _frozen(pid: int, lasts_s: float) -> bool:
+    if not _send(pid, signal.SIGSTOP):
+        return False
+    await asyncio.sleep(lasts_s)
+    _send(pid, signal.SIGCONT)
+    return True
+
+
+def _start(part: Part) -> None:
+    """Again, until what a killed one left is gone. Raises FleetError."""
+    give_up = time.monotonic() + _STARTS_S
+    while not part.is_running:
+        part.start()
+        try:
+            part.wait_until_ready()
+        except FleetError:
+            part.kill()
+            if time.monotonic() > give_up:
+                raise
+            time.sleep(0.2)
+
+
+def _send(pid: int, number: int) -> bool:
+    """Whether there was a process."""
+    if pid:
+        with suppress(ProcessLookupError):
+            os.kill(pid, number)
+            return True
+    return False
