@@ -122,8 +122,7 @@ def load(
             converted = _of_another_type(model, COMPUTE_TYPES[compute_type])
             placement = placement.without(sum(each.nbytes for each in converted), compute_type)
             model.set_dtype(COMPUTE_TYPES[compute_type])
-        # Kernels read all rows from pages, as they are stored; those of a window of masks are exact.
-        choice = KernelChoice(kernels if MaskWindow.of_config(config) is None else "reference")
+        choice = KernelChoice(kernels)
         _take_own_operations(model, choice)
         mx.eval(model.parameters())
         if placement.mapped_bytes:

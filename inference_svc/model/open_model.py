@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Required, TypedDict
 
 from kvasir.cachestore.v1 import identity_pb2
+from kvasir.errors import FailedPrecondition
 from kvasir.formats.block_hash import BLOCK_TOKENS
 
 from inference_svc.formats.grammars import Grammars
@@ -86,6 +87,11 @@ def open_model(
     probes = ProbeMemory(cache_dir, digest, compute_type, loaded.kernels.conditions)
     known = probes.read()
     runner = ModelRunner(loaded.model, batch_invariant=batch_invariant, known=known, kernels=loaded.kernels)
+    if batch_invariant and runner.is_on_gpu and MaskWindow.of_config(loaded.config) is not None:
+        raise FailedPrecondition(
+            "batch_invariant: on a GPU a pass over windows of masks (WeDLM) has as many rows as its turns need",
+            field="batch_invariant",
+        )
     if known is None and not loaded.kernels.has_failed:
         probes.write(runner.probed)
     chosen = _policy(policy, directory, loaded, runner, digest, cache_dir, conversations_file)

@@ -1,5 +1,6 @@
 """Attention over pages by two kernels: one mixes fixed splits of the tokens, one makes a result of the splits."""
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
@@ -125,6 +126,37 @@ def fused_attention(
     plan = plan_of(geometry, dialect, compiler or COMPILERS[dialect], asked.dtype, queries.dtype, sink_type)
     partial = plan.mixed_splits(asked, pages, block_table, lengths, settings, geometry.splits(blocks, seen_tokens))
     return plan.reduced(queries, partial, lengths, sinks, settings)
+
+
+def attention_and_weight(
+    queries: mx.array,
+    pages: mx.array,
+    page_format: PageFormat,
+    block_table: mx.array,
+    lengths: mx.array,
+    *,
+    scale: float,
+    dialect: Dialect,
+    compiler: Compiler | None = None,
+) -> tuple[mx.array, mx.array]:
+    """As `fused_attention`, of queries [B, Hq, 1, Dk] that see all rows; and the logarithm of the rows' weight
+    together, fp32 [B, Hq], by which the result is mixed with that over other rows. -inf, and zeros, where there are
+    none.
+    """
+    dtype, heads = queries.dtype, queries.shape[1] // page_format.key.kv_heads
+    takes_tiles = not tiles.are_refused(page_format, TYPE_NAMES[dtype])
+    geometry = _geometry(page_format, heads, 0, dialect, dtype, False, 1, takes_tiles, False)
+    asked = rotated(queries) if page_format.key.is_rotated else queries
+    settings = settings_of(scale, None, None, geometry.split)
+    plan = plan_of(geometry, dialect, compiler or COMPILERS[dialect], asked.dtype, dtype, None)
+    splits = geometry.splits(block_table.shape[1], 0)
+    partial = plan.mixed_splits(asked, pages, block_table, lengths, settings, splits)
+    dim = page_format.value.dim
+    summed = partial[:, :, dim : dim + 2].reshape(*queries.shape[:2], splits, 2)
+    is_written = (mx.arange(splits) * geometry.split)[None, None] < lengths[:, None, None]
+    highest = mx.where(is_written, summed[..., 0] * math.log(2), -mx.inf)
+    weight = mx.where(is_written, mx.log(summed[..., 1]) + highest, -mx.inf)
+    return plan.reduced(queries, partial, lengths, None, settings), mx.logsumexp(weight, axis=-1)
 
 
 @dataclass(frozen=True, slots=True)

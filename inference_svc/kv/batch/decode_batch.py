@@ -1,20 +1,21 @@
 """The batch of all sequences that are decoding: in a pass one token of each, and drafts behind it."""
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import mlx.core as mx
 
 from inference_svc.kv.batch.batch_state import BatchStateKV
-from inference_svc.kv.batch.decode_step import DecodeStep, KeptGraph, PassArrays, PassRows
+from inference_svc.kv.batch.decode_step import DecodeStep, Forward, KeptGraph, PassArrays, PassRows
 from inference_svc.kv.batch.decoded_layer import DecodedLayer
 from inference_svc.kv.batch.fused_layer import FusedLayer
+from inference_svc.kv.batch.window_pass import WindowPass
 from inference_svc.kv.pages.pool import KvPool
 from inference_svc.kv.sequence_kv import SequenceKV
 
-Forward = Callable[[mx.array, list[Any]], mx.array]
 _DRAFTED_ROWS = 64  # of a pass at most, with drafts: so many share one read of the weights
 _DRAFTED_VALUES = 1 << 25  # of decoded K and V that rows of such a pass read in a layer: rows do not share that read
+_WINDOW_ROWS = 256  # of a pass over windows of masks at most: a cell's, so that a cancel waits no longer for it
+_SCORE_SHARE = 16  # a row has at least so many values of K and V for each of its scores
 _LEAST_DRAFTED_ROWS = 4  # of a pass with drafts, or this doubled: few numbers, because each has a graph of its own
 
 
@@ -39,6 +40,7 @@ class DecodeBatch:
         self._fused = {index: FusedLayer(pool, index) for index in pool.formats if has_kernels}
         self._decoded = {index: DecodedLayer(pool, index) for index in pool.formats if not has_kernels}
         self._kept_graph = KeptGraph(self._traced)
+        self._windows = WindowPass(pool, forward)
 
     def __len__(self) -> int:
         return len(self.sequences)
@@ -100,15 +102,18 @@ class DecodeBatch:
 
     def pass_of(self, token_ids: Sequence[int], given: Sequence[PassRows]) -> mx.array:
         """Rows of each sequence, by slot, in their order: logits [rows, vocabulary], not evaluated. Raises
-        ResourceExhausted; ValueError where kernels would read a row from its page, or a layer cannot go back.
+        ResourceExhausted; ValueError where a layer cannot go back.
         """
-        if self._fused or not self.takes_drafts:
-            raise ValueError("the rows of this batch are read as they are stored")
-        step = DecodeStep.of_pass(self._pool, self.sequences, given)
-        logits = self._over_copies(mx.array(list(token_ids), dtype=mx.uint32), step)
+        if not self.takes_drafts:
+            raise ValueError("a layer of this model cannot go back")
+        if self._fused:
+            logits = self._windows.logits(self.sequences, given, token_ids)
+        else:
+            step = DecodeStep.of_pass(self._pool, self.sequences, given)
+            logits = self._behind_writes(self._over_copies(mx.array(list(token_ids), dtype=mx.uint32), step))
         for kv, each in zip(self.sequences, given, strict=True):
             kv.advanced(each.stored)
-        return self._behind_writes(logits)
+        return logits
 
     def _behind_writes(self, logits: mx.array) -> mx.array:
         # The rows have no reader in this step: without the dependency they would pile up unevaluated.
@@ -129,6 +134,11 @@ class DecodeBatch:
             return 0
         values = max((layer.read_values(longest) for layer in self._decoded.values()), default=1)
         return min(_DRAFTED_ROWS, _DRAFTED_VALUES // values)
+
+    def most_window_rows(self, longest: int) -> int:
+        """As `most_drafted_rows`, of a pass over windows, whose rows copy no K and V: a row has a score for each."""
+        values = max((layer.read_values(longest) for layer in self._decoded.values()), default=1)
+        return min(_WINDOW_ROWS, _SCORE_SHARE * _DRAFTED_VALUES // values)
 
     def _padded_rows(self, counts: Sequence[int] | None) -> int:
         """Rows of a pass over a kept graph, with empty ones; 0: as many as there are."""

@@ -14,6 +14,7 @@ from inference_svc.kv.pages.page_rows import row_columns
 from inference_svc.kv.pages.pool import KvPool
 from inference_svc.kv.sequence_kv import SequenceKV
 
+Forward = Callable[[mx.array, list[Any]], mx.array]  # tokens [rows, n] and the layers' KV to logits
 _LEAST_WIDTH = 8  # blocks of the narrowest table; wider ones double, so that few widths occur
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
-from mlx_lm.models import llama
+from mlx_lm.models import llama, qwen3
 
 from inference_svc.engine.engine import Engine
 from inference_svc.kv.attention import choice, in_place
@@ -23,12 +23,13 @@ from tests.inference.kv.attention.emulators import EMULATORS
 def emulated_engine(
     model_dir: Path, cache_dir: Path, *, takes_pool_at_once: bool = False, **options: Any
 ) -> Iterator[Driver]:
-    """Of a llama. `options`: of `Engine.open`."""
+    """Of a llama, or of Qwen 3's shape. `options`: of `Engine.open`."""
     with pytest.MonkeyPatch.context() as patch:
         for dialect, emulator in EMULATORS.items():
             patch.setitem(in_place.COMPILERS, dialect, emulator)
         patch.setattr(choice, "device_dialect", lambda: Dialect.CUDA)
-        patch.setattr(llama, "scaled_dot_product_attention", attention_hook.attention)
+        for module in (llama, qwen3):
+            patch.setattr(module, "scaled_dot_product_attention", attention_hook.attention)
         patch.setattr(mx, "compile", lambda function: function)  # an emulated kernel has no place in a kept graph
         made = ModelRunner.__init__
 

@@ -12,6 +12,7 @@ from inference_svc.engine import engine
 from inference_svc.engine.api import AgentKey, FinishReason, Hot, Preempted, Priority, Resumed, Tokens
 from inference_svc.engine.engine import Engine
 from inference_svc.formats.constraint import Constraint, ConstraintKind
+from inference_svc.kv.batch import decode_batch
 from inference_svc.kv.policy import Rung, policy_of
 from tests.inference.engine.conftest import leaked_pages
 from tests.inference.engine.drafts.many_drafts import reported
@@ -140,7 +141,7 @@ def test_a_window_of_one_is_that_of_the_reference(masks: Driver, model: Any) -> 
     assert listener.end().mask_passes.passes == listener.end().completion_tokens
 
 
-@pytest.mark.cpu_only("a GPU's sums depend there on how many rows a pass has: --batch-invariant refuses such a model")
+@pytest.mark.cpu_only("a GPU's sums depend on how many rows a pass has: --batch-invariant refuses such a model")
 def test_turns_of_all_kinds_are_in_a_batch_what_they_are_alone(masks: Driver) -> None:
     prompts = [tokens_of(length, seed) for seed, length in enumerate((5, 250, 30, 511, 20, 100))]
     turns = list(zip(prompts, KINDS, strict=True))
@@ -283,6 +284,7 @@ def test_rows_that_are_decoded_on_read_are_those_of_the_copies(
     """Eight windows have more rows than one pass may have, so that some turns have none in it."""
     prompts = [tokens_of(length, 20 + length) for length in (5, 250, 30, 100, 40, 60, 80, 700)]
     monkeypatch.setattr(engine, "_DECODED_PART", 1 << 40)
+    monkeypatch.setattr(decode_batch, "_WINDOW_ROWS", 64)
     on_read = Driver(open_engine(directory, tmp_path, POLICIES["q4"]))
     try:
         found = [

@@ -13,7 +13,7 @@ from inference_svc.kv.attention.geometry import SplitGeometry, split_geometry, w
 from inference_svc.kv.attention.kernels import Dialect
 from inference_svc.kv.attention.tiles import most_queries
 from inference_svc.kv.page import PageFormat, RowFormat
-from tests.inference.kv.attention.emulators import attention, both_dialects, needs_compiler
+from tests.inference.kv.attention.emulators import EMULATORS, attention, both_dialects, needs_compiler
 from tests.inference.kv.attention.scenes import BF16, FP16, Scene, page_format
 
 pytestmark = needs_compiler
@@ -296,3 +296,19 @@ def test_what_the_kernels_cannot_read_has_a_reason() -> None:
     assert not why_not(page_format("q4", 8, 128))
     assert "512" in why_not(page_format("exact", 1, 512, value_dim=64)), "a latent layer: the reference serves it"
     assert "without values" in why_not(replace(page_format("q4", 8, 128), value=RowFormat(8, 0, 4, 64)))
+
+
+@both_dialects
+@pytest.mark.parametrize("dtype", [FLOATS, BFLOATS], ids=["lanes", "tiles"])
+def test_the_weight_of_all_rows_is_that_of_their_scores(dialect: Dialect, dtype: mx.Dtype) -> None:
+    """Of as many heads as a window of 24 rows makes of a query, also where splits of the table have no rows."""
+    scene = Scene(page_format("q4", 2, 64), (0, 1, 256, 300), query_heads=2 * 48, dtype=dtype, blocks=4)
+    how = {"scale": scene.scale, "dialect": dialect, "compiler": EMULATORS[dialect]}
+    attended, weight = fused.attention_and_weight(*scene.arguments(), **how)
+    assert scene.error(attended) < BOUNDS[dtype]
+    queries, found = np.array(scene.queries.astype(mx.float32)), np.array(weight)
+    assert (found[0] == -np.inf).all()
+    for row in range(1, len(scene.lengths)):
+        scores = np.einsum("khd,ktd->kht", queries[row, :, 0].reshape(2, 48, 64), scene.keys[row]) * scene.scale
+        expected = np.log(np.exp(scores).sum(axis=-1)).reshape(-1)
+        assert np.abs(found[row] - expected).max() < (1e-4 if dtype == FLOATS else 0.05)

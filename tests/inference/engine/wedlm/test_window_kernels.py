@@ -1,0 +1,55 @@
+"""Windows of masks over pages, by emulated kernels of a GPU: token for token the reference's replies."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+from kvasir.errors import FailedPrecondition
+
+from inference_svc.kv.policy import Rung, policy_of
+from tests.inference.engine.driving import tokens_of
+from tests.inference.engine.emulated import emulated_engine
+from tests.inference.engine.wedlm.test_mask_turns import drawn, reference, until_end
+from tests.inference.engine.wedlm.tiny_wedlm import plain_model, write_wedlm
+from tests.inference.kv.attention.emulators import needs_compiler
+
+pytestmark = needs_compiler
+BUDGET = 1 << 20
+TOKENS = 14
+# Of stored K and V of more bits a page is larger. The emulator copies the pool for each kernel.
+POLICIES = (
+    (policy_of(Rung.Q4, "float16"), BUDGET),
+    pytest.param((policy_of(Rung.FP, "float16"), 3 * BUDGET), marks=pytest.mark.long(4)),
+    pytest.param((policy_of(Rung.Q4_ROTATED, "float16"), BUDGET), marks=pytest.mark.long(4)),
+)
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_wedlm(tmp_path_factory.mktemp("wedlm"))
+
+
+@pytest.mark.parametrize("stored", POLICIES, ids=("q4", "exact", "rotated"))
+def test_turns_together_over_pages_are_those_of_the_reference(directory: Path, tmp_path: Path, stored: Any) -> None:
+    """The first crosses a block's border. A slot is filled up behind the rows of most of them, and one is empty."""
+    policy, budget = stored
+    prompts = [tokens_of(250, 1), tokens_of(5, 2), tokens_of(30, 3)]
+    options = {"memory_budget_bytes": budget, "longest_gap_s": 0, "policy": policy}
+    with emulated_engine(directory, tmp_path, **options) as driver:
+        assert (driver.engine.kernels.attention, driver.engine.kernels.failure) == ("fused (CUDA)", "")
+        turns = [driver.submit(prompt, max_tokens=TOKENS) for prompt in prompts]
+        found = [drawn(turn) for turn in turns]
+        expected = reference(driver, plain_model(directory))
+        replies = [dataclasses.replace(expected, keys=[], values=[]).generate(prompt, TOKENS) for prompt in prompts]
+        assert found == [until_end(reply) for reply in replies]
+        assert min(turn.end().mask_passes.passes for turn in turns) < TOKENS
+
+
+def test_fixed_numbers_of_rows_are_refused(directory: Path, tmp_path: Path) -> None:
+    with (
+        pytest.raises(FailedPrecondition, match="batch_invariant") as refused,
+        emulated_engine(directory, tmp_path, memory_budget_bytes=BUDGET, batch_invariant=True),
+    ):
+        pass
+    assert refused.value.field == "batch_invariant"
