@@ -89,7 +89,7 @@ class Sequence:
         self._was_preempted = False
         self._model = model
         self._full_reported = self._prefilled_reported = 0
-        self._drafts_tried = self._drafts_right = 0
+        self._drafts_tried = self._drafts_right = self._drafts_coming = 0
         self._mask_passes = api.MaskPasses()
         self._clock = clock
         self._events: list[api.Event] = []
@@ -279,13 +279,17 @@ class Sequence:
         self._mask_passes = api.MaskPasses(self._mask_passes.passes + 1, self._mask_passes.rows + rows)
 
     def tried(self, drafts: int, right: int) -> None:
+        """The next `right` tokens that are accepted were drafts. Those behind the reply's end never are."""
         self._drafts_tried += drafts
-        self._drafts_right += right
+        self._drafts_coming = right
 
     def accept(self, token_id: int, logprobs: api.TokenLogprobs | None = None) -> None:
         """A token was sampled. Sets `finish_reason` if it is the last."""
         if len(self.token_ids) == self.cells.prompt_tokens:
             self._first_token_s = self._clock()
+        if self._drafts_coming:
+            self._drafts_coming -= 1
+            self._drafts_right += 1
         self.token_ids.append(token_id)
         visible = self._reply.push(token_id)
         self._events.append(api.Tokens((token_id,), visible, () if logprobs is None else (logprobs,)))
