@@ -147,7 +147,11 @@ def test_status_and_down_know_what_runs_where(fleet: Fleet) -> None:
         ("store", "ready", True),
         ("engine", "ready", False),
     ]
-    assert "elsewhere" in one.done("status").out
+    (one.home / "store").mkdir(exist_ok=True)  # of an earlier `kvasir up`, on another disk than the store's
+    status = one.done("status").out
+    assert "elsewhere" in status
+    [disk] = (line for line in status.splitlines() if line.startswith("disk: "))
+    assert " free; " in disk, "how large the store's disk is, nobody here knows"
     assert [each["name"] for each in fleet.store.done("status", "--json").value["services"]] == ["store"]
     assert "store" in {each["service"] for each in _lines(fleet.store.done("logs", "--json"))}
     for home in (one, fleet.store):
@@ -155,6 +159,8 @@ def test_status_and_down_know_what_runs_where(fleet: Fleet) -> None:
         assert home.done("agents", "history", "ada", "--json").value
     started = {row["service"] for row in one.done("config", "show", "--json").value}
     assert started == {"engine", "gateway"}
+    assert f"what agents remember is at the store, {fleet.address}" in one.done("down").out
+    fleet.start(one)
 
 
 def _lines(ended: Ended) -> list[dict[str, Any]]:

@@ -95,14 +95,15 @@ def _state(name: str, endpoint: Endpoint, home: Home, running: Running | None, a
 def down(caller: Caller) -> None:
     """Stop what `kvasir up` runs in this home, or what a killed `kvasir up` left. Its own processes only. Ends with 1
     when the store did not take all newest turns, or may not have: the engine did not stop, and was killed."""
-    log = GrowingLog(caller.home.logs / "engine.log")
+    log, running = GrowingLog(caller.home.logs / "engine.log"), caller.home.running()
     with caller.busy("stopping"):
         ended = end_group(caller.home, caller.say)
     dropped = sum(int(told[1]) for line in log.new_lines() if (told := _DROPPED.search(line)))
     if not is_led(caller.home):  # a new `kvasir up` may have begun meanwhile
         caller.home.running_file.unlink(missing_ok=True)
     root = caller.home.root
-    text = f"stopped; what agents remember is in {root}" if ended.pids else f"nothing runs in {root}"
+    place = f"in {root}" if running is None or running.store_elsewhere is None else f"at the store, {running.store}"
+    text = f"stopped; what agents remember is {place}" if ended.pids else f"nothing runs in {root}"
     text += f", but for the newest turns of {counted(dropped, 'agent')}: the store did not take them" if dropped else ""
     text += f", {ENGINE_KILLED}" if ended.is_engine_killed else ""
     answer = {"home": str(root), "ended": ended.pids, "not_stored": dropped, "engine_killed": ended.is_engine_killed}
@@ -163,9 +164,11 @@ def _store_facts(caller: Caller) -> tuple[dict[str, Any], dict[str, str]]:
 
 
 def _whole_disk(home: Home) -> dict[str, int]:
-    """The bytes of the disk on which the home's store lies."""
+    """The bytes of the disk on which the home's store lies; 0 if it is another machine's."""
+    running = home.running()
     with contextlib.suppress(OSError):
-        return {"total_disk_bytes": shutil.disk_usage(home.store_data).total}
+        if running is None or running.store_elsewhere is None:
+            return {"total_disk_bytes": shutil.disk_usage(home.store_data).total}
     return {"total_disk_bytes": 0}
 
 
@@ -236,7 +239,8 @@ def _show_status(out: Console, value: dict[str, Any], *, is_killed: bool) -> Non
         budget = disk["write_budget_bytes"]
         of_budget = f" of a budget of {size(budget)}" if budget else ""
         spent = ": the budget is spent" if budget and disk["written_today_bytes"] >= budget else ""
-        free = f"{size(disk['free_disk_bytes'])} free of {size(disk['total_disk_bytes'])}"
+        whole = f" of {size(disk['total_disk_bytes'])}" if disk["total_disk_bytes"] else ""
+        free = f"{size(disk['free_disk_bytes'])} free{whole}"
         out.print(f"disk: {free}; {size(disk['written_today_bytes'])} written today (UTC){of_budget}{spent}")
         if (scrub := disk["scrub"]) and (scrub["blobs_checked"] or not scrub["bytes_per_s"]):
             out.print(f"scrub: {scrub_text(scrub)}")
