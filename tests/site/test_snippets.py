@@ -27,7 +27,7 @@ SNIPPETS: Mapping[str, Mapping[str, tuple[str, ...] | str]] = {
         "kvasir status": ("test_the_five_minutes_go_as_on_the_page",),
     },
     "docs/pages/two-engines.md": {
-        "kvasir store serve": ("test_an_agent_goes_on_at_the_other_engine_as_one_that_never_left_also_after_a_kill",),
+        "openssl req": ("test_an_agent_goes_on_at_the_other_engine_as_one_that_never_left_also_after_a_kill",),
         "kvasir up -d --store": ("test_an_agent_goes_on_at_the_other_engine_as_one_that_never_left_also_after_a_kill",),
         "kvasir fleet status": ("test_fleet_status_names_each_engine_and_the_agents_that_it_has_hot",),
         "kvasir gateway": ("test_the_gateway_of_several_engines_takes_the_homes_keys",),
