@@ -1,12 +1,14 @@
 """One turn of an agent as its caller sees it: when tokens and the last event came, and when its memory was stored."""
 
 import time
+from collections.abc import Sequence
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from random import Random
 from typing import Any
 
-from kvasir.clients import InferenceClient
+from kvasir.clients import InferenceClient, Reply
+from kvasir.inference.v1 import inference_pb2 as pb
 from kvasir.waits import WORK_S
 
 from kvasir_bench.program import MEASURED_WITHIN_S
@@ -15,22 +17,22 @@ _POLL_S = 0.005
 _QUESTION = "What did I say, and what of it is left? Take your time, and leave nothing out that you still know."
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class SeenTurn:
     """Seconds since the request; what the engine says of the turn."""
 
-    first_token_s: float = 0.0
-    last_token_s: float = 0.0
-    last_event_s: float = 0.0
-    prefill_s: float = 0.0
-    restore_s: float = 0.0
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-    source: str = ""
-    reason: str = ""
-    snapshot: str = ""
-    why: str = ""  # it was not stored with the turn
-    token_ids: list[int] = field(default_factory=list)
+    first_token_s: float
+    last_token_s: float
+    last_event_s: float
+    prefill_s: float
+    restore_s: float
+    prompt_tokens: int
+    cached_tokens: int
+    source: str
+    reason: str
+    snapshot: str
+    why: str  # it was not stored with the turn
+    token_ids: list[int]
 
     @property
     def lag_s(self) -> float:
@@ -52,13 +54,15 @@ class Agent:
         """The first turn, which computes all of its prompt."""
         return self._turn(messages=[*self._system, {"role": "user", "content": self._text}])
 
-    def goes_on(self) -> SeenTurn:
-        return self._turn(append_messages=[{"role": "user", "content": _QUESTION}])
+    def goes_on(self, **given: Any) -> SeenTurn:
+        return self._turn(append_messages=[{"role": "user", "content": _QUESTION}], **given)
 
     def asked(self, client: InferenceClient) -> SeenTurn:
         """The same question at the same memory, which stays as it is. `client`: of the engine that runs now."""
         self._client = client
-        return self._turn(append_messages=[{"role": "user", "content": _QUESTION}], memory_mode=_READ_ONLY)
+        return self._turn(
+            append_messages=[{"role": "user", "content": _QUESTION}], memory_mode=pb.MEMORY_MODE_READ_ONLY
+        )
 
     def stored_s(self) -> float | None:
         """Wait until the store has the memory as it is. Seconds since the last request; None if it never has."""
@@ -70,26 +74,36 @@ class Agent:
         return None
 
     def _turn(self, **given: Any) -> SeenTurn:
-        turn = SeenTurn()
+        reply, times = Reply(), [0.0]
         self._began_s = time.monotonic()
         sampling = {"max_tokens": self._reply_tokens}
         events = self._client.generate(agent_id=self.name, sampling=sampling, timeout_s=MEASURED_WITHIN_S, **given)
         with closing(events):
             for event in events:
+                reply.add(event)
                 elapsed_s = time.monotonic() - self._began_s
                 if event.delta.token_ids:
-                    turn.first_token_s = turn.first_token_s or elapsed_s
-                    turn.last_token_s = elapsed_s
-                    turn.token_ids += event.delta.token_ids
-                elif event.HasField("started"):
-                    _note_start(turn, event.started)
-                elif event.HasField("finished"):
-                    turn.last_event_s = elapsed_s
-                    _note_end(turn, event.finished)
-        return turn
+                    times.append(elapsed_s)
+        return _seen(reply, times, elapsed_s)
 
 
-_READ_ONLY: Any = 2  # MEMORY_MODE_READ_ONLY
+def _seen(reply: Reply, times: Sequence[float], last_event_s: float) -> SeenTurn:
+    """`times`: 0, and when messages with tokens came."""
+    started, finished = reply.started, reply.finished
+    return SeenTurn(
+        first_token_s=times[1 if len(times) > 1 else 0],
+        last_token_s=times[-1],
+        last_event_s=last_event_s,
+        prefill_s=finished.timings.prefill.ToTimedelta().total_seconds(),
+        restore_s=finished.timings.restore.ToTimedelta().total_seconds(),
+        prompt_tokens=started.prompt_tokens,
+        cached_tokens=started.cached_tokens,
+        source=pb.CacheSource.Name(started.source).removeprefix("CACHE_SOURCE_").lower(),
+        reason=started.reason,
+        snapshot=pb.SnapshotState.Name(finished.snapshot.state).removeprefix("SNAPSHOT_STATE_").lower(),
+        why=finished.snapshot.reason,
+        token_ids=[*reply.token_ids],
+    )
 
 
 def text_of(name: str, words: int) -> str:
@@ -102,20 +116,3 @@ def words_per_token(client: InferenceClient) -> float:
     """Of such texts, as the loaded model counts them."""
     words = 400
     return words / client.count_tokens(prompt=text_of("counted", words))
-
-
-def _note_start(turn: SeenTurn, started: Any) -> None:
-    turn.prompt_tokens, turn.cached_tokens = started.prompt_tokens, started.cached_tokens
-    turn.source, turn.reason = _name(started, "source", "CACHE_SOURCE_"), started.reason
-
-
-def _note_end(turn: SeenTurn, finished: Any) -> None:
-    turn.prefill_s = finished.timings.prefill.ToTimedelta().total_seconds()
-    turn.restore_s = finished.timings.restore.ToTimedelta().total_seconds()
-    turn.snapshot, turn.why = _name(finished.snapshot, "state", "SNAPSHOT_STATE_"), finished.snapshot.reason
-
-
-def _name(message: Any, enum_field: str, prefix: str) -> str:
-    """The value of an enum field in small letters: this room does not import messages."""
-    values = message.DESCRIPTOR.fields_by_name[enum_field].enum_type.values_by_number
-    return str(values[getattr(message, enum_field)].name.removeprefix(prefix).lower())
