@@ -52,16 +52,16 @@ class Names:
 
     def __init__(self, dice: Dice, held_out: bool) -> None:
         self._dice = dice
-        self._held_out = held_out
+        self.held_out = held_out
         self._used: set[str] = set()
 
     def word(self) -> str:
         """A new lower-case word, such as a password."""
         while True:
             word = self._syllables()
-            if not self._held_out and word in HELD_OUT_FOLDED:
+            if not self.held_out and word in HELD_OUT_FOLDED:
                 continue
-            if is_held_out(word) == self._held_out and word not in self._used:
+            if is_held_out(word) == self.held_out and word not in self._used:
                 self._used.add(word)
                 return word
 
@@ -74,7 +74,7 @@ class Names:
     def digits(self, count: int) -> str:
         while True:
             number = str(10 ** (count - 1) + self._dice.below(9 * 10 ** (count - 1)))
-            if count < 3 or is_held_out(number) == self._held_out:
+            if count < 3 or is_held_out(number) == self.held_out:
                 return number
 
     def _syllables(self) -> str:
@@ -84,7 +84,7 @@ class Names:
         return start + "".join(dice.pick(ONSETS) + dice.pick(VOWELS) for _ in range(length)) + dice.pick(CODAS)
 
     def _familiar(self, names: Sequence[str]) -> str | None:
-        if self._held_out or not self._dice.chance(0.12):
+        if self.held_out or not self._dice.chance(0.12):
             return None
         name = self._dice.pick(names)
         if name in self._used:

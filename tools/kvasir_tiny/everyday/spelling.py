@@ -29,13 +29,9 @@ PLACES = [name for name in people.TOWNS if is_for_training(name)]
 class WideNames(Names):
     """Names of every sort. Held out: the real names of evaluation among made-up ones of its part."""
 
-    @property
-    def held_out(self) -> bool:
-        return self._held_out
-
     def person(self) -> str:
         dice = self._dice
-        if self._held_out:
+        if self.held_out:
             return self._fresh(people.HELD_OUT_NAMES, 0.7) or super().word().capitalize()
         draw = dice.random()
         if draw < 0.3:
@@ -65,7 +61,7 @@ class WideNames(Names):
 
     def place(self) -> str:
         dice = self._dice
-        if self._held_out:
+        if self.held_out:
             return super().place()
         draw = dice.random()
         if draw < 0.4:
@@ -78,7 +74,7 @@ class WideNames(Names):
 
     def word(self) -> str:
         dice = self._dice
-        if self._held_out or dice.chance(0.5):
+        if self.held_out or dice.chance(0.5):
             return super().word()
         if dice.chance(0.4):
             return self._fresh(COMMON_WORDS, 1.0) or super().word()

@@ -60,15 +60,11 @@ class Hasher:
     def __init__(self, piece_bytes: int = 0) -> None:
         """`piece_bytes`: a size that the pieces have, where it is known; large ones are hashed on all cores."""
         self._blake3 = blake3(max_threads=_threads_for(piece_bytes))
-        self._size_bytes = 0
+        self.size_bytes = 0
 
     def update(self, data: bytes | memoryview) -> None:
         self._blake3.update(data)
-        self._size_bytes += len(data)
-
-    @property
-    def size_bytes(self) -> int:
-        return self._size_bytes
+        self.size_bytes += len(data)
 
     def digest(self) -> Digest:
-        return Digest(self._blake3.hexdigest(), self._size_bytes)
+        return Digest(self._blake3.hexdigest(), self.size_bytes)

@@ -17,18 +17,14 @@ class Shares:
         self.total = total
         self._generosity = generosity
         self._held: Counter[str] = Counter()
-        self._held_by_all = 0
-
-    @property
-    def held_by_all(self) -> int:
-        return self._held_by_all
+        self.held_by_all = 0
 
     def held(self, namespace: str) -> int:
         return self._held[namespace]
 
     def has_room(self, namespace: str, amount: int) -> bool:
         """Whether the namespace may take this many more units."""
-        free = self.total - self._held_by_all - amount
+        free = self.total - self.held_by_all - amount
         if free < 0:
             return False
         mine = self._held[namespace]
@@ -44,11 +40,11 @@ class Shares:
     def hold(self, namespace: str, amount: int) -> None:
         """Count units without asking: the namespace has them already, or nothing else is held."""
         self._held[namespace] += amount
-        self._held_by_all += amount
+        self.held_by_all += amount
 
     def give_back(self, namespace: str, amount: int) -> None:
         self._held[namespace] -= amount
-        self._held_by_all -= amount
+        self.held_by_all -= amount
         if not self._held[namespace]:
             del self._held[namespace]  # else every namespace that ever called would be remembered
 

@@ -44,14 +44,10 @@ class PromptCaches:
             raise InvalidArgument("weights: expected a text that names them, such as their digest", field="weights")
         self._store = store
         self._clock = clock
-        self._weights = blake3(b"mlx-lm prompt cache\0" + weights.encode()).hexdigest()
+        # Names the weights in the store.
+        self.weights_digest = blake3(b"mlx-lm prompt cache\0" + weights.encode()).hexdigest()
         self._identity_hash = ""
         self._blocks: dict[str, Digest] = {}  # that the store has, by chain hash
-
-    @property
-    def weights_digest(self) -> str:
-        """Names the weights in the store: 64 hex digits."""
-        return self._weights
 
     def save(self, name: str, data: bytes, tokens: Sequence[int], *, left_out_blocks: int = 0) -> Digest:
         """Keep a file that mlx-lm's save_prompt_cache wrote, durably, as the newest version of that name; its digest.
@@ -63,7 +59,7 @@ class PromptCaches:
         if len(known) < left_out_blocks:
             raise _rows_missing()
         now = int(self._clock() * 1000)
-        pieces = split(data, tokens, self._weights, now, known=known, identity_hash=self._identity_hash)
+        pieces = split(data, tokens, self.weights_digest, now, known=known, identity_hash=self._identity_hash)
         if pieces is None:
             raise _rows_missing()
         self._store.put_blobs(pieces.blobs)
@@ -90,7 +86,7 @@ class PromptCaches:
         else:
             data = bytes(self._store.get_blob(which, timeout_s=timeout_s))
         kept = manifests.parse(data)
-        if kept.kv_identity.weights_digest != self._weights:
+        if kept.kv_identity.weights_digest != self.weights_digest:
             raise FailedPrecondition("the cache is none of mlx-lm with these weights")
         digests = manifests.digests(kept)
         blobs = dict(self._store.get_blobs(digests, timeout_s=timeout_s))
@@ -103,7 +99,7 @@ class PromptCaches:
         """The caches of these weights whose names begin so."""
         for agent in self._store.every_agent(name_prefix=prefix):
             kept = manifests.parse(self._store.get_snapshot(agent.agent_id)[1])
-            if kept.kv_identity.weights_digest == self._weights:
+            if kept.kv_identity.weights_digest == self.weights_digest:
                 tokens = array("I", kept.token_ids)
                 yield KeptCache(agent.agent_id, tokens, is_trimmable(kept), kept.created_unix_ms)
 

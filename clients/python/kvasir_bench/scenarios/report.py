@@ -1,8 +1,6 @@
 """`kvasir bench memory`: homes of its own, the campaign in them, and its results as a table and pictures."""
 
 import asyncio
-import shutil
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
@@ -49,22 +47,17 @@ def run(scope: PlayScope, say: Callable[[str], None], played_file: Path | None) 
         if played_file is not None:
             kept.append(played_file, batch, played)
 
-    # Short, and not the system's own choice: a socket's path must fit into a hundred bytes.
-    root = Path(tempfile.mkdtemp(prefix="kvasir-", dir="/tmp"))
-    try:
-        with macs(root) as make:
-            first, second = (make(name, model=scope.model) for name in ("here", "there"))
+    with macs() as make:
+        first, second = (make(name, model=scope.model) for name in ("here", "there"))
+        first.start()
+        second.start()
+
+        def restart() -> None:
+            first.kill()
             first.start()
-            second.start()
 
-            def restart() -> None:
-                first.kill()
-                first.start()
-
-            places = Places(first.engine.address, second.engine.address, restart)
-            played, batches = asyncio.run(measure(scope, places, say, keep=keep))
-    finally:
-        shutil.rmtree(root, ignore_errors=True)
+        places = Places(first.engine.address, second.engine.address, restart)
+        played, batches = asyncio.run(measure(scope, places, say, keep=keep))
     return _results({**asdict(scope), "elapsed_s": round(time.monotonic() - began, 1)}, played, batches)
 
 

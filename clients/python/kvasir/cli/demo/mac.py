@@ -2,6 +2,7 @@
 
 import contextlib
 import socket
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -95,9 +96,14 @@ class Mac:
 
 
 @contextlib.contextmanager
-def macs(root: Path) -> Iterator[Callable[..., Mac]]:
-    """Makes Macs below `root`; all their processes have ended when the block is left."""
+def macs(root: Path | None = None) -> Iterator[Callable[..., Mac]]:
+    """Makes Macs below `root`, or in a directory that is removed with the block; by its end all their processes have
+    ended."""
     with contextlib.ExitStack() as made:
+        if root is None:
+            # Short, and not the system's own choice: a socket's path must fit into a hundred bytes.
+            own = tempfile.TemporaryDirectory(prefix="kvasir-", dir="/tmp", ignore_cleanup_errors=True)
+            root = Path(made.enter_context(own))
 
         def make(name: str, *, model: str = "", is_shared: bool = False) -> Mac:
             mac = Mac(root / name, model=model, is_shared=is_shared)
