@@ -124,8 +124,13 @@ IMPORTS = (
     Wall(("kvasir_gateway",), (f"{GATEWAY}/*", f"{BENCH}/fleet/*"), "an extra; its placement alone is simulated"),
     Wall(
         ("jinja2",),
-        (f"{GATEWAY}/*", f"{ORCHESTRATOR}/report/*", "inference_svc/text/templates/template_names.py"),
-        "pages are the gateway's and a report's; of a chat template one place reads what it asks for",
+        (
+            f"{GATEWAY}/*",
+            f"{ORCHESTRATOR}/report/*",
+            f"{BENCH}/prove/page.py",
+            "inference_svc/text/templates/template_names.py",
+        ),
+        "pages are the gateway's, a report's and a proof's; of a chat template one place reads what it asks for",
     ),
     Wall(
         ("kvasir_orchestrator",),

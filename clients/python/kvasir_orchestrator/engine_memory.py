@@ -5,7 +5,7 @@ from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import replace
 
-from kvasir.clients import AioInferenceClient, GenerateOptions, Reply
+from kvasir.clients import AioInferenceClient, GenerateOptions, Reply, enum_word
 from kvasir.errors import Conflict, InvalidArgument, NotFound, Unavailable
 from kvasir.inference.v1 import inference_pb2 as pb
 
@@ -83,7 +83,7 @@ class EngineMemory:
             answer = replace(before, text=answer.text, version=answer.version)
         if snapshot.state in (pb.SNAPSHOT_STATE_PENDING, pb.SNAPSHOT_STATE_FAILED):
             self._unstored[request_id] = answer
-            state = pb.SnapshotState.Name(snapshot.state).removeprefix("SNAPSHOT_STATE_").lower()
+            state = enum_word(snapshot, "state")
             raise Unavailable(f"the memory of the turn is {state}: {snapshot.reason}", reason="MEMORY_NOT_STORED")
         return answer
 
@@ -125,8 +125,8 @@ def _answer(reply: Reply, first_token_s: float, total_s: float) -> Answer:
         prompt_tokens=started.prompt_tokens,
         cached_tokens=started.cached_tokens,
         completion_tokens=reply.finished.usage.completion_tokens,
-        source=pb.CacheSource.Name(started.source).removeprefix("CACHE_SOURCE_").lower(),
-        match=pb.PrefixMatch.Name(started.match).removeprefix("PREFIX_MATCH_").lower(),
+        source=enum_word(started, "source"),
+        match=enum_word(started, "match"),
         reason=started.reason,
         first_token_s=first_token_s,
         total_s=total_s,

@@ -6,7 +6,7 @@ from kvasir.clients.blocking_clients import InferenceClient, StoreClient
 from kvasir.clients.channel import PinnedTls, Tls
 from kvasir.clients.generate_options import GenerateOptions
 from kvasir.clients.inference_client_turns import Choice, Reply
-from kvasir.clients.messages import message, text_of
+from kvasir.clients.messages import enum_word, message, text_of
 
 __all__ = [
     "AioInferenceClient",
@@ -18,6 +18,7 @@ __all__ = [
     "Reply",
     "StoreClient",
     "Tls",
+    "enum_word",
     "message",
     "text_of",
 ]

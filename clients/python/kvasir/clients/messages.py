@@ -3,6 +3,8 @@
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from google.protobuf.message import Message as ProtoMessage
+
 from kvasir.common.v1 import message_pb2
 from kvasir.errors import InvalidArgument
 
@@ -53,3 +55,9 @@ def message_list(given: Sequence[GivenMessage], field_name: str) -> list[message
 
 def text_of(said: message_pb2.Message) -> str:
     return "".join(part.text for part in said.parts)
+
+
+def enum_word(said: ProtoMessage, field: str) -> str:
+    """The value of an enum field in small letters, without its type's name: `SNAPSHOT_STATE_PENDING` as `pending`."""
+    values = said.DESCRIPTOR.fields_by_name[field].enum_type.values_by_number  # type: ignore[union-attr]
+    return str(values[getattr(said, field)].name.removeprefix(values[0].name.removesuffix("UNSPECIFIED")).lower())

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from random import Random
 from typing import Any
 
-from kvasir.clients import InferenceClient, Reply
-from kvasir.inference.v1 import inference_pb2 as pb
+from kvasir.clients import InferenceClient, Reply, enum_word
 from kvasir.waits import WORK_S
 
 from kvasir_bench.program import MEASURED_WITHIN_S
 
 _POLL_S = 0.005
+_READ_ONLY: Any = 2  # MEMORY_MODE_READ_ONLY
 _QUESTION = "What did I say, and what of it is left? Take your time, and leave nothing out that you still know."
 
 
@@ -60,9 +60,7 @@ class Agent:
     def asked(self, client: InferenceClient) -> SeenTurn:
         """The same question at the same memory, which stays as it is. `client`: of the engine that runs now."""
         self._client = client
-        return self._turn(
-            append_messages=[{"role": "user", "content": _QUESTION}], memory_mode=pb.MEMORY_MODE_READ_ONLY
-        )
+        return self._turn(append_messages=[{"role": "user", "content": _QUESTION}], memory_mode=_READ_ONLY)
 
     def stored_s(self) -> float | None:
         """Wait until the store has the memory as it is. Seconds since the last request; None if it never has."""
@@ -98,9 +96,9 @@ def _seen(reply: Reply, times: Sequence[float], last_event_s: float) -> SeenTurn
         restore_s=finished.timings.restore.ToTimedelta().total_seconds(),
         prompt_tokens=started.prompt_tokens,
         cached_tokens=started.cached_tokens,
-        source=pb.CacheSource.Name(started.source).removeprefix("CACHE_SOURCE_").lower(),
+        source=enum_word(started, "source"),
         reason=started.reason,
-        snapshot=pb.SnapshotState.Name(finished.snapshot.state).removeprefix("SNAPSHOT_STATE_").lower(),
+        snapshot=enum_word(finished.snapshot, "state"),
         why=finished.snapshot.reason,
         token_ids=[*reply.token_ids],
     )

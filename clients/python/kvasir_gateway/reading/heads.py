@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 from urllib.parse import unquote
 
+from kvasir.clients import enum_word
 from kvasir.errors import InvalidArgument
 from kvasir.inference.v1 import inference_pb2 as pb
 from kvasir.names import check_agent_id, check_request_id
@@ -54,7 +55,7 @@ def told(reading: Reading, agent_id: str, turn: Turn, started: pb.Started) -> di
     if started.is_time_untold:
         reading.applied([UNTOLD])
     headers = reading.headers() | _reuse(started, [BILLING_LINE] if reading.is_billed else [])
-    done = pb.Continuation.Name(started.continuation).removeprefix("CONTINUATION_").lower()
+    done = enum_word(started, "continuation")
     if started.source == pb.CACHE_SOURCE_REPLAY:
         done = "replayed"
     elif not started.continuation:
@@ -66,12 +67,12 @@ def told(reading: Reading, agent_id: str, turn: Turn, started: pb.Started) -> di
 
 def _reuse(started: pb.Started, rules_for_system: Sequence[str]) -> dict[str, str]:
     """How much of the prompt was not computed, and in ASCII why not more; of `rules_for_system`, those that are off."""
-    source = pb.CacheSource.Name(started.source).removeprefix("CACHE_SOURCE_").lower()
+    source = enum_word(started, "source")
     headers = {"x-kvasir-reused": f"{started.cached_tokens} of {started.prompt_tokens}; {source}"}
     parted = started.difference if started.HasField("difference") else None
     if parted is None and started.miss in (pb.MISS_REASON_UNSPECIFIED, pb.MISS_REASON_NEW_AGENT):
         return headers
-    why: dict[str, Any] = {"reason": pb.MissReason.Name(started.miss).removeprefix("MISS_REASON_").lower()}
+    why: dict[str, Any] = {"reason": enum_word(started, "miss")}
     if parted is not None:
         why |= {"character": parted.character, "memory": parted.remembered, "prompt": parted.given}
         why |= {"message": parted.message} if parted.HasField("message") else {}

@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from kvasir.clients import Reply
+from kvasir.clients import Reply, enum_word
 from kvasir.errors import Internal
 from kvasir.inference.v1 import inference_pb2 as pb
 
@@ -81,7 +81,7 @@ def _result(reply: Reply, first_token_s: float) -> TurnResult:
     return TurnResult(
         reply=reply.text,
         token_ids=tuple(reply.token_ids),
-        source=_word(pb.CacheSource.Name(started.source), "CACHE_SOURCE_"),
+        source=enum_word(started, "source"),
         reason=started.reason,
         prompt_tokens=started.prompt_tokens,
         cached_tokens=started.cached_tokens,
@@ -89,7 +89,7 @@ def _result(reply: Reply, first_token_s: float) -> TurnResult:
         first_token_s=first_token_s,
         stored=Stored(
             version=finished.snapshot.version,
-            state=_word(pb.SnapshotState.Name(finished.snapshot.state), "SNAPSHOT_STATE_"),
+            state=enum_word(finished.snapshot, "state"),
             reason=finished.snapshot.reason,
         ),
         memory_tokens=finished.memory_tokens,
@@ -106,7 +106,3 @@ def parted_words(place: pb.Difference) -> str:
     what = f" ({place.what})" if place.what else ""
     helps = f"; the rule {', '.join(place.rules)} helps" if place.rules else ""
     return f"parted at {where}: {place.given!r} in place of {place.remembered!r}{what}{helps}"
-
-
-def _word(name: str, prefix: str) -> str:
-    return name.removeprefix(prefix).lower()
