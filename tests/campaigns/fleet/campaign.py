@@ -106,15 +106,15 @@ async def _opened(root: Path, size: Size, seed: int) -> AsyncIterator[tuple[Live
 
 def _targets(fleet: Fleet, links: Mapping[str, FaultyLink], clock: Path) -> list[Target]:
     """The more stands on a part, the longer it is left alone: agents must come to something in between."""
-    peace_s = {"store to postgres": 5.0, "store to s3": 4.0}
+    peace_s = {"store to postgres": 3.0, "store to s3": 2.5}
     answers = {"store to s3": ("busy", "busy")}
     return [
-        *(Link(name, link, peace_s.get(name, 1.2), answers.get(name, ())) for name, link in links.items()),
-        *(Service(each, 8.0) for each in fleet.engines),
-        Service(fleet.store, 20.0),
-        Server(fleet.postgres.part, 20.0),
-        Server(fleet.s3.part, 10.0),
-        Clock(clock, 4.0),
+        *(Link(name, link, peace_s.get(name, 0.8), answers.get(name, ())) for name, link in links.items()),
+        *(Service(each, 6.0) for each in fleet.engines),
+        Service(fleet.store, 15.0),
+        Server(fleet.postgres.part, 12.0),
+        Server(fleet.s3.part, 8.0),
+        Clock(clock, 3.0),
     ]
 
 

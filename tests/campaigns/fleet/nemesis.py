@@ -9,6 +9,9 @@ from concurrent.futures import ThreadPoolExecutor
 from tests.campaigns.fleet.targets import Target
 from tools.kvasir_tiny.words import Dice
 
+# In a calm all that is owed is stored and new turns begin; without one, hardly anything is there to be lost.
+_STORM_S, _CALM_S = 20.0, 10.0
+
 
 class Nemesis:
     """A seed gives each target the same faults in the same order; which of two targets is first is not given."""
@@ -22,7 +25,8 @@ class Nemesis:
         return self.counts.total()
 
     async def run(self, faults: int, until_s: float) -> None:
-        """So many faults, or up to that time; then all is repaired. Raises FleetError."""
+        """So many faults, in storms, or up to that time; then all is repaired. Raises FleetError."""
+        began = time.monotonic()
 
         def is_over() -> bool:
             return self.faults >= faults or time.monotonic() > until_s
@@ -31,6 +35,7 @@ class Nemesis:
             dice = Dice(f"nemesis {self._seed} {target.name}")
             while True:
                 await asyncio.sleep(2 * target.peace_s * dice.random())
+                await asyncio.sleep(_calm_left_s(time.monotonic() - began))
                 if is_over():
                     return
                 if what := await target.strike(dice):
@@ -41,3 +46,9 @@ class Nemesis:
         async with asyncio.TaskGroup() as breaking:
             for target in self._targets:
                 breaking.create_task(breaks(target))
+
+
+def _calm_left_s(since_s: float) -> float:
+    """Of the calm that is now; 0 in a storm."""
+    within_s = since_s % (_STORM_S + _CALM_S)
+    return 0.0 if within_s < _STORM_S else _STORM_S + _CALM_S - within_s

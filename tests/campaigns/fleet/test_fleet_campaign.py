@@ -9,7 +9,7 @@ import pytest
 from tests.campaigns.fleet import campaign
 from tests.campaigns.fleet.campaign import Size, play
 from tests.campaigns.fleet.kept import Round
-from tests.campaigns.fleet.nemesis import Nemesis
+from tests.campaigns.fleet.nemesis import Nemesis, _calm_left_s
 from tools.fleet import servers
 from tools.kvasir_tiny.words import Dice
 
@@ -72,3 +72,7 @@ def test_faults_of_several_targets_are_in_the_air_at_once_and_a_seed_gives_each_
         return [each.thrown[:3] for each in targets[:2]]
 
     assert thrown(1) == thrown(1) != thrown(2)
+
+
+def test_between_storms_of_twenty_seconds_agents_have_ten_without_faults() -> None:
+    assert [_calm_left_s(since) for since in (0.0, 19.9, 20.0, 26.0, 30.0, 56.0)] == [0.0, 0.0, 10.0, 4.0, 0.0, 4.0]
