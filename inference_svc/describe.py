@@ -41,10 +41,9 @@ def described(
     # Importing the engine imports MLX, and then it is too late for a BLAS.
     from inference_svc.engine.engine import Engine
     from inference_svc.kv.attention.choice import checked_policies
-    from inference_svc.machine.claims import Claims
-    from inference_svc.machine.kv_budget import Device, total_bytes
+    from inference_svc.machine.kv_budget import Device, claims_of_device, total_bytes
 
-    claims = Claims()  # before anything is loaded: it may be refused
+    claims = claims_of_device()  # before anything is loaded: it may be refused
     engine = Engine.open(
         model,
         cache_dir=cache_dir,

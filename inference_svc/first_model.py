@@ -23,8 +23,7 @@ from kvasir.waits import giving_way
 import inference_svc.formats.grammars  # noqa: F401 - two threads may not import transformers' parts at once
 from inference_svc.engine.mlx_thread import MlxThread
 from inference_svc.kv.attention.choice import Wanted
-from inference_svc.machine.claims import Claims
-from inference_svc.machine.kv_budget import total_bytes, weights_on_disk
+from inference_svc.machine.kv_budget import claims_of_device, total_bytes, weights_on_disk
 from inference_svc.model import kvasir_tiny
 from inference_svc.model.loading import LoadedModel, load
 
@@ -133,7 +132,7 @@ class _Parser(argparse.ArgumentParser):
 
 def _has_room(directory: Path, device_gib: float | None) -> bool:
     """Whether other engines leave room for the weights: the service claims it later, and is refused before it loads."""
-    with contextlib.closing(Claims()) as claims:
+    with contextlib.closing(claims_of_device()) as claims:
         return weights_on_disk([str(directory)]) + claims.of_others() <= total_bytes(device_gib)
 
 

@@ -55,9 +55,9 @@ from inference_svc.handover.giving import TurnGiver
 from inference_svc.handover.pairings import PairingsFile
 from inference_svc.handover.resume_tokens import ResumeTokens
 from inference_svc.lease_owner import LeaseOwner
-from inference_svc.machine.claims import Claims, ClaimsUnusable
+from inference_svc.machine.claims import ClaimsUnusable
 from inference_svc.machine.giving_back import GivingBack
-from inference_svc.machine.kv_budget import GIB, KvBudget, NoRoom, total_bytes, weights_on_disk
+from inference_svc.machine.kv_budget import GIB, KvBudget, NoRoom, claims_of_device, total_bytes, weights_on_disk
 from inference_svc.machine.pressure import is_short_of_memory
 from inference_svc.memory.lines.lines import Lines
 from inference_svc.memory.service_stats import ServiceStats, ServiceStatus
@@ -243,7 +243,7 @@ class _Service:
 
 def _kv_budget(settings: EngineSettings, parts: Parts) -> KvBudget:
     """Raises NoRoom, for memory that is not there is missed only when agents fill it; ClaimsUnusable."""
-    claims = Claims()
+    claims = claims_of_device()
     parts.callback(claims.close)
     given = None if settings.memory_gib is None else int(settings.memory_gib * GIB)
     weights = weights_on_disk(settings.models.values())

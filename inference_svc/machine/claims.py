@@ -1,4 +1,4 @@
-"""The claims of this user's engines to the device's memory, so that two together do not take more than it has."""
+"""The claims of this user's engines to a device's memory, so that two together do not take more than it has."""
 
 import contextlib
 import fcntl
@@ -23,10 +23,13 @@ class Claims:
     however it ends.
     """
 
-    def __init__(self, directory: Path | None = None) -> None:
-        """`directory`: left out, the user's own below the one for temporary files. Raises ClaimsUnusable."""
+    def __init__(self, directory: Path | None = None, *, card: str = "") -> None:
+        """`directory`: left out, the user's own below the one for temporary files. `card`: a GPU whose memory is its
+        own, and has claims of its own; without one, the machine's RAM. Raises ClaimsUnusable.
+        """
         try:
-            self._directory = directory or Path(tempfile.gettempdir()) / f"kvasir-memory-{os.getuid()}"
+            directory = directory or Path(tempfile.gettempdir()) / f"kvasir-memory-{os.getuid()}"
+            self._directory = directory.with_name(f"{directory.name}-{card}") if card else directory
             self._begin()
         except OSError as error:
             text = f"claims to memory cannot be written: {error}; TMPDIR names another directory"

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 from kvasir.errors import FailedPrecondition
 
 from inference_svc.machine.claims import Claims
-from inference_svc.model.device_memory import device_bytes
+from inference_svc.model.device_memory import card, device_bytes
 from inference_svc.model.model_info import ModelInfo
 from inference_svc.model.probing.real_layouts import agent_bytes
 
@@ -111,6 +111,11 @@ def weights_on_disk(paths: Iterable[str]) -> int:
     """Bytes of the largest of these models' weights; a model that is still to be fetched has none yet."""
     files = ((file.stat().st_size for file in Path(path).glob("*.safetensors")) for path in paths)
     return max(map(sum, files), default=0)
+
+
+def claims_of_device() -> Claims:
+    """Claims to the memory of the device: of each card apart, and apart from the RAM. Raises ClaimsUnusable."""
+    return Claims(card=card())
 
 
 def total_bytes(device_gib: float | None) -> int:

@@ -32,6 +32,11 @@ def device_name() -> str:
     return str(mx.device_info().get("device_name", mx.default_device()))
 
 
+def card() -> str:
+    """The name that no other GPU has, where the device's memory is its own; empty where it is the machine's RAM."""
+    return str(mx.device_info().get("uuid", ""))
+
+
 def keep_for_computing(most_bytes: int) -> None:
     """Let MLX keep at most so many bytes of free buffers on a GPU, and no more than an eighth of its memory."""
     if mx.default_device().type == mx.DeviceType.gpu:

@@ -1,6 +1,7 @@
 """Engines of one machine share its memory, and give it back: claims, budgets of Macs of several sizes, and pressure."""
 
 import asyncio
+import contextlib
 import fcntl
 import subprocess
 import sys
@@ -21,7 +22,7 @@ from inference_svc.kv.policy import Rung, policy_of
 from inference_svc.machine import pressure
 from inference_svc.machine.claims import Claims
 from inference_svc.machine.giving_back import GivingBack
-from inference_svc.machine.kv_budget import GIB, Device, KvBudget, NoRoom, weights_on_disk
+from inference_svc.machine.kv_budget import GIB, Device, KvBudget, NoRoom, claims_of_device, weights_on_disk
 from inference_svc.model import kvasir_tiny
 from inference_svc.model.probing.real_layouts import REAL_LAYOUTS, agent_bytes
 
@@ -74,6 +75,25 @@ def test_a_size_that_others_leave_no_room_for_is_refused_before_anything_is_load
                 first_budget.of(model(1.0))
             assert second.of_others() == 0
         assert first.of_others() == 0
+
+
+def test_engines_on_two_cards_of_a_host_and_one_in_its_ram_claim_each_its_own_device(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+
+    def engine_on(facts: dict[str, Any]) -> Claims:
+        monkeypatch.setattr("mlx.core.device_info", lambda: facts)
+        return claims_of_device()
+
+    devices = [{"uuid": "GPU-1"}, {"uuid": "GPU-2"}, {"device_name": "a processor"}]
+    with contextlib.ExitStack() as ends:
+        engines = [ends.enter_context(closing(engine_on(facts))) for facts in devices]
+        for size_gib, engine in enumerate(engines, start=1):
+            engine.claim(lambda _, size_gib=size_gib: size_gib * GIB)
+        assert [engine.of_others() for engine in engines] == [0, 0, 0]
+        beside = [ends.enter_context(closing(engine_on(facts))) for facts in devices]
+        assert [engine.of_others() for engine in beside] == [GIB, 2 * GIB, 3 * GIB]
 
 
 def test_weights_of_a_model_that_is_swapped_in_are_claimed_before_they_are_loaded(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from inference_svc import first_model
 from inference_svc.engine.engine import Engine
 from inference_svc.first_model import FirstModel
 from inference_svc.kv.model_hooks.few_rows import JointProducts
-from inference_svc.machine.claims import Claims
+from inference_svc.machine.kv_budget import claims_of_device
 from inference_svc.model import device_memory, kvasir_tiny, loading
 
 TINY = str(kvasir_tiny.path())
@@ -118,7 +118,7 @@ def test_no_weights_are_loaded_for_which_other_engines_leave_no_room(
 ) -> None:
     """The service claims its memory once it is imported, and is refused then."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    with closing(Claims()) as other:
+    with closing(claims_of_device()) as other:
         other.claim(lambda _: 1 << 30)
         with FirstModel(["--model", TINY, "--device-gib", "1"]) as first:
             first._next.put(None)
