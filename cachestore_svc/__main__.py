@@ -5,7 +5,7 @@ import contextlib
 import secrets
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -67,6 +67,7 @@ from cachestore_svc.recovery.opening import holds_store
 from cachestore_svc.sealing.sealed_list import add_to_list
 from cachestore_svc.store.aio_store import AioStore
 from cachestore_svc.store.background_scrub import BackgroundScrub
+from cachestore_svc.store.jobs import while_ours
 from cachestore_svc.store.store import Store
 from cachestore_svc.store.threads import StoreThreads
 from cachestore_svc.upkeep.expiring import ClockReading
@@ -190,14 +191,18 @@ async def serve(settings: StoreSettings) -> None:
             print(f"listening on {edge.address}", flush=True)
         _LOG.info("store.started", address=edge.address, ms=round((time.monotonic() - began) * 1000))
         parts.running(_report_syncs(settings.data_dir))
-        parts.running(collect_regularly(store, threads, settings.gc_interval_s))
-        parts.running(services.claims.run())
-        parts.running(services.moves.keep())
+        works: dict[str, Callable[[], Coroutine[Any, Any, None]]] = {
+            "collection": lambda: collect_regularly(store, threads, settings.gc_interval_s),
+            "claims": services.claims.run,
+            "moves": services.moves.keep,
+        }
         parts.running(Awake(lambda: any(edge.rpcs.open[rpc] for rpc in _KEEP_AWAKE)).run())
         if settings.scrub_bytes_per_s:
             speed, rest_s = settings.scrub_bytes_per_s, settings.scrub_every_s
             scrub = BackgroundScrub(served, repairs.repair, bytes_per_s=speed, every_s=rest_s)
-            parts.running(scrub.run())
+            works["scrub"] = scrub.run
+        for name, work in works.items():
+            parts.running(while_ours(store.jobs, threads, name, work))
         settle_garbage()
         await edge.run_until_stopped(settings.stop_grace_s)
     _LOG.info("store.stopped")

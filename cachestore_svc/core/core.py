@@ -16,7 +16,6 @@ from cachestore_svc.blobs.disk import Disk
 from cachestore_svc.blobs.space import Space
 from cachestore_svc.facts.records import EventBody, StoreConfig
 from cachestore_svc.index.catalog import HOUSE, Catalog, CatalogChange, CatalogView, LeaseEnds
-from cachestore_svc.index.values import History
 from cachestore_svc.index.write_budget import WriteBudget
 from cachestore_svc.journal.journal import Journal
 from cachestore_svc.sealing.seals import Seals
@@ -81,7 +80,6 @@ class Storage:
 
 @dataclass(frozen=True)
 class Core(Storage):
-    history: History
     journal: Journal | None  # of a catalog that is a file; a server looks after its own
     now_unix_ms: Callable[[], int]
     leases: LeaseEnds
@@ -121,5 +119,5 @@ class Core(Storage):
 
     def report(self, change: CatalogChange, namespace: str, bodies: Iterable[EventBody]) -> None:
         """Write events, and wake their watchers once they are durable."""
-        change.add_events(self.history, bodies, self.now_unix_ms())
+        change.add_events(self.config.event_history, bodies, self.now_unix_ms())
         change.after_commit(lambda: self.watchers.wake(namespace))

@@ -175,7 +175,7 @@ class CacheStoreService(StoreCalls, cachestore_pb2_grpc.CacheStoreServiceService
         happened = asyncio.Event()
 
         def wake(changed: str) -> None:
-            if changed == namespace:
+            if changed in ("", namespace):
                 loop.call_soon_threadsafe(happened.set)
 
         unsubscribe = self._store.events.subscribe(wake)

@@ -3,7 +3,7 @@ function that the catalog runs in a transaction of one namespace, with a `Catalo
 effect as a whole or not at all.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from kvasir.errors import FailedPrecondition
 
@@ -29,11 +29,15 @@ __all__ = (
 )
 
 
-def open_postgres(url: str, disk: Disk, now_unix_ms: Callable[[], int]) -> Catalog:
-    """The catalog in a database of PostgreSQL. Raises FailedPrecondition where kvasir[fleet] is not installed."""
+def open_postgres(
+    url: str, disk: Disk, now_unix_ms: Callable[[], int], shared_as: Mapping[str, str] | None = None
+) -> Catalog:
+    """The catalog in a database of PostgreSQL. `shared_as`: facts that all stores have in common which may have it at
+    the same time. Raises FailedPrecondition where kvasir[fleet] is not installed.
+    """
     try:
         from cachestore_svc.index.postgres.postgres_catalog import PostgresCatalog
     except ImportError:
         words = "catalog: PostgreSQL needs its driver; run: pip install 'kvasir[fleet]'"
         raise FailedPrecondition(words) from None
-    return PostgresCatalog(url, disk, now_unix_ms)
+    return PostgresCatalog(url, disk, now_unix_ms, shared_as)

@@ -11,6 +11,7 @@ from cachestore_svc.blobs.manifests import ManifestFacts, SharedBlock
 from cachestore_svc.facts import records
 from cachestore_svc.facts.records import EventBody, LeaseToken, LineKey
 
+INCARNATION = "incarnation"  # a fact: the name of the history of events
 HOUSE = ""  # The store's own operations: opening, checking, collecting everywhere. No credential has this namespace.
 # Work on thousands of blobs is done in operations of this many each (a millisecond or two), so that other namespaces'
 # operations come in between.
@@ -90,14 +91,6 @@ class BlobEntry:
         if self.kv_identity_hash is None or self.start is None or self.tokens is None or self.chain is None:
             return None
         return FileIdentity(self.kind, self.kv_identity_hash, self.start, self.tokens, self.chain, self.window)
-
-
-@dataclass(frozen=True, slots=True)
-class History:
-    """The event history of every namespace: its name, which changes when events were lost, and how much is kept."""
-
-    incarnation: str
-    kept_events: int
 
 
 # Reads a manifest of a namespace and checks it: its facts, and its blocks that others may find, as the index has them.

@@ -31,7 +31,7 @@ from cachestore_svc.index.catalog import (
     SqliteCatalog,
 )
 from cachestore_svc.index.refusals import reading_damage
-from cachestore_svc.index.values import History, ReadManifest, Unheld
+from cachestore_svc.index.values import INCARNATION, ReadManifest, Unheld
 from cachestore_svc.index.write_budget import WriteBudget
 from cachestore_svc.journal import closed, journal, journal_lines
 from cachestore_svc.journal.journal import Journal
@@ -49,7 +49,6 @@ from cachestore_svc.sealing.seals import Seals
 
 DATABASE = "kvasir.sqlite3"
 _SEALED = "sealed_places"
-_INCARNATION = "incarnation"
 
 
 @dataclass(frozen=True)
@@ -177,7 +176,7 @@ class _Opening:
         leases = catalog.lease_ends(means.steady)
         # A server's standby or backup may lack the newest leases, which engines still count on.
         begins = _end_leases if is_alone and config.accept_older else partial(_bar, leases) if log is None else None
-        history = History(_incarnation(catalog, means.token_hex, begins), config.event_history)
+        begin = _begin_history(catalog, means.token_hex, begins)
         space = Space(config, means.disk, self._ballast, catalog.read(HOUSE, lambda view: view.stored_bytes()))
         leases.begin(
             each._replace(line=each.line._replace(agent_id=seals.plain(each.line.namespace, each.line.agent_id)))
@@ -186,7 +185,9 @@ class _Opening:
         catalog.seal(seals.names_of)
         budget = WriteBudget(catalog, now, config.write_budget_bytes, refuses=config.write_budget_over == "refuse")
         parts = means.disk, self._ballast, catalog, blobs, seals, space, Writers(blobs, space, now)
-        return Core(config, *parts, history, log, now, leases, budget)
+        core = Core(config, *parts, log, now, leases, budget)
+        catalog.attend(begin, core.watchers.wake)
+        return core
 
     def _follow(self, catalog: SqliteCatalog, seen: looking.Look) -> Journal:
         """Bring index and journal to one position, and from now on record each commit in the journal."""
@@ -267,23 +268,25 @@ def _lock(path: Path) -> int:
     return descriptor
 
 
-def _incarnation(
+def _begin_history(
     catalog: Catalog, token_hex: Callable[[int], str], begins_elsewhere: Callable[[CatalogChange], None] | None
-) -> str:
-    """The name of this history. A database copied back lies in another inode: its history went on without it.
-    `begins_elsewhere`: done with the first start in another place.
+) -> Callable[[CatalogChange], None]:
+    """Give the history of events a name, once in each place: a database copied back lies in another inode, and its
+    history went on without it. `begins_elsewhere`: done with the first start in another place. Returns what to do where
+    the database may be in another place now.
     """
 
-    def begin(change: CatalogChange) -> str:
-        name = token_hex(8)
+    def begin(change: CatalogChange) -> None:
+        if change.fact(INODE) == catalog.place:
+            return
         if begins_elsewhere and _went_on_elsewhere(change, catalog.place):
             begins_elsewhere(change)
-        change.set_fact(_INCARNATION, name)
+        change.set_fact(INCARNATION, token_hex(8))
         change.set_fact(INODE, catalog.place)
-        return name
 
-    name = catalog.read(HOUSE, lambda view: view.fact(_INCARNATION) if view.fact(INODE) == catalog.place else None)
-    return name or catalog.write(HOUSE, begin)
+    if catalog.read(HOUSE, lambda view: view.fact(INODE)) != catalog.place:
+        catalog.write(HOUSE, begin)
+    return begin
 
 
 def _end_leases(change: CatalogChange) -> None:

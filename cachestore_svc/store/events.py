@@ -14,8 +14,11 @@ class Events:
     def after(self, namespace: str, cursor: EventCursor | None, limit: int = 1000) -> EventBatch:
         """Events after a cursor; None means "from now on" and answers the cursor of now. Raises InvalidArgument."""
         check_range("limit", limit, 1, MAX_PAGE_SIZE)
-        return self._core.read(namespace, lambda view: view.events_after(self._core.history, cursor, limit))
+        kept = self._core.config.event_history
+        return self._core.read(namespace, lambda view: view.events_after(kept, cursor, limit))
 
     def subscribe(self, callback: Callable[[str], None]) -> Callable[[], None]:
-        """Call `callback(namespace)` after commits with events, on a store's thread. Returns what ends it."""
+        """Call `callback(namespace)` after commits with events, on a store's thread, and `callback("")` where there may
+        be some of any namespace. Returns what ends it.
+        """
         return self._core.watchers.add(callback)

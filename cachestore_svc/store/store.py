@@ -18,6 +18,7 @@ from cachestore_svc.sealing.sealed_form import RandomBytes
 from cachestore_svc.store.agents import Agents
 from cachestore_svc.store.blobs import Blobs
 from cachestore_svc.store.events import Events
+from cachestore_svc.store.jobs import Jobs
 from cachestore_svc.store.leases import Leases
 from cachestore_svc.store.move_steps import MoveSteps
 from cachestore_svc.store.owners import OwnerChanges, Owners
@@ -42,6 +43,7 @@ class Store:
         self.owners = Owners(core, self.leases, changes)
         self.moves = MoveSteps(core, self.leases, changes)
         self.events = Events(core)
+        self.jobs = Jobs(core)
         self.care = Care(core)
         self.statistics = Statistics(core)
 

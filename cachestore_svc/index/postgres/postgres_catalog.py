@@ -1,9 +1,13 @@
 """The catalog in a database of a PostgreSQL server. One thread writes, in groups; a few read, each by a connection of
-its own. A group commits only while no other store has opened the database since this one did.
+its own. Groups of all stores that have the database follow each other; one of a store that has it alone commits only
+while no other has opened it since.
 """
 
+import contextlib
+import json
+import socket
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from itertools import chain
 from typing import Any
 
@@ -13,24 +17,30 @@ from kvasir.waits import PAUSE_S
 
 from cachestore_svc.blobs.disk import Disk
 from cachestore_svc.index.postgres.lease_rows import SharedLeases
+from cachestore_svc.index.postgres.replicas import GROUPS, Listener, check_alike, leave_jobs, take_job, take_lock
 from cachestore_svc.index.postgres.schema import migrate
 from cachestore_svc.index.postgres.session import Session, is_again, is_cut, translated
 from cachestore_svc.index.sqlite.operations import Catalog, Operation
+from cachestore_svc.index.sqlite.transaction import CatalogChange
 from cachestore_svc.index.values import HOUSE
 
 READERS = 4
 _TRIES = 40  # of a group that other transactions, or a server that restarts, hinder
 _TRIES_TO_LOCK = 5  # a database whose last store, or whose own last session, may just have ended
 _OWN_ROW = "SELECT groups, is_superseded FROM writers WHERE epoch ="
-LOCK = 0x4B766173  # of the store that has the database: the server's number for it
+# A store that stands still amid a group holds up the groups of the others.
+_MOST_STILL = "SET idle_in_transaction_session_timeout = '5s'"
 
 
 class PostgresCatalog(Catalog):
     """A catalog in PostgreSQL, which outlives its server's restarts."""
 
-    def __init__(self, url: str, disk: Disk, now_unix_ms: Callable[[], int]) -> None:
-        """Connect, migrate, take the database, start the threads. Raises Unavailable (LOCKED: another store has it;
-        INDEX_FAILED), FailedPrecondition (DATA_TOO_NEW).
+    def __init__(
+        self, url: str, disk: Disk, now_unix_ms: Callable[[], int], shared_as: Mapping[str, str] | None = None
+    ) -> None:
+        """Connect, migrate, take the database, start the threads. `shared_as`: facts that all stores have in common
+        which may have it at the same time; None: no other may. Raises Unavailable (LOCKED: another store has it;
+        INDEX_FAILED), FailedPrecondition (DATA_TOO_NEW, REPLICA_UNLIKE).
         """
         super().__init__(now_unix_ms, translated)
         self._disk = disk
@@ -39,6 +49,10 @@ class PostgresCatalog(Catalog):
         self._acknowledged = 0  # the last of them that took effect
         self._is_down = False  # the last group waited in vain for the server: the next one does not wait
         self._backend: tuple[object, ...] = ()  # the server's process of the last writer's session
+        self._url = url
+        self._shared_as = shared_as
+        self._begins: Callable[[CatalogChange], None] | None = None  # where the database may be in another place
+        self._is_new_session = False
         self._writer = Session(url)
         try:
             self._writer.connect()
@@ -59,35 +73,70 @@ class PostgresCatalog(Catalog):
 
     def close(self) -> bool:
         self._ending.set()
+        if self._shared_as is not None:
+            with contextlib.suppress(KvasirError):  # then another store has them a little later
+                self.write(HOUSE, lambda change: leave_jobs(change.connection, self._epoch))
         return super().close()
 
     def lease_ends(self, steady: Callable[[], float]) -> SharedLeases:  # noqa: ARG002  the database has a clock
         return SharedLeases()
 
+    def attend(self, begin: Callable[[CatalogChange], None], wake: Callable[[str], None]) -> None:
+        if self._shared_as is None:
+            return
+        self._begins = begin
+        listener = Listener(self._url, wake, self._ending)
+        thread = threading.Thread(target=listener.run, name="kvasir-events", daemon=True)
+        self._threads.append(thread)
+        thread.start()
+
+    def has_job(self, name: str) -> bool:
+        if self._shared_as is None:
+            return True
+        return self.write(HOUSE, lambda change: take_job(change.connection, name, self._epoch))
+
     def check_ours(self) -> None:
         self.read(HOUSE, lambda _: None)
 
     def _open(self) -> None:
-        self._writer.execute("BEGIN")
+        self._begin_group(self._writer)
         migrate(self._writer, self._now_unix_ms())
         # Waits for the last group of the store before, and lets no other of it follow.
-        self._writer.execute("UPDATE writers SET is_superseded = TRUE WHERE NOT is_superseded")
+        supersede = "UPDATE writers SET is_superseded = TRUE WHERE NOT is_superseded"
+        shared_as = None
+        if self._shared_as is not None:
+            check_alike(self._writer, self._shared_as)
+            supersede += " AND shared_as IS NULL"
+            shared_as = json.dumps(self._shared_as, sort_keys=True)
+        self._writer.execute(supersede)
         # By chance, too: a standby that lacks this row gives the next store another number.
-        number = "SELECT COALESCE(MAX(epoch), 0) + 1 + (random() * 1000000)::bigint FROM writers"
-        [[self._epoch]] = self._writer.execute(f"INSERT INTO writers (epoch) {number} RETURNING epoch").fetchall()
-        # After a restore or a failover the history of events has another name.
+        [[self._epoch]] = self._writer.execute(
+            """INSERT INTO writers (epoch, shared_as, name, pid, seen_ms)
+                SELECT COALESCE(MAX(epoch), 0) + 1 + (random() * 1000000)::bigint, :shared_as, :name, pg_backend_pid(),
+                now_ms() FROM writers RETURNING epoch""",
+            {"shared_as": shared_as, "name": socket.gethostname()},
+        ).fetchall()
+        self._look_where()
+        self._writer.execute("COMMIT")
+
+    def _look_where(self) -> None:
+        """After a restore or a failover the history of events has another name."""
         [[self.place]] = self._writer.execute(
             "SELECT left(pg_walfile_name(pg_current_wal_lsn()), 8) || ' ' || oid FROM pg_database WHERE datname = "
             "current_database()"
         ).fetchall()
-        self._writer.execute("COMMIT")
+
+    def _begin_group(self, session: Session) -> None:
+        """Begin a transaction that sees all that other stores' groups did, and that no other group comes between."""
+        session.execute(f"BEGIN ISOLATION LEVEL READ COMMITTED; SELECT pg_advisory_xact_lock({GROUPS})")
 
     def _lock(self) -> None:
         """Take the server's lock of this database, which the store has as long as its session lasts."""
         self._end_last_session()
         for _ in range(_TRIES_TO_LOCK):
-            [[is_ours]] = self._writer.execute(f"SELECT pg_try_advisory_lock({LOCK})").fetchall()
-            if is_ours:
+            if take_lock(self._writer, is_shared=self._shared_as is not None):
+                if self._shared_as is not None:
+                    self._writer.execute(_MOST_STILL)
                 [self._backend] = self._writer.execute(
                     "SELECT pid, backend_start FROM pg_stat_activity WHERE pid = pg_backend_pid()"
                 ).fetchall()
@@ -151,6 +200,8 @@ class PostgresCatalog(Catalog):
                 if connection.is_lost:
                     connection.connect()
                     self._lock()
+                    self._look_where()
+                    self._is_new_session = True
                 answers = self._commit(connection, chain(tuple(operations), more))
             except KvasirError as error:  # another try would be refused, too, or do it twice
                 failure = error
@@ -177,14 +228,18 @@ class PostgresCatalog(Catalog):
     def _commit(self, connection: Session, operations: Iterable[Operation]) -> list[Callable[[], None]]:
         """One transaction; the calls that answer the callers. When it raises, nothing of it took effect."""
         self._groups += 1
-        mark = """UPDATE writers SET groups = :groups
+        mark = """UPDATE writers SET groups = :groups, pid = pg_backend_pid(), seen_ms = now_ms()
             WHERE epoch = :epoch AND groups >= :acknowledged AND NOT is_superseded"""
         numbers = {"groups": self._groups, "epoch": self._epoch, "acknowledged": self._acknowledged}
         answers: list[Callable[[], None]] = []
         try:
-            connection.execute("BEGIN")
+            self._begin_group(connection)
             if not connection.execute(mark, numbers).rowcount:
                 _check_ours(connection, self._own_row(connection), self._acknowledged)
+            if self._is_new_session and self._shared_as is not None:
+                check_alike(connection, self._shared_as)
+                if self._begins:
+                    self._begins(CatalogChange(connection, HOUSE))
             for operation in operations:
                 answers += self._in_savepoint(connection, operation, psycopg.OperationalError)
             self._disk.reached("index: before commit")
@@ -192,6 +247,7 @@ class PostgresCatalog(Catalog):
         except BaseException:
             connection.roll_back()
             raise
+        self._is_new_session = False
         self._disk.reached("index: after commit")
         return answers
 

@@ -101,6 +101,10 @@ class Session:
     def executemany(self, sql: str, rows: Iterable[_Values], /) -> None:
         self._connected.cursor().executemany(adapted(sql), list(rows))  # type: ignore[arg-type]
 
+    def heard(self, for_s: float) -> list[str]:
+        """What others sent to the channels on which it listens, as soon as there is something, or within this time."""
+        return [each.payload for each in self._connected.notifies(timeout=for_s, stop_after=1)]
+
     def roll_back(self) -> None:
         """End the transaction, if there is one and the connection was not lost."""
         if not self.is_lost:

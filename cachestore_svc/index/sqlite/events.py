@@ -21,20 +21,20 @@ from cachestore_svc.facts.records import (
     SnapshotVersion,
 )
 from cachestore_svc.index.sqlite.rows import Rows
-from cachestore_svc.index.values import History
+from cachestore_svc.index.values import INCARNATION
 
 _OTHERS: dict[str, type[EventBody]] = {each.__name__: each for each in (AgentDeleted, AgentUpdated, LeaseWanted)}
 
 
-def add_events(rows: Rows, history: History, bodies: Iterable[EventBody], now_unix_ms: int) -> None:
-    """Add events, and let go of the oldest beyond the limit."""
+def add_events(rows: Rows, kept_events: int, bodies: Iterable[EventBody], now_unix_ms: int) -> None:
+    """Add events, and let go of the oldest beyond so many."""
     rows.make_namespace()
     for body in bodies:
         rows.run("UPDATE namespaces SET last_event = last_event + 1 WHERE id = :namespace")
         last, text = _last(rows), _to_json(rows, body)
         rows.run("INSERT INTO events VALUES (:namespace, :last, :now, :body)", last=last, now=now_unix_ms, body=text)
         old = "namespace_id = :namespace AND sequence <= :old"
-        rows.run(f"DELETE FROM events WHERE {old}", old=last - history.kept_events)  # noqa: S608
+        rows.run(f"DELETE FROM events WHERE {old}", old=last - kept_events)  # noqa: S608
 
 
 def fact(rows: Rows, name: str) -> str | None:
@@ -49,18 +49,18 @@ def set_fact(rows: Rows, name: str, value: str) -> None:
     rows.run(noted, name=name, value=value)
 
 
-def events_after(rows: Rows, history: History, cursor: EventCursor | None, limit: int) -> EventBatch:
+def events_after(rows: Rows, kept_events: int, cursor: EventCursor | None, limit: int) -> EventBatch:
     """Events after a cursor. One of another incarnation, of the future, or too old has lost some."""
-    last = _last(rows)
-    now = EventCursor(history.incarnation, last)
+    last, incarnation = _last(rows), fact(rows, INCARNATION) or ""
+    now = EventCursor(incarnation, last)
     if cursor is None:
         return EventBatch((), now)
-    if cursor.incarnation != history.incarnation or not last - history.kept_events <= cursor.sequence <= last:
+    if cursor.incarnation != incarnation or not last - kept_events <= cursor.sequence <= last:
         return EventBatch((), now, is_lost=True)
     later = """SELECT sequence, at_unix_ms, body FROM events
         WHERE namespace_id = :namespace AND sequence > :sequence ORDER BY sequence LIMIT :limit"""
     events = tuple(
-        Event(EventCursor(history.incarnation, sequence), at_unix_ms, _from_json(rows, body))
+        Event(EventCursor(incarnation, sequence), at_unix_ms, _from_json(rows, body))
         for sequence, at_unix_ms, body in rows.all(later, sequence=cursor.sequence, limit=limit)
     )
     return EventBatch(events, events[-1].cursor if events else cursor)

@@ -68,6 +68,15 @@ class Catalog:
         """Write without waiting and without an answer; for what may be lost, such as times of last use."""
         self._submit(Operation(namespace, work, is_write=True))
 
+    def attend(self, begin: Callable[[CatalogChange], None], wake: Callable[[str], None]) -> None:
+        """For a database of a server: `begin` is done first whenever it may be another server's than before. `wake` is
+        called, on any thread, with a namespace in which another store may have reported events, or "" for any.
+        """
+
+    def has_job(self, name: str) -> bool:  # noqa: ARG002  nobody else is there
+        """Whether this store does a work of the background, for now: of the stores of a database one does it."""
+        return True
+
     def lease_ends(self, steady: Callable[[], float]) -> LeaseEnds:
         """The ends of its leases. `steady`: seconds that nobody sets, for a catalog that only this process has."""
         return LiveLeases(steady)

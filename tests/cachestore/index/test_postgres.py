@@ -21,7 +21,7 @@ from cachestore_svc.blobs.disk import Disk
 from cachestore_svc.config import ConfigError, read_settings
 from cachestore_svc.facts.records import HeldLease, LeaseToken, LineKey
 from cachestore_svc.index.catalog import HOUSE, Catalog, CatalogChange, CatalogView, open_postgres
-from cachestore_svc.index.postgres.postgres_catalog import LOCK
+from cachestore_svc.index.postgres.replicas import LOCK
 from cachestore_svc.index.postgres.session import Session
 from cachestore_svc.recovery import on_server
 from cachestore_svc.recovery.means import Means

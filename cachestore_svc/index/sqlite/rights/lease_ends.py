@@ -44,7 +44,7 @@ class LeaseEnds(Protocol):
         """The ends, where no operation is needed to read and change them."""
 
     def within(self, rows: Rows) -> Ends:
-        """The ends for an operation, whose failure undoes what it did to those that are in rows."""
+        """The ends for an operation, whose failure undoes its changes of those that are in rows."""
 
     def begin(self, unreleased: Iterable[UnreleasedLease]) -> None:
         """The catalog was opened, with these leases."""

@@ -246,6 +246,8 @@ const (
 	ErrorReason_ERROR_REASON_NAMESPACE_IN_USE ErrorReason = 151
 	// The bucket with the blobs belongs to another copy of the store's data: this one writes and removes nothing. FAILED_PRECONDITION.
 	ErrorReason_ERROR_REASON_BUCKET_TAKEN ErrorReason = 152
+	// Another store over the same database has another bucket, or other keys. FAILED_PRECONDITION: differs.
+	ErrorReason_ERROR_REASON_REPLICA_UNLIKE ErrorReason = 153
 	// The stream ended while a message was sent: why, is not known. UNAVAILABLE.
 	ErrorReason_ERROR_REASON_STREAM_CUT ErrorReason = 160
 	// The body is no JSON. INVALID_ARGUMENT.
@@ -410,6 +412,7 @@ var (
 		150: "ERROR_REASON_NAMESPACE_SEALED",
 		151: "ERROR_REASON_NAMESPACE_IN_USE",
 		152: "ERROR_REASON_BUCKET_TAKEN",
+		153: "ERROR_REASON_REPLICA_UNLIKE",
 		160: "ERROR_REASON_STREAM_CUT",
 		170: "ERROR_REASON_INVALID_JSON",
 		171: "ERROR_REASON_UNKNOWN_PARAMETER",
@@ -544,6 +547,7 @@ var (
 		"ERROR_REASON_NAMESPACE_SEALED":        150,
 		"ERROR_REASON_NAMESPACE_IN_USE":        151,
 		"ERROR_REASON_BUCKET_TAKEN":            152,
+		"ERROR_REASON_REPLICA_UNLIKE":          153,
 		"ERROR_REASON_STREAM_CUT":              160,
 		"ERROR_REASON_INVALID_JSON":            170,
 		"ERROR_REASON_UNKNOWN_PARAMETER":       171,
@@ -602,7 +606,7 @@ var File_kvasir_common_v1_error_reason_proto protoreflect.FileDescriptor
 
 const file_kvasir_common_v1_error_reason_proto_rawDesc = "" +
 	"\n" +
-	"#kvasir/common/v1/error_reason.proto\x12\x10kvasir.common.v1*\xc5\"\n" +
+	"#kvasir/common/v1/error_reason.proto\x12\x10kvasir.common.v1*\xe7\"\n" +
 	"\vErrorReason\x12\x1c\n" +
 	"\x18ERROR_REASON_UNSPECIFIED\x10\x00\x12\x1e\n" +
 	"\x1aERROR_REASON_INVALID_FIELD\x10\x01\x12\x1b\n" +
@@ -712,7 +716,8 @@ const file_kvasir_common_v1_error_reason_proto_rawDesc = "" +
 	"\x1eERROR_REASON_NAMESPACE_UNKNOWN\x10\x95\x01\x12\"\n" +
 	"\x1dERROR_REASON_NAMESPACE_SEALED\x10\x96\x01\x12\"\n" +
 	"\x1dERROR_REASON_NAMESPACE_IN_USE\x10\x97\x01\x12\x1e\n" +
-	"\x19ERROR_REASON_BUCKET_TAKEN\x10\x98\x01\x12\x1c\n" +
+	"\x19ERROR_REASON_BUCKET_TAKEN\x10\x98\x01\x12 \n" +
+	"\x1bERROR_REASON_REPLICA_UNLIKE\x10\x99\x01\x12\x1c\n" +
 	"\x17ERROR_REASON_STREAM_CUT\x10\xa0\x01\x12\x1e\n" +
 	"\x19ERROR_REASON_INVALID_JSON\x10\xaa\x01\x12#\n" +
 	"\x1eERROR_REASON_UNKNOWN_PARAMETER\x10\xab\x01\x12#\n" +

@@ -1,0 +1,307 @@
+"""Several stores over one database of PostgreSQL: each knows the others' acts, and nothing is done twice."""
+
+import asyncio
+import random
+import shutil
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, contextmanager
+from functools import partial
+from pathlib import Path
+
+import psycopg
+import pytest
+from kvasir.errors import Conflict, FailedPrecondition, Unavailable
+from kvasir.formats.block_hash import kv_identity_hash
+from kvasir.waits import SILENCE_S
+
+from cachestore_svc.blobs.disk import Disk
+from cachestore_svc.facts.records import Committed, Event, HeldLease, LeaseWanted
+from cachestore_svc.index.catalog import HOUSE, Catalog, open_postgres
+from cachestore_svc.recovery import on_server
+from cachestore_svc.store import jobs
+from cachestore_svc.store.store import Store
+from cachestore_svc.store.threads import StoreThreads
+from tests.cachestore.any_backend.memory_blobs import MemoryBlobs
+from tests.cachestore.core.lab import NS, Lab, assert_restores, publish
+from tests.cachestore.index.test_postgres import add_one, count_of, end_writer
+from tests.made_models.synthetic import SMALL, SyntheticAgent
+from tests.running.postgres import PostgresServer, postgres  # noqa: F401
+
+KV = kv_identity_hash(SMALL)
+ALIKE = {"blobs": "s3://bucket/agents", "keys": "none"}
+
+
+@pytest.fixture
+def url(postgres: PostgresServer) -> str:  # noqa: F811
+    return postgres.url(postgres.new_database())
+
+
+@contextmanager
+def replica(url: str, shared_as: dict[str, str] | None = ALIKE) -> Iterator[Catalog]:
+    with closing(open_postgres(url, Disk(), lambda: 0, shared_as)) as catalog:
+        yield catalog
+
+
+@pytest.fixture
+def stores(url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Lab, Store, Store]]:
+    """A lab whose database and blobs two stores have."""
+    monkeypatch.setattr(on_server, "open_postgres", partial(open_postgres, shared_as=ALIKE))
+    a = Lab(tmp_path / "a", catalog=url, kept_blobs=MemoryBlobs())
+    b = Lab(tmp_path / "b", a.clock, catalog=url, kept_blobs=a.kept_blobs)
+    with a.open() as first:
+        b.root.mkdir(mode=0o700)
+        shutil.copy(a.root / on_server.NAME, b.root)
+        with b.open() as second:
+            yield a, first, second
+
+
+def test_writes_of_two_stores_at_a_time_follow_each_other(url: str) -> None:
+    with replica(url) as a, replica(url) as b, ThreadPoolExecutor(8) as threads:
+        asked = [threads.submit(catalog.write, HOUSE, add_one) for _ in range(40) for catalog in (a, b)]
+        assert sorted(each.result() for each in asked) == list(range(1, 81))
+        assert a.read(HOUSE, count_of) == b.read(HOUSE, count_of) == 80
+
+
+def test_stores_share_a_database_with_their_like_alone(url: str) -> None:
+    with replica(url):
+        with replica(url):
+            pass
+        with pytest.raises(Unavailable, match="another store has this database open"):
+            open_postgres(url, Disk(), lambda: 0)
+        with pytest.raises(FailedPrecondition, match="differs in: blobs, keys;") as refused:
+            open_postgres(url, Disk(), lambda: 0, {"blobs": "s3://bucket/others"})
+        assert (refused.value.reason, refused.value.metadata) == ("REPLICA_UNLIKE", {"differs": "blobs keys"})
+        assert "bucket/" not in refused.value.message
+    with replica(url, None) as alone:
+        with pytest.raises(Unavailable, match="another store has this database open"):
+            open_postgres(url, Disk(), lambda: 0, ALIKE)
+        alone.write(HOUSE, add_one)
+    with replica(url, {"blobs": "elsewhere"}) as later:  # nobody has it now that differs
+        assert later.read(HOUSE, count_of) == 1
+
+
+def test_a_store_that_had_a_database_alone_and_was_cut_off_is_shut_out_by_one_that_shares_it(url: str) -> None:
+    with replica(url, None) as alone:
+        end_writer(url)
+        with replica(url) as a:
+            a.write(HOUSE, add_one)
+            for ask in (lambda: alone.write(HOUSE, add_one), lambda: alone.read(HOUSE, count_of)):
+                with pytest.raises(Unavailable) as refused:
+                    ask()
+                assert refused.value.reason == "LOCKED"
+        with pytest.raises(Unavailable, match="opened this database since"):
+            alone.write(HOUSE, add_one)
+
+
+def test_a_store_that_was_cut_off_comes_back_to_its_like_and_to_no_other(url: str) -> None:
+    with replica(url) as a, replica(url) as b:
+        for count in (1, 3):
+            end_writer(url)
+            assert [catalog.write(HOUSE, add_one) for catalog in (a, b)] == [count, count + 1]
+    with replica(url) as a:
+        end_writer(url)
+        with replica(url, {**ALIKE, "keys": "others"}):
+            for _ in range(2):
+                with pytest.raises(FailedPrecondition, match="differs in: keys;"):
+                    a.write(HOUSE, add_one)
+        assert a.write(HOUSE, add_one) == 5
+
+
+def test_a_store_that_stands_still_amid_a_group_holds_up_the_others_for_seconds(url: str) -> None:
+    stands, goes_on = threading.Event(), threading.Event()
+
+    def stand_still(_: object) -> None:
+        stands.set()
+        goes_on.wait(60)
+
+    with replica(url) as a, replica(url) as b, ThreadPoolExecutor() as threads:
+        still = threads.submit(a.write, HOUSE, lambda change: (add_one(change), stand_still(change)))
+        assert stands.wait(30)
+        began = time.monotonic()
+        assert b.write(HOUSE, add_one) == 1, "what stood still is undone"
+        assert time.monotonic() - began < 20
+        goes_on.set()
+        still.result()
+        assert b.read(HOUSE, count_of) == 2
+
+
+# --- leases ---
+
+
+def test_a_lease_that_one_store_gave_is_held_renewed_wanted_taken_back_and_ended_at_the_other(
+    stores: tuple[Lab, Store, Store],
+) -> None:
+    lab, a, b = stores
+    agent = SyntheticAgent(SMALL, 1)
+    token = a.leases.acquire(NS, "ada", KV, "engine-1", 10).token
+    publish(b, "ada", agent.turn(30), 0, lease=token)
+    ada, cursor = HeldLease("ada", 1), a.events.after(NS, None).cursor
+    with pytest.raises(FailedPrecondition, match="held by engine-1") as refused:
+        b.leases.acquire(NS, "ada", KV, "engine-2", 10, asks=True)
+    assert refused.value.reason == "LEASE_HELD"
+    lab.clock.pass_s(8)
+    assert b.leases.renew_all(NS, "engine-1", KV, [ada], 10).wanted == (ada,)
+    lab.clock.pass_s(8)
+    with pytest.raises(FailedPrecondition):  # a asked it for itself
+        a.leases.acquire(NS, "ada", KV, "engine-2", 10)
+    assert [each.body for each in a.events.after(NS, cursor).events] == [LeaseWanted("ada", KV, False)]
+    with pytest.raises(FailedPrecondition):
+        b.agents.roll_back(NS, "ada", 1)
+    assert a.leases.renew_all(NS, "engine-1", KV, [ada], 10).lost == (ada,)
+    b.leases.release(NS, "ada", KV, token)
+    with pytest.raises(FailedPrecondition, match="a change of the agent that waits for it"):
+        a.leases.acquire(NS, "ada", KV, "engine-2", 10)
+    assert b.agents.roll_back(NS, "ada", 1).version == 2
+    with pytest.raises(Conflict) as fenced:
+        publish(a, "ada", agent.turn(30), 1, lease=token)
+    assert fenced.value.reason == "LEASE_FENCED"
+    later = a.leases.acquire(NS, "ada", KV, "engine-2", 10).token
+    lab.clock.pass_s(10)
+    assert b.leases.acquire(NS, "ada", KV, "engine-3", 10).token.generation == later.generation + 1
+
+
+@pytest.mark.long(4)
+def test_no_two_owners_have_a_lease_at_two_stores(stores: tuple[Lab, Store, Store]) -> None:
+    _, *both = stores
+    holders, wrong = set[str](), list[set[str]]()
+    lock = threading.Lock()
+
+    def live(owner: str) -> int:
+        dice, had = random.Random(owner), 0
+        for _ in range(40):
+            try:
+                token = dice.choice(both).leases.acquire(NS, "ada", KV, owner, 600).token
+            except FailedPrecondition:
+                continue
+            had += 1
+            with lock:
+                holders.add(owner)
+                wrong.extend([set(holders)] if len(holders) > 1 else [])
+            assert not dice.choice(both).leases.renew_all(NS, owner, KV, [HeldLease("ada", token.generation)], 600).lost
+            with lock:
+                holders.discard(owner)
+            dice.choice(both).leases.release(NS, "ada", KV, token)
+        return had
+
+    with ThreadPoolExecutor() as threads:
+        had = list(threads.map(live, [f"engine-{number}" for number in range(6)]))
+    assert wrong == []
+    assert sum(had) > 10
+
+
+# --- events ---
+
+
+def test_a_watcher_at_one_store_hears_the_commits_of_the_other_in_order_and_none_twice(
+    stores: tuple[Lab, Store, Store],
+) -> None:
+    _, a, b = stores
+    agent, heard, woken = SyntheticAgent(SMALL, 1), list[Event](), threading.Event()
+    cursor = b.events.after(NS, None).cursor
+
+    def wake(namespace: str) -> None:
+        if namespace == NS:  # the hint, and not the look now and then
+            woken.set()
+
+    end = b.events.subscribe(wake)
+    for parent in range(6):
+        woken.clear()
+        publish((a, b)[parent % 2], "ada", agent.turn(30), parent)
+        assert woken.wait(5)
+        batch = b.events.after(NS, cursor)
+        assert not batch.is_lost
+        heard += batch.events
+        cursor = batch.cursor
+    end()
+    versions = [each.body.snapshot.version for each in heard if isinstance(each.body, Committed)]
+    assert versions == [1, 2, 3, 4, 5, 6]
+    assert a.events.after(NS, cursor).events == ()
+
+
+def test_memories_of_turns_that_alternate_between_stores_restore_at_each(stores: tuple[Lab, Store, Store]) -> None:
+    _, a, b = stores
+    agent, kept = SyntheticAgent(SMALL, 1), []
+    for parent in range(4):
+        turn = agent.turn(300)
+        kept.append((publish((a, b)[parent % 2], "ada", turn, parent), turn))
+    for store in (a, b):
+        for snapshot, turn in kept:
+            assert_restores(store, snapshot, turn)
+        assert store.care.check().findings == ()
+
+
+def test_a_failover_that_one_store_finds_bars_leases_and_renames_the_history_for_all(
+    stores: tuple[Lab, Store, Store], url: str
+) -> None:
+    lab, a, b = stores
+    a.leases.acquire(NS, "ada", KV, "engine-1", 20)
+    cursor = b.events.after(NS, None).cursor
+    with psycopg.connect(url) as other:  # as a promoted standby that lacks ada's lease: its log has another timeline
+        other.execute("DELETE FROM kvasir.leases")
+        other.execute("INSERT INTO kvasir.leases VALUES (1, 'old', 'kv', 'engine', 1, 20000, TRUE)")
+        other.execute("UPDATE kvasir.facts SET value = '00000000 1' WHERE name = 'inode'")
+    end_writer(url)  # the first that connects again finds it
+    publish(a, "bob", SyntheticAgent(SMALL, 1).turn(30), 0)
+    assert b.events.after(NS, cursor).is_lost
+    with pytest.raises(FailedPrecondition, match="a lost commit"):
+        b.leases.acquire(NS, "ada", KV, "engine-2", 10)
+    lab.clock.pass_s(20)
+    assert b.leases.acquire(NS, "ada", KV, "engine-2", 10).token.owner == "engine-2"
+
+
+# --- work of the background ---
+
+
+def test_one_store_does_a_work_until_it_ends_or_is_silent(stores: tuple[Lab, Store, Store]) -> None:
+    lab, a, b = stores
+    for _ in range(3):
+        assert (a.jobs.has("collection"), b.jobs.has("collection")) == (True, False)
+        lab.clock.pass_s(SILENCE_S - 1)
+    assert b.jobs.has("scrub"), "each work for itself"
+    lab.clock.pass_s(SILENCE_S)
+    assert (b.jobs.has("collection"), a.jobs.has("collection")) == (True, False)
+    b.close()
+    assert a.jobs.has("collection")
+
+
+def test_a_work_ends_where_another_store_took_it(
+    stores: tuple[Lab, Store, Store], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lab, a, b = stores
+    monkeypatch.setattr(jobs, "PATIENCE_S", 0.01)
+    going = set[str]()
+
+    async def work(name: str) -> None:
+        assert not going, "two at a time"
+        going.add(name)
+        try:
+            await asyncio.sleep(3600)
+        finally:
+            going.remove(name)
+
+    async def until(is_so: Callable[[], bool]) -> None:
+        async with asyncio.timeout(20):
+            while not is_so():  # noqa: ASYNC110  on threads
+                await asyncio.sleep(0.01)
+
+    async def live() -> None:
+        with closing(StoreThreads()) as threads:
+            tasks = [
+                asyncio.create_task(jobs.while_ours(store.jobs, threads, "scrub", partial(work, name)))
+                for name, store in (("a", a), ("b", b))
+            ]
+            await until(lambda: bool(going))
+            [first] = going
+            tasks[first == "b"].cancel()  # it stops to say that it goes on
+            await until(lambda: not going)
+            lab.clock.pass_s(SILENCE_S)
+            await until(lambda: going == ({"a", "b"} - {first}))
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+        assert not going
+
+    asyncio.run(live())
