@@ -650,18 +650,20 @@ class ListHotMemoriesResponse(_message.Message):
     def __init__(self, memories: _Optional[_Iterable[_Union[HotMemory, _Mapping]]] = ...) -> None: ...
 
 class HotMemory(_message.Message):
-    __slots__ = ("agent_id", "tokens", "kv_bytes", "version", "is_stored")
+    __slots__ = ("agent_id", "tokens", "kv_bytes", "version", "is_stored", "is_woken_ahead")
     AGENT_ID_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     KV_BYTES_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     IS_STORED_FIELD_NUMBER: _ClassVar[int]
+    IS_WOKEN_AHEAD_FIELD_NUMBER: _ClassVar[int]
     agent_id: str
     tokens: int
     kv_bytes: int
     version: int
     is_stored: bool
-    def __init__(self, agent_id: _Optional[str] = ..., tokens: _Optional[int] = ..., kv_bytes: _Optional[int] = ..., version: _Optional[int] = ..., is_stored: bool = ...) -> None: ...
+    is_woken_ahead: bool
+    def __init__(self, agent_id: _Optional[str] = ..., tokens: _Optional[int] = ..., kv_bytes: _Optional[int] = ..., version: _Optional[int] = ..., is_stored: bool = ..., is_woken_ahead: bool = ...) -> None: ...
 
 class WarmRequest(_message.Message):
     __slots__ = ("model", "agent_id", "prompt", "messages", "append_messages", "prompt_token_ids", "tools", "thinking", "template_settings", "ignore_unread_settings")
@@ -1006,7 +1008,7 @@ class GetStatsResponse(_message.Message):
     def __init__(self, model: _Optional[str] = ..., uptime: _Optional[_Union[_duration_pb2.Duration, _Mapping]] = ..., namespaces: _Optional[_Iterable[_Union[NamespaceStats, _Mapping]]] = ..., engine: _Optional[_Union[EngineStats, _Mapping]] = ..., store_is_reachable: bool = ...) -> None: ...
 
 class NamespaceStats(_message.Message):
-    __slots__ = ("namespace", "turns", "turn_ends", "refusals", "prefilled_tokens", "cached_tokens", "decoded_tokens", "sources", "misses", "publications", "published_bytes", "waiting_turns", "running_turns", "kv_memory_used_bytes", "made_good", "owed_memories", "owed_bytes", "failed_memories")
+    __slots__ = ("namespace", "turns", "turn_ends", "refusals", "prefilled_tokens", "cached_tokens", "decoded_tokens", "sources", "misses", "publications", "published_bytes", "waiting_turns", "running_turns", "kv_memory_used_bytes", "made_good", "owed_memories", "owed_bytes", "failed_memories", "wakes")
     class TurnEndsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -1049,6 +1051,13 @@ class NamespaceStats(_message.Message):
         key: str
         value: int
         def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
+    class WakesEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
     NAMESPACE_FIELD_NUMBER: _ClassVar[int]
     TURNS_FIELD_NUMBER: _ClassVar[int]
     TURN_ENDS_FIELD_NUMBER: _ClassVar[int]
@@ -1067,6 +1076,7 @@ class NamespaceStats(_message.Message):
     OWED_MEMORIES_FIELD_NUMBER: _ClassVar[int]
     OWED_BYTES_FIELD_NUMBER: _ClassVar[int]
     FAILED_MEMORIES_FIELD_NUMBER: _ClassVar[int]
+    WAKES_FIELD_NUMBER: _ClassVar[int]
     namespace: str
     turns: int
     turn_ends: _containers.ScalarMap[str, int]
@@ -1085,7 +1095,8 @@ class NamespaceStats(_message.Message):
     owed_memories: int
     owed_bytes: int
     failed_memories: int
-    def __init__(self, namespace: _Optional[str] = ..., turns: _Optional[int] = ..., turn_ends: _Optional[_Mapping[str, int]] = ..., refusals: _Optional[_Mapping[str, int]] = ..., prefilled_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., decoded_tokens: _Optional[int] = ..., sources: _Optional[_Mapping[str, int]] = ..., misses: _Optional[_Mapping[str, int]] = ..., publications: _Optional[_Mapping[str, int]] = ..., published_bytes: _Optional[int] = ..., waiting_turns: _Optional[int] = ..., running_turns: _Optional[int] = ..., kv_memory_used_bytes: _Optional[int] = ..., made_good: _Optional[_Mapping[str, int]] = ..., owed_memories: _Optional[int] = ..., owed_bytes: _Optional[int] = ..., failed_memories: _Optional[int] = ...) -> None: ...
+    wakes: _containers.ScalarMap[str, int]
+    def __init__(self, namespace: _Optional[str] = ..., turns: _Optional[int] = ..., turn_ends: _Optional[_Mapping[str, int]] = ..., refusals: _Optional[_Mapping[str, int]] = ..., prefilled_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., decoded_tokens: _Optional[int] = ..., sources: _Optional[_Mapping[str, int]] = ..., misses: _Optional[_Mapping[str, int]] = ..., publications: _Optional[_Mapping[str, int]] = ..., published_bytes: _Optional[int] = ..., waiting_turns: _Optional[int] = ..., running_turns: _Optional[int] = ..., kv_memory_used_bytes: _Optional[int] = ..., made_good: _Optional[_Mapping[str, int]] = ..., owed_memories: _Optional[int] = ..., owed_bytes: _Optional[int] = ..., failed_memories: _Optional[int] = ..., wakes: _Optional[_Mapping[str, int]] = ...) -> None: ...
 
 class EngineStats(_message.Message):
     __slots__ = ("kv_memory_bytes", "kv_memory_used_bytes", "hot_memories", "restoring_bytes", "publishing_bytes", "prompt_bytes", "computed_tokens", "preemptions", "model_loads")

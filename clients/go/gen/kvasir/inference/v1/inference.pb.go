@@ -3564,7 +3564,9 @@ type HotMemory struct {
 	// The newest version that this engine knows of; 0 if none.
 	Version int64 `protobuf:"varint,4,opt,name=version,proto3" json:"version,omitempty"`
 	// Whether that version is this memory: dropping it would lose nothing.
-	IsStored      bool `protobuf:"varint,5,opt,name=is_stored,json=isStored,proto3" json:"is_stored,omitempty"`
+	IsStored bool `protobuf:"varint,5,opt,name=is_stored,json=isStored,proto3" json:"is_stored,omitempty"`
+	// It was asleep, and was woken for a turn that has not come yet.
+	IsWokenAhead  bool `protobuf:"varint,6,opt,name=is_woken_ahead,json=isWokenAhead,proto3" json:"is_woken_ahead,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -3630,6 +3632,13 @@ func (x *HotMemory) GetVersion() int64 {
 func (x *HotMemory) GetIsStored() bool {
 	if x != nil {
 		return x.IsStored
+	}
+	return false
+}
+
+func (x *HotMemory) GetIsWokenAhead() bool {
+	if x != nil {
+		return x.IsWokenAhead
 	}
 	return false
 }
@@ -5744,8 +5753,10 @@ type NamespaceStats struct {
 	OwedBytes    int64 `protobuf:"varint,17,opt,name=owed_bytes,json=owedBytes,proto3" json:"owed_bytes,omitempty"`
 	// Of the owed memories, those whose last try has failed.
 	FailedMemories int64 `protobuf:"varint,18,opt,name=failed_memories,json=failedMemories,proto3" json:"failed_memories,omitempty"`
-	unknownFields  protoimpl.UnknownFields
-	sizeCache      protoimpl.SizeCache
+	// Wakes of agents that were asleep: hidden (over before the turn came), waited (the turn waited for it), unused (no turn came in time).
+	Wakes         map[string]int64 `protobuf:"bytes,19,rep,name=wakes,proto3" json:"wakes,omitempty" protobuf_key:"bytes,1,opt,name=key" protobuf_val:"varint,2,opt,name=value"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
 }
 
 func (x *NamespaceStats) Reset() {
@@ -5902,6 +5913,13 @@ func (x *NamespaceStats) GetFailedMemories() int64 {
 		return x.FailedMemories
 	}
 	return 0
+}
+
+func (x *NamespaceStats) GetWakes() map[string]int64 {
+	if x != nil {
+		return x.Wakes
+	}
+	return nil
 }
 
 // EngineStats is what the namespaces share.
@@ -6272,13 +6290,14 @@ const file_kvasir_inference_v1_inference_proto_rawDesc = "" +
 	"\x16ListHotMemoriesRequest\x12\x1b\n" +
 	"\tagent_ids\x18\x01 \x03(\tR\bagentIds\"U\n" +
 	"\x17ListHotMemoriesResponse\x12:\n" +
-	"\bmemories\x18\x01 \x03(\v2\x1e.kvasir.inference.v1.HotMemoryR\bmemories\"\x90\x01\n" +
+	"\bmemories\x18\x01 \x03(\v2\x1e.kvasir.inference.v1.HotMemoryR\bmemories\"\xb6\x01\n" +
 	"\tHotMemory\x12\x19\n" +
 	"\bagent_id\x18\x01 \x01(\tR\aagentId\x12\x16\n" +
 	"\x06tokens\x18\x02 \x01(\x03R\x06tokens\x12\x19\n" +
 	"\bkv_bytes\x18\x03 \x01(\x03R\akvBytes\x12\x18\n" +
 	"\aversion\x18\x04 \x01(\x03R\aversion\x12\x1b\n" +
-	"\tis_stored\x18\x05 \x01(\bR\bisStored\"\xa9\x05\n" +
+	"\tis_stored\x18\x05 \x01(\bR\bisStored\x12$\n" +
+	"\x0eis_woken_ahead\x18\x06 \x01(\bR\fisWokenAhead\"\xa9\x05\n" +
 	"\vWarmRequest\x12\x14\n" +
 	"\x05model\x18\x01 \x01(\tR\x05model\x12\x19\n" +
 	"\bagent_id\x18\x02 \x01(\tR\aagentId\x12\x18\n" +
@@ -6442,8 +6461,7 @@ const file_kvasir_inference_v1_inference_proto_rawDesc = "" +
 	"namespaces\x18\x03 \x03(\v2#.kvasir.inference.v1.NamespaceStatsR\n" +
 	"namespaces\x128\n" +
 	"\x06engine\x18\x04 \x01(\v2 .kvasir.inference.v1.EngineStatsR\x06engine\x12,\n" +
-	"\x12store_is_reachable\x18\x05 \x01(\bR\x10storeIsReachable\"\x9a\n" +
-	"\n" +
+	"\x12store_is_reachable\x18\x05 \x01(\bR\x10storeIsReachable\"\x9a\v\n" +
 	"\x0eNamespaceStats\x12\x1c\n" +
 	"\tnamespace\x18\x01 \x01(\tR\tnamespace\x12\x14\n" +
 	"\x05turns\x18\x02 \x01(\x03R\x05turns\x12N\n" +
@@ -6464,7 +6482,8 @@ const file_kvasir_inference_v1_inference_proto_rawDesc = "" +
 	"\rowed_memories\x18\x10 \x01(\x03R\fowedMemories\x12\x1d\n" +
 	"\n" +
 	"owed_bytes\x18\x11 \x01(\x03R\towedBytes\x12'\n" +
-	"\x0ffailed_memories\x18\x12 \x01(\x03R\x0efailedMemories\x1a;\n" +
+	"\x0ffailed_memories\x18\x12 \x01(\x03R\x0efailedMemories\x12D\n" +
+	"\x05wakes\x18\x13 \x03(\v2..kvasir.inference.v1.NamespaceStats.WakesEntryR\x05wakes\x1a;\n" +
 	"\rTurnEndsEntry\x12\x10\n" +
 	"\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n" +
 	"\x05value\x18\x02 \x01(\x03R\x05value:\x028\x01\x1a;\n" +
@@ -6481,6 +6500,10 @@ const file_kvasir_inference_v1_inference_proto_rawDesc = "" +
 	"\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n" +
 	"\x05value\x18\x02 \x01(\x03R\x05value:\x028\x01\x1a;\n" +
 	"\rMadeGoodEntry\x12\x10\n" +
+	"\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n" +
+	"\x05value\x18\x02 \x01(\x03R\x05value:\x028\x01\x1a8\n" +
+	"\n" +
+	"WakesEntry\x12\x10\n" +
 	"\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n" +
 	"\x05value\x18\x02 \x01(\x03R\x05value:\x028\x01\"\xec\x02\n" +
 	"\vEngineStats\x12&\n" +
@@ -6616,7 +6639,7 @@ func file_kvasir_inference_v1_inference_proto_rawDescGZIP() []byte {
 }
 
 var file_kvasir_inference_v1_inference_proto_enumTypes = make([]protoimpl.EnumInfo, 14)
-var file_kvasir_inference_v1_inference_proto_msgTypes = make([]protoimpl.MessageInfo, 72)
+var file_kvasir_inference_v1_inference_proto_msgTypes = make([]protoimpl.MessageInfo, 73)
 var file_kvasir_inference_v1_inference_proto_goTypes = []any{
 	(ThinkingMode)(0),               // 0: kvasir.inference.v1.ThinkingMode
 	(ToolChoiceKind)(0),             // 1: kvasir.inference.v1.ToolChoiceKind
@@ -6704,11 +6727,12 @@ var file_kvasir_inference_v1_inference_proto_goTypes = []any{
 	nil,                             // 83: kvasir.inference.v1.NamespaceStats.MissesEntry
 	nil,                             // 84: kvasir.inference.v1.NamespaceStats.PublicationsEntry
 	nil,                             // 85: kvasir.inference.v1.NamespaceStats.MadeGoodEntry
-	(*v1.Message)(nil),              // 86: kvasir.common.v1.Message
-	(*durationpb.Duration)(nil),     // 87: google.protobuf.Duration
-	(*v1.ToolCall)(nil),             // 88: kvasir.common.v1.ToolCall
-	(*v11.Digest)(nil),              // 89: kvasir.cachestore.v1.Digest
-	(*v11.KvIdentity)(nil),          // 90: kvasir.cachestore.v1.KvIdentity
+	nil,                             // 86: kvasir.inference.v1.NamespaceStats.WakesEntry
+	(*v1.Message)(nil),              // 87: kvasir.common.v1.Message
+	(*durationpb.Duration)(nil),     // 88: google.protobuf.Duration
+	(*v1.ToolCall)(nil),             // 89: kvasir.common.v1.ToolCall
+	(*v11.Digest)(nil),              // 90: kvasir.cachestore.v1.Digest
+	(*v11.KvIdentity)(nil),          // 91: kvasir.cachestore.v1.KvIdentity
 }
 var file_kvasir_inference_v1_inference_proto_depIdxs = []int32{
 	20,  // 0: kvasir.inference.v1.GenerateRequest.messages:type_name -> kvasir.inference.v1.MessageList
@@ -6726,14 +6750,14 @@ var file_kvasir_inference_v1_inference_proto_depIdxs = []int32{
 	0,   // 12: kvasir.inference.v1.Thinking.mode:type_name -> kvasir.inference.v1.ThinkingMode
 	1,   // 13: kvasir.inference.v1.ToolChoice.kind:type_name -> kvasir.inference.v1.ToolChoiceKind
 	2,   // 14: kvasir.inference.v1.OnFull.policy:type_name -> kvasir.inference.v1.OnFullPolicy
-	86,  // 15: kvasir.inference.v1.MessageList.messages:type_name -> kvasir.common.v1.Message
+	87,  // 15: kvasir.inference.v1.MessageList.messages:type_name -> kvasir.common.v1.Message
 	77,  // 16: kvasir.inference.v1.Sampling.logit_bias:type_name -> kvasir.inference.v1.Sampling.LogitBiasEntry
 	26,  // 17: kvasir.inference.v1.GenerateResponse.started:type_name -> kvasir.inference.v1.Started
 	28,  // 18: kvasir.inference.v1.GenerateResponse.prefill_progress:type_name -> kvasir.inference.v1.PrefillProgress
 	29,  // 19: kvasir.inference.v1.GenerateResponse.delta:type_name -> kvasir.inference.v1.Delta
 	32,  // 20: kvasir.inference.v1.GenerateResponse.finished:type_name -> kvasir.inference.v1.Finished
 	25,  // 21: kvasir.inference.v1.GenerateResponse.moved:type_name -> kvasir.inference.v1.Moved
-	87,  // 22: kvasir.inference.v1.Moved.expires_in:type_name -> google.protobuf.Duration
+	88,  // 22: kvasir.inference.v1.Moved.expires_in:type_name -> google.protobuf.Duration
 	6,   // 23: kvasir.inference.v1.Started.source:type_name -> kvasir.inference.v1.CacheSource
 	8,   // 24: kvasir.inference.v1.Started.miss:type_name -> kvasir.inference.v1.MissReason
 	7,   // 25: kvasir.inference.v1.Started.match:type_name -> kvasir.inference.v1.PrefixMatch
@@ -6745,20 +6769,20 @@ var file_kvasir_inference_v1_inference_proto_depIdxs = []int32{
 	34,  // 31: kvasir.inference.v1.Finished.usage:type_name -> kvasir.inference.v1.Usage
 	36,  // 32: kvasir.inference.v1.Finished.timings:type_name -> kvasir.inference.v1.Timings
 	37,  // 33: kvasir.inference.v1.Finished.snapshot:type_name -> kvasir.inference.v1.SnapshotOutcome
-	88,  // 34: kvasir.inference.v1.Finished.tool_calls:type_name -> kvasir.common.v1.ToolCall
+	89,  // 34: kvasir.inference.v1.Finished.tool_calls:type_name -> kvasir.common.v1.ToolCall
 	33,  // 35: kvasir.inference.v1.Finished.shortening:type_name -> kvasir.inference.v1.Shortening
 	2,   // 36: kvasir.inference.v1.Shortening.policy:type_name -> kvasir.inference.v1.OnFullPolicy
 	35,  // 37: kvasir.inference.v1.Usage.mask_passes:type_name -> kvasir.inference.v1.MaskPasses
-	87,  // 38: kvasir.inference.v1.Timings.queue:type_name -> google.protobuf.Duration
-	87,  // 39: kvasir.inference.v1.Timings.restore:type_name -> google.protobuf.Duration
-	87,  // 40: kvasir.inference.v1.Timings.prefill:type_name -> google.protobuf.Duration
-	87,  // 41: kvasir.inference.v1.Timings.first_token:type_name -> google.protobuf.Duration
-	87,  // 42: kvasir.inference.v1.Timings.decode:type_name -> google.protobuf.Duration
+	88,  // 38: kvasir.inference.v1.Timings.queue:type_name -> google.protobuf.Duration
+	88,  // 39: kvasir.inference.v1.Timings.restore:type_name -> google.protobuf.Duration
+	88,  // 40: kvasir.inference.v1.Timings.prefill:type_name -> google.protobuf.Duration
+	88,  // 41: kvasir.inference.v1.Timings.first_token:type_name -> google.protobuf.Duration
+	88,  // 42: kvasir.inference.v1.Timings.decode:type_name -> google.protobuf.Duration
 	10,  // 43: kvasir.inference.v1.SnapshotOutcome.state:type_name -> kvasir.inference.v1.SnapshotState
-	89,  // 44: kvasir.inference.v1.SnapshotOutcome.manifest:type_name -> kvasir.cachestore.v1.Digest
+	90,  // 44: kvasir.inference.v1.SnapshotOutcome.manifest:type_name -> kvasir.cachestore.v1.Digest
 	40,  // 45: kvasir.inference.v1.ListTurnsResponse.turns:type_name -> kvasir.inference.v1.Turn
 	11,  // 46: kvasir.inference.v1.Turn.state:type_name -> kvasir.inference.v1.TurnState
-	87,  // 47: kvasir.inference.v1.Turn.age:type_name -> google.protobuf.Duration
+	88,  // 47: kvasir.inference.v1.Turn.age:type_name -> google.protobuf.Duration
 	32,  // 48: kvasir.inference.v1.CancelTurnResponse.finished:type_name -> kvasir.inference.v1.Finished
 	45,  // 49: kvasir.inference.v1.ListHotMemoriesResponse.memories:type_name -> kvasir.inference.v1.HotMemory
 	20,  // 50: kvasir.inference.v1.WarmRequest.messages:type_name -> kvasir.inference.v1.MessageList
@@ -6770,9 +6794,9 @@ var file_kvasir_inference_v1_inference_proto_depIdxs = []int32{
 	6,   // 56: kvasir.inference.v1.WarmResponse.source:type_name -> kvasir.inference.v1.CacheSource
 	8,   // 57: kvasir.inference.v1.WarmResponse.miss:type_name -> kvasir.inference.v1.MissReason
 	7,   // 58: kvasir.inference.v1.WarmResponse.match:type_name -> kvasir.inference.v1.PrefixMatch
-	87,  // 59: kvasir.inference.v1.WarmResponse.restore:type_name -> google.protobuf.Duration
-	87,  // 60: kvasir.inference.v1.WarmResponse.prefill:type_name -> google.protobuf.Duration
-	87,  // 61: kvasir.inference.v1.SleepResponse.wake:type_name -> google.protobuf.Duration
+	88,  // 59: kvasir.inference.v1.WarmResponse.restore:type_name -> google.protobuf.Duration
+	88,  // 60: kvasir.inference.v1.WarmResponse.prefill:type_name -> google.protobuf.Duration
+	88,  // 61: kvasir.inference.v1.SleepResponse.wake:type_name -> google.protobuf.Duration
 	20,  // 62: kvasir.inference.v1.CountTokensRequest.messages:type_name -> kvasir.inference.v1.MessageList
 	21,  // 63: kvasir.inference.v1.CountTokensRequest.prompt_token_ids:type_name -> kvasir.inference.v1.TokenIds
 	22,  // 64: kvasir.inference.v1.CountTokensRequest.tools:type_name -> kvasir.inference.v1.Tool
@@ -6781,7 +6805,7 @@ var file_kvasir_inference_v1_inference_proto_depIdxs = []int32{
 	54,  // 67: kvasir.inference.v1.LoadModelResponse.progress:type_name -> kvasir.inference.v1.LoadProgress
 	55,  // 68: kvasir.inference.v1.LoadModelResponse.done:type_name -> kvasir.inference.v1.LoadedModel
 	12,  // 69: kvasir.inference.v1.LoadProgress.stage:type_name -> kvasir.inference.v1.LoadStage
-	87,  // 70: kvasir.inference.v1.LoadProgress.elapsed:type_name -> google.protobuf.Duration
+	88,  // 70: kvasir.inference.v1.LoadProgress.elapsed:type_name -> google.protobuf.Duration
 	67,  // 71: kvasir.inference.v1.LoadedModel.model:type_name -> kvasir.inference.v1.Model
 	58,  // 72: kvasir.inference.v1.LoadedModel.left:type_name -> kvasir.inference.v1.MemoriesLeft
 	58,  // 73: kvasir.inference.v1.UnloadModelResponse.left:type_name -> kvasir.inference.v1.MemoriesLeft
@@ -6791,12 +6815,12 @@ var file_kvasir_inference_v1_inference_proto_depIdxs = []int32{
 	4,   // 77: kvasir.inference.v1.EmbedRequest.priority:type_name -> kvasir.inference.v1.Priority
 	21,  // 78: kvasir.inference.v1.EmbedInput.token_ids:type_name -> kvasir.inference.v1.TokenIds
 	66,  // 79: kvasir.inference.v1.EmbedResponse.embeddings:type_name -> kvasir.inference.v1.Embedding
-	90,  // 80: kvasir.inference.v1.Model.kv_identity:type_name -> kvasir.cachestore.v1.KvIdentity
+	91,  // 80: kvasir.inference.v1.Model.kv_identity:type_name -> kvasir.cachestore.v1.KvIdentity
 	13,  // 81: kvasir.inference.v1.Model.state:type_name -> kvasir.inference.v1.ModelState
 	23,  // 82: kvasir.inference.v1.Model.sampling_defaults:type_name -> kvasir.inference.v1.Sampling
 	71,  // 83: kvasir.inference.v1.GetCapabilitiesResponse.limits:type_name -> kvasir.inference.v1.Limits
 	70,  // 84: kvasir.inference.v1.GetCapabilitiesResponse.kernels:type_name -> kvasir.inference.v1.Kernels
-	87,  // 85: kvasir.inference.v1.GetStatsResponse.uptime:type_name -> google.protobuf.Duration
+	88,  // 85: kvasir.inference.v1.GetStatsResponse.uptime:type_name -> google.protobuf.Duration
 	74,  // 86: kvasir.inference.v1.GetStatsResponse.namespaces:type_name -> kvasir.inference.v1.NamespaceStats
 	75,  // 87: kvasir.inference.v1.GetStatsResponse.engine:type_name -> kvasir.inference.v1.EngineStats
 	80,  // 88: kvasir.inference.v1.NamespaceStats.turn_ends:type_name -> kvasir.inference.v1.NamespaceStats.TurnEndsEntry
@@ -6805,42 +6829,43 @@ var file_kvasir_inference_v1_inference_proto_depIdxs = []int32{
 	83,  // 91: kvasir.inference.v1.NamespaceStats.misses:type_name -> kvasir.inference.v1.NamespaceStats.MissesEntry
 	84,  // 92: kvasir.inference.v1.NamespaceStats.publications:type_name -> kvasir.inference.v1.NamespaceStats.PublicationsEntry
 	85,  // 93: kvasir.inference.v1.NamespaceStats.made_good:type_name -> kvasir.inference.v1.NamespaceStats.MadeGoodEntry
-	16,  // 94: kvasir.inference.v1.GenerateRequest.TemplateSettingsEntry.value:type_name -> kvasir.inference.v1.TemplateValue
-	16,  // 95: kvasir.inference.v1.WarmRequest.TemplateSettingsEntry.value:type_name -> kvasir.inference.v1.TemplateValue
-	16,  // 96: kvasir.inference.v1.CountTokensRequest.TemplateSettingsEntry.value:type_name -> kvasir.inference.v1.TemplateValue
-	14,  // 97: kvasir.inference.v1.InferenceService.Generate:input_type -> kvasir.inference.v1.GenerateRequest
-	38,  // 98: kvasir.inference.v1.InferenceService.ListTurns:input_type -> kvasir.inference.v1.ListTurnsRequest
-	41,  // 99: kvasir.inference.v1.InferenceService.CancelTurn:input_type -> kvasir.inference.v1.CancelTurnRequest
-	43,  // 100: kvasir.inference.v1.InferenceService.ListHotMemories:input_type -> kvasir.inference.v1.ListHotMemoriesRequest
-	46,  // 101: kvasir.inference.v1.InferenceService.Warm:input_type -> kvasir.inference.v1.WarmRequest
-	48,  // 102: kvasir.inference.v1.InferenceService.Sleep:input_type -> kvasir.inference.v1.SleepRequest
-	50,  // 103: kvasir.inference.v1.InferenceService.CountTokens:input_type -> kvasir.inference.v1.CountTokensRequest
-	63,  // 104: kvasir.inference.v1.InferenceService.Embed:input_type -> kvasir.inference.v1.EmbedRequest
-	59,  // 105: kvasir.inference.v1.InferenceService.ListModels:input_type -> kvasir.inference.v1.ListModelsRequest
-	52,  // 106: kvasir.inference.v1.InferenceService.LoadModel:input_type -> kvasir.inference.v1.LoadModelRequest
-	56,  // 107: kvasir.inference.v1.InferenceService.UnloadModel:input_type -> kvasir.inference.v1.UnloadModelRequest
-	61,  // 108: kvasir.inference.v1.InferenceService.GetModel:input_type -> kvasir.inference.v1.GetModelRequest
-	68,  // 109: kvasir.inference.v1.InferenceService.GetCapabilities:input_type -> kvasir.inference.v1.GetCapabilitiesRequest
-	72,  // 110: kvasir.inference.v1.InferenceService.GetStats:input_type -> kvasir.inference.v1.GetStatsRequest
-	24,  // 111: kvasir.inference.v1.InferenceService.Generate:output_type -> kvasir.inference.v1.GenerateResponse
-	39,  // 112: kvasir.inference.v1.InferenceService.ListTurns:output_type -> kvasir.inference.v1.ListTurnsResponse
-	42,  // 113: kvasir.inference.v1.InferenceService.CancelTurn:output_type -> kvasir.inference.v1.CancelTurnResponse
-	44,  // 114: kvasir.inference.v1.InferenceService.ListHotMemories:output_type -> kvasir.inference.v1.ListHotMemoriesResponse
-	47,  // 115: kvasir.inference.v1.InferenceService.Warm:output_type -> kvasir.inference.v1.WarmResponse
-	49,  // 116: kvasir.inference.v1.InferenceService.Sleep:output_type -> kvasir.inference.v1.SleepResponse
-	51,  // 117: kvasir.inference.v1.InferenceService.CountTokens:output_type -> kvasir.inference.v1.CountTokensResponse
-	65,  // 118: kvasir.inference.v1.InferenceService.Embed:output_type -> kvasir.inference.v1.EmbedResponse
-	60,  // 119: kvasir.inference.v1.InferenceService.ListModels:output_type -> kvasir.inference.v1.ListModelsResponse
-	53,  // 120: kvasir.inference.v1.InferenceService.LoadModel:output_type -> kvasir.inference.v1.LoadModelResponse
-	57,  // 121: kvasir.inference.v1.InferenceService.UnloadModel:output_type -> kvasir.inference.v1.UnloadModelResponse
-	62,  // 122: kvasir.inference.v1.InferenceService.GetModel:output_type -> kvasir.inference.v1.GetModelResponse
-	69,  // 123: kvasir.inference.v1.InferenceService.GetCapabilities:output_type -> kvasir.inference.v1.GetCapabilitiesResponse
-	73,  // 124: kvasir.inference.v1.InferenceService.GetStats:output_type -> kvasir.inference.v1.GetStatsResponse
-	111, // [111:125] is the sub-list for method output_type
-	97,  // [97:111] is the sub-list for method input_type
-	97,  // [97:97] is the sub-list for extension type_name
-	97,  // [97:97] is the sub-list for extension extendee
-	0,   // [0:97] is the sub-list for field type_name
+	86,  // 94: kvasir.inference.v1.NamespaceStats.wakes:type_name -> kvasir.inference.v1.NamespaceStats.WakesEntry
+	16,  // 95: kvasir.inference.v1.GenerateRequest.TemplateSettingsEntry.value:type_name -> kvasir.inference.v1.TemplateValue
+	16,  // 96: kvasir.inference.v1.WarmRequest.TemplateSettingsEntry.value:type_name -> kvasir.inference.v1.TemplateValue
+	16,  // 97: kvasir.inference.v1.CountTokensRequest.TemplateSettingsEntry.value:type_name -> kvasir.inference.v1.TemplateValue
+	14,  // 98: kvasir.inference.v1.InferenceService.Generate:input_type -> kvasir.inference.v1.GenerateRequest
+	38,  // 99: kvasir.inference.v1.InferenceService.ListTurns:input_type -> kvasir.inference.v1.ListTurnsRequest
+	41,  // 100: kvasir.inference.v1.InferenceService.CancelTurn:input_type -> kvasir.inference.v1.CancelTurnRequest
+	43,  // 101: kvasir.inference.v1.InferenceService.ListHotMemories:input_type -> kvasir.inference.v1.ListHotMemoriesRequest
+	46,  // 102: kvasir.inference.v1.InferenceService.Warm:input_type -> kvasir.inference.v1.WarmRequest
+	48,  // 103: kvasir.inference.v1.InferenceService.Sleep:input_type -> kvasir.inference.v1.SleepRequest
+	50,  // 104: kvasir.inference.v1.InferenceService.CountTokens:input_type -> kvasir.inference.v1.CountTokensRequest
+	63,  // 105: kvasir.inference.v1.InferenceService.Embed:input_type -> kvasir.inference.v1.EmbedRequest
+	59,  // 106: kvasir.inference.v1.InferenceService.ListModels:input_type -> kvasir.inference.v1.ListModelsRequest
+	52,  // 107: kvasir.inference.v1.InferenceService.LoadModel:input_type -> kvasir.inference.v1.LoadModelRequest
+	56,  // 108: kvasir.inference.v1.InferenceService.UnloadModel:input_type -> kvasir.inference.v1.UnloadModelRequest
+	61,  // 109: kvasir.inference.v1.InferenceService.GetModel:input_type -> kvasir.inference.v1.GetModelRequest
+	68,  // 110: kvasir.inference.v1.InferenceService.GetCapabilities:input_type -> kvasir.inference.v1.GetCapabilitiesRequest
+	72,  // 111: kvasir.inference.v1.InferenceService.GetStats:input_type -> kvasir.inference.v1.GetStatsRequest
+	24,  // 112: kvasir.inference.v1.InferenceService.Generate:output_type -> kvasir.inference.v1.GenerateResponse
+	39,  // 113: kvasir.inference.v1.InferenceService.ListTurns:output_type -> kvasir.inference.v1.ListTurnsResponse
+	42,  // 114: kvasir.inference.v1.InferenceService.CancelTurn:output_type -> kvasir.inference.v1.CancelTurnResponse
+	44,  // 115: kvasir.inference.v1.InferenceService.ListHotMemories:output_type -> kvasir.inference.v1.ListHotMemoriesResponse
+	47,  // 116: kvasir.inference.v1.InferenceService.Warm:output_type -> kvasir.inference.v1.WarmResponse
+	49,  // 117: kvasir.inference.v1.InferenceService.Sleep:output_type -> kvasir.inference.v1.SleepResponse
+	51,  // 118: kvasir.inference.v1.InferenceService.CountTokens:output_type -> kvasir.inference.v1.CountTokensResponse
+	65,  // 119: kvasir.inference.v1.InferenceService.Embed:output_type -> kvasir.inference.v1.EmbedResponse
+	60,  // 120: kvasir.inference.v1.InferenceService.ListModels:output_type -> kvasir.inference.v1.ListModelsResponse
+	53,  // 121: kvasir.inference.v1.InferenceService.LoadModel:output_type -> kvasir.inference.v1.LoadModelResponse
+	57,  // 122: kvasir.inference.v1.InferenceService.UnloadModel:output_type -> kvasir.inference.v1.UnloadModelResponse
+	62,  // 123: kvasir.inference.v1.InferenceService.GetModel:output_type -> kvasir.inference.v1.GetModelResponse
+	69,  // 124: kvasir.inference.v1.InferenceService.GetCapabilities:output_type -> kvasir.inference.v1.GetCapabilitiesResponse
+	73,  // 125: kvasir.inference.v1.InferenceService.GetStats:output_type -> kvasir.inference.v1.GetStatsResponse
+	112, // [112:126] is the sub-list for method output_type
+	98,  // [98:112] is the sub-list for method input_type
+	98,  // [98:98] is the sub-list for extension type_name
+	98,  // [98:98] is the sub-list for extension extendee
+	0,   // [0:98] is the sub-list for field type_name
 }
 
 func init() { file_kvasir_inference_v1_inference_proto_init() }
@@ -6899,7 +6924,7 @@ func file_kvasir_inference_v1_inference_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_kvasir_inference_v1_inference_proto_rawDesc), len(file_kvasir_inference_v1_inference_proto_rawDesc)),
 			NumEnums:      14,
-			NumMessages:   72,
+			NumMessages:   73,
 			NumExtensions: 0,
 			NumServices:   1,
 		},

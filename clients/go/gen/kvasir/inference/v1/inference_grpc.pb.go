@@ -70,11 +70,13 @@ type InferenceServiceClient interface {
 	// computed from the remembered tokens, and said as a miss. Runs in order with the agent's turns. A cancel or deadline frees what it
 	// took. Errors: as Generate's.
 	Warm(ctx context.Context, in *WarmRequest, opts ...grpc.CallOption) (*WarmResponse, error)
-	// Lets go of an agent's KV and keeps its tokens: its next turn, or Warm, computes the KV again, with the same bits. Proves that first: all rows
-	// are computed, the replies' token by token, and nothing is let go unless each file has the digest that the store has. Then a new version,
-	// which is the same turn's, names no blob; older versions go, unless the agent is pinned. Of an agent that is asleep it changes nothing. Runs
-	// in order with the agent's turns, in the background. Errors: as Warm's, and NOT_FOUND (AGENT_NOT_FOUND: nothing is remembered),
-	// FAILED_PRECONDITION (CANNOT_SLEEP, with the reason: the memory is as it was; NO_STORE).
+	// Drops the KV of an agent's memory and keeps its tokens. The agent's next turn, or Warm, computes the KV again with the same bits, and waits
+	// for that. The engine proves it first: it computes all rows from the tokens, replies token by token, and compares the digests of their
+	// files with the store's. If one differs, nothing changes (CANNOT_SLEEP). Then it commits a version of the same turn that names no blob,
+	// and drops the hot KV. The store deletes older versions, which would keep the KV, unless the agent is pinned. Of an agent that is asleep
+	// only the hot KV is dropped. Takes about as long as waking (`SleepResponse.wake`), as a background turn in order with the agent's turns. A
+	// cancel before the commit changes nothing. Memories with recurrent states, and those of masked models, cannot sleep. Errors: as Warm's, and
+	// NOT_FOUND (AGENT_NOT_FOUND: nothing is remembered), FAILED_PRECONDITION (CANNOT_SLEEP, with the reason; NO_STORE).
 	Sleep(ctx context.Context, in *SleepRequest, opts ...grpc.CallOption) (*SleepResponse, error)
 	// Counts the tokens of a prompt, or of messages and tools after the model's chat template: the prompt_tokens of a turn with this
 	// input and no memory. No side effect; takes a turn's place meanwhile. Errors: INVALID_ARGUMENT (field named), NOT_FOUND (model),
@@ -304,11 +306,13 @@ type InferenceServiceServer interface {
 	// computed from the remembered tokens, and said as a miss. Runs in order with the agent's turns. A cancel or deadline frees what it
 	// took. Errors: as Generate's.
 	Warm(context.Context, *WarmRequest) (*WarmResponse, error)
-	// Lets go of an agent's KV and keeps its tokens: its next turn, or Warm, computes the KV again, with the same bits. Proves that first: all rows
-	// are computed, the replies' token by token, and nothing is let go unless each file has the digest that the store has. Then a new version,
-	// which is the same turn's, names no blob; older versions go, unless the agent is pinned. Of an agent that is asleep it changes nothing. Runs
-	// in order with the agent's turns, in the background. Errors: as Warm's, and NOT_FOUND (AGENT_NOT_FOUND: nothing is remembered),
-	// FAILED_PRECONDITION (CANNOT_SLEEP, with the reason: the memory is as it was; NO_STORE).
+	// Drops the KV of an agent's memory and keeps its tokens. The agent's next turn, or Warm, computes the KV again with the same bits, and waits
+	// for that. The engine proves it first: it computes all rows from the tokens, replies token by token, and compares the digests of their
+	// files with the store's. If one differs, nothing changes (CANNOT_SLEEP). Then it commits a version of the same turn that names no blob,
+	// and drops the hot KV. The store deletes older versions, which would keep the KV, unless the agent is pinned. Of an agent that is asleep
+	// only the hot KV is dropped. Takes about as long as waking (`SleepResponse.wake`), as a background turn in order with the agent's turns. A
+	// cancel before the commit changes nothing. Memories with recurrent states, and those of masked models, cannot sleep. Errors: as Warm's, and
+	// NOT_FOUND (AGENT_NOT_FOUND: nothing is remembered), FAILED_PRECONDITION (CANNOT_SLEEP, with the reason; NO_STORE).
 	Sleep(context.Context, *SleepRequest) (*SleepResponse, error)
 	// Counts the tokens of a prompt, or of messages and tools after the model's chat template: the prompt_tokens of a turn with this
 	// input and no memory. No side effect; takes a turn's place meanwhile. Errors: INVALID_ARGUMENT (field named), NOT_FOUND (model),
