@@ -29,11 +29,18 @@ from inference_svc.model.model_host import MemoriesLeft
 from inference_svc.model.prompting import Prompting
 from inference_svc.model.weights.digest_check import DigestCheck
 from inference_svc.turns.admission import Admission
+from inference_svc.turns.asleep.allowance import Allowance
 from inference_svc.turns.asleep.idle_agents import IdleAgents
+from inference_svc.turns.asleep.own_turns import OwnTurns
+from inference_svc.turns.asleep.returns import Returns
+from inference_svc.turns.asleep.waking import WakingAhead, WakingParts
+from inference_svc.turns.asleep.woken import WokenAgents
 from inference_svc.turns.engine_parts import EngineParts
 from inference_svc.turns.turn_ending import TurnEnding
 from inference_svc.turns.turn_service import TurnService
 from inference_svc.warming import warm_up, warm_up_text, warm_up_while_idle
+
+_LEAST_AWAY = 6 * 3600.0  # seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +55,7 @@ class ServedModel:
     grace_s: float
     digest_check: DigestCheck
     embedder: TurnEmbedder
+    woken: WokenAgents
     tasks: list[asyncio.Task[None]] = field(default_factory=list)  # that go on beside turns
 
     @property
@@ -132,6 +140,7 @@ async def open_served(
     copies = Copies(engine, admission.publishing)
     # A laptop that wakes must not believe in a lease that ended elsewhere while it slept, nor give a publication up.
     stats, owner, now_ms = shared.stats, shared.lease_owner, shared.now_ms
+    woken = WokenAgents(Returns(_least_gap_s(settings)), lambda: now_ms() / 1e3)
     line_parts = LineParts(engine, copies, settings.publishing, stats, owner, clock, uptime_s, now_ms)
     lines = {namespace: Lines(namespace, store, line_parts) for namespace, store in stores.items()}
     parts = EngineParts(
@@ -145,6 +154,7 @@ async def open_served(
         admission,
         stats,
         clock,
+        woken,
     )
     turns = TurnService(parts, TurnEnding(parts))
     for each in lines.values():
@@ -154,12 +164,21 @@ async def open_served(
     pooling = Pooling(settings.embedding_pooling)
     embedder = TurnEmbedder(engine, prompting, pooling, admission, stats)
     grace_s = settings.stop_grace_s
-    served = ServedModel(name, engine, prompting, turns, lines, line_parts, giver, grace_s, check, embedder)
+    served = ServedModel(name, engine, prompting, turns, lines, line_parts, giver, grace_s, check, embedder, woken)
     served.warm_up_while_idle(clock)
+    own_turns = OwnTurns(turns)
+    allowance = Allowance(settings.wake_ahead_share, engine.memory_budget_bytes, woken.now_s())
+    waking = WakingAhead(WakingParts(own_turns, engine, stores, woken, stats, clock), allowance, settings.state_dir)
+    served.tasks.append(asyncio.create_task(waking.run()))
     if settings.asleep_after_s is not None:
-        idle = IdleAgents(turns, stores, engine.model.kv_identity_hash, settings.asleep_after_s, now_ms)
+        idle = IdleAgents(own_turns, stores, engine.model.kv_identity_hash, settings.asleep_after_s, now_ms)
         served.tasks.append(asyncio.create_task(idle.run()))
     return served
+
+
+def _least_gap_s(settings: EngineSettings) -> float:
+    """The time after which an agent that comes again was away: it may be asleep then, or teaches when it will be."""
+    return _LEAST_AWAY if settings.asleep_after_s is None else min(settings.asleep_after_s, _LEAST_AWAY)
 
 
 def _engine_options(settings: EngineSettings) -> dict[str, Any]:

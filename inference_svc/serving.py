@@ -5,7 +5,7 @@ import logging
 import secrets
 import sys
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import version
@@ -47,6 +47,7 @@ from inference_svc.edge.service import (
 )
 from inference_svc.edge.telling import Telling
 from inference_svc.embedding.embedding_model import EmbeddingModel
+from inference_svc.engine.api import AgentKey
 from inference_svc.engine.engine import Engine
 from inference_svc.engine_stores import open_stores, reload_store_tokens, until_it_answers
 from inference_svc.formats.grammar_trial import GrammarTrial
@@ -250,8 +251,9 @@ def _kv_budget(settings: EngineSettings, parts: Parts) -> KvBudget:
     return KvBudget(claims, total_bytes(settings.device_gib), given, weights)
 
 
-def _of_host(host: ModelHost[ServedModel]) -> tuple[Engine, bool] | None:
-    return None if host.served is None else (host.served.engine, host.served.is_idle)
+def _of_host(host: ModelHost[ServedModel]) -> tuple[Engine, bool, Collection[AgentKey]] | None:
+    served = host.served
+    return None if served is None else (served.engine, served.is_idle, served.woken.ready.keys())
 
 
 def _audit(settings: EngineSettings) -> Audit:

@@ -10,7 +10,7 @@ from kvasir.server.operating.durations import RpcCounts
 from kvasir.server.operating.operator_page import audit_metric, counter, gauge, histogram, rpc_metrics
 from prometheus_client import Metric
 
-from inference_svc.memory.outcomes import MissReason, SnapshotState, Source
+from inference_svc.memory.outcomes import MissReason, SnapshotState, Source, Wake
 from inference_svc.memory.service_stats import NamespaceCounters, ServiceStatus, TurnTimes
 
 _ENDS = ("finished", "cancelled", "moved", "refused", "failed")  # as TurnFlow counts them
@@ -47,6 +47,8 @@ def _turns(counters: list[NamespaceCounters]) -> Iterator[Metric]:
     sources, misses = [each.sources for each in counters], [each.misses for each in counters]
     yield _by_word("kvasir_sources", "Turns by where memory came from.", "source", sources, Source)
     yield _by_word("kvasir_misses", "Turns that missed, by reason.", "reason", misses, MissReason)
+    wakes = [each.wakes for each in counters]
+    yield _by_word("kvasir_wakes", "Wakes of agents that were asleep, by how they ended.", "turn", wakes, Wake)
     waiting, running = sum(each.waiting_turns for each in counters), sum(each.running_turns for each in counters)
     yield gauge("kvasir_waiting_turns", "Turns that wait.", waiting)
     yield gauge("kvasir_running_turns", "Turns that have begun.", running)

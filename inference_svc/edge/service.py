@@ -195,12 +195,14 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):  # type: ig
 
     async def ListHotMemories(self, request: pb.ListHotMemoriesRequest, context: Any) -> pb.ListHotMemoriesResponse:
         names, served = stats_messages.agent_ids(request), self._parts.host.served
-        engine, namespace = served.engine if served is not None else None, current_principal().namespace
-        sizes = engine.memories.sizes() if engine is not None else {}
+        if served is None:
+            return pb.ListHotMemoriesResponse()
+        memories, keys = served.engine.memories, [AgentKey(current_principal().namespace, name) for name in names]
+        sizes, woken = memories.sizes(), served.woken.ready
         found = [
-            stats_messages.hot_memory(name, sizes[key], engine.memories.tag_of(key))
-            for name in names
-            if engine is not None and (key := AgentKey(namespace, name)) in sizes
+            stats_messages.hot_memory(key.agent_id, sizes[key], memories.tag_of(key), is_woken_ahead=key in woken)
+            for key in keys
+            if key in sizes
         ]
         return pb.ListHotMemoriesResponse(memories=found)
 

@@ -34,8 +34,8 @@ def agent_ids(request: pb.ListHotMemoriesRequest) -> Sequence[str]:
     return [check_agent_id(name, "agent_ids") for name in request.agent_ids]
 
 
-def hot_memory(agent_id: str, kv_bytes: int, tag: object) -> pb.HotMemory:
-    hot = pb.HotMemory(agent_id=agent_id, kv_bytes=kv_bytes)
+def hot_memory(agent_id: str, kv_bytes: int, tag: object, *, is_woken_ahead: bool) -> pb.HotMemory:
+    hot = pb.HotMemory(agent_id=agent_id, kv_bytes=kv_bytes, is_woken_ahead=is_woken_ahead)
     if isinstance(tag, AgentMemory):
         hot.tokens = len(tag.transcript.token_ids)
         hot.version = tag.publication.standing.version

@@ -7,7 +7,7 @@ from kvasir.errors import FailedPrecondition
 from kvasir.formats.block_hash import BLOCK_TOKENS, chain_hashes
 from kvasir.formats.layer_groups import first_touched_block
 
-from inference_svc.engine.api import HotMemoryGone, Restored
+from inference_svc.engine.api import HotMemoryGone, Priority, Restored
 from inference_svc.engine.files.incoming import ArrivingFiles, Incoming
 from inference_svc.engine.sampling import Sampler
 from inference_svc.engine.scheduling.hot_memories import ResidentMemory
@@ -97,7 +97,9 @@ def memory_left(sequence: Sequence, runner: ModelRunner, kv_identity_hash: str) 
     sequence.rewind_points = kv.rewind_points if kv.states else ()  # windows go on from wherever their blocks are
     known = sequence.known_chain[: length // BLOCK_TOKENS]
     chain = chain_hashes(kv_identity_hash, sequence.token_ids[:length], known)
-    return ResidentMemory(kv, sequence.state(), chain, priority=sequence.priority)
+    # Whoever warms a memory expects a turn of its agent soon.
+    priority = sequence.priority if sequence.plan.sampling.max_tokens else Priority.INTERACTIVE
+    return ResidentMemory(kv, sequence.state(), chain, priority=priority)
 
 
 class _RestoredKV:

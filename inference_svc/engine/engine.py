@@ -251,9 +251,10 @@ class Engine:
         """Prompt and reply tokens of callers that went through the model since it was loaded."""
         return self._worker.computed_tokens
 
-    def give_back(self, most_bytes: int) -> "Future[int]":
-        """Drop memories that the store has until KV needs so many bytes; returns the bytes that became free."""
-        return self._thread.post(lambda worker: worker.give_back(most_bytes))
+    def give_back(self, most_bytes: int, spared: Collection[api.AgentKey] = ()) -> "Future[int]":
+        """Drop memories that the store has, but for `spared`, until KV needs so many bytes; returns the bytes that
+        became free."""
+        return self._thread.post(lambda worker: worker.give_back(most_bytes, spared))
 
     @property
     def preemptions(self) -> int:

@@ -74,9 +74,11 @@ class EngineWorker:
         """Tokens that went through the model; reused tokens do not count."""
         return self._prefiller.computed + self._decoder.computed
 
-    def give_back(self, most_bytes: int) -> int:
-        """Drop memories that the store has until KV needs at most so many bytes; returns the bytes that became free."""
-        stored = () if self._pool.keeps_memory else self.memories.stored_keys()
+    def give_back(self, most_bytes: int, spared: Collection[AgentKey]) -> int:
+        """Drop memories that the store has, but for `spared`, until KV needs at most so many bytes; returns the bytes
+        that became free."""
+        idle = () if self._pool.keeps_memory else self.memories.stored_keys()
+        stored = [key for key in idle if key not in spared]
         tables = [[*memory.kv.pages] for key in stored if (memory := self.memories.get(key)) is not None]
         # A page of a turn, or of a memory that stays, keeps all pages in front of it.
         reachable = max(most_bytes, self._pool.allocator.end_without(tables) * self._pool.page_bytes)

@@ -1,13 +1,14 @@
 """Gives KV's memory back to the machine: when no turn has run for a while, and when the machine is short of it."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from concurrent.futures import Future
 from typing import Protocol
 
 import structlog
 from kvasir.waits import ANSWER_S
 
+from inference_svc.engine.api import AgentKey
 from inference_svc.kv.pages.pool import IDLE_BYTES
 
 _LOG = structlog.get_logger(__name__)
@@ -20,7 +21,7 @@ class Giver(Protocol):
     @property
     def computed_tokens(self) -> int: ...
 
-    def give_back(self, most_bytes: int) -> "Future[int]": ...
+    def give_back(self, most_bytes: int, spared: Collection[AgentKey]) -> "Future[int]": ...
 
 
 class GivingBack:
@@ -28,12 +29,12 @@ class GivingBack:
 
     def __init__(
         self,
-        engine: Callable[[], tuple[Giver, bool] | None],
+        engine: Callable[[], tuple[Giver, bool, Collection[AgentKey]] | None],
         keep_hot_s: float,
         is_short: Callable[[], bool],
         clock: Callable[[], float],
     ) -> None:
-        """`engine`: the one that is loaded, and whether it is idle."""
+        """`engine`: the one that is loaded, whether it is idle, and agents that were woken because they may come."""
         self._engine = engine
         self._keep_hot_s = keep_hot_s
         self._is_short = is_short
@@ -51,18 +52,18 @@ class GivingBack:
         found, now_s = self._engine(), self._clock()
         if found is None:
             return
-        engine, is_idle = found
+        engine, is_idle, expected = found
         if not is_idle or engine.computed_tokens != self._computed:
             self._idle_since_s, self._computed = now_s, engine.computed_tokens
         if await asyncio.to_thread(self._is_short):
-            await _give(engine, engine.memory_used_bytes // 2, "the machine is short of memory")
+            await _give(engine, engine.memory_used_bytes // 2, (), "the machine is short of memory")
         elif self._idle_since_s is not None and now_s - self._idle_since_s >= self._keep_hot_s:
             self._idle_since_s = None  # until the next turn
-            await _give(engine, IDLE_BYTES, "no turn came")
+            await _give(engine, IDLE_BYTES, expected, "no turn came")
 
 
-async def _give(engine: Giver, most_bytes: int, why: str) -> None:
-    giving = asyncio.wrap_future(engine.give_back(most_bytes))
+async def _give(engine: Giver, most_bytes: int, spared: Collection[AgentKey], why: str) -> None:
+    giving = asyncio.wrap_future(engine.give_back(most_bytes, spared))
     await asyncio.wait({giving})
     if giving.cancelled():
         return  # the engine has ended

@@ -63,3 +63,11 @@ class SnapshotOutcome:
     reason: str = ""
     manifest: Digest | None = None
     written_bytes: int = 0
+
+
+class Wake(Enum):
+    """How a wake ended, as metrics count it."""
+
+    HIDDEN = "hidden"  # it was over before the turn came
+    WAITED = "waited"  # the turn waited for it
+    UNUSED = "unused"  # no turn came in time

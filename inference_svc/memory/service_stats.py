@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, fields
 
 from kvasir.server.operating.durations import Durations
 
-from inference_svc.memory.outcomes import MissReason, SnapshotState, Source
+from inference_svc.memory.outcomes import MissReason, SnapshotState, Source, Wake
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +37,7 @@ class NamespaceCounters:
     misses: Counter[MissReason] = field(default_factory=Counter)
     publications: Counter[SnapshotState] = field(default_factory=Counter)
     made_good: Counter[SnapshotState] = field(default_factory=Counter)  # committed, after they were reported so
+    wakes: Counter[Wake] = field(default_factory=Counter)  # of agents that were asleep
     published_bytes: int = 0
     waiting_turns: int = 0
     running_turns: int = 0

@@ -1,7 +1,8 @@
 """The parts that serve the turns of one loaded model."""
 
+import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from inference_svc.engine.engine import Engine
 from inference_svc.memory.publishing.copies import Copies
@@ -14,6 +15,8 @@ from inference_svc.memory.store.remote_cache import RemoteCache
 from inference_svc.memory.swap_store import SwapLimits
 from inference_svc.model.prompting import Prompting
 from inference_svc.turns.admission import Admission
+from inference_svc.turns.asleep.returns import Returns
+from inference_svc.turns.asleep.woken import WokenAgents
 from inference_svc.turns.progress import Outbox, ReaderLimits
 from inference_svc.turns.turn_data import TurnRequest
 
@@ -49,6 +52,7 @@ class EngineParts:
     admission: Admission
     stats: ServiceStats
     clock: Callable[[], float]  # seconds, monotonic
+    woken: WokenAgents = field(default_factory=lambda: WokenAgents(Returns(), time.time))
 
     def event_cursor(self, request: TurnRequest) -> EventCursor | None:
         """The place in the store's history now, for a turn that extends a line."""

@@ -34,6 +34,10 @@ class StoredAgents:
         page = await self._connection.client.list_agents(page_size=_PAGE, page_token=page_token)
         return [answers.listed_agent(agent) for agent in page.agents], page.next_page_token
 
+    async def listed(self, agent_id: str) -> answers.ListedAgent:
+        """One agent, as `page` has it. Raises NotFound and any other KvasirError."""
+        return answers.listed_agent(await self._connection.client.get_agent(agent_id))
+
     async def last_move(self, agent_id: str, within_s: float) -> answers.LastMove:
         budget = Budget(within_s, 1.0, self._connection.clock)
         try:

@@ -166,6 +166,7 @@ class ListedAgent:
 
     agent_id: str
     version: int  # 0: it has none
+    tokens: int
     kv_identity_hash: str
     used_unix_ms: int
     is_asleep: bool  # its manifest names no blob
@@ -178,6 +179,7 @@ def listed_agent(agent: cachestore_pb2.Agent) -> ListedAgent:
     return ListedAgent(
         agent.agent_id,
         int(newest.version),
+        int(newest.token_count),
         newest.kv_identity_hash,
         agent.used_at.ToMilliseconds(),
         is_asleep=newest.total_bytes == newest.manifest.size_bytes,

@@ -36,7 +36,7 @@ from inference_svc.memory.store.patience import Budget
 from inference_svc.text.token_ids import SequenceState
 from inference_svc.turns.engine_parts import EngineParts
 from inference_svc.turns.progress import Progress, TurnPhase
-from inference_svc.turns.turn_data import Slept
+from inference_svc.turns.turn_data import Slept, Work
 from inference_svc.turns.turn_reporter import HandOff
 
 _LOG = structlog.get_logger(__name__)
@@ -53,7 +53,12 @@ class Sleeper:
     async def awake(self, turn: Progress, found: Recollection, budget: Budget) -> Recollection:
         """The agent's newest memory with its KV: one that is asleep becomes hot. Raises as the turn itself would."""
         key, memory = turn.request.key, found.memory
-        if key is None or memory is None or memory.files.asleep is None or found.kv_from is not Source.WARM:
+        if key is None:
+            return found
+        is_asleep = memory is not None and memory.files.asleep is not None and found.kv_from is Source.WARM
+        if turn.request.work is Work.REPLY:
+            self._count(turn, key, found, is_asleep=is_asleep)
+        if memory is None or memory.files.asleep is None or not is_asleep:
             return found
         if not self._has_room(memory):
             return found  # it came from a larger engine: its text is computed in cells
@@ -65,10 +70,18 @@ class Sleeper:
             line.publications.tag(awake)
         else:
             self._parts.engine.memories.tag(key, awake)
+        if turn.request.work is Work.WARM:
+            self._parts.woken.ready[key] = self._parts.clock()
         took_ms = round(1e3 * (self._parts.clock() - began_s))
         log = _LOG.info if is_same else _LOG.warning  # its rows have other roundings, as on another machine
         log("memory.woken", request_id=turn.request.request_id, tokens=len(state.token_ids), ms=took_ms, same=is_same)
         return await self._parts.recall.newest(key, budget)
+
+    def _count(self, turn: Progress, key: AgentKey, found: Recollection, *, is_asleep: bool) -> None:
+        is_hot, arrived_s = found.kv_from is Source.HOT, turn.times.arrived
+        wake = self._parts.woken.came(key, arrived_s, is_hot=is_hot, is_asleep=is_asleep)
+        if wake is not None:
+            turn.counters.wakes[wake] += 1
 
     async def sleep(self, turn: Progress, found: Recollection, cursor: EventCursor | None, budget: Budget) -> None:
         """Raises NotFound, FailedPrecondition (CANNOT_SLEEP, NO_STORE) and Unavailable; all is as it was then."""

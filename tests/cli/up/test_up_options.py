@@ -48,6 +48,7 @@ TEXTS = {
     "expires_after_s": "86400.0",
     "keep_alive_s": "600.0",
     "asleep_after_s": "86400.0",
+    "wake_ahead_share": "0.5",
     "blobs": "s3://bucket/prefix",
     "quota_bytes": str(3 << 30),
     "catalog": "postgresql://kvasir@127.0.0.1/kvasir",

@@ -5,6 +5,7 @@ import contextlib
 import fcntl
 import subprocess
 import sys
+from collections.abc import Collection
 from concurrent.futures import Future
 from contextlib import closing
 from pathlib import Path
@@ -173,9 +174,11 @@ class PlayedEngine:
 
     def __init__(self) -> None:
         self.given: list[int] = []
+        self.spared = 0
 
-    def give_back(self, most_bytes: int) -> "Future[int]":
+    def give_back(self, most_bytes: int, spared: Collection[object]) -> "Future[int]":
         self.given.append(most_bytes)
+        self.spared = len(spared)
         done: Future[int] = Future()
         done.set_result(1)
         return done
@@ -183,7 +186,7 @@ class PlayedEngine:
 
 def test_memory_goes_back_once_after_an_idle_time_and_by_halves_while_it_is_short() -> None:
     engine, now_s, is_idle, is_short = PlayedEngine(), 0.0, False, False
-    giving = GivingBack(lambda: (engine, is_idle), 600.0, lambda: is_short, lambda: now_s)
+    giving = GivingBack(lambda: (engine, is_idle, ["woken"]), 600.0, lambda: is_short, lambda: now_s)
 
     def after(seconds: float) -> list[int]:
         nonlocal now_s
@@ -196,6 +199,7 @@ def test_memory_goes_back_once_after_an_idle_time_and_by_halves_while_it_is_shor
     is_idle = True
     assert after(599) == []
     assert after(1) == [IDLE_BYTES]
+    assert engine.spared == 1, "agents that may come stay"
     assert after(1000) == []
     engine.computed_tokens = 7  # a turn came and ended meanwhile
     assert after(1) == []
@@ -203,15 +207,16 @@ def test_memory_goes_back_once_after_an_idle_time_and_by_halves_while_it_is_shor
     assert after(1) == [IDLE_BYTES]
     is_idle, is_short = False, True
     assert after(5) == after(5) == [500]
+    assert engine.spared == 0
 
 
 def test_memory_that_cannot_go_back_now_may_go_back_later() -> None:
     engine = PlayedEngine()
     refused: Future[int] = Future()
     refused.set_exception(RuntimeError("[malloc] Unable to allocate."))
-    giving = GivingBack(lambda: (engine, False), 600.0, lambda: True, lambda: 0.0)
+    giving = GivingBack(lambda: (engine, False, ()), 600.0, lambda: True, lambda: 0.0)
     with pytest.MonkeyPatch.context() as patch, capture_logs() as logs:
-        patch.setattr(engine, "give_back", lambda _: refused)
+        patch.setattr(engine, "give_back", lambda *_: refused)
         asyncio.run(giving.look())
     assert [line["event"] for line in logs] == ["kv.not_given_back"]
     asyncio.run(giving.look())

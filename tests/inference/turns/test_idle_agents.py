@@ -10,8 +10,12 @@ from google.protobuf.timestamp_pb2 import Timestamp
 from kvasir.cachestore.v1 import cachestore_pb2 as pb
 from kvasir.errors import Cancelled, FailedPrecondition, KvasirError
 
+from inference_svc.engine.api import AgentKey
 from inference_svc.memory.store.answers import ListedAgent, listed_agent
+from inference_svc.turns.asleep import idle_agents as module
 from inference_svc.turns.asleep.idle_agents import IdleAgents, may_sleep
+from inference_svc.turns.asleep.own_turns import OwnTurns
+from inference_svc.turns.turn_data import Work
 
 NOW_MS = 1_800_000_000_000
 DAY_S = 86_400.0
@@ -58,17 +62,19 @@ def test_an_agent_that_moved_stays_as_it_is() -> None:
 class Turns:
     """Turns that fall asleep until they are cancelled, or are refused."""
 
-    def __init__(self, refusal: KvasirError | None = None) -> None:
+    def __init__(self, refusal: KvasirError | None = None, caller: str = "somebody") -> None:
         self.begun: list[str] = []
         self.callers = 0
         self._refusal = refusal
+        self._caller = caller
 
     @property
     def is_idle(self) -> bool:
         return not self.callers
 
-    def under_way(self) -> list[int]:
-        return [0] * (1 + self.callers)
+    def under_way(self) -> list[list[Any]]:
+        names = [*self.begun[-1:], *[self._caller] * self.callers]
+        return [[SimpleNamespace(request=SimpleNamespace(key=AgentKey("default", name)))] for name in names]
 
     def begin(self, request: Any) -> Any:
         self.begun.append(request.agent_id)
@@ -90,7 +96,7 @@ def idle_agents(turns: Turns) -> tuple[IdleAgents, Any]:
 
     store = SimpleNamespace(agents=SimpleNamespace(page=page))
     made: Any = turns
-    return IdleAgents(made, {}, "ours", DAY_S, lambda: NOW_MS), store
+    return IdleAgents(OwnTurns(made), {}, "ours", DAY_S, lambda: NOW_MS), store
 
 
 def test_a_turn_that_comes_ends_the_sleep_that_it_would_wait_for() -> None:
@@ -110,3 +116,36 @@ def test_a_version_that_cannot_sleep_is_tried_once() -> None:
     for _ in range(3):
         asyncio.run(idle._look("default", store))
     assert turns.begun == ["ada"]
+
+
+@pytest.mark.parametrize(("caller", "is_ended"), [("somebody", True), ("ada", False)])
+def test_a_wake_goes_on_only_beside_turns_that_wait_for_it(caller: str, is_ended: bool) -> None:
+    turns: Any = Turns(caller=caller)
+
+    async def woken() -> None:
+        async with asyncio.timeout(0.5):
+            await OwnTurns(turns).make(AgentKey("default", "ada"), Work.WARM)
+
+    with pytest.raises(Cancelled if is_ended else TimeoutError):
+        asyncio.run(woken())
+
+
+def test_agents_fall_asleep_after_an_error_that_nobody_expected(monkeypatch: pytest.MonkeyPatch) -> None:
+    turns = Turns(FailedPrecondition("it cannot", reason="CANNOT_SLEEP"))
+    idle, store = idle_agents(turns)
+    monkeypatch.setattr(module, "RETRY_S", 0.01)
+    monkeypatch.setattr(idle, "_after_s", 0.01)
+
+    async def fails(_token: str) -> None:
+        raise RuntimeError("a defect")
+
+    idle._stores = {"broken": SimpleNamespace(agents=SimpleNamespace(page=fails)), "default": store}  # type: ignore[dict-item]
+
+    async def until_one_was_tried() -> None:
+        running = asyncio.create_task(idle.run())
+        while not turns.begun:
+            assert not running.done()
+            await asyncio.sleep(0.01)
+        running.cancel()
+
+    asyncio.run(asyncio.wait_for(until_one_was_tried(), 20))

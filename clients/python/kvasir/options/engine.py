@@ -172,6 +172,15 @@ class EngineMemory(Table):
         metavar="SECONDS",
         up=UpFlag("agents-asleep-after", "12h|30d|never", seconds_until_expiry),
     )
+    wake_ahead_share: float = option(
+        0.1,
+        "Agents that are asleep are woken before their next turn, where earlier ones show when it may come: while no "
+        "turn runs, for at most this share of the time (0.1 is a tenth), in half of the KV memory. 0: none are.",
+        least=0,
+        most=1,
+        metavar="SHARE",
+        up="wake-ahead-share",
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

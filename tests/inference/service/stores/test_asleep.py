@@ -1,6 +1,7 @@
 """Agents that sleep: the store keeps their tokens alone, and their next replies and bytes are the same."""
 
 import contextlib
+import json
 import random
 import time
 from collections.abc import Callable, Sequence
@@ -198,3 +199,30 @@ def test_an_agent_that_fills_its_context_stays_awake(tmp_path: Path) -> None:
         assert refused.value.reason == "CANNOT_SLEEP"
         assert client.sleep("almost").tokens == 63
         assert client.warm(agent_id="almost").computed_tokens == 0
+
+
+@pytest.mark.long(15)
+def test_an_agent_asleep_is_awake_before_the_turn_that_its_returns_foretell(
+    own_house: House, new_agent: Callable[[], str]
+) -> None:
+    agent, twin = new_agent(), new_agent()
+    for each in (agent, twin):
+        ask(own_house, each, " ".join(WORDS[:90]), 1)
+    with own_house.client() as client:
+        client.sleep(agent)
+    own_house.engine.stop()
+    day_s, now_s = 86_400, time.time()
+    known = [[now_s - days * day_s, day_s] for days in range(9, 0, -1)]
+    (own_house.root / "state" / "returns.json").write_text(json.dumps({"default": {agent: [known[-1][0], *known]}}))
+    own_house.repair()
+    give_up = time.monotonic() + 60
+    with own_house.client() as client:
+        while not (found := client.list_hot_memories([agent])) or not found[0].is_woken_ahead:
+            assert time.monotonic() < give_up, own_house.engine.log
+            time.sleep(0.2)
+        reply = ask(own_house, agent, "and?", 2)
+        assert reply.token_ids == ask(own_house, twin, "and?", 2).token_ids
+        assert stored(own_house, agent).tail == stored(own_house, twin).tail
+        [numbers] = client.get_stats().namespaces
+        assert dict(numbers.wakes) == {"hidden": 1}
+        assert not client.list_hot_memories([agent])[0].is_woken_ahead

@@ -1,0 +1,192 @@
+"""Which agents are woken ahead of their turns, which are let go, and how both are counted."""
+
+import asyncio
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from kvasir.errors import Cancelled, FailedPrecondition, KvasirError, NotFound
+
+from inference_svc.engine.api import AgentKey
+from inference_svc.memory.outcomes import Wake
+from inference_svc.memory.service_stats import ServiceStats
+from inference_svc.memory.store.answers import ListedAgent
+from inference_svc.turns.asleep.allowance import Allowance
+from inference_svc.turns.asleep.returns import SECONDS_OF_DAY, Returns
+from inference_svc.turns.asleep.waking import ReturnsFile, WakingAhead, WakingParts
+from inference_svc.turns.asleep.woken import WokenAgents
+from inference_svc.turns.turn_data import Work
+
+ADA = AgentKey("default", "ada")
+NINE_S = 1_800_000_000.0 - 1_800_000_000.0 % SECONDS_OF_DAY + 9 * 3600
+
+
+class Around:
+    """A machine of one agent, who came at nine on ten days. It is a quarter of an hour before that on the eleventh."""
+
+    def __init__(self, state_dir: Path, share: float = 0.1, memory_bytes: int = 10_000) -> None:
+        self.now_s, self.clock_s, self.may_begin = NINE_S + 10 * SECONDS_OF_DAY - 1000, 0.0, True
+        self.hot = dict[AgentKey, int]()
+        self.listed: ListedAgent | KvasirError = ListedAgent("ada", 7, 100, "ours", 0, is_asleep=True, is_free=True)
+        self.looked_up, self.made = 0, list[Work]()
+        self.failure: KvasirError | None = None
+        self.woken, self.stats = WokenAgents(Returns(), lambda: self.now_s), ServiceStats(0.0)
+        for day in range(10):
+            self.woken.returns.came(ADA, NINE_S + day * SECONDS_OF_DAY + 60 * (day % 3))
+        model = SimpleNamespace(kv_identity_hash="ours")
+        memories = SimpleNamespace(sizes=lambda: dict(self.hot))
+        engine: Any = SimpleNamespace(model=model, memories=memories, needed_bytes=lambda tokens: 10 * tokens)
+        store: Any = SimpleNamespace(agents=SimpleNamespace(listed=self._listed))
+        turns: Any = self
+        parts = WakingParts(turns, engine, {"default": store}, self.woken, self.stats, lambda: self.clock_s)
+        self.waking = WakingAhead(parts, Allowance(share, memory_bytes, self.now_s), state_dir)
+
+    async def _listed(self, _agent_id: str) -> ListedAgent:
+        self.looked_up += 1
+        if isinstance(self.listed, KvasirError):
+            raise self.listed
+        return self.listed
+
+    async def make(self, key: AgentKey, work: Work) -> None:
+        self.made.append(work)
+        self.clock_s += 100.0
+        if self.failure is not None:
+            raise self.failure
+        if work is Work.WARM:
+            self.hot[key], self.woken.ready[key] = 1000, self.clock_s
+        else:
+            del self.hot[key]
+
+    def look(self, after_s: float = 0.0) -> list[Work]:
+        self.now_s += after_s
+        self.made.clear()
+        asyncio.run(self.waking.look())
+        return list(self.made)
+
+    @property
+    def wakes(self) -> dict[Wake, int]:
+        return dict(self.stats.of("default").wakes)
+
+    def comes(self, arrived_s: float, *, is_hot: bool = True, is_asleep: bool = False) -> Wake | None:
+        return self.woken.came(ADA, arrived_s, is_hot=is_hot, is_asleep=is_asleep)
+
+
+@pytest.fixture
+def around(tmp_path: Path) -> Around:
+    return Around(tmp_path)
+
+
+def test_an_agent_asleep_is_woken_once_and_its_turn_finds_it(around: Around) -> None:
+    assert around.look() == [Work.WARM]
+    assert around.look(60) == [], "it is awake"
+    assert around.comes(around.clock_s + 1) is Wake.HIDDEN
+    assert around.comes(around.clock_s + 2) is None, "the next turn finds what the first one left"
+
+
+def test_a_turn_that_came_before_the_wake_was_over_waited_for_it(around: Around) -> None:
+    around.look()
+    assert around.comes(50.0) is Wake.WAITED
+    assert around.comes(200.0, is_hot=False, is_asleep=True) is Wake.WAITED
+
+
+def test_an_agent_that_does_not_come_sleeps_again(around: Around) -> None:
+    around.look()
+    assert around.look(60) == []
+    assert around.look(4 * 3600) == [Work.SLEEP]
+    assert (around.hot, around.wakes) == ({}, {Wake.UNUSED: 1})
+    assert around.look(60) == []
+
+
+def test_an_agent_that_its_owner_woke_stays_awake(around: Around) -> None:
+    around.hot[ADA], around.woken.ready[ADA] = 1000, 0.0
+    assert around.look(4 * 3600) == []
+    assert around.comes(1.0) is Wake.HIDDEN
+
+
+def test_a_woken_memory_that_lost_its_room_was_woken_in_vain(around: Around) -> None:
+    around.look()
+    around.hot.clear()
+    around.look(60)
+    assert around.wakes == {Wake.UNUSED: 1}
+
+
+def test_nothing_is_woken_beside_a_turn_and_a_wake_that_one_ended_is_made_again(around: Around) -> None:
+    around.may_begin = False
+    assert around.look() == []
+    around.may_begin, around.failure = True, Cancelled("a turn came")
+    assert around.look() == [Work.WARM]
+    around.failure = None
+    assert around.look() == [Work.WARM]
+
+
+@pytest.mark.parametrize("listed", ["awake", "another model's", "refused"])
+def test_an_agent_that_cannot_be_woken_is_looked_at_again_after_a_while(around: Around, listed: str) -> None:
+    if listed == "refused":
+        around.failure = FailedPrecondition("it moved", reason="AGENT_MOVED")
+    elif listed == "awake":
+        around.listed = ListedAgent("ada", 7, 100, "ours", 0, is_asleep=False, is_free=True)
+    else:
+        around.listed = ListedAgent("ada", 7, 100, "other", 0, is_asleep=True, is_free=True)
+    around.look()
+    around.look(60)
+    assert around.looked_up == 1
+    around.look(1800)
+    assert around.looked_up == 2
+
+
+def test_an_agent_that_is_deleted_is_forgotten(around: Around) -> None:
+    around.listed = NotFound("no such agent", reason="AGENT_NOT_FOUND")
+    assert around.look() == []
+    assert around.woken.returns.last_s(ADA) is None
+
+
+@pytest.mark.parametrize(("share", "memory_bytes"), [(0.0, 10_000), (0.1, 2000)])
+def test_no_share_of_the_time_or_too_little_memory_wakes_nobody(
+    tmp_path: Path, share: float, memory_bytes: int
+) -> None:
+    around = Around(tmp_path, share, memory_bytes)
+    around.listed = ListedAgent("ada", 7, 100, "ours", 0, is_asleep=True, is_free=True)  # 1,010 bytes of 1,000
+    assert around.look() == []
+
+
+def test_time_that_wakes_took_is_spent(tmp_path: Path) -> None:
+    around = Around(tmp_path, share=0.02, memory_bytes=10_000)  # 72 s are saved
+    around.failure = Cancelled("a turn came")
+    assert around.look() == [Work.WARM]  # takes 100 s
+    assert around.look(60) == []
+    assert around.look(1400) == [Work.WARM]
+
+
+def test_returns_outlive_the_engine_and_a_damaged_file_costs_no_more_than_them(tmp_path: Path) -> None:
+    around = Around(tmp_path)
+    path = tmp_path / "state" / "returns.json"
+    ReturnsFile(path, Returns()).write(around.woken.returns.to_json())
+    assert path.stat().st_mode & 0o777 == 0o600
+    again = Returns()
+    ReturnsFile(path, again).read()
+    assert again.expected(around.now_s) == [ADA]
+    path.write_text("{")
+    damaged = Returns()
+    ReturnsFile(path, damaged).read()
+    assert damaged.expected(around.now_s) == []
+
+
+def test_a_look_that_fails_is_not_the_last(around: Around, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("inference_svc.turns.asleep.waking.ANSWER_S", 0.01)
+    looks = list[int]()
+
+    async def fails() -> None:
+        looks.append(1)
+        raise RuntimeError("a defect")
+
+    monkeypatch.setattr(around.waking, "look", fails)
+
+    async def until_the_second() -> None:
+        running = asyncio.create_task(around.waking.run())
+        while len(looks) < 2:
+            assert not running.done()
+            await asyncio.sleep(0.01)
+        running.cancel()
+
+    asyncio.run(asyncio.wait_for(until_the_second(), 20))
