@@ -49,7 +49,7 @@ def test_ls_shows_people_a_table_and_scripts_json(cli: Cli, ada: SyntheticAgent)
     assert "ada" in table
     assert "340" in table
     rows = cli.done("agents", "ls", "--json").value
-    assert [set(row) for row in rows] == [AGENT_KEYS | {"title", "temperature", "wake_ms"}]
+    assert [set(row) for row in rows] == [AGENT_KEYS | {"title", "temperature", "wake_ms", "is_woken_ahead"}]
     assert (rows[0]["temperature"], rows[0]["wake_ms"]) == ("warm", None)
     assert rows[0]["lines"][0]["token_count"] == 340
     assert set(rows[0]["lines"][0]) == SNAPSHOT_KEYS

@@ -36,7 +36,7 @@ from kvasir.cli.rows import (
 from kvasir.cli.showing.tables import table
 from kvasir.cli.showing.titles import LABEL as TITLE
 from kvasir.cli.showing.titles import has_words, titles_of
-from kvasir.cli.sleeping.temperatures import Temperature, hot_agents, temperature
+from kvasir.cli.sleeping.temperatures import Temperature, engine_side, temperature, wakes_text
 from kvasir.clients import InferenceClient, StoreClient
 from kvasir.clients.archive_file import pieces_of
 from kvasir.errors import KvasirError
@@ -170,8 +170,8 @@ def ls(
         shown = listed[:limit]
         titles = titles or titles_of(client, shown)
 
-    hot = hot_agents(caller, [agent.agent_id for agent in shown])
-    kept = {agent.agent_id: temperature(agent, hot) for agent in shown}
+    engine = engine_side(caller, [agent.agent_id for agent in shown])
+    kept = {agent.agent_id: temperature(agent, engine.hot) for agent in shown}
 
     def show(out: Console) -> None:
         out.print(_agents_table(shown, titles, kept) if shown else "no agent is listed")
@@ -179,11 +179,14 @@ def ls(
             out.print(f"{unnamed} more that their callers did not name: --all lists them.", style="dim")
         if cut := len(listed) - len(shown):
             out.print(f"{cut} more by this order: --limit.", style="dim")
+        if wakes := wakes_text(engine.wakes):
+            out.print(wakes, style="dim")
 
     rows = [
         agent_row(agent)
         | {"title": titles.get(agent.agent_id, "")}
         | {"temperature": kept[agent.agent_id].word, "wake_ms": kept[agent.agent_id].wake_ms}
+        | {"is_woken_ahead": kept[agent.agent_id].is_woken_ahead}
         for agent in shown
     ]
     caller.result(rows, show)

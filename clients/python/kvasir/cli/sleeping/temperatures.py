@@ -1,8 +1,9 @@
 """How soon an agent's KV is at hand: in the engine (hot), in the store (warm), or computed from its tokens (asleep)."""
 
 import re
-from collections.abc import Collection
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from kvasir.address import accepts
 from kvasir.cachestore.v1 import cachestore_pb2 as pb
@@ -18,32 +19,56 @@ _WAKES = re.compile(r"asleep, wakes in (\d+) ms")
 class Temperature:
     word: str  # hot, warm or asleep; empty where nothing is remembered
     wake_ms: int | None = None  # of one that is asleep, as its engine measured it
+    is_woken_ahead: bool = False  # of one that was asleep, for a turn that has not come yet
 
     @property
     def text(self) -> str:
+        if self.is_woken_ahead:
+            return f"{self.word}, woken ahead"
         return self.word if self.wake_ms is None else f"{self.word}, wakes in {self.wake_ms / 1e3:.1f} s"
 
 
-def temperature(agent: pb.Agent, hot: Collection[str]) -> Temperature:
-    """Of the agent's newest version. `hot`: agents that an engine has in RAM."""
+def temperature(agent: pb.Agent, hot: Mapping[str, bool]) -> Temperature:
+    """Of the agent's newest version. `hot`: agents that an engine has in RAM, and whether it woke them ahead."""
     if not agent.lines:
         return Temperature("")
     newest = agent.lines[0]
     is_asleep = newest.total_bytes == newest.manifest.size_bytes  # its manifest names no blob
     if agent.agent_id in hot or not is_asleep:
-        return Temperature("hot" if agent.agent_id in hot else "warm")
+        is_woken_ahead = hot.get(agent.agent_id, False)
+        return Temperature("hot" if agent.agent_id in hot else "warm", is_woken_ahead=is_woken_ahead)
     measured = _WAKES.search(newest.origin_detail)
     return Temperature("asleep", int(measured[1]) if measured else None)
 
 
-def hot_agents(caller: Caller, names: list[str]) -> set[str]:
-    """Those that the caller's engine has in RAM; none where no engine of this store answers."""
+@dataclass(frozen=True, slots=True)
+class EngineSide:
+    """The engine's knowledge of agents; empty where no engine of this store answers."""
+
+    hot: Mapping[str, bool] = field(default_factory=dict)  # agents in its RAM, and whether it woke them ahead
+    wakes: Mapping[str, int] = field(default_factory=dict)  # since its start, of the caller's namespace
+
+
+def engine_side(caller: Caller, names: list[str]) -> EngineSide:
     is_homes = caller.engine_address or caller.store.address == caller.home.endpoint("store").address
     if not is_homes or not accepts(caller.engine.address):
-        return set()
+        return EngineSide()
     pages = [names[start : start + _PAGE] for start in range(0, len(names), _PAGE)]
     try:
         with engine_client(caller) as client:
-            return {each.agent_id for page in pages for each in client.list_hot_memories(page)}
+            found = [each for page in pages for each in client.list_hot_memories(page)]
+            counted = Counter[str]()
+            for each in client.get_stats().namespaces:
+                counted.update(each.wakes)
     except KvasirError:
-        return set()
+        return EngineSide()
+    return EngineSide({each.agent_id: each.is_woken_ahead for each in found}, counted)
+
+
+def wakes_text(wakes: Mapping[str, int]) -> str:
+    """Empty where no agent that was asleep has had a turn."""
+    came = wakes.get("hidden", 0) + wakes.get("waited", 0)
+    if not came:
+        return ""
+    unused = f"; {wakes['unused']} more were woken in vain" if wakes.get("unused") else ""
+    return f"{wakes.get('hidden', 0)} of {came} turns of sleeping agents found them woken ahead{unused}."
