@@ -152,6 +152,7 @@ IMPORTS = (
         (
             "inference_svc/*",
             *(f"{BENCH}/{room}/*" for room in ("attention", "engine", "played", "quality", "synthetic")),
+            f"{BENCH}/fleet/naps.py",  # simulates with the engine's own policy
         ),
         "the services never import each other, and nobody imports them but what measures the engine from within",
     ),

@@ -12,6 +12,7 @@ from kvasir_bench.commands.shown import PlotsOption, draw, progress, show
 from kvasir_bench.fleet import report
 
 _ASSUMPTIONS = Path(report.__file__).with_name("assumptions.json")
+_NAPS = _ASSUMPTIONS.with_name("naps.json")
 
 
 def fleet(
@@ -19,34 +20,44 @@ def fleet(
     simulate: Annotated[bool, typer.Option("--simulate", help="On paper, by the code's own placement.")] = False,
     agents: Annotated[int | None, typer.Option(min=1, help="Left out: a million.")] = None,
     engines: Annotated[int | None, typer.Option(min=1, help="Left out: ten thousand.")] = None,
+    naps: Annotated[
+        bool,
+        typer.Option("--naps", help="Of one engine whose agents sleep: how many wakes it hides."),
+    ] = False,
     assumptions: Annotated[
         Path | None, typer.Option(exists=True, dir_okay=False, help="JSON with values in place of the known ones.")
     ] = None,
     plots: PlotsOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Simulate a day of a fleet: placement, hot memories, requests and bytes, dollars a month, and what breaks first.
+    """Simulate a day of a fleet: placement, hot memories, requests and bytes, dollars a month, and what breaks first;
+    or, with --naps, a day of one engine that wakes sleeping agents before their turns, by its own policy.
 
     Nothing is started and nothing measured but the time of a gateway's choice; each assumption has its source."""
     caller = caller_of(context, as_json)
     if not simulate:
         raise WrongUsage("--simulate: expected; a fleet is only simulated so far", field="--simulate")
-    given = _given(assumptions)
+    if naps and engines is not None:
+        raise WrongUsage("--engines: expected none with --naps, which simulates one engine", field="--engines")
+    given = _given(_NAPS if naps else _ASSUMPTIONS, assumptions)
     given |= {name: value for name, value in (("agents", agents), ("engines", engines)) if value is not None}
-    from kvasir_bench.fleet.simulation import simulate as simulated
+    if naps:
+        from kvasir_bench.fleet.naps import simulate as simulated
+    else:
+        from kvasir_bench.fleet.simulation import simulate as simulated
 
     with progress(caller, "simulating a day", plots):
         try:
             results = simulated(given)
         except (ArithmeticError, LookupError, TypeError, ValueError) as error:
             raise WrongUsage(f"--assumptions: {error}", field="--assumptions") from None
-    draw(caller, report.plots(results), plots)
-    show(caller, results, report.lines)
+    draw(caller, report.plots_of_naps(results) if naps else report.plots(results), plots)
+    show(caller, results, report.lines_of_naps if naps else report.lines)
 
 
-def _given(file: Path | None) -> dict[str, Any]:
+def _given(known: Path, file: Path | None) -> dict[str, Any]:
     """The known assumptions, and another file's in their place. Raises WrongUsage."""
-    given: dict[str, Any] = json.loads(_ASSUMPTIONS.read_text(encoding="utf-8"))
+    given: dict[str, Any] = json.loads(known.read_text(encoding="utf-8"))
     if file is None:
         return given
     try:

@@ -8,7 +8,8 @@ from kvasir_bench.tables import cells, text_table
 
 KEYS = """Results: `fleet` (turns, bytes, and how many turns find their memory hot), `costs` (dollars a month),
 `limits` (what the busiest hour asks of a part over what it gives, the worst first; above 1 it breaks), `assumptions`
-(values with their sources; another file's by --assumptions)."""
+(values with their sources; another file's by --assumptions). With --naps: `day` (wakes, how many were hidden, and
+the cost), `kinds` (the same by kind of agent), `assumptions`."""
 
 
 def lines(results: dict[str, Any]) -> Iterable[str]:
@@ -24,6 +25,22 @@ def lines(results: dict[str, Any]) -> Iterable[str]:
     yield ""
     yield f"{worst['part']}: {verb}, at {worst['load']:.2g} of what it gives."
     yield "On paper: --json has the assumptions with their sources, and --assumptions FILE takes yours."
+
+
+def lines_of_naps(results: dict[str, Any]) -> Iterable[str]:
+    day = results["day"]
+    rows = [{"day": name.replace("_", " "), "value": _shown(name, value)} for name, value in day.items()]
+    yield from text_table(cells(rows))
+    yield ""
+    yield from text_table(cells(results["kinds"]))
+    yield ""
+    yield f"{day['hidden_share']:.1%} of the wakes were over before their turn came."
+    yield "On paper: --json has the assumptions with their sources, and --assumptions FILE takes yours."
+
+
+def plots_of_naps(results: dict[str, Any]) -> Plots:
+    picture = Picture("Wakes of a day, and those that were hidden", "kind", ("wakes", "hidden"))
+    return Plots(f"{results['day']['agents']:,} agents, simulated", {"wakes": (picture, results["kinds"])})
 
 
 def plots(results: dict[str, Any]) -> Plots:
