@@ -56,11 +56,20 @@ def data_too_new(step: int, known: int) -> FailedPrecondition:
 
 
 def index_damaged(words: str, catalog: str = "") -> DataLoss:
-    """`catalog`: where the index lies, unless it is a file. One in a bucket has no journal to recover from."""
-    step = "run: kvasir store recover"
+    """`catalog`: where the index lies, unless it is a file."""
+    return DataLoss(f"the index is damaged: {words}; stop the store and {bring_back(catalog)}", reason="INDEX_DAMAGED")
+
+
+def bring_back(catalog: str) -> str:
+    """What its operator does for a damaged index. Only one that is a file has a journal to recover from."""
     if catalog.startswith("s3://"):
-        step = (
+        return (
             f"bring back the objects of {catalog}/index from a copy of the bucket or from its older versions; without "
             "these, begin a new store with another prefix"
         )
-    return DataLoss(f"the index is damaged: {words}; stop the store and {step}", reason="INDEX_DAMAGED")
+    if catalog:
+        return (
+            "bring its database back by the server's own tools (a sound standby, a backup of pg_basebackup "
+            "or pg_dump), then start the store once with --accept-older"
+        )
+    return "run: kvasir store recover"

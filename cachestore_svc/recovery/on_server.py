@@ -62,7 +62,8 @@ def check_no_index(data_dir: Path, database: str) -> None:
 def check_not_in_bucket(catalog: str, command: str) -> None:
     """Raises FailedPrecondition (INDEX_FOREIGN) for a command about an index that is a file."""
     if catalog.startswith("s3://"):
-        raise _foreign(f"{command}: the index lies in {catalog}, and each start reads it there; copy the bucket itself")
+        step = "a start brings back all that it holds" if command == "recover" else "copy the bucket itself"
+        raise _foreign(f"{command}: the index lies in {catalog}, and each start reads it there; {step}")
 
 
 def check_on_file(data_dir: Path, advice: str = "name its database by --catalog") -> None:

@@ -13,8 +13,10 @@ from kvasir.formats.block_hash import kv_identity_hash
 
 from cachestore_svc.blobs.disk import Disk
 from cachestore_svc.facts.records import Origin
+from cachestore_svc.index.refusals import reading_damage
 from cachestore_svc.index.sqlite.database.looking import looking_at
 from cachestore_svc.index.values import CommitTerms
+from cachestore_svc.recovery.on_server import check_not_in_bucket
 from cachestore_svc.store.store import Store
 from tests.cachestore.core.lab import NS, Chance, Lab, assert_restores, publish, run_sql, upload, write_all
 from tests.made_models.synthetic import SMALL, SyntheticAgent, SyntheticSnapshot
@@ -397,3 +399,25 @@ def test_a_start_of_an_earlier_store_begins_a_journal(lab: Lab) -> None:
     (lab.root / DATABASE).unlink()
     with pytest.raises(FailedPrecondition):
         lab.open()
+
+
+@pytest.mark.parametrize(
+    ("catalog", "step"),
+    [
+        ("", "stop the store and run: kvasir store recover"),
+        ("postgresql://kvasir@db/kvasir", "bring its database back by the server's own tools"),
+        ("s3://bucket/prefix", "bring back the objects of s3://bucket/prefix/index"),
+    ],
+)
+def test_damage_names_a_step_that_an_index_of_its_kind_has(catalog: str, step: str) -> None:
+    with pytest.raises(DataLoss, match=step) as lost, reading_damage(catalog):
+        raise ValueError("no number")
+    assert ("kvasir store recover" in lost.value.message) is (catalog == "")
+
+
+@pytest.mark.parametrize(("command", "step"), [("recover", "a start brings back"), ("copy-index", "copy the bucket")])
+def test_a_command_about_a_file_names_another_way_for_an_index_in_a_bucket(command: str, step: str) -> None:
+    check_not_in_bucket("postgresql://kvasir@db/kvasir", command)
+    with pytest.raises(FailedPrecondition, match=step) as refused:
+        check_not_in_bucket("s3://bucket/prefix", command)
+    assert refused.value.reason == "INDEX_FOREIGN"
