@@ -411,7 +411,7 @@ SHARED = (
         "gateway",
         "clients/python/kvasir_gateway/door/bodies.py: answering",
         ("kvasir_gateway.door.bodies:MAX_ANSWERING", 16),
-        THREE_OF_FREE + "; strangers are one namespace",
+        "a third of what stays free, so one alone a quarter; strangers are one namespace",
         IN_TURN,
         WAITS,
     ),

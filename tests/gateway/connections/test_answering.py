@@ -25,7 +25,7 @@ from tests.gateway.connections.test_beside_the_loop import app_of
 
 KEYS = {name: f"kvasir-test-key-of-{name}-00000000" for name in ("greedy", "modest")}
 CROWD = 50
-MOST_OF_ONE = MAX_ANSWERING * 3 // 4
+MOST_OF_ONE = MAX_ANSWERING // 4
 
 
 class BusyEngine:

@@ -6,6 +6,8 @@ from typing import Generic, TypeVar
 
 T = TypeVar("T")
 GENEROSITY = 3
+QUARTER = 1 / 3
+"""A generosity with which one namespace alone gets a quarter."""
 
 
 class Shares:

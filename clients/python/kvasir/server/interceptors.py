@@ -21,7 +21,7 @@ from kvasir import errors
 from kvasir.call_context import NAMESPACE_KEY, REQUEST_ID_KEY, TRACE_KEY, call_name, name_call
 from kvasir.credentials import DEFAULT_NAMESPACE, OWNER, Credentials, Principal
 from kvasir.server.arriving import UNREADABLE, Arriving, Doorstep, begun
-from kvasir.server.fair_shares import Shares
+from kvasir.server.fair_shares import QUARTER, Shares
 from kvasir.server.operating.audit import Audit, current_deed
 from kvasir.server.operating.durations import RpcCounts
 from kvasir.server.operating.log_errors import StrangersLines, places
@@ -309,7 +309,7 @@ class _RoomsOfCallers(dict[str, SharedRoom]):
         self._units = units
 
     def __missing__(self, namespace: str) -> SharedRoom:
-        room = self[namespace] = SharedRoom(self._units, generosity=1 / 3)
+        room = self[namespace] = SharedRoom(self._units, generosity=QUARTER)
         return room
 
 

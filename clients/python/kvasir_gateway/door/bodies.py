@@ -11,7 +11,7 @@ from functools import partial
 from typing import TypeVar, cast
 
 from kvasir.errors import DeadlineExceeded, InvalidArgument, KvasirError, ResourceExhausted
-from kvasir.server.fair_shares import Shares
+from kvasir.server.fair_shares import QUARTER, Shares
 from kvasir.server.shared_room import Place, SharedRoom
 from kvasir.waits import LOOK_S, PAUSE_S
 from starlette.requests import Request
@@ -25,7 +25,9 @@ MAX_VALUES = 1 << 18
 """Values of one body: a prompt of 131,072 token ids has half as many."""
 MAX_DEPTH = 64
 MAX_ANSWERING = 16
-"""Requests that the event loop answers at once: each step of one waits for a step of every other."""
+"""Requests that the event loop answers at once: each step of one waits for a step of every other, and a page asks the
+engine's loop for six answers. One namespace has a quarter: the loop works on a page for a quarter of its time, so four
+keep it busy, and more would only wait before the steps of others."""
 _SENDING_S = 60.0  # for a whole body
 _SMALL_BYTES = 16 << 10  # read at once: a thread would cost more
 # Memory for a body: the first of it, how much more than has come, and how much the event loop fills: that takes longer
@@ -44,7 +46,7 @@ class Rooms:
 
     def __init__(self, max_requests: int, max_bodies_bytes: int) -> None:
         self.requests = Shares(max_requests)
-        self.answering = SharedRoom(MAX_ANSWERING)
+        self.answering = SharedRoom(MAX_ANSWERING, QUARTER)
         self.bodies = Shares(max_bodies_bytes)
         self.reading = SharedRoom(1)
         self.thread = ThreadPoolExecutor(1, thread_name_prefix="bodies")
