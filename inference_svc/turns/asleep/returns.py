@@ -118,7 +118,6 @@ class Returns:
         """`least_gap_s`: a turn that comes after less is no return."""
         self._least_gap_s = least_gap_s
         self._namespaces: dict[str, _Namespace] = {}
-        self.changes = 0
 
     def came(self, key: AgentKey, now_s: float) -> None:
         """Note a turn of the agent."""
@@ -132,7 +131,6 @@ class Returns:
         known.agents[key.agent_id] = rhythm
         if len(known.agents) > _MOST_AGENTS:
             del known.agents[next(iter(known.agents))]
-        self.changes += 1
 
     def forget(self, key: AgentKey) -> None:
         if (known := self._namespaces.get(key.namespace)) is not None:
@@ -161,11 +159,13 @@ class Returns:
         for place, (share, agent_id) in enumerate(sorted(found)):
             yield place, share, AgentKey(name, agent_id)
 
-    def to_json(self) -> str:
+    def to_json(self, now_s: float, names: Iterable[str]) -> str:
+        """The returns of these namespaces' agents, but for those that are not expected any more."""
+        kept = {name: known.agents.items() for name in names if (known := self._namespaces.get(name)) is not None}
         return json.dumps(
             {
-                name: {agent: [each.last_s, *each.returns] for agent, each in known.agents.items()}
-                for name, known in self._namespaces.items()
+                name: {agent: [each.last_s, *each.returns] for agent, each in agents if not each.is_gone(now_s)}
+                for name, agents in kept.items()
             }
         )
 

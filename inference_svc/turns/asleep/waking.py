@@ -59,10 +59,19 @@ class WakingAhead:
                     await self.look()
                 except Exception as error:  # noqa: BLE001 - no turn fails by it, and the next look may succeed
                     _LOG.error("memory.not_woken_ahead", exc_info=error)
-                if look % _LOOKS_SAVED == 0:
-                    await asyncio.to_thread(self._file.write, self._parts.woken.returns.to_json())
+                if look % _LOOKS_SAVED == 0 and (text := self._kept()):
+                    await asyncio.to_thread(self._file.write, text)
         finally:
-            self._file.write(self._parts.woken.returns.to_json())
+            if text := self._kept():
+                self._file.write(text)
+
+    def _kept(self) -> str:
+        """Returns of namespaces whose names may lie on a disk: of a sealed one none. Empty while a store is unknown."""
+        features = {name: store.connection.features for name, store in self._parts.stores.items()}
+        if not all(features.values()):
+            return ""
+        plain = [name for name, known in features.items() if "sealed" not in known]
+        return self._parts.woken.returns.to_json(self._parts.woken.now_s(), plain)
 
     async def look(self) -> None:
         """Let agents go that did not come, then wake those that may come, until a caller's turn runs."""

@@ -94,6 +94,17 @@ def test_an_agent_sleeps_at_the_word_of_its_own_namespace_alone(guarded: tuple[H
     assert replies[0].started.source == pb.CACHE_SOURCE_HOT
 
 
+def test_the_engines_files_name_agents_of_no_sealed_namespace(guarded: tuple[House, dict[str, str]]) -> None:
+    house, tokens = guarded
+    for space in ("north", "south"):
+        with house.client(tokens[f"{space}-client"]) as client:
+            client.reply(agent_id=f"secretly {space}", prompt="hello", sampling=GREEDY)
+    house.engine.stop()
+    house.repair()
+    kept = (house.root / "state" / "returns.json").read_text()
+    assert ("secretly south" in kept, "secretly north" in kept) == (True, False)
+
+
 def test_a_namespace_without_a_store_has_hot_memory_alone(guarded: tuple[House, dict[str, str]]) -> None:
     house, tokens = guarded
     with house.client(tokens["storeless-client"]) as client:

@@ -99,7 +99,7 @@ def test_returns_that_were_kept_expect_the_same_agents(gaps: list[float], now: f
         known.came(ADA, time)
         known.came(BOB, time + 7)
     again = Returns()
-    again.read_json(known.to_json())
+    again.read_json(known.to_json(time + now, ["default", "unknown"]))
     assert again.expected(time + now) == known.expected(time + now)
 
 
@@ -108,10 +108,18 @@ def test_returns_that_were_kept_expect_the_same_agents(gaps: list[float], now: f
 )
 def test_a_damaged_file_of_returns_is_refused_and_changes_nothing(text: str) -> None:
     known = learned(ADA, mornings(10))
-    before = known.to_json()
+    at = BEGAN_S + 10 * SECONDS_OF_DAY
+    before = known.to_json(at, ["default"])
     with pytest.raises(ValueError, match=r"returns of agents|expected|Expecting|unpack"):
         known.read_json(text)
-    assert known.to_json() == before
+    assert known.to_json(at, ["default"]) == before
+
+
+def test_agents_that_are_gone_are_not_kept() -> None:
+    known = learned(ADA, mornings(10))
+    assert "ada" in known.to_json(BEGAN_S + 11 * SECONDS_OF_DAY, ["default"])
+    assert "ada" not in known.to_json(BEGAN_S + 30 * SECONDS_OF_DAY, ["default"])
+    assert "ada" not in known.to_json(BEGAN_S + 11 * SECONDS_OF_DAY, ["other"])
 
 
 def test_agents_of_one_namespace_do_not_push_out_anothers(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -37,7 +37,8 @@ class Around:
         model = SimpleNamespace(kv_identity_hash="ours")
         memories = SimpleNamespace(sizes=lambda: dict(self.hot))
         engine: Any = SimpleNamespace(model=model, memories=memories, needed_bytes=lambda tokens: 10 * tokens)
-        store: Any = SimpleNamespace(agents=SimpleNamespace(listed=self._listed))
+        self.connection = SimpleNamespace(features={"handed"})
+        store: Any = SimpleNamespace(agents=SimpleNamespace(listed=self._listed), connection=self.connection)
         turns: Any = self
         parts = WakingParts(turns, engine, {"default": store}, self.woken, self.stats, lambda: self.clock_s)
         self.waking = WakingAhead(parts, Allowance(share, memory_bytes, self.now_s), state_dir)
@@ -161,7 +162,7 @@ def test_time_that_wakes_took_is_spent(tmp_path: Path) -> None:
 def test_returns_outlive_the_engine_and_a_damaged_file_costs_no_more_than_them(tmp_path: Path) -> None:
     around = Around(tmp_path)
     path = tmp_path / "state" / "returns.json"
-    ReturnsFile(path, Returns()).write(around.woken.returns.to_json())
+    ReturnsFile(path, Returns()).write(around.waking._kept())
     assert path.stat().st_mode & 0o777 == 0o600
     again = Returns()
     ReturnsFile(path, again).read()
@@ -190,3 +191,11 @@ def test_a_look_that_fails_is_not_the_last(around: Around, monkeypatch: pytest.M
         running.cancel()
 
     asyncio.run(asyncio.wait_for(until_the_second(), 20))
+
+
+def test_names_of_a_sealed_namespace_stay_off_the_disk(around: Around) -> None:
+    assert "ada" in around.waking._kept()
+    around.connection.features = {"handed", "sealed"}
+    assert around.waking._kept() == "{}"
+    around.connection.features = set()
+    assert around.waking._kept() == "", "what is there stays until the store has answered"
