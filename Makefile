@@ -46,6 +46,9 @@ checked: install
 test-gpu: install ## KV and engine on the GPU that MLX finds, TF32 off; says so where there is none
 	$(BIN)/python -m tests.on_gpu $(GPU)
 
+test-vllm: install ## The KV connector in unmodified vLLM; VLLM=a Python that has vLLM
+	KVASIR_VLLM_PYTHON='$(VLLM)' $(BIN)/python -m pytest -n 0 tests/vllm
+
 demo: install    ## Two agents live, die by kill -9, and go on; then one moves
 	$(BIN)/kvasir demo
 

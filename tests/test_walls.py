@@ -62,6 +62,7 @@ IMPORTS = (
         "streams belong to the MLX thread; everything else, the scheduling too, must be testable without MLX",
         but_not=("inference_svc/engine/scheduling/*",),
     ),
+    Wall(("vllm",), (f"{SDK}/store_for_vllm/connector.py",), "vLLM alone loads the connector"),
     Wall(("sqlite3", "sqlite_utils"), ("cachestore_svc/index/sqlite/*",), "one connection owns the database"),
     Wall(
         ("cachestore_svc.index.sqlite",),
@@ -166,7 +167,11 @@ IMPORTS = (
     Wall(("typer", "click", "rich"), (f"{SDK}/cli/*", f"{BENCH}/*"), "a client of the SDK needs no command line"),
     Wall(
         ("numpy", "torch"),
-        ("inference_svc/*", *(f"{BENCH}/{room}/*" for room in ("engine", "fleet", "played"))),
+        (
+            "inference_svc/*",
+            *(f"{BENCH}/{room}/*" for room in ("engine", "fleet", "played")),
+            f"{SDK}/store_for_vllm/connector.py",
+        ),
         "the store never computes on tensors, and the SDK is light",
     ),
 )

@@ -1,4 +1,4 @@
-"""The digest of the models that mlx-lm loaded, by which a restarted server knows its prompt caches again."""
+"""The digest of the models that another server loaded, by which it knows its stored KV after a restart."""
 
 from collections.abc import Iterable
 from pathlib import Path

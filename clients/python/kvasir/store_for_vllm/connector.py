@@ -1,0 +1,374 @@
+"""vLLM's KV connector for a cache store: prompts go on from stored KV, after a restart and on another host.
+
+    vllm serve MODEL --kv-transfer-config '{"kv_connector": "KvasirConnector", "kv_role": "kv_both",
+      "kv_connector_module_path": "kvasir.store_for_vllm.connector", "kv_load_failure_policy": "recompute",
+      "kv_connector_extra_config": {"store": "unix:/path or HOST:PORT", "store_token_file": "…", "keep": 64}}'
+
+vLLM's scheduler asks for the longest stored prefix in blocks of 256 tokens; its worker reads them before a step, and
+behind a step it copies new blocks, which a thread sends. A store that does not answer costs time, and no request."""
+
+import json
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from queue import Queue
+from typing import TYPE_CHECKING, Any
+
+import torch
+from vllm import __version__ as vllm_version
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorMetadata, KVConnectorRole
+from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+from kvasir.clients import StoreClient
+from kvasir.credentials import read_token
+from kvasir.formats.block_hash import BLOCK_TOKENS
+from kvasir.formats.digest import Digest
+from kvasir.store_for_vllm.stored_kv import StoredKv
+from kvasir.waits import PATIENCE_S, SILENCE_S, SOON_S
+from kvasir.weights_of import weights_of
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.forward_context import ForwardContext
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.request import Request
+
+_LOG = logging.getLogger("kvasir.store_for_vllm")
+_WAITING = 32  # saves that wait to be sent; more are not kept
+
+
+@dataclass(frozen=True, slots=True)
+class _Load:
+    """Blocks of the store by number, and vLLM's block for each of their parts; None: vLLM has that part."""
+
+    tokens: list[int]
+    digests: dict[int, tuple[str, int]]
+    places: dict[int, list[int | None]]
+
+
+@dataclass(frozen=True, slots=True)
+class _Save:
+    """Tokens of whole blocks, and vLLM's blocks for the new ones by number."""
+
+    tokens: list[int]
+    places: dict[int, list[int]]
+
+
+@dataclass
+class StepPlan(KVConnectorMetadata):  # type: ignore[misc]
+    """Blocks that the worker reads before a step, and those that it keeps behind it, by request."""
+
+    loads: dict[str, _Load] = field(default_factory=dict)
+    saves: dict[str, _Save] = field(default_factory=dict)
+
+
+class KvasirConnector(KVConnectorBase_V1):  # type: ignore[misc]
+    """For one device, and models all of whose layers keep every token. Raises ValueError for others."""
+
+    def __init__(self, vllm_config: "VllmConfig", role: KVConnectorRole, kv_cache_config: "KVCacheConfig") -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        spec = _spec(vllm_config, kv_cache_config)
+        layers = kv_cache_config.kv_cache_groups[0].layer_names
+        settings = self._kv_transfer_config.kv_connector_extra_config
+        token_file = settings.get("store_token_file")
+        store = StoreClient.connect(
+            settings.get("store", f"unix:{Path.home()}/.kvasir/run/store.sock"),
+            token=read_token(Path(token_file)) if token_file else None,
+        )
+        stored = StoredKv(
+            store,
+            _model(vllm_config, spec, layers),
+            [spec.page_size_bytes // spec.block_size] * len(layers),
+            keep=int(settings.get("keep", 64)),
+        )
+        parts = BLOCK_TOKENS // spec.block_size
+        self._planner = _Planner(stored, parts) if role == KVConnectorRole.SCHEDULER else None
+        self._worker = None if self._planner else _Worker(stored, layers, kv_cache_config.num_blocks)
+
+    # --- in vLLM's scheduler ---
+
+    def get_num_new_matched_tokens(self, request: "Request", num_computed_tokens: int) -> tuple[int, bool]:
+        return self.planner.find(request, num_computed_tokens), False
+
+    def update_state_after_alloc(self, request: "Request", blocks: "KVCacheBlocks", num_external_tokens: int) -> None:
+        self.planner.allocate(request, blocks.get_block_ids()[0], num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: "SchedulerOutput") -> StepPlan:
+        return self.planner.plan(scheduler_output)
+
+    def request_finished(self, request: "Request", _block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        self.planner.forget(request.request_id)
+        return False, None
+
+    # --- in its worker ---
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        self.worker.register(kv_caches)
+
+    def start_load_kv(self, _context: "ForwardContext", **_: Any) -> None:
+        self.worker.load(self._get_connector_metadata())
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """All layers are loaded before the step."""
+
+    def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **_: Any) -> None:
+        """All layers are saved behind the step."""
+
+    def wait_for_save(self) -> None:
+        self.worker.save(self._get_connector_metadata())
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        return self.worker.take_failed()
+
+    def shutdown(self) -> None:
+        if self._worker:
+            self._worker.close()
+
+    @property
+    def planner(self) -> "_Planner":
+        assert self._planner, "vLLM calls the scheduler's half"
+        return self._planner
+
+    @property
+    def worker(self) -> "_Worker":
+        assert self._worker, "vLLM calls the worker's half"
+        return self._worker
+
+
+# --- the scheduler's half ---
+
+
+@dataclass(slots=True)
+class _Planned:
+    """A request: vLLM's blocks, and how many of ours are stored or on their way."""
+
+    request: "Request"
+    places: list[int]
+    stored: int
+
+
+class _Planner:
+    """Knows which blocks of each request the store has. `parts`: vLLM's blocks in one of ours."""
+
+    def __init__(self, stored: StoredKv, parts: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self._stored = stored
+        self._parts = parts
+        self._found: dict[str, Sequence[Digest]] = {}
+        self._requests: dict[str, _Planned] = {}
+        self._loads: dict[str, _Load] = {}
+        self._clock = clock
+        self._ask_again_s = 0.0
+
+    def find(self, request: "Request", computed: int) -> int:
+        """Tokens that the store has beyond those. The last token is always computed."""
+        if not _is_plain(request):
+            return 0
+        whole = (len(request.all_token_ids) - 1) // BLOCK_TOKENS * BLOCK_TOKENS
+        self._found[request.request_id] = found = self._ask(list(request.all_token_ids[:whole]))
+        return 0 if request.skip_reading_prefix_cache else max(0, len(found) * BLOCK_TOKENS - computed)
+
+    def _ask(self, tokens: list[int]) -> Sequence[Digest]:
+        """vLLM's scheduler waits for the answer: a store that failed is left alone for a while."""
+        if self._clock() < self._ask_again_s:
+            return []
+        with _warning("nothing is read from the store"):
+            return self._stored.find(tokens, SOON_S)
+        self._ask_again_s = self._clock() + PATIENCE_S
+        return []
+
+    def allocate(self, request: "Request", places: list[int], external: int) -> None:
+        """vLLM has allotted blocks; `external` tokens, the last ones found, are to be read."""
+        name = request.request_id
+        if not _is_plain(request):
+            return
+        found = self._found.get(name, [])
+        self._requests[name] = _Planned(request, [*places], len(found))
+        if external:
+            part_tokens = BLOCK_TOKENS // self._parts
+            first = (len(found) * BLOCK_TOKENS - external) // part_tokens
+            wanted = range(first // self._parts, len(found))
+            self._loads[name] = _Load(
+                list(request.all_token_ids[: len(found) * BLOCK_TOKENS]),
+                {number: (found[number].hash, found[number].size_bytes) for number in wanted},
+                {number: [places[each] if each >= first else None for each in self._of(number)] for number in wanted},
+            )
+
+    def plan(self, step: "SchedulerOutput") -> StepPlan:
+        """What to read before this step, and which blocks it completes."""
+        plan = StepPlan()
+        computed = {each.req_id: each.num_computed_tokens for each in step.scheduled_new_reqs}
+        for each in step.scheduled_new_reqs:
+            self._now_at(each.req_id, [*each.block_ids[0]])
+        others = step.scheduled_cached_reqs
+        for name, new, before in zip(others.req_ids, others.new_block_ids, others.num_computed_tokens, strict=True):
+            computed[name] = before
+            if (planned := self._requests.get(name)) and new is not None:
+                self._now_at(name, [*([] if name in others.resumed_req_ids else planned.places), *new[0]])
+        for name, before in computed.items():
+            if load := self._loads.pop(name, None):
+                plan.loads[name] = load
+            if (planned := self._requests.get(name)) and (
+                save := self._saved(planned, before + step.num_scheduled_tokens[name])
+            ):
+                plan.saves[name] = save
+        return plan
+
+    def forget(self, name: str) -> None:
+        for known in (self._found, self._requests, self._loads):
+            known.pop(name, None)
+
+    def _now_at(self, name: str, places: list[int]) -> None:
+        if planned := self._requests.get(name):
+            planned.places = places
+
+    def _saved(self, planned: _Planned, computed: int) -> _Save | None:
+        """New whole blocks, of tokens that are known: drafts may be refused."""
+        tokens = planned.request.all_token_ids
+        whole = min(computed, len(tokens)) // BLOCK_TOKENS
+        if whole <= planned.stored:
+            return None
+        new = range(planned.stored, whole)
+        planned.stored = whole
+        places = {number: [planned.places[each] for each in self._of(number)] for number in new}
+        return _Save(list(tokens[: whole * BLOCK_TOKENS]), places)
+
+    def _of(self, number: int) -> range:
+        return range(number * self._parts, (number + 1) * self._parts)
+
+
+# --- the worker's half ---
+
+
+class _Worker:
+    """Copies blocks between vLLM's tensors and the store. A thread of its own sends them."""
+
+    def __init__(self, stored: StoredKv, layers: Sequence[str], blocks: int) -> None:
+        self._stored = stored
+        self._names = layers
+        self._blocks = blocks
+        self._layers: list[torch.Tensor] = []
+        self._failed: set[int] = set()
+        self._unsound: set[str] = set()  # requests beside which a load failed: their KV is not kept
+        self._waiting: Queue[_Made | None] = Queue()
+        self._sender = threading.Thread(target=self._send_all, daemon=True)
+        self._sender.start()
+
+    def register(self, caches: dict[str, torch.Tensor]) -> None:
+        """Each layer as `[vLLM's blocks, …]` of bytes, the first axis vLLM's."""
+        self._layers = [caches[name].unflatten(0, (self._blocks, -1)) for name in self._names]
+
+    def load(self, plan: StepPlan) -> None:
+        for load in plan.loads.values():
+            left = {place for places in load.places.values() for place in places if place is not None}
+            with _warning("stored blocks are computed again"):
+                self._load(load, left)
+            if left:
+                self._failed |= left
+                self._unsound |= {*plan.loads, *plan.saves}
+
+    def _load(self, load: _Load, left: set[int]) -> None:
+        digests = {number: Digest(*each) for number, each in load.digests.items()}
+        for number, layers in self._stored.read(load.tokens, digests, SILENCE_S):
+            places = load.places[number]
+            for layer, data in zip(self._layers, layers, strict=True):
+                _write(layer, places, data)
+            left -= {place for place in places if place is not None}
+
+    def save(self, plan: StepPlan) -> None:
+        """Copy new blocks. vLLM may write into its blocks again as soon as this returns."""
+        for name, save in plan.saves.items():
+            if name in self._unsound:
+                continue
+            if self._waiting.qsize() >= _WAITING:
+                self._unsound.add(name)  # its next blocks would lack these
+                _LOG.warning("%d tokens are not kept: the store is slower than vLLM", len(save.tokens))
+                continue
+            blocks = {
+                number: [_bytes(layer[places]) for layer in self._layers] for number, places in save.places.items()
+            }
+            self._waiting.put(_Made(save.tokens, blocks))
+
+    def take_failed(self) -> set[int]:
+        failed, self._failed = self._failed, set()
+        return failed
+
+    def close(self) -> None:
+        """Wait until all is stored, at most half a minute."""
+        self._waiting.put(None)
+        self._sender.join(SILENCE_S)
+
+    def _send_all(self) -> None:
+        while (made := self._waiting.get()) is not None:
+            with _warning("a prompt is not kept"):
+                self._stored.save(made.tokens, made.blocks)
+
+
+@dataclass(frozen=True, slots=True)
+class _Made:
+    """Tokens of whole blocks, and the layers of the new ones by number."""
+
+    tokens: list[int]
+    blocks: dict[int, list[bytes]]
+
+
+# --- of vLLM ---
+
+
+def _spec(config: "VllmConfig", cache: "KVCacheConfig") -> FullAttentionSpec:
+    """What all layers keep. Raises ValueError for a model or a setting whose KV is not kept."""
+    if config.parallel_config.world_size > 1:
+        raise ValueError("KvasirConnector: expected one device; tensor and pipeline parallelism are not supported")
+    specs = [group.kv_cache_spec for group in cache.kv_cache_groups]
+    if len(specs) != 1 or type(specs[0]) is not FullAttentionSpec or specs[0].sliding_window:
+        raise ValueError(f"KvasirConnector: expected layers that all keep every token, got {specs}")
+    if BLOCK_TOKENS % specs[0].block_size:
+        raise ValueError(
+            f"KvasirConnector: --block-size: expected a divisor of {BLOCK_TOKENS}, got {specs[0].block_size}"
+        )
+    return specs[0]
+
+
+def _model(config: "VllmConfig", spec: FullAttentionSpec, layers: Sequence[str]) -> str:
+    """Names all that decides the bytes of a token's KV: weights, types, layout and version."""
+    model = config.model_config
+    device = torch.backends.cpu.get_cpu_capability() if config.device_config.device_type == "cpu" else ""
+    parts = [weights_of([model.model]), str(model.dtype), str(model.quantization), str(model.hf_overrides), repr(spec)]
+    return json.dumps([*parts, list(layers), vllm_version, config.device_config.device_type, device])
+
+
+def _is_plain(request: "Request") -> bool:
+    """Whether its KV follows from its tokens and the model alone, and may be shared in the namespace."""
+    others = (
+        request.mm_features,
+        request.lora_request,
+        request.prompt_embeds,
+        request.cache_salt,
+        request.pooling_params,
+    )
+    return request.prompt_token_ids is not None and not any(each is not None and each != [] for each in others)
+
+
+def _write(layer: torch.Tensor, places: Sequence[int | None], data: memoryview) -> None:
+    rows = torch.frombuffer(bytearray(data), dtype=layer.dtype).view(len(places), *layer.shape[1:])
+    for row, place in zip(rows, places, strict=True):
+        if place is not None:
+            layer[place].copy_(row)
+
+
+def _bytes(tensor: torch.Tensor) -> bytes:
+    return bytes(tensor.contiguous().cpu().view(torch.uint8).numpy())
+
+
+@contextmanager
+def _warning(failure: str) -> Iterator[None]:
+    """Log a failure of any kind, and go on."""
+    try:
+        yield
+    except Exception as error:  # noqa: BLE001  of a store or disk: vLLM computes instead
+        _LOG.warning("%s: %s: %s", failure, type(error).__name__, error)

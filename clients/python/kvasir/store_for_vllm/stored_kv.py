@@ -1,0 +1,161 @@
+"""Blocks of vLLM's KV in a cache store, by the tokens before them. It needs neither vLLM nor torch.
+
+A block has the bytes of 256 tokens in every layer, as vLLM holds them. Their meaning is vLLM's, so that KV of another
+model, type, layout or version has another KV identity and is never found. An engine of Kvasir never takes one."""
+
+import logging
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+
+from blake3 import blake3
+
+from kvasir.cachestore.v1 import identity_pb2
+from kvasir.clients import StoreClient
+from kvasir.errors import Conflict, DataLoss, InvalidArgument, NotFound
+from kvasir.formats import block_file, manifest
+from kvasir.formats.block_hash import BLOCK_TOKENS, block_hash_chain, chain_hashes, kv_identity_hash
+from kvasir.formats.digest import Digest
+from kvasir.formats.token_files import file_identities
+
+_LOG = logging.getLogger("kvasir.store_for_vllm")
+
+
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    """A prompt in the store: the chain hashes of its blocks, none if another process stored it."""
+
+    chain: tuple[str, ...]
+    created_unix_ms: int
+
+
+class StoredKv:
+    """The KV of one model in the caller's namespace of a store. One thread saves; any may find and read.
+
+    `model`: any text that other weights, types, layouts or versions do not have. `token_bytes`: the bytes of a token in
+    each layer, even numbers. `keep`: how many prompts stay stored, the newest."""
+
+    def __init__(
+        self,
+        store: StoreClient,
+        model: str,
+        token_bytes: Sequence[int],
+        keep: int,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._store = store
+        self._keep = keep
+        self._clock = clock
+        self._identity = _identity(model, token_bytes)
+        self._hash = kv_identity_hash(self._identity)
+        self._prefix = f"vllm/{self._hash[:16]}/"
+        self._specs = block_file.expected_tensors(self._identity, BLOCK_TOKENS)
+        self._namespace: str | None = None
+        self._digests: dict[str, Digest] = {}  # of blocks that the store has had, by chain hash
+        self._kept: dict[str, _Kept] | None = None  # by name
+
+    def find(self, tokens: Sequence[int], timeout_s: float | None = None) -> Sequence[Digest]:
+        """The blocks that the store has of these tokens, the first ones. Raises a KvasirError."""
+        if self._namespace is None:
+            self._namespace = self._store.get_capabilities(timeout_s=timeout_s).namespace
+        chain = block_hash_chain(self._namespace, self._hash, tokens)
+        if not chain:
+            return []
+        found = self._store.find_prefix(self._hash, chain, timeout_s=timeout_s)
+        return [Digest.from_proto(each) for each in found.blocks]
+
+    def read(
+        self, tokens: Sequence[int], blocks: Mapping[int, Digest], timeout_s: float | None = None
+    ) -> Iterator[tuple[int, list[memoryview]]]:
+        """By number of a block of these tokens, its layers. Raises a KvasirError, DataLoss for another block's."""
+        chain = chain_hashes(self._hash, tokens)
+        files = file_identities(self._hash, tokens[: len(chain) * BLOCK_TOKENS], chain)
+        numbers = iter(blocks)
+        for digest, data in self._store.get_blobs(list(blocks.values()), timeout_s=timeout_s):
+            number = next(numbers)
+            header = block_file.parse_header(data, len(data))
+            if header.identity != files[number] or header.tensors != self._specs:
+                raise DataLoss(f"blob {digest} is not block {number} of these tokens")
+            self._digests[chain[number]] = digest
+            yield number, _layers(data, header)
+
+    def save(self, tokens: Sequence[int], blocks: Mapping[int, Sequence[bytes]]) -> None:
+        """Keep a prompt of whole blocks, durably; `blocks` has the layers of those that are new. One whose other blocks
+        are not in the store is left out. Raises a KvasirError."""
+        chain = chain_hashes(self._hash, tokens)
+        files = file_identities(self._hash, tokens, chain)
+        made: dict[Digest, bytes] = {}
+        for number, layers in blocks.items():
+            blob = block_file.encode(files[number], list(zip(self._specs, layers, strict=True)))
+            made[digest := Digest.of(blob)] = blob
+            self._digests[chain[number]] = digest
+        if any(each not in self._digests for each in chain):
+            self._digests |= dict(zip(chain, self.find(tokens), strict=False))
+        listed = [self._digests[each] for each in chain if each in self._digests]
+        if len(listed) < len(chain):
+            _LOG.info("%d tokens are not kept: their first blocks are not stored", len(tokens))
+            return
+        self._store.put_blobs(made)
+        self._commit(tokens, chain, listed)
+
+    def _commit(self, tokens: Sequence[int], chain: tuple[str, ...], blocks: Sequence[Digest]) -> None:
+        now = int(self._clock() * 1000)
+        data = manifest.build(
+            blocks=blocks,
+            created_unix_ms=now,
+            kv_identity=self._identity,
+            token_ids=tokens,
+            token_chars=[0] * len(tokens),
+            shareable_tokens=len(tokens),
+        )
+        name = self._prefix + chain[-1][:32]
+        with suppress(Conflict):  # another process stored these very tokens
+            self._store.commit(name, self._store.put_manifest(data), 0)
+        self._forget_others(name, _Kept(chain, now))
+
+    def _forget_others(self, name: str, new: _Kept) -> None:
+        """Those that the new prompt has whole, and the oldest of too many. Shared blocks stay."""
+        if self._kept is None:
+            self._kept = {each: _Kept((), created) for each, created in self._stored()}
+        begun = [each for each, kept in self._kept.items() if kept.chain and kept.chain == new.chain[: len(kept.chain)]]
+        self._kept[name] = new
+        oldest_first = sorted(self._kept, key=lambda each: self._kept[each].created_unix_ms if self._kept else 0)
+        for each in {*begun, *oldest_first[: -self._keep]} - {name}:
+            del self._kept[each]
+            with suppress(NotFound):  # another process was first
+                self._store.delete_agent(each)
+
+    def _stored(self) -> Iterator[tuple[str, int]]:
+        page = ""
+        while True:
+            found = self._store.list_agents(name_prefix=self._prefix, page_token=page)
+            yield from ((each.agent_id, each.created_at.ToMilliseconds()) for each in found.agents)
+            if not (page := found.next_page_token):
+                return
+
+
+def _identity(model: str, token_bytes: Sequence[int]) -> identity_pb2.KvIdentity:
+    """A layer's bytes as 16-bit words, in one head."""
+    if not model or not token_bytes or any(each < 2 or each % 2 for each in token_bytes):
+        raise InvalidArgument("token_bytes: expected even numbers of bytes, one for each layer", field="token_bytes")
+    layers = [
+        identity_pb2.LayerLayout(kind=identity_pb2.LAYER_KIND_FULL, kv_heads=1, key_dim=each // 2)
+        for each in token_bytes
+    ]
+    policy = identity_pb2.KvPolicy(
+        key_bits=16,
+        value_bits=16,
+        scale_type=identity_pb2.SCALE_TYPE_FLOAT16,
+        key_rotation=identity_pb2.KEY_ROTATION_NONE,
+    )
+    weights = blake3(b"vllm kv\0" + model.encode()).hexdigest()
+    return identity_pb2.KvIdentity(weights_digest=weights, layers=layers, policy=policy)
+
+
+def _layers(data: memoryview, header: block_file.Header) -> list[memoryview]:
+    found, offset = [], header.data_offset
+    for spec in header.tensors:
+        found.append(data[offset : offset + spec.size_bytes])
+        offset += spec.size_bytes
+    return found

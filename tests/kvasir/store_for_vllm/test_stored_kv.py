@@ -1,0 +1,118 @@
+"""Blocks of another engine's KV in a store: found by their tokens, read to the byte, shared, and forgotten in order."""
+
+import random
+from collections.abc import Iterator
+
+import pytest
+from kvasir.clients import StoreClient
+from kvasir.errors import DataLoss, InvalidArgument
+from kvasir.store_for_vllm.stored_kv import StoredKv
+
+from tests.cachestore.service.running import RunningStore, store_home
+
+_LAYERS = (64, 32)  # bytes of a token
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningStore]:
+    with store_home(tmp_path_factory.mktemp("h")) as home:
+        yield home.start()
+
+
+@pytest.fixture
+def client(store: RunningStore) -> Iterator[StoreClient]:
+    with StoreClient.connect(store.address) as made:
+        for agent in made.list_agents().agents:
+            made.delete_agent(agent.agent_id)
+        yield made
+
+
+def _kv(client: StoreClient, model: str, keep: int = 64) -> StoredKv:
+    return StoredKv(client, model, _LAYERS, keep)
+
+
+def _tokens(seed: int, blocks: int) -> list[int]:
+    chance = random.Random(seed)
+    return [chance.randrange(1000) for _ in range(256 * blocks)]
+
+
+def _blocks(seed: int, *numbers: int) -> dict[int, list[bytes]]:
+    return {
+        each: [random.Random(f"{seed} {each} {size}").randbytes(size * 256) for size in _LAYERS] for each in numbers
+    }
+
+
+def _read(kv: StoredKv, tokens: list[int]) -> dict[int, list[bytes]]:
+    found = dict(enumerate(kv.find(tokens)))
+    return {number: [bytes(layer) for layer in layers] for number, layers in kv.read(tokens, found)}
+
+
+def test_a_prompt_is_found_by_its_tokens_in_another_process_and_has_the_same_bytes(client: StoreClient) -> None:
+    tokens, blocks = _tokens(1, 3), _blocks(1, 0, 1, 2)
+    _kv(client, "a").save(tokens, blocks)
+    again = _kv(client, "a")
+    assert _read(again, [*tokens, 5]) == blocks
+    assert _read(again, [*tokens[:700], 0]) == {0: blocks[0], 1: blocks[1]}
+    assert [number for number, _ in again.read(tokens, {2: again.find(tokens)[2]})] == [2]
+
+
+@pytest.mark.parametrize("other", ["another model", "another layout"])
+def test_no_other_model_finds_it(client: StoreClient, other: str) -> None:
+    tokens = _tokens(2, 1)
+    _kv(client, "b").save(tokens, _blocks(2, 0))
+    stranger = _kv(client, "c") if other == "another model" else StoredKv(client, "b", _LAYERS[::-1], 9)
+    assert _read(_kv(client, "b"), tokens)
+    assert stranger.find(tokens) == []
+
+
+def test_a_longer_prompt_takes_the_place_of_its_beginning_and_shares_its_blocks(client: StoreClient) -> None:
+    kv, tokens, blocks = _kv(client, "d"), _tokens(3, 3), _blocks(3, 0, 1, 2)
+    kv.save(tokens[:512], {0: blocks[0], 1: blocks[1]})
+    kv.save(tokens, {2: blocks[2]})
+    assert [len(agent.lines) for agent in client.list_agents().agents] == [1]
+    branch = [*tokens[:512], *_tokens(4, 1)]
+    kv.save(branch, _blocks(4, 2))
+    assert len(client.list_agents().agents) == 2
+    assert _read(kv, branch) == {0: blocks[0], 1: blocks[1], **_blocks(4, 2)}
+
+
+def test_the_oldest_of_too_many_go_those_of_earlier_processes_first(client: StoreClient) -> None:
+    before = _kv(client, "e", keep=2)
+    for seed in (5, 6):
+        before.save(_tokens(seed, 1), _blocks(seed, 0))
+    after = _kv(client, "e", keep=2)
+    after.save(_tokens(7, 1), _blocks(7, 0))
+    assert len(client.list_agents().agents) == 2
+    assert _read(after, _tokens(7, 1)) == _blocks(7, 0)
+
+
+def test_a_prompt_that_another_process_stored_is_no_failure_and_its_beginning_need_not_be_sent(
+    client: StoreClient,
+) -> None:
+    tokens, blocks = _tokens(8, 2), _blocks(8, 0, 1)
+    _kv(client, "f").save(tokens[:256], {0: blocks[0]})
+    _kv(client, "f").save(tokens[:256], {0: blocks[0]})
+    other = _kv(client, "f")
+    other.save(tokens, {1: blocks[1]})
+    assert _read(other, tokens) == blocks
+
+
+def test_a_prompt_whose_beginning_is_not_stored_is_left_out(client: StoreClient) -> None:
+    kv, tokens = _kv(client, "g"), _tokens(9, 2)
+    kv.save(tokens, _blocks(9, 1))
+    assert kv.find(tokens) == []
+    assert not client.list_agents().agents
+
+
+def test_bytes_of_other_tokens_are_refused(client: StoreClient) -> None:
+    kv, tokens, others = _kv(client, "h"), _tokens(10, 1), _tokens(11, 1)
+    kv.save(tokens, _blocks(10, 0))
+    with pytest.raises(DataLoss, match="not block 0 of these tokens"):
+        list(kv.read(others, {0: kv.find(tokens)[0]}))
+
+
+@pytest.mark.parametrize("sizes", [(), (0,), (3,), (4, -2)])
+def test_layers_that_no_block_can_hold_are_refused_by_name(client: StoreClient, sizes: tuple[int, ...]) -> None:
+    with pytest.raises(InvalidArgument) as refused:
+        StoredKv(client, "i", sizes, 1)
+    assert refused.value.field == "token_bytes"

@@ -1,0 +1,35 @@
+"""A process of vLLM, which tests run: it reads settings and then lists of prompts, a line of JSON each, and writes
+the replies to each list.
+
+Its Python has vLLM, and of Kvasir the SDK alone."""
+
+import json
+import sys
+
+from vllm import LLM, SamplingParams
+
+
+def main() -> None:
+    settings = json.loads(sys.stdin.readline())
+    llm = LLM(
+        settings["model"],
+        dtype="float32",
+        enforce_eager=True,
+        max_model_len=4096,
+        max_num_seqs=8,
+        kv_transfer_config=settings["connector"],
+        disable_log_stats=False,
+        **settings.get("others", {}),
+    )
+    for line in sys.stdin:
+        made = llm.generate(
+            [{"prompt_token_ids": prompt} for prompt in json.loads(line)],
+            SamplingParams(temperature=0.0, max_tokens=settings["most"], ignore_eos=True),
+            use_tqdm=False,
+        )
+        found = [[list(each.outputs[0].token_ids), each.num_cached_tokens] for each in made]
+        print("MADE " + json.dumps(found), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,168 @@
+"""Unmodified vLLM with stored KV generates the same as without: after `kill -9`, and with its store gone.
+
+`make test-vllm VLLM=PYTHON` runs it with a Python that has vLLM, on a CPU or a GPU."""
+
+import json
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from kvasir.clients import StoreClient
+
+from inference_svc.model import kvasir_tiny
+from tests.cachestore.service.running import ROOT, RunningStore, StoreHome, store_home
+
+_PYTHON = os.environ.get("KVASIR_VLLM_PYTHON", "")
+pytestmark = [
+    pytest.mark.skipif(not _PYTHON, reason="needs a Python with vLLM: make test-vllm VLLM=PYTHON"),
+    pytest.mark.timeout(1800),
+]
+_TOKENS = 24
+_WITHIN_S = 900.0
+_ENVIRONMENT = {
+    "PYTHONPATH": f"{ROOT / 'clients' / 'python'}",
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+}
+Made = list[tuple[list[int], int]]  # the tokens of each reply, and how many of its prompt were not computed
+
+
+def _prompt(seed: int, tokens: int) -> list[int]:
+    return [3 + (seed * 977 + place * place * 31 + place * seed) % 900 for place in range(tokens)]
+
+
+class _Vllm:
+    def __init__(self, process: "subprocess.Popen[str]") -> None:
+        self._process = process
+
+    def generate(self, *prompts: list[int]) -> Made:
+        assert self._process.stdin
+        assert self._process.stdout
+        print(json.dumps(prompts), file=self._process.stdin, flush=True)
+        for line in self._process.stdout:
+            if line.startswith("MADE "):
+                return [(tokens, cached) for tokens, cached in json.loads(line[5:])]
+        raise AssertionError("vLLM ended")
+
+    def kill(self) -> None:
+        os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+
+
+@contextmanager
+def _vllm(address: str | None, log: Path, **others: Any) -> Iterator[_Vllm]:
+    connector = address and {
+        "kv_connector": "KvasirConnector",
+        "kv_connector_module_path": "kvasir.store_for_vllm.connector",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {"store": address},
+    }
+    settings = {"model": str(kvasir_tiny.path()), "connector": connector, "most": _TOKENS, "others": others}
+    with (
+        log.open("a") as errors,
+        subprocess.Popen(
+            [_PYTHON, str(ROOT / "tests" / "vllm" / "generate.py")],
+            env=os.environ | _ENVIRONMENT,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
+            start_new_session=True,
+        ) as process,
+    ):
+        running = _Vllm(process)
+        try:
+            assert process.stdin
+            print(json.dumps(settings), file=process.stdin, flush=True)
+            yield running
+        finally:
+            if process.poll() is None:
+                running.kill()
+
+
+@pytest.fixture(scope="module")
+def log(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("vllm") / "log"
+
+
+PROMPTS = [_prompt(1, 700), _prompt(2, 1100), [*_prompt(1, 512), *_prompt(3, 300)], _prompt(4, 90)]
+
+
+@pytest.fixture(scope="module")
+def plain(log: Path) -> tuple[Made, Made]:
+    """Replies of vLLM to the prompts and to the turns behind them, without a store and without its own cache."""
+    with _vllm(None, log, enable_prefix_caching=False) as vllm:
+        first = vllm.generate(*PROMPTS)
+        return first, vllm.generate(*_next(first))
+
+
+def _next(made: Made) -> list[list[int]]:
+    """The next turns: prompt, reply, and more."""
+    return [[*prompt, *tokens, *_prompt(9, 300)] for prompt, (tokens, _) in zip(PROMPTS, made, strict=True)]
+
+
+def _tokens(made: Made) -> list[list[int]]:
+    return [tokens for tokens, _ in made]
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Iterator[StoreHome]:
+    with store_home(tmp_path / "h") as made:
+        yield made
+
+
+def _wait_until_stored(store: RunningStore, tokens: int) -> None:
+    give_up = time.monotonic() + _WITHIN_S
+    with StoreClient.connect(store.address) as client:
+        while True:
+            found = [line.token_count for agent in client.list_agents().agents for line in agent.lines]
+            if sum(found) >= tokens:
+                return
+            assert time.monotonic() < give_up, found
+            time.sleep(0.2)
+
+
+def test_it_is_warm_after_a_kill_and_generates_the_same(home: StoreHome, plain: tuple[Made, Made], log: Path) -> None:
+    store = home.start()
+    with _vllm(store.address, log) as cold:
+        first = cold.generate(*PROMPTS)
+        assert _tokens(first) == _tokens(plain[0])
+        _wait_until_stored(store, 1024 + 768)  # the first prompt begins the third
+        cold.kill()
+    with _vllm(store.address, log) as warm:
+        again = warm.generate(*PROMPTS)
+        assert _tokens(again) == _tokens(plain[0])
+        assert [cached for _, cached in again] == [512, 1024, 768, 0]
+        assert _tokens(warm.generate(*_next(first))) == _tokens(plain[1])
+
+
+def test_a_store_that_is_gone_costs_no_request(home: StoreHome, plain: tuple[Made, Made], log: Path) -> None:
+    store = home.start()
+    with _vllm(store.address, log) as vllm:
+        vllm.generate(*PROMPTS[:1])
+        _wait_until_stored(store, 512)
+        store.kill()
+        assert _tokens(vllm.generate(*PROMPTS)) == _tokens(plain[0])
+
+
+def test_stored_bytes_that_are_damaged_are_computed_again(home: StoreHome, plain: tuple[Made, Made], log: Path) -> None:
+    store = home.start()
+    with _vllm(store.address, log) as vllm:
+        vllm.generate(*PROMPTS[:2])
+        _wait_until_stored(store, 512 + 1024)
+    for blob in [each for each in store.data_dir.rglob("*") if each.is_file() and each.stat().st_size > 1_000_000]:
+        with blob.open("r+b") as file:
+            file.seek(500_000)
+            file.write(b"damaged")
+    with _vllm(store.address, log) as vllm:
+        found = vllm.generate(*PROMPTS)
+        assert _tokens(found) == _tokens(plain[0])
