@@ -5,6 +5,7 @@ CONSTRAINTS := constraints.txt
 # The tests start hundreds of processes: each would compile all modules anew where this is set, as images of containers do.
 unexport PYTHONDONTWRITEBYTECODE
 
+.PHONY: test-vllm
 .PHONY: release test-fleet test-install test-wheels test test-whole test-clients test-gpu check demo demo-agent fleet try-wheel prove bench lint check-generated generate install campaigns campaign-fairness campaign-fleet campaign-history campaign-moves campaign-sizes bench-moves campaign-handover hammer mutants fresh help
 
 help:            ## Show this list
