@@ -17,7 +17,16 @@ from kvasir.waits import PAUSE_S
 
 from cachestore_svc.blobs.disk import Disk
 from cachestore_svc.index.postgres.lease_rows import SharedLeases
-from cachestore_svc.index.postgres.replicas import GROUPS, Listener, check_alike, leave_jobs, take_job, take_lock
+from cachestore_svc.index.postgres.replicas import (
+    GROUPS,
+    OWN_SESSION,
+    TRIES_TO_LOCK,
+    Listener,
+    check_alike,
+    leave_jobs,
+    take_job,
+    take_lock,
+)
 from cachestore_svc.index.postgres.schema import migrate
 from cachestore_svc.index.postgres.session import Session, is_again, is_cut, translated
 from cachestore_svc.index.sqlite.operations import Catalog, Operation
@@ -26,7 +35,6 @@ from cachestore_svc.index.values import HOUSE
 
 READERS = 4
 _TRIES = 40  # of a group that other transactions, or a server that restarts, hinder
-_TRIES_TO_LOCK = 5  # a database whose last store, or whose own last session, may just have ended
 _OWN_ROW = "SELECT groups, is_superseded FROM writers WHERE epoch ="
 # A store that stands still amid a group holds up the groups of the others.
 _MOST_STILL = "SET idle_in_transaction_session_timeout = '5s'"
@@ -48,6 +56,7 @@ class PostgresCatalog(Catalog):
         self._groups = 0  # that this store tried to commit
         self._acknowledged = 0  # the last of them that took effect
         self._is_down = False  # the last group waited in vain for the server: the next one does not wait
+        self._session = ""
         self._backend: tuple[object, ...] = ()  # the server's process of the last writer's session
         self._url = url
         self._shared_as = shared_as
@@ -105,16 +114,16 @@ class PostgresCatalog(Catalog):
         supersede = "UPDATE writers SET is_superseded = TRUE WHERE NOT is_superseded"
         shared_as = None
         if self._shared_as is not None:
-            check_alike(self._writer, self._shared_as)
+            check_alike(self._writer, self._shared_as, self._ending.wait)
             supersede += " AND shared_as IS NULL"
             shared_as = json.dumps(self._shared_as, sort_keys=True)
         self._writer.execute(supersede)
         # By chance, too: a standby that lacks this row gives the next store another number.
         [[self._epoch]] = self._writer.execute(
-            """INSERT INTO writers (epoch, shared_as, name, pid, seen_ms)
-                SELECT COALESCE(MAX(epoch), 0) + 1 + (random() * 1000000)::bigint, :shared_as, :name, pg_backend_pid(),
-                now_ms() FROM writers RETURNING epoch""",
-            {"shared_as": shared_as, "name": socket.gethostname()},
+            """INSERT INTO writers (epoch, shared_as, name, session, seen_ms)
+                SELECT COALESCE(MAX(epoch), 0) + 1 + (random() * 1000000)::bigint, :shared_as, :name, :session, now_ms()
+                FROM writers RETURNING epoch""",
+            {"shared_as": shared_as, "name": socket.gethostname(), "session": self._session},
         ).fetchall()
         self._look_where()
         self._writer.execute("COMMIT")
@@ -133,10 +142,11 @@ class PostgresCatalog(Catalog):
     def _lock(self) -> None:
         """Take the server's lock of this database, which the store has as long as its session lasts."""
         self._end_last_session()
-        for _ in range(_TRIES_TO_LOCK):
+        for _ in range(TRIES_TO_LOCK):
             if take_lock(self._writer, is_shared=self._shared_as is not None):
                 if self._shared_as is not None:
                     self._writer.execute(_MOST_STILL)
+                [[self._session]] = self._writer.execute(OWN_SESSION).fetchall()
                 [self._backend] = self._writer.execute(
                     "SELECT pid, backend_start FROM pg_stat_activity WHERE pid = pg_backend_pid()"
                 ).fetchall()
@@ -228,16 +238,21 @@ class PostgresCatalog(Catalog):
     def _commit(self, connection: Session, operations: Iterable[Operation]) -> list[Callable[[], None]]:
         """One transaction; the calls that answer the callers. When it raises, nothing of it took effect."""
         self._groups += 1
-        mark = """UPDATE writers SET groups = :groups, pid = pg_backend_pid(), seen_ms = now_ms()
+        mark = """UPDATE writers SET groups = :groups, session = :session, seen_ms = now_ms()
             WHERE epoch = :epoch AND groups >= :acknowledged AND NOT is_superseded"""
-        numbers = {"groups": self._groups, "epoch": self._epoch, "acknowledged": self._acknowledged}
+        numbers = {
+            "groups": self._groups,
+            "epoch": self._epoch,
+            "acknowledged": self._acknowledged,
+            "session": self._session,
+        }
         answers: list[Callable[[], None]] = []
         try:
             self._begin_group(connection)
             if not connection.execute(mark, numbers).rowcount:
                 _check_ours(connection, self._own_row(connection), self._acknowledged)
             if self._is_new_session and self._shared_as is not None:
-                check_alike(connection, self._shared_as)
+                check_alike(connection, self._shared_as, self._ending.wait)
                 if self._begins:
                     self._begins(CatalogChange(connection, HOUSE))
             for operation in operations:

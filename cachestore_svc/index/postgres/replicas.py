@@ -8,17 +8,20 @@ from collections.abc import Callable, Mapping
 
 import psycopg
 from kvasir.errors import FailedPrecondition
-from kvasir.waits import PATIENCE_S, RETRY_S, SILENCE_S
+from kvasir.waits import PATIENCE_S, PAUSE_S, RETRY_S, SILENCE_S
 
 from cachestore_svc.index.postgres.session import Session
 from cachestore_svc.index.sqlite.rows import Connection
 
 LOCK = 0x4B766173  # of the stores that have the database: the server's number for it
 GROUPS = 0x4B766174  # of the one whose group of writes is under way
+TRIES_TO_LOCK = 5  # a database whose last store, or whose own last session, may just have ended
 CHANNEL = "kvasir_events"
-_LIVE = f"""SELECT epoch, shared_as, name, seen_ms FROM writers WHERE NOT is_superseded AND pid IN (
-    SELECT pid FROM pg_locks WHERE locktype = 'advisory' AND granted AND objid = {LOCK} AND database = (
-        SELECT oid FROM pg_database WHERE datname = current_database()))"""  # noqa: S608
+_SESSION = "pid || ' ' || extract(epoch FROM backend_start)"
+OWN_SESSION = f"SELECT {_SESSION} FROM pg_stat_activity WHERE pid = pg_backend_pid()"  # noqa: S608
+_LIVE = f"""SELECT shared_as, name FROM writers WHERE NOT is_superseded AND session IN (
+    SELECT {_SESSION} FROM pg_locks JOIN pg_stat_activity USING (pid) WHERE locktype = 'advisory' AND granted
+        AND objid = {LOCK} AND database = (SELECT oid FROM pg_database WHERE datname = current_database()))"""  # noqa: S608
 _TAKE = f"""INSERT INTO jobs VALUES (:name, :epoch, now_ms() + {SILENCE_S * 1000:.0f})
     ON CONFLICT (name) DO UPDATE SET epoch = excluded.epoch, ends_ms = excluded.ends_ms
     WHERE jobs.epoch = excluded.epoch OR jobs.ends_ms <= now_ms()"""  # noqa: S608
@@ -31,18 +34,30 @@ def take_lock(session: Session, *, is_shared: bool) -> bool:
     return bool(is_ours)
 
 
-def check_alike(session: Session, shared_as: Mapping[str, str]) -> None:
-    """Raises FailedPrecondition (REPLICA_UNLIKE) where a store has the database that has something else in common."""
-    for _, theirs, name, _ in session.execute(_LIVE).fetchall():
+def check_alike(session: Session, shared_as: Mapping[str, str], pause: Callable[[float], object]) -> None:
+    """Raises FailedPrecondition (REPLICA_UNLIKE) where a store has the database that has something else in common, also
+    after some looks with a `pause` of so many seconds behind each.
+    """
+    for _ in range(TRIES_TO_LOCK):
+        name, differs = _unlike(session, shared_as)
+        if not differs:
+            return
+        pause(PAUSE_S)
+    raise FailedPrecondition(
+        f"the store {name or 'without a name'} has this database open and differs in: {', '.join(differs)}; stores "
+        "over one database have the same bucket and the same keys",
+        reason="REPLICA_UNLIKE",
+        metadata={"differs": " ".join(differs)},
+    )
+
+
+def _unlike(session: Session, shared_as: Mapping[str, str]) -> tuple[str, list[str]]:
+    """A store that has the database and is unlike this one, and in which facts; none if there is none."""
+    for theirs, name in session.execute(_LIVE).fetchall():
         other = json.loads(theirs or "{}")
-        unlike = sorted(each for each in {*other, *shared_as} if other.get(each) != shared_as.get(each))
-        if unlike:
-            raise FailedPrecondition(
-                f"the store {name or 'without a name'} has this database open and differs in: {', '.join(unlike)}; "
-                "stores over one database have the same bucket and the same keys",
-                reason="REPLICA_UNLIKE",
-                metadata={"differs": " ".join(unlike)},
-            )
+        if differs := sorted(each for each in {*other, *shared_as} if other.get(each) != shared_as.get(each)):
+            return name, differs
+    return "", []
 
 
 def take_job(connection: Connection, name: str, epoch: int) -> bool:

@@ -159,8 +159,9 @@ _SECOND = (
 )
 _THIRD = (
     # `shared_as`: facts that stores have in common which have the database at a time; NULL for a store that is alone.
-    # `pid`: the server's process of its session with the lock.
-    "ALTER TABLE writers ADD shared_as TEXT, ADD pid BIGINT NOT NULL DEFAULT 0, ADD name TEXT NOT NULL DEFAULT ''",
+    # `session`: the server's process of its session with the lock, and when that began: another process may have the
+    # number later.
+    "ALTER TABLE writers ADD shared_as TEXT, ADD session TEXT NOT NULL DEFAULT '', ADD name TEXT NOT NULL DEFAULT ''",
     "ALTER TABLE writers ADD seen_ms BIGINT NOT NULL DEFAULT 0",
     'CREATE TABLE jobs (name TEXT COLLATE "C" PRIMARY KEY, epoch BIGINT NOT NULL, ends_ms BIGINT NOT NULL)',
     # A hint for the other stores' watchers, sent with the commit.

@@ -75,6 +75,14 @@ def test_stores_share_a_database_with_their_like_alone(url: str) -> None:
             open_postgres(url, Disk(), lambda: 0, {"blobs": "s3://bucket/others"})
         assert (refused.value.reason, refused.value.metadata) == ("REPLICA_UNLIKE", {"differs": "blobs keys"})
         assert "bucket/" not in refused.value.message
+    with replica(url, {"blobs": "elsewhere"}), psycopg.connect(url) as other:  # a process of the server has its number
+        other.execute(
+            """UPDATE kvasir.writers SET session = split_part((SELECT session FROM kvasir.writers WHERE shared_as
+                LIKE '%elsewhere%'), ' ', 1) || ' 1' WHERE shared_as NOT LIKE '%elsewhere%'"""
+        )
+        other.commit()
+        with replica(url, {"blobs": "elsewhere"}):
+            pass
     with replica(url, None) as alone:
         with pytest.raises(Unavailable, match="another store has this database open"):
             open_postgres(url, Disk(), lambda: 0, ALIKE)
