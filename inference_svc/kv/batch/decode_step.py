@@ -8,6 +8,7 @@ from typing import Any
 
 import mlx.core as mx
 
+from inference_svc.kv.batch.window_attention import hidden_of
 from inference_svc.kv.page import PAGE_TOKENS, PageFormat
 from inference_svc.kv.pages.block_table import BlockTable, blocks_of
 from inference_svc.kv.pages.page_rows import row_columns
@@ -139,6 +140,13 @@ class DecodeStep:
     def counts(self) -> list[int]:
         """Rows of each sequence."""
         return [self.slot_of.count(slot) for slot in range(len(self.sequences))]
+
+    @cached_property
+    def hidden(self) -> list[mx.array]:
+        """By sequence that has rows, for `attend_window`."""
+        firsts = accumulate(self.counts, initial=0)
+        own = (self.lengths[first : first + count] for first, count in zip(firsts, self.counts, strict=False) if count)
+        return [hidden_of(lengths) for lengths in own]
 
     @cached_property
     def slots(self) -> mx.array:

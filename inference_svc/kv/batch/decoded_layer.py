@@ -8,6 +8,7 @@ import mlx.core as mx
 from inference_svc.kv.batch.decode_step import DecodeStep, RowPlaces
 from inference_svc.kv.batch.drafted_attention import attend_by_slot
 from inference_svc.kv.batch.slot_arrays import SlotArrays
+from inference_svc.kv.batch.window_attention import attend_window, seen_rows, sums_windows_alike
 from inference_svc.kv.codec import EncodedRows
 from inference_svc.kv.model_hooks.row_exact import attention_width
 from inference_svc.kv.pages.page_rows import UNIT
@@ -93,8 +94,9 @@ class DecodedLayer:
                 self._is_decoded[slot] = True
         self._decoded.put_each([self._place(length) for length in self._now.lengths], new, self._row_slots)
         read_keys, read_values = self._split(self._decoded.read(slots, width, self._row_slots))
-        if not self._now.has_one_row_each:
-            self._by_slot = (*self._split(self._decoded.read(slots, width)), read_keys, read_values)
+        if self._now.stored is not None or not self._now.has_one_row_each:
+            whole = self._decoded.read(slots, self._decoded.capacity)  # a window's sums may go over a few rows more
+            self._by_slot = (*self._split(whole), read_keys, read_values)
         if not self._keeps_decoded:
             self._decoded.clear()
             self._is_decoded = [False] * slots
@@ -104,13 +106,31 @@ class DecodedLayer:
         self, queries: mx.array, keys: mx.array, values: mx.array, scale: float, mask: mx.array
     ) -> mx.array | None:
         """Attention of queries [rows, heads, 1, dim], slots having several or none, over K and V of slots. None unless
-        `keys` and `values` are those that `update_and_fetch` gave, by row: a model may have made others of them.
+        `keys` and `values` are those that `update_and_fetch` gave, by row: a model may have made others of them; and
+        for a row of each slot, unless it is a window's, which is summed as others of windows are.
         """
         if not self._by_slot or keys is not self._by_slot[2] or values is not self._by_slot[3]:
             return None
         slot_keys, slot_values, *_ = self._by_slot
         self._by_slot = ()  # a reference that stays would make the next write copy them
-        return attend_by_slot(queries, slot_keys, slot_values, self._now.counts, scale, mask)
+        is_window = self._now.stored is not None and queries.dtype == keys.dtype == mx.float32
+        if is_window and sums_windows_alike(queries.shape[1] // keys.shape[1]):
+            return self._attended_windows(queries, slot_keys, slot_values, scale)
+        if self._now.has_one_row_each:
+            return None
+        seen = slot_keys[:, :, : self._width], slot_values[:, :, : self._width]
+        return attend_by_slot(queries, *seen, self._now.counts, scale, mask)
+
+    def _attended_windows(self, queries: mx.array, keys: mx.array, values: mx.array, scale: float) -> mx.array:
+        """As `attend`, over K and V by slot, each slot by products of its own."""
+        attended, row, hidden = [], 0, iter(self._now.hidden)
+        for slot, count in enumerate(self._now.counts):
+            if count:
+                own = next(hidden)
+                seen_keys, seen_values = seen_rows(keys[slot], own), seen_rows(values[slot], own)
+                attended.append(attend_window(queries[row : row + count], seen_keys, seen_values, scale, own))
+                row += count
+        return mx.concatenate(attended) if len(attended) > 1 else attended[0]
 
     def make_mask(self, count: int, return_array: bool = False, window_size: int | None = None) -> mx.array | None:
         """Which stored rows each new one may attend to, bool [rows, 1, 1, stored]. None for every row."""
