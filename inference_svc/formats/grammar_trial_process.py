@@ -5,6 +5,7 @@ gave_up, step_s).
 
 import contextlib
 import json
+import re
 import resource
 import statistics
 import sys
@@ -17,6 +18,7 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 _MEMORY_BYTES = 64 << 20
 _MAX_SHOWN_CHARS = 2000  # the end of a long message: it explains the fault of the text quoted before it
+_AT_PLACE = re.compile(r"at \d+\(\d+\): (.+)")  # of a grammar's text; behind it the library quotes that line, whole
 # A space, or a line's end with indentation. Without a bound a model could write white space until max_tokens.
 _JSON_OPTIONS = {"whitespace_pattern": r"\x20|\n\x20{0,16}"}
 # A few replies of _STEPS tokens each; a token's place in the vocabulary is a multiple of the stride.
@@ -63,7 +65,7 @@ def begin_replies(matcher: LLMatcher, clock: Callable[[], float]) -> Trial:
     if not matcher.is_error():
         first.compute_bitmask()  # the first mask builds tables that all replies share
     if first.is_error():
-        return Trial(first.get_error())
+        return Trial(_without_quotes(first.get_error()))
     began_s, steps_s = clock(), list[float]()
     for stride in _STRIDES:
         reply = matcher.deep_copy()
@@ -81,6 +83,11 @@ def begin_replies(matcher: LLMatcher, clock: Callable[[], float]) -> Trial:
             return Trial(reply.get_error(), gave_up=True)
     # Not the mean: on a busy machine some steps are delayed many times over.
     return Trial(step_s=statistics.median(steps_s))
+
+
+def _without_quotes(error: str) -> str:
+    at_place = _AT_PLACE.match(error)
+    return at_place[1] if at_place and "error: " not in error else error  # a regex's fault follows its text
 
 
 def _token(mask: bytes, place: int) -> int | None:

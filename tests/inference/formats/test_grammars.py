@@ -315,6 +315,26 @@ def test_the_trial_refuses_what_compiling_refuses(loop: asyncio.AbstractEventLoo
     loop.run_until_complete(ask())
 
 
+def test_a_refusal_of_a_large_tool_gives_the_reason_and_not_its_schema(loop: asyncio.AbstractEventLoop) -> None:
+    properties = {
+        f"p{number}": {"type": "string", "enum": [f"v{each}" for each in range(20)]} for number in range(5000)
+    }
+    text = f'start: "a" %json {json.dumps({"type": "object", "properties": properties})}'
+
+    async def refused() -> None:
+        trial = GrammarTrial(timeout_s=60)
+        try:
+            with pytest.raises(
+                InvalidArgument, match=r"^tool_choice: failed to compile JSON schema: schema too large$"
+            ):
+                await trial.check(Constraint(ConstraintKind.TOOL_CHOICE, text))
+
+        finally:
+            await trial.close()
+
+    loop.run_until_complete(refused())
+
+
 class UsedUp(GrammarTrial):
     """Some formats use up their time, which is short here, as no process could be on a busy machine."""
 
