@@ -6,8 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 from kvasir.errors import InvalidArgument, KvasirError, NotFound
-from kvasir_bench.quality import given_text
-from kvasir_bench.quality.given_text import read_text, windows_of
+from kvasir_bench.quality import given
+from kvasir_bench.quality.given import read_text, windows_of
 from kvasir_bench.quality.mixing import LayerCost, interval, kept_exact, suggested, with_intervals
 
 from inference_svc.model.quality.findings import Findings, TextMeans
@@ -58,7 +58,7 @@ def test_a_text_that_is_too_short_is_refused_with_the_length_that_is_expected() 
         windows_of(FILE, "x" * 1023, letters(), 1024)
     with pytest.raises(InvalidArgument, match="0 tokens"):
         windows_of(FILE, "", letters(), 1024)
-    assert len(windows_of(FILE, "x" * 1024, letters(), 1024)) == given_text.WINDOWS
+    assert len(windows_of(FILE, "x" * 1024, letters(), 1024)) == given.WINDOWS
 
 
 def test_windows_are_spread_over_the_whole_text_and_begin_as_texts_do(tmp_path: Path) -> None:

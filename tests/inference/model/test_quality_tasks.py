@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from kvasir.errors import InvalidArgument, NotFound
-from kvasir_bench.quality.given_tasks import given_sheets
+from kvasir_bench.quality.given import given_sheets
 
 from inference_svc.kv.policy import tried_by_auto
 from inference_svc.model.quality.exam import Subject

@@ -19,8 +19,7 @@ from inference_svc.model.quality.findings import cheapest, judged
 from inference_svc.model.quality.material import FULL, QUICK, Extent, Sheet
 from inference_svc.model.quality.tasks import read_tasks
 from kvasir_bench.program import printed, progress
-from kvasir_bench.quality.given_tasks import given_sheets
-from kvasir_bench.quality.given_text import LONGEST, SHORTEST, read_text, windows_of
+from kvasir_bench.quality.given import LONGEST, SHORTEST, given_sheets, read_text, windows_of
 from kvasir_bench.quality.mixing import CHOOSING, with_intervals
 
 if TYPE_CHECKING:

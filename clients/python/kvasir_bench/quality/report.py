@@ -1,11 +1,11 @@
 """The results of `kvasir bench quality` for people, as tables and pictures."""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from kvasir_bench.pictures import Picture, Plots
-from kvasir_bench.quality import text_report, weights_report
+from kvasir_bench.quality import text_report
 from kvasir_bench.tables import Show, text_table
 
 KEYS = """Names in the JSON stay. `reference` is mlx-lm's own KVCache in the type that the model computes in, and is
@@ -18,26 +18,27 @@ that the model cannot have. `auto` is what --kv-policy auto would choose from th
 tasks. `seconds` is all of it.
 
 """
-KEYS += f"{text_report.KEYS}\n\n{weights_report.KEYS}"
+KEYS += f"""{text_report.KEYS}
 
-_TASKS = (("recall", "recall"), ("tool_calls", "tool calls"), ("repeat", "repeats"))
+With --weights, `weights` stand in place of `rungs`, `peers` and `auto`; `reference` is the model with its own
+weights. Each has `name`, `bits` of a coded weight, `matrices` (how many are coded), `effective_bits` (of a weight of
+the whole model, with scales and biases; what stays counts 16), `weights_bytes`, and the measures above. `refused` are
+matrices that MLX cannot code."""
+
+_TASKS = {"recall": "recall", "tool_calls": "tool calls", "repeat": "repeats"}
 
 
 def lines(results: dict[str, Any], show: Show = text_table) -> Iterator[str]:
     if "weights" in results:
-        yield from weights_report.lines(results, show)
+        yield from _weights_lines(results, show)
         return
     if results["material"] == "text":
         yield from text_report.lines(results, show)
         return
-    tasks = [(name, title) for name, title in _TASKS if name in results["reference"]]
-    given = [(name, name.replace("_", " ")) for name in results["reference"].get("tasks", ())]
-    counted = [title for _, title in (*tasks, *given)]
-    titles = ["KV", "bytes a token", "KL", "worst KL", "top-1", "perplexity", *counted, "seconds"]
     ways = (results["reference"], *results["rungs"], *results["peers"])
-    shares = ([*(each[name] for name, _ in tasks), *(each["tasks"][name] for name, _ in given)] for each in ways)
-    rows = (_row(each, found) for each, found in zip(ways, shares, strict=True))
-    yield from show([titles, *rows])
+    counted, shares = _tasks(results["reference"], ways)
+    titles = ["KV", "bytes a token", "KL", "worst KL", "top-1", "perplexity", *counted, "seconds"]
+    yield from show([titles, *map(_row, ways, shares)])
     yield ""
     yield (
         f"{results['model']} by {results['material']}, {results['reference']['positions']} next tokens, "
@@ -47,7 +48,16 @@ def lines(results: dict[str, Any], show: Show = text_table) -> Iterator[str]:
     yield f"auto takes {results['auto']['chooses']}: {results['auto']['why']}"
 
 
-def _row(found: dict[str, Any], tasks: Sequence[dict[str, Any]]) -> Sequence[str]:
+def _tasks(reference: Mapping[str, Any], ways: Iterable[Mapping[str, Any]]) -> tuple[list[str], list[list[str]]]:
+    """The titles of the tasks; and for each way, how many answers to each were right."""
+    asked = {name: title for name, title in _TASKS.items() if name in reference}
+    given = list(reference.get("tasks", ()))
+    found = ([*(way[name] for name in asked), *(way["tasks"][name] for name in given)] for way in ways)
+    shares = [[f"{task['right']}/{task['n']}" for task in tasks] for tasks in found]
+    return [*asked.values(), *(name.replace("_", " ") for name in given)], shares
+
+
+def _row(found: dict[str, Any], shares: Sequence[str]) -> Sequence[str]:
     return [
         found["name"],
         str(found["bytes_per_token"]),
@@ -55,8 +65,38 @@ def _row(found: dict[str, Any], tasks: Sequence[dict[str, Any]]) -> Sequence[str
         _small(found["kl_worst"]),
         f"{found['top1_agreement']:.4f}",
         f"{found['perplexity']:.4f}",
-        *(f"{task['right']}/{task['n']}" for task in tasks),
+        *shares,
         f"{found['seconds']:.0f}",
+    ]
+
+
+def _weights_lines(results: Mapping[str, Any], show: Show) -> Iterator[str]:
+    """The cost of each choice of matrices in fewer bits."""
+    reference = results["reference"]
+    ways = ({**reference, "name": "the model's own"}, *results["weights"])
+    counted, shares = _tasks(reference, ways)
+    rows = map(_weights_row, ways, shares)
+    yield from show([["weights", "bits a weight", "bytes", "KL", "top-1", "perplexity", *counted], *rows])
+    yield ""
+    yield (
+        f"{results['model']} by {results['material']}, {reference['positions']} next tokens, exact KV, "
+        f"{results['compute_type']} on {results['device']}, {results['seconds']:.0f} s in all"
+    )
+    if not any(way["name"] == "4 bits, lm_head alone" for way in results["weights"]):
+        yield "this model has no lm_head of its own: embed_tokens is its head, too"
+    for name, why in results["refused"].items():
+        yield f"{name} stays as it is: {why}"
+
+
+def _weights_row(way: Mapping[str, Any], shares: Sequence[str]) -> list[str]:
+    return [
+        way["name"],
+        f"{way['effective_bits']:.2f}",
+        f"{way['weights_bytes']:,}",
+        f"{way['kl']:.1e}" if way["kl"] else "0",
+        f"{way['top1_agreement']:.4f}",
+        f"{way['perplexity']:.4f}",
+        *shares,
     ]
 
 
@@ -68,7 +108,9 @@ def plots(results: Mapping[str, Any]) -> Plots:
     """A picture of the policies, and of the layers where they were measured."""
     note = f"{results['model']}, {results['compute_type']} on {results['device']}, by {results['material']}"
     if "weights" in results:
-        return Plots(note, {"quality_weights": weights_report.picture(results)})
+        shown = Picture("KL of the next token against the model's own weights, nats", "weights", ("KL",), is_log=True)
+        rows = [{"weights": way["name"], "KL": way["kl"]} for way in results["weights"]]
+        return Plots(note, {"quality_weights": (shown, rows)})
     ways = [*results["rungs"], *([results["mixed"]] if results.get("mixed") else []), *results["peers"]]
     policies = [{"KV": f"{way['name']}\n{way['bytes_per_token']} B", "KL": way["kl"]} for way in ways]
     by_policy = Picture("KL of the next token against exact KV, nats", "KV", ("KL",), is_log=True)

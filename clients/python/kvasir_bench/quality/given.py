@@ -1,12 +1,14 @@
-"""The user's own text, cut into windows of equal length that are spread over all of it."""
+"""Material of the user's own: tasks, or a text, cut into windows of equal length that are spread over all of it."""
 
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from kvasir.errors import InvalidArgument, NotFound
 
-from inference_svc.model.quality.material import Sheet
+from inference_svc.model.quality.material import Sheet, task_sheet
+from inference_svc.model.quality.tasks import Task
 
 WINDOWS = 16
 SHORTEST = 64  # tokens of a window
@@ -47,3 +49,21 @@ def windows_of(file: Path, text: str, tokenizer: Any, longest: int) -> list[Shee
         Sheet((*beginning, *ids[start : start + length]), scored_from=len(beginning) + 1)
         for start in range(0, WINDOWS * stride, stride)
     ]
+
+
+def given_sheets(file: Path, tasks: Sequence[Task], tokenizer: Any, context_tokens: int) -> list[Sheet]:
+    """Tasks for one model. Raises InvalidArgument, with the number, for one that template or context cannot take."""
+    sheets = []
+    for number, task in enumerate(tasks, 1):
+        where = f"tasks: {file}, task {number} ({task.name})"
+        try:
+            sheet = task_sheet(task, tokenizer, scores_text=True)
+        except InvalidArgument as error:
+            raise InvalidArgument(f"{where}: {error.message}", field=error.field) from None
+        if len(sheet.ids) > context_tokens:
+            raise InvalidArgument(
+                f"{where}: {len(sheet.ids):,} tokens with its answer; the model's context has {context_tokens:,}",
+                field="tasks",
+            )
+        sheets.append(sheet)
+    return sheets
