@@ -1,0 +1,127 @@
+"""How long commits take, alone, and what they ask of the index: `python -m tests.campaigns.sizes.commits [--sqlite]`.
+
+A server of PostgreSQL is started for it, which syncs its log to the disk; blobs are stored before, and not timed.
+"""
+
+import argparse
+import json
+import os
+import secrets
+import statistics
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+from cachestore_svc.index.postgres.session import Session
+from cachestore_svc.store.store import Store
+from tests.cachestore.core.lab import NS, Lab, upload
+from tests.made_models.synthetic import SMALL, SyntheticAgent, SyntheticSnapshot
+from tools.fleet.servers import DATABASE, Postgres
+
+_TURN_TOKENS = 30
+_KEPT_VERSIONS = 8  # of which each commit then lets one go, as a store at work does
+
+
+@contextmanager
+def syncing_server(root: Path) -> Iterator[str]:
+    """The address of a database on a server in this directory."""
+    for name in ("logs", "postgres"):
+        (root / name).mkdir(mode=0o700)
+    root.chmod(0o711)  # the server runs as another user, and must come to its own directory
+    server = Postgres(root / "postgres", root / "logs")
+    server.prepare(server.port)
+    server.part.start()
+    try:
+        server.part.wait_until_ready()
+        server.make_database()
+        with patch.dict(os.environ, PGPASSFILE=str(server.passfile)):
+            yield f"postgresql://kvasir@127.0.0.1:{server.port}/{DATABASE}"
+    finally:
+        server.part.stop()
+
+
+def opened(root: Path, catalog: str) -> Store:
+    return Store.open(Lab(root, catalog=catalog).config(), time.time, secrets.token_hex)
+
+
+class Committer:
+    """An agent that commits turn after turn, each on top of the last."""
+
+    def __init__(self, store: Store, number: int) -> None:
+        self._store, self._name, self._version = store, f"agent {number}", 0
+        self._agent = SyntheticAgent(SMALL, number)
+
+    def prepared(self) -> SyntheticSnapshot:
+        """The next turn's memory, all of it stored but for the commit."""
+        snapshot = self._agent.turn(_TURN_TOKENS)
+        upload(self._store, snapshot)
+        return snapshot
+
+    def commit(self, snapshot: SyntheticSnapshot) -> float:
+        """Milliseconds that it took."""
+        began = time.perf_counter()
+        self._store.snapshots.commit(NS, self._name, snapshot.manifest_digest, self._version)
+        self._version += 1
+        return 1000 * (time.perf_counter() - began)
+
+
+def measured(committers: Sequence[Committer], commits: int) -> dict[str, float]:
+    """Milliseconds of so many commits of each, all at once in each round."""
+    took = list[float]()
+    with ThreadPoolExecutor(len(committers)) as threads:
+        for _ in range(commits):
+            snapshots = [each.prepared() for each in committers]
+            took += threads.map(lambda each, snapshot: each.commit(snapshot), committers, snapshots)
+    took.sort()
+    return {"median_ms": round(statistics.median(took), 1), "p99_ms": round(took[len(took) * 99 // 100], 1)}
+
+
+def asked_by_one(committer: Committer) -> Counter[str]:
+    """How often one commit sent each statement to a server and waited for its answer; the first words of each."""
+    asked: Counter[str] = Counter()
+    execute, executemany = Session.execute, Session.executemany
+
+    def counted(session: Session, sql: str, *values: Any) -> Any:
+        asked[" ".join(sql.split())[:60]] += 1
+        return execute(session, sql, *values)
+
+    def counted_many(session: Session, sql: str, *values: Any) -> None:
+        asked[" ".join(sql.split())[:60]] += 1
+        executemany(session, sql, *values)
+
+    snapshot = committer.prepared()
+    with patch.object(Session, "execute", counted), patch.object(Session, "executemany", counted_many):
+        committer.commit(snapshot)
+    return asked
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--commits", type=int, default=200, help="of each agent")
+    parser.add_argument("--agents", type=int, nargs="*", default=[1, 8, 64], help="that commit at once")
+    parser.add_argument("--sqlite", action="store_true", help="an index in a file, to compare with")
+    parser.add_argument("--dir", type=Path, help="on which disk; left out: the one for temporary files")
+    given = parser.parse_args()
+    with ExitStack() as exits:
+        directory = exits.enter_context(tempfile.TemporaryDirectory(prefix="kvasir-commits-", dir=given.dir))
+        url = "" if given.sqlite else exits.enter_context(syncing_server(Path(directory)))
+        store = exits.enter_context(opened(Path(directory) / "data", url))
+        numbers = iter(range(1_000_000))
+        took = {}
+        for agents in given.agents:
+            committers = [Committer(store, next(numbers)) for _ in range(agents)]
+            measured(committers, _KEPT_VERSIONS)
+            took[agents] = measured(committers, given.commits)
+        asked = asked_by_one(committers[0])
+    trips = {"round_trips_of_one": asked.total(), "statements": dict(asked)} if asked else {}
+    print(json.dumps({"is_on_postgres": not given.sqlite, "agents_at_once": took, **trips}, indent=1))
+
+
+if __name__ == "__main__":
+    main()
