@@ -66,9 +66,9 @@ class WakingAhead:
                 self._file.write(text)
 
     def _kept(self) -> str:
-        """Returns of namespaces whose names may lie on a disk: of a sealed one none. Empty while a store is unknown."""
+        """The returns in namespaces that are not sealed. Empty without a store, or while one has not answered."""
         features = {name: store.connection.features for name, store in self._parts.stores.items()}
-        if not all(features.values()):
+        if not features or not all(features.values()):
             return ""
         plain = [name for name, known in features.items() if "sealed" not in known]
         return self._parts.woken.returns.to_json(self._parts.woken.now_s(), plain)
@@ -150,6 +150,7 @@ class ReturnsFile:
     def __init__(self, path: Path, returns: Returns) -> None:
         self._path = path
         self._returns = returns
+        self._written = ""
 
     def read(self) -> None:
         try:
@@ -160,7 +161,10 @@ class ReturnsFile:
             _LOG.warning("returns.unreadable", file=str(self._path), error=type(error).__name__)
 
     def write(self, text: str) -> None:
+        if text == self._written:
+            return
         try:
             replace_private_text(self._path, text)
+            self._written = text
         except OSError as error:
             _LOG.warning("returns.not_kept", file=str(self._path), error=type(error).__name__)

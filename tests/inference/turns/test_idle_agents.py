@@ -99,8 +99,9 @@ def idle_agents(turns: Turns) -> tuple[IdleAgents, Any]:
     return IdleAgents(OwnTurns(made), {}, "ours", DAY_S, lambda: NOW_MS), store
 
 
-def test_a_turn_that_comes_ends_the_sleep_that_it_would_wait_for() -> None:
-    turns = Turns()
+@pytest.mark.parametrize("caller", ["somebody", "ada"])
+def test_a_turn_that_comes_ends_the_sleep_that_it_would_wait_for(caller: str) -> None:
+    turns = Turns(caller=caller)
     idle, store = idle_agents(turns)
     asyncio.run(asyncio.wait_for(idle._look("default", store), 20))
     asyncio.run(idle._look("default", store))

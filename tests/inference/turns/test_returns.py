@@ -156,3 +156,20 @@ def test_a_clock_that_goes_back_gives_no_time() -> None:
     allowance.spend(0.5 * HOUR_S + 1)
     assert not allowance.may_wake(0.0, 0, 1)
     assert allowance.may_wake(10.0, 0, 1)
+
+
+def test_turns_of_one_session_are_no_returns() -> None:
+    known = learned(ADA, [0.0, 60.0, 120.0, 180.0, 240.0])
+    assert known.expected(BEGAN_S + SECONDS_OF_DAY) == []
+
+
+def test_times_on_both_sides_of_midnight_are_one_group() -> None:
+    [(first, end)] = spans_of_day([SECONDS_OF_DAY - 600, 600.0, SECONDS_OF_DAY - 60, 60.0])
+    assert end - first == 1200 + 2 * (1200 / 4 + 7200 / 4)
+
+
+def test_at_most_a_days_share_is_saved() -> None:
+    allowance = Allowance(0.1, 100, 0.0)
+    assert allowance.may_wake(30 * SECONDS_OF_DAY, 0, 1)
+    allowance.spend(0.1 * SECONDS_OF_DAY + 1)
+    assert not allowance.may_wake(30 * SECONDS_OF_DAY, 0, 1)

@@ -193,9 +193,14 @@ def test_a_look_that_fails_is_not_the_last(around: Around, monkeypatch: pytest.M
     asyncio.run(asyncio.wait_for(until_the_second(), 20))
 
 
-def test_names_of_a_sealed_namespace_stay_off_the_disk(around: Around) -> None:
+def test_names_of_a_sealed_namespace_stay_off_the_disk(around: Around, tmp_path: Path) -> None:
     assert "ada" in around.waking._kept()
     around.connection.features = {"handed", "sealed"}
     assert around.waking._kept() == "{}"
+    file = ReturnsFile(tmp_path / "returns.json", around.woken.returns)
+    file.write("{}")
+    (tmp_path / "returns.json").unlink()
+    file.write("{}")
+    assert not (tmp_path / "returns.json").exists(), "a file that would not change is not written again"
     around.connection.features = set()
     assert around.waking._kept() == "", "what is there stays until the store has answered"

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from inference_svc.engine.api import AgentKey, Hot, Tokens
+from inference_svc.engine.api import AgentKey, Hot, Priority, Tokens
 from inference_svc.engine.engine import Engine
 from inference_svc.kv.pages import pool as pool_module
 from inference_svc.kv.pages.pool import KvPool
@@ -113,3 +113,23 @@ def test_no_more_memories_go_than_the_pages_in_use_behind_them_let_go(driver: Dr
     assert [each.result(60) for each in freed] == [0]
     left = driver.engine.memories.sizes()
     assert [key in left for key in keys] == [False, True, True]
+
+
+def test_a_memory_that_is_spared_stays(driver: Driver) -> None:
+    spared, gone = remembered(driver), remembered(driver)
+    driver.engine.give_back(0, [spared]).result(60)
+    left = driver.engine.memories.sizes()
+    assert spared in left
+    assert gone not in left
+
+
+@pytest.mark.parametrize(("max_tokens", "left"), [(0, Priority.INTERACTIVE), (3, Priority.BACKGROUND)])
+def test_a_memory_that_was_warmed_stays_as_long_as_one_of_a_person(
+    driver: Driver, max_tokens: int, left: Priority
+) -> None:
+    """A turn is expected, though nobody waited for the warming."""
+    key = driver.key()
+    driver.turn(tokens_of(40), key=key, max_tokens=max_tokens, priority=Priority.BACKGROUND)
+    memory = driver.engine._worker.memories.get(key)
+    assert memory is not None
+    assert memory.priority is left
