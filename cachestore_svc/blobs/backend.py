@@ -3,7 +3,7 @@ removes and renames only under `naming`. Each method raises OSError where the me
 has every implementation.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
@@ -37,6 +37,7 @@ class Listing:
     parts: set[str] = field(default_factory=set)  # hashes of blobs that are not whole yet
     asides: set[Aside] = field(default_factory=set)
     strange: list[str] = field(default_factory=list)  # names that the store never gives
+    editions: dict[str, set[int]] = field(default_factory=dict)  # of blobs, where the backend has several
 
 
 class Part(Protocol):
@@ -86,8 +87,9 @@ class NamespaceBlobs(Protocol):
     def remove_handed(self, token: str) -> None:
         """Remove a file that nobody takes, if it is still there."""
 
-    def publish(self, hashes: Sequence[str]) -> None:
-        """Make synced parts the blobs, durably. Replaces a blob that has the hash."""
+    def publish(self, editions: Mapping[str, int]) -> None:
+        """Make synced parts the blobs of these hashes, durably. Replaces a blob that has hash and edition, which is 0
+        where the backend is not shared. Where it is, the part stays."""
 
     def read(self, digest: Digest, *, past_copies: bool = False) -> memoryview:
         """The blob's bytes, verified. Raises Damaged, FileNotFoundError (see `naming`), and Unavailable. `past_copies`:
@@ -103,13 +105,13 @@ class NamespaceBlobs(Protocol):
     def size_bytes(self, hash_: str) -> int | None:
         """Size of the blob; None when there is none."""
 
-    def remove(self, hash_: str) -> None:
+    def remove(self, hash_: str, edition: int = 0) -> None:
         """Remove the blob, if it is here."""
 
     def remove_part(self, hash_: str) -> None:
         """Remove the blob's part, if there is one."""
 
-    def set_aside(self, hash_: str, now_unix_ms: int) -> Aside:
+    def set_aside(self, hash_: str, now_unix_ms: int, edition: int = 0) -> Aside:
         """Give a blob a name that no reader asks for."""
 
     def restore(self, aside: Aside) -> None:
@@ -121,11 +123,17 @@ class NamespaceBlobs(Protocol):
     def naming(self, *hashes: str) -> AbstractContextManager[object]:
         """A lock on blobs' names, held from publishing the blobs until the catalog lists them, and from looking one up
         there until it is removed: otherwise a sweep could remove a blob that was just written again. Only the catalog
-        is locked inside it. No namespace waits for another."""
+        is locked inside it. No namespace waits for another. A backend that is shared has other writers, too: see
+        `BlobBackend.is_shared`."""
 
 
 class BlobBackend(Protocol):
     """The blobs of all namespaces. From any thread."""
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether another process may write and remove here. Then a removal is noted in the catalog first, and a name
+        that is being removed is not used: a blob has editions, each with a name of its own."""
 
     @property
     def where(self) -> str:
@@ -141,9 +149,10 @@ class BlobBackend(Protocol):
         """Remove bytes that were set aside; how many."""
 
 
-def unknown_places(backend: BlobBackend, namespaces: set[str]) -> list[NamespaceBlobs]:
-    known = {backend.of(namespace).place for namespace in namespaces}
-    return [blobs for blobs in backend.all() if blobs.place not in known]
+def unknown_places(backend: BlobBackend, namespaces: Callable[[], set[str]]) -> list[NamespaceBlobs]:
+    places = backend.all()  # first: a namespace is known before anything of it is written
+    known = {backend.of(namespace).place for namespace in namespaces()}
+    return [blobs for blobs in places if blobs.place not in known]
 
 
 def has_any(backend: BlobBackend) -> bool:

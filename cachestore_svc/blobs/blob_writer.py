@@ -5,7 +5,7 @@ again before its write goes on, as is a file that a caller on this host wrote.
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, Self, TypeVar
 
@@ -19,6 +19,11 @@ from cachestore_svc.blobs.space import Space
 from cachestore_svc.facts.records import BlobKind
 
 _Error = TypeVar("_Error", bound=Exception)
+_TRIES_TO_NAME = 20  # each sees a removal that began within the one before
+
+
+class NameTaken(Exception):
+    """An object that was just written has a name that is being removed: write it under another one."""
 
 
 class BlobWriter(Protocol):
@@ -53,11 +58,14 @@ class BlobWriter(Protocol):
 
 
 class BlobRegister(Protocol):
-    def add(self, namespace: str, blobs: Sequence[tuple[Digest, BlobFacts]]) -> list[bool]:
-        """List the blobs, all or none. False for each that was listed before."""
+    def editions(self, namespace: str, digests: Sequence[Digest]) -> Mapping[str, int]:
+        """The edition, by hash, under which each blob is to be written."""
 
-    def has(self, namespace: str, digest: Digest) -> bool:
-        """Whether the blob is listed."""
+    def add(self, namespace: str, blobs: Sequence[tuple[Digest, BlobFacts]], editions: Mapping[str, int]) -> list[bool]:
+        """List the blobs, all or none. False for each that was listed before. Raises NameTaken."""
+
+    def withdraw(self, namespace: str, digests: Sequence[Digest], editions: Mapping[str, int]) -> None:
+        """Remove blobs that were written, and are not listed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -297,17 +305,23 @@ class PartWriter:
     def publish(self, facts: Sequence[BlobFacts], others: Sequence["PartWriter"]) -> None:
         """Rename and list durable parts together, this writer's and others' of its namespace."""
         digests = [writer.digest for writer in (self, *others)]
-        hashes = [digest.hash for digest in digests]
-        with self._blobs.naming(*hashes):
-            try:
-                self._blobs.publish(hashes)
-                are_new = self._register.add(self.namespace, list(zip(digests, facts, strict=True)))
-            except BaseException:
-                # Unlisted, they would only wait for the next sweep. But another writer may have listed one before.
-                for digest in digests:
-                    if not self._register.has(self.namespace, digest):
-                        self._blobs.remove(digest.hash)
-                raise
+        with self._blobs.naming(*(digest.hash for digest in digests)):
+            for is_last in (False,) * _TRIES_TO_NAME + (True,):
+                editions = self._register.editions(self.namespace, digests)
+                try:
+                    self._blobs.publish(editions)
+                    are_new = self._register.add(self.namespace, list(zip(digests, facts, strict=True)), editions)
+                    break
+                except NameTaken:  # another process began to remove it since
+                    if is_last:
+                        raise
+                except BaseException:
+                    # Unlisted, they would only wait for the next sweep. But another writer may have listed one before.
+                    self._register.withdraw(self.namespace, digests, editions)
+                    raise
+            for digest in digests if self._writers.backend.is_shared else ():
+                with contextlib.suppress(OSError):
+                    self._blobs.remove_part(digest.hash)
         for writer, is_new in zip((self, *others), are_new, strict=True):
             writer._end(stored_bytes=writer.digest.size_bytes if is_new else 0, left_bytes=0)
 

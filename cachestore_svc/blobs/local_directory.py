@@ -6,7 +6,7 @@ import os
 import re
 import stat
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
@@ -29,7 +29,9 @@ _LASTING = (errno.EIO, errno.EISDIR, errno.ELOOP, NO_FILE, errno.ENODEV)
 
 
 class LocalDirectory:
-    """Implements `BlobBackend`: a folder for each namespace."""
+    """Implements `BlobBackend`: a folder for each namespace. The process that locks the data directory is alone."""
+
+    is_shared = False
 
     def __init__(self, root: Path, disk: Disk) -> None:
         self.root = root
@@ -117,11 +119,11 @@ class LocalBlobs:
     def remove_handed(self, token: str) -> None:
         self._disk.remove(self._handed / token)
 
-    def publish(self, hashes: Sequence[str]) -> None:
+    def publish(self, editions: Mapping[str, int]) -> None:
         """Directories are synced once, however many names are new in them."""
-        for hash_ in hashes:
+        for hash_ in editions:
             self._disk.rename(self._part_path(hash_), self._path(hash_))
-        for shelf in sorted({hash_[:2] for hash_ in hashes}):
+        for shelf in sorted({hash_[:2] for hash_ in editions}):
             self._disk.fsync_directory(self._shelf_path(shelf))
 
     def read(self, digest: Digest, *, past_copies: bool = False) -> memoryview:  # noqa: ARG002  there are none
@@ -152,13 +154,13 @@ class LocalBlobs:
     def size_bytes(self, hash_: str) -> int | None:
         return self._disk.size_bytes(self._path(hash_))
 
-    def remove(self, hash_: str) -> None:
+    def remove(self, hash_: str, edition: int = 0) -> None:  # noqa: ARG002
         self._disk.remove(self._path(hash_))
 
     def remove_part(self, hash_: str) -> None:
         self._disk.remove(self._part_path(hash_))
 
-    def set_aside(self, hash_: str, now_unix_ms: int) -> Aside:
+    def set_aside(self, hash_: str, now_unix_ms: int, edition: int = 0) -> Aside:  # noqa: ARG002
         aside = Aside(self.place, hash_, now_unix_ms)
         self._disk.rename(self._path(hash_), self.aside_path(aside))
         return aside

@@ -1,16 +1,20 @@
 """An open store's work on stored blobs: promise, read, quarantine, set aside, remove."""
 
 import contextlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 
 from kvasir.errors import DataLoss, NotFound, ResourceExhausted, Unavailable
 from kvasir.formats.digest import Digest
+from kvasir.waits import HANGS_S
 
 from cachestore_svc.blobs.backend import Damaged, NamespaceBlobs
 from cachestore_svc.core.core import Core
 from cachestore_svc.facts.records import BlobDamaged
-from cachestore_svc.index.catalog import CatalogChange, CatalogView
+from cachestore_svc.index.catalog import SLICE, CatalogChange, CatalogView, Removal
 from cachestore_svc.index.values import BlobEntry, needs_promise
+
+_MOST_SENT = 15  # times that one request may take, all its tries together
 
 
 def promised(core: Core, namespace: str, find: Callable[[CatalogView], Iterable[BlobEntry]]) -> list[BlobEntry]:
@@ -58,9 +62,15 @@ def _read_or_quarantine(core: Core, namespace: str, digest: Digest) -> memoryvie
     try:
         return core.blobs.of(namespace).read(digest, past_copies=True)
     except FileNotFoundError:
-        raise _found_damaged(core, namespace, digest, "its file is missing") from None
+        refused, cause = _found_damaged(core, namespace, digest, "its file is missing"), None
     except Damaged as error:
-        raise _found_damaged(core, namespace, digest, str(error)) from error
+        refused, cause = _found_damaged(core, namespace, digest, str(error)), error
+    with contextlib.suppress(FileNotFoundError, Damaged):
+        if core.blobs.is_shared:  # another process may have written it while this one looked
+            data = core.blobs.of(namespace).read(digest, past_copies=True)
+            core.catalog.write(namespace, lambda change: change.set_damaged(digest, False), frees_space=True)
+            return data
+    raise refused from cause
 
 
 def quarantine(core: Core, namespace: str, digests: Iterable[Digest]) -> None:
@@ -81,9 +91,28 @@ def set_aside(core: Core, blobs: NamespaceBlobs, hash_: str) -> None:
     core.asides.add(blobs.set_aside(hash_, core.now_unix_ms()))
 
 
+def set_unlisted_aside(core: Core, namespace: str, found: Mapping[str, set[int]]) -> int:
+    """As `set_aside`, of the editions of a shared backend that no row has; how many. Another process may be about to
+    list one: it then writes the blob under another name."""
+    now = core.now_unix_ms()
+    unlisted = core.catalog.write(namespace, lambda change: change.condemn(found, now))
+    blobs = core.blobs.of(namespace)
+    for each in unlisted:
+        with contextlib.suppress(FileNotFoundError):
+            core.asides.add(blobs.set_aside(each.hash, now, each.edition))
+    core.catalog.write(namespace, partial(_end, unlisted, now))
+    return len(unlisted)
+
+
 def remove_files(core: Core, namespace: str, digests: Iterable[Digest]) -> int:
     """Remove the files of blobs that are not listed any more; bytes freed. A blob that was written again stays."""
     freed = 0
+    if core.blobs.is_shared:
+        for digest in digests:
+            core.space.freed(namespace, digest.size_bytes)
+            freed += digest.size_bytes
+        end_removals(core, namespace)
+        return freed
     for digest in digests:
         with core.blobs.of(namespace).naming(digest.hash):
             core.space.freed(namespace, digest.size_bytes)
@@ -95,6 +124,35 @@ def remove_files(core: Core, namespace: str, digests: Iterable[Digest]) -> int:
                     core.counters.add(namespace, "files_not_removed")
         freed += digest.size_bytes
     return freed
+
+
+def end_removals(core: Core, namespace: str) -> None:
+    """Remove objects whose removal was noted, by this process or by one that died. Another one may do the same."""
+    found: list[Removal] = []
+    while waiting := core.catalog.read(namespace, lambda view: view.waiting_removals(SLICE)):
+        if found == waiting:  # none of them could be removed
+            return
+        found, done = waiting, list[Removal]()
+        began_unix_ms = core.now_unix_ms()
+        for each in waiting:
+            # A process that stood still may not go on: the name may have been used again.
+            if not 0 <= core.now_unix_ms() - began_unix_ms < name_rest_ms(core) // 2:
+                break
+            try:
+                core.blobs.of(namespace).remove(each.hash, each.edition)
+                done.append(each)
+            except OSError:
+                core.counters.add(namespace, "files_not_removed")
+        core.catalog.write(namespace, partial(_end, done, core.now_unix_ms()), frees_space=True)
+
+
+def _end(done: Sequence[Removal], now_unix_ms: int, change: CatalogChange) -> None:
+    change.end_removals(done, now_unix_ms)
+
+
+def name_rest_ms(core: Core) -> int:
+    """For so long a name whose removal was answered is not used again: the request may have been sent twice."""
+    return max(core.grace_ms, round(_MOST_SENT * HANGS_S * 1000))
 
 
 def _found_damaged(core: Core, namespace: str, digest: Digest, why: str) -> DataLoss:

@@ -10,6 +10,7 @@ from kvasir.errors import FailedPrecondition
 from cachestore_svc.blobs.disk import Disk
 from cachestore_svc.index.sqlite.in_bucket.bucket_catalog import BucketCatalog
 from cachestore_svc.index.sqlite.operations import Catalog
+from cachestore_svc.index.sqlite.removals import Removal
 from cachestore_svc.index.sqlite.rights.lease_ends import Ends, LeaseEnds
 from cachestore_svc.index.sqlite.sqlite_catalog import SqliteCatalog
 from cachestore_svc.index.sqlite.transaction import CatalogChange, CatalogView
@@ -24,6 +25,7 @@ __all__ = (
     "CatalogView",
     "Ends",
     "LeaseEnds",
+    "Removal",
     "SqliteCatalog",
     "open_postgres",
 )

@@ -6,7 +6,7 @@ import structlog
 
 from cachestore_svc.blobs.backend import unknown_places
 from cachestore_svc.core.core import Core
-from cachestore_svc.core.stored_blobs import quarantine, set_aside
+from cachestore_svc.core.stored_blobs import quarantine, set_aside, set_unlisted_aside
 from cachestore_svc.facts.records import GcReport
 
 
@@ -16,7 +16,7 @@ def sweep_at_start(core: Core) -> None:
         for token in blobs.handed():
             blobs.remove_handed(token)
     new = sum(_sweep(core, namespace) for namespace in core.sound_namespaces())
-    for blobs in unknown_places(core.blobs, core.known_namespaces()):
+    for blobs in unknown_places(core.blobs, core.known_namespaces):
         listing = blobs.list()
         for hash_ in listing.parts:
             blobs.remove_part(hash_)
@@ -47,11 +47,16 @@ def _sweep(core: Core, namespace: str) -> int:
     listed = core.catalog.read(namespace, lambda view: view.hashes_of())
     for hash_ in listing.parts:
         blobs.remove_part(hash_)
-    unnamed = listing.blobs - listed
-    for hash_ in unnamed:
-        set_aside(core, blobs, hash_)
+    if core.blobs.is_shared:
+        unnamed = set_unlisted_aside(core, namespace, listing.editions)
+    else:
+        for hash_ in listing.blobs - listed:
+            set_aside(core, blobs, hash_)
+        unnamed = len(listing.blobs - listed)
     core.asides.update(listing.asides)
     if not listed <= listing.blobs:
         whole = core.catalog.read(namespace, lambda view: view.whole_blobs())
-        quarantine(core, namespace, [digest for digest in whole if digest.hash not in listing.blobs])
-    return len(unnamed)
+        lost = [digest for digest in whole if digest.hash not in listing.blobs]
+        # Another process may have published one since the listing.
+        quarantine(core, namespace, [digest for digest in lost if blobs.size_bytes(digest.hash) is None])
+    return unnamed

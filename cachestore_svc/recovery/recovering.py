@@ -126,7 +126,7 @@ class _Recovery:
         return RecoverReport(" and ".join(evidence.sources), tuple(map(_report_of, spaces)), kept, evidence.is_whole)
 
     def _check_all_named(self, known: set[str]) -> None:
-        unknown = [blobs.place for blobs in unknown_places(self._blobs, known) if blobs.list().blobs]
+        unknown = [blobs.place for blobs in unknown_places(self._blobs, lambda: known) if blobs.list().blobs]
         if unknown:
             raise FailedPrecondition(
                 f"{self._blobs.where}/{unknown[0]} holds blobs of a namespace whose name neither journal nor index can "

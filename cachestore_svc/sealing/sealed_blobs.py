@@ -1,6 +1,6 @@
 """The blobs of sealed namespaces over any backend; one that is shut can be listed and swept, not read or written."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 
 from kvasir.errors import FailedPrecondition
@@ -34,6 +34,10 @@ class SealedBackend:
     @property
     def where(self) -> str:
         return self.sealed.where
+
+    @property
+    def is_shared(self) -> bool:
+        return self.sealed.is_shared
 
     def of(self, namespace: str) -> NamespaceBlobs:
         blobs, key = self.sealed.of(namespace), self.seals.key_of(namespace)
@@ -85,8 +89,8 @@ class SealedBlobs:
     def remove_handed(self, token: str) -> None:
         self._blobs.remove_handed(token)
 
-    def publish(self, hashes: Sequence[str]) -> None:
-        self._blobs.publish([self._name(hash_) for hash_ in hashes])
+    def publish(self, editions: Mapping[str, int]) -> None:
+        self._blobs.publish({self._name(hash_): edition for hash_, edition in editions.items()})
 
     def read(self, digest: Digest, *, past_copies: bool = False) -> memoryview:
         data = self._opened(self.bytes_of(digest.hash, digest.size_bytes + 1, past_copies=past_copies), digest.hash)
@@ -109,23 +113,23 @@ class SealedBlobs:
         size = self._blobs.size_bytes(self._name(hash_))
         return None if size is None else plain_size(size)
 
-    def remove(self, hash_: str) -> None:
-        self._blobs.remove(self._name(hash_))
+    def remove(self, hash_: str, edition: int = 0) -> None:
+        self._blobs.remove(self._name(hash_), edition)
 
     def remove_part(self, hash_: str) -> None:
         self._blobs.remove_part(self._name(hash_))
 
-    def set_aside(self, hash_: str, now_unix_ms: int) -> Aside:
-        return self._blobs.set_aside(self._name(hash_), now_unix_ms)
+    def set_aside(self, hash_: str, now_unix_ms: int, edition: int = 0) -> Aside:
+        return self._blobs.set_aside(self._name(hash_), now_unix_ms, edition)
 
     def restore(self, aside: Aside) -> None:
         self._blobs.restore(aside)
 
     def list(self) -> Listing:
         found, names = self._blobs.list(), self._key.names
-        return Listing(
-            set(names.open_hashes(found.blobs)), set(names.open_hashes(found.parts)), found.asides, found.strange
-        )
+        editions = dict(zip(names.open_hashes([*found.editions]), found.editions.values(), strict=True))
+        blobs, parts = set(names.open_hashes(found.blobs)), set(names.open_hashes(found.parts))
+        return Listing(blobs, parts, found.asides, found.strange, editions)
 
     def naming(self, *hashes: str) -> AbstractContextManager[object]:
         return self._blobs.naming(*map(self._name, hashes))

@@ -1,6 +1,6 @@
 """Blobs, by their digests: looked for, written, read. Knows nothing of agents."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from itertools import takewhile
@@ -14,7 +14,7 @@ from cachestore_svc.blobs.blob_writer import NewBlob as NewBlob
 from cachestore_svc.blobs.blob_writer import PartWriter, StoredBlob
 from cachestore_svc.blobs.blob_writer import finish_all as finish_all
 from cachestore_svc.core.core import Core
-from cachestore_svc.core.stored_blobs import not_found, promised, read_blob
+from cachestore_svc.core.stored_blobs import end_removals, not_found, promised, read_blob
 from cachestore_svc.facts.limits import check_range
 from cachestore_svc.facts.records import MAX_DIGESTS_PER_REQUEST, BlobKind, WriteStatus
 from cachestore_svc.index.catalog import SLICE, CatalogChange, CatalogView
@@ -175,12 +175,22 @@ class _Register:
     def __init__(self, core: Core) -> None:
         self._core = core
 
-    def add(self, namespace: str, blobs: Sequence[tuple[Digest, BlobFacts]]) -> list[bool]:
+    def editions(self, namespace: str, digests: Sequence[Digest]) -> Mapping[str, int]:
+        hashes = [digest.hash for digest in digests]
+        if not self._core.blobs.is_shared:
+            return dict.fromkeys(hashes, 0)
+        if not self._core.catalog.read(namespace, lambda view: view.namespace_id):
+            # Before its first object: nobody knows the place of a namespace that is in no row.
+            self._core.catalog.write(namespace, lambda change: change.make_namespace())
+        return self._core.catalog.read(namespace, lambda view: view.free_editions(hashes))
+
+    def add(self, namespace: str, blobs: Sequence[tuple[Digest, BlobFacts]], editions: Mapping[str, int]) -> list[bool]:
         now = self._core.now_unix_ms()
         size_bytes = sum(digest.size_bytes for digest, _ in blobs)
 
         def work(change: CatalogChange) -> list[bool]:
-            are_new = change.add_blobs(blobs, now)
+            is_shared = self._core.blobs.is_shared
+            are_new = change.add_editions(blobs, editions, now) if is_shared else change.add_blobs(blobs, now)
             self._core.write_budget.count(change, namespace, size_bytes)
             return are_new
 
@@ -189,5 +199,17 @@ class _Register:
         self._core.counters.add(namespace, "bytes_written", size_bytes)
         return are_new
 
-    def has(self, namespace: str, digest: Digest) -> bool:
-        return self._core.catalog.read(namespace, lambda view: view.find_blob(digest)) is not None
+    def withdraw(self, namespace: str, digests: Sequence[Digest], editions: Mapping[str, int]) -> None:
+        if self._core.blobs.is_shared:
+            found = {hash_: {edition} for hash_, edition in editions.items()}
+            now = self._core.now_unix_ms()
+            self._core.catalog.write(namespace, lambda change: change.condemn(found, now), frees_space=True)
+            end_removals(self._core, namespace)
+            return
+        for digest in digests:
+            if self._core.catalog.read(namespace, partial(_lacks, digest)):
+                self._core.blobs.of(namespace).remove(digest.hash)
+
+
+def _lacks(digest: Digest, view: CatalogView) -> bool:
+    return view.find_blob(digest) is None

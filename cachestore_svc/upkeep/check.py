@@ -11,7 +11,7 @@ from kvasir.formats.digest import Digest
 from cachestore_svc.blobs.backend import Damaged, NamespaceBlobs, unknown_places
 from cachestore_svc.blobs.manifests import read_manifest
 from cachestore_svc.core.core import Core
-from cachestore_svc.core.stored_blobs import quarantine, read_blob, set_aside, verified
+from cachestore_svc.core.stored_blobs import quarantine, read_blob, set_aside, set_unlisted_aside, verified
 from cachestore_svc.facts.records import CheckReport, Finding, VerifyProgress
 from cachestore_svc.index.catalog import HOUSE, CatalogView
 from cachestore_svc.index.refusals import reading_damage
@@ -82,7 +82,7 @@ def _differences(log: Journal, view: CatalogView) -> dict[str, dict[str, str]]:
 
 
 def _unknown_places(core: Core, repair: bool) -> Iterator[Finding]:
-    for blobs in unknown_places(core.blobs, core.known_namespaces()):
+    for blobs in unknown_places(core.blobs, core.known_namespaces):
         # A part may be the first blob of a new namespace, on its way.
         for hash_ in sorted(blobs.list().blobs):
             if _is_unowned(core, blobs, hash_, repair):
@@ -91,7 +91,7 @@ def _unknown_places(core: Core, repair: bool) -> Iterator[Finding]:
 
 def _is_unowned(core: Core, blobs: NamespaceBlobs, hash_: str, repair: bool) -> bool:
     with blobs.naming(hash_):
-        unknown = {each.place for each in unknown_places(core.blobs, core.known_namespaces())}
+        unknown = {each.place for each in unknown_places(core.blobs, core.known_namespaces)}
         is_unowned = blobs.place in unknown
         if is_unowned and repair:
             set_aside(core, blobs, hash_)
@@ -103,7 +103,7 @@ def _files(core: Core, namespace: str, repair: bool) -> Iterator[Finding]:
     digests = core.catalog.read(namespace, lambda view: view.whole_blobs())
     listed = {digest.hash: digest for digest in digests}
     for hash_ in sorted(listing.blobs - set(listed)):
-        if _is_orphan(core, namespace, hash_, repair):
+        if _is_orphan(core, namespace, hash_, listing.editions.get(hash_, set()), repair):
             yield Finding("ORPHAN_FILE", namespace, hash_, repair)
     for name in listing.strange:
         yield Finding("STRANGE_FILE", namespace, name)
@@ -114,12 +114,14 @@ def _files(core: Core, namespace: str, repair: bool) -> Iterator[Finding]:
             yield Finding(problem, namespace, f"{digest.hash}: expected {digest.size_bytes}, found {size}", repair)
 
 
-def _is_orphan(core: Core, namespace: str, hash_: str, repair: bool) -> bool:
+def _is_orphan(core: Core, namespace: str, hash_: str, editions: set[int], repair: bool) -> bool:
     """Whether a blob is still not listed, looked up while no writer can be between naming it and listing it."""
     blobs = core.blobs.of(namespace)
     with blobs.naming(hash_):
         if core.catalog.read(namespace, lambda view: view.has_hash(hash_)):
             return False
+        if repair and core.blobs.is_shared:
+            return set_unlisted_aside(core, namespace, {hash_: editions}) > 0
         if repair:
             set_aside(core, blobs, hash_)
         return blobs.size_bytes(hash_) is not None or repair

@@ -5,7 +5,7 @@ from kvasir.errors import ResourceExhausted, Unavailable
 from kvasir.formats.digest import Digest
 
 from cachestore_svc.core.core import Core
-from cachestore_svc.core.stored_blobs import remove_files
+from cachestore_svc.core.stored_blobs import end_removals, name_rest_ms, remove_files
 from cachestore_svc.facts.records import GcReport
 from cachestore_svc.index.catalog import HOUSE, CatalogChange
 from cachestore_svc.index.values import Evicted, NotEnough, rested_at
@@ -62,8 +62,15 @@ def _collect_one(core: Core, namespace: str) -> GcReport:
     swept = _sweep(core, namespace)  # sweep first: what this pass marks rests until another
     core.writers.drop_parts(namespace, core.now_unix_ms() - core.grace_ms)
     core.writers.drop_handed(namespace)
+    if core.blobs.is_shared:
+        end_removals(core, namespace)  # of a process that died
     now = core.now_unix_ms()
-    marked = core.catalog.write(namespace, lambda change: change.mark_unheld(now), frees_space=True)
+
+    def mark(change: CatalogChange) -> int:
+        change.free_names(now - name_rest_ms(core))
+        return change.mark_unheld(now)
+
+    marked = core.catalog.write(namespace, mark, frees_space=True)
     return GcReport(marked, swept.blobs_swept, swept.bytes_freed)
 
 
@@ -73,7 +80,8 @@ def _sweep(core: Core, namespace: str) -> GcReport:
 
     def work(change: CatalogChange) -> list[Digest]:
         batch = change.rested(deadlines, _BATCH)
-        change.remove_blobs([blob_id for blob_id, _ in batch])
+        unlisted = [blob_id for blob_id, _ in batch]
+        change.unlist(unlisted, core.now_unix_ms(), notes_removals=core.blobs.is_shared)
         return [digest for _, digest in batch]
 
     while batch := core.catalog.write(namespace, work, frees_space=True):
@@ -95,7 +103,8 @@ def _evict(core: Core, namespace: str, wanted_bytes: int) -> None:
     deadlines = rested_at(now, core.grace_ms)
 
     def work(change: CatalogChange) -> Evicted:
-        evicted = change.evict(wanted_bytes, core.config.evict_heads, now, deadlines)
+        shared = core.blobs.is_shared
+        evicted = change.evict(wanted_bytes, core.config.evict_heads, now, deadlines, notes_removals=shared)
         core.report(change, namespace, evicted.events)
         return evicted
 

@@ -1,11 +1,14 @@
-"""Blobs as objects of a bucket, PLACE/HASH. Parts arrive on the local disk; a blob is published once the bucket has it.
+"""Blobs as objects of a bucket, PLACE/HASH, or PLACE/again/HASH/EDITION where the name before is still being removed.
+All editions have the same bytes: a reader takes any. Parts arrive on the local disk; a blob is published once the
+bucket has it.
 
 Nothing is removed, and nothing that was written is acknowledged, but by the store that has the bucket: see `owning`."""
 
+import builtins
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 
 from kvasir.formats.digest import Digest
 
@@ -17,7 +20,9 @@ from cachestore_svc.blobs.disk import refusal
 from cachestore_svc.blobs.local_directory import LocalBlobs, LocalDirectory
 
 _PLACE = re.compile(r"[0-9a-f]{32}")
+_AGAIN = "again"  # the folder of later editions, HASH/EDITION
 _BLOB_NAME = re.compile(r"[0-9a-f]{64}")
+_LATER_NAME = re.compile(_AGAIN + r"/([0-9a-f]{64})/([1-9][0-9]{0,8})")
 _ASIDE_NAME = re.compile(r"([0-9a-f]{64})\.aside-([0-9]{1,15})")
 _WRITES = 8  # objects of a group that are written at the same time
 
@@ -29,6 +34,8 @@ def places_of(bucket: Bucket) -> set[str]:
 
 class BucketBlobs:
     """Implements `BlobBackend`. `arriving`: where parts lie until their bytes are in the bucket."""
+
+    is_shared = True
 
     def __init__(self, bucket: Bucket, owner: BucketOwner, arriving: LocalDirectory, tier: DiskTier) -> None:
         self.bucket = bucket
@@ -91,10 +98,10 @@ class BlobsOfNamespace:
     def remove_handed(self, token: str) -> None:
         self._arriving.remove_handed(token)
 
-    def publish(self, hashes: Sequence[str]) -> None:
+    def publish(self, editions: Mapping[str, int]) -> None:
         """All are in the bucket on return. Objects of a group that failed stay without a row, as after a crash."""
-        with ThreadPoolExecutor(min(_WRITES, len(hashes))) as pool:
-            list(pool.map(self._publish, hashes))
+        with ThreadPoolExecutor(min(_WRITES, len(editions))) as pool:
+            list(pool.map(self._publish, editions, editions.values()))
         self._owner.check()
 
     def read(self, digest: Digest, *, past_copies: bool = False) -> memoryview:
@@ -102,10 +109,13 @@ class BlobsOfNamespace:
         if copy is not None and Digest.of(copy) == digest:
             return copy
         data = self._fetch(digest.hash, digest.size_bytes + 1)
-        if len(data) != digest.size_bytes:
-            raise Damaged(f"expected {digest.size_bytes} bytes, found {len(data)} or more")
-        if Digest.of(data) != digest:
-            raise Damaged("its bytes have another digest")
+        problem = _problem(data, digest)
+        for edition in self._later(digest.hash) if problem else ():
+            data = self._bucket.get(self._object(digest.hash, edition), digest.size_bytes + 1)
+            if not (problem := _problem(data, digest)):
+                break
+        if problem:
+            raise Damaged(problem)
         if not past_copies:  # a scrub would give up those that were used last
             self._tier.put(self.place, digest.hash, data)
         return data
@@ -123,7 +133,8 @@ class BlobsOfNamespace:
 
     def unverified(self, hash_: str, most_bytes: int) -> Iterator[tuple[memoryview, Aside | None]]:
         asides = [each for each in self.list().asides if each.hash == hash_]
-        for name, aside in [(hash_, None), *((_aside_name(each), each) for each in asides)]:
+        editions = [(_name(hash_, edition), None) for edition in self._later(hash_)]
+        for name, aside in [(hash_, None), *editions, *((_aside_name(each), each) for each in asides)]:
             try:
                 data = self._bucket.get(self._object(name), most_bytes + 1)
             except FileNotFoundError:  # a bucket that does not answer has lost nothing: that is raised
@@ -132,21 +143,25 @@ class BlobsOfNamespace:
                 yield data, aside
 
     def size_bytes(self, hash_: str) -> int | None:
-        return self._bucket.size_bytes(self._object(hash_))
+        size = self._bucket.size_bytes(self._object(hash_))
+        for edition in self._later(hash_) if size is None else ():
+            if (size := self._bucket.size_bytes(self._object(hash_, edition))) is not None:
+                break
+        return size
 
-    def remove(self, hash_: str) -> None:
+    def remove(self, hash_: str, edition: int = 0) -> None:
         self._owner.check()
         self._tier.remove(self.place, hash_)
-        self._bucket.remove(self._object(hash_))
+        self._bucket.remove(self._object(hash_, edition))
 
     def remove_part(self, hash_: str) -> None:
         self._arriving.remove_part(hash_)
 
-    def set_aside(self, hash_: str, now_unix_ms: int) -> Aside:
+    def set_aside(self, hash_: str, now_unix_ms: int, edition: int = 0) -> Aside:
         self._owner.check()
         aside = Aside(self.place, hash_, now_unix_ms)
         self._tier.remove(self.place, hash_)
-        self._bucket.rename(self._object(hash_), self._object(_aside_name(aside)))
+        self._bucket.rename(self._object(hash_, edition), self._object(_aside_name(aside)))
         return aside
 
     def restore(self, aside: Aside) -> None:
@@ -159,6 +174,10 @@ class BlobsOfNamespace:
         for name in self._bucket.names(self.place):
             if _BLOB_NAME.fullmatch(name):
                 listing.blobs.add(name)
+                listing.editions.setdefault(name, set()).add(0)
+            elif later := _LATER_NAME.fullmatch(name):
+                listing.blobs.add(later[1])
+                listing.editions.setdefault(later[1], set()).add(int(later[2]))
             elif aside := _ASIDE_NAME.fullmatch(name):
                 listing.asides.add(Aside(self.place, aside[1], int(aside[2])))
             else:
@@ -168,29 +187,55 @@ class BlobsOfNamespace:
     def naming(self, *hashes: str) -> AbstractContextManager[object]:
         return self._arriving.naming(*hashes)
 
-    def _publish(self, hash_: str) -> None:
+    def _publish(self, hash_: str, edition: int) -> None:
         part = self._arriving.begin(hash_)
         try:
             data = b"".join(part.pieces())
         finally:
             part.close()
-        name = self._object(hash_)
+        name = self._object(hash_, edition)
         # What lies there may be damaged: then the new bytes take its place.
-        if not put_blob(self._bucket, name, data) and self._bucket.get(name, len(data) + 1) != data:
+        if not put_blob(self._bucket, name, data) and not self._has(name, data):
             self._bucket.put(name, data)
         self._tier.put(self.place, hash_, data)
-        self._arriving.remove_part(hash_)
+
+    def _has(self, name: str, data: bytes) -> bool:
+        """Another process may have removed the object meanwhile."""
+        with suppress(FileNotFoundError):
+            return self._bucket.get(name, len(data) + 1) == data
+        return False
 
     def _fetch(self, hash_: str, most_bytes: int) -> memoryview:
         try:
-            return self._bucket.get(self._object(hash_), most_bytes)
+            try:
+                return self._bucket.get(self._object(hash_), most_bytes)
+            except FileNotFoundError:
+                for edition in self._later(hash_):
+                    with suppress(FileNotFoundError):
+                        return self._bucket.get(self._object(hash_, edition), most_bytes)
+                raise
         except FileNotFoundError:
             raise
         except OSError as error:
             raise refusal(error, f"blob {hash_}") from error
 
-    def _object(self, name: str) -> str:
-        return f"{self.place}/{name}"
+    def _later(self, hash_: str) -> builtins.list[int]:
+        """Editions of a blob behind its first, the newest one first."""
+        names = self._bucket.names(f"{self.place}/{_AGAIN}/{hash_}")
+        return sorted((int(name) for name in names if name.isdigit()), reverse=True)
+
+    def _object(self, name: str, edition: int = 0) -> str:
+        return f"{self.place}/{_name(name, edition)}"
+
+
+def _name(hash_: str, edition: int) -> str:
+    return f"{_AGAIN}/{hash_}/{edition}" if edition else hash_
+
+
+def _problem(data: memoryview, digest: Digest) -> str:
+    if len(data) != digest.size_bytes:
+        return f"expected {digest.size_bytes} bytes, found {len(data)} or more"
+    return "" if Digest.of(data) == digest else "its bytes have another digest"
 
 
 def _aside_name(aside: Aside) -> str:

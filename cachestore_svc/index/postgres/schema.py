@@ -171,7 +171,19 @@ _THIRD = (
     END $$""",
     "CREATE TRIGGER report_events AFTER INSERT ON events FOR EACH ROW EXECUTE FUNCTION report_event()",
 )
-STEPS = (_FIRST, _SECOND, _THIRD)
+_REMOVALS = (
+    "ALTER TABLE blobs ADD COLUMN edition BIGINT NOT NULL DEFAULT 0",
+    """CREATE TABLE removals (
+        namespace_id BIGINT NOT NULL REFERENCES namespaces (id),
+        hash TEXT COLLATE "C" NOT NULL,
+        edition BIGINT NOT NULL,
+        size_bytes BIGINT NOT NULL,
+        since_unix_ms BIGINT NOT NULL,
+        removed_unix_ms BIGINT,
+        PRIMARY KEY (namespace_id, hash, edition)
+    )""",
+)
+STEPS = (_FIRST, _SECOND, _THIRD, _REMOVALS)
 
 
 def migrate(connection: Connection, now_unix_ms: int) -> None:

@@ -8,7 +8,7 @@ from kvasir.formats.digest import Digest
 
 from cachestore_svc.facts.records import AgentDeleted, AgentUpdated, EventBody
 from cachestore_svc.index import eviction
-from cachestore_svc.index.sqlite import versions
+from cachestore_svc.index.sqlite import removals, versions
 from cachestore_svc.index.sqlite.rows import Rows
 from cachestore_svc.index.values import Deadlines, Evicted, NotEnough
 
@@ -42,11 +42,6 @@ def rested(rows: Rows, deadlines: Deadlines, limit: int) -> list[tuple[int, Dige
     return rows.numbered_digests(have_rested, marked_until=marked_until, promised_until=promised_until, limit=limit)
 
 
-def remove_blobs(rows: Rows, blob_ids: Sequence[int]) -> None:
-    """Unlist blobs that nothing holds. The database refuses it for one that something does."""
-    rows.run("DELETE FROM blobs WHERE id IN (SELECT value FROM json_each(:ids))", ids=blob_ids)
-
-
 def remove_unused_schemas(rows: Rows) -> None:
     """Forget tensor schemas that no blob has."""
     rows.run("DELETE FROM schemas WHERE NOT EXISTS (SELECT 1 FROM blobs WHERE blobs.schema_hash = schemas.hash)")
@@ -57,7 +52,23 @@ def mark(rows: Rows, blob_ids: Sequence[int], now_unix_ms: int) -> None:
     rows.run(marked, now=now_unix_ms, ids=blob_ids)
 
 
-def evict(rows: Rows, wanted_bytes: int, evict_heads: bool, now_unix_ms: int, deadlines: Deadlines) -> Evicted:
+def unlist(rows: Rows, blob_ids: Sequence[int], now_unix_ms: int, *, notes_removals: bool) -> None:
+    """Unlist blobs that nothing holds. The database refuses it for one that something does. `notes_removals`: their
+    objects are being removed, and others must know."""
+    if notes_removals:
+        removals.note_removals(rows, blob_ids, now_unix_ms)
+    rows.run("DELETE FROM blobs WHERE id IN (SELECT value FROM json_each(:ids))", ids=blob_ids)
+
+
+def evict(
+    rows: Rows,
+    wanted_bytes: int,
+    evict_heads: bool,
+    now_unix_ms: int,
+    deadlines: Deadlines,
+    *,
+    notes_removals: bool = False,
+) -> Evicted:
     """Give up versions until their blobs free enough at once. Only bytes that no caller was promised count and go;
     others are marked and rest. Raises NotEnough, which undoes all of it.
     """
@@ -73,7 +84,10 @@ def evict(rows: Rows, wanted_bytes: int, evict_heads: bool, now_unix_ms: int, de
         unheld = versions.drop_version(rows, victim.line_id, victim.version)
         event = _drop_empty(rows, victim.line_id)
         events[event.agent_id] = event
-        freed += _remove_unpromised(rows, unheld, now_unix_ms, deadlines)
+        free = _unpromised(rows, unheld, deadlines)
+        unlist(rows, [*free], now_unix_ms, notes_removals=notes_removals)
+        mark(rows, [blob_id for blob_id in unheld if blob_id not in free], now_unix_ms)
+        freed += free.values()
     if sum(digest.size_bytes for digest in freed) < wanted_bytes:
         raise NotEnough
     return Evicted(freed, list(events.values()), len(victims))
@@ -116,14 +130,11 @@ def _drop_empty(rows: Rows, line_id: int) -> AgentUpdated | AgentDeleted:
     return AgentDeleted(name)
 
 
-def _remove_unpromised(rows: Rows, blob_ids: Sequence[int], now_unix_ms: int, deadlines: Deadlines) -> list[Digest]:
+def _unpromised(rows: Rows, blob_ids: Sequence[int], deadlines: Deadlines) -> dict[int, Digest]:
     free = rows.numbered_digests(
         """SELECT id, hash, size_bytes FROM blobs WHERE id IN (SELECT value FROM json_each(:ids))
             AND promised_unix_ms <= :promised_until""",
         ids=blob_ids,
         promised_until=deadlines.promised_until_unix_ms,
     )
-    gone = {blob_id for blob_id, _ in free}
-    remove_blobs(rows, [*gone])
-    mark(rows, [blob_id for blob_id in blob_ids if blob_id not in gone], now_unix_ms)
-    return [digest for _, digest in free]
+    return dict(free)

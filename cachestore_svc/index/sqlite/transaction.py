@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from cachestore_svc.index.sqlite import agents, blobs, committing, events, garbage, statistics, versions
+from cachestore_svc.index.sqlite import agents, blobs, committing, events, garbage, removals, statistics, versions
 from cachestore_svc.index.sqlite.journaling import applying, index_state
 from cachestore_svc.index.sqlite.rights import leases, owners
 from cachestore_svc.index.sqlite.rows import Connection, Rows
@@ -22,6 +22,8 @@ class CatalogView(Rows):
     whole_blobs = blobs.whole_blobs
     damaged_blobs = blobs.damaged_blobs
     blobs_after = blobs.blobs_after
+    free_editions = removals.free_editions
+    waiting_removals = removals.waiting_removals
 
     get_agent = agents.get_agent
     agents_after = agents.agents_after
@@ -83,6 +85,10 @@ class CatalogChange(CatalogView):
     add_blobs = blobs.add_blobs
     promise = blobs.promise
     set_damaged = blobs.set_damaged
+    add_editions = removals.add_editions
+    condemn = removals.condemn
+    end_removals = removals.end_removals
+    free_names = removals.free_names
 
     update_agent = agents.update_agent
     forget_agent = agents.forget_agent
@@ -96,7 +102,7 @@ class CatalogChange(CatalogView):
     hold_anew = versions.hold_anew
 
     mark_unheld = garbage.mark_unheld
-    remove_blobs = garbage.remove_blobs
+    unlist = garbage.unlist
     remove_unused_schemas = garbage.remove_unused_schemas
     evict = garbage.evict
 

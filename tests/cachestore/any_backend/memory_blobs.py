@@ -2,7 +2,7 @@
 
 import threading
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 
@@ -17,6 +17,7 @@ class MemoryBlobs:
     """Implements `BlobBackend` in RAM. It outlives a store that is closed, as a disk does."""
 
     where: str = "memory"
+    is_shared: bool = False
     _places: dict[str, "MemoryOfNamespace"] = field(default_factory=dict)
 
     def of(self, namespace: str) -> "MemoryOfNamespace":
@@ -61,8 +62,8 @@ class MemoryOfNamespace:
     def remove_handed(self, token: str) -> None:
         """There is none."""
 
-    def publish(self, hashes: Sequence[str]) -> None:
-        for hash_ in hashes:
+    def publish(self, editions: Mapping[str, int]) -> None:
+        for hash_ in editions:
             self.blobs[hash_] = bytes(self.parts.pop(hash_))
 
     def read(self, digest: Digest, *, past_copies: bool = False) -> memoryview:
@@ -85,13 +86,13 @@ class MemoryOfNamespace:
     def size_bytes(self, hash_: str) -> int | None:
         return len(self.blobs[hash_]) if hash_ in self.blobs else None
 
-    def remove(self, hash_: str) -> None:
+    def remove(self, hash_: str, edition: int = 0) -> None:
         self.blobs.pop(hash_, None)
 
     def remove_part(self, hash_: str) -> None:
         self.parts.pop(hash_, None)
 
-    def set_aside(self, hash_: str, now_unix_ms: int) -> Aside:
+    def set_aside(self, hash_: str, now_unix_ms: int, edition: int = 0) -> Aside:
         aside = Aside(self.place, hash_, now_unix_ms)
         self.asides[aside] = self.blobs.pop(hash_)
         return aside

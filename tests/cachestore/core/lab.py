@@ -148,7 +148,8 @@ class Lab:
         part.append(data)
         part.sync()
         part.close()
-        blobs.publish([digest.hash])
+        blobs.publish({digest.hash: 0})
+        blobs.remove_part(digest.hash)
 
     def file_of(self, digest: Digest, namespace: str = NS) -> Path:
         """The file of a blob, plain or sealed."""

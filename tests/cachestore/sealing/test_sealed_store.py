@@ -3,6 +3,7 @@
 import inspect
 import sqlite3
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -10,7 +11,9 @@ import pytest
 from kvasir.errors import FailedPrecondition, NotFound
 from kvasir.formats.block_hash import kv_identity_hash
 from kvasir.formats.digest import Digest
+from obstore.store import MemoryStore
 
+from cachestore_svc.blobs.bucket.bucket import Bucket
 from cachestore_svc.blobs.disk import Disk
 from cachestore_svc.core.stored_blobs import quarantine
 from cachestore_svc.facts.records import BlobKind, EventCursor, Origin
@@ -18,6 +21,8 @@ from cachestore_svc.index.catalog import CatalogChange, CatalogView
 from cachestore_svc.index.sqlite.events import _texts_of
 from cachestore_svc.index.sqlite.rows import Rows
 from cachestore_svc.index.values import CommitTerms
+from cachestore_svc.recovery import asides
+from cachestore_svc.recovery.medium import blobs_of
 from cachestore_svc.recovery.recovering import recover
 from cachestore_svc.sealing.keys import MasterKey
 from cachestore_svc.sealing.sealed_form import SEGMENT_BYTES
@@ -241,13 +246,23 @@ def live_by_every_verb(store: Store, watch: Watch, clock: Clock) -> None:
     collecting.make_room(store._core, NS, 1, resuming=turns[0].manifest_digest)
 
 
-def test_no_statement_of_any_verb_has_a_text_of_a_sealed_namespace(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
-    with lab.open() as store:
-        watch = Watch(monkeypatch, store)
-        live_by_every_verb(store, watch, lab.clock)
-        assert watch.leaks == set()
-        assert watch.verbs - OF_THE_HOUSE - watch.called == set(), "the life has to come to these, too"
-        assert files_with(lab.root, [needle.encode() for needle in watch.needles]) == []
+def test_no_statement_of_any_verb_has_a_text_of_a_sealed_namespace(
+    lab: Lab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    in_bucket, called = Lab(tmp_path / "in a bucket").seal(NS), set[str]()
+    bucket = Bucket(MemoryStore(), "s3://memory")
+    in_bucket.kept_blobs = blobs_of(replace(in_bucket.config(), blobs=bucket.where), Disk(), bucket)
+    for each in (lab, in_bucket):
+        with each.open() as store:
+            watch = Watch(monkeypatch, store)
+            live_by_every_verb(store, watch, each.clock)
+            if each is in_bucket:
+                asides.sweep_at_start(store._core)
+            assert watch.leaks == set()
+            assert files_with(each.root, [needle.encode() for needle in watch.needles]) == []
+            called |= watch.called
+        monkeypatch.undo()
+    assert watch.verbs - OF_THE_HOUSE - called == set(), "the life has to come to these, too"
 
 
 def test_a_statement_takes_no_text_without_a_known_name() -> None:

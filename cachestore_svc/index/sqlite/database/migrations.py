@@ -223,6 +223,22 @@ def _dropped(connection: Connection) -> None:
     )
 
 
+def _removals(connection: Connection) -> None:
+    """Which object of a bucket has a blob's bytes, and which are being removed."""
+    connection.execute("ALTER TABLE blobs ADD COLUMN edition INTEGER NOT NULL DEFAULT 0")
+    connection.execute(
+        """CREATE TABLE removals (
+            namespace_id INTEGER NOT NULL REFERENCES namespaces (id),
+            hash TEXT NOT NULL,
+            edition INTEGER NOT NULL,
+            size_bytes INTEGER NOT NULL,
+            since_unix_ms INTEGER NOT NULL,
+            removed_unix_ms INTEGER,
+            PRIMARY KEY (namespace_id, hash, edition)
+        ) WITHOUT ROWID"""
+    )
+
+
 MIGRATIONS: tuple[Callable[[Connection], None], ...] = (
     _first,
     _provenance,
@@ -233,6 +249,7 @@ MIGRATIONS: tuple[Callable[[Connection], None], ...] = (
     _owners,
     _had_by,
     _dropped,
+    _removals,
 )
 
 

@@ -1,0 +1,284 @@
+"""Two processes over one catalog and one bucket: of each other's publications and removals they know by rows alone.
+
+They are two cores here, each with its own directory, locks and copies, over one catalog, which puts the operations of
+all of them in one order."""
+
+import os
+import random
+import secrets
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
+from itertools import count
+from pathlib import Path
+
+import pytest
+from kvasir.errors import KvasirError, NotFound
+from kvasir.formats.digest import Digest
+from obstore.store import MemoryStore
+
+from cachestore_svc.blobs.blob_writer import Writers
+from cachestore_svc.blobs.bucket.bucket import Bucket, open_bucket
+from cachestore_svc.blobs.disk import Disk
+from cachestore_svc.blobs.space import Space
+from cachestore_svc.core import stored_blobs
+from cachestore_svc.core.core import Core
+from cachestore_svc.index.catalog import HOUSE
+from cachestore_svc.recovery import asides
+from cachestore_svc.recovery.medium import blobs_of
+from cachestore_svc.recovery.opening import Opened
+from cachestore_svc.sealing.sealed_blobs import SealedBackend
+from cachestore_svc.store.store import Store
+from tests.cachestore.bucket.test_over_s3 import _PROGRAM, credentials, faults  # noqa: F401
+from tests.cachestore.core.lab import NS, Lab, assert_restores, publish, upload
+from tests.made_models.synthetic import SyntheticAgent, SyntheticSnapshot
+from tests.running.postgres import PostgresServer, postgres  # noqa: F401
+
+WHERE = "s3://bucket/agents"
+
+
+@dataclass
+class Moments:
+    """Where a request to the bucket is held: for a while, by chance, or until a test lets it go."""
+
+    chance: random.Random | None = None
+    before: dict[str, Callable[[], None]] = field(default_factory=dict)  # by method, once
+    after: dict[str, Callable[[], None]] = field(default_factory=dict)
+
+    @contextmanager
+    def of(self, method: str, name: str) -> Iterator[None]:
+        if "/" not in name or name.startswith("probe/"):  # not of a blob
+            yield
+            return
+        self._pass(self.before.pop(method, None), 40 if method == "remove" else 4)
+        yield
+        self._pass(self.after.pop(method, None), 4)
+
+    def _pass(self, hook: Callable[[], None] | None, most_ms: int) -> None:
+        if hook is not None:
+            hook()
+        if self.chance is not None:
+            time.sleep(self.chance.random() ** 4 * most_ms / 1000)
+
+
+class HeldBucket(Bucket):
+    moments: Moments
+
+    def put_new(self, name: str, data: bytes | memoryview) -> bool:
+        with self.moments.of("put_new", name):
+            return super().put_new(name, data)
+
+    def get(self, name: str, most_bytes: int) -> memoryview:
+        with self.moments.of("get", name):
+            return super().get(name, most_bytes)
+
+    def remove(self, name: str) -> None:
+        with self.moments.of("remove", name):
+            super().remove(name)
+
+    def rename(self, name: str, new: str) -> None:
+        with self.moments.of("remove", name):
+            super().rename(name, new)
+
+
+@dataclass
+class Pair:
+    first: Store
+    second: Store
+    moments: Moments
+    root: Path
+    starts: Iterator[int] = field(default_factory=count)
+
+    def start_another(self) -> Core:
+        """A process of its own that starts, and sets aside what no row has."""
+        core = self.first._core
+        bucket = core.blobs.sealed.bucket  # type: ignore[attr-defined]
+        started = _second(core, bucket, self.root / f"start {next(self.starts)}")._core
+        asides.sweep_at_start(started)
+        return started
+
+    @property
+    def both(self) -> tuple[Store, Store]:
+        return self.first, self.second
+
+
+def _second(core: Core, bucket: Bucket, root: Path) -> Store:
+    root.mkdir()
+    config = replace(core.config, data_dir=root)
+    looks = blobs_of(replace(config, blobs=WHERE, catalog=""), Disk(), bucket, only_looks=True)
+    looks.owner = core.blobs.sealed.owner  # type: ignore[attr-defined]
+    blobs = SealedBackend(looks, core.seals, secrets.token_bytes)
+    space = Space(config, core.disk, core.ballast, core.catalog.read(HOUSE, lambda view: view.stored_bytes()))
+    own = {"config": config, "blobs": blobs, "space": space, "asides": set()}
+    writers = Writers(blobs, space, core.now_unix_ms)
+    return Store(Opened(replace(core, **own, writers=writers), os.open(root, os.O_RDONLY)))  # type: ignore[arg-type]
+
+
+@contextmanager
+def _pair(lab: Lab, bucket: HeldBucket) -> Iterator[Pair]:
+    bucket.moments = Moments()
+    lab.kept_blobs = blobs_of(replace(lab.config(), blobs=WHERE, catalog=""), Disk(), bucket)
+    with lab.open(grace_period_s=0, accept_older=True) as store:
+        second = _second(store._core, bucket, lab.root.with_name("second"))
+        yield Pair(store, second, bucket.moments, lab.root.parent)
+
+
+@pytest.fixture(params=["memory", "memory, sealed", pytest.param("servers", marks=pytest.mark.fleet)])
+def pair(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Pair]:
+    """Over SQLite and objects in memory; over PostgreSQL and versitygw."""
+    if request.param != "servers":
+        lab = Lab(tmp_path / "first")
+        if request.param.endswith("sealed"):
+            lab.seal(NS)
+        with _pair(lab, HeldBucket(MemoryStore(), WHERE)) as made:
+            yield made
+        return
+    if not Path(_PROGRAM).exists():
+        pytest.skip("no versitygw here: see the head of test_over_s3.py")
+    server: PostgresServer = request.getfixturevalue("postgres")
+    bucket = open_bucket(WHERE, request.getfixturevalue("credentials"))
+    held = HeldBucket(bucket._store, WHERE)
+    with _pair(Lab(tmp_path / "first", catalog=server.url(server.new_database())), held) as made:
+        yield made
+
+
+def _forget(store: Store, agent: str) -> None:
+    with suppress(NotFound):
+        store.agents.delete(NS, agent, force=True)
+
+
+def _sweep(store: Store) -> None:
+    """What is unheld is marked by one pass, and goes by the next."""
+    for _ in range(2):
+        store.care.collect_garbage(NS)
+
+
+def test_a_blob_that_is_published_while_another_process_removes_it_stays(pair: Pair) -> None:
+    turn = SyntheticAgent(seed=1).turn(70)
+    publish(pair.first, "ada", turn, 0)
+    _forget(pair.first, "ada")
+    made = []
+    pair.moments.before["remove"] = lambda: made.append(publish(pair.second, "bob", turn, 0))
+    _sweep(pair.first)
+    assert_restores(pair.first, made[0], turn)
+    for store in pair.both:
+        _sweep(store)
+    shown = pair.second.snapshots.get(NS, "bob")
+    assert_restores(pair.second, shown, turn)
+    assert_restores(pair.first, shown, turn)
+
+
+def test_an_object_that_a_start_sets_aside_before_its_row_comes_is_written_again(pair: Pair) -> None:
+    turn = SyntheticAgent(seed=2).turn(70)
+    started = list[Core]()
+    pair.moments.after["put_new"] = lambda: started.append(pair.start_another())
+    made = publish(pair.first, "ada", turn, 0)
+    assert started[0].asides
+    for store in pair.both:
+        _sweep(store)
+        assert_restores(store, made, turn)
+    assert pair.first.care.check(repair=False).is_clean
+
+
+def test_a_writer_that_fails_removes_nothing_that_another_process_listed(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    turn = SyntheticAgent(seed=3).turn(70)
+    made = []
+
+    def fail() -> None:
+        made.append(publish(pair.second, "bob", turn, 0))
+        raise OSError("the bucket went away")
+
+    pair.moments.after["put_new"] = fail
+    with pytest.raises(KvasirError):
+        upload(pair.first, turn)
+    for store in pair.both:
+        assert_restores(store, made[0], turn)
+
+
+def test_a_blob_that_is_replaced_while_a_reader_finds_it_damaged_is_read(pair: Pair) -> None:
+    """Its new bytes and its row come after the reader saw the wrong bytes, and before the reader notes them."""
+    turn = SyntheticAgent(seed=4).turn(70)
+    made = publish(pair.second, "ada", turn, 0)
+    digest = turn.digests[0]
+    first, second = (store._core for store in pair.both)
+    name = f"{second.blobs.of(NS).place}/{second.seals.names_of(NS).digest(digest).hash}"
+    second.blobs.sealed.bucket.put(name, b"wrong")  # type: ignore[attr-defined]
+
+    def replace_it() -> None:
+        stored_blobs.quarantine(second, NS, [digest])
+        upload(pair.second, turn)
+
+    pair.moments.after["get"] = lambda: pair.moments.after.update(get=replace_it)  # the reader looks twice
+    assert Digest.of(pair.first.blobs.read(NS, digest)) == digest
+    assert first.catalog.read(NS, lambda view: view.damaged_blobs()) == []
+    assert_restores(pair.first, made, turn)
+
+
+@dataclass
+class Lives:
+    """Agents that share their blobs are published, forgotten and swept by two processes at once."""
+
+    pair: Pair
+    chance: random.Random
+    turns: list[SyntheticSnapshot] = field(default_factory=list)
+    commits: int = 0
+    refused: int = 0
+
+    def __post_init__(self) -> None:
+        self.turns = [SyntheticAgent(seed=seed).turn(70) for seed in range(3)]
+
+    def live(self, number: int, seed: int) -> None:
+        chance = random.Random(seed)
+        store = self.pair.both[number % 2]
+        for _ in range(8):
+            which = chance.randrange(len(self.turns))
+            agent = f"agent {which} {chance.randrange(2)}"
+            match chance.randrange(5):
+                case 0:
+                    _forget(store, agent)
+                case 1:
+                    _sweep(store)
+                case 2 if chance.random() < 0.3:
+                    self.pair.start_another()
+                case _:
+                    self._publish(store, agent, self.turns[which])
+
+    def _publish(self, store: Store, agent: str, turn: SyntheticSnapshot) -> None:
+        for _ in range(4):
+            try:
+                head = store.snapshots.get(NS, agent).version
+            except NotFound:
+                head = 0
+            try:
+                publish(store, agent, turn, head)
+            except KvasirError as error:
+                if error.reason not in ("BLOB_MISSING", "HEAD_MOVED", "WRITE_IN_PROGRESS", "BLOB_NOT_FOUND"):
+                    raise
+                self.refused += 1
+            else:
+                self.commits += 1
+                return
+
+    def check(self) -> None:
+        """Every version that is there can be read, by both."""
+        for store in self.pair.both:
+            for agent in store.agents.page(NS).agents:
+                which = int(agent.agent_id.split()[1])
+                assert_restores(store, store.snapshots.get(NS, agent.agent_id), self.turns[which])
+
+
+@pytest.mark.long(12)
+@pytest.mark.parametrize("seed", range(4))
+def test_no_version_names_a_missing_blob_while_two_processes_sweep_and_publish(pair: Pair, seed: int) -> None:
+    chance = pair.moments.chance = random.Random(seed)
+    lives = Lives(pair, chance)
+    for _ in range(4):
+        seeds = [chance.randrange(1 << 30) for _ in range(4)]
+        with ThreadPoolExecutor(4) as pool:
+            list(pool.map(lives.live, range(4), seeds))
+        lives.check()
+    assert lives.commits > 20
