@@ -204,3 +204,17 @@ def test_names_of_a_sealed_namespace_stay_off_the_disk(around: Around, tmp_path:
     assert not (tmp_path / "returns.json").exists(), "a file that would not change is not written again"
     around.connection.features = set()
     assert around.waking._kept() == "", "what is there stays until the store has answered"
+
+
+def test_a_turn_that_found_its_memory_elsewhere_found_no_wake(around: Around) -> None:
+    around.look()
+    assert around.comes(around.clock_s + 1, is_hot=False) is None
+
+
+def test_agents_that_were_woken_leave_less_room_for_others(tmp_path: Path) -> None:
+    around = Around(tmp_path, memory_bytes=4000)
+    eve = AgentKey("default", "eve")
+    around.hot[eve], around.woken.ready[eve] = 1000, 0.0
+    assert around.look() == []
+    around.hot[eve] = 900
+    assert around.look() == [Work.WARM]
