@@ -122,7 +122,7 @@ class Commit:
             if error.reason != "AGENT_HELD_ELSEWHERE":
                 raise
             raise errors.Conflict("another inference service has the agent now") from error
-        if self._standing.version and await self._has_happened(Changes.TAKEN_BACK):
+        if self._standing.may_be_undone(lease.generation) and await self._has_happened(Changes.TAKEN_BACK):
             raise errors.Conflict("the agent was changed", metadata={"head_version": str(lease.newest.number)})
         return lease.generation
 

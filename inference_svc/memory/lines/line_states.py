@@ -204,6 +204,12 @@ class Standing:
             return None
         return Changes.ANY if self.expected_version is None else Changes.TAKEN_BACK
 
+    def may_be_undone(self, generation: int) -> bool:
+        """Whether the agent may have been taken back between the answer that named its parent and the line's lease of
+        this generation: a first version, too, if another engine had the line. Nobody had it before the first lease.
+        """
+        return self.head is not None and (self.version > 0 or generation > 1)
+
     def moves_to(self, lease: Lease | None) -> bool:
         """Whether the memory's commit brings this lease instead of that under which it was made, provided that the
         agent was not taken back in between: the engine gave the line back and took it again, and the parent is still
