@@ -43,7 +43,7 @@ def commit_version(rows: Rows, asked: Commit, live: LeaseEnds, now_unix_ms: int)
     versions.hold_manifest(rows, manifest, named, len(asked.facts.token_ids), asked.facts.request_id)
     made = head, manifest.id, terms.origin, terms.origin_detail
     added = versions.add_version(rows, line_id, *made, now_unix_ms)
-    if asked.facts.wake_ms is not None:  # it lets go of KV, which older versions would keep
+    if terms.origin is Origin.TURN and asked.facts.wake_ms is not None:  # it lets go of KV that older versions keep
         agent = replace(agent, retained_versions=1)
     retain(rows, agent, line_id, asked.default_retained)
     theirs = {blob.id for blob in marked}

@@ -172,6 +172,20 @@ def test_a_fork_and_an_archive_of_an_agent_asleep_wake_too(
     assert stored(house, agent).tail == stored(house, copy).tail
 
 
+def test_an_import_of_an_agent_asleep_keeps_the_versions_of_the_agent_that_it_replaces(
+    house: House, new_agent: Callable[[], str]
+) -> None:
+    asleep, agent, twin = new_agent(), new_agent(), new_agent()
+    for each in (asleep, agent, twin):
+        ask(house, each, " ".join(WORDS[:40]), 1)
+    with house.client() as client, house.store_client() as store:
+        client.sleep(asleep)
+        store.import_agent(agent, list(store.export_agent(asleep)), replace=True)
+        assert [each.version for each in store.list_snapshots(agent).snapshots] == [2, 1]
+        client.rollback_agent(agent, 1)
+    assert ask(house, agent, "more", 2).token_ids == ask(house, twin, "more", 2).token_ids
+
+
 def test_an_agent_whose_rows_are_of_unknown_origin_stays_awake(house: House, new_agent: Callable[[], str]) -> None:
     agent, copy = new_agent(), new_agent()
     with house.client() as client, house.store_client() as store:
