@@ -3,14 +3,13 @@ nor known here counts as held for its whole time from the first look on, because
 """
 
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Self
 
 from kvasir.waits import RETRY_S
 
 from cachestore_svc.facts.records import HeldLease, LeaseToken, LineKey, RenewedLeases
-from cachestore_svc.index.values import UnreleasedLease
 
 
 @dataclass(slots=True)
@@ -39,11 +38,6 @@ class LiveLeases:
     def within(self, _: object) -> Self:
         return self
 
-    def begin(self, unreleased: Iterable[UnreleasedLease]) -> None:
-        """How long each had still to go is not known, so each has its whole time."""
-        for lease in unreleased:
-            self.grant(lease.line, lease.token, lease.ttl_ms / 1000)
-
     def grant(self, line: LineKey, token: LeaseToken, ttl_s: float) -> None:
         with self._lock:
             self._put(line, token, ttl_s)
@@ -57,7 +51,7 @@ class LiveLeases:
                 return 0.0  # it had ended already when a later one was granted, whose row never became durable
             return max(found.ends - self._steady(), 0.0)
 
-    def prolong(self, line: LineKey, token: LeaseToken, ttl_s: float) -> bool:
+    def _prolong(self, line: LineKey, token: LeaseToken, ttl_s: float) -> bool:
         """Hold it for longer. False if it ended, is taken back, or would end earlier by a restart than expected."""
         with self._lock:
             found = self._grants.get(line)
@@ -74,13 +68,13 @@ class LiveLeases:
         lost, wanted = list[HeldLease](), list[HeldLease]()
         for each in held:
             line = LineKey(namespace, each.agent_id, kv_identity_hash)
-            if not self.prolong(line, LeaseToken(owner, each.generation), ttl_s):
+            if not self._prolong(line, LeaseToken(owner, each.generation), ttl_s):
                 lost.append(each)
-            elif self.is_wanted(line):
+            elif self._is_wanted(line):
                 wanted.append(each)
         return RenewedLeases(tuple(lost), tuple(wanted))
 
-    def is_wanted(self, line: LineKey) -> bool:
+    def _is_wanted(self, line: LineKey) -> bool:
         with self._lock:
             found = self._grants.get(line)
             return found is not None and found.is_wanted

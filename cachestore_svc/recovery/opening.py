@@ -178,10 +178,10 @@ class _Opening:
         begins = _end_leases if is_alone and config.accept_older else partial(_bar, leases) if log is None else None
         begin = _begin_history(catalog, means.token_hex, begins)
         space = Space(config, means.disk, self._ballast, catalog.read(HOUSE, lambda view: view.stored_bytes()))
-        leases.begin(
-            each._replace(line=each.line._replace(agent_id=seals.plain(each.line.namespace, each.line.agent_id)))
-            for each in catalog.read(HOUSE, lambda view: view.unreleased_leases())
-        )
+        if leases.in_ram:  # how long each had still to go is not known, so each has its whole time
+            for each in catalog.read(HOUSE, lambda view: view.unreleased_leases()):
+                agent_id = seals.plain(each.line.namespace, each.line.agent_id)
+                leases.in_ram.grant(each.line._replace(agent_id=agent_id), each.token, each.ttl_ms / 1000)
         catalog.seal(seals.names_of)
         budget = WriteBudget(catalog, now, config.write_budget_bytes, refuses=config.write_budget_over == "refuse")
         parts = means.disk, self._ballast, catalog, blobs, seals, space, Writers(blobs, space, now)

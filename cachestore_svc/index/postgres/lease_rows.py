@@ -2,14 +2,13 @@
 and a restart forgets none.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from kvasir.waits import RETRY_S
 
 from cachestore_svc.facts.records import HeldLease, LeaseToken, LineKey, RenewedLeases
 from cachestore_svc.index.sqlite.events import set_fact
 from cachestore_svc.index.sqlite.rows import Rows
-from cachestore_svc.index.values import UnreleasedLease
 
 BARRED = "leases_barred_until_ms"  # the fact
 _OF_LINE = "namespace_id = :namespace AND agent_name = :agent_id AND kv_identity_hash = :kv_identity_hash"
@@ -38,9 +37,6 @@ class SharedLeases:
 
     def within(self, rows: Rows) -> "LeaseRows":
         return LeaseRows(rows)
-
-    def begin(self, unreleased: Iterable[UnreleasedLease]) -> None:
-        """Their rows have their ends."""
 
 
 class LeaseRows:

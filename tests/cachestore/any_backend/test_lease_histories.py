@@ -94,7 +94,7 @@ def test_a_lease_is_prolonged_or_it_ends_and_never_both() -> None:
 
     def heartbeat() -> None:
         while not is_over.is_set():
-            seen.append(live.prolong(line, token, 5))
+            seen.append(not live.prolong_all(NS, "one", KV, [HeldLease("a", 1)], 5).lost)
 
     thread = threading.Thread(target=heartbeat)
     thread.start()

@@ -1,11 +1,10 @@
 """The port behind which the ends of leases are: RAM of the one process that has a catalog, or rows that all see."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
 from cachestore_svc.facts.records import HeldLease, LeaseToken, LineKey, RenewedLeases
 from cachestore_svc.index.sqlite.rows import Rows
-from cachestore_svc.index.values import UnreleasedLease
 
 
 class Ends(Protocol):
@@ -45,6 +44,3 @@ class LeaseEnds(Protocol):
 
     def within(self, rows: Rows) -> Ends:
         """The ends for an operation, whose failure undoes its changes of those that are in rows."""
-
-    def begin(self, unreleased: Iterable[UnreleasedLease]) -> None:
-        """The catalog was opened, with these leases."""
