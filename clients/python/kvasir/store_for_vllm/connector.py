@@ -68,8 +68,28 @@ class StepPlan(KVConnectorMetadata):  # type: ignore[misc]
     saves: dict[str, _Save] = field(default_factory=dict)
 
 
-class KvasirConnector(KVConnectorBase_V1):  # type: ignore[misc]
-    """For one device, and models all of whose layers keep every token. Raises ValueError for others."""
+class _InScheduler(KVConnectorBase_V1):  # type: ignore[misc]
+    """The calls of vLLM's scheduler."""
+
+    _planner: "_Planner"
+
+    def get_num_new_matched_tokens(self, request: "Request", num_computed_tokens: int) -> tuple[int, bool]:
+        return self._planner.find(request, num_computed_tokens), False
+
+    def update_state_after_alloc(self, request: "Request", blocks: "KVCacheBlocks", num_external_tokens: int) -> None:
+        self._planner.allocate(request, blocks.get_block_ids()[0], num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: "SchedulerOutput") -> StepPlan:
+        return self._planner.plan(scheduler_output)
+
+    def request_finished(self, request: "Request", _block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        self._planner.forget(request.request_id)
+        return False, None
+
+
+class KvasirConnector(_InScheduler):
+    """For one device, and models all of whose layers keep every token. Raises ValueError for others. vLLM makes one in
+    its scheduler and one in its worker; most methods here are calls of the worker."""
 
     def __init__(self, vllm_config: "VllmConfig", role: KVConnectorRole, kv_cache_config: "KVCacheConfig") -> None:
         super().__init__(vllm_config, role, kv_cache_config)
@@ -87,32 +107,16 @@ class KvasirConnector(KVConnectorBase_V1):  # type: ignore[misc]
             [spec.page_size_bytes // spec.block_size] * len(layers),
             keep=int(settings.get("keep", 64)),
         )
-        parts = BLOCK_TOKENS // spec.block_size
-        self._planner = _Planner(stored, parts) if role == KVConnectorRole.SCHEDULER else None
-        self._worker = None if self._planner else _Worker(stored, layers, kv_cache_config.num_blocks)
-
-    # --- in vLLM's scheduler ---
-
-    def get_num_new_matched_tokens(self, request: "Request", num_computed_tokens: int) -> tuple[int, bool]:
-        return self.planner.find(request, num_computed_tokens), False
-
-    def update_state_after_alloc(self, request: "Request", blocks: "KVCacheBlocks", num_external_tokens: int) -> None:
-        self.planner.allocate(request, blocks.get_block_ids()[0], num_external_tokens)
-
-    def build_connector_meta(self, scheduler_output: "SchedulerOutput") -> StepPlan:
-        return self.planner.plan(scheduler_output)
-
-    def request_finished(self, request: "Request", _block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        self.planner.forget(request.request_id)
-        return False, None
-
-    # --- in its worker ---
+        if role == KVConnectorRole.SCHEDULER:
+            self._planner = _Planner(stored, BLOCK_TOKENS // spec.block_size)
+        else:
+            self._worker = _Worker(stored, layers, kv_cache_config.num_blocks)
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        self.worker.register(kv_caches)
+        self._worker.register(kv_caches)
 
     def start_load_kv(self, _context: "ForwardContext", **_: Any) -> None:
-        self.worker.load(self._get_connector_metadata())
+        self._worker.load(self._get_connector_metadata())
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """All layers are loaded before the step."""
@@ -121,24 +125,14 @@ class KvasirConnector(KVConnectorBase_V1):  # type: ignore[misc]
         """All layers are saved behind the step."""
 
     def wait_for_save(self) -> None:
-        self.worker.save(self._get_connector_metadata())
+        self._worker.save(self._get_connector_metadata())
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        return self.worker.take_failed()
+        return self._worker.take_failed()
 
     def shutdown(self) -> None:
-        if self._worker:
+        if self.role == KVConnectorRole.WORKER:
             self._worker.close()
-
-    @property
-    def planner(self) -> "_Planner":
-        assert self._planner, "vLLM calls the scheduler's half"
-        return self._planner
-
-    @property
-    def worker(self) -> "_Worker":
-        assert self._worker, "vLLM calls the worker's half"
-        return self._worker
 
 
 # --- the scheduler's half ---
