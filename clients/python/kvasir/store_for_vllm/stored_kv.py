@@ -117,7 +117,8 @@ class StoredKv:
     def _forget_others(self, name: str, new: _Kept) -> None:
         """Those that the new prompt has whole, and the oldest of too many. Shared blocks stay."""
         if self._kept is None:
-            self._kept = {each: _Kept((), created) for each, created in self._stored()}
+            stored = self._store.every_agent(name_prefix=self._prefix)
+            self._kept = {each.agent_id: _Kept((), each.created_at.ToMilliseconds()) for each in stored}
         begun = [each for each, kept in self._kept.items() if kept.chain and kept.chain == new.chain[: len(kept.chain)]]
         self._kept[name] = new
         oldest_first = sorted(self._kept, key=lambda each: self._kept[each].created_unix_ms if self._kept else 0)
@@ -125,14 +126,6 @@ class StoredKv:
             del self._kept[each]
             with suppress(NotFound):  # another process was first
                 self._store.delete_agent(each)
-
-    def _stored(self) -> Iterator[tuple[str, int]]:
-        page = ""
-        while True:
-            found = self._store.list_agents(name_prefix=self._prefix, page_token=page)
-            yield from ((each.agent_id, each.created_at.ToMilliseconds()) for each in found.agents)
-            if not (page := found.next_page_token):
-                return
 
 
 def _identity(model: str, token_bytes: Sequence[int]) -> identity_pb2.KvIdentity:
