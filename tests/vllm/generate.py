@@ -1,5 +1,5 @@
 """A process of vLLM, which tests run: it reads settings and then lists of prompts, a line of JSON each, and writes
-the replies to each list.
+the replies to each list. Before an empty list it resets all caches.
 
 Its Python has vLLM, and of Kvasir the SDK alone."""
 
@@ -15,15 +15,16 @@ def main() -> None:
         settings["model"],
         dtype="float32",
         enforce_eager=True,
-        max_model_len=4096,
         max_num_seqs=8,
         kv_transfer_config=settings["connector"],
         disable_log_stats=False,
-        **settings.get("others", {}),
+        **({"max_model_len": 4096} | settings["others"]),
     )
     for line in sys.stdin:
+        if not (prompts := json.loads(line)):
+            llm.reset_prefix_cache(reset_connector=True)
         made = llm.generate(
-            [{"prompt_token_ids": prompt} for prompt in json.loads(line)],
+            [{"prompt_token_ids": prompt} for prompt in prompts],
             SamplingParams(temperature=0.0, max_tokens=settings["most"], ignore_eos=True),
             use_tqdm=False,
         )

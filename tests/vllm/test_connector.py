@@ -4,6 +4,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import time
@@ -24,6 +25,7 @@ pytestmark = [
     pytest.mark.timeout(1800),
 ]
 _TOKENS = 24
+_TOKEN_BYTES = 2_097_152 // 256  # of kvasir-tiny in fp32
 _WITHIN_S = 900.0
 _ENVIRONMENT = {
     "PYTHONPATH": f"{ROOT / 'clients' / 'python'}",
@@ -58,13 +60,15 @@ class _Vllm:
 
 
 @contextmanager
-def _vllm(address: str | None, log: Path, **others: Any) -> Iterator[_Vllm]:
+def _vllm(
+    address: str | None, log: Path, policy: str = "recompute", waiting_mib: int = 4096, **others: Any
+) -> Iterator[_Vllm]:
     connector = address and {
         "kv_connector": "KvasirConnector",
         "kv_connector_module_path": "kvasir.store_for_vllm.connector",
         "kv_role": "kv_both",
-        "kv_load_failure_policy": "recompute",
-        "kv_connector_extra_config": {"store": address},
+        "kv_load_failure_policy": policy,
+        "kv_connector_extra_config": {"store": address, "waiting_mib": waiting_mib},
     }
     settings = {"model": str(kvasir_tiny.path()), "connector": connector, "most": _TOKENS, "others": others}
     with (
@@ -143,6 +147,8 @@ def test_it_is_warm_after_a_kill_and_generates_the_same(home: StoreHome, plain: 
         assert _tokens(again) == _tokens(plain[0])
         assert [cached for _, cached in again] == [512, 1024, 768, 0]
         assert _tokens(warm.generate(*_next(first))) == _tokens(plain[1])
+        assert warm.generate() == []  # resets the caches, as after new weights
+        assert [cached for _, cached in warm.generate(PROMPTS[0])] == [0]
 
 
 def test_a_store_that_is_gone_costs_no_request(home: StoreHome, plain: tuple[Made, Made], log: Path) -> None:
@@ -166,3 +172,42 @@ def test_stored_bytes_that_are_damaged_are_computed_again(home: StoreHome, plain
     with _vllm(store.address, log) as vllm:
         found = vllm.generate(*PROMPTS)
         assert _tokens(found) == _tokens(plain[0])
+        assert _tokens(vllm.generate(*_next(found))) == _tokens(plain[1])
+
+
+def test_pieces_of_prompts_and_requests_that_lose_their_blocks_are_read_the_same(
+    home: StoreHome, plain: tuple[Made, Made], log: Path
+) -> None:
+    store = home.start()
+    tight = {"max_model_len": 1536, "max_num_batched_tokens": 320, "block_size": 128, "num_gpu_blocks_override": 13}
+    for _ in ("cold", "warm"):
+        with _vllm(store.address, log, **tight) as vllm:
+            first = vllm.generate(*PROMPTS)
+            assert _tokens(first) == _tokens(plain[0])
+            assert _tokens(vllm.generate(*_next(first))) == _tokens(plain[1])
+            _wait_until_stored(store, 1024)
+
+
+def test_copies_that_wait_for_the_store_are_bounded(home: StoreHome, plain: tuple[Made, Made], log: Path) -> None:
+    store = home.start()
+    with _vllm(store.address, log, waiting_mib=2 * 256 * _TOKEN_BYTES >> 20) as vllm:
+        assert _tokens(vllm.generate(PROMPTS[1])) == _tokens(plain[0][1:2])  # its 4 blocks are too many
+        assert _tokens(vllm.generate(PROMPTS[0])) == _tokens(plain[0][:1])
+        _wait_until_stored(store, 512)
+        with StoreClient.connect(store.address) as client:
+            assert [line.token_count for agent in client.list_agents().agents for line in agent.lines] == [512]
+
+
+@pytest.mark.parametrize(
+    ("settings", "why"),
+    [
+        ({"policy": "fail"}, "kv_load_failure_policy: expected recompute, got fail"),
+        ({"load_format": "dummy"}, r"expected weights in \*\.safetensors, got .* by --load-format dummy"),
+    ],
+)
+def test_a_setting_that_would_cost_requests_or_exactness_is_refused_by_name(
+    home: StoreHome, tmp_path: Path, settings: dict[str, str], why: str
+) -> None:
+    with _vllm(home.start().address, tmp_path / "log", **settings) as vllm, pytest.raises(AssertionError):
+        vllm.generate(PROMPTS[3])
+    assert re.search(why, (tmp_path / "log").read_text())

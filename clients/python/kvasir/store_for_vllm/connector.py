@@ -2,16 +2,19 @@
 
     vllm serve MODEL --kv-transfer-config '{"kv_connector": "KvasirConnector", "kv_role": "kv_both",
       "kv_connector_module_path": "kvasir.store_for_vllm.connector", "kv_load_failure_policy": "recompute",
-      "kv_connector_extra_config": {"store": "unix:/path or HOST:PORT", "store_token_file": "…", "keep": 64}}'
+      "kv_connector_extra_config": {"store": "unix:/path or HOST:PORT", "store_token_file": "…", "keep": 64,
+      "waiting_mib": 4096}}'
 
-vLLM's scheduler asks for the longest stored prefix in blocks of 256 tokens; its worker reads them before a step, and
-behind a step it copies new blocks, which a thread sends. A store that does not answer costs time, and no request."""
+vLLM's scheduler asks for the longest stored prefix in blocks of 256 tokens. A request waits until the worker has read
+them: none is ever computed from blocks that could not be read. Behind a step the worker copies new blocks, which a
+thread sends. A store that does not answer costs time, and no request."""
 
+import functools
 import json
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,8 +22,10 @@ from queue import Queue
 from typing import TYPE_CHECKING, Any
 
 import torch
+from huggingface_hub import snapshot_download
 from vllm import __version__ as vllm_version
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorMetadata, KVConnectorRole
+from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from kvasir.clients import StoreClient
@@ -37,10 +42,11 @@ if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
 _LOG = logging.getLogger("kvasir.store_for_vllm")
-_WAITING = 32  # saves that wait to be sent; more are not kept
+_WAITING_MIB = 4096  # copies that wait to be sent
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +68,7 @@ class _Save:
 
 @dataclass
 class StepPlan(KVConnectorMetadata):  # type: ignore[misc]
-    """Blocks that the worker reads before a step, and those that it keeps behind it, by request."""
+    """Blocks that the worker reads in a step, and those that it keeps behind it, by request."""
 
     loads: dict[str, _Load] = field(default_factory=dict)
     saves: dict[str, _Save] = field(default_factory=dict)
@@ -74,13 +80,26 @@ class _InScheduler(KVConnectorBase_V1):  # type: ignore[misc]
     _planner: "_Planner"
 
     def get_num_new_matched_tokens(self, request: "Request", num_computed_tokens: int) -> tuple[int, bool]:
-        return self._planner.find(request, num_computed_tokens), False
+        found = self._planner.find(request, num_computed_tokens)
+        return found, found > 0  # it waits until they are read
 
     def update_state_after_alloc(self, request: "Request", blocks: "KVCacheBlocks", num_external_tokens: int) -> None:
         self._planner.allocate(request, blocks.get_block_ids()[0], num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: "SchedulerOutput") -> StepPlan:
         return self._planner.plan(scheduler_output)
+
+    def update_connector_output(self, connector_output: "KVConnectorOutput") -> None:
+        self._planner.loaded(connector_output.finished_recving or (), connector_output.invalid_block_ids)
+
+    def reset_cache(self) -> bool:
+        """vLLM's weights may be others from here on: nothing is read or kept until it starts again."""
+        self._planner.close()
+        return True
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        return False
 
     def request_finished(self, request: "Request", _block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         self._planner.forget(request.request_id)
@@ -104,13 +123,14 @@ class KvasirConnector(_InScheduler):
         stored = StoredKv(
             store,
             _model(vllm_config, spec, layers),
-            [spec.page_size_bytes // spec.block_size] * len(layers),
+            [spec.unpadded_page_size_bytes // spec.block_size] * len(layers),
             keep=int(settings.get("keep", 64)),
         )
         if role == KVConnectorRole.SCHEDULER:
             self._planner = _Planner(stored, BLOCK_TOKENS // spec.block_size)
         else:
-            self._worker = _Worker(stored, layers, kv_cache_config.num_blocks)
+            waiting_mib = int(settings.get("waiting_mib", _WAITING_MIB))
+            self._worker = _Worker(stored, layers, kv_cache_config.num_blocks, waiting_mib)
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         self._worker.register(kv_caches)
@@ -119,13 +139,16 @@ class KvasirConnector(_InScheduler):
         self._worker.load(self._get_connector_metadata())
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """All layers are loaded before the step."""
+        """A request waits until all layers are loaded."""
 
     def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **_: Any) -> None:
         """All layers are saved behind the step."""
 
     def wait_for_save(self) -> None:
         self._worker.save(self._get_connector_metadata())
+
+    def get_finished(self, _requests: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        return None, self._worker.take_loaded()
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         return self._worker.take_failed()
@@ -156,12 +179,15 @@ class _Planner:
         self._found: dict[str, Sequence[Digest]] = {}
         self._requests: dict[str, _Planned] = {}
         self._loads: dict[str, _Load] = {}
+        self._loading: dict[str, set[int]] = {}
+        self._failed: set[str] = set()  # requests of which a block could not be read: all is computed
+        self._closed = False
         self._clock = clock
         self._ask_again_s = 0.0
 
     def find(self, request: "Request", computed: int) -> int:
         """Tokens that the store has beyond those. The last token is always computed."""
-        if not _is_plain(request):
+        if self._closed or request.request_id in self._failed or not _is_plain(request):
             return 0
         whole = (len(request.all_token_ids) - 1) // BLOCK_TOKENS * BLOCK_TOKENS
         self._found[request.request_id] = found = self._ask(list(request.all_token_ids[:whole]))
@@ -179,9 +205,9 @@ class _Planner:
     def allocate(self, request: "Request", places: list[int], external: int) -> None:
         """vLLM has allotted blocks; `external` tokens, the last ones found, are to be read."""
         name = request.request_id
-        if not _is_plain(request):
+        if self._closed or not _is_plain(request):
             return
-        found = self._found.get(name, [])
+        found = [] if name in self._failed else self._found.get(name, [])
         self._requests[name] = _Planned(request, [*places], len(found))
         if external:
             part_tokens = BLOCK_TOKENS // self._parts
@@ -192,10 +218,24 @@ class _Planner:
                 {number: (found[number].hash, found[number].size_bytes) for number in wanted},
                 {number: [places[each] if each >= first else None for each in self._of(number)] for number in wanted},
             )
+            self._loading[name] = {*places[first : len(found) * self._parts]}
+
+    def loaded(self, names: Collection[str], failed: Collection[int]) -> None:
+        """The worker is done with these requests' loads, and could not read those of vLLM's blocks."""
+        for name in names:
+            if not self._loading.pop(name, set()).isdisjoint(failed):
+                self._failed.add(name)
+
+    def close(self) -> None:
+        """Read and keep nothing from here on."""
+        _LOG.warning("the store is left alone from here on: vLLM's caches were reset, perhaps for other weights")
+        self._closed = True
+        self._requests.clear()
 
     def plan(self, step: "SchedulerOutput") -> StepPlan:
-        """What to read before this step, and which blocks it completes."""
-        plan = StepPlan()
+        """What to read in this step, and which blocks it completes."""
+        plan = StepPlan(loads=self._loads)
+        self._loads = {}
         computed = {each.req_id: each.num_computed_tokens for each in step.scheduled_new_reqs}
         for each in step.scheduled_new_reqs:
             self._now_at(each.req_id, [*each.block_ids[0]])
@@ -205,8 +245,6 @@ class _Planner:
             if (planned := self._requests.get(name)) and new is not None:
                 self._now_at(name, [*([] if name in others.resumed_req_ids else planned.places), *new[0]])
         for name, before in computed.items():
-            if load := self._loads.pop(name, None):
-                plan.loads[name] = load
             if (planned := self._requests.get(name)) and (
                 save := self._saved(planned, before + step.num_scheduled_tokens[name])
             ):
@@ -214,7 +252,8 @@ class _Planner:
         return plan
 
     def forget(self, name: str) -> None:
-        for known in (self._found, self._requests, self._loads):
+        self._failed.discard(name)
+        for known in (self._found, self._requests, self._loading):
             known.pop(name, None)
 
     def _now_at(self, name: str, places: list[int]) -> None:
@@ -242,14 +281,17 @@ class _Planner:
 class _Worker:
     """Copies blocks between vLLM's tensors and the store. A thread of its own sends them."""
 
-    def __init__(self, stored: StoredKv, layers: Sequence[str], blocks: int) -> None:
+    def __init__(self, stored: StoredKv, layers: Sequence[str], blocks: int, waiting_mib: int) -> None:
         self._stored = stored
         self._names = layers
         self._blocks = blocks
         self._layers: list[torch.Tensor] = []
+        self._loaded: set[str] = set()
         self._failed: set[int] = set()
-        self._unsound: set[str] = set()  # requests beside which a load failed: their KV is not kept
         self._waiting: Queue[_Made | None] = Queue()
+        self._most_bytes = waiting_mib << 20
+        self._waiting_bytes = 0
+        self._lock = threading.Lock()  # of `_waiting_bytes`
         self._sender = threading.Thread(target=self._send_all, daemon=True)
         self._sender.start()
 
@@ -258,13 +300,12 @@ class _Worker:
         self._layers = [caches[name].unflatten(0, (self._blocks, -1)) for name in self._names]
 
     def load(self, plan: StepPlan) -> None:
-        for load in plan.loads.values():
+        for name, load in plan.loads.items():
             left = {place for places in load.places.values() for place in places if place is not None}
             with _warning("stored blocks are computed again"):
                 self._load(load, left)
-            if left:
-                self._failed |= left
-                self._unsound |= {*plan.loads, *plan.saves}
+            self._failed |= left
+            self._loaded.add(name)
 
     def _load(self, load: _Load, left: set[int]) -> None:
         digests = {number: Digest(*each) for number, each in load.digests.items()}
@@ -276,17 +317,26 @@ class _Worker:
 
     def save(self, plan: StepPlan) -> None:
         """Copy new blocks. vLLM may write into its blocks again as soon as this returns."""
-        for name, save in plan.saves.items():
-            if name in self._unsound:
-                continue
-            if self._waiting.qsize() >= _WAITING:
-                self._unsound.add(name)  # its next blocks would lack these
-                _LOG.warning("%d tokens are not kept: the store is slower than vLLM", len(save.tokens))
-                continue
+        for save in plan.saves.values():
+            size = sum(len(places) * layer[0].nbytes for places in save.places.values() for layer in self._layers)
+            if not self._count(size):
+                _LOG.warning("%d tokens are not kept: the store is slower than vLLM (waiting_mib)", len(save.tokens))
+                continue  # the request's next blocks lack these, and are left out
             blocks = {
                 number: [_bytes(layer[places]) for layer in self._layers] for number, places in save.places.items()
             }
-            self._waiting.put(_Made(save.tokens, blocks))
+            self._waiting.put(_Made(save.tokens, blocks, size))
+
+    def _count(self, size: int) -> bool:
+        """Add to the bytes that wait, unless they would be too many."""
+        with self._lock:
+            if fits := self._waiting_bytes + size <= self._most_bytes:
+                self._waiting_bytes += size
+            return fits
+
+    def take_loaded(self) -> set[str]:
+        loaded, self._loaded = self._loaded, set()
+        return loaded
 
     def take_failed(self) -> set[int]:
         failed, self._failed = self._failed, set()
@@ -301,6 +351,7 @@ class _Worker:
         while (made := self._waiting.get()) is not None:
             with _warning("a prompt is not kept"):
                 self._stored.save(made.tokens, made.blocks)
+            self._count(-made.size_bytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -309,6 +360,7 @@ class _Made:
 
     tokens: list[int]
     blocks: dict[int, list[bytes]]
+    size_bytes: int
 
 
 # --- of vLLM ---
@@ -316,6 +368,8 @@ class _Made:
 
 def _spec(config: "VllmConfig", cache: "KVCacheConfig") -> FullAttentionSpec:
     """What all layers keep. Raises ValueError for a model or a setting whose KV is not kept."""
+    if (policy := config.kv_transfer_config.kv_load_failure_policy) != "recompute":
+        raise ValueError(f"KvasirConnector: kv_load_failure_policy: expected recompute, got {policy}")
     if config.parallel_config.world_size > 1:
         raise ValueError("KvasirConnector: expected one device; tensor and pipeline parallelism are not supported")
     specs = [group.kv_cache_spec for group in cache.kv_cache_groups]
@@ -329,11 +383,31 @@ def _spec(config: "VllmConfig", cache: "KVCacheConfig") -> FullAttentionSpec:
 
 
 def _model(config: "VllmConfig", spec: FullAttentionSpec, layers: Sequence[str]) -> str:
-    """Names all that decides the bytes of a token's KV: weights, types, layout and version."""
-    model = config.model_config
-    device = torch.backends.cpu.get_cpu_capability() if config.device_config.device_type == "cpu" else ""
-    parts = [weights_of([model.model]), str(model.dtype), str(model.quantization), str(model.hf_overrides), repr(spec)]
-    return json.dumps([*parts, list(layers), vllm_version, config.device_config.device_type, device])
+    """Names all that decides the bytes of a token's KV: weights, types, layout, device and version."""
+    model, draft = config.model_config, config.speculative_config
+    device = torch.backends.cpu.get_cpu_capability() if current_platform.is_cpu() else ""
+    settings = (model.dtype, model.quantization, model.hf_overrides, model.hf_config_path, model.max_model_len)
+    return json.dumps(
+        [
+            _weights(model.model, model.revision, config.load_config.load_format, config.load_config.download_dir),
+            *map(str, (*settings, draft and (draft.method, draft.model))),
+            *(repr(spec), list(layers), str(config.attention_config.backend)),
+            *(vllm_version, current_platform.get_device_name(), device),
+        ]
+    )
+
+
+@functools.cache  # the scheduler and the worker of a process ask
+def _weights(model: str, revision: str | None, load_format: str, cache: str | None) -> str:
+    """The digest of a folder, or of a model that was fetched. Raises ValueError where vLLM reads no safetensors."""
+    folder = Path(model)
+    if not folder.exists():
+        folder = Path(snapshot_download(model, revision=revision, cache_dir=cache, local_files_only=True))
+    if load_format not in ("auto", "hf", "safetensors") or not any(folder.glob("*.safetensors")):
+        raise ValueError(
+            f"KvasirConnector: expected weights in *.safetensors, got {model} by --load-format {load_format}"
+        )
+    return weights_of([str(folder)])
 
 
 def _is_plain(request: "Request") -> bool:
