@@ -1,19 +1,25 @@
-"""The last step of falling asleep: what a cancel and a lost answer of the store leave."""
+"""Falling asleep: its proof gives way to others; what a cancel and a lost answer of the store leave."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from kvasir.errors import Unavailable
 from kvasir.formats.digest import Digest
+from kvasir.inference.v1 import inference_pb2 as pb
 
-from inference_svc.engine.api import AgentKey
-from inference_svc.memory.agent_memory import AgentMemory
+from inference_svc.edge.messages import sleep_request, warm_request
+from inference_svc.engine.api import AgentKey, Listener, Priority, TurnPlan
+from inference_svc.memory.agent_memory import AgentMemory, RememberedText, StoredFiles
 from inference_svc.memory.store.answers import Head
+from inference_svc.text.token_ids import TokenIds
 from inference_svc.turns.asleep.sleeping import Sleeper
 from inference_svc.turns.progress import Progress, TurnTiming
+from inference_svc.turns.turn_data import TurnRequest
+from tests.inference.turns.test_replanning import ENDED
 from tests.inference.turns.test_turn_parts import memory
 
 KEY = AgentKey("default", "ada")
@@ -69,3 +75,31 @@ def test_hot_memory_goes_if_the_store_may_have_the_sleeping_version(is_sent: boo
         raise Unavailable("the store does not take a version now")
 
     assert asyncio.run(fallen_asleep(commit))[1] == dropped
+
+
+async def computed_again(request: TurnRequest, *, borrows: bool) -> list[TurnPlan]:
+    """The plans of a memory with six tokens, of which a reply left two."""
+    plans = list[TurnPlan]()
+
+    def submit(plan: TurnPlan, listener: Listener) -> None:
+        plans.append(plan)
+        listener([ENDED])
+
+    parts: Any = SimpleNamespace(engine=SimpleNamespace(submit=submit))
+    nothing: Any = None
+    turn = Progress(request, nothing, TurnTiming(0.0), nothing, task=asyncio.current_task())
+    transcript = RememberedText("abcdef", TokenIds(range(6)), (1,) * 6)
+    told = replace(memory(), transcript=transcript, files=StoredFiles(runs=(2, 4)))
+    await Sleeper(parts)._computed(turn, KEY, told, borrows=borrows)
+    return plans
+
+
+@pytest.mark.parametrize(("read", "borrows"), [(sleep_request, False), (warm_request, True)])
+def test_proofs_and_wakes_give_way_and_are_billed_to_their_namespace(
+    read: Callable[..., TurnRequest], borrows: bool
+) -> None:
+    """Else the proofs of one namespace's agents would take their cells among the prompts of people elsewhere."""
+    named = pb.WarmRequest(agent_id=KEY.agent_id)
+    terms = {"namespace": KEY.namespace, "caller": "", "max_prompt_bytes": 0, "new_request_id": str}
+    plans = asyncio.run(computed_again(read(named, **terms), borrows=borrows))
+    assert [(plan.pace.priority, plan.namespace) for plan in plans] == [(Priority.BACKGROUND, KEY.namespace)] * 2
