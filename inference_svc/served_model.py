@@ -141,7 +141,8 @@ async def open_served(
     # A laptop that wakes must not believe in a lease that ended elsewhere while it slept, nor give a publication up.
     stats, owner, now_ms = shared.stats, shared.lease_owner, shared.now_ms
     woken = WokenAgents(Returns(_least_gap_s(settings)), lambda: now_ms() / 1e3)
-    line_parts = LineParts(engine, copies, settings.publishing, stats, owner, clock, uptime_s, now_ms)
+    on_deleted, limits = woken.returns.forget, settings.publishing
+    line_parts = LineParts(engine, copies, limits, stats, owner, clock, uptime_s, now_ms, on_deleted)
     lines = {namespace: Lines(namespace, store, line_parts) for namespace, store in stores.items()}
     parts = EngineParts(
         engine,
@@ -166,7 +167,7 @@ async def open_served(
     grace_s = settings.stop_grace_s
     served = ServedModel(name, engine, prompting, turns, lines, line_parts, giver, grace_s, check, embedder, woken)
     served.warm_up_while_idle(clock)
-    own_turns = OwnTurns(turns)
+    own_turns = OwnTurns(turns, parts.recall.is_wanted, lambda: not embedder.is_idle)
     allowance = Allowance(settings.wake_ahead_share, engine.memory_budget_bytes, woken.now_s())
     waking = WakingAhead(WakingParts(own_turns, engine, stores, woken, stats, clock), allowance, settings.state_dir)
     served.tasks.append(asyncio.create_task(waking.run()))

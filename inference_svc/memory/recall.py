@@ -44,7 +44,7 @@ class Recollection:
     # What the line of this KV identity has, where the newest memory is of another: its KV serves what both begin with.
     own_line: "Recollection | None" = None
     settings: AgentSettings = NO_SETTINGS
-    unproven: AgentMemory | None = None  # hot, and perhaps no longer the newest: the store could not be asked
+    unproven: AgentMemory | None = None  # hot, and perhaps no longer the newest: the store did not answer
 
     @property
     def version(self) -> int:
@@ -81,22 +81,30 @@ class Recall:
         lines = self.lines.get(key.namespace) if key is not None else None
         return lines.line(key.agent_id) if lines is not None and key is not None else None
 
-    async def of_turn(self, key: AgentKey | None, budget: Budget, *, extends: bool) -> Recollection:
+    def is_wanted(self, key: AgentKey) -> bool:
+        """Whether another engine waits for the lease that this engine has of the agent's line."""
+        line = self.line(key)
+        return line is not None and line.lease.is_wanted_now
+
+    async def of_turn(self, key: AgentKey | None, budget: Budget, *, extends: bool, takes: bool = True) -> Recollection:
         """The newest memory of a turn's agent and, if the turn extends its line, the right to do so. Raises Unavailable
         (AGENT_HELD_ELSEWHERE) if another engine has that right, and FailedPrecondition (AGENT_MOVED, AGENT_MOVING) if
-        another store has: a turn that is computed all the same would lose against that engine.
+        another store has: a turn that is computed all the same would lose against that engine. `takes`: an engine
+        that has the line and does not use it lets go.
         """
         if key is None:
             return NOTHING_REMEMBERED
         line = self.line(key) if extends else None
         if line is not None:
-            line.lease.request()
+            line.lease.request(takes=takes)
         found = await self.newest(key, budget)
+        if line is not None and not takes:
+            await line.lease.answered(budget)
         if line is None or not line.lease.is_elsewhere or found.head is None:
             return found
         try:
             # Another engine releases a line within milliseconds of the request, unless a turn of it still runs.
-            await line.lease.obtain(RETRY_S)
+            await line.lease.obtain(RETRY_S if takes else 0.0, takes=takes)
         except KvasirError as error:
             if error.reason in ("AGENT_HELD_ELSEWHERE", *MOVED):
                 raise
@@ -104,7 +112,7 @@ class Recall:
 
     async def newest(self, key: AgentKey, budget: Budget) -> Recollection:
         """The agent's newest memory. The hot memory is used if it is the store's newest version or extends it, or, when
-        the store cannot be asked, if a lease of this engine proves so. Otherwise it is not used: a rollback may have
+        the store cannot be reached, if a lease of this engine proves so. Otherwise it is not used: a rollback may have
         been acknowledged.
         """
         hot = self._hot(key)

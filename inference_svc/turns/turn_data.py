@@ -100,6 +100,7 @@ class Work(Enum):
 
     REPLY = "reply"
     WARM = "warm"  # the memory becomes hot
+    WAKE = "wake"  # the same ahead of a turn: it takes no other engine's lease
     SLEEP = "sleep"  # its KV is let go
 
 

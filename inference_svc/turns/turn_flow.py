@@ -144,7 +144,7 @@ class TurnFlow:
         """None: the turn leaves no memory that it made itself."""
         if turn.taken is not None:
             return await self._end(turn, await self.taken.run(turn, turn.taken))
-        serves = {Work.REPLY: self._serve, Work.WARM: self._warm, Work.SLEEP: self._sleep}
+        serves = {Work.REPLY: self._serve, Work.WARM: self._warm, Work.WAKE: self._warm, Work.SLEEP: self._sleep}
         serve, budget, cursor = serves[turn.request.work], self._parts.budget(), None
         for _ in range(_MAX_SERVINGS):
             cursor = cursor or self._parts.event_cursor(turn.request)
@@ -155,7 +155,8 @@ class TurnFlow:
     async def _recalled(self, turn: Progress, budget: Budget) -> Recollection:
         """Raises _OvertakenError: the newest memory may have come with a peer's turn, which has waited for it."""
         key = turn.request.key
-        recollection = await self._parts.recall.of_turn(key, budget, extends=turn.request.extends)
+        takes = turn.request.work is not Work.WAKE
+        recollection = await self._parts.recall.of_turn(key, budget, extends=turn.request.extends, takes=takes)
         if key is not None and await self.taken.coming(key):
             raise _OvertakenError
         return recollection
@@ -189,6 +190,8 @@ class TurnFlow:
         if not turn.is_cancelled:  # whoever cancels wants nothing more computed
             remembered = await self._shortener.after_reply(remembered)
         await self._ending.finish(remembered, turn)
+        if (key := turn.request.extended) is not None:
+            self._parts.woken.returns.served(key, turn.request.request_id)
         return remembered
 
     async def _warm(self, turn: Progress, cursor: EventCursor | None, budget: Budget) -> None:

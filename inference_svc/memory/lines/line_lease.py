@@ -55,14 +55,19 @@ class LineLease:
         """Who has it, as the store named that engine; empty if it did not."""
         return self._failure.metadata.get("owner", "") if self._failure is not None else ""
 
-    def request(self) -> None:
-        """Request it, unless this engine has it. The turn does not wait for the answer."""
+    def request(self, *, takes: bool = True) -> None:
+        """Request it, unless this engine has it. The turn does not wait for the answer. `takes`: from another, too."""
         if self._counting() is None and self._store.connection.is_reachable:
-            self._request()
+            self._request(takes=takes)
 
-    def _request(self) -> "asyncio.Task[None]":
+    @property
+    def is_wanted_now(self) -> bool:
+        """Whether another engine waits for the lease that this engine has."""
+        return self.is_wanted and self.held is not None
+
+    def _request(self, *, takes: bool = True) -> "asyncio.Task[None]":
         if self._acquiring is None:
-            self._acquiring = self._spawn(self._acquire())
+            self._acquiring = self._spawn(self._acquire(takes=takes))
         return self._acquiring
 
     async def answered(self, budget: Budget) -> None:
@@ -70,13 +75,13 @@ class LineLease:
             if self._acquiring is not None:
                 await asyncio.wait({self._acquiring}, timeout=max(budget.remaining_s, 0))
 
-    async def obtain(self, patience_s: float) -> Lease:
+    async def obtain(self, patience_s: float, *, takes: bool = True) -> Lease:
         """The lease; its holder has `patience_s` to give it back. Raises Unavailable (AGENT_HELD_ELSEWHERE)."""
         give_up, pause_s = self._parts.clock() + patience_s, LOOK_S
         while True:
             if (lease := self._counting()) is not None:
                 return lease
-            await asyncio.wait({self._request()})
+            await asyncio.wait({self._request(takes=takes)})
             if self.held is not None:
                 return self.held
             if self._failure is not None and self._failure.reason != _HELD:
@@ -117,7 +122,7 @@ class LineLease:
                 LEASE_TTL_S,
             )
 
-    async def _acquire(self) -> None:
+    async def _acquire(self, *, takes: bool) -> None:
         asked_at, epoch = self._parts.lease_clock(), self._epoch
         try:
             granted = await self._store.leases.acquire(
@@ -125,7 +130,7 @@ class LineLease:
                 self._parts.engine.model.kv_identity_hash,
                 self._parts.owner,
                 begins_anew=not self._generation,
-                asks=True,
+                asks=takes,
                 timeout_s=SOON_S,
             )
         except errors.KvasirError as error:

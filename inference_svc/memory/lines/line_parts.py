@@ -27,6 +27,7 @@ class LineParts:
     clock: Callable[[], float]  # seconds, monotonic: of patience, which does not end while the machine sleeps
     lease_clock: Callable[[], float]  # seconds, monotonic, sleep included: leases end meanwhile
     now_ms: Callable[[], int]
+    on_deleted: Callable[[AgentKey], None] = lambda _: None
 
     def hot(self, key: AgentKey) -> AgentMemory | None:
         """The agent's hot memory, if the store may get it or has it."""

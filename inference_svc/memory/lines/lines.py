@@ -142,8 +142,10 @@ class Lines:
                 self._wanted(event.agent_id, takes_back=event.takes_back)
             case HeadMoved(agent_id, head) if self._is_hot(agent_id):
                 self.line(agent_id).moved(head)
-            case AgentGone(agent_id) if self._is_hot(agent_id):
-                self.line(agent_id).moved(None)
+            case AgentGone(agent_id):
+                self._parts.on_deleted(AgentKey(self.namespace, agent_id))
+                if self._is_hot(agent_id):
+                    self.line(agent_id).moved(None)
             case EventsLost():
                 for line in self._lines.values():
                     if line.lease.held is not None:

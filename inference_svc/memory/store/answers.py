@@ -171,6 +171,7 @@ class ListedAgent:
     used_unix_ms: int
     is_asleep: bool  # its manifest names no blob
     is_free: bool  # this store owns it, and it is not pinned
+    request_id: str = ""  # of the turn that made its newest version
 
 
 def listed_agent(agent: cachestore_pb2.Agent) -> ListedAgent:
@@ -184,6 +185,7 @@ def listed_agent(agent: cachestore_pb2.Agent) -> ListedAgent:
         agent.used_at.ToMilliseconds(),
         is_asleep=newest.total_bytes == newest.manifest.size_bytes,
         is_free=is_owned and not agent.is_pinned,
+        request_id=newest.request_id,
     )
 
 

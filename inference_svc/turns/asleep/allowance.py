@@ -14,12 +14,16 @@ class Allowance:
         self._most_bytes = _PART_OF_MEMORY * memory_bytes
         self._saved_s, self._counted_s = share * SECONDS_OF_DAY / 24, now_s
 
-    def may_wake(self, now_s: float, held_bytes: int, needed_bytes: int) -> bool:
+    def has_room(self, held_bytes: int, needed_bytes: int) -> bool:
         """Whether an agent of so many bytes may be woken beside those that were woken and wait for their turns."""
+        return held_bytes + needed_bytes <= self._most_bytes
+
+    def has_time(self, now_s: float) -> bool:
+        """Whether an agent may be woken now."""
         elapsed_s = max(0.0, now_s - self._counted_s)  # a clock may go back
         self._saved_s = min(self._saved_s + self._share * elapsed_s, self._share * SECONDS_OF_DAY)
         self._counted_s = now_s
-        return self._saved_s > 0 and held_bytes + needed_bytes <= self._most_bytes
+        return self._saved_s > 0
 
     def spend(self, seconds: float) -> None:
         """It may be more than was saved: how long a wake takes is known afterwards."""

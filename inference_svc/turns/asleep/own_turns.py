@@ -1,6 +1,7 @@
-"""Turns that the engine makes for itself, to put an agent to sleep or to wake it. A caller's turn ends them."""
+"""The engine's own turns, which put an agent to sleep or wake it. A caller's turn ends them, here or elsewhere."""
 
 import asyncio
+from collections.abc import Callable
 from itertools import count
 
 from kvasir.waits import LOOK_S
@@ -11,13 +12,18 @@ from inference_svc.turns.turn_service import Choices, TurnService
 
 
 class OwnTurns:
-    def __init__(self, turns: TurnService) -> None:
+    def __init__(
+        self, turns: TurnService, is_wanted: Callable[[AgentKey], bool], embeds: Callable[[], bool] = lambda: False
+    ) -> None:
+        """`is_wanted`: whether another engine waits for the agent. `embeds`: whether texts are embedded now."""
         self._turns = turns
+        self._is_wanted = is_wanted
+        self._embeds = embeds
         self._numbers = count(1)
 
     @property
     def may_begin(self) -> bool:
-        return self._turns.is_idle
+        return self._turns.is_idle and not self._embeds()
 
     async def make(self, key: AgentKey, work: Work) -> None:
         """To its end, or until a caller's turn comes. Raises a KvasirError: why it failed, or Cancelled."""
@@ -45,9 +51,11 @@ class OwnTurns:
             reading.cancel()
 
     def _stands_in_the_way(self, key: AgentKey, work: Work) -> bool:
-        """Whether a caller's turn runs beside it. One that waits until its own agent is awake gains by it."""
+        """Whether a caller's work runs beside it, or waits elsewhere. Who waits until its agent is awake here gains."""
+        if self._is_wanted(key) or self._embeds():
+            return True
         callers = [turn for turns in self._turns.under_way() for turn in turns]
-        waits_for_it = work is Work.WARM and all(turn.request.key == key for turn in callers)
+        waits_for_it = work is Work.WAKE and all(turn.request.key == key for turn in callers)
         return len(callers) > 1 and not waits_for_it
 
 

@@ -52,6 +52,7 @@ class Rhythm:
     """When an agent came back, and how long it had been away each time."""
 
     last_s: float
+    request_id: str = ""  # of the last turn that left a memory
     returns: list[tuple[float, float]] = field(
         default_factory=list
     )  # when, and after how many seconds: the newest last
@@ -132,14 +133,27 @@ class Returns:
         if len(known.agents) > _MOST_AGENTS:
             del known.agents[next(iter(known.agents))]
 
+    def served(self, key: AgentKey, request_id: str) -> None:
+        """Note which turn of the agent left a memory here."""
+        if (rhythm := self._rhythm(key)) is not None:
+            rhythm.request_id = request_id
+
     def forget(self, key: AgentKey) -> None:
         if (known := self._namespaces.get(key.namespace)) is not None:
             known.agents.pop(key.agent_id, None)
 
     def last_s(self, key: AgentKey) -> float | None:
-        known = self._namespaces.get(key.namespace)
-        rhythm = known.agents.get(key.agent_id) if known is not None else None
+        rhythm = self._rhythm(key)
         return None if rhythm is None else rhythm.last_s
+
+    def is_last(self, key: AgentKey, request_id: str) -> bool:
+        """Whether the agent's turn of this request was served here, and is the last one that was."""
+        rhythm = self._rhythm(key)
+        return rhythm is not None and rhythm.request_id == request_id != ""
+
+    def _rhythm(self, key: AgentKey) -> Rhythm | None:
+        known = self._namespaces.get(key.namespace)
+        return known.agents.get(key.agent_id) if known is not None else None
 
     def expected(self, now_s: float) -> list[AgentKey]:
         """Agents that are away and may come within the lead: namespaces in turn, of each the best known first."""
@@ -164,7 +178,11 @@ class Returns:
         kept = {name: known.agents.items() for name in names if (known := self._namespaces.get(name)) is not None}
         return json.dumps(
             {
-                name: {agent: [each.last_s, *each.returns] for agent, each in agents if not each.is_gone(now_s)}
+                name: {
+                    agent: [each.last_s, each.request_id, *each.returns]
+                    for agent, each in agents
+                    if not each.is_gone(now_s)
+                }
                 for name, agents in kept.items()
             }
         )
@@ -180,9 +198,9 @@ class Returns:
 
 def _namespace_of(agents: dict[str, list[Any]]) -> _Namespace:
     known = _Namespace()
-    for agent_id, (last_s, *returns) in [*agents.items()][-_MOST_AGENTS:]:
+    for agent_id, (last_s, request_id, *returns) in [*agents.items()][-_MOST_AGENTS:]:
         pairs = [[_number(value) for value in each] for each in returns[-_KEPT:]]
-        rhythm = Rhythm(_number(last_s), [(at, gap) for at, gap in pairs])
+        rhythm = Rhythm(_number(last_s), _text(request_id), [(at, gap) for at, gap in pairs])
         rhythm.learn()
         known.agents[agent_id] = rhythm
     known.pooled = sorted(at for rhythm in known.agents.values() for at, _ in rhythm.returns)[-_POOLED:]
@@ -194,6 +212,12 @@ def _number(value: object) -> float:
     if not isinstance(value, int | float) or not 0 <= value < 1e12:
         raise ValueError("expected seconds")
     return float(value)
+
+
+def _text(value: object) -> str:
+    if not isinstance(value, str):
+        raise ValueError("expected a request's id")
+    return value
 
 
 def _joined(spans: Iterable[Span]) -> Iterator[Span]:

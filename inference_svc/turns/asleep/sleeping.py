@@ -70,7 +70,7 @@ class Sleeper:
             line.publications.tag(awake)
         else:
             self._parts.engine.memories.tag(key, awake)
-        if turn.request.work is Work.WARM:
+        if turn.request.work in (Work.WARM, Work.WAKE):
             self._parts.woken.ready[key] = self._parts.clock()
         took_ms = round(1e3 * (self._parts.clock() - began_s))
         log = _LOG.info if is_same else _LOG.warning  # its rows have other roundings, as on another machine

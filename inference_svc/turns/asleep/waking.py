@@ -25,6 +25,7 @@ from inference_svc.turns.turn_data import Work
 
 _LOG = structlog.get_logger(__name__)
 _MINUTES_AWAKE = 30  # until one that was awake, or could not be woken, is looked at again
+_MINUTES_FULL = 1  # the same of one that had no room
 _MOST_LATER = 4096
 _FILE = "returns.json"
 _LOOKS_SAVED = 60  # between two writes of the file
@@ -78,7 +79,7 @@ class WakingAhead:
         expected = self._parts.woken.returns.expected(self._parts.woken.now_s())
         await self._let_go(set(expected))
         for key in self._candidates(expected):
-            if not self._parts.turns.may_begin:
+            if not self._parts.turns.may_begin or not self._allowance.has_time(self._parts.woken.now_s()):
                 return
             await self._wake_if_asleep(key)
 
@@ -87,6 +88,7 @@ class WakingAhead:
         self.own &= ready.keys()
         for key in [key for key in ready if key not in sizes]:  # others wanted its room
             self._ended(key)
+            self._look_later(key)
         for key in self.own - expected:
             if not self._parts.turns.may_begin:
                 return
@@ -105,7 +107,7 @@ class WakingAhead:
         return [key for key in expected if key not in hot and key not in self._later]
 
     async def _wake_if_asleep(self, key: AgentKey) -> None:
-        """Wake the agent, if it is asleep and the allowance lasts."""
+        """Wake the agent, if it is asleep, this engine served its last turn, and there is room."""
         store, model = self._parts.stores.get(key.namespace), self._parts.engine.model
         if store is None:
             return
@@ -114,21 +116,24 @@ class WakingAhead:
         except NotFound:
             self._parts.woken.returns.forget(key)
             return
-        if not agent.is_asleep or agent.kv_identity_hash != model.kv_identity_hash:
+        is_ours = self._parts.woken.returns.is_last(key, agent.request_id)
+        if not agent.is_asleep or agent.kv_identity_hash != model.kv_identity_hash or not is_ours:
             self._look_later(key)
-        elif self._may_wake(agent.tokens):
+        elif self._has_room(agent.tokens):
             await self._wake(key)
+        else:
+            self._look_later(key, _MINUTES_FULL)
 
-    def _may_wake(self, tokens: int) -> bool:
+    def _has_room(self, tokens: int) -> bool:
         engine, woken = self._parts.engine, self._parts.woken
         sizes = engine.memories.sizes()
         held_bytes = sum(sizes.get(key, 0) for key in woken.ready)
-        return self._allowance.may_wake(woken.now_s(), held_bytes, engine.needed_bytes(tokens + 1))
+        return self._allowance.has_room(held_bytes, engine.needed_bytes(tokens + 1))
 
     async def _wake(self, key: AgentKey) -> None:
         began_s = self._parts.clock()
         try:
-            await self._parts.turns.make(key, Work.WARM)
+            await self._parts.turns.make(key, Work.WAKE)
         except Cancelled:
             return  # a caller's turn came
         except KvasirError as error:
@@ -139,9 +144,9 @@ class WakingAhead:
         if key in self._parts.woken.ready:
             self.own.add(key)
 
-    def _look_later(self, key: AgentKey) -> None:
+    def _look_later(self, key: AgentKey, minutes: int = _MINUTES_AWAKE) -> None:
         if len(self._later) < _MOST_LATER:
-            self._later[key] = self._parts.woken.now_s() + 60 * _MINUTES_AWAKE
+            self._later[key] = self._parts.woken.now_s() + 60 * minutes
 
 
 class ReturnsFile:

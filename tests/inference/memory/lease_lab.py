@@ -97,7 +97,9 @@ class Lab:
         self.store, self.engine = Store(), Engine()
         store: Any = self.store
         clocks = {"clock": lambda: self.now - self.slept_s, "lease_clock": lambda: self.now}
-        self.lines = Lines("default", store, line_parts(engine=self.engine, **clocks))
+        self.deleted = list[AgentKey]()
+        parts = line_parts(engine=self.engine, on_deleted=self.deleted.append, **clocks)
+        self.lines = Lines("default", store, parts)
 
     def remember(self, agent: str, *, is_safe: bool = True) -> None:
         publication = Publication(Standing(HEAD, Stage.STORED if is_safe else Stage.MADE))

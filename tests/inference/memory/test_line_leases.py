@@ -9,6 +9,7 @@ from kvasir import errors
 from kvasir.cachestore.v1 import manifest_pb2
 from kvasir.formats.digest import Digest
 
+from inference_svc.engine.api import AgentKey
 from inference_svc.memory.agent_memory import AgentMemory, Publication
 from inference_svc.memory.lines.line_states import LEASE_MARGIN_S, Stage, Standing, Use
 from inference_svc.memory.outcomes import SnapshotOutcome, SnapshotState
@@ -265,6 +266,14 @@ def test_what_others_did_drops_what_no_turn_can_use(event: StoreEvent, is_safe: 
         lab.remember("a", is_safe=is_safe)
         lab.lines._happened(event)
         assert ("a" in lab.engine.hot) is expected
+
+    run(scenario)
+
+
+def test_each_deletion_is_reported() -> None:
+    async def scenario(lab: Lab) -> None:
+        lab.lines._happened(AgentGone("cold"))
+        assert lab.deleted == [AgentKey("default", "cold")]
 
     run(scenario)
 

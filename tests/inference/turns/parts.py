@@ -31,4 +31,4 @@ def line_parts(**given: Any) -> LineParts:
     """The same for the lines of an engine."""
     nothing: dict[str, Any] = {each.name: None for each in fields(LineParts)}
     clocks = dict.fromkeys(("clock", "lease_clock"), lambda: 0.0)
-    return LineParts(**(nothing | {"owner": "engine-1"} | clocks | given))
+    return LineParts(**(nothing | {"owner": "engine-1", "on_deleted": lambda _: None} | clocks | given))

@@ -96,7 +96,7 @@ def idle_agents(turns: Turns) -> tuple[IdleAgents, Any]:
 
     store = SimpleNamespace(agents=SimpleNamespace(page=page))
     made: Any = turns
-    return IdleAgents(OwnTurns(made), {}, "ours", DAY_S, lambda: NOW_MS), store
+    return IdleAgents(OwnTurns(made, lambda _: False), {}, "ours", DAY_S, lambda: NOW_MS), store
 
 
 @pytest.mark.parametrize("caller", ["somebody", "ada"])
@@ -125,10 +125,26 @@ def test_a_wake_goes_on_only_beside_turns_that_wait_for_it(caller: str, is_ended
 
     async def woken() -> None:
         async with asyncio.timeout(0.5):
-            await OwnTurns(turns).make(AgentKey("default", "ada"), Work.WARM)
+            await OwnTurns(turns, lambda _: False).make(AgentKey("default", "ada"), Work.WAKE)
 
     with pytest.raises(Cancelled if is_ended else TimeoutError):
         asyncio.run(woken())
+
+
+@pytest.mark.parametrize("work", [Work.WAKE, Work.SLEEP])
+@pytest.mark.parametrize("embeds", [False, True])
+def test_an_own_turn_ends_where_another_engine_waits_for_the_agent_or_texts_are_embedded(
+    work: Work, embeds: bool
+) -> None:
+    turns: Any = Turns(caller="ada")
+    ada = AgentKey("default", "ada")
+
+    async def made() -> None:
+        async with asyncio.timeout(20):
+            await OwnTurns(turns, lambda key: key == ada and not embeds, lambda: embeds).make(ada, work)
+
+    with pytest.raises(Cancelled):
+        asyncio.run(made())
 
 
 def test_agents_fall_asleep_after_an_error_that_nobody_expected(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -87,7 +87,7 @@ class Surroundings:
         self.planned: list[str] = []
         self.finished: list[tuple[int | None, str]] = []
 
-    async def of_turn(self, key: object, budget: object, *, extends: bool) -> Recollection:
+    async def of_turn(self, key: object, budget: object, **how: bool) -> Recollection:
         return await self.newest(key, budget)
 
     async def newest(self, key: object, budget: object) -> Recollection:

@@ -139,7 +139,7 @@ def test_waking_ahead_takes_its_share_of_the_time_and_no_more(share: float, wake
     allowance, now, spent = Allowance(share, 100, 0.0), 0.0, 0.0
     for pause, took in wakes:
         now += pause
-        if allowance.may_wake(now, 0, 50):
+        if allowance.has_time(now) and allowance.has_room(0, 50):
             spent += took
             allowance.spend(took)
     assert spent <= share * (now + HOUR_S) + HOUR_S
@@ -148,14 +148,14 @@ def test_waking_ahead_takes_its_share_of_the_time_and_no_more(share: float, wake
 
 @pytest.mark.parametrize(("held", "needed", "may"), [(0, 50, True), (0, 51, False), (20, 30, True), (20, 31, False)])
 def test_woken_agents_hold_at_most_half_of_the_memory(held: int, needed: int, may: bool) -> None:
-    assert Allowance(0.1, 100, 0.0).may_wake(1.0, held, needed) is may
+    assert Allowance(0.1, 100, 0.0).has_room(held, needed) is may
 
 
 def test_a_clock_that_goes_back_gives_no_time() -> None:
     allowance = Allowance(0.5, 100, 1000.0)
     allowance.spend(0.5 * HOUR_S + 1)
-    assert not allowance.may_wake(0.0, 0, 1)
-    assert allowance.may_wake(10.0, 0, 1)
+    assert not allowance.has_time(0.0)
+    assert allowance.has_time(10.0)
 
 
 def test_turns_of_one_session_are_no_returns() -> None:
@@ -170,6 +170,6 @@ def test_times_on_both_sides_of_midnight_are_one_group() -> None:
 
 def test_at_most_a_days_share_is_saved() -> None:
     allowance = Allowance(0.1, 100, 0.0)
-    assert allowance.may_wake(30 * SECONDS_OF_DAY, 0, 1)
+    assert allowance.has_time(30 * SECONDS_OF_DAY)
     allowance.spend(0.1 * SECONDS_OF_DAY + 1)
-    assert not allowance.may_wake(30 * SECONDS_OF_DAY, 0, 1)
+    assert not allowance.has_time(30 * SECONDS_OF_DAY)

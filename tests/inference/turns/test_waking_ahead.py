@@ -22,18 +22,23 @@ ADA = AgentKey("default", "ada")
 NINE_S = 1_800_000_000.0 - 1_800_000_000.0 % SECONDS_OF_DAY + 9 * 3600
 
 
+def listed(model: str = "ours", *, is_asleep: bool = True, request_id: str = "last") -> ListedAgent:
+    return ListedAgent("ada", 7, 100, model, 0, is_asleep=is_asleep, is_free=True, request_id=request_id)
+
+
 class Around:
     """A machine of one agent, who came at nine on ten days. It is a quarter of an hour before that on the eleventh."""
 
     def __init__(self, state_dir: Path, share: float = 0.1, memory_bytes: int = 10_000) -> None:
         self.now_s, self.clock_s, self.may_begin = NINE_S + 10 * SECONDS_OF_DAY - 1000, 0.0, True
         self.hot = dict[AgentKey, int]()
-        self.listed: ListedAgent | KvasirError = ListedAgent("ada", 7, 100, "ours", 0, is_asleep=True, is_free=True)
+        self.listed: ListedAgent | KvasirError = listed()
         self.looked_up, self.made = 0, list[Work]()
         self.failure: KvasirError | None = None
         self.woken, self.stats = WokenAgents(Returns(), lambda: self.now_s), ServiceStats(0.0)
         for day in range(10):
             self.woken.returns.came(ADA, NINE_S + day * SECONDS_OF_DAY + 60 * (day % 3))
+        self.woken.returns.served(ADA, "last")
         model = SimpleNamespace(kv_identity_hash="ours")
         memories = SimpleNamespace(sizes=lambda: dict(self.hot))
         engine: Any = SimpleNamespace(model=model, memories=memories, needed_bytes=lambda tokens: 10 * tokens)
@@ -54,7 +59,7 @@ class Around:
         self.clock_s += 100.0
         if self.failure is not None:
             raise self.failure
-        if work is Work.WARM:
+        if work is Work.WAKE:
             self.hot[key], self.woken.ready[key] = 1000, self.clock_s
         else:
             del self.hot[key]
@@ -79,7 +84,7 @@ def around(tmp_path: Path) -> Around:
 
 
 def test_an_agent_asleep_is_woken_once_and_its_turn_finds_it(around: Around) -> None:
-    assert around.look() == [Work.WARM]
+    assert around.look() == [Work.WAKE]
     assert around.look(60) == [], "it is awake"
     assert around.comes(around.clock_s + 1) is Wake.HIDDEN
     assert around.comes(around.clock_s + 2) is None, "the next turn finds what the first one left"
@@ -108,7 +113,7 @@ def test_an_agent_that_its_owner_woke_stays_awake(around: Around) -> None:
 def test_a_woken_memory_that_lost_its_room_was_woken_in_vain(around: Around) -> None:
     around.look()
     around.hot.clear()
-    around.look(60)
+    assert around.look(60) == [], "who took its room would take it again"
     assert around.wakes == {Wake.UNUSED: 1}
 
 
@@ -116,19 +121,21 @@ def test_nothing_is_woken_beside_a_turn_and_a_wake_that_one_ended_is_made_again(
     around.may_begin = False
     assert around.look() == []
     around.may_begin, around.failure = True, Cancelled("a turn came")
-    assert around.look() == [Work.WARM]
+    assert around.look() == [Work.WAKE]
     around.failure = None
-    assert around.look() == [Work.WARM]
+    assert around.look() == [Work.WAKE]
 
 
-@pytest.mark.parametrize("listed", ["awake", "another model's", "refused"])
-def test_an_agent_that_cannot_be_woken_is_looked_at_again_after_a_while(around: Around, listed: str) -> None:
-    if listed == "refused":
+@pytest.mark.parametrize("why", ["awake", "another model's", "another engine's", "refused"])
+def test_an_agent_that_cannot_be_woken_is_looked_at_again_after_a_while(around: Around, why: str) -> None:
+    if why == "refused":
         around.failure = FailedPrecondition("it moved", reason="AGENT_MOVED")
-    elif listed == "awake":
-        around.listed = ListedAgent("ada", 7, 100, "ours", 0, is_asleep=False, is_free=True)
+    elif why == "another engine's":
+        around.listed = listed(request_id="later")
+    elif why == "awake":
+        around.listed = listed(is_asleep=False)
     else:
-        around.listed = ListedAgent("ada", 7, 100, "other", 0, is_asleep=True, is_free=True)
+        around.listed = listed(model="other")
     around.look()
     around.look(60)
     assert around.looked_up == 1
@@ -147,16 +154,19 @@ def test_no_share_of_the_time_or_too_little_memory_wakes_nobody(
     tmp_path: Path, share: float, memory_bytes: int
 ) -> None:
     around = Around(tmp_path, share, memory_bytes)
-    around.listed = ListedAgent("ada", 7, 100, "ours", 0, is_asleep=True, is_free=True)  # 1,010 bytes of 1,000
+    around.listed = listed()  # 1,010 bytes of 1,000
     assert around.look() == []
+    assert around.looked_up == (share > 0), "nobody is looked up without time"
+    around.look(5)
+    assert around.looked_up == (share > 0), "nor at each look for one that has no room"
 
 
 def test_time_that_wakes_took_is_spent(tmp_path: Path) -> None:
     around = Around(tmp_path, share=0.02, memory_bytes=10_000)  # 72 s are saved
     around.failure = Cancelled("a turn came")
-    assert around.look() == [Work.WARM]  # takes 100 s
+    assert around.look() == [Work.WAKE]  # takes 100 s
     assert around.look(60) == []
-    assert around.look(1400) == [Work.WARM]
+    assert around.look(1400) == [Work.WAKE]
 
 
 def test_returns_outlive_the_engine_and_a_damaged_file_costs_no_more_than_them(tmp_path: Path) -> None:
@@ -167,6 +177,8 @@ def test_returns_outlive_the_engine_and_a_damaged_file_costs_no_more_than_them(t
     again = Returns()
     ReturnsFile(path, again).read()
     assert again.expected(around.now_s) == [ADA]
+    assert again.is_last(ADA, "last")
+    assert not again.is_last(ADA, "")
     path.write_text("{")
     damaged = Returns()
     ReturnsFile(path, damaged).read()
@@ -217,4 +229,4 @@ def test_agents_that_were_woken_leave_less_room_for_others(tmp_path: Path) -> No
     around.hot[eve], around.woken.ready[eve] = 1000, 0.0
     assert around.look() == []
     around.hot[eve] = 900
-    assert around.look() == [Work.WARM]
+    assert around.look(61) == [Work.WAKE]

@@ -123,7 +123,7 @@ class _Engine:
                 continue
             if free_s >= min(next_turn_s, now_s + _LOOK):
                 break
-            if not self._allowance.may_wake(now_s, held, agent.memory_bytes):
+            if not (self._allowance.has_time(now_s) and self._allowance.has_room(held, agent.memory_bytes)):
                 continue
             end_s = min(free_s + agent.wake_s, next_turn_s)
             self._allowance.spend(end_s - free_s)

@@ -4,22 +4,23 @@ import contextlib
 import json
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from threading import Thread
 from typing import Any
 
 import pytest
 from kvasir.cachestore.v1 import manifest_pb2
-from kvasir.clients import Reply
+from kvasir.clients import InferenceClient, Reply
 from kvasir.errors import FailedPrecondition, KvasirError, NotFound
 from kvasir.formats import archive, manifest
 from kvasir.formats.digest import Digest
 
 from tests.cli.running import in_process
+from tests.inference.engine.tiny_models import LLAMA
 from tests.inference.service.memories.test_brought_memories import exported
 from tests.made_models.sampling import IS_WHOLE
-from tests.running.system_fixtures import House, running_house
+from tests.running.system_fixtures import ENGINE_SERVICE, House, Service, running_house
 
 WORDS = [f"word{number}" for number in range(300)]
 PIECES = [range(first, first + 20) for first in range(0, 200, 20)] if IS_WHOLE else [range(1)]
@@ -225,9 +226,8 @@ def test_an_agent_asleep_is_awake_before_the_turn_that_its_returns_foretell(
     with own_house.client() as client:
         client.sleep(agent)
     own_house.engine.stop()
-    day_s, now_s = 86_400, time.time()
-    known = [[now_s - days * day_s, day_s] for days in range(9, 0, -1)]
-    (own_house.root / "state" / "returns.json").write_text(json.dumps({"default": {agent: [known[-1][0], *known]}}))
+    state = own_house.root / "state"
+    write_returns(state, agent, json.loads((state / "returns.json").read_text())["default"][agent][1])
     own_house.repair()
     give_up = time.monotonic() + 60
     with own_house.client() as client:
@@ -240,3 +240,60 @@ def test_an_agent_asleep_is_awake_before_the_turn_that_its_returns_foretell(
         [numbers] = client.get_stats().namespaces
         assert dict(numbers.wakes) == {"hidden": 1}
         assert not client.list_hot_memories([agent])[0].is_woken_ahead
+
+
+@pytest.mark.long(20)
+def test_an_agent_that_another_engine_has_is_not_woken_ahead(own_house: House, new_agent: Callable[[], str]) -> None:
+    agent = new_agent()
+    ask(own_house, agent, " ".join(WORDS[:90]), 1)
+    with own_house.client() as client:
+        client.sleep(agent)
+        client.warm(agent_id=agent)
+        with second_engine(own_house, agent) as second:
+            give_up = time.monotonic() + 13  # it looks every five seconds
+            while time.monotonic() < give_up:
+                assert not second.list_hot_memories([agent])
+                assert client.list_hot_memories([agent]), "it was taken"
+                time.sleep(0.1)
+
+
+@pytest.mark.long(30)
+def test_a_turn_elsewhere_ends_a_wake_of_its_agent(own_house: House, new_agent: Callable[[], str]) -> None:
+    agent = new_agent()
+    endless = {"max_tokens": 2000, "logit_bias": {LLAMA["eos_token_id"]: -100.0}}
+    with own_house.client() as client:
+        client.reply(agent_id=agent, append_messages=[{"role": "user", "content": "Go on."}], sampling=endless)
+        slept = client.sleep(agent)
+        assert slept.wake.ToSeconds() > 2, "longer than a turn waits for another engine"
+        with second_engine(own_house, agent) as second:
+            begun, give_up = second.get_stats().engine.computed_tokens, time.monotonic() + 60
+            while second.get_stats().engine.computed_tokens < begun + 100:
+                assert time.monotonic() < give_up
+                time.sleep(0.02)
+            time.sleep(0.3)
+            assert ask(own_house, agent, "And I?", 1).finished.snapshot.version == slept.version + 1
+            assert not second.list_hot_memories([agent]), "half of a memory is none"
+
+
+@contextlib.contextmanager
+def second_engine(house: House, agent: str) -> Iterator[InferenceClient]:
+    """Of the same store; it served the agent's last turn, and expects the next one now."""
+    socket = Path(house.engine.address.removeprefix("unix:")).with_name("e2")
+    state = house.root / "state2"
+    state.mkdir()
+    write_returns(state, agent, stored(house, agent).turn.request_id)
+    second = Service("engine", "inference_svc", ENGINE_SERVICE, socket, house.root / "engine2.log")
+    second.options = [*house.engine.options, "--state-dir", str(state)]
+    second.start()
+    try:
+        with InferenceClient.connect(second.address) as client:
+            yield client
+    finally:
+        second.kill()
+
+
+def write_returns(state_dir: Path, agent: str, request_id: str) -> None:
+    """That the agent came at this time on nine days, and last with this request."""
+    day_s, now_s = 86_400, time.time()
+    known = [[now_s - days * day_s, day_s] for days in range(9, 0, -1)]
+    (state_dir / "returns.json").write_text(json.dumps({"default": {agent: [known[-1][0], request_id, *known]}}))
