@@ -1,5 +1,5 @@
 """A process of vLLM, which tests run: it reads settings and then lists of prompts, a line of JSON each, and writes
-the replies to each list. Before an empty list it resets all caches.
+the replies to each list, and how often a request lost its blocks. Before an empty list it resets all caches.
 
 Its Python has vLLM, and of Kvasir the SDK alone."""
 
@@ -29,6 +29,7 @@ def main() -> None:
             use_tqdm=False,
         )
         found = [[list(each.outputs[0].token_ids), each.num_cached_tokens] for each in made]
+        print(f"PREEMPTED {sum(each.value for each in llm.get_metrics() if each.name == 'vllm:num_preemptions')}")
         print("MADE " + json.dumps(found), flush=True)
 
 

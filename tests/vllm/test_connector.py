@@ -44,12 +44,15 @@ def _prompt(seed: int, tokens: int) -> list[int]:
 class _Vllm:
     def __init__(self, process: "subprocess.Popen[str]") -> None:
         self._process = process
+        self.preempted = 0  # requests that lost their blocks to others, in all
 
     def generate(self, *prompts: list[int]) -> Made:
         assert self._process.stdin
         assert self._process.stdout
         print(json.dumps(prompts), file=self._process.stdin, flush=True)
         for line in self._process.stdout:
+            if line.startswith("PREEMPTED "):
+                self.preempted = int(line[10:])
             if line.startswith("MADE "):
                 return [(tokens, cached) for tokens, cached in json.loads(line[5:])]
         raise AssertionError("vLLM ended")
@@ -179,12 +182,13 @@ def test_pieces_of_prompts_and_requests_that_lose_their_blocks_are_read_the_same
     home: StoreHome, plain: tuple[Made, Made], log: Path
 ) -> None:
     store = home.start()
-    tight = {"max_model_len": 1536, "max_num_batched_tokens": 320, "block_size": 128, "num_gpu_blocks_override": 13}
+    tight = {"max_model_len": 1536, "max_num_batched_tokens": 320, "block_size": 128, "num_gpu_blocks_override": 14}
     for _ in ("cold", "warm"):
         with _vllm(store.address, log, **tight) as vllm:
             first = vllm.generate(*PROMPTS)
             assert _tokens(first) == _tokens(plain[0])
             assert _tokens(vllm.generate(*_next(first))) == _tokens(plain[1])
+            assert vllm.preempted > 0
             _wait_until_stored(store, 1024)
 
 
