@@ -114,7 +114,8 @@ class DecodedLayer:
         slot_keys, slot_values, *_ = self._by_slot
         self._by_slot = ()  # a reference that stays would make the next write copy them
         is_window = self._now.stored is not None and queries.dtype == keys.dtype == mx.float32
-        if is_window and sums_windows_alike(queries.shape[1] // keys.shape[1]):
+        shared = queries.shape[1] // keys.shape[1]
+        if is_window and sums_windows_alike(shared, keys.shape[-1], values.shape[-1]):
             return self._attended_windows(queries, slot_keys, slot_values, scale)
         if self._now.has_one_row_each:
             return None

@@ -9,6 +9,7 @@ import mlx.core as mx
 # Positions that a product of a window sums over: few enough that no BLAS cuts them.
 _BLOCK = 128
 _LEAST_ROWS = 4  # below it a BLAS uses other kernels
+_MOST_ROWS = 64  # of a turn in a pass
 
 
 def attend_window(queries: mx.array, keys: mx.array, values: mx.array, scale: float, hidden: mx.array) -> mx.array:
@@ -48,15 +49,18 @@ def _in_blocks(array: mx.array) -> mx.array:
 
 
 @functools.cache
-def sums_windows_alike(shared: int) -> bool:
+def sums_windows_alike(shared: int, key_dim: int, value_dim: int) -> bool:
     """Whether `attend_window` gives a row the same bits beside any others on this CPU, and over any number of blocks,
-    where `shared` heads of queries have one of K: a turn that was preempted computes its rows again beside others.
+    where `shared` heads of queries have one of K: a turn that was preempted computes its rows again beside others. Of
+    the model's dimensions and as many rows as a turn may have: by the size of a product a BLAS chooses how it sums.
     """
     if mx.default_device().type != mx.DeviceType.cpu:
         return False
     keys = mx.random.split(mx.random.key(2), 3)
-    queries = mx.random.normal((40, 2 * shared, 1, 64), key=keys[0])
-    stored = [mx.random.normal((2, 1024, 64), key=key) for key in keys[1:]]
+    queries = mx.random.normal((_MOST_ROWS, 2 * shared, 1, key_dim), key=keys[0])
+    stored = [
+        mx.random.normal((2, 1024, dim), key=key) for dim, key in zip((key_dim, value_dim), keys[1:], strict=True)
+    ]
 
     def attended(first: int, last: int, start: int, most: int) -> mx.array:
         hidden = hidden_of([*range(start + first, start + last), most])[:, :-1]
@@ -65,7 +69,9 @@ def sums_windows_alike(shared: int) -> bool:
 
     return all(
         bool(
-            mx.array_equal(attended(first, last, start, start + last), attended(0, 40, start, 1000)[first:last]).item()
+            mx.array_equal(
+                attended(first, last, start, start + last), attended(0, _MOST_ROWS, start, 1000)[first:last]
+            ).item()
         )
         for start in (3, 120, 380, 700)
         for first, last in ((0, 1), (1, 4), (7, 20), (0, 33))
