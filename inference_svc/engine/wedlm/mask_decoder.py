@@ -100,7 +100,7 @@ class MaskDecoder:
         for each in rows:
             others = [*together, each]
             longest = max(one.sequence.cells.computed + one.count for one in others)
-            if together and sum(one.count for one in others) > self.batch.most_window_rows(longest):
+            if together and not self.batch.has_room([one.count for one in others], longest):
                 yield together
                 others = [each]
             together = others

@@ -135,10 +135,13 @@ class DecodeBatch:
         values = max((layer.read_values(longest) for layer in self._decoded.values()), default=1)
         return min(_DRAFTED_ROWS, _DRAFTED_VALUES // values)
 
-    def most_window_rows(self, longest: int) -> int:
-        """As `most_drafted_rows`, of a pass over windows, whose rows copy no K and V: a row has a score for each."""
+    def has_room(self, counts: Sequence[int], longest: int) -> bool:
+        """Whether one pass may compute so many rows of windows by sequence, if the longest one has so many tokens. The
+        rows copy no K and V, but each has a score for each of them.
+        """
+        rows = self._windows.rows_for(counts) if self._fused else sum(counts)
         values = max((layer.read_values(longest) for layer in self._decoded.values()), default=1)
-        return min(_WINDOW_ROWS, _SCORE_SHARE * _DRAFTED_VALUES // values)
+        return rows <= min(_WINDOW_ROWS, _SCORE_SHARE * _DRAFTED_VALUES // values)
 
     def _padded_rows(self, counts: Sequence[int] | None) -> int:
         """Rows of a pass over a kept graph, with empty ones; 0: as many as there are."""

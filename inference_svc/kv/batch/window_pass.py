@@ -24,6 +24,12 @@ class WindowPass:
         self._layers = [WindowLayer(pool, index) for index in sorted(pool.formats)]
         self._kept_graph = KeptGraph(self._traced)
 
+    @staticmethod
+    def rows_for(counts: Sequence[int]) -> int:
+        """Rows that a pass computes for sequences of so many rows, with those that fill slots up."""
+        slots, rows = _slots_for(counts)
+        return slots * rows
+
     def logits(self, sequences: Sequence[SequenceKV], given: Sequence[PassRows], token_ids: Sequence[int]) -> mx.array:
         """Logits [rows, vocabulary] of the sequences' rows one behind another, not evaluated. Evaluating them stores
         the committed rows. Raises ResourceExhausted, and has changed nothing.
@@ -31,10 +37,10 @@ class WindowPass:
         pool = self._pool
         DecodeStep.of_pass(pool, sequences, given)  # private pages for stored rows
         here = [(kv, each) for kv, each in zip(sequences, given, strict=True) if each.count]
-        rows = _SlotRows(-(-max(each.count for _, each in here) // _SLOT_ROWS) * _SLOT_ROWS)
+        slots, slot_rows = _slots_for([each.count for _, each in here])
+        rows, empty = _SlotRows(slot_rows), slots - len(here)
         for kv, each in here:
             rows.add(kv.length, each)
-        empty = (1 << (len(here) - 1).bit_length()) - len(here)
         for _ in range(empty):
             rows.add(0, PassRows(0))
         tokens = [0] * len(rows.positions)
@@ -70,6 +76,11 @@ class WindowPass:
         for layer in self._layers:
             layer.begin_window(PassArrays(positions, places, block_tables, pages, order), lengths)
         return self._forward(tokens[:, None], list(self._layers))[:, -1]
+
+
+def _slots_for(counts: Sequence[int]) -> tuple[int, int]:
+    """How many slots, and rows of each, take sequences of so many rows."""
+    return 1 << (len(counts) - 1).bit_length(), -(-max(counts) // _SLOT_ROWS) * _SLOT_ROWS
 
 
 @dataclass

@@ -112,3 +112,19 @@ def test_drafts_are_as_many_as_may_read_their_text_each(dialect: Dialect | None,
     pool = KvPool(identity_of([full(8, 128)]), 1 << 20, dialect=dialect)
     batch = DecodeBatch(pool, attended_rows, 0)
     assert [batch.most_drafted_rows(length - 1) for length in (256, 1024, 4096, 32768)] == rows
+
+
+def test_a_pass_over_pages_has_room_for_the_rows_that_fill_slots_up_too() -> None:
+    """One window of 64 rows made a hundred turns of one row each 8,192 rows, where a pass may have 256."""
+    batch = DecodeBatch(KvPool(identity_of([full(8, 128)]), 1 << 20, dialect=Dialect.CUDA), attended_rows, 0)
+    few, longest = 100, 5000
+    assert [batch.has_room(counts, longest) for counts in ([64], [64] * 4, [24] * 8, [1] * 32)] == [True] * 4
+    assert [batch.has_room(counts, longest) for counts in ([64, *[1] * few], [24] * 9, [64] * 5)] == [False] * 3
+
+
+@pytest.mark.cpu_only("a GPU attends over pages")
+def test_a_pass_over_copies_has_room_for_as_many_rows_as_there_are() -> None:
+    batch = DecodeBatch(KvPool(identity_of([full(8, 128)]), 1 << 20), attended_rows, 0)
+    assert batch.has_room([64, *[1] * 100], 200)
+    assert not batch.has_room([64] * 5, 200)
+    assert not batch.has_room([64], 5000)

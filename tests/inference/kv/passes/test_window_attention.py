@@ -26,7 +26,7 @@ def test_rows_see_the_positions_up_to_their_own(before: int, rows: int, heads: t
 
 @pytest.mark.cpu_only("a GPU's kernels serve there, and its products depend on the number of rows")
 @pytest.mark.parametrize(("shared", "dim"), [(1, 64), (2, 64), (4, 64)])
-def test_a_cpu_that_is_said_to_sum_alike_sums_all_numbers_of_rows_alike(shared: int, dim: int) -> None:
+def test_a_cpu_that_sums_alike_does_so_for_all_numbers_of_rows(shared: int, dim: int) -> None:
     """Of one whose BLAS sums otherwise, rows are summed as single ones."""
     if not sums_windows_alike(shared, dim, dim):
         return
