@@ -86,9 +86,10 @@ def quarantine(core: Core, namespace: str, digests: Iterable[Digest]) -> None:
         core.counters.add(namespace, "blobs_damaged", len(wanted))
 
 
-def set_aside(core: Core, blobs: NamespaceBlobs, hash_: str) -> None:
+def set_aside(core: Core, blobs: NamespaceBlobs, hash_: str, editions: Iterable[int] = (0,)) -> None:
     """Keep bytes that nothing lists for a grace period, under a name that no reader asks for."""
-    core.asides.add(blobs.set_aside(hash_, core.now_unix_ms()))
+    for edition in editions:
+        core.asides.add(blobs.set_aside(hash_, core.now_unix_ms(), edition))
 
 
 def set_unlisted_aside(core: Core, namespace: str, found: Mapping[str, set[int]]) -> int:

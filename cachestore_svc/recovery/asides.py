@@ -21,7 +21,7 @@ def sweep_at_start(core: Core) -> None:
         for hash_ in listing.parts:
             blobs.remove_part(hash_)
         for hash_ in listing.blobs:
-            set_aside(core, blobs, hash_)
+            set_aside(core, blobs, hash_, listing.editions.get(hash_, {0}))
         core.asides.update(listing.asides)
         new += len(listing.blobs)
     if core.asides:

@@ -84,17 +84,18 @@ def _differences(log: Journal, view: CatalogView) -> dict[str, dict[str, str]]:
 def _unknown_places(core: Core, repair: bool) -> Iterator[Finding]:
     for blobs in unknown_places(core.blobs, core.known_namespaces):
         # A part may be the first blob of a new namespace, on its way.
-        for hash_ in sorted(blobs.list().blobs):
-            if _is_unowned(core, blobs, hash_, repair):
+        listing = blobs.list()
+        for hash_ in sorted(listing.blobs):
+            if _is_unowned(core, blobs, hash_, listing.editions.get(hash_, {0}), repair):
                 yield Finding("ORPHAN_FILE", "", hash_, repair)
 
 
-def _is_unowned(core: Core, blobs: NamespaceBlobs, hash_: str, repair: bool) -> bool:
+def _is_unowned(core: Core, blobs: NamespaceBlobs, hash_: str, editions: set[int], repair: bool) -> bool:
     with blobs.naming(hash_):
         unknown = {each.place for each in unknown_places(core.blobs, core.known_namespaces)}
         is_unowned = blobs.place in unknown
         if is_unowned and repair:
-            set_aside(core, blobs, hash_)
+            set_aside(core, blobs, hash_, editions)
     return is_unowned
 
 

@@ -4,11 +4,11 @@ bucket has it.
 
 Nothing is removed, and nothing that was written is acknowledged, but by the store that has the bucket: see `owning`."""
 
-import builtins
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, suppress
+from itertools import chain
 
 from kvasir.formats.digest import Digest
 
@@ -108,10 +108,8 @@ class BlobsOfNamespace:
         copy = None if past_copies else self._tier.get(self.place, digest.hash)
         if copy is not None and Digest.of(copy) == digest:
             return copy
-        data = self._fetch(digest.hash, digest.size_bytes + 1)
-        problem = _problem(data, digest)
-        for edition in self._later(digest.hash) if problem else ():
-            data = self._bucket.get(self._object(digest.hash, edition), digest.size_bytes + 1)
+        problem = ""
+        for data in self._editions(digest.hash, digest.size_bytes + 1):
             if not (problem := _problem(data, digest)):
                 break
         if problem:
@@ -124,7 +122,7 @@ class BlobsOfNamespace:
         copy = self._tier.get(self.place, hash_)
         if copy is not None and not past_copies:
             return copy[:most_bytes]
-        data = self._fetch(hash_, most_bytes)
+        data = next(self._editions(hash_, most_bytes))
         if copy is not None and copy != data:  # only the caller's key tells which is damaged
             self._tier.remove(self.place, hash_)
         elif len(data) < most_bytes and not past_copies:  # all of it
@@ -205,24 +203,25 @@ class BlobsOfNamespace:
             return self._bucket.get(name, len(data) + 1) == data
         return False
 
-    def _fetch(self, hash_: str, most_bytes: int) -> memoryview:
+    def _editions(self, hash_: str, most_bytes: int) -> Iterator[memoryview]:
+        """What a blob's objects hold, its first edition's before the others, of which the newest comes first. Raises
+        FileNotFoundError where there is none, Unavailable where the bucket does not answer."""
+        is_found = False
         try:
-            try:
-                return self._bucket.get(self._object(hash_), most_bytes)
-            except FileNotFoundError:
-                for edition in self._later(hash_):
-                    with suppress(FileNotFoundError):
-                        return self._bucket.get(self._object(hash_, edition), most_bytes)
-                raise
-        except FileNotFoundError:
-            raise
+            for edition in chain((0,), self._later(hash_)):
+                with suppress(FileNotFoundError):  # it may have been removed since
+                    data = self._bucket.get(self._object(hash_, edition), most_bytes)
+                    is_found = True
+                    yield data
         except OSError as error:
             raise refusal(error, f"blob {hash_}") from error
+        if not is_found:
+            raise FileNotFoundError(hash_)
 
-    def _later(self, hash_: str) -> builtins.list[int]:
-        """Editions of a blob behind its first, the newest one first."""
+    def _later(self, hash_: str) -> Iterator[int]:
+        """Editions of a blob behind its first, the newest one first. Asks the bucket where the first is wanted."""
         names = self._bucket.names(f"{self.place}/{_AGAIN}/{hash_}")
-        return sorted((int(name) for name in names if name.isdigit()), reverse=True)
+        yield from sorted((int(name) for name in names if name.isdigit()), reverse=True)
 
     def _object(self, name: str, edition: int = 0) -> str:
         return f"{self.place}/{_name(name, edition)}"

@@ -15,7 +15,7 @@ from itertools import count
 from pathlib import Path
 
 import pytest
-from kvasir.errors import KvasirError, NotFound
+from kvasir.errors import KvasirError, NotFound, Unavailable
 from kvasir.formats.digest import Digest
 from obstore.store import MemoryStore
 
@@ -216,6 +216,58 @@ def test_a_blob_that_is_replaced_while_a_reader_finds_it_damaged_is_read(pair: P
     assert Digest.of(pair.first.blobs.read(NS, digest)) == digest
     assert first.catalog.read(NS, lambda view: view.damaged_blobs()) == []
     assert_restores(pair.first, made, turn)
+
+
+def _lab_with(bucket: Bucket, root: Path) -> Lab:
+    lab = Lab(root)
+    lab.kept_blobs = blobs_of(replace(lab.config(), blobs=WHERE, catalog="", blob_tier_bytes=0), Disk(), bucket)
+    return lab
+
+
+def test_all_editions_of_a_namespace_that_no_row_knows_are_set_aside(tmp_path: Path) -> None:
+    """By a start, and by a check that repairs. An index of an earlier time may not know the namespace."""
+    bucket = Bucket(MemoryStore(), WHERE)
+    lab, place, first, second = _lab_with(bucket, tmp_path), "a" * 32, "b" * 64, "c" * 64
+
+    def leave() -> None:
+        for name in (first, f"again/{first}/1", f"again/{second}/2"):
+            bucket.put(f"{place}/{name}", b"left")
+
+    def lie_there() -> set[str]:
+        return {name.partition(".aside-")[0] for name in bucket.names(place)}
+
+    with lab.open():
+        leave()
+    with lab.open() as store:
+        assert lie_there() == {first, second}
+        assert len(store._core.asides) == 2
+        leave()
+        lab.clock.pass_s(1)
+        store.care.check(repair=True)
+        assert lie_there() == {first, second}
+        assert store.care.check(repair=False).is_clean
+
+
+def test_a_reader_of_a_damaged_edition_takes_any_that_is_there_and_says_if_the_bucket_is_away(tmp_path: Path) -> None:
+    bucket, data = HeldBucket(MemoryStore(), WHERE), b"the bytes"
+    bucket.moments, digest = Moments(), Digest.of(data)
+    blobs = _lab_with(bucket, tmp_path).blobs.of(NS)
+    bucket.put(f"{blobs.place}/{digest.hash}", b"wrong")
+    for edition in (1, 2):
+        bucket.put(f"{blobs.place}/again/{digest.hash}/{edition}", data)
+
+    def go_away() -> None:
+        raise OSError("the bucket went away")
+
+    def then(do: Callable[[], None]) -> None:
+        """Before the second object is asked for."""
+        bucket.moments.after["get"] = lambda: bucket.moments.before.update(get=do)
+
+    then(go_away)
+    with pytest.raises(Unavailable):
+        blobs.read(digest)
+    then(lambda: bucket.remove(f"{blobs.place}/again/{digest.hash}/2"))
+    assert blobs.read(digest) == data
 
 
 @dataclass
