@@ -96,12 +96,8 @@ def set_unlisted_aside(core: Core, namespace: str, found: Mapping[str, set[int]]
     """As `set_aside`, of the editions of a shared backend that no row has; how many. Another process may be about to
     list one: it then writes the blob under another name."""
     now = core.now_unix_ms()
-    unlisted = core.catalog.write(namespace, lambda change: change.condemn(found, now))
-    blobs = core.blobs.of(namespace)
-    for each in unlisted:
-        with contextlib.suppress(FileNotFoundError):
-            core.asides.add(blobs.set_aside(each.hash, now, each.edition))
-    core.catalog.write(namespace, partial(_end, unlisted, now))
+    unlisted = core.catalog.write(namespace, lambda change: change.condemn(found, now, keeps=True))
+    end_removals(core, namespace)
     return len(unlisted)
 
 
@@ -128,7 +124,8 @@ def remove_files(core: Core, namespace: str, digests: Iterable[Digest]) -> int:
 
 
 def end_removals(core: Core, namespace: str) -> None:
-    """Remove objects whose removal was noted, by this process or by one that died. Another one may do the same."""
+    """Remove objects whose removal was noted, by this process or by one that died, or set them aside if that was noted.
+    Another one may do the same."""
     found: list[Removal] = []
     while waiting := core.catalog.read(namespace, lambda view: view.waiting_removals(SLICE)):
         if found == waiting:  # none of them could be removed
@@ -140,11 +137,20 @@ def end_removals(core: Core, namespace: str) -> None:
             if not 0 <= core.now_unix_ms() - began_unix_ms < name_rest_ms(core) // 2:
                 break
             try:
-                core.blobs.of(namespace).remove(each.hash, each.edition)
+                _end_one(core, namespace, each)
                 done.append(each)
             except OSError:
                 core.counters.add(namespace, "files_not_removed")
         core.catalog.write(namespace, partial(_end, done, core.now_unix_ms()), frees_space=True)
+
+
+def _end_one(core: Core, namespace: str, each: Removal) -> None:
+    blobs = core.blobs.of(namespace)
+    if not each.is_kept:
+        blobs.remove(each.hash, each.edition)
+        return
+    with contextlib.suppress(FileNotFoundError):
+        set_aside(core, blobs, each.hash, [each.edition])
 
 
 def _end(done: Sequence[Removal], now_unix_ms: int, change: CatalogChange) -> None:

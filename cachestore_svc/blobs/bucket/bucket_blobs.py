@@ -204,7 +204,7 @@ class BlobsOfNamespace:
         return False
 
     def _editions(self, hash_: str, most_bytes: int) -> Iterator[memoryview]:
-        """What a blob's objects hold, its first edition's before the others, of which the newest comes first. Raises
+        """The bytes of a blob's objects: of its first edition, then of the others, the newest one first. Raises
         FileNotFoundError where there is none, Unavailable where the bucket does not answer."""
         is_found = False
         try:

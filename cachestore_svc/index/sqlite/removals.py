@@ -14,12 +14,18 @@ from cachestore_svc.index.sqlite.blobs import add_blobs
 from cachestore_svc.index.sqlite.rows import Rows
 
 _LISTED = "hash IN (SELECT value FROM json_each(:hash))"
+_KEPT = -1
 
 
 class Removal(NamedTuple):
     hash: str
     edition: int
-    size_bytes: int
+    size_bytes: int  # _KEPT: of an object that is set aside
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether the object's bytes are set aside rather than removed, however many starts that takes."""
+        return self.size_bytes == _KEPT
 
 
 def free_editions(rows: Rows, hashes: Sequence[str]) -> dict[str, int]:
@@ -65,15 +71,17 @@ def note_removals(rows: Rows, blob_ids: Sequence[int], now_unix_ms: int) -> None
     rows.run(
         """INSERT INTO removals SELECT namespace_id, hash, edition, size_bytes, :now, NULL FROM blobs
             WHERE id IN (SELECT value FROM json_each(:ids))
-            ON CONFLICT (namespace_id, hash, edition) DO UPDATE SET removed_unix_ms = NULL""",
+            ON CONFLICT (namespace_id, hash, edition) DO UPDATE SET removed_unix_ms = NULL,
+            size_bytes = excluded.size_bytes""",
         ids=blob_ids,
         now=now_unix_ms,
     )
 
 
-def condemn(rows: Rows, found: Mapping[str, set[int]], now_unix_ms: int) -> list[Removal]:
+def condemn(rows: Rows, found: Mapping[str, set[int]], now_unix_ms: int, *, keeps: bool) -> list[Removal]:
     """Note the removal of those editions that no row has; which these are. A publication under way takes another name.
-    A row whose own edition is not among those of its hash, as in an index that was recovered, gets the newest."""
+    A row whose own edition is not among those of its hash, as in an index that was recovered, gets the newest. `keeps`:
+    their bytes are to be set aside."""
     rows.make_namespace()
     listed = dict(_of(rows, "blobs", [*found]))
     for hash_, edition in listed.items():
@@ -81,7 +89,8 @@ def condemn(rows: Rows, found: Mapping[str, set[int]], now_unix_ms: int) -> list
             listed[hash_] = max(found[hash_])
             _set_edition(rows, hash_, listed[hash_])
     kept = {*listed.items(), *_of(rows, "removals", [*found])}
-    lie_here = [Removal(hash_, edition, 0) for hash_, editions in found.items() for edition in editions]
+    size = _KEPT if keeps else 0
+    lie_here = [Removal(hash_, edition, size) for hash_, editions in found.items() for edition in editions]
     unlisted = [each for each in lie_here if (each.hash, each.edition) not in kept]
     for each in unlisted:
         _note(rows, each, now_unix_ms)
