@@ -1064,7 +1064,8 @@ class CacheStoreServiceServicer(object):
         """Takes the right to extend a line. A live lease of another owner, of this or another line of the agent, refuses it; an expired one is taken over with a higher generation, which fences
         the old owner. While a lease is live, nobody but its owner makes a new version of the agent: what takes a memory back (RollbackAgent, DeleteAgent,
         ForkAgent, ImportAgent, PullAgent onto the name) asks the owner to let go (event lease_wanted), waits until it has or the lease ended, and fences
-        it. Time is counted on a clock that nobody sets; after a restart of the store each lease has its whole time again. The owner must count from
+        it. Time is counted on a clock that nobody sets, and after a restart of the store each lease has its whole time again; a store in PostgreSQL counts
+        on by the clock of the database. The owner must count from
         before it asked. Roles: engine. Errors: FAILED_PRECONDITION (held; "owner" and "left_ms" in ErrorInfo).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
