@@ -90,7 +90,7 @@ class DecodeBatch:
         advances it by drafts that were right; logits [rows, vocabulary], not evaluated. Raises ResourceExhausted;
         ValueError for drafts where KV that was written cannot be dropped.
         """
-        if counts is not None and not self.takes_drafts:
+        if counts is not None and not self._takes_drafts:
             raise ValueError("a layer of this model cannot go back")
         step = DecodeStep.of(self._pool, self.sequences, counts, self._padded_rows(counts))
         tokens = token_ids if isinstance(token_ids, mx.array) else mx.array(list(token_ids), dtype=mx.uint32)
@@ -104,7 +104,7 @@ class DecodeBatch:
         """Rows of each sequence, by slot, in their order: logits [rows, vocabulary], not evaluated. Raises
         ResourceExhausted; ValueError where a layer cannot go back.
         """
-        if not self.takes_drafts:
+        if not self._takes_drafts:
             raise ValueError("a layer of this model cannot go back")
         if self._fused:
             logits = self._windows.logits(self.sequences, given, token_ids)
@@ -124,13 +124,13 @@ class DecodeBatch:
         return after
 
     @property
-    def takes_drafts(self) -> bool:
+    def _takes_drafts(self) -> bool:
         """Whether rows behind a sequence's length are nothing: no state has seen them, no window lost others."""
         return not self._states and not any(group.window for group in self._pool.groups)
 
     def most_drafted_rows(self, longest: int) -> int:
         """Rows of a pass with drafts at most, if the longest sequence has so many tokens; 0: there are none."""
-        if not self.takes_drafts:
+        if not self._takes_drafts:
             return 0
         values = max((layer.read_values(longest) for layer in self._decoded.values()), default=1)
         return min(_DRAFTED_ROWS, _DRAFTED_VALUES // values)

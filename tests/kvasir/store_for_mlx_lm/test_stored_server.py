@@ -22,7 +22,7 @@ import pytest
 from kvasir.clients import StoreClient
 from kvasir.store_for_mlx_lm import PromptCaches, server, stored_caches
 from kvasir.store_for_mlx_lm.stored_caches import StoredPromptCaches
-from kvasir.weights_of import weights_of
+from kvasir.store_for_mlx_lm.weights import weights_of
 from mlx_lm.models.cache import make_prompt_cache
 
 from inference_svc.model import kvasir_tiny

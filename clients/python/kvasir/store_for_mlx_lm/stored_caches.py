@@ -21,8 +21,8 @@ from kvasir.clients import StoreClient
 from kvasir.errors import NotFound
 from kvasir.formats.block_hash import BLOCK_TOKENS
 from kvasir.store_for_mlx_lm.prompt_caches import KeptCache, PromptCaches
+from kvasir.store_for_mlx_lm.weights import weights_of
 from kvasir.waits import SILENCE_S
-from kvasir.weights_of import weights_of
 
 mlx_lm_cache: Any = _cache
 _LOG = logging.getLogger("kvasir.store_for_mlx_lm")

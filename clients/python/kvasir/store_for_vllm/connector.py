@@ -32,9 +32,9 @@ from kvasir.clients import StoreClient
 from kvasir.credentials import read_token
 from kvasir.formats.block_hash import BLOCK_TOKENS
 from kvasir.formats.digest import Digest
+from kvasir.store_for_mlx_lm.weights import weights_of
 from kvasir.store_for_vllm.stored_kv import StoredKv
 from kvasir.waits import PATIENCE_S, SILENCE_S, SOON_S
-from kvasir.weights_of import weights_of
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

@@ -77,7 +77,7 @@ def test_each_assumption_is_used_and_is_marked_as_assumed_unless_code_here_shows
     given = _Noting(_SMALL)
     simulation.simulate(given)
     assert given.names == set(_GIVEN)
-    root = Path(__file__).parents[2]
+    root = Path(__file__).parents[3]
     for name, each in {**_GIVEN, **_GIVEN["prices"]}.items():
         if name not in ("agents", "engines", "kv", "prices"):
             source = each["source"].partition(":")[0]
