@@ -66,7 +66,8 @@ def as_before_had_by(lab: Lab) -> None:
     log.write_bytes(b"".join(state_lines(found.store, found.position, found.state)))
     with closing(sqlite3.connect(lab.root / DATABASE)) as connection:
         connection.executescript(
-            "ALTER TABLE owners DROP COLUMN had_by; DROP TABLE dropped; DELETE FROM migrations WHERE number >= 8"
+            "ALTER TABLE owners DROP COLUMN had_by; DROP TABLE dropped; DROP TABLE removals;"
+            "ALTER TABLE blobs DROP COLUMN edition; DELETE FROM migrations WHERE number >= 8"
         )
 
 

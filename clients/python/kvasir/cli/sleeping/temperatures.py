@@ -9,6 +9,7 @@ from kvasir.address import accepts
 from kvasir.cachestore.v1 import cachestore_pb2 as pb
 from kvasir.cli.caller import Caller
 from kvasir.cli.engine import engine_client
+from kvasir.cli.rows import counted
 from kvasir.errors import KvasirError
 
 _PAGE = 1000
@@ -71,4 +72,4 @@ def wakes_text(wakes: Mapping[str, int]) -> str:
     if not came:
         return ""
     unused = f"; {wakes['unused']} more were woken in vain" if wakes.get("unused") else ""
-    return f"{wakes.get('hidden', 0)} of {came} turns of sleeping agents found them woken ahead{unused}."
+    return f"{wakes.get('hidden', 0)} of {counted(came, 'turn')} of sleeping agents found them woken ahead{unused}."
