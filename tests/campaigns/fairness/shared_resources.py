@@ -411,7 +411,8 @@ SHARED = (
         "gateway",
         "clients/python/kvasir_gateway/door/bodies.py: answering",
         ("kvasir_gateway.door.bodies:MAX_ANSWERING", 16),
-        "a third of what stays free, so one alone a quarter; strangers are one namespace",
+        "a third of what stays free, so one alone a quarter, and one place while another was here in the last 10 s;"
+        " strangers are one namespace",
         IN_TURN,
         WAITS,
     ),
