@@ -130,8 +130,7 @@ async def open_served(
     `begin_phase`: see there. Raises what Engine.open raises.
     """
     settings, stores, admission, clock = shared.settings, shared.stores, shared.admission, shared.clock
-    options = _engine_options(settings)
-    engine = await asyncio.to_thread(open_engine, path, name=name, begin_phase=begin_phase, **options)
+    engine = await asyncio.to_thread(open_engine, path, name=name, begin_phase=begin_phase, **_engine_options(settings))
     admission.serves_with(engine.memory_budget_bytes)
     begin_phase("kernels")
     prompting = Prompting(engine.tokenizer, engine.token_text, shared.now_ms)
@@ -162,19 +161,25 @@ async def open_served(
         each.start()
     giver = new_giver(engine, lines)
     check = DigestCheck(engine.directory, settings.state_dir)
-    pooling = Pooling(settings.embedding_pooling)
-    embedder = TurnEmbedder(engine, prompting, pooling, admission, stats)
+    embedder = TurnEmbedder(engine, prompting, Pooling(settings.embedding_pooling), admission, stats)
     grace_s = settings.stop_grace_s
     served = ServedModel(name, engine, prompting, turns, lines, line_parts, giver, grace_s, check, embedder, woken)
     served.warm_up_while_idle(clock)
     own_turns = OwnTurns(turns, parts.recall.is_wanted, lambda: not embedder.is_idle)
-    allowance = Allowance(settings.wake_ahead_share, engine.memory_budget_bytes, woken.now_s())
-    waking = WakingAhead(WakingParts(own_turns, engine, stores, woken, stats, clock), allowance, settings.state_dir)
-    served.tasks.append(asyncio.create_task(waking.run()))
-    if settings.asleep_after_s is not None:
-        idle = IdleAgents(own_turns, stores, engine.model.kv_identity_hash, settings.asleep_after_s, now_ms)
-        served.tasks.append(asyncio.create_task(idle.run()))
+    _begin_own_turns(served, settings, WakingParts(own_turns, engine, stores, woken, stats, clock), now_ms)
     return served
+
+
+def _begin_own_turns(
+    served: ServedModel, settings: EngineSettings, parts: WakingParts, now_ms: Callable[[], int]
+) -> None:
+    """Wake agents ahead, and put idle ones to sleep, from now on."""
+    allowance = Allowance(settings.wake_ahead_share, parts.engine.memory_budget_bytes, parts.woken.now_s())
+    served.tasks.append(asyncio.create_task(WakingAhead(parts, allowance, settings.state_dir).run()))
+    if settings.asleep_after_s is not None:
+        model = parts.engine.model
+        idle = IdleAgents(parts.turns, parts.stores, model.kv_identity_hash, settings.asleep_after_s, now_ms)
+        served.tasks.append(asyncio.create_task(idle.run()))
 
 
 def _least_gap_s(settings: EngineSettings) -> float:

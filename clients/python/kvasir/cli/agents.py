@@ -183,13 +183,14 @@ def ls(
             out.print(wakes, style="dim")
 
     rows = [
-        agent_row(agent)
-        | {"title": titles.get(agent.agent_id, "")}
-        | {"temperature": kept[agent.agent_id].word, "wake_ms": kept[agent.agent_id].wake_ms}
-        | {"is_woken_ahead": kept[agent.agent_id].is_woken_ahead}
+        agent_row(agent) | {"title": titles.get(agent.agent_id, "")} | _temperature_columns(kept[agent.agent_id])
         for agent in shown
     ]
     caller.result(rows, show)
+
+
+def _temperature_columns(kept: Temperature) -> dict[str, object]:
+    return {"temperature": kept.word, "wake_ms": kept.wake_ms, "is_woken_ahead": kept.is_woken_ahead}
 
 
 @command(app, "show")
