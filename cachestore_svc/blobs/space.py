@@ -1,5 +1,6 @@
 """How many bytes each namespace may still write: quotas and the reserve of the disk. Stored bytes are counted once at
-start, by rows; reserved bytes and parts only here, as a restart removes parts.
+start, by rows, and before each upload where other stores have the catalog, too; reserved bytes and parts only here, as
+a restart removes parts. So stores that share a catalog exceed a quota together by no more than their open uploads.
 """
 
 import contextlib
@@ -19,13 +20,33 @@ _SHARE = 4
 
 
 class Space:
-    def __init__(self, config: StoreConfig, disk: Disk, ballast: Ballast, stored_bytes: Mapping[str, int]) -> None:
+    def __init__(
+        self,
+        config: StoreConfig,
+        disk: Disk,
+        ballast: Ballast,
+        stored_bytes: Mapping[str, int],
+        stored_of: Callable[[str], int] | None = None,
+    ) -> None:
+        """`stored_of`: bytes of a namespace's blobs in a catalog that other stores change, too; None: no other does."""
         self._config = config
         self._disk = disk
         self._ballast = ballast
         self._lock = threading.Lock()
         self._stored: Counter[str] = Counter(stored_bytes)
         self._reserved: Counter[str] = Counter()
+        self._stored_of = stored_of
+        self._settled: Counter[str] = Counter()  # bytes that this store listed since its start
+
+    def look(self, namespace: str) -> None:
+        """Count the blobs of a namespace again, where other stores may have listed or unlisted some."""
+        if self._stored_of is None:
+            return
+        with self._lock:
+            before = self._settled[namespace]
+        stored = self._stored_of(namespace)
+        with self._lock:  # a blob that was listed meanwhile: better twice than never
+            self._stored[namespace] = stored + self._settled[namespace] - before
 
     @contextlib.contextmanager
     def reserving(self, namespace: str) -> Iterator[Callable[[int], None]]:
@@ -47,6 +68,7 @@ class Space:
         with self._lock:
             self._reserved[namespace] -= size_bytes
             self._stored[namespace] += size_bytes
+            self._settled[namespace] += size_bytes
 
     def freed(self, namespace: str, size_bytes: int) -> None:
         with self._lock:

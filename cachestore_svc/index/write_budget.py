@@ -27,7 +27,17 @@ class WriteBudget:
         self._day = -1
         self._written: Counter[str] = Counter()
 
+    def look(self) -> None:
+        """Let the next answer count the writes of other stores, too."""
+        if self._catalog.is_shared:
+            with self._lock:
+                self._day = -1
+
     def today(self) -> Mapping[str, int]:
+        self.look()
+        return self._known_today()
+
+    def _known_today(self) -> Mapping[str, int]:
         day = self._now_unix_ms() // DAY_MS
         with self._lock:
             if day == self._day:
@@ -54,7 +64,7 @@ class WriteBudget:
         """Raises ResourceExhausted (WRITE_BUDGET_SPENT, with the caller's numbers) for a write that must wait."""
         if self.budget_bytes is None or not self._refuses:
             return
-        written = self.today()
+        written = self._known_today()
         own, after = written.get(namespace, 0), sum(written.values()) + size_bytes
         kept = self.budget_bytes // _SHARE if own > self.budget_bytes // _SHARE else 0
         if after > self.budget_bytes - kept:

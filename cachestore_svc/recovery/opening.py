@@ -177,7 +177,9 @@ class _Opening:
         # A server's standby or backup may lack the newest leases, which engines still count on.
         begins = _end_leases if is_alone and config.accept_older else partial(_bar, leases) if log is None else None
         begin = _begin_history(catalog, means.token_hex, begins)
-        space = Space(config, means.disk, self._ballast, catalog.read(HOUSE, lambda view: view.stored_bytes()))
+        stored_of = partial(_counted_bytes, catalog) if catalog.is_shared else None
+        stored = {} if stored_of else catalog.read(HOUSE, lambda view: view.stored_bytes())
+        space = Space(config, means.disk, self._ballast, stored, stored_of)
         if leases.in_ram:  # how long each had still to go is not known, so each has its whole time
             for each in catalog.read(HOUSE, lambda view: view.unreleased_leases()):
                 agent_id = seals.plain(each.line.namespace, each.line.agent_id)
@@ -233,6 +235,10 @@ class _Opening:
             if is_no_room(error) and self._ballast.give_up():
                 return Journal.begin(path, disk, store, position, state)
             raise
+
+
+def _counted_bytes(catalog: Catalog, namespace: str) -> int:
+    return catalog.read(namespace, lambda view: view.counted_bytes())
 
 
 def _remember_seals(catalog: Catalog, seals: Seals) -> None:

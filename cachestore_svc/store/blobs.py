@@ -62,6 +62,9 @@ class Blobs:
         with self._core.writers.noting_ends() as ended:
             lacking = set(self.find_missing(namespace, [blob.digest for blob in blobs]))
             begun = list[BlobWriter | KvasirError]()
+            if lacking:
+                self._core.space.look(namespace)
+                self._core.write_budget.look()
             try:
                 self._begin(namespace, [blob for blob in blobs if blob.digest in lacking], begun)
                 coming = iter(begun)

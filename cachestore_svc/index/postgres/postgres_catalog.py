@@ -60,6 +60,7 @@ class PostgresCatalog(Catalog):
         self._backend: tuple[object, ...] = ()  # the server's process of the last writer's session
         self._url = url
         self._shared_as = shared_as
+        self.is_shared = shared_as is not None
         self._begins: Callable[[CatalogChange], None] | None = None  # where the database may be in another place
         self._is_new_session = False
         self._writer = Session(url)

@@ -105,6 +105,11 @@ def has_hash(rows: Rows, hash_: str) -> bool:
     return rows.one(listed, hash=hash_) is not None
 
 
+def counted_bytes(rows: Rows) -> int:
+    """Bytes of the namespace's blobs, as a database of a server counts them with each change."""
+    return rows.number("SELECT bytes FROM stored WHERE namespace_id = :namespace")
+
+
 def stored_bytes(rows: Rows) -> dict[str, int]:
     """Bytes of all blobs, by namespace."""
     # In the table's own order: in an index's order each row is a read of its own.

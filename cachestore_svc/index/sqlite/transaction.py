@@ -14,6 +14,7 @@ class CatalogView(Rows):
 
     namespaces = blobs.namespaces
     stored_bytes = blobs.stored_bytes
+    counted_bytes = blobs.counted_bytes
     find_blob = blobs.find_blob
     find_blobs = blobs.find_blobs
     has_hash = blobs.has_hash
