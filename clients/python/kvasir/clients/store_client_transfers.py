@@ -35,6 +35,7 @@ class Upload:
         self._kind = kind
         self._on_progress = on_progress
         self._pending = dict.fromkeys(missing)
+        self._begins_over = False
         self.progress = pb.TransferProgress(
             blobs_total=len(blobs),
             bytes_total=sum(digest.size_bytes for digest in blobs),
@@ -46,7 +47,8 @@ class Upload:
 
     def may_resume(self, digest: Digest) -> bool:
         """Whether the store may have bytes of a stream's first blob, so that it is asked for their number."""
-        return digest.size_bytes > FRAME_BYTES  # of a smaller one all has arrived, or nothing
+        # Of a smaller one all has arrived, or nothing.
+        return digest.size_bytes > FRAME_BYTES and not self._begins_over
 
     @property
     def pending(self) -> Sequence[Digest]:
@@ -81,9 +83,11 @@ class Upload:
                 self._report()
 
     def goes_on_after(self, error: InvalidArgument) -> bool:
-        """Whether the next stream may succeed. The store may drop a part for other callers' blobs after it reported the
-        part's size."""
-        return error.reason == "OFFSET_UNEXPECTED"
+        """Whether the next stream may succeed; it then begins with a whole blob. The store may drop a part
+        for other callers' blobs after it reported the part's size. Of several stores behind one address each has its
+        own parts, and another one may have answered."""
+        self._begins_over = error.reason == "OFFSET_UNEXPECTED"
+        return self._begins_over
 
     def _report(self) -> None:
         if self._on_progress is not None:

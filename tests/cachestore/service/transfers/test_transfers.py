@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -19,7 +20,7 @@ from kvasir.formats.frames import FRAME_BYTES, frames_of
 from kvasir.status import from_rpc_error
 
 from tests.cachestore.service.proxy import proxy_to
-from tests.cachestore.service.running import RunningStore, StoreHome, assert_whole, publish
+from tests.cachestore.service.running import RunningStore, StoreHome, assert_whole, publish, store_home
 from tests.made_models.synthetic import SMALL, TINY, SyntheticAgent, full_layers, kv_identity
 
 # One block is 7 MB: several frames.
@@ -95,6 +96,29 @@ def test_a_store_killed_in_the_middle_of_an_upload_loses_nothing_it_acknowledged
         assert len(missing) <= 40 - max(done)
         publish(client, "ada", turn, 0)
         assert_whole(client, "ada", turn)
+
+
+@pytest.mark.parametrize("name", ["a", "b"])
+def test_an_upload_goes_on_where_another_store_answers_for_the_one_that_has_its_part(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    turn = SyntheticAgent(LARGE, 6).turn(256)
+    [digest] = turn.digests
+    frames = list(frames_of(digest, turn.new_blobs[digest], pb.BLOB_KIND_TENSORS))
+    with store_home(tmp_path / "a") as home, store_home(tmp_path / "b") as other_home:
+        running, other = home.start(), other_home.start()
+        refusal = write_raw(running.address, frames[:3])
+        assert isinstance(refusal, KvasirError)
+        with running.client() as client, client if name == "a" else other.client() as sent_to:
+            assert client.write_status(digest).received_bytes == 3 * MIB
+            status = client.write_status(digest)
+
+            async def answer(*_: object) -> pb.QueryWriteStatusResponse:
+                return status
+
+            monkeypatch.setattr(AioStoreClient, "write_status", answer)
+            assert sent_to.put_blobs(turn.new_blobs).blobs_done == 1
+            assert sent_to.find_missing(turn.digests) == []
 
 
 def test_a_sender_that_stops_in_the_middle_is_given_up_and_its_blob_is_free_again(home: StoreHome) -> None:
