@@ -1,11 +1,14 @@
 """Blocks of another engine's KV in a store: found by their tokens, read to the byte, shared, and forgotten in order."""
 
 import random
+from collections import OrderedDict
 from collections.abc import Iterator
 
 import pytest
 from kvasir.clients import StoreClient
-from kvasir.errors import DataLoss, InvalidArgument
+from kvasir.errors import DataLoss, FailedPrecondition, InvalidArgument
+from kvasir.formats.digest import Digest
+from kvasir.store_for_vllm import stored_kv
 from kvasir.store_for_vllm.stored_kv import StoredKv
 
 from tests.cachestore.service.running import RunningStore, store_home
@@ -102,6 +105,29 @@ def test_a_prompt_whose_beginning_is_not_stored_is_left_out(client: StoreClient)
     kv.save(tokens, _blocks(9, 1))
     assert kv.find(tokens) == []
     assert not client.list_agents().agents
+
+
+def test_it_remembers_as_many_blocks_as_it_may_and_finds_the_others(
+    client: StoreClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stored_kv, "_MOST_DIGESTS", 3)
+    kv, prompts = _kv(client, "j"), {seed: _tokens(seed, 3) for seed in (12, 13, 14)}
+    for seed, tokens in prompts.items():
+        kv.save(tokens[:512], _blocks(seed, 0, 1))
+    for seed, tokens in prompts.items():
+        kv.save(tokens, _blocks(seed, 2))
+        assert _read(kv, tokens) == _blocks(seed, 0, 1, 2)
+        assert len(kv._digests) == 3
+
+
+def test_a_block_that_the_store_let_go_is_not_relied_on_twice(client: StoreClient) -> None:
+    kv, tokens = _kv(client, "k"), _tokens(15, 2)
+    kv.save(tokens[:256], _blocks(15, 0))
+    kv._digests = OrderedDict.fromkeys(kv._digests, Digest.of(b"it went since"))
+    with pytest.raises(FailedPrecondition):
+        kv.save(tokens, _blocks(15, 1))
+    kv.save(tokens, _blocks(15, 1))
+    assert _read(kv, tokens) == _blocks(15, 0, 1)
 
 
 def test_bytes_of_other_tokens_are_refused(client: StoreClient) -> None:

@@ -5,6 +5,7 @@ model, type, layout or version has another KV identity and is never found. An en
 
 import logging
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -13,12 +14,13 @@ from blake3 import blake3
 
 from kvasir.cachestore.v1 import identity_pb2
 from kvasir.clients import StoreClient
-from kvasir.errors import Conflict, DataLoss, InvalidArgument, NotFound
+from kvasir.errors import Conflict, DataLoss, FailedPrecondition, InvalidArgument, NotFound
 from kvasir.formats import block_file, manifest
 from kvasir.formats.block_hash import BLOCK_TOKENS, block_hash_chain, chain_hashes, kv_identity_hash
 from kvasir.formats.digest import Digest
 from kvasir.formats.token_files import file_identities
 
+_MOST_DIGESTS = 65_536  # of 16 M tokens; about 20 MB
 _LOG = logging.getLogger("kvasir.store_for_vllm")
 
 
@@ -52,7 +54,8 @@ class StoredKv:
         self._prefix = f"vllm/{self._hash[:16]}/"
         self._specs = block_file.expected_tensors(self._identity, BLOCK_TOKENS)
         self._namespace: str | None = None
-        self._digests: dict[str, Digest] = {}  # of blocks that the store has had, by chain hash
+        # Of blocks that the store has had, by chain hash, those used last; it finds any other.
+        self._digests: OrderedDict[str, Digest] = OrderedDict()
         self._kept: dict[str, _Kept] | None = None  # by name
 
     def find(self, tokens: Sequence[int], timeout_s: float | None = None) -> Sequence[Digest]:
@@ -77,7 +80,7 @@ class StoredKv:
             header = block_file.parse_header(data, len(data))
             if header.identity != files[number] or header.tensors != self._specs:
                 raise DataLoss(f"blob {digest} is not block {number} of these tokens")
-            self._digests[chain[number]] = digest
+            self._remember({chain[number]: digest})
             yield number, _layers(data, header)
 
     def save(self, tokens: Sequence[int], blocks: Mapping[int, Sequence[bytes]]) -> None:
@@ -85,19 +88,32 @@ class StoredKv:
         are not in the store is left out. Raises a KvasirError."""
         chain = chain_hashes(self._hash, tokens)
         files = file_identities(self._hash, tokens, chain)
+        known = {each: digest for each in chain if (digest := self._digests.get(each))}
         made: dict[Digest, bytes] = {}
         for number, layers in blocks.items():
             blob = block_file.encode(files[number], list(zip(self._specs, layers, strict=True)))
             made[digest := Digest.of(blob)] = blob
-            self._digests[chain[number]] = digest
-        if any(each not in self._digests for each in chain):
-            self._digests |= dict(zip(chain, self.find(tokens), strict=False))
-        listed = [self._digests[each] for each in chain if each in self._digests]
-        if len(listed) < len(chain):
+            known[chain[number]] = digest
+        if len(known) < len(chain):
+            known |= dict(zip(chain, self.find(tokens), strict=False))
+        if len(known) < len(chain):
             _LOG.info("%d tokens are not kept: their first blocks are not stored", len(tokens))
             return
         self._store.put_blobs(made)
-        self._commit(tokens, chain, listed)
+        try:
+            self._commit(tokens, chain, [known[each] for each in chain])
+        except FailedPrecondition:  # the store has let some of them go since
+            for each in chain:
+                self._digests.pop(each, None)
+            raise
+        self._remember(known)
+
+    def _remember(self, digests: Mapping[str, Digest]) -> None:
+        for each, digest in digests.items():
+            self._digests.pop(each, None)
+            self._digests[each] = digest
+        for _ in range(len(self._digests) - _MOST_DIGESTS):
+            self._digests.popitem(last=False)
 
     def _commit(self, tokens: Sequence[int], chain: tuple[str, ...], blocks: Sequence[Digest]) -> None:
         now = int(self._clock() * 1000)
