@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
+from itertools import product
 
 from kvasir.cachestore.v1 import manifest_pb2
 from kvasir.errors import KvasirError
@@ -13,7 +14,9 @@ from kvasir.waits import LOOK_S, RETRY_S, WORK_S
 
 from inference_svc.engine import api
 from inference_svc.engine.engine import Engine
+from inference_svc.kv.batch.decode_step import table_width
 from inference_svc.kv.batch.short_pass import KEPT_TOKENS
+from inference_svc.kv.page import PAGE_TOKENS
 from inference_svc.model.prompting import Prompting
 from inference_svc.text.conversation import dialogue, render
 from inference_svc.text.given_json import GivenJson
@@ -23,6 +26,7 @@ _DECODED_TOKENS = 3  # the first looks ahead at nothing, the others do
 _SHORT_TOKENS = 16
 _MIDDLING_TOKENS = 300  # more than a block, less than a cell
 _OWN_KERNELS = (8, 32, 64)  # tokens of short passes for which kernels are compiled that no other turn here needs
+_QUESTION_TOKENS = 48  # of a pass that a restored agent's turn begins with, most likely
 _CROWD = 8
 _CROWD_REPLY = 24  # tokens: the first still decodes when the last one begins to
 _TRIES = 5  # callers who come so often compile their own shapes
@@ -67,6 +71,10 @@ async def warm_up_while_idle(engine: Engine, is_idle: Callable[[], bool], clock:
     cell, context = _cell(engine), engine.model.context_tokens
     for tokens in KEPT_TOKENS:
         await _run_while_idle(engine, [(min(tokens, cell), 1)], is_idle, clock)
+    for tokens, depth in product(KEPT_TOKENS, _depths(engine)):
+        while not is_idle():
+            await _until_quiet(is_idle)
+        await asyncio.wait([asyncio.wrap_future(engine.keep_graph(tokens, depth))])
     took_s = await _run_while_idle(engine, [(cell, 1)], is_idle, clock)
     replies = [min(_CROWD_REPLY + 2 * place, context - cell) for place in range(_CROWD)]
     count = int(1 / max(took_s, LOOK_S))
@@ -94,8 +102,16 @@ async def _run_while_idle(
                     turn.cancel()
         if is_over:
             return clock() - began_s
-        await asyncio.sleep(RETRY_S)
+        await _until_quiet(is_idle)
     return math.inf
+
+
+async def _until_quiet(is_idle: Callable[[], bool]) -> None:
+    """Wait until no caller has had a turn for a while. Between two turns of one caller there are milliseconds, too."""
+    looks = 0
+    while looks < RETRY_S / LOOK_S:
+        looks = looks + 1 if is_idle() else 0
+        await asyncio.sleep(LOOK_S if looks else RETRY_S)
 
 
 def _has_room(engine: Engine, group: Sequence[tuple[int, int]]) -> bool:
@@ -125,8 +141,17 @@ def _run_each_kernel(engine: Engine) -> None:
     for tokens in _OWN_KERNELS:
         _wait(*_run_all(engine, [(min(tokens, longest), 1)]))
     _wait(_run(engine, short, _ANY_WAY))
+    # A graph is another one for each width of block tables: a restored turn is the first to need most of them.
+    wait([engine.keep_graph(tokens, depth) for depth in _depths(engine) for tokens in (_QUESTION_TOKENS, 0)], WORK_S)
     with contextlib.suppress(KvasirError, TimeoutError):
         _remember(engine, min(_MIDDLING_TOKENS, longest - _DECODED_TOKENS))
+
+
+def _depths(engine: Engine) -> list[int]:
+    """How deep a turn stands whose block tables have each of the widths that the context has, ascending."""
+    widest = table_width(engine.model.context_tokens)
+    widths = [width for power in range(widest.bit_length()) if (width := 1 << power) >= table_width(1)]
+    return [width * PAGE_TOKENS // 2 + 1 if width > table_width(1) else 0 for width in widths]
 
 
 def _cell(engine: Engine) -> int:

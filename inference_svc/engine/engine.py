@@ -256,6 +256,11 @@ class Engine:
         became free."""
         return self._thread.post(lambda worker: worker.give_back(most_bytes, spared))
 
+    def keep_graph(self, tokens: int, depth: int) -> "Future[None]":
+        """Have the device keep the graph of a pass of so many tokens behind `depth` others, where it keeps such graphs:
+        to make one delays the turn that is the first to need it. 0 tokens: of a step that decodes one turn."""
+        return self._thread.post(lambda worker: worker.keep_graph(tokens, depth))
+
     @property
     def preemptions(self) -> int:
         return self._worker.preemptions

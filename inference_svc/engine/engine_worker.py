@@ -89,6 +89,13 @@ class EngineWorker:
         self.memory_used_bytes = self.room.used_bytes
         return self._pool.give_back()
 
+    def keep_graph(self, tokens: int, depth: int) -> None:
+        """See `Engine.keep_graph`."""
+        if tokens:
+            self._runner.keep_graph(self._pool, tokens, depth)
+        elif isinstance(self._decoder, Decoder):
+            self._decoder.batch.keep_graph(depth)
+
     def submit(self, sequence: Sequence) -> None:
         self._scheduler.submit(sequence, self._clock())
 

@@ -110,7 +110,7 @@ class ModelRunner:
 
     def packed_logits(self, cells: Sequence[Cell], meanwhile: Callable[[mx.array], None]) -> mx.array:
         """As `last_logits`, for cells of several sequences in one pass: [cells, vocabulary]. A cancel waits for it."""
-        logits = packed_logits(self._passes(cells[0].kv), cells, meanwhile)
+        logits = packed_logits(self._passes(cells[0].kv.pool), cells, meanwhile)
         self.release_unused()
         return logits
 
@@ -158,12 +158,19 @@ class ModelRunner:
         self, kv: SequenceKV, token_ids: Sequence[int], meanwhile: Callable[[mx.array], None] | None
     ) -> mx.array | None:
         """The logits of a pass that is short enough to keep its graph; None, and nothing is computed, for another."""
-        passes = self._passes(kv)
+        passes = self._passes(kv.pool)
         return passes.logits(kv, token_ids, meanwhile or _nothing) if passes.takes(kv, len(token_ids)) else None
 
-    def _passes(self, kv: SequenceKV) -> ShortPass:
-        if self._short is None or self._short.pool is not kv.pool:
-            self._short = ShortPass(kv.pool, self.forward, self.compute_type)
+    def keep_graph(self, pool: KvPool, tokens: int, depth: int) -> None:
+        """Have MLX keep the graph of a pass of so many tokens, one of `KEPT_TOKENS`, behind so many; no other device
+        and no longer pass keeps one."""
+        passes = self._passes(pool)
+        if passes.is_short(tokens, depth):
+            passes.keep_graph(tokens, depth)
+
+    def _passes(self, pool: KvPool) -> ShortPass:
+        if self._short is None or self._short.pool is not pool:
+            self._short = ShortPass(pool, self.forward, self.compute_type)
         return self._short
 
     def _compute(

@@ -5,7 +5,14 @@ from collections.abc import Sequence
 import mlx.core as mx
 
 from inference_svc.kv.batch.batch_state import BatchStateKV
-from inference_svc.kv.batch.decode_step import DecodeStep, Forward, KeptGraph, PassArrays, PassRows
+from inference_svc.kv.batch.decode_step import (
+    DecodeStep,
+    Forward,
+    KeptGraph,
+    PassArrays,
+    PassRows,
+    table_width,
+)
 from inference_svc.kv.batch.decoded_layer import DecodedLayer
 from inference_svc.kv.batch.fused_layer import FusedLayer
 from inference_svc.kv.batch.window_pass import WindowPass
@@ -186,6 +193,16 @@ class DecodeBatch:
             logits.append(self._kept_graph(pages, order, *part))
         whole = mx.concatenate(logits) if len(logits) > 1 else logits[0]
         return whole[:count] if step.rows > count else whole
+
+    def keep_graph(self, depth: int) -> None:
+        """Have MLX keep the graph of a step of one sequence that has so many tokens. Stores nothing."""
+        if self.keeps_graph:
+            rows = self._pass_rows or 1
+            tables = [mx.zeros((rows, table_width(depth + 1)), dtype=mx.int32) for _ in self._pool.groups]
+            given = mx.zeros((rows,), dtype=mx.uint32), mx.full((rows,), -1, dtype=mx.int32), *tables
+            logits = self._kept_graph(self._pool.arrays, self._pool.order, *given)
+            self._pool.enqueue_behind(logits)
+            mx.eval(logits)
 
     def _traced(
         self,

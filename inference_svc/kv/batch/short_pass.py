@@ -46,11 +46,14 @@ class ShortPass:
 
     def takes(self, kv: SequenceKV, count: int) -> bool:
         """Whether it computes `count` tokens behind this sequence, in one part or two."""
-        is_short = 0 < count <= self._most_tokens and (count <= PAGE_TOKENS // 2 or kv.length <= _DEEP_TOKENS)
-        if not is_short:
+        if not self.is_short(count, kv.length):
             return False
         first = _first_part(kv, count)
         return not first or _spare(count - first) <= first
+
+    def is_short(self, count: int, depth: int) -> bool:
+        """Whether `count` tokens behind so many are few enough."""
+        return 0 < count <= self._most_tokens and (count <= PAGE_TOKENS // 2 or depth <= _DEEP_TOKENS)
 
     def logits(self, kv: SequenceKV, token_ids: Sequence[int], meanwhile: Callable[[mx.array], None]) -> mx.array:
         """Store the next tokens; logits [1, vocabulary] behind them. Calls `meanwhile`. Raises ResourceExhausted."""
@@ -74,6 +77,12 @@ class ShortPass:
         room.move_in()
         kv.advanced(count)
         return logits
+
+    def keep_graph(self, count: int, depth: int) -> None:
+        """Have MLX keep the graph of a pass of `count` tokens, one of `KEPT_TOKENS`, behind so many. Stores nothing."""
+        tables = [mx.zeros((1, table_width(depth + count)), dtype=mx.int32) for _ in self.pool.groups]
+        tokens, nowhere = mx.zeros((1, count), dtype=mx.uint32), mx.full((1, count), -1, dtype=mx.int32)
+        mx.eval(self.computed(tokens, mx.array([-count], dtype=mx.int32), nowhere, tables))
 
     def _part(self, token_ids: Sequence[int], start: int, tables: list[mx.array]) -> mx.array:
         """Logits of tokens that go to positions from `start` on, not evaluated."""

@@ -12,6 +12,7 @@ from transformers.utils import chat_template_utils
 from inference_svc import warming
 from inference_svc.engine.api import Ended, Event, Listener, TurnPlan
 from inference_svc.engine.engine import Engine, TurnHandle
+from inference_svc.engine.engine_worker import EngineWorker
 from inference_svc.kv.batch.short_pass import KEPT_TOKENS
 from inference_svc.model import kvasir_tiny
 from inference_svc.model.model_runner import ModelRunner
@@ -81,6 +82,32 @@ def test_a_memory_is_copied_for_the_store_and_comes_back(tmp_path: Path, monkeyp
         engine.close()
     assert {"Cold": ended.count("Cold"), "Hot": 1, "Restored": 1} == Counter(ended), "none of them failed"
     assert namespaces == {None}, "company of the first callers"
+
+
+def test_a_device_keeps_graphs_for_each_width_of_the_context(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a step and of a question before it is ready, of all short passes while nobody has a turn."""
+    kept: list[tuple[int, int]] = []
+    engine = Engine.open(write_family(tmp_path, ALL["llama3.1"]), cache_dir=tmp_path, memory_budget_bytes=BUDGET)
+    monkeypatch.setattr(EngineWorker, "keep_graph", lambda _, tokens, depth: kept.append((tokens, depth)))
+    try:
+        engine._model = replace(engine.model, context_tokens=8192)
+        monkeypatch.setattr(warming, "_run_all", lambda *_: [])
+        engine.device = "any other"
+        warm_up(engine)
+        assert {*kept} == {(tokens, depth) for tokens in (0, 48) for depth in (0, 2049, 4097)}
+        kept.clear()
+        asyncio.run(warm_up_while_idle(engine, lambda: True, lambda: 0.0))
+        assert {*kept} == {(tokens, depth) for tokens in KEPT_TOKENS for depth in (0, 2049, 4097)}
+    finally:
+        engine.close()
+
+
+def test_the_warm_up_waits_until_callers_are_away_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(warming, "RETRY_S", 0.1)
+    monkeypatch.setattr(warming, "LOOK_S", 0.001)
+    looks = iter([True] * 60 + [False] + [True] * 99 + [False] + [True] * 1000)
+    asyncio.run(warming._until_quiet(lambda: next(looks)))
+    assert len([*looks]) == 1000 - 100
 
 
 @pytest.mark.long(2)

@@ -85,6 +85,26 @@ def test_a_kept_graph_is_told_the_tokens_lengths_and_pages_of_each_step(rows: in
     assert len(traced) == 2, "once for each number of rows"
 
 
+@pytest.mark.parametrize("pass_rows", [0, 4])
+def test_a_graph_kept_ahead_is_the_one_that_a_deep_turn_needs(pass_rows: int) -> None:
+    here = pool(40)
+    batch = DecodeBatch(here, logits_of, 0, pass_rows=pass_rows)
+    traced = []
+    batch._kept_graph = KeptGraph(lambda *given: traced.append(given) or batch._traced(*given))
+    batch.keep_graph(2100)
+    assert here.allocator.used == 0
+    batch.join(kv := SequenceKV(here))
+    for table in kv.tables:
+        table.pages = dict(enumerate(here.take(9)))
+    for length in (2099, 2100):
+        kv.length = length
+        mx.eval(batch.step([7]))
+    assert len(traced) == 1
+    kv.length = 100
+    mx.eval(batch.step([7]))
+    assert len(traced) == 2, "a narrower table"
+
+
 @pytest.mark.parametrize("rows", [1, 4, 6])
 def test_passes_of_a_fixed_number_of_rows_are_told_the_same(rows: int) -> None:
     """Four rows a pass: the last one has empty rows, which have no length and no page."""
