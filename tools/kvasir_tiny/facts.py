@@ -135,12 +135,7 @@ def own_name(value: str) -> Fact:
 
 def about_person(subject: str, dice: Dice, names: Names, mouth: str = "-") -> Fact:
     """A fact about a person, told by `mouth` ("" is the user, "-" somebody whose name does not matter)."""
-    draw = dice.random()
-    if draw < 0.45:
-        return _possession(subject, dice, names, mouth)
-    if draw < 0.6:
-        return _companion(subject, dice, names, mouth)
-    return _action(subject, dice, names, mouth)
+    return dice.among((0.45, _possession), (0.6, _companion), (1, _action))(subject, dice, names, mouth)
 
 
 # kind of value, subject, how it is told, how it is asked, what may follow "Tell me", attribute

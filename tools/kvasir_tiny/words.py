@@ -29,6 +29,11 @@ class Dice(random.Random):
     def chance(self, p: float) -> bool:
         return self.random() < p
 
+    def among(self, *ways: tuple[float, T]) -> T:
+        """The first way whose bound is above a number of [0, 1) that is drawn now; the last bound is 1."""
+        draw = self.random()
+        return next(way for bound, way in ways if draw < bound)
+
 
 def words(text: str) -> list[str]:
     return text.split()

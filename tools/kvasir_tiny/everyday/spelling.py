@@ -17,6 +17,9 @@ COMMON_WORDS = _MATERIAL["COMMON_WORDS"]
 FAMILIES = [name for name in people.FAMILY_NAMES if not is_held_out(name)]
 
 
+_BEFORE_NAMES = ["Dr", "Mr", "Mrs", "Ms", "Professor", "Aunt", "Uncle", "Captain"]
+
+
 def is_for_training(name: str) -> bool:
     """Whether training may see this name or made-up word: no real name of evaluation, none of its made-up words."""
     return not is_held_out(name) and people.folded(name) not in people.HELD_OUT_FOLDED
@@ -33,44 +36,37 @@ class WideNames(Names):
         dice = self._dice
         if self.held_out:
             return self._fresh(people.HELD_OUT_NAMES, 0.7) or super().word().capitalize()
-        draw = dice.random()
-        if draw < 0.3:
-            return super().person()
-        if draw < 0.62:
-            name = self._fresh(GIVEN, 1.0)
-        elif draw < 0.85:
-            name = self._new(lambda: _spliced(dice, GIVEN).capitalize())
-        else:
-            name = self._new(lambda: odd_word(dice).capitalize())
-        return _in_some_case(dice, name or super().person())
+        made: Callable[[], str | None] | None = dice.among(
+            (0.3, None),
+            (0.62, lambda: self._fresh(GIVEN, 1.0)),
+            (0.85, lambda: self._new(lambda: _spliced(dice, GIVEN).capitalize())),
+            (1, lambda: self._new(lambda: odd_word(dice).capitalize())),
+        )
+        return _in_some_case(dice, made() or super().person()) if made else super().person()
 
     def full_name(self) -> str:
         """A given name, sometimes with more around it."""
         dice, name = self._dice, self.person()
-        draw = dice.random()
-        if draw < 0.86:
-            return name
-        family = dice.pick(FAMILIES)
-        if draw < 0.93:
-            return f"{name} {family}"
-        if draw < 0.95:
-            return f"{dice.pick(['Dr', 'Mr', 'Mrs', 'Ms', 'Professor', 'Aunt', 'Uncle', 'Captain'])} {name}"
-        if draw < 0.97:
-            return f"{name}{dice.pick(['-', ' '])}{self.person()}"
-        return f"{name} {dice.pick(['van', 'de', 'von', 'al', 'bin', 'O', 'da'])} {family}"
+        around: Callable[[str], str] | None = dice.among(
+            (0.86, None),
+            (0.93, lambda family: f"{name} {family}"),
+            (0.95, lambda _: f"{dice.pick(_BEFORE_NAMES)} {name}"),
+            (0.97, lambda _: f"{name}{dice.pick(['-', ' '])}{self.person()}"),
+            (1, lambda family: f"{name} {dice.pick(['van', 'de', 'von', 'al', 'bin', 'O', 'da'])} {family}"),
+        )
+        return around(dice.pick(FAMILIES)) if around else name
 
     def place(self) -> str:
         dice = self._dice
         if self.held_out:
             return super().place()
-        draw = dice.random()
-        if draw < 0.4:
-            return super().place()
-        if draw < 0.65:
-            return self._fresh(PLACES, 1.0) or super().place()
-        if draw < 0.75:
-            return dice.pick(people.LONG_TOWNS)
-        return self._new(lambda: _in_some_case(dice, _spliced(dice, PLACES).capitalize()))
+        made: Callable[[], str | None] = dice.among(
+            (0.4, lambda: None),
+            (0.65, lambda: self._fresh(PLACES, 1.0)),
+            (0.75, lambda: dice.pick(people.LONG_TOWNS)),
+            (1, lambda: self._new(lambda: _in_some_case(dice, _spliced(dice, PLACES).capitalize()))),
+        )
+        return made() or super().place()
 
     def word(self) -> str:
         dice = self._dice
@@ -133,24 +129,18 @@ def _in_some_case(dice: Dice, name: str) -> str:
 
 def number(dice: Dice, names: Names) -> str:
     """A number in one of the ways that people write them."""
-    draw = dice.random()
-    if draw < 0.3:
-        return names.digits(dice.between(1, 10))
-    if draw < 0.4:
-        return f"{names.digits(3)}-{names.digits(4)}"
-    if draw < 0.48:
-        return f"+{names.digits(2)} {names.digits(3)} {names.digits(4)}"
-    if draw < 0.58:
-        return f"{dice.below(100)}{dice.pick('.,')}{dice.below(10)}{dice.below(10)}"
-    if draw < 0.66:
-        return f"{dice.pick('$€£')}{dice.between(1, 999)}"
-    if draw < 0.74:
-        return f"{dice.between(1, 100)}%"
-    if draw < 0.84:
-        return clock_time(dice)
-    if draw < 0.92:
-        return f"{dice.between(1, 31)}.{dice.between(1, 12)}.{dice.between(1920, 2039)}"
-    return f"{dice.between(1, 99)} {dice.pick(['km', 'kg', 'metres', 'hours', 'euros', 'dollars', 'minutes', 'cm'])}"
+    units = ["km", "kg", "metres", "hours", "euros", "dollars", "minutes", "cm"]
+    return dice.among(
+        (0.3, lambda: names.digits(dice.between(1, 10))),
+        (0.4, lambda: f"{names.digits(3)}-{names.digits(4)}"),
+        (0.48, lambda: f"+{names.digits(2)} {names.digits(3)} {names.digits(4)}"),
+        (0.58, lambda: f"{dice.below(100)}{dice.pick('.,')}{dice.below(10)}{dice.below(10)}"),
+        (0.66, lambda: f"{dice.pick('$€£')}{dice.between(1, 999)}"),
+        (0.74, lambda: f"{dice.between(1, 100)}%"),
+        (0.84, lambda: clock_time(dice)),
+        (0.92, lambda: f"{dice.between(1, 31)}.{dice.between(1, 12)}.{dice.between(1920, 2039)}"),
+        (1, lambda: f"{dice.between(1, 99)} {dice.pick(units)}"),
+    )()
 
 
 def code(dice: Dice, names: Names) -> str:

@@ -49,17 +49,13 @@ def elsewhere(dice: Dice, names: WideNames) -> str:
 
 def echo(dice: Dice, names: WideNames) -> tuple[str, str]:
     """Something to say after somebody, and what is to be said."""
-    draw = dice.random()
-    if draw < 0.35:
-        value = names.full_name()
-    elif draw < 0.5:
-        value = spelling.number(dice, names)
-    elif draw < 0.65:
-        value = spelling.code(dice, names)
-    elif draw < 0.8:
-        value = spelling.odd_word(dice)
-    else:
-        value = spelling.phrase(dice, names, 6)
+    value = dice.among(
+        (0.35, names.full_name),
+        (0.5, lambda: spelling.number(dice, names)),
+        (0.65, lambda: spelling.code(dice, names)),
+        (0.8, lambda: spelling.odd_word(dice)),
+        (1, lambda: spelling.phrase(dice, names, 6)),
+    )()
     return dice.pick(ECHOES).replace("{v}", value), value
 
 

@@ -9,6 +9,8 @@ from tools.kvasir_tiny.everyday.spelling import LETTERS, WideNames
 from tools.kvasir_tiny.words import CLOSED, Dice, is_held_out
 
 _MARKS = "!@#$%^&*-_+=:/~|;<>()[]{}"
+_LETTERS_AND_DIGITS = LETTERS + LETTERS.upper() + "0123456789"
+_LEET = str.maketrans("aeo", "430")
 _TITLES = values.listed("Dr.;Dr.;Dr;Mr.;Mrs.;Ms.;Prof.;Professor;Mr;Mrs;Miss;Prof. Dr.;Sir;Captain;Father;Sister;Judge")
 _COUNTS = ("", "one", "two", "three", "four")
 _FAMILIES = [[name for name in people.FAMILY_NAMES if is_held_out(name) == part] for part in (False, True)]
@@ -35,56 +37,41 @@ def several(dice: Dice, names: WideNames) -> tuple[str, str]:
 
 
 def secret(dice: Dice, names: WideNames) -> str:
-    draw = dice.random()
-    if draw < 0.4:
-        return password(dice, names)
-    if draw < 0.72:
-        return long_number(dice, names)
-    if draw < 0.88:
-        return spelling.code(dice, names)
-    if draw < 0.95:
-        return spelling.number(dice, names)
+    ways = ((0.4, password), (0.72, long_number), (0.88, spelling.code), (0.95, spelling.number), (1, _with_emoji))
+    return dice.among(*ways)(dice, names)
+
+
+def _with_emoji(dice: Dice, names: WideNames) -> str:
     return f"{names.word()} {dice.pick(_EMOJI)}"
 
 
 def password(dice: Dice, names: WideNames) -> str:
     """As people and managers of passwords make them; none ends as a sentence does."""
-    draw = dice.random()
-    word, mark = names.word(), dice.pick(_MARKS)
-    if draw < 0.15:
-        return f"{word}{dice.below(1000)}{mark}{_letters(dice, dice.between(1, 4))}"
-    if draw < 0.3:
-        return f"{word.capitalize()}{mark}{dice.below(10000)}{dice.pick(['', mark, 'x'])}"
-    if draw < 0.42:
-        return f"{word}-{names.word().capitalize()}{mark}{dice.below(100)}"
-    if draw < 0.5:
-        return word.replace("a", "4").replace("e", "3").replace("o", "0") + f"{mark}{dice.below(10)}"
-    if draw < 0.6:
-        return f"{_letters(dice, 4)}-{_letters(dice, 4)}-{_letters(dice, 4)}"
-    if draw < 0.7:
-        return (
-            f"{dice.pick(['sk', 'pk', 'key', 'ghp', 'v1', 'id'])}{dice.pick('-_')}{_letters(dice, dice.between(6, 14))}"
-        )
-    letters = LETTERS + LETTERS.upper() + "0123456789" * 2 + _MARKS
-    return "".join(dice.pick(letters) for _ in range(dice.between(5, 14))) + dice.pick(LETTERS)
+    prefixes, mixed = ["sk", "pk", "key", "ghp", "v1", "id"], _LETTERS_AND_DIGITS + "0123456789" + _MARKS
+    made: Callable[[str, str], str] = dice.among(
+        (0.15, lambda word, mark: f"{word}{dice.below(1000)}{mark}{_letters(dice, dice.between(1, 4))}"),
+        (0.3, lambda word, mark: f"{word.capitalize()}{mark}{dice.below(10000)}{dice.pick(['', mark, 'x'])}"),
+        (0.42, lambda word, mark: f"{word}-{names.word().capitalize()}{mark}{dice.below(100)}"),
+        (0.5, lambda word, mark: f"{word.translate(_LEET)}{mark}{dice.below(10)}"),
+        (0.6, lambda *_: f"{_letters(dice, 4)}-{_letters(dice, 4)}-{_letters(dice, 4)}"),
+        (0.7, lambda *_: f"{dice.pick(prefixes)}{dice.pick('-_')}{_letters(dice, dice.between(6, 14))}"),
+        (1, lambda *_: f"{_letters(dice, dice.between(5, 14), mixed)}{dice.pick(LETTERS)}"),
+    )
+    return made(names.word(), dice.pick(_MARKS))
 
 
-def _letters(dice: Dice, count: int) -> str:
-    letters = LETTERS + LETTERS.upper() + "0123456789"
+def _letters(dice: Dice, count: int, letters: str = _LETTERS_AND_DIGITS) -> str:
     return "".join(dice.pick(letters) for _ in range(count))
 
 
 def long_number(dice: Dice, names: WideNames) -> str:
-    draw = dice.random()
-    if draw < 0.75:
-        return ("0" if dice.chance(0.1) else "") + names.digits(dice.between(3, 12))
-    if draw < 0.85:
-        return " ".join(names.digits(4) for _ in range(dice.between(2, 4)))
-    if draw < 0.93:
-        return f"{dice.between(1, 999)},{dice.between(100, 999)},{dice.between(100, 999)}"
-    return (
-        f"{dice.pick(['INV', 'A', 'NO', 'X', 'DE', 'PR'])}{dice.pick(['-', '', ' '])}{names.digits(dice.between(4, 9))}"
-    )
+    prefixes = ["INV", "A", "NO", "X", "DE", "PR"]
+    return dice.among(
+        (0.75, lambda: ("0" if dice.chance(0.1) else "") + names.digits(dice.between(3, 12))),
+        (0.85, lambda: " ".join(names.digits(4) for _ in range(dice.between(2, 4)))),
+        (0.93, lambda: f"{dice.between(1, 999)},{dice.between(100, 999)},{dice.between(100, 999)}"),
+        (1, lambda: f"{dice.pick(prefixes)}{dice.pick(['-', '', ' '])}{names.digits(dice.between(4, 9))}"),
+    )()
 
 
 def titled(dice: Dice, names: WideNames) -> str:

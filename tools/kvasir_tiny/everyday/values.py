@@ -72,23 +72,18 @@ def date(dice: Dice, _: WideNames) -> str:
 
 
 def thing(dice: Dice, names: WideNames) -> str:
-    draw = dice.random()
-    if draw < 0.07:
-        return spelling.phrase(dice, names, 9)
-    if draw < 0.5:
-        return spelling.phrase(dice, names)
-    if draw < 0.62:
-        return spelling.title(dice, names)
-    if draw < 0.74:
-        return dice.pick(CLOSED[dice.pick(list(CLOSED))])
-    return names.word() if draw < 0.87 else names.full_name()
+    return dice.among(
+        (0.07, lambda: spelling.phrase(dice, names, 9)),
+        (0.5, lambda: spelling.phrase(dice, names)),
+        (0.62, lambda: spelling.title(dice, names)),
+        (0.74, lambda: dice.pick(CLOSED[dice.pick(list(CLOSED))])),
+        (0.87, names.word),
+        (1, names.full_name),
+    )()
 
 
 def anything(dice: Dice, names: WideNames) -> str:
-    draw = dice.random()
-    if draw < 0.25:
-        return spelling.number(dice, names)
-    return spelling.code(dice, names) if draw < 0.5 else thing(dice, names)
+    return dice.among((0.25, spelling.number), (0.5, spelling.code), (1, thing))(dice, names)
 
 
 def person_or_thing(dice: Dice, names: WideNames) -> str:
