@@ -4,6 +4,7 @@ import contextlib
 import json
 import sys
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 from kvasir.cli.running.program import run_program
@@ -31,9 +32,14 @@ def printed(measure: Callable[[], Mapping[str, Any]]) -> int:
     except (KvasirError, OSError) as error:
         progress(error.message if isinstance(error, KvasirError) else str(error))
         return 1
-    json.dump(results, sys.stdout, indent=1)
-    sys.stdout.write("\n")
+    print(json.dumps(results, indent=1))
     return 0
+
+
+def keep(file: Path | None, results: Mapping[str, Any]) -> None:
+    """Write what is known so far into the file, if there is one."""
+    if file is not None:
+        file.write_text(json.dumps(results, indent=1), "utf-8")
 
 
 def progress(text: str) -> None:

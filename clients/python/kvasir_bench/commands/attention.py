@@ -15,5 +15,5 @@ def attention(context: typer.Context, quick: QuickOption = False, as_json: JsonO
     caller = caller_of(context, as_json)
     with progress(caller, "measuring attention") as say:
         results = measured_by("attention", "attention could not be measured", {"--quick": quick}, say)
-    show(caller, results, report.lines)
+    show(caller, results, report)
     end(results, is_quick=False)  # a quick run has no targets

@@ -1,7 +1,6 @@
 """`kvasir bench engine`."""
 
 from enum import Enum
-from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -9,12 +8,10 @@ import typer
 from kvasir.cli.caller import JsonOption, caller_of
 
 from kvasir_bench.commands import shown
-from kvasir_bench.engine.report import CASES, lines
-from kvasir_bench.engine.report import plots as plots_of
+from kvasir_bench.engine import report
 from kvasir_bench.program import measured_by
-from kvasir_bench.tables import markdown_table, text_table
 
-EngineCase = Enum("EngineCase", [(name, name) for name in CASES], type=str)  # type: ignore[misc]
+EngineCase = Enum("EngineCase", [(name, name) for name in report.CASES], type=str)  # type: ignore[misc]
 Peer = Enum("Peer", [("mlx-lm", "mlx-lm")], type=str)  # type: ignore[misc]
 
 OnlyOption = Annotated[list[EngineCase] | None, typer.Option(help="Measure this case alone. May be repeated.")]
@@ -61,23 +58,11 @@ def engine(
     names in the JSON are below, and do not change."""
     caller = caller_of(context, as_json)
     if results_file is not None:
-        results = shown.read_results(results_file, "engine", lines)
+        results = shown.read_results(results_file, "engine", report)
     else:
-        options = {
-            "--model": model,
-            "--peer": peer and peer.value,
-            "--repeats": repeats,
-            "--lengths": lengths,
-            "--batches": batches,
-            "--texts": texts,
-            "--kv-policy": kv_policy,
-            "--memory-gib": memory_gib,
-            "--time-limit-s": time_limit_s,
-            "--quick": quick,
-        }
+        options = shown.given(context, but=("only", "results_file", "plots", "as_markdown", "as_json"))
         cases = ["--only", *(case.value for case in only)] if only else []
         with shown.progress(caller, "measuring the engine; minutes at full size", plots) as say:
             results = measured_by("engine", "the engine could not be measured", options, say, *cases)
-    shown.draw(caller, plots_of(results), plots)
-    shown.show(caller, results, partial(lines, show=markdown_table if as_markdown else text_table))
+    shown.show(caller, results, report, plots, as_markdown=as_markdown)
     shown.end(results, is_quick=results["settings"]["is_quick"])

@@ -8,7 +8,7 @@ import typer
 from kvasir.cli.caller import JsonOption, caller_of
 from kvasir.cli.failures import WrongUsage
 
-from kvasir_bench.commands.shown import PlotsOption, draw, progress, show
+from kvasir_bench.commands.shown import PlotsOption, progress, show
 from kvasir_bench.fleet import report
 
 _ASSUMPTIONS = Path(report.__file__).with_name("assumptions.json")
@@ -51,8 +51,7 @@ def fleet(
             results = simulated(given)
         except (ArithmeticError, LookupError, TypeError, ValueError) as error:
             raise WrongUsage(f"--assumptions: {error}", field="--assumptions") from None
-    draw(caller, report.plots_of_naps(results) if naps else report.plots(results), plots)
-    show(caller, results, report.lines_of_naps if naps else report.lines)
+    show(caller, results, report, plots)
 
 
 def _given(known: Path, file: Path | None) -> dict[str, Any]:

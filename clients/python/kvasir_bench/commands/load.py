@@ -14,7 +14,7 @@ from kvasir.clients import AioInferenceClient
 from kvasir.credentials import read_token
 from kvasir.errors import FailedPrecondition, InvalidArgument
 
-from kvasir_bench.commands.shown import PlotsOption, draw, progress, show
+from kvasir_bench.commands.shown import PlotsOption, progress, show
 from kvasir_bench.load import report, run
 from kvasir_bench.load.arithmetic import Lengths, Limits
 
@@ -124,8 +124,7 @@ def load(
     target = _grpc(caller) if http is None else _http(http, model or "", api_key_file, api_key)
     with progress(caller, "turns arrive", plots) as say:
         results = asyncio.run(_measured(target, scope, mlx_lm, say))
-    draw(caller, report.plots(results), plots)
-    show(caller, results, report.lines)
+    show(caller, results, report, plots)
     if not results["first_token_s"]["count"]:
         raise typer.Exit(PROBLEMS)
 

@@ -7,7 +7,7 @@ import typer
 from kvasir.cli.caller import JsonOption, caller_of
 from kvasir.cli.rows import size
 
-from kvasir_bench.commands.shown import progress
+from kvasir_bench.commands.shown import given, progress
 from kvasir_bench.program import measured_by
 
 
@@ -30,8 +30,7 @@ def make_model(
     """Write a model of random weights with the configuration of a real one, to be measured where none can be fetched.
 
     Its tokenizer is kvasir-tiny's with as many tokens as the real one has."""
-    caller = caller_of(context, as_json)
-    options = {"--geometry": geometry, "--bits": bits, "--layers": layers, "--dtype": dtype, "--seed": seed}
+    caller, options = caller_of(context, as_json), given(context, but=("directory", "as_json"))
     with progress(caller, "writing the model") as say:
         made = measured_by("synthetic", "the model was not written", options, say, str(directory))
     text = f"{directory}: {made['layers']} layers, {size(made['weights_bytes'])} of weights in {made['seconds']} s"

@@ -8,7 +8,7 @@ from kvasir.cli.caller import JsonOption, caller_of
 from kvasir.cli.failures import PROBLEMS
 from kvasir.errors import FailedPrecondition
 
-from kvasir_bench.commands.shown import ModelOption, PlotsOption, draw, progress, show
+from kvasir_bench.commands.shown import ModelOption, PlotsOption, progress, show
 
 ScenarioOption = Annotated[
     list[str] | None, typer.Option(help="Of `kvasir scenario ls`; may be repeated. Left out: all of them.")
@@ -83,7 +83,6 @@ def memory(
         scope = report.scope_of(scenario or (), way or (), is_quick=quick, time_limit_s=time_limit_s, **options)
         with progress(caller, "playing scenarios", plots) as say:
             results = report.run(scope, say, played)
-    draw(caller, report.plots(results), plots)
-    show(caller, results, report.lines)
+    show(caller, results, report, plots)
     if not report.holds(results):
         raise typer.Exit(PROBLEMS)

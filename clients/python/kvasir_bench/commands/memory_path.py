@@ -1,18 +1,19 @@
 """`kvasir bench memory-path`."""
 
-import json
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from kvasir.cli.caller import JsonOption, caller_of
 from kvasir.cli.failures import WrongUsage
 from kvasir.cli.running.checks import check_installed
 
-from kvasir_bench.commands.shown import SHORT_HOME, HomeOption, PlotsOption, QuickOption, draw, end, progress, show
+from kvasir_bench.commands.shown import SHORT_HOME, HomeOption, PlotsOption, QuickOption, end, progress, show
 from kvasir_bench.memory_path import findings
 from kvasir_bench.memory_path.campaign import PathScope, measure
 from kvasir_bench.memory_path.services import measured_services, memory_gib_for
+from kvasir_bench.program import keep
 
 LengthsOption = Annotated[str, typer.Option(help="Of agents' memories in tokens, with commas between.")]
 ModelOption = Annotated[
@@ -65,12 +66,6 @@ def memory_path(
         raise WrongUsage("--shape: expected --model or --shape, got both", field="--shape")
     tokens = _token_counts(lengths)
     scope = PathScope(tokens, repeats, time_limit_s or 0.0, is_quick=quick)
-    results: dict[str, Any] = {}
-
-    def keep(found: dict[str, Any]) -> None:
-        if kept is not None:
-            kept.write_text(json.dumps(findings.complete(found), indent=1), encoding="utf-8")
-
     room = memory_gib or memory_gib_for(max(tokens))
     played = ("--shape", shape, "--prefill-tokens-per-s", str(prefill_tokens_per_s)) if shape else ()
     with (
@@ -79,9 +74,8 @@ def memory_path(
             home, model=model, played=played, memory_gib=room, options=engine_option or (), logs_to=kept
         ) as services,
     ):
-        results = findings.complete(measure(scope, services, say, keep))
-    draw(caller, findings.plots(results), plots)
-    show(caller, results, findings.lines)
+        results = measure(scope, services, say, partial(keep, kept))
+    show(caller, results, findings, plots)
     end(results, is_quick=quick)
 
 

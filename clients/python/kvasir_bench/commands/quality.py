@@ -1,20 +1,16 @@
 """`kvasir bench quality`."""
 
-from collections.abc import Mapping
 from enum import Enum
-from functools import partial
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from kvasir.cli.caller import Caller, JsonOption, caller_of
+from kvasir.cli.caller import JsonOption, caller_of
 from kvasir.errors import InvalidArgument
 
-from kvasir_bench.commands.shown import MarkdownOption, ModelOption, PlotsOption, draw, progress, show
+from kvasir_bench.commands.shown import MarkdownOption, ModelOption, PlotsOption, given, progress, show
 from kvasir_bench.program import measured_by
 from kvasir_bench.quality import report
-from kvasir_bench.quality.report import plots as plots_of
-from kvasir_bench.tables import markdown_table, text_table
 
 # Some of whose layers may stay exact; under fp all are.
 MixedPolicy = Enum("MixedPolicy", [(name, name) for name in ("q4", "q4-rotated", "k8v4", "q8")], type=str)  # type: ignore[misc]
@@ -94,26 +90,11 @@ def quality(
     With --text the measure is your own text, with 95 % intervals over its windows: each policy, each layer alone under
     one of them, and the layers to keep exact (--kv-exact-layers of `kvasir up`) within a budget of bytes."""
     _check_together(weights, text, tasks, kv_exact_layers, kv_policy or kv_bytes, quick)
-    options = {
-        "--model": model,
-        "--kv-exact-layers": kv_exact_layers,
-        "--compute-type": compute_type,
-        "--weights": weights,
-        "--text": text,
-        "--tasks": tasks,
-        "--kv-policy": kv_policy and kv_policy.value,
-        "--kv-bytes": kv_bytes,
-        "--quick": quick,
-    }
-    _show(caller_of(context, as_json), options, plots, as_markdown)
-
-
-def _show(caller: Caller, options: Mapping[str, object], plots: Path | None, as_markdown: bool) -> None:
-    what = "weights" if options["--weights"] else "KV policies"
+    caller, options = caller_of(context, as_json), given(context, but=("plots", "as_markdown", "as_json"))
+    what = "weights" if weights else "KV policies"
     with progress(caller, f"measuring {what}; minutes at full size", plots) as say:
         results = measured_by("quality", f"{what} were not measured", options, say)
-    draw(caller, plots_of(results), plots)
-    show(caller, results, partial(report.lines, show=markdown_table if as_markdown else text_table))
+    show(caller, results, report, plots, as_markdown=as_markdown)
 
 
 def _check_together(

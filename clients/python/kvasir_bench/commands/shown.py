@@ -1,7 +1,7 @@
 """What the commands share: options, progress while they measure, and results with their end."""
 
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
@@ -11,6 +11,7 @@ from kvasir.cli.caller import Caller
 from kvasir.cli.failures import PROBLEMS, WrongUsage
 
 from kvasir_bench.pictures import Plots
+from kvasir_bench.tables import markdown_table
 
 QuickOption = Annotated[
     bool, typer.Option("--quick", help="Measure less, and once, for a first look. No target counts then.")
@@ -22,6 +23,13 @@ HomeOption = Annotated[
 ]
 SHORT_HOME = Path("/tmp")  # noqa: S108 - a socket's path must fit into a hundred bytes
 MarkdownOption = Annotated[bool, typer.Option("--markdown", help="Print Markdown tables.")]
+Report = Any  # a module: `lines` of results, with `text_table` or another table, and `plots` of them
+
+
+def given(context: typer.Context, but: Collection[str] = ()) -> dict[str, object]:
+    """The command's options as its program takes them, without those of these names."""
+    values = {name: getattr(value, "value", value) for name, value in context.params.items() if name not in but}
+    return {f"--{name.replace('_', '-')}": value for name, value in values.items()}
 
 
 @contextmanager
@@ -37,32 +45,37 @@ def progress(caller: Caller, title: str, plots: Path | None = None) -> Iterator[
         yield caller.say
 
 
-def read_results(file: Path, command: str, lines: Callable[[dict[str, Any]], Iterable[str]]) -> dict[str, Any]:
+def read_results(file: Path, command: str, report: Report) -> dict[str, Any]:
     """A run that was kept. Raises WrongUsage for any other file."""
     try:
         results: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-        list(lines(results))
+        list(report.lines(results))
     except (ValueError, LookupError, TypeError, AttributeError):
         text = f"--results: {file}: expected what one run of `kvasir bench {command} --json` printed"
         raise WrongUsage(text, field="--results") from None
     return results
 
 
-def show(caller: Caller, results: dict[str, Any], lines: Callable[[dict[str, Any]], Iterable[str]]) -> None:
-    caller.result(
-        results, lambda out: out.print("\n".join(lines(results)), soft_wrap=True, markup=False, highlight=False)
-    )
+def show(
+    caller: Caller,
+    results: dict[str, Any],
+    report: Report,
+    plots: Path | None = None,
+    *,
+    as_markdown: bool = False,
+) -> None:
+    """Results as JSON or as their report's lines; and its pictures in the directory `plots`."""
+    if plots is not None:
+        _draw(caller, report.plots(results), plots)
+    lines = report.lines(results, markdown_table) if as_markdown else report.lines(results)
+    caller.result(results, lambda out: out.print("\n".join(lines), soft_wrap=True, markup=False, highlight=False))
 
 
-def draw(caller: Caller, plots: Plots, directory: Path | None) -> None:
-    if directory is None:
-        return
+def _draw(caller: Caller, plots: Plots, directory: Path) -> None:
     try:
-        written = plots.write(directory)
+        caller.say(f"wrote {', '.join(str(path) for path in plots.write(directory))}")
     except ImportError:
         caller.say("no pictures without matplotlib: install kvasir[bench]")
-        return
-    caller.say(f"wrote {', '.join(str(path) for path in written)}")
 
 
 def end(results: dict[str, Any], *, is_quick: bool) -> None:

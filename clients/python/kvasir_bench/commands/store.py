@@ -24,5 +24,5 @@ def store(
     check_installed("store")
     with progress(caller, "measuring the store; minutes at full size"):
         results = measuring.run(directory, is_quick=quick)
-    show(caller, results, measuring.lines)
+    show(caller, results, measuring)
     end(results, is_quick=quick)

@@ -1,7 +1,6 @@
 """`python -m kvasir_bench.engine`: measures the engine in one run and prints JSON; progress goes to stderr."""
 
 import argparse
-import json
 import os
 import signal
 import sys
@@ -9,6 +8,7 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,7 @@ from kvasir_bench.engine.cases import (
 )
 from kvasir_bench.engine.cases.several_tokens import ahead, windows
 from kvasir_bench.engine.lab import Case, Lab, MeasuredEngine, Scope
-from kvasir_bench.program import printed, progress
+from kvasir_bench.program import keep, printed, progress
 
 CASES: Mapping[str, Callable[[Lab], Case]] = {
     "decode": decode.run,
@@ -52,16 +52,16 @@ CASES: Mapping[str, Callable[[Lab], Case]] = {
 }
 
 
-def measured(lab: Lab, cases: Sequence[str], keep: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
-    """The values of all names in `keys.json`. `keep` gets what is known after each row."""
+def measured(lab: Lab, cases: Sequence[str], keep_known: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
+    """The values of all names in `keys.json`. `keep_known` gets them after each row."""
     about = machine.machine(lab.engine)
     found: dict[str, Case] = {}
     results = _results(lab, about, found)
     for name in lab.pace.while_there_is_time(cases):
-        lab.pace.keep = lambda rows, name=name: keep(_results(lab, about, {**found, name: Case(name, rows)}))  # type: ignore[misc]
+        lab.pace.keep = lambda rows, name=name: keep_known(_results(lab, about, {**found, name: Case(name, rows)}))  # type: ignore[misc]
         found[name] = CASES[name](lab)
         results = _results(lab, about, found)
-        keep(results)
+        keep_known(results)
     return results
 
 
@@ -153,15 +153,10 @@ def _run(arguments: argparse.Namespace) -> dict[str, Any]:
         )
         lab = Lab(engine, model, time.perf_counter, scope, cache_dir=cache_dir, say=progress)
         try:
-            return measured(lab, cases, lambda known: _keep(arguments.keep, known))
+            return measured(lab, cases, partial(keep, arguments.keep))
         finally:
             lab.close()
             engine.close()
-
-
-def _keep(path: Path | None, results: Mapping[str, Any]) -> None:
-    if path is not None:
-        path.write_text(json.dumps(results, indent=1))
 
 
 if __name__ == "__main__":

@@ -13,6 +13,11 @@ the cost), `kinds` (the same by kind of agent), `assumptions`."""
 
 
 def lines(results: dict[str, Any]) -> Iterable[str]:
+    """Of a simulated fleet, or of a day of naps."""
+    return lines_of_naps(results) if "day" in results else lines_of_fleet(results)
+
+
+def lines_of_fleet(results: dict[str, Any]) -> Iterable[str]:
     fleet, limits = results["fleet"], results["limits"]
     rows = [{"fleet": name.replace("_", " "), "value": _shown(name, value)} for name, value in fleet.items()]
     yield from text_table(cells(rows))
@@ -38,12 +43,10 @@ def lines_of_naps(results: dict[str, Any]) -> Iterable[str]:
     yield "On paper: --json has the assumptions with their sources, and --assumptions FILE takes yours."
 
 
-def plots_of_naps(results: dict[str, Any]) -> Plots:
-    picture = Picture("Wakes of a day, and those that were hidden", "kind", ("wakes", "hidden"))
-    return Plots(f"{results['day']['agents']:,} agents, simulated", {"wakes": (picture, results["kinds"])})
-
-
 def plots(results: dict[str, Any]) -> Plots:
+    if "day" in results:
+        picture = Picture("Wakes of a day, and those that were hidden", "kind", ("wakes", "hidden"))
+        return Plots(f"{results['day']['agents']:,} agents, simulated", {"wakes": (picture, results["kinds"])})
     note = f"{results['fleet']['agents']:,} agents, {results['fleet']['engines']:,} engines, simulated"
     pictures = {
         "limits": (Picture("Load of each part in the busiest hour", "part", ("load",), is_log=True), results["limits"]),

@@ -8,6 +8,7 @@ from typing import Any
 from kvasir.clients import InferenceClient
 
 from kvasir_bench.memory_path import machine
+from kvasir_bench.memory_path.findings import complete
 from kvasir_bench.memory_path.services import MeasuredServices
 from kvasir_bench.memory_path.turns import Agent, SeenTurn, words_per_token
 
@@ -56,8 +57,8 @@ def measure(
                 turn, row = agent.asked(client), results["agents"][number]
                 row[phase] = {**_shown(turn), "is_exact": turn.token_ids == row["hot"]["token_ids"]}
         results["elapsed_s"] = round(time.monotonic() - began_s, 1)
-        keep(results)
-    return results
+        keep(complete(results))
+    return complete(results)
 
 
 def _begin(
@@ -81,7 +82,7 @@ def _begin(
             agent = Agent(client, f"bench-{length}-{repeat}", words, REPLY_TOKENS)
             agents.append(agent)
             results["agents"].append({"length": length, "repeat": repeat, **_live(agent, client)})
-            keep(results)
+            keep(complete(results))
     return agents
 
 

@@ -43,7 +43,7 @@ def _memory_path(scope: ProofScope, report: Report) -> Value:
     played = ("--shape", _QUICK_SHAPE if scope.is_quick else _SHAPE, "--prefill-tokens-per-s", str(_PREFILL_PER_S))
     room = memory_gib_for(max(lengths))
     with measured_services(machine.SHORT_HOME, model="", played=played, memory_gib=room) as services:
-        return findings.complete(measure_path(PathScope(lengths, 1, is_quick=scope.is_quick), services, report))
+        return measure_path(PathScope(lengths, 1, is_quick=scope.is_quick), services, report)
 
 
 def _shown_attention(value: Mapping[str, Any]) -> Shown:

@@ -13,7 +13,7 @@ from kvasir.errors import InvalidArgument, KvasirError
 
 from kvasir_bench.commands.paper import conversations
 from kvasir_bench.commands.paper.bench import Bench
-from kvasir_bench.memory_path import campaign, findings
+from kvasir_bench.memory_path import campaign
 from kvasir_bench.paper.tables import Table, rows_of, tables
 
 Rows = list[dict[str, Any]]
@@ -54,7 +54,7 @@ def _bytes(bench: Bench, length: int, **ways: tuple[str, int]) -> dict[str, Any]
 def _path(bench: Bench, lengths: Sequence[int]) -> Rows:
     """Agents' memories on their way to the store and back, by `kvasir bench memory-path`."""
     scope = campaign.PathScope(lengths, bench.repeats, is_quick=bench.is_quick)
-    agents = findings.complete(campaign.measure(scope, bench.services, bench.say))["agents"]
+    agents = campaign.measure(scope, bench.services, bench.say)["agents"]
     size = bench.facts["kv_bytes_per_token"]
     return [
         {"context_tokens": agent["length"], "file_bytes": size * agent["both_killed"]["cached_tokens"], **agent}

@@ -1,6 +1,5 @@
 """`kvasir bench paper`."""
 
-import json
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -11,13 +10,13 @@ from kvasir.cli.running.checks import check_installed
 from kvasir.credentials import read_token
 from kvasir.errors import InvalidArgument
 
+from kvasir_bench import program
 from kvasir_bench.commands import shown
 from kvasir_bench.commands.paper.bench import Bench
 from kvasir_bench.commands.paper.cases import chosen, measured
 from kvasir_bench.commands.shown import SHORT_HOME, HomeOption, MarkdownOption, ModelOption, PlotsOption
 from kvasir_bench.paper import report
 from kvasir_bench.paper.tables import tables
-from kvasir_bench.tables import markdown_table, text_table
 
 TableOption = Annotated[
     list[str] | None,
@@ -68,20 +67,14 @@ def paper(
         with shown.progress(caller, "measuring the papers' tables; minutes", plots) as say:
             bench = Bench(say, model, 1 if quick else repeats, quick, home, server)
             with bench.started:
-                results = measured(bench, wanted, partial(_keep, keep))
-    shown.draw(caller, report.plots(results), plots)
+                results = measured(bench, wanted, partial(program.keep, keep))
     if csv is not None:
         report.write_csv(results, csv)
-    shown.show(caller, results, partial(report.lines, show=markdown_table if as_markdown else text_table))
-
-
-def _keep(file: Path | None, results: dict[str, Any]) -> None:
-    if file is not None:
-        file.write_text(json.dumps(results, indent=1), encoding="utf-8")
+    shown.show(caller, results, report, plots, as_markdown=as_markdown)
 
 
 def _kept(files: list[Path]) -> dict[str, Any]:
     """The tables of all files in the papers' order, the last of each number, with the machine of the first file."""
-    runs = [shown.read_results(file, "paper", report.lines) for file in files]
+    runs = [shown.read_results(file, "paper", report) for file in files]
     found = {table["number"]: table for run in runs for table in run["tables"]}
     return {**runs[0], "tables": [found[table.number] for table in tables() if table.number in found]}
