@@ -59,10 +59,8 @@ _ORDERS: dict[Order, Callable[[pb.Agent], Any]] = {
     Order.SIZE: lambda agent: (-agent.lines[0].total_bytes if agent.lines else 0, agent.agent_id),
 }
 MOST_VERSION = (1 << 63) - 1  # of the contract's int64
-_OWN, _SETTINGS = (
-    "kvasir.",
-    {on_full.LABEL, expires_after.LABEL, volatile.LABEL},
-)  # Kvasir's labels; those of them that people set
+_OWN = "kvasir."  # what Kvasir's labels begin with
+_SETTINGS = {on_full.LABEL, expires_after.LABEL, volatile.LABEL}  # those of them that people set
 _NUMBERS = ("version", "tokens", "bytes", "parent")  # columns
 _COMPLETED = 100
 _MOST_SEARCHED = 1000
@@ -88,7 +86,7 @@ AgentArgument = Annotated[str, typer.Argument(help="The agent's name.", metavar=
 LineOption = Annotated[
     str,
     typer.Option(
-        "--kv-identity", help="Hash of the line's KV identity. Left out: whichever has the version.", metavar="HASH"
+        "--kv-identity", metavar="HASH", help="Hash of the line's KV identity. Left out: whichever has the version."
     ),
 ]
 VersionOption = Annotated[
@@ -206,7 +204,7 @@ def history(caller: Caller, agent: AgentArgument, line: LineOption = "") -> None
     """List the versions that an agent can be rolled back to, newest first."""
     with store_client(caller) as client:
         versions = list(client.every_snapshot(agent, line))
-    caller.result([snapshot_row(version) for version in versions], lambda out: out.print(_versions_table(versions)))
+    caller.result([snapshot_row(version) for version in versions], _versions_table(versions))
 
 
 @command(app, "fork")
@@ -220,7 +218,7 @@ def fork(
     """Start a new agent with the memory of another agent. Copies no bytes."""
     with newest_client(caller) as client:
         made = client.fork_agent(source, agent, line, version)
-    caller.result(agent_row(made), lambda out: out.print(f"{agent} remembers the same as {source}."))
+    caller.result(agent_row(made), f"{agent} remembers the same as {source}.")
 
 
 @command(app, "rollback")
@@ -235,10 +233,7 @@ def rollback(
     """Commit an old version again, as the newest. No version is removed."""
     with store_client(caller) as client:
         made = client.rollback_agent(agent, version, line)
-    caller.result(
-        snapshot_row(made),
-        lambda out: out.print(f"{agent} is at version {made.version}, which is version {version} again."),
-    )
+    caller.result(snapshot_row(made), f"{agent} is at version {made.version}, which is version {version} again.")
 
 
 @command(app, "rm")
@@ -255,7 +250,7 @@ def rm(
     when = f"by {to_the_second(gone_by)} UTC" if gone_by else "by the next collection"
     freed = f"{size(answer.unshared_bytes)} that no other agent uses are freed {when}"
     text = f"{agent} is deleted. {freed if answer.unshared_bytes else 'Other agents use all that it held'}."
-    caller.result(value, lambda out: out.print(text))
+    caller.result(value, text)
 
 
 @command(app, "label")
@@ -329,7 +324,7 @@ def export(
     value = {"agent_id": agent, "file": str(file), "size_bytes": size_bytes, "format": form.value, "is_sealed": sealed}
     seconds = time.monotonic() - began
     words = "not sealed" if lock is None else f"sealed with a {lock.kind} {lock.key_id}".rstrip()
-    caller.result(value, lambda out: out.print(f"{file}: {size(size_bytes)} in {seconds:.1f} s, {words}"))
+    caller.result(value, f"{file}: {size(size_bytes)} in {seconds:.1f} s, {words}")
 
 
 @command(app, "import")
@@ -366,7 +361,7 @@ def import_(
             made = client.import_agent(name, pieces(), replace=replace)
         else:
             made = carrying.import_seed_file(client, read, agent, replace=replace, of_agent=of_agent)
-    caller.result(snapshot_row(made), lambda out: out.print(arrived_words(made)))
+    caller.result(snapshot_row(made), arrived_words(made))
 
 
 def unclaimed(client: StoreClient) -> list[str]:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 import typer
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.text import Text
 
 from kvasir.address import AddressError, parse_address
@@ -65,12 +65,14 @@ class Caller:
             return Endpoint(address, self.token_file, self.ca_file)
         return Endpoint(known.address, self.token_file or known.token_file, self.ca_file or known.ca_file)
 
-    def result(self, value: object, show: Callable[[Console], None]) -> None:
-        """Print a command's result: as JSON for scripts, else by `show`."""
+    def result(self, value: object, shown: RenderableType | Callable[[Console], None]) -> None:
+        """Print a command's result: as JSON for scripts, else what people are shown, or what shows it."""
         if self.as_json:
             self.out.file.write(self._json(value, indent=2) + "\n")
+        elif callable(shown):
+            shown(self.out)
         else:
-            show(self.out)
+            self.out.print(shown)
 
     def line(self, value: object) -> None:
         """Print one object of a stream on a line of its own."""

@@ -63,10 +63,10 @@ def list_models(
     """List the models that the engine's configuration names, or with --fetched those of `kvasir models pull`."""
     if fetched:
         rows = hub.fetched(caller)
-        return caller.result(rows, lambda out: out.print(pairs((row["name"], size(row["size_bytes"])) for row in rows)))
+        return caller.result(rows, pairs((row["name"], size(row["size_bytes"])) for row in rows))
     with engine_client(caller) as client:
         rows = [model_row(model) for model in client.list_models()]
-    return caller.result(rows, lambda out: out.print(_models_table(rows)))
+    return caller.result(rows, _models_table(rows))
 
 
 @command(models, "load")
@@ -81,7 +81,7 @@ def load_model(
     with caller.busy(f"loading {name}"), engine_client(caller) as client:
         answer = client.load_model(name, drop_unstored=drop_unstored)
     value = {"loaded": answer.model.name, **_left(answer.left)}
-    caller.result(value, lambda out: out.print(f"{name} is loaded; {_left_in_words(answer.left)}"))
+    caller.result(value, f"{name} is loaded; {_left_in_words(answer.left)}")
 
 
 @command(models, "unload")
@@ -95,7 +95,7 @@ def unload_model(
     """Let turns end, store hot memories, and free the model."""
     with caller.busy("unloading"), engine_client(caller) as client:
         left = client.unload_model(name, drop_unstored=drop_unstored).left
-    caller.result(_left(left), lambda out: out.print(f"unloaded; {_left_in_words(left)}"))
+    caller.result(_left(left), f"unloaded; {_left_in_words(left)}")
 
 
 def stats_row(answer: pb.GetStatsResponse) -> dict[str, Any]:

@@ -20,14 +20,14 @@ def pull(caller: Caller, name: _NameArgument, progress: ProgressOption = False) 
     """Fetch a model of the hub, once: `kvasir up --model OWNER/NAME` and other programs of mlx-lm find it here."""
     answer = fetch(caller, name, "--progress") if progress else fetch(caller, name)
     text = f"{name}: {size(answer['size_bytes'])} at {answer['path']}; start it with `kvasir up --model {name}`"
-    caller.result(answer, lambda out: out.print(text))
+    caller.result(answer, text)
 
 
 def rm(caller: Caller, name: _NameArgument) -> None:
     """Remove a model that was fetched. What agents remember with it stays."""
     answer = _hub(caller, "rm", _checked(name))
     text = f"{name} is removed; {size(answer['freed_bytes'])} are free"
-    caller.result(answer, lambda out: out.print(text))
+    caller.result(answer, text)
 
 
 def fetched(caller: Caller) -> list[dict[str, Any]]:

@@ -80,7 +80,7 @@ add_bench(app)
 def _print_version(context: typer.Context, value: bool) -> None:
     if value:
         text = f"kvasir {kvasir.__version__}"
-        caller_of(context).result({"kvasir": kvasir.__version__}, lambda out: out.print(text))
+        caller_of(context).result({"kvasir": kvasir.__version__}, text)
         raise typer.Exit
 
 

@@ -49,14 +49,19 @@ def move(
     way = f"from {peer}" if from_peer else f"to {peer}"
     with store_client(caller) as client:
         turn = _turn_handed_over(caller, client, agent, to_peer) if to_peer and not dry_run else None
+        sent = _Sent()
         with transfer_progress(caller, f"{agent} {way}") as on_progress:
-            done, sent = _moved(caller, client, agent, from_peer, to_peer, dry_run, on_progress)
+            steps = client.moving_agent(agent, from_peer=from_peer, to_peer=to_peer, dry_run=dry_run)
+            waits = f"waiting until the engine there has stored {agent}'s turn …"
+            done = sent.follow(steps, on_progress, lambda: caller.say(waits))
+    if done is None and not dry_run:
+        raise Internal("the move ended without saying how")
     turn = turn or ("waited_for" if sent.has_waited else None)
     head: dict[str, Any] = {"agent_id": agent, "peer": peer, "dry_run": dry_run, "turn": turn}
     row = {**head, **_sent_row(sent, dry_run)}
     if done is not None:
         row["agent"] = agent_row(done)
-    caller.result(row, lambda out: out.print(_moved_words(agent, way, turn, sent, dry_run)))
+    caller.result(row, _moved_words(agent, way, turn, sent, dry_run))
 
 
 def sync(
@@ -95,21 +100,15 @@ def pull(
     """Copy an agent's memory from another store. Only blobs that are missing here are sent."""
     sent = _Sent()
     with store_client(caller) as client, transfer_progress(caller, f"{agent} from {peer}") as on_progress:
-        if dry_run:
-            for step in client.pulling_agent(peer, agent, local_agent_id=as_, kv_identity_hash=line, dry_run=True):
-                sent.take(step.progress)
-        else:
-
-            def on_step(progress: pb.TransferProgress) -> None:
-                sent.take(progress)
-                on_progress(progress)
-
-            made = client.pull_agent(peer, agent, local_agent_id=as_, kv_identity_hash=line, on_progress=on_step)
+        steps = client.pulling_agent(peer, agent, local_agent_id=as_, kv_identity_hash=line, dry_run=dry_run)
+        made = sent.follow(steps, on_progress)
+    if made is None and not dry_run:
+        raise Internal("the pull ended without saying how")
     if dry_run:
         row = {"agent_id": as_ or agent, "peer": peer, "dry_run": True, **_sent_row(sent, dry_run)}
-        caller.result(row, lambda out: out.print(f"{agent} would come from {peer}: {_sent_words(sent, dry_run)}"))
+        caller.result(row, f"{agent} would come from {peer}: {_sent_words(sent, dry_run)}")
     else:
-        caller.result(snapshot_row(made), lambda out: out.print(f"{arrived_words(made)}; {_sent_words(sent, dry_run)}"))
+        caller.result(snapshot_row(made), f"{arrived_words(made)}; {_sent_words(sent, dry_run)}")
 
 
 def claim(
@@ -133,12 +132,12 @@ def claim(
     with store_client(caller) as client:
         if not recovered:
             claimed = _claimed(client, agent, force)
-            caller.result(agent_row(claimed), lambda out: out.print(f"{agent} is this store's."))
+            caller.result(agent_row(claimed), f"{agent} is this store's.")
             return
         rows = [_claimed_row(client, name, force) for name in agents.unclaimed(client)]
     told = [row["message"] or f"{row['agent_id']} is this store's." for row in rows]
     told.append(f"{counted(len(rows), 'agent')}, {sum(bool(row['error']) for row in rows)} left alone")
-    caller.result(rows, lambda out: out.print("\n".join(told)))
+    caller.result(rows, "\n".join(told))
     if any(row["error"] for row in rows):
         raise typer.Exit(failures.REFUSED)
 
@@ -171,10 +170,23 @@ class _Sent:
     has_waited: bool = False  # for a turn's end
     began_s: float = field(default_factory=time.monotonic)
 
-    def take(self, progress: pb.TransferProgress) -> None:
-        if self.skipped_bytes is None:
-            self.skipped_bytes = progress.bytes_done
-        self.progress.CopyFrom(progress)
+    def follow(
+        self, steps: Iterable[Any], on_progress: OnProgress, on_waiting: Callable[[], None] = lambda: None
+    ) -> Any:
+        """The agent or version with which the steps of a pull or a move end; None for a dry run."""
+        done = None
+        for step in steps:
+            if step.HasField("done"):
+                done = step.done  # read on: a stream that is left before its end counts as cancelled
+            elif step.HasField("progress"):
+                if self.skipped_bytes is None:
+                    self.skipped_bytes = step.progress.bytes_done
+                self.progress.CopyFrom(step.progress)
+                on_progress(step.progress)
+            elif not self.has_waited:
+                self.has_waited = True
+                on_waiting()
+        return done
 
 
 def _turn_handed_over(caller: Caller, client: StoreClient, agent: str, peer: str) -> str | None:
@@ -210,30 +222,6 @@ def _is_unknown(client: StoreClient, agent: str) -> bool:
     return False
 
 
-def _moved(
-    caller: Caller,
-    client: StoreClient,
-    agent: str,
-    from_peer: str,
-    to_peer: str,
-    dry_run: bool,
-    on_progress: OnProgress,
-) -> tuple[pb.Agent | None, _Sent]:
-    sent, done = _Sent(), None
-    for step in client.moving_agent(agent, from_peer=from_peer, to_peer=to_peer, dry_run=dry_run):
-        if step.HasField("done"):
-            done = step.done  # read on: a stream that is left before its end counts as cancelled
-        elif step.HasField("progress"):
-            sent.take(step.progress)
-            on_progress(step.progress)
-        elif not sent.has_waited:
-            sent.has_waited = True
-            caller.say(f"waiting until the engine there has stored {agent}'s turn …")
-    if done is None and not dry_run:
-        raise Internal("the move ended without saying how")
-    return done, sent
-
-
 def _synced(
     client: StoreClient, agent: pb.Agent, from_peer: str, to_peer: str, dry_run: bool, on_progress: OnProgress
 ) -> dict[str, Any]:
@@ -245,10 +233,7 @@ def _synced(
             steps = client.pulling_agent(
                 from_peer, agent.agent_id, to_peer=to_peer, kv_identity_hash=line.kv_identity_hash, dry_run=dry_run
             )
-            for step in steps:
-                if step.HasField("progress"):
-                    sent[-1].take(step.progress)
-                    on_progress(step.progress)
+            sent[-1].follow(steps, on_progress)
         except KvasirError as refused:
             if not refused.reason or refused.reason in ("PEER_UNAVAILABLE", "PEER_UNKNOWN", "PEER_REFUSED"):
                 raise

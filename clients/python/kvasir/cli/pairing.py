@@ -173,14 +173,14 @@ def rm(caller: Caller, peer: PeerArgument) -> None:
     answer = _only(caller, "peers", "rm", names=[peer])
     ended = answer["store"].get("ended_calls", 0)
     text = f"{peer} is removed" + (f"; ended {counted(ended, 'running call')}" if ended else "")
-    caller.result(answer, lambda out: out.print(text))
+    caller.result(answer, text)
 
 
 @command(app, "allow")
 def allow(caller: Caller, peer: PeerArgument, gives: GivesOption = None, takes: TakesOption = None) -> None:
     """Change what a peer may do here. What is left out stays. Its running calls end where it may less."""
     answer = _only(caller, "peers", "allow", *_rights(gives, takes), names=[peer])
-    caller.result(answer, lambda out: out.print(_rights_text(answer)))
+    caller.result(answer, _rights_text(answer))
 
 
 @command(app, "rename")
@@ -191,7 +191,7 @@ def rename(
 ) -> None:
     """Call a peer otherwise here. It stays paired; its running calls end and begin again."""
     answer = _only(caller, "peers", "rename", names=[peer, new_name])
-    caller.result(answer | {"name": new_name}, lambda out: out.print(f"{peer} is called {new_name} now"))
+    caller.result(answer | {"name": new_name}, f"{peer} is called {new_name} now")
 
 
 def _show_peers(out: Console, peers: list[dict[str, Any]]) -> None:

@@ -12,7 +12,7 @@ from kvasir.cli.agents import store_client
 from kvasir.cli.caller import Caller, JsonOption, caller_of, command
 from kvasir.cli.failures import DAMAGED, NOT_FOUND, WrongUsage
 from kvasir.cli.fleet.serving_store import serve_store
-from kvasir.cli.rows import counted, scrub_row, scrub_text, size, stats_row
+from kvasir.cli.rows import counted, fields_of, scrub_row, scrub_text, size, stats_row
 from kvasir.cli.running.checks import check_installed
 from kvasir.cli.running.home import Home
 from kvasir.cli.running.program import done
@@ -141,7 +141,7 @@ def _tell_scrub(caller: Caller) -> None:
     if not stats.HasField("scrub"):
         raise FailedPrecondition("the scrub of all namespaces is shown to administrators only", reason="ROLE_REQUIRED")
     row = scrub_row(stats.scrub)
-    caller.result(row, lambda out: out.print(scrub_text(row)))
+    caller.result(row, scrub_text(row))
 
 
 @command(app, "gc")
@@ -149,15 +149,10 @@ def gc(caller: Caller, dry_run: Annotated[bool, typer.Option("--dry-run", help="
     """Mark blobs that nothing names, and remove blobs that were marked longer than the grace period ago."""
     with store_client(caller) as client:
         answer = client.collect_garbage(dry_run=dry_run)
-    value = {
-        "blobs_marked": answer.blobs_marked,
-        "blobs_swept": answer.blobs_swept,
-        "bytes_freed": answer.bytes_freed,
-        "is_dry_run": dry_run,
-    }
+    value = fields_of(answer, "blobs_marked", "blobs_swept", "bytes_freed") | {"is_dry_run": dry_run}
     freed = f"{size(answer.bytes_freed)} freed" + (" if it were not a dry run" if dry_run else "")
     text = f"{counted(answer.blobs_marked, 'blob')} marked, {answer.blobs_swept} swept, {freed}"
-    caller.result(value, lambda out: out.print(text))
+    caller.result(value, text)
 
 
 @command(app, "stats")
@@ -165,15 +160,12 @@ def stats(caller: Caller) -> None:
     """Show sizes and counters."""
     with store_client(caller) as client:
         row = stats_row(client.get_stats())
-    caller.result(row, lambda out: out.print(pairs(_numbers(row))))
+    caller.result(row, pairs(_numbers(row)))
 
 
 def _show_report(out: Console, report: dict[str, Any]) -> None:
-    found = {
-        name: json.dumps(value, ensure_ascii=False) if value not in ([], {}) else "none"
-        for name, value in report.items()
-    }
-    out.print(pairs(((name.replace("_", " "), value) for name, value in found.items()), justify="left"))
+    shown = (json.dumps(value, ensure_ascii=False) if value not in ([], {}) else "none" for value in report.values())
+    out.print(pairs(zip((name.replace("_", " ") for name in report), shown, strict=True), justify="left"))
 
 
 def _show_recovered(out: Console, report: dict[str, Any]) -> None:

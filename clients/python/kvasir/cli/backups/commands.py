@@ -80,7 +80,7 @@ def backup(
     text = f"{folder}: {counted(len(files), 'file')}, {size(all_bytes)}; {size(run.copied_bytes)} copied now"
     text += f"; left out: {counted(len(run.damaged), 'damaged file')}" if run.damaged else ""
     text += f"; links are left out: {', '.join(links)}" if links else ""
-    caller.result(value, lambda out: out.print(text))
+    caller.result(value, text)
     if (home.sealed_file).exists():
         caller.say(f"Sealed namespaces stay sealed: keep a copy of the master key elsewhere ({home.seal_key_file}).")
     if run.damaged:
@@ -125,7 +125,7 @@ def restore(
         raise
     report = _adopted(home) if _INDEX not in missing else None
     value = {"home": str(home.root), "files": len(files) - len(missing), "missing": sorted(missing), "store": report}
-    caller.result(value, lambda out: out.print(_restored_words(value)))
+    caller.result(value, _restored_words(value))
     _say_what_to_do(caller, files, missing)
     if missing or report is None or report["findings"]:
         raise typer.Exit(PROBLEMS)

@@ -33,7 +33,7 @@ def reload(caller: Caller) -> None:
         asked = _ask_all(home, pids)
         give_up = time.monotonic() + PATIENCE_S
         told = {service: _answer(home, service, pid, asked[service], give_up) for service, pid in pids.items()}
-    caller.result(told, lambda out: out.print("\n".join(f"{name}: {_words(line)}" for name, line in told.items())))
+    caller.result(told, "\n".join(f"{name}: {_words(line)}" for name, line in told.items()))
     problems = {
         "refused": "what is wrong there was not taken; `kvasir logs` says why, and what is in force",
         "silent": "one that hangs keeps the old set until it runs again; one whose audit finds no room (is the disk "

@@ -78,7 +78,7 @@ def new(
         replace_private_text(home.credentials_file, credentials.text)
     then = _then(home)
     made = {**_row(home, wanted[0]), "then": then}
-    caller.result(made, lambda out: out.print(made["token_file"]))
+    caller.result(made, made["token_file"])
     caller.say(f"{name} may call in namespace {namespace}, after: {then}")
 
 
@@ -108,7 +108,7 @@ def rm(caller: Caller, name: Annotated[str, typer.Argument(metavar="NAME")]) -> 
             raise NotFound(f"no token {name!r}: `kvasir tokens ls` lists them", reason="NO_SUCH_TOKEN")
         replace_private_text(caller.home.credentials_file, known.without({name}).text)
         (caller.home.tokens / f"{name}.token").unlink(missing_ok=True)
-    caller.result(_row(caller.home, found), lambda out: out.print(f"removed {name}"))
+    caller.result(_row(caller.home, found), f"removed {name}")
     caller.say(f"Its calls end with: {caller.home.command('reload')}")
 
 

@@ -22,8 +22,7 @@ _RULES = ("Read a file before you change it.", "Run the tests after each change.
 def play(say: Callable[[str], None], claims: Claims, make: Callable[..., Mac], root: Path, tokens: int) -> None:
     """Raises what the services refuse."""
     mac = make("first", model=str(_long_model(root / "kvasir-tiny")))
-    mac.start()
-    steps.warm_up(mac)
+    steps.start(mac)
     instructions = _instructions(mac, tokens)
     say("The agent reads its instructions once; on two cores 30,000 tokens take minutes")
     asked = [message("system", instructions), message("user", "The build fails. Look at it.")]
@@ -37,8 +36,7 @@ def play(say: Callable[[str], None], claims: Claims, make: Callable[..., Mac], r
         "the broken turn's error says which version is kept",
         error is not None and error.metadata.get("remembered_version") == str(second.stored.version),
     )
-    say(f"Both run again after {mac.start():.1f} s")
-    steps.warm_up(mac)
+    say(f"Both run again after {steps.start(mac):.1f} s")
     after = mac.say(AGENT, [message("user", "Mend the test that fails.")])
     _say_reuse(say, after)
     known = second.prompt_tokens + second.completion_tokens

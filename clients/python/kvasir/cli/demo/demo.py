@@ -18,11 +18,12 @@ from kvasir.cli.demo import run as steps
 from kvasir.cli.demo.mac import Mac, macs
 from kvasir.cli.demo.plot import Timing, plot
 from kvasir.cli.demo.run import AnsweredTurn, Claims, Life
-from kvasir.cli.demo.script import Story, ask, told_story
+from kvasir.cli.demo.script import Story, told_story
 from kvasir.cli.failures import PROBLEMS, WrongUsage
 from kvasir.cli.rows import size
 from kvasir.cli.running.checks import check_installed
 from kvasir.cli.showing.tables import table
+from kvasir.cli.talking.turn import TurnResult
 from kvasir.errors import Internal
 
 
@@ -122,61 +123,52 @@ class Show:
 
 
 def _play(show: Show, make: Callable[..., Mac], length: Size, out: Path) -> None:
-    stories = [
-        told_story(seed, tokens, turns)
-        for seed, tokens, turns in zip(length.seeds, length.tokens, length.turns, strict=True)
-    ]
-    one, two = stories
-    mac = make("first", is_shared=True)
-    with show.caller.busy("starting a store and an engine"):
-        mac.start()
-        steps.warm_up(mac)
-    lives = [_live(show, mac, story, length.fork_after if story is one else ()) for story in stories]
+    one, two = (told_story(*each) for each in zip(length.seeds, length.tokens, length.turns, strict=True))
+    mac = _started(show, make("first", is_shared=True), "starting a store and an engine")
+    lives = [_live(show, mac, one, length.fork_after), _live(show, mac, two, ())]
     _check_lives(show, lives, length)
     later = _die_and_go_on(show, mac, lives)
     with show.caller.busy("timing warm and hot turns"):
-        warm_and_hot = steps.time_forks(mac, lives[0])
-    control = make("control")
-    with show.caller.busy("starting a store and an engine that will not be killed"):
-        control.start()
-        steps.warm_up(control)
+        warm_and_hot = [_best_of_forks(mac, one, turns) for turns in length.fork_after]
+    control = _started(show, make("control"), "starting a store and an engine that will not be killed")
     with show.caller.busy("timing cold turns"):
-        cold = steps.time_cold(control, lives[0])
+        question = one.ask(2).messages
+        cold = [control.say("", [*lives[0].messages(turns), *question], is_new=True) for turns in length.fork_after]
     _compare(show, control, lives, later)
     control.stop()
     timings = [Timing(cold, *others) for cold, others in zip(cold, warm_and_hot, strict=True)]
-    _table(show, timings)
-    steps.check_timings(show.claims, timings)
+    _check_timings(show, timings)
     _sizes(show, mac, lives)
     _move(show, mac, make("another"), lives[0])
     _keep_a_secret(show, mac, one, two)
     _picture(show, mac, timings, out)
 
 
+def _started(show: Show, mac: Mac, doing: str) -> Mac:
+    with show.caller.busy(doing):
+        steps.start(mac)
+    return mac
+
+
 def _live(show: Show, mac: Mac, story: Story, fork_after: tuple[int, ...]) -> Life:
     show.title(f"{story.agent} lives through {len(story.turns)} turns; each brings news and ends with a question")
     with show.caller.busy(f"{story.agent} listens"):
-        return steps.live(mac, story, fork_after=fork_after, on_answer=show.print_answer)
+        return steps.live(mac, story, fork_after, show.print_answer)
 
 
 def _check_lives(show: Show, lives: list[Life], length: Size) -> None:
+    check, (one, two) = show.claims.check, lives
     answered = [each for life in lives for each in life.answered]
-    right = sum(each.is_right for each in answered)
-    show.claims.check(
-        "every turn was durable before its reply was called finished", all(each.result.is_durable for each in answered)
-    )
-    show.claims.check(
-        "from the second turn on, agents were read from the engine's memory, not computed again",
-        all(each.result.source == "hot" for life in lives for each in life.answered[1:]),
-    )
+    is_durable = all(each.result.is_durable for each in answered)
+    check("every turn was durable before its reply was called finished", is_durable)
+    is_hot = all(each.result.source == "hot" for life in lives for each in life.answered[1:])
+    check("from the second turn on, agents were read from the engine's memory, not computed again", is_hot)
     enough = 4000 if length is FULL and show.judges else 0
-    show.claims.check(
-        f"{lives[0].story.agent} remembers {lives[0].tokens} tokens, {lives[1].story.agent} {lives[1].tokens}",
-        lives[0].tokens >= enough,
-    )
+    told = f"{one.story.agent} remembers {one.tokens} tokens, {two.story.agent} {two.tokens}"
+    check(told, one.tokens >= enough)
     if show.judges:
-        text = "at least nine of ten answers were right"
-        show.claims.check(text, right >= 0.9 * len(answered), f"{right} of {len(answered)}")
+        right = sum(each.is_right for each in answered)
+        check("at least nine of ten answers were right", right >= 0.9 * len(answered), f"{right} of {len(answered)}")
 
 
 def _die_and_go_on(show: Show, mac: Mac, lives: list[Life]) -> list[AnsweredTurn]:
@@ -184,38 +176,52 @@ def _die_and_go_on(show: Show, mac: Mac, lives: list[Life]) -> list[AnsweredTurn
     show.title(f"kill -9 for both services, in the middle of a turn of {two.agent}")
     with show.caller.busy("killing"):
         error = steps.die_in_a_turn(mac, two.agent, two.turns[0].messages)
-    kept = str(lives[1].answered[-1].result.stored.version)
     if error is None:
         raise Internal("the turn ended before the kill; nothing was shown")
     show.say(f"  its client gets: {error.message}")
-    show.claims.check(
-        "the broken turn's error says which version is kept", error.metadata.get("remembered_version") == kept
-    )
+    is_told = error.metadata.get("remembered_version") == str(lives[1].answered[-1].result.stored.version)
+    show.claims.check("the broken turn's error says which version is kept", is_told)
     with show.caller.busy("starting both again"):
-        seconds = mac.start()
-        steps.warm_up(mac)
+        seconds = steps.start(mac)
     show.title(f"Both run again after {seconds:.1f} s; the agents are asked about facts from before")
-    later = []
-    for life in lives:
-        answered = steps.go_on(mac, life.story, show.claims, life, life.story.later[0])
-        show.print_answer(answered)
-        later.append(answered)
+    later = [_gone_on(show, mac, life) for life in lives]
     if show.judges:
         show.claims.check("both answered right", all(answered.is_right for answered in later))
     return later
+
+
+def _gone_on(show: Show, mac: Mac, life: Life) -> AnsweredTurn:
+    answered = steps.answer(mac, life.story.agent, life.story.later[0])
+    result = answered.result
+    show.claims.check(
+        f"{life.story.agent} goes on from the store",
+        result.source == "warm" and result.cached_tokens >= life.tokens - 1,
+        f"{result.cached_tokens} of {result.prompt_tokens} prompt tokens were not computed again",
+    )
+    show.print_answer(answered)
+    return answered
+
+
+def _best_of_forks(mac: Mac, story: Story, turns: int) -> tuple[TurnResult, TurnResult]:
+    """The best warm turn after so many turns, and the best hot turn right after one."""
+    names = steps.forks(story.agent, turns)
+    pairs = [[mac.say(name, story.ask(number).messages) for number in (2, 3)] for name in names]
+    warm, hot = (min(each, key=lambda result: result.first_token_s) for each in zip(*pairs, strict=True))
+    return warm, hot
 
 
 def _compare(show: Show, control: Mac, lives: list[Life], later: list[AnsweredTurn]) -> None:
     show.title("The same lives in an engine that was never killed")
     with show.caller.busy("both agents live again, without a kill"):
         unbroken = [steps.live(control, life.story) for life in lives]
-        after = [
-            AnsweredTurn(answered.turn, control.say(life.story.agent, answered.turn.messages))
-            for life, answered in zip(lives, later, strict=True)
-        ]
+        after = [steps.answer(control, life.story.agent, life.story.later[0]) for life in lives]
     ours = [each for life in lives for each in life.answered] + later
     theirs = [each for life in unbroken for each in life.answered] + after
-    different = steps.differences(ours, theirs)
+    different = [
+        f"{mine.turn.question.text} {mine.result.reply!r} against {other.result.reply!r}"
+        for mine, other in zip(ours, theirs, strict=True)
+        if mine.result.token_ids != other.result.token_ids
+    ]
     for text in different:
         show.say(f"  {text}")
     tokens = sum(len(answered.result.token_ids) for answered in ours)
@@ -224,16 +230,14 @@ def _compare(show: Show, control: Mac, lives: list[Life], later: list[AnsweredTu
         not different,
         f"{len(ours)} answers, {tokens} tokens",
     )
+    computed, others = ([each.result.computed_prompt_tokens for each in turns] for turns in (later, after))
     show.claims.check(
-        "after the restart nothing but the question was computed; without one neither",
-        all(
-            mine.result.computed_prompt_tokens == other.result.computed_prompt_tokens
-            for mine, other in zip(later, after, strict=True)
-        ),
+        "after the restart nothing but the question was computed; without one neither", computed == others
     )
 
 
-def _table(show: Show, timings: list[Timing]) -> None:
+def _check_timings(show: Show, timings: list[Timing]) -> None:
+    """Show them; check that the sources are those of the table, and that warm is much faster than cold."""
     show.title("Time to the first token, and tokens that were not computed again")
     columns = ("context", "cold", "warm (store)", "hot (engine)", "cached: cold", "warm", "hot")
 
@@ -242,6 +246,15 @@ def _table(show: Show, timings: list[Timing]) -> None:
         return each.tokens, *(f"{seconds:.3f} s" for seconds in each.first_token_s), *cached
 
     show.out.print(table(columns, map(row, timings), numbers=columns))
+    show.claims.check(
+        "cold turns computed everything, warm ones came from the store, hot ones from the engine",
+        all((each.cold.source, each.warm.source, each.hot.source) == ("cold", "warm", "hot") for each in timings)
+        and not any(each.cold.cached_tokens for each in timings),
+    )
+    longest = timings[-1]
+    ratio = longest.warm.first_token_s / longest.cold.first_token_s
+    text = f"at {longest.tokens} tokens, from the store takes at most a fifth of the time"
+    show.claims.check(text, ratio <= 0.2, f"{ratio:.3f} of it")
 
 
 def _sizes(show: Show, mac: Mac, lives: list[Life]) -> None:
@@ -266,19 +279,15 @@ def _sizes(show: Show, mac: Mac, lives: list[Life]) -> None:
 
 
 def _move(show: Show, mac: Mac, another: Mac, life: Life) -> None:
-    agent = life.story.agent
+    agent, question = life.story.agent, life.story.later[1]
     show.title(f"{agent} is pulled into another store with its own engine: another Mac")
-    with show.caller.busy("starting the other store and engine"):
-        another.knows_peer("first", mac)
-        another.start()
-        steps.warm_up(another)
-    with show.caller.busy(f"pulling {agent}"):
+    another.knows_peer("first", mac)
+    _started(show, another, "starting the other store and engine")
+    with show.caller.busy(f"pulling {agent}"), another.store_client() as store:
         began = time.monotonic()
-        snapshot = steps.pull(another, agent)
+        snapshot = store.pull_agent("first", agent)
         seconds = time.monotonic() - began
-    question = life.story.later[1]
-    there = AnsweredTurn(ask(question), another.say(agent, ask(question).messages))
-    here = AnsweredTurn(ask(question), mac.say(agent, ask(question).messages))
+    there, here = (steps.answer(each, agent, question) for each in (another, mac))
     show.print_answer(there)
     show.claims.check(
         f"{agent} answers there from what came over",
@@ -294,15 +303,14 @@ def _keep_a_secret(show: Show, mac: Mac, one: Story, two: Story) -> None:
     if secret is None or secret.value in two.text:
         raise Internal("the stories are not fit: a secret that only the first agent is told is needed")
     show.title(f"{one.agent} was told a secret; {two.agent} was not")
-    knows = AnsweredTurn(ask(secret), mac.say(one.agent, ask(secret).messages))
-    asked = AnsweredTurn(ask(secret), mac.say(two.agent, ask(secret).messages))
+    knows, asked = (steps.answer(mac, each.agent, secret) for each in (one, two))
+    reply = asked.result.reply
     show.say(f"  {one.agent}:")
     show.print_answer(knows)
-    show.say(f"  {two.agent}:")
-    show.out.print(f"    {asked.result.reply.strip()}")
+    show.say(f"  {two.agent}:\n    {reply.strip()}")
     if show.judges:
         show.claims.check(f"{one.agent} knows it", knows.is_right)
-        show.claims.check(f"{two.agent} says that it was not told", steps.says_not_told(asked))
+        show.claims.check(f"{two.agent} says that it was not told", "not told" in reply and not asked.is_right)
     else:
         show.claims.check(f"{two.agent} does not reveal it", not asked.is_right)
 
@@ -314,6 +322,5 @@ def _picture(show: Show, mac: Mac, timings: list[Timing], out: Path) -> None:
     plot(timings, path, f"{model.name}, {model.compute_type} on {computed_by}; 4-bit KV; best of three; one run")
     show.claims.check(f"{path} shows the three times", path.read_bytes().startswith(b"\x89PNG"))
     if capabilities.device == "cpu" and not capabilities.blas:
-        show.say(
-            "There is no optimized BLAS: `apt install libopenblas0-pthread` or `pip install mkl` makes this faster."
-        )
+        remedy = "`apt install libopenblas0-pthread` or `pip install mkl` makes this faster."
+        show.say(f"There is no optimized BLAS: {remedy}")

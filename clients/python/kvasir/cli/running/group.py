@@ -107,7 +107,7 @@ def down(caller: Caller) -> None:
     text += f", but for the newest turns of {counted(dropped, 'agent')}: the store did not take them" if dropped else ""
     text += f", {ENGINE_KILLED}" if ended.is_engine_killed else ""
     answer = {"home": str(root), "ended": ended.pids, "not_stored": dropped, "engine_killed": ended.is_engine_killed}
-    caller.result(answer, lambda out: out.print(text))
+    caller.result(answer, text)
     if dropped or ended.is_engine_killed:
         raise typer.Exit(PROBLEMS)
 

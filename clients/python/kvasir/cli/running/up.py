@@ -93,10 +93,8 @@ def _start_at_login(caller: Caller) -> None:
             f"`kvasir up` runs here: `{caller.home.command('down')}` first", reason="ALREADY_RUNNING"
         )
     at_login_jobs.start_at_login(job)
-    caller.result(
-        {"file": str(job.file)},
-        lambda out: out.print(f"{job.file}: it starts now and at each login; `kvasir status` shows when it is ready"),
-    )
+    text = f"{job.file}: it starts now and at each login; `kvasir status` shows when it is ready"
+    caller.result({"file": str(job.file)}, text)
 
 
 def _words_of_up() -> list[str]:
@@ -114,7 +112,7 @@ def _remove_at_login(caller: Caller) -> None:
     job = at_login_jobs.job_of(caller.home, ())
     was_there = at_login_jobs.forget_at_login(job)
     answer = "it starts no more" if was_there else "is not there: nothing starts at login"
-    caller.result({"file": str(job.file), "was_there": was_there}, lambda out: out.print(f"{job.file}: {answer}"))
+    caller.result({"file": str(job.file), "was_there": was_there}, f"{job.file}: {answer}")
 
 
 def _ran(caller: Caller, asked: Asked, descriptor: int) -> bool:

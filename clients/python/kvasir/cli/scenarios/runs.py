@@ -28,12 +28,12 @@ def show_shipped(caller: Caller) -> None:
         {"name": each.name, "agents": len(each.agents), "turns": len(each.plan.turns), "about": each.file.about.strip()}
         for each in found
     ]
-    caller.result(rows, lambda out: out.print(table(rows[0], (row.values() for row in rows))))
+    caller.result(rows, table(rows[0], (row.values() for row in rows)))
 
 
 def show_schema(caller: Caller) -> None:
     text = json.dumps(json_schema(), indent=2)
-    caller.result(json_schema(), lambda out: out.print(text))
+    caller.result(json_schema(), text)
 
 
 def show_prompts(caller: Caller, scenario: Scenario) -> None:
@@ -152,7 +152,7 @@ def write_report(caller: Caller, file: str, out: Path) -> None:
     journal = Journal.read(path)
     scenario = Scenario.parse(journal.text, path.name, journal.variant)
     out.write_text(html_page(scenario, journal.run_id, journal.answers), encoding="utf-8")
-    caller.result({"journal": str(path), "page": str(out)}, lambda shown: shown.print(f"{out} shows the run of {path}"))
+    caller.result({"journal": str(path), "page": str(out)}, f"{out} shows the run of {path}")
 
 
 def _folder(caller: Caller) -> Path:

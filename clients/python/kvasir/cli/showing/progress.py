@@ -1,12 +1,13 @@
 """Progress of transfers, on stderr of a terminal and nowhere else."""
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 from rich.progress import (
     BarColumn,
     DownloadColumn,
     Progress,
+    ProgressColumn,
     SpinnerColumn,
     TextColumn,
     TimeRemainingColumn,
@@ -20,38 +21,20 @@ from kvasir.cli.caller import Caller
 @contextmanager
 def transfer_progress(caller: Caller, title: str) -> Iterator[Callable[[pb.TransferProgress], None]]:
     """Show a bar of bytes. Yields the function that takes the transfer's reports."""
-    bar = Progress(
-        SpinnerColumn(),
-        TextColumn("{task.description}", markup=False),
-        BarColumn(),
-        DownloadColumn(binary_units=True),
-        TransferSpeedColumn(),
-        TimeRemainingColumn(),
-        console=caller.err,
-        transient=True,
-        disable=not caller.shows_progress,
-    )
-    with bar:
-        task = bar.add_task(title, total=None)
+    columns = (DownloadColumn(binary_units=True), TransferSpeedColumn(), TimeRemainingColumn())
+    with _bar(caller, title, *columns) as on_progress:
+        yield lambda progress: on_progress(progress.bytes_done, progress.bytes_total)
 
-        def on_progress(progress: pb.TransferProgress) -> None:
-            bar.update(task, total=progress.bytes_total, completed=progress.bytes_done)
 
-        yield on_progress
+def counting_progress(caller: Caller, title: str) -> AbstractContextManager[Callable[[int, int], None]]:
+    """Show how many of all things are done."""
+    return _bar(caller, title, TextColumn("{task.completed}/{task.total}"))
 
 
 @contextmanager
-def counting_progress(caller: Caller, title: str) -> Iterator[Callable[[int, int], None]]:
-    """Show how many of all things are done."""
-    bar = Progress(
-        SpinnerColumn(),
-        TextColumn("{task.description}", markup=False),
-        BarColumn(),
-        TextColumn("{task.completed}/{task.total}"),
-        console=caller.err,
-        transient=True,
-        disable=not caller.shows_progress,
-    )
-    with bar:
+def _bar(caller: Caller, title: str, *columns: ProgressColumn) -> Iterator[Callable[[int, int], None]]:
+    name, hidden = TextColumn("{task.description}", markup=False), not caller.shows_progress
+    shown = (SpinnerColumn(), name, BarColumn(), *columns)
+    with Progress(*shown, console=caller.err, transient=True, disable=hidden) as bar:
         task = bar.add_task(title, total=None)
-        yield lambda done, total: bar.update(task, total=total, completed=done)
+        yield lambda done, total: bar.update(task, completed=done, total=total)

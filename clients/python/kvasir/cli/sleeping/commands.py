@@ -20,7 +20,7 @@ def sleep(caller: Caller, agent: AgentArgument) -> None:
     value = {"agent_id": agent, **fields_of(slept, "version", "tokens", "kept_bytes", "freed_bytes")}
     text = f"{agent} is asleep: {size(slept.freed_bytes)} are let go, {size(slept.kept_bytes)} stay. "
     text += f"Its next turn begins about {wake_s:.1f} s later."
-    caller.result(value | {"wake_ms": round(1e3 * wake_s)}, lambda out: out.print(text))
+    caller.result(value | {"wake_ms": round(1e3 * wake_s)}, text)
 
 
 def wake(caller: Caller, agent: AgentArgument) -> None:
@@ -32,4 +32,4 @@ def wake(caller: Caller, agent: AgentArgument) -> None:
         raise NotFound(f"agent {agent!r} remembers nothing", reason="AGENT_NOT_FOUND", metadata={"agent_id": agent})
     seconds = time.monotonic() - began
     value = {"agent_id": agent, **fields_of(warmed, "version", "tokens"), "seconds": seconds}
-    caller.result(value, lambda out: out.print(f"{agent} is hot: {warmed.tokens} tokens, after {seconds:.1f} s."))
+    caller.result(value, f"{agent} is hot: {warmed.tokens} tokens, after {seconds:.1f} s.")

@@ -44,7 +44,7 @@ def open_page(
             caller.say(f"{site}/ opens in your browser")
             return
         caller.say("no browser can be opened here; this opens it once, within two minutes:")
-    caller.result({"url": url}, lambda out: out.print(url, soft_wrap=True))
+    caller.result({"url": url}, url)
 
 
 def _code(site: str, token: str) -> str:
