@@ -138,7 +138,8 @@ class PostgresCatalog(Catalog):
 
     def _begin_group(self, session: Session) -> None:
         """Begin a transaction that sees all that other stores' groups did, and that no other group comes between."""
-        session.execute(f"BEGIN ISOLATION LEVEL READ COMMITTED; SELECT pg_advisory_xact_lock({GROUPS})")
+        session.execute_later("BEGIN ISOLATION LEVEL READ COMMITTED")
+        session.execute_later(f"SELECT pg_advisory_xact_lock({GROUPS})")
 
     def _lock(self) -> None:
         """Take the server's lock of this database, which the store has as long as its session lasts."""

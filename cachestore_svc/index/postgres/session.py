@@ -13,6 +13,7 @@ from cachestore_svc.blobs.disk import disk_full
 from cachestore_svc.index.postgres.schema import SCHEMA
 
 _Values = Mapping[str, Any]
+_Statement = tuple[str, _Values | None]
 _LIST = re.compile(r"json_each\(:(\w+)\)(?: AS (\w+))?")
 _AMONG = re.compile(r"IN \(SELECT value FROM json_each\(:(\w+)\)\)")
 _VALUE = re.compile(r"(?<![:\w]):([a-z_]\w*)")
@@ -79,6 +80,7 @@ class Session:
         options = f"{ours} {given.get('options', '')}"  # the last word is the address's
         self._given: dict[str, Any] = {**_SETTINGS, **given, "options": options}
         self._connection: psycopg.Connection[tuple[Any, ...]] | None = None
+        self._waiting: list[_Statement] = []  # they go to the server with the next one
 
     @property
     def is_lost(self) -> bool:
@@ -92,14 +94,31 @@ class Session:
         self._connection.execute(f"SET search_path = {SCHEMA}")
 
     def close(self) -> None:
+        self._waiting.clear()
         if self._connection is not None:
             self._connection.close()
 
     def execute(self, sql: str, values: _Values | None = None, /) -> psycopg.Cursor[tuple[Any, ...]]:
-        return self._connected.execute(adapted(sql) if values is not None else sql, values)  # type: ignore[arg-type]
+        """Run the statements that wait, and this one, in one round trip. Raises the first of their failures."""
+        if sql.startswith("ROLLBACK"):  # no need to write first: but the savepoint must be there
+            self._waiting = [each for each in self._waiting if each[0].startswith("SAVEPOINT") and " TO " in sql]
+        waiting, self._waiting = self._waiting, []
+        if not waiting:
+            return self._run(sql, values)
+        with self._connected.pipeline():
+            for each in waiting:
+                self._run(*each)
+            return self._run(sql, values)
+
+    def execute_later(self, sql: str, values: _Values | None = None, /) -> None:
+        """Run a statement before the next one, whose caller gets its failure."""
+        self._waiting.append((sql, values))
 
     def executemany(self, sql: str, rows: Iterable[_Values], /) -> None:
-        self._connected.cursor().executemany(adapted(sql), list(rows))  # type: ignore[arg-type]
+        self._waiting += [(sql, values) for values in rows]
+
+    def _run(self, sql: str, values: _Values | None) -> psycopg.Cursor[tuple[Any, ...]]:
+        return self._connected.execute(adapted(sql) if values is not None else sql, values)  # type: ignore[arg-type]
 
     def heard(self, for_s: float) -> list[str]:
         """What others sent to the channels on which it listens, as soon as there is something, or within this time."""

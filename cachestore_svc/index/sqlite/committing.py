@@ -2,7 +2,7 @@
 line? is the head the one it knows? are its blobs here, whole, and of these tokens? Else it is refused.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from kvasir.errors import AlreadyExists
@@ -22,17 +22,17 @@ from cachestore_svc.index.values import BlobEntry, Commit, Done
 def commit_version(rows: Rows, asked: Commit, live: LeaseEnds, now_unix_ms: int) -> Done:
     """Make a manifest the line's next version. Raises Conflict, FailedPrecondition; see Store.commit."""
     (_, agent_id, kv_hash), terms = asked.line, asked.terms
-    manifest = _find_manifest(rows, asked.manifest)
-    line = versions.find_line(rows, asked.line)
-    if line and (repeated := _already_done(rows, line.id, asked, manifest)):
-        return Done(repeated, is_new=False)
-    _check_rights(rows, asked, live)
+    found = blobs.find_blobs(rows, [asked.manifest, *(need.digest for need in asked.facts.named)])
+    manifest = _whole_manifest(found, asked.manifest)
     newest = versions.newest_of(rows, LineQuery(agent_id))
     head = newest.version if newest else 0
+    if head > asked.parent_version and (repeated := _already_done(rows, asked, manifest)):
+        return Done(repeated, is_new=False)
+    _check_rights(rows, asked, live)
     # Its number may have been given to another memory than the one that the commit extends.
     if head != asked.parent_version or (newest and terms.parent_manifest not in (None, newest.manifest)):
         raise head_moved(head, asked.parent_version)
-    named = fitting_blobs(rows, asked.facts.named)
+    named = _fitting_blobs(rows, found, asked.facts.named)
     agent = agents.make_agent(rows, agent_id, now_unix_ms)
     line_id = versions.make_line(rows, agent.id, kv_hash, now_unix_ms)
     comes_from_elsewhere = terms.is_brought or terms.origin in (Origin.IMPORT, Origin.PULL, Origin.MOVE)
@@ -69,8 +69,8 @@ def bound_blobs(rows: Rows, kv_hash: str, block_hashes: Sequence[str]) -> dict[s
     return {block_hash: found[digest] for block_hash, digest in digests.items() if digest in found}
 
 
-def _find_manifest(rows: Rows, digest: Digest) -> BlobEntry:
-    found = blobs.find_blob(rows, digest)
+def _whole_manifest(listed: Mapping[Digest, BlobEntry], digest: Digest) -> BlobEntry:
+    found = listed.get(digest)
     if found is None:
         raise missing(digest, "manifest")
     if found.is_damaged:
@@ -80,8 +80,9 @@ def _find_manifest(rows: Rows, digest: Digest) -> BlobEntry:
     return found
 
 
-def _already_done(rows: Rows, line_id: int, asked: Commit, manifest: BlobEntry) -> SnapshotVersion | None:
-    found = versions.find_version(rows, line_id, asked.parent_version + 1)
+def _already_done(rows: Rows, asked: Commit, manifest: BlobEntry) -> SnapshotVersion | None:
+    line = versions.find_line(rows, asked.line)
+    found = versions.find_version(rows, line.id, asked.parent_version + 1) if line else None
     if found is None or found.parent_version != asked.parent_version or found.manifest != manifest.digest:
         return None
     return found
@@ -99,9 +100,8 @@ def _check_rights(rows: Rows, asked: Commit, live: LeaseEnds) -> None:
         leases.check_not_held(rows, live, asked.line)
 
 
-def fitting_blobs(rows: Rows, needs: Sequence[NamedBlob]) -> list[BlobEntry]:
+def _fitting_blobs(rows: Rows, found: Mapping[Digest, BlobEntry], needs: Sequence[NamedBlob]) -> list[BlobEntry]:
     """Rows of the manifest's blobs, in order. Raises FailedPrecondition for one that is missing or unfit."""
-    found = blobs.find_blobs(rows, [need.digest for need in needs])
     for need in needs:
         row = found.get(need.digest)
         if row is None:

@@ -30,11 +30,11 @@ def add_events(rows: Rows, kept_events: int, bodies: Iterable[EventBody], now_un
     """Add events, and let go of the oldest beyond so many."""
     rows.make_namespace()
     for body in bodies:
-        rows.run("UPDATE namespaces SET last_event = last_event + 1 WHERE id = :namespace")
+        rows.later("UPDATE namespaces SET last_event = last_event + 1 WHERE id = :namespace")
         last, text = _last(rows), _to_json(rows, body)
-        rows.run("INSERT INTO events VALUES (:namespace, :last, :now, :body)", last=last, now=now_unix_ms, body=text)
+        rows.later("INSERT INTO events VALUES (:namespace, :last, :now, :body)", last=last, now=now_unix_ms, body=text)
         old = "namespace_id = :namespace AND sequence <= :old"
-        rows.run(f"DELETE FROM events WHERE {old}", old=last - kept_events)  # noqa: S608
+        rows.later(f"DELETE FROM events WHERE {old}", old=last - kept_events)  # noqa: S608
 
 
 def fact(rows: Rows, name: str) -> str | None:

@@ -14,7 +14,7 @@ from kvasir.server.fair_shares import RoundRobin
 from cachestore_svc.index.live_leases import LiveLeases
 from cachestore_svc.index.refusals import index_damaged
 from cachestore_svc.index.sqlite.rights.lease_ends import LeaseEnds
-from cachestore_svc.index.sqlite.rows import Connection
+from cachestore_svc.index.sqlite.rows import Connection, run_later
 from cachestore_svc.index.sqlite.transaction import CatalogChange, CatalogView
 from cachestore_svc.sealing.sealed_names import PLAIN_NAMES, PlainNames
 
@@ -180,9 +180,10 @@ class Catalog:
         that ended the transaction, and leaves no savepoint to go back to.
         """
         rows = self._rows_of(connection, operation)
-        connection.execute("SAVEPOINT operation")
+        run_later(connection, "SAVEPOINT operation")
         try:
             result = operation.work(rows)
+            connection.execute("RELEASE operation")
         except ends_all:
             raise
         except BaseException as error:  # noqa: BLE001  it belongs to the caller
@@ -190,5 +191,4 @@ class Catalog:
             connection.execute("RELEASE operation")
             failure = self._translated(error)
             return [lambda: operation.answer.set_exception(failure)]
-        connection.execute("RELEASE operation")
         return [*rows.after_commit_actions, lambda: operation.answer.set_result(result)]

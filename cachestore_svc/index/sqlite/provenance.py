@@ -23,15 +23,16 @@ def mark(rows: Rows, manifest: BlobEntry, named: Sequence[BlobEntry], *, is_brou
         new = [blob for blob in everything if not blob.is_brought and blob.id not in ours]
     else:
         new = [blob for blob in _computed_on_brought(manifest, named) if not blob.is_brought]
-    brought = "UPDATE blobs SET is_brought = 1 WHERE id IN (SELECT value FROM json_each(:ids))"
-    rows.run(brought, ids=[blob.id for blob in new])
+    if new:
+        brought = "UPDATE blobs SET is_brought = 1 WHERE id IN (SELECT value FROM json_each(:ids))"
+        rows.later(brought, ids=[blob.id for blob in new])
     return new
 
 
 def mark_text_own(rows: Rows, manifest: BlobEntry) -> None:
     """Note that moves from owners alone brought a manifest, if anything did."""
     own = f"UPDATE blobs SET is_brought = {TEXT_OWN} WHERE id = :manifest AND is_brought = {BROUGHT}"  # noqa: S608
-    rows.run(own, manifest=manifest.id)
+    rows.later(own, manifest=manifest.id)
 
 
 def _computed_on_brought(manifest: BlobEntry, named: Sequence[BlobEntry]) -> list[BlobEntry]:

@@ -74,6 +74,11 @@ class Connection(Protocol):
         """Run a statement with each of these values."""
 
 
+def run_later(connection: Connection, sql: str, values: Mapping[str, Any] | None = None) -> None:
+    """Run a statement whose answer nobody needs, at the latest before the next one."""
+    getattr(connection, "execute_later", connection.execute)(sql, values or {})
+
+
 class Rows:
     def __init__(self, connection: Connection, namespace: str = "", names: PlainNames = PLAIN_NAMES) -> None:
         """`names`: how the namespace has its names in the tables."""
@@ -123,6 +128,10 @@ class Rows:
     def run(self, sql: str, **values: Value) -> int:
         """Run a statement that writes; how many rows it touched."""
         return int(self.connection.execute(sql, self._bound(sql, values)).rowcount)
+
+    def later(self, sql: str, **values: Value) -> None:
+        """Run a statement that writes, at the latest before the next one: a server gets both in one round trip."""
+        run_later(self.connection, sql, self._bound(sql, values))
 
     def many(self, sql: str, rows: Iterable[Mapping[str, Value]]) -> None:
         self.connection.executemany(sql, (self._bound(sql, values) for values in rows))

@@ -92,7 +92,7 @@ def make_line(rows: Rows, agent: int, kv_hash: str, now_unix_ms: int) -> int:
     """Id of an agent's line, made when it is not there; counts as a use."""
     used = """INSERT INTO lines (agent_id, kv_identity_hash, used_unix_ms) VALUES (:agent, :kv_identity_hash, :now)
         ON CONFLICT (agent_id, kv_identity_hash) DO UPDATE SET used_unix_ms = excluded.used_unix_ms"""
-    rows.run(used, agent=agent, kv_identity_hash=kv_hash, now=now_unix_ms)
+    rows.later(used, agent=agent, kv_identity_hash=kv_hash, now=now_unix_ms)
     made = "SELECT id FROM lines WHERE agent_id = :agent AND kv_identity_hash = :kv_identity_hash"
     return rows.number(made, agent=agent, kv_identity_hash=kv_hash)
 
@@ -104,7 +104,7 @@ def use_line(rows: Rows, line: LineKey, now_unix_ms: int) -> None:
 
 
 def touch(rows: Rows, line_id: int, now_unix_ms: int) -> None:
-    rows.run("UPDATE lines SET used_unix_ms = :now WHERE id = :line", now=now_unix_ms, line=line_id)
+    rows.later("UPDATE lines SET used_unix_ms = :now WHERE id = :line", now=now_unix_ms, line=line_id)
 
 
 def get_snapshot(rows: Rows, query: LineQuery, version: int | None) -> tuple[SnapshotVersion, int]:
@@ -180,7 +180,8 @@ def newest_number(rows: Rows, line_id: int) -> int:
 def add_version(
     rows: Rows, line_id: int, parent_version: int, manifest_id: int, origin: Origin, origin_detail: str, now: int
 ) -> SnapshotVersion:
-    number = newest_number(rows, line_id) + 1
+    """Add the agent's next version. `parent_version`: its newest one, or 0."""
+    number = (parent_version or newest_number(rows, line_id)) + 1
     put_version(rows, "INSERT", line_id, number, (parent_version, manifest_id, int(origin), origin_detail, now))
     added = find_version(rows, line_id, number)
     assert added is not None
@@ -192,7 +193,7 @@ def put_version(rows: Rows, verb: str, line_id: int, number: int, facts: tuple[i
     names = ("parent", "manifest", "origin", "origin_detail", "created")
     values: dict[str, Value] = dict(zip(names, facts, strict=True))
     all_of = "(:line, :version, :parent, :manifest, :origin, :origin_detail, :created)"
-    rows.run(f"{verb} INTO versions VALUES {all_of}", line=line_id, version=number, **values)
+    rows.later(f"{verb} INTO versions VALUES {all_of}", line=line_id, version=number, **values)
 
 
 def manifest_id_of(rows: Rows, line_id: int, version: int) -> int:
@@ -210,7 +211,7 @@ def hold_manifest(
         _name_blobs(rows, manifest.id, named)
     # A later release must give them their whole rest.
     unmarked = "UPDATE blobs SET marked_unix_ms = NULL WHERE id IN (SELECT value FROM json_each(:ids))"
-    rows.run(f"{unmarked} AND marked_unix_ms IS NOT NULL", ids=[blob.id for blob in (manifest, *named)])
+    rows.later(f"{unmarked} AND marked_unix_ms IS NOT NULL", ids=[blob.id for blob in (manifest, *named)])
 
 
 def _name_blobs(rows: Rows, manifest_id: int, named: Sequence[BlobEntry | None]) -> None:
@@ -267,24 +268,33 @@ def has_had(rows: Rows, query: LineQuery, manifest_hash: str) -> bool:
     return rows.one(had, agent_id=query.agent_id, hash=manifest_hash) is not None
 
 
+# Of the blobs that a manifest names, unless it is still a version.
+_RELEASE = """DELETE FROM manifests WHERE blob_id = :manifest
+    AND NOT EXISTS (SELECT 1 FROM versions WHERE manifest_id = :manifest)"""
+
+
 def drop_version(rows: Rows, line_id: int, version: int) -> list[int]:
     """Remove a version; ids of blobs that nothing holds now. That it was there is remembered longer."""
-    which = {"line": line_id, "version": version}
     manifest_id = manifest_id_of(rows, line_id, version)
-    rows.run(
+    _forget_version(rows, line_id, version)
+    return let_go(rows, manifest_id)
+
+
+def _forget_version(rows: Rows, line_id: int, version: int) -> None:
+    which = {"line": line_id, "version": version}
+    rows.later(
         """INSERT INTO dropped SELECT lines.agent_id, blobs.hash, versions.version, versions.origin
             FROM versions JOIN lines ON lines.id = versions.line_id JOIN blobs ON blobs.id = versions.manifest_id
             WHERE versions.line_id = :line AND versions.version = :version
             ON CONFLICT (agent_id, manifest_hash) DO UPDATE SET version = excluded.version, origin = excluded.origin""",
         **which,
     )
-    rows.run(
+    rows.later(
         f"""DELETE FROM dropped WHERE agent_id = (SELECT agent_id FROM lines WHERE id = :line)
             AND version <= :version - {_DROPPED_REMEMBERED} AND origin NOT IN ({Origin.PULL:d}, {Origin.MOVE:d})""",  # noqa: S608
         **which,
     )
-    rows.run("DELETE FROM versions WHERE line_id = :line AND version = :version", **which)
-    return let_go(rows, manifest_id)
+    rows.later("DELETE FROM versions WHERE line_id = :line AND version = :version", **which)
 
 
 def let_go(rows: Rows, manifest_id: int) -> list[int]:
@@ -292,7 +302,7 @@ def let_go(rows: Rows, manifest_id: int) -> list[int]:
     if rows.one("SELECT 1 FROM versions WHERE manifest_id = :manifest", manifest=manifest_id):
         return []
     named = rows.all("SELECT blob_id FROM manifest_blobs WHERE manifest_id = :manifest", manifest=manifest_id)
-    rows.run("DELETE FROM manifests WHERE blob_id = :manifest", manifest=manifest_id)
+    rows.later(_RELEASE, manifest=manifest_id)
     unheld = rows.all(
         f"SELECT id FROM blobs WHERE id IN (SELECT value FROM json_each(:ids)) AND NOT {IS_REFERENCED}",  # noqa: S608
         ids=[manifest_id, *(blob_id for (blob_id,) in named)],
@@ -302,9 +312,11 @@ def let_go(rows: Rows, manifest_id: int) -> list[int]:
 
 def retain(rows: Rows, line_id: int, kept: int) -> None:
     """Drop a line's oldest versions beyond those kept. What nothing holds then waits for collection."""
-    old = "SELECT version FROM versions WHERE line_id = :line ORDER BY version DESC LIMIT :limit OFFSET :kept"
-    for (version,) in rows.all(old, line=line_id, limit=-1, kept=kept):
-        drop_version(rows, line_id, version)
+    which = "versions WHERE line_id = :line ORDER BY version DESC LIMIT :limit OFFSET :kept"
+    old = f"SELECT version, manifest_id FROM {which}"  # noqa: S608
+    for version, manifest_id in rows.all(old, line=line_id, limit=-1, kept=kept):
+        _forget_version(rows, line_id, version)
+        rows.later(_RELEASE, manifest=manifest_id)
 
 
 def _snapshot(found: tuple[Any, ...]) -> SnapshotVersion:

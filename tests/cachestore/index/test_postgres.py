@@ -14,7 +14,7 @@ from pathlib import Path
 
 import psycopg
 import pytest
-from kvasir.errors import FailedPrecondition, Unavailable
+from kvasir.errors import FailedPrecondition, InvalidArgument, Unavailable
 from kvasir.formats.block_hash import kv_identity_hash
 
 from cachestore_svc.blobs.disk import Disk
@@ -102,16 +102,34 @@ def test_a_commit_in_doubt_while_the_store_closes_is_not_done_again(postgres: Po
             assert catalog.read(HOUSE, count_of) == 1
 
 
-def test_a_failed_operation_undoes_itself_alone_and_leaves_the_others_of_its_group(url: str) -> None:
+_WRONG = "INSERT INTO blobs (namespace_id, hash) VALUES (0, :hash)"
+
+
+@pytest.mark.parametrize("how", ["at once", "later", "before another"])
+def test_a_failed_operation_undoes_itself_alone_and_leaves_the_others_of_its_group(url: str, how: str) -> None:
     def fail(change: CatalogChange) -> None:
         add_one(change)
-        change.run("INSERT INTO blobs (namespace_id, hash) VALUES (0, :hash)", hash="no such namespace")
+        run = change.run if how == "at once" else change.later
+        run(_WRONG, hash="no such namespace")
+        if how == "before another":
+            add_one(change)
 
     with catalog_on(url) as catalog, ThreadPoolExecutor(16) as threads:
         futures = [threads.submit(catalog.write, HOUSE, add_one if number % 4 else fail) for number in range(64)]
         failed = [future.exception() for future in futures if future.exception()]
         assert [type(error) for error in failed] == [psycopg.errors.NotNullViolation] * 16
         assert catalog.read(HOUSE, count_of) == 48
+
+
+def test_a_refused_operation_sends_nothing_of_its_writes_that_wait(url: str) -> None:
+    def refuse(change: CatalogChange) -> None:
+        change.later(_WRONG, hash="no such namespace")
+        raise InvalidArgument("no")
+
+    with catalog_on(url) as catalog, ThreadPoolExecutor(16) as threads:
+        futures = [threads.submit(catalog.write, HOUSE, add_one if number % 2 else refuse) for number in range(32)]
+        assert [type(error) for future in futures if (error := future.exception())] == [InvalidArgument] * 16
+        assert catalog.read(HOUSE, count_of) == 16
 
 
 def test_a_reader_sees_a_write_that_was_acknowledged_and_no_half_of_one(url: str) -> None:

@@ -1,6 +1,7 @@
 """How long commits take, alone, and what they ask of the index: `python -m tests.campaigns.sizes.commits [--sqlite]`.
 
-A server of PostgreSQL is started for it, which syncs its log to the disk; blobs are stored before, and not timed.
+A server of PostgreSQL is started for it, which syncs its log to the disk; blobs are stored before, and not timed: that
+takes most of the time, which `--seconds` bounds.
 """
 
 import argparse
@@ -8,10 +9,11 @@ import json
 import os
 import secrets
 import statistics
+import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -71,39 +73,46 @@ class Committer:
         return 1000 * (time.perf_counter() - began)
 
 
-def measured(committers: Sequence[Committer], commits: int) -> dict[str, float]:
-    """Milliseconds of so many commits of each, all at once in each round."""
-    took = list[float]()
+def measured(
+    committers: Sequence[Committer], rounds: int, for_s: float = 60, report: Callable[[str], None] = lambda _: None
+) -> dict[str, float]:
+    """Milliseconds of a commit of each, all at once in each round; no round begins after so many seconds."""
+    took, began = list[float](), time.monotonic()
     with ThreadPoolExecutor(len(committers)) as threads:
-        for _ in range(commits):
-            snapshots = [each.prepared() for each in committers]
-            took += threads.map(lambda each, snapshot: each.commit(snapshot), committers, snapshots)
+        for done in range(rounds):
+            if took and time.monotonic() - began > for_s:
+                break
+            snapshots = list(threads.map(Committer.prepared, committers))
+            took += threads.map(Committer.commit, committers, snapshots)
+            report(f"{len(committers)} at once: {done + 1} of {rounds} rounds, {time.monotonic() - began:.0f} s")
     took.sort()
-    return {"median_ms": round(statistics.median(took), 1), "p99_ms": round(took[len(took) * 99 // 100], 1)}
+    p99 = took[len(took) * 99 // 100]
+    return {"commits": len(took), "median_ms": round(statistics.median(took), 1), "p99_ms": round(p99, 1)}
 
 
 def asked_by_one(committer: Committer) -> Counter[str]:
     """How often one commit sent each statement to a server and waited for its answer; the first words of each."""
     asked: Counter[str] = Counter()
-    execute, executemany = Session.execute, Session.executemany
+    execute = Session.execute
 
     def counted(session: Session, sql: str, *values: Any) -> Any:
         asked[" ".join(sql.split())[:60]] += 1
         return execute(session, sql, *values)
 
-    def counted_many(session: Session, sql: str, *values: Any) -> None:
-        asked[" ".join(sql.split())[:60]] += 1
-        executemany(session, sql, *values)
-
     snapshot = committer.prepared()
-    with patch.object(Session, "execute", counted), patch.object(Session, "executemany", counted_many):
+    with patch.object(Session, "execute", counted):
         committer.commit(snapshot)
     return asked
 
 
+def _progress(words: str) -> None:
+    print(f"\r{words}", end="", file=sys.stderr, flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--commits", type=int, default=200, help="of each agent")
+    parser.add_argument("--commits", type=int, default=400, help="for each number of agents, all of theirs together")
+    parser.add_argument("--seconds", type=float, default=40, help="for each number of agents, at most")
     parser.add_argument("--agents", type=int, nargs="*", default=[1, 8, 64], help="that commit at once")
     parser.add_argument("--sqlite", action="store_true", help="an index in a file, to compare with")
     parser.add_argument("--dir", type=Path, help="on which disk; left out: the one for temporary files")
@@ -116,9 +125,10 @@ def main() -> None:
         took = {}
         for agents in given.agents:
             committers = [Committer(store, next(numbers)) for _ in range(agents)]
-            measured(committers, _KEPT_VERSIONS)
-            took[agents] = measured(committers, given.commits)
+            measured(committers, _KEPT_VERSIONS, given.seconds / 4)
+            took[agents] = measured(committers, -(-given.commits // agents), given.seconds, _progress)
         asked = asked_by_one(committers[0])
+    print(file=sys.stderr)
     trips = {"round_trips_of_one": asked.total(), "statements": dict(asked)} if asked else {}
     print(json.dumps({"is_on_postgres": not given.sqlite, "agents_at_once": took, **trips}, indent=1))
 

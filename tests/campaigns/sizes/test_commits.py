@@ -5,7 +5,7 @@ from pathlib import Path
 from tests.campaigns.sizes.commits import Committer, asked_by_one, measured, opened
 from tests.running.postgres import PostgresServer, postgres  # noqa: F401
 
-MOST_ROUND_TRIPS = 42
+MOST_ROUND_TRIPS = 19
 
 
 def test_a_commit_waits_for_its_server_no_more_often_than_before(
