@@ -188,7 +188,7 @@ class BlobsOfNamespace:
     def _publish(self, hash_: str, edition: int) -> None:
         part = self._arriving.begin(hash_)
         try:
-            data = b"".join(part.pieces())
+            data = b"".join(map(bytes, part.pieces()))  # each piece lasts until the next
         finally:
             part.close()
         name = self._object(hash_, edition)

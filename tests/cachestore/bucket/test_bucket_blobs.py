@@ -17,13 +17,13 @@ from obstore.store import MemoryStore
 
 from cachestore_svc.blobs.bucket.bucket import Bucket, open_bucket, probe
 from cachestore_svc.blobs.bucket.disk_tier import DiskTier
-from cachestore_svc.blobs.disk import Disk
+from cachestore_svc.blobs.disk import READ_BACK_BYTES, Disk
 from cachestore_svc.config import ConfigError, read_settings
 from cachestore_svc.facts.records import BlobKind
 from cachestore_svc.recovery.medium import blobs_of
 from cachestore_svc.store.store import Store
-from tests.cachestore.core.lab import NS, Lab
-from tests.made_models.synthetic import SMALL, SyntheticAgent
+from tests.cachestore.core.lab import NS, Lab, assert_restores, publish
+from tests.made_models.synthetic import SMALL, SyntheticAgent, full_layers, kv_identity
 
 WHERE = "s3://bucket/prefix"
 
@@ -240,6 +240,19 @@ def test_a_blob_is_acknowledged_once_the_bucket_has_it(tmp_path: Path, bucket: A
     assert lab.part_hashes == []
     with _lab(tmp_path / "a", bucket, tier_bytes=0).open() as store:
         assert store.blobs.read(NS, digest) == data
+
+
+@pytest.mark.parametrize("is_sealed", [False, True])
+def test_blobs_larger_than_a_piece_of_their_part_come_back_whole(
+    tmp_path: Path, bucket: AwayBucket, is_sealed: bool
+) -> None:
+    lab = _lab(tmp_path / "data", bucket)  # its copies are smaller
+    if is_sealed:
+        lab.seal(NS)
+    turn = SyntheticAgent(kv_identity("large", full_layers(48, 8, 128)), 1).turn(512, is_prompt=True)
+    assert all(digest.size_bytes > 3 * READ_BACK_BYTES for digest in turn.digests)
+    with lab.open() as store:
+        assert_restores(store, publish(store, "ada", turn, 0), turn)
 
 
 def test_a_bucket_that_is_away_costs_a_read_and_loses_nothing(tmp_path: Path, bucket: AwayBucket) -> None:
