@@ -5,6 +5,7 @@ import json
 import random
 from typing import Any
 
+from kvasir.common.v1.message_pb2 import ROLE_ASSISTANT, ROLE_USER, Message, Part, ToolCall
 from kvasir.inference.v1 import inference_pb2 as pb
 
 from tests.campaigns.fairness.attacker import Attacker, consume
@@ -117,11 +118,8 @@ async def nested_json(me: Attacker) -> None:
     """12 conversations with a tool call whose arguments are 8 MiB of nested arrays."""
     nested = "[" * 500 + "]" * 500
     arguments = '{"a":[' + ",".join([nested] * (8 * (1 << 20) // 1001 - 100)) + "]}"
-    request = pb.GenerateRequest(sampling=pb.Sampling(max_tokens=1))
-    message = request.messages.messages.add(role="assistant", content="")
-    message.tool_calls.add(id="1", name="f", arguments_json=arguments)
-    request.messages.messages.add(role="user", content="And?")
-    messages = list(request.messages.messages)
+    called = Message(role=ROLE_ASSISTANT, tool_calls=[ToolCall(id="1", name="f", arguments_json=arguments)])
+    messages = [called, Message(role=ROLE_USER, parts=[Part(text="And?")])]
     _flood_turns(me, 12, messages=messages, sampling={"max_tokens": 1})
 
 
