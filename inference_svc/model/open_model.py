@@ -96,6 +96,8 @@ def open_model(
         probes.write(runner.probed)
     chosen = _policy(policy, directory, loaded, runner, digest, cache_dir, conversations_file)
     info = _info(name, directory, loaded, runner, chosen, digest, context_tokens)
+    if context_tokens is not None and context_tokens > info.context_tokens:
+        logger.warning("context.shorter context_tokens=%d model=%d", context_tokens, info.context_tokens)
     serving = runner.layout.chosen_kernels(info.kv_identity)
     logger.info("kernels.chosen attention=%r encoding=%r products=%r", *astuple(serving)[:3])
     opened = OpenedModel(

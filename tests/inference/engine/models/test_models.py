@@ -198,11 +198,15 @@ def test_the_weights_digest_is_remembered_by_the_files_identity(model_dir: Path,
     assert weights_digest(model_dir, tmp_path / "cache") == first
 
 
-def test_a_context_may_be_cut_but_not_stretched(model_dir: Path, tmp_path: Path) -> None:
+def test_a_context_may_be_cut_but_not_stretched(
+    model_dir: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     with opened(model_dir, tmp_path, context_tokens=100) as driver:
         assert driver.engine.model.context_tokens == 100
+    assert "context.shorter" not in caplog.text
     with opened(model_dir, tmp_path, context_tokens=1 << 20) as driver:
         assert driver.engine.model.context_tokens == 4096
+    assert "context.shorter context_tokens=1048576 model=4096" in caplog.text
 
 
 @pytest.mark.long(3)
