@@ -14,6 +14,11 @@ class Allowance:
         self._most_bytes = _PART_OF_MEMORY * memory_bytes
         self._saved_s, self._counted_s = share * SECONDS_OF_DAY / 24, now_s
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether no agent may ever be woken."""
+        return self._share == 0
+
     def has_room(self, held_bytes: int, needed_bytes: int) -> bool:
         """Whether an agent of so many bytes may be woken beside those that were woken and wait for their turns."""
         return held_bytes + needed_bytes <= self._most_bytes

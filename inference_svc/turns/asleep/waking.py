@@ -52,7 +52,7 @@ class WakingAhead:
         self.own = set[AgentKey]()  # agents that it woke, and whose turns have not come
 
     async def run(self) -> None:
-        await asyncio.to_thread(self._file.read)
+        await asyncio.to_thread(self._file.remove if self._allowance.is_empty else self._file.read)
         try:
             for look in count(1):
                 await asyncio.sleep(ANSWER_S)
@@ -67,7 +67,9 @@ class WakingAhead:
                 self._file.write(text)
 
     def _kept(self) -> str:
-        """The returns in namespaces that are not sealed. Empty without a store, or while one has not answered."""
+        """The returns in namespaces that are not sealed. Empty where nobody is woken, and until each store answered."""
+        if self._allowance.is_empty:
+            return ""
         features = {name: store.connection.features for name, store in self._parts.stores.items()}
         if not features or not all(features.values()):
             return ""
@@ -164,6 +166,12 @@ class ReturnsFile:
             pass
         except (OSError, ValueError) as error:
             _LOG.warning("returns.unreadable", file=str(self._path), error=type(error).__name__)
+
+    def remove(self) -> None:
+        try:
+            self._path.unlink(missing_ok=True)
+        except OSError as error:
+            _LOG.warning("returns.not_removed", file=str(self._path), error=type(error).__name__)
 
     def write(self, text: str) -> None:
         if text == self._written:

@@ -185,6 +185,22 @@ def test_returns_outlive_the_engine_and_a_damaged_file_costs_no_more_than_them(t
     assert damaged.expected(around.now_s) == []
 
 
+def test_an_engine_that_wakes_nobody_keeps_no_names(tmp_path: Path) -> None:
+    around, path = Around(tmp_path, share=0.0), tmp_path / "returns.json"
+    ReturnsFile(path, Returns()).write(Around(tmp_path).waking._kept())
+    assert "ada" in path.read_text(), "an earlier start woke agents"
+
+    async def runs_and_stops() -> None:
+        running = asyncio.create_task(around.waking.run())
+        while path.exists():  # noqa: ASYNC110  a file sets no event
+            await asyncio.sleep(0.01)
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+
+    asyncio.run(asyncio.wait_for(runs_and_stops(), 20))
+    assert not path.exists()
+
+
 def test_a_look_that_fails_is_not_the_last(around: Around, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("inference_svc.turns.asleep.waking.ANSWER_S", 0.01)
     looks = list[int]()

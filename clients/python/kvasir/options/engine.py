@@ -146,7 +146,7 @@ class EngineMemory(Table):
     )
     context_tokens: int | None = option(
         None,
-        "The most tokens of an agent's context. Left out, or more: the model's own.",
+        "The most tokens of an agent's context. Left out, or more (which the log reports): the model's own.",
         least=2,
         metavar="TOKENS",
         up="context-tokens",
@@ -175,7 +175,9 @@ class EngineMemory(Table):
     wake_ahead_share: float = option(
         0.1,
         "Agents that are asleep are woken before their next turn, where earlier ones show when it may come: while no "
-        "turn runs, for at most this share of the time (0.1 is a tenth), in half of the KV memory. 0: none are.",
+        "turn runs, for at most this share of the time (0.1 is a tenth), in half of the KV memory. The names of agents "
+        "and the times of their turns are kept for that in returns.json of the engine's state, but none of sealed "
+        "namespaces. 0: none are woken, and that file is removed.",
         least=0,
         most=1,
         metavar="SHARE",
