@@ -1,5 +1,6 @@
 """The store's questions and answers, as frozen data. Times are Unix milliseconds, sizes are bytes."""
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import IntEnum, StrEnum
@@ -78,6 +79,7 @@ class LineQuery(NamedTuple):
 
 
 _VERSION_WORD = "version"
+_WAKES = re.compile(r"(?:^|, )asleep, wakes in (\d+) ms$")
 
 
 def named_version(version: int) -> str:
@@ -91,7 +93,18 @@ def detail_of_turn(base_version: int, handed_over_by: str, wake_ms: int | None) 
     """
     details = [named_version(base_version)] if base_version else []
     details += [f"handed over by {handed_over_by}"] if handed_over_by else []
-    return ", ".join([*details, *([] if wake_ms is None else [f"asleep, wakes in {wake_ms} ms"])])
+    return with_wake(", ".join(details), wake_ms)
+
+
+def with_wake(detail: str, wake_ms: int | None) -> str:
+    """The detail of an origin; of a version that is asleep also how long its KV takes to compute."""
+    return detail if wake_ms is None else f"{detail}{', ' if detail else ''}asleep, wakes in {wake_ms} ms"
+
+
+def wake_ms_of(detail: str) -> int | None:
+    """The time that `with_wake` added."""
+    found = _WAKES.search(detail)
+    return int(found[1]) if found else None
 
 
 @dataclass(frozen=True, slots=True)

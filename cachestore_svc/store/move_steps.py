@@ -11,7 +11,7 @@ from cachestore_svc.core.core import Core
 from cachestore_svc.core.stored_blobs import read_blob
 from cachestore_svc.facts import ownership
 from cachestore_svc.facts.ownership import Ownership, OwnerState
-from cachestore_svc.facts.records import AgentRecord, Committed, LineKey, LineQuery, Origin, SnapshotVersion
+from cachestore_svc.facts.records import AgentRecord, Committed, LineKey, LineQuery, Origin, SnapshotVersion, with_wake
 from cachestore_svc.index.catalog import CatalogChange
 from cachestore_svc.index.refusals import head_moved
 from cachestore_svc.index.values import Commit, CommitTerms
@@ -169,7 +169,11 @@ class MoveSteps:
             line.manifest,
             facts,
             0,  # as `_receive_lines` finds it
-            CommitTerms(origin=Origin.MOVE, origin_detail=line.origin_detail, is_text_own=line.is_text_own),
+            CommitTerms(
+                origin=Origin.MOVE,
+                origin_detail=with_wake(line.origin_detail, facts.wake_ms),
+                is_text_own=line.is_text_own,
+            ),
             (),
             self._core.config.retained_versions,
         )

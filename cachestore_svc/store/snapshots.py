@@ -46,7 +46,9 @@ class Snapshots:
         if terms.origin is records.Origin.TURN:
             base_version = terms.base_version if terms.base_version != parent_version else 0
             detail = records.detail_of_turn(base_version, terms.handed_over_by, facts.wake_ms)
-            terms = replace(terms, origin_detail=detail)
+        else:
+            detail = records.with_wake(terms.origin_detail, facts.wake_ms)
+        terms = replace(terms, origin_detail=detail)
         line = records.LineKey(namespace, agent_id, facts.kv_identity_hash)
         shared = shared_blocks(facts, namespace) if terms.bind_shared else ()
         kept = self._core.config.retained_versions

@@ -10,7 +10,7 @@ from kvasir.formats.digest import Digest
 
 from cachestore_svc.blobs.manifests import NamedBlob, SharedBlock, unfit
 from cachestore_svc.facts.ownership import check_takes_copy
-from cachestore_svc.facts.records import LineQuery, Origin, SnapshotVersion, named_version
+from cachestore_svc.facts.records import LineQuery, Origin, SnapshotVersion, named_version, wake_ms_of, with_wake
 from cachestore_svc.index.refusals import head_moved, missing, unfit_blob
 from cachestore_svc.index.sqlite import agents, blobs, provenance, versions
 from cachestore_svc.index.sqlite.rights import leases, owners
@@ -169,7 +169,7 @@ def roll_back(
     if expected_head is not None and expected_head != head:
         raise head_moved(head, expected_head)
     manifest_id = versions.manifest_id_of(rows, line.id, old.version)
-    made = head, manifest_id, Origin.ROLLBACK, named_version(version)
+    made = head, manifest_id, Origin.ROLLBACK, with_wake(named_version(version), wake_ms_of(old.origin_detail))
     added = versions.add_version(rows, line.id, *made, now_unix_ms)
     versions.touch(rows, line.id, now_unix_ms)
     retain(rows, agent, line.id, default_retained)
@@ -182,5 +182,6 @@ def _fork_line(
     old = versions.get_version(rows, source, version)
     line_id = versions.make_line(rows, agent_id, source.kv_identity_hash, now_unix_ms)
     manifest_id = versions.manifest_id_of(rows, source.id, old.version)
-    made = 0, manifest_id, Origin.FORK, f"{old.agent_id} version {old.version}"
+    detail = with_wake(f"{old.agent_id} version {old.version}", wake_ms_of(old.origin_detail))
+    made = 0, manifest_id, Origin.FORK, detail
     return versions.add_version(rows, line_id, *made, now_unix_ms)

@@ -4,7 +4,8 @@ import pytest
 from kvasir.errors import NotFound
 from kvasir.formats.digest import Digest
 
-from cachestore_svc.facts.records import BlobKind
+from cachestore_svc.facts.records import BlobKind, Origin
+from cachestore_svc.index.values import CommitTerms
 from tests.cachestore.core.lab import NS, Lab, publish, write
 from tests.made_models.synthetic import SMALL, SyntheticAgent, asleep
 
@@ -36,3 +37,9 @@ def test_a_sleeping_agent_frees_its_blobs_but_not_those_of_others(lab: Lab) -> N
         store.agents.fork(NS, "ada", "dan")
         dan = store.agents.get(NS, "dan").lines[0]
         assert (dan.token_count, dan.total_bytes) == (600, len(data))
+        assert dan.origin_detail == "ada version 3, asleep, wakes in 1200 ms"
+        back = store.agents.roll_back(NS, "ada", 3)
+        assert (back.origin_detail, back.base_version) == ("version 3, asleep, wakes in 1200 ms", 3)
+        by_import = CommitTerms(origin=Origin.IMPORT, origin_detail="ada")
+        came = store.snapshots.commit(NS, "eva", Digest.of(data), 0, by_import)
+        assert (came.origin_detail, came.base_version) == ("ada, asleep, wakes in 1200 ms", 0)

@@ -13,7 +13,7 @@ from kvasir.cli.rows import counted
 from kvasir.errors import KvasirError
 
 _PAGE = 1000
-_WAKES = re.compile(r"asleep, wakes in (\d+) ms")
+_WAKES = re.compile(r"asleep, wakes in (\d+) ms$")
 
 
 @dataclass(frozen=True, slots=True)
