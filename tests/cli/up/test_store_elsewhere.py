@@ -85,7 +85,8 @@ def fleet() -> Iterator[Fleet]:
         listen = (f"127.0.0.1:{free_port()}", f"127.0.0.1:{free_port()}")
         made = Fleet(store, address, certificate, (one, other), listen)
         subprocess.run(["openssl", *made.typed("openssl req")], check=True, capture_output=True)
-        store.done(*made.typed("kvasir store serve"))
+        served = store.done(*made.typed("kvasir store serve"))
+        assert f"`kvasir up --store {address} --store-ca-file {certificate}`" in served.out + served.err
         for each in (one, other):
             joined(store, each)
             made.start(each)

@@ -3,12 +3,14 @@
 import asyncio
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from kvasir.cli.caller import Caller
@@ -119,7 +121,8 @@ def greet(say: Callable[[str], object], home: Home, answer: dict[str, Any], how_
     if answer["token_file"]:
         say(f"token:  {answer['token_file']} (commands with this home find it; others say --token-file)")
     if not answer["engine"]:
-        say(f"Engines use it with `kvasir up --store {answer['store']}`; {how_to_stop}.")
+        pinned = f" --store-ca-file {shlex.quote(str(Path(answer['ca_file']).absolute()))}" if answer["ca_file"] else ""
+        say(f"Engines use it with `kvasir up --store {answer['store']}{pinned}`; {how_to_stop}.")
         return
     browser = f", or in a browser with `{home.command('open')}`" if answer["http"] else ""
     say(f"Talk to an agent with `{home.command('chat ada')}`{browser}; {how_to_stop}.")
