@@ -27,6 +27,7 @@ from kvasir.cli.running.health import ENGINE_SERVICE, is_ready
 from kvasir.cli.running.home import Endpoint, Home, Running
 from kvasir.cli.showing.terminal import PlainConsole
 
+from tests.running.ports import free_port
 from tests.running.programs import Program, run
 
 KVASIR = Path(sys.executable).with_name("kvasir")
@@ -146,12 +147,6 @@ def wait_until_ready(home: Path, up: Begun) -> Running:
     running = Home(home).running()
     assert running is not None
     return running
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def three_free_ports() -> int:

@@ -2,7 +2,6 @@
 
 import http.client
 import json
-import socket
 from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
@@ -41,12 +40,6 @@ def health(port: int) -> tuple[int, dict[str, Any]]:
     """Status and body of /healthz."""
     status, body = _asked(port, "/healthz")
     return status, json.loads(body)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def _asked(port: int, path: str) -> tuple[int, str]:
