@@ -30,14 +30,17 @@ def page_size(asked: int) -> int:
 def agents_page(
     catalog: Catalog, namespace: str, wanted: AgentFilter, size: int, token: str, default_retained: int
 ) -> records.AgentPage:
-    """Agents behind the token's place, by their UTF-8 bytes, read a few at a time: no other operation waits long."""
+    """Agents behind the token's place, by their UTF-8 bytes (those of a sealed namespace in an order of its own), read
+    a few at a time: no other operation waits long."""
     listing = (wanted.name_prefix, *(text for label in sorted(wanted.labels.items()) for text in label))
     after = page_place(token, listing)
     listed: list[records.AgentRecord] = []
     left_bytes = _PAGE_BYTES
     while True:
-        # Few of the agents may have the labels: then a page of one would ask for one agent at a time.
-        at_once = _AGENTS_AT_ONCE if wanted.labels else min(size - len(listed) + 1, _AGENTS_AT_ONCE)
+        # Few of the agents may be wanted: then a page of one would ask for one agent at a time.
+        at_once = (
+            _AGENTS_AT_ONCE if wanted.labels or wanted.name_prefix else min(size - len(listed) + 1, _AGENTS_AT_ONCE)
+        )
         looked_at, found = catalog.read(namespace, partial(_agents_after, wanted, after, at_once, default_retained))
         for agent in found:
             left_bytes -= _size_bytes(agent)

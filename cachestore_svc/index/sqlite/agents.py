@@ -15,6 +15,7 @@ from cachestore_svc.index.sqlite.rights.owners import owners_of, ownership_of, s
 from cachestore_svc.index.sqlite.rows import Rows
 from cachestore_svc.index.sqlite.versions import Head
 from cachestore_svc.index.values import AgentFilter
+from cachestore_svc.sealing.sealed_names import AGENT
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,16 +59,17 @@ def get_agent(rows: Rows, agent_id: str, default_retained: int) -> AgentRecord:
 def agents_after(
     rows: Rows, wanted: AgentFilter, after: str, count: int, default_retained: int
 ) -> tuple[list[str], list[AgentRecord]]:
-    """The `count` names that follow, fewer if they are the last; and which of these agents are wanted."""
-    sql = f"{_SELECT} WHERE namespace_id = :namespace"
-    if rows.texts.names.keep_order:  # else each page looks at all of them
-        sql += " AND name > :after AND name >= :prefix ORDER BY name LIMIT :count"
-    found = rows.all(sql, after=after, prefix=wanted.name_prefix, count=count)
-    all_named = sorted((AgentRow(*each) for each in found), key=lambda agent: agent.name)
-    named = [each for each in all_named if each.name > after and each.name.startswith(wanted.name_prefix)][:count]
+    """The `count` names that follow, fewer if they are the last; and which of these agents are wanted. Sealed names
+    follow one another as their sealed forms do."""
+    names, prefix = rows.texts.names, wanted.name_prefix
+    place, first = (after, prefix) if names.keep_order else (after and names.text(AGENT, after), "")
+    sql = f"{_SELECT} WHERE namespace_id = :namespace AND name > :after AND name >= :prefix ORDER BY name LIMIT :count"
+    following = [AgentRow(*each) for each in rows.all(sql, after=place, prefix=first, count=count)]
+    named = [each for each in following if each.name.startswith(prefix)]
     labels = labels_of(rows, [agent.id for agent in named]) if wanted.labels else {}
     labelled = [each for each in named if wanted.labels.items() <= labels.get(each.id, {}).items()]
-    return [agent.name for agent in named], _records_of(rows, labelled, default_retained)
+    looked_at = named if names.keep_order else following
+    return [agent.name for agent in looked_at], _records_of(rows, labelled, default_retained)
 
 
 def _records_of(rows: Rows, agents: Sequence[AgentRow], default_retained: int) -> list[AgentRecord]:

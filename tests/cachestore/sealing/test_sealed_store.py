@@ -26,6 +26,7 @@ from cachestore_svc.recovery.medium import blobs_of
 from cachestore_svc.recovery.recovering import recover
 from cachestore_svc.sealing.keys import MasterKey
 from cachestore_svc.sealing.sealed_form import SEGMENT_BYTES
+from cachestore_svc.sealing.sealed_names import SealedNames
 from cachestore_svc.store.store import Store
 from cachestore_svc.upkeep import collecting
 from cachestore_svc.upkeep.expiring import ClockReading
@@ -95,11 +96,11 @@ def test_no_16_bytes_of_a_memory_lie_in_the_files_of_a_sealed_namespace(lab: Lab
 
 def test_a_sealed_namespace_answers_what_a_plain_one_answers(lab: Lab) -> None:
     def told(store: Store, namespace: str) -> list[object]:
-        agents = store.agents.page(namespace).agents
+        agents = sorted(store.agents.page(namespace).agents, key=lambda each: each.agent_id)
         events = store.events.after(namespace, None).cursor
         found: list[object] = [*agents, events.sequence, store.agents.page(namespace, labels={LABEL: VALUE}).agents]
         found += [
-            store.agents.page(namespace, name_prefix=AGENT + "-").agents,
+            sorted(store.agents.page(namespace, name_prefix=AGENT + "-").agents, key=lambda each: each.agent_id),
             prefix_of(store, namespace, kv, content.block_hashes(namespace)),
         ]
         with pytest.raises(NotFound) as missing:
@@ -117,7 +118,7 @@ def test_a_sealed_namespace_answers_what_a_plain_one_answers(lab: Lab) -> None:
         content.turn(600)
         for page_size in (1, 2):
             pages = [list(names(store, namespace, page_size)) for namespace in (NS, PLAIN_NS)]
-            assert pages[0] == pages[1] == sorted(pages[0])
+            assert sorted(pages[0]) == pages[1] == sorted(pages[1]), "sealed names have an order of their own"
         sealed, plain = ([], [])
         for namespace, into in ((NS, sealed), (PLAIN_NS, plain)):
             into += told(store, namespace)
@@ -145,6 +146,24 @@ def names(store: Store, namespace: str, page_size: int) -> Iterator[str]:
         yield from (agent.agent_id for agent in page.agents)
         if not (token := page.next_page_token):
             return
+
+
+def test_a_page_of_a_sealed_namespace_opens_only_the_names_that_it_lists(
+    lab: Lab, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with lab.open() as store:
+        for number in range(60):
+            publish(store, f"agent {number}", SyntheticAgent(SMALL, number).turn(20), 0)
+        opened = list[str]()
+        open_text = SealedNames.open_text
+        monkeypatch.setattr(SealedNames, "open_text", lambda self, text: opened.append(text) or open_text(self, text))
+        first = store.agents.page(NS, 5)
+        assert len(first.agents) == 5
+        assert len({each for each in opened if each.startswith("sealed-agent.")}) == 6, "the sixth: there are more"
+        assert sorted(names(store, NS, 5)) == sorted(f"agent {number}" for number in range(60))
+        assert sorted(each.agent_id for each in store.agents.page(NS, 60, name_prefix="agent 5").agents) == sorted(
+            ["agent 5", *(f"agent 5{digit}" for digit in range(10))]
+        )
 
 
 # --- every verb ---

@@ -116,7 +116,7 @@ class AgentServiceServicer(object):
     """
 
     def ListAgents(self, request, context):
-        """Lists agents by name, paged, filtered by labels and name prefix. No side effect. Errors: INVALID_ARGUMENT.
+        """Lists agents by name, of a sealed namespace in an order of its own, paged, filtered by labels and name prefix. No side effect. Errors: INVALID_ARGUMENT.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -51,7 +51,7 @@ const (
 // that has none for the caller's namespace, UNAVAILABLE by one that does not reach it. An engine waits until its newest turn of an agent is stored
 // before it forks or exports the newest version, or gives a copy of it to a peer: UNAVAILABLE (MEMORY_NOT_STORED) if that takes too long or failed.
 type AgentServiceClient interface {
-	// Lists agents by name, paged, filtered by labels and name prefix. No side effect. Errors: INVALID_ARGUMENT.
+	// Lists agents by name, of a sealed namespace in an order of its own, paged, filtered by labels and name prefix. No side effect. Errors: INVALID_ARGUMENT.
 	ListAgents(ctx context.Context, in *ListAgentsRequest, opts ...grpc.CallOption) (*ListAgentsResponse, error)
 	// Returns one agent and its lines. No side effect. Errors: NOT_FOUND.
 	GetAgent(ctx context.Context, in *GetAgentRequest, opts ...grpc.CallOption) (*GetAgentResponse, error)
@@ -285,7 +285,7 @@ type AgentService_ImportAgentClient = grpc.ClientStreamingClient[ImportAgentRequ
 // that has none for the caller's namespace, UNAVAILABLE by one that does not reach it. An engine waits until its newest turn of an agent is stored
 // before it forks or exports the newest version, or gives a copy of it to a peer: UNAVAILABLE (MEMORY_NOT_STORED) if that takes too long or failed.
 type AgentServiceServer interface {
-	// Lists agents by name, paged, filtered by labels and name prefix. No side effect. Errors: INVALID_ARGUMENT.
+	// Lists agents by name, of a sealed namespace in an order of its own, paged, filtered by labels and name prefix. No side effect. Errors: INVALID_ARGUMENT.
 	ListAgents(context.Context, *ListAgentsRequest) (*ListAgentsResponse, error)
 	// Returns one agent and its lines. No side effect. Errors: NOT_FOUND.
 	GetAgent(context.Context, *GetAgentRequest) (*GetAgentResponse, error)
