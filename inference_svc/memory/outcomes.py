@@ -12,6 +12,7 @@ class Source(Enum):
     WARM = "warm"
     SHARED = "shared"
     REPLAY = "replay"
+    WOKEN = "woken"  # hot, for a turn that waited until the agent was awake
 
 
 class MissReason(Enum):

@@ -228,6 +228,7 @@ class Progress:
     parent_version: int = 0
     tokens: TokenCounts = field(default_factory=TokenCounts)
     finished: TurnFinished | None = None
+    has_woken: bool = False  # its agent, which was asleep
 
     @property
     def is_kept(self) -> bool:

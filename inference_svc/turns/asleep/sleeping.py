@@ -74,6 +74,7 @@ class Sleeper:
             self._parts.woken.ready[key] = self._parts.clock()
         took_ms = round(1e3 * (self._parts.clock() - began_s))
         log = _LOG.info if is_same else _LOG.warning  # its rows have other roundings, as on another machine
+        turn.has_woken = True
         log("memory.woken", request_id=turn.request.request_id, tokens=len(state.token_ids), ms=took_ms, same=is_same)
         return await self._parts.recall.newest(key, budget)
 
@@ -136,6 +137,8 @@ class Sleeper:
 
     async def _proven(self, turn: Progress, key: AgentKey, stored: AgentMemory) -> list[Digest]:
         """The digests of the memory's files, computed from its tokens beside it. Raises FailedPrecondition."""
+        if self._parts.engine.model.mask_window is not None:
+            raise cannot_sleep(key, "its model (WeDLM) computes rows beside masks, which are not kept")
         if stored.files.runs is None:
             raise cannot_sleep(key, "it is not known how its rows were computed")
         if not self._has_room(stored):

@@ -91,7 +91,7 @@ def test_an_agent_sleeps_at_the_word_of_its_own_namespace_alone(guarded: tuple[H
             north.reply(agent_id=agent, append_messages=more, sampling=GREEDY) for agent in ("tired", "never tired")
         ]
     assert replies[0].token_ids == replies[1].token_ids
-    assert replies[0].started.source == pb.CACHE_SOURCE_HOT
+    assert [reply.started.source for reply in replies] == [pb.CACHE_SOURCE_WOKEN, pb.CACHE_SOURCE_HOT]
 
 
 def test_the_engines_files_name_agents_of_no_sealed_namespace(guarded: tuple[House, dict[str, str]]) -> None:

@@ -55,6 +55,14 @@ def test_an_agent_whose_engine_is_killed_in_mid_window_goes_on_as_one_that_never
         assert [first.token_ids, continued(client, "killed", first.text)] == expected
 
 
+def test_an_agent_of_such_a_model_stays_awake_and_its_refusal_names_the_cause(masked_house: House) -> None:
+    with masked_house.client() as client:
+        client.reply(agent_id="awake", prompt=FIRST, sampling=GREEDY)
+        with pytest.raises(FailedPrecondition, match="WeDLM") as refused:
+            client.sleep("awake")
+        assert refused.value.reason == "CANNOT_SLEEP"
+
+
 def test_a_decoding_turn_of_such_a_model_is_refused_to_another_engine(masked_house: House) -> None:
     with masked_house.client() as client:
         stream = client.generate(agent_id="stays", prompt=FIRST, sampling={"max_tokens": 200})

@@ -61,6 +61,7 @@ class CacheSource(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     CACHE_SOURCE_WARM: _ClassVar[CacheSource]
     CACHE_SOURCE_SHARED: _ClassVar[CacheSource]
     CACHE_SOURCE_REPLAY: _ClassVar[CacheSource]
+    CACHE_SOURCE_WOKEN: _ClassVar[CacheSource]
 
 class PrefixMatch(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -153,6 +154,7 @@ CACHE_SOURCE_HOT: CacheSource
 CACHE_SOURCE_WARM: CacheSource
 CACHE_SOURCE_SHARED: CacheSource
 CACHE_SOURCE_REPLAY: CacheSource
+CACHE_SOURCE_WOKEN: CacheSource
 PREFIX_MATCH_UNSPECIFIED: PrefixMatch
 PREFIX_MATCH_NONE: PrefixMatch
 PREFIX_MATCH_EXACT: PrefixMatch

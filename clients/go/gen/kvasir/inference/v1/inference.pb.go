@@ -378,6 +378,8 @@ const (
 	CacheSource_CACHE_SOURCE_SHARED CacheSource = 4
 	// The turn was done before; its reply is sent again.
 	CacheSource_CACHE_SOURCE_REPLAY CacheSource = 5
+	// The agent was asleep: its KV was computed from its tokens before the turn, which waited for that.
+	CacheSource_CACHE_SOURCE_WOKEN CacheSource = 6
 )
 
 // Enum value maps for CacheSource.
@@ -389,6 +391,7 @@ var (
 		3: "CACHE_SOURCE_WARM",
 		4: "CACHE_SOURCE_SHARED",
 		5: "CACHE_SOURCE_REPLAY",
+		6: "CACHE_SOURCE_WOKEN",
 	}
 	CacheSource_value = map[string]int32{
 		"CACHE_SOURCE_UNSPECIFIED": 0,
@@ -397,6 +400,7 @@ var (
 		"CACHE_SOURCE_WARM":        3,
 		"CACHE_SOURCE_SHARED":      4,
 		"CACHE_SOURCE_REPLAY":      5,
+		"CACHE_SOURCE_WOKEN":       6,
 	}
 )
 
@@ -6547,14 +6551,15 @@ const file_kvasir_inference_v1_inference_proto_rawDesc = "" +
 	"\x14CONTINUATION_REWOUND\x10\x03\x12\x19\n" +
 	"\x15CONTINUATION_REPLACED\x10\x04\x12\x19\n" +
 	"\x15CONTINUATION_BRANCHED\x10\x05\x12\x1a\n" +
-	"\x16CONTINUATION_UNDECIDED\x10\x06*\xa1\x01\n" +
+	"\x16CONTINUATION_UNDECIDED\x10\x06*\xb9\x01\n" +
 	"\vCacheSource\x12\x1c\n" +
 	"\x18CACHE_SOURCE_UNSPECIFIED\x10\x00\x12\x15\n" +
 	"\x11CACHE_SOURCE_COLD\x10\x01\x12\x14\n" +
 	"\x10CACHE_SOURCE_HOT\x10\x02\x12\x15\n" +
 	"\x11CACHE_SOURCE_WARM\x10\x03\x12\x17\n" +
 	"\x13CACHE_SOURCE_SHARED\x10\x04\x12\x17\n" +
-	"\x13CACHE_SOURCE_REPLAY\x10\x05*\x8d\x01\n" +
+	"\x13CACHE_SOURCE_REPLAY\x10\x05\x12\x16\n" +
+	"\x12CACHE_SOURCE_WOKEN\x10\x06*\x8d\x01\n" +
 	"\vPrefixMatch\x12\x1c\n" +
 	"\x18PREFIX_MATCH_UNSPECIFIED\x10\x00\x12\x15\n" +
 	"\x11PREFIX_MATCH_NONE\x10\x01\x12\x16\n" +
