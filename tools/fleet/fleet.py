@@ -36,6 +36,7 @@ class Plan:
     memory_gib: str = "1"
     engine_settings: str = ""  # the text of a settings file, for every engine
     store_options: Sequence[str] = ()
+    has_standby: bool = False  # of PostgreSQL, which has all that is acknowledged
     through: Through = _directly
     begin: Begin | None = None
 
@@ -74,9 +75,10 @@ class Fleet:
         if os.geteuid() == 0:
             root.chmod(0o711)  # PostgreSQL runs as another user, and must come to its own directory
         logs = root / "logs"
-        for each in (logs, root / "postgres", root / "s3", root / "door"):
+        for each in (logs, root / "postgres", root / "postgres-2", root / "s3", root / "door"):
             each.mkdir(exist_ok=True, mode=0o700)
         self.postgres, self.s3 = Postgres(root / "postgres", logs), S3(root / "s3", logs)
+        self.standby = Postgres(root / "postgres-2", logs, "postgres-2") if plan.has_standby else None
         self.store = Member("store-1", root, logs)
         self.engines = [Member(f"engine-{number + 1}", root, logs) for number in range(plan.engines)]
         addresses = [each.address for each in self.engines]
@@ -93,7 +95,7 @@ class Fleet:
     @property
     def parts(self) -> list[Part]:
         """In the order of their starts."""
-        before = [self.postgres.part, self.s3.part, *self.kvasir_parts]
+        before = [*self._database_parts, self.s3.part, *self.kvasir_parts]
         return before if self.door is None else [*before, self.door.part]
 
     @property
@@ -108,9 +110,14 @@ class Fleet:
         self.s3.prepare(through("store", "s3", self.s3.port))
         _start(servers)
         self.postgres.make_database()
-        database_port = through("store", "postgres", self.postgres.port)
-        self.postgres.prepare(database_port)
-        self._set_up_store(self.store, database_port)
+        if self.standby is not None:
+            self.standby.follow(self.postgres)
+            _start([self.standby.part])
+            self.postgres.wait_for_standby()
+        databases = [self.postgres] if self.standby is None else [self.postgres, self.standby]
+        ports = [through("store", each.part.name, each.port) for each in databases]
+        self.postgres.prepare(*ports)
+        self._set_up_store(self.store, ports)
         _start([self.store.part])
         for engine in self.engines:
             _join(self.store.home, engine.home)
@@ -126,14 +133,18 @@ class Fleet:
         """Callers' doors first, then the engines, which store what they owe, and last what the stores stand on."""
         for wave in ([self.gateway, *([self.door.part] if self.door else [])], self._engine_parts, [self.store.part]):
             _stop(wave)
-        _stop([self.s3.part, self.postgres.part])
+        _stop([self.s3.part, *self._database_parts])
+
+    @property
+    def _database_parts(self) -> list[Part]:
+        return [self.postgres.part, *([] if self.standby is None else [self.standby.part])]
 
     @property
     def _engine_parts(self) -> list[Part]:
         return [each.part for each in self.engines]
 
-    def _set_up_store(self, store: Member, database_port: int) -> None:
-        catalog = f"postgresql://kvasir@127.0.0.1:{database_port}/{DATABASE}"
+    def _set_up_store(self, store: Member, database_ports: Sequence[int]) -> None:
+        catalog = f"postgresql://kvasir@{','.join(f'127.0.0.1:{port}' for port in database_ports)}/{DATABASE}"
         words = ["store", "serve", "--listen", store.address, "--catalog", catalog, "--blobs", f"s3://{BUCKET}/fleet"]
         words += ["--blob-credentials-file", str(self.s3.credentials)]
         words += ["--last-runs-dir", str(store.home.root / "last-runs")]

@@ -5,6 +5,7 @@ import secrets
 import shutil
 import signal
 import subprocess
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from kvasir.address import accepts
 from kvasir.cli.fleet.balancers import Balancer, envoy, nginx
 from kvasir.credentials import replace_private_text, write_private_text
 
-from tools.fleet.part import FleetError, Part, free_port, program
+from tools.fleet.part import READY_S, FleetError, Part, free_port, program
 
 DOORS = ("nginx", "envoy")
 DATABASE, BUCKET = "kvasir", "kvasir"
@@ -41,23 +42,25 @@ def missing(*doors: str) -> str:
 
 
 class Postgres:
-    """A server of PostgreSQL with one database, in a directory of its own; a password in `passfile`."""
+    """A server of PostgreSQL with one database, or its standby, in its own directory; a password in `passfile`."""
 
-    def __init__(self, root: Path, logs: Path) -> None:
+    def __init__(self, root: Path, logs: Path, name: str = "postgres") -> None:
         self.port, self.passfile = free_port(), root / "pgpass"
         self._root, self._initdb = root, program("initdb", *_POSTGRES_HERE, advice=_POSTGRES)
         self._server = program("postgres", *_POSTGRES_HERE, advice=_POSTGRES)
         user = "postgres" if os.geteuid() == 0 else ""  # it refuses root
         settings = {"port": str(self.port), "listen_addresses": "127.0.0.1", "unix_socket_directories": ""}
-        settings["max_connections"] = "200"
+        # A standby that has just begun to wait for its primary's log again is promoted only after this time.
+        settings |= {"max_connections": "200", "wal_retrieve_retry_interval": "200ms"}
         words = [word for name, value in settings.items() for word in ("-c", f"{name}={value}")]
         argv = [self._server, "-D", str(root / "data"), *words]
-        self.part = Part("postgres", argv, logs / "postgres.log", self._is_ready, user=user, end_by=signal.SIGINT)
+        self.part = Part(name, argv, logs / f"{name}.log", self._is_ready, user=user, end_by=signal.SIGINT)
 
-    def prepare(self, port_of_clients: int) -> None:
-        """Make the directory of its data, once, and what clients at `port_of_clients` need. Raises FleetError."""
+    def prepare(self, *ports_of_clients: int) -> None:
+        """Make the directory of its data, once, and what clients at its ports need. Raises FleetError."""
         user, password = self.part.user, self._password()
-        replace_private_text(self.passfile, f"127.0.0.1:{port_of_clients}:*:kvasir:{password}\n")
+        lines = [f"127.0.0.1:{port}:*:kvasir:{password}\n" for port in ports_of_clients]
+        replace_private_text(self.passfile, "".join(lines))
         if (self._root / "data" / "PG_VERSION").exists():
             return
         secret = self._root / "secret"
@@ -78,12 +81,56 @@ class Postgres:
                 "C",
             ]
             words += ["-A", "scram-sha-256", "--pwfile", secret]
-            whose: dict[str, Any] = {"user": user, "group": user} if user else {}
-            done = subprocess.run(words, check=False, capture_output=True, text=True, cwd="/", **whose)
+            self._run(words)
         finally:
             secret.unlink(missing_ok=True)
+
+    def follow(self, primary: "Postgres") -> None:
+        """Become the standby of a server that runs: a copy of what it has, to be started. Raises FleetError."""
+        data = self._root / "data"
+        shutil.rmtree(data, ignore_errors=True)
+        replace_private_text(self._root / "password", primary._password())
+        if self.part.user:
+            shutil.chown(self._root, self.part.user, self.part.user)
+        copy = program("pg_basebackup", *_POSTGRES_HERE, advice=_POSTGRES)
+        words = [copy, "-D", data, "-R", "-c", "fast", "-d", primary._url]
+        self._run(words, PGPASSWORD=primary._password())
+        with (data / "postgresql.auto.conf").open("a") as settings:
+            settings.write("synchronous_standby_names = ''\n")
+
+    def promote(self) -> None:
+        """From a standby to a primary, which has no standby. Its own primary is gone. Raises psycopg.Error."""
+        self.ask("SELECT pg_promote()")
+
+    def wait_for_standby(self, within_s: float = READY_S) -> None:
+        """Until a standby has all that is committed. From then on nothing is acknowledged before it is there, too."""
+        self.ask("ALTER SYSTEM SET synchronous_standby_names = '*'")
+        self.ask("SELECT pg_reload_conf()")
+        give_up = time.monotonic() + within_s
+        is_there = "sync_state = 'sync' AND flush_lsn >= pg_current_wal_flush_lsn() FROM pg_stat_replication"
+        while self.ask(f"SELECT {is_there}") != [(True,)]:
+            if time.monotonic() > give_up:
+                raise FleetError(f"{self.part.name} has no standby after {within_s:g} s")
+            time.sleep(0.1)
+
+    def ask(self, sql: str) -> list[tuple[Any, ...]]:
+        """One statement by itself, and its rows. Raises psycopg.Error."""
+        import psycopg
+
+        with psycopg.connect(self._url, autocommit=True, password=self._password()) as connection:
+            done = connection.execute(sql)  # type: ignore[arg-type]
+            return done.fetchall() if done.description else []
+
+    def _run(self, words: Sequence[str | Path], **env: str) -> None:
+        whose: dict[str, Any] = {"user": self.part.user, "group": self.part.user} if self.part.user else {}
+        own = {**os.environ, **env}
+        done = subprocess.run(words, check=False, capture_output=True, text=True, cwd="/", env=own, **whose)
         if done.returncode:
-            raise FleetError(f"initdb failed: {done.stderr.strip()}")
+            raise FleetError(f"{Path(words[0]).name} failed: {done.stderr.strip()}")
+
+    @property
+    def _url(self) -> str:
+        return f"postgresql://kvasir@127.0.0.1:{self.port}/postgres?connect_timeout=2"
 
     def _password(self) -> str:
         file = self._root / "password"
@@ -93,19 +140,14 @@ class Postgres:
 
     def make_database(self) -> None:
         """Once."""
-        import psycopg
-
-        where = f"postgresql://kvasir@127.0.0.1:{self.port}/postgres"
-        with psycopg.connect(where, autocommit=True, password=self._password()) as connection:
-            if connection.execute("SELECT 1 FROM pg_database WHERE datname = %s", [DATABASE]).fetchone() is None:
-                connection.execute(f"CREATE DATABASE {DATABASE}")  # type: ignore[arg-type]
+        if (DATABASE,) not in self.ask("SELECT datname FROM pg_database"):
+            self.ask(f"CREATE DATABASE {DATABASE}")
 
     def _is_ready(self) -> bool:
         import psycopg
 
-        where = f"postgresql://kvasir@127.0.0.1:{self.port}/postgres?connect_timeout=2"
         try:
-            psycopg.connect(where, password=self._password()).close()
+            psycopg.connect(self._url, password=self._password()).close()
         except psycopg.OperationalError:
             return False
         return True
