@@ -66,7 +66,7 @@ class Life:
                 + [self.two_at_once] * 2
             )
             await act()
-            if self.history.problems:
+            if self.history.problems or self.world.is_over():
                 return
 
     # --- turns ---
@@ -352,6 +352,7 @@ class Lives:
         """`links` fail at random; a caller that breaks other things passes none. `doors`: clients of a proxy."""
         self.clients, self.store, self.seed, self.doors = clients, store, seed, doors
         self.findings, self.ledger = Findings(), Ledger()
+        self.is_over: Callable[[], bool] = lambda: False
         self._links = links
         self._dice = Dice(f"lives {seed}")
         self._slope = self._base = 0.0
@@ -363,7 +364,8 @@ class Lives:
     async def run(
         self, lives: int, at_once: int, within_s: float, is_over: Callable[[], bool] = lambda: False
     ) -> Findings:
-        """So many lives, or until the time, or something else, is over. Calibrated before."""
+        """So many lives, or until the time is over; or something else, which ends lives too. Calibrated before."""
+        self.is_over = is_over
         give_up = time.monotonic() + within_s
         failing = [asyncio.create_task(self._fail(link)) for link in self._links]
         numbers = iter(range(lives))

@@ -94,6 +94,18 @@ def test_a_rollback_that_brings_back_another_memory_and_one_that_is_lost_are_not
     assert lives.findings.problems == ["ada: version 3 was acknowledged: no version 3"]
 
 
+def test_lives_end_after_the_act_in_which_a_campaign_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    acts = list[str]()
+
+    async def act(life: Life) -> None:
+        acts.append(life.name)
+
+    for name in ("turn", "roll_back", "delete", "fork_back", "import_back", "cancelled_turn", "two_at_once"):
+        monkeypatch.setattr(Life, name, act)
+    asyncio.run(_lives("client").run(100, 1, 60, lambda: len(acts) >= 15))
+    assert acts == ["agent 0"] * 12 + ["agent 1"] * 3
+
+
 @pytest.mark.parametrize("is_door", [True, False])
 def test_a_stream_that_was_removed_is_excused_behind_a_proxy_alone(is_door: bool) -> None:
     client = _Breaks()
