@@ -20,6 +20,7 @@ from kvasir.clients import AioInferenceClient, AioStoreClient
 from kvasir.credentials import read_token
 
 from tests.campaigns.faults.faulty_link import FaultyLink
+from tests.campaigns.fleet.database import Database
 from tests.campaigns.fleet.kept import Kept, Round
 from tests.campaigns.fleet.nemesis import Nemesis
 from tests.campaigns.fleet.targets import Clock, Link, Server, Service, Target
@@ -32,6 +33,7 @@ from tools.fleet.part import FleetError, Part, Process
 
 _SETTINGS = "[engine]\nstore-budget-ms = 1000\ncommit-wait-s = 5\n"
 _QUIET_S = 90.0
+_AFTER_S = 10.0  # in which lives go on after the last fault
 _HOUR_S = 3600.0
 _TELL_S = 15.0
 
@@ -55,9 +57,13 @@ async def play(size: Size, seed: int) -> Round:
             began, until = time.monotonic(), time.monotonic() + size.within_s
             breaking = asyncio.create_task(nemesis.run(size.faults, until))
             telling = asyncio.create_task(_tell(seed, nemesis, lives))
-            living = asyncio.create_task(lives.run(sys.maxsize, size.agents, size.within_s + _QUIET_S, breaking.done))
+            is_over = asyncio.Event()
+            within_s = size.within_s + _QUIET_S
+            living = asyncio.create_task(lives.run(sys.maxsize, size.agents, within_s, is_over.is_set))
             await breaking
             took_s = time.monotonic() - began
+            await asyncio.sleep(_AFTER_S)
+            is_over.set()
             await living
             telling.cancel()
             await _until_all_answer(lives)
@@ -86,7 +92,7 @@ async def _opened(root: Path, size: Size, seed: int) -> AsyncIterator[tuple[Live
 
     clock = root / "clock"
     set_ahead(clock, 0.0)
-    plan = Plan(size.engines, "nginx", "0.01", _SETTINGS, (), through, _begin(clock))
+    plan = Plan(size.engines, "nginx", "0.01", _SETTINGS, (), True, through, _begin(clock))
     async with contextlib.AsyncExitStack() as ends:
         fleet = await asyncio.to_thread(ends.enter_context, running(root, plan))
         token = read_token(fleet.client_token)
@@ -106,13 +112,14 @@ async def _opened(root: Path, size: Size, seed: int) -> AsyncIterator[tuple[Live
 
 def _targets(fleet: Fleet, links: Mapping[str, FaultyLink], clock: Path) -> list[Target]:
     """The more stands on a part, the longer it is left alone: agents must come to something in between."""
-    peace_s = {"store to postgres": 3.0, "store to s3": 2.5}
+    peace_s = {"store to postgres": 3.0, "store to postgres-2": 3.0, "store to s3": 2.5}
+    assert fleet.standby is not None
     answers = {"store to s3": ("busy", "busy")}
     return [
         *(Link(name, link, peace_s.get(name, 0.8), answers.get(name, ())) for name, link in links.items()),
         *(Service(each, 6.0) for each in fleet.engines),
         Service(fleet.store, 15.0),
-        Server(fleet.postgres.part, 12.0),
+        Database(fleet.postgres, fleet.standby, 10.0),
         Server(fleet.s3.part, 8.0),
         Clock(clock, 3.0),
     ]

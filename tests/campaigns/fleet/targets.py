@@ -16,9 +16,10 @@ from tools.fleet.part import FleetError, Part
 from tools.kvasir_tiny.words import Dice
 
 # Longer than a lease, and shorter: both must be safe.
-_LASTS_S = (0.1, 0.1, 0.3, 0.3, 0.3, 1.0, 1.0, 2.5, 6.0)
+LASTS_S = (0.1, 0.1, 0.3, 0.3, 0.3, 1.0, 1.0, 2.5, 6.0)
 _MET_S = 2.0
-_STARTS_S = 120.0
+_MOMENT_S = 0.09
+STARTS_S = 120.0
 _DAY_S = 86_400.0
 _AHEAD_S = (-30 * _DAY_S, -7200.0, -60.0, 0.0, 60.0, 7200.0, 30 * _DAY_S)
 _LASTING = ("hang", "outage", "slow")
@@ -44,7 +45,7 @@ class Link:
         self._link, self._kinds = link, (*_LASTING, *_MOMENTARY, *more_kinds)
 
     async def strike(self, dice: Dice) -> str:
-        kind, lasts_s = dice.pick(self._kinds), dice.pick(_LASTS_S)
+        kind, lasts_s = dice.pick(self._kinds), dice.pick(LASTS_S)
         self._link.arm(Fault(kind, dice.chance(0.7), dice.below(4000), dice.random()))
         give_up = time.monotonic() + _MET_S
         while not self._link.was_met and time.monotonic() < give_up:  # noqa: ASYNC110
@@ -63,10 +64,12 @@ class Service:
         self.name, self.peace_s, self._member = member.name, peace_s, member
 
     async def strike(self, dice: Dice) -> str:
-        what = dice.pick(("kill", "kill", "kill with its supervisor", "freeze"))
-        lasts_s, pid = dice.pick(_LASTS_S), self._member.pid
+        what = dice.pick(("kill", "kill", "kill with its supervisor", "freeze", "slow"))
+        lasts_s, pid = dice.pick(LASTS_S), self._member.pid
         if what == "freeze":
-            was_struck = await _frozen(pid, lasts_s)
+            was_struck = await frozen(pid, lasts_s)
+        elif what == "slow":
+            was_struck = await slowed(pid, lasts_s)
         elif what == "kill":
             was_struck = _send(pid, signal.SIGKILL)
         else:
@@ -76,26 +79,28 @@ class Service:
             await asyncio.sleep(lasts_s)
         if not self._member.part.is_running:
             _send(self._member.pid, signal.SIGKILL)
-            await asyncio.to_thread(_start, self._member.part)
+            await asyncio.to_thread(start_again, self._member.part)
         return f"{what} {self.name}" if was_struck else ""
 
 
 class Server:
-    """PostgreSQL or the S3 server."""
+    """The S3 server."""
 
     def __init__(self, part: Part, peace_s: float) -> None:
         self.name, self.peace_s, self._part = part.name, peace_s, part
 
     async def strike(self, dice: Dice) -> str:
-        what, lasts_s = dice.pick(("kill", "freeze")), dice.pick(_LASTS_S)
+        what, lasts_s = dice.pick(("kill", "freeze", "slow")), dice.pick(LASTS_S)
         process = self._part.process
         assert process is not None
         if what == "freeze":
-            await _frozen(process.pid, lasts_s)
+            await frozen(process.pid, lasts_s)
+        elif what == "slow":
+            await slowed(process.pid, lasts_s)
         else:
             await asyncio.to_thread(self._part.kill)
             await asyncio.sleep(lasts_s)
-            await asyncio.to_thread(_start, self._part)
+            await asyncio.to_thread(start_again, self._part)
         return f"{what} {self.name}"
 
 
@@ -111,17 +116,39 @@ class Clock:
         return "" if self._ahead_s == before else "the clock is set"
 
 
-async def _frozen(pid: int, lasts_s: float) -> bool:
-    if not _send(pid, signal.SIGSTOP):
-        return False
-    await asyncio.sleep(lasts_s)
-    _send(pid, signal.SIGCONT)
-    return True
+async def frozen(pid: int, lasts_s: float) -> bool:
+    """Stop it and its children for a while. Returns whether there was a process."""
+    stopped = _family(pid)
+    were_there = [_send(each, signal.SIGSTOP) for each in stopped]
+    if any(were_there):
+        await asyncio.sleep(lasts_s)
+    for each in stopped:
+        _send(each, signal.SIGCONT)
+    return any(were_there)
 
 
-def _start(part: Part) -> None:
+async def slowed(pid: int, lasts_s: float) -> bool:
+    """As on a disk or a processor that others use up: of each moment it has a tenth. Returns as `frozen`."""
+    until = time.monotonic() + lasts_s
+    was_there = await frozen(pid, _MOMENT_S)
+    while was_there and time.monotonic() < until:
+        await asyncio.sleep(_MOMENT_S / 9)
+        await frozen(pid, _MOMENT_S)
+    return was_there
+
+
+def _family(pid: int) -> list[int]:
+    """The process and its children, each of which may hold a lock or a connection; of Linux alone the children."""
+    if not pid:
+        return []
+    with suppress(OSError):
+        return [pid, *map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())]
+    return [pid]
+
+
+def start_again(part: Part) -> None:
     """Again, until what a killed one left is gone. Raises FleetError."""
-    give_up = time.monotonic() + _STARTS_S
+    give_up = time.monotonic() + STARTS_S
     while not part.is_running:
         part.start()
         try:

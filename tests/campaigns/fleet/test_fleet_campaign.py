@@ -2,6 +2,10 @@
 
 import asyncio
 import json
+import os
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -10,6 +14,7 @@ from tests.campaigns.fleet import campaign
 from tests.campaigns.fleet.campaign import Size, play
 from tests.campaigns.fleet.kept import Round
 from tests.campaigns.fleet.nemesis import Nemesis, _calm_left_s
+from tests.campaigns.fleet.targets import slowed
 from tools.fleet import servers
 from tools.kvasir_tiny.words import Dice
 
@@ -40,6 +45,28 @@ def test_a_resumed_campaign_adds_rounds_of_new_seeds_until_its_faults_are_played
     assert [(each["seed"], each["faults"]["kill"]) for each in rounds] == [(1, 4), (2, 2), (3, 4), (4, 1)]
     assert campaign.main([*words, "--faults", "2", "--seed", "9"]) == 0
     assert [each["seed"] for each in json.loads(kept.read_text())["rounds"]] == [9]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_a_slowed_process_has_a_small_part_of_each_moment_and_then_all_of_it() -> None:
+    busy = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+    try:
+
+        def used_s() -> float:
+            words = Path(f"/proc/{busy.pid}/stat").read_text().rsplit(")", 1)[1].split()
+            return int(words[11]) / os.sysconf("SC_CLK_TCK")
+
+        before = used_s()
+        assert asyncio.run(slowed(busy.pid, 1.0))
+        assert used_s() - before < 0.5
+        give_up = time.monotonic() + 30
+        while used_s() - before < 0.7:
+            assert time.monotonic() < give_up
+            time.sleep(0.02)
+    finally:
+        busy.kill()
+        busy.wait()
+    assert not asyncio.run(slowed(0, 1.0))
 
 
 class _Target:

@@ -1,0 +1,66 @@
+"""PostgreSQL with a standby, as a target: the standby is promoted when its primary was killed, and roles change."""
+
+import asyncio
+import time
+
+from tests.campaigns.fleet.targets import LASTS_S, STARTS_S, frozen, slowed, start_again
+from tools.fleet.part import FleetError
+from tools.fleet.servers import Postgres
+from tools.kvasir_tiny.words import Dice
+
+_KINDS = ("kill", "freeze", "slow", "promote", "promote", "kill the standby")
+
+
+class Database:
+    """What is acknowledged is on both servers. A primary that was killed comes back as the other's standby alone."""
+
+    def __init__(self, primary: Postgres, standby: Postgres, peace_s: float) -> None:
+        self.name, self.peace_s = "postgres", peace_s
+        self._primary, self._standby = primary, standby
+
+    async def strike(self, dice: Dice) -> str:
+        what, lasts_s = dice.pick(_KINDS), dice.pick(LASTS_S)
+        process = self._primary.part.process
+        assert process is not None
+        match what:
+            case "freeze":
+                await frozen(process.pid, lasts_s)
+            case "slow":
+                await slowed(process.pid, lasts_s)
+            case "promote":
+                await self._fail_over(lasts_s)
+                return "promote the standby of postgres"
+            case "kill the standby":
+                await self._restarted(self._standby, lasts_s)
+                return "kill the standby of postgres"
+            case _:
+                await self._restarted(self._primary, lasts_s)
+        return f"{what} postgres"
+
+    async def _restarted(self, server: Postgres, lasts_s: float) -> None:
+        await asyncio.to_thread(server.part.kill)
+        await asyncio.sleep(lasts_s)
+        await asyncio.to_thread(start_again, server.part)
+        await asyncio.to_thread(self._primary.wait_for_standby)
+
+    async def _fail_over(self, lasts_s: float) -> None:
+        """The standby is alone for a while; then the old primary, which is gone, begins as its standby anew."""
+        await asyncio.to_thread(self._primary.part.kill)
+        await asyncio.to_thread(self._standby.promote)
+        self._primary, self._standby = self._standby, self._primary
+        await asyncio.sleep(lasts_s)
+        await asyncio.to_thread(self._follow)
+
+    def _follow(self) -> None:
+        """Again, until what the killed server left is gone. Raises FleetError."""
+        give_up = time.monotonic() + STARTS_S
+        while True:
+            try:
+                self._standby.follow(self._primary)
+                break
+            except FleetError:
+                if time.monotonic() > give_up:
+                    raise
+                time.sleep(0.2)
+        start_again(self._standby.part)
+        self._primary.wait_for_standby()
