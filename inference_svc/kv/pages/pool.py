@@ -64,6 +64,8 @@ class KvPool:
         self._is_copied_by_threads = dialect is not None and takes_out()
         self._addresses: list[int] = []
         self._exponents: dict[int, mx.array] = {}
+        self._written_pages: list[int] = []
+        self._places = mx.array([], dtype=mx.int32), mx.array([], dtype=mx.int32)
         self._place = {
             layer: (number, slot) for number, group in enumerate(self.groups) for slot, layer in enumerate(group.layers)
         }
@@ -166,9 +168,8 @@ class KvPool:
 
     def write_pages(self, layer: int, pages: Sequence[int], content: mx.array, first_unit: int = 0) -> None:
         """Write one layer's pages, which must be private: units [n, any] of `content` from column `first_unit` on."""
-        slot, units, targets = self.slot_of(layer), self.formats[layer].units, mx.array(list(pages), dtype=mx.int32)
+        slot, units, (targets, rows) = self.slot_of(layer), self.formats[layer].units, self._places_of(pages)
         if self.dialect is not None:
-            rows = mx.arange(len(pages), dtype=mx.int32)
             array, order = self.arrays[slot], self._order
             self._wrote(store_pages(array, content, targets, rows, first_unit, units, self.dialect, order))
             return
@@ -178,6 +179,15 @@ class KvPool:
             self.arrays[slot][targets] = content
         else:
             self.arrays[slot][targets, :units] = content
+
+    def _places_of(self, pages: Sequence[int]) -> tuple[mx.array, mx.array]:
+        """These pages, and their places in the list, on the device. All layers of a piece have the same ones, and each
+        array that MLX makes of numbers costs a GPU a fault of a page.
+        """
+        if self._written_pages != [*pages]:
+            self._written_pages = [*pages]
+            self._places = mx.array(self._written_pages, dtype=mx.int32), mx.arange(len(pages), dtype=mx.int32)
+        return self._places
 
     def write_rows(self, layer: int, pages: mx.array, columns: mx.array, rows: mx.array) -> None:
         """Write a row of one layer in each of the pages [n], which must be private: units [n, m] at columns [n, m]."""

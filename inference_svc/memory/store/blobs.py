@@ -79,13 +79,14 @@ class StoredBlobs:
             return 0
         taken = 0
         async with contextlib.aclosing(self._files.read_in_order(digests)) as arriving:
-            while (
-                taken < len(digests)
-                and (data := await self._connection.read(lambda: anext(arriving), budget)) is not None
-            ):
-                budget.earn(len(data))
-                await take(data)
-                taken += 1
+            while taken < len(digests):
+                found = await self._connection.read(lambda: anext(arriving), budget)
+                while found:
+                    if (data := found.popleft()) is None:
+                        return taken
+                    budget.earn(len(data))
+                    await take(data)
+                    taken += 1
         return taken
 
     async def find_prefix(

@@ -34,13 +34,19 @@ class StoreFiles:
         self._namespace = namespace
         self.handed = HandedFiles(data_dir, namespace)
 
-    async def read_in_order(self, digests: Sequence[Digest]) -> AsyncGenerator[memoryview | None, None]:
+    async def read_in_order(self, digests: Sequence[Digest]) -> AsyncGenerator[deque[memoryview | None], None]:
+        """The blobs in their order, all at once that are there: each wake of the event loop waits for the interpreter's
+        lock. Whoever takes one takes it out, so that nobody else keeps its bytes.
+        """
         loop, left, coming = asyncio.get_running_loop(), deque(digests), deque[asyncio.Future[memoryview | None]]()
         try:
             while left or coming:
                 while left and len(coming) < _AHEAD:
                     coming.append(loop.run_in_executor(_threads(), self.read, left.popleft()))
-                yield await coming.popleft()
+                found = deque([await coming.popleft()])
+                while coming and coming[0].done():
+                    found.append(coming.popleft().result())
+                yield found
         finally:
             for each in coming:
                 each.cancel()

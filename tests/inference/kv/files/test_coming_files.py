@@ -11,6 +11,7 @@ from inference_svc.kv.attention.kernels import Dialect
 from inference_svc.kv.kv_load import KvLoad
 from inference_svc.kv.page import PAGE_TOKENS
 from inference_svc.kv.sequence_kv import SequenceKV
+from inference_svc.kv.tensor_files import CheckedFile
 from tests.inference.kv.attention.device.coming_files import PlayedDriver, play
 from tests.inference.kv.attention.emulators import EMULATORS, needs_compiler
 from tests.inference.kv.files.test_sequence_files import (
@@ -160,3 +161,27 @@ def test_pieces_have_no_more_bytes_than_room_for_them(monkeypatch: pytest.Monkey
     assert load.next_files == -(-LENGTH // PAGE_TOKENS)
     monkeypatch.setattr(kv_load, "LANDING_BYTES", 1)
     assert load.next_files == 1
+
+
+def test_a_small_piece_waits_while_more_files_are_to_come(
+    driver: PlayedDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kv, came = memory(), list[CheckedFile]()
+    every = checked(kv.pool.identity, files(kv), LENGTH)
+    monkeypatch.setattr(kv_load, "_LEAST_BYTES", 2 * load_of(kv, pool_of(MIXED))._file_bytes(0))
+    load = KvLoad(SequenceKV(pool_of(MIXED)), came, LENGTH, windows=checked_windows(kv))
+    short = KvLoad(SequenceKV(pool_of(MIXED)), came, LENGTH, windows=checked_windows(kv))
+    came.append(every[0])
+    assert load.lacks_files
+    short.cut(PAGE_TOKENS)
+    assert not short.lacks_files, "no more come"
+    came.append(every[1])
+    assert not load.lacks_files
+    assert load.next_files == 2
+    load.advance(2)
+    load.advance(2)
+    assert load.lacks_files
+    came.append(every[2])
+    assert not load.lacks_files, "the last one has no company"
+    finish(load)
+    assert stored(load.kv) == stored(kv)
