@@ -103,15 +103,23 @@ class TurnEnding:
         if times.last_token_at is not None:
             turn.counters.times.last_event.add(self._parts.clock() - times.last_token_at)
         self._trace(ran, times, self._parts.clock() - ended_s)
+        self._log(ran, snapshot, times, ended_s)
+
+    def _log(self, ran: Ran, snapshot: SnapshotOutcome, times: TurnTiming, ended_s: float) -> None:
+        ended, last_token_s = ran.ended, times.last_token_at or ended_s
         _LOG.info(
             "turn.finished",
-            request_id=turn.request.request_id,
+            request_id=ran.planned.request.request_id,
             reason=_finish_reason(ran),
             source=ran.prepared.source.value,
             prompt_tokens=ended.prompt_tokens,
             cached_tokens=ended.cached_tokens,
             completion_tokens=ended.completion_tokens,
             snapshot=snapshot.state.value,
+            prefill_ms=round(1e3 * ended.timings.prefill_s, 1),
+            # Since its last token: until that one had its KV, and until its memory was stored.
+            ended_ms=round(1e3 * (ended_s - last_token_s), 1),
+            stored_ms=round(1e3 * (self._parts.clock() - last_token_s), 1),
         )
 
     def _trace(self, ran: Ran, times: TurnTiming, ended_ago_s: float) -> None:

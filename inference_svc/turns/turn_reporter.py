@@ -274,7 +274,19 @@ class TurnReporter:
         if reading is None or event.is_shared or not event.cached_tokens:
             return
         took_s = reading.first_s + event.restore_s
-        _LOG.info("memory.restored", tokens=event.cached_tokens, bytes=reading.came_bytes, ms=round(1e3 * took_s))
+        times = self._turn.times
+        since = {
+            "arrived": self._parts.clock() - times.arrived,
+            "lookup": times.restore_s - reading.first_s,
+            "first_file": reading.first_s,
+            "queue": event.queue_s,
+            "load": event.restore_s,
+            "read": reading.took_s,  # by itself, beside the others
+            "read_waited": reading.waited_s,
+        }
+        in_ms = {f"{name}_ms": round(1e3 * seconds, 1) for name, seconds in since.items()}
+        found = {"tokens": event.cached_tokens, "bytes": reading.came_bytes, "ms": round(1e3 * took_s)}
+        _LOG.info("memory.restored", **found, **in_ms)
         if event.queue_s < event.restore_s:
             whole_s = took_s * reading.size_bytes / reading.came_bytes
             self._parts.planner.costs.restored(self._turn.request.namespace, reading.size_bytes, whole_s)

@@ -5,7 +5,7 @@ that nobody took back what the memory extends, and of commits whose answers were
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Awaitable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from kvasir import errors
 from kvasir.formats.digest import Digest
@@ -60,6 +60,8 @@ class Commit:
     parts: LineParts
     own: frozenset[Digest]
     """Manifests of the agent that this engine stored lately, for a turn that could not ask for the newest version."""
+    noted_s: dict[str, float] = field(default_factory=dict)
+    """When the last try had named its files, and had stored them."""
 
     @property
     def _standing(self) -> Standing:
@@ -156,9 +158,11 @@ class Commit:
 
     async def _commit(self, *, is_second_try: bool = False) -> SnapshotOutcome:
         stored = await self.files.named()
+        self.noted_s["named"] = self.parts.clock()
         manifest, digest = await self._manifest(stored)
         timeout_s = self.parts.limits.timeout_s
         await _all_of(self.files.all_stored(), self.store.blobs.write_manifest(manifest, timeout_s))
+        self.noted_s["written"] = self.parts.clock()
         self._stands(self._standing.sending(digest))
         try:
             async with self._in_time():

@@ -5,7 +5,7 @@ tokens: the turn waits for it a while. An unstored memory is tried again while i
 import asyncio
 import contextlib
 from collections import deque
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 
@@ -109,6 +109,7 @@ class Publications:
             try:
                 waits = any(not task.done() for task in before)
                 not_taken = await _refusal(files.pinned(asked, waits=waits))
+                copied_s = parts.clock()
                 if before:  # even if this memory does not extend those: an agent's turns are stored in their order
                     await asyncio.wait(before)
                 # Even if this memory cannot be stored: the memory that extends it must know what it follows.
@@ -123,7 +124,8 @@ class Publications:
                 if (stored := _stored(publication)) is not None:  # by an earlier try
                     return stored
                 commit = Commit(self._key, memory, files, self._store, self._lease, parts, frozenset(self._own))
-                return self._committed(memory, await commit.until_committed(), began_s)
+                outcome = await commit.until_committed()
+                return self._committed(memory, outcome, began_s, {"copied": copied_s, **commit.noted_s})
             except Exception as error:  # noqa: BLE001 - it has no reader but the log
                 reason = self._reason(memory, error)
         publication.failed()
@@ -156,9 +158,12 @@ class Publications:
     def _counters(self) -> NamespaceCounters:
         return self._parts.stats.of(self._key.namespace)
 
-    def _committed(self, memory: AgentMemory, outcome: SnapshotOutcome, began_s: float) -> SnapshotOutcome:
-        counters = self._counters
-        counters.times.commit.add(self._parts.clock() - began_s)
+    def _committed(
+        self, memory: AgentMemory, outcome: SnapshotOutcome, began_s: float, parts_s: Mapping[str, float]
+    ) -> SnapshotOutcome:
+        """`parts_s`: when each part of the publication, which began then, was done."""
+        counters, ended_s = self._counters, self._parts.clock()
+        counters.times.commit.add(ended_s - began_s)
         counters.publications[SnapshotState.COMMITTED] += 1
         counters.published_bytes += outcome.written_bytes
         reported, memory.publication.reported = memory.publication.reported, None
@@ -169,6 +174,8 @@ class Publications:
             version=outcome.version,
             tokens=len(memory.transcript.token_ids),
             bytes=outcome.written_bytes,
+            **{f"{name}_ms": round(1e3 * (at_s - began_s), 1) for name, at_s in parts_s.items()},
+            committed_ms=round(1e3 * (ended_s - began_s), 1),
             **({} if reported is None else {"was": reported.value}),
         )
         return outcome

@@ -27,6 +27,8 @@ class BackgroundRead:
         self.size_bytes = sum(digest.size_bytes for digest in digests)
         self.came_bytes = 0
         self.first_s = 0.0  # until the first blob came
+        self.took_s = 0.0  # until the last one came, or none came any more
+        self.waited_s = 0.0  # of these, for the engine to take some
         self.miss: Miss | None = None  # why not all came; known once `incoming` has ended
         self._has_begun = asyncio.Event()
         self._task = asyncio.create_task(self._read(store, digests, budget))
@@ -47,6 +49,8 @@ class BackgroundRead:
 
     async def _read(self, store: RemoteCache, digests: Sequence[Digest], budget: Budget) -> None:
         incoming, before_s = self.incoming, budget.spent_s
+        clock = store.connection.clock
+        began_s = clock()
         loop, was_taken = asyncio.get_running_loop(), asyncio.Event()
 
         def taken() -> None:
@@ -59,9 +63,12 @@ class BackgroundRead:
             if not self._has_begun.is_set():
                 self.first_s = budget.spent_s - before_s
                 self._has_begun.set()
-            while incoming.waiting_bytes > AHEAD_BYTES:
-                await was_taken.wait()
-                was_taken.clear()
+            if incoming.waiting_bytes > AHEAD_BYTES:
+                full_s = clock()
+                while incoming.waiting_bytes > AHEAD_BYTES:
+                    await was_taken.wait()
+                    was_taken.clear()
+                self.waited_s += clock() - full_s
 
         incoming.watch_taking(taken)
         try:
@@ -70,5 +77,6 @@ class BackgroundRead:
             _LOG.exception("restore.read_failed")
             self.miss = Miss(MissReason.STORE_REFUSED, "the blobs could not be read")
         finally:
+            self.took_s = clock() - began_s
             incoming.end()
             self._has_begun.set()

@@ -124,6 +124,9 @@ def test_a_killed_engines_memory_comes_back_from_the_files_up_to_one_that_is_dam
             back = client.reply(agent_id="bob", prompt=more["bob"], sampling=GREEDY)
         assert (back.started.source, back.token_ids) == (pb.CACHE_SOURCE_WARM, stayed.token_ids)
         assert back.started.cached_tokens == stayed.started.cached_tokens > 1_500
+        log = house.engine.log
+        assert all(f"{part}_ms" in log for part in ("lookup", "first_file", "queue", "load", "read", "read_waited"))
+        assert all(f"{part}_ms" in log for part in ("copied", "named", "written", "committed", "ended", "stored"))
         with house.store_client() as client:
             sent = client.get_stats().counters["blobs_read"] - before
             assert sent < 1_500 // 256, "manifests alone are asked for"
