@@ -143,6 +143,19 @@ def test_no_file_is_handed_over_where_the_disk_is_nearly_full(lab: Lab, monkeypa
         assert list((lab.directory_of(NS) / "handed").iterdir()) == []
 
 
+def test_the_disk_begins_to_write_each_piece_of_a_large_file(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However little of a piece one call takes."""
+    data, begun, write_some = os.urandom((2 << 20) + 99), list[tuple[int, int]](), os.write
+    monkeypatch.setattr(handed_files, "_begin_writeback", lambda _, first, count: begun.append((first, count)))
+    monkeypatch.setattr(os, "write", lambda descriptor, view: write_some(descriptor, view[:700_000]))
+    with lab.open() as store:
+        store.blobs.receive_files(NS)
+        path, _ = handed_file(lab, data)
+    assert path.read_bytes() == data
+    assert [first for first, _ in begun] == [sum(count for _, count in begun[:place]) for place in range(len(begun))]
+    assert sum(count for _, count in begun) == len(data)
+
+
 def test_a_sealed_namespace_has_no_place_for_files(lab: Lab) -> None:
     with lab.seal(NS).open() as store:
         assert not store.blobs.receive_files(NS)
