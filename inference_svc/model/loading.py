@@ -18,6 +18,7 @@ from mlx.utils import tree_flatten
 
 from inference_svc.kv.attention.choice import KernelChoice, Wanted
 from inference_svc.kv.model_hooks.few_rows import take_few_rows
+from inference_svc.kv.model_hooks.joined_steps import join_steps
 from inference_svc.kv.model_hooks.plain_norms import take_plain_norms
 from inference_svc.kv.model_hooks.row_exact import make_row_exact
 from inference_svc.model import kvasir_tiny
@@ -139,6 +140,8 @@ def _take_own_operations(model: Module, kernels: KernelChoice) -> None:
         make_row_exact(model)
     elif kernels.takes_few_rows():
         take_few_rows(model)
+        if kernels.joins_steps():
+            join_steps(model)
 
 
 @contextmanager

@@ -48,17 +48,44 @@ def _first(differences: Callable[[], Iterator[str]]) -> str:
 
 def why_wrong_products() -> str:
     """Why the kernel of few rows must not serve; empty: it may. Its sums of small integers are exact."""
+
+    def differences() -> Iterator[str]:
+        x, matrices, right = _few_integers()
+        if not all(mx.array_equal(few_rows(x, [each])[0], right).item() for each in matrices):
+            yield "products differ from the reference"
+
+    return _first(differences)
+
+
+def why_wrong_joined() -> str:
+    """As `why_wrong_products`, of sums with other rows, and of gated products."""
+
+    def differences() -> Iterator[str]:
+        x, matrices, right = _few_integers()
+        added = right[:, ::-1] / 8
+        if not all(mx.array_equal(few_rows(x, [each], added=added)[0], right + added).item() for each in matrices):
+            yield "sums of products and rows differ from the reference"
+        opened, x = right / 64, x / 64
+        swapped = [tuple(part[::-1] for part in each) for each in matrices]
+        gated = opened * mx.sigmoid(opened.astype(mx.float32)) * opened[..., ::-1]
+        for pair in zip(matrices, swapped, strict=True):
+            if not mx.allclose(
+                few_rows(x, pair, is_gated=True)[0].astype(mx.float32), gated, rtol=0.01, atol=1e-3
+            ).item():
+                yield "gated products differ from the reference"
+
+    return _first(differences)
+
+
+def _few_integers() -> tuple[mx.array, list[tuple[mx.array, ...]], mx.array]:
+    """x [1, 3, 64]; w [32, 64] as it is and packed; and their product, rounded once."""
     x, w = (
         mx.random.randint(-8, 8, shape, key=mx.random.key(5)).astype(mx.bfloat16) for shape in ((1, 3, 64), (32, 64))
     )
     codes = ((w + 8).astype(mx.uint32).reshape(32, 8, 8) << (4 * mx.arange(8, dtype=mx.uint32))).sum(-1)
     packed = codes, mx.ones((32, 1), mx.bfloat16), mx.full((32, 1), -8, mx.bfloat16)
-    expected = (x.astype(mx.float32) @ w.astype(mx.float32).T).astype(mx.bfloat16)
-    try:
-        is_right = all(mx.array_equal(few_rows(x, [each])[0], expected).item() for each in ((w,), packed))
-        return "" if is_right else "products differ from the reference"
-    except Exception as error:  # noqa: BLE001 - as above
-        return _raised(error)
+    right = (x.astype(mx.float32) @ w.astype(mx.float32).T).astype(mx.bfloat16)
+    return x, [(w,), packed], right
 
 
 def _raised(error: Exception) -> str:

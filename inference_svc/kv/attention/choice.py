@@ -12,7 +12,7 @@ import structlog
 from kvasir.cachestore.v1 import identity_pb2
 
 from inference_svc.kv.attention import tiles
-from inference_svc.kv.attention.checks import why_wrong, why_wrong_products, why_wrong_tiles
+from inference_svc.kv.attention.checks import why_wrong, why_wrong_joined, why_wrong_products, why_wrong_tiles
 from inference_svc.kv.attention.fused import TYPE_NAMES
 from inference_svc.kv.attention.geometry import has_tiles, why_not
 from inference_svc.kv.attention.kernels import Dialect
@@ -83,6 +83,10 @@ class KernelChoice:
         if self._dialect is Dialect.CUDA:
             self._has_few_rows = not self._recorded("products of few rows", why_wrong_products)
         return self._has_few_rows
+
+    def joins_steps(self) -> bool:
+        """Whether that kernel also does the steps between a model's products."""
+        return self._has_few_rows and not self._recorded("joined products", why_wrong_joined, _FEW_ROWS)
 
     def chosen(self, identity: identity_pb2.KvIdentity, dtype: mx.Dtype, *, reads_pages: bool) -> Chosen:
         """The implementations for the model with this identity, which computes in a type."""

@@ -44,8 +44,13 @@ _SHARED_BYTES: dict[tuple[object, object], int] = {
 _TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 
-def few_rows(x: mx.array, matrices: Sequence[Matrix]) -> list[mx.array]:
+def few_rows(
+    x: mx.array, matrices: Sequence[Matrix], *, is_gated: bool = False, added: mx.array | None = None
+) -> list[mx.array]:
     """x [..., depth] times each w [width, depth] transposed, all of one 16-bit type: [..., width], summed in fp32.
+
+    `is_gated`: of two products p and q of one width alone silu(p) * q, p and q rounded. `added` [..., width]: rows that
+    are added to the one product, after it was rounded.
 
     At most MAX_ROWS rows and three matrices, all packed in groups of one size or none. The depth is a multiple of 8, of
     packed ones of 64. A model's own shape, [slots, n, depth], is taken and given as it is: each change of shape would
@@ -55,13 +60,11 @@ def few_rows(x: mx.array, matrices: Sequence[Matrix]) -> list[mx.array]:
     x = x if x.ndim == 3 else x.reshape(1, -1, x.shape[-1])
     rows, depth = x.shape[0] * x.shape[1], x.shape[2]
     groups = matrices[0][1].shape[1] if is_packed else 0
-    tiles, height, stages = _block_shape(rows, widths, groups)
-    return compiled(
-        COMPILERS[Dialect.CUDA],
-        few_rows_source(len(matrices), is_packed=is_packed),
-        _shared_bytes(tiles, height, stages, groups),
-    )(
-        inputs=[x, *(part for each in matrices for part in each)],
+    tiles, height, stages = _block_shape(rows, widths, groups, least=2 if is_gated else 1)
+    source = few_rows_source(len(matrices), is_packed=is_packed, is_gated=is_gated, adds=added is not None)
+    results = widths[:1] if is_gated else widths
+    return compiled(COMPILERS[Dialect.CUDA], source, _shared_bytes(tiles, height, stages, groups))(
+        inputs=[x, *(part for each in matrices for part in each), *(() if added is None else (added,))],
         template=[
             ("T", x.dtype),
             ("IS_BFLOAT", x.dtype == mx.bfloat16),
@@ -74,20 +77,20 @@ def few_rows(x: mx.array, matrices: Sequence[Matrix]) -> list[mx.array]:
             ("STAGES", stages),
             ("WARPS", _WARPS),
         ],
-        grid=(_blocks(widths, height) * _WARPS * LANES, 1, 1),
+        grid=(_blocks(results, height / 2 if is_gated else height) * _WARPS * LANES, 1, 1),
         threadgroup=(_WARPS * LANES, 1, 1),
-        output_shapes=[(*shape, width) for width in widths],
-        output_dtypes=[x.dtype] * len(matrices),
+        output_shapes=[(*shape, width) for width in results],
+        output_dtypes=[x.dtype] * len(results),
     )
 
 
-def _block_shape(rows: int, widths: Sequence[int], groups: int) -> tuple[int, int, int]:
-    """Columns of 8 rows, outputs in sixteens, and stages of a block."""
+def _block_shape(rows: int, widths: Sequence[int], groups: int, least: int = 1) -> tuple[int, int, int]:
+    """Columns of 8 rows, outputs in sixteens, `least` of these, and stages of a block."""
     tiles, height, stages = _usual_shape(rows, groups)
     if not groups and height > _NARROW[1] and _blocks(widths, height) <= _FEW_BLOCKS:
         tiles, height, stages = _NARROW
     most = _most_shared_bytes()
-    while height > 1 and (
+    while height > least and (
         (groups and _blocks(widths, height) <= _FEW_BLOCKS) or _shared_bytes(tiles, height, stages, groups) > most
     ):
         height //= 2
@@ -115,8 +118,8 @@ def _shared_bytes(tiles: int, height: int, stages: int, groups: int) -> int:
     return max(_WARPS * ring_bytes + scale_bytes, _WARPS * outputs * rows * 4)
 
 
-def _blocks(widths: Sequence[int], height: int) -> int:
-    return sum(-(-width // (16 * height)) for width in widths)
+def _blocks(widths: Sequence[int], height: float) -> int:
+    return sum(-(-width // int(16 * height)) for width in widths)
 
 
 class JointProducts:
@@ -126,10 +129,23 @@ class JointProducts:
         self._members, self._form = members, _form(members[0])
         self._x: mx.array | None = None
         self._products: dict[int, mx.array] = {}
+        self.keeps_last = False  # until `plus`
+        self._last: tuple[mx.array, mx.array] | None = None
 
-    def takes(self, x: mx.array) -> bool:
-        """Whether the kernel multiplies x [..., depth]."""
-        return _is_few(self._form, x)
+    def takes(self, x: mx.array, height: int = 1) -> bool:
+        """Whether the kernel multiplies x [..., depth], a block making so many outputs, in sixteens, at least."""
+        return _is_few(self._form, x, height)
+
+    def gated(self, x: mx.array) -> mx.array:
+        """silu(p) * q of the two members' products p and q."""
+        return few_rows(x, [_matrix(each) for each in self._members], is_gated=True)[0]
+
+    def plus(self, product: mx.array, added: mx.array) -> mx.array | None:
+        """The sum, by a kernel that takes the place of the product's own; None unless this was the last product."""
+        last, self._last = self._last, None
+        if last is None or last[1] is not product or added.dtype != product.dtype or added.shape != product.shape:
+            return None
+        return few_rows(last[0], [_matrix(self._members[0])], added=added)[0]
 
     def product(self, member: Module, x: mx.array) -> mx.array:
         """x [..., depth] times the member's matrix."""
@@ -139,6 +155,8 @@ class JointProducts:
         y = self._products.pop(id(member))
         if not self._products:
             self._x = None
+        if self.keeps_last:
+            self._last = x, y
         return y
 
 
@@ -217,13 +235,13 @@ def _form(module: Any) -> tuple[Any, ...]:
     return module.weight.shape[1] * 32 // module.bits, module.scales.dtype, module.bits, module.group_size, mode
 
 
-def _is_few(form: tuple[Any, ...], x: mx.array) -> bool:
+def _is_few(form: tuple[Any, ...], x: mx.array, height: int = 1) -> bool:
     depth, dtype, bits, group, mode = form
     is_taken = (bits == 16 and depth % 8 == 0) or (bits == 4 and mode == "affine" and depth % _CHUNK == 0)
     if not is_taken or (rows := x.size // depth) > MAX_ROWS or x.dtype != dtype or dtype not in _TYPES:
         return False
     groups = depth // group if group else 0  # a block has the scales of whole outputs
-    return _shared_bytes(_usual_shape(rows, groups)[0], 1, _LEAST_STAGES, groups) <= _most_shared_bytes()
+    return _shared_bytes(_usual_shape(rows, groups)[0], height, _LEAST_STAGES, groups) <= _most_shared_bytes()
 
 
 def _by_mlx(module: Any, product: Any, x: mx.array) -> mx.array:

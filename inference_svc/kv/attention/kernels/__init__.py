@@ -139,9 +139,12 @@ def store_source(dialect: Dialect) -> KernelSource:
 
 
 @cache
-def few_rows_source(count: int, *, is_packed: bool) -> KernelSource:
-    """Products of a few rows with `count` matrices, each one array, or its codes, scales and biases; of CUDA alone."""
+def few_rows_source(count: int, *, is_packed: bool, is_gated: bool = False, adds: bool = False) -> KernelSource:
+    """Products of a few rows with `count` matrices, each one array, or its codes, scales and biases; of CUDA alone.
+    `is_gated`: the first of two opens for the second, one result. `adds`: the result of one gets rows added.
+    """
     numbers, kinds = range(count), ("w", "scales", "biases") if is_packed else ("w",)
+    outputs = ("y0",) if is_gated else tuple(f"y{i}" for i in numbers)
 
     def pointers(kind: str) -> str:
         return ", ".join(f"(const kv_u16*){kind}{i}" if kind in kinds else "nullptr" for i in numbers)
@@ -150,12 +153,13 @@ def few_rows_source(count: int, *, is_packed: bool) -> KernelSource:
         f"const kv_u16* const matrices[] = {{{pointers('w')}}};\n"
         f"const kv_u16* const scales[] = {{{pointers('scales')}}};\n"
         f"const kv_u16* const biases[] = {{{pointers('biases')}}};\n"
-        f"T* const results[] = {{{', '.join(f'y{i}' for i in numbers)}}};\n"
+        f"T* const results[] = {{{', '.join(outputs)}}};\n"
         f"const int widths[] = {{{', '.join(f'w{i}_shape[0]' for i in numbers)}}};\n"
+        f"constexpr bool IS_GATED = {is_gated:d}, ADDS = {adds:d};\n"
     )
-    inputs = ("x", *(f"{kind}{i}" for i in numbers for kind in kinds))
-    parts = [CUDA_INSTRUCTIONS, "few_rows.h"]
-    return _source(Dialect.CUDA, "few_rows", parts, inputs, tuple(f"y{i}" for i in numbers), "", lists=lists)
+    lists += "" if adds else "const T* const added = nullptr;\n"
+    inputs = ("x", *(f"{kind}{i}" for i in numbers for kind in kinds), *(("added",) if adds else ()))
+    return _source(Dialect.CUDA, "few_rows", [CUDA_INSTRUCTIONS, "few_rows.h"], inputs, outputs, "", lists=lists)
 
 
 def _source(

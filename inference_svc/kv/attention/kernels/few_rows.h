@@ -5,6 +5,7 @@
 // Codes of 4 bits are multiplied as they are, above a large number, and a group's scale and bias join its sum:
 // x (s c + b) = s (x (L + c)) + (b - s L) sum(x), where sum(x) is a product with ones.
 KV_CONST int KV_CHUNK = 64;
+KV_CONST float KV_LOG2_E = 1.4426950408889634f;
 
 // Where 16-byte piece `piece` of PIECES of row `row` of a chunk lies: so that eight rows of a piece lie in different banks.
 template <int PIECES>
