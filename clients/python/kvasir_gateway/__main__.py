@@ -108,10 +108,12 @@ async def serve(settings: GatewayTable) -> None:
         for address in settings.engine:
             await until_it_listens(address, settings.engine_wait_s, time.monotonic)
         aliases = await _aliases(settings, engine)
+        new_name = partial(secrets.token_hex, 6)
+        conversations = Conversations(key, new_name=new_name, now=partial(datetime.now, UTC))
         around = Surroundings(
             engine=engine,
             gate=gate,
-            turns=Turns(_conversations(key), history.ended),
+            turns=Turns(conversations, history.ended),
             limits=GatewayLimits(max_body_bytes=settings.max_body_mib << 20, max_requests=limits.requests),
             numbers=numbers,
             tolerance=_tolerance(settings, key),
@@ -133,10 +135,6 @@ async def serve(settings: GatewayTable) -> None:
         app = Gateway(around).app()
         settle_garbage()
         await serve_app(app, listener, parts.closing(Connections(limits)))
-
-
-def _conversations(key: bytes) -> Conversations:
-    return Conversations(key, new_name=lambda: secrets.token_hex(6), now=lambda: datetime.now(UTC))
 
 
 def _log_end(numbers: GatewayNumbers) -> None:

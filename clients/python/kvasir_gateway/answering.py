@@ -138,8 +138,8 @@ class Turns:
         is_aside = turn.memory.get("memory_mode") == pb.MEMORY_MODE_NONE or turn.sampling.get("n", 1) > 1
         if agent_id or not turn.messages or is_aside:
             return Memory(agent_id, None, namespace, chain)
-        self._tidy(namespace, caller.records)
         known, records = self._conversations, caller.records
+        self._do_beside(known.tidy(namespace, records), "not_tidied")
         # First: what clients write around a summary may read like a request for one.
         is_side_call = bool(ready.side_call)
         if compacted := await known.compacted(namespace, chain, turn.messages, records, is_side_call=is_side_call):
@@ -182,9 +182,6 @@ class Turns:
         if title and not memory.side_call:
             update = caller.at(memory.agent_id).update_agent(memory.agent_id, labels={TITLE: title})
             self._do_beside(update, "not_entitled")
-
-    def _tidy(self, namespace: str, records: AgentRecords) -> None:
-        self._do_beside(self._conversations.tidy(namespace, records), "not_tidied")
 
     def _do_beside(self, work: Coroutine[Any, Any, object], failed: str) -> None:
         task = asyncio.create_task(work)

@@ -120,13 +120,13 @@ class Gateway:
             self._route("/v1/agents/{agent_id:path}", self._delete_agent, methods=["DELETE"]),
             get("/v1/models", self._list_models),
             get("/v1/models/{name:path}", self._get_model),
-            post("/api/chat", self._ollama_chat),
-            post("/api/generate", self._ollama_generate),
+            post("/api/chat", partial(self._ollama, kind=ollama_turns.OllamaChat)),
+            post("/api/generate", partial(self._ollama, kind=ollama_turns.OllamaGenerate)),
             post("/api/embed", partial(self._embeddings, kind=OllamaEmbed)),
             post("/api/embeddings", partial(self._embeddings, kind=OllamaEmbeddings)),
             post("/api/show", self._ollama_show),
-            get("/api/tags", self._ollama_tags),
-            get("/api/ps", self._ollama_running),
+            get("/api/tags", partial(self._ollama_models, shown=ollama_models.tags)),
+            get("/api/ps", partial(self._ollama_models, shown=ollama_models.running)),
             get("/api/version", self._ollama_version),
             get("/healthz", self._healthz, is_open=True),
             get("/openapi.json", self._describe, is_open=True),
@@ -254,15 +254,9 @@ class Gateway:
         found = await call.caller.client.get_model(self._around.aliases.model(name))
         return JSONResponse(models.one(name, found, for_anthropic="anthropic-version" in call.request.headers))
 
-    async def _ollama_chat(self, call: Call) -> Answer:
-        return await self._ollama(call, await self._body(call, ollama_turns.OllamaChat), is_chat=True)
-
-    async def _ollama_generate(self, call: Call) -> Answer:
-        return await self._ollama(call, await self._body(call, ollama_turns.OllamaGenerate), is_chat=False)
-
-    async def _ollama(
-        self, call: Call, asked: ollama_turns.OllamaChat | ollama_turns.OllamaGenerate, *, is_chat: bool
-    ) -> Answer:
+    async def _ollama(self, call: Call, kind: type[ollama_turns.OllamaChat | ollama_turns.OllamaGenerate]) -> Answer:
+        asked: ollama_turns.OllamaChat | ollama_turns.OllamaGenerate = await self._body(call, kind)
+        is_chat = kind is ollama_turns.OllamaChat
         turn = await call.room.made(partial(asked.turn, call.reading))
         if turn is None:
             found = await call.caller.model(ollama_turns.named(asked.model), any_model=call.reading.any_model)
@@ -275,11 +269,8 @@ class Gateway:
         asked = await self._body(call, ollama_models.ShowRequest)
         return JSONResponse(ollama_models.shown(await call.caller.model(asked.asked, any_model=call.reading.any_model)))
 
-    async def _ollama_tags(self, call: Call) -> Response:
-        return JSONResponse(ollama_models.tags(await call.caller.client.list_models()))
-
-    async def _ollama_running(self, call: Call) -> Response:
-        return JSONResponse(ollama_models.running(await call.caller.client.list_models()))
+    async def _ollama_models(self, call: Call, shown: Callable[[Sequence[pb.Model]], dict[str, Any]]) -> Response:
+        return JSONResponse(shown(await call.caller.client.list_models()))
 
     async def _ollama_version(self, _call: Call) -> Response:
         return JSONResponse({"version": ollama_models.VERSION})

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from kvasir.cli.talking.turn import TurnResult
 
@@ -41,13 +42,8 @@ def plot(timings: Sequence[Timing], path: Path, subtitle: str) -> None:
     by_line = zip(*(timing.first_token_s for timing in timings), strict=True)
     for (label, marker, colour, above), seconds in zip(lines, by_line, strict=True):
         axes.plot(tokens, seconds, marker=marker, color=colour, label=label)
-        axes.annotate(
-            f"{seconds[-1]:.3g} s",
-            (tokens[-1], seconds[-1]),
-            textcoords="offset points",
-            xytext=(7, above),
-            color=colour,
-        )
+        offset: Any = {"textcoords": "offset points", "xytext": (7, above)}
+        axes.annotate(f"{seconds[-1]:.3g} s", (tokens[-1], seconds[-1]), color=colour, **offset)
     axes.set_yscale("log")
     axes.set_xlim(0, max(tokens) * 1.12)
     axes.set_xlabel("tokens of context")

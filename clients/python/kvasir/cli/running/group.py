@@ -64,7 +64,9 @@ def _with_facts(caller: Caller, state: ServiceState) -> ServiceState:
     read = {"store": _store_facts, "engine": _engine_facts}.get(state.name)
     if read is None or state.state != Health.READY:
         return state
-    facts, found = read(caller)
+    facts, found = dict[str, Any](), dict[str, str]()
+    with contextlib.suppress(KvasirError, ValueError, OSError):  # it does not answer soon
+        facts, found = read(caller)
     known = " ".join(state.problems)  # of its /healthz
     new = (f"{text} ({reason})" for reason, text in found.items() if f"({reason})" not in known)
     return replace(state, facts=facts, problems=(*state.problems, *new))
@@ -137,30 +139,25 @@ def status(caller: Caller) -> None:
 
 
 def _engine_facts(caller: Caller) -> tuple[dict[str, Any], dict[str, str]]:
-    """Hot memories that the store lacks, and the implementations that serve; nothing if it does not answer soon."""
-    with contextlib.suppress(KvasirError, ValueError, OSError):
-        with caller.engine.engine_client(ANSWER_S) as client:
-            namespaces, kernels = client.get_stats().namespaces, client.get_capabilities().kernels
-        names = {"memories": "owed_memories", "bytes": "owed_bytes", "failed": "failed_memories"}
-        owed = {name: sum(getattr(each, source) for each in namespaces) for name, source in names.items()}
-        facts = {"owed": owed, "kernels": fields_of(kernels, *(field.name for field in kernels.DESCRIPTOR.fields))}
-        text = f"agents whose newest turns are in RAM alone, because the store did not take them: {owed['failed']}"
-        return facts, {"MEMORIES_NOT_STORED": text} if owed["failed"] else {}
-    return {}, {}
+    """Hot memories that the store lacks, and the implementations that serve."""
+    with caller.engine.engine_client(ANSWER_S) as client:
+        namespaces, kernels = client.get_stats().namespaces, client.get_capabilities().kernels
+    names = {"memories": "owed_memories", "bytes": "owed_bytes", "failed": "failed_memories"}
+    owed = {name: sum(getattr(each, source) for each in namespaces) for name, source in names.items()}
+    facts = {"owed": owed, "kernels": fields_of(kernels, *(field.name for field in kernels.DESCRIPTOR.fields))}
+    text = f"agents whose newest turns are in RAM alone, because the store did not take them: {owed['failed']}"
+    return facts, {"MEMORIES_NOT_STORED": text} if owed["failed"] else {}
 
 
 def _store_facts(caller: Caller) -> tuple[dict[str, Any], dict[str, str]]:
-    """The disk's bytes, those that the store holds, wrote today and may write, and how far its scrub is; nothing if it
-    does not answer soon."""
-    with contextlib.suppress(KvasirError, ValueError, OSError):
-        with caller.store.store_client(ANSWER_S) as client:
-            numbers = stats_row(client.get_stats())
-        of_writes = ("written_today_bytes", "write_budget_bytes", "is_disk_full", "scrub", "free_disk_bytes")
-        names = (*of_writes, "agent_count", "blob_bytes", "damaged_blob_count")
-        full = {"DISK_FULL": "the disk has no room beside what must stay free: writes are refused"}
-        facts = {"disk": {name: numbers[name] for name in names} | _whole_disk(caller.home)}
-        return facts, full if numbers["is_disk_full"] else {}
-    return {}, {}
+    """The disk's bytes, those that the store holds, wrote today and may write, and how far its scrub is."""
+    with caller.store.store_client(ANSWER_S) as client:
+        numbers = stats_row(client.get_stats())
+    of_writes = ("written_today_bytes", "write_budget_bytes", "is_disk_full", "scrub", "free_disk_bytes")
+    names = (*of_writes, "agent_count", "blob_bytes", "damaged_blob_count")
+    full = {"DISK_FULL": "the disk has no room beside what must stay free: writes are refused"}
+    facts = {"disk": {name: numbers[name] for name in names} | _whole_disk(caller.home)}
+    return facts, full if numbers["is_disk_full"] else {}
 
 
 def _whole_disk(home: Home) -> dict[str, int]:

@@ -89,7 +89,7 @@ async def run(
 ) -> bool:
     """Run it to its end with the engine's loaded model, or one by name; whether all outcomes are met."""
     endpoint, conversation = caller.engine, ShownRun(caller, scenario)
-    for agent_id in _named(scenario):
+    for agent_id in filter(None, (agent.id for agent in scenario.agents.values())):
         caller.say(f"{agent_id} goes on with what it remembers: the file names it by its id, and it may be your own")
     done = RunDone(0, 0, (), 0, 0)
     async with AioInferenceClient.connect(endpoint.address, token=endpoint.token(), tls=endpoint.tls) as client:
@@ -125,11 +125,6 @@ async def _check_model(client: AioInferenceClient, model: str, journal: Journal)
                 reason="MODEL_CHANGED",
                 field="model",
             )
-
-
-def _named(scenario: Scenario) -> list[str]:
-    """The agents that no scenario made."""
-    return [agent.id for agent in scenario.agents.values() if agent.id]
 
 
 async def _forget_earlier(caller: Caller, scenario: Scenario, memory: EngineMemory, journal: Journal) -> None:

@@ -127,8 +127,7 @@ def event_row(scenario: Scenario, event: Event) -> dict[str, Any] | None:
         return {"event": "run_started", "scenario": scenario.name, **asdict(event)}
     if isinstance(event, RunDone):
         return {"event": "run_done", **asdict(event)}
-    turn = event.turn
-    place = {"turn": turn.index, "phase": turn.phase, "round": turn.round, "agent": turn.agent}
+    place = _place(event.turn)
     match event:
         case TurnStarted():
             return {"event": "turn_started", **place, "new": list(event.new)}
@@ -169,21 +168,16 @@ def dry_rows(scenario: Scenario, counter: Counter | None) -> list[dict[str, Any]
         reused_tokens = remembered.get(turn.agent, 0) if counter else None
         if counter and prompt_tokens:
             remembered[turn.agent] = prompt_tokens + counter.count_tokens(prompt=said[turn.index])
-        rows.append(
-            {
-                "turn": turn.index,
-                "phase": turn.phase,
-                "round": turn.round,
-                "agent": turn.agent,
-                "waits_for": sorted(turn.after),
-                "match": "none" if is_first else "extend",
-                "reused_messages": 0 if is_first else len(before),
-                "prompt_tokens": prompt_tokens,
-                "reused_tokens": reused_tokens,
-                "new": [*(before if is_first else []), *new],
-            }
-        )
+        reused = {"match": "none" if is_first else "extend", "reused_messages": 0 if is_first else len(before)}
+        tokens = {"prompt_tokens": prompt_tokens, "reused_tokens": reused_tokens}
+        shown = [*(before if is_first else []), *new]
+        rows.append({**_place(turn), "waits_for": sorted(turn.after), **reused, **tokens, "new": shown})
     return rows
+
+
+def _place(turn: Any) -> dict[str, Any]:
+    """Where a turn stands in its scenario."""
+    return {"turn": turn.index, "phase": turn.phase, "round": turn.round, "agent": turn.agent}
 
 
 def show_dry_rows(out: Console, scenario: Scenario, rows: Sequence[dict[str, Any]]) -> None:

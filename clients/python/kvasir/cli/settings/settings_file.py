@@ -29,16 +29,14 @@ def read_file(path: Path | None) -> dict[str, dict[str, Given]]:
     except tomllib.TOMLDecodeError as error:
         raise WrongUsage(f"--config: {path}: {error}", field="--config") from None
     # `store = "HOST:PORT"` is the flag of that name; a table is the service's.
-    of_services = {key: said[key] for key in SERVICES if key in said and not (key in flags() and _is_text(said[key]))}
+    of_services = {
+        key: said[key] for key in SERVICES if key in said and not (key in flags() and isinstance(said[key], str))
+    }
     top = {key: value for key, value in said.items() if key not in of_services}
     return {
         TOP: _given(path, TOP, top, flags()),
         **{service: _given(path, service, of_services.get(service, {}), _of_service(service)) for service in SERVICES},
     }
-
-
-def _is_text(value: object) -> bool:
-    return isinstance(value, str)
 
 
 def _of_service(service: str) -> dict[str, Option]:

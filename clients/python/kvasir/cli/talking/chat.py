@@ -79,30 +79,21 @@ def chat(
         raise failures.WrongUsage("--once: there is nothing to say", field="--once")
     if within is not None and once is None:
         raise failures.WrongUsage("--within: it limits one turn: say that with --once", field="--within")
+    sampling, thinking = inference_pb2.Sampling(temperature=temperature), _thinking(think)
     # What was said before Ctrl-C is what a person has read.
-    options = GenerateOptions(
-        max_tokens=max_tokens,
-        sampling=inference_pb2.Sampling(temperature=temperature),
-        thinking=_thinking(think),
-        keep_partial=True,
-    )
+    options = GenerateOptions(max_tokens=max_tokens, sampling=sampling, thinking=thinking, keep_partial=True)
     if on_full is not None:
         setting = inference_pb2.OnFull(policy=getattr(inference_pb2, f"ON_FULL_POLICY_{on_full.name}"))
         options = replace(options, on_full=setting)
-    with (
-        caller.engine.engine_client(min(within or PATIENCE_S, PATIENCE_S)) as engine,
-        failures.naming("engine", caller),
-    ):
-        conversation = Conversation(caller, engine, agent, system, options, _ends(within))
+    patience_s = min(within or PATIENCE_S, PATIENCE_S)
+    with caller.engine.engine_client(patience_s) as engine, failures.naming("engine", caller):
+        ends_s = math.inf if within is None else time.monotonic() + within
+        conversation = Conversation(caller, engine, agent, system, options, ends_s)
         conversation.meet()
         if text is None:
             conversation.run()
         elif conversation.say(text).stored.state == "failed":
             raise typer.Exit(failures.PROBLEMS)
-
-
-def _ends(within_s: float | None) -> float:
-    return math.inf if within_s is None else time.monotonic() + within_s
 
 
 def _thinking(asked: str | None) -> inference_pb2.Thinking | None:
@@ -131,17 +122,12 @@ class Conversation:
 
     def meet(self) -> None:
         """Find the engine, and wait for one that is starting. Shows the agent's name to a person."""
-        loaded = [
-            model.name
-            for model in self._patiently(self.engine.list_models)
-            if model.state == inference_pb2.MODEL_STATE_LOADED
-        ]
+        models = self._patiently(self.engine.list_models)
         if sys.stdin.isatty():
             self.caller.say(f"You talk with {self.agent}. {_HELP}.")
-            if loaded == ["kvasir-tiny"]:
-                self.caller.say(
-                    "kvasir-tiny is small, to try Kvasir with: it remembers what you tell it, and knows little."
-                )
+            if [each.name for each in models if each.state == inference_pb2.MODEL_STATE_LOADED] == ["kvasir-tiny"]:
+                about = "it remembers what you tell it, and knows little"
+                self.caller.say(f"kvasir-tiny is small, to try Kvasir with: {about}.")
 
     def run(self) -> None:
         """Read until the input ends or /quit. A refusal ends a pipe; at a terminal the talk goes on after it."""
@@ -198,7 +184,7 @@ class Conversation:
             )
             with contextlib.closing(events):
                 return follow_turn(
-                    events, on_progress=self._on_progress(), on_text=self._write, on_reasoning=self._write_dimly
+                    events, on_progress=self._show_progress, on_text=self._write, on_reasoning=self._write_dimly
                 )
 
         return self._patiently(turn)
@@ -234,15 +220,11 @@ class Conversation:
         if sys.stdout.isatty() and not self.caller.as_json:
             self._reply.write(text, is_dim=True)
 
-    def _on_progress(self) -> Callable[[inference_pb2.PrefillProgress], None]:
-        def show(progress: inference_pb2.PrefillProgress) -> None:
-            if self.caller.shows_progress and progress.tokens_done < progress.tokens_total:
-                sys.stderr.write(f"\rreading {progress.tokens_done} of {progress.tokens_total} tokens")
-            elif self.caller.shows_progress:
-                sys.stderr.write("\r\x1b[2K")
+    def _show_progress(self, progress: inference_pb2.PrefillProgress) -> None:
+        if self.caller.shows_progress:
+            line = f"\rreading {progress.tokens_done} of {progress.tokens_total} tokens"
+            sys.stderr.write(line if progress.tokens_done < progress.tokens_total else "\r\x1b[2K")
             sys.stderr.flush()
-
-        return show
 
     def _show_reuse(self, result: TurnResult) -> None:
         """Show dimly what the turn reused. A script gets the whole turn as one line of JSON."""
@@ -273,9 +255,8 @@ class Conversation:
         if result.left_out:
             self.caller.say(f"the memory is full: oldest messages left out from now on: {result.left_out}")
         elif share >= _NEARLY_FULL:
-            self.caller.say(
-                f"the memory is {share:.0%} full; chat --on-full drop_oldest or summarize goes on after that"
-            )
+            remedy = "chat --on-full drop_oldest or summarize goes on after that"
+            self.caller.say(f"the memory is {share:.0%} full; {remedy}")
 
     def command(self, line: str) -> None:
         """What a line with a slash asks for."""
