@@ -33,6 +33,7 @@ from kvasir.cli.rows import (
     to_the_second,
     until,
 )
+from kvasir.cli.showing.arguments import argument, option
 from kvasir.cli.showing.tables import table
 from kvasir.cli.showing.titles import LABEL as TITLE
 from kvasir.cli.showing.titles import has_words, titles_of
@@ -82,30 +83,24 @@ def check_version(value: int | None) -> int | None:
     return value
 
 
-AgentArgument = Annotated[str, typer.Argument(help="The agent's name.", metavar="AGENT", autocompletion=complete_agent)]
+AgentArgument = Annotated[str, argument("The agent's name.", "AGENT", autocompletion=complete_agent)]
 LineOption = Annotated[
-    str,
-    typer.Option(
-        "--kv-identity", metavar="HASH", help="Hash of the line's KV identity. Left out: whichever has the version."
-    ),
+    str, option("Hash of the line's KV identity. Left out: whichever has the version.", "--kv-identity", metavar="HASH")
 ]
 VersionOption = Annotated[
-    int | None, typer.Option("--version", min=1, callback=check_version, help="Left out: the newest.", metavar="N")
+    int | None, option("Left out: the newest.", "--version", min=1, callback=check_version, metavar="N")
 ]
 
-LabelOption = Annotated[
-    list[str] | None, typer.Option(help="Only agents with this label; may be repeated.", metavar="KEY=VALUE")
-]
+LabelOption = Annotated[list[str] | None, option("Only agents with this label; may be repeated.", metavar="KEY=VALUE")]
 FormOption = Annotated[
     carrying.Form,
-    typer.Option("--format", help="Kvasir's archive, or the single-file format of the design that Kvasir grew from."),
+    option("Kvasir's archive, or the single-file format of the design that Kvasir grew from.", "--format"),
 ]
 KeyFileOption = Annotated[
-    Path | None,
-    typer.Option(help="The file of the master key (64 hex digits) that seals the file, in place of a passphrase."),
+    Path | None, option("The file of the master key (64 hex digits) that seals the file, in place of a passphrase.")
 ]
 PassphraseFileOption = Annotated[
-    Path | None, typer.Option(help="A file (0600) that has the passphrase. Left out: a person is asked.")
+    Path | None, option("A file (0600) that has the passphrase. Left out: a person is asked.")
 ]
 
 
@@ -138,18 +133,15 @@ def _answers(caller: Caller) -> bool:
 @command(app, "ls")
 def ls(
     caller: Caller,
-    prefix: Annotated[str, typer.Option(help="Only names that begin so.")] = "",
+    prefix: Annotated[str, option("Only names that begin so.")] = "",
     label: LabelOption = None,
-    sort: Annotated[
-        Order, typer.Option(help="By when they were last used, by name, or by the newest's bytes.")
-    ] = Order.USED,
-    limit: Annotated[int | None, typer.Option(min=1, help="Only so many, the first of the order.", metavar="N")] = None,
+    sort: Annotated[Order, option("By when they were last used, by name, or by the newest's bytes.")] = Order.USED,
+    limit: Annotated[int | None, option("Only so many, the first of the order.", min=1, metavar="N")] = None,
     has_all: Annotated[
-        bool,
-        typer.Option("--all", help="Conversations too whose callers named no agent. So do --prefix and --search."),
+        bool, option("Conversations too whose callers named no agent. So do --prefix and --search.", "--all")
     ] = False,
     search: Annotated[
-        str, typer.Option(help="Only agents whose name, title or labels have all these words.", metavar="WORDS")
+        str, option("Only agents whose name, title or labels have all these words.", metavar="WORDS")
     ] = "",
 ) -> None:
     """List agents that have names, the last used first. The title of a conversation is its label `title`, else its
@@ -211,7 +203,7 @@ def history(caller: Caller, agent: AgentArgument, line: LineOption = "") -> None
 def fork(
     caller: Caller,
     source: AgentArgument,
-    agent: Annotated[str, typer.Argument(help="The new agent's name.", metavar="NEW")],
+    agent: Annotated[str, argument("The new agent's name.", "NEW")],
     version: VersionOption = None,
     line: LineOption = "",
 ) -> None:
@@ -225,9 +217,7 @@ def fork(
 def rollback(
     caller: Caller,
     agent: AgentArgument,
-    version: Annotated[
-        int, typer.Argument(min=1, callback=check_version, help="The version to go back to.", metavar="VERSION")
-    ],
+    version: Annotated[int, argument("The version to go back to.", "VERSION", min=1, callback=check_version)],
     line: LineOption = "",
 ) -> None:
     """Commit an old version again, as the newest. No version is removed."""
@@ -240,7 +230,7 @@ def rollback(
 def rm(
     caller: Caller,
     agent: AgentArgument,
-    force: Annotated[bool, typer.Option("--force", help="Delete it even if it is pinned.")] = False,
+    force: Annotated[bool, option("Delete it even if it is pinned.", "--force")] = False,
 ) -> None:
     """Delete an agent with all its lines and versions."""
     with store_client(caller) as client:
@@ -257,16 +247,14 @@ def rm(
 def label(
     caller: Caller,
     agent: AgentArgument,
-    labels: Annotated[list[str], typer.Argument(help="KEY=VALUE sets, KEY= removes.", metavar="KEY=VALUE")],
+    labels: Annotated[list[str], argument("KEY=VALUE sets, KEY= removes.", "KEY=VALUE")],
 ) -> None:
     """Set or remove labels."""
     _change(caller, agent, labels=labels_of(labels))
 
 
 @command(app, "pin")
-def pin(
-    caller: Caller, agent: AgentArgument, off: Annotated[bool, typer.Option("--off", help="Unpin it.")] = False
-) -> None:
+def pin(caller: Caller, agent: AgentArgument, off: Annotated[bool, option("Unpin it.", "--off")] = False) -> None:
     """Protect an agent from eviction and from rm. --off ends that."""
     _change(caller, agent, is_pinned=not off)
 
@@ -275,7 +263,7 @@ def pin(
 def keep(
     caller: Caller,
     agent: AgentArgument,
-    versions: Annotated[int, typer.Argument(min=1, max=1000, help="How many of each line.", metavar="VERSIONS")],
+    versions: Annotated[int, argument("How many of each line.", "VERSIONS", min=1, max=1000)],
 ) -> None:
     """Say how many versions an agent can be rolled back to. Older ones go with its next turn."""
     _change(caller, agent, retained_versions=versions)
@@ -291,14 +279,14 @@ def _change(caller: Caller, agent: str, **changes: Any) -> None:
 def export(
     caller: Caller,
     agent: AgentArgument,
-    file: Annotated[Path, typer.Argument(help="The file to write; - is standard output.", metavar="FILE")],
-    force: Annotated[bool, typer.Option("--force", help="Replace a file of that name.")] = False,
+    file: Annotated[Path, argument("The file to write; - is standard output.", "FILE")],
+    force: Annotated[bool, option("Replace a file of that name.", "--force")] = False,
     version: VersionOption = None,
     line: LineOption = "",
     form: FormOption = carrying.Form.ARCHIVE,
-    model_name: Annotated[str, typer.Option(help="The model_id in a file of the format `seed`.")] = "",
+    model_name: Annotated[str, option("The model_id in a file of the format `seed`.")] = "",
     sealed: Annotated[
-        bool, typer.Option("--sealed", help="Encrypt the file, with a passphrase if there is no --key-file.")
+        bool, option("Encrypt the file, with a passphrase if there is no --key-file.", "--sealed")
     ] = False,
     key_file: KeyFileOption = None,
     passphrase_file: PassphraseFileOption = None,
@@ -330,20 +318,12 @@ def export(
 @command(app, "import")
 def import_(
     caller: Caller,
-    file: Annotated[
-        Path,
-        typer.Argument(help="The file to read; - is standard input.", metavar="FILE"),
-    ],
-    agent: Annotated[
-        str, typer.Argument(help="The agent's name here. Left out: the name in the file.", metavar="AGENT")
-    ] = "",
-    replace: Annotated[bool, typer.Option("--replace", help="Add a version to an agent that exists.")] = False,
+    file: Annotated[Path, argument("The file to read; - is standard input.", "FILE")],
+    agent: Annotated[str, argument("The agent's name here. Left out: the name in the file.", "AGENT")] = "",
+    replace: Annotated[bool, option("Add a version to an agent that exists.", "--replace")] = False,
     form: FormOption = carrying.Form.ARCHIVE,
     of_agent: Annotated[
-        str,
-        typer.Option(
-            help="For a file of the format `seed` that another program wrote: an agent here with the same model."
-        ),
+        str, option("For a file of the format `seed` that another program wrote: an agent here with the same model.")
     ] = "",
     key_file: KeyFileOption = None,
     passphrase_file: PassphraseFileOption = None,

@@ -15,6 +15,7 @@ from rich.text import Text
 
 from kvasir.address import AddressError, parse_address
 from kvasir.cli.running.home import DEFAULT_HOME, Endpoint, Home
+from kvasir.cli.showing.arguments import option
 from kvasir.cli.showing.terminal import PlainConsole, visible
 from kvasir.errors import NotFound
 
@@ -40,14 +41,14 @@ class Caller:
             self.home = Home(home.expanduser().absolute())
         except RuntimeError:  # Path's word for ~ of nobody
             raise typer.BadParameter(f"{home}: there is no such user", param_hint="--home") from None
-        for option, given in (("--address", address), ("--engine", engine)):
+        for name, given in (("--address", address), ("--engine", engine)):
             try:
                 parse_address(given or "localhost:1")
             except AddressError as error:
-                raise typer.BadParameter(str(error), param_hint=option) from None
-        for option, file in (("--token-file", token_file), ("--ca-file", ca_file)):
+                raise typer.BadParameter(str(error), param_hint=name) from None
+        for name, file in (("--token-file", token_file), ("--ca-file", ca_file)):
             if file is not None and not file.exists():
-                raise NotFound(f"{option}: {file}: there is no such file", reason="FILE_NOT_FOUND", field=option)
+                raise NotFound(f"{name}: {file}: there is no such file", reason="FILE_NOT_FOUND", field=name)
         self.store_address, self.engine_address = address, engine
         self.token_file, self.ca_file = token_file, ca_file
 
@@ -123,7 +124,7 @@ def completing(context: typer.Context) -> Caller:
     return caller
 
 
-JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")]
+JsonOption = Annotated[bool, option("Print JSON, for scripts.", "--json")]
 
 
 def caller_of(context: typer.Context, as_json: bool = False) -> Caller:

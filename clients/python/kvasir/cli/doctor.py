@@ -22,6 +22,7 @@ from kvasir.cli.running.group import ServiceState, service_states
 from kvasir.cli.running.health import Health
 from kvasir.cli.running.holding import is_led
 from kvasir.cli.running.program import run_program, version_of
+from kvasir.cli.showing.arguments import option
 from kvasir.cli.showing.tables import table
 from kvasir.errors import FailedPrecondition, KvasirError
 from kvasir.options.engine import AUTO, KvPolicy
@@ -37,17 +38,15 @@ _FASTER = (
 
 def doctor(
     caller: Caller,
-    model: Annotated[
-        str, typer.Option(help="A directory or name of an mlx-lm model. Left out: the shipped model.")
-    ] = "",
+    model: Annotated[str, option("A directory or name of an mlx-lm model. Left out: the shipped model.")] = "",
     kv_policy: Annotated[
         KvPolicy | None,
-        typer.Option(help="As for `kvasir up`; auto measures the model, unless an engine of this home has done so."),
+        option("As for `kvasir up`; auto measures the model, unless an engine of this home has done so."),
     ] = None,
-    kv_exact_layers: Annotated[str, typer.Option(help="As for `kvasir up`.")] = "",
-    memory_gib: Annotated[str | None, typer.Option(help="As for `kvasir up`.", metavar="GIB|auto")] = None,
+    kv_exact_layers: Annotated[str, option("As for `kvasir up`.")] = "",
+    memory_gib: Annotated[str | None, option("As for `kvasir up`.", metavar="GIB|auto")] = None,
     does_self_test: Annotated[
-        bool, typer.Option("--self-test", help="Also start both services, tell an agent a fact, kill -9 both, and ask.")
+        bool, option("Also start both services, tell an agent a fact, kill -9 both, and ask.", "--self-test")
     ] = False,
 ) -> None:
     """Say which layers of a model are kept, what computes, what runs, and what to do about problems."""

@@ -11,6 +11,7 @@ from rich.table import Table
 from kvasir.cli import failures, hub
 from kvasir.cli.caller import Caller, command, completing
 from kvasir.cli.rows import fields_of, size
+from kvasir.cli.showing.arguments import argument, option
 from kvasir.cli.showing.tables import pairs, table
 from kvasir.clients import InferenceClient
 from kvasir.errors import KvasirError
@@ -18,9 +19,7 @@ from kvasir.inference.v1 import inference_pb2 as pb
 from kvasir.waits import SOON_S
 
 models = typer.Typer(help="Fetch, list, load and remove models.", no_args_is_help=True)
-_DropOption = Annotated[
-    bool, typer.Option("--drop-unstored", help="Go on even if hot memories that cannot be stored are lost.")
-]
+_DropOption = Annotated[bool, option("Go on even if hot memories that cannot be stored are lost.", "--drop-unstored")]
 
 
 def complete_model(context: typer.Context, incomplete: str) -> list[str]:
@@ -58,7 +57,7 @@ command(models, "rm")(hub.rm)
 @command(models, "ls")
 def list_models(
     caller: Caller,
-    fetched: Annotated[bool, typer.Option("--fetched", help="Models on this machine, running or not.")] = False,
+    fetched: Annotated[bool, option("Models on this machine, running or not.", "--fetched")] = False,
 ) -> None:
     """List the models that the engine's configuration names, or with --fetched those of `kvasir models pull`."""
     if fetched:
@@ -72,9 +71,7 @@ def list_models(
 @command(models, "load")
 def load_model(
     caller: Caller,
-    name: Annotated[
-        str, typer.Argument(help="A name of `kvasir models ls`.", metavar="NAME", autocompletion=complete_model)
-    ],
+    name: Annotated[str, argument("A name of `kvasir models ls`.", "NAME", autocompletion=complete_model)],
     drop_unstored: _DropOption = False,
 ) -> None:
     """Load a model. The one before is unloaded first, and its hot memories are stored."""
@@ -87,9 +84,7 @@ def load_model(
 @command(models, "unload")
 def unload_model(
     caller: Caller,
-    name: Annotated[
-        str, typer.Argument(help="Left out: the loaded model.", metavar="NAME", autocompletion=complete_model)
-    ] = "",
+    name: Annotated[str, argument("Left out: the loaded model.", "NAME", autocompletion=complete_model)] = "",
     drop_unstored: _DropOption = False,
 ) -> None:
     """Let turns end, store hot memories, and free the model."""

@@ -3,17 +3,16 @@
 from collections.abc import Callable, Sequence
 from typing import Annotated, Any
 
-import typer
-
 from kvasir.cli.caller import Caller
 from kvasir.cli.failures import NOT_FOUND, WrongUsage
 from kvasir.cli.rows import size
 from kvasir.cli.running.checks import check_installed, is_repository
 from kvasir.cli.running.program import done
+from kvasir.cli.showing.arguments import argument
 from kvasir.cli.showing.reported import ProgressOption, is_progress
 from kvasir.errors import FailedPrecondition, NotFound
 
-_NameArgument = Annotated[str, typer.Argument(help="A repository of the hub.", metavar="OWNER/NAME")]
+_NameArgument = Annotated[str, argument("A repository of the hub.", "OWNER/NAME")]
 
 
 def pull(caller: Caller, name: _NameArgument, progress: ProgressOption = False) -> None:

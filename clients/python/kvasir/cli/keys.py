@@ -10,16 +10,17 @@ from kvasir.cli.caller import Caller, command
 from kvasir.cli.rows import counted, size
 from kvasir.cli.running.checks import check_installed
 from kvasir.cli.running.program import done, option_words
+from kvasir.cli.showing.arguments import option
 from kvasir.errors import FailedPrecondition
 
 app = typer.Typer(help="Seal namespaces: encrypt what the store keeps of them.", no_args_is_help=True)
 
-DataDirOption = Annotated[Path | None, typer.Option(help="The store's data. Left out: the data of the home.")]
+DataDirOption = Annotated[Path | None, option("The store's data. Left out: the data of the home.")]
 KeyFileOption = Annotated[
-    Path | None, typer.Option(help="The master key's file. Left out: seal.key in the home, which `kvasir up` reads.")
+    Path | None, option("The master key's file. Left out: seal.key in the home, which `kvasir up` reads.")
 ]
 KeychainOption = Annotated[
-    str, typer.Option(help="The master key's name in the system's keychain, where it is there.", metavar="NAME")
+    str, option("The master key's name in the system's keychain, where it is there.", metavar="NAME")
 ]
 NamespaceArgument = Annotated[str, typer.Argument(metavar="NAMESPACE")]
 
@@ -57,8 +58,8 @@ def new(
 @command(app, "rotate")
 def rotate(
     caller: Caller,
-    new_key_file: Annotated[Path | None, typer.Option(help="The new master key's file; made if not there.")] = None,
-    new_keychain: Annotated[str, typer.Option(help="Its name in the keychain; made if not there.")] = "",
+    new_key_file: Annotated[Path | None, option("The new master key's file; made if not there.")] = None,
+    new_keychain: Annotated[str, option("Its name in the keychain; made if not there.")] = "",
     data_dir: DataDirOption = None,
     key_file: KeyFileOption = None,
     keychain: KeychainOption = "",
@@ -74,7 +75,7 @@ def rotate(
 def erase(
     caller: Caller,
     namespace: NamespaceArgument,
-    yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
+    yes: Annotated[bool, option("Do not ask.", "--yes")] = False,
     data_dir: DataDirOption = None,
 ) -> None:
     """Destroy a namespace's key: nobody reads what it holds again, with any master key. Cannot be undone."""

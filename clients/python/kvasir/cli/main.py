@@ -22,6 +22,7 @@ from kvasir.cli.running.program import end_with_input
 from kvasir.cli.scenarios import commands as scenarios
 from kvasir.cli.settings import showing
 from kvasir.cli.showing import help_words
+from kvasir.cli.showing.arguments import option
 from kvasir.cli.sleeping import commands as sleeping
 from kvasir.cli.talking import browser, chat
 from kvasir.errors import FailedPrecondition
@@ -95,25 +96,20 @@ def _directory(given: str | Path) -> Path:
 def everywhere(
     context: typer.Context,
     home: Annotated[
-        Path,
-        typer.Option(
-            envvar="KVASIR_HOME", parser=_directory, metavar="PATH", help="Where `kvasir up` keeps everything."
-        ),
+        Path, option("Where `kvasir up` keeps everything.", envvar="KVASIR_HOME", parser=_directory, metavar="PATH")
     ] = DEFAULT_HOME,
     address: Annotated[
-        str,
-        typer.Option(help="The store: unix:/path or HOST:PORT. Left out: the store of the home.", metavar="ADDRESS"),
+        str, option("The store: unix:/path or HOST:PORT. Left out: the store of the home.", metavar="ADDRESS")
     ] = "",
     engine: Annotated[
-        str,
-        typer.Option(help="The engine: unix:/path or HOST:PORT. Left out: the engine of the home.", metavar="ADDRESS"),
+        str, option("The engine: unix:/path or HOST:PORT. Left out: the engine of the home.", metavar="ADDRESS")
     ] = "",
-    token_file: Annotated[Path | None, typer.Option(help="File with the bearer token, mode 0600.")] = None,
-    ca_file: Annotated[Path | None, typer.Option(help="PEM certificate that the service must show.")] = None,
+    token_file: Annotated[Path | None, option("File with the bearer token, mode 0600.")] = None,
+    ca_file: Annotated[Path | None, option("PEM certificate that the service must show.")] = None,
     as_json: JsonOption = False,
     until_eof: Annotated[bool, typer.Option("--until-eof", hidden=True)] = False,
     _version: Annotated[
-        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+        bool, option("Print the version.", "--version", callback=_print_version, is_eager=True)
     ] = False,
 ) -> None:
     """The options of every command. `--until-eof`: a program that was killed leaves no command of its own behind."""

@@ -22,14 +22,15 @@ from kvasir.cli.agents import (
 from kvasir.cli.caller import Caller
 from kvasir.cli.engine import engine_client
 from kvasir.cli.rows import agent_row, counted, size, snapshot_row
+from kvasir.cli.showing.arguments import argument, option
 from kvasir.cli.showing.progress import transfer_progress
 from kvasir.clients import StoreClient
 from kvasir.errors import FailedPrecondition, Internal, KvasirError, NotFound, Unavailable
 from kvasir.waits import PAUSE_S
 
-FromOption = Annotated[str, typer.Option("--from", help="Bring it here from this peer.", metavar="PEER")]
-ToOption = Annotated[str, typer.Option("--to", help="Give it to this peer.", metavar="PEER")]
-DryRunOption = Annotated[bool, typer.Option("--dry-run", help="Say what would be sent, and send nothing.")]
+FromOption = Annotated[str, option("Bring it here from this peer.", "--from", metavar="PEER")]
+ToOption = Annotated[str, option("Give it to this peer.", "--to", metavar="PEER")]
+DryRunOption = Annotated[bool, option("Say what would be sent, and send nothing.", "--dry-run")]
 OnProgress = Callable[[pb.TransferProgress], None]
 
 
@@ -67,8 +68,7 @@ def move(
 def sync(
     caller: Caller,
     names: Annotated[
-        list[str] | None,
-        typer.Argument(help="Left out: every agent here.", metavar="AGENT", autocompletion=complete_agent),
+        list[str] | None, argument("Left out: every agent here.", "AGENT", autocompletion=complete_agent)
     ] = None,
     from_peer: FromOption = "",
     to_peer: ToOption = "",
@@ -89,11 +89,9 @@ def sync(
 
 def pull(
     caller: Caller,
-    peer: Annotated[str, typer.Argument(help="A peer of the store's configuration.", metavar="PEER")],
+    peer: Annotated[str, argument("A peer of the store's configuration.", "PEER")],
     agent: AgentArgument,
-    as_: Annotated[
-        str, typer.Option("--as", help="The agent's name here. Left out: the same name.", metavar="NAME")
-    ] = "",
+    as_: Annotated[str, option("The agent's name here. Left out: the same name.", "--as", metavar="NAME")] = "",
     line: LineOption = "",
     dry_run: DryRunOption = False,
 ) -> None:
@@ -113,14 +111,12 @@ def pull(
 
 def claim(
     caller: Caller,
-    agent: Annotated[
-        str, typer.Argument(help="The agent's name.", metavar="AGENT", autocompletion=complete_agent)
-    ] = "",
+    agent: Annotated[str, argument("The agent's name.", "AGENT", autocompletion=complete_agent)] = "",
     recovered: Annotated[
-        bool, typer.Option("--recovered", help="All that wait for a claim since `kvasir store recover`.")
+        bool, option("All that wait for a claim since `kvasir store recover`.", "--recovered")
     ] = False,
     force: Annotated[
-        bool, typer.Option("--force", help="Also from a Mac that is gone for good. What it made since is not here.")
+        bool, option("Also from a Mac that is gone for good. What it made since is not here.", "--force")
     ] = False,
 ) -> None:
     """Take an agent back whose move has stopped halfway, or, with --force, whose owner is gone.

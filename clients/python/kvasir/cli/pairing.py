@@ -19,15 +19,16 @@ from kvasir.cli.caller import Caller, command
 from kvasir.cli.rows import counted, to_the_second
 from kvasir.cli.running.checks import check_installed
 from kvasir.cli.running.program import option_words
+from kvasir.cli.showing.arguments import argument, option
 from kvasir.cli.showing.tables import table
 from kvasir.cli.showing.terminal import visible
 
 app = typer.Typer(help="Other Macs that this one is paired with.", no_args_is_help=True)
-PeerArgument = Annotated[str, typer.Argument(help="The peer's name here.", metavar="PEER")]
+PeerArgument = Annotated[str, argument("The peer's name here.", "PEER")]
 GivesOption = Annotated[
     list[str] | None,
-    typer.Option(
-        help="What the other Mac may do with this one's agents: read, move (read, and take agents away) or claim (and "
+    option(
+        "What the other Mac may do with this one's agents: read, move (read, and take agents away) or claim (and "
         "be believed when it claims one that ever moved, for Macs of one owner). With NAMESPACE= for another namespace "
         "than default; may be repeated.",
         metavar="[NAMESPACE=]RIGHT",
@@ -35,8 +36,8 @@ GivesOption = Annotated[
 ]
 TakesOption = Annotated[
     list[str] | None,
-    typer.Option(
-        help="What the other Mac may bring here of its own accord: nothing, copy, or move (copies, agents, and turns "
+    option(
+        "What the other Mac may bring here of its own accord: nothing, copy, or move (copies, agents, and turns "
         "that move while they decode). What you fetch yourself needs no right. May be repeated.",
         metavar="[NAMESPACE=]RIGHT",
     ),
@@ -46,24 +47,21 @@ TakesOption = Annotated[
 _WAYS = ("gives", "takes")
 AnnounceOption = Annotated[
     bool,
-    typer.Option(
+    option(
+        "While it waits, let `kvasir peers find` list this Mac in the network (mDNS). Needs kvasir\\[lan].",
         "--announce",
-        help="While it waits, let `kvasir peers find` list this Mac in the network (mDNS). Needs kvasir\\[lan].",
     ),
 ]
 CodeArgument = Annotated[
-    str,
-    typer.Argument(
-        help="The code or the line that the other Mac shows. Left out: show one here, and wait.", metavar="CODE"
-    ),
+    str, argument("The code or the line that the other Mac shows. Left out: show one here, and wait.", "CODE")
 ]
 AtOption = Annotated[
-    str, typer.Option(help="HOST:PORT that the other Mac shows; the line has it, and on one machine it is known.")
+    str, option("HOST:PORT that the other Mac shows; the line has it, and on one machine it is known.")
 ]
 ListenOption = Annotated[
     str,
-    typer.Option(
-        help="This Mac's own name or address in the network, as studio.local, where paired Macs may reach its "
+    option(
+        "This Mac's own name or address in the network, as studio.local, where paired Macs may reach its "
         "store and its engine. Left out: 127.0.0.1, so that nobody beyond this machine can.",
         metavar="HOST[:PORT]",
     ),
@@ -75,14 +73,12 @@ def pair(
     code: CodeArgument = "",
     at: AtOption = "",
     listen: ListenOption = "",
-    name: Annotated[str, typer.Option(help="What this Mac calls itself. Left out: its host name.")] = "",
-    as_: Annotated[
-        str, typer.Option("--as", help="What the other Mac is called here. Left out: what it calls itself.")
-    ] = "",
+    name: Annotated[str, option("What this Mac calls itself. Left out: its host name.")] = "",
+    as_: Annotated[str, option("What the other Mac is called here. Left out: what it calls itself.", "--as")] = "",
     gives: GivesOption = None,
     takes: TakesOption = None,
     announce: AnnounceOption = False,
-    minutes: Annotated[float, typer.Option(min=0.01, max=60, help="How long the code is valid.")] = 10,
+    minutes: Annotated[float, option("How long the code is valid.", min=0.01, max=60)] = 10,
 ) -> None:
     """Make this Mac and another known to each other: one shows a code, the other takes it.
 
@@ -144,9 +140,7 @@ def _show_paired(caller: Caller, line: dict[str, Any]) -> None:
 @command(app, "ls")
 def ls(
     caller: Caller,
-    try_them: Annotated[
-        bool, typer.Option("--try", help="Also connect to each, and say who cannot be reached.")
-    ] = False,
+    try_them: Annotated[bool, option("Also connect to each, and say who cannot be reached.", "--try")] = False,
 ) -> None:
     """List the peers of this home's store."""
     answer = _only(caller, "peers", "ls")
@@ -158,9 +152,7 @@ def ls(
 
 
 @command(app, "find")
-def find(
-    caller: Caller, seconds: Annotated[float, typer.Option(min=0.1, max=60, help="How long to listen.")] = 3
-) -> None:
+def find(caller: Caller, seconds: Annotated[float, option("How long to listen.", min=0.1, max=60)] = 3) -> None:
     """List Macs that wait with `kvasir pair --announce` (mDNS). Any name can be claimed: only the code proves one."""
     with caller.busy("listening"):
         answer = _only(caller, "peers", "find", "--seconds", str(seconds))
@@ -187,7 +179,7 @@ def allow(caller: Caller, peer: PeerArgument, gives: GivesOption = None, takes: 
 def rename(
     caller: Caller,
     peer: PeerArgument,
-    new_name: Annotated[str, typer.Argument(help="Its new name here.", metavar="NEW-NAME")],
+    new_name: Annotated[str, argument("Its new name here.", "NEW-NAME")],
 ) -> None:
     """Call a peer otherwise here. It stays paired; its running calls end and begin again."""
     answer = _only(caller, "peers", "rename", names=[peer, new_name])

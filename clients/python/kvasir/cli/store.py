@@ -17,6 +17,7 @@ from kvasir.cli.running.checks import check_installed
 from kvasir.cli.running.home import Home
 from kvasir.cli.running.program import done
 from kvasir.cli.settings.showing import last_value
+from kvasir.cli.showing.arguments import argument, option
 from kvasir.cli.showing.progress import counting_progress
 from kvasir.cli.showing.tables import pairs
 from kvasir.errors import FailedPrecondition, NotFound
@@ -32,7 +33,7 @@ app = typer.Typer(help="Look after the store.", no_args_is_help=True)
 )
 def serve(
     context: typer.Context,
-    detach: Annotated[bool, typer.Option("--detach", "-d", help="Return when it is ready.")] = False,
+    detach: Annotated[bool, option("Return when it is ready.", "--detach", "-d")] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Run a cache store alone, for engines elsewhere. --help shows its options."""
@@ -43,10 +44,10 @@ def serve(
 @command(app, "check")
 def check(
     caller: Caller,
-    data_dir: Annotated[Path | None, typer.Option(help="The store's data. Left out: the data of the home.")] = None,
-    repair: Annotated[bool, typer.Option("--repair", help="Also repair what can be repaired.")] = False,
+    data_dir: Annotated[Path | None, option("The store's data. Left out: the data of the home.")] = None,
+    repair: Annotated[bool, option("Also repair what can be repaired.", "--repair")] = False,
     read_only: Annotated[
-        bool, typer.Option("--read-only", help="Check a copy of the index. The store may run meanwhile.")
+        bool, option("Check a copy of the index. The store may run meanwhile.", "--read-only")
     ] = False,
 ) -> None:
     """Compare index and files both ways. The store must not run meanwhile, but for --read-only."""
@@ -59,10 +60,9 @@ def check(
 @command(app, "recover")
 def recover(
     caller: Caller,
-    data_dir: Annotated[Path | None, typer.Option(help="The store's data. Left out: the data of the home.")] = None,
+    data_dir: Annotated[Path | None, option("The store's data. Left out: the data of the home.")] = None,
     namespace: Annotated[
-        list[str] | None,
-        typer.Option(help="A namespace that holds memories, if even the journal is lost. May be repeated."),
+        list[str] | None, option("A namespace that holds memories, if even the journal is lost. May be repeated.")
     ] = None,
 ) -> None:
     """Rebuild a lost or damaged index, when the store refuses to start or says INDEX_DAMAGED.
@@ -111,8 +111,8 @@ def _last_options(home: Home, data_dir: Path | None) -> list[str]:
 @command(app, "scrub")
 def scrub(
     caller: Caller,
-    agent: Annotated[str, typer.Argument(help="Only this agent's blobs. Left out: all blobs.", metavar="AGENT")] = "",
-    status: Annotated[bool, typer.Option("--status", help="Only say how far the store's own scrub is.")] = False,
+    agent: Annotated[str, argument("Only this agent's blobs. Left out: all blobs.", "AGENT")] = "",
+    status: Annotated[bool, option("Only say how far the store's own scrub is.", "--status")] = False,
 ) -> None:
     """Hash every stored blob again, at once; the store itself does so slowly, about once a week.
 
@@ -145,7 +145,7 @@ def _tell_scrub(caller: Caller) -> None:
 
 
 @command(app, "gc")
-def gc(caller: Caller, dry_run: Annotated[bool, typer.Option("--dry-run", help="Report only.")] = False) -> None:
+def gc(caller: Caller, dry_run: Annotated[bool, option("Report only.", "--dry-run")] = False) -> None:
     """Mark blobs that nothing names, and remove blobs that were marked longer than the grace period ago."""
     with store_client(caller) as client:
         answer = client.collect_garbage(dry_run=dry_run)

@@ -20,6 +20,7 @@ from kvasir.cli.rows import counted, size
 from kvasir.cli.running.checks import check_installed
 from kvasir.cli.running.home import Home
 from kvasir.cli.running.program import done
+from kvasir.cli.showing.arguments import argument, option
 from kvasir.cli.showing.reported import Progress, ProgressOption
 from kvasir.errors import DataLoss, FailedPrecondition, NotFound, Unavailable
 
@@ -34,14 +35,12 @@ _INDEX = "store/kvasir.sqlite3"
 _KEY, _PEERS = _IDENTITY = ("identity.pem", "peers.toml")
 _TRIES = 5
 
-FolderArgument = Annotated[Path, typer.Argument(help="The backup's folder.", metavar="DIR")]
+FolderArgument = Annotated[Path, argument("The backup's folder.", "DIR")]
 
 
 def backup(
     caller: Caller,
-    folder: Annotated[
-        Path | None, typer.Argument(help="The backup's folder. Left out: that of the last one.", metavar="DIR")
-    ] = None,
+    folder: Annotated[Path | None, argument("The backup's folder. Left out: that of the last one.", "DIR")] = None,
     progress: ProgressOption = False,
 ) -> None:
     """Back this home up into a folder, while it runs or not: all memories that are stored, tokens, peers, settings.
@@ -91,13 +90,10 @@ def restore(
     caller: Caller,
     folder: FolderArgument,
     partial: Annotated[
-        bool, typer.Option("--partial", help="Leave out what is damaged, restore the rest, and end with 1.")
+        bool, option("Leave out what is damaged, restore the rest, and end with 1.", "--partial")
     ] = False,
     new_identity: Annotated[
-        bool,
-        typer.Option(
-            "--new-identity", help="The old home goes on: make this one another Mac, which is paired with nobody."
-        ),
+        bool, option("The old home goes on: make this one another Mac, which is paired with nobody.", "--new-identity")
     ] = False,
 ) -> None:
     """Make a new home of a backup: `kvasir --home NEW restore DIR`. Every file is checked before the home is there.

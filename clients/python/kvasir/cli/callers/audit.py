@@ -7,13 +7,13 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
 from rich.console import Console
 
 from kvasir.cli.caller import Caller
 from kvasir.cli.failures import WrongUsage
 from kvasir.cli.rows import counted, to_the_second
 from kvasir.cli.running.home import Home
+from kvasir.cli.showing.arguments import option
 from kvasir.cli.showing.tables import table
 from kvasir.names import UNNAMED_PREFIXES
 
@@ -26,15 +26,13 @@ _TIDYING = "DeleteAgent"  # by the gateway, of old conversations that nobody nam
 
 def audit(
     caller: Caller,
-    agent: Annotated[str, typer.Option(help="Only calls about this agent.")] = "",
-    since: Annotated[
-        str, typer.Option(help="Only since then: so long ago, as 30m or 2d, or a time as 2026-11-22T18:00.")
-    ] = "",
-    refused: Annotated[bool, typer.Option("--refused", help="Only calls that were refused.")] = False,
+    agent: Annotated[str, option("Only calls about this agent.")] = "",
+    since: Annotated[str, option("Only since then: so long ago, as 30m or 2d, or a time as 2026-11-22T18:00.")] = "",
+    refused: Annotated[bool, option("Only calls that were refused.", "--refused")] = False,
     has_all: Annotated[
-        bool, typer.Option("--all", help="Routine calls too, and each call at both services that it went through.")
+        bool, option("Routine calls too, and each call at both services that it went through.", "--all")
     ] = False,
-    limit: Annotated[int | None, typer.Option(min=1, help="Only so many, the newest.", metavar="N")] = None,
+    limit: Annotated[int | None, option("Only so many, the newest.", min=1, metavar="N")] = None,
 ) -> None:
     """Show what needs attention: who was refused; who deleted, moved, exported or imported agents; who changed peers,
     keys, tokens or models.

@@ -13,6 +13,7 @@ from kvasir.cli.caller import Caller, command
 from kvasir.cli.running.holding import is_led, tokens_locked
 from kvasir.cli.running.home import Home
 from kvasir.cli.running.own_credentials import is_own, known_credentials, make_credentials
+from kvasir.cli.showing.arguments import argument, option
 from kvasir.credentials import (
     ADMIN,
     CLIENT,
@@ -45,14 +46,14 @@ class Role(StrEnum):
 @command(app, "new")
 def new(
     caller: Caller,
-    name: Annotated[str, typer.Argument(help="What the audit calls it.", metavar="NAME")],
+    name: Annotated[str, argument("What the audit calls it.", "NAME")],
     namespace: Annotated[
-        str, typer.Option(help="Its agents' namespace. Callers of one see nothing of another.")
+        str, option("Its agents' namespace. Callers of one see nothing of another.")
     ] = DEFAULT_NAMESPACE,
     role: Annotated[
         list[Role] | None,
-        typer.Option(
-            help="client (turns and agents; the default), admin, peer, or handover: the engine of the paired Mac that "
+        option(
+            "client (turns and agents; the default), admin, peer, or handover: the engine of the paired Mac that "
             "is called NAME here gives turns. Repeatable."
         ),
     ] = None,

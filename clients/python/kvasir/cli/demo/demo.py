@@ -22,6 +22,7 @@ from kvasir.cli.demo.script import Story, told_story
 from kvasir.cli.failures import PROBLEMS, WrongUsage
 from kvasir.cli.rows import size
 from kvasir.cli.running.checks import check_installed
+from kvasir.cli.showing.arguments import option
 from kvasir.cli.showing.tables import table
 from kvasir.cli.talking.turn import TurnResult
 from kvasir.errors import Internal
@@ -44,17 +45,17 @@ QUICK = Size(seeds=(15, 12), tokens=(1100, 500), turns=(2, 1), fork_after=(1, 2)
 def demo(
     caller: Caller,
     model: Annotated[
-        str, typer.Option(help="A directory or name of an mlx-lm model, whose answers are shown and not judged.")
+        str, option("A directory or name of an mlx-lm model, whose answers are shown and not judged.")
     ] = "",
-    out: Annotated[Path, typer.Option(help="Where the picture goes.", file_okay=False)] = Path("out"),
-    quick: Annotated[bool, typer.Option("--quick", help="Shorter lives; the same steps.")] = False,
+    out: Annotated[Path, option("Where the picture goes.", file_okay=False)] = Path("out"),
+    quick: Annotated[bool, option("Shorter lives; the same steps.", "--quick")] = False,
     agent: Annotated[
         bool,
-        typer.Option(
-            "--agent",
-            help=f"Instead: a coding agent with {coding_agent.INSTRUCTION_TOKENS:,} tokens of instructions is killed, "
+        option(
+            f"Instead: a coding agent with {coding_agent.INSTRUCTION_TOKENS:,} tokens of instructions is killed, "
             "and goes on without computing them again. Minutes without a GPU; --quick takes "
             f"{coding_agent.QUICK_TOKENS:,}.",
+            "--agent",
         ),
     ] = False,
 ) -> None:

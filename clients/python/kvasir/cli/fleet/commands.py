@@ -19,6 +19,7 @@ from kvasir.cli.rows import fields_of, size
 from kvasir.cli.running.checks import check_installed
 from kvasir.cli.running.health import STORE_SERVICE, health
 from kvasir.cli.running.home import Endpoint
+from kvasir.cli.showing.arguments import argument, option
 from kvasir.cli.showing.tables import table
 from kvasir.clients import InferenceClient
 from kvasir.errors import FailedPrecondition, KvasirError
@@ -28,8 +29,7 @@ from kvasir.waits import ANSWER_S
 app = typer.Typer(no_args_is_help=True, help="Several engines of one store.")
 
 EnginesOption = Annotated[
-    list[str] | None,
-    typer.Option("--engine", help="An engine, once for each. Left out: the home's.", metavar="ADDRESS"),
+    list[str] | None, option("An engine, once for each. Left out: the home's.", "--engine", metavar="ADDRESS")
 ]
 _PAGE = 500  # agents that an engine is asked about at once
 
@@ -37,7 +37,7 @@ _PAGE = 500  # agents that an engine is asked about at once
 def gateway(
     caller: Caller,
     engine: EnginesOption = None,
-    listen: Annotated[str, typer.Option(help="A loopback address.", metavar="HOST:PORT")] = DEFAULT_LISTEN,
+    listen: Annotated[str, option("A loopback address.", metavar="HOST:PORT")] = DEFAULT_LISTEN,
 ) -> None:
     """Run one HTTP gateway before several engines of a store, until Ctrl-C.
 
@@ -65,11 +65,11 @@ def gateway(
 @command(app, "config")
 def config(
     caller: Caller,
-    kind: Annotated[Literal["nginx", "envoy"], typer.Argument(help="nginx or envoy.", metavar="KIND")],
+    kind: Annotated[Literal["nginx", "envoy"], argument("nginx or envoy.", "KIND")],
     engine: EnginesOption = None,
-    listen: Annotated[str, typer.Option(help="Where it listens.", metavar="HOST:PORT")] = "127.0.0.1:8650",
-    tls_cert: Annotated[Path | None, typer.Option(help="PEM certificate, needed beyond this machine.")] = None,
-    tls_key: Annotated[Path | None, typer.Option(help="The certificate's key.")] = None,
+    listen: Annotated[str, option("Where it listens.", metavar="HOST:PORT")] = "127.0.0.1:8650",
+    tls_cert: Annotated[Path | None, option("PEM certificate, needed beyond this machine.")] = None,
+    tls_key: Annotated[Path | None, option("The certificate's key.")] = None,
 ) -> None:
     """Print a configuration of nginx or Envoy that sends each agent's gRPC turns to one of several engines.
 

@@ -22,6 +22,7 @@ from kvasir.cli.running.holding import end_group, holders, is_led
 from kvasir.cli.running.home import Endpoint, Home, Running
 from kvasir.cli.running.logs import GrowingLog, is_problem, last_lines
 from kvasir.cli.running.starting import ENGINE_KILLED
+from kvasir.cli.showing.arguments import argument, option
 from kvasir.cli.showing.tables import table
 from kvasir.cli.showing.terminal import visible
 from kvasir.errors import KvasirError, NotFound
@@ -171,12 +172,10 @@ def _whole_disk(home: Home) -> dict[str, int]:
 
 def logs(
     caller: Caller,
-    service: Annotated[
-        str, typer.Argument(help="store, engine, http, or up (of `kvasir up -d`). Left out: all.", metavar="SERVICE")
-    ] = "",
-    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on until Ctrl-C.")] = False,
-    lines: Annotated[int, typer.Option("--lines", "-n", min=0, help="Of each log, so many of its last lines.")] = 20,
-    problems: Annotated[bool, typer.Option("--problems", help="Only warnings and errors.")] = False,
+    service: Annotated[str, argument("store, engine, http, or up (of `kvasir up -d`). Left out: all.", "SERVICE")] = "",
+    follow: Annotated[bool, option("Go on until Ctrl-C.", "--follow", "-f")] = False,
+    lines: Annotated[int, option("Of each log, so many of its last lines.", "--lines", "-n", min=0)] = 20,
+    problems: Annotated[bool, option("Only warnings and errors.", "--problems")] = False,
 ) -> None:
     """Show the logs of this home's services. --json: one object per line, with service and line."""
     files = {path.stem: path for path in sorted(caller.home.logs.glob("*.log")) if "." not in path.stem}

@@ -24,6 +24,7 @@ from kvasir.cli.running.supervisor import NotStartedError
 from kvasir.cli.settings.asked import Asked, asked_of
 from kvasir.cli.settings.flags import ConfigOption, given_flags, with_flags
 from kvasir.cli.settings.showing import write_settings
+from kvasir.cli.showing.arguments import option
 from kvasir.errors import FailedPrecondition
 from kvasir.options.gateway import DEFAULT_LISTEN
 
@@ -36,15 +37,11 @@ _ONLY_HERE = ("-d", "--detach", "--json", "--at-login")
 def up(
     caller: Caller,
     config: ConfigOption = None,
-    detach: Annotated[
-        bool, typer.Option("--detach", "-d", help="Return when all is ready; `kvasir down` stops it.")
-    ] = False,
+    detach: Annotated[bool, option("Return when all is ready; `kvasir down` stops it.", "--detach", "-d")] = False,
     at_login: Annotated[
-        bool, typer.Option("--at-login", help="Start now and at each login, by launchd or the user's systemd.")
+        bool, option("Start now and at each login, by launchd or the user's systemd.", "--at-login")
     ] = False,
-    remove_at_login: Annotated[
-        bool, typer.Option("--remove-at-login", help="Stop, and start at login no more.")
-    ] = False,
+    remove_at_login: Annotated[bool, option("Stop, and start at login no more.", "--remove-at-login")] = False,
     as_login_job: Annotated[bool, typer.Option("--as-login-job", hidden=True)] = False,
     **flags: Any,
 ) -> None:

@@ -10,13 +10,12 @@ import typer
 from kvasir.cli import failures
 from kvasir.cli.caller import Caller, command
 from kvasir.cli.rows import counted
+from kvasir.cli.showing.arguments import argument, option
 from kvasir.errors import FailedPrecondition, KvasirError
 
 app = typer.Typer(help="Let agents speak with each other in phases, each with its own memory.", no_args_is_help=True)
 
-FileArgument = Annotated[
-    str, typer.Argument(help="A scenario's YAML file, or the name of one of `kvasir scenario ls`.", metavar="FILE")
-]
+FileArgument = Annotated[str, argument("A scenario's YAML file, or the name of one of `kvasir scenario ls`.", "FILE")]
 
 
 @command(app, "ls")
@@ -42,22 +41,20 @@ def schema(caller: Caller) -> None:
 def run(
     caller: Caller,
     file: FileArgument,
-    model: Annotated[str, typer.Option(help="Of those that the engine serves. Left out: the loaded one.")] = "",
-    variant: Annotated[int, typer.Option(min=0, help="Draw other words for its values. 0: the first of each.")] = 0,
+    model: Annotated[str, option("Of those that the engine serves. Left out: the loaded one.")] = "",
+    variant: Annotated[int, option("Draw other words for its values. 0: the first of each.", min=0)] = 0,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Print every prompt and the reuse it will get; nothing is said.")
+        bool, option("Print every prompt and the reuse it will get; nothing is said.", "--dry-run")
     ] = False,
     fresh: Annotated[
-        bool, typer.Option("--fresh", help="First delete the scenario's own agents and what they remember; begin anew.")
+        bool, option("First delete the scenario's own agents and what they remember; begin anew.", "--fresh")
     ] = False,
-    journal: Annotated[Path | None, typer.Option(help="The run's journal. Left out: one in the home.")] = None,
-    retries: Annotated[int, typer.Option(min=0, help="How often a turn that breaks is asked for again.")] = 6,
-    parallel: Annotated[int, typer.Option(min=1, max=100, help="Most turns at once.")] = 16,
+    journal: Annotated[Path | None, option("The run's journal. Left out: one in the home.")] = None,
+    retries: Annotated[int, option("How often a turn that breaks is asked for again.", min=0)] = 6,
+    parallel: Annotated[int, option("Most turns at once.", min=1, max=100)] = 16,
     namespace: Annotated[
         list[str] | None,
-        typer.Option(
-            help="The token file of a namespace that the scenario names. May be repeated.", metavar="NAME=FILE"
-        ),
+        option("The token file of a namespace that the scenario names. May be repeated.", metavar="NAME=FILE"),
     ] = None,
 ) -> None:
     """Run a scenario, or go on with a run that was stopped. Ends with 1 when an outcome is not met."""
@@ -82,10 +79,8 @@ def run(
 @command(app, "report")
 def report(
     caller: Caller,
-    file: Annotated[
-        str, typer.Argument(help="A scenario's file or name (its newest run), or a journal.", metavar="FILE")
-    ],
-    out: Annotated[Path, typer.Option(help="The page to write; an older one is replaced.")] = Path("scenario.html"),
+    file: Annotated[str, argument("A scenario's file or name (its newest run), or a journal.", "FILE")],
+    out: Annotated[Path, option("The page to write; an older one is replaced.")] = Path("scenario.html"),
 ) -> None:
     """Write a run as one HTML page: who said and who saw what, and what each turn reused."""
     _runs().write_report(caller, file, out)

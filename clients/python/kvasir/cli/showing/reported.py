@@ -4,13 +4,12 @@ import json
 import time
 from typing import Annotated
 
-import typer
-
 from kvasir.cli.caller import Caller
+from kvasir.cli.showing.arguments import option
 from kvasir.waits import PAUSE_S
 
 ProgressOption = Annotated[
-    bool, typer.Option("--progress", help="Print on standard error how far it is: done and total, in bytes, as JSON.")
+    bool, option("Print on standard error how far it is: done and total, in bytes, as JSON.", "--progress")
 ]
 
 

@@ -10,10 +10,9 @@ from pathlib import Path
 from typing import Annotated
 from urllib.parse import urlencode
 
-import typer
-
 from kvasir.cli.caller import Caller
 from kvasir.cli.running.own_credentials import people_token
+from kvasir.cli.showing.arguments import option
 from kvasir.credentials import read_token, replace_private_text
 from kvasir.errors import Unauthenticated, Unavailable
 from kvasir.waits import ANSWER_S
@@ -21,9 +20,7 @@ from kvasir.waits import ANSWER_S
 
 def open_page(
     caller: Caller,
-    show: Annotated[
-        bool, typer.Option("--print", help="Print the address instead: it opens once, for two minutes.")
-    ] = False,
+    show: Annotated[bool, option("Print the address instead: it opens once, for two minutes.", "--print")] = False,
 ) -> None:
     """Open the page, signed in: talk with agents, find conversations, see how things are, operate the home.
 

@@ -19,6 +19,7 @@ from kvasir.cli.failures import WrongUsage
 from kvasir.cli.rows import fields_of, origin, size
 from kvasir.cli.running.holding import is_led
 from kvasir.cli.showing import terminal
+from kvasir.cli.showing.arguments import argument, option
 from kvasir.cli.showing.tables import pairs
 from kvasir.cli.talking.turn import TurnResult, follow_turn
 from kvasir.clients import GenerateOptions, InferenceClient, StoreClient, message
@@ -39,38 +40,34 @@ _NEARLY_FULL = 0.8
 
 ThinkOption = Annotated[
     str | None,
-    typer.Option(
-        help="on, off, or the most tokens of thoughts. Left out: as the model's template has it.",
-        metavar="on|off|TOKENS",
+    option(
+        "on, off, or the most tokens of thoughts. Left out: as the model's template has it.", metavar="on|off|TOKENS"
     ),
 ]
 
 
 def chat(
     caller: Caller,
-    agent: Annotated[
-        str, typer.Argument(help="The agent's name.", metavar="AGENT", autocompletion=complete_agent)
-    ] = "me",
+    agent: Annotated[str, argument("The agent's name.", "AGENT", autocompletion=complete_agent)] = "me",
     once: Annotated[
         str | None,
-        typer.Option(
-            help="Say this, print the reply, and end: with 1 if it was not stored. -: what standard input holds.",
+        option(
+            "Say this, print the reply, and end: with 1 if it was not stored. -: what standard input holds.",
             metavar="TEXT",
         ),
     ] = None,
-    system: Annotated[str, typer.Option(help="The system message of a new agent.")] = "",
-    max_tokens: Annotated[int, typer.Option(min=1, help="Longest reply.")] = 512,
+    system: Annotated[str, option("The system message of a new agent.")] = "",
+    max_tokens: Annotated[int, option("Longest reply.", min=1)] = 512,
     on_full: Annotated[
         OnFullPolicy | None,
-        typer.Option(help="What to do when the memory is full; else what the agent's label kvasir.on_full says."),
+        option("What to do when the memory is full; else what the agent's label kvasir.on_full says."),
     ] = None,
     temperature: Annotated[
-        float | None, typer.Option(min=0, max=2, help="0 is greedy. Left out: what the model's own files say, else 0.")
+        float | None, option("0 is greedy. Left out: what the model's own files say, else 0.", min=0, max=2)
     ] = None,
     think: ThinkOption = None,
     within: Annotated[
-        float | None,
-        typer.Option(min=0.1, help="With --once: give up after so many seconds, with 3.", metavar="SECONDS"),
+        float | None, option("With --once: give up after so many seconds, with 3.", min=0.1, metavar="SECONDS")
     ] = None,
 ) -> None:
     """Talk with an agent, which remembers. Reads lines from a pipe too; --json prints one object per reply."""
