@@ -52,6 +52,10 @@ def replies(runner: PlayedRunner, pool: KvPool, *sequences: SequenceKV) -> list[
     return said
 
 
+def test_no_token_is_tried_ahead_as_its_row_would_be_written(runner: PlayedRunner, pool: KvPool) -> None:
+    assert runner.new_batch(pool, 0).most_drafted_rows(1) == 0
+
+
 def test_a_reply_is_the_same_however_the_prompt_was_cut_and_whoever_is_beside_it(
     runner: PlayedRunner, pool: KvPool
 ) -> None:

@@ -127,9 +127,9 @@ class PlayedBatch(DecodeBatch):
         self._played = pages
         self._logits_of = logits
 
-    @property
-    def takes_drafts(self) -> bool:
-        return False  # a row that was tried would be written as the reply's own
+    def most_drafted_rows(self, longest: int) -> int:  # noqa: ARG002
+        """None: a row that was tried would be written as the reply's own."""
+        return 0
 
     def step(self, token_ids: Sequence[int] | mx.array, counts: Sequence[int] | None = None) -> mx.array:
         """As `DecodeBatch.step`; evaluated."""
