@@ -8,8 +8,9 @@ from kvasir.errors import FailedPrecondition, InvalidArgument
 from cachestore_svc.blobs.backend import BlobBackend
 from cachestore_svc.blobs.bucket.bucket import Bucket, open_bucket, probe
 from cachestore_svc.blobs.bucket.bucket_blobs import BucketBlobs
+from cachestore_svc.blobs.bucket.catalogs_bucket import CatalogOwner
 from cachestore_svc.blobs.bucket.disk_tier import DiskTier
-from cachestore_svc.blobs.bucket.owning import look_at_bucket, noted_bucket, take_bucket
+from cachestore_svc.blobs.bucket.owning import BucketOwner, look_at_bucket, noted_bucket, take_bucket
 from cachestore_svc.blobs.disk import Disk, refusal
 from cachestore_svc.blobs.local_directory import LocalDirectory
 from cachestore_svc.facts.records import StoreConfig
@@ -50,7 +51,13 @@ def blobs_of(
         )
     bucket = bucket or open_bucket(where, config.blob_credentials_file)
     try:
-        if only_looks:
+        owner: BucketOwner | CatalogOwner
+        if config.catalog and not has_index:
+            if not only_looks:
+                disk.make_directory(config.data_dir)
+                probe(bucket, token_hex)
+            owner = CatalogOwner(bucket)  # takes it once the catalog is open
+        elif only_looks:
             owner = look_at_bucket(bucket, note, has_index=has_index)
         else:
             disk.make_directory(config.data_dir)

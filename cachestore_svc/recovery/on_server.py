@@ -1,55 +1,52 @@
-"""Opens a catalog on a PostgreSQL server, for the one data directory whose blobs it lists. Each knows the other by a
-name that both hold: the blobs of another directory are not here, and its leases are not known here. A directory that
-is gone has a successor where its blobs lie in a bucket.
+"""Opens a catalog on a PostgreSQL server. Where the blobs lie in the data directory, that is the only one: each knows
+the other by a name that both hold. Where they lie in a bucket, any directory will do, and several processes may have
+the database: they are replicas of one store.
 """
 
 import contextlib
 from pathlib import Path
 
-import structlog
+from blake3 import blake3
 from kvasir.errors import FailedPrecondition
 
 from cachestore_svc.blobs.backend import BlobBackend, has_any
-from cachestore_svc.blobs.bucket.owning import note_owner, noted_owner
+from cachestore_svc.blobs.bucket.bucket_blobs import BucketBlobs
+from cachestore_svc.blobs.bucket.catalogs_bucket import CatalogOwner, Home
 from cachestore_svc.facts.records import StoreConfig
-from cachestore_svc.index.catalog import HOUSE, Catalog, open_postgres
+from cachestore_svc.index.catalog import HOUSE, Catalog, CatalogChange, open_postgres
 from cachestore_svc.recovery.means import Means
 from cachestore_svc.recovery.medium import BUCKET_NOTE
+from cachestore_svc.sealing.sealed_blobs import SealedBackend
+from cachestore_svc.sealing.seals import Seals
 
 NAME = "catalog"  # the file, and the database's fact
 _BUCKET = "bucket"  # the database's fact: the bucket with the blobs that it lists, and the store's name there
 
 
-def open_catalog(config: StoreConfig, database: Path, blobs: BlobBackend, means: Means) -> Catalog:
+def open_catalog(config: StoreConfig, database: Path, blobs: SealedBackend, means: Means) -> Catalog:
     """`database`: where a directory without a server has its index. Raises FailedPrecondition (INDEX_FOREIGN: the
-    server's is of another directory), InvalidArgument (no URL of PostgreSQL), and what a catalog raises.
+    server's is of another directory; REPLICA_UNLIKE, BUCKET_TAKEN), InvalidArgument (no URL of PostgreSQL), and what a
+    catalog raises.
     """
     if database.exists():
         raise _foreign(f"the index of {config.data_dir} is the file {database.name}: begin without --catalog")
-    catalog = open_postgres(config.catalog, means.disk, means.now_unix_ms)
+    owner = blobs.sealed.owner if isinstance(blobs.sealed, BucketBlobs) else None
+    is_shared = isinstance(owner, CatalogOwner)
+    alike = {"shared_as": alike_in(config, blobs)} if is_shared else {}
+    catalog = open_postgres(config.catalog, means.disk, means.now_unix_ms, **alike)
     try:
-        _check_same(config.data_dir, catalog, blobs, means)
+        _check_same(config.data_dir, catalog, blobs.sealed, means, is_shared=is_shared)
+        if isinstance(owner, CatalogOwner):
+            _take_bucket(config, catalog, owner, means)
     except BaseException:
         catalog.close()
         raise
     return catalog
 
 
-def succeed(config: StoreConfig, means: Means) -> None:
-    """Where older data are accepted: make a directory without data that of the store which a database lists, and whose
-    blobs lie in a bucket. The store goes on here with all that was acknowledged. Raises what a catalog raises.
-    """
-    if not (config.catalog and config.accept_older):
-        return
-    catalog = open_postgres(config.catalog, means.disk, means.now_unix_ms)
-    try:
-        name, bucket = catalog.read(HOUSE, lambda view: (view.fact(NAME), view.fact(_BUCKET)))
-    finally:
-        catalog.close()
-    if name and bucket:
-        note_owner(config.data_dir / BUCKET_NOTE, bucket)
-        _write(config.data_dir / NAME, name, means)  # last: it makes the directory that store's
-        structlog.get_logger("cachestore").warning("store.succeeded", bucket=bucket.split()[0])
+def alike_in(config: StoreConfig, blobs: SealedBackend) -> dict[str, str]:
+    """What all replicas have in common; secrets are hashed."""
+    return {"blobs": blobs.where, "grace-period-s": f"{config.grace_period_s:g}", "keys": _hash_of(blobs.seals)}
 
 
 def check_no_index(data_dir: Path, database: str) -> None:
@@ -72,27 +69,58 @@ def check_on_file(data_dir: Path, advice: str = "name its database by --catalog"
         raise _foreign(f"the index of {data_dir} is in PostgreSQL: {advice}")
 
 
-def _check_same(data_dir: Path, catalog: Catalog, blobs: BlobBackend, means: Means) -> None:
-    here, there = "", catalog.read(HOUSE, lambda view: view.fact(NAME))
-    with contextlib.suppress(FileNotFoundError):
-        here = (data_dir / NAME).read_text()
-    if there is None and (has_any(blobs) or catalog.read(HOUSE, lambda view: view.namespaces())):
-        raise _foreign(f"the database is new, but {data_dir} holds blobs: name the database that lists them")
+def _hash_of(seals: Seals) -> str:
+    """Of the sealed namespaces, and of their keys where these are known: no key can be found from it."""
+    words = [f"{name} {seals.names_of(name).keyed(NAME)} {seals.refusal(name) is None}" for name in seals.namespaces]
+    return blake3("\n".join([*words, *sorted(seals.recorded)]).encode()).hexdigest()[:32]
+
+
+def _check_same(data_dir: Path, catalog: Catalog, blobs: BlobBackend, means: Means, *, is_shared: bool) -> None:
+    """See that the directory is the database's, or may become one of its directories."""
+    here, there = _name_of(data_dir), _listed_name(catalog)
     if there is None:
-        here = here or _named(data_dir / NAME, means)
-        catalog.write(HOUSE, lambda change: change.set_fact(NAME, here))
-    elif here != there:
+        is_used = has_any(blobs) or bool(catalog.read(HOUSE, lambda view: view.namespaces()))
+        if is_used and _listed_name(catalog) is None:  # a replica that began meanwhile notes the name first
+            raise _foreign(f"the database is new, but {data_dir} holds blobs: name the database that lists them")
+        name = here or means.token_hex(16)
+        if not here and not is_shared:
+            _write(data_dir / NAME, here := name, means)  # before the database holds it
+        there = catalog.write(HOUSE, lambda change: _name(change, name))
+    if here != there and (here or not is_shared):
         raise _foreign(f"the database lists the blobs of another directory than {data_dir}: name one of its own")
-    bucket = noted_owner(data_dir / BUCKET_NOTE)
-    if bucket and catalog.read(HOUSE, lambda view: view.fact(_BUCKET)) != bucket:
-        catalog.write(HOUSE, lambda change: change.set_fact(_BUCKET, bucket))
 
 
-def _named(path: Path, means: Means) -> str:
-    """Give the directory a name, before the database holds it."""
-    name = means.token_hex(16)
-    _write(path, name, means)
-    return name
+def _name_of(data_dir: Path) -> str:
+    with contextlib.suppress(FileNotFoundError):
+        return (data_dir / NAME).read_text()
+    return ""
+
+
+def _listed_name(catalog: Catalog) -> str | None:
+    return catalog.read(HOUSE, lambda view: view.fact(NAME))
+
+
+def _name(change: CatalogChange, name: str) -> str:
+    """Name the database, unless another replica did. Its name."""
+    found = change.fact(NAME)
+    if found is None:
+        change.set_fact(NAME, name)
+    return found or name
+
+
+def _take_bucket(config: StoreConfig, catalog: Catalog, owner: CatalogOwner, means: Means) -> None:
+    def home(is_asked: bool) -> Home:
+        if is_asked:  # the session may be with an old primary that is gone
+            catalog.write(HOUSE, lambda _: None)
+        return Home(*catalog.home)
+
+    listed = catalog.read(HOUSE, lambda view: view.fact(_BUCKET)) or ""
+    note, takes = config.data_dir / BUCKET_NOTE, config.accept_older
+    taken = owner.take(note, listed, home, means.token_hex(16), takes_from_copy=takes)
+    if taken != listed:
+        catalog.write(HOUSE, lambda change: change.set_fact(_BUCKET, taken))
+    if not _name_of(config.data_dir):
+        _write(config.data_dir / NAME, _listed_name(catalog) or "", means)
 
 
 def _write(path: Path, name: str, means: Means) -> None:

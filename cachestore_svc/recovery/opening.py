@@ -17,6 +17,7 @@ from cachestore_svc.blobs.backend import BlobBackend, Damaged
 from cachestore_svc.blobs.ballast import Ballast
 from cachestore_svc.blobs.blob_writer import Writers
 from cachestore_svc.blobs.bucket.bucket_blobs import BucketBlobs
+from cachestore_svc.blobs.bucket.owning import BucketOwner
 from cachestore_svc.blobs.disk import NO_FILE, Disk, is_no_room, refusal
 from cachestore_svc.blobs.space import Space
 from cachestore_svc.core.core import Core
@@ -74,8 +75,6 @@ def open_directory(
     with locked(config, disk) as lock:
         if in_bucket(config):
             on_server.check_no_index(config.data_dir, DATABASE)
-        elif sweeps and not holds_store(config.data_dir):
-            on_server.succeed(config, means)
         files = KeyFiles(config.data_dir, disk)
         records = files.read()
         if sweeps and (mended := files.mend(records)):
@@ -133,11 +132,11 @@ class _Opening:
         if not self._config.catalog:
             return self._on_file()
         means = self._means
-        if isinstance(bucket, BucketBlobs):
+        if isinstance(bucket, BucketBlobs) and isinstance(bucket.owner, BucketOwner):
             parts = bucket.bucket, bucket.owner, means.disk, means.now_unix_ms
             older = self._config.accept_older
             return self._elsewhere(lambda: BucketCatalog(*parts, only_looks=only_looks, accepts_older=older))
-        return self._elsewhere(lambda: on_server.open_catalog(self._config, self._path, self._blobs.sealed, means))
+        return self._elsewhere(lambda: on_server.open_catalog(self._config, self._path, self._blobs, means))
 
     def _elsewhere(self, open_catalog: Callable[[], Catalog]) -> Core:
         catalog = open_catalog()

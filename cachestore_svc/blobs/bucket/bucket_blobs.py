@@ -2,7 +2,8 @@
 All editions have the same bytes: a reader takes any. Parts arrive on the local disk; a blob is published once the
 bucket has it.
 
-Nothing is removed, and nothing that was written is acknowledged, but by the store that has the bucket: see `owning`."""
+Nothing is removed, and nothing that was written is acknowledged, but by the store that has the bucket: see `owning` and
+`catalogs_bucket`."""
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,6 +15,7 @@ from kvasir.formats.digest import Digest
 
 from cachestore_svc.blobs.backend import Aside, Damaged, Listing, Part
 from cachestore_svc.blobs.bucket.bucket import Bucket, put_blob
+from cachestore_svc.blobs.bucket.catalogs_bucket import CatalogOwner
 from cachestore_svc.blobs.bucket.disk_tier import DiskTier
 from cachestore_svc.blobs.bucket.owning import BucketOwner
 from cachestore_svc.blobs.disk import refusal
@@ -37,7 +39,9 @@ class BucketBlobs:
 
     is_shared = True
 
-    def __init__(self, bucket: Bucket, owner: BucketOwner, arriving: LocalDirectory, tier: DiskTier) -> None:
+    def __init__(
+        self, bucket: Bucket, owner: BucketOwner | CatalogOwner, arriving: LocalDirectory, tier: DiskTier
+    ) -> None:
         self.bucket = bucket
         self.owner = owner
         self._arriving = arriving
@@ -70,7 +74,7 @@ class BucketBlobs:
 class BlobsOfNamespace:
     """Implements `NamespaceBlobs`."""
 
-    def __init__(self, bucket: Bucket, owner: BucketOwner, arriving: LocalBlobs, tier: DiskTier) -> None:
+    def __init__(self, bucket: Bucket, owner: BucketOwner | CatalogOwner, arriving: LocalBlobs, tier: DiskTier) -> None:
         self._bucket = bucket
         self._owner = owner
         self._arriving = arriving

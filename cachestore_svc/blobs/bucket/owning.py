@@ -1,5 +1,6 @@
-"""Whose a bucket is. An object in it names the store, its last start, and the directory that started; each start
-replaces it by If-Match. Two stores over one prefix would remove each other's blobs: a copy of a store's data is one.
+"""Whose a bucket is, unless its index is on a server (`catalogs_bucket`). An object in it names the store, its last
+start, and the directory that started; each start replaces it by If-Match. Two stores over one prefix would remove each
+other's blobs: a copy of a store's data is one.
 """
 
 from collections.abc import Callable
@@ -11,14 +12,14 @@ from kvasir.errors import FailedPrecondition
 
 from cachestore_svc.blobs.bucket.bucket import Bucket
 
-_OWNER = "kvasir-store"
+OWNER = "kvasir-store"
 _MOST_BYTES = 256
-_TAKEN = "BUCKET_TAKEN"
-_INDEX = "index"  # in the object of an owner
+TAKEN = "BUCKET_TAKEN"
+_INDEX, CATALOG = "index", "catalog"  # in the object of an owner: where the index lies
 
 
 @dataclass(frozen=True)
-class _Note:
+class Note:
     """What a data directory knows: its bucket, the store's name there, and the starts that may be the last. There are
     two after a crash in a start."""
 
@@ -31,13 +32,13 @@ class _Note:
 
 
 @dataclass(frozen=True)
-class _Held:
-    """The owner as the bucket names it. `has_index`: the store's index lies in the bucket, too."""
+class Held:
+    """The owner as the bucket names it. `index`: where it is, if not in the directory."""
 
     store: str = ""
     start: str = ""
     place: str = ""
-    has_index: bool = False
+    index: str = ""
 
 
 class BucketOwner:
@@ -50,37 +51,25 @@ class BucketOwner:
 
     def check(self) -> None:
         """Raises FailedPrecondition (BUCKET_TAKEN), and OSError where the bucket does not answer."""
-        held, _ = _held(self._bucket)
+        held, _ = held_by(self._bucket)
         if (held.store, held.start) != (self.store, self.start):
             raise FailedPrecondition(
                 f"{self._bucket.where} was taken by another copy of this store's data: this one may remove and "
                 "acknowledge nothing there. Stop one of the two",
-                reason=_TAKEN,
+                reason=TAKEN,
             )
 
 
 def noted_bucket(note: Path) -> str:
     """The bucket that a data directory's note names; "" without a note. Raises FailedPrecondition."""
-    found = _read(note)
+    found = noted(note)
     return found.where if found else ""
-
-
-def noted_owner(note: Path) -> str:
-    """The bucket, and the store's name there, as a data directory notes them; "" without a note."""
-    found = _read(note)
-    return f"{found.where} {found.store}" if found else ""
-
-
-def note_owner(note: Path, owner: str) -> None:
-    """Make a directory without a note a copy of the data whose note was this. Such a copy has to take the bucket."""
-    where, store = owner.split()
-    _Note(where, store).write(note)
 
 
 def look_at_bucket(bucket: Bucket, note: Path, *, has_index: bool = False) -> BucketOwner:
     """For one that only looks, beside the store that runs. Raises FailedPrecondition: it is another store's."""
-    held, _ = _held(bucket)
-    known = _read(note) or _Note(bucket.where, held.store if has_index else "")
+    held, _ = held_by(bucket)
+    known = noted(note) or Note(bucket.where, held.store if has_index else "")
     _check_same(bucket, known, held, has_index=has_index)
     return BucketOwner(bucket, known.store, known.starts[-1])
 
@@ -96,60 +85,69 @@ def take_bucket(
     """Start: be the owner from now on. A bucket that `has_index`, too, goes to the store that starts last, with any
     directory. Raises FailedPrecondition for the bucket of another store, for a note of another bucket, and
     (BUCKET_TAKEN) for a bucket that another copy of these data has, unless it `takes_from_copy`."""
-    held, tag = _held(bucket)
-    known = _read(note) or _Note(bucket.where, (has_index and held.store) or token_hex(16))
+    held, tag = held_by(bucket)
+    known = noted(note) or Note(bucket.where, (has_index and held.store) or token_hex(16))
     _check_same(bucket, known, held, has_index=has_index)
     here = str(note.parent.stat().st_ino)  # a copy lies in another one
     is_copy = held.store and (held.start not in known.starts or held.place not in ("", here))
     if is_copy and not (takes_from_copy or has_index):
         raise _taken(bucket.where)
     start = token_hex(16)
-    _Note(known.where, known.store, (held.start, start)).write(note)
+    Note(known.where, known.store, (held.start, start)).write(note)
     record = " ".join([known.store, start, here, *([_INDEX] if has_index else [])]).encode()
-    is_won = bucket.swap(_OWNER, record, tag) if tag else bucket.put_new(_OWNER, record)
-    if not is_won and _held(bucket)[0].start != start:  # of a write that was sent twice, the second one fails
+    is_won = bucket.swap(OWNER, record, tag) if tag else bucket.put_new(OWNER, record)
+    if not is_won and held_by(bucket)[0].start != start:  # of a write that was sent twice, the second one fails
         raise _taken(bucket.where)
-    _Note(known.where, known.store, (start,)).write(note)
+    Note(known.where, known.store, (start,)).write(note)
     return BucketOwner(bucket, known.store, start)
 
 
-def _held(bucket: Bucket) -> tuple[_Held, str]:
+def held_by(bucket: Bucket) -> tuple[Held, str]:
     """The facts of the owner, and the object's tag; empty where there is none."""
     try:
-        data, tag = bucket.get_tagged(_OWNER, _MOST_BYTES)
+        data, tag = bucket.get_tagged(OWNER, _MOST_BYTES)
     except FileNotFoundError:
-        return _Held(), ""
+        return Held(), ""
     store, start, place, index, *_ = [*data.decode("ascii", "replace").split(), *[""] * 4]
-    return _Held(store, start, place, index == _INDEX), tag
+    return Held(store, start, place, index), tag
 
 
-def _read(note: Path) -> _Note | None:
+def noted(note: Path) -> Note | None:
+    """Raises FailedPrecondition for a file that is no note."""
     if not note.exists():
         return None
     try:
         where, store, *starts = read_private_text(note).split()
     except (CredentialFileError, ValueError) as error:
         raise FailedPrecondition(f"{note}: expected a bucket and the name of a store: {error}") from None
-    return _Note(where, store, tuple(starts) or ("",))
+    return Note(where, store, tuple(starts) or ("",))
 
 
-def _check_same(bucket: Bucket, known: _Note, held: _Held, *, has_index: bool) -> None:
-    if known.where != bucket.where:
-        raise FailedPrecondition(f"the blobs of this store lie in {known.where}: start it with --blobs {known.where}")
-    if held.store and held.has_index != has_index:
+def _check_same(bucket: Bucket, known: Note, held: Held, *, has_index: bool) -> None:
+    check_where(bucket.where, known)
+    if held.store and (held.index == _INDEX) != has_index:
         there = f"there, too: start with --catalog {bucket.where}"
-        words = there if held.has_index else "elsewhere: start it in its own directory, with its own --catalog"
+        words = there if held.index == _INDEX else "elsewhere: start it in its own directory, with its own --catalog"
         raise FailedPrecondition(f"the index of the store in {bucket.where} lies {words}", reason="INDEX_FOREIGN")
     if known.store and held.store not in ("", known.store):
-        raise FailedPrecondition(
-            f"{bucket.where} belongs to another store, whose blobs this one would set aside: choose another prefix. If "
-            "that store's directory is gone, and its index is in PostgreSQL, start once with --accept-older"
-        )
+        raise foreign(bucket.where)
+
+
+def check_where(where: str, known: Note | None) -> None:
+    """Raises FailedPrecondition where a data directory notes another bucket."""
+    if known and known.where != where:
+        raise FailedPrecondition(f"the blobs of this store lie in {known.where}: start it with --blobs {known.where}")
+
+
+def foreign(where: str) -> FailedPrecondition:
+    return FailedPrecondition(
+        f"{where} belongs to another store, whose blobs this one would set aside: choose another prefix"
+    )
 
 
 def _taken(where: str) -> FailedPrecondition:
     return FailedPrecondition(
         f"{where} belongs to another copy of this store's data, or these data were moved. Two stores must not use one "
         "prefix. Run that one; if it is gone, start this one once with --accept-older, which takes the bucket",
-        reason=_TAKEN,
+        reason=TAKEN,
     )

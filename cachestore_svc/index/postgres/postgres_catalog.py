@@ -27,7 +27,7 @@ from cachestore_svc.index.postgres.replicas import (
     take_job,
     take_lock,
 )
-from cachestore_svc.index.postgres.schema import migrate
+from cachestore_svc.index.postgres.schema import STEPS, migrate
 from cachestore_svc.index.postgres.session import Session, is_again, is_cut, translated
 from cachestore_svc.index.sqlite.operations import Catalog, Operation
 from cachestore_svc.index.sqlite.transaction import CatalogChange
@@ -59,7 +59,7 @@ class PostgresCatalog(Catalog):
         self._session = ""
         self._backend: tuple[object, ...] = ()  # the server's process of the last writer's session
         self._url = url
-        self._shared_as = shared_as
+        self._shared_as = None if shared_as is None else {**shared_as, "format": str(len(STEPS))}
         self.is_shared = shared_as is not None
         self._begins: Callable[[CatalogChange], None] | None = None  # where the database may be in another place
         self._is_new_session = False
@@ -131,10 +131,11 @@ class PostgresCatalog(Catalog):
 
     def _look_where(self) -> None:
         """After a restore or a failover the history of events has another name."""
-        [[self.place]] = self._writer.execute(
-            "SELECT left(pg_walfile_name(pg_current_wal_lsn()), 8) || ' ' || oid FROM pg_database WHERE datname = "
-            "current_database()"
+        [[timeline, database, server]] = self._writer.execute(
+            """SELECT left(pg_walfile_name(pg_current_wal_lsn()), 8), oid, system_identifier
+                FROM pg_database, pg_control_system() WHERE datname = current_database()"""
         ).fetchall()
+        self.place, self.home = f"{timeline} {database}", (f"{server}.{database}", timeline)
 
     def _begin_group(self, session: Session) -> None:
         """Begin a transaction that sees all that other stores' groups did, and that no other group comes between."""

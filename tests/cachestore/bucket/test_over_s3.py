@@ -89,10 +89,14 @@ class Faults:
                 self._copy(client, server, 1000 if fault == 1 else None)
                 back.join()
 
+    def _pass(self, data: bytes) -> None:
+        """Before it goes on."""
+
     def _copy(self, source: socket.socket, target: socket.socket, most_bytes: int | None) -> None:
         passed = 0
         with suppress(OSError):
             while data := source.recv(1 << 16):
+                self._pass(data)
                 time.sleep(self.pause_s)
                 target.sendall(data)
                 passed += len(data)

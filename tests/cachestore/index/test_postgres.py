@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
-from dataclasses import replace
 from pathlib import Path
 
 import psycopg
@@ -23,9 +22,6 @@ from cachestore_svc.facts.records import HeldLease, LeaseToken, LineKey
 from cachestore_svc.index.catalog import HOUSE, Catalog, CatalogChange, CatalogView, open_postgres
 from cachestore_svc.index.postgres.replicas import LOCK
 from cachestore_svc.index.postgres.session import Session
-from cachestore_svc.recovery import on_server
-from cachestore_svc.recovery.means import Means
-from cachestore_svc.recovery.opening import holds_store
 from tests.cachestore.any_backend.memory_blobs import MemoryBlobs
 from tests.cachestore.core.lab import NS, Lab, assert_restores, publish
 from tests.cachestore.index.cut_commits import CommitCutter
@@ -406,40 +402,6 @@ def test_a_database_and_a_directory_belong_together(postgres: PostgresServer, tm
     with Lab(tmp_path / "a", catalog=first).open() as store:
         assert_restores(store, kept, turn)
         assert store.care.check().findings == ()
-
-
-class _StopsDisk(Disk):
-    """The machine stops once a file was opened, or was synced."""
-
-    def __init__(self, before: str) -> None:
-        self._before = before
-
-    def write(self, descriptor: int, data: bytes | memoryview) -> None:
-        if self._before == "write":
-            raise KeyboardInterrupt
-        super().write(descriptor, data)
-
-    def rename(self, source: Path, target: Path) -> None:
-        raise KeyboardInterrupt
-
-
-@pytest.mark.parametrize("before", ["write", "rename"])
-def test_a_successor_whose_machine_stops_while_it_takes_the_name_begins_again(
-    url: str, tmp_path: Path, before: str
-) -> None:
-    with catalog_on(url) as catalog:
-        catalog.write(HOUSE, lambda change: change.set_fact(on_server.NAME, "a" * 32))
-        catalog.write(HOUSE, lambda change: change.set_fact("bucket", "s3://bucket/agents theirs"))
-    config = replace(Lab(tmp_path, catalog=url).config(), accept_older=True)
-
-    def succeed(disk: Disk) -> None:
-        on_server.succeed(config, Means(lambda: 0.0, lambda _: "", disk, lambda: 0.0, bytes))
-
-    with pytest.raises(KeyboardInterrupt):
-        succeed(_StopsDisk(before))
-    assert not holds_store(tmp_path), "the next start looks again"
-    succeed(Disk())
-    assert (tmp_path / on_server.NAME).read_text() == "a" * 32
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 
 
 @dataclass
@@ -39,7 +40,8 @@ class Proxy:
 
     @property
     def address(self) -> str:
-        return f"127.0.0.1:{self._listener.getsockname()[1]}"
+        name = self._listener.getsockname()
+        return f"unix:{name}" if isinstance(name, str) else f"127.0.0.1:{name[1]}"
 
     def accept(self) -> None:
         with contextlib.suppress(OSError):
@@ -104,6 +106,13 @@ class Proxy:
             return is_cut
 
 
+def _listening_at(path: Path) -> socket.socket:
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(str(path))
+    listener.listen()
+    return listener
+
+
 def _close(pair: tuple[socket.socket, socket.socket]) -> None:
     for each in pair:
         with contextlib.suppress(OSError):
@@ -112,8 +121,9 @@ def _close(pair: tuple[socket.socket, socket.socket]) -> None:
 
 
 @contextmanager
-def proxy_to(target: str) -> Iterator[Proxy]:
-    proxy = Proxy(target)
+def proxy_to(target: str, socket_at: Path | None = None) -> Iterator[Proxy]:
+    """`socket_at`: where it listens, if not at a port."""
+    proxy = Proxy(target, **({"_listener": _listening_at(socket_at)} if socket_at else {}))
     threading.Thread(target=proxy.accept, daemon=True).start()
     try:
         yield proxy
