@@ -292,6 +292,11 @@ def test_fleet_status_names_each_engine_and_the_agents_that_it_has_hot(fleet: Fl
     assert lost.code == 3
     assert f"{gone}" in lost.out
     assert "stopped" in lost.out
+    two = ("--store", fleet.address, "--store", gone)
+    replicas = one(*fleet.typed("kvasir fleet status"), *two, "--json")
+    assert replicas.code == 3
+    states = {each["address"]: each["state"] for each in replicas.value["stores"]}
+    assert (states[fleet.address], states[gone] == "ready") == ("ready", False)
 
 
 @pytest.mark.long(4)

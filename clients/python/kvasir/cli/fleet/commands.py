@@ -4,7 +4,7 @@ import asyncio
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -30,6 +30,10 @@ app = typer.Typer(no_args_is_help=True, help="Several engines of one store.")
 
 EnginesOption = Annotated[
     list[str] | None, option("An engine, once for each. Left out: the home's.", "--engine", metavar="ADDRESS")
+]
+StoresOption = Annotated[
+    list[str] | None,
+    typer.Option("--store", help="A store process, once for each replica. Left out: the home's.", metavar="ADDRESS"),
 ]
 _PAGE = 500  # agents that an engine is asked about at once
 
@@ -101,20 +105,26 @@ class EngineRow:
 
 
 @command(app, "status")
-def status(caller: Caller, engine: EnginesOption = None) -> None:
-    """Show several engines of a store, that store as this home knows it, and which agents each engine has hot. Ends
-    with 3 unless all are ready and reach the store."""
+def status(caller: Caller, engine: EnginesOption = None, store: StoresOption = None) -> None:
+    """Show several engines of a store, that store's processes, and which agents each engine has hot. Ends with 3 unless
+    all are ready and each engine reaches the store."""
     known = caller.engine
     given = [Endpoint(each, *_files(caller, known, each)) for each in engine or [known.address]]
-    if len({each.address for each in given}) != len(given):
-        raise WrongUsage("--engine: an address is given twice", field="--engine")
+    replicas = [replace(caller.store, address=each) for each in store or [caller.store.address]]
+    for named, endpoints in (("--engine", given), ("--store", replicas)):
+        if len({each.address for each in endpoints}) != len(endpoints):
+            raise WrongUsage(f"{named}: an address is given twice", field=named)
     agents = next((found for each in given if (found := _agents(each)) is not None), [])
     rows = [_row(each, agents) for each in given]
-    store = {"address": caller.store.address, "state": asyncio.run(health(caller.store, STORE_SERVICE, ANSWER_S))}
+    stores = [
+        {"address": each.address, "state": asyncio.run(health(each, STORE_SERVICE, ANSWER_S))} for each in replicas
+    ]
     engines = [fields_of(row, *EngineRow.__dataclass_fields__) for row in rows]
-    value = {"store": store, "engines": engines, "agents": len(agents)}
-    caller.result(value, lambda out: _show(out, rows, store))
-    if any(row.state != "ready" or not row.has_store for row in rows):
+    value = {"store": stores[0], "stores": stores, "engines": engines, "agents": len(agents)}
+    caller.result(value, lambda out: _show(out, rows, stores))
+    if any(row.state != "ready" or not row.has_store for row in rows) or any(
+        each["state"] != "ready" for each in (stores if store else ())
+    ):
         raise typer.Exit(UNREACHABLE)
 
 
@@ -155,8 +165,9 @@ def _hot(client: InferenceClient, agents: Sequence[str]) -> list[dict[str, Any]]
     return [fields_of(each, *names) for page in pages for each in client.list_hot_memories(page)]
 
 
-def _show(out: Console, rows: Sequence[EngineRow], store: Mapping[str, str]) -> None:
-    out.print(f"store: {store['address']}, {store['state']}")
+def _show(out: Console, rows: Sequence[EngineRow], stores: Sequence[Mapping[str, str]]) -> None:
+    for store in stores:
+        out.print(f"store: {store['address']}, {store['state']}")
     cells = [
         (row.address, row.state, "reached" if row.has_store else "not reached", row.model, len(row.hot)) for row in rows
     ]
