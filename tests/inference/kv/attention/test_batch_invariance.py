@@ -9,6 +9,7 @@ from mlx_lm.models import llama
 from inference_svc.config import read_settings
 from inference_svc.kv.attention.kernels import Dialect
 from inference_svc.kv.model_hooks.few_rows import take_few_rows
+from inference_svc.kv.model_hooks.joined_steps import join_steps
 from inference_svc.kv.model_hooks.row_exact import make_row_exact
 from inference_svc.kv.pages.pool import KvPool
 from inference_svc.kv.policy import Rung, policy_of
@@ -45,6 +46,7 @@ def made_runner(dtype: mx.Dtype) -> ModelRunner:
         make_row_exact(model)
     elif not mx.metal.is_available():
         take_few_rows(model)
+        join_steps(model)
     mx.eval(model.parameters())
     return ModelRunner(model, batch_invariant=True)
 
