@@ -182,7 +182,7 @@ OF_THE_HOUSE = {
         "set_journal_position",
         "state",
     ),
-    *("state_anyway", "namespaces_anyway", "has_tables"),
+    *("state_anyway", "namespaces_anyway", "has_tables", "counted_bytes"),
     *("is_too_new", "wrong_indexes", "problems"),
     *("apply_changes", "fence_changes", "hold_version", "hashes_of"),
 }
