@@ -195,14 +195,22 @@ class DecodeBatch:
         return whole[:count] if step.rows > count else whole
 
     def keep_graph(self, depth: int) -> None:
-        """Have MLX keep the graph of a step of one sequence that has so many tokens. Stores nothing."""
-        if self.keeps_graph:
-            rows = self._pass_rows or 1
-            tables = [mx.zeros((rows, table_width(depth + 1)), dtype=mx.int32) for _ in self._pool.groups]
-            given = mx.zeros((rows,), dtype=mx.uint32), mx.full((rows,), -1, dtype=mx.int32), *tables
-            logits = self._kept_graph(self._pool.arrays, self._pool.order, *given)
-            self._pool.enqueue_behind(logits)
+        """Have MLX keep the graph of a step of one sequence that has so many tokens. Its row goes to a page that is
+        free again. Raises ResourceExhausted.
+        """
+        if not self.keeps_graph:
+            return
+        pool, rows = self._pool, self._pass_rows or 1
+        [page] = pool.take(1)
+        try:
+            table = mx.full((rows, table_width(depth + 1)), page, dtype=mx.int32)
+            places = mx.array([0] + [-1] * (rows - 1), dtype=mx.int32)
+            tables = [table] * len(pool.groups)
+            logits = self._kept_graph(pool.arrays, pool.order, mx.zeros((rows,), dtype=mx.uint32), places, *tables)
+            pool.enqueue_behind(logits)
             mx.eval(logits)
+        finally:
+            pool.release([page])
 
     def _traced(
         self,

@@ -79,10 +79,17 @@ class ShortPass:
         return logits
 
     def keep_graph(self, count: int, depth: int) -> None:
-        """Have MLX keep the graph of a pass of `count` tokens, one of `KEPT_TOKENS`, behind so many. Stores nothing."""
-        tables = [mx.zeros((1, table_width(depth + count)), dtype=mx.int32) for _ in self.pool.groups]
-        tokens, nowhere = mx.zeros((1, count), dtype=mx.uint32), mx.full((1, count), -1, dtype=mx.int32)
-        mx.eval(self.computed(tokens, mx.array([-count], dtype=mx.int32), nowhere, tables))
+        """Have MLX keep the graph of a pass of `count` tokens, one of `KEPT_TOKENS`, behind so many: of one token on a
+        page that is free again, filled up in front. Raises ResourceExhausted.
+        """
+        [page] = self.pool.take(1)
+        try:
+            table = mx.full((1, table_width(depth + count)), page, dtype=mx.int32)
+            places = mx.array([[-1] * (count - 1) + [0]], dtype=mx.int32)
+            tokens, offsets = mx.zeros((1, count), dtype=mx.uint32), mx.array([1 - count], dtype=mx.int32)
+            mx.eval(self.computed(tokens, offsets, places, [table] * len(self.pool.groups)))
+        finally:
+            self.pool.release([page])
 
     def _part(self, token_ids: Sequence[int], start: int, tables: list[mx.array]) -> mx.array:
         """Logits of tokens that go to positions from `start` on, not evaluated."""

@@ -74,7 +74,7 @@ def test_a_short_pass_computes_what_a_pass_layer_by_layer_does(
 def test_a_graph_kept_ahead_is_the_one_that_a_turn_needs(
     count: int, depth: int, runner: ModelRunner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """MLX finds it by shapes and types. The pass that makes it writes to no page, of which others have rows."""
+    """MLX finds it by shapes and types. The pass that makes it writes to no page that others hold, and keeps none."""
     identity = identity_of(runner.layers, policy_of(Rung.Q4, "float32"))
     here = PoisonedPool(identity, 40 * KvPool(identity, 1).page_bytes, is_allocated=True, dialect=Dialect.CUDA)
     passes, asked = ShortPass(here, runner.forward, runner.compute_type), list[object]()
@@ -82,9 +82,12 @@ def test_a_graph_kept_ahead_is_the_one_that_a_turn_needs(
     monkeypatch.setattr(
         passes, "_kept_graph", lambda *given: asked.append([(a.shape, a.dtype) for a in given[2:]]) or traced(*given)
     )
-    before = [bytes(np.asarray(array)) for array in here.arrays]
+    others = here.take(3)
+    before, used = [bytes(np.asarray(array[mx.array(others)])) for array in here.arrays], here.allocator.used
     passes.keep_graph(count, depth)
-    assert [bytes(np.asarray(array)) for array in here.arrays] == before
+    assert [bytes(np.asarray(array[mx.array(others)])) for array in here.arrays] == before
+    assert here.allocator.used == used
+    here.release(others)
     kv = SequenceKV(here)
     for table in kv.tables:
         table.pages = dict(enumerate(here.take(-(-depth // 256))))
