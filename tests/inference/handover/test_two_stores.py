@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from kvasir.cachestore.v1 import cachestore_pb2, manifest_pb2
-from kvasir.clients import AioInferenceClient, InferenceClient
+from kvasir.clients import AioInferenceClient, InferenceClient, StoreClient
 from kvasir.clients.aio.turn_peer import AioTurnPeer, TurnCall
 from kvasir.credentials import HANDOVER, PEER, Principal, write_private_text
 from kvasir.errors import KvasirError, NotFound
@@ -24,7 +24,7 @@ from kvasir.inference.v1 import inference_pb2
 from inference_svc.model import kvasir_tiny
 from tests.cachestore.moving.two_stores import Mac, macs
 from tests.cachestore.service.running import make_credentials
-from tests.cli.running import Cli, Ended, in_process
+from tests.cli.running import Cli, Ended, eventually, in_process
 from tests.inference.handover.cases import ON, STORY
 from tests.inference.handover.test_taking import PROMPT, opened, opening_for, refusal, stand
 from tests.inference.handover.two_engines import hear
@@ -131,6 +131,10 @@ def test_a_moved_agent_goes_on_token_for_token_where_its_reply_holds_special_tok
         assert go_on(b, "special import")[0] > expected[0][0]
 
 
+def stored_tokens(store: StoreClient, agent: str) -> int:
+    return store.get_agent(agent).lines[0].token_count
+
+
 @pytest.mark.long(2)
 def test_an_agent_moves_in_its_sleep_and_wakes_at_the_other_store(pair: Macs) -> None:
     (laptop, engine), (studio, other) = pair
@@ -146,6 +150,8 @@ def test_an_agent_moves_in_its_sleep_and_wakes_at_the_other_store(pair: Macs) ->
                 a.sleep("asleep")
             assert refused.value.reason == "AGENT_MOVED"
             assert b.reply(agent_id="asleep", **more).token_ids == a.reply(agent_id="awake", **more).token_ids
+            # Behind a store that is slow a reply ends before its memory is there.
+            eventually(lambda: stored_tokens(here, "awake") == stored_tokens(there, "asleep"))
             tails = [
                 manifest.parse(store.get_snapshot(agent)[1]).tail
                 for store, agent in ((here, "awake"), (there, "asleep"))
