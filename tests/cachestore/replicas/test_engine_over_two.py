@@ -12,6 +12,8 @@ from inference_svc.model import kvasir_tiny
 from tests.cachestore.bucket.test_over_s3 import credentials, faults, pytestmark  # noqa: F401
 from tests.cachestore.replicas.processes import replicas_in
 from tests.cachestore.service.proxy import proxy_to
+from tests.cachestore.service.running import RunningStore
+from tests.cli.running import eventually
 from tests.running import in_memory
 from tests.running.postgres import PostgresServer, postgres  # noqa: F401
 from tests.running.system_fixtures import ENGINE_SERVICE, Service, running_house
@@ -24,6 +26,11 @@ def _tokens_of(client: InferenceClient, words: str) -> list[int]:
     reply = client.reply(agent_id="ada", append_messages=[{"role": "user", "content": words}], sampling=SAMPLING)
     assert reply.finished.snapshot.state == pb.SNAPSHOT_STATE_COMMITTED
     return list(reply.token_ids)
+
+
+def _head_at(store: RunningStore) -> int:
+    with store.client() as client:
+        return client.get_snapshot("ada")[0].version
 
 
 @pytest.mark.long(25)
@@ -56,8 +63,8 @@ def test_an_engine_whose_store_is_killed_amid_a_turn_stores_it_by_the_other(
                     a.kill()
                     door.target = b.address  # as a balancer does
                     *_, last = turn
-                    assert last.finished.snapshot.state == pb.SNAPSHOT_STATE_COMMITTED
-                    assert last.finished.snapshot.version == 2
+                    assert last.HasField("finished")
+                    eventually(lambda: _head_at(b) == 2, within_s=60)  # at once, or in the background
                     assert _tokens_of(client, WORDS[2]) == stayed[2]
                 engine.kill()
                 engine.start()
@@ -65,5 +72,4 @@ def test_an_engine_whose_store_is_killed_amid_a_turn_stores_it_by_the_other(
                     assert _tokens_of(client, WORDS[3]) == stayed[3]
             finally:
                 engine.kill()
-        with b.client() as at_b:
-            assert at_b.get_snapshot("ada")[0].version == 4
+        assert _head_at(b) == 4
