@@ -18,7 +18,7 @@ from typing import Any
 import openai
 
 from inference_svc.model import kvasir_tiny
-from tests.running.scraping import free_port
+from tests.running.ports import free_port
 from tests.running.system_fixtures import House, running_house
 
 PACKAGE = "smg==1.13.0"

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 import pytest
 
 from tests.gateway.conftest import Front, running_front
-from tests.running.scraping import Scraped, free_port, health, scrape
+from tests.running.ports import free_port
+from tests.running.scraping import Scraped, health, scrape
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,8 @@ import pytest
 from kvasir.cli.running.health import STORE_SERVICE, Health, http_health, is_ready
 from kvasir.cli.running.home import Endpoint
 
+from tests.running.ports import free_port
 from tests.running.programs import Program
-from tests.running.scraping import free_port
 
 FULL = Path("/dev/full")
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="elsewhere no file is always full")

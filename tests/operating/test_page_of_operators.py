@@ -7,7 +7,7 @@ import pytest
 from kvasir.server.operating.operator_page import About, OperatorPage, gauge
 from kvasir.server.operating.wellness import Wellness
 
-from tests.running.scraping import free_port
+from tests.running.ports import free_port
 
 
 @pytest.fixture(scope="module")

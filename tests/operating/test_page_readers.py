@@ -13,7 +13,7 @@ from kvasir.server.operating.wellness import Wellness
 from prometheus_client.core import Metric
 
 from tests.cli.running import eventually
-from tests.running.scraping import free_port
+from tests.running.ports import free_port
 
 
 def test_a_probe_may_ask_for_the_head_alone() -> None:

@@ -38,8 +38,8 @@ from cachestore_svc.pairing.identity import (
 from cachestore_svc.pairing.peers_file import PeerBook, PeerSettings, change_peers, read_peers
 from tests.cachestore.service.running import RunningStore, StoreHome, assert_whole, publish, store_home
 from tests.made_models.synthetic import SMALL, SyntheticAgent, full_layers, kv_identity
+from tests.running.ports import free_port
 from tests.running.programs import Program, run
-from tests.running.scraping import free_port
 
 LARGE = kv_identity("large", full_layers(24, 8, 128))
 WITHIN_S = 30.0
