@@ -61,9 +61,9 @@ def test_behind_the_time_limit_one_round_counts_and_one_item_is_measured(
 
 
 def test_lengths_asked_for_are_cut_to_the_context_and_stand_once(new_lab: Callable[..., Lab]) -> None:
-    assert new_lab().chosen_lengths((128, 512)) == [128, 512]
+    assert new_lab().lengths(64, 128, 512) == [128, 512]
     lab = new_lab(lengths=(32768, 1024, 8192))
-    assert lab.chosen_lengths((128,)) == [1024, lab.engine.model.context_tokens - 512]
+    assert lab.lengths(64, 128) == [1024, lab.engine.model.context_tokens - 512]
     assert contexts(new_lab(lengths=(2048,))) == ["2048", MIXED]
     assert contexts(new_lab(lengths=(2048,), batches=(1,))) == ["2048"]
     assert contexts(new_lab(is_quick=True)) == ["64"]

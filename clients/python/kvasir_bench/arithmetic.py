@@ -1,8 +1,9 @@
-"""Arithmetic on measured numbers: medians, percentiles, spreads, rates, gaps, and whether a target is met. Pure."""
+"""Arithmetic on measured numbers: medians, percentiles, spreads, rates, gaps, and whether a target is met."""
 
 import math
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -55,6 +56,29 @@ def median(values: Iterable[float]) -> float | None:
     """None of none."""
     found = list(values)
     return statistics.median(found) if found else None
+
+
+def medians(rows: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    """By name, of rows that have the same names. Raises StatisticsError for none."""
+    names: dict[str, list[float]] = {}
+    for row in rows:
+        for name, value in row.items():
+            names.setdefault(name, []).append(value)
+    return {name: statistics.median(values) for name, values in names.items()}
+
+
+def timed(work: Callable[[], object], clock: Callable[[], float] = time.perf_counter) -> float:
+    """Seconds, as `work` measures them itself or around it."""
+    began = clock()
+    measured = work()
+    return measured if isinstance(measured, float) else clock() - began
+
+
+def median_time(
+    work: Callable[[], object], repeats: int, clock: Callable[[], float] = time.perf_counter, warm_ups: int = 1
+) -> float:
+    """Seconds of `work`, after rounds that warm up."""
+    return statistics.median([timed(work, clock) for _ in range(warm_ups + repeats)][warm_ups:])
 
 
 def percentile(values: Sequence[float], percent: float) -> float:

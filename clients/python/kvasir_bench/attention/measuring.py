@@ -11,6 +11,7 @@ from inference_svc.kv.attention.kernels import Dialect
 from inference_svc.kv.attention.paged import paged_attention
 from inference_svc.kv.attention.reference import gathered, reference_attention
 from inference_svc.kv.page import PAGE_TOKENS, PageFormat, RowFormat
+from kvasir_bench.arithmetic import median_time
 
 _SPREAD_BYTES = 400 << 20  # calls go over so many bytes in turn, that a cache holds none of them
 _CALLS = 32  # in one evaluation, as a step has layers
@@ -47,13 +48,10 @@ class Stopwatch:
 
     def seconds(self, call: Callable[[int], mx.array], calls: int = _CALLS) -> float:
         """Of one of `calls` calls that are evaluated together, each given its number."""
-        times = []
-        for turn in range(self._repeats + 2):
-            began = self._clock()
-            mx.eval([call(number) for number in range(calls)])
-            if turn >= 2:
-                times.append(self._clock() - began)
-        return sorted(times)[len(times) // 2] / calls
+        together = median_time(
+            lambda: mx.eval([call(number) for number in range(calls)]), self._repeats, self._clock, warm_ups=2
+        )
+        return together / calls
 
 
 def copied_bytes_per_s(stopwatch: Stopwatch, size: int) -> float:

@@ -312,9 +312,14 @@ class Lab:
         self.pace.say("copies of this machine")
         return link_rates.measured(self.clock, (256 if self.is_gpu else 16) << 20)
 
-    def chosen_lengths(self, own: Sequence[int]) -> list[int]:
-        """The lengths asked for, or a case's own, each cut to the model's context."""
-        return sorted({self.shortened(length, 512) for length in self.scope.lengths or own})
+    def lengths(self, quick: int, *own: int) -> list[int]:
+        """The lengths asked for, or a case's `quick` or own ones, each cut to the model's context."""
+        chosen = self.scope.lengths or ((quick,) if self.scope.is_quick else own)
+        return sorted({self.shortened(length, 512) for length in chosen})
+
+    def batches(self, quick: tuple[int, ...], own: tuple[int, ...]) -> tuple[int, ...]:
+        """The rows that decode together: those asked for, or a case's `quick` or own ones."""
+        return self.scope.batches or (quick if self.scope.is_quick else own)
 
     def start_together(self, first: Sequence[int], second: Sequence[int], reply: int) -> tuple[Run, Run]:
         """Two turns that have ended. The second was submitted in the step of a third of the first's reply."""

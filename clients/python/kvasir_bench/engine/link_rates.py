@@ -4,13 +4,13 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from statistics import median
 
 import mlx.core as mx
 import numpy as np
 from blake3 import blake3
 
 from inference_svc.engine.mlx_thread import MlxThread
+from kvasir_bench.arithmetic import median_time
 from kvasir_bench.program import printed
 
 _REPEATS = 5
@@ -56,14 +56,11 @@ def _rates(clock: Callable[[], float], size_bytes: int) -> LinkRates:
     data = host.tobytes()
 
     def rate(moved_bytes: int, work: Callable[[], object]) -> float:
-        times = []
-        for _ in range(_REPEATS + 1):
-            mx.synchronize()
-            began = clock()
+        def synchronized() -> None:
             work()
             mx.synchronize()
-            times.append(clock() - began)
-        return moved_bytes / median(times[1:])
+
+        return moved_bytes / median_time(synchronized, _REPEATS, clock)
 
     # The addition makes the device read what was copied.
     return LinkRates(

@@ -1,15 +1,15 @@
 """What this machine can do, measured in the same run: synced writes, reads from the page cache, BLAKE3, a socket."""
 
 import os
-import statistics
 import tempfile
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from blake3 import blake3
+from kvasir.formats.digest import Digest
 
+from kvasir_bench.arithmetic import median_time
 from kvasir_bench.program import measured_by
 from kvasir_bench.wire import sent_s
 
@@ -27,11 +27,11 @@ def rates(directory: Path, blocks: int = _BLOCKS, repeats: int = _REPEATS) -> di
     with tempfile.TemporaryDirectory(dir=directory) as below:
         root = Path(below)
         seconds = {
-            "write_synced": _median(lambda: _write(root, blobs), repeats),
-            "read_cached": _median(lambda: _read(root), repeats),
-            "blake3_thread": _median(lambda: [blake3(blob).digest() for blob in blobs], repeats),
-            "blake3_all": _median(lambda: [blake3(blob, max_threads=blake3.AUTO).digest() for blob in blobs], repeats),
-            "unix_socket": _median(lambda: _send(root, blobs), repeats),
+            "write_synced": median_time(lambda: _write(root, blobs), repeats),
+            "read_cached": median_time(lambda: _read(root), repeats),
+            "blake3_thread": median_time(lambda: [blake3(blob).digest() for blob in blobs], repeats),
+            "blake3_all": median_time(lambda: [Digest.of(blob) for blob in blobs], repeats),
+            "unix_socket": median_time(lambda: _send(root, blobs), repeats),
         }
     return {name: round(total / value) for name, value in seconds.items()}
 
@@ -107,13 +107,3 @@ def _send(root: Path, blobs: Sequence[bytes]) -> float:
         return sent_s(blobs, address)
     finally:
         address.unlink(missing_ok=True)
-
-
-def _median(work: Callable[[], object], repeats: int) -> float:
-    """Seconds, as `work` measures them itself or around it, after a round that warms up."""
-    times = []
-    for _ in range(repeats + 1):
-        began = time.perf_counter()
-        measured = work()
-        times.append(measured if isinstance(measured, float) else time.perf_counter() - began)
-    return statistics.median(times[1:])

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -31,7 +31,7 @@ from kvasir.formats.digest import Digest
 from kvasir.formats.frames import FRAME_BYTES
 from kvasir.waits import HANGS_S
 
-from kvasir_bench.arithmetic import Target
+from kvasir_bench.arithmetic import Target, timed
 from kvasir_bench.tables import text_table, verdicts
 from kvasir_bench.wire import sent_s
 
@@ -133,10 +133,10 @@ def _baselines(root: Path, memory: Memory) -> dict[str, float]:
     blobs, plain = list(memory.blobs.values()), root / "plain"
     seconds = {
         "tcp": sent_s(blobs),
-        "write_fsync": _timed(lambda: _write_fsync(plain, blobs)),
-        "read": _timed(lambda: [(plain / str(index)).read_bytes() for index in range(len(blobs))]),
-        "blake3": _timed(lambda: [blake3(blob).digest() for blob in blobs]),
-        "blake3_all": _timed(lambda: [Digest.of(blob) for blob in blobs]),
+        "write_fsync": timed(lambda: _write_fsync(plain, blobs)),
+        "read": timed(lambda: [(plain / str(index)).read_bytes() for index in range(len(blobs))]),
+        "blake3": timed(lambda: [blake3(blob).digest() for blob in blobs]),
+        "blake3_all": timed(lambda: [Digest.of(blob) for blob in blobs]),
     }
     shutil.rmtree(plain)
     return seconds
@@ -258,12 +258,6 @@ def _write_fsync(directory: Path, blobs: Sequence[bytes]) -> None:
         os.close(descriptor)
         os.fsync(parent)
     os.close(parent)
-
-
-def _timed(work: Callable[[], object]) -> float:
-    began = time.perf_counter()
-    work()
-    return time.perf_counter() - began
 
 
 def _identity(name: str, layers: int, kv_heads: int, dim: int) -> identity_pb2.KvIdentity:

@@ -8,12 +8,11 @@ from kvasir_bench.arithmetic import Target
 from kvasir_bench.engine.lab import Case, Lab, Run
 
 _MOST_S = 0.5
-_LENGTHS = (8192,)
 
 
 def run(lab: Lab) -> Case:
     """Cancel right after a step reported its events: in decode the worst moment, because the next step runs whole."""
-    tokens = lab.chosen_lengths((600,) if lab.scope.is_quick else _LENGTHS)[-1]
+    tokens = lab.lengths(600, 8192)[-1]
     cells = -(-tokens // lab.engine.model.cell_tokens)
     moments: dict[str, tuple[int, Callable[[Run], bool]]] = {"decode": (256, lambda run: len(run.token_times) >= 8)}
     for cell in sorted({cells // 2, cells - 1} - {0}):

@@ -16,7 +16,7 @@ _GPU_RATIO = ("2048", 16, 6.0)
 
 
 def run(lab: Lab) -> Case:
-    batches = lab.scope.batches or ((1, 2) if lab.scope.is_quick else _BATCHES)
+    batches = lab.batches((1, 2), _BATCHES)
     tokens = 6 if lab.scope.is_quick else 48
     rows = lab.pace.rows(contexts(lab), lambda context: _rows(lab, context, fitting(context, batches), tokens))
     wanted_context, wanted_batch, least = _GPU_RATIO if lab.is_gpu else _CPU_RATIO
@@ -27,7 +27,7 @@ def run(lab: Lab) -> Case:
 
 def contexts(lab: Lab) -> list[str]:
     """Contexts to decode at: lengths, and the mix, which one row is none of."""
-    lengths = lab.chosen_lengths((64,) if lab.scope.is_quick else _CONTEXTS)
+    lengths = lab.lengths(64, *_CONTEXTS)
     return [*map(str, lengths), *([] if lab.scope.is_quick or lab.scope.batches == (1,) else [MIXED])]
 
 

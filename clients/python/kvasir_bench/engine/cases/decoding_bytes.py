@@ -12,8 +12,7 @@ _REPLY_TOKENS = 16
 
 def run(lab: Lab) -> Case:
     """Bytes repeat exactly, so one round is enough."""
-    agents, own = (2, 300) if lab.scope.is_quick else (8, 4096 if lab.is_gpu else 1024)
-    tokens = lab.chosen_lengths((own,))[-1]
+    agents, tokens = 2 if lab.scope.is_quick else 8, lab.lengths(300, 4096 if lab.is_gpu else 1024)[-1]
     lab.pace.say(f"bytes of {agents} decoding agents at {tokens} tokens")
     before = lab.engine.memory_used_bytes
     memories = [lab.agents.remember(lab.prompts.tokens(tokens - 1, number)) for number in range(agents)]

@@ -19,8 +19,7 @@ _MOST_HOT_TO_HOT = 1.3
 
 def run(lab: Lab) -> Case:
     """A restored turn gets its files from memory: `kvasir bench store` measures disk and wire."""
-    contexts = lab.chosen_lengths((96,) if lab.scope.is_quick else _LENGTHS)
-    rows = lab.pace.rows(contexts, lambda context: [_row(lab, context)])
+    rows = lab.pace.rows(lab.lengths(96, *_LENGTHS), lambda context: [_row(lab, context)])
     return Case("Time to the first token", rows, list(_targets(rows)) if lab.is_gpu else ())
 
 

@@ -6,14 +6,13 @@ from statistics import median
 from kvasir_bench.arithmetic import Summary, Target, gaps
 from kvasir_bench.engine.lab import Case, Lab, LabMemory, Row, Run
 
-_LENGTHS = (4096,)
 _MOST_STALLED_STEPS = 2.0
 NOTHING = "nothing"
 
 
 def run(lab: Lab) -> Case:
     """Streams with short prompts beside the longest context that is measured."""
-    rows = _rows(lab, lab.chosen_lengths((300,) if lab.scope.is_quick else _LENGTHS)[-1])
+    rows = _rows(lab, lab.lengths(300, 4096)[-1])
     targets = [
         Target(
             f"steps that {row['beside']} of {row['tokens']} tokens stalls",

@@ -5,15 +5,12 @@ from kvasir_bench.engine.lab import Case, Lab, Row
 from kvasir_bench.program import measured_by
 
 _MOST_RATIO = 0.5
-_LENGTHS = (8192,)
 _PEER_CHUNK = 2048  # mlx-lm's own default
 
 
 def run(lab: Lab) -> Case:
     """Bytes are counted by MLX and repeat exactly: one run of each is enough."""
-    rows = lab.pace.rows(
-        lab.chosen_lengths((600,) if lab.scope.is_quick else _LENGTHS), lambda length: _rows(lab, length)
-    )
+    rows = lab.pace.rows(lab.lengths(600, 8192), lambda length: _rows(lab, length))
     targets = [
         Target(f"peak, cells / one chunk, {row['prompt_tokens']}", row["peak_ratio"], _MOST_RATIO, is_most=True)
         for row in rows[:: len(_ways(lab, 0))]

@@ -1,20 +1,15 @@
 """A turn by its parts: tokenizing its text, computing its prompt, decoding its reply."""
 
-from statistics import median
-
 from inference_svc.model.prompting import Prompting
+from kvasir_bench.arithmetic import medians
 from kvasir_bench.engine.lab import Case, Lab, Row
-
-_LENGTHS = (512,)
 
 
 def run(lab: Lab) -> Case:
     """Each prompt is cold. Medians over the repeats."""
     prompting = Prompting(lab.engine.tokenizer, lab.engine.token_text)
     try:
-        rows = lab.pace.rows(
-            lab.chosen_lengths((96,) if lab.scope.is_quick else _LENGTHS), lambda length: [_row(lab, prompting, length)]
-        )
+        rows = lab.pace.rows(lab.lengths(96, 512), lambda length: [_row(lab, prompting, length)])
     finally:
         prompting.close()
     return Case("A turn by its parts", rows)
@@ -24,14 +19,13 @@ def _row(lab: Lab, prompting: Prompting, length: int) -> Row:
     reply = 12 if lab.scope.is_quick else 100
     text = lab.engine.tokenizer.decode(list(lab.prompts.tokens(length, 0)))
 
-    def measured() -> tuple[float, float, float]:
+    def measured() -> dict[str, float]:
         began = lab.clock()
         tokens = prompting.tokenize(text).ids
-        tokenized_s = lab.clock() - began
+        tokenize_s = lab.clock() - began
         run = lab.start(tokens, reply).ended()
-        return tokenized_s, run.first_token_s, run.token_times[-1] - run.token_times[0]
+        decode_s = run.token_times[-1] - run.token_times[0]
+        return {"tokenize_s": tokenize_s, "prefill_s": run.first_token_s, "decode_s": decode_s}
 
-    found = lab.pace.counted(f"parts of a turn of {length} tokens", measured)
-    tokenize_s, prefill_s, decode_s = map(median, zip(*found, strict=True))
-    seconds = {"tokenize_s": tokenize_s, "prefill_s": prefill_s, "decode_s": decode_s}
+    seconds = medians(lab.pace.counted(f"parts of a turn of {length} tokens", measured))
     return {"prompt_tokens": length, "reply_tokens": reply, **seconds, "all_s": sum(seconds.values())}

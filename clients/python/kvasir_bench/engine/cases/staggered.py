@@ -3,18 +3,15 @@
 from itertools import pairwise
 from statistics import median
 
-from kvasir_bench.arithmetic import Summary, Target, gaps
+from kvasir_bench.arithmetic import Summary, Target, gaps, medians
 from kvasir_bench.engine.lab import Case, Lab, Row
 
 _LEAST_RATIO = 2.0
-_LENGTHS = (1024,)
 
 
 def run(lab: Lab) -> Case:
     """Two prompts of one length; B arrives after a third of A's 427 tokens (the seed's two seconds, to scale)."""
-    rows = lab.pace.rows(
-        lab.chosen_lengths((96,) if lab.scope.is_quick else _LENGTHS), lambda length: [_row(lab, length)]
-    )
+    rows = lab.pace.rows(lab.lengths(96, 1024), lambda length: [_row(lab, length)])
     targets = [
         target
         for row in rows
@@ -30,20 +27,20 @@ def _row(lab: Lab, length: int) -> Row:
     found = lab.pace.counted(f"B joins A, and waits for A, {length} tokens", lambda: _round(lab, length))
     budget_s = lab.engine.longest_gap_s
     allowed = [budget_s + each["cell_s"] + each["step_s"] for each in found]
-    medians = {name: median(each[name] for each in found) for name in found[0]}
+    seconds = medians(found)
+    firsts, others = (
+        {name: seconds[name] for name in names}
+        for names in (("alone_first_s", "first_s", "sequential_s", "staggered_s"), ("cell_s", "step_s"))
+    )
     return {
         "prompt_tokens": length,
-        "alone_first_s": medians["alone_first_s"],
-        "first_s": medians["first_s"],
-        "sequential_s": medians["sequential_s"],
-        "staggered_s": medians["staggered_s"],
+        **firsts,
         **Summary.of([each["sequential_s"] / each["staggered_s"] for each in found]).named("ratio"),
-        "longest_gap_s": medians["longest_gap_s"],
+        "longest_gap_s": seconds["longest_gap_s"],
         "allowed_gap_s": median(allowed),
         "gap_ratio": median(each["longest_gap_s"] / limit for each, limit in zip(found, allowed, strict=True)),
         "budget_s": budget_s,
-        "cell_s": medians["cell_s"],
-        "step_s": medians["step_s"],
+        **others,
     }
 
 

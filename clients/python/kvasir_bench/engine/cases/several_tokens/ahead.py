@@ -77,7 +77,7 @@ def _playing(talks: Sequence[_Talk]) -> Iterator[None]:
 
 
 def run(lab: Lab) -> Case:
-    batches = lab.scope.batches or ((1, 2) if lab.scope.is_quick else _BATCHES)
+    batches = lab.batches((1, 2), _BATCHES)
     rows = lab.pace.rows(lab.scope.texts or TEXTS, lambda text: _rows(lab, text, batches))
     found = {(row["text"], row["batch"]): row["ratio"] for row in rows}
     targets = [

@@ -13,9 +13,7 @@ _REPLY_TOKENS = 64
 
 def run(lab: Lab) -> Case:
     """A model that fills no windows (WeDLM does) has rows of one token a pass alone."""
-    batches = lab.scope.batches or ((1,) if lab.scope.is_quick else _BATCHES)
-    lengths = lab.chosen_lengths((64,) if lab.scope.is_quick else (512,))
-    pairs = [(length, batch) for length in lengths for batch in batches]
+    pairs = [(length, batch) for length in lab.lengths(64, 512) for batch in lab.batches((1,), _BATCHES)]
     return Case("Windows of masks", lab.pace.rows(pairs, lambda pair: _rows(lab, *pair)))
 
 
