@@ -12,8 +12,9 @@ import math
 import shutil
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -78,17 +79,41 @@ class State:
 jax.tree_util.register_dataclass(State, ["weights", "mean", "square"], [])
 
 
+@dataclass
+class Run:
+    """A run so far: the state after `step` steps, and what they took."""
+
+    state: State
+    step: int = 0
+    spent_s: float = 0.0
+    tokens: int = 0
+    log: list[dict[str, Any]] = field(default_factory=list)
+
+    @classmethod
+    def begun(cls, weights: Weights) -> Run:
+        moments = ({name: jnp.zeros_like(array) for name, array in weights.items()} for _ in range(2))
+        return cls(State(weights, *moments))
+
+
 def loss(weights: Weights, groups: tuple[tuple[Array, Array], ...], plan: Plan, rounding: Array) -> tuple[Array, Array]:
     """The training loss; and, for the log, the mean over learned tokens alone."""
-    total = weight_sum = said = said_sum = jnp.zeros(())
+    total = jnp.zeros(4)
     for ids, learned in groups:
-        inputs, targets = ids[:, :-1].astype(jnp.int32), ids[:, 1:].astype(jnp.int32)
-        entropy = cross_entropy(network.logits(weights, inputs, plan.shape, rounding), targets)
-        mask = learned[:, 1:].astype(jnp.float32)
-        weight = jnp.where(targets == rows.PADDING, 0.0, jnp.maximum(mask, plan.other_text))
-        total, weight_sum = total + (entropy * weight).sum(), weight_sum + weight.sum()
-        said, said_sum = said + (entropy * mask).sum(), said_sum + mask.sum()
-    return total / weight_sum, said / jnp.maximum(said_sum, 1.0)
+        scores = network.logits(weights, ids[:, :-1].astype(jnp.int32), plan.shape, rounding)
+        total += entropies(scores, ids, learned, plan)
+    return means(total)
+
+
+def entropies(scores: Array, ids: Array, learned: Array, plan: Plan) -> Array:
+    """Sums over the next tokens [4]: entropy by weight, the weights; entropy of learned tokens, and their number."""
+    targets, mask = ids[:, 1:].astype(jnp.int32), learned[:, 1:].astype(jnp.float32)
+    entropy = cross_entropy(scores, targets)
+    weight = jnp.where(targets == rows.PADDING, 0.0, jnp.maximum(mask, plan.other_text))
+    return jnp.stack([(entropy * weight).sum(), weight.sum(), (entropy * mask).sum(), mask.sum()])
+
+
+def means(total: Array) -> tuple[Array, Array]:
+    return total[0] / total[1], total[2] / jnp.maximum(total[3], 1.0)
 
 
 def cross_entropy(scores: Array, targets: Numbers) -> Array:
@@ -96,12 +121,12 @@ def cross_entropy(scores: Array, targets: Numbers) -> Array:
 
 
 def update(
-    state: State, groups: tuple[tuple[Array, Array], ...], step: Array, course: Array, rounding: Array, plan: Plan
+    state: State, groups: Any, step: Array, course: Array, rounding: Array, plan: Plan, of: Callable[..., Any] = loss
 ) -> tuple[State, Array]:
-    """One step; `course` is the share of the training that is over."""
-    (_, said), gradient = jax.value_and_grad(loss, has_aux=True)(state.weights, groups, plan, rounding)
+    """One step by a loss; `course` is the share of the training that is over."""
+    (_, seen), gradient = jax.value_and_grad(of, has_aux=True)(state.weights, groups, plan, rounding)
     state, sizes = adam(state, gradient, step, course, plan)
-    return state, jnp.concatenate([said[None], sizes])
+    return state, jnp.concatenate([jnp.atleast_1d(seen), sizes])
 
 
 def adam(state: State, gradient: Weights, step: Array, course: Array, plan: Plan) -> tuple[State, Array]:
@@ -138,46 +163,59 @@ def batches(plan: Plan) -> Iterator[tuple[Batch, ...]]:
         yield tuple(made)
 
 
+def steps(
+    plan: Plan,
+    run: Run,
+    groups: Iterable[Any],
+    of: Callable[..., Any],
+    size_of: Callable[[Any], int],
+    until: int | None = None,
+) -> Iterator[tuple[Array, bool]]:
+    """Go on by a loss until the plan's end, or for `until` steps in all. After each step its numbers for the log, and
+    whether it was the last."""
+    step_once = jax.jit(partial(update, plan=plan, of=of), donate_argnums=0)
+    began = time.monotonic() - run.spent_s
+    for group in groups:
+        course = run.step / plan.steps if plan.time_limit_s == math.inf else run.spent_s / plan.time_limit_s
+        rounding = float(course >= plan.rounded_from and run.step % 3 == 2)
+        run.state, numbers = step_once(run.state, group, *map(jnp.float32, (run.step, course, rounding)))
+        run.tokens += sum(map(size_of, group))
+        run.step, run.spent_s = run.step + 1, time.monotonic() - began
+        is_last = run.step in (plan.steps, until) or run.spent_s > plan.time_limit_s
+        yield numbers, is_last
+        if is_last:
+            return
+
+
+def note(run: Run, step: int, names: Sequence[str], numbers: Array) -> None:
+    """Add a step to the log. Raises SystemExit where the loss is not finite."""
+    found = dict(zip(names, map(float, numbers), strict=True))
+    run.log.append({"step": step, **found, "tokens": run.tokens, "seconds": run.spent_s})
+    print(json.dumps(run.log[-1]), flush=True)
+    if not math.isfinite(found["loss"] + found.get("masks", 0.0)):
+        raise SystemExit("the loss is not finite: start again with a lower --learning-rate, in another OUT")
+
+
 def train(
     plan: Plan, out: Path, processes: int, start: Path | None = None, every_s: float = 120.0, sizes: Sizes = SIZES
 ) -> Weights:
     """Run the plan; every `every_s` seconds write a checkpoint, one line of evaluation and `log.json`."""
-    weights = network.load(start, Shape)[0] if start else network.initial(plan.shape, plan.seed)
-    state = State(weights, zeros(weights), zeros(weights))
-    step_once = jax.jit(lambda s, g, n, c, r: update(s, g, n, c, r, plan), donate_argnums=0)
+    run = Run.begun(network.load(start, Shape)[0] if start else network.initial(plan.shape, plan.seed))
     folder = out if (out / "tokenizer.json").exists() else path()
-    examination = Examination(plan, folder, sizes)
-    log: list[dict[str, Any]] = []
-    began, tokens, saved = time.monotonic(), 0, 0.0
-    for step, group in enumerate(rows.stream(batches(plan), folder, processes, rows.make)):
-        spent = time.monotonic() - began
-        course = step / plan.steps if plan.time_limit_s == math.inf else spent / plan.time_limit_s
-        rounding = float(course >= plan.rounded_from and step % 3 == 2)
-        state, numbers = step_once(state, group, jnp.float32(step), jnp.float32(course), jnp.float32(rounding))
-        tokens += sum(ids.size for ids, _ in group)
-        last = step + 1 == plan.steps or spent > plan.time_limit_s
-        checkpoint = last or spent - saved > every_s
-        if step % 20 == 0 or checkpoint:
-            said, size, rate = (float(x) for x in numbers)
-            spent = time.monotonic() - began
-            log.append({"step": step, "loss": said, "gradient": size, "rate": rate, "tokens": tokens, "seconds": spent})
-            print(
-                f"step {step} loss {said:.4f} |g| {size:.2f} rate {rate:.2e} {tokens / 1e6:.0f} M tokens {spent:.0f} s",
-                flush=True,
-            )
-            if not math.isfinite(said):
-                raise SystemExit("the loss is not finite")
-        if checkpoint:
-            saved = time.monotonic() - began
-            network.save(state.weights, plan.shape, out)
-            print(f"  saved after {saved:.0f} s", flush=True)
-            if last or sizes.is_asked_often:
-                log[-1]["exact"] = examination.take(state.weights)
-                print(f"  exact {json.dumps(log[-1]['exact'])}", flush=True)
-            (out / "log.json").write_text(text_of_log(plan, log))
-        if last:
-            break
-    return state.weights
+    examination, saved = Examination(plan, folder, sizes), 0.0
+    made = rows.stream(batches(plan), folder, processes, rows.make)
+    for numbers, is_last in steps(plan, run, made, loss, lambda each: each[0].size):
+        is_kept = is_last or run.spent_s - saved > every_s
+        if is_kept or run.step % 20 == 1:
+            note(run, run.step - 1, ("loss", "gradient", "rate"), numbers)
+        if is_kept:
+            saved = run.spent_s
+            network.save(run.state.weights, plan.shape, out)
+            if is_last or sizes.is_asked_often:
+                run.log[-1]["exact"] = examination.take(run.state.weights)
+                print(f"  exact {json.dumps(run.log[-1]['exact'])}", flush=True)
+            (out / "log.json").write_text(text_of_log(plan, run.log))
+    return run.state.weights
 
 
 def text_of_log(plan: Plan, log: list[dict[str, Any]]) -> str:
@@ -185,10 +223,6 @@ def text_of_log(plan: Plan, log: list[dict[str, Any]]) -> str:
     heads = {name: None if value == math.inf else value for name, value in asdict(plan).items()}
     lines = ",\n".join(json.dumps(entry) for entry in log)
     return f'{{"plan": {json.dumps(heads)}, "log": [\n{lines}\n]}}\n'
-
-
-def zeros(weights: Weights) -> Weights:
-    return {name: jnp.zeros_like(array) for name, array in weights.items()}
 
 
 class Examination:

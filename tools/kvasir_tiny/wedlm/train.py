@@ -15,13 +15,9 @@ import argparse
 import itertools
 import json
 import math
-import time
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
-from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from safetensors import numpy as tensor_files
@@ -30,7 +26,7 @@ from inference_svc.model import kvasir_tiny
 from tools.kvasir_tiny import network, rows, train
 from tools.kvasir_tiny.network import Array, Shape, Weights
 from tools.kvasir_tiny.rows import Batch
-from tools.kvasir_tiny.train import SIZES, Examination, Sizes, State
+from tools.kvasir_tiny.train import SIZES, Examination, Run, Sizes, State
 from tools.kvasir_tiny.wedlm import network as wedlm
 from tools.kvasir_tiny.wedlm import windows
 from tools.kvasir_tiny.wedlm.network import WedlmShape
@@ -56,33 +52,16 @@ class Plan(train.Plan):
     shape: Shape = field(default_factory=WedlmShape)
 
 
-@dataclass
-class Run:
-    """A run so far: the state after `step` steps, and what they took."""
-
-    state: State
-    step: int = 0
-    spent_s: float = 0.0
-    tokens: int = 0
-    log: list[dict[str, Any]] = field(default_factory=list)
-
-
 def loss(weights: Weights, groups: tuple[WindowRows, ...], plan: Plan, rounding: Array) -> tuple[Array, Array]:
     """The training loss; and, for the log, the means over learned tokens and over masks."""
-    total = weight_sum = said = said_sum = under = under_sum = jnp.zeros(())
+    total, under, under_sum = jnp.zeros(4), jnp.zeros(()), jnp.zeros(())
     for ids, learned, (asked, targets, mask_weights) in groups:
-        inputs, following = ids[:, :-1].astype(jnp.int32), ids[:, 1:].astype(jnp.int32)
-        clean, masked = wedlm.logits(weights, inputs, asked, plan.shape, rounding)
-        entropy = train.cross_entropy(clean, following)
-        taught = learned[:, 1:].astype(jnp.float32)
-        weight = jnp.where(following == rows.PADDING, 0.0, jnp.maximum(taught, plan.other_text))
-        total, weight_sum = total + (entropy * weight).sum(), weight_sum + weight.sum()
-        said, said_sum = said + (entropy * taught).sum(), said_sum + taught.sum()
+        clean, masked = wedlm.logits(weights, ids[:, :-1].astype(jnp.int32), asked, plan.shape, rounding)
+        total += train.entropies(clean, ids, learned, plan)
         recovered = train.cross_entropy(masked, targets)
         under, under_sum = under + (recovered * mask_weights).sum(), under_sum + mask_weights.sum()
-    masks = under / jnp.maximum(under_sum, 1e-6)
-    seen = jnp.stack([said / jnp.maximum(said_sum, 1.0), masks])
-    return total / weight_sum + plan.masked_weight * masks, seen
+    (of_next, said), masks = train.means(total), under / jnp.maximum(under_sum, 1e-6)
+    return of_next + plan.masked_weight * masks, jnp.stack([said, masks])
 
 
 def start(plan: Plan, out: Path, from_model: Path) -> Run:
@@ -92,7 +71,7 @@ def start(plan: Plan, out: Path, from_model: Path) -> Run:
     weights, shape = network.load(from_model, Shape)
     ids, _ = rows.make(_MEASURED, from_model)
     weights, _ = wedlm.started_from(weights, shape, jnp.asarray(ids[:, :-1], jnp.int32), plan.seed)
-    return Run(State(weights, train.zeros(weights), train.zeros(weights)))
+    return Run.begun(weights)
 
 
 def run(
@@ -108,46 +87,22 @@ def run(
     end the examination of kvasir-tiny, token by token; none without `sizes`."""
     train.prepare(out)
     found = start(plan, out, from_model)
-    step_once = jax.jit(partial(_step, plan=plan), donate_argnums=0)
     made = itertools.islice(train.batches(plan), found.step, until)
-    began, saved = time.monotonic() - found.spent_s, found.spent_s
-    for group in rows.stream(made, out, processes, windows.Maker(plan.windows)):
-        course = found.step / plan.steps if plan.time_limit_s == math.inf else found.spent_s / plan.time_limit_s
-        rounding = float(course >= plan.rounded_from and found.step % 3 == 2)
-        given = (jnp.float32(value) for value in (found.step, course, rounding))
-        found.state, numbers = step_once(found.state, group, *given)
-        found.tokens += sum(each.ids.size + each.reordered.targets.size for each in group)
-        found.step += 1
-        found.spent_s = time.monotonic() - began
-        is_last = found.step in (plan.steps, until) or found.spent_s > plan.time_limit_s
+    groups, saved = rows.stream(made, out, processes, windows.Maker(plan.windows)), found.spent_s
+    for numbers, is_last in train.steps(plan, found, groups, loss, _size_of, until):
         if is_last or found.step % 20 == 1:
-            _note(found, numbers)
+            train.note(found, found.step, ("loss", "masks", "gradient", "rate"), numbers)
         if is_last or found.spent_s - saved > every_s:
             saved = found.spent_s
             _keep(found, plan, out)
-        if is_last:
-            break
     if sizes and (found.step == plan.steps or found.spent_s > plan.time_limit_s):
         found.log[-1]["exact"] = Examination(plan, out, sizes).take(found.state.weights)
         _keep(found, plan, out)
     return found
 
 
-def _step(
-    state: State, groups: tuple[WindowRows, ...], step: Array, course: Array, rounding: Array, plan: Plan
-) -> tuple[State, Array]:
-    (_, seen), gradient = jax.value_and_grad(loss, has_aux=True)(state.weights, groups, plan, rounding)
-    state, sizes = train.adam(state, gradient, step, course, plan)
-    return state, jnp.concatenate([seen, sizes])
-
-
-def _note(found: Run, numbers: Array) -> None:
-    said, masks, size, rate = (float(value) for value in numbers)
-    entry = {"step": found.step, "loss": said, "masks": masks, "gradient": size, "rate": rate}
-    found.log.append({**entry, "tokens": found.tokens, "seconds": found.spent_s})
-    print(json.dumps(found.log[-1]), flush=True)
-    if not math.isfinite(said + masks):
-        raise SystemExit("the loss is not finite: start again with a lower --learning-rate, in another OUT")
+def _size_of(made: WindowRows) -> int:
+    return made.ids.size + made.reordered.targets.size
 
 
 def _keep(found: Run, plan: Plan, out: Path) -> None:

@@ -80,7 +80,7 @@ def run(lab: Lab) -> Case:
     prompting = Prompting(lab.engine.tokenizer, lab.engine.token_text)
     renders = {"messages": lambda messages: prompting.template([*messages], None, True), "transcript": _transcript}
     rows: list[Row] = []
-    for length in lab.lengths(0) if lab.scope.lengths else [0]:
+    for length in lab.lengths(0, 0):
         begun = [[lab.engine.tokenizer.decode(list(lab.prompts.tokens(length, 0))), *turns[0]], *turns[1:]]
         for name, render in renders.items():
             lab.pace.say(f"{len(turns)} turns of a chat, as {name}, behind {length} tokens")
