@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from tools.kvasir_tiny import tools as tool_forms
 from tools.kvasir_tiny import words
@@ -13,6 +13,7 @@ from tools.kvasir_tiny.tools import ToolUse
 from tools.kvasir_tiny.words import Dice, Names
 
 Message = dict[str, Any]
+FactT = TypeVar("FactT", bound=Fact)
 Count = Callable[[str], int]
 # Whether training learns to say a message; or which characters of it (first, last + 1) it does not, as they are forced.
 Taught = bool | tuple[tuple[int, int], ...]
@@ -126,6 +127,13 @@ class Desk:
             text += f" {dice.pick(words.SYSTEM_RULES)}"
         self.tokens += 17 * len(self.tool_names)
         self._say("system", text)
+
+    def _untold(self, make: Callable[[], FactT], tries: int = 50) -> FactT:
+        """The first fact of these that nobody has heard of; or the last of them."""
+        fact = make()
+        while fact.key in self.known and (tries := tries - 1):
+            fact = make()
+        return fact
 
     def _say(self, role: str, text: str, name: str | None = None, learn: bool = False) -> None:
         message: Message = {"role": role, "content": text}

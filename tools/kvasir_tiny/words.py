@@ -39,6 +39,10 @@ def words(text: str) -> list[str]:
     return text.split()
 
 
+def listed(text: str) -> list[str]:
+    return [part.strip() for part in text.split(";")]
+
+
 ONSETS = words("b d f g h j k l m n p r s t v w z br ch dr gr kl pr sh st th tr")
 VOWELS = words("a e i o u a e i o u ai ea ou")
 CODAS = ["", "", "", "", "n", "r", "l", "s", "k", "m", "t", "x"]

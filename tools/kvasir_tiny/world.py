@@ -32,6 +32,16 @@ def training_conversation(
     return writer.conversation()
 
 
+_LEADS = words.listed(
+    "By the way, {};Please remember that {};You should know that {};I think that {};Remember: {};Note: {}"
+)
+_PASSAGES = [
+    "Passage:\n{t}\n\nQuestion: {q}",
+    "Read this passage.\n\n{t}\n\nAnswer from the passage: {q}",
+    "Documents:\n{t}\nQuestion: {q}",
+]
+
+
 class Writer(desk.Desk):
     """Writes one conversation, turn by turn, and remembers what the agent in it was told."""
 
@@ -106,23 +116,21 @@ class Writer(desk.Desk):
 
     def _new_fact(self, mouth: str) -> Fact:
         """A fact with a key of its own: about the speaker, about a person of the pool, or about a thing."""
-        dice = self.dice
-        for _ in range(50):
-            draw = dice.random()
-            if mouth == "" and draw < 0.06:
-                fact = fact_forms.own_name(self.names.person())
-            elif draw < 0.25 and mouth != desk.NOBODY:
-                fact = fact_forms.about_person(mouth, dice, self.names, mouth)
-            elif draw < 0.65:
-                fact = fact_forms.about_person(self._somebody(), dice, self.names)
-            else:
-                fact = fact_forms.about_thing(dice, self.names)
-            if fact.key not in self.known:
-                break
-        else:  # everything about everybody was said: a new person
-            fact = fact_forms.about_person(self.names.person(), dice, self.names)
+        fact = self._untold(lambda: self._any_fact_of(mouth))
+        if fact.key in self.known:  # everything about everybody was said: a new person
+            fact = fact_forms.about_person(self.names.person(), self.dice, self.names)
         self.known.add(fact.key)
         return fact
+
+    def _any_fact_of(self, mouth: str) -> Fact:
+        draw = self.dice.random()
+        if mouth == "" and draw < 0.06:
+            return fact_forms.own_name(self.names.person())
+        if draw < 0.25 and mouth != desk.NOBODY:
+            return fact_forms.about_person(mouth, self.dice, self.names, mouth)
+        if draw < 0.65:
+            return fact_forms.about_person(self._somebody(), self.dice, self.names)
+        return fact_forms.about_thing(self.dice, self.names)
 
     def _somebody(self) -> str:
         if self.dice.chance(0.15):
@@ -144,16 +152,7 @@ class Writer(desk.Desk):
         draw = self.dice.random()
         if draw < 0.6:
             return sentence
-        lead = self.dice.pick(
-            [
-                "By the way, {}",
-                "Please remember that {}",
-                "You should know that {}",
-                "I think that {}",
-                "Remember: {}",
-                "Note: {}",
-            ]
-        )
+        lead = self.dice.pick(_LEADS)
         return lead.format(sentence if lead.endswith(": {}") else lower(sentence))
 
     def _kept_from_me(self) -> None:
@@ -268,23 +267,20 @@ class Writer(desk.Desk):
 
     def _unknown_fact(self) -> Fact:
         """A fact that nobody told, mostly about somebody whom the agent knows."""
-        dice = self.dice
-        subjects = self.speakers if self.style.room else [""]
-        for _ in range(50):
+        dice, subjects = self.dice, self.speakers if self.style.room else [""]
+
+        def a_fact() -> Fact:
             draw = dice.random()
             if draw < 0.05 and not self.style.room:
-                fact = fact_forms.own_name("x")
-            elif draw < 0.3:
-                fact = fact_forms.about_person(dice.pick(subjects), dice, self.names)
-            elif draw < 0.7:
-                fact = fact_forms.about_person(dice.pick(self.people), dice, self.names)
-            elif draw < 0.8:
-                fact = fact_forms.about_person(self.names.person(), dice, self.names)
-            else:
-                fact = fact_forms.about_thing(dice, self.names)
-            if fact.key not in self.known:
-                return fact
-        return fact_forms.about_person(self.names.person(), dice, self.names)
+                return fact_forms.own_name("x")
+            if draw >= 0.8:
+                return fact_forms.about_thing(dice, self.names)
+            pool = subjects if draw < 0.3 else self.people
+            who = dice.pick(pool) if draw < 0.7 else self.names.person()
+            return fact_forms.about_person(who, dice, self.names)
+
+        fact = self._untold(a_fact)
+        return fact_forms.about_person(self.names.person(), dice, self.names) if fact.key in self.known else fact
 
     def _wording(self, fact: Fact) -> str:
         draw = self.dice.random()
@@ -334,13 +330,7 @@ class Writer(desk.Desk):
             if fact.key in self.known or not fact.key[0]:
                 fact = fact_forms.about_thing(dice, self.names)
             answer = fact.not_in_passage
-        form = dice.pick(
-            [
-                "Passage:\n{t}\n\nQuestion: {q}",
-                "Read this passage.\n\n{t}\n\nAnswer from the passage: {q}",
-                "Documents:\n{t}\nQuestion: {q}",
-            ]
-        )
+        form = dice.pick(_PASSAGES)
         return desk.Question("passage", form.format(t=text, q=fact.question), answer, fact=fact)
 
     def _passage_to_keep(self) -> None:

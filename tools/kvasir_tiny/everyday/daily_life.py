@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 from tools.kvasir_tiny import desk
@@ -102,15 +103,17 @@ class DailyWriter(Writer):
         self._tell(facts, talk.typed(told[0], dice) if len(told) == 1 else self._sentences(facts))
 
     def _new_everyday(self) -> EverydayFact:
-        for _ in range(50):
-            if self.dice.chance(0.05):
-                fact = everyday_facts.own_name(self.dice, self.names)
-            else:
-                fact = everyday_facts.a_fact(self._subject(), self.dice, self.names)
-            if fact.key not in self.known:
-                is_hasty = fact.subject in {"", "my dog", "my sister", "my wife"} and self.dice.chance(0.07)
-                return fact.in_small_letters() if is_hasty else fact
-        return everyday_facts.a_fact(self.names.person(), self.dice, self.names)
+        fact = self._untold(lambda: self._named_or(0.05, self._subject))
+        if fact.key in self.known:
+            return everyday_facts.a_fact(self.names.person(), self.dice, self.names)
+        is_hasty = fact.subject in {"", "my dog", "my sister", "my wife"} and self.dice.chance(0.07)
+        return fact.in_small_letters() if is_hasty else fact
+
+    def _named_or(self, chance: float, subject: Callable[[], str]) -> EverydayFact:
+        """The speaker's own name, by this chance; or a fact about a subject."""
+        if self.dice.chance(chance):
+            return everyday_facts.own_name(self.dice, self.names)
+        return everyday_facts.a_fact(subject(), self.dice, self.names)
 
     def _subject(self) -> str:
         draw = self.dice.random()
@@ -213,15 +216,10 @@ class DailyWriter(Writer):
         return fact.asked(self.dice) if isinstance(fact, EverydayFact) else fact
 
     def _unknown_everyday(self) -> EverydayFact:
-        for _ in range(50):
-            if self.dice.chance(0.08):
-                fact = everyday_facts.own_name(self.dice, self.names)
-            else:
-                subject = self._subject() if self.dice.chance(0.85) else self.names.person()
-                fact = everyday_facts.a_fact(subject, self.dice, self.names)
-            if fact.key not in self.known:
-                break
-        return fact.asked(self.dice)
+        def subject() -> str:
+            return self._subject() if self.dice.chance(0.85) else self.names.person()
+
+        return self._untold(lambda: self._named_or(0.08, subject)).asked(self.dice)
 
     def _wording(self, fact: Fact) -> str:
         if not isinstance(fact, EverydayFact):

@@ -87,11 +87,8 @@ class SceneWriter(DailyWriter):
         return fact
 
     def _fact(self) -> Fact:
-        for _ in range(50):
-            fact = self._any_fact()
-            if fact.key not in self.known:
-                return fact
-        return facts.about_thing(self.dice, self.names)
+        fact = self._untold(self._any_fact)
+        return facts.about_thing(self.dice, self.names) if fact.key in self.known else fact
 
     def _any_fact(self) -> Fact:
         if self.dice.chance(0.76):

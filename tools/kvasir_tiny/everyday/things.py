@@ -6,12 +6,12 @@ from collections.abc import Callable
 
 from tools.kvasir_tiny.everyday import people, spelling, values
 from tools.kvasir_tiny.everyday.spelling import LETTERS, WideNames
-from tools.kvasir_tiny.words import CLOSED, Dice, is_held_out
+from tools.kvasir_tiny.words import CLOSED, Dice, is_held_out, listed
 
 _MARKS = "!@#$%^&*-_+=:/~|;<>()[]{}"
 _LETTERS_AND_DIGITS = LETTERS + LETTERS.upper() + "0123456789"
 _LEET = str.maketrans("aeo", "430")
-_TITLES = values.listed("Dr.;Dr.;Dr;Mr.;Mrs.;Ms.;Prof.;Professor;Mr;Mrs;Miss;Prof. Dr.;Sir;Captain;Father;Sister;Judge")
+_TITLES = listed("Dr.;Dr.;Dr;Mr.;Mrs.;Ms.;Prof.;Professor;Mr;Mrs;Miss;Prof. Dr.;Sir;Captain;Father;Sister;Judge")
 _COUNTS = ("", "one", "two", "three", "four")
 _FAMILIES = [[name for name in people.FAMILY_NAMES if is_held_out(name) == part] for part in (False, True)]
 _EMOJI = "😀😂🙂😍😎🤖👍🎉🚀🐶🐱🍕🌍❤️⭐☀️🔑📚"

@@ -7,15 +7,11 @@ from collections.abc import Callable
 from tools.kvasir_tiny.everyday import spelling
 from tools.kvasir_tiny.everyday.spelling import WideNames
 from tools.kvasir_tiny.material import material
-from tools.kvasir_tiny.words import CLOSED, Dice
+from tools.kvasir_tiny.words import CLOSED, Dice, listed
 
 _MATERIAL = material("values")
 
 Make = Callable[[Dice, WideNames], str]
-
-
-def listed(text: str) -> list[str]:
-    return [part.strip() for part in text.split(";")]
 
 
 RELATIVES = _MATERIAL["RELATIVES"]

@@ -237,12 +237,10 @@ class VisitWriter(DailyWriter):
     # -- asking
 
     def unknown(self) -> VisitFact:
-        for _ in range(100):
-            name = self.dice.pick(_OFTEN if self.dice.chance(0.5) else _ALONE)
-            fact = self.fact(name, self._nouns(), "")
-            if fact.key not in self.known:
-                break
-        return fact
+        def one() -> VisitFact:
+            return self.fact(self.dice.pick(_OFTEN if self.dice.chance(0.5) else _ALONE), self._nouns(), "")
+
+        return self._untold(one, 100)
 
     def _wording(self, fact: Fact) -> str:
         if not isinstance(fact, VisitFact):
