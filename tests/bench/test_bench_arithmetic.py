@@ -4,7 +4,7 @@ import argparse
 from itertools import islice
 
 import pytest
-from kvasir_bench.arithmetic import Summary, Target, gaps, rate_of_all, rounded_row
+from kvasir_bench.arithmetic import Summary, Target, gaps, median_time, medians, rate_of_all, rounded_row
 from kvasir_bench.engine.__main__ import _counts
 from kvasir_bench.engine.prompts import mixed_lengths, shuffled, user_turns
 
@@ -31,6 +31,19 @@ def test_a_summary_tells_the_median_and_how_far_the_repeats_lie_apart() -> None:
     assert (summary.median, summary.spread) == (2.0, 1.5)
     with pytest.raises(ValueError, match="at least one"):
         Summary.of([])
+
+
+def test_repeats_of_one_row_are_medians_by_name_and_a_spread_where_one_is_asked_for() -> None:
+    found = medians([{"a": 4.0, "b": 1}, {"a": 1.0, "b": 9}, {"a": 2.0, "b": 3}], "a")
+    assert found == {"a": 2.0, "b": 3, "a_spread": 1.5}
+    assert list(found)[:2] == ["a", "b"]
+
+
+def test_a_round_that_warms_up_is_in_no_median_and_work_may_measure_itself() -> None:
+    own = iter([100.0, 3.0, 1.0, 2.0])
+    assert median_time(lambda: next(own), repeats=3) == 2.0
+    clock = iter([0.0, 100.0, 200.0, 201.0, 300.0, 304.0, 400.0, 402.0])
+    assert median_time(lambda: None, 3, lambda: next(clock)) == 2.0
 
 
 def test_gaps_are_those_that_touch_the_time_asked_for() -> None:

@@ -58,13 +58,12 @@ def median(values: Iterable[float]) -> float | None:
     return statistics.median(found) if found else None
 
 
-def medians(rows: Iterable[Mapping[str, float]]) -> dict[str, float]:
-    """By name, of rows that have the same names. Raises StatisticsError for none."""
-    names: dict[str, list[float]] = {}
-    for row in rows:
-        for name, value in row.items():
-            names.setdefault(name, []).append(value)
-    return {name: statistics.median(values) for name, values in names.items()}
+def medians(rows: Iterable[Mapping[str, float]], *with_spread: str) -> dict[str, float]:
+    """By name, of one or more repeats that have the same names; and the spreads of these names."""
+    found = list(rows)
+    columns = {name: [row[name] for row in found] for name in found[0]}
+    spreads = {f"{name}_spread": Summary.of(columns[name]).spread for name in with_spread}
+    return {name: statistics.median(values) for name, values in columns.items()} | spreads
 
 
 def timed(work: Callable[[], object], clock: Callable[[], float] = time.perf_counter) -> float:

@@ -12,6 +12,7 @@ from typing import Any
 from kvasir.clients import AioInferenceClient, InferenceClient
 from kvasir.errors import KvasirError
 
+from kvasir_bench.arithmetic import medians
 from kvasir_bench.commands.paper.bench import Bench
 from kvasir_bench.load import run
 from kvasir_bench.load.arithmetic import Arrived, Lengths, LoadTurn
@@ -66,14 +67,13 @@ def _medians(
             names = [f"paper, {what}, {length}, {number}" for number in range(bench.repeats)]
             found = [turns(client, name, round(length * ratio)) for name in names]
             for key, seen in zip(keys, zip(*found, strict=True), strict=True):
-                medians = {
-                    "first_token_s": median(turn.first_token_s for turn in seen),
-                    "end_to_end_s": median(turn.last_token_s for turn in seen),
-                    "tokens": median(len(turn.token_ids) for turn in seen),
-                    "cached_tokens": median(turn.cached_tokens for turn in seen),
-                }
-                rows.append({"context_tokens": length, **key, **medians})
+                rows.append({"context_tokens": length, **key, **medians(map(_facts, seen))})
     return rows
+
+
+def _facts(turn: SeenTurn) -> dict[str, float]:
+    seconds = {"first_token_s": turn.first_token_s, "end_to_end_s": turn.last_token_s}
+    return {**seconds, "tokens": len(turn.token_ids), "cached_tokens": turn.cached_tokens}
 
 
 def over_http(bench: Bench, lengths: Sequence[int]) -> Rows:
@@ -91,12 +91,15 @@ async def _over_http(bench: Bench, lengths: Sequence[int], url: str, key: str) -
             for mode, send in {"streaming": _streamed, "whole": _whole}.items():
                 texts = [text_of(f"{mode} {length} {n}", max(1, round(length / ratio))) for n in range(bench.repeats)]
                 turns = [(await send(target, "", [{"role": "user", "content": text}]))[0] for text in texts]
-                medians = {
-                    "first_token_s": median(turn.first_token_s or 0.0 for turn in turns),
-                    "end_to_end_s": median(turn.ended_s or 0.0 for turn in turns),
-                    "tokens": median(turn.tokens for turn in turns),
-                }
-                rows.append({"context_tokens": length, "mode": mode, **medians})
+                found = (
+                    {
+                        "first_token_s": turn.first_token_s or 0.0,
+                        "end_to_end_s": turn.ended_s or 0.0,
+                        "tokens": turn.tokens,
+                    }
+                    for turn in turns
+                )
+                rows.append({"context_tokens": length, "mode": mode, **medians(found)})
     return rows
 
 

@@ -1,8 +1,6 @@
 """The same work through the engine and through mlx-lm's BatchGenerator with its own KV caches, alternating."""
 
-from statistics import median
-
-from kvasir_bench.arithmetic import Summary, Target, rate_of_all
+from kvasir_bench.arithmetic import Target, medians, rate_of_all
 from kvasir_bench.engine.cases.decode import MIXED, contexts, decode_rate, fitting, lengths_of
 from kvasir_bench.engine.lab import Case, Lab, LabMemory, Row
 from kvasir_bench.program import MEASURED_WITHIN_S
@@ -35,22 +33,16 @@ def _row(lab: Lab, context: str, batch: int, tokens: int) -> Row:
     prompts = [lab.prompts.tokens(length, n) for n, length in enumerate(lengths_of(context, batch))]
     memories: list[LabMemory] = [lab.agents.remember(prompt) for prompt in prompts]
 
-    def measured() -> tuple[float, ...]:
-        return decode_rate(lab, memories, tokens), _engine_total(lab, prompts, tokens), *_peer(lab, prompts, tokens)
+    def measured() -> dict[str, float]:
+        rate, total_s = decode_rate(lab, memories, tokens), _engine_total(lab, prompts, tokens)
+        peer_rate, peer_total_s = _peer(lab, prompts, tokens)
+        rates = {"engine_tokens_per_s": rate, "peer_tokens_per_s": peer_rate, "ratio": rate / peer_rate}
+        totals = {"engine_total_s": total_s, "peer_total_s": peer_total_s, "total_ratio": peer_total_s / total_s}
+        return rates | totals
 
     found = lab.pace.counted(f"{batch} rows beside mlx-lm at {context} tokens", measured)
     lab.agents.forget(memories)
-    rate, total_s, peer_rate, peer_total_s = map(median, zip(*found, strict=True))
-    return {
-        "context": context,
-        "batch": batch,
-        "engine_tokens_per_s": rate,
-        "peer_tokens_per_s": peer_rate,
-        **Summary.of([ours / theirs for ours, _, theirs, _ in found]).named("ratio"),
-        "engine_total_s": total_s,
-        "peer_total_s": peer_total_s,
-        "total_ratio": median(theirs / ours for _, ours, _, theirs in found),
-    }
+    return {"context": context, "batch": batch, **medians(found, "ratio")}
 
 
 def _engine_total(lab: Lab, prompts: list[tuple[int, ...]], tokens: int) -> float:

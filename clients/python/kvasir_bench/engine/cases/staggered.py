@@ -3,7 +3,7 @@
 from itertools import pairwise
 from statistics import median
 
-from kvasir_bench.arithmetic import Summary, Target, gaps, medians
+from kvasir_bench.arithmetic import Target, gaps, medians
 from kvasir_bench.engine.lab import Case, Lab, Row
 
 _LEAST_RATIO = 2.0
@@ -25,23 +25,7 @@ def run(lab: Lab) -> Case:
 
 def _row(lab: Lab, length: int) -> Row:
     found = lab.pace.counted(f"B joins A, and waits for A, {length} tokens", lambda: _round(lab, length))
-    budget_s = lab.engine.longest_gap_s
-    allowed = [budget_s + each["cell_s"] + each["step_s"] for each in found]
-    seconds = medians(found)
-    firsts, others = (
-        {name: seconds[name] for name in names}
-        for names in (("alone_first_s", "first_s", "sequential_s", "staggered_s"), ("cell_s", "step_s"))
-    )
-    return {
-        "prompt_tokens": length,
-        **firsts,
-        **Summary.of([each["sequential_s"] / each["staggered_s"] for each in found]).named("ratio"),
-        "longest_gap_s": seconds["longest_gap_s"],
-        "allowed_gap_s": median(allowed),
-        "gap_ratio": median(each["longest_gap_s"] / limit for each, limit in zip(found, allowed, strict=True)),
-        "budget_s": budget_s,
-        **others,
-    }
+    return {"prompt_tokens": length, **medians(found, "ratio")}
 
 
 def _round(lab: Lab, prompt_tokens: int) -> dict[str, float]:
@@ -51,12 +35,23 @@ def _round(lab: Lab, prompt_tokens: int) -> dict[str, float]:
     # One after the other: B arrives at the same point of A, and waits.
     alone, waited = lab.start(first, reply_tokens).ended(), lab.start(second, 1).ended()
     running, joined = lab.start_together(first, second, reply_tokens)
+    waited_s = alone.token_times[-1] - alone.token_times[third - 1] + waited.first_token_s
+    gap_s, budget_s = (
+        max(gaps(running.token_times, joined.submitted_s, joined.token_times[0])),
+        lab.engine.longest_gap_s,
+    )
+    cell_s = max(later - earlier for earlier, later in pairwise((waited.submitted_s, *waited.cell_times)))
+    step_s = median(gaps(running.token_times, joined.token_times[0], running.token_times[-1]))
     return {
         "alone_first_s": alone.first_token_s,
         "first_s": running.first_token_s,
-        "sequential_s": alone.token_times[-1] - alone.token_times[third - 1] + waited.first_token_s,
+        "sequential_s": waited_s,
         "staggered_s": joined.first_token_s,
-        "longest_gap_s": max(gaps(running.token_times, joined.submitted_s, joined.token_times[0])),
-        "cell_s": max(later - earlier for earlier, later in pairwise((waited.submitted_s, *waited.cell_times))),
-        "step_s": median(gaps(running.token_times, joined.token_times[0], running.token_times[-1])),
+        "ratio": waited_s / joined.first_token_s,
+        "longest_gap_s": gap_s,
+        "allowed_gap_s": budget_s + cell_s + step_s,
+        "gap_ratio": gap_s / (budget_s + cell_s + step_s),
+        "budget_s": budget_s,
+        "cell_s": cell_s,
+        "step_s": step_s,
     }

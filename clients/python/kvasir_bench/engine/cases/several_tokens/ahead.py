@@ -20,7 +20,7 @@ from inference_svc.engine import decoding, prefilling
 from inference_svc.engine.api import Hot
 from inference_svc.engine.sampling import Drawn, Draws, Sampler
 from inference_svc.formats.constraint import Constraint, ConstraintKind
-from kvasir_bench.arithmetic import Summary, Target
+from kvasir_bench.arithmetic import Target, medians
 from kvasir_bench.engine.lab import Case, Lab, LabMemory, Row
 
 _BATCHES = (1, 8)
@@ -99,35 +99,29 @@ def _rows(lab: Lab, text: str, batches: Sequence[int]) -> Iterator[Row]:
 
 def _row(lab: Lab, text: str, talks: Sequence[_Talk], prompts: Sequence[LabMemory]) -> Row:
     batch = len(talks)
-    rounds = lab.pace.counted(f"{text}, {batch} rows", lambda: _pair(lab, talks, prompts))
-    plain, drafted = ([each[side] for each in rounds] for side in (0, 1))
-    ratio = Summary.of([after.rate / before.rate for before, after in zip(plain, drafted, strict=True)])
-    tried, right = drafted[-1].tried, drafted[-1].right
+    rounds = lab.pace.counted(
+        f"{text}, {batch} rows", lambda: [_measured(lab, talks, prompts, most_drafts) for most_drafts in (0, 16)]
+    )
+    rates = (
+        {"plain_tokens_per_s": plain, "drafted_tokens_per_s": drafted, "ratio": drafted / plain}
+        for (plain, *_), (drafted, *_) in rounds
+    )
+    _, tried, right = rounds[-1][1]
     return {
         "text": text,
         "batch": batch,
-        "plain_tokens_per_s": Summary.of([each.rate for each in plain]).median,
-        "drafted_tokens_per_s": Summary.of([each.rate for each in drafted]).median,
-        **ratio.named("ratio"),
+        **medians(rates, "ratio"),
         "drafts_tried": tried,
         "accepted": right / tried if tried else 0.0,
         "steps_saved": right / (batch * _reply_tokens(lab)),
     }
 
 
-@dataclass(frozen=True)
-class _Measured:
-    rate: float
-    tried: int
-    right: int
-
-
-def _pair(lab: Lab, talks: Sequence[_Talk], prompts: Sequence[LabMemory]) -> tuple[_Measured, _Measured]:
-    return _measured(lab, talks, prompts, 0), _measured(lab, talks, prompts, 16)
-
-
-def _measured(lab: Lab, talks: Sequence[_Talk], prompts: Sequence[LabMemory], most_drafts: int) -> _Measured:
-    """`prompts`: memories of them. Rows that decode while others' prompts are computed would be told apart."""
+def _measured(
+    lab: Lab, talks: Sequence[_Talk], prompts: Sequence[LabMemory], most_drafts: int
+) -> tuple[float, int, int]:
+    """Tokens per second, and how many drafts were tried and right. `prompts`: memories of them, because rows that
+    decode while others' prompts are computed would be another load."""
     memories = [lab.agents.fork(memory) for memory in prompts]
     others = [lab.agents.remember(talk.beside) for talk in talks if talk.beside]
     try:
@@ -153,7 +147,7 @@ def _measured(lab: Lab, talks: Sequence[_Talk], prompts: Sequence[LabMemory], mo
     )
     times = [time_s for each in runs for time_s in each.token_times]
     # Not while all decode together: with drafts a row may end before the last one begins.
-    return _Measured((len(times) - 1) / (max(times) - min(times)), tried, right)
+    return (len(times) - 1) / (max(times) - min(times)), tried, right
 
 
 def _reply_tokens(lab: Lab) -> int:
