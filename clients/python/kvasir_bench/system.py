@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+SHORT_HOME = Path("/tmp")  # noqa: S108 - a socket's path must fit into a hundred bytes
+
 
 def output_of(*command: str) -> str:
     """A system program's output; empty where there is none, or where it fails."""

@@ -1,5 +1,6 @@
-"""How long bytes take to another process over a socket, which receives as fast as it can, and acknowledges them."""
+"""Bytes to this disk, and to another process over a socket, which receives and acknowledges as fast as it can."""
 
+import os
 import socket
 import subprocess
 import sys
@@ -19,6 +20,25 @@ buffer = bytearray(1 << 20); connection, _ = server.accept()
 while left and (came := connection.recv_into(buffer, min(left, len(buffer)))): left -= came
 if not left: connection.sendall(b"!")
 """
+
+
+def write(directory: Path, blobs: Sequence[bytes], *, one_by_one: bool) -> None:
+    """Each blob into a file of its own, a mebibyte at a time. Files are synced `one_by_one` with their names, or all at
+    the end, as by a store that groups its syncs."""
+    parent, written = os.open(directory, os.O_RDONLY), []
+    for number, blob in enumerate(blobs):
+        written.append(os.open(directory / str(number), os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600))
+        view = memoryview(blob)
+        for offset in range(0, len(blob), FRAME_BYTES):
+            os.write(written[-1], view[offset : offset + FRAME_BYTES])
+        if one_by_one:
+            os.fsync(written[-1])
+            os.close(written.pop())
+            os.fsync(parent)
+    for descriptor in written:
+        os.fsync(descriptor)
+        os.close(descriptor)
+    os.close(parent)
 
 
 def sent_s(blobs: Sequence[bytes], at: Path | None = None) -> float:

@@ -9,11 +9,12 @@ from kvasir.cli.caller import JsonOption, caller_of
 from kvasir.cli.failures import WrongUsage
 from kvasir.cli.running.checks import check_installed
 
-from kvasir_bench.commands.shown import SHORT_HOME, HomeOption, PlotsOption, QuickOption, end, progress, show
+from kvasir_bench.commands.shown import HomeOption, PlotsOption, QuickOption, end, progress, show
 from kvasir_bench.memory_path import findings
 from kvasir_bench.memory_path.campaign import PathScope, measure
 from kvasir_bench.memory_path.services import measured_services, memory_gib_for
 from kvasir_bench.program import keep
+from kvasir_bench.system import SHORT_HOME
 
 LengthsOption = Annotated[str, typer.Option(help="Of agents' memories in tokens, with commas between.")]
 ModelOption = Annotated[

@@ -21,7 +21,6 @@ PlotsOption = Annotated[Path | None, typer.Option(help="Write PNGs into this dir
 HomeOption = Annotated[
     Path, typer.Option(exists=True, file_okay=False, help="A directory on the disk that is measured.")
 ]
-SHORT_HOME = Path("/tmp")  # noqa: S108 - a socket's path must fit into a hundred bytes
 MarkdownOption = Annotated[bool, typer.Option("--markdown", help="Print Markdown tables.")]
 Report = Any  # a module: `lines` of results, with `text_table` or another table, and `plots` of them
 

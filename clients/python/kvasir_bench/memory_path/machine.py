@@ -11,11 +11,10 @@ from kvasir.formats.digest import Digest
 
 from kvasir_bench.arithmetic import median_time
 from kvasir_bench.program import measured_by
-from kvasir_bench.wire import sent_s
+from kvasir_bench.wire import sent_s, write
 
 # Blobs of this shape's blocks.
 BLOCK_BYTES = 256 * 36_864
-_FRAME_BYTES = 1 << 20
 _BLOCKS = 32
 _REPEATS = 3
 
@@ -27,7 +26,7 @@ def rates(directory: Path, blocks: int = _BLOCKS, repeats: int = _REPEATS) -> di
     with tempfile.TemporaryDirectory(dir=directory) as below:
         root = Path(below)
         seconds = {
-            "write_synced": median_time(lambda: _write(root, blobs), repeats),
+            "write_synced": median_time(lambda: write(root, blobs, one_by_one=False), repeats),
             "read_cached": median_time(lambda: _read(root), repeats),
             "blake3_thread": median_time(lambda: [blake3(blob).digest() for blob in blobs], repeats),
             "blake3_all": median_time(lambda: [Digest.of(blob) for blob in blobs], repeats),
@@ -77,20 +76,6 @@ def _is_cached(descriptor: int, offset: int, flags: int) -> bool:
         return False
     except OSError:  # a file system that cannot say
         return True
-
-
-def _write(root: Path, blobs: Sequence[bytes]) -> None:
-    """Each into a file of its own, synced together at the end, as a store that groups its syncs does."""
-    descriptors = []
-    for number, blob in enumerate(blobs):
-        descriptor = os.open(root / str(number), os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-        view = memoryview(blob)
-        for offset in range(0, len(blob), _FRAME_BYTES):
-            os.write(descriptor, view[offset : offset + _FRAME_BYTES])
-        descriptors.append(descriptor)
-    for descriptor in descriptors:
-        os.fsync(descriptor)
-        os.close(descriptor)
 
 
 def _read(root: Path) -> None:

@@ -16,8 +16,8 @@ from kvasir.cli.running.program import run_program
 
 from kvasir_bench.memory_path.services import measured_services
 from kvasir_bench.memory_path.turns import Agent
-from kvasir_bench.prove.machine import SHORT_HOME
 from kvasir_bench.prove.step import ProofScope, Report, Value, claim
+from kvasir_bench.system import SHORT_HOME
 
 _WORDS = (3, 30, 45, 90, 120, 140, 200, 260)  # of each agent's text: cells and blocks end in the midst of some
 _REPLY_TOKENS, _LATER_TURNS = 40, 3

@@ -20,11 +20,10 @@ from kvasir.waits import PAUSE_S, uptime_s
 from kvasir_bench.memory_path.services import measured_services
 from kvasir_bench.prove.power import slept_s
 from kvasir_bench.prove.step import ProofScope, Report, Value, claim
-from kvasir_bench.system import chip, output_of, sysctl, text_of
+from kvasir_bench.system import SHORT_HOME, chip, output_of, sysctl, text_of
 
 _PACKAGES = ("mlx", "mlx-lm", "grpcio", "protobuf", "safetensors", "cryptography", "mkl")
 _SOURCES = ("kvasir", "kvasir_bench", "inference_svc", "cachestore_svc")
-SHORT_HOME = Path("/tmp")  # noqa: S108 - a socket's path must fit into a hundred bytes
 
 
 def versions() -> dict[str, Any]:

@@ -12,6 +12,7 @@ from kvasir_bench.memory_path.services import measured_services, memory_gib_for
 from kvasir_bench.program import measured_by
 from kvasir_bench.prove import exactness, machine
 from kvasir_bench.prove.step import ProofScope, Report, Shown, Step, Table, Value
+from kvasir_bench.system import SHORT_HOME
 from kvasir_bench.tables import cells, verdicts
 
 _SHAPE, _QUICK_SHAPE = "llama-3.1-8b", "llama-3.1-8b-2l"
@@ -42,7 +43,7 @@ def _memory_path(scope: ProofScope, report: Report) -> Value:
     lengths = _QUICK_LENGTHS if scope.is_quick else _LENGTHS
     played = ("--shape", _QUICK_SHAPE if scope.is_quick else _SHAPE, "--prefill-tokens-per-s", str(_PREFILL_PER_S))
     room = memory_gib_for(max(lengths))
-    with measured_services(machine.SHORT_HOME, model="", played=played, memory_gib=room) as services:
+    with measured_services(SHORT_HOME, model="", played=played, memory_gib=room) as services:
         return measure_path(PathScope(lengths, 1, is_quick=scope.is_quick), services, report)
 
 

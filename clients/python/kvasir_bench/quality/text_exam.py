@@ -84,9 +84,7 @@ def _mix(
     chosen = kept_exact(found.layers, found.budget_bytes - plain.bytes_per_token)
     found.exact_layers = tuple(sorted({*policy.exact_layers, *chosen}))
     if chosen:
-        mixed = identity_pb2.KvPolicy()
-        mixed.CopyFrom(policy)
-        mixed.exact_layers[:] = found.exact_layers
+        mixed = _with_exact(policy, found.exact_layers)
         way = policy_way(runner, name_of(mixed), mixed)
         found.mixed = way.found
         say(f"reading all windows under {way.found.name}")
@@ -104,9 +102,7 @@ def _layer_costs(runner: ModelRunner, policy: identity_pb2.KvPolicy) -> list[tup
     for layer in with_rows:
         if layer in policy.exact_layers:
             continue
-        alone = identity_pb2.KvPolicy()
-        alone.CopyFrom(policy)
-        alone.exact_layers[:] = [other for other in with_rows if other != layer]
+        alone = _with_exact(policy, [other for other in with_rows if other != layer])
         way = policy_way(runner, f"layer {layer}", alone)
         costs.append((LayerCost(layer, _exact_adds(runner, policy, layer), way.found), way))
     return costs
@@ -114,17 +110,19 @@ def _layer_costs(runner: ModelRunner, policy: identity_pb2.KvPolicy) -> list[tup
 
 def _exact_adds(runner: ModelRunner, policy: identity_pb2.KvPolicy, layer: int) -> int:
     """Bytes a token that the layer takes more when it is exact."""
-    exact = identity_pb2.KvPolicy()
-    exact.CopyFrom(policy)
-    exact.exact_layers[:] = [layer]
-    plain, kept = (
-        sum(
-            tensor.size_bytes
-            for tensor in layer_tensors(identity_pb2.KvIdentity(layers=runner.layers, policy=each), layer, 1)
-        )
-        for each in (policy, exact)
-    )
-    return kept - plain
+
+    def size_bytes(of: identity_pb2.KvPolicy) -> int:
+        identity = identity_pb2.KvIdentity(layers=runner.layers, policy=of)
+        return sum(tensor.size_bytes for tensor in layer_tensors(identity, layer, 1))
+
+    return size_bytes(_with_exact(policy, [layer])) - size_bytes(policy)
+
+
+def _with_exact(policy: identity_pb2.KvPolicy, layers: Sequence[int]) -> identity_pb2.KvPolicy:
+    changed = identity_pb2.KvPolicy()
+    changed.CopyFrom(policy)
+    changed.exact_layers[:] = layers
+    return changed
 
 
 def _budget(rungs: Sequence[Way], mixture: Mixture) -> int:

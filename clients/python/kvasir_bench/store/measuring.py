@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -28,12 +28,11 @@ from kvasir.formats.blob_place import blob_place
 from kvasir.formats.block_file import FileIdentity, encode, expected_tensors
 from kvasir.formats.block_hash import BLOCK_TOKENS, chain_hashes, kv_identity_hash
 from kvasir.formats.digest import Digest
-from kvasir.formats.frames import FRAME_BYTES
 from kvasir.waits import HANGS_S
 
 from kvasir_bench.arithmetic import Target, timed
 from kvasir_bench.tables import text_table, verdicts
-from kvasir_bench.wire import sent_s
+from kvasir_bench.wire import sent_s, write
 
 _READERS = min(8, os.cpu_count() or 1)  # threads that read files
 # On one thread and, where it says so, on all cores if a blob is large. Files are read from the page cache.
@@ -131,9 +130,10 @@ async def _moving(root: Path, geometry: Geometry, repeats: int) -> dict[str, Any
 
 def _baselines(root: Path, memory: Memory) -> dict[str, float]:
     blobs, plain = list(memory.blobs.values()), root / "plain"
+    plain.mkdir()
     seconds = {
         "tcp": sent_s(blobs),
-        "write_fsync": timed(lambda: _write_fsync(plain, blobs)),
+        "write_fsync": timed(lambda: write(plain, blobs, one_by_one=True)),
         "read": timed(lambda: [(plain / str(index)).read_bytes() for index in range(len(blobs))]),
         "blake3": timed(lambda: [blake3(blob).digest() for blob in blobs]),
         "blake3_all": timed(lambda: [Digest.of(blob) for blob in blobs]),
@@ -243,21 +243,6 @@ def _sealed(root: Path) -> tuple[str, ...]:
     new = ["keys", "new", "default", "--data-dir", str(root / "data"), *options]
     subprocess.run([sys.executable, "-m", "cachestore_svc", *new], check=True, stdout=subprocess.DEVNULL)
     return options
-
-
-def _write_fsync(directory: Path, blobs: Sequence[bytes]) -> None:
-    """Each blob into a file of its own, a mebibyte at a time, synced, and its name synced."""
-    directory.mkdir()
-    parent = os.open(directory, os.O_RDONLY)
-    for index, blob in enumerate(blobs):
-        descriptor = os.open(directory / str(index), os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        view = memoryview(blob)
-        for offset in range(0, len(blob), FRAME_BYTES):
-            os.write(descriptor, view[offset : offset + FRAME_BYTES])
-        os.fsync(descriptor)
-        os.close(descriptor)
-        os.fsync(parent)
-    os.close(parent)
 
 
 def _identity(name: str, layers: int, kv_heads: int, dim: int) -> identity_pb2.KvIdentity:

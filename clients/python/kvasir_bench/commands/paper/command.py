@@ -14,9 +14,10 @@ from kvasir_bench import program
 from kvasir_bench.commands import shown
 from kvasir_bench.commands.paper.bench import Bench
 from kvasir_bench.commands.paper.cases import chosen, measured
-from kvasir_bench.commands.shown import SHORT_HOME, HomeOption, MarkdownOption, ModelOption, PlotsOption
+from kvasir_bench.commands.shown import HomeOption, MarkdownOption, ModelOption, PlotsOption
 from kvasir_bench.paper import report
 from kvasir_bench.paper.tables import tables
+from kvasir_bench.system import SHORT_HOME
 
 TableOption = Annotated[
     list[str] | None,
