@@ -14,7 +14,7 @@ from kvasir_bench.engine import report
 from kvasir_bench.engine.__main__ import CASES, measured
 from kvasir_bench.engine.cases import interruptions
 from kvasir_bench.engine.cases.decode import MIXED, contexts, fitting
-from kvasir_bench.engine.cases.decoding_bytes import exact_bytes
+from kvasir_bench.engine.cases.memory_bytes import exact_bytes
 from kvasir_bench.engine.lab import Lab, MeasuredEngine, Scope
 
 from inference_svc.model.probing.real_layouts import REAL_LAYOUTS, byte_costs

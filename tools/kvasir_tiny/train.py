@@ -176,7 +176,8 @@ def steps(
     step_once = jax.jit(partial(update, plan=plan, of=of), donate_argnums=0)
     began = time.monotonic() - run.spent_s
     for group in groups:
-        course = run.step / plan.steps if plan.time_limit_s == math.inf else run.spent_s / plan.time_limit_s
+        spent_s = time.monotonic() - began  # what waits for its rows counts
+        course = run.step / plan.steps if plan.time_limit_s == math.inf else spent_s / plan.time_limit_s
         rounding = float(course >= plan.rounded_from and run.step % 3 == 2)
         run.state, numbers = step_once(run.state, group, *map(jnp.float32, (run.step, course, rounding)))
         run.tokens += sum(map(size_of, group))

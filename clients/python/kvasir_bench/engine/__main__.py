@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import platform
 import signal
 import sys
 import tempfile
@@ -12,39 +13,41 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from kvasir.cli.running.program import version_of
+
 from inference_svc.kv.policy import PolicyRequest
 from inference_svc.model import kvasir_tiny
+from inference_svc.model.device_memory import device_bytes, device_name
 from kvasir_bench.arithmetic import rounded, rounded_row
-from kvasir_bench.engine import machine, report
+from kvasir_bench.engine import report
 from kvasir_bench.engine.cases import (
     cancelling,
     decode,
-    decoding_bytes,
     first_token,
     interruptions,
     matching,
     memory_bytes,
-    pairs,
     parts,
     peer,
     shared_prefix,
-    staggered,
+    two_agents,
 )
 from kvasir_bench.engine.cases.several_tokens import ahead, windows
 from kvasir_bench.engine.lab import Case, Lab, MeasuredEngine, Scope
 from kvasir_bench.program import keep, printed, progress
+from kvasir_bench.system import chip
 
 CASES: Mapping[str, Callable[[Lab], Case]] = {
     "decode": decode.run,
     "peer": peer.run,
     "first_token": first_token.run,
     "parts": parts.run,
-    "pairs": pairs.run,
-    "staggered": staggered.run,
+    "pairs": two_agents.pairs,
+    "staggered": two_agents.staggered,
     "gaps": interruptions.run,
     "cancel": cancelling.run,
-    "decoding_bytes": decoding_bytes.run,
-    "memory": memory_bytes.run,
+    "decoding_bytes": memory_bytes.of_agents,
+    "memory": memory_bytes.of_prompt,
     "matching": matching.run,
     "shared_prefix": shared_prefix.run,
     "ahead": ahead.run,
@@ -54,7 +57,7 @@ CASES: Mapping[str, Callable[[Lab], Case]] = {
 
 def measured(lab: Lab, cases: Sequence[str], keep_known: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
     """The values of all names in `keys.json`. `keep_known` gets them after each row."""
-    about = machine.machine(lab.engine)
+    about = _machine(lab.engine)
     found: dict[str, Case] = {}
     results = _results(lab, about, found)
     for name in lab.pace.while_there_is_time(cases):
@@ -73,13 +76,37 @@ def _results(lab: Lab, about: Mapping[str, Any], found: Mapping[str, Case]) -> d
             "load_after": round(os.getloadavg()[0], 2),
             "links_bytes_per_s": rounded_row(asdict(lab.links)) if "first_token" in found else None,
         },
-        "model": machine.model(lab.engine),
+        "model": _model(lab.engine),
         "settings": {**settings, "elapsed_s": rounded(lab.pace.elapsed_s)},
         "cases": {
             name: {"title": case.title, "rows": [rounded_row(row) for row in case.rows]} for name, case in found.items()
         },
         "targets": [{"case": name} | target.row() for name, case in found.items() for target in case.targets],
     }
+
+
+def _machine(engine: MeasuredEngine) -> dict[str, Any]:
+    return {
+        "platform": platform.platform(),
+        "processor": chip(),
+        "cores": os.cpu_count(),
+        "device": engine.device,
+        "device_name": device_name(),
+        "device_bytes": device_bytes(),
+        "blas": engine.blas,
+        "python": platform.python_version(),
+        **{name: version_of(name) for name in ("mlx", "mlx-lm", "mkl")},
+        "load_before": round(os.getloadavg()[0], 2),
+    }
+
+
+def _model(engine: MeasuredEngine) -> dict[str, Any]:
+    info = engine.model
+    policy = info.kv_identity.policy
+    facts = ("name", "context_tokens", "compute_type", "cell_tokens", "kv_bytes_per_token")
+    bits = ("key_bits", "value_bits", "group_size")
+    found = {name: getattr(info, name) for name in facts} | {name: getattr(policy, name) for name in bits}
+    return {**found, "layers": info.layer_count}
 
 
 def _arguments() -> argparse.Namespace:
