@@ -59,11 +59,12 @@ def median(values: Iterable[float]) -> float | None:
 
 
 def medians(rows: Iterable[Mapping[str, float]], *with_spread: str) -> dict[str, float]:
-    """By name, of one or more repeats that have the same names; and the spreads of these names."""
-    found = list(rows)
-    columns = {name: [row[name] for row in found] for name in found[0]}
-    spreads = {f"{name}_spread": Summary.of(columns[name]).spread for name in with_spread}
-    return {name: statistics.median(values) for name, values in columns.items()} | spreads
+    """By name, of one or more repeats that have the same names; a spread behind each of these names."""
+    repeats, found = list(rows), dict[str, float]()
+    for name in repeats[0]:
+        summary = Summary.of([row[name] for row in repeats])
+        found |= summary.named(name) if name in with_spread else {name: summary.median}
+    return found
 
 
 def timed(work: Callable[[], object], clock: Callable[[], float] = time.perf_counter) -> float:
