@@ -390,7 +390,8 @@ ROOMS = {
     },
     BENCH: {
         "prove": "attention engine memory_path pictures program system tables",
-        "commands": "attention engine fleet load memory_path paper pictures program quality scenarios store tables",
+        "commands": "arithmetic attention engine fleet load memory_path paper pictures program quality scenarios store "
+        "system tables",
         "paper": "arithmetic pictures tables",
         "scenarios": "arithmetic pictures tables",
         "memory_path": "arithmetic pictures program tables wire",
