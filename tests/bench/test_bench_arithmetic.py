@@ -33,7 +33,7 @@ def test_a_summary_tells_the_median_and_how_far_the_repeats_lie_apart() -> None:
         Summary.of([])
 
 
-def test_repeats_of_one_row_are_medians_by_name_and_a_spread_where_one_is_asked_for() -> None:
+def test_repeats_of_one_row_become_medians_and_a_spread_stands_behind_its_name() -> None:
     found = medians([{"a": 4.0, "b": 1}, {"a": 1.0, "b": 9}, {"a": 2.0, "b": 3}], "a")
     assert list(found.items()) == [("a", 2.0), ("a_spread", 1.5), ("b", 3)]
 
