@@ -199,7 +199,8 @@ def test_a_removal_that_arrives_late_takes_nothing_that_another_published_since(
         with pytest.raises(KvasirError):
             swept.result()
         sweep(at_b)
-        assert_whole(at_b, "bob", turn)
+    with replicas.start("c", *options).client() as at_c:  # it has no copies on its disk
+        assert_whole(at_c, "bob", turn)
 
 
 def test_a_commit_of_a_process_that_stood_still_is_fenced(replicas: Replicas) -> None:
