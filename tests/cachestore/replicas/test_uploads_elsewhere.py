@@ -1,0 +1,55 @@
+"""An upload whose store process is killed goes on at another one by itself, and its part does not stay."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from kvasir.cachestore.v1 import cachestore_pb2 as pb
+from kvasir.clients import StoreClient
+
+from tests.cachestore.bucket.test_over_s3 import Faults, credentials, faults, pytestmark  # noqa: F401
+from tests.cachestore.replicas.processes import Replicas, replicas_in
+from tests.cachestore.service.proxy import proxy_to
+from tests.cachestore.service.running import assert_whole
+from tests.made_models.synthetic import SyntheticAgent, full_layers, kv_identity
+from tests.running.postgres import PostgresServer, postgres  # noqa: F401
+
+_LARGE = kv_identity("large", full_layers(24, 8, 128))  # one block is 7 MB: several frames
+
+
+@pytest.fixture
+def replicas(
+    tmp_path: Path,
+    postgres: PostgresServer,  # noqa: F811
+    credentials: Path,  # noqa: F811
+) -> Iterator[Replicas]:
+    with replicas_in(tmp_path, postgres, credentials) as made:
+        yield made
+
+
+def parts_of(replicas: Replicas, name: str) -> list[Path]:
+    return [path for path in replicas.home(name).data_dir.rglob("*.part") if path.is_file()]
+
+
+def test_an_upload_whose_store_is_killed_goes_on_at_another_one(replicas: Replicas) -> None:
+    turn = SyntheticAgent(_LARGE, 1).turn(256 * 3)
+    first, *_ = sizes = [digest.size_bytes for digest in turn.digests]
+    a, b = replicas.start("a"), replicas.start("b")
+    with proxy_to(a.address) as proxy, StoreClient.connect(proxy.address) as client:
+
+        def kill(_: pb.TransferProgress) -> None:
+            if proxy.sent_bytes > first + first // 2 and a.process.poll() is None:
+                proxy.target = b.address
+                a.kill()
+                assert parts_of(replicas, "a")
+
+        client.put_blobs(turn.new_blobs, on_progress=kill)
+        assert a.process.poll() is not None
+        assert proxy.sent_bytes < 3 * sum(sizes)
+        client.put_manifest(turn.manifest_bytes)
+        client.commit("ada", turn.manifest_digest, 0)
+    with b.client() as at_b:
+        assert_whole(at_b, "ada", turn)
+    with replicas.start("a").client() as again:
+        assert parts_of(replicas, "a") == []
+        assert_whole(again, "ada", turn)
