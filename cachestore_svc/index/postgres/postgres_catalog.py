@@ -16,6 +16,7 @@ from kvasir.errors import FailedPrecondition, KvasirError, Unavailable
 from kvasir.waits import PAUSE_S
 
 from cachestore_svc.blobs.disk import Disk
+from cachestore_svc.index.postgres.clock_steps import ClockSteps, give_back
 from cachestore_svc.index.postgres.lease_rows import SharedLeases
 from cachestore_svc.index.postgres.replicas import (
     GROUPS,
@@ -63,6 +64,7 @@ class PostgresCatalog(Catalog):
         self.is_shared = shared_as is not None
         self._begins: Callable[[CatalogChange], None] | None = None  # where the database may be in another place
         self._is_new_session = False
+        self._steps: ClockSteps | None = None
         self._writer = Session(url)
         try:
             self._writer.connect()
@@ -88,7 +90,8 @@ class PostgresCatalog(Catalog):
                 self.write(HOUSE, lambda change: leave_jobs(change.connection, self._epoch))
         return super().close()
 
-    def lease_ends(self, steady: Callable[[], float]) -> SharedLeases:  # noqa: ARG002  the database has a clock
+    def lease_ends(self, steady: Callable[[], float]) -> SharedLeases:
+        self._steps = ClockSteps(steady)
         return SharedLeases()
 
     def attend(self, begin: Callable[[CatalogChange], None], wake: Callable[[str], None]) -> None:
@@ -242,7 +245,7 @@ class PostgresCatalog(Catalog):
         """One transaction; the calls that answer the callers. When it raises, nothing of it took effect."""
         self._groups += 1
         mark = """UPDATE writers SET groups = :groups, session = :session, seen_ms = now_ms()
-            WHERE epoch = :epoch AND groups >= :acknowledged AND NOT is_superseded"""
+            WHERE epoch = :epoch AND groups >= :acknowledged AND NOT is_superseded RETURNING seen_ms"""
         numbers = {
             "groups": self._groups,
             "epoch": self._epoch,
@@ -252,8 +255,7 @@ class PostgresCatalog(Catalog):
         answers: list[Callable[[], None]] = []
         try:
             self._begin_group(connection)
-            if not connection.execute(mark, numbers).rowcount:
-                _check_ours(connection, self._own_row(connection), self._acknowledged)
+            self._mark(connection, mark, numbers)
             if self._is_new_session and self._shared_as is not None:
                 check_alike(connection, self._shared_as, self._ending.wait)
                 if self._begins:
@@ -266,8 +268,20 @@ class PostgresCatalog(Catalog):
             connection.roll_back()
             raise
         self._is_new_session = False
+        if self._steps:
+            self._steps.keep()
         self._disk.reached("index: after commit")
         return answers
+
+    def _mark(self, connection: Session, mark: str, numbers: Mapping[str, Any]) -> None:
+        """Write the group's number where this store may still write. Raises as `_check_ours`."""
+        if self._steps:
+            self._steps.begin()
+        marked = connection.execute(mark, numbers).fetchall()
+        if not marked:
+            _check_ours(connection, self._own_row(connection), self._acknowledged)
+        elif self._steps and (step_ms := self._steps.step_ms(marked[0][0])):
+            give_back(connection, step_ms)
 
     def _end(self, connection: Session) -> None:
         """Commit. Where the answer is lost with the connection, the database says whether it took effect."""

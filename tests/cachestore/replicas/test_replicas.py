@@ -20,6 +20,7 @@ from kvasir.waits import SILENCE_S
 from cachestore_svc.blobs.disk import Disk
 from cachestore_svc.facts.records import Committed, Event, HeldLease, LeaseWanted
 from cachestore_svc.index.catalog import HOUSE, Catalog, open_postgres
+from cachestore_svc.index.postgres.clock_steps import ClockSteps
 from cachestore_svc.recovery import on_server
 from cachestore_svc.store import jobs
 from cachestore_svc.store.store import Store
@@ -28,7 +29,7 @@ from tests.cachestore.any_backend.memory_blobs import MemoryBlobs
 from tests.cachestore.core.lab import NS, Lab, assert_restores, publish
 from tests.cachestore.index.test_postgres import add_one, count_of, end_writer
 from tests.made_models.synthetic import SMALL, SyntheticAgent
-from tests.running.postgres import PostgresServer, postgres  # noqa: F401
+from tests.running.postgres import PostgresServer, postgres, set_clock_of  # noqa: F401
 
 KV = kv_identity_hash(SMALL)
 ALIKE = {"blobs": "s3://bucket/agents", "keys": "none"}
@@ -169,6 +170,46 @@ def test_a_lease_that_one_store_gave_is_held_renewed_wanted_taken_back_and_ended
     later = a.leases.acquire(NS, "ada", KV, "engine-2", 10).token
     lab.clock.pass_s(10)
     assert b.leases.acquire(NS, "ada", KV, "engine-3", 10).token.generation == later.generation + 1
+
+
+def test_a_database_whose_clock_is_set_forward_ends_no_lease_early(stores: tuple[Lab, Store, Store], url: str) -> None:
+    lab, a, b = stores
+    a.leases.acquire(NS, "ada", KV, "engine-1", 10)
+    b.leases.acquire(NS, "bob", KV, "engine-1", 5)
+    lab.clock.pass_s(4)
+    left_ms = []
+    for store in (a, b, a):
+        set_clock_of(url, lab.clock.now_s + 3600)
+        with pytest.raises(FailedPrecondition) as refused:
+            store.leases.acquire(NS, "ada", KV, "engine-2", 10)
+        left_ms.append(int(refused.value.metadata["left_ms"]))
+    assert left_ms[0] == 6_001, "as before the step"
+    assert max(left_ms) == 10_001, "each store may find it"
+    assert b.leases.renew_all(NS, "engine-1", KV, [HeldLease("ada", 1)], 10).lost == ()
+    set_clock_of(url, lab.clock.now_s + 3600 + 11)
+    lab.clock.now_s += 11
+    assert b.leases.acquire(NS, "bob", KV, "engine-2", 10).token.generation == 2
+
+
+def test_an_answer_that_comes_late_is_no_step_of_a_clock() -> None:
+    seconds = iter([0.0, 0.01, 1.0, 9.0, 9.01, 9.02, 9.03, 9.04, 5000.0, 5000.01])
+    steps = ClockSteps(lambda: next(seconds))
+    found = []
+    for server_s in (100.005, 101.0, 109.015, 139.035, 5134.0):
+        steps.begin()
+        found.append(steps.step_ms(round(1000 * server_s)))
+        steps.keep()
+    assert found == [0, 0, 0, pytest.approx(30_000, abs=20), 0]
+
+
+def test_a_step_that_a_group_found_without_effect_is_found_again() -> None:
+    steps, found = ClockSteps(lambda: 0.0), []
+    for server_s, takes_effect in ((1, True), (9, False), (9, True), (9, True)):
+        steps.begin()
+        found.append(steps.step_ms(1000 * server_s))
+        if takes_effect:
+            steps.keep()
+    assert found == [0, 8000, 8000, 0]
 
 
 @pytest.mark.long(4)
