@@ -1,7 +1,7 @@
 """Which namespaces have turns, or had some lately, and which of them comes next. Pure: callers pass in the time.
 
-Namespaces are served in turn: first a new namespace, then the namespace that was served longest ago. A namespace is
-remembered for a while after its last turn. So a caller that comes once a second neither counts as new each time, nor
+Namespaces begin turns one by one: first a new namespace, then the one that began its last turn longest ago. A namespace
+is remembered for a while after its last turn. So a caller that comes once a second neither counts as new each time, nor
 leaves the others alone in between.
 """
 
@@ -18,6 +18,7 @@ class Place:
     left_s: float = 0.0  # when its last turn ended
     began: int = 0  # number of the turn that it began last, counted over all namespaces
     served: int = 0  # number of the cell that it got last, counted over all namespaces
+    taken_s: float = 0.0  # seconds of its cells and files; of others' too while it had none
     owed_s: float = 0.0  # prefill beside others' decoding that it has not made up for yet
 
 

@@ -49,12 +49,19 @@ class StepPace:
 
 
 class SharedTime:
-    """What namespaces owe for prefill beside others' decoding (`Place.owed_s`). Unused time is not saved."""
+    """The time of namespaces' cells and files (`Place.taken_s`), and what they owe for prefill beside others' decoding
+    (`Place.owed_s`). Unused time is not saved.
+    """
 
     def __init__(self) -> None:
         self._step_s = self._cells_s = 0.0
         self._decoding = 0
-        self._next: list[tuple[Place | None, int]] = []  # whose cells are computed next, with their tokens
+        self._next: list[tuple[Place, int, bool]] = []  # whose cells are computed next, their tokens, and who owes
+        self._taken_s = 0.0  # by the namespace that was served last, before that
+
+    def joins(self, place: Place) -> None:
+        """A turn begins: its namespace comes before the one that was served last, no more."""
+        place.taken_s = max(place.taken_s, self._taken_s)
 
     def begin_step(self, now: float, decoding: int, places: Iterable[Place]) -> None:
         """`decoding`: namespaces that decode in this step. The time of the last one makes up for what is owed."""
@@ -65,14 +72,17 @@ class SharedTime:
         self._next.clear()
 
     def spent(self, cell_s: float) -> None:
-        """The last pass took `cell_s`. Each of its namespaces owes its cells' part if others decode."""
-        tokens = sum(count for _, count in self._next)
-        for place, count in self._next:
-            if place is not None:
+        """The last pass took `cell_s`, each of its namespaces its cells' part, which it owes if others decode."""
+        tokens = sum(count for _, count, _ in self._next)
+        if self._next:
+            self._taken_s = self._next[0][0].taken_s
+        for place, count, owes in self._next:
+            place.taken_s += cell_s * count / tokens
+            if owes:
                 place.owed_s += cell_s * count / tokens
         self._cells_s += cell_s
         self._next.clear()
 
-    def shares_next(self, place: Place | None, tokens: int) -> None:
-        """A cell of so many tokens is in the next pass. `place`: of its namespace, if others decode."""
-        self._next.append((place, tokens))
+    def shares_next(self, place: Place, tokens: int, *, owes: bool) -> None:
+        """A cell of so many tokens is in the next pass. `owes`: others decode beside it."""
+        self._next.append((place, tokens, owes))

@@ -1,7 +1,8 @@
 """What a step does: which rows decode, and which cells and files go beside them. Pure.
 
 - Rows: beside other namespaces each has a few (`seats`); the longer others are away, the more.
-- Order of cells and files: urgent turns first, namespaces in turn, in a namespace the shortest rest of a prompt first.
+- Order of cells and files: urgent turns first, then the namespace whose cells and files took the least time, in it the
+  shortest rest of a prompt.
   Turns that came later overtake one by no more tokens than its rest has.
 - Size: `pacing` and `step_costs` say how many cells a step takes, how long they are, and how many files it loads.
 - Sharing: what a cell leaves of its pass the next turns in this order get, where cells may share one.
@@ -72,6 +73,7 @@ class StepSchedule(Generic[TurnT]):
     def joins(self, turn: TurnT) -> None:
         """The turn begins: it is served before the turn that was served last, behind all others."""
         turn.schedule.served = self._served - 1
+        self._time.joins(self._company.of(turn.namespace))
 
     def begin(self, now: float, urgency: Urgency[TurnT]) -> tuple[TurnT, ...]:
         """Begin a step. Returns the turns that decode one token now; other decoding turns sit out."""
@@ -264,11 +266,12 @@ class StepSchedule(Generic[TurnT]):
         return urgent or prefilling
 
     def _next_of(self, turns: Collection[TurnT]) -> TurnT:
-        """Of the namespace that was served longest ago the turn with the shortest rest of a prompt, but first one that
-        later ones have overtaken by as many tokens.
+        """Of the namespace that has taken the least time the turn with the shortest rest of a prompt, but first one
+        that later ones have overtaken by as many tokens.
         """
-        first = min(turns, key=lambda turn: self._company.of(turn.namespace).served)
-        turns = [turn for turn in turns if turn.namespace == first.namespace]
+        places = {turn.namespace: self._company.of(turn.namespace) for turn in turns}
+        first = min(places, key=lambda namespace: (places[namespace].taken_s, places[namespace].served))
+        turns = [turn for turn in turns if turn.namespace == first]
         return min(turns, key=self._order)
 
     def _order(self, turn: TurnT) -> tuple[bool, int, int]:
@@ -288,7 +291,7 @@ class StepSchedule(Generic[TurnT]):
         self._served += 2
         place = self._company.of(turn.namespace)
         place.served = self._served
-        self._time.shares_next(place if self._is_beside_others(turn) else None, max(1, size))
+        self._time.shares_next(place, max(1, size), owes=self._is_beside_others(turn))
         record, least = turn.schedule, self._rules.least_tokens
         for other in self._overtaken_by(turn) - {cell.turn for cell in beside}:
             other.schedule.overtaken_tokens += max(size, least)

@@ -366,6 +366,28 @@ def test_a_namespaces_first_cell_waits_for_one_cell_of_each_other_however_many_p
         assert all(end - start <= 3 for start, end in pairwise(mine))
 
 
+def test_short_cells_wait_for_no_long_one_before_they_have_taken_as_much_time() -> None:
+    world = World(cost_s=lambda _position, tokens: tokens / 1000)
+    world.submit(*of("a", 4, 20))
+    world.step()
+    people, before = [Job(8, namespace="b") for _ in range(6)], len(world.prefilled)
+    world.submit(*people)
+    while not {*people} <= {*world.prefilled}:
+        world.step()
+    assert [job.namespace for job in world.prefilled[before:]].count("a") <= 1
+
+
+def test_time_that_a_namespace_does_not_take_is_not_saved() -> None:
+    world = World(cost_s=lambda _position, tokens: tokens / 1000)
+    world.submit(*of("a", 1, 90), Job(CELL, namespace="b"))
+    while len(world.prefilled) < 40:
+        world.step()
+    world.submit(*of("b", 1, 40))
+    while len(world.prefilled) < 60:
+        world.step()
+    assert 9 <= [job.namespace for job in world.prefilled[40:60]].count("b") <= 11
+
+
 @given(st.integers(1, 12), st.floats(0.01, 0.2), st.floats(0.01, 0.1))
 @settings(max_examples=sampled(10, of=40), deadline=None)
 def test_others_prompts_take_as_much_time_from_a_reply_as_it_takes_itself(
