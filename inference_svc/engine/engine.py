@@ -360,10 +360,10 @@ def _nothing(_worker: EngineWorker) -> None:
 
 
 def _most_drafts(opened: OpenedModel) -> int:
-    """None on a GPU: no GPU has shown that a turn with drafts says there what it says without."""
+    """None on Metal: no Mac has shown that replies with drafts are those without."""
     if opened.info.mask_window is not None:
         return opened.info.mask_window.size - 1
-    return Rules.most_drafts if opened.device == "cpu" else 0
+    return 0 if opened.device == "metal" else Rules.most_drafts
 
 
 def _rules(model: ModelInfo, longest_gap_s: float, runner: ModelRunner | None) -> Rules:
