@@ -18,6 +18,7 @@ _FEW_DRAFTED = 8  # fewer with drafts say less than many without: three that met
 _USUAL_ROW, _USUAL_WEIGHT = 0.05, 8.0
 _USUAL_SETTLED = 1.1  # a step that is read at once, beside one that is read behind the next, before both are known
 _PATIENCE, _FEW_DRAFTS = 32, 4  # steps after which so many drafts are tried though they do not seem to pay
+_MOST_PATIENCE = 512
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +51,9 @@ class StepSeconds:
         self._line = None  # computed at its next use: not in each step of turns that try nothing
 
     def forget_half(self) -> None:
-        """The machine may have been busy: of the steps, only the newer half counts, and a few at least."""
-        for _ in range(min(len(self._made) // 2, len(self._made) - _FEW_DRAFTED)):
+        """The machine may have been busy: of the steps, only the newer half counts, or none if that is few."""
+        half = len(self._made) // 2
+        for _ in range(half if half >= _FEW_DRAFTED else len(self._made)):
             self._made.popleft()
 
     @property
@@ -76,7 +78,8 @@ class _Line:
         mean_rows, mean_s = fmean(rows for rows, _ in kept), fmean(took_s for _, took_s in kept)
         spread = sum((rows - mean_rows) ** 2 for rows, _ in kept)
         together = sum((rows - mean_rows) * took_s for rows, took_s in kept)
-        row_s = (together + _USUAL_WEIGHT * _USUAL_ROW * mean_s) / (spread + _USUAL_WEIGHT)
+        usual_row_s = _USUAL_ROW * mean_s / (1 + _USUAL_ROW * mean_rows)
+        row_s = (together + _USUAL_WEIGHT * usual_row_s) / (spread + _USUAL_WEIGHT)
         return cls(mean_rows, mean_s, max(0.0, row_s))
 
     def at(self, rows: int) -> float:
@@ -89,6 +92,7 @@ class DraftCosts:
     def __init__(self) -> None:
         self._drafted, self._plain = StepSeconds(), StepSeconds()
         self._refused = 0  # steps whose drafts did not seem to pay
+        self._patience = _PATIENCE
 
     def learn(self, rows: int, seconds: float, *, is_drafted: bool) -> None:
         (self._drafted if is_drafted else self._plain).learn(rows, seconds)
@@ -115,17 +119,22 @@ class DraftCosts:
             if lengths[row] < proposals[row].most:
                 heappush(likely, (-proposals[row].chance_at(lengths[row]), place, row))
         if lengths and tokens * plain_s > rows * seconds:
+            self._patience = _PATIENCE if is_known else self._patience
             return lengths
         return self._tried_again(proposals, most_rows - rows)
 
     def _tried_again(self, proposals: Mapping[RowT, Proposal], room: int) -> dict[RowT, int]:
-        """Now and then a few drafts of the likeliest row, though they do not seem to pay."""
+        """Now and then a few drafts of the likeliest row, though they do not seem to pay. Once no costs are left
+        to believe, the next steps try all again; each time that this does not pay, the next time comes half as soon.
+        """
         rows = [row for row, each in proposals.items() if each.most]
         self._refused += bool(rows)
-        if self._refused <= _PATIENCE or not rows:
+        if self._refused <= self._patience or not rows:
             return {}
         self._refused = 0
         self._drafted.forget_half()
+        if not self._drafted.is_known(_FEW_DRAFTED):
+            self._patience = min(2 * self._patience, _MOST_PATIENCE)
         likeliest = max(rows, key=lambda row: proposals[row].chance_at(0))
         return {likeliest: min(proposals[likeliest].most, _FEW_DRAFTS, room)}
 

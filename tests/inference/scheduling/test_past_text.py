@@ -138,12 +138,44 @@ def test_costs_that_were_high_for_a_while_are_forgotten() -> None:
     for rows in range(1, 25):
         costs.learn(rows, 40.0, is_drafted=True)
     tried = []
-    for _ in range(9 * 33):
+    for _ in range(4 * 33):
         if lengths := costs.lengths(1, proposed(a=0.9), 64):
             costs.learn(1 + lengths["a"], 1.0 + 0.05 * lengths["a"], is_drafted=True)
         tried.append(lengths.get("a", 0))
     assert max(tried[:33]) == 4
     assert min(tried[-9:]) > 4
+
+
+def drafted_of(costs: DraftCosts, steps: int, row_s: float) -> int:
+    """In how many of so many steps of eight rows more than a few drafts are tried."""
+    many = 0
+    for _ in range(steps):
+        count = sum(costs.lengths(8, proposed(**dict.fromkeys("abcdefgh", 0.9)), 64).values())
+        costs.learn(8 + count, 1.0 + row_s * count, is_drafted=count > 0)
+        many += count > 4
+    return many
+
+
+def test_eight_steps_that_compiled_end_drafts_for_a_moment_only() -> None:
+    costs = DraftCosts()
+    for _ in range(24):
+        costs.learn(8, 1.0, is_drafted=False)
+    for _ in range(8):
+        costs.learn(64, 30.0, is_drafted=True)
+    assert drafted_of(costs, 96, row_s=0.01) > 50
+
+
+def test_steps_that_all_had_the_same_rows_end_no_drafts() -> None:
+    """A line through one point: without a usual slope of that size, fewer rows would seem to cost next to nothing."""
+    costs = DraftCosts()
+    assert drafted_of(costs, 300, row_s=0.01) > 280
+
+
+def test_drafts_that_never_pay_are_tried_in_full_less_and_less_often() -> None:
+    costs = DraftCosts()
+    for _ in range(24):
+        costs.learn(8, 1.0, is_drafted=False)
+    assert drafted_of(costs, 200, row_s=3.0) > drafted_of(costs, 1000, row_s=3.0)
 
 
 def test_trust_follows_right_drafts_and_forgives() -> None:
@@ -168,7 +200,7 @@ def test_steps_that_compiled_are_forgotten_and_drafts_that_do_not_pay_tried_now_
         costs.learn(8, 90.0, is_drafted=True)
     assert costs.lengths(1, proposed(a=0.9), 64) == {"a": 16}
     dear = learned(row_s=3.0)
-    tried = [dear.lengths(1, proposed(a=0.5), 64) for _ in range(70)]
+    tried = [dear.lengths(1, proposed(a=0.5), 64) for _ in range(66)]
     assert [each for each in tried if each] == [{"a": 4}, {"a": 4}]
     assert dear.lengths(1, {}, 64) == {}
 
