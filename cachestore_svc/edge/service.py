@@ -162,7 +162,8 @@ class CacheStoreService(StoreCalls, cachestore_pb2_grpc.CacheStoreServiceService
 
     async def ReleaseLease(self, request: pb.ReleaseLeaseRequest, context: Any) -> pb.ReleaseLeaseResponse:
         line = request.agent_id, request.kv_identity_hash
-        await self._run(self._store.leases.release, *line, messages.read_lease(request.lease))
+        lease = messages.read_lease(request.lease)
+        await self._store.run(caller_namespace(), self._store.leases.release, *line, lease)  # also once nobody waits
         return pb.ReleaseLeaseResponse()
 
     # --- events and care ---

@@ -18,10 +18,12 @@ class StoreCalls:
     async def _run(
         self, method: Callable[Concatenate[str, Arguments], Answer], *args: Arguments.args, **kwargs: Arguments.kwargs
     ) -> Answer:
-        return await self._store.run(caller_namespace(), method, *args, **kwargs)
+        """A caller who leaves while the call waits for its turn takes it away."""
+        namespace = caller_namespace()
+        return await self._store.threads.run_if_awaited(namespace, method, namespace, *args, **kwargs)
 
     async def _looked_up(self, names: int, work: Callable[[], Answer]) -> Answer:
-        run = self._store.threads.run_long if names > SLICE else self._store.threads.run
+        run = self._store.threads.run_long if names > SLICE else self._store.threads.run_if_awaited
         return await run(caller_namespace(), work)
 
     async def _run_once_free(

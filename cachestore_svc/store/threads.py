@@ -31,6 +31,26 @@ class StoreThreads:
         call = partial(function, *args, **kwargs)
         if not self.room.take_if_fits(namespace, 1):
             return asyncio.ensure_future(self._in_turn(namespace, call))
+        return self._begun(namespace, call)
+
+    async def run(self, namespace: str, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Call and wait. A cancel passes on only when the call has ended: what it holds is never closed under it."""
+        return await _to_its_end(self.start(namespace, function, *args, **kwargs))
+
+    async def run_if_awaited(self, namespace: str, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """As `run`, but a cancel while the call waits for its turn takes it away: a store that works for callers who
+        have left has no time for those who are there.
+        """
+        await self.room.wait_for(namespace, 1)
+        return await _to_its_end(self._begun(namespace, partial(function, *args, **kwargs)))
+
+    async def run_long(self, namespace: str, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """The same for what names thousands of things: one such call of a namespace after the other."""
+        async with self.long_calls.held_for(namespace, 1):
+            return await self.run(namespace, function, *args, **kwargs)
+
+    def _begun(self, namespace: str, call: Callable[[], T]) -> "asyncio.Future[T]":
+        """Run on a thread that the namespace has taken, and give it back behind that."""
         try:
             future = asyncio.get_running_loop().run_in_executor(self._pool, call)
         except RuntimeError:  # the pool is closed
@@ -39,26 +59,21 @@ class StoreThreads:
         future.add_done_callback(lambda _: self.room.give_back(namespace, 1))
         return future
 
-    async def run(self, namespace: str, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Call and wait. A cancel passes on only when the call has ended: what it holds is never closed under it."""
-        future = self.start(namespace, function, *args, **kwargs)
-        try:
-            return await asyncio.shield(future)
-        except asyncio.CancelledError:
-            await ended(future)
-            raise
-
-    async def run_long(self, namespace: str, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """The same for what names thousands of things: one such call of a namespace after the other."""
-        async with self.long_calls.held_for(namespace, 1):
-            return await self.run(namespace, function, *args, **kwargs)
-
     async def _in_turn(self, namespace: str, call: Callable[[], T]) -> T:
         async with self.room.held_for(namespace, 1):
             return await asyncio.get_running_loop().run_in_executor(self._pool, call)
 
     def close(self) -> None:
         self._pool.shutdown(wait=True)
+
+
+async def _to_its_end(future: "asyncio.Future[T]") -> T:
+    """Its answer. A cancel passes on only when it is done."""
+    try:
+        return await asyncio.shield(future)
+    except asyncio.CancelledError:
+        await ended(future)
+        raise
 
 
 async def ended(future: "asyncio.Future[T]") -> None:
