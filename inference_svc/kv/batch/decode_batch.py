@@ -11,6 +11,7 @@ from inference_svc.kv.batch.decode_step import (
     KeptGraph,
     PassArrays,
     PassRows,
+    nobodys_page,
     table_width,
 )
 from inference_svc.kv.batch.decoded_layer import DecodedLayer
@@ -201,16 +202,13 @@ class DecodeBatch:
         if not self.keeps_graph:
             return
         pool, rows = self._pool, self._pass_rows or 1
-        [page] = pool.take(1)
-        try:
+        with nobodys_page(pool) as page:
             table = mx.full((rows, table_width(depth + 1)), page, dtype=mx.int32)
             places = mx.array([0] + [-1] * (rows - 1), dtype=mx.int32)
             tables = [table] * len(pool.groups)
             logits = self._kept_graph(pool.arrays, pool.order, mx.zeros((rows,), dtype=mx.uint32), places, *tables)
             pool.enqueue_behind(logits)
             mx.eval(logits)
-        finally:
-            pool.release([page])
 
     def _traced(
         self,

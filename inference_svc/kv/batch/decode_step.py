@@ -1,6 +1,7 @@
 """What all layers of a decoding step share: the sequences by slot, their pages, and the places of the new rows."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, cached_property
 from itertools import accumulate
@@ -222,6 +223,21 @@ def _writable_pages(
         _, slot, block = place
         sequences[slot].hold(table, {block: pages[place]})
     return [pages[row] for row in rows]
+
+
+@contextmanager
+def nobodys_page(pool: KvPool) -> Iterator[int]:
+    """A page for the rows of a pass whose graph alone is wanted. The pass is waited for within; then the page is free
+    again, also where that failed. Raises ResourceExhausted if no page is free.
+    """
+    [page] = pool.take(1)
+    try:
+        yield page
+    except BaseException:
+        pool.forget_failed_pass()
+        raise
+    finally:
+        pool.release([page])
 
 
 class KeptGraph:

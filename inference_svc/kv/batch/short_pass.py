@@ -11,7 +11,7 @@ from kvasir.cachestore.v1 import identity_pb2
 
 from inference_svc.kv.attention.kernels import Dialect
 from inference_svc.kv.attention.tiles import most_queries
-from inference_svc.kv.batch.decode_step import KeptGraph, PassArrays, table_width
+from inference_svc.kv.batch.decode_step import KeptGraph, PassArrays, nobodys_page, table_width
 from inference_svc.kv.batch.fused_layer import FusedLayer
 from inference_svc.kv.page import PAGE_TOKENS, PageFormat
 from inference_svc.kv.pages.block_table import BlockTable
@@ -82,14 +82,11 @@ class ShortPass:
         """Have MLX keep the graph of a pass of `count` tokens, one of `KEPT_TOKENS`, behind so many: of one token on a
         page that is free again, filled up in front. Raises ResourceExhausted.
         """
-        [page] = self.pool.take(1)
-        try:
+        with nobodys_page(self.pool) as page:
             table = mx.full((1, table_width(depth + count)), page, dtype=mx.int32)
             places = mx.array([[-1] * (count - 1) + [0]], dtype=mx.int32)
             tokens, offsets = mx.zeros((1, count), dtype=mx.uint32), mx.array([1 - count], dtype=mx.int32)
             mx.eval(self.computed(tokens, offsets, places, [table] * len(self.pool.groups)))
-        finally:
-            self.pool.release([page])
 
     def _part(self, token_ids: Sequence[int], start: int, tables: list[mx.array]) -> mx.array:
         """Logits of tokens that go to positions from `start` on, not evaluated."""

@@ -70,33 +70,6 @@ def test_a_short_pass_computes_what_a_pass_layer_by_layer_does(
     here.release(taken)
 
 
-@pytest.mark.parametrize(("count", "depth"), [(8, 0), (48, 2_100)])
-def test_a_graph_kept_ahead_is_the_one_that_a_turn_needs(
-    count: int, depth: int, runner: ModelRunner, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """MLX finds it by shapes and types. The pass that makes it writes to no page that others hold, and keeps none."""
-    identity = identity_of(runner.layers, policy_of(Rung.Q4, "float32"))
-    here = PoisonedPool(identity, 40 * KvPool(identity, 1).page_bytes, is_allocated=True, dialect=Dialect.CUDA)
-    passes, asked = ShortPass(here, runner.forward, runner.compute_type), list[object]()
-    traced = passes._traced
-    monkeypatch.setattr(
-        passes, "_kept_graph", lambda *given: asked.append([(a.shape, a.dtype) for a in given[2:]]) or traced(*given)
-    )
-    others = here.take(3)
-    before, used = [bytes(np.asarray(array[mx.array(others)])) for array in here.arrays], here.allocator.used
-    passes.keep_graph(count, depth)
-    assert [bytes(np.asarray(array[mx.array(others)])) for array in here.arrays] == before
-    assert here.allocator.used == used
-    here.release(others)
-    kv = SequenceKV(here)
-    for table in kv.tables:
-        table.pages = dict(enumerate(here.take(-(-depth // 256))))
-    kv.length = depth
-    passes.logits(kv, TOKENS[:count], lambda _: None)
-    kept, needed = asked
-    assert kept == needed
-
-
 @pytest.mark.parametrize(("window", "most"), [(128, 127), (512, 256)])
 def test_a_graph_is_kept_for_what_stays_in_each_window(window: int, most: int) -> None:
     assert most_kept_tokens(windowed_identity(window), Dialect.CUDA, "bfloat16") == most
