@@ -76,7 +76,7 @@ class KvLoad:
         self._states = states
         self._points = points
         count = blocks_of(keep) if layers_of(kv.pool.identity, 0) else 0
-        least = max(1, _LEAST_BYTES // self._file_bytes(0)) if count and copies_itself() else 1
+        least = min(MOST_FILES, max(1, _LEAST_BYTES // self._file_bytes(0))) if count and copies_itself() else 1
         left = [_GroupFiles(0, files, count, kv.length // PAGE_TOKENS, least)]
         for window, some in windows.items():
             kept = [file for file in some if file.header.identity.start < keep]

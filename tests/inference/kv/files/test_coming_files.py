@@ -8,7 +8,7 @@ from kvasir.errors import DataLoss, ResourceExhausted
 from inference_svc.kv import kv_load
 from inference_svc.kv.attention import in_place
 from inference_svc.kv.attention.kernels import Dialect
-from inference_svc.kv.kv_load import KvLoad
+from inference_svc.kv.kv_load import MOST_FILES, KvLoad
 from inference_svc.kv.page import PAGE_TOKENS
 from inference_svc.kv.sequence_kv import SequenceKV
 from inference_svc.kv.tensor_files import CheckedFile
@@ -161,6 +161,16 @@ def test_pieces_have_no_more_bytes_than_room_for_them(monkeypatch: pytest.Monkey
     assert load.next_files == -(-LENGTH // PAGE_TOKENS)
     monkeypatch.setattr(kv_load, "LANDING_BYTES", 1)
     assert load.next_files == 1
+
+
+def test_files_wait_for_no_more_company_than_a_piece_holds(driver: PlayedDriver) -> None:
+    """Of a small model: so many bytes as are worth a piece would be thousands of its files."""
+    kv, came = memory(), list[CheckedFile]()
+    load = KvLoad(SequenceKV(pool_of(MIXED)), came, 100 * PAGE_TOKENS)
+    came += checked(kv.pool.identity, files(kv), LENGTH)[:1] * (MOST_FILES - 1)
+    assert load.lacks_files
+    came += came[:1]
+    assert load.next_files == MOST_FILES
 
 
 def test_a_small_piece_waits_while_more_files_are_to_come(
