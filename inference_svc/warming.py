@@ -74,7 +74,8 @@ async def warm_up_while_idle(engine: Engine, is_idle: Callable[[], bool], clock:
     for tokens, depth in product(KEPT_TOKENS, _depths(engine)):
         while not is_idle():
             await _until_quiet(is_idle)
-        await asyncio.wait([asyncio.wrap_future(engine.keep_graph(tokens, depth))])
+        # It fails where memories have every page, or as the engine ends.
+        await asyncio.gather(asyncio.wrap_future(engine.keep_graph(tokens, depth)), return_exceptions=True)
     took_s = await _run_while_idle(engine, [(cell, 1)], is_idle, clock)
     replies = [min(_CROWD_REPLY + 2 * place, context - cell) for place in range(_CROWD)]
     count = int(1 / max(took_s, LOOK_S))

@@ -1,11 +1,13 @@
 """Before it is ready an engine runs turns of its own, which leave nothing."""
 
 import asyncio
+import gc
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from kvasir.errors import ResourceExhausted
 from mlx_lm.utils import load_tokenizer
 from transformers.utils import chat_template_utils
 
@@ -100,6 +102,27 @@ def test_a_device_keeps_graphs_for_each_width_of_the_context(tmp_path: Path, mon
         assert {*kept} == {(tokens, depth) for tokens in KEPT_TOKENS for depth in (0, 2049, 4097)}
     finally:
         engine.close()
+
+
+def test_a_graph_that_finds_no_page_is_no_news(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Memories of callers may have every page, also before the engine is ready."""
+
+    def fails(*_: object) -> None:
+        raise ResourceExhausted("no page is free", reason="MEMORY_EXCEEDED")
+
+    monkeypatch.setattr(EngineWorker, "keep_graph", fails)
+    monkeypatch.setattr(warming, "_run_all", lambda *_: [])
+    engine = Engine.open(write_family(tmp_path, ALL["llama3.1"]), cache_dir=tmp_path, memory_budget_bytes=BUDGET)
+    try:
+        engine.device = "any other"
+        warm_up(engine)
+        asyncio.run(warm_up_while_idle(engine, lambda: True, lambda: 0.0))
+        gc.collect()
+    finally:
+        engine.close()
+    assert "never retrieved" not in caplog.text
 
 
 def test_the_warm_up_waits_until_callers_are_away_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
