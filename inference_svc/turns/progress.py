@@ -13,6 +13,7 @@ from kvasir import errors
 
 from inference_svc.engine.api import CarriedTurn, Event, Prefilled, Resumed, Wanted
 from inference_svc.engine.engine import TurnHandle
+from inference_svc.memory.outcomes import Source
 from inference_svc.memory.service_stats import NamespaceCounters
 from inference_svc.turns.phases import BegunTurn, Planned
 from inference_svc.turns.turn_data import Continuation, TurnDelta, TurnEvent, TurnFinished, TurnRequest, TurnStarted
@@ -228,7 +229,7 @@ class Progress:
     parent_version: int = 0
     tokens: TokenCounts = field(default_factory=TokenCounts)
     finished: TurnFinished | None = None
-    has_woken: bool = False  # its agent, which was asleep
+    source: Source | None = None  # of its KV, as reported; WOKEN before that, if its agent was asleep
 
     @property
     def is_kept(self) -> bool:

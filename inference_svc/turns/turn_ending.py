@@ -102,16 +102,17 @@ class TurnEnding:
         turn.counters.tokens["accepted_draft"] += ended.accepted_draft_tokens
         if times.last_token_at is not None:
             turn.counters.times.last_event.add(self._parts.clock() - times.last_token_at)
-        self._trace(ran, times, self._parts.clock() - ended_s)
-        self._log(ran, snapshot, times, ended_s)
+        source = (turn.source or ran.prepared.source).value
+        self._trace(ran, times, source, self._parts.clock() - ended_s)
+        self._log(ran, snapshot, times, source, ended_s)
 
-    def _log(self, ran: Ran, snapshot: SnapshotOutcome, times: TurnTiming, ended_s: float) -> None:
+    def _log(self, ran: Ran, snapshot: SnapshotOutcome, times: TurnTiming, source: str, ended_s: float) -> None:
         ended, last_token_s = ran.ended, times.last_token_at or ended_s
         _LOG.info(
             "turn.finished",
             request_id=ran.planned.request.request_id,
             reason=_finish_reason(ran),
-            source=ran.prepared.source.value,
+            source=source,
             prompt_tokens=ended.prompt_tokens,
             cached_tokens=ended.cached_tokens,
             completion_tokens=ended.completion_tokens,
@@ -122,7 +123,7 @@ class TurnEnding:
             stored_ms=round(1e3 * (self._parts.clock() - last_token_s), 1),
         )
 
-    def _trace(self, ran: Ran, times: TurnTiming, ended_ago_s: float) -> None:
+    def _trace(self, ran: Ran, times: TurnTiming, source: str, ended_ago_s: float) -> None:
         """Record the parts of a turn, which ended so long ago; since then its memory was stored."""
         ended, timings = ran.ended, ran.ended.timings
         queue_s = times.queue_s + timings.queue_s
@@ -133,7 +134,7 @@ class TurnEnding:
         computed = {"prompt_tokens": ended.prompt_tokens, "cached_tokens": ended.cached_tokens}
         told("prefill", ended_ago_s, timings.prefill_s, computed)
         ended_ago_s += timings.prefill_s
-        told("restore", ended_ago_s, times.restore_s + timings.restore_s, {"source": ran.prepared.source.value})
+        told("restore", ended_ago_s, times.restore_s + timings.restore_s, {"source": source})
 
     def warmed(self, ran: Ran, turn: Progress) -> None:
         """Attach the agent's memory to the KV that was computed ahead of its turn."""

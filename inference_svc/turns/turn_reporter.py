@@ -222,8 +222,9 @@ class TurnReporter:
         turn, prepared, counters, times = self._turn, self._prepared, self._counters, self._turn.times
         planned_source = Source.SHARED if event.is_shared else prepared.source
         source = planned_source if event.cached_tokens else Source.COLD
-        if source is Source.HOT and turn.has_woken:
+        if source is Source.HOT and turn.source is Source.WOKEN:
             source = Source.WOKEN
+        turn.source = source
         if not turn.phase.has_begun:
             self._count_running()
             counters.times.queue.add(times.queue_s + event.queue_s)

@@ -74,7 +74,7 @@ class Sleeper:
             self._parts.woken.ready[key] = self._parts.clock()
         took_ms = round(1e3 * (self._parts.clock() - began_s))
         log = _LOG.info if is_same else _LOG.warning  # its rows have other roundings, as on another machine
-        turn.has_woken = True
+        turn.source = Source.WOKEN
         log("memory.woken", request_id=turn.request.request_id, tokens=len(state.token_ids), ms=took_ms, same=is_same)
         return await self._parts.recall.newest(key, budget)
 

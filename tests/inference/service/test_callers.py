@@ -1,6 +1,7 @@
 """Who may call, whose memory they reach, and how the service comes and goes."""
 
 import os
+import re
 import secrets
 import signal
 import threading
@@ -92,6 +93,8 @@ def test_an_agent_sleeps_at_the_word_of_its_own_namespace_alone(guarded: tuple[H
         ]
     assert replies[0].token_ids == replies[1].token_ids
     assert [reply.started.source for reply in replies] == [pb.CACHE_SOURCE_WOKEN, pb.CACHE_SOURCE_HOT]
+    ends = [line for line in house.engine.log.splitlines() if "turn.finished" in line][-2:]
+    assert [re.findall(r"\b(?:woken|hot)\b", line) for line in ends] == [["woken"], ["hot"]], "and so the log says"
 
 
 def test_the_engines_files_name_agents_of_no_sealed_namespace(guarded: tuple[House, dict[str, str]]) -> None:
