@@ -16,6 +16,7 @@ from inference_svc.engine.engine_worker import EngineWorker
 from inference_svc.engine.files.held_turns import check_carried
 from inference_svc.engine.files.incoming import Incoming
 from inference_svc.engine.files.snapshots import PendingFiles, memory_snapshot, when_there
+from inference_svc.engine.files.swapping import files_stored
 from inference_svc.engine.mlx_thread import Letter, MlxThread
 from inference_svc.engine.pinned_memory import PinnedMemory
 from inference_svc.engine.reply_text import ReplyText
@@ -27,7 +28,7 @@ from inference_svc.kv.batch.packed_pass import ROW_TOKENS
 from inference_svc.model.blas import load_optimized_blas
 from inference_svc.model.device_memory import keep_wired
 from inference_svc.model.model_info import ModelInfo
-from inference_svc.model.model_runner import ModelRunner
+from inference_svc.model.model_runner import ModelRunner, cell_limits
 from inference_svc.model.open_model import ModelArguments, OpenedModel, open_model
 
 ResultT = TypeVar("ResultT")
@@ -47,7 +48,7 @@ class TurnHandle:
 
     def files_stored(self) -> None:
         """The files of `Preempted` have left RAM: other turns may be preempted."""
-        self._post(lambda worker: worker.files_stored(self._sequence))
+        self._post(lambda _worker: files_stored(self._sequence))
 
     def resume(self, files: Iterable[FileBytes] | Incoming) -> None:
         """The answer to `Wanted`: files of `Preempted`, in order. KV of missing or damaged ones is computed again."""
@@ -114,6 +115,11 @@ class EngineMemories:
     def drop(self, key: api.AgentKey) -> "Future[bool]":
         """Forget the key's memory, once no turn of the key runs; True if there was one."""
         return self._when_idle(key, lambda worker: worker.memories.drop(key))
+
+    def give_back(self, most_bytes: int, spared: Collection[api.AgentKey] = ()) -> "Future[int]":
+        """Drop memories that the store has, but for `spared`, until KV needs so many bytes; returns the bytes that
+        became free."""
+        return self._thread.post(lambda worker: worker.give_back(most_bytes, spared))
 
     def fork(self, source: api.AgentKey, target: api.AgentKey) -> "Future[bool]":
         """Give `target` the memory of `source`, without its tag, once no turn of it runs. False if there is none."""
@@ -251,11 +257,6 @@ class Engine:
         """Prompt and reply tokens of callers that went through the model since it was loaded."""
         return self._worker.computed_tokens
 
-    def give_back(self, most_bytes: int, spared: Collection[api.AgentKey] = ()) -> "Future[int]":
-        """Drop memories that the store has, but for `spared`, until KV needs so many bytes; returns the bytes that
-        became free."""
-        return self._thread.post(lambda worker: worker.give_back(most_bytes, spared))
-
     def keep_graph(self, tokens: int, depth: int) -> "Future[None]":
         """Have the device keep the graph of a pass of so many tokens behind `depth` others, where it keeps such graphs:
         to make one delays the turn that is the first to need it. 0 tokens: of a step that decodes one turn."""
@@ -370,7 +371,7 @@ def _rules(model: ModelInfo, longest_gap_s: float, runner: ModelRunner | None) -
     """`runner`: which cells may be cut to how many tokens, and share a pass; None: none may."""
     rules = Rules(cell_tokens=model.cell_tokens, least_tokens=model.cell_tokens, longest_gap_s=longest_gap_s)
     if runner is not None:
-        least, packed = runner.cell_limits(model.kv_identity.policy)
+        least, packed = cell_limits(runner, model.kv_identity.policy)
         shared = SharedPass(ROW_TOKENS, packed) if packed else None
         rules = replace(rules, least_tokens=least or rules.least_tokens, shared_pass=shared)
     # Recurrent layers share no rows, and windows may have gone on: a turn would wait for its sibling in vain.

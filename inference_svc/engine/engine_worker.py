@@ -147,10 +147,6 @@ class EngineWorker:
             with self._guarding(sequence):
                 sequence.arrives(SwapIn(sequence, self._pool, self._model, files))
 
-    def files_stored(self, sequence: Sequence) -> None:
-        if sequence.swapped is not None:
-            sequence.swapped.unstored_bytes = 0
-
     # --- turns that go to another engine ---
 
     def hold(self, sequence: Sequence, sent_blocks: int) -> HeldTurn | None:

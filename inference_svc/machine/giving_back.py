@@ -14,6 +14,10 @@ from inference_svc.kv.pages.pool import IDLE_BYTES
 _LOG = structlog.get_logger(__name__)
 
 
+class Memories(Protocol):
+    def give_back(self, most_bytes: int, spared: Collection[AgentKey]) -> "Future[int]": ...
+
+
 class Giver(Protocol):
     @property
     def memory_used_bytes(self) -> int: ...
@@ -21,7 +25,8 @@ class Giver(Protocol):
     @property
     def computed_tokens(self) -> int: ...
 
-    def give_back(self, most_bytes: int, spared: Collection[AgentKey]) -> "Future[int]": ...
+    @property
+    def memories(self) -> Memories: ...
 
 
 class GivingBack:
@@ -63,7 +68,7 @@ class GivingBack:
 
 
 async def _give(engine: Giver, most_bytes: int, spared: Collection[AgentKey], why: str) -> None:
-    giving = asyncio.wrap_future(engine.give_back(most_bytes, spared))
+    giving = asyncio.wrap_future(engine.memories.give_back(most_bytes, spared))
     await asyncio.wait({giving})
     if giving.cancelled():
         return  # the engine has ended

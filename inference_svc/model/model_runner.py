@@ -64,7 +64,7 @@ class ModelRunner:
         kernels = kernels or KernelChoice()
         self.probed = known or _probed(model, kernels)
         self.layout = replace(self.probed.layout, kernels=kernels)
-        self._pass_rows = _INVARIANT_ROWS if batch_invariant and self.is_on_gpu else 0
+        self.pass_rows = _INVARIANT_ROWS if batch_invariant and self.is_on_gpu else 0  # 0: as many as there are
         self.layers = self.layout.entries
         self.compute_type = _DTYPE_NAMES[self.layout.kv_type]
         self.compute_item_bytes = int(self.layout.kv_type.size)
@@ -86,27 +86,14 @@ class ModelRunner:
 
     def new_batch(self, pool: KvPool, decoded_budget: int) -> DecodeBatch:
         """A batch for sequences of such a pool. Raises FailedPrecondition if it cannot be `batch_invariant`."""
-        batch = DecodeBatch(pool, self.forward, decoded_budget, pass_rows=self._pass_rows)
-        if self._pass_rows and not batch.keeps_graph:
+        batch = DecodeBatch(pool, self.forward, decoded_budget, pass_rows=self.pass_rows)
+        if self.pass_rows and not batch.keeps_graph:
             raise FailedPrecondition(
                 "batch_invariant: on this device no kernels that were right in their check write and read this model's "
                 "KV, or it has recurrent layers, so its rows cannot be computed in fixed numbers",
                 field="batch_invariant",
             )
         return batch
-
-    def cell_limits(self, policy: identity_pb2.KvPolicy) -> tuple[int | None, int]:
-        """To how many tokens a cell is cut beside decoding, and of how many it may be to be computed in one pass with
-        others. None, 0: it is not, as on a CPU. It is cut to so many whose pass keeps its graph, or to a block: without
-        one, fewer tokens take the processor as long.
-        """
-        if not self.is_on_gpu:
-            return None, 0
-        identity = identity_pb2.KvIdentity(layers=self.layers, policy=policy)
-        dialect = self.layout.dialect(identity)
-        keeps_graph = most_kept_tokens(identity, dialect, self.compute_type) >= _SHORT_CELL_TOKENS
-        packed = 0 if self._pass_rows else most_packed_tokens(identity, dialect, self.compute_type)
-        return _SHORT_CELL_TOKENS if keeps_graph else PAGE_TOKENS, packed
 
     def packed_logits(self, cells: Sequence[Cell], meanwhile: Callable[[mx.array], None]) -> mx.array:
         """As `last_logits`, for cells of several sequences in one pass: [cells, vocabulary]. A cancel waits for it."""
@@ -245,6 +232,20 @@ class ModelRunner:
         """Give unused memory back. On a GPU it stays, within MLX's limit: the next cell would ask for it again."""
         if not self.is_on_gpu:
             mx.clear_cache()
+
+
+def cell_limits(runner: ModelRunner, policy: identity_pb2.KvPolicy) -> tuple[int | None, int]:
+    """To how many tokens a cell is cut beside decoding, and of how many it may be to be computed in one pass with
+    others. None, 0: it is not, as on a CPU. It is cut to so many whose pass keeps its graph, or to a block: without
+    one, fewer tokens take the processor as long.
+    """
+    if not runner.is_on_gpu:
+        return None, 0
+    identity = identity_pb2.KvIdentity(layers=runner.layers, policy=policy)
+    dialect = runner.layout.dialect(identity)
+    keeps_graph = most_kept_tokens(identity, dialect, runner.compute_type) >= _SHORT_CELL_TOKENS
+    packed = 0 if runner.pass_rows else most_packed_tokens(identity, dialect, runner.compute_type)
+    return _SHORT_CELL_TOKENS if keeps_graph else PAGE_TOKENS, packed
 
 
 def _nothing(_: mx.array) -> None:

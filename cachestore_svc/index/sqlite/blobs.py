@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 from kvasir.formats.digest import Digest
 
 from cachestore_svc.blobs.blob_checks import BlobFacts, schema_hash
-from cachestore_svc.index.sqlite.rows import Rows, Value
+from cachestore_svc.index.sqlite.rows import Rows, Value, numbered_digests
 from cachestore_svc.index.values import BlobEntry
 
 _COLUMNS = """id, hash, size_bytes, kind, kv_identity_hash, start, tokens, chain, schema_hash, is_damaged,
@@ -86,7 +86,7 @@ def blobs_after(rows: Rows, number: int, limit: int) -> list[tuple[int, Digest]]
     """Blobs behind one by the catalog's number, with their own; those in quarantine too."""
     which = "namespace_id = :namespace AND id > :number ORDER BY id LIMIT :limit"
     blobs = f"SELECT id, hash, size_bytes FROM blobs WHERE {which}"  # noqa: S608
-    return rows.numbered_digests(blobs, number=number, limit=limit)
+    return numbered_digests(rows, blobs, number=number, limit=limit)
 
 
 def all_hashes(rows: Rows) -> set[str]:

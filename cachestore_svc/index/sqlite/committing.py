@@ -15,7 +15,7 @@ from cachestore_svc.index.refusals import head_moved, missing, unfit_blob
 from cachestore_svc.index.sqlite import agents, blobs, provenance, versions
 from cachestore_svc.index.sqlite.rights import leases, owners
 from cachestore_svc.index.sqlite.rights.lease_ends import LeaseEnds
-from cachestore_svc.index.sqlite.rows import Rows
+from cachestore_svc.index.sqlite.rows import Rows, numbered_digests
 from cachestore_svc.index.values import BlobEntry, Commit, Done
 
 
@@ -63,7 +63,7 @@ def bound_blobs(rows: Rows, kv_hash: str, block_hashes: Sequence[str]) -> dict[s
         JOIN prefixes ON prefixes.block_hash = wanted.value JOIN blobs ON blobs.id = prefixes.blob_id
         WHERE prefixes.namespace_id = :namespace AND blobs.kv_identity_hash = :kv_identity_hash
         AND NOT blobs.is_damaged AND blobs.is_brought = 0"""
-    places = rows.numbered_digests(bound, block_hash=block_hashes, kv_identity_hash=kv_hash)
+    places = numbered_digests(rows, bound, block_hash=block_hashes, kv_identity_hash=kv_hash)
     digests = {block_hashes[place]: digest for place, digest in places}
     found = blobs.find_blobs(rows, digests.values())
     return {block_hash: found[digest] for block_hash, digest in digests.items() if digest in found}

@@ -9,7 +9,7 @@ from kvasir.formats.digest import Digest
 from cachestore_svc.facts.records import AgentDeleted, AgentUpdated, EventBody
 from cachestore_svc.index import eviction
 from cachestore_svc.index.sqlite import removals, versions
-from cachestore_svc.index.sqlite.rows import Rows
+from cachestore_svc.index.sqlite.rows import Rows, numbered_digests
 from cachestore_svc.index.values import Deadlines, Evicted, NotEnough
 
 
@@ -39,7 +39,7 @@ def rested(rows: Rows, deadlines: Deadlines, limit: int) -> list[tuple[int, Dige
         WHERE namespace_id = :namespace AND marked_unix_ms <= :marked_until AND promised_unix_ms <= :promised_until
         AND NOT {versions.IS_REFERENCED} ORDER BY id LIMIT :limit"""  # noqa: S608
     marked_until, promised_until = deadlines.marked_until_unix_ms, deadlines.promised_until_unix_ms
-    return rows.numbered_digests(have_rested, marked_until=marked_until, promised_until=promised_until, limit=limit)
+    return numbered_digests(rows, have_rested, marked_until=marked_until, promised_until=promised_until, limit=limit)
 
 
 def remove_unused_schemas(rows: Rows) -> None:
@@ -131,7 +131,8 @@ def _drop_empty(rows: Rows, line_id: int) -> AgentUpdated | AgentDeleted:
 
 
 def _unpromised(rows: Rows, blob_ids: Sequence[int], deadlines: Deadlines) -> dict[int, Digest]:
-    free = rows.numbered_digests(
+    free = numbered_digests(
+        rows,
         """SELECT id, hash, size_bytes FROM blobs WHERE id IN (SELECT value FROM json_each(:ids))
             AND promised_unix_ms <= :promised_until""",
         ids=blob_ids,

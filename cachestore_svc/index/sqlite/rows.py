@@ -121,10 +121,6 @@ class Rows:
     def digests(self, sql: str, **values: Value) -> list[Digest]:
         return [Digest(*found) for found in self.all(sql, **values)]
 
-    def numbered_digests(self, sql: str, **values: Value) -> list[tuple[int, Digest]]:
-        """The same of rows of number, hash and size, with their numbers."""
-        return [(int(number), Digest(*found)) for number, *found in self.all(sql, **values)]
-
     def run(self, sql: str, **values: Value) -> int:
         """Run a statement that writes; how many rows it touched."""
         return int(self.connection.execute(sql, self._bound(sql, values)).rowcount)
@@ -139,3 +135,8 @@ class Rows:
     def _bound(self, sql: str, values: Mapping[str, Value]) -> dict[str, int | float | str | None]:
         bound = {name: self.texts.bound(name, value) for name, value in values.items()}
         return bound | {"namespace": self.namespace_id} if ":namespace" in sql else bound
+
+
+def numbered_digests(rows: Rows, sql: str, **values: Value) -> list[tuple[int, Digest]]:
+    """As `Rows.digests`, of rows of number, hash and size, with their numbers."""
+    return [(int(number), Digest(*found)) for number, *found in rows.all(sql, **values)]

@@ -13,7 +13,7 @@ from cachestore_svc.facts.records import LineKey, LineQuery, Origin, SnapshotVer
 from cachestore_svc.index.refusals import no_agent, no_line
 from cachestore_svc.index.sqlite.blobs import find_blobs
 from cachestore_svc.index.sqlite.provenance import TEXT_OWN
-from cachestore_svc.index.sqlite.rows import Rows, Value
+from cachestore_svc.index.sqlite.rows import Rows, Value, numbered_digests
 from cachestore_svc.index.values import BlobEntry
 
 _DROPPED_REMEMBERED = 1_000
@@ -228,7 +228,7 @@ def named_after(rows: Rows, manifest: Digest, position: int, limit: int) -> list
         WHERE {_IS_MANIFEST} AND manifest_blobs.position > :position
         ORDER BY manifest_blobs.position LIMIT :limit"""  # noqa: S608
     hash_, size_bytes = manifest.hash, manifest.size_bytes
-    return rows.numbered_digests(named, hash=hash_, size_bytes=size_bytes, position=position, limit=limit)
+    return numbered_digests(rows, named, hash=hash_, size_bytes=size_bytes, position=position, limit=limit)
 
 
 def is_held(rows: Rows, manifest: Digest) -> bool:

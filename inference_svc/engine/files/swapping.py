@@ -45,6 +45,12 @@ def swap_out(sequence: Sequence, model: ModelInfo) -> None:
     sequence.preempted(files)
 
 
+def files_stored(sequence: Sequence) -> None:
+    """The files of a preempted turn have left this process."""
+    if sequence.swapped is not None:
+        sequence.swapped.unstored_bytes = 0
+
+
 def at_rest(
     sequence: Sequence, kv: SequenceKV, model: ModelInfo, sent_blocks: int = 0
 ) -> tuple[SwappedOut, tuple[FileBytes, ...]]:

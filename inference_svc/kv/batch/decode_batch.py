@@ -47,6 +47,8 @@ class DecodeBatch:
         has_kernels = pool.dialect is not None
         self._fused = {index: FusedLayer(pool, index) for index in pool.formats if has_kernels}
         self._decoded = {index: DecodedLayer(pool, index) for index in pool.formats if not has_kernels}
+        # Whether MLX may keep the step's graph: kernels write the pages, so no array goes on from step to step.
+        self.keeps_graph = has_kernels and not self._states
         self._kept_graph = KeptGraph(self._traced)
         self._windows = WindowPass(pool, forward)
 
@@ -170,11 +172,6 @@ class DecodeBatch:
     def _logits(self, tokens: mx.array) -> mx.array:
         layers = {**self._fused, **self._decoded, **self._states}
         return self._forward(tokens[:, None], [layers[index] for index in range(len(layers))])[:, -1]
-
-    @property
-    def keeps_graph(self) -> bool:
-        """Whether MLX may keep the step's graph: kernels write the pages, so no array goes on from step to step."""
-        return self._pool.dialect is not None and not self._states
 
     def _over_pages(self, tokens: mx.array, step: DecodeStep) -> mx.array:
         pages, order = self._pool.arrays, self._pool.order

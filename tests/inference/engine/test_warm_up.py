@@ -210,8 +210,7 @@ def test_an_idle_gpu_gives_up_what_callers_always_cut_short(tmp_path: Path, monk
 def test_a_cpu_runs_no_turn_of_a_large_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = Engine.open(write_family(tmp_path, ALL["llama3.1"]), cache_dir=tmp_path, memory_budget_bytes=BUDGET)
     try:
-        large = replace(engine.model, weights_bytes=1 << 30)
-        monkeypatch.setattr(Engine, "model", property(lambda _: large))
+        engine._model = replace(engine.model, weights_bytes=1 << 30)
         monkeypatch.setattr(Engine, "submit", lambda *_: pytest.fail("seconds of every start"))
         warm_up(engine)
     finally:

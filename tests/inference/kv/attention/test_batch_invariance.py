@@ -90,7 +90,7 @@ def test_rows_that_cannot_be_computed_in_fixed_numbers_are_refused(
     layers: list[identity_pb2.LayerLayout], dialect: Dialect | None
 ) -> None:
     runner = object.__new__(ModelRunner)
-    runner._pass_rows = 16  # as on a GPU
+    runner.pass_rows = 16  # as on a GPU
     with pytest.raises(FailedPrecondition, match="batch_invariant"):
         runner.new_batch(KvPool(identity_of(layers), 1 << 20, dialect=dialect), 0)
 
