@@ -17,6 +17,7 @@ from cachestore_svc.blobs.bucket.bucket import Bucket
 from cachestore_svc.blobs.disk import Disk
 from cachestore_svc.core.stored_blobs import quarantine
 from cachestore_svc.facts.records import BlobKind, EventCursor, Origin
+from cachestore_svc.index import listing
 from cachestore_svc.index.catalog import CatalogChange, CatalogView
 from cachestore_svc.index.sqlite.events import _texts_of
 from cachestore_svc.index.sqlite.rows import Rows
@@ -156,6 +157,7 @@ def test_a_page_of_a_sealed_namespace_opens_only_the_names_that_it_lists(
             publish(store, f"agent {number}", SyntheticAgent(SMALL, number).turn(20), 0)
         opened = list[str]()
         open_text = SealedNames.open_text
+        monkeypatch.setattr(listing, "_AGENTS_AT_ONCE", 7)  # fewer than there are
         monkeypatch.setattr(SealedNames, "open_text", lambda self, text: opened.append(text) or open_text(self, text))
         first = store.agents.page(NS, 5)
         assert len(first.agents) == 5
