@@ -128,6 +128,26 @@ def test_a_refused_operation_sends_nothing_of_its_writes_that_wait(url: str) -> 
         assert catalog.read(HOUSE, count_of) == 16
 
 
+@pytest.mark.parametrize("runs", range(8))  # the library prepares a statement that ran so often
+def test_a_statement_that_waited_behind_one_that_failed_runs_again(url: str, runs: int) -> None:
+    text, wrong = "SELECT CAST(:text AS TEXT)", "SELECT 1 / CAST(:zero AS INTEGER)"
+    with closing(Session(url)) as session:
+        session.connect()
+        session.execute("BEGIN")
+        for failures in (0, 1, 1):
+            session.execute_later("SAVEPOINT operation")
+            for _ in range(runs * failures):
+                session.execute(text, {"text": "before"})
+            for _ in range(failures):
+                session.execute_later(wrong, {"zero": 0})
+                session.execute_later(text, {"text": "behind"})
+                with pytest.raises(psycopg.errors.DivisionByZero):
+                    session.execute("RELEASE operation")
+            session.execute("ROLLBACK TO operation")
+            assert session.execute(text, {"text": "again"}).fetchall() == [("again",)]
+        assert session.execute("COMMIT").statusmessage == "COMMIT"
+
+
 def test_a_reader_sees_a_write_that_was_acknowledged_and_no_half_of_one(url: str) -> None:
     def twice(change: CatalogChange) -> None:
         for name in ("a", "b"):
