@@ -1,6 +1,7 @@
 """Whose a bucket is where its index is on a server: the database's. An object in the bucket names the store, and the
-database with its timeline; any process that has the database may write and remove. A copy of the database is another
-one, and an old primary has an older timeline than the standby that was promoted.
+database with its timeline; any process that has the database may write and remove. A copy by `pg_dump` or a template is
+another database, and an old primary has an older timeline than the standby that was promoted. A copy of the server's
+files, as a clone of its machine is, has the same numbers until it is promoted, and is not told apart.
 """
 
 from collections.abc import Callable
@@ -16,8 +17,8 @@ _TRIES = 3  # others may start, or find a promotion, at the same time
 
 
 class Home(NamedTuple):
-    """Where a database is. `database`: numbers that a copy of it does not have. `timeline`: a promotion makes the next
-    one, which sorts behind."""
+    """Where a database is. `database`: numbers of its server and its own. `timeline`: a promotion makes the next one,
+    which sorts behind."""
 
     database: str
     timeline: str
@@ -51,7 +52,7 @@ class CatalogOwner:
             if held.store not in ("", store):
                 raise foreign(where)
             if not takes_from_copy and not _is_ours(held, known, home(False)):
-                raise _taken(where)
+                raise _taken(where) if held.index == CATALOG else _of_directory(where)
             self._store, self._home = store, home
             if self._is_noted(held, tag, home(False)):
                 Note(where, store).write(note)
@@ -96,6 +97,14 @@ def _is_ours(held: Held, known: Note | None, home: Home) -> bool:
 
 def _unlike(words: str) -> FailedPrecondition:
     return FailedPrecondition(words, reason="REPLICA_UNLIKE", metadata={"differs": "blobs"})
+
+
+def _of_directory(where: str) -> FailedPrecondition:
+    return FailedPrecondition(
+        f"{where} belongs to the data directory of a store of an earlier version: start this version once in that "
+        "directory, then any may join. If it is gone, start once with --accept-older, which takes the bucket",
+        reason=TAKEN,
+    )
 
 
 def _taken(where: str) -> FailedPrecondition:

@@ -38,7 +38,7 @@ class Catalog:
     """Runs operations. Its methods from any thread."""
 
     place: str  # of the event history: in another place it has another name
-    home = ("", "")  # of a server's database: numbers that no copy of it has, and the timeline
+    home = ("", "")  # of a server's database: its numbers, and the timeline
     is_shared = False  # whether other stores may read and write it at the same time
 
     def __init__(self, now_unix_ms: Callable[[], int], translated: Callable[[BaseException], BaseException]) -> None:

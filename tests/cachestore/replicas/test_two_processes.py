@@ -17,8 +17,11 @@ from kvasir.errors import Conflict, FailedPrecondition, KvasirError
 from kvasir.formats.block_hash import kv_identity_hash
 from kvasir.formats.digest import Digest
 
+from cachestore_svc.blobs.bucket.bucket import open_bucket
+from cachestore_svc.blobs.bucket.owning import OWNER, Note, noted
+from cachestore_svc.recovery.medium import BUCKET_NOTE
 from tests.cachestore.bucket.test_over_s3 import Faults, credentials, faults, pytestmark  # noqa: F401
-from tests.cachestore.replicas.processes import Link, Replicas, replicas_in
+from tests.cachestore.replicas.processes import WHERE, Link, Replicas, replicas_in
 from tests.cachestore.service.running import assert_whole, publish
 from tests.made_models.synthetic import SMALL, SyntheticAgent
 from tests.running.postgres import PostgresServer, postgres  # noqa: F401
@@ -126,6 +129,22 @@ def test_a_replica_that_is_unlike_and_a_copy_of_the_database_are_refused(replica
         assert refused.value.reason == "BUCKET_TAKEN"
     a.kill()
     assert "another copy of this database" in replicas.home("a").refusal(*replicas.options())
+
+
+def test_a_bucket_of_an_earlier_version_goes_to_its_own_directory_before_others_join(replicas: Replicas) -> None:
+    turn = SyntheticAgent(SMALL, 1).turn(300)
+    a = replicas.start("a")
+    with a.client() as client:
+        publish(client, "ada", turn, 0)
+    a.stop()
+    now = noted(a.data_dir / BUCKET_NOTE)
+    assert now
+    Note(WHERE, now.store, ("5" * 32,)).write(a.data_dir / BUCKET_NOTE)  # as that version left both
+    open_bucket(WHERE, replicas.credentials).put(OWNER, f"{now.store} {'5' * 32} 42".encode())
+    assert "start this version once in that directory" in replicas.home("b").refusal(*replicas.options())
+    for name in "ab":
+        with replicas.start(name).client() as client:
+            assert_whole(client, "ada", turn)
 
 
 def test_a_user_of_the_database_without_rights_of_its_server_may_open_it(replicas: Replicas) -> None:
