@@ -31,7 +31,7 @@ from tests.running.set_clock import VARIABLE, set_ahead
 from tools.fleet.fleet import Fleet, Plan, running
 from tools.fleet.part import FleetError, Part, Process
 
-_SETTINGS = "[engine]\nstore-budget-ms = 1000\ncommit-wait-s = 5\n"
+_SETTINGS = "[engine]\nstore-budget-ms = 1000\ncommit-wait-s = 10\n"
 _QUIET_S = 90.0
 _AFTER_S = 10.0  # in which lives go on after the last fault
 _HOUR_S = 3600.0
@@ -53,7 +53,7 @@ async def play(size: Size, seed: int) -> Round:
     root = in_memory.home()
     try:
         async with _opened(root, size, seed) as (lives, targets):
-            nemesis = Nemesis(targets, seed)
+            nemesis = Nemesis(targets, seed, lambda: lives.ledger.commits)
             began, until = time.monotonic(), time.monotonic() + size.within_s
             breaking = asyncio.create_task(nemesis.run(size.faults, until))
             telling = asyncio.create_task(_tell(seed, nemesis, lives))

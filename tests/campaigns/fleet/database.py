@@ -3,7 +3,7 @@
 import asyncio
 import time
 
-from tests.campaigns.fleet.targets import LASTS_S, STARTS_S, frozen, slowed, start_again
+from tests.campaigns.fleet.targets import LASTS_S, STARTS_S, Target, frozen, slowed, start_again
 from tools.fleet.part import FleetError
 from tools.fleet.servers import Postgres
 from tools.kvasir_tiny.words import Dice
@@ -11,7 +11,7 @@ from tools.kvasir_tiny.words import Dice
 _KINDS = ("kill", "freeze", "slow", "promote", "promote", "kill the standby")
 
 
-class Database:
+class Database(Target):
     """What is acknowledged is on both servers. A primary that was killed comes back as the other's standby alone."""
 
     def __init__(self, primary: Postgres, standby: Postgres, peace_s: float) -> None:

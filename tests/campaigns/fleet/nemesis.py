@@ -3,7 +3,7 @@
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from tests.campaigns.fleet.targets import Target
@@ -11,14 +11,18 @@ from tools.kvasir_tiny.words import Dice
 
 # In a calm all that is owed is stored and new turns begin; without one, hardly anything is there to be lost.
 _STORM_S, _CALM_S = 20.0, 10.0
+FAULTS_OF_A_COMMIT = 3
+_LOOK_S = 0.2
 
 
 class Nemesis:
     """A seed gives each target the same faults in the same order; which of two targets is first is not given."""
 
-    def __init__(self, targets: Sequence[Target], seed: int) -> None:
+    def __init__(self, targets: Sequence[Target], seed: int, commits: Callable[[], int]) -> None:
+        """`commits`: how many were acknowledged. A calm lasts until they are a third of the faults."""
         self.counts: Counter[str] = Counter()
         self._targets, self._seed = targets, seed
+        self._weather = Weather(lambda: commits() * FAULTS_OF_A_COMMIT >= self.faults)
 
     @property
     def faults(self) -> int:
@@ -26,7 +30,6 @@ class Nemesis:
 
     async def run(self, faults: int, until_s: float) -> None:
         """So many faults, in storms, or up to that time; then all is repaired. Raises FleetError."""
-        began = time.monotonic()
 
         def is_over() -> bool:
             return self.faults >= faults or time.monotonic() > until_s
@@ -35,7 +38,9 @@ class Nemesis:
             dice = Dice(f"nemesis {self._seed} {target.name}")
             while True:
                 await asyncio.sleep(2 * target.peace_s * dice.random())
-                await asyncio.sleep(_calm_left_s(time.monotonic() - began))
+                while self._weather.is_calm(time.monotonic()) and not is_over():
+                    await target.keep_up()
+                    await asyncio.sleep(_LOOK_S)
                 if is_over():
                     return
                 if what := await target.strike(dice):
@@ -48,7 +53,14 @@ class Nemesis:
                 breaking.create_task(breaks(target))
 
 
-def _calm_left_s(since_s: float) -> float:
-    """Of the calm that is now; 0 in a storm."""
-    within_s = since_s % (_STORM_S + _CALM_S)
-    return 0.0 if within_s < _STORM_S else _STORM_S + _CALM_S - within_s
+class Weather:
+    """Storms of faults, and calms, each of which lasts until agents have come to enough. Begins with a storm."""
+
+    def __init__(self, is_enough: Callable[[], bool]) -> None:
+        self._is_enough, self._is_calm, self._ends_s = is_enough, True, 0.0
+
+    def is_calm(self, now_s: float) -> bool:
+        if now_s >= self._ends_s and (not self._is_calm or self._is_enough()):
+            self._is_calm = not self._is_calm
+            self._ends_s = now_s + (_CALM_S if self._is_calm else _STORM_S)
+        return self._is_calm

@@ -36,8 +36,12 @@ class Target(Protocol):
         """Break it, wait, and repair it. Returns what happened; empty if nothing was there to be broken."""
         ...
 
+    async def keep_up(self) -> None:
+        """In a calm: start again what gave up because of faults of other parts."""
+        await asyncio.sleep(0)  # most have nothing that does
 
-class Link:
+
+class Link(Target):
     """A connection between two parts. A fault that no byte met is none."""
 
     def __init__(self, name: str, link: FaultyLink, peace_s: float, more_kinds: Sequence[str]) -> None:
@@ -57,7 +61,7 @@ class Link:
         return f"{self.name}: {kind}" if was_met else ""
 
 
-class Service:
+class Service(Target):
     """An engine or a store, whose supervisor starts it again; or that and its supervisor."""
 
     def __init__(self, member: Member, peace_s: float) -> None:
@@ -77,13 +81,17 @@ class Service:
             await asyncio.to_thread(self._member.part.kill)
             _send(pid, signal.SIGKILL)
             await asyncio.sleep(lasts_s)
+        await self.keep_up()
+        return f"{what} {self.name}" if was_struck else ""
+
+    async def keep_up(self) -> None:
+        """A supervisor whose service cannot start several times ends, too."""
         if not self._member.part.is_running:
             _send(self._member.pid, signal.SIGKILL)
             await asyncio.to_thread(start_again, self._member.part)
-        return f"{what} {self.name}" if was_struck else ""
 
 
-class Server:
+class Server(Target):
     """The S3 server."""
 
     def __init__(self, part: Part, peace_s: float) -> None:
@@ -104,7 +112,7 @@ class Server:
         return f"{what} {self.name}"
 
 
-class Clock:
+class Clock(Target):
     """The file of the clock that all services read."""
 
     def __init__(self, file: Path, peace_s: float) -> None:

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.campaigns.fleet import campaign
+from tests.campaigns.fleet import campaign, nemesis
 from tests.campaigns.fleet.campaign import Size, play
 from tests.campaigns.fleet.kept import Round
-from tests.campaigns.fleet.nemesis import Nemesis, _calm_left_s
-from tests.campaigns.fleet.targets import slowed
+from tests.campaigns.fleet.nemesis import Nemesis, Weather
+from tests.campaigns.fleet.targets import Target, slowed
 from tools.fleet import servers
 from tools.kvasir_tiny.words import Dice
 
@@ -69,17 +69,20 @@ def test_a_slowed_process_has_a_small_part_of_each_moment_and_then_all_of_it() -
     assert not asyncio.run(slowed(0, 1.0))
 
 
-class _Target:
+class _Target(Target):
     """Every third of its faults meets nothing."""
 
     peace_s = 0.01
 
     def __init__(self, name: str) -> None:
-        self.name, self.faults, self.thrown = name, list[str](), list[float]()
+        self.name, self.faults, self.thrown, self.looks = name, list[str](), list[float](), 0
 
     async def strike(self, dice: Dice) -> str:
         self.thrown.append(dice.random())
         return "" if len(self.thrown) % 3 == 0 else self.name
+
+    async def keep_up(self) -> None:
+        self.looks += 1
 
 
 def test_faults_of_several_targets_are_in_the_air_at_once_and_a_seed_gives_each_the_same() -> None:
@@ -91,15 +94,52 @@ def test_faults_of_several_targets_are_in_the_air_at_once_and_a_seed_gives_each_
 
     def thrown(seed: int) -> list[list[float]]:
         targets = [_Target("a"), _Target("b"), Slow("slow")]
-        nemesis = Nemesis(targets, seed)
-        asyncio.run(nemesis.run(12, until_s=float("inf")))
-        assert nemesis.faults >= 12
-        assert nemesis.counts["a"] == len(targets[0].thrown) - len(targets[0].thrown) // 3
-        assert nemesis.counts["slow"] < nemesis.counts["a"]
+        breaking = Nemesis(targets, seed, lambda: 12)
+        asyncio.run(breaking.run(12, until_s=float("inf")))
+        assert breaking.faults >= 12
+        assert breaking.counts["a"] == len(targets[0].thrown) - len(targets[0].thrown) // 3
+        assert breaking.counts["slow"] < breaking.counts["a"]
         return [each.thrown[:3] for each in targets[:2]]
 
     assert thrown(1) == thrown(1) != thrown(2)
 
 
-def test_between_storms_of_twenty_seconds_agents_have_ten_without_faults() -> None:
-    assert [_calm_left_s(since) for since in (0.0, 19.9, 20.0, 26.0, 30.0, 56.0)] == [0.0, 0.0, 10.0, 4.0, 0.0, 4.0]
+def test_between_storms_of_twenty_seconds_agents_have_ten_and_the_time_to_commit() -> None:
+    is_enough = True
+    weather = Weather(lambda: is_enough)
+    assert [weather.is_calm(now_s) for now_s in (100.0, 119.9, 120.0, 129.9, 130.0, 149.9)] == [
+        False,
+        False,
+        True,
+        True,
+        False,
+        False,
+    ]
+    is_enough = False
+    assert [weather.is_calm(now_s) for now_s in (150.0, 159.9, 160.0, 500.0)] == [True] * 4
+    is_enough = True
+    assert [weather.is_calm(now_s) for now_s in (501.0, 520.0, 521.0)] == [False, False, True]
+
+
+def test_faults_wait_until_a_third_of_them_is_acknowledged_commits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nemesis, "_STORM_S", 0.05)
+    monkeypatch.setattr(nemesis, "_CALM_S", 0.05)
+    commits = 0
+    targets = [_Target("a"), _Target("b")]
+    breaking = Nemesis(targets, 1, lambda: commits)
+
+    async def scene() -> None:
+        nonlocal commits
+        running = asyncio.create_task(breaking.run(10_000, until_s=time.monotonic() + 60))
+        await asyncio.sleep(0.6)
+        held = breaking.faults
+        await asyncio.sleep(0.6)
+        assert 0 < breaking.faults == held
+        assert all(each.looks for each in targets)
+        commits = 1000
+        while breaking.faults == held:  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+
+    asyncio.run(scene())

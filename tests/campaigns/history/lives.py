@@ -27,7 +27,9 @@ WORD = "door"
 _STEPS = 12
 _GAP_TOKENS = 6
 _GIVE_UP_S = 12.0
-_PAUSE_S = 0.5  # after a refusal: where all is away, callers must not take the processors from what starts
+# After a refusal, and twice as long after the next: where all is away or busy, callers must not take the processors
+# from what starts, nor hold all places of a store with tries that come to nothing.
+_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 8.0
 # Longer than a lease, and shorter: both must be safe.
 _FAULTS_S = (0.2, 0.6, 1.5, 3.0, 7.0)
 _KINDS = ("hang", "outage", "blip", "delay", "slow")
@@ -55,6 +57,7 @@ class Life:
         self.number = 0
         self.engine = self.dice.below(len(world.clients))
         self.trace: list[str] = []
+        self.pause_s = _PAUSE_S
 
     async def live(self) -> None:
         for _ in range(_STEPS):
@@ -65,7 +68,13 @@ class Life:
                 + [self.cancelled_turn] * 2
                 + [self.two_at_once] * 2
             )
+            noted = len(self.trace)
             await act()
+            if any(" refused " in each and "NOT_FOUND" not in each for each in self.trace[noted:]):
+                await asyncio.sleep(self.pause_s * self.dice.random())
+                self.pause_s = min(2 * self.pause_s, _LONGEST_PAUSE_S)
+            else:
+                self.pause_s = _PAUSE_S
             if self.history.problems or self.world.is_over():
                 return
 
@@ -99,7 +108,6 @@ class Life:
                 self.history.judge_empty(acknowledged)
             elif error.reason not in _MAY_BE_REFUSED and not (client in self.world.doors and _BROKEN in error.message):
                 self.history.problems.append(f"turn {number}: {type(error).__name__} {error.reason}: {error.message}")
-            await asyncio.sleep(_PAUSE_S * self.dice.random())
             return None, reply
         self.history.unheard.pop(number, None)
         parent = None if is_whole else self._parent(reply.started.prompt_tokens, words, number)
@@ -398,7 +406,7 @@ class Lives:
             self.findings.lives += 1
         except (_UnclearError, *_AWAY):
             self.findings.counts["lives that ended unclear"] += 1
-            await asyncio.sleep(_PAUSE_S * life.dice.random())
+            await asyncio.sleep(life.pause_s * life.dice.random())
         except errors.KvasirError as error:  # it asks only for what was acknowledged
             life.history.problems.append(f"{error.reason}: {error.message}")
         trace = "; ".join(life.trace)
