@@ -31,7 +31,9 @@ from tests.running.set_clock import VARIABLE, set_ahead
 from tools.fleet.fleet import Fleet, Plan, running
 from tools.fleet.part import FleetError, Part, Process
 
-_SETTINGS = "[engine]\nstore-budget-ms = 1000\ncommit-wait-s = 10\n"
+# An agent waits for its commit, or 64 of them ask for more than a small machine stores.
+_COMMIT_WAIT_S, _GIVE_UP_S = 30, 40.0
+_SETTINGS = f"[engine]\nstore-budget-ms = 5000\ncommit-wait-s = {_COMMIT_WAIT_S}\n"
 _QUIET_S = 90.0
 _AFTER_S = 10.0  # in which lives go on after the last fault
 _HOUR_S = 3600.0
@@ -104,7 +106,8 @@ async def _opened(root: Path, size: Size, seed: int) -> AsyncIterator[tuple[Live
         for link in links.values():
             ends.callback(link.close)
         clients = [AioInferenceClient.connect(address, token=token) for address in addresses]
-        lives = Lives(clients, AioStoreClient.connect(fleet.store.address, token=token), seed, doors=clients[1:])
+        store = AioStoreClient.connect(fleet.store.address, token=token)
+        lives = Lives(clients, store, seed, doors=clients[1:], give_up_s=_GIVE_UP_S)
         ends.push_async_callback(lives.close)
         await lives.calibrate()
         yield lives, _targets(fleet, links, clock)

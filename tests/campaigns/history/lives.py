@@ -101,7 +101,7 @@ class Life:
         client = self._client()
         try:
             sampling = {"max_tokens": 1, "temperature": 0}
-            reply = await client.reply(agent_id=self.name, sampling=sampling, timeout_s=_GIVE_UP_S, **given)  # type: ignore[arg-type]
+            reply = await client.reply(agent_id=self.name, sampling=sampling, timeout_s=self.world.give_up_s, **given)  # type: ignore[arg-type]
         except errors.KvasirError as error:
             self._note(f"turn {number} refused {error.reason}")
             if error.reason == "NO_MESSAGES":
@@ -159,7 +159,7 @@ class Life:
         message = [{"role": "user", "content": " ".join([f"m{self.number}.", *[WORD] * self._words()])}]
         client = self._client()
         turn = client.generate(
-            agent_id=self.name, append_messages=message, sampling={"max_tokens": 40}, timeout_s=_GIVE_UP_S
+            agent_id=self.name, append_messages=message, sampling={"max_tokens": 40}, timeout_s=self.world.give_up_s
         )
         with contextlib.suppress(errors.KvasirError):
             async with contextlib.aclosing(turn) as events:
@@ -356,9 +356,13 @@ class Lives:
         seed: int,
         links: Sequence[FaultyLink] = (),
         doors: Sequence[AioInferenceClient] = (),
+        give_up_s: float = _GIVE_UP_S,
     ) -> None:
-        """`links` fail at random; a caller that breaks other things passes none. `doors`: clients of a proxy."""
+        """`links` fail at random; a caller that breaks other things passes none. `doors`: clients of a proxy.
+        `give_up_s`: how long an agent waits for a turn and its commit.
+        """
         self.clients, self.store, self.seed, self.doors = clients, store, seed, doors
+        self.give_up_s = give_up_s
         self.findings, self.ledger = Findings(), Ledger()
         self.is_over: Callable[[], bool] = lambda: False
         self._links = links
