@@ -128,7 +128,7 @@ class Bucket:
         except self._errors.BaseError as error:
             code = _CODE.search(str(error))
             what = code[1] if code else type(error).__name__
-            raise OSError(errno.EHOSTUNREACH, f"the bucket answered {what} on {name}") from None
+            raise OSError(errno.EHOSTUNREACH, f"the bucket answered {what}", name) from None
 
 
 def put_blob(bucket: Bucket, name: str, data: bytes | memoryview) -> bool:
