@@ -297,6 +297,8 @@ def test_fleet_status_names_each_engine_and_the_agents_that_it_has_hot(fleet: Fl
     assert replicas.code == 3
     states = {each["address"]: each["state"] for each in replicas.value["stores"]}
     assert (states[fleet.address], states[gone] == "ready") == ("ready", False)
+    alone = fleet.store.done("fleet", "status", "--store", fleet.address, "--json").value  # its home has no engine
+    assert (alone["engines"], [each["state"] for each in alone["stores"]]) == ([], ["ready"])
 
 
 @pytest.mark.long(4)

@@ -33,7 +33,7 @@ EnginesOption = Annotated[
 ]
 StoresOption = Annotated[
     list[str] | None,
-    typer.Option("--store", help="A store process, once for each replica. Left out: the home's.", metavar="ADDRESS"),
+    option("A store process, once for each replica. Left out: the home's.", "--store", metavar="ADDRESS"),
 ]
 _PAGE = 500  # agents that an engine is asked about at once
 
@@ -106,10 +106,10 @@ class EngineRow:
 
 @command(app, "status")
 def status(caller: Caller, engine: EnginesOption = None, store: StoresOption = None) -> None:
-    """Show several engines of a store, that store's processes, and which agents each engine has hot. Ends with 3 unless
-    all are ready and each engine reaches the store."""
+    """Show several engines of a store, that store's processes, and which agents each engine has hot. With --store alone
+    no engine is asked. Ends with 3 unless all are ready and each engine reaches the store."""
     known = caller.engine
-    given = [Endpoint(each, *_files(caller, known, each)) for each in engine or [known.address]]
+    given = [Endpoint(each, *_files(caller, known, each)) for each in engine or ([] if store else [known.address])]
     replicas = [replace(caller.store, address=each) for each in store or [caller.store.address]]
     for named, endpoints in (("--engine", given), ("--store", replicas)):
         if len({each.address for each in endpoints}) != len(endpoints):
@@ -168,6 +168,8 @@ def _hot(client: InferenceClient, agents: Sequence[str]) -> list[dict[str, Any]]
 def _show(out: Console, rows: Sequence[EngineRow], stores: Sequence[Mapping[str, str]]) -> None:
     for store in stores:
         out.print(f"store: {store['address']}, {store['state']}")
+    if not rows:
+        return
     cells = [
         (row.address, row.state, "reached" if row.has_store else "not reached", row.model, len(row.hot)) for row in rows
     ]
