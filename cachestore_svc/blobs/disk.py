@@ -149,6 +149,6 @@ def refusal(error: OSError, what: str) -> KvasirError:
     if is_no_room(error):
         return disk_full(what)
     name = errno.errorcode.get(error.errno or 0, "an unknown error")
-    is_of_bucket = error.errno == errno.EHOSTUNREACH  # its words say what it answered
+    is_of_bucket = error.errno == errno.EHOSTUNREACH  # its words are the answer
     why = error.strerror if is_of_bucket else f"the disk failed with {name}"
     return Unavailable(f"{why} on {what}", reason="DISK_FAILED", retry_after_s=1)

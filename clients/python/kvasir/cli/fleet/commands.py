@@ -107,7 +107,7 @@ class EngineRow:
 @command(app, "status")
 def status(caller: Caller, engine: EnginesOption = None, store: StoresOption = None) -> None:
     """Show several engines of a store, that store's processes, and which agents each engine has hot. With --store alone
-    no engine is asked. Ends with 3 unless all are ready and each engine reaches the store."""
+    engines are left out. Ends with 3 unless all are ready and each engine reaches the store."""
     known = caller.engine
     given = [Endpoint(each, *_files(caller, known, each)) for each in engine or ([] if store else [known.address])]
     replicas = [replace(caller.store, address=each) for each in store or [caller.store.address]]
