@@ -15,6 +15,7 @@ from kvasir.formats.block_hash import kv_identity_hash
 from kvasir.formats.digest import Digest
 from obstore.store import MemoryStore
 
+from cachestore_svc.blobs.bucket import bucket as bucket_module
 from cachestore_svc.blobs.bucket.bucket import Bucket, open_bucket, probe
 from cachestore_svc.blobs.bucket.disk_tier import DiskTier
 from cachestore_svc.blobs.disk import READ_BACK_BYTES, Disk
@@ -243,14 +244,27 @@ def test_a_blob_is_acknowledged_once_the_bucket_has_it(tmp_path: Path, bucket: A
 
 
 @pytest.mark.parametrize("is_sealed", [False, True])
-def test_blobs_larger_than_a_piece_of_their_part_come_back_whole(
-    tmp_path: Path, bucket: AwayBucket, is_sealed: bool
+@pytest.mark.parametrize(
+    ("layers", "pieces", "in_parts"), [(14, 1, False), (15, 2, False), (48, 4, False), (48, 4, True)]
+)
+def test_blobs_of_every_size_come_back_byte_for_byte(
+    tmp_path: Path,
+    bucket: AwayBucket,
+    monkeypatch: pytest.MonkeyPatch,
+    layers: int,
+    pieces: int,
+    *,
+    in_parts: bool,
+    is_sealed: bool,
 ) -> None:
+    if in_parts:
+        monkeypatch.setattr(bucket_module, "_MULTIPART_BYTES", 10 << 20)
+        monkeypatch.setattr(bucket_module, "_PART_BYTES", 5 << 20)
     lab = _lab(tmp_path / "data", bucket)  # its copies are smaller
     if is_sealed:
         lab.seal(NS)
-    turn = SyntheticAgent(kv_identity("large", full_layers(48, 8, 128)), 1).turn(512, is_prompt=True)
-    assert all(digest.size_bytes > 3 * READ_BACK_BYTES for digest in turn.digests)
+    turn = SyntheticAgent(kv_identity("large", full_layers(layers, 8, 128)), 1).turn(256, is_prompt=True)
+    assert {-(-digest.size_bytes // READ_BACK_BYTES) for digest in turn.digests} == {pieces}
     with lab.open() as store:
         assert_restores(store, publish(store, "ada", turn, 0), turn)
 
