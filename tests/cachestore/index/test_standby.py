@@ -11,7 +11,10 @@ from pathlib import Path
 import psycopg
 import pytest
 from kvasir.errors import FailedPrecondition, Unavailable
+from obstore.store import MemoryStore
 
+from cachestore_svc.blobs.bucket.bucket import Bucket
+from cachestore_svc.blobs.bucket.catalogs_bucket import CatalogOwner, Home
 from cachestore_svc.blobs.disk import Disk
 from cachestore_svc.index.catalog import HOUSE, Catalog, open_postgres
 from tests.cachestore.core.lab import Lab, assert_restores, publish
@@ -168,3 +171,23 @@ def _until_there(ask: Callable[[], int]) -> int:
         except Unavailable:
             assert time.monotonic() < deadline
             time.sleep(0.05)
+
+
+def test_a_bucket_follows_the_promoted_standby_and_the_old_primary_has_it_no_more(tmp_path: Path) -> None:
+    bucket = Bucket(MemoryStore(), "s3://bucket/agents")
+    with pair(is_synchronous=True) as servers:
+        with closing(open_postgres(servers.url, Disk(), lambda: 0, shared_as={})) as catalog:
+            before = Home(*catalog.home)
+            follows, stays, starts = (CatalogOwner(bucket) for _ in range(3))
+            note = tmp_path / "bucket"
+            listed = follows.take(note, "", lambda _: Home(*catalog.home), "5" * 32, takes_from_copy=False)
+            assert stays.take(note, listed, lambda _: before, "6" * 32, takes_from_copy=False) == listed
+            servers.fail_over()
+            catalog.write(HOUSE, add_one)
+            assert Home(*catalog.home).timeline > before.timeline
+            follows.check()
+        for asks in (stays.check, lambda: starts.take(note, listed, lambda _: before, "", takes_from_copy=False)):
+            with pytest.raises(FailedPrecondition) as refused:
+                asks()
+            assert refused.value.reason == "BUCKET_TAKEN"
+        follows.check()
