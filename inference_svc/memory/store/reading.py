@@ -30,6 +30,7 @@ class BackgroundRead:
         self.took_s = 0.0  # until the last one came, or none came any more
         self.waited_s = 0.0  # of these, for the engine to take some
         self.miss: Miss | None = None  # why not all came; known once `incoming` has ended
+        self._clock = store.connection.clock
         self._has_begun = asyncio.Event()
         self._task = asyncio.create_task(self._read(store, digests, budget))
 
@@ -48,8 +49,7 @@ class BackgroundRead:
         self.incoming = Incoming(0)
 
     async def _read(self, store: RemoteCache, digests: Sequence[Digest], budget: Budget) -> None:
-        incoming, before_s = self.incoming, budget.spent_s
-        clock = store.connection.clock
+        incoming, before_s, clock = self.incoming, budget.spent_s, self._clock
         began_s = clock()
         loop, was_taken = asyncio.get_running_loop(), asyncio.Event()
 

@@ -1,6 +1,7 @@
 """Prompts held against memories of models with states: back to a point, or to nothing, and what that loses is said."""
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -34,6 +35,7 @@ class Surroundings:
     """A store that has files by their digests, an engine of a model with states, and a tokenizer of characters."""
 
     is_reachable = True
+    clock = staticmethod(time.monotonic)
     model = SimpleNamespace(
         kv_identity=MIXED,
         kv_identity_hash="x",
