@@ -377,4 +377,4 @@ def test_ls_lists_agents_asleep_and_the_time_to_wake_them(cli: Cli, client: Stor
     assert "asleep, wakes in 2.3 s" in cli.done("agents", "ls").out
     client.fork_agent("ada", "ben")
     rows = {row["agent_id"]: row for row in cli.done("agents", "ls", "--json").value}
-    assert (rows["ben"]["temperature"], rows["ben"]["wake_ms"]) == ("asleep", None)
+    assert (rows["ben"]["temperature"], rows["ben"]["wake_ms"]) == ("asleep", 2345)
