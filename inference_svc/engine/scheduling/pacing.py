@@ -75,8 +75,9 @@ class SharedTime:
         """The last pass took `cell_s`, each of its namespaces its cells' part, which it owes if others decode."""
         tokens = sum(count for _, count, _ in self._next)
         if self._next:
-            self._taken_s = self._next[0][0].taken_s
+            self._taken_s = max(self._taken_s, self._next[0][0].taken_s)
         for place, count, owes in self._next:
+            self.joins(place)  # a namespace may have stood back for others' more urgent turns
             place.taken_s += cell_s * count / tokens
             if owes:
                 place.owed_s += cell_s * count / tokens

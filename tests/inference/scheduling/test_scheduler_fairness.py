@@ -388,6 +388,19 @@ def test_time_that_a_namespace_does_not_take_is_not_saved() -> None:
     assert 9 <= [job.namespace for job in world.prefilled[40:60]].count("b") <= 11
 
 
+def test_nor_is_time_that_a_namespace_stood_back_for_people() -> None:
+    """Its background prompt waited for another's person, and is beside that one's background prompt then."""
+    world = World(rules=Rules(ageing_s=1e9), cost_s=lambda _position, tokens: tokens / 1000)
+    world.submit(*of("c", 1, 60, priority=BACKGROUND), *of("a", 1, 40))
+    while len(world.prefilled) < 40:
+        world.step()
+    world.submit(*of("a", 1, 40, priority=BACKGROUND))
+    while len(world.prefilled) < 64:
+        world.step()
+    assert [job.namespace for job in world.prefilled[:40]].count("c") <= 1
+    assert 10 <= [job.namespace for job in world.prefilled[44:64]].count("a") <= 11
+
+
 @given(st.integers(1, 12), st.floats(0.01, 0.2), st.floats(0.01, 0.1))
 @settings(max_examples=sampled(10, of=40), deadline=None)
 def test_others_prompts_take_as_much_time_from_a_reply_as_it_takes_itself(
