@@ -25,14 +25,14 @@ def find_blob(rows: Rows, digest: Digest) -> BlobEntry | None:
 
 def find_blobs(rows: Rows, digests: Iterable[Digest]) -> dict[Digest, BlobEntry]:
     """The entries of listed blobs, damaged ones too. A digest whose size is another blob's finds nothing."""
-    wanted = set(digests)
+    wanted = {(digest.hash, digest.size_bytes): digest for digest in digests}
     found = rows.all(
         f"""SELECT {_COLUMNS} FROM blobs
             WHERE namespace_id = :namespace AND hash IN (SELECT value FROM json_each(:hash))""",  # noqa: S608
-        hash=[digest.hash for digest in wanted],
+        hash=[hash_ for hash_, _ in wanted],
     )
     entries = (BlobEntry(*each) for each in found)
-    return {digest: blob for blob in entries if (digest := blob.digest) in wanted}
+    return {wanted[name]: blob for blob in entries if (name := (blob.hash, blob.size_bytes)) in wanted}
 
 
 def add_blobs(rows: Rows, blobs: Sequence[tuple[Digest, BlobFacts]], now_unix_ms: int) -> list[bool]:

@@ -116,8 +116,9 @@ def _fitting_blobs(rows: Rows, found: Mapping[Digest, BlobEntry], needs: Sequenc
 def _misfit(rows: Rows, row: BlobEntry, need: NamedBlob) -> str | None:
     if row.file is None:
         return f"kind: expected {need.file.kind}, found {row.kind}"
-    wanted = replace(need.file, chain=rows.texts.names.keyed(need.file.chain))
-    return unfit(replace(need, file=wanted), row.file, row.schema_hash)
+    if (chain := rows.texts.names.keyed(need.file.chain)) != need.file.chain:
+        need = replace(need, file=replace(need.file, chain=chain))
+    return unfit(need, row.file, row.schema_hash)
 
 
 def bind(rows: Rows, shared: Sequence[SharedBlock], named: Sequence[BlobEntry | None]) -> None:
@@ -125,10 +126,13 @@ def bind(rows: Rows, shared: Sequence[SharedBlock], named: Sequence[BlobEntry | 
     `named`: the manifest's blobs, None for a blob that others may not find. Binding ends at the first None, and behind
     a hash that is bound to other bytes: the next blocks were computed on bytes that a reader would not find.
     """
-    for block in shared:
+    bound = _bound_ids(rows, shared)
+    for place, block in enumerate(shared):
         blob = named[block.place]
         if blob is None or blob.is_brought or blob.is_damaged:
             return
+        if bound.get(place) == blob.id:
+            continue
         rows.run(
             """INSERT INTO prefixes VALUES (:namespace, :block_hash, :blob) ON CONFLICT (namespace_id, block_hash)
                 DO UPDATE SET blob_id = excluded.blob_id
@@ -136,9 +140,16 @@ def bind(rows: Rows, shared: Sequence[SharedBlock], named: Sequence[BlobEntry | 
             block_hash=block.block_hash,
             blob=blob.id,
         )
-        bound = "SELECT blob_id FROM prefixes WHERE namespace_id = :namespace AND block_hash = :block_hash"
-        if rows.number(bound, block_hash=block.block_hash) != blob.id:
+        found = "SELECT blob_id FROM prefixes WHERE namespace_id = :namespace AND block_hash = :block_hash"
+        if rows.number(found, block_hash=block.block_hash) != blob.id:
             return
+
+
+def _bound_ids(rows: Rows, shared: Sequence[SharedBlock]) -> dict[int, int]:
+    """To which blob the hash of each block is bound, by the block's place. A line's next version has bound most."""
+    bound = """SELECT wanted.key, (SELECT blob_id FROM prefixes
+        WHERE namespace_id = :namespace AND block_hash = wanted.value) FROM json_each(:block_hash) AS wanted"""
+    return dict(rows.all(bound, block_hash=[block.block_hash for block in shared])) if shared else {}
 
 
 def fork_agent(

@@ -216,8 +216,8 @@ def hold_manifest(
 
 def _name_blobs(rows: Rows, manifest_id: int, named: Sequence[BlobEntry | None]) -> None:
     """Blobs that are not listed keep their places free."""
-    new = [{"manifest": manifest_id, "place": place, "blob": blob.id} for place, blob in enumerate(named) if blob]
-    rows.many("INSERT INTO manifest_blobs VALUES (:manifest, :place, :blob)", new)
+    new = "INSERT INTO manifest_blobs SELECT :manifest, key, value FROM json_each(:ids) WHERE value > 0"
+    rows.later(new, manifest=manifest_id, ids=[blob.id if blob else 0 for blob in named])
 
 
 def named_after(rows: Rows, manifest: Digest, position: int, limit: int) -> list[tuple[int, Digest]]:
