@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from kvasir.cachestore.v1 import identity_pb2, manifest_pb2
 from kvasir.formats import manifest as manifests
@@ -101,13 +102,20 @@ def _state_schema(identity: identity_pb2.KvIdentity) -> str | None:
         return None
 
 
+@lru_cache(maxsize=512)  # a layout has one for each length of a tail
+def _schema_of_rows(identity: bytes, rows: int, group: int) -> str:
+    layout = identity_pb2.KvIdentity.FromString(identity)
+    return schema_hash(Layout(expected_tensors(layout, rows, group)).text)
+
+
 def _named_rows(
     message: manifest_pb2.Manifest,
     listed: manifest_pb2.Manifest | manifest_pb2.WindowBlocks,
     files: Sequence[FileIdentity],
 ) -> Iterator[NamedBlob]:
+    identity = message.kv_identity.SerializeToString(deterministic=True)
     schemas = {
-        (rows, group): schema_hash(Layout(expected_tensors(message.kv_identity, rows, group)).text)
+        (rows, group): _schema_of_rows(identity, rows, group)
         for rows, group in {(file.tokens, file.window) for file in files}
     }
     digests = [*listed.blocks, *((listed.tail,) if listed.HasField("tail") else ())]

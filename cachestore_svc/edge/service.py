@@ -18,6 +18,7 @@ from kvasir.server.answers import written
 from kvasir.server.interceptors import current_principal
 
 from cachestore_svc.edge import messages
+from cachestore_svc.edge.manifests_ahead import ManifestsAhead
 from cachestore_svc.edge.roles import PEOPLE
 from cachestore_svc.edge.store_calls import StoreCalls, caller_namespace
 from cachestore_svc.edge.uploading import Uploading
@@ -63,6 +64,7 @@ class CacheStoreService(StoreCalls, cachestore_pb2_grpc.CacheStoreServiceService
         self._parts = parts
         self._limits = limits
         self._streams = Streams(limits.stall_timeout_s)
+        self._ahead = ManifestsAhead(parts.store, parts.transfers.manifests)
         self._stopping = stopping
         # Namespaces whose blobs are being read through: one caller at a time keeps a disk busy enough.
         self._verifying: set[str] = set()
@@ -81,7 +83,7 @@ class CacheStoreService(StoreCalls, cachestore_pb2_grpc.CacheStoreServiceService
         return await self._looked_up(len(request.digests), answer)
 
     async def WriteBlobs(self, request_iterator: AsyncIterator[Carrier], context: Any) -> None:
-        uploading = Uploading(BlobIntake(self._store, caller_namespace()))
+        uploading = Uploading(BlobIntake(self._store, caller_namespace()), self._ahead)
         receiving = asyncio.create_task(uploading.receive(self._streams.unstalled(request_iterator)))
         try:
             async with aclosing(uploading.answers()) as answers:
@@ -122,13 +124,14 @@ class CacheStoreService(StoreCalls, cachestore_pb2_grpc.CacheStoreServiceService
             is_brought=request.is_brought,
             bind_shared=ENGINE in current_principal().roles,  # no other caller's
         )
-        async with self._parts.transfers.manifests.parsing(caller_namespace(), manifest.size_bytes):
+        async with self._ahead.known(caller_namespace(), manifest) as known:
             snapshot = await self._run(
                 self._store.snapshots.commit,
                 request.agent_id,
                 manifest,
                 messages.read_version(request.expected_version, "expected_version"),
                 terms,
+                known,
             )
         return written(pb.CommitSnapshotResponse, snapshot=snapshot)
 

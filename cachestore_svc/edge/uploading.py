@@ -7,18 +7,24 @@ from itertools import groupby
 from kvasir.cachestore.v1 import cachestore_pb2 as pb
 from kvasir.credentials import ENGINE
 from kvasir.errors import PermissionDenied
+from kvasir.formats.digest import Digest
 from kvasir.formats.frame_messages import CarriedFrame, Carrier
 from kvasir.server.interceptors import current_principal
 
 from cachestore_svc.edge import messages
+from cachestore_svc.edge.manifests_ahead import ManifestsAhead
+from cachestore_svc.facts.records import BlobKind
 from cachestore_svc.moving.inbound import BlobIntake, Stored
 
 
 class Uploading:
     """Takes a caller's requests, and says what to answer. `receive` runs beside the reader of `answers`."""
 
-    def __init__(self, intake: BlobIntake) -> None:
+    def __init__(self, intake: BlobIntake, ahead: ManifestsAhead) -> None:
+        """`ahead`: gets an engine's manifests, for their commits."""
         self._intake = intake
+        self._ahead = ahead
+        self._manifests: set[Digest] = set()  # of an engine
         self._takes_groups = False  # whether the caller reads answers about several blobs
 
     async def receive(self, requests: AsyncGenerator[Carrier, None]) -> None:
@@ -47,6 +53,9 @@ class Uploading:
             for existed, same in groupby(stored, lambda each: each.existed):
                 first, *more = [each.digest.to_proto() for each in same]
                 yield pb.WriteBlobsResponse(digest=first, existed=existed, more=more)
+            for each in stored:
+                if each.digest in self._manifests:
+                    self._ahead.begin(current_principal().namespace, each.digest)
             if not isinstance(last := coming[-1], Stored):
                 if last is not None:
                     raise last
@@ -57,9 +66,11 @@ class Uploading:
             await self._intake.write(frame.offset, frame.data)
             return
         digest = messages.read_digest(frame.digest, "frame.digest")
-        kind = messages.read_kind(frame.kind)
-        if token and ENGINE not in current_principal().roles:  # it shares no directory with this store
+        kind, is_engine = messages.read_kind(frame.kind), ENGINE in current_principal().roles
+        if token and not is_engine:  # it shares no directory with this store
             raise PermissionDenied("handed: only an engine hands files over", field="handed")
+        if is_engine and kind is BlobKind.MANIFEST:
+            self._manifests.add(digest)
         if token:
             await self._intake.take(digest, kind, token)
         else:

@@ -1,13 +1,14 @@
 """Versions of agents' lines: committed, read, listed."""
 
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 
 from kvasir.errors import Conflict, DataLoss, NotFound
 from kvasir.formats.digest import Digest
 from kvasir.names import check_agent_id
 
-from cachestore_svc.blobs.manifests import read_manifest, shared_blocks
+from cachestore_svc.blobs.manifests import ManifestFacts, SharedBlock, read_manifest, shared_blocks
 from cachestore_svc.core.core import Core
 from cachestore_svc.core.stored_blobs import read_blob
 from cachestore_svc.facts import records
@@ -22,27 +23,47 @@ _USE_RESOLUTION_MS = 1000  # A line's time of last use is written at most this o
 _OF_A_TURN = CommitTerms()
 
 
+@dataclass(frozen=True, slots=True)
+class KnownManifest:
+    """A stored manifest as its commit needs it: its facts, and its blocks that others may find."""
+
+    facts: ManifestFacts
+    shared: Sequence[SharedBlock]
+
+
 class Snapshots:
     def __init__(self, core: Core, leases: Leases) -> None:
         self._core = core
         self._leases = leases
 
+    def known(self, namespace: str, manifest: Digest, *, bind_shared: bool = True) -> KnownManifest:
+        """Read a stored manifest for its commit. Raises FailedPrecondition (BLOB_MISSING) and InvalidArgument."""
+        try:
+            facts = read_manifest(read_blob(self._core, namespace, manifest))
+        except (NotFound, DataLoss) as error:
+            raise missing(manifest, "manifest") from error
+        return KnownManifest(facts, shared_blocks(facts, namespace) if bind_shared else ())
+
     def commit(
-        self, namespace: str, agent_id: str, manifest: Digest, parent_version: int, terms: CommitTerms = _OF_A_TURN
+        self,
+        namespace: str,
+        agent_id: str,
+        manifest: Digest,
+        parent_version: int,
+        terms: CommitTerms = _OF_A_TURN,
+        known: KnownManifest | None = None,
     ) -> records.SnapshotVersion:
         """Make a stored manifest the agent's next version, in its line: all or nothing, durable on return. Repeating a
         commit that took effect answers its version. Raises Conflict (HEAD_MOVED with "head_version", or LEASE_FENCED),
         FailedPrecondition (BLOB_MISSING, BLOB_UNFIT with "digest"; LEASE_HELD: another owner has it now) and
-        InvalidArgument (manifest or name).
+        InvalidArgument (manifest or name). `known`: the manifest, where it has been read.
         """
         self._core.check_open(namespace)
         check_agent_id(agent_id)
         check_range("parent_version", parent_version, 0, records.MAX_VERSION)
         check_range("base_version", terms.base_version, 0, parent_version)
-        try:
-            facts = read_manifest(read_blob(self._core, namespace, manifest))
-        except (NotFound, DataLoss) as error:
-            raise missing(manifest, "manifest") from error
+        known = known or self.known(namespace, manifest, bind_shared=terms.bind_shared)
+        facts = known.facts
         if terms.origin is records.Origin.TURN:
             base_version = terms.base_version if terms.base_version != parent_version else 0
             detail = records.detail_of_turn(base_version, terms.handed_over_by, facts.wake_ms)
@@ -50,7 +71,7 @@ class Snapshots:
             detail = records.with_wake(terms.origin_detail, facts.wake_ms)
         terms = replace(terms, origin_detail=detail)
         line = records.LineKey(namespace, agent_id, facts.kv_identity_hash)
-        shared = shared_blocks(facts, namespace) if terms.bind_shared else ()
+        shared = known.shared if terms.bind_shared else ()
         kept = self._core.config.retained_versions
         return self._committed(Commit(line, manifest, facts, parent_version, terms, shared, kept))
 

@@ -1,0 +1,70 @@
+"""Manifests that engines have just written, read while their last blobs are still on their way to the disk: a commit
+then waits for its rows alone, however long its line is.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+from kvasir.formats.digest import Digest
+from kvasir.waits import ANSWER_S
+
+from cachestore_svc.moving.manifest_room import ManifestRoom
+from cachestore_svc.store.aio_store import AioStore
+from cachestore_svc.store.snapshots import KnownManifest
+
+
+@dataclass(frozen=True, slots=True)
+class _Ahead:
+    reading: asyncio.Task[KnownManifest]
+    end: asyncio.TimerHandle
+
+
+class ManifestsAhead:
+    """On one event loop. A manifest takes room of its namespace until its commit ends, or nobody commits it."""
+
+    def __init__(self, store: AioStore, room: ManifestRoom) -> None:
+        self._store = store
+        self._room = room
+        self._ahead: dict[tuple[str, Digest], _Ahead] = {}
+
+    def begin(self, namespace: str, manifest: Digest) -> None:
+        """Begin to read a manifest that is durable, if there is much room."""
+        key = namespace, manifest
+        if key in self._ahead or not self._room.take_ahead(namespace, manifest.size_bytes):
+            return
+        reading = self._store.threads.run(namespace, self._store.snapshots.known, namespace, manifest)
+        # A commit comes as soon as the blobs beside its manifest are durable. A later one reads the manifest itself.
+        end = asyncio.get_running_loop().call_later(ANSWER_S, self._forget, key)
+        self._ahead[key] = _Ahead(asyncio.create_task(reading), end)
+
+    @asynccontextmanager
+    async def known(self, namespace: str, manifest: Digest) -> AsyncIterator[KnownManifest | None]:
+        """A manifest for its commit, if it was read ahead. None: the commit has to read it, with room for that."""
+        if (ahead := self._ahead.pop((namespace, manifest), None)) is None:
+            async with self._room.parsing(namespace, manifest.size_bytes):
+                yield None
+            return
+        ahead.end.cancel()
+        try:
+            await asyncio.wait((ahead.reading,))
+            yield None if ahead.reading.cancelled() or ahead.reading.exception() else ahead.reading.result()
+        finally:
+            self._give_back(namespace, manifest, ahead)
+
+    def _forget(self, key: tuple[str, Digest]) -> None:
+        self._give_back(*key, self._ahead.pop(key))
+
+    def _give_back(self, namespace: str, manifest: Digest, ahead: _Ahead) -> None:
+        """Give the room back once the thread has ended that reads."""
+
+        def ended(reading: asyncio.Task[KnownManifest]) -> None:
+            if not reading.cancelled():
+                reading.exception()  # the commit reads it again, and is refused
+            self._room.give_back(namespace, manifest.size_bytes)
+
+        if ahead.reading.done():
+            ended(ahead.reading)
+        else:
+            ahead.reading.add_done_callback(ended)
