@@ -15,8 +15,7 @@ from inference_svc.memory.lines.line_states import Stage, Standing
 from inference_svc.memory.outcomes import SnapshotOutcome, SnapshotState
 from inference_svc.memory.replaying import Runs
 from inference_svc.memory.store.answers import NO_SETTINGS, AgentSettings, Head
-from inference_svc.memory.stored_windows import StoredWindow, listed_windows, stored_windows
-from inference_svc.model.model_info import ModelInfo
+from inference_svc.memory.stored_windows import StoredWindow, stored_windows
 from inference_svc.text.conversation import of_caller
 from inference_svc.text.prefix_matching import NO_TEXT, RememberedText
 from inference_svc.text.token_ids import TokenIds
@@ -195,29 +194,3 @@ async def parsed(data: bytes) -> manifest_pb2.Manifest:
 async def off_loop(is_long: bool, work: Callable[[], T]) -> T:
     """Do work in a thread if it takes milliseconds, so that it does not delay other turns' tokens."""
     return await asyncio.to_thread(work) if is_long else work()
-
-
-def to_manifest(memory: AgentMemory, model: ModelInfo, files: StoredFiles) -> bytes:
-    head, runs = memory.publication.standing.head, memory.files.runs
-    return manifests.build(
-        kv_identity=model.kv_identity,
-        token_ids=memory.transcript.token_ids,
-        text=memory.transcript.text,
-        token_chars=memory.transcript.token_chars,
-        blocks=files.blocks,
-        tail=files.tail,
-        states=sorted(files.states.items()),
-        windows=listed_windows(files.windows),
-        shareable_tokens=memory.shareable_tokens,
-        messages=memory.messages,
-        tokenizer_digest=model.tokenizer_digest,
-        template_digest=model.template_digest,
-        parent_manifest=head.manifest.hash if head is not None and head.manifest is not None else "",
-        turn=memory.turn,
-        created_unix_ms=memory.publication.created_unix_ms,
-        shortened=memory.shortened,
-        template_time_ms=memory.template_time_ms,
-        tools_order=memory.tools_order,
-        computed=None if runs is None else manifest_pb2.Computed(decoded=runs),
-        asleep=files.asleep,
-    )

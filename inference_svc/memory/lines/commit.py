@@ -12,17 +12,16 @@ from kvasir.formats.digest import Digest
 from kvasir.waits import LOOK_S, RETRY_S
 
 from inference_svc.engine.api import AgentKey
-from inference_svc.memory.agent_memory import AgentMemory, StoredFiles, from_manifest, off_loop, parsed, to_manifest
+from inference_svc.memory.agent_memory import AgentMemory, StoredFiles, from_manifest, parsed
 from inference_svc.memory.lines.line_lease import LineLease
 from inference_svc.memory.lines.line_parts import LineParts
 from inference_svc.memory.lines.line_states import Changes, Doubt, Standing
 from inference_svc.memory.outcomes import SnapshotOutcome, SnapshotState
+from inference_svc.memory.publishing.manifest_draft import ManifestDraft
 from inference_svc.memory.publishing.memory_files import MemoryFiles
 from inference_svc.memory.store.answers import Head, StoreMiss
 from inference_svc.memory.store.patience import Budget
 from inference_svc.memory.store.remote_cache import RemoteCache
-
-_LONG_TOKENS = 4_096  # the manifest of more takes milliseconds
 
 
 class OtherConversation(errors.Conflict):
@@ -55,6 +54,7 @@ class Commit:
     key: AgentKey
     memory: AgentMemory
     files: "MemoryFiles | NoFiles"
+    draft: ManifestDraft
     store: RemoteCache
     lease: LineLease
     parts: LineParts
@@ -159,7 +159,7 @@ class Commit:
     async def _commit(self, *, is_second_try: bool = False) -> SnapshotOutcome:
         stored = await self.files.named()
         self.noted_s["named"] = self.parts.clock()
-        manifest, digest = await self._manifest(stored)
+        manifest, digest = await self.draft.completed(stored)
         timeout_s = self.parts.limits.timeout_s
         await _all_of(self.files.all_stored(), self.store.blobs.write_manifest(manifest, timeout_s))
         self.noted_s["written"] = self.parts.clock()
@@ -205,13 +205,6 @@ class Commit:
             handed_over_by=standing.handed_over_by,
             lease=(self.parts.owner, standing.generation),
         )
-
-    async def _manifest(self, stored: StoredFiles) -> tuple[bytes, Digest]:
-        def made() -> tuple[bytes, Digest]:
-            data = to_manifest(self.memory, self.parts.engine.model, stored)
-            return data, Digest.of(data)
-
-        return await off_loop(len(self.memory.transcript.token_ids) > _LONG_TOKENS, made)
 
 
 async def _all_of(*work: Awaitable[object]) -> None:

@@ -23,6 +23,7 @@ from inference_svc.memory.lines.line_parts import LineParts
 from inference_svc.memory.outcomes import SnapshotOutcome, SnapshotState
 from inference_svc.memory.publishing.block_stream import BlockStream
 from inference_svc.memory.publishing.copies import Pinning
+from inference_svc.memory.publishing.manifest_draft import ManifestDraft
 from inference_svc.memory.publishing.memory_files import MemoryFiles
 from inference_svc.memory.service_stats import NamespaceCounters
 from inference_svc.memory.store.answers import Head, StoreMiss
@@ -105,6 +106,7 @@ class Publications:
         self._owe(publication)
         publication.progressed()
         files = MemoryFiles(self._key, memory, parts.copies, self._store, parts.limits.timeout_s)
+        draft = ManifestDraft(memory, parts.engine.model)
         with self._in_use(), files:  # the line stays this engine's meanwhile
             try:
                 waits = any(not task.done() for task in before)
@@ -123,7 +125,7 @@ class Publications:
                     files.sent_bytes = stream.sent_bytes
                 if (stored := _stored(publication)) is not None:  # by an earlier try
                     return stored
-                commit = Commit(self._key, memory, files, self._store, self._lease, parts, frozenset(self._own))
+                commit = Commit(self._key, memory, files, draft, self._store, self._lease, parts, frozenset(self._own))
                 outcome = await commit.until_committed()
                 return self._committed(memory, outcome, began_s, {"copied": copied_s, **commit.noted_s})
             except Exception as error:  # noqa: BLE001 - it has no reader but the log
@@ -224,9 +226,10 @@ class Publications:
     async def fall_asleep(self, memory: AgentMemory) -> Head:
         """Commit a memory that names no file. Raises why it cannot be committed."""
         memory.publication.created_unix_ms = self._parts.now_ms()
-        own = frozenset(self._own)
+        own, draft = frozenset(self._own), ManifestDraft(memory, self._parts.engine.model)
+        files = NoFiles(memory.files)
         with self._in_use():
-            commit = Commit(self._key, memory, NoFiles(memory.files), self._store, self._lease, self._parts, own)
+            commit = Commit(self._key, memory, files, draft, self._store, self._lease, self._parts, own)
             try:
                 outcome = await commit.until_committed()
             except (TimeoutError, StoreMiss):

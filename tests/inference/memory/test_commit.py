@@ -21,19 +21,14 @@ def test_a_commit_that_moves_to_a_new_lease_stands_under_it() -> None:
     lease = SimpleNamespace(held=Lease.granted(2, first.identity, 0.0))
     publication = SimpleNamespace(standing=Standing(first, generation=1))
     memory: Any = SimpleNamespace(publication=publication, is_brought=False)
-    store, files, parts = (MagicMock() for _ in range(3))
+    store, files, parts, draft = (MagicMock() for _ in range(4))
     store.agents.commit = AsyncMock(return_value=second)
     store.events.was_taken_back = AsyncMock(return_value=False)
     store.blobs.write_manifest = files.named = files.all_stored = AsyncMock()
     files.sent_bytes, parts.limits.timeout_s, parts.owner = 0, 5, "engine"
     agent: Any = SimpleNamespace(agent_id="a")
-
-    class Made(Commit):
-        async def _manifest(self, _stored: object) -> tuple[bytes, Digest]:
-            assert second.manifest is not None
-            return b"manifest", second.manifest
-
-    commit: Any = Made(agent, memory, files, store, lease, parts, frozenset())  # type: ignore[arg-type]
+    draft.completed = AsyncMock(return_value=(b"manifest", second.manifest))
+    commit: Any = Commit(agent, memory, files, draft, store, lease, parts, frozenset())  # type: ignore[arg-type]
     asyncio.run(commit._commit())
     assert store.agents.commit.call_args.kwargs["lease"] == ("engine", 2)
     assert publication.standing.generation == 2
@@ -52,7 +47,8 @@ def test_a_first_version_is_not_written_if_the_agent_was_deleted_before_its_engi
     lease, store, agent = MagicMock(), MagicMock(), SimpleNamespace(agent_id="a")
     lease.obtain = AsyncMock(return_value=Lease.granted(generation, NO_HEAD.identity, 0.0))
     store.events.was_taken_back = AsyncMock(return_value=is_taken_back)
-    commit: Any = Commit(agent, memory, MagicMock(), store, lease, MagicMock(), frozenset())  # type: ignore[arg-type]
+    unused = MagicMock()
+    commit: Any = Commit(agent, memory, unused, unused, store, lease, MagicMock(), frozenset())  # type: ignore[arg-type]
     with nullcontext() if is_stored else pytest.raises(Conflict, match="the agent was changed"):
         asyncio.run(commit._learn(Doubt.LEASE))
     assert publication.standing.generation == (generation if is_stored else 0)

@@ -1,6 +1,8 @@
 """Manifests: what is built is read back, and each way to be wrong is refused by the field's name."""
 
+import re
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -42,6 +44,26 @@ def test_what_is_built_is_read_back() -> None:
     assert (parsed.text, list(parsed.token_ids), parsed.shareable_tokens) == ("é🐍!", [1, 2, 3], 2)
     assert manifest.digests(parsed) == [Digest.of(b"tail")]
     assert data == parsed.SerializeToString(deterministic=True)
+
+
+FILES = st.integers(0, 50).map(lambda number: Digest.of(b"file %d" % number))
+NAMED = st.fixed_dictionaries({"blocks": st.lists(FILES, min_size=2, max_size=2, unique=True), "tail": FILES})
+
+
+@given(NAMED, NAMED, st.sampled_from(["", "ab" * 32]))
+def test_a_manifest_that_was_begun_before_its_files_were_known_is_built_as_one_that_was_not(
+    first: dict[str, Any], second: dict[str, Any], parent: str
+) -> None:
+    known = {"kv_identity": SMALL, "token_ids": [7] * 600, "text": "x" * 600, "token_chars": [1] * 600}
+    begun = manifest.begun(**known, created_unix_ms=5)
+    for files in (first, second, first):
+        try:
+            expected = manifest.build(**known, **files, parent_manifest=parent, created_unix_ms=5)
+        except InvalidArgument as error:
+            with pytest.raises(InvalidArgument, match=re.escape(error.message)):
+                manifest.completed(begun, **files, parent_manifest=parent)
+        else:
+            assert manifest.completed(begun, **files, parent_manifest=parent) == expected
 
 
 def test_blobs_are_listed_in_order_and_once() -> None:

@@ -119,14 +119,33 @@ def build(
 ) -> bytes:
     """The bytes of a checked manifest with these `fields` of the message. Raises InvalidArgument. `states` are (tokens
     seen, digest), ascending; `windows` by window and first block, ascending."""
-    manifest = manifest_pb2.Manifest(
-        format=FORMAT,
+    return completed(begun(created_unix_ms=created_unix_ms, **fields), blocks=blocks, tail=tail, states=states)
+
+
+def begun(*, created_unix_ms: int, **fields: Any) -> manifest_pb2.Manifest:
+    """A manifest that names no file yet, with these `fields` of the message: the long ones among them take longest."""
+    return manifest_pb2.Manifest(format=FORMAT, created_unix_ms=created_unix_ms, **fields)
+
+
+def completed(
+    manifest: manifest_pb2.Manifest,
+    *,
+    blocks: Iterable[Digest] = (),
+    tail: Digest | None = None,
+    states: Iterable[tuple[int, Digest]] = (),
+    **fields: Any,
+) -> bytes:
+    """As `build`, of one that was begun: it names these files now, and has these `fields` beside its own. Completed
+    again, it names others."""
+    named = manifest_pb2.Manifest(
         blocks=[digest.to_proto() for digest in blocks],
         tail=None if tail is None else tail.to_proto(),
         states=[manifest_pb2.StatePoint(tokens=tokens, digest=digest.to_proto()) for tokens, digest in states],
-        created_unix_ms=created_unix_ms,
         **fields,
     )
+    for name in ("blocks", "tail", "states", *fields):
+        manifest.ClearField(name)
+    manifest.MergeFrom(named)
     check(manifest)
     return manifest.SerializeToString(deterministic=True)
 

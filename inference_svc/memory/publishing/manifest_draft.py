@@ -1,0 +1,66 @@
+"""The manifest of a memory, drafted while its last files are copied and named: then it has only to name them."""
+
+import asyncio
+
+from kvasir.cachestore.v1 import manifest_pb2
+from kvasir.formats import manifest as manifests
+from kvasir.formats.digest import Digest
+
+from inference_svc.memory.agent_memory import AgentMemory, StoredFiles, off_loop
+from inference_svc.memory.stored_windows import listed_windows
+from inference_svc.model.model_info import ModelInfo
+
+_LONG_TOKENS, _LONG_TO_COMPLETE_TOKENS = 4_096, 16_384  # more take half a millisecond or longer
+
+
+class ManifestDraft:
+    def __init__(self, memory: AgentMemory, model: ModelInfo) -> None:
+        """A draft of a long manifest begins at once, on a thread. If it fails, `completed` raises why."""
+        self._memory = memory
+        self._model = model
+        self._tokens = len(memory.transcript.token_ids)
+        self._drafting = asyncio.ensure_future(off_loop(self._tokens > _LONG_TOKENS, self._begun))
+        self._drafting.add_done_callback(_heard)
+
+    async def completed(self, files: StoredFiles) -> tuple[bytes, Digest]:
+        """The manifest that names these files, and the version that the memory follows now. Raises InvalidArgument."""
+        draft = await asyncio.shield(self._drafting)
+        head = self._memory.publication.standing.head
+
+        def made() -> tuple[bytes, Digest]:
+            data = manifests.completed(
+                draft,
+                blocks=files.blocks,
+                tail=files.tail,
+                states=sorted(files.states.items()),
+                windows=listed_windows(files.windows),
+                parent_manifest=head.manifest.hash if head is not None and head.manifest is not None else "",
+                asleep=files.asleep,
+            )
+            return data, Digest.of(data)
+
+        return await off_loop(self._tokens > _LONG_TO_COMPLETE_TOKENS, made)
+
+    def _begun(self) -> manifest_pb2.Manifest:
+        memory, model, runs = self._memory, self._model, self._memory.files.runs
+        return manifests.begun(
+            kv_identity=model.kv_identity,
+            token_ids=memory.transcript.token_ids,
+            text=memory.transcript.text,
+            token_chars=memory.transcript.token_chars,
+            shareable_tokens=memory.shareable_tokens,
+            messages=memory.messages,
+            tokenizer_digest=model.tokenizer_digest,
+            template_digest=model.template_digest,
+            turn=memory.turn,
+            created_unix_ms=memory.publication.created_unix_ms,
+            shortened=memory.shortened,
+            template_time_ms=memory.template_time_ms,
+            tools_order=memory.tools_order,
+            computed=None if runs is None else manifest_pb2.Computed(decoded=runs),
+        )
+
+
+def _heard(drafting: "asyncio.Future[manifest_pb2.Manifest]") -> None:
+    if not drafting.cancelled():
+        drafting.exception()
