@@ -141,13 +141,25 @@ def _tail_file(
     header = header_with(identity, schema.entries)
     data = np.empty(len(header) + schema.layout.size_bytes, np.uint8)
     data[: len(header)] = np.frombuffer(header, np.uint8)
-    left, offset = data[len(header) :].view(np.uint16), 0
-    for part in (part for page_format in formats for part in page_format.parts):
-        tensor = page[offset : offset + part.size].reshape(part.kv_heads, PAGE_TOKENS, part.units)
-        file, left = np.split(left, [part.kv_heads * rows * part.units])
-        file.reshape(part.kv_heads, rows, part.units)[:] = tensor[:, :rows]
-        offset += part.size
+    left = data[len(header) :].view(np.uint16)
+    for page_format, same in groupby(formats):
+        # Layers of one format at once: to begin a copy for each takes longer than the copies.
+        layers = len(list(same))
+        tensors, page = np.split(page, [layers * page_format.units])
+        file, left = np.split(left, [layers * page_format.units * rows // PAGE_TOKENS])
+        _cut_rows(page_format, rows, tensors.reshape(layers, -1), file.reshape(layers, -1))
     return data.data.toreadonly()
+
+
+def _cut_rows(page_format: PageFormat, rows: int, pages: Array, files: Array) -> None:
+    """Copy the first rows of each layer's page, [layers, units], to where a tail has them."""
+    layers, offset = len(pages), 0
+    for part in page_format.parts:
+        page = pages[:, part.offset : part.offset + part.size]
+        file = files[:, offset : offset + part.kv_heads * rows * part.units]
+        of_page = page.reshape(layers, part.kv_heads, PAGE_TOKENS, part.units)
+        file.reshape(layers, part.kv_heads, rows, part.units)[:] = of_page[:, :, :rows]
+        offset += part.kv_heads * rows * part.units
 
 
 def _state_file(kv: SequenceKV, identity: FileIdentity) -> bytes:
