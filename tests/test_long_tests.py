@@ -54,6 +54,6 @@ def test_files_take_turns_in_parts_that_take_about_as_long() -> None:
 
 
 def test_a_commit_and_a_number_name_a_part_and_nothing_else_does() -> None:
-    assert [part_of(turn) for turn in ("0", "b", "14", "95e86db")] == [0, 11, 0, 0x95E86DB % PARTS]
+    assert [part_of(turn) for turn in ("0", "b", "14", "95e86db")] == [0, 11, 0x14, 0x95E86DB % PARTS]
     with pytest.raises(pytest.UsageError, match="KVASIR_TURN is 'all'"):
         part_of("all")
