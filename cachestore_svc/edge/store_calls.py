@@ -19,8 +19,7 @@ class StoreCalls:
         self, method: Callable[Concatenate[str, Arguments], Answer], *args: Arguments.args, **kwargs: Arguments.kwargs
     ) -> Answer:
         """A caller who leaves while the call waits for its turn takes it away."""
-        namespace = caller_namespace()
-        return await self._store.threads.run_if_awaited(namespace, method, namespace, *args, **kwargs)
+        return await self._store.run_if_awaited(caller_namespace(), method, *args, **kwargs)
 
     async def _looked_up(self, names: int, work: Callable[[], Answer]) -> Answer:
         run = self._store.threads.run_long if names > SLICE else self._store.threads.run_if_awaited

@@ -227,7 +227,7 @@ class Transfers:
 
         async def commit() -> SnapshotVersion:
             async with self.manifests.parsing(namespace, manifest.size_bytes):
-                return await self._store.run(
+                return await self._store.run_if_awaited(
                     namespace, self._store.snapshots.commit, *(agent_id, manifest, head.version if head else 0, terms)
                 )
 

@@ -38,6 +38,16 @@ class AioStore:
     ) -> Answer:
         return await self.threads.run(namespace, method, namespace, *args, **kwargs)
 
+    async def run_if_awaited(
+        self,
+        namespace: str,
+        method: Callable[Concatenate[str, Arguments], Answer],
+        *args: Arguments.args,
+        **kwargs: Arguments.kwargs,
+    ) -> Answer:
+        """The same, but a caller who leaves while the call waits for its turn takes it away."""
+        return await self.threads.run_if_awaited(namespace, method, namespace, *args, **kwargs)
+
     async def run_once_free(
         self,
         namespace: str,
@@ -47,7 +57,7 @@ class AioStore:
         **kwargs: Arguments.kwargs,
     ) -> Answer:
         """The same of one that takes back a memory: as `once_free`."""
-        return await once_free(lambda: self.run(namespace, method, *args, **kwargs), left_s)
+        return await once_free(lambda: self.run_if_awaited(namespace, method, *args, **kwargs), left_s)
 
     async def agent(self, namespace: str, agent_id: str) -> AgentRecord | None:
         try:
