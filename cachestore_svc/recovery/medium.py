@@ -1,6 +1,7 @@
 """Where a store's blobs lie, by its settings: in its data directory, or in a bucket with copies there."""
 
 import secrets
+import time
 from collections.abc import Callable
 
 from kvasir.errors import FailedPrecondition, InvalidArgument
@@ -29,6 +30,7 @@ def blobs_of(
     disk: Disk,
     bucket: Bucket | None = None,
     token_hex: Callable[[int], str] = secrets.token_hex,
+    steady: Callable[[], float] = time.monotonic,
     *,
     only_looks: bool = False,
 ) -> BlobBackend:
@@ -56,7 +58,7 @@ def blobs_of(
             if not only_looks:
                 disk.make_directory(config.data_dir)
                 probe(bucket, token_hex)
-            owner = CatalogOwner(bucket)  # takes it once the catalog is open
+            owner = CatalogOwner(bucket, steady)  # takes it once the catalog is open
         elif only_looks:
             owner = look_at_bucket(bucket, note, has_index=has_index)
         else:

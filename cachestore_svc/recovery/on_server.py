@@ -4,6 +4,7 @@ the database: they are replicas of one store.
 """
 
 import contextlib
+from collections.abc import Callable
 from pathlib import Path
 
 from blake3 import blake3
@@ -21,6 +22,7 @@ from cachestore_svc.sealing.seals import Seals
 
 NAME = "catalog"  # the file, and the database's fact
 _BUCKET = "bucket"  # the database's fact: the bucket with the blobs that it lists, and the store's name there
+_PROOF = "bucket_proof"  # the database's fact: a word that no older copy of it has
 
 
 def open_catalog(config: StoreConfig, database: Path, blobs: SealedBackend, means: Means) -> Catalog:
@@ -108,15 +110,44 @@ def _name(change: CatalogChange, name: str) -> str:
     return found or name
 
 
-def _take_bucket(config: StoreConfig, catalog: Catalog, owner: CatalogOwner, means: Means) -> None:
-    def home(is_asked: bool) -> Home:
-        if is_asked:  # the session may be with an old primary that is gone
-            catalog.write(HOUSE, lambda _: None)
-        return Home(*catalog.home)
+class DatabaseOfCatalog:
+    """Implements `Database` of the bucket's owner. The proof is a fact; behind it, for a moment, the next one."""
 
+    def __init__(self, catalog: Catalog, new_proof: Callable[[], str]) -> None:
+        self._catalog, self._new_proof = catalog, new_proof
+
+    def home(self) -> Home:
+        return Home(*self._catalog.home)
+
+    def look(self) -> Home:
+        self._catalog.write(HOUSE, lambda _: None)
+        return self.home()
+
+    def proofs(self) -> tuple[str, ...]:
+        return tuple((self._catalog.read(HOUSE, lambda view: view.fact(_PROOF)) or "").split())
+
+    def next_proof(self) -> str:
+        def noted(change: CatalogChange) -> str:
+            last, *following = (change.fact(_PROOF) or "-").split()
+            if not following:
+                following = [self._new_proof()]
+                change.set_fact(_PROOF, f"{last} {following[0]}")
+            return following[0]
+
+        return self._catalog.write(HOUSE, noted)
+
+    def keep_proof(self, proof: str) -> None:
+        def kept(change: CatalogChange) -> None:
+            if (change.fact(_PROOF) or "").endswith(f" {proof}"):  # no other process has begun the next one
+                change.set_fact(_PROOF, proof)
+
+        self._catalog.write(HOUSE, kept)
+
+
+def _take_bucket(config: StoreConfig, catalog: Catalog, owner: CatalogOwner, means: Means) -> None:
     listed = catalog.read(HOUSE, lambda view: view.fact(_BUCKET)) or ""
-    note, takes = config.data_dir / BUCKET_NOTE, config.accept_older
-    taken = owner.take(note, listed, home, means.token_hex(16), takes_from_copy=takes)
+    note, database = config.data_dir / BUCKET_NOTE, DatabaseOfCatalog(catalog, lambda: means.token_hex(16))
+    taken = owner.take(note, listed, database, means.token_hex(16), takes_from_copy=config.accept_older)
     if taken != listed:
         catalog.write(HOUSE, lambda change: change.set_fact(_BUCKET, taken))
     if not _name_of(config.data_dir):

@@ -30,8 +30,9 @@ def is_here() -> bool:
 class PostgresServer:
     """A server in a directory of its own, at a port of its own. It runs for whoever may run it: it refuses root."""
 
-    def __init__(self, root: Path, primary: "PostgresServer | None" = None) -> None:
-        """`primary`: a server that runs, whose standby this one becomes."""
+    def __init__(self, root: Path, primary: "PostgresServer | None" = None, *, follows: bool = True) -> None:
+        """`primary`: a server that runs, whose standby this one becomes; or, where it does not follow, a server of its
+        own with the same files."""
         self._as_whom: dict[str, Any] = {"user": "postgres", "group": "postgres"} if os.geteuid() == 0 else {}
         self._data, self._log = root / "data", root / "log"
         if self._as_whom:
@@ -41,7 +42,8 @@ class PostgresServer:
             self.port = free.getsockname()[1]
         made = ["initdb", "-D", self._data, "-A", "trust", "-U", "kvasir", "--no-sync", "-E", "UTF8", "--locale", "C"]
         if primary:
-            made = ["pg_basebackup", "-D", self._data, "-R", "-c", "fast", "-d", primary.url("postgres"), "--no-sync"]
+            made = ["pg_basebackup", "-D", self._data, "-c", "fast", "-d", primary.url("postgres"), "--no-sync"]
+            made += ["-R"] if follows else []
         subprocess.run(made, check=True, capture_output=True, **self._as_whom)
         self._made = _KEPT_DATABASES
         self._process: subprocess.Popen[bytes] | None = None
@@ -147,6 +149,17 @@ def running_standby(primary: PostgresServer, *, is_synchronous: bool) -> Iterato
             primary.configure(synchronous_standby_names="*" if is_synchronous else "")
             primary.wait_for_standby("sync" if is_synchronous else "async")
             yield standby
+    finally:
+        shutil.rmtree(root, ignore_errors=True)
+
+
+@contextmanager
+def running_copy(server: PostgresServer) -> Iterator[PostgresServer]:
+    """A server with the same files, as a clone of its machine has them."""
+    root = Path(tempfile.mkdtemp(prefix="kvasir-copy-", dir=in_memory.directory()))
+    try:
+        with PostgresServer(root, server, follows=False) as copied:
+            yield copied
     finally:
         shutil.rmtree(root, ignore_errors=True)
 

@@ -33,12 +33,14 @@ class Note:
 
 @dataclass(frozen=True)
 class Held:
-    """The owner as the bucket names it. `index`: where it is, if not in the directory."""
+    """The owner as the bucket names it. `index`: where it is, if not in the directory. `proof`: a word of a
+    database that no older copy of it has."""
 
     store: str = ""
     start: str = ""
     place: str = ""
     index: str = ""
+    proof: str = ""
 
 
 class BucketOwner:
@@ -108,8 +110,8 @@ def held_by(bucket: Bucket) -> tuple[Held, str]:
         data, tag = bucket.get_tagged(OWNER, _MOST_BYTES)
     except FileNotFoundError:
         return Held(), ""
-    store, start, place, index, *_ = [*data.decode("ascii", "replace").split(), *[""] * 4]
-    return Held(store, start, place, index), tag
+    words = [*data.decode("ascii", "replace").split(), *[""] * 5]
+    return Held(*words[:5]), tag
 
 
 def noted(note: Path) -> Note | None:

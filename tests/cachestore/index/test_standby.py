@@ -17,8 +17,10 @@ from cachestore_svc.blobs.bucket.bucket import Bucket
 from cachestore_svc.blobs.bucket.catalogs_bucket import CatalogOwner, Home
 from cachestore_svc.blobs.disk import Disk
 from cachestore_svc.index.catalog import HOUSE, Catalog, open_postgres
+from cachestore_svc.recovery.on_server import DatabaseOfCatalog
 from tests.cachestore.core.lab import Lab, assert_restores, publish
 from tests.cachestore.index.test_postgres import add_one, count_of
+from tests.cachestore.replicas.database_facts import Facts
 from tests.made_models.synthetic import SMALL, SyntheticAgent
 from tests.running.postgres import PostgresServer, running, running_standby
 
@@ -177,16 +179,17 @@ def test_a_bucket_follows_the_promoted_standby_and_the_old_primary_has_it_no_mor
     bucket = Bucket(MemoryStore(), "s3://bucket/agents")
     with pair(is_synchronous=True) as servers:
         with closing(open_postgres(servers.url, Disk(), lambda: 0, shared_as={})) as catalog:
-            before = Home(*catalog.home)
-            follows, stays, starts = (CatalogOwner(bucket) for _ in range(3))
+            before, now = Home(*catalog.home), DatabaseOfCatalog(catalog, lambda: "9" * 32)
+            follows, stays, starts = (CatalogOwner(bucket, lambda: 0.0) for _ in range(3))
             note = tmp_path / "bucket"
-            listed = follows.take(note, "", lambda _: Home(*catalog.home), "5" * 32, takes_from_copy=False)
-            assert stays.take(note, listed, lambda _: before, "6" * 32, takes_from_copy=False) == listed
+            listed = follows.take(note, "", now, "5" * 32, takes_from_copy=False)
+            old = Facts(before, now.proofs())
+            assert stays.take(note, listed, old, "6" * 32, takes_from_copy=False) == listed
             servers.fail_over()
             catalog.write(HOUSE, add_one)
             assert Home(*catalog.home).timeline > before.timeline
             follows.check()
-        for asks in (stays.check, lambda: starts.take(note, listed, lambda _: before, "", takes_from_copy=False)):
+        for asks in (stays.check, lambda: starts.take(note, listed, old, "", takes_from_copy=False)):
             with pytest.raises(FailedPrecondition) as refused:
                 asks()
             assert refused.value.reason == "BUCKET_TAKEN"

@@ -9,13 +9,13 @@ from kvasir.clients import InferenceClient
 from kvasir.inference.v1 import inference_pb2 as pb
 
 from inference_svc.model import kvasir_tiny
-from tests.cachestore.bucket.test_over_s3 import credentials, faults, pytestmark  # noqa: F401
+from tests.cachestore.bucket.test_over_s3 import pytestmark  # noqa: F401
 from tests.cachestore.replicas.processes import replicas_in
 from tests.cachestore.service.proxy import proxy_to
 from tests.cachestore.service.running import RunningStore
 from tests.cli.running import eventually
 from tests.running import in_memory
-from tests.running.postgres import PostgresServer, postgres  # noqa: F401
+from tests.running.postgres import PostgresServer
 from tests.running.system_fixtures import ENGINE_SERVICE, Service, running_house
 
 WORDS = ("My name is Anna.", "My dog is called Rex.", "What is my dog called?", "What is my name?")
@@ -36,8 +36,8 @@ def _head_at(store: RunningStore) -> int:
 @pytest.mark.long(25)
 def test_an_engine_whose_store_is_killed_amid_a_turn_stores_it_by_the_other(
     tmp_path: Path,
-    postgres: PostgresServer,  # noqa: F811
-    credentials: Path,  # noqa: F811
+    postgres: PostgresServer,
+    credentials: Path,
 ) -> None:
     with running_house(tmp_path / "stayed") as house, house.client() as client:
         stayed = [_tokens_of(client, words) for words in WORDS]

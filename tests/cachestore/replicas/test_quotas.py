@@ -22,7 +22,7 @@ from cachestore_svc.store.store import Store
 from tests.cachestore.any_backend.memory_blobs import MemoryBlobs
 from tests.cachestore.core.lab import NS, Lab, publish, upload, write
 from tests.made_models.synthetic import SMALL, SyntheticAgent
-from tests.running.postgres import PostgresServer, postgres  # noqa: F401
+from tests.running.postgres import PostgresServer
 
 _ALIKE = {"blobs": "s3://bucket/agents", "keys": "none"}
 _QUOTA = 100_000
@@ -31,7 +31,7 @@ Opened = Callable[..., tuple[Store, Store]]
 
 
 @pytest.fixture
-def url(postgres: PostgresServer) -> str:  # noqa: F811
+def url(postgres: PostgresServer) -> str:
     return postgres.url(postgres.new_database())
 
 

@@ -20,27 +20,16 @@ from kvasir.formats.digest import Digest
 from cachestore_svc.blobs.bucket.bucket import open_bucket
 from cachestore_svc.blobs.bucket.owning import OWNER, Note, noted
 from cachestore_svc.recovery.medium import BUCKET_NOTE
-from tests.cachestore.bucket.test_over_s3 import Faults, credentials, faults, pytestmark  # noqa: F401
-from tests.cachestore.replicas.processes import WHERE, Link, Replicas, replicas_in
+from tests.cachestore.bucket.test_over_s3 import Faults, pytestmark  # noqa: F401
+from tests.cachestore.replicas.processes import WHERE, Link, Replicas
 from tests.cachestore.service.running import assert_whole, publish
 from tests.made_models.synthetic import SMALL, SyntheticAgent
-from tests.running.postgres import PostgresServer, postgres  # noqa: F401
 
 KV = kv_identity_hash(SMALL)
 
 
 @pytest.fixture
-def replicas(
-    tmp_path: Path,
-    postgres: PostgresServer,  # noqa: F811
-    credentials: Path,  # noqa: F811
-) -> Iterator[Replicas]:
-    with replicas_in(tmp_path, postgres, credentials) as made:
-        yield made
-
-
-@pytest.fixture
-def link(faults: Faults) -> Iterator[Link]:  # noqa: F811
+def link(faults: Faults) -> Iterator[Link]:
     with closing(Link(faults._port)) as made:
         yield made
 

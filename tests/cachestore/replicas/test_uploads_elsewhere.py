@@ -1,30 +1,17 @@
 """An upload whose store process is killed goes on at another one by itself, and its part does not stay."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
 from kvasir.cachestore.v1 import cachestore_pb2 as pb
 from kvasir.clients import StoreClient
 
-from tests.cachestore.bucket.test_over_s3 import Faults, credentials, faults, pytestmark  # noqa: F401
-from tests.cachestore.replicas.processes import Replicas, replicas_in
+from tests.cachestore.bucket.test_over_s3 import pytestmark  # noqa: F401
+from tests.cachestore.replicas.processes import Replicas
 from tests.cachestore.service.proxy import proxy_to
 from tests.cachestore.service.running import assert_whole
 from tests.made_models.synthetic import SyntheticAgent, full_layers, kv_identity
-from tests.running.postgres import PostgresServer, postgres  # noqa: F401
 
 _LARGE = kv_identity("large", full_layers(24, 8, 128))  # one block is 7 MB: several frames
-
-
-@pytest.fixture
-def replicas(
-    tmp_path: Path,
-    postgres: PostgresServer,  # noqa: F811
-    credentials: Path,  # noqa: F811
-) -> Iterator[Replicas]:
-    with replicas_in(tmp_path, postgres, credentials) as made:
-        yield made
 
 
 def parts_of(replicas: Replicas, name: str) -> list[Path]:
