@@ -8,6 +8,7 @@ from collections.abc import Callable
 from cachestore_svc.index.sqlite.rows import Connection
 
 _LEAST_STEP = 500  # milliseconds
+_LATE, _LOOKS = 250, 3  # milliseconds: an answer that comes later may hide a step: the clock is looked at again
 _DRIFT = 1000  # one part in so many: clocks that run at different speeds are none that were set
 # Those that held before the step have as long to go as before it.
 _GIVE_BACK = """UPDATE leases SET ends_ms = LEAST(ends_ms + :step_ms, now_ms() + ttl_ms)
@@ -27,9 +28,15 @@ class ClockSteps:
         """Before the database looks at its clock."""
         self._sent_ms = 1000 * self._steady()
 
-    def step_ms(self, server_ms: int) -> int:
+    def step_ms(self, server_ms: int, ask: Callable[[], int]) -> int:
         """By how much its clock was surely set forward since the last group that took effect; 0 where it may not have
-        been. However late an answer comes, it is no step: the server looked at any time between question and answer."""
+        been. However late an answer comes, it is no step: the server looked at any time between question and answer.
+        `ask`: its clock again."""
+        for _ in range(_LOOKS):
+            if 1000 * self._steady() - self._sent_ms <= _LATE:
+                break
+            self.begin()
+            server_ms = ask()
         now_ms = 1000 * self._steady()
         self._new = now_ms, server_ms - self._sent_ms
         if self._last is None:
@@ -41,6 +48,12 @@ class ClockSteps:
     def keep(self) -> None:
         """The group took effect, and so did all that a step needed."""
         self._last = self._new
+
+
+def now_of(connection: Connection) -> int:
+    """The database's clock."""
+    [[now_ms]] = connection.execute("SELECT now_ms()").fetchall()
+    return int(now_ms)
 
 
 def give_back(connection: Connection, step_ms: int) -> None:

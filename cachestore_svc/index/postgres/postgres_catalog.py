@@ -8,6 +8,7 @@ import json
 import socket
 import threading
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -16,7 +17,7 @@ from kvasir.errors import FailedPrecondition, KvasirError, Unavailable
 from kvasir.waits import PAUSE_S
 
 from cachestore_svc.blobs.disk import Disk
-from cachestore_svc.index.postgres.clock_steps import ClockSteps, give_back
+from cachestore_svc.index.postgres.clock_steps import ClockSteps, give_back, now_of
 from cachestore_svc.index.postgres.lease_rows import SharedLeases
 from cachestore_svc.index.postgres.replicas import (
     GROUPS,
@@ -31,6 +32,7 @@ from cachestore_svc.index.postgres.replicas import (
 from cachestore_svc.index.postgres.schema import STEPS, migrate
 from cachestore_svc.index.postgres.session import Session, is_again, is_cut, translated
 from cachestore_svc.index.sqlite.operations import Catalog, Operation
+from cachestore_svc.index.sqlite.rows import Connection
 from cachestore_svc.index.sqlite.transaction import CatalogChange
 from cachestore_svc.index.values import HOUSE
 
@@ -65,6 +67,7 @@ class PostgresCatalog(Catalog):
         self._begins: Callable[[CatalogChange], None] | None = None  # where the database may be in another place
         self._is_new_session = False
         self._steps: ClockSteps | None = None
+        self._numbers: dict[str, int] = {}  # of namespaces that a reader saw: they are durable, and never change
         self._writer = Session(url)
         try:
             self._writer.connect()
@@ -183,16 +186,24 @@ class PostgresCatalog(Catalog):
                 if connection.is_lost:
                     connection.connect()
                 self._begin_to_read(connection)
-                result = operation.work(self._rows_of(connection, operation))
-                connection.execute("COMMIT")
+                rows = self._rows_of(connection, operation)
+                result = operation.work(rows)
             except BaseException as error:  # noqa: BLE001  it belongs to the caller
                 connection.roll_back()
                 if is_last or isinstance(error, KvasirError) or not (connection.is_lost or is_again(error)):
                     operation.answer.set_exception(translated(error))
                     return
             else:
-                operation.answer.set_result(result)
+                if rows.known_number:
+                    self._numbers[operation.namespace] = rows.known_number
+                operation.answer.set_result(result)  # the end of a snapshot changes nothing: its caller does not wait
+                _end_to_read(connection)
                 return
+
+    def _rows_of(self, connection: Connection, operation: Operation) -> CatalogChange:
+        rows = super()._rows_of(connection, operation)
+        rows.known_number = self._numbers.get(operation.namespace, 0)
+        return rows
 
     def _begin_to_read(self, connection: Session) -> None:
         """Begin a snapshot that holds what was acknowledged until now: the session's server may be an old primary."""
@@ -280,7 +291,7 @@ class PostgresCatalog(Catalog):
         marked = connection.execute(mark, numbers).fetchall()
         if not marked:
             _check_ours(connection, self._own_row(connection), self._acknowledged)
-        elif self._steps and (step_ms := self._steps.step_ms(marked[0][0])):
+        elif self._steps and (step_ms := self._steps.step_ms(marked[0][0], partial(now_of, connection))):
             give_back(connection, step_ms)
 
     def _end(self, connection: Session) -> None:
@@ -315,6 +326,13 @@ class PostgresCatalog(Catalog):
     def _own_row(self, session: Session) -> list[tuple[Any, ...]]:
         """This store's row of `writers`, once no other session is about to change it."""
         return session.execute(f"{_OWN_ROW} {self._epoch:d} FOR UPDATE").fetchall()
+
+
+def _end_to_read(session: Session) -> None:
+    try:
+        session.execute("COMMIT")
+    except psycopg.Error:
+        session.roll_back()
 
 
 def _check_ours(session: Session, found: list[tuple[Any, ...]], acknowledged: int) -> None:

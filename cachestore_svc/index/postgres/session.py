@@ -14,6 +14,7 @@ from cachestore_svc.index.postgres.schema import SCHEMA
 
 _Values = Mapping[str, Any]
 _Statement = tuple[str, _Values | None]
+_Key = tuple[str, frozenset[tuple[str, Any]]]
 _LIST = re.compile(r"json_each\(:(\w+)\)(?: AS (\w+))?")
 _AMONG = re.compile(r"IN \(SELECT value FROM json_each\(:(\w+)\)\)")
 _VALUE = re.compile(r"(?<![:\w]):([a-z_]\w*)")
@@ -81,6 +82,8 @@ class Session:
         self._given: dict[str, Any] = {**_SETTINGS, **given, "options": options}
         self._connection: psycopg.Connection[tuple[Any, ...]] | None = None
         self._waiting: list[_Statement] = []  # they go to the server with the next one
+        self._ahead: list[_Statement] = []  # reads that go with it, too
+        self._found: dict[_Key, psycopg.Cursor[tuple[Any, ...]]] = {}  # and their answers, until something is written
         self._failures = 0  # of statements that went together
 
     @property
@@ -95,7 +98,8 @@ class Session:
         self._connection.execute(f"SET search_path = {SCHEMA}")
 
     def close(self) -> None:
-        self._waiting.clear()
+        for each in (self._waiting, self._ahead, self._found):
+            each.clear()
         if self._connection is not None:
             self._connection.close()
 
@@ -106,23 +110,43 @@ class Session:
             # psycopg takes statements for prepared that were skipped behind a failed one. Of a ROLLBACK in words that
             # are new to it, it forgets all.
             sql += f" -- {self._failures}"
+            self._ahead.clear()
+        if not sql.startswith("SELECT"):
+            self._found.clear()
+        elif (answered := self._found.pop(_key(sql, values), None)) is not None:
+            return answered
+        return self._in_one_trip(sql, values)
+
+    def _in_one_trip(self, sql: str, values: _Values | None) -> psycopg.Cursor[tuple[Any, ...]]:
+        """With all that waits to go to the server."""
         waiting, self._waiting = self._waiting, []
-        if not waiting:
+        ahead, self._ahead = self._ahead, []
+        if not waiting and not ahead:
             return self._run(sql, values)
         try:
             with self._connected.pipeline():
                 for each in waiting:
                     self._run(*each)
-                return self._run(sql, values)
+                found = {_key(*each): self._run(*each) for each in ahead}
+                answer = self._run(sql, values)
         except psycopg.Error:
             self._failures += 1
             raise
+        if sql.startswith("SELECT"):
+            self._found |= found
+        return answer
 
     def execute_later(self, sql: str, values: _Values | None = None, /) -> None:
         """Run a statement before the next one, whose caller gets its failure."""
+        self._found.clear()
         self._waiting.append((sql, values))
 
+    def execute_ahead(self, sql: str, values: _Values, /) -> None:
+        """Send a read with the next statement. The same read is then answered at once, until something is written."""
+        self._ahead.append((sql, values))
+
     def executemany(self, sql: str, rows: Iterable[_Values], /) -> None:
+        self._found.clear()
         self._waiting += [(sql, values) for values in rows]
 
     def _run(self, sql: str, values: _Values | None) -> psycopg.Cursor[tuple[Any, ...]]:
@@ -145,6 +169,10 @@ class Session:
         if self._connection is None:
             raise psycopg.OperationalError("not connected")
         return self._connection
+
+
+def _key(sql: str, values: _Values | None) -> _Key:
+    return sql, frozenset((values or {}).items())
 
 
 def is_again(error: BaseException) -> bool:

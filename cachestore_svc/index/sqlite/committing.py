@@ -15,16 +15,18 @@ from cachestore_svc.index.refusals import head_moved, missing, unfit_blob
 from cachestore_svc.index.sqlite import agents, blobs, provenance, versions
 from cachestore_svc.index.sqlite.rights import leases, owners
 from cachestore_svc.index.sqlite.rights.lease_ends import LeaseEnds
-from cachestore_svc.index.sqlite.rows import Rows, numbered_digests
+from cachestore_svc.index.sqlite.rows import Rows, RowsAhead, numbered_digests
 from cachestore_svc.index.values import BlobEntry, Commit, Done
 
 
 def commit_version(rows: Rows, asked: Commit, live: LeaseEnds, now_unix_ms: int) -> Done:
     """Make a manifest the line's next version. Raises Conflict, FailedPrecondition; see Store.commit."""
     (_, agent_id, kv_hash), terms = asked.line, asked.terms
+    _ask_ahead(rows.ahead(), asked)
     found = blobs.find_blobs(rows, [asked.manifest, *(need.digest for need in asked.facts.named)])
     manifest = _whole_manifest(found, asked.manifest)
-    newest = versions.newest_of(rows, LineQuery(agent_id))
+    line = versions.find_line(rows, LineQuery(agent_id))
+    newest = versions.get_version(rows, line, None) if line else None
     head = newest.version if newest else 0
     if head > asked.parent_version and (repeated := _already_done(rows, asked, manifest)):
         return Done(repeated, is_new=False)
@@ -34,7 +36,7 @@ def commit_version(rows: Rows, asked: Commit, live: LeaseEnds, now_unix_ms: int)
         raise head_moved(head, asked.parent_version)
     named = _fitting_blobs(rows, found, asked.facts.named)
     agent = agents.make_agent(rows, agent_id, now_unix_ms)
-    line_id = versions.make_line(rows, agent.id, kv_hash, now_unix_ms)
+    line_id = versions.used_line(rows, line, agent.id, kv_hash, now_unix_ms)
     comes_from_elsewhere = terms.is_brought or terms.origin in (Origin.IMPORT, Origin.PULL, Origin.MOVE)
     marked = provenance.mark(rows, manifest, named, is_brought=comes_from_elsewhere)
     follows_own = newest is not None and (newest.is_text_own or not newest.is_brought)
@@ -49,6 +51,15 @@ def commit_version(rows: Rows, asked: Commit, live: LeaseEnds, now_unix_ms: int)
     theirs = {blob.id for blob in marked}
     bind(rows, asked.shared, [None if blob.id in theirs else blob for blob in named])
     return Done(added, is_new=True)
+
+
+def _ask_ahead(rows: RowsAhead, asked: Commit) -> None:
+    """Send all reads of the checks with the next one."""
+    (_, agent_id, kv_hash), terms = asked.line, asked.terms
+    versions.find_line(rows, LineQuery(agent_id))
+    agents.find_agent(rows, agent_id)
+    owners.ownership_of(rows, agent_id)
+    leases.rows_of(rows, LineQuery(agent_id, kv_hash if terms.lease else None))
 
 
 def retain(rows: Rows, agent: agents.AgentRow, line_id: int, default_retained: int) -> None:

@@ -85,19 +85,25 @@ class Rows:
         self.connection = connection
         self.namespace = namespace
         self.texts = Texts(names)
-        self._namespace_id = 0
+        self.known_number = 0  # the namespace's, once it was looked up
 
     def of(self, namespace: str) -> Self:
         """Rows of another namespace, with texts as the tables have them: at a start, and in a recovery."""
         return type(self)(self.connection, namespace)
 
+    def ahead(self) -> "RowsAhead":
+        """For reads that are surely done soon, and before anything is written."""
+        rows = RowsAhead(self.connection, self.namespace, self.texts.names)
+        rows.known_number = self.namespace_id
+        return rows
+
     @property
     def namespace_id(self) -> int:
         """0, which none has, for a namespace that holds nothing yet."""
-        self._namespace_id = self._namespace_id or self.number(
+        self.known_number = self.known_number or self.number(
             "SELECT id FROM namespaces WHERE name = :name", name=self.namespace
         )
-        return self._namespace_id
+        return self.known_number
 
     def make_namespace(self) -> None:
         if not self.namespace_id:  # it never goes
@@ -135,6 +141,15 @@ class Rows:
     def _bound(self, sql: str, values: Mapping[str, Value]) -> dict[str, int | float | str | None]:
         bound = {name: self.texts.bound(name, value) for name, value in values.items()}
         return bound | {"namespace": self.namespace_id} if ":namespace" in sql else bound
+
+
+class RowsAhead(Rows):
+    """Finds nothing. A server answers what is read here with the next statement, and then the same reads at once."""
+
+    def all(self, sql: str, **values: Value) -> list[tuple[Any, ...]]:
+        if ask := getattr(self.connection, "execute_ahead", None):
+            ask(sql, self._bound(sql, values))
+        return []
 
 
 def numbered_digests(rows: Rows, sql: str, **values: Value) -> list[tuple[int, Digest]]:

@@ -97,6 +97,14 @@ def make_line(rows: Rows, agent: int, kv_hash: str, now_unix_ms: int) -> int:
     return rows.number(made, agent=agent, kv_identity_hash=kv_hash)
 
 
+def used_line(rows: Rows, newest: Line | None, agent: int, kv_hash: str, now_unix_ms: int) -> int:
+    """As `make_line`, which need not look where the agent's newest line is the one."""
+    if newest is None or newest.kv_identity_hash != kv_hash:
+        return make_line(rows, agent, kv_hash, now_unix_ms)
+    touch(rows, newest.id, now_unix_ms)
+    return newest.id
+
+
 def use_line(rows: Rows, line: LineKey, now_unix_ms: int) -> None:
     """Note that the line was used."""
     if found := find_line(rows, line):

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from pathlib import Path
+from typing import Any
 
 import psycopg
 import pytest
@@ -148,6 +149,36 @@ def test_a_statement_that_waited_behind_one_that_failed_runs_again(url: str, run
         assert session.execute("COMMIT").statusmessage == "COMMIT"
 
 
+def test_a_read_ahead_is_answered_once_and_forgotten_behind_a_write(url: str) -> None:
+    read, session = ("SELECT value FROM public.counted WHERE id = :id", {"id": 1}), Session(url)
+    with psycopg.connect(url, autocommit=True) as other, closing(session):
+        other.execute("CREATE TABLE counted (id BIGINT, value BIGINT)")
+        other.execute("INSERT INTO counted VALUES (1, 1)")
+        session.connect()
+
+        def read_ahead() -> None:
+            session.execute_ahead(*read)
+            assert session.execute("SELECT 5").fetchall() == [(5,)]
+            other.execute("UPDATE counted SET value = value + 1")
+
+        read_ahead()
+        assert [session.execute(*read).fetchall() for _ in range(2)] == [[(1,)], [(2,)]]
+        read_ahead()
+        session.execute_later("UPDATE public.counted SET value = 10 WHERE id = :id", {"id": 1})
+        assert session.execute(*read).fetchall() == [(10,)]
+        read_ahead()
+        session.execute("UPDATE public.counted SET value = 20")
+        assert session.execute(*read).fetchall() == [(20,)]
+        session.execute_ahead(*read)
+        session.roll_back()
+        other.execute("UPDATE counted SET value = 30")
+        assert session.execute(*read).fetchall() == [(30,)]
+        session.execute_ahead("SELECT wrong FROM public.counted WHERE id = :id", {"id": 1})
+        with pytest.raises(psycopg.errors.UndefinedColumn):
+            session.execute("SELECT 5")
+        assert session.execute(*read).fetchall() == [(30,)]
+
+
 def test_a_reader_sees_a_write_that_was_acknowledged_and_no_half_of_one(url: str) -> None:
     def twice(change: CatalogChange) -> None:
         for name in ("a", "b"):
@@ -169,6 +200,27 @@ def test_a_reader_sees_a_write_that_was_acknowledged_and_no_half_of_one(url: str
 
 
 @pytest.mark.long(2)
+def test_a_reader_is_answered_before_its_snapshot_ends_and_a_cut_there_harms_no_later_one(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    execute, answered = Session.execute, threading.Event()
+
+    def cut(session: Session, sql: str, values: Any = None, /) -> Any:
+        if sql == "COMMIT" and threading.current_thread().name != "kvasir-index":
+            assert answered.wait(20)
+            session.close()
+        return execute(session, sql, values)
+
+    with catalog_on(url) as catalog:
+        catalog.write(HOUSE, add_one)
+        with monkeypatch.context() as patch:
+            patch.setattr(Session, "execute", cut)
+            assert catalog.read(HOUSE, count_of) == 1
+            answered.set()
+            assert [catalog.read(HOUSE, count_of) for _ in range(8)] == [1] * 8
+        assert catalog.read(HOUSE, count_of) == 1
+
+
 def test_a_killed_server_loses_nothing_acknowledged_and_does_nothing_twice() -> None:
     with running() as server:
         url = server.url(server.new_database())

@@ -29,14 +29,14 @@ from tests.cachestore.any_backend.memory_blobs import MemoryBlobs
 from tests.cachestore.core.lab import NS, Lab, assert_restores, publish
 from tests.cachestore.index.test_postgres import add_one, count_of, end_writer
 from tests.made_models.synthetic import SMALL, SyntheticAgent
-from tests.running.postgres import PostgresServer, postgres, set_clock_of  # noqa: F401
+from tests.running.postgres import PostgresServer, set_clock_of
 
 KV = kv_identity_hash(SMALL)
 ALIKE = {"blobs": "s3://bucket/agents", "keys": "none"}
 
 
 @pytest.fixture
-def url(postgres: PostgresServer) -> str:  # noqa: F811
+def url(postgres: PostgresServer) -> str:
     return postgres.url(postgres.new_database())
 
 
@@ -191,22 +191,40 @@ def test_a_database_whose_clock_is_set_forward_ends_no_lease_early(stores: tuple
     assert b.leases.acquire(NS, "bob", KV, "engine-2", 10).token.generation == 2
 
 
-def test_an_answer_that_comes_late_is_no_step_of_a_clock() -> None:
-    seconds = iter([0.0, 0.01, 1.0, 9.0, 9.01, 9.02, 9.03, 9.04, 5000.0, 5000.01])
-    steps = ClockSteps(lambda: next(seconds))
-    found = []
-    for server_s in (100.005, 101.0, 109.015, 139.035, 5134.0):
+def test_an_answer_that_comes_late_is_no_step_of_a_clock_and_hides_none() -> None:
+    now_s, ahead_s, soon = 0.0, 100.0, (0.005, 0.005)
+    steps = ClockSteps(lambda: now_s)
+
+    def asked(until_it_looks_s: float, until_answered_s: float) -> int:
+        nonlocal now_s
+        now_s += until_it_looks_s
+        answer = round(1000 * (now_s + ahead_s))
+        now_s += until_answered_s
+        return answer
+
+    def group(*looks: tuple[float, float]) -> int:
+        left = iter(looks)
         steps.begin()
-        found.append(steps.step_ms(round(1000 * server_s)))
+        found = steps.step_ms(asked(*next(left)), lambda: asked(*next(left)))
         steps.keep()
-    assert found == [0, 0, 0, pytest.approx(30_000, abs=20), 0]
+        assert next(left, None) is None
+        return found
+
+    assert [group(soon), group((0, 8), soon), group((8, 0), soon), group((0, 8), (8, 0), soon)] == [0] * 4
+    assert group(*[(4, 4)] * 4) == 0
+    assert group(soon) == 0
+    for step_s, looks in ((30, [soon]), (3, [(0, 8), soon]), (3, [(8, 0), (9, 9), soon])):
+        ahead_s += step_s
+        assert group(*looks) == pytest.approx(1000 * step_s, abs=20)
+    now_s, ahead_s = now_s + 5000, ahead_s + 4  # two clocks that run at different speeds
+    assert group(soon) == 0
 
 
 def test_a_step_that_a_group_found_without_effect_is_found_again() -> None:
     steps, found = ClockSteps(lambda: 0.0), []
     for server_s, takes_effect in ((1, True), (9, False), (9, True), (9, True)):
         steps.begin()
-        found.append(steps.step_ms(1000 * server_s))
+        found.append(steps.step_ms(1000 * server_s, lambda: 0))
         if takes_effect:
             steps.keep()
     assert found == [0, 8000, 8000, 0]

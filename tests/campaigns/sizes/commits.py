@@ -93,14 +93,14 @@ def measured(
 def asked_by_one(committer: Committer) -> Counter[str]:
     """How often one commit sent each statement to a server and waited for its answer; the first words of each."""
     asked: Counter[str] = Counter()
-    execute = Session.execute
+    execute = Session._in_one_trip
 
     def counted(session: Session, sql: str, *values: Any) -> Any:
         asked[" ".join(sql.split())[:60]] += 1
         return execute(session, sql, *values)
 
     snapshot = committer.prepared()
-    with patch.object(Session, "execute", counted):
+    with patch.object(Session, "_in_one_trip", counted):
         committer.commit(snapshot)
     return asked
 

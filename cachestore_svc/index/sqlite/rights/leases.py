@@ -40,7 +40,7 @@ def acquire_lease(
     ends = live.within(rows)
     _check_not_barred(ends, line)
     rows.make_namespace()
-    held = _rows_of(rows, LineQuery(line.agent_id))
+    held = rows_of(rows, LineQuery(line.agent_id))
     _check_free(ends, held, owner)
     found = next((each for each in held if each.line == line), None)
     generation = 1 + int(fact(rows, _FLOOR) or 0)
@@ -83,7 +83,7 @@ def fence_leases(rows: Rows, query: LineQuery, live: LeaseEnds) -> None:
     """Shut out every writer of these lines that began before now. Raises FailedPrecondition (LEASE_HELD): a live
     lease's holder may still answer from what is to be taken back.
     """
-    ends, held = live.within(rows), _rows_of(rows, query)
+    ends, held = live.within(rows), rows_of(rows, query)
     _check_free(ends, held, None)
     for each in held:
         _fence(rows, each)
@@ -103,7 +103,7 @@ def fence_all_leases(rows: Rows) -> None:
 
 def held_leases(rows: Rows, query: LineQuery, live: LeaseEnds) -> list[LineKey]:
     """Lines of an agent whose lease is live."""
-    return [each.line for each in _rows_of(rows, query) if each.left_s(live.within(rows))]
+    return [each.line for each in rows_of(rows, query) if each.left_s(live.within(rows))]
 
 
 def unreleased_leases(rows: Rows) -> list[UnreleasedLease]:
@@ -123,7 +123,7 @@ def longest_lease_ms(rows: Rows) -> int:
 
 def check_not_fenced(rows: Rows, line: LineKey, token: LeaseToken) -> list[_Row]:
     """The lease's row. Raises Conflict (LEASE_FENCED) unless the token is the newest, though it may have ended."""
-    found = _rows_of(rows, LineQuery(*line[1:]))
+    found = rows_of(rows, LineQuery(*line[1:]))
     if not found or found[0].token != token:
         newest = found[0].token.generation if found else 0
         raise Conflict(
@@ -136,7 +136,7 @@ def check_not_fenced(rows: Rows, line: LineKey, token: LeaseToken) -> list[_Row]
 
 def check_not_held(rows: Rows, live: LeaseEnds, line: LineKey) -> None:
     """Raises FailedPrecondition (LEASE_HELD) while a lease of the agent is live: for a turn that brings none."""
-    _check_free(live.within(rows), _rows_of(rows, LineQuery(line.agent_id)), None)
+    _check_free(live.within(rows), rows_of(rows, LineQuery(line.agent_id)), None)
 
 
 def _check_free(live: Ends, held: list[_Row], owner: str | None) -> None:
@@ -161,12 +161,13 @@ def _held_by(owner: str, left_s: float) -> FailedPrecondition:
 
 def _check_own(rows: Rows, line: LineKey, token: LeaseToken) -> list[_Row]:
     """The lease's row. Raises Conflict (LEASE_FENCED), and NotFound when there never was a lease."""
-    if not _rows_of(rows, LineQuery(*line[1:])):
+    if not rows_of(rows, LineQuery(*line[1:])):
         raise NotFound("there is no such lease", reason="LEASE_NOT_FOUND")
     return check_not_fenced(rows, line, token)
 
 
-def _rows_of(rows: Rows, query: LineQuery) -> list[_Row]:
+def rows_of(rows: Rows, query: LineQuery) -> list[_Row]:
+    """Leases of a line, or of all lines of an agent, those that ended too."""
     leases = f"SELECT {_COLUMNS} FROM leases WHERE {_OF_LINES}"  # noqa: S608
     return [_row(rows.namespace, columns) for columns in rows.all(leases, **query._asdict())]
 
