@@ -28,18 +28,21 @@ def show_check(report: CheckReport, as_json: bool) -> int:
 
 
 def scrub(store: Store, as_json: bool) -> int:
-    """Hash every blob again. Exit code 1 when any is damaged."""
+    """Hash every blob again. Exit code 1 when any is damaged, or was found so before and not stored again since."""
     checked, damaged = 0, list[Digest]()
     for progress in store.care.scrub():
         damaged += progress.damaged
         checked = max(checked, progress.blobs_checked)
+    known = sorted({digest.hash for digest in store.care.known_damage()} - {digest.hash for digest in damaged})
     if as_json:
-        print(json.dumps({"blobs_checked": checked, "damaged": [digest.hash for digest in damaged]}))
+        print(json.dumps({"blobs_checked": checked, "damaged": [digest.hash for digest in damaged], "known": known}))
     else:
         for digest in damaged:
             print(f"damaged: {digest.hash}")
-        print(f"{checked} blobs, {len(damaged)} damaged")
-    return FOUND_PROBLEMS if damaged else OK
+        for name in known:
+            print(f"damaged, as was found before: {name}")
+        print(f"{checked} blobs, {len(damaged)} damaged" + (f", {len(known)} known before" if known else ""))
+    return FOUND_PROBLEMS if damaged or known else OK
 
 
 def collect(store: Store, dry_run: bool, as_json: bool) -> int:

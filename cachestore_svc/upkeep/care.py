@@ -33,6 +33,11 @@ class Care:
         for namespace in self._core.open_namespaces():
             yield from self.verify(namespace)
 
+    def known_damage(self) -> Iterator[Digest]:
+        """Blobs that were found damaged, and that nobody has stored again since; of every open namespace."""
+        for namespace in self._core.open_namespaces():
+            yield from self._core.read(namespace, lambda view: view.damaged_blobs())
+
     def collect_garbage(self, namespace: str | None = None, dry_run: bool = False) -> GcReport:
         """Mark unreferenced blobs and sweep those that rested a grace period; None: in every namespace."""
         return collecting.collect(self._core, namespace, dry_run)

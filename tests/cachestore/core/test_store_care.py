@@ -2,6 +2,7 @@
 
 import errno
 import fcntl
+import json
 import os
 import signal
 import sqlite3
@@ -14,6 +15,8 @@ from threading import Event, Thread
 import pytest
 from kvasir.errors import FailedPrecondition, InvalidArgument, NotFound, Unavailable
 
+from cachestore_svc.commands import care
+from cachestore_svc.commands.command_line import FOUND_PROBLEMS, OK
 from cachestore_svc.facts.records import MAX_LEASE_TTL_S, AgentDeleted, AgentUpdated, BlobKind, Committed, EventCursor
 from cachestore_svc.index.catalog import HOUSE
 from cachestore_svc.index.sqlite.database import migrations
@@ -305,6 +308,23 @@ def test_check_walks_files_both_ways_and_repairs_them(lab: Lab, store: Store) ->
     write(store, content.digests[1], content.new_blobs[content.digests[1]], BlobKind.TENSORS)
     strange.unlink()
     assert store.care.check().is_clean
+
+
+def test_a_second_scrub_names_damage_of_the_first_until_it_is_stored_again(
+    lab: Lab, store: Store, capsys: pytest.CaptureFixture[str]
+) -> None:
+    content = SyntheticAgent(SMALL, 1).turn(600)
+    publish(store, "a", content, 0)
+    digest = content.digests[0]
+    lab.blob_files[digest.hash].write_bytes(b"")
+    for found in ({"damaged": [digest.hash], "known": []}, {"damaged": [], "known": [digest.hash]}):
+        assert care.scrub(store, as_json=True) == FOUND_PROBLEMS
+        shown = json.loads(capsys.readouterr().out)
+        assert {name: shown[name] for name in found} == found
+    assert care.scrub(store, as_json=False) == FOUND_PROBLEMS
+    assert f"damaged, as was found before: {digest.hash}" in capsys.readouterr().out
+    upload(store, content)
+    assert care.scrub(store, as_json=True) == OK
 
 
 def test_verify_of_an_agent_reads_its_blobs_and_no_others(lab: Lab, store: Store) -> None:

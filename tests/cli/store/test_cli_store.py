@@ -239,6 +239,12 @@ def test_scrub_names_a_damaged_blob_and_ends_with_its_own_code(
     found = cli("store", "scrub", "--json")
     assert found.code == 6
     assert found.value["damaged"] == [ada._blocks[0].hash]
+    again = cli("store", "scrub", "--json")
+    assert (again.code, again.value["damaged"], again.value["known_damaged"]) == (6, [], 1)
+    assert "1 blob found damaged before" in cli("store", "scrub").out
+    data[-1] ^= 1
+    client.put_blobs({ada._blocks[0]: bytes(data)})
+    assert cli.done("store", "scrub", "--json").value["known_damaged"] == 0
 
 
 def test_an_unknown_agent_is_not_found(cli: Cli) -> None:

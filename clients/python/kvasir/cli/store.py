@@ -129,9 +129,12 @@ def scrub(
             on_progress(report.blobs_checked, report.blobs_total)
             damaged += [Digest.from_proto(digest) for digest in report.damaged]
             repaired += [digest.hash for digest in report.repaired]
-    value = {"blobs_checked": checked, "damaged": [digest.hash for digest in damaged], "repaired": repaired}
-    caller.result(value, lambda out: _show_scrub(out, checked, damaged, repaired))
-    if len(damaged) > len(repaired):
+        left = len(damaged) - len(repaired)
+        known = 0 if agent else max(0, client.get_stats().damaged_blob_count - left)
+    hashes = [digest.hash for digest in damaged]
+    value = {"blobs_checked": checked, "damaged": hashes, "repaired": repaired, "known_damaged": known}
+    caller.result(value, lambda out: _show_scrub(out, checked, damaged, repaired, known))
+    if left or known:
         raise typer.Exit(DAMAGED)
 
 
@@ -185,11 +188,13 @@ def _show_recovered(out: Console, report: dict[str, Any]) -> None:
     out.print(f"the old index is kept: {', '.join(report['kept']) or 'there was none'}")
 
 
-def _show_scrub(out: Console, checked: int, damaged: list[Digest], repaired: list[str]) -> None:
+def _show_scrub(out: Console, checked: int, damaged: list[Digest], repaired: list[str], known: int) -> None:
     out.print(f"{counted(checked, 'blob')} checked, {len(damaged)} damaged")
     for digest in damaged:
         done = ", repaired from a peer" if digest.hash in repaired else ""
         out.print(f"  {digest.hash} ({size(digest.size_bytes)}){done}")
+    if known:
+        out.print(f"{counted(known, 'blob')} found damaged before and not stored again since")
 
 
 def _numbers(row: dict[str, Any]) -> Iterator[tuple[str, str]]:
