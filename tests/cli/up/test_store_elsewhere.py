@@ -154,6 +154,8 @@ def test_status_and_down_know_what_runs_where(fleet: Fleet) -> None:
     [disk] = (line for line in status.splitlines() if line.startswith("disk: "))
     assert " free; " in disk, "how large the store's disk is, nobody here knows"
     assert [each["name"] for each in fleet.store.done("status", "--json").value["services"]] == ["store"]
+    assert "`kvasir store serve` runs here" in fleet.store.done("status").out
+    assert "`kvasir up` runs here" in status
     assert "store" in {each["service"] for each in _lines(fleet.store.done("logs", "--json"))}
     for home in (one, fleet.store):
         assert "ada" in home.done("agents", "ls").out

@@ -215,8 +215,10 @@ def _cells(row: dict[str, Any]) -> tuple[str, ...]:
 
 
 def _show_status(out: Console, value: dict[str, Any], *, is_killed: bool) -> None:
-    no_up = "`kvasir up` was killed here: it starts no service again" if is_killed else "no `kvasir up` runs here"
-    led = f"`kvasir up` runs here (pid {value['pid']})" if value["pid"] else no_up
+    has_store_alone = [each["name"] for each in value["services"]] == ["store"]
+    command = "`kvasir store serve`" if has_store_alone else "`kvasir up`"
+    no_one = f"{command} was killed here: it starts no service again" if is_killed else f"no {command} runs here"
+    led = f"{command} runs here (pid {value['pid']})" if value["pid"] else no_one
     out.print(f"{value['home']}: {led}")
     services = table(("",) * 5, map(_cells, value["services"]))
     services.show_header = False
