@@ -84,6 +84,7 @@ class Moves:
         self, namespace: str, peer: str, agent_id: str, move_id: str, *, is_dry_run: bool
     ) -> AsyncGenerator[Any, None]:
         """Give an agent to a peer: it takes it, and its responses are passed on."""
+        await self._store.run(namespace, self._store.agents.get, agent_id)  # or both peers would say that there is none
         async with self._peers.connect(peer, namespace) as remote:
             name = self._peers.settings(peer, namespace).name
             with answers_of_peer(peer), self._handing_over.ordered(namespace, agent_id, name):
@@ -95,6 +96,7 @@ class Moves:
     async def copied_there(
         self, namespace: str, peer: str, agent_id: str, kv_identity_hash: str, *, is_dry_run: bool, only_bytes: bool
     ) -> AsyncGenerator[Any, None]:
+        await self._store.run(namespace, self._store.agents.get, agent_id)
         async with self._peers.connect(peer, namespace) as remote:
             pulling = remote.pulling_agent(
                 "", agent_id, kv_identity_hash=kv_identity_hash, dry_run=is_dry_run, only_bytes=only_bytes

@@ -128,6 +128,20 @@ def test_a_call_that_is_repeated_finds_its_work_done(laptop: StoreClient, studio
     assert studio.move_agent(name, from_peer="laptop") == first
 
 
+@pytest.mark.parametrize("only_copies", [False, True])
+def test_an_agent_that_is_not_here_is_given_to_nobody_and_the_refusal_names_no_peer(
+    only_copies: bool, laptop: StoreClient, name: str
+) -> None:
+    def give() -> object:
+        if only_copies:
+            return list(laptop.pulling_agent("", name, to_peer="studio"))
+        return laptop.move_agent(name, to_peer="studio")
+
+    with pytest.raises(NotFound) as missing:
+        give()
+    assert "peer" not in missing.value.message
+
+
 def test_an_agent_moves_by_order_of_its_source_and_comes_back(
     laptop: StoreClient, studio: StoreClient, name: str
 ) -> None:
