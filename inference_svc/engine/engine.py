@@ -121,8 +121,11 @@ class EngineMemories:
         became free."""
         return self._thread.post(lambda worker: worker.give_back(most_bytes, spared))
 
-    def fork(self, source: api.AgentKey, target: api.AgentKey) -> "Future[bool]":
-        """Give `target` the memory of `source`, without its tag, once no turn of it runs. False if there is none."""
+    def fork(self, source: api.AgentKey, target: api.AgentKey, tag: object = None) -> "Future[bool]":
+        """Give `target` the memory of `source`, without its tag, once no turn of it runs. False if there is none.
+        `tag`: give it at once, and only while the memory has this tag."""
+        if tag is not None:
+            return self._thread.post(lambda worker: worker.leaving.fork(source, target, tag))
         return self._when_idle(source, lambda worker: worker.leaving.fork(source, target))
 
     def snapshot(

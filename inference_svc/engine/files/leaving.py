@@ -69,10 +69,13 @@ class LeavingFiles:
         found = pinned if self._memories.outgoing.is_pinned(pinned) else None
         return memory_snapshot(found, self._model, first_block, max_blocks, stored_windows)
 
-    def fork(self, source: AgentKey, target: AgentKey) -> bool:
-        """Give `target` the memory of `source` without its tag, which is one agent's. False if there is none."""
+    def fork(self, source: AgentKey, target: AgentKey, tag: object = None) -> bool:
+        """Give `target` the memory of `source` without its tag, which is one agent's. False if there is none, or if it
+        has another tag than this one."""
         memory = self._memories.get(source)
         if memory is None or begun_turn(self._turns, target) is not None:
+            return False
+        if tag is not None and memory.tag is not tag:
             return False
         self._memories.put(target, ResidentMemory(memory.kv.fork(), memory.state, memory.chain))
         return True

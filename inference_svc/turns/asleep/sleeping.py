@@ -55,28 +55,49 @@ class Sleeper:
         key, memory = turn.request.key, found.memory
         if key is None:
             return found
-        is_asleep = memory is not None and memory.files.asleep is not None and found.kv_from is Source.WARM
+        sleeping = memory if memory is not None and memory.files.asleep and found.kv_from is Source.WARM else None
+        is_shared = sleeping is not None and await self._is_shared(key, sleeping)
         if turn.request.work is Work.REPLY:
-            self._count(turn, key, found, is_asleep=is_asleep)
-        if memory is None or memory.files.asleep is None or not is_asleep:
+            self._count(turn, key, found, is_asleep=sleeping is not None and not is_shared)
+        if sleeping is None:
             return found
-        if not self._has_room(memory):
-            return found  # it came from a larger engine: its text is computed in cells
+        if not is_shared:
+            if not self._has_room(sleeping):
+                return found  # it came from a larger engine: its text is computed in cells
+            await self._wake(turn, key, sleeping)
+        if turn.request.work in (Work.WARM, Work.WAKE):
+            self._parts.woken.ready[key] = self._parts.clock()
+        return await self._parts.recall.newest(key, budget)
+
+    async def _is_shared(self, key: AgentKey, memory: AgentMemory) -> bool:
+        """Take over the KV of an agent that has the same version, and is hot: a fork, or whom it was forked from."""
+        memories = self._parts.engine.memories
+        tags = {other: memories.tag_of(other) for other in memories.sizes() if other.namespace == key.namespace}
+        for other, twin in tags.items():
+            if not isinstance(twin, AgentMemory) or not _is_same_version(twin, memory):
+                continue
+            if await asyncio.wrap_future(memories.fork(other, key, twin)):
+                self._tag(key, replace(memory, rewind_points=twin.rewind_points))
+                return True
+        return False
+
+    async def _wake(self, turn: Progress, key: AgentKey, memory: AgentMemory) -> None:
+        """Compute its KV. Raises as the turn itself would."""
+        assert memory.files.asleep is not None
         began_s = self._parts.clock()
         state = await self._computed(turn, key, memory, borrows=True)
         is_same = set(await self._files(key)) == set(map(Digest.from_proto, memory.files.asleep.files))
-        awake = replace(memory, rewind_points=state.rewind_points)
-        if (line := self._parts.recall.line(key)) is not None:
-            line.publications.tag(awake)
-        else:
-            self._parts.engine.memories.tag(key, awake)
-        if turn.request.work in (Work.WARM, Work.WAKE):
-            self._parts.woken.ready[key] = self._parts.clock()
+        self._tag(key, replace(memory, rewind_points=state.rewind_points))
         took_ms = round(1e3 * (self._parts.clock() - began_s))
         log = _LOG.info if is_same else _LOG.warning  # its rows have other roundings, as on another machine
         turn.source = Source.WOKEN
         log("memory.woken", request_id=turn.request.request_id, tokens=len(state.token_ids), ms=took_ms, same=is_same)
-        return await self._parts.recall.newest(key, budget)
+
+    def _tag(self, key: AgentKey, awake: AgentMemory) -> None:
+        if (line := self._parts.recall.line(key)) is not None:
+            line.publications.tag(awake)
+        else:
+            self._parts.engine.memories.tag(key, awake)
 
     def _count(self, turn: Progress, key: AgentKey, found: Recollection, *, is_asleep: bool) -> None:
         is_hot, arrived_s = found.kv_from is Source.HOT, turn.times.arrived
@@ -252,6 +273,12 @@ def cannot_sleep(key: AgentKey, why: str) -> errors.FailedPrecondition:
         field="agent_id",
         metadata={"agent_id": key.agent_id},
     )
+
+
+def _is_same_version(hot: AgentMemory, stored: AgentMemory) -> bool:
+    """Whether the hot memory is what the manifest of the stored one describes, and no more."""
+    here, there = hot.publication.standing, stored.publication.standing
+    return hot.ahead is None and here.is_stored and here.parent.manifest == there.parent.manifest
 
 
 def _named(files: StoredFiles) -> set[Digest]:

@@ -15,6 +15,7 @@ from kvasir.clients import InferenceClient, Reply
 from kvasir.errors import FailedPrecondition, KvasirError, NotFound
 from kvasir.formats import archive, manifest
 from kvasir.formats.digest import Digest
+from kvasir.inference.v1 import inference_pb2
 
 from tests.cli.running import in_process
 from tests.inference.engine.tiny_models import LLAMA
@@ -171,6 +172,23 @@ def test_a_fork_and_an_archive_of_an_agent_asleep_wake_too(
         assert [each.tokens for each in client.list_hot_memories([copy])] == [warmed.tokens]
     assert ask(house, agent, "more", 2).token_ids == ask(house, copy, "more", 2).token_ids
     assert stored(house, agent).tail == stored(house, copy).tail
+
+
+def test_a_fork_of_an_agent_that_is_awake_again_computes_nothing(house: House, new_agent: Callable[[], str]) -> None:
+    agent, hot, cold = new_agent(), new_agent(), new_agent()
+    ask(house, agent, " ".join(WORDS[:90]), 1)
+    with house.client() as client, house.store_client() as store:
+        client.sleep(agent)
+        for copy in (hot, cold):
+            store.fork_agent(agent, copy)
+        client.warm(agent_id=agent)
+        first = ask(house, hot, "more", 2)
+        assert first.started.source == inference_pb2.CACHE_SOURCE_HOT
+        went_on = [ask(house, each, "more", 2) for each in (agent, cold)]
+        assert went_on[1].started.source == inference_pb2.CACHE_SOURCE_WOKEN, "no hot memory is this version any more"
+    assert [each.token_ids for each in went_on] == [first.token_ids] * 2
+    one, *others = (stored(house, each) for each in (hot, agent, cold))
+    assert all((one.blocks, one.tail) == (each.blocks, each.tail) for each in others)
 
 
 def test_an_import_of_an_agent_asleep_keeps_the_versions_of_the_agent_that_it_replaces(
