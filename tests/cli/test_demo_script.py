@@ -1,10 +1,12 @@
 """What the demo says: each turn asks about what was told by then; one agent alone is told a secret; claims count."""
 
 import io
+import socket
 from pathlib import Path
 
 import pytest
 from kvasir.cli.demo.demo import FULL, QUICK, Size
+from kvasir.cli.demo.mac import macs
 from kvasir.cli.demo.plot import Timing, plot
 from kvasir.cli.demo.run import Claims
 from kvasir.cli.demo.script import Story, told_story
@@ -63,3 +65,12 @@ def test_the_picture_is_a_png(tmp_path: Path) -> None:
     timings = [Timing(*(after(tokens, tokens * each) for each in (5e-4, 5e-5, 4e-5))) for tokens in (1000, 2000)]
     plot(timings, path, "a test")
     assert path.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_mac_holds_its_port_until_its_store_starts(tmp_path: Path) -> None:
+    with macs(tmp_path) as make:
+        host, _, port = make("first", is_shared=True).store.address.rpartition(":")
+        with socket.socket() as other, pytest.raises(OSError, match="in use"):
+            other.bind((host, int(port)))
+    with socket.socket() as other:
+        other.bind((host, int(port)))

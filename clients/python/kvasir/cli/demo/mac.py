@@ -32,7 +32,9 @@ class Mac:
         self.home.make()
         make_credentials(self.home)
         self._processes = OwnProcesses()
-        listen = f"127.0.0.1:{_free_port()}" if is_shared else ""
+        # Until its store starts: two probes for a free port may find the same one.
+        self._held_port = socket.create_server(("127.0.0.1", 0)) if is_shared else None
+        listen = f"127.0.0.1:{self._held_port.getsockname()[1]}" if self._held_port is not None else ""
         plan = plan_of(Asked(self.home, UpTable(store_listen=listen)))
         self._store = plan.store
         self._engine = replace(plan.engine, options={**plan.engine.options, "model": model, **_PATIENCE})
@@ -52,6 +54,7 @@ class Mac:
     def start(self) -> float:
         """Start the store, then the engine; seconds until both were ready. Raises Unavailable with last log lines."""
         began = time.monotonic()
+        self._let_port_go()
         for service in (self._store.service(), self._engine.service()):
             self._processes.start([service])
         return time.monotonic() - began
@@ -62,7 +65,12 @@ class Mac:
 
     def stop(self) -> None:
         """End both in order."""
+        self._let_port_go()
         self._processes.end()
+
+    def _let_port_go(self) -> None:
+        if self._held_port is not None:
+            self._held_port.close()
 
     def store_client(self) -> StoreClient:
         return StoreClient.connect(self.store.address, token=self.store.token())
@@ -111,8 +119,3 @@ def macs(root: Path | None = None) -> Iterator[Callable[..., Mac]]:
             return mac
 
         yield make
-
-
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        return int(probe.getsockname()[1])
