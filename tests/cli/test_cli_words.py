@@ -53,6 +53,21 @@ def test_help_shows_words_and_no_types_of_python(capsys: pytest.CaptureFixture[s
         assert all(words[2] in ("Print", "Show") for words in flags), "a flag wants no value"
 
 
+def test_a_list_of_commands_has_the_first_sentence_of_each(capsys: pytest.CaptureFixture[str]) -> None:
+    in_process("agents", "--help")
+    shown = " ".join(capsys.readouterr().out.replace("│", " ").split())
+    assert "keep Say how many versions an agent can be rolled back to. export Save one version" in shown
+    in_process("agents", "keep", "--help")
+    assert "Older ones go with its next turn." in " ".join(capsys.readouterr().out.split())
+
+
+def test_help_ends_lines_where_the_terminal_does(capsys: pytest.CaptureFixture[str]) -> None:
+    in_process("backup", "--help")
+    shown = capsys.readouterr().out
+    words = shown[shown.index("The next backup") : shown.index("Arguments")].splitlines()[:-2]
+    assert [line for line in words[:-1] if len(line.strip()) < 60] == []
+
+
 def test_a_typer_that_names_types_in_another_way_keeps_its_own_words(monkeypatch: pytest.MonkeyPatch) -> None:
     for kind in {*TyperOption.__mro__, *TyperArgument.__mro__}:
         if "display_type" in vars(kind):

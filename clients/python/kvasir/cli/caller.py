@@ -16,6 +16,7 @@ from rich.text import Text
 from kvasir.address import AddressError, parse_address
 from kvasir.cli.running.home import DEFAULT_HOME, Endpoint, Home
 from kvasir.cli.showing.arguments import option
+from kvasir.cli.showing.help_words import described
 from kvasir.cli.showing.terminal import PlainConsole, visible
 from kvasir.errors import NotFound
 
@@ -151,7 +152,7 @@ def command(group: typer.Typer, name: str) -> Callable[[_Command], _Command]:
         parameters = [context, *own, as_json]
         run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         run.__annotations__ = {each.name: each.annotation for each in parameters}
-        group.command(name)(run)
+        group.command(name, **described(function))(run)
         return function
 
     return add

@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 from kvasir.cli.caller import JsonOption, caller_of
 from kvasir.cli.running.checks import check_installed
+from kvasir.cli.showing.help_words import described
 
 from kvasir_bench.attention import report as attention_report
 from kvasir_bench.commands import engine, fleet, load, make_model, memory, memory_path, quality
@@ -50,13 +51,13 @@ def attention(context: typer.Context, quick: QuickOption = False, as_json: JsonO
 
 
 app = typer.Typer(help="Measure, as ratios within one run.", no_args_is_help=True)
-app.command("store")(store)
-app.command("engine", epilog=engine_report.help_text())(engine.engine)
-app.command("attention", epilog=attention_report.KEYS)(attention)
-app.command("quality", epilog=quality_report.KEYS)(quality.quality)
-app.command("load", epilog=load_report.KEYS)(load.load)
-app.command("memory-path", epilog=findings.KEYS)(memory_path.memory_path)
-app.command("memory")(memory.memory)
-app.command("paper", epilog=paper_report.KEYS)(paper)
-app.command("fleet", epilog=fleet_report.KEYS)(fleet.fleet)
-app.command("make-model")(make_model.make_model)
+app.command("store", **described(store))(store)
+app.command("engine", epilog=engine_report.help_text(), **described(engine.engine))(engine.engine)
+app.command("attention", epilog=attention_report.KEYS, **described(attention))(attention)
+app.command("quality", epilog=quality_report.KEYS, **described(quality.quality))(quality.quality)
+app.command("load", epilog=load_report.KEYS, **described(load.load))(load.load)
+app.command("memory-path", epilog=findings.KEYS, **described(memory_path.memory_path))(memory_path.memory_path)
+app.command("memory", **described(memory.memory))(memory.memory)
+app.command("paper", epilog=paper_report.KEYS, **described(paper))(paper)
+app.command("fleet", epilog=fleet_report.KEYS, **described(fleet.fleet))(fleet.fleet)
+app.command("make-model", **described(make_model.make_model))(make_model.make_model)

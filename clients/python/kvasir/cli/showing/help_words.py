@@ -1,10 +1,20 @@
-"""How `--help` names what is typed: a flag wants nothing, a value is a word in capitals, an argument is its name."""
+"""How `--help` names what is typed: a flag wants nothing, a value is a word in capitals, an argument is its name.
+A list of commands has the first sentence of each."""
 
+import inspect
+from collections.abc import Callable
 from typing import Any
 
 from typer.core import TyperArgument, TyperOption
 
 _WORDS = {"bool": "", "path": "PATH", "dir": "PATH", "file": "PATH", "str": "TEXT", "int": "N", "float": "N"}
+
+
+def described(function: Callable[..., Any]) -> dict[str, Any]:
+    """A command's help for typer, from its docstring: typer itself would end lines where the source does."""
+    paragraphs = [" ".join(each.split()) for each in inspect.cleandoc(function.__doc__ or "").split("\n\n")]
+    first, *more = paragraphs[0].split(". ")
+    return {"help": "\n\n".join(paragraphs), "short_help": f"{first}." if more else first}
 
 
 def show_plain_words() -> None:
