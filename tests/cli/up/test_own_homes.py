@@ -180,7 +180,9 @@ def test_a_home_of_the_background_is_taken_over_after_a_kill_and_goes_down() -> 
         killed = cli("doctor", "--json")
         assert (killed.code, killed.value["engine"]["state"]) == (1, "ready")
         assert "was killed here" in killed.value["problems"][0]
-        assert (cli("status").code, "starts no service again" in cli("status").out) == (1, True)
+        told = cli("status")
+        assert (told.code, "starts no service again" in told.out) == (1, True)
+        assert f"and `kvasir --home {cli.home} up -d` does" in told.out
         full = home / "full.toml"
         logs = 'log-format = "json"\nlog-level = "error"\n'
         full.write_text(f"{logs}[store]\nfree-disk-reserve-bytes = {1 << 60}\n")

@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -216,9 +217,11 @@ def _cells(row: dict[str, Any]) -> tuple[str, ...]:
 
 def _show_status(out: Console, value: dict[str, Any], *, is_killed: bool) -> None:
     has_store_alone = [each["name"] for each in value["services"]] == ["store"]
-    command = "`kvasir store serve`" if has_store_alone else "`kvasir up`"
-    no_one = f"{command} was killed here: it starts no service again" if is_killed else f"no {command} runs here"
-    led = f"{command} runs here (pid {value['pid']})" if value["pid"] else no_one
+    words = "store serve" if has_store_alone else "up"
+    start = Home(Path(value["home"])).command(f"{words} -d")
+    killed = f"`kvasir {words}` was killed here: it starts no service again, and `{start}` does"
+    no_one = killed if is_killed else f"no `kvasir {words}` runs here: `{start}` starts one"
+    led = f"`kvasir {words}` runs here (pid {value['pid']})" if value["pid"] else no_one
     out.print(f"{value['home']}: {led}")
     services = table(("",) * 5, map(_cells, value["services"]))
     services.show_header = False
