@@ -313,7 +313,8 @@ def test_the_newest_object_of_the_index_does_not_get_lost_silently(tmp_path: Pat
 
 def test_a_start_over_a_lost_index_leaves_the_store_that_runs_alone(tmp_path: Path, bucket: Hooked) -> None:
     """The running one has the index in memory, and its next commits go on."""
-    turn = SyntheticAgent(seed=1).turn(300)
+    ada = SyntheticAgent(seed=1)
+    turn, next_turn = ada.turn(300), ada.turn(300)
     with _lab(tmp_path / "a", bucket).open() as store:
         made = publish(store, "ada", turn, 0)
         for name in list(bucket.names("index")):
@@ -321,6 +322,7 @@ def test_a_start_over_a_lost_index_leaves_the_store_that_runs_alone(tmp_path: Pa
         with pytest.raises(DataLoss, match="bring back the objects"):
             _lab(tmp_path / "b", bucket).open()
         assert_restores(store, made, turn)
+        assert_restores(store, publish(store, "ada", next_turn, 1), next_turn)
 
 
 def test_a_bucket_that_stays_away_is_answered_and_its_commit_counts_when_it_is_back(

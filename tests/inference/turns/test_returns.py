@@ -160,6 +160,7 @@ def test_a_clock_that_goes_back_gives_no_time() -> None:
 
 def test_turns_of_one_session_are_no_returns() -> None:
     known = learned(ADA, [0.0, 60.0, 120.0, 180.0, 240.0])
+    learned(BOB, [60.0], known)  # of whom nothing is known: he is expected when others of his namespace come back
     assert known.expected(BEGAN_S + SECONDS_OF_DAY) == []
 
 
