@@ -34,6 +34,7 @@ class Said:
     tool_calls: tuple[ToolUse, ...] = ()
     tool_call_id: str = ""
     reasoning: str = ""  # what an assistant thought before it
+    reply_id: str = ""  # of a reply whose calls still stand in its text: gives them their ids
 
 
 class ThinkingWish(Protocol):

@@ -1,13 +1,12 @@
 """Splits a reply as it comes into reasoning, answer and tool calls. No text is lost; no memory depends on it."""
 
-import base64
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from blake3 import blake3
 from kvasir.cachestore.v1 import manifest_pb2
+from kvasir.formats.manifest import call_id
 
 from inference_svc.text.given_json import GivenJson, is_bounded
 from inference_svc.text.replies.reply_spacing import NO_SPACING, Spacing, Trimmed
@@ -177,11 +176,6 @@ def tool_calls(text: str, parse: ToolParser, reply_id: str, first: int) -> list[
     except Exception:  # noqa: BLE001 - a model may write anything, and a parser may raise and give anything on it
         return []
     return [call for call in calls if call is not None] if None not in calls else []
-
-
-def call_id(reply_id: str, number: int) -> str:
-    """Nine letters and digits: the templates of Mistral's models refuse the messages of any other id."""
-    return base64.b32encode(blake3(f"{reply_id}-{number}".encode()).digest())[:9].decode()
 
 
 def _tool_call(own_id: str, fields: Any) -> manifest_pb2.ToolCall | None:

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from kvasir import errors, volatile
 from kvasir.cachestore.v1 import manifest_pb2
+from kvasir.formats import manifest as manifests
 
 from inference_svc.engine.engine import Engine, check_fits
 from inference_svc.memory.agent_memory import AgentMemory
@@ -295,7 +296,8 @@ def _reader(request: TurnRequest, prompting: Prompting, prompt: str) -> ReplyRea
     if not isinstance(request.input, MessagesInput) or is_formatted:
         return ReplyReader()
     tools = tool_fields(request.prompt.tools, request.prompt.objects)
-    reply_id, is_bound = f"{request.request_id}-{request.choice}", constraint is not None and constraint.begins_reply
+    reply_id = manifests.reply_id(request.request_id, request.choice)
+    is_bound = constraint is not None and constraint.begins_reply
     return prompting.reader(prompt, tools, reply_id, begins_with=prompting.tool_start if is_bound else "")
 
 

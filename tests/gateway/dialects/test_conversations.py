@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from kvasir.credentials import CredentialFileError
 from kvasir.errors import FailedPrecondition, NotFound, Unavailable
+from kvasir.formats import manifest
 from kvasir_gateway import conversations as module
 from kvasir_gateway.__main__ import _key
 from kvasir_gateway.answering import Memory
@@ -203,6 +204,19 @@ def test_a_call_that_its_client_completed_is_the_same_reply_also_after_a_restart
     again.known = conversations()
     assert again.turn(*on) == first
     assert talk.records.forks == again.records.forks == []
+
+
+@pytest.mark.parametrize("is_own", [True, False])
+def test_a_call_that_still_stands_in_the_text_of_the_newest_reply_is_known_by_its_id(is_own: bool) -> None:
+    """As after a kill of all between a call and its result. Another reply's call is a branch."""
+    talk = Talk(conversations(), Records())
+    own = manifest.call_id("r-0", 0)
+    made = Said("assistant", "", tool_calls=(ToolUse(own if is_own else "c1", "edit", "{}"),))
+    first = talk.turn(user("Hello"), said=made)
+    talk.records.remembered[first] = (user("Hello"), Said("assistant", "<tool_call>…", reply_id="r-0"))
+    talk.known = conversations()
+    on = (user("Hello"), made, Said("tool", "done", tool_call_id=made.tool_calls[0].id))
+    assert (talk.turn(*on) == first) is is_own
 
 
 def test_while_an_agent_is_busy_a_second_turn_from_the_same_point_is_a_branch() -> None:

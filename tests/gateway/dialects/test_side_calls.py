@@ -11,6 +11,7 @@ import httpx2 as httpx
 import pytest
 from blake3 import blake3
 from kvasir.clients import Reply
+from kvasir.formats.manifest import call_id
 from kvasir.inference.v1 import inference_pb2 as pb
 from kvasir.options.gateway import SIDE_CALLS
 from kvasir_gateway import answering
@@ -19,7 +20,6 @@ from kvasir_gateway.reading.side_calls import SIDE_RULES, side_call_of, side_rul
 from kvasir_gateway.turn import Said, ToolUse, Turn
 
 from cachestore_svc.facts.limits import check_labels
-from inference_svc.text.replies.reply_parts import call_id
 from tests.gateway.conftest import Front
 from tests.gateway.dialects.test_conversations import START, Records, Talk, conversations, reply, user
 from tests.gateway.serving import MODEL, running_gateway

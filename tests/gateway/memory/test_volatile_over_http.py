@@ -5,6 +5,7 @@ gateway's switch chooses.
 import json
 from collections.abc import Iterator
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 import httpx2 as httpx
@@ -40,11 +41,14 @@ class Client:
         self.agents: set[str] = set()
         self.prompt = self.cached = 0
 
-    def turn(self, question: str, system: str = SYSTEM, tools: Any = (), **headers: str) -> httpx.Response:
+    def turn(
+        self, question: str, system: str = SYSTEM, tools: Any = (), more: Any = MappingProxyType({}), **headers: str
+    ) -> httpx.Response:
         asked = [*self.said, {"role": "user", "content": question}]
         body = {"model": "any", "messages": [{"role": "system", "content": system}, *asked], "max_tokens": 8}
         sent = self.front.bearer() | self.headers | headers
-        answer = httpx.post(self.front.gateway.url + CHAT, json=body | {"tools": list(tools)}, headers=sent, timeout=60)
+        body |= {"tools": list(tools), **more}
+        answer = httpx.post(self.front.gateway.url + CHAT, json=body, headers=sent, timeout=60)
         assert answer.status_code == 200, answer.text
         self.said = [*asked, answer.json()["choices"][0]["message"]]
         usage = answer.json()["usage"]
@@ -173,6 +177,19 @@ def test_a_clock_in_a_system_text_costs_nothing_where_its_rule_is_on(front: Fron
     answer = client.turn("Go on.", f"It is 10:47. {SYSTEM}")
     assert answer.headers["x-kvasir-volatile"] == "system-clock"
     assert client.cached >= before
+    assert len(client.agents) == 1
+
+
+@pytest.mark.long(6)
+def test_a_kill_between_a_call_and_its_result_leaves_one_memory(own_front: Front) -> None:
+    client = Client(own_front)
+    client.turn("Which ships lie at the quay?", tools=TOOLS, more={"tool_choice": "required", "max_tokens": 100})
+    [call] = client.said[-1]["tool_calls"]
+    own_front.gateway.kill()
+    own_front.house.restart()
+    own_front.gateway.start()
+    client.said.append({"role": "tool", "tool_call_id": call["id"], "content": "Two."})
+    client.turn("And?", tools=TOOLS)
     assert len(client.agents) == 1
 
 

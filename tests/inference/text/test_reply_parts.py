@@ -13,9 +13,10 @@ import mlx_lm.tool_parsers
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kvasir.formats.manifest import call_id
 
 from inference_svc.model.reply_machine import reply_marks
-from inference_svc.text.replies.reply_parts import Markup, ReplyReader, ToolParser, call_id
+from inference_svc.text.replies.reply_parts import Markup, ReplyReader, ToolParser
 from inference_svc.text.replies.reply_spacing import NO_SPACING, Spacing
 
 CALL = '<tool_call>{"name": "weather", "arguments": {"place": "Oslo"}}</tool_call>'

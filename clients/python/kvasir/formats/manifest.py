@@ -1,11 +1,13 @@
 """Manifests: how one is built, and how one of any origin is checked, field by field, as the bytes that came."""
 
+import base64
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
 from itertools import accumulate
 from typing import Any
 
+from blake3 import blake3
 from google.protobuf.message import DecodeError
 
 from kvasir.cachestore.v1 import identity_pb2, manifest_pb2
@@ -163,6 +165,16 @@ def parse(data: bytes | bytearray | memoryview) -> manifest_pb2.Manifest:
         raise _wrong("", f"not a serialized kvasir.cachestore.v1.Manifest: {error}") from None
     check(manifest)
     return manifest
+
+
+def reply_id(request_id: str, choice: int = 0) -> str:
+    """Names a turn's reply, of which an agent remembers the first choice."""
+    return f"{request_id}-{choice}"
+
+
+def call_id(reply: str, number: int) -> str:
+    """Of a call in a reply, by its name: nine letters and digits, as the templates of Mistral's models want."""
+    return base64.b32encode(blake3(f"{reply}-{number}".encode()).digest())[:9].decode()
 
 
 def check(manifest: manifest_pb2.Manifest) -> None:

@@ -6,6 +6,7 @@ from dataclasses import replace
 from json.encoder import encode_basestring_ascii
 
 from kvasir.clocks import without_times
+from kvasir.formats import manifest
 
 from kvasir_gateway.turn import Said
 
@@ -19,6 +20,8 @@ def common_messages(ones: Sequence[Said], others: Sequence[Said]) -> int:
     count = 0
     for one, other in zip(ones, others, strict=False):
         made, repeated = ([call.id for call in said.tool_calls if call.id] for said in (one, other))
+        if one.reply_id:
+            made = [manifest.call_id(one.reply_id, number) for number in range(len(repeated))]
         if canonical(one) != canonical(other) and not (made and made == repeated):
             break
         count += 1

@@ -4,11 +4,14 @@ import re
 from collections.abc import Collection, Sequence
 from datetime import datetime
 
+from kvasir.formats import manifest
+
 from kvasir_gateway.reading.records import PREFIX, AgentRecords, Kept
 from kvasir_gateway.turn import Said
 
 _MAX_AGENTS = 8  # of a namespace, those that were used last before the gateway started, and as many since
 _MAX_CALLS = 64  # of an agent, its newest
+_MOST_AT_ONCE = 8  # that are known of a newest reply, whose calls still stand in its text
 # As the engine writes ids. Clients send others' calls, too: examples, and the history of another provider.
 _ENGINES_ID = re.compile("[A-Z2-7]{9}")
 
@@ -43,4 +46,6 @@ class MadeCalls:
 
 def _newest_calls(said: Sequence[Said]) -> frozenset[str]:
     calls = [call.id for message in said for call in message.tool_calls if _ENGINES_ID.fullmatch(call.id)]
+    if said and said[-1].reply_id:
+        calls += [manifest.call_id(said[-1].reply_id, number) for number in range(_MOST_AT_ONCE)]
     return frozenset(calls[-_MAX_CALLS:])

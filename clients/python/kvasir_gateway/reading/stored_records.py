@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import replace
 from datetime import UTC
 from functools import partial
 from typing import Any
@@ -48,7 +49,7 @@ class StoredRecords:
         """What an agent remembers; nothing when that cannot be said."""
         try:
             _, data = await self._at(agent_id).get_snapshot(agent_id)
-            return await self.beside(lambda: said_by_all(manifest.parse(data).messages))
+            return await self.beside(lambda: _remembered(manifest.parse(data)))
         except KvasirError:
             return ()
 
@@ -130,6 +131,14 @@ def _kept(agent: cachestore_pb2.Agent) -> Kept:
     is_copy = any(line.origin in _COPIED or (line.is_brought and not line.is_text_own) for line in agent.lines)
     opening, summary = (agent.labels.get(name, "") for name in (_OPENING, _SUMMARY))
     return Kept(agent.agent_id, agent.used_at.ToDatetime(tzinfo=UTC), is_copy, opening, summary)
+
+
+def _remembered(parsed: Any) -> Sequence[Said]:
+    """An agent's messages. The calls of its newest reply are in its text, as the model wrote them."""
+    said = said_by_all(parsed.messages)
+    if said and said[-1].role == "assistant" and parsed.turn.finish_reason == "tool_calls":
+        said[-1] = replace(said[-1], reply_id=manifest.reply_id(parsed.turn.request_id))
+    return said
 
 
 def said_by_all(messages: Iterable[Any]) -> list[Said]:
