@@ -11,8 +11,10 @@ import (
 	"context"
 	"crypto/tls"
 	"fmt"
+	"slices"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"google.golang.org/grpc"
@@ -59,6 +61,9 @@ type Client struct {
 	engine  inferencev1.InferenceServiceClient
 	agents  cachestorev1.AgentServiceClient
 	timeout time.Duration
+	// Of the engines of the store; see WithEngines.
+	others     []*Client
+	leaseOwner *atomic.Value
 }
 
 type settings struct {
@@ -121,11 +126,20 @@ func Dial(address string, options ...Option) (*Client, error) {
 		return nil, invalid("address", "%v", err)
 	}
 	return &Client{
-		conn:    conn,
-		engine:  inferencev1.NewInferenceServiceClient(conn),
-		agents:  cachestorev1.NewAgentServiceClient(conn),
-		timeout: given.timeout,
+		conn:       conn,
+		engine:     inferencev1.NewInferenceServiceClient(conn),
+		agents:     cachestorev1.NewAgentServiceClient(conn),
+		timeout:    given.timeout,
+		leaseOwner: &atomic.Value{},
 	}, nil
+}
+
+// WithEngines is this client, on the same connection, that knows the other engines of its engine's store. A turn whose agent one of
+// them holds is made there. Addresses come from the caller alone, never from an engine.
+func (c *Client) WithEngines(others ...*Client) *Client {
+	knowing := *c
+	knowing.others = slices.Clone(others)
+	return &knowing
 }
 
 // Close ends the connection and what is under way on it.

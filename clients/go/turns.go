@@ -147,25 +147,80 @@ func (c *Client) events(
 ) {
 	ctx, cancel := context.WithCancel(ctx)
 	defer cancel()
-	stream, err := c.engine.Generate(ctx, request)
-	for err == nil {
-		var event *inferencev1.GenerateResponse
-		if event, err = stream.Recv(); err == nil {
-			if !yield(event, nil) {
-				return
-			}
-			if moved := event.GetMoved(); moved != nil {
-				err = movedTo(moved)
-			}
+	hasBegun := false
+	noting := func(event *inferencev1.GenerateResponse, err error) bool {
+		hasBegun = true
+		return yield(event, err)
+	}
+	err := c.eventsHere(ctx, request, noting)
+	if err != nil && !hasBegun {
+		if holder := c.holder(ctx, AsError(err)); holder != nil {
+			err = holder.eventsHere(ctx, request, noting)
 		}
 	}
-	if !errors.Is(err, io.EOF) {
+	if err != nil {
 		broken := AsError(err)
 		if id := request.GetRequestId(); id != "" {
 			broken.Metadata["request_id"] = id
 		}
 		yield(nil, broken)
 	}
+}
+
+// eventsHere streams what this engine sends, until the end or until yield has enough: nil then.
+func (c *Client) eventsHere(
+	ctx context.Context, request *inferencev1.GenerateRequest, yield func(*inferencev1.GenerateResponse, error) bool,
+) error {
+	stream, err := c.engine.Generate(ctx, request)
+	if err != nil {
+		return err
+	}
+	for {
+		event, err := stream.Recv()
+		if errors.Is(err, io.EOF) {
+			return nil
+		}
+		if err != nil {
+			return err
+		}
+		if !yield(event, nil) {
+			return nil
+		}
+		if moved := event.GetMoved(); moved != nil {
+			return movedTo(moved)
+		}
+	}
+}
+
+// holder is the engine that has the agent of a refused turn, if it is known here and answers.
+func (c *Client) holder(ctx context.Context, refusal *Error) *Client {
+	owner := refusal.Metadata["owner"]
+	if refusal.Reason != commonv1.ErrorReason_ERROR_REASON_AGENT_HELD_ELSEWHERE || owner == "" {
+		return nil
+	}
+	for _, engine := range c.others {
+		if engine.leaseOwner.Load() == owner { // an engine that starts again keeps its name
+			return engine
+		}
+	}
+	for _, engine := range c.others {
+		if engine.ownName(ctx) == owner {
+			return engine
+		}
+	}
+	return nil
+}
+
+// ownName is the name under which the engine holds agents; empty if it does not answer.
+func (c *Client) ownName(ctx context.Context) string {
+	ctx, cancel := c.withDeadline(ctx)
+	defer cancel()
+	answer, err := c.engine.GetCapabilities(ctx, &inferencev1.GetCapabilitiesRequest{})
+	if err != nil {
+		return ""
+	}
+	c.leaseOwner.Store(answer.GetLeaseOwner())
+	return answer.GetLeaseOwner()
 }
 
 // Reply is Generate to its end. After an error the reply has what arrived before it.

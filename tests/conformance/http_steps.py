@@ -5,9 +5,10 @@ import time
 import pytest
 
 from tests.conformance import steps
+from tests.conformance.expecting import RULES, WITHIN_S, refusal, user, wait_until
 from tests.conformance.http_world import HttpWorld
 from tests.conformance.stand_ins import StandInGateway, served_over_http
-from tests.conformance.steps import LONG, RULES, WITHIN_S, Step, refusal, user, wait_until
+from tests.conformance.steps import LONG, Step
 from tests.conformance.testee import Refused, Testee
 
 

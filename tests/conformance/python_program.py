@@ -42,6 +42,7 @@ class PythonProgram:
             self._client.close()
         tls = Tls(Path(call["ca_file"]), server_name=call.get("server_name", "")) if "ca_file" in call else None
         self._client = InferenceClient.connect(call["address"], token=call.get("token"), tls=tls)
+        self._client.engines = [InferenceClient.connect(each) for each in call.get("engines", ())]
         return {}
 
     def _count(self, call: Call) -> Call:

@@ -11,7 +11,7 @@ from typing import Any
 
 import grpc
 from kvasir.cachestore.v1 import cachestore_pb2, cachestore_pb2_grpc
-from kvasir.errors import NotFound
+from kvasir.errors import KvasirError, NotFound, Unavailable
 from kvasir.inference.v1 import inference_pb2, inference_pb2_grpc
 from kvasir.status import DETAILS_KEY, answer_to, to_status
 
@@ -102,14 +102,44 @@ class MovingEngine(inference_pb2_grpc.InferenceServiceServicer, cachestore_pb2_g
             snapshot = inference_pb2.SnapshotOutcome(version=4)
             yield event(finished=inference_pb2.Finished(reason=inference_pb2.FINISH_REASON_STOP, snapshot=snapshot))
         else:
-            error = NotFound("resume_token: no reply waits for it", reason="RESUME_TOKEN_UNKNOWN")
-            status = to_status(error)
-            context.set_trailing_metadata(((DETAILS_KEY, status.SerializeToString()),))
-            context.abort(answer_to(error).code, status.message)
+            _abort(context, NotFound("resume_token: no reply waits for it", reason="RESUME_TOKEN_UNKNOWN"))
+
+
+class SharingEngine(inference_pb2_grpc.InferenceServiceServicer, cachestore_pb2_grpc.AgentServiceServicer):  # type: ignore[misc]
+    """One of the engines of a store. A turn whose agent another engine holds is refused, with that engine's name."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.held_by = name  # every agent
+        self.is_refused_late = False  # after the reply's first word
+        self.calls: Counter[str] = Counter()
+        self.left_s: float | None = None  # of the last turn's deadline
+
+    def GetCapabilities(self, request: Any, context: Any) -> inference_pb2.GetCapabilitiesResponse:  # noqa: N802
+        self.calls["GetCapabilities"] += 1
+        return inference_pb2.GetCapabilitiesResponse(lease_owner=self.name)
+
+    def Generate(self, request: Any, context: Any) -> Iterator[inference_pb2.GenerateResponse]:  # noqa: N802
+        self.calls["Generate"] += 1
+        self.left_s = context.time_remaining()
+        event = inference_pb2.GenerateResponse
+        if self.held_by == self.name or self.is_refused_late:
+            yield event(started=inference_pb2.Started(request_id=request.request_id))
+            yield event(delta=inference_pb2.Delta(text=f"by {self.name}"))
+        if self.held_by != self.name:
+            about = {"agent_id": request.agent_id, "owner": self.held_by}
+            _abort(context, Unavailable("held", reason="AGENT_HELD_ELSEWHERE", metadata=about, retry_after_s=1.0))
+        yield event(finished=inference_pb2.Finished(reason=inference_pb2.FINISH_REASON_STOP))
+
+
+def _abort(context: Any, error: KvasirError) -> None:
+    status = to_status(error)
+    context.set_trailing_metadata(((DETAILS_KEY, status.SerializeToString()),))
+    context.abort(answer_to(error).code, status.message)
 
 
 @contextmanager
-def served(engine: FlakyEngine | MeasuringEngine | MovingEngine) -> Iterator[str]:
+def served(engine: FlakyEngine | MeasuringEngine | MovingEngine | SharingEngine) -> Iterator[str]:
     """The engine's address on loopback."""
     server = grpc.server(futures.ThreadPoolExecutor(4))
     inference_pb2_grpc.add_InferenceServiceServicer_to_server(engine, server)  # type: ignore[no-untyped-call]

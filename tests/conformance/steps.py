@@ -1,62 +1,34 @@
 """The numbered steps: what each program is told, and what must come of it. Step n may rest on the steps before it."""
 
-import json
 import math
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent import futures
-from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import pytest
 from kvasir.formats.digest import Digest
 from kvasir.inference.v1 import inference_pb2
 
+from tests.conformance.expecting import WITHIN_S, refusal, user, wait_until
 from tests.conformance.http_world import HttpWorld
-from tests.conformance.stand_ins import FlakyEngine, MeasuringEngine, MovingEngine, served
+from tests.conformance.stand_in_steps import (
+    a_client_has_the_limits_of_every_client,
+    a_turn_goes_to_the_engine_that_holds_its_agent,
+    a_turn_that_moves_says_where_its_rest_is,
+    reads_are_asked_again_and_nothing_else_is,
+)
 from tests.conformance.testee import Refused, Testee
 from tests.conformance.world import PEER, World
 
 # The services over gRPC, or the gateway before them.
 AnyWorld = World | HttpWorld
 Step = Callable[[Testee, Any], None]
-Message = dict[str, str]
-
-RULES = json.loads((Path(__file__).parents[2] / "proto/client_rules.json").read_text())
-WITHIN_S = 30.0
 # A turn that lasts: it may not end before many z. One letter a state, since a busy machine refuses dear formats.
 LONG = {"prompt": "Once upon a time", "regex": "[a-y ]*z{450}", "max_tokens": 480}
 # Fewer than the calls of one caller that an engine admits.
 CROWD = 200
-
-
-def user(text: str) -> list[Message]:
-    return [{"role": "user", "text": text}]
-
-
-def wait_until(is_so: Callable[[], bool]) -> None:
-    give_up = time.monotonic() + WITHIN_S
-    while not is_so():
-        assert time.monotonic() < give_up, f"it is not so after {WITHIN_S:.0f} s"
-        time.sleep(0.02)
-
-
-@contextmanager
-def refusal(code: str, reason: str | None = None, field: str | None = None, **metadata: str) -> Iterator[None]:
-    """The call inside is refused in this way; what is None is not looked at."""
-    try:
-        yield
-    except Refused as refused:
-        assert refused.code == code, refused
-        assert reason is None or refused.reason == reason, refused
-        assert field is None or refused.field == field, refused
-        assert metadata.items() <= refused.metadata.items(), refused
-        # RetryInfo comes with these two and no others; what the runtime says itself has none.
-        assert refused.retry_after_s is None or code in ("UNAVAILABLE", "RESOURCE_EXHAUSTED"), refused
-    else:
-        raise AssertionError(f"expected {code} {reason or ''} {field or ''}, got an answer")
 
 
 def heard(call: Callable[[], Any]) -> Any:
@@ -342,63 +314,6 @@ def refusals_name_the_field_and_the_reason(program: Testee, world: AnyWorld) -> 
         program.call("reply", agent_id="ada", timeout_s=0.3, **LONG)
 
 
-def reads_are_asked_again_and_nothing_else_is(program: Testee, world: World) -> None:
-    engine = FlakyEngine()
-    with served(engine) as address:
-        program.call("connect", address=address)
-        assert program.call("count", prompt="Hello") == {"tokens": 7}
-        assert program.call("get_agent", agent_id="ada")["token_count"] == 9
-        assert program.call("usage", agent_id="ada")["agent_count"] == 1
-        assert program.call("list_hot_memories", agent_ids=["ada"]) == {"memories": []}
-        with refusal("UNAVAILABLE"):
-            program.call("fork", source_agent_id="ada", agent_id="eve")
-        with refusal("UNAVAILABLE", request_id="mine"):
-            program.call("reply", agent_id="ada", prompt="Hello", request_id="mine")
-        reads = dict.fromkeys(("CountTokens", "GetAgent", "GetUsage", "ListHotMemories"), 3)
-        assert engine.calls == {**reads, "ForkAgent": 1, "Generate": 1}, engine.calls
-
-
-def a_turn_that_moves_says_where_its_rest_is(program: Testee, world: World) -> None:
-    """No reply that was cut is taken for a whole one: neither as a stream nor by `reply`."""
-    where = {"request_id": "mine", "peer": MovingEngine.PEER, "resume_token": MovingEngine.TOKEN}
-    with served(MovingEngine()) as address:
-        program.call("connect", address=address)
-        for call in ("reply", "stream"):
-            with refusal("UNAVAILABLE", "TURN_MOVED", **where):
-                program.call(call, agent_id="ada", prompt="Hello", request_id="mine")
-        rest = program.call("stream", resume_token=MovingEngine.TOKEN)
-        assert (rest["text"], rest["deltas"], rest["is_finished"], rest["version"]) == ("lo", 1, True, 4), rest
-        with refusal("NOT_FOUND", "RESUME_TOKEN_UNKNOWN"):
-            program.call("stream", resume_token="x")
-
-
-def a_client_has_the_limits_of_every_client(program: Testee, world: World) -> None:
-    """Those of proto/client_rules.json."""
-    engine, archive = MeasuringEngine(), world.files / "archive"
-    archive.write_bytes(bytes(2 * RULES["archive_piece_bytes"] + 1))
-    with served(engine) as address:
-        program.call("connect", address=address)
-        assert program.call("get_agent", agent_id="ada")["version"] == 1
-        with refusal("UNAVAILABLE"):
-            program.call("usage", agent_id="ada")
-        assert program.call("import", agent_id="ada", file=str(archive))["version"] == 1
-        assert program.call("reply", prompt=str(RULES["choices"] - 1))["text"] == ""
-        cut = program.call("embed", texts=["Hello"], truncate=True)  # a live engine takes long for so long a text
-        assert cut == {"model": "cut", "embeddings": []}
-        with refusal("INTERNAL"):
-            program.call("reply", prompt=str(RULES["choices"]))
-    assert engine.attempts == RULES["attempts"]
-    limit_s = RULES["round_trip_timeout_s"]
-    # gRPC rounds a deadline up, by a hundredth of it at most.
-    assert limit_s / 2 < engine.deadline_s <= 1.01 * limit_s, engine.deadline_s
-    assert sum(engine.pieces) == archive.stat().st_size
-    assert max(engine.pieces) <= RULES["archive_piece_bytes"]
-    path = "/".ljust(RULES["socket_path_bytes"], "x")
-    program.call("connect", address=f"unix:{path}")
-    with refusal("INVALID_ARGUMENT", "INVALID_FIELD", "address"):
-        program.call("connect", address=f"unix:{path}x")
-
-
 STEPS: tuple[Step, ...] = (
     addresses_that_are_refused_by_the_client_itself,
     tls_and_a_token_at_the_store,
@@ -421,6 +336,7 @@ STEPS: tuple[Step, ...] = (
     refusals_name_the_field_and_the_reason,
     reads_are_asked_again_and_nothing_else_is,
     a_turn_that_moves_says_where_its_rest_is,
+    a_turn_goes_to_the_engine_that_holds_its_agent,
     a_client_has_the_limits_of_every_client,
 )
 

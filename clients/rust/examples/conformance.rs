@@ -168,7 +168,12 @@ async fn connect(call: &Call) -> Result<Client, Error> {
         }
         builder = builder.tls(tls);
     }
-    builder.connect().await
+    let client = builder.connect().await?;
+    let mut others = Vec::new();
+    for address in call.0.get("engines").and_then(Value::as_array).into_iter().flatten().filter_map(Value::as_str) {
+        others.push(Client::connect(address).await?);
+    }
+    Ok(client.with_engines(others))
 }
 
 async fn embed(client: &Client, call: &Call) -> Answer {

@@ -1,6 +1,7 @@
 //! The connection to a service, and what every call over it has.
 
 use std::fmt;
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use hyper_util::rt::TokioIo;
@@ -39,6 +40,9 @@ pub struct Client {
     agents: AgentStub,
     round_trip: Duration,
     every_call: Option<Duration>,
+    pub(crate) others: Arc<[Client]>,
+    // Under which it holds agents; empty until it was asked.
+    pub(crate) lease_owner: Arc<Mutex<String>>,
 }
 
 /// How a client connects.
@@ -70,6 +74,13 @@ impl Client {
     #[must_use]
     pub fn within(&self, deadline: Duration) -> Self {
         Self { every_call: Some(deadline), ..self.clone() }
+    }
+
+    /// The same connection, which knows the other engines of its engine's store. A turn whose agent one of them holds is made there.
+    /// Addresses come from the caller alone, never from an engine.
+    #[must_use]
+    pub fn with_engines(&self, others: impl IntoIterator<Item = Self>) -> Self {
+        Self { others: others.into_iter().collect(), ..self.clone() }
     }
 
     /// The generated client of the inference service, for calls that have no method here: models, statistics. Its errors become
@@ -145,6 +156,8 @@ impl Builder {
             agents: AgentServiceClient::with_interceptor(channel, bearer),
             round_trip: self.round_trip,
             every_call: None,
+            others: Arc::new([]),
+            lease_owner: Arc::default(),
         })
     }
 }

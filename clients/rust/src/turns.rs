@@ -9,10 +9,10 @@ use tokio::time::{Sleep, sleep_until};
 use tokio_stream::Stream;
 use tonic::Streaming;
 
-use crate::calls::read;
+use crate::calls::{Deadline, read};
 use crate::client::Client;
 use crate::errors::{Error, Result};
-use crate::proto::common::v1::{Message, Part, Role, part};
+use crate::proto::common::v1::{ErrorReason, Message, Part, Role, part};
 use crate::proto::inference::v1 as pb;
 use pb::generate_request::{Input, ResponseFormat};
 use pb::generate_response::Event;
@@ -175,11 +175,47 @@ impl Client {
     }
 
     async fn events(&self, request: pb::GenerateRequest) -> Result<Events> {
-        let (deadline, mut stub, request_id) = (self.long_call(), self.engine(), request.request_id.clone());
-        let called = deadline.once(stub.generate(deadline.request(request))).await;
-        let stream = called.map_err(|error| error.with_request_id(&request_id))?;
+        let (deadline, request_id) = (self.long_call(), request.request_id.clone());
+        let begun = match self.begun(request.clone(), deadline).await {
+            Err(refusal) => match self.holder(&refusal).await {
+                Some(holder) => holder.begun(request, deadline).await,
+                None => Err(refusal),
+            },
+            begun => begun,
+        };
+        let (stream, first) = begun.map_err(|error| error.with_request_id(&request_id))?;
         let deadline = deadline.instant().map(|ends| Box::pin(sleep_until(ends)));
-        Ok(Events { stream: Some(stream), moved: None, deadline, request_id })
+        Ok(Events { stream: Some(stream), first, moved: None, deadline, request_id })
+    }
+
+    /// This engine's stream and its first event, in whose place a refusal may come.
+    async fn begun(&self, request: pb::GenerateRequest, deadline: Deadline) -> Result<(Streaming<pb::GenerateResponse>, Option<Event>)> {
+        let mut stub = self.engine();
+        let mut stream = deadline.once(stub.generate(deadline.request(request))).await?;
+        let first = deadline.hold(async { Ok(stream.message().await?) }).await?;
+        Ok((stream, first.and_then(|response| response.event)))
+    }
+
+    /// The engine that has the agent of a refused turn, if it is known here and answers.
+    async fn holder(&self, refusal: &Error) -> Option<&Client> {
+        let owner = refusal.metadata().get("owner").filter(|owner| !owner.is_empty())?;
+        if refusal.reason() != ErrorReason::AgentHeldElsewhere {
+            return None;
+        }
+        // An engine that starts again keeps its name.
+        if let Some(known) = self.others.iter().find(|each| *each.lease_owner.lock().expect("no panic") == *owner) {
+            return Some(known);
+        }
+        for each in self.others.iter() {
+            let asked = read!(each.round_trip(), each.engine(), get_capabilities, pb::GetCapabilitiesRequest {}).await;
+            if let Ok(answer) = asked {
+                each.lease_owner.lock().expect("no panic").clone_from(&answer.lease_owner);
+                if answer.lease_owner == *owner {
+                    return Some(each);
+                }
+            }
+        }
+        None
     }
 
     /// [`Client::generate`] to its end.
@@ -293,6 +329,7 @@ impl Client {
 pub struct Events {
     // None: it has ended.
     stream: Option<Streaming<pb::GenerateResponse>>,
+    first: Option<Event>,
     // Told already; the next poll is the error that says where the rest is.
     moved: Option<pb::Moved>,
     deadline: Option<Pin<Box<Sleep>>>,
@@ -308,6 +345,9 @@ impl Events {
     fn poll_raw(&mut self, context: &mut Context<'_>) -> Poll<Option<Result<Event>>> {
         if let Some(moved) = self.moved.take() {
             return Poll::Ready(Some(Err(Error::moved(moved))));
+        }
+        if let Some(first) = self.first.take() {
+            return Poll::Ready(Some(Ok(first)));
         }
         let Some(stream) = &mut self.stream else { return Poll::Ready(None) };
         loop {

@@ -50,6 +50,7 @@ interface Call {
   texts?: string[];
   dimensions?: number;
   truncate?: boolean;
+  engines?: string[];
 }
 
 let client: Client | undefined;
@@ -60,10 +61,11 @@ function connected(): Client {
 }
 
 const calls: Record<string, (call: Call, options: CallOptions) => Promise<object>> = {
-  async connect({ address, token, ca_file, server_name }) {
+  async connect({ address, token, ca_file, server_name, engines }) {
     client?.close();
     const tls = ca_file === undefined ? undefined : { ca: readFileSync(ca_file), ...(server_name && { serverName: server_name }) };
     client = new Client(address, { token, tls });
+    client.engines = (engines ?? []).map((each) => new Client(each));
     return {};
   },
   async count(call, options) {

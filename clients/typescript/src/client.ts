@@ -41,6 +41,12 @@ const PIECE_BYTES = 1 << 20;
 /** A client; many calls may be under way at once. close() it. */
 export class Client {
   readonly #connection: Connection;
+  #leaseOwner = "";
+  /**
+   * Clients of the other engines of this engine's store. A turn whose agent one of them holds is made there. Addresses come from here
+   * alone, never from an engine.
+   */
+  engines: readonly Client[] = [];
 
   /** Of the service at unix:/path, host:port or [v6 address]:port. It connects with the first call. */
   constructor(address: string, options: ConnectOptions = {}) {
@@ -88,10 +94,46 @@ export class Client {
   async *#events(
     request: MessageInitShape<typeof GenerateRequestSchema>, options: CallOptions,
   ): AsyncGenerator<GenerateEvent, void, undefined> {
+    const endsMs = options.timeoutMs === undefined ? undefined : performance.now() + options.timeoutMs;
+    let hasBegun = false;
+    try {
+      for await (const event of this.#eventsHere(request, options)) {
+        hasBegun = true;
+        yield event;
+      }
+      return;
+    } catch (thrown) {
+      const holder = hasBegun ? undefined : await this.#holder(toKvasirError(thrown));
+      if (holder === undefined) throw thrown;
+      const left = endsMs === undefined ? options : { ...options, timeoutMs: Math.max(Math.ceil(endsMs - performance.now()), 1) };
+      yield* holder.#eventsHere(request, left);
+    }
+  }
+
+  async *#eventsHere(
+    request: MessageInitShape<typeof GenerateRequestSchema>, options: CallOptions,
+  ): AsyncGenerator<GenerateEvent, void, undefined> {
     for await (const { event } of streamed(options, (given) => this.engine.generate(request, given))) {
       if (event.case !== undefined) yield event;
       if (event.case === "moved") throw movedTo(event.value);
     }
+  }
+
+  /** The engine that has the agent of a refused turn, if it is known here and answers. */
+  async #holder({ reasonName, metadata: { owner } }: KvasirError): Promise<Client | undefined> {
+    if (reasonName !== "AGENT_HELD_ELSEWHERE" || !owner) return undefined;
+    const known = this.engines.find((each) => each.#leaseOwner === owner); // an engine that starts again keeps its name
+    if (known !== undefined) return known;
+    for (const each of this.engines) {
+      try {
+        const answer = await each.#connection.call({}, (given) => each.engine.getCapabilities({}, given));
+        each.#leaseOwner = answer.leaseOwner;
+      } catch {
+        continue; // it is away: then it is not the one that answers for the agent
+      }
+      if (each.#leaseOwner === owner) return each;
+    }
+    return undefined;
   }
 
   /** As generate, to its end. */

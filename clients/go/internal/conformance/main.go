@@ -60,6 +60,7 @@ type call struct {
 	Texts           []string `json:"texts"`
 	Dimensions      *int32   `json:"dimensions"`
 	Truncate        bool     `json:"truncate"`
+	Engines         []string `json:"engines"`
 }
 
 type values = map[string]any
@@ -131,8 +132,20 @@ func (p *program) connect(_ context.Context, told call) (values, error) {
 		options = append(options, kvasir.WithTLS(&tls.Config{RootCAs: roots, ServerName: told.ServerName}))
 	}
 	client, err := kvasir.Dial(told.Address, options...)
-	p.client = client
-	return values{}, err
+	if err != nil {
+		p.client = nil
+		return nil, err
+	}
+	var others []*kvasir.Client
+	for _, address := range told.Engines {
+		other, err := kvasir.Dial(address)
+		if err != nil {
+			return nil, err
+		}
+		others = append(others, other)
+	}
+	p.client = client.WithEngines(others...)
+	return values{}, nil
 }
 
 func (p *program) count(ctx context.Context, told call) (values, error) {

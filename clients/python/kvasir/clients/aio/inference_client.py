@@ -123,13 +123,16 @@ class AioInferenceClient(AioAgentClient):
 
     async def _holder(self, error: Unavailable) -> "AioInferenceClient | None":
         """The engine that has the agent of a refused turn, if it is known here and answers."""
-        owner = error.metadata.get("owner") if error.reason == "AGENT_HELD_ELSEWHERE" else ""
-        for engine in self.engines if owner else ():
+        if error.reason != "AGENT_HELD_ELSEWHERE" or not (owner := error.metadata.get("owner")):
+            return None
+        for engine in self.engines:
+            if engine._lease_owner == owner:  # an engine that starts again keeps its name
+                return engine
+        for engine in self.engines:
             with suppress(KvasirError):
-                if engine._lease_owner != owner:  # an engine that starts again keeps its name
-                    engine._lease_owner = (await engine.get_capabilities()).lease_owner
-                if engine._lease_owner == owner:
-                    return engine
+                engine._lease_owner = (await engine.get_capabilities()).lease_owner
+            if engine._lease_owner == owner:
+                return engine
         return None
 
     async def _turn_here(

@@ -1,6 +1,7 @@
 // The connection to an engine or a store, and its calls.
 package org.kvasir.client;
 
+import io.grpc.Deadline;
 import io.grpc.ManagedChannel;
 import io.grpc.Metadata;
 import io.grpc.Status;
@@ -21,8 +22,10 @@ import java.time.Duration;
 import java.util.ArrayList;
 import java.util.List;
 import java.util.Map;
+import java.util.Optional;
 import java.util.UUID;
 import java.util.concurrent.TimeUnit;
+import java.util.concurrent.atomic.AtomicReference;
 import java.util.function.Supplier;
 import java.util.stream.Stream;
 import javax.net.ssl.SSLException;
@@ -33,6 +36,7 @@ import org.kvasir.inference.v1.EmbedRequest;
 import org.kvasir.inference.v1.EmbedResponse;
 import org.kvasir.inference.v1.Finished;
 import org.kvasir.inference.v1.GenerateRequest;
+import org.kvasir.inference.v1.GetCapabilitiesRequest;
 import org.kvasir.inference.v1.HotMemory;
 import org.kvasir.inference.v1.InferenceServiceGrpc;
 import org.kvasir.inference.v1.ListHotMemoriesRequest;
@@ -53,12 +57,22 @@ public final class Client implements AutoCloseable {
   private final EventLoopGroup group;
   private final Duration roundTrip;
   private final Duration everyCall;
+  private final List<Client> others;
+  private final AtomicReference<String> leaseOwner; // under which the engine holds agents; empty until it was asked
 
-  private Client(ManagedChannel channel, EventLoopGroup group, Duration roundTrip, Duration everyCall) {
+  private Client(
+      ManagedChannel channel,
+      EventLoopGroup group,
+      Duration roundTrip,
+      Duration everyCall,
+      List<Client> others,
+      AtomicReference<String> leaseOwner) {
     this.channel = channel;
     this.group = group;
     this.roundTrip = roundTrip;
     this.everyCall = everyCall;
+    this.others = others;
+    this.leaseOwner = leaseOwner;
   }
 
   /** A client of a service on this machine. It connects with the first call. */
@@ -73,7 +87,15 @@ public final class Client implements AutoCloseable {
 
   /** The same connection; every call, turns and transfers too, must end within this time. */
   public Client within(Duration deadline) {
-    return new Client(channel, group, roundTrip, deadline);
+    return new Client(channel, group, roundTrip, deadline, others, leaseOwner);
+  }
+
+  /**
+   * The same connection, which knows the other engines of its engine's store. A turn whose agent one of them holds is made there.
+   * Addresses come from the caller alone, never from an engine.
+   */
+  public Client withEngines(List<Client> others) {
+    return new Client(channel, group, roundTrip, everyCall, List.copyOf(others), leaseOwner);
   }
 
   /** Ends the connection, and what is under way on it. */
@@ -98,8 +120,7 @@ public final class Client implements AutoCloseable {
   /** A turn's events: Started, PrefillProgress, Deltas, Finished. Close them, also after the end. */
   public Events generate(GenerateRequest.Builder turn) {
     String id = turn.getRequestId().isEmpty() ? UUID.randomUUID().toString() : turn.getRequestId();
-    GenerateRequest request = turn.clone().setRequestId(id).build();
-    return new Events(id, () -> lasting(engine()).generate(request));
+    return events(turn.clone().setRequestId(id).build());
   }
 
   /**
@@ -107,8 +128,37 @@ public final class Client implements AutoCloseable {
    * stream there (TURN_MOVED, HANDOVER_UNCERTAIN), and {@code peer} is that engine's name for this one.
    */
   public Events resume(String resumeToken) {
-    GenerateRequest request = GenerateRequest.newBuilder().setResumeToken(resumeToken).build();
-    return new Events("", () -> lasting(engine()).generate(request));
+    return events(GenerateRequest.newBuilder().setResumeToken(resumeToken).build());
+  }
+
+  private Events events(GenerateRequest request) {
+    Deadline ends = everyCall == null ? null : Deadline.after(everyCall.toNanos(), TimeUnit.NANOSECONDS);
+    return new Events(
+        request.getRequestId(),
+        () -> engine().withDeadline(ends).generate(request),
+        refusal -> holder(refusal).map(holder -> () -> holder.engine().withDeadline(ends).generate(request)));
+  }
+
+  /** The engine that has the agent of a refused turn, if it is known here and answers. */
+  private Optional<Client> holder(KvasirException refusal) {
+    String owner = refusal.metadata().getOrDefault("owner", "");
+    if (!refusal.reasonName().equals("AGENT_HELD_ELSEWHERE") || owner.isEmpty()) {
+      return Optional.empty();
+    }
+    // An engine that starts again keeps its name.
+    return others.stream()
+        .filter(each -> each.leaseOwner.get().equals(owner))
+        .findFirst()
+        .or(() -> others.stream().filter(each -> each.askedLeaseOwner().equals(owner)).findFirst());
+  }
+
+  private String askedLeaseOwner() {
+    try {
+      leaseOwner.set(call(() -> soon(engine()).getCapabilities(GetCapabilitiesRequest.getDefaultInstance()).getLeaseOwner()));
+      return leaseOwner.get();
+    } catch (KvasirException away) {
+      return "";
+    }
   }
 
   /** {@link #generate} to its end. */
@@ -325,7 +375,7 @@ public final class Client implements AutoCloseable {
         shown.put(Metadata.Key.of("authorization", Metadata.ASCII_STRING_MARSHALLER), "Bearer " + token);
         building.intercept(MetadataUtils.newAttachHeadersInterceptor(shown));
       }
-      return new Client(building.build(), group, timeout, null);
+      return new Client(building.build(), group, timeout, null, List.of(), new AtomicReference<>(""));
     }
 
     private void encrypt(NettyChannelBuilder building) {

@@ -3,6 +3,8 @@ package org.kvasir.client;
 
 import io.grpc.StatusRuntimeException;
 import java.util.Iterator;
+import java.util.Optional;
+import java.util.function.Function;
 import java.util.function.Supplier;
 import org.kvasir.inference.v1.GenerateResponse;
 import org.kvasir.inference.v1.Moved;
@@ -12,25 +14,32 @@ import org.kvasir.inference.v1.Moved;
  * To close it earlier cancels the turn.
  */
 public final class Events implements Iterator<GenerateResponse>, AutoCloseable {
-  private final Pieces<GenerateResponse> events;
+  private Pieces<GenerateResponse> events;
   private final String requestId;
+  private Function<KvasirException, Optional<Supplier<Iterator<GenerateResponse>>>> elsewhere; // null: the turn has its engine
   private Moved moved; // told already: the rest is elsewhere
 
-  Events(String requestId, Supplier<Iterator<GenerateResponse>> generate) {
+  /** {@code elsewhere}: the call to make instead, if the turn is refused so before it begins. */
+  Events(
+      String requestId,
+      Supplier<Iterator<GenerateResponse>> generate,
+      Function<KvasirException, Optional<Supplier<Iterator<GenerateResponse>>>> elsewhere) {
     this.requestId = requestId;
+    this.elsewhere = elsewhere;
     this.events = new Pieces<>(generate);
   }
 
   @Override
   public boolean hasNext() {
     checkNotMoved();
-    return typed(events::hasNext);
+    return typed(() -> events.hasNext());
   }
 
   @Override
   public GenerateResponse next() {
     checkNotMoved();
-    GenerateResponse event = typed(events::next);
+    GenerateResponse event = typed(() -> events.next());
+    elsewhere = null;
     moved = event.hasMoved() ? event.getMoved() : null;
     return event;
   }
@@ -50,7 +59,12 @@ public final class Events implements Iterator<GenerateResponse>, AutoCloseable {
     try {
       return step.get();
     } catch (StatusRuntimeException error) {
-      throw KvasirException.of(error).withRequestId(requestId);
+      KvasirException refusal = KvasirException.of(error).withRequestId(requestId);
+      var there = elsewhere == null ? Optional.<Supplier<Iterator<GenerateResponse>>>empty() : elsewhere.apply(refusal);
+      elsewhere = null;
+      events.close();
+      events = new Pieces<>(there.orElseThrow(() -> refusal));
+      return typed(step);
     }
   }
 }

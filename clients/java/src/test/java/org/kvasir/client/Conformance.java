@@ -17,6 +17,7 @@ import java.time.Duration;
 import java.util.ArrayList;
 import java.util.HashMap;
 import java.util.LinkedHashMap;
+import java.util.List;
 import java.util.Map;
 import java.util.concurrent.ExecutionException;
 import java.util.concurrent.Executors;
@@ -152,7 +153,11 @@ final class Conformance {
     if (call.has("server_name")) {
       builder.serverName(text(call, "server_name"));
     }
-    connected = builder.connect();
+    List<Client> others = new ArrayList<>();
+    if (call.has("engines")) {
+      call.getAsJsonArray("engines").forEach(each -> others.add(Client.connect(each.getAsString())));
+    }
+    connected = builder.connect().withEngines(others);
     return Map.of();
   }
 
