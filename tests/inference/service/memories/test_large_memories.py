@@ -13,7 +13,7 @@ from tests.inference.engine.tiny_models import LLAMA, write_model
 from tests.inference.service.stores.slow_link import SlowLink
 from tests.running.system_fixtures import House, running_house
 
-# With 16 bits a value a block has 8.4 MB, a piece two of them, and a memory of LONG 38 MB.
+# With 16 bits a value a block has 8.4 MB, a piece two of them, and a memory of LONG 25 MB.
 WIDE = {
     **LLAMA,
     "num_hidden_layers": 8,
@@ -23,10 +23,10 @@ WIDE = {
     "max_position_embeddings": 8192,
 }
 GREEDY = {"max_tokens": 6, "stop_token_ids": []}
-LONG = "The archive lists every door by its key; the seventh key is missing since the flood of spring. " * 30
+LONG = "The archive lists every door by its key; the seventh key is missing since the flood of spring. " * 20
 MORE = "Who keeps the key? Answer with a name, and say where it is kept. "
 TRICKLE = 2e6  # bytes a second: most of a memory is left when its turn ends
-LARGE_BYTES = 39_000_000  # of a memory of LONG, about
+LARGE_BYTES = 26_000_000  # of a memory of LONG, about
 # There is room for one copy at a time, a reader waits a moment only, and a store that takes nothing is given up soon.
 SIXTEEN_BITS = ("--kv-policy", "fp")
 STRICT = ("--max-publishing-bytes", "1000", "--commit-wait-s", "0.2", "--publish-timeout-s", "4", "--stop-grace-s", "1")
