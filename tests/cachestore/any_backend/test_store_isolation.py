@@ -64,6 +64,7 @@ PROBES: dict[str, Callable[[Store, SyntheticSnapshot], object]] = {
     "snapshots.has_had": lambda s, c: (
         not s.snapshots.has_had(NS, "secret", c.manifest_digest.hash) or pytest.fail("their version was seen")
     ),
+    "snapshots.known": lambda s, c: refused(lambda: s.snapshots.known(NS, c.manifest_digest)),
     "snapshots.page": lambda s, c: not_found(lambda: s.snapshots.page(NS, "secret")),
     "prefixes.find": lambda s, c: (
         s.prefixes.find(NS, KV, HASHES.block_hashes(THEIRS), (0,)).tokens == 0 or pytest.fail("seen")
@@ -111,7 +112,7 @@ PROBES: dict[str, Callable[[Store, SyntheticSnapshot], object]] = {
 # These are of the whole store: no namespace asks them.
 WHOLE_STORE = {
     *("open", "close", "events.subscribe", "owners.unfinished", "owners.known", "owners.rename_peers"),
-    *("care.scrub", "care.check", "care.expire_agents", "jobs.has"),
+    *("care.scrub", "care.known_damage", "care.check", "care.expire_agents", "jobs.has"),
     *("statistics.counted", "statistics.totals", "statistics.ailments", "statistics.written"),
 }
 WITHIN_THE_STORE = {"leases.taking_back"}
@@ -156,6 +157,11 @@ def test_what_is_theirs_does_not_exist_for_us(store: Store, content: SyntheticSn
     PROBES[method](store, content)
     assert before == seen_by_its_owner(store)
     assert_restores(store, store.snapshots.get(THEIRS, "secret"), content, THEIRS)
+
+
+def test_a_manifest_that_was_read_for_them_is_not_committed_for_us(store: Store, content: SyntheticSnapshot) -> None:
+    known = store.snapshots.known(THEIRS, content.manifest_digest)
+    refused(lambda: store.snapshots.commit(NS, "mine", content.manifest_digest, 0, known=known))
 
 
 def test_a_manifest_of_ours_cannot_name_their_blobs(store: Store, content: SyntheticSnapshot) -> None:
