@@ -46,31 +46,38 @@ def verified(
     core: Core, namespace: str, digest: Digest, *, is_found: bool = False, past_copies: bool = False
 ) -> memoryview:
     """As read_blob, but not counted as served. `past_copies`: see NamespaceBlobs.read."""
-    if not is_found:
-        _listed_whole(core, namespace, digest)
-    try:
-        return core.blobs.of(namespace).read(digest, past_copies=past_copies)
-    except (FileNotFoundError, Damaged):
-        # Since the look-up it may have been swept, and written again: what is there now decides.
-        with core.blobs.of(namespace).naming(digest.hash):
-            return _read_or_quarantine(core, namespace, digest)
+    with contextlib.suppress(FileNotFoundError, Damaged):
+        if is_found or not _listed(core, namespace, digest).is_damaged:
+            return core.blobs.of(namespace).read(digest, past_copies=past_copies)
+    # Since the look-up it may have been swept, and written again: what is there now decides.
+    with core.blobs.of(namespace).naming(digest.hash):
+        return _read_or_quarantine(core, namespace, digest)
 
 
 def _read_or_quarantine(core: Core, namespace: str, digest: Digest) -> memoryview:
     """Read, past copies, while no other thread can replace or remove the blob."""
-    _listed_whole(core, namespace, digest)
+    if _listed(core, namespace, digest).is_damaged:
+        return _read_again(core, namespace, digest)
     try:
         return core.blobs.of(namespace).read(digest, past_copies=True)
     except FileNotFoundError:
         refused, cause = _found_damaged(core, namespace, digest, "its file is missing"), None
     except Damaged as error:
         refused, cause = _found_damaged(core, namespace, digest, str(error)), error
-    with contextlib.suppress(FileNotFoundError, Damaged):
-        if core.blobs.is_shared:  # another process may have written it while this one looked
+    with contextlib.suppress(DataLoss):
+        return _read_again(core, namespace, digest)  # another process may have written it while this one looked
+    raise refused from cause
+
+
+def _read_again(core: Core, namespace: str, digest: Digest) -> memoryview:
+    """Read a blob that is in quarantine, and take it out. On a disk its bytes stay as they are; a bucket that had
+    others may only have answered wrongly. Raises DataLoss."""
+    if core.blobs.is_shared:
+        with contextlib.suppress(FileNotFoundError, Damaged):
             data = core.blobs.of(namespace).read(digest, past_copies=True)
             core.catalog.write(namespace, lambda change: change.set_damaged(digest, False), frees_space=True)
             return data
-    raise refused from cause
+    raise damaged_error(digest, "it is in quarantine")
 
 
 def quarantine(core: Core, namespace: str, digests: Iterable[Digest]) -> None:
@@ -169,12 +176,11 @@ def _found_damaged(core: Core, namespace: str, digest: Digest, why: str) -> Data
     return damaged_error(digest, why)
 
 
-def _listed_whole(core: Core, namespace: str, digest: Digest) -> None:
+def _listed(core: Core, namespace: str, digest: Digest) -> BlobEntry:
     found = _find(core, namespace, digest)
     if found is None:
         raise not_found(digest)
-    if found.is_damaged:
-        raise damaged_error(digest, "it is in quarantine")
+    return found
 
 
 def _find(core: Core, namespace: str, digest: Digest) -> BlobEntry | None:

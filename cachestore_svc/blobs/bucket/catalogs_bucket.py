@@ -12,7 +12,18 @@ from typing import NamedTuple, Protocol
 from kvasir.errors import FailedPrecondition
 
 from cachestore_svc.blobs.bucket.bucket import Bucket
-from cachestore_svc.blobs.bucket.owning import CATALOG, OWNER, TAKEN, Held, Note, check_where, foreign, held_by, noted
+from cachestore_svc.blobs.bucket.owning import (
+    CATALOG,
+    OWNER,
+    TAKEN,
+    Held,
+    Note,
+    check_where,
+    foreign,
+    held_by,
+    noted,
+    owned_by,
+)
 
 _TRIES = 5  # others may start, or find a promotion, at the same time
 _NEW_PROOF_AFTER = 60.0  # seconds
@@ -89,13 +100,13 @@ class CatalogOwner:
         raise _taken(where)
 
     def check(self) -> None:
-        """Raises FailedPrecondition (BUCKET_TAKEN), and OSError where the bucket does not answer."""
+        """Raises FailedPrecondition (BUCKET_TAKEN), and OSError where the bucket does not answer, or has no owner."""
         if (database := self._database) is None:
             raise _taken(self._bucket.where)
         # Another process may know of a promotion, or of a proof, before this one: then the database is read, and behind
         # the bucket, because each proof is in the database first.
         for is_last_known in (True, False, False):
-            held, tag = held_by(self._bucket)
+            held, tag = owned_by(self._bucket)
             home = database.home() if is_last_known else database.look()
             if not is_last_known:
                 self._proofs = database.proofs()
@@ -133,7 +144,7 @@ def _is_ours(held: Held, known: Note | None, home: Home, proofs: tuple[str, ...]
         is_proven = held.start < home.timeline or held.proof in ("", *proofs)
         return held.place == home.database and held.start <= home.timeline and is_proven
     # Of a version that gave the bucket to a data directory: its next start is in that directory.
-    return not held.store or (known is not None and held.start in known.starts)
+    return not held.store or (known is not None and held.noted_start in known.starts)
 
 
 def _unlike(words: str) -> FailedPrecondition:

@@ -3,6 +3,8 @@ start, and the directory that started; each start replaces it by If-Match. Two s
 other's blobs: a copy of a store's data is one.
 """
 
+import errno
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,8 +16,10 @@ from cachestore_svc.blobs.bucket.bucket import Bucket
 
 OWNER = "kvasir-store"
 _MOST_BYTES = 256
+_STORE = re.compile(rb"[0-9a-f]{32}( |$)")  # the object begins with it
 TAKEN = "BUCKET_TAKEN"
 _INDEX, CATALOG = "index", "catalog"  # in the object of an owner: where the index lies
+_NO_START = "-"  # in a note: the bucket had no owner, or one of a version that wrote none
 
 
 @dataclass(frozen=True)
@@ -25,10 +29,10 @@ class Note:
 
     where: str
     store: str
-    starts: tuple[str, ...] = ("",)  # that of a version that wrote none
+    starts: tuple[str, ...] = (_NO_START,)
 
     def write(self, path: Path) -> None:
-        replace_private_text(path, " ".join([self.where, self.store, *self.starts]).rstrip() + "\n")
+        replace_private_text(path, " ".join([self.where, self.store, *self.starts]) + "\n")
 
 
 @dataclass(frozen=True)
@@ -42,6 +46,11 @@ class Held:
     index: str = ""
     proof: str = ""
 
+    @property
+    def noted_start(self) -> str:
+        """The start as notes have it."""
+        return self.start or _NO_START
+
 
 class BucketOwner:
     """One start of a store. Before a removal, and after a write, it looks whether it is still the last one."""
@@ -52,9 +61,9 @@ class BucketOwner:
         self.start = start
 
     def check(self) -> None:
-        """Raises FailedPrecondition (BUCKET_TAKEN), and OSError where the bucket does not answer."""
-        held, _ = held_by(self._bucket)
-        if (held.store, held.start) != (self.store, self.start):
+        """Raises FailedPrecondition (BUCKET_TAKEN), and OSError where the bucket does not answer, or has no owner."""
+        held, _ = owned_by(self._bucket)
+        if (held.store, held.noted_start) != (self.store, self.start):
             raise FailedPrecondition(
                 f"{self._bucket.where} was taken by another copy of this store's data: this one may remove and "
                 "acknowledge nothing there. Stop one of the two",
@@ -85,17 +94,23 @@ def take_bucket(
     has_index: bool = False,
 ) -> BucketOwner:
     """Start: be the owner from now on. A bucket that `has_index`, too, goes to the store that starts last, with any
-    directory. Raises FailedPrecondition for the bucket of another store, for a note of another bucket, and
-    (BUCKET_TAKEN) for a bucket that another copy of these data has, unless it `takes_from_copy`."""
+    directory. Raises FailedPrecondition for the bucket of another store, for a note of another bucket, and, unless it
+    `takes_from_copy`, for one where this store never was, and (BUCKET_TAKEN) for one that another copy of these data
+    has."""
     held, tag = held_by(bucket)
     known = noted(note) or Note(bucket.where, (has_index and held.store) or token_hex(16))
     _check_same(bucket, known, held, has_index=has_index)
+    if not (held.store or _NO_START in known.starts or takes_from_copy):
+        raise FailedPrecondition(
+            f"{bucket.where} has nothing of this store, whose blobs lie in a bucket of that name: is it another "
+            "server, or one whose disk is not mounted? --accept-older goes on without them"
+        )
     here = str(note.parent.stat().st_ino)  # a copy lies in another one
-    is_copy = held.store and (held.start not in known.starts or held.place not in ("", here))
+    is_copy = held.store and (held.noted_start not in known.starts or held.place not in ("", here))
     if is_copy and not (takes_from_copy or has_index):
         raise _taken(bucket.where)
     start = token_hex(16)
-    Note(known.where, known.store, (held.start, start)).write(note)
+    Note(known.where, known.store, (held.noted_start, start)).write(note)
     record = " ".join([known.store, start, here, *([_INDEX] if has_index else [])]).encode()
     is_won = bucket.swap(OWNER, record, tag) if tag else bucket.put_new(OWNER, record)
     if not is_won and held_by(bucket)[0].start != start:  # of a write that was sent twice, the second one fails
@@ -105,13 +120,25 @@ def take_bucket(
 
 
 def held_by(bucket: Bucket) -> tuple[Held, str]:
-    """The facts of the owner, and the object's tag; empty where there is none."""
+    """The facts of the owner, and the object's tag; empty where there is none. Raises OSError where the bucket does not
+    answer, or with something else: a page of a proxy makes no other store the owner."""
     try:
         data, tag = bucket.get_tagged(OWNER, _MOST_BYTES)
     except FileNotFoundError:
         return Held(), ""
+    if _STORE.match(data) is None:
+        raise OSError(errno.EHOSTUNREACH, "the bucket answered with bytes that no store wrote", OWNER)
     words = [*data.decode("ascii", "replace").split(), *[""] * 5]
     return Held(*words[:5]), tag
+
+
+def owned_by(bucket: Bucket) -> tuple[Held, str]:
+    """As `held_by`, for a store that has the bucket: nobody removes the object. Raises OSError where it is not there,
+    as where the server's disk is not mounted."""
+    held, tag = held_by(bucket)
+    if not held.store:
+        raise OSError(errno.EHOSTUNREACH, "the bucket answered that no store began there", OWNER)
+    return held, tag
 
 
 def noted(note: Path) -> Note | None:
@@ -122,7 +149,7 @@ def noted(note: Path) -> Note | None:
         where, store, *starts = read_private_text(note).split()
     except (CredentialFileError, ValueError) as error:
         raise FailedPrecondition(f"{note}: expected a bucket and the name of a store: {error}") from None
-    return Note(where, store, tuple(starts) or ("",))
+    return Note(where, store, tuple(starts) or (_NO_START,))
 
 
 def _check_same(bucket: Bucket, known: Note, held: Held, *, has_index: bool) -> None:
