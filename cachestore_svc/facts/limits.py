@@ -41,10 +41,13 @@ def check_query(agent_id: str, kv_identity_hash: str | None = None) -> LineQuery
 
 
 def check_text(text: str, field: str) -> None:
+    """Raises InvalidArgument for text that a catalog cannot look for."""
     try:
         text.encode()
     except UnicodeEncodeError:
         raise wrong(field, "expected text that UTF-8 can write") from None
+    if "\0" in text:  # PostgreSQL's texts have none
+        raise wrong(field, "expected text without a NUL")
 
 
 def check_labels(labels: Mapping[str, str]) -> None:

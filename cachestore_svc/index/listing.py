@@ -10,6 +10,7 @@ from blake3 import blake3
 from kvasir.errors import InvalidArgument
 
 from cachestore_svc.facts import records
+from cachestore_svc.facts.limits import check_text
 from cachestore_svc.index.catalog import Catalog, CatalogView
 from cachestore_svc.index.values import AgentFilter
 
@@ -99,6 +100,7 @@ def page_place(token: str, listing: Sequence[str]) -> str:
         mark, place = named[:_MARK_BYTES], named[_MARK_BYTES:].decode()
     except (binascii.Error, ValueError):
         raise InvalidArgument("page_token: not one of ours", field="page_token") from None
+    check_text(place, "page_token")
     if mark != _mark(listing):
         raise InvalidArgument("page_token: it belongs to another listing; begin without one", field="page_token")
     return place

@@ -196,6 +196,10 @@ def test_listing_pages_through_names_by_prefix_and_labels(
             store.agents.page(NS, page_token=bad)
     with pytest.raises(InvalidArgument, match="page_size"):
         store.agents.page(NS, page_size=-1)
+    with pytest.raises(InvalidArgument, match="name_prefix: expected text without a NUL"):
+        store.agents.page(NS, name_prefix="beta\0")
+    with pytest.raises(InvalidArgument, match="page_token: expected text without a NUL"):
+        store.agents.page(NS, page_token=listing.page_token("beta\0", ("",)))
     assert len(store.agents.page(NS, page_size=1_000_000).agents) == len(names)
     token = store.agents.page(NS, page_size=1, name_prefix="beta-").next_page_token
     for filters in ({}, {"name_prefix": "b"}, {"name_prefix": "beta-", "labels": {"role": "critic"}}):
