@@ -7,7 +7,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -95,6 +95,26 @@ def test_a_command_that_is_refused_is_refused_here_in_its_words() -> None:
     assert Ended(1, '{"problems": 3}', "").value == {"problems": 3}
     with pytest.raises(FailedPrecondition, match="No module named"):
         _ = Ended(1, "", "No module named typer").value
+
+
+class _Printing(HomeCommands):
+    """Runs a program that prints a result of one long line, as a backup does that finds many damaged files."""
+
+    async def begin(self, words: Sequence[str]) -> asyncio.subprocess.Process:
+        program = f"import json; print(json.dumps({{'damaged': ['{'x' * 90}'] * {words[0]}}}))"
+        pipe = asyncio.subprocess.PIPE
+        return await asyncio.create_subprocess_exec(sys.executable, "-c", program, stdin=pipe, stdout=pipe, stderr=pipe)
+
+
+def test_a_result_of_one_long_line_is_read(tmp_path: Path) -> None:
+    async def done(count: int) -> Any:
+        jobs = Jobs(_Printing(tmp_path), time.time)
+        await jobs.start("backup", "this home", [str(count)])
+        await asyncio.wait([jobs._tasks["backup"]], timeout=60)
+        return jobs.of("backup")
+
+    job = asyncio.run(done(5000))
+    assert (job.problem, len(job.value["damaged"])) == ("", 5000)
 
 
 @pytest.mark.long(8)

@@ -1,6 +1,7 @@
 """Commands that take longer than a page may: one of a kind at a time, with what each reports on its way."""
 
 import asyncio
+import codecs
 import json
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -10,7 +11,7 @@ from kvasir.errors import FailedPrecondition, KvasirError
 
 from kvasir_gateway.page.operating.commands import Ended, HomeCommands, ended
 
-_MOST_OUT_BYTES = 1 << 20
+_MOST_OUT_BYTES, _PIECE_BYTES = 1 << 20, 1 << 16
 
 
 class Job:
@@ -38,9 +39,9 @@ class Job:
             told |= line
         return told
 
-    def read_out(self, line: str) -> None:
+    def read_out(self, piece: str) -> None:
         if len(self._out) < _MOST_OUT_BYTES:
-            self._out += line
+            self._out += piece
 
     def read_progress(self, line: str) -> bool:
         """Whether more is done than before."""
@@ -99,7 +100,7 @@ class Jobs:
         last = ""
         assert process.stdout is not None
         assert process.stderr is not None
-        reading = asyncio.create_task(_lines(process.stdout, job.read_out))
+        reading = asyncio.create_task(_pieces(process.stdout, job.read_out))
         why = "it was stopped"
         try:
             async with asyncio.timeout(stalls_s) as limit:
@@ -118,9 +119,11 @@ class Jobs:
                 job.ended_s, job.problem = self._now(), why
 
 
-async def _lines(stream: asyncio.StreamReader, take: Callable[[str], None]) -> None:
-    async for line in _decoded(stream):
-        take(line)
+async def _pieces(stream: asyncio.StreamReader, take: Callable[[str], None]) -> None:
+    """A result is one line, however long: a backup names each file that is damaged."""
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    while piece := await stream.read(_PIECE_BYTES):
+        take(decoder.decode(piece))
 
 
 async def _decoded(stream: asyncio.StreamReader) -> Any:
