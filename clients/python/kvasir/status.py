@@ -111,7 +111,7 @@ def from_status(status: status_pb2.Status) -> errors.KvasirError:
         status.message,
         reason=info.reason or None,
         field=field,
-        retry_after_s=retry.retry_delay.ToMilliseconds() / 1000 if id(retry) in found else None,
+        retry_after_s=max(0.0, retry.retry_delay.ToMilliseconds() / 1000) if id(retry) in found else None,
         metadata=metadata,
     )
 

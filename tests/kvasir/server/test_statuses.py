@@ -45,6 +45,12 @@ def test_a_call_that_is_cut_while_it_sends_may_be_tried_again() -> None:
     assert type(sent(errors.Internal("Internal error from Core"))) is errors.Internal
 
 
+def test_an_error_has_no_wait_below_nothing() -> None:
+    """By whoever stands before a service: a caller that sleeps for so long would fail by that."""
+    status = to_status(errors.Unavailable("later", retry_after_s=-5.0))
+    assert from_status(status).retry_after_s == 0.0
+
+
 def test_every_error_type_has_its_own_row() -> None:
     assert set(ANSWERS) == set(TYPES) - {KvasirError}
     assert len({answer.code for answer in ANSWERS.values()}) == len(ANSWERS)
