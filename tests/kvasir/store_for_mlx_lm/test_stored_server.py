@@ -121,6 +121,47 @@ def test_a_store_that_is_gone_or_lost_a_cache_costs_no_request(store: RunningSto
         assert caches.fetch_nearest_cache(_TINY, [*_PROMPT, 5]) == (None, [*_PROMPT, 5])
 
 
+def test_a_damaged_cache_hides_no_other(store: RunningStore) -> None:
+    with _caches(store.address) as first, store.client() as client:
+        for begin in (1, 2):
+            first.insert_cache(_TINY, [begin, *_PROMPT], _computed([begin, *_PROMPT]))
+        first.close()
+        damaged, _ = [client.get_snapshot(agent.agent_id)[0].manifest.hash for agent in client.list_agents().agents]
+    [file] = store.data_dir.rglob(damaged)
+    file.write_bytes(file.read_bytes()[:-1])
+    with _caches(store.address) as caches:
+        found = [caches.fetch_nearest_cache(_TINY, [begin, *_PROMPT, 5])[1] for begin in (1, 2)]
+    assert [5] in found
+
+
+@pytest.mark.parametrize("knows", [True, False])
+def test_a_store_that_does_not_answer_for_a_while_is_waited_for_once_and_its_caches_are_used_later(
+    store: RunningStore, monkeypatch: pytest.MonkeyPatch, *, knows: bool
+) -> None:
+    with _caches(store.address) as first:
+        first.insert_cache(_TINY, _PROMPT, _computed(_PROMPT))
+    monkeypatch.setattr(stored_caches, "SILENCE_S", 0.5)
+    with StoreClient.connect(store.address, timeout_s=0.5) as client:
+        caches = StoredPromptCaches(client, 64)
+        if knows:
+            caches.fetch_nearest_cache(_TINY, [9])
+        os.kill(store.process.pid, signal.SIGSTOP)
+        try:
+            took_s = []
+            for _ in range(4):
+                began = time.monotonic()
+                assert caches.fetch_nearest_cache(_TINY, [*_PROMPT, 5]) == (None, [*_PROMPT, 5])
+                took_s.append(time.monotonic() - began)
+            assert sum(took_s[1:]) < took_s[0]
+        finally:
+            os.kill(store.process.pid, signal.SIGCONT)
+        [stored] = caches._models.values()
+        assert stored is not None
+        stored._next_call_s = 0.0
+        assert caches.fetch_nearest_cache(_TINY, [*_PROMPT, 5])[1] == [5]
+        caches.close()
+
+
 @contextmanager
 def _full_disk(most_bytes: int = 1000) -> Iterator[None]:
     """No file of this process grows beyond so many bytes."""

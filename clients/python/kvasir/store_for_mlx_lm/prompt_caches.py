@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from blake3 import blake3
 
 from kvasir.clients import StoreClient
-from kvasir.errors import FailedPrecondition, InvalidArgument, NotFound
+from kvasir.errors import DataLoss, FailedPrecondition, InvalidArgument, NotFound
 from kvasir.formats import manifest as manifests
 from kvasir.formats.block_hash import chain_hashes
 from kvasir.formats.digest import Digest
@@ -96,9 +96,12 @@ class PromptCaches:
             raise InvalidArgument(f"the memory is no prompt cache of mlx-lm: {error}", field="name") from None
 
     def kept(self, prefix: str) -> Iterator[KeptCache]:
-        """The caches of these weights whose names begin so."""
+        """The caches of these weights whose names begin so, but for those that are damaged, or removed meanwhile."""
         for agent in self._store.every_agent(name_prefix=prefix):
-            kept = manifests.parse(self._store.get_snapshot(agent.agent_id)[1])
+            try:
+                kept = manifests.parse(self._store.get_snapshot(agent.agent_id)[1])
+            except (NotFound, DataLoss, InvalidArgument):
+                continue
             if kept.kv_identity.weights_digest == self.weights_digest:
                 tokens = array("I", kept.token_ids)
                 yield KeptCache(agent.agent_id, tokens, is_trimmable(kept), kept.created_unix_ms)

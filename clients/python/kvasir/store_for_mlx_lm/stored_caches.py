@@ -18,11 +18,11 @@ from mlx.utils import tree_map
 from mlx_lm.models import cache as _cache
 
 from kvasir.clients import StoreClient
-from kvasir.errors import NotFound
+from kvasir.errors import DeadlineExceeded, NotFound, Unavailable
 from kvasir.formats.block_hash import BLOCK_TOKENS
 from kvasir.store_for_mlx_lm.prompt_caches import KeptCache, PromptCaches
 from kvasir.store_for_mlx_lm.weights import weights_of
-from kvasir.waits import SILENCE_S
+from kvasir.waits import PATIENCE_S, SILENCE_S
 
 mlx_lm_cache: Any = _cache
 _LOG = logging.getLogger("kvasir.store_for_mlx_lm")
@@ -78,34 +78,56 @@ class StoredPromptCaches(mlx_lm_cache.LRUPromptCache):  # type: ignore[misc]
 class _StoredOfModel:
     """The stored caches of one model. A thread of its own sends them, and alone changes what is known of them."""
 
-    def __init__(self, caches: PromptCaches, keep: int) -> None:
+    def __init__(self, caches: PromptCaches, keep: int, steady: Callable[[], float] = time.monotonic) -> None:
         self._caches = caches
         self._keep = keep
+        self._steady = steady
+        self._next_call_s = 0.0
         self._prefix = f"mlx-lm/{caches.weights_digest[:16]}/"
         self._known: dict[str, KeptCache] = {}
+        self._is_listed = False
         self._files = tempfile.TemporaryDirectory(prefix="kvasir-mlx-lm-")
         self._numbers = count()
         self.waiting: Queue[tuple[Path, array[int], int] | None] = Queue()
-        with _warning("stored prompt caches are not known"):
-            self._known = {each.name: each for each in caches.kept(self._prefix)}
-        _LOG.info("%d prompt caches are stored", len(self._known))
+        self._list()
         self.sender = threading.Thread(target=self._send_all, daemon=True)
         self.sender.start()
 
     def load(self, tokens: Sequence[int], least: int) -> tuple[list[Any], list[int]] | None:
         """The stored cache that has most of these tokens, if at least so many, and its own tokens."""
-        if min(tokens, default=-1) < 0:  # images
+        if min(tokens, default=-1) < 0 or self._steady() < self._next_call_s:  # images; a store that did not answer
             return None
+        self._list()
         wanted = array("I", tokens)
         shared = {each.name: each.shared_with(wanted) for each in list(self._known.values())}
         name = max(shared, key=shared.__getitem__, default="")
         if not name or shared[name] < least:
             return None
         with _warning("a stored prompt cache is left out"):
-            data, held = self._caches.load(name, SILENCE_S)
+            with self._leaving_alone():
+                data, held = self._caches.load(name, SILENCE_S)
             return _loaded(data, self._file()), held
-        self._known.pop(name, None)
+        if self._steady() >= self._next_call_s:
+            self._known.pop(name, None)
         return None
+
+    def _list(self) -> None:
+        """List the stored caches, once."""
+        if not self._is_listed:
+            with _warning("stored prompt caches are not known"), self._leaving_alone():
+                self._known |= {each.name: each for each in self._caches.kept(self._prefix)}
+                self._is_listed = True
+                _LOG.info("%d prompt caches are stored", len(self._known))
+
+    @contextmanager
+    def _leaving_alone(self) -> Iterator[None]:
+        """The thread that generates waits for the store: one that did not answer is left alone for a while. Its caches
+        are there later."""
+        try:
+            yield
+        except (Unavailable, DeadlineExceeded):
+            self._next_call_s = self._steady() + PATIENCE_S
+            raise
 
     def save(self, tokens: Sequence[int], cache: list[Any]) -> None:
         """Write the new rows of a cache to a file, which is sent later. One that cannot be kept is left out."""
