@@ -34,6 +34,7 @@ class _Engine(inference_pb2_grpc.InferenceServiceServicer):
             self._refuse(context)
         if request.resume_token:
             yield pb.GenerateResponse(delta=pb.Delta(text=f"rest of {request.resume_token}"))
+            yield pb.GenerateResponse(finished=pb.Finished())
             return
         text = pb.GenerateResponse(delta=pb.Delta(text=str(len(request.prompt))))
         if request.agent_id == "moves":

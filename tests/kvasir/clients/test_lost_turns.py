@@ -21,10 +21,10 @@ NEVER_HEARD = NotFound("resume_token: no turn waits", reason="RESUME_TOKEN_UNKNO
 
 
 class _Breaking(inference_pb2_grpc.InferenceServiceServicer):
-    """An engine whose turns say one word and end with an error, after a while."""
+    """An engine whose turns say one word and end with an error, after a while, or as a proxy may end them."""
 
     def __init__(
-        self, error: KvasirError, text: str, pause_s: float, left_s: list[float], moved: pb.Moved | None
+        self, error: KvasirError | None, text: str, pause_s: float, left_s: list[float], moved: pb.Moved | None
     ) -> None:
         self._error = error
         self._text = text
@@ -42,6 +42,8 @@ class _Breaking(inference_pb2_grpc.InferenceServiceServicer):
             yield pb.GenerateResponse(delta=pb.Delta(text=self._text))
         if self._moved is not None:
             yield pb.GenerateResponse(moved=self._moved)
+        if self._error is None:
+            return
         details = to_status(self._error).SerializeToString()
         context.set_trailing_metadata(((DETAILS_KEY, details),))
         context.abort(answer_to(self._error).code, self._error.message)
@@ -49,7 +51,7 @@ class _Breaking(inference_pb2_grpc.InferenceServiceServicer):
 
 @contextmanager
 def breaking(
-    error: KvasirError,
+    error: KvasirError | None,
     text: str = "",
     *,
     pause_s: float = 0.0,
@@ -101,6 +103,13 @@ def test_a_peer_that_never_heard_of_the_turn_leaves_the_error_that_says_when_to_
         text, error = heard(a, b)
     assert (text, type(error), error.reason) == ("one", Unavailable, "HANDOVER_UNCERTAIN")
     assert (error.retry_after_s, error.metadata["resume_token"]) == (1.0, "t")
+
+
+@pytest.mark.parametrize("heard", [heard_by_blocking, heard_by_async])
+def test_a_reply_without_its_last_event_is_not_taken_for_a_whole_one(heard: Any) -> None:
+    with breaking(None, "one") as a, breaking(NEVER_HEARD) as b:
+        text, error = heard(a, b)
+    assert (text, type(error), error.reason) == ("one", Unavailable, "STREAM_CUT")
 
 
 @pytest.mark.parametrize("heard", [heard_by_blocking, heard_by_async])

@@ -142,12 +142,14 @@ class AioInferenceClient(AioAgentClient):
         if self.peers:  # a message's bytes behind another's add their fields to it
             written += pb.GenerateRequest(followed_peers=list(self.peers)).SerializeToString()
         ends_s = None if timeout_s is None else time.monotonic() + timeout_s
+        has_finished = False
         moved: turns.Moved | None = None
         lost: Unavailable | None = None
         try:
             async with aclosing(self._responses(self._stub.Generate, written, timeout_s, place)) as responses:
                 async for response in responses:
                     yield response
+                    has_finished = has_finished or response.HasField("finished")
                     moved = turns.moved_by(response)
         except Unavailable as error:
             if moved is None:  # else the engine ended after it had told where the turn is
@@ -156,6 +158,8 @@ class AioInferenceClient(AioAgentClient):
                     raise
                 lost = error
         if moved is None:
+            if not has_finished:  # as a proxy may end it
+                raise Unavailable("the reply was cut", reason="STREAM_CUT")
             return
         peer = self._peer(moved.peer)
         if peer is None:
