@@ -1,5 +1,8 @@
 """A played model's replies show what is in the pages: a wrong page, an old one or one at another place changes them."""
 
+import json
+import subprocess
+import sys
 from pathlib import Path
 from random import Random
 
@@ -127,3 +130,14 @@ def test_only_the_program_of_benches_plays(tmp_path: Path, capsys: pytest.Captur
     with pytest.raises(SystemExit):
         played_engine.main(["serve", "--listen", "unix:/nowhere"])
     assert "--shape" in capsys.readouterr().err
+
+
+@pytest.mark.long(6)
+def test_a_step_of_all_rows_is_timed_by_thread() -> None:
+    argv = [sys.executable, "-m", "kvasir_bench.played.step_cost", "--rows", "2", "--tokens", "30"]
+    told = subprocess.run(argv, check=True, capture_output=True, text=True, timeout=120).stdout
+    [found] = [json.loads(line) for line in told.splitlines() if line.startswith("{")]
+    assert 0 < found["steps"] <= 30
+    assert found["messages"] >= 4
+    assert 0 < found["engine_us"] < found["process_us"]
+    assert 0 < found["loop_us"] < found["process_us"]

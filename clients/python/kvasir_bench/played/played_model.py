@@ -167,6 +167,7 @@ def open_played(
     context_tokens: int | None = None,
     tokens_per_s: float = 0.0,
     sleep: Callable[[float], None] = time.sleep,
+    runner_class: type[PlayedRunner] = PlayedRunner,
     **_options: Any,
 ) -> tuple[OpenedModel, PlayedRunner]:
     """As `open_model`, for a geometry's name. Raises InvalidArgument for a shape or a policy that is not played."""
@@ -183,7 +184,7 @@ def open_played(
         (directory / "tokenizer.json").read_text(encoding="utf-8"), lambda ids: str(tokenizer.decode(list(ids)))
     )
     vocabulary_size = len(tokenizer)
-    runner = PlayedRunner(layers, vocabulary_size, _plain_words(tokenizer, vocabulary_size), tokens_per_s, sleep)
+    runner = runner_class(layers, vocabulary_size, _plain_words(tokenizer, vocabulary_size), tokens_per_s, sleep)
     chosen = request.policy(Rung.Q4, _COMPUTE_TYPE, len(layers))
     identity = kv_identity(blake3(f"kvasir.played.v1 {shape}".encode()).hexdigest(), layers, chosen)
     info = ModelInfo(
