@@ -174,13 +174,14 @@ class SequenceKV:
     def advanced(self, count: int) -> None:
         """So many more rows are stored. Window pages that neither the length nor a rewind point needs are released."""
         before, stop = self.length, self.length + count
-        for table in self.tables:
+        windows = [table for table in self.tables if table.window]  # other tables keep all, and so change nothing
+        for table in windows:
             written = self.span(table, stop).start * PAGE_TOKENS
             if before % PAGE_TOKENS and written > before:
                 # The block that these rows begin in may stay for a rewind point, without them.
                 table.valid_from = written
         self.length = stop
-        for table in self.tables:
+        for table in windows:
             if needed_blocks(table.window, before).start != needed_blocks(table.window, stop).start:
                 self._release_unneeded(table)
 

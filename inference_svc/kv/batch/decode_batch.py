@@ -9,6 +9,7 @@ from inference_svc.kv.batch.decode_step import (
     DecodeStep,
     Forward,
     KeptGraph,
+    KeptTable,
     PassArrays,
     PassRows,
     nobodys_page,
@@ -50,6 +51,7 @@ class DecodeBatch:
         # Whether MLX may keep the step's graph: kernels write the pages, so no array goes on from step to step.
         self.keeps_graph = has_kernels and not self._states
         self._kept_graph = KeptGraph(self._traced)
+        self._kept_tables = [KeptTable() for _ in pool.groups]
         self._windows = WindowPass(pool, forward)
 
     def __len__(self) -> int:
@@ -66,12 +68,14 @@ class DecodeBatch:
 
     def hold(self, sequences: Sequence[SequenceKV]) -> None:
         """Make the batch hold these sequences and no others."""
-        staying = set(map(id, sequences))
+        staying, held = set(map(id, sequences)), set(map(id, self.sequences))
+        if staying == held:
+            return
         # From the last slot on: when many turns leave at once, few are moved to take their places.
         for kv in [kv for kv in reversed(self.sequences) if id(kv) not in staying]:
             self.leave(kv)
         for kv in sequences:
-            if kv not in self:
+            if id(kv) not in held:
                 self.join(kv)
 
     def leave(self, kv: SequenceKV) -> None:
@@ -178,7 +182,8 @@ class DecodeBatch:
         count, rows = tokens.shape[0], self._pass_rows
         if step.rows > count:
             tokens = mx.pad(tokens, (0, step.rows - count))
-        given = (tokens, step.offsets, *(group.block_table for group in step.groups))
+        kept = zip(self._kept_tables, step.groups, strict=True)
+        given = (tokens, step.offsets, *(table.of(group) for table, group in kept))
         if not self.keeps_graph:
             return self._traced(pages, order, *given)
         parts = [given]

@@ -50,19 +50,19 @@ class GroupRows:
 
     def __init__(self, tables: Sequence[BlockTable], lengths: Sequence[int], pages: list[int], rows: int) -> None:
         """`tables`, `lengths` and `pages` by row that is stored. `rows`: as many, or more, which are empty."""
+        self.tables = tables
         self._pages = pages
-        self._rows = rows
         self._lengths = lengths
-        self._tables = tables
-        self._width = table_width(max(lengths, default=0) + 1)
+        self.shape = (rows, table_width(max(lengths, default=0) + 1))
         self._columns: dict[RowPlaces, mx.array] = {}
 
     @cached_property
     def block_table(self) -> mx.array:
         """Pages by row and block, int32 [rows, width]; 0 where there is none."""
-        padded = {id(table): table.padded(self._width) for table in self._tables}
-        empty = [[0] * self._width] * (self._rows - len(self._tables))
-        return mx.array([*(padded[id(table)] for table in self._tables), *empty], dtype=mx.int32)
+        rows, width = self.shape
+        padded = {id(table): table.padded(width) for table in self.tables}
+        empty = [[0] * width] * (rows - len(self.tables))
+        return mx.array([*(padded[id(table)] for table in self.tables), *empty], dtype=mx.int32)
 
     @cached_property
     def pages(self) -> mx.array:
@@ -219,9 +219,10 @@ def _writable_pages(
     # All or none: a sequence with a new page that its rows were not copied to would have lost them.
     held = [table.pages.get(block) for table, (_, _, block) in zip(tables, places, strict=True)]
     pages = dict(zip(places, pool.private_pages(held), strict=True))
-    for place, table in zip(places, tables, strict=True):
+    for place, table, old in zip(places, tables, held, strict=True):
         _, slot, block = place
-        sequences[slot].hold(table, {block: pages[place]})
+        if pages[place] != old:
+            sequences[slot].hold(table, {block: pages[place]})
     return [pages[row] for row in rows]
 
 
@@ -238,6 +239,21 @@ def nobodys_page(pool: KvPool) -> Iterator[int]:
         raise
     finally:
         pool.release([page])
+
+
+class KeptTable:
+    """A group's `block_table` on the device: in most steps no row gets a page, and that of the step before serves."""
+
+    def __init__(self) -> None:
+        self._shape = (0, 0)
+        self._pages: list[dict[int, int]] = []  # by row, as it was made of them
+        self._made: mx.array | None = None
+
+    def of(self, group: GroupRows) -> mx.array:
+        pages = [table.pages for table in group.tables]
+        if self._made is None or (group.shape, pages) != (self._shape, self._pages):
+            self._made, self._shape, self._pages = group.block_table, group.shape, [each.copy() for each in pages]
+        return self._made
 
 
 class KeptGraph:

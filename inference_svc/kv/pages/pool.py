@@ -125,7 +125,7 @@ class KvPool:
             is_own.append(page is not None and holders[page] == 1)
             if page is not None:
                 holders[page] -= 1
-        new = self.take(is_own.count(False))
+        new = [] if all(is_own) else self.take(is_own.count(False))
         rest = iter(new)
         pages = [page if page is not None and own else next(rest) for page, own in zip(held, is_own, strict=True)]
         self._await_readers(pages)

@@ -9,6 +9,7 @@ import pytest
 from inference_svc.kv.attention.kernels import Dialect
 from inference_svc.kv.batch.decode_batch import DecodeBatch
 from inference_svc.kv.batch.decode_step import KeptGraph
+from inference_svc.kv.page import PAGE_TOKENS
 from inference_svc.kv.pages.pool import KvPool
 from inference_svc.kv.sequence_kv import SequenceKV
 from tests.inference.kv.sequences import full, identity_of, recurrent, windowed
@@ -65,6 +66,33 @@ def test_a_discarded_batch_holds_no_page() -> None:
     assert here.allocator.used == 2
     batch.discard()
     assert here.allocator.used == 0
+
+
+def test_a_block_table_is_made_again_only_when_a_page_of_it_changes() -> None:
+    here, given = pool(40), list[mx.array]()
+    batch = batch_of(here)
+    batch._kept_graph = lambda *each: given.append(each[-1]) or batch._traced(*each)  # type: ignore[func-returns-value]
+
+    def step() -> mx.array:
+        """What the step was given; it was told all that it must be."""
+        tokens = [*range(len(batch))]
+        assert batch.step(tokens).tolist() == told(batch, tokens)
+        return given[-1]
+
+    for _ in range(2):
+        batch.join(SequenceKV(here))
+    first = step()
+    assert step() is first
+    _, second = batch.sequences
+    second.advanced(PAGE_TOKENS - second.length)
+    longer = step()
+    assert longer is not first
+    second.trim_to(10)
+    assert step() is not longer
+    batch.leave(batch.sequences[0])
+    assert step().shape[0] == 1
+    batch.join(SequenceKV(here))
+    assert step().shape[0] == 2
 
 
 @pytest.mark.parametrize("rows", [1, 3])
