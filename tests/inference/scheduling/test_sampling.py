@@ -102,6 +102,14 @@ def test_batch_mates_change_no_draw_and_no_probability(rows: int, dtype: mx.Dtyp
             assert sample([alone[n]], logits[n : n + 1]) == [together[n]], (step, n)
 
 
+def test_a_sampler_with_several_rows_draws_them_one_after_another_beside_others_of_its_settings() -> None:
+    params = SamplingParams(9, temperature=1.0, top_p=0.9, seed=3)
+    logits, one, other = logits_of(4, 5), Sampler(params), Sampler(params)
+    expected = [sample([other], logits[row : row + 1])[0] for row in range(3)]
+    assert sample([one, one, one, Sampler(params)], logits)[:3] == expected
+    assert one.key_words == other.key_words
+
+
 def test_equal_logits_are_the_first_token_alone_and_in_a_batch() -> None:
     tied = [0.0, 5.0, 5.0, 1.0]
     greedy, asking = Sampler(SamplingParams(9)), Sampler(SamplingParams(9, logprobs=2))
