@@ -302,6 +302,11 @@ class Resumed:
 
 
 @dataclass(frozen=True, slots=True)
+class Held:
+    """The turn stands between two tokens. `TurnHandle.hold` is answered once the listener has this event."""
+
+
+@dataclass(frozen=True, slots=True)
 class MaskPasses:
     """What a model that fills masks computed for a reply. A reply has so many tokens a row, and a pass."""
 
@@ -339,7 +344,7 @@ class Failed:
     error: KvasirError
 
 
-Event: TypeAlias = Started | Prefilled | BlocksFull | Tokens | Preempted | Wanted | Resumed | Ended | Failed
+Event: TypeAlias = Started | Prefilled | BlocksFull | Tokens | Preempted | Wanted | Resumed | Held | Ended | Failed
 Listener: TypeAlias = Callable[[list[Event]], None]
 
 

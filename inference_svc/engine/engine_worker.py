@@ -158,6 +158,7 @@ class EngineWorker:
         self._decoder.batch.leave(sequence.kv)
         held = held_turn(sequence, sequence.kv, self._model, sent_blocks)
         sequence.held()
+        self._emit(sequence)
         return held
 
     def give_away(self, sequence: Sequence) -> None:

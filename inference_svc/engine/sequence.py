@@ -230,6 +230,7 @@ class Sequence:
 
     def held(self) -> None:
         self._stage = Status.HELD
+        self._events.append(api.Held())
 
     def released(self) -> None:
         """A held turn goes on, and is preempted like any other from now on."""

@@ -4,7 +4,6 @@ The MLX thread only hands events over (`HandOff`). A reader that falls too far b
 
 import asyncio
 import contextlib
-from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -14,6 +13,7 @@ import structlog
 from kvasir import errors
 from kvasir.formats.block_hash import BLOCK_TOKENS
 from kvasir.volatile import TEMPLATE_DATE
+from kvasir.waits import LOOK_S
 
 from inference_svc.engine import api
 from inference_svc.memory.outcomes import Source
@@ -31,30 +31,40 @@ from inference_svc.turns.prompts.texts import reply_reader
 from inference_svc.turns.turn_data import TurnDelta, TurnStarted
 
 _LOG = structlog.get_logger(__name__)
+_FEW = 4  # readers, each of which gets every token by itself
 
 
 class HandOff:
-    """Carries events to their turns, from any thread: one wake-up of the loop for all of a step."""
+    """Carries events to their turns, from any thread: one wake-up of the loop for all of a step.
+
+    A message for each token of many readers would keep the loop, and with it the interpreter, which the engine's thread
+    needs, for as long as a device's step. So their tokens come once in `LOOK_S`. No gap grows beyond that: tokens that
+    come later go on at once.
+    """
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
-        self._waiting: deque[tuple[Callable[..., None], tuple[object, ...]]] = deque()
+        self._waiting: list[tuple[Callable[..., None], tuple[object, ...]]] = []
         self._lock = Lock()
         self._is_scheduled = False
+        self._pause: asyncio.TimerHandle | None = None  # until its end, tokens wait
 
-    def send(self, deliver: Callable[..., None], *values: object) -> None:
+    def send(self, deliver: Callable[..., None], *values: object, can_wait: bool = False) -> None:
+        """`can_wait`: for the end of a pause. Other events take along all that waits."""
         with self._lock:
             self._waiting.append((deliver, values))
-            if self._is_scheduled or self._loop.is_closed():
+            if self._is_scheduled or (can_wait and self._pause is not None) or self._loop.is_closed():
                 return
             self._is_scheduled = True
         self._loop.call_soon_threadsafe(self._deliver)
 
     def _deliver(self) -> None:
         with self._lock:
-            batch = list(self._waiting)
-            self._waiting.clear()
+            batch, self._waiting = self._waiting, []
             self._is_scheduled = False
+            if self._pause is not None:
+                self._pause.cancel()
+            self._pause = self._loop.call_later(LOOK_S, self._deliver) if len(batch) > _FEW else None
         for deliver, values in batch:
             deliver(*values)
 
@@ -76,7 +86,8 @@ class _Listener:
         pinning, prepared = None, self._prepared
         if self._stream is not None and isinstance(events[-1], api.Ended):
             pinning = self._stream.pin_rest(self._cuts, len(prepared.stored_blocks), prepared.stored_windows)
-        self._hand_over(events, pinning)
+        can_wait = all(isinstance(event, api.Tokens | api.BlocksFull) for event in events)
+        self._hand_over(events, pinning, can_wait=can_wait)
 
 
 def _cut(prepared: Prepared, event: api.Event) -> Prepared | None:

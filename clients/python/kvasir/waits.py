@@ -8,7 +8,7 @@ from collections.abc import Iterator
 # Of one thread for another that holds the interpreter, where Python's usual time at each step would add up.
 SWITCH_S = 0.0002
 _USUAL_SWITCH_S = sys.getswitchinterval()
-# Between two looks at what ends soon: a process, a lock, a turn.
+# Between two looks at what ends soon: a process, a lock, a turn; and of a person at a reply that grows.
 LOOK_S = 0.02
 # Before another try at what comes back soon, as a stream that was cut.
 PAUSE_S = 0.2

@@ -23,6 +23,7 @@ from inference_svc.memory.store.patience import Budget
 from inference_svc.model.prompting import Tokenized
 from inference_svc.text.prefix_matching import Outcome, RememberedText
 from inference_svc.text.token_ids import TokenIds
+from inference_svc.turns import turn_reporter
 from inference_svc.turns.phases import Planned, Prompted, Ran, Recalled
 from inference_svc.turns.progress import Outbox, ReaderLimits
 from inference_svc.turns.prompts.continuing import (
@@ -401,6 +402,48 @@ def test_a_step_of_many_turns_wakes_the_loop_once_and_keeps_each_turns_order() -
     wakes, heard = asyncio.run(handing_over())
     assert wakes == 1
     assert all(events == [Prefilled(done, 3) for done in range(3)] for events in heard.values())
+
+
+def counted_steps(*steps: tuple[int, bool]) -> tuple[list[int], list[int]]:
+    """Events of so many turns each, which can wait or not: how many had come after each step, and of which steps."""
+
+    async def handing_over() -> tuple[list[int], list[int]]:
+        handoff, heard, counts = HandOff(asyncio.get_running_loop()), list[int](), list[int]()
+        for number, (turns, can_wait) in enumerate(steps):
+            for _ in range(turns):
+                handoff.send(heard.append, number, can_wait=can_wait)
+            await asyncio.sleep(0)
+            counts.append(len(heard))
+        return counts, heard
+
+    return asyncio.run(handing_over())
+
+
+def test_tokens_of_few_readers_come_at_once() -> None:
+    assert counted_steps(*[(4, True)] * 3) == ([4, 8, 12], [0] * 4 + [1] * 4 + [2] * 4)
+
+
+def test_tokens_of_many_readers_wait_for_a_pause_but_not_behind_what_cannot_wait(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(turn_reporter, "LOOK_S", 60)
+    counts, heard = counted_steps((5, True), (5, True), (1, False), (5, True), (1, False))
+    assert counts == [5, 5, 11, 11, 17]
+    assert heard == sorted(heard)
+
+
+def test_tokens_that_wait_come_when_the_pause_ends() -> None:
+    async def read() -> list[int]:
+        handoff, heard, last = HandOff(asyncio.get_running_loop()), list[int](), asyncio.Event()
+        for number in range(3):
+            for _ in range(5):
+                handoff.send(heard.append, number, can_wait=True)
+            await asyncio.sleep(0)
+        handoff.send(last.set, can_wait=True)
+        await asyncio.wait_for(last.wait(), 60)
+        return heard
+
+    assert asyncio.run(read()) == [0] * 5 + [1] * 5 + [2] * 5
 
 
 # --- the price of a store ---

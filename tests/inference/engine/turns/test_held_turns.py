@@ -15,6 +15,7 @@ from inference_svc.engine.api import (
     Cold,
     Ended,
     Event,
+    Held,
     HeldTurn,
     Hot,
     Prefilled,
@@ -100,6 +101,7 @@ class Two:
             self.source.engine.memories.snapshot(self.source.key(), 0).result(60)
         held = found[0].result(60)
         assert held is not None
+        assert isinstance(listener.events[-1], Held), "who takes events later than this answer has them in order"
         return listener, held, tuple(ahead)
 
     def taken_up(self, plan: TurnPlan, held: HeldTurn, files: Sequence[bytes]) -> Listener:
