@@ -37,13 +37,15 @@ class Telling:
     ) -> None:
         """The reply to its end. A move to a peer that is `followed`, or while this engine stops, ends it with Moved. A
         reader that leaves cancels the turns."""
+        bytes_of = served.engine.token_text.bytes_of
         try:
-            async with aclosing(self._own_events(reply, served)) as events:
-                async for event, moved in events:
-                    if moved is None or moved.peer in followed or self.is_stopping():
-                        await send(context, event, self._stall_s)
+            async with aclosing(reply.choices.events()) as events:
+                async for choice, event in events:
+                    if isinstance(event, TurnMoved) and event.peer not in followed and not self.is_stopping():
+                        await self._pass_on(reply, event, context)
                     else:
-                        await self._pass_on(reply, moved, context)
+                        told = messages.response(event, reply.request_id, served.name, choice, bytes_of)
+                        await send(context, told, self._stall_s)
         except errors.Unavailable as error:
             moved = _uncertain(error)
             if moved is None or moved.peer in followed or self.is_stopping():
@@ -52,14 +54,6 @@ class Telling:
         finally:
             # A cancel, a deadline and a disconnect all end here, while the turn runs; at its end this does nothing.
             reply.choices.cancel()
-
-    async def _own_events(
-        self, reply: WaitingReply, served: ServedModel
-    ) -> AsyncGenerator[tuple[pb.GenerateResponse, TurnMoved | None], None]:
-        bytes_of = served.engine.token_text.bytes_of
-        async for choice, event in reply.choices.events():
-            told = messages.response(event, reply.request_id, served.name, choice, bytes_of)
-            yield told, event if isinstance(event, TurnMoved) else None
 
     async def _pass_on(
         self, reply: WaitingReply, moved: TurnMoved, context: Any, lost: errors.Unavailable | None = None

@@ -5,7 +5,7 @@ reader that leaves too much unread, or takes nothing for too long, is overrun, a
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -84,7 +84,7 @@ class Outbox:
         self._error = self._error or error
         self._arrived.set()
 
-    async def events(self) -> AsyncIterator[tuple[int, TurnEvent]]:
+    async def events(self) -> AsyncGenerator[tuple[int, TurnEvent], None]:
         while True:
             await self._arrived.wait()
             self._arrived.clear()
@@ -103,8 +103,9 @@ class Outbox:
         message = self._unread.popleft()
         if self._newest[message.choice] is message:
             del self._newest[message.choice]
-        deltas = [event for event in message.events if isinstance(event, TurnDelta)]
-        return message.choice, _merged(deltas) if deltas else message.events[0]
+        if len(message.events) == 1:
+            return message.choice, message.events[0]
+        return message.choice, _merged([event for event in message.events if isinstance(event, TurnDelta)])
 
     def _is_reported(self, event: TurnEvent, choice: int) -> bool:
         if isinstance(event, TurnStarted) and self._begun_first is None:

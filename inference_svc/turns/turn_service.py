@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping
+from collections.abc import AsyncGenerator, Callable, Collection, Iterable, Mapping
 from dataclasses import replace
 
 from kvasir import errors
@@ -38,7 +38,7 @@ class Choices:
             self.cancel()
             raise
 
-    def events(self) -> AsyncIterator[tuple[int, TurnEvent]]:
+    def events(self) -> AsyncGenerator[tuple[int, TurnEvent], None]:
         """Each event with the index of its choice; those of one choice are in order: Started first, the end last. The
         choice that begins first reports the beginning and the progress. The first failure ends the stream, as a
         KvasirError.

@@ -64,7 +64,7 @@ class ReplyReader:
         self._inner = ""  # of a call, between its markers
 
     def push(self, text: str) -> ReplyPart:
-        """Read more. A character at a time, so that it is known which characters a marker was."""
+        """Read more. Where a part ends, a character at a time, so that it is known which characters it was."""
         if self._begins_with:
             text = self._beginning = self._beginning + text
             if len(text) < len(self._begins_with) and self._begins_with.startswith(text):
@@ -74,9 +74,10 @@ class ReplyReader:
             self._begins_with = ""
         if self._markup is None:
             return ReplyPart(text)
-        for char in text:
-            self._unread += char
-            self._state, segments = self._markup.machine.split(self._state, char)
+        split = self._markup.machine.split
+        for part in text if len(split(self._state, text)[1]) > 1 else (text,):
+            self._unread += part
+            self._state, segments = split(self._state, part)
             self._read(segments)
         return self._take()
 
