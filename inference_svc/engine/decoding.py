@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from itertools import islice
 from types import MappingProxyType
+from typing import NamedTuple
 
 import mlx.core as mx
 from kvasir.errors import KvasirError
@@ -21,8 +22,7 @@ from inference_svc.kv.batch.decode_batch import DecodeBatch
 from inference_svc.kv.sequence_kv import SequenceKV
 
 
-@dataclass(frozen=True, slots=True)
-class Decoded:
+class Decoded(NamedTuple):
     """One row of a step that was read; `drawn` is None if the token behind it was known already. `computed`: tokens of
     the sequence that got their KV.
     """
@@ -37,13 +37,11 @@ class _Launched:
     """A step that the device computes. `is_drawn` says by slot whether the row's next token was not known."""
 
     order: tuple[Sequence, ...]
+    slots: Mapping[Sequence, int]
     is_drawn: tuple[bool, ...]
     draws: Draws
     is_behind_cell: bool
     drafts: tuple[tuple[int, ...], ...]  # by slot; empty if there are none
-
-    def slot(self, sequence: Sequence) -> int | None:
-        return self.order.index(sequence) if sequence in self.order else None
 
 
 class Decoder:
@@ -65,7 +63,7 @@ class Decoder:
     def has_behind_cell(self, decoding: Iterable[Sequence]) -> bool:
         """Whether the step that was not read was enqueued behind a cell, and has a row of each of these sequences."""
         last = self._launched[-1] if self._launched else None
-        return last is not None and last.is_behind_cell and all(each in last.order for each in decoding)
+        return last is not None and last.is_behind_cell and all(each in last.slots for each in decoding)
 
     @property
     def must_settle(self) -> bool:
@@ -116,7 +114,8 @@ class Decoder:
             for sequence, drawn in zip(order, is_drawn, strict=True)
         ]
         draws = Draws(samplers, logits, tried)
-        self._launched.append(_Launched(tuple(order), is_drawn, draws, is_behind_cell, tried))
+        slots = {sequence: slot for slot, sequence in enumerate(order)}
+        self._launched.append(_Launched(tuple(order), slots, is_drawn, draws, is_behind_cell, tried))
 
     def _joined(self, decoding: Collection[Sequence]) -> list[Sequence]:
         """Make the batch hold these sequences and no others; returns them by slot."""
@@ -151,7 +150,7 @@ class Decoder:
 
 def _next_place(sequence: Sequence, pending: _Launched | None) -> int | None:
     """The position of the sequence's next input; None if it needs no more KV, whatever the step before draws."""
-    slot = pending.slot(sequence) if pending is not None else None
+    slot = pending.slots.get(sequence) if pending is not None else None
     place = sequence.cells.computed + (slot is not None)
     known = len(sequence.token_ids)
     if place < known:
@@ -183,7 +182,7 @@ def _inputs(
         )
     if tuple(order) == pending.order and not any(token is not None for token in known):
         return pending.draws.tokens
-    slots = mx.array([pending.slot(sequence) or 0 for sequence in order])
+    slots = mx.array([pending.slots.get(sequence, 0) for sequence in order])
     drawn = pending.draws.tokens[slots]
     given = mx.array([0 if token is None else token for token in known], dtype=mx.uint32)
     return mx.where(mx.array([token is None for token in known]), drawn, given)

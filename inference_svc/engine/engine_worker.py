@@ -124,7 +124,7 @@ class EngineWorker:
         self._finish_generated()
         self._masks.end_step(self._clock() - before_s)
         self.memory_used_bytes = self.room.used_bytes
-        if not self._with_kv:
+        if all(sequence.kv is None for sequence in self._turns):
             self._runner.release_unused()
         # A turn that ended may have left room for another.
         has_worked = bool(decoding) or has_prefilled or has_settled or has_ended
@@ -172,7 +172,7 @@ class EngineWorker:
         while True:
             # A preempted turn must not lose a token that was drawn and not read.
             may_preempt_now = may_preempt and not self._decoder.is_ahead
-            if self._scheduler.waiting:
+            if waiting := self._scheduler.waiting:
                 self.memories.outgoing.look_at_owed()
             match self._scheduler.admit(self._clock(), may_preempt=may_preempt_now):
                 case Admit(sequence, protected):
@@ -188,7 +188,7 @@ class EngineWorker:
                     self._settle()
                     take_mail()  # the snapshot of a turn that just ended, before its memory may be dropped for another
                 case Blocked():
-                    if self._scheduler.waiting:
+                    if waiting:
                         self.memories.outgoing.want_room()
                     return
 
@@ -255,7 +255,7 @@ class EngineWorker:
             sequence.decoded(each.computed)
             if token is None:
                 continue
-            with self._guarding(sequence):
+            try:
                 if sequence.finish_reason is not None:
                     if each.computed:  # else the token was committed together with the reply's last one, behind it
                         self._finish(sequence)
@@ -263,6 +263,8 @@ class EngineWorker:
                     self._finish(sequence, token)
                 else:
                     sequence.accept(token.token_id, token.logprobs)
+            except Exception as error:  # noqa: BLE001 - as `_guarding`, which costs a stream's every token more
+                self._finish(sequence, error)
 
     def _carry_out_grants(self, take_mail: Callable[[], None], spent_s: float) -> bool:
         """Compute cells and load files while the scheduler grants them. Returns whether there was a grant."""

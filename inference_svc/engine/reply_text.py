@@ -16,6 +16,8 @@ class StopScanner:
 
     def push(self, text: str) -> str:
         """Text that is now certain not to belong to a stop string; sets `matched` when one is complete."""
+        if not self._stops:
+            return text
         self._held += text
         found = [(index, stop) for stop in self._stops if (index := self._held.find(stop)) >= 0]
         if found:

@@ -36,7 +36,8 @@ class KvRoom:
 
     @property
     def used_bytes(self) -> int:
-        states = sum(turn.kv.state_bytes for turn in self._turns if turn.kv is not None)
+        with_states = self._turns if self._model.has_states else ()
+        states = sum(turn.kv.state_bytes for turn in with_states if turn.kv is not None)
         return self.memories.ledger.used_bytes + states
 
     @property

@@ -104,8 +104,8 @@ class Sequence:
     def status(self) -> Status:
         if self.arrival is not None and self.arrival.lacks_files:
             return Status.RESTORING
-        is_decoding = self._stage is Status.PREFILLING and not self.cells.rest_tokens
-        return Status.DECODING if is_decoding else self._stage
+        cells, stage = self.cells, self._stage  # read several times a step
+        return Status.DECODING if stage is Status.PREFILLING and cells.computed >= cells.prompt_tokens else stage
 
     @property
     def finish_reason(self) -> api.FinishReason | None:
@@ -127,8 +127,9 @@ class Sequence:
 
     @property
     def is_masked(self) -> bool:
-        is_caught_up = self.cells.computed >= len(self.token_ids) - 1  # not while a resumed turn computes what it had
-        return self.matcher is not None and self.finish_reason is None and is_caught_up
+        if self.matcher is None or self.finish_reason is not None:
+            return False
+        return self.cells.computed >= len(self.token_ids) - 1  # not while a resumed turn computes what it had
 
     @property
     def masks_s(self) -> float:

@@ -77,10 +77,9 @@ class Drafter:
 
     def may_draft(self, sequences: Collection[Sequence]) -> bool:
         """Whether one of these turns has something to try once its last token is known. Called twice a step."""
-        if not (self._takes_drafts and self._is_alone()):
+        if not (self._takes_drafts and self._rows_for(sequences)):
             return False
-        has_some = any(self._can(each) and self._of(each).tokens for each in sequences)
-        return has_some and self._rows_for(sequences) > 0
+        return any(self._can(each) and self._of(each).tokens for each in sequences)
 
     def drafts(self, decoding: Collection[Sequence]) -> Drafts:
         """What to try of the turns that decode now, whose tokens are all known."""

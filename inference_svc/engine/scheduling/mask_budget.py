@@ -52,7 +52,8 @@ class MaskBudget(Generic[TurnT]):
             may_decode = self._paid_for(masked)
         for turn in may_decode:
             self._rows[turn].decoded_in = self._steps
-        return tuple(turn for turn in decoding if turn in may_decode or not turn.is_masked)
+        sits_out = {*masked} - may_decode
+        return tuple(turn for turn in decoding if turn not in sits_out)
 
     def end_step(self, step_s: float) -> None:
         """Bill what the masks took, and give each namespace its share of the step, which took so long with them."""

@@ -14,6 +14,8 @@ SourceT = TypeVar("SourceT")
 class Status(Enum):
     """Where a turn is in its life. It holds a reservation in the states of `RUNNING`."""
 
+    __hash__ = object.__hash__  # Enum's is slow, and every step looks each turn up in the sets below
+
     WAITING = "waiting"  # for room
     RESTORING = "restoring"  # has room, and waits for files of its KV
     LOADING = "loading"  # files of its KV are here, and become KV some at a time

@@ -109,8 +109,10 @@ class StepSchedule(Generic[TurnT]):
 
     def grant(self, spent_s: float, urgency: Urgency[TurnT], *, is_behind_step: bool) -> Grant[TurnT] | None:
         """The step's next cell, or the next files, for a turn that counts as served; None when that is over."""
+        if not (prefilling := [turn for turn in self._turns if _is_prefilling(turn)]):
+            return None
         decoding = [turn for turn in self._turns if _is_decoding(turn)]
-        able = self._most_urgent(urgency, decodes=bool(decoding))
+        able = self._most_urgent(prefilling, urgency, decodes=bool(decoding))
         if not able:
             return None
         turn = self._next_of(able)
@@ -255,11 +257,12 @@ class StepSchedule(Generic[TurnT]):
             most *= 2
         return most
 
-    def _most_urgent(self, urgency: Urgency[TurnT], *, decodes: bool) -> list[TurnT]:
+    def _most_urgent(
+        self, prefilling: Collection[TurnT], urgency: Urgency[TurnT], *, decodes: bool
+    ) -> Collection[TurnT]:
         """The most urgent class of turns that may get a cell, or load files; while others decode, none that would only
         wait for its files.
         """
-        prefilling = [turn for turn in self._turns if _is_prefilling(turn)]
         prefilling = [turn for turn in prefilling if not self._owes(turn) and not (decodes and turn.awaits_bytes)]
         pressing = {turn.namespace for turn in prefilling if urgency.is_pressing(turn)}
         urgent = [turn for turn in prefilling if urgency.is_urgent(turn, pressing)]

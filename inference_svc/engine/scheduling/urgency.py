@@ -1,9 +1,10 @@
 """Which turns a person waits for, at one moment. Pure."""
 
 from collections.abc import Collection
+from functools import cached_property
 from typing import Generic
 
-from inference_svc.engine.api import Priority
+from inference_svc.engine.api import AgentKey, Priority
 from inference_svc.engine.scheduling.company import Namespace
 from inference_svc.engine.scheduling.schedulable import NOT_BEGUN, Rules, TurnT
 
@@ -13,11 +14,15 @@ class Urgency(Generic[TurnT]):
         """`awaited`: running turns that an interactive turn waits for."""
         self._awaited = awaited
         self._rules = rules
+        self._turns = turns
         self._now = now
-        # Agents of which an interactive turn waits: their earlier turns are urgent too.
-        self._agents = {
+
+    @cached_property
+    def _agents(self) -> set[AgentKey]:
+        """Agents of which an interactive turn waits: their earlier turns are urgent too."""
+        return {
             turn.agent_key
-            for turn in turns
+            for turn in self._turns
             if turn.status in NOT_BEGUN and turn.priority is Priority.INTERACTIVE and turn.agent_key is not None
         }
 
