@@ -53,6 +53,14 @@ def test_help_shows_words_and_no_types_of_python(capsys: pytest.CaptureFixture[s
         assert all(words[2] in ("Print", "Show") for words in flags), "a flag wants no value"
 
 
+def test_an_import_whose_file_and_agent_change_places_is_shown_their_order(tmp_path: Path) -> None:
+    file = tmp_path / "ada.tar"
+    file.write_bytes(b"x")
+    refused = in_process("agents", "import", "ada", file)
+    assert refused.code == 2
+    assert f"there is no file 'ada'. The file goes first: kvasir agents import {file} ada" in refused.err
+
+
 def test_a_list_of_commands_has_the_first_sentence_of_each(capsys: pytest.CaptureFixture[str]) -> None:
     in_process("agents", "--help")
     shown = " ".join(capsys.readouterr().out.replace("│", " ").split())

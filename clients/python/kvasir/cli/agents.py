@@ -1,5 +1,6 @@
 """`kvasir agents …`: list, show, fork, roll back, delete, export and import their memories; see also `moving`."""
 
+import shlex
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -329,6 +330,9 @@ def import_(
     passphrase_file: PassphraseFileOption = None,
 ) -> None:
     """Read an agent's memory from a file, as a new version. A sealed file says what opens it."""
+    if agent and not file.exists() and Path(agent).is_file():  # `kvasir agents export` has them in this order
+        right = shlex.join(["kvasir", "agents", "import", agent, str(file)])
+        raise failures.WrongUsage(f"FILE: there is no file {str(file)!r}. The file goes first: {right}", field="FILE")
     with store_client(caller) as client, carrying.source(file) as read:
         header = carrying.header_of(read) if form is carrying.Form.ARCHIVE else None
         carrying.check_opens(header, file, key_file, passphrase_file)
