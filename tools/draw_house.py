@@ -1,10 +1,10 @@
-"""Counts boxes (folders, flat modules), arrows, floors (longest chains of imports), cycles; --svg draws them."""
+"""Counts boxes (folders, flat modules), arrows and floors (longest chains of imports): `draw_house.py [CHECKOUT]`."""
 
-import argparse
 import ast
-import html
 import re
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 SDK = "clients/python/kvasir"
@@ -78,48 +78,12 @@ def boxes(graph: Graph) -> dict[str, set[str]]:
     return drawn
 
 
-def cycles(graph: Graph) -> list[list[str]]:
-    """Groups in which each is reached from each, by Tarjan's algorithm."""
-    index: dict[str, int] = {}
-    low: dict[str, int] = {}
-    stack: list[str] = []
-    found: list[list[str]] = []
-
-    def visit(node: str) -> None:
-        index[node] = low[node] = len(index)
-        stack.append(node)
-        for target in sorted(graph.get(node, ())):
-            if target not in index:
-                visit(target)
-                low[node] = min(low[node], low[target])
-            elif target in stack:
-                low[node] = min(low[node], index[target])
-        if low[node] == index[node]:
-            group = stack[stack.index(node) :]
-            del stack[stack.index(node) :]
-            if len(group) > 1:
-                found.append(sorted(group))
-
-    for node in sorted(graph):
-        if node not in index:
-            visit(node)
-    return found
-
-
 def floors(graph: Graph) -> dict[str, int]:
-    """The floor of each, from 1; those of a cycle share one."""
-    together = {name: group[0] for group in cycles(graph) for name in group}
-    known: dict[str, int] = {}
-
-    def floor(name: str) -> int:
-        group = [other for other in graph if together.get(other, other) == together.get(name, name)]
-        if group[0] not in known:
-            below = {target for other in group for target in graph[other] if target not in group and target in graph}
-            level = 1 + max((floor(target) for target in below), default=0)
-            known.update(dict.fromkeys(group, level))
-        return known[name]
-
-    return {name: floor(name) for name in graph}
+    """The floor of each, from 1. Raises CycleError, which names those that import each other."""
+    found: dict[str, int] = {}
+    for name in TopologicalSorter(graph).static_order():
+        found[name] = 1 + max((found[target] for target in graph.get(name, ())), default=0)
+    return found
 
 
 def files_per_folder(root: Path, package: str) -> dict[str, int]:
@@ -186,68 +150,22 @@ def report(root: Path) -> str:
         folders = files_per_folder(root, package)
         most = max(folders, key=lambda folder: folders[folder])
         lines.append(
-            f"{package}: {len(graph)} modules, {max(floors(graph).values())} floors, {len(cycles(graph))} cycles; "
-            f"{len(drawn)} boxes, {sum(map(len, drawn.values()))} arrows, {max(floors(drawn).values())} floors, "
-            f"{len(cycles(drawn))} cycles; most files in a folder: {folders[most]} ({most})"
+            f"{package}: {len(graph)} modules, {max(floors(graph).values())} floors; {len(drawn)} boxes, "
+            f"{sum(map(len, drawn.values()))} arrows, {max(floors(drawn).values())} floors; most files in a folder: "
+            f"{folders[most]} ({most})"
         )
-        lines += [f"  cycle: {' · '.join(group)}" for group in (*cycles(graph), *cycles(drawn))]
-    outside = {path: n for path, n in statements_of_sql(root).items() if "/index/sqlite/" not in path}
+    sql = statements_of_sql(root)
+    outside = {path: count for path, count in sql.items() if not re.search("/index/(sqlite|postgres)/", path)}
     paths = [path for package in PACKAGES for path in modules(root, package).values()]
     times = waits({str(path): ast.parse(path.read_text(encoding="utf-8")) for path in paths})
     lines.append(f"Times that are numbers of their own: {sum(map(len, times.values()))} in {len(times)} files")
     mlx = [path for path in importers_of_mlx(root) if not re.match(r"inference_svc/(engine|model|kv)/", path)]
-    lines.append(f"SQL outside index/sqlite: {sum(outside.values())} statements in {len(outside)} files")
+    lines.append(f"SQL outside index/: {sum(outside.values())} statements in {len(outside)} files")
     lines += [f"  {path}: {count}" for path, count in outside.items()]
     lines.append(f"MLX outside engine/, model/, kv/: {len(mlx)} files")
     lines += [f"  {path}" for path in mlx]
     return "\n".join(lines)
 
 
-def picture(root: Path, package: str) -> str:
-    """The boxes of a package on their floors, as SVG: an arrow goes from who imports to what is imported."""
-    graph = boxes(module_graph(root, package))
-    level = floors(graph)
-    width, height, gap = 168, 34, 60
-    rows = [sorted(name for name in graph if level[name] == floor) for floor in range(max(level.values()), 0, -1)]
-    wide = max(map(len, rows)) * (width + 24) + 24
-    place = {
-        name: (24 + (wide - 24 - len(row) * (width + 24)) / 2 + column * (width + 24), 24 + number * (height + gap))
-        for number, row in enumerate(rows)
-        for column, name in enumerate(row)
-    }
-    arrows = [
-        f'<path d="M{place[a][0] + width / 2:.0f},{place[a][1] + height} '
-        f"C{place[a][0] + width / 2:.0f},{place[a][1] + height + gap / 2} "
-        f'{place[b][0] + width / 2:.0f},{place[b][1] - gap / 2} {place[b][0] + width / 2:.0f},{place[b][1]}" '
-        'fill="none" stroke="#8aa" stroke-width="1" marker-end="url(#tip)"/>'
-        for a in graph
-        for b in sorted(graph[a])
-    ]
-    names = [
-        f'<rect x="{x:.0f}" y="{y}" width="{width}" height="{height}" rx="5" fill="#eef4f4" stroke="#355"/>'
-        f'<text x="{x + width / 2:.0f}" y="{y + 22}" text-anchor="middle">{html.escape(name.split(".")[-1])}</text>'
-        for name, (x, y) in place.items()
-    ]
-    tip = (
-        '<marker id="tip" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" markerHeight="7" orient="auto">'
-        '<path d="M0,0 8,4 0,8z" fill="#577"/></marker>'
-    )
-    size = f'width="{wide:.0f}" height="{24 + len(rows) * (height + gap)}"'
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" {size} font-family="sans-serif" font-size="14">'
-    return "\n".join([head, f"<defs>{tip}</defs>", *arrows, *names, "</svg>", ""])
-
-
-def main() -> None:
-    """Prints the numbers; with --svg also writes one package's picture."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("root", nargs="?", type=Path, default=Path(__file__).parent.parent, help="a checkout")
-    parser.add_argument("--svg", type=Path, help="write the picture of --package here")
-    parser.add_argument("--package", choices=list(PACKAGES), default="inference_svc")
-    given = parser.parse_args()
-    print(report(given.root))
-    if given.svg:
-        given.svg.write_text(picture(given.root, given.package), encoding="utf-8")
-
-
 if __name__ == "__main__":
-    main()
+    print(report(Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).parent.parent))
