@@ -14,6 +14,7 @@ from inference_svc.engine.scheduling.schedulable import TurnT
 
 # The part of a step's other time that the masks of all namespaces may take together.
 PART = 0.25
+_LEAST = 0.001  # seconds, where that is more
 
 
 @dataclass
@@ -26,10 +27,7 @@ class _MaskRecord:
 class MaskBudget(Generic[TurnT]):
     """The purses of the namespaces whose turns have formats."""
 
-    def __init__(self, part: float = PART, least_s: float = 0.001) -> None:
-        """Masks may take this `part` of a step's other time, or `least_s` where that is more."""
-        self._part = part
-        self._least_s = least_s
+    def __init__(self) -> None:
         self._steps = 0
         self._rows: dict[TurnT, _MaskRecord] = {}
         self._purses: dict[str | None, float] = {}
@@ -44,9 +42,9 @@ class MaskBudget(Generic[TurnT]):
         known = {turn: row for turn, row in self._rows.items() if turn in present}
         self._rows = {**known, **{turn: _MaskRecord() for turn in masked if turn not in known}}
         wanting = {turn.namespace for turn in masked}
-        self._purses = {namespace: self._purses.get(namespace, self._least_s) for namespace in wanting}
+        self._purses = {namespace: self._purses.get(namespace, _LEAST) for namespace in wanting}
         if len({turn.namespace for turn in present} | wanting) <= 1:
-            self._purses = dict.fromkeys(wanting, self._least_s)
+            self._purses = dict.fromkeys(wanting, _LEAST)
             may_decode = set(masked)
         else:
             may_decode = self._paid_for(masked)
@@ -65,7 +63,7 @@ class MaskBudget(Generic[TurnT]):
             if turn.namespace in taken:
                 taken[turn.namespace] += mask_s
         for namespace, taken_s in taken.items():
-            share_s = max(self._part * (step_s - sum(taken.values())), self._least_s) / len(taken)
+            share_s = max(PART * (step_s - sum(taken.values())), _LEAST) / len(taken)
             # Unspent time is not saved: others have used it already.
             self._purses[namespace] = min(self._purses[namespace] - taken_s + share_s, share_s)
 
@@ -74,6 +72,6 @@ class MaskBudget(Generic[TurnT]):
         for turn in sorted(masked, key=lambda turn: self._rows[turn].decoded_in):
             if left[turn.namespace] > 0:
                 # For a new turn only the first mask's time is known, and that may be longer than those that follow.
-                left[turn.namespace] -= self._rows[turn].last_s or turn.masks_s or self._least_s
+                left[turn.namespace] -= self._rows[turn].last_s or turn.masks_s or _LEAST
                 chosen.add(turn)
         return chosen

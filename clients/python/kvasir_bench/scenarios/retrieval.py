@@ -2,7 +2,7 @@
 
 import re
 import time
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 
 import bm25s
@@ -15,15 +15,13 @@ from kvasir_orchestrator.transcript import Message
 class NoMemory:
     """Keeps nothing: sends the persona, `depth` past messages (None: all) and what is new, each turn."""
 
-    def __init__(
-        self, client: AioInferenceClient, depth: int | None, *, clock: Callable[[], float] = time.monotonic
-    ) -> None:
-        self._client, self._depth, self._clock = client, depth, clock
+    def __init__(self, client: AioInferenceClient, depth: int | None) -> None:
+        self._client, self._depth = client, depth
 
     async def ask(self, asked: ReplyRequest) -> AsyncGenerator[str | Answer, None]:
         """One turn, of the caller's own namespace."""
         whole = prompt_of(asked.transcript, asked.new, self._depth)
-        async with aclosing(streamed(self._client, options_of(asked), self._clock, whole=whole)) as pieces:
+        async with aclosing(streamed(self._client, options_of(asked), time.monotonic, whole=whole)) as pieces:
             async for piece in pieces:
                 yield piece if isinstance(piece, str) else piece[0]
 

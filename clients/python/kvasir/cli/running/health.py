@@ -74,6 +74,6 @@ def _healthz(text: str, timeout_s: float) -> tuple[int, bytes]:
         connection.close()
 
 
-async def is_ready(endpoint: Endpoint, service: str, timeout_s: float = 1.0) -> bool:
+async def is_ready(endpoint: Endpoint, service: str) -> bool:
     """Whether the service says SERVING. With any other answer, or none, it is not ready."""
-    return await health(endpoint, service, timeout_s) is Health.READY
+    return await health(endpoint, service, 1.0) is Health.READY
