@@ -154,7 +154,7 @@ async def _report_syncs(data_dir: Path) -> None:
     """Each commit waits for several of these, which are shared by all that come meanwhile: a slow disk slows lone turns
     and not crowds.
     """
-    with contextlib.suppress(OSError):  # a full disk refuses what a turn needs, and says so
+    with contextlib.suppress(OSError):  # a full disk refuses what a turn needs, and reports it
         seconds = await asyncio.to_thread(synced_write_s, data_dir, time.perf_counter)
         (_LOG.warning if seconds > _SLOW_SYNC else _LOG.info)("disk.synced_write", ms=round(1000 * seconds, 1))
 
@@ -180,7 +180,7 @@ async def serve(settings: StoreSettings) -> None:
         if settings.metrics_listen:
             page = _page(store, threads, edge.rpcs, audit, reloading)
             parts.push_async_callback(asyncio.to_thread, page.serve(settings.metrics_listen))
-        # Before a peer can ask: it is known by its new name only.
+        # Before a peer can call: it is known by its new name only.
         await services.moves.rename_peers()
         peer_service.reloaded = services.moves.rename_peers
         await edge.start()

@@ -23,7 +23,7 @@ from inference_svc.turns.progress import ReaderLimits
 __all__ = ("ConfigError", "EngineSettings", "read_settings")
 
 _COMMAND = "python -m inference_svc"
-# Limits that are no options. The classes of the limits say what each means.
+# Limits that are no options. The classes of the limits explain each.
 _MAX_OPEN_PROMPT_BYTES = 256 << 20
 _MAX_RESTORING_BYTES = 1 << 30
 _KV_BACKLOG = 4.0

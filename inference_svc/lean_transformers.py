@@ -41,7 +41,7 @@ class _WithoutTorch(SourceFileLoader):
 
 
 def _look_through_models_when_asked(models: Path) -> None:
-    """Until somebody asks for a name that is not found, only the names of `models.auto` are known."""
+    """Until somebody needs a name that is not found, only the names of `models.auto` are known."""
     utilities: Any = import_module("transformers.utils.import_utils")
     names_in, lazy = utilities.define_import_structure, utilities._LazyModule
     known: dict[str, tuple[str, dict[Any, Any]]] = {}  # by module that lacks names: a prefix of them, and those it has

@@ -35,7 +35,7 @@ class LeaseOwner:
         os.close(self._lock)
 
     def _read(self) -> str:
-        """The name; empty if there is none, or another file's. A file of an earlier Kvasir does not say which it is."""
+        """The name; empty if there is none, or another file's. A file of an earlier Kvasir does not name it."""
         try:
             name, _, file = os.pread(self._lock, _MAX_BYTES, 0).decode("ascii").strip().partition(_IN_FILE)
             return check_owner(name) if file in ("", self._file()) else ""

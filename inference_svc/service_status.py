@@ -49,7 +49,7 @@ def _engine_facts(served: ServedModel | None) -> EngineFacts:
 
 
 async def wellness_of(host: ModelHost[ServedModel], stores: Collection[RemoteCache], reloading: Reloading) -> Wellness:
-    """Asks the stores anew. On the event loop."""
+    """Calls the stores again. On the event loop."""
     answers = await asyncio.gather(*(store.connection.is_there() for store in stores))
     ailments = [*ailments_of_model(host), *_ailments_of_memories(host.served)]
     if not all(answers):

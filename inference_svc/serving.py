@@ -175,7 +175,7 @@ class _Service:
         return status_of(host, self.stats, self.admission, time.monotonic())
 
     def look_after(self, host: ModelHost[ServedModel], parts: Parts) -> None:
-        """Give memory back, keep a Mac awake, and hand turns over at the end, as the settings say."""
+        """Give memory back, keep a Mac awake, and hand turns over at the end, by the settings."""
         settings = self.settings
         if settings.keep_alive_s is not None:
             parts.running(host.keep_alive(settings.keep_alive_s))
@@ -211,7 +211,7 @@ class _Service:
         beside: EmbeddingModel | None,
         neighbour: ModuleType | None,
     ) -> None:
-        """Serve turns, hand-overs and agents, and the neighbour's protocol if it is asked for."""
+        """Serve turns, hand-overs and agents, and the neighbour's protocol if it is wanted."""
         settings, server = self.settings, self.server
         resumes = ResumeTokens(lambda: secrets.token_urlsafe(32), uptime_s)
         is_stopping = server.stopping.is_set

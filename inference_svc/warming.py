@@ -52,8 +52,8 @@ class _OwnTurn:
 
 
 def warm_up(engine: Engine) -> None:
-    """Blocks until it is done. A turn that fails is no reason not to serve: the same one of a caller says why. Of a CPU
-    little is asked: it compiles little, and one pass of a large model would cost seconds to save milliseconds.
+    """Blocks until it is done. A turn that fails is no reason not to serve: the same one of a caller reports why. A CPU
+    has little to do: it compiles little, and one pass of a large model would cost seconds to save milliseconds.
     """
     if engine.device != "cpu":
         _run_each_kernel(engine)

@@ -112,7 +112,7 @@ class NamespaceBlobs(Protocol):
         """Remove the blob's part, if there is one."""
 
     def set_aside(self, hash_: str, now_unix_ms: int, edition: int = 0) -> Aside:
-        """Give a blob a name that no reader asks for."""
+        """Give a blob a name that no reader knows."""
 
     def restore(self, aside: Aside) -> None:
         """Give the blob its name back."""

@@ -23,7 +23,7 @@ class BlobFacts:
 
 
 class BlobCheck(Protocol):
-    """Takes a blob's bytes in order, and says what they are."""
+    """Takes a blob's bytes in order, and finds out what they are."""
 
     def feed(self, data: bytes | memoryview) -> None:
         """Look at the next bytes. Raises InvalidArgument as soon as they cannot be right."""

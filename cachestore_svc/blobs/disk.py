@@ -13,7 +13,7 @@ from kvasir.errors import KvasirError, ResourceExhausted, Unavailable
 from kvasir.syncing import sync
 
 READ_BACK_BYTES = 4 << 20  # pieces large enough for all cores to hash one
-NO_FILE = errno.ENXIO  # A name that something else has than a file. Opening a socket says so itself.
+NO_FILE = errno.ENXIO  # A name that something else has than a file. Opening a socket fails by itself.
 
 
 class Disk:

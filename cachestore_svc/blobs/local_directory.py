@@ -72,7 +72,7 @@ class LocalBlobs:
         self._durable_directories: set[Path] = set()
         self._durable_shelves: set[str] = set()
         self._shelf_paths: dict[str, Path] = {}  # making a path from its text takes as long as to open a file
-        self._locks: dict[int, threading.Lock] = {}  # made when first asked for: most namespaces only rest
+        self._locks: dict[int, threading.Lock] = {}  # made at the first need: most namespaces only rest
 
     @property
     def place(self) -> str:

@@ -55,7 +55,7 @@ def collect(store: Store, dry_run: bool, as_json: bool) -> int:
 
 
 def tell_recovered(report: RecoverReport, as_json: bool) -> int:
-    """Say what a recovery brought back. Exit code 1 when something did not come back as it was."""
+    """Show what a recovery brought back. Exit code 1 when something did not come back as it was."""
     if as_json:
         print(json.dumps(asdict(report) | {"is_complete": report.is_complete}))
     else:

@@ -111,7 +111,7 @@ class Doors:
 
     @classmethod
     def chosen(cls, asked: str, book: PeerBook) -> "Doors":
-        """What was asked for, else what is known; the engine's is at a port of its own beside the store's."""
+        """The given address, else the known one; the engine's is at a port of its own beside the store's."""
         store = _listen(asked, book.listen)
         return cls(store, _listen(_bracketed(parse_address(store).host), book.engine_listen))
 
@@ -123,7 +123,7 @@ class RunningStore:
     ca_file: Path | None = None
 
     async def told(self) -> dict[str, Any]:
-        """Let it read the file of peers; says whether it runs, where it listens to peers, how many calls it ended."""
+        """Let it read the file of peers; whether it runs, where it listens to peers, how many calls it ended."""
         if not self.address:
             return {"is_running": False}
         token = None if self.token_file is None else read_token(self.token_file)
@@ -176,7 +176,7 @@ def _store(options: argparse.Namespace) -> RunningStore:
 
 
 def _listen(asked: str, known: str) -> str:
-    """Where peers will be listened to: what was asked for, else what is known, else loopback; a port is chosen once."""
+    """Where peers will be listened to: the given address, else the known one, else loopback; a port is chosen once."""
     if not asked:
         return known or f"{_LOOPBACK}:{_free_port(_LOOPBACK)}"
     try:

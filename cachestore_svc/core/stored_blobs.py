@@ -94,7 +94,7 @@ def quarantine(core: Core, namespace: str, digests: Iterable[Digest]) -> None:
 
 
 def set_aside(core: Core, blobs: NamespaceBlobs, hash_: str, editions: Iterable[int] = (0,)) -> None:
-    """Keep bytes that nothing lists for a grace period, under a name that no reader asks for."""
+    """Keep bytes that nothing lists for a grace period, under a name that no reader knows."""
     for edition in editions:
         core.asides.add(blobs.set_aside(hash_, core.now_unix_ms(), edition))
 

@@ -32,7 +32,7 @@ _OPTIONS = (
 
 @dataclass(frozen=True, slots=True)
 class HostSide:
-    """What the listener does with an attempt: begin it, say who this store is, pin the joiner, tell of refusals."""
+    """What the listener does with an attempt: begin it, name this store, pin the joiner, report refusals."""
 
     begin: Callable[[], Hosting]
     card: Card
@@ -73,7 +73,7 @@ class PairingService(pairing_pb2_grpc.PairingServiceServicer):
         joiner = run.take_card(await said("sealed_card"))
         await context.write(pb.PairResponse(sealed_card=run.card(self._side.card)))
         run.take_signature(await said("sealed_signature"))
-        # Pinned is pinned: a joiner that leaves meanwhile must not leave a peer that nobody here was told of.
+        # Pinned is pinned: a joiner that leaves meanwhile must not leave a peer that nobody here knows of.
         self._pinning = asyncio.ensure_future(self._side.pin(joiner))
         await asyncio.shield(self._pinning)
         await context.write(pb.PairResponse(sealed_signature=run.signature()))
@@ -103,14 +103,14 @@ async def join(address: str, run: Joining, card: Card) -> Card:
             return await _join(call, run, card)
         except grpc.RpcError as error:
             raise _refusal(address, error) from None
-        except asyncio.InvalidStateError:  # the stream ended while we wrote: its status says why
+        except asyncio.InvalidStateError:  # the stream ended while we wrote: its status has the reason
             raise _refusal(address, await _ended(call)) from None
         finally:
             call.cancel()
 
 
 def _refusal(address: str, error: grpc.RpcError) -> errors.KvasirError:
-    """What the host says; where it says nothing, gRPC's own words are of no use to who typed the address."""
+    """The host's message; where it has none, gRPC's own words do not help the person who typed the address."""
     refusal = from_rpc_error(error)
     if isinstance(refusal, errors.Unavailable | errors.DeadlineExceeded) and refusal.reason == type(refusal).reason:
         return errors.Unavailable(f"no `kvasir pair` answers at {address}", reason="PEER_UNAVAILABLE")

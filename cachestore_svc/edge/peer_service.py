@@ -24,7 +24,7 @@ class PeerService(pairing_pb2_grpc.PeerServiceServicer):
         self._peers = peers
         self._edge = edge
         self._settling = asyncio.Lock()
-        self._opened = ""  # the address that was asked for
+        self._opened = ""  # the wanted address
         self.address = ""  # where paired peers are listened to
         # Called after each reload. None: the store still starts.
         self.reloaded: Callable[[], Awaitable[None]] | None = None
@@ -50,7 +50,7 @@ class PeerService(pairing_pb2_grpc.PeerServiceServicer):
         return ended
 
     async def settle(self) -> None:
-        """Open the door where the book says, if there are paired peers. A taken address is logged, not raised."""
+        """Open the door where the book has it, if there are paired peers. A taken address is logged, not raised."""
         async with self._settling:  # of two at once, the one that read an older book may end last
             await self._settle()
 

@@ -18,7 +18,7 @@ from cachestore_svc.moving.inbound import BlobIntake, Stored
 
 
 class Uploading:
-    """Takes a caller's requests, and says what to answer. `receive` runs beside the reader of `answers`."""
+    """Takes a caller's requests, and makes the answers. `receive` runs beside the reader of `answers`."""
 
     def __init__(self, intake: BlobIntake, ahead: ManifestsAhead) -> None:
         """`ahead`: gets an engine's manifests, for their commits."""

@@ -113,7 +113,7 @@ def check_takes_copy(agent_id: str, known: Ownership, generation: int | None) ->
         check_writable(agent_id, known)
 
 
-# --- what another store says ---
+# --- another store's word ---
 
 
 def is_believable(known: Ownership, generation: int) -> bool:
@@ -137,7 +137,7 @@ def _check_believable(agent_id: str, known: Ownership, peer: str, generation: in
 
 
 def are_two(ours: Mapping[str, str], theirs: Mapping[str, str]) -> bool:
-    """Whether agents of one name are surely two: each moved first by another move, as their labels say."""
+    """Whether agents of one name are surely two: each moved first by another move, as their labels show."""
     one, other = ours.get(FIRST_MOVE), theirs.get(FIRST_MOVE)
     return bool(one and other and one != other)
 

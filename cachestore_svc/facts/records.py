@@ -32,11 +32,11 @@ LAST_UNIX_MS = manifest.MAX_TEMPLATE_TIME_MS  # the end of the year 9999, the la
 
 @dataclass(frozen=True, kw_only=True)
 class StoreConfig(StoreFiles, StoreRetention, StoreLimits):
-    """What a store is opened with: its options, which say what each means, and numbers that are no options."""
+    """What a store is opened with: its options, which explain each, and numbers that are no options."""
 
     ballast_bytes: int = 16 * MIB  # a file given up when the disk is full, so that deletes have room for the index
     event_history: int = 10_000  # kept per namespace, for watchers that come back
-    sealed_namespaces: tuple[str, ...] = ()  # that the owner lists: never plain, whatever the data directory says
+    sealed_namespaces: tuple[str, ...] = ()  # that the owner lists: never plain, whatever the data directory has
 
     def quota_of(self, namespace: str) -> int | None:
         """Reservations included."""
@@ -142,7 +142,7 @@ class GroupBlocks:
 
 @dataclass(frozen=True, slots=True)
 class FoundPrefix:
-    """A stored prefix that may be shared: of each group that was asked for, what the token behind the prefix sees."""
+    """A stored prefix that may be shared: of each wanted group the blocks that the token behind the prefix sees."""
 
     tokens: int  # a multiple of BLOCK_TOKENS
     groups: tuple[GroupBlocks, ...]
@@ -206,7 +206,7 @@ class LeaseToken:
 @dataclass(frozen=True, slots=True)
 class Lease:
     token: LeaseToken
-    expires_unix_ms: int  # for people; the holder counts from before it asked, on a steady clock
+    expires_unix_ms: int  # for people; the holder counts from before its request, on a steady clock
     newest: SnapshotVersion | None  # of the agent, if it has any
 
     @property

@@ -22,7 +22,7 @@ _LINE_BYTES = 512
 
 
 def page_size(asked: int) -> int:
-    """Things per page; 0 asks for the default, and more than the most for the most. Raises InvalidArgument."""
+    """Things per page; 0 means the default, and more than the most means the most. Raises InvalidArgument."""
     if asked < 0:
         raise InvalidArgument(f"page_size: expected 0 or more, got {asked}", field="page_size")
     return min(asked or records.DEFAULT_PAGE_SIZE, records.MAX_PAGE_SIZE)
@@ -38,7 +38,7 @@ def agents_page(
     listed: list[records.AgentRecord] = []
     left_bytes = _PAGE_BYTES
     while True:
-        # Few of the agents may be wanted: then a page of one would ask for one agent at a time.
+        # Few of the agents may be wanted: then a page of one would read one agent at a time.
         at_once = (
             _AGENTS_AT_ONCE if wanted.labels or wanted.name_prefix else min(size - len(listed) + 1, _AGENTS_AT_ONCE)
         )
@@ -87,7 +87,7 @@ def _snapshot_place(token: str, listing: Sequence[str]) -> tuple[str, int]:
 
 
 def page_token(place: str, listing: Sequence[str]) -> str:
-    """A place in a listing, opaque to the caller. `listing`: what the listing was asked for."""
+    """A place in a listing, opaque to the caller. `listing`: the filter of the listing."""
     return base64.urlsafe_b64encode(_mark(listing) + place.encode()).decode()
 
 

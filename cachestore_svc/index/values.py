@@ -44,7 +44,7 @@ class CommitTerms:
 
 @dataclass(frozen=True, slots=True)
 class Commit:
-    """The commit that a caller asks for, with its manifest read and checked against itself."""
+    """The commit that a caller wants, with its manifest read and checked against itself."""
 
     line: records.LineKey
     manifest: Digest
@@ -57,7 +57,7 @@ class Commit:
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """The version that a commit made, now or (not `is_new`) when it was asked for before."""
+    """The version that a commit made, now or (not `is_new`) when it was made before."""
 
     snapshot: records.SnapshotVersion
     is_new: bool
@@ -87,7 +87,7 @@ class BlobEntry:
 
     @property
     def file(self) -> FileIdentity | None:
-        """What a tensor file says of itself; None for a manifest."""
+        """The header's facts of a tensor file; None for a manifest."""
         if self.kv_identity_hash is None or self.start is None or self.tokens is None or self.chain is None:
             return None
         return FileIdentity(self.kind, self.kv_identity_hash, self.start, self.tokens, self.chain, self.window)
@@ -98,7 +98,7 @@ ReadManifest = Callable[[str, Digest], tuple[ManifestFacts, Sequence[SharedBlock
 
 
 class Unheld(Exception):
-    """A version's manifest, or a blob that it names, is not in the catalog. The message says which."""
+    """A version's manifest, or a blob that it names, is not in the catalog. The message names it."""
 
 
 class UnreleasedLease(NamedTuple):

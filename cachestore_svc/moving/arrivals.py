@@ -29,7 +29,7 @@ class MoveOrder:
     peer: str
     agent_id: str
     is_dry_run: bool = False
-    is_given: bool = False  # the peer asked for it, and not somebody here
+    is_given: bool = False  # the peer wanted it, and not somebody here
     move_id: str = ""  # empty: a new one
 
 

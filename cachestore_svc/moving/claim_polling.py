@@ -1,4 +1,4 @@
-"""Asks the peers whether another store claimed agents of this one: at the start, every minute, after a sleep."""
+"""Polls the peers whether another store claimed agents of this one: at the start, every minute, after a sleep."""
 
 import asyncio
 from collections.abc import Callable, Sequence
@@ -42,7 +42,7 @@ class ClaimPolling:
         self._unsure: set[_Peer] = set()  # whose claims are not all known
 
     async def run(self) -> None:
-        """Ask for as long as the store serves. A peer that does not answer delays a round by a call's deadline."""
+        """Poll for as long as the store serves. A peer that does not answer delays a round by a call's deadline."""
         pause_s = RETRY_S  # after a sleep the network comes back a little later
         while True:
             try:
@@ -56,7 +56,7 @@ class ClaimPolling:
                 pause_s = RETRY_S
 
     async def ask(self) -> None:
-        """Ask every peer once about every agent that is owned here and ever changed hands."""
+        """Poll every peer once about every agent that is owned here and ever changed hands."""
         owned: dict[str, list[tuple[str, Ownership]]] = {}
         for namespace, agent_id, known in await self._store.threads.run(HOUSE, self._store.owners.known):
             if known.is_owned:

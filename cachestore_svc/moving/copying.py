@@ -155,7 +155,7 @@ class LineCopies:
         async def renew() -> None:
             while True:
                 await asyncio.sleep(max(self._store.grace_period_s / _TIMES_A_GRACE, LOOK_S))
-                with contextlib.suppress(KvasirError):  # the commit says what is missing
+                with contextlib.suppress(KvasirError):  # the commit names the missing ones
                     await self.missing(namespace, digests)
 
         renewing = asyncio.create_task(renew())
@@ -178,7 +178,7 @@ class LineCopies:
         """One stream of blobs into the store; yields those that became durable."""
         status = await self._store.run(order.namespace, self._store.blobs.write_status, missing[0])
         if 0 < status.received_bytes == missing[0].size_bytes:
-            # It was cut after its last byte: there is nothing to ask the peer for, if these bytes are right.
+            # It was cut after its last byte: the peer has nothing more to send, if these bytes are right.
             if await self._store.threads.run(order.namespace, self._finish_part, order.namespace, missing[0]):
                 yield missing[:1]
                 missing = missing[1:]
@@ -186,7 +186,7 @@ class LineCopies:
                 return
         expected = iter(missing)
         async with BlobIntake(self._store, order.namespace) as intake:
-            # Opened before the peer is asked: no other writer can change now what has arrived of it.
+            # Opened before the peer sends: no other writer can change now what has arrived of it.
             offset = await intake.resume(missing[0], BlobKind.TENSORS)
             messages = remote.read_frames(missing, offset)
             async with aclosing(self._unstalled(messages, order.peer)) as arriving:
@@ -310,7 +310,7 @@ async def _take_peers(
 
 
 def _stored_so_far(intake: BlobIntake, peer: str) -> list[Digest]:
-    """Blobs that became durable since last asked. A blob that fails its digest is the peer's damage."""
+    """Blobs that became durable since the last call. A blob that fails its digest is the peer's damage."""
     stored: list[Digest] = []
     while not intake.outcomes.empty():
         outcome = intake.outcomes.get_nowait()

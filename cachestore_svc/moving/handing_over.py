@@ -98,7 +98,7 @@ class HandingOver:
         await self._store.run_once_free(namespace, left_s, fence, agent_id, peer, generation, may)
 
     def _check_known(self, namespace: str, peer: str) -> None:
-        """Agents change hands only between stores that know each other, so that an owner's name can be asked."""
+        """Agents change hands only between stores that know each other, so that an owner's name can be resolved."""
         if peer not in self._peers.names(namespace):
             raise FailedPrecondition(
                 f"this store has no peer {peer!r}, which is the name of the caller's credential: agents move between "

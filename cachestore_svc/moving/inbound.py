@@ -46,7 +46,7 @@ class _Blob:
     new: NewBlob
     data: bytes | memoryview = b""  # all of it, if it came at once, until that is written
     next_offset: int = 0  # where the sender's next frame begins
-    has_bytes: bool = False  # more came than an empty first frame, which only asks whether the blob is there
+    has_bytes: bool = False  # more came than an empty first frame, which only checks whether the blob is there
     pieces: int = 0  # that are not written yet
     is_whole: bool = False  # no more pieces come
     writer: BlobWriter | None = None  # None: it is not open yet

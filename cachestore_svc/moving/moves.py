@@ -3,7 +3,7 @@
     copy while the source goes on → offer (nobody extends it now) → copy the rest → receive (durable here)
         → hand over (the source decides) → arrive
 
-After a crash or a cut anywhere `keep` does what is left: a store that received asks the source for its decision; a
+After a crash or a cut anywhere `keep` does what is left: a store that received gets the source's decision; a
 source whose destination is silent takes the agent back; a claim is told to whoever must know.
 """
 
@@ -52,7 +52,7 @@ class Moves:
     async def here(self, order: MoveOrder) -> AsyncGenerator[Progress | Waiting | AgentRecord, None]:
         """Bring an agent from a peer, and own it. Yields progress and last the agent. Cancelled or failed before all of
         it was here, the move is undone; later, `keep` brings it to its end. Raises NotFound, AlreadyExists,
-        FailedPrecondition (MOVE_UNKNOWN, too, when it came by another move than the one that is asked for),
+        FailedPrecondition (MOVE_UNKNOWN, too, when it came by another move than the wanted one),
         Unavailable, DataLoss.
         """
         namespace, agent_id = order.namespace, order.agent_id
@@ -137,7 +137,7 @@ class Moves:
         return known
 
     async def _facts_of_peers(self, namespace: str, agent_id: str, known: Ownership) -> dict[str, Any]:
-        """What each peer knows of the agent's owner, if it heard of a move of it; None: it cannot be asked now."""
+        """What each peer knows of the agent's owner, if it heard of a move of it; None: it cannot be reached now."""
         ours = await self._store.labels(namespace, agent_id)
 
         async def ask(peer: str) -> Any:
@@ -169,7 +169,7 @@ class Moves:
             problem = f"agent {agent_id!r} is on its way at peer {peer}: wait for its end there; {gone}"
             raise FailedPrecondition(problem, reason="AGENT_MOVING", metadata={"agent_id": agent_id, "owner": peer})
         told, yield_to = known.generation, self._store.owners.yield_to
-        # Asked by this store's owner, who cannot know better.
+        # By order of this store's owner, who cannot know better.
         known = await self._store.run(namespace, yield_to, agent_id, peer, told, there.generation, lambda _: None)
         ownership.check_writable(agent_id, known)
 
@@ -200,7 +200,7 @@ class Moves:
             await asyncio.gather(*going.values(), return_exceptions=True)
 
     async def _unfinished(self) -> dict[tuple[str, frozenset[str]], list[_Unfinished]]:
-        """Unfinished moves, by namespace and the peers to be asked or told. What needs no peer is done first."""
+        """Unfinished moves, by namespace and the peers to be called. What needs no peer is done first."""
         found: dict[tuple[str, frozenset[str]], list[_Unfinished]] = {}
         for namespace, agent_id, known in await self._store.threads.run(HOUSE, self._store.owners.unfinished):
             try:
@@ -256,7 +256,7 @@ class Moves:
         raise AssertionError("the last try answers or raises")
 
     async def _has_left(self, remote: AioStoreClient, order: MoveOrder, known: Ownership) -> bool:
-        """Whether the peer says that it gave this very agent away in this generation: an earlier call did it."""
+        """Whether the peer confirms that it gave this very agent away in this generation: an earlier call did it."""
         with answers_of_peer(order.peer):
             agent = await remote.get_agent(order.agent_id)
         if ownership.are_two(await self._store.labels(order.namespace, order.agent_id), agent.labels):

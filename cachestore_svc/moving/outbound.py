@@ -25,7 +25,7 @@ _AHEAD, _AHEAD_BYTES = 4, 4 << 20
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Bytes of a blob, whose memory they keep; `is_first` says that it is the first of this blob that is sent."""
+    """Bytes of a blob, whose memory they keep; `is_first`: it is the first of this blob that is sent."""
 
     digest: Digest
     offset: int
@@ -48,7 +48,7 @@ class BlobReader:
         self._budget = budget
 
     def open(self, namespace: str, digests: Sequence[Digest], first_offset: int = 0) -> "BlobSource":
-        """The blobs as pieces, in the order asked; the first from `first_offset` on. Use as an `async with`."""
+        """The blobs as pieces, in the wanted order; the first from `first_offset` on. Use as an `async with`."""
         return BlobSource(self._store, self._budget, namespace, digests, first_offset)
 
 

@@ -15,7 +15,7 @@ from cachestore_svc.store.blobs import BlobWriter
 
 
 class Repairs:
-    """Asks the peers of a namespace, in the order of their names."""
+    """Tries the peers of a namespace, in the order of their names."""
 
     def __init__(self, store: AioStore, peers: Peers, stall_timeout_s: float) -> None:
         self._store = store

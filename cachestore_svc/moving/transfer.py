@@ -35,7 +35,7 @@ class PullOrder:
     local_agent_id: str
     kv_identity_hash: str  # "": the line of the newest version there
     is_dry_run: bool = False
-    is_given: bool = False  # the peer asked for it: it replaces nothing but what it gave before
+    is_given: bool = False  # the peer wanted it: it replaces nothing but what it gave before
     only_bytes: bool = False  # no version is made: a move will make it
 
 

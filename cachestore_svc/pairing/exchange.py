@@ -49,7 +49,7 @@ RandomBytes = Callable[[int], bytes]
 
 @dataclass(frozen=True, slots=True)
 class Card:
-    """What a store says of itself: the name that it proposes, its certificate, and where it and its engine listen to
+    """A store's own facts: the name that it proposes, its certificate, and where it and its engine listen to
     peers, or ""."""
 
     name: str

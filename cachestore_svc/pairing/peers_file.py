@@ -41,11 +41,11 @@ class PeerSettings(BaseModel):
     engine_address: str = ""
     """host:port where a paired peer's engine takes turns. Empty: turns end where they are."""
     token_file: Path | None = None
-    """This store's token there (role peer); its credential there also says which namespace is read."""
+    """This store's token there (role peer); its credential there also decides which namespace is read."""
     ca_file: Path | None = None
     """PEM: the peer's own certificate, which pins it, or the authority that signed it. Needed beyond this machine."""
     server_name: str = ""  # the name in its certificate, when that is not the host of the address
-    cert_file: Path | None = None  # this store's certificate and key, for a peer that asks (mutual TLS)
+    cert_file: Path | None = None  # this store's certificate and key, for a peer that wants it (mutual TLS)
     key_file: Path | None = None
     certificate: str = ""
     """A paired peer's certificate (base64 of DER): who shows its key is this peer, and nothing else is."""
@@ -123,7 +123,7 @@ class PeerSettings(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class PeerBook:
-    """What the file says: peers by name, where this store and its engine listen to paired ones ("": to none), the
+    """The file's content: peers by name, where this store and its engine listen to paired ones ("": to none), the
     identity of both."""
 
     peers: Mapping[str, PeerSettings] = field(default_factory=lambda: MappingProxyType({}))

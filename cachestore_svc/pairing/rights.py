@@ -41,7 +41,7 @@ class Verb(StrEnum):
     OFFER = "take agents away"  # OfferAgent
     HAND_OVER = "end its move"  # HandOverAgent
     UNDO = "undo its move"  # UndoMove
-    FENCE = "be the agent's owner"  # FenceAgent, its answer when it is asked or told of a claim
+    FENCE = "be the agent's owner"  # FenceAgent, its answer about a claim
     COPY = "give copies"  # PullAgent, by the peer
     MOVE = "give agents"  # MoveAgent, by the peer
     TURN = "give turns"  # TakeTurn, at the engine
@@ -64,7 +64,7 @@ EFFECTS: Mapping[Verb, Mapping[OwnerState, Bond]] = {
     Verb.FENCE: dict.fromkeys(OwnerState, Bond.HAD),
     Verb.COPY: {OwnerState.OWNED: Bond.NONE, OwnerState.MOVED: Bond.NAMED},
     Verb.MOVE: {OwnerState.OWNED: Bond.NONE, OwnerState.MOVED: Bond.NAMED, OwnerState.ARRIVING: Bond.NAMED},
-    Verb.TURN: {OwnerState.OWNED: Bond.HAD},  # the engine asks for the very move with which the turn comes
+    Verb.TURN: {OwnerState.OWNED: Bond.HAD},  # the engine checks the very move with which the turn comes
 }
 # The rights that words need. A peer whose move is under way has shown its right already.
 NEEDS: Mapping[Verb, Gives | Takes] = {
@@ -90,7 +90,7 @@ class Said:
     agent_id: str
     names: Collection[str]  # the peer's, today's first: the earlier ones may stand in a fact
     given: Given
-    is_ordered: bool = False  # this store's owner asked for this very move
+    is_ordered: bool = False  # this store's owner ordered this very move
 
 
 def bond(known: Ownership, names: Collection[str], given: Given) -> Bond:
@@ -101,7 +101,7 @@ def bond(known: Ownership, names: Collection[str], given: Given) -> Bond:
 
 
 def check(said: Said, known: Ownership) -> None:
-    """The one place where a peer's rights are asked for. See May."""
+    """The one place where a peer's rights are checked. See May."""
     verb, tie = said.verb, bond(known, said.names, said.given)
     is_named = tie is Bond.NAMED
     needs, reserved = NEEDS.get(verb), said.agent_id.startswith(RESERVED_PREFIXES)
@@ -129,7 +129,7 @@ def _may_not(said: Said, problem: str, option: str) -> PermissionDenied:
 
 
 def over_limit(peer: str, what: str, retry_after_s: float = 60.0) -> ResourceExhausted:
-    """The refusal of a peer that asks for more than one peer may."""
+    """The refusal of a peer that wants more than one peer may have."""
     text = f"peer {peer} has asked for all that a peer may: {what}"
     return ResourceExhausted(text, reason="PEER_LIMIT", retry_after_s=retry_after_s, metadata={"limit": what})
 

@@ -58,7 +58,7 @@ def words_of(damage: dict[str, str]) -> str:
 
 
 def check_whole(view: CatalogView) -> None:
-    """Raises DataLoss (INDEX_DAMAGED) when the database contradicts itself, and nothing says which half is right."""
+    """Raises DataLoss (INDEX_DAMAGED) when the database contradicts itself, and nothing shows which half is right."""
     if view.wrong_indexes():
         raise index_damaged("its tables and their indexes differ")
 

@@ -34,7 +34,7 @@ def check_newest(config: StoreConfig, store: str, position: Position, disk: Disk
 
 
 def note_commits(config: StoreConfig, log: Journal, now_unix_ms: last_run.Clock) -> None:
-    """Note how far the journal is, and each commit from now on. Where no note can be kept, the log says so."""
+    """Note how far the journal is, and each commit from now on. Where no note can be kept, a log line reports it."""
     if config.last_runs_dir is None:
         return
     try:
@@ -49,7 +49,7 @@ def _holds(config: StoreConfig, position: Position, noted: Position, disk: Disk)
     """Whether a history that ends at `position` has the noted commit, as far as the journal goes back."""
     if position.sequence <= noted.sequence:
         return position == noted
-    # After a loss of power, or a time without notes. A journal that is damaged, or begins later, says nothing.
+    # After a loss of power, or a time without notes. A journal that is damaged, or begins later, proves nothing.
     found = journal.read(config.data_dir / journal.NAME, disk, until=noted)
     is_told = found is not None and found.base_sequence <= noted.sequence <= found.position.sequence
     return found is None or not is_told or found.position == noted

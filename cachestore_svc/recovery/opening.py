@@ -55,7 +55,7 @@ _SEALED = "sealed_places"
 @dataclass(frozen=True)
 class Opened:
     core: Core
-    lock: int  # descriptor whose lock says that the directory is ours
+    lock: int  # descriptor whose lock shows that the directory is ours
 
     def close(self) -> None:
         """Finish what the index has, note what it then is, and unlock. A second time does nothing."""

@@ -275,7 +275,7 @@ class _Recovery:
                 kept = f"{DATABASE}{old}{suffix}"
                 if DATABASE not in names and kept in names:
                     disk.rename(self._data_dir / kept, self._data_dir / f"{DATABASE}{suffix}")
-            disk.fsync_directory(self._data_dir)  # before what says that the old one was away is gone
+            disk.fsync_directory(self._data_dir)  # before the sign that the old one was away is gone
             disk.remove(self._new_log)
             disk.remove(self._data_dir / ready)
         if DATABASE in names and not disk.has(self._log) and disk.has(self._new_log):

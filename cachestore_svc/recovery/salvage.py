@@ -36,7 +36,7 @@ class Evidence:
 
 
 def gather_evidence(database: Path, blobs: BlobBackend, disk: Disk) -> Evidence:
-    """Ask the journal, and the old index where the journal is not whole."""
+    """Read the journal, and the old index where the journal is not whole."""
     evidence = Evidence()
     found = journal.read(database.with_name(journal.NAME), disk, salvages=True)
     if found is not None and found.is_readable and (not found.state or looking.lies_here(found.state, blobs)):

@@ -25,7 +25,7 @@ class MasterKey:
     def __init__(self, secret: bytes, where: str) -> None:
         """`secret`: 32 bytes; `where` it is kept, in words for people."""
         self.where = where
-        self.id = blake3(b"kvasir.master_key.v1", key=secret).hexdigest()[:16]  # says which it is, and nothing else
+        self.id = blake3(b"kvasir.master_key.v1", key=secret).hexdigest()[:16]  # identifies it, and shows nothing else
         self._aead = AESGCM(secret)
 
     def wrap(self, namespace: str, key: bytes, random_bytes: RandomBytes) -> "Wrapped":
@@ -59,7 +59,7 @@ class KeyRecord:
     erased_unix_ms: int = 0  # when the key was destroyed; 0: it was not
 
     def open(self, masters: Iterable[MasterKey]) -> bytes:
-        """The namespace's key. Raises FailedPrecondition (NAMESPACE_SEALED), which says what to do."""
+        """The namespace's key. Raises FailedPrecondition (NAMESPACE_SEALED), which names the remedy."""
         if self.erased_unix_ms:
             raise sealed_error(self.namespace, "its key was destroyed: what it held cannot be read any more")
         masters = list(masters)

@@ -6,7 +6,7 @@
 A file has a key of its own, made of the namespace's key and the salt. Each segment has a random nonce beside it: a
 resumed part seals its last segment again, and a counter would then repeat. The number of a segment, and whether it is
 the last, is associated data: a file that is cut, or whose segments were moved, does not open. Neither does one that has
-another's name, because the header says whose bytes it holds.
+another's name, because the header names the bytes that it holds.
 """
 
 import struct

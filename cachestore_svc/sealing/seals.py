@@ -21,7 +21,7 @@ class Seals:
     """The seals of an open store. They do not change once it is open."""
 
     def __init__(self, records: Records, masters: Sequence[MasterKey], listed: Iterable[str] = ()) -> None:
-        """`listed`: namespaces that must be sealed, whatever the data directory says."""
+        """`listed`: namespaces that must be sealed, whatever the data directory has."""
         self._keys: dict[str, NamespaceKey] = {}
         self._shut: dict[str, str] = {}  # and why, in words
         self._lost = {place for place, record in records.items() if record is None}

@@ -25,7 +25,7 @@ AGENT_ROLES: Mapping[str, frozenset[str]] = {
     f"/{AGENT_SERVICE_NAME}/{method.name}": _READERS if method.name in _READS else _PEOPLE
     for method in _SERVICE.methods
 }
-# Told in the audit here, because the store knows this engine only.
+# Audited here, because the store knows this engine only.
 PRIVILEGED_OF_AGENTS = frozenset(method for method, roles in AGENT_ROLES.items() if roles == _PEOPLE)
 
 
@@ -77,7 +77,7 @@ class AgentForwarding:
         return make(one, read, write)
 
     def _tell_context(self, answer: Any) -> None:
-        """Say of the loaded model's lines how long they can become."""
+        """Add to the loaded model's lines how long they can become."""
         served, agents = self._served(), list[Any]()
         model = served.engine.model if served is not None else None
         if isinstance(answer, cachestore_pb2.GetAgentResponse):
@@ -120,5 +120,5 @@ def _copied_whole(request: Any) -> str:
 
 
 def _refused(error: Unauthenticated | PermissionDenied) -> Unavailable:
-    """The caller's role was asked already: what the store refuses is the engine's own credential."""
+    """The caller's role was checked already: what the store refuses is the engine's own credential."""
     return Unavailable(f"the store refuses this engine: {error.message}", retry_after_s=5.0)

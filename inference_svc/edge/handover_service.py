@@ -1,5 +1,5 @@
 """Hand-overs on the wire: takes turns from other engines, whose readers read on through those engines, and gives turns
-away when a caller asks for it.
+away at a caller's request.
 """
 
 import asyncio
@@ -104,7 +104,7 @@ class HandOverService(handover_pb2_grpc.HandOverServiceServicer):  # type: ignor
         try:
             await asyncio.shield(telling)
         except asyncio.CancelledError:
-            # The engine that reads may be gone; whether its reader is, EndTurn says.
+            # The engine that reads may be gone; EndTurn reports whether its reader is.
             reader.is_gone = True
             if telling.cancelled():
                 raise Cancelled("the turn was ended") from None

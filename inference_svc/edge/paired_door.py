@@ -13,13 +13,13 @@ _LOG = structlog.get_logger(__name__)
 
 
 class PairedDoor:
-    """Open while there are paired peers, where the file of peers says."""
+    """Open while there are paired peers, where the file of peers has it."""
 
     def __init__(self, pairings: PairingsFile, peers: Peers, server: EdgeServer) -> None:
         self._pairings = pairings
         self._peers = peers
         self._server = server
-        self._tried = ""  # the address that was asked for last
+        self._tried = ""  # the address of the last request
         self._is_open = False
 
     async def keep(self) -> None:

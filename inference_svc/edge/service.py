@@ -60,7 +60,7 @@ ALLOWED_ROLES: Mapping[str, frozenset[str]] = {
     **{f"/{SERVICE_NAME}/{rpc}": CALLERS for rpc in _FORCALLERS},
     **{f"/{SERVICE_NAME}/{rpc}": _ADMINS for rpc in ("LoadModel", "UnloadModel")},
 }
-PRIVILEGED = frozenset(method for method, roles in ALLOWED_ROLES.items() if roles == _ADMINS)  # told in the audit
+PRIVILEGED = frozenset(method for method, roles in ALLOWED_ROLES.items() if roles == _ADMINS)  # audited
 
 
 @dataclass(frozen=True, slots=True)

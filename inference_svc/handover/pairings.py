@@ -52,7 +52,7 @@ class PairedPeer:
 
 @dataclass(frozen=True, slots=True)
 class Pairings:
-    """What the file says: peers by name, where this engine listens to theirs ("": nowhere), and its key and certificate
+    """The file's content: peers by name, where this engine listens to theirs ("": nowhere), and its key and certificate
     (PEM), which are the store's."""
 
     peers: Mapping[str, PairedPeer] = field(default_factory=lambda: MappingProxyType({}))

@@ -1,4 +1,4 @@
-"""Whether stored keys are what a KV policy says, by the buffers: a rotated key has the shape of a plain one."""
+"""Whether stored keys follow a KV policy, by the buffers: a rotated key has the shape of a plain one."""
 
 import mlx.core as mx
 from kvasir.cachestore.v1 import identity_pb2
@@ -12,7 +12,7 @@ from inference_svc.kv.sequence_kv import SequenceKV
 
 
 def applied_layers(layout: Layout, identity: identity_pb2.KvIdentity, pool: KvPool, compute_type: str) -> int:
-    """Layers with K and V that store rows exactly as the identity's policy says: they are given some."""
+    """Layers with K and V that store rows exactly as the identity's policy wants: they are given some."""
     kv = SequenceKV(pool)
     layers, keys = prefill_layers(kv, compute_type), {}
     for index, layer in enumerate(layers):
@@ -33,7 +33,7 @@ def _some_rows(layout: Layout, index: int) -> tuple[mx.array, mx.array]:
 
 
 def is_stored_as_said(kv: SequenceKV, layer: int, identity: identity_pb2.KvIdentity, keys: mx.array | None) -> bool:
-    """Whether a layer stores `keys` as the policy says, rotated only if it says so, and shows them plain."""
+    """Whether a layer stores `keys` as the policy wants, rotated only if it wants that, and shows them plain."""
     rows = kv.rows(layer, 0, kv.length) if keys is not None else None
     said_units = [part.units for part in PageFormat.of(identity, layer).parts]
     if keys is None or rows is None or [part.view(UNIT).shape[-1] for part in rows] != said_units:

@@ -1,6 +1,6 @@
 """How a KV policy stores rows of K or V: quantized in groups along the head, plain or rotated, or exact in 16 bits.
-Each row is encoded by itself, as `part_count` arrays; files hold the bytes of memory. `problem` says why rows of a head
-dimension cannot be stored.
+Each row is encoded by itself, as `part_count` arrays; files hold the bytes of memory. `problem` explains why rows of a
+head dimension cannot be stored.
 """
 
 from dataclasses import dataclass

@@ -66,7 +66,7 @@ class PrefillLayer:
 class InPlaceLayer(PrefillLayer):
     """As above on a GPU: kernels write the new rows to pages behind the sequence's length, where nobody reads them
     before the pass is over, and read all rows from there. Rows are attended to where they lie, by splits of the
-    sequence, if `attends` says so: a few behind a long sequence and, where the kernels have tiles, all but the passes
+    sequence, if `attends` is set: a few behind a long sequence and, where the kernels have tiles, all but the passes
     that are left to MLX.
     """
 
@@ -86,7 +86,7 @@ class InPlaceLayer(PrefillLayer):
         table = span.block_table[None]
         stored = append_rows(keys, values, array, page_format, table, span.places, pool.dialect, pool.order)
         self.new_rows = (stored,)
-        # Not remembered from `make_mask`: a model asks one layer of a kind for the mask of all.
+        # Not remembered from `make_mask`: a model takes the mask of all from one layer of a kind.
         self.attends = self._attends(before, keys.shape[2])
         if self.attends:
             self._attended = (array, page_format, span.block_table[None], stored[-1:])

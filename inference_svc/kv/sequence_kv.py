@@ -65,7 +65,7 @@ class PassRoom:
         self.pages = [{block: next(rest) for block in some} for some in blocks]
 
     def span(self, layer: int, count: int) -> Span:
-        """Where kernels write a layer's rows. The first layer of a pass says how many there are; raises as `take`."""
+        """Where kernels write a layer's rows. The first layer of a pass counts them; raises as `take`."""
         if not self._spans:
             self.take(count)
             positions = range(self._kv.length, self._kv.length + count)

@@ -12,7 +12,7 @@ Tensors = list[mx.array | None]
 
 
 class StateTensors:
-    """A recurrent layer as mlx-lm's models call it, who ask for `lengths` and `left_padding`: there is none."""
+    """A recurrent layer as mlx-lm's models call it, which read `lengths` and `left_padding`: there is none."""
 
     lengths: None = None
     left_padding: None = None

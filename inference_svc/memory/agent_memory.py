@@ -124,7 +124,7 @@ class AgentMemory:
     shortened: manifest_pb2.Shortened | None = None  # what `messages` lack; None: nothing
     template_time_ms: int = 0  # the time that the template got; 0: it reads no clock
     tools_order: manifest_pb2.ToolsOrder | None = None  # as the template was given them; None: none, or not known
-    settings: AgentSettings = NO_SETTINGS  # the agent's when the turn began, for turns that cannot ask the store
+    settings: AgentSettings = NO_SETTINGS  # the agent's when the turn began, for turns that cannot reach the store
 
     @property
     def unstored_tokens(self) -> int:

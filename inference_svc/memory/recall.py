@@ -34,7 +34,7 @@ from inference_svc.memory.store.remote_cache import RemoteCache
 
 @dataclass(frozen=True, slots=True)
 class Recollection:
-    """An agent's newest memory. `head` None: the store was not asked; `kv_from` COLD: only its transcript is of use."""
+    """An agent's newest memory. `head` None: the store was not called; `kv_from` COLD: only its transcript serves."""
 
     memory: AgentMemory | None
     kv_from: Source

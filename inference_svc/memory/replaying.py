@@ -39,7 +39,7 @@ def cut(runs: Runs | None, tokens: int) -> Runs | None:
 
 
 def replay_steps(token_ids: TokenIds, runs: Sequence[int]) -> Iterator[ReplayStep]:
-    """The turns that compute the tokens as the runs say. The last one has no reply: its prompt is all tokens."""
+    """The turns that compute the tokens by these runs. The last one has no reply: its prompt is all tokens."""
     done, count = 0, len(token_ids)
     for first, end in zip(runs[::2], runs[1::2], strict=True):
         behind = token_ids[min(end, count - 1)]

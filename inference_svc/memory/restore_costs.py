@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from inference_svc.memory.outcomes import Miss, MissReason
 
 LEAST_BYTES = 4 << 20  # of a smaller restore most of the time is the same for any size, and is no rate
-LEAST_TOKENS = 256  # fewer tokens take as long as one pass over the weights, and say nothing about more
+LEAST_TOKENS = 256  # fewer tokens take as long as one pass over the weights, and show nothing about more
 MARGIN = 0.8
 """Computing must take at most this part of a restore's time: estimates are rough, and it keeps others waiting."""
 FORGOTTEN_S = 600.0
@@ -31,7 +31,7 @@ class LearnedCost:
         return first * per_first + second * per_second if per_first or per_second else None
 
     def _parts(self) -> tuple[float, float]:
-        """Of the fits without a negative part the best one. The first size alone, where only one can be told."""
+        """Of the fits without a negative part the best one. The first size alone, where only one is known."""
         aa, ab, bb, at, bt = self._sums
         determinant = aa * bb - ab * ab
         fits = [(at / aa if aa else 0.0, 0.0), (0.0, bt / bb if bb else 0.0)]

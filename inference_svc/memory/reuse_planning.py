@@ -41,7 +41,7 @@ from inference_svc.text.token_ids import NO_TOKENS, TokenIds
 
 _LOG = structlog.get_logger(__name__)
 _LONG_TOKENS = 8192  # hashing more tokens than these takes the event loop more than a millisecond or two
-FEWEST_RESTORED = 16  # to compute fewer tokens than these takes less time than to ask the store for their block
+FEWEST_RESTORED = 16  # to compute fewer tokens than these takes less time than to get their block from the store
 T = TypeVar("T")
 
 
@@ -316,7 +316,7 @@ class ReusePlanner:
             return Cold(), None, None
         named = [*candidate.files.blocks, *((candidate.files.tail,) if candidate.files.tail else ())]
         wanted = named[: -(-candidate.keep // BLOCK_TOKENS)][:usable_files]
-        # All room is asked for at once: turns that hold room and wait for more could wait for each other.
+        # All room is requested at once: turns that hold room and wait for more could wait for each other.
         has_states = self._engine.model.has_states
         beside = {keep: _beside_blocks(candidate, keep, has_states) for keep in _lengths(candidate, has_states)}
         rest_bytes = [sum(digest.size_bytes for digest in named) for named in beside.values()]

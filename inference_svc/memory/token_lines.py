@@ -1,5 +1,5 @@
 """Which agent remembers a conversation that comes as token ids, from a caller that names none: by hot memory, else by
-names, which have the length and digest of a conversation's first prompt. It only says where to look: the engine
+names, which have the length and digest of a conversation's first prompt. It only shows where to look: the engine
 compares tokens. Agents beyond a thousand, or unused for a week, are deleted.
 """
 
@@ -18,7 +18,7 @@ from inference_svc.text.prefix_matching import common_prefix_length
 from inference_svc.text.token_ids import TokenIds
 
 PREFIX = "tokens/"
-# Templates may render the last tokens of a prompt, which ask for the reply, otherwise once the reply is there.
+# Templates may render the last tokens of a prompt, which begin the reply, otherwise once the reply is there.
 _REPLY_PROMPT_TOKENS = 16
 _COMPARED_FIRST = 16
 _DIGEST_CHARS = 24

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import mlx.core as mx
 
-# By device: Metal says what it recommends to use of the RAM, CUDA what the device has.
+# By device: Metal has the part of the RAM that it recommends, CUDA the device's memory.
 _CONTAINER = Path("/sys/fs/cgroup/memory.max")
 _TOTALS = ("max_recommended_working_set_size", "total_memory", "memory_size")
 

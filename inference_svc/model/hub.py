@@ -65,7 +65,7 @@ def _size_of(folder: Path) -> int:
 
 
 def _size_on_hub(name: str) -> int:
-    """The bytes of all files that the loader takes; 0 if the hub does not say."""
+    """The bytes of all files that the loader takes; 0 if the hub does not know."""
     from mlx_lm.utils import DEFAULT_ALLOW_PATTERNS
 
     try:

@@ -38,7 +38,7 @@ _GRAPH_SETTINGS = {
 _DEFAULT_CONTEXT_TOKENS = 4096
 _log = logging.getLogger(__name__)
 _GENERATION = "generation_config.json"
-# The settings that are taken, and what a request may ask of them. NaN is in no range.
+# The settings that are taken, and their ranges in a request. NaN is in no range.
 _RANGES = {
     "temperature": lambda value: 0 <= value <= 2,
     "top_p": lambda value: 0 < value <= 1,
@@ -66,7 +66,7 @@ class LoadedModel:
     @property
     def context_tokens(self) -> int:
         """The longest context that the configuration names, or 4,096 where it names none."""
-        # A model that also sees or hears says what its language model does in a part of its own.
+        # A model that also sees or hears describes its language model in a part of its own.
         parts = (self.config, self.config.get("text_config") or {})
         said = [part.get(name) for part in parts for name in ("max_position_embeddings", "n_positions")]
         return int(next(filter(None, said), _DEFAULT_CONTEXT_TOKENS))

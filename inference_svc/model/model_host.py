@@ -133,7 +133,7 @@ class ModelHost(Generic[ServedT]):
             self._asleep = self._asleep if self.served is None else ""
 
     async def _fallen_asleep(self) -> None:
-        """Wait for a model that is just falling asleep: nobody asked for that, so nobody is refused for it."""
+        """Wait for a model that is just falling asleep: nobody wanted that, so nobody is refused for it."""
         if self._asleep and self._change is not None and not self._target:
             await asyncio.wait({self._change})
 

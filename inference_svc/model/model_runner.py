@@ -78,7 +78,7 @@ class ModelRunner:
     def new_pool(
         self, policy: identity_pb2.KvPolicy, budget_bytes: int = _ANY_BYTES, *, is_allocated: bool = False
     ) -> KvPool:
-        """A pool for sequences of this model, stored as `policy` says. See `KvPool`."""
+        """A pool for sequences of this model, stored by `policy`. See `KvPool`."""
         identity = identity_pb2.KvIdentity(layers=self.layers, policy=policy)
         # A GPU without kernels grows its pool: MLX's own writes may copy an array, and it runs a step ahead.
         is_allocated = is_allocated and not (self.is_on_gpu and self.layout.dialect(identity) is None)
@@ -229,7 +229,7 @@ class ModelRunner:
         return scores
 
     def release_unused(self) -> None:
-        """Give unused memory back. On a GPU it stays, within MLX's limit: the next cell would ask for it again."""
+        """Give unused memory back. On a GPU it stays, within MLX's limit: the next cell would need it again."""
         if not self.is_on_gpu:
             mx.clear_cache()
 

@@ -56,7 +56,7 @@ class ModelArguments(TypedDict, total=False):
     policy: identity_pb2.KvPolicy | PolicyRequest | None  # None: 4 bits, groups of 64
     context_tokens: int | None
     compute_type: str | None  # None: float32 on a CPU, else the model's own
-    conversations_file: Path | None  # from it `auto` asks the model, if it is written for its tokenizer
+    conversations_file: Path | None  # from it `auto` questions the model, if it is written for its tokenizer
     copies_weights: bool
     kernels: Wanted  # "reference": none
 

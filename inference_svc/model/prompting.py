@@ -53,7 +53,7 @@ class Prompting:
     """One model's tokenizer. The methods block: call them inside `run`."""
 
     def __init__(self, tokenizer: Any, token_text: TokenText, now_ms: Callable[[], int] = lambda: 0) -> None:
-        """`tokenizer`: mlx-lm's TokenizerWrapper. `now_ms`: Unix time, for templates that ask for it."""
+        """`tokenizer`: mlx-lm's TokenizerWrapper. `now_ms`: Unix time, for templates that read it."""
         self._now_ms = now_ms
         self._tokenizer = tokenizer
         self._token_text = token_text
@@ -135,7 +135,7 @@ class Prompting:
         return partial(self.template, clock=clock, settings=settings)
 
     def applied(self, asked: AskedThinking, *, has_tools: bool, begins_with_answer: bool) -> AppliedThinking:
-        """What this model makes of what is asked. Raises InvalidArgument that names what it cannot apply."""
+        """The settings that this model applies. Raises InvalidArgument that names what it cannot apply."""
         names = self._template_names([{}] if has_tools else None)
         thinks = self._marks.thinking is not None
         found = applied(asked, names.settings, thinks=thinks, begins_with_answer=begins_with_answer)

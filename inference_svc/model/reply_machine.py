@@ -17,7 +17,7 @@ _KNOWN = (
 )
 _HARMONY = ("<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|call|>")
 _ANALYSIS, _FINAL, _PREAMBLE = (f"<|channel|>{name}<|message|>" for name in ("analysis", "final", "commentary"))
-_HEAD = "head"  # the state before a message's text says which part follows
+_HEAD = "head"  # the state before a message's text decides which part follows
 _HARMONY_EDGES = {
     _HEAD: [(_ANALYSIS, "reasoning"), (_FINAL, "normal"), (_PREAMBLE, "normal"), (" to=functions.", "tool")],
     "reasoning": [("<|end|>", _HEAD)],
@@ -31,7 +31,7 @@ class ReplyMarks:
     """How one model writes its replies. `call_end`: empty where a call goes on to the reply's end."""
 
     machine: Any  # mlx-lm's TextStateMachine
-    initial: str  # the part that a reply begins with, unless its prompt says another
+    initial: str  # the part that a reply begins with, unless its prompt begins another
     thinking: tuple[str, str] | None  # what stands before and behind reasoning; None: the model has none
     call_start: str
     call_end: str

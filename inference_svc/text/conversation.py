@@ -168,7 +168,7 @@ def _without_both(message: dict[str, Any]) -> dict[str, Any]:
 
 def lasting_chars(template: ChatTemplate, conversation: Dialogue, text: str) -> int | None:
     """Characters of the conversation's prompt `text` with which the next prompt will begin: all but the generation
-    prompt, because templates often render it differently once the reply exists. None when the template does not say.
+    prompt, because templates often render it differently once the reply exists. None when the template hides it.
     """
     try:
         lasting = render(template, conversation, add_generation_prompt=False)

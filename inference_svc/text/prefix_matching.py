@@ -1,6 +1,6 @@
 """Character-level prefix matching: how much of an agent's memory a new prompt may reuse. Texts are compared, as pieces
-are tokenized otherwise than the whole; the tokens that spell the common text keep their KV. Pure: the caller says which
-tokens spell whole characters.
+are tokenized otherwise than the whole; the tokens that spell the common text keep their KV. Pure: the caller knows
+which tokens spell whole characters.
 """
 
 import enum
@@ -57,7 +57,7 @@ NO_MATCH = PrefixMatch(Outcome.NONE, 0, 0, 0)
 def match_prefix(memory: RememberedText, prompt: str, *, ends_whole: Callable[[Sequence[int]], bool]) -> PrefixMatch:
     """Compare a prompt with a memory. EXACT: the prompt is the memory's text. EXTEND: the text is a proper prefix of
     the prompt. DIVERGE: they part inside the text, or the memory ends inside a character; kept is up to the last token
-    wholly inside the match, whatever part of the memory that is. NONE when no token is. `ends_whole(token_ids)` says
+    wholly inside the match, whatever part of the memory that is. NONE when no token is. `ends_whole(token_ids)`:
     whether the last of a few consecutive tokens ends at a character's border.
     """
     matched = common_prefix_length(memory.text, prompt)

@@ -51,7 +51,7 @@ def shorter(
 ) -> Shorter | None:
     """The conversation with as many of its newest messages as fit into `wanted_tokens`; with its last question and the
     newest step behind it if only that fits into `most_tokens`; None if not even that does, or nothing can be left out.
-    `tokens_of` counts a whole conversation's tokens, and is asked a few times. `before`: what the conversation lacks
+    `tokens_of` counts a whole conversation's tokens, and is called a few times. `before`: what the conversation lacks
     already. Without `keeps_summary` an older summary goes, for a newer one.
     """
     before = before or manifest_pb2.Shortened()

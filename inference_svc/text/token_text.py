@@ -116,7 +116,7 @@ def _strips_leading_space(decoder: Mapping[str, Any]) -> bool:
 
 
 def _spelled(content: Mapping[str, Any], spell: Callable[[str], bytes]) -> Callable[[int], bytes]:
-    """Bytes by token id; spelled when first asked for, as a whole vocabulary takes a quarter of a second."""
+    """Bytes by token id; spelled at their first use, as a whole vocabulary takes a quarter of a second."""
     vocabulary = content["model"]["vocab"]
     if isinstance(vocabulary, list):  # Unigram: [token, score] by id
         vocabulary = {entry[0]: token_id for token_id, entry in enumerate(vocabulary)}

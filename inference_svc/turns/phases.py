@@ -1,4 +1,4 @@
-"""What is known of a turn after each of its steps, as frozen values; `progress` says where the turn is meanwhile.
+"""What is known of a turn after each of its steps, as frozen values; `progress` knows where the turn is meanwhile.
 
 TurnRequest ─recall→ Recalled ─prompt→ Prompted ─plan→ Planned ─run→ Ran ─remember→ Remembered ─report→ TurnFinished
 """
@@ -72,7 +72,7 @@ class Planned:
     plan: TurnPlan  # without the KV that is reused
     # Gives back the room of bytes that are read or will be read from the store, and are not KV yet.
     restoring: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
-    is_brought: bool = False  # its KV came by an archive or from another store, besides what the recollection says
+    is_brought: bool = False  # its KV came by an archive or from another store, besides the recollection's
     is_text_own: bool = True  # no other engine, which this one need not believe, has generated some of the reply
     handed_over_by: str = ""  # the peer from whose store the agent came with the turn
     begun_reply: str = ""  # the part that another engine has sent to the reader
@@ -105,7 +105,7 @@ class Ran:
     calls: tuple[manifest_pb2.ToolCall, ...] = ()
     has_reasoned: bool = False
     stream: BlockStream | None = None  # the blocks that were sent meanwhile
-    pinning: Once[Pinning] = field(default_factory=lambda: Once(None))  # asked for at the turn's end
+    pinning: Once[Pinning] = field(default_factory=lambda: Once(None))  # requested at the turn's end
 
     @property
     def extended(self) -> AgentMemory | None:
@@ -137,7 +137,7 @@ class BegunPrompt:
     tokens: Tokenized
     rewind_point_tokens: int | None = None
     messages: tuple[manifest_pb2.Message, ...] = ()  # before the reply; empty for a prompt
-    template_time_ms: int = 0  # what its template was told; 0: it did not ask
+    template_time_ms: int = 0  # the time that its template read; 0: none
     tools_order: manifest_pb2.ToolsOrder | None = None  # as the template was given them
 
 

@@ -22,7 +22,7 @@ from inference_svc.turns.turn_data import TurnRequest
 from inference_svc.turns.turn_reporter import HandOff, TurnReporter
 
 _LOG = structlog.get_logger(__name__)
-# Of what fits behind a prompt, a reply that asked for more may take one of so many parts, or so many tokens.
+# Of what fits behind a prompt, a reply that wants more may take one of so many parts, or so many tokens.
 _CLAMPED_PART, _LEAST_CLAMPED = 4, 512
 # Between planning and running, hot memory may be dropped and a file may be refused: plan again this often.
 _MAX_PLANS = 4
@@ -106,7 +106,7 @@ class PlanRunner:
                 raise MemoryMovedError
 
     def plan(self, prompted: Prompted, prepared: Prepared, rewind_point_tokens: int | None) -> TurnPlan:
-        """What the engine is asked to do, without the KV that is reused."""
+        """The engine's plan, without the KV that is reused."""
         request, count = prompted.request, len(prepared.tokens.ids)
         engine, is_kept = self._parts.engine, prompted.recalled.is_kept
         if not count:
@@ -143,8 +143,8 @@ class PlanRunner:
 def _same_version(planned: Recollection, found: Recollection) -> Recollection:
     """`found`, if it has the version that the turn's prompt was made from. Raises MemoryMovedError otherwise."""
     if found.head is None:
-        # The store cannot be asked now. The turn extends the planned version, or what the planned memory has become
-        # since: while that is on its way, it is asked for when the turn is stored. Compare-and-swap decides at the end.
+        # The store cannot be reached now. The turn extends the planned version, or what the planned memory has become
+        # since: while that is on its way, it is requested when the turn is stored. Compare-and-swap decides at the end.
         head, publication = planned.head, planned.memory.publication if planned.memory is not None else None
         if publication is not None and (publication.is_running or publication.standing.is_stored):
             head = None if publication.is_running else publication.standing.head
@@ -162,7 +162,7 @@ def moved_away() -> errors.Unavailable:
 
 
 def _clamped(max_tokens: int, engine: Engine, prompt_tokens: int) -> int:
-    """The length of a reply that may be shorter: all of it is reserved, and clients ask for more than there is."""
+    """The length of a reply that may be shorter: all of it is reserved, and clients want more than there is."""
     left, budget_bytes = engine.model.context_tokens - prompt_tokens, engine.memory_budget_bytes
     counts = range(max(left, 0) + 1)
     in_memory = bisect_right(counts, budget_bytes, key=lambda new: engine.needed_bytes(prompt_tokens + new)) - 1

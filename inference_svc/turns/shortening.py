@@ -6,8 +6,8 @@ version: what the turn would have left, had its prompt been the shorter one. The
 hot.
 
 - A retry is answered from the shorter version, and an `expected_version` that names the turn's own is taken for it.
-- A summary is asked for on the hot memory, in a turn that only reads; it goes on as a user's message ("Remember: …"),
-  which every template takes. A turn that leaves messages out before it replies asks for none: an older one stays.
+- A summary is made on the hot memory, in a turn that only reads; it goes on as a user's message ("Remember: …"),
+  which every template takes. A turn that leaves messages out before it replies makes none: an older one stays.
 - `Manifest.shortened` counts what is left out, before and behind the question, so that a client that sends its whole
   list goes on. A list that ends inside what is left out goes as it was sent, and its memory lacks nothing.
 - A last question that is too long by itself is refused.
@@ -134,7 +134,7 @@ class MemoryShortener:
             await self._ending.shortened(await self._plans.plan_and_run(made, turn, budget), memory)
 
     async def _summary(self, prompted: Prompted, later: LaterShortening, memory: AgentMemory) -> str:
-        """What the agent says it must not forget; empty where that does not fit, or it says nothing."""
+        """The agent's summary of what it must not forget; empty where that does not fit, or there is none."""
         question = manifest_pb2.Message(role="user", content=later.setting.summary_request or SUMMARY_REQUEST)
         appended, sampling = MessagesInput((question,), is_append=True), SamplingParams(self._most_summary_tokens)
         request = _following(later.request, appended, sampling, is_read_only=True)
@@ -208,7 +208,7 @@ def _beside(
 
 
 def _setting(prompted: Prompted, recollection: Recollection | None = None) -> OnFull:
-    """The turn's own setting, or its agent's. Raises InvalidArgument for a label that says none."""
+    """The turn's own setting, or its agent's. Raises InvalidArgument for a label that has none."""
     if prompted.request.memory.on_full is not None:
         return prompted.request.memory.on_full
     label = (recollection or prompted.recalled.recollection).settings.on_full

@@ -72,7 +72,7 @@ class MemoryUse:
     replaces: bool = False  # another conversation takes the place of the agent's
     rules: frozenset[str] | None = None  # for what is volatile (`prompts/texts`); None: the label's, else the defaults
     has_default_rules: bool = False  # an agent's label goes before `rules`
-    on_full: OnFull | None = None  # None: what the agent's label says
+    on_full: OnFull | None = None  # None: that of the agent's label
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,7 +160,7 @@ class TurnStarted:
     kept: tuple[str, ...] = ()  # rules by which the prompt has what the memory has, which is not the turn's own
     is_time_untold: bool = False  # the template does not take the newest dates and times
     difference: Difference | None = None  # where the prompt parts from the memory; for the memory's owner alone
-    prompt_ids: TokenIds = NO_TOKENS  # if they were asked for
+    prompt_ids: TokenIds = NO_TOKENS  # if they were requested
     ignored_settings: tuple[str, ...] = ()
 
 

@@ -17,7 +17,7 @@ _ENDS_S = 60.0
 
 
 class FleetError(Exception):
-    """A part that is not installed, did not start, or is in use. Its text says what to do."""
+    """A part that is not installed, did not start, or is in use. Its text has the remedy."""
 
 
 class Process(Protocol):

@@ -99,7 +99,7 @@ class Writer(desk.Desk):
         self._acknowledge(reply)
 
     def _introduction(self) -> None:
-        """The person who speaks says who they are."""
+        """The speaking person gives their name."""
         dice = self.dice
         told = [fact_forms.own_name(self.names.person())]
         if dice.chance(0.6):

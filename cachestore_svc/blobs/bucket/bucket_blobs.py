@@ -223,7 +223,7 @@ class BlobsOfNamespace:
             raise FileNotFoundError(hash_)
 
     def _later(self, hash_: str) -> Iterator[int]:
-        """Editions of a blob behind its first, the newest one first. Asks the bucket where the first is wanted."""
+        """Editions of a blob behind its first, the newest one first. Lists the bucket where the first is wanted."""
         names = self._bucket.names(f"{self.place}/{_AGAIN}/{hash_}")
         yield from sorted((int(name) for name in names if name.isdigit()), reverse=True)
 

@@ -87,11 +87,11 @@ class Catalog:
         """Raises Unavailable (LOCKED) where another store has the database. A file is locked as long as it is open."""
 
     def keep_out(self, damage: Mapping[str, str]) -> None:
-        """From now on refuse all that these namespaces ask: their entries are damaged, in these words."""
+        """From now on refuse all operations of these namespaces: their entries are damaged, in these words."""
         self.damage = damage
 
     def seal(self, names_of: Callable[[str], PlainNames]) -> None:
-        """From now on what a sealed namespace asks has plain names, and its entries have sealed ones."""
+        """From now on operations of a sealed namespace have plain names, and its entries have sealed ones."""
         self._names_of = names_of
 
     def close(self) -> bool:
@@ -152,7 +152,7 @@ class Catalog:
                     operation.answer.set_exception(error)
 
     def _more_writes(self, taken: list[Operation], began_ms: int) -> Iterator[Operation]:
-        """Further writes for the commit of those `taken`, each asked for when the one before it has run."""
+        """Further writes for the commit of those `taken`, each taken when the one before it has run."""
         while len(taken) < MAX_WRITES_PER_COMMIT and not self._is_over(began_ms):
             operation = self._next(self._writes)
             if operation is None:

@@ -1,6 +1,6 @@
 """Provenance: each blob that an archive or another store brought has a mark, manifests too, and a commit passes it on
 to what is computed on brought rows. A marked blob is never shared, and its mark ends with it. Rows prove nothing about
-a text's author: a move brings what the agent's owner had, and a manifest's mark says so by its value.
+a text's author: a move brings what the agent's owner had, and a manifest's mark shows it by its value.
 """
 
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""Statements within an operation's transaction; `:namespace` is the operation's own. The name of a text says what it is
+"""Statements within an operation's transaction; `:namespace` is the operation's own. The name of a text gives its kind
 (`TEXTS`), so it is sealed where the namespace is, and opened where it is selected; a text of any other name is refused.
 So index, log and journal hold no name, text or hash of a sealed namespace.
 """

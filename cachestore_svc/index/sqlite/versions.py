@@ -122,7 +122,7 @@ def get_snapshot(rows: Rows, query: LineQuery, version: int | None) -> tuple[Sna
 
 
 def line_with(rows: Rows, query: LineQuery, version: int | None) -> Line:
-    """The line that is asked for; of several, the newest that has that version. Raises NotFound."""
+    """The wanted line; of several, the newest that has that version. Raises NotFound."""
     newest = get_line(rows, query)
     if query.kv_identity_hash is not None or version is None:
         return newest

@@ -58,7 +58,7 @@ class Peers:
         return [name, *(old for old, today in self.renamed().items() if today == name)]
 
     def may(self, verb: Verb, namespace: str, name: str, agent_id: str, *, is_ordered: bool = False) -> May:
-        """The check of what a peer says of an agent. `is_ordered`: this store's owner asked. Raises NotFound."""
+        """The check of a peer's word about an agent. `is_ordered`: by this store's owner. Raises NotFound."""
         names = self.all_names(self.renamed().get(name, name))
         given = self.settings(name, namespace).given(namespace)
         return partial(check, Said(verb, agent_id, names, given, is_ordered))
@@ -89,7 +89,7 @@ class Peers:
             async with link.client:
                 yield link.client
         except (asyncio.CancelledError, Exception):
-            # A call on a channel that was closed fails or says that it was cancelled; its task was not.
+            # A call on a channel that was closed fails or ends as cancelled; its task was not.
             if not link.is_over or (task is not None and task.cancelling()):
                 raise
             raise _unknown(name, f"peer {name!r} was removed") from None
@@ -177,7 +177,7 @@ def errors_of_peer(name: str) -> Iterator[None]:
 
 @contextmanager
 def answers_of_peer(name: str) -> Iterator[None]:
-    """As errors_of_peer; but what a peer says of an agent's owner is handed on as it is."""
+    """As errors_of_peer; but a peer's word about an agent's owner is handed on as it is."""
     try:
         yield
     except errors.KvasirError as error:

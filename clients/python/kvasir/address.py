@@ -11,11 +11,11 @@ MAX_SOCKET_PATH_BYTES = 100
 
 
 class AddressError(ValueError):
-    """The text is no address. The message says what was expected."""
+    """The text is no address. The message names the expected form."""
 
 
 class AddressTaken(AddressError):
-    """Nothing can listen there now. The message says why."""
+    """Nothing can listen there now. The message has the reason."""
 
 
 @dataclass(frozen=True, slots=True)

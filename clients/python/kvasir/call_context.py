@@ -7,7 +7,7 @@ from kvasir.errors import InvalidArgument
 from kvasir.names import check_request_id
 
 REQUEST_ID_KEY, TRACE_KEY = "x-request-id", "traceparent"
-# Which of its namespaces a paired store calls for, in UTF-8. A token says its namespace itself.
+# Which of its namespaces a paired store calls for, in UTF-8. A token implies its namespace.
 NAMESPACE_KEY = "x-kvasir-namespace-bin"
 
 _request_id: ContextVar[str] = ContextVar("kvasir_request_id", default="")

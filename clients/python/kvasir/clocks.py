@@ -1,4 +1,4 @@
-"""Dates and clocks in texts: where two texts differ in nothing else, they say the same at another time."""
+"""Dates and clocks in texts: two texts that differ in nothing else mean the same at another time."""
 
 import re
 

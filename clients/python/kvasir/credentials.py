@@ -50,7 +50,7 @@ class Credential:
 
 
 class CredentialFileError(ValueError):
-    """The credential file cannot be used. The message says what to do."""
+    """The credential file cannot be used. The message has the remedy."""
 
 
 class Credentials:
@@ -140,7 +140,7 @@ def engine_of(namespace: str) -> str:
 
 
 def further_engine_tokens(directory: Path) -> dict[str, Path]:
-    """The files of the engine's tokens for namespaces beside the default one, by what their names say it is."""
+    """The files of the engine's tokens for namespaces beside the default one, by their names."""
     files = sorted(directory.glob(engine_of("*") + ".token"))
     return {file.name.removeprefix(engine_of("")).removesuffix(".token"): file for file in files}
 

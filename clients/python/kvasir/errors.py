@@ -31,7 +31,7 @@ class KvasirError(Exception):
 
 
 class InvalidArgument(KvasirError):
-    """A field is wrong. `field` names it; the message says what was expected."""
+    """A field is wrong. `field` names it; the message has the expected value."""
 
     reason = "INVALID_FIELD"
 

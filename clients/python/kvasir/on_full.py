@@ -21,7 +21,7 @@ class OnFullPolicy(Enum):
 
 @dataclass(frozen=True, slots=True)
 class OnFull:
-    """`keep`: share of the context that the shorter one may fill. `summary_request`: what the agent is asked."""
+    """`keep`: share of the context that the shorter one may fill. `summary_request`: the question to the agent."""
 
     policy: OnFullPolicy = OnFullPolicy.REFUSE
     keep: float = DEFAULT_KEEP
@@ -40,7 +40,7 @@ def checked_keep(keep: float, field: str) -> float:
 
 
 def from_label(value: str) -> OnFull:
-    """The setting that a label's value says. Raises InvalidArgument."""
+    """The setting of a label's value. Raises InvalidArgument."""
     name, _, share = value.partition(":")
     try:
         keep = float(share) if share else DEFAULT_KEEP

@@ -1,4 +1,4 @@
-"""What this system says of itself: its programs' output, its files, and its chip."""
+"""This system's facts: its programs' output, its files, and its chip."""
 
 import platform
 import re

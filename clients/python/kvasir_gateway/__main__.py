@@ -172,7 +172,7 @@ async def until_it_listens(address: str, most_s: float, clock: Callable[[], floa
 async def _aliases(settings: GatewayTable, engine: EngineLink) -> Aliases:
     """Raises InvalidArgument for those of no model."""
     aliases = Aliases(settings.alias)
-    if aliases.by_name and (known := await engine.models()):  # an engine that starts is not asked
+    if aliases.by_name and (known := await engine.models()):  # an engine that starts is not called
         aliases.check(known)
     return aliases
 

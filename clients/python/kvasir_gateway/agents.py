@@ -82,7 +82,7 @@ class AgentTurn(OwnBody):
     stream: bool = Field(False, description="Answer with the contract's events, as server-sent events.")
 
     def turn(self, reading: Reading) -> turns.Turn:
-        """What the engine is asked. Raises InvalidArgument."""
+        """The engine's request. Raises InvalidArgument."""
         inputs = [each for each in (self.prompt, self.messages, self.append_messages) if each is not None]
         if len(inputs) != 1:
             raise InvalidArgument("input: expected exactly one of prompt, messages and append_messages", field="input")

@@ -133,7 +133,7 @@ class Turns:
         return replace(self.ready(newest), if_new=replace(ready, turn=whole))
 
     async def memory(self, ready: Ready, caller: CallerAtEngine, namespace: str, agent_id: str) -> Memory:
-        """What the turn remembers. Whoever asks must say when it has `left`."""
+        """The turn's memory. The caller must report when it has `left`."""
         turn, chain = ready.turn, ready.chain
         is_aside = turn.memory.get("memory_mode") == pb.MEMORY_MODE_NONE or turn.sampling.get("n", 1) > 1
         if agent_id or not turn.messages or is_aside:

@@ -84,7 +84,7 @@ class CountedMessages(turns.Body):
     mcp_servers: list[Block] | None = Field(None, description="Refused.")
 
     def turn(self, reading: Reading) -> turns.Turn:
-        """What the engine is asked. Raises InvalidArgument."""
+        """The engine's request. Raises InvalidArgument."""
         turns.refuse_unless(([],), {"mcp_servers": self.mcp_servers})
         reading.ignore_unless(({},), context_management=self.context_management)
         system = reading.content("system", _texts(self.system, "system")) if self.system else ""

@@ -329,7 +329,7 @@ class Gateway:
         return heads.told(call.reading, agent_id, turn, started) | self._reported(call)
 
     def _ready(self, call: Call, translate: Callable[[], Turn]) -> Ready:
-        """The turn, with what the request says beside its body. In any thread. Raises InvalidArgument."""
+        """The turn, with the request's settings beside its body. In any thread. Raises InvalidArgument."""
         reading = call.reading
         turn = heads.with_memory(call.request, call.agent_id, translate())
         side_rules = () if call.agent_id or turn.memory else reading.side_rules

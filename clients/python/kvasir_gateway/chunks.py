@@ -1,4 +1,4 @@
-"""A reply as a stream: what each event of the engine becomes in an API's words. An API says it by a class of these."""
+"""A reply as a stream: each event of the engine in an API's words. An API has a class of these."""
 
 from abc import ABC, abstractmethod
 

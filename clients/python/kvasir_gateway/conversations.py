@@ -5,7 +5,7 @@ can guess texts from names, finds the agent that remembers them. A turn that goe
 extends this agent; one that goes on from an older point, or while the agent is busy, gets a fork: a branch.
 
 What is in RAM here is only a shortcut. After a restart the agents' own messages, in the store, are compared: an agent's
-name begins with the digest of its conversation's opening. A digest found says where to look; what is truly reused is
+name begins with the digest of its conversation's opening. A digest found shows where to look; what is truly reused is
 decided by the engine, character by character.
 
 Dates and clocks of the systems' texts and of the opening do not distinguish conversations, unless nothing else does: a

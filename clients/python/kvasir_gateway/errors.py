@@ -83,7 +83,7 @@ def anthropic(error: KvasirError, request_id: str) -> Refusal:
     """{"type": "error", "error": {type, message}, "request_id"}"""
     status = http_status(error)
     if isinstance(error, Unavailable):
-        status = 529  # "overloaded": its SDK waits and asks again
+        status = 529  # "overloaded": its SDK waits and retries
     kinds = {
         401: "authentication_error",
         403: "permission_error",
@@ -177,7 +177,7 @@ def api_of(path: str) -> Api:
 
 
 def refused(request: Request, error: KvasirError, request_id: str) -> Response:
-    """The refusal in the shape of the API that was asked. `request_id`: empty for what no route has admitted."""
+    """The refusal in the shape of the API that was called. `request_id`: empty for what no route has admitted."""
     api = api_of(request.url.path)
     refusal = api.shape(api.in_its_words(error), request_id)
     is_of_stranger = not request_id or isinstance(error, Unauthenticated | PermissionDenied)

@@ -179,7 +179,7 @@ REASONS: Mapping[int, str] = {
 
 
 def finish_reason(finished: pb.Finished, reasons: Mapping[int, str] = REASONS) -> str:
-    """Why a reply ended, as an API says it. Raises Cancelled: none has a word for a turn that another call ended, and
+    """Why a reply ended, in an API's words. Raises Cancelled: none has a word for a turn that another call ended, and
     what there is of the reply must not pass for all of it."""
     if finished.reason == pb.FINISH_REASON_CANCELLED:
         raise Cancelled("the turn was cancelled by another call")

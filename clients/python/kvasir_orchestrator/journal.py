@@ -74,7 +74,7 @@ class Journal:
 
     @classmethod
     def read(cls, path: Path) -> Self:
-        """What a journal says. Raises DataLoss if it is none, and OSError."""
+        """A journal's content. Raises DataLoss if it is none, and OSError."""
         return cls._parsed(path)[0]
 
     @property

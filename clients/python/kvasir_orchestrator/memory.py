@@ -25,7 +25,7 @@ class ReplyRequest:
     temperature: float
     seed: int
     regex: str | None
-    on_full: OnFull | None = None  # None: what the agent's label says
+    on_full: OnFull | None = None  # None: that of the agent's label
 
 
 @dataclass(frozen=True, slots=True)

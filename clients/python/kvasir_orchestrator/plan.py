@@ -53,14 +53,14 @@ class Plan:
 
 
 def hearers_of(phase: Phase, speaker: str) -> frozenset[str]:
-    """Who hears what a speaker says in a phase; the speaker not among them."""
+    """The agents that hear a speaker in a phase; the speaker not among them."""
     if speaker in phase.visibility.whispers:
         return frozenset(phase.visibility.whispers[speaker]) - {speaker}
     return frozenset((*phase.agents, *phase.visibility.listeners)) - {speaker}
 
 
 def readers_of(phase: Phase, speaker: str) -> frozenset[str]:
-    """Who may be shown what a speaker says in a phase, by whatever template."""
+    """The agents that a speaker's words in a phase may be shown to, by any template."""
     others = () if speaker in phase.visibility.whispers else phase.visibility.readers
     return hearers_of(phase, speaker) | {speaker, *others}
 

@@ -13,7 +13,7 @@ EXPECTED = "expected ${phase.messages[agent]} or ${value}; $${ stands for ${ its
 
 
 class TemplateError(ValueError):
-    """A template that is not understood; the text says what was expected."""
+    """A template that is not understood; the text names the expected form."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,7 @@ Pieces = tuple[str | Quote, ...]
 
 
 def parse(template: str, values: Mapping[str, str]) -> Pieces:
-    """The template's pieces, values filled in. What a value says is text, never a template. Raises TemplateError."""
+    """The template's pieces, values filled in. A value is text, never a template. Raises TemplateError."""
     pieces: list[str | Quote] = []
     done = size = 0
     for found in _EXPRESSION.finditer(template):

@@ -20,7 +20,7 @@ _MODES = {pb.THINKING_MODE_UNSPECIFIED: None, pb.THINKING_MODE_ON: True, pb.THIN
 
 
 def read_thinking(request: Request) -> AskedThinking | None:
-    """None where nothing is asked. Raises InvalidArgument that names the field."""
+    """None where nothing is requested. Raises InvalidArgument that names the field."""
     given, settings = request.thinking, request.template_settings
     if not (given.ListFields() or settings):
         return None
@@ -48,7 +48,7 @@ def thinking_settings(request: Request) -> list[tuple[str, str]]:
 
 
 async def with_thinking(turn: TurnRequest, prompting: Prompting) -> TurnRequest:
-    """The turn, with what the model makes of what it asks. Raises InvalidArgument that names what it cannot apply."""
+    """The turn, with the settings that the model applies. Raises InvalidArgument that names one that it cannot."""
     asked, settings = turn.prompt.thinking, turn.prompt
     if asked is None:
         return turn

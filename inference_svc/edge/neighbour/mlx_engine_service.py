@@ -129,7 +129,7 @@ class MlxEngineService(mlx_engine_pb2_grpc.MlxEngineServicer):  # type: ignore[m
 
     async def GetTokenizer(self, request: Any, context: Any) -> AsyncIterator[Any]:
         served = await self._host.awake("")
-        async with self._archiving:  # one at a time, and kept: callers ask for the same
+        async with self._archiving:  # one at a time, and kept: callers want the same
             if self._archive is None or self._archive[0] is not served:
                 self._archive = served, await asyncio.to_thread(tokenizer_archive, served.engine.directory)
             data = self._archive[1]

@@ -75,7 +75,7 @@ def mlx_cuda_compiler(source: KernelSource, shared_bytes: int) -> Kernel:
 
 
 def metal_compiler(source: KernelSource, shared_bytes: int) -> Kernel:  # noqa: ARG001 - a Compiler's
-    """By MLX's Metal back end; the source itself says its shared memory."""
+    """By MLX's Metal back end; the source itself declares its shared memory."""
     made: Any = mx.fast.metal_kernel(
         name=source.name,
         input_names=list(source.input_names),
@@ -105,7 +105,7 @@ def fused_attention(
     compiler: Compiler | None = None,
     has_warpgroups: bool | None = None,
 ) -> mx.array:
-    """As `paged_attention` says, of page formats for which `geometry.why_not` says nothing. `has_warpgroups`: whether
+    """As `paged_attention`, of page formats for which `geometry.why_not` is empty. `has_warpgroups`: whether
     Hopper's own instructions are used; None asks the device.
     """
     blocks, count = block_table.shape[1], queries.shape[2]

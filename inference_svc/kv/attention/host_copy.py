@@ -129,7 +129,7 @@ class Landings:
 
     def __init__(self) -> None:
         self._free: deque[_Landing] = deque()
-        self._all: WeakSet[_Landing] = WeakSet()  # one that is not given back is gone, and may be made anew
+        self._all: WeakSet[_Landing] = WeakSet()  # one that is not given back is gone, and may be made again
 
     @property
     def has_room(self) -> bool:

@@ -23,7 +23,7 @@ _TYPES = {
     mx.int64: "long long",
 }
 _SHAPE = re.compile(r"\b(\w+)_shape\[(\d)\]")
-# Says in one number that code, arguments and launch arrive as they should.
+# Shows in one number that code, arguments and launch arrive as they should.
 _TRIAL = KernelSource("kv_trial", ("given",), ("found",), "", "found[0] = given[0] + given_shape[0];")
 _refused: set[str] = set()
 Template = Sequence[tuple[str, int | bool | mx.Dtype]]

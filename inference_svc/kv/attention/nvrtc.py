@@ -19,7 +19,7 @@ _WRITABLE_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
 
 
 class CompileError(Exception):
-    """A program was not compiled; says why."""
+    """A program was not compiled; the text has the reason."""
 
 
 def kept_programs() -> Path | None:

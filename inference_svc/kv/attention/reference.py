@@ -22,7 +22,7 @@ def reference_attention(
     soft_cap: float | None = None,
     added_scores: mx.array | None = None,
 ) -> mx.array:
-    """Attention of `queries` [B, Hq, L, Dk] to the rows of `pages`, as `paged_attention` says; any L.
+    """Attention of `queries` [B, Hq, L, Dk] to the rows of `pages`, as `paged_attention`; any L.
 
     `added_scores` [B, Hq, L, blocks * 256], in natural units, is for latent layers, which score their positions apart.
     """

@@ -95,7 +95,7 @@ class PassRows:
 @dataclass(frozen=True)
 class DecodeStep:
     """Rows of sequences are about to be computed: of each its next token and, behind it, tokens that are tried ahead.
-    `slot_of` says by row which sequence it is of, `lengths` how many rows stand before it. `rows`: with empty ones.
+    `slot_of` has by row the slot of its sequence, `lengths` how many rows stand before it. `rows`: with empty ones.
     `stored`: the rows that are stored, None for all. `positions`: by which they are rotated, None for `lengths`.
     """
 

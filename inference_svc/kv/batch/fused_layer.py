@@ -23,7 +23,7 @@ class FusedLayer:
         self._stored = mx.array(0)  # tokens of each sequence, the new one included, once it is written
 
     def begin(self, arrays: PassArrays) -> None:
-        """Say what the next pass is about; then the model computes."""
+        """Take the arrays of the next pass; then the model computes."""
         self._pass = arrays
 
     # --- what the model calls ---

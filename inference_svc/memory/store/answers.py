@@ -53,7 +53,7 @@ NO_HEAD = Head(0, None, 0)
 
 @dataclass(frozen=True, slots=True)
 class AgentSettings:
-    """What an agent's labels say of its turns. Empty: nothing."""
+    """The settings of its turns that an agent's labels have. Empty: none."""
 
     on_full: str = ""
     volatile: str = ""

@@ -74,7 +74,7 @@ class StoredBlobs:
     async def _read_files(
         self, digests: Sequence[Digest], budget: Budget, take: Callable[[FileBytes], Awaitable[None]]
     ) -> int:
-        """Read the store's files up to one for which the store has to be asked. Returns how many were read."""
+        """Read the store's files up to one that only the store can read. Returns how many were read."""
         if self._files is None:
             return 0
         taken = 0
@@ -127,7 +127,7 @@ class StoredBlobs:
         async def put() -> cachestore_pb2.TransferProgress:
             if local is None or FEATURE not in self._connection.features:
                 return await client.put_blobs(blobs, on_progress=note, stall_timeout_s=stall_timeout_s)
-            missing = digests  # one file is a turn's tail, which the store lacks nearly always: it is not asked first
+            missing = digests  # one file is a turn's tail, which the store nearly always lacks
             if len(digests) > 1:
                 missing = await client.find_missing(digests, timeout_s=stall_timeout_s)
             return await put_by_files(

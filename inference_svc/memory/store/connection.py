@@ -74,7 +74,7 @@ class BulkTraffic:
             self.calls -= 1
 
     def has_moved_within(self, seconds: float) -> bool:
-        """Whether some has moved a moment ago. May be asked on any thread."""
+        """Whether some has moved a moment ago. From any thread."""
         return self.moved_s is not None and self._clock() - self.moved_s < seconds
 
 
@@ -94,8 +94,8 @@ class StoreConnection:
         """
         self._connections = clients
         self._newest = clients  # with the newest token
-        self._known: StoreClients | None = None  # those whose token the store has said is this namespace's
-        self.features: frozenset[str] = frozenset()  # as the store said when it was asked about the token
+        self._known: StoreClients | None = None  # those whose token is this namespace's, by the store's answer
+        self.features: frozenset[str] = frozenset()  # by the store's answer about the token
         self.clock = clock
         self._heard_s: float | None = None  # when the probe was last answered
         self._namespace = namespace
@@ -106,11 +106,11 @@ class StoreConnection:
 
     @property
     def is_reachable(self) -> bool:
-        """False from a failure until the store answers again. True for a store that was never asked."""
+        """False from a failure until the store answers again. True for a store that was never called."""
         return not self.breaker.is_open
 
     async def answers(self) -> bool:
-        """Whether the store answers and may be used. Asks it now, briefly, and the breaker's probe goes on if not."""
+        """Whether the store answers and may be used. Calls it now, briefly, and the breaker's probe goes on if not."""
         return await self._answer() is True
 
     async def is_there(self) -> bool:
@@ -177,7 +177,7 @@ class StoreConnection:
     async def _probe(self) -> None:
         """Learn whether the newest token is this namespace's. Raises KvasirError unless it is."""
         client, found = None, ""
-        while client is not self._newest:  # a token that came in the meantime is asked about as well
+        while client is not self._newest:  # a token that came in the meantime is checked as well
             client = self._newest
             try:
                 capabilities = await client.small.get_capabilities()
@@ -208,7 +208,7 @@ class StoreConnection:
         if (given_s := budget.remaining_s) <= 0:
             raise StoreMiss(Miss(MissReason.STORE_TIMEOUT, "the turn's budget for the store is spent"))
         try:
-            _ = self.clients  # a call may read files, for which the store is not asked
+            _ = self.clients  # a call may read files, for which the store is not called
             with budget.spending():
                 async with asyncio.timeout(given_s):
                     return await call()
@@ -216,7 +216,7 @@ class StoreConnection:
             self.breaker.trip()
             raise StoreMiss(miss_of(error)) from error
         except (TimeoutError, errors.DeadlineExceeded):
-            # A call that had only the last few milliseconds of a budget says nothing about the store.
+            # A call that had only the last few milliseconds of a budget shows nothing about the store.
             if given_s >= budget.seconds / 2:
                 self._late()
             raise StoreMiss(

@@ -52,7 +52,7 @@ class StoreFiles:
                 each.cancel()
 
     def read(self, digest: Digest) -> memoryview | None:
-        """The blob's bytes, verified; None where the store has to be asked."""
+        """The blob's bytes, verified; None where only the store can read it."""
         try:
             path = blob_place(self._data_dir, self._namespace, digest.hash)
             descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)

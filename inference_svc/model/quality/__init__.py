@@ -1,1 +1,1 @@
-"""What a KV policy costs a model: material to read and ask, a measurement under each rung, and the gate."""
+"""What a KV policy costs a model: texts and questions, a measurement under each rung, and the judgement."""

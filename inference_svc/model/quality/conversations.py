@@ -17,7 +17,7 @@ class QuestionAnswer:
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """Messages and tools as a chat template takes them, and what can be asked once they are read."""
+    """Messages and tools as a chat template takes them, and questions for when they are read."""
 
     messages: list[dict[str, Any]]
     tools: list[dict[str, Any]]

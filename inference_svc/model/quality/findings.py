@@ -1,4 +1,4 @@
-"""The findings about one way to keep KV, and the gate: whether a rung does as well as exact KV. Pure numbers."""
+"""The findings about one way to keep KV, and the judgement: whether a rung does as well as exact KV. Pure numbers."""
 
 import math
 from collections.abc import Sequence

@@ -48,7 +48,7 @@ class Extent:
 
 FULL = Extent((*(600,) * 5, *(1500,) * 4, 4000), 20, 10, canaries=4, canary_tokens=256, tasks=24)
 QUICK = Extent((300,), 6, 4, canaries=1, canary_tokens=128, tasks=3)
-# What `auto` asks at load.
+# The questions of `auto` at load.
 AT_LOAD = Extent((600, 600, 2000), 16, 10, canaries=2, canary_tokens=256, tasks=12)
 
 # (beginning, tokens, seed) -> beginning and so many tokens more, sampled from the model.

@@ -107,7 +107,7 @@ class Meter:
         return Reading(mx.concatenate(scored), [self._is_right(question, caches) for question in sheet.questions])
 
     def _is_right(self, question: Question, caches: Caches) -> bool:
-        """Ask behind the text, and cut the caches back to it afterwards."""
+        """Put the question behind the text, and cut the caches back to it afterwards."""
         ids = (*question.ids, *question.answer[:-1])
         scores = self._runner.scores(caches, ids)
         guesses = scores[len(question.ids) - 1 :].argmax(-1).tolist()
@@ -147,7 +147,7 @@ def peer_ways(runner: ModelRunner) -> tuple[list[Way], dict[str, str]]:
         try:
             ways.append(_peer(runner, name, new_caches))
         # mlx-lm has no type of its own for its refusals (another attention, a head that the groups do not divide), and
-        # MLX none for a product that a device cannot compute. None is passed over: each is told with its reason.
+        # MLX none for a product that a device cannot compute. None is passed over: each is reported with its reason.
         except (ValueError, TypeError, AttributeError, NotImplementedError, RuntimeError) as error:
             refused[name] = f"mlx-lm raises {type(error).__name__}: {error}"
     return ways, refused

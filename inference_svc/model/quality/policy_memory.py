@@ -12,7 +12,7 @@ from typing import Any
 
 from inference_svc.kv.policy import Rung
 
-# Increased when the gate or its questions change: older choices are then measured again.
+# Increased when the judgement or its questions change: older choices are then measured again.
 FORMAT = 2
 FILE = "kv-policies.json"
 
@@ -30,7 +30,7 @@ class Conditions:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """A rung, and the gate's reason for it."""
+    """A rung, and the reason for it."""
 
     rung: Rung
     why: str

@@ -83,7 +83,7 @@ def examine_weights(
 
     def ways() -> Iterator[Way]:
         for cost in costs:
-            with _coded(matrices, cost.choice):  # until the next way is asked for: so while this one is read
+            with _coded(matrices, cost.choice):  # until the next way is taken: so while this one is read
                 yield Way(cost.found, lambda: make_prompt_cache(model))
 
     for number, sheet in enumerate(sheets, 1):

@@ -20,13 +20,13 @@ _SOURCE = Path(__file__).parent / "mapping.cpp"
 _FLAGS = ("-std=c++20", "-O1", "-fPIC", "-shared")
 _COMPILERS = ("c++", "g++", "clang++")
 _WAIT_S = 15.0  # it takes two or three
-# nanobind's objects: Python's head, then the offset of the C++ object and bits that say how it is kept.
+# nanobind's objects: Python's head, then the offset of the C++ object and bits for how it is kept.
 _HEAD_BYTES = object.__basicsize__
 _SHARED_POINTER_BYTES = 2 * ctypes.sizeof(ctypes.c_void_p)
 
 
 class NoExtension(Exception):
-    """There is no extension here; says why."""
+    """There is no extension here; the text has the reason."""
 
 
 class Mapped:
@@ -143,7 +143,7 @@ def _descriptor(array: mx.array) -> int:
 
 @cache
 def _is_layout_known() -> bool:
-    """Whether `_descriptor` finds what it says, tried on arrays of known relation: a copy shares the description."""
+    """Whether `_descriptor` finds the descriptor, tried on arrays of known relation: a copy shares the description."""
     array, other = mx.zeros((2, 3)), mx.zeros((2, 3))
     size = type(array).__basicsize__
 

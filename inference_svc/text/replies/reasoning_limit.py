@@ -34,7 +34,7 @@ class ReasoningWatch:
 
     @property
     def forced(self) -> int | None:
-        """The token that comes next, whatever the model says."""
+        """The token that comes next, not the model's own."""
         return self._forced[0] if self._forced else None
 
     @property

@@ -11,7 +11,7 @@ from kvasir.formats.manifest import call_id
 from inference_svc.text.given_json import GivenJson, is_bounded
 from inference_svc.text.replies.reply_spacing import NO_SPACING, Spacing, Trimmed
 
-# States of mlx-lm's machine. Its other states stand before a part and say only which part follows.
+# States of mlx-lm's machine. Its other states stand before a part and show only which part follows.
 _ANSWER, _REASONING, _TOOL = "normal", "reasoning", "tool"
 
 ToolParser = Callable[[str], Any]

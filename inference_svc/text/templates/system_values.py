@@ -26,7 +26,7 @@ Messages = tuple[manifest_pb2.Message, ...]
 
 @dataclass(frozen=True, slots=True)
 class KeptConversation:
-    """A conversation with the memory's values and notes. `note`: the values now, if the model was told others last."""
+    """A conversation with the memory's values and notes. `note`: the values now, if the model got others last."""
 
     messages: Messages
     rules: frozenset[str] = frozenset()

@@ -21,9 +21,9 @@ def wall_clock_ms(unix_ms: int) -> int:
 class TemplateClock:
     """The time of one turn, in milliseconds of the wall clock since 1970-01-01 00:00."""
 
-    remembered_ms: int = 0  # what the conversation's memory was told; 0: nothing
+    remembered_ms: int = 0  # the time that the conversation's memory has; 0: none
     now_ms: int = 0
-    told_ms: int = 0  # what the template was told; 0: it has not asked
+    told_ms: int = 0  # the time that the template has read; 0: none
     has_kept: bool = False  # the template would have printed another text now
 
     def strftime(self, form: str) -> str:
@@ -39,7 +39,7 @@ _TELLING: ContextVar[TemplateClock | None] = ContextVar("telling", default=None)
 
 @contextmanager
 def telling(clock: TemplateClock) -> Iterator[None]:
-    """Templates that are rendered meanwhile, in this thread, are told the time by `clock`."""
+    """Templates that are rendered meanwhile, in this thread, read the time of `clock`."""
     token = _TELLING.set(clock)
     try:
         yield

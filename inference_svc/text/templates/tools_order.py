@@ -43,7 +43,7 @@ def in_order(
     try:
         ordered = [tools[by_form[place]] for place in _next_places(places, len(tools))]
         parameters = [_in_order(objects.object(tool.parameters_json), places) for tool in ordered]
-    except _OtherOrderError:  # a foreign manifest may say anything
+    except _OtherOrderError:  # a foreign manifest may have anything
         return None
     texts = [json.dumps(value, ensure_ascii=False, separators=(",", ":")) for value in parameters]
     known = objects.knowing(dict(zip(texts, parameters, strict=True)))

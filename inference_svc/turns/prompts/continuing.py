@@ -37,7 +37,7 @@ def in_common(given: Messages, remembered: Messages) -> int:
 
 
 def goes_on(given: Messages, remembered: Messages) -> bool:
-    """Whether all that others said to the model stands in the given messages too. Replies come back in other forms."""
+    """Whether all messages of others to the model stand in the given messages too. Replies come back in other forms."""
     asked, known = _asked(given), _asked(remembered)
     return len(given) >= len(without_notes(remembered)) and asked[: len(known)] == known
 
@@ -65,9 +65,9 @@ def retried(request: TurnRequest, recollection: Recollection) -> Retry | None:
 
 
 def is_retry(request: TurnRequest, memory: AgentMemory) -> bool:
-    """Whether the request asks for the turn that made this memory: a retry has the request id and the input of the
+    """Whether the request repeats the turn that made this memory: a retry has the request id and the input of the
     agent's last turn, and the same parent version. The same id with another input is another turn: ids name requests
-    for people, the input says what was asked.
+    for people, the input is the question.
     """
     turn, head = memory.turn, memory.publication.standing.head
     if turn.request_id != request.request_id or turn.input_digest != request.input_digest:
@@ -89,7 +89,7 @@ def check_parent(request: TurnRequest, recollection: Recollection) -> None:
         return
     before = _versions_before(memory) if memory is not None and head.is_of_turn else 0
     if head.parent_version - before < request.memory.expected_version <= head.parent_version:
-        return  # the version that its caller was told became shorter since, or fell asleep
+        return  # the version that its caller knows became shorter since, or fell asleep
     raise errors.Conflict(
         f"expected_version: {request.memory.expected_version} was named, the agent's newest version is {head.version}",
         field="expected_version",
@@ -248,5 +248,5 @@ def _asked(messages: Messages) -> list[tuple[str, str]]:
 
 
 def _said_by(message: manifest_pb2.Message) -> tuple[str, str]:
-    """Who says what. Clients send a text back without the space around it."""
+    """Role and text. Clients send a text back without the space around it."""
     return message.role, message.content.strip()

@@ -69,7 +69,7 @@ class EverydayFact(Fact):
 
     @property
     def turned(self) -> str:
-        """The fact as the agent says it back."""
+        """The fact as the agent repeats it."""
         answer = self.attribute.answer if self.attribute else ""
         return _Voice(self.subject, self.shared, self.value, turned=True).sentence(answer)
 

@@ -249,7 +249,7 @@ def call(name: str, arguments: dict[str, Any], is_forced: bool, is_name_given: b
 
 
 def a_result(dice: Dice, names: WideNames) -> str:
-    """What a tool returns; the agent says it after it."""
+    """A tool's result; the agent repeats it."""
     text = dice.pick(_MATERIAL["results"])
     return text.replace("{w}", dice.pick(COMMON_WORDS)).replace("{n}", names.digits(dice.between(1, 5)))
 

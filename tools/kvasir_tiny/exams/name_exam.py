@@ -73,4 +73,4 @@ class _Around(Writer):
         self.known |= keys
 
     def _introduction(self) -> None:
-        """Nobody else says a name here."""
+        """Nobody else has a name here."""

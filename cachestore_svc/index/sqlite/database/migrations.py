@@ -19,7 +19,7 @@ _FIRST = (
     )""",
     # Names, types and shapes of tensor files; a few per KV identity, shared by all its blobs.
     "CREATE TABLE schemas (hash TEXT PRIMARY KEY, tensors TEXT NOT NULL) WITHOUT ROWID",
-    # Ids are never used again, so that no reference can come to mean another blob. What a tensor file says of itself
+    # Ids are never used again, so that no reference can come to mean another blob. What a tensor file's header has
     # (kv_identity_hash to schema_hash) is NULL for a manifest.
     """CREATE TABLE blobs (
         id INTEGER PRIMARY KEY AUTOINCREMENT,

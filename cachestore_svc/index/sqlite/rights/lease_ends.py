@@ -22,7 +22,7 @@ class Ends(Protocol):
         """Hold them for longer, but those that ended, are taken back, or would end earlier by their rows' time."""
 
     def want(self, line: LineKey, *, takes_back: bool) -> bool:
-        """Note that the lease is waited for; whether its holder has yet to be asked."""
+        """Note that the lease is waited for; whether its holder does not know it yet."""
 
     def bar_all(self, seconds: float) -> None:
         """For so long no lease is given: some may hold of which nothing is known here."""

@@ -121,7 +121,7 @@ def check_opens(
 def lock_for(
     header: sealed_archive.SealedHeader, file: Path, home: Home, key_file: Path | None, passphrase_file: Path | None
 ) -> sealed_archive.Lock:
-    """What opens this archive. Raises FailedPrecondition (ARCHIVE_SEALED), which says by name what is needed."""
+    """What opens this archive. Raises FailedPrecondition (ARCHIVE_SEALED), which names what is needed."""
     if header.locked_by == sealed_archive.PASSPHRASE:
         if passphrase_file is not None:
             return lock_of(None, passphrase_file)

@@ -1,4 +1,4 @@
-"""How a command ends: with an exit code and, if it failed, one line that says what happened and what to do next."""
+"""How a command ends: with an exit code and, if it failed, one line with the cause and the next step."""
 
 import errno
 import json
@@ -88,7 +88,7 @@ def exit_code(error: errors.KvasirError) -> int:
 
 
 def hint(error: errors.KvasirError) -> str:
-    """A sentence that says what to do next; empty if the message says it already."""
+    """A sentence with the next step; empty if the message has it already."""
     if error.reason in HINTS_BY_REASON:
         return HINTS_BY_REASON[error.reason]
     return next((HINTS[kind] for kind in type(error).__mro__ if kind in HINTS), "")
@@ -116,7 +116,7 @@ def code_of(command: Callable[[], object], caller: Caller) -> int:
 
 
 def refusal_of(error: Exception) -> errors.KvasirError:
-    """Any exception as a refusal that says what to do. A bug's trace is kept in a file."""
+    """Any exception as a refusal with the next step. A bug's trace is kept in a file."""
     match error:
         case errors.KvasirError():
             return error
@@ -126,7 +126,7 @@ def refusal_of(error: Exception) -> errors.KvasirError:
             return errors.InvalidArgument(str(error), field="--token-file", reason="TOKEN_FILE_UNUSABLE")
         case UnicodeError():
             return WrongUsage("an argument or the input is not valid UTF-8")
-        case OSError(errno=errno.ENOSPC | errno.EDQUOT):  # it says neither file nor remedy
+        case OSError(errno=errno.ENOSPC | errno.EDQUOT):  # it names neither file nor remedy
             where = f" ({os.fsdecode(error.filename)})" if error.filename else ""
             return errors.ResourceExhausted(
                 f"the disk is full{where}: make room, and run the command again", reason="DISK_FULL"
@@ -150,7 +150,7 @@ def relayed(code: int, answer: Mapping[str, Any]) -> errors.KvasirError:
 
 
 def _wrong_usage(error: typer.TyperException) -> WrongUsage:
-    """The command line's own refusal. `typer` says what is wrong, and its context which command's help to read."""
+    """The command line's own refusal. `typer` names the fault, and its context the command whose help to read."""
     context = getattr(error, "ctx", None)
     [option, *_] = getattr(getattr(error, "param", None), "opts", None) or [getattr(error, "option_name", None)]
     said = error.format_message().strip().removesuffix(".").replace("Value error, ", "")

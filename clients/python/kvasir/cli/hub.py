@@ -62,5 +62,5 @@ def _hub(caller: Caller, *words: str, options: Sequence[str] = ()) -> Any:
 
 
 def _reporter(caller: Caller) -> Callable[[str], None]:
-    """Hands on what the program says of its progress, and nothing else."""
+    """Hands on the program's lines of progress, and nothing else."""
     return lambda line: caller.note(line) if is_progress(line) else None

@@ -18,7 +18,7 @@ def new_file(path: Path, *, replace: bool = True) -> Iterator[BinaryIO]:
     """A file (0600) that gets its name only when it is whole and durable. An error leaves nothing behind.
 
     Raises InvalidArgument where something other than a regular file has the name (a device, a link, a directory), and
-    AlreadyExists where a file has it and `replace` is not said, and NotFound without its directory."""
+    AlreadyExists where a file has it and `replace` is not set, and NotFound without its directory."""
     _check_target(path, replace)
     if not path.parent.is_dir():
         raise NotFound(f"{path.parent}: there is no such directory", field="file", reason="FILE_NOT_FOUND")

@@ -32,7 +32,7 @@ class Tls:
     ca_file: Path
     # The name in the server's certificate, when it is not the host of the address.
     server_name: str = ""
-    # PEM: the client's own certificate and key, for a server that asks (mutual TLS).
+    # PEM: the client's own certificate and key, for a server that wants them (mutual TLS).
     cert_file: Path | None = None
     key_file: Path | None = None
 
@@ -68,7 +68,7 @@ def sync_channel(address: str, tls: AnyTls | None, safe_reads: Sequence[str]) ->
 
 
 def repeatable(*services: Any) -> tuple[str, ...]:
-    """The "package.Service/Rpc" that the .proto says may be repeated."""
+    """The "package.Service/Rpc" that may be repeated, by the .proto."""
     rpcs = ((service, rpc) for service in services for rpc in service.methods)
     return tuple(f"{service.full_name}/{rpc.name}" for service, rpc in rpcs if rpc.GetOptions().idempotency_level)
 

@@ -30,14 +30,14 @@ class MemoryOptions:
     # which is not remembered.
     replace_memory: bool = False
     # Which volatile parts of a prompt stay as the agent's memory has them: `pb.VolatileRules(names=["tools-order"])`.
-    # None: what the agent's label `kvasir.volatile` says, else template-date and tools-order.
+    # None: that of the agent's label `kvasir.volatile`, else template-date and tools-order.
     volatile: pb.VolatileRules | None = None
     # Report the prompt's tokens, in `started`.
     return_prompt_token_ids: bool = False
     # The last of `messages` is the assistant's, and the reply goes on from its text.
     continue_final_message: bool = False
     # What happens when the conversation no longer fits the context: `pb.OnFull(policy=pb.ON_FULL_POLICY_DROP_OLDEST)`.
-    # None: what the agent's label `kvasir.on_full` says, else the turn is refused.
+    # None: that of the agent's label `kvasir.on_full`, else the turn is refused.
     on_full: pb.OnFull | None = None
 
 
@@ -65,7 +65,7 @@ class ReplyOptions:
     ignore_unread_settings: bool = False
 
     def to_proto_sampling(self) -> pb.Sampling | None:
-        """`sampling` with `max_tokens`. Raises InvalidArgument if both say how long the reply may be."""
+        """`sampling` with `max_tokens`. Raises InvalidArgument if both limit the reply's length."""
         given = self.sampling
         sampling = pb.Sampling(**given) if isinstance(given, Mapping) else given  # type: ignore[arg-type]
         if self.max_tokens is None:
@@ -98,7 +98,7 @@ class GenerateOptions(MemoryOptions, ReplyOptions):
     longest_gap_ms: int | None = None
     # Empty: the loaded model.
     model: str = ""
-    # Names the turn, so that it can be asked for again without being done twice. Empty: a new id for each call.
+    # Names the turn, so that it can be requested again without being done twice. Empty: a new id for each call.
     request_id: str = ""
 
 

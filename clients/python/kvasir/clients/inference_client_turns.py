@@ -49,7 +49,7 @@ class Input:
 
 @dataclass(frozen=True, slots=True)
 class Moved:
-    """Where the rest of a reply is: a peer by the engine's name for it, and what is told there."""
+    """Where the rest of a reply is: a peer by the engine's name for it, and the token to show there."""
 
     peer: str
     resume_token: str
@@ -84,12 +84,12 @@ def lost_by(error: KvasirError) -> Moved | None:
 
 @dataclass(slots=True)
 class Choice:
-    """One of the replies that were asked for, as far as it has arrived."""
+    """One of a request's replies, as far as it has arrived."""
 
     text: str = ""
     reasoning_text: str = ""
     token_ids: list[int] = field(default_factory=list)
-    logprobs: list[pb.TokenLogprobs] = field(default_factory=list)  # one per token, if they were asked for
+    logprobs: list[pb.TokenLogprobs] = field(default_factory=list)  # one per token, if they were requested
     finished: pb.Finished = field(default_factory=pb.Finished)
 
     def add(self, delta: pb.Delta) -> None:

@@ -31,7 +31,7 @@ def message(
     if role not in _ROLES:
         raise InvalidArgument(f"role: expected one of {', '.join(_ROLES)}, got {role[:40]!r}", field="role")
     calls = [call if isinstance(call, message_pb2.ToolCall) else message_pb2.ToolCall(**call) for call in tool_calls]
-    # An answer that only calls tools says nothing, not an empty text.
+    # An answer that only calls tools has no text, not an empty one.
     parts = ([message_pb2.Part(text=content)] if content else []) if isinstance(content, str) else content
     return message_pb2.Message(
         role=_ROLES[role], parts=parts, name=name, tool_calls=calls, tool_call_id=tool_call_id, reasoning=reasoning

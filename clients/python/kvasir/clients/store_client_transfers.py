@@ -46,7 +46,7 @@ class Upload:
         self._report()
 
     def may_resume(self, digest: Digest) -> bool:
-        """Whether the store may have bytes of a stream's first blob, so that it is asked for their number."""
+        """Whether the store may have bytes of a stream's first blob, so that their number is requested."""
         # Of a smaller one all has arrived, or nothing.
         return digest.size_bytes > FRAME_BYTES and not self._begins_over
 

@@ -43,7 +43,7 @@ _LAYOUTS = 64  # that are remembered
 
 
 class HeaderError(ValueError):
-    """A tensor file's header is not one that Kvasir would write. Says what was found and what was expected."""
+    """A tensor file's header is not one that Kvasir would write. Names the found and the expected value."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,7 @@ class TensorSpec:
 
 @dataclass(frozen=True, slots=True)
 class FileIdentity:
-    """What a tensor file says of its content."""
+    """A tensor file's facts about its content."""
 
     kind: str  # "block", "tail" or "state"
     kv_identity_hash: str
@@ -253,7 +253,7 @@ def check_schema(header: Header, identity: identity_pb2.KvIdentity) -> None:
 
 
 def _parts(text: bytes) -> tuple[FileIdentity, Layout]:
-    """What a header says of its content and of its tensors. The tensors' text, equal in all blocks of a model, takes
+    """A header's facts about its content and its tensors. The tensors' text, equal in all blocks of a model, takes
     ten times as long to check, so both are read one by one: `{A,B}` is an object if `{A}` and `{B}` are."""
     end = text.find(b'"},') + 2
     if end >= 2 and text.startswith(b'{"__metadata__":'):
@@ -371,7 +371,7 @@ def tensor_spec(name: str, dtype: object, shape: object) -> TensorSpec:
 
 
 def _check_rows(header: Header) -> None:
-    """K and V of blocks and tails are `[kv_heads, rows, …]` with the rows that the file says."""
+    """K and V of blocks and tails are `[kv_heads, rows, …]` with the rows that the file names."""
     tokens = header.identity.tokens
     if header.identity.kind == "state" or header.layout.rows == {tokens}:
         return

@@ -59,7 +59,7 @@ def frames_of(
 
 
 class FrameAssembler:
-    """Joins the frames of expected blobs, in their order, and holds only bytes that have arrived. After a cut, ask for
+    """Joins the frames of expected blobs, in their order, and holds only bytes that have arrived. After a cut, request
     `remaining` from `received_bytes` on, call `resume()`, and go on adding."""
 
     def __init__(self, expected: Sequence[Digest]) -> None:

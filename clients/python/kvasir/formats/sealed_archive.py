@@ -22,7 +22,7 @@ BEGINNING = b'{"kvasir_sealed_archive":'
 MAX_HEADER_BYTES = 1024
 PASSPHRASE, MASTER_KEY = "passphrase", "master key"
 _KEY_BYTES, _SALT_BYTES, _TAG_BYTES = 32, 16, 16
-# 128 MiB and some tenths of a second for each guess at a passphrase. Part of the format: no file may ask for more.
+# 128 MiB and some tenths of a second for each guess at a passphrase. Part of the format: no file may want more.
 _SCRYPT_N, _SCRYPT_R, _SCRYPT_P = 1 << 17, 8, 1
 _INFO = b"kvasir.sealed_archive.v1"
 
@@ -40,7 +40,7 @@ class Lock:
 
     @property
     def key_id(self) -> str:
-        """Says which master key it is, as `kvasir keys ls` does; a passphrase says nothing."""
+        """Identifies the master key, as `kvasir keys ls` does; a passphrase has none."""
         if self.kind == PASSPHRASE:
             return ""
         return blake3(b"kvasir.master_key.v1", key=self.secret).hexdigest()[:16]
@@ -57,7 +57,7 @@ class Lock:
 
 @dataclass(frozen=True)
 class SealedHeader:
-    """The first line of a sealed archive, as it lies there, and what it says."""
+    """The first line of a sealed archive, as it lies there, and its content."""
 
     line: bytes
     locked_by: str

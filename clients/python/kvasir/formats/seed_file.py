@@ -4,10 +4,10 @@ The seed's tensors are `[1, seq_len, kv_heads, …]`, ours `[kv_heads, rows, …
 changes, so a memory that is exported and imported again is the same to the bit.
 
 A window layer's tensors hold the last rows alone, those of the blocks that the memory still has: `window_starts` in the
-metadata says of each window which token's row is the first (`{"1024":3072}`). Without that key they hold all rows.
+metadata has of each window the token of the first row (`{"1024":3072}`). Without that key they hold all rows.
 
-The seed's metadata (agent_id, model_id, total_tokens, prompt_text, token_sequence) says neither which weights made the
-KV nor where each token ends in the text. A `kvasir` key beside it says both. A file without that key is read only for a
+The seed's metadata (agent_id, model_id, total_tokens, prompt_text, token_sequence) shows neither which weights made the
+KV nor where each token ends in the text. A `kvasir` key beside it has both. A file without that key is read only for a
 KV identity that the caller names."""
 
 import json
@@ -140,7 +140,7 @@ def _groups_of(manifest: manifest_pb2.Manifest) -> list[_GroupRows]:
 
 
 def _groups_in(metadata: Mapping[str, str], manifest: manifest_pb2.Manifest) -> list[_GroupRows]:
-    """The rows that a stranger's file says it has. Raises InvalidArgument."""
+    """The rows that a stranger's file claims to have. Raises InvalidArgument."""
     starts, tokens = _window_starts(metadata, windows_of(manifest.kv_identity)), len(manifest.token_ids)
     for window, start in starts.items():
         most = first_touched_block(window, tokens) * BLOCK_TOKENS

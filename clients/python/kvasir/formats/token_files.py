@@ -1,4 +1,4 @@
-"""Which tensor files make up the memory of a run of tokens, and what each file says of itself: two turns stay apart."""
+"""Which tensor files make up the memory of a run of tokens, and each file's own facts: two turns stay apart."""
 
 from collections.abc import Sequence
 

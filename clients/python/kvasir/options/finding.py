@@ -14,7 +14,7 @@ FLAG, ENVIRONMENT, FILE, HOME, DEFAULT = "flag", "environment", "file", "home", 
 
 
 class ConfigError(ValueError):
-    """The configuration cannot be used. The message says what to do; `field` is the option as it was given."""
+    """The configuration cannot be used. The message has the remedy; `field` is the option as it was given."""
 
     def __init__(self, message: str, field: str = "") -> None:
         super().__init__(message)
@@ -23,7 +23,7 @@ class ConfigError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Given:
-    """What one place says of an option: its texts, and how the option is named there."""
+    """One place's word about an option: its texts, and how the option is named there."""
 
     texts: tuple[str, ...]
     named: str
@@ -74,7 +74,7 @@ def read(table: type[_Table], arguments: Mapping[str, object]) -> _Table:
 
 
 def environment(table: type[Table]) -> dict[str, Given]:
-    """What KVASIR_PROGRAM_OPTION variables say. An empty one says nothing."""
+    """The options of KVASIR_PROGRAM_OPTION variables. An empty one sets nothing."""
     named = {name: f"KVASIR_{table.program.upper()}_{name.upper()}" for name in options_of(table)}
     return {
         name: Given(words_of(options_of(table)[name], os.environ[variable]), variable)

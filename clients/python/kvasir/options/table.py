@@ -35,7 +35,7 @@ class UpFlag:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptionFacts:
-    """What a table says of an option beside its type and its default."""
+    """A table's facts about an option beside its type and its default."""
 
     help: str
     metavar: str = ""

@@ -57,7 +57,7 @@ class UpTable(Table):
 
 @cache
 def service_flags() -> dict[str, dict[str, Option]]:
-    """The flags of `kvasir up` that are services' options: of each service, its option. Engine first, as people ask."""
+    """The flags of `kvasir up` that are services' options: of each service, its option. The engine's first."""
     flags: dict[str, dict[str, Option]] = {}
     for service in ("engine", "store", "gateway"):
         for each in options_of(SERVICES[service]).values():

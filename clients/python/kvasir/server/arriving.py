@@ -1,7 +1,7 @@
 """The messages of a call as they arrive: the first in time, each readable, and none without room for it.
 
 A call holds a place while its message does not come. A known caller has places of its own, with a time limit. Strangers
-may only ask for health and share a few places: a new call ends the call that has waited longest. gRPC holds a message
+may only call for health and share a few places: a new call ends the call that has waited longest. gRPC holds a message
 from its first byte, before a handler sees it. So no message is requested without room for the largest one. This module
 knows nothing of gRPC."""
 

@@ -27,7 +27,7 @@ class HealthService(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
             self._tell()
 
     def end(self) -> None:
-        """No service serves any more; watches end when they have said so."""
+        """No service serves any more; watches end when they have reported it."""
         self.set(self._statuses, serve=False)
         self._is_over = True
         self._tell()

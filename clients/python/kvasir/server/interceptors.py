@@ -387,7 +387,7 @@ def _guarded_generator(behaviour: Any, guard: Guard, take: Take) -> Any:
 
 class _Answering:
     """A call's context, whose first answer is not interrupted. With it go the initial metadata: to a caller who is to
-    be told of an end before these are out, gRPC sends nothing at all."""
+    learn of an end before these are out, gRPC sends nothing at all."""
 
     def __init__(self, context: Any) -> None:
         self._context = context

@@ -32,7 +32,7 @@ class Parts(contextlib.AsyncExitStack):
         return part
 
     def running(self, work: Coroutine[Any, Any, None]) -> None:
-        """Let it run until the end. If it fails, the log says so, and the service goes on without it."""
+        """Let it run until the end. If it fails, that is logged, and the service goes on without it."""
         task = asyncio.create_task(work)
         task.add_done_callback(_log_failure)
 

@@ -14,7 +14,7 @@ _LOG = logging.getLogger("kvasir.reload")
 
 
 class TakenInPart(ValueError):
-    """Some of a part's files are wrong, and the others were taken. The message says what is in force."""
+    """Some of a part's files are wrong, and the others were taken. The message names what is in force."""
 
 
 class Reloading:

@@ -1,7 +1,7 @@
 """How both services are served: where they may listen, and the grpc.aio servers that they run in.
 
 A service listens on a Unix socket (0600 in a directory 0700), on loopback TCP with a credential file, or elsewhere with
-TLS and a credential file. Otherwise it does not start, and says what to do. The server limits everything that a peer
+TLS and a credential file. Otherwise it does not start, and names the remedy. The server limits everything that a peer
 could make grow: message and metadata size, streams, idle time. It stops gracefully on SIGTERM and SIGINT.
 
 gRPC hands calls over in the order of arrival, before the caller is known. So a crowd at an address delays every caller
@@ -56,7 +56,7 @@ _FILES = (65_536, 10_240)
 _OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.max_send_message_length", _MAX_ANSWER_BYTES),
     ("grpc.max_metadata_size", _MAX_METADATA_BYTES),
-    # How much of a message may arrive before a handler asks for it. gRPC would estimate the bandwidth and allow
+    # How much of a message may arrive before a handler reads it. gRPC would estimate the bandwidth and allow
     # megabytes.
     ("grpc.http2.bdp_probe", 0),
     ("grpc.http2.lookahead_bytes", _LOOKAHEAD_BYTES),
@@ -77,7 +77,7 @@ _OPTIONS: tuple[tuple[str, int], ...] = (
 
 
 class RefusedToStart(ValueError):
-    """The service must not listen as asked. The message says why and what to do."""
+    """The service must not listen there. The message has the reason and the remedy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +148,7 @@ class EdgeServer:
         self.add(health_pb2_grpc.add_HealthServicer_to_server, self._health)
         for server in self._servers:
             _add_reflection((*self._service_names, health.SERVICE_NAME), server)
-        # Set when a stop was asked for: streams without an end of their own watch it.
+        # Set when a stop was requested: streams without an end of their own watch it.
         self.stopping = asyncio.Event()
         self.address = str(self._address)
         self._sockets: list[Path] = []  # ours, from the moment that they are bound
@@ -222,7 +222,7 @@ class EdgeServer:
             await door.stop(grace_s)
 
     def stop(self) -> None:
-        """Ask for a graceful stop. Safe to repeat."""
+        """Request a graceful stop. Safe to repeat."""
         self.stopping.set()
 
     async def _close(self, grace_s: float) -> None:
@@ -272,7 +272,7 @@ class EdgeServer:
 
 def _add_reflection(names: Sequence[str], server: grpc.aio.Server) -> None:
     """Reflection as v1alpha and as v1. grpcio has the first alone; their messages are the same bytes."""
-    names = (*names, reflection.SERVICE_NAME)  # v1 has no descriptor here, and what is listed is asked for by name
+    names = (*names, reflection.SERVICE_NAME)  # v1 has no descriptor here, and clients request a listed one by name
     reflection.enable_server_reflection(names, server)
     handler = grpc.stream_stream_rpc_method_handler(
         reflection.aio.ReflectionServicer(names).ServerReflectionInfo,
@@ -284,7 +284,7 @@ def _add_reflection(names: Sequence[str], server: grpc.aio.Server) -> None:
 
 
 def check_listening(listening: Listening) -> tuple[Address, Credentials | None]:
-    """Where to listen and the credentials to ask for; None on a Unix socket without a file. Raises RefusedToStart."""
+    """Where to listen and the credentials to require; None on a Unix socket without a file. Raises RefusedToStart."""
     try:
         address = parse_address(listening.address)
         _check_protection(listening, address)

@@ -5,7 +5,7 @@
       "kv_connector_extra_config": {"store": "unix:/path or HOST:PORT", "store_token_file": "…", "keep": 64,
       "waiting_mib": 4096}}'
 
-vLLM's scheduler asks for the longest stored prefix in blocks of 256 tokens. A request waits until the worker has read
+vLLM's scheduler looks up the longest stored prefix in blocks of 256 tokens. A request waits until the worker has read
 them: none is ever computed from blocks that could not be read. Behind a step the worker copies new blocks, which a
 thread sends. A store that does not answer costs time, and no request."""
 
@@ -397,7 +397,7 @@ def _model(config: "VllmConfig", spec: FullAttentionSpec, layers: Sequence[str])
     )
 
 
-@functools.cache  # the scheduler and the worker of a process ask
+@functools.cache  # for the scheduler and the worker of a process
 def _weights(model: str, revision: str | None, load_format: str, cache: str | None) -> str:
     """The digest of a folder, or of a model that was fetched. Raises ValueError where vLLM reads no safetensors."""
     folder = Path(model)

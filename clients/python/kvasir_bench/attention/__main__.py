@@ -19,7 +19,7 @@ _FASTER_THAN_MASKED, _SHARE_OF_COPY = 3.0, 0.4
 
 
 def measured(*, is_quick: bool, clock: Callable[[], float], say: Callable[[str], None]) -> dict[str, Any]:
-    """All rows, the copy's speed, and the targets. A CPU is asked for little, and its times mean nothing."""
+    """All rows, the copy's speed, and the targets. A CPU gets little to do, and its times mean nothing."""
     load_optimized_blas()
     # These import MLX, and then it is too late for a BLAS.
     import mlx.core as mx

@@ -19,7 +19,7 @@ _CALLS = 32  # in one evaluation, as a step has layers
 
 @dataclass(frozen=True, slots=True)
 class AttentionCase:
-    """Rows of one length, each of which asks for its newest token."""
+    """Rows of one length, each of which needs its newest token."""
 
     batch: int
     tokens: int

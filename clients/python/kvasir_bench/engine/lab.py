@@ -63,7 +63,7 @@ class MeasuredEngine(Engine):
             memory_budget_bytes=memory_budget_bytes,
             policy=policy,
             longest_gap_s=longest_gap_s,
-            most_drafts=0,  # equal work: a row decodes one token in a step, but where a case says otherwise
+            most_drafts=0,  # equal work: a row decodes one token in a step, but where a case sets it otherwise
         )
         assert isinstance(engine, MeasuredEngine)
         engine.cell_tokens = cell_tokens
@@ -176,7 +176,7 @@ class Pace:
     """How often cases measure, for how long, and what they report meanwhile."""
 
     def __init__(self, clock: Callable[[], float], scope: Scope, say: Callable[[str], None]) -> None:
-        self.keep: Callable[[Sequence[Row]], None] = lambda _rows: None  # told a case's rows so far
+        self.keep: Callable[[Sequence[Row]], None] = lambda _rows: None  # gets a case's rows so far
         self._clock = clock
         self._scope = scope
         self._say = say
@@ -195,7 +195,7 @@ class Pace:
         self._say(f"[{self.elapsed_s:.0f}{limit} s] {text}")
 
     def while_there_is_time(self, items: Iterable[_ItemT]) -> Iterator[_ItemT]:
-        """The items until the time limit passes; says which are left out. The first is always measured."""
+        """The items until the time limit passes; reports the others. The first is always measured."""
         waiting = list(items)
         while waiting:
             yield waiting.pop(0)
@@ -313,12 +313,12 @@ class Lab:
         return link_rates.measured(self.clock, (256 if self.is_gpu else 16) << 20)
 
     def lengths(self, quick: int, *own: int) -> list[int]:
-        """The lengths asked for, or a case's `quick` or own ones, each cut to the model's context."""
+        """The given lengths, or a case's `quick` or own ones, each cut to the model's context."""
         chosen = self.scope.lengths or ((quick,) if self.scope.is_quick else own)
         return sorted({self.shortened(length, 512) for length in chosen})
 
     def batches(self, quick: tuple[int, ...], own: tuple[int, ...]) -> tuple[int, ...]:
-        """The rows that decode together: those asked for, or a case's `quick` or own ones."""
+        """The rows that decode together: those given, or a case's `quick` or own ones."""
         return self.scope.batches or (quick if self.scope.is_quick else own)
 
     def start_together(self, first: Sequence[int], second: Sequence[int], reply: int) -> tuple[Run, Run]:

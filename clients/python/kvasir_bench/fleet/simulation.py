@@ -18,7 +18,7 @@ from kvasir_gateway.fleet.placing import EngineState, Ring, agent_point, choose
 _SECONDS_OF_DAY = 86_400.0
 _DAYS_OF_MONTH = 30
 _OBJECTS_OF_TURN = 2  # a tail and a manifest, beside full blocks
-_CHOICES, _ASKED = 50, 300  # choices that are timed; engines that are asked for their own agents
+_CHOICES, _ASKED = 50, 300  # choices that are timed; engines that are called for their own agents
 _GIB, _GB = 1 << 30, 1e9
 
 
@@ -165,7 +165,7 @@ def _costs(given: Mapping[str, Any], found: Mapping[str, Any]) -> list[dict[str,
 
 
 def _limits(given: Mapping[str, Any], demand: Mapping[str, float]) -> list[dict[str, Any]]:
-    """In the busiest hour; a part breaks where it is asked for more than once of what it gives."""
+    """In the busiest hour; a part breaks where more is needed of it than it gives."""
     per_s = _value(given["peak_of_day"]) / _SECONDS_OF_DAY
     gateways = _value(given["gateways"])
     rows = {

@@ -64,7 +64,7 @@ class LoadTurn:
 
     due_s: float
     deltas: list[tuple[float, int]] = field(default_factory=list)  # when tokens arrived, and how many
-    total_tokens: int | None = None  # as the server says at the end, where deltas may hold several tokens
+    total_tokens: int | None = None  # by the server's count at the end, where deltas may hold several tokens
     ended_s: float | None = None
     failure: str = ""  # the reason; empty unless it failed
     most_tokens: int = 0  # of the reply, as requested

@@ -58,7 +58,7 @@ def cached_share(files: Sequence[Path]) -> float:
 
 
 def drop_cached(files: Sequence[Path]) -> None:
-    """Ask the system to forget what it holds of these files, which nobody has open; without effect on a Mac."""
+    """Let the system forget what it holds of these files, which nobody has open; without effect on a Mac."""
     for file in files:
         descriptor = os.open(file, os.O_RDONLY)
         try:

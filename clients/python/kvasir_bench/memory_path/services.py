@@ -82,7 +82,7 @@ class MeasuredServices:
 
 
 def memory_gib_for(longest_tokens: int) -> float:
-    """The engine's memory where nobody says it: the longest memory of a played shape, and half as much."""
+    """The engine's memory where nobody sets it: the longest memory of a played shape, and half as much."""
     return max(_LEAST_GIB, round(_ROOM * longest_tokens * _SHAPE_BYTES_PER_TOKEN / _GIB, 1))
 
 

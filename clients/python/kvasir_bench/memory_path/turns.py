@@ -19,7 +19,7 @@ _QUESTION = "What did I say, and what of it is left? Take your time, and leave n
 
 @dataclass(frozen=True, slots=True)
 class SeenTurn:
-    """Seconds since the request; what the engine says of the turn."""
+    """Seconds since the request; the engine's facts about the turn."""
 
     first_token_s: float
     last_token_s: float

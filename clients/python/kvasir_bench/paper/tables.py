@@ -111,7 +111,7 @@ def rows_of(
     why_left_out: Callable[[int], str],
     failure: str = "",
 ) -> Iterator[dict[str, Any]]:
-    """Published rows, each before the measured row of its key; then the other measured rows. A note says what lacks."""
+    """Published rows, each before the measured row of its key; then the other measured rows. A note names gaps."""
     measured = {table.key(row): row for row in (() if failure else table.source.rows(*findings))}
     published: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
     for row in table.published:

@@ -178,7 +178,7 @@ class _Batch:
 
         async def sample() -> None:
             while True:
-                with suppress(Exception):  # an engine that is being killed says nothing
+                with suppress(Exception):  # an engine that is being killed answers nothing
                     spaces = (await self._client.get_stats()).namespaces
                     self._hot_bytes = max(self._hot_bytes, *(each.kv_memory_used_bytes for each in spaces), 0)
                 await asyncio.sleep(PAUSE_S)

@@ -35,7 +35,7 @@ from kvasir_bench.tables import text_table, verdicts
 from kvasir_bench.wire import sent_s, write
 
 _READERS = min(8, os.cpu_count() or 1)  # threads that read files
-# On one thread and, where it says so, on all cores if a blob is large. Files are read from the page cache.
+# On one thread and, where named so, on all cores if a blob is large. Files are read from the page cache.
 _BASELINES = ("tcp", "write_fsync", "blake3", "blake3_all", "read")
 _MEASURED = (*_BASELINES, "put", "get", "pull", "put_files", "get_files", "sealed_put", "sealed_get")
 # The baselines of which the slowest bounds each; an engine hashes on all cores.

@@ -26,8 +26,8 @@ MAX_VALUES = 1 << 18
 """Values of one body: a prompt of 131,072 token ids has half as many."""
 MAX_DEPTH = 64
 MAX_ANSWERING = 16
-"""Requests that the event loop answers at once: each step of one waits for a step of every other, and a page asks the
-engine's loop for six answers."""
+"""Requests that the event loop answers at once: each step of one waits for a step of every other, and a page needs six
+answers of the engine's loop."""
 _SENDING_S = 60.0  # for a whole body
 _SMALL_BYTES = 16 << 10  # read at once: a thread would cost more
 # Memory for a body: the first of it, how much more than has come, and how much the event loop fills: that takes longer

@@ -1,6 +1,6 @@
 """The right to call: Host and Origin, and API keys, which are tokens of Kvasir's credential file.
 
-A browser that was led to another site may send requests to a server on its own machine. It says so in Host (DNS
+A browser that was led to another site may send requests to a server on its own machine. It shows in Host (DNS
 rebinding) or in Origin; both are refused unless they were named. So is a key that no credential has, in constant time.
 """
 

@@ -1,4 +1,4 @@
-"""Asks the engine for embeddings, a part of the texts at a time."""
+"""Gets embeddings from the engine, a part of the texts at a time."""
 
 import re
 from collections.abc import Sequence

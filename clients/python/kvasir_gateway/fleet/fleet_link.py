@@ -43,7 +43,7 @@ class Engines:
         return choose(self._ring.order(point), states, self._hot.get(point))
 
     def of_agent(self, point: int) -> int:
-        """The engine to ask about an agent, however busy it is: a turn that is not stored yet is known there alone."""
+        """The engine that knows of an agent, however busy it is: a turn that is not stored yet is known there alone."""
         hot = self._hot.get(point)
         return hot if hot is not None and self._is_up[hot] else self.choose(point) or 0
 
@@ -118,7 +118,7 @@ class CallerAtFleet(CallerAtEngine):
             engine = after
 
     def _after(self, error: Unavailable, engine: int, point: int, tried: list[int]) -> int | None:
-        """The engine to ask next; None: the refusal is the answer."""
+        """The engine to try next; None: the refusal is the answer."""
         if error.reason == "AGENT_HELD_ELSEWHERE":
             holder = self._engines.holder(error.metadata.get("owner", ""))
             return engine if holder is None or holder in tried else holder
@@ -153,7 +153,7 @@ class FleetLink(EngineLink):
         return CallerAtFleet([each.client for each in callers], self.engines, _namespace, beside)
 
     async def watch(self) -> None:
-        """Ask every engine for ever whether it is there, and under which name it holds agents."""
+        """Poll every engine for ever whether it is there, and under which name it holds agents."""
         while True:
             await asyncio.gather(*map(self._look, range(len(self.links))))
             await asyncio.sleep(RETRY_S)

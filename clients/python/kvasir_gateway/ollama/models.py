@@ -10,7 +10,7 @@ from pydantic import Field
 from kvasir_gateway.ollama.turns import named
 from kvasir_gateway.turn import Body
 
-# The version of Ollama's API that this is; its clients ask whether it is new enough for them.
+# The version of Ollama's API that this is; its clients check whether it is new enough for them.
 VERSION = "0.12.11"
 # When a model was made is not known here, and a loaded one stays.
 _CREATED_AT, _NEVER = "1970-01-01T00:00:00Z", "9999-12-31T23:59:59Z"

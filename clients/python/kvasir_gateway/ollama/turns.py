@@ -24,7 +24,7 @@ _REASONS: Mapping[int, str] = {
     pb.FINISH_REASON_LENGTH: "length",
     pb.FINISH_REASON_TOOL_CALLS: "stop",
 }
-_MOST_TOKENS = 1 << 24  # that the engine can be asked for
+_MOST_TOKENS = 1 << 24  # that the engine can apply
 _MAX_REPEAT_LAST_N = 4096
 # Fields of a Sampling that have its names.
 _AS_THE_ENGINE = {"temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty"}
@@ -278,7 +278,7 @@ class OllamaLines(Chunks):
 
 
 def loaded(created: int, model: str, *, is_chat: bool) -> dict[str, Any]:
-    """The answer to a request that asks for nothing but the model."""
+    """The answer to a request that names nothing but the model."""
     return {**_head(created, model), **_said(is_chat, "", "", ()), "done": True, "done_reason": "load"}
 
 

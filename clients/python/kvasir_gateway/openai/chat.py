@@ -155,7 +155,7 @@ class ChatRequest(SamplingFields):
     safety_identifier: str | None = None
 
     def turn(self, reading: Reading) -> turns.Turn:
-        """What the engine is asked. Raises InvalidArgument."""
+        """The engine's request. Raises InvalidArgument."""
         reading.ignore_unless(("medium",), verbosity=self.verbosity)
         turns.refuse_unless((["text"],), {"modalities": self.modalities})
         if self.top_logprobs is not None and not self.logprobs:
@@ -395,7 +395,7 @@ def _choice(number: int, choice: Choice) -> dict[str, Any]:
 
 
 def _logprobs(told: Sequence[pb.TokenLogprobs]) -> dict[str, Any] | None:
-    """None where they were not asked for."""
+    """None where they were not requested."""
     if not told:
         return None
     content = [{**spelled(each), "top_logprobs": [spelled(alternative) for alternative in each.top]} for each in told]

@@ -31,7 +31,7 @@ class CompletionRequest(SamplingFields):
     logprobs: Annotated[int, Ge(0), Le(20)] | None = None
 
     def turn(self, reading: Reading) -> Turn:
-        """What the engine is asked. Raises InvalidArgument."""
+        """The engine's request. Raises InvalidArgument."""
         refuse_unless((False,), {"echo": self.echo})
         refuse_unless((1,), {"best_of": self.best_of})
         refuse_unless(("",), {"suffix": self.suffix})

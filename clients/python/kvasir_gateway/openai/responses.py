@@ -122,7 +122,7 @@ class ResponsesRequest(turns.Body):
     client_metadata: turns.FreeObject | None = Field(None, description="Accepted: it is the client's own.")
 
     def turn(self, reading: Reading, before: Sequence[turns.Said] = ()) -> turns.Turn:
-        """What the engine is asked; `before`: what was said until the previous response. Raises InvalidArgument."""
+        """The engine's request; `before`: the messages until the previous response. Raises InvalidArgument."""
         for name, value in (self.reasoning or {}).items():
             if value is not None and name != "effort" and not (name in _SUMMARY and self.wants_summary):
                 reading.ignore(f"reasoning.{name}" if name in _REASONING else "reasoning")

@@ -1,4 +1,4 @@
-"""One request of somebody who may see the page: who asks, what for, and how the answer is shown."""
+"""One request of somebody who may see the page: the caller, the subject, and how the answer is shown."""
 
 import re
 from binascii import a2b_qp
@@ -24,7 +24,7 @@ FORM_BYTES = 16 << 10
 _MOST_FIELDS = 16
 _PART_BYTES = 16 << 10  # of a form at once: a longer call into C would keep the interpreter from the event loop
 _NO_ESCAPE = re.compile(rb"%(?![0-9A-Fa-f]{2})")
-# What a page says after a write, by the word in its address.
+# A page's line after a write, by the word in its address.
 DONE = {
     "cancel": "The turn was ended.",
     "load": "The model is loaded.",
@@ -79,7 +79,7 @@ class Look:
 
     @property
     def is_scripts(self) -> bool:
-        """A script of ours asks, not a person who goes to an address."""
+        """A script of ours calls, not a person who goes to an address."""
         return is_scripts(self.request)
 
     def shown(self, template: str, /, **values: Any) -> Response:

@@ -1,4 +1,4 @@
-"""The panels of the pages, asked of the engine: each on its own, so that one that fails spoils no other."""
+"""The panels of the pages, read from the engine: each on its own, so that one that fails spoils no other."""
 
 import asyncio
 import textwrap
@@ -79,7 +79,7 @@ class Reuse:
 
 
 def reuse(history: History, namespace: str, asking: str) -> Reuse:
-    """`asking`: the namespace of the key that asks; empty where there are no keys."""
+    """`asking`: the namespace of the caller's key; empty where there are no keys."""
     minutes = history.last_hour(namespace)
     return Reuse(
         chart([minute.sources for minute in minutes], _SOURCES),

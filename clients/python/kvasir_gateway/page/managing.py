@@ -103,7 +103,7 @@ class Managing:
 
 
 async def _progress(steps: AsyncIterator[cachestore_pb2.MoveAgentResponse], peer: str) -> AsyncIterator[str]:
-    """What a script shows of a move. One that is cut goes on when it is asked for again."""
+    """What a script shows of a move. One that is cut goes on when it is requested again."""
     try:
         async for step in steps:
             match step.WhichOneof("event"):

@@ -166,7 +166,7 @@ class GatewayPage:
         return Look(request, visitor, caller, self._now(), form, is_operator, command)
 
     def _guarded(self, method: str, path: str, handler: _Guarded, rooms: Rooms) -> Route:
-        """The handler's route, with its refusals as pages. Who has shown no key is asked for one."""
+        """The handler's route, with its refusals as pages. A caller without a key gets a form for one."""
 
         async def answered(request: Request, room: RequestRoom) -> Answer:
             is_at(request.scope, path)

@@ -14,7 +14,7 @@ from kvasir.options.gateway import side_calls_of
 from kvasir_gateway.turn import Said, Turn
 
 _HEAD_CHARS = 600  # Claude Code's request for a summary begins with 413 characters about tools and tags
-# Longer ones are worth a memory, unless a system's text says what they are: somebody may ask on about a long text.
+# Longer ones are worth a memory, unless a system's text shows their kind: somebody may go on about a long text.
 _SHORT_CHARS = 8000
 _PROBE_CHARS = 100
 _MOST_HEADS = 16  # of a request of 10,000 messages the search would hold the event loop
@@ -80,6 +80,6 @@ def _heads(turn: Turn) -> Iterator[str]:
 
 
 def _head(message: Said) -> str:
-    """A user's text may quote the conversation before it says what it asks for."""
+    """A user's text may quote the conversation before its own question."""
     text = message.content
     return text[:_HEAD_CHARS] if message.role == "system" else f"{text[:_HEAD_CHARS]}\0{text[-_HEAD_CHARS:]}"

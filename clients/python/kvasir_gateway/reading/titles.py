@@ -13,7 +13,7 @@ _BLOCK = re.compile(r"<([\w-]+)>.*?</\1>", re.DOTALL)
 
 
 def title_of(messages: Sequence[Said]) -> str:
-    """The title of a conversation that begins so; empty where nobody says a word."""
+    """The title of a conversation that begins so; empty where there is no word."""
     texts = (first_words(message.content) for message in messages if message.role == "user")
     return next(filter(None, texts), "")
 

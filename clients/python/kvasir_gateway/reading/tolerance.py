@@ -137,7 +137,7 @@ class Tolerance:
     _logged: set[str] = field(default_factory=set)
 
     def reading(self, rules: str | None) -> Reading:
-        """`rules`: what a request's header says of them. Raises InvalidArgument."""
+        """`rules`: those of a request's header. Raises InvalidArgument."""
         return Reading(self.is_strict, asked(rules, self.rules), self.any_model, self.seals, self.side_rules)
 
     def log(self, path: str, reading: Reading) -> None:

@@ -72,7 +72,7 @@ def _ask(pid: int) -> str:
 
 
 def _answer(home: Home, service: str, pid: int, asked: str, give_up: float) -> dict[str, Any]:
-    """What the service's audit says of this reload, or that it has ended, or said nothing until `give_up`."""
+    """The service's audit line of this reload, or that it has ended, or wrote none until `give_up`."""
     while True:
         for line in lines_of(home.audit_file(service)):
             if line.get("what") == "reload" and str(line["at"]) >= asked:

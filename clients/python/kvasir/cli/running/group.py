@@ -89,7 +89,7 @@ def _state(name: str, endpoint: Endpoint, home: Home, running: Running | None, a
         state = "hangs"
     elif pid and answer is Health.STOPPED:
         state = "starting"
-    # The gateway says at its own address why it is not well.
+    # The gateway reports at its own address why it is not well.
     asked = running.http if name == "http" and running is not None else metrics
     is_elsewhere = name == "store" and running is not None and running.store_elsewhere is not None
     problems = tuple(problems_at(asked, ANSWER_S))

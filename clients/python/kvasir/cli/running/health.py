@@ -21,14 +21,14 @@ class Health(enum.StrEnum):
     """What a service answers."""
 
     READY = "ready"
-    NOT_READY = "not ready"  # it answers, and says that it does not serve
+    NOT_READY = "not ready"  # it answers, and does not serve
     SILENT = "does not answer"  # something listens there
     STOPPED = "stopped"  # nothing listens there
 
 
 async def health(endpoint: Endpoint, service: str, timeout_s: float = 1.0) -> Health:
     """How a service is."""
-    # gRPC has the same word for "nobody listens" and for "nobody says hello", and takes longer.
+    # gRPC has the same word for "nobody listens" and for "nobody answers", and takes longer.
     if not await asyncio.to_thread(accepts, endpoint.address):
         return Health.STOPPED
     async with aio_channel(endpoint.address, endpoint.tls, ()) as channel:
@@ -75,5 +75,5 @@ def _healthz(text: str, timeout_s: float) -> tuple[int, bytes]:
 
 
 async def is_ready(endpoint: Endpoint, service: str) -> bool:
-    """Whether the service says SERVING. With any other answer, or none, it is not ready."""
+    """Whether the service reports SERVING. With any other answer, or none, it is not ready."""
     return await health(endpoint, service, 1.0) is Health.READY

@@ -17,7 +17,7 @@ from kvasir.errors import FailedPrecondition
 from kvasir.waits import ANSWER_S, LOOK_S
 
 # A service is killed after so long without a line of its log. An engine gives calls 10 s, and the store 10 s more
-# for what it has in RAM alone; while the store takes it, however much it is, the engine says so every 5 s.
+# for what it has in RAM alone; while the store takes it, however much it is, the engine logs that every 5 s.
 GRACE_S = 30.0
 _LONGEST_S = 900.0
 

@@ -43,7 +43,7 @@ def last_lines(path: Path, count: int = _LAST_LINES, since: int = 0) -> list[str
         with path.open("rb") as file:
             start = size = max(since, file.seek(0, os.SEEK_END))
             lines: list[str] = []
-            while len(lines) <= count and start > since:  # one line more than asked for: the first may be cut
+            while len(lines) <= count and start > since:  # one line more than wanted: the first may be cut
                 start = max(since, size - max(_FIRST_READ_BYTES, 2 * (size - start)))
                 file.seek(start)
                 text = _COLOURS.sub("", file.read(size - start).decode("utf-8", "replace"))

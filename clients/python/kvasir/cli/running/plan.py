@@ -55,7 +55,7 @@ class ServiceProcess:
         return Service(self.name, self.argv(), self.log_file, self._answers, within_s[self.name], phases)
 
     async def _answers(self) -> bool:
-        if self.name == "http":  # it says that it is unwell as long as its engine is away, and lives
+        if self.name == "http":  # it reports that it is unwell as long as its engine is away, and lives
             return await http_health(self.endpoint.address) in (Health.READY, Health.NOT_READY)
         return await is_ready(self.endpoint, STORE_SERVICE if self.name == "store" else ENGINE_SERVICE)
 
@@ -86,7 +86,7 @@ class Plan:
 
 
 def plan_of(asked: Asked) -> Plan:
-    """The plan of what was asked for, and checked."""
+    """The plan of the checked settings."""
     home, up = asked.home, asked.up
     # Namespaces and tokens that were made count also where nothing listens on TCP.
     has_credentials = bool(up.listen or up.store_listen or up.http) or home.credentials_file.exists()
@@ -126,7 +126,7 @@ def _of_store_elsewhere(asked: Asked) -> dict[str, object]:
 
 
 def _of_store(asked: Asked, has_credentials: bool) -> dict[str, object]:
-    """What the home says of the store."""
+    """The home's settings of the store."""
     home, up = asked.home, asked.up
     return {
         "data_dir": home.store_data,

@@ -129,7 +129,7 @@ def greet(say: Callable[[str], object], home: Home, answer: dict[str, Any], how_
 
 
 def detached(caller: Caller) -> None:
-    """Run the same command in the background, wait until all is ready, and say what it says."""
+    """Run the same command in the background, wait until all is ready, and print its lines."""
     arguments = [argument for argument in sys.argv[1:] if argument not in ("-d", "--detach", "--json")]
     log = caller.home.logs / "up.log"
     rotate_log(log)

@@ -24,7 +24,7 @@ class Service:
     is_ready: Callable[[], Awaitable[bool]]
     ready_within_s: float
     start_in_words: Callable[[], str] = lambda: ""
-    """What its start took, asked once it is ready."""
+    """Facts of its start, read once it is ready."""
 
 
 @dataclass(frozen=True, slots=True)

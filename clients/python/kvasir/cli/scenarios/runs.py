@@ -1,4 +1,4 @@
-"""Runs of scenarios in a home: where their journals lie, which run goes on, and which client asks for whom."""
+"""Runs of scenarios in a home: where their journals lie, which run goes on, and which client acts for whom."""
 
 import itertools
 import json
@@ -37,7 +37,7 @@ def show_schema(caller: Caller) -> None:
 
 
 def show_prompts(caller: Caller, scenario: Scenario) -> None:
-    """What a run would ask, and what it would reuse; in tokens where an engine is there to count them."""
+    """What a run would send, and how much it would reuse; in tokens where an engine is there to count them."""
     try:
         with failures.naming("engine", caller), caller.engine.engine_client() as client:
             rows = dry_rows(scenario, client)

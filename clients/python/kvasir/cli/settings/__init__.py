@@ -1,1 +1,1 @@
-"""What `kvasir up` was asked for: by flags, the environment and a settings file, all by the tables of options."""
+"""The settings of `kvasir up`: by flags, the environment and a settings file, all by the tables of options."""

@@ -60,7 +60,7 @@ class Asked:
 
 
 def asked_of(home: Home, flags: Mapping[str, Given], config: Path | None) -> Asked:
-    """What was asked for. Raises WrongUsage for what cannot be, and FailedPrecondition where something is missing."""
+    """The settings. Raises WrongUsage for impossible ones, and FailedPrecondition where something is missing."""
     file = read_file(config)
     try:
         up = settings_of(UpTable, find(UpTable, {FLAG: _own(flags), FILE: _own(file[TOP])}))
@@ -118,7 +118,7 @@ def _of_service(service: str, said: Mapping[str, Given]) -> dict[str, Given]:
 
 
 def _check(asked: Asked, flags: Iterable[str]) -> None:
-    """What no table says alone. Raises WrongUsage, and FailedPrecondition where something is missing."""
+    """The rules that no table has alone. Raises WrongUsage, and FailedPrecondition where something is missing."""
     up = asked.up
     if up.no_http and up.http:
         raise WrongUsage("--http and --no-http: say one of them", field="--no-http")

@@ -20,7 +20,7 @@ TOP = ""
 
 
 def read_file(path: Path | None) -> dict[str, dict[str, Given]]:
-    """What the file says: at its top by the flag's name, and of each service by the option's. Raises WrongUsage,
+    """The file's settings: at its top by the flag's name, and of each service by the option's. Raises WrongUsage,
     NotFound and FailedPrecondition."""
     if path is None:
         return {part: {} for part in (TOP, *SERVICES)}

@@ -31,9 +31,10 @@ from kvasir.on_full import OnFullPolicy
 from kvasir.waits import ANSWER_S, PATIENCE_S, RETRY_S, WORK_S
 
 _T = TypeVar("_T")
+_QUOTES = 3 * '"'  # around several lines that are one text
 _HELP = (
     "/memory shows what the agent remembers; /fork NAME goes on as a new agent with the same memory; "
-    '/rollback N goes back to version N; /quit leaves; """ begins and ends several lines; Ctrl-C ends a reply'
+    f"/rollback N goes back to version N; /quit leaves; {_QUOTES} begins and ends several lines; Ctrl-C ends a reply"
 )
 # From this share of the context on, the prompt shows how full the memory is.
 _NEARLY_FULL = 0.8
@@ -167,7 +168,7 @@ class Conversation:
     def _run_turn(
         self, *, append: list[message_pb2.Message] | None = None, whole: list[message_pb2.Message] | None = None
     ) -> TurnResult:
-        # Asked again with the same id after a break, the turn is not done twice.
+        # Sent again with the same id after a break, the turn is not done twice.
         options = replace(self.options, request_id=str(uuid.uuid4()))
 
         def turn() -> TurnResult:
@@ -305,11 +306,8 @@ def _versions(store: StoreClient, newest: cachestore_pb2.SnapshotVersion) -> str
     return "versions: " + ", ".join(f"{each.version} ({origin(each.origin)})" for each in reversed(snapshots))
 
 
-_QUOTES = '"""'
-
-
 def texts(prompt: Callable[[], str], say: Callable[[str], None]) -> Iterator[str]:
-    """Each text, without empty ones, until the input ends. `prompt` is asked before each line of a person.
+    """Each text, without empty ones, until the input ends. `prompt` is called before each line of a person.
 
     At a prompt the first Ctrl-C drops what was typed and says how to leave; the second, in a row, leaves."""
     is_person = sys.stdin.isatty()

@@ -158,7 +158,7 @@ class AioAgentClient(AioServiceClient):
         only_bytes: bool = False,
         timeout_s: float | None = None,
     ) -> AsyncGenerator[pb.PullAgentResponse, None]:
-        """The same as a stream, `done` last. A dry run ends with the progress that says how much would be sent. With
+        """The same as a stream, `done` last. A dry run ends with the progress that counts what would be sent. With
         `to_peer`, and `peer` empty, that peer copies the agent from here."""
         request = pb.PullAgentRequest(
             peer=peer,
@@ -209,8 +209,8 @@ class AioAgentClient(AioServiceClient):
         return cast("pb.Agent", await self._until_done("move", steps, on_progress))
 
     async def claim_agent(self, agent_id: str, *, force: bool = False, timeout_s: float | None = None) -> pb.Agent:
-        """Say that this store owns an agent: `force` for one whose owner is gone. Raises NotFound, FailedPrecondition
-        (AGENT_MOVED, AGENT_MOVING), Unavailable."""
+        """Declare that this store owns an agent: `force` for one whose owner is gone. Raises NotFound,
+        FailedPrecondition (AGENT_MOVED, AGENT_MOVING), Unavailable."""
         request = pb.ClaimAgentRequest(agent_id=agent_id, force=force)
         return (await self._call(pb.ClaimAgentResponse, request, timeout_s)).agent
 

@@ -33,10 +33,10 @@ class AioBlobTransfers(AioServiceClient):
     ) -> None:
         super().__init__(channel, stub, token, timeout_s)
         self._max_cuts = max_cuts
-        self._takes_groups: bool | None = None  # whether the store takes several frames in a message, if it was asked
+        self._takes_groups: bool | None = None  # whether the store takes several frames in a message, if that is known
 
     async def find_missing(self, digests: Sequence[Digest], *, timeout_s: float | None = None) -> list[Digest]:
-        """The blobs that the store lacks, in the order asked. Extends the lifetime of the others."""
+        """The blobs that the store lacks, in the given order. Extends the lifetime of the others."""
         missing: list[Digest] = []
         for batch in batches(digests):
             request = pb.FindMissingBlobsRequest()
@@ -87,7 +87,7 @@ class AioBlobTransfers(AioServiceClient):
         return upload.progress
 
     async def put_manifest(self, data: bytes, *, stall_timeout_s: float | None = None) -> Digest:
-        """Store a manifest's bytes. They are new nearly always: the store is not asked first."""
+        """Store a manifest's bytes. They are new nearly always: no question goes first."""
         digest = Digest.of(data)
         upload = Upload({digest: data}, _MANIFEST, [digest], None)
         await self.send_all(upload, stall_timeout_s=stall_timeout_s)
@@ -100,7 +100,7 @@ class AioBlobTransfers(AioServiceClient):
     async def get_blobs(
         self, digests: Sequence[Digest], *, timeout_s: float | None = None
     ) -> AsyncGenerator[tuple[Digest, memoryview], None]:
-        """The blobs in the order asked, each verified here too. Resumes after a cut.
+        """The blobs in the given order, each verified here too. Resumes after a cut.
 
         Raises NotFound and DataLoss (metadata "digest"), Unavailable (cut too often)."""
         assembler = FrameAssembler(digests)

@@ -1,4 +1,4 @@
-"""The inference service's asynchronous client. A turn's request id lets a caller ask again: nothing is done twice."""
+"""The inference service's asynchronous client. A turn's request id lets a caller retry: nothing is done twice."""
 
 import time
 import uuid
@@ -82,9 +82,9 @@ class AioInferenceClient(AioAgentClient):
         peer's name and the resume_token.
 
         Give exactly one of `prompt` (a text, or token ids), `messages` and `append_messages`, which follow what the
-        agent remembers. GenerateOptions says what else a turn takes, as a value in `options` or as arguments of the
+        agent remembers. GenerateOptions has what else a turn takes, as a value in `options` or as arguments of the
         call. Closing the generator cancels the turn. Raises the types of `kvasir.errors`. When an agent's turn breaks,
-        the error's metadata has the turn's request_id (ask again with it: nothing is done twice) and
+        the error's metadata has the turn's request_id (retry with it: nothing is done twice) and
         remembered_version."""
         options = merged_options(options, named)
         request_id = options.request_id or str(uuid.uuid4())
@@ -152,7 +152,7 @@ class AioInferenceClient(AioAgentClient):
                     has_finished = has_finished or response.HasField("finished")
                     moved = turns.moved_by(response)
         except Unavailable as error:
-            if moved is None:  # else the engine ended after it had told where the turn is
+            if moved is None:  # else the engine ended after it had reported where the turn is
                 moved = turns.lost_by(error)
                 if moved is None or self._peer(moved.peer) is None:
                     raise
@@ -219,7 +219,7 @@ class AioInferenceClient(AioAgentClient):
         return await self._call(HandOverTurnResponse, request, timeout_s)
 
     async def list_hot_memories(self, agent_ids: Sequence[str]) -> Sequence[pb.HotMemory]:
-        """Those of the agents' memories that are hot; at most 1000 agents are asked for."""
+        """Those of the agents' memories that are hot; at most 1000 agents are listed."""
         return (await self._call(pb.ListHotMemoriesResponse, pb.ListHotMemoriesRequest(agent_ids=agent_ids))).memories
 
     async def warm(

@@ -157,7 +157,7 @@ class AioStoreClient(AioBlobTransfers, AioAgentClient):
     async def offer_agent(
         self, agent_id: str, move_id: str, generation: int, *, timeout_s: float | None = None
     ) -> pb.OfferAgentResponse:
-        """Ask a peer for an agent that is to move here. Raises NotFound, FailedPrecondition, Unavailable."""
+        """Request from a peer an agent that is to move here. Raises NotFound, FailedPrecondition, Unavailable."""
         request = pb.OfferAgentRequest(agent_id=agent_id, move_id=move_id, generation=generation)
         return await self._call(pb.OfferAgentResponse, request, timeout_s)
 
@@ -173,7 +173,7 @@ class AioStoreClient(AioBlobTransfers, AioAgentClient):
         await self._call(pb.UndoMoveResponse, pb.UndoMoveRequest(agent_id=agent_id, move_id=move_id), timeout_s)
 
     async def fence_agent(self, agent_id: str, generation: int, *, timeout_s: float | None = None) -> None:
-        """Tell of an agent's newer owner. Raises FailedPrecondition (OWNER_NEWER), Unavailable."""
+        """Report an agent's newer owner. Raises FailedPrecondition (OWNER_NEWER), Unavailable."""
         request = pb.FenceAgentRequest(agent_id=agent_id, generation=generation)
         await self._call(pb.FenceAgentResponse, request, timeout_s)
 

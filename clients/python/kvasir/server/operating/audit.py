@@ -24,11 +24,11 @@ MAX_FILE_BYTES = 8 << 20
 KEPT_FILES = 8  # beside the one that is written
 _MAX_WAITING = 10_000
 _MAX_NAME_CHARS = 256
-# How a call ended. Refused: it did not get what it asked for. Failed: it was let in, and may have got some of it.
+# How a call ended. Refused: it got nothing. Failed: it was let in, and may have got some of it.
 ALLOWED, REFUSED, FAILED = "allowed", "refused", "failed"
 _FAILURES = frozenset({"CANCELLED", "UNKNOWN", "DEADLINE_EXCEEDED", "INTERNAL", "UNAVAILABLE", "DATA_LOSS"})
 _LACKS_PRIVILEGE = frozenset({"UNAUTHENTICATED", "PERMISSION_DENIED"})
-# The fields of a request that say what it is about, and what they are called in a line.
+# The fields of a request that name its subject, and their names in a line.
 _SUBJECTS = {
     "agent_id": "agent",
     "source_agent_id": "source_agent",
@@ -42,7 +42,7 @@ _SUBJECTS = {
 
 @dataclass(slots=True)
 class Deed:
-    """A call under way, as its line will tell it."""
+    """A call under way, as its line will have it."""
 
     method: str  # as /package.Service/Rpc
     caller: Principal | None = None  # None: nobody known
@@ -61,7 +61,7 @@ _deed: ContextVar[Deed | None] = ContextVar("kvasir_deed", default=None)
 
 
 def current_deed() -> Deed:
-    """The call under way; outside of one, a deed that nobody tells."""
+    """The call under way; outside of one, a deed without a line."""
     return _deed.get() or Deed("")
 
 
@@ -86,8 +86,8 @@ class Audit:
         return deed
 
     def ended(self, deed: Deed, status: str, reason: str, request_id: str, left_out: int = 0) -> None:
-        """Tell a call that needed a privilege, or lacked one. `status`: gRPC's word. `left_out`: so many strangers got
-        no line before this one."""
+        """Write the line of a call that needed a privilege, or lacked one. `status`: gRPC's word. `left_out`: so many
+        strangers got no line before this one."""
         caller = deed.caller
         is_peer = caller is not None and caller.is_peer
         if not (deed.method in self.privileged or is_peer or status in _LACKS_PRIVILEGE):

@@ -25,7 +25,7 @@ from kvasir.server.operating.durations import Durations, RpcCounts
 from kvasir.server.operating.wellness import Ailment, Wellness
 from kvasir.waits import PATIENCE_S, SOON_S
 
-MOST_READERS = 32  # that have asked, and as many that have not
+MOST_READERS = 32  # that have sent a request, and as many that have not
 _LOOP_S = 3.0
 _INFINITE = float("inf")
 _PACKAGE = "kvasir"
@@ -73,7 +73,7 @@ class OperatorPage(Collector):
         yield from self._numbers()
 
     def describe(self) -> Iterable[Metric]:
-        return ()  # the registry would call collect() before there is anything to tell
+        return ()  # the registry would call collect() before there is anything to report
 
     def _handler(self) -> type[BaseHTTPRequestHandler]:
         page, registry = self, CollectorRegistry()
@@ -126,7 +126,7 @@ class _Server(ThreadingHTTPServer):
         self._asking: set[socket.socket] = set()
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """The oldest connection that has not asked makes way for the newest."""
+        """The oldest connection without a request makes way for the newest."""
         with self._lock:
             self._silent[request] = None
             oldest = self._silent.popitem(last=False)[0] if len(self._silent) > MOST_READERS else None
@@ -164,7 +164,7 @@ def _is_local(host: str) -> bool:
 def asked_of_loop(
     loop: asyncio.AbstractEventLoop, ask: Callable[[], Coroutine[Any, Any, Wellness]]
 ) -> Callable[[], Wellness]:
-    """Asks a service on its event loop, from a thread of the page. A loop that does not answer hangs."""
+    """Calls a service on its event loop, from a thread of the page. A loop that does not answer hangs."""
 
     def wellness() -> Wellness:
         asked = asyncio.run_coroutine_threadsafe(ask(), loop)

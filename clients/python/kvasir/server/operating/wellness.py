@@ -7,7 +7,7 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Ailment:
-    """One thing that is wrong. `reason` is a stable word; `message` says to people what it is."""
+    """One thing that is wrong. `reason` is a stable word; `message` explains it to people."""
 
     reason: str
     message: str

@@ -24,7 +24,7 @@ from kvasir_gateway.page.rendering import HEADERS, difference_words, reuse_words
 from kvasir_gateway.reading.titles import TITLE, first_words
 from kvasir_gateway.turn import Asked, Said, Turn, sse
 
-SAY_BYTES = 1 << 20  # of a form: what somebody says, as URL-encoded text
+SAY_BYTES = 1 << 20  # of a form: somebody's message, as URL-encoded text
 _BEGUN_HERE = "chat/"
 _MOST_NAMES_TRIED = 50
 _NEARLY_FULL = 0.8
@@ -33,7 +33,7 @@ _STORED = {pb.SNAPSHOT_STATE_PENDING: "not stored yet", pb.SNAPSHOT_STATE_FAILED
 
 @dataclass(frozen=True, slots=True)
 class Saying:
-    """What somebody says to an agent. `head`: its newest version as the page had it; None: not known. `base`: the
+    """Somebody's message to an agent. `head`: its newest version as the page had it; None: not known. `base`: the
     version that is gone on from, if it is another. `keep`: how many of its messages stay; None: all."""
 
     agent_id: str
@@ -184,7 +184,7 @@ class Talking:
 
 
 async def _input(look: Look, saying: Saying) -> Mapping[str, Any]:
-    """What the engine is asked with. Raises InvalidArgument, NotFound, DataLoss."""
+    """The engine's request. Raises InvalidArgument, NotFound, DataLoss."""
     own = {"role": "user", "content": saying.text}
     if saying.is_first and saying.system:
         return {"messages": [{"role": "system", "content": saying.system}, own]}
@@ -254,7 +254,7 @@ def _broken(error: KvasirError) -> str:
 
 
 def _composer(head: int = 0, place: Place | None = None, keep: int | None = None, text: str = "") -> dict[str, Any]:
-    """What a form says with a text. `place`: the version that is looked at, where that is not the newest."""
+    """A form's settings beside its text. `place`: the version that is looked at, where that is not the newest."""
     is_newest = place is None or place[1] == head
     return {"head": head, "place": None if is_newest else place, "keep": keep, "text": text}
 

@@ -1,4 +1,4 @@
-"""The pages of whoever operates a home, and their forms. Others get a refusal that says which key it takes."""
+"""The pages of whoever operates a home, and their forms. Others get a refusal that names the needed key."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Collection, Mapping

@@ -1,8 +1,8 @@
 """What drafts bring: replies of agents' kinds, played token by token through the model, with drafts and without.
 
-The model computes every row, and costs what it costs; what it would say is put aside, and the given reply is said. So a
-model of any weights replays what agents say, and a draft is right where it is what the agent said. Arguments whose
-format forces most tokens are not played: the model says them.
+The model computes every row, and costs what it costs; its own tokens are dropped, and the given reply's are taken. So a
+model of any weights replays what agents say, and a draft is right where the agent's reply has it. Arguments whose
+format forces most tokens are not played: the model draws them.
 """
 
 import json
@@ -33,7 +33,7 @@ _TARGETS = {("code", 1): 2.0, ("code", 8): 1.5, ("new words", 1): 0.98, ("new wo
 
 @dataclass(frozen=True)
 class _Talk:
-    """What a turn reads, and what it says; nothing, where the model says what its format allows."""
+    """A turn's prompt and its reply; none, where the model draws what its format allows."""
 
     prompt: Sequence[int]
     reply: Sequence[int] = ()
@@ -42,7 +42,7 @@ class _Talk:
 
 
 class _Played(Draws):
-    """Draws of which nothing is taken but their time: the seed of a sampler is the number of the reply that is said."""
+    """Draws of which nothing is taken but their time: the seed of a sampler is the number of the given reply."""
 
     replies: Mapping[int, Sequence[int]] = {}
     said: dict[int, int] = {}  # noqa: RUF012 - how much of each; set with the replies
