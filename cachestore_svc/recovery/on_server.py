@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from blake3 import blake3
+from kvasir.credentials import replace_private_text
 from kvasir.errors import FailedPrecondition
 
 from cachestore_svc.blobs.backend import BlobBackend, has_any
@@ -86,7 +87,7 @@ def _check_same(data_dir: Path, catalog: Catalog, blobs: BlobBackend, means: Mea
             raise _foreign(f"the database is new, but {data_dir} holds blobs: name the database that lists them")
         name = here or means.token_hex(16)
         if not here and not is_shared:
-            _write(data_dir / NAME, here := name, means)  # before the database holds it
+            replace_private_text(data_dir / NAME, here := name)  # before the database holds it
         there = catalog.write(HOUSE, lambda change: _name(change, name))
     if here != there and (here or not is_shared):
         raise _foreign(f"the database lists the blobs of another directory than {data_dir}: name one of its own")
@@ -151,21 +152,7 @@ def _take_bucket(config: StoreConfig, catalog: Catalog, owner: CatalogOwner, mea
     if taken != listed:
         catalog.write(HOUSE, lambda change: change.set_fact(_BUCKET, taken))
     if not _name_of(config.data_dir):
-        _write(config.data_dir / NAME, _listed_name(catalog) or "", means)
-
-
-def _write(path: Path, name: str, means: Means) -> None:
-    """Whole or not at all: an empty file would make the directory that of no store, at every start."""
-    new = path.with_name(path.name + ".new")
-    means.disk.remove(new)  # of a start that was cut
-    descriptor = means.disk.open_append(new)
-    try:
-        means.disk.write(descriptor, name.encode())
-        means.disk.fsync(descriptor)
-    finally:
-        means.disk.close(descriptor)
-    means.disk.rename(new, path)
-    means.disk.fsync_directory(path.parent)
+        replace_private_text(config.data_dir / NAME, _listed_name(catalog) or "")
 
 
 def _foreign(words: str) -> FailedPrecondition:

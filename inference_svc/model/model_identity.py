@@ -1,12 +1,13 @@
 """A model's identity: digests of weights (with the configuration that changes them), tokenizer and template."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from blake3 import blake3
-from kvasir.cachestore.v1 import identity_pb2
+from kvasir.credentials import replace_private_text
 
 from inference_svc.model.weights.weight_files import file_identity, weight_paths
 
@@ -63,12 +64,6 @@ def template_digest(template: object) -> str:
     return blake3(template.encode()).hexdigest() if isinstance(template, str) else ""
 
 
-def kv_identity(
-    digest: str, layers: Sequence[identity_pb2.LayerLayout], policy: identity_pb2.KvPolicy
-) -> identity_pb2.KvIdentity:
-    return identity_pb2.KvIdentity(weights_digest=digest, layers=layers, policy=policy)
-
-
 def _computing_config(directory: Path) -> bytes:
     config = json.loads((directory / "config.json").read_text())
     kept = {name: value for name, value in config.items() if name not in _NO_PART_OF_WEIGHTS}
@@ -94,10 +89,5 @@ def _read_cache(path: Path) -> Mapping[str, str]:
 
 
 def _write_cache(path: Path, digests: Mapping[str, str]) -> None:
-    temp = path.with_suffix(".part")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        temp.write_text(json.dumps(digests, indent=0, sort_keys=True))
-        temp.replace(path)
-    except OSError:
-        temp.unlink(missing_ok=True)
+    with suppress(OSError):  # weights are then hashed again
+        replace_private_text(path, json.dumps(digests, indent=0, sort_keys=True))

@@ -20,7 +20,7 @@ from inference_svc.model import kvasir_tiny
 from inference_svc.model.auto_policy import ChosenPolicy, chosen_policy
 from inference_svc.model.device_memory import keep_for_computing
 from inference_svc.model.loading import LoadedModel, device, find_model, load, sampling_defaults
-from inference_svc.model.model_identity import kv_identity, template_digest, tokenizer_digest, weights_digest
+from inference_svc.model.model_identity import template_digest, tokenizer_digest, weights_digest
 from inference_svc.model.model_info import ModelInfo
 from inference_svc.model.model_runner import ModelRunner
 from inference_svc.model.probing.probe_memory import ProbeMemory
@@ -141,7 +141,7 @@ def _info(
     context_tokens: int | None,
 ) -> ModelInfo:
     runner.layout.check_policy(runner.model, chosen.policy)
-    identity = kv_identity(digest, runner.layers, chosen.policy)
+    identity = identity_pb2.KvIdentity(weights_digest=digest, layers=runner.layers, policy=chosen.policy)
     applied = applied_layers(runner.layout, identity, runner.new_pool(identity.policy), runner.compute_type)
     return ModelInfo(
         name=_shown_name(name, directory),

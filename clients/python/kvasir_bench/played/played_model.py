@@ -21,7 +21,7 @@ from inference_svc.kv.pages.pool import KvPool
 from inference_svc.kv.policy import GROUP_SIZE, PolicyRequest, Rung, name_of
 from inference_svc.kv.sequence_kv import PassRoom, SequenceKV
 from inference_svc.model import kvasir_tiny
-from inference_svc.model.model_identity import kv_identity, template_digest, tokenizer_digest
+from inference_svc.model.model_identity import template_digest, tokenizer_digest
 from inference_svc.model.model_info import ModelInfo
 from inference_svc.model.model_runner import ModelRunner
 from inference_svc.model.open_model import OpenedModel
@@ -186,7 +186,8 @@ def open_played(
     vocabulary_size = len(tokenizer)
     runner = runner_class(layers, vocabulary_size, _plain_words(tokenizer, vocabulary_size), tokens_per_s, sleep)
     chosen = request.policy(Rung.Q4, _COMPUTE_TYPE, len(layers))
-    identity = kv_identity(blake3(f"kvasir.played.v1 {shape}".encode()).hexdigest(), layers, chosen)
+    digest = blake3(f"kvasir.played.v1 {shape}".encode()).hexdigest()
+    identity = identity_pb2.KvIdentity(weights_digest=digest, layers=layers, policy=chosen)
     info = ModelInfo(
         name=NAME_PREFIX + shape,
         kv_identity=identity,

@@ -15,7 +15,6 @@ from inference_svc.kv.applied import applied_layers
 from inference_svc.kv.codec import EncodedRows, QuantizedCodec, RotatedCodec
 from inference_svc.kv.policy import LADDER, PolicyRequest, Rung, policy_of
 from inference_svc.model.loading import load
-from inference_svc.model.model_identity import kv_identity
 from inference_svc.model.model_runner import ModelRunner
 from tests.inference.engine.driving import Driver, tokens_of
 from tests.inference.engine.models.test_kv import on_mlx
@@ -141,7 +140,7 @@ def test_a_rotation_that_is_said_and_not_done_is_not_reported_as_applied(
 ) -> None:
     """Shapes and types are those of rotated keys, and so are the codec's own words (LESSONS 17)."""
     runner = ModelRunner(load(model_dir, "float32").model)
-    identity = kv_identity("d" * 64, runner.layers, policy_of(Rung.Q4_ROTATED, "float32"))
+    identity = identity_pb2.KvIdentity(layers=runner.layers, policy=policy_of(Rung.Q4_ROTATED, "float32"))
     assert applied(runner, identity) == LAYERS
 
     def encode(self: RotatedCodec, rows: mx.array) -> EncodedRows:
@@ -161,7 +160,7 @@ def test_a_policy_that_is_said_and_not_stored_is_not_reported_as_applied(model_d
     runner = ModelRunner(load(model_dir, "float32").model)
     policies = {rung: policy_of(rung, "float32") for rung in LADDER}
     for said in LADDER:
-        identity = kv_identity("d" * 64, runner.layers, policies[said])
+        identity = identity_pb2.KvIdentity(layers=runner.layers, policy=policies[said])
         for stored in LADDER:
             pool = runner.new_pool(policies[stored])
             found = applied_layers(runner.layout, identity, pool, runner.compute_type)

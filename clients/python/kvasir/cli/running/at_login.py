@@ -14,6 +14,7 @@ from pathlib import Path
 
 from kvasir.cli.running.holding import GRACE_S
 from kvasir.cli.running.home import DEFAULT_HOME, Home
+from kvasir.credentials import replace_private_text
 from kvasir.errors import FailedPrecondition
 from kvasir.options.finding import variables
 from kvasir.waits import HANGS_S, PATIENCE_S, PAUSE_S
@@ -50,12 +51,7 @@ def job_of(home: Home, words: Sequence[str]) -> Job:
 
 def start_at_login(job: Job) -> None:
     """Write the job's file, and begin it now. Raises FailedPrecondition."""
-    job.file.parent.mkdir(parents=True, exist_ok=True)
-    new = job.file.with_name(f".{job.file.name}.new")
-    new.unlink(missing_ok=True)
-    new.touch(mode=0o600)
-    new.write_bytes(job.content)
-    new.replace(job.file)
+    replace_private_text(job.file, job.content.decode())
     with contextlib.suppress(FailedPrecondition):  # `begin` reports what is wrong
         _end(job, "")
     for command in job.begin:

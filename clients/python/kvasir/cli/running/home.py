@@ -10,7 +10,7 @@ from pathlib import Path
 
 from kvasir.address import MAX_SOCKET_PATH_BYTES
 from kvasir.clients import InferenceClient, StoreClient, Tls
-from kvasir.credentials import check_own_directory, read_token
+from kvasir.credentials import check_own_directory, read_token, replace_private_text
 from kvasir.errors import FailedPrecondition, InvalidArgument
 
 DEFAULT_HOME = Path("~/.kvasir")
@@ -144,11 +144,8 @@ class Home:
             return None
 
     def write_running(self, running: Running) -> None:
-        new = self.running_file.with_suffix(".new")
         # A copy of the home has this file too, and nothing runs there.
-        new.write_text(json.dumps({**asdict(running), "home": self._directory()}))
-        new.chmod(0o600)
-        new.replace(self.running_file)
+        replace_private_text(self.running_file, json.dumps({**asdict(running), "home": self._directory()}))
 
     def _directory(self) -> str:
         """Device and number of the home's directory, which a copy has not."""

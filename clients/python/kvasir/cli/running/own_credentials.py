@@ -19,7 +19,6 @@ from kvasir.credentials import (
     read_token,
     replace_private_text,
     write_credentials,
-    write_private_text,
 )
 from kvasir.errors import FailedPrecondition
 
@@ -74,9 +73,7 @@ def _make_all(home: Home) -> None:
     new.unlink(missing_ok=True)
     tokens = write_credentials(new, _OWN, _new_token)
     for principal in _OWN:
-        file = _token_file(home, principal)
-        file.unlink(missing_ok=True)
-        write_private_text(file, tokens[principal.name] + "\n")
+        replace_private_text(_token_file(home, principal), tokens[principal.name] + "\n")
     new.rename(home.credentials_file)
 
 
