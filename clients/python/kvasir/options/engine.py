@@ -238,9 +238,9 @@ class EngineDrafts(Table):
     most_drafts: int | None = option(
         None,
         "How many tokens a step may try ahead for a turn whose text repeats itself; how many of them are tried follows "
-        "from how often they are right and from what a step costs. 0: none. Left out: 16 on a CPU, where no reply "
-        "changes by it, and none on a GPU, where that is not proven yet. Of a WeDLM model: the masks behind the first "
-        "one; left out: as its config.json has it.",
+        "from how often they are right and from what a step costs. 0: none. Left out: 16, but none on Metal, where "
+        "no Mac has shown yet that no reply changes by it. Of a WeDLM model: the masks behind the first one; left out: "
+        "as its config.json has it.",
         least=0,
         up="most-drafts",
     )
