@@ -75,7 +75,7 @@ class ServedModel:
         return owed
 
     def add_store(self, namespace: str, store: RemoteCache, now: EventCursor | None) -> None:
-        """A namespace gets a store. What is hot goes on unless it is changed there since `now`; None: nothing does."""
+        """A namespace gets a store. Hot memories go on unless changed there since `now`; None: none does."""
         for key in self.engine.memories.sizes():
             hot = self.engine.memories.get(key)
             if key.namespace == namespace and hot is not None and isinstance(hot.tag, AgentMemory):

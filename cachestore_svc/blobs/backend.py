@@ -70,7 +70,7 @@ class NamespaceBlobs(Protocol):
         """Whether anything was ever kept here."""
 
     def prepare(self, hashes: Sequence[str]) -> None:
-        """Make, for all of these blobs at once, what `begin` would make for each."""
+        """Make the directories of all these blobs at once, as `begin` would for each."""
 
     def begin(self, hash_: str) -> Part:
         """Begin the blob's part, or go on with it."""
@@ -143,7 +143,7 @@ class BlobBackend(Protocol):
         """The blobs of a namespace, which may have none."""
 
     def all(self) -> Sequence[NamespaceBlobs]:
-        """The places of all namespaces, whatever their names are."""
+        """The places of all namespaces, of any name."""
 
     def remove_aside(self, aside: Aside) -> int:
         """Remove bytes that were set aside; how many."""

@@ -23,7 +23,7 @@ class NamedBlob:
 
 @dataclass(frozen=True, slots=True)
 class ManifestFacts:
-    """A checked manifest: what the store keeps of it, and what its blobs must be."""
+    """A checked manifest: the facts that the store keeps, and the identities of its blobs."""
 
     kv_identity: identity_pb2.KvIdentity
     kv_identity_hash: str
@@ -35,7 +35,7 @@ class ManifestFacts:
 
 
 def read_manifest(data: bytes | memoryview) -> ManifestFacts:
-    """Check a manifest as all its readers do; what its blobs must be. Raises InvalidArgument (MANIFEST_REFUSED)."""
+    """Check a manifest as all its readers do; its blobs' identities. Raises InvalidArgument (MANIFEST_REFUSED)."""
     message = manifests.parse(data)
     hash_ = kv_identity_hash(message.kv_identity)
     return ManifestFacts(

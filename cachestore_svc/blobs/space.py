@@ -14,8 +14,8 @@ from cachestore_svc.blobs.ballast import Ballast
 from cachestore_svc.blobs.disk import Disk
 from cachestore_svc.facts.records import StoreConfig
 
-# One namespace may have this part of the free disk reserved for what is not whole yet, so that promises without bytes
-# never take it from all others.
+# One namespace may have this part of the free disk reserved for blobs that are not whole yet, so that promises without
+# bytes never take it from all others.
 _SHARE = 4
 
 
@@ -76,7 +76,7 @@ class Space:
 
     @property
     def is_disk_full(self) -> bool:
-        """Whether no byte may be written, beside what must stay free and what was promised."""
+        """Whether no byte may be written, beside the reserve and the promised bytes."""
         with self._lock:
             return self._disk.free_bytes(self._config.data_dir) <= self._reserved.total() + self._kept_bytes()
 

@@ -9,7 +9,7 @@ from kvasir.options.texts import path_of
 from cachestore_svc.commands import seal_keys
 from cachestore_svc.config import StoreSettings
 
-OK, FOUND_PROBLEMS, CANNOT_RUN, NO_STORE = 0, 1, 2, 5  # Exit codes. The last is that of `kvasir` for what is not there.
+OK, FOUND_PROBLEMS, CANNOT_RUN, NO_STORE = 0, 1, 2, 5  # exit codes; the last is `kvasir`'s for a missing thing
 
 # What the commands that look after the data need to know of its store.
 _OF_DATA = (

@@ -62,14 +62,14 @@ def main(arguments: Sequence[str]) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Own:
-    """This store's side of a pairing: what it is, what it gives and takes, and how a running one is reached."""
+    """This store's side of a pairing: its facts, the rights that it gives and takes, and the way to a running one."""
 
     peers_file: Path
     identity: Identity
     name: str
     gives: dict[str, str]  # by namespace, as `rights` reads them
     takes: dict[str, str]
-    known_as: str  # what the other will be called here; "": what it calls itself
+    known_as: str  # the other's name here; "": its own
     listen: "Doors"
     store: "RunningStore"
     about: dict[str, str] = field(default_factory=dict)  # for the audit: who was paired

@@ -49,7 +49,7 @@ def verified(
     with contextlib.suppress(FileNotFoundError, Damaged):
         if is_found or not _listed(core, namespace, digest).is_damaged:
             return core.blobs.of(namespace).read(digest, past_copies=past_copies)
-    # Since the look-up it may have been swept, and written again: what is there now decides.
+    # Since the look-up it may have been swept, and written again: its present bytes decide.
     with core.blobs.of(namespace).naming(digest.hash):
         return _read_or_quarantine(core, namespace, digest)
 

@@ -249,7 +249,7 @@ class CacheStoreService(StoreCalls, cachestore_pb2_grpc.CacheStoreServiceService
 
     async def GetStats(self, request: pb.GetStatsRequest, context: Any) -> pb.GetStatsResponse:
         stats = await self._run(self._store.statistics.of)
-        if ADMIN not in current_principal().roles:  # free bytes of the disk change with what other namespaces write
+        if ADMIN not in current_principal().roles:  # free bytes of the disk change with the writes of other namespaces
             return written(pb.GetStatsResponse, stats, free_disk_bytes=None)
         state = self._store.care.scrubbing.state
         ended_at = state.ended_unix_ms or None

@@ -32,7 +32,7 @@ class StoreCalls:
         *args: Arguments.args,
         **kwargs: Arguments.kwargs,
     ) -> Answer:
-        """The same for what takes back a memory: it waits for the line's lease."""
+        """The same for calls that take back a memory: they wait for the line's lease."""
         left_s = context.time_remaining()
         return await self._store.run_once_free(caller_namespace(), left_s, method, *args, **kwargs)
 

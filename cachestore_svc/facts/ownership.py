@@ -53,7 +53,7 @@ class Ownership:
     peer: str = ""  # where it goes, went, or comes from
     move_id: str = ""  # of the last move
     since_unix_ms: int = 0
-    was_owned: bool = False  # ARRIVING: what it is again if the move is undone
+    was_owned: bool = False  # ARRIVING: its state again if the move is undone
     tells: tuple[str, ...] = ()  # peers that have yet to hear of this generation, sorted
     had_by: tuple[str, ...] = ()  # peers that had it since the last claim here, or were offered it, sorted; and `_CAME`
 
@@ -338,7 +338,7 @@ def _name_of(peer: str) -> str:
 
 
 def _who_may_count_on(known: Ownership, but_not: str) -> tuple[str, ...]:
-    """Peers to tell of a newer owner: whom this store's fact named, and whom it was to tell anyway."""
+    """Peers that must hear of a newer owner: those in this store's fact, and those that wait for the news anyway."""
     named = {known.peer} if not known.is_owned else set()
     return tuple(sorted({*named, *known.tells} - {but_not, ""}))
 

@@ -64,7 +64,7 @@ class Origin(IntEnum):
 
 
 class LineKey(NamedTuple):
-    """Names a line: what one agent remembers under one KV identity. The line need not exist."""
+    """Names a line: one agent's versions under one KV identity. The line need not exist."""
 
     namespace: str
     agent_id: str
@@ -120,8 +120,8 @@ class SnapshotVersion:
     origin: Origin
     origin_detail: str = ""
     request_id: str = ""
-    is_brought: bool = False  # rows of it came by import or pull, whatever was done with them since
-    is_text_own: bool = False  # of what is brought: moves from its owners alone brought it; see provenance
+    is_brought: bool = False  # rows of it came by import or pull, at any time
+    is_text_own: bool = False  # of brought rows: moves from its owners alone brought them; see provenance
 
     @property
     def base_version(self) -> int:
@@ -358,7 +358,7 @@ class Recovered:
     damaged_blobs: tuple[str, ...]  # hashes; in quarantine, engines compute them again
     with_damaged_blobs: tuple[tuple[str, int], ...]  # agents and versions that came back without some of these
     named_anew: tuple[str, ...]  # agents whose names are lost
-    unclaimed: tuple[str, ...] = ()  # agents that may have moved, by what is lost: nobody extends them before a claim
+    unclaimed: tuple[str, ...] = ()  # agents that may have moved, as far as is lost: nobody extends them before a claim
 
 
 @dataclass(frozen=True, slots=True)

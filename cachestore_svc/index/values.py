@@ -35,7 +35,7 @@ class CommitTerms:
     origin_detail: str = ""  # of a turn: from the next two
     base_version: int = 0  # the earlier version that a turn went on from; 0: its parent
     handed_over_by: str = ""  # the peer whose engine began the turn
-    parent_manifest: Digest | None = None  # what version `parent_version` must be; None: whatever it is
+    parent_manifest: Digest | None = None  # the manifest that `parent_version` must have; None: any
     owner_generation: int | None = None  # it comes from the agent's owner, of this generation, and may renew the copy
     is_brought: bool = False  # rows of it came from elsewhere, as those of an import or a pull do; see `provenance`
     is_text_own: bool = False  # of a move: at its source no archive and no copy had brought it

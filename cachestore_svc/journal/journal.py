@@ -37,7 +37,7 @@ class Journal:
     def __init__(
         self, path: Path, disk: Disk, store: str, position: Position, base_bytes: int, size_bytes: int
     ) -> None:
-        """Open what is whole of a journal up to `size_bytes`; what is beyond is cut off. Raises OSError."""
+        """Open the whole part of a journal, up to `size_bytes`; the rest is cut off. Raises OSError."""
         self.store = store
         self.position = position
         self.path = path
@@ -53,7 +53,7 @@ class Journal:
 
     @classmethod
     def begin(cls, path: Path, disk: Disk, store: str, position: Position, state: State) -> "Journal":
-        """Write a journal that begins with this state in place of whatever lies there. Raises OSError."""
+        """Write a journal that begins with this state in place of any file there. Raises OSError."""
         size = _write(path.with_name(path.name + _NEW_SUFFIX), disk, state_lines(store, position, state))
         if path.is_dir():
             disk.rename(path, path.with_name(path.name + _STRANGE_SUFFIX))
@@ -91,7 +91,7 @@ class Journal:
             self._is_broken = True
 
     def shorten(self, state: State, position: Position, read_bytes: int) -> None:
-        """Begin with this state, of the first `read_bytes`, and go on with what was appended since. Raises OSError."""
+        """Begin with this state, of the first `read_bytes`, and go on with lines that came since. Raises OSError."""
         new = self.path.with_name(self.path.name + _NEW_SUFFIX)
         size = _write(new, self._disk, [*state_lines(self.store, position, state), *self._pieces(read_bytes)])
         base_bytes = size - (self.size_bytes - read_bytes)

@@ -42,7 +42,7 @@ class Agent:
 
 @dataclass(slots=True)
 class Namespace:
-    """Agents by name, the hashes of blobs that an archive or a peer brought, and what is known of agents' owners."""
+    """Agents by name, the hashes of blobs that an archive or a peer brought, and the known owners of agents."""
 
     agents: dict[str, Agent] = field(default_factory=dict)
     brought: set[str] = field(default_factory=set)
@@ -94,7 +94,7 @@ def changes_of(state: State) -> Iterator[Change]:
 
 
 def differences(recorded: State, found: State) -> dict[str, dict[str, str]]:
-    """Where an index differs from a journal: by namespace, agents ("": the namespace) and what is wrong."""
+    """Where an index differs from a journal: by namespace, agents ("": the namespace) and the difference."""
     wrong: dict[str, dict[str, str]] = {}
     for name in recorded.keys() | found.keys():
         old, new = recorded.get(name, Namespace()), found.get(name, Namespace())

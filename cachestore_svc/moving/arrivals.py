@@ -74,7 +74,7 @@ class Arrival:
         self._heads: dict[str, SnapshotVersion] = {}
         self._labels: Mapping[str, str] = {}
         self._offered: dict[str, Offered] = {}
-        self._named: list[Digest] = []  # by what was offered; nothing here names it yet
+        self._named: list[Digest] = []  # by the offer; nothing here names it yet
         self._progress: dict[str, Progress] = {}
         self._coming = room.enter_context(
             self._bringing.counted(order.namespace, order.peer, order.agent_id, is_given=order.is_given)

@@ -81,7 +81,7 @@ class ClaimPolling:
             why = error.reason
         if not why:
             self._unsure.discard(asked)
-        elif asked not in self._unsure:  # said once, and not every minute of the days that a peer may be away
+        elif asked not in self._unsure:  # reported once, and not every minute of the days that a peer may be away
             _LOG.info("moves.not_asked", peer=peer, reason=why)
             self._unsure.add(asked)
         # Beside each other: each may wait for the end of a turn.

@@ -28,7 +28,7 @@ from cachestore_svc.store.aio_store import AioStore
 
 _MAX_CUTS = 5
 MAX_PEER_PAGES = 100  # Of a thousand versions each. A peer whose list goes on is given up.
-_TIMES_A_GRACE = 4  # A copy relies on its blobs anew so many times in a grace period, and not more often than this
+_TIMES_A_GRACE = 4  # a copy renews the promise of its blobs so often in a grace period
 T = TypeVar("T")
 
 
@@ -118,7 +118,7 @@ class LineCopies:
     async def fetch(
         self, remote: AioStoreClient, order: LineOrder, wanted: Sequence[Digest]
     ) -> AsyncGenerator[Progress, None]:
-        """Get what lacks. After a cut, what is durable is not sent again, and a part goes on at its offset."""
+        """Get the missing blobs. After a cut, durable ones are not sent again, and a part goes on at its offset."""
         progress = Progress(len(wanted), sum(digest.size_bytes for digest in wanted))
         missing = await self.missing(order.namespace, wanted)
         progress.count(missing)
@@ -299,7 +299,7 @@ def check_owns(peer: str, there: Any) -> None:
 async def _take_peers(
     intake: BlobIntake, peer: str, digest: Digest | None, offset: int, data: bytes | memoryview
 ) -> None:
-    """A frame from a peer; `digest` when it begins a blob. What we would call the caller's error is the peer's here."""
+    """A frame from a peer; `digest` when it begins a blob. A caller's error elsewhere is the peer's here."""
     try:
         if digest is not None:
             await intake.begin(digest, BlobKind.TENSORS, offset, data)

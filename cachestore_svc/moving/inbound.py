@@ -165,7 +165,7 @@ class BlobIntake:
         return writer
 
     async def write(self, offset: int, data: bytes | memoryview) -> None:
-        """The blob's next bytes. What arrived before a cut is skipped. Raises what is wrong with these or others."""
+        """The blob's next bytes. Bytes from before a cut are skipped. Raises the fault of these or others."""
         current = self._current
         if self._is_skipping:
             return

@@ -30,7 +30,7 @@ from cachestore_svc.moving.peering.peers import Peers, answers_of_peer, errors_o
 from cachestore_svc.pairing.rights import Verb
 
 _LOG = structlog.get_logger("moves")
-_Unfinished = tuple[str, str, Ownership]  # namespace, agent, and what is known of its owner
+_Unfinished = tuple[str, str, Ownership]  # namespace, agent, and its known owner
 _TRIES = 3
 _MOVE_ID_BYTES, _MAX_DIGITS = 16, 20
 
@@ -200,7 +200,7 @@ class Moves:
             await asyncio.gather(*going.values(), return_exceptions=True)
 
     async def _unfinished(self) -> dict[tuple[str, frozenset[str]], list[_Unfinished]]:
-        """Unfinished moves, by namespace and the peers to be called. What needs no peer is done first."""
+        """Unfinished moves, by namespace and the peers to be called. Those that need no peer are done first."""
         found: dict[tuple[str, frozenset[str]], list[_Unfinished]] = {}
         for namespace, agent_id, known in await self._store.threads.run(HOUSE, self._store.owners.unfinished):
             try:
@@ -265,7 +265,7 @@ class Moves:
         return int(there.state) == OwnerState.MOVED and there.generation == known.generation
 
     async def _tell(self, namespace: str, agent_id: str, claim: Ownership) -> None:
-        """Tell the peers that have yet to hear of an agent's owner. Raises Unavailable, NotFound (PEER_UNKNOWN)."""
+        """Report an agent's owner to the peers that lack it. Raises Unavailable, NotFound (PEER_UNKNOWN)."""
         failures = list[KvasirError]()
         for peer in claim.tells:
             try:
@@ -293,7 +293,7 @@ class Moves:
     async def _gave_way(
         self, namespace: str, agent_id: str, peer: str, generation: int, refused: FailedPrecondition
     ) -> bool:
-        """Whether a peer, told of a claim, knows a newer owner and may say so. Raises `refused` for all else."""
+        """Whether a peer answers a claim with a newer owner, and has the right to. Raises `refused` for all else."""
         if refused.reason != "OWNER_NEWER":
             raise refused
         newer, may = (

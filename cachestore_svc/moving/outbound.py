@@ -111,7 +111,7 @@ class BlobSource:
         await self._budget.wanted_from(self._namespace)
 
     async def let_go(self) -> None:
-        """Hold nothing. What is needed later is read, and verified, again."""
+        """Hold nothing. Blobs that are needed later are read, and verified, again."""
         self._read.clear()
         ahead, self._ahead = self._ahead, deque()
         for group in ahead:

@@ -41,7 +41,7 @@ class PullOrder:
 
 @dataclass(frozen=True, slots=True)
 class Archive:
-    """An archive on its way out: its size, its bytes in pieces of at most 1 MiB, and what they are read from."""
+    """An archive on its way out: its size, its bytes in pieces of at most 1 MiB, and the reader of them."""
 
     size_bytes: int
     pieces: AsyncIterator[bytes]

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from kvasir.address import AddressError, parse_address
 from kvasir.errors import InvalidArgument
 
-# No I, L, O and U: the first three are read as digits, so that a code can be told over the telephone.
+# No I, L, O and U: the first three are read as digits, so that a code can be read over the telephone.
 _ALPHABET = "0123456789ABCDEFGHJKMNPQRSTVWXYZ"
 _LOOKS_LIKE = str.maketrans("ILO", "110")
 _CODE_CHARS = 8

@@ -101,7 +101,7 @@ class Invitation:
         return self.is_used or self.guesses_left <= 0 or self.seconds_left <= 0
 
     def check(self) -> None:
-        """Raises FailedPrecondition when the code is over. It does not say why: that would tell of others' guesses."""
+        """Raises FailedPrecondition when the code is over. It gives no reason: that would show others' guesses."""
         if self.is_over:
             raise FailedPrecondition(
                 "no code is valid here any more: begin again with `kvasir pair`", reason="PAIRING_OVER"

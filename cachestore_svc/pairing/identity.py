@@ -16,7 +16,7 @@ from cryptography.x509.oid import NameOID
 from kvasir.credentials import read_private_text, write_private_text
 from kvasir.errors import InvalidArgument
 
-SERVER_NAME = "kvasir-store"  # in every certificate: a client of gRPC wants a name to compare, and the pin has said all
+SERVER_NAME = "kvasir-store"  # in every certificate: a client of gRPC wants a name to compare, and the pin proves all
 _FILE_NAME = "identity.pem"
 _MAX_CERTIFICATE_BYTES = 4096
 _BEGIN = datetime.datetime(2020, 1, 1, tzinfo=datetime.UTC)
@@ -63,7 +63,7 @@ class Certificate:
 
     @property
     def pin(self) -> str:
-        """SHA-256 of the SubjectPublicKeyInfo, 64 lower-case hex digits: what is compared, always as a whole."""
+        """SHA-256 of the SubjectPublicKeyInfo, 64 lower-case hex digits: always compared as a whole."""
         return _pin(x509.load_der_x509_certificate(self.der))
 
     def has_signed(self, signature: bytes, data: bytes) -> bool:

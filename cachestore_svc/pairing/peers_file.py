@@ -49,14 +49,14 @@ class PeerSettings(BaseModel):
     key_file: Path | None = None
     certificate: str = ""
     """A paired peer's certificate (base64 of DER): who shows its key is this peer, and nothing else is."""
-    namespaces: tuple[str, ...] = ()  # of a paired peer: what it may read here, and who may name it here
+    namespaces: tuple[str, ...] = ()  # of a paired peer: those that it reads, and whose callers may name it
     gives: tuple[str, ...] = ()
-    """NAMESPACE=RIGHT of `rights.Gives`: what it may do with the agents of a namespace. Left out: read."""
+    """NAMESPACE=RIGHT of `rights.Gives`: its right to the agents of a namespace. Left out: read."""
     takes: tuple[str, ...] = ()
-    """NAMESPACE=RIGHT of `rights.Takes`: what it may bring of its own accord. Left out: nothing."""
+    """NAMESPACE=RIGHT of `rights.Takes`: agents that it may bring of its own accord. Left out: none."""
     max_agents: Annotated[int, Field(ge=0)] = 1000
     """Agents of a namespace that it brought and nobody here has extended; more are refused."""
-    max_bytes: Annotated[int, Field(ge=0)] = 64 << 30  # their bytes, and what it may send in an hour
+    max_bytes: Annotated[int, Field(ge=0)] = 64 << 30  # their bytes, and the most that it sends in an hour
     paired_at: str = ""  # when, in UTC
     formerly: tuple[str, ...] = ()
     """Names that it had before: agents that moved to it, or came from it, may still be noted under these."""

@@ -1,6 +1,6 @@
-"""What a peer may say of which agent: the table of the protocol between two stores, and its one check. Rights are per
-namespace and direction; a word has an effect only in some states of an agent, and some words only from a peer with a
-bond. A walk with a lying peer compares the stores with `EFFECTS`. Pure.
+"""The words that a peer may send about an agent: the table of the protocol between two stores, and its one check.
+Rights are per namespace and direction; a word has an effect only in some states of an agent, and some words only from a
+peer with a bond. A walk with a lying peer compares the stores with `EFFECTS`. Pure.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -31,7 +31,7 @@ class Takes(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Given:
-    """The rights of one peer in one namespace: what a pairing gives unless it is told more."""
+    """The rights of one peer in one namespace: those that a pairing gives unless it names more."""
 
     gives: Gives = Gives.READ
     takes: Takes = Takes.NOTHING

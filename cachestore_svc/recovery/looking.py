@@ -35,7 +35,7 @@ class Look:
 
 
 def look(database: Path, blobs: BlobBackend, disk: Disk) -> Look:
-    """Look, and change nothing. Raises FailedPrecondition or DataLoss, which say what to do."""
+    """Look, and change nothing. Raises FailedPrecondition or DataLoss, which name the remedy."""
     path = database.with_name(journal.NAME)
     if unchanged := closed.read(database, path, disk):
         return Look(unchanged, "", unchanged.store, unchanged.position)
@@ -46,7 +46,7 @@ def look(database: Path, blobs: BlobBackend, disk: Disk) -> Look:
         return Look()
     with looking_at(database, disk) as view:
         if view.is_too_new():
-            # The migrations say so in words of their own.
+            # The migrations report that in words of their own.
             return Look()
         return _look_inside(view, database, found, blobs, disk)
 

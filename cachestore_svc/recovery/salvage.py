@@ -27,7 +27,7 @@ from cachestore_svc.sealing.seals import Seals
 
 @dataclass
 class Evidence:
-    """The agents and versions that there were, and the sources that say so."""
+    """The agents and versions that there were, and the sources for them."""
 
     state: State = field(default_factory=dict)
     is_whole: bool = False  # nothing else was there, and every mark of what was brought is known
@@ -50,7 +50,7 @@ def gather_evidence(database: Path, blobs: BlobBackend, disk: Disk) -> Evidence:
 
 
 def _lost(found: journal_lines.Parsed, database: Path, disk: Disk) -> str:
-    """The part that a journal lacks, in words; "" when it is whole, as far as its old index can say."""
+    """The part that a journal lacks, in words; "" when it is whole, as far as its old index shows."""
     if found.damaged_lines:
         return f", but for {found.damaged_lines} damaged lines"
     if found.torn_bytes:
@@ -80,7 +80,7 @@ def _ask_index(evidence: Evidence, database: Path, blobs: BlobBackend, disk: Dis
 
 
 def _add(state: State, found: State) -> None:
-    """Add what a damaged journal does not say, of what an index of unknown age does."""
+    """Add from an index of unknown age the facts that a damaged journal lacks."""
     for name, space in found.items():
         into = state.setdefault(name, Namespace())
         into.brought |= space.brought

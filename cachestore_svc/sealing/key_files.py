@@ -1,5 +1,5 @@
 """The records of namespaces' keys in the data directory: two copies of each, replaced one after the other. A mark
-beside the blobs, and sealed files, say that there must be a record: else a namespace that lost it would take plain
+beside the blobs, and sealed files, show that there must be a record: else a namespace that lost it would take plain
 bytes.
 """
 

@@ -1,4 +1,4 @@
-"""The work that an owner or a timer asks a store to do for itself."""
+"""The work that a store does for itself, by order of its owner or a timer."""
 
 from collections.abc import Iterator
 

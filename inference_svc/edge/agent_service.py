@@ -120,5 +120,5 @@ def _copied_whole(request: Any) -> str:
 
 
 def _refused(error: Unauthenticated | PermissionDenied) -> Unavailable:
-    """The caller's role was checked already: what the store refuses is the engine's own credential."""
+    """The caller's role was checked already: a refusal of the store means the engine's own credential."""
     return Unavailable(f"the store refuses this engine: {error.message}", retry_after_s=5.0)

@@ -1,4 +1,4 @@
-"""Converts what passes between two engines to the wire's messages and back. What comes is checked field by field."""
+"""Converts hand-overs between two engines to the wire's messages and back. Each field that comes is checked."""
 
 from collections.abc import Iterator
 from dataclasses import fields

@@ -163,7 +163,7 @@ def count_request(request: pb.CountTokensRequest, *, namespace: str, caller: str
 def response(
     event: TurnEvent, request_id: str, model_name: str, choice: int, spelling: Callable[[int], bytes]
 ) -> pb.GenerateResponse:
-    """An event of one choice as the stream's message. `spelling`: what a token spells."""
+    """An event of one choice as the stream's message. `spelling`: the bytes of a token."""
     match event:
         case TurnStarted():
             named = {"request_id": request_id, "model": model_name, "prompt_token_ids": event.prompt_ids}
@@ -198,7 +198,7 @@ def model_message(model: ModelInfo, state: pb.ModelState) -> pb.Model:
 
 
 def _agent_id(request: pb.GenerateRequest) -> str:
-    """The agent whose memory the turn uses; empty for none. Raises InvalidArgument for what has no effect then."""
+    """The agent whose memory the turn uses; empty for none. Raises InvalidArgument for settings without effect then."""
     mode = request.memory_mode
     if request.agent_id:
         check_agent_id(request.agent_id)
@@ -235,7 +235,7 @@ def _agent_id(request: pb.GenerateRequest) -> str:
 
 
 def _read_rules(request: pb.GenerateRequest) -> frozenset[str] | None:
-    """The rules for what is volatile; None where the request has no word of them. Raises InvalidArgument."""
+    """The rules for volatile text; None where the request has no word of them. Raises InvalidArgument."""
     if not request.HasField("volatile"):
         return None
     for index, name in enumerate(request.volatile.names):

@@ -16,7 +16,7 @@ from inference_svc.edge import handover_messages as wire
 from inference_svc.handover.pairings import Pairings, PairingsFile
 from inference_svc.handover.passing import Opening, Promise, Stand
 
-_SERVER_NAME = "kvasir-store"  # in every paired certificate: a client of gRPC wants a name, and the pin has said all
+_SERVER_NAME = "kvasir-store"  # in every paired certificate: a client of gRPC wants a name, and the pin proves all
 
 
 class Peers:

@@ -189,7 +189,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):  # type: ig
     async def CancelTurn(self, request: pb.CancelTurnRequest, context: Any) -> pb.CancelTurnResponse:
         request_id, served = check_request_id(request.request_id), self._parts.host.served
         if served is None:
-            served = self._parts.host.serving("")  # says what to do
+            served = self._parts.host.serving("")  # its error names the remedy
         ends = await served.turns.stop(current_principal().namespace, request_id)
         return pb.CancelTurnResponse(finished=[messages.finished(end, choice) for choice, end in sorted(ends.items())])
 

@@ -1,5 +1,5 @@
-"""Grammars of tool calls, for each call format: what one admits, mlx-lm's parser reads as calls of these tools with
-arguments that fit. A grammar may admit less than a schema does, never more. Pure.
+"""Grammars of tool calls, for each call format: calls that one admits, mlx-lm's parser reads as calls of these tools
+with arguments that fit. A grammar may admit less than a schema does, never more. Pure.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""JSON schemas as a call's arguments may carry them: narrowed to what parsers read as it was written. Pure."""
+"""JSON schemas as a call's arguments may carry them: narrowed to values that parsers read as written. Pure."""
 
 import json
 import re
@@ -8,7 +8,7 @@ from typing import Any
 from kvasir.errors import InvalidArgument
 
 Schema = dict[str, Any]
-Refused = Callable[[str], InvalidArgument]  # the refusal of what a format cannot carry
+Refused = Callable[[str], InvalidArgument]  # the refusal of a schema that a format cannot carry
 _MAX_NUMBER = 10**15  # whole numbers up to here are exact as floats, which some parsers make of them
 
 

@@ -17,7 +17,7 @@ class Tags:
     open: str  # before a value; {} is the property's name
     close: str
     tail: str
-    reads_json: bool  # what is not a plain string is read as JSON, whatever its type
+    reads_json: bool  # anything but a plain string is read as JSON, of any type
     is_stripped: bool  # white space around a text is lost
     texts_are_json: bool = False
     needs_arguments: bool = False  # a call without any is read in another form: as JSON

@@ -82,7 +82,7 @@ class CallFormat:
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """A text of a schema, as it stands up to what closes it."""
+    """A text of a schema, as it stands up to its closing mark."""
 
     close: str
     is_stripped: bool = False  # white space around it is lost
@@ -156,7 +156,7 @@ def shared(schema: Schema) -> Schema:
 
 
 def check_object(schema: Schema, writing: Writing) -> None:
-    """Raise InvalidArgument for what tags and keywords cannot say of an object."""
+    """Raise InvalidArgument for rules of an object that tags and keywords cannot express."""
     if schema.get("type") != "object" or not schema.keys() <= _OF_OBJECTS:
         raise writing.refused(
             "its parameters use " + ", ".join(sorted(schema.keys() - _OF_OBJECTS) or ["another type"])

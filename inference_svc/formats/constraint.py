@@ -19,7 +19,7 @@ class Constraint:
     kind: ConstraintKind
     text: str
     compiled: object = field(default=None, compare=False, repr=False)
-    """For the model that serves the request, once that is done: what a cache drops, its turn still has."""
+    """For the model that serves the request, once that is done: its turn keeps it after a cache dropped it."""
 
     @property
     def has_calls(self) -> bool:

@@ -118,7 +118,7 @@ class TurnGiver:
         return given
 
     async def give_all(self, turns: TurnService, peer: str) -> None:
-        """Give away every decoding request, later ones too, until cancelled. What cannot go ends here as always."""
+        """Give away every decoding request, later ones too, until cancelled. Others end here as always."""
         tried: set[int] = set()
         async with asyncio.TaskGroup() as giving:
             while True:
@@ -217,7 +217,7 @@ class TurnGiver:
             await store.agents.copy_agent(turn.request.agent_id, name, WORK_S)
 
     def _other_store(self, turn: Progress, peer: str) -> tuple[RemoteCache, str] | None:
-        """This engine's store, and what it calls the peer's; None if the turn leaves no memory, or both have one."""
+        """This engine's store, and its name for the peer's; None if the turn leaves no memory, or both have one."""
         lines, name = self.lines.get(turn.request.namespace), self.store_of(peer)
         return (lines.store, name) if lines is not None and turn.is_kept and name is not None else None
 
@@ -297,7 +297,7 @@ class _HandOver:
         raise _not_now("the turn ended meanwhile, or waits for room")
 
     async def commit(self, link: PeerLink, promise: Promise) -> None:
-        """The last word. From here on the turns are not this engine's, whatever the link does."""
+        """The last word. From here on the turns are not this engine's, even if the link breaks."""
         peer, end = self.given.peer, None
         try:
             async with _within(ANSWER_S, "the other engine"):

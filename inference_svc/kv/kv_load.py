@@ -142,7 +142,7 @@ class KvLoad:
             raise
 
     def release(self) -> None:
-        """Give all pages back, and the room of what was sent. Idempotent."""
+        """Give all pages back, and the room of files that were sent. Idempotent."""
         while self._coming:
             self._coming.popleft().content.release(())
         self._unchecked.clear()
@@ -163,7 +163,7 @@ class KvLoad:
         return piece
 
     def _write(self, piece: _Piece, meanwhile: Callable[[], None]) -> None:
-        """Write files to their pages. What came by itself is only enqueued, and checked at the end."""
+        """Write files to their pages. Files that came by themselves are only enqueued, and checked at the end."""
         pool, bits, units = self.kv.pool, self.kv.pool.exponents(piece.group), piece.content.rows()
         found: mx.array = ((bits != 0) & ((units & bits) == bits)).any(axis=1)
         if not piece.content.comes_by_itself:

@@ -22,7 +22,7 @@ _MOST_PAGES = 32  # that leave the device at once, where no threads copy them
 
 
 def files_of(kv: SequenceKV, identities: Sequence[FileIdentity]) -> list[FileBytes]:
-    """The tensor files of blocks, tails or states that the identities name. Raises ValueError for what is not there."""
+    """The tensor files of blocks, tails or states that the identities name. Raises ValueError for a missing one."""
     for _ in range(failed_copies.MOST_FAILURES):
         before = failed_copies.out.in_a_row
         files = begin_files(kv, identities)
@@ -102,7 +102,7 @@ def _row_files(kv: SequenceKV, group: int, identities: Sequence[FileIdentity]) -
 def _begun_rows(kv: SequenceKV, group: int, identities: Sequence[FileIdentity]) -> "Iterator[Future[FileBytes]]":
     pool, layers = kv.pool, layers_of(kv.pool.identity, group)
     formats = [pool.formats[layer] for layer in layers]
-    mx.synchronize()  # no page is written by what was enqueued before
+    mx.synchronize()  # no page is written by work that was enqueued before
     for identity in identities:
         block = identity.start // PAGE_TOKENS
         pages = [kv.table_of(layer).pages[block] for layer in layers]

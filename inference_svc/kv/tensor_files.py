@@ -36,7 +36,7 @@ class CheckedFile:
 
 @dataclass(frozen=True, slots=True)
 class Schema:
-    """The tensors of a kind of file, and what follows from them: made once for all files of the kind."""
+    """The tensors of a kind of file, and facts that follow from them: made once for all files of the kind."""
 
     layout: block_file.Layout
     entries: bytes
@@ -82,7 +82,7 @@ class FileChecks:
             raise DamagedFile(what, blob=min(files, expected), window=self._group)
 
     def checked(self, index: int, data: block_file.FileBytes) -> CheckedFile:
-        """A file whose header names, and whose tensors fit, what must be there. Raises DataLoss that names the file."""
+        """A file whose header and tensors fit the expected identity. Raises DataLoss that names the file."""
         expected = self._expected[index]
         try:
             return _checked(self._identity, self._schemas[expected.tokens], expected, data)

@@ -1,5 +1,5 @@
 """Finds an agent's newest memory, or the version that a turn goes on from, in RAM or in the store. Hot memory counts
-only where the store's answer or a lease proves it current; what the store cannot give is a miss with its reason.
+only where the store's answer or a lease proves it current; a failure of the store is a miss with its reason.
 """
 
 import asyncio
@@ -204,7 +204,7 @@ class Recall:
         return Recollection(memory, Source.WARM, head)
 
     async def _newest_of(self, heads: AgentHeads, store: RemoteCache, key: AgentKey, budget: Budget) -> Recollection:
-        """The newest memory, with what the line of this KV identity has of it, if that can be read."""
+        """The newest memory, with the part of it that the line of this KV identity has, if that can be read."""
         found = replace(await self._warm(store, key, heads.newest, budget), settings=heads.settings)
         if heads.own_line is None or found.memory is None:
             return found

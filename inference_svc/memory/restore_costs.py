@@ -12,7 +12,7 @@ LEAST_TOKENS = 256  # fewer tokens take as long as one pass over the weights, an
 MARGIN = 0.8
 """Computing must take at most this part of a restore's time: estimates are rough, and it keeps others waiting."""
 FORGOTTEN_S = 600.0
-_OLDER_WEIGHT = 0.7  # of what was learned before, when there is news
+_OLDER_WEIGHT = 0.7  # of older findings, when there is news
 
 
 @dataclass

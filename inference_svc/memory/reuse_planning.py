@@ -163,8 +163,8 @@ class ReusePlanner:
         """Compare the prompt with the memory, then with shared blocks, and read the KV that is reused from the store.
         `given`: the prompt's tokens, where it came as tokens; they are compared then, and not the text. `hold` is
         awaited with the number of bytes that will be read: the caller gives out the memory for them, and the wait for
-        it does not count as the store's time. `avoid`: what the engine refused. `generates`: False when only the prompt
-        is computed; then all of it may be reused.
+        it does not count as the store's time. `avoid`: after the engine's refusals. `generates`: False when only the
+        prompt is computed; then all of it may be reused.
         """
         if recollection.kv_from is Source.HOT and recollection.memory is not None:
             recollection = replace(recollection, memory=as_hot(recollection.memory))

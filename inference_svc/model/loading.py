@@ -187,7 +187,7 @@ def device() -> str:
 
 
 def sampling_defaults(directory: Path) -> Mapping[str, float]:
-    """By the names of Sampling; empty where the model is not to be sampled. What is no such value is logged."""
+    """By the names of Sampling; empty where the model is not to be sampled. Other values are logged."""
     try:
         given = json.loads((directory / _GENERATION).read_text(encoding="utf-8"))
     except (OSError, ValueError):

@@ -119,7 +119,7 @@ class ModelHost(Generic[ServedT]):
         return self.serving(name)
 
     async def keep_alive(self, seconds: float) -> None:
-        """Let a model sleep whenever no turn has run for so long; for ever. What cannot be stored keeps it awake."""
+        """Let a model sleep whenever no turn has run for so long; for ever. Unstored memories keep it awake."""
         while True:
             self._was_used = self.served is not None and not self.served.is_idle
             await asyncio.sleep(seconds)
@@ -191,7 +191,7 @@ class ModelHost(Generic[ServedT]):
                 self._change, self._target = None, ""
 
         self._target = target
-        # Of no call: what a model begins lasts longer than the call that loads it.
+        # Of no call: a model's tasks last longer than the call that loads it.
         self._change = asyncio.create_task(change(), context=Context())
         return await asyncio.shield(self._change)
 

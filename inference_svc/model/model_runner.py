@@ -52,7 +52,7 @@ class ModelRunner:
         known: Probed | None = None,
         kernels: KernelChoice | None = None,
     ) -> None:
-        """`known`: what an earlier probe of this model showed, which then is not probed again."""
+        """`known`: the findings of an earlier probe of this model, which then is not probed again."""
         self.model: Any = model
         self._short: ShortPass | None = None  # over the pool that was used last
         self.is_on_gpu = mx.default_device().type == mx.DeviceType.gpu
@@ -183,7 +183,7 @@ class ModelRunner:
                 enqueued = [_computed(layer) for layer in layers] + [logits] * needs_logits
                 mx.async_eval(enqueued)  # type: ignore[no-untyped-call]
                 meanwhile(logits[:, -1])
-            # Neither kept nor unevaluated: what reads the pool's arrays makes the writes of `commit` copy them.
+            # Neither kept nor unevaluated: a reader of the pool's arrays makes the writes of `commit` copy them.
             logits = mx.array(0) if not needs_logits else logits
             mx.eval(logits)
             commit(kv, layers, len(token_ids))

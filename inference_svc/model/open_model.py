@@ -50,7 +50,7 @@ class OpenedModel:
 
 
 class ModelArguments(TypedDict, total=False):
-    """Which model it becomes: what `Engine.open` passes on to `open_model`."""
+    """Which model it becomes: `Engine.open` passes this on to `open_model`."""
 
     cache_dir: Required[Path]  # keeps digests of weights by file identity, and the choices of `auto` by that digest
     policy: identity_pb2.KvPolicy | PolicyRequest | None  # None: 4 bits, groups of 64

@@ -28,7 +28,7 @@ from inference_svc.text.token_text import TokenText
 
 T = TypeVar("T")
 _REPLACEMENT = "\ufffd"
-_BORDER = "\n"  # a text that no token joins with what follows
+_BORDER = "\n"  # a text that no token joins with its successor
 _NO_TOKEN = -1  # in place of a token that is not special
 
 
@@ -229,7 +229,7 @@ class Prompting:
         own = ids[len(head) :]
         found = [token_id for token_id in own if token_id in self._structure]
         is_right = not found or found == [self._special_ids[spelling] for spelling in self.specials.spelled(text)]
-        # A tokenizer that normalizes may make a special token of what does not spell it ("＜s＞").
+        # A tokenizer that normalizes may make a special token of a text that does not spell it ("＜s＞").
         if not is_right and (parts := self._parts(text)) != [text]:
             return self._in_pieces(parts, 0, last)
         spelled, chars = self._token_text.spell(own, is_behind=bool(before))

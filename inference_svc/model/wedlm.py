@@ -1,6 +1,6 @@
 """WeDLM models (Tencent): mlx-lm computes their layers as Qwen 3's, and they fill a window of masks in each pass.
 
-What is read of config.json: `model_type` "wedlm"; `mask_token_id`; `qk_norm` true and `attention_bias` false, the shape
+Of config.json are read: `model_type` "wedlm"; `mask_token_id`; `qk_norm` true and `attention_bias` false, the shape
 of Qwen 3; `wedlm_window_size`, `wedlm_entropy_threshold` and `wedlm_pos_penalty_factor`, which may be left out. All of
 these are part of the weights' digest, and so of the KV identity.
 """

@@ -21,7 +21,7 @@ _MARK = "\ue000{}\ue001"  # messages' texts give way to these, so that what the 
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """`role`: of the message, or what else the text is of ("tools", "template"); empty for a raw prompt."""
+    """`role`: of the message, or another source of the text ("tools", "template"); empty for a raw prompt."""
 
     character: int  # of the prompt
     remembered: str

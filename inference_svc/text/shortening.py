@@ -107,7 +107,7 @@ def _earliest_calls(messages: Messages) -> list[int]:
 
 
 def summary_of(messages: Messages, shortened: manifest_pb2.Shortened | None) -> Messages:
-    """The summary that stands in a conversation for what it lacks; empty if none does."""
+    """The summary that stands in a conversation for its dropped messages; empty if none does."""
     lead = leading_system(messages)
     return messages[lead : lead + SUMMARY_MESSAGES] if shortened is not None and shortened.has_summary else ()
 

@@ -136,7 +136,7 @@ def _sentencepiece_piece(token: str) -> bytes:
 
 
 def _byte_level_piece(token: str) -> bytes:
-    """GPT-2's alphabet: every byte has a printable character; what is outside it stands for itself."""
+    """GPT-2's alphabet: every byte has a printable character; others stand for themselves."""
     spelled = bytearray()
     for char in token:
         spelled += bytes([_BYTES[char]]) if char in _BYTES else char.encode()

@@ -28,7 +28,7 @@ from inference_svc.turns.turn_data import Continuation, Shortening, TurnRequest
 
 @dataclass(frozen=True, slots=True)
 class Recalled:
-    """The agent's memory is found, and what the turn makes of it is decided."""
+    """The agent's memory is found, and its use in the turn is decided."""
 
     request: TurnRequest  # as its agent has it: without what was left out, with the memory's dates
     recollection: Recollection

@@ -22,7 +22,7 @@ from inference_svc.turns.turn_data import TurnRequest
 from inference_svc.turns.turn_reporter import HandOff, TurnReporter
 
 _LOG = structlog.get_logger(__name__)
-# Of what fits behind a prompt, a reply that wants more may take one of so many parts, or so many tokens.
+# Of the tokens that fit behind a prompt, a reply that wants more may take one of so many parts, or so many tokens.
 _CLAMPED_PART, _LEAST_CLAMPED = 4, 512
 # Between planning and running, hot memory may be dropped and a file may be refused: plan again this often.
 _MAX_PLANS = 4

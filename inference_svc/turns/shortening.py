@@ -2,8 +2,8 @@
 
 A turn that does not fit leaves out the oldest messages before it replies. After a reply that fills the memory, the rest
 of the conversation is computed in the background, with the reply's own tokens behind it, and becomes the agent's next
-version: what the turn would have left, had its prompt been the shorter one. The agent's next turn waits for that and is
-hot.
+version: the memory that the turn would have left, had its prompt been the shorter one. The agent's next turn waits for
+that and is hot.
 
 - A retry is answered from the shorter version, and an `expected_version` that names the turn's own is taken for it.
 - A summary is made on the hot memory, in a turn that only reads; it goes on as a user's message ("Remember: …"),

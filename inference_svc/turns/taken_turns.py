@@ -117,7 +117,7 @@ class TakenTurns:
     def _taken_plan(self, made: Prompted, taken: TakenTurn) -> Planned:
         begun = taken.begun
         prepared = Prepared(made.text, begun.prompt.tokens, Once(None), Source.COLD, Outcome.NONE, None, ())
-        # Brought rows serve their own agent: what a peer says of them lends them to no other.
+        # Brought rows serve their own agent: a peer's word gives them to no other.
         carried = replace(taken.carried, shareable=0) if begun.is_brought else taken.carried
         plan = self._plans.plan(made, prepared, begun.prompt.rewind_point_tokens)
         plan = replace(plan, carried=carried, sampling=replace(plan.sampling, max_tokens=begun.max_tokens))
@@ -219,7 +219,7 @@ class TakenTurns:
             raise _not_moved("this store has an agent of that name")
 
     async def _moved(self, planned: Planned, begun: BegunTurn) -> Planned:
-        """A peer's word counts for what it has just moved here, and for nothing else."""
+        """A peer's word counts for the agent that it has just moved here, and for nothing else."""
         moved = await self._last_move(planned.request)
         has_come = moved.move_id == begun.move_id and moved.is_owned and moved.given_by
         if not has_come or begun.peer not in ("", moved.given_by):

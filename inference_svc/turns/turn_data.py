@@ -70,7 +70,7 @@ class MemoryUse:
     is_read_only: bool = False  # the agent's memory is read and stays as it is
     expects_memory: bool = False  # an agent that remembers nothing is refused
     replaces: bool = False  # another conversation takes the place of the agent's
-    rules: frozenset[str] | None = None  # for what is volatile (`prompts/texts`); None: the label's, else the defaults
+    rules: frozenset[str] | None = None  # for volatile text (`prompts/texts`); None: the label's, else the defaults
     has_default_rules: bool = False  # an agent's label goes before `rules`
     on_full: OnFull | None = None  # None: that of the agent's label
 

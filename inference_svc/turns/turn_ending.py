@@ -150,7 +150,7 @@ class TurnEnding:
                 ),
             )
         elif recollection.kv_from is not Source.HOT or memory.ahead is not None:
-            # The KV is the memory's own again. What was not reused is computed again, and is not what the store has.
+            # The KV is the memory's own again. Rows that were not reused are computed again, and are not the store's.
             stored, windows = list(prepared.stored_blocks), dict(prepared.stored_windows)
             memory = replace(
                 memory,

@@ -52,7 +52,7 @@ def _count(text: str) -> int:
 
 
 def _leave(*_: object) -> None:
-    """Once: what is asked again and again ends no sooner."""
+    """Once: a service that gets it again and again ends no sooner."""
     for number in _ENDS:
         signal.signal(number, signal.SIG_IGN)
     raise _LeaveError

@@ -114,7 +114,7 @@ def _unused_ms(rows: Rows, heads: Mapping[int, Sequence[Head]]) -> dict[int, int
 
 
 def _used(heads: Sequence[Head]) -> str:
-    """An agent's uses until now: what changes with each, whichever way the clock was set."""
+    """An agent's uses until now: it changes with each, whichever way the clock was set."""
     return f"{sum(head.used_unix_ms for head in heads)} {sum(head.snapshot.version for head in heads)}"
 
 

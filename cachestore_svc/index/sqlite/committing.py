@@ -100,7 +100,7 @@ def _already_done(rows: Rows, asked: Commit, manifest: BlobEntry) -> SnapshotVer
 
 
 def _check_rights(rows: Rows, asked: Commit, live: LeaseEnds) -> None:
-    """The store's right, but for arrivals by a move; then the lease. What takes a memory back shuts out everybody."""
+    """The store's right, but for arrivals by a move; then the lease. Taking a memory back shuts out everybody."""
     terms = asked.terms
     if terms.origin is not Origin.MOVE:
         known = owners.ownership_of(rows, asked.line.agent_id)

@@ -67,7 +67,7 @@ class Catalog:
         return answer
 
     def write_later(self, namespace: str, work: Callable[[CatalogChange], None]) -> None:
-        """Write without waiting and without an answer; for what may be lost, such as times of last use."""
+        """Write without waiting and without an answer; for facts that may be lost, such as times of last use."""
         self._submit(Operation(namespace, work, is_write=True))
 
     def attend(self, begin: Callable[[CatalogChange], None], wake: Callable[[str], None]) -> None:

@@ -115,7 +115,7 @@ class SqliteCatalog(Catalog):
             operation.answer.set_exception(translated(error))
 
     def _commit(self, connection: sqlite3.Connection, operations: Iterable[Operation]) -> list[Callable[[], None]]:
-        """One transaction; the calls that answer the callers. Whatever it raises, it is rolled back."""
+        """One transaction; the calls that answer the callers. With any error it is rolled back."""
         answers: list[Callable[[], None]] = []
         try:
             connection.execute("BEGIN IMMEDIATE")

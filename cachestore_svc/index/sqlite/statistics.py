@@ -41,7 +41,7 @@ def counts(rows: Rows) -> tuple[int, int]:
 
 
 def count_written(rows: Rows, day: int, size_bytes: int) -> None:
-    """Add to the bytes written on a day; what is older than a month is forgotten."""
+    """Add to the bytes written on a day; days older than a month are forgotten."""
     added = "UPDATE written SET bytes = bytes + :size_bytes WHERE day = :day AND namespace_id = :namespace"
     if not rows.run(added, size_bytes=size_bytes, day=day):
         rows.run("INSERT INTO written VALUES (:day, :namespace, :size_bytes)", day=day, size_bytes=size_bytes)

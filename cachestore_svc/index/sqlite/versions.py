@@ -319,7 +319,7 @@ def let_go(rows: Rows, manifest_id: int) -> list[int]:
 
 
 def retain(rows: Rows, line_id: int, kept: int) -> None:
-    """Drop a line's oldest versions beyond those kept. What nothing holds then waits for collection."""
+    """Drop a line's oldest versions beyond those kept. Blobs that nothing holds then wait for collection."""
     which = "versions WHERE line_id = :line ORDER BY version DESC LIMIT :limit OFFSET :kept"
     old = f"SELECT version, manifest_id FROM {which}"  # noqa: S608
     for version, manifest_id in rows.all(old, line=line_id, limit=-1, kept=kept):

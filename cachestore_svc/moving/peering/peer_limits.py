@@ -1,4 +1,4 @@
-"""How much each peer may use of a store, in RAM: words, bytes, tries. What lasts is bounded where it is written."""
+"""How much each peer may use of a store, in RAM: words, bytes, tries. Rows are bounded where they are written."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -15,7 +15,7 @@ from cachestore_svc.pairing.identity import pin_of_pem
 from cachestore_svc.pairing.peers_file import PeerBook, PeerSettings
 from cachestore_svc.pairing.rights import May, Said, Verb, check
 
-# What a peer may say of an agent's owner.
+# A peer's words about an agent's owner.
 _UNDERSTOOD = {
     *("AGENT_MOVED", "AGENT_MOVING", "MOVE_UNKNOWN", "OWNER_NEWER", "NOT_AN_ANCESTOR", "LEASE_HELD"),
     *("PEER_CONFIGURATION", "PEER_LIMIT", "PEER_MAY_NOT"),

@@ -59,7 +59,7 @@ class Memory:
             self.left()
 
     def left(self) -> None:
-        """The turn has ended, however it did. Said again it does nothing: the agent may be busy with another turn."""
+        """The turn has ended, however it did. A second call does nothing: the agent may be busy with another turn."""
         if self.conversations is not None:
             self.conversations.left(self.namespace, self.agent_id)
             self.conversations = None

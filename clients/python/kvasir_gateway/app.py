@@ -163,7 +163,7 @@ class Gateway:
         return await self._answer(call, partial(asked.turn, call.reading, before), whole, chunks)
 
     async def _earlier(self, call: Call, asked: openai_responses.ResponsesRequest) -> Sequence[Said]:
-        """What was said until the previous response; references to items give way to the items. Raises NotFound."""
+        """The messages until the previous response; references to items give way to the items. Raises NotFound."""
         places = await call.room.made(partial(openai_responses.references, asked.input))
         previous = None
         if asked.previous_response_id is not None:

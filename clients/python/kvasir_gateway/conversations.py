@@ -193,7 +193,7 @@ class Conversations:
             await records.note(agent_id, opening=chain.opening, summary="")
         except KvasirError:
             self._busy.discard((namespace, agent_id))
-            return ""  # it is gone, or nobody can say
+            return ""  # it is gone, or nobody knows
         except BaseException:
             self._busy.discard((namespace, agent_id))
             raise
@@ -247,7 +247,7 @@ class Conversations:
             self._busy.discard(place)
 
     def digests_of(self, messages: Iterable[Said]) -> Iterator[str]:
-        """Short digests, by this gateway's key, of all beginnings of what was said, from that of nothing on."""
+        """Short digests, by this gateway's key, of all beginnings of the messages, from that of none on."""
         hashed = blake3(key=self._key)
         yield hashed.hexdigest(6)
         for message in messages:

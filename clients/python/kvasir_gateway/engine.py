@@ -241,7 +241,7 @@ async def rules_of(agent_id: str, client: AioInferenceClient, rules: Rules) -> R
     try:
         label = (await client.get_agent(agent_id)).labels.get(volatile.LABEL)
         return Rules(volatile.from_label(label), is_asked=True) if label else rules
-    except KvasirError:  # there is no such agent yet, or it cannot be said now
+    except KvasirError:  # there is no such agent yet, or nobody knows now
         return rules
 
 

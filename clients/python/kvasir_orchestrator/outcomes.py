@@ -1,4 +1,4 @@
-"""Checks of answers: what a scenario's outcomes ask of them."""
+"""Checks of answers by a scenario's outcomes."""
 
 import re
 from collections.abc import Iterator, Mapping

@@ -28,8 +28,8 @@ class Turn:
     phase: str
     round: int
     agent: str
-    heard: tuple[int, ...]  # what others said since its last turn, one message each
-    prompts: tuple[Prompt, ...]  # what it is told, one message each
+    heard: tuple[int, ...]  # others' messages since its last turn
+    prompts: tuple[Prompt, ...]  # its prompts, one message each
     hearers: frozenset[str]  # who hears this turn's words
     readers: frozenset[str]  # who may be shown them by a template: hearers and speaker among them
     after: frozenset[int]  # turns that come first
@@ -37,7 +37,7 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The turns of a scenario, in the order in which they are told."""
+    """The turns of a scenario, in the order of the plan."""
 
     turns: tuple[Turn, ...]
 

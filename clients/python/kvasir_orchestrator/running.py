@@ -19,14 +19,14 @@ from kvasir_orchestrator.scenario import Scenario
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Retries:
-    """What happens to a turn that breaks. Each wait is twice the last, or longer if the engine asks for it."""
+    """What happens to a turn that breaks. Each wait is twice the last, or longer if the engine wants it."""
 
     times: int = 6
     wait_s: float = 0.5
     longest_s: float = 10.0
 
     def wait(self, error: KvasirError, attempt: int) -> float | None:
-        """Seconds until a turn is asked for again, after so many attempts; None: no more."""
+        """Seconds until a turn is tried again, after so many attempts; None: no more."""
         is_passing = isinstance(error, Unavailable | DeadlineExceeded | Internal) or error.retry_after_s is not None
         if not is_passing or attempt > self.times:
             return None

@@ -18,7 +18,7 @@ class TemplateError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Quote:
-    """What `agent` saw said in `phase`."""
+    """The messages of `phase` that `agent` saw."""
 
     phase: str
     agent: str

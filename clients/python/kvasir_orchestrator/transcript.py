@@ -8,7 +8,7 @@ Message = dict[str, str]  # role and content
 
 
 def quoted(name: str, words: str) -> str:
-    """What an agent said, as others read it."""
+    """An agent's message, as others read it."""
     return f"{name}: " + "\n  ".join(words.splitlines())
 
 

@@ -1,4 +1,4 @@
-"""Thinking and the chat template's settings from the wire, and what the loaded model makes of them."""
+"""Thinking and the chat template's settings from the wire, and as the loaded model applies them."""
 
 import math
 import re

@@ -1,4 +1,4 @@
-"""Converts the neighbour's messages to plain data and back. What cannot be applied is refused by name."""
+"""Converts the neighbour's messages to plain data and back. Settings that cannot be applied are refused by name."""
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence

@@ -39,7 +39,7 @@ _MAX_TILE_BYTES = 20 << 10  # of a warp
 
 @dataclass(frozen=True, slots=True)
 class SplitGeometry:
-    """The compile-time numbers of the split kernel, and what a launch needs of them."""
+    """The compile-time numbers of the split kernel, and those that a launch needs."""
 
     format: PageFormat
     queries: int  # that a block serves

@@ -5,7 +5,7 @@ a restore of 302 MB took 158 ms so, and 70 ms by CUDA's own copy (H200). CUDA's 
 several that fill pinned buffers are faster. On other devices host and device share their memory, and MLX's way is the
 only one.
 
-What is copied by threads needs neither the processor nor the GPU. So rows may be sent ahead (`send`), to room that is
+A copy by threads needs neither the processor nor the GPU. So rows may be sent ahead (`send`), to room that is
 kept for them, and pages may leave (`begin_out`), while steps are enqueued and computed. The pinned buffers and the room
 for rows that arrive do not count as KV: they belong to the eighth of the device that `kvasir doctor` leaves free.
 """
@@ -161,7 +161,7 @@ class Landings:
 
 
 class _Coming:
-    """Rows on their way to a landing, which is free again when it is said what reads them."""
+    """Rows on their way to a landing, which is free again once their readers are known."""
 
     comes_by_itself = True
 
@@ -319,7 +319,7 @@ class _Copiers:
             _check(state)
 
     def begin(self, pieces: Sequence[_Piece], kept: object) -> "list[Future[None]]":
-        """Begin to copy. `kept`: what holds the bytes of both sides until all copies are done."""
+        """Begin to copy. `kept`: holders of the bytes of both sides until all copies are done."""
         return [self._threads.submit(self._copy, pieces[first::_THREADS], kept) for first in range(_THREADS)]
 
     def _begin(self, context: ctypes.c_void_p) -> None:

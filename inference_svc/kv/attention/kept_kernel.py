@@ -32,8 +32,8 @@ Template = Sequence[tuple[str, int | bool | mx.Dtype]]
 class KeptKernel:
     """A source of the CUDA dialect, launched as `mx.fast.cuda_kernel`'s kernels are.
 
-    `target`: what NVRTC calls the architecture. `is_alone`: a block has a multiprocessor for itself, and may take all
-    registers. What the compiler refuses is launched by `otherwise`, or raises CompileError.
+    `target`: NVRTC's name of the architecture. `is_alone`: a block has a multiprocessor for itself, and may take all
+    registers. A kernel that the compiler refuses is launched by `otherwise`, or raises CompileError.
     """
 
     def __init__(
@@ -144,7 +144,7 @@ def program_text(
     output_types: Sequence[mx.Dtype],
     most_threads: int | None = None,
 ) -> tuple[str, str]:
-    """A kernel's name, which no other program has, and what NVRTC compiles. Sizes of inputs follow as arguments.
+    """A kernel's name, which no other program has, and the source for NVRTC. Sizes of inputs follow as arguments.
     `most_threads`: of a block that has a multiprocessor for itself.
     """
     parameters = [f"const {_type(kind)}* {name}" for kind, name in zip(types, source.input_names, strict=True)]

@@ -1,4 +1,4 @@
-"""NVRTC, CUDA's compiler as a library, for targets that MLX does not name; what it makes is kept on disk.
+"""NVRTC, CUDA's compiler as a library, for targets that MLX does not name; its results are kept on disk.
 
 MLX's CUDA wheels load the library, so the loader finds it by its name.
 """

@@ -1,4 +1,4 @@
-"""Attention over pages in plain MLX operations: the implementation of any device, and what the kernels must equal.
+"""Attention over pages in plain MLX operations: the implementation of any device, and the kernels' standard.
 
 Pages are gathered by the block table, de-quantized as `kv/codec.py` does, and given to MLX's own attention.
 """

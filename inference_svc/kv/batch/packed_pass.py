@@ -34,7 +34,7 @@ def most_packed_tokens(identity: identity_pb2.KvIdentity, dialect: Dialect | Non
 
 
 def can_pack(kv: SequenceKV, count: int) -> bool:
-    """Whether so many tokens may be packed: what fills up the first row must see rows that are here."""
+    """Whether so many tokens may be packed: the filling of the first row must see rows that are here."""
     filled_from = kv.length - _spare(count)
     return all(table.can_go_on_from(filled_from) for table in kv.tables if table.window)
 

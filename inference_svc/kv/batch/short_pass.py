@@ -65,7 +65,7 @@ class ShortPass:
             width = table_width(start + count)
             tables = [mx.array([BlockTable(0, pages).padded(width)], dtype=mx.int32) for pages in held]
             first = _first_part(kv, count)
-            if first:  # waited for: what is enqueued later reads its rows, and need not be behind it on every device
+            if first:  # waited for: later work reads its rows, and need not be behind it on every device
                 mx.eval(self._part(token_ids[:first], start, tables))
             logits = self._part(token_ids[first:], start + first, tables)
             mx.async_eval(logits)  # type: ignore[no-untyped-call]

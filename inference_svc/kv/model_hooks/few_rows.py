@@ -27,7 +27,7 @@ Matrix = tuple[mx.array, ...]
 _TYPES = (mx.bfloat16, mx.float16)
 _CHUNK = 64  # inputs, as in few_rows.h
 _WARPS = 4  # they share a sum, so their number decides its order
-# For so many rows: columns of 8 rows, outputs of a block in sixteens, chunks on their way. What was fastest on an H200.
+# For so many rows: columns of 8 rows, outputs of a block in sixteens, chunks on their way. The fastest on an H200.
 _SHAPES = {8: (1, 2, 4), 16: (2, 2, 4), 32: (4, 2, 3), 64: (8, 4, 3)}
 _NARROW = (8, 2, 4)  # for matrices that would be too few blocks for a GPU's multiprocessors
 _FEW_BLOCKS = 66

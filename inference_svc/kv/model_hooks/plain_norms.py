@@ -22,7 +22,7 @@ def take_plain_norms(model: Module) -> None:
 
 
 def _adds_one(module: Any) -> bool:
-    """Whether the module is such a norm, by what it computes: mlx-lm has several classes of this name."""
+    """Whether the module is such a norm, by its results: mlx-lm has several classes of this name."""
     is_norm = type(module).__name__ == _CLASS and type(module) is not RMSNorm
     if not is_norm or set(module) != {"weight"} or not hasattr(module, "eps"):
         return False

@@ -1,7 +1,7 @@
 """The pool: all KV of one model, in pages that sequences share by number. For each layer of a group there is one array
 of pages, and a page number means the same block in all of them. On a CPU a write makes a new array, as Python sees it.
 MLX reuses the old array's memory if nothing else refers to it; otherwise it copies the whole array. So nobody may keep
-a reference to `arrays` during a write: what is computed from them is evaluated or dropped before. On a GPU kernels
+a reference to `arrays` during a write: arrays computed from them are evaluated or dropped before. On a GPU kernels
 write where the pages lie (`attention/in_place`). The arrays grow with use and are given back: both copy the pages in
 use, between two passes. Lives on the MLX thread.
 """
@@ -141,7 +141,7 @@ class KvPool:
     def pages_of(self, layer: int, pages: Sequence[int]) -> mx.array:
         """One layer's pages [n, units], a copy."""
         if self._order:
-            mx.eval(self._order)  # MLX's own read would not wait for what kernels write
+            mx.eval(self._order)  # MLX's own read would not wait for the kernels' writes
         array = self.arrays[self.slot_of(layer)][mx.array(list(pages), dtype=mx.int32)]
         units = self.formats[layer].units
         return array if array.shape[1] == units else array[:, :units]

@@ -13,7 +13,7 @@ _PAGE = 1000
 
 
 class StoredAgents:
-    """The agents of one namespace. Reads with a budget raise StoreMiss; what else fails raises a KvasirError."""
+    """The agents of one namespace. Reads with a budget raise StoreMiss; others raise a KvasirError."""
 
     def __init__(self, connection: StoreConnection) -> None:
         self._connection = connection

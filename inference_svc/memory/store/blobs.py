@@ -143,7 +143,7 @@ class StoredBlobs:
         await self._connection.noting(self._connection.client.find_missing(digests, timeout_s=timeout_s))
 
     async def write_manifest(self, manifest: bytes, stall_timeout_s: float) -> None:
-        """Make a manifest durable. What it names is needed by its commit only."""
+        """Make a manifest durable. The blobs that it names are needed by its commit only."""
         await self._connection.noting(self._connection.client.put_manifest(manifest, stall_timeout_s=stall_timeout_s))
 
 

@@ -51,7 +51,7 @@ class StoreProblem:
 
     @property
     def in_words(self) -> str:
-        """For the operator, with the file and what to do. Callers see no file names."""
+        """For the operator, with the file and the remedy. Callers see no file names."""
         where = f"{self.token_file}: " if self.token_file is not None else ""
         return (
             f"namespace {self.namespace!r}: {where}{self.error.message}; put the engine's token for this namespace "

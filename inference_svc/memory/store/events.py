@@ -1,4 +1,4 @@
-"""The store's events: what has happened to agents since the engine last knew them."""
+"""The store's events: changes of agents since the engine last knew them."""
 
 import contextlib
 from collections.abc import AsyncGenerator, Callable, Collection

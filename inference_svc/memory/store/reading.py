@@ -73,7 +73,7 @@ class BackgroundRead:
         incoming.watch_taking(taken)
         try:
             self.miss = await store.blobs.give_blobs(digests, budget, take)
-        except Exception:  # noqa: BLE001 - whatever failed, the turn goes on with what came
+        except Exception:  # noqa: BLE001 - after any failure the turn goes on with the files that came
             _LOG.exception("restore.read_failed")
             self.miss = Miss(MissReason.STORE_REFUSED, "the blobs could not be read")
         finally:

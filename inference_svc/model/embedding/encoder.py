@@ -13,7 +13,7 @@ _ACTIVATIONS: Mapping[str, Any] = {
     "gelu_pytorch_tanh": activations.gelu_approx,
     "relu": activations.relu,
 }
-# By the model's type: what stands before its weights' names, and whether positions begin behind the padding's.
+# By the model's type: the prefix of its weights' names, and whether positions begin behind the padding's.
 ENCODERS = {"bert": ("bert.", False), "roberta": ("roberta.", True), "xlm-roberta": ("roberta.", True)}
 
 

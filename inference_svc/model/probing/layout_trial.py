@@ -35,8 +35,8 @@ _LOG = structlog.get_logger(__name__)
 
 
 def tried_layout(model: Module, layout: Layout, trunk: Module | None) -> Layout:
-    """The layout, with what a batch shows beside mlx-lm's own caches: over pages if there are kernels for it, else over
-    de-quantized copies. `trunk`: of the model, without its vocabulary, if it is known to have one. Raises
+    """The layout, with the findings of a batch beside mlx-lm's own caches: over pages if there are kernels for it, else
+    over de-quantized copies. `trunk`: of the model, without its vocabulary, if it is known to have one. Raises
     FailedPrecondition, reason LAYER_NOT_KEPT.
     """
     count = tried_count(layer_kinds(model.layers, layout))
@@ -84,7 +84,7 @@ def _facts(layer: Module) -> Iterator[tuple[str, Any]]:
 
 
 def _shown(value: Any) -> Hashable:
-    """A value, or what two layers of one kind have in common of it."""
+    """A value, or the part of it that two layers of one kind have in common."""
     if isinstance(value, mx.array):
         return tuple(value.shape), str(value.dtype)
     if isinstance(value, Module | JointProducts):  # what they hold is the layer's own, and shown

@@ -22,7 +22,7 @@ from inference_svc.model.quality.material import Extent
 from inference_svc.model.quality.measure import Meter, Way, exact_way
 
 GROUP = 64  # weights of a group, each with a scale and a bias of 16 bits
-OWN_BITS = 16  # of what stays as it is, as checkpoints have it
+OWN_BITS = 16  # of matrices that stay as they are, as checkpoints have them
 _HEAD = "lm_head"
 # As they are computed; kinds of other names follow.
 _KINDS = ("embed_tokens", _HEAD, "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -39,7 +39,7 @@ class CodedChoice:
 
 @dataclass(frozen=True, slots=True)
 class WeightCost:
-    """A choice, the bits of a weight of the whole model with it, all bytes of weights, and what it costs."""
+    """A choice, the bits of a weight of the whole model with it, all bytes of weights, and its costs."""
 
     choice: CodedChoice
     effective_bits: float
@@ -110,13 +110,13 @@ def choices(matrices: Mapping[str, Module], *, by_layer: bool) -> list[CodedChoi
 
 
 def effective_bits(choice: CodedChoice, sizes: Mapping[str, int], whole: int) -> float:
-    """Bits of a weight, over `whole` weights: codes with their scales and biases, and what stays."""
+    """Bits of a weight, over `whole` weights: codes with their scales and biases, and the rest."""
     coded = sum(sizes[path] for path in choice.paths)
     return (coded * (choice.bits + 2 * 16 / GROUP) + (whole - coded) * OWN_BITS) / whole
 
 
 def _matrices(model: Module) -> tuple[dict[str, Module], dict[str, str]]:
-    """What MLX can code, by path; and the reason for what it cannot."""
+    """The matrices that MLX can code, by path; and why it cannot code others."""
     named: Any = model.named_modules()  # type: ignore[no-untyped-call]
     found, refused = dict[str, Module](), dict[str, str]()
     for path, module in sorted(named, key=lambda each: _place(each[0])):
@@ -125,7 +125,7 @@ def _matrices(model: Module) -> tuple[dict[str, Module], dict[str, str]]:
                 f"model: {path} is codes already; expected weights of 16 or 32 bits", field="model"
             )
         if "weight" not in module or not hasattr(module, "to_quantized"):
-            continue  # norms, and what MLX has no codes for
+            continue  # norms, and matrices for which MLX has no codes
         if module["weight"].shape[-1] % GROUP:
             refused[path] = f"rows of {module['weight'].shape[-1]} weights are no whole groups of {GROUP}"
         else:

@@ -1,1 +1,1 @@
-"""Weights of a model as MLX arrays over the mapped pages of their files, and what makes that possible."""
+"""Weights of a model as MLX arrays over the mapped pages of their files, and the means for that."""

@@ -19,7 +19,7 @@ from inference_svc.model.weights.extension import Extension, NoExtension, extens
 from inference_svc.model.weights.weight_files import TensorPlace, WeightFile, file_identity
 
 Tensors = dict[str, mx.array]
-_UNIT_BYTES = 2  # of what host_copy copies
+_UNIT_BYTES = 2  # of host_copy's copies
 _MOST_BYTES = _UNIT_BYTES * (2**31 - 1)  # MLX counts an axis in 32 bits
 
 

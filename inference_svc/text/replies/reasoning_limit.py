@@ -12,7 +12,7 @@ from inference_svc.text.token_text import TokenText
 class ReasoningLimit:
     most_tokens: int
     start: str
-    ends: tuple[str, ...]  # the marker behind it, and what begins a call
+    ends: tuple[str, ...]  # the marker behind it, and the beginning of a call
     spacing: str  # stands before the end, unless the reasoning ends with it
     closing: tuple[int, ...]  # tokens of the end
     spaced_closing: tuple[int, ...]  # and of the end with the spacing before it

@@ -60,7 +60,7 @@ class ReplyReader:
         self._part = Trimmed("") if markup is None else self._begun(markup.initial, opened=markup.opened)
         if markup is not None and markup.initial == _ANSWER:
             self._part = Trimmed(markup.before, markup.spacing.call)
-        self._aside = ""  # of a call or of what stands before a part, with the marker that opened it
+        self._aside = ""  # of a call or of the text before a part, with the marker that opened it
         self._inner = ""  # of a call, between its markers
 
     def push(self, text: str) -> ReplyPart:

@@ -40,7 +40,7 @@ def without_notes(messages: Sequence[manifest_pb2.Message]) -> Messages:
 def kept_values(
     given: Messages, remembered: Sequence[manifest_pb2.Message], rules: Collection[str]
 ) -> KeptConversation:
-    """`rules`: what the conversation keeps."""
+    """`rules`: those that the conversation keeps."""
     messages, used, changed = list(given), frozenset[str](), list[str]()
     shared = 0  # leading messages that both have
     for said, known in zip(given, without_notes(remembered), strict=False):

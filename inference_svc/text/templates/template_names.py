@@ -35,7 +35,7 @@ class TemplateNames:
 
 
 def names_read(source: str, specials: Iterable[str] = ()) -> TemplateNames:
-    """`specials`: special tokens' names, which templates get. Raises jinja2's TemplateError for what is no template."""
+    """`specials`: special tokens' names, which templates get. Raises jinja2's TemplateError for a wrong template."""
     # Late: it takes a second.
     from jinja2 import meta, nodes
     from transformers.utils.chat_template_utils import _compile_jinja_template

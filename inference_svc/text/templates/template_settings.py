@@ -25,7 +25,7 @@ class AskedThinking:
 
 @dataclass(frozen=True, slots=True)
 class AppliedThinking:
-    """What one model makes of it: the template's settings, a limit of reasoning tokens, and what was left out."""
+    """One model's form of it: the template's settings, a limit of reasoning tokens, and settings that it ignores."""
 
     settings: Mapping[str, Scalar] = field(default_factory=dict)
     most_tokens: int | None = None

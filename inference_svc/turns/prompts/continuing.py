@@ -1,4 +1,4 @@
-"""How a turn's request stands to what its agent remembers: the same conversation, another, a retry. Pure."""
+"""How a turn's request stands to its agent's memory: the same conversation, another, a retry. Pure."""
 
 from collections.abc import Sequence
 from dataclasses import replace

@@ -38,7 +38,7 @@ def copy_database(
         before = _seen(path)
         # A file's time is that of the kernel's last tick: one as new as this may change within the same tick.
         if abs(clock() - before.changed_ns / 1e9) > PAUSE_S:
-            shutil.copyfile(path, into)  # a link's bytes: what follows writes to the copy
+            shutil.copyfile(path, into)  # a link's bytes: later statements write to the copy
             log = Path(f"{into}-wal")
             log.unlink(missing_ok=True)
             with contextlib.suppress(FileNotFoundError):

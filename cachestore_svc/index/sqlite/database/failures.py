@@ -25,7 +25,7 @@ def _code(error: sqlite3.Error) -> int:
 
 
 def translated(error: BaseException, catalog: str = "") -> BaseException:
-    """The error in words that a caller can act on. What is a bug of ours stays what it is."""
+    """The error in words that a caller can act on. A bug of ours stays as it is."""
     if isinstance(error, OSError):
         return refusal(error, "the index")
     if isinstance(error, KvasirError) or not isinstance(error, sqlite3.Error):

@@ -15,7 +15,7 @@ from cachestore_svc.journal.replay import Change, Version, VersionKey
 
 
 def apply_changes(rows: Rows, read: ReadManifest, changes: Iterable[Change]) -> None:
-    """Let changes of a journal happen. Raises Unheld, and what `read` raises."""
+    """Let changes of a journal happen. Raises Unheld, and as `read`."""
     for kind, namespace, *rest in changes:
         if kind == "version":
             agent, kv_hash, number, *facts = rest
@@ -25,7 +25,7 @@ def apply_changes(rows: Rows, read: ReadManifest, changes: Iterable[Change]) -> 
 
 
 def fence_changes(rows: Rows, changes: Iterable[Change]) -> None:
-    """Shut out late writers of what these changes took back: leases are not in the journal."""
+    """Shut out late writers of memories that these changes took back: leases are not in the journal."""
     for kind, namespace, agent, *rest in changes:
         is_taken_back = kind == "version" and Version._make(rest[2:]).origin != Origin.TURN
         if is_taken_back or kind in ("forget", "owner"):
@@ -33,7 +33,7 @@ def fence_changes(rows: Rows, changes: Iterable[Change]) -> None:
 
 
 def hold_version(rows: Rows, read: ReadManifest, agent_id: str, key: VersionKey, new: Version) -> None:
-    """Write a version with the number that it had. Raises Unheld, and what `read` raises."""
+    """Write a version with the number that it had. Raises Unheld, and as `read`."""
     kv_hash, number = key
     manifest = blobs.find_blob(rows, Digest(new.manifest_hash, new.manifest_size_bytes))
     if manifest is None:

@@ -83,7 +83,7 @@ class Recorder:
 
 
 def _whole(rows: Rows, change: str, manifest_id: int | None) -> str:
-    """A caught change as the journal has it: that of a version ends with what its manifest holds."""
+    """A caught change as the journal has it: that of a version ends with its manifest's facts."""
     if manifest_id is None:
         return change
     return f'{change[:-1]},"{index_state.fingerprint(rows, manifest_id)}"]'

@@ -69,7 +69,7 @@ _MOST_SEARCHED = 1000
 
 
 def complete_agent(context: typer.Context, incomplete: str) -> list[str]:
-    """Names of agents that begin so, for the shell; none when the store cannot say them soon."""
+    """Names of agents that begin so, for the shell; none when the store does not list them soon."""
     try:
         with completing(context).store.store_client(SOON_S) as client:
             return [agent.agent_id for agent in client.list_agents(name_prefix=incomplete, page_size=_COMPLETED).agents]
@@ -299,7 +299,7 @@ def export(
     lock = carrying.lock_of(key_file, passphrase_file) if sealed else None
     began = time.monotonic()
     if str(file) == "-":
-        caller.out = caller.err  # what is said about the export is no part of it
+        caller.out = caller.err  # words about the export are no part of it
     with store_client(caller) as client, newest_client(caller) as newest, carrying.target(file, replace=force) as out:
         if form is carrying.Form.ARCHIVE:
             pieces: Iterable[bytes] = newest.export_agent(agent, line, version)

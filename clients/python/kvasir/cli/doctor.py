@@ -65,7 +65,7 @@ def doctor(
 
 
 def examined(caller: Caller, model: str, options: Sequence[str]) -> dict[str, Any]:
-    """The report without the self-test. `problems` are sentences that say what to do."""
+    """The report without the self-test. `problems` are sentences with the remedy."""
     problems: list[str] = []
     home = caller.home.root
     services = {state.name: state for state in service_states(caller)}

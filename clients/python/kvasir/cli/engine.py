@@ -23,7 +23,7 @@ _DropOption = Annotated[bool, option("Go on even if hot memories that cannot be 
 
 
 def complete_model(context: typer.Context, incomplete: str) -> list[str]:
-    """Names of the engine's models that begin so, for the shell; none when the engine cannot say them soon."""
+    """Names of the engine's models that begin so, for the shell; none when the engine does not list them soon."""
     try:
         with completing(context).engine.engine_client(SOON_S) as client:
             return [model.name for model in client.list_models() if model.name.startswith(incomplete)]

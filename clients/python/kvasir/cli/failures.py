@@ -29,7 +29,7 @@ HELP = (
 
 
 class WrongUsage(errors.InvalidArgument):
-    """An option or argument that is wrong whatever the services say. `field` names it as it is typed."""
+    """An option or argument that is wrong for any service. `field` names it as it is typed."""
 
     reason = "WRONG_USAGE"
 
@@ -55,7 +55,7 @@ HINTS: dict[type[errors.KvasirError], str] = {
     errors.Internal: "The service's log names the request; please report it.",
 }
 
-# For reasons that say more than their type.
+# For reasons that mean more than their type.
 HINTS_BY_REASON: dict[str, str] = {
     "SERVICE_DID_NOT_START": "",
     "NOT_RUNNING": "",

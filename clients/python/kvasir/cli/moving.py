@@ -159,7 +159,7 @@ def _claimed(client: StoreClient, agent: str, force: bool) -> pb.Agent:
 
 @dataclass
 class _Sent:
-    """What was sent, of all that was asked for."""
+    """The bytes that were sent, of all that are needed."""
 
     progress: pb.TransferProgress = field(default_factory=pb.TransferProgress)
     skipped_bytes: int | None = None  # those that were here before the first blob came

@@ -94,7 +94,7 @@ def origin(value: "pb.Origin") -> str:
 
 
 def iso(at: Timestamp) -> str:
-    """ISO 8601 in UTC; empty when the service did not say."""
+    """ISO 8601 in UTC; empty when the service does not know."""
     return at.ToDatetime(UTC).isoformat(timespec="milliseconds") if at.seconds or at.nanos else ""
 
 
@@ -104,13 +104,13 @@ def to_the_second(text: str) -> str:
 
 
 def ago(at: Timestamp, now: datetime) -> str:
-    """How long ago, in the largest unit that fits; empty when the service did not say."""
+    """How long ago, in the largest unit that fits; empty when the service does not know."""
     seconds = max(0, int((now - at.ToDatetime(UTC)).total_seconds()))
     return f"{_lasted(seconds) or f'{seconds} s'} ago" if at.seconds else ""
 
 
 def until(at: Timestamp, now: datetime) -> str:
-    """In how long; empty when the service did not say."""
+    """In how long; empty when the service does not know."""
     lasted = _lasted(int((at.ToDatetime(UTC) - now).total_seconds()))
     return (f"in {lasted}" if lasted else "soon") if at.seconds else ""
 

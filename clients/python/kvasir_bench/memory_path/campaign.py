@@ -1,4 +1,4 @@
-"""The phases of `kvasir bench memory-path`: what an agent said while hot is what it must say in each of them."""
+"""The phases of `kvasir bench memory-path`: an agent's reply while hot is its reply in each of them."""
 
 import time
 from collections.abc import Callable, Iterator, Sequence

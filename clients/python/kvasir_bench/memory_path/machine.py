@@ -41,7 +41,7 @@ def device_rates() -> dict[str, Any]:
 
 
 def cached_share(files: Sequence[Path]) -> float:
-    """The share of these files' bytes in the page cache, by one page in 256; 1.0 where the system does not say."""
+    """The share of these files' bytes in the page cache, by one page in 256; 1.0 where the system does not know."""
     seen = cached = 0
     flags = getattr(os, "RWF_NOWAIT", None)
     if flags is None:
@@ -74,7 +74,7 @@ def _is_cached(descriptor: int, offset: int, flags: int) -> bool:
         return bool(os.preadv(descriptor, [bytearray(1)], offset, flags))
     except BlockingIOError:
         return False
-    except OSError:  # a file system that cannot say
+    except OSError:  # a file system that does not know
         return True
 
 

@@ -106,7 +106,7 @@ def _seen(reply: Reply, times: Sequence[float], last_event_s: float) -> SeenTurn
 
 def text_of(name: str, words: int) -> str:
     """So many words of five digits."""
-    random = Random(name)  # noqa: S311 - a text that can be said again
+    random = Random(name)  # noqa: S311 - a text that can be made again
     return " ".join(str(random.randrange(10_000, 100_000)) for _ in range(words))
 
 

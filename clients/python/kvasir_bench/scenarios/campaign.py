@@ -41,7 +41,7 @@ class _Home:
 
 
 class _Gated:
-    """A conversation's memory behind the gate of its batch."""
+    """A conversation's memory behind the barrier of its batch."""
 
     def __init__(self, home: _Home, gate: PhaseGate, number: int, phases: Mapping[str, int]) -> None:
         self._home, self._gate, self._number, self._phases = home, gate, number, phases

@@ -130,7 +130,7 @@ class CallerAtFleet(CallerAtEngine):
 
 
 def is_gone(error: Unavailable) -> bool:
-    """Whether the engine ends, or did not answer itself: its own refusals say when to retry."""
+    """Whether the engine ends, or did not answer itself: its own refusals have a time to retry."""
     return error.reason == "SHUTTING_DOWN" or (error.reason == "UNAVAILABLE" and error.retry_after_s is None)
 
 

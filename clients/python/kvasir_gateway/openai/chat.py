@@ -403,7 +403,7 @@ def _logprobs(told: Sequence[pb.TokenLogprobs]) -> dict[str, Any] | None:
 
 
 def spelled(token: pb.TokenLogprobs | pb.TokenLogprob) -> dict[str, Any]:
-    """A token may be a part of a character: its bytes say so, and its text cannot."""
+    """A token may be a part of a character: its bytes show that, and its text cannot."""
     text = token.spelling.decode("utf-8", "replace")
     return {"token": text, "logprob": token.logprob, "bytes": list(token.spelling)}
 

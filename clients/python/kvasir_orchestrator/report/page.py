@@ -114,7 +114,7 @@ def _tiles(scenario: Scenario, done: _Done) -> dict[str, str]:
 
 
 def _outcomes(scenario: Scenario, said: Mapping[int, str]) -> Iterator[tuple[str, Outcome, str, str]]:
-    """Each with its state, what is expected, and what was said."""
+    """Each with its state, the expected answer, and the reply."""
     for outcome in scenario.outcomes:
         turn = scenario.plan.find(outcome.phase, outcome.agent, outcome.round)
         assert turn is not None

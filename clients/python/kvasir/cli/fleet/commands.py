@@ -35,7 +35,7 @@ StoresOption = Annotated[
     list[str] | None,
     option("A store process, once for each replica. Left out: the home's.", "--store", metavar="ADDRESS"),
 ]
-_PAGE = 500  # agents that an engine is asked about at once
+_PAGE = 500  # agents that an engine looks up at once
 
 
 def gateway(
@@ -136,7 +136,7 @@ def _files(caller: Caller, known: Endpoint, address: str) -> tuple[Path | None, 
 
 
 def _agents(endpoint: Endpoint) -> list[str] | None:
-    """The names of the namespace's agents; None if this engine cannot say."""
+    """The names of the namespace's agents; None if this engine does not know."""
     if not accepts(endpoint.address):
         return None
     try:

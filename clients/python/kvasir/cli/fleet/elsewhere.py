@@ -92,7 +92,7 @@ def _named(files: Mapping[str, Path]) -> list[tuple[str, Path]]:
 
 
 def check_store(home: Home, up: UpTable) -> None:
-    """Ask the store, with each token. Raises Unavailable (STORE_UNREACHABLE), FailedPrecondition
+    """Call the store, with each token. Raises Unavailable (STORE_UNREACHABLE), FailedPrecondition
     (STORE_CERTIFICATE_WRONG, STORE_VERSION_DIFFERS, NO_STORE_THERE), Unauthenticated (STORE_TOKEN_WRONG), and
     PermissionDenied (STORE_TOKEN_WRONG) for a token of another namespace or without the role engine."""
     tokens: Mapping[str, Path | None] = engine_tokens(home, up) or {DEFAULT_NAMESPACE: None}

@@ -1,4 +1,4 @@
-"""What `kvasir up` was asked for, checked before anything starts. Starts nothing and makes nothing."""
+"""The settings of `kvasir up`, checked before anything starts. Starts nothing and makes nothing."""
 
 import contextlib
 import importlib.util
@@ -127,7 +127,7 @@ def check_exact_layers(text: str, policy: str | None, models: Sequence[GivenMode
 
 
 def _layer_count(model: GivenModel) -> int:
-    """From the model's configuration; 0 where it does not say, or lies on the hub."""
+    """From the model's configuration; 0 where it does not have it, or lies on the hub."""
     with contextlib.suppress(OSError, ValueError, TypeError):
         config = json.loads((Path(model.path).expanduser() / "config.json").read_text())
         return int(config.get("num_hidden_layers") or config.get("text_config", {}).get("num_hidden_layers") or 0)
@@ -145,7 +145,7 @@ def check_engine_option(name: str, given: object) -> None:
 
 
 def check_peers(given: Mapping[str, Mapping[str, object]]) -> None:
-    """Raise WrongUsage for what is said (`PEER_OPTIONS`) of a peer without an address, and for a peer that could not be
+    """Raise WrongUsage for an option (`PEER_OPTIONS`) of a peer without an address, and for a peer that could not be
     given a turn."""
     every = [
         (f"--{name.replace('_', '-')}", key, str(value)) for name, of in given.items() for key, value in of.items()

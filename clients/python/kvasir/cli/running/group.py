@@ -201,7 +201,7 @@ def logs(
 
 
 def _show_line(caller: Caller, name: str, line: str, *, is_named: bool) -> None:
-    """People who ask for one service's log know whose it is; scripts are told."""
+    """People who read one service's log know whose it is; scripts get its name."""
     if caller.as_json:
         caller.line({"service": name, "line": line})
     else:

@@ -1,4 +1,4 @@
-"""Asks a service how it is, by grpc.health.v1, which needs no token."""
+"""Finds out how a service is, by grpc.health.v1, which needs no token."""
 
 import asyncio
 import enum

@@ -24,7 +24,7 @@ _LONGEST_S = 900.0
 
 @dataclass
 class Patience:
-    """With processes that were asked to end: `grace_s` from the last growth of their logs, a quarter of an hour in
+    """With processes that are to end: `grace_s` from the last growth of their logs, a quarter of an hour in
     all."""
 
     grace_s: float
@@ -70,7 +70,7 @@ def is_led(home: Home) -> bool:
 
 
 class Ended(NamedTuple):
-    """Processes that were asked to end."""
+    """Processes that are to end."""
 
     pids: list[int]
     is_engine_killed: bool  # it did not end by itself: it may have had something to store

@@ -57,7 +57,7 @@ class Running:
     http: str = ""  # HOST:PORT; empty without a gateway
     http_url: str = ""  # what clients of OpenAI's API take as their base
     http_pid: int = 0
-    http_remark: str = ""  # why there is no gateway, or not at its usual port, though nobody said so
+    http_remark: str = ""  # why there is no gateway, or not at its usual port, though nobody wanted that
     metrics: Mapping[str, str] = field(default_factory=dict)  # by service, HOST:PORT of its metrics and /healthz
     store_elsewhere: Mapping[str, str] | None = None  # of a store that is not of this home: its token_file and ca_file
 
@@ -98,7 +98,7 @@ class Home:
         return f"kvasir {home}{words}"
 
     def seal_options(self) -> tuple[str, ...]:
-        """What a program of the store is told of it. Without one, it reads KVASIR_STORE_SEAL_… of the environment."""
+        """The key's options for a program of the store. Without them, it reads KVASIR_STORE_SEAL_… variables."""
         return ("--seal-key-file", str(self.seal_key_file)) if self.seal_key_file.exists() else ()
 
     def sealed_options(self, data_dir: Path | None = None) -> tuple[str, ...]:

@@ -113,7 +113,7 @@ def plan_of(asked: Asked) -> Plan:
 
 
 def _of_store_elsewhere(asked: Asked) -> dict[str, object]:
-    """What an engine without a store of its own home is told of its store."""
+    """The store's options of an engine without a store of its own home."""
     home, up = asked.home, asked.up
     return {
         "store": up.store,

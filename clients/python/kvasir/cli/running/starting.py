@@ -1,4 +1,4 @@
-"""Runs the services of a plan as one group until they are told to stop, and writes where they are found."""
+"""Runs the services of a plan as one group until they must stop, and writes where they are found."""
 
 import asyncio
 import json
@@ -110,7 +110,7 @@ def _text(process: ServiceProcess, name: str) -> str:
 
 
 def greet(say: Callable[[str], object], home: Home, answer: dict[str, Any], how_to_stop: str) -> None:
-    """Say where the services of a running group are."""
+    """Show where the services of a running group are."""
     if answer["engine"]:
         say(f"engine: {answer['engine']}")
     say(f"store:  {answer['store']}{', elsewhere' if answer['store_elsewhere'] else ''}")

@@ -126,7 +126,7 @@ class Supervisor:
                     self._say(f"{name}: {line}")
 
     async def _watch_answers(self, child: _Child) -> None:
-        """Say that a service hangs. It is not killed for it: what it computes may only be slow."""
+        """Report that a service hangs. It is not killed for it: what it computes may only be slow."""
         answered, is_silent = self._clock(), False
         while True:
             await asyncio.sleep(self._policy.ask_every_s)
@@ -161,7 +161,7 @@ class Supervisor:
             if self._stopping.is_set():
                 return
             await self._begin(child)
-        async with asyncio.TaskGroup() as waiting:  # the first that cannot start is told, however slow the others are
+        async with asyncio.TaskGroup() as waiting:  # the first that cannot start is reported before slow ones start
             for child in self._children:
                 waiting.create_task(self._until_ready(child))
 
@@ -185,7 +185,7 @@ class Supervisor:
         self._tell_change()
 
     def _tell_change(self) -> None:
-        """A full disk ends no group: the change is told when there is room."""
+        """A full disk ends no group: the change is reported when there is room."""
         try:
             self._changed()
         except OSError:

@@ -26,7 +26,7 @@ _OfTurn = TurnStarted | ReplyPiece | TurnRetried | TurnDone
 
 
 class ShownRun:
-    """Writes a run. What is said beside the turn that is written now waits for its place."""
+    """Writes a run. Events beside the turn that is written now wait for their place."""
 
     def __init__(self, caller: Caller, scenario: Scenario) -> None:
         self._caller, self._out, self._scenario = caller, caller.out, scenario

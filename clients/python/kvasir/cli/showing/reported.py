@@ -17,7 +17,7 @@ class Progress:
     """Bytes that are done, of all. `total` may be a guess."""
 
     def __init__(self, caller: Caller | None) -> None:
-        """None: nobody is told."""
+        """None: nobody gets it."""
         self._caller = caller
         self._told_s = 0.0
         self.total = self.done = 0

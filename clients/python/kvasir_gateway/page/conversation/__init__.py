@@ -1,1 +1,1 @@
-"""Talking with agents: the list of conversations, their turns, and what was said in them."""
+"""Talking with agents: the list of conversations, their turns, and their messages."""
