@@ -21,7 +21,7 @@ from inference_svc.memory.store.answers import EventCursor
 from inference_svc.model.prompting import Tokenized
 from inference_svc.text.conversation import Dialogue
 from inference_svc.text.differences import Difference
-from inference_svc.text.shortening import Shorter
+from inference_svc.text.kept_messages import Shorter
 from inference_svc.text.templates.template_clock import TemplateClock
 from inference_svc.turns.turn_data import Continuation, Shortening, TurnRequest
 

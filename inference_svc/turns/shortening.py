@@ -26,7 +26,7 @@ from inference_svc.memory.agent_memory import AgentMemory
 from inference_svc.memory.recall import Recollection
 from inference_svc.model.prompting import Tokenized
 from inference_svc.text.conversation import Dialogue
-from inference_svc.text.shortening import FULL_SHARE, SUMMARY_REQUEST, as_summary, summary_of, with_summary
+from inference_svc.text.kept_messages import FULL_SHARE, SUMMARY_REQUEST, as_summary, summary_of, with_summary
 from inference_svc.turns.engine_parts import EngineParts
 from inference_svc.turns.phases import LaterShortening, Prompted, Recalled, Remembered
 from inference_svc.turns.plan_running import PlanRunner

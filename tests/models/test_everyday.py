@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from inference_svc.model.kvasir_tiny import path
-from inference_svc.text.shortening import SUMMARY_REQUEST
+from inference_svc.text.kept_messages import SUMMARY_REQUEST
 from tools.kvasir_tiny import rows
 from tools.kvasir_tiny.desk import Conversation
 from tools.kvasir_tiny.everyday import daily_life, fact, people, spelling, talk, training

@@ -12,8 +12,8 @@ from inference_svc.engine.api import FinishReason
 from inference_svc.memory.agent_memory import AgentMemory
 from inference_svc.memory.outcomes import MissReason, Source
 from inference_svc.memory.recall import Recollection
+from inference_svc.text.kept_messages import as_remembered
 from inference_svc.text.prefix_matching import Outcome, common_prefix_length
-from inference_svc.text.shortening import as_remembered
 from inference_svc.text.templates.system_values import without_notes
 from inference_svc.turns.turn_data import Continuation, MessagesInput, TurnRequest
 

@@ -17,11 +17,11 @@ from inference_svc.model.prompting import Prompting, RememberedReply
 from inference_svc.text import differences
 from inference_svc.text.conversation import Dialogue, dialogue, json_of_messages, lasting_chars, render, tool_fields
 from inference_svc.text.differences import Difference
+from inference_svc.text.kept_messages import Messages, Shorter, shorter, summary_of
 from inference_svc.text.literal_text import from_outside, without_guards
 from inference_svc.text.prefix_matching import common_prefix_length
 from inference_svc.text.replies.remembered_reply import Said, reply_message
 from inference_svc.text.replies.reply_parts import ReplyPart, ReplyReader
-from inference_svc.text.shortening import Messages, Shorter, shorter, summary_of
 from inference_svc.text.templates import tools_order
 from inference_svc.text.templates.system_values import kept_values, without_notes
 from inference_svc.text.templates.template_clock import TemplateClock

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from kvasir.cachestore.v1 import manifest_pb2
 
-from inference_svc.text.shortening import (
+from inference_svc.text.kept_messages import (
     SUMMARY_MESSAGES,
     Messages,
     Shorter,
