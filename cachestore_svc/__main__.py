@@ -19,7 +19,7 @@ from kvasir.server.operating.audit import Audit, AuditFile
 from kvasir.server.operating.awake import Awake
 from kvasir.server.operating.durations import RpcCounts
 from kvasir.server.operating.logs import configure_logs
-from kvasir.server.operating.operator_page import About, OperatorPage, asked_of_loop
+from kvasir.server.operating.operator_page import About, OperatorPage, on_loop
 from kvasir.server.operating.traces import Traces
 from kvasir.server.operating.wellness import Ailment, Wellness
 from kvasir.server.parts import Parts
@@ -269,7 +269,7 @@ def _page(store: Store, threads: StoreThreads, rpcs: RpcCounts, audit: Audit, re
         except KvasirError as error:
             return Wellness([Ailment(error.reason, error.message)])
 
-    asked = asked_of_loop(asyncio.get_running_loop(), wellness)
+    asked = on_loop(asyncio.get_running_loop(), wellness)
     return OperatorPage(About("store", _PROTOCOL), StoreNumbers(store, rpcs, audit).metrics, asked)
 
 
@@ -305,7 +305,7 @@ def recover(settings: StoreSettings, namespaces: Sequence[str], as_json: bool) -
     )
     # The first start sets blobs aside that are not listed, and checks the new index as any start does.
     open_store(settings).close()
-    return care.tell_recovered(report, as_json)
+    return care.show_recovered(report, as_json)
 
 
 if __name__ == "__main__":

@@ -7,9 +7,9 @@ from inference_svc.first_model import FirstModel
 
 def main() -> int:
     with FirstModel(sys.argv[1:]) as first:
-        from inference_svc.serving import serve_as_told  # as long as weights take, which are read meanwhile
+        from inference_svc.serving import serve_by_arguments  # as long as weights take, which are read meanwhile
 
-        return first.leave(serve_as_told(sys.argv[1:], first.open_engine))
+        return first.leave(serve_by_arguments(sys.argv[1:], first.open_engine))
 
 
 if __name__ == "__main__":

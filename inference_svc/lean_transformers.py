@@ -36,11 +36,11 @@ class _WithoutTorch(SourceFileLoader):
             vars(module)["__version__"] = metadata.version(
                 "transformers"
             )  # its utilities want it, and we import them first
-            _look_through_models_when_asked(Path(self.path).parent / "models")
+            _look_through_models_when_needed(Path(self.path).parent / "models")
             super().exec_module(module)
 
 
-def _look_through_models_when_asked(models: Path) -> None:
+def _look_through_models_when_needed(models: Path) -> None:
     """Until somebody needs a name that is not found, only the names of `models.auto` are known."""
     utilities: Any = import_module("transformers.utils.import_utils")
     names_in, lazy = utilities.define_import_structure, utilities._LazyModule

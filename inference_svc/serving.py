@@ -22,7 +22,7 @@ from kvasir.server.interceptors import settle_garbage
 from kvasir.server.operating.audit import Audit, AuditFile
 from kvasir.server.operating.awake import Awake
 from kvasir.server.operating.logs import configure_logs
-from kvasir.server.operating.operator_page import About, OperatorPage, asked_of_loop
+from kvasir.server.operating.operator_page import About, OperatorPage, on_loop
 from kvasir.server.operating.traces import Traces
 from kvasir.server.parts import Parts
 from kvasir.server.reloading import Reloading
@@ -77,7 +77,7 @@ _BEGIN_TRACES = ("InferenceService/Generate", "InferenceService/Warm")
 _PROTOCOL = "kvasir.inference.v1"
 
 
-def serve_as_told(arguments: Sequence[str], open_engine: Callable[..., Engine]) -> int:
+def serve_by_arguments(arguments: Sequence[str], open_engine: Callable[..., Engine]) -> int:
     try:
         settings = read_settings(arguments)
         configure_logs(settings.log_format, settings.log_level)
@@ -134,7 +134,7 @@ async def serve(settings: EngineSettings, open_engine: Callable[..., Engine]) ->
         parts.closing(server)
         parts.running(PairedDoor(pairings, service.peers, server).keep())
         server.set_ready(True)
-        _say_ready(server.address, host.serving("").engine, settings, phases)
+        _report_ready(server.address, host.serving("").engine, settings, phases)
         await server.run_until_stopped(settings.stop_grace_s)
     _LOG.info("engine.stopped")
 
@@ -189,7 +189,7 @@ class _Service:
         return (host.served is not None and not host.served.is_idle) or self.admission.publishing.held_units > 0
 
     def page(self, audit: Audit, host: ModelHost[ServedModel], reloading: Reloading) -> OperatorPage:
-        wellness = asked_of_loop(asyncio.get_running_loop(), lambda: wellness_of(host, self.stores.values(), reloading))
+        wellness = on_loop(asyncio.get_running_loop(), lambda: wellness_of(host, self.stores.values(), reloading))
         about = About("engine", _PROTOCOL, lambda: host.served.engine.device if host.served is not None else "")
         return OperatorPage(about, lambda: numbers_of(self.status(host), self.server.rpcs, audit), wellness)
 
@@ -298,7 +298,7 @@ def _neighbour() -> ModuleType:
     return mlx_engine_service
 
 
-def _say_ready(address: str, engine: Engine, settings: EngineSettings, phases: StartPhases) -> None:
+def _report_ready(address: str, engine: Engine, settings: EngineSettings, phases: StartPhases) -> None:
     model = engine.model
     _LOG.info(
         "engine.ready",

@@ -54,7 +54,7 @@ def collect(store: Store, dry_run: bool, as_json: bool) -> int:
     return OK
 
 
-def tell_recovered(report: RecoverReport, as_json: bool) -> int:
+def show_recovered(report: RecoverReport, as_json: bool) -> int:
     """Show what a recovery brought back. Exit code 1 when something did not come back as it was."""
     if as_json:
         print(json.dumps(asdict(report) | {"is_complete": report.is_complete}))

@@ -54,9 +54,9 @@ def main(arguments: Sequence[str]) -> int:
     except (KeyboardInterrupt, asyncio.CancelledError):
         return 130
     except errors.KvasirError as error:
-        return _say_error(error)
+        return _print_error(error)
     except (ConfigError, RefusedToStart, CredentialFileError) as error:
-        return _say_error(errors.FailedPrecondition(str(error), reason="PEER_CONFIGURATION"))
+        return _print_error(errors.FailedPrecondition(str(error), reason="PEER_CONFIGURATION"))
     return 0
 
 
@@ -373,7 +373,7 @@ def _say(line: dict[str, Any]) -> None:
     print(json.dumps(line), flush=True)
 
 
-def _say_error(error: errors.KvasirError) -> int:
+def _print_error(error: errors.KvasirError) -> int:
     told = {"kind": type(error).__name__, "message": error.message, "reason": error.reason, "field": error.field}
     _say({"error": {**told, "metadata": error.metadata}})
     return 1

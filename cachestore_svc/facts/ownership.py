@@ -290,10 +290,10 @@ def fenced(agent_id: str, known: Ownership, peer: str, generation: int, now_unix
 
 
 def yielded(
-    agent_id: str, known: Ownership, peer: str, told_generation: int, generation: int, now_unix_ms: int
+    agent_id: str, known: Ownership, peer: str, known_generation: int, generation: int, now_unix_ms: int
 ) -> Ownership:
     """The fact once a peer has answered that it knows an owner of `generation`. Raises PermissionDenied."""
-    if known.generation != told_generation:
+    if known.generation != known_generation:
         return known
     _check_believable(agent_id, known, peer, generation)
     rest = {other for other in known.tells if other != peer}
@@ -303,8 +303,8 @@ def yielded(
     return Ownership(OwnerState.MOVED, newest, peer, "", now_unix_ms, tells=tuple(sorted(rest)), had_by=had_by)
 
 
-def told(known: Ownership, peer: str, told_generation: int) -> Ownership:
-    if known.generation != told_generation:
+def told(known: Ownership, peer: str, known_generation: int) -> Ownership:
+    if known.generation != known_generation:
         return known
     return replace(known, tells=tuple(other for other in known.tells if other != peer))
 

@@ -269,13 +269,13 @@ class Moves:
         failures = list[KvasirError]()
         for peer in claim.tells:
             try:
-                await self._tell_one(namespace, agent_id, peer, claim.generation)
+                await self._report_to(namespace, agent_id, peer, claim.generation)
             except KvasirError as error:
                 failures.append(error)
         if failures:
             raise failures[0]
 
-    async def _tell_one(self, namespace: str, agent_id: str, peer: str, generation: int) -> None:
+    async def _report_to(self, namespace: str, agent_id: str, peer: str, generation: int) -> None:
         async with self._peers.connect(peer, namespace) as remote:
             if not await self._knows_of_moves(remote, namespace, agent_id, peer):
                 await self._store.run(namespace, self._store.owners.told, agent_id, peer, generation)

@@ -26,7 +26,7 @@ _NAMED = 10
 @dataclass(frozen=True)
 class Look:
     journal: Parsed | None = None  # the journal to go on with; None: begin one from the index
-    why_anew: str = ""  # why the journal that lies there cannot be gone on with; "": there is none
+    why_again: str = ""  # why the journal that lies there cannot be gone on with; "": there is none
     store: str = ""  # whose index it is; "": it is new, or never had a journal
     position: Position | None = None  # how far the index came
     forward: Sequence[Change] = ()  # of the journal's last group, which the index lacks

@@ -196,8 +196,8 @@ class _Opening:
         if found is None:
             store = seen.store or self._means.token_hex(8)
             position = seen.position or journal_lines.begin(store)
-            if seen.why_anew:
-                log.warning("journal.written_anew", why=seen.why_anew, sequence=position.sequence)
+            if seen.why_again:
+                log.warning("journal.written_anew", why=seen.why_again, sequence=position.sequence)
             opened = self._begun(store, position, catalog.read(HOUSE, lambda view: view.state()))
         else:
             store, position = found.store, found.position

@@ -144,7 +144,7 @@ class _Recovery:
             agent: _with_had_by(facts, state.agents.get(agent), names) for agent, facts in state.owners.items()
         }
         if not is_whole:
-            self._name_anew(space)
+            self._rename_lost(space)
         versions = list(_versions_of(state))
         for number, (agent, key, version) in enumerate(versions, start=1):
             self._say(f"manifests of {name}", number, len(versions))
@@ -164,7 +164,7 @@ class _Recovery:
             ]
         return space
 
-    def _name_anew(self, space: _RebuiltNamespace) -> None:
+    def _rename_lost(self, space: _RebuiltNamespace) -> None:
         self._say(f"files of {space.name}", 0, 1)
         for agent, version in salvage.unnamed_versions(space.found, space.state).items():
             facts = space.found.manifest(Digest(version.manifest_hash, version.manifest_size_bytes))

@@ -44,7 +44,7 @@ def gather_evidence(database: Path, blobs: BlobBackend, disk: Disk) -> Evidence:
         evidence.is_whole = not lost
         evidence.sources.append(f"the journal{lost}")
     if not evidence.is_whole:
-        _ask_index(evidence, database, blobs, disk)
+        _read_index(evidence, database, blobs, disk)
     evidence.namespaces |= evidence.state.keys()
     return evidence
 
@@ -64,7 +64,7 @@ def _lost(found: journal_lines.Parsed, database: Path, disk: Disk) -> str:
     return ""
 
 
-def _ask_index(evidence: Evidence, database: Path, blobs: BlobBackend, disk: Disk) -> None:
+def _read_index(evidence: Evidence, database: Path, blobs: BlobBackend, disk: Disk) -> None:
     if not disk.size_bytes(database):
         return
     try:

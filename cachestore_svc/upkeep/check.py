@@ -157,7 +157,7 @@ def _manifests(core: Core, namespace: str, repair: bool) -> Iterator[Finding]:
 def _names_others(core: Core, namespace: str, manifest: Digest, named: Sequence[Digest], repair: bool) -> bool:
     does = core.catalog.read(namespace, lambda view: view.names_others(manifest, named))
     if does and repair:
-        core.catalog.write(namespace, lambda change: change.hold_anew(manifest, named))
+        core.catalog.write(namespace, lambda change: change.hold_again(manifest, named))
     return does
 
 

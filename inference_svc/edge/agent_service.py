@@ -54,7 +54,7 @@ class AgentForwarding:
                     answer = await self._store().connection.client.call_rpc(
                         method.name, requests, context.time_remaining()
                     )
-                self._tell_context(answer)
+                self._add_context(answer)
                 return answer
             except (Unauthenticated, PermissionDenied) as error:
                 raise _refused(error) from None
@@ -76,7 +76,7 @@ class AgentForwarding:
         make = grpc.stream_unary_rpc_method_handler if method.client_streaming else grpc.unary_unary_rpc_method_handler
         return make(one, read, write)
 
-    def _tell_context(self, answer: Any) -> None:
+    def _add_context(self, answer: Any) -> None:
         """Add to the loaded model's lines how long they can become."""
         served, agents = self._served(), list[Any]()
         model = served.engine.model if served is not None else None

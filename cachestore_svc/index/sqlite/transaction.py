@@ -100,7 +100,7 @@ class CatalogChange(CatalogView):
     roll_back = committing.roll_back
 
     use_line = versions.use_line
-    hold_anew = versions.hold_anew
+    hold_again = versions.hold_again
 
     mark_unheld = garbage.mark_unheld
     unlist = garbage.unlist

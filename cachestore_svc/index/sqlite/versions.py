@@ -258,7 +258,7 @@ def names_others(rows: Rows, manifest: Digest, named: Sequence[Digest]) -> bool:
     return is_held(rows, manifest) and [digest for _, digest in named_after(rows, manifest, -1, -1)] != list(named)
 
 
-def hold_anew(rows: Rows, manifest: Digest, named: Sequence[Digest]) -> None:
+def hold_again(rows: Rows, manifest: Digest, named: Sequence[Digest]) -> None:
     """Rewrite a manifest's references to those of its blobs that are listed."""
     if is_held(rows, manifest):
         found = find_blobs(rows, [manifest, *named])

@@ -22,7 +22,7 @@ from kvasir.options.gateway import GatewayTable
 from kvasir.server.interceptors import settle_garbage
 from kvasir.server.operating.audit import Audit, AuditFile
 from kvasir.server.operating.log_errors import JsonWithoutPayload, LineWithoutPayload
-from kvasir.server.operating.operator_page import About, OperatorPage, asked_of_loop
+from kvasir.server.operating.operator_page import About, OperatorPage, on_loop
 from kvasir.server.operating.traces import Traces
 from kvasir.server.operating.wellness import Wellness
 from kvasir.server.parts import Parts
@@ -129,7 +129,7 @@ async def serve(settings: GatewayTable) -> None:
         if isinstance(engine, FleetLink):
             parts.running(engine.watch())
         if settings.metrics_listen:
-            wellness = asked_of_loop(asyncio.get_running_loop(), partial(_wellness, engine, reloading))
+            wellness = on_loop(asyncio.get_running_loop(), partial(_wellness, engine, reloading))
             page = OperatorPage(About("gateway", "http"), numbers.metrics, wellness)
             parts.push_async_callback(asyncio.to_thread, page.serve(settings.metrics_listen))
         app = Gateway(around).app()

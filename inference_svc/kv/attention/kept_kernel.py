@@ -106,12 +106,12 @@ def is_launched(target: str, launch: Callable[[], list[mx.array]]) -> bool:
     try:
         mx.eval(launch())
     except (CompileError, RuntimeError) as error:
-        _say_refused(target, error)
+        _log_refused(target, error)
         return False
     return True
 
 
-def _say_refused(target: str, error: Exception) -> None:
+def _log_refused(target: str, error: Exception) -> None:
     """Once for each target: others are like it."""
     if target not in _refused:
         _refused.add(target)
@@ -133,7 +133,7 @@ def _program(
         named, whole = program_text(source, template, types, output_types, most_threads)
         return named, compiled_program(whole, options, kept_programs())
     except CompileError as error:
-        _say_refused(target, error)
+        _log_refused(target, error)
         return error
 
 

@@ -91,7 +91,7 @@ def _map(
     aligned = {
         name: place
         for name, place in places.items()
-        if _is_as_said(weights.get(name), place) and place.offset % weights[name].itemsize == 0
+        if _fits_place(weights.get(name), place) and place.offset % weights[name].itemsize == 0
     }
     if not aligned:
         return 0
@@ -119,7 +119,7 @@ def _send(file: WeightFile, places: Mapping[str, TensorPlace], weights: Tensors)
     sent = 0
     for name, place in places.items():
         lazy = weights.get(name)
-        if lazy is None or not _is_as_said(lazy, place) or lazy.itemsize < _UNIT_BYTES or lazy.nbytes > _MOST_BYTES:
+        if lazy is None or not _fits_place(lazy, place) or lazy.itemsize < _UNIT_BYTES or lazy.nbytes > _MOST_BYTES:
             continue
         row = content[place.offset : place.offset + place.size_bytes].view(np.uint16)  # at any address
         weights[name] = to_device([row])[0].view(lazy.dtype).reshape(lazy.shape)
@@ -127,7 +127,7 @@ def _send(file: WeightFile, places: Mapping[str, TensorPlace], weights: Tensors)
     return sent
 
 
-def _is_as_said(lazy: mx.array | None, place: TensorPlace) -> bool:
+def _fits_place(lazy: mx.array | None, place: TensorPlace) -> bool:
     """Whether MLX reads the header as we do. An empty tensor has nothing to map."""
     return lazy is not None and 0 < lazy.nbytes == place.size_bytes
 

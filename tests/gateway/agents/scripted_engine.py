@@ -71,7 +71,7 @@ def main() -> int:
     sampling_messages.bound_calls = constraint
     # A machine that runs other tests besides is slow, and a script's grammars are harmless.
     engine.GrammarTrial = partial(GrammarTrial, timeout_s=120.0)  # type: ignore[misc,assignment]
-    return engine.serve_as_told(sys.argv[1:], Engine.open)
+    return engine.serve_by_arguments(sys.argv[1:], Engine.open)
 
 
 if __name__ == "__main__":

@@ -118,7 +118,7 @@ def scrub(
 
     Damaged blobs are quarantined and named. What a peer has is fetched from it; engines compute the rest again."""
     if status:
-        _tell_scrub(caller)
+        _print_scrub(caller)
         return
     damaged: list[Digest] = []
     repaired: list[str] = []
@@ -138,7 +138,7 @@ def scrub(
         raise typer.Exit(DAMAGED)
 
 
-def _tell_scrub(caller: Caller) -> None:
+def _print_scrub(caller: Caller) -> None:
     with store_client(caller) as client:
         stats = client.get_stats()
     if not stats.HasField("scrub"):

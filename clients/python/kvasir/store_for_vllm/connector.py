@@ -183,7 +183,7 @@ class _Planner:
         self._failed: set[str] = set()  # requests of which a block could not be read: all is computed
         self._closed = False
         self._clock = clock
-        self._ask_again_s = 0.0
+        self._retry_s = 0.0
 
     def find(self, request: "Request", computed: int) -> int:
         """Tokens that the store has beyond those. The last token is always computed."""
@@ -195,11 +195,11 @@ class _Planner:
 
     def _ask(self, tokens: list[int]) -> Sequence[Digest]:
         """vLLM's scheduler waits for the answer: a store that failed is left alone for a while."""
-        if self._clock() < self._ask_again_s:
+        if self._clock() < self._retry_s:
             return []
         with _warning("nothing is read from the store"):
             return self._stored.find(tokens, SOON_S)
-        self._ask_again_s = self._clock() + PATIENCE_S
+        self._retry_s = self._clock() + PATIENCE_S
         return []
 
     def allocate(self, request: "Request", places: list[int], external: int) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from functools import partial
 
 from inference_svc.engine.engine import Engine
-from inference_svc.serving import serve_as_told
+from inference_svc.serving import serve_by_arguments
 from kvasir_bench.played.played_model import NAME_PREFIX, open_played
 
 
@@ -23,7 +23,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     own, of_service = parser.parse_known_args(arguments)
     opener = partial(open_played, tokens_per_s=own.prefill_tokens_per_s, sleep=time.sleep)
     model = ["--model", f"{NAME_PREFIX}{own.shape}={own.shape}"]
-    return serve_as_told([*of_service, *model], partial(Engine.open, opener=opener))
+    return serve_by_arguments([*of_service, *model], partial(Engine.open, opener=opener))
 
 
 if __name__ == "__main__":

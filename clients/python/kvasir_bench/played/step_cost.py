@@ -28,7 +28,7 @@ from kvasir.waits import LOOK_S, WORK_S
 from inference_svc.engine.engine import Engine
 from inference_svc.kv.batch.decode_batch import DecodeBatch
 from inference_svc.kv.pages.pool import KvPool
-from inference_svc.serving import serve_as_told
+from inference_svc.serving import serve_by_arguments
 from kvasir_bench.played import played_model
 
 _SHAPE = "llama-3.1-8b-6l"
@@ -150,7 +150,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         arguments = ["serve", "--listen", address, "--model", name, "--memory-gib", "8", "--state-dir", home]
         given = sys.argv[1:] if argv is None else argv
         threading.Thread(target=_measure, args=(address, given, asked.rows, IdleRunner.meter), daemon=True).start()
-        return serve_as_told(arguments, partial(Engine.open, opener=opener))
+        return serve_by_arguments(arguments, partial(Engine.open, opener=opener))
 
 
 if __name__ == "__main__":

@@ -122,7 +122,7 @@ def restore(
     report = _adopted(home) if _INDEX not in missing else None
     value = {"home": str(home.root), "files": len(files) - len(missing), "missing": sorted(missing), "store": report}
     caller.result(value, _restored_words(value))
-    _say_what_to_do(caller, files, missing)
+    _print_next_step(caller, files, missing)
     if missing or report is None or report["findings"]:
         raise typer.Exit(PROBLEMS)
 
@@ -136,7 +136,7 @@ def _restored_words(value: dict[str, Any]) -> str:
     return "\n".join([words, *(f"  missing, as it is damaged in the backup: {name}" for name in missing)])
 
 
-def _say_what_to_do(caller: Caller, files: Files, missing: Collection[str]) -> None:
+def _print_next_step(caller: Caller, files: Files, missing: Collection[str]) -> None:
     home = caller.home
     if _INDEX in missing:
         caller.say(f"The store's index is missing: `{home.command('store recover')}` makes it of the files.")

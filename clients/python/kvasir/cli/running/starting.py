@@ -40,13 +40,13 @@ async def run_group(caller: Caller, plan: Plan, descriptor: int, http_remark: st
     _stop_at_signals(supervisor)
     was_ready = False
 
-    def tell_others() -> None:
+    def report_to_others() -> None:
         home.write_running(_facts(home, plan, supervisor, was_ready, http_remark))
 
-    def tell_that_all_is_ready() -> None:
+    def report_all_ready() -> None:
         nonlocal was_ready
         was_ready = True
-        tell_others()
+        report_to_others()
         facts = _facts(home, plan, supervisor, was_ready, http_remark)
         answer = asdict(facts) | {"home": str(home.root), "logs": str(home.logs)}
         if caller.as_json:
@@ -54,9 +54,9 @@ async def run_group(caller: Caller, plan: Plan, descriptor: int, http_remark: st
         greet(caller.note, home, answer, "Ctrl-C stops all")
 
     caller.note(f"Starting in {home.root}; logs are in {home.logs}")
-    tell_others()
+    report_to_others()
     try:
-        await supervisor.run(tell_that_all_is_ready, tell_others)
+        await supervisor.run(report_all_ready, report_to_others)
     finally:
         if "engine" not in supervisor.killed:  # else `kvasir down` knows it by the file
             home.running_file.unlink(missing_ok=True)

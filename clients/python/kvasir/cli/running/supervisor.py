@@ -79,7 +79,7 @@ class Supervisor:
         self._keep = () if keep_descriptor is None else (keep_descriptor,)
         self._stopping = asyncio.Event()
         self._changed: Callable[[], None] = lambda: None
-        self._is_change_told = True
+        self._is_change_reported = True
         self.killed: list[str] = []  # services that did not stop
 
     def pid(self, name: str) -> int:
@@ -119,8 +119,8 @@ class Supervisor:
         logs = [(child.service.name, GrowingLog(child.service.log_file)) for child in self._children]
         while True:
             await asyncio.sleep(PAUSE_S)
-            if not self._is_change_told:
-                self._tell_change()
+            if not self._is_change_reported:
+                self._report_change()
             for name, log in logs:
                 for line in filter(is_important, log.new_lines()):
                     self._say(f"{name}: {line}")
@@ -182,16 +182,16 @@ class Supervisor:
                 pass_fds=self._keep,
                 umask=0o077,
             )
-        self._tell_change()
+        self._report_change()
 
-    def _tell_change(self) -> None:
+    def _report_change(self) -> None:
         """A full disk ends no group: the change is reported when there is room."""
         try:
             self._changed()
         except OSError:
-            self._is_change_told = False
+            self._is_change_reported = False
         else:
-            self._is_change_told = True
+            self._is_change_reported = True
 
     def _say(self, line: str) -> None:
         with contextlib.suppress(OSError):  # a full disk takes no line of a log

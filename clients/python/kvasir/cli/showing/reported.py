@@ -19,13 +19,13 @@ class Progress:
     def __init__(self, caller: Caller | None) -> None:
         """None: nobody gets it."""
         self._caller = caller
-        self._told_s = 0.0
+        self._reported_s = 0.0
         self.total = self.done = 0
 
     def add(self, count: int) -> None:
         self.done += count
-        if self._caller is not None and time.monotonic() - self._told_s >= PAUSE_S:
-            self._told_s = time.monotonic()
+        if self._caller is not None and time.monotonic() - self._reported_s >= PAUSE_S:
+            self._reported_s = time.monotonic()
             self._caller.note(json.dumps({"done": self.done, "total": max(self.total, self.done)}))
 
 

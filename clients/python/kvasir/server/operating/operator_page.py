@@ -161,7 +161,7 @@ def _is_local(host: str) -> bool:
     return Address(host=name.lower()).is_loopback
 
 
-def asked_of_loop(
+def on_loop(
     loop: asyncio.AbstractEventLoop, ask: Callable[[], Coroutine[Any, Any, Wellness]]
 ) -> Callable[[], Wellness]:
     """Calls a service on its event loop, from a thread of the page. A loop that does not answer hangs."""

@@ -115,7 +115,7 @@ class Talking:
         seen = await looking.panel(transcript(look.caller.at(name), name, place))
         text = ""
         if seen.value is not None and keep is not None and look.query("edit"):
-            text = _said_at(seen.value.messages, keep).content
+            text = _text_at(seen.value.messages, keep).content
         composer = _composer(known.newest.version, place, keep, text)
         return look.shown("chat.html", name=name, new=False, facts=known, seen=seen, **composer)
 
@@ -259,7 +259,7 @@ def _composer(head: int = 0, place: Place | None = None, keep: int | None = None
     return {"head": head, "place": None if is_newest else place, "keep": keep, "text": text}
 
 
-def _said_at(messages: Sequence[Said], number: int) -> Said:
+def _text_at(messages: Sequence[Said], number: int) -> Said:
     if number >= len(messages):
         raise NotFound("there is no message of that number")
     return messages[number]
