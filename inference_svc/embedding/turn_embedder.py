@@ -5,14 +5,14 @@ from collections.abc import Sequence
 
 from kvasir.errors import InvalidArgument
 
-from inference_svc.engine.api import Ended, Event, Failed, Pace, Prefilled, Priority, SamplingParams, TurnPlan
+from inference_svc.engine.api import Ended, Event, Pace, Prefilled, Priority, SamplingParams, TurnPlan
 from inference_svc.engine.engine import Engine, check_fits
 from inference_svc.memory.service_stats import ServiceStats
 from inference_svc.model.embedding.pooling import Embedded, Pooling
 from inference_svc.model.prompting import Prompting
 from inference_svc.text.token_ids import TokenIds
 from inference_svc.turns.admission import Admission
-from inference_svc.turns.turn_reporter import HandOff
+from inference_svc.turns.turn_reporter import HandOff, run_to_end
 
 
 class TurnEmbedder:
@@ -25,7 +25,7 @@ class TurnEmbedder:
         self._admission = admission
         self._stats = stats
         self._handoff = HandOff(asyncio.get_running_loop())
-        self._open: set[asyncio.Future[Ended]] = set()
+        self._open: set[asyncio.Future[None]] = set()
 
     @property
     def name(self) -> str:
@@ -53,8 +53,8 @@ class TurnEmbedder:
             pooling=self._pooling,
         )
         with self._admission.kv(namespace, self._engine.needed_bytes(plan.most_tokens)):
-            ended = await self._run(namespace, plan)
-        return Embedded(ended.embedding, len(ids))
+            found = await self._run(namespace, plan)
+        return Embedded(found.embedding, len(ids))
 
     async def drain(self, patience_s: float) -> None:
         """Wait for the texts under way; closing the engine ends those that take longer."""
@@ -84,30 +84,18 @@ class TurnEmbedder:
         return found
 
     async def _run(self, namespace: str, plan: TurnPlan) -> Ended:
-        counters, loop = self._stats.of(namespace), asyncio.get_running_loop()
-        over: asyncio.Future[Ended] = loop.create_future()
-        computed = 0
+        counters, computed = self._stats.of(namespace), 0
 
-        def take(events: list[Event]) -> None:
+        def count(event: Event) -> None:
             nonlocal computed
-            for event in events:
-                match event:
-                    case Prefilled(done):
-                        counters.tokens["prefilled"] += done - computed
-                        computed = done
-                    case Ended() if not over.done():
-                        over.set_result(event)
-                    case Failed(error) if not over.done():
-                        over.set_exception(error)
+            if isinstance(event, Prefilled):
+                counters.tokens["prefilled"] += event.tokens_done - computed
+                computed = event.tokens_done
 
+        over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._open.add(over)
         try:
-            handle = self._engine.submit(plan, lambda events: self._handoff.send(take, events))
-            try:
-                return await over
-            except BaseException:
-                handle.cancel()
-                raise
+            return await run_to_end(self._engine, plan, self._handoff, count)
         finally:
             self._open.discard(over)
             over.cancel()

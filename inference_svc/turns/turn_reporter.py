@@ -16,6 +16,7 @@ from kvasir.volatile import TEMPLATE_DATE
 from kvasir.waits import LOOK_S
 
 from inference_svc.engine import api
+from inference_svc.engine.engine import Engine
 from inference_svc.memory.outcomes import Source
 from inference_svc.memory.publishing.block_stream import BlockStream
 from inference_svc.memory.publishing.copies import Pinning
@@ -340,3 +341,25 @@ class TurnReporter:
             self._turn.emit(TurnDelta(part.answer, (), part.reasoning))
         if self._stream is not None:
             self._stream.stop()
+
+
+async def run_to_end(
+    engine: Engine, plan: api.TurnPlan, handoff: HandOff, hear: Callable[[api.Event], object] = lambda _: None
+) -> api.Ended:
+    """Run a plan that has no reader; `hear` gets each event. A cancel ends it. Raises the reason of a failure."""
+    over: asyncio.Future[api.Ended] = asyncio.get_running_loop().create_future()
+
+    def take(events: list[api.Event]) -> None:
+        for event in events:
+            hear(event)
+            if isinstance(event, api.Ended) and not over.done():
+                over.set_result(event)
+            elif isinstance(event, api.Failed) and not over.done():
+                over.set_exception(event.error)
+
+    handle = engine.submit(plan, lambda events: handoff.send(take, events))
+    try:
+        return await over
+    except BaseException:
+        handle.cancel()
+        raise

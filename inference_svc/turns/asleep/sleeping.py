@@ -15,8 +15,6 @@ from inference_svc.engine.api import (
     AgentKey,
     Cold,
     Ended,
-    Event,
-    Failed,
     Hot,
     HotMemoryGone,
     Replay,
@@ -37,7 +35,7 @@ from inference_svc.text.token_ids import SequenceState
 from inference_svc.turns.engine_parts import EngineParts
 from inference_svc.turns.progress import Progress, TurnPhase
 from inference_svc.turns.turn_data import Slept, Work
-from inference_svc.turns.turn_reporter import HandOff
+from inference_svc.turns.turn_reporter import HandOff, run_to_end
 
 _LOG = structlog.get_logger(__name__)
 _MOST_TRIES = 3  # between two steps the memory may leave the engine, because others want its room
@@ -212,21 +210,7 @@ class Sleeper:
     async def _run(self, turn: Progress, plan: TurnPlan) -> Ended:
         if turn.is_cancelled:
             raise errors.Cancelled("the turn was cancelled")
-        over: asyncio.Future[Ended] = asyncio.get_running_loop().create_future()
-
-        def take(events: list[Event]) -> None:
-            for event in events:
-                if isinstance(event, Ended) and not over.done():
-                    over.set_result(event)
-                elif isinstance(event, Failed) and not over.done():
-                    over.set_exception(event.error)
-
-        handle = self._parts.engine.submit(plan, lambda events: self._handoff.send(take, events))
-        try:
-            return await over
-        except BaseException:
-            handle.cancel()
-            raise
+        return await run_to_end(self._parts.engine, plan, self._handoff)
 
     async def _files(self, key: AgentKey) -> list[Digest]:
         """Digests of the key's hot memory, of one piece after the other."""
