@@ -46,10 +46,6 @@ class TokenText:
         return cls(lambda: _WindowStream(decode), bytes_of=lambda token_id: decode([token_id]).encode())
 
     @classmethod
-    def of_pieces(cls, pieces: Sequence[bytes]) -> "TokenText":
-        return cls.of_bytes(lambda token_id: pieces[token_id] if token_id < len(pieces) else b"")
-
-    @classmethod
     def of_bytes(cls, bytes_of: Callable[[int], bytes], strips_leading_space: bool = False) -> "TokenText":
         """From a function of token ids. An id that is no token's spells nothing (vocabularies are padded)."""
         return cls(lambda: _PieceStream(bytes_of), strips_leading_space, bytes_of=bytes_of)

@@ -146,7 +146,9 @@ def test_a_taken_turn_stays_brought_and_lends_no_rows(is_brought: bool) -> None:
 
 
 def test_what_a_turn_waited_before_its_engine_had_it_goes_along() -> None:
-    engine: Any = SimpleNamespace(token_text=TokenText.of_pieces(()), model=SimpleNamespace(stop_token_ids=()))
+    engine: Any = SimpleNamespace(
+        token_text=TokenText.of_bytes(lambda _: b""), model=SimpleNamespace(stop_token_ids=())
+    )
     giver = TurnGiver(engine, {}, {}.get, cast("Any", None), "0.1", Clock(), str)
     times = TurnTiming(arrived=10.0, queue_s=1.0, restore_s=0.5, first_token_at=14.0)
     plan = TurnPlan(TokenIds((5, 6)), (2, 3), SamplingParams(9))

@@ -24,7 +24,7 @@ from inference_svc.model.model_info import ModelInfo
 from inference_svc.text.token_ids import TokenIds
 from inference_svc.text.token_text import TokenText
 
-TEXT = TokenText.of_pieces([b"a", b"b", b"c"])
+TEXT = TokenText.of_bytes([b"a", b"b", b"c"].__getitem__)
 CELL = 512
 MODEL = ModelInfo(
     KvIdentity(),

@@ -357,7 +357,7 @@ class Taking(Surroundings):
     """An engine to which another engine's turn comes, and what it is told of it."""
 
     copies = SimpleNamespace(pin=lambda *_asked: None)
-    token_text = TokenText.of_pieces(())
+    token_text = TokenText.of_bytes(lambda _: b"")
 
     def __init__(self) -> None:
         super().__init__([remembered(OURS, "ours")], losses=0)

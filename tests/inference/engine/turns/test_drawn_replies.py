@@ -110,7 +110,6 @@ def test_a_request_builds_no_detokenizer_and_no_tokenizer(
         return lambda *_args, **_how: built.append(name)
 
     monkeypatch.setattr(TokenText, "of_tokenizer", counted("detokenizer"))
-    monkeypatch.setattr(TokenText, "of_pieces", counted("detokenizer"))
     monkeypatch.setattr("inference_svc.formats.grammars.from_tokenizer", counted("tokenizer"))
     monkeypatch.setattr("inference_svc.formats.grammars.LLMatcher", counted("grammar"))
     text = engine.token_text

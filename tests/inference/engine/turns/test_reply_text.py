@@ -11,7 +11,7 @@ from tests.made_models.sampling import sampled
 FOX, QUOTE = "🦊".encode(), "“".encode()
 PIECES = [b"<end>", b"a", b"b", b"ab", FOX[:2], FOX[2:], FOX, b" " + QUOTE[:2], QUOTE[2:], QUOTE[2:] + FOX[:2], b""]
 END = 0
-TEXT = TokenText.of_pieces(PIECES)
+TEXT = TokenText.of_bytes(PIECES.__getitem__)
 
 
 def is_whole(token_ids: list[int]) -> bool:

@@ -82,7 +82,7 @@ def test_a_model_that_does_not_reason_is_off_already() -> None:
 def watch(most: int, *, is_open: bool, spacing: str = "\n", start_id: int | None = START) -> ReasoningWatch:
     spaced = (LETTERS.index("\n"), END) if spacing else (END,)
     limit = ReasoningLimit(most, "<think>", ("</think>", "call:"), spacing, (END,), spaced, start_id, is_open)
-    return ReasoningWatch(limit, TokenText.of_pieces([each.encode() for each in LETTERS]))
+    return ReasoningWatch(limit, TokenText.of_bytes(lambda token_id: LETTERS[token_id].encode()))
 
 
 def reply(watched: ReasoningWatch, wanted: list[int]) -> list[int]:
