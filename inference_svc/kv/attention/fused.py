@@ -100,7 +100,6 @@ def fused_attention(
     scale: float,
     window: int | None = None,
     sinks: mx.array | None = None,
-    soft_cap: float | None = None,
     dialect: Dialect,
     compiler: Compiler | None = None,
     has_warpgroups: bool | None = None,
@@ -116,12 +115,12 @@ def fused_attention(
         has_warpgroups = dialect is Dialect.CUDA and compiler is None and is_hopper()
     batch = queries.shape[0] if count > 1 else 1
     takes_tiles = not tiles.are_refused(page_format, TYPE_NAMES[queries.dtype])
-    shape = page_format, rows, widest, dialect, queries.dtype, soft_cap is not None, batch, takes_tiles
+    shape = page_format, rows, widest, dialect, queries.dtype, batch, takes_tiles
     geometry = _geometry(*shape, has_warpgroups)
     if geometry.by_warpgroups and compiler is None and not _is_launched(geometry, queries.dtype):
         geometry = _geometry(*shape, False)
     asked = rotated(queries) if page_format.key.is_rotated else queries
-    settings = settings_of(scale, soft_cap, window, geometry.split)
+    settings = settings_of(scale, window, geometry.split)
     sink_type = None if sinks is None else sinks.dtype
     plan = plan_of(geometry, dialect, compiler or COMPILERS[dialect], asked.dtype, queries.dtype, sink_type)
     partial = plan.mixed_splits(asked, pages, block_table, lengths, settings, geometry.splits(blocks, seen_tokens))
@@ -145,9 +144,9 @@ def attention_and_weight(
     """
     dtype, heads = queries.dtype, queries.shape[1] // page_format.key.kv_heads
     takes_tiles = not tiles.are_refused(page_format, TYPE_NAMES[dtype])
-    geometry = _geometry(page_format, heads, 0, dialect, dtype, False, 1, takes_tiles, False)
+    geometry = _geometry(page_format, heads, 0, dialect, dtype, 1, takes_tiles, False)
     asked = rotated(queries) if page_format.key.is_rotated else queries
-    settings = settings_of(scale, None, None, geometry.split)
+    settings = settings_of(scale, None, geometry.split)
     plan = plan_of(geometry, dialect, compiler or COMPILERS[dialect], asked.dtype, dtype, None)
     splits = geometry.splits(block_table.shape[1], 0)
     partial = plan.mixed_splits(asked, pages, block_table, lengths, settings, splits)
@@ -259,7 +258,6 @@ def _geometry(
     seen_tokens: int,
     dialect: Dialect,
     dtype: mx.Dtype,
-    is_capped: bool,
     batch: int,
     takes_tiles: bool,
     has_warpgroups: bool,
@@ -272,7 +270,6 @@ def _geometry(
         takes_tiles=takes_tiles,
         has_warpgroups=has_warpgroups,
         query_type=TYPE_NAMES[dtype],
-        is_capped=is_capped,
         batch=batch,
     )
 
@@ -294,7 +291,7 @@ def _is_program_launched(geometry: SplitGeometry, dtype: mx.Dtype) -> bool:
     return is_launched(
         TARGET,
         lambda: kernel(
-            inputs=[queries, pages, table, lengths, settings_of(1.0, None, None, geometry.split)],
+            inputs=[queries, pages, table, lengths, settings_of(1.0, None, geometry.split)],
             template=_split_template(geometry, asked),
             grid=geometry.grid(1, 1, 1),
             threadgroup=(geometry.warps * LANES, 1, 1),
@@ -305,9 +302,9 @@ def _is_program_launched(geometry: SplitGeometry, dtype: mx.Dtype) -> bool:
 
 
 @lru_cache(maxsize=256)
-def settings_of(scale: float, soft_cap: float | None, window: int | None, split: int) -> mx.array:
+def settings_of(scale: float, window: int | None, split: int) -> mx.array:
     """The numbers of a launch, made once: a new array for every layer and step would cost a copy each."""
-    made = mx.array([scale, soft_cap or 0.0, float(window or 0), float(split)], mx.float32)
+    made = mx.array([scale, float(window or 0), float(split)], mx.float32)
     mx.eval(made)
     return made
 

@@ -44,7 +44,6 @@ class SplitGeometry:
     format: PageFormat
     queries: int  # that a block serves
     by_matrices: bool
-    is_capped: bool
     split: int = SPLIT_TOKENS
     warps: int = WARPS
     by_tiles: bool = False
@@ -100,7 +99,6 @@ class SplitGeometry:
     def template(self) -> dict[str, int | bool]:
         return format_template(self.format) | {
             "QUERIES": self.queries,
-            "IS_CAPPED": self.is_capped,
             "WARPS": self.warps,
             "TILE": self.tile,
             "SHARED_BYTES": self.shared_bytes,
@@ -147,7 +145,6 @@ def split_geometry(
     *,
     dialect: Dialect,
     query_type: str,
-    is_capped: bool,
     takes_tiles: bool = True,
     has_warpgroups: bool = False,
     batch: int = 1,
@@ -162,25 +159,23 @@ def split_geometry(
     least = _METAL_LEAST_OF_MANY if is_metal and seen_tokens else _LEAST_OF_MANY
     if takes_tiles and rows >= least and has_tiles(page_format, query_type):
         if has_warpgroups and seen_tokens and _suits_warpgroups(page_format):
-            return _by_warpgroups(page_format, rows, seen_tokens, batch, is_capped=is_capped)
+            return _by_warpgroups(page_format, rows, seen_tokens, batch)
         few, many = _METAL_QUERIES if is_metal else MANY_QUERIES
         queries = many if rows > few and _is_narrow(page_format) else few
         split = _many_split(seen_tokens, batch * key.kv_heads * -(-rows // queries))
-        return SplitGeometry(page_format, queries, False, is_capped, split, by_tiles=True, dialect=dialect)
+        return SplitGeometry(page_format, queries, False, split, by_tiles=True, dialect=dialect)
     # Fragments of halves are too coarse for queries of fp32.
     if not is_metal and (query_type == "bfloat16" or (query_type == "float16" and not _holds_bfloats(page_format))):
-        return SplitGeometry(page_format, 16 if rows > 8 and _is_narrow(page_format) else 8, True, is_capped)
+        return SplitGeometry(page_format, 16 if rows > 8 and _is_narrow(page_format) else 8, True)
     most = 8 if _is_narrow(page_format) else 4
-    return SplitGeometry(page_format, min(most, 1 << (rows - 1).bit_length()), False, is_capped)
+    return SplitGeometry(page_format, min(most, 1 << (rows - 1).bit_length()), False)
 
 
 def _suits_warpgroups(page_format: PageFormat) -> bool:
     return _is_narrow(page_format) and min(page_format.key.dim, page_format.value.dim) >= 64
 
 
-def _by_warpgroups(
-    page_format: PageFormat, rows: int, seen_tokens: int, batch: int, *, is_capped: bool
-) -> SplitGeometry:
+def _by_warpgroups(page_format: PageFormat, rows: int, seen_tokens: int, batch: int) -> SplitGeometry:
     """Blocks of as many queries as fill them best. Of a batch they end at different lengths, so none is very long."""
     least, most = _WARPGROUP_QUERIES
     blocks = -(-rows // most)
@@ -190,7 +185,7 @@ def _by_warpgroups(
     split = max(least_tokens, -(-seen_tokens // (64 * wanted)) * 64)
     split = min(split, _MOST_SPLIT_TOKENS) if batch > 1 else split
     warps = queries // 16 + WARPS
-    return SplitGeometry(page_format, queries, False, is_capped, split, warps, by_warpgroups=True)
+    return SplitGeometry(page_format, queries, False, split, warps, by_warpgroups=True)
 
 
 def _many_split(seen_tokens: int, parts: int) -> int:

@@ -19,7 +19,6 @@ def paged_attention(
     scale: float,
     window: int | None = None,
     sinks: mx.array | None = None,
-    soft_cap: float | None = None,
     dialect: Dialect | None,
 ) -> mx.array:
     """Attention of the newest tokens' queries [B, Hq, L, Dk] to all stored rows: [B, Hq, L, Dv] in the queries' dtype.
@@ -28,11 +27,11 @@ def paged_attention(
     page of its tokens from 256 * i on; `lengths` [B] (both int32) counts stored tokens, the new ones included. Query i
     sees positions ≤ length - L + i and, with a `window`, only those > that - window. A query that sees nothing gets
     zeros. Nothing outside a sequence's rows changes a bit of its result, but for the table's width where many queries
-    go over its tokens together. `sinks` [Hq] and `soft_cap` are in natural units, as are scores that were multiplied by
-    `scale`. `dialect`: of kernels that were checked (`choice`). The reference serves without one, and more queries than
+    go over its tokens together. `sinks` [Hq] are in natural units, as are scores that were multiplied by `scale`.
+    `dialect`: of kernels that were checked (`choice`). The reference serves without one, and more queries than
     `most_queries`.
     """
-    options = {"scale": scale, "window": window, "sinks": sinks, "soft_cap": soft_cap}
+    options = {"scale": scale, "window": window, "sinks": sinks}
     if dialect is None or queries.shape[2] > most_queries(page_format, TYPE_NAMES[queries.dtype]):
         return reference_attention(queries, pages, page_format, block_table, lengths, **options)  # type: ignore[arg-type]
     return fused_attention(queries, pages, page_format, block_table, lengths, dialect=dialect, **options)  # type: ignore[arg-type]

@@ -19,24 +19,16 @@ def reference_attention(
     scale: float,
     window: int | None = None,
     sinks: mx.array | None = None,
-    soft_cap: float | None = None,
-    added_scores: mx.array | None = None,
 ) -> mx.array:
-    """Attention of `queries` [B, Hq, L, Dk] to the rows of `pages`, as `paged_attention`; any L.
-
-    `added_scores` [B, Hq, L, blocks * 256], in natural units, is for latent layers, which score their positions apart.
-    """
+    """Attention of `queries` [B, Hq, L, Dk] to the rows of `pages`, as `paged_attention`; any L."""
     token_count = block_table.shape[1] * PAGE_TOKENS
     seen = _seen(lengths, queries.shape[2], token_count, window)
     first = mx.zeros_like(lengths) if window is None else mx.maximum(lengths - queries.shape[2] - window + 1, 0)
     keys, values = gathered(pages, page_format, block_table, first, lengths, queries.dtype)
     if page_format.key.is_rotated:
         queries = rotated(queries).astype(queries.dtype)
-    if soft_cap is None and added_scores is None:
-        typed_sinks = None if sinks is None else sinks.astype(queries.dtype)
-        mixed = mx.fast.scaled_dot_product_attention(queries, keys, values, scale=scale, mask=seen, sinks=typed_sinks)
-    else:
-        mixed = _attention_in_steps(queries, keys, values, scale, seen, sinks, soft_cap, added_scores)
+    typed_sinks = None if sinks is None else sinks.astype(queries.dtype)
+    mixed = mx.fast.scaled_dot_product_attention(queries, keys, values, scale=scale, mask=seen, sinks=typed_sinks)
     # A softmax over nothing is no number: rows that see nothing are zeros.
     return mx.where(mx.any(seen, axis=-1, keepdims=True), mixed, mx.zeros_like(mixed))
 
@@ -95,35 +87,3 @@ def _seen(lengths: mx.array, query_count: int, token_count: int, window: int | N
     last = (lengths[:, None] - query_count + mx.arange(query_count)[None])[:, None, :, None]
     seen = tokens <= last
     return seen if window is None else seen & (tokens > last - window)
-
-
-def _attention_in_steps(
-    queries: mx.array,
-    keys: mx.array,
-    values: mx.array,
-    scale: float,
-    seen: mx.array,
-    sinks: mx.array | None,
-    soft_cap: float | None,
-    added_scores: mx.array | None,
-) -> mx.array:
-    """What MLX's fast attention lacks: soft-capped scores, and scores of which a part is given; fp32 inside."""
-    batch, heads, count, dim = queries.shape
-    kv_heads = keys.shape[1]
-    grouped = queries.astype(mx.float32).reshape(batch, kv_heads, heads // kv_heads, count, dim) * scale
-    scores = grouped @ keys.astype(mx.float32)[:, :, None].swapaxes(-1, -2)
-    scores = scores.reshape(batch, heads, count, -1)
-    if added_scores is not None:
-        scores = scores + added_scores.astype(mx.float32)
-    if soft_cap is not None:
-        scores = soft_cap * mx.tanh(scores / soft_cap)
-    scores = mx.where(seen, scores, -mx.inf)
-    if sinks is not None:
-        sink = mx.broadcast_to(sinks.astype(mx.float32)[None, :, None, None], (batch, heads, count, 1))
-        scores = mx.concatenate([sink, scores], axis=-1)
-    weights = mx.softmax(scores, axis=-1)
-    if sinks is not None:
-        weights = weights[..., 1:]
-    weights = weights.reshape(batch, kv_heads, heads // kv_heads, count, -1)
-    mixed = weights @ values.astype(mx.float32)[:, :, None]
-    return mixed.reshape(batch, heads, count, -1).astype(queries.dtype)

@@ -35,16 +35,16 @@ const int kv_block_x = threadgroup_position_in_grid.x, kv_block_y = threadgroup_
 const int kv_block_z = threadgroup_position_in_grid.z, kv_blocks_x = threadgroups_per_grid.x;
 """
 _BY_LANES = """
-#define KV_SPLIT kv_split_by_lanes<Query, K, V, IS_BFLOAT, IS_CAPPED, QUERIES, WARPS, SPAN>
+#define KV_SPLIT kv_split_by_lanes<Query, K, V, IS_BFLOAT, QUERIES, WARPS, SPAN>
 """
 _BY_MATRICES = """
-#define KV_SPLIT kv_split_by_matrices<Query, K, V, IS_BFLOAT, IS_CAPPED, QUERIES / 8, WARPS, SPAN, TILE>
+#define KV_SPLIT kv_split_by_matrices<Query, K, V, IS_BFLOAT, QUERIES / 8, WARPS, SPAN, TILE>
 """
 _BY_TILES = """
-#define KV_SPLIT kv_split_by_tiles<Query, K, V, IS_BFLOAT, IS_CAPPED, WARPS, QUERIES / WARPS / (8 * KV_EIGHTS), TILE>
+#define KV_SPLIT kv_split_by_tiles<Query, K, V, IS_BFLOAT, WARPS, QUERIES / WARPS / (8 * KV_EIGHTS), TILE>
 """
 _BY_WARPGROUPS = """
-#define KV_SPLIT kv_split_by_warpgroups<Query, K, V, IS_BFLOAT, IS_CAPPED, QUERIES, TILE, STORES, STAGES>
+#define KV_SPLIT kv_split_by_warpgroups<Query, K, V, IS_BFLOAT, QUERIES, TILE, STORES, STAGES>
 """
 
 

@@ -19,7 +19,6 @@ KV_FN void kv_warp_barrier() { __syncwarp(); }
 KV_FN float kv_shuffle_xor(float value, int mask) { return __shfl_xor_sync(0xffffffffu, value, mask); }
 KV_FN float kv_shuffle(float value, int lane) { return __shfl_sync(0xffffffffu, value, lane); }
 KV_FN float kv_exp2(float x) { return exp2f(x); }
-KV_FN float kv_tanh(float x) { return tanhf(x); }
 KV_FN float kv_max(float a, float b) { return fmaxf(a, b); }
 KV_FN float kv_abs(float x) { return fabsf(x); }
 KV_FN float kv_round(float x) { return roundf(x); }

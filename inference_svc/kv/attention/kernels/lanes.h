@@ -72,9 +72,9 @@ KV_FN constexpr int kv_lanes_floats() {
 
 // One block's split: queries are `row_count` rows of K::DIM values; `partial` is theirs, [rows, splits, V::DIM + 4]:
 // the mix, its greatest score and the sum of its weights.
-template <typename Query, typename K, typename V, bool IS_BFLOAT, bool IS_CAPPED, int QUERIES, int WARPS, int SPAN>
+template <typename Query, typename K, typename V, bool IS_BFLOAT, int QUERIES, int WARPS, int SPAN>
 KV_FN void kv_split_by_lanes(KV_GLOBAL const Query* queries, KV_GLOBAL const kv_u16* page, int head, int first_token,
-                             int length, int query_count, int first_row, int row_count, float scale, float soft_cap,
+                             int length, int query_count, int first_row, int row_count, float scale,
                              int window, KV_GLOBAL float* partial, int row_stride, int warp, int lane,
                              KV_SHARED float* shared) {
   constexpr int FOURS = (V::DIM / 4 + 31) / 32;  // that a lane mixes
@@ -96,7 +96,7 @@ KV_FN void kv_split_by_lanes(KV_GLOBAL const Query* queries, KV_GLOBAL const kv_
   }
   kv_group_barrier();
 
-  const float factor = kv_factor<IS_CAPPED>(scale);
+  const float factor = scale * KV_LOG2E;
   KvSeen any = kv_seen_by_any(length, query_count, window);
   float top[QUERIES], total[QUERIES], mix[QUERIES][FOURS * 4];
   KV_UNROLL for (int q = 0; q < QUERIES; ++q) {
@@ -114,7 +114,7 @@ KV_FN void kv_split_by_lanes(KV_GLOBAL const Query* queries, KV_GLOBAL const kv_
     KV_UNROLL for (int q = 0; q < QUERIES; ++q) {
       KvSeen seen = kv_seen(length, query_count, (first_row + q) % query_count, window);
       bool is_seen = token >= seen.low && token <= seen.high;
-      float score = is_seen ? kv_capped<IS_CAPPED>(products[q] * factor, soft_cap) : KV_NONE;
+      float score = is_seen ? products[q] * factor : KV_NONE;
       float highest = kv_warp_max(score);
       highest = highest > top[q] ? highest : top[q];
       float kept = kv_exp2(top[q] - highest), weight = is_seen ? kv_exp2(score - highest) : 0.0f;

@@ -127,9 +127,9 @@ KV_FN void kv_write_query(const Query* query, int row, float scale, kv_u32* word
   }
 }
 
-template <typename Query, typename K, typename V, bool IS_BFLOAT, bool IS_CAPPED, int TILES, int WARPS, int SPAN, int TILE>
+template <typename Query, typename K, typename V, bool IS_BFLOAT, int TILES, int WARPS, int SPAN, int TILE>
 KV_FN void kv_split_by_matrices(const Query* queries, const kv_u16* page, int head, int first_token, int length,
-                                int query_count, int first_row, int row_count, float scale, float soft_cap, int window,
+                                int query_count, int first_row, int row_count, float scale, int window,
                                 float* partial, int row_stride, int warp, int lane, float* shared) {
   constexpr int HALVES = TILE / 16, COLUMNS = 8 * TILES;
   constexpr int K_STEPS = K::DIM / 16, OUT = V::DIM / 16;
@@ -160,7 +160,7 @@ KV_FN void kv_split_by_matrices(const Query* queries, const kv_u16* page, int he
 
   // The queries become fragments while the first tile comes.
   KV_ROLLED for (int row = warp; row < row_count; row += WARPS)
-    kv_write_query<Query, K, TILES, K_BFLOAT>(queries + row * K::DIM, row, kv_factor<IS_CAPPED>(scale), query_words, lane);
+    kv_write_query<Query, K, TILES, K_BFLOAT>(queries + row * K::DIM, row, scale * KV_LOG2E, query_words, lane);
   kv_group_barrier();
   KV_UNROLL for (int n = 0; n < TILES; ++n) {
     const kv_u32x4* mine = (const kv_u32x4*)(query_words + (n * 32 + lane) * Q::STRIDE);
@@ -243,13 +243,8 @@ KV_FN void kv_split_by_matrices(const Query* queries, const kv_u16* page, int he
       // Weights of this tile, and what is kept of the tiles before it.
       const bool is_clear = begin >= clear_low && begin + TILE - 1 <= clear_high;
       KV_UNROLL for (int n = 0; n < TILES; ++n) KV_UNROLL for (int c = 0; c < 2; ++c) {
-        const float by = IS_CAPPED ? 1.0f : factor[n][c];
         const int low = seen[n][c].low, width = seen[n][c].high - low;
         float highest = KV_NONE, sum = 0;
-        if (IS_CAPPED) {
-          KV_UNROLL for (int m = 0; m < HALVES; ++m) KV_UNROLL for (int r = 0; r < 2; ++r)
-            score[m][n][2 * r + c] = kv_capped<true>(score[m][n][2 * r + c] * factor[n][c], soft_cap);
-        }
         if (!is_clear) {
           KV_UNROLL for (int m = 0; m < HALVES; ++m) KV_UNROLL for (int r = 0; r < 2; ++r)
             if ((unsigned)(begin + m * 16 + r * 8 + g - low) > (unsigned)width) score[m][n][2 * r + c] = KV_NONE;
@@ -259,10 +254,10 @@ KV_FN void kv_split_by_matrices(const Query* queries, const kv_u16* page, int he
         highest = fmaxf(highest, kv_shuffle_xor(highest, 4));
         highest = fmaxf(highest, kv_shuffle_xor(highest, 8));
         highest = fmaxf(highest, kv_shuffle_xor(highest, 16));
-        highest = highest > KV_NONE ? fmaxf(highest * by, top[n][c]) : top[n][c];
+        highest = highest > KV_NONE ? fmaxf(highest * factor[n][c], top[n][c]) : top[n][c];
         KV_UNROLL for (int m = 0; m < HALVES; ++m) KV_UNROLL for (int r = 0; r < 2; ++r) {
           float& mine = score[m][n][2 * r + c];
-          const float weight = kv_exp2_near(mine * by - highest);
+          const float weight = kv_exp2_near(mine * factor[n][c] - highest);
           mine = is_clear || mine > KV_NONE ? weight : 0.0f;
           sum += mine;
         }

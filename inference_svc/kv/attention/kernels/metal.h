@@ -19,7 +19,6 @@ KV_FN void kv_warp_barrier() { simdgroup_barrier(mem_flags::mem_threadgroup); }
 KV_FN float kv_shuffle_xor(float value, int mask) { return simd_shuffle_xor(value, ushort(mask)); }
 KV_FN float kv_shuffle(float value, int lane) { return simd_shuffle(value, ushort(lane)); }
 KV_FN float kv_exp2(float x) { return metal::exp2(x); }
-KV_FN float kv_tanh(float x) { return metal::precise::tanh(x); }
 KV_FN float kv_max(float a, float b) { return metal::fmax(a, b); }
 KV_FN float kv_abs(float x) { return metal::fabs(x); }
 KV_FN float kv_round(float x) { return metal::round(x); }

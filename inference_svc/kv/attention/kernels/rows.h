@@ -1,7 +1,7 @@
 // What a page of a format looks like, which tokens a query sees, and how a warp sums: shared by all kernels.
 KV_CONST int KV_PAGE_TOKENS = 256;
 KV_CONST float KV_NONE = -1e30f;  // the score of what is not seen: finite, so that differences stay numbers
-KV_CONST float KV_LOG2E = 1.4426950408889634f;
+KV_CONST float KV_LOG2E = 1.4426950408889634f;  // scores are in units of the exponent of 2
 
 // The rows of K or V in a page, from 16-bit unit BASE on.
 template <int HEADS_, int DIM_, int BITS_, int GROUP_, int BASE_>
@@ -54,15 +54,4 @@ KV_FN float kv_warp_max(float x) {
 KV_FN float kv_warp_sum(float x) {
   KV_UNROLL for (int mask = 16; mask; mask >>= 1) x += kv_shuffle_xor(x, mask);
   return x;
-}
-
-// Scores are in units of the exponent of 2. What products are multiplied by, and what then is done to them:
-template <bool IS_CAPPED>
-KV_FN float kv_factor(float scale) {
-  return IS_CAPPED ? scale : scale * KV_LOG2E;
-}
-
-template <bool IS_CAPPED>
-KV_FN float kv_capped(float score, float soft_cap) {
-  return IS_CAPPED ? soft_cap * kv_tanh(score / soft_cap) * KV_LOG2E : score;
 }

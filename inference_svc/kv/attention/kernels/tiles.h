@@ -16,10 +16,10 @@ KV_FN void kv_decode_tile(KV_SHARED kv_u16* values, KV_SHARED const kv_u16* stor
   }
 }
 
-template <typename Query, typename K, typename V, bool IS_BFLOAT, bool IS_CAPPED, int WARPS, int FRAGMENTS, int TILE, typename Table>
+template <typename Query, typename K, typename V, bool IS_BFLOAT, int WARPS, int FRAGMENTS, int TILE, typename Table>
 KV_FN void kv_split_by_tiles(KV_GLOBAL const Query* queries, KV_GLOBAL const kv_u16* pages, long page_units, Table block_table,
                              int head, int first_token, int split, int length, int query_count, int first_row, int row_count,
-                             float scale, float soft_cap, int window, KV_GLOBAL float* partial, int row_stride, int warp,
+                             float scale, int window, KV_GLOBAL float* partial, int row_stride, int warp,
                              int lane, KV_SHARED kv_u16* shared) {
   constexpr int THREADS = WARPS * 32, MOST = FRAGMENTS > 1 ? 64 : 32, PART = TILE < MOST ? TILE : MOST;
   constexpr int COLUMNS = PART / 8, K_STEPS = K::DIM / 16, OUT = V::DIM / 8, MINE = 2 * KV_EIGHTS;  // values of a lane
@@ -44,7 +44,7 @@ KV_FN void kv_split_by_tiles(KV_GLOBAL const Query* queries, KV_GLOBAL const kv_
     KV_UNROLL for (int r = 0; r < KV_EIGHTS; ++r) {
       const int row = warp_row + (m * KV_EIGHTS + r) * 8 + g;
       const float power = kv_put_query<KvInRows<K::DIM>, Query, K::DIM, K::BITS, K_BFLOAT>(q_values, queries + row * K::DIM, row < row_count, row, t);
-      factor[m][r] = kv_factor<IS_CAPPED>(scale) * power * (K::IS_QUANTIZED ? 1 / KV_KEY_UNIT : 1.0f);
+      factor[m][r] = scale * KV_LOG2E * power * (K::IS_QUANTIZED ? 1 / KV_KEY_UNIT : 1.0f);
       query[m][r] = (first_row + row) % query_count;
       top[m][r] = KV_NONE;
     }
@@ -87,10 +87,6 @@ KV_FN void kv_split_by_tiles(KV_GLOBAL const Query* queries, KV_GLOBAL const kv_
         }
       }
 
-      if (IS_CAPPED) {
-        KV_UNROLL for (int m = 0; m < FRAGMENTS; ++m) KV_UNROLL for (int n = 0; n < COLUMNS; ++n)
-          KV_UNROLL for (int j = 0; j < MINE; ++j) score[m][n][j] = kv_capped<true>(score[m][n][j] * factor[m][j / 2], soft_cap);
-      }
       const bool is_clear = begin + part >= clear_low && begin + part + PART - 1 <= clear_high;
       if (!is_clear) {
         KV_UNROLL for (int m = 0; m < FRAGMENTS; ++m) KV_UNROLL for (int j = 0; j < MINE; ++j) {
@@ -105,17 +101,16 @@ KV_FN void kv_split_by_tiles(KV_GLOBAL const Query* queries, KV_GLOBAL const kv_
       float kept[FRAGMENTS][KV_EIGHTS];
       bool is_less = false;
       KV_UNROLL for (int m = 0; m < FRAGMENTS; ++m) KV_UNROLL for (int r = 0; r < KV_EIGHTS; ++r) {
-        const float by = IS_CAPPED ? 1.0f : factor[m][r];
         float highest = KV_NONE;
         KV_UNROLL for (int n = 0; n < COLUMNS; ++n)
           highest = kv_max(highest, kv_max(score[m][n][2 * r], score[m][n][2 * r + 1]));
         highest = kv_row_max(highest);
-        highest = highest > KV_NONE ? highest * by : KV_NONE;
+        highest = highest > KV_NONE ? highest * factor[m][r] : KV_NONE;
         highest = highest > top[m][r] + KV_LEAST_RISE ? highest : top[m][r];
         const float base = highest > KV_NONE ? highest : 0;  // where nothing is seen, weights are nothing
         KV_UNROLL for (int n = 0; n < COLUMNS; ++n) KV_UNROLL for (int c = 0; c < 2; ++c) {
           KV_THREAD float& mine = score[m][n][2 * r + c];
-          mine = kv_exp2_near(mine * by - base);
+          mine = kv_exp2_near(mine * factor[m][r] - base);
         }
         kept[m][r] = kv_exp2_near(top[m][r] - highest);
         is_less = is_less || kept[m][r] != 1;

@@ -94,9 +94,9 @@ KV_FN void kv_make_values(const KvWork& work, int worker) {
 }
 
 // A warpgroup's 64 queries from `group_row` on go over the tiles. `warp` is its warp's number in the warpgroup.
-template <typename Query, typename K, typename V, bool IS_BFLOAT, bool IS_CAPPED, int QUERIES, int TILE, int STORES, int STAGES>
+template <typename Query, typename K, typename V, bool IS_BFLOAT, int QUERIES, int TILE, int STORES, int STAGES>
 KV_FN void kv_mix_values(const KvWork& work, const Query* queries, int length, int query_count, int first_row,
-                         int row_count, int group_row, float scale, float soft_cap, int window, float* partial,
+                         int row_count, int group_row, float scale, int window, float* partial,
                          int row_stride, int warp, int lane) {
   using At = KvStages<K, V, QUERIES, TILE, STORES, STAGES>;
   constexpr int COLUMNS = TILE / 8, K_STEPS = K::DIM / 16, OUT = V::DIM / 8;
@@ -110,7 +110,7 @@ KV_FN void kv_mix_values(const KvWork& work, const Query* queries, int length, i
     const int row = group_row + warp * 16 + r * 8 + g;
     const float power = kv_put_query<KvInPanels<QUERIES>, Query, K::DIM, K::BITS, K_BFLOAT>(
         work.shared + At::Q_VALUES, queries + row * K::DIM, row < row_count, row, t);
-    factor[r] = kv_factor<IS_CAPPED>(scale) * power * (K::IS_QUANTIZED ? 1 / KV_KEY_UNIT : 1.0f);
+    factor[r] = scale * KV_LOG2E * power * (K::IS_QUANTIZED ? 1 / KV_KEY_UNIT : 1.0f);
     query[r] = (first_row + row) % query_count;
     top[r] = KV_NONE;
   }
@@ -143,9 +143,6 @@ KV_FN void kv_mix_values(const KvWork& work, const Query* queries, int length, i
 
   int left = work.count, token = work.begin;
   KV_ROLLED do {
-    if (IS_CAPPED) {
-      KV_UNROLL for (int i = 0; i < 32; ++i) score[i] = kv_capped<true>(score[i] * factor[i % 4 / 2], soft_cap);
-    }
     if (token < clear_low || token + TILE - 1 > clear_high) {
       KV_UNROLL for (int r = 0; r < 2; ++r) {
         const KvSeen seen = kv_seen(length, query_count, query[r], window);
@@ -159,17 +156,16 @@ KV_FN void kv_mix_values(const KvWork& work, const Query* queries, int length, i
     float kept[2];
     bool is_less = false;
     KV_UNROLL for (int r = 0; r < 2; ++r) {
-      const float by = IS_CAPPED ? 1.0f : factor[r];
       float highest = KV_NONE;
       KV_UNROLL for (int n = 0; n < COLUMNS; ++n)
         highest = kv_max(highest, kv_max(score[n * 4 + 2 * r], score[n * 4 + 2 * r + 1]));
       highest = kv_row_max(highest);
-      highest = highest > KV_NONE ? highest * by : KV_NONE;
+      highest = highest > KV_NONE ? highest * factor[r] : KV_NONE;
       highest = highest > top[r] + KV_LEAST_RISE ? highest : top[r];
       const float base = highest > KV_NONE ? highest : 0;  // where nothing is seen, weights are nothing
       KV_UNROLL for (int n = 0; n < COLUMNS; ++n) KV_UNROLL for (int c = 0; c < 2; ++c) {
         float& mine = score[n * 4 + 2 * r + c];
-        mine = kv_exp2_near(mine * by - base);
+        mine = kv_exp2_near(mine * factor[r] - base);
       }
       kept[r] = kv_exp2_near(top[r] - highest);
       is_less = is_less || kept[r] != 1;
@@ -244,10 +240,10 @@ KV_FN void kv_mix_values(const KvWork& work, const Query* queries, int length, i
 }
 
 // As kv_split_by_tiles. The first warpgroup makes values, and leaves registers to those that multiply.
-template <typename Query, typename K, typename V, bool IS_BFLOAT, bool IS_CAPPED, int QUERIES, int TILE, int STORES, int STAGES>
+template <typename Query, typename K, typename V, bool IS_BFLOAT, int QUERIES, int TILE, int STORES, int STAGES>
 KV_FN void kv_split_by_warpgroups(const Query* queries, const kv_u16* pages, long page_units, const int* block_table,
                                   int head, int first_token, int split, int length, int query_count, int first_row,
-                                  int row_count, float scale, float soft_cap, int window, float* partial,
+                                  int row_count, float scale, int window, float* partial,
                                   int row_stride, int warp, int lane, kv_u16* unaligned) {
   using At = KvStages<K, V, QUERIES, TILE, STORES, STAGES>;
   constexpr int MIX_REGISTERS = QUERIES == 192 ? 144 : 208, MAKE_REGISTERS = QUERIES == 192 ? 80 : 88;
@@ -274,8 +270,8 @@ KV_FN void kv_split_by_warpgroups(const Query* queries, const kv_u16* pages, lon
     kv_take_registers<MIX_REGISTERS>();
     const int group_row = (kv_same_in_warp(warp / 4) - 1) * 64;
     if (group_row < row_count)
-      kv_mix_values<Query, K, V, IS_BFLOAT, IS_CAPPED, QUERIES, TILE, STORES, STAGES>(
-          work, queries, length, query_count, first_row, row_count, group_row, scale, soft_cap, window, partial,
+      kv_mix_values<Query, K, V, IS_BFLOAT, QUERIES, TILE, STORES, STAGES>(
+          work, queries, length, query_count, first_row, row_count, group_row, scale, window, partial,
           row_stride, warp % 4, lane);
   }
 }

@@ -40,7 +40,6 @@ class Scene:
     blocks: int = 0  # of the table; 0: as many as the longest needs
     window: int | None = None
     has_sinks: bool = False
-    soft_cap: float | None = None
     seed: int = 0
     poison: int = 0xFFFF  # what unwritten table entries say; as int32 it is no page
     pages: mx.array = field(init=False)
@@ -104,7 +103,7 @@ class Scene:
                     place[:, : rows_here.shape[1]] = rows_here
 
     def options(self) -> dict[str, object]:
-        return {"scale": self.scale, "window": self.window, "sinks": self.sinks, "soft_cap": self.soft_cap}
+        return {"scale": self.scale, "window": self.window, "sinks": self.sinks}
 
     def arguments(self) -> tuple[object, ...]:
         return self.queries, self.pages, self.format, self.block_table, mx.array(list(self.lengths), mx.int32)
@@ -124,8 +123,6 @@ class Scene:
                         continue
                     seen = slice(first, last + 1)
                     scores = self.keys[row][head // share, seen] @ queries[row, head, number] * self.scale
-                    if self.soft_cap:
-                        scores = self.soft_cap * np.tanh(scores / self.soft_cap)
                     sink = np.array([]) if self.sinks is None else np.array([np.array(self.sinks)[head]])
                     top = max(scores.max(), *sink) if sink.size else scores.max()
                     weights = np.exp(scores - top)

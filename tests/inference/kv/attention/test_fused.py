@@ -49,26 +49,26 @@ SCENES = {
         page_format("q4", 1, 256),
         {"query_heads": 2, "query_count": 35, "window": 300},
     ),
-    "16 bits, many queries, soft cap": (
+    "16 bits, many queries": (
         page_format("exact", 1, 80),
-        {"query_heads": 2, "query_count": 20, "soft_cap": 5.0},
+        {"query_heads": 2, "query_count": 20},
     ),
     "q8, head dimension 192, many queries, a window and sinks": (
         page_format("q8", 1, 192),
         {"query_heads": 2, "query_count": 24, "window": 130, "has_sinks": True},
     ),
     "16 bits, head dimension 256, many queries": (page_format("exact", 1, 256), {"query_heads": 2, "query_count": 33}),
-    "q4-rotated, head dimension 256, many queries, soft cap": (
+    "q4-rotated, head dimension 256, many queries": (
         page_format("q4-rotated", 1, 256, 32),
-        {"query_heads": 2, "query_count": 17, "soft_cap": 5.0},
+        {"query_heads": 2, "query_count": 17},
     ),
     "q8, head dimension 256": (page_format("q8", 1, 256, scale_type=FP16), {"query_heads": 1}),
     "q4 in groups of 128": (page_format("q4", 1, 128, 128), {"query_heads": 2}),
-    "16 bits, head dimension 80, soft cap": (page_format("exact", 2, 80), {"query_heads": 2, "soft_cap": 5.0}),
+    "16 bits, head dimension 80": (page_format("exact", 2, 80), {"query_heads": 2}),
 }
 TYPES = {
     "q4, grouped heads": (FLOATS, BFLOATS, HALVES),
-    "16 bits, head dimension 80, soft cap": (FLOATS, BFLOATS),
+    "16 bits, head dimension 80": (FLOATS, BFLOATS),
     "q4-rotated, many queries of halves": (HALVES,),
 }
 # Each program takes a compiler 2 to 10 s: some of the matrix are in every run, some take turns, the others are in
@@ -86,7 +86,7 @@ IN_TURN = (
     ("q8, head dimension 256", BFLOATS, Dialect.METAL),
     ("q4, some dozens of queries", BFLOATS, Dialect.METAL),
     ("q4-rotated, many queries of halves", HALVES, Dialect.METAL),
-    ("16 bits, many queries, soft cap", BFLOATS, Dialect.METAL),
+    ("16 bits, many queries", BFLOATS, Dialect.METAL),
     ("16 bits, head dimension 256, many queries", BFLOATS, Dialect.METAL),
     ("q4, many queries", BFLOATS, Dialect.CUDA),
     ("q4, hundreds of queries", BFLOATS, Dialect.CUDA),
@@ -138,9 +138,7 @@ def test_neighbours_and_the_width_of_the_table_change_no_bit(dialect: Dialect) -
 def test_longer_splits_are_the_same_attention(window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """As of a long sequence, whose launch needs no more blocks."""
     monkeypatch.setattr(geometry, "_MANY_BLOCKS", 1)
-    made = split_geometry(
-        page_format("q4", 1, 64), 68, 1792, dialect=Dialect.CUDA, query_type="bfloat16", is_capped=False
-    )
+    made = split_geometry(page_format("q4", 1, 64), 68, 1792, dialect=Dialect.CUDA, query_type="bfloat16")
     assert made.split > 512
     scene = Scene(page_format("q4", 1, 64), (1300, 40, 600), 4, 17, dtype=BFLOATS, blocks=7, window=window)
     fused._geometry.cache_clear()
@@ -236,7 +234,7 @@ def test_halves_are_multiplied_where_they_lose_nothing() -> None:
     quantized, exact = page_format("q4", 1, 64), page_format("exact", 1, 64, scale_type=BF16)
 
     def made(form: PageFormat, query_type: str, *, dialect: Dialect = Dialect.CUDA, rows: int = 4) -> SplitGeometry:
-        return split_geometry(form, rows, 600, dialect=dialect, query_type=query_type, is_capped=False)
+        return split_geometry(form, rows, 600, dialect=dialect, query_type=query_type)
 
     def by_matrices(form: PageFormat, query_type: str) -> bool:
         assert not made(form, query_type, rows=32).by_tiles
@@ -261,7 +259,7 @@ def test_halves_are_multiplied_where_they_lose_nothing() -> None:
 @pytest.mark.parametrize("dim", [64, 80, 96, 128, 192, 256])
 @pytest.mark.parametrize("rows", [17, 33, 4096])
 def test_a_block_of_tiles_has_at_most_the_threadgroup_memory_of_metal(dim: int, rows: int) -> None:
-    how = {"dialect": Dialect.METAL, "query_type": "bfloat16", "is_capped": False}
+    how = {"dialect": Dialect.METAL, "query_type": "bfloat16"}
     made = split_geometry(page_format("exact", 8, dim), rows, 4096, **how)
     assert made.by_tiles
     assert made.shared_bytes <= (24 << 10 if dim < 256 else 32 << 10)
@@ -272,7 +270,7 @@ def test_a_block_of_tiles_has_at_most_the_threadgroup_memory_of_metal(dim: int, 
 def test_a_launch_for_many_queries_has_enough_blocks_and_few_more(tokens: int, parts: int) -> None:
     form = page_format("q4", 8, 128)
     rows = 128 * max(1, parts // 8)
-    made = split_geometry(form, rows, tokens, dialect=Dialect.CUDA, query_type="bfloat16", is_capped=False)
+    made = split_geometry(form, rows, tokens, dialect=Dialect.CUDA, query_type="bfloat16")
     blocks = -(-tokens // 256)
     launched = made.splits(blocks, 0) * form.key.kv_heads * -(-rows // made.queries)
     assert made.split in (256, 512, 1024, 2048, 4096)
@@ -283,9 +281,7 @@ def test_a_launch_for_many_queries_has_enough_blocks_and_few_more(tokens: int, p
 @given(length=st.integers(1, 5000), window=st.integers(1, 1100), count=st.integers(1, 256))
 def test_a_window_has_as_many_splits_as_it_can_touch(length: int, window: int, count: int) -> None:
     count = min(count, length)
-    made = split_geometry(
-        page_format("q4", 1, 64), 4, 600, dialect=Dialect.CUDA, query_type="bfloat16", is_capped=False
-    )
+    made = split_geometry(page_format("q4", 1, 64), 4, 600, dialect=Dialect.CUDA, query_type="bfloat16")
     low = max(0, length - count - window + 1)
     touched = (length - 1) // made.split - low // made.split + 1
     blocks = -(-length // 256)

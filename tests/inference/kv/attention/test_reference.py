@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from inference_svc.kv.attention.reference import reference_attention
-from tests.inference.kv.attention.scenes import BF16, FP16, Scene, page_format
+from tests.inference.kv.attention.scenes import FP16, Scene, page_format
 
 LENGTHS = (0, 1, 5, 255, 256, 257, 700)
 
@@ -15,9 +15,9 @@ SCENES = {
     "rotated, few queries": Scene(page_format("q4-rotated", 2, 64), LENGTHS, 8, query_count=5),
     "k8v4, window, sinks": Scene(page_format("k8v4", 1, 64, 32), LENGTHS, 8, window=128, has_sinks=True),
     "q8, many queries": Scene(page_format("q8", 1, 256), LENGTHS, 4, query_count=16),
-    "exact, soft cap": Scene(page_format("exact", 2, 80), LENGTHS, 4, soft_cap=4.0),
-    "exact, soft cap, sinks, window": Scene(
-        page_format("exact", 2, 64, scale_type=FP16), LENGTHS, 4, query_count=2, soft_cap=4.0, has_sinks=True, window=60
+    "exact": Scene(page_format("exact", 2, 80), LENGTHS, 4),
+    "exact, sinks, window": Scene(
+        page_format("exact", 2, 64, scale_type=FP16), LENGTHS, 4, query_count=2, has_sinks=True, window=60
     ),
     "values of another width": Scene(page_format("q4", 2, 128, value_dim=64), LENGTHS, 4),
 }
@@ -42,16 +42,6 @@ def test_what_a_window_has_left_does_not_matter(policy: str, missing: int) -> No
     table[1, : (700 - 62) // 256], table[2, : (1100 - 62) // 256] = missing, missing
     scene.block_table = mx.array(table)
     assert scene.error(reference_attention(*scene.arguments(), **scene.options())) < 1e-5
-
-
-def test_scores_that_were_computed_apart_are_added() -> None:
-    """As DeepSeek's latent layers do: the latent as keys, and the scores of the positions as a mask."""
-    scene = Scene(page_format("exact", 1, 64, scale_type=BF16, value_dim=16), (300,), 4)
-    far = mx.where(mx.arange(512) < 10, 0.0, -1e9)[None, None, None]
-    few = Scene(page_format("exact", 1, 64, scale_type=BF16, value_dim=16), (300,), 4)
-    few.keys, few.values, few.lengths = [k[:, :10] for k in few.keys], [v[:, :10] for v in few.values], (10,)
-    got = reference_attention(*scene.arguments(), scale=scene.scale, added_scores=far)
-    assert few.error(got) < 1e-5
 
 
 def test_a_query_that_sees_nothing_gets_zeros() -> None:

@@ -36,7 +36,6 @@ class Case:
     blocks: int
     queries: int
     has_sinks: bool
-    soft_cap: float | None
 
     def pages(self) -> mx.array:
         return mx.zeros((self.batch * self.blocks + 1, self.format.units), mx.uint16)
@@ -55,9 +54,7 @@ def cases() -> Iterator[Case]:
             continue
         made = page_format(policy, 1 + number % 2, dim, group, scale_type)
         if not why_not(made):
-            yield Case(
-                made, dtype, batch, blocks, (1, 4, 24, 40)[number % 4], number % 7 < 2, (None, 5.0)[number % 5 == 0]
-            )
+            yield Case(made, dtype, batch, blocks, (1, 4, 24, 40)[number % 4], number % 7 < 2)
 
 
 CASES = list(cases())
@@ -74,7 +71,7 @@ def texts_of(case: Case) -> dict[str, str]:
     rows = [mx.zeros((case.batch, key.kv_heads, case.queries, width), case.dtype) for width in (key.dim, value.dim)]
     queries = mx.zeros((case.batch, 2 * key.kv_heads, case.queries, key.dim), case.dtype)
     sinks = mx.zeros(2 * key.kv_heads, case.dtype) if case.has_sinks else None
-    options = {"scale": 0.1, "sinks": sinks, "soft_cap": case.soft_cap, "window": 300 if case.batch == 2 else None}
+    options = {"scale": 0.1, "sinks": sinks, "window": 300 if case.batch == 2 else None}
 
     def recorded(pages: mx.array, table: mx.array, places: mx.array, lengths: mx.array) -> list[mx.array]:
         stored = append_rows(*rows, pages, case.format, table, places, METAL)

@@ -39,10 +39,10 @@ SCENES = {
     "q4-rotated, halves": (page_format("q4-rotated", 2, 128, 64, FP16), HALVES, {"query_heads": 8, "query_count": 20}),
     "q4, hundreds of queries": (page_format("q4", 1, 128), BFLOATS, {"query_heads": 4, "query_count": 300}),
     "q8 in groups of 128": (page_format("q8", 1, 128, 128), BFLOATS, {"query_heads": 2, "query_count": 70}),
-    "16 bits, head dimension 80, soft cap": (
+    "16 bits, head dimension 80": (
         page_format("exact", 1, 80),
         BFLOATS,
-        {"query_heads": 2, "query_count": 40, "soft_cap": 5.0},
+        {"query_heads": 2, "query_count": 40},
     ),
     "values wider than keys": (
         page_format("q4", 1, 64, value_dim=128),
@@ -123,7 +123,7 @@ def test_this_devices_own_attention_of_many_queries() -> None:
 
 
 def made(form: PageFormat, rows: int, tokens: int = 4096, query_type: str = "bfloat16", **how: Any) -> SplitGeometry:
-    options = {"dialect": Dialect.CUDA, "has_warpgroups": True, "is_capped": False} | how
+    options = {"dialect": Dialect.CUDA, "has_warpgroups": True} | how
     return split_geometry(form, rows, tokens, query_type=query_type, **options)
 
 
