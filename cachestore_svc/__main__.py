@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import os
 import secrets
 import sys
 import time
@@ -27,7 +28,7 @@ from kvasir.server.reloading import Reloading
 from kvasir.server.serving import EdgeServer, RefusedToStart, Reports, give_memory_back, run
 from kvasir.server.shared_room import SharedRoom
 from kvasir.syncing import synced_write_s
-from kvasir.waits import uptime_s
+from kvasir.waits import SWITCH_S, uptime_s
 
 from cachestore_svc.blobs.disk import Disk
 from cachestore_svc.commands import beside, care, pairing, seal_keys
@@ -171,7 +172,7 @@ async def serve(settings: StoreSettings) -> None:
         reloading = _reloading(edge, peer_service, audit)
         began = time.monotonic()
         store = parts.closing(await asyncio.to_thread(open_store, settings))
-        threads = parts.closing(StoreThreads())
+        threads = parts.closing(_threads(settings))
         served = AioStore(store, threads)
         repairs = Repairs(served, peers, settings.stall_timeout_s)
         services = make_services(settings, served, peers, repairs, edge.stopping)
@@ -257,6 +258,13 @@ def make_services(
     agents = AgentService(store, transfers, moves, stall_timeout_s=settings.stall_timeout_s)
     claims = ClaimPolling(store, peers, handing_over, uptime_s)
     return Services(service, agents, MovingService(handing_over), moves, claims)
+
+
+def _threads(settings: StoreSettings) -> StoreThreads:
+    # A call takes about ten steps of the loop, and each would wait for threads that parse and list.
+    sys.setswitchinterval(SWITCH_S)
+    is_remote = bool(settings.catalog or settings.blobs)  # then most calls wait for a network
+    return StoreThreads() if is_remote else StoreThreads(beside=max(2, os.cpu_count() or 1))
 
 
 def _page(store: Store, threads: StoreThreads, rpcs: RpcCounts, audit: Audit, reloading: Reloading) -> OperatorPage:

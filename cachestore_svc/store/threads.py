@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import ParamSpec, TypeVar
 
-from kvasir.server.shared_room import SharedRoom
+from kvasir.server.shared_room import ModestRoom, SharedRoom
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -18,12 +18,13 @@ LONG_CALLS = 2
 class StoreThreads:
     """A pool of threads. Wide, because most of them wait for the disk or for a commit that they share. One namespace
     has three quarters of them at most, so another one finds a free thread, and does not wait behind all that the first
-    has asked for.
+    has asked for. While another was here it has `beside`: where calls read and hash a disk's blobs, more of them than
+    there are processors only make that one wait.
     """
 
-    def __init__(self, count: int = THREADS) -> None:
+    def __init__(self, count: int = THREADS, beside: int = THREADS) -> None:
         self._pool = ThreadPoolExecutor(count, thread_name_prefix="store")
-        self.room = SharedRoom(count)
+        self.room = ModestRoom(count, beside)
         self.long_calls = SharedRoom(LONG_CALLS)
 
     def start(self, namespace: str, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> "asyncio.Future[T]":

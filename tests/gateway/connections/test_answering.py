@@ -10,7 +10,7 @@ from kvasir.credentials import CLIENT, Credentials, Principal
 from kvasir.errors import Unavailable
 from kvasir.inference.v1 import inference_pb2 as pb
 from kvasir.server.operating.wellness import Wellness
-from kvasir.waits import LOOK_S, PATIENCE_S, PAUSE_S
+from kvasir.waits import LOOK_S, PAUSE_S
 from kvasir_gateway.door import bodies
 from kvasir_gateway.door.bodies import MAX_ANSWERING, RequestRoom, Rooms
 from kvasir_gateway.door.security import Gate
@@ -128,39 +128,6 @@ def test_strangers_have_the_places_of_one_namespace_and_pages_of_key_holders_wai
         assert not refused.done()
         engine.open.set()
         assert await asyncio.wait_for(asyncio.gather(modest, refused, *crowd), 30) == [200, 401, *[200] * CROWD]
-
-    asyncio.run(crowd())
-
-
-@pytest.mark.usefixtures("patient_reads")
-def test_a_namespace_has_one_place_while_another_was_here_in_the_last_seconds() -> None:
-    async def crowd() -> None:
-        now = 0.0
-        places = bodies.LoopPlaces(lambda: now)
-        await places.wait_for("modest", 1)
-        places.give_back("modest", 1)
-        waiting = [asyncio.create_task(places.wait_for("greedy", 1)) for _ in range(CROWD)]
-        await _nothing_moves()
-        assert places.held("greedy") == 1
-        await places.wait_for("modest", 1)  # at once
-        places.give_back("modest", 1)
-        now = PATIENCE_S + 1
-        places.give_back("greedy", 1)
-        await _nothing_moves()
-        assert places.held("greedy") == MOST_OF_ONE
-        for each in waiting:
-            each.cancel()
-
-    asyncio.run(crowd())
-
-
-def test_strangers_limit_no_namespace() -> None:
-    async def crowd() -> None:
-        places = bodies.LoopPlaces(lambda: 0.0)
-        await places.wait_for("", 1)
-        for _ in range(3):
-            await asyncio.wait_for(places.wait_for("one", 1), 10)
-        assert places.held("one") == 3
 
     asyncio.run(crowd())
 

@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from kvasir.server.fair_shares import RoundRobin, Shares
-from kvasir.server.shared_room import SharedRoom
+from kvasir.server.shared_room import ModestRoom, SharedRoom
+from kvasir.waits import PATIENCE_S
 
 NAMES = st.sampled_from("abcd")
 STEPS = st.lists(st.tuples(NAMES, st.integers(-40, 40)))
@@ -210,3 +211,48 @@ def test_who_waits_for_more_than_its_share_holds_up_nobody_however_often_it_is_o
         await asyncio.wait_for(waiting, 5)
 
     asyncio.run(test())
+
+
+@pytest.mark.parametrize("beside", [1, 2])
+def test_a_namespace_has_few_units_while_another_was_here_in_the_last_seconds(beside: int) -> None:
+    async def scene() -> None:
+        now = 0.0
+        room = ModestRoom(16, beside, clock=lambda: now)
+        await room.wait_for("modest", 1)
+        room.give_back("modest", 1)
+        greedy = [asyncio.create_task(room.wait_for("greedy", 1)) for _ in range(20)]
+        await asyncio.sleep(0)
+        assert room.held("greedy") == beside
+        room.give_back("greedy", 1)
+        await asyncio.sleep(0)
+        assert (room.held("greedy"), sum(each.done() for each in greedy)) == (beside, beside + 1)
+        await asyncio.wait_for(room.wait_for("modest", 1), 10)
+        room.give_back("modest", 1)
+        now = PATIENCE_S + 1
+        room.give_back("greedy", 1)
+        await asyncio.sleep(0)
+        assert room.held("greedy") == 12, "alone it has its usual share"
+        for each in greedy:
+            each.cancel()
+        await asyncio.gather(*greedy, return_exceptions=True)
+
+    asyncio.run(scene())
+
+
+def test_one_who_holds_nothing_has_more_units_than_few_at_once() -> None:
+    async def scene() -> None:
+        room = ModestRoom(16, 2, clock=lambda: 0.0)
+        await room.wait_for("one", 1)
+        await asyncio.wait_for(room.wait_for("other", 5), 10)
+
+    asyncio.run(scene())
+
+
+def test_strangers_limit_no_namespace() -> None:
+    async def scene() -> None:
+        room = ModestRoom(16, 1, clock=lambda: 0.0)
+        await room.wait_for("", 1)
+        for _ in range(3):
+            await asyncio.wait_for(room.wait_for("one", 1), 10)
+
+    asyncio.run(scene())

@@ -27,7 +27,7 @@ from kvasir.server.operating.durations import RpcCounts
 from kvasir.server.operating.log_errors import StrangersLines, places
 from kvasir.server.operating.traces import Traces
 from kvasir.server.running_calls import RunningCalls
-from kvasir.server.shared_room import Place, SharedRoom
+from kvasir.server.shared_room import ModestRoom, Place, SharedRoom
 from kvasir.status import abort, answer_to
 from kvasir.waits import LOOK_S, SOON_S
 
@@ -54,6 +54,8 @@ MAX_ARRIVING_ALONE = 12
 # Calls that are being answered. On the event loop each step of a call waits for a step of every other call. So the many
 # calls of one namespace wait here, where they delay nobody.
 MAX_ANSWERING = 16
+# Of one namespace, while another was here: two keep the loop busy, one at work and one that waits for a disk.
+_BESIDE_OTHERS = 2
 # A call that lasts longer waits for a disk or a lease, and the call that releases the lease may be waiting here.
 _ANSWERING_S = 0.05
 _MAX_UNCOLLECTED_BYTES = 32 << 20
@@ -194,7 +196,7 @@ class Authentication(_Interceptor):
         self.arriving_of_caller = _RoomsOfCallers(places)
         self.arriving_alone = SharedRoom(min(places, MAX_ARRIVING_ALONE))
         self.arriving_alone_of_caller = _RoomsOfCallers(min(places, MAX_ARRIVING_ALONE))
-        self.answering = SharedRoom(MAX_ANSWERING)
+        self.answering = ModestRoom(MAX_ANSWERING, _BESIDE_OTHERS)
         self.doorstep = Doorstep()
 
     def _wrap(self, method: str, handler: Any) -> Any:

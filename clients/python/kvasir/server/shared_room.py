@@ -1,11 +1,13 @@
 """A limited number of units (bytes, places) for which namespaces wait in turn. Belongs to one event loop."""
 
 import asyncio
-from collections.abc import AsyncIterator
+import time
+from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, field
 
 from kvasir.server.fair_shares import GENEROSITY, RoundRobin, Shares
+from kvasir.waits import PATIENCE_S
 
 # A waiter for many units may be overtaken this often; after that, all others wait for it.
 _MAX_OVERTAKEN = 16
@@ -122,6 +124,42 @@ class SharedRoom:
             self._count_overtaken()
             if not place.granted.done():
                 place.granted.set_result(None)
+
+
+class ModestRoom(SharedRoom):
+    """Room of which a namespace gets `beside` units at most while a caller of another was here in the last seconds: the
+    work of more of them, here or in a service behind this one, would stand before that caller's."""
+
+    def __init__(
+        self,
+        max_units: int,
+        beside: int,
+        generosity: float = GENEROSITY,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        super().__init__(max_units, generosity)
+        self._beside = beside
+        self._clock = clock
+        self._seen: dict[str, float] = {}  # when namespaces were here; no strangers, whose health checks limit nobody
+
+    def take(self, namespace: str, units: int) -> None:
+        super().take(namespace, units)
+        self._note(namespace)
+
+    def give_back(self, namespace: str, units: int) -> None:
+        self._note(namespace)
+        super().give_back(namespace, units)
+
+    def _note(self, namespace: str) -> None:
+        if namespace:
+            since = self._clock() - PATIENCE_S
+            self._seen = {name: at for name, at in self._seen.items() if at > since} | {namespace: self._clock()}
+
+    def _has_room(self, namespace: str, units: int) -> bool:
+        since = self._clock() - PATIENCE_S
+        others = any(name != namespace and at > since for name, at in self._seen.items())
+        is_modest = not others or not self.held(namespace) or self.held(namespace) + units <= self._beside
+        return is_modest and super()._has_room(namespace, units)
 
 
 class Place(AbstractAsyncContextManager[None]):

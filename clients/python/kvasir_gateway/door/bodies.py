@@ -5,7 +5,6 @@ C counts what parsing would make, large bodies are read by one thread, in which 
 billed to its namespace by what it becomes, until its answer is sent."""
 
 import asyncio
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -13,8 +12,8 @@ from typing import TypeVar, cast
 
 from kvasir.errors import DeadlineExceeded, InvalidArgument, KvasirError, ResourceExhausted
 from kvasir.server.fair_shares import QUARTER, Shares
-from kvasir.server.shared_room import Place, SharedRoom
-from kvasir.waits import LOOK_S, PATIENCE_S, PAUSE_S
+from kvasir.server.shared_room import ModestRoom, Place, SharedRoom
+from kvasir.waits import LOOK_S, PAUSE_S
 from starlette.requests import Request
 
 from kvasir_gateway.door.connections import receive_rest
@@ -27,7 +26,7 @@ MAX_VALUES = 1 << 18
 MAX_DEPTH = 64
 MAX_ANSWERING = 16
 """Requests that the event loop answers at once: each step of one waits for a step of every other, and a page needs six
-answers of the engine's loop."""
+answers of the engine's loop. One namespace has a quarter, and one place beside others."""
 _SENDING_S = 60.0  # for a whole body
 _SMALL_BYTES = 16 << 10  # read at once: a thread would cost more
 # Memory for a body: the first of it, how much more than has come, and how much the event loop fills: that takes longer
@@ -46,39 +45,10 @@ class Rooms:
 
     def __init__(self, max_requests: int, max_bodies_bytes: int) -> None:
         self.requests = Shares(max_requests)
-        self.answering = LoopPlaces()
+        self.answering = ModestRoom(MAX_ANSWERING, 1, QUARTER)
         self.bodies = Shares(max_bodies_bytes)
         self.reading = SharedRoom(1)
         self.thread = ThreadPoolExecutor(1, thread_name_prefix="bodies")
-
-
-class LoopPlaces(SharedRoom):
-    """Places on the event loop. A namespace alone has a quarter, and one while a caller of another was here in the last
-    seconds: work of its other requests in engine and store, which have loops of their own, would stand before that
-    caller's turn."""
-
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        super().__init__(MAX_ANSWERING, QUARTER)
-        self._clock = clock
-        self._seen: dict[str, float] = {}  # namespaces of key holders, when they were here
-
-    def take(self, namespace: str, units: int) -> None:
-        super().take(namespace, units)
-        self._note(namespace)
-
-    def give_back(self, namespace: str, units: int) -> None:
-        self._note(namespace)
-        super().give_back(namespace, units)
-
-    def _note(self, namespace: str) -> None:
-        if namespace:  # a stranger's health checks limit nobody
-            since = self._clock() - PATIENCE_S
-            self._seen = {name: at for name, at in self._seen.items() if at > since} | {namespace: self._clock()}
-
-    def _has_room(self, namespace: str, units: int) -> bool:
-        since = self._clock() - PATIENCE_S
-        others = any(name != namespace and at > since for name, at in self._seen.items())
-        return not (others and self.held(namespace)) and super()._has_room(namespace, units)
 
 
 class LoopTurn:
