@@ -66,9 +66,9 @@ class Cells:
     @property
     def shareable(self) -> int:
         """Leading tokens, in whole blocks, whose KV other turns may share: what a cold run would have computed. Where
-        cells are single blocks, it has the bits of a cold run. Where they are longer, a prompt's last cell may have
-        been cut elsewhere: then the bits are those of another shape of the same product, within the tolerance of 16-bit
-        computing (DESIGN §3).
+        cells are no longer than blocks, it has the bits of a cold run. Where they are longer, a prompt's last cell may
+        have been cut elsewhere: then the bits are those of another shape of the same product, within the tolerance of
+        16-bit computing (DESIGN §3).
         """
         return _whole_blocks(self.on_grid)
 

@@ -1,7 +1,8 @@
 """Cells of a length on any device, for tests whose lengths are chosen for them.
 
-A device has cells of its own size (`model.cell_tokens`): a block on a CPU, more on a GPU. Tests that count cells are
-marked `cells_of_a_block`, and their engines are opened here. All other tests run with the device's own cells.
+A device has cells of its own size (`model.cell_tokens`): a quarter of a block on a CPU, more than a block on a GPU.
+Tests that count cells are marked `cells_of_a_block`, and their engines are opened here. All other tests run with the
+device's own cells.
 """
 
 import contextlib

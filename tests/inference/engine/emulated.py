@@ -15,6 +15,7 @@ from inference_svc.kv.attention import choice, in_place
 from inference_svc.kv.attention.kernels import Dialect
 from inference_svc.kv.model_hooks import attention_hook
 from inference_svc.model.model_runner import ModelRunner
+from tests.inference.engine.cells import cells_of
 from tests.inference.engine.driving import Driver
 from tests.inference.kv.attention.emulators import EMULATORS
 
@@ -39,6 +40,7 @@ def emulated_engine(
 
         patch.setattr(ModelRunner, "__init__", on_gpu)
         patch.setattr(ModelRunner, "takes_pool_at_once", takes_pool_at_once)
-        engine = Engine.open(model_dir, cache_dir=cache_dir, **options)
+        with cells_of(1):
+            engine = Engine.open(model_dir, cache_dir=cache_dir, **options)
         yield Driver(engine)
         engine.close()

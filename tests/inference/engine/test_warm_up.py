@@ -133,6 +133,7 @@ def test_the_warm_up_waits_until_callers_are_away_for_a_while(monkeypatch: pytes
     assert len([*looks]) == 1000 - 100
 
 
+@pytest.mark.cells_of_a_block
 @pytest.mark.long(2)
 @pytest.mark.parametrize("comes", [False, True], ids=["nobody comes", "a caller comes"])
 def test_an_idle_gpu_takes_every_shape_of_a_first_crowd_and_gives_way(
