@@ -90,8 +90,9 @@ export class Reply {
       const choice = this.#choice(event.value.choice);
       choice.text += event.value.text;
       choice.reasoningText += event.value.reasoningText;
-      choice.tokenIds.push(...event.value.tokenIds);
-      choice.logprobs.push(...event.value.logprobs);
+      // One by one: as arguments of one call a long reply, told again from memory, would not fit the stack.
+      for (const id of event.value.tokenIds) choice.tokenIds.push(id);
+      for (const each of event.value.logprobs) choice.logprobs.push(each);
     } else if (event.case === "finished") {
       this.#choice(event.value.choice).finished = event.value;
     }

@@ -7,7 +7,9 @@ import { create } from "@bufbuild/protobuf";
 import { Code, ConnectError } from "@connectrpc/connect";
 import { Client, ErrorReason, KvasirError } from "@kvasir/client";
 import { ErrorInfoSchema, RetryInfoSchema } from "../src/gen/google/rpc/error_details_pb.js";
+import { DeltaSchema } from "../src/gen/kvasir/inference/v1/inference_pb.js";
 import { toKvasirError } from "../src/errors.js";
+import { Reply } from "../src/turns.js";
 
 test("addresses that are refused", () => {
   const refused = {
@@ -56,6 +58,13 @@ test("turns that are refused here", async () => {
   await refused({ prompt: "a", regex: "b", jsonSchema: {} }, "response_format");
   await refused({ prompt: "a", maxTokens: 2 ** 40 }, "request");
   client.close();
+});
+
+test("a long reply that comes in one delta, as one from memory does", () => {
+  const reply = new Reply();
+  const tokenIds = new Array<number>(400_000).fill(7);
+  reply.add({ case: "delta", value: create(DeltaSchema, { text: "x", tokenIds }) });
+  assert.equal(reply.choices[0]!.tokenIds.length, tokenIds.length);
 });
 
 test("a closed client stays closed: a read that was under way is not asked again", async () => {
