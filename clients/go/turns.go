@@ -226,6 +226,9 @@ func (c *Client) ownName(ctx context.Context) string {
 // Reply is Generate to its end. After an error the reply has what arrived before it.
 func (c *Client) Reply(ctx context.Context, turn Turn) (*Reply, error) {
 	reply := &Reply{}
+	if turn.RequestID == "" {
+		turn.RequestID = rand.Text()
+	}
 	for event, err := range c.Generate(ctx, turn) {
 		if err == nil {
 			err = reply.Add(event)
@@ -233,6 +236,9 @@ func (c *Client) Reply(ctx context.Context, turn Turn) (*Reply, error) {
 		if err != nil {
 			return reply, err
 		}
+	}
+	if reply.Finished() == nil {
+		return reply, cut(turn.RequestID)
 	}
 	return reply, nil
 }

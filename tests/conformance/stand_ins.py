@@ -87,7 +87,8 @@ class MeasuringEngine(inference_pb2_grpc.InferenceServiceServicer, cachestore_pb
 
 
 class MovingEngine(inference_pb2_grpc.InferenceServiceServicer, cachestore_pb2_grpc.AgentServiceServicer):  # type: ignore[misc]
-    """Gives every turn away after "Hel"; whoever comes back with the token gets the rest from it."""
+    """Gives every turn away after "Hel"; whoever comes back with the token gets the rest from it. That of "cut" ends
+    there as if it were whole, as a proxy may end it."""
 
     PEER, TOKEN = "studio", "the-rest"
 
@@ -96,6 +97,8 @@ class MovingEngine(inference_pb2_grpc.InferenceServiceServicer, cachestore_pb2_g
         if not request.resume_token:
             yield event(started=inference_pb2.Started(request_id=request.request_id))
             yield event(delta=inference_pb2.Delta(text="Hel"))
+            if request.agent_id == "cut":
+                return
             yield event(moved=inference_pb2.Moved(peer=self.PEER, resume_token=self.TOKEN))
         elif request.resume_token == self.TOKEN:
             yield event(delta=inference_pb2.Delta(text="lo"))

@@ -109,6 +109,11 @@ impl Error {
         made
     }
 
+    /// The end of a reply without its last event.
+    pub(crate) fn cut() -> Self {
+        Self::own(Code::Unavailable, ErrorReason::StreamCut, "", "the reply was cut")
+    }
+
     pub(crate) fn with_request_id(mut self, request_id: &str) -> Self {
         if !request_id.is_empty() {
             self.0.metadata.insert("request_id".to_owned(), request_id.to_owned());

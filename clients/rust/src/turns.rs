@@ -221,14 +221,18 @@ impl Client {
     /// [`Client::generate`] to its end.
     ///
     /// # Errors
-    /// As Generate's in the contract; what arrived before is lost with the reply, not with the events.
+    /// As Generate's in the contract; `STREAM_CUT` if it ended as if it were whole, as a proxy may end it. What arrived before is
+    /// lost with the reply, not with the events.
     pub async fn reply(&self, turn: Turn) -> Result<Reply> {
         let mut events = self.generate(turn).await?;
         let mut reply = Reply::default();
         while let Some(event) = events.next().await {
             reply.add(event?)?;
         }
-        Ok(reply)
+        match reply.finished() {
+            Some(_) => Ok(reply),
+            None => Err(Error::cut().with_request_id(&events.request_id)),
+        }
     }
 
     /// Puts an agent's memory into the engine ahead of its next turn, and with an input also computes that prompt. Of the turn

@@ -1,4 +1,5 @@
 /** The client: turns of an engine, and agents of its store. */
+import { randomUUID } from "node:crypto";
 import type { Client as Stub } from "@connectrpc/connect";
 import type { MessageInitShape } from "@bufbuild/protobuf";
 import type {
@@ -9,7 +10,7 @@ import {
   type EmbedResponse, type Finished, type GenerateRequestSchema, type HotMemory, type InferenceService, type Turn as TurnUnderWay, type WarmResponse,
 } from "./gen/kvasir/inference/v1/inference_pb.js";
 import { Connection, type CallOptions, type ConnectOptions } from "./connection.js";
-import { KvasirError, movedTo, toKvasirError } from "./errors.js";
+import { KvasirError, cut, movedTo, toKvasirError } from "./errors.js";
 import { Reply, checked, countRequest, generateRequest, warmRequest, type GenerateEvent, type Input, type Turn } from "./turns.js";
 
 /** Names a version of an agent. Absent: the newest, of the line that was used last. */
@@ -139,7 +140,9 @@ export class Client {
   /** As generate, to its end. */
   async reply(turn: Turn, options: CallOptions = {}): Promise<Reply> {
     const reply = new Reply();
-    for await (const event of this.generate(turn, options)) reply.add(event);
+    const requestId = turn.requestId ?? randomUUID();
+    for await (const event of this.generate({ ...turn, requestId }, options)) reply.add(event);
+    if (reply.finished === undefined) throw cut(requestId);
     return reply;
   }
 

@@ -90,6 +90,11 @@ export function movedTo({ peer, resumeToken }: Moved): KvasirError {
   return new KvasirError("UNAVAILABLE", text, { reasonName: "TURN_MOVED", metadata: { peer, resume_token: resumeToken } });
 }
 
+/** The end of a reply whose stream ended as if it were whole, as a proxy may end it. */
+export function cut(requestId: string): KvasirError {
+  return new KvasirError("UNAVAILABLE", "the reply was cut", { reasonName: "STREAM_CUT", metadata: { request_id: requestId } });
+}
+
 /** This client's own refusal of an argument. */
 export function invalid(field: string, message: string): KvasirError {
   return new KvasirError("INVALID_ARGUMENT", `${field}: ${message}`, { field, reasonName: "INVALID_FIELD" });

@@ -34,6 +34,7 @@ import org.kvasir.inference.v1.CancelTurnRequest;
 import org.kvasir.inference.v1.CountTokensRequest;
 import org.kvasir.inference.v1.EmbedRequest;
 import org.kvasir.inference.v1.EmbedResponse;
+import org.kvasir.inference.v1.FinishReason;
 import org.kvasir.inference.v1.Finished;
 import org.kvasir.inference.v1.GenerateRequest;
 import org.kvasir.inference.v1.GetCapabilitiesRequest;
@@ -166,6 +167,9 @@ public final class Client implements AutoCloseable {
     Reply reply = new Reply();
     try (Events events = generate(turn)) {
       events.forEachRemaining(reply::add);
+      if (reply.finished().getReason() == FinishReason.FINISH_REASON_UNSPECIFIED) {
+        throw events.cut();
+      }
     }
     return reply;
   }

@@ -49,6 +49,10 @@ public final class Events implements Iterator<GenerateResponse>, AutoCloseable {
     events.close();
   }
 
+  KvasirException cut() {
+    return KvasirException.cut().withRequestId(requestId);
+  }
+
   private void checkNotMoved() {
     if (moved != null) {
       throw KvasirException.moved(moved).withRequestId(requestId);

@@ -96,6 +96,13 @@ public final class KvasirException extends RuntimeException {
     return made;
   }
 
+  /** The end of a reply whose stream ended as if it were whole, as a proxy may end it. */
+  static KvasirException cut() {
+    KvasirException made = new KvasirException(Status.Code.UNAVAILABLE, "the reply was cut", null);
+    made.reasonName = "STREAM_CUT";
+    return made;
+  }
+
   KvasirException withRequestId(String requestId) {
     if (!requestId.isEmpty()) {
       metadata.put("request_id", requestId);
