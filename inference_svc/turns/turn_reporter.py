@@ -65,7 +65,8 @@ class HandOff:
             self._is_scheduled = False
             if self._pause is not None:
                 self._pause.cancel()
-            self._pause = self._loop.call_later(LOOK_S, self._deliver) if len(batch) > _FEW else None
+            readers = {deliver for deliver, _ in batch}
+            self._pause = self._loop.call_later(LOOK_S, self._deliver) if len(readers) > _FEW else None
         for deliver, values in batch:
             deliver(*values)
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -404,14 +405,18 @@ def test_a_step_of_many_turns_wakes_the_loop_once_and_keeps_each_turns_order() -
     assert all(events == [Prefilled(done, 3) for done in range(3)] for events in heard.values())
 
 
+def readers(count: int, heard: list[int]) -> list[Callable[[int], None]]:
+    return [lambda number, reader=reader: heard.append(number) for reader in range(count)]  # type: ignore[misc]
+
+
 def counted_steps(*steps: tuple[int, bool]) -> tuple[list[int], list[int]]:
     """Events of so many turns each, which can wait or not: how many had come after each step, and of which steps."""
 
     async def handing_over() -> tuple[list[int], list[int]]:
         handoff, heard, counts = HandOff(asyncio.get_running_loop()), list[int](), list[int]()
         for number, (turns, can_wait) in enumerate(steps):
-            for _ in range(turns):
-                handoff.send(heard.append, number, can_wait=can_wait)
+            for deliver in readers(turns, heard):
+                handoff.send(deliver, number, can_wait=can_wait)
             await asyncio.sleep(0)
             counts.append(len(heard))
         return counts, heard
@@ -421,6 +426,20 @@ def counted_steps(*steps: tuple[int, bool]) -> tuple[list[int], list[int]]:
 
 def test_tokens_of_few_readers_come_at_once() -> None:
     assert counted_steps(*[(4, True)] * 3) == ([4, 8, 12], [0] * 4 + [1] * 4 + [2] * 4)
+
+
+def test_many_tokens_of_one_reader_that_the_loop_takes_at_once_begin_no_pause() -> None:
+    async def read() -> list[int]:
+        handoff, heard = HandOff(asyncio.get_running_loop()), list[int]()
+        for number in (*range(10), None, 10):
+            if number is None:
+                await asyncio.sleep(0)
+            else:
+                handoff.send(heard.append, number, can_wait=True)
+        await asyncio.sleep(0)
+        return heard
+
+    assert asyncio.run(read()) == [*range(11)]
 
 
 def test_tokens_of_many_readers_wait_for_a_pause_but_not_behind_what_cannot_wait(
@@ -436,8 +455,8 @@ def test_tokens_that_wait_come_when_the_pause_ends() -> None:
     async def read() -> list[int]:
         handoff, heard, last = HandOff(asyncio.get_running_loop()), list[int](), asyncio.Event()
         for number in range(3):
-            for _ in range(5):
-                handoff.send(heard.append, number, can_wait=True)
+            for deliver in readers(5, heard):
+                handoff.send(deliver, number, can_wait=True)
             await asyncio.sleep(0)
         handoff.send(last.set, can_wait=True)
         await asyncio.wait_for(last.wait(), 60)
