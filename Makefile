@@ -53,8 +53,8 @@ test-vllm: install ## The KV connector in unmodified vLLM; VLLM=a Python that ha
 demo: install    ## Two agents live, die by kill -9, and go on; then one moves
 	$(BIN)/kvasir demo
 
-fleet: install   ## Three engines on PostgreSQL and S3, with nginx; ENGINES=5 DOOR=envoy DIR=…
-	@$(BIN)/python -m tools.fleet $(if $(DIR),--dir '$(DIR)') $(if $(ENGINES),--engines '$(ENGINES)') $(if $(DOOR),--door '$(DOOR)')
+fleet: install   ## Three engines on PostgreSQL and S3; ENGINES=5 STORES=2 DOOR=envoy DIR=…
+	@$(BIN)/python -m tools.fleet $(if $(DIR),--dir '$(DIR)') $(if $(ENGINES),--engines '$(ENGINES)') $(if $(STORES),--stores '$(STORES)') $(if $(DOOR),--door '$(DOOR)')
 
 demo-agent: install ## A coding agent with 30,000 tokens of instructions is killed; minutes
 	$(BIN)/kvasir demo --agent

@@ -27,6 +27,7 @@ from tests.cli.running import process_exists
 from tests.running import in_memory
 from tests.running.system_fixtures import ROOT, running_house
 from tools.fleet import servers
+from tools.fleet.fleet import Fleet, Plan
 from tools.fleet.part import FleetError, program
 
 PETS = ("Rex", "Tom", "Max", "Leo", "Sam")
@@ -184,9 +185,10 @@ def test_a_second_fleet_in_a_directory_is_refused_by_the_first_ones_pid(tmp_path
     assert f"kill {os.getpid()}" in refused.stderr
 
 
-@pytest.mark.parametrize("command", ["tools.fleet", "tests.campaigns.fleet.campaign"])
-def test_several_stores_are_not_offered_for_one_database_has_one(command: str) -> None:
-    words = [sys.executable, "-m", command, "--stores", "2"]
-    refused = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False, timeout=60)
-    assert refused.returncode == 2
-    assert "unrecognized arguments: --stores 2" in refused.stderr
+@pytest.mark.skipif(bool(servers.missing()), reason=servers.missing())
+def test_engines_of_a_fleet_are_divided_among_its_stores(tmp_path: Path) -> None:
+    fleet = Fleet(tmp_path / "fleet", Plan(3, "none", stores=2))
+    fleet.set_up_engines()
+    called = [each.part.argv[each.part.argv.index("--store") + 1] for each in fleet.engines]
+    first, second = (each.address for each in fleet.stores)
+    assert called == [first, second, first]

@@ -26,6 +26,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="make fleet", description=__doc__)
     parser.add_argument("--dir", type=Path, default=Path("out/fleet"), help="holds everything (default: out/fleet)")
     parser.add_argument("--engines", type=_count, default=3, help="engines (3)")
+    parser.add_argument("--stores", type=_count, default=1, help="stores over the one database and bucket (1)")
     parser.add_argument(
         "--door", choices=[*DOORS, "none"], default="nginx", help="for gRPC, before the engines (nginx)"
     )
@@ -33,7 +34,7 @@ def main() -> int:
     given = parser.parse_args()
     for number in _ENDS:
         signal.signal(number, _leave)
-    root, plan = given.dir.absolute(), Plan(given.engines, given.door)
+    root, plan = given.dir.absolute(), Plan(given.engines, given.door, stores=given.stores)
     try:
         with _alone(root) as lock, running(root, plan, lock) as fleet:
             print(json.dumps(fleet.facts()) if given.json else _words(fleet), flush=True)
@@ -94,7 +95,7 @@ def _watch(fleet: Fleet) -> int:
 def _words(fleet: Fleet) -> str:
     first = fleet.engines[0]
     token = f"--token-file {fleet.client_token}"
-    members = "\n".join(f"  {each.name:<10} {each.address}  pid {each.pid}" for each in (*fleet.engines, fleet.store))
+    members = "\n".join(f"  {each.name:<10} {each.address}  pid {each.pid}" for each in (*fleet.engines, *fleet.stores))
     options = " ".join(fleet.engine_options)
     door = ""
     if fleet.door is not None:

@@ -1,7 +1,7 @@
-"""A whole fleet in one directory: engines, a store, PostgreSQL, S3, the HTTP gateway, and a balancer for gRPC.
+"""A whole fleet in one directory: engines, stores, PostgreSQL, S3, the HTTP gateway, and a balancer for gRPC.
 
 clients ─HTTP─▶ gateway ──┐
-clients ─gRPC─▶ nginx ────┴▶ engine-1, -2, … ──▶ store ──▶ PostgreSQL (index), versitygw (blobs, as S3)
+clients ─gRPC─▶ nginx ────┴▶ engine-1, -2, … ──▶ store-1, … ──▶ PostgreSQL (index), versitygw (blobs, as S3)
 """
 
 import json
@@ -19,7 +19,7 @@ from kvasir.cli.running.home import Home
 from tools.fleet.part import Begin, Part, free_port
 from tools.fleet.servers import BUCKET, DATABASE, S3, Door, Postgres
 
-# From who calls ("store-1"), whom ("postgres") and its port to the port that is called: tests put links between.
+# From who calls ("engine-1"), whom ("store-1") and its port to the port that is called: tests put links between.
 Through = Callable[[str, str, int], int]
 
 
@@ -36,6 +36,7 @@ class Plan:
     memory_gib: str = "1"
     engine_settings: str = ""  # the text of a settings file, for every engine
     store_options: Sequence[str] = ()
+    stores: int = 1  # each engine has one of them
     has_standby: bool = False  # of PostgreSQL, which has all that is acknowledged
     through: Through = _directly
     begin: Begin | None = None
@@ -79,7 +80,7 @@ class Fleet:
             each.mkdir(exist_ok=True, mode=0o700)
         self.postgres, self.s3 = Postgres(root / "postgres", logs), S3(root / "s3", logs)
         self.standby = Postgres(root / "postgres-2", logs, "postgres-2") if plan.has_standby else None
-        self.store = Member("store-1", root, logs)
+        self.stores = [Member(f"store-{number + 1}", root, logs) for number in range(plan.stores)]
         self.engines = [Member(f"engine-{number + 1}", root, logs) for number in range(plan.engines)]
         addresses = [each.address for each in self.engines]
         self.door = None if plan.door == "none" else Door(plan.door, root / "door", logs, addresses)
@@ -90,7 +91,12 @@ class Fleet:
 
     @property
     def kvasir_parts(self) -> list[Part]:
-        return [self.store.part, *self._engine_parts, self.gateway]
+        return [*self._store_parts, *self._engine_parts, self.gateway]
+
+    @property
+    def store(self) -> Member:
+        """The first, whose credentials are all members'."""
+        return self.stores[0]
 
     @property
     def parts(self) -> list[Part]:
@@ -107,7 +113,7 @@ class Fleet:
         through = self.plan.through
         servers = [self.postgres.part, self.s3.part]
         self.postgres.prepare(self.postgres.port)
-        self.s3.prepare(through("store", "s3", self.s3.port))
+        self.s3.prepare(self.s3.port)
         _start(servers)
         self.postgres.make_database()
         if self.standby is not None:
@@ -115,13 +121,15 @@ class Fleet:
             _start([self.standby.part])
             self.postgres.wait_for_standby()
         databases = [self.postgres] if self.standby is None else [self.postgres, self.standby]
-        ports = [through("store", each.part.name, each.port) for each in databases]
-        self.postgres.prepare(*ports)
-        self._set_up_store(self.store, ports)
+        ports = {store: [through(store.name, each.part.name, each.port) for each in databases] for store in self.stores}
+        self.postgres.prepare(*(port for each in ports.values() for port in each))
+        for store in self.stores:
+            self._set_up_store(store, ports[store])
         _start([self.store.part])
-        for engine in self.engines:
-            _join(self.store.home, engine.home)
-            self._set_up_engine(engine, self.store)
+        for member in (*self.stores[1:], *self.engines):
+            _join(self.store.home, member.home)
+        _start(self._store_parts[1:])
+        self.set_up_engines()
         _start(self._engine_parts)
         doors = [self.gateway]
         if self.door is not None:
@@ -129,9 +137,14 @@ class Fleet:
             doors.append(self.door.part)
         _start(doors)
 
+    def set_up_engines(self) -> None:
+        """Let each call a store, the next one the next."""
+        for number, engine in enumerate(self.engines):
+            self._set_up_engine(engine, self.stores[number % len(self.stores)])
+
     def stop(self) -> None:
         """Callers' doors first, then the engines, which store what they owe, and last what the stores stand on."""
-        for wave in ([self.gateway, *([self.door.part] if self.door else [])], self._engine_parts, [self.store.part]):
+        for wave in ([self.gateway, *([self.door.part] if self.door else [])], self._engine_parts, self._store_parts):
             _stop(wave)
         _stop([self.s3.part, *self._database_parts])
 
@@ -140,13 +153,18 @@ class Fleet:
         return [self.postgres.part, *([] if self.standby is None else [self.standby.part])]
 
     @property
+    def _store_parts(self) -> list[Part]:
+        return [each.part for each in self.stores]
+
+    @property
     def _engine_parts(self) -> list[Part]:
         return [each.part for each in self.engines]
 
     def _set_up_store(self, store: Member, database_ports: Sequence[int]) -> None:
         catalog = f"postgresql://kvasir@{','.join(f'127.0.0.1:{port}' for port in database_ports)}/{DATABASE}"
         words = ["store", "serve", "--listen", store.address, "--catalog", catalog, "--blobs", f"s3://{BUCKET}/fleet"]
-        words += ["--blob-credentials-file", str(self.s3.credentials)]
+        keys = self.s3.keys_for(store.name, self.plan.through(store.name, self.s3.part.name, self.s3.port))
+        words += ["--blob-credentials-file", str(keys)]
         words += ["--last-runs-dir", str(store.home.root / "last-runs")]
         store.part.env = {"PGPASSFILE": str(self.postgres.passfile)}
         store.runs(*words, *self.plan.store_options)
@@ -178,7 +196,7 @@ class Fleet:
             "door": None if self.door is None else self.door.address,
             "token_file": str(self.client_token),
             "engines": [self._facts_of(each) for each in self.engines],
-            "stores": [self._facts_of(self.store)],
+            "stores": [self._facts_of(each) for each in self.stores],
             "pids": {part.name: part.process.pid for part in self.parts if part.process is not None},
         }
 

@@ -113,11 +113,12 @@ class Postgres:
                 raise FleetError(f"{self.part.name} has no standby after {within_s:g} s")
             time.sleep(0.1)
 
-    def ask(self, sql: str) -> list[tuple[Any, ...]]:
+    def ask(self, sql: str, database: str = "postgres") -> list[tuple[Any, ...]]:
         """One statement by itself, and its rows. Raises psycopg.Error."""
         import psycopg
 
-        with psycopg.connect(self._url, autocommit=True, password=self._password()) as connection:
+        given = {"dbname": database, "password": self._password()}
+        with psycopg.connect(self._url, autocommit=True, **given) as connection:
             done = connection.execute(sql)  # type: ignore[arg-type]
             return done.fetchall() if done.description else []
 
@@ -168,9 +169,18 @@ class S3:
     def prepare(self, port_of_clients: int) -> None:
         """Make its directory, and what clients at `port_of_clients` need."""
         (self._data / BUCKET).mkdir(parents=True, exist_ok=True, mode=0o700)
+        self._write_keys(self.credentials, port_of_clients)
+
+    def keys_for(self, client: str, port: int) -> Path:
+        """The credentials of a client that calls this port."""
+        file = self.credentials.with_name(f"{client}.keys")
+        self._write_keys(file, port)
+        return file
+
+    def _write_keys(self, file: Path, port: int) -> None:
         access, secret = self._keys
         lines = f"aws_access_key_id = {access}\naws_secret_access_key = {secret}\nregion = us-east-1\n"
-        replace_private_text(self.credentials, f"{lines}endpoint_url = http://127.0.0.1:{port_of_clients}\n")
+        replace_private_text(file, f"{lines}endpoint_url = http://127.0.0.1:{port}\n")
 
 
 class Door:

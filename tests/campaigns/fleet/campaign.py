@@ -94,7 +94,7 @@ async def _opened(root: Path, size: Size, seed: int) -> AsyncIterator[tuple[Live
 
     clock = root / "clock"
     set_ahead(clock, 0.0)
-    plan = Plan(size.engines, "nginx", "0.01", _SETTINGS, (), True, through, _begin(clock))
+    plan = Plan(size.engines, "nginx", "0.01", _SETTINGS, (), 1, True, through, _begin(clock))
     async with contextlib.AsyncExitStack() as ends:
         fleet = await asyncio.to_thread(ends.enter_context, running(root, plan))
         token = read_token(fleet.client_token)
@@ -107,7 +107,7 @@ async def _opened(root: Path, size: Size, seed: int) -> AsyncIterator[tuple[Live
             ends.callback(link.close)
         clients = [AioInferenceClient.connect(address, token=token) for address in addresses]
         store = AioStoreClient.connect(fleet.store.address, token=token)
-        lives = Lives(clients, store, seed, doors=clients[1:], give_up_s=_GIVE_UP_S)
+        lives = Lives(clients, [store], seed, doors=clients[1:], give_up_s=_GIVE_UP_S)
         ends.push_async_callback(lives.close)
         await lives.calibrate()
         yield lives, _targets(fleet, links, clock)
@@ -115,9 +115,9 @@ async def _opened(root: Path, size: Size, seed: int) -> AsyncIterator[tuple[Live
 
 def _targets(fleet: Fleet, links: Mapping[str, FaultyLink], clock: Path) -> list[Target]:
     """The more stands on a part, the longer it is left alone: agents must come to something in between."""
-    peace_s = {"store to postgres": 3.0, "store to postgres-2": 3.0, "store to s3": 2.5}
+    peace_s = {"store-1 to postgres": 3.0, "store-1 to postgres-2": 3.0, "store-1 to s3": 2.5}
     assert fleet.standby is not None
-    answers = {"store to s3": ("busy", "busy")}
+    answers = {"store-1 to s3": ("busy", "busy")}
     return [
         *(Link(name, link, peace_s.get(name, 0.8), answers.get(name, ())) for name, link in links.items()),
         *(Service(each, 6.0) for each in fleet.engines),

@@ -3,7 +3,8 @@
 from dataclasses import dataclass, field
 
 from kvasir import errors
-from kvasir.clients import AioStoreClient
+
+from tests.campaigns.history.record import AnyStore
 
 _RETAINED_VERSIONS = 8
 
@@ -25,11 +26,11 @@ class Ledger:
         """It was deleted or replaced, or may have been: versions are counted anew."""
         self.agents.pop(agent, None)
 
-    async def lost(self, store: AioStoreClient) -> list[str]:
+    async def lost(self, store: AnyStore) -> list[str]:
         """A problem for each agent whose newest acknowledged version is not there as it was told."""
         return [problem for agent in self.agents for problem in await self._lost(store, agent)]
 
-    async def _lost(self, store: AioStoreClient, agent: str) -> list[str]:
+    async def _lost(self, store: AnyStore, agent: str) -> list[str]:
         version, told = max(self.agents[agent].items())
         try:
             head, _ = await store.get_snapshot(agent)

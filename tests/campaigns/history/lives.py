@@ -21,6 +21,7 @@ from kvasir.inference.v1 import inference_pb2 as pb
 from tests.campaigns.faults.faulty_link import Fault, FaultyLink
 from tests.campaigns.history.ledger import Ledger
 from tests.campaigns.history.oracle import History, Said
+from tests.campaigns.history.record import AnyStore, Record
 from tools.kvasir_tiny.words import Dice
 
 WORD = "door"
@@ -98,10 +99,12 @@ class Life:
         given = {"messages": message} if is_whole else {"append_messages": message}
         reply = Reply()
         self._begun(number, acknowledged, is_whole, words)
-        client = self._client()
+        client, began, stored = self._client(), time.monotonic(), None
         try:
             sampling = {"max_tokens": 1, "temperature": 0}
             reply = await client.reply(agent_id=self.name, sampling=sampling, timeout_s=self.world.give_up_s, **given)  # type: ignore[arg-type]
+            if reply.finished.snapshot.state == pb.SNAPSHOT_STATE_COMMITTED:
+                stored = reply.finished.snapshot
         except errors.KvasirError as error:
             self._note(f"turn {number} refused {error.reason}")
             if error.reason == "NO_MESSAGES":
@@ -109,6 +112,8 @@ class Life:
             elif error.reason not in _MAY_BE_REFUSED and not (client in self.world.doors and _BROKEN in error.message):
                 self.history.problems.append(f"turn {number}: {type(error).__name__} {error.reason}: {error.message}")
             return None, reply
+        finally:  # what was not said to be stored may be stored at any time
+            self.world.record.wrote(self.name, began, "engine", stored)
         self.history.unheard.pop(number, None)
         parent = None if is_whole else self._parent(reply.started.prompt_tokens, words, number)
         snapshot = reply.finished.snapshot
@@ -158,6 +163,7 @@ class Life:
         self.number += 1
         message = [{"role": "user", "content": " ".join([f"m{self.number}.", *[WORD] * self._words()])}]
         client = self._client()
+        self.world.record.wrote(self.name, time.monotonic(), "engine")  # it may be stored
         turn = client.generate(
             agent_id=self.name, append_messages=message, sampling={"max_tokens": 40}, timeout_s=self.world.give_up_s
         )
@@ -352,18 +358,19 @@ class Lives:
     def __init__(
         self,
         clients: Sequence[AioInferenceClient],
-        store: AioStoreClient,
+        stores: Sequence[AioStoreClient],
         seed: int,
         links: Sequence[FaultyLink] = (),
         doors: Sequence[AioInferenceClient] = (),
         give_up_s: float = _GIVE_UP_S,
     ) -> None:
-        """`links` fail at random; a caller that breaks other things passes none. `doors`: clients of a proxy.
+        """`stores`: of one memory. `links` fail at random; a caller that breaks other things passes none. `doors`:
+        clients of a proxy.
         `give_up_s`: how long an agent waits for a turn and its commit.
         """
-        self.clients, self.store, self.seed, self.doors = clients, store, seed, doors
-        self.give_up_s = give_up_s
-        self.findings, self.ledger = Findings(), Ledger()
+        self.clients, self.seed, self.doors, self.give_up_s = clients, seed, doors, give_up_s
+        self.findings, self.ledger, self.record = Findings(), Ledger(), Record()
+        self.store = AnyStore(stores, self.record, seed)
         self.is_over: Callable[[], bool] = lambda: False
         self._links = links
         self._dice = Dice(f"lives {seed}")
@@ -395,8 +402,9 @@ class Lives:
         return self.findings
 
     async def look_for_all(self) -> None:
-        """Note what was acknowledged and is not there. Nothing fails meanwhile."""
+        """Note what was acknowledged and is not there, and what has no order. Nothing fails meanwhile."""
         self.findings.problems += await self.ledger.lost(self.store)
+        self.findings.problems += self.record.problems()
 
     async def close(self) -> None:
         for client in self.clients:

@@ -42,7 +42,7 @@ class _OneVersion(Life):
 
 
 def _lives(*clients: Any, doors: Any = ()) -> Lives:
-    return Lives(clients, None, 1, doors=doors)  # type: ignore[arg-type]
+    return Lives(clients, (), 1, doors=doors)
 
 
 def test_a_life_that_ends_unclear_reports_its_problems_also_beside_the_unclear_act(

@@ -45,7 +45,7 @@ async def open_lives(root: Path, seed: int) -> AsyncIterator[Lives]:
     try:
         await asyncio.to_thread(world.start)
         clients = [AioInferenceClient.connect(engine.address) for engine in world.engines]
-        lives = Lives(clients, AioStoreClient.connect(world.house.store.address), seed, world.links)
+        lives = Lives(clients, [AioStoreClient.connect(world.house.store.address)], seed, world.links)
         try:
             await lives.calibrate()
             yield lives
