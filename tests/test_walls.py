@@ -170,7 +170,7 @@ IMPORTS = (
         (
             "inference_svc/*",
             *(f"{BENCH}/{room}/*" for room in ("engine", "fleet", "played")),
-            f"{SDK}/store_for_vllm/connector.py",
+            *(f"{SDK}/store_for_vllm/{name}.py" for name in ("connector", "worker")),
         ),
         "the store never computes on tensors, and the SDK is light",
     ),

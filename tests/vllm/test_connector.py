@@ -8,7 +8,7 @@ import re
 import signal
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ import pytest
 from kvasir.clients import StoreClient
 
 from inference_svc.model import kvasir_tiny
+from tests.cachestore.service.proxy import proxy_to
 from tests.cachestore.service.running import ROOT, RunningStore, StoreHome, store_home
 
 _PYTHON = os.environ.get("KVASIR_VLLM_PYTHON", "")
@@ -46,13 +47,16 @@ class _Vllm:
         self._process = process
         self.preempted = 0  # requests that lost their blocks to others, in all
 
-    def generate(self, *prompts: list[int]) -> Made:
+    def generate(self, *prompts: list[int], on_finished: Callable[[int], None] = lambda _number: None) -> Made:
+        """`on_finished`: gets the number of each prompt whose reply is whole."""
         assert self._process.stdin
         assert self._process.stdout
         print(json.dumps(prompts), file=self._process.stdin, flush=True)
         for line in self._process.stdout:
             if line.startswith("PREEMPTED "):
                 self.preempted = int(line[10:])
+            if line.startswith("FINISHED "):
+                on_finished(int(line[9:]))
             if line.startswith("MADE "):
                 return [(tokens, cached) for tokens, cached in json.loads(line[5:])]
         raise AssertionError("vLLM ended")
@@ -161,6 +165,23 @@ def test_a_store_that_is_gone_costs_no_request(home: StoreHome, plain: tuple[Mad
         _wait_until_stored(store, 512)
         store.kill()
         assert _tokens(vllm.generate(*PROMPTS)) == _tokens(plain[0])
+
+
+def test_others_are_computed_while_a_request_waits_for_its_blocks(
+    home: StoreHome, plain: tuple[Made, Made], log: Path
+) -> None:
+    store, came = home.start(), dict[int, int]()
+    with _vllm(store.address, log) as vllm:
+        vllm.generate(PROMPTS[0])
+        _wait_until_stored(store, 512)
+    with proxy_to(store.address) as link, _vllm(link.address, log) as vllm:
+        link.pause_s = 0.06  # a quarter of a minute for two blocks
+        made = vllm.generate(
+            PROMPTS[0], PROMPTS[3], on_finished=lambda number: came.update({number: link.received_bytes})
+        )
+        assert _tokens(made) == [plain[0][0][0], plain[0][3][0]]
+        assert [cached for _, cached in made] == [512, 0]
+    assert came[1] < 512 * _TOKEN_BYTES < came[0]
 
 
 def test_stored_bytes_that_are_damaged_are_computed_again(home: StoreHome, plain: tuple[Made, Made], log: Path) -> None:

@@ -5,20 +5,18 @@
       "kv_connector_extra_config": {"store": "unix:/path or HOST:PORT", "store_token_file": "…", "keep": 64,
       "waiting_mib": 4096}}'
 
-vLLM's scheduler looks up the longest stored prefix in blocks of 256 tokens. A request waits until the worker has read
-them: none is ever computed from blocks that could not be read. Behind a step the worker copies new blocks, which a
-thread sends. A store that does not answer costs time, and no request."""
+vLLM's scheduler looks up the longest stored prefix in blocks of 256 tokens. A request waits until a thread has read
+them, while others are computed; none is ever computed from blocks that could not be read. Behind a step the worker
+copies blocks that came into vLLM's, and new ones, which another thread sends. A store that does not answer costs time,
+and no request."""
 
 import functools
 import json
 import logging
-import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from queue import Queue
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -34,7 +32,8 @@ from kvasir.formats.block_hash import BLOCK_TOKENS
 from kvasir.formats.digest import Digest
 from kvasir.store_for_mlx_lm.weights import weights_of
 from kvasir.store_for_vllm.stored_kv import StoredKv
-from kvasir.waits import PATIENCE_S, SILENCE_S, SOON_S
+from kvasir.store_for_vllm.worker import Load, Save, Worker, warning
+from kvasir.waits import PATIENCE_S, SOON_S
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -49,29 +48,12 @@ _LOG = logging.getLogger("kvasir.store_for_vllm")
 _WAITING_MIB = 4096  # copies that wait to be sent
 
 
-@dataclass(frozen=True, slots=True)
-class _Load:
-    """Blocks of the store by number, and vLLM's block for each of their parts; None: vLLM has that part."""
-
-    tokens: list[int]
-    digests: dict[int, tuple[str, int]]
-    places: dict[int, list[int | None]]
-
-
-@dataclass(frozen=True, slots=True)
-class _Save:
-    """Tokens of whole blocks, and vLLM's blocks for the new ones by number."""
-
-    tokens: list[int]
-    places: dict[int, list[int]]
-
-
 @dataclass
 class StepPlan(KVConnectorMetadata):  # type: ignore[misc]
     """Blocks that the worker reads in a step, and those that it keeps behind it, by request."""
 
-    loads: dict[str, _Load] = field(default_factory=dict)
-    saves: dict[str, _Save] = field(default_factory=dict)
+    loads: dict[str, Load] = field(default_factory=dict)
+    saves: dict[str, Save] = field(default_factory=dict)
 
 
 class _InScheduler(KVConnectorBase_V1):  # type: ignore[misc]
@@ -130,13 +112,13 @@ class KvasirConnector(_InScheduler):
             self._planner = _Planner(stored, BLOCK_TOKENS // spec.block_size)
         else:
             waiting_mib = int(settings.get("waiting_mib", _WAITING_MIB))
-            self._worker = _Worker(stored, layers, kv_cache_config.num_blocks, waiting_mib)
+            self._worker = Worker(stored, layers, kv_cache_config.num_blocks, waiting_mib)
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         self._worker.register(kv_caches)
 
     def start_load_kv(self, _context: "ForwardContext", **_: Any) -> None:
-        self._worker.load(self._get_connector_metadata())
+        self._worker.load(self._get_connector_metadata().loads)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """A request waits until all layers are loaded."""
@@ -145,9 +127,10 @@ class KvasirConnector(_InScheduler):
         """All layers are saved behind the step."""
 
     def wait_for_save(self) -> None:
-        self._worker.save(self._get_connector_metadata())
+        self._worker.save(self._get_connector_metadata().saves)
 
     def get_finished(self, _requests: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        # Before it vLLM gives no request's blocks to others, also of one that was aborted.
         return None, self._worker.take_loaded()
 
     def get_block_ids_with_load_errors(self) -> set[int]:
@@ -178,7 +161,7 @@ class _Planner:
         self._parts = parts
         self._found: dict[str, Sequence[Digest]] = {}
         self._requests: dict[str, _Planned] = {}
-        self._loads: dict[str, _Load] = {}
+        self._loads: dict[str, Load] = {}
         self._loading: dict[str, set[int]] = {}
         self._failed: set[str] = set()  # requests of which a block could not be read: all is computed
         self._closed = False
@@ -197,7 +180,7 @@ class _Planner:
         """vLLM's scheduler waits for the answer: a store that failed is left alone for a while."""
         if self._clock() < self._retry_s:
             return []
-        with _warning("nothing is read from the store"):
+        with warning("nothing is read from the store"):
             return self._stored.find(tokens, SOON_S)
         self._retry_s = self._clock() + PATIENCE_S
         return []
@@ -213,7 +196,7 @@ class _Planner:
             part_tokens = BLOCK_TOKENS // self._parts
             first = (len(found) * BLOCK_TOKENS - external) // part_tokens
             wanted = range(first // self._parts, len(found))
-            self._loads[name] = _Load(
+            self._loads[name] = Load(
                 list(request.all_token_ids[: len(found) * BLOCK_TOKENS]),
                 {number: (found[number].hash, found[number].size_bytes) for number in wanted},
                 {number: [places[each] if each >= first else None for each in self._of(number)] for number in wanted},
@@ -260,7 +243,7 @@ class _Planner:
         if planned := self._requests.get(name):
             planned.places = places
 
-    def _saved(self, planned: _Planned, computed: int) -> _Save | None:
+    def _saved(self, planned: _Planned, computed: int) -> Save | None:
         """New whole blocks, of tokens that are known: drafts may be refused."""
         tokens = planned.request.all_token_ids
         whole = min(computed, len(tokens)) // BLOCK_TOKENS
@@ -269,98 +252,10 @@ class _Planner:
         new = range(planned.stored, whole)
         planned.stored = whole
         places = {number: [planned.places[each] for each in self._of(number)] for number in new}
-        return _Save(list(tokens[: whole * BLOCK_TOKENS]), places)
+        return Save(list(tokens[: whole * BLOCK_TOKENS]), places)
 
     def _of(self, number: int) -> range:
         return range(number * self._parts, (number + 1) * self._parts)
-
-
-# --- the worker's half ---
-
-
-class _Worker:
-    """Copies blocks between vLLM's tensors and the store. A thread of its own sends them."""
-
-    def __init__(self, stored: StoredKv, layers: Sequence[str], blocks: int, waiting_mib: int) -> None:
-        self._stored = stored
-        self._names = layers
-        self._blocks = blocks
-        self._layers: list[torch.Tensor] = []
-        self._loaded: set[str] = set()
-        self._failed: set[int] = set()
-        self._waiting: Queue[_Made | None] = Queue()
-        self._most_bytes = waiting_mib << 20
-        self._waiting_bytes = 0
-        self._lock = threading.Lock()  # of `_waiting_bytes`
-        self._sender = threading.Thread(target=self._send_all, daemon=True)
-        self._sender.start()
-
-    def register(self, caches: dict[str, torch.Tensor]) -> None:
-        """Each layer as `[vLLM's blocks, …]` of bytes, the first axis vLLM's."""
-        self._layers = [caches[name].unflatten(0, (self._blocks, -1)) for name in self._names]
-
-    def load(self, plan: StepPlan) -> None:
-        for name, load in plan.loads.items():
-            left = {place for places in load.places.values() for place in places if place is not None}
-            with _warning("stored blocks are computed again"):
-                self._load(load, left)
-            self._failed |= left
-            self._loaded.add(name)
-
-    def _load(self, load: _Load, left: set[int]) -> None:
-        digests = {number: Digest(*each) for number, each in load.digests.items()}
-        for number, layers in self._stored.read(load.tokens, digests, SILENCE_S):
-            places = load.places[number]
-            for layer, data in zip(self._layers, layers, strict=True):
-                _write(layer, places, data)
-            left -= {place for place in places if place is not None}
-
-    def save(self, plan: StepPlan) -> None:
-        """Copy new blocks. vLLM may write into its blocks again as soon as this returns."""
-        for save in plan.saves.values():
-            size = sum(len(places) * layer[0].nbytes for places in save.places.values() for layer in self._layers)
-            if not self._count(size):
-                _LOG.warning("%d tokens are not kept: the store is slower than vLLM (waiting_mib)", len(save.tokens))
-                continue  # the request's next blocks lack these, and are left out
-            blocks = {
-                number: [_bytes(layer[places]) for layer in self._layers] for number, places in save.places.items()
-            }
-            self._waiting.put(_Made(save.tokens, blocks, size))
-
-    def _count(self, size: int) -> bool:
-        """Add to the bytes that wait, unless they would be too many."""
-        with self._lock:
-            if fits := self._waiting_bytes + size <= self._most_bytes:
-                self._waiting_bytes += size
-            return fits
-
-    def take_loaded(self) -> set[str]:
-        loaded, self._loaded = self._loaded, set()
-        return loaded
-
-    def take_failed(self) -> set[int]:
-        failed, self._failed = self._failed, set()
-        return failed
-
-    def close(self) -> None:
-        """Wait until all is stored, at most half a minute."""
-        self._waiting.put(None)
-        self._sender.join(SILENCE_S)
-
-    def _send_all(self) -> None:
-        while (made := self._waiting.get()) is not None:
-            with _warning("a prompt is not kept"):
-                self._stored.save(made.tokens, made.blocks)
-            self._count(-made.size_bytes)
-
-
-@dataclass(frozen=True, slots=True)
-class _Made:
-    """Tokens of whole blocks, and the layers of the new ones by number."""
-
-    tokens: list[int]
-    blocks: dict[int, list[bytes]]
-    size_bytes: int
 
 
 # --- of vLLM ---
@@ -420,23 +315,3 @@ def _is_plain(request: "Request") -> bool:
         request.pooling_params,
     )
     return request.prompt_token_ids is not None and not any(each is not None and each != [] for each in others)
-
-
-def _write(layer: torch.Tensor, places: Sequence[int | None], data: memoryview) -> None:
-    rows = torch.frombuffer(bytearray(data), dtype=layer.dtype).view(len(places), *layer.shape[1:])
-    for row, place in zip(rows, places, strict=True):
-        if place is not None:
-            layer[place].copy_(row)
-
-
-def _bytes(tensor: torch.Tensor) -> bytes:
-    return bytes(tensor.contiguous().cpu().view(torch.uint8).numpy())
-
-
-@contextmanager
-def _warning(failure: str) -> Iterator[None]:
-    """Log a failure of any kind, and go on."""
-    try:
-        yield
-    except Exception as error:  # noqa: BLE001  of a store or disk: vLLM computes instead
-        _LOG.warning("%s: %s: %s", failure, type(error).__name__, error)
