@@ -22,7 +22,7 @@ from cachestore_svc.index.values import BlobEntry, Commit, Done
 def commit_version(rows: Rows, asked: Commit, live: LeaseEnds, now_unix_ms: int) -> Done:
     """Make a manifest the line's next version. Raises Conflict, FailedPrecondition; see Store.commit."""
     (_, agent_id, kv_hash), terms = asked.line, asked.terms
-    _ask_ahead(rows.ahead(), asked)
+    _ask_ahead(RowsAhead(rows), asked)
     found = blobs.find_blobs(rows, [asked.manifest, *(need.digest for need in asked.facts.named)])
     manifest = _whole_manifest(found, asked.manifest)
     line = versions.find_line(rows, LineQuery(agent_id))

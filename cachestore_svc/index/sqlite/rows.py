@@ -91,12 +91,6 @@ class Rows:
         """Rows of another namespace, with texts as the tables have them: at a start, and in a recovery."""
         return type(self)(self.connection, namespace)
 
-    def ahead(self) -> "RowsAhead":
-        """For reads that are surely done soon, and before anything is written."""
-        rows = RowsAhead(self.connection, self.namespace, self.texts.names)
-        rows.known_number = self.namespace_id
-        return rows
-
     @property
     def namespace_id(self) -> int:
         """0, which none has, for a namespace that holds nothing yet."""
@@ -144,7 +138,12 @@ class Rows:
 
 
 class RowsAhead(Rows):
-    """Finds nothing. A server answers what is read here with the next statement, and then the same reads at once."""
+    """Finds nothing. A server answers what is read here with the next statement, and then the same reads at once. For
+    reads that are surely done soon, and before anything is written."""
+
+    def __init__(self, rows: Rows) -> None:
+        super().__init__(rows.connection, rows.namespace, rows.texts.names)
+        self.known_number = rows.namespace_id
 
     def all(self, sql: str, **values: Value) -> list[tuple[Any, ...]]:
         if ask := getattr(self.connection, "execute_ahead", None):

@@ -25,11 +25,11 @@ from cachestore_svc.index.postgres.replicas import LOCK
 from cachestore_svc.index.postgres.session import Session
 from tests.cachestore.any_backend.memory_blobs import MemoryBlobs
 from tests.cachestore.core.lab import NS, Lab, assert_restores, publish
-from tests.cachestore.index.cut_commits import CommitCutter
 from tests.cachestore.service import running as service_running
 from tests.cachestore.service.running import StoreHome, store_home
 from tests.cachestore.service.test_kills import WRITERS, Writer, assert_nothing_lost, one_life
 from tests.made_models.synthetic import SMALL, SyntheticAgent
+from tests.running.cut_commits import CommitCutter
 from tests.running.postgres import PostgresServer, postgres, running  # noqa: F401
 from tests.running.programs import run
 

@@ -10,7 +10,7 @@ from kvasir.formats.digest import Digest
 from inference_svc.memory.agent_memory import StoredFiles
 from inference_svc.memory.publishing.manifest_draft import ManifestDraft
 from inference_svc.memory.store.answers import NO_HEAD, Head
-from tests.inference.service.memories.publication_world import Engine, remembered
+from tests.inference.memory.publication_world import Engine, remembered
 
 MODEL = Engine().model
 

@@ -23,7 +23,7 @@ from inference_svc.memory.publishing import copies
 from inference_svc.memory.store.answers import NO_HEAD
 from inference_svc.text.prefix_matching import RememberedText
 from inference_svc.text.token_ids import SequenceState, TokenIds
-from tests.inference.service.memories.publication_world import (
+from tests.inference.memory.publication_world import (
     KEY,
     Engine,
     House,

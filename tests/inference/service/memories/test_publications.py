@@ -16,7 +16,7 @@ from inference_svc.memory.recall import Recall
 from inference_svc.memory.store.answers import NO_HEAD, Head, Version
 from inference_svc.model.model_host import MemoriesLeft
 from inference_svc.turns.turn_ending import TurnEnding
-from tests.inference.service.memories.publication_world import (
+from tests.inference.memory.publication_world import (
     KEY,
     OTHERS,
     House,
