@@ -470,7 +470,9 @@ OWN = (
         "clients/python/kvasir/store_for_mlx_lm/stored_caches.py: waiting",
         "one server of mlx-lm, which has no namespaces",
     ),
-    Own("clients/python/kvasir/store_for_vllm/connector.py: _waiting", "one worker of vLLM, which has no namespaces"),
+    Own("clients/python/kvasir/store_for_vllm/worker.py: _waiting", "one worker of vLLM, which has no namespaces"),
+    Own("clients/python/kvasir/store_for_vllm/worker.py: _asked", "the same; vLLM bounds the requests that wait"),
+    Own("clients/python/kvasir/store_for_vllm/worker.py: _read", "the same, eight blocks"),
 )
 
 

@@ -7,8 +7,7 @@ from kvasir.errors import KvasirError
 
 from inference_svc.engine.api import Tokens
 from inference_svc.engine.engine import Engine
-from inference_svc.engine.scheduling.mask_budget import MaskBudget
-from inference_svc.engine.sequence import Sequence
+from inference_svc.engine.scheduling import mask_budget
 from inference_svc.formats.constraint import Constraint, ConstraintKind
 from tests.inference.engine.driving import Driver, Listener, tokens_of
 
@@ -25,7 +24,8 @@ def test_dear_formats_of_one_namespace_sit_out_steps_while_another_decodes(
 ) -> None:
     """They all decoded in every step, and made each step of everybody many times as long."""
     # A tenth of a mask for each step, however long a step takes on this machine.
-    monkeypatch.setattr(engine._worker, "_masks", MaskBudget[Sequence](part=0, least_s=1e-4))
+    monkeypatch.setattr(mask_budget, "PART", 0)
+    monkeypatch.setattr(mask_budget, "_LEAST", 1e-4)
     attackers = [
         driver.submit(tokens_of(20, seed=seed), namespace="a", max_tokens=400, constraint=DEAR)
         for seed in range(ATTACKERS)
