@@ -199,7 +199,6 @@ def test_a_reader_sees_a_write_that_was_acknowledged_and_no_half_of_one(url: str
                 future.result()
 
 
-@pytest.mark.long(2)
 def test_a_reader_is_answered_before_its_snapshot_ends_and_a_cut_there_harms_no_later_one(
     url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -221,6 +220,7 @@ def test_a_reader_is_answered_before_its_snapshot_ends_and_a_cut_there_harms_no_
         assert catalog.read(HOUSE, count_of) == 1
 
 
+@pytest.mark.long(2)
 def test_a_killed_server_loses_nothing_acknowledged_and_does_nothing_twice() -> None:
     with running() as server:
         url = server.url(server.new_database())
