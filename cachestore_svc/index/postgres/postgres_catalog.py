@@ -32,7 +32,6 @@ from cachestore_svc.index.postgres.replicas import (
 from cachestore_svc.index.postgres.schema import STEPS, migrate
 from cachestore_svc.index.postgres.session import Session, is_again, is_cut, translated
 from cachestore_svc.index.sqlite.operations import Catalog, Operation
-from cachestore_svc.index.sqlite.rows import Connection
 from cachestore_svc.index.sqlite.transaction import CatalogChange
 from cachestore_svc.index.values import HOUSE
 
@@ -67,7 +66,6 @@ class PostgresCatalog(Catalog):
         self._begins: Callable[[CatalogChange], None] | None = None  # where the database may be in another place
         self._is_new_session = False
         self._steps: ClockSteps | None = None
-        self._numbers: dict[str, int] = {}  # of namespaces that a reader saw: they are durable, and never change
         self._writer = Session(url)
         try:
             self._writer.connect()
@@ -194,15 +192,15 @@ class PostgresCatalog(Catalog):
                     operation.answer.set_exception(translated(error))
                     return
             else:
-                if rows.known_number:
-                    self._numbers[operation.namespace] = rows.known_number
+                _keep_number(connection, rows)
                 operation.answer.set_result(result)  # the end of a snapshot changes nothing: its caller does not wait
                 _end_to_read(connection)
                 return
 
-    def _rows_of(self, connection: Connection, operation: Operation) -> CatalogChange:
+    def _rows_of(self, connection: Session, operation: Operation) -> CatalogChange:  # type: ignore[override]
         rows = super()._rows_of(connection, operation)
-        rows.known_number = self._numbers.get(operation.namespace, 0)
+        rows.known_number = connection.numbers.get(operation.namespace, 0)
+        rows.after_commit_actions.append(partial(_keep_number, connection, rows))
         return rows
 
     def _begin_to_read(self, connection: Session) -> None:
@@ -326,6 +324,12 @@ class PostgresCatalog(Catalog):
     def _own_row(self, session: Session) -> list[tuple[Any, ...]]:
         """This store's row of `writers`, once no other session is about to change it."""
         return session.execute(f"{_OWN_ROW} {self._epoch:d} FOR UPDATE").fetchall()
+
+
+def _keep_number(session: Session, rows: CatalogChange) -> None:
+    """Rows that were committed have this number for their namespace."""
+    if rows.known_number:
+        session.numbers[rows.namespace] = rows.known_number
 
 
 def _end_to_read(session: Session) -> None:

@@ -84,6 +84,8 @@ class Session:
         self._waiting: list[_Statement] = []  # they go to the server with the next one
         self._ahead: list[_Statement] = []  # reads that go with it, too
         self._found: dict[_Key, psycopg.Cursor[tuple[Any, ...]]] = {}  # and their answers, until something is written
+        # Of namespaces, which never change in a server: another one, a standby that lacked them, may give them again.
+        self.numbers: dict[str, int] = {}
         self._failures = 0  # of statements that went together
 
     @property
@@ -98,7 +100,7 @@ class Session:
         self._connection.execute(f"SET search_path = {SCHEMA}")
 
     def close(self) -> None:
-        for each in (self._waiting, self._ahead, self._found):
+        for each in (self._waiting, self._ahead, self._found, self.numbers):
             each.clear()
         if self._connection is not None:
             self._connection.close()

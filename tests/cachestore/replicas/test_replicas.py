@@ -19,7 +19,7 @@ from kvasir.waits import SILENCE_S
 
 from cachestore_svc.blobs.disk import Disk
 from cachestore_svc.facts.records import Committed, Event, HeldLease, LeaseWanted
-from cachestore_svc.index.catalog import HOUSE, Catalog, open_postgres
+from cachestore_svc.index.catalog import HOUSE, Catalog, CatalogChange, CatalogView, open_postgres
 from cachestore_svc.index.postgres.clock_steps import ClockSteps
 from cachestore_svc.recovery import on_server
 from cachestore_svc.store import jobs
@@ -317,6 +317,36 @@ def test_a_failover_that_one_store_finds_bars_leases_and_renames_the_history_for
         b.leases.acquire(NS, "ada", KV, "engine-2", 10)
     lab.clock.pass_s(20)
     assert b.leases.acquire(NS, "ada", KV, "engine-2", 10).token.owner == "engine-2"
+
+
+@pytest.mark.parametrize("looks", [Catalog.read, Catalog.write])
+def test_a_namespace_whose_number_a_standby_gave_to_another_shows_nothing_of_that_one(
+    url: str, looks: Callable[..., int]
+) -> None:
+    def number(rows: CatalogView) -> int:
+        return rows.namespace_id
+
+    with replica(url) as a, replica(url) as b:
+        a.write("mine", lambda change: change.make_namespace())
+        assert looks(b, "mine", number) == looks(b, "mine", number) > 0
+        with psycopg.connect(url, autocommit=True) as other:  # as a standby that lacks it: `b` acknowledged nothing
+            other.execute("UPDATE kvasir.namespaces SET name = 'theirs' WHERE name = 'mine'")
+            other.execute("SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE application_name = 'kvasir'")
+        assert [looks(b, "mine", number) for _ in range(8)] == [0] * 8
+        b.write("mine", lambda change: change.make_namespace())
+        assert looks(b, "mine", number) not in (0, looks(b, "theirs", number))
+
+
+def test_a_number_of_a_namespace_that_was_made_in_vain_is_not_kept(url: str) -> None:
+    def in_vain(change: CatalogChange) -> None:
+        change.make_namespace()
+        assert change.namespace_id
+        raise Conflict("no")
+
+    with replica(url) as catalog:
+        with pytest.raises(Conflict):
+            catalog.write("mine", in_vain)
+        assert catalog.write("mine", lambda change: change.namespace_id) == 0
 
 
 # --- work of the background ---
