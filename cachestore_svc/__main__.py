@@ -153,7 +153,7 @@ def open_store(settings: StoreSettings, *, sweeps: bool = True) -> Store:
 
 async def _report_syncs(data_dir: Path) -> None:
     """Each commit waits for several of these, which are shared by all that come meanwhile: a slow disk slows lone turns
-    and not crowds.
+    more than crowds.
     """
     with contextlib.suppress(OSError):  # a full disk refuses what a turn needs, and reports it
         seconds = await asyncio.to_thread(synced_write_s, data_dir, time.perf_counter)

@@ -7,6 +7,7 @@ from functools import partial
 from typing import ParamSpec, TypeVar
 
 from kvasir.server.shared_room import ModestRoom, SharedRoom
+from kvasir.waits import PAUSE_S
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -18,8 +19,8 @@ LONG_CALLS = 2
 class StoreThreads:
     """A pool of threads. Wide, because most of them wait for the disk or for a commit that they share. One namespace
     has three quarters of them at most, so another one finds a free thread, and does not wait behind all that the first
-    has asked for. While another was here it has `beside`: where calls read and hash a disk's blobs, more of them than
-    there are processors only make that one wait.
+    has asked for. While another was here it has `beside` for quick calls: where these read and hash a disk's blobs,
+    more of them than there are processors only make that one wait.
     """
 
     def __init__(self, count: int = THREADS, beside: int = THREADS) -> None:
@@ -52,17 +53,30 @@ class StoreThreads:
 
     def _begun(self, namespace: str, call: Callable[[], T]) -> "asyncio.Future[T]":
         """Run on a thread that the namespace has taken, and give it back behind that."""
+        loop, give_back = asyncio.get_running_loop(), self.room.give_back
+
+        def lasts() -> None:
+            nonlocal give_back
+            give_back = self.room.give_back_excused
+            self.room.excuse(namespace, 1)
+
+        def ended(_: object) -> None:
+            timer.cancel()
+            give_back(namespace, 1)
+
         try:
-            future = asyncio.get_running_loop().run_in_executor(self._pool, call)
+            future = loop.run_in_executor(self._pool, call)
         except RuntimeError:  # the pool is closed
-            self.room.give_back(namespace, 1)
+            give_back(namespace, 1)
             raise
-        future.add_done_callback(lambda _: self.room.give_back(namespace, 1))
+        # A longer call waits for a disk, or is a collection: other calls of its namespace do not wait for that.
+        timer = loop.call_later(PAUSE_S, lasts)
+        future.add_done_callback(ended)
         return future
 
     async def _in_turn(self, namespace: str, call: Callable[[], T]) -> T:
-        async with self.room.held_for(namespace, 1):
-            return await asyncio.get_running_loop().run_in_executor(self._pool, call)
+        await self.room.wait_for(namespace, 1)
+        return await self._begun(namespace, call)
 
     def close(self) -> None:
         self._pool.shutdown(wait=True)

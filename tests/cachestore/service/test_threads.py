@@ -6,6 +6,7 @@ from collections import Counter
 
 import pytest
 
+from cachestore_svc.store import threads as store_threads
 from cachestore_svc.store.threads import StoreThreads
 
 
@@ -22,6 +23,26 @@ def test_a_namespace_whose_calls_hang_leaves_threads_for_others() -> None:
             assert await threads.run("d", lambda: "served") == "served"
         go_on.set()
         assert await asyncio.gather(*hanging, also) == [True] * 101
+        threads.close()
+
+    asyncio.run(test())
+
+
+def test_calls_that_last_keep_their_namespace_from_no_thread_while_another_was_here(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(store_threads, "PAUSE_S", 0.02)
+    go_on = threading.Event()
+
+    async def test() -> None:
+        threads = StoreThreads(8, beside=2)
+        await threads.run("b", int)
+        lasting = [threads.start("a", go_on.wait, 60) for _ in range(2)]
+        async with asyncio.timeout(20):
+            assert await threads.start("a", lambda: "served") == "served"
+        go_on.set()
+        assert await asyncio.gather(*lasting) == [True, True]
+        assert (threads.room.held_units, threads.room._excused) == (0, Counter())
         threads.close()
 
     asyncio.run(test())

@@ -132,7 +132,9 @@ SHARED = (
         "store",
         "cachestore_svc/store/threads.py: room",
         ("cachestore_svc.store.threads:THREADS", 32),
-        THREE_OF_FREE + ", and, unless blobs or index are elsewhere, as many as processors while another was here",
+        THREE_OF_FREE
+        + ", and, unless blobs or index are elsewhere, as many as processors while another was here, calls "
+        "of more than 0.2 s aside",
         IN_TURN,
         WAITS,
     ),

@@ -248,6 +248,43 @@ def test_one_who_holds_nothing_has_more_units_than_few_at_once() -> None:
     asyncio.run(scene())
 
 
+def test_excused_units_are_not_of_the_few_until_they_come_back() -> None:
+    async def scene() -> None:
+        room = ModestRoom(16, 2, clock=lambda: 0.0)
+        await room.wait_for("modest", 1)
+        waiting = [asyncio.create_task(room.wait_for("greedy", 1)) for _ in range(9)]
+        await asyncio.sleep(0)
+        assert room.held("greedy") == 2
+        room.excuse("greedy", 1)
+        await asyncio.sleep(0)
+        assert room.held("greedy") == 3
+        room.give_back_excused("greedy", 1)
+        await asyncio.sleep(0)
+        assert room.held("greedy") == 2
+        room.give_back("greedy", 1)
+        await asyncio.sleep(0)
+        assert (room.held("greedy"), sum(each.done() for each in waiting)) == (2, 4)
+        for each in waiting:
+            each.cancel()
+        await asyncio.gather(*waiting, return_exceptions=True)
+
+    asyncio.run(scene())
+
+
+def test_namespaces_that_were_here_long_ago_are_forgotten() -> None:
+    now = 0.0
+    room = ModestRoom(16, 1, clock=lambda: now)
+    for name in ("again", "gone", "again"):
+        room.take(name, 1)
+        room.give_back(name, 1)
+        now += PATIENCE_S / 2
+    room.take("one", 1)
+    assert not room.take_if_fits("one", 1), "`again` was here just now"
+    assert list(room._seen) == ["again", "one"]
+    now += PATIENCE_S / 2
+    assert room.take_if_fits("one", 1)
+
+
 def test_strangers_limit_no_namespace() -> None:
     async def scene() -> None:
         room = ModestRoom(16, 1, clock=lambda: 0.0)

@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from collections import Counter, OrderedDict
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, field
@@ -128,7 +129,8 @@ class SharedRoom:
 
 class ModestRoom(SharedRoom):
     """Room of which a namespace gets `beside` units at most while a caller of another was here in the last seconds: the
-    work of more of them, here or in a service behind this one, would stand before that caller's."""
+    work of more of them, here or in a service behind this one, would stand before that caller's. Units that are excused
+    do not count among these."""
 
     def __init__(
         self,
@@ -140,7 +142,9 @@ class ModestRoom(SharedRoom):
         super().__init__(max_units, generosity)
         self._beside = beside
         self._clock = clock
-        self._seen: dict[str, float] = {}  # when namespaces were here; no strangers, whose health checks limit nobody
+        # When namespaces were here, the newest last; no strangers, whose health checks limit nobody.
+        self._seen: OrderedDict[str, float] = OrderedDict()
+        self._excused: Counter[str] = Counter()
 
     def take(self, namespace: str, units: int) -> None:
         super().take(namespace, units)
@@ -150,15 +154,33 @@ class ModestRoom(SharedRoom):
         self._note(namespace)
         super().give_back(namespace, units)
 
+    def excuse(self, namespace: str, units: int) -> None:
+        """Of units that are held: their holder waits for something else than others' work."""
+        self._excused[namespace] += units
+        self._grant()
+
+    def give_back_excused(self, namespace: str, units: int) -> None:
+        self._excused[namespace] -= units
+        if not self._excused[namespace]:
+            del self._excused[namespace]
+        self.give_back(namespace, units)
+
     def _note(self, namespace: str) -> None:
-        if namespace:
-            since = self._clock() - PATIENCE_S
-            self._seen = {name: at for name, at in self._seen.items() if at > since} | {namespace: self._clock()}
+        if not namespace:
+            return
+        self._seen[namespace] = self._clock()
+        self._seen.move_to_end(namespace)
+        while self._is_old(next(iter(self._seen.values()))):
+            self._seen.popitem(last=False)
+
+    def _is_old(self, seen: float) -> bool:
+        return seen <= self._clock() - PATIENCE_S
 
     def _has_room(self, namespace: str, units: int) -> bool:
-        since = self._clock() - PATIENCE_S
-        others = any(name != namespace and at > since for name, at in self._seen.items())
-        is_modest = not others or not self.held(namespace) or self.held(namespace) + units <= self._beside
+        newest = next((seen for name, seen in reversed(self._seen.items()) if name != namespace), None)
+        is_alone = newest is None or self._is_old(newest)
+        counted = self.held(namespace) - self._excused[namespace]
+        is_modest = is_alone or not counted or counted + units <= self._beside
         return is_modest and super()._has_room(namespace, units)
 
 
