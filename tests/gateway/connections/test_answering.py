@@ -132,6 +132,16 @@ def test_strangers_have_the_places_of_one_namespace_and_pages_of_key_holders_wai
     asyncio.run(crowd())
 
 
+def test_a_namespace_has_one_place_while_another_was_here() -> None:
+    async def scene() -> None:
+        places = Rooms(CROWD, 1 << 20).answering
+        await places.wait_for("modest", 1)
+        places.give_back("modest", 1)
+        assert [places.take_if_fits("greedy", 1) for _ in range(2)] == [True, False]
+
+    asyncio.run(scene())
+
+
 def test_health_checks_that_wait_share_one_answer() -> None:
     async def crowd() -> None:
         stats, opens = list[None](), asyncio.Event()

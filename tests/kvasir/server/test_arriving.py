@@ -102,6 +102,27 @@ def test_many_credentials_of_one_namespace_keep_no_other_from_its_place() -> Non
     asyncio.run(scene())
 
 
+def test_two_calls_of_a_namespace_are_answered_at_once_while_another_was_here() -> None:
+    async def scene() -> None:
+        edge = Authentication(None, {}, 2 << 20)
+        await called(edge, "b", None)
+        go_on = asyncio.Event()
+        crowd = [asyncio.create_task(called(edge, "a", go_on)) for _ in range(3)]
+        await asyncio.sleep(0.01)
+        assert edge.answering.held("a") == 2
+        go_on.set()
+        await asyncio.wait_for(asyncio.gather(*crowd), 20)
+        assert edge.answering.held_units == 0
+
+    async def called(edge: Authentication, namespace: str, go_on: asyncio.Event | None) -> None:
+        interceptors._principal.set(Principal(namespace, namespace, frozenset()))
+        async with edge._begun(these("here"), answering_s=60):
+            if go_on is not None:
+                await go_on.wait()
+
+    asyncio.run(scene())
+
+
 def test_the_wait_for_room_counts_into_the_time_of_the_first_message() -> None:
     async def scene() -> None:
         room = SharedRoom(1)
