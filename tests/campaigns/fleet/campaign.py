@@ -72,7 +72,8 @@ async def play(size: Size, seed: int) -> Round:
             await lives.look_for_all()
             found, ledger = lives.findings, lives.ledger
             faults = dict(sorted(nemesis.counts.items()))
-            return Round(seed, faults, ledger.commits, found.lives, len(ledger.agents), took_s, found.problems)
+            counted = ledger.commits, found.lives, len(ledger.agents)
+            return Round(seed, faults, *counted, took_s, found.problems, lives.record.undecided)
     finally:
         shutil.rmtree(root, ignore_errors=True)
 

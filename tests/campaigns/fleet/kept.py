@@ -16,6 +16,7 @@ class Round:
     looked_for: int  # agents whose newest acknowledged version was looked for at the end
     took_s: float
     problems: list[str]
+    not_judged: int = 0  # agents whose acts have too many orders
 
     @property
     def fault_count(self) -> int:
@@ -54,5 +55,5 @@ class Kept:
         return (
             f"{self.faults} faults in {len(self.rounds)} rounds and {minutes:.0f} minutes "
             f"({self.faults / minutes:.0f} a minute); {lives} lives; {commits} acknowledged commits; "
-            f"{len(self.problems)} problems"
+            f"{sum(each.not_judged for each in self.rounds)} histories not judged; {len(self.problems)} problems"
         )

@@ -405,6 +405,7 @@ class Lives:
         """Note what was acknowledged and is not there, and what has no order. Nothing fails meanwhile."""
         self.findings.problems += await self.ledger.lost(self.store)
         self.findings.problems += self.record.problems()
+        self.findings.counts["histories not judged"] = self.record.undecided
 
     async def close(self) -> None:
         for client in self.clients:

@@ -45,11 +45,7 @@ class Record:
     def __init__(self) -> None:
         self.acts: dict[str, list[Act]] = defaultdict(list)
         self.spans = list[Span]()
-        self.undecided = 0
-
-    @property
-    def count(self) -> int:
-        return sum(map(len, self.acts.values()))
+        self.undecided = 0  # agents of whose acts the last judgement says nothing
 
     def wrote(self, agent: str, began: float, where: str, snapshot: pb.SnapshotVersion | None = None) -> None:
         """Or may have written: then its caller has no answer."""
@@ -59,7 +55,7 @@ class Record:
             self.acts[agent].append(Write(began, time.monotonic(), where, snapshot.version, snapshot.manifest.hash))
 
     def problems(self) -> list[str]:
-        found = list[str]()
+        found, self.undecided = list[str](), 0
         for agent, acts in self.acts.items():
             try:
                 if act := unexplained(acts):

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 
+from tests.campaigns.history import linear
 from tests.campaigns.history.linear import (
     Act,
     Deletion,
@@ -16,6 +17,7 @@ from tests.campaigns.history.linear import (
     unexplained,
     with_two_owners,
 )
+from tests.campaigns.history.record import Record
 
 
 def wrote(at: float, version: int, memory: str, took: float = 1.0) -> Write:
@@ -66,14 +68,21 @@ def test_a_history_without_an_order_is_noticed(then: list[Act], wrong: str) -> N
     assert unexplained([*TWO, *then]) is not None, wrong
 
 
-def test_a_history_of_many_acts_without_answers_is_judged_and_one_of_too_many_orders_is_not() -> None:
+def test_a_history_of_many_acts_without_answers_is_judged_and_one_of_too_many_orders_is_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     unheard = [Write(number, math.inf, "a") for number in range(20)]
     acts = [*unheard, *(read(30 + number, number, f"memory {number}") for number in range(1, 15))]
     assert unexplained(acts) is None
     assert unexplained([*acts, read(60, 3, "memory 3")]) is not None
     beside = [Read(0, 100, "b", 99, f"memory {number}") for number in range(8)]
+    endless = [*(Write(0, 100, "a", 0, f"{number}") for number in range(12)), *beside]
+    monkeypatch.setattr(linear, "_MOST_STEPS", 5000)
     with pytest.raises(UndecidedError):
-        unexplained([*(Write(0, 100, "a", 0, f"{number}") for number in range(12)), *beside])
+        unexplained(endless)
+    record = Record()
+    record.acts.update(judged=acts, ada=endless)
+    assert [(record.problems(), record.undecided) for _ in range(2)] == [([], 1)] * 2
 
 
 def test_two_owners_of_a_lease_at_one_time_are_noticed_and_one_behind_the_other_are_not() -> None:
