@@ -158,6 +158,15 @@ def test_it_is_warm_after_a_kill_and_generates_the_same(home: StoreHome, plain: 
         assert [cached for _, cached in warm.generate(PROMPTS[0])] == [0]
 
 
+def test_another_implementation_of_the_model_takes_none_of_its_kv(home: StoreHome, log: Path) -> None:
+    store = home.start()
+    with _vllm(store.address, log) as vllm:
+        vllm.generate(PROMPTS[0])
+        _wait_until_stored(store, 512)
+    with _vllm(store.address, log, model_impl="transformers") as other:
+        assert [cached for _, cached in other.generate(PROMPTS[0])] == [0]
+
+
 def test_a_store_that_is_gone_costs_no_request(home: StoreHome, plain: tuple[Made, Made], log: Path) -> None:
     store = home.start()
     with _vllm(store.address, log) as vllm:

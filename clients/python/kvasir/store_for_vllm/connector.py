@@ -46,6 +46,11 @@ if TYPE_CHECKING:
 
 _LOG = logging.getLogger("kvasir.store_for_vllm")
 _WAITING_MIB = 4096  # copies that wait to be sent
+# Settings of a model that decide its KV beside its files, the last three the code; not every version of vLLM has all.
+_DECIDE = (
+    *("dtype", "quantization", "quantization_config", "hf_overrides", "hf_config_path", "max_model_len"),
+    *("model_impl", "model_class_overrides", "code_revision"),
+)
 
 
 @dataclass
@@ -281,7 +286,7 @@ def _model(config: "VllmConfig", spec: FullAttentionSpec, layers: Sequence[str])
     """Names all that decides the bytes of a token's KV: weights, types, layout, device and version."""
     model, draft = config.model_config, config.speculative_config
     device = torch.backends.cpu.get_cpu_capability() if current_platform.is_cpu() else ""
-    settings = (model.dtype, model.quantization, model.hf_overrides, model.hf_config_path, model.max_model_len)
+    settings = [getattr(model, name, "") for name in _DECIDE]
     return json.dumps(
         [
             _weights(model.model, model.revision, config.load_config.load_format, config.load_config.download_dir),
