@@ -1,7 +1,10 @@
-"""Falling asleep: its proof gives way to others; what a cancel and a lost answer of the store leave."""
+"""Falling asleep: its proof gives way to others; what a cancel and a lost answer of the store leave. And whose KV an
+agent that sleeps takes over.
+"""
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from concurrent.futures import Future
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -13,8 +16,10 @@ from kvasir.inference.v1 import inference_pb2 as pb
 
 from inference_svc.edge.messages import sleep_request, warm_request
 from inference_svc.engine.api import AgentKey, Listener, Priority, TurnPlan
-from inference_svc.memory.agent_memory import AgentMemory, RememberedText, StoredFiles
+from inference_svc.memory.agent_memory import AgentMemory, Ahead, Publication, RememberedText, StoredFiles
+from inference_svc.memory.lines.line_states import Stage, Standing
 from inference_svc.memory.store.answers import Head
+from inference_svc.text.prefix_matching import NO_TEXT
 from inference_svc.text.token_ids import TokenIds
 from inference_svc.turns.asleep.sleeping import Sleeper
 from inference_svc.turns.progress import Progress, TurnTiming
@@ -103,3 +108,47 @@ def test_proofs_and_wakes_give_way_and_are_billed_to_their_namespace(
     terms = {"namespace": KEY.namespace, "caller": "", "max_prompt_bytes": 0, "new_request_id": str}
     plans = asyncio.run(computed_again(read(named, **terms), borrows=borrows))
     assert [(plan.pace.priority, plan.namespace) for plan in plans] == [(Priority.BACKGROUND, KEY.namespace)] * 2
+
+
+def of_version(head: Head, stage: Stage = Stage.STORED, **more: Any) -> AgentMemory:
+    return replace(memory(), publication=Publication(Standing(head, stage)), **more)
+
+
+TWIN = AgentKey(KEY.namespace, "twin")
+AHEAD = Ahead(NO_TEXT, (), 0, ())
+HOT = {
+    "same version": (TWIN, of_version(Head(2, DIGEST, 1)), True),
+    "another namespace": (AgentKey("other", "twin"), of_version(Head(6, DIGEST, 5)), False),
+    "another version": (TWIN, of_version(Head(6, Digest.of(b"another"), 5)), False),
+    "not stored yet": (TWIN, of_version(ASLEEP, Stage.SENT), False),
+    "a prompt behind it": (TWIN, of_version(ASLEEP, ahead=AHEAD), False),
+    "a proof": (AgentKey(KEY.namespace, "twin\n"), None, False),
+}
+
+
+@pytest.mark.parametrize(("other", "hot", "is_taken"), HOT.values(), ids=HOT)
+@pytest.mark.parametrize("stays", [True, False])
+def test_an_agent_asleep_takes_the_kv_of_its_own_version_in_its_namespace_and_no_other(
+    other: AgentKey, hot: AgentMemory | None, is_taken: bool, stays: bool
+) -> None:
+    """`stays`: whether the other's memory is still there when the engine looks."""
+    forked, tagged = list[tuple[AgentKey, AgentKey]](), list[AgentKey]()
+
+    def fork(source: AgentKey, target: AgentKey, tag: object) -> "Future[bool]":
+        assert tag is hot, "the engine must see whether it is still that memory"
+        forked.append((source, target))
+        done: Future[bool] = Future()
+        done.set_result(stays)
+        return done
+
+    memories = SimpleNamespace(
+        sizes=lambda: {other: 1}, tag_of=lambda _key: hot, fork=fork, tag=lambda key, _tag: tagged.append(key)
+    )
+    parts: Any = SimpleNamespace(engine=SimpleNamespace(memories=memories), recall=SimpleNamespace(line=lambda _: None))
+
+    async def share() -> bool:
+        return await Sleeper(parts)._is_shared(KEY, of_version(ASLEEP))
+
+    assert asyncio.run(share()) is (is_taken and stays)
+    assert forked == [(other, KEY)] * is_taken
+    assert tagged == [KEY] * (is_taken and stays)

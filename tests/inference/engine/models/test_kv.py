@@ -39,6 +39,18 @@ def test_freed_rows_full_of_poison_change_no_reply(driver: Driver) -> None:
     assert driver.turn(prompt, Hot(300), key).state == expected.state
 
 
+def test_a_memory_is_given_to_another_only_while_it_has_the_tag_that_was_seen(driver: Driver) -> None:
+    key, _ = driver.remember(300)
+    memories, target, seen = driver.engine.memories, driver.key(), object()
+    memories.tag(key, object())
+    assert not memories.fork(key, target, seen).result(60)
+    assert memories.get(target) is None
+    memories.tag(key, seen)
+    assert memories.fork(key, target, seen).result(60)
+    assert driver.files(target) == driver.files(key)
+    assert memories.tag_of(target) is None
+
+
 def test_a_thread_that_ended_cancels_what_comes_late() -> None:
     class Idle:
         def step(self, take_mail: object) -> bool:
