@@ -90,6 +90,24 @@ def test_after_a_kill_of_both_in_the_middle_the_agent_goes_on_from_its_last_whol
         assert reply.token_ids == expected
 
 
+@pytest.mark.long(5)
+def test_a_turn_goes_on_and_is_stored_whole_where_the_store_was_killed_after_blocks_had_left(own_house: House) -> None:
+    with own_house.client() as client:
+        begin(client, "never left", "left")
+        rest = story_whose_block_has_left(own_house, client, "left")
+        own_house.store.kill()
+        own_house.store.start()
+        *_, last = rest
+        assert last.finished.snapshot.version == 2, last.finished.snapshot
+        client.reply(agent_id="never left", append_messages=user(STORY), sampling=LONG)
+        expected = ask(client, "never left").token_ids
+    own_house.restart()
+    with own_house.client() as client:
+        reply = ask(client, "left")
+        assert (reply.started.source, reply.started.parent_version) == (pb.CACHE_SOURCE_WARM, 2)
+        assert reply.token_ids == expected
+
+
 def test_blocks_of_a_turn_that_was_cut_are_swept_and_the_memory_before_it_stays(
     sweeping: House, new_agent: Callable[[], str]
 ) -> None:
@@ -126,6 +144,24 @@ def test_an_agent_that_is_deleted_meanwhile_gets_none_of_the_blocks(
         with pytest.raises(errors.NotFound):
             store.get_agent(agent)
         until_swept(sweeping, before)
+
+
+@pytest.mark.long(4)
+def test_an_agent_that_is_rolled_back_meanwhile_is_what_it_was_and_the_blocks_are_swept(
+    sweeping: House, new_agent: Callable[[], str]
+) -> None:
+    agent, twin = new_agent(), new_agent()
+    with sweeping.client() as client, sweeping.store_client() as store:
+        begin(client, agent, twin)
+        expected = ask(client, twin).token_ids
+        ask(client, agent)
+        before = blobs(sweeping)
+        rest = story_whose_block_has_left(sweeping, client, agent)
+        assert store.rollback_agent(agent, 1).version == 3
+        *_, last = rest
+        assert last.finished.snapshot.state == pb.SNAPSHOT_STATE_FAILED
+        until_swept(sweeping, before)
+        assert ask(client, agent).token_ids == expected
 
 
 @pytest.mark.long(6)
