@@ -82,6 +82,7 @@ class CatalogOwner:
         listed_where, _, store = listed.partition(" ")
         if listed and listed_where != where:
             raise _unlike(f"the database lists blobs in {listed_where}: start with --blobs {listed_where}")
+        refused = None
         for _ in range(_TRIES):
             held, tag = held_by(self._bucket)
             if listed and not held.store and not takes_from_copy:
@@ -90,7 +91,12 @@ class CatalogOwner:
             if held.store not in ("", store):
                 raise foreign(where)
             if not takes_from_copy and not _is_ours(held, known, database.home(), database.proofs()):
-                raise _taken(where) if held.index == CATALOG else _of_directory(where)
+                if held.index != CATALOG:
+                    raise _of_directory(where)
+                if tag == refused:
+                    break
+                refused = tag  # another process may have replaced it before the database was read
+                continue
             self._store, self._database = store, database
             if self._renew(tag, database):
                 Note(where, store).write(note)

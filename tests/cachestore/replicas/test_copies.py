@@ -82,6 +82,29 @@ def test_the_database_is_refused_once_a_copy_that_lacks_nothing_has_the_bucket(s
     back.check()
 
 
+def test_a_store_that_starts_while_others_replace_the_proof_is_no_copy(
+    stores: Stores, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    facts = Facts()
+    first, read = stores.start(facts), facts.proofs
+    waiting = [first, stores.start(facts)]
+
+    def read_late() -> tuple[str, ...]:
+        if waiting:
+            other = waiting.pop()
+            stores.now_s += 61.0
+            monkeypatch.setattr(facts, "proofs", read)
+            other.check()
+            monkeypatch.setattr(facts, "proofs", read_late)
+        return read()
+
+    monkeypatch.setattr(facts, "proofs", read_late)
+    second = stores.start(facts)
+    assert waiting == []
+    for owner in (first, second):
+        owner.check()
+
+
 class _Cut(Exception):
     """The store is killed."""
 
