@@ -6,6 +6,7 @@ import (
 	"errors"
 	"io"
 	"iter"
+	"slices"
 
 	"google.golang.org/grpc/codes"
 	"google.golang.org/protobuf/proto"
@@ -237,7 +238,8 @@ func (c *Client) Reply(ctx context.Context, turn Turn) (*Reply, error) {
 			return reply, err
 		}
 	}
-	if reply.Finished() == nil {
+	ended := slices.DeleteFunc(slices.Clone(reply.Choices), func(choice Choice) bool { return choice.Finished == nil })
+	if len(ended) < max(int(turn.Sampling.GetN()), 1) {
 		return reply, cut(turn.RequestID)
 	}
 	return reply, nil

@@ -169,7 +169,8 @@ def _input(call: Call) -> Call:
 
 
 def _turn(call: Call) -> Call:
-    return {**_input(call), **_given(call, *_TURN, "timeout_s")}
+    sampling = {"sampling": _given(call, "n")} if "n" in call else {}
+    return {**_input(call), **_given(call, *_TURN, "timeout_s"), **sampling}
 
 
 def _brought(snapshot: store_pb.SnapshotVersion) -> Call:

@@ -34,6 +34,8 @@ def a_turn_that_moves_says_where_its_rest_is(program: Testee, world: World) -> N
                 program.call(call, agent_id="ada", prompt="Hello", request_id="mine")
         with refusal("UNAVAILABLE", "STREAM_CUT", request_id="mine"):
             program.call("reply", agent_id="cut", prompt="Hello", request_id="mine")
+        with refusal("UNAVAILABLE", "STREAM_CUT"):  # the first of two has ended
+            program.call("reply", prompt="Hello", n=2)
         rest = program.call("stream", resume_token=MovingEngine.TOKEN)
         assert (rest["text"], rest["deltas"], rest["is_finished"], rest["version"]) == ("lo", 1, True, 4), rest
         with refusal("NOT_FOUND", "RESUME_TOKEN_UNKNOWN"):

@@ -88,7 +88,7 @@ class MeasuringEngine(inference_pb2_grpc.InferenceServiceServicer, cachestore_pb
 
 class MovingEngine(inference_pb2_grpc.InferenceServiceServicer, cachestore_pb2_grpc.AgentServiceServicer):  # type: ignore[misc]
     """Gives every turn away after "Hel"; whoever comes back with the token gets the rest from it. That of "cut" ends
-    there as if it were whole, as a proxy may end it."""
+    there as if it were whole, as a proxy may end it; one of several replies ends behind the first reply's end."""
 
     PEER, TOKEN = "studio", "the-rest"
 
@@ -98,6 +98,9 @@ class MovingEngine(inference_pb2_grpc.InferenceServiceServicer, cachestore_pb2_g
             yield event(started=inference_pb2.Started(request_id=request.request_id))
             yield event(delta=inference_pb2.Delta(text="Hel"))
             if request.agent_id == "cut":
+                return
+            if request.sampling.n > 1:
+                yield event(finished=inference_pb2.Finished(reason=inference_pb2.FINISH_REASON_STOP))
                 return
             yield event(moved=inference_pb2.Moved(peer=self.PEER, resume_token=self.TOKEN))
         elif request.resume_token == self.TOKEN:

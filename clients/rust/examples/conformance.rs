@@ -57,6 +57,9 @@ impl Call {
             Turn::from(pb::GenerateRequest::default())
         };
         turn = turn.agent(self.text("agent_id")).request_id(self.text("request_id")).model(self.text("model"));
+        if let Some(replies) = self.number("n") {
+            turn = turn.sampling(pb::Sampling { n: i32::try_from(replies).ok(), ..Default::default() });
+        }
         if let Some(tokens) = self.number("max_tokens") {
             turn = turn.max_tokens(i32::try_from(tokens).expect("a number of tokens"));
         }

@@ -189,7 +189,11 @@ impl Client {
     }
 
     /// This engine's stream and its first event, in whose place a refusal may come.
-    async fn begun(&self, request: pb::GenerateRequest, deadline: Deadline) -> Result<(Streaming<pb::GenerateResponse>, Option<Event>)> {
+    async fn begun(
+        &self,
+        request: pb::GenerateRequest,
+        deadline: Deadline,
+    ) -> Result<(Streaming<pb::GenerateResponse>, Option<Event>)> {
         let mut stub = self.engine();
         let mut stream = deadline.once(stub.generate(deadline.request(request))).await?;
         let first = deadline.hold(async { Ok(stream.message().await?) }).await?;
@@ -224,15 +228,17 @@ impl Client {
     /// As Generate's in the contract; `STREAM_CUT` if it ended as if it were whole, as a proxy may end it. What arrived before is
     /// lost with the reply, not with the events.
     pub async fn reply(&self, turn: Turn) -> Result<Reply> {
+        let wanted = turn.request.sampling.as_ref().map_or(1, |sampling| sampling.n().max(1));
         let mut events = self.generate(turn).await?;
         let mut reply = Reply::default();
         while let Some(event) = events.next().await {
             reply.add(event?)?;
         }
-        match reply.finished() {
-            Some(_) => Ok(reply),
-            None => Err(Error::cut().with_request_id(&events.request_id)),
+        let ended = reply.choices.iter().filter(|choice| choice.finished.is_some()).count();
+        if i32::try_from(ended).is_ok_and(|ended| ended < wanted) {
+            return Err(Error::cut().with_request_id(&events.request_id));
         }
+        Ok(reply)
     }
 
     /// Puts an agent's memory into the engine ahead of its next turn, and with an input also computes that prompt. Of the turn

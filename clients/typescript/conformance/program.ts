@@ -28,6 +28,7 @@ interface Call {
   messages?: Said[];
   append_messages?: Said[];
   max_tokens?: number;
+  n?: number;
   request_id?: string;
   expected_version?: number;
   model?: string;
@@ -181,6 +182,7 @@ function turn(call: Call): Turn {
     requestId: call.request_id,
     model: call.model,
     maxTokens: call.max_tokens,
+    sampling: call.n === undefined ? undefined : { n: call.n },
     regex: call.regex,
     baseVersion: call.base_version,
     memoryMode: call.memory_mode && MemoryMode[call.memory_mode.replace("MEMORY_MODE_", "") as keyof typeof MemoryMode],

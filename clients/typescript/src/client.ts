@@ -142,7 +142,8 @@ export class Client {
     const reply = new Reply();
     const requestId = turn.requestId ?? randomUUID();
     for await (const event of this.generate({ ...turn, requestId }, options)) reply.add(event);
-    if (reply.finished === undefined) throw cut(requestId);
+    const ended = reply.choices.filter((choice) => choice.finished !== undefined);
+    if (ended.length < (turn.sampling?.n ?? 1)) throw cut(requestId);
     return reply;
   }
 

@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent import futures
 from contextlib import contextmanager
 from typing import Any
@@ -24,13 +24,18 @@ class _Breaking(inference_pb2_grpc.InferenceServiceServicer):
     """An engine whose turns say one word and end with an error, after a while, or as a proxy may end them."""
 
     def __init__(
-        self, error: KvasirError | None, text: str, pause_s: float, left_s: list[float], moved: pb.Moved | None
+        self,
+        error: KvasirError | None,
+        text: str,
+        pause_s: float,
+        left_s: list[float],
+        last: Sequence[pb.GenerateResponse],
     ) -> None:
         self._error = error
         self._text = text
         self._pause_s = pause_s
         self._left_s = left_s
-        self._moved = moved
+        self._last = last
 
     def GetCapabilities(self, request: Any, context: Any) -> pb.GetCapabilitiesResponse:  # noqa: N802
         return pb.GetCapabilitiesResponse(lease_owner="b")
@@ -40,8 +45,7 @@ class _Breaking(inference_pb2_grpc.InferenceServiceServicer):
         time.sleep(self._pause_s)
         if self._text:
             yield pb.GenerateResponse(delta=pb.Delta(text=self._text))
-        if self._moved is not None:
-            yield pb.GenerateResponse(moved=self._moved)
+        yield from self._last
         if self._error is None:
             return
         details = to_status(self._error).SerializeToString()
@@ -57,10 +61,15 @@ def breaking(
     pause_s: float = 0.0,
     left_s: list[float] | None = None,
     moved: pb.Moved | None = None,
+    finished: Sequence[pb.Finished] = (),
 ) -> Iterator[str]:
     """Its address. `left_s` gets what is left of each turn's deadline."""
     server = grpc.server(futures.ThreadPoolExecutor(1))
-    engine = _Breaking(error, text, pause_s, [] if left_s is None else left_s, moved)
+    last = [
+        *([pb.GenerateResponse(moved=moved)] if moved else []),
+        *(pb.GenerateResponse(finished=each) for each in finished),
+    ]
+    engine = _Breaking(error, text, pause_s, [] if left_s is None else left_s, last)
     inference_pb2_grpc.add_InferenceServiceServicer_to_server(engine, server)  # type: ignore[no-untyped-call]
     port = server.add_insecure_port("127.0.0.1:0")
     server.start()
@@ -110,6 +119,17 @@ def test_a_reply_without_its_last_event_is_not_taken_for_a_whole_one(heard: Any)
     with breaking(None, "one") as a, breaking(NEVER_HEARD) as b:
         text, error = heard(a, b)
     assert (text, type(error), error.reason) == ("one", Unavailable, "STREAM_CUT")
+
+
+def test_several_replies_are_whole_once_each_has_its_last_event() -> None:
+    first, second = (pb.Finished(choice=choice, reason=pb.FINISH_REASON_STOP) for choice in (0, 1))
+    with breaking(None, "one", finished=[first]) as a, InferenceClient.connect(a) as client:
+        assert client.reply(prompt="x").text == "one"
+        with pytest.raises(Unavailable) as cut:
+            client.reply(prompt="x", sampling={"n": 2})
+        assert cut.value.reason == "STREAM_CUT"
+    with breaking(None, "one", finished=[second, first]) as a, InferenceClient.connect(a) as client:
+        assert len(client.reply(prompt="x", sampling={"n": 2}).choices) == 2
 
 
 @pytest.mark.parametrize("heard", [heard_by_blocking, heard_by_async])

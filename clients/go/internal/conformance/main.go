@@ -38,6 +38,7 @@ type call struct {
 	Messages        []said   `json:"messages"`
 	AppendMessages  []said   `json:"append_messages"`
 	MaxTokens       *int32   `json:"max_tokens"`
+	N               *int32   `json:"n"`
 	RequestID       string   `json:"request_id"`
 	ExpectedVersion *int64   `json:"expected_version"`
 	Model           string   `json:"model"`
@@ -355,8 +356,8 @@ func turn(told call) kvasir.Turn {
 		BaseVersion: told.BaseVersion, ExpectExisting: told.ExpectExisting, ReplaceMemory: told.ReplaceMemory,
 		MemoryMode: inferencev1.MemoryMode(inferencev1.MemoryMode_value[told.MemoryMode]),
 	}
-	if told.MaxTokens != nil {
-		made.Sampling = &inferencev1.Sampling{MaxTokens: told.MaxTokens}
+	if told.MaxTokens != nil || told.N != nil {
+		made.Sampling = &inferencev1.Sampling{MaxTokens: told.MaxTokens, N: told.N}
 	}
 	return made
 }

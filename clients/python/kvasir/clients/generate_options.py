@@ -77,6 +77,12 @@ class ReplyOptions:
             merged.MergeFrom(sampling)
         return merged
 
+    @property
+    def choices(self) -> int:
+        """The number of replies, each with an end of its own."""
+        sampling = self.to_proto_sampling()
+        return 1 if sampling is None else max(sampling.n, 1)
+
 
 @dataclass(frozen=True, kw_only=True)
 class GenerateOptions(MemoryOptions, ReplyOptions):

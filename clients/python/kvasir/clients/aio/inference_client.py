@@ -90,11 +90,15 @@ class AioInferenceClient(AioAgentClient):
         request_id = options.request_id or str(uuid.uuid4())
         make = partial(turns.turn_request, turns.Input(prompt, messages, append_messages), options, request_id)
         written = await self.making(lambda: make().SerializeToString())
+        unfinished = options.choices
         try:
             async with aclosing(self._turn(written, timeout_s, turns.place_of(options.agent_id))) as responses:
                 async for response in responses:
                     self._known.note(options.agent_id, response)
+                    unfinished -= response.HasField("finished")
                     yield response
+            if unfinished > 0:
+                raise _cut()
         except KvasirError as error:
             raise self._known.explained(error, options.agent_id, request_id) from None
 
@@ -158,8 +162,8 @@ class AioInferenceClient(AioAgentClient):
                     raise
                 lost = error
         if moved is None:
-            if not has_finished:  # as a proxy may end it
-                raise Unavailable("the reply was cut", reason="STREAM_CUT")
+            if not has_finished:
+                raise _cut()
             return
         peer = self._peer(moved.peer)
         if peer is None:
@@ -310,6 +314,11 @@ class AioInferenceClient(AioAgentClient):
     async def get_stats(self) -> pb.GetStatsResponse:
         """Counters since the start, what is under way, and whether the store answers."""
         return await self._call(pb.GetStatsResponse, pb.GetStatsRequest())
+
+
+def _cut() -> Unavailable:
+    """The end of a reply whose stream ended as if it were whole, as a proxy may end it."""
+    return Unavailable("the reply was cut", reason="STREAM_CUT")
 
 
 def _left_s(ends_s: float | None) -> float | None:

@@ -167,8 +167,10 @@ public final class Client implements AutoCloseable {
     Reply reply = new Reply();
     try (Events events = generate(turn)) {
       events.forEachRemaining(reply::add);
-      if (reply.finished().getReason() == FinishReason.FINISH_REASON_UNSPECIFIED) {
-        throw events.cut();
+      for (int choice = 0; choice < Math.max(turn.getSampling().getN(), 1); choice++) {
+        if (reply.finished(choice).getReason() == FinishReason.FINISH_REASON_UNSPECIFIED) {
+          throw events.cut();
+        }
       }
     }
     return reply;

@@ -285,6 +285,9 @@ final class Conformance {
     }
     turn.setAgentId(text(call, "agent_id")).setRequestId(text(call, "request_id")).setModel(text(call, "model"));
     turn.setExpectExisting(isSaid(call, "expect_existing")).setReplaceMemory(isSaid(call, "replace_memory"));
+    if (call.has("n")) {
+      turn.getSamplingBuilder().setN((int) number(call, "n"));
+    }
     if (call.has("max_tokens")) {
       turn.getSamplingBuilder().setMaxTokens((int) number(call, "max_tokens"));
     }
