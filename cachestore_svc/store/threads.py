@@ -7,7 +7,7 @@ from functools import partial
 from typing import ParamSpec, TypeVar
 
 from kvasir.server.shared_room import ModestRoom, SharedRoom
-from kvasir.waits import PAUSE_S
+from kvasir.waits import SOON_S
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -70,7 +70,7 @@ class StoreThreads:
             give_back(namespace, 1)
             raise
         # A longer call waits for a disk, or is a collection: other calls of its namespace do not wait for that.
-        timer = loop.call_later(PAUSE_S, lasts)
+        timer = loop.call_later(SOON_S, lasts)
         future.add_done_callback(ended)
         return future
 

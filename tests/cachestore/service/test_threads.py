@@ -31,7 +31,7 @@ def test_a_namespace_whose_calls_hang_leaves_threads_for_others() -> None:
 def test_calls_that_last_keep_their_namespace_from_no_thread_while_another_was_here(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(store_threads, "PAUSE_S", 0.02)
+    monkeypatch.setattr(store_threads, "SOON_S", 0.02)
     go_on = threading.Event()
 
     async def test() -> None:

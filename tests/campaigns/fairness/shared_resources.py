@@ -134,7 +134,7 @@ SHARED = (
         ("cachestore_svc.store.threads:THREADS", 32),
         THREE_OF_FREE
         + ", and, unless blobs or index are elsewhere, as many as processors while another was here, calls "
-        "of more than 0.2 s aside",
+        "of more than 2 s aside",
         IN_TURN,
         WAITS,
     ),
