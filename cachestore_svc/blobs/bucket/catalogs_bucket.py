@@ -25,7 +25,7 @@ from cachestore_svc.blobs.bucket.owning import (
     owned_by,
 )
 
-_TRIES = 5  # others may start, or find a promotion, at the same time
+_TRIES = 16  # others may start, find a promotion, or replace the proof at the same time
 _NEW_PROOF_AFTER = 60.0  # seconds
 
 
@@ -111,12 +111,16 @@ class CatalogOwner:
             raise _taken(self._bucket.where)
         # Another process may know of a promotion, or of a proof, before this one: then the database is read, and behind
         # the bucket, because each proof is in the database first.
-        for is_last_known in (True, False, False):
+        refused = None
+        for number in range(_TRIES):
             held, tag = owned_by(self._bucket)
-            home = database.home() if is_last_known else database.look()
-            if not is_last_known:
+            if tag == refused:
+                break
+            home = database.look() if number else database.home()
+            if number:
                 self._proofs = database.proofs()
             if held.store != self._store or not _is_ours(held, None, home, self._proofs):
+                refused = tag if number else None  # if it has changed, another process may have done that meanwhile
                 continue
             if held.start == home.timeline and self._steady() < self._renews_at_s:
                 return

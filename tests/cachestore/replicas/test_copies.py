@@ -82,16 +82,18 @@ def test_the_database_is_refused_once_a_copy_that_lacks_nothing_has_the_bucket(s
     back.check()
 
 
-def test_a_store_that_starts_while_others_replace_the_proof_is_no_copy(
-    stores: Stores, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("starts", [False, True])
+def test_a_store_that_looks_while_others_replace_the_proof_is_no_copy(
+    starts: bool, stores: Stores, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     facts = Facts()
-    first, read = stores.start(facts), facts.proofs
-    waiting = [first, stores.start(facts)]
+    first, other, read = stores.start(facts), stores.start(facts), facts.proofs
+    left = 3
 
     def read_late() -> tuple[str, ...]:
-        if waiting:
-            other = waiting.pop()
+        nonlocal left
+        if left:
+            left -= 1
             stores.now_s += 61.0
             monkeypatch.setattr(facts, "proofs", read)
             other.check()
@@ -99,10 +101,11 @@ def test_a_store_that_starts_while_others_replace_the_proof_is_no_copy(
         return read()
 
     monkeypatch.setattr(facts, "proofs", read_late)
-    second = stores.start(facts)
-    assert waiting == []
-    for owner in (first, second):
-        owner.check()
+    if starts:
+        first = stores.start(facts)
+    first.check()
+    assert left == 0
+    other.check()
 
 
 class _Cut(Exception):
