@@ -29,7 +29,7 @@ class Act:
         return math.isinf(self.ended)
 
     def after(self, versions: Versions) -> Iterator[Versions]:
-        """What the versions are behind it, if it may take effect on these."""
+        """The versions behind it, if it may take effect on these. By each kind of act."""
         raise NotImplementedError
 
 
