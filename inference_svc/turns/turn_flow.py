@@ -31,12 +31,11 @@ from inference_svc.turns.engine_parts import EngineParts
 from inference_svc.turns.phases import Prompted, Ran, Recalled, Remembered
 from inference_svc.turns.plan_running import MemoryMovedError, PlanRunner, moved_away
 from inference_svc.turns.progress import Progress, Stop, TurnPhase
-from inference_svc.turns.prompts.continuing import Retry, retried
 from inference_svc.turns.prompts.texts import prompted, recalled_by, with_difference
 from inference_svc.turns.shortening import MemoryShortener
 from inference_svc.turns.taken_turns import TakenTurns
 from inference_svc.turns.turn_data import PromptInput, TurnRequest, TurnStarted, Warmed, Work
-from inference_svc.turns.turn_ending import TurnEnding, stopped
+from inference_svc.turns.turn_ending import Retry, TurnEnding, retried, stopped
 from inference_svc.turns.turn_reporter import counted
 
 _LOG = structlog.get_logger(__name__)
@@ -190,8 +189,7 @@ class TurnFlow:
         if not turn.is_cancelled:  # whoever cancels wants nothing more computed
             remembered = await self._shortener.after_reply(remembered)
         await self._ending.finish(remembered, turn)
-        if (key := turn.request.extended) is not None:
-            self._parts.woken.returns.served(key, turn.request.request_id)
+        self._sleeper.served(turn)
         return remembered
 
     async def _warm(self, turn: Progress, cursor: EventCursor | None, budget: Budget) -> None:

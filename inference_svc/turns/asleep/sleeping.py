@@ -67,6 +67,10 @@ class Sleeper:
             self._parts.woken.ready[key] = self._parts.clock()
         return await self._parts.recall.newest(key, budget)
 
+    def served(self, turn: Progress) -> None:
+        if (key := turn.request.extended) is not None:
+            self._parts.woken.returns.served(key, turn.request.request_id)
+
     async def _is_shared(self, key: AgentKey, memory: AgentMemory) -> bool:
         """Take over the KV of an agent that has the same version, and is hot: a fork, or whom it was forked from."""
         memories = self._parts.engine.memories

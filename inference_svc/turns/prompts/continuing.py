@@ -2,13 +2,11 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from enum import Enum
 
 from kvasir import errors, volatile
 from kvasir.cachestore.v1 import manifest_pb2
 from kvasir.clocks import without_times
 
-from inference_svc.engine.api import FinishReason
 from inference_svc.memory.agent_memory import AgentMemory
 from inference_svc.memory.outcomes import MissReason, Source
 from inference_svc.memory.recall import Recollection
@@ -47,60 +45,6 @@ def of_text(match: Outcome) -> Continuation:
     if match is Outcome.NONE:
         return Continuation.REPLACED
     return Continuation.REWOUND if match is Outcome.DIVERGE else Continuation.EXTENDED
-
-
-class Retry(Enum):
-    REPLAYED = "replayed"
-    REPEATED = "repeated"  # it was cut (keep_partial), or was made under another KV identity
-
-
-def retried(request: TurnRequest, recollection: Recollection) -> Retry | None:
-    """None: it is another turn. Raises Conflict as `check_parent`."""
-    memory = recollection.memory
-    if memory is None or request.memory.is_read_only or not is_retry(request, memory):
-        check_parent(request, recollection)
-        return None
-    was_cut = memory.turn.finish_reason == FinishReason.CANCELLED.value
-    return Retry.REPEATED if was_cut or recollection.kv_from is Source.COLD else Retry.REPLAYED
-
-
-def is_retry(request: TurnRequest, memory: AgentMemory) -> bool:
-    """Whether the request repeats the turn that made this memory: a retry has the request id and the input of the
-    agent's last turn, and the same parent version. The same id with another input is another turn: ids name requests
-    for people, the input is the question.
-    """
-    turn, head = memory.turn, memory.publication.standing.head
-    if turn.request_id != request.request_id or turn.input_digest != request.input_digest:
-        return False
-    if request.memory.expected_version is None or head is None:
-        return True
-    # A request with the same input that extends this memory is a new turn, not a retry.
-    extended = head.parent_version if memory.publication.standing.is_stored else head.version
-    if memory.shortened is None and memory.files.asleep is None:
-        return request.memory.expected_version == extended
-    # Its caller knows no version that only became shorter, or fell asleep.
-    return request.memory.expected_version <= extended - _versions_before(memory)
-
-
-def check_parent(request: TurnRequest, recollection: Recollection) -> None:
-    """Raise Conflict when the newest version is not the one named. Without an answer, the commit decides."""
-    head, memory = recollection.head, recollection.memory
-    if request.memory.expected_version is None or head is None or request.memory.expected_version == head.version:
-        return
-    before = _versions_before(memory) if memory is not None and head.is_of_turn else 0
-    if head.parent_version - before < request.memory.expected_version <= head.parent_version:
-        return  # the version that its caller knows became shorter since, or fell asleep
-    raise errors.Conflict(
-        f"expected_version: {request.memory.expected_version} was named, the agent's newest version is {head.version}",
-        field="expected_version",
-        metadata={"head_version": str(head.version)},
-    )
-
-
-def _versions_before(memory: AgentMemory) -> int:
-    """Versions before the memory that are of its turn, too: it became shorter since, or fell asleep, or both."""
-    is_shorter = memory.shortened is not None and memory.shortened.is_after_turn
-    return is_shorter + (memory.files.asleep is not None)
 
 
 def whole_conversation(

@@ -28,12 +28,8 @@ from inference_svc.turns import turn_reporter
 from inference_svc.turns.phases import Planned, Prompted, Ran, Recalled
 from inference_svc.turns.progress import Outbox, ReaderLimits
 from inference_svc.turns.prompts.continuing import (
-    Retry,
     as_its_agent_has_it,
-    check_parent,
     continuation,
-    is_retry,
-    retried,
     what_is_left_out,
     whole_conversation,
 )
@@ -46,7 +42,7 @@ from inference_svc.turns.turn_data import (
     TurnEvent,
     TurnRequest,
 )
-from inference_svc.turns.turn_ending import TurnEnding
+from inference_svc.turns.turn_ending import Retry, TurnEnding, check_parent, is_retry, retried
 from inference_svc.turns.turn_reporter import HandOff
 from tests.inference.turns.parts import line_parts, parts_of
 
