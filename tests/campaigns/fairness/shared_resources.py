@@ -47,6 +47,15 @@ SHARED = (
         "FIRST_MESSAGE_LATE",
     ),
     Shared(
+        "strangers that wait to be refused, or for a place of a health check: one goes on in 10 ms",
+        "both",
+        "clients/python/kvasir/server/arriving.py: _held",
+        ("kvasir.server.arriving:MAX_HELD_STRANGERS", 1024),
+        "for strangers alone",
+        "the newest first; of too many the oldest goes on at once",
+        "NO_CREDENTIAL",
+    ),
+    Shared(
         "messages of streams that arrive",
         "both",
         "clients/python/kvasir/server/interceptors.py: arriving",

@@ -7,7 +7,7 @@ import pytest
 from kvasir.credentials import Principal
 from kvasir.errors import DeadlineExceeded, InvalidArgument
 from kvasir.server import interceptors
-from kvasir.server.arriving import UNREADABLE, Arriving, begun, the_only
+from kvasir.server.arriving import MAX_HELD_STRANGERS, UNREADABLE, Arriving, Turnstile, begun, the_only
 from kvasir.server.interceptors import Authentication
 from kvasir.server.shared_room import Place, SharedRoom
 
@@ -178,3 +178,47 @@ def test_a_place_that_is_not_had_whole_is_not_had_at_all() -> None:
         assert (first.held_units, second.held_units) == (0, 0)
 
     asyncio.run(scenario())
+
+
+def test_few_strangers_go_on_at_once_and_then_the_newest_of_those_that_wait() -> None:
+    async def scene() -> None:
+        turnstile, passed = Turnstile(), list[int]()
+
+        async def come(number: int) -> None:
+            await turnstile.passed()
+            passed.append(number)
+
+        coming = [asyncio.create_task(come(number)) for number in range(40)]
+        await asyncio.sleep(0)
+        assert passed == list(range(33)), "a few need not wait"
+        coming[38].cancel()
+        await asyncio.wait(coming)
+        assert passed[33:] == [39, 37, 36, 35, 34, 33]
+        assert len(turnstile) == 0
+        # After a while, a few need not wait again.
+        await asyncio.sleep(0.05)
+        await asyncio.wait_for(turnstile.passed(), 0.001)
+
+    asyncio.run(scene())
+
+
+def test_of_too_many_strangers_the_oldest_goes_on() -> None:
+    async def scene() -> None:
+        turnstile, passed = Turnstile(), list[int]()
+
+        async def come(number: int) -> None:
+            await turnstile.passed()
+            passed.append(number)
+
+        count = 33 + MAX_HELD_STRANGERS + 2
+        coming = [asyncio.create_task(come(number)) for number in range(count)]
+        while len(passed) < 35:  # noqa: ASYNC110
+            await asyncio.sleep(0)
+        assert sorted(passed[:35]) == list(range(35))
+        assert len(turnstile) == MAX_HELD_STRANGERS
+        for task in coming:
+            task.cancel()
+        await asyncio.gather(*coming, return_exceptions=True)
+        assert len(turnstile) == 0
+
+    asyncio.run(scene())

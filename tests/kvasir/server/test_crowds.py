@@ -18,7 +18,7 @@ from kvasir.cachestore.v1 import cachestore_pb2_grpc
 from kvasir.credentials import Principal, write_credentials
 from kvasir.errors import InvalidArgument
 from kvasir.server import arriving, interceptors, serving
-from kvasir.server.arriving import MAX_WAITING_CHECKS
+from kvasir.server.arriving import MAX_HELD_STRANGERS, MAX_WAITING_CHECKS
 from kvasir.server.interceptors import MAX_CALLS, MAX_RPCS_PER_PRINCIPAL, current_principal
 from kvasir.server.serving import EdgeServer, Listening, Reports
 from kvasir.status import from_rpc_error
@@ -112,21 +112,46 @@ def test_a_thousand_silent_health_checks_shut_nobody_out(tmp_path: Path, monkeyp
 
     async def test() -> None:
         async with served(tmp_path) as server:
+            at_door, began_s = server.edge.authentication, time.monotonic()
             silent = await server.silent(CHECK, SILENT)
             async with asyncio.timeout(20):
-                while sum(call.done() for call in silent) < SILENT - MAX_WAITING_CHECKS:  # noqa: ASYNC110
+                while len(at_door.doorstep) + len(at_door.turnstile) < MAX_HELD_STRANGERS:  # noqa: ASYNC110
                     await asyncio.sleep(0.02)
-            assert len(server.edge.authentication.doorstep) == MAX_WAITING_CHECKS
+            assert len(at_door.doorstep) == MAX_WAITING_CHECKS
             assert await server.is_let_in("victim")
             health: Any = health_pb2_grpc.HealthStub(await server.channel())
             answer = await asyncio.wait_for(health.Check(health_pb2.HealthCheckRequest()), 5)
             assert answer.status == health_pb2.HealthCheckResponse.SERVING
-            ended = [call for call in silent if call.done()]
+            await asyncio.sleep(0.3)
+            ended, lasted_s = [call for call in silent if call.done()], time.monotonic() - began_s
+            too_many = SILENT - MAX_HELD_STRANGERS - MAX_WAITING_CHECKS
+            assert 0 < len(ended) <= too_many + 33 + lasted_s / 0.0099, "each end takes time of the event loop"
             # A call that is ended while its stream is open is now and then told CANCELLED by gRPC itself.
             reasons = Counter([await reason_of(call) for call in ended])
             assert reasons["FIRST_MESSAGE_LATE"] >= len(ended) - 5, reasons
             for call in silent:
                 call.cancel()
+
+    run(test())
+
+
+@pytest.mark.long(2)
+def test_a_flood_of_strangers_is_refused_at_a_measured_pace(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with served(tmp_path) as server:
+            stub: Any = cachestore_pb2_grpc.CacheStoreServiceStub(await server.channel())  # type: ignore[no-untyped-call]
+            refused, until = 0, time.monotonic() + 0.5
+
+            async def ask() -> None:
+                nonlocal refused
+                while time.monotonic() < until:
+                    assert await reason_of(stub.GetCapabilities(pb.GetCapabilitiesRequest())) == "NO_CREDENTIAL"
+                    refused += time.monotonic() < until
+
+            asking = [asyncio.create_task(ask()) for _ in range(64)]
+            assert await server.is_let_in("victim")
+            await asyncio.gather(*asking)
+            assert refused <= 33 + 50, "32 at once, and one each 10 ms"
 
     run(test())
 

@@ -1,11 +1,12 @@
 """The messages of a call as they arrive: the first in time, each readable, and none without room for it.
 
 A call holds a place while its message does not come. A known caller has places of its own, with a time limit. Strangers
-may only call for health and share a few places: a new call ends the call that has waited longest. gRPC holds a message
-from its first byte, before a handler sees it. So no message is requested without room for the largest one. This module
-knows nothing of gRPC."""
+may only call for health and share a few places: a new call ends the call that has waited longest, but only so many a
+second, for each end takes time of the event loop. gRPC holds a message from its first byte, before a handler sees it.
+So no message is requested without room for the largest one. This module knows nothing of gRPC."""
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, nullcontext
 from typing import Any
@@ -19,6 +20,11 @@ UNREADABLE = object()
 # Strangers' calls that wait for their message. A load balancer sends it with the call, within two milliseconds.
 # The number is small because each call may hold most of a message of the largest size.
 MAX_WAITING_CHECKS = 32
+# Strangers that wait to be served or refused. Each takes a millisecond of the event loop, so few go on at once and then
+# so many a second. gRPC holds at most 256 KiB of what each of them sends.
+MAX_HELD_STRANGERS = 1024
+_STRANGERS_AT_ONCE = 32
+_STRANGERS_A_SECOND = 100
 
 # Entered while a message arrives, once for each message: waits for its room.
 Room = AbstractAsyncContextManager[None]
@@ -94,10 +100,53 @@ async def begun(
         answering.leave()
 
 
+class Turnstile:
+    """Lets few strangers go on in a second, the newest first: it may be a load balancer, which soon gives up. Of more
+    than `MAX_HELD_STRANGERS` the one that has waited longest goes on at once. Belongs to one event loop."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._next_s = 0.0  # when another may go on
+        self._held: dict[asyncio.Future[None], None] = {}  # in the order of arrival
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    async def passed(self) -> None:
+        """Return when the caller may go on."""
+        now, loop = self._clock(), asyncio.get_running_loop()
+        self._next_s = max(self._next_s, now - _STRANGERS_AT_ONCE / _STRANGERS_A_SECOND)
+        if self._next_s <= now and not self._held:
+            self._next_s += 1 / _STRANGERS_A_SECOND
+            return
+        if not self._held:
+            loop.call_later(1 / _STRANGERS_A_SECOND, self._let_newest_on)
+        place: asyncio.Future[None] = loop.create_future()
+        self._held[place] = None
+        if len(self._held) > MAX_HELD_STRANGERS:
+            self._let_on(next(iter(self._held)))
+        try:
+            await place
+        finally:
+            self._held.pop(place, None)
+
+    def _let_newest_on(self) -> None:
+        if self._held:
+            self._let_on(next(reversed(self._held)))
+        if self._held:
+            asyncio.get_running_loop().call_later(1 / _STRANGERS_A_SECOND, self._let_newest_on)
+
+    def _let_on(self, place: asyncio.Future[None]) -> None:
+        del self._held[place]
+        if not place.done():
+            place.set_result(None)
+
+
 class Doorstep:
     """Where strangers' calls wait for their message. Belongs to one event loop."""
 
-    def __init__(self) -> None:
+    def __init__(self, turnstile: Turnstile) -> None:
+        self._turnstile = turnstile
         # In the order of arrival.
         self._waiting: dict[asyncio.Task[Any], None] = {}
 
@@ -111,6 +160,8 @@ class Doorstep:
 
     async def the_only(self, requests: AsyncIterator[Any]) -> Any:
         """The one request. Raises as `the_only` does, and ResourceExhausted if too many other calls came meanwhile."""
+        if len(self._waiting) >= MAX_WAITING_CHECKS:
+            await self._turnstile.passed()
         reading = asyncio.ensure_future(the_only(Arriving(requests, ANSWER_S)))
         self._waiting[reading] = None
         if len(self._waiting) > MAX_WAITING_CHECKS:

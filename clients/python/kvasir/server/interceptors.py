@@ -20,7 +20,7 @@ from google.protobuf.message import DecodeError
 from kvasir import errors
 from kvasir.call_context import NAMESPACE_KEY, REQUEST_ID_KEY, TRACE_KEY, call_name, name_call
 from kvasir.credentials import DEFAULT_NAMESPACE, OWNER, Credentials, Principal
-from kvasir.server.arriving import UNREADABLE, Arriving, Doorstep, begun
+from kvasir.server.arriving import UNREADABLE, Arriving, Doorstep, Turnstile, begun
 from kvasir.server.fair_shares import QUARTER, Shares
 from kvasir.server.operating.audit import Audit, current_deed
 from kvasir.server.operating.durations import RpcCounts
@@ -107,10 +107,13 @@ class Errors(_Interceptor):
         counts: RpcCounts,
         traces: Traces,
         audit: Audit,
+        turnstile: Turnstile,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """`turnstile`: through it refused strangers go before they hear of it."""
         super().__init__()
         self._new_request_id = new_request_id
+        self._turnstile = turnstile
         self._counts = counts
         self._traces = traces
         self._audit = audit
@@ -141,6 +144,8 @@ class Errors(_Interceptor):
                 left_out = self._refused(rpc, error)
                 if deed.caller is not None:
                     left_out = left_out or 0  # a flood of strangers hides nobody who is known
+                elif isinstance(error, errors.Unauthenticated):
+                    await self._turnstile.passed()
                 await abort(context, error)
             # CancelledError is no Exception: it passes, for a handler that swallows a cancel leaks (LESSONS 28).
             except Exception as error:  # noqa: BLE001  every bug ends here, once
@@ -197,7 +202,8 @@ class Authentication(_Interceptor):
         self.arriving_alone = SharedRoom(min(places, MAX_ARRIVING_ALONE))
         self.arriving_alone_of_caller = _RoomsOfCallers(min(places, MAX_ARRIVING_ALONE))
         self.answering = ModestRoom(MAX_ANSWERING, _BESIDE_OTHERS)
-        self.doorstep = Doorstep()
+        self.turnstile = Turnstile()
+        self.doorstep = Doorstep(self.turnstile)
 
     def _wrap(self, method: str, handler: Any) -> Any:
         @asynccontextmanager
