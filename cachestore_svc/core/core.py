@@ -3,7 +3,7 @@
 import contextlib
 import threading
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -41,29 +41,35 @@ class Counters:
             return dict(self._counts[namespace])
 
 
-@dataclass
 class Watchers:
-    _lock: threading.Lock = field(default_factory=threading.Lock)
-    _callbacks: list[Callable[[str], None]] = field(default_factory=list)
+    """Callbacks, each for a namespace, or for a name in it. A key that nobody watches takes no memory."""
 
-    def add(self, callback: Callable[[str], None]) -> Callable[[], None]:
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._callbacks: dict[tuple[str, ...], list[Callable[[], object]]] = {}
+
+    @contextlib.contextmanager
+    def watching(self, key: tuple[str, ...], callback: Callable[[], object]) -> Iterator[None]:
+        """For this time `callback` is called, on any thread, whenever the key is woken."""
         with self._lock:
-            self._callbacks.append(callback)
-
-        def end() -> None:
+            self._callbacks.setdefault(key, []).append(callback)
+        try:
+            yield
+        finally:
             with self._lock:
-                if callback in self._callbacks:
-                    self._callbacks.remove(callback)
+                self._callbacks[key].remove(callback)
+                if not self._callbacks[key]:
+                    del self._callbacks[key]
 
-        return end
-
-    def wake(self, namespace: str) -> None:
+    def wake(self, *key: str) -> None:
+        """Call the callbacks of a key; of all keys if it is empty."""
         with self._lock:
-            callbacks = list(self._callbacks)
+            woken = [self._callbacks.get(key, [])] if any(key) else self._callbacks.values()
+            callbacks = [callback for each in woken for callback in each]
         for callback in callbacks:
             # An event loop that closed has no watchers left.
             with contextlib.suppress(RuntimeError):
-                callback(namespace)
+                callback()
 
 
 @dataclass(frozen=True)
@@ -85,7 +91,8 @@ class Core(Storage):
     leases: LeaseEnds
     write_budget: WriteBudget
     counters: Counters = field(default_factory=Counters)
-    watchers: Watchers = field(default_factory=Watchers)
+    watchers: Watchers = field(default_factory=Watchers)  # of events
+    released: Watchers = field(default_factory=Watchers)  # leases, by namespace and agent
     asides: set[Aside] = field(default_factory=set)  # bytes that were set aside, now or before the start
 
     @property

@@ -58,6 +58,7 @@ class AgentService(StoreCalls, cachestore_pb2_grpc.AgentServiceServicer):
     async def ForkAgent(self, request: pb.ForkAgentRequest, context: Any) -> pb.ForkAgentResponse:
         agent = await self._run_once_free(
             context,
+            request.agent_id,
             self._store.agents.fork,
             check_agent_id(request.source_agent_id, "source_agent_id"),
             request.agent_id,
@@ -69,6 +70,7 @@ class AgentService(StoreCalls, cachestore_pb2_grpc.AgentServiceServicer):
     async def RollbackAgent(self, request: pb.RollbackAgentRequest, context: Any) -> pb.RollbackAgentResponse:
         snapshot = await self._run_once_free(
             context,
+            request.agent_id,
             self._store.agents.roll_back,
             request.agent_id,
             messages.read_version(request.version, least=1),
@@ -78,7 +80,8 @@ class AgentService(StoreCalls, cachestore_pb2_grpc.AgentServiceServicer):
         return written(pb.RollbackAgentResponse, snapshot=snapshot)
 
     async def DeleteAgent(self, request: pb.DeleteAgentRequest, context: Any) -> pb.DeleteAgentResponse:
-        deletion = await self._run_once_free(context, self._store.agents.delete, request.agent_id, request.force)
+        about, delete = (request.agent_id, request.force), self._store.agents.delete
+        deletion = await self._run_once_free(context, request.agent_id, delete, *about)
         return written(pb.DeleteAgentResponse, deletion)
 
     async def ListSnapshots(self, request: pb.ListSnapshotsRequest, context: Any) -> pb.ListSnapshotsResponse:

@@ -178,12 +178,7 @@ class CacheStoreService(StoreCalls, cachestore_pb2_grpc.CacheStoreServiceService
         loop = asyncio.get_running_loop()
         happened = asyncio.Event()
 
-        def wake(changed: str) -> None:
-            if changed in ("", namespace):
-                loop.call_soon_threadsafe(happened.set)
-
-        unsubscribe = self._store.events.subscribe(wake)
-        try:
+        with self._store.events.watching(namespace, lambda: loop.call_soon_threadsafe(happened.set)):
             after = request.after
             cursor = EventCursor(after.incarnation, after.sequence) if request.HasField("after") else None
             is_first = True
@@ -200,8 +195,6 @@ class CacheStoreService(StoreCalls, cachestore_pb2_grpc.CacheStoreServiceService
                 cursor, is_first = batch.cursor, False
                 if not batch.events:
                     await self._wait_or_stop(happened)
-        finally:
-            unsubscribe()
 
     async def VerifyBlobs(self, request: pb.VerifyBlobsRequest, context: Any) -> None:
         agent_id = check_agent_id(request.agent_id) if request.agent_id else None

@@ -28,13 +28,14 @@ class StoreCalls:
     async def _run_once_free(
         self,
         context: Any,
+        agent_id: str,
         method: Callable[Concatenate[str, Arguments], Answer],
         *args: Arguments.args,
         **kwargs: Arguments.kwargs,
     ) -> Answer:
-        """The same for calls that take back a memory: they wait for the line's lease."""
+        """The same for calls that take back the agent's memory: they wait for its leases."""
         left_s = context.time_remaining()
-        return await self._store.run_once_free(caller_namespace(), left_s, method, *args, **kwargs)
+        return await self._store.run_once_free(caller_namespace(), agent_id, left_s, method, *args, **kwargs)
 
 
 def caller_namespace() -> str:

@@ -203,7 +203,8 @@ class Arrival:
             retained_versions=agent.retained_versions,
         )
         async with self._copies.manifests.parsing(order.namespace, MAX_MANIFEST_BYTES):
-            await self._store.run_once_free(order.namespace, None, self._store.moves.receive, arriving)
+            agent = order.namespace, order.agent_id
+            await self._store.run_once_free(*agent, None, self._store.moves.receive, arriving)
         self._coming.has_come = True
 
     def _arriving(self, line: Any) -> ArrivingLine:

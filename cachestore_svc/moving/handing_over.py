@@ -72,7 +72,8 @@ class HandingOver:
                 if not is_ordered:
                     raise
         about = agent_id, peer, move_id, generation, may, not is_ordered
-        record, known = await self._store.run_once_free(namespace, left_s, self._store.moves.offer, *about)
+        offer = self._store.moves.offer
+        record, known = await self._store.run_once_free(namespace, agent_id, left_s, offer, *about)
         if known.state is OwnerState.MOVING:
             self._limits.began(agent, is_new=is_new)
             self._heard[agent] = self._steady()
@@ -94,8 +95,8 @@ class HandingOver:
         self._check_known(namespace, peer)
         may = self._peers.may(Verb.FENCE, namespace, peer, agent_id)
         self._limits.word(peer)
-        fence = self._store.owners.fence
-        await self._store.run_once_free(namespace, left_s, fence, agent_id, peer, generation, may)
+        about = agent_id, peer, generation, may
+        await self._store.run_once_free(namespace, agent_id, left_s, self._store.owners.fence, *about)
 
     def _check_known(self, namespace: str, peer: str) -> None:
         """Agents change hands only between stores that know each other, so that an owner's name can be resolved."""

@@ -303,7 +303,7 @@ class Moves:
 
         about = agent_id, peer, generation, newer, may
         try:
-            await self._store.run_once_free(namespace, None, self._store.owners.yield_to, *about)
+            await self._store.run_once_free(namespace, agent_id, None, self._store.owners.yield_to, *about)
         except PermissionDenied:
             _LOG.warning("claim.contradicted", peer=peer)
             return False

@@ -24,7 +24,7 @@ from cachestore_svc.moving.manifest_room import ManifestRoom
 from cachestore_svc.moving.outbound import BlobReader, BlobSource
 from cachestore_svc.moving.peering.peers import Peers, errors_of_peer
 from cachestore_svc.pairing.rights import Verb
-from cachestore_svc.store.aio_store import AioStore, once_free
+from cachestore_svc.store.aio_store import AioStore
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,7 +231,7 @@ class Transfers:
                     namespace, self._store.snapshots.commit, *(agent_id, manifest, head.version if head else 0, terms)
                 )
 
-        return await once_free(commit, None)
+        return await self._store.once_free(namespace, agent_id, None, commit)
 
     async def _imported_onto(self, namespace: str, agent_id: str, replace: bool) -> SnapshotVersion | None:
         """The agent's newest version, if there is any. Raises AlreadyExists unless it may be replaced."""

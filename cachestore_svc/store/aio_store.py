@@ -1,7 +1,9 @@
 """A store for the event loop: each call of it runs on a thread, in the turn of its namespace."""
 
 import asyncio
+import contextlib
 from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
 from typing import Concatenate, ParamSpec, TypeVar
 
 from kvasir.errors import FailedPrecondition, NotFound, Unavailable
@@ -51,13 +53,47 @@ class AioStore:
     async def run_once_free(
         self,
         namespace: str,
+        agent_id: str,
         left_s: float | None,
         method: Callable[Concatenate[str, Arguments], Answer],
         *args: Arguments.args,
         **kwargs: Arguments.kwargs,
     ) -> Answer:
-        """The same of one that takes back a memory: as `once_free`."""
-        return await once_free(lambda: self.run_if_awaited(namespace, method, *args, **kwargs), left_s)
+        """The same of one that takes back the agent's memory: as `once_free`."""
+        call = partial(self.run_if_awaited, namespace, method, *args, **kwargs)
+        return await self.once_free(namespace, agent_id, left_s, call)
+
+    async def once_free(
+        self, namespace: str, agent_id: str, left_s: float | None, call: Callable[[], Awaitable[Answer]]
+    ) -> Answer:
+        """The answer of `call`, which takes the agent's memory back, once no lease is in its way: a call that finds a
+        live lease asks its holder to let go, and is repeated once that one did, or at intervals: a lease that ends, or
+        is given back to another store over the same catalog, is reported by nobody. `left_s`: the caller's time; None:
+        as long as a lease holds. Raises what `call` raises, and Unavailable (LEASE_HELD) when the lease outlasts the
+        caller's time.
+        """
+        loop, released, pause_s = asyncio.get_running_loop(), asyncio.Event(), LOOK_S
+        give_up = None if left_s is None else loop.time() + left_s - max(_ANSWER_S, _ANSWER_PART * left_s)
+        with self.leases.watching_releases(namespace, agent_id, partial(loop.call_soon_threadsafe, released.set)):
+            while True:
+                released.clear()  # before the look: a release behind it is not missed
+                try:
+                    return await call()
+                except FailedPrecondition as error:
+                    if error.reason != "LEASE_HELD":
+                        raise
+                    held_s = int(error.metadata["left_ms"]) / 1000
+                    pause_s = min(pause_s, held_s)
+                    if give_up is not None and loop.time() + pause_s > give_up:
+                        raise Unavailable(
+                            "an inference service holds the agent's lease and has not let go yet",
+                            reason="LEASE_HELD",
+                            retry_after_s=min(held_s, 1.0),
+                            metadata=error.metadata,
+                        ) from None
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(released.wait(), pause_s)
+                pause_s = min(2 * pause_s, PAUSE_S)
 
     async def agent(self, namespace: str, agent_id: str) -> AgentRecord | None:
         try:
@@ -71,30 +107,3 @@ class AioStore:
 
     async def owner(self, namespace: str, agent_id: str) -> Ownership:
         return await self.run(namespace, self.owners.of, agent_id)
-
-
-async def once_free(call: Callable[[], Awaitable[Answer]], left_s: float | None) -> Answer:
-    """The answer of `call`, which takes a memory back, once no lease is in its way: a call that finds a live lease asks
-    its holder to let go, and is repeated. `left_s`: the caller's time; None: as long as a lease holds. Raises what
-    `call` raises, and Unavailable (LEASE_HELD) when the lease outlasts the caller's time.
-    """
-    loop = asyncio.get_running_loop()
-    give_up = None if left_s is None else loop.time() + left_s - max(_ANSWER_S, _ANSWER_PART * left_s)
-    pause_s = LOOK_S
-    while True:
-        try:
-            return await call()
-        except FailedPrecondition as error:
-            if error.reason != "LEASE_HELD":
-                raise
-            held_s = int(error.metadata["left_ms"]) / 1000
-            pause_s = min(pause_s, held_s)
-            if give_up is not None and loop.time() + pause_s > give_up:
-                raise Unavailable(
-                    "an inference service holds the agent's lease and has not let go yet",
-                    reason="LEASE_HELD",
-                    retry_after_s=min(held_s, 1.0),
-                    metadata=error.metadata,
-                ) from None
-        await asyncio.sleep(pause_s)
-        pause_s = min(2 * pause_s, PAUSE_S)

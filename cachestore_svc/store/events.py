@@ -1,6 +1,7 @@
 """Events of a namespace, for readers that keep a cursor."""
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 
 from cachestore_svc.core.core import Core
 from cachestore_svc.facts.limits import check_range
@@ -17,8 +18,8 @@ class Events:
         kept = self._core.config.event_history
         return self._core.read(namespace, lambda view: view.events_after(kept, cursor, limit))
 
-    def subscribe(self, callback: Callable[[str], None]) -> Callable[[], None]:
-        """Call `callback(namespace)` after commits with events, on a store's thread, and `callback("")` where there may
-        be some of any namespace. Returns what ends it.
+    def watching(self, namespace: str, callback: Callable[[], object]) -> AbstractContextManager[None]:
+        """For this time `callback` is called on a store's thread after commits with events of the namespace, and where
+        there may be some.
         """
-        return self._core.watchers.add(callback)
+        return self._core.watchers.watching((namespace,), callback)

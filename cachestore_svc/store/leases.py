@@ -3,6 +3,7 @@ until the holder has let go or its lease has ended. Late commits are fenced eith
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import TypeVar
 
 from kvasir.errors import FailedPrecondition
@@ -94,9 +95,20 @@ class Leases:
     def release(self, namespace: str, agent_id: str, kv_identity_hash: str, token: records.LeaseToken) -> None:
         """Give a lease back; its generation stays remembered. Raises Conflict (LEASE_FENCED), NotFound."""
         line = self._line(namespace, agent_id, kv_identity_hash)
-        self._core.write(
-            namespace, lambda change: change.release_lease(line, self._core.leases, token), frees_space=True
-        )
+
+        def work(change: CatalogChange) -> None:
+            change.release_lease(line, self._core.leases, token)
+            change.after_commit(lambda: self._core.released.wake(namespace, agent_id))
+
+        self._core.write(namespace, work, frees_space=True)
+
+    def watching_releases(
+        self, namespace: str, agent_id: str, callback: Callable[[], object]
+    ) -> AbstractContextManager[None]:
+        """For this time `callback` is called, on a store's thread, after leases of the agent were given back by way of
+        this store. Nobody reports those that end, or that another store over the same catalog took back.
+        """
+        return self._core.released.watching((namespace, agent_id), callback)
 
     def taking_back(
         self,

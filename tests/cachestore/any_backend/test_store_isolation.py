@@ -111,11 +111,11 @@ PROBES: dict[str, Callable[[Store, SyntheticSnapshot], object]] = {
 }
 # These are of the whole store: no namespace asks them.
 WHOLE_STORE = {
-    *("open", "close", "events.subscribe", "owners.unfinished", "owners.known", "owners.rename_peers"),
+    *("open", "close", "events.watching", "owners.unfinished", "owners.known", "owners.rename_peers"),
     *("care.scrub", "care.known_damage", "care.check", "care.expire_agents", "jobs.has"),
     *("statistics.counted", "statistics.totals", "statistics.ailments", "statistics.written"),
 }
-WITHIN_THE_STORE = {"leases.taking_back"}
+WITHIN_THE_STORE = {"leases.taking_back", "leases.watching_releases"}
 
 
 def their_token(store: Store) -> object:
@@ -242,11 +242,14 @@ def test_a_full_quota_of_theirs_refuses_them_and_not_us(lab: Lab) -> None:
         publish(store, "a", snapshot, 0)
 
 
-def test_watchers_hear_which_namespace_and_only_of_what_is_durable(store: Store) -> None:
+def test_watchers_hear_of_their_namespace_alone(store: Store) -> None:
     heard: list[str] = []
-    end = store.events.subscribe(heard.append)
-    publish(store, "a", SyntheticAgent(SMALL, 1).turn(3), 0, THEIRS)
-    assert heard == [THEIRS]
-    end()
-    publish(store, "a", SyntheticAgent(SMALL, 1).turn(3), 0)
-    assert heard == [THEIRS]
+    with store.events.watching(THEIRS, lambda: heard.append(THEIRS)):
+        publish(store, "a", SyntheticAgent(SMALL, 1).turn(3), 0)
+        assert heard == []
+        publish(store, "a", SyntheticAgent(SMALL, 1).turn(3), 0, THEIRS)
+        assert heard == [THEIRS]
+        store._core.watchers.wake("")  # there may be events of any
+        assert heard == [THEIRS] * 2
+    publish(store, "b", SyntheticAgent(SMALL, 2).turn(3), 0, THEIRS)
+    assert heard == [THEIRS] * 2

@@ -15,7 +15,7 @@ import psycopg
 import pytest
 from kvasir.errors import Conflict, FailedPrecondition, Unavailable
 from kvasir.formats.block_hash import kv_identity_hash
-from kvasir.waits import SILENCE_S
+from kvasir.waits import LOOK_S, SILENCE_S
 
 from cachestore_svc.blobs.disk import Disk
 from cachestore_svc.facts.records import Committed, Event, HeldLease, LeaseWanted
@@ -23,6 +23,7 @@ from cachestore_svc.index.catalog import HOUSE, Catalog, CatalogChange, CatalogV
 from cachestore_svc.index.postgres.clock_steps import ClockSteps
 from cachestore_svc.recovery import on_server
 from cachestore_svc.store import jobs
+from cachestore_svc.store.aio_store import AioStore
 from cachestore_svc.store.store import Store
 from cachestore_svc.store.threads import StoreThreads
 from tests.cachestore.any_backend.memory_blobs import MemoryBlobs
@@ -172,6 +173,25 @@ def test_a_lease_that_one_store_gave_is_held_renewed_wanted_taken_back_and_ended
     assert b.leases.acquire(NS, "ada", KV, "engine-3", 10).token.generation == later.generation + 1
 
 
+def test_what_waits_at_one_store_finds_that_a_lease_was_given_back_to_the_other(
+    stores: tuple[Lab, Store, Store],
+) -> None:
+    async def test() -> None:
+        _, a, b = stores
+        publish(a, "ada", SyntheticAgent(SMALL, 1).turn(30), 0)
+        token = a.leases.acquire(NS, "ada", KV, "engine-1", 600).token
+        threads = StoreThreads(4)
+        deleting = asyncio.create_task(AioStore(b, threads).run_once_free(NS, "ada", None, b.agents.delete, "ada"))
+        await asyncio.sleep(3 * LOOK_S)
+        assert not deleting.done()
+        a.leases.release(NS, "ada", KV, token)
+        async with asyncio.timeout(30):
+            await deleting
+        threads.close()
+
+    asyncio.run(test())
+
+
 def test_a_database_whose_clock_is_set_forward_ends_no_lease_early(stores: tuple[Lab, Store, Store], url: str) -> None:
     lab, a, b = stores
     a.leases.acquire(NS, "ada", KV, "engine-1", 10)
@@ -269,20 +289,15 @@ def test_a_watcher_at_one_store_hears_the_commits_of_the_other_in_order_and_none
     agent, heard, woken = SyntheticAgent(SMALL, 1), list[Event](), threading.Event()
     cursor = b.events.after(NS, None).cursor
 
-    def wake(namespace: str) -> None:
-        if namespace == NS:  # the hint, and not the look now and then
-            woken.set()
-
-    end = b.events.subscribe(wake)
-    for parent in range(6):
-        woken.clear()
-        publish((a, b)[parent % 2], "ada", agent.turn(30), parent)
-        assert woken.wait(5)
-        batch = b.events.after(NS, cursor)
-        assert not batch.is_lost
-        heard += batch.events
-        cursor = batch.cursor
-    end()
+    with b.events.watching(NS, woken.set):
+        for parent in range(6):
+            woken.clear()
+            publish((a, b)[parent % 2], "ada", agent.turn(30), parent)
+            assert woken.wait(5)
+            batch = b.events.after(NS, cursor)
+            assert not batch.is_lost
+            heard += batch.events
+            cursor = batch.cursor
     versions = [each.body.snapshot.version for each in heard if isinstance(each.body, Committed)]
     assert versions == [1, 2, 3, 4, 5, 6]
     assert a.events.after(NS, cursor).events == ()
