@@ -15,7 +15,7 @@ from kvasir.cachestore.v1 import cachestore_pb2 as pb
 from kvasir.cachestore.v1 import identity_pb2, manifest_pb2
 from kvasir.credentials import hash_token
 from kvasir.formats import archive, manifest
-from kvasir.formats.block_file import FileIdentity, TensorSpec, encode, encode_header, expected_tensors
+from kvasir.formats.block_file import FileIdentity, TensorSpec, encode, encode_header, expected_tensors, plain_policy
 from kvasir.formats.block_hash import (
     BLOCK_TOKENS,
     block_hash,
@@ -52,13 +52,7 @@ def identity(name: str) -> identity_pb2.KvIdentity:
     """Four geometries: one small and plain, one with every kind of layer and an uneven policy, one whose recurrent
     layers describe their states, and one with a window."""
     full = identity_pb2.LayerLayout(kind=identity_pb2.LAYER_KIND_FULL, kv_heads=1, key_dim=64, value_dim=64)
-    policy = identity_pb2.KvPolicy(
-        key_bits=4,
-        value_bits=4,
-        group_size=64,
-        scale_type=identity_pb2.SCALE_TYPE_FLOAT16,
-        key_rotation=identity_pb2.KEY_ROTATION_NONE,
-    )
+    policy = plain_policy(4)
     if name == "small":
         return identity_pb2.KvIdentity(weights_digest=Digest.of(b"small").hash, layers=[full], policy=policy)
     if name == "hybrid":

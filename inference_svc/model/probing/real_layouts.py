@@ -5,7 +5,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kvasir.cachestore.v1 import identity_pb2
-from kvasir.formats.block_file import expected_state_tensors, expected_tensors, layer_tensors, recurrent_tensors
+from kvasir.formats.block_file import (
+    expected_state_tensors,
+    expected_tensors,
+    layer_tensors,
+    plain_policy,
+    recurrent_tensors,
+)
 from kvasir.formats.block_hash import BLOCK_TOKENS
 from kvasir.formats.layer_groups import windows_of
 
@@ -102,11 +108,5 @@ def _kinds(layers: Layers) -> Counter[tuple[str, int]]:
 
 
 def _identity(layers: Layers, bits: int) -> identity_pb2.KvIdentity:
-    policy = identity_pb2.KvPolicy(
-        key_bits=bits,
-        value_bits=bits,
-        group_size=64 if bits < 16 else 0,
-        scale_type=identity_pb2.SCALE_TYPE_BFLOAT16,
-        key_rotation=identity_pb2.KEY_ROTATION_NONE,
-    )
+    policy = plain_policy(bits, identity_pb2.SCALE_TYPE_BFLOAT16)
     return identity_pb2.KvIdentity(layers=layers, policy=policy)

@@ -124,6 +124,27 @@ class Header:
     def size_bytes(self) -> int:
         return self.data_offset + self.layout.size_bytes
 
+    def parts(self, data: FileBytes) -> dict[str, memoryview]:
+        """The tensors' bytes in the whole file, by name, in its order. Copies nothing."""
+        view, offset, parts = memoryview(data), self.data_offset, dict[str, memoryview]()
+        for spec in self.tensors:
+            parts[spec.name] = view[offset : offset + spec.size_bytes]
+            offset += spec.size_bytes
+        return parts
+
+
+def plain_policy(
+    bits: int, scale_type: "identity_pb2.ScaleType" = identity_pb2.SCALE_TYPE_FLOAT16
+) -> identity_pb2.KvPolicy:
+    """As many bits for keys as for values, below 16 in groups of 64; keys are not rotated."""
+    return identity_pb2.KvPolicy(
+        key_bits=bits,
+        value_bits=bits,
+        group_size=64 if bits < 16 else 0,
+        scale_type=scale_type,
+        key_rotation=identity_pb2.KEY_ROTATION_NONE,
+    )
+
 
 def expected_tensors(identity: identity_pb2.KvIdentity, rows: int, group: int = 0) -> tuple[TensorSpec, ...]:
     """Tensors of a block or tail with `rows` tokens: every layer of the group, in order; none for a foreign group."""

@@ -212,12 +212,7 @@ def _open_blob(blob: bytes, identity: identity_pb2.KvIdentity) -> tuple[int, dic
     """Rows of a block or tail, and its tensors' bytes by name."""
     header = block_file.parse_header(blob, len(blob))
     block_file.check_schema(header, identity)
-    view, offset = memoryview(blob), header.data_offset
-    tensors: dict[str, memoryview] = {}
-    for spec in header.tensors:
-        tensors[spec.name] = view[offset : offset + spec.size_bytes]
-        offset += spec.size_bytes
-    return header.identity.tokens, tensors
+    return header.identity.tokens, header.parts(blob)
 
 
 # --- writing the header ---

@@ -15,7 +15,7 @@ import safetensors
 from kvasir.cachestore.v1 import identity_pb2, manifest_pb2
 from kvasir.errors import InvalidArgument
 from kvasir.formats import block_file, manifest
-from kvasir.formats.block_file import FileBytes, expected_state_tensors, expected_tensors
+from kvasir.formats.block_file import FileBytes, expected_state_tensors, expected_tensors, plain_policy
 from kvasir.formats.block_hash import BLOCK_TOKENS, chain_hashes, kv_identity_hash
 from kvasir.formats.digest import Digest
 from kvasir.formats.token_files import file_identities, state_identity
@@ -245,20 +245,10 @@ def _identity(rows: Sequence[_Tensor], state: Sequence[bytes], weights_digest: s
     half = identity_pb2.TENSOR_TYPE_FLOAT16
     lines = [identity_pb2.StateTensor(type=half, shape=[len(part) // (2 * _LINE), _LINE]) for part in state]
     layers.append(identity_pb2.LayerLayout(kind=identity_pb2.LAYER_KIND_STATE, state_tensors=lines))
-    policy = identity_pb2.KvPolicy(
-        key_bits=16,
-        value_bits=16,
-        scale_type=identity_pb2.SCALE_TYPE_FLOAT16,
-        key_rotation=identity_pb2.KEY_ROTATION_NONE,
-    )
-    return identity_pb2.KvIdentity(weights_digest=weights_digest, layers=layers, policy=policy)
+    return identity_pb2.KvIdentity(weights_digest=weights_digest, layers=layers, policy=plain_policy(16))
 
 
 def _tensors_of(blob: FileBytes, identity: identity_pb2.KvIdentity) -> dict[str, memoryview]:
     header = block_file.parse_header(blob, len(blob))
     block_file.check_schema(header, identity)
-    found, offset = {}, header.data_offset
-    for spec in header.tensors:
-        found[spec.name] = memoryview(blob)[offset : offset + spec.size_bytes]
-        offset += spec.size_bytes
-    return found
+    return header.parts(blob)

@@ -81,7 +81,7 @@ class StoredKv:
             if header.identity != files[number] or header.tensors != self._specs:
                 raise DataLoss(f"blob {digest} is not block {number} of these tokens")
             self._remember({chain[number]: digest})
-            yield number, _layers(data, header)
+            yield number, list(header.parts(data).values())
 
     def save(self, tokens: Sequence[int], blocks: Mapping[int, Sequence[bytes]]) -> None:
         """Keep a prompt of whole blocks, durably; `blocks` has the layers of those that are new. One whose other blocks
@@ -152,19 +152,5 @@ def _identity(model: str, token_bytes: Sequence[int]) -> identity_pb2.KvIdentity
         identity_pb2.LayerLayout(kind=identity_pb2.LAYER_KIND_FULL, kv_heads=1, key_dim=each // 2)
         for each in token_bytes
     ]
-    policy = identity_pb2.KvPolicy(
-        key_bits=16,
-        value_bits=16,
-        scale_type=identity_pb2.SCALE_TYPE_FLOAT16,
-        key_rotation=identity_pb2.KEY_ROTATION_NONE,
-    )
     weights = blake3(b"vllm kv\0" + model.encode()).hexdigest()
-    return identity_pb2.KvIdentity(weights_digest=weights, layers=layers, policy=policy)
-
-
-def _layers(data: memoryview, header: block_file.Header) -> list[memoryview]:
-    found, offset = [], header.data_offset
-    for spec in header.tensors:
-        found.append(data[offset : offset + spec.size_bytes])
-        offset += spec.size_bytes
-    return found
+    return identity_pb2.KvIdentity(weights_digest=weights, layers=layers, policy=block_file.plain_policy(16))

@@ -25,7 +25,7 @@ from kvasir.credentials import write_private_text
 from kvasir.errors import Unavailable
 from kvasir.formats import manifest
 from kvasir.formats.blob_place import blob_place
-from kvasir.formats.block_file import FileIdentity, encode, expected_tensors
+from kvasir.formats.block_file import FileIdentity, encode, expected_tensors, plain_policy
 from kvasir.formats.block_hash import BLOCK_TOKENS, chain_hashes, kv_identity_hash
 from kvasir.formats.digest import Digest
 from kvasir.waits import HANGS_S
@@ -247,15 +247,8 @@ def _sealed(root: Path) -> tuple[str, ...]:
 
 def _identity(name: str, layers: int, kv_heads: int, dim: int) -> identity_pb2.KvIdentity:
     layout = identity_pb2.LayerLayout(kind=identity_pb2.LAYER_KIND_FULL, kv_heads=kv_heads, key_dim=dim, value_dim=dim)
-    policy = identity_pb2.KvPolicy(
-        key_bits=4,
-        value_bits=4,
-        group_size=64,
-        scale_type=identity_pb2.SCALE_TYPE_FLOAT16,
-        key_rotation=identity_pb2.KEY_ROTATION_NONE,
-    )
     return identity_pb2.KvIdentity(
-        weights_digest=Digest.of(name.encode()).hash, layers=[layout] * layers, policy=policy
+        weights_digest=Digest.of(name.encode()).hash, layers=[layout] * layers, policy=plain_policy(4)
     )
 
 
