@@ -403,18 +403,10 @@ class Totals:
 
 
 @dataclass(frozen=True, slots=True)
-class Stats:
-    agent_count: int
-    snapshot_count: int
-    blob_count: int
-    blob_bytes: int
-    logical_bytes: int  # what the newest versions would take if nothing were shared
+class Stats(Totals):
+    """The same of one namespace, its limits and its counters."""
+
     quota_bytes: int | None
-    reserved_bytes: int
-    free_disk_bytes: int
     is_disk_full: bool
-    unreferenced_bytes: int
-    damaged_blob_count: int
-    written_today_bytes: int
     write_budget_bytes: int | None
     counters: Mapping[str, int]
