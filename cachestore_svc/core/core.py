@@ -14,6 +14,7 @@ from cachestore_svc.blobs.ballast import Ballast
 from cachestore_svc.blobs.blob_writer import Writers
 from cachestore_svc.blobs.disk import Disk
 from cachestore_svc.blobs.space import Space
+from cachestore_svc.core.early_commits import EarlyCommits
 from cachestore_svc.facts.records import EventBody, StoreConfig
 from cachestore_svc.index.catalog import HOUSE, Catalog, CatalogChange, CatalogView, LeaseEnds
 from cachestore_svc.index.write_budget import WriteBudget
@@ -93,6 +94,7 @@ class Core(Storage):
     counters: Counters = field(default_factory=Counters)
     watchers: Watchers = field(default_factory=Watchers)  # of events
     released: Watchers = field(default_factory=Watchers)  # leases, by namespace and agent
+    early_commits: EarlyCommits = field(default_factory=EarlyCommits)
     asides: set[Aside] = field(default_factory=set)  # bytes that were set aside, now or before the start
 
     @property

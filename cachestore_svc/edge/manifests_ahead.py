@@ -1,5 +1,5 @@
-"""Manifests that engines have just written, read while their last blobs are still on their way to the disk: a commit
-then waits for its rows alone, however long its line is.
+"""Manifests that engines write, read from the bytes that come, while these and the last blobs are still on their way to
+the disk: a commit then waits for its rows alone, however long its line is.
 """
 
 import asyncio
@@ -28,20 +28,31 @@ class ManifestsAhead:
         self._store = store
         self._room = room
         self._ahead: dict[tuple[str, Digest], _Ahead] = {}
+        self._awaited: dict[tuple[str, Digest], asyncio.Event] = {}
 
-    def begin(self, namespace: str, manifest: Digest) -> None:
-        """Begin to read a manifest that is durable, if there is much room."""
+    def begin(self, namespace: str, manifest: Digest, data: memoryview | bytes = b"") -> None:
+        """Begin to read a manifest that is durable, or of which these are all bytes, if there is much room."""
         key = namespace, manifest
-        if key in self._ahead or not self._room.take_ahead(namespace, manifest.size_bytes):
-            return
-        reading = self._store.threads.run(namespace, self._store.snapshots.known, namespace, manifest)
+        if key not in self._ahead and self._room.take_ahead(namespace, manifest.size_bytes):
+            self._begin(key, data)
+        if (awaited := self._awaited.pop(key, None)) is not None:
+            awaited.set()
+
+    def _begin(self, key: tuple[str, Digest], data: memoryview | bytes) -> None:
+        reading = self._store.threads.run(key[0], self._store.snapshots.known, *key, data)
         # A commit comes as soon as the blobs beside its manifest are durable. A later one reads the manifest itself.
         end = asyncio.get_running_loop().call_later(ANSWER_S, self._forget, key)
         self._ahead[key] = _Ahead(asyncio.create_task(reading), end)
 
     @asynccontextmanager
-    async def known(self, namespace: str, manifest: Digest) -> AsyncIterator[KnownManifest | None]:
-        """A manifest for its commit, if it was read ahead. None: the commit has to read it, with room for that."""
+    async def known(
+        self, namespace: str, manifest: Digest, *, is_coming: bool = False
+    ) -> AsyncIterator[KnownManifest | None]:
+        """A manifest for its commit, if it was read ahead. None: the commit has to read it, with room for that.
+        `is_coming`: its bytes may still be on their way.
+        """
+        if is_coming and (namespace, manifest) not in self._ahead:
+            await self._begun((namespace, manifest))
         if (ahead := self._ahead.pop((namespace, manifest), None)) is None:
             async with self._room.parsing(namespace, manifest.size_bytes):
                 yield None
@@ -52,6 +63,18 @@ class ManifestsAhead:
             yield None if ahead.reading.cancelled() or ahead.reading.exception() else ahead.reading.result()
         finally:
             self._give_back(namespace, manifest, ahead)
+
+    async def _begun(self, key: tuple[str, Digest]) -> None:
+        """Wait until a manifest comes, for so long at most as an answer may take."""
+        begun = self._awaited.setdefault(key, asyncio.Event())
+        try:
+            async with asyncio.timeout(ANSWER_S):
+                await begun.wait()
+        except TimeoutError:
+            pass
+        finally:
+            if self._awaited.get(key) is begun:
+                del self._awaited[key]
 
     def _forget(self, key: tuple[str, Digest]) -> None:
         self._give_back(*key, self._ahead.pop(key))

@@ -1,7 +1,8 @@
 """The cache store over gRPC: each RPC reads its request, calls the store on a thread, and writes its answer."""
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from concurrent.futures import Future
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
@@ -12,10 +13,12 @@ from kvasir.cachestore.v1 import cachestore_pb2 as pb
 from kvasir.cachestore.v1 import cachestore_pb2_grpc
 from kvasir.credentials import ADMIN, ENGINE
 from kvasir.errors import ResourceExhausted, Unavailable
+from kvasir.formats.digest import Digest
 from kvasir.formats.frame_messages import MAX_FRAMES, Carrier, carrier_bytes, carrier_reader
 from kvasir.names import check_agent_id
 from kvasir.server.answers import written
 from kvasir.server.interceptors import current_principal
+from kvasir.waits import ANSWER_S
 
 from cachestore_svc.edge import messages
 from cachestore_svc.edge.manifests_ahead import ManifestsAhead
@@ -30,7 +33,7 @@ from cachestore_svc.facts.records import (
     MAX_FRAME_BYTES,
     EventCursor,
 )
-from cachestore_svc.index.values import CommitTerms
+from cachestore_svc.index.values import CommitTerms, Done
 from cachestore_svc.moving.inbound import BlobIntake
 from cachestore_svc.moving.outbound import BlobReader
 from cachestore_svc.moving.peering.peers import Peers
@@ -38,6 +41,7 @@ from cachestore_svc.moving.repairing import Repairs
 from cachestore_svc.moving.streams import Streams
 from cachestore_svc.moving.transfer import Transfers
 from cachestore_svc.store.aio_store import AioStore
+from cachestore_svc.store.snapshots import EarlyCommit, KnownManifest
 
 _EVENTS_AT_ONCE = 500
 
@@ -124,16 +128,33 @@ class CacheStoreService(StoreCalls, cachestore_pb2_grpc.CacheStoreServiceService
             is_brought=request.is_brought,
             bind_shared=ENGINE in current_principal().roles,  # no other caller's
         )
-        async with self._ahead.known(caller_namespace(), manifest) as known:
-            snapshot = await self._run(
-                self._store.snapshots.commit,
-                request.agent_id,
-                manifest,
-                messages.read_version(request.expected_version, "expected_version"),
-                terms,
-                known,
-            )
+        version = messages.read_version(request.expected_version, "expected_version")
+        asked, awaited = (request.agent_id, manifest, version, terms), messages.read_digests(request.awaited)
+        async with self._ahead.known(caller_namespace(), manifest, is_coming=bool(awaited)) as known:
+            done = await self._early(known, awaited, *asked) if awaited and known is not None else None
+            snapshot = done.snapshot if done else await self._run(self._store.snapshots.commit, *asked, known)
         return written(pb.CommitSnapshotResponse, snapshot=snapshot)
+
+    async def _early(
+        self,
+        known: KnownManifest,
+        awaited: Sequence[Digest],
+        agent_id: str,
+        manifest: Digest,
+        version: int,
+        terms: CommitTerms,
+    ) -> Done | None:
+        """Commit with the last of its blobs. None: these did not come as soon as an answer is due."""
+        answer: Future[Done] = Future()
+        try:
+            early = EarlyCommit(known, [manifest, *awaited], answer)
+            await self._run(self._store.snapshots.commit_early, early, agent_id, manifest, version, terms)
+            async with asyncio.timeout(ANSWER_S):
+                return await asyncio.wrap_future(answer)
+        except TimeoutError:
+            return None
+        finally:
+            answer.cancel()  # a caller who left, or will commit again, gets no version behind its back
 
     async def FindPrefix(self, request: pb.FindPrefixRequest, context: Any) -> pb.FindPrefixResponse:
         namespace, kv_hash, groups = caller_namespace(), request.kv_identity_hash, request.groups or (0,)
@@ -221,6 +242,8 @@ class CacheStoreService(StoreCalls, cachestore_pb2_grpc.CacheStoreServiceService
         features = ["several", *(["sealed"] if self._store.is_sealed(caller.namespace) else [])]
         if ENGINE in caller.roles and await self._receives_files(caller.namespace):
             features.append("handed")
+        if not self._store.is_shared:  # another store may list what a commit waits for here
+            features.append("awaits")
         return pb.GetCapabilitiesResponse(
             version=__version__,
             manifest_format=MANIFEST_FORMAT,

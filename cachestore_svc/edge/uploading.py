@@ -24,7 +24,7 @@ class Uploading:
         """`ahead`: gets an engine's manifests, for their commits."""
         self._intake = intake
         self._ahead = ahead
-        self._manifests: set[Digest] = set()  # of an engine
+        self._manifests: set[Digest] = set()  # of an engine, whose bytes come in pieces
         self._takes_groups = False  # whether the caller reads answers about several blobs
 
     async def receive(self, requests: AsyncGenerator[Carrier, None]) -> None:
@@ -70,7 +70,10 @@ class Uploading:
         if token and not is_engine:  # it shares no directory with this store
             raise PermissionDenied("handed: only an engine hands files over", field="handed")
         if is_engine and kind is BlobKind.MANIFEST:
-            self._manifests.add(digest)
+            if frame.offset == 0 and len(frame.data) == digest.size_bytes:
+                self._ahead.begin(current_principal().namespace, digest, frame.data)
+            else:
+                self._manifests.add(digest)
         if token:
             await self._intake.take(digest, kind, token)
         else:

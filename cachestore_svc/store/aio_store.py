@@ -26,6 +26,7 @@ class AioStore:
     def __init__(self, store: Store, threads: StoreThreads) -> None:
         self.threads = threads
         self.grace_period_s, self.is_sealed = store.grace_period_s, store.is_sealed
+        self.is_shared = store.is_shared
         self.blobs, self.prefixes, self.snapshots = store.blobs, store.prefixes, store.snapshots
         self.agents, self.leases, self.owners = store.agents, store.leases, store.owners
         self.moves, self.events = store.moves, store.events

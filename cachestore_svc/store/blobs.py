@@ -1,6 +1,7 @@
 """Blobs, by their digests: looked for, written, read. Knows nothing of agents."""
 
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
 from itertools import takewhile
@@ -197,7 +198,9 @@ class _Register:
             self._core.write_budget.count(change, namespace, size_bytes)
             return are_new
 
-        are_new = self._core.catalog.write(namespace, work)
+        listed: Future[list[bool]] = self._core.catalog.write_later(namespace, work)
+        self._core.early_commits.listing(namespace, [digest for digest, _ in blobs])
+        are_new = listed.result()
         self._core.counters.add(namespace, "blobs_written", len(blobs))
         self._core.counters.add(namespace, "bytes_written", size_bytes)
         return are_new

@@ -1,6 +1,7 @@
 """Versions of agents' lines: committed, read, listed."""
 
 from collections.abc import Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -31,15 +32,31 @@ class KnownManifest:
     shared: Sequence[SharedBlock]
 
 
+@dataclass(frozen=True, slots=True)
+class EarlyCommit:
+    """A commit that waits for blobs which are on their way, and the place for its outcome: until it begins, `answer`
+    may be cancelled.
+    """
+
+    known: KnownManifest
+    awaited: Sequence[Digest]
+    answer: "Future[Done]"
+
+
 class Snapshots:
     def __init__(self, core: Core, leases: Leases) -> None:
         self._core = core
         self._leases = leases
 
-    def known(self, namespace: str, manifest: Digest, *, bind_shared: bool = True) -> KnownManifest:
-        """Read a stored manifest for its commit. Raises FailedPrecondition (BLOB_MISSING) and InvalidArgument."""
+    def known(
+        self, namespace: str, manifest: Digest, data: memoryview | bytes = b"", *, bind_shared: bool = True
+    ) -> KnownManifest:
+        """Read a stored manifest for its commit. Raises FailedPrecondition (BLOB_MISSING) and InvalidArgument. `data`:
+        bytes that came for it, perhaps others than its own.
+        """
         try:
-            facts = read_manifest(read_blob(self._core, namespace, manifest))
+            is_its_own = len(data) == manifest.size_bytes and Digest.of(data) == manifest
+            facts = read_manifest(data if is_its_own else read_blob(self._core, namespace, manifest))
         except (NotFound, DataLoss) as error:
             raise missing(manifest, "manifest") from error
         return KnownManifest(facts, shared_blocks(facts, namespace) if bind_shared else ())
@@ -58,6 +75,38 @@ class Snapshots:
         FailedPrecondition (BLOB_MISSING, BLOB_UNFIT with "digest"; LEASE_HELD: another owner has it now) and
         InvalidArgument (manifest or name). `known`: the manifest, where it has been read.
         """
+        return self._committed(self._asked(namespace, agent_id, manifest, parent_version, terms, known))
+
+    def commit_early(
+        self,
+        namespace: str,
+        early: EarlyCommit,
+        agent_id: str,
+        manifest: Digest,
+        parent_version: int,
+        terms: CommitTerms,
+    ) -> None:
+        """As `commit`, of a turn, once the last awaited blob is listed: in the same transaction, if that is possible.
+        Other blobs of the manifest must be there.
+        """
+        asked = self._asked(namespace, agent_id, manifest, parent_version, terms, early.known)
+        self._core.early_commits.add(
+            namespace,
+            early.awaited,
+            lambda: self._core.catalog.write_later(namespace, partial(self._commit, asked=asked)),
+            lambda: self._core.read(namespace, lambda view: view.find_blobs(early.awaited)),
+            early.answer,
+        )
+
+    def _asked(
+        self,
+        namespace: str,
+        agent_id: str,
+        manifest: Digest,
+        parent_version: int,
+        terms: CommitTerms,
+        known: KnownManifest | None,
+    ) -> Commit:
         self._core.check_open(namespace)
         check_agent_id(agent_id)
         check_range("parent_version", parent_version, 0, records.MAX_VERSION)
@@ -73,16 +122,15 @@ class Snapshots:
         line = records.LineKey(namespace, agent_id, facts.kv_identity_hash)
         shared = known.shared if terms.bind_shared else ()
         kept = self._core.config.retained_versions
-        return self._committed(Commit(line, manifest, facts, parent_version, terms, shared, kept))
+        return Commit(line, manifest, facts, parent_version, terms, shared, kept)
 
     def _committed(self, asked: Commit) -> records.SnapshotVersion:
         namespace = asked.line.namespace
         if asked.terms.origin is records.Origin.TURN:
-            done = self._core.write(namespace, lambda change: self._commit(change, asked))
+            done = self._core.write(namespace, partial(self._commit, asked=asked))
         else:
             work = partial(self._commit, asked=asked)
             done = self._leases.taking_back(namespace, asked.line.agent_id, work)
-        self._core.counters.add(namespace, "commits" if done.is_new else "commits_repeated")
         return done.snapshot
 
     def get(
@@ -125,4 +173,6 @@ class Snapshots:
             raise
         if done.is_new:
             self._core.report(change, namespace, [records.Committed(done.snapshot)])
+        name = "commits" if done.is_new else "commits_repeated"
+        change.after_commit(lambda: self._core.counters.add(namespace, name))
         return done

@@ -90,5 +90,10 @@ class Store:
     def sealed_namespaces(self) -> tuple[str, ...]:
         return self._core.seals.namespaces
 
+    @property
+    def is_shared(self) -> bool:
+        """Whether another store may write the same catalog."""
+        return self._core.catalog.is_shared
+
     def is_sealed(self, namespace: str) -> bool:
         return self._core.seals.key_of(namespace) is not None

@@ -66,9 +66,9 @@ class Catalog:
         answer: _Answer = self._submit(operation).result()
         return answer
 
-    def write_later(self, namespace: str, work: Callable[[CatalogChange], None]) -> None:
-        """Write without waiting and without an answer; for facts that may be lost, such as times of last use."""
-        self._submit(Operation(namespace, work, is_write=True))
+    def write_later(self, namespace: str, work: Callable[[CatalogChange], Any]) -> "Future[Any]":
+        """As `write`, without waiting. Nobody has to read the answer: facts may be lost, such as times of last use."""
+        return self._submit(Operation(namespace, work, is_write=True))
 
     def attend(self, begin: Callable[[CatalogChange], None], wake: Callable[[str], None]) -> None:
         """For a database of a server: `begin` is done first whenever it may be another server's than before. `wake` is

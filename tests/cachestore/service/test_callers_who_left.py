@@ -10,7 +10,7 @@ from pathlib import Path
 import psycopg
 import pytest
 from kvasir.clients import AioStoreClient
-from kvasir.errors import KvasirError
+from kvasir.errors import DeadlineExceeded, KvasirError, NotFound
 from kvasir.formats.block_hash import kv_identity_hash
 from kvasir.waits import PAUSE_S
 
@@ -23,6 +23,27 @@ from tests.running.postgres import PostgresServer, postgres  # noqa: F401
 KV = kv_identity_hash(SMALL)
 _PLACES = 256  # of one caller
 _AT_ONCE = 32  # calls that the store has begun, at most
+
+
+def test_a_commit_whose_caller_left_before_its_blobs_came_makes_no_version(tmp_path: Path) -> None:
+    snapshot = SyntheticAgent(SMALL).turn(300)
+    asked = "a", snapshot.manifest_digest, 0
+
+    async def scene(address: str) -> None:
+        async with AioStoreClient.connect(address) as client:
+            assert "awaits" in (await client.get_capabilities()).features
+            with pytest.raises(DeadlineExceeded):
+                await client.commit(*asked, awaited=list(snapshot.new_blobs), timeout_s=0.3)
+            await client.put_manifest(snapshot.manifest_bytes)
+            with pytest.raises(DeadlineExceeded):  # it has the manifest now, and waits for tensors
+                await client.commit(*asked, awaited=list(snapshot.new_blobs), timeout_s=0.3)
+            await client.put_blobs(snapshot.new_blobs)
+            with pytest.raises(NotFound):
+                await client.get_agent("a")
+            assert (await client.commit(*asked)).version == 1
+
+    with store_home(tmp_path / "home") as home:
+        asyncio.run(scene(home.start().address))
 
 
 @pytest.mark.long(3)

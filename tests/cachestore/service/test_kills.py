@@ -7,12 +7,13 @@ import secrets
 import threading
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 from kvasir.cachestore.v1.cachestore_pb2 import TransferProgress
 from kvasir.clients import StoreClient
-from kvasir.errors import Cancelled, Conflict, KvasirError, NotFound, Unavailable
+from kvasir.errors import Cancelled, Conflict, FailedPrecondition, KvasirError, NotFound, Unavailable
 
 from cachestore_svc.config import read_settings
 from cachestore_svc.store.store import Store
@@ -30,6 +31,7 @@ class Writer:
     def __init__(self, number: int) -> None:
         self.agent_id = f"agent-{number}"
         self.memory = SyntheticAgent(MIXED if number % 2 else SMALL, number)
+        self._is_early = number % 4 > 1
         self.acknowledged: list[SyntheticSnapshot] = []
         self.uncertain: SyntheticSnapshot | None = None
         self.unexpected: BaseException | None = None
@@ -40,7 +42,8 @@ class Writer:
                 while True:
                     turn = self.uncertain or self.memory.turn(source.choice((3, 50, 260, 600)))
                     self.uncertain = turn
-                    publish_all(client, self.agent_id, turn, len(self.acknowledged))
+                    publish_turn = publish_early if self._is_early else publish_all
+                    publish_turn(client, self.agent_id, turn, len(self.acknowledged))
                     self.acknowledged.append(turn)
                     self.uncertain = None
         except (Unavailable, Cancelled):
@@ -53,6 +56,19 @@ def publish_all(client: StoreClient, agent_id: str, turn: SyntheticSnapshot, par
     """As an engine after a restart: what an earlier turn had stored may have been swept, so everything is offered."""
     client.put_blobs(turn.new_blobs)
     publish(client, agent_id, turn, parent)
+
+
+def publish_early(client: StoreClient, agent_id: str, turn: SyntheticSnapshot, parent: int) -> None:
+    """As an engine at a turn's end: the commit waits in the store for the blobs that are sent beside it."""
+    with ThreadPoolExecutor(1) as beside:
+        awaited = list(turn.new_blobs)
+        early = beside.submit(client.commit, agent_id, turn.manifest_digest, parent, awaited=awaited)
+        client.put_blobs(turn.new_blobs)
+        client.put_manifest(turn.manifest_bytes)
+        try:
+            early.result()
+        except FailedPrecondition:  # its blobs came too late
+            client.commit(agent_id, turn.manifest_digest, parent)
 
 
 def one_life(running: RunningStore, writers: list[Writer], source: random.Random) -> None:

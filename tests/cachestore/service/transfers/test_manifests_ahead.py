@@ -209,9 +209,10 @@ def test_a_quarter_of_the_room_is_taken_ahead_at_most(lab: Lab) -> None:
         asyncio.run(test(store))
 
 
+@pytest.mark.parametrize("pieces", [1, 2])
 @pytest.mark.parametrize(("role", "is_read"), [(ENGINE, True), (CLIENT, False)])
-def test_a_manifest_is_read_once_it_is_durable_if_an_engine_wrote_it(
-    role: str, is_read: bool, lab: Lab, monkeypatch: pytest.MonkeyPatch
+def test_a_manifest_is_read_once_it_is_there_if_an_engine_wrote_it(
+    role: str, is_read: bool, pieces: int, lab: Lab, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(uploading, "current_principal", lambda: Principal("caller", NS, frozenset({role})))
 
@@ -219,11 +220,13 @@ def test_a_manifest_is_read_once_it_is_durable_if_an_engine_wrote_it(
         async with scene_of(store) as scene:
             snapshot = SyntheticAgent(SMALL).turn(300)
             blobs = [(pb.BLOB_KIND_TENSORS, each, data) for each, data in snapshot.new_blobs.items()]
-            blobs.append((pb.BLOB_KIND_MANIFEST, snapshot.manifest_digest, snapshot.manifest_bytes))
+            manifest, size = snapshot.manifest_bytes, -(-len(snapshot.manifest_bytes) // pieces)
+            blobs.append((pb.BLOB_KIND_MANIFEST, snapshot.manifest_digest, manifest[:size]))
+            frames = [pb.BlobFrame(digest=each.to_proto(), kind=kind, data=data) for kind, each, data in blobs]
+            frames += [pb.BlobFrame(offset=size, data=manifest[size:])] if pieces > 1 else []
 
             async def requests():  # type: ignore[no-untyped-def]
-                for kind, digest, data in blobs:
-                    frame = pb.BlobFrame(digest=digest.to_proto(), kind=kind, data=data)
+                for frame in frames:
                     yield carrier_reader(pb.WriteBlobsRequest)(pb.WriteBlobsRequest(frame=frame).SerializeToString())
 
             upload = uploading.Uploading(BlobIntake(scene.aio, NS), scene.ahead)
@@ -233,7 +236,58 @@ def test_a_manifest_is_read_once_it_is_durable_if_an_engine_wrote_it(
             assert set(answered) == {digest for _, digest, _ in blobs}
             assert bool(scene.room.room.held_units) == is_read
             assert (await scene.commit(snapshot.manifest_digest)).version == 1
-            assert (scene.reads, scene.room.room.held_units) == (1, 0)
+            from_disk = 0 if is_read and pieces == 1 else 1
+            assert (scene.reads, scene.room.room.held_units) == (from_disk, 0)
+
+    with lab.open() as store:
+        asyncio.run(test(store))
+
+
+def test_bytes_that_are_not_the_manifests_are_not_read_for_it(lab: Lab) -> None:
+    async def test(store: Store) -> None:
+        async with scene_of(store) as scene:
+            snapshot, other = stored(store), SyntheticAgent(SMALL, 2).turn(300)
+            for wrong in (other.manifest_bytes, bytes(reversed(snapshot.manifest_bytes))):
+                scene.ahead.begin(NS, snapshot.manifest_digest, wrong)
+                assert (await scene.commit(snapshot.manifest_digest)).token_count == 700
+            assert (scene.reads, scene.room.room.held_units) == (2, 0)
+
+    with lab.open() as store:
+        asyncio.run(test(store))
+
+
+def test_a_commit_of_a_manifest_that_is_coming_gets_it_once_it_came(lab: Lab) -> None:
+    async def test(store: Store) -> None:
+        async with scene_of(store) as scene:
+            snapshot = stored(store)
+            digest = snapshot.manifest_digest
+
+            async def tokens() -> int:
+                async with scene.ahead.known(NS, digest, is_coming=True) as known:
+                    return len(known.facts.token_ids) if known is not None else 0
+
+            asking = [asyncio.create_task(tokens()) for _ in range(2)]
+            await asyncio.sleep(0.02)
+            assert not any(each.done() for each in asking)
+            scene.ahead.begin(NS, digest, snapshot.manifest_bytes)
+            assert sorted(await asyncio.gather(*asking)) == [0, 700], "one has it, the other reads it itself"
+            assert (scene.reads, scene.room.room.held_units) == (0, 0)
+
+    with lab.open() as store:
+        asyncio.run(test(store))
+
+
+def test_a_commit_of_a_manifest_that_does_not_come_reads_it_itself_later(
+    lab: Lab, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(manifests_ahead, "ANSWER_S", 0.02)
+
+    async def test(store: Store) -> None:
+        async with scene_of(store) as scene:
+            snapshot = stored(store)
+            async with scene.ahead.known(NS, snapshot.manifest_digest, is_coming=True) as known:
+                assert known is None
+            assert not scene.ahead._awaited
 
     with lab.open() as store:
         asyncio.run(test(store))

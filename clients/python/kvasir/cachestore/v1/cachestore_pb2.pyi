@@ -161,7 +161,7 @@ class SnapshotVersion(_message.Message):
     def __init__(self, agent_id: _Optional[str] = ..., kv_identity_hash: _Optional[str] = ..., version: _Optional[int] = ..., manifest: _Optional[_Union[_manifest_pb2.Digest, _Mapping]] = ..., parent_version: _Optional[int] = ..., token_count: _Optional[int] = ..., created_at: _Optional[_Union[_timestamp_pb2.Timestamp, _Mapping]] = ..., total_bytes: _Optional[int] = ..., origin: _Optional[_Union[Origin, str]] = ..., origin_detail: _Optional[str] = ..., request_id: _Optional[str] = ..., is_brought: bool = ..., base_version: _Optional[int] = ..., context_tokens: _Optional[int] = ..., is_text_own: bool = ...) -> None: ...
 
 class CommitSnapshotRequest(_message.Message):
-    __slots__ = ("agent_id", "manifest", "expected_version", "lease", "is_brought", "parent_manifest", "base_version", "handed_over_by")
+    __slots__ = ("agent_id", "manifest", "expected_version", "lease", "is_brought", "parent_manifest", "base_version", "handed_over_by", "awaited")
     AGENT_ID_FIELD_NUMBER: _ClassVar[int]
     MANIFEST_FIELD_NUMBER: _ClassVar[int]
     EXPECTED_VERSION_FIELD_NUMBER: _ClassVar[int]
@@ -170,6 +170,7 @@ class CommitSnapshotRequest(_message.Message):
     PARENT_MANIFEST_FIELD_NUMBER: _ClassVar[int]
     BASE_VERSION_FIELD_NUMBER: _ClassVar[int]
     HANDED_OVER_BY_FIELD_NUMBER: _ClassVar[int]
+    AWAITED_FIELD_NUMBER: _ClassVar[int]
     agent_id: str
     manifest: _manifest_pb2.Digest
     expected_version: int
@@ -178,7 +179,8 @@ class CommitSnapshotRequest(_message.Message):
     parent_manifest: _manifest_pb2.Digest
     base_version: int
     handed_over_by: str
-    def __init__(self, agent_id: _Optional[str] = ..., manifest: _Optional[_Union[_manifest_pb2.Digest, _Mapping]] = ..., expected_version: _Optional[int] = ..., lease: _Optional[_Union[LeaseToken, _Mapping]] = ..., is_brought: bool = ..., parent_manifest: _Optional[_Union[_manifest_pb2.Digest, _Mapping]] = ..., base_version: _Optional[int] = ..., handed_over_by: _Optional[str] = ...) -> None: ...
+    awaited: _containers.RepeatedCompositeFieldContainer[_manifest_pb2.Digest]
+    def __init__(self, agent_id: _Optional[str] = ..., manifest: _Optional[_Union[_manifest_pb2.Digest, _Mapping]] = ..., expected_version: _Optional[int] = ..., lease: _Optional[_Union[LeaseToken, _Mapping]] = ..., is_brought: bool = ..., parent_manifest: _Optional[_Union[_manifest_pb2.Digest, _Mapping]] = ..., base_version: _Optional[int] = ..., handed_over_by: _Optional[str] = ..., awaited: _Optional[_Iterable[_Union[_manifest_pb2.Digest, _Mapping]]] = ...) -> None: ...
 
 class CommitSnapshotResponse(_message.Message):
     __slots__ = ("snapshot",)

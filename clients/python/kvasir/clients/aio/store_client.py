@@ -55,12 +55,14 @@ class AioStoreClient(AioBlobTransfers, AioAgentClient):
         is_brought: bool = False,
         base_version: int = 0,
         handed_over_by: str = "",
+        awaited: Sequence[Digest] = (),
         timeout_s: float | None = None,
     ) -> pb.SnapshotVersion:
         """Make a stored manifest the agent's next version. Raises Conflict, FailedPrecondition. Safe to repeat.
 
         `is_brought`: the writer knows that rows of it came by import or pull. `base_version`: the earlier version that
-        it goes on from; 0: `expected_version`. `handed_over_by`: the peer whose engine began the turn."""
+        it goes on from; 0: `expected_version`. `handed_over_by`: the peer whose engine began the turn. `awaited`: blobs
+        that are on their way through other calls, as the manifest may be (a store with the feature `awaits`)."""
         request = pb.CommitSnapshotRequest(
             agent_id=agent_id,
             manifest=manifest.to_proto(),
@@ -70,6 +72,7 @@ class AioStoreClient(AioBlobTransfers, AioAgentClient):
             parent_manifest=parent_manifest.to_proto() if parent_manifest is not None else None,
             base_version=base_version,
             handed_over_by=handed_over_by,
+            awaited=[digest.to_proto() for digest in awaited],
         )
         return (await self._call(pb.CommitSnapshotResponse, request, timeout_s)).snapshot
 

@@ -886,7 +886,10 @@ type CommitSnapshotRequest struct {
 	// The earlier version that the turn went on from; 0: `expected_version`.
 	BaseVersion int64 `protobuf:"varint,7,opt,name=base_version,json=baseVersion,proto3" json:"base_version,omitempty"`
 	// The peer whose engine began the turn, and moved the agent here with it.
-	HandedOverBy  string `protobuf:"bytes,8,opt,name=handed_over_by,json=handedOverBy,proto3" json:"handed_over_by,omitempty"`
+	HandedOverBy string `protobuf:"bytes,8,opt,name=handed_over_by,json=handedOverBy,proto3" json:"handed_over_by,omitempty"`
+	// Blobs of the manifest that are on their way through other calls, as it may be itself: the commit takes effect with the last of them. If one does not come within
+	// seconds, the commit is refused as without this: then commit again once all are stored. Only where GetCapabilities.features has `awaits`.
+	Awaited       []*Digest `protobuf:"bytes,9,rep,name=awaited,proto3" json:"awaited,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -975,6 +978,13 @@ func (x *CommitSnapshotRequest) GetHandedOverBy() string {
 		return x.HandedOverBy
 	}
 	return ""
+}
+
+func (x *CommitSnapshotRequest) GetAwaited() []*Digest {
+	if x != nil {
+		return x.Awaited
+	}
+	return nil
 }
 
 type CommitSnapshotResponse struct {
@@ -5088,7 +5098,7 @@ type GetCapabilitiesResponse struct {
 	// Peers that PullAgent accepts.
 	Peers []string `protobuf:"bytes,9,rep,name=peers,proto3" json:"peers,omitempty"`
 	// What this store does beyond the first release of the contract, `sealed` where what it keeps of the caller's namespace is encrypted, `handed` for
-	// an engine from which it takes files, and `several` where it takes several frames in a message (WriteBlobsRequest). A client of a newer contract asks here.
+	// an engine from which it takes files, `awaits` where a commit waits for its blobs (CommitSnapshotRequest), and `several` where it takes several frames in a message (WriteBlobsRequest). A client of a newer contract asks here.
 	Features      []string `protobuf:"bytes,10,rep,name=features,proto3" json:"features,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -5547,7 +5557,7 @@ const file_kvasir_cachestore_v1_cachestore_proto_rawDesc = "" +
 	"is_brought\x18\f \x01(\bR\tisBrought\x12!\n" +
 	"\fbase_version\x18\r \x01(\x03R\vbaseVersion\x12%\n" +
 	"\x0econtext_tokens\x18\x0e \x01(\x03R\rcontextTokens\x12\x1e\n" +
-	"\vis_text_own\x18\x0f \x01(\bR\tisTextOwn\"\xfe\x02\n" +
+	"\vis_text_own\x18\x0f \x01(\bR\tisTextOwn\"\xb6\x03\n" +
 	"\x15CommitSnapshotRequest\x12\x19\n" +
 	"\bagent_id\x18\x01 \x01(\tR\aagentId\x128\n" +
 	"\bmanifest\x18\x02 \x01(\v2\x1c.kvasir.cachestore.v1.DigestR\bmanifest\x12)\n" +
@@ -5557,7 +5567,8 @@ const file_kvasir_cachestore_v1_cachestore_proto_rawDesc = "" +
 	"is_brought\x18\x05 \x01(\bR\tisBrought\x12E\n" +
 	"\x0fparent_manifest\x18\x06 \x01(\v2\x1c.kvasir.cachestore.v1.DigestR\x0eparentManifest\x12!\n" +
 	"\fbase_version\x18\a \x01(\x03R\vbaseVersion\x12$\n" +
-	"\x0ehanded_over_by\x18\b \x01(\tR\fhandedOverBy\"[\n" +
+	"\x0ehanded_over_by\x18\b \x01(\tR\fhandedOverBy\x126\n" +
+	"\aawaited\x18\t \x03(\v2\x1c.kvasir.cachestore.v1.DigestR\aawaited\"[\n" +
 	"\x16CommitSnapshotResponse\x12A\n" +
 	"\bsnapshot\x18\x01 \x01(\v2%.kvasir.cachestore.v1.SnapshotVersionR\bsnapshot\"\x84\x01\n" +
 	"\x12GetSnapshotRequest\x12\x19\n" +
@@ -6094,137 +6105,138 @@ var file_kvasir_cachestore_v1_cachestore_proto_depIdxs = []int32{
 	89,  // 15: kvasir.cachestore.v1.CommitSnapshotRequest.manifest:type_name -> kvasir.cachestore.v1.Digest
 	37,  // 16: kvasir.cachestore.v1.CommitSnapshotRequest.lease:type_name -> kvasir.cachestore.v1.LeaseToken
 	89,  // 17: kvasir.cachestore.v1.CommitSnapshotRequest.parent_manifest:type_name -> kvasir.cachestore.v1.Digest
-	12,  // 18: kvasir.cachestore.v1.CommitSnapshotResponse.snapshot:type_name -> kvasir.cachestore.v1.SnapshotVersion
-	12,  // 19: kvasir.cachestore.v1.GetSnapshotResponse.snapshot:type_name -> kvasir.cachestore.v1.SnapshotVersion
-	12,  // 20: kvasir.cachestore.v1.ListSnapshotsResponse.snapshots:type_name -> kvasir.cachestore.v1.SnapshotVersion
-	86,  // 21: kvasir.cachestore.v1.Agent.labels:type_name -> kvasir.cachestore.v1.Agent.LabelsEntry
-	90,  // 22: kvasir.cachestore.v1.Agent.created_at:type_name -> google.protobuf.Timestamp
-	90,  // 23: kvasir.cachestore.v1.Agent.used_at:type_name -> google.protobuf.Timestamp
-	12,  // 24: kvasir.cachestore.v1.Agent.lines:type_name -> kvasir.cachestore.v1.SnapshotVersion
-	90,  // 25: kvasir.cachestore.v1.Agent.expires_at:type_name -> google.protobuf.Timestamp
-	20,  // 26: kvasir.cachestore.v1.Agent.ownership:type_name -> kvasir.cachestore.v1.Ownership
-	2,   // 27: kvasir.cachestore.v1.Ownership.state:type_name -> kvasir.cachestore.v1.OwnerState
-	90,  // 28: kvasir.cachestore.v1.Ownership.since:type_name -> google.protobuf.Timestamp
-	87,  // 29: kvasir.cachestore.v1.ListAgentsRequest.labels:type_name -> kvasir.cachestore.v1.ListAgentsRequest.LabelsEntry
-	19,  // 30: kvasir.cachestore.v1.ListAgentsResponse.agents:type_name -> kvasir.cachestore.v1.Agent
-	19,  // 31: kvasir.cachestore.v1.GetAgentResponse.agent:type_name -> kvasir.cachestore.v1.Agent
-	19,  // 32: kvasir.cachestore.v1.UpdateAgentRequest.agent:type_name -> kvasir.cachestore.v1.Agent
-	91,  // 33: kvasir.cachestore.v1.UpdateAgentRequest.update_mask:type_name -> google.protobuf.FieldMask
-	19,  // 34: kvasir.cachestore.v1.UpdateAgentResponse.agent:type_name -> kvasir.cachestore.v1.Agent
-	19,  // 35: kvasir.cachestore.v1.ForkAgentResponse.agent:type_name -> kvasir.cachestore.v1.Agent
-	12,  // 36: kvasir.cachestore.v1.RollbackAgentResponse.snapshot:type_name -> kvasir.cachestore.v1.SnapshotVersion
-	90,  // 37: kvasir.cachestore.v1.DeleteAgentResponse.bytes_gone_by:type_name -> google.protobuf.Timestamp
-	89,  // 38: kvasir.cachestore.v1.FindPrefixResponse.blocks:type_name -> kvasir.cachestore.v1.Digest
-	92,  // 39: kvasir.cachestore.v1.FindPrefixResponse.windows:type_name -> kvasir.cachestore.v1.WindowBlocks
-	93,  // 40: kvasir.cachestore.v1.AcquireLeaseRequest.ttl:type_name -> google.protobuf.Duration
-	37,  // 41: kvasir.cachestore.v1.AcquireLeaseResponse.lease:type_name -> kvasir.cachestore.v1.LeaseToken
-	90,  // 42: kvasir.cachestore.v1.AcquireLeaseResponse.expires_at:type_name -> google.protobuf.Timestamp
-	12,  // 43: kvasir.cachestore.v1.AcquireLeaseResponse.head:type_name -> kvasir.cachestore.v1.SnapshotVersion
-	37,  // 44: kvasir.cachestore.v1.RenewLeaseRequest.lease:type_name -> kvasir.cachestore.v1.LeaseToken
-	93,  // 45: kvasir.cachestore.v1.RenewLeaseRequest.ttl:type_name -> google.protobuf.Duration
-	90,  // 46: kvasir.cachestore.v1.RenewLeaseResponse.expires_at:type_name -> google.protobuf.Timestamp
-	42,  // 47: kvasir.cachestore.v1.RenewLeasesRequest.leases:type_name -> kvasir.cachestore.v1.HeldLease
-	93,  // 48: kvasir.cachestore.v1.RenewLeasesRequest.ttl:type_name -> google.protobuf.Duration
-	42,  // 49: kvasir.cachestore.v1.RenewLeasesResponse.lost:type_name -> kvasir.cachestore.v1.HeldLease
-	42,  // 50: kvasir.cachestore.v1.RenewLeasesResponse.wanted:type_name -> kvasir.cachestore.v1.HeldLease
-	37,  // 51: kvasir.cachestore.v1.ReleaseLeaseRequest.lease:type_name -> kvasir.cachestore.v1.LeaseToken
-	62,  // 52: kvasir.cachestore.v1.PullAgentResponse.progress:type_name -> kvasir.cachestore.v1.TransferProgress
-	12,  // 53: kvasir.cachestore.v1.PullAgentResponse.done:type_name -> kvasir.cachestore.v1.SnapshotVersion
-	62,  // 54: kvasir.cachestore.v1.MoveAgentResponse.progress:type_name -> kvasir.cachestore.v1.TransferProgress
-	51,  // 55: kvasir.cachestore.v1.MoveAgentResponse.waiting:type_name -> kvasir.cachestore.v1.MoveWaiting
-	19,  // 56: kvasir.cachestore.v1.MoveAgentResponse.done:type_name -> kvasir.cachestore.v1.Agent
-	19,  // 57: kvasir.cachestore.v1.ClaimAgentResponse.agent:type_name -> kvasir.cachestore.v1.Agent
-	19,  // 58: kvasir.cachestore.v1.OfferAgentResponse.agent:type_name -> kvasir.cachestore.v1.Agent
-	66,  // 59: kvasir.cachestore.v1.ImportAgentRequest.header:type_name -> kvasir.cachestore.v1.ImportAgentHeader
-	12,  // 60: kvasir.cachestore.v1.ImportAgentResponse.snapshot:type_name -> kvasir.cachestore.v1.SnapshotVersion
-	68,  // 61: kvasir.cachestore.v1.WatchEventsRequest.after:type_name -> kvasir.cachestore.v1.EventCursor
-	68,  // 62: kvasir.cachestore.v1.WatchEventsResponse.cursor:type_name -> kvasir.cachestore.v1.EventCursor
-	90,  // 63: kvasir.cachestore.v1.WatchEventsResponse.at:type_name -> google.protobuf.Timestamp
-	12,  // 64: kvasir.cachestore.v1.WatchEventsResponse.committed:type_name -> kvasir.cachestore.v1.SnapshotVersion
-	71,  // 65: kvasir.cachestore.v1.WatchEventsResponse.agent_deleted:type_name -> kvasir.cachestore.v1.AgentDeleted
-	74,  // 66: kvasir.cachestore.v1.WatchEventsResponse.blob_damaged:type_name -> kvasir.cachestore.v1.BlobDamaged
-	75,  // 67: kvasir.cachestore.v1.WatchEventsResponse.lost:type_name -> kvasir.cachestore.v1.EventsLost
-	72,  // 68: kvasir.cachestore.v1.WatchEventsResponse.agent_updated:type_name -> kvasir.cachestore.v1.AgentUpdated
-	76,  // 69: kvasir.cachestore.v1.WatchEventsResponse.started:type_name -> kvasir.cachestore.v1.WatchStarted
-	73,  // 70: kvasir.cachestore.v1.WatchEventsResponse.lease_wanted:type_name -> kvasir.cachestore.v1.LeaseWanted
-	89,  // 71: kvasir.cachestore.v1.BlobDamaged.digest:type_name -> kvasir.cachestore.v1.Digest
-	89,  // 72: kvasir.cachestore.v1.VerifyBlobsResponse.damaged:type_name -> kvasir.cachestore.v1.Digest
-	89,  // 73: kvasir.cachestore.v1.VerifyBlobsResponse.repaired:type_name -> kvasir.cachestore.v1.Digest
-	88,  // 74: kvasir.cachestore.v1.GetStatsResponse.counters:type_name -> kvasir.cachestore.v1.GetStatsResponse.CountersEntry
-	85,  // 75: kvasir.cachestore.v1.GetStatsResponse.scrub:type_name -> kvasir.cachestore.v1.ScrubStatus
-	90,  // 76: kvasir.cachestore.v1.ScrubStatus.began_at:type_name -> google.protobuf.Timestamp
-	90,  // 77: kvasir.cachestore.v1.ScrubStatus.ended_at:type_name -> google.protobuf.Timestamp
-	21,  // 78: kvasir.cachestore.v1.AgentService.ListAgents:input_type -> kvasir.cachestore.v1.ListAgentsRequest
-	23,  // 79: kvasir.cachestore.v1.AgentService.GetAgent:input_type -> kvasir.cachestore.v1.GetAgentRequest
-	25,  // 80: kvasir.cachestore.v1.AgentService.UpdateAgent:input_type -> kvasir.cachestore.v1.UpdateAgentRequest
-	27,  // 81: kvasir.cachestore.v1.AgentService.ForkAgent:input_type -> kvasir.cachestore.v1.ForkAgentRequest
-	29,  // 82: kvasir.cachestore.v1.AgentService.RollbackAgent:input_type -> kvasir.cachestore.v1.RollbackAgentRequest
-	31,  // 83: kvasir.cachestore.v1.AgentService.DeleteAgent:input_type -> kvasir.cachestore.v1.DeleteAgentRequest
-	17,  // 84: kvasir.cachestore.v1.AgentService.ListSnapshots:input_type -> kvasir.cachestore.v1.ListSnapshotsRequest
-	15,  // 85: kvasir.cachestore.v1.AgentService.GetSnapshot:input_type -> kvasir.cachestore.v1.GetSnapshotRequest
-	33,  // 86: kvasir.cachestore.v1.AgentService.GetUsage:input_type -> kvasir.cachestore.v1.GetUsageRequest
-	47,  // 87: kvasir.cachestore.v1.AgentService.PullAgent:input_type -> kvasir.cachestore.v1.PullAgentRequest
-	49,  // 88: kvasir.cachestore.v1.AgentService.MoveAgent:input_type -> kvasir.cachestore.v1.MoveAgentRequest
-	52,  // 89: kvasir.cachestore.v1.AgentService.ClaimAgent:input_type -> kvasir.cachestore.v1.ClaimAgentRequest
-	63,  // 90: kvasir.cachestore.v1.AgentService.ExportAgent:input_type -> kvasir.cachestore.v1.ExportAgentRequest
-	65,  // 91: kvasir.cachestore.v1.AgentService.ImportAgent:input_type -> kvasir.cachestore.v1.ImportAgentRequest
-	54,  // 92: kvasir.cachestore.v1.MovingService.OfferAgent:input_type -> kvasir.cachestore.v1.OfferAgentRequest
-	56,  // 93: kvasir.cachestore.v1.MovingService.HandOverAgent:input_type -> kvasir.cachestore.v1.HandOverAgentRequest
-	58,  // 94: kvasir.cachestore.v1.MovingService.UndoMove:input_type -> kvasir.cachestore.v1.UndoMoveRequest
-	60,  // 95: kvasir.cachestore.v1.MovingService.FenceAgent:input_type -> kvasir.cachestore.v1.FenceAgentRequest
-	4,   // 96: kvasir.cachestore.v1.CacheStoreService.FindMissingBlobs:input_type -> kvasir.cachestore.v1.FindMissingBlobsRequest
-	6,   // 97: kvasir.cachestore.v1.CacheStoreService.WriteBlobs:input_type -> kvasir.cachestore.v1.WriteBlobsRequest
-	8,   // 98: kvasir.cachestore.v1.CacheStoreService.QueryWriteStatus:input_type -> kvasir.cachestore.v1.QueryWriteStatusRequest
-	10,  // 99: kvasir.cachestore.v1.CacheStoreService.ReadBlobs:input_type -> kvasir.cachestore.v1.ReadBlobsRequest
-	13,  // 100: kvasir.cachestore.v1.CacheStoreService.CommitSnapshot:input_type -> kvasir.cachestore.v1.CommitSnapshotRequest
-	35,  // 101: kvasir.cachestore.v1.CacheStoreService.FindPrefix:input_type -> kvasir.cachestore.v1.FindPrefixRequest
-	38,  // 102: kvasir.cachestore.v1.CacheStoreService.AcquireLease:input_type -> kvasir.cachestore.v1.AcquireLeaseRequest
-	40,  // 103: kvasir.cachestore.v1.CacheStoreService.RenewLease:input_type -> kvasir.cachestore.v1.RenewLeaseRequest
-	43,  // 104: kvasir.cachestore.v1.CacheStoreService.RenewLeases:input_type -> kvasir.cachestore.v1.RenewLeasesRequest
-	45,  // 105: kvasir.cachestore.v1.CacheStoreService.ReleaseLease:input_type -> kvasir.cachestore.v1.ReleaseLeaseRequest
-	69,  // 106: kvasir.cachestore.v1.CacheStoreService.WatchEvents:input_type -> kvasir.cachestore.v1.WatchEventsRequest
-	77,  // 107: kvasir.cachestore.v1.CacheStoreService.VerifyBlobs:input_type -> kvasir.cachestore.v1.VerifyBlobsRequest
-	79,  // 108: kvasir.cachestore.v1.CacheStoreService.CollectGarbage:input_type -> kvasir.cachestore.v1.CollectGarbageRequest
-	81,  // 109: kvasir.cachestore.v1.CacheStoreService.GetCapabilities:input_type -> kvasir.cachestore.v1.GetCapabilitiesRequest
-	83,  // 110: kvasir.cachestore.v1.CacheStoreService.GetStats:input_type -> kvasir.cachestore.v1.GetStatsRequest
-	22,  // 111: kvasir.cachestore.v1.AgentService.ListAgents:output_type -> kvasir.cachestore.v1.ListAgentsResponse
-	24,  // 112: kvasir.cachestore.v1.AgentService.GetAgent:output_type -> kvasir.cachestore.v1.GetAgentResponse
-	26,  // 113: kvasir.cachestore.v1.AgentService.UpdateAgent:output_type -> kvasir.cachestore.v1.UpdateAgentResponse
-	28,  // 114: kvasir.cachestore.v1.AgentService.ForkAgent:output_type -> kvasir.cachestore.v1.ForkAgentResponse
-	30,  // 115: kvasir.cachestore.v1.AgentService.RollbackAgent:output_type -> kvasir.cachestore.v1.RollbackAgentResponse
-	32,  // 116: kvasir.cachestore.v1.AgentService.DeleteAgent:output_type -> kvasir.cachestore.v1.DeleteAgentResponse
-	18,  // 117: kvasir.cachestore.v1.AgentService.ListSnapshots:output_type -> kvasir.cachestore.v1.ListSnapshotsResponse
-	16,  // 118: kvasir.cachestore.v1.AgentService.GetSnapshot:output_type -> kvasir.cachestore.v1.GetSnapshotResponse
-	34,  // 119: kvasir.cachestore.v1.AgentService.GetUsage:output_type -> kvasir.cachestore.v1.GetUsageResponse
-	48,  // 120: kvasir.cachestore.v1.AgentService.PullAgent:output_type -> kvasir.cachestore.v1.PullAgentResponse
-	50,  // 121: kvasir.cachestore.v1.AgentService.MoveAgent:output_type -> kvasir.cachestore.v1.MoveAgentResponse
-	53,  // 122: kvasir.cachestore.v1.AgentService.ClaimAgent:output_type -> kvasir.cachestore.v1.ClaimAgentResponse
-	64,  // 123: kvasir.cachestore.v1.AgentService.ExportAgent:output_type -> kvasir.cachestore.v1.ExportAgentResponse
-	67,  // 124: kvasir.cachestore.v1.AgentService.ImportAgent:output_type -> kvasir.cachestore.v1.ImportAgentResponse
-	55,  // 125: kvasir.cachestore.v1.MovingService.OfferAgent:output_type -> kvasir.cachestore.v1.OfferAgentResponse
-	57,  // 126: kvasir.cachestore.v1.MovingService.HandOverAgent:output_type -> kvasir.cachestore.v1.HandOverAgentResponse
-	59,  // 127: kvasir.cachestore.v1.MovingService.UndoMove:output_type -> kvasir.cachestore.v1.UndoMoveResponse
-	61,  // 128: kvasir.cachestore.v1.MovingService.FenceAgent:output_type -> kvasir.cachestore.v1.FenceAgentResponse
-	5,   // 129: kvasir.cachestore.v1.CacheStoreService.FindMissingBlobs:output_type -> kvasir.cachestore.v1.FindMissingBlobsResponse
-	7,   // 130: kvasir.cachestore.v1.CacheStoreService.WriteBlobs:output_type -> kvasir.cachestore.v1.WriteBlobsResponse
-	9,   // 131: kvasir.cachestore.v1.CacheStoreService.QueryWriteStatus:output_type -> kvasir.cachestore.v1.QueryWriteStatusResponse
-	11,  // 132: kvasir.cachestore.v1.CacheStoreService.ReadBlobs:output_type -> kvasir.cachestore.v1.ReadBlobsResponse
-	14,  // 133: kvasir.cachestore.v1.CacheStoreService.CommitSnapshot:output_type -> kvasir.cachestore.v1.CommitSnapshotResponse
-	36,  // 134: kvasir.cachestore.v1.CacheStoreService.FindPrefix:output_type -> kvasir.cachestore.v1.FindPrefixResponse
-	39,  // 135: kvasir.cachestore.v1.CacheStoreService.AcquireLease:output_type -> kvasir.cachestore.v1.AcquireLeaseResponse
-	41,  // 136: kvasir.cachestore.v1.CacheStoreService.RenewLease:output_type -> kvasir.cachestore.v1.RenewLeaseResponse
-	44,  // 137: kvasir.cachestore.v1.CacheStoreService.RenewLeases:output_type -> kvasir.cachestore.v1.RenewLeasesResponse
-	46,  // 138: kvasir.cachestore.v1.CacheStoreService.ReleaseLease:output_type -> kvasir.cachestore.v1.ReleaseLeaseResponse
-	70,  // 139: kvasir.cachestore.v1.CacheStoreService.WatchEvents:output_type -> kvasir.cachestore.v1.WatchEventsResponse
-	78,  // 140: kvasir.cachestore.v1.CacheStoreService.VerifyBlobs:output_type -> kvasir.cachestore.v1.VerifyBlobsResponse
-	80,  // 141: kvasir.cachestore.v1.CacheStoreService.CollectGarbage:output_type -> kvasir.cachestore.v1.CollectGarbageResponse
-	82,  // 142: kvasir.cachestore.v1.CacheStoreService.GetCapabilities:output_type -> kvasir.cachestore.v1.GetCapabilitiesResponse
-	84,  // 143: kvasir.cachestore.v1.CacheStoreService.GetStats:output_type -> kvasir.cachestore.v1.GetStatsResponse
-	111, // [111:144] is the sub-list for method output_type
-	78,  // [78:111] is the sub-list for method input_type
-	78,  // [78:78] is the sub-list for extension type_name
-	78,  // [78:78] is the sub-list for extension extendee
-	0,   // [0:78] is the sub-list for field type_name
+	89,  // 18: kvasir.cachestore.v1.CommitSnapshotRequest.awaited:type_name -> kvasir.cachestore.v1.Digest
+	12,  // 19: kvasir.cachestore.v1.CommitSnapshotResponse.snapshot:type_name -> kvasir.cachestore.v1.SnapshotVersion
+	12,  // 20: kvasir.cachestore.v1.GetSnapshotResponse.snapshot:type_name -> kvasir.cachestore.v1.SnapshotVersion
+	12,  // 21: kvasir.cachestore.v1.ListSnapshotsResponse.snapshots:type_name -> kvasir.cachestore.v1.SnapshotVersion
+	86,  // 22: kvasir.cachestore.v1.Agent.labels:type_name -> kvasir.cachestore.v1.Agent.LabelsEntry
+	90,  // 23: kvasir.cachestore.v1.Agent.created_at:type_name -> google.protobuf.Timestamp
+	90,  // 24: kvasir.cachestore.v1.Agent.used_at:type_name -> google.protobuf.Timestamp
+	12,  // 25: kvasir.cachestore.v1.Agent.lines:type_name -> kvasir.cachestore.v1.SnapshotVersion
+	90,  // 26: kvasir.cachestore.v1.Agent.expires_at:type_name -> google.protobuf.Timestamp
+	20,  // 27: kvasir.cachestore.v1.Agent.ownership:type_name -> kvasir.cachestore.v1.Ownership
+	2,   // 28: kvasir.cachestore.v1.Ownership.state:type_name -> kvasir.cachestore.v1.OwnerState
+	90,  // 29: kvasir.cachestore.v1.Ownership.since:type_name -> google.protobuf.Timestamp
+	87,  // 30: kvasir.cachestore.v1.ListAgentsRequest.labels:type_name -> kvasir.cachestore.v1.ListAgentsRequest.LabelsEntry
+	19,  // 31: kvasir.cachestore.v1.ListAgentsResponse.agents:type_name -> kvasir.cachestore.v1.Agent
+	19,  // 32: kvasir.cachestore.v1.GetAgentResponse.agent:type_name -> kvasir.cachestore.v1.Agent
+	19,  // 33: kvasir.cachestore.v1.UpdateAgentRequest.agent:type_name -> kvasir.cachestore.v1.Agent
+	91,  // 34: kvasir.cachestore.v1.UpdateAgentRequest.update_mask:type_name -> google.protobuf.FieldMask
+	19,  // 35: kvasir.cachestore.v1.UpdateAgentResponse.agent:type_name -> kvasir.cachestore.v1.Agent
+	19,  // 36: kvasir.cachestore.v1.ForkAgentResponse.agent:type_name -> kvasir.cachestore.v1.Agent
+	12,  // 37: kvasir.cachestore.v1.RollbackAgentResponse.snapshot:type_name -> kvasir.cachestore.v1.SnapshotVersion
+	90,  // 38: kvasir.cachestore.v1.DeleteAgentResponse.bytes_gone_by:type_name -> google.protobuf.Timestamp
+	89,  // 39: kvasir.cachestore.v1.FindPrefixResponse.blocks:type_name -> kvasir.cachestore.v1.Digest
+	92,  // 40: kvasir.cachestore.v1.FindPrefixResponse.windows:type_name -> kvasir.cachestore.v1.WindowBlocks
+	93,  // 41: kvasir.cachestore.v1.AcquireLeaseRequest.ttl:type_name -> google.protobuf.Duration
+	37,  // 42: kvasir.cachestore.v1.AcquireLeaseResponse.lease:type_name -> kvasir.cachestore.v1.LeaseToken
+	90,  // 43: kvasir.cachestore.v1.AcquireLeaseResponse.expires_at:type_name -> google.protobuf.Timestamp
+	12,  // 44: kvasir.cachestore.v1.AcquireLeaseResponse.head:type_name -> kvasir.cachestore.v1.SnapshotVersion
+	37,  // 45: kvasir.cachestore.v1.RenewLeaseRequest.lease:type_name -> kvasir.cachestore.v1.LeaseToken
+	93,  // 46: kvasir.cachestore.v1.RenewLeaseRequest.ttl:type_name -> google.protobuf.Duration
+	90,  // 47: kvasir.cachestore.v1.RenewLeaseResponse.expires_at:type_name -> google.protobuf.Timestamp
+	42,  // 48: kvasir.cachestore.v1.RenewLeasesRequest.leases:type_name -> kvasir.cachestore.v1.HeldLease
+	93,  // 49: kvasir.cachestore.v1.RenewLeasesRequest.ttl:type_name -> google.protobuf.Duration
+	42,  // 50: kvasir.cachestore.v1.RenewLeasesResponse.lost:type_name -> kvasir.cachestore.v1.HeldLease
+	42,  // 51: kvasir.cachestore.v1.RenewLeasesResponse.wanted:type_name -> kvasir.cachestore.v1.HeldLease
+	37,  // 52: kvasir.cachestore.v1.ReleaseLeaseRequest.lease:type_name -> kvasir.cachestore.v1.LeaseToken
+	62,  // 53: kvasir.cachestore.v1.PullAgentResponse.progress:type_name -> kvasir.cachestore.v1.TransferProgress
+	12,  // 54: kvasir.cachestore.v1.PullAgentResponse.done:type_name -> kvasir.cachestore.v1.SnapshotVersion
+	62,  // 55: kvasir.cachestore.v1.MoveAgentResponse.progress:type_name -> kvasir.cachestore.v1.TransferProgress
+	51,  // 56: kvasir.cachestore.v1.MoveAgentResponse.waiting:type_name -> kvasir.cachestore.v1.MoveWaiting
+	19,  // 57: kvasir.cachestore.v1.MoveAgentResponse.done:type_name -> kvasir.cachestore.v1.Agent
+	19,  // 58: kvasir.cachestore.v1.ClaimAgentResponse.agent:type_name -> kvasir.cachestore.v1.Agent
+	19,  // 59: kvasir.cachestore.v1.OfferAgentResponse.agent:type_name -> kvasir.cachestore.v1.Agent
+	66,  // 60: kvasir.cachestore.v1.ImportAgentRequest.header:type_name -> kvasir.cachestore.v1.ImportAgentHeader
+	12,  // 61: kvasir.cachestore.v1.ImportAgentResponse.snapshot:type_name -> kvasir.cachestore.v1.SnapshotVersion
+	68,  // 62: kvasir.cachestore.v1.WatchEventsRequest.after:type_name -> kvasir.cachestore.v1.EventCursor
+	68,  // 63: kvasir.cachestore.v1.WatchEventsResponse.cursor:type_name -> kvasir.cachestore.v1.EventCursor
+	90,  // 64: kvasir.cachestore.v1.WatchEventsResponse.at:type_name -> google.protobuf.Timestamp
+	12,  // 65: kvasir.cachestore.v1.WatchEventsResponse.committed:type_name -> kvasir.cachestore.v1.SnapshotVersion
+	71,  // 66: kvasir.cachestore.v1.WatchEventsResponse.agent_deleted:type_name -> kvasir.cachestore.v1.AgentDeleted
+	74,  // 67: kvasir.cachestore.v1.WatchEventsResponse.blob_damaged:type_name -> kvasir.cachestore.v1.BlobDamaged
+	75,  // 68: kvasir.cachestore.v1.WatchEventsResponse.lost:type_name -> kvasir.cachestore.v1.EventsLost
+	72,  // 69: kvasir.cachestore.v1.WatchEventsResponse.agent_updated:type_name -> kvasir.cachestore.v1.AgentUpdated
+	76,  // 70: kvasir.cachestore.v1.WatchEventsResponse.started:type_name -> kvasir.cachestore.v1.WatchStarted
+	73,  // 71: kvasir.cachestore.v1.WatchEventsResponse.lease_wanted:type_name -> kvasir.cachestore.v1.LeaseWanted
+	89,  // 72: kvasir.cachestore.v1.BlobDamaged.digest:type_name -> kvasir.cachestore.v1.Digest
+	89,  // 73: kvasir.cachestore.v1.VerifyBlobsResponse.damaged:type_name -> kvasir.cachestore.v1.Digest
+	89,  // 74: kvasir.cachestore.v1.VerifyBlobsResponse.repaired:type_name -> kvasir.cachestore.v1.Digest
+	88,  // 75: kvasir.cachestore.v1.GetStatsResponse.counters:type_name -> kvasir.cachestore.v1.GetStatsResponse.CountersEntry
+	85,  // 76: kvasir.cachestore.v1.GetStatsResponse.scrub:type_name -> kvasir.cachestore.v1.ScrubStatus
+	90,  // 77: kvasir.cachestore.v1.ScrubStatus.began_at:type_name -> google.protobuf.Timestamp
+	90,  // 78: kvasir.cachestore.v1.ScrubStatus.ended_at:type_name -> google.protobuf.Timestamp
+	21,  // 79: kvasir.cachestore.v1.AgentService.ListAgents:input_type -> kvasir.cachestore.v1.ListAgentsRequest
+	23,  // 80: kvasir.cachestore.v1.AgentService.GetAgent:input_type -> kvasir.cachestore.v1.GetAgentRequest
+	25,  // 81: kvasir.cachestore.v1.AgentService.UpdateAgent:input_type -> kvasir.cachestore.v1.UpdateAgentRequest
+	27,  // 82: kvasir.cachestore.v1.AgentService.ForkAgent:input_type -> kvasir.cachestore.v1.ForkAgentRequest
+	29,  // 83: kvasir.cachestore.v1.AgentService.RollbackAgent:input_type -> kvasir.cachestore.v1.RollbackAgentRequest
+	31,  // 84: kvasir.cachestore.v1.AgentService.DeleteAgent:input_type -> kvasir.cachestore.v1.DeleteAgentRequest
+	17,  // 85: kvasir.cachestore.v1.AgentService.ListSnapshots:input_type -> kvasir.cachestore.v1.ListSnapshotsRequest
+	15,  // 86: kvasir.cachestore.v1.AgentService.GetSnapshot:input_type -> kvasir.cachestore.v1.GetSnapshotRequest
+	33,  // 87: kvasir.cachestore.v1.AgentService.GetUsage:input_type -> kvasir.cachestore.v1.GetUsageRequest
+	47,  // 88: kvasir.cachestore.v1.AgentService.PullAgent:input_type -> kvasir.cachestore.v1.PullAgentRequest
+	49,  // 89: kvasir.cachestore.v1.AgentService.MoveAgent:input_type -> kvasir.cachestore.v1.MoveAgentRequest
+	52,  // 90: kvasir.cachestore.v1.AgentService.ClaimAgent:input_type -> kvasir.cachestore.v1.ClaimAgentRequest
+	63,  // 91: kvasir.cachestore.v1.AgentService.ExportAgent:input_type -> kvasir.cachestore.v1.ExportAgentRequest
+	65,  // 92: kvasir.cachestore.v1.AgentService.ImportAgent:input_type -> kvasir.cachestore.v1.ImportAgentRequest
+	54,  // 93: kvasir.cachestore.v1.MovingService.OfferAgent:input_type -> kvasir.cachestore.v1.OfferAgentRequest
+	56,  // 94: kvasir.cachestore.v1.MovingService.HandOverAgent:input_type -> kvasir.cachestore.v1.HandOverAgentRequest
+	58,  // 95: kvasir.cachestore.v1.MovingService.UndoMove:input_type -> kvasir.cachestore.v1.UndoMoveRequest
+	60,  // 96: kvasir.cachestore.v1.MovingService.FenceAgent:input_type -> kvasir.cachestore.v1.FenceAgentRequest
+	4,   // 97: kvasir.cachestore.v1.CacheStoreService.FindMissingBlobs:input_type -> kvasir.cachestore.v1.FindMissingBlobsRequest
+	6,   // 98: kvasir.cachestore.v1.CacheStoreService.WriteBlobs:input_type -> kvasir.cachestore.v1.WriteBlobsRequest
+	8,   // 99: kvasir.cachestore.v1.CacheStoreService.QueryWriteStatus:input_type -> kvasir.cachestore.v1.QueryWriteStatusRequest
+	10,  // 100: kvasir.cachestore.v1.CacheStoreService.ReadBlobs:input_type -> kvasir.cachestore.v1.ReadBlobsRequest
+	13,  // 101: kvasir.cachestore.v1.CacheStoreService.CommitSnapshot:input_type -> kvasir.cachestore.v1.CommitSnapshotRequest
+	35,  // 102: kvasir.cachestore.v1.CacheStoreService.FindPrefix:input_type -> kvasir.cachestore.v1.FindPrefixRequest
+	38,  // 103: kvasir.cachestore.v1.CacheStoreService.AcquireLease:input_type -> kvasir.cachestore.v1.AcquireLeaseRequest
+	40,  // 104: kvasir.cachestore.v1.CacheStoreService.RenewLease:input_type -> kvasir.cachestore.v1.RenewLeaseRequest
+	43,  // 105: kvasir.cachestore.v1.CacheStoreService.RenewLeases:input_type -> kvasir.cachestore.v1.RenewLeasesRequest
+	45,  // 106: kvasir.cachestore.v1.CacheStoreService.ReleaseLease:input_type -> kvasir.cachestore.v1.ReleaseLeaseRequest
+	69,  // 107: kvasir.cachestore.v1.CacheStoreService.WatchEvents:input_type -> kvasir.cachestore.v1.WatchEventsRequest
+	77,  // 108: kvasir.cachestore.v1.CacheStoreService.VerifyBlobs:input_type -> kvasir.cachestore.v1.VerifyBlobsRequest
+	79,  // 109: kvasir.cachestore.v1.CacheStoreService.CollectGarbage:input_type -> kvasir.cachestore.v1.CollectGarbageRequest
+	81,  // 110: kvasir.cachestore.v1.CacheStoreService.GetCapabilities:input_type -> kvasir.cachestore.v1.GetCapabilitiesRequest
+	83,  // 111: kvasir.cachestore.v1.CacheStoreService.GetStats:input_type -> kvasir.cachestore.v1.GetStatsRequest
+	22,  // 112: kvasir.cachestore.v1.AgentService.ListAgents:output_type -> kvasir.cachestore.v1.ListAgentsResponse
+	24,  // 113: kvasir.cachestore.v1.AgentService.GetAgent:output_type -> kvasir.cachestore.v1.GetAgentResponse
+	26,  // 114: kvasir.cachestore.v1.AgentService.UpdateAgent:output_type -> kvasir.cachestore.v1.UpdateAgentResponse
+	28,  // 115: kvasir.cachestore.v1.AgentService.ForkAgent:output_type -> kvasir.cachestore.v1.ForkAgentResponse
+	30,  // 116: kvasir.cachestore.v1.AgentService.RollbackAgent:output_type -> kvasir.cachestore.v1.RollbackAgentResponse
+	32,  // 117: kvasir.cachestore.v1.AgentService.DeleteAgent:output_type -> kvasir.cachestore.v1.DeleteAgentResponse
+	18,  // 118: kvasir.cachestore.v1.AgentService.ListSnapshots:output_type -> kvasir.cachestore.v1.ListSnapshotsResponse
+	16,  // 119: kvasir.cachestore.v1.AgentService.GetSnapshot:output_type -> kvasir.cachestore.v1.GetSnapshotResponse
+	34,  // 120: kvasir.cachestore.v1.AgentService.GetUsage:output_type -> kvasir.cachestore.v1.GetUsageResponse
+	48,  // 121: kvasir.cachestore.v1.AgentService.PullAgent:output_type -> kvasir.cachestore.v1.PullAgentResponse
+	50,  // 122: kvasir.cachestore.v1.AgentService.MoveAgent:output_type -> kvasir.cachestore.v1.MoveAgentResponse
+	53,  // 123: kvasir.cachestore.v1.AgentService.ClaimAgent:output_type -> kvasir.cachestore.v1.ClaimAgentResponse
+	64,  // 124: kvasir.cachestore.v1.AgentService.ExportAgent:output_type -> kvasir.cachestore.v1.ExportAgentResponse
+	67,  // 125: kvasir.cachestore.v1.AgentService.ImportAgent:output_type -> kvasir.cachestore.v1.ImportAgentResponse
+	55,  // 126: kvasir.cachestore.v1.MovingService.OfferAgent:output_type -> kvasir.cachestore.v1.OfferAgentResponse
+	57,  // 127: kvasir.cachestore.v1.MovingService.HandOverAgent:output_type -> kvasir.cachestore.v1.HandOverAgentResponse
+	59,  // 128: kvasir.cachestore.v1.MovingService.UndoMove:output_type -> kvasir.cachestore.v1.UndoMoveResponse
+	61,  // 129: kvasir.cachestore.v1.MovingService.FenceAgent:output_type -> kvasir.cachestore.v1.FenceAgentResponse
+	5,   // 130: kvasir.cachestore.v1.CacheStoreService.FindMissingBlobs:output_type -> kvasir.cachestore.v1.FindMissingBlobsResponse
+	7,   // 131: kvasir.cachestore.v1.CacheStoreService.WriteBlobs:output_type -> kvasir.cachestore.v1.WriteBlobsResponse
+	9,   // 132: kvasir.cachestore.v1.CacheStoreService.QueryWriteStatus:output_type -> kvasir.cachestore.v1.QueryWriteStatusResponse
+	11,  // 133: kvasir.cachestore.v1.CacheStoreService.ReadBlobs:output_type -> kvasir.cachestore.v1.ReadBlobsResponse
+	14,  // 134: kvasir.cachestore.v1.CacheStoreService.CommitSnapshot:output_type -> kvasir.cachestore.v1.CommitSnapshotResponse
+	36,  // 135: kvasir.cachestore.v1.CacheStoreService.FindPrefix:output_type -> kvasir.cachestore.v1.FindPrefixResponse
+	39,  // 136: kvasir.cachestore.v1.CacheStoreService.AcquireLease:output_type -> kvasir.cachestore.v1.AcquireLeaseResponse
+	41,  // 137: kvasir.cachestore.v1.CacheStoreService.RenewLease:output_type -> kvasir.cachestore.v1.RenewLeaseResponse
+	44,  // 138: kvasir.cachestore.v1.CacheStoreService.RenewLeases:output_type -> kvasir.cachestore.v1.RenewLeasesResponse
+	46,  // 139: kvasir.cachestore.v1.CacheStoreService.ReleaseLease:output_type -> kvasir.cachestore.v1.ReleaseLeaseResponse
+	70,  // 140: kvasir.cachestore.v1.CacheStoreService.WatchEvents:output_type -> kvasir.cachestore.v1.WatchEventsResponse
+	78,  // 141: kvasir.cachestore.v1.CacheStoreService.VerifyBlobs:output_type -> kvasir.cachestore.v1.VerifyBlobsResponse
+	80,  // 142: kvasir.cachestore.v1.CacheStoreService.CollectGarbage:output_type -> kvasir.cachestore.v1.CollectGarbageResponse
+	82,  // 143: kvasir.cachestore.v1.CacheStoreService.GetCapabilities:output_type -> kvasir.cachestore.v1.GetCapabilitiesResponse
+	84,  // 144: kvasir.cachestore.v1.CacheStoreService.GetStats:output_type -> kvasir.cachestore.v1.GetStatsResponse
+	112, // [112:145] is the sub-list for method output_type
+	79,  // [79:112] is the sub-list for method input_type
+	79,  // [79:79] is the sub-list for extension type_name
+	79,  // [79:79] is the sub-list for extension extendee
+	0,   // [0:79] is the sub-list for field type_name
 }
 
 func init() { file_kvasir_cachestore_v1_cachestore_proto_init() }
