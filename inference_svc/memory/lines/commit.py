@@ -4,7 +4,7 @@ that nobody took back what the memory extends, and of commits whose answers were
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Awaitable
+from collections.abc import AsyncIterator, Awaitable, Sequence
 from dataclasses import dataclass, field
 
 from kvasir import errors
@@ -23,6 +23,9 @@ from inference_svc.memory.store.answers import Head, StoreMiss
 from inference_svc.memory.store.patience import Budget
 from inference_svc.memory.store.remote_cache import RemoteCache
 
+_AWAITS = "awaits"  # a store's feature
+_MOST_AWAITED = 16  # a turn's tails, windows and a last block; a large memory is committed once it is there
+
 
 class OtherConversation(errors.Conflict):
     """A turn that could not read its agent's memory does not go on from it."""
@@ -32,6 +35,7 @@ class NoFiles:
     """Stands for the files of a memory that is asleep."""
 
     sent_bytes = 0
+    coming: Sequence[Digest] = ()
 
     def __init__(self, known: StoredFiles) -> None:
         self._known = known
@@ -160,13 +164,12 @@ class Commit:
         stored = await self.files.named()
         self.noted_s["named"] = self.parts.clock()
         manifest, digest = await self.draft.completed(stored)
-        timeout_s = self.parts.limits.timeout_s
-        await _all_of(self.files.all_stored(), self.store.blobs.write_manifest(manifest, timeout_s))
-        self.noted_s["written"] = self.parts.clock()
+        early = self._begin_early(digest)
+        await self._write(manifest, early)
         self._stands(self._standing.sending(digest))
         try:
             async with self._in_time():
-                sent = await self._send(digest)  # which may move the standing to another lease
+                sent = await self._sent(digest, early)
                 self._stands(self._standing.committed(sent))
         except errors.Conflict:
             # This commit, or one before it whose answer was lost, may have taken effect after all.
@@ -190,7 +193,37 @@ class Commit:
         written_bytes = self.files.sent_bytes + digest.size_bytes
         return SnapshotOutcome(SnapshotState.COMMITTED, head.version, "", head.manifest, written_bytes)
 
-    async def _send(self, manifest: Digest) -> Head:
+    def _begin_early(self, manifest: Digest) -> "asyncio.Task[Head] | None":
+        """Send the commit beside the last blobs if there are few, and the store lets it wait for them. Not of a first
+        version: if that is in doubt, a turn cannot use the memory.
+        """
+        coming = self.files.coming
+        if not self._standing.version or not 0 < len(coming) <= _MOST_AWAITED:
+            return None
+        if _AWAITS not in self.store.connection.features:
+            return None
+        self._stands(self._standing.sending(manifest))
+        return asyncio.create_task(self._send(manifest, coming))
+
+    async def _write(self, manifest: bytes, early: "asyncio.Task[Head] | None") -> None:
+        timeout_s = self.parts.limits.timeout_s
+        try:
+            await _all_of(self.files.all_stored(), self.store.blobs.write_manifest(manifest, timeout_s))
+        except BaseException:
+            if early is not None:
+                early.cancel()
+                await asyncio.gather(early, return_exceptions=True)
+            raise
+        self.noted_s["written"] = self.parts.clock()
+
+    async def _sent(self, manifest: Digest, early: "asyncio.Task[Head] | None") -> Head:
+        if early is not None:
+            with contextlib.suppress(errors.FailedPrecondition):  # its blobs came too late for it
+                return await early
+        return await self._send(manifest)
+
+    async def _send(self, manifest: Digest, awaited: Sequence[Digest] = ()) -> Head:
+        """Commit. May move the standing to another lease."""
         lease = self.lease.held
         if lease is not None and self._standing.moves_to(lease) and not await self._has_happened(Changes.TAKEN_BACK):
             self._stands(self._standing.under(lease.generation))
@@ -204,6 +237,7 @@ class Commit:
             base_version=standing.base_version,
             handed_over_by=standing.handed_over_by,
             lease=(self.parts.owner, standing.generation),
+            awaited=awaited,
         )
 
 

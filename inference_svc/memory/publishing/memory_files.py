@@ -1,9 +1,11 @@
 """The files of one memory on their way to the store: piece by piece from where the engine keeps it, however large."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Self
 
 from kvasir import errors
+from kvasir.formats.digest import Digest
 
 from inference_svc.engine.api import AgentKey, Snapshot
 from inference_svc.engine.pinned_memory import PinnedMemory
@@ -20,6 +22,7 @@ class MemoryFiles:
         self, key: AgentKey, memory: AgentMemory, copies: Copies, store: RemoteCache, stall_timeout_s: float
     ) -> None:
         self.sent_bytes = 0
+        self.coming: Sequence[Digest] = ()  # named, and on their way
         self._key = key
         self._memory = memory
         self._copies = copies
@@ -60,6 +63,7 @@ class MemoryFiles:
             try:
                 last = await self._send_all(sending)
                 blocks, rest = await sending.named()
+                self.coming = [*blocks[len(sending.stored) :], *rest]
             except BaseException:
                 await self._settle(sending)
                 raise
@@ -77,6 +81,7 @@ class MemoryFiles:
             raise
         finally:
             await self._settle(sending)
+        self.coming = ()
         self._hold(None)
 
     async def _settle(self, sending: Sending) -> None:

@@ -1,5 +1,7 @@
 """The engine's calls about agents: their newest versions, commits, moves."""
 
+from collections.abc import Sequence
+
 from kvasir import errors
 from kvasir.cachestore.v1 import cachestore_pb2
 from kvasir.formats.digest import Digest
@@ -67,10 +69,12 @@ class StoredAgents:
         base_version: int = 0,
         handed_over_by: str = "",
         lease: tuple[str, int] | None = None,
+        awaited: Sequence[Digest] = (),
     ) -> answers.Head:
         """Make a stored manifest the next version of the agent's line. `lease`: owner and generation. `base_version`:
-        the earlier version that it goes on from; 0: its parent. `handed_over_by`: the peer that began the turn. Raises
-        Conflict when the head is not its parent, or when the lease is fenced.
+        the earlier version that it goes on from; 0: its parent. `handed_over_by`: the peer that began the turn. Blobs
+        that are `awaited` are on their way, as the manifest may be. Raises Conflict when the head is not its parent, or
+        when the lease is fenced.
         """
         version = await self._connection.noting(
             self._connection.client.commit(
@@ -82,6 +86,7 @@ class StoredAgents:
                 is_brought=is_brought,
                 base_version=base_version,
                 handed_over_by=handed_over_by,
+                awaited=awaited,
                 timeout_s=timeout_s,
             )
         )

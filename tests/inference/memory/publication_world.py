@@ -1,7 +1,7 @@
 """An engine with a memory, a store and a house of lines, as values in RAM: for tests of publications."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Collection, Mapping
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from types import SimpleNamespace
 from typing import Any, cast
@@ -129,6 +129,8 @@ class Store:
         self.bases: list[object] = []  # of commits
         self.manifests = 0  # written
         self.generation = 2  # of the lease that it grants
+        self.features = frozenset[str]()
+        self.awaited: list[Sequence[Digest]] = []  # of commits
         self.up = asyncio.Event()
         self.up.set()
         self.connection = self.bulk = self.agents = self.leases = self.blobs = self.events = self
@@ -158,6 +160,7 @@ class Store:
     async def commit(self, _agent: str, digest: Digest, parent: Version, _timeout_s: float, **how: object) -> Head:
         self.leases_of_commits.append(how.get("lease"))
         self.bases.append(how.get("base_version"))
+        self.awaited.append(cast("Sequence[Digest]", how.get("awaited", ())))
         if self.refusals:
             raise self.refusals.pop()
         if (self.head.manifest, self.head.parent_version) == (digest, parent.number):
