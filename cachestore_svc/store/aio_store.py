@@ -83,6 +83,7 @@ class AioStore:
                 except FailedPrecondition as error:
                     if error.reason != "LEASE_HELD":
                         raise
+                    error.__traceback__ = None  # its frames have the operation, in a ring
                     held_s = int(error.metadata["left_ms"]) / 1000
                     pause_s = min(pause_s, held_s)
                     if give_up is not None and loop.time() + pause_s > give_up:

@@ -1,6 +1,7 @@
 """What takes a memory back goes on as soon as the holder of the agent's lease lets go, and leaves nothing behind."""
 
 import asyncio
+import gc
 from collections.abc import AsyncIterator, Awaitable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -155,3 +156,23 @@ def test_a_lease_that_ends_and_that_nobody_gives_back_is_waited_for_no_longer(tm
             await deleting
 
     run(test())
+
+
+def test_a_wait_leaves_no_error_to_the_garbage_collector(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with scene(tmp_path) as at:
+            at.hold("ada")
+            gc.collect()
+            gc.set_debug(gc.DEBUG_SAVEALL)
+            deleting = at.delete("ada")
+            await at.refused(2)
+            at.let_go("ada")
+            await deleting
+            gc.collect()
+            assert [each for each in gc.garbage if isinstance(each, KvasirError)] == []
+
+    try:
+        run(test())
+    finally:
+        gc.set_debug(0)
+        gc.garbage.clear()

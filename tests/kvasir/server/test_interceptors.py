@@ -7,6 +7,7 @@ import weakref
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import grpc
@@ -18,7 +19,7 @@ from kvasir.cachestore.v1 import cachestore_pb2 as pb
 from kvasir.cachestore.v1 import cachestore_pb2_grpc
 from kvasir.clients.channel import calls_of
 from kvasir.credentials import Principal, write_credentials
-from kvasir.errors import Internal, InvalidArgument, PermissionDenied, Unauthenticated
+from kvasir.errors import Internal, InvalidArgument, KvasirError, PermissionDenied, Unauthenticated
 from kvasir.server import interceptors
 from kvasir.server.interceptors import MAX_RPCS_PER_PRINCIPAL, current_principal
 from kvasir.server.serving import EdgeServer, Listening, Reports
@@ -207,6 +208,38 @@ def test_typed_errors_pass_from_every_kind_of_handler(root: Path) -> None:
             assert from_rpc_error(caught.value).message == "3 messages"
 
     run(test())
+
+
+def test_a_call_that_was_refused_leaves_nothing_to_the_garbage_collector(root: Path) -> None:
+    """Thousands that did had stopped a store for 0.2 s."""
+
+    async def refused(stub: Any) -> None:
+        for call in (
+            *(stub.GetStats(pb.GetStatsRequest()), stub.GetAgent(pb.GetAgentRequest())),
+            *(stub.ListAgents(pb.ListAgentsRequest()), stub.ImportAgent(iter([pb.ImportAgentRequest()] * 3))),
+        ):
+            assert await call.code() is not grpc.StatusCode.OK
+        for stream in (stub.VerifyBlobs(pb.VerifyBlobsRequest()), stub.ReadBlobs(pb.ReadBlobsRequest())):
+            with pytest.raises(grpc.aio.AioRpcError):
+                [_ async for _ in stream]
+
+    async def test() -> None:
+        async with served(root) as (stub, _):
+            await refused(stub)
+            gc.collect()
+            gc.set_debug(gc.DEBUG_SAVEALL)
+            for _ in range(3):
+                await refused(stub)
+            gc.collect()
+            kinds = (KvasirError, grpc.aio.AbortError, interceptors._Answering, FrameType)
+            assert [each for each in gc.garbage if isinstance(each, kinds)] == []
+            assert gc.garbage, "gRPC's own"
+
+    try:
+        run(test())
+    finally:
+        gc.set_debug(0)
+        gc.garbage.clear()
 
 
 def test_a_cancel_reaches_the_handler_and_ends_it(root: Path) -> None:
