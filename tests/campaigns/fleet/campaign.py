@@ -1,7 +1,8 @@
 """`make campaign-fleet`: agents live by a whole fleet whose parts are killed, frozen, cut off and set to other times.
 
 The lives are those of `tests/campaigns/history`, and so are the judges: no turn knows what was taken back, none lacks
-what was acknowledged, no version is two memories. At the end all that was acknowledged is looked for.
+what was acknowledged, no version is two memories. Each call goes to any of the stores; what callers saw must have one
+order, and no lease two owners. At the end all that was acknowledged is looked for.
 """
 
 import argparse
@@ -21,10 +22,12 @@ from kvasir.credentials import read_token
 
 from tests.campaigns.faults.faulty_link import FaultyLink
 from tests.campaigns.fleet.database import Database
+from tests.campaigns.fleet.holders import hold
 from tests.campaigns.fleet.kept import Kept, Round
 from tests.campaigns.fleet.nemesis import Nemesis
 from tests.campaigns.fleet.targets import Clock, Link, Server, Service, Target
 from tests.campaigns.history.lives import Lives
+from tests.campaigns.history.record import AnyStore
 from tests.running import in_memory
 from tests.running.programs import Program
 from tests.running.set_clock import VARIABLE, set_ahead
@@ -38,6 +41,7 @@ _QUIET_S = 90.0
 _AFTER_S = 10.0  # in which lives go on after the last fault
 _HOUR_S = 3600.0
 _TELL_S = 15.0
+_STORES, _HOLDERS = 2, 4
 
 
 @dataclass(frozen=True)
@@ -54,7 +58,7 @@ async def play(size: Size, seed: int) -> Round:
     """One round. Everything lies in a directory of its own, which is removed."""
     root = in_memory.home()
     try:
-        async with _opened(root, size, seed) as (lives, targets):
+        async with _opened(root, size, seed) as (lives, owners, targets):
             nemesis = Nemesis(targets, seed, lambda: lives.ledger.commits)
             began, until = time.monotonic(), time.monotonic() + size.within_s
             breaking = asyncio.create_task(nemesis.run(size.faults, until))
@@ -62,18 +66,22 @@ async def play(size: Size, seed: int) -> Round:
             is_over = asyncio.Event()
             within_s = size.within_s + _QUIET_S
             living = asyncio.create_task(lives.run(sys.maxsize, size.agents, within_s, is_over.is_set))
+            names = [f"holder {seed} {number}" for number in range(_HOLDERS)]
+            holding = [asyncio.create_task(hold(owners, lives.record, name, is_over.is_set)) for name in names]
             await breaking
             took_s = time.monotonic() - began
             await asyncio.sleep(_AFTER_S)
             is_over.set()
-            await living
+            await asyncio.gather(living, *holding)
             telling.cancel()
             await _until_all_answer(lives)
             await lives.look_for_all()
             found, ledger = lives.findings, lives.ledger
             faults = dict(sorted(nemesis.counts.items()))
+            seen = lives.record
             counted = ledger.commits, found.lives, len(ledger.agents)
-            return Round(seed, faults, *counted, took_s, found.problems, lives.record.undecided)
+            judged = sum(map(len, seen.acts.values())), seen.undecided, len(seen.spans)
+            return Round(seed, faults, *counted, took_s, found.problems, *judged)
     finally:
         shutil.rmtree(root, ignore_errors=True)
 
@@ -86,16 +94,17 @@ async def _tell(seed: int, nemesis: Nemesis, lives: Lives) -> None:
 
 
 @contextlib.asynccontextmanager
-async def _opened(root: Path, size: Size, seed: int) -> AsyncIterator[tuple[Lives, list[Target]]]:
+async def _opened(root: Path, size: Size, seed: int) -> AsyncIterator[tuple[Lives, AnyStore, list[Target]]]:
     links: dict[str, FaultyLink] = {}
 
     def through(caller: str, called: str, port: int) -> int:
         link = links.setdefault(f"{caller} to {called}", FaultyLink(None, port))
         return link.port
 
-    clock = root / "clock"
-    set_ahead(clock, 0.0)
-    plan = Plan(size.engines, "nginx", "0.01", _SETTINGS, (), 1, True, through, _begin(clock))
+    clocks = {name: root / name for name in ("clock", *(f"clock of store-{number + 1}" for number in range(_STORES)))}
+    for clock in clocks.values():
+        set_ahead(clock, 0.0)
+    plan = Plan(size.engines, "nginx", "0.01", _SETTINGS, (), _STORES, True, through, _begin(clocks))
     async with contextlib.AsyncExitStack() as ends:
         fleet = await asyncio.to_thread(ends.enter_context, running(root, plan))
         token = read_token(fleet.client_token)
@@ -107,32 +116,41 @@ async def _opened(root: Path, size: Size, seed: int) -> AsyncIterator[tuple[Live
         for link in links.values():
             ends.callback(link.close)
         clients = [AioInferenceClient.connect(address, token=token) for address in addresses]
-        store = AioStoreClient.connect(fleet.store.address, token=token)
-        lives = Lives(clients, [store], seed, doors=clients[1:], give_up_s=_GIVE_UP_S)
-        ends.push_async_callback(lives.close)
+        stores = [AioStoreClient.connect(each.address, token=token) for each in fleet.stores]
+        lives = Lives(clients, stores, seed, doors=clients[1:], give_up_s=_GIVE_UP_S)
+        engines = read_token(fleet.store.home.tokens / "engine.token")
+        owners = AnyStore(
+            [AioStoreClient.connect(each.address, token=engines) for each in fleet.stores], lives.record, seed
+        )
+        for each in (lives, owners):
+            ends.push_async_callback(each.close)
         await lives.calibrate()
-        yield lives, _targets(fleet, links, clock)
+        yield lives, owners, _targets(fleet, links, clocks)
 
 
-def _targets(fleet: Fleet, links: Mapping[str, FaultyLink], clock: Path) -> list[Target]:
+def _targets(fleet: Fleet, links: Mapping[str, FaultyLink], clocks: Mapping[str, Path]) -> list[Target]:
     """The more stands on a part, the longer it is left alone: agents must come to something in between."""
-    peace_s = {"store-1 to postgres": 3.0, "store-1 to postgres-2": 3.0, "store-1 to s3": 2.5}
+    peace_s = {"postgres": 3.0, "postgres-2": 3.0, "s3": 2.5}
     assert fleet.standby is not None
-    answers = {"store-1 to s3": ("busy", "busy")}
+    called = {name: name.rpartition(" to ")[2] for name in links}
     return [
-        *(Link(name, link, peace_s.get(name, 0.8), answers.get(name, ())) for name, link in links.items()),
+        *(
+            Link(name, link, peace_s.get(called[name], 0.8), ("busy", "busy") if called[name] == "s3" else ())
+            for name, link in links.items()
+        ),
         *(Service(each, 6.0) for each in fleet.engines),
-        Service(fleet.store, 15.0),
+        *(Service(each, 15.0) for each in fleet.stores),
         Database(fleet.postgres, fleet.standby, 10.0),
         Server(fleet.s3.part, 8.0),
-        Clock(clock, 3.0),
+        *(Clock(name, file, 3.0 * len(clocks)) for name, file in clocks.items()),
     ]
 
 
-def _begin(clock: Path) -> Callable[[Part], Process]:
-    """Kvasir's programs are forked, which costs no imports, and read a clock of their own."""
+def _begin(clocks: Mapping[str, Path]) -> Callable[[Part], Process]:
+    """Kvasir's programs are forked, which costs no imports, and read a clock of their own; each store its own one."""
 
     def begin(part: Part) -> Process:
+        clock = clocks.get(f"clock of {part.name}", clocks["clock"])
         env = {"SSL_CERT_FILE": certifi.where(), **part.env, VARIABLE: str(clock), "NO_COLOR": "1"}
         return Program("kvasir", part.argv[3:], out=part.log_file, err=part.log_file, env=env)
 

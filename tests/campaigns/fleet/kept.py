@@ -16,7 +16,9 @@ class Round:
     looked_for: int  # agents whose newest acknowledged version was looked for at the end
     took_s: float
     problems: list[str]
+    acts: int = 0  # of whose answers there must be an order
     not_judged: int = 0  # agents whose acts have too many orders
+    leases: int = 0  # none of which two owners may have had at one time
 
     @property
     def fault_count(self) -> int:
@@ -55,5 +57,6 @@ class Kept:
         return (
             f"{self.faults} faults in {len(self.rounds)} rounds and {minutes:.0f} minutes "
             f"({self.faults / minutes:.0f} a minute); {lives} lives; {commits} acknowledged commits; "
+            f"{sum(each.acts for each in self.rounds)} acts, {sum(each.leases for each in self.rounds)} leases; "
             f"{sum(each.not_judged for each in self.rounds)} histories not judged; {len(self.problems)} problems"
         )

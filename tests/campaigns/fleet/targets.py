@@ -1,4 +1,4 @@
-"""What a campaign breaks of a fleet, and repairs after a while: links, services, servers of others, the clock."""
+"""What a campaign breaks of a fleet, and repairs after a while: links, services, servers of others, clocks."""
 
 import asyncio
 import os
@@ -22,6 +22,7 @@ _MOMENT_S = 0.09
 STARTS_S = 120.0
 _DAY_S = 86_400.0
 _AHEAD_S = (-30 * _DAY_S, -7200.0, -60.0, 0.0, 60.0, 7200.0, 30 * _DAY_S)
+_WALK_S = (3.0, 20.0, -3.0)
 _LASTING = ("hang", "outage", "slow")
 _MOMENTARY = ("blip", "delay")
 
@@ -113,15 +114,16 @@ class Server(Target):
 
 
 class Clock(Target):
-    """The file of the clock that all services read."""
+    """The file of the clock that some services read. It walks from where it is, or is set."""
 
-    def __init__(self, file: Path, peace_s: float) -> None:
-        self.name, self.peace_s, self._file, self._ahead_s = "clock", peace_s, file, 0.0
+    def __init__(self, name: str, file: Path, peace_s: float) -> None:
+        self.name, self.peace_s, self._file, self._ahead_s = name, peace_s, file, 0.0
 
     async def strike(self, dice: Dice) -> str:
-        before, self._ahead_s = self._ahead_s, dice.pick(_AHEAD_S)
+        before = self._ahead_s
+        self._ahead_s = before + dice.pick(_WALK_S) if dice.chance(0.5) else dice.pick(_AHEAD_S)
         set_ahead(self._file, self._ahead_s)
-        return "" if self._ahead_s == before else "the clock is set"
+        return "" if self._ahead_s == before else f"{self.name} is set"
 
 
 async def frozen(pid: int, lasts_s: float) -> bool:

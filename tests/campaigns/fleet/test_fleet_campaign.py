@@ -28,6 +28,8 @@ def test_a_few_faults_of_a_fleet_lose_no_commit_and_no_turn_knows_what_was_taken
     assert done.problems == []
     assert done.fault_count > 6
     assert done.commits > 10
+    assert done.leases > 3
+    assert done.acts > 50
 
 
 def test_a_resumed_campaign_adds_rounds_of_new_seeds_until_its_faults_are_played(
