@@ -122,11 +122,26 @@ class PostgresServer:
 
 def set_clock_of(url: str, unix_s: float) -> None:
     """From now on it is this time in a store's database, until it is set again."""
-    body = f"SELECT {round(unix_s * 1000)}::bigint"
+    _run(url, _clock(f"SELECT {round(unix_s * 1000)}::bigint"))
+
+
+def step_clock_of(url: str, ahead_s: float) -> None:
+    """From now on the clock of a store's database is so far ahead of the server's."""
+    _run(url, clock_ahead(ahead_s))
+
+
+def clock_ahead(ahead_s: float) -> str:
+    """The statement that sets it."""
+    return _clock(f"SELECT (extract(epoch FROM clock_timestamp()) * 1000)::bigint + {round(ahead_s * 1000)}")
+
+
+def _clock(body: str) -> str:
+    return f"CREATE OR REPLACE FUNCTION kvasir.now_ms() RETURNS BIGINT LANGUAGE SQL VOLATILE AS '{body}'"
+
+
+def _run(url: str, statement: str) -> None:
     with psycopg.connect(url, autocommit=True) as connection:
-        connection.execute(
-            f"CREATE OR REPLACE FUNCTION kvasir.now_ms() RETURNS BIGINT LANGUAGE SQL VOLATILE AS '{body}'"  # type: ignore[arg-type]
-        )
+        connection.execute(statement)  # type: ignore[arg-type]
 
 
 @contextmanager

@@ -17,8 +17,8 @@ from kvasir.errors import FailedPrecondition, KvasirError, Unavailable
 from kvasir.waits import PAUSE_S
 
 from cachestore_svc.blobs.disk import Disk
-from cachestore_svc.index.postgres.clock_steps import ClockSteps, give_back, now_of
-from cachestore_svc.index.postgres.lease_rows import SharedLeases
+from cachestore_svc.index.postgres.clock_steps import ClockSteps, now_of
+from cachestore_svc.index.postgres.lease_rows import SharedLeases, correct_ends
 from cachestore_svc.index.postgres.replicas import (
     GROUPS,
     OWN_SESSION,
@@ -93,7 +93,7 @@ class PostgresCatalog(Catalog):
 
     def lease_ends(self, steady: Callable[[], float]) -> SharedLeases:
         self._steps = ClockSteps(steady)
-        return SharedLeases()
+        return SharedLeases(self._steps)
 
     def attend(self, begin: Callable[[CatalogChange], None], wake: Callable[[str], None]) -> None:
         if self._shared_as is None:
@@ -289,8 +289,8 @@ class PostgresCatalog(Catalog):
         marked = connection.execute(mark, numbers).fetchall()
         if not marked:
             _check_ours(connection, self._own_row(connection), self._acknowledged)
-        elif self._steps and (step_ms := self._steps.step_ms(marked[0][0], partial(now_of, connection))):
-            give_back(connection, step_ms)
+        elif self._steps and (step_ms := self._steps.step_ms(marked[0][0], partial(now_of, connection))) is not None:
+            correct_ends(connection, self._steps, step_ms)
 
     def _end(self, connection: Session) -> None:
         """Commit. Where the answer is lost with the connection, the database says whether it took effect."""

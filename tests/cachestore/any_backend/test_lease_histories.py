@@ -29,6 +29,7 @@ steps = st.lists(
         st.tuples(st.just("pass"), st.sampled_from(["1", "3", "6"])),
         st.tuples(st.just("restart"), st.just("")),
         st.tuples(st.just("set the clock"), st.sampled_from(["-9000", "9000"])),
+        st.tuples(st.just("set the database's clock"), st.sampled_from(["-4", "4", "9000"])),
     ),
     max_size=25,
 )
@@ -78,6 +79,9 @@ def test_nothing_is_taken_back_from_an_owner_that_may_count_on_its_lease(
                         store = lab.open()
                     case "set the clock":
                         lab.clock.set_by_s += float(whom)
+                    case "set the database's clock":
+                        lab.clock.databases_set_by_s += float(whom)
+                        lab.clock.pass_s(0)
             except (FailedPrecondition, Conflict):
                 pass
         store.close()

@@ -46,6 +46,7 @@ class Clock:
     now_s: float = 1_800_000_000.0
     set_by_s: float = 0.0
     databases: set[str] = field(default_factory=set)  # those whose clock is this one, too
+    databases_set_by_s: float = 0.0
 
     def __call__(self) -> float:
         return self.now_s + self.set_by_s
@@ -56,7 +57,7 @@ class Clock:
     def pass_s(self, seconds: float) -> None:
         self.now_s += seconds
         for url in self.databases:
-            set_clock_of(url, self.now_s)
+            set_clock_of(url, self.now_s + self.databases_set_by_s)
 
 
 @dataclass

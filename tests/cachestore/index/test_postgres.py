@@ -392,15 +392,21 @@ def test_a_database_that_went_back_gives_no_lease_while_a_lost_one_may_hold(url:
         with pytest.raises(FailedPrecondition) as refused:
             store.leases.acquire(NS, "bob", KV, "another")
         assert refused.value.reason == "LEASE_HELD"
-    lab.clock.pass_s(19)
-    with lab.open() as store:  # a second start knows it, too
-        with pytest.raises(FailedPrecondition, match="a lost commit"):
-            store.leases.acquire(NS, "bob", KV, "another")
+        lab.clock.pass_s(1)
+    lab.clock.databases_set_by_s = 3600
+    lab.clock.pass_s(0)
+    with lab.open() as store:  # a second start knows it, too, and not for how long it has held
+        for passed_s in (0, 19):
+            lab.clock.pass_s(passed_s)
+            with pytest.raises(FailedPrecondition, match="a lost commit"):
+                store.leases.acquire(NS, "bob", KV, "another")
         lab.clock.pass_s(1)
         assert store.leases.acquire(NS, "bob", KV, "another").token.owner == "another"
+    with lab.open() as store:
+        store.leases.acquire(NS, "new", KV, "another")
 
 
-def test_a_restart_neither_ends_nor_prolongs_a_lease_and_forgets_nobody_who_waits(url: str, tmp_path: Path) -> None:
+def test_a_restart_forgets_no_owner_and_nobody_who_waits(url: str, tmp_path: Path) -> None:
     lab = Lab(tmp_path / "data", catalog=url)
     with lab.open() as store:
         publish(store, "bob", SyntheticAgent(SMALL, 1).turn(30), 0)
@@ -417,12 +423,15 @@ def test_a_restart_neither_ends_nor_prolongs_a_lease_and_forgets_nobody_who_wait
         ada, bob = HeldLease("ada", 1), HeldLease("bob", 1)
         renewed = store.leases.renew_all(NS, "engine", KV, [ada, bob], 8)
         assert (renewed.lost, renewed.wanted) == ((bob,), (ada,))
-        lab.clock.pass_s(3)
+        lab.clock.pass_s(7)
+        renewed = store.leases.renew_all(NS, "engine", KV, [ada], 8)
+        assert renewed.wanted == (ada,)
+        lab.clock.pass_s(2)
         with pytest.raises(FailedPrecondition, match="held by engine"):
             store.agents.roll_back(NS, "bob", 1)
         lab.clock.pass_s(1)
         assert store.agents.roll_back(NS, "bob", 1).version == 2
-        lab.clock.pass_s(3)
+        lab.clock.pass_s(4)
         with pytest.raises(FailedPrecondition, match="held by engine"):
             store.leases.acquire(NS, "ada", KV, "another", 10)
         lab.clock.pass_s(1)

@@ -24,6 +24,7 @@ from tests.cachestore.bucket.test_over_s3 import Faults, pytestmark  # noqa: F40
 from tests.cachestore.replicas.processes import WHERE, Link, Replicas
 from tests.cachestore.service.running import assert_whole, publish
 from tests.made_models.synthetic import SMALL, SyntheticAgent
+from tests.running.postgres import step_clock_of
 
 KV = kv_identity_hash(SMALL)
 
@@ -63,6 +64,25 @@ def test_after_a_kill_of_one_the_other_has_all_and_a_new_directory_may_join(repl
         assert publish(at_c, "ada", third, 2).version == 3
         assert_whole(at_c, "ada", first, version=1)
     assert b.stop() == 0
+
+
+@pytest.mark.parametrize("step_s", [3600, -3600])
+def test_a_store_that_starts_behind_a_step_of_the_databases_clock_gives_no_lease_twice(
+    replicas: Replicas, step_s: float
+) -> None:
+    a = replicas.start("a")
+    with a.client() as at_a:
+        at_a.acquire_lease("ada", KV, "engine-1", ttl_s=60)
+        lease = at_a.acquire_lease("bob", KV, "engine-1", ttl_s=60).lease
+    a.kill()
+    step_clock_of(replicas.url, step_s)
+    with replicas.start("b").client() as at_b:
+        for agent in ("ada", "bob"):
+            with pytest.raises(FailedPrecondition, match="held by engine-1") as refused:
+                at_b.acquire_lease(agent, KV, "engine-2")
+            assert int(refused.value.metadata["left_ms"]) <= 60_001
+        at_b.release_lease("bob", KV, lease)
+        assert at_b.acquire_lease("bob", KV, "engine-2").lease.generation == 2
 
 
 def test_of_writers_of_one_agent_at_both_one_wins_each_version(replicas: Replicas) -> None:

@@ -23,7 +23,7 @@ from tests.running.postgres import PostgresServer, postgres  # noqa: F401
 KV = kv_identity_hash(SMALL)
 _DROP = """DELETE FROM kvasir.versions WHERE version = {version} AND line_id IN
     (SELECT lines.id FROM kvasir.lines JOIN kvasir.agents ON agents.id = agent_id WHERE name = '{agent}')"""
-_LEASES_END = "UPDATE kvasir.leases SET ends_ms = 0"
+_LEASES_END = "UPDATE kvasir.leases SET granted = 0"
 LOST, TAKEN_BACK, NONE = "lost", "taken back", "none"
 
 
