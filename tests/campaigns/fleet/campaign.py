@@ -21,7 +21,7 @@ from kvasir.clients import AioInferenceClient, AioStoreClient
 from kvasir.credentials import read_token
 
 from tests.campaigns.faults.faulty_link import FaultyLink
-from tests.campaigns.fleet.database import Database
+from tests.campaigns.fleet.database import Database, DatabaseClock
 from tests.campaigns.fleet.holders import hold
 from tests.campaigns.fleet.kept import Kept, Round
 from tests.campaigns.fleet.nemesis import Nemesis
@@ -133,6 +133,7 @@ def _targets(fleet: Fleet, links: Mapping[str, FaultyLink], clocks: Mapping[str,
     peace_s = {"postgres": 3.0, "postgres-2": 3.0, "s3": 2.5}
     assert fleet.standby is not None
     called = {name: name.rpartition(" to ")[2] for name in links}
+    database = Database(fleet.postgres, fleet.standby, 10.0)
     return [
         *(
             Link(name, link, peace_s.get(called[name], 0.8), ("busy", "busy") if called[name] == "s3" else ())
@@ -140,7 +141,8 @@ def _targets(fleet: Fleet, links: Mapping[str, FaultyLink], clocks: Mapping[str,
         ),
         *(Service(each, 6.0) for each in fleet.engines),
         *(Service(each, 15.0) for each in fleet.stores),
-        Database(fleet.postgres, fleet.standby, 10.0),
+        database,
+        DatabaseClock(database, 5.0),
         Server(fleet.s3.part, 8.0),
         *(Clock(name, file, 3.0 * len(clocks)) for name, file in clocks.items()),
     ]

@@ -1,11 +1,16 @@
-"""PostgreSQL with a standby, as a target: the standby is promoted when its primary was killed, and roles change."""
+"""PostgreSQL with a standby, as targets: the standby is promoted when its primary was killed, and roles change; and the
+clock of the database steps, by which leases end.
+"""
 
 import asyncio
 import time
 
-from tests.campaigns.fleet.targets import LASTS_S, STARTS_S, Target, frozen, slowed, start_again
+import psycopg
+
+from tests.campaigns.fleet.targets import LASTS_S, STARTS_S, WALK_S, Target, frozen, slowed, start_again
+from tests.running.postgres import clock_ahead
 from tools.fleet.part import FleetError
-from tools.fleet.servers import Postgres
+from tools.fleet.servers import DATABASE, Postgres
 from tools.kvasir_tiny.words import Dice
 
 _KINDS = ("kill", "freeze", "slow", "promote", "promote", "kill the standby")
@@ -17,6 +22,11 @@ class Database(Target):
     def __init__(self, primary: Postgres, standby: Postgres, peace_s: float) -> None:
         self.name, self.peace_s = "postgres", peace_s
         self._primary, self._standby = primary, standby
+
+    @property
+    def primary(self) -> Postgres:
+        """Of the two the one that takes writes, if any does."""
+        return self._primary
 
     async def strike(self, dice: Dice) -> str:
         what, lasts_s = dice.pick(_KINDS), dice.pick(LASTS_S)
@@ -64,3 +74,21 @@ class Database(Target):
                 time.sleep(0.2)
         start_again(self._standby.part)
         self._primary.wait_for_standby()
+
+
+class DatabaseClock(Target):
+    """The clock of the database's server and its standby: the function of the schema that stores ask. It steps whoever
+    looks at it, or starts meanwhile.
+    """
+
+    def __init__(self, database: Database, peace_s: float) -> None:
+        self.name, self.peace_s = "clock of postgres", peace_s
+        self._database, self._ahead_s = database, 0.0
+
+    async def strike(self, dice: Dice) -> str:
+        self._ahead_s += dice.pick(WALK_S)
+        try:
+            await asyncio.to_thread(self._database.primary.ask, clock_ahead(self._ahead_s), DATABASE)
+        except psycopg.Error:  # the server is away
+            return ""
+        return f"{self.name} steps"

@@ -22,7 +22,7 @@ _MOMENT_S = 0.09
 STARTS_S = 120.0
 _DAY_S = 86_400.0
 _AHEAD_S = (-30 * _DAY_S, -7200.0, -60.0, 0.0, 60.0, 7200.0, 30 * _DAY_S)
-_WALK_S = (3.0, 20.0, -3.0)
+WALK_S = (3.0, 20.0, -3.0)
 _LASTING = ("hang", "outage", "slow")
 _MOMENTARY = ("blip", "delay")
 
@@ -121,7 +121,7 @@ class Clock(Target):
 
     async def strike(self, dice: Dice) -> str:
         before = self._ahead_s
-        self._ahead_s = before + dice.pick(_WALK_S) if dice.chance(0.5) else dice.pick(_AHEAD_S)
+        self._ahead_s = before + dice.pick(WALK_S) if dice.chance(0.5) else dice.pick(_AHEAD_S)
         set_ahead(self._file, self._ahead_s)
         return "" if self._ahead_s == before else f"{self.name} is set"
 
