@@ -5,10 +5,10 @@ A server opens one for each caller. Where the system's limit is less than 4,096 
 
 import resource
 import sys
-from collections.abc import Sequence
-from importlib.abc import MetaPathFinder
-from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
+from importlib.machinery import SourceFileLoader
 from types import ModuleType
+
+from kvasir.server.lean_imports import LoadedBy
 
 _MODULE = "mlx_lm.utils"
 _THEIRS = (resource.RLIMIT_NOFILE, (2048, 4096))
@@ -16,19 +16,7 @@ _THEIRS = (resource.RLIMIT_NOFILE, (2048, 4096))
 
 def keep_file_limit() -> None:
     """Before the first import of mlx-lm."""
-    sys.meta_path.insert(0, _FinderOfMlxLm())
-
-
-class _FinderOfMlxLm(MetaPathFinder):
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
-        if fullname != _MODULE:
-            return None
-        spec = PathFinder.find_spec(fullname, path, target)
-        if spec is not None and isinstance(spec.loader, SourceFileLoader):
-            spec.loader = _WithItsLimit(fullname, spec.loader.path)
-        return spec
+    sys.meta_path.insert(0, LoadedBy(_MODULE, _WithItsLimit))
 
 
 class _WithItsLimit(SourceFileLoader):

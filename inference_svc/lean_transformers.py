@@ -1,33 +1,19 @@
 """Makes `import transformers` small: without PyTorch, and without its search through five hundred models' files."""
 
 import sys
-from collections.abc import Sequence
 from importlib import import_module, metadata
-from importlib.abc import MetaPathFinder
-from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
+from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from kvasir.server.lean_imports import hidden
+from kvasir.server.lean_imports import LoadedBy, hidden
 
 
 def import_transformers_without_torch() -> None:
     """Before the first import of transformers, which looks for PyTorch once and keeps the answer."""
     if "transformers" not in sys.modules:
-        sys.meta_path.insert(0, _Finder())
-
-
-class _Finder(MetaPathFinder):
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
-        if fullname != "transformers":
-            return None
-        spec = PathFinder.find_spec(fullname, path, target)
-        if spec is not None and isinstance(spec.loader, SourceFileLoader):
-            spec.loader = _WithoutTorch(fullname, spec.loader.path)
-        return spec
+        sys.meta_path.insert(0, LoadedBy("transformers", _WithoutTorch))
 
 
 class _WithoutTorch(SourceFileLoader):
