@@ -62,29 +62,23 @@ def cuda_compiler(source: KernelSource, shared_bytes: int) -> Kernel:
 
 def mlx_cuda_compiler(source: KernelSource, shared_bytes: int) -> Kernel:
     """By MLX's CUDA back end, once in each process."""
-    made: Any = mx.fast.cuda_kernel(
-        name=source.name,
-        input_names=list(source.input_names),
-        output_names=list(source.output_names),
-        source=source.source,
-        header=source.header,
-        ensure_row_contiguous=True,
-        shared_memory=shared_bytes,
-    )
-    return cast("Kernel", made)
+    return cast("Kernel", mx.fast.cuda_kernel(**_about(source), shared_memory=shared_bytes))
 
 
 def metal_compiler(source: KernelSource, shared_bytes: int) -> Kernel:  # noqa: ARG001 - a Compiler's
     """By MLX's Metal back end; the source itself declares its shared memory."""
-    made: Any = mx.fast.metal_kernel(
-        name=source.name,
-        input_names=list(source.input_names),
-        output_names=list(source.output_names),
-        source=source.source,
-        header=source.header,
-        ensure_row_contiguous=True,
-    )
-    return cast("Kernel", made)
+    return cast("Kernel", mx.fast.metal_kernel(**_about(source)))
+
+
+def _about(source: KernelSource) -> dict[str, Any]:
+    return {
+        "name": source.name,
+        "input_names": list(source.input_names),
+        "output_names": list(source.output_names),
+        "source": source.source,
+        "header": source.header,
+        "ensure_row_contiguous": True,
+    }
 
 
 COMPILERS: dict[Dialect, Compiler] = {Dialect.CUDA: cuda_compiler, Dialect.METAL: metal_compiler}
