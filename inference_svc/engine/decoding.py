@@ -74,14 +74,14 @@ class Decoder:
         waits = any(each.sampler is not None and each.sampler.waits_for_last_token for each in last.order)
         return waits or not self.looks_ahead or self._drafter.may_draft(last.order)
 
-    def step(self, decoding: Collection[Sequence]) -> list[Decoded]:
-        """Enqueue one more token of each sequence, and drafts; returns rows that were read, of the step before or of
-        this one.
+    def step(self, decoding: Collection[Sequence], *, reads_all: bool = False) -> list[Decoded]:
+        """Enqueue one more token of each sequence, and drafts; returns rows that were read, of the step before or, at
+        least if `reads_all`, of this one.
         """
         before, began_s = len(self._launched), self._clock()
         drafts = {} if before else self._drafter.drafts(decoding)
         self.launch(decoding, drafts=drafts)
-        decoded = self._read(len(self._launched) if drafts or self.must_settle else before)
+        decoded = self._read(len(self._launched) if drafts or reads_all or self.must_settle else before)
         rows = len(decoding) + sum(map(len, drafts.values()))
         self._drafter.took(rows, self._clock() - began_s, is_drafted=bool(drafts))
         return decoded

@@ -109,7 +109,9 @@ class EngineWorker:
         before_s = self._clock()
         self._admit(take_mail)
         spent_s = self._clock() - before_s
-        if has_settled := self._decoder.must_settle:
+        # Where a cell takes as long as many steps, nothing that is decoded waits for one to be read.
+        is_before_cell, count = not self._runner.is_on_gpu and self._scheduler.has_prompts, len(self._turns)
+        if has_settled := self._decoder.is_ahead and (is_before_cell or self._decoder.must_settle):
             self._tell_decoded()
         has_ended = self._finish_generated()  # turns whose memory is whole and that generate nothing
         decoding = self._scheduler.begin_step(self._clock())
@@ -118,8 +120,12 @@ class EngineWorker:
         has_prefilled = self._decoder.has_behind_cell(self._may_decode) and self._carry_out_grants(take_mail, spent_s)
         if not has_prefilled:
             if self._may_decode or self._decoder.is_ahead:
-                self._decode(self._may_decode)
+                self._decode(self._may_decode, is_before_cell=is_before_cell)
                 self._emit_all()
+            if is_before_cell:
+                self._end_generated()
+                if len(self._turns) < count:
+                    take_mail()  # the requests for what these turns leave
             has_prefilled = self._carry_out_grants(take_mail, spent_s)
         self._finish_generated()
         self._masks.end_step(self._clock() - before_s)
@@ -217,10 +223,10 @@ class EngineWorker:
     def _texts_of(self, namespace: str) -> list[TokenIds]:
         return [memory.state.token_ids for memory in self.memories.of_namespace(namespace)]
 
-    def _decode(self, decoding: Collection[Sequence]) -> None:
+    def _decode(self, decoding: Collection[Sequence], *, is_before_cell: bool = False) -> None:
         """Enqueue a token of every decoding turn, also its last, which gets its KV here; take in what is read."""
         with self._losing(decoding):
-            self._take_in(self._decoder.step(decoding))
+            self._take_in(self._decoder.step(decoding, reads_all=is_before_cell))
         self._steps += 1
         if self._steps % _RELEASE_STEPS == 0:
             self._runner.release_unused()  # every step reads one row more, in buffers of another size
@@ -297,6 +303,12 @@ class EngineWorker:
         for sequence in ending:
             self._finish(sequence)
         return bool(ending)
+
+    def _end_generated(self) -> None:
+        """End the turns of this step that have drawn their last token, with its KV where they need it."""
+        self._finish_generated()
+        if ending := [each for each in self._may_decode if each.is_ending and each.status is Status.DECODING]:
+            self._decode(ending, is_before_cell=True)
 
     def _finish(self, sequence: Sequence, failure: Exception | None = None) -> None:
         """End a turn, wherever it is; after a `failure` its agent's memory is as before. Its listener gets an end."""

@@ -32,7 +32,7 @@ from inference_svc.engine.api import Priority
 from inference_svc.engine.scheduling.company import Company, Namespace
 from inference_svc.engine.scheduling.prefix_sharing import PrefixWaits
 from inference_svc.engine.scheduling.room_shares import Room, RoomShares
-from inference_svc.engine.scheduling.schedulable import NOT_BEGUN, RUNNING, WITH_KV, Rules, TurnT
+from inference_svc.engine.scheduling.schedulable import NOT_BEGUN, RUNNING, WITH_KV, Rules, Status, TurnT
 from inference_svc.engine.scheduling.step_schedule import Grant, StepSchedule
 from inference_svc.engine.scheduling.urgency import Urgency
 
@@ -88,6 +88,11 @@ class Scheduler(Generic[TurnT]):
     @property
     def running(self) -> list[TurnT]:
         return [turn for turn in self.turns if turn.status in RUNNING]
+
+    @property
+    def has_prompts(self) -> bool:
+        """Whether a turn's prompt is computed, or its KV is loaded."""
+        return any(turn.status in (Status.PREFILLING, Status.LOADING) for turn in self.turns)
 
     @property
     def is_alone(self) -> bool:

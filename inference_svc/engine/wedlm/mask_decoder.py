@@ -71,7 +71,7 @@ class MaskDecoder:
         """Drop all that is computed, after a failed pass. Returns the KV of every row in it, to be cut."""
         return self.batch.discard()
 
-    def step(self, decoding: Collection[Sequence]) -> list[Decoded]:
+    def step(self, decoding: Collection[Sequence], *, reads_all: bool = True) -> list[Decoded]:  # noqa: ARG002  it does
         """One pass of each sequence: its rows that have KV now, and then the tokens that it commits."""
         self.batch.hold([sequence.kv for sequence in decoding if sequence.kv is not None])
         by_kv = {id(sequence.kv): sequence for sequence in decoding}

@@ -1,12 +1,12 @@
 """Two namespaces on one engine: neither's room nor rows keep the other waiting, and who sits out loses no bit."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from inference_svc.engine.api import Ended, Priority, Started, Tokens
+from inference_svc.engine.api import AgentKey, Ended, Prefilled, Priority, Started, Tokens
 from tests.inference.engine.driving import Driver, Listener, driver_with_room_for, tokens_of
 
 BUDGET_TOKENS = 2_304
@@ -81,3 +81,31 @@ def test_a_namespace_that_holds_nothing_finds_room_beside_a_crowd_that_cannot_be
     for listener in (*crowd, person):
         listener.end()
     assert begun == [0]
+
+
+@pytest.mark.cpu_only("a GPU's cells take as long as a few steps")
+@pytest.mark.batch_as_alone
+def test_the_end_of_a_turn_and_the_copy_of_its_memory_wait_for_no_cell_of_another(driver: Driver) -> None:
+    """Nor does it matter to a bit of either that the last step was taken before the cell."""
+    short, long = tokens_of(20, 1), tokens_of(560, 2)
+    for count in (1, 2, 5):
+        keys = [driver.key() for _ in range(4)]
+        alone = [driver.turn(short, key=keys[0], max_tokens=count), driver.turn(long, key=keys[1], max_tokens=1)]
+        ending, other, computed = Listener(), Listener(), list[int]()
+
+        def note(_: object = None, computed: list[int] = computed) -> None:
+            computed.append(driver.engine.computed_tokens)
+
+        def ask(key: AgentKey = keys[2], note: Callable[[object], None] = note) -> None:
+            driver.engine.memories.snapshot(key, 0).add_done_callback(note)
+
+        def begin(key: AgentKey = keys[2], listener: Listener = ending, most: int = count) -> None:
+            driver.submit(short, key=key, listener=listener, namespace="b", max_tokens=most)
+
+        ending.at(Tokens, count, note).at(Ended, 1, ask)
+        driver.submit(long, key=keys[3], listener=other.at(Prefilled, 2, begin), namespace="a", max_tokens=1)
+        together = [ending.end(), other.end()]
+        last_token, copied = computed
+        assert copied - last_token <= 1, "its last token's KV, and no cell"
+        assert [each.state for each in together] == [each.state for each in alone]
+        assert [driver.files(key) for key in keys[2:]] == [driver.files(key) for key in keys[:2]]
