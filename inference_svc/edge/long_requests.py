@@ -5,6 +5,7 @@ from contextvars import copy_context
 from functools import partial
 from typing import TypeAlias, TypeVar
 
+from kvasir.call_context import call_bytes
 from kvasir.credentials import Principal
 from kvasir.inference.v1 import inference_pb2 as pb
 
@@ -27,7 +28,7 @@ async def checked(
     """The result of `check`. A long request counts as a prompt meanwhile, and is checked by the thread that renders
     long conversations: two busy threads would delay each step of the event loop twice. Raises what `check` raises,
     ResourceExhausted, and Unavailable when the model goes."""
-    size_bytes = request.ByteSize()
+    size_bytes = call_bytes() or request.ByteSize()
     if prompting is None or (size_bytes <= _FEW_BYTES and _has_few_parts(request)):
         return check()
     with admission.turn(caller.namespace, caller.name, size_bytes):

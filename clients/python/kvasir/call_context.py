@@ -1,4 +1,4 @@
-"""The request id and the trace of the call that this task serves; the calls that it makes get them, too."""
+"""The request id, the trace and the size of the call that this task serves; its own calls get the first two."""
 
 import contextlib
 from contextvars import ContextVar
@@ -12,6 +12,7 @@ NAMESPACE_KEY = "x-kvasir-namespace-bin"
 
 _request_id: ContextVar[str] = ContextVar("kvasir_request_id", default="")
 _traceparent: ContextVar[str] = ContextVar("kvasir_traceparent", default="")
+_request_bytes: ContextVar[int] = ContextVar("kvasir_request_bytes", default=0)
 
 
 def name_call(request_id: str) -> None:
@@ -23,6 +24,17 @@ def name_call(request_id: str) -> None:
 def call_name() -> str:
     """The request id of the call under way; empty if it has none."""
     return _request_id.get()
+
+
+def measure_call(request_bytes: int) -> None:
+    """The newest message of the call under way had so many bytes."""
+    _request_bytes.set(request_bytes)
+
+
+def call_bytes() -> int:
+    """Bytes of the newest message of the call under way; 0 if none came. The message itself would be serialized again
+    to know them."""
+    return _request_bytes.get()
 
 
 def place_call(traceparent: str) -> None:

@@ -47,13 +47,13 @@ SHARED = (
         "FIRST_MESSAGE_LATE",
     ),
     Shared(
-        "strangers that wait to be refused, or for a place of a health check: one goes on in 10 ms",
+        "calls that wait to be refused, and strangers' health checks that wait for a place",
         "both",
         "clients/python/kvasir/server/arriving.py: _held",
-        ("kvasir.server.arriving:MAX_HELD_STRANGERS", 1024),
-        "for strangers alone",
-        "the newest first; of too many the oldest goes on at once",
-        "NO_CREDENTIAL",
+        ("kvasir.server.arriving:MAX_HELD", 1024),
+        "each namespace has its own, and so have all strangers",
+        "the newest first, 100 a second; one of 8 MiB counts as 33; of too many the oldest at once",
+        "what it is told without waiting",
     ),
     Shared(
         "messages of streams that arrive",

@@ -7,7 +7,7 @@ import pytest
 from kvasir.credentials import Principal
 from kvasir.errors import DeadlineExceeded, InvalidArgument
 from kvasir.server import interceptors
-from kvasir.server.arriving import MAX_HELD_STRANGERS, UNREADABLE, Arriving, Turnstile, begun, the_only
+from kvasir.server.arriving import MAX_HELD, UNREADABLE, Arriving, Turnstile, begun, the_only
 from kvasir.server.interceptors import Authentication
 from kvasir.server.shared_room import Place, SharedRoom
 
@@ -210,12 +210,12 @@ def test_of_too_many_strangers_the_oldest_goes_on() -> None:
             await turnstile.passed()
             passed.append(number)
 
-        count = 33 + MAX_HELD_STRANGERS + 2
+        count = 33 + MAX_HELD + 2
         coming = [asyncio.create_task(come(number)) for number in range(count)]
         while len(passed) < 35:  # noqa: ASYNC110
             await asyncio.sleep(0)
         assert sorted(passed[:35]) == list(range(35))
-        assert len(turnstile) == MAX_HELD_STRANGERS
+        assert len(turnstile) == MAX_HELD
         for task in coming:
             task.cancel()
         await asyncio.gather(*coming, return_exceptions=True)

@@ -3,6 +3,7 @@
 import asyncio
 import socket
 import time
+import weakref
 from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -15,10 +16,11 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from kvasir.cachestore.v1 import cachestore_pb2 as pb
 from kvasir.cachestore.v1 import cachestore_pb2_grpc
+from kvasir.call_context import call_bytes
 from kvasir.credentials import Principal, write_credentials
-from kvasir.errors import InvalidArgument
+from kvasir.errors import InvalidArgument, ResourceExhausted
 from kvasir.server import arriving, interceptors, serving
-from kvasir.server.arriving import MAX_HELD_STRANGERS, MAX_WAITING_CHECKS
+from kvasir.server.arriving import MAX_HELD, MAX_WAITING_CHECKS
 from kvasir.server.interceptors import MAX_CALLS, MAX_RPCS_PER_PRINCIPAL, current_principal
 from kvasir.server.serving import EdgeServer, Listening, Reports
 from kvasir.status import from_rpc_error
@@ -45,6 +47,24 @@ class Service(cachestore_pb2_grpc.CacheStoreServiceServicer, cachestore_pb2_grpc
         return pb.ImportAgentResponse()
 
 
+class Large:
+    """Of a request that is refused."""
+
+
+class Refusing(Service):
+    """Its calls want more than there is."""
+
+    def __init__(self) -> None:
+        self.held: list[weakref.ref[Large]] = []
+        self.sizes: list[int] = []
+
+    async def GetCapabilities(self, request: Any, context: Any) -> Any:  # noqa: N802
+        large = Large()
+        self.held.append(weakref.ref(large))
+        self.sizes.append(call_bytes())
+        raise ResourceExhausted("too much", reason="TOO_MANY_CALLS")
+
+
 class Served:
     """A server, its tokens by name, and connections to it, none of them shared."""
 
@@ -62,8 +82,11 @@ class Served:
 
     async def is_let_in(self, name: str) -> bool:
         stub: Any = cachestore_pb2_grpc.CacheStoreServiceStub(await self.channel())  # type: ignore[no-untyped-call]
-        answer = await asyncio.wait_for(stub.GetCapabilities(pb.GetCapabilitiesRequest(), metadata=self.known(name)), 5)
-        return bool(answer.namespace)
+        try:
+            call = stub.GetCapabilities(pb.GetCapabilitiesRequest(), metadata=self.known(name))
+            return bool((await asyncio.wait_for(call, 5)).namespace)
+        except grpc.aio.AioRpcError:
+            return False
 
     async def silent(self, method: str, count: int, name: str = "") -> list[Any]:
         """So many calls of which only the headers arrive."""
@@ -75,7 +98,7 @@ class Served:
 
 
 @asynccontextmanager
-async def served(root: Path) -> AsyncIterator[Served]:
+async def served(root: Path, service: Service | None = None) -> AsyncIterator[Served]:
     principals = [Principal(f"crowd{number}", "crowd", frozenset({"client"})) for number in range(4)]
     principals.append(Principal("victim", "elsewhere", frozenset({"client"})))
     drawn = iter(range(9))
@@ -86,8 +109,9 @@ async def served(root: Path) -> AsyncIterator[Served]:
         {row: frozenset({"client"}) for row in (f"/{NAME}/GetCapabilities", f"/{NAME}/WatchEvents", IMPORT)},
         Reports(lambda: "r"),
     )
-    cachestore_pb2_grpc.add_CacheStoreServiceServicer_to_server(Service(), edge.grpc)  # type: ignore[no-untyped-call]
-    cachestore_pb2_grpc.add_AgentServiceServicer_to_server(Service(), edge.grpc)  # type: ignore[no-untyped-call]
+    service = service or Service()
+    cachestore_pb2_grpc.add_CacheStoreServiceServicer_to_server(service, edge.grpc)  # type: ignore[no-untyped-call]
+    cachestore_pb2_grpc.add_AgentServiceServicer_to_server(service, edge.grpc)  # type: ignore[no-untyped-call]
     await edge.start()
     async with AsyncExitStack() as exits:
         try:
@@ -115,7 +139,7 @@ def test_a_thousand_silent_health_checks_shut_nobody_out(tmp_path: Path, monkeyp
             at_door, began_s = server.edge.authentication, time.monotonic()
             silent = await server.silent(CHECK, SILENT)
             async with asyncio.timeout(20):
-                while len(at_door.doorstep) + len(at_door.turnstile) < MAX_HELD_STRANGERS:  # noqa: ASYNC110
+                while len(at_door.doorstep) + len(at_door.turnstiles[""]) < MAX_HELD:  # noqa: ASYNC110
                     await asyncio.sleep(0.02)
             assert len(at_door.doorstep) == MAX_WAITING_CHECKS
             assert await server.is_let_in("victim")
@@ -124,7 +148,7 @@ def test_a_thousand_silent_health_checks_shut_nobody_out(tmp_path: Path, monkeyp
             assert answer.status == health_pb2.HealthCheckResponse.SERVING
             await asyncio.sleep(0.3)
             ended, lasted_s = [call for call in silent if call.done()], time.monotonic() - began_s
-            too_many = SILENT - MAX_HELD_STRANGERS - MAX_WAITING_CHECKS
+            too_many = SILENT - MAX_HELD - MAX_WAITING_CHECKS
             assert 0 < len(ended) <= too_many + 33 + lasted_s / 0.0099, "each end takes time of the event loop"
             # A call that is ended while its stream is open is now and then told CANCELLED by gRPC itself.
             reasons = Counter([await reason_of(call) for call in ended])
@@ -136,22 +160,48 @@ def test_a_thousand_silent_health_checks_shut_nobody_out(tmp_path: Path, monkeyp
 
 
 @pytest.mark.long(2)
-def test_a_flood_of_strangers_is_refused_at_a_measured_pace(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["", "crowd0"])
+def test_a_flood_is_refused_at_a_measured_pace(tmp_path: Path, name: str) -> None:
+    """Of strangers, and of a namespace that wants more than there is: 32 at once, and one each 10 ms."""
+
     async def test() -> None:
-        async with served(tmp_path) as server:
+        async with served(tmp_path, Refusing()) as server:
             stub: Any = cachestore_pb2_grpc.CacheStoreServiceStub(await server.channel())  # type: ignore[no-untyped-call]
+            metadata = server.known(name) if name else None
             refused, until = 0, time.monotonic() + 0.5
 
             async def ask() -> None:
                 nonlocal refused
                 while time.monotonic() < until:
-                    assert await reason_of(stub.GetCapabilities(pb.GetCapabilitiesRequest())) == "NO_CREDENTIAL"
+                    call = stub.GetCapabilities(pb.GetCapabilitiesRequest(), metadata=metadata)
+                    assert await reason_of(call) == ("TOO_MANY_CALLS" if name else "NO_CREDENTIAL")
                     refused += time.monotonic() < until
 
-            asking = [asyncio.create_task(ask()) for _ in range(64)]
-            assert await server.is_let_in("victim")
-            await asyncio.gather(*asking)
-            assert refused <= 33 + 50, "32 at once, and one each 10 ms"
+            await asyncio.gather(*(ask() for _ in range(64)))
+            assert refused <= 33 + 50
+
+    run(test())
+
+
+def test_a_call_that_waits_to_be_refused_holds_nothing_and_waits_by_its_size(tmp_path: Path) -> None:
+    async def test() -> None:
+        service = Refusing()
+        async with served(tmp_path, service) as server:
+            ask: Any = (await server.channel()).unary_unary(f"/{NAME}/GetCapabilities")
+            message = b"\x82\x3f" + b"\x80\x80\x40" + bytes(1 << 20)  # a field that this version does not know
+            calls = [ask(message, metadata=server.known("crowd0")) for _ in range(12)]
+            turnstile = server.edge.authentication.turnstiles["crowd"]
+            async with asyncio.timeout(10):
+                while len(service.held) < len(calls) or not turnstile:  # noqa: ASYNC110
+                    await asyncio.sleep(0.01)
+            assert not any(large() for large in service.held)
+            assert service.sizes == [len(message)] * len(calls)
+            assert len(turnstile) >= 3, "each counts as five calls"
+            began_s = time.monotonic()
+            assert await server.is_let_in("victim") is False
+            assert time.monotonic() - began_s < 5, "another namespace's refusal waits for none of these"
+            for call in calls:
+                call.cancel()
 
     run(test())
 

@@ -20,11 +20,13 @@ UNREADABLE = object()
 # Strangers' calls that wait for their message. A load balancer sends it with the call, within two milliseconds.
 # The number is small because each call may hold most of a message of the largest size.
 MAX_WAITING_CHECKS = 32
-# Strangers that wait to be served or refused. Each takes a millisecond of the event loop, so few go on at once and then
-# so many a second. gRPC holds at most 256 KiB of what each of them sends.
-MAX_HELD_STRANGERS = 1024
-_STRANGERS_AT_ONCE = 32
-_STRANGERS_A_SECOND = 100
+# Strangers' calls that wait to be served or refused, and a namespace's that wait to be refused as too many. Of what a
+# stranger's call sends gRPC holds at most 256 KiB.
+MAX_HELD = 1024
+# Of these few go on at once and then so many a second. Each takes a millisecond of the event loop, and so do so many
+# bytes of a request.
+_AT_ONCE, _A_SECOND = 32, 100
+_BYTES_OF_ONE = 256 << 10
 
 # Entered while a message arrives, once for each message: waits for its room.
 Room = AbstractAsyncContextManager[None]
@@ -101,29 +103,30 @@ async def begun(
 
 
 class Turnstile:
-    """Lets few strangers go on in a second, the newest first: it may be a load balancer, which soon gives up. Of more
-    than `MAX_HELD_STRANGERS` the one that has waited longest goes on at once. Belongs to one event loop."""
+    """Lets few calls go on in a second, the newest first: it may be a load balancer's, which soon gives up. Of more
+    than `MAX_HELD` the one that has waited longest goes on at once. Belongs to one event loop."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._next_s = 0.0  # when another may go on
-        self._held: dict[asyncio.Future[None], None] = {}  # in the order of arrival
+        self._held: dict[asyncio.Future[None], float] = {}  # in the order of arrival; the seconds of each
+        self._timer: asyncio.TimerHandle | None = None
 
     def __len__(self) -> int:
         return len(self._held)
 
-    async def passed(self) -> None:
-        """Return when the caller may go on."""
-        now, loop = self._clock(), asyncio.get_running_loop()
-        self._next_s = max(self._next_s, now - _STRANGERS_AT_ONCE / _STRANGERS_A_SECOND)
+    async def passed(self, request_bytes: int = 0) -> None:
+        """Return when the call may go on whose request had so many bytes."""
+        now, takes_s = self._clock(), (1 + request_bytes // _BYTES_OF_ONE) / _A_SECOND
+        self._next_s = max(self._next_s, now - _AT_ONCE / _A_SECOND)
         if self._next_s <= now and not self._held:
-            self._next_s += 1 / _STRANGERS_A_SECOND
+            self._next_s += takes_s
             return
-        if not self._held:
-            loop.call_later(1 / _STRANGERS_A_SECOND, self._let_newest_on)
-        place: asyncio.Future[None] = loop.create_future()
-        self._held[place] = None
-        if len(self._held) > MAX_HELD_STRANGERS:
+        place: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._held[place] = takes_s
+        if self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later(self._next_s - now, self._let_newest_on)
+        if len(self._held) > MAX_HELD:
             self._let_on(next(iter(self._held)))
         try:
             await place
@@ -131,15 +134,24 @@ class Turnstile:
             self._held.pop(place, None)
 
     def _let_newest_on(self) -> None:
+        self._timer = None
         if self._held:
-            self._let_on(next(reversed(self._held)))
-        if self._held:
-            asyncio.get_running_loop().call_later(1 / _STRANGERS_A_SECOND, self._let_newest_on)
+            takes_s = self._let_on(next(reversed(self._held)))
+            self._next_s = self._clock() + takes_s
+            self._timer = asyncio.get_running_loop().call_later(takes_s, self._let_newest_on)
 
-    def _let_on(self, place: asyncio.Future[None]) -> None:
-        del self._held[place]
+    def _let_on(self, place: asyncio.Future[None]) -> float:
+        takes_s = self._held.pop(place)
         if not place.done():
             place.set_result(None)
+        return takes_s
+
+
+class Turnstiles(dict[str, Turnstile]):
+    """By namespace; strangers have the one without a name."""
+
+    def __missing__(self, namespace: str) -> Turnstile:
+        return self.setdefault(namespace, Turnstile())
 
 
 class Doorstep:

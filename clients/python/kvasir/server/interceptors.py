@@ -6,6 +6,7 @@ import gc
 import inspect
 import logging
 import time
+import traceback
 from abc import abstractmethod
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
@@ -18,9 +19,9 @@ import grpc.aio
 from google.protobuf.message import DecodeError
 
 from kvasir import errors
-from kvasir.call_context import NAMESPACE_KEY, REQUEST_ID_KEY, TRACE_KEY, call_name, name_call
+from kvasir.call_context import NAMESPACE_KEY, REQUEST_ID_KEY, TRACE_KEY, call_bytes, call_name, measure_call, name_call
 from kvasir.credentials import DEFAULT_NAMESPACE, OWNER, Credentials, Principal
-from kvasir.server.arriving import UNREADABLE, Arriving, Doorstep, Turnstile, begun
+from kvasir.server.arriving import UNREADABLE, Arriving, Doorstep, Turnstiles, begun
 from kvasir.server.fair_shares import QUARTER, Shares
 from kvasir.server.operating.audit import Audit, current_deed
 from kvasir.server.operating.durations import RpcCounts
@@ -107,13 +108,13 @@ class Errors(_Interceptor):
         counts: RpcCounts,
         traces: Traces,
         audit: Audit,
-        turnstile: Turnstile,
+        turnstiles: Turnstiles,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`turnstile`: through it refused strangers go before they hear of it."""
+        """`turnstiles`: through these go strangers, and who wants more than there is, before they hear of a refusal."""
         super().__init__()
         self._new_request_id = new_request_id
-        self._turnstile = turnstile
+        self._turnstiles = turnstiles
         self._counts = counts
         self._traces = traces
         self._audit = audit
@@ -145,7 +146,10 @@ class Errors(_Interceptor):
                 if deed.caller is not None:
                     left_out = left_out or 0  # a flood of strangers hides nobody who is known
                 elif isinstance(error, errors.Unauthenticated):
-                    await self._turnstile.passed()
+                    await self._turnstiles[""].passed()
+                if deed.caller is not None and isinstance(error, errors.ResourceExhausted):
+                    traceback.clear_frames(error.__traceback__)  # they have the request, which is in no budget now
+                    await self._turnstiles[deed.caller.namespace].passed(call_bytes())
                 await abort(context, error)
             # CancelledError is no Exception: it passes, for a handler that swallows a cancel leaks (LESSONS 28).
             except Exception as error:  # noqa: BLE001  every bug ends here, once
@@ -202,8 +206,8 @@ class Authentication(_Interceptor):
         self.arriving_alone = SharedRoom(min(places, MAX_ARRIVING_ALONE))
         self.arriving_alone_of_caller = _RoomsOfCallers(min(places, MAX_ARRIVING_ALONE))
         self.answering = ModestRoom(MAX_ANSWERING, _BESIDE_OTHERS)
-        self.turnstile = Turnstile()
-        self.doorstep = Doorstep(self.turnstile)
+        self.turnstiles = Turnstiles()
+        self.doorstep = Doorstep(self.turnstiles[""])
 
     def _wrap(self, method: str, handler: Any) -> Any:
         @asynccontextmanager
@@ -355,6 +359,7 @@ class _Reader:
         self._is_stream = is_stream  # a stream's messages are freed one by one
 
     def __call__(self, data: bytes) -> Any:
+        measure_call(len(data))
         if not self._is_stream:
             _Reader.uncollected_bytes += len(data)
             if _Reader.uncollected_bytes > _MAX_UNCOLLECTED_BYTES:
@@ -372,10 +377,14 @@ async def _no_guard(_context: Any) -> AsyncIterator[None]:
 
 
 def _guarded_coroutine(behaviour: Any, guard: Guard, take: Take) -> Any:
+    async def answer(requests: Any, context: Any) -> Any:
+        async with take(requests) as taken:
+            return await behaviour(taken, context)
+
     async def call(requests: Any, context: Any) -> Any:
         context = _Answering(context)
-        async with guard(context), take(requests) as taken:
-            return await behaviour(taken, context)
+        async with guard(context):
+            return await answer(requests, context)
 
     return _without_rings(call)
 
@@ -384,11 +393,15 @@ def _guarded_generator(behaviour: Any, guard: Guard, take: Take) -> Any:
     """Writes the answers itself. gRPC would write those of a generator outside of the guard, and a call that is ended
     while an answer is on its way would send its caller no status."""
 
-    async def call(requests: Any, context: Any) -> None:
-        context = _Answering(context)
-        async with guard(context), take(requests) as taken, aclosing(behaviour(taken, context)) as responses:
+    async def answer(requests: Any, context: Any) -> None:
+        async with take(requests) as taken, aclosing(behaviour(taken, context)) as responses:
             async for response in responses:
                 await context.write(response)
+
+    async def call(requests: Any, context: Any) -> None:
+        context = _Answering(context)
+        async with guard(context):
+            await answer(requests, context)
 
     return _without_rings(call)
 

@@ -138,8 +138,8 @@ class EdgeServer:
         self._second_path = _second_path(listening, self._address)
         self.authentication = Authentication(credentials, allowed_roles, max_message_bytes, caller_of_certificate)
         self.rpcs = RpcCounts()
-        turnstile = self.authentication.turnstile
-        self._errors = Errors(reports.new_request_id, self.rpcs, reports.traces, reports.audit, turnstile)
+        turnstiles = self.authentication.turnstiles
+        self._errors = Errors(reports.new_request_id, self.rpcs, reports.traces, reports.audit, turnstiles)
         self._max_message_bytes = max_message_bytes
         self._services: list[tuple[Callable[[Any, grpc.aio.Server], None], Any]] = []
         self._servers = [self._new_server() for _ in range(1 if self._second_path is None else 2)]
