@@ -27,6 +27,7 @@ from kvasir.status import from_rpc_error
 
 NAME = "kvasir.cachestore.v1.CacheStoreService"
 IMPORT = "/kvasir.cachestore.v1.AgentService/ImportAgent"
+METHODS = [f"/{NAME}/{method}" for method in ("GetCapabilities", "RenewLeases", "WatchEvents")]
 CHECK = "/grpc.health.v1.Health/Check"
 SILENT = 1100  # more than the server had places
 
@@ -36,6 +37,9 @@ class Service(cachestore_pb2_grpc.CacheStoreServiceServicer, cachestore_pb2_grpc
 
     async def GetCapabilities(self, request: Any, context: Any) -> Any:  # noqa: N802
         return pb.GetCapabilitiesResponse(namespace=current_principal().namespace)
+
+    async def RenewLeases(self, request: Any, context: Any) -> Any:  # noqa: N802
+        return pb.RenewLeasesResponse()
 
     async def WatchEvents(self, request: Any, context: Any) -> AsyncIterator[Any]:  # noqa: N802
         yield pb.WatchEventsResponse()
@@ -106,7 +110,7 @@ async def served(root: Path, service: Service | None = None) -> AsyncIterator[Se
     edge = EdgeServer(
         Listening("127.0.0.1:0", credentials_file=root / "c.toml"),
         [NAME],
-        {row: frozenset({"client"}) for row in (f"/{NAME}/GetCapabilities", f"/{NAME}/WatchEvents", IMPORT)},
+        {row: frozenset({"client"}) for row in (*METHODS, IMPORT)},
         Reports(lambda: "r"),
     )
     service = service or Service()
@@ -239,6 +243,18 @@ def test_a_strangers_call_holds_no_place(tmp_path: Path) -> None:
             for call in await server.silent(f"/{NAME}/WatchEvents", 100):
                 assert await reason_of(call) == "NO_CREDENTIAL"
             assert server.edge.authentication.calls.held_by_all == 0
+
+    run(test())
+
+
+def test_an_engine_that_renews_its_leases_does_not_count_as_a_caller_who_is_here(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with served(tmp_path) as server:
+            stub: Any = cachestore_pb2_grpc.CacheStoreServiceStub(await server.channel())  # type: ignore[no-untyped-call]
+            await stub.RenewLeases(pb.RenewLeasesRequest(), metadata=server.known("victim"))
+            assert not server.edge.authentication.answering._seen
+            assert await server.is_let_in("victim")
+            assert list(server.edge.authentication.answering._seen) == ["elsewhere"]
 
     run(test())
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from kvasir.server.fair_shares import RoundRobin, Shares
-from kvasir.server.shared_room import ModestRoom, SharedRoom
+from kvasir.server.shared_room import ModestRoom, Place, SharedRoom, is_only_upkeep
 from kvasir.waits import PATIENCE_S
 
 NAMES = st.sampled_from("abcd")
@@ -283,6 +283,26 @@ def test_namespaces_that_were_here_long_ago_are_forgotten() -> None:
     assert list(room._seen) == ["again", "one"]
     now += PATIENCE_S / 2
     assert room.take_if_fits("one", 1)
+
+
+def test_a_namespace_whose_program_only_keeps_itself_up_is_not_here() -> None:
+    """In whosever call units are given back, each that waited is seen as what it is."""
+
+    async def scene() -> None:
+        room, order = ModestRoom(1, 1, clock=lambda: 0.0), list[str]()
+
+        async def call(name: str) -> None:
+            if name == "idle":
+                is_only_upkeep()
+            async with Place((room, name)):
+                order.append(name)
+                await asyncio.sleep(0)
+
+        await asyncio.gather(*(call(name) for name in ("busy", "idle", "busy", "idle")))
+        assert order == ["busy", "idle", "busy", "idle"]
+        assert list(room._seen) == ["busy"]
+
+    asyncio.run(scene())
 
 
 def test_strangers_limit_no_namespace() -> None:

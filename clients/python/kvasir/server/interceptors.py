@@ -28,7 +28,7 @@ from kvasir.server.operating.durations import RpcCounts
 from kvasir.server.operating.log_errors import StrangersLines, places
 from kvasir.server.operating.traces import Traces
 from kvasir.server.running_calls import RunningCalls
-from kvasir.server.shared_room import ModestRoom, Place, SharedRoom
+from kvasir.server.shared_room import ModestRoom, Place, SharedRoom, is_only_upkeep
 from kvasir.status import abort, answer_to
 from kvasir.waits import LOOK_S, SOON_S
 
@@ -37,6 +37,8 @@ _BEARER = "Bearer "
 _MAX_TOKEN_CHARS = 512
 # It shows nobody's data and ends at once, and a load balancer has no token.
 _OPEN_METHODS = frozenset({"/grpc.health.v1.Health/Check"})
+# An engine calls these while it has nothing to do.
+_UPKEEP = frozenset({f"/kvasir.cachestore.v1.CacheStoreService/{name}" for name in ("RenewLease", "RenewLeases")})
 # Any known caller may use these. Strangers may not, because the calls may last.
 _COMMON_SERVICES = ("/grpc.health.v1.", "/grpc.reflection.")
 # Known callers' calls that run at once, shared between namespaces. A stranger's call is refused and holds nothing.
@@ -217,6 +219,8 @@ class Authentication(_Interceptor):
             self._check_role(method, caller)
             with self._counted(caller), self._calls.running(caller):
                 _principal.set(caller)
+                if method in _UPKEEP:
+                    is_only_upkeep()
                 yield
 
         if method in _OPEN_METHODS:

@@ -5,6 +5,7 @@ import time
 from collections import Counter, OrderedDict
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 
 from kvasir.server.fair_shares import GENEROSITY, RoundRobin, Shares
@@ -12,6 +13,15 @@ from kvasir.waits import PATIENCE_S
 
 # A waiter for many units may be overtaken this often; after that, all others wait for it.
 _MAX_OVERTAKEN = 16
+
+
+_is_upkeep: ContextVar[bool] = ContextVar("kvasir_is_upkeep", default=False)
+
+
+def is_only_upkeep() -> None:
+    """The call under way is made by a program for itself, as an idle engine renews its leases: nobody waits for it, so
+    it does not show that its namespace is here."""
+    _is_upkeep.set(True)
 
 
 @dataclass(eq=False)
@@ -121,7 +131,7 @@ class SharedRoom:
     def _grant(self) -> None:
         while granted := self._waiting.take(lambda namespace, place: self._has_room(namespace, place.units)):
             namespace, place = granted
-            self.take(namespace, place.units)
+            self._shares.hold(namespace, place.units)
             self._count_overtaken()
             if not place.granted.done():
                 place.granted.set_result(None)
@@ -150,6 +160,10 @@ class ModestRoom(SharedRoom):
         super().take(namespace, units)
         self._note(namespace)
 
+    async def wait_for(self, namespace: str, units: int) -> None:
+        self._note(namespace)  # here, as units are granted while another's call is under way
+        await super().wait_for(namespace, units)
+
     def give_back(self, namespace: str, units: int) -> None:
         self._note(namespace)
         super().give_back(namespace, units)
@@ -166,7 +180,7 @@ class ModestRoom(SharedRoom):
         self.give_back(namespace, units)
 
     def _note(self, namespace: str) -> None:
-        if not namespace:
+        if not namespace or _is_upkeep.get():
             return
         self._seen[namespace] = self._clock()
         self._seen.move_to_end(namespace)
