@@ -17,7 +17,9 @@ from urllib.parse import urlsplit
 from kvasir.credentials import CredentialFileError, read_private_text
 from kvasir.errors import FailedPrecondition, InvalidArgument
 from kvasir.options.store import check_bucket
-from kvasir.waits import ANSWER_S, HANGS_S
+from kvasir.waits import ANSWER_S, HANGS_S, PATIENCE_S
+
+from cachestore_svc.blobs.bucket.patience import Patience, answer, lying, names_of
 
 WRITERS = 16  # of a probe
 _RACES = 3
@@ -26,27 +28,31 @@ _PART_BYTES = 16 << 20
 _CODE = re.compile(r"<Code>(\w{1,64})</Code>")
 _FILE_KEYS = ("aws_access_key_id", "aws_secret_access_key", "aws_session_token", "region", "endpoint_url")
 _REQUEST_S, _CONNECT_S, _RETRIES = timedelta(seconds=HANGS_S), timedelta(seconds=ANSWER_S), 4
-_LARGE_REQUEST_S = timedelta(minutes=15)  # an object of many parts that is created in one request
+_LARGE_REQUEST_S = timedelta(minutes=15)  # an object of many parts that is created, or read, in one request
+_SILENCE_S = timedelta(seconds=PATIENCE_S)
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
 class Bucket:
-    """Objects by name. `store`: of obstore; `patient`: the same, for requests that take longer. From any thread."""
+    """Objects by name. `store`: of obstore; `patient`: the same, for requests that take longer; `reads`: for those that
+    answer soon, or piece by piece. From any thread."""
 
-    def __init__(self, store: Any, where: str, patient: Any = None) -> None:
+    def __init__(self, store: Any, where: str, patient: Any = None, reads: Any = None) -> None:
         import obstore
 
         self.where = where
         self._store = store
         self._patient = patient or store
+        self._reads = reads or store
         self._obstore = obstore
         self._errors = obstore.exceptions
+        self._patience = Patience()
 
     def put_new(self, name: str, data: bytes | memoryview) -> bool:
         """Write an object that is not there, in one request; False where there is one already."""
         store = self._patient if len(data) > _MULTIPART_BYTES else self._store  # parts know no If-None-Match
         try:
-            with self._in_words(name):
+            with self._asking(name):
                 self._obstore.put(store, name, data, mode="create", use_multipart=False)
         except FileExistsError:
             return False
@@ -54,7 +60,7 @@ class Bucket:
 
     def put(self, name: str, data: bytes | memoryview) -> None:
         """Write an object over what is there. A reader sees the one or the other."""
-        with self._in_words(name):
+        with self._asking(name):
             in_parts = len(data) > _MULTIPART_BYTES
             self._obstore.put(self._store, name, data, use_multipart=in_parts, chunk_size=_PART_BYTES)
 
@@ -62,7 +68,7 @@ class Bucket:
         """Replace the object that has this tag; False where it has another one by now, perhaps by this write, if its
         answer was lost. `data`: bytes that it never had, as many servers make a tag of them."""
         try:
-            with self._in_words(name):
+            with self._asking(name):
                 self._obstore.put(self._store, name, data, mode={"e_tag": tag})
         except (FileExistsError, FileNotFoundError):
             return False
@@ -70,52 +76,59 @@ class Bucket:
 
     def get_tagged(self, name: str, most_bytes: int) -> tuple[bytes, str]:
         """The first bytes of a small object, and the tag by which `swap` knows it. Raises FileNotFoundError."""
-        with self._in_words(name):
-            found = self._obstore.get(self._store, name)
-            return bytes(found.bytes())[:most_bytes], str(found.meta["e_tag"])
+        with self._asking(name):
+            found = self._obstore.get(self._reads, name)
+            return bytes(self._patience.first_bytes(found, name, most_bytes)), str(found.meta["e_tag"])
 
     def get(self, name: str, most_bytes: int) -> memoryview:
         """The first bytes of an object, at most so many. Raises FileNotFoundError."""
-        with self._in_words(name):
-            size = min(most_bytes, int(self._obstore.head(self._store, name)["size"]))
-            if size == 0:
-                return memoryview(b"")
-            starts = range(0, size, _PART_BYTES)
-            ends = [min(start + _PART_BYTES, size) for start in starts]
-            parts = self._obstore.get_ranges(self._store, name, starts=list(starts), ends=ends)
-            return memoryview(parts[0] if len(parts) == 1 else b"".join(parts))
+        with self._asking(name):
+            return self._patience.first_bytes(self._obstore.get(self._reads, name), name, most_bytes)
 
     def size_bytes(self, name: str) -> int | None:
         try:
-            with self._in_words(name):
-                return int(self._obstore.head(self._store, name)["size"])
+            with self._asking(name):
+                return int(self._obstore.head(self._reads, name)["size"])
         except FileNotFoundError:
             return None
 
     def remove(self, name: str) -> None:
         """Remove an object, if it is there."""
         try:
-            with self._in_words(name):
-                self._obstore.delete(self._store, name)
+            with self._asking(name):
+                self._obstore.delete(self._reads, name)
         except FileNotFoundError:
             return
 
     def rename(self, name: str, new: str) -> None:
-        """A copy, and then a removal: a crash between them leaves both."""
-        with self._in_words(name):
+        """A copy, and then, once that is seen, a removal: a crash between them leaves both."""
+        with self._asking(name):
             self._obstore.copy(self._store, name, new)
-            self._obstore.delete(self._store, name)
+        if self.size_bytes(new) != self.size_bytes(name):
+            raise lying("that it copied an object, which is not there", new)
+        self.remove(name)
 
     def names(self, folder: str) -> Iterator[str]:
-        """Names of the objects of a folder, without it."""
-        with self._in_words(folder):
-            for page in self._obstore.list(self._store, folder):
-                for each in page:
-                    yield str(each["path"]).removeprefix(f"{folder}/")
+        """Names of the objects of a folder, without it, each once."""
+        return (name.removeprefix(f"{folder}/") for name in self._listed(folder))
+
+    def has_any(self, folder: str) -> bool:
+        return bool(self._listed(folder, only_some=True))
 
     def folders(self) -> list[str]:
-        with self._in_words("the list of namespaces"):
-            return [str(each) for each in self._obstore.list_with_delimiter(self._store)["common_prefixes"]]
+        what = "the list of namespaces"
+        with self._in_words(what):
+            listed = answer(partial(self._obstore.list_with_delimiter_async, self._reads), what)
+            return [str(each) for each in listed["common_prefixes"]]
+
+    def _listed(self, folder: str, *, only_some: bool = False) -> list[str]:
+        with self._in_words(folder):
+            return names_of(self._obstore.list(self._reads, folder), folder, only_some=only_some)
+
+    @contextmanager
+    def _asking(self, name: str) -> Iterator[None]:
+        with self._patience.asking(name), self._in_words(name):
+            yield
 
     @contextmanager
     def _in_words(self, name: str) -> Iterator[None]:
@@ -186,13 +199,14 @@ def open_bucket(url: str, credentials_file: Path | None) -> Bucket:
     prefix = parts.path.strip("/") or None
     known: Any = {"endpoint" if name == "endpoint_url" else name: value for name, value in config.items()}
 
-    def connected(longest: timedelta) -> Any:
-        retries: Any = {"max_retries": _RETRIES, "retry_timeout": longest}
-        options: Any = {**client, "timeout": longest}
+    def connected(longest: timedelta, silence: timedelta | None = None) -> Any:
+        retries: Any = {"max_retries": _RETRIES, "retry_timeout": silence or longest}
+        options: Any = {**client, "timeout": longest, **({"read_timeout": silence} if silence else {})}
         return S3Store(parts.netloc, prefix=prefix, client_options=options, retry_config=retries, **known)
 
     try:
-        return Bucket(connected(_REQUEST_S), url, connected(_LARGE_REQUEST_S))
+        reads = connected(_LARGE_REQUEST_S, _SILENCE_S)
+        return Bucket(connected(_REQUEST_S), url, connected(_LARGE_REQUEST_S), reads)
     except Exception as error:  # noqa: BLE001  of obstore: a setting of the environment
         why = str(error).partition("\n")[0]
         raise InvalidArgument(f"blobs: {url} cannot be opened: {why}", field="blobs") from None

@@ -24,7 +24,8 @@ from cachestore_svc.blobs.local_directory import LocalBlobs, LocalDirectory
 _PLACE = re.compile(r"[0-9a-f]{32}")
 _AGAIN = "again"  # the folder of later editions, HASH/EDITION
 _BLOB_NAME = re.compile(r"[0-9a-f]{64}")
-_LATER_NAME = re.compile(_AGAIN + r"/([0-9a-f]{64})/([1-9][0-9]{0,8})")
+_EDITION = re.compile(r"[1-9][0-9]{0,8}")
+_LATER_NAME = re.compile(rf"{_AGAIN}/([0-9a-f]{{64}})/({_EDITION.pattern})")
 _ASIDE_NAME = re.compile(r"([0-9a-f]{64})\.aside-([0-9]{1,15})")
 _WRITES = 8  # objects of a group that are written at the same time
 
@@ -82,7 +83,7 @@ class BlobsOfNamespace:
         self.place = arriving.place
 
     def exists(self) -> bool:
-        return self._arriving.exists() or next(self._bucket.names(self.place), None) is not None
+        return self._arriving.exists() or self._bucket.has_any(self.place)
 
     def prepare(self, hashes: Sequence[str]) -> None:
         self._arriving.prepare(hashes)
@@ -225,7 +226,7 @@ class BlobsOfNamespace:
     def _later(self, hash_: str) -> Iterator[int]:
         """Editions of a blob behind its first, the newest one first. Lists the bucket where the first is wanted."""
         names = self._bucket.names(f"{self.place}/{_AGAIN}/{hash_}")
-        yield from sorted((int(name) for name in names if name.isdigit()), reverse=True)
+        yield from sorted((int(name) for name in names if _EDITION.fullmatch(name)), reverse=True)
 
     def _object(self, name: str, edition: int = 0) -> str:
         return f"{self.place}/{_name(name, edition)}"

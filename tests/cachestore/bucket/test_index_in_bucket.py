@@ -95,6 +95,23 @@ def test_an_empty_directory_goes_on_where_a_lost_one_ended(tmp_path: Path, bucke
     store.close()
 
 
+def test_an_image_that_the_bucket_forgot_costs_no_object_before_it(
+    tmp_path: Path, bucket: Hooked, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A gateway may answer a write, and forget it."""
+    monkeypatch.setattr(bucket_catalog, "_MOST_DELTAS", 3)
+    put = bucket.put
+    monkeypatch.setattr(bucket, "put", lambda name, data: None if name.endswith("whole") else put(name, data))
+    first = _catalog(tmp_path / "a", bucket)
+    for number in range(8):
+        _set(first, f"f{number}")
+    first.close()
+    bucket._store.put("index/00000000000²." + "pages", b"")  # a digit of another script is no number
+    second = _catalog(tmp_path / "b", bucket)
+    assert all(_has(second, f"f{number}") for number in range(8))
+    second.close()
+
+
 def test_a_store_that_was_followed_answers_nothing_more(tmp_path: Path, bucket: Hooked) -> None:
     first = _catalog(tmp_path / "a", bucket)
     _set(first, "one")

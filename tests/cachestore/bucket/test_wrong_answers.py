@@ -72,9 +72,10 @@ def test_a_bucket_that_is_empty_for_a_while_is_no_other_stores(tmp_path: Path, b
     turn = SyntheticAgent(seed=1).turn(300)
     with _lab(tmp_path / "a", bucket).open() as store:
         whole, bucket._store = bucket._store, MemoryStore()
+        bucket._reads = bucket._store
         with pytest.raises(Unavailable, match="no store began there"):
             publish(store, "ada", turn, 0)
-        bucket._store = whole
+        bucket._store = bucket._reads = whole
         assert_restores(store, publish(store, "ada", turn, 0), turn)
 
 

@@ -280,7 +280,10 @@ class BucketCatalog(Catalog):
             return
         try:
             state = self._state
-            self._bucket.put(name_of(state.number, WHOLE), signed(b"", state.chain + delta(b"", state.image)))
+            name, data = name_of(state.number, WHOLE), signed(b"", state.chain + delta(b"", state.image))
+            self._bucket.put(name, data)
+            if self._bucket.get(name, MOST_BYTES) != data:  # a gateway may answer, and forget
+                return
             self._state = replace(state, whole=state.number)
             for number, kind in list(map(parsed, self._bucket.names(FOLDER))):
                 if kind and (number, kind) < (self._state.whole, WHOLE):

@@ -2,6 +2,7 @@
 
 A lost object in the middle breaks the chain of digests. The note tells when the newest one is lost."""
 
+import re
 import threading
 from dataclasses import dataclass
 
@@ -17,6 +18,7 @@ DELTA, WHOLE = "pages", "whole"
 MOST_BYTES = 1 << 40  # of an object: all of it
 START_BYTES = 32  # a start's name, in each of its deltas
 NEWEST = "kvasir-index"  # the note
+_NAME = re.compile(rf"([0-9]{{12,18}})\.({DELTA}|{WHOLE})")
 _TRIES = 20  # to read, while another store still writes and removes objects
 
 
@@ -104,8 +106,8 @@ def name_of(number: int, kind: str) -> str:
 
 def parsed(name: str) -> tuple[int, str]:
     """Number and kind of an object; 0 and none for a foreign one."""
-    number, _, kind = name.partition(".")
-    return (int(number), kind) if number.isdigit() and kind in (DELTA, WHOLE) else (0, "")
+    known = _NAME.fullmatch(name)
+    return (int(known[1]), known[2]) if known else (0, "")
 
 
 def _check_newest(bucket: Bucket, number: int, noted: int, *, has_blobs: bool, accepts_older: bool) -> None:

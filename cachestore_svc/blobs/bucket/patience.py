@@ -1,0 +1,111 @@
+"""How long a store waits for its bucket: as long as bytes come. Where they do not, others of the same folder do not
+wait with the first: their threads are the namespace's, whose other calls need no bucket."""
+
+import asyncio
+import errno
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+
+from kvasir.waits import HANGS_S, PATIENCE_S
+
+_LEAST_BYTES = 1 << 18  # of an object, within PATIENCE_S
+_TRUSTED_BYTES = 64 << 20
+_MOST_NAMES_BYTES = 1 << 30  # of a list
+_LIST_S, _NAME_S = 2 * HANGS_S, 0.1  # for a list, and more for each name of it
+
+
+class Patience:
+    """With each folder of a bucket, by its last answer. From any thread. `steady`: seconds that nobody sets."""
+
+    def __init__(self, steady: Callable[[], float] = time.monotonic) -> None:
+        self._steady = steady
+        self._gate = threading.Lock()
+        self._asked: Counter[str] = Counter()  # requests that wait, by folder
+        self._slow: set[str] = set()  # those whose last request failed late
+
+    @contextmanager
+    def asking(self, name: str) -> Iterator[None]:
+        """One request. Raises OSError at once where the folder was slow, and another request finds out whether it still
+        is."""
+        folder, began = name.partition("/")[0], self._steady()
+        with self._gate:
+            if folder in self._slow and self._asked[folder]:
+                raise lying("too slowly", name)
+            self._asked[folder] += 1
+        is_slow = False
+        try:
+            yield
+        except OSError:
+            is_slow = self._steady() - began >= PATIENCE_S
+            raise
+        finally:
+            with self._gate:
+                (self._slow.add if is_slow else self._slow.discard)(folder)
+                self._asked[folder] -= 1
+                self._asked += Counter()  # without those that are 0
+
+    def first_bytes(self, found: Any, name: str, most_bytes: int) -> memoryview:
+        """Of an object that comes, at most so many. The server may have named any size: not much is asked for on its
+        word."""
+        data = bytearray(min(most_bytes, int(found.meta["size"]), _TRUSTED_BYTES))
+        filled, filled_then, give_up = 0, 0, self._steady() + PATIENCE_S
+        for piece in found.stream(1) if most_bytes else ():  # as it comes: one byte a second is no progress
+            taken = memoryview(piece)[: most_bytes - filled]
+            data[filled : filled + len(taken)] = taken
+            filled += len(taken)
+            if filled == most_bytes:
+                break
+            if filled - filled_then >= _LEAST_BYTES:
+                give_up, filled_then = self._steady() + PATIENCE_S, filled
+            elif self._steady() > give_up:
+                raise lying("too slowly", name)
+        return memoryview(data)[:filled].toreadonly()
+
+
+def names_of(pages: Any, folder: str, *, only_some: bool = False) -> list[str]:
+    """Of a list, or of the first page that has any. Raises OSError for one that comes too slowly, or has no end."""
+
+    async def all_of() -> list[str]:
+        seen, left_bytes = dict[str, None](), _MOST_NAMES_BYTES
+        async with asyncio.timeout(_LIST_S) as limit:
+            async for page in pages:
+                for name in (str(each["path"]) for each in page):
+                    left_bytes -= len(name)
+                    if name in seen or left_bytes < 0:
+                        raise lying("with a list that has no end", folder)
+                    seen[name] = None
+                if only_some and seen:
+                    break
+                limit.reschedule((limit.when() or 0) + _NAME_S * len(page))
+        return list(seen)
+
+    return _ended(all_of, folder)  # type: ignore[no-any-return]
+
+
+def answer(ask: Callable[[], Any], what: str) -> Any:
+    """Of a request that lists, as a whole. Raises OSError where it comes too slowly."""
+
+    async def asked() -> Any:
+        async with asyncio.timeout(_LIST_S):
+            return await ask()
+
+    return _ended(asked, what)
+
+
+def _ended(ask: Callable[[], Any], name: str) -> Any:
+    """Pages without names, each with a next one, keep a list from ever ending: only a cancel does, and only a loop can
+    cancel. It has a thread of its own, as the caller's may run one already."""
+    with ThreadPoolExecutor(1, thread_name_prefix="kvasir-list") as thread:
+        try:
+            return thread.submit(lambda: asyncio.run(ask())).result()
+        except TimeoutError:
+            raise lying("too slowly", name) from None
+
+
+def lying(how: str, name: str) -> OSError:
+    return OSError(errno.EHOSTUNREACH, f"the bucket answered {how}", name)

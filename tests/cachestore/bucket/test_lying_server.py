@@ -1,0 +1,214 @@
+"""A bucket's server that lies, drips, repeats itself or forgets: a store neither dies nor hangs of it, and removes
+nothing on its word."""
+
+import asyncio
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from datetime import timedelta
+from pathlib import Path
+
+import certifi
+import pytest
+from kvasir.credentials import CLIENT, ENGINE, Principal
+from kvasir.errors import KvasirError
+
+from cachestore_svc.blobs.bucket import bucket as bucket_module
+from cachestore_svc.blobs.bucket import patience
+from cachestore_svc.blobs.bucket.bucket import Bucket, open_bucket
+from tests.cachestore.bucket.lying_server import Answer, LyingServer, Request, headers, whole
+from tests.cachestore.service.running import assert_whole, make_credentials, publish, store_home
+from tests.made_models.synthetic import SyntheticAgent
+
+WHERE = "s3://bucket/agents"
+_READS = """
+import sys
+from pathlib import Path
+from cachestore_svc.blobs.bucket.bucket import open_bucket
+bucket = open_bucket(sys.argv[1], Path(sys.argv[2]))
+assert bytes(bucket.get("a/b", 10)) == bytes(10)
+assert bucket.get_tagged("a/b", 10)[0] == bytes(10)
+"""
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[LyingServer]:
+    monkeypatch.setenv("SSL_CERT_FILE", certifi.where())
+    made = LyingServer()
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def credentials(tmp_path: Path, server: LyingServer) -> Path:
+    file = tmp_path / "credentials"
+    file.touch(0o600)
+    lines = "aws_access_key_id = testkey\naws_secret_access_key = testsecret\nregion = us-east-1\n"
+    file.write_text(f"{lines}endpoint_url = http://127.0.0.1:{server.port}\n")
+    return file
+
+
+@pytest.fixture
+def bucket(credentials: Path, monkeypatch: pytest.MonkeyPatch) -> Bucket:
+    """One whose patience is short."""
+    monkeypatch.setattr(patience, "PATIENCE_S", 0.3)
+    monkeypatch.setattr(patience, "_LIST_S", 0.3)
+    monkeypatch.setattr(patience, "_NAME_S", 0.001)
+    monkeypatch.setattr(bucket_module, "_SILENCE_S", timedelta(seconds=0.3))
+    return open_bucket(WHERE, credentials)
+
+
+def _bytes(pieces: Iterator[bytes], size: int = 1 << 62) -> Callable[[Request], Answer | None]:
+    """A lie about each object: of that size, and these bytes come."""
+    return lambda request: Answer(200, headers(size), pieces) if request.method == "GET" and request.name else None
+
+
+def _drops() -> Iterator[bytes]:
+    while True:
+        yield b"x"
+        time.sleep(0.1)
+
+
+def _silence() -> Iterator[bytes]:
+    time.sleep(2)
+    yield b"x"
+
+
+def test_an_answer_that_claims_any_size_takes_no_memory(server: LyingServer, credentials: Path) -> None:
+    """Asking for as much as it claims ended the process."""
+    server.lie = lambda request: Answer(200, headers(1 << 62), iter([bytes(1 << 20)] * 2))
+    subprocess.run([sys.executable, "-c", _READS, WHERE, str(credentials)], check=True, timeout=60)
+
+
+def test_a_size_that_only_the_look_claims_cuts_no_object(server: LyingServer, bucket: Bucket) -> None:
+    bucket.put("a/b", bytes(100))
+    server.lie = lambda request: Answer(200, headers(10)) if request.method == "HEAD" else None
+    assert bytes(bucket.get("a/b", 1 << 40)) == bytes(100)
+
+
+@pytest.mark.parametrize("pieces", [_drops, _silence])
+def test_a_folder_that_does_not_answer_keeps_one_request_waiting(
+    server: LyingServer, bucket: Bucket, pieces: Callable[[], Iterator[bytes]]
+) -> None:
+    for folder in ("slow", "quick"):
+        bucket.put(f"{folder}/b", bytes(100))
+    server.lie = lambda request: _bytes(pieces(), 100)(request) if "slow" in request.name else None
+
+    def reads(name: str) -> float:
+        began = time.monotonic()
+        with pytest.raises(OSError, match="the bucket answered"):
+            bucket.get(name, 101)
+        return time.monotonic() - began
+
+    with ThreadPoolExecutor(8) as pool:
+        first = list(pool.map(reads, ["slow/b"] * 8))
+        assert min(first) > 0.2
+        one = pool.submit(reads, "slow/b")
+        time.sleep(0.05)
+        assert reads("slow/b") < 0.15  # at once: the one finds out whether it still is so
+        assert bytes(bucket.get("quick/b", 101)) == bytes(100)
+        assert one.result() > 0.2
+    server.lie = lambda _: None
+    assert bytes(bucket.get("slow/b", 101)) == bytes(100)
+    with ThreadPoolExecutor(8) as pool:
+        assert all(bytes(each) == bytes(100) for each in pool.map(lambda _: bucket.get("slow/b", 101), range(8)))
+
+
+def test_an_object_that_comes_slowly_but_steadily_comes_whole(
+    server: LyingServer, bucket: Bucket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(patience, "_LEAST_BYTES", 1000)
+
+    def steady() -> Iterator[bytes]:
+        for _ in range(12):
+            time.sleep(0.05)
+            yield bytes(1000)
+
+    server.lie = _bytes(steady(), 12_000)
+    assert bytes(bucket.get("a/b", 1 << 20)) == bytes(12_000)
+
+
+@pytest.mark.parametrize("names", [["agents/a/1", "agents/a/2"], []])
+def test_a_list_that_never_ends_is_an_error(server: LyingServer, bucket: Bucket, names: list[str]) -> None:
+    server.lie = lambda request: None if request.name else server.listing("", names, "another page")
+    with pytest.raises(OSError, match="the bucket answered"):
+        list(bucket.names("a"))
+    if not names:
+        with pytest.raises(OSError, match="the bucket answered"):
+            bucket.folders()
+        before = server.requests
+        time.sleep(0.2)
+        assert server.requests <= before + 1  # nobody goes on asking
+
+
+def test_lists_are_read_where_a_loop_runs(bucket: Bucket) -> None:
+    """As at a store's start. This server knows no folders."""
+    bucket.put("a/b", b"1")
+
+    async def lists() -> tuple[list[str], list[str], bool]:
+        return list(bucket.names("a")), bucket.folders(), bucket.has_any("c")
+
+    assert asyncio.run(lists()) == (["b"], [], False)
+
+
+def test_an_object_that_was_not_copied_is_not_removed(server: LyingServer, bucket: Bucket) -> None:
+    bucket.put("a/b", bytes(100))
+    lie = whole(200, b'<CopyObjectResult><ETag>"1"</ETag></CopyObjectResult>')
+    server.lie = lambda request: lie if "x-amz-copy-source" in request.headers else None
+    with pytest.raises(OSError, match="copied"):
+        bucket.rename("a/b", "a/c")
+    assert bytes(bucket.get("a/b", 101)) == bytes(100)
+    server.lie = lambda _: None
+    bucket.rename("a/b", "a/c")
+    assert list(bucket.names("a")) == ["c"]
+
+
+@pytest.mark.long(25)
+def test_calls_that_need_no_bucket_go_on_while_it_drips(tmp_path: Path, server: LyingServer, credentials: Path) -> None:
+    """Also those of the namespace whose blobs it does not give, and those of copies on the disk."""
+    principals = [Principal(name, name, frozenset({ENGINE, CLIENT})) for name in ("mine", "theirs")]
+    tokens = make_credentials(tmp_path / "tokens", principals)
+    options = ["--blobs", WHERE, "--blob-credentials-file", str(credentials)]
+    turns = [SyntheticAgent(seed=seed).turn(300) for seed in range(24)]
+    other = SyntheticAgent(seed=100).turn(300)
+    with store_home(tmp_path / "h") as home:
+        store = home.start(*options, "--credentials-file", str(tmp_path / "tokens"))
+        with store.client(tokens["theirs"]) as client:
+            publish(client, "eve", other, 0)
+        kept = {path.name for path in (home.data_dir / "tier").glob("*/*")}
+        with store.client(tokens["mine"]) as client:
+            for number, turn in enumerate(turns):
+                publish(client, f"a{number}", turn, 0)
+        for path in (home.data_dir / "tier").glob("*/*"):
+            if path.name not in kept:
+                path.unlink()
+        server.lie = lambda request: (
+            _bytes(_drops(), 100_000)(request)
+            if len(request.name) > 64 and request.name.split("/")[-1] not in kept
+            else None
+        )
+
+        def read(number: int) -> None:
+            with suppress(KvasirError), store.client(tokens["mine"], timeout_s=90) as client:
+                dict(client.get_blobs(turns[number % len(turns)].digests))
+
+        with ThreadPoolExecutor(48) as pool:
+            readers = [pool.submit(read, number) for number in range(48)]
+            time.sleep(1)
+            with store.client(tokens["theirs"]) as client:
+                began = time.monotonic()
+                assert_whole(client, "eve", other)
+                publish(client, "eve", SyntheticAgent(seed=101).turn(300), 1)
+                assert time.monotonic() - began < 5
+            with store.client(tokens["mine"], timeout_s=90) as client:
+                client.list_agents()
+                assert time.monotonic() - began < 25
+            server.lie = lambda _: None
+            for reader in readers:
+                reader.result()
+        with store.client(tokens["mine"]) as client:
+            for number, turn in enumerate(turns):
+                assert_whole(client, f"a{number}", turn)
