@@ -277,7 +277,9 @@ class Sequence:
         self._report_full_blocks()
 
     def passed(self, rows: int) -> None:
-        """A pass that fills masks computed so many rows of the turn."""
+        """A pass that fills masks computed so many rows of the turn. Behind the reply's end memory alone needs them."""
+        if self.finish_reason is not None:
+            return
         self._mask_passes = api.MaskPasses(self._mask_passes.passes + 1, self._mask_passes.rows + rows)
 
     def tried(self, drafts: int, right: int) -> None:
