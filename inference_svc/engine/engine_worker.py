@@ -58,7 +58,7 @@ class EngineWorker:
         batch = runner.new_batch(self._pool, decoded_budget_bytes // runner.compute_item_bytes)
         self._decoder: Decoder | MaskDecoder
         if model.mask_window is not None:
-            self._decoder = MaskDecoder(batch, model.mask_window, rules.most_drafts)
+            self._decoder = MaskDecoder(batch, model.mask_window, model.stop_token_ids, rules.most_drafts)
         else:
             texts_of = self._texts_of if rules.drafts_from_others else lambda _namespace: ()
             drafter = Drafter(batch.most_drafted_rows, rules.most_drafts, lambda: self._scheduler.is_alone, texts_of)

@@ -130,7 +130,7 @@ def test_the_evaluation_decodes_the_reference_s_tokens(tiny: Path, tmp_path: Pat
     reply = reader._by_windows(window)
     model = plain_model(tmp_path)
     model.set_dtype(mx.float32)
-    reference = Reference(model, window, policy_of(Rung.FP, "float32"))
+    reference = Reference(model, window, policy_of(Rung.FP, "float32"), END)
     assert reference.generate(suffix, len(reply) + 8)[: len(reply)] == reply
     assert 8 <= len(reply) <= 72
     assert reader.passes.count < len(reply)  # some passes commit several

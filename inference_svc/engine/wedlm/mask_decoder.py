@@ -53,11 +53,12 @@ class MaskDecoder:
 
     is_ahead = must_settle = looks_ahead = False
 
-    def __init__(self, batch: DecodeBatch, window: MaskWindow, most_ahead: int) -> None:
+    def __init__(self, batch: DecodeBatch, window: MaskWindow, end_token_ids: Collection[int], most_ahead: int) -> None:
         """`most_ahead`: masks behind the first one, of a turn that does not say how many it wants."""
         self.batch = batch
         self.computed = 0  # rows of callers that were enqueued
         self._window = window
+        self._end_token_ids = end_token_ids
         self._most_ahead = most_ahead
         self._windows: WeakKeyDictionary[Sequence, ReplyWindow[Drawn]] = WeakKeyDictionary()
 
@@ -83,9 +84,13 @@ class MaskDecoder:
         missing = tuple(sequence.token_ids[sequence.cells.computed : wanted])
         if sequence.finish_reason is not None or len(missing) > _MOST_COMMITTED:
             return _Rows(sequence, missing[:_MOST_COMMITTED])
-        window = self._windows.setdefault(sequence, ReplyWindow())
+        window = self._windows.setdefault(sequence, self._new_window(sequence))
         kept = tuple((place, drawn.token_id) for place, drawn in window.kept)
         return _Rows(sequence, missing, kept, tuple(window.masks(self._size(sequence))))
+
+    def _new_window(self, sequence: Sequence) -> ReplyWindow[Drawn]:
+        ends = {*self._end_token_ids, *sequence.plan.sampling.stop_token_ids}
+        return ReplyWindow(lambda drawn: drawn.token_id in ends)
 
     def _size(self, sequence: Sequence) -> int:
         """Masks that the turn may fill: one where a draw depends on the token before it; none behind its limit."""

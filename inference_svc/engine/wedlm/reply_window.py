@@ -1,11 +1,14 @@
 """Which tokens of a window of masks are kept, and which of them are committed. Pure.
 
 A place is a token's distance from the committed tokens: place 0 is the next one. Kept tokens stay what they are. Those
-that stand without a gap behind the committed ones are committed, and the window slides over them.
+that stand without a gap behind the committed ones are committed, and the window slides over them. Behind a kept token
+that ends the reply nothing is kept or computed.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Generic, TypeVar
+
+from inference_svc.model.wedlm import LARGEST_WINDOW
 
 DrawnT = TypeVar("DrawnT")
 
@@ -20,10 +23,11 @@ def sure_places(entropies: Mapping[int, float], threshold: float, penalty: float
 
 
 class ReplyWindow(Generic[DrawnT]):
-    """The tokens that one turn has drawn and not committed."""
+    """The tokens that one turn has drawn and not committed. `ends`: whether a token ends the reply."""
 
-    def __init__(self) -> None:
+    def __init__(self, ends: Callable[[DrawnT], bool]) -> None:
         self._kept: dict[int, DrawnT] = {}
+        self._ends = ends
 
     @property
     def kept(self) -> list[tuple[int, DrawnT]]:
@@ -31,12 +35,14 @@ class ReplyWindow(Generic[DrawnT]):
         return sorted(self._kept.items())
 
     def masks(self, size: int) -> list[int]:
-        """The places of a window of so many that have no token, ascending."""
-        return [place for place in range(size) if place not in self._kept]
+        """The places of a window of so many that have no token, up to the reply's end where it is kept; ascending."""
+        return [place for place in range(min(size, self._end)) if place not in self._kept]
 
     def keep(self, drawn: Mapping[int, DrawnT]) -> None:
-        """Tokens by place, each of which was a mask."""
+        """Tokens by place, each of which was drawn."""
         self._kept |= drawn
+        end = self._end
+        self._kept = {place: token for place, token in self._kept.items() if place <= end}
 
     def commit(self) -> list[DrawnT]:
         """Take the tokens from place 0 on, up to the first mask; the others are so much nearer now."""
@@ -45,3 +51,7 @@ class ReplyWindow(Generic[DrawnT]):
             run.append(self._kept.pop(len(run)))
         self._kept = {place - len(run): drawn for place, drawn in self._kept.items()}
         return run
+
+    @property
+    def _end(self) -> int:
+        return min((place for place, drawn in self._kept.items() if self._ends(drawn)), default=LARGEST_WINDOW)

@@ -25,7 +25,7 @@ import mlx_lm.utils  # isort: skip
 from mlx_lm.models.cache import QuantizedKVCache  # isort: skip
 
 from inference_svc.model import kvasir_tiny
-from inference_svc.model.wedlm import MaskWindow, layers_config
+from inference_svc.model.wedlm import LARGEST_WINDOW, MaskWindow, layers_config
 from tools.kvasir_tiny.desk import Message
 from tools.kvasir_tiny.evaluate import Reader, Report
 
@@ -96,19 +96,25 @@ class WindowReader(Reader):
         run: list[int] = []  # committed by the last pass
         kept: dict[int, int] = {}  # tokens by place behind the committed ones
         while self._end not in reply and len(reply) < evaluate.LONGEST_REPLY:
-            masks = [place for place in range(window.size) if place not in kept]
+            ends = [place for place, token in kept.items() if token == self._end]
+            masks = [place for place in range(min([window.size, *ends])) if place not in kept]
             places = [*sorted(kept), *masks]
             ids = [kept.get(place, window.mask_token_id) for place in places]
             logits = self.pass_of(run, ids, places)[-len(masks) :]
             self.passes.count += 1
             self.passes.processed += len(run) + len(ids)
-            kept |= chosen(logits, masks, window)
+            kept = self._to_the_end(kept | chosen(logits, masks, window))
             run = []
             while len(run) in kept:
                 run.append(kept.pop(len(run)))
             kept = {place - len(run): token for place, token in kept.items()}
             reply += run
         return reply[: reply.index(self._end) + 1] if self._end in reply else reply
+
+    def _to_the_end(self, kept: dict[int, int]) -> dict[int, int]:
+        """Kept tokens without those behind the first end token, where nothing is computed any more."""
+        end = min((place for place, token in kept.items() if token == self._end), default=LARGEST_WINDOW)
+        return {place: token for place, token in kept.items() if place <= end}
 
     def pass_of(self, run: Sequence[int], ids: Sequence[int], places: Sequence[int]) -> mx.array:
         """Commit `run`; and logits [rows, vocabulary] of a window behind it, whose rows stand at `places`."""

@@ -21,6 +21,7 @@ class Reference:
     model: Any
     window: MaskWindow
     policy: Any
+    end: int = -1  # the token that ends a reply
     keys: list[mx.array] = field(default_factory=list)  # by layer [1, kv_heads, tokens, head dim]
     values: list[mx.array] = field(default_factory=list)
     passes: int = 0
@@ -49,8 +50,9 @@ class Reference:
         reply: list[int] = []
         observed: dict[int, int] = {}
         run: list[int] = []  # committed by the last pass, K and V not computed
-        while len(reply) < max_tokens:
-            places = range(min(size or self.window.size, max_tokens - len(reply)))
+        while len(reply) < max_tokens and self.end not in run:
+            ends = [place for place, token in observed.items() if token == self.end]
+            places = range(min([size or self.window.size, max_tokens - len(reply), *ends]))
             masks = [place for place in places if place not in observed]
             self.processed += len(run) + len(observed) + len(masks)
             self.passes += 1
@@ -59,6 +61,8 @@ class Reference:
             tokens = [observed.get(place, self.window.mask_token_id) for place in order]
             logits = self.decode_window_reordered(tokens, [self.length + place for place in order])[len(observed) :]
             observed |= self._chosen(masks, logits)
+            for end in [place for place, token in observed.items() if token == self.end]:
+                observed = {place: token for place, token in observed.items() if place <= end}
             run = []
             while len(run) in observed:
                 run.append(observed[len(run)])

@@ -74,10 +74,10 @@ def open_engine(
     return Engine.open(directory, cache_dir=cache_dir, memory_budget_bytes=budget_bytes, policy=policy, longest_gap_s=0)
 
 
-def reference(driver: Driver, model: Any) -> Reference:
+def reference(driver: Driver, model: Any, end: int = END) -> Reference:
     window = driver.engine.model.mask_window
     assert window is not None
-    return Reference(model, window, driver.engine.model.kv_identity.policy)
+    return Reference(model, window, driver.engine.model.kv_identity.policy, end)
 
 
 def drawn(listener: Listener) -> list[int]:
@@ -107,8 +107,7 @@ def test_two_turns_are_those_of_the_reference(
         listener = driver.submit(text, kept, key=key, max_tokens=TOKENS)
         assert drawn(listener) == until_end(reply)
         ended = listener.end()
-        if reply == until_end(reply):
-            assert (ended.mask_passes.passes, ended.mask_passes.rows) == (expected.passes, expected.processed)
+        assert (ended.mask_passes.passes, ended.mask_passes.rows) == (expected.passes, expected.processed)
         text = tuple(ended.state.token_ids)
 
 
@@ -138,6 +137,18 @@ def test_a_window_of_one_is_that_of_the_reference(masks: Driver, model: Any) -> 
     listener = masks.submit(prompt, max_tokens=TOKENS, most_drafts=0)
     assert drawn(listener) == until_end(reply)
     assert listener.end().mask_passes.passes == listener.end().completion_tokens
+
+
+def test_nothing_is_computed_behind_a_kept_token_that_ends_the_reply(masks: Driver, model: Any) -> None:
+    """Each token that ends a reply is one that windows draw, before a gap and behind one."""
+    driver, prompt = masks, tokens_of(20, 4)
+    for end in {*reference(driver, model).generate(prompt, TOKENS)[4:]} - {END}:
+        expected = reference(driver, model, end)
+        reply = expected.generate(prompt, TOKENS)
+        listener = driver.submit(prompt, max_tokens=TOKENS, stop_token_ids=(end,))
+        assert drawn(listener) == reply
+        passes = listener.end().mask_passes
+        assert (passes.passes, passes.rows) == (expected.passes, expected.processed)
 
 
 @pytest.mark.cpu_only("a GPU's sums depend on how many rows a pass has: --batch-invariant refuses such a model")
@@ -197,7 +208,7 @@ def test_a_reply_ends_within_the_tokens_of_a_pass(masks: Driver, model: Any, end
     assert computed[1] - computed[0] > computed[2] - computed[1], "the last token got no row of a pass"
     assert ended.mask_passes == forgotten.mask_passes, "the passes of the reply, and none for its memory"
     if ending == "token":
-        assert drawn(ending_turn) == reply[: at + 1]
+        assert drawn(ending_turn) == reference(masks, model, reply[at]).generate(prompt, TOKENS)
     assert ended.completion_tokens < TOKENS
     text, more = tuple(ended.state.token_ids), tokens_of(9, 8)
     expected = reference(masks, model)

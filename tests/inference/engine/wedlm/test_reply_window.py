@@ -37,7 +37,7 @@ def test_a_reply_is_committed_without_a_gap_and_no_kept_token_changes(
     size: int, settings: tuple[float, float], data: st.DataObject
 ) -> None:
     """Each token says at which place of the reply it was drawn. A pass keeps one at least, so passes are as few."""
-    window, reply, limit = ReplyWindow[int](), list[int](), 40
+    window, reply, limit = ReplyWindow[int](lambda _token: False), list[int](), 40
     passes = 0
     while len(reply) < limit:
         places = min(size, limit - len(reply))
@@ -54,3 +54,15 @@ def test_a_reply_is_committed_without_a_gap_and_no_kept_token_changes(
     assert reply == list(range(limit))
     assert passes <= limit
     assert window.kept == []
+
+
+def test_behind_a_kept_end_nothing_is_kept_or_computed() -> None:
+    window = ReplyWindow[str](lambda token: token == "end")
+    window.keep({1: "b", 3: "end", 4: "end", 6: "x"})
+    assert window.kept == [(1, "b"), (3, "end")]
+    assert window.masks(8) == [0, 2]
+    assert window.masks(2) == [0]
+    window.keep({0: "a", 2: "end"})
+    assert window.kept == [(0, "a"), (1, "b"), (2, "end")]
+    assert window.commit() == ["a", "b", "end"]
+    assert window.masks(3) == [0, 1, 2]
