@@ -63,7 +63,8 @@ class EngineWorker:
             texts_of = self._texts_of if rules.drafts_from_others else lambda _namespace: ()
             drafter = Drafter(batch.most_drafted_rows, rules.most_drafts, lambda: self._scheduler.is_alone, texts_of)
             self._decoder = Decoder(batch, drafter, clock, looks_ahead=not model.has_states)
-        self._prefiller = Prefiller(runner, self._guarding)
+        mask = None if model.mask_window is None else model.mask_window.mask_token_id
+        self._prefiller = Prefiller(runner, self._guarding, mask)
         self.leaving = LeavingFiles(model, self._pool, self.memories, self._turns, batch)
         self._may_decode: Collection[Sequence] = ()  # in this step
         self._when_idle: dict[AgentKey, list[Callable[[], None]]] = {}

@@ -11,18 +11,25 @@ from inference_svc.engine.beginning import mark
 from inference_svc.engine.sampling import Drawn, Draws, Sampler
 from inference_svc.engine.scheduling.step_schedule import TurnCell
 from inference_svc.engine.sequence import Sequence
+from inference_svc.engine.wedlm.mask_draws import without_mask
 from inference_svc.kv.batch.packed_pass import Cell, can_pack
 from inference_svc.kv.sequence_kv import SequenceKV
 from inference_svc.model.model_runner import ModelRunner
 
 
 class Prefiller:
-    """`guarding`: around work for turns, all of which end if it fails."""
+    """`guarding`: around work for turns, all of which end if it fails. `mask_token_id`: never drawn."""
 
-    def __init__(self, runner: ModelRunner, guarding: Callable[..., AbstractContextManager[None]]) -> None:
+    def __init__(
+        self,
+        runner: ModelRunner,
+        guarding: Callable[..., AbstractContextManager[None]],
+        mask_token_id: int | None = None,
+    ) -> None:
         self.computed = 0  # tokens of callers
         self._runner = runner
         self._guarding = guarding
+        self._mask_token_id = mask_token_id
 
     def compute(self, cells: Cells[TurnCell[Sequence]], behind: Callable[[], None] | None) -> None:
         """Compute the cells, and draw first tokens where prompts end. `behind` is called while the device computes."""
@@ -45,7 +52,7 @@ class Prefiller:
 
         def draw(logits: mx.array) -> None:
             if drawing:
-                draws.append(Draws([_held(cells[place].turn)[1] for place in drawing], logits[mx.array(drawing)]))
+                draws.append(self._draws([cells[place].turn for place in drawing], logits[mx.array(drawing)]))
             if behind is not None:
                 behind()
 
@@ -62,7 +69,7 @@ class Prefiller:
 
     def _compute_alone(self, cell: TurnCell[Sequence], behind: Callable[[], None] | None) -> None:
         sequence, tokens = cell.turn, cell.turn.next_tokens(cell.size)
-        kv, sampler = _held(sequence)
+        kv, _ = _held(sequence)
         if not sequence.draws_after(cell.size):
             take = sequence.hidden.add if sequence.hidden is not None else None
             self._runner.prefill(kv, tokens, lambda: sequence.is_cancelled, behind, take)
@@ -71,13 +78,19 @@ class Prefiller:
         draws: list[Draws] = []
 
         def draw(logits: mx.array) -> None:
-            draws.append(Draws([sampler], logits))
+            draws.append(self._draws([sequence], logits))
             if behind is not None:
                 behind()
 
         logits = self._runner.last_logits(kv, tokens, lambda: sequence.is_cancelled, draw if behind else None)
-        [drawn] = (draws or [Draws([sampler], logits)])[0].read()
+        [drawn] = (draws or [self._draws([sequence], logits)])[0].read()
         _take_in(cell, drawn)
+
+    def _draws(self, turns: Cells[Sequence], logits: mx.array) -> Draws:
+        """Of first tokens, by logits [turns, vocabulary]."""
+        if self._mask_token_id is not None:
+            logits = without_mask(logits, self._mask_token_id)
+        return Draws([_held(turn)[1] for turn in turns], logits)
 
 
 def _held(sequence: Sequence) -> tuple[SequenceKV, Sampler]:

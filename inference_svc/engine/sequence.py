@@ -184,7 +184,8 @@ class Sequence:
 
     def draws_after(self, count: int) -> bool:
         """Whether the next `count` tokens end the prompt and the reply's first token is sampled behind them."""
-        if self._model.mask_window is not None:  # it is one of the first window's
+        window = self._model.mask_window
+        if window is not None and not window.draws_next:  # it is one of the first window's
             return False
         ends_prompt = self.cells.computed + count == self.cells.prompt_tokens
         return ends_prompt and len(self.token_ids) == self.cells.prompt_tokens and self.plan.generates

@@ -1,8 +1,8 @@
 """WeDLM models (Tencent): mlx-lm computes their layers as Qwen 3's, and they fill a window of masks in each pass.
 
 Of config.json are read: `model_type` "wedlm"; `mask_token_id`; `qk_norm` true and `attention_bias` false, the shape
-of Qwen 3; `wedlm_window_size`, `wedlm_entropy_threshold` and `wedlm_pos_penalty_factor`, which may be left out. All of
-these are part of the weights' digest, and so of the KV identity.
+of Qwen 3; `wedlm_window_size`, `wedlm_entropy_threshold`, `wedlm_pos_penalty_factor` and Kvasir's own
+`wedlm_next_token`, which may be left out. All of these are part of the weights' digest, and so of the KV identity.
 """
 
 import logging
@@ -13,20 +13,25 @@ from typing import Any, TypeGuard
 from kvasir.errors import FailedPrecondition
 
 MODEL_TYPE = "wedlm"
-SMALLEST_WINDOW, LARGEST_WINDOW = 4, 32  # masks
-USUAL_SIZE, USUAL_THRESHOLD, USUAL_PENALTY = 16, 0.3, 0.01  # masks, nats, nats for each place
+SMALLEST_WINDOW, LARGEST_WINDOW = 4, 32  # tokens
+USUAL_SIZE, USUAL_THRESHOLD, USUAL_PENALTY = 16, 0.3, 0.01  # tokens, nats, nats for each place
 
 
 @dataclass(frozen=True, slots=True)
 class MaskWindow:
     """How a model fills masks: `size` of them stand behind the committed tokens. A pass draws a token at each, and
     keeps those whose entropy (nats), and `position_penalty` for each place in front of it, are below the threshold.
+
+    `draws_next`: the model learned the next token too, at the row of the last committed one. So a prompt gives
+    the reply's first token, and place 0 has no mask where nothing is kept behind it, which that row cannot see. It is
+    always kept.
     """
 
     mask_token_id: int
     size: int = USUAL_SIZE
     entropy_threshold: float = USUAL_THRESHOLD
     position_penalty: float = USUAL_PENALTY
+    draws_next: bool = False
 
     @classmethod
     def of_config(cls, config: Mapping[str, Any]) -> "MaskWindow | None":
@@ -42,7 +47,11 @@ class MaskWindow:
         if not _is_whole(size) or not SMALLEST_WINDOW <= size <= LARGEST_WINDOW:
             raise _unfit("wedlm_window_size", f"expected {SMALLEST_WINDOW} to {LARGEST_WINDOW}, got {size}")
         threshold = _not_negative(config, "wedlm_entropy_threshold", USUAL_THRESHOLD)
-        return cls(mask, size, threshold, _not_negative(config, "wedlm_pos_penalty_factor", USUAL_PENALTY))
+        penalty = _not_negative(config, "wedlm_pos_penalty_factor", USUAL_PENALTY)
+        draws_next = config.get("wedlm_next_token", False)
+        if not isinstance(draws_next, bool):
+            raise _unfit("wedlm_next_token", f"expected true or false, got {draws_next}")
+        return cls(mask, size, threshold, penalty, draws_next)
 
 
 def layers_config(config: Mapping[str, Any]) -> dict[str, Any]:

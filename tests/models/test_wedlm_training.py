@@ -112,8 +112,9 @@ def test_the_reordered_stream_is_the_reference_s_window(tiny: Path, tmp_path: Pa
         assert np.abs(np.asarray(clean[0, start]) - following).max() < 1e-3 * np.abs(following).max()
 
 
-@pytest.mark.long(4)
-def test_the_evaluation_decodes_the_reference_s_tokens(tiny: Path, tmp_path: Path) -> None:
+@pytest.mark.long(6)
+@pytest.mark.parametrize("draws_next", [False, True])
+def test_the_evaluation_decodes_the_reference_s_tokens(tiny: Path, tmp_path: Path, draws_next: bool) -> None:
     """Random weights with loud logits, so that entropies lie on both sides of the threshold, and with long queries and
     keys, so that positions matter."""
     weights, shape = network.load(tiny, network.Shape)
@@ -122,12 +123,11 @@ def test_the_evaluation_decodes_the_reference_s_tokens(tiny: Path, tmp_path: Pat
     weights |= {name: jnp.full_like(weights[name], 2.0) for name in ("q_norm", "k_norm")}
     network.save(weights, wide, tmp_path)
     plain_train.prepare(tmp_path)
-    window = MaskWindow(MASK, 8, 3.0, 0.05)
+    window = MaskWindow(MASK, 8, 3.0, 0.05, draws_next)
     reader = WindowReader(tmp_path, window=window)
     reader.read([])
     suffix = reader._suffix([{"role": "user", "content": "Where is the key?"}])
-    reader._forward(suffix)
-    reply = reader._by_windows(window)
+    reply = reader._by_windows(window, reader._forward(suffix))
     model = plain_model(tmp_path)
     model.set_dtype(mx.float32)
     reference = Reference(model, window, policy_of(Rung.FP, "float32"), END)

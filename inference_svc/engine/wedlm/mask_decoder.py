@@ -1,5 +1,6 @@
 """Decoding of a model that fills masks: a pass computes a turn's committed tokens that have no KV yet, behind them the
-kept tokens of its window, and behind these its masks, each rotated by its own position.
+kept tokens of its window, and behind these its masks, each rotated by its own position. Where the model gives the next
+token too, and nothing is kept, the last committed token's row stands for the first mask.
 
 So committed tokens get the rows that they would get one by one, masks see all that is known, and one pass does both.
 Every draw depends on the pass before, so that each pass is read at once.
@@ -7,6 +8,7 @@ Every draw depends on the pass before, so that each pass is read at once.
 
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
+from math import inf
 from weakref import WeakKeyDictionary
 
 import mlx.core as mx
@@ -27,12 +29,20 @@ _MOST_COMMITTED = 32  # tokens without KV that a pass computes for a turn: one t
 
 @dataclass(frozen=True, slots=True)
 class _Rows:
-    """One turn's rows of a pass: committed tokens, kept ones by place, and the places of masks."""
+    """One turn's rows of a pass: committed tokens, kept ones by place, and the places of masks. `draws_next`: the last
+    committed row gives the token of place 0, and nothing is kept.
+    """
 
     sequence: Sequence
     committed: tuple[int, ...]
     kept: tuple[tuple[int, int], ...] = ()
     masks: tuple[int, ...] = ()
+    draws_next: bool = False
+
+    @property
+    def drawn_places(self) -> tuple[int, ...]:
+        """Of the pass's last rows, in their order."""
+        return (0, *self.masks) if self.draws_next else self.masks
 
     @property
     def count(self) -> int:
@@ -86,14 +96,16 @@ class MaskDecoder:
             return _Rows(sequence, missing[:_MOST_COMMITTED])
         window = self._windows.setdefault(sequence, self._new_window(sequence))
         kept = tuple((place, drawn.token_id) for place, drawn in window.kept)
-        return _Rows(sequence, missing, kept, tuple(window.masks(self._size(sequence))))
+        masks = tuple(window.masks(self._size(sequence)))
+        draws_next = self._window.draws_next and bool(missing) and not kept
+        return _Rows(sequence, missing, kept, masks[1:] if draws_next else masks, draws_next)
 
     def _new_window(self, sequence: Sequence) -> ReplyWindow[Drawn]:
         ends = {*self._end_token_ids, *sequence.plan.sampling.stop_token_ids}
         return ReplyWindow(lambda drawn: drawn.token_id in ends)
 
     def _size(self, sequence: Sequence) -> int:
-        """Masks that the turn may fill: one where a draw depends on the token before it; none behind its limit."""
+        """Tokens that the turn may draw: one where a draw depends on the token before it; none behind its limit."""
         assert sequence.sampler is not None
         given = sequence.plan.sampling.most_drafts
         ahead = 0 if sequence.sampler.draws_in_order else self._most_ahead if given is None else given
@@ -121,9 +133,9 @@ class MaskDecoder:
         drawing, drawn_rows, end = [], [], 0
         for each in together:
             end += each.count
-            if each.masks:
+            if places := each.drawn_places:
                 drawing.append(each)
-                drawn_rows.append(range(end - len(each.masks), end))
+                drawn_rows.append(range(end - len(places), end))
         found = self._draws(drawing, logits, drawn_rows)
         for each in together:
             each.sequence.passed(each.count)
@@ -143,11 +155,13 @@ class MaskDecoder:
 
     def _committed(self, rows: _Rows, found: list[tuple[Drawn | KvasirError, float]]) -> list[Drawn | KvasirError]:
         drawn: dict[int, Drawn] = {}
-        for place, (token, _) in zip(rows.masks, found, strict=True):
+        for place, (token, _) in zip(rows.drawn_places, found, strict=True):
             if isinstance(token, KvasirError):
                 return [token]
             drawn[place] = token
-        entropies = {place: entropy for place, (_, entropy) in zip(rows.masks, found, strict=True)}
+        entropies = {place: entropy for place, (_, entropy) in zip(rows.drawn_places, found, strict=True)}
+        if rows.draws_next:
+            entropies[0] = -inf  # token by token the model is sure
         sure = sure_places(entropies, self._window.entropy_threshold, self._window.position_penalty)
         window = self._windows[rows.sequence]
         window.keep({place: drawn[place] for place in sure})

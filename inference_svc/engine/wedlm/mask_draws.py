@@ -18,7 +18,7 @@ class MaskDraws:
     ) -> None:
         self._ends = list(accumulate(map(len, rows), initial=0))
         logits = logits[mx.array([row for each in rows for row in each], dtype=mx.int32)].astype(mx.float32)
-        logits = mx.where(mx.arange(logits.shape[1]) == mask_token_id, -mx.inf, logits)
+        logits = without_mask(logits, mask_token_id)
         biased = [
             sampler.biased(logits[begin:end])
             for sampler, (begin, end) in zip(samplers, pairwise(self._ends), strict=True)
@@ -33,6 +33,11 @@ class MaskDraws:
         entropies: Any = self._entropies.tolist()
         found = list(zip(self._draws.read(), entropies, strict=True))
         return [found[begin:end] for begin, end in pairwise(self._ends)]
+
+
+def without_mask(logits: mx.array, mask_token_id: int) -> mx.array:
+    """Logits [rows, vocabulary] by which the mask's own token is never drawn."""
+    return mx.where(mx.arange(logits.shape[1]) == mask_token_id, -mx.inf, logits)
 
 
 def _entropies(logits: mx.array) -> mx.array:

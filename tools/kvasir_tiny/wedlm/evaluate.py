@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import math
 import sys
 import time
 from collections.abc import Sequence
@@ -29,7 +30,7 @@ from inference_svc.model.wedlm import LARGEST_WINDOW, MaskWindow, layers_config
 from tools.kvasir_tiny.desk import Message
 from tools.kvasir_tiny.evaluate import Reader, Report
 
-WINDOWS = (4, 8, 16, 32)
+WINDOWS = (4, 8, 17, 32)
 THRESHOLDS = (0.05, 0.3, 1.0)
 
 
@@ -75,7 +76,7 @@ class WindowReader(Reader):
             return super().ask(*messages, within=within)
         scores = self._forward(self._suffix(messages))
         began = time.monotonic()
-        reply = self._one_by_one(scores) if self.window is None else self._by_windows(self.window)
+        reply = self._one_by_one(scores) if self.window is None else self._by_windows(self.window, scores)
         self.passes.seconds += time.monotonic() - began
         self.passes.made += len(reply)
         self._back()
@@ -91,19 +92,21 @@ class WindowReader(Reader):
                 return reply
             scores = self._forward([reply[-1]])
 
-    def _by_windows(self, window: MaskWindow) -> list[int]:
-        reply: list[int] = []
-        run: list[int] = []  # committed by the last pass
+    def _by_windows(self, window: MaskWindow, scores: mx.array) -> list[int]:
+        """`scores`: of the prompt, which gives the first token where the model gives next ones."""
+        run = [int(np.array(scores[-1]).argmax())] if window.draws_next else []  # committed by the last pass
+        reply = list(run)
         kept: dict[int, int] = {}  # tokens by place behind the committed ones
         while self._end not in reply and len(reply) < evaluate.LONGEST_REPLY:
             ends = [place for place, token in kept.items() if token == self._end]
-            masks = [place for place in range(min([window.size, *ends])) if place not in kept]
-            places = [*sorted(kept), *masks]
+            drawn = [place for place in range(min([window.size, *ends])) if place not in kept]
+            draws_next = window.draws_next and not kept
+            places = [*sorted(kept), *drawn[draws_next:]]
             ids = [kept.get(place, window.mask_token_id) for place in places]
-            logits = self.pass_of(run, ids, places)[-len(masks) :]
+            logits = self.pass_of(run, ids, places)[-len(drawn) :]
             self.passes.count += 1
             self.passes.processed += len(run) + len(ids)
-            kept = self._to_the_end(kept | chosen(logits, masks, window))
+            kept = self._to_the_end(kept | chosen(logits, drawn, window, draws_next))
             run = []
             while len(run) in kept:
                 run.append(kept.pop(len(run)))
@@ -117,7 +120,7 @@ class WindowReader(Reader):
         return {place: token for place, token in kept.items() if place <= end}
 
     def pass_of(self, run: Sequence[int], ids: Sequence[int], places: Sequence[int]) -> mx.array:
-        """Commit `run`; and logits [rows, vocabulary] of a window behind it, whose rows stand at `places`."""
+        """Commit `run`; and logits [rows, vocabulary] of it and of a window behind it, whose rows stand at `places`."""
         committed, first = self.cached_tokens, self.cached_tokens + len(run)
         positions = mx.array([*range(committed, first), *(first + place for place in places)])
         rows = self.model.model.embed_tokens(mx.array([[*run, *ids]]))
@@ -128,7 +131,7 @@ class WindowReader(Reader):
         rows = self.model.model.norm(rows)
         is_tied = self.model.args.tie_word_embeddings
         logits = self.model.model.embed_tokens.as_linear(rows) if is_tied else self.model.lm_head(rows)
-        return mx.array(logits[0, len(run) :].astype(mx.float32))
+        return mx.array(logits[0].astype(mx.float32))
 
 
 def _attention(attn: Any, rows: mx.array, positions: mx.array, cache: Any, committed: int) -> mx.array:
@@ -158,17 +161,19 @@ def _plain(cache: Any) -> tuple[mx.array, mx.array]:
     return cache.keys, cache.values
 
 
-def chosen(logits: mx.array, masks: Sequence[int], window: MaskWindow) -> dict[int, int]:
-    """Tokens by place: of all masks that are sure enough, or of the one that is least unsure."""
+def chosen(logits: mx.array, places: Sequence[int], window: MaskWindow, draws_next: bool) -> dict[int, int]:
+    """Tokens by place: of all that are sure enough, as the next token always is, or of the one that is least unsure."""
     logits = mx.where(mx.arange(logits.shape[1]) == window.mask_token_id, -mx.inf, logits)
     scores = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
     entropies = -mx.where(scores > -mx.inf, mx.exp(scores) * scores, 0).sum(axis=-1)
     tokens = logits.argmax(axis=-1)
     mx.eval(entropies, tokens)  # once for all
-    drawn: Any = (masks, tokens.tolist(), entropies.tolist())
+    drawn: Any = (places, tokens.tolist(), entropies.tolist())
     penalized = {
         place: (entropy + window.position_penalty * place, token) for place, token, entropy in zip(*drawn, strict=True)
     }
+    if draws_next:
+        penalized[0] = (-math.inf, penalized[0][1])
     sure = {place: token for place, (value, token) in penalized.items() if value < window.entropy_threshold}
     best = min(penalized, key=lambda place: penalized[place][0])
     return sure or {best: penalized[best][1]}

@@ -26,6 +26,7 @@ class Reference:
     values: list[mx.array] = field(default_factory=list)
     passes: int = 0
     processed: int = 0
+    following: mx.array | None = None  # logits [1, vocabulary] of the last committed token
 
     @property
     def length(self) -> int:
@@ -34,7 +35,8 @@ class Reference:
     def extend(self, token_ids: Sequence[int]) -> None:
         """Commit tokens: the K and V of each are what autoregressive decoding computes."""
         if token_ids:
-            self._forward(list(token_ids), list(range(self.length, self.length + len(token_ids))), is_committed=True)
+            positions = list(range(self.length, self.length + len(token_ids)))
+            self.following = self._forward(list(token_ids), positions, is_committed=True)[-1:]
 
     def decode_window(self, token_ids: Sequence[int]) -> mx.array:
         """Logits [window, vocabulary] of tokens that stand right behind the committed ones, in their order."""
@@ -47,20 +49,26 @@ class Reference:
     def generate(self, prompt: Sequence[int], max_tokens: int, size: int | None = None) -> list[int]:
         """The reply, greedily. `size`: of the window, if it is not the model's."""
         self.extend(prompt)
-        reply: list[int] = []
         observed: dict[int, int] = {}
         run: list[int] = []  # committed by the last pass, K and V not computed
+        if self.window.draws_next and self.following is not None:
+            run = [int(mx.argmax(self.following[0, : self.window.mask_token_id]).item())]
+        reply = list(run)
         while len(reply) < max_tokens and self.end not in run:
             ends = [place for place, token in observed.items() if token == self.end]
             places = range(min([size or self.window.size, max_tokens - len(reply), *ends]))
-            masks = [place for place in places if place not in observed]
+            draws_next = self.window.draws_next and not observed
+            drawn = [place for place in places if place not in observed]
+            masks = drawn[1:] if draws_next else drawn
             self.processed += len(run) + len(observed) + len(masks)
             self.passes += 1
             self.extend(run)
             order = [*sorted(observed), *masks]
             tokens = [observed.get(place, self.window.mask_token_id) for place in order]
-            logits = self.decode_window_reordered(tokens, [self.length + place for place in order])[len(observed) :]
-            observed |= self._chosen(masks, logits)
+            parts = [self.following] if draws_next and self.following is not None else []
+            if order:
+                parts.append(self.decode_window_reordered(tokens, [self.length + place for place in order]))
+            observed |= self._chosen(drawn, mx.concatenate(parts)[len(observed) :], draws_next)
             for end in [place for place, token in observed.items() if token == self.end]:
                 observed = {place: token for place, token in observed.items() if place <= end}
             run = []
@@ -71,8 +79,8 @@ class Reference:
         self.extend(run)
         return reply
 
-    def _chosen(self, masks: Sequence[int], logits: mx.array) -> dict[int, int]:
-        """Tokens by place: all below the threshold, or the one that is least above it."""
+    def _chosen(self, masks: Sequence[int], logits: mx.array, draws_next: bool) -> dict[int, int]:
+        """Tokens by place: all below the threshold, or the one that is least above it. The next token is always one."""
         logits = mx.where(mx.arange(logits.shape[1]) == self.window.mask_token_id, -mx.inf, logits)
         scores = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
         chances = mx.exp(scores)
@@ -82,7 +90,9 @@ class Reference:
             place: entropy + self.window.position_penalty * place
             for place, entropy in zip(masks, entropies.tolist(), strict=True)
         }
-        sure = [place for place in masks if penalized[place] < self.window.entropy_threshold]
+        sure = [
+            place for place in masks if penalized[place] < self.window.entropy_threshold or (draws_next and place == 0)
+        ]
         kept = sure or [min(masks, key=lambda place: penalized[place])]
         return {place: tokens[masks.index(place)] for place in kept}
 

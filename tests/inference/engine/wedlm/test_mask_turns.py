@@ -22,10 +22,17 @@ from tests.inference.engine.wedlm.reference import Reference
 from tests.inference.engine.wedlm.tiny_wedlm import MASK, WEDLM, plain_model, write_wedlm
 
 POLICIES = {"q4": policy_of(Rung.Q4, "float16"), "exact": policy_of(Rung.FP, "float16")}
+NEXT = "q4, next token"  # of a model that gives the next token without a mask
 END = int(WEDLM["eos_token_id"])
 LENGTHS = (5, 20, 250)  # a reply of the last one crosses a block's border
 TOKENS = 24
 ANY_CASE = Constraint(ConstraintKind.REGEX, "([a-z]{1,5} ){3}end")
+CHANGES: tuple[dict[str, Any], ...] = (
+    {"model_type": "qwen3"},
+    {"wedlm_window_size": 16},
+    {"mask_token_id": MASK - 1},
+    {"wedlm_next_token": True},
+)
 KINDS: tuple[dict[str, Any], ...] = (
     {},
     {"temperature": 1.0, "seed": 5, "logprobs": 2},
@@ -42,13 +49,22 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def opened(directory: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], Driver]]:
+def next_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_wedlm(tmp_path_factory.mktemp("next"), wedlm_next_token=True)
+
+
+@pytest.fixture(scope="module")
+def opened(
+    directory: Path, next_directory: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Callable[[str], Driver]]:
     """By the name of a policy, an engine; none leaks a page."""
     drivers: dict[str, Driver] = {}
 
     def get(name: str) -> Driver:
         if name not in drivers:
-            drivers[name] = Driver(open_engine(directory, tmp_path_factory.mktemp(name), POLICIES[name]))
+            served = next_directory if name == NEXT else directory
+            policy = POLICIES.get(name, POLICIES["q4"])
+            drivers[name] = Driver(open_engine(served, tmp_path_factory.mktemp("cache"), policy))
         return drivers[name]
 
     yield get
@@ -91,7 +107,7 @@ def until_end(reply: list[int]) -> list[int]:
 
 
 @pytest.mark.long(4)
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", [*POLICIES, NEXT])
 @pytest.mark.parametrize("length", LENGTHS)
 def test_two_turns_are_those_of_the_reference(
     opened: Callable[[str], Driver], model: Any, policy: str, length: int
@@ -139,9 +155,34 @@ def test_a_window_of_one_is_that_of_the_reference(masks: Driver, model: Any) -> 
     assert listener.end().mask_passes.passes == listener.end().completion_tokens
 
 
-def test_nothing_is_computed_behind_a_kept_token_that_ends_the_reply(masks: Driver, model: Any) -> None:
+def test_the_next_token_takes_no_mask_and_is_that_of_decoding_token_by_token(
+    opened: Callable[[str], Driver], model: Any
+) -> None:
+    """One row a token behind the first, and the replies of mlx-lm's model alone; also where a draw depends on the last
+    token."""
+    driver, prompt = opened(NEXT), tokens_of(20, 3)
+    listener = driver.submit(prompt, max_tokens=TOKENS, most_drafts=0)
+    plain = reference(driver, model)
+    reply, text = list[int](), list(prompt)
+    for _ in range(TOKENS):
+        plain.extend(text)
+        assert plain.following is not None
+        text = [int(plain.following[0, :MASK].argmax().item())]
+        reply += text
+    assert drawn(listener) == until_end(reply)
+    in_order = driver.turn(prompt, max_tokens=TOKENS, constraint=ANY_CASE)
+    for ended in (listener.end(), in_order):
+        assert ended.mask_passes.rows == ended.mask_passes.passes == ended.completion_tokens - 1
+    usual = driver.turn(prompt, max_tokens=TOKENS).mask_passes
+    assert usual.passes < TOKENS - 2
+
+
+@pytest.mark.parametrize("policy", ["q4", NEXT])
+def test_nothing_is_computed_behind_a_kept_token_that_ends_the_reply(
+    opened: Callable[[str], Driver], model: Any, policy: str
+) -> None:
     """Each token that ends a reply is one that windows draw, before a gap and behind one."""
-    driver, prompt = masks, tokens_of(20, 4)
+    driver, prompt = opened(policy), tokens_of(20, 4)
     for end in {*reference(driver, model).generate(prompt, TOKENS)[4:]} - {END}:
         expected = reference(driver, model, end)
         reply = expected.generate(prompt, TOKENS)
@@ -152,7 +193,9 @@ def test_nothing_is_computed_behind_a_kept_token_that_ends_the_reply(masks: Driv
 
 
 @pytest.mark.cpu_only("a GPU's sums depend on how many rows a pass has: --batch-invariant refuses such a model")
-def test_turns_of_all_kinds_are_in_a_batch_what_they_are_alone(masks: Driver) -> None:
+@pytest.mark.parametrize("policy", ["q4", NEXT])
+def test_turns_of_all_kinds_are_in_a_batch_what_they_are_alone(opened: Callable[[str], Driver], policy: str) -> None:
+    masks = opened(policy)
     prompts = [tokens_of(length, seed) for seed, length in enumerate((5, 250, 30, 511, 20, 100))]
     turns = list(zip(prompts, KINDS, strict=True))
 
@@ -177,6 +220,14 @@ def test_settings_that_depend_on_the_last_token_fill_one_mask_a_pass(masks: Driv
     banned = masks.turn(tokens_of(20, 4), max_tokens=TOKENS)
     biases = tuple((token, -100.0) for token in {*masks.reply(banned)})
     assert not {*masks.reply(masks.turn(tokens_of(20, 4), max_tokens=TOKENS, logit_bias=biases))} & dict(biases).keys()
+
+
+@pytest.mark.parametrize("policy", ["q4", NEXT])
+def test_the_mask_is_in_no_reply_however_likely_it_is(opened: Callable[[str], Driver], policy: str) -> None:
+    driver = opened(policy)
+    reply = drawn(driver.submit(tokens_of(20, 6), max_tokens=TOKENS, logit_bias=((MASK, 100.0),)))
+    assert len(reply) == TOKENS
+    assert MASK not in reply
 
 
 def test_a_sampled_reply_depends_on_its_seed_alone(masks: Driver) -> None:
@@ -260,11 +311,12 @@ def test_a_cancel_in_mid_window_keeps_the_committed_tokens_alone(masks: Driver, 
         masks.submit(prompt, listener=Listener().cancel_at(Tokens, place), max_tokens=TOKENS).end()
 
 
-@pytest.mark.long(3)
-@pytest.mark.parametrize("brought", ["all", "nothing"])
+@pytest.mark.long(4)
+@pytest.mark.parametrize(("brought", "draws_next"), [("all", False), ("nothing", False), ("nothing", True)])
 def test_a_turn_that_was_preempted_in_mid_window_goes_on_to_the_bit(
-    directory: Path, tmp_path: Path, brought: str
+    directory: Path, next_directory: Path, tmp_path: Path, brought: str, draws_next: bool
 ) -> None:
+    directory = next_directory if draws_next else directory
     unit = open_engine(directory, tmp_path, budget_bytes=1 << 20)
     budget_bytes = 800 * unit.model.kv_bytes_per_token
     unit.close()
@@ -342,12 +394,12 @@ def test_a_decoding_turn_is_not_handed_over(masks: Driver) -> None:
 def test_the_kv_identity_includes_the_decoding(masks: Driver, tmp_path: Path) -> None:
     """Of the same weights as another type, and of another window: neither takes the other's memories."""
     names = {masks.engine.model.kv_identity_hash}
-    for number, change in enumerate(({"model_type": "qwen3"}, {"wedlm_window_size": 16}, {"mask_token_id": MASK - 1})):
+    for number, change in enumerate(CHANGES):
         other = open_engine(write_wedlm(tmp_path / str(number), **change), tmp_path, POLICIES["q4"])
         names.add(other.model.kv_identity_hash)
         assert (other.model.mask_window is None) == ("model_type" in change)
         other.close()
-    assert len(names) == 4
+    assert len(names) == 1 + len(CHANGES)
 
 
 @pytest.mark.parametrize(("field", "value"), [("mask_token_id", None), ("qk_norm", False), ("wedlm_window_size", 64)])

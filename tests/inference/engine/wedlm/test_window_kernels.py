@@ -18,10 +18,16 @@ pytestmark = needs_compiler
 BUDGET = 1 << 20
 TOKENS = 14
 # Of stored K and V of more bits a page is larger. The emulator copies the pool for each kernel.
-POLICIES = (
-    (policy_of(Rung.Q4, "float16"), BUDGET),
-    pytest.param((policy_of(Rung.FP, "float16"), 3 * BUDGET), marks=pytest.mark.long(4)),
-    pytest.param((policy_of(Rung.Q4_ROTATED, "float16"), BUDGET), marks=pytest.mark.long(4)),
+SERVED = (
+    (policy_of(Rung.Q4, "float16"), BUDGET, False),
+    *(
+        pytest.param(each, marks=pytest.mark.long(4))
+        for each in (
+            (policy_of(Rung.Q4, "float16"), BUDGET, True),
+            (policy_of(Rung.FP, "float16"), 3 * BUDGET, False),
+            (policy_of(Rung.Q4_ROTATED, "float16"), BUDGET, False),
+        )
+    ),
 )
 
 
@@ -30,10 +36,11 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_wedlm(tmp_path_factory.mktemp("wedlm"))
 
 
-@pytest.mark.parametrize("stored", POLICIES, ids=("q4", "exact", "rotated"))
-def test_turns_together_over_pages_are_those_of_the_reference(directory: Path, tmp_path: Path, stored: Any) -> None:
+@pytest.mark.parametrize("served", SERVED, ids=("q4", "q4, next token", "exact", "rotated"))
+def test_turns_together_over_pages_are_those_of_the_reference(tmp_path: Path, served: Any) -> None:
     """The first crosses a block's border. A slot is filled up behind the rows of most of them, and one is empty."""
-    policy, budget = stored
+    policy, budget, draws_next = served
+    directory = write_wedlm(tmp_path / "model", wedlm_next_token=draws_next)
     prompts = [tokens_of(250, 1), tokens_of(5, 2), tokens_of(30, 3)]
     options = {"memory_budget_bytes": budget, "longest_gap_s": 0, "policy": policy}
     with emulated_engine(directory, tmp_path, **options) as driver:

@@ -98,6 +98,7 @@ def test_a_reply_has_all_its_tokens_and_a_window_of_one_fills_one_in_each_pass(f
         ("wedlm_entropy_threshold", -0.1),
         ("wedlm_pos_penalty_factor", "0.01"),
         ("wedlm_pos_penalty_factor", float("inf")),
+        ("wedlm_next_token", 1),
     ],
 )
 def test_a_configuration_that_cannot_be_served_is_refused_by_its_field(field: str, value: object) -> None:
