@@ -70,13 +70,16 @@ def test_windows_stand_in_replies_with_observed_tokens_first_and_their_own_posit
     for row, number in np.ndindex(asked.starts.shape):
         start, order = asked.starts[row, number], asked.positions[row, number]
         masked = asked.ids[row, number] == MASK
-        assert learned[row, start]
-        assert sorted(order) == list(range(start, start + 16))
+        assert learned[row, start - 1 : start + 1].all()  # the prompt gives a reply's first token
+        first = 1 if masked.all() else 0  # the last committed token gives the next one where nothing is kept
+        assert sorted(order) == list(range(start + first, start + first + 16))
         assert masked[order == start].all()
         assert not np.diff(masked.astype(int)).min() < 0  # observed tokens first
         assert (np.diff(order[masked]) > 0).all()
         assert (np.diff(order[~masked]) > 0).all()
-        tokens, plain_weights = reply_from(start, 16, ids[row], learned[row], END)
+        tokens, plain_weights = reply_from(start, 17, ids[row], learned[row], END)
+        ends = order[~masked & (tokens[order - start] == END)]
+        assert not (order[~masked] > ends.min(initial=start + 17)).any()  # nothing is kept behind a kept end
         assert (targets[row, number] == tokens[order - start]).all()
         assert (asked.ids[row, number][~masked] == targets[row, number][~masked]).all()
         assert (
@@ -95,10 +98,10 @@ def test_the_reordered_stream_is_the_reference_s_window(tiny: Path, tmp_path: Pa
     weights = {name: jnp.asarray(jnp.asarray(array, jnp.bfloat16), jnp.float32) for name, array in weights.items()}
     network.save(weights, wide, tmp_path)
     asked = Windows(
-        np.array([[[11, 12, MASK, MASK], [13, MASK, MASK, MASK]]]),
-        np.array([[[21, 23, 20, 22], [38, 36, 37, 39]]]),
-        np.array([[20, 36]]),
-    )
+        np.array([[[11, 12, MASK, MASK], [13, MASK, MASK, MASK], [MASK] * 4]]),
+        np.array([[[21, 23, 20, 22], [38, 36, 37, 39], [31, 32, 33, 34]]]),
+        np.array([[20, 36, 30]]),
+    )  # of the last one, the row of the last committed token gives the place that no mask has
     clean, masked = wedlm.logits(weights, ids, asked, wide)
     model = plain_model(tmp_path)
     model.set_dtype(mx.float32)
@@ -108,8 +111,9 @@ def test_the_reordered_stream_is_the_reference_s_window(tiny: Path, tmp_path: Pa
         window = asked.ids[0, number].tolist(), asked.positions[0, number].tolist()
         theirs = np.array(reference.decode_window_reordered(*window))
         assert np.abs(np.asarray(masked[0, number]) - theirs).max() < 1e-3 * np.abs(theirs).max()
-        following = np.array(reference.decode_window(ids[0, start : start + 1].tolist()))[0]
-        assert np.abs(np.asarray(clean[0, start]) - following).max() < 1e-3 * np.abs(following).max()
+        assert reference.following is not None
+        following = np.array(reference.following)[0]
+        assert np.abs(np.asarray(clean[0, start - 1]) - following).max() < 1e-3 * np.abs(following).max()
 
 
 @pytest.mark.long(6)
@@ -155,7 +159,7 @@ def test_a_run_lowers_both_losses_and_one_that_was_interrupted_ends_with_the_sam
     for name, array in whole.state.weights.items():
         np.testing.assert_array_equal(np.asarray(array), np.asarray(again.state.weights[name]), name)
     assert {"everyday", "q4 everyday"} <= set(again.log[-1]["exact"])
-    assert MaskWindow.of_config(_config(tmp_path / "parts")) == MaskWindow(MASK, 16)
+    assert MaskWindow.of_config(_config(tmp_path / "parts")) == MaskWindow(MASK, 16, draws_next=True)
 
 
 def _config(folder: Path) -> dict[str, object]:

@@ -202,7 +202,7 @@ def save(weights: Weights, shape: Shape, folder: Path) -> None:
 def load(folder: Path, kind: type[ShapeT]) -> tuple[Weights, ShapeT]:
     """Weights from the files of `save`, in fp32."""
     found = json.loads((folder / "config.json").read_text())
-    shape = kind(**{name: found[name] for name in asdict(kind())})
+    shape = kind(**{name: found[name] for name in asdict(kind()) if name in found})
     tensors = {
         name: jnp.asarray(array, jnp.float32)
         for name, array in tensor_files.load_file(folder / "model.safetensors").items()

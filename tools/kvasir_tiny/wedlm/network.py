@@ -30,6 +30,7 @@ class WedlmShape(Shape):
     qk_norm: bool = True
     mask_token_id: int = MASK
     wedlm_window_size: int = 16
+    wedlm_next_token: bool = True  # the clean stream learns it
 
 
 class Windows(NamedTuple):

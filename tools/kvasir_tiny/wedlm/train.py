@@ -1,4 +1,5 @@
-"""Trains kvasir-tiny-wedlm from kvasir-tiny: `python -m tools.kvasir_tiny.wedlm.train OUT`, on one GPU.
+"""Trains kvasir-tiny-wedlm from kvasir-tiny or an earlier edition of itself, on one GPU:
+`python -m tools.kvasir_tiny.wedlm.train OUT`.
 
 The objective is WeDLM's: the tokens under a window's masks, beside the next tokens of the clean stream. Windows are cut
 out of learned replies (`windows.py`), so the second stream costs a quarter of the first. A run that ended goes on with
@@ -23,6 +24,7 @@ import numpy as np
 from safetensors import numpy as tensor_files
 
 from inference_svc.model import kvasir_tiny
+from inference_svc.model.wedlm import MaskWindow
 from tools.kvasir_tiny import network, rows, train
 from tools.kvasir_tiny.network import Array, Shape, Weights
 from tools.kvasir_tiny.rows import Batch
@@ -46,7 +48,7 @@ class Plan(train.Plan):
     rounded_from: float = 0.15
     mixed: tuple[tuple[int, int], ...] = ((8, 8192), (32, 2048), (128, 1024))
     learning_rate: float = 1.0e-3
-    first_row: int = 4_000_000  # behind those of kvasir-tiny's three editions
+    first_row: int = 5_000_000  # behind those of kvasir-tiny's three editions, and of one of its own
     windows: windows.Plan = field(default_factory=windows.Plan)
     masked_weight: float = 1.0  # of the masked tokens' loss beside the next tokens'
     shape: Shape = field(default_factory=WedlmShape)
@@ -65,9 +67,11 @@ def loss(weights: Weights, groups: tuple[WindowRows, ...], plan: Plan, rounding:
 
 
 def start(plan: Plan, out: Path, from_model: Path) -> Run:
-    """The run that OUT holds, or a new one from kvasir-tiny's weights."""
+    """The run that OUT holds, or a new one from a model's weights: kvasir-tiny's, or those of a WeDLM network."""
     if (out / STATE).exists():
         return _read(out)
+    if MaskWindow.of_config(json.loads((from_model / "config.json").read_text())):
+        return Run.begun(network.load(from_model, WedlmShape)[0])
     weights, shape = network.load(from_model, Shape)
     ids, _ = rows.make(_MEASURED, from_model)
     weights, _ = wedlm.started_from(weights, shape, jnp.asarray(ids[:, :-1], jnp.int32), plan.seed)
@@ -135,16 +139,17 @@ def _read(out: Path) -> Run:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("out", type=Path, help="the model's directory; a run that it holds goes on")
-    parser.add_argument("--start", type=Path, default=kvasir_tiny.path(), help="kvasir-tiny, or another edition of it")
+    parser.add_argument("--start", type=Path, default=kvasir_tiny.path(), help="kvasir-tiny, or an edition of this")
     parser.add_argument("--steps", type=int, default=Plan.steps, help="if there is no time limit")
     parser.add_argument("--time-limit-s", type=float, default=math.inf, help="seconds of training, instead of --steps")
     parser.add_argument("--learning-rate", type=float, default=Plan.learning_rate)
     parser.add_argument("--processes", type=int, default=12, help="how many make training rows")
     parser.add_argument("--window", type=int, default=windows.Plan.size, help="tokens of a training window")
+    parser.add_argument("--tokens-each", type=int, default=windows.Plan.tokens_each, help="of a row, by window")
     parser.add_argument("--smoke", action="store_true", help="rows and examination as small as a CPU can do")
     given = parser.parse_args()
     plan = replace(
-        Plan(windows=windows.Plan(size=given.window)),
+        Plan(windows=windows.Plan(given.window, given.tokens_each)),
         steps=given.steps if given.time_limit_s == math.inf else 10**6,
         time_limit_s=given.time_limit_s,
         learning_rate=given.learning_rate,

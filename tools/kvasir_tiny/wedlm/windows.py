@@ -1,8 +1,10 @@
 """Windows of a training row: parts of learned replies with masks in them, reordered as WeDLM decodes them.
 
-A window begins inside a reply and may end behind it: there the end token is to be recovered again and again, because
-decoding cannot know that a reply ends. Its first place is always masked (decoding commits and leaves what it knows at
-the front), and of the others a share that is drawn for each window. What a grammar forces is never masked.
+A window begins behind a reply's first token or later, and may end behind the reply: there the end token is to be
+recovered again and again, because decoding cannot know that a reply ends. There are two kinds, as in decoding. Where
+nothing is kept, masks alone stand behind the place that the last committed token gives. Where tokens are kept behind a
+gap, they stand first, and masks at all other places: the first one always, and of the others a share that is drawn for
+each window. Nothing is kept behind a kept end token. What a grammar forces is never masked.
 """
 
 from __future__ import annotations
@@ -18,16 +20,17 @@ from tools.kvasir_tiny import rows, tokenizer
 from tools.kvasir_tiny.rows import Batch
 from tools.kvasir_tiny.wedlm.network import MASK, Windows
 
-AT_THE_START = 0.5  # of the windows begin where their reply does
-WHOLE = 0.3  # of the windows are masks alone, as every reply's first window is
+AT_THE_START = 0.6  # of the windows begin behind their reply's first token, which the prompt gives
+WHOLE = 0.7  # of the windows are masks alone, as every reply's first window is
 BEHIND = 0.1  # weight of an end token behind a reply's own
 
 
 @dataclass(frozen=True)
 class Plan:
-    """`size` tokens of a window; a window for so many tokens of a row."""
+    """`size` tokens of a window, one fewer than decoding draws where nothing is kept; a window for so many tokens of
+    a row."""
 
-    size: int = 32
+    size: int = 16
     tokens_each: int = 128
 
 
@@ -69,10 +72,11 @@ class Maker:
         )
         for row in range(len(ids)):
             draw = np.random.default_rng([seed, row])
-            firsts = np.flatnonzero(learned[row] & ~np.roll(learned[row], 1))
-            inside = np.flatnonzero(learned[row])
-            for number in range(count if len(firsts) else 0):
-                start = int(draw.choice(firsts if draw.random() < AT_THE_START else inside))
+            known = np.roll(learned[row], 1)
+            inside = np.flatnonzero(learned[row] & known)
+            seconds = np.flatnonzero(learned[row] & known & ~np.roll(known, 1))
+            for number in range(count if len(seconds) else 0):
+                start = int(draw.choice(seconds if draw.random() < AT_THE_START else inside))
                 self._fill(made, (row, number), start, ids[row], learned[row], end, draw)
         return made
 
@@ -86,16 +90,19 @@ class Maker:
         end: int,
         draw: np.random.Generator,
     ) -> None:
-        tokens, weights = reply_from(start, self.plan.size, ids, learned, end)
+        tokens, weights = reply_from(start, self.plan.size + 1, ids, learned, end)
         share = 1.0 if draw.random() < WHOLE else draw.random()
         masked = (draw.random(len(tokens)) < share) & (weights > 0)
         masked[0] = True
-        order = np.argsort(masked, kind="stable")  # observed tokens first, then masks
+        kept_ends = np.flatnonzero((tokens == end) & ~masked)
+        masked[kept_ends[0] + 1 if len(kept_ends) else len(tokens) :] = True
+        places = np.arange(1, len(tokens)) if masked.all() else np.arange(self.plan.size)
+        order = places[np.argsort(masked[places], kind="stable")]  # observed tokens first, then masks
         made.windows.ids[place] = np.where(masked, MASK, tokens)[order]
         made.windows.positions[place] = start + order
         made.windows.starts[place] = start
         made.targets[place] = tokens[order]
-        made.weights[place] = (weights * masked)[order] / masked.mean()
+        made.weights[place] = (weights * masked)[order] / masked[order].mean()
 
 
 def reply_from(
