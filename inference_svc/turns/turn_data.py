@@ -96,8 +96,6 @@ class RequestOrigin:
 
 
 class Work(Enum):
-    """The purpose of a turn."""
-
     REPLY = "reply"
     WARM = "warm"  # the memory becomes hot
     WAKE = "wake"  # the same ahead of a turn: it takes no other engine's lease

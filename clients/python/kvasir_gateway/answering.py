@@ -104,8 +104,6 @@ class Ready:
 
 
 class Turns:
-    """Turns of all callers."""
-
     def __init__(
         self, conversations: Conversations, ended: Callable[[str, pb.Finished], None] = lambda *_: None
     ) -> None:

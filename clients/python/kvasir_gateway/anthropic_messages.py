@@ -221,7 +221,6 @@ def _thoughts(blocks: Sequence[Block], where: str, reading: Reading) -> Iterator
 
 
 def whole(asked: turns.Asked, reply: Reply, *, seals: ThoughtSeals | None, shows_thinking: bool) -> dict[str, Any]:
-    """A message."""
     content: list[Block] = []
     if (text := reply.reasoning_text) and shows_thinking:
         content.append({"type": "thinking", "thinking": text, "signature": _signature(text, seals)})
@@ -240,8 +239,6 @@ def _signature(text: str, seals: ThoughtSeals | None) -> str:
 
 
 class MessageEvents(Blocks):
-    """A message as its stream of events."""
-
     def __init__(self, asked: turns.Asked, *, seals: ThoughtSeals | None, shows_thinking: bool) -> None:
         super().__init__(asked, shows_thinking=shows_thinking)
         self._seals = seals

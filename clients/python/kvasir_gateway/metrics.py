@@ -32,8 +32,6 @@ class GatewayNumbers:
 
 
 class CountedApp:
-    """Counts all answers."""
-
     def __init__(self, app: ASGIApp, numbers: GatewayNumbers) -> None:
         self._app = app
         self._numbers = numbers

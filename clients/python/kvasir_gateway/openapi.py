@@ -97,7 +97,6 @@ _ERRORS = {
 
 
 def document(version: str) -> Json:
-    """The whole document."""
     bodies = [operation.body for operation in OPERATIONS if operation.body is not None]
     _, schemas = models_json_schema(
         [(body, "validation") for body in bodies], ref_template="#/components/schemas/{model}"

@@ -51,8 +51,6 @@ class ThinkingWish(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerWish:
-    """What the answer is to be like."""
-
     # Fields of pb.Sampling; what is absent takes the engine's default.
     sampling: Mapping[str, Any] = field(default_factory=dict)
     # None: as the model's chat template has it.

@@ -18,7 +18,6 @@ def checked(scenario: Scenario, said: Mapping[int, str]) -> Iterator[OutcomeChec
 
 
 def is_met(outcome: Outcome, text: str) -> bool:
-    """Whether a text is as the outcome has it."""
     if outcome.equals is not None:
         return text == outcome.equals
     if outcome.contains is not None:

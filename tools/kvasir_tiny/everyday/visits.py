@@ -53,8 +53,6 @@ class VisitFact(Fact):
 
 
 class VisitWriter(DailyWriter):
-    """Writes one visit."""
-
     def __init__(self, seed: int, target: int, count: Count, held_out: bool, style: Style) -> None:
         super().__init__(seed, target, count, held_out, replace(style, room=False, with_tools=False), 0.5)
         self.held_out = held_out

@@ -47,8 +47,6 @@ from kvasir.waits import SOON_S
 
 
 class Order(StrEnum):
-    """Of a list of agents."""
-
     USED = "used"
     NAME = "name"
     SIZE = "size"

@@ -152,7 +152,6 @@ def _sealed(words: str) -> FailedPrecondition:
 
 
 def sealed_pieces(pieces: Iterable[bytes], lock: sealed_archive.Lock) -> Iterator[bytes]:
-    """An archive in its sealed form."""
     _check_can_seal()
     return sealed_archive.seal(pieces, lock, secrets.token_bytes)
 
@@ -177,7 +176,6 @@ class SealedFile:
             pass
 
     def pieces(self) -> Iterator[bytes]:
-        """The archive in it."""
         with self._file.open("rb") as opened:
             opened.seek(len(self._header.line))
             yield from sealed_archive.open_(

@@ -19,7 +19,6 @@ def fields_of(facts: object, *names: str) -> dict[str, Any]:
 
 
 def snapshot_row(snapshot: pb.SnapshotVersion) -> dict[str, Any]:
-    """One version of a line."""
     manifest = {"hash": snapshot.manifest.hash, "size_bytes": snapshot.manifest.size_bytes}
     made = {"created_at": iso(snapshot.created_at), "origin": origin(snapshot.origin)}
     return {**fields_of(snapshot, *_OF_LINE), **made, **fields_of(snapshot, *_OF_MAKER), "manifest": manifest}
@@ -41,7 +40,6 @@ def agent_row(agent: pb.Agent) -> dict[str, Any]:
 
 
 def labels_text(labels: Mapping[str, str]) -> str:
-    """Labels in a line."""
     return " ".join(f"{key}={value}" for key, value in sorted(labels.items()))
 
 

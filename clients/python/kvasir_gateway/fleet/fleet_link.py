@@ -135,8 +135,6 @@ def is_gone(error: Unavailable) -> bool:
 
 
 class FleetLink(EngineLink):
-    """The links to all engines, as one."""
-
     def __init__(self, links: Sequence[EngineLink], engines: Engines) -> None:
         self.links = links
         self.engines = engines

@@ -242,7 +242,6 @@ def said(messages: Sequence[OllamaMessage], reading: Reading) -> Iterator[turns.
 
 
 def whole(asked: turns.Asked, reply: Reply, *, is_chat: bool, shows_thinking: bool) -> dict[str, Any]:
-    """A reply in one object."""
     choice = reply.choices[0]
     thought = choice.reasoning_text if shows_thinking else ""
     return {

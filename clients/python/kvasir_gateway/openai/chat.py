@@ -263,7 +263,6 @@ def _name_of(tool: object) -> str:
 
 
 def whole(asked: turns.Asked, reply: Reply, *, wants_ids: bool = False) -> dict[str, Any]:
-    """A chat completion."""
     ids = {"prompt_token_ids": list(reply.started.prompt_token_ids)} if wants_ids else {}
     return {
         **head("chatcmpl", "chat.completion", asked, reply.started),
@@ -297,8 +296,6 @@ class CompletionsChunks(Chunks):
 
 
 class ChatChunks(CompletionsChunks):
-    """A chat completion as chunks."""
-
     kind = ("chatcmpl", "chat.completion.chunk")
 
     def __init__(self, asked: turns.Asked, **wants: bool) -> None:

@@ -55,7 +55,6 @@ class CompletionRequest(SamplingFields):
 
 
 def whole(asked: Asked, reply: Reply, *, wants_ids: bool = False) -> dict[str, Any]:
-    """A completion."""
     choices = []
     for number, choice in enumerate(reply.choices):
         ids = token_ids(choice.token_ids, wants_ids) | _prompt_ids(reply.started, wants_ids)
@@ -65,8 +64,6 @@ def whole(asked: Asked, reply: Reply, *, wants_ids: bool = False) -> dict[str, A
 
 
 class CompletionChunks(CompletionsChunks):
-    """A completion as chunks."""
-
     kind = _KIND
 
     def __init__(self, asked: Asked, **wants: bool) -> None:

@@ -153,8 +153,6 @@ def _print_next_step(caller: Caller, files: Files, missing: Collection[str]) -> 
 
 @dataclass
 class _Run:
-    """One backup."""
-
     home: Home
     target: BackupFolder
     known: Files  # of the backup before

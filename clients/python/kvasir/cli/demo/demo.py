@@ -115,7 +115,6 @@ class Show:
         self.out.print(text)
 
     def print_answer(self, answered: AnsweredTurn) -> None:
-        """Print one question and its answer."""
         result = answered.result
         note = f"{result.cached_tokens} of {result.prompt_tokens} cached, {result.source}, {result.first_token_s:.2f} s"
         self.out.print(f"  {answered.turn.question.text}", style="cyan")

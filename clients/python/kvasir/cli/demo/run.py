@@ -103,7 +103,6 @@ def live(
 
 
 def answer(mac: Mac, agent: str, question: Question) -> AnsweredTurn:
-    """A turn of one question alone."""
     turn = ask(question)
     return AnsweredTurn(turn, mac.say(agent, turn.messages))
 

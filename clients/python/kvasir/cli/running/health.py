@@ -27,7 +27,6 @@ class Health(enum.StrEnum):
 
 
 async def health(endpoint: Endpoint, service: str, timeout_s: float = 1.0) -> Health:
-    """How a service is."""
     # gRPC has the same word for "nobody listens" and for "nobody answers", and takes longer.
     if not await asyncio.to_thread(accepts, endpoint.address):
         return Health.STOPPED

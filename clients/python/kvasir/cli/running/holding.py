@@ -70,8 +70,6 @@ def is_led(home: Home) -> bool:
 
 
 class Ended(NamedTuple):
-    """Processes that are to end."""
-
     pids: list[int]
     is_engine_killed: bool  # it did not end by itself: it may have had something to store
 

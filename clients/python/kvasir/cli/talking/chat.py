@@ -149,7 +149,6 @@ class Conversation:
                 self.caller.say("stopped; the agent remembers what it had said so far")
 
     def say(self, text: str) -> TurnResult:
-        """One turn, shown."""
         asked, self._reply = message("user", text), terminal.WrappedReply()
         self._newest = result = self._begun(asked) if self.system else self._run_turn(append=[asked])
         self._show_reuse(result)

@@ -35,8 +35,6 @@ _KINDS: Mapping[int, type[KvasirError]] = {
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """A command that has ended."""
-
     code: int
     out: str
     last_line: str  # of its stderr
