@@ -108,22 +108,17 @@ class Bucket:
             raise lying("that it copied an object, which is not there", new)
         self.remove(name)
 
-    def names(self, folder: str) -> Iterator[str]:
-        """Names of the objects of a folder, without it, each once."""
-        return (name.removeprefix(f"{folder}/") for name in self._listed(folder))
-
-    def has_any(self, folder: str) -> bool:
-        return bool(self._listed(folder, only_some=True))
+    def names(self, folder: str, *, only_some: bool = False) -> list[str]:
+        """Names of the objects of a folder, without it, each once; `only_some`: its first ones are enough."""
+        with self._in_words(folder):
+            found = names_of(self._obstore.list(self._reads, folder), folder, only_some=only_some)
+        return [name.removeprefix(f"{folder}/") for name in found]
 
     def folders(self) -> list[str]:
         what = "the list of namespaces"
         with self._in_words(what):
             listed = answer(partial(self._obstore.list_with_delimiter_async, self._reads), what)
             return [str(each) for each in listed["common_prefixes"]]
-
-    def _listed(self, folder: str, *, only_some: bool = False) -> list[str]:
-        with self._in_words(folder):
-            return names_of(self._obstore.list(self._reads, folder), folder, only_some=only_some)
 
     @contextmanager
     def _asking(self, name: str) -> Iterator[None]:

@@ -83,7 +83,7 @@ class BlobsOfNamespace:
         self.place = arriving.place
 
     def exists(self) -> bool:
-        return self._arriving.exists() or self._bucket.has_any(self.place)
+        return self._arriving.exists() or bool(self._bucket.names(self.place, only_some=True))
 
     def prepare(self, hashes: Sequence[str]) -> None:
         self._arriving.prepare(hashes)
