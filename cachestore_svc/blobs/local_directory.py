@@ -7,7 +7,7 @@ import re
 import stat
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
 
 from kvasir.errors import InvalidArgument
@@ -107,7 +107,7 @@ class LocalBlobs:
             raise NotHanded
         self.prepare([digest.hash])
         self._disk.rename(source, path)
-        part = LocalPart(self._disk, self._disk.open_append(path))
+        part = LocalPart(self._disk, self._disk.open_append(path), is_whole=True)
         if problem := part.problem_of_handed(digest.size_bytes):
             part.close()
             raise InvalidArgument(f"handed: {problem}", field="handed")
@@ -245,9 +245,11 @@ def _are_blobs(names: Sequence[str], shelf: str) -> bool:
 
 
 class LocalPart:
-    def __init__(self, disk: Disk, descriptor: int) -> None:
+    def __init__(self, disk: Disk, descriptor: int, *, is_whole: bool = False) -> None:
         self._disk = disk
         self._descriptor = descriptor
+        self._is_whole = is_whole  # another program wrote it: it is synced while it is read
+        self._is_synced = False
         self._found = os.fstat(descriptor)
         self._size_bytes = self._found.st_size
 
@@ -259,18 +261,43 @@ class LocalPart:
         return "" if status.st_size == size_bytes else f"expected {size_bytes} bytes, found {status.st_size}"
 
     def pieces(self) -> Iterator[memoryview]:
-        return self._disk.read_back(self._descriptor, self._size_bytes)
+        with self._syncing() if self._is_whole else nullcontext():
+            yield from self._disk.read_back(self._descriptor, self._size_bytes)
+
+    @contextmanager
+    def _syncing(self) -> Iterator[None]:
+        """Sync beside the work of this block. Raises why that failed."""
+        failures: list[BaseException] = []
+
+        def sync() -> None:
+            try:
+                self._disk.fsync(self._descriptor)
+            except BaseException as error:  # noqa: BLE001  it is raised where the part is read
+                failures.append(error)
+
+        thread = threading.Thread(target=sync, name="store-sync")
+        thread.start()
+        try:
+            yield
+        finally:
+            thread.join()
+        if failures:
+            raise failures[0]
+        self._is_synced = True
 
     def append(self, data: bytes | memoryview) -> None:
+        self._is_synced = False
         self._disk.write(self._descriptor, data)
         self._size_bytes += len(data)
 
     def cut(self, size_bytes: int) -> None:
+        self._is_synced = False
         self._disk.truncate(self._descriptor, size_bytes)
         self._size_bytes = size_bytes
 
     def sync(self) -> None:
-        self._disk.fsync(self._descriptor)
+        if not self._is_synced:
+            self._disk.fsync(self._descriptor)
 
     def close(self) -> int:
         self._disk.close(self._descriptor)

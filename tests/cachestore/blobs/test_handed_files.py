@@ -1,9 +1,12 @@
 """A file that a caller on this host wrote becomes a blob: verified like any other, or refused and gone."""
 
+import errno
 import os
 import shutil
+import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from kvasir.clients import handed_files
@@ -11,6 +14,7 @@ from kvasir.clients.handed_files import HandedFiles
 from kvasir.errors import InvalidArgument, KvasirError, ResourceExhausted
 from kvasir.formats.digest import Digest
 
+from cachestore_svc.blobs.disk import Disk
 from cachestore_svc.facts.records import BlobKind
 from cachestore_svc.store.blobs import NewBlob, finish_all
 from cachestore_svc.store.store import Store
@@ -106,6 +110,52 @@ def test_a_handed_file_takes_the_place_of_an_interrupted_part(lab: Lab) -> None:
         hand(store, DIGEST, handed_file(lab)[1])
         assert bytes(store.blobs.read(NS, DIGEST)) == DATA
         assert store.statistics.of(NS).reserved_bytes == 0
+
+
+def test_a_handed_file_is_synced_once_before_it_gets_its_name(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    steps: list[str] = []
+
+    def noting(name: str) -> None:
+        step = getattr(Disk, name)
+
+        def noted(disk: Disk, *given: Any) -> object:
+            done = step(disk, *given)
+            is_blobs = name != "fsync" or os.fstat(given[0]).st_size == DIGEST.size_bytes
+            steps.extend([name] if is_blobs else [])
+            return done
+
+        monkeypatch.setattr(Disk, name, noted)
+
+    with lab.open() as store:
+        store.blobs.receive_files(NS)
+        _, token = handed_file(lab)
+        for name in ("fsync", "rename"):
+            noting(name)
+        hand(store, DIGEST, token)
+        assert steps == ["rename", "fsync", "rename"], "of the part's name, of its bytes, of the blob's name"
+
+
+def test_a_handed_file_that_cannot_be_synced_is_refused(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    sync, failing = Disk.fsync, threading.Event()
+
+    def fails(disk: Disk, descriptor: int) -> None:
+        if failing.is_set() and os.fstat(descriptor).st_size == DIGEST.size_bytes:
+            raise OSError(errno.EIO, "the device failed")
+        sync(disk, descriptor)
+
+    with lab.open() as store:
+        store.blobs.receive_files(NS)
+        _, token = handed_file(lab)
+        monkeypatch.setattr(Disk, "fsync", fails)
+        failing.set()
+        with pytest.raises(KvasirError):
+            hand(store, DIGEST, token)
+        assert store.blobs.find_missing(NS, [DIGEST]) == [DIGEST]
+        assert (store.statistics.of(NS).reserved_bytes, lab.part_hashes) == (0, [])
+        failing.clear()
+        _, token = handed_file(lab)
+        hand(store, DIGEST, token)
+        assert bytes(store.blobs.read(NS, DIGEST)) == DATA
 
 
 def test_a_token_without_a_file_leaves_an_interrupted_part_as_it_is(lab: Lab) -> None:
