@@ -298,6 +298,16 @@ def test_one_command_at_a_time_uses_a_backup(cli: Cli, kept: Path, tmp_path: Pat
     assert list(tmp_path.iterdir()) == [kept]
 
 
+def test_a_restored_homes_name_is_synced_once_it_is_there(
+    kept: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    home, synced = tmp_path / "new", list[tuple[Path, bool]]()
+    monkeypatch.setattr(commands, "sync_directory", lambda path: synced.append((path, home.is_dir())))
+    ended = in_process("--home", home, "restore", kept)
+    assert ended.code == 0, ended.err
+    assert synced == [(tmp_path, True)]
+
+
 def test_a_file_that_goes_while_a_home_is_backed_up_ends_no_backup(
     cli: Cli, kept: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

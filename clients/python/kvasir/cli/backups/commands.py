@@ -23,6 +23,7 @@ from kvasir.cli.running.program import done
 from kvasir.cli.showing.arguments import argument, option
 from kvasir.cli.showing.reported import Progress, ProgressOption
 from kvasir.errors import DataLoss, FailedPrecondition, NotFound, Unavailable
+from kvasir.syncing import sync_directory
 
 # Of a home: what only a running group needs, what was logged, where backups lie, and what opens sealed namespaces; and
 # the engine's name for leases, which no copy may have.
@@ -119,6 +120,7 @@ def restore(
     except BaseException:
         shutil.rmtree(new)
         raise
+    sync_directory(home.root.parent)
     report = _adopted(home) if _INDEX not in missing else None
     value = {"home": str(home.root), "files": len(files) - len(missing), "missing": sorted(missing), "store": report}
     caller.result(value, _restored_words(value))
