@@ -204,6 +204,23 @@ def test_a_sleeping_manifest_names_no_blob_and_lists_those_let_go(field: str) ->
     assert caught.value.field == f"manifest.{field}"
 
 
+@pytest.mark.parametrize("field", ["files", "wake_ms"])
+def test_a_sleeping_manifest_whose_numbers_no_answer_can_hold_is_refused(field: str) -> None:
+    message = asleep(512)
+    message.asleep.wake_ms = manifest.MAX_MILLISECONDS_TO_WAKE
+    message.asleep.files[0].size_bytes = manifest.MAX_ASLEEP_BYTES
+    for digest in message.asleep.files[1:]:
+        digest.size_bytes = 0
+    manifest.check(message)
+    if field == "files":
+        message.asleep.files[1].size_bytes = 1
+    else:
+        message.asleep.wake_ms += 1
+    with pytest.raises(InvalidArgument) as caught:
+        manifest.parse(message.SerializeToString())
+    assert (caught.value.reason, caught.value.field) == ("MANIFEST_REFUSED", f"manifest.asleep.{field}")
+
+
 def test_a_whole_number_of_blocks_has_no_tail_and_plain_layers_have_no_states() -> None:
     for change, field in (
         (lambda m: m.tail.CopyFrom(m.blocks[0]), "tail"),

@@ -32,6 +32,8 @@ MAX_DROPPED_MESSAGES = 1 << 31
 MAX_DIMENSION = 1 << 20
 MAX_TEMPLATE_TIME_MS = 253_402_300_799_999  # the last of the year 9999
 MAX_TOOL_PLACES = 1 << 16
+MAX_ASLEEP_BYTES = 1 << 53  # of all files that were let go
+MAX_MILLISECONDS_TO_WAKE = 365 * 24 * 3600 * 1000
 MAX_STATE_TENSORS = 16
 MAX_STATE_AXES = 7
 ROLES = ("system", "user", "assistant", "tool")
@@ -287,6 +289,10 @@ def _check_asleep(manifest: manifest_pb2.Manifest) -> None:
         raise _wrong("asleep.files", "expected one or more")
     for index, digest in enumerate(manifest.asleep.files):
         _check_digest(f"asleep.files[{index}]", digest)
+    if (size_bytes := sum(digest.size_bytes for digest in manifest.asleep.files)) > MAX_ASLEEP_BYTES:
+        raise _wrong("asleep.files", f"expected at most {MAX_ASLEEP_BYTES} bytes in all, got {size_bytes}")
+    if (wake_ms := manifest.asleep.wake_ms) > MAX_MILLISECONDS_TO_WAKE:
+        raise _wrong("asleep.wake_ms", f"expected at most {MAX_MILLISECONDS_TO_WAKE}, got {wake_ms}")
 
 
 def _check_computed(manifest: manifest_pb2.Manifest) -> None:

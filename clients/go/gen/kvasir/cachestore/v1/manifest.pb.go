@@ -355,9 +355,9 @@ func (x *Computed) GetDecoded() []uint64 {
 // Asleep lists the blobs that were let go.
 type Asleep struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// Blobs of the rows, computed again as `computed` has it when the snapshot fell asleep: blocks, tail, windows, states.
+	// Blobs of the rows, computed again as `computed` has it when the snapshot fell asleep: blocks, tail, windows, states. At most 2^53 bytes in all.
 	Files []*Digest `protobuf:"bytes,1,rep,name=files,proto3" json:"files,omitempty"`
-	// How long that took then, in milliseconds.
+	// How long that took then, in milliseconds: a year at most.
 	WakeMs        uint64 `protobuf:"varint,2,opt,name=wake_ms,json=wakeMs,proto3" json:"wake_ms,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
