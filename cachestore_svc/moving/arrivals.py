@@ -8,14 +8,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvasir.clients import AioStoreClient
-from kvasir.errors import FailedPrecondition, KvasirError, Unavailable
+from kvasir.errors import FailedPrecondition, KvasirError, PermissionDenied, Unavailable
 from kvasir.formats.digest import Digest
 from kvasir.formats.manifest import MAX_MANIFEST_BYTES
 from kvasir.waits import ANSWER_S, SOON_S
 
 from cachestore_svc.facts import ownership
 from cachestore_svc.facts.ownership import Ownership, OwnerState
-from cachestore_svc.facts.records import SnapshotVersion
+from cachestore_svc.facts.records import MAX_RETAINED_VERSIONS, SnapshotVersion
 from cachestore_svc.moving.bringing import Bringing
 from cachestore_svc.moving.copying import LineCopies, LineOrder, Offered, Progress, came_from, check_owns
 from cachestore_svc.moving.peering.peers import answers_of_peer
@@ -192,6 +192,10 @@ class Arrival:
 
     async def _receive(self, offer: Any) -> None:
         order, agent = self._order, offer.agent
+        if not 1 <= agent.retained_versions <= MAX_RETAINED_VERSIONS:
+            found = f"retained_versions: expected 1 to {MAX_RETAINED_VERSIONS}, got {agent.retained_versions}"
+            about = {"agent_id": order.agent_id}
+            raise PermissionDenied(f"peer {order.peer}: {found}", reason="PEER_MAY_NOT", metadata=about)
         arriving = ArrivingAgent(
             agent_id=order.agent_id,
             peer=order.peer,

@@ -203,6 +203,26 @@ def test_no_source_gives_an_agent_in_a_generation_above_which_there_is_no_claim(
     played(tmp_path, play)
 
 
+@pytest.mark.parametrize("kept", [-5, 1 << 30])
+def test_an_agent_that_would_keep_any_number_of_versions_does_not_come(tmp_path: Path, kept: int) -> None:
+    async def play(ada: Mac, mallory: Mac, peer: AioStoreClient) -> None:
+        await mallory.publish("x", SyntheticAgent(SMALL, 4).turn(30), 0)
+        mallory.allow("ada", gives="move")
+        offer = mallory.services.moving._handing_over.offer
+
+        async def boast(*args: Any) -> Any:
+            agent, known = await offer(*args)
+            return replace(agent, retained_versions=kept), known
+
+        mallory.services.moving._handing_over.offer = boast  # type: ignore[method-assign]
+        told = await refused(ada.owner.move_agent("x", from_peer="mallory"))
+        assert "mallory" in told.message
+        assert "retained_versions" in told.message
+        assert mallory.store.owners.of(NS, "x").is_owned
+
+    played(tmp_path, play)
+
+
 def test_an_agent_is_neither_taken_nor_given_back_changed(tmp_path: Path) -> None:
     async def play(ada: Mac, mallory: Mac, peer: AioStoreClient) -> None:
         told = await refused(mallory.owner.move_agent("work", from_peer="ada"))
