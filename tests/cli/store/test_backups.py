@@ -3,7 +3,10 @@
 import json
 import os
 import shutil
+import subprocess
+import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,6 +14,7 @@ from typing import Any
 import pytest
 from blake3 import blake3
 from kvasir.cli.backups import commands
+from kvasir.cli.backups import folder as folder_module
 from kvasir.cli.backups.folder import BackupFolder
 from kvasir.cli.backups.last import FILE
 from kvasir.clients import StoreClient
@@ -27,6 +31,17 @@ from tests.cli.store.conftest import publish
 from tests.made_models.synthetic import SyntheticAgent
 from tests.running import in_memory
 
+_CUT = """
+import time
+from pathlib import Path
+from kvasir.cli.backups import folder
+def half(source, write):
+    Path({ready!r}).touch()
+    time.sleep(60)
+folder._copied = half
+from tests.cli.running import in_process
+in_process("--home", {home!r}, "restore", {folder!r})
+"""
 _PAIRED = "identity.pem peers.toml"
 
 
@@ -264,6 +279,61 @@ def test_a_list_that_leads_out_of_the_home_is_refused(kept: Path, tmp_path: Path
         refused = Cli(tmp_path / "new")("restore", kept)
         assert (refused.code, "is no path in a home" in refused.err) == (6, True), refused.err
     assert list(tmp_path.iterdir()) == [kept], "no home, and no part of one"
+
+
+@pytest.mark.parametrize(
+    ("wrong", "why"),
+    [("\ud800", "surrogates"), ("x" * 300, "too long"), ("store/kvasir.sqlite3/x", "which is a file")],
+)
+def test_a_list_of_names_that_no_home_has_is_refused(kept: Path, tmp_path: Path, wrong: str, why: str) -> None:
+    listed = json.loads((kept / "kvasir-backup.json").read_text())
+    files = {**listed["files"], wrong: listed["files"]["store/kvasir.sqlite3"]}
+    proof = blake3(json.dumps(files).encode()).hexdigest()
+    (kept / "kvasir-backup.json").write_text(json.dumps({**listed, "files": files, "blake3": proof}))
+    refused = in_process("--home", tmp_path / "new", "restore", kept)
+    assert (refused.code, why in refused.err) == (6, True), refused.err
+    assert list(tmp_path.iterdir()) == [kept], "no home, and no part of one"
+
+
+@pytest.mark.parametrize("part", ["object", "list"])
+def test_a_file_that_claims_terabytes_fills_no_disk(
+    kept: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part: str
+) -> None:
+    object_ = next(kept.glob("objects/*/*"))
+    os.truncate(object_ if part == "object" else kept / "kvasir-backup.json", 1 << 42)
+
+    def copied(source: int, write: Callable[[bytes], object]) -> Any:
+        assert os.fstat(source).st_size < 1 << 40, "it would be copied"
+        return copy(source, write)
+
+    copy = folder_module._copied
+    monkeypatch.setattr(folder_module, "_copied", copied)
+    refused = in_process("--home", tmp_path / "new", "restore", kept)
+    assert (refused.code, "found 4398046511104" in refused.err) == (6, True), refused.err
+    assert list(tmp_path.iterdir()) == [kept]
+
+
+@pytest.mark.long(3)
+def test_a_restore_that_was_killed_leaves_nothing_to_the_next_one(
+    kept: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(commands, "_adopted", lambda _: {"findings": [], "snapshots": 0, "blobs": 0})  # takes seconds
+    ready = tmp_path / "ready"
+    script = _CUT.format(home=str(tmp_path / "new"), folder=str(kept), ready=str(ready))
+    with subprocess.Popen([sys.executable, "-c", script]) as cut:
+        give_up = time.monotonic() + 30
+        while not ready.exists():
+            assert time.monotonic() < give_up
+            assert cut.poll() is None
+            time.sleep(0.01)
+        [half] = tmp_path.glob(".new.restoring-*")
+        other = tmp_path / ".new.restoring-mine"  # a file of this name is nobody's rest
+        other.write_text("mine")
+        assert in_process("--home", tmp_path / "new", "restore", kept).code == 4  # the backup is in use
+        assert half.exists()
+        cut.kill()
+    assert in_process("--home", tmp_path / "new", "restore", kept).code == 0
+    assert {path.name for path in tmp_path.iterdir()} == {"kept", "new", "ready", ".new.restoring-mine"}
 
 
 @pytest.mark.long(4)

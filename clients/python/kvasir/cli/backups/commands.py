@@ -1,6 +1,8 @@
 """`kvasir backup` and `kvasir restore`: a home as of a moment, whether it runs or not, and a new home made of that."""
 
 import contextlib
+import fcntl
+import glob
 import os
 import re
 import shutil
@@ -35,6 +37,7 @@ _INDEX = "store/kvasir.sqlite3"
 # What makes a home the one that its peers know.
 _KEY, _PEERS = _IDENTITY = ("identity.pem", "peers.toml")
 _TRIES = 5
+_RESTORING = ".restoring-"  # behind the name of a home that is not whole yet
 
 FolderArgument = Annotated[Path, argument("The backup's folder.", "DIR")]
 
@@ -107,8 +110,7 @@ def restore(
         text = f"{home.root} is there already: name a new home, `kvasir --home NEW restore …`, or move that one away"
         raise FailedPrecondition(text, reason="HOME_REFUSED")
     home.root.parent.mkdir(parents=True, exist_ok=True)
-    new = Path(tempfile.mkdtemp(prefix=f".{home.root.name}-", dir=home.root.parent))
-    try:
+    with _begun(home.root) as new:
         with BackupFolder.open(folder) as source, caller.busy("copying"):
             files = {name: kept for name, kept in source.files().items() if not (new_identity and name in _IDENTITY)}
             missing = _write(source, files, new, partial)
@@ -117,9 +119,6 @@ def restore(
             (new / _PEERS).unlink()
         os.sync()
         new.rename(home.root)
-    except BaseException:
-        shutil.rmtree(new)
-        raise
     sync_directory(home.root.parent)
     report = _adopted(home) if _INDEX not in missing else None
     value = {"home": str(home.root), "files": len(files) - len(missing), "missing": sorted(missing), "store": report}
@@ -127,6 +126,41 @@ def restore(
     _print_next_step(caller, files, missing)
     if missing or report is None or report["findings"]:
         raise typer.Exit(PROBLEMS)
+
+
+@contextlib.contextmanager
+def _begun(root: Path) -> Iterator[Path]:
+    """A new directory beside the home that it becomes; it goes again if that fails. Those of restores that were killed
+    go, too: they are as secret as the home, and as large."""
+    beginning = f".{root.name}{_RESTORING}"
+    for left in root.parent.glob(f"{glob.escape(beginning)}*"):
+        with _held(left) as is_free:
+            if is_free:
+                shutil.rmtree(left, ignore_errors=True)
+    new = Path(tempfile.mkdtemp(prefix=beginning, dir=root.parent))
+    with _held(new):
+        try:
+            yield new
+        except BaseException:
+            shutil.rmtree(new, ignore_errors=True)
+            raise
+
+
+@contextlib.contextmanager
+def _held(folder: Path) -> Iterator[bool]:
+    """Whether no other command has it meanwhile."""
+    try:
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    except OSError:
+        yield False
+        return
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield True
+    except BlockingIOError:
+        yield False
+    finally:
+        os.close(descriptor)
 
 
 def _restored_words(value: dict[str, Any]) -> str:

@@ -21,6 +21,8 @@ from kvasir.syncing import sync
 LIST, _OBJECTS, _FORMAT = "kvasir-backup.json", "objects", 1
 _NEW = ".new-"  # what the name of an object that is being copied begins with
 _PIECE_BYTES = 1 << 20
+_MOST_LIST_BYTES = 1 << 30  # of some million files
+_MOST_NAME_BYTES = 255
 _HASH = re.compile(r"[0-9a-f]{64}")
 
 
@@ -56,7 +58,7 @@ class BackupFolder:
         """The files of the newest backup. Raises NotFound, DataLoss."""
         try:
             with _file(self._folder, LIST, self.root / LIST) as source:
-                return _files(os.read(source, os.fstat(source).st_size + 1))
+                return _files(_text(source))
         except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
             text = f"{str(error) or type(error).__name__}; this backup cannot be restored"
             raise damaged(self.root / LIST, text) from None
@@ -100,6 +102,8 @@ class BackupFolder:
         with os.fdopen(new, "wb") as out:
             try:
                 with self._shelf(kept.hash) as shelf, _file(shelf, kept.hash, where) as source:
+                    if (size_bytes := os.fstat(source).st_size) != kept.size_bytes:  # a few bytes on disk may claim any
+                        raise damaged(where, f"expected {kept.size_bytes} bytes, found {size_bytes}")
                     found = _copied(source, out.write)
             except (NotFound, FailedPrecondition) as error:
                 raise damaged(where, error.message.removeprefix(f"{where}: ")) from None
@@ -145,6 +149,13 @@ def damaged(where: Path, problem: str) -> DataLoss:
     return DataLoss(f"{where}: {problem}", reason="BACKUP_DAMAGED")
 
 
+def _text(source: int) -> bytes:
+    """Of a list. Raises ValueError for one that no backup has."""
+    if (size_bytes := os.fstat(source).st_size) > _MOST_LIST_BYTES:
+        raise ValueError(f"expected at most {_MOST_LIST_BYTES} bytes, found {size_bytes}")
+    return os.read(source, size_bytes + 1)
+
+
 def _files(data: bytes) -> Files:
     """Raises ValueError, LookupError, TypeError, AttributeError for what is no list."""
     read = json.loads(data)
@@ -157,6 +168,10 @@ def _files(data: bytes) -> Files:
         path = PurePosixPath(name)
         if path.is_absolute() or not path.parts or ".." in path.parts or str(path) != name or "\0" in name:
             raise ValueError(f"{name!r} is no path in a home")
+        if any(len(part.encode()) > _MOST_NAME_BYTES for part in path.parts):
+            raise ValueError(f"{name[:80]!r} is too long for a file's name")
+        if inside := next((str(each) for each in path.parents if str(each) in files), ""):
+            raise ValueError(f"{name!r} lies in {inside!r}, which is a file")
         if _HASH.fullmatch(kept.hash) is None or type(kept.size_bytes) is not int:
             raise ValueError(f"{name!r} has no digest")
     return files
