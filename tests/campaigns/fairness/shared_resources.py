@@ -92,7 +92,7 @@ SHARED = (
         "FIRST_MESSAGE_LATE",
     ),
     Shared(
-        "calls that are answered, for 50 ms; streams, for their first 20",
+        "calls that are answered, for their first 20 ms",
         "both",
         "clients/python/kvasir/server/interceptors.py: answering",
         ("kvasir.server.interceptors:MAX_ANSWERING", 16),

@@ -55,12 +55,11 @@ _FEWEST_ARRIVING = 16
 # and one that names ten thousand blobs takes ten milliseconds.
 MAX_ARRIVING_ALONE = 12
 # Calls that are being answered. On the event loop each step of a call waits for a step of every other call. So the many
-# calls of one namespace wait here, where they delay nobody.
+# calls of one namespace wait here, where they delay nobody. A call that lasts longer than `LOOK_S` is counted no more:
+# it waits for a disk, a network or a lease, and the call that releases the lease may be waiting here.
 MAX_ANSWERING = 16
 # Of one namespace, while another was here: two keep the loop busy, one at work and one that waits for a disk.
 _BESIDE_OTHERS = 2
-# A call that lasts longer waits for a disk or a lease, and the call that releases the lease may be waiting here.
-_ANSWERING_S = 0.05
 _MAX_UNCOLLECTED_BYTES = 32 << 20
 
 # The caller that shows this certificate (PEM) and names this namespace, or None.
@@ -229,9 +228,7 @@ class Authentication(_Interceptor):
             # Health and reflection have no time limits of their own.
             bounds_each = method.startswith(_COMMON_SERVICES)
             return _guarded(handler, guard, partial(self._all_in_time, bounds_each=bounds_each))
-        # A stream may last for hours.
-        answering_s = LOOK_S if handler.response_streaming else _ANSWERING_S
-        return _guarded(handler, guard, partial(self._begun, answering_s=answering_s))
+        return _guarded(handler, guard, self._begun)
 
     def take(self, credentials: Credentials) -> int:
         """From now on these hold. Ends the running calls of callers who lost theirs; returns how many."""
@@ -251,12 +248,12 @@ class Authentication(_Interceptor):
         yield Arriving(requests, FIRST_MESSAGE_S, place, bounds_each=bounds_each, see_first=current_deed().is_about)
 
     @asynccontextmanager
-    async def _begun(self, requests: Any, *, answering_s: float) -> AsyncIterator[Any]:
+    async def _begun(self, requests: Any) -> AsyncIterator[Any]:
         caller = current_principal()
         of_caller = self.arriving_alone_of_caller[caller.namespace]
         arriving = Place((of_caller, caller.name), (self.arriving_alone, caller.namespace))
         answering = Place((self.answering, caller.namespace))
-        async with begun(requests, FIRST_MESSAGE_S, arriving, answering, answering_s) as request:
+        async with begun(requests, FIRST_MESSAGE_S, arriving, answering, LOOK_S) as request:
             current_deed().is_about(request)
             yield request
 
