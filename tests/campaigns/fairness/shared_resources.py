@@ -52,7 +52,7 @@ SHARED = (
         "clients/python/kvasir/server/arriving.py: _held",
         ("kvasir.server.arriving:MAX_HELD", 1024),
         "each namespace has its own, and so have all strangers",
-        "the newest first, 100 a second; one of 8 MiB counts as 33; of too many the oldest at once",
+        "the newest first, 50 a second; one of 8 MiB counts as 33; of too many the oldest at once",
         "what it is told without waiting",
     ),
     Shared(

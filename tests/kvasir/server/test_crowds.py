@@ -157,7 +157,7 @@ def test_a_thousand_silent_health_checks_shut_nobody_out(tmp_path: Path, monkeyp
             await asyncio.sleep(0.3)
             ended, lasted_s = [call for call in silent if call.done()], time.monotonic() - began_s
             too_many = SILENT - MAX_HELD - MAX_WAITING_CHECKS
-            assert 0 < len(ended) <= too_many + 33 + lasted_s / 0.0099, "each end takes time of the event loop"
+            assert 0 < len(ended) <= too_many + 33 + lasted_s / 0.0198, "each end takes time of the event loop"
             # A call that is ended while its stream is open is now and then told CANCELLED by gRPC itself.
             reasons = Counter([await reason_of(call) for call in ended])
             assert reasons["FIRST_MESSAGE_LATE"] >= len(ended) - 5, reasons
@@ -170,7 +170,7 @@ def test_a_thousand_silent_health_checks_shut_nobody_out(tmp_path: Path, monkeyp
 @pytest.mark.long(2)
 @pytest.mark.parametrize("name", ["", "crowd0"])
 def test_a_flood_is_refused_at_a_measured_pace(tmp_path: Path, name: str) -> None:
-    """Of strangers, and of a namespace that wants more than there is: 32 at once, and one each 10 ms."""
+    """Of strangers, and of a namespace that wants more than there is: 32 at once, and one each 20 ms."""
 
     async def test() -> None:
         async with served(tmp_path, Refusing()) as server:
@@ -186,7 +186,7 @@ def test_a_flood_is_refused_at_a_measured_pace(tmp_path: Path, name: str) -> Non
                     refused += time.monotonic() < until
 
             await asyncio.gather(*(ask() for _ in range(64)))
-            assert refused <= 33 + 50
+            assert refused <= 33 + 25
 
     run(test())
 

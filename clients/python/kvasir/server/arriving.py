@@ -25,7 +25,7 @@ MAX_WAITING_CHECKS = 32
 MAX_HELD = 1024
 # Of these few go on at once and then so many a second. Each takes a millisecond of the event loop, and so do so many
 # bytes of a request.
-_AT_ONCE, _A_SECOND = 32, 100
+_AT_ONCE, _A_SECOND = 32, 50
 _BYTES_OF_ONE = 256 << 10
 
 # Entered while a message arrives, once for each message: waits for its room.
