@@ -15,7 +15,7 @@ from kvasir.inference.v1 import handover_pb2_grpc
 from kvasir.server.interceptors import current_principal
 from kvasir.server.operating.audit import current_deed
 from kvasir.server.shared_room import SharedRoom
-from kvasir.waits import SILENCE_S
+from kvasir.waits import SILENCE_S, WORK_S
 
 from inference_svc.edge import handover_messages as wire
 from inference_svc.edge.service import check_serves, fit
@@ -34,6 +34,9 @@ HANDOVER_ROLES: Mapping[str, frozenset[str]] = {
     **{f"/{HANDOVER_SERVICE_NAME}/{rpc}": frozenset({ENGINE, HANDOVER}) for rpc in ("TakeTurn", "ReadTurn", "EndTurn")},
     f"/{HANDOVER_SERVICE_NAME}/HandOverTurn": frozenset({CLIENT, ADMIN}),
 }
+
+# The other engine gives up before.
+_RECEIVE_S = WORK_S + SILENCE_S
 
 T = TypeVar("T")
 
@@ -65,7 +68,8 @@ class HandOverService(handover_pb2_grpc.HandOverServiceServicer):  # type: ignor
         taking = await self._opened(await _next(parts, "opening"), caller)
         try:
             await context.write(pb.TakeTurnResponse(opened=pb.TurnOpened()))
-            await _receive(parts, taking)
+            async with _in_time(_RECEIVE_S):  # a frame now and then would hold the room of its namespace's memories
+                await _receive(parts, taking)
             async with _in_time():
                 promise = await taking.prepare()
                 await context.write(wire.write_promise(promise))
@@ -168,13 +172,14 @@ async def _next(parts: AsyncIterator[pb.TakeTurnRequest], *expected: str) -> pb.
 
 
 @contextlib.asynccontextmanager
-async def _in_time() -> AsyncIterator[None]:
-    """Raises DeadlineExceeded for a step of a hand-over that takes too long."""
+async def _in_time(within_s: float | None = None) -> AsyncIterator[None]:
+    """Raises DeadlineExceeded for a step of a hand-over that takes too long; None: for a peer that is silent."""
+    within_s = SILENCE_S if within_s is None else within_s
     try:
-        async with asyncio.timeout(SILENCE_S):
+        async with asyncio.timeout(within_s):
             yield
     except TimeoutError:
-        raise DeadlineExceeded(f"the hand-over stood still for {SILENCE_S:g} s") from None
+        raise DeadlineExceeded(f"the hand-over got no further for {within_s:g} s") from None
 
 
 def _named(request: pb.HandOverTurnRequest, under_way: list[list[Progress]]) -> list[Progress]:

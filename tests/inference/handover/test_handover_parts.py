@@ -8,13 +8,14 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
-from kvasir.errors import FailedPrecondition, InvalidArgument, NotFound
+from kvasir.errors import DeadlineExceeded, FailedPrecondition, InvalidArgument, NotFound
 from kvasir.formats.digest import Digest
 from kvasir.inference.v1 import handover_pb2 as pb
 from kvasir.inference.v1 import inference_pb2
 
 from inference_svc.config import ConfigError, EngineSettings, read_settings
 from inference_svc.edge import handover_messages as wire
+from inference_svc.edge import handover_service
 from inference_svc.engine.api import AgentKey, CarriedTurn, HeldTurn, SamplingParams, Timings, TurnPlan
 from inference_svc.engine.files.held_turns import check_carried
 from inference_svc.handover.giving import TurnGiver
@@ -217,6 +218,48 @@ def test_peers_are_named_in_the_configuration() -> None:
     for wrong in (["--drain-to", "nobody"], ["--peer", "nameless"]):
         with pytest.raises(ConfigError):
             read_settings([*listen, *wrong])
+
+
+def test_a_hand_over_whose_bytes_come_one_by_one_ends_and_gives_its_room_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each part is in time: only the whole is not. The room is that of the namespace's own memories."""
+    monkeypatch.setattr(handover_service, "_RECEIVE_S", 0.3)
+    monkeypatch.setattr(handover_service, "current_principal", lambda: None)
+    events = list[str]()
+
+    class Held:
+        is_whole = False
+
+        async def hold(self, size_bytes: int) -> None:
+            events.append(f"holds {size_bytes}")
+
+        def close(self) -> None:
+            events.append("closed")
+
+    async def drops() -> Any:
+        yield pb.TakeTurnRequest(opening=pb.TurnOpening())
+        yield pb.TakeTurnRequest(file=pb.TurnFile(digest={"hash": "5" * 64, "size_bytes": 1 << 20}))
+        while True:
+            await asyncio.sleep(0.02)
+            yield pb.TakeTurnRequest(frame=b"x")
+
+    async def opened(*_given: Any) -> Any:
+        return Held()
+
+    async def work() -> None:
+        nobody = cast("Any", None)
+        service = handover_service.HandOverService(nobody, nobody, nobody, nobody, nobody, max_prompt_bytes=1)
+        monkeypatch.setattr(service, "_opened", opened)
+        monkeypatch.setattr(service, "_telling", SimpleNamespace(is_stopping=lambda: False))
+        monkeypatch.setattr(handover_service, "check_serves", lambda _: None)
+
+        async def write(_answer: object) -> None:
+            return
+
+        with pytest.raises(DeadlineExceeded, match="got no further"):
+            await service.TakeTurn(drops(), SimpleNamespace(write=write))
+
+    asyncio.run(asyncio.wait_for(work(), 20))
+    assert events == [f"holds {1 << 20}", "closed"]
 
 
 def test_a_taken_turn_does_not_wait_for_ever_behind_one_that_waits_for_its_room(
