@@ -15,7 +15,7 @@ from inference_svc.model.model_identity import tokenizer_digest
 from tests.inference.engine.driving import Driver
 from tools.kvasir_tiny import evaluate
 
-TOKENS_A_PASS = 2.5
+TOKENS_A_PASS, P_CACHE = 2.5, 0.6
 
 
 def test_a_model_that_ships_is_found_by_its_name() -> None:
@@ -33,19 +33,21 @@ def test_an_engine_recalls_facts_by_windows(tmp_path: Path) -> None:
     talk = evaluate.conversation(1, 300)
     engine = Engine.open(kvasir_tiny.WEDLM_NAME, cache_dir=tmp_path, memory_budget_bytes=64 << 20, longest_gap_s=0)
     driver, tokenizer = Driver(engine), engine.tokenizer
-    passes = tokens = 0
+    passes = rows = tokens = 0
 
     def reply_to(question: str) -> str:
-        nonlocal passes, tokens
+        nonlocal passes, rows, tokens
         messages: Any = [*talk.messages, {"role": "user", "content": question}]
         prompt = tokenizer.apply_chat_template(messages, tools=talk.tools or None, add_generation_prompt=True)
         end = (listener := driver.submit(list(prompt), max_tokens=64, temperature=0.0)).end()
-        passes, tokens = passes + end.mask_passes.passes, tokens + end.completion_tokens
+        passes, rows = passes + end.mask_passes.passes, rows + end.mask_passes.rows
+        tokens += end.completion_tokens
         return "".join(each.text for each in listener.events if isinstance(each, Tokens)).strip()
 
     try:
         questions = talk.questions[:6]
         assert [reply_to(each.text) for each in questions] == [each.answer for each in questions]
         assert tokens >= TOKENS_A_PASS * passes
+        assert tokens >= P_CACHE * rows
     finally:
         engine.close()
