@@ -114,3 +114,24 @@ def _cut(write: Callable[..., bool], name: str, *given: Any) -> bool:
     if name == "kvasir-store":
         raise KeyboardInterrupt
     return write(name, *given)
+
+
+def test_objects_that_the_bucket_forgot_are_found_by_checks_and_by_a_scrub_and_are_written_again(
+    tmp_path: Path, bucket: LyingBucket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A gateway may answer a write, and forget it: nothing can be read then, but nobody goes on in the belief that it
+    can."""
+    lab, turn = _lab(tmp_path / "a", bucket), SyntheticAgent(seed=1).turn(600)
+    lost = turn.digests[0]
+    put = bucket.put_new
+    monkeypatch.setattr(bucket, "put_new", lambda name, data: lost.hash in name or put(name, data))
+    with lab.open() as store:
+        publish(store, "ada", turn, 0)
+        [finding] = store.care.check(repair=False).findings
+        assert (finding.problem, lost.hash in finding.detail) == ("MISSING_FILE", True)
+        assert [each.damaged for each in store.care.verify(NS, "ada")][-1] == (lost,)
+        assert store.blobs.find_missing(NS, turn.digests) == [lost]
+        monkeypatch.undo()
+        publish(store, "ada", turn, 1)
+        assert store.care.check(repair=False).is_clean
+        assert store.blobs.read(NS, lost) == turn.new_blobs[lost]
