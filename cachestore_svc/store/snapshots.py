@@ -1,6 +1,6 @@
 """Versions of agents' lines: committed, read, listed."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import partial
@@ -94,9 +94,17 @@ class Snapshots:
             namespace,
             early.awaited,
             lambda: self._core.catalog.write_later(namespace, partial(self._commit, asked=asked)),
-            lambda: self._core.read(namespace, lambda view: view.find_blobs(early.awaited)),
+            lambda: self._listed(namespace, early.awaited),
             early.answer,
         )
+
+    def _listed(self, namespace: str, blobs: Sequence[Digest]) -> Collection[Digest]:
+        """Those of the blobs that are listed, with all that are being listed now: reads overtake writes."""
+
+        def find(change: CatalogChange) -> Collection[Digest]:
+            return change.find_blobs(blobs)
+
+        return self._core.write(namespace, find)
 
     def _asked(
         self,

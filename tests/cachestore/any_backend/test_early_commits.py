@@ -1,6 +1,8 @@
 """Commits that come before their last blobs: each is that of one which came after them, or there is no version."""
 
-from concurrent.futures import CancelledError, Future
+import threading
+import time
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 
 import pytest
 from kvasir.errors import Conflict, FailedPrecondition, KvasirError, NotFound
@@ -11,7 +13,7 @@ from cachestore_svc.facts.records import BlobKind
 from cachestore_svc.index.values import CommitTerms, Done
 from cachestore_svc.store.snapshots import EarlyCommit, KnownManifest
 from cachestore_svc.store.store import Store
-from tests.cachestore.core.lab import NS, assert_restores, prefix_of, publish, upload, write, write_all
+from tests.cachestore.core.lab import NS, Lab, assert_restores, prefix_of, publish, upload, write, write_all
 from tests.made_models.synthetic import SMALL, WINDOWED, SyntheticAgent, SyntheticSnapshot
 
 AGENT = "a"
@@ -152,3 +154,23 @@ def test_an_early_commit_serves_no_other_namespace_with_its_blobs(store: Store) 
         store.snapshots.get("other", AGENT)
     upload(store, snapshot)
     assert answer.result(10).snapshot.version == 1
+
+
+def test_a_commit_that_comes_while_its_last_blob_waits_to_be_listed_is_made(lab: Lab, store: Store) -> None:
+    snapshot, catalog = SyntheticAgent(SMALL).turn(300), store._core.catalog
+    write_all(store, snapshot.new_blobs)
+    data, digest = snapshot.manifest_bytes, snapshot.manifest_digest
+    held = threading.Event()
+    with (
+        ThreadPoolExecutor(2) as threads,
+        store.blobs.open_writer(NS, digest, BlobKind.MANIFEST) as writer,
+    ):
+        writer.write(0, data)
+        catalog.write_later(NS, lambda _: held.wait(5) and lab.clock.pass_s(1))  # as a disk that takes its time
+        finishing = threads.submit(writer.finish)
+        time.sleep(0.1)
+        beginning = threads.submit(begin, store, snapshot, 0, None, [digest])
+        time.sleep(0.1)  # it looks for the blob, behind or before its listing
+        held.set()
+        finishing.result(10)
+        assert beginning.result(10).result(5).snapshot.version == 1
