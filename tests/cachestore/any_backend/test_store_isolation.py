@@ -12,6 +12,7 @@ from cachestore_svc.index.values import CommitTerms
 from cachestore_svc.store.blobs import NewBlob
 from cachestore_svc.store.move_steps import ArrivingAgent
 from cachestore_svc.store.store import Store
+from tests.cachestore.any_backend.test_early_commits import begin
 from tests.cachestore.core.lab import NS, Lab, anybody, assert_restores, damaged, prefix_of, publish, upload, write
 from tests.made_models.synthetic import SMALL, SyntheticAgent, SyntheticSnapshot
 
@@ -60,6 +61,7 @@ PROBES: dict[str, Callable[[Store, SyntheticSnapshot], object]] = {
     "blobs.leading_stored": lambda s, c: not_found(lambda: s.blobs.leading_stored(NS, c.digests)),
     "blobs.named_blobs": lambda s, c: not_found(lambda: s.blobs.named_blobs(NS, c.manifest_digest, 1)),
     "snapshots.commit": lambda s, c: refused(lambda: s.snapshots.commit(NS, "mine", c.manifest_digest, 0)),
+    "snapshots.commit_early": lambda s, c: commit_early_waits(s, c),
     "snapshots.get": lambda s, c: not_found(lambda: s.snapshots.get(NS, "secret")),
     "snapshots.has_had": lambda s, c: (
         not s.snapshots.has_had(NS, "secret", c.manifest_digest.hash) or pytest.fail("their version was seen")
@@ -125,6 +127,16 @@ def their_token(store: Store) -> object:
 def refused(call: Callable[[], object]) -> None:
     with pytest.raises(FailedPrecondition, match="not here"):
         call()
+
+
+def commit_early_waits(store: Store, theirs: SyntheticSnapshot) -> None:
+    """For blobs that are theirs alone; and what awaits ours is refused without theirs."""
+    upload(store, ours := SyntheticAgent(SMALL, 3).turn(30))
+    refused(lambda: begin(store, theirs, awaited=[ours.manifest_digest]).result(10))
+    waits = begin(store, theirs, awaited=theirs.digests)
+    write(store, theirs.manifest_digest, theirs.manifest_bytes, BlobKind.MANIFEST, THEIRS)
+    assert not waits.done()
+    assert waits.cancel()
 
 
 def not_under_way(call: Callable[[], object]) -> None:
