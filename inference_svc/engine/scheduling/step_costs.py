@@ -1,16 +1,46 @@
 """What the parts of a step cost, learned from steps that were made: it says how much fits into a gap of streams.
 
-Pure: callers pass in the time. A token of a prompt costs more the deeper it lies, because it attends to more; so cells
-are remembered by how often their position doubles. A pass that cells share costs less for each token, because a device
-keeps its graph: so these are remembered apart.
+Pure: callers pass in the time. A token of a prompt costs more the deeper it lies, because it attends to more; so passes
+are remembered by how often their position doubles. A pass costs something whatever its tokens are: on a GPU 128 of them
+take half as long as 1,024. If tokens alone counted, a few short passes would make the next ones short for ever.
 """
 
 import math
 from collections import deque
+from collections.abc import Collection
+from dataclasses import dataclass
 from statistics import median, median_low
 
 _PLAIN_STEPS = 9  # that are remembered: a few slow ones among them change nothing
-_CELLS = 5  # of a depth that are remembered: one for which kernels were compiled changes nothing
+_PASSES = 7  # of a depth that are remembered: two for which kernels were compiled change nothing
+_APART = 128  # tokens by which two passes differ that tell what each token takes
+_GROWTH = 2  # a line is believed up to so many times the tokens of the longest pass that is remembered
+
+
+@dataclass(frozen=True, slots=True)
+class _PassLine:
+    """Seconds of passes besides their tokens, of each token, and of each with its part of what is fixed: longer passes
+    take no more than that for each.
+    """
+
+    fixed_s: float
+    each_s: float
+    average_s: float
+    longest: int  # tokens
+
+    @classmethod
+    def through(cls, passes: Collection[tuple[int, float]]) -> "_PassLine":
+        """By medians over all pairs (Theil and Sen). Passes of one length do not tell what is fixed: then it is
+        nothing.
+        """
+        average_s, longest = median_low(took_s / tokens for tokens, took_s in passes), max(passes)[0]
+        slopes = [
+            (many_s - few_s) / (many - few) for few, few_s in passes for many, many_s in passes if many - few >= _APART
+        ]
+        each_s = median(slopes) if slopes else 0.0
+        fixed_s = median_low(took_s - each_s * tokens for tokens, took_s in passes)
+        has_told = each_s > 0 and fixed_s > 0
+        return cls(fixed_s, each_s, average_s, longest) if has_told else cls(0.0, average_s, average_s, longest)
 
 
 class StepCosts:
@@ -18,8 +48,8 @@ class StepCosts:
 
     def __init__(self) -> None:
         self._steps: deque[tuple[int, float]] = deque(maxlen=_PLAIN_STEPS)  # rows and seconds
-        # By whether the cell shared a pass, and the bits of its position.
-        self._token_s: dict[tuple[bool, int], deque[float]] = {}
+        self._passes: dict[int, deque[tuple[int, float]]] = {}  # tokens and seconds, by the bits of their position
+        self._lines: dict[int, _PassLine] = {}  # through each of these
         self._load: tuple[int, float] | None = None  # files of the newest load, and its seconds
 
     @property
@@ -29,7 +59,7 @@ class StepCosts:
 
     @property
     def knows_tokens(self) -> bool:
-        return bool(self._token_s)
+        return bool(self._passes)
 
     def stepped(self, took_s: float, rows: int) -> None:
         """A step did nothing but decode so many rows."""
@@ -42,24 +72,34 @@ class StepCosts:
         rows = [_within(seconds, took_s / rows) if took_s <= seconds else 0 for rows, took_s in self._steps]
         return median_low(rows) if rows else 0
 
-    def learn(self, position: int | None, size: int, took_s: float, *, is_shared: bool = False) -> None:
-        """So many tokens of a prompt were computed, from `position` on; or so many files became KV. `is_shared`: in a
-        pass with other cells.
-        """
+    def learn(self, position: int | None, size: int, took_s: float) -> None:
+        """A pass over so many tokens was computed, from `position` of a prompt on; or so many files became KV."""
         if position is None:
             self._load = size, took_s
         else:
-            cells = self._token_s.setdefault((is_shared, position.bit_length()), deque(maxlen=_CELLS))
-            cells.append(took_s / size)
+            depth = position.bit_length()
+            passes = self._passes.setdefault(depth, deque(maxlen=_PASSES))
+            passes.append((size, took_s))
+            self._lines[depth] = _PassLine.through(passes)
 
-    def tokens_within(self, seconds: float, position: int, *, is_shared: bool = False) -> int | None:
-        """How many tokens from `position` on are computed in so many seconds; None if that is not known."""
-        each_s = self._each_s(position, is_shared=is_shared)
-        return None if each_s is None else _within(seconds, each_s)
+    def tokens_within(self, seconds: float, position: int, *, goes_along: bool = False) -> int | None:
+        """How many tokens from `position` on are computed in so many seconds; None if that is not known.
+        `goes_along`: with the cells of a pass.
+        """
+        if not self._passes:
+            return None
+        line = self._lines[self._nearest(position)]
+        reached = _within(seconds if goes_along else seconds - line.fixed_s, line.each_s)
+        return max(_within(seconds, line.average_s), min(reached, _GROWTH * line.longest))
 
-    def seconds_of(self, tokens: int, position: int) -> float:
-        """How long so many tokens from `position` on take in a shared pass; 0 if that is not known."""
-        return tokens * (self._each_s(position, is_shared=True) or 0.0)
+    def seconds_of_cell(self, tokens: int, position: int, *, goes_along: bool) -> float:
+        """How long so many tokens take, with their pass itself or behind cells with which they go along; 0 if that is
+        not known.
+        """
+        if not self._passes:
+            return 0.0
+        line = self._lines[self._nearest(position)]
+        return tokens * line.each_s + (0.0 if goes_along else line.fixed_s)
 
     def files_within(self, seconds: float) -> int | None:
         """How many files become KV in so many seconds; None if that is not known. One more than the last time if that
@@ -73,12 +113,8 @@ class StepCosts:
             return _within(seconds, took_s / files)
         return 2 * files if 2 * took_s < seconds else files + 1
 
-    def _each_s(self, position: int, *, is_shared: bool) -> float | None:
-        if not self._token_s:
-            return None
-        depth = position.bit_length()
-        nearest = min(self._token_s, key=lambda known: (known[0] != is_shared, abs(known[1] - depth)))
-        return median_low(self._token_s[nearest])
+    def _nearest(self, position: int) -> int:
+        return min(self._passes, key=lambda known: abs(known - position.bit_length()))
 
 
 def _within(seconds: float, each_s: float) -> int:

@@ -105,7 +105,7 @@ class StepSchedule(Generic[TurnT]):
             self._costs.learn(None, last.size, took_s)
         if last.tokens >= self._rules.least_tokens and all(cell.turn.status in RUNNING for cell in last.cells):
             for position in {cell.position.bit_length(): cell.position for cell in last.cells}.values():
-                self._costs.learn(position, last.tokens, took_s, is_shared=len(last.cells) > 1)
+                self._costs.learn(position, last.tokens, took_s)
 
     def grant(self, spent_s: float, urgency: Urgency[TurnT], *, is_behind_step: bool) -> Grant[TurnT] | None:
         """The step's next cell, or the next files, for a turn that counts as served; None when that is over."""
@@ -152,7 +152,8 @@ class StepSchedule(Generic[TurnT]):
             last = cells[-1]
             tokens = rule.in_rows(last.size)
             taken += tokens
-            left_s = None if left_s is None else left_s - self._costs.seconds_of(tokens, last.position)
+            if left_s is not None:
+                left_s -= self._costs.seconds_of_cell(tokens, last.position, goes_along=len(cells) > 1)
             able = [turn for turn in able if turn is not last.turn]
             turn = self._next_of(able) if able else None
             size = self._shared_size(rule, turn, self._rules.cell_tokens - taken, left_s) if turn is not None else 0
@@ -169,7 +170,7 @@ class StepSchedule(Generic[TurnT]):
             return 0
         most = min(most, rule.most_tokens)
         if left_s is not None:
-            most = min(most, self._costs.tokens_within(left_s, turn.cells.computed, is_shared=True) or 0)
+            most = min(most, self._costs.tokens_within(left_s, turn.cells.computed, goes_along=True) or 0)
         whole, least = self._cell_tokens(turn), self._rules.least_tokens
         size = cut_cell(turn.cells.computed, whole, most, least)
         return size if size >= min(whole, least) else 0

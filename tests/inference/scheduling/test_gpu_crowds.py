@@ -12,7 +12,7 @@ from tests.inference.scheduling.scheduling_world import Job, World
 from tests.made_models.sampling import sampled
 
 BUILD_S, ENQUEUE_S = 0.008, 0.010  # by the processor, of a cell that keeps no graph
-KEPT_S = 0.006  # of one that does
+KEPT_S = 0.006  # of one that does, as all beside streams that may share a pass
 CELL = 2_048
 GPU = Rules(cell_tokens=CELL, least_tokens=128)
 
@@ -30,6 +30,7 @@ class Gpu(World):
     launched: deque[tuple[tuple[Job, ...], float, bool]] = field(default_factory=deque)  # rows, end, is behind a cell
     free_s: float = 0.0
     step_s: float = 0.007
+    compile_s: float = 0.0  # of each pass besides
 
     def step(self) -> None:
         self.steps += 1
@@ -48,9 +49,9 @@ class Gpu(World):
     def cells(self, decoding: tuple[Job, ...]) -> bool:
         began_s, grants = self.now, 0
         while grant := self.scheduler.grant(self.now - began_s, is_behind_step=bool(self.launched)):
-            grants, is_kept = grants + 1, grant.tokens <= 256 or len(grant.cells) > 1
+            grants, is_kept = grants + 1, grant.tokens <= 256 or bool(self.rules.shared_pass and decoding)
             self.now += 0.001 if is_kept else BUILD_S
-            self.free_s = max(self.free_s, self.now + 0.001) + cell_s(grant.tokens)
+            self.free_s = max(self.free_s, self.now + 0.001) + cell_s(grant.tokens) + self.compile_s
             there_s = self.free_s
             self.now += KEPT_S if is_kept else ENQUEUE_S
             self.read(len(self.launched))
