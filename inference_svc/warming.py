@@ -15,6 +15,7 @@ from kvasir.waits import LOOK_S, RETRY_S, WORK_S
 from inference_svc.engine import api
 from inference_svc.engine.engine import Engine
 from inference_svc.kv.batch.decode_step import table_width
+from inference_svc.kv.batch.packed_pass import ROW_TOKENS
 from inference_svc.kv.batch.short_pass import KEPT_TOKENS
 from inference_svc.kv.page import PAGE_TOKENS
 from inference_svc.model.prompting import Prompting
@@ -27,6 +28,8 @@ _SHORT_TOKENS = 16
 _MIDDLING_TOKENS = 300  # more than a block, less than a cell
 _OWN_KERNELS = (8, 32, 64)  # tokens of short passes for which kernels are compiled that no other turn here needs
 _QUESTION_TOKENS = 48  # of a pass that a restored agent's turn begins with, most likely
+_CROWDS_ROWS = (2, 4, 8, 16, 32, 64)  # of steps that decode a crowd
+_PACKED_ROWS = range(2, 26, 2)  # of passes over its prompts
 _CROWD = 8
 _CROWD_REPLY = 24  # tokens: the first still decodes when the last one begins to
 _TRIES = 5  # callers who come so often compile their own shapes
@@ -62,8 +65,8 @@ def warm_up(engine: Engine) -> None:
 
 
 async def warm_up_while_idle(engine: Engine, is_idle: Callable[[], bool], clock: Callable[[], float]) -> None:
-    """The shapes of a first crowd, on a GPU, while no caller has a turn: graphs for each number of rows and each length
-    of a short pass, a device's own products, and what cells really cost. Gives way at once, and begins again when it is
+    """The shapes of a first crowd, on a GPU, while no caller has a turn: graphs for numbers of rows and each length of
+    a short pass, a device's own products, and what cells really cost. Gives way at once, and begins again when it is
     idle. As many prompts as are computed within a second.
     """
     if engine.device == "cpu":
@@ -71,11 +74,12 @@ async def warm_up_while_idle(engine: Engine, is_idle: Callable[[], bool], clock:
     cell, context = _cell(engine), engine.model.context_tokens
     for tokens in KEPT_TOKENS:
         await _run_while_idle(engine, [(min(tokens, cell), 1)], is_idle, clock)
-    for tokens, depth in product(KEPT_TOKENS, _depths(engine)):
+    short, steps = product(KEPT_TOKENS, _depths(engine), [1]), product([0], _depths(engine), _CROWDS_ROWS)
+    for tokens, depth, rows in (*short, *steps, *product([ROW_TOKENS], _depths(engine)[:2], _PACKED_ROWS)):
         while not is_idle():
             await _until_quiet(is_idle)
         # It fails where memories have every page, or as the engine ends.
-        await asyncio.gather(asyncio.wrap_future(engine.keep_graph(tokens, depth)), return_exceptions=True)
+        await asyncio.gather(asyncio.wrap_future(engine.keep_graph(tokens, depth, rows)), return_exceptions=True)
     took_s = await _run_while_idle(engine, [(cell, 1)], is_idle, clock)
     replies = [min(_CROWD_REPLY + 2 * place, context - cell) for place in range(_CROWD)]
     count = int(1 / max(took_s, LOOK_S))
@@ -143,7 +147,10 @@ def _run_each_kernel(engine: Engine) -> None:
         _wait(*_run_all(engine, [(min(tokens, longest), 1)]))
     _wait(_run(engine, short, _ANY_WAY))
     # A graph is another one for each width of block tables: a restored turn is the first to need most of them.
-    wait([engine.keep_graph(tokens, depth) for depth in _depths(engine) for tokens in (_QUESTION_TOKENS, 0)], WORK_S)
+    ahead = [engine.keep_graph(tokens, depth) for depth in _depths(engine) for tokens in (_QUESTION_TOKENS, 0)]
+    # The first crowd comes soon, and its turns begin to decode one after the other.
+    ahead += [engine.keep_graph(0, depth, rows) for depth in _depths(engine)[:2] for rows in _CROWDS_ROWS[:3]]
+    wait(ahead, WORK_S)
     with contextlib.suppress(KvasirError, TimeoutError):
         _remember(engine, min(_MIDDLING_TOKENS, longest - _DECODED_TOKENS))
 

@@ -260,10 +260,11 @@ class Engine:
         """Prompt and reply tokens of callers that went through the model since it was loaded."""
         return self._worker.computed_tokens
 
-    def keep_graph(self, tokens: int, depth: int) -> "Future[None]":
+    def keep_graph(self, tokens: int, depth: int, rows: int = 1) -> "Future[None]":
         """Have the device keep the graph of a pass of so many tokens behind `depth` others, where it keeps such graphs:
-        to make one delays the turn that is the first to need it. 0 tokens: of a step that decodes one turn."""
-        return self._thread.post(lambda worker: worker.keep_graph(tokens, depth))
+        to make one delays the turn that is the first to need it. 0 tokens: of a step that decodes so many
+        rows; else several rows are those of a packed pass."""
+        return self._thread.post(lambda worker: worker.keep_graph(tokens, depth, rows))
 
     @property
     def preemptions(self) -> int:

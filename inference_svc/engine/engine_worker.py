@@ -64,7 +64,7 @@ class EngineWorker:
             drafter = Drafter(batch.most_drafted_rows, rules.most_drafts, lambda: self._scheduler.is_alone, texts_of)
             self._decoder = Decoder(batch, drafter, clock, looks_ahead=not model.has_states)
         mask = None if model.mask_window is None else model.mask_window.mask_token_id
-        self._prefiller = Prefiller(runner, self._guarding, mask)
+        self._prefiller = Prefiller(runner, rules.shared_pass, self._guarding, mask)
         self.leaving = LeavingFiles(model, self._pool, self.memories, self._turns, batch)
         self._may_decode: Collection[Sequence] = ()  # in this step
         self._when_idle: dict[AgentKey, list[Callable[[], None]]] = {}
@@ -90,12 +90,12 @@ class EngineWorker:
         self.memory_used_bytes = self.room.used_bytes
         return self._pool.give_back()
 
-    def keep_graph(self, tokens: int, depth: int) -> None:
+    def keep_graph(self, tokens: int, depth: int, rows: int) -> None:
         """See `Engine.keep_graph`."""
         if tokens:
-            self._runner.keep_graph(self._pool, tokens, depth)
+            self._runner.keep_graph(self._pool, tokens, depth, rows)
         elif isinstance(self._decoder, Decoder):
-            self._decoder.batch.keep_graph(depth)
+            self._decoder.batch.keep_graph(depth, rows)
 
     def submit(self, sequence: Sequence) -> None:
         self._scheduler.submit(sequence, self._clock())

@@ -9,25 +9,33 @@ from kvasir.errors import KvasirError, ResourceExhausted
 
 from inference_svc.engine.beginning import mark
 from inference_svc.engine.sampling import Drawn, Draws, Sampler
+from inference_svc.engine.scheduling.schedulable import SharedPass
 from inference_svc.engine.scheduling.step_schedule import TurnCell
 from inference_svc.engine.sequence import Sequence
 from inference_svc.engine.wedlm.mask_draws import without_mask
 from inference_svc.kv.batch.packed_pass import Cell, can_pack
+from inference_svc.kv.batch.short_pass import KEPT_TOKENS
 from inference_svc.kv.sequence_kv import SequenceKV
 from inference_svc.model.model_runner import ModelRunner
 
+_PACKED_DEPTH = 8192  # tokens; a long cell behind more is left to MLX's attention
+
 
 class Prefiller:
-    """`guarding`: around work for turns, all of which end if it fails. `mask_token_id`: never drawn."""
+    """`guarding`: around work for turns, all of which end if it fails. `shared`: where cells share a pass.
+    `mask_token_id`: never drawn.
+    """
 
     def __init__(
         self,
         runner: ModelRunner,
+        shared: SharedPass | None,
         guarding: Callable[..., AbstractContextManager[None]],
         mask_token_id: int | None = None,
     ) -> None:
         self.computed = 0  # tokens of callers
         self._runner = runner
+        self._shared = shared
         self._guarding = guarding
         self._mask_token_id = mask_token_id
 
@@ -35,7 +43,7 @@ class Prefiller:
         """Compute the cells, and draw first tokens where prompts end. `behind` is called while the device computes."""
         self.computed += sum(cell.size for cell in cells if not cell.turn.plan.is_own)
         packed = [cell for cell in cells if can_pack(_held(cell.turn)[0], cell.size)]
-        if len(cells) == 1 or len(packed) == 1:
+        if len(cells) == 1 and not self._is_packed_alone(cells[0], is_awaited=behind is not None):
             packed = []
         alone = [cell for cell in cells if cell not in packed]
         if packed:
@@ -44,6 +52,14 @@ class Prefiller:
         for cell in alone:
             with self._guarding(cell.turn):
                 self._compute_alone(cell, behind)
+
+    def _is_packed_alone(self, cell: TurnCell[Sequence], *, is_awaited: bool) -> bool:
+        """Whether a cell that is alone in its pass is computed as those that share one, whose graph is kept: beside
+        streams, whose gap bounds it, because a cancel waits for it. Behind more tokens MLX's attention is as fast.
+        """
+        if self._shared is None or not is_awaited or not cell.turn.shares_passes:
+            return False
+        return KEPT_TOKENS[-1] < cell.size <= min(self._shared.most_tokens, _PACKED_DEPTH - cell.position)
 
     def _compute_together(self, cells: Cells[TurnCell[Sequence]], behind: Callable[[], None] | None) -> bool:
         """Whether there was room for all; alone, only the turn for which there is none fails."""

@@ -15,6 +15,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from inference_svc.kv.attention.choice import KernelChoice
 from inference_svc.kv.batch.decode_batch import DecodeBatch
 from inference_svc.kv.batch.packed_pass import Cell, most_packed_tokens, packed_logits
+from inference_svc.kv.batch.packed_pass import keep_graph as keep_packed_graph
 from inference_svc.kv.batch.short_pass import ShortPass, most_kept_tokens
 from inference_svc.kv.layout import PROBE_TOKENS, shown_layout
 from inference_svc.kv.model_hooks import attention_hook
@@ -148,11 +149,15 @@ class ModelRunner:
         passes = self._passes(kv.pool)
         return passes.logits(kv, token_ids, meanwhile or _nothing) if passes.takes(kv, len(token_ids)) else None
 
-    def keep_graph(self, pool: KvPool, tokens: int, depth: int) -> None:
-        """Have MLX keep the graph of a pass of so many tokens, one of `KEPT_TOKENS`, behind so many; no other device
-        and no longer pass keeps one."""
+    def keep_graph(self, pool: KvPool, tokens: int, depth: int, rows: int = 1) -> None:
+        """Have MLX keep the graph of a pass of so many tokens, one of `KEPT_TOKENS`, behind so many, or of a packed one
+        of so many rows of `ROW_TOKENS`; no other device and no longer pass keeps one."""
         passes = self._passes(pool)
-        if passes.is_short(tokens, depth):
+        if not passes.is_short(tokens, depth):
+            return
+        if rows > 1:
+            keep_packed_graph(passes, rows, depth)
+        else:
             passes.keep_graph(tokens, depth)
 
     def _passes(self, pool: KvPool) -> ShortPass:

@@ -13,13 +13,13 @@ from statistics import median, median_low
 
 _PLAIN_STEPS = 9  # that are remembered: a few slow ones among them change nothing
 _PASSES = 7  # of a depth that are remembered: two for which kernels were compiled change nothing
-_APART = 128  # tokens by which two passes differ that tell what each token takes
+_APART = 128  # tokens, at least, between two passes whose difference gives the seconds of a token
 _GROWTH = 2  # a line is believed up to so many times the tokens of the longest pass that is remembered
 
 
 @dataclass(frozen=True, slots=True)
 class _PassLine:
-    """Seconds of passes besides their tokens, of each token, and of each with its part of what is fixed: longer passes
+    """Seconds of passes besides their tokens, of each token, and of each with its part of the fixed ones: longer passes
     take no more than that for each.
     """
 
@@ -30,9 +30,7 @@ class _PassLine:
 
     @classmethod
     def through(cls, passes: Collection[tuple[int, float]]) -> "_PassLine":
-        """By medians over all pairs (Theil and Sen). Passes of one length do not tell what is fixed: then it is
-        nothing.
-        """
+        """By medians over all pairs (Theil and Sen). From passes of one length nothing is fixed."""
         average_s, longest = median_low(took_s / tokens for tokens, took_s in passes), max(passes)[0]
         slopes = [
             (many_s - few_s) / (many - few) for few, few_s in passes for many, many_s in passes if many - few >= _APART

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import mlx.core as mx
 
+from inference_svc.kv.attention.kernels import Dialect
 from inference_svc.kv.batch.batch_state import BatchStateKV
 from inference_svc.kv.batch.decode_step import (
     DecodeStep,
@@ -26,6 +27,7 @@ _DRAFTED_VALUES = 1 << 25  # of decoded K and V that rows of such a pass read in
 _WINDOW_ROWS = 256  # of a pass over windows of masks at most: a cell's, so that a cancel waits no longer for it
 _SCORE_SHARE = 16  # a row has at least so many values of K and V for each of its scores
 _LEAST_DRAFTED_ROWS = 4  # of a pass with drafts, or this doubled: few numbers, because each has a graph of its own
+_MOST_DOUBLED_ROWS = 64  # of a step on CUDA, where its products read the weights once; beyond, multiples of a half
 
 
 class DecodeBatch:
@@ -164,6 +166,8 @@ class DecodeBatch:
         rows = sum(counts) if counts else len(self.sequences)
         if counts:
             rows = max(_LEAST_DRAFTED_ROWS, 1 << (rows - 1).bit_length())
+        elif self._pool.dialect is Dialect.CUDA:
+            rows = _rounded(rows)
         return -(-rows // self._pass_rows) * self._pass_rows if self._pass_rows else rows
 
     def _over_copies(self, tokens: mx.array, step: DecodeStep) -> mx.array:
@@ -197,13 +201,13 @@ class DecodeBatch:
         whole = mx.concatenate(logits) if len(logits) > 1 else logits[0]
         return whole[:count] if step.rows > count else whole
 
-    def keep_graph(self, depth: int) -> None:
-        """Have MLX keep the graph of a step of one sequence that has so many tokens. Its row goes to a page that is
+    def keep_graph(self, depth: int, rows: int = 1) -> None:
+        """Have MLX keep the graph of a step of so many rows, of which one has so many tokens. It goes to a page that is
         free again. Raises ResourceExhausted.
         """
         if not self.keeps_graph:
             return
-        pool, rows = self._pool, self._pass_rows or 1
+        pool, rows = self._pool, self._pass_rows or rows
         with nobodys_page(pool) as page:
             table = mx.full((rows, table_width(depth + 1)), page, dtype=mx.int32)
             places = mx.array([0] + [-1] * (rows - 1), dtype=mx.int32)
@@ -245,3 +249,13 @@ class DecodeBatch:
         for layer in self._decoded.values():
             if layer.has_spare(len(self.sequences), self._longest()):
                 layer.forget_decoded()
+
+
+def _rounded(rows: int) -> int:
+    """As many rows or a few more: in a crowd each turn that begins or ends would need a graph of its own, which takes
+    longer to make than five steps.
+    """
+    if rows <= _MOST_DOUBLED_ROWS:
+        return 1 << (rows - 1).bit_length()
+    half = _MOST_DOUBLED_ROWS // 2
+    return -(-rows // half) * half

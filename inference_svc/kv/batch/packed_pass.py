@@ -1,5 +1,6 @@
 """Cells of several sequences in one pass: each is cut into rows of equal length, and all rows are a batch over pages.
-Only a cell's first row is filled up, in front; these tokens are neither written nor read (`short_pass`).
+Only a cell's first row is filled up, in front; these tokens are neither written nor read (`short_pass`). Rows are
+even in number, so that there are fewer graphs.
 """
 
 from collections.abc import Callable, Sequence
@@ -9,7 +10,7 @@ import mlx.core as mx
 from kvasir.cachestore.v1 import identity_pb2
 
 from inference_svc.kv.attention.kernels import Dialect
-from inference_svc.kv.batch.decode_step import table_width
+from inference_svc.kv.batch.decode_step import nobodys_page, table_width
 from inference_svc.kv.batch.short_pass import ShortPass, most_kept_tokens
 from inference_svc.kv.pages.block_table import BlockTable
 from inference_svc.kv.pages.groups import groups_of
@@ -59,6 +60,15 @@ def packed_logits(passes: ShortPass, cells: Sequence[Cell], meanwhile: Callable[
     return logits
 
 
+def keep_graph(passes: ShortPass, rows: int, depth: int) -> None:
+    """Have MLX keep the graph of a pass of so many rows behind so many tokens, as `ShortPass.keep_graph`."""
+    with nobodys_page(passes.pool) as page:
+        table = mx.full((rows, table_width(depth + ROW_TOKENS)), page, dtype=mx.int32)
+        places = mx.array([[-1] * ROW_TOKENS] * (rows - 1) + [[-1] * (ROW_TOKENS - 1) + [0]], dtype=mx.int32)
+        tokens, offsets = mx.zeros((rows, ROW_TOKENS), dtype=mx.uint32), mx.full((rows,), 1 - ROW_TOKENS, mx.int32)
+        mx.eval(passes.computed(tokens, offsets, places, [table] * len(passes.pool.groups)))
+
+
 def _computed(passes: ShortPass, cells: Sequence[Cell], rooms: Sequence[PassRoom]) -> mx.array:
     tokens: list[int] = []
     offsets: list[int] = []
@@ -75,6 +85,12 @@ def _computed(passes: ShortPass, cells: Sequence[Cell], rooms: Sequence[PassRoom
         last_rows.append(len(offsets) - 1)
         for group, table, pages in zip(tables, cell.kv.tables, room.pages, strict=True):
             group += [BlockTable(0, table.pages | pages).padded(width)] * len(rows)
+    if len(offsets) % 2:  # a row of nobody's
+        tokens += [0] * ROW_TOKENS
+        places += [-1] * ROW_TOKENS
+        offsets.append(-ROW_TOKENS)
+        for group in tables:
+            group.append([0] * width)
     logits = passes.computed(
         mx.array(tokens, dtype=mx.uint32).reshape(-1, ROW_TOKENS),
         mx.array(offsets, dtype=mx.int32),

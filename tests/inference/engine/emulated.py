@@ -22,7 +22,7 @@ from tests.inference.kv.attention.emulators import EMULATORS
 
 @contextlib.contextmanager
 def emulated_engine(
-    model_dir: Path, cache_dir: Path, *, takes_pool_at_once: bool = False, **options: Any
+    model_dir: Path, cache_dir: Path, *, takes_pool_at_once: bool = False, cell_blocks: int = 1, **options: Any
 ) -> Iterator[Driver]:
     """Of a llama, or of Qwen 3's shape. `options`: of `Engine.open`."""
     with pytest.MonkeyPatch.context() as patch:
@@ -40,7 +40,7 @@ def emulated_engine(
 
         patch.setattr(ModelRunner, "__init__", on_gpu)
         patch.setattr(ModelRunner, "takes_pool_at_once", takes_pool_at_once)
-        with cells_of(1):
+        with cells_of(cell_blocks):
             engine = Engine.open(model_dir, cache_dir=cache_dir, **options)
         yield Driver(engine)
         engine.close()

@@ -15,7 +15,6 @@ from inference_svc.engine.scheduling.schedulable import Rules
 from inference_svc.formats.constraint import Constraint, ConstraintKind
 from inference_svc.kv.batch.packed_pass import Cell
 from inference_svc.model.model_runner import ModelRunner
-from tests.inference.engine.cells import cells_of
 from tests.inference.engine.conftest import leaked_pages
 from tests.inference.engine.driving import Driver, Listener, tokens_of
 from tests.inference.engine.emulated import emulated_engine
@@ -38,8 +37,8 @@ def emulated(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
         assert made.shared_pass is not None
         return replace(made, longest_cell_s=1e6, shared_pass=replace(made.shared_pass, longest_s=1e6))
 
-    options = {"memory_budget_bytes": 1 << 20, "longest_gap_s": 1e6}
-    with pytest.MonkeyPatch.context() as patch, cells_of(2):
+    options: dict[str, Any] = {"memory_budget_bytes": 1 << 20, "longest_gap_s": 1e6, "cell_blocks": 2}
+    with pytest.MonkeyPatch.context() as patch:
         patch.setattr(engine, "_rules", patient)
         with emulated_engine(model_dir, tmp_path_factory.mktemp("digests"), **options) as driver:
             driver.turn(LONG, max_tokens=3)  # what a cell costs is known
@@ -202,3 +201,16 @@ def test_a_turn_that_is_preempted_behind_a_shared_pass_goes_on_where_it_was(emul
     for turn, reply in zip((older, younger), alone, strict=True):
         drawn = [token for each in turn.events if isinstance(each, Tokens) for token in each.ids]
         assert tuple(drawn[: len(reply)]) == reply
+
+
+@pytest.mark.long(2)
+def test_a_long_cell_beside_a_stream_is_packed_alone_and_one_that_nobody_waits_for_is_not(
+    emulated: Driver, passes: Passes
+) -> None:
+    alone = [emulated.reply(emulated.turn(text, max_tokens=6)) for text in (SHORT, LONG)]
+    assert not passes.sizes, "its cancel waits for no whole pass"
+    stream, found = Listener(), list[Listener]()
+    stream.at(Tokens, 2, lambda: found.append(emulated.submit(LONG, max_tokens=6)))
+    emulated.submit(SHORT, listener=stream, max_tokens=6)
+    assert [emulated.reply(each) for each in (stream.end(), found[0].end())] == alone
+    assert passes.sizes == [[len(LONG)]]

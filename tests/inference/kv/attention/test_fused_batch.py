@@ -95,8 +95,8 @@ def test_a_block_table_is_made_again_only_when_a_page_of_it_changes() -> None:
     assert step().shape[0] == 2
 
 
-@pytest.mark.parametrize("rows", [1, 3])
-def test_a_kept_graph_is_told_the_tokens_lengths_and_pages_of_each_step(rows: int) -> None:
+@pytest.mark.parametrize(("rows", "joins"), [(1, 1), (3, 2), (5, 4)])
+def test_a_kept_graph_is_told_the_tokens_lengths_and_pages_of_each_step(rows: int, joins: int) -> None:
     here = pool(40)
     batch = batch_of(here)
     for _ in range(rows):
@@ -108,9 +108,10 @@ def test_a_kept_graph_is_told_the_tokens_lengths_and_pages_of_each_step(rows: in
         logits = batch.step(tokens)
         assert logits.tolist() == told(batch, tokens)
         if step == 2:
-            batch.join(SequenceKV(here))
-            rows += 1
-    assert len(traced) == 2, "once for each number of rows"
+            for _ in range(joins):
+                batch.join(SequenceKV(here))
+            rows += joins
+    assert [given[2].shape[0] for given in traced] == [1 << (each - 1).bit_length() for each in (rows - joins, rows)]
 
 
 @pytest.mark.parametrize("pass_rows", [0, 4])

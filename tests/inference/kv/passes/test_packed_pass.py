@@ -13,7 +13,14 @@ from mlx_lm.models import gemma3_text, gpt_oss, llama, qwen3
 from inference_svc.kv.attention import choice, in_place
 from inference_svc.kv.attention.kernels import Dialect
 from inference_svc.kv.batch.decode_step import KeptGraph
-from inference_svc.kv.batch.packed_pass import ROW_TOKENS, Cell, can_pack, most_packed_tokens, packed_logits
+from inference_svc.kv.batch.packed_pass import (
+    ROW_TOKENS,
+    Cell,
+    can_pack,
+    keep_graph,
+    most_packed_tokens,
+    packed_logits,
+)
 from inference_svc.kv.batch.short_pass import ShortPass
 from inference_svc.kv.model_hooks import attention_hook
 from inference_svc.kv.pages.pool import KvPool
@@ -132,6 +139,29 @@ def test_cells_that_begin_in_one_shared_tail_get_copies_of_it(tmp_path: Path) ->
     for kv in (*sequences, *alone, memory):
         kv.release()
     assert packing.pool.allocator.used == 0
+
+
+@pytest.mark.parametrize(("counts", "rows"), [((70,), 2), ((130, 20), 4)])
+def test_a_packed_graph_kept_ahead_is_the_one_that_cells_need(
+    counts: tuple[int, ...], rows: int, tmp_path: Path
+) -> None:
+    """Of an even number of rows: of three one is nobody's. It writes a page that is free again, and no other."""
+    packing, asked = Packing(write_family(tmp_path, ALL["qwen3"])), list[object]()
+    memory = packing.begun(TOKENS[:100])
+    traced, before = packing.passes._traced, stored(memory)
+    packing.passes._kept_graph = (
+        lambda *given: (  # type: ignore[assignment]
+            asked.append([(each.shape, each.dtype) for each in given[2:]]) or traced(*given)
+        )
+    )
+    keep_graph(packing.passes, rows, 0)
+    assert packing.pool.allocator.used == len([*memory.pages])
+    sequences = [SequenceKV(packing.pool) for _ in counts]
+    packing.packed(*(Cell(kv, TOKENS[:count]) for kv, count in zip(sequences, counts, strict=True)))
+    kept, needed = asked
+    assert kept == needed
+    assert needed[0][0] == (rows, ROW_TOKENS)  # type: ignore[index]
+    assert stored(memory) == before
 
 
 @pytest.mark.long(2)
