@@ -29,12 +29,17 @@ class ManifestsAhead:
         self._room = room
         self._ahead: dict[tuple[str, Digest], _Ahead] = {}
         self._awaited: dict[tuple[str, Digest], asyncio.Event] = {}
+        self._unread: set[tuple[str, Digest]] = set()  # came lately, and had no room
 
     def begin(self, namespace: str, manifest: Digest, data: memoryview | bytes = b"") -> None:
         """Begin to read a manifest that is durable, or of which these are all bytes, if there is much room."""
         key = namespace, manifest
-        if key not in self._ahead and self._room.take_ahead(namespace, manifest.size_bytes):
-            self._begin(key, data)
+        if key not in self._ahead:
+            if self._room.take_ahead(namespace, manifest.size_bytes):
+                self._begin(key, data)
+            else:
+                self._unread.add(key)
+                asyncio.get_running_loop().call_later(ANSWER_S, self._unread.discard, key)
         if (awaited := self._awaited.pop(key, None)) is not None:
             awaited.set()
 
@@ -51,7 +56,7 @@ class ManifestsAhead:
         """A manifest for its commit, if it was read ahead. None: the commit has to read it, with room for that.
         `is_coming`: its bytes may still be on their way.
         """
-        if is_coming and (namespace, manifest) not in self._ahead:
+        if is_coming:
             await self._begun((namespace, manifest))
         if (ahead := self._ahead.pop((namespace, manifest), None)) is None:
             async with self._room.parsing(namespace, manifest.size_bytes):
@@ -65,7 +70,9 @@ class ManifestsAhead:
             self._give_back(namespace, manifest, ahead)
 
     async def _begun(self, key: tuple[str, Digest]) -> None:
-        """Wait until a manifest comes, for so long at most as an answer may take."""
+        """Wait until a manifest has come, for so long at most as an answer may take."""
+        if key in self._ahead or key in self._unread:
+            return
         begun = self._awaited.setdefault(key, asyncio.Event())
         try:
             async with asyncio.timeout(ANSWER_S):

@@ -277,6 +277,22 @@ def test_a_commit_of_a_manifest_that_is_coming_gets_it_once_it_came(lab: Lab) ->
         asyncio.run(test(store))
 
 
+def test_a_commit_does_not_wait_for_a_manifest_that_came_and_had_no_room(lab: Lab) -> None:
+    async def test(store: Store) -> None:
+        async with scene_of(store) as scene:
+            snapshot, room = stored(store), scene.room.room
+            room.take("other", room.max_units // 4)
+            scene.ahead.begin(NS, snapshot.manifest_digest, snapshot.manifest_bytes)
+            room.give_back("other", room.max_units // 4)
+            began = asyncio.get_running_loop().time()
+            async with scene.ahead.known(NS, snapshot.manifest_digest, is_coming=True) as known:
+                assert known is None
+            assert asyncio.get_running_loop().time() - began < manifests_ahead.ANSWER_S / 2
+
+    with lab.open() as store:
+        asyncio.run(test(store))
+
+
 def test_a_commit_of_a_manifest_that_does_not_come_reads_it_itself_later(
     lab: Lab, monkeypatch: pytest.MonkeyPatch
 ) -> None:
