@@ -17,6 +17,7 @@ from kvasir_bench.engine.cases.decode import MIXED, contexts, fitting
 from kvasir_bench.engine.cases.memory_bytes import exact_bytes
 from kvasir_bench.engine.lab import Lab, MeasuredEngine, Scope
 
+from inference_svc.model import kvasir_tiny
 from inference_svc.model.probing.real_layouts import REAL_LAYOUTS, byte_costs
 from tests.inference.engine.families import FALCON_H1, GEMMA3, LLAMA31, write_family
 from tests.inference.engine.wedlm.tiny_wedlm import write_wedlm
@@ -146,6 +147,16 @@ def test_windows_of_masks_are_measured_beside_one_token_a_pass(new_lab: Callable
     assert rows[0]["p_cache"] == 12 / 23
     assert rows[1]["tokens_per_pass"] == 12 / 3  # below this threshold every mask is sure
     assert all(0 < row["p_cache"] <= 1 for row in rows)
+
+
+@pytest.mark.long(8)
+def test_the_model_that_ships_answers_questions_by_windows(tmp_path: Path) -> None:
+    engine = MeasuredEngine.opened(kvasir_tiny.shipped()[kvasir_tiny.WEDLM_NAME], tmp_path, 256 << 20)
+    lab = Lab(engine, "", perf_counter, Scope(1, is_quick=True), cache_dir=tmp_path, say=lambda _: None)
+    own = next(row for row in CASES["windows"](lab).rows if row["window"] == row["own_window"])
+    engine.close()
+    assert own["tokens_per_pass"] >= 2.5
+    assert own["p_cache"] >= 0.6
 
 
 LOGS = """import structlog

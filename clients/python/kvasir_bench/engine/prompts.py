@@ -9,6 +9,7 @@ from inference_svc.model import kvasir_tiny
 from inference_svc.model.quality.conversations import Conversations
 
 _MIXED = (200, 4000)
+_TALKS = 4  # conversations that questions are about
 
 
 class Prompts:
@@ -17,8 +18,9 @@ class Prompts:
     def __init__(self, tokenizer: Any) -> None:
         """`tokenizer`: mlx-lm's TokenizerWrapper."""
         self._tokenizer = tokenizer
-        conversations = Conversations.read(kvasir_tiny.conversations_path()).by_number.values()
-        self._messages = sorted({message["content"] for talk in conversations for message in talk.messages})
+        self._conversations = Conversations.read(kvasir_tiny.conversations_path())
+        talks = self._conversations.by_number.values()
+        self._messages = sorted({message["content"] for talk in talks for message in talk.messages})
         self._tokens: dict[str, list[int]] = {}  # by message
 
     def tokens(self, count: int, number: int) -> tuple[int, ...]:
@@ -31,6 +33,26 @@ class Prompts:
             if len(tokens) >= count:
                 break
         return tuple(tokens[:count])
+
+    def questions(self, tokenizer_digest: str, length: int, count: int) -> list[tuple[int, ...]]:
+        """`count` prompts: conversations of about `length` tokens, each with a question about a fact in it. None for a
+        model with another tokenizer, which does not know their world."""
+        if tokenizer_digest != self._conversations.tokenizer_digest:
+            return []
+        template: Any = self._tokenizer.apply_chat_template
+        numbers = sorted(self._conversations.by_number, key=lambda number: (abs(number[1] - length), number))
+        talks = [self._conversations.by_number[number] for number in numbers[:_TALKS]]
+        pairs = [(talks[n % _TALKS], n // _TALKS) for n in range(count)]
+        return [
+            tuple(
+                template(
+                    [*talk.messages, {"role": "user", "content": talk.recall[place % len(talk.recall)].text}],
+                    tools=talk.tools or None,
+                    add_generation_prompt=True,
+                )
+            )
+            for talk, place in pairs
+        ]
 
 
 def shuffled(messages: Sequence[str], number: int) -> Iterator[str]:
