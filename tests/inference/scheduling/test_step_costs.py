@@ -250,6 +250,18 @@ def test_what_is_not_known_is_said_to_be_unknown_and_deep_tokens_cost_more() -> 
     assert costs.step_s == 0.005
 
 
+def test_one_pass_that_waited_for_kernels_changes_no_line_and_a_flat_line_is_believed_for_twice_its_length() -> None:
+    costs, flat = StepCosts(), StepCosts()
+    for tokens, took_s in ((128, 0.0145), (256, 0.0175), (1_024, 0.3), (128, 0.0145), (256, 0.0175)):
+        costs.learn(0, tokens, took_s)
+    costs.learn(0, 128, 0.0145)
+    costs.learn(0, 256, 0.0175)
+    assert (costs.tokens_within(0.043, 0) or 0) == pytest.approx(1_344, abs=2)
+    for tokens, took_s in ((128, 0.015), (256, 0.0151)):
+        flat.learn(0, tokens, took_s)
+    assert flat.tokens_within(0.02, 0) == 512
+
+
 def test_rows_are_counted_on_to_more_at_the_cost_of_each_and_never_to_fewer_for_less() -> None:
     costs = StepCosts()
     assert costs.rows_within(1.0) == 0
