@@ -13,7 +13,7 @@ from typing import Any
 
 from kvasir.waits import HANGS_S, PATIENCE_S
 
-_LEAST_BYTES = 1 << 18  # of an object, within PATIENCE_S
+_LEAST_BYTES = 1 << 18  # of all objects that are read, within PATIENCE_S
 _TRUSTED_BYTES = 64 << 20
 _MOST_NAMES_BYTES = 1 << 30  # of a list
 _LIST_S, _NAME_S = 2 * HANGS_S, 0.1  # for a list, and more for each name of it
@@ -40,8 +40,9 @@ class Patience:
         is_slow = False
         try:
             yield
-        except OSError:
-            is_slow = self._steady() - began >= PATIENCE_S
+        except OSError as error:  # that an object is there, or is not, is an answer, also behind a long write
+            is_answered = isinstance(error, FileExistsError | FileNotFoundError)
+            is_slow = not is_answered and self._steady() - began >= PATIENCE_S
             raise
         finally:
             with self._gate:
@@ -53,18 +54,24 @@ class Patience:
         """Of an object that comes, at most so many. The server may have named any size: not much is asked for on its
         word."""
         data = bytearray(min(most_bytes, int(found.meta["size"]), _TRUSTED_BYTES))
-        filled, filled_then, give_up = 0, 0, self._steady() + PATIENCE_S
+        filled, filled_then, give_up, least = 0, 0, self._steady() + PATIENCE_S, self._least_bytes()
         for piece in found.stream(1) if most_bytes else ():  # as it comes: one byte a second is no progress
             taken = memoryview(piece)[: most_bytes - filled]
             data[filled : filled + len(taken)] = taken
             filled += len(taken)
             if filled == most_bytes:
                 break
-            if filled - filled_then >= _LEAST_BYTES:
-                give_up, filled_then = self._steady() + PATIENCE_S, filled
-            elif self._steady() > give_up:
-                raise lying("too slowly", name)
+            if self._steady() > give_up:
+                least_now = self._least_bytes()
+                if filled - filled_then < min(least, least_now):
+                    raise lying("too slowly", name)
+                filled_then, give_up, least = filled, self._steady() + PATIENCE_S, least_now
         return memoryview(data)[:filled].toreadonly()
+
+    def _least_bytes(self) -> int:
+        """Of one object: all requests share the link."""
+        with self._gate:
+            return _LEAST_BYTES // max(1, self._asked.total())
 
 
 def names_of(pages: Any, folder: str, *, only_some: bool = False) -> list[str]:

@@ -7,9 +7,10 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 
 import certifi
 import pytest
@@ -117,6 +118,16 @@ def test_a_folder_that_does_not_answer_keeps_one_request_waiting(
         assert all(bytes(each) == bytes(100) for each in pool.map(lambda _: bucket.get("slow/b", 101), range(8)))
 
 
+def test_a_long_write_that_found_its_object_there_shows_no_slow_folder() -> None:
+    now = [0.0]
+    asked = patience.Patience(lambda: now[0])
+    with suppress(FileExistsError), asked.asking("a/b"):
+        now[0] += 60
+        raise FileExistsError
+    with asked.asking("a/b"), asked.asking("a/c"):
+        pass
+
+
 def test_an_object_that_comes_slowly_but_steadily_comes_whole(
     server: LyingServer, bucket: Bucket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -129,6 +140,29 @@ def test_an_object_that_comes_slowly_but_steadily_comes_whole(
 
     server.lie = _bytes(steady(), 12_000)
     assert bytes(bucket.get("a/b", 1 << 20)) == bytes(12_000)
+
+
+def test_objects_that_share_a_slow_link_come_whole() -> None:
+    now = [0.0]
+    asked = patience.Patience(lambda: now[0])
+
+    def read(bytes_a_second: int) -> int:
+        def stream(_: int) -> Iterator[bytes]:
+            for _ in range(30):
+                now[0] += 1
+                yield bytes(bytes_a_second)
+
+        found = SimpleNamespace(meta={"size": 30 * bytes_a_second}, stream=stream)
+        return len(asked.first_bytes(found, "a/b", 1 << 40))
+
+    with ExitStack() as others, asked.asking("a/b"):
+        with pytest.raises(OSError, match="too slowly"):
+            read(20_000)
+        for number in range(47):
+            others.enter_context(asked.asking(f"a/{number}"))
+        assert read(20_000) == 600_000
+        with pytest.raises(OSError, match="too slowly"):
+            read(1)
 
 
 @pytest.mark.parametrize("names", [["agents/a/1", "agents/a/2"], []])
