@@ -23,8 +23,9 @@ from cachestore_svc.blobs.bucket.patience import Patience, answer, lying, names_
 
 WRITERS = 16  # of a probe
 _RACES = 3
-_MULTIPART_BYTES = 64 << 20  # larger objects are written in parts, which become visible together
+_MULTIPART_BYTES = 16 << 20  # larger objects are written in parts, which become visible together
 _PART_BYTES = 16 << 20
+_PARTS_AT_ONCE = 3  # of an object: on a link of 1 MB/s each of them comes within HANGS_S
 _CODE = re.compile(r"<Code>(\w{1,64})</Code>")
 _FILE_KEYS = ("aws_access_key_id", "aws_secret_access_key", "aws_session_token", "region", "endpoint_url")
 _REQUEST_S, _CONNECT_S, _RETRIES = timedelta(seconds=HANGS_S), timedelta(seconds=ANSWER_S), 4
@@ -62,7 +63,8 @@ class Bucket:
         """Write an object over what is there. A reader sees the one or the other."""
         with self._asking(name):
             in_parts = len(data) > _MULTIPART_BYTES
-            self._obstore.put(self._store, name, data, use_multipart=in_parts, chunk_size=_PART_BYTES)
+            parts: Any = {"use_multipart": in_parts, "chunk_size": _PART_BYTES, "max_concurrency": _PARTS_AT_ONCE}
+            self._obstore.put(self._store, name, data, **parts)
 
     def swap(self, name: str, data: bytes, tag: str) -> bool:
         """Replace the object that has this tag; False where it has another one by now, perhaps by this write, if its
@@ -109,15 +111,16 @@ class Bucket:
         self.remove(name)
 
     def names(self, folder: str, *, only_some: bool = False) -> list[str]:
-        """Names of the objects of a folder, without it, each once; `only_some`: its first ones are enough."""
+        """Names of the objects of a folder, without it, each once; `only_some`: its first ones are enough. The server
+        may look at each object before it answers: it has as long as for a write."""
         with self._in_words(folder):
-            found = names_of(self._obstore.list(self._reads, folder), folder, only_some=only_some)
+            found = names_of(self._obstore.list(self._store, folder), folder, only_some=only_some)
         return [name.removeprefix(f"{folder}/") for name in found]
 
     def folders(self) -> list[str]:
         what = "the list of namespaces"
         with self._in_words(what):
-            listed = answer(partial(self._obstore.list_with_delimiter_async, self._reads), what)
+            listed = answer(partial(self._obstore.list_with_delimiter_async, self._store), what)
             return [str(each) for each in listed["common_prefixes"]]
 
     @contextmanager

@@ -4,6 +4,7 @@ nothing on its word."""
 import asyncio
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -19,7 +20,7 @@ from kvasir.errors import KvasirError
 
 from cachestore_svc.blobs.bucket import bucket as bucket_module
 from cachestore_svc.blobs.bucket import patience
-from cachestore_svc.blobs.bucket.bucket import Bucket, open_bucket
+from cachestore_svc.blobs.bucket.bucket import Bucket, open_bucket, put_blob
 from tests.cachestore.bucket.lying_server import Answer, LyingServer, Request, headers, whole
 from tests.cachestore.service.running import assert_whole, make_credentials, publish, store_home
 from tests.made_models.synthetic import SyntheticAgent
@@ -176,6 +177,50 @@ def test_a_list_that_never_ends_is_an_error(server: LyingServer, bucket: Bucket,
         before = server.requests
         time.sleep(0.2)
         assert server.requests <= before + 1  # nobody goes on asking
+
+
+def test_an_object_for_a_slow_uplink_goes_in_parts_few_at_once(
+    server: LyingServer, credentials: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In one request, or with twelve parts beside each other, none would come in time."""
+    monkeypatch.setattr(bucket_module, "_PART_BYTES", 1 << 20)
+    gate, under_way, most, sizes = threading.Lock(), 0, 0, list[int]()
+
+    def takes_parts(request: Request) -> Answer | None:
+        nonlocal under_way, most
+        if request.method == "POST":
+            kind = "CompleteMultipartUpload" if request.body else "InitiateMultipartUpload"
+            text = f"<{kind}Result><UploadId>1</UploadId><ETag>&quot;1&quot;</ETag></{kind}Result>"
+            return whole(200, text.encode())
+        if request.method != "PUT":
+            return None
+        with gate:
+            under_way, sizes[:] = under_way + 1, [*sizes, len(request.body)]
+            most = max(most, under_way)
+        time.sleep(0.05)
+        with gate:
+            under_way -= 1
+        return whole(200, ETag='"1"')
+
+    server.lie = takes_parts
+    assert put_blob(open_bucket(WHERE, credentials), "a/b", bytes(17 << 20))
+    assert sizes == [1 << 20] * 17
+    assert 1 < most <= 3
+
+
+def test_a_list_may_begin_later_than_an_object(
+    server: LyingServer, bucket: Bucket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server over a slow disk looks at each of a thousand objects before it answers."""
+    monkeypatch.setattr(patience, "_LIST_S", 10)
+    bucket.put("a/b", b"1")
+
+    def late(request: Request) -> None:
+        if not request.name:
+            time.sleep(0.5)
+
+    server.lie = late
+    assert bucket.names("a") == ["b"]
 
 
 def test_lists_are_read_where_a_loop_runs(bucket: Bucket) -> None:
