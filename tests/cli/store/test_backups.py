@@ -332,7 +332,9 @@ def test_a_restore_that_was_killed_leaves_nothing_to_the_next_one(
         assert in_process("--home", tmp_path / "new", "restore", kept).code == 4  # the backup is in use
         assert half.exists()
         cut.kill()
-    assert in_process("--home", tmp_path / "new", "restore", kept).code == 0
+    ended = in_process("--home", tmp_path / "new", "restore", kept)
+    words = " ".join(ended.err.split())
+    assert (ended.code, f"`kvasir --home {tmp_path / 'new'} up -d` starts it." in words) == (0, True)
     assert {path.name for path in tmp_path.iterdir()} == {"kept", "new", "ready", ".new.restoring-mine"}
 
 

@@ -258,7 +258,7 @@ def test_a_store_that_does_not_run_is_said_in_one_line(tmp_path: Path) -> None:
     nobody = Cli(tmp_path)("agents", "ls")
     assert nobody.code == 3
     assert nobody.err.startswith("kvasir: no store answers at unix:")
-    assert "kvasir up" in nobody.err
+    assert f"Start it with `kvasir --home {tmp_path} up`" in nobody.err
     assert len(nobody.err.splitlines()) == 1
 
 

@@ -87,11 +87,12 @@ def exit_code(error: errors.KvasirError) -> int:
     return next((EXIT_CODES[kind] for kind in type(error).__mro__ if kind in EXIT_CODES), REFUSED)
 
 
-def hint(error: errors.KvasirError) -> str:
-    """A sentence with the next step; empty if the message has it already."""
-    if error.reason in HINTS_BY_REASON:
-        return HINTS_BY_REASON[error.reason]
-    return next((HINTS[kind] for kind in type(error).__mro__ if kind in HINTS), "")
+def hint(error: errors.KvasirError, home: Home) -> str:
+    """A sentence with the next step, which names a home that is not the usual one; empty if the message has it
+    already."""
+    of_type = next((HINTS[kind] for kind in type(error).__mro__ if kind in HINTS), "")
+    step = HINTS_BY_REASON.get(error.reason, of_type)
+    return step if step.endswith(" there.") else step.replace("`kvasir ", f"`{home.command('')}")
 
 
 def code_of(command: Callable[[], object], caller: Caller) -> int:
@@ -201,6 +202,6 @@ def report(error: errors.KvasirError, caller: Caller) -> int:
             return exit_code(error)
         except OSError:  # a `kvasir up -d` that was ready is read by nobody, but its log is; or a full disk
             pass
-    line = " ".join(part for part in (f"kvasir: {error.message.rstrip('.')}.", hint(error)) if part)
+    line = " ".join(part for part in (f"kvasir: {error.message.rstrip('.')}.", hint(error, caller.home)) if part)
     sys.stderr.write(visible(" ".join(line.split())) + "\n")
     return exit_code(error)

@@ -185,6 +185,8 @@ def _print_next_step(caller: Caller, files: Files, missing: Collection[str]) -> 
         )
     if home.sealed_file.exists():
         caller.say(f"Its sealed namespaces need the master key: put it at {home.seal_key_file} (0600).")
+    if _INDEX not in missing:
+        caller.say(f"`{home.command('up -d')}` starts it.")
 
 
 @dataclass
