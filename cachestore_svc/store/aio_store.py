@@ -85,8 +85,8 @@ class AioStore:
                         raise
                     error.__traceback__ = None  # its frames have the operation, in a ring
                     held_s = int(error.metadata["left_ms"]) / 1000
-                    pause_s = min(pause_s, held_s)
-                    if give_up is not None and loop.time() + pause_s > give_up:
+                    wait_s = min(pause_s, held_s)  # of a lease that is renewed in its last millisecond none at all
+                    if give_up is not None and loop.time() + wait_s > give_up:
                         raise Unavailable(
                             "an inference service holds the agent's lease and has not let go yet",
                             reason="LEASE_HELD",
@@ -94,7 +94,7 @@ class AioStore:
                             metadata=error.metadata,
                         ) from None
                 with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(released.wait(), pause_s)
+                    await asyncio.wait_for(released.wait(), wait_s)
                 pause_s = min(2 * pause_s, PAUSE_S)
 
     async def agent(self, namespace: str, agent_id: str) -> AgentRecord | None:

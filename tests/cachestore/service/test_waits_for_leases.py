@@ -176,3 +176,21 @@ def test_a_wait_leaves_no_error_to_the_garbage_collector(tmp_path: Path) -> None
     finally:
         gc.set_debug(0)
         gc.garbage.clear()
+
+
+def test_a_lease_that_is_renewed_in_its_last_millisecond_is_asked_for_at_intervals(tmp_path: Path) -> None:
+    async def test() -> None:
+        tries = 0
+
+        async def call() -> None:
+            nonlocal tries
+            tries += 1
+            left_ms = "0" if tries == 1 else "600000"
+            raise FailedPrecondition("held", reason="LEASE_HELD", metadata={"left_ms": left_ms})
+
+        async with scene(tmp_path) as here:
+            with pytest.raises(Unavailable):
+                await here.aio.once_free(NS, "planner", 0.5, call)
+        assert tries < 20
+
+    run(test())
