@@ -51,8 +51,9 @@ SHARED = (
         "both",
         "clients/python/kvasir/server/arriving.py: _held",
         ("kvasir.server.arriving:MAX_HELD", 1024),
-        "each namespace has its own, and so have all strangers",
-        "the newest first, 50 a second; one of 8 MiB counts as 33; of too many the oldest at once",
+        "50 a second each, and all strangers 50; one of 8 MiB counts as 33",
+        "the oldest first, of strangers the newest; none longer than 30 s, a known caller four fifths of its time; of "
+        "too many the oldest of whoever has most at once",
         "what it is told without waiting",
     ),
     Shared(

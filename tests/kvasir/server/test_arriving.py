@@ -1,13 +1,14 @@
 """Messages on their way: what is not asked for does not come, and one namespace's that never end keep nobody else's."""
 
 import asyncio
-from collections.abc import AsyncIterator
+import time
+from collections.abc import AsyncIterator, Callable
 
 import pytest
 from kvasir.credentials import Principal
 from kvasir.errors import DeadlineExceeded, InvalidArgument
 from kvasir.server import interceptors
-from kvasir.server.arriving import MAX_HELD, UNREADABLE, Arriving, Turnstile, begun, the_only
+from kvasir.server.arriving import MAX_HELD, UNREADABLE, Arriving, Turnstiles, begun, the_only
 from kvasir.server.interceptors import Authentication
 from kvasir.server.shared_room import Place, SharedRoom
 
@@ -192,45 +193,71 @@ def test_a_place_that_is_not_had_whole_is_not_had_at_all() -> None:
     asyncio.run(scenario())
 
 
-def test_few_strangers_go_on_at_once_and_then_the_newest_of_those_that_wait() -> None:
+@pytest.mark.parametrize(("namespace", "order"), [("", [39, 37, 36, 35, 34, 33]), ("mine", [33, 34, 35, 36, 37, 39])])
+def test_few_go_on_at_once_and_then_of_strangers_the_newest_and_of_a_namespace_the_oldest(
+    namespace: str, order: list[int]
+) -> None:
     async def scene() -> None:
-        turnstile, passed = Turnstile(), list[int]()
-
-        async def come(number: int) -> None:
-            await turnstile.passed()
-            passed.append(number)
-
-        coming = [asyncio.create_task(come(number)) for number in range(40)]
+        turnstiles, passed = Turnstiles(), list[int]()
+        coming = comers(turnstiles, namespace, 40, passed)
         await asyncio.sleep(0)
         assert passed == list(range(33)), "a few need not wait"
         coming[38].cancel()
         await asyncio.wait(coming)
-        assert passed[33:] == [39, 37, 36, 35, 34, 33]
-        assert len(turnstile) == 0
+        assert passed[33:] == order
+        assert len(turnstiles[namespace]) == 0
         # After a while, a few need not wait again.
         await asyncio.sleep(0.05)
-        await asyncio.wait_for(turnstile.passed(), 0.001)
+        await asyncio.wait_for(turnstiles.passed(namespace), 0.001)
 
     asyncio.run(scene())
 
 
-def test_of_too_many_strangers_the_oldest_goes_on() -> None:
+def test_of_too_many_the_oldest_of_whoever_has_most_goes_on() -> None:
     async def scene() -> None:
-        turnstile, passed = Turnstile(), list[int]()
-
-        async def come(number: int) -> None:
-            await turnstile.passed()
-            passed.append(number)
-
-        count = 33 + MAX_HELD + 2
-        coming = [asyncio.create_task(come(number)) for number in range(count)]
-        while len(passed) < 35:  # noqa: ASYNC110
-            await asyncio.sleep(0)
-        assert sorted(passed[:35]) == list(range(35))
-        assert len(turnstile) == MAX_HELD
-        for task in coming:
+        turnstiles, passed = Turnstiles(), list[int]()
+        crowd = comers(turnstiles, "crowd", 33 + MAX_HELD, passed)
+        await until(lambda: len(turnstiles["crowd"]) == MAX_HELD)
+        few = comers(turnstiles, "few", 33 + 2, [])
+        await until(lambda: len(turnstiles["few"]) == 2)
+        await until(lambda: len(passed) >= 35)
+        assert len(turnstiles["crowd"]) <= MAX_HELD - 2, "none beyond the limit of all"
+        assert passed[:35] == list(range(35))
+        for task in (*crowd, *few):
             task.cancel()
-        await asyncio.gather(*coming, return_exceptions=True)
-        assert len(turnstile) == 0
+        await asyncio.gather(*crowd, *few, return_exceptions=True)
+        assert not any(turnstiles.values())
 
     asyncio.run(scene())
+
+
+def test_who_waits_to_be_refused_hears_of_it_before_its_time_is_over_and_when_the_service_ends() -> None:
+    async def scene() -> None:
+        turnstiles = Turnstiles()
+        coming = comers(turnstiles, "mine", 400, [])
+        await asyncio.sleep(0)
+        began_s = time.monotonic()
+        await asyncio.wait_for(turnstiles.passed("mine", left_s=0.1), 3)
+        assert time.monotonic() - began_s < 3, "the others need seven seconds"
+        assert len(turnstiles["mine"]) > 100
+        turnstiles.open()
+        await asyncio.wait_for(asyncio.gather(*coming, turnstiles.passed("mine")), 3)
+        assert len(turnstiles["mine"]) == 0
+
+    asyncio.run(scene())
+
+
+def comers(turnstiles: Turnstiles, namespace: str, count: int, passed: list[int]) -> list[asyncio.Task[None]]:
+    """So many calls that come at once, noted when they go on."""
+
+    async def come(number: int) -> None:
+        await turnstiles.passed(namespace)
+        passed.append(number)
+
+    return [asyncio.create_task(come(number)) for number in range(count)]
+
+
+async def until(is_so: Callable[[], bool]) -> None:
+    async with asyncio.timeout(10):
+        while not is_so():  # noqa: ASYNC110
+            await asyncio.sleep(0)

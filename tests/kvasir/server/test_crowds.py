@@ -29,6 +29,7 @@ NAME = "kvasir.cachestore.v1.CacheStoreService"
 IMPORT = "/kvasir.cachestore.v1.AgentService/ImportAgent"
 METHODS = [f"/{NAME}/{method}" for method in ("GetCapabilities", "RenewLeases", "WatchEvents")]
 CHECK = "/grpc.health.v1.Health/Check"
+LARGE = b"\x82\x3f" + b"\x80\x80\x40" + bytes(1 << 20)  # a field that this version does not know
 SILENT = 1100  # more than the server had places
 
 
@@ -91,6 +92,11 @@ class Served:
             return bool((await asyncio.wait_for(call, 5)).namespace)
         except grpc.aio.AioRpcError:
             return False
+
+    async def large(self, name: str, count: int) -> list[Any]:
+        """So many calls of 1 MiB."""
+        ask: Any = (await self.channel()).unary_unary(f"/{NAME}/GetCapabilities")
+        return [ask(LARGE, metadata=self.known(name)) for _ in range(count)]
 
     async def silent(self, method: str, count: int, name: str = "") -> list[Any]:
         """So many calls of which only the headers arrive."""
@@ -195,21 +201,36 @@ def test_a_call_that_waits_to_be_refused_holds_nothing_and_waits_by_its_size(tmp
     async def test() -> None:
         service = Refusing()
         async with served(tmp_path, service) as server:
-            ask: Any = (await server.channel()).unary_unary(f"/{NAME}/GetCapabilities")
-            message = b"\x82\x3f" + b"\x80\x80\x40" + bytes(1 << 20)  # a field that this version does not know
-            calls = [ask(message, metadata=server.known("crowd0")) for _ in range(12)]
+            calls = await server.large("crowd0", 12)
             turnstile = server.edge.authentication.turnstiles["crowd"]
             async with asyncio.timeout(10):
                 while len(service.held) < len(calls) or not turnstile:  # noqa: ASYNC110
                     await asyncio.sleep(0.01)
             assert not any(large() for large in service.held)
-            assert service.sizes == [len(message)] * len(calls)
+            assert service.sizes == [len(LARGE)] * len(calls)
             assert len(turnstile) >= 3, "each counts as five calls"
             began_s = time.monotonic()
             assert await server.is_let_in("victim") is False
             assert time.monotonic() - began_s < 5, "another namespace's refusal waits for none of these"
             for call in calls:
                 call.cancel()
+
+    run(test())
+
+
+def test_calls_that_wait_to_be_refused_hear_why_before_their_deadline_and_when_the_service_ends(tmp_path: Path) -> None:
+    async def test() -> None:
+        service = Refusing()
+        async with served(tmp_path, service) as server:
+            crowd = await server.large("crowd0", 60)
+            async with asyncio.timeout(10):
+                while len(service.held) < len(crowd):  # noqa: ASYNC110
+                    await asyncio.sleep(0.01)
+            ask: Any = (await server.channel()).unary_unary(f"/{NAME}/GetCapabilities")
+            assert await reason_of(ask(b"", metadata=server.known("crowd1"), timeout=1)) == "TOO_MANY_CALLS"
+            assert server.edge.authentication.turnstiles["crowd"], "the others wait still"
+            await server.edge._close(2)  # at their pace they need six seconds
+            assert {await reason_of(call) for call in crowd} == {"TOO_MANY_CALLS"}
 
     run(test())
 

@@ -13,20 +13,22 @@ from typing import Any
 
 from kvasir.errors import DeadlineExceeded, InvalidArgument, ResourceExhausted
 from kvasir.server.shared_room import Place
-from kvasir.waits import ANSWER_S
+from kvasir.waits import ANSWER_S, SILENCE_S
 
 # Stands for bytes that are no message of the RPC.
 UNREADABLE = object()
 # Strangers' calls that wait for their message. A load balancer sends it with the call, within two milliseconds.
 # The number is small because each call may hold most of a message of the largest size.
 MAX_WAITING_CHECKS = 32
-# Strangers' calls that wait to be served or refused, and a namespace's that wait to be refused as too many. Of what a
-# stranger's call sends gRPC holds at most 256 KiB.
+# Strangers' calls that wait to be served or refused, and known callers' that wait to be refused as too many. Of what a
+# call sends that nobody has read gRPC holds at most 256 KiB.
 MAX_HELD = 1024
 # Of these few go on at once and then so many a second. Each takes a millisecond of the event loop, and so do so many
 # bytes of a request.
 _AT_ONCE, _A_SECOND = 32, 50
 _BYTES_OF_ONE = 256 << 10
+# Of the time that a caller gives a call: it must still hear why the call is refused.
+_WAITED_PART = 0.8
 
 # Entered while a message arrives, once for each message: waits for its room.
 Room = AbstractAsyncContextManager[None]
@@ -103,10 +105,10 @@ async def begun(
 
 
 class Turnstile:
-    """Lets few calls go on in a second, the newest first: it may be a load balancer's, which soon gives up. Of more
-    than `MAX_HELD` the one that has waited longest goes on at once. Belongs to one event loop."""
+    """Lets few calls go on in a second. Belongs to one event loop."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, *, newest_first: bool = False, clock: Callable[[], float] = time.monotonic) -> None:
+        self._newest_first = newest_first
         self._clock = clock
         self._next_s = 0.0  # when another may go on
         self._held: dict[asyncio.Future[None], float] = {}  # in the order of arrival; the seconds of each
@@ -115,8 +117,8 @@ class Turnstile:
     def __len__(self) -> int:
         return len(self._held)
 
-    async def passed(self, request_bytes: int = 0) -> None:
-        """Return when the call may go on whose request had so many bytes."""
+    async def passed(self, request_bytes: int = 0, at_most_s: float | None = None) -> None:
+        """Return when the call may go on whose request had so many bytes, or after so many seconds."""
         now, takes_s = self._clock(), (1 + request_bytes // _BYTES_OF_ONE) / _A_SECOND
         self._next_s = max(self._next_s, now - _AT_ONCE / _A_SECOND)
         if self._next_s <= now and not self._held:
@@ -125,40 +127,64 @@ class Turnstile:
         place: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._held[place] = takes_s
         if self._timer is None:
-            self._timer = asyncio.get_running_loop().call_later(self._next_s - now, self._let_newest_on)
-        if len(self._held) > MAX_HELD:
-            self._let_on(next(iter(self._held)))
+            self._timer = asyncio.get_running_loop().call_later(self._next_s - now, self._let_next_on)
         try:
-            await place
+            await asyncio.wait((place,), timeout=at_most_s)
         finally:
             self._held.pop(place, None)
 
-    def _let_newest_on(self) -> None:
+    def let_oldest_on(self) -> None:
+        self._let_on(next(iter(self._held)))
+
+    def let_all_on(self) -> None:
+        for place in list(self._held):
+            self._let_on(place)
+
+    def _let_next_on(self) -> None:
         self._timer = None
         if self._held:
-            takes_s = self._let_on(next(reversed(self._held)))
+            takes_s = self._let_on(next(reversed(self._held) if self._newest_first else iter(self._held)))
             self._next_s = self._clock() + takes_s
-            self._timer = asyncio.get_running_loop().call_later(takes_s, self._let_newest_on)
+            self._timer = asyncio.get_running_loop().call_later(takes_s, self._let_next_on)
 
     def _let_on(self, place: asyncio.Future[None]) -> float:
-        takes_s = self._held.pop(place)
-        if not place.done():
-            place.set_result(None)
-        return takes_s
+        place.set_result(None)
+        return self._held.pop(place)
 
 
 class Turnstiles(dict[str, Turnstile]):
-    """By namespace; strangers have the one without a name."""
+    """By namespace, in the order of arrival; strangers have the one without a name, the newest of them first: it may be
+    a load balancer's, which soon gives up. Of more than `MAX_HELD` the one that has waited longest of whoever has most
+    goes on at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._is_open = False
 
     def __missing__(self, namespace: str) -> Turnstile:
-        return self.setdefault(namespace, Turnstile())
+        return self.setdefault(namespace, Turnstile(newest_first=not namespace))
+
+    async def passed(self, namespace: str, request_bytes: int = 0, left_s: float | None = None) -> None:
+        """Return when the call may go on whose caller has `left_s` seconds of patience; None: more than is used."""
+        if self._is_open:
+            return
+        while sum(map(len, self.values())) >= MAX_HELD:
+            max(self.values(), key=len).let_oldest_on()
+        at_most_s = SILENCE_S if left_s is None else min(_WAITED_PART * left_s, SILENCE_S)
+        await self[namespace].passed(request_bytes, at_most_s)
+
+    def open(self) -> None:
+        """From now on nobody waits here: the service ends."""
+        self._is_open = True
+        for turnstile in self.values():
+            turnstile.let_all_on()
 
 
 class Doorstep:
     """Where strangers' calls wait for their message. Belongs to one event loop."""
 
-    def __init__(self, turnstile: Turnstile) -> None:
-        self._turnstile = turnstile
+    def __init__(self, turnstiles: Turnstiles) -> None:
+        self._turnstiles = turnstiles
         # In the order of arrival.
         self._waiting: dict[asyncio.Task[Any], None] = {}
 
@@ -173,7 +199,7 @@ class Doorstep:
     async def the_only(self, requests: AsyncIterator[Any]) -> Any:
         """The one request. Raises as `the_only` does, and ResourceExhausted if too many other calls came meanwhile."""
         if len(self._waiting) >= MAX_WAITING_CHECKS:
-            await self._turnstile.passed()
+            await self._turnstiles.passed("")
         reading = asyncio.ensure_future(the_only(Arriving(requests, ANSWER_S)))
         self._waiting[reading] = None
         if len(self._waiting) > MAX_WAITING_CHECKS:

@@ -147,10 +147,10 @@ class Errors(_Interceptor):
                 if deed.caller is not None:
                     left_out = left_out or 0  # a flood of strangers hides nobody who is known
                 elif isinstance(error, errors.Unauthenticated):
-                    await self._turnstiles[""].passed()
+                    await self._turnstiles.passed("", left_s=context.time_remaining())
                 if deed.caller is not None and isinstance(error, errors.ResourceExhausted):
                     traceback.clear_frames(error.__traceback__)  # they have the request, which is in no budget now
-                    await self._turnstiles[deed.caller.namespace].passed(call_bytes())
+                    await self._turnstiles.passed(deed.caller.namespace, call_bytes(), context.time_remaining())
                 await abort(context, error)
             # CancelledError is no Exception: it passes, for a handler that swallows a cancel leaks (LESSONS 28).
             except Exception as error:  # noqa: BLE001  every bug ends here, once
@@ -208,7 +208,7 @@ class Authentication(_Interceptor):
         self.arriving_alone_of_caller = _RoomsOfCallers(min(places, MAX_ARRIVING_ALONE))
         self.answering = ModestRoom(MAX_ANSWERING, _BESIDE_OTHERS)
         self.turnstiles = Turnstiles()
-        self.doorstep = Doorstep(self.turnstiles[""])
+        self.doorstep = Doorstep(self.turnstiles)
 
     def _wrap(self, method: str, handler: Any) -> Any:
         @asynccontextmanager

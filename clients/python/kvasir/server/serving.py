@@ -229,6 +229,7 @@ class EdgeServer:
     async def _close(self, grace_s: float) -> None:
         while self._sockets:  # first: later they may be those of the next service here
             self._sockets.pop().unlink(missing_ok=True)
+        self.authentication.turnstiles.open()
         await asyncio.gather(*(server.stop(grace_s) for server in self._servers), self.close_door(grace_s))
 
     def _new_server(self) -> grpc.aio.Server:
