@@ -178,7 +178,7 @@ def test_a_wait_leaves_no_error_to_the_garbage_collector(tmp_path: Path) -> None
         gc.garbage.clear()
 
 
-def test_a_lease_that_is_renewed_in_its_last_millisecond_is_asked_for_at_intervals(tmp_path: Path) -> None:
+def test_a_lease_that_is_renewed_in_its_last_millisecond_is_polled_at_intervals(tmp_path: Path) -> None:
     async def test() -> None:
         tries = 0
 

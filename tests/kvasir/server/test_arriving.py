@@ -213,7 +213,7 @@ def test_few_go_on_at_once_and_then_of_strangers_the_newest_and_of_a_namespace_t
     asyncio.run(scene())
 
 
-def test_of_too_many_the_oldest_of_whoever_has_most_goes_on() -> None:
+def test_beyond_the_limit_the_largest_crowd_loses_its_oldest_place() -> None:
     async def scene() -> None:
         turnstiles, passed = Turnstiles(), list[int]()
         crowd = comers(turnstiles, "crowd", 33 + MAX_HELD, passed)
@@ -231,7 +231,7 @@ def test_of_too_many_the_oldest_of_whoever_has_most_goes_on() -> None:
     asyncio.run(scene())
 
 
-def test_who_waits_to_be_refused_hears_of_it_before_its_time_is_over_and_when_the_service_ends() -> None:
+def test_refusals_that_wait_go_on_before_their_time_is_over_and_when_the_service_ends() -> None:
     async def scene() -> None:
         turnstiles = Turnstiles()
         coming = comers(turnstiles, "mine", 400, [])

@@ -218,7 +218,7 @@ def test_a_call_that_waits_to_be_refused_holds_nothing_and_waits_by_its_size(tmp
     run(test())
 
 
-def test_calls_that_wait_to_be_refused_hear_why_before_their_deadline_and_when_the_service_ends(tmp_path: Path) -> None:
+def test_refusals_that_wait_are_sent_before_their_deadline_and_when_the_service_ends(tmp_path: Path) -> None:
     async def test() -> None:
         service = Refusing()
         async with served(tmp_path, service) as server:

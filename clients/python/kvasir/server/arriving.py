@@ -27,7 +27,7 @@ MAX_HELD = 1024
 # bytes of a request.
 _AT_ONCE, _A_SECOND = 32, 50
 _BYTES_OF_ONE = 256 << 10
-# Of the time that a caller gives a call: it must still hear why the call is refused.
+# Of the time that a caller gives a call: the refusal must still reach it.
 _WAITED_PART = 0.8
 
 # Entered while a message arrives, once for each message: waits for its room.
@@ -154,7 +154,7 @@ class Turnstile:
 
 class Turnstiles(dict[str, Turnstile]):
     """By namespace, in the order of arrival; strangers have the one without a name, the newest of them first: it may be
-    a load balancer's, which soon gives up. Of more than `MAX_HELD` the one that has waited longest of whoever has most
+    a load balancer's, which soon gives up. Of more than `MAX_HELD` the one that has waited longest in the largest crowd
     goes on at once."""
 
     def __init__(self) -> None:
