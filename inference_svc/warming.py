@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from itertools import product
@@ -74,8 +74,8 @@ async def warm_up_while_idle(engine: Engine, is_idle: Callable[[], bool], clock:
     cell, context = _cell(engine), engine.model.context_tokens
     for tokens in KEPT_TOKENS:
         await _run_while_idle(engine, [(min(tokens, cell), 1)], is_idle, clock)
-    short, steps = product(KEPT_TOKENS, _depths(engine), [1]), product([0], _depths(engine), _CROWDS_ROWS)
-    for tokens, depth, rows in (*short, *steps, *product([ROW_TOKENS], _depths(engine)[:2], _PACKED_ROWS)):
+    short = product(KEPT_TOKENS, _depths(engine), [1])
+    for tokens, depth, rows in (*short, *_crowds_graphs(engine)):
         while not is_idle():
             await _until_quiet(is_idle)
         # It fails where memories have every page, or as the engine ends.
@@ -149,10 +149,27 @@ def _run_each_kernel(engine: Engine) -> None:
     # A graph is another one for each width of block tables: a restored turn is the first to need most of them.
     ahead = [engine.keep_graph(tokens, depth) for depth in _depths(engine) for tokens in (_QUESTION_TOKENS, 0)]
     # The first crowd comes soon, and its turns begin to decode one after the other.
-    ahead += [engine.keep_graph(0, depth, rows) for depth in _depths(engine)[:2] for rows in _CROWDS_ROWS[:3]]
+    soon = product(_depths(engine)[:2], _CROWDS_ROWS[:3]) if _rounds_rows(engine) else ()
+    ahead += [engine.keep_graph(0, depth, rows) for depth, rows in soon]
     wait(ahead, WORK_S)
     with contextlib.suppress(KvasirError, TimeoutError):
         _remember(engine, min(_MIDDLING_TOKENS, longest - _DECODED_TOKENS))
+
+
+def _crowds_graphs(engine: Engine) -> Iterable[tuple[int, int, int]]:
+    """Tokens, depth and rows. A pass of the most rows takes a Mac seconds, which a caller would wait for."""
+    if not _rounds_rows(engine):
+        return ()
+    steps, packed = (
+        product([0], _depths(engine), _CROWDS_ROWS),
+        product([ROW_TOKENS], _depths(engine)[:2], _PACKED_ROWS),
+    )
+    return (*steps, *packed)
+
+
+def _rounds_rows(engine: Engine) -> bool:
+    """Whether a crowd's steps have few numbers of rows (`DecodeBatch`)."""
+    return engine.device == "cuda"
 
 
 def _depths(engine: Engine) -> list[int]:

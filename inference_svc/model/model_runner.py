@@ -151,9 +151,10 @@ class ModelRunner:
 
     def keep_graph(self, pool: KvPool, tokens: int, depth: int, rows: int = 1) -> None:
         """Have MLX keep the graph of a pass of so many tokens, one of `KEPT_TOKENS`, behind so many, or of a packed one
-        of so many rows of `ROW_TOKENS`; no other device and no longer pass keeps one."""
+        of so many rows of `ROW_TOKENS`; no other device and no longer pass keeps one. Where the rows of a step have a
+        fixed number, no pass is packed."""
         passes = self._passes(pool)
-        if not passes.is_short(tokens, depth):
+        if not passes.is_short(tokens, depth) or (rows > 1 and self.pass_rows):
             return
         if rows > 1:
             keep_packed_graph(passes, rows, depth)
