@@ -91,7 +91,7 @@ def test_the_end_of_a_turn_and_the_copy_of_its_memory_wait_for_no_cell_of_anothe
     for count in (1, 2, 5):
         keys = [driver.key() for _ in range(4)]
         alone = [driver.turn(short, key=keys[0], max_tokens=count), driver.turn(long, key=keys[1], max_tokens=1)]
-        ending, other, computed = Listener(), Listener(), list[int]()
+        ending, other, computed, unread = Listener(), Listener(), list[int](), list[bool]()
 
         def note(_: object = None, computed: list[int] = computed) -> None:
             computed.append(driver.engine.computed_tokens)
@@ -102,10 +102,17 @@ def test_the_end_of_a_turn_and_the_copy_of_its_memory_wait_for_no_cell_of_anothe
         def begin(key: AgentKey = keys[2], listener: Listener = ending, most: int = count) -> None:
             driver.submit(short, key=key, listener=listener, namespace="b", max_tokens=most)
 
+        def look(_: object = None, unread: list[bool] = unread) -> None:
+            unread.append(driver.engine._worker._decoder.is_ahead)
+
+        for cell in range(3, 8):
+            other.at(Prefilled, cell, look)
         ending.at(Tokens, count, note).at(Ended, 1, ask)
         driver.submit(long, key=keys[3], listener=other.at(Prefilled, 2, begin), namespace="a", max_tokens=1)
         together = [ending.end(), other.end()]
         last_token, copied = computed
         assert copied - last_token <= 1, "its last token's KV, and no cell"
+        assert unread, "cells were computed beside it"
+        assert not any(unread), "a token waited for a cell to be read"
         assert [each.state for each in together] == [each.state for each in alone]
         assert [driver.files(key) for key in keys[2:]] == [driver.files(key) for key in keys[:2]]

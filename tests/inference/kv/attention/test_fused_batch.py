@@ -114,23 +114,27 @@ def test_a_kept_graph_is_told_the_tokens_lengths_and_pages_of_each_step(rows: in
     assert [given[2].shape[0] for given in traced] == [1 << (each - 1).bit_length() for each in (rows - joins, rows)]
 
 
-@pytest.mark.parametrize("pass_rows", [0, 4])
-def test_a_graph_kept_ahead_is_the_one_that_a_deep_turn_needs(pass_rows: int) -> None:
+@pytest.mark.parametrize(("pass_rows", "rows"), [(0, 1), (4, 1), (0, 4)])
+def test_a_graph_kept_ahead_is_the_one_that_a_deep_turn_needs(pass_rows: int, rows: int) -> None:
+    """Beside short turns, and for a row more than there are."""
     here = pool(40)
     batch = DecodeBatch(here, logits_of, 0, pass_rows=pass_rows)
     traced = []
     batch._kept_graph = KeptGraph(lambda *given: traced.append(given) or batch._traced(*given))
-    batch.keep_graph(2100)
+    batch.keep_graph(2100, rows)
     assert here.allocator.used == 0
     batch.join(kv := SequenceKV(here))
+    tokens = [7] * max(1, rows - 1)
+    for _ in tokens[1:]:
+        batch.join(SequenceKV(here))
     for table in kv.tables:
         table.pages = dict(enumerate(here.take(9)))
     for length in (2099, 2100):
         kv.length = length
-        mx.eval(batch.step([7]))
+        mx.eval(batch.step(tokens))
     assert len(traced) == 1
     kv.length = 100
-    mx.eval(batch.step([7]))
+    mx.eval(batch.step(tokens))
     assert len(traced) == 2, "a narrower table"
 
 

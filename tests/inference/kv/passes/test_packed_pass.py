@@ -164,6 +164,40 @@ def test_a_packed_graph_kept_ahead_is_the_one_that_cells_need(
     assert stored(memory) == before
 
 
+def test_a_steps_empty_row_changes_no_other_row_and_no_page(tmp_path: Path) -> None:
+    """Its block table names the first page, which is a memory's."""
+    packing = Packing(write_family(tmp_path, ALL["qwen3"]))
+    memory = packing.begun(TOKENS[:20])
+    assert 0 in memory.pages
+    before, found = stored(memory), []
+    for groups in ([(0,), (1,), (2,)], [(0, 1, 2)]):
+        sequences = [packing.begun(TOKENS[20 * place :][: 10 + place]) for place in range(3)]
+        logits: list[mx.array] = []
+        for places in groups:
+            batch = packing.runner.new_batch(packing.pool, 0)
+            batch._kept_graph = batch._traced  # type: ignore[assignment]
+            batch.hold([sequences[place] for place in places])
+            logits.append(batch.step([7 + place for place in places]))
+            mx.eval(logits)
+        found.append((mx.concatenate(logits), [stored(each) for each in sequences]))
+    (alone, kept_alone), (together, kept) = found
+    assert mx.allclose(alone, together, rtol=1e-4, atol=1e-5)
+    assert kept == kept_alone
+    assert stored(memory) == before
+
+
+@pytest.mark.parametrize("pass_rows", [0, 16])
+def test_a_packed_graph_is_kept_ahead_only_where_passes_are_packed(pass_rows: int, tmp_path: Path) -> None:
+    """They are not where a step's rows have a fixed number."""
+    packing, kept = Packing(write_family(tmp_path, ALL["qwen3"])), list[int]()
+    packing.runner.pass_rows = pass_rows
+    passes = packing.runner._passes(packing.pool)
+    passes._kept_graph = lambda *given: kept.append(given[2].shape[0]) or passes._traced(*given)  # type: ignore[assignment]
+    for rows in (1, 2):
+        packing.runner.keep_graph(packing.pool, ROW_TOKENS, 0, rows)
+    assert kept == ([1] if pass_rows else [1, 2])
+
+
 @pytest.mark.long(2)
 def test_a_packed_pass_that_fails_or_finds_no_room_has_changed_nothing(tmp_path: Path) -> None:
     packing = Packing(write_family(tmp_path, ALL["qwen3"]), pages=6)
