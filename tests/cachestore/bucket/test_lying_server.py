@@ -54,6 +54,11 @@ def credentials(tmp_path: Path, server: LyingServer) -> Path:
 
 
 @pytest.fixture
+def patient(credentials: Path) -> Bucket:
+    return open_bucket(WHERE, credentials)
+
+
+@pytest.fixture
 def bucket(credentials: Path, monkeypatch: pytest.MonkeyPatch) -> Bucket:
     """One whose patience is short."""
     monkeypatch.setattr(patience, "PATIENCE_S", 0.3)
@@ -85,10 +90,10 @@ def test_an_answer_that_claims_any_size_takes_no_memory(server: LyingServer, cre
     subprocess.run([sys.executable, "-c", _READS, WHERE, str(credentials)], check=True, timeout=60)
 
 
-def test_a_size_that_only_the_look_claims_cuts_no_object(server: LyingServer, bucket: Bucket) -> None:
-    bucket.put("a/b", bytes(100))
+def test_a_size_that_only_the_look_claims_cuts_no_object(server: LyingServer, patient: Bucket) -> None:
+    patient.put("a/b", bytes(100))
     server.lie = lambda request: Answer(200, headers(10)) if request.method == "HEAD" else None
-    assert bytes(bucket.get("a/b", 1 << 40)) == bytes(100)
+    assert bytes(patient.get("a/b", 1 << 40)) == bytes(100)
 
 
 @pytest.mark.parametrize("pieces", [_drops, _silence])
@@ -223,26 +228,26 @@ def test_a_list_may_begin_later_than_an_object(
     assert bucket.names("a") == ["b"]
 
 
-def test_lists_are_read_where_a_loop_runs(bucket: Bucket) -> None:
+def test_lists_are_read_where_a_loop_runs(patient: Bucket) -> None:
     """As at a store's start. This server knows no folders."""
-    bucket.put("a/b", b"1")
+    patient.put("a/b", b"1")
 
     async def lists() -> tuple[list[str], list[str], bool]:
-        return list(bucket.names("a")), bucket.folders(), bool(bucket.names("c", only_some=True))
+        return list(patient.names("a")), patient.folders(), bool(patient.names("c", only_some=True))
 
     assert asyncio.run(lists()) == (["b"], [], False)
 
 
-def test_an_object_that_was_not_copied_is_not_removed(server: LyingServer, bucket: Bucket) -> None:
-    bucket.put("a/b", bytes(100))
+def test_an_object_that_was_not_copied_is_not_removed(server: LyingServer, patient: Bucket) -> None:
+    patient.put("a/b", bytes(100))
     lie = whole(200, b'<CopyObjectResult><ETag>"1"</ETag></CopyObjectResult>')
     server.lie = lambda request: lie if "x-amz-copy-source" in request.headers else None
     with pytest.raises(OSError, match="copied"):
-        bucket.rename("a/b", "a/c")
-    assert bytes(bucket.get("a/b", 101)) == bytes(100)
+        patient.rename("a/b", "a/c")
+    assert bytes(patient.get("a/b", 101)) == bytes(100)
     server.lie = lambda _: None
-    bucket.rename("a/b", "a/c")
-    assert list(bucket.names("a")) == ["c"]
+    patient.rename("a/b", "a/c")
+    assert list(patient.names("a")) == ["c"]
 
 
 @pytest.mark.long(25)
