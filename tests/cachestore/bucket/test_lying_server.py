@@ -134,18 +134,16 @@ def test_a_long_write_that_found_its_object_there_shows_no_slow_folder() -> None
         pass
 
 
-def test_an_object_that_comes_slowly_but_steadily_comes_whole(
-    server: LyingServer, bucket: Bucket, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(patience, "_LEAST_BYTES", 1000)
+def test_an_object_that_comes_slowly_but_steadily_comes_whole() -> None:
+    now = [0.0]
 
-    def steady() -> Iterator[bytes]:
+    def stream(_: int) -> Iterator[bytes]:
         for _ in range(12):
-            time.sleep(0.05)
-            yield bytes(1000)
+            now[0] += 9
+            yield bytes(1 << 18)
 
-    server.lie = _bytes(steady(), 12_000)
-    assert bytes(bucket.get("a/b", 1 << 20)) == bytes(12_000)
+    found = SimpleNamespace(meta={"size": 12 << 18}, stream=stream)
+    assert patience.Patience(lambda: now[0]).first_bytes(found, "a/b", 1 << 40) == bytes(12 << 18)
 
 
 def test_objects_that_share_a_slow_link_come_whole() -> None:
