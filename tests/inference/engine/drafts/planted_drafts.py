@@ -46,6 +46,7 @@ def every_draft(_self: object, _rows: int, proposals: dict[Any, Proposal], _most
 
 
 def wrong_at(step: int) -> Tries:
+    """Its wrong tokens are in a vocabulary of even size, too: MLX looks at no index, and would write elsewhere."""
     return lambda rest, known: tuple(
-        token + 1 if (known + place) % step == 0 else token for place, token in enumerate(rest)
+        token ^ 1 if (known + place) % step == 0 else token for place, token in enumerate(rest)
     )
