@@ -361,7 +361,9 @@ def test_a_directory_that_is_no_store_is_said_to_be_none_and_stays_as_it_is(comm
 
 def test_check_walks_a_store_that_does_not_run(cli: Cli, stopped: Cli) -> None:
     running = cli("store", "check")
-    assert (running.code, "kvasir down" in running.err) == (4, True), "a store that runs holds its lock"
+    assert (running.code, f"kvasir --home {cli.home} down" in running.err) == (4, True), (
+        "a store that runs holds its lock"
+    )
     assert cli.done("store", "check", "--read-only", "--json").value["is_clean"]
     assert "no namespace is sealed" in cli.done("keys", "ls").out
     report = stopped.done("store", "check", "--json").value
