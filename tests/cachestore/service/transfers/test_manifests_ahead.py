@@ -247,10 +247,13 @@ def test_bytes_that_are_not_the_manifests_are_not_read_for_it(lab: Lab) -> None:
     async def test(store: Store) -> None:
         async with scene_of(store) as scene:
             snapshot, other = stored(store), SyntheticAgent(SMALL, 2).turn(300)
-            for wrong in (other.manifest_bytes, bytes(reversed(snapshot.manifest_bytes))):
+            named = next(iter(snapshot.new_blobs)).to_proto().hash.encode()
+            readable = snapshot.manifest_bytes.replace(named, bytes(reversed(named)))  # and of its size
+            for wrong in (other.manifest_bytes, bytes(reversed(snapshot.manifest_bytes)), readable):
+                assert wrong != snapshot.manifest_bytes
                 scene.ahead.begin(NS, snapshot.manifest_digest, wrong)
                 assert (await scene.commit(snapshot.manifest_digest)).token_count == 700
-            assert (scene.reads, scene.room.room.held_units) == (2, 0)
+            assert (scene.reads, scene.room.room.held_units) == (3, 0)
 
     with lab.open() as store:
         asyncio.run(test(store))
