@@ -51,7 +51,7 @@ SHARED = (
         "both",
         "clients/python/kvasir/server/arriving.py: _held",
         ("kvasir.server.arriving:MAX_HELD", 1024),
-        "50 a second each, and all strangers 50; one of 8 MiB counts as 33",
+        "50 a second each, and all strangers 50; one of 8 MiB counts as 33; of first checks of their connections 250",
         "the oldest first, of strangers the newest; none longer than 30 s, a known caller four fifths of its time; of "
         "too many the oldest of the largest crowd at once",
         "what it is told without waiting",

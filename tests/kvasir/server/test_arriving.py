@@ -3,12 +3,22 @@
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable
+from contextlib import suppress
 
 import pytest
 from kvasir.credentials import Principal
 from kvasir.errors import DeadlineExceeded, InvalidArgument
-from kvasir.server import interceptors
-from kvasir.server.arriving import MAX_HELD, UNREADABLE, Arriving, Turnstiles, begun, the_only
+from kvasir.server import arriving, interceptors
+from kvasir.server.arriving import (
+    MAX_HELD,
+    MAX_WAITING_CHECKS,
+    UNREADABLE,
+    Arriving,
+    Doorstep,
+    Turnstiles,
+    begun,
+    the_only,
+)
 from kvasir.server.interceptors import Authentication
 from kvasir.server.shared_room import Place, SharedRoom
 
@@ -243,6 +253,38 @@ def test_refusals_that_wait_go_on_before_their_time_is_over_and_when_the_service
         turnstiles.open()
         await asyncio.wait_for(asyncio.gather(*coming, turnstiles.passed("mine")), 3)
         assert len(turnstiles["mine"]) == 0
+
+    asyncio.run(scene())
+
+
+def test_a_connection_whose_check_sent_nothing_comes_again_among_all_strangers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(arriving, "_MAX_UNPROVEN", 3)
+
+    async def scene() -> None:
+        turnstiles, went, silent = Turnstiles(), list[str](), list[asyncio.Task[object]]()
+        doorstep = Doorstep(turnstiles)
+
+        async def passed(namespace: str) -> None:
+            went.append("all" if namespace == "" else "first")
+
+        async def called(connection: str, *messages: str) -> None:
+            while len(doorstep) < MAX_WAITING_CHECKS:
+                silent.append(asyncio.create_task(doorstep.the_only(half_a_message())))
+                await asyncio.sleep(0)
+            with suppress(InvalidArgument):  # of no message
+                async with doorstep.entered(connection):
+                    await doorstep.the_only(these(*messages))
+
+        monkeypatch.setattr(turnstiles, "passed", passed)
+        for connection, messages in (("a", "x"), ("a", "x"), ("b", ""), ("b", ""), ("b", "x"), ("b", "x")):
+            await called(connection, *messages)
+        assert went == ["first", "first", "first", "all", "all", "first"]
+        for connection in "cdefc":
+            await called(connection)
+        assert went[-1] == "first", "few are remembered"
+        for task in silent:
+            task.cancel()
+        await asyncio.gather(*silent, return_exceptions=True)
 
     asyncio.run(scene())
 

@@ -173,6 +173,51 @@ def test_a_thousand_silent_health_checks_shut_nobody_out(tmp_path: Path, monkeyp
     run(test())
 
 
+# An HTTP/2 client's opening (preface, empty SETTINGS), and the headers of a health check without its message.
+OPENING = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
+
+
+def silent_check() -> bytes:
+    fields = {":method": "POST", ":scheme": "http", ":path": CHECK, ":authority": "x", "te": "trailers"}
+    fields["content-type"] = "application/grpc"
+    texts = [text.encode() for field in fields.items() for text in field]
+    payload = b"".join(
+        (b"" if number % 2 else b"\x10") + bytes([len(text)]) + text for number, text in enumerate(texts)
+    )
+    return len(payload).to_bytes(3) + bytes([1, 4, 0, 0, 0, 1]) + payload
+
+
+def test_beside_two_hundred_new_silent_connections_a_second_every_health_check_is_answered(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with served(tmp_path) as server:
+            connections: list[socket.socket] = []
+            host, port = server.edge.address.rsplit(":", 1)
+            began_s, made = time.monotonic(), 0
+
+            async def flood() -> None:
+                nonlocal made
+                while True:
+                    while made < 200 * (time.monotonic() - began_s):
+                        made += 1
+                        connections.append(socket.create_connection((host, int(port))))
+                        connections[-1].sendall(OPENING + silent_check())
+                    await asyncio.sleep(0.005)
+
+            flooding = asyncio.create_task(flood())
+            while made < 160:  # noqa: ASYNC110  no place is free now, and few go on at once
+                await asyncio.sleep(0.01)
+            for _ in range(6):
+                health: Any = health_pb2_grpc.HealthStub(await server.channel())
+                await health.Check(health_pb2.HealthCheckRequest(), timeout=2)
+                await asyncio.sleep(0.05)
+            assert not flooding.done()
+            flooding.cancel()
+            for connection in connections:
+                connection.close()
+
+    run(test())
+
+
 @pytest.mark.long(2)
 @pytest.mark.parametrize("name", ["", "crowd0"])
 def test_a_flood_is_refused_at_a_measured_pace(tmp_path: Path, name: str) -> None:
@@ -354,8 +399,8 @@ def test_a_connection_that_says_nothing_is_closed(tmp_path: Path, monkeypatch: p
 
     async def test() -> None:
         async with served(tmp_path) as server:
-            # Not a byte; then a whole HTTP/2 opening (preface, empty SETTINGS) and no call.
-            for says in (b"", b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])):
+            # Not a byte; then an opening and no call.
+            for says in (b"", OPENING):
                 assert await asyncio.to_thread(until_closed, server.edge.address, says) < 8
 
     run(test())

@@ -27,6 +27,14 @@ MAX_HELD = 1024
 # bytes of a request.
 _AT_ONCE, _A_SECOND = 32, 50
 _BYTES_OF_ONE = 256 << 10
+# A busy event loop makes up for the calls that it let on too late in so much time.
+_CATCHES_UP_S = 0.1
+# The same of strangers' checks that are the first of their connections. A caller that comes again as soon as its call
+# has ended is held up by a slow pace; one that makes new connections comes as often at any pace.
+_FIRST_CHECKS, _FIRST_CHECKS_A_SECOND = "\0", 250
+_STRANGERS = ("", _FIRST_CHECKS)
+# Connections that are remembered because their last check has sent nothing.
+_MAX_UNPROVEN = 4096
 # Of the time that a caller gives a call: the refusal must still reach it.
 _WAITED_PART = 0.8
 
@@ -107,7 +115,10 @@ async def begun(
 class Turnstile:
     """Lets few calls go on in a second. Belongs to one event loop."""
 
-    def __init__(self, *, newest_first: bool = False, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, a_second: int, *, newest_first: bool = False, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._a_second = a_second
         self._newest_first = newest_first
         self._clock = clock
         self._next_s = 0.0  # when another may go on
@@ -119,8 +130,8 @@ class Turnstile:
 
     async def passed(self, request_bytes: int = 0, at_most_s: float | None = None) -> None:
         """Return when the call may go on whose request had so many bytes, or after so many seconds."""
-        now, takes_s = self._clock(), (1 + request_bytes // _BYTES_OF_ONE) / _A_SECOND
-        self._next_s = max(self._next_s, now - _AT_ONCE / _A_SECOND)
+        now, takes_s = self._clock(), (1 + request_bytes // _BYTES_OF_ONE) / self._a_second
+        self._next_s = max(self._next_s, now - _AT_ONCE / self._a_second)
         if self._next_s <= now and not self._held:
             self._next_s += takes_s
             return
@@ -144,8 +155,9 @@ class Turnstile:
         self._timer = None
         if self._held:
             takes_s = self._let_on(next(reversed(self._held) if self._newest_first else iter(self._held)))
-            self._next_s = self._clock() + takes_s
-            self._timer = asyncio.get_running_loop().call_later(takes_s, self._let_next_on)
+            now = self._clock()
+            self._next_s = max(self._next_s, now - _CATCHES_UP_S) + takes_s
+            self._timer = asyncio.get_running_loop().call_later(max(self._next_s - now, 0), self._let_next_on)
 
     def _let_on(self, place: asyncio.Future[None]) -> float:
         place.set_result(None)
@@ -153,16 +165,16 @@ class Turnstile:
 
 
 class Turnstiles(dict[str, Turnstile]):
-    """By namespace, in the order of arrival; strangers have the one without a name, the newest of them first: it may be
-    a load balancer's, which soon gives up. Of more than `MAX_HELD` the one that has waited longest in the largest crowd
-    goes on at once."""
+    """By namespace, in the order of arrival; strangers have two, the newest call first: it may be a load balancer's,
+    which soon gives up. Of more than `MAX_HELD` the oldest one of the largest crowd goes on at once."""
 
     def __init__(self) -> None:
         super().__init__()
         self._is_open = False
 
     def __missing__(self, namespace: str) -> Turnstile:
-        return self.setdefault(namespace, Turnstile(newest_first=not namespace))
+        a_second = _FIRST_CHECKS_A_SECOND if namespace == _FIRST_CHECKS else _A_SECOND
+        return self.setdefault(namespace, Turnstile(a_second, newest_first=namespace in _STRANGERS))
 
     async def passed(self, namespace: str, request_bytes: int = 0, left_s: float | None = None) -> None:
         """Return when the call may go on whose caller has `left_s` seconds of patience; None: more than is used."""
@@ -181,15 +193,32 @@ class Turnstiles(dict[str, Turnstile]):
 
 
 class Doorstep:
-    """Where strangers' calls wait for their message. Belongs to one event loop."""
+    """Where strangers' calls wait for their message. Belongs to one event loop.
+
+    A call that was begun to be read cannot be set aside, only ended. So a crowd of silent calls is read as fast as its
+    calls are ended. The crowd of a connection that has sent nothing so far waits apart from other connections."""
 
     def __init__(self, turnstiles: Turnstiles) -> None:
         self._turnstiles = turnstiles
         # In the order of arrival.
         self._waiting: dict[asyncio.Task[Any], None] = {}
+        self._unproven: dict[str, None] = {}  # connections, the one that came last at the end
 
     def __len__(self) -> int:
         return len(self._waiting)
+
+    @asynccontextmanager
+    async def entered(self, connection: str) -> AsyncIterator[None]:
+        """A call may be read, in a block that has no error if it sent its message. `connection`: its peer, as gRPC
+        names it. The peers of a Unix socket have one name, and are one to this class."""
+        is_first = connection not in self._unproven
+        self._unproven[connection] = None
+        if len(self._unproven) > _MAX_UNPROVEN:
+            del self._unproven[next(iter(self._unproven))]
+        if len(self._waiting) >= MAX_WAITING_CHECKS:
+            await self._turnstiles.passed(_FIRST_CHECKS if is_first else "")
+        yield
+        self._unproven.pop(connection, None)
 
     @asynccontextmanager
     async def begun(self, requests: AsyncIterator[Any]) -> AsyncIterator[Any]:
@@ -198,8 +227,6 @@ class Doorstep:
 
     async def the_only(self, requests: AsyncIterator[Any]) -> Any:
         """The one request. Raises as `the_only` does, and ResourceExhausted if too many other calls came meanwhile."""
-        if len(self._waiting) >= MAX_WAITING_CHECKS:
-            await self._turnstiles.passed("")
         reading = asyncio.ensure_future(the_only(Arriving(requests, ANSWER_S)))
         self._waiting[reading] = None
         if len(self._waiting) > MAX_WAITING_CHECKS:

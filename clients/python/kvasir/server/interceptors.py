@@ -223,7 +223,7 @@ class Authentication(_Interceptor):
                 yield
 
         if method in _OPEN_METHODS:
-            return _guarded(handler, _no_guard, self.doorstep.begun)
+            return _guarded(handler, lambda context: self.doorstep.entered(context.peer()), self.doorstep.begun)
         if handler.request_streaming:
             # Health and reflection have no time limits of their own.
             bounds_each = method.startswith(_COMMON_SERVICES)
@@ -370,11 +370,6 @@ class _Reader:
             return self._deserialize(data)
         except DecodeError:
             return UNREADABLE
-
-
-@asynccontextmanager
-async def _no_guard(_context: Any) -> AsyncIterator[None]:
-    yield
 
 
 def _guarded_coroutine(behaviour: Any, guard: Guard, take: Take) -> Any:
