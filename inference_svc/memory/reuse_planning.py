@@ -14,12 +14,12 @@ from kvasir.formats.block_hash import BLOCK_TOKENS, block_hash_chain
 from kvasir.formats.digest import Digest
 from kvasir.formats.layer_groups import row_groups
 
-from inference_svc.engine.api import Cold, DamagedFile, Hot, Restored, RestoredWindow, Reuse, Started
+from inference_svc.engine.api import Cold, DamagedFile, Ended, Hot, Restored, RestoredWindow, Reuse, Started
 from inference_svc.engine.engine import Engine
 from inference_svc.memory.agent_memory import AgentMemory, StoredFiles, as_hot, off_loop
 from inference_svc.memory.outcomes import Miss, MissReason, Source
 from inference_svc.memory.recall import Recollection, unknown_token
-from inference_svc.memory.replaying import Runs
+from inference_svc.memory.replaying import Runs, runs_of_turn
 from inference_svc.memory.restore_costs import RestoreCosts
 from inference_svc.memory.store.answers import StoreMiss
 from inference_svc.memory.store.patience import Budget
@@ -89,6 +89,10 @@ class Prepared:
         """The same plan with so many of the stored blocks at most: rows behind them are recomputed."""
         windows = {window: stored.before(blocks) for window, stored in self.stored_windows.items()}
         return replace(self, stored_blocks=self.stored_blocks[:blocks], stored_windows=windows)
+
+    def runs_after(self, turn: Ended) -> Runs | None:
+        """The runs of all rows that the turn left. None: it is not known how some of them were computed."""
+        return runs_of_turn(self.runs, turn.cached_tokens, turn.prompt_tokens, turn.state.decoded_to)
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from inference_svc.memory.agent_memory import AgentMemory, Ahead, Publication, S
 from inference_svc.memory.lines.line_states import Stage, Standing
 from inference_svc.memory.outcomes import SnapshotOutcome, SnapshotState, Source
 from inference_svc.memory.recall import Recollection
-from inference_svc.memory.replaying import Runs, runs_of_turn
+from inference_svc.memory.replaying import Runs
 from inference_svc.text.prefix_matching import Outcome, RememberedText
 from inference_svc.turns.engine_parts import EngineParts
 from inference_svc.turns.phases import Planned, Ran, Remembered
@@ -211,10 +211,7 @@ class TurnEnding:
 
     def _runs(self, ran: Ran) -> Runs | None:
         """How the rows that the turn left were computed. Windows of masks are computed in another way."""
-        if self._parts.engine.model.mask_window is not None:
-            return None
-        ended = ran.ended
-        return runs_of_turn(ran.prepared.runs, ended.cached_tokens, ended.prompt_tokens, ended.state.decoded_to)
+        return ran.prepared.runs_after(ran.ended) if self._parts.engine.model.mask_window is None else None
 
     def _standing(self, ran: Ran) -> Standing:
         planned, key, previous = ran.planned, ran.planned.request.key, ran.extended
