@@ -19,6 +19,10 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # two tests at a time: a second thread 
 os.environ.pop("SSL_CERT_FILE", None)
 os.environ["SSL_CERT_DIR"] = str(Path(__file__).parent)
 
+# Tests fork, for processes that they kill and for terminals, while gRPC's threads run. gRPC's handlers of a fork cut
+# calls of the parent and end the child by a signal, which a test takes for a kill. No child uses what gRPC had here.
+os.environ["GRPC_ENABLE_FORK_SUPPORT"] = "0"
+
 import inference_svc  # noqa: F401  it loads an optimized BLAS, which must come before any test imports MLX
 from tests import long_tests
 from tests.made_models.sampling import sampled

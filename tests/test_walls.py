@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.source_trees import called, class_names, imported, modules, touched
+from tests.source_trees import called, class_names, imported, modules, nodes, touched
 from tools.draw_house import (
     BENCH,
     GATEWAY,
@@ -211,6 +211,12 @@ CALLS = Wall(
     "clock and randomness are passed in, so that a test can hold them",
 )
 
+FORKS = Wall(
+    ("os.fork", "os.forkpty", "pty.fork", "multiprocessing.*", "concurrent.futures.ProcessPoolExecutor"),
+    (),
+    "a fork beside gRPC's threads cuts calls of the parent and ends children by signals",
+)
+
 
 def matches(path: str, patterns: Iterable[str]) -> bool:
     return any(fnmatch.fnmatchcase(path, pattern) for pattern in patterns)
@@ -247,6 +253,13 @@ def test_only_configuration_reads_the_environment(trees: dict[str, ast.Module]) 
 
 def test_clock_and_randomness_are_passed_in(trees: dict[str, ast.Module]) -> None:
     assert breaches(CALLS, trees, called) == []
+
+
+def test_no_process_forks(trees: dict[str, ast.Module]) -> None:
+    assert breaches(FORKS, trees, called) == []
+    # `subprocess` forks for this alone; else the parent rests until the child's `exec`.
+    words = [(path, word) for path, tree in trees.items() for word in nodes(tree)[ast.keyword]]
+    assert [path for path, word in words if word.arg == "preexec_fn"] == []
 
 
 @pytest.mark.parametrize(
@@ -298,6 +311,8 @@ def test_a_planted_import_is_caught(path: str, source: str, caught_by: str) -> N
         (CALLS, called, "import secrets\nx = secrets.token_hex(8)"),
         (CALLS, called, "import random\nx = random.Random().random()"),
         (CALLS, called, "from datetime import datetime, UTC\nx = datetime.now(UTC)"),
+        (FORKS, called, "from os import fork\nif not fork(): pass"),
+        (FORKS, called, "import multiprocessing\nx = multiprocessing.get_context('fork')"),
     ],
 )
 def test_a_planted_use_is_caught(wall: Wall, read: object, source: str) -> None:

@@ -170,8 +170,8 @@ def one_life(lab: Lab, told: Told, seed: int, death: int, kill_after_s: float | 
             elif line.endswith("\n"):
                 told.hear(line)
     _, status = os.waitpid(child, 0)
-    if os.WIFEXITED(status) and os.WEXITSTATUS(status) != 0:
-        raise RuntimeError("the child failed by itself; its traceback is above")
+    if os.waitstatus_to_exitcode(status) not in (0, -signal.SIGKILL):
+        raise RuntimeError(f"the child failed by itself, as {os.waitstatus_to_exitcode(status)}; see above")
     return effects, os.WIFEXITED(status)
 
 
