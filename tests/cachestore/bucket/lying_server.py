@@ -4,6 +4,7 @@ import hashlib
 import re
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -11,6 +12,7 @@ from typing import BinaryIO
 from urllib.parse import parse_qs, quote, unquote, urlsplit
 from xml.sax.saxutils import escape, unescape
 
+_PIECE_BYTES = 1 << 14
 _KEY = re.compile(r"<Key>(.*?)</Key>")
 
 
@@ -54,6 +56,8 @@ class LyingServer:
         self.objects: dict[str, bytes] = {}
         self.lie: Lie = lambda _: None
         self.requests = 0
+        self.uplink_bytes_a_second = 0.0  # that all bodies share; 0: as fast as they come
+        self._uplink = threading.Lock()
         self._lock = threading.Lock()
         self._listener = socket.create_server(("127.0.0.1", 0), backlog=128)
         self.port = int(self._listener.getsockname()[1])
@@ -71,7 +75,7 @@ class LyingServer:
             return self.listing(request.folder)
         data = self.objects.get(request.name)
         if data is None:
-            return whole(404, b"<Error><Code>NoSuchKey</Code></Error>")
+            return whole(404, b"" if request.method == "HEAD" else b"<Error><Code>NoSuchKey</Code></Error>")
         return Answer(200, headers(len(data), tag_of(data)), () if request.method == "HEAD" else (data,))
 
     def put(self, request: Request) -> Answer:
@@ -120,7 +124,7 @@ class LyingServer:
     def _serve(self, client: socket.socket) -> None:
         with client, suppress(OSError, ValueError), client.makefile("rb") as lines:
             client.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            while (request := _read(lines)) is not None:
+            while (request := self._read(lines)) is not None:
                 self.requests += 1
                 answer = self.lie(request) or self.truth(request)
                 head = [
@@ -130,6 +134,34 @@ class LyingServer:
                 client.sendall("\r\n".join([*head, "", ""]).encode())
                 for piece in answer.pieces:
                     client.sendall(piece)
+
+    def _read(self, lines: BinaryIO) -> Request | None:
+        if not (first := lines.readline()):
+            return None
+        method, target, _ = first.decode().split(" ")
+        headers = {}
+        while line := lines.readline().decode().strip():
+            name, _, value = line.partition(":")
+            headers[name.lower()] = value.strip()
+        body = self._body(lines, int(headers.get("content-length", "0")))
+        parts = urlsplit(target)
+        query = parse_qs(parts.query)
+        is_listing = "list-type" in query
+        name = "" if is_listing else unquote(parts.path).split("/", 2)[-1]
+        return Request(method, name, query.get("prefix", [""])[0] if is_listing else "", headers, body)
+
+    def _body(self, lines: BinaryIO, size_bytes: int) -> bytes:
+        """In pieces, those of all requests one after the other."""
+        if not self.uplink_bytes_a_second:
+            return lines.read(size_bytes)
+        body = b""
+        while len(body) < size_bytes:
+            with self._uplink:
+                time.sleep(_PIECE_BYTES / self.uplink_bytes_a_second)
+            if not (piece := lines.read(min(_PIECE_BYTES, size_bytes - len(body)))):
+                raise OSError("the request ended")
+            body += piece
+        return body
 
 
 _TRUTHS = {
@@ -143,19 +175,3 @@ _TRUTHS = {
 
 def tag_of(data: bytes) -> str:
     return f'"{hashlib.sha256(data).hexdigest()}"'
-
-
-def _read(lines: BinaryIO) -> Request | None:
-    if not (first := lines.readline()):
-        return None
-    method, target, _ = first.decode().split(" ")
-    headers = {}
-    while line := lines.readline().decode().strip():
-        name, _, value = line.partition(":")
-        headers[name.lower()] = value.strip()
-    body = lines.read(int(headers.get("content-length", "0")))
-    parts = urlsplit(target)
-    query = parse_qs(parts.query)
-    is_listing = "list-type" in query
-    name = "" if is_listing else unquote(parts.path).split("/", 2)[-1]
-    return Request(method, name, query.get("prefix", [""])[0] if is_listing else "", headers, body)
