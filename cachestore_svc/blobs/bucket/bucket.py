@@ -20,6 +20,7 @@ from kvasir.options.store import check_bucket
 from kvasir.waits import ANSWER_S, HANGS_S, PATIENCE_S
 
 from cachestore_svc.blobs.bucket.patience import Patience, answer, lying, names_of
+from cachestore_svc.blobs.bucket.uplink import Uplink
 
 WRITERS = 16  # of a probe
 _RACES = 3
@@ -48,12 +49,13 @@ class Bucket:
         self._obstore = obstore
         self._errors = obstore.exceptions
         self._patience = Patience()
+        self._uplink = Uplink()
 
     def put_new(self, name: str, data: bytes | memoryview) -> bool:
         """Write an object that is not there, in one request; False where there is one already."""
         store = self._patient if len(data) > _MULTIPART_BYTES else self._store  # parts know no If-None-Match
         try:
-            with self._asking(name):
+            with self._writing(name, len(data)):
                 self._obstore.put(store, name, data, mode="create", use_multipart=False)
         except FileExistsError:
             return False
@@ -61,16 +63,20 @@ class Bucket:
 
     def put(self, name: str, data: bytes | memoryview) -> None:
         """Write an object over what is there. A reader sees the one or the other."""
-        with self._asking(name):
-            in_parts = len(data) > _MULTIPART_BYTES
-            parts: Any = {"use_multipart": in_parts, "chunk_size": _PART_BYTES, "max_concurrency": _PARTS_AT_ONCE}
-            self._obstore.put(self._store, name, data, **parts)
+        if len(data) <= _MULTIPART_BYTES:
+            with self._writing(name, len(data)):
+                self._obstore.put(self._store, name, data, use_multipart=False)
+            return
+        parts = min(max(self._uplink.at_once_bytes // _PART_BYTES, 1), _PARTS_AT_ONCE)
+        with self._writing(name, len(data), parts * _PART_BYTES) as moved:
+            pieces = _pieces(memoryview(data), parts, moved)
+            self._obstore.put(self._store, name, pieces, chunk_size=_PART_BYTES, max_concurrency=parts)
 
     def swap(self, name: str, data: bytes, tag: str) -> bool:
         """Replace the object that has this tag; False where it has another one by now, perhaps by this write, if its
         answer was lost. `data`: bytes that it never had, as many servers make a tag of them."""
         try:
-            with self._asking(name):
+            with self._writing(name, len(data)):
                 self._obstore.put(self._store, name, data, mode={"e_tag": tag})
         except (FileExistsError, FileNotFoundError):
             return False
@@ -129,6 +135,22 @@ class Bucket:
             yield
 
     @contextmanager
+    def _writing(self, name: str, size_bytes: int, at_once_bytes: int | None = None) -> Iterator[Callable[[], None]]:
+        """For a block that sends an object, so many bytes of it at once, and reports each part that was taken."""
+        folder = name.partition("/")[0]
+        with (
+            self._uplink.sending(folder, size_bytes, at_once_bytes or size_bytes) as moved,
+            self._patience.asking(name, writes=True) as answered,
+            self._in_words(name),
+        ):
+
+            def taken() -> None:
+                moved()
+                answered()
+
+            yield taken
+
+    @contextmanager
     def _in_words(self, name: str) -> Iterator[None]:
         try:
             yield
@@ -140,6 +162,14 @@ class Bucket:
             code = _CODE.search(str(error))
             what = code[1] if code else type(error).__name__
             raise OSError(errno.EHOSTUNREACH, f"the bucket answered {what}", name) from None
+
+
+def _pieces(data: memoryview, at_once: int, taken: Callable[[], None]) -> Iterator[memoryview]:
+    """The parts of an object, of which so many go at once: of more, one was taken before the next is requested."""
+    for number, start in enumerate(range(0, len(data), _PART_BYTES)):
+        if number > at_once:
+            taken()
+        yield data[start : start + _PART_BYTES]
 
 
 def put_blob(bucket: Bucket, name: str, data: bytes | memoryview) -> bool:

@@ -16,39 +16,45 @@ from kvasir.waits import HANGS_S, PATIENCE_S
 _LEAST_BYTES = 1 << 18  # of all objects that are read, within PATIENCE_S
 _TRUSTED_BYTES = 64 << 20
 _MOST_NAMES_BYTES = 1 << 30  # of a list
+_Kind = tuple[str, bool]  # of requests: their folder, and whether they write
 _LIST_S, _NAME_S = 2 * HANGS_S, 0.1  # for a list, and more for each name of it
 
 
 class Patience:
-    """With each folder of a bucket, by its last answer. From any thread. `steady`: seconds that nobody sets."""
+    """With each folder of a bucket, by its last answer to a read and to a write: a write may take minutes, and no read
+    is refused beside it. From any thread. `steady`: seconds that nobody sets."""
 
     def __init__(self, steady: Callable[[], float] = time.monotonic) -> None:
         self._steady = steady
         self._gate = threading.Lock()
-        self._asked: Counter[str] = Counter()  # requests that wait, by folder
-        self._slow: set[str] = set()  # those whose last request failed late
+        self._asked: Counter[_Kind] = Counter()  # requests that wait
+        self._slow: set[_Kind] = set()  # those whose last request failed late
 
     @contextmanager
-    def asking(self, name: str) -> Iterator[None]:
+    def asking(self, name: str, *, writes: bool = False) -> Iterator[Callable[[], None]]:
         """One request. Raises OSError at once where the folder was slow, and another request finds out whether it still
-        is."""
-        folder, began = name.partition("/")[0], self._steady()
+        is. The block reports each part of its object that was taken: that is an answer, too."""
+        kind, began = (name.partition("/")[0], writes), self._steady()
         with self._gate:
-            if folder in self._slow and self._asked[folder]:
+            if kind in self._slow and self._asked[kind]:
                 raise lying("too slowly", name)
-            self._asked[folder] += 1
+            self._asked[kind] += 1
         is_slow = False
         try:
-            yield
+            yield lambda: self._note(kind, is_slow=False)
         except OSError as error:  # that an object is there, or is not, is an answer, also behind a long write
             is_answered = isinstance(error, FileExistsError | FileNotFoundError)
             is_slow = not is_answered and self._steady() - began >= PATIENCE_S
             raise
         finally:
+            self._note(kind, is_slow=is_slow)
             with self._gate:
-                (self._slow.add if is_slow else self._slow.discard)(folder)
-                self._asked[folder] -= 1
+                self._asked[kind] -= 1
                 self._asked += Counter()  # without those that are 0
+
+    def _note(self, kind: _Kind, *, is_slow: bool) -> None:
+        with self._gate:
+            (self._slow.add if is_slow else self._slow.discard)(kind)
 
     def first_bytes(self, found: Any, name: str, most_bytes: int) -> memoryview:
         """Of an object that comes, at most so many. The server may have named any size: not much is asked for on its

@@ -19,7 +19,7 @@ from kvasir.credentials import CLIENT, ENGINE, Principal
 from kvasir.errors import KvasirError
 
 from cachestore_svc.blobs.bucket import bucket as bucket_module
-from cachestore_svc.blobs.bucket import patience
+from cachestore_svc.blobs.bucket import patience, uplink
 from cachestore_svc.blobs.bucket.bucket import Bucket, open_bucket, put_blob
 from tests.cachestore.bucket.lying_server import Answer, LyingServer, Request, headers, whole
 from tests.cachestore.service.running import assert_whole, make_credentials, publish, store_home
@@ -134,6 +134,31 @@ def test_a_long_write_that_found_its_object_there_shows_no_slow_folder() -> None
         pass
 
 
+@pytest.mark.parametrize("was_slow_to_write", [True, False])
+def test_no_read_is_refused_beside_a_long_write(was_slow_to_write: bool) -> None:
+    now = [0.0]
+    asked = patience.Patience(lambda: now[0])
+    with suppress(OSError), asked.asking("a/b", writes=was_slow_to_write):
+        now[0] += 60
+        raise OSError
+    with asked.asking("a/b", writes=True), asked.asking("a/c"):
+        pass
+
+
+def test_a_part_that_was_taken_shows_that_the_folder_takes_writes_again() -> None:
+    now = [0.0]
+    asked = patience.Patience(lambda: now[0])
+    with suppress(OSError), asked.asking("a/b", writes=True):
+        now[0] += 60
+        raise OSError
+    with asked.asking("a/b", writes=True) as was_taken:
+        with pytest.raises(OSError, match="too slowly"), asked.asking("a/c", writes=True):
+            pass
+        was_taken()
+        with asked.asking("a/c", writes=True):
+            pass
+
+
 def test_an_object_that_comes_slowly_but_steadily_comes_whole() -> None:
     now = [0.0]
 
@@ -209,6 +234,19 @@ def test_an_object_for_a_slow_uplink_goes_in_parts_few_at_once(
     assert put_blob(open_bucket(WHERE, credentials), "a/b", bytes(17 << 20))
     assert sizes == [1 << 20] * 17
     assert 1 < most <= 3
+
+
+def test_objects_that_share_a_slow_uplink_all_arrive(
+    server: LyingServer, credentials: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Eight at once, each in less than a request's time if it has the link, and none if all share it."""
+    monkeypatch.setattr(bucket_module, "_REQUEST_S", timedelta(seconds=0.7))
+    monkeypatch.setattr(uplink, "LEAST_AT_ONCE_BYTES", 1 << 20)
+    server.uplink_bytes_a_second = 4 << 20
+    bucket = open_bucket(WHERE, credentials)
+    with ThreadPoolExecutor(8) as pool:
+        assert all(pool.map(lambda number: put_blob(bucket, f"{number % 2}/{number}", bytes(600_000)), range(8)))
+    assert sorted(map(len, server.objects.values())) == [600_000] * 8
 
 
 def test_a_list_may_begin_later_than_an_object(

@@ -194,6 +194,16 @@ SHARED = (
         "nothing: it is read from the bucket again",
     ),
     Shared(
+        "bytes on their way to a bucket: as many as it took in 10 s lately, and no fewer than these",
+        "store",
+        "cachestore_svc/blobs/bucket/uplink.py: _shares",
+        ("cachestore_svc.blobs.bucket.uplink:LEAST_AT_ONCE_BYTES", 16 << 20),
+        f"{THREE_OF_FREE}; an object alone may be larger, one of 64 KiB never waits, one that moves nothing for 30 s "
+        "counts no more",
+        IN_TURN,
+        WAITS,
+    ),
+    Shared(
         "bytes written in a day, if the store refuses beyond its budget",
         "store",
         "cachestore_svc/index/write_budget.py: _written",
@@ -474,6 +484,7 @@ OWN = (
         "credentials of one namespace; where it is used has its row",
     ),
     Own("clients/python/kvasir/server/shared_room.py: _shares", "the count inside of a room; each room has its row"),
+    Own("cachestore_svc/blobs/bucket/uplink.py: _waiting", "objects that wait for bytes which have their row"),
     Own("cachestore_svc/moving/inbound.py: outcomes", "one stream of blobs: its sender takes the answers, or waits"),
     Own("cachestore_svc/moving/inbound.py: _room", "one stream of blobs: 64 are whole and not durable at once"),
     Own("inference_svc/first_model.py: _next", "the one engine that takes the model which is loaded first"),
