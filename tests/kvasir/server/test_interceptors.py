@@ -21,7 +21,7 @@ from kvasir.cachestore.v1 import cachestore_pb2_grpc
 from kvasir.clients.channel import calls_of
 from kvasir.credentials import Principal, write_credentials
 from kvasir.errors import Internal, InvalidArgument, KvasirError, PermissionDenied, Unauthenticated
-from kvasir.server import interceptors
+from kvasir.server import guarded_calls
 from kvasir.server.interceptors import MAX_RPCS_PER_PRINCIPAL, current_principal
 from kvasir.server.serving import EdgeServer, Listening, Reports
 from kvasir.status import from_rpc_error
@@ -232,7 +232,7 @@ def test_a_call_that_was_refused_leaves_nothing_to_the_garbage_collector(root: P
             for _ in range(3):
                 await refused(stub)
             gc.collect()
-            kinds = (KvasirError, grpc.aio.AbortError, interceptors._Answering, FrameType)
+            kinds = (KvasirError, grpc.aio.AbortError, guarded_calls._Answering, FrameType)
             assert [each for each in gc.garbage if isinstance(each, kinds)] == []
             assert gc.garbage, "gRPC's own"
 
@@ -385,7 +385,7 @@ def test_refused_requests_wait_for_the_garbage_collector_by_their_bytes() -> Non
     gc.collect()
     left = weakref.ref(Ring())
     assert left() is not None
-    read = interceptors._Reader(bytes, is_stream=False)
+    read = guarded_calls._Reader(bytes, is_stream=False)
     for _ in range(34):
         copy_context().run(read, b"x" * (1 << 20))  # each in its call
     assert left() is None
