@@ -61,10 +61,9 @@ from cachestore_svc.moving.repairing import Repairs
 from cachestore_svc.moving.transfer import Transfers
 from cachestore_svc.pairing.peers_file import read_peers
 from cachestore_svc.recovery import recovering
-from cachestore_svc.recovery.index_copy import copy_index
 from cachestore_svc.recovery.key_care import KeyCare
 from cachestore_svc.recovery.on_server import check_not_in_bucket, check_on_file
-from cachestore_svc.recovery.opening import holds_store
+from cachestore_svc.recovery.opening import copy_index, holds_store
 from cachestore_svc.sealing.sealed_list import add_to_list
 from cachestore_svc.store.aio_store import AioStore
 from cachestore_svc.store.background_scrub import BackgroundScrub

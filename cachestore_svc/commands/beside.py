@@ -6,9 +6,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from cachestore_svc.facts.records import CheckReport, StoreConfig
-from cachestore_svc.recovery.index_copy import copy_index
 from cachestore_svc.recovery.medium import BUCKET_NOTE
-from cachestore_svc.recovery.opening import DATABASE
+from cachestore_svc.recovery.opening import DATABASE, copy_index
 from cachestore_svc.store.store import Store
 
 

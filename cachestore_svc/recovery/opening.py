@@ -11,7 +11,7 @@ from pathlib import Path
 
 import structlog
 from kvasir.credentials import check_own_directory
-from kvasir.errors import FailedPrecondition, KvasirError, Unavailable
+from kvasir.errors import FailedPrecondition, KvasirError, NotFound, Unavailable
 
 from cachestore_svc.blobs.backend import BlobBackend, Damaged
 from cachestore_svc.blobs.ballast import Ballast
@@ -32,6 +32,7 @@ from cachestore_svc.index.catalog import (
     SqliteCatalog,
 )
 from cachestore_svc.index.refusals import reading_damage
+from cachestore_svc.index.sqlite.database.copying import copy_database
 from cachestore_svc.index.values import INCARNATION, ReadManifest, Unheld
 from cachestore_svc.index.write_budget import WriteBudget
 from cachestore_svc.journal import closed, journal, journal_lines
@@ -327,3 +328,10 @@ def roll_forward(
         ) from error
     change.set_journal_position(store, position)
     change.set_fact(INODE, "")
+
+
+def copy_index(data_dir: Path, into: Path) -> None:
+    """Write the index as of a commit to a new file. Raises NotFound, and what `copy_database` raises."""
+    if not (data_dir / DATABASE).is_file():
+        raise NotFound(f"no index in {data_dir}")
+    copy_database(data_dir / DATABASE, into)
