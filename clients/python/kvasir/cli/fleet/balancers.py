@@ -10,15 +10,14 @@ from contextlib import suppress
 from dataclasses import dataclass
 from ipaddress import ip_address
 from pathlib import Path
+from string import Template
 from typing import Any
 
-from kvasir.address import Address, parse_address
+from kvasir.address import parse_address
 from kvasir.cli.failures import WrongUsage
 from kvasir.cli.running.health import ENGINE_SERVICE
 from kvasir.clients.inference_client_turns import PLACE_KEY
 
-_MOST_OF_MEAN_PERCENT = 125
-_WINDOW_BYTES = 4 << 20
 _UNQUOTED = frozenset("\"'{};\\ \t\n#$")
 
 
@@ -66,48 +65,28 @@ def _check_letters(option: str, text: str) -> None:
         raise WrongUsage(f"{option}: {text!r} has letters that no configuration can quote", field=option)
 
 
+class _Form(Template):
+    delimiter = "%"  # nginx's own variables begin with a dollar
+
+
+def _filled(name: str, **parts: str) -> str:
+    return _Form(Path(__file__).with_name(name).read_text(encoding="utf-8")).substitute(parts)
+
+
 def nginx(balancer: Balancer) -> str:
     """A whole nginx.conf, for nginx 1.19 or newer."""
-    variable = PLACE_KEY.replace("-", "_")
-    servers = "\n".join(f"    server {each} max_fails=1 fail_timeout=1s;" for each in balancer.engines)
     tls = ""
     if balancer.tls_cert is not None:
         tls = f"    ssl_certificate {_path(balancer.tls_cert)};\n    ssl_certificate_key {_path(balancer.tls_key)};\n"
-    scheme = "grpcs" if balancer.engine_ca_file is not None else "grpc"
-    return f"""# Made by `kvasir fleet config nginx`: an agent's turns go to one engine, else to the next one.
-events {{ worker_connections 4096; }}
-http {{
-  access_log off;
-  # A turn without an agent goes anywhere.
-  map $http_{variable} $place {{ "" $request_id; default $http_{variable}; }}
-  upstream engines {{
-    hash $place consistent;
-{servers}
-    keepalive 64;
-  }}
-  server {{
-    listen {balancer.listen} {"ssl http2" if tls else "http2"};
-{tls}    keepalive_requests 1000000000;
-    client_max_body_size 0;
-    client_body_timeout 1h;
-    location / {{
-      grpc_pass {scheme}://engines;
-{_pinned_for_nginx(balancer)}      grpc_connect_timeout 2s;
-      grpc_read_timeout 1h;
-      grpc_send_timeout 1h;
-      grpc_socket_keepalive on;
-    }}
-    # gRPC's UNAVAILABLE, which clients try again, in place of a page of HTML.
-    error_page 502 504 = @away;
-    location @away {{
-      default_type application/grpc;
-      add_header grpc-status 14 always;
-      add_header grpc-message "no engine answers" always;
-      return 200;
-    }}
-  }}
-}}
-"""
+    return _filled(
+        "nginx.conf",
+        variable=PLACE_KEY.replace("-", "_"),
+        servers="\n".join(f"    server {each} max_fails=1 fail_timeout=1s;" for each in balancer.engines),
+        listen=f"{balancer.listen} {'ssl http2' if tls else 'http2'}",
+        tls=tls,
+        scheme="grpcs" if balancer.engine_ca_file is not None else "grpc",
+        pinned=_pinned_for_nginx(balancer),
+    )
 
 
 def _pinned_for_nginx(balancer: Balancer) -> str:
@@ -123,77 +102,22 @@ def _pinned_for_nginx(balancer: Balancer) -> str:
 
 
 def envoy(balancer: Balancer) -> str:
-    """A bootstrap configuration as JSON, which Envoy reads as it reads YAML."""
-    options = {"initial_stream_window_size": _WINDOW_BYTES, "initial_connection_window_size": 2 * _WINDOW_BYTES}
-    route = {
-        "cluster": "engines",
-        "timeout": "0s",
-        "hash_policy": [{"header": {"header_name": PLACE_KEY}}],
-        "retry_policy": {"retry_on": "connect-failure,refused-stream", "num_retries": len(balancer.engines)},
-    }
-    manager = {
-        "@type": _type("filters.network.http_connection_manager.v3.HttpConnectionManager"),
-        "stat_prefix": "engines",
-        "codec_type": "HTTP2",
-        "http2_protocol_options": options,
-        "stream_idle_timeout": "0s",
-        "route_config": {
-            "virtual_hosts": [
-                {"name": "engines", "domains": ["*"], "routes": [{"match": {"prefix": "/"}, "route": route}]}
-            ]
-        },
-        "http_filters": [
-            {"name": "envoy.filters.http.router", "typed_config": {"@type": _type("filters.http.router.v3.Router")}}
-        ],
-    }
-    chain: dict[str, Any] = {
-        "filters": [{"name": "envoy.filters.network.http_connection_manager", "typed_config": manager}]
-    }
+    """A bootstrap configuration as JSON, which Envoy reads as YAML. No engine gets more than 125 % of the mean."""
+    filled = _filled("envoy.json", place=PLACE_KEY, retries=str(len(balancer.engines)), service=ENGINE_SERVICE)
+    made: dict[str, Any] = json.loads(filled)
+    [listener], [cluster] = made["static_resources"]["listeners"], made["static_resources"]["clusters"]
+    listener["address"] = _envoy_address(balancer.listen)
+    endpoints = [{"endpoint": {"address": _envoy_address(each)}} for each in balancer.engines]
+    cluster["load_assignment"]["endpoints"] = [{"lb_endpoints": endpoints}]
     if balancer.tls_cert is not None:
         files = {"certificate_chain": _file(balancer.tls_cert), "private_key": _file(balancer.tls_key)}
-        context = {"common_tls_context": {"tls_certificates": [files], "alpn_protocols": ["h2"]}}
-        chain["transport_socket"] = _tls("DownstreamTlsContext", context)
-    listener = {
-        "name": "callers",
-        "address": _envoy_address(parse_address(balancer.listen)),
-        "filter_chains": [chain],
-    }
-    return json.dumps(
-        {"static_resources": {"listeners": [listener], "clusters": [_cluster(balancer, options)]}}, indent=2
-    )
-
-
-def _cluster(balancer: Balancer, options: dict[str, int]) -> dict[str, Any]:
-    endpoints = [{"endpoint": {"address": _envoy_address(parse_address(each))}} for each in balancer.engines]
-    check = {"timeout": "1s", "interval": "1s", "no_traffic_interval": "1s", "unhealthy_threshold": 1}
-    cluster: dict[str, Any] = {
-        "name": "engines",
-        "type": "STRICT_DNS",
-        "connect_timeout": "2s",
-        "lb_policy": "RING_HASH",
-        "common_lb_config": {"consistent_hashing_lb_config": {"hash_balance_factor": _MOST_OF_MEAN_PERCENT}},
-        "typed_extension_protocol_options": {
-            "envoy.extensions.upstreams.http.v3.HttpProtocolOptions": {
-                "@type": _type("upstreams.http.v3.HttpProtocolOptions"),
-                "explicit_http_config": {"http2_protocol_options": options},
-            }
-        },
-        "health_checks": [
-            {**check, "healthy_threshold": 1, "grpc_health_check": {"service_name": ENGINE_SERVICE}},
-        ],
-        "load_assignment": {"cluster_name": "engines", "endpoints": [{"lb_endpoints": endpoints}]},
-    }
+        listener["filter_chains"][0]["transport_socket"] = _tls("Downstream", {"tls_certificates": [files]})
     if balancer.engine_ca_file is not None:
         # Without names a certificate of any host would do that the same authority has signed.
         names = [_subject(parse_address(each).host) for each in balancer.engines]
         validation = {"trusted_ca": _file(balancer.engine_ca_file), "match_typed_subject_alt_names": names}
-        context = {"common_tls_context": {"validation_context": validation, "alpn_protocols": ["h2"]}}
-        cluster["transport_socket"] = _tls("UpstreamTlsContext", context)
-    return cluster
-
-
-def _type(name: str) -> str:
-    return f"type.googleapis.com/envoy.extensions.{name}"
+        cluster["transport_socket"] = _tls("Upstream", {"validation_context": validation})
+    return json.dumps(made, indent=2)
 
 
 def _file(path: Path | None) -> dict[str, str]:
@@ -214,12 +138,12 @@ def _subject(host: str) -> dict[str, Any]:
     return {"san_type": kind, "matcher": {"exact": host}}
 
 
-def _tls(kind: str, context: dict[str, Any]) -> dict[str, Any]:
-    return {
-        "name": "envoy.transport_sockets.tls",
-        "typed_config": {"@type": _type(f"transport_sockets.tls.v3.{kind}"), **context},
-    }
+def _tls(side: str, context: dict[str, Any]) -> dict[str, Any]:
+    kind = f"type.googleapis.com/envoy.extensions.transport_sockets.tls.v3.{side}TlsContext"
+    config = {"@type": kind, "common_tls_context": {**context, "alpn_protocols": ["h2"]}}
+    return {"name": "envoy.transport_sockets.tls", "typed_config": config}
 
 
-def _envoy_address(address: Address) -> dict[str, Any]:
+def _envoy_address(text: str) -> dict[str, Any]:
+    address = parse_address(text)
     return {"socket_address": {"address": address.host, "port_value": address.port}}
