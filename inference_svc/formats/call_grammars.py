@@ -3,15 +3,20 @@ with arguments that fit. A grammar may admit less than a schema does, never more
 """
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+import re
+import tomllib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from inference_svc.formats.call_bare import WORD, WORD_OR_DASH, gemma_call, one_level_call
 from inference_svc.formats.call_schemas import Schema
-from inference_svc.formats.call_tags import GLM, LONGCAT, MINICPM, MINIMAX, MUSE, QWEN, Tags
 from inference_svc.formats.call_writing import (
+    KEY,
+    NAME,
     CallFormat,
     Spelling,
+    Text,
     Writing,
     as_schema,
     check_object,
@@ -19,6 +24,152 @@ from inference_svc.formats.call_writing import (
     listed,
     shared,
 )
+
+_JSON_TYPES = ("integer", "number", "boolean", "object", "array")
+
+
+@dataclass(frozen=True, slots=True)
+class Tags:
+    """Calls whose arguments are tags, one for each property."""
+
+    head: str
+    open: str  # before a value; {} is the property's name
+    close: str
+    tail: str
+    reads_json: bool = False  # anything but a plain string is read as JSON, of any type
+    is_stripped: bool = False  # white space around a text is lost
+    texts_are_json: bool = False
+    needs_arguments: bool = False  # a call without any is read in another form: as JSON
+    barred: tuple[str, ...] = ()  # regular expressions of texts that are read as something else
+
+    def __call__(self, name: str, schema: Schema, writing: Writing) -> str:
+        check_object(schema, writing)
+        required, common = schema.get("required", ()), shared(schema)
+        tags: dict[str, str] = {}
+        for key, value in schema.get("properties", {}).items():
+            if not KEY.fullmatch(key):
+                raise writing.refused(f"property {key[:80]!r} has such a name")
+            tags[key] = f"{writing.text(self.open.format(key))} {self._value(key, value, common, writing)}"
+        maybe = {key: tag if key in required else f"({tag})?" for key, tag in tags.items()}
+        head, tail = writing.text(self.head.format(name)), writing.text(self.tail)
+        if not self.needs_arguments or required:
+            return " ".join([head, *maybe.values(), tail])
+        keys = list(tags)
+        some = [" ".join([head, tags[key], *(maybe[k] for k in keys[at + 1 :]), tail]) for at, key in enumerate(keys)]
+        return "(" + " | ".join([writing.text(json.dumps({"name": name, "arguments": {}})), *some]) + ")"
+
+    def _value(self, key: str, schema: Any, common: Schema, writing: Writing) -> str:
+        schema = schema if isinstance(schema, dict) else {}
+        kind = schema.get("type")
+        if kind == "string" and not self.texts_are_json:
+            return Text(self.close, self.is_stripped, self.barred).rule(key, schema, writing)
+        if kind not in _JSON_TYPES and not self.reads_json:
+            raise writing.refused(f"property {key!r} has no single type")
+        return f"{writing.json({**common, **schema})} {writing.text(self.close)}"
+
+
+# Gemma's two call formats: arguments in braces, keys without quotes, texts between markers.
+_WORD = re.compile(r"\w+", re.ASCII)
+_ANYTHING = ("string", "number", "boolean", "null")
+# No NUL, which the parser takes for a place of its own, and in the flat format no brace, which ends the call.
+_GEMMA_TEXT, _FLAT_TEXT = (
+    Text('<|"|>', barred=(r"(?s:.*)\x00(?s:.*)",)),
+    Text("<escape>", barred=(r"(?s:.*)\}(?s:.*)",)),
+)
+
+
+def gemma_call(name: str, schema: Schema, writing: Writing) -> str:
+    return f"{writing.text(f'call:{name}')} {_object(schema, shared(schema), writing)}"
+
+
+def one_level_call(name: str, schema: Schema, writing: Writing) -> str:
+    """The same, whose values are single ones: its parser knows no nesting. A property that has one may be left out."""
+    check_object(schema, writing)
+    members, required = {}, schema.get("required", ())
+    for key, value in schema.get("properties", {}).items():
+        if key not in required and as_schema(value).get("type") in ("array", "object"):
+            continue
+        members[key] = _member(key, _scalar(key, as_schema(value), _FLAT_TEXT, "<escape>", writing), writing)
+    body = listed(members, required, writing.text(","))
+    return f"{writing.text(f'call:{name}' + '{')} {body} {writing.text('}')}"
+
+
+def _object(schema: Schema, common: Schema, writing: Writing) -> str:
+    check_object(schema, writing)
+    members = {
+        key: _member(key, _value(key, as_schema(value), common, writing), writing)
+        for key, value in schema.get("properties", {}).items()
+    }
+    body = listed(members, schema.get("required", ()), writing.text(","))
+    return f"{writing.text('{')} {body} {writing.text('}')}"
+
+
+def _member(key: str, value: str, writing: Writing) -> str:
+    if not _WORD.fullmatch(key):
+        raise writing.refused(f"property {key[:80]!r} has such a name")
+    return f"{writing.text(key + ':')} {value}"
+
+
+def _value(key: str, schema: Schema, common: Schema, writing: Writing) -> str:
+    if "$ref" in schema:
+        return _value(key, _referred(schema["$ref"], common, writing), common, writing)
+    for word in ("anyOf", "oneOf"):
+        if word in schema:
+            return f"({' | '.join(_value(key, as_schema(each), common, writing) for each in schema[word])})"
+    match schema.get("type"):
+        case "object":
+            return _object(schema, common, writing)
+        case "array":
+            return _array(key, schema, common, writing)
+        case list() as kinds:
+            kinds = [{**schema, "type": kind} for kind in kinds]
+            return f"({' | '.join(_value(key, each, common, writing) for each in kinds)})"
+        case _:
+            return _scalar(key, schema, _GEMMA_TEXT, '<|"|>', writing)
+
+
+def _array(key: str, schema: Schema, common: Schema, writing: Writing) -> str:
+    if unknown := schema.keys() - {"type", "items", "minItems", "maxItems", "title", "description", "default"}:
+        raise writing.refused(f"property {key!r} is an array with {', '.join(sorted(unknown))}")
+    low, most = int(schema.get("minItems", 0)), schema.get("maxItems")
+    one = _value(key, as_schema(schema.get("items")), common, writing)
+    after = f"({writing.text(',')} {one})"
+    more = f"{after}{{{max(low - 1, 0)},{'' if most is None else max(int(most) - 1, 0)}}}"
+    body = "" if most == 0 else f"{one} {more}" if low else f"({one} {more})?"
+    return f"{writing.text('[')} {body} {writing.text(']')}"
+
+
+def _scalar(key: str, schema: Schema, text: Text, quote: str, writing: Writing) -> str:
+    """A text between its markers, or a number, true, false or null as in JSON."""
+    if "enum" in schema or "const" in schema:
+        options = [schema["const"]] if "const" in schema else schema["enum"]
+        return f"({' | '.join(_option(key, each, text, quote, writing) for each in options)})"
+    kind = schema.get("type", list(_ANYTHING))
+    if isinstance(kind, list):
+        kinds = [{**schema, "type": each} for each in kind]
+        return f"({' | '.join(_scalar(key, each, text, quote, writing) for each in kinds)})"
+    if kind == "string":
+        return f"{writing.text(quote)} {text.rule(key, schema, writing)}"
+    if kind not in ("integer", "number", "boolean", "null"):
+        raise writing.refused(f"property {key!r} is one of type {str(kind)[:40]}")
+    return writing.json(schema)
+
+
+def _option(key: str, option: Any, text: Text, quote: str, writing: Writing) -> str:
+    if isinstance(option, str):
+        return f"{writing.text(quote)} {text.rule(key, {'const': option}, writing)}"
+    if isinstance(option, list | dict):
+        raise writing.refused(f"property {key!r} is one of lists or objects")
+    return writing.json({"const": option})
+
+
+def _referred(name: object, common: Schema, writing: Writing) -> Schema:
+    """A definition of the tool's own. One that refers to itself is nested too deeply."""
+    match str(name).split("/"):
+        case ["#", ("$defs" | "definitions") as place, key] if key in as_schema(common.get(place)):
+            return as_schema(common[place][key])
+        case _:
+            raise writing.refused(f"it refers to {str(name)[:80]!r}")
 
 
 def _json_call(name: str, schema: Schema, writing: Writing) -> str:
@@ -59,36 +210,29 @@ def _pythonic_call(name: str, schema: Schema, writing: Writing) -> str:
     return f"{writing.text(f'{name}(')} {body} {writing.text(')')}"
 
 
-_GLM_FORMAT = CallFormat("<tool_call>", "</tool_call>", GLM, ("</arg_value>",), "\n")
-
-FORMATS: Mapping[str, CallFormat] = {
-    "json_tools": CallFormat("<tool_call>\n", "\n</tool_call>", _json_call, between="\n"),
-    "mistral": CallFormat("[TOOL_CALLS]", "", _header_call),
-    "kimi_k2": CallFormat(
-        "<|tool_calls_section_begin|>",
-        "<|tool_calls_section_end|>",
-        _kimi_k2_call,
-        ("<|tool_call_end|>",),
-        is_list=True,
-    ),
-    "kimi_k3": CallFormat("<|open|>tools<|sep|>", "<|close|>tools<|sep|>", _kimi_k3_call, ("<|close|>",), is_list=True),
-    "pythonic": CallFormat("<|tool_call_start|>[", "]<|tool_call_end|>", _pythonic_call, between=", ", is_list=True),
-    "qwen3_coder": CallFormat("<tool_call>\n", "\n</tool_call>", QWEN, ("</parameter>",), "\n"),
-    "minimax_m2": CallFormat(
-        "<minimax:tool_call>\n", "</minimax:tool_call>", MINIMAX, ("</parameter>", "</invoke>"), is_list=True
-    ),
-    "glm47": _GLM_FORMAT,
-    "laguna": _GLM_FORMAT,
-    "longcat": CallFormat("<longcat_tool_call>", "</longcat_tool_call>", LONGCAT, ("</longcat_arg_value>",), "\n"),
-    "minicpm5": CallFormat("<function name=", "</function>", MINICPM, ("</param>",)),
-    "gemma4": CallFormat("<|tool_call>", "<tool_call|>", gemma_call, ('<|"|>',), name=WORD_OR_DASH),
-    "function_gemma": CallFormat(
-        "<start_function_call>", "<end_function_call>", one_level_call, ("<escape>",), name=WORD
-    ),
-    "muse_spark": CallFormat(
-        "<atem:function_calls>\n", "</atem:function_calls>", MUSE, ("</atem:parameter>", "</atem:invoke>"), is_list=True
-    ),
+_CALLS: Mapping[str, Callable[[str, Schema, Writing], str]] = {
+    "json_tools": _json_call,
+    "mistral": _header_call,
+    "kimi_k2": _kimi_k2_call,
+    "kimi_k3": _kimi_k3_call,
+    "pythonic": _pythonic_call,
+    "gemma4": gemma_call,
+    "function_gemma": one_level_call,
 }
+
+
+def _form(parser: str, row: dict[str, Any]) -> CallFormat:
+    tags = row.pop("tags", None)
+    if tags is not None:
+        tags["barred"] = tuple(tags.get("barred", ()))
+    row["ends"] = tuple(row.get("ends", ()))
+    row["name"] = re.compile(row["name"], re.ASCII) if "name" in row else NAME
+    return CallFormat(call=_CALLS[parser] if tags is None else Tags(**tags), **row)
+
+
+_ROWS = tomllib.loads(Path(__file__).with_name("call_forms.toml").read_text(encoding="utf-8"))
+FORMATS: dict[str, CallFormat] = {parser: _form(parser, row) for parser, row in _ROWS.items()}
+FORMATS["laguna"] = FORMATS["glm47"]
 
 HARMONY = "channels"  # by the names of mlx-lm's parsers; of gpt-oss's it has none
 _HARMONY_FORMAT = CallFormat(" to=functions.", "<|call|>", _harmony_call, ends_reply=True)
@@ -118,7 +262,7 @@ def call_rules(format_name: str, tools: Sequence[Mapping[str, Any]], spelling: S
 def _any_arguments(form: CallFormat, schema: Schema) -> Schema:
     """Any object, or where properties are written apart, anything for those that can be written."""
     kinds: object = ["string", "number", "boolean", "null"]
-    if form.call in (_pythonic_call, MUSE):
+    if form.call is _pythonic_call or (isinstance(form.call, Tags) and form.call.texts_are_json):
         kinds = ["string", "number", "boolean", "null", "array", "object"]
     elif isinstance(form.call, Tags):
         kinds = "string"
