@@ -5,6 +5,8 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
+from kvasir.credentials import replace_private_text
+
 _FILE = "start.json"
 
 
@@ -40,8 +42,6 @@ class StartPhases:
 
     def write(self, directory: Path) -> None:
         """For `kvasir up`. A disk that takes no file costs nothing but the report."""
-        part = directory / f"{_FILE}.part"
+        text = json.dumps({name: round(seconds, 3) for name, seconds in self.seconds.items()})
         with contextlib.suppress(OSError):
-            directory.mkdir(parents=True, exist_ok=True, mode=0o700)
-            part.write_text(json.dumps({name: round(seconds, 3) for name, seconds in self.seconds.items()}))
-            part.replace(directory / _FILE)
+            replace_private_text(directory / _FILE, text)

@@ -1,21 +1,75 @@
-"""Turns a request into a KV policy: a named rung is taken as it is, `auto` measures the model once."""
+"""Turns a request into a KV policy: a named rung is taken as it is, `auto` measures the model once. Its choices are
+kept by weights digest in the state directory. That file is only a shortcut: if it cannot be read, has another format,
+or no choice under the same conditions, the model is measured again.
+"""
 
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import structlog
 from kvasir.cachestore.v1 import identity_pb2
+from kvasir.credentials import replace_private_text
 
 from inference_svc.kv.policy import LADDER, PolicyRequest, Rung, tried_by_auto
-from inference_svc.model.quality import exam, policy_memory
+from inference_svc.model.quality import exam
 from inference_svc.model.quality.findings import cheapest
 from inference_svc.model.quality.material import AT_LOAD, Extent
-from inference_svc.model.quality.policy_memory import Choice, Conditions
 
 _LOG = structlog.get_logger(__name__)
 TIME_LIMIT_S = 60.0  # for each rung; checked between texts
+# Increased when the judgement or its questions change: older choices are then measured again.
+FORMAT = 2
+FILE = "kv-policies.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Conditions:
+    weights_digest: str
+    compute_type: str
+    exact_layers: Sequence[int]
+
+    @property
+    def key(self) -> str:
+        return f"{self.weights_digest}:{self.compute_type}:{','.join(map(str, self.exact_layers))}"
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """A rung, and the reason for it."""
+
+    rung: Rung
+    why: str
+
+
+def remembered(directory: Path, conditions: Conditions) -> Choice | None:
+    entry = _choices(directory).get(conditions.key)
+    if not isinstance(entry, dict):
+        return None
+    rung, why = entry.get("rung"), entry.get("why")
+    if not isinstance(why, str):
+        return None
+    return next((Choice(each, why) for each in Rung if each.value == rung), None)
+
+
+def remember(directory: Path, conditions: Conditions, choice: Choice) -> None:
+    """Add a choice; the file is replaced whole. Raises OSError when it cannot be written."""
+    choices = _choices(directory) | {conditions.key: {"rung": choice.rung.value, "why": choice.why}}
+    text = json.dumps({"format": FORMAT, "choices": choices}, indent=1, sort_keys=True)
+    replace_private_text(directory / FILE, text)
+
+
+def _choices(directory: Path) -> dict[str, Any]:
+    try:
+        content: Any = json.loads((directory / FILE).read_text())
+    except (OSError, ValueError):
+        return {}
+    if not isinstance(content, dict) or content.get("format") != FORMAT or not isinstance(content.get("choices"), dict):
+        return {}
+    choices: dict[str, Any] = content["choices"]
+    return choices
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +92,7 @@ def chosen_policy(
     if request.rung is not None:
         return ChosenPolicy(policies[request.rung], "asked for")
     conditions = Conditions(weights_digest, compute_type, policies[Rung.Q4].exact_layers)
-    known = policy_memory.remembered(state_dir, conditions)
+    known = remembered(state_dir, conditions)
     if known is not None:
         _LOG.info("kv_policy.remembered", policy=known.rung.value, why=known.why)
         return ChosenPolicy(policies[known.rung], f"auto, remembered: {known.why}")
@@ -77,6 +131,6 @@ def _measured(
 
 def _remember(state_dir: Path, conditions: Conditions, choice: Choice) -> None:
     try:
-        policy_memory.remember(state_dir, conditions, choice)
+        remember(state_dir, conditions, choice)
     except OSError as error:
         _LOG.warning("kv_policy.not_remembered", error=str(error))

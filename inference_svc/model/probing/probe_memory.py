@@ -15,6 +15,7 @@ from typing import Any
 import mlx.core as mx
 from google.protobuf.message import DecodeError
 from kvasir.cachestore.v1 import identity_pb2
+from kvasir.credentials import replace_private_text
 
 from inference_svc.kv.layout import Layout
 from inference_svc.model.device_memory import device_name
@@ -50,12 +51,8 @@ class ProbeMemory:
 
     def write(self, probed: Probed) -> None:
         """Keep facts. A disk that takes no file costs a probe at the next start."""
-        part = self._path.with_suffix(".part")
         with contextlib.suppress(OSError):
-            part.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-            part.write_text(json.dumps(_as_json(probed)))
-            part.chmod(0o600)
-            part.replace(self._path)
+            replace_private_text(self._path, json.dumps(_as_json(probed)))
 
 
 def _as_json(probed: Probed) -> dict[str, Any]:

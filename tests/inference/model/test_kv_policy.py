@@ -11,6 +11,7 @@ from kvasir.formats.block_file import expected_tensors
 
 from inference_svc.config import ConfigError, read_settings
 from inference_svc.kv.policy import LADDER, PolicyRequest, Rung, name_of, policy_of
+from inference_svc.model.auto_policy import FILE, FORMAT, Choice, Conditions, remember, remembered
 from inference_svc.model.quality.findings import (
     RECALL,
     REPEAT,
@@ -21,7 +22,6 @@ from inference_svc.model.quality.findings import (
     cheapest,
     judged,
 )
-from inference_svc.model.quality.policy_memory import FILE, FORMAT, Choice, Conditions, remember, remembered
 
 LISTEN = ("--listen", "unix:/nowhere")
 LLAMA_3_1_8B = [

@@ -11,7 +11,7 @@ from inference_svc.kv.codec import RotatedCodec
 from inference_svc.kv.policy import LADDER, PolicyRequest, Rung, name_of, policy_of
 from inference_svc.kv.sequence_kv import SequenceKV
 from inference_svc.model import kvasir_tiny
-from inference_svc.model.auto_policy import ChosenPolicy, chosen_policy
+from inference_svc.model.auto_policy import FILE, ChosenPolicy, chosen_policy
 from inference_svc.model.loading import load
 from inference_svc.model.model_identity import tokenizer_digest
 from inference_svc.model.model_runner import ModelRunner
@@ -20,7 +20,6 @@ from inference_svc.model.quality.exam import CANARY, QUESTIONS, Exam, Subject, e
 from inference_svc.model.quality.findings import RECALL, TOOL_CALLS, Share, judged
 from inference_svc.model.quality.material import Extent, conversation_sheets
 from inference_svc.model.quality.measure import Caches, Meter, Way, exact_way, policy_way
-from inference_svc.model.quality.policy_memory import FILE
 from tests.inference.engine.families import GEMMA3, JAMBA, write_family
 from tests.inference.engine.models.outlier_model import write_outlier_model
 
