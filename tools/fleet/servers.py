@@ -69,18 +69,8 @@ class Postgres:
             if user:
                 shutil.chown(self._root, user, user)
                 shutil.chown(secret, user, user)
-            words: list[str | Path] = [
-                self._initdb,
-                "-D",
-                self._root / "data",
-                "-U",
-                "kvasir",
-                "-E",
-                "UTF8",
-                "--locale",
-                "C",
-            ]
-            words += ["-A", "scram-sha-256", "--pwfile", secret]
+            words = [self._initdb, "-D", str(self._root / "data"), "-U", "kvasir", "-E", "UTF8", "--locale", "C"]
+            words += ["-A", "scram-sha-256", "--pwfile", str(secret)]
             self._run(words)
         finally:
             secret.unlink(missing_ok=True)
