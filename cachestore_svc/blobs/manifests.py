@@ -1,5 +1,6 @@
 """The facts of blobs in a manifest, and whether a blob is of its KV identity, place and chain of tokens. Pure."""
 
+from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -38,13 +39,14 @@ def read_manifest(data: bytes | memoryview) -> ManifestFacts:
     """Check a manifest as all its readers do; its blobs' identities. Raises InvalidArgument (MANIFEST_REFUSED)."""
     message = manifests.parse(data)
     hash_ = kv_identity_hash(message.kv_identity)
+    token_ids = array("I", message.token_ids)  # the hash of each block wants them so
     return ManifestFacts(
         message.kv_identity,
         hash_,
-        message.token_ids,
+        token_ids,
         message.shareable_tokens // BLOCK_TOKENS,
         message.turn.request_id,
-        () if message.HasField("asleep") else tuple(_named_blobs(message, hash_)),
+        () if message.HasField("asleep") else tuple(_named_blobs(message, token_ids, hash_)),
         message.asleep.wake_ms if message.HasField("asleep") else None,
     )
 
@@ -81,8 +83,7 @@ def shared_blocks(facts: ManifestFacts, namespace: str) -> list[SharedBlock]:
     return sorted(found, key=lambda block: (block.index, block.place))
 
 
-def _named_blobs(message: manifest_pb2.Manifest, hash_: str) -> Iterator[NamedBlob]:
-    tokens = message.token_ids
+def _named_blobs(message: manifest_pb2.Manifest, tokens: Sequence[int], hash_: str) -> Iterator[NamedBlob]:
     chain = chain_hashes(hash_, tokens)
     if manifests.keeps_all_tokens(message.kv_identity):
         yield from _named_rows(message, message, file_identities(hash_, tokens, chain))

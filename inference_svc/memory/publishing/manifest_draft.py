@@ -10,7 +10,7 @@ from inference_svc.memory.agent_memory import AgentMemory, StoredFiles, off_loop
 from inference_svc.memory.stored_windows import listed_windows
 from inference_svc.model.model_info import ModelInfo
 
-_LONG_TOKENS, _LONG_TO_COMPLETE_TOKENS = 4_096, 16_384  # more take half a millisecond or longer
+_LONG_TOKENS = 4_096  # more take half a millisecond or longer
 
 
 class ManifestDraft:
@@ -26,22 +26,18 @@ class ManifestDraft:
         """The manifest that names these files, and the version that the memory follows now. Raises InvalidArgument."""
         draft = await asyncio.shield(self._drafting)
         head = self._memory.publication.standing.head
+        data = manifests.completed(
+            draft,
+            blocks=files.blocks,
+            tail=files.tail,
+            states=sorted(files.states.items()),
+            windows=listed_windows(files.windows),
+            parent_manifest=head.manifest.hash if head is not None and head.manifest is not None else "",
+            asleep=files.asleep,
+        )
+        return data, Digest.of(data)
 
-        def made() -> tuple[bytes, Digest]:
-            data = manifests.completed(
-                draft,
-                blocks=files.blocks,
-                tail=files.tail,
-                states=sorted(files.states.items()),
-                windows=listed_windows(files.windows),
-                parent_manifest=head.manifest.hash if head is not None and head.manifest is not None else "",
-                asleep=files.asleep,
-            )
-            return data, Digest.of(data)
-
-        return await off_loop(self._tokens > _LONG_TO_COMPLETE_TOKENS, made)
-
-    def _begun(self) -> manifest_pb2.Manifest:
+    def _begun(self) -> manifests.BegunManifest:
         memory, model, runs = self._memory, self._model, self._memory.files.runs
         return manifests.begun(
             kv_identity=model.kv_identity,
@@ -61,6 +57,6 @@ class ManifestDraft:
         )
 
 
-def _heard(drafting: "asyncio.Future[manifest_pb2.Manifest]") -> None:
+def _heard(drafting: "asyncio.Future[manifests.BegunManifest]") -> None:
     if not drafting.cancelled():
         drafting.exception()

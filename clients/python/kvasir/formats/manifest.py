@@ -3,6 +3,7 @@
 import base64
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import cache
 from itertools import accumulate
 from typing import Any
@@ -43,6 +44,7 @@ _BITS = (4, 8, 16)
 _GUARD = "\ufdd0"
 _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5  # of the wire
 _MAX_VARINT_BYTES = 10
+_LEAST_RECORD_BYTES = 2  # a tag, and a number or a length
 
 _KEEPS_STATE = (identity_pb2.LAYER_KIND_WINDOW, identity_pb2.LAYER_KIND_STATE)
 _STATE_TYPES = (identity_pb2.TENSOR_TYPE_FLOAT32, identity_pb2.TENSOR_TYPE_FLOAT16, identity_pb2.TENSOR_TYPE_BFLOAT16)
@@ -123,35 +125,56 @@ def build(
 ) -> bytes:
     """The bytes of a checked manifest with these `fields` of the message. Raises InvalidArgument. `states` are (tokens
     seen, digest), ascending; `windows` by window and first block, ascending."""
-    return completed(begun(created_unix_ms=created_unix_ms, **fields), blocks=blocks, tail=tail, states=states)
+    manifest = manifest_pb2.Manifest(format=FORMAT, created_unix_ms=created_unix_ms, **fields)
+    manifest.MergeFrom(_files(blocks, tail, states))
+    check(manifest)
+    return manifest.SerializeToString(deterministic=True)
 
 
-def begun(*, created_unix_ms: int, **fields: Any) -> manifest_pb2.Manifest:
-    """A manifest that names no file yet, with these `fields` of the message: the long ones among them take longest."""
-    return manifest_pb2.Manifest(format=FORMAT, created_unix_ms=created_unix_ms, **fields)
+@dataclass(frozen=True, slots=True)
+class BegunManifest:
+    """All of a manifest but its files, checked; `data` are its bytes."""
+
+    message: manifest_pb2.Manifest
+    data: bytes
+
+
+def begun(*, created_unix_ms: int, **fields: Any) -> BegunManifest:
+    """A manifest that names no file yet, with these `fields` of the message. Raises InvalidArgument."""
+    message = manifest_pb2.Manifest(format=FORMAT, created_unix_ms=created_unix_ms, **fields)
+    _check_content(message)
+    return BegunManifest(message, message.SerializeToString(deterministic=True))
 
 
 def completed(
-    manifest: manifest_pb2.Manifest,
+    begun: BegunManifest,
     *,
     blocks: Iterable[Digest] = (),
     tail: Digest | None = None,
     states: Iterable[tuple[int, Digest]] = (),
-    **fields: Any,
+    windows: Iterable[manifest_pb2.WindowBlocks] = (),
+    parent_manifest: str = "",
+    asleep: manifest_pb2.Asleep | None = None,
 ) -> bytes:
-    """As `build`, of one that was begun: it names these files now, and has these `fields` beside its own. Completed
-    again, it names others."""
-    named = manifest_pb2.Manifest(
+    """The bytes of the manifest that names these files, however long the rest is: they follow its bytes, and a reader
+    joins them. Completed again, it names others. Raises InvalidArgument."""
+    named = _files(blocks, tail, states)
+    named.MergeFrom(manifest_pb2.Manifest(windows=windows, parent_manifest=parent_manifest, asleep=asleep))
+    for name in ("blocks", "tail", "states", "windows", "parent_manifest", "asleep"):
+        begun.message.ClearField(name)  # type: ignore[arg-type]
+    begun.message.MergeFrom(named)
+    _check_files(begun.message)
+    return begun.data + named.SerializeToString(deterministic=True)
+
+
+def _files(
+    blocks: Iterable[Digest], tail: Digest | None, states: Iterable[tuple[int, Digest]]
+) -> manifest_pb2.Manifest:
+    return manifest_pb2.Manifest(
         blocks=[digest.to_proto() for digest in blocks],
         tail=None if tail is None else tail.to_proto(),
         states=[manifest_pb2.StatePoint(tokens=tokens, digest=digest.to_proto()) for tokens, digest in states],
-        **fields,
     )
-    for name in ("blocks", "tail", "states", *fields):
-        manifest.ClearField(name)
-    manifest.MergeFrom(named)
-    check(manifest)
-    return manifest.SerializeToString(deterministic=True)
 
 
 def parse(data: bytes | bytearray | memoryview) -> manifest_pb2.Manifest:
@@ -161,7 +184,8 @@ def parse(data: bytes | bytearray | memoryview) -> manifest_pb2.Manifest:
         raise _wrong("", f"expected at most {MAX_MANIFEST_BYTES} bytes, got {size_bytes}")
     held = bytes(data)
     try:
-        _count_records(held, manifest_pb2.Manifest.DESCRIPTOR, MAX_RECORDS)
+        if size_bytes > MAX_RECORDS * _LEAST_RECORD_BYTES:
+            _count_records(held, manifest_pb2.Manifest.DESCRIPTOR, MAX_RECORDS)
         manifest = manifest_pb2.Manifest.FromString(held)
     except (DecodeError, _ScanError) as error:
         raise _wrong("", f"not a serialized kvasir.cachestore.v1.Manifest: {error}") from None
@@ -181,16 +205,26 @@ def call_id(reply: str, number: int) -> str:
 
 def check(manifest: manifest_pb2.Manifest) -> None:
     """Raise InvalidArgument, naming the field, unless the manifest agrees with itself and keeps the limits."""
-    if manifest.format != FORMAT:
-        raise _wrong("format", f"expected {FORMAT}, got {manifest.format}")
-    check_kv_identity(manifest.kv_identity)
-    _check_tokens(manifest)
+    _check_content(manifest)
+    _check_files(manifest)
+
+
+def _check_files(manifest: manifest_pb2.Manifest) -> None:
+    """Of what is known last: the files, and the version before."""
     if manifest.HasField("asleep"):
         _check_asleep(manifest)
     else:
         _check_blobs(manifest)
+    _check_optional_hash("parent_manifest", manifest.parent_manifest)
+
+
+def _check_content(manifest: manifest_pb2.Manifest) -> None:
+    if manifest.format != FORMAT:
+        raise _wrong("format", f"expected {FORMAT}, got {manifest.format}")
+    check_kv_identity(manifest.kv_identity)
+    _check_tokens(manifest)
     _check_computed(manifest)
-    for name in ("tokenizer_digest", "template_digest", "parent_manifest"):
+    for name in ("tokenizer_digest", "template_digest"):
         _check_optional_hash(name, getattr(manifest, name))
     _check_messages(manifest)
     if manifest.HasField("turn"):
