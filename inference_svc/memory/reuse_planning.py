@@ -13,6 +13,7 @@ from kvasir.formats.block_file import FileBytes
 from kvasir.formats.block_hash import BLOCK_TOKENS, block_hash_chain
 from kvasir.formats.digest import Digest
 from kvasir.formats.layer_groups import row_groups
+from kvasir.server.shared_room import SharedRoom
 
 from inference_svc.engine.api import Cold, DamagedFile, Ended, Hot, Restored, RestoredWindow, Reuse, Started
 from inference_svc.engine.engine import Engine
@@ -151,6 +152,14 @@ class ReusePlanner:
         self._engine = engine
         self._prompting = prompting
         self._stores = stores
+
+    def expect(self, namespace: str, recollection: Recollection, room: SharedRoom) -> None:
+        """Begin to read the files that a plan will probably reuse, while its prompt is rendered and compared.
+        `room`: for bytes that become KV.
+        """
+        store, memory = self._stores.get(namespace), recollection.memory
+        if store is not None and memory is not None and recollection.kv_from is Source.WARM:
+            store.blobs.expect([*memory.files.blocks, *((memory.files.tail,) if memory.files.tail else ())], room)
 
     async def plan(
         self,

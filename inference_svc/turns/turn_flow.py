@@ -170,6 +170,7 @@ class TurnFlow:
             await self._ending.replay(memory, turn)
             return None
         turn.parent_version = recollection.version
+        self._parts.planner.expect(request.namespace, recollection, self._parts.admission.restoring)
         recollection = await self._sleeper.awake(turn, recollection, budget)
         if request.memory.base_version is not None and request.key is not None:
             with_base = self._parts.recall.with_base

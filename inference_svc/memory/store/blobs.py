@@ -9,6 +9,7 @@ from kvasir.cachestore.v1 import cachestore_pb2
 from kvasir.clients.aio.handed_upload import FEATURE, put_by_files
 from kvasir.formats.block_file import FileBytes
 from kvasir.formats.digest import Digest
+from kvasir.server.shared_room import SharedRoom
 
 from inference_svc.memory.outcomes import Miss, MissReason
 from inference_svc.memory.store.answers import Head, StoreMiss, found_prefix, miss_of
@@ -41,6 +42,11 @@ class StoredBlobs:
         if head.manifest is not None and Digest.of(data) != head.manifest:
             raise StoreMiss(Miss(MissReason.BLOB_DAMAGED, f"manifest {head.manifest}: other bytes were received"))
         return data
+
+    def expect(self, digests: Sequence[Digest], room: SharedRoom) -> None:
+        """A turn will probably want these blobs: as `StoreFiles.expect`, where they are this machine's files."""
+        if self._files is not None:
+            self._files.expect(digests, room)
 
     async def read_blobs(self, digests: Sequence[Digest], budget: Budget) -> tuple[list[FileBytes], Miss | None]:
         """The longest prefix of the blobs that arrived whole and correct within the budget, and why it is not all."""

@@ -8,10 +8,10 @@ import os
 import stat
 import weakref
 from collections import deque
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +19,8 @@ import numpy.typing as npt
 from kvasir.clients.handed_files import HandedFiles
 from kvasir.formats.blob_place import blob_place
 from kvasir.formats.digest import Digest
+from kvasir.server.shared_room import SharedRoom
+from kvasir.waits import SOON_S
 
 # BLAKE3 is a thread's work at 4 GB/s. More threads than these are faster than memory is.
 _THREADS = min(8, os.cpu_count() or 1)
@@ -26,6 +28,7 @@ _THREADS = min(8, os.cpu_count() or 1)
 # that become KV allows.
 _AHEAD = 2 * _THREADS
 _KEPT_BYTES = 256 << 20  # free memory that is kept for files to come
+_EXPECTED_PART = 8  # of the room for bytes that become KV: so much is read before a plan wants it
 
 
 class StoreFiles:
@@ -33,16 +36,43 @@ class StoreFiles:
         self._data_dir = data_dir
         self._namespace = namespace
         self.handed = HandedFiles(data_dir, namespace)
+        # Reading, and the call that gives its room back.
+        self._expected: dict[Digest, tuple[asyncio.Future[memoryview | None], Callable[[], None]]] = {}
+
+    def expect(self, digests: Sequence[Digest], room: SharedRoom) -> None:
+        """Begin to read the first of these blobs, which a turn will probably want in a moment, if there is much `room`.
+        One memory's at a time; files that nobody wants are forgotten.
+        """
+        left_bytes = room.max_units // _EXPECTED_PART - room.held_units
+        for digest in digests[:_AHEAD] if not self._expected else ():
+            left_bytes -= digest.size_bytes
+            if left_bytes < 0 or not room.take_if_fits(self._namespace, digest.size_bytes):
+                break
+            reading = self._begun(digest, len(digests))
+            self._expected[digest] = reading, partial(room.give_back, self._namespace, digest.size_bytes)
+        if self._expected:
+            asyncio.get_running_loop().call_later(SOON_S, self._forget, list(self._expected))
+
+    def _taken(self, digest: Digest) -> "asyncio.Future[memoryview | None] | None":
+        reading, give_back = self._expected.pop(digest, (None, None))
+        if give_back is not None:
+            give_back()
+        return reading
+
+    def _forget(self, digests: Sequence[Digest]) -> None:
+        for reading in filter(None, map(self._taken, digests)):
+            reading.cancel()
 
     async def read_in_order(self, digests: Sequence[Digest]) -> AsyncGenerator[deque[memoryview | None], None]:
         """The blobs in their order, all at once that are there: each wake of the event loop waits for the interpreter's
         lock. Whoever takes one takes it out, so that nobody else keeps its bytes.
         """
-        loop, left, coming = asyncio.get_running_loop(), deque(digests), deque[asyncio.Future[memoryview | None]]()
+        left, coming = deque(digests), deque[asyncio.Future[memoryview | None]]()
         try:
             while left or coming:
                 while left and len(coming) < _AHEAD:
-                    coming.append(loop.run_in_executor(_threads(), self.read, left.popleft()))
+                    digest = left.popleft()
+                    coming.append(self._taken(digest) or self._begun(digest, len(digests)))
                 found = deque([await coming.popleft()])
                 while coming and coming[0].done():
                     found.append(coming.popleft().result())
@@ -51,8 +81,13 @@ class StoreFiles:
             for each in coming:
                 each.cancel()
 
-    def read(self, digest: Digest) -> memoryview | None:
-        """The blob's bytes, verified; None where only the store can read it."""
+    def _begun(self, digest: Digest, count: int) -> "asyncio.Future[memoryview | None]":
+        """One of so many is being read: each of many is hashed by the thread that reads it."""
+        threads = 1 if count >= _THREADS else None
+        return asyncio.get_running_loop().run_in_executor(_threads(), self.read, digest, threads)
+
+    def read(self, digest: Digest, threads: int | None = None) -> memoryview | None:
+        """The blob's bytes, verified, by so many threads; None where only the store can read it."""
         try:
             path = blob_place(self._data_dir, self._namespace, digest.hash)
             descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
@@ -67,7 +102,7 @@ class StoreFiles:
                     return None
         except OSError:
             return None
-        return data.toreadonly() if Digest.of(data) == digest else None
+        return data.toreadonly() if Digest.of(data, threads) == digest else None
 
 
 class _Buffers:

@@ -1,6 +1,7 @@
 """The parts of an engine, of which a test has a few."""
 
 from dataclasses import dataclass, field, fields
+from types import SimpleNamespace
 from typing import Any
 
 from inference_svc.engine.api import Cold, Reuse
@@ -12,7 +13,8 @@ from inference_svc.turns.engine_parts import EngineParts
 def parts_of(**given: Any) -> EngineParts:
     """Those that are given; nobody asks for the others."""
     nothing: dict[str, Any] = {each.name: None for each in fields(EngineParts)}
-    return EngineParts(**(nothing | {"stores": {}, "clock": lambda: 0.0} | given))
+    reads_nothing = {"planner": SimpleNamespace(expect=lambda *_: None), "admission": SimpleNamespace(restoring=None)}
+    return EngineParts(**(nothing | reads_nothing | {"stores": {}, "clock": lambda: 0.0} | given))
 
 
 @dataclass(frozen=True, slots=True)

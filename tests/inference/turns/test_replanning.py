@@ -84,6 +84,7 @@ class Surroundings:
         self.found, self.losses = found, losses
         self.connection = self.events = self  # of its store
         self.costs = RestoreCosts(lambda: 0.0)
+        self.expected: list[int] = []  # versions whose files are begun before their turn is planned
         self.planned: list[str] = []
         self.finished: list[tuple[int | None, str]] = []
 
@@ -92,6 +93,10 @@ class Surroundings:
 
     async def newest(self, key: object, budget: object) -> Recollection:
         return self.found.pop(0) if len(self.found) > 1 else self.found[0]
+
+    def expect(self, _namespace: str, recollection: Recollection, _room: object) -> None:
+        assert not self.planned or self.expected
+        self.expected.append(recollection.version)
 
     async def plan(self, recollection: Recollection, text: str, **how: Any) -> Prepared:
         self.planned.append(text)
@@ -196,6 +201,7 @@ def test_a_turn_that_names_no_parent_extends_what_is_newest_by_then() -> None:
     around = Surroundings([remembered(OURS, "ours", Source.HOT), remembered(THEIRS, "theirs")], losses=1)
     serve(around, expected_version=None)
     assert around.planned == ["ours new", "theirs new"]
+    assert around.expected == [5, 6]
     assert around.finished == [(6, "theirs new")]
 
 

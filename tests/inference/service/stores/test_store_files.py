@@ -3,7 +3,7 @@
 import asyncio
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -13,8 +13,10 @@ from kvasir.formats import manifest as manifests
 from kvasir.formats.blob_place import blob_place
 from kvasir.formats.digest import Digest
 from kvasir.inference.v1 import inference_pb2 as pb
+from kvasir.server.shared_room import SharedRoom
 
 from inference_svc.memory.outcomes import MissReason
+from inference_svc.memory.store import files as reads
 from inference_svc.memory.store.connection import StoreClients
 from inference_svc.memory.store.files import StoreFiles
 from inference_svc.memory.store.patience import Budget
@@ -101,6 +103,53 @@ def test_memory_of_a_file_is_used_again_once_nothing_refers_to_its_bytes(store: 
     del rows
     again = files.read(first)
     assert np.frombuffer(again or b"", np.uint16)[8:].ctypes.data == address
+
+
+async def until_read(files: StoreFiles) -> None:
+    await asyncio.wait([reading for reading, _ in files._expected.values()])
+
+
+async def all_of(files: StoreFiles, digests: Sequence[Digest]) -> list[bytes | None]:
+    return [bytes(data) if data is not None else None async for some in files.read_in_order(digests) for data in some]
+
+
+def test_blobs_that_a_plan_will_want_are_read_before_it_is_made(store: RunningStore) -> None:
+    first, second, *rest = TURN.digests
+    blob_place(store.data_dir, "default", second.hash).write_bytes(b"damaged")
+
+    async def test() -> None:
+        files, room = StoreFiles(store.data_dir, "default"), SharedRoom(1 << 30)
+        files.expect(TURN.digests, room)
+        files.expect([first], room)  # another turn's: it reads for itself
+        assert room.held_units == sum(digest.size_bytes for digest in TURN.digests)
+        await until_read(files)
+        for digest in TURN.digests:
+            blob_place(store.data_dir, "default", digest.hash).unlink()
+        found = await all_of(files, TURN.digests)
+        assert found == [TURN.new_blobs[first], None, *(TURN.new_blobs[digest] for digest in rest)]
+        assert room.held_units == 0
+        assert await all_of(files, [first]) == [None], "its bytes were kept"
+
+    asyncio.run(test())
+
+
+def test_files_that_no_plan_wants_are_forgotten_and_take_little_room(
+    store: RunningStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reads, "SOON_S", 0.1)
+
+    async def test() -> None:
+        files, size_bytes = StoreFiles(store.data_dir, "default"), TURN.digests[0].size_bytes
+        room = SharedRoom(8 * 2 * size_bytes)
+        room.take("other", size_bytes)
+        files.expect(TURN.digests, room)
+        assert list(files._expected) == [TURN.digests[0]], "an eighth of the room at most, with what others hold"
+        await until_read(files)
+        await asyncio.sleep(0.2)
+        blob_place(store.data_dir, "default", TURN.digests[0].hash).unlink()
+        assert (room.held("default"), await all_of(files, TURN.digests[:1])) == (0, [None])
+
+    asyncio.run(test())
 
 
 @pytest.mark.long(6)
