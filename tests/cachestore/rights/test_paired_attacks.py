@@ -279,6 +279,7 @@ def test_words_and_facts_of_a_peer_are_counted_and_stay_off_the_reserve(
     played(tmp_path / "facts", offers)
 
 
+@pytest.mark.long(5)
 def test_a_move_that_comes_to_no_end_ends_and_costs_its_peer_a_pause(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -21,11 +21,12 @@ from inference_svc.kv.model_hooks import attention_hook
 from tests.inference.engine.drafts.many_drafts import KINDS, reported
 from tests.inference.engine.drafts.planted_drafts import Told, Tries, every_draft, wrong_at
 from tests.inference.engine.driving import Driver, Listener, tokens_of
+from tests.made_models.sampling import first_and_in_turn
 
 TRIES: dict[str, Tries] = {
+    "half right": wrong_at(3),
     "right": lambda rest, _: rest,
     "wrong": wrong_at(1),
-    "half right": wrong_at(3),
     "one": lambda rest, _: rest[:1],
 }
 
@@ -34,7 +35,7 @@ LENGTHS = (5, 250, 300, 511, 20, 100)
 
 
 @pytest.mark.batch_as_alone
-@pytest.mark.parametrize("tries", TRIES)
+@pytest.mark.parametrize("tries", first_and_in_turn(list(TRIES), seconds=3))
 def test_drafts_change_neither_reply_nor_memory(driver: Driver, told: type[Told], tries: str) -> None:
     """Rows of all kinds in one batch, over a block's border too: nobody's draft is another's."""
     prompts = [tokens_of(length, seed) for seed, length in enumerate(LENGTHS)]

@@ -10,9 +10,10 @@ from inference_svc.memory.replaying import Runs, replay_steps, runs_of_turn
 from inference_svc.text.token_ids import TokenIds
 from tests.inference.engine.driving import Driver, tokens_of
 from tests.inference.engine.tiny_models import VOCABULARY
+from tests.made_models.sampling import first_and_in_turn
 
 pytestmark = pytest.mark.cpu_only("a GPU's cells are cut by the clock, so their rows have other bits each time")
-FAMILIES = ("qwen3", "gemma3", "gpt_oss", "deepseek_v2")
+FAMILIES = ("qwen3", "llama", "gemma3", "gpt_oss", "deepseek_v2")
 
 
 def lived(driver: Driver, seed: int, turns: int = 5) -> tuple[AgentKey, TokenIds, Runs]:
@@ -38,8 +39,9 @@ def replayed(driver: Driver, tokens: TokenIds, runs: Runs) -> AgentKey:
     return key
 
 
-@pytest.mark.parametrize("seed", [1, 2])
-@pytest.mark.parametrize("name", ["llama", *FAMILIES])
+@pytest.mark.parametrize(
+    ("name", "seed"), first_and_in_turn([(name, seed) for name in FAMILIES for seed in (1, 2)], seconds=16)
+)
 def test_a_replayed_memory_has_the_bytes_of_the_one_that_never_slept(
     driver: Driver, family: Callable[[str], Driver], name: str, seed: int
 ) -> None:
