@@ -32,7 +32,8 @@ KEYS = """Names in the JSON stay. `agents` has each agent's turns as their calle
 `engine_killed` (kill -9) and `both_killed` (the page cache was dropped; `ready.both_killed.cached_share` is what the
 system kept all the same); `is_exact`: the reply is that of the hot agent, token for token. `stored_s` counts from the
 request, None: never. `rows` are medians by length; `publish_per_s` counts from the last token until the store has the
-memory, `whole_per_s` from the request. `machine` and `device` are bytes per second."""
+memory, `whole_per_s` from the request. `machine` and `device` are bytes per second; `read_dropped` is without the page
+cache, and `both_killed_of_disk` is the first token's time in units of that of reading the memory so."""
 
 
 def complete(results: dict[str, Any]) -> dict[str, Any]:
@@ -62,6 +63,8 @@ def _rows(results: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
             found = [agent[phase] for agent in agents if phase in agent]
             row[f"{phase}_s"] = seconds = median(turn["first_token_s"] for turn in found)
             row[f"{phase}_of_cold"] = seconds / cold if seconds and cold else None
+            if phase == "both_killed" and seconds and (rate := results["machine"].get("read_dropped")):
+                row["both_killed_of_disk"] = seconds * rate / row["memory_bytes"]
             row[f"{phase}_cached"] = median(turn["cached_tokens"] / turn["prompt_tokens"] for turn in found)
         publish, whole = list(_rates(agents, sizes, "last_token_s")), list(_rates(agents, sizes, ""))
         row["publish_per_s"], row["whole_per_s"], row["limit_per_s"] = median(publish), median(whole), limit
@@ -119,8 +122,8 @@ def lines(results: Mapping[str, Any]) -> Iterator[str]:
     yield "first turns: " + ", ".join(f"{1000 * seconds:,.0f} ms" for seconds in results["first_turns"])
     yield ""
     times = ("cold_s", "prefill_s", "hot_s", *(f"{phase}_s" for phase in RESTORED), *(f"{p}_of_cold" for p in RESTORED))
-    shown = ("length", "memory_bytes", *times)
-    yield from text_table(cells([{key: row[key] for key in shown} for row in results["rows"]]))
+    shown = ("length", "memory_bytes", *times, "both_killed_of_disk")
+    yield from text_table(cells([{key: row.get(key) for key in shown} for row in results["rows"]]))
     yield ""
     kept = ("publish_per_s", "whole_per_s", "limit_per_s")
     others = ("short_lag_s", "cold_lag_s", "not_stored", "failed_at_first", "is_exact")

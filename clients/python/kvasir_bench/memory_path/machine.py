@@ -1,8 +1,14 @@
-"""What this machine can do, measured in the same run: synced writes, reads from the page cache, BLAKE3, a socket."""
+"""What this machine can do, measured in the same run: synced writes, reads with and without the page cache, BLAKE3, a
+socket.
+"""
 
 import os
+import statistics
 import tempfile
+import threading
+import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +23,14 @@ from kvasir_bench.wire import sent_s, write
 BLOCK_BYTES = 256 * 36_864
 _BLOCKS = 32
 _REPEATS = 3
+_READERS = 8  # as an engine has
+_MOST_CACHED = 0.05  # of files that were dropped: a file system may keep them all the same
 
 
 def rates(directory: Path, blocks: int = _BLOCKS, repeats: int = _REPEATS) -> dict[str, float]:
-    """Bytes per second: medians. `directory` lies on the disk that is measured."""
+    """Bytes per second: medians. `directory` lies on the disk that is measured. Without `read_dropped` where the
+    system keeps files that it should forget.
+    """
     blobs = [os.urandom(BLOCK_BYTES) for _ in range(blocks)]
     total = blocks * BLOCK_BYTES
     with tempfile.TemporaryDirectory(dir=directory) as below:
@@ -28,6 +38,7 @@ def rates(directory: Path, blocks: int = _BLOCKS, repeats: int = _REPEATS) -> di
         seconds = {
             "write_synced": median_time(lambda: write(root, blobs, one_by_one=False), repeats),
             "read_cached": median_time(lambda: _read(root), repeats),
+            **_read_dropped(root, repeats),
             "blake3_thread": median_time(lambda: [blake3(blob).digest() for blob in blobs], repeats),
             "blake3_all": median_time(lambda: [Digest.of(blob) for blob in blobs], repeats),
             "unix_socket": median_time(lambda: _send(root, blobs), repeats),
@@ -81,8 +92,32 @@ def _is_cached(descriptor: int, offset: int, flags: int) -> bool:
 def _read(root: Path) -> None:
     buffer = bytearray(BLOCK_BYTES)
     for file in root.iterdir():
-        with file.open("rb", buffering=0) as opened:
-            opened.readinto(buffer)
+        _read_into(buffer, file)
+
+
+def _read_into(buffer: bytearray, file: Path) -> None:
+    with file.open("rb", buffering=0) as opened:
+        opened.readinto(buffer)
+
+
+def _read_dropped(root: Path, repeats: int) -> dict[str, float]:
+    """Seconds to read all files by several threads, while the page cache has none of them."""
+    files, seconds = list(root.iterdir()), list[float]()
+    buffers = threading.local()
+
+    def read(file: Path) -> None:
+        buffers.own = getattr(buffers, "own", None) or bytearray(BLOCK_BYTES)
+        _read_into(buffers.own, file)
+
+    with ThreadPoolExecutor(_READERS) as threads:
+        for _ in range(repeats):
+            drop_cached(files)
+            if cached_share(files) > _MOST_CACHED:
+                return {}
+            began = time.perf_counter()
+            list(threads.map(read, files))
+            seconds.append(time.perf_counter() - began)
+    return {"read_dropped": statistics.median(seconds)}
 
 
 def _send(root: Path, blobs: Sequence[bytes]) -> float:
