@@ -10,7 +10,7 @@ from kvasir.waits import LOOK_S, PAUSE_S, SOON_S
 
 from inference_svc.engine.api import AgentKey
 from inference_svc.memory.lines.line_parts import LineParts
-from inference_svc.memory.lines.line_states import Lease
+from inference_svc.memory.lines.line_states import COUNTS_S, Lease
 from inference_svc.memory.store.answers import LEASE_TTL_S
 from inference_svc.memory.store.patience import Budget
 from inference_svc.memory.store.remote_cache import RemoteCache
@@ -81,7 +81,10 @@ class LineLease:
         while True:
             if (lease := self._counting()) is not None:
                 return lease
-            await asyncio.wait({self._request(takes=takes)})
+            request = self._request(takes=takes)
+            await asyncio.wait({request}, timeout=max(give_up - self._parts.clock(), SOON_S))
+            if not request.done():  # it goes on: its answer is of use to the next turn
+                raise errors.DeadlineExceeded("the store has not answered yet about the agent's line")
             if self.held is not None:
                 return self.held
             if self._failure is not None and self._failure.reason != _HELD:
@@ -131,7 +134,7 @@ class LineLease:
                 self._parts.owner,
                 begins_anew=not self._generation,
                 asks=takes,
-                timeout_s=SOON_S,
+                timeout_s=COUNTS_S,
             )
         except errors.KvasirError as error:
             self.held, self._failure = None, error

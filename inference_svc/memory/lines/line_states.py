@@ -24,6 +24,7 @@ from kvasir.formats.digest import Digest
 from inference_svc.memory.store.answers import LEASE_TTL_S, NO_HEAD, EventCursor, Head, Version
 
 LEASE_MARGIN_S = 0.25  # two monotonic clocks may run apart, by far less than this in so short a time
+COUNTS_S = LEASE_TTL_S - LEASE_MARGIN_S  # from the question on; a later answer gives nothing
 
 
 @dataclass(slots=True)
@@ -61,7 +62,7 @@ class Lease:
 
 
 def _end(asked_at: float) -> float:
-    return asked_at + LEASE_TTL_S - LEASE_MARGIN_S
+    return asked_at + COUNTS_S
 
 
 class Stage(Enum):

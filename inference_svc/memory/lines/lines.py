@@ -17,14 +17,14 @@ from inference_svc.engine.engine import Engine
 from inference_svc.memory.agent_memory import AgentMemory
 from inference_svc.memory.lines.line import Line
 from inference_svc.memory.lines.line_parts import LineParts
-from inference_svc.memory.lines.line_states import Lease
+from inference_svc.memory.lines.line_states import COUNTS_S, Lease
 from inference_svc.memory.store.answers import LEASE_TTL_S, AgentGone, EventsLost, HeadMoved, LeaseWanted, StoreEvent
-from inference_svc.memory.store.patience import PROBE_TIMEOUT_S
 from inference_svc.memory.store.remote_cache import RemoteCache
 from inference_svc.model.model_host import MemoriesLeft
 
 _LOG = structlog.get_logger(__name__)
 _BEAT_S = LEASE_TTL_S / 3
+_BEAT_TIMEOUT_S = COUNTS_S - _BEAT_S  # a busy store answers late: then all leases still count
 _MAX_PER_BEAT = 10_000
 _MOST_OWN, _MOST_AGENTS = 16, 4_096
 
@@ -94,7 +94,7 @@ class Lines:
         asked_at = self._parts.lease_clock()
         generations = {agent_id: lease.generation for agent_id, lease in leases.items()}
         renewed = await self.store.leases.renew(
-            self._parts.owner, self._parts.engine.model.kv_identity_hash, generations, PROBE_TIMEOUT_S
+            self._parts.owner, self._parts.engine.model.kv_identity_hash, generations, _BEAT_TIMEOUT_S
         )
         for agent_id, lease in leases.items():
             line = self._lines.get(agent_id)

@@ -36,7 +36,7 @@ class Store:
     is_reachable = True
 
     def __init__(self) -> None:
-        self.release_takes_s = 0.0
+        self.takes_s = self.release_takes_s = 0.0
         self.generation = 0  # of whatever is granted; 0: a new one each time
         self.refusals: list[errors.KvasirError] = []
         self.asked: list[tuple[str, bool]] = []
@@ -48,15 +48,19 @@ class Store:
         self.answering.set()
         self.connection = self.bulk = self.leases = self.events = self
 
-    async def acquire(self, agent: str, _kv: str, _owner: str, *, begins_anew: bool, **_how: object) -> LeaseGrant:
+    async def acquire(
+        self, agent: str, _kv: str, _owner: str, *, begins_anew: bool, timeout_s: float, **_how: object
+    ) -> LeaseGrant:
         self.asked.append((agent, begins_anew))
+        self._take(timeout_s)
         await self.answering.wait()
         if self.refusals:
             raise self.refusals.pop(0)
         return LeaseGrant(self.generation or len(self.asked), HEAD)
 
-    async def renew(self, _owner: str, _kv: str, generations: dict[str, int], _timeout_s: float) -> LeaseRenewal:
+    async def renew(self, _owner: str, _kv: str, generations: dict[str, int], timeout_s: float) -> LeaseRenewal:
         self.renewed.append(generations)
+        self._take(timeout_s)
         await self.answering.wait()
         return LeaseRenewal(self.lost, self.wanted)
 
@@ -64,6 +68,10 @@ class Store:
         if timeout_s < self.release_takes_s:
             raise errors.DeadlineExceeded("a busy store")
         self.released.append((agent, generation))
+
+    def _take(self, timeout_s: float) -> None:
+        if timeout_s < self.takes_s:
+            raise errors.DeadlineExceeded("a busy store")
 
     def has_moved_within(self, _seconds: float) -> bool:
         return False

@@ -11,6 +11,7 @@ from kvasir.formats.digest import Digest
 
 from inference_svc.engine.api import AgentKey
 from inference_svc.memory.agent_memory import AgentMemory, Publication
+from inference_svc.memory.lines import line_lease
 from inference_svc.memory.lines.line_states import LEASE_MARGIN_S, Stage, Standing, Use
 from inference_svc.memory.outcomes import SnapshotOutcome, SnapshotState
 from inference_svc.memory.store.answers import (
@@ -53,6 +54,36 @@ def test_a_lease_is_asked_for_once_and_counts_from_before_it_was_asked_for() -> 
         lab.line("a").lease.request()
         await settle()
         assert lab.store.asked[1:] == [("a", False)]  # its own earlier lease is not fenced: a commit may be on its way
+
+    run(scenario)
+
+
+def test_a_busy_stores_answer_about_leases_is_waited_for_as_long_as_it_is_of_use() -> None:
+    async def scenario(lab: Lab) -> None:
+        lab.remember("a")
+        lab.store.takes_s = LEASE_TTL_S - LEASE_MARGIN_S - 0.1
+        await lab.held("a")
+        lab.store.takes_s = 3.0
+        lab.now += 3
+        await lab.lines.beat()
+        lab.now += 3
+        assert lab.counts("a")
+
+    run(scenario)
+
+
+def test_a_turn_waits_a_moment_for_a_lease_of_a_store_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(line_lease, "SOON_S", 0.02)
+
+    async def scenario(lab: Lab) -> None:
+        lab.remember("a")
+        lab.store.answering.clear()
+        with pytest.raises(errors.DeadlineExceeded):
+            await lab.line("a").lease.obtain(0.01)
+        lab.store.answering.set()
+        await settle()
+        assert lab.counts("a")  # the answer is there for the next
+        assert len(lab.store.asked) == 1
 
     run(scenario)
 
