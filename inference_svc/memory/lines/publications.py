@@ -289,8 +289,9 @@ class Publications:
                     await self._hurry.wait()
             self._hurry.clear()
             await self._store.connection.breaker.closed.wait()
-            if memory.publication.is_running or not await self.publish_owed(memory):
-                return
+            async with self._parts.copies.again.held_for(self._key.namespace, 1):
+                if memory.publication.is_running or not await self.publish_owed(memory):
+                    return
             pause_s = min(2 * pause_s, LONGEST_RETRY_S)
 
     async def publish_owed(self, memory: AgentMemory) -> bool:

@@ -23,6 +23,9 @@ _PIECE_BYTES = 16 << 20
 # Where threads copy. A cell of 2,048 tokens of Llama 3.1 8B has as many, and a copy is asked for between two cells.
 _PIECE_BYTES_OF_THREADS = 72 << 20
 
+# The more of them hammer at a store that is late, the later it is, for new turns too.
+_AGAIN = 8
+
 T = TypeVar("T")
 Pinning: TypeAlias = Future[PinnedMemory | None]
 
@@ -71,6 +74,7 @@ async def await_copy(asked: "Future[T]") -> T:
 class Copies:
     def __init__(self, engine: Engine, held: SharedRoom) -> None:
         self.held = held
+        self.again = SharedRoom(_AGAIN)  # for memories that are tried again
         self._engine = engine
 
     @property

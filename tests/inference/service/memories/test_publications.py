@@ -367,6 +367,32 @@ def test_what_failed_is_tried_again_while_it_is_hot_and_its_success_is_told(
     run(scenario)
 
 
+def test_a_memory_is_tried_again_in_its_turn_among_all_that_the_store_did_not_take(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(publications, "RETRY_S", 0.001)
+
+    async def scenario() -> None:
+        house, memory = House(), remembered("one", NO_HEAD)
+        house.engine.hot = SimpleNamespace(tag=memory)
+        house.engine.taken.set_result(taken(memory))
+        again = house.copies.again
+        while again.take_if_fits(KEY.namespace, 1):
+            pass
+        house.store.refusals = [errors.ResourceExhausted("no room now")]
+        assert (await house.publish(memory)).state is SnapshotState.FAILED
+        await asyncio.sleep(0.05)
+        assert not memory.publication.standing.is_stored
+        held = again.held_units
+        again.give_back(KEY.namespace, 1)
+        while not memory.publication.standing.is_stored:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0)
+        assert again.held_units == held - 1
+
+    run(scenario)
+
+
 def test_what_the_store_refuses_for_good_is_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(publications, "RETRY_S", 0.001)
 
