@@ -45,6 +45,9 @@ _MOST_STILL = "SET idle_in_transaction_session_timeout = '5s'"
 class PostgresCatalog(Catalog):
     """A catalog in PostgreSQL, which outlives its server's restarts."""
 
+    # A commit waits for those of other stores, and for the standby: one for each write would be most of the time.
+    max_turn_ms = 50
+
     def __init__(
         self, url: str, disk: Disk, now_unix_ms: Callable[[], int], shared_as: Mapping[str, str] | None = None
     ) -> None:

@@ -40,6 +40,7 @@ class Catalog:
     place: str  # of the event history: in another place it has another name
     home = ("", "")  # of a server's database: its numbers, and the timeline
     is_shared = False  # whether other stores may read and write it at the same time
+    max_turn_ms = MAX_TURN_MS
 
     def __init__(self, now_unix_ms: Callable[[], int], translated: Callable[[BaseException], BaseException]) -> None:
         """`translated`: errors of the database in words that a caller can act on."""
@@ -129,7 +130,7 @@ class Catalog:
 
     def _is_over(self, began_ms: int) -> bool:
         """Whether a turn that began then has had its time. A clock that steps ends it early, never late."""
-        return not 0 <= self._now_unix_ms() - began_ms < MAX_TURN_MS
+        return not 0 <= self._now_unix_ms() - began_ms < self.max_turn_ms
 
     def _take_reads(self, connection: Connection) -> None:
         began_ms = self._now_unix_ms()

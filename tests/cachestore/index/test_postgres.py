@@ -83,6 +83,26 @@ def test_a_commit_that_is_cut_takes_effect_once(postgres: PostgresServer, arrive
             assert catalog.read(HOUSE, count_of) == 8
 
 
+def test_writes_that_wait_for_a_server_that_is_far_away_share_a_commit(url: str) -> None:
+    now_ms, began, may_go = 0, threading.Event(), threading.Event()
+
+    def slow(change: CatalogChange) -> int:
+        nonlocal now_ms
+        began.set()
+        assert may_go.wait(30)
+        now_ms += 12
+        return add_one(change)
+
+    with closing(open_postgres(url, Disk(), lambda: now_ms)) as catalog:
+        before = catalog._groups
+        answers = [catalog.write_later(HOUSE, slow)]
+        assert began.wait(30)
+        answers += [catalog.write_later(HOUSE, slow) for _ in range(9)]
+        may_go.set()
+        assert [answer.result(30) for answer in answers] == list(range(1, 11))
+        assert catalog._groups - before == 2
+
+
 def test_a_commit_in_doubt_while_the_store_closes_is_not_done_again(postgres: PostgresServer) -> None:  # noqa: F811
     with closing(CommitCutter(postgres.port)) as cutter, ThreadPoolExecutor() as threads:
         database = postgres.new_database()
