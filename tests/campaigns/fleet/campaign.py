@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import certifi
+from kvasir import errors
 from kvasir.clients import AioInferenceClient, AioStoreClient
 from kvasir.credentials import read_token
 
@@ -37,8 +38,9 @@ from tools.fleet.part import FleetError, Part, Process
 # An agent waits for its commit, or 64 of them ask for more than a small machine stores.
 _COMMIT_WAIT_S, _GIVE_UP_S = 30, 40.0
 _SETTINGS = f"[engine]\nstore-budget-ms = 5000\ncommit-wait-s = {_COMMIT_WAIT_S}\n"
-_QUIET_S = 90.0
+_QUIET_S = 30.0
 _AFTER_S = 10.0  # in which lives go on after the last fault
+_ENDS_S = 15.0
 _HOUR_S = 3600.0
 _TELL_S = 15.0
 _STORES, _HOLDERS = 2, 4
@@ -54,8 +56,8 @@ class Size:
     within_s: float = 20 * _HOUR_S
 
 
-async def play(size: Size, seed: int) -> Round:
-    """One round. Everything lies in a directory of its own, which is removed."""
+async def play(size: Size, seed: int, keep: Callable[[Round], None] = lambda _: None) -> Round:
+    """One round, kept before the fleet ends. Everything lies in a directory of its own, which is removed."""
     root = in_memory.home()
     try:
         async with _opened(root, size, seed) as (lives, owners, targets):
@@ -72,18 +74,31 @@ async def play(size: Size, seed: int) -> Round:
             took_s = time.monotonic() - began
             await asyncio.sleep(_AFTER_S)
             is_over.set()
-            await asyncio.gather(living, *holding)
+            await _ended([living, *holding])
             telling.cancel()
-            await _until_all_answer(lives)
-            await lives.look_for_all()
-            found, ledger = lives.findings, lives.ledger
-            faults = dict(sorted(nemesis.counts.items()))
-            seen = lives.record
-            counted = ledger.commits, found.lives, len(ledger.agents)
-            judged = sum(map(len, seen.acts.values())), seen.undecided, len(seen.spans)
-            return Round(seed, faults, *counted, took_s, found.problems, *judged)
+            await _look_for_all(lives)
+            found = _round(seed, nemesis, lives, took_s)
+            keep(found)
+            return found
     finally:
         shutil.rmtree(root, ignore_errors=True)
+
+
+def _round(seed: int, nemesis: Nemesis, lives: Lives, took_s: float) -> Round:
+    found, ledger, seen = lives.findings, lives.ledger, lives.record
+    faults = dict(sorted(nemesis.counts.items()))
+    judged = sum(map(len, seen.acts.values())), seen.undecided, len(seen.spans)
+    return Round(seed, faults, ledger.commits, found.lives, len(ledger.agents), took_s, found.problems, *judged)
+
+
+async def _ended(tasks: Sequence[asyncio.Task[object]]) -> None:
+    """Wait for them; whoever still waits for an answer after a while goes without it. Raises the first failure."""
+    _, late = await asyncio.wait(tasks, timeout=_ENDS_S)
+    for each in late:
+        each.cancel()
+    for outcome in await asyncio.gather(*tasks, return_exceptions=True):
+        if isinstance(outcome, Exception):
+            raise outcome
 
 
 async def _tell(seed: int, nemesis: Nemesis, lives: Lives) -> None:
@@ -159,17 +174,24 @@ def _begin(clocks: Mapping[str, Path]) -> Callable[[Part], Process]:
     return begin
 
 
-async def _until_all_answer(lives: Lives) -> None:
-    """A service that was killed last starts again; then all that was acknowledged can be looked for."""
-    give_up = time.monotonic() + _QUIET_S
-    while True:
-        try:
-            await lives.store.list_agents()
-            return
-        except Exception:
-            if time.monotonic() > give_up:
-                raise
-            await asyncio.sleep(0.2)
+async def _look_for_all(lives: Lives) -> None:
+    """A service that was killed last starts again; then all that was acknowledged is looked for. A fleet that does not
+    answer, with all its parts repaired, is a problem like any other.
+    """
+    try:
+        async with asyncio.timeout(_QUIET_S):
+            while not await _answers(lives):  # noqa: ASYNC110
+                await asyncio.sleep(0.2)
+            await lives.look_for_all()
+    except TimeoutError:
+        lives.findings.problems.append(f"not all was looked for in {_QUIET_S:g} s after the last fault")
+
+
+async def _answers(lives: Lives) -> bool:
+    with contextlib.suppress(errors.KvasirError):
+        await lives.store.list_agents()
+        return True
+    return False
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -186,12 +208,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     os.environ.setdefault("SSL_CERT_FILE", certifi.where())
     kept = Kept(given.kept, is_resumed=given.resume)
     until = time.monotonic() + given.minutes * 60
+
+    def keep(done: Round) -> None:
+        kept.add(done)
+        print(kept.summary(), *done.problems, sep="\n", flush=True)
+
     try:
         while kept.faults < given.faults and (left_s := until - time.monotonic()) > 0:
             faults = min(given.round, given.faults - kept.faults)
-            done = asyncio.run(play(Size(faults, given.agents, given.engines, left_s), kept.next_seed(given.seed)))
-            kept.add(done)
-            print(kept.summary(), *done.problems, sep="\n", flush=True)
+            size = Size(faults, given.agents, given.engines, left_s)
+            asyncio.run(play(size, kept.next_seed(given.seed), keep))
     except FleetError as error:
         print(f"make campaign-fleet: {error}", file=sys.stderr)
         return 1

@@ -1,12 +1,15 @@
 """A whole fleet under kills, cuts, freezes and set clocks loses nothing that it acknowledged, and mixes up nothing."""
 
 import asyncio
+import contextlib
 import json
 import os
 import subprocess
 import sys
 import time
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,6 +18,7 @@ from tests.campaigns.fleet.campaign import Size, play
 from tests.campaigns.fleet.kept import Round
 from tests.campaigns.fleet.nemesis import Nemesis, Weather
 from tests.campaigns.fleet.targets import Target, slowed
+from tests.campaigns.history.lives import Lives
 from tools.fleet import servers
 from tools.kvasir_tiny.words import Dice
 
@@ -35,8 +39,8 @@ def test_a_few_faults_of_a_fleet_lose_no_commit_and_no_turn_knows_what_was_taken
 def test_a_resumed_campaign_adds_rounds_of_new_seeds_until_its_faults_are_played(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def played(size: Size, seed: int) -> Round:
-        return Round(seed, {"kill": size.faults}, 7, 3, 2, 60.0, ["lost"] if seed == 3 else [])
+    async def played(size: Size, seed: int, keep: Callable[[Round], None]) -> None:
+        keep(Round(seed, {"kill": size.faults}, 7, 3, 2, 60.0, ["lost"] if seed == 3 else []))
 
     monkeypatch.setattr(campaign, "play", played)
     kept = tmp_path / "new" / "kept.json"
@@ -47,6 +51,44 @@ def test_a_resumed_campaign_adds_rounds_of_new_seeds_until_its_faults_are_played
     assert [(each["seed"], each["faults"]["kill"]) for each in rounds] == [(1, 4), (2, 2), (3, 4), (4, 1)]
     assert campaign.main([*words, "--faults", "2", "--seed", "9"]) == 0
     assert [each["seed"] for each in json.loads(kept.read_text())["rounds"]] == [9]
+
+
+@pytest.mark.parametrize("answers", [True, False])
+def test_a_round_is_kept_before_its_fleet_ends_though_a_caller_and_a_store_never_answer(
+    answers: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("_AFTER_S", "_ENDS_S", "_QUIET_S"):
+        monkeypatch.setattr(campaign, name, 0.1)
+    is_up = True
+    kept = list[tuple[Round, bool]]()
+
+    class NeverOver(Lives):
+        async def run(self, *_: Any) -> Any:
+            await asyncio.Event().wait()
+
+    class Store:
+        async def list_agents(self) -> None:
+            if not answers:
+                await asyncio.Event().wait()
+
+    @contextlib.asynccontextmanager
+    async def opened(_root: Path, _size: Size, seed: int) -> AsyncIterator[Any]:
+        nonlocal is_up
+        lives = NeverOver((), (), seed)
+        lives.store = Store()  # type: ignore[assignment]
+        yield lives, None, [_Target("a")]
+        is_up = False
+
+    async def hold(*_: object) -> None:
+        """Nobody holds a lease."""
+
+    monkeypatch.setattr(campaign, "_opened", opened)
+    monkeypatch.setattr(campaign, "hold", hold)
+    size = Size(faults=10_000, within_s=0.1)
+    asyncio.run(asyncio.wait_for(play(size, 1, lambda done: kept.append((done, is_up))), 30))
+    [(done, was_up)] = kept
+    assert was_up
+    assert len(done.problems) == (not answers)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")

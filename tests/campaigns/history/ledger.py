@@ -1,5 +1,6 @@
 """What callers were told is stored, version by version: none of it may be lost, and no version may be two memories."""
 
+import asyncio
 from dataclasses import dataclass, field
 
 from kvasir import errors
@@ -7,6 +8,7 @@ from kvasir import errors
 from tests.campaigns.history.record import AnyStore
 
 _RETAINED_VERSIONS = 8
+_AT_ONCE = 8
 
 
 @dataclass
@@ -28,7 +30,13 @@ class Ledger:
 
     async def lost(self, store: AnyStore) -> list[str]:
         """A problem for each agent whose newest acknowledged version is not there as it was told."""
-        return [problem for agent in self.agents for problem in await self._lost(store, agent)]
+        places = asyncio.Semaphore(_AT_ONCE)
+
+        async def looked_for(agent: str) -> list[str]:
+            async with places:
+                return await self._lost(store, agent)
+
+        return [problem for found in await asyncio.gather(*map(looked_for, self.agents)) for problem in found]
 
     async def _lost(self, store: AnyStore, agent: str) -> list[str]:
         version, told = max(self.agents[agent].items())

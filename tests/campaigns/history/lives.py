@@ -420,6 +420,9 @@ class Lives:
         except (_UnclearError, *_AWAY):
             self.findings.counts["lives that ended unclear"] += 1
             await asyncio.sleep(life.pause_s * life.dice.random())
+        except asyncio.CancelledError:  # nobody knows what its last act did
+            self.ledger.gone(name)
+            raise
         except errors.KvasirError as error:  # it asks only for what was acknowledged
             life.history.problems.append(f"{error.reason}: {error.message}")
         trace = "; ".join(life.trace)

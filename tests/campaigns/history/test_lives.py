@@ -106,6 +106,19 @@ def test_lives_end_after_the_act_in_which_a_campaign_ends(monkeypatch: pytest.Mo
     assert acts == ["agent 0"] * 12 + ["agent 1"] * 3
 
 
+def test_of_an_agent_whose_last_act_was_broken_off_nothing_is_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def act(_life: Life) -> None:
+        raise asyncio.CancelledError
+
+    for name in ("turn", "roll_back", "delete", "fork_back", "import_back", "cancelled_turn", "two_at_once"):
+        monkeypatch.setattr(Life, name, act)
+    lives = _lives("client")
+    lives.ledger.acknowledged("ada", 1, "hash")
+    with pytest.raises(asyncio.CancelledError):
+        asyncio.run(lives._live("ada"))
+    assert lives.ledger.agents == {}
+
+
 @pytest.mark.parametrize("is_door", [True, False])
 def test_a_stream_that_was_removed_is_excused_behind_a_proxy_alone(is_door: bool) -> None:
     client = _Breaks()
