@@ -1,18 +1,25 @@
 """Commits that come before their last blobs: each is that of one which came after them, or there is no version."""
 
+import asyncio
 import threading
 import time
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from kvasir.errors import Conflict, FailedPrecondition, KvasirError, NotFound
 from kvasir.formats.digest import Digest
 
 from cachestore_svc.blobs.manifests import read_manifest, shared_blocks
+from cachestore_svc.edge.service import CacheStoreService
 from cachestore_svc.facts.records import BlobKind
 from cachestore_svc.index.values import CommitTerms, Done
+from cachestore_svc.store.aio_store import AioStore
 from cachestore_svc.store.snapshots import EarlyCommit, KnownManifest
 from cachestore_svc.store.store import Store
+from cachestore_svc.store.threads import StoreThreads
 from tests.cachestore.core.lab import NS, Lab, assert_restores, prefix_of, publish, upload, write, write_all
 from tests.made_models.synthetic import SMALL, WINDOWED, SyntheticAgent, SyntheticSnapshot
 
@@ -90,6 +97,30 @@ def test_a_commit_that_is_taken_away_before_it_is_known_makes_no_version(store: 
     answer.cancel()
     early = EarlyCommit(known(snapshot), [snapshot.manifest_digest], answer)
     store.snapshots.commit_early(NS, early, AGENT, snapshot.manifest_digest, 0, CommitTerms())
+    upload(store, snapshot)
+    with pytest.raises(NotFound):
+        store.snapshots.get(NS, AGENT)
+    assert not store._core.early_commits._waiting
+
+
+def test_a_commit_whose_caller_leaves_while_it_is_taken_in_makes_no_version(store: Store) -> None:
+    snapshot, may_go_on = SyntheticAgent(SMALL).turn(300), threading.Event()
+
+    async def scene() -> None:
+        threads = StoreThreads(4)
+        behind = AioStore(store, threads)
+        service: Any = SimpleNamespace(_store=behind, _run=partial(behind.run, NS))
+        store._core.catalog.write_later(NS, lambda _: may_go_on.wait(5))  # as a disk that takes its time
+        asked = known(snapshot), list(snapshot.new_blobs), AGENT, snapshot.manifest_digest, 0, CommitTerms()
+        calling = asyncio.create_task(CacheStoreService._early(service, *asked))
+        await asyncio.sleep(0.1)
+        calling.cancel()
+        may_go_on.set()
+        with pytest.raises(asyncio.CancelledError):
+            await calling
+        threads.close()
+
+    asyncio.run(scene())
     upload(store, snapshot)
     with pytest.raises(NotFound):
         store.snapshots.get(NS, AGENT)
