@@ -136,7 +136,7 @@ def caller_of(context: typer.Context, as_json: bool = False) -> Caller:
     return caller
 
 
-def command(group: typer.Typer, name: str) -> Callable[[_Command], _Command]:
+def command(group: typer.Typer, name: str, epilog: str | None = None) -> Callable[[_Command], _Command]:
     """Make a function a command of the group: its first argument is the caller, the others are its options, and --json
     is the last of them."""
 
@@ -152,7 +152,7 @@ def command(group: typer.Typer, name: str) -> Callable[[_Command], _Command]:
         parameters = [context, *own, as_json]
         run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         run.__annotations__ = {each.name: each.annotation for each in parameters}
-        group.command(name, **described(function))(run)
+        group.command(name, epilog=epilog, **described(function))(run)
         return function
 
     return add

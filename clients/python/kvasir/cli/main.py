@@ -72,7 +72,7 @@ def add_bench(tree: typer.Typer) -> None:
             tree.command(name, context_settings=any_words)(_without_bench)
     else:
         tree.add_typer(bench, name="bench")
-        tree.command("prove", epilog=HELP, **help_words.described(prove))(prove)
+        command(tree, "prove", HELP)(prove)
 
 
 add_bench(app)

@@ -4,9 +4,9 @@ import json
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
-from kvasir.cli.caller import JsonOption, caller_of
+from kvasir.cli.caller import Caller
 from kvasir.cli.failures import WrongUsage
+from kvasir.cli.showing.arguments import option
 
 from kvasir_bench.commands.shown import PlotsOption, progress, show
 from kvasir_bench.fleet import report
@@ -16,25 +16,23 @@ _NAPS = _ASSUMPTIONS.with_name("naps.json")
 
 
 def fleet(
-    context: typer.Context,
-    simulate: Annotated[bool, typer.Option("--simulate", help="On paper, by the code's own placement.")] = False,
-    agents: Annotated[int | None, typer.Option(min=1, help="Left out: a million.")] = None,
-    engines: Annotated[int | None, typer.Option(min=1, help="Left out: ten thousand.")] = None,
+    caller: Caller,
+    simulate: Annotated[bool, option("On paper, by the code's own placement.", "--simulate")] = False,
+    agents: Annotated[int | None, option("Left out: a million.", min=1)] = None,
+    engines: Annotated[int | None, option("Left out: ten thousand.", min=1)] = None,
     naps: Annotated[
         bool,
-        typer.Option("--naps", help="Of one engine whose agents sleep: how many wakes it hides."),
+        option("Of one engine whose agents sleep: how many wakes it hides.", "--naps"),
     ] = False,
     assumptions: Annotated[
-        Path | None, typer.Option(exists=True, dir_okay=False, help="JSON with values in place of the known ones.")
+        Path | None, option("JSON with values in place of the known ones.", exists=True, dir_okay=False)
     ] = None,
     plots: PlotsOption = None,
-    as_json: JsonOption = False,
 ) -> None:
     """Simulate a day of a fleet: placement, hot memories, requests and bytes, dollars a month, and what breaks first;
     or, with --naps, a day of one engine that wakes sleeping agents before their turns, by its own policy.
 
     Nothing is started and nothing measured but the time of a gateway's choice; each assumption has its source."""
-    caller = caller_of(context, as_json)
     if not simulate:
         raise WrongUsage("--simulate: expected; a fleet is only simulated so far", field="--simulate")
     if naps and engines is not None:

@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from kvasir.cli.caller import Caller, JsonOption, caller_of
+from kvasir.cli.caller import Caller
 from kvasir.cli.failures import PROBLEMS
+from kvasir.cli.showing.arguments import option
 from kvasir.clients import AioInferenceClient
 from kvasir.credentials import read_token
 from kvasir.errors import FailedPrecondition, InvalidArgument
@@ -18,67 +19,59 @@ from kvasir_bench.commands.shown import PlotsOption, progress, show
 from kvasir_bench.load import report, run
 from kvasir_bench.load.arithmetic import Lengths, Limits
 
-RateOption = Annotated[float | None, typer.Option(min=0.001, help="Turns a second on average. Left out: 1.")]
+RateOption = Annotated[float | None, option("Turns a second on average. Left out: 1.", min=0.001)]
 AtOnceOption = Annotated[
-    int | None, typer.Option(min=1, help="Instead: so many callers; each sends a turn when its last one has ended.")
+    int | None, option("Instead: so many callers; each sends a turn when its last one has ended.", min=1)
 ]
-SecondsOption = Annotated[float | None, typer.Option(min=1, help="How long turns arrive. Left out: 60.")]
-RequestsOption = Annotated[int | None, typer.Option(min=1, help="Instead: so many turns. `wall` is what they took.")]
+SecondsOption = Annotated[float | None, option("How long turns arrive. Left out: 60.", min=1)]
+RequestsOption = Annotated[int | None, option("Instead: so many turns. `wall` is what they took.", min=1)]
 RampOption = Annotated[
     float | None,
-    typer.Option(
-        min=0, help="Seconds at the start that do not count. Left out: a fifth; with --at-once or --requests none."
-    ),
+    option("Seconds at the start that do not count. Left out: a fifth; with --at-once or --requests none.", min=0),
 ]
 InOption = Annotated[
     str,
-    typer.Option(
+    option(
+        "Of each prompt, about: 512; 200-4000, each length equally likely; 200~4000, many short, few long.",
         "--in",
         metavar="TOKENS",
-        help="Of each prompt, about: 512; 200-4000, each length equally likely; 200~4000, many short, few long.",
     ),
 ]
 OutOption = Annotated[
-    str, typer.Option("--out", metavar="TOKENS", help="Of each reply at most, as --in. A model may end earlier.")
+    str, option("Of each reply at most, as --in. A model may end earlier.", "--out", metavar="TOKENS")
 ]
-SharedPrefixOption = Annotated[
-    int, typer.Option(min=0, metavar="TOKENS", help="Of a system prompt that all turns begin with.")
-]
+SharedPrefixOption = Annotated[int, option("Of a system prompt that all turns begin with.", min=0, metavar="TOKENS")]
 TurnsOption = Annotated[
     int,
-    typer.Option(
-        min=1,
-        help="Of each agent: it comes back when it is idle longest, and its memory is deleted at the end. A server of "
+    option(
+        "Of each agent: it comes back when it is idle longest, and its memory is deleted at the end. A server of "
         "--http is sent the whole conversation, and Kvasir's gateway keeps it.",
+        min=1,
     ),
 ]
 FirstTokenOption = Annotated[
-    float | None, typer.Option(min=1, metavar="MS", help="Wait for the first token of a good turn, at most.")
+    float | None, option("Wait for the first token of a good turn, at most.", min=1, metavar="MS")
 ]
-GapOption = Annotated[
-    float | None, typer.Option(min=1, metavar="MS", help="Longest gap between tokens of a good turn, at most.")
-]
-SeedOption = Annotated[int, typer.Option(min=0, help="Of arrivals, lengths and texts.")]
+GapOption = Annotated[float | None, option("Longest gap between tokens of a good turn, at most.", min=1, metavar="MS")]
+SeedOption = Annotated[int, option("Of arrivals, lengths and texts.", min=0)]
 MlxLmOption = Annotated[
     str,
-    typer.Option(
+    option(
+        "Then start mlx_lm.server with this model, kvasir-tiny or a directory, and send it the same turns.",
         metavar="MODEL",
-        help="Then start mlx_lm.server with this model, kvasir-tiny or a directory, and send it the same turns.",
     ),
 ]
 HttpOption = Annotated[
     str | None,
-    typer.Option(metavar="URL", help="Instead of gRPC: a server with /v1/chat/completions, Kvasir's or another."),
+    option("Instead of gRPC: a server with /v1/chat/completions, Kvasir's or another.", metavar="URL"),
 ]
-ModelOption = Annotated[str | None, typer.Option(help="With --http: the model's name at that server.")]
-ApiKeyFileOption = Annotated[Path | None, typer.Option(help="With --http: the file of the key.")]
-ApiKeyOption = Annotated[
-    str, typer.Option(envvar="KVASIR_API_KEY", help="With --http: the key. The variable shows it to fewer.")
-]
+ModelOption = Annotated[str | None, option("With --http: the model's name at that server.")]
+ApiKeyFileOption = Annotated[Path | None, option("With --http: the file of the key.")]
+ApiKeyOption = Annotated[str, option("With --http: the key. The variable shows it to fewer.", envvar="KVASIR_API_KEY")]
 
 
 def load(
-    context: typer.Context,
+    caller: Caller,
     rate: RateOption = None,
     at_once: AtOnceOption = None,
     seconds: SecondsOption = None,
@@ -97,7 +90,6 @@ def load(
     api_key_file: ApiKeyFileOption = None,
     api_key: ApiKeyOption = "",
     plots: PlotsOption = None,
-    as_json: JsonOption = False,
 ) -> None:
     """Let turns arrive at a running engine, and show requests a second and the turns' times: p50, p95, p99.
 
@@ -120,7 +112,6 @@ def load(
         seed=seed,
         limits=_limits(first_token_ms, gap_ms),
     )
-    caller = caller_of(context, as_json)
     target = _grpc(caller) if http is None else _http(http, model or "", api_key_file, api_key)
     with progress(caller, "turns arrive", plots) as say:
         results = asyncio.run(_measured(target, scope, mlx_lm, say))

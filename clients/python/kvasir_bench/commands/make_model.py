@@ -3,34 +3,33 @@
 from pathlib import Path
 from typing import Annotated
 
-import typer
-from kvasir.cli.caller import JsonOption, caller_of
+from kvasir.cli.caller import Caller
 from kvasir.cli.rows import size
+from kvasir.cli.showing.arguments import argument, option
 
 from kvasir_bench.commands.shown import given, progress
 from kvasir_bench.program import measured_by
 
 
 def make_model(
-    context: typer.Context,
-    directory: Annotated[Path, typer.Argument(help="Where to write it: a new or empty directory.")],
+    caller: Caller,
+    directory: Annotated[Path, argument("Where to write it: a new or empty directory.")],
     geometry: Annotated[
         str,
-        typer.Option(
-            help="llama-3.1-8b, llama-3.2-1b, gemma-3-4b, gemma-3-12b, gpt-oss-20b, qwen-2.5-7b, qwen-2.5-14b, "
+        option(
+            "llama-3.1-8b, llama-3.2-1b, gemma-3-4b, gemma-3-12b, gpt-oss-20b, qwen-2.5-7b, qwen-2.5-14b, "
             "qwen-3-8b or kvasir-tiny. NAME-2l is NAME with its first two layers."
         ),
     ],
-    bits: Annotated[int | None, typer.Option(help="Of the weights, 4 or 8. Left out: those of --dtype.")] = None,
-    layers: Annotated[int | None, typer.Option(min=1, help="Only the first ones. Left out: all.")] = None,
-    dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32.")] = "bfloat16",
-    seed: Annotated[int, typer.Option(min=0, help="Of the random weights.")] = 0,
-    as_json: JsonOption = False,
+    bits: Annotated[int | None, option("Of the weights, 4 or 8. Left out: those of --dtype.")] = None,
+    layers: Annotated[int | None, option("Only the first ones. Left out: all.", min=1)] = None,
+    dtype: Annotated[str, option("bfloat16, float16 or float32.")] = "bfloat16",
+    seed: Annotated[int, option("Of the random weights.", min=0)] = 0,
 ) -> None:
     """Write a model of random weights with the configuration of a real one, to be measured where none can be fetched.
 
     Its tokenizer is kvasir-tiny's with as many tokens as the real one has."""
-    caller, options = caller_of(context, as_json), given(context, but=("directory", "as_json"))
+    options = given(locals(), but=("directory",))
     with progress(caller, "writing the model") as say:
         made = measured_by("synthetic", "the model was not written", options, say, str(directory))
     text = f"{directory}: {made['layers']} layers, {size(made['weights_bytes'])} of weights in {made['seconds']} s"

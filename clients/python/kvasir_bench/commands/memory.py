@@ -4,48 +4,38 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from kvasir.cli.caller import JsonOption, caller_of
+from kvasir.cli.caller import Caller
 from kvasir.cli.failures import PROBLEMS
+from kvasir.cli.showing.arguments import option
 from kvasir.errors import FailedPrecondition
 
 from kvasir_bench.commands.shown import ModelOption, PlotsOption, progress, show
 
-ScenarioOption = Annotated[
-    list[str] | None, typer.Option(help="Of `kvasir scenario ls`; may be repeated. Left out: all of them.")
-]
+ScenarioOption = Annotated[list[str] | None, option("Of `kvasir scenario ls`; may be repeated. Left out: all of them.")]
 WayOption = Annotated[
     list[str] | None,
-    typer.Option(
-        help="Of kv, prefill, bm25-K, killed, moved; may be repeated. Left out: all. Parts add up, as with --first."
-    ),
+    option("Of kv, prefill, bm25-K, killed, moved; may be repeated. Left out: all. Parts add up, as with --first."),
 ]
 VariantsOption = Annotated[
-    int | None, typer.Option(min=1, help="Of each scenario: other words are told. Left out: 200; quick: 2.")
+    int | None, option("Of each scenario: other words are told. Left out: 200; quick: 2.", min=1)
 ]
-TogetherOption = Annotated[int, typer.Option(min=1, max=100, help="Conversations beside each other.")]
+TogetherOption = Annotated[int, option("Conversations beside each other.", min=1, max=100)]
 TimeLimitOption = Annotated[
-    float | None, typer.Option(help="Begin no more variants after so many seconds; those that are played count.")
+    float | None, option("Begin no more variants after so many seconds; those that are played count.")
 ]
-FirstOption = Annotated[int, typer.Option(min=1, help="The first variant's number: for parts played side by side.")]
-PlayedOption = Annotated[
-    Path | None, typer.Option(dir_okay=False, help="Add each batch to this file as soon as it has ended.")
-]
+FirstOption = Annotated[int, option("The first variant's number: for parts played side by side.", min=1)]
+PlayedOption = Annotated[Path | None, option("Add each batch to this file as soon as it has ended.", dir_okay=False)]
 PlayedFilesOption = Annotated[
     list[Path] | None,
-    typer.Option(
-        "--results",
-        exists=True,
-        dir_okay=False,
-        help="Play nothing: count what this --played file has; may be repeated.",
+    option(
+        "Play nothing: count what this --played file has; may be repeated.", "--results", exists=True, dir_okay=False
     ),
 ]
-QuickOption = Annotated[
-    bool, typer.Option("--quick", help="2 variants, one kill each. No claim about accuracy counts then.")
-]
+QuickOption = Annotated[bool, option("2 variants, one kill each. No claim about accuracy counts then.", "--quick")]
 
 
 def memory(
-    context: typer.Context,
+    caller: Caller,
     model: ModelOption = "",
     scenario: ScenarioOption = None,
     way: WayOption = None,
@@ -57,7 +47,6 @@ def memory(
     played_files: PlayedFilesOption = None,
     plots: PlotsOption = None,
     quick: QuickOption = False,
-    as_json: JsonOption = False,
 ) -> None:
     """Play scenarios with KV memory, without, with BM25's best messages, killed and moved. Hours at full size.
 
@@ -68,7 +57,6 @@ def memory(
 
     Ends with 1 when a claim is not met: kv is as accurate as prefill and more than each bm25-K, prefills less, killed
     and moved say the same, no agent says a drawn word that it was never shown."""
-    caller = caller_of(context, as_json)
     try:
         from kvasir_bench.scenarios import report
     except ModuleNotFoundError as error:

@@ -4,10 +4,10 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated
 
-import typer
-from kvasir.cli.caller import JsonOption, caller_of
+from kvasir.cli.caller import Caller
 from kvasir.cli.failures import WrongUsage
 from kvasir.cli.running.checks import check_installed
+from kvasir.cli.showing.arguments import option
 
 from kvasir_bench.commands.shown import HomeOption, PlotsOption, QuickOption, end, progress, show
 from kvasir_bench.memory_path import findings
@@ -16,32 +16,30 @@ from kvasir_bench.memory_path.services import measured_services, memory_gib_for
 from kvasir_bench.program import keep
 from kvasir_bench.system import SHORT_HOME
 
-LengthsOption = Annotated[str, typer.Option(help="Of agents' memories in tokens, with commas between.")]
-ModelOption = Annotated[
-    str, typer.Option(help="A directory or name of an mlx-lm model. Left out: the shipped model, or --shape.")
-]
+LengthsOption = Annotated[str, option("Of agents' memories in tokens, with commas between.")]
+ModelOption = Annotated[str, option("A directory or name of an mlx-lm model. Left out: the shipped model, or --shape.")]
 ShapeOption = Annotated[
-    str, typer.Option(help="Instead: pages of this model's shape that are filled, not computed; llama-3.1-8b.")
+    str, option("Instead: pages of this model's shape that are filled, not computed; llama-3.1-8b.")
 ]
 PrefillRateOption = Annotated[
-    float, typer.Option(min=1, help="With --shape: how fast prompts are computed, which a restore is weighed against.")
+    float, option("With --shape: how fast prompts are computed, which a restore is weighed against.", min=1)
 ]
-RepeatsOption = Annotated[int, typer.Option(min=1, help="Agents of each length.")]
+RepeatsOption = Annotated[int, option("Agents of each length.", min=1)]
 MemoryOption = Annotated[
-    float | None, typer.Option(min=0.01, help="Of the engine. Left out: half more than --shape's longest memory.")
+    float | None, option("Of the engine. Left out: half more than --shape's longest memory.", min=0.01)
 ]
 EngineOptions = Annotated[
-    list[str] | None, typer.Option(help="Of `python -m inference_svc`, as --store-budget-ms=250. May be repeated.")
+    list[str] | None, option("Of `python -m inference_svc`, as --store-budget-ms=250. May be repeated.")
 ]
-TimeLimitOption = Annotated[float | None, typer.Option(min=1, help="Begin no more repeats after so many seconds.")]
+TimeLimitOption = Annotated[float | None, option("Begin no more repeats after so many seconds.", min=1)]
 KeptOption = Annotated[
     Path | None,
-    typer.Option("--keep", dir_okay=False, help="Write the results into FILE after each step, and logs beside it."),
+    option("Write the results into FILE after each step, and logs beside it.", "--keep", dir_okay=False),
 ]
 
 
 def memory_path(
-    context: typer.Context,
+    caller: Caller,
     lengths: LengthsOption = "2048,8192,32768",
     model: ModelOption = "",
     shape: ShapeOption = "",
@@ -54,14 +52,12 @@ def memory_path(
     kept: KeptOption = None,
     plots: PlotsOption = None,
     quick: QuickOption = False,
-    as_json: JsonOption = False,
 ) -> None:
     """Measure agents' memories on their way to the store and back: cold, hot, restored from RAM and after kill -9.
 
     It starts a store and an engine of its own, and asks each agent the same question from the same memory, hot and
     after each loss: the replies must be the same. Beside it: this disk, hash, socket and device. Ends with 1 when a
     target is missed."""
-    caller = caller_of(context, as_json)
     check_installed("store", "engine")
     if model and shape:
         raise WrongUsage("--shape: expected --model or --shape, got both", field="--shape")

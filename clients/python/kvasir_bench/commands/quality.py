@@ -4,8 +4,8 @@ from enum import Enum
 from pathlib import Path
 from typing import Annotated
 
-import typer
-from kvasir.cli.caller import JsonOption, caller_of
+from kvasir.cli.caller import Caller
+from kvasir.cli.showing.arguments import option
 from kvasir.errors import InvalidArgument
 
 from kvasir_bench.commands.shown import MarkdownOption, ModelOption, PlotsOption, given, progress, show
@@ -15,53 +15,53 @@ from kvasir_bench.quality import report
 # Some of whose layers may stay exact; under fp all are.
 MixedPolicy = Enum("MixedPolicy", [(name, name) for name in ("q4", "q4-rotated", "k8v4", "q8")], type=str)  # type: ignore[misc]
 KvExactLayersOption = Annotated[
-    str, typer.Option(help='Layers that stay exact under every policy: "last", or indexes with commas between.')
+    str, option('Layers that stay exact under every policy: "last", or indexes with commas between.')
 ]
 ComputeTypeOption = Annotated[
-    str, typer.Option(help="float32, float16 or bfloat16; float32 on a CPU and else the model's own if left out.")
+    str, option("float32, float16 or bfloat16; float32 on a CPU and else the model's own if left out.")
 ]
 TextOption = Annotated[
     Path | None,
-    typer.Option(
+    option(
+        "Read this file (UTF-8, 1,024 tokens at least) in 16 windows instead, and measure each layer too.",
         exists=True,
         dir_okay=False,
-        help="Read this file (UTF-8, 1,024 tokens at least) in 16 windows instead, and measure each layer too.",
     ),
 ]
 TasksOption = Annotated[
     Path | None,
-    typer.Option(
+    option(
+        "Give the tasks of this file instead: JSON lines, each with task (a name), answer, and prompt or messages "
+        "(and tools).",
         exists=True,
         dir_okay=False,
-        help="Give the tasks of this file instead: JSON lines, each with task (a name), answer, and prompt or messages "
-        "(and tools).",
     ),
 ]
 KvPolicyOption = Annotated[
-    MixedPolicy | None, typer.Option(help="With --text: the policy whose layers are measured one by one: q4.")
+    MixedPolicy | None, option("With --text: the policy whose layers are measured one by one: q4.")
 ]
 KvBytesOption = Annotated[
     int | None,
-    typer.Option(
-        min=1,
-        help="With --text: bytes a token for that policy and the layers that stay exact. Left out: those of the "
+    option(
+        "With --text: bytes a token for that policy and the layers that stay exact. Left out: those of the "
         "next policy.",
+        min=1,
     ),
 ]
 WeightsOption = Annotated[
     bool,
-    typer.Option(
-        "--weights",
-        help="Measure what fewer bits of weights cost instead, with exact KV. The matrices of a model of 16 or 32 bits "
+    option(
+        "Measure what fewer bits of weights cost instead, with exact KV. The matrices of a model of 16 or 32 bits "
         "go through MLX's 4-bit codes and back: all; all but embeddings and head; all in 8 bits; each kind alone; and, "
         "without --quick, each layer alone. No speed is measured.",
+        "--weights",
     ),
 ]
-QuickOption = Annotated[bool, typer.Option("--quick", help="Read and ask less, for a first look.")]
+QuickOption = Annotated[bool, option("Read and ask less, for a first look.", "--quick")]
 
 
 def quality(
-    context: typer.Context,
+    caller: Caller,
     model: ModelOption = "",
     kv_exact_layers: KvExactLayersOption = "",
     compute_type: ComputeTypeOption = "",
@@ -73,7 +73,6 @@ def quality(
     plots: PlotsOption = None,
     as_markdown: MarkdownOption = False,
     quick: QuickOption = False,
-    as_json: JsonOption = False,
 ) -> None:
     """Show what each KV policy costs a model, against exact KV: KL, agreement, perplexity, recall, tool calls.
 
@@ -90,7 +89,7 @@ def quality(
     With --text the measure is your own text, with 95 % intervals over its windows: each policy, each layer alone under
     one of them, and the layers to keep exact (--kv-exact-layers of `kvasir up`) within a budget of bytes."""
     _check_together(weights, text, tasks, kv_exact_layers, kv_policy or kv_bytes, quick)
-    caller, options = caller_of(context, as_json), given(context, but=("plots", "as_markdown", "as_json"))
+    options = given(locals(), but=("plots", "as_markdown"))
     what = "weights" if weights else "KV policies"
     with progress(caller, f"measuring {what}; minutes at full size", plots) as say:
         results = measured_by("quality", f"{what} were not measured", options, say)

@@ -1,7 +1,7 @@
 """What the commands share: options, progress while they measure, and results with their end."""
 
 import json
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
@@ -9,25 +9,24 @@ from typing import Annotated, Any
 import typer
 from kvasir.cli.caller import Caller
 from kvasir.cli.failures import PROBLEMS, WrongUsage
+from kvasir.cli.showing.arguments import option
 
 from kvasir_bench.pictures import Plots
 from kvasir_bench.tables import markdown_table
 
-QuickOption = Annotated[
-    bool, typer.Option("--quick", help="Measure less, and once, for a first look. No target counts then.")
-]
-ModelOption = Annotated[str, typer.Option(help="A directory or name of an mlx-lm model. Left out: the shipped model.")]
-PlotsOption = Annotated[Path | None, typer.Option(help="Write PNGs into this directory.")]
-HomeOption = Annotated[
-    Path, typer.Option(exists=True, file_okay=False, help="A directory on the disk that is measured.")
-]
-MarkdownOption = Annotated[bool, typer.Option("--markdown", help="Print Markdown tables.")]
+QuickOption = Annotated[bool, option("Measure less, and once, for a first look. No target counts then.", "--quick")]
+ModelOption = Annotated[str, option("A directory or name of an mlx-lm model. Left out: the shipped model.")]
+PlotsOption = Annotated[Path | None, option("Write PNGs into this directory.")]
+HomeOption = Annotated[Path, option("A directory on the disk that is measured.", exists=True, file_okay=False)]
+MarkdownOption = Annotated[bool, option("Print Markdown tables.", "--markdown")]
 Report = Any  # a module: `lines` of results, with `text_table` or another table, and `plots` of them
 
 
-def given(context: typer.Context, but: Collection[str] = ()) -> dict[str, object]:
-    """The command's options as its program takes them, without those of these names."""
-    values = {name: getattr(value, "value", value) for name, value in context.params.items() if name not in but}
+def given(parameters: Mapping[str, object], but: Collection[str]) -> dict[str, object]:
+    """A command's options as its program takes them, without those of these names, and without its caller."""
+    values = {
+        name: getattr(value, "value", value) for name, value in parameters.items() if name not in ("caller", *but)
+    }
     return {f"--{name.replace('_', '-')}": value for name, value in values.items()}
 
 

@@ -4,9 +4,9 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from kvasir.cli.caller import JsonOption, caller_of
+from kvasir.cli.caller import Caller, command
 from kvasir.cli.running.checks import check_installed
-from kvasir.cli.showing.help_words import described
+from kvasir.cli.showing.arguments import option
 
 from kvasir_bench.attention import report as attention_report
 from kvasir_bench.commands import engine, fleet, load, make_model, memory, memory_path, quality
@@ -23,15 +23,11 @@ from kvasir_bench.store import measuring
 
 
 def store(
-    context: typer.Context,
-    directory: Annotated[
-        Path | None, typer.Option(help="Where the measured stores lie, on the disk that is measured.")
-    ] = None,
+    caller: Caller,
+    directory: Annotated[Path | None, option("Where the measured stores lie, on the disk that is measured.")] = None,
     quick: QuickOption = False,
-    as_json: JsonOption = False,
 ) -> None:
     """Put, get, pull, find and start, beside raw TCP, write + fsync and BLAKE3. Ends with 1 when a target is missed."""
-    caller = caller_of(context, as_json)
     check_installed("store")
     with progress(caller, "measuring the store; minutes at full size"):
         results = measuring.run(directory, is_quick=quick)
@@ -39,11 +35,10 @@ def store(
     end(results, is_quick=quick)
 
 
-def attention(context: typer.Context, quick: QuickOption = False, as_json: JsonOption = False) -> None:
+def attention(caller: Caller, quick: QuickOption = False) -> None:
     """Attention over quantized pages beside MLX's own and a copy. Ends with 1 when a target is missed.
 
     It needs a GPU: on a CPU it shows that everything works, and its times mean nothing."""
-    caller = caller_of(context, as_json)
     with progress(caller, "measuring attention") as say:
         results = measured_by("attention", "attention could not be measured", {"--quick": quick}, say)
     show(caller, results, attention_report)
@@ -51,13 +46,13 @@ def attention(context: typer.Context, quick: QuickOption = False, as_json: JsonO
 
 
 app = typer.Typer(help="Measure, as ratios within one run.", no_args_is_help=True)
-app.command("store", **described(store))(store)
-app.command("engine", epilog=engine_report.help_text(), **described(engine.engine))(engine.engine)
-app.command("attention", epilog=attention_report.KEYS, **described(attention))(attention)
-app.command("quality", epilog=quality_report.KEYS, **described(quality.quality))(quality.quality)
-app.command("load", epilog=load_report.KEYS, **described(load.load))(load.load)
-app.command("memory-path", epilog=findings.KEYS, **described(memory_path.memory_path))(memory_path.memory_path)
-app.command("memory", **described(memory.memory))(memory.memory)
-app.command("paper", epilog=paper_report.KEYS, **described(paper))(paper)
-app.command("fleet", epilog=fleet_report.KEYS, **described(fleet.fleet))(fleet.fleet)
-app.command("make-model", **described(make_model.make_model))(make_model.make_model)
+command(app, "store")(store)
+command(app, "engine", epilog=engine_report.help_text())(engine.engine)
+command(app, "attention", epilog=attention_report.KEYS)(attention)
+command(app, "quality", epilog=quality_report.KEYS)(quality.quality)
+command(app, "load", epilog=load_report.KEYS)(load.load)
+command(app, "memory-path", epilog=findings.KEYS)(memory_path.memory_path)
+command(app, "memory")(memory.memory)
+command(app, "paper", epilog=paper_report.KEYS)(paper)
+command(app, "fleet", epilog=fleet_report.KEYS)(fleet.fleet)
+command(app, "make-model")(make_model.make_model)

@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from kvasir.cli.caller import Caller, JsonOption, caller_of
+from kvasir.cli.caller import Caller
 from kvasir.cli.failures import PROBLEMS, WrongUsage
 from kvasir.cli.running.checks import check_installed
+from kvasir.cli.showing.arguments import option
 from kvasir.errors import FailedPrecondition
 
 from kvasir_bench.program import measured_by
@@ -40,26 +41,22 @@ truthfully. In a checkout `python -m tools.measured FILE` adds it to the kept me
 
 
 def prove(
-    context: typer.Context,
-    model: Annotated[str, typer.Option(help="A directory or name of an mlx-lm model. Left out: the shipped one.")] = "",
+    caller: Caller,
+    model: Annotated[str, option("A directory or name of an mlx-lm model. Left out: the shipped one.")] = "",
     out: Annotated[
-        Path, typer.Option(file_okay=False, help="Where kvasir-prove.json and kvasir-prove.html are written.")
+        Path, option("Where kvasir-prove.json and kvasir-prove.html are written.", file_okay=False)
     ] = Path(),
-    fresh: Annotated[
-        bool, typer.Option("--fresh", help="Forget the finished steps of a proof that was ended.")
-    ] = False,
-    no_pause: Annotated[bool, typer.Option("--no-pause", help="Go on with a low battery, and hot.")] = False,
+    fresh: Annotated[bool, option("Forget the finished steps of a proof that was ended.", "--fresh")] = False,
+    no_pause: Annotated[bool, option("Go on with a low battery, and hot.", "--no-pause")] = False,
     results_file: Annotated[
         Path | None,
-        typer.Option("--results", exists=True, dir_okay=False, help="Prove nothing: check and show this JSON."),
+        option("Prove nothing: check and show this JSON.", "--results", exists=True, dir_okay=False),
     ] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="Two minutes: small, once, without suites.")] = False,
-    as_json: JsonOption = False,
+    quick: Annotated[bool, option("Two minutes: small, once, without suites.", "--quick")] = False,
 ) -> None:
     """Check and measure Kvasir on this machine, about fifteen minutes, as one signed JSON and a page.
 
     Ends with 1 when a claim about exactness is not met, or a step failed; targets of speed are only shown."""
-    caller = caller_of(context, as_json)
     if results_file is not None:
         given = {"--model": model, "--out": out != Path(), "--fresh": fresh, "--no-pause": no_pause, "--quick": quick}
         if useless := [name for name, value in given.items() if value]:

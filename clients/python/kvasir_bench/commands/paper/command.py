@@ -4,9 +4,9 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
-from kvasir.cli.caller import JsonOption, caller_of
+from kvasir.cli.caller import Caller
 from kvasir.cli.running.checks import check_installed
+from kvasir.cli.showing.arguments import option
 from kvasir.credentials import read_token
 from kvasir.errors import InvalidArgument
 
@@ -21,23 +21,23 @@ from kvasir_bench.system import SHORT_HOME
 
 TableOption = Annotated[
     list[str] | None,
-    typer.Option(help="A table's number (5.5), or a paper's (001 to 004). May be repeated. Left out: all."),
+    option("A table's number (5.5), or a paper's (001 to 004). May be repeated. Left out: all."),
 ]
-RepeatsOption = Annotated[int, typer.Option(min=1, help="How often to measure; medians are shown.")]
-QuickOption = Annotated[bool, typer.Option("--quick", help="Once, and contexts up to 1,100 tokens.")]
-HttpOption = Annotated[str, typer.Option(metavar="URL", help="For 5.9: LM Studio, or another server of OpenAI's chat.")]
-HttpModelOption = Annotated[str, typer.Option(help="With --http: the model's name at that server.")]
-ApiKeyFileOption = Annotated[Path | None, typer.Option(help="With --http: the file of the key.")]
-CsvOption = Annotated[Path | None, typer.Option(help="Write a CSV for each table into this directory.")]
-KeepOption = Annotated[Path | None, typer.Option(dir_okay=False, help="Write the JSON to FILE after each table.")]
+RepeatsOption = Annotated[int, option("How often to measure; medians are shown.", min=1)]
+QuickOption = Annotated[bool, option("Once, and contexts up to 1,100 tokens.", "--quick")]
+HttpOption = Annotated[str, option("For 5.9: LM Studio, or another server of OpenAI's chat.", metavar="URL")]
+HttpModelOption = Annotated[str, option("With --http: the model's name at that server.")]
+ApiKeyFileOption = Annotated[Path | None, option("With --http: the file of the key.")]
+CsvOption = Annotated[Path | None, option("Write a CSV for each table into this directory.")]
+KeepOption = Annotated[Path | None, option("Write the JSON to FILE after each table.", dir_okay=False)]
 ResultsOption = Annotated[
     list[Path] | None,
-    typer.Option("--results", exists=True, dir_okay=False, help="Measure nothing: show this JSON; parts add up."),
+    option("Measure nothing: show this JSON; parts add up.", "--results", exists=True, dir_okay=False),
 ]
 
 
 def paper(
-    context: typer.Context,
+    caller: Caller,
     model: ModelOption = "",
     table: TableOption = None,
     repeats: RepeatsOption = 3,
@@ -51,12 +51,10 @@ def paper(
     csv: CsvOption = None,
     plots: PlotsOption = None,
     as_markdown: MarkdownOption = False,
-    as_json: JsonOption = False,
 ) -> None:
     """Fill the tables of the papers that Kvasir is built from, each published figure beside one measured here.
 
     Contexts that the model does not have are marked, and so is what is not built. Services are its own."""
-    caller = caller_of(context, as_json)
     if bool(http) != bool(http_model) or (api_key_file is not None and not http):
         raise InvalidArgument("--http and --http-model belong together, and --api-key-file to them", field="http")
     if results_file:
