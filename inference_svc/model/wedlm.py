@@ -2,7 +2,8 @@
 
 Of config.json are read: `model_type` "wedlm"; `mask_token_id`; `qk_norm` true and `attention_bias` false, the shape
 of Qwen 3; `wedlm_window_size`, `wedlm_entropy_threshold`, `wedlm_pos_penalty_factor` and Kvasir's own
-`wedlm_next_token`, which may be left out. All of these are part of the weights' digest, and so of the KV identity.
+`wedlm_next_token` and `wedlm_left_to_right`, which may be left out. All of these are part of the weights' digest, and
+so of the KV identity.
 """
 
 import logging
@@ -14,6 +15,7 @@ from kvasir.errors import FailedPrecondition
 
 MODEL_TYPE = "wedlm"
 SMALLEST_WINDOW, LARGEST_WINDOW = 4, 32  # tokens
+_MORE = 4  # tokens: where one is unsure, most of those behind it are
 USUAL_SIZE, USUAL_THRESHOLD, USUAL_PENALTY = 16, 0.3, 0.01  # tokens, nats, nats for each place
 
 
@@ -25,6 +27,9 @@ class MaskWindow:
     `draws_next`: the model learned the next token too, at the row of the last committed one. So a prompt gives
     the reply's first token, and place 0 has no mask where nothing is kept behind it, which that row cannot see. It is
     always kept.
+
+    `left_to_right`: tokens behind the first unsure one are drawn again, so that none is kept that did not see it. A
+    reply's first window has `size` tokens, and each later one four more than the pass before committed.
     """
 
     mask_token_id: int
@@ -32,6 +37,7 @@ class MaskWindow:
     entropy_threshold: float = USUAL_THRESHOLD
     position_penalty: float = USUAL_PENALTY
     draws_next: bool = False
+    left_to_right: bool = False
 
     @classmethod
     def of_config(cls, config: Mapping[str, Any]) -> "MaskWindow | None":
@@ -48,10 +54,14 @@ class MaskWindow:
             raise _unfit("wedlm_window_size", f"expected {SMALLEST_WINDOW} to {LARGEST_WINDOW}, got {size}")
         threshold = _not_negative(config, "wedlm_entropy_threshold", USUAL_THRESHOLD)
         penalty = _not_negative(config, "wedlm_pos_penalty_factor", USUAL_PENALTY)
-        draws_next = config.get("wedlm_next_token", False)
-        if not isinstance(draws_next, bool):
-            raise _unfit("wedlm_next_token", f"expected true or false, got {draws_next}")
-        return cls(mask, size, threshold, penalty, draws_next)
+        draws_next, left_to_right = (_switch(config, f"wedlm_{name}") for name in ("next_token", "left_to_right"))
+        return cls(mask, size, threshold, penalty, draws_next, left_to_right)
+
+    def size_behind(self, committed: int | None) -> int:
+        """Of a window behind a pass that committed so many tokens; None: of a reply's first one."""
+        if committed is None or not self.left_to_right:
+            return LARGEST_WINDOW
+        return committed + _MORE
 
 
 def layers_config(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -77,6 +87,13 @@ def _not_negative(config: Mapping[str, Any], name: str, default: float) -> float
     if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value < float("inf"):
         raise _unfit(name, f"expected a number from 0 on, got {value}")
     return float(value)
+
+
+def _switch(config: Mapping[str, Any], name: str) -> bool:
+    value = config.get(name, False)
+    if not isinstance(value, bool):
+        raise _unfit(name, f"expected true or false, got {value}")
+    return value
 
 
 def _unfit(name: str, why: str) -> FailedPrecondition:

@@ -96,7 +96,8 @@ class MaskDecoder:
             return _Rows(sequence, missing[:_MOST_COMMITTED])
         window = self._windows.setdefault(sequence, self._new_window(sequence))
         kept = tuple((place, drawn.token_id) for place, drawn in window.kept)
-        masks = tuple(window.masks(self._size(sequence)))
+        size = min(self._size(sequence), self._window.size_behind(window.committed))
+        masks = tuple(window.masks(size))
         draws_next = self._window.draws_next and bool(missing) and not kept
         return _Rows(sequence, missing, kept, masks[1:] if draws_next else masks, draws_next)
 
@@ -162,7 +163,7 @@ class MaskDecoder:
         entropies = {place: entropy for place, (_, entropy) in zip(rows.drawn_places, found, strict=True)}
         if rows.draws_next:
             entropies[0] = -inf  # token by token the model is sure
-        sure = sure_places(entropies, self._window.entropy_threshold, self._window.position_penalty)
+        sure = sure_places(entropies, self._window)
         window = self._windows[rows.sequence]
         window.keep({place: drawn[place] for place in sure})
         return [*window.commit()]

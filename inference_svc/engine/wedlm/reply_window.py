@@ -6,18 +6,24 @@ that ends the reply nothing is kept or computed.
 """
 
 from collections.abc import Callable, Mapping
+from itertools import count, takewhile
+from math import inf
 from typing import Generic, TypeVar
 
-from inference_svc.model.wedlm import LARGEST_WINDOW
+from inference_svc.model.wedlm import LARGEST_WINDOW, MaskWindow
 
 DrawnT = TypeVar("DrawnT")
 
 
-def sure_places(entropies: Mapping[int, float], threshold: float, penalty: float) -> list[int]:
+def sure_places(entropies: Mapping[int, float], window: MaskWindow) -> list[int]:
     """The places whose entropy (nats) and penalty (nats for each place in front) are below the threshold; the surest
-    one if there is none, the first of equal ones. `entropies`: by place, at least one.
+    one if there is none, the first of equal ones. From left to right: those before the first unsure place, and place 0.
+    `entropies`: by place, at least one.
     """
-    penalized = {place: entropy + penalty * place for place, entropy in sorted(entropies.items())}
+    threshold = window.entropy_threshold
+    penalized = {place: entropy + window.position_penalty * place for place, entropy in sorted(entropies.items())}
+    if window.left_to_right:
+        return [0, *takewhile(lambda place: penalized.get(place, inf) < threshold, count(1))]
     sure = [place for place, value in penalized.items() if value < threshold]
     return sure or [min(penalized, key=penalized.__getitem__)]
 
@@ -26,6 +32,7 @@ class ReplyWindow(Generic[DrawnT]):
     """The tokens that one turn has drawn and not committed. `ends`: whether a token ends the reply."""
 
     def __init__(self, ends: Callable[[DrawnT], bool]) -> None:
+        self.committed: int | None = None  # tokens of the last pass
         self._kept: dict[int, DrawnT] = {}
         self._ends = ends
 
@@ -50,6 +57,7 @@ class ReplyWindow(Generic[DrawnT]):
         while len(run) in self._kept:
             run.append(self._kept.pop(len(run)))
         self._kept = {place - len(run): drawn for place, drawn in self._kept.items()}
+        self.committed = len(run)
         return run
 
     @property

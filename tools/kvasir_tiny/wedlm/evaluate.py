@@ -25,6 +25,7 @@ import numpy as np  # isort: skip
 import mlx_lm.utils  # isort: skip
 from mlx_lm.models.cache import QuantizedKVCache  # isort: skip
 
+from inference_svc.engine.wedlm.reply_window import sure_places
 from inference_svc.model import kvasir_tiny
 from inference_svc.model.wedlm import LARGEST_WINDOW, MaskWindow, layers_config
 from tools.kvasir_tiny.desk import Message
@@ -97,9 +98,10 @@ class WindowReader(Reader):
         run = [int(np.array(scores[-1]).argmax())] if window.draws_next else []  # committed by the last pass
         reply = list(run)
         kept: dict[int, int] = {}  # tokens by place behind the committed ones
+        largest = LARGEST_WINDOW
         while self._end not in reply and len(reply) < evaluate.LONGEST_REPLY:
             ends = [place for place, token in kept.items() if token == self._end]
-            drawn = [place for place in range(min([window.size, *ends])) if place not in kept]
+            drawn = [place for place in range(min([window.size, largest, *ends])) if place not in kept]
             draws_next = window.draws_next and not kept
             places = [*sorted(kept), *drawn[draws_next:]]
             ids = [kept.get(place, window.mask_token_id) for place in places]
@@ -112,6 +114,7 @@ class WindowReader(Reader):
                 run.append(kept.pop(len(run)))
             kept = {place - len(run): token for place, token in kept.items()}
             reply += run
+            largest = window.size_behind(len(run))
         return reply[: reply.index(self._end) + 1] if self._end in reply else reply
 
     def _to_the_end(self, kept: dict[int, int]) -> dict[int, int]:
@@ -168,15 +171,11 @@ def chosen(logits: mx.array, places: Sequence[int], window: MaskWindow, draws_ne
     entropies = -mx.where(scores > -mx.inf, mx.exp(scores) * scores, 0).sum(axis=-1)
     tokens = logits.argmax(axis=-1)
     mx.eval(entropies, tokens)  # once for all
-    drawn: Any = (places, tokens.tolist(), entropies.tolist())
-    penalized = {
-        place: (entropy + window.position_penalty * place, token) for place, token, entropy in zip(*drawn, strict=True)
-    }
+    found: Any = (tokens.tolist(), entropies.tolist())
+    by_place, unsure = (dict(zip(places, each, strict=True)) for each in found)
     if draws_next:
-        penalized[0] = (-math.inf, penalized[0][1])
-    sure = {place: token for place, (value, token) in penalized.items() if value < window.entropy_threshold}
-    best = min(penalized, key=lambda place: penalized[place][0])
-    return sure or {best: penalized[best][1]}
+        unsure[0] = -math.inf
+    return {place: by_place[place] for place in sure_places(unsure, window)}
 
 
 # -- the command

@@ -31,6 +31,7 @@ class WedlmShape(Shape):
     mask_token_id: int = MASK
     wedlm_window_size: int = 16
     wedlm_next_token: bool = True  # the clean stream learns it
+    wedlm_left_to_right: bool = True
 
 
 class Windows(NamedTuple):

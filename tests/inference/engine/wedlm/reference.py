@@ -54,9 +54,10 @@ class Reference:
         if self.window.draws_next and self.following is not None:
             run = [int(mx.argmax(self.following[0, : self.window.mask_token_id]).item())]
         reply = list(run)
+        largest = 32
         while len(reply) < max_tokens and self.end not in run:
             ends = [place for place, token in observed.items() if token == self.end]
-            places = range(min([size or self.window.size, max_tokens - len(reply), *ends]))
+            places = range(min([size or self.window.size, largest, max_tokens - len(reply), *ends]))
             draws_next = self.window.draws_next and not observed
             drawn = [place for place in places if place not in observed]
             masks = drawn[1:] if draws_next else drawn
@@ -76,6 +77,8 @@ class Reference:
                 run.append(observed[len(run)])
             observed = {place - len(run): token for place, token in observed.items() if place >= len(run)}
             reply += run
+            if self.window.left_to_right:
+                largest = len(run) + 4
         self.extend(run)
         return reply
 
@@ -93,6 +96,8 @@ class Reference:
         sure = [
             place for place in masks if penalized[place] < self.window.entropy_threshold or (draws_next and place == 0)
         ]
+        if self.window.left_to_right:
+            sure = [place for place in masks if place == 0 or {*range(1, place + 1)} <= {*sure}]
         kept = sure or [min(masks, key=lambda place: penalized[place])]
         return {place: tokens[masks.index(place)] for place in kept}
 

@@ -23,6 +23,7 @@ from tests.inference.engine.wedlm.tiny_wedlm import MASK, WEDLM, plain_model, wr
 
 POLICIES = {"q4": policy_of(Rung.Q4, "float16"), "exact": policy_of(Rung.FP, "float16")}
 NEXT = "q4, next token"  # of a model that gives the next token without a mask
+IN_ORDER = "q4, next token, left to right"
 END = int(WEDLM["eos_token_id"])
 LENGTHS = (5, 20, 250)  # a reply of the last one crosses a block's border
 TOKENS = 24
@@ -32,6 +33,7 @@ CHANGES: tuple[dict[str, Any], ...] = (
     {"wedlm_window_size": 16},
     {"mask_token_id": MASK - 1},
     {"wedlm_next_token": True},
+    {"wedlm_left_to_right": True},
 )
 KINDS: tuple[dict[str, Any], ...] = (
     {},
@@ -54,15 +56,20 @@ def next_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
+def ordered_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_wedlm(tmp_path_factory.mktemp("ordered"), wedlm_next_token=True, wedlm_left_to_right=True)
+
+
+@pytest.fixture(scope="module")
 def opened(
-    directory: Path, next_directory: Path, tmp_path_factory: pytest.TempPathFactory
+    directory: Path, next_directory: Path, ordered_directory: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Callable[[str], Driver]]:
     """By the name of a policy, an engine; none leaks a page."""
     drivers: dict[str, Driver] = {}
 
     def get(name: str) -> Driver:
         if name not in drivers:
-            served = next_directory if name == NEXT else directory
+            served = {NEXT: next_directory, IN_ORDER: ordered_directory}.get(name, directory)
             policy = POLICIES.get(name, POLICIES["q4"])
             drivers[name] = Driver(open_engine(served, tmp_path_factory.mktemp("cache"), policy))
         return drivers[name]
@@ -107,7 +114,7 @@ def until_end(reply: list[int]) -> list[int]:
 
 
 @pytest.mark.long(4)
-@pytest.mark.parametrize("policy", [*POLICIES, NEXT])
+@pytest.mark.parametrize("policy", [*POLICIES, NEXT, IN_ORDER])
 @pytest.mark.parametrize("length", LENGTHS)
 def test_two_turns_are_those_of_the_reference(
     opened: Callable[[str], Driver], model: Any, policy: str, length: int
@@ -177,7 +184,7 @@ def test_the_next_token_takes_no_mask_and_is_that_of_decoding_token_by_token(
     assert usual.passes < TOKENS - 2
 
 
-@pytest.mark.parametrize("policy", ["q4", NEXT])
+@pytest.mark.parametrize("policy", ["q4", NEXT, IN_ORDER])
 def test_nothing_is_computed_behind_a_kept_token_that_ends_the_reply(
     opened: Callable[[str], Driver], model: Any, policy: str
 ) -> None:
@@ -193,7 +200,7 @@ def test_nothing_is_computed_behind_a_kept_token_that_ends_the_reply(
 
 
 @pytest.mark.cpu_only("a GPU's sums depend on how many rows a pass has: --batch-invariant refuses such a model")
-@pytest.mark.parametrize("policy", ["q4", NEXT])
+@pytest.mark.parametrize("policy", ["q4", NEXT, IN_ORDER])
 def test_turns_of_all_kinds_are_in_a_batch_what_they_are_alone(opened: Callable[[str], Driver], policy: str) -> None:
     masks = opened(policy)
     prompts = [tokens_of(length, seed) for seed, length in enumerate((5, 250, 30, 511, 20, 100))]
@@ -312,11 +319,11 @@ def test_a_cancel_in_mid_window_keeps_the_committed_tokens_alone(masks: Driver, 
 
 
 @pytest.mark.long(4)
-@pytest.mark.parametrize(("brought", "draws_next"), [("all", False), ("nothing", False), ("nothing", True)])
+@pytest.mark.parametrize(("brought", "decoding"), [("all", ""), ("nothing", ""), ("nothing", NEXT), ("all", IN_ORDER)])
 def test_a_turn_that_was_preempted_in_mid_window_goes_on_to_the_bit(
-    directory: Path, next_directory: Path, tmp_path: Path, brought: str, draws_next: bool
+    directory: Path, next_directory: Path, ordered_directory: Path, tmp_path: Path, brought: str, decoding: str
 ) -> None:
-    directory = next_directory if draws_next else directory
+    directory = {NEXT: next_directory, IN_ORDER: ordered_directory}.get(decoding, directory)
     unit = open_engine(directory, tmp_path, budget_bytes=1 << 20)
     budget_bytes = 800 * unit.model.kv_bytes_per_token
     unit.close()
