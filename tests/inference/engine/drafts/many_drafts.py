@@ -177,7 +177,8 @@ def done(directory: Path) -> dict[Unit, dict[str, Any]]:
 
 def do(mine: Iterable[Unit], file: Path, time_limit_s: float) -> None:
     """Do the units that are not done; each is kept as a line of the file."""
-    waiting = [unit for unit in mine if unit not in done(file.parent)]
+    found_before = done(file.parent)
+    waiting = [unit for unit in mine if unit not in found_before]
     ends_s = time.monotonic() + time_limit_s
     with _driver() as driver, planted() as told, file.open("a") as kept:
         for kind, number in waiting:
@@ -224,7 +225,8 @@ def main() -> int:
     index, _, count = given.shard.partition("/")
     mine = UNITS[int(index) :: int(count)]
     do(mine, given.out / f"{index}-of-{count}.jsonl", given.time_limit_s)
-    left = [unit for unit in mine if unit not in done(given.out)]
+    found = done(given.out)
+    left = [unit for unit in mine if unit not in found]
     print(f"shard {given.shard}: {len(left)} of {len(mine)} units are left")
     return 1 if left else 0
 
