@@ -8,7 +8,8 @@ from cachestore_svc.index.sqlite.rows import Connection
 from cachestore_svc.index.steps import missing, statements
 
 SCHEMA = "kvasir"
-STEPS = tuple(statements(step) for step in sorted(Path(__file__).with_name("steps").glob("*.sql")))
+_FILES = {int(file.name.partition("-")[0]): file for file in Path(__file__).with_name("steps").glob("*.sql")}
+STEPS = tuple(statements(_FILES[number]) for number in range(1, len(_FILES) + 1))
 
 
 def migrate(connection: Connection, now_unix_ms: int) -> None:
