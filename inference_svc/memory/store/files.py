@@ -48,7 +48,7 @@ class StoreFiles:
             left_bytes -= digest.size_bytes
             if left_bytes < 0 or not room.take_if_fits(self._namespace, digest.size_bytes):
                 break
-            reading = self._begun(digest, len(digests))
+            reading = self._begun(digest)
             self._expected[digest] = reading, partial(room.give_back, self._namespace, digest.size_bytes)
         if self._expected:
             asyncio.get_running_loop().call_later(SOON_S, self._forget, list(self._expected))
@@ -72,7 +72,7 @@ class StoreFiles:
             while left or coming:
                 while left and len(coming) < _AHEAD:
                     digest = left.popleft()
-                    coming.append(self._taken(digest) or self._begun(digest, len(digests)))
+                    coming.append(self._taken(digest) or self._begun(digest))
                 found = deque([await coming.popleft()])
                 while coming and coming[0].done():
                     found.append(coming.popleft().result())
@@ -81,13 +81,11 @@ class StoreFiles:
             for each in coming:
                 each.cancel()
 
-    def _begun(self, digest: Digest, count: int) -> "asyncio.Future[memoryview | None]":
-        """One of so many is being read: each of many is hashed by the thread that reads it."""
-        threads = 1 if count >= _THREADS else None
-        return asyncio.get_running_loop().run_in_executor(_threads(), self.read, digest, threads)
+    def _begun(self, digest: Digest) -> "asyncio.Future[memoryview | None]":
+        return asyncio.get_running_loop().run_in_executor(_threads(), self.read, digest)
 
-    def read(self, digest: Digest, threads: int | None = None) -> memoryview | None:
-        """The blob's bytes, verified, by so many threads; None where only the store can read it."""
+    def read(self, digest: Digest) -> memoryview | None:
+        """The blob's bytes, verified; None where only the store can read it."""
         try:
             path = blob_place(self._data_dir, self._namespace, digest.hash)
             descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
@@ -102,7 +100,7 @@ class StoreFiles:
                     return None
         except OSError:
             return None
-        return data.toreadonly() if Digest.of(data, threads) == digest else None
+        return data.toreadonly() if Digest.of(data) == digest else None
 
 
 class _Buffers:

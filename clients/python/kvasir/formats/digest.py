@@ -34,10 +34,10 @@ class Digest:
             raise ValueError(f"digest size_bytes: expected 0 or more, got {self.size_bytes}")
 
     @classmethod
-    def of(cls, data: Buffer, threads: int | None = None) -> "Digest":
-        """The digest of these bytes, without the interpreter's lock; of large ones on all cores, or by `threads`."""
+    def of(cls, data: Buffer) -> "Digest":
+        """The digest of these bytes. Large ones are hashed on all cores, without the interpreter's lock."""
         view = memoryview(data).cast("B")
-        return cls(blake3(view, max_threads=threads or _threads_for(len(view))).hexdigest(), len(view))
+        return cls(blake3(view, max_threads=_threads_for(len(view))).hexdigest(), len(view))
 
     @classmethod
     def from_proto(cls, message: manifest_pb2.Digest) -> "Digest":
