@@ -56,6 +56,7 @@ IMPORTS = (
             f"{BENCH}/engine/*",
             f"{BENCH}/played/*",
             f"{BENCH}/synthetic/*",
+            f"{SDK}/store_for_mlx_lm/fitting.py",
             f"{SDK}/store_for_mlx_lm/server.py",
             f"{SDK}/store_for_mlx_lm/stored_caches.py",
         ),

@@ -10,10 +10,11 @@ import sys
 import threading
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import mlx.core as mx
@@ -21,9 +22,10 @@ import mlx_lm
 import pytest
 from kvasir.clients import StoreClient
 from kvasir.store_for_mlx_lm import PromptCaches, server, stored_caches
+from kvasir.store_for_mlx_lm.fitting import Fitting
 from kvasir.store_for_mlx_lm.stored_caches import StoredPromptCaches
 from kvasir.store_for_mlx_lm.weights import weights_of
-from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.models.cache import make_prompt_cache, save_prompt_cache
 
 from inference_svc.model import kvasir_tiny
 from tests.cachestore.service.running import RunningStore, StoreHome, store_home
@@ -48,7 +50,7 @@ def store(home: StoreHome) -> RunningStore:
 @contextmanager
 def _caches(address: str, keep: int = 64) -> Iterator[StoredPromptCaches]:
     with StoreClient.connect(address) as client:
-        made = StoredPromptCaches(client, keep)
+        made = StoredPromptCaches(client, keep, _fits())
         yield made
         made.close()
 
@@ -56,6 +58,12 @@ def _caches(address: str, keep: int = 64) -> Iterator[StoredPromptCaches]:
 @cache
 def _model() -> Any:
     return mlx_lm.load(_TINY[0])[0]
+
+
+def _fits(kv_bits: int | None = None) -> Fitting:
+    """A server's, that has loaded the model."""
+    options = SimpleNamespace(kv_bits=kv_bits, kv_group_size=32)
+    return Fitting(SimpleNamespace(model_key=_TINY, model=_model(), draft_model=None, cli_args=options))
 
 
 def _wait_until_stored(client: StoreClient) -> None:
@@ -134,6 +142,52 @@ def test_a_damaged_cache_hides_no_other(store: RunningStore) -> None:
     assert [5] in found
 
 
+def _wider(cache: list[Any]) -> list[Any]:
+    for each in cache:
+        each.keys = mx.concatenate([each.keys, each.keys], axis=1)
+    return cache
+
+
+def _short(cache: list[Any]) -> list[Any]:
+    for each in cache:
+        each.keys, each.values = each.keys[..., :9, :], each.values[..., :9, :]
+    return cache
+
+
+_UNFIT: dict[str, Callable[[list[Any]], list[Any]]] = {
+    "of fewer layers": lambda cache: cache[:-1],
+    "of more heads": _wider,
+    "of fewer rows": _short,
+    "quantized": lambda cache: [each.to_quantized(group_size=32, bits=4) for each in cache],
+}
+
+
+@pytest.mark.parametrize("how", _UNFIT)
+def test_a_stored_cache_that_the_model_cannot_go_on_with_is_left_out(
+    store: RunningStore, tmp_path: Path, how: str
+) -> None:
+    """Whoever may write in the namespace can store one under the server's names; its thread would end."""
+    cache, file = _UNFIT[how](_computed(_PROMPT)), tmp_path / "unfit.safetensors"
+    save_prompt_cache(str(file), cache)
+    with store.client() as client:
+        kept = PromptCaches(client, weights_of(_TINY))
+        kept.save(f"mlx-lm/{kept.weights_digest[:16]}/unfit", file.read_bytes(), _PROMPT)
+    with _caches(store.address) as caches:
+        assert caches.fetch_nearest_cache(_TINY, [*_PROMPT, 5]) == (None, [*_PROMPT, 5])
+        caches.insert_cache(_TINY, _PROMPT, _computed(_PROMPT))
+    with _caches(store.address) as caches:
+        assert caches.fetch_nearest_cache(_TINY, [*_PROMPT, 5])[1] == [5]
+
+
+def test_a_server_that_quantizes_goes_on_with_its_own_caches_and_with_those_of_others() -> None:
+    plain = _computed(_PROMPT)
+    for bits, fits in ((4, True), (8, False)):
+        assert _fits(4)(_TINY, [each.to_quantized(group_size=32, bits=bits) for each in plain], 300) is fits
+    assert _fits(4)(_TINY, plain, 300)
+    assert not _fits()(_TINY, plain, 299)
+    assert not _fits()((*_TINY[:2], "draft"), plain, 300)
+
+
 @pytest.mark.parametrize("knows", [True, False])
 def test_a_store_that_does_not_answer_for_a_while_is_waited_for_once_and_its_caches_are_used_later(
     store: RunningStore, monkeypatch: pytest.MonkeyPatch, *, knows: bool
@@ -142,7 +196,7 @@ def test_a_store_that_does_not_answer_for_a_while_is_waited_for_once_and_its_cac
         first.insert_cache(_TINY, _PROMPT, _computed(_PROMPT))
     monkeypatch.setattr(stored_caches, "SILENCE_S", 0.5)
     with StoreClient.connect(store.address, timeout_s=0.5) as client:
-        caches = StoredPromptCaches(client, 64)
+        caches = StoredPromptCaches(client, 64, lambda *_: True)
         if knows:
             caches.fetch_nearest_cache(_TINY, [9])
         os.kill(store.process.pid, signal.SIGSTOP)
@@ -207,7 +261,7 @@ def test_a_model_whose_files_are_gone_is_served_without_stored_caches(store: Run
 def test_the_end_waits_for_no_store_that_hangs(store: RunningStore, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stored_caches, "SILENCE_S", 0.2)
     with StoreClient.connect(store.address) as client:
-        caches = StoredPromptCaches(client, 64)
+        caches = StoredPromptCaches(client, 64, lambda *_: True)
         caches.fetch_nearest_cache(_TINY, [9])
         os.kill(store.process.pid, signal.SIGSTOP)
         try:
@@ -262,12 +316,12 @@ def test_a_wrong_option_is_refused_before_a_model_is_read(
 class _Server:
     """mlx_lm.server as a process, with the plug."""
 
-    def __init__(self, address: str, log: Path, most_file_bytes: int = 0) -> None:
+    def __init__(self, address: str, log: Path, most_file_bytes: int = 0, options: Sequence[str] = ()) -> None:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             self._port = free.getsockname()[1]
         self.log = log
-        argv = ["--store", address, "--model", _TINY[0], "--port", str(self._port), "--max-tokens", "12"]
+        argv = ["--store", address, "--model", _TINY[0], "--port", str(self._port), "--max-tokens", "12", *options]
         with log.open("ab") as out, _full_disk(most_file_bytes) if most_file_bytes else nullcontext():
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "kvasir.store_for_mlx_lm.server", *argv],
@@ -309,6 +363,25 @@ def test_the_unmodified_server_replies_on_a_full_disk(store: RunningStore, tmp_p
     finally:
         started.process.kill()
         started.process.wait()
+
+
+@pytest.mark.long(20)
+def test_a_cache_that_another_server_quantized_does_not_end_one_that_batches(
+    store: RunningStore, tmp_path: Path
+) -> None:
+    said = [{"role": "user", "content": "My name is Anna. My dog is called Rex."}]
+    with ExitStack() as ends, store.client() as client:
+        quantizes = ("--kv-bits", "4", "--kv-group-size", "32", "--quantized-kv-start", "0")
+        first = _Server(store.address, tmp_path / "a.log", options=quantizes)
+        ends.callback(first.process.kill)
+        reply, _ = first.ready().chat(said)
+        _wait_until_stored(client)
+        first.process.kill()
+        said += [{"role": "assistant", "content": reply}, {"role": "user", "content": "What is my dog called?"}]
+        second = _Server(store.address, tmp_path / "b.log")
+        ends.callback(second.process.kill)
+        assert second.ready().chat(said)[1] == 0
+        assert "it is none that the model makes" in second.log.read_text()
 
 
 @pytest.mark.long(25)

@@ -92,7 +92,7 @@ class PromptCaches:
         blobs = dict(self._store.get_blobs(digests, timeout_s=timeout_s))
         try:
             return join(kept, blobs.__getitem__), list(kept.token_ids)
-        except (LookupError, ValueError, TypeError) as error:
+        except (LookupError, ValueError, TypeError, ArithmeticError, RecursionError) as error:
             raise InvalidArgument(f"the memory is no prompt cache of mlx-lm: {error}", field="name") from None
 
     def kept(self, prefix: str) -> Iterator[KeptCache]:

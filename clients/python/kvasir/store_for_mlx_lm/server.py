@@ -15,6 +15,7 @@ from mlx_lm import server as mlx_lm_server
 from kvasir.clients import StoreClient
 from kvasir.credentials import CredentialFileError, read_token
 from kvasir.errors import InvalidArgument
+from kvasir.store_for_mlx_lm.fitting import Fitting
 from kvasir.store_for_mlx_lm.stored_caches import StoredPromptCaches
 
 
@@ -35,14 +36,20 @@ def main() -> int:
         parser.error(f"--store-token-file: {error}")
     except InvalidArgument as error:
         parser.error(f"--store: {error.message}")
+    server: Any = mlx_lm_server
     made: list[StoredPromptCaches] = []
+    fits: list[Fitting] = []
+    provider_of = server.ModelProvider
+
+    def provider(*options: Any) -> Any:
+        fits.append(Fitting(found := provider_of(*options)))
+        return found
 
     def stored(*sizes: int) -> StoredPromptCaches:
-        made.append(StoredPromptCaches(store, own.keep, *sizes))
+        made.append(StoredPromptCaches(store, own.keep, lambda *cache: fits[0](*cache), *sizes))
         return made[0]
 
-    server: Any = mlx_lm_server
-    server.LRUPromptCache = stored
+    server.ModelProvider, server.LRUPromptCache = provider, stored
     sys.argv[1:] = others
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:

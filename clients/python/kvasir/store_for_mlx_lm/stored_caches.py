@@ -7,6 +7,7 @@ import time
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from itertools import count
 from pathlib import Path
 from queue import Queue
@@ -18,8 +19,9 @@ from mlx.utils import tree_map
 from mlx_lm.models import cache as _cache
 
 from kvasir.clients import StoreClient
-from kvasir.errors import DeadlineExceeded, NotFound, Unavailable
+from kvasir.errors import DeadlineExceeded, InvalidArgument, NotFound, Unavailable
 from kvasir.formats.block_hash import BLOCK_TOKENS
+from kvasir.store_for_mlx_lm.fitting import WITH_ROWS
 from kvasir.store_for_mlx_lm.prompt_caches import KeptCache, PromptCaches
 from kvasir.store_for_mlx_lm.weights import weights_of
 from kvasir.waits import PATIENCE_S, SILENCE_S
@@ -28,16 +30,19 @@ mlx_lm_cache: Any = _cache
 _LOG = logging.getLogger("kvasir.store_for_mlx_lm")
 _WAITING = 8  # caches that wait to be stored; more are not kept
 _LEAST_GAIN = 16  # tokens for which it is worth reading a cache
-_WITH_ROWS = (mlx_lm_cache.KVCache, mlx_lm_cache.QuantizedKVCache)
+
+# Whether the models of this key may go on with a cache of so many tokens.
+Fits = Callable[[Any, list[Any], int], bool]
 
 
 class StoredPromptCaches(mlx_lm_cache.LRUPromptCache):  # type: ignore[misc]
     """mlx-lm's own, and behind it the store. The thread that generates calls its methods: no failure of store
     or disk may end that thread."""
 
-    def __init__(self, store: StoreClient, keep: int, *sizes: int) -> None:
+    def __init__(self, store: StoreClient, keep: int, fits: Fits, *sizes: int) -> None:
         super().__init__(*sizes)
         self._store = store
+        self._fits = fits
         self._keep = keep
         self._models: dict[Any, _StoredOfModel | None] = {}
 
@@ -71,16 +76,24 @@ class StoredPromptCaches(mlx_lm_cache.LRUPromptCache):  # type: ignore[misc]
         if model not in self._models:
             self._models[model] = None
             with _warning("no prompt cache is stored"):
-                self._models[model] = _StoredOfModel(PromptCaches(self._store, weights_of(model)), self._keep)
+                caches = PromptCaches(self._store, weights_of(model))
+                self._models[model] = _StoredOfModel(caches, self._keep, partial(self._fits, model))
         return self._models[model]
 
 
 class _StoredOfModel:
     """The stored caches of one model. A thread of its own sends them, and alone changes what is known of them."""
 
-    def __init__(self, caches: PromptCaches, keep: int, steady: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        caches: PromptCaches,
+        keep: int,
+        fits: Callable[[list[Any], int], bool],
+        steady: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._caches = caches
         self._keep = keep
+        self._fits = fits
         self._steady = steady
         self._next_call_s = 0.0
         self._prefix = f"mlx-lm/{caches.weights_digest[:16]}/"
@@ -106,7 +119,10 @@ class _StoredOfModel:
         with _warning("a stored prompt cache is left out"):
             with self._leaving_alone():
                 data, held = self._caches.load(name, SILENCE_S)
-            return _loaded(data, self._file()), held
+            cache = _loaded(data, self._file())
+            if self._fits(cache, len(held)):
+                return cache, held
+            raise InvalidArgument("it is none that the model makes")
         if self._steady() >= self._next_call_s:
             self._known.pop(name, None)
         return None
@@ -131,7 +147,7 @@ class _StoredOfModel:
 
     def save(self, tokens: Sequence[int], cache: list[Any]) -> None:
         """Write the new rows of a cache to a file, which is sent later. One that cannot be kept is left out."""
-        held = {each.offset for each in cache if isinstance(each, _WITH_ROWS)} or {len(tokens)}
+        held = {each.offset for each in cache if isinstance(each, WITH_ROWS)} or {len(tokens)}
         size = min(held)
         if len(held) > 1 or not 0 < size <= len(tokens) or min(tokens) < 0 or self.waiting.qsize() >= _WAITING:
             _LOG.info("a prompt cache of %d tokens is not kept", len(tokens))
@@ -187,7 +203,7 @@ def _warning(what: str, file: Path | None = None) -> Iterator[None]:
 
 def _without(cache: Any, rows: int) -> Any:
     """The cache with its own number of tokens, and without its first rows and those behind its last."""
-    if not isinstance(cache, _WITH_ROWS):
+    if not isinstance(cache, WITH_ROWS):
         return cache
     keys, values, *others = cache.state
     cut = tree_map(lambda each: each[..., rows : cache.offset, :], (keys, values))
