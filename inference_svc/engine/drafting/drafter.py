@@ -68,7 +68,7 @@ class Drafter:
         a namespace's texts that its turns may take drafts from, the newest last.
         """
         self._most_rows = most_rows
-        self._takes_drafts = most_rows(1) > 0
+        self._most_of_any_step = most_rows(1)  # longer turns leave no more; 0: this model takes no drafts
         self._texts = TextsByNamespace(texts_of)
         self._most_drafts = most_drafts
         self._is_alone = is_alone
@@ -76,10 +76,12 @@ class Drafter:
         self._costs = DraftCosts()
 
     def may_draft(self, sequences: Collection[Sequence]) -> bool:
-        """Whether one of these turns has something to try once its last token is known. Called twice a step."""
-        if not (self._takes_drafts and self._rows_for(sequences)):
+        """Whether one of these turns has something to try once its last token is known. Called twice a step: what costs
+        most comes last, because in most steps nothing is found.
+        """
+        if not 0 < len(sequences) < self._most_of_any_step or not self._is_alone():
             return False
-        return any(self._can(each) and self._of(each).tokens for each in sequences)
+        return any(self._can(each) and self._of(each).tokens for each in sequences) and self._rows_for(sequences) > 0
 
     def drafts(self, decoding: Collection[Sequence]) -> Drafts:
         """What to try of the turns that decode now, whose tokens are all known."""

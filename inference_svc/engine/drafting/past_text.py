@@ -49,6 +49,8 @@ class PastText:
         """
         last = len(self.tokens) - 1
         place, found, equal = self._earlier[last] if last >= 0 else -1, -1, 0
+        if place < 0:
+            return (), 0
         for _ in range(_MOST_PLACES):
             if place < 0 or equal >= LONGEST:
                 break

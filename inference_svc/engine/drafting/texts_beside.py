@@ -29,12 +29,15 @@ class TextsBeside:
 
     def next(self, newest: "array[int]", most: int) -> Found:
         """The tokens that may follow the last of these, as `PastText.next`."""
+        if not self.texts or len(newest) < GRAM:
+            return (), 0
         found, equal = -1, 0
-        if self.texts and len(newest) >= GRAM:
-            for place in islice(self._places.newest_first(gram_at(newest, len(newest) - 1)), _MOST_PLACES):
-                if (count := equal_tokens(self._tokens, place, newest)) > equal:
-                    found, equal = place, count
-        following = self._tokens[found + 1 : found + 1 + most] if equal else array("I")
+        for place in islice(self._places.newest_first(gram_at(newest, len(newest) - 1)), _MOST_PLACES):
+            if (count := equal_tokens(self._tokens, place, newest)) > equal:
+                found, equal = place, count
+        if not equal:
+            return (), 0
+        following = self._tokens[found + 1 : found + 1 + most]
         end = following.index(_BETWEEN) if _BETWEEN in following else len(following)
         return tuple(following[:end]), equal
 
