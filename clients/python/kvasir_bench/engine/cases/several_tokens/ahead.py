@@ -100,11 +100,11 @@ def _rows(lab: Lab, text: str, batches: Sequence[int]) -> Iterator[Row]:
 def _row(lab: Lab, text: str, talks: Sequence[_Talk], prompts: Sequence[LabMemory]) -> Row:
     batch = len(talks)
     rounds = lab.pace.counted(
-        f"{text}, {batch} rows", lambda: [_measured(lab, talks, prompts, most_drafts) for most_drafts in (0, 16)]
+        f"{text}, {batch} rows", lambda: [_measured(lab, talks, prompts, most_drafts) for most_drafts in (0, 16, 0)]
     )
     rates = (
         {"plain_tokens_per_s": plain, "drafted_tokens_per_s": drafted, "ratio": drafted / plain}
-        for (plain, *_), (drafted, *_) in rounds
+        for plain, drafted in (((before + behind) / 2, drafted) for (before, *_), (drafted, *_), (behind, *_) in rounds)
     )
     _, tried, right = rounds[-1][1]
     return {
