@@ -8,7 +8,8 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from functools import cache
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -179,10 +180,17 @@ def running_copy(server: PostgresServer) -> Iterator[PostgresServer]:
         shutil.rmtree(root, ignore_errors=True)
 
 
+@cache
+def _of_this_process(config: pytest.Config) -> PostgresServer:
+    """For pytest, each module that imports a fixture has one of its own: this is the server of all of them."""
+    stack = ExitStack()
+    config.add_cleanup(stack.close)
+    return stack.enter_context(running())
+
+
 @pytest.fixture(scope="session")
-def postgres() -> Iterator[PostgresServer]:
+def postgres(pytestconfig: pytest.Config) -> PostgresServer:
     """A server that runs for all tests of a process. Skips where there is none."""
     if not is_here():
         pytest.skip(NO_SERVER)
-    with running() as server:
-        yield server
+    return _of_this_process(pytestconfig)
