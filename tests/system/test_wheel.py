@@ -40,6 +40,7 @@ def tracked() -> Iterator[str]:
         yield from (Path(name).relative_to(above).as_posix() for name in listed.stdout.split("\0") if name)
 
 
+@pytest.mark.long(3)
 def test_the_wheel_has_every_file_of_the_packages(wheel: Path) -> None:
     carried = set(zipfile.ZipFile(wheel).namelist())
     names = set(tracked())

@@ -526,6 +526,7 @@ def test_a_server_that_is_away_is_unavailable_and_its_address_is_not_shown(tmp_p
     assert "somebody" not in refused.value.message
 
 
+@pytest.mark.long(3)
 def test_a_store_on_postgres_that_is_killed_goes_on(url: str, tmp_path: Path) -> None:
     memory = SyntheticAgent(SMALL, 1)
     with store_home(tmp_path / "h") as home:

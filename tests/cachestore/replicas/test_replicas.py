@@ -121,6 +121,7 @@ def test_a_store_that_was_cut_off_comes_back_to_its_like_and_to_no_other(url: st
         assert a.write(HOUSE, add_one) == 5
 
 
+@pytest.mark.long(5)
 def test_a_store_that_stands_still_amid_a_group_holds_up_the_others_for_seconds(url: str) -> None:
     stands, goes_on = threading.Event(), threading.Event()
 

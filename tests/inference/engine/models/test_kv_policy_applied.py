@@ -104,6 +104,7 @@ def test_the_option_kv_exact_layers_is_applied_in_the_live_cache(
         assert model.policy_name.startswith("q4-rotated, layer")
 
 
+@pytest.mark.long(2)
 def test_the_options_reach_the_files_of_an_engine_of_its_own(model_dir: Path, tmp_path: Path) -> None:
     """From the command line of a process to the bytes that its store keeps (LESSONS 17)."""
     options = ("--kv-policy", "q4-rotated", "--kv-exact-layers", "last")

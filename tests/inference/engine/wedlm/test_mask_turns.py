@@ -20,6 +20,7 @@ from tests.inference.engine.driving import Driver, Listener, tokens_of
 from tests.inference.engine.turns.test_preempted_turns import Keeper
 from tests.inference.engine.wedlm.reference import Reference
 from tests.inference.engine.wedlm.tiny_wedlm import MASK, WEDLM, plain_model, write_wedlm
+from tests.made_models.sampling import first_and_in_turn
 
 POLICIES = {"q4": policy_of(Rung.Q4, "float16"), "exact": policy_of(Rung.FP, "float16")}
 NEXT = "q4, next token"  # of a model that gives the next token without a mask
@@ -200,7 +201,7 @@ def test_nothing_is_computed_behind_a_kept_token_that_ends_the_reply(
 
 
 @pytest.mark.cpu_only("a GPU's sums depend on how many rows a pass has: --batch-invariant refuses such a model")
-@pytest.mark.parametrize("policy", ["q4", NEXT, IN_ORDER])
+@pytest.mark.parametrize("policy", first_and_in_turn([NEXT, "q4", IN_ORDER], seconds=3))
 def test_turns_of_all_kinds_are_in_a_batch_what_they_are_alone(opened: Callable[[str], Driver], policy: str) -> None:
     masks = opened(policy)
     prompts = [tokens_of(length, seed) for seed, length in enumerate((5, 250, 30, 511, 20, 100))]
