@@ -14,11 +14,11 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 
-from inference_svc.engine.api import Tokens
+from inference_svc.engine.api import Hot, Tokens
 from inference_svc.engine.engine import Engine
 from inference_svc.formats.constraint import Constraint, ConstraintKind
 from tests.inference.engine.drafts.planted_drafts import Told, planted, wrong_at
@@ -26,6 +26,7 @@ from tests.inference.engine.driving import Driver, Listener, tokens_of
 from tests.inference.engine.tiny_models import LLAMA, write_model
 
 TOGETHER, TURNS = 12, 10_000
+_LONGEST = 530  # tokens of a prompt: two blocks and some
 REPLY, TOKENS, REPLIES = 8, 100_000, 60  # of a reply; on each side; replies of a unit
 MOST_SURPRISE = 4.0  # standard deviations: of eight places none in 4,000 campaigns
 DRAWN: dict[str, Any] = {"temperature": 0.5, "top_k": 3, "max_tokens": REPLY}
@@ -47,23 +48,39 @@ UNITS: Sequence[Unit] = (
 )
 
 
+class _Asked(NamedTuple):
+    kept: int  # of the unit's text
+    prompt: tuple[int, ...]
+    how: dict[str, Any]
+
+
 def turns(driver: Driver, told: type[Told], number: int) -> dict[str, Any]:
-    """Turns together without drafts, then with: how many drafts were tried and right, and which turns differ."""
-    rng = random.Random(number)
+    """Turns together without drafts, then with: how many drafts were tried and right, and which turns differ.
+
+    A turn has a prompt of 2 to 530 tokens and up to 24 of its reply. Prompts are beginnings of one text, which is
+    computed once, with other ends: prompts of their own took two thirds of a unit's time.
+    """
+    rng, text = random.Random(number), tokens_of(_LONGEST, 1000 * number)
+    text_key = driver.key()
+    driver.turn(text, key=text_key, max_tokens=0)
     asked = [
-        (tokens_of(rng.randint(2, 530), 1000 * number + each), {**rng.choice(KINDS), "max_tokens": rng.randint(1, 24)})
+        _Asked(
+            kept := rng.randint(1, _LONGEST - 2),
+            (*text[:kept], *tokens_of(rng.randint(1, 2), 1000 * number + 1 + each)),
+            {**rng.choice(KINDS), "max_tokens": rng.randint(1, 24)},
+        )
         for each in range(TOGETHER)
     ]
-    plain_keys, keys = [driver.key() for _ in asked], [driver.key() for _ in asked]
+    plain_keys, keys = ([driver.fork(text_key) for _ in asked] for _ in range(2))
     plain = [
-        driver.submit(prompt, key=key, most_drafts=0, **how)
-        for key, (prompt, how) in zip(plain_keys, asked, strict=True)
+        driver.submit(each.prompt, Hot(each.kept), key=key, most_drafts=0, **each.how)
+        for key, each in zip(plain_keys, asked, strict=True)
     ]
-    told.replies = {prompt: driver.reply(each.end()) for (prompt, _), each in zip(asked, plain, strict=True)}
+    told.replies = {each.prompt: driver.reply(turn.end()) for each, turn in zip(asked, plain, strict=True)}
     told.tries = staticmethod(wrong_at(rng.choice([2, 3, 5, 99])))
     tried = [
-        driver.submit(prompt, key=key, most_drafts=rng.randint(1, 16), **how)
-        for key, (prompt, how) in zip(keys, asked, strict=True)
+        driver.submit(each.prompt, Hot(each.kept), key=key, most_drafts=rng.randint(1, 16), **each.how)
+        for key, each in zip(keys, asked, strict=True)
     ]
     ends = [each.end() for each in tried]
     differ = [
@@ -75,7 +92,7 @@ def turns(driver: Driver, told: type[Told], number: int) -> dict[str, Any]:
         )
         if not is_equal
     ]
-    for key in (*plain_keys, *keys):
+    for key in (text_key, *plain_keys, *keys):
         driver.engine.memories.drop(key).result(60)
     drafted, right = sum(each.drafted_tokens for each in ends), sum(each.accepted_draft_tokens for each in ends)
     return {"turns": TOGETHER, "drafted": drafted, "right": right, "differ": differ}
