@@ -306,10 +306,14 @@ class EngineWorker:
         return bool(ending)
 
     def _end_generated(self) -> None:
-        """End the turns of this step that have drawn their last token, with its KV where they need it."""
+        """End the turns of this step that have drawn their last token, with its KV where they need it. All decode for
+        that: a row that left the batch for a step would be de-quantized from its first token on, which takes longer.
+        """
         self._finish_generated()
-        if ending := [each for each in self._may_decode if each.is_ending and each.status is Status.DECODING]:
-            self._decode(ending, is_before_cell=True)
+        decoding = [each for each in self._may_decode if each.status is Status.DECODING and not each.is_cancelled]
+        if any(each.is_ending for each in decoding):
+            self._decode(decoding, is_before_cell=True)
+            self._emit_all()
 
     def _finish(self, sequence: Sequence, failure: Exception | None = None) -> None:
         """End a turn, wherever it is; after a `failure` its agent's memory is as before. Its listener gets an end."""

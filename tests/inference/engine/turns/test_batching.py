@@ -2,14 +2,16 @@
 
 from collections.abc import Callable
 from itertools import pairwise
+from typing import Any
 
 import pytest
 from kvasir.errors import Cancelled, Internal
 
-from inference_svc.engine.api import FinishReason, Hot, Prefilled, Started, Tokens
+from inference_svc.engine.api import Ended, FinishReason, Hot, Prefilled, Started, Tokens
 from inference_svc.engine.engine import Engine
 from inference_svc.engine.sampling import Draws
 from inference_svc.engine.sequence import Sequence
+from inference_svc.kv.batch.decoded_layer import DecodedLayer
 from tests.inference.engine.driving import Driver, Listener, tokens_of
 
 LENGTHS = (3, 255, 256, 257, 40, 511, 513, 120)
@@ -49,6 +51,35 @@ def test_who_joins_while_others_decode_changes_nobody(driver: Driver) -> None:
         )
     driver.submit(prompts[0], key=driver.key(), listener=listeners[0], max_tokens=30)
     assert [driver.reply(listener.end()) for listener in listeners] == alone
+
+
+@pytest.mark.cpu_only("a GPU reads pages where they lie")
+def test_a_turn_that_ends_beside_a_prompt_makes_no_other_decode_its_rows_again(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its last token's KV is computed before the prompt's next cell."""
+    filled: list[int] = []
+    fill = DecodedLayer._fill
+
+    def counting(layer: DecodedLayer, slot: int, *types: Any) -> None:
+        filled.append(slot)
+        fill(layer, slot, *types)
+
+    monkeypatch.setattr(DecodedLayer, "_fill", counting)
+    prompts, limits = [tokens_of(200 + place, 90 + place) for place in range(3)], (16, 40, 40)
+    given = list(zip(prompts, limits, strict=True))
+    alone = [driver.reply(driver.turn(each, key=driver.key(), max_tokens=limit)) for each, limit in given]
+    turns, late, seen = [Listener() for _ in prompts], Listener(), list[int]()
+    turns[0].at(Tokens, 8, lambda: driver.submit(tokens_of(4_000, 3), listener=late, max_tokens=0))
+    turns[0].at(Tokens, 15, filled.clear).at(Ended, 1, lambda: seen.append(late.count(Prefilled)))
+    turns[1].at(Tokens, 30, lambda: seen.append(len(filled)))
+    for listener, (each, limit) in zip(turns, given, strict=True):
+        driver.submit(each, key=driver.key(), listener=listener, max_tokens=limit)
+    assert [driver.reply(each.end()) for each in turns] == alone
+    late.end()
+    cells_before, filled_since = seen
+    assert 0 < cells_before < late.count(Prefilled)
+    assert filled_since == 0
 
 
 @pytest.mark.long(2)
