@@ -5,7 +5,7 @@ are read before the next.
 """
 
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from itertools import islice
 from types import MappingProxyType
@@ -60,10 +60,10 @@ class Decoder:
     def is_ahead(self) -> bool:
         return bool(self._launched)
 
-    def has_behind_cell(self, decoding: Iterable[Sequence]) -> bool:
-        """Whether the step that was not read was enqueued behind a cell, and has a row of each of these sequences."""
-        last = self._launched[-1] if self._launched else None
-        return last is not None and last.is_behind_cell and all(each in last.slots for each in decoding)
+    @property
+    def has_behind_cell(self) -> bool:
+        """Whether the step that was not read was enqueued behind a cell. A row that the cell began has none in it."""
+        return bool(self._launched) and self._launched[-1].is_behind_cell
 
     @property
     def must_settle(self) -> bool:

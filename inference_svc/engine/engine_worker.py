@@ -117,8 +117,9 @@ class EngineWorker:
         has_ended = self._finish_generated()  # turns whose memory is whole and that generate nothing
         decoding = self._scheduler.begin_step(self._clock())
         self._may_decode = self._masks.begin_step(decoding, self._turns)
-        # A step behind a cell is reported while the device computes the next cell, and one more is enqueued there.
-        has_prefilled = self._decoder.has_behind_cell(self._may_decode) and self._carry_out_grants(take_mail, spent_s)
+        # A step behind a cell is reported while the device computes the next cell, and one more is enqueued there. A
+        # row that the last cell began waits for that one: a step for it alone would keep all prompts waiting.
+        has_prefilled = self._decoder.has_behind_cell and self._carry_out_grants(take_mail, spent_s)
         if not has_prefilled:
             if self._may_decode or self._decoder.is_ahead:
                 self._decode(self._may_decode, is_before_cell=is_before_cell)
@@ -232,15 +233,18 @@ class EngineWorker:
         if self._steps % _RELEASE_STEPS == 0:
             self._runner.release_unused()  # every step reads one row more, in buffers of another size
 
-    def _settle(self) -> None:
+    def _settle(self) -> list[Decoded]:
+        """Take in the step that was not read; returns its rows."""
+        decoded: list[Decoded] = []
         with self._losing(()):
-            self._take_in(self._decoder.settle())
+            decoded = self._decoder.settle()
+            self._take_in(decoded)
+        return decoded
 
     def _tell_decoded(self) -> None:
         """Tell the tokens of the step that was not read: what was enqueued behind it would keep them waiting."""
-        self._settle()
-        for sequence in self._may_decode:  # and not what the cell's own turn will tell with it
-            self._emit(sequence)
+        for each in self._settle():  # and not what the cell's own turn will tell with it
+            self._emit(each.sequence)
 
     def _decode_behind_cell(self) -> None:
         """While the device computes a cell, tell what was decoded before it, and enqueue the next step behind it."""
@@ -277,7 +281,7 @@ class EngineWorker:
         """Compute cells and load files while the scheduler grants them. Returns whether there was a grant."""
         began_s, grants = self._clock() - spent_s, 0
         while grant := self._scheduler.grant(self._clock() - began_s, is_behind_step=self._decoder.is_ahead):
-            if not grants and grant.turn.arrival is not None and self._decoder.has_behind_cell(self._may_decode):
+            if not grants and grant.turn.arrival is not None and self._decoder.has_behind_cell:
                 self._decode(self._may_decode)  # a load may wait for nothing, and would report no token
                 self._emit_all()
             if grant.turn.arrival is None:

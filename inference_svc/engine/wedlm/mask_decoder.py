@@ -61,7 +61,7 @@ class _Rows:
 class MaskDecoder:
     """As `Decoder`, without a step ahead. On the MLX thread. Nothing of a turn's window outlives the turn."""
 
-    is_ahead = must_settle = looks_ahead = False
+    is_ahead = must_settle = looks_ahead = has_behind_cell = False
 
     def __init__(self, batch: DecodeBatch, window: MaskWindow, end_token_ids: Collection[int], most_ahead: int) -> None:
         """`most_ahead`: masks behind the first one, of a turn that does not say how many it wants."""
@@ -71,9 +71,6 @@ class MaskDecoder:
         self._end_token_ids = end_token_ids
         self._most_ahead = most_ahead
         self._windows: WeakKeyDictionary[Sequence, ReplyWindow[Drawn]] = WeakKeyDictionary()
-
-    def has_behind_cell(self, _decoding: Collection[Sequence]) -> bool:
-        return False
 
     def settle(self) -> list[Decoded]:
         return []

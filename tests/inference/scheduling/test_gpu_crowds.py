@@ -37,7 +37,7 @@ class Gpu(World):
         self.admit()
         decoding = self.scheduler.begin_step(self.now)
         ahead = self.launched[-1] if self.launched else None
-        has_behind = ahead is not None and ahead[2] and set(decoding) <= set(ahead[0])
+        has_behind = ahead is not None and ahead[2]
         if not (has_behind and self.cells(decoding)):
             before = len(self.launched)
             self.launch(decoding)

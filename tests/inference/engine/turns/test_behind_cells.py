@@ -70,6 +70,28 @@ def test_streams_decode_behind_each_cell(emulated: Driver, beside: dict[str, Any
     assert counts == [[count + (1 + bool(beside)) * cell for count in first] for cell in range(3)]
 
 
+def test_a_turn_that_a_cell_began_keeps_the_next_prompt_waiting_for_no_step_of_its_own(emulated: Driver) -> None:
+    """A crowd's every first token would cost its other prompts a step. Its second one comes behind the next cell."""
+    prompts = LONG, tokens_of(600, 3)
+    alone = [emulated.reply(emulated.turn(each, max_tokens=12)) for each in (SHORT, *prompts)]
+    stream, first, second = Listener(), Listener(), Listener()
+    counts: list[list[int]] = []
+
+    def begin() -> None:
+        for listener, prompt in zip((first, second), prompts, strict=True):
+            emulated.submit(prompt, listener=listener, max_tokens=12)
+
+    for listener in (first, second):
+        for cell in (1, 2, 3):
+            listener.at(Prefilled, cell, lambda: counts.append([each.count(Tokens) for each in (stream, first)]))
+    stream.at(Tokens, 2, begin)
+    emulated.submit(SHORT, listener=stream, max_tokens=12)
+    assert [emulated.reply(each.end()) for each in (stream, first, second)] == alone
+    told = [told for told, _ in counts]
+    assert told == [*range(told[0], told[0] + 6)]
+    assert [began for _, began in counts[3:]] == [1, 2, 3]
+
+
 @pytest.mark.parametrize("has_stream", [False, True])
 def test_a_cell_ends_between_two_layers_at_a_cancel_unless_a_stream_waits_for_it(
     emulated: Driver, monkeypatch: pytest.MonkeyPatch, *, has_stream: bool
