@@ -125,6 +125,14 @@ class SharedPass:
     """Of a cell: they stay in every window."""
     longest_s: float = 0.1
     """A cancel waits for the whole pass, so on a slow device fewer cells share one."""
+    even_tokens: int = 256
+    """A pass takes as long as one of the next multiple of these: on an H100 896 tokens as long as 1,024."""
+
+    def even(self, tokens: int) -> int:
+        """The most tokens of a pass that are worth its time, where so many fit. Where it has few, its time hardly
+        depends on their number.
+        """
+        return tokens if tokens < 3 * self.even_tokens else tokens // self.even_tokens * self.even_tokens
 
     def in_rows(self, tokens: int) -> int:
         """The tokens of rows that hold so many."""

@@ -14,19 +14,15 @@ from statistics import median, median_low
 _PLAIN_STEPS = 9  # that are remembered: a few slow ones among them change nothing
 _PASSES = 7  # of a depth that are remembered: two for which kernels were compiled change nothing
 _APART = 128  # tokens, at least, between two passes whose difference gives the seconds of a token
-_GROWTH = 2  # a line is believed up to so many times the tokens of the longest pass that is remembered
 
 
 @dataclass(frozen=True, slots=True)
 class _PassLine:
-    """Seconds of passes besides their tokens, of each token, and of each with its part of the fixed ones: longer passes
-    take no more than that for each.
-    """
+    """Seconds of passes besides their tokens, and of each token."""
 
     fixed_s: float
     each_s: float
-    average_s: float
-    longest: int  # tokens
+    longest: int  # tokens of the longest pass that is remembered
 
     @classmethod
     def through(cls, passes: Collection[tuple[int, float]]) -> "_PassLine":
@@ -38,7 +34,16 @@ class _PassLine:
         each_s = median(slopes) if slopes else 0.0
         fixed_s = median_low(took_s - each_s * tokens for tokens, took_s in passes)
         has_told = each_s > 0 and fixed_s > 0
-        return cls(fixed_s, each_s, average_s, longest) if has_told else cls(0.0, average_s, average_s, longest)
+        return cls(fixed_s, each_s, longest) if has_told else cls(0.0, average_s, longest)
+
+    def tokens_within(self, seconds: float) -> int:
+        """Beyond the longest pass a token costs the mean of the line's seconds and of those of that pass's tokens, the
+        fixed ones included: passes of nearly one length make a line too flat as often as too steep.
+        """
+        longest_s = self.fixed_s + self.each_s * self.longest
+        if seconds > longest_s:
+            return self.longest + _within(seconds - longest_s, (self.each_s + longest_s / self.longest) / 2)
+        return _within(seconds - self.fixed_s, self.each_s)
 
 
 class StepCosts:
@@ -80,24 +85,11 @@ class StepCosts:
             passes.append((size, took_s))
             self._lines[depth] = _PassLine.through(passes)
 
-    def tokens_within(self, seconds: float, position: int, *, goes_along: bool = False) -> int | None:
-        """How many tokens from `position` on are computed in so many seconds; None if that is not known.
-        `goes_along`: with the cells of a pass.
+    def tokens_within(self, seconds: float, position: int) -> int | None:
+        """How many tokens a pass computes in so many seconds, the deepest from `position` on; None if that is not
+        known.
         """
-        if not self._passes:
-            return None
-        line = self._lines[self._nearest(position)]
-        reached = _within(seconds if goes_along else seconds - line.fixed_s, line.each_s)
-        return max(_within(seconds, line.average_s), min(reached, _GROWTH * line.longest))
-
-    def seconds_of_cell(self, tokens: int, position: int, *, goes_along: bool) -> float:
-        """How long so many tokens take, with their pass itself or behind cells with which they go along; 0 if that is
-        not known.
-        """
-        if not self._passes:
-            return 0.0
-        line = self._lines[self._nearest(position)]
-        return tokens * line.each_s + (0.0 if goes_along else line.fixed_s)
+        return self._lines[self._nearest(position)].tokens_within(seconds) if self._passes else None
 
     def files_within(self, seconds: float) -> int | None:
         """How many files become KV in so many seconds; None if that is not known. One more than the last time if that

@@ -118,7 +118,7 @@ class StepSchedule(Generic[TurnT]):
         turn = self._next_of(able)
         budgets_s = {name: self._budget_s(decoding, name, urgency) for name in {each.namespace for each in able}}
         left_s = budgets_s[turn.namespace] - spent_s if decoding else None
-        size, loads = self._size(turn, left_s), turn.status is Status.LOADING
+        size, loads = self._size(turn, left_s, spent_s), turn.status is Status.LOADING
         position, tokens = (0, 0) if loads else (turn.cells.computed, size)
         if not size or not self._pace.allows(turn, position, tokens):
             return None
@@ -144,36 +144,42 @@ class StepSchedule(Generic[TurnT]):
         """Add the cells of turns that share the first one's pass; returns its tokens. Each gets what those before it
         leave of the tokens of a cell, and of the seconds `left_s`; None: nobody waits for the pass.
         """
-        rule, taken = self._rules.shared_pass, 0
+        rule, taken, fits = self._rules.shared_pass, 0, self._rules.cell_tokens
         assert rule is not None
         if left_s is not None or self._costs.knows_tokens:
             left_s = min(rule.longest_s, math.inf if left_s is None else left_s)
         while True:
             last = cells[-1]
-            tokens = rule.in_rows(last.size)
-            taken += tokens
-            if left_s is not None:
-                left_s -= self._costs.seconds_of_cell(tokens, last.position, goes_along=len(cells) > 1)
+            taken += rule.in_rows(last.size)
+            fits = min(fits, self._fits(left_s, last.position))
             able = [turn for turn in able if turn is not last.turn]
             turn = self._next_of(able) if able else None
-            size = self._shared_size(rule, turn, self._rules.cell_tokens - taken, left_s) if turn is not None else 0
-            more = rule.in_rows(size) + (tokens - last.size if len(cells) == 1 else 0)  # alone, it filled up no row
-            if turn is None or not size or not self._pace.allows(turn, turn.cells.computed, more):
+            size = self._shared_size(rule, turn, taken, fits, left_s) if turn is not None else 0
+            filled = taken - last.size if len(cells) == 1 else 0  # alone, it filled up no row
+            if (
+                turn is None
+                or not size
+                or not self._pace.allows(turn, turn.cells.computed, rule.in_rows(size) + filled)
+            ):
                 return taken if len(cells) > 1 else last.size
-            self._pace.take(turn, turn.cells.computed, more)
+            self._pace.take(turn, turn.cells.computed, rule.in_rows(size) + filled)
             self._serve(turn, size, spent_s, cells)
             cells.append(TurnCell(turn, size, turn.cells.computed))
 
-    def _shared_size(self, rule: SharedPass, turn: TurnT, most: int, left_s: float | None) -> int:
-        """How many of a turn's tokens a pass takes that has room for so many, and so many seconds; 0: none."""
+    def _shared_size(self, rule: SharedPass, turn: TurnT, taken: int, fits: int, left_s: float | None) -> int:
+        """How many of a turn's tokens a pass takes that has so many, and fits so many for these turns; 0: none."""
         if turn.status is Status.LOADING or not turn.shares_passes:
             return 0
-        most = min(most, rule.most_tokens)
-        if left_s is not None:
-            most = min(most, self._costs.tokens_within(left_s, turn.cells.computed, goes_along=True) or 0)
+        most = rule.even(min(fits, self._fits(left_s, turn.cells.computed))) - taken
         whole, least = self._cell_tokens(turn), self._rules.least_tokens
-        size = cut_cell(turn.cells.computed, whole, most, least)
+        size = cut_cell(turn.cells.computed, whole, min(most, rule.most_tokens), least)
         return size if size >= min(whole, least) else 0
+
+    def _fits(self, left_s: float | None, position: int) -> int:
+        """Tokens of a pass with a cell at `position` that has so many seconds; None: as many as a cell has."""
+        if left_s is None:
+            return self._rules.cell_tokens
+        return self._costs.tokens_within(left_s, position) or 0
 
     def _budget_s(self, decoding: Collection[TurnT], prompts: Namespace, urgency: Urgency[TurnT]) -> float:
         """Seconds for a namespace's prompts and loads beside decoding: as long as the shortest gap of these turns
@@ -192,9 +198,9 @@ class StepSchedule(Generic[TurnT]):
             return turn.longest_gap_s if turn.namespace == prompts else max(turn.longest_gap_s, usual_s)
         return usual_s
 
-    def _size(self, turn: TurnT, left_s: float | None) -> int:
+    def _size(self, turn: TurnT, left_s: float | None, spent_s: float) -> int:
         """How many tokens or files the turn's next grant has; 0 if the step has no time for one. `left_s`: seconds that
-        are left of the step; None: nobody waits for it.
+        are left of the step, of which `spent_s` are gone; None: nobody waits for it.
         """
         loads = turn.status is Status.LOADING
         least = 1 if loads else self._rules.least_tokens
@@ -202,8 +208,8 @@ class StepSchedule(Generic[TurnT]):
         if left_s is None:
             return whole if loads else self._within_longest(turn, whole)
         step_s = self._costs.step_s or 0.0
-        if not loads and self._pace.has_begun and left_s < step_s:
-            return 0  # however few its tokens, a pass costs what a step costs
+        if not loads and self._pace.has_begun and left_s < max(step_s, spent_s / 2):
+            return 0  # however few its tokens, a pass costs as much as a step, or half of a longer one
         fits = self._costs.files_within(left_s) if loads else self._costs.tokens_within(left_s, turn.cells.computed)
         if fits is None:
             fits = least if left_s > 0 else 0
@@ -217,7 +223,13 @@ class StepSchedule(Generic[TurnT]):
             return 0  # the next step begins at once, and has time for a longer cell
         # For the same reason a rest that takes a step longer at most goes along.
         with_rest = self._costs.tokens_within((left_s + step_s) * (1 - _BETWEEN), turn.cells.computed) or 0
-        return whole if whole <= with_rest else cut_cell(turn.cells.computed, whole, fits, least)
+        if whole <= self._even(with_rest):
+            return whole
+        return cut_cell(turn.cells.computed, whole, self._even(fits), least)
+
+    def _even(self, tokens: int) -> int:
+        rule = self._rules.shared_pass
+        return tokens if rule is None else rule.even(tokens)
 
     def _within_longest(self, turn: TurnT, whole: int) -> int:
         """So many of a turn's tokens, of which no stream waits for any; fewer on a slow device."""

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from inference_svc.engine.scheduling.schedulable import Rules, SharedPass
 from inference_svc.engine.scheduling.step_costs import StepCosts
 from tests.inference.scheduling.scheduling_world import BACKGROUND, INTERACTIVE, Job, World
-from tests.inference.scheduling.test_gpu_crowds import BUILD_S, Gpu, cell_s
+from tests.inference.scheduling.test_gpu_crowds import EVEN_S, Gpu, cell_s
 from tests.made_models.sampling import sampled
 
 CELL, ROW = 2_048, 64
@@ -170,8 +170,13 @@ def longest_gap_s(prompts: list[int], step_s: float) -> float:
 def test_streams_beside_shared_passes_wait_no_longer_than_their_gap_and_a_step(
     prompts: list[int], step_s: float
 ) -> None:
-    """And a first cell alone, of which nothing is known yet, by the time in which its graph is built."""
-    assert longest_gap_s(prompts, step_s) <= SHARED.longest_gap_s + step_s + BUILD_S
+    """And no longer than a line through other passes may be wrong."""
+    assert longest_gap_s(prompts, step_s) <= SHARED.longest_gap_s + step_s + EVEN_S
+
+
+def test_no_second_pass_follows_where_only_a_short_time_is_left() -> None:
+    """However few its tokens, it costs half of a pass of 769 and more."""
+    assert longest_gap_s([20, 321, 2_817, 20, 20, 20, 20, 20, 129, 193, 449, 641, 961, 1_025], 0.003) <= 0.055
 
 
 @pytest.mark.parametrize(("count", "tokens"), [(32, 256), (16, 600)])
@@ -202,7 +207,7 @@ def test_a_crowd_shares_passes_though_the_first_shared_one_waited_for_its_kernel
         world.run()
         passes(world, *(prompt(16) for _ in range(4)))
         world.compile_s = 0.0
-    assert last_first_s(slow) <= 1.05 * last_first_s(compiled)
+    assert last_first_s(slow) <= 1.08 * last_first_s(compiled)
 
 
 def test_a_crowds_passes_stay_long_after_a_few_short_ones_were_slow() -> None:
@@ -214,4 +219,4 @@ def test_a_crowds_passes_stay_long_after_a_few_short_ones_were_slow() -> None:
     for _ in range(8):
         sizes.append(max(128, (costs.tokens_within(0.043, 1_024) or 0) // 128 * 128))
         costs.learn(1_024, sizes[-1], cell_s(sizes[-1]))
-    assert sizes[-1] == 1_152
+    assert sizes[-1] == 1_024

@@ -250,16 +250,22 @@ def test_what_is_not_known_is_said_to_be_unknown_and_deep_tokens_cost_more() -> 
     assert costs.step_s == 0.005
 
 
-def test_one_pass_that_waited_for_kernels_changes_no_line_and_a_flat_line_is_believed_for_twice_its_length() -> None:
-    costs, flat = StepCosts(), StepCosts()
+def test_one_pass_that_waited_for_kernels_changes_no_line() -> None:
+    costs = StepCosts()
     for tokens, took_s in ((128, 0.0145), (256, 0.0175), (1_024, 0.3), (128, 0.0145), (256, 0.0175)):
         costs.learn(0, tokens, took_s)
     costs.learn(0, 128, 0.0145)
     costs.learn(0, 256, 0.0175)
-    assert (costs.tokens_within(0.043, 0) or 0) == pytest.approx(1_344, abs=2)
-    for tokens, took_s in ((128, 0.015), (256, 0.0151)):
-        flat.learn(0, tokens, took_s)
-    assert flat.tokens_within(0.02, 0) == 512
+    assert 1_200 <= (costs.tokens_within(0.043, 0) or 0) <= 1_344
+
+
+@given(st.lists(st.floats(0.93, 1.07), min_size=7, max_size=7))
+def test_passes_of_nearly_one_length_are_no_line_to_much_longer_ones(noise: list[float]) -> None:
+    """As measured: 1,024 and 1,152 tokens took as long as each other, and 1,664 in a pass for 44 ms took 77."""
+    costs = StepCosts()
+    for tokens, times in zip((1_024, 1_152) * 4, noise, strict=False):
+        costs.learn(0, tokens, (0.001 + tokens * 35e-6) * times)
+    assert (costs.tokens_within(0.048, 0) or 0) < 1_600
 
 
 def test_rows_are_counted_on_to_more_at_the_cost_of_each_and_never_to_fewer_for_less() -> None:
