@@ -30,7 +30,7 @@ from cachestore_svc.index.postgres.replicas import (
     take_lock,
 )
 from cachestore_svc.index.postgres.schema import STEPS, migrate
-from cachestore_svc.index.postgres.session import Session, is_again, is_cut, translated
+from cachestore_svc.index.postgres.session import EarlierFailed, Session, is_again, is_cut, translated
 from cachestore_svc.index.sqlite.operations import Catalog, Operation
 from cachestore_svc.index.sqlite.transaction import CatalogChange
 from cachestore_svc.index.values import HOUSE
@@ -56,6 +56,7 @@ class PostgresCatalog(Catalog):
         INDEX_FAILED), FailedPrecondition (DATA_TOO_NEW, REPLICA_UNLIKE).
         """
         super().__init__(now_unix_ms, translated)
+        self._reads_came = threading.Condition(self._guard)
         self._disk = disk
         self._ending = threading.Event()
         self._groups = 0  # that this store tried to commit
@@ -176,7 +177,7 @@ class PostgresCatalog(Catalog):
     # --- on the threads that read ---
 
     def _live_reading(self, session: Session) -> None:
-        while self._is_wanted(self._reads):
+        while self._is_wanted(self._reads_came, self._reads):
             self._take_reads(session)
         session.close()
 
@@ -186,9 +187,8 @@ class PostgresCatalog(Catalog):
             try:
                 if connection.is_lost:
                     connection.connect()
-                self._begin_to_read(connection)
                 rows = self._rows_of(connection, operation)
-                result = operation.work(rows)
+                result = self._found_by(operation, connection, rows)
             except BaseException as error:  # noqa: BLE001  it belongs to the caller
                 connection.roll_back()
                 if is_last or isinstance(error, KvasirError) or not (connection.is_lost or is_again(error)):
@@ -206,17 +206,27 @@ class PostgresCatalog(Catalog):
         rows.after_commit_actions.append(partial(_keep_number, connection, rows))
         return rows
 
-    def _begin_to_read(self, connection: Session) -> None:
-        """Begin a snapshot that holds what was acknowledged until now: the session's server may be an old primary."""
-        acknowledged = self._acknowledged
-        found = connection.execute(f"BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY; {_OWN_ROW} {self._epoch:d}")
-        found.nextset()
-        _check_ours(connection, found.fetchall(), acknowledged)
+    def _found_by(self, operation: Operation, connection: Session, rows: CatalogChange) -> Any:
+        """Its answer in a new snapshot, which must hold all that was acknowledged before: the session's server may
+        be an old primary. The snapshot's begin and the check of it go to the server with the first statement.
+        """
+        acknowledged, own_row = self._acknowledged, (f"{_OWN_ROW} :epoch", {"epoch": self._epoch})
+        connection.execute_later("BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY")
+        connection.execute_ahead(*own_row)
+        refusal: KvasirError | None = None
+        try:
+            found = operation.work(rows)
+        except KvasirError as error:
+            refusal = error
+        _check_ours(connection, connection.execute(*own_row).fetchall(), acknowledged)
+        if refusal:
+            raise refusal
+        return found
 
     # --- on the thread that writes ---
 
     def _live(self) -> None:
-        while self._is_wanted(self._writes):
+        while self._is_wanted(self._writes_came, self._writes):
             self._take_writes(self._writer)
         self._writer.close()
 
@@ -273,7 +283,7 @@ class PostgresCatalog(Catalog):
                 if self._begins:
                     self._begins(CatalogChange(connection, HOUSE))
             for operation in operations:
-                answers += self._in_savepoint(connection, operation, psycopg.OperationalError)
+                answers += self._in_savepoint(connection, operation, psycopg.OperationalError, EarlierFailed)
             self._disk.reached("index: before commit")
             self._end(connection)
         except BaseException:

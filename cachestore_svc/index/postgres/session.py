@@ -1,8 +1,6 @@
 """A connection to PostgreSQL that takes the statements of SQLite, and is made again when it was lost."""
 
-import re
 from collections.abc import Iterable, Mapping
-from functools import cache
 from typing import Any
 
 import psycopg
@@ -10,14 +8,11 @@ from kvasir.errors import InvalidArgument, KvasirError, Unavailable
 from psycopg.adapt import Buffer, Loader
 
 from cachestore_svc.blobs.disk import disk_full
+from cachestore_svc.index.postgres.pipeline import Answer, Pipeline, Statement
 from cachestore_svc.index.postgres.schema import SCHEMA
 
 _Values = Mapping[str, Any]
-_Statement = tuple[str, _Values | None]
-_Key = tuple[str, frozenset[tuple[str, Any]]]
-_LIST = re.compile(r"json_each\(:(\w+)\)(?: AS (\w+))?")
-_AMONG = re.compile(r"IN \(SELECT value FROM json_each\(:(\w+)\)\)")
-_VALUE = re.compile(r"(?<![:\w]):([a-z_]\w*)")
+_Key = tuple[str, tuple[bytes | None, ...]]
 # What each side does where the other is gone. The server ends the transaction, and then the session, which holds locks.
 _OF_SERVER = {
     "idle_in_transaction_session_timeout": "30s",
@@ -38,33 +33,16 @@ _SETTINGS = {
 }
 
 
+class EarlierFailed(psycopg.Error):
+    """Of statements that went together one failed, perhaps one of an operation before the one that sent them. No
+    savepoint is left to go back to: the transaction is done again, each operation alone."""
+
+
 class _WholeNumber(Loader):
     """Sums of whole numbers, which PostgreSQL gives as decimals."""
 
     def load(self, data: Buffer) -> int:
         return int(bytes(data))
-
-
-@cache
-def adapted(sql: str) -> str:
-    """A statement of SQLite's as PostgreSQL takes it. Lists of the name `ids` hold numbers, others texts."""
-    text = sql.replace("%", "%%").replace(" NOT INDEXED", "")
-    text = re.sub(r"LIMIT :(\w+)", r"LIMIT NULLIF(:\1, -1)", text)
-    text = re.sub(r":(\w+) IS NULL", r"CAST(:\1 AS TEXT) IS NULL", text)
-    return _VALUE.sub(r"%(\1)s", _LIST.sub(_unnested, _AMONG.sub(_among, text)))
-
-
-def _among(found: re.Match[str]) -> str:
-    # An array is looked up in the table's index; for a list that is joined the planner may read the whole table.
-    value = "value::bigint" if found[1] == "ids" else "value"
-    elements = f"jsonb_array_elements_text(%({found[1]})s::jsonb) AS each (value)"
-    return f"= ANY (ARRAY(SELECT {value} FROM {elements}))"  # noqa: S608  all of it is written above
-
-
-def _unnested(found: re.Match[str]) -> str:
-    value = "value::bigint" if found[1] == "ids" else "value"
-    elements = f"jsonb_array_elements_text(%({found[1]})s::jsonb) WITH ORDINALITY AS each (value, place)"
-    return f"(SELECT {value} AS value, place - 1 AS key FROM {elements}) AS {found[2] or 'listed'}"  # noqa: S608  all of it is written above
 
 
 class Session:
@@ -81,12 +59,12 @@ class Session:
         options = f"{ours} {given.get('options', '')}"  # the last word is the address's
         self._given: dict[str, Any] = {**_SETTINGS, **given, "options": options}
         self._connection: psycopg.Connection[tuple[Any, ...]] | None = None
-        self._waiting: list[_Statement] = []  # they go to the server with the next one
-        self._ahead: list[_Statement] = []  # reads that go with it, too
-        self._found: dict[_Key, psycopg.Cursor[tuple[Any, ...]]] = {}  # and their answers, until something is written
+        self._pipeline: Pipeline | None = None
+        self._waiting: list[Statement] = []  # they go to the server with the next one
+        self._ahead: list[Statement] = []  # reads that go with it, too
+        self._found: dict[_Key, Answer] = {}  # and their answers, until something is written
         # Of namespaces, which never change in a server: another one, a standby that lacked them, may give them again.
         self.numbers: dict[str, int] = {}
-        self._failures = 0  # of statements that went together
 
     @property
     def is_lost(self) -> bool:
@@ -98,6 +76,7 @@ class Session:
         self._connection = psycopg.connect(**self._given, autocommit=True)
         self._connection.adapters.register_loader("numeric", _WholeNumber)
         self._connection.execute(f"SET search_path = {SCHEMA}")
+        self._pipeline = Pipeline(self._connection)
 
     def close(self) -> None:
         for each in (self._waiting, self._ahead, self._found, self.numbers):
@@ -105,54 +84,50 @@ class Session:
         if self._connection is not None:
             self._connection.close()
 
-    def execute(self, sql: str, values: _Values | None = None, /) -> psycopg.Cursor[tuple[Any, ...]]:
+    def execute(self, sql: str, values: _Values | None = None, /) -> Answer:
         """Run the statements that wait, and this one, in one round trip. Raises the first of their failures."""
-        if sql.startswith("ROLLBACK"):  # no need to write first: but the savepoint must be there
-            self._waiting = [each for each in self._waiting if each[0].startswith("SAVEPOINT") and " TO " in sql]
-            # psycopg takes statements for prepared that were skipped behind a failed one. Of a ROLLBACK in words that
-            # are new to it, it forgets all.
-            sql += f" -- {self._failures}"
+        if sql.startswith("ROLLBACK"):
+            self._drop_waiting(" TO " in sql)
             self._ahead.clear()
+        statement = self._sendable.statement(sql, values)
         if not sql.startswith("SELECT"):
             self._found.clear()
-        elif (answered := self._found.pop(_key(sql, values), None)) is not None:
+        elif (answered := self._found.pop(_key(statement), None)) is not None:
             return answered
-        return self._in_one_trip(sql, values)
+        return self._in_one_trip(statement)
 
-    def _in_one_trip(self, sql: str, values: _Values | None) -> psycopg.Cursor[tuple[Any, ...]]:
-        """With all that waits to go to the server."""
+    def _drop_waiting(self, is_to_savepoint: bool) -> None:
+        """Statements that will be undone need not be sent; but the savepoint must be there, and all before it."""
+        places = [place for place, each in enumerate(self._waiting) if each.sql.startswith("SAVEPOINT")]
+        del self._waiting[places[-1] + 1 if places and is_to_savepoint else 0 :]
+
+    def _in_one_trip(self, statement: Statement) -> Answer:
+        """With all that waits to go to the server. Raises EarlierFailed where a savepoint ended among that."""
         waiting, self._waiting = self._waiting, []
         ahead, self._ahead = self._ahead, []
-        if not waiting and not ahead:
-            return self._run(sql, values)
         try:
-            with self._connected.pipeline():
-                for each in waiting:
-                    self._run(*each)
-                found = {_key(*each): self._run(*each) for each in ahead}
-                answer = self._run(sql, values)
-        except psycopg.Error:
-            self._failures += 1
-            raise
-        if sql.startswith("SELECT"):
-            self._found |= found
+            *answers, answer = self._sendable.run([*waiting, *ahead, statement])
+        except psycopg.Error as error:
+            is_own = not any(each.sql.startswith("RELEASE") for each in waiting)
+            if is_own or isinstance(error, psycopg.OperationalError):
+                raise
+            raise EarlierFailed from error
+        if statement.sql.startswith("SELECT"):
+            self._found |= zip(map(_key, ahead), answers[len(waiting) :], strict=True)
         return answer
 
     def execute_later(self, sql: str, values: _Values | None = None, /) -> None:
         """Run a statement before the next one, whose caller gets its failure."""
         self._found.clear()
-        self._waiting.append((sql, values))
+        self._waiting.append(self._sendable.statement(sql, values))
 
     def execute_ahead(self, sql: str, values: _Values, /) -> None:
         """Send a read with the next statement. The same read is then answered at once, until something is written."""
-        self._ahead.append((sql, values))
+        self._ahead.append(self._sendable.statement(sql, values))
 
     def executemany(self, sql: str, rows: Iterable[_Values], /) -> None:
         self._found.clear()
-        self._waiting += [(sql, values) for values in rows]
-
-    def _run(self, sql: str, values: _Values | None) -> psycopg.Cursor[tuple[Any, ...]]:
-        return self._connected.execute(adapted(sql) if values is not None else sql, values)  # type: ignore[arg-type]
+        self._waiting += [self._sendable.statement(sql, values) for values in rows]
 
     def heard(self, for_s: float) -> list[str]:
         """What others sent to the channels on which it listens, as soon as there is something, or within this time."""
@@ -172,9 +147,15 @@ class Session:
             raise psycopg.OperationalError("not connected")
         return self._connection
 
+    @property
+    def _sendable(self) -> Pipeline:
+        if self._pipeline is None:
+            raise psycopg.OperationalError("not connected")
+        return self._pipeline
 
-def _key(sql: str, values: _Values | None) -> _Key:
-    return sql, frozenset((values or {}).items())
+
+def _key(statement: Statement) -> _Key:
+    return statement.sql, tuple(statement.values)
 
 
 def is_again(error: BaseException) -> bool:
@@ -192,6 +173,8 @@ def is_cut(error: BaseException) -> bool:
 
 def translated(error: BaseException) -> BaseException:
     """The error in words that a caller can act on, which hold no address. A bug of ours stays what it is."""
+    if isinstance(error, EarlierFailed) and error.__cause__:
+        error = error.__cause__
     if isinstance(error, KvasirError) or not isinstance(error, psycopg.Error):
         return error
     if isinstance(error, psycopg.errors.DiskFull):

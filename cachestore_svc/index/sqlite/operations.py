@@ -46,7 +46,9 @@ class Catalog:
         """`translated`: errors of the database in words that a caller can act on."""
         self._now_unix_ms = now_unix_ms
         self._translated = translated
-        self._gate = threading.Condition()  # guards the next three, and is notified of new operations
+        self._guard = threading.RLock()  # guards the next three
+        # Notified of new operations; a catalog whose readers are other threads has one of its own for these.
+        self._writes_came = self._reads_came = threading.Condition(self._guard)
         self._reads: RoundRobin[Operation] = RoundRobin()
         self._writes: RoundRobin[Operation] = RoundRobin()
         self._is_closed = False
@@ -97,10 +99,11 @@ class Catalog:
 
     def close(self) -> bool:
         """Finish the operations that wait. False when it was closed before."""
-        with self._gate:
+        with self._guard:
             is_first = not self._is_closed
             self._is_closed = True
-            self._gate.notify_all()
+            for came in (self._writes_came, self._reads_came):
+                came.notify_all()
         for thread in self._threads:
             thread.join()
         return is_first
@@ -108,23 +111,23 @@ class Catalog:
     def _submit(self, operation: Operation) -> "Future[Any]":
         if words := self.damage.get(operation.namespace):
             raise index_damaged(words)
-        with self._gate:
+        with self._guard:
             if self._is_closed:
                 raise Unavailable("the store is closed", reason="CLOSED")
             (self._writes if operation.is_write else self._reads).put(operation.namespace, operation)
-            self._gate.notify_all()
+            (self._writes_came if operation.is_write else self._reads_came).notify()
         return operation.answer
 
     # --- on the threads that run operations ---
 
-    def _is_wanted(self, *waiting: RoundRobin[Operation]) -> bool:
+    def _is_wanted(self, came: threading.Condition, *waiting: RoundRobin[Operation]) -> bool:
         """Wait until something waits; False when nothing does and the catalog closes."""
-        with self._gate:
-            self._gate.wait_for(lambda: self._is_closed or any(map(len, waiting)))
+        with came:
+            came.wait_for(lambda: self._is_closed or any(map(len, waiting)))
             return any(map(len, waiting))
 
     def _next(self, waiting: RoundRobin[Operation]) -> Operation | None:
-        with self._gate:
+        with self._guard:
             taken = waiting.take()
         return taken[1] if taken else None
 
@@ -176,16 +179,16 @@ class Catalog:
         raise NotImplementedError
 
     def _in_savepoint(
-        self, connection: Connection, operation: Operation, ends_all: type[Exception]
+        self, connection: Connection, operation: Operation, *ends_all: type[Exception]
     ) -> list[Callable[[], None]]:
-        """Run one operation so that its failure undoes only itself. What to do after the commit. `ends_all`: an error
-        that ended the transaction, and leaves no savepoint to go back to.
+        """Run one operation so that its failure undoes only itself. What to do after the commit. `ends_all`: errors
+        that ended the transaction, and leave no savepoint to go back to.
         """
         rows = self._rows_of(connection, operation)
         run_later(connection, "SAVEPOINT operation")
         try:
             result = operation.work(rows)
-            connection.execute("RELEASE operation")
+            run_later(connection, "RELEASE operation")
         except ends_all:
             raise
         except BaseException as error:  # noqa: BLE001  it belongs to the caller

@@ -68,7 +68,7 @@ class SqliteCatalog(Catalog):
             opened.set_exception(translated(error))
             return
         opened.set_result(None)
-        while self._is_wanted(self._reads, self._writes):
+        while self._is_wanted(self._writes_came, self._reads, self._writes):
             self._take_reads(connection)
             self._take_writes(connection)
         connection.close()

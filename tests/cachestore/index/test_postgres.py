@@ -58,6 +58,10 @@ def end_writer(url: str) -> None:
         other.execute(END_WRITER)
 
 
+def refuse(view: CatalogView) -> None:
+    raise InvalidArgument(f"no: {count_of(view)}")
+
+
 def add_one(change: CatalogChange) -> int:
     """What is done twice is seen."""
     count = 1 + int(change.fact("count") or 0)
@@ -199,6 +203,30 @@ def test_a_read_ahead_is_answered_once_and_forgotten_behind_a_write(url: str) ->
         assert session.execute(*read).fetchall() == [(30,)]
 
 
+def test_statements_of_many_megabytes_go_and_come_at_once(url: str) -> None:
+    with closing(Session(url)) as session:
+        session.connect()
+        text = "x" * 2_000_000
+        for _ in range(16):  # more than the buffers between the two hold, each way
+            session.execute_later("SELECT CAST(:text AS TEXT)", {"text": text})
+        assert session.execute("SELECT CAST(:text AS TEXT)", {"text": text}).fetchall() == [(text,)]
+
+
+def test_values_of_every_kind_come_back_and_one_that_no_text_has_stops_nothing(url: str) -> None:
+    values = "SELECT CAST(:text AS TEXT), CAST(:number AS BIGINT), CAST(:part AS FLOAT8), CAST(:flag AS BOOLEAN)"
+    with closing(Session(url)) as session:
+        session.connect()
+        for row in (("ä\\'", -(2**62), 0.1, True), (None, None, None, None), ("", 0, -1e300, False)):
+            found = session.execute(values, dict(zip(("text", "number", "part", "flag"), row, strict=True)))
+            assert found.fetchall() == [row]
+        session.execute("BEGIN")
+        session.execute_later("SELECT CAST(:text AS TEXT)", {"text": "waits"})
+        for ask in (session.execute, session.execute_later):
+            with pytest.raises(psycopg.DataError, match="code 0"):
+                ask("SELECT CAST(:text AS TEXT)", {"text": "a\0b"})
+        assert session.execute("COMMIT").statusmessage == "COMMIT"
+
+
 def test_a_reader_sees_a_write_that_was_acknowledged_and_no_half_of_one(url: str) -> None:
     def twice(change: CatalogChange) -> None:
         for name in ("a", "b"):
@@ -278,7 +306,13 @@ def test_a_store_whose_database_another_one_took_writes_nothing_more(url: str) -
         end_writer(url)  # as where its host was parted
         with catalog_on(url) as second:
             second.write(HOUSE, add_one)
-            for ask in (lambda: first.write(HOUSE, add_one), lambda: first.read(HOUSE, count_of)):
+            asks = (
+                lambda: first.write(HOUSE, add_one),
+                lambda: first.read(HOUSE, count_of),
+                lambda: first.read(HOUSE, lambda _: None),
+                lambda: first.read(HOUSE, refuse),  # by what it knows no more
+            )
+            for ask in asks:
                 with pytest.raises(Unavailable, match="another store has") as refused:
                     ask()
                 assert refused.value.reason == "LOCKED"

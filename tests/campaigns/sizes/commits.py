@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+from cachestore_svc.index.postgres.pipeline import Statement
 from cachestore_svc.index.postgres.session import Session
 from cachestore_svc.store.store import Store
 from tests.cachestore.core.lab import NS, Lab, upload
@@ -95,9 +96,9 @@ def asked_by_one(committer: Committer) -> Counter[str]:
     asked: Counter[str] = Counter()
     execute = Session._in_one_trip
 
-    def counted(session: Session, sql: str, *values: Any) -> Any:
-        asked[" ".join(sql.split())[:60]] += 1
-        return execute(session, sql, *values)
+    def counted(session: Session, statement: Statement) -> Any:
+        asked[" ".join(statement.sql.split())[:60]] += 1
+        return execute(session, statement)
 
     snapshot = committer.prepared()
     with patch.object(Session, "_in_one_trip", counted):

@@ -129,7 +129,7 @@ class BucketCatalog(Catalog):
     # --- on the index thread ---
 
     def _live(self) -> None:
-        while self._is_wanted(self._reads, self._writes):
+        while self._is_wanted(self._writes_came, self._reads, self._writes):
             self._take_reads(self._connection)
             self._take_writes(self._connection)
         self._connection.close()
