@@ -78,7 +78,7 @@ class BlobEntry:
     schema_hash: str | None
     is_damaged: bool
     promised_unix_ms: int
-    is_brought: bool  # by an archive or from another store, or computed on what was; see provenance
+    is_brought: int  # 0; by an archive or from another store, or computed on what was: see provenance
     window: int  # group of a block's or tail's layers; 0 for every other blob
 
     @property

@@ -25,8 +25,7 @@ def commit_version(rows: Rows, asked: Commit, live: LeaseEnds, now_unix_ms: int)
     _ask_ahead(RowsAhead(rows), asked)
     found = blobs.find_blobs(rows, [asked.manifest, *(need.digest for need in asked.facts.named)])
     manifest = _whole_manifest(found, asked.manifest)
-    line = versions.find_line(rows, LineQuery(agent_id))
-    newest = versions.get_version(rows, line, None) if line else None
+    line, newest = versions.newest_line(rows, agent_id) or (None, None)
     head = newest.version if newest else 0
     if head > asked.parent_version and (repeated := _already_done(rows, asked, manifest)):
         return Done(repeated, is_new=False)
@@ -35,31 +34,67 @@ def commit_version(rows: Rows, asked: Commit, live: LeaseEnds, now_unix_ms: int)
     if head != asked.parent_version or (newest and terms.parent_manifest not in (None, newest.manifest)):
         raise head_moved(head, asked.parent_version)
     named = _fitting_blobs(rows, found, asked.facts.named)
+    old, bound = versions.old_versions(rows, asked.line, asked.default_retained), bound_now(rows, asked.shared)
+    # All is read: the writes go to a server with the next operation, or with the end of the transaction.
     agent = agents.make_agent(rows, agent_id, now_unix_ms)
     line_id = versions.used_line(rows, line, agent.id, kv_hash, now_unix_ms)
-    comes_from_elsewhere = terms.is_brought or terms.origin in (Origin.IMPORT, Origin.PULL, Origin.MOVE)
-    marked = provenance.mark(rows, manifest, named, is_brought=comes_from_elsewhere)
-    follows_own = newest is not None and (newest.is_text_own or not newest.is_brought)
-    if terms.is_text_own if terms.origin is Origin.MOVE else (terms.origin is Origin.TURN and follows_own):
-        provenance.mark_text_own(rows, manifest)
+    marked, manifest = _with_provenance(rows, asked, newest, manifest, named)
     versions.hold_manifest(rows, manifest, named, len(asked.facts.token_ids), asked.facts.request_id)
-    made = head, manifest.id, terms.origin, terms.origin_detail
-    added = versions.add_version(rows, line_id, *made, now_unix_ms)
+    made = head, manifest.id, int(terms.origin), terms.origin_detail, now_unix_ms
+    versions.put_version(rows, "INSERT", line_id, head + 1, made)
     if terms.origin is Origin.TURN and asked.facts.wake_ms is not None:  # it lets go of KV that older versions keep
-        agent = replace(agent, retained_versions=1)
-    retain(rows, agent, line_id, asked.default_retained)
-    theirs = {blob.id for blob in marked}
-    bind(rows, asked.shared, [None if blob.id in theirs else blob for blob in named])
-    return Done(added, is_new=True)
+        retain(rows, replace(agent, retained_versions=1), line_id, asked.default_retained)
+    else:
+        versions.drop(rows, line_id, old)
+    bind(rows, asked.shared, [None if blob.id in marked else blob for blob in named], bound)
+    return Done(_version_of(asked, manifest, named, now_unix_ms), is_new=True)
 
 
 def _ask_ahead(rows: RowsAhead, asked: Commit) -> None:
-    """Send all reads of the checks with the next one."""
+    """Send all reads with the next one."""
     (_, agent_id, kv_hash), terms = asked.line, asked.terms
-    versions.find_line(rows, LineQuery(agent_id))
+    versions.newest_line(rows, agent_id)
     agents.find_agent(rows, agent_id)
     owners.ownership_of(rows, agent_id)
     leases.rows_of(rows, LineQuery(agent_id, kv_hash if terms.lease else None))
+    versions.old_versions(rows, asked.line, asked.default_retained)
+    bound_now(rows, asked.shared)
+
+
+def _with_provenance(
+    rows: Rows, asked: Commit, newest: SnapshotVersion | None, manifest: BlobEntry, named: Sequence[BlobEntry]
+) -> tuple[set[int], BlobEntry]:
+    """Mark blobs that the commit makes brought: ids of those that had no mark, and the manifest with its mark."""
+    terms = asked.terms
+    comes_from_elsewhere = terms.is_brought or terms.origin in (Origin.IMPORT, Origin.PULL, Origin.MOVE)
+    marked = {blob.id for blob in provenance.mark(rows, manifest, named, is_brought=comes_from_elsewhere)}
+    is_brought = manifest.is_brought or int(manifest.id in marked)
+    follows_own = newest is not None and (newest.is_text_own or not newest.is_brought)
+    is_text_own = terms.is_text_own if terms.origin is Origin.MOVE else (terms.origin is Origin.TURN and follows_own)
+    if is_brought == provenance.BROUGHT and is_text_own:
+        provenance.mark_text_own(rows, manifest)
+        is_brought = provenance.TEXT_OWN
+    return marked, replace(manifest, is_brought=is_brought)
+
+
+def _version_of(asked: Commit, manifest: BlobEntry, named: Sequence[BlobEntry], now_unix_ms: int) -> SnapshotVersion:
+    """The version that a commit made, as it is read from now on."""
+    facts, terms = asked.facts, asked.terms
+    return SnapshotVersion(
+        asked.line.agent_id,
+        asked.line.kv_identity_hash,
+        asked.parent_version + 1,
+        asked.manifest,
+        asked.parent_version,
+        len(facts.token_ids),
+        now_unix_ms,
+        versions.total_bytes(manifest, named),
+        terms.origin,
+        terms.origin_detail,
+        facts.request_id,
+        bool(manifest.is_brought),
+        manifest.is_brought == provenance.TEXT_OWN,
+    )
 
 
 def retain(rows: Rows, agent: agents.AgentRow, line_id: int, default_retained: int) -> None:
@@ -132,35 +167,45 @@ def _misfit(rows: Rows, row: BlobEntry, need: NamedBlob) -> str | None:
     return unfit(need, row.file, row.schema_hash)
 
 
-def bind(rows: Rows, shared: Sequence[SharedBlock], named: Sequence[BlobEntry | None]) -> None:
+def bind(
+    rows: Rows,
+    shared: Sequence[SharedBlock],
+    named: Sequence[BlobEntry | None],
+    bound: Mapping[str, tuple[int, bool]],
+) -> None:
     """Bind block hashes to blobs. The first binding of a hash stays, while its blob is here, undamaged and not brought.
     `named`: the manifest's blobs, None for a blob that others may not find. Binding ends at the first None, and behind
-    a hash that is bound to other bytes: the next blocks were computed on bytes that a reader would not find.
+    a hash that is bound to other bytes: the next blocks were computed on bytes that a reader would not find. `bound`:
+    from `bound_now`.
     """
-    bound = _bound_ids(rows, shared)
-    for place, block in enumerate(shared):
+    for block in shared:
         blob = named[block.place]
         if blob is None or blob.is_brought or blob.is_damaged:
             return
-        if bound.get(place) == blob.id:
+        blob_id, is_kept = bound.get(block.block_hash, (0, False))
+        if blob_id == blob.id:
             continue
-        rows.run(
+        if is_kept:
+            return
+        rows.later(
             """INSERT INTO prefixes VALUES (:namespace, :block_hash, :blob) ON CONFLICT (namespace_id, block_hash)
                 DO UPDATE SET blob_id = excluded.blob_id
                 WHERE (SELECT is_damaged OR is_brought > 0 FROM blobs WHERE id = prefixes.blob_id)""",
             block_hash=block.block_hash,
             blob=blob.id,
         )
-        found = "SELECT blob_id FROM prefixes WHERE namespace_id = :namespace AND block_hash = :block_hash"
-        if rows.number(found, block_hash=block.block_hash) != blob.id:
-            return
 
 
-def _bound_ids(rows: Rows, shared: Sequence[SharedBlock]) -> dict[int, int]:
-    """To which blob the hash of each block is bound, by the block's place. A line's next version has bound most."""
-    bound = """SELECT wanted.key, (SELECT blob_id FROM prefixes
-        WHERE namespace_id = :namespace AND block_hash = wanted.value) FROM json_each(:block_hash) AS wanted"""
-    return dict(rows.all(bound, block_hash=[block.block_hash for block in shared])) if shared else {}
+def bound_now(rows: Rows, shared: Sequence[SharedBlock]) -> dict[str, tuple[int, bool]]:
+    """The blob to which the hash of each block is bound, and whether it stays bound, as a line's next version has most:
+    the blob is undamaged and not brought."""
+    bound = """SELECT wanted.key, blobs.id, NOT blobs.is_damaged AND blobs.is_brought = 0
+        FROM json_each(:block_hash) AS wanted
+        JOIN prefixes ON prefixes.namespace_id = :namespace AND prefixes.block_hash = wanted.value
+        JOIN blobs ON blobs.id = prefixes.blob_id"""
+    hashes = [block.block_hash for block in shared]
+    found = rows.all(bound, block_hash=hashes) if shared else []
+    return {hashes[place]: (int(blob), bool(is_kept)) for place, blob, is_kept in found}
 
 
 def fork_agent(

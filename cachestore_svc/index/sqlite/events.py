@@ -24,6 +24,7 @@ from cachestore_svc.index.sqlite.rows import Rows
 from cachestore_svc.index.values import INCARNATION
 
 _OTHERS: dict[str, type[EventBody]] = {each.__name__: each for each in (AgentDeleted, AgentUpdated, LeaseWanted)}
+_LAST = "SELECT last_event FROM namespaces WHERE id = :namespace"
 
 
 def add_events(rows: Rows, kept_events: int, bodies: Iterable[EventBody], now_unix_ms: int) -> None:
@@ -31,10 +32,10 @@ def add_events(rows: Rows, kept_events: int, bodies: Iterable[EventBody], now_un
     rows.make_namespace()
     for body in bodies:
         rows.later("UPDATE namespaces SET last_event = last_event + 1 WHERE id = :namespace")
-        last, text = _last(rows), _to_json(rows, body)
-        rows.later("INSERT INTO events VALUES (:namespace, :last, :now, :body)", last=last, now=now_unix_ms, body=text)
-        old = "namespace_id = :namespace AND sequence <= :old"
-        rows.later(f"DELETE FROM events WHERE {old}", old=last - kept_events)  # noqa: S608
+        new = "INSERT INTO events SELECT id, last_event, :now, :body FROM namespaces WHERE id = :namespace"
+        rows.later(new, now=now_unix_ms, body=_to_json(rows, body))
+    old = f"namespace_id = :namespace AND sequence <= ({_LAST}) - :kept"
+    rows.later(f"DELETE FROM events WHERE {old}", kept=kept_events)  # noqa: S608
 
 
 def fact(rows: Rows, name: str) -> str | None:
@@ -67,7 +68,7 @@ def events_after(rows: Rows, kept_events: int, cursor: EventCursor | None, limit
 
 
 def _last(rows: Rows) -> int:
-    return rows.number("SELECT last_event FROM namespaces WHERE id = :namespace")
+    return rows.number(_LAST)
 
 
 def _to_json(rows: Rows, body: EventBody) -> str:

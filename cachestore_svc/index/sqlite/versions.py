@@ -2,7 +2,7 @@
 blobs; a blob that nothing holds is garbage. References are not counted, so no count can be wrong.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -86,6 +86,17 @@ def heads_of(rows: Rows, agents: Sequence[int]) -> dict[int, list[Head]]:
     for agent, used_unix_ms, *snapshot in found:
         heads[agent].append(Head(used_unix_ms, _snapshot(tuple(snapshot))))
     return heads
+
+
+def newest_line(rows: Rows, agent_id: str) -> tuple[Line, SnapshotVersion] | None:
+    """The agent's line with its newest version, and that version."""
+    line = "lines.id, lines.agent_id AS agent, lines.kv_identity_hash, lines.used_unix_ms"
+    newest = f"""SELECT {line}, {_COLUMNS} {_FROM}
+        WHERE agents.namespace_id = :namespace AND agents.name = :agent_id
+        AND versions.version = (SELECT MAX(version) FROM versions AS other WHERE other.line_id = lines.id)
+        ORDER BY versions.version DESC, lines.used_unix_ms DESC, lines.id DESC LIMIT 1"""  # noqa: S608
+    found = rows.one(newest, agent_id=agent_id)
+    return (Line(*found[:4]), _snapshot(found[4:])) if found else None
 
 
 def make_line(rows: Rows, agent: int, kv_hash: str, now_unix_ms: int) -> int:
@@ -213,19 +224,23 @@ def hold_manifest(
     rows: Rows, manifest: BlobEntry, named: Sequence[BlobEntry], token_count: int, request_id: str
 ) -> None:
     """From now on a manifest holds on to the blobs that it names. It may do so already."""
-    total = manifest.size_bytes + sum(blob.size_bytes for blob in named)
+    total = total_bytes(manifest, named)
     held = "INSERT INTO manifests VALUES (:manifest, :tokens, :total, :request_id) ON CONFLICT DO NOTHING"
-    if rows.run(held, manifest=manifest.id, tokens=token_count, total=total, request_id=request_id):
-        _name_blobs(rows, manifest.id, named)
+    rows.later(held, manifest=manifest.id, tokens=token_count, total=total, request_id=request_id)
+    _name_blobs(rows, manifest.id, named)
     # A later release must give them their whole rest.
     unmarked = "UPDATE blobs SET marked_unix_ms = NULL WHERE id IN (SELECT value FROM json_each(:ids))"
     rows.later(f"{unmarked} AND marked_unix_ms IS NOT NULL", ids=[blob.id for blob in (manifest, *named)])
 
 
+def total_bytes(manifest: BlobEntry, named: Sequence[BlobEntry]) -> int:
+    return manifest.size_bytes + sum(blob.size_bytes for blob in named)
+
+
 def _name_blobs(rows: Rows, manifest_id: int, named: Sequence[BlobEntry | None]) -> None:
     """Blobs that are not listed keep their places free."""
     new = "INSERT INTO manifest_blobs SELECT :manifest, key, value FROM json_each(:ids) WHERE value > 0"
-    rows.later(new, manifest=manifest_id, ids=[blob.id if blob else 0 for blob in named])
+    rows.later(f"{new} ON CONFLICT DO NOTHING", manifest=manifest_id, ids=[blob.id if blob else 0 for blob in named])
 
 
 def named_after(rows: Rows, manifest: Digest, position: int, limit: int) -> list[tuple[int, Digest]]:
@@ -297,11 +312,12 @@ def _forget_version(rows: Rows, line_id: int, version: int) -> None:
             ON CONFLICT (agent_id, manifest_hash) DO UPDATE SET version = excluded.version, origin = excluded.origin""",
         **which,
     )
-    rows.later(
-        f"""DELETE FROM dropped WHERE agent_id = (SELECT agent_id FROM lines WHERE id = :line)
+    if version > _DROPPED_REMEMBERED:
+        rows.later(
+            f"""DELETE FROM dropped WHERE agent_id = (SELECT agent_id FROM lines WHERE id = :line)
             AND version <= :version - {_DROPPED_REMEMBERED} AND origin NOT IN ({Origin.PULL:d}, {Origin.MOVE:d})""",  # noqa: S608
-        **which,
-    )
+            **which,
+        )
     rows.later("DELETE FROM versions WHERE line_id = :line AND version = :version", **which)
 
 
@@ -322,7 +338,23 @@ def retain(rows: Rows, line_id: int, kept: int) -> None:
     """Drop a line's oldest versions beyond those kept. Blobs that nothing holds then wait for collection."""
     which = "versions WHERE line_id = :line ORDER BY version DESC LIMIT :limit OFFSET :kept"
     old = f"SELECT version, manifest_id FROM {which}"  # noqa: S608
-    for version, manifest_id in rows.all(old, line=line_id, limit=-1, kept=kept):
+    drop(rows, line_id, rows.all(old, line=line_id, limit=-1, kept=kept))
+
+
+def old_versions(rows: Rows, line: LineKey, default_kept: int) -> list[tuple[Any, ...]]:
+    """Versions of a line, and their manifests, that are beyond those kept once there is one more."""
+    agent = "agents WHERE namespace_id = :namespace AND name = :agent_id"
+    old = f"""SELECT version, manifest_id FROM versions WHERE line_id = (SELECT id FROM lines
+            WHERE agent_id = (SELECT id FROM {agent} AND NOT is_pinned) AND kv_identity_hash = :kv_identity_hash)
+        ORDER BY version DESC LIMIT :limit OFFSET
+            COALESCE((SELECT NULLIF(retained_versions, 0) FROM {agent}), :kept) - 1"""  # noqa: S608
+    about = {"agent_id": line.agent_id, "kv_identity_hash": line.kv_identity_hash}
+    return rows.all(old, **about, limit=-1, kept=default_kept)
+
+
+def drop(rows: Rows, line_id: int, old: Iterable[tuple[Any, ...]]) -> None:
+    """Drop these versions of a line, given with their manifests."""
+    for version, manifest_id in old:
         _forget_version(rows, line_id, version)
         rows.later(_RELEASE, manifest=manifest_id)
 

@@ -12,7 +12,8 @@ from kvasir.formats.block_file import encode, parse_header
 from kvasir.formats.block_hash import kv_identity_hash
 from kvasir.formats.digest import Digest
 
-from cachestore_svc.facts.records import BlobKind
+from cachestore_svc.facts.records import BlobKind, Origin
+from cachestore_svc.index.values import CommitTerms
 from cachestore_svc.store.store import Store
 from tests.cachestore.core.lab import NS, Lab, assert_restores, prefix_of, publish, upload, write
 from tests.made_models.sampling import sampled
@@ -76,6 +77,21 @@ def test_many_agents_with_one_prefix_hold_its_blocks_once(store: Store) -> None:
 
 
 # --- compare and swap ---
+
+
+def test_a_commit_answers_the_version_that_is_read_from_then_on(store: Store) -> None:
+    agent, head = SyntheticAgent(SMALL, 1), 0
+    turns = CommitTerms(origin=Origin.TURN), CommitTerms(origin=Origin.TURN, base_version=1, handed_over_by="peer")
+    brought = [CommitTerms(origin=each, origin_detail="elsewhere") for each in (Origin.IMPORT, Origin.PULL)]
+    moved = CommitTerms(origin=Origin.MOVE, is_text_own=True)
+    for terms in (turns[0], turns[1], moved, *turns, *brought, *turns, moved, *turns):
+        content = agent.turn(30)
+        upload(store, content)
+        terms = terms if head > terms.base_version else replace(terms, base_version=0)
+        done = store.snapshots.commit(NS, "a", content.manifest_digest, head, terms)
+        again = store.snapshots.commit(NS, "a", content.manifest_digest, head, terms)
+        assert done == store.snapshots.get(NS, "a") == again
+        head = done.version
 
 
 def test_a_commit_on_a_head_that_moved_is_refused_with_the_head(store: Store) -> None:

@@ -49,7 +49,7 @@ def hold_version(rows: Rows, read: ReadManifest, agent_id: str, key: VersionKey,
     made = new.parent_version, manifest.id, new.origin, new.origin_detail, new.created_unix_ms
     versions.put_version(rows, "INSERT OR REPLACE", line_id, number, made)
     if new.origin == Origin.TURN:  # only an engine commits a turn
-        committing.bind(rows, shared, named)
+        committing.bind(rows, shared, named, committing.bound_now(rows, shared))
 
 
 def _agent(rows: Rows, name: str, is_pinned: int, retained: int | None, created: int) -> None:
