@@ -129,7 +129,8 @@ def test_a_promoted_standby_that_lacks_acknowledged_commits_is_refused() -> None
     with pair(is_synchronous=False) as servers, closing(open_postgres(servers.url, Disk(), lambda: 0)) as catalog:
         catalog.write(HOUSE, add_one)
         _wait_until_it_has(servers.standby, servers.database, 1)
-        servers.standby.configure(primary_conninfo="")  # it follows no more
+        servers.standby.configure(primary_conninfo="")
+        _wait_until_alone(servers.primary)
         assert catalog.write(HOUSE, add_one) == 2
         servers.fail_over()
         for ask in (lambda: catalog.read(HOUSE, count_of), lambda: catalog.write(HOUSE, add_one)):
@@ -160,8 +161,20 @@ class _KillsAtCommit(Disk):
 
 
 def _wait_until_it_has(standby: PostgresServer, database: str, count: int) -> None:
+    has_table, has_it = (
+        "SELECT 1 FROM pg_tables WHERE tablename = 'facts'",
+        "SELECT value FROM kvasir.facts WHERE name = 'count'",
+    )
     with psycopg.connect(standby.url(database), autocommit=True) as connection:
-        while connection.execute("SELECT value FROM kvasir.facts WHERE name = 'count'").fetchall() != [(str(count),)]:
+        for wanted, found in ((has_table, 1), (has_it, str(count))):
+            while connection.execute(wanted).fetchall() != [(found,)]:
+                time.sleep(0.02)
+
+
+def _wait_until_alone(primary: PostgresServer) -> None:
+    """Until no standby follows it any more."""
+    with psycopg.connect(primary.url("postgres"), autocommit=True) as connection:
+        while connection.execute("SELECT 1 FROM pg_stat_replication").fetchall():
             time.sleep(0.02)
 
 
