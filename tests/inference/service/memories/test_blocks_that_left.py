@@ -185,6 +185,7 @@ def test_a_fork_made_meanwhile_is_of_the_version_before_and_the_turn_is_stored_a
         assert reply.token_ids == of_the_story
 
 
+@pytest.mark.long(5)
 def test_a_turn_that_nobody_keeps_uploads_nothing(sweeping: House, new_agent: Callable[[], str]) -> None:
     agent = new_agent()
     with sweeping.client() as client:

@@ -260,6 +260,7 @@ def test_a_turn_that_is_cut_before_its_reply_keeps_the_summary(
     assert known.messages[1].content == "Remember: Velora lives in Tamsik."
 
 
+@pytest.mark.long(2)
 def test_a_label_holds_while_the_store_is_away(
     house: House, client: InferenceClient, new_agent: Callable[[], str]
 ) -> None:

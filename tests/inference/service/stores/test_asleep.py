@@ -221,6 +221,7 @@ def test_an_agent_whose_rows_are_of_unknown_origin_stays_awake(house: House, new
         assert store.get_agent(copy).lines[0].version == 1
 
 
+@pytest.mark.long(2)
 def test_an_agent_that_fills_its_context_stays_awake(tmp_path: Path) -> None:
     with running_house(tmp_path, engine_options=("--context-tokens", "64")) as house, house.client() as client:
         left = 64 - client.count_tokens(prompt="hello")
