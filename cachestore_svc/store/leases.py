@@ -45,9 +45,13 @@ class Leases:
 
         def work(change: CatalogChange) -> records.Lease:
             check_writable(agent_id, change.ownership_of(agent_id))
-            held[:] = change.held_leases(records.LineQuery(agent_id), self._core.leases)
-            token = change.acquire_lease(line, self._core.leases, owner, ttl_ms, begins_anew=begins_anew)
-            return self._lease(change, line, token, ttl_ms)
+            newest = change.newest_of(records.LineQuery(agent_id))  # before something is written
+            try:
+                token = change.acquire_lease(line, self._core.leases, owner, ttl_ms, begins_anew=begins_anew)
+            except FailedPrecondition:
+                held[:] = change.held_leases(records.LineQuery(agent_id), self._core.leases)
+                raise
+            return records.Lease(token, self._core.now_unix_ms() + ttl_ms, newest)
 
         try:
             return self._core.write(namespace, work)

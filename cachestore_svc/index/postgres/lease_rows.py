@@ -18,8 +18,7 @@ _GRANT = f"""UPDATE leases SET
     ends_ms = GREATEST(:now_ms + :ttl_ms, CASE WHEN granted = generation THEN ends_ms ELSE 0 END),
     is_wanted = is_wanted AND granted = generation, is_taken_back = is_taken_back AND granted = generation,
     granted = generation, barred_until_ms = 0 WHERE {_OF_LINE}"""  # noqa: S608
-_LEFT = f"""SELECT GREATEST(ends_ms - :now_ms + :unseen_ms, ttl_ms - :watched_ms)
-    FROM leases WHERE {_OF_LINE} AND granted = generation"""  # noqa: S608
+_ENDS = f"SELECT ends_ms, ttl_ms FROM leases WHERE {_OF_LINE} AND granted = generation"  # noqa: S608
 _AMONG = """namespace_id = :namespace AND kv_identity_hash = :kv_identity_hash
     AND agent_name IN (SELECT value FROM json_each(:agent_id))"""
 _TO_PROLONG = f"""SELECT agent_name AS agent_id, generation, is_wanted FROM leases WHERE {_AMONG} AND owner = :owner
@@ -29,10 +28,8 @@ _WANT = f"""UPDATE leases SET is_wanted = TRUE, is_taken_back = :takes_back WHER
     AND granted = generation AND NOT is_taken_back AND (:takes_back OR NOT is_wanted)"""  # noqa: S608
 _BAR = f"UPDATE leases SET barred_until_ms = :until_ms WHERE {_OF_LINE}"  # noqa: S608
 _UNTIL, _FOR = "split_part(value, ' ', 1)::bigint", "split_part(value || ' 0', ' ', 2)::bigint"
-_ALL_BARRED = (
-    f"SELECT GREATEST({_UNTIL} - :now_ms + :unseen_ms, {_FOR} - :watched_ms) FROM facts WHERE name = '{BARRED}'"  # noqa: S608
-)
-_BARRED = f"SELECT ({_ALL_BARRED}), (SELECT barred_until_ms - :now_ms FROM leases WHERE {_OF_LINE})"  # noqa: S608
+_OF_ALL = f"SELECT {_UNTIL}, {_FOR} FROM facts WHERE name = '{BARRED}'"  # noqa: S608
+_BARRED = f"SELECT barred_until_ms FROM leases WHERE {_OF_LINE}"  # noqa: S608
 # What held before a step forward has as long to go as before it, and nothing has more than its whole time.
 _AFTER_STEP = (
     """UPDATE leases SET ends_ms = LEAST(ends_ms + :step_ms, :now_ms + ttl_ms)
@@ -66,16 +63,19 @@ class LeaseRows:
     def __init__(self, rows: Rows, steps: ClockSteps) -> None:
         self._rows, self._steps = rows, steps
 
-    def _unsure(self) -> dict[str, int]:
-        """What a lease may have lost of its time by steps of the clock, and for how long it surely lost none."""
+    def _left_ms(self, found: tuple[int, int] | None) -> int:
+        """The time left of an end and a whole time, of which steps of the clock may have taken a part."""
+        if found is None:
+            return 0
+        ends_ms, whole_ms = found
         steps = self._steps
-        return {"now_ms": steps.least_now_ms, "unseen_ms": int(steps.unseen_ms), "watched_ms": steps.watched_ms}
+        return max(ends_ms - steps.least_now_ms + int(steps.unseen_ms), whole_ms - steps.watched_ms)
 
     def grant(self, line: LineKey, token: LeaseToken, ttl_s: float) -> None:  # noqa: ARG002  its row has the token
-        self._rows.run(_GRANT, now_ms=self._steps.most_now_ms, ttl_ms=int(ttl_s * 1000), **_of(line))
+        self._rows.later(_GRANT, now_ms=self._steps.most_now_ms, ttl_ms=int(ttl_s * 1000), **_of(line))
 
     def left_s(self, line: LineKey, token: LeaseToken, ttl_s: float) -> float:  # noqa: ARG002
-        return max(self._rows.number(_LEFT, **_of(line), **self._unsure()), 0) / 1000
+        return max(self._left_ms(self._pair(_ENDS, **_of(line))), 0) / 1000
 
     def prolong_all(
         self,
@@ -91,7 +91,7 @@ class LeaseRows:
         is_wanted = {HeldLease(agent_id, generation): bool(wanted) for agent_id, generation, wanted in found}
         lost = tuple(each for each in held if each not in is_wanted)
         prolonged = [each.agent_id for each in held if each in is_wanted]
-        self._rows.run(_PROLONG, agent_id=prolonged, **about)
+        self._rows.later(_PROLONG, agent_id=prolonged, **about)
         return RenewedLeases(lost, tuple(each for each in held if is_wanted.get(each)))
 
     def want(self, line: LineKey, *, takes_back: bool) -> bool:
@@ -105,16 +105,21 @@ class LeaseRows:
         set_fact(self._rows, BARRED, f"{self._steps.most_now_ms + for_ms} {for_ms}")
 
     def barred_s(self, line: LineKey) -> float:
-        all_ms, of_line_ms = self._rows.one(_BARRED, **_of(line), **self._unsure()) or (None, None)
-        if all_ms is not None and all_ms <= 0:
+        found, until_ms = self._pair(_OF_ALL), self._rows.number(_BARRED, **_of(line))
+        all_ms = self._left_ms(found)
+        if found is not None and all_ms <= 0:
             self._rows.run(f"DELETE FROM facts WHERE name = '{BARRED}'")  # noqa: S608  it is over for stores that start, too
-        return max(all_ms or 0, of_line_ms or 0, 0) / 1000
+        return max(all_ms, until_ms - self._steps.least_now_ms, 0) / 1000
+
+    def _pair(self, sql: str, **values: str) -> tuple[int, int] | None:
+        found = self._rows.one(sql, **values)
+        return None if found is None else (int(found[0]), int(found[1]))
 
     def drop(self, line: LineKey) -> None:
-        self._rows.run(f"UPDATE leases SET granted = 0 WHERE {_OF_LINE}", **_of(line))  # noqa: S608
+        self._rows.later(f"UPDATE leases SET granted = 0 WHERE {_OF_LINE}", **_of(line))  # noqa: S608
 
     def taken_back(self, line: LineKey) -> None:
-        self._rows.run(f"UPDATE leases SET barred_until_ms = 0 WHERE {_OF_LINE}", **_of(line))  # noqa: S608
+        self._rows.later(f"UPDATE leases SET barred_until_ms = 0 WHERE {_OF_LINE}", **_of(line))  # noqa: S608
 
 
 def _of(line: LineKey) -> dict[str, str]:

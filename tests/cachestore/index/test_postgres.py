@@ -87,6 +87,26 @@ def test_a_commit_that_is_cut_takes_effect_once(postgres: PostgresServer, arrive
             assert catalog.read(HOUSE, count_of) == 8
 
 
+def test_a_lease_is_given_in_four_round_trips(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    trips, run_in_one = list[str](), Session._in_one_trip
+
+    def counted(session: Session, *statement: Any) -> Any:
+        trips.append(threading.current_thread().name)
+        return run_in_one(session, *statement)
+
+    with catalog_on(url) as catalog:
+        ends = catalog.lease_ends(time.monotonic)
+
+        def give(agent: str) -> LeaseToken:
+            line = LineKey(NS, agent, KV)
+            return catalog.write(NS, lambda change: change.acquire_lease(line, ends, "engine", 5000))
+
+        give("the namespace's first")
+        monkeypatch.setattr(Session, "_in_one_trip", counted)
+        assert give("ada").generation == 1
+        assert trips.count("kvasir-index") <= 4
+
+
 def test_writes_that_wait_for_a_server_that_is_far_away_share_a_commit(url: str) -> None:
     now_ms, began, may_go = 0, threading.Event(), threading.Event()
 

@@ -11,7 +11,7 @@ from kvasir.errors import Conflict, FailedPrecondition, NotFound
 from cachestore_svc.facts.records import LeaseToken, LineKey, LineQuery
 from cachestore_svc.index.sqlite.events import fact, set_fact
 from cachestore_svc.index.sqlite.rights.lease_ends import Ends, LeaseEnds
-from cachestore_svc.index.sqlite.rows import Rows
+from cachestore_svc.index.sqlite.rows import Rows, RowsAhead
 from cachestore_svc.index.values import UnreleasedLease
 
 _OF_AGENT = "namespace_id = :namespace AND agent_name = :agent_id"
@@ -38,8 +38,9 @@ def acquire_lease(
     leases of the agent, too. Raises FailedPrecondition (LEASE_HELD).
     """
     ends = live.within(rows)
-    _check_not_barred(ends, line)
     rows.make_namespace()
+    ask_ahead(RowsAhead(rows), line, live)
+    _check_not_barred(ends, line)
     held = rows_of(rows, LineQuery(line.agent_id))
     _check_free(ends, held, owner)
     found = next((each for each in held if each.line == line), None)
@@ -56,6 +57,16 @@ def acquire_lease(
     _write(rows, _Row(line, token, ttl_ms, is_released=False))
     ends.grant(line, token, ttl_ms / 1000)
     return token
+
+
+def ask_ahead(rows: RowsAhead, line: LineKey, live: LeaseEnds) -> None:
+    """Send the reads of `acquire_lease` with the next one."""
+    if live.in_ram is None:
+        ends = live.within(rows)
+        ends.barred_s(line)
+        ends.left_s(line, LeaseToken("", 0), 0.0)
+        rows_of(rows, LineQuery(line.agent_id))
+        fact(rows, _FLOOR)
 
 
 def renew_lease(rows: Rows, line: LineKey, live: LeaseEnds, token: LeaseToken, ttl_ms: int) -> None:
@@ -188,4 +199,4 @@ def _write(rows: Rows, row: _Row) -> None:
         ON CONFLICT (namespace_id, agent_name, kv_identity_hash) DO UPDATE SET owner = excluded.owner,
         generation = excluded.generation, ttl_ms = excluded.ttl_ms, is_released = excluded.is_released"""
     about = {"generation": row.token.generation, "ttl_ms": row.ttl_ms, "is_released": row.is_released}
-    rows.run(written, agent_id=agent_id, kv_identity_hash=kv_hash, owner=row.token.owner, **about)
+    rows.later(written, agent_id=agent_id, kv_identity_hash=kv_hash, owner=row.token.owner, **about)
