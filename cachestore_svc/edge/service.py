@@ -44,6 +44,8 @@ from cachestore_svc.store.aio_store import AioStore
 from cachestore_svc.store.snapshots import EarlyCommit, KnownManifest
 
 _EVENTS_AT_ONCE = 500
+# As many are read on the event loop in the time that a thread takes to begin.
+_FEW_DIGESTS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +105,11 @@ class CacheStoreService(StoreCalls, cachestore_pb2_grpc.CacheStoreServiceService
         return written(pb.QueryWriteStatusResponse, status)
 
     async def ReadBlobs(self, request: pb.ReadBlobsRequest, context: Any) -> None:
-        digests = await self._looked_up(len(request.digests), lambda: messages.read_digests(request.digests))
+        digests = (
+            messages.read_digests(request.digests)
+            if len(request.digests) <= _FEW_DIGESTS
+            else await self._looked_up(len(request.digests), lambda: messages.read_digests(request.digests))
+        )
         first_bytes = digests[0].size_bytes if digests else 0
         if not 0 <= request.first_offset < max(first_bytes, 1):
             raise wrong("first_offset", f"expected 0 to {max(first_bytes - 1, 0)}, got {request.first_offset}")
