@@ -36,6 +36,16 @@ class StoredFiles:
     runs: Runs | None = None  # None: not known
     asleep: manifest_pb2.Asleep | None = None  # of a version that names no file
 
+    @property
+    def rows(self) -> list[Digest]:
+        """Of the layers that keep all tokens."""
+        return [*self.blocks, *((self.tail,) if self.tail is not None else ())]
+
+    @property
+    def size_bytes(self) -> int:
+        windows = (digest for window in self.windows.values() for digest in window.files.values())
+        return sum(digest.size_bytes for digest in (*self.rows, *windows, *self.states.values()))
+
 
 @dataclass(frozen=True, slots=True)
 class Carrier:

@@ -217,8 +217,7 @@ class Recall:
     def _too_large(self, files: StoredFiles) -> str | None:
         """Why a blob is too large for this layout, or None. A manifest may name any size; such a blob is not read."""
         model = self._engine.model
-        named = [*files.blocks, *((files.tail,) if files.tail else ())]
-        bounded = [(model.kv_bytes_per_token * BLOCK_TOKENS, digest) for digest in named]
+        bounded = [(model.kv_bytes_per_token * BLOCK_TOKENS, digest) for digest in files.rows]
         for window, stored in files.windows.items():
             most = model.window_bytes_per_token[window] * BLOCK_TOKENS
             bounded += [(most, digest) for digest in stored.files.values()]

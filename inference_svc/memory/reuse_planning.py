@@ -155,11 +155,14 @@ class ReusePlanner:
 
     def expect(self, namespace: str, recollection: Recollection, room: SharedRoom) -> None:
         """Begin to read the files that a plan will probably reuse, while its prompt is rendered and compared.
-        `room`: for bytes that become KV.
+        `room`: for bytes that become KV. A plan that takes much of it at once would wait until these files are
+        forgotten.
         """
         store, memory = self._stores.get(namespace), recollection.memory
-        if store is not None and memory is not None and recollection.kv_from is Source.WARM:
-            store.blobs.expect([*memory.files.blocks, *((memory.files.tail,) if memory.files.tail else ())], room)
+        if store is None or memory is None or recollection.kv_from is not Source.WARM:
+            return
+        if not self._engine.model.has_rewind_points or memory.files.size_bytes <= room.max_units // 2:
+            store.blobs.expect(memory.files.rows, room)
 
     async def plan(
         self,
@@ -327,8 +330,7 @@ class ReusePlanner:
             return Hot(candidate.keep), None, None
         if candidate.source is Source.COLD or store is None:
             return Cold(), None, None
-        named = [*candidate.files.blocks, *((candidate.files.tail,) if candidate.files.tail else ())]
-        wanted = named[: -(-candidate.keep // BLOCK_TOKENS)][:usable_files]
+        wanted = candidate.files.rows[: -(-candidate.keep // BLOCK_TOKENS)][:usable_files]
         # All room is requested at once: turns that hold room and wait for more could wait for each other.
         has_states = self._engine.model.has_states
         beside = {keep: _beside_blocks(candidate, keep, has_states) for keep in _lengths(candidate, has_states)}

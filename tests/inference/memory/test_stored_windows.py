@@ -1,7 +1,7 @@
 """Prompts held against memories of models with windows: what is read of each window, and when it does not reach."""
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from kvasir.cachestore.v1 import cachestore_pb2, manifest_pb2
 from kvasir.formats.digest import Digest
+from kvasir.server.shared_room import SharedRoom
 
 from inference_svc.engine.api import Cold, Hot, Restored, RestoredWindow, Started
 from inference_svc.memory.agent_memory import AgentMemory, Publication, StoredFiles
@@ -50,8 +51,22 @@ class Windowed(Surroundings):
 
     held = 0
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.expected: list[Digest] = []
+
+    def expect(self, digests: Sequence[Digest], room: SharedRoom) -> None:
+        self.expected += digests
+        room.take("ns", room.max_units // 8)
+
     async def find_prefix(self, *_: object) -> Any:
         return FoundPrefix()
+
+
+def remembered(stored: Mapping[int, StoredWindow]) -> AgentMemory:
+    publication, files = Publication(Standing(NO_HEAD, Stage.STORED)), StoredFiles(list(BLOCKS), TAIL, dict(stored))
+    transcript = RememberedText(TEXT, TokenIds(map(ord, TEXT)), (1,) * len(TEXT))
+    return AgentMemory(transcript, (), manifest_pb2.Turn(), 0, "t", publication, files)
 
 
 def planned(
@@ -59,15 +74,12 @@ def planned(
 ) -> Opened:
     parts: Any = around
     planner = ReusePlanner(parts, parts, {"ns": parts}, RestoreCosts(lambda: 0.0))
-    publication, files = Publication(Standing(NO_HEAD, Stage.STORED)), StoredFiles(list(BLOCKS), TAIL, dict(stored))
-    transcript = RememberedText(TEXT, TokenIds(map(ord, TEXT)), (1,) * len(TEXT))
-    memory = AgentMemory(transcript, (), manifest_pb2.Turn(), 0, "t", publication, files)
 
     async def hold(size_bytes: int) -> None:
         around.held += size_bytes
 
     async def plan() -> Prepared:
-        recollection, budget = Recollection(memory, source, NO_HEAD), None
+        recollection, budget = Recollection(remembered(stored), source, NO_HEAD), None
         return await planner.plan(recollection, text, namespace="ns", budget=budget, hold=hold, **usable)  # type: ignore[arg-type]
 
     return opened(asyncio.run(plan()))
@@ -95,6 +107,22 @@ def test_of_each_window_exactly_what_the_next_token_sees_is_read(keep: int, firs
         300: {*range(2, keep // 256)},
         512: {*range(1, keep // 256)},
     }
+
+
+def test_files_are_begun_before_a_plan_unless_it_takes_room_for_many_at_once() -> None:
+    around, memory = Windowed(), remembered(STORED)
+    parts: Any = around
+    planner = ReusePlanner(parts, parts, {"ns": parts}, RestoreCosts(lambda: 0.0))
+    windows = [digest for each in STORED.values() for digest in each.files.values()]
+    size_bytes = sum(digest.size_bytes for digest in [*BLOCKS, TAIL, *windows])
+    for namespace, source in (("ns", Source.HOT), ("ns", Source.COLD), ("another", Source.WARM)):
+        planner.expect(namespace, Recollection(memory, source, NO_HEAD), SharedRoom(1 << 30))
+    planner.expect("ns", Recollection(memory, Source.WARM, NO_HEAD), SharedRoom(2 * size_bytes - 2))
+    assert not around.expected, "its plan would wait for the room of these files"
+    room = SharedRoom(2 * size_bytes)
+    planner.expect("ns", Recollection(memory, Source.WARM, NO_HEAD), room)
+    assert around.expected == [*BLOCKS, TAIL]
+    assert room.take_if_fits("ns", size_bytes), "the plan's own"
 
 
 def test_a_length_that_the_stored_blocks_do_not_cover_is_a_miss_with_its_reason() -> None:
