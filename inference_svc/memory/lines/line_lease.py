@@ -30,6 +30,7 @@ class LineLease:
         self._parts = parts
         self._spawn = spawn
         self._generation = 0  # of the last lease that this process had; 0: none yet, or it was given back
+        self._doubted_at = 0.0
         self._epoch = 0  # rises whenever the lease is given back: answers to earlier requests are void
         self._acquiring: asyncio.Task[None] | None = None
         self._failure: errors.KvasirError | None = None  # why the last request failed
@@ -99,6 +100,12 @@ class LineLease:
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, PAUSE_S)
 
+    def unverified(self) -> None:
+        """Events were lost: so may be a lease that is held, or about to be granted."""
+        self._doubted_at = self._parts.lease_clock()
+        if self.held is not None:
+            self.held.unverified(self._doubted_at)
+
     def give_back(self) -> None:
         if (lease := self._dropped()) is not None:
             self._spawn(self.release(lease))
@@ -144,6 +151,8 @@ class LineLease:
         else:
             lease = Lease.granted(granted.generation, granted.head.identity, asked_at)
             self._failure = None
+            if asked_at < self._doubted_at:
+                lease.unverified(self._doubted_at)
             if self._epoch != epoch:  # taken back meanwhile: the granted head may be older than that
                 self._spawn(self.release(lease))
                 return

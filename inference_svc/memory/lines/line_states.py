@@ -35,6 +35,7 @@ class Lease:
     newest: Version  # from the store's answer with the lease, or from this engine's commits since
     counts_until: float
     ends_at: float  # it does not end earlier, unless it is taken back
+    doubted_at: float = 0.0  # an answer to an earlier question may not know that it was taken back
 
     @classmethod
     def granted(cls, generation: int, newest: Version, asked_at: float) -> "Lease":
@@ -42,12 +43,13 @@ class Lease:
         return cls(generation, newest, _end(asked_at), _end(asked_at))
 
     def prolonged(self, asked_at: float) -> None:
-        self.counts_until = max(self.counts_until, _end(asked_at))
-        self.ends_at = max(self.ends_at, self.counts_until)
+        if asked_at >= self.doubted_at:
+            self.counts_until = max(self.counts_until, _end(asked_at))
+        self.ends_at = max(self.ends_at, _end(asked_at))
 
-    def unverified(self) -> None:
+    def unverified(self, now: float) -> None:
         """The lease may have been lost unnoticed. It counts again when it is prolonged."""
-        self.counts_until = 0.0
+        self.counts_until, self.doubted_at = 0.0, now
 
     def committed(self, head: Head, generation: int) -> None:
         """This engine moved the head. The lease may know a newer version than a repeated commit answers with."""

@@ -148,8 +148,7 @@ class Lines:
                     self.line(agent_id).moved(None)
             case EventsLost():
                 for line in self._lines.values():
-                    if line.lease.held is not None:
-                        line.lease.held.unverified()
+                    line.lease.unverified()
             case _:
                 pass
 

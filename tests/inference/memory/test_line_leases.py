@@ -280,6 +280,33 @@ def test_after_lost_events_no_lease_counts_until_it_is_prolonged() -> None:
     run(scenario)
 
 
+@pytest.mark.parametrize("is_held", [False, True])
+def test_an_answer_to_a_question_before_events_were_lost_makes_no_lease_count(*, is_held: bool) -> None:
+    """The event that took the lease back may be among them, and came behind that answer."""
+
+    async def scenario(lab: Lab) -> None:
+        lab.remember("a")
+        if is_held:
+            await lab.held("a")
+        lab.store.answering.clear()
+        if is_held:
+            asking = asyncio.create_task(lab.lines.beat())
+        else:
+            lab.line("a").lease.request()
+        await settle()
+        lab.now += 1
+        lab.lines._happened(EventsLost())
+        lab.store.answering.set()
+        await settle()
+        assert not is_held or asking.done()
+        assert lab.line("a").lease.held is not None
+        assert not lab.counts("a")
+        await lab.lines.beat()
+        assert lab.counts("a")
+
+    run(scenario)
+
+
 @pytest.mark.parametrize(
     ("event", "is_safe", "expected"),
     [

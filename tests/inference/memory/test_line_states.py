@@ -77,7 +77,7 @@ def test_a_lease_counts_for_its_owner_only_while_it_is_live_at_the_store(
             if lease is not None and lease.counts(moment):
                 assert moment < live_until
     if lease is not None:
-        lease.unverified()
+        lease.unverified(now)
         assert not lease.counts(now)
     assert LEASE_MARGIN_S > LEASE_TTL_S * 0.02
 
