@@ -74,13 +74,12 @@ test-install: install ## A release, and what the pages type, in empty homes; INS
 prove: install   ## Check and measure this machine, a quarter of an hour; goes on; PROVE=--quick
 	$(BIN)/kvasir prove --out out/prove $(PROVE)
 
-# uv resolves and unpacks for another system than its own, and takes no source: MLX's wheels want macOS 14, and
-# pymdown-extensions, for the site, Python 3.11.5.
+# uv resolves and unpacks for another system than its own, and takes no source: MLX's wheels want macOS 14.
 FOR_A_MAC = MACOSX_DEPLOYMENT_TARGET=14.0 UV_CACHE_DIR=out/uv/cache out/uv/bin/uv pip
 A_MAC := -q --only-binary :all: --python-platform aarch64-apple-darwin
 test-wheels: install ## All wheels for Apple silicon are there, on Python 3.11 to 3.14; downloads 3 GB
 	test -x out/uv/bin/uv || { $(PY) -m venv out/uv && out/uv/bin/python -m pip install -q uv; }
-	@for python in 3.11.5 3.12 3.13 3.14; do rm -rf out/uv/mac; \
+	@for python in 3.11 3.12 3.13 3.14; do rm -rf out/uv/mac; \
 	  $(FOR_A_MAC) compile $(A_MAC) --python-version $$python --all-extras -c $(CONSTRAINTS) pyproject.toml -o out/uv/wheels.txt \
 	  && $(FOR_A_MAC) install $(A_MAC) --python-version $$python --no-deps --target out/uv/mac -r out/uv/wheels.txt \
 	  && echo "Python $$python: $$(ls -d out/uv/mac/*.dist-info | wc -l) wheels unpacked, nothing is compiled" || exit 1; done

@@ -5,6 +5,7 @@ import re
 import shlex
 import subprocess
 from collections.abc import Iterator
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 from kvasir.cli.main import app
 from kvasir.options.store import StoreTable
 from kvasir.options.table import options_of
+from packaging.specifiers import SpecifierSet
 from typer.main import get_command
 
 ROOT = Path(__file__).parent.parent
@@ -117,6 +119,16 @@ def test_a_command_that_does_not_exist_is_noticed() -> None:
     assert problem("make nonsense")
     assert problem("make release NONSENSE=1")
     assert not problem("kvasir --home /tmp/x agents export ada ada.tar --format seed")
+
+
+def test_every_pinned_package_takes_the_oldest_python_that_the_readme_names() -> None:
+    """`make demo` installs them all. Those installed here as pinned tell which Pythons they take."""
+    [oldest] = re.findall(r"and Python ≥ ([\d.]+);", (ROOT / "README.md").read_text())
+    pinned = dict(line.split("==") for line in (ROOT / "constraints.txt").read_text().split())
+    installed = [each for each in metadata.distributions() if pinned.get(each.name) == each.version]
+    assert len(installed) > 100
+    takes = {each.name: SpecifierSet(each.metadata.get("Requires-Python") or "") for each in installed}
+    assert [name for name, pythons in takes.items() if f"{oldest}.0" not in pythons] == []
 
 
 def test_every_line_of_make_help_fits_into_100_columns() -> None:
