@@ -79,15 +79,21 @@ class Uplink:
         now = self._steady()
         for each in [each for each in self._going if each.moved_s < now - _MOVES_NOTHING_S]:
             self._give_back(each)
-        while taken := self._waiting.take(self._fits):
+        while taken := self._next():
             folder, each = taken
             self._shares.hold(folder, each.size_bytes)
             self._going[each] = folder
             each.goes, each.moved_s = True, now
         self._changed.notify_all()
 
-    def _fits(self, folder: str, each: _Object) -> bool:
-        return not self._going or self._shares.has_room(folder, each.size_bytes)
+    def _next(self) -> tuple[str, _Object] | None:
+        """Nobody passes a namespace of which nothing goes: small objects of others would keep a large one for ever."""
+        for folder, first in self._waiting.firsts():
+            if not self._going or self._shares.has_room(folder, first.size_bytes):
+                return self._waiting.take(lambda _, each, next_=first: each is next_)  # type: ignore[misc]
+            if not self._shares.held(folder):
+                return None
+        return None
 
     def _give_back(self, each: _Object) -> None:
         if (folder := self._going.pop(each, None)) is not None:

@@ -65,6 +65,23 @@ def test_namespaces_take_turns_and_a_small_object_waits_for_none() -> None:
     sending.end("mark", "a3")
 
 
+def test_small_objects_of_others_do_not_keep_a_large_one_for_ever() -> None:
+    sending = Sending()
+    sending.begin("b", "b1", 4 * MIB)
+    sending.begin("a", "large", 16 * MIB)
+    sending.begin("b", "b2", 4 * MIB)
+    sending.begin("c", "c1", 4 * MIB)
+    assert sending.gone == ["b1"]
+    sending.now_s += 4
+    sending.end("b1")
+    until(lambda: "large" in sending.gone)
+    assert sending.gone == ["b1", "large"]
+    sending.now_s += 16
+    sending.end("large")
+    until(lambda: len(sending.gone) == 4)
+    sending.end("b2", "c1")
+
+
 def test_as_much_goes_at_once_as_was_taken_within_a_few_seconds() -> None:
     sending = Sending()
     for name, took_s, at_once_bytes in (("1", 2.0, 50 * MIB), ("2", 1.0, 100 * MIB), ("3", 40.0, LEAST_AT_ONCE_BYTES)):
