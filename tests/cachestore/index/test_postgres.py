@@ -104,7 +104,7 @@ def test_a_lease_is_given_in_four_round_trips(url: str, monkeypatch: pytest.Monk
         give("the namespace's first")
         monkeypatch.setattr(Session, "_in_one_trip", counted)
         assert give("ada").generation == 1
-        assert trips.count("kvasir-index") <= 4
+        assert 1 < trips.count("kvasir-index") <= 4
 
 
 def test_writes_that_wait_for_a_server_that_is_far_away_share_a_commit(url: str) -> None:
