@@ -185,6 +185,7 @@ async def _look_for_all(lives: Lives) -> None:
             await lives.look_for_all()
     except TimeoutError:
         lives.findings.problems.append(f"not all was looked for in {_QUIET_S:g} s after the last fault")
+        lives.judge_order()
 
 
 async def _answers(lives: Lives) -> bool:

@@ -18,6 +18,7 @@ from tests.campaigns.fleet.campaign import Size, play
 from tests.campaigns.fleet.kept import Round
 from tests.campaigns.fleet.nemesis import Nemesis, Weather
 from tests.campaigns.fleet.targets import Target, slowed
+from tests.campaigns.history.linear import Span
 from tests.campaigns.history.lives import Lives
 from tools.fleet import servers
 from tools.kvasir_tiny.words import Dice
@@ -75,6 +76,7 @@ def test_a_round_is_kept_before_its_fleet_ends_though_a_caller_and_a_store_never
     async def opened(_root: Path, _size: Size, seed: int) -> AsyncIterator[Any]:
         nonlocal is_up
         lives = NeverOver((), (), seed)
+        lives.record.spans += [Span("line", owner, 0.0, 60.0) for owner in ("a", "b")]
         lives.store = Store()  # type: ignore[assignment]
         yield lives, None, [_Target("a")]
         is_up = False
@@ -88,7 +90,8 @@ def test_a_round_is_kept_before_its_fleet_ends_though_a_caller_and_a_store_never
     asyncio.run(asyncio.wait_for(play(size, 1, lambda done: kept.append((done, is_up))), 30))
     [(done, was_up)] = kept
     assert was_up
-    assert len(done.problems) == (not answers)
+    assert len(done.problems) == 1 + (not answers)
+    assert "two owners" in done.problems[-1]
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")

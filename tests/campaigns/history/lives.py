@@ -58,6 +58,7 @@ class Life:
         self.number = 0
         self.engine = self.dice.below(len(world.clients))
         self.trace: list[str] = []
+        self.deletes = False  # its act that began last
         self.pause_s = _PAUSE_S
 
     async def live(self) -> None:
@@ -70,6 +71,7 @@ class Life:
                 + [self.two_at_once] * 2
             )
             noted = len(self.trace)
+            self.deletes = act in (self.delete, self.fork_back, self.import_back)
             await act()
             if any(" refused " in each and "NOT_FOUND" not in each for each in self.trace[noted:]):
                 await asyncio.sleep(self.pause_s * self.dice.random())
@@ -404,6 +406,9 @@ class Lives:
     async def look_for_all(self) -> None:
         """Note what was acknowledged and is not there, and what has no order. Nothing fails meanwhile."""
         self.findings.problems += await self.ledger.lost(self.store)
+        self.judge_order()
+
+    def judge_order(self) -> None:
         self.findings.problems += self.record.problems()
         self.findings.counts["histories not judged"] = self.record.undecided
 
@@ -420,13 +425,15 @@ class Lives:
         except (_UnclearError, *_AWAY):
             self.findings.counts["lives that ended unclear"] += 1
             await asyncio.sleep(life.pause_s * life.dice.random())
-        except asyncio.CancelledError:  # nobody knows what its last act did
-            self.ledger.gone(name)
+        except asyncio.CancelledError:
+            if life.deletes:  # perhaps
+                self.ledger.gone(name)
             raise
         except errors.KvasirError as error:  # it asks only for what was acknowledged
             life.history.problems.append(f"{error.reason}: {error.message}")
-        trace = "; ".join(life.trace)
-        self.findings.problems += [f"{name}: {problem} [{trace}]" for problem in life.history.problems]
+        finally:
+            trace = "; ".join(life.trace)
+            self.findings.problems += [f"{name}: {problem} [{trace}]" for problem in life.history.problems]
 
     async def calibrate(self) -> None:
         """How long messages make memories: a line through a few."""

@@ -11,6 +11,7 @@ from kvasir.errors import KvasirError, NotFound, Unavailable
 
 from tests.campaigns.history.lives import Life, Lives, _UnclearError
 from tests.campaigns.history.oracle import Said
+from tools.kvasir_tiny.words import Dice
 
 
 class _Breaks:
@@ -106,17 +107,22 @@ def test_lives_end_after_the_act_in_which_a_campaign_ends(monkeypatch: pytest.Mo
     assert acts == ["agent 0"] * 12 + ["agent 1"] * 3
 
 
-def test_of_an_agent_whose_last_act_was_broken_off_nothing_is_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def act(_life: Life) -> None:
+@pytest.mark.parametrize(("act", "place", "known"), [("turn", 0, {"ada": {1: "hash"}}), ("delete", 13, {})])
+def test_an_act_that_is_broken_off_hides_no_problem_and_no_version_unless_it_may_have_deleted_it(
+    monkeypatch: pytest.MonkeyPatch, act: str, place: int, known: dict[str, dict[int, str]]
+) -> None:
+    async def broken_off(life: Life) -> None:
+        life.history.problems.append("found before")
         raise asyncio.CancelledError
 
-    for name in ("turn", "roll_back", "delete", "fork_back", "import_back", "cancelled_turn", "two_at_once"):
-        monkeypatch.setattr(Life, name, act)
+    monkeypatch.setattr(Life, act, broken_off)
+    monkeypatch.setattr(Dice, "pick", lambda _, among: among[place])
     lives = _lives("client")
     lives.ledger.acknowledged("ada", 1, "hash")
     with pytest.raises(asyncio.CancelledError):
         asyncio.run(lives._live("ada"))
-    assert lives.ledger.agents == {}
+    assert lives.ledger.agents == known
+    assert lives.findings.problems == ["ada: found before []"]
 
 
 @pytest.mark.parametrize("is_door", [True, False])
