@@ -111,6 +111,7 @@ def test_a_crowds_passes_cost_no_tokens_that_they_have_not() -> None:
     sizes = {sum(cell.size for cell in cells) for cells in world.passes[1:]}
     assert {size % 256 for size in sizes} == {0}
     assert last_first_s <= 1.4
+    assert max(world.gaps) <= GPU.longest_gap_s
 
 
 @example(3, 4_294, 0.003)

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from inference_svc.engine.grid import cut_cell
@@ -259,13 +259,14 @@ def test_one_pass_that_waited_for_kernels_changes_no_line() -> None:
     assert 1_200 <= (costs.tokens_within(0.043, 0) or 0) <= 1_344
 
 
+@example([1.04, 0.93] * 3 + [1.04])  # the flattest line
 @given(st.lists(st.floats(0.93, 1.07), min_size=7, max_size=7))
 def test_passes_of_nearly_one_length_are_no_line_to_much_longer_ones(noise: list[float]) -> None:
     """As measured: 1,024 and 1,152 tokens took as long as each other, and 1,664 in a pass for 44 ms took 77."""
     costs = StepCosts()
     for tokens, times in zip((1_024, 1_152) * 4, noise, strict=False):
         costs.learn(0, tokens, (0.001 + tokens * 35e-6) * times)
-    assert (costs.tokens_within(0.048, 0) or 0) < 1_600
+    assert (costs.tokens_within(0.048, 0) or 0) <= 1.5 * 1_152
 
 
 def test_rows_are_counted_on_to_more_at_the_cost_of_each_and_never_to_fewer_for_less() -> None:
