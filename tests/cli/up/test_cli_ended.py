@@ -66,6 +66,7 @@ def test_a_terminal_that_closes_ends_them_too() -> None:
     ours, theirs = pty.openpty()
 
     def take_terminal() -> None:
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests may run under nohup
         os.setsid()
         os.close(os.open(os.ttyname(theirs), os.O_RDWR))
 
