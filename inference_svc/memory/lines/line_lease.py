@@ -108,12 +108,12 @@ class LineLease:
 
     def give_back(self) -> None:
         if (lease := self._dropped()) is not None:
-            self._spawn(self.release(lease))
+            self._spawn(self._release(lease))
 
     async def hand_on(self) -> None:
-        """Give it back while a turn runs that another engine goes on with; waits for the store, if it is there."""
+        """As `give_back`, and wait for the store, if it is there: another engine goes on, or this one ends."""
         if (lease := self._dropped()) is not None:
-            await self.release(lease)
+            await self._release(lease)
 
     def _dropped(self) -> Lease | None:
         """A release may arrive behind the next request, which therefore begins anew: its generation differs."""
@@ -121,7 +121,7 @@ class LineLease:
         self._epoch += 1
         return lease
 
-    async def release(self, lease: Lease) -> None:
+    async def _release(self, lease: Lease) -> None:
         # After that time the lease has ended by itself. Until then a rollback or the like may be waiting for it.
         with contextlib.suppress(errors.KvasirError):
             await self._store.leases.release(
@@ -154,7 +154,7 @@ class LineLease:
             if asked_at < self._doubted_at:
                 lease.unverified(self._doubted_at)
             if self._epoch != epoch:  # taken back meanwhile: the granted head may be older than that
-                self._spawn(self.release(lease))
+                self._spawn(self._release(lease))
                 return
             self.held, self._generation, self.is_wanted = lease, lease.generation, False
         finally:

@@ -68,9 +68,9 @@ class Lines:
         """Give back all leases. Those that the store does not take at once end by themselves."""
         for task in list(self._tasks):
             task.cancel()
-        held = [(line, line.lease.held) for line in self._lines.values() if line.lease.held is not None]
+        held = [line.lease for line in self._lines.values() if line.lease.held is not None]
         self._lines.clear()
-        releasing = [asyncio.create_task(line.lease.release(lease)) for line, lease in held]
+        releasing = [asyncio.create_task(lease.hand_on()) for lease in held]
         if releasing:
             _, late = await asyncio.wait(releasing, timeout=SOON_S)
             for task in late:
