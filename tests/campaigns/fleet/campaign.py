@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import os
 import shutil
+import signal
 import sys
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
@@ -48,12 +49,13 @@ _STORES, _HOLDERS = 2, 4
 
 @dataclass(frozen=True)
 class Size:
-    """How much a round does: it ends after so many faults, or after `within_s`."""
+    """How much a round does: it ends after so many faults, after `within_s`, or when it is ended."""
 
     faults: int
     agents: int = 64
     engines: int = 3
     within_s: float = 20 * _HOUR_S
+    is_ended: Callable[[], bool] = lambda: False
 
 
 async def play(size: Size, seed: int, keep: Callable[[Round], None] = lambda _: None) -> Round:
@@ -63,7 +65,7 @@ async def play(size: Size, seed: int, keep: Callable[[Round], None] = lambda _: 
         async with _opened(root, size, seed) as (lives, owners, targets):
             nemesis = Nemesis(targets, seed, lambda: lives.ledger.commits)
             began, until = time.monotonic(), time.monotonic() + size.within_s
-            breaking = asyncio.create_task(nemesis.run(size.faults, until))
+            breaking = asyncio.create_task(nemesis.run(size.faults, until, size.is_ended))
             telling = asyncio.create_task(_tell(seed, nemesis, lives))
             is_over = asyncio.Event()
             within_s = size.within_s + _QUIET_S
@@ -73,6 +75,7 @@ async def play(size: Size, seed: int, keep: Callable[[Round], None] = lambda _: 
             await breaking
             took_s = time.monotonic() - began
             await asyncio.sleep(_AFTER_S)
+            lives.ledger.looked_at(time.monotonic())
             is_over.set()
             await _ended([living, *holding])
             telling.cancel()
@@ -87,7 +90,7 @@ async def play(size: Size, seed: int, keep: Callable[[Round], None] = lambda _: 
 def _round(seed: int, nemesis: Nemesis, lives: Lives, took_s: float) -> Round:
     found, ledger, seen = lives.findings, lives.ledger, lives.record
     faults = dict(sorted(nemesis.counts.items()))
-    judged = sum(map(len, seen.acts.values())), seen.undecided, len(seen.spans)
+    judged = sum(map(len, seen.acts.values())), seen.undecided, len(seen.spans), ledger.longest_stall_s
     return Round(seed, faults, ledger.commits, found.lives, len(ledger.agents), took_s, found.problems, *judged)
 
 
@@ -209,19 +212,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
     os.environ.setdefault("SSL_CERT_FILE", certifi.where())
     kept = Kept(given.kept, is_resumed=given.resume)
     until = time.monotonic() + given.minutes * 60
+    is_ended = False
+
+    def end(*_: object) -> None:
+        nonlocal is_ended
+        is_ended = True
+
+    before = signal.signal(signal.SIGTERM, end)  # all is repaired, looked for and kept, as after the last fault
 
     def keep(done: Round) -> None:
         kept.add(done)
         print(kept.summary(), *done.problems, sep="\n", flush=True)
 
     try:
-        while kept.faults < given.faults and (left_s := until - time.monotonic()) > 0:
+        while not is_ended and kept.faults < given.faults and (left_s := until - time.monotonic()) > 0:
             faults = min(given.round, given.faults - kept.faults)
-            size = Size(faults, given.agents, given.engines, left_s)
+            size = Size(faults, given.agents, given.engines, left_s, lambda: is_ended)
             asyncio.run(play(size, kept.next_seed(given.seed), keep))
     except FleetError as error:
         print(f"make campaign-fleet: {error}", file=sys.stderr)
         return 1
+    finally:
+        signal.signal(signal.SIGTERM, before)
     return bool(kept.problems)
 
 

@@ -19,6 +19,7 @@ class Round:
     acts: int = 0  # of whose answers there must be an order
     not_judged: int = 0  # agents whose acts have too many orders
     leases: int = 0  # none of which two owners may have had at one time
+    longest_stall_s: float = 0.0  # in which no commit was acknowledged
 
     @property
     def fault_count(self) -> int:
@@ -58,5 +59,7 @@ class Kept:
             f"{self.faults} faults in {len(self.rounds)} rounds and {minutes:.0f} minutes "
             f"({self.faults / minutes:.0f} a minute); {lives} lives; {commits} acknowledged commits; "
             f"{sum(each.acts for each in self.rounds)} acts, {sum(each.leases for each in self.rounds)} leases; "
-            f"{sum(each.not_judged for each in self.rounds)} histories not judged; {len(self.problems)} problems"
+            f"{sum(each.not_judged for each in self.rounds)} histories not judged; "
+            f"{max((each.longest_stall_s for each in self.rounds), default=0.0):.0f} s without a commit at the longest; "
+            f"{len(self.problems)} problems"
         )

@@ -28,16 +28,21 @@ class Nemesis:
     def faults(self) -> int:
         return self.counts.total()
 
-    async def run(self, faults: int, until_s: float) -> None:
-        """So many faults, in storms, or up to that time; then all is repaired. Raises FleetError."""
+    async def run(self, faults: int, until_s: float, is_ended: Callable[[], bool] = lambda: False) -> None:
+        """So many faults, in storms, up to that time, and until it is ended; then all is repaired. Raises FleetError."""
 
         def is_over() -> bool:
-            return self.faults >= faults or time.monotonic() > until_s
+            return self.faults >= faults or time.monotonic() > until_s or is_ended()
+
+        async def in_peace(for_s: float) -> None:
+            until = time.monotonic() + for_s
+            while (left_s := until - time.monotonic()) > 0 and not is_over():
+                await asyncio.sleep(min(left_s, _LOOK_S))
 
         async def breaks(target: Target) -> None:
             dice = Dice(f"nemesis {self._seed} {target.name}")
             while True:
-                await asyncio.sleep(2 * target.peace_s * dice.random())
+                await in_peace(2 * target.peace_s * dice.random())
                 while self._weather.is_calm(time.monotonic()) and not is_over():
                     await target.keep_up()
                     await asyncio.sleep(_LOOK_S)

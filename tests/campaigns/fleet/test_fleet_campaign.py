@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -18,6 +19,7 @@ from tests.campaigns.fleet.campaign import Size, play
 from tests.campaigns.fleet.kept import Round
 from tests.campaigns.fleet.nemesis import Nemesis, Weather
 from tests.campaigns.fleet.targets import Target, slowed
+from tests.campaigns.history.ledger import Ledger
 from tests.campaigns.history.linear import Span
 from tests.campaigns.history.lives import Lives
 from tools.fleet import servers
@@ -52,6 +54,37 @@ def test_a_resumed_campaign_adds_rounds_of_new_seeds_until_its_faults_are_played
     assert [(each["seed"], each["faults"]["kill"]) for each in rounds] == [(1, 4), (2, 2), (3, 4), (4, 1)]
     assert campaign.main([*words, "--faults", "2", "--seed", "9"]) == 0
     assert [each["seed"] for each in json.loads(kept.read_text())["rounds"]] == [9]
+
+
+def test_a_terminated_campaign_ends_its_round_at_once_keeps_it_and_begins_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Rare(_Target):
+        peace_s = 3600.0
+
+    async def played(size: Size, seed: int, keep: Callable[[Round], None]) -> None:
+        nemesis = Nemesis([_Target("a"), Rare("rare")], seed, lambda: 1_000_000)
+        asyncio.get_running_loop().call_later(0.1, os.kill, os.getpid(), signal.SIGTERM)
+        await asyncio.wait_for(nemesis.run(size.faults, time.monotonic() + 3600, size.is_ended), 60)
+        keep(Round(seed, dict(nemesis.counts), 7, 3, 2, 60.0, []))
+
+    monkeypatch.setattr(campaign, "play", played)
+    before = signal.getsignal(signal.SIGTERM)
+    words = ["--faults", "1000000000", "--round", "1000000000", "--kept", str(tmp_path / "kept.json")]
+    assert campaign.main(words) == 0
+    [kept] = json.loads((tmp_path / "kept.json").read_text())["rounds"]
+    assert kept["faults"]["a"] > 0
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_the_longest_time_without_a_commit_counts_also_where_it_has_not_ended() -> None:
+    ledger = Ledger(last_at=time.monotonic() - 20)
+    ledger.acknowledged("agent", 1, "hash")
+    assert 20 <= ledger.longest_stall_s < 50
+    ledger.looked_at(ledger.last_at + 19)
+    assert ledger.longest_stall_s < 50
+    ledger.looked_at(ledger.last_at + 90)
+    assert ledger.longest_stall_s == 90
 
 
 @pytest.mark.parametrize("answers", [True, False])

@@ -1,6 +1,7 @@
 """What callers were told is stored, version by version: none of it may be lost, and no version may be two memories."""
 
 import asyncio
+import time
 from dataclasses import dataclass, field
 
 from kvasir import errors
@@ -17,12 +18,20 @@ class Ledger:
 
     agents: dict[str, dict[int, str]] = field(default_factory=dict)
     commits: int = 0
+    longest_stall_s: float = 0.0  # without a commit
+    last_at: float = field(default_factory=time.monotonic)
 
     def acknowledged(self, agent: str, version: int, manifest_hash: str) -> list[str]:
         """Note it. Returns a problem if another memory was acknowledged as this version: its line had two owners."""
         self.commits += 1
+        self.looked_at(time.monotonic())
+        self.last_at = time.monotonic()
         other = self.agents.setdefault(agent, {}).setdefault(version, manifest_hash)
         return [] if other == manifest_hash else [f"{agent}: version {version} was acknowledged as two memories"]
+
+    def looked_at(self, now: float) -> None:
+        """Whatever has not come by now stalls."""
+        self.longest_stall_s = max(self.longest_stall_s, now - self.last_at)
 
     def gone(self, agent: str) -> None:
         """It was deleted or replaced, or may have been: versions are counted anew."""
