@@ -18,6 +18,11 @@ from cachestore_svc.index.sqlite.rights.lease_ends import LeaseEnds
 from cachestore_svc.index.sqlite.rows import Rows, RowsAhead, numbered_digests
 from cachestore_svc.index.values import BlobEntry, Commit, Done
 
+# SQLite joins in this order then, and looks each hash up. Else it reads all hashes of the namespace, and the list for
+# each of them.
+_BOUND = """FROM json_each(:block_hash) AS wanted CROSS JOIN prefixes CROSS JOIN blobs
+    WHERE prefixes.namespace_id = :namespace AND prefixes.block_hash = wanted.value AND blobs.id = prefixes.blob_id"""
+
 
 def commit_version(rows: Rows, asked: Commit, live: LeaseEnds, now_unix_ms: int) -> Done:
     """Make a manifest the line's next version. Raises Conflict, FailedPrecondition; see Store.commit."""
@@ -105,10 +110,8 @@ def retain(rows: Rows, agent: agents.AgentRow, line_id: int, default_retained: i
 
 def bound_blobs(rows: Rows, kv_hash: str, block_hashes: Sequence[str]) -> dict[str, BlobEntry]:
     """Blobs by those of the block hashes that are bound to one which is whole and was not brought."""
-    bound = """SELECT wanted.key, blobs.hash, blobs.size_bytes FROM json_each(:block_hash) AS wanted
-        JOIN prefixes ON prefixes.block_hash = wanted.value JOIN blobs ON blobs.id = prefixes.blob_id
-        WHERE prefixes.namespace_id = :namespace AND blobs.kv_identity_hash = :kv_identity_hash
-        AND NOT blobs.is_damaged AND blobs.is_brought = 0"""
+    bound = f"""SELECT wanted.key, blobs.hash, blobs.size_bytes {_BOUND}
+        AND blobs.kv_identity_hash = :kv_identity_hash AND NOT blobs.is_damaged AND blobs.is_brought = 0"""  # noqa: S608
     places = numbered_digests(rows, bound, block_hash=block_hashes, kv_identity_hash=kv_hash)
     digests = {block_hashes[place]: digest for place, digest in places}
     found = blobs.find_blobs(rows, digests.values())
@@ -199,10 +202,7 @@ def bind(
 def bound_now(rows: Rows, shared: Sequence[SharedBlock]) -> dict[str, tuple[int, bool]]:
     """The blob to which the hash of each block is bound, and whether it stays bound, as a line's next version has most:
     the blob is undamaged and not brought."""
-    bound = """SELECT wanted.key, blobs.id, NOT blobs.is_damaged AND blobs.is_brought = 0
-        FROM json_each(:block_hash) AS wanted
-        JOIN prefixes ON prefixes.namespace_id = :namespace AND prefixes.block_hash = wanted.value
-        JOIN blobs ON blobs.id = prefixes.blob_id"""
+    bound = f"SELECT wanted.key, blobs.id, NOT blobs.is_damaged AND blobs.is_brought = 0 {_BOUND}"
     hashes = [block.block_hash for block in shared]
     found = rows.all(bound, block_hash=hashes) if shared else []
     return {hashes[place]: (int(blob), bool(is_kept)) for place, blob, is_kept in found}

@@ -1,4 +1,6 @@
-"""A commit of a long line runs as many statements as one of a short line: known blocks cost none."""
+"""A commit of a long line runs as many statements as one of a short line: known blocks cost none. What others stored
+costs a commit and a look for a prefix nothing.
+"""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -10,6 +12,7 @@ from tests.cachestore.core.lab import NS, Lab, upload
 from tests.made_models.synthetic import SMALL, SyntheticAgent
 
 SHORT, LONG = 3 * 256 + 10, 40 * 256 + 10
+_STEPS = 20  # of SQLite's machine, between two counts
 
 
 def traced(store: Store, heard: Callable[[str], None] | None) -> None:
@@ -41,3 +44,42 @@ def test_a_commit_runs_as_many_statements_on_a_long_line_as_on_a_short_one(tmp_p
         short = statements_of_the_second_commit(store, 1, SHORT)
         long = statements_of_the_second_commit(store, 2, LONG)
     assert 10 < len(short) == len(long) < 60, (len(short), len(long))
+
+
+def work_beside(store: Store, others: int) -> tuple[int, int]:
+    """The database's steps for a commit and for a look, beside so many bound hashes of others."""
+    agent, terms = SyntheticAgent(SMALL, others), CommitTerms(bind_shared=True)
+    first = agent.turn(LONG, is_prompt=True)
+    upload(store, first)
+    name = f"beside {others}"
+    kv_hash = store.snapshots.commit(NS, name, first.manifest_digest, 0, terms).kv_identity_hash
+    bind = f"""WITH RECURSIVE numbers (n) AS (SELECT 1 UNION ALL SELECT n + 1 FROM numbers WHERE n < {others})
+        INSERT INTO prefixes SELECT 1, 'of others ' || n, (SELECT MIN(blob_id) FROM prefixes) FROM numbers"""
+    store._opened.core.catalog.write(NS, lambda change: change.connection.execute(bind).rowcount)
+    second, steps = agent.turn(300, is_prompt=True), list[int]()
+    upload(store, second)
+    works = (
+        lambda: store.snapshots.commit(NS, name, second.manifest_digest, 1, terms),
+        lambda: store.prefixes.find(NS, kv_hash, agent.block_hashes(NS), (0,)),
+    )
+    for work in works:
+        heard: list[None] = []
+        counted(store, lambda heard=heard: heard.append(None))  # type: ignore[misc]
+        work()
+        counted(store, None)
+        steps.append(_STEPS * len(heard))
+    return steps[0], steps[1]
+
+
+def counted(store: Store, heard: Callable[[], None] | None) -> None:
+    def count(change: CatalogChange) -> None:
+        change.connection.set_progress_handler(heard, _STEPS)  # type: ignore[attr-defined]
+
+    store._opened.core.catalog.write(NS, count)
+
+
+def test_blocks_of_others_cost_a_commit_and_a_look_for_a_prefix_nothing(tmp_path: Path) -> None:
+    with Lab(tmp_path / "few").open() as few, Lab(tmp_path / "many").open() as many:
+        (commit, look), (commit_beside, look_beside) = work_beside(few, 10), work_beside(many, 2_000)
+    assert commit_beside < 1.2 * commit, (commit, commit_beside)
+    assert look_beside < 1.2 * look, (look, look_beside)
