@@ -111,7 +111,7 @@ def retain(rows: Rows, agent: agents.AgentRow, line_id: int, default_retained: i
 def bound_blobs(rows: Rows, kv_hash: str, block_hashes: Sequence[str]) -> dict[str, BlobEntry]:
     """Blobs by those of the block hashes that are bound to one which is whole and was not brought."""
     bound = f"""SELECT wanted.key, blobs.hash, blobs.size_bytes {_BOUND}
-        AND blobs.kv_identity_hash = :kv_identity_hash AND NOT blobs.is_damaged AND blobs.is_brought = 0"""  # noqa: S608
+        AND blobs.kv_identity_hash = :kv_identity_hash AND NOT blobs.is_damaged AND blobs.is_brought = 0"""
     places = numbered_digests(rows, bound, block_hash=block_hashes, kv_identity_hash=kv_hash)
     digests = {block_hashes[place]: digest for place, digest in places}
     found = blobs.find_blobs(rows, digests.values())
