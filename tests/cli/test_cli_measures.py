@@ -22,9 +22,11 @@ def test_the_self_test_finds_that_memory_comes_back(tmp_path: Path) -> None:
 
 
 @pytest.mark.long(13)
-def test_the_bench_says_rates_and_targets_as_json() -> None:
+def test_the_bench_says_rates_and_targets_as_json(tmp_path: Path) -> None:
+    kept = tmp_path / "kept.json"
     with tempfile.TemporaryDirectory(prefix="kv", dir="/tmp") as home:
-        results = Cli(Path(home)).done("bench", "store", "--quick", "--json").value
+        results = Cli(Path(home)).done("bench", "store", "--quick", "--json", "--keep", str(kept)).value
+    assert results == json.loads(kept.read_text())
     assert [size["name"] for size in results["sizes"]] == ["kvasir-tiny", "llama-3.1-8b"]
     assert 9.0e6 < results["sizes"][1]["block_bytes"] < 9.8e6
     for size in results["sizes"]:

@@ -18,6 +18,7 @@ QuickOption = Annotated[bool, option("Measure less, and once, for a first look. 
 ModelOption = Annotated[str, option("A directory or name of an mlx-lm model. Left out: the shipped model.")]
 PlotsOption = Annotated[Path | None, option("Write PNGs into this directory.")]
 HomeOption = Annotated[Path, option("A directory on the disk that is measured.", exists=True, file_okay=False)]
+KeptOption = Annotated[Path | None, option("Write the results into FILE after each step.", "--keep", dir_okay=False)]
 MarkdownOption = Annotated[bool, option("Print Markdown tables.", "--markdown")]
 Report = Any  # a module: `lines` of results, with `text_table` or another table, and `plots` of them
 

@@ -1,5 +1,6 @@
 """`kvasir bench …`: the services' speed beside the speed of this machine's wire, disk and hash, in one run."""
 
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -11,13 +12,13 @@ from kvasir.cli.showing.arguments import option
 from kvasir_bench.attention import report as attention_report
 from kvasir_bench.commands import engine, fleet, load, make_model, memory, memory_path, quality
 from kvasir_bench.commands.paper.command import paper
-from kvasir_bench.commands.shown import QuickOption, end, progress, show
+from kvasir_bench.commands.shown import KeptOption, QuickOption, end, progress, show
 from kvasir_bench.engine import report as engine_report
 from kvasir_bench.fleet import report as fleet_report
 from kvasir_bench.load import report as load_report
 from kvasir_bench.memory_path import findings
 from kvasir_bench.paper import report as paper_report
-from kvasir_bench.program import measured_by
+from kvasir_bench.program import keep, measured_by
 from kvasir_bench.quality import report as quality_report
 from kvasir_bench.store import measuring
 
@@ -25,12 +26,13 @@ from kvasir_bench.store import measuring
 def store(
     caller: Caller,
     directory: Annotated[Path | None, option("Where the measured stores lie, on the disk that is measured.")] = None,
+    kept: KeptOption = None,
     quick: QuickOption = False,
 ) -> None:
     """Put, get, pull, find and start, beside raw TCP, write + fsync and BLAKE3. Ends with 1 when a target is missed."""
     check_installed("store")
-    with progress(caller, "measuring the store; minutes at full size"):
-        results = measuring.run(directory, is_quick=quick)
+    with progress(caller, "measuring the store; minutes at full size") as say:
+        results = measuring.run(directory, say, partial(keep, kept), is_quick=quick)
     show(caller, results, measuring)
     end(results, is_quick=quick)
 

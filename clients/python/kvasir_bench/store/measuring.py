@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -34,6 +34,8 @@ from kvasir_bench.arithmetic import Target, timed
 from kvasir_bench.tables import text_table, verdicts
 from kvasir_bench.wire import sent_s, write
 
+Say = Callable[[str], None]
+Keep = Callable[[Mapping[str, Any]], None]
 _READERS = min(8, os.cpu_count() or 1)  # threads that read files
 # On one thread and, where named so, on all cores if a blob is large. Files are read from the page cache.
 _BASELINES = ("tcp", "write_fsync", "blake3", "blake3_all", "read")
@@ -77,18 +79,25 @@ def geometries(is_quick: bool) -> list[Geometry]:
     ]
 
 
-def run(directory: Path | None, *, is_quick: bool) -> dict[str, Any]:
-    """Measure on the disk of `directory`. `is_quick` moves less."""
+def run(directory: Path | None, say: Say, keep: Keep, *, is_quick: bool) -> dict[str, Any]:
+    """Measure on the disk of `directory`. `is_quick` moves less. `keep` gets the results after each part: the last one
+    fills a store, which takes a slow disk minutes.
+    """
     repeats, startup_blobs = (1, 500) if is_quick else (5, 100_000)
+    results: dict[str, Any] = {"sizes": []}
     with tempfile.TemporaryDirectory(prefix="kvasir-bench-", dir=directory) as root:
-        sizes = [_run(_moving(Path(root) / geometry.name, geometry, repeats)) for geometry in geometries(is_quick)]
-        results: dict[str, Any] = {"sizes": sizes, "find_missing_1000_ms": sizes[0]["find_missing_1000_ms"]}
+        for geometry in geometries(is_quick):
+            results["sizes"].append(_run(_moving(Path(root) / geometry.name, geometry, repeats, say)))
+            results["find_missing_1000_ms"] = results["sizes"][0]["find_missing_1000_ms"]
+            keep(results)
+        say(f"filling a store with {startup_blobs:,} blobs, and starting it")
         results["startup"] = _run(_startup(Path(root) / "startup", startup_blobs))
     results["targets"] = [target.row() for target in targets(results)]
+    keep(results)
     return results
 
 
-async def _moving(root: Path, geometry: Geometry, repeats: int) -> dict[str, Any]:
+async def _moving(root: Path, geometry: Geometry, repeats: int, say: Say) -> dict[str, Any]:
     rates: dict[str, list[float]] = {name: [] for name in _MEASURED}
     with ExitStack() as stack:
         sealed_at = stack.enter_context(_store(root / "sealed", *_sealed(root / "sealed")))
@@ -105,6 +114,7 @@ async def _moving(root: Path, geometry: Geometry, repeats: int) -> dict[str, Any
         ):
             await beside.get_capabilities()  # makes the place for files
             for repeat in range(repeats + 1):
+                say(f"blocks of {geometry.name}: {repeat + 1} of {repeats + 1}")
                 memory = _memory(geometry.identity, geometry.blocks, repeat)
                 seconds = _baselines(root, memory)
                 seconds |= await _transfers(source, target, memory, f"agent-{repeat}")
