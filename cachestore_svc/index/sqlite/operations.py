@@ -143,20 +143,22 @@ class Catalog:
                 return
 
     def _take_writes(self, connection: Connection) -> None:
-        began_ms = self._now_unix_ms()
         first = self._next(self._writes)
         if first is None:
             return
         taken = [first]
         try:
-            self._write(connection, taken, self._more_writes(taken, began_ms))
+            self._write(connection, taken, self._more_writes(taken))
         except BaseException as error:  # noqa: BLE001  a caller that waits for ever would be worse
             for operation in taken:
                 if not operation.answer.done():
                     operation.answer.set_exception(error)
 
-    def _more_writes(self, taken: list[Operation], began_ms: int) -> Iterator[Operation]:
-        """Further writes for the commit of those `taken`, each taken when the one before it has run."""
+    def _more_writes(self, taken: list[Operation]) -> Iterator[Operation]:
+        """Further writes for the commit of those `taken`, each taken when the one before it has run. The turn begins
+        when the first has run: before it a group may wait for those of other stores.
+        """
+        began_ms = self._now_unix_ms()
         while len(taken) < MAX_WRITES_PER_COMMIT and not self._is_over(began_ms):
             operation = self._next(self._writes)
             if operation is None:

@@ -122,6 +122,28 @@ def test_a_store_that_was_cut_off_comes_back_to_its_like_and_to_no_other(url: st
 
 
 @pytest.mark.long(5)
+def test_a_group_that_waited_for_another_stores_takes_all_that_came_meanwhile(url: str) -> None:
+    stands, goes_on = threading.Event(), threading.Event()
+
+    def stand_still(_: object) -> None:
+        stands.set()
+        goes_on.wait(60)
+
+    now_ms = 0
+    with replica(url) as a, closing(open_postgres(url, Disk(), lambda: now_ms, ALIKE)) as b:
+        still = a.write_later(HOUSE, stand_still)
+        assert stands.wait(30)
+        waiting = [b.write_later(HOUSE, add_one) for _ in range(9)]
+        with psycopg.connect(url, autocommit=True) as connection:
+            while connection.execute("SELECT 1 FROM pg_locks WHERE NOT granted").fetchall() == []:
+                time.sleep(LOOK_S)
+        now_ms = 1000  # longer than a group takes more
+        goes_on.set()
+        assert [each.result() for each in [still, *waiting]] == [None, *range(1, 10)]
+        with psycopg.connect(url) as connection:
+            assert connection.execute("SELECT groups FROM writers").fetchall() == [(1,), (1,)]
+
+
 def test_a_store_that_stands_still_amid_a_group_holds_up_the_others_for_seconds(url: str) -> None:
     stands, goes_on = threading.Event(), threading.Event()
 
