@@ -12,7 +12,7 @@ from kvasir.cachestore.v1 import manifest_pb2
 from kvasir.clients import StoreClient
 from kvasir.errors import FailedPrecondition, InvalidArgument, KvasirError, NotFound
 from kvasir.formats.digest import Digest
-from kvasir.store_for_mlx_lm import PromptCaches
+from kvasir.store_for_mlx_lm import PromptCaches, cache_file
 from mlx.utils import tree_flatten
 from mlx_lm.models import cache as caches
 
@@ -186,6 +186,34 @@ def test_a_memory_that_is_no_prompt_cache_is_no_crash(kept: PromptCaches, model:
     kept._store.commit("odd", digest, 1)
     with pytest.raises(KvasirError, match="no prompt cache"):
         kept.load("odd")
+
+
+_VAST = "9" * 12
+_WRONG_PLACES = {
+    "an array in a list of billions": lambda tensors, words: (tensors | {f"0.{_VAST}": mx.zeros(1)}, words),
+    "a word in a list of billions": lambda tensors, words: (tensors, words | {f"2.{_VAST}": "scalar"}),
+    "an array in many lists": lambda tensors, words: (tensors | {"0." * 5000 + "0": mx.zeros(1)}, words),
+    "many long lists": lambda tensors, words: (tensors, words | {f"2.{n}.9999": "" for n in range(2, 2000)}),
+}
+
+
+@pytest.mark.parametrize("how", _WRONG_PLACES)
+def test_a_file_whose_lists_would_fill_the_memory_is_neither_kept_nor_given_back(
+    model: Any, kept: PromptCaches, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    """mlx-lm makes a list as long as the largest number in a name."""
+    cache, file = _plain(model), str(tmp_path / "saved.safetensors")
+    model(mx.array([_PROMPT[:10]]), cache=cache)
+    _file(cache, tmp_path / "saved.safetensors")
+    mx.save_safetensors(file, *_WRONG_PLACES[how](*mx.load(file, return_metadata=True)))
+    data = Path(file).read_bytes()
+    with pytest.raises(InvalidArgument, match=r"expected (lists|at most)"):
+        kept.save("vast", data, _PROMPT[:10])
+    with monkeypatch.context() as another:  # a program that does not look
+        another.setattr(cache_file, "_check_places", lambda _: None)
+        kept.save("vast", data, _PROMPT[:10])
+    with pytest.raises(InvalidArgument, match=r"expected (lists|at most)"):
+        kept.load("vast")
 
 
 def test_caches_without_a_name_of_their_weights_are_refused(store: RunningStore) -> None:

@@ -3,6 +3,7 @@
 import json
 import os
 import resource
+import shutil
 import signal
 import socket
 import subprocess
@@ -25,7 +26,7 @@ from kvasir.store_for_mlx_lm import PromptCaches, server, stored_caches
 from kvasir.store_for_mlx_lm.fitting import Fitting
 from kvasir.store_for_mlx_lm.stored_caches import StoredPromptCaches
 from kvasir.store_for_mlx_lm.weights import weights_of
-from mlx_lm.models.cache import make_prompt_cache, save_prompt_cache
+from mlx_lm.models.cache import RotatingKVCache, make_prompt_cache, save_prompt_cache
 
 from inference_svc.model import kvasir_tiny
 from tests.cachestore.service.running import RunningStore, StoreHome, store_home
@@ -177,6 +178,20 @@ def test_a_stored_cache_that_the_model_cannot_go_on_with_is_left_out(
         caches.insert_cache(_TINY, _PROMPT, _computed(_PROMPT))
     with _caches(store.address) as caches:
         assert caches.fetch_nearest_cache(_TINY, [*_PROMPT, 5])[1] == [5]
+
+
+def test_a_prompt_that_is_stored_whole_leaves_its_last_token_to_compute(store: RunningStore) -> None:
+    """mlx-lm's batches end of a prompt that leaves none."""
+    with _caches(store.address) as caches:
+        caches.insert_cache(_TINY, _PROMPT, _computed(_PROMPT))
+        assert caches.fetch_nearest_cache(_TINY, _PROMPT)[1] == _PROMPT[-1:]
+    with _caches(store.address) as caches:
+        found, rest = caches.fetch_nearest_cache(_TINY, _PROMPT)
+        assert (found[0].offset, rest) == (299, _PROMPT[-1:])
+        rotating = [RotatingKVCache(4) for _ in found]  # is full, and cannot be cut
+        _model()(mx.array([[1, 2, 3, 4, 5]]), cache=rotating)
+        caches.insert_cache(_TINY, [1, 2, 3, 4, 5], rotating)
+        assert caches.fetch_nearest_cache(_TINY, [1, 2, 3, 4, 5]) == (None, [1, 2, 3, 4, 5])
 
 
 def test_a_server_that_quantizes_goes_on_with_its_own_caches_and_with_those_of_others() -> None:
@@ -382,6 +397,50 @@ def test_a_cache_that_another_server_quantized_does_not_end_one_that_batches(
         ends.callback(second.process.kill)
         assert second.ready().chat(said)[1] == 0
         assert "it is none that the model makes" in second.log.read_text()
+
+
+def _windowed(folder: Path) -> str:
+    """kvasir-tiny with windows of 32 tokens."""
+    shutil.copytree(_TINY[0], folder)
+    config = json.loads((folder / "config.json").read_text())
+    kinds = ["sliding_attention", "full_attention"] * 4
+    (folder / "config.json").write_text(json.dumps(config | {"sliding_window": 32, "layer_types": kinds}))
+    return str(folder)
+
+
+_WINDOWS = {"fewer rows": {"rows": 5}, "another window": {"max_size": 16}, "no window": {"max_size": 0}, "honest": {}}
+
+
+@pytest.mark.long(25)
+def test_a_damaged_window_ends_no_server_and_changes_no_reply(store: RunningStore, tmp_path: Path) -> None:
+    path = _windowed(tmp_path / "windowed")
+    model, tokenizer, *_ = mlx_lm.load(path)
+    said = "The river was cold. Anna carried her dog over the bridge, and Rex looked at the water and the old mill."
+    asked = {how: [{"role": "user", "content": f"{how}: {said} Who carried the dog?"}] for how in _WINDOWS}
+    with store.client() as client:
+        kept = PromptCaches(client, weights_of((path, None, None)))
+        for how, numbers in _WINDOWS.items():
+            tokens = tokenizer.apply_chat_template(asked[how], add_generation_prompt=True)[:-4]
+            cache = make_prompt_cache(model)
+            model(mx.array([tokens]), cache=cache)
+            for each in cache[::2]:
+                each.keys, each.values = (part[..., : numbers.get("rows"), :] for part in (each.keys, each.values))
+                each.max_size = numbers.get("max_size", each.max_size)
+            save_prompt_cache(str(tmp_path / "saved.safetensors"), cache)
+            data = (tmp_path / "saved.safetensors").read_bytes()
+            kept.save(f"mlx-lm/{kept.weights_digest[:16]}/{how}", data, tokens)
+    with ExitStack() as ends:
+        warm, cold = (
+            _Server(address, tmp_path / name, options=("--model", path))
+            for address, name in ((store.address, "warm.log"), (f"unix:{tmp_path}/none", "cold.log"))
+        )
+        for each in (warm, cold):
+            ends.callback(each.process.kill)
+            each.ready()
+        for how, messages in asked.items():
+            reply, cached = warm.chat(messages)
+            assert reply == cold.chat(messages)[0], how
+            assert (cached > 32) == (how == "honest"), how
 
 
 @pytest.mark.long(25)

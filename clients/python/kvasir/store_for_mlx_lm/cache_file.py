@@ -6,7 +6,8 @@ prefix share its blobs. Whatever their type is, they are kept as 16-bit words. A
 import json
 import math
 import struct
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +25,7 @@ from kvasir.formats.token_files import file_identities, state_identity
 _OFFSETS = {"KVCache": "2", "QuantizedKVCache": "2"}
 _ITEM_BYTES = {"BOOL": 1, "U8": 1, "I8": 1, "U16": 2, "I16": 2, "F16": 2, "BF16": 2, "U32": 4, "I32": 4, "F32": 4}
 _ITEM_BYTES |= {"U64": 8, "I64": 8, "F64": 8}
+_MOST_DEPTH = 16  # of lists in the state of a cache
 _LINE = 512  # 16-bit words of a state's tensor in a line
 
 
@@ -100,6 +102,8 @@ def join(kept: manifest_pb2.Manifest, read_blob: Callable[[Digest], FileBytes]) 
         raise _wrong("the memory is no prompt cache of mlx-lm")
     state = _tensors_of(read_blob(Digest.from_proto(kept.states[0].digest)), kept.kv_identity)
     skeleton, tensors = _open_state(list(state.values()))
+    _check_places([*tensors, *(name for name, *_ in skeleton["rows"])])
+    _check_places(skeleton["metadata"])
     listed = [*kept.blocks, *([kept.tail] if kept.HasField("tail") else [])]
     parts = [_tensors_of(read_blob(Digest.from_proto(each)), kept.kv_identity) for each in listed] if listed else []
     for index, (name, dtype, heads, width) in enumerate(skeleton["rows"]):
@@ -129,9 +133,25 @@ def _read(data: bytes) -> tuple[dict[str, _Tensor], dict[str, str]]:
     }
     if strange := next((each.dtype for each in tensors.values() if each.dtype not in _ITEM_BYTES), ""):
         raise _wrong(f"expected tensors of {', '.join(_ITEM_BYTES)}, got {strange}")
+    _check_places(tensors)
+    _check_places(metadata)
     if "1.0" not in metadata:
         raise _wrong("expected the classes of its caches in the metadata; mlx_lm's save_prompt_cache writes them")
     return tensors, metadata
+
+
+def _check_places(names: Collection[str]) -> None:
+    """Raises InvalidArgument for names of lists with more gaps than entries: mlx-lm fills each gap."""
+    last: dict[tuple[str, ...], int] = {}
+    for name in names:
+        parts = tuple(name.split(".", _MOST_DEPTH))
+        for depth, part in enumerate(parts):
+            with suppress(ValueError):
+                last[parts[:depth]] = max(last.get(parts[:depth], 0), int(part))
+        if len(parts) > _MOST_DEPTH:
+            raise _wrong(f"expected at most {_MOST_DEPTH} lists in each other")
+    if sum(last.values()) > _MOST_DEPTH * (len(names) + 1):
+        raise _wrong("expected lists without gaps")
 
 
 def _place(name: str) -> list[int]:

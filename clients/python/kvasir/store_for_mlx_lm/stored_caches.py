@@ -21,7 +21,7 @@ from mlx_lm.models import cache as _cache
 from kvasir.clients import StoreClient
 from kvasir.errors import DeadlineExceeded, InvalidArgument, NotFound, Unavailable
 from kvasir.formats.block_hash import BLOCK_TOKENS
-from kvasir.store_for_mlx_lm.fitting import WITH_ROWS
+from kvasir.store_for_mlx_lm.fitting import WITH_ROWS, offsets
 from kvasir.store_for_mlx_lm.prompt_caches import KeptCache, PromptCaches
 from kvasir.store_for_mlx_lm.weights import weights_of
 from kvasir.waits import PATIENCE_S, SILENCE_S
@@ -47,13 +47,20 @@ class StoredPromptCaches(mlx_lm_cache.LRUPromptCache):  # type: ignore[misc]
         self._models: dict[Any, _StoredOfModel | None] = {}
 
     def fetch_nearest_cache(self, model: Any, tokens: list[int]) -> tuple[Any, list[int]]:
-        found, rest = super().fetch_nearest_cache(model, tokens)
+        found, rest = self._nearest(model, tokens)
         if stored := self._of(model):
             loaded = stored.load(tokens, len(tokens) - len(rest) + _LEAST_GAIN)
             if loaded is not None:
                 super().insert_cache(model, loaded[1], loaded[0])
-                return super().fetch_nearest_cache(model, tokens)  # type: ignore[no-any-return]
+                return self._nearest(model, tokens)
         return found, rest
+
+    def _nearest(self, model: Any, tokens: list[int]) -> tuple[Any, list[int]]:
+        """mlx-lm's own, that leaves a token to compute: its batches end of a prompt without one."""
+        found, rest = super().fetch_nearest_cache(model, tokens)
+        if found is None or rest:
+            return found, rest
+        return (found, tokens[-1:]) if mlx_lm_cache.trim_prompt_cache(found, 1) else (None, tokens)
 
     def insert_cache(
         self, model: Any, tokens: list[int], prompt_cache: list[Any], *, cache_type: str = "assistant"
@@ -119,10 +126,7 @@ class _StoredOfModel:
         with _warning("a stored prompt cache is left out"):
             with self._leaving_alone():
                 data, held = self._caches.load(name, SILENCE_S)
-            cache = _loaded(data, self._file())
-            if self._fits(cache, len(held)):
-                return cache, held
-            raise InvalidArgument("it is none that the model makes")
+            return _loaded(data, self._file(), lambda cache: self._fits(cache, len(held))), held
         if self._steady() >= self._next_call_s:
             self._known.pop(name, None)
         return None
@@ -147,7 +151,7 @@ class _StoredOfModel:
 
     def save(self, tokens: Sequence[int], cache: list[Any]) -> None:
         """Write the new rows of a cache to a file, which is sent later. One that cannot be kept is left out."""
-        held = {each.offset for each in cache if isinstance(each, WITH_ROWS)} or {len(tokens)}
+        held = offsets(cache) or {len(tokens)}
         size = min(held)
         if len(held) > 1 or not 0 < size <= len(tokens) or min(tokens) < 0 or self.waiting.qsize() >= _WAITING:
             _LOG.info("a prompt cache of %d tokens is not kept", len(tokens))
@@ -210,10 +214,13 @@ def _without(cache: Any, rows: int) -> Any:
     return type(cache).from_state((*cut, *others))
 
 
-def _loaded(data: bytes, file: Path) -> list[Any]:
+def _loaded(data: bytes, file: Path, fits: Callable[[list[Any]], bool]) -> list[Any]:
+    """Raises InvalidArgument for one that does not fit, before MLX reads its arrays."""
     try:
         file.write_bytes(data)
         cache: list[Any] = mlx_lm_cache.load_prompt_cache(str(file))
+        if not fits(cache):
+            raise InvalidArgument("it is none that the model makes")
         mx.eval([each.state for each in cache])
     finally:
         file.unlink(missing_ok=True)
