@@ -29,14 +29,14 @@ class Nemesis:
         return self.counts.total()
 
     async def run(self, faults: int, until_s: float, is_ended: Callable[[], bool] = lambda: False) -> None:
-        """So many faults, in storms, up to that time, and until it is ended; then all is repaired. Raises FleetError."""
+        """So many faults, in storms, up to that time or its end; then all is repaired. Raises FleetError."""
 
         def is_over() -> bool:
             return self.faults >= faults or time.monotonic() > until_s or is_ended()
 
         async def in_peace(for_s: float) -> None:
             until = time.monotonic() + for_s
-            while (left_s := until - time.monotonic()) > 0 and not is_over():
+            while (left_s := until - time.monotonic()) > 0 and not is_over():  # noqa: ASYNC110
                 await asyncio.sleep(min(left_s, _LOOK_S))
 
         async def breaks(target: Target) -> None:
