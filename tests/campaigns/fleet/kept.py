@@ -60,6 +60,6 @@ class Kept:
             f"({self.faults / minutes:.0f} a minute); {lives} lives; {commits} acknowledged commits; "
             f"{sum(each.acts for each in self.rounds)} acts, {sum(each.leases for each in self.rounds)} leases; "
             f"{sum(each.not_judged for each in self.rounds)} histories not judged; "
-            f"{max((each.longest_stall_s for each in self.rounds), default=0.0):.0f} s without a commit at the longest; "
+            f"{max((each.longest_stall_s for each in self.rounds), default=0.0):.0f} s without a commit at most; "
             f"{len(self.problems)} problems"
         )
