@@ -53,7 +53,7 @@ class Lines:
         return line
 
     def start(self) -> None:
-        self._spawn(self._beat())
+        self._spawn(self._beats())
         self._spawn(self._follow())
 
     async def drain(self, patience_s: float) -> None:
@@ -110,15 +110,21 @@ class Lines:
         for agent_id in renewed.wanted:
             self._wanted(agent_id, takes_back=False)
 
-    async def _beat(self) -> None:
+    async def _beats(self) -> None:
+        """Heartbeats, none of which waits for the one before: each counts from its question on, and a busy store that
+        answers all of them late keeps all leases.
+        """
         while True:
             await asyncio.sleep(_BEAT_S)
-            try:
-                await self.beat()
-            except errors.KvasirError:
-                continue  # leases count for a while without a heartbeat
-            except Exception:  # noqa: BLE001 - it has no reader but the log
-                _LOG.exception("lease.beat_failed", namespace=self.namespace)
+            self._spawn(self._beat())
+
+    async def _beat(self) -> None:
+        try:
+            await self.beat()
+        except errors.KvasirError:
+            return  # leases count for a while without a heartbeat
+        except Exception:  # noqa: BLE001 - it has no reader but the log
+            _LOG.exception("lease.beat_failed", namespace=self.namespace)
 
     async def _follow(self) -> None:
         """Follow the namespace's events. After a cut they go on from the last cursor; heartbeats report lost leases."""

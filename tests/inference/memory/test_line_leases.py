@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable
+from types import SimpleNamespace
 
 import pytest
 from kvasir import errors
@@ -11,7 +12,7 @@ from kvasir.formats.digest import Digest
 
 from inference_svc.engine.api import AgentKey
 from inference_svc.memory.agent_memory import AgentMemory, Publication
-from inference_svc.memory.lines import line_lease
+from inference_svc.memory.lines import line_lease, lines
 from inference_svc.memory.lines.line_states import LEASE_MARGIN_S, Stage, Standing, Use
 from inference_svc.memory.outcomes import SnapshotOutcome, SnapshotState
 from inference_svc.memory.store.answers import (
@@ -84,6 +85,35 @@ def test_a_turn_waits_a_moment_for_a_lease_of_a_store_that_hangs(monkeypatch: py
         await settle()
         assert lab.counts("a")  # the answer is there for the next
         assert len(lab.store.asked) == 1
+
+    run(scenario)
+
+
+def test_a_store_that_answers_every_heartbeat_late_keeps_all_leases(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario(lab: Lab) -> None:
+        lab.remember("a")
+        await lab.held("a")
+        due = asyncio.Queue[None]()
+
+        async def passes(_seconds: float) -> None:
+            await due.get()
+
+        monkeypatch.setattr(lines, "asyncio", SimpleNamespace(**{**vars(asyncio), "sleep": passes}))
+        lab.lines.start()
+        lab.store.answering.clear()
+        for _ in range(2):
+            lab.now += LEASE_TTL_S / 3
+            due.put_nowait(None)
+            await settle()
+        assert len(lab.store.renewed) == 2
+        lab.now += 1
+        lab.store.answering.set()
+        await settle()
+        lab.now = 100 + 2 * LEASE_TTL_S / 3 + LEASE_TTL_S - LEASE_MARGIN_S - 0.1
+        assert lab.counts("a")
+        lab.now += 0.2
+        assert not lab.counts("a")
+        await lab.lines.close()
 
     run(scenario)
 
