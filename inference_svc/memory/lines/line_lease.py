@@ -6,7 +6,7 @@ from collections.abc import Callable, Coroutine
 
 import structlog
 from kvasir import errors
-from kvasir.waits import LOOK_S, PAUSE_S, SOON_S
+from kvasir.waits import LOOK_S, PAUSE_S, RETRY_S, SOON_S
 
 from inference_svc.engine.api import AgentKey
 from inference_svc.memory.lines.line_parts import LineParts
@@ -78,7 +78,8 @@ class LineLease:
 
     async def obtain(self, patience_s: float, *, takes: bool = True) -> Lease:
         """The lease; its holder has `patience_s` to give it back. Raises Unavailable (AGENT_HELD_ELSEWHERE)."""
-        give_up, pause_s = self._parts.clock() + patience_s, LOOK_S
+        began, pause_s = self._parts.clock(), LOOK_S
+        give_up = began + patience_s
         while True:
             if (lease := self._counting()) is not None:
                 return lease
@@ -98,7 +99,9 @@ class LineLease:
                     retry_after_s=1.0,
                 )
             await asyncio.sleep(pause_s)
-            pause_s = min(2 * pause_s, PAUSE_S)
+            # Each request is a write at the store: the longer the wait, the fewer of them.
+            waited_s = self._parts.clock() - began
+            pause_s = min(max(min(2 * pause_s, PAUSE_S), waited_s / 4), RETRY_S)
 
     def unverified(self) -> None:
         """Events were lost: so may be a lease that is held, or about to be granted."""

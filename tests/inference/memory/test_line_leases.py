@@ -298,6 +298,26 @@ def test_a_line_that_is_held_elsewhere_is_waited_for_a_little_and_then_refused()
     run(scenario)
 
 
+def test_a_wait_for_anothers_lease_begins_with_many_requests_and_goes_on_with_few(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario(lab: Lab) -> None:
+        asked_at = list[float]()
+
+        async def passes(seconds: float) -> None:
+            asked_at.append(lab.now - 100)
+            lab.now += seconds
+            await settle()
+
+        monkeypatch.setattr(line_lease, "asyncio", SimpleNamespace(**{**vars(asyncio), "sleep": passes}))
+        lab.store.refusals = [HELD] * 1000
+        with pytest.raises(errors.Unavailable):
+            await lab.line("a").lease.obtain(30.0)
+        assert len([at for at in asked_at if at < 1]) > 6
+        assert len(asked_at) < 50
+        assert 28 < asked_at[-1] < 30
+
+    run(scenario)
+
+
 def test_after_lost_events_no_lease_counts_until_it_is_prolonged() -> None:
     async def scenario(lab: Lab) -> None:
         lab.remember("a")
