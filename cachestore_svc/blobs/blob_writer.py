@@ -260,7 +260,7 @@ class PartWriter:
     def write(self, offset: int, data: bytes | memoryview) -> None:
         self._check_open()
         if offset != self.received_bytes:
-            raise InvalidArgument(f"offset: expected {self.received_bytes}, got {offset}", field="offset")
+            raise InvalidArgument.of("offset", f"expected {self.received_bytes}, got {offset}")
         if offset + len(data) > self.digest.size_bytes:
             self.abandon()
             raise InvalidArgument(

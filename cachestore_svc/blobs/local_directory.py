@@ -110,7 +110,7 @@ class LocalBlobs:
         part = LocalPart(self._disk, self._disk.open_append(path), is_whole=True)
         if problem := part.problem_of_handed(digest.size_bytes):
             part.close()
-            raise InvalidArgument(f"handed: {problem}", field="handed")
+            raise InvalidArgument.of("handed", problem)
         return part
 
     def handed(self) -> set[str]:

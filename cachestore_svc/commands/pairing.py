@@ -200,8 +200,8 @@ def _free_port(host: str) -> int:
             probe.bind(address)
             port: int = probe.getsockname()[1]
     except OSError as error:
-        text = f"listen: {host} is no address of this machine: {error.strerror or error}"
-        raise errors.InvalidArgument(text, field="listen") from None
+        text = f"{host} is no address of this machine: {error.strerror or error}"
+        raise errors.InvalidArgument.of("listen", text) from None
     return port
 
 
@@ -317,8 +317,8 @@ def _changed(options: argparse.Namespace, book: PeerBook) -> PeerBook:
         return book.with_name(name, _check_name(options.new_name, "new name", "name", book))
     peer, gives, takes = book.peers[name], _named(options.gives, Gives), _named(options.takes, Takes)
     if peer.is_paired and (new := {*gives, *takes} - {*peer.namespaces}):
-        text = f"namespace: {name} was given none of {sorted(new)}: pair again, with --gives for each"
-        raise errors.InvalidArgument(text, field="namespace")
+        text = f"{name} was given none of {sorted(new)}: pair again, with --gives for each"
+        raise errors.InvalidArgument.of("namespace", text)
     return replace(book, peers={**book.peers, name: _with_rights(peer, gives, takes)})
 
 

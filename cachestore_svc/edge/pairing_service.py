@@ -161,7 +161,7 @@ def _said(steps: AsyncIterator[Any]) -> _Said:
             text = "the other side refused our card: a machine in the middle? Nothing is pinned"
             raise errors.PermissionDenied(text, reason="PAIRING_REFUSED")
         if came != name:
-            raise errors.InvalidArgument(f"step: expected {name}, got {came}", reason="PAIRING_MALFORMED", field="step")
+            raise errors.InvalidArgument.of("step", f"expected {name}, got {came}", reason="PAIRING_MALFORMED")
         return getattr(step, name)
 
     return next_step
@@ -169,9 +169,9 @@ def _said(steps: AsyncIterator[Any]) -> _Said:
 
 def _share(share: pb.PairingShare) -> bytes:
     if share.protocol != PROTOCOL:
-        raise errors.InvalidArgument(
-            f"share.protocol: this side speaks {PROTOCOL}, the other {share.protocol}: bring both to one version",
+        raise errors.InvalidArgument.of(
+            "share.protocol",
+            f"this side speaks {PROTOCOL}, the other {share.protocol}: bring both to one version",
             reason="PAIRING_MALFORMED",
-            field="share.protocol",
         )
     return share.spake2

@@ -68,7 +68,7 @@ class Uploading:
         digest = messages.read_digest(frame.digest, "frame.digest")
         kind, is_engine = messages.read_kind(frame.kind), ENGINE in current_principal().roles
         if token and not is_engine:  # it shares no directory with this store
-            raise PermissionDenied("handed: only an engine hands files over", field="handed")
+            raise PermissionDenied.of("handed", "only an engine hands files over")
         if is_engine and kind is BlobKind.MANIFEST:
             if frame.offset == 0 and len(frame.data) == digest.size_bytes:
                 self._ahead.begin(current_principal().namespace, digest, frame.data)

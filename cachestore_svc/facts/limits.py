@@ -16,9 +16,7 @@ MAX_LABEL_CHARS = 256
 MAX_LABELS_BYTES = 4096  # rows are in no quota, and a fork copies none: an agent's labels stay small
 
 
-def wrong(field: str, problem: str, *, reason: str | None = None, **facts: object) -> InvalidArgument:
-    metadata = {name: str(value) for name, value in facts.items()}
-    return InvalidArgument(f"{field}: {problem}", reason=reason, field=field, metadata=metadata)
+wrong = InvalidArgument.of
 
 
 def check_range(field: str, value: float, least: float, most: float) -> None:

@@ -146,9 +146,8 @@ def check_stays_itself(before: Mapping[str, str], labels: Mapping[str, str]) -> 
     """Raises InvalidArgument for new labels by which an agent would be taken for another, or for none."""
     is_it = before.get(FIRST_MOVE, "")
     if labels.get(FIRST_MOVE, is_it) != is_it:
-        raise InvalidArgument(
-            f"labels.{FIRST_MOVE}: expected it left out or unchanged: stores give it, and know the agent by it",
-            field=f"labels.{FIRST_MOVE}",
+        raise InvalidArgument.of(
+            f"labels.{FIRST_MOVE}", "expected it left out or unchanged: stores give it, and know the agent by it"
         )
 
 

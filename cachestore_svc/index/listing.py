@@ -24,7 +24,7 @@ _LINE_BYTES = 512
 def page_size(asked: int) -> int:
     """Things per page; 0 means the default, and more than the most means the most. Raises InvalidArgument."""
     if asked < 0:
-        raise InvalidArgument(f"page_size: expected 0 or more, got {asked}", field="page_size")
+        raise InvalidArgument.of("page_size", f"expected 0 or more, got {asked}")
     return min(asked or records.DEFAULT_PAGE_SIZE, records.MAX_PAGE_SIZE)
 
 
@@ -82,7 +82,7 @@ def _snapshot_place(token: str, listing: Sequence[str]) -> tuple[str, int]:
         return "", records.MAX_VERSION
     line, _, version = page_place(token, listing).partition(":")
     if not version.isascii() or not version.isdecimal() or len(version) > 16:
-        raise InvalidArgument("page_token: not one of ours", field="page_token")
+        raise InvalidArgument.of("page_token", "not one of ours")
     return line, int(version)
 
 
@@ -99,10 +99,10 @@ def page_place(token: str, listing: Sequence[str]) -> str:
         named = base64.b64decode(token.encode(), altchars=b"-_", validate=True)
         mark, place = named[:_MARK_BYTES], named[_MARK_BYTES:].decode()
     except (binascii.Error, ValueError):
-        raise InvalidArgument("page_token: not one of ours", field="page_token") from None
+        raise InvalidArgument.of("page_token", "not one of ours") from None
     check_text(place, "page_token")
     if mark != _mark(listing):
-        raise InvalidArgument("page_token: it belongs to another listing; begin without one", field="page_token")
+        raise InvalidArgument.of("page_token", "it belongs to another listing; begin without one")
     return place
 
 

@@ -24,7 +24,7 @@ def read_code(text: str) -> str:
     """The code as `new_code` shows it, however it was typed. Raises InvalidArgument, which does not repeat it."""
     letters = text.upper().replace("-", "").replace(" ", "").translate(_LOOKS_LIKE)
     if len(letters) != _CODE_CHARS or any(letter not in _ALPHABET for letter in letters):
-        raise InvalidArgument(f"code: expected {_CODE_CHARS} letters and digits, as ABCD-EFGH", field="code")
+        raise InvalidArgument.of("code", f"expected {_CODE_CHARS} letters and digits, as ABCD-EFGH")
     return f"{letters[:4]}-{letters[4:]}"
 
 
@@ -46,7 +46,7 @@ def check_peer_address(text: str, field: str) -> str:
     try:
         address = parse_address(text)
     except AddressError as error:
-        raise InvalidArgument(f"{field}: {error}", field=field) from None
+        raise InvalidArgument.of(field, error) from None
     if address.socket_path is not None or address.port == 0 or address.is_everywhere:
-        raise InvalidArgument(f"{field}: expected HOST:PORT of one host, got {text!r}", field=field)
+        raise InvalidArgument.of(field, f"expected HOST:PORT of one host, got {text!r}")
     return str(address)

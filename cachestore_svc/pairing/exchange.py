@@ -67,9 +67,9 @@ class Card:
         try:
             card = pairing_pb2.PeerCard.FromString(data)
         except DecodeError:
-            raise InvalidArgument("card: expected a PeerCard", reason="PAIRING_MALFORMED", field="card") from None
+            raise InvalidArgument.of("card", "expected a PeerCard", reason="PAIRING_MALFORMED") from None
         if PEER_NAME.fullmatch(card.name) is None:
-            raise InvalidArgument("card.name: expected 1 to 64 of A-Z a-z 0-9 . _ -", field="card.name")
+            raise InvalidArgument.of("card.name", "expected 1 to 64 of A-Z a-z 0-9 . _ -")
         certificate = Certificate.read(card.certificate, "card.certificate")
         address, engine_address = (
             check_peer_address(text, f"card.{field}") if text else ""
@@ -135,7 +135,7 @@ class _Side:
         self.share: bytes = spake.start()
 
     def take_share(self, share: bytes) -> None:
-        malformed = InvalidArgument("share: expected SPAKE2's", reason="PAIRING_MALFORMED", field="share")
+        malformed = InvalidArgument.of("share", "expected SPAKE2's", reason="PAIRING_MALFORMED")
         if len(share) != _SHARE_BYTES:
             raise malformed
         try:

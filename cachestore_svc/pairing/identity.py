@@ -34,15 +34,15 @@ class Certificate:
     def read(cls, der: bytes, field: str) -> "Certificate":
         """Raises InvalidArgument: no certificate, of another kind of key, or signed by another key."""
         if len(der) > _MAX_CERTIFICATE_BYTES:
-            raise InvalidArgument(f"{field}: expected at most {_MAX_CERTIFICATE_BYTES} bytes", field=field)
+            raise InvalidArgument.of(field, f"expected at most {_MAX_CERTIFICATE_BYTES} bytes")
         try:
             parsed = x509.load_der_x509_certificate(der)
             key = parsed.public_key()
             parsed.verify_directly_issued_by(parsed)
         except (ValueError, TypeError, InvalidSignature):
-            raise InvalidArgument(f"{field}: expected a self-signed certificate in DER", field=field) from None
+            raise InvalidArgument.of(field, "expected a self-signed certificate in DER") from None
         if not isinstance(key, ec.EllipticCurvePublicKey) or not isinstance(key.curve, ec.SECP256R1):
-            raise InvalidArgument(f"{field}: expected a key on the curve P-256", field=field)
+            raise InvalidArgument.of(field, "expected a key on the curve P-256")
         return cls(der)
 
     @classmethod
@@ -51,7 +51,7 @@ class Certificate:
         try:
             return cls.read(base64.b64decode(text, validate=True), field)
         except binascii.Error:
-            raise InvalidArgument(f"{field}: expected a certificate in base64", field=field) from None
+            raise InvalidArgument.of(field, "expected a certificate in base64") from None
 
     @property
     def text(self) -> str:

@@ -148,17 +148,15 @@ class PeerBook:
         kept = {name: each for name, each in kept.items() if name not in (*is_same, peer.name)}
         peer = peer.model_copy(update={"formerly": tuple(sorted({*peer.formerly, *before} - {peer.name}))})
         if len(kept) >= MAX_PEERS:
-            raise InvalidArgument(f"peers: this store has {len(kept)} of at most {MAX_PEERS}", field="peers")
+            raise InvalidArgument.of("peers", f"this store has {len(kept)} of at most {MAX_PEERS}")
         return replace(self, peers={**kept, peer.name: peer}, removed=removed)
 
     def with_name(self, name: str, new_name: str) -> "PeerBook":
         """With one called otherwise; the name that it had is remembered. Raises InvalidArgument."""
         peer = self.peers[name]
         if not self._may_have(new_name, peer.certificate):
-            text = (
-                f"name: a peer that was removed was called {new_name!r}, and agents may be noted under it: take another"
-            )
-            raise InvalidArgument(text, field="name")
+            text = f"a peer that was removed was called {new_name!r}, and agents may be noted under it: take another"
+            raise InvalidArgument.of("name", text)
         formerly = tuple(sorted({*peer.formerly, name} - {new_name}))
         renamed = peer.model_copy(update={"name": new_name, "formerly": formerly})
         others = {each: _not_formerly(other, new_name) for each, other in self.peers.items() if each != name}

@@ -142,7 +142,7 @@ def read_rights(texts: Iterable[str], kind: type[Gives] | type[Takes], namespace
         named, _, right = text.rpartition("=")
         if right.upper() not in kind.__members__ or not (named or namespace):
             known = ", ".join(kind.__members__).lower()
-            raise InvalidArgument(f"{field}: expected [NAMESPACE=] and one of {known}; got {text!r}", field=field)
+            raise InvalidArgument.of(field, f"expected [NAMESPACE=] and one of {known}; got {text!r}")
         rights[check_namespace(named or namespace, field)] = right.lower()
     return rights
 

@@ -41,8 +41,8 @@ def blobs_of(
     local, note = LocalDirectory(config.data_dir / "namespaces", disk), config.data_dir / BUCKET_NOTE
     has_index = in_bucket(config)
     if has_index and config.blobs not in ("", config.catalog):
-        words = f"blobs: with an index in a bucket they lie there, too; leave it out, or give {config.catalog}"
-        raise InvalidArgument(words, field="blobs")
+        words = f"with an index in a bucket they lie there, too; leave it out, or give {config.catalog}"
+        raise InvalidArgument.of("blobs", words)
     where = (config.catalog if has_index else "") or config.blobs or noted_bucket(note)
     if not where:
         return local

@@ -23,7 +23,7 @@ def check_groups(groups: Sequence[int]) -> None:
     """Raises InvalidArgument unless these are groups of a layout, ascending."""
     check_range("groups", len(groups), 1, MAX_GROUPS_PER_REQUEST)
     if list(groups) != sorted(set(groups)) or not 0 <= groups[0] <= groups[-1] < 1 << 32:
-        raise InvalidArgument("groups: expected different windows, ascending, and 0 before them", field="groups")
+        raise InvalidArgument.of("groups", "expected different windows, ascending, and 0 before them")
 
 
 class Prefixes:

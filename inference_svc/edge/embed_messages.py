@@ -28,10 +28,10 @@ class EmbedTexts:
 
 def read_embed(request: pb.EmbedRequest, max_prompt_bytes: int) -> EmbedTexts:
     if not 1 <= len(request.inputs) <= MAX_INPUTS:
-        raise InvalidArgument(f"inputs: expected 1 to {MAX_INPUTS}, got {len(request.inputs)}", field="inputs")
+        raise InvalidArgument.of("inputs", f"expected 1 to {MAX_INPUTS}, got {len(request.inputs)}")
     dimensions = request.dimensions if request.HasField("dimensions") else None
     if dimensions is not None and dimensions < 1:
-        raise InvalidArgument(f"dimensions: expected 1 or more, got {dimensions}", field="dimensions")
+        raise InvalidArgument.of("dimensions", f"expected 1 or more, got {dimensions}")
     texts = tuple(_text(given, f"inputs[{number}]") for number, given in enumerate(request.inputs))
     size_bytes = sum(utf8_bytes(text) if isinstance(text, str) else _TOKEN_BYTES * len(text) for text in texts)
     check_size("inputs", size_bytes, max_prompt_bytes)
@@ -41,7 +41,7 @@ def read_embed(request: pb.EmbedRequest, max_prompt_bytes: int) -> EmbedTexts:
 def check_dimensions(asked: int | None, dimensions: int) -> int:
     """How many values are sent. Raises InvalidArgument for more than there are."""
     if asked is not None and asked > dimensions:
-        raise InvalidArgument(f"dimensions: expected at most the model's {dimensions}, got {asked}", field="dimensions")
+        raise InvalidArgument.of("dimensions", f"expected at most the model's {dimensions}, got {asked}")
     return asked or dimensions
 
 
@@ -65,5 +65,5 @@ def embedding_model_message(model: EmbeddingModel) -> pb.Model:
 def _text(given: pb.EmbedInput, field: str) -> str | tuple[int, ...]:
     text: str | tuple[int, ...] = given.text if given.WhichOneof("input") == "text" else tuple(given.token_ids.ids)
     if not text:
-        raise InvalidArgument(f"{field}: expected a text or tokens, got none", field=field)
+        raise InvalidArgument.of(field, "expected a text or tokens, got none")
     return text

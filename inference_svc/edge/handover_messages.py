@@ -74,17 +74,17 @@ def read_opening(message: pb.TurnOpening, peer: str) -> Opening:
 
 def _check_opening(message: pb.TurnOpening) -> None:
     if message.format != FORMAT:
-        raise InvalidArgument(f"opening.format: expected {FORMAT}, got {message.format}", field="opening.format")
+        raise InvalidArgument.of("opening.format", f"expected {FORMAT}, got {message.format}")
     if message.max_tokens < 1:
-        raise InvalidArgument("opening.max_tokens: expected 1 or more", field="opening.max_tokens")
+        raise InvalidArgument.of("opening.max_tokens", "expected 1 or more")
     if len(message.prompt_token_ids) != len(message.prompt_token_chars):
         field = "opening.prompt_token_chars"
-        raise InvalidArgument(f"{field}: expected one for each token", field=field)
+        raise InvalidArgument.of(field, "expected one for each token")
     if any(said.role not in _ROLES for said in message.messages):
-        raise InvalidArgument("opening.messages: expected the roles of messages", field="opening.messages")
+        raise InvalidArgument.of("opening.messages", "expected the roles of messages")
     if not 0 <= message.template_time_ms <= MAX_TEMPLATE_TIME_MS:
         field = "opening.template_time_ms"
-        raise InvalidArgument(f"{field}: expected 0 to {MAX_TEMPLATE_TIME_MS}", field=field)
+        raise InvalidArgument.of(field, f"expected 0 to {MAX_TEMPLATE_TIME_MS}")
 
 
 def read_request(opening: Opening, namespace: str, max_prompt_bytes: int) -> TurnRequest:
@@ -129,7 +129,7 @@ def read_stand(message: pb.TurnStand, prompt: Tokenized) -> Stand:
         spent=Timings(*(_seconds(getattr(message.spent, each.name.removesuffix("_s"))) for each in fields(Timings))),
     )
     if message.files < 0:
-        raise InvalidArgument("stand.files: expected 0 or more", field="stand.files")
+        raise InvalidArgument.of("stand.files", "expected 0 or more")
     return Stand(message.choice, carried, message.told_chars, message.files)
 
 
@@ -153,13 +153,13 @@ class ArrivingFile:
 
     def add(self, frame: bytes) -> None:
         if not frame or len(frame) > FRAME_BYTES or len(self._data) + len(frame) > self.digest.size_bytes:
-            raise InvalidArgument("frame: expected the bytes of the file that was announced", field="frame")
+            raise InvalidArgument.of("frame", "expected the bytes of the file that was announced")
         self._data += frame
 
     def data(self) -> bytes:
         data = bytes(self._data)
         if Digest.of(data) != self.digest:
-            raise InvalidArgument("frame: these bytes have another digest", field="frame")
+            raise InvalidArgument.of("frame", "these bytes have another digest")
         return data
 
 
@@ -169,7 +169,7 @@ def _peer_before(message: pb.TurnOpening) -> str:
 
 def _continuation(given: int) -> Continuation | None:
     if given not in _CONTINUATIONS:
-        raise InvalidArgument("opening.continuation: expected one of the enum's", field="opening.continuation")
+        raise InvalidArgument.of("opening.continuation", "expected one of the enum's")
     return _CONTINUATIONS[given]
 
 
@@ -185,7 +185,7 @@ def _digest(message: manifest_pb2.Digest) -> Digest:
     try:
         return Digest.from_proto(message)
     except ValueError as error:
-        raise InvalidArgument(f"digest: {error}", field="digest") from None
+        raise InvalidArgument.of("digest", error) from None
 
 
 def _seconds(message: duration_pb2.Duration) -> float:

@@ -167,7 +167,7 @@ async def _next(parts: AsyncIterator[pb.TakeTurnRequest], *expected: str) -> pb.
         part = await anext(parts, None)
     kind = part.WhichOneof("part") if part is not None else None
     if part is None or kind not in expected:
-        raise InvalidArgument(f"part: expected {' or '.join(expected)}, got {kind or 'nothing'}", field="part")
+        raise InvalidArgument.of("part", f"expected {' or '.join(expected)}, got {kind or 'nothing'}")
     return part
 
 
@@ -185,9 +185,9 @@ async def _in_time(within_s: float | None = None) -> AsyncIterator[None]:
 def _named(request: pb.HandOverTurnRequest, under_way: list[list[Progress]]) -> list[Progress]:
     by = request.WhichOneof("turn")
     if by is None:
-        raise InvalidArgument("turn: expected agent_id or request_id", field="turn")
+        raise InvalidArgument.of("turn", "expected agent_id or request_id")
     name = getattr(request, by)
     for turns in under_way:
         if getattr(turns[0].request, by) == name and any(turn.is_running for turn in turns):
             return turns
-    raise NotFound(f"{by}: no turn of {name!r} speaks", reason="TURN_NOT_FOUND", field=by)
+    raise NotFound.of(by, f"no turn of {name!r} speaks", reason="TURN_NOT_FOUND")

@@ -203,14 +203,14 @@ def _agent_id(request: pb.GenerateRequest) -> str:
     if request.agent_id:
         check_agent_id(request.agent_id)
     if mode not in pb.MemoryMode.values():
-        raise InvalidArgument(f"memory_mode: expected one of the enum's, got {mode}", field="memory_mode")
+        raise InvalidArgument.of("memory_mode", f"expected one of the enum's, got {mode}")
     is_used = bool(request.agent_id) and mode != pb.MEMORY_MODE_NONE
     changes = {"keep_partial": request.keep_partial, "replace_memory": request.replace_memory}
     for field, is_given in changes.items():
         if is_given and mode == pb.MEMORY_MODE_READ_ONLY:
-            raise InvalidArgument(f"{field}: the memory is only read", field=field)
+            raise InvalidArgument.of(field, "the memory is only read")
     if request.replace_memory and request.WhichOneof("input") != "messages":
-        raise InvalidArgument("replace_memory: only with messages", field="replace_memory")
+        raise InvalidArgument.of("replace_memory", "only with messages")
     # A flag that would have no effect is refused, not ignored.
     needs_agent = {
         "memory_mode": mode in (pb.MEMORY_MODE_READ_WRITE, pb.MEMORY_MODE_READ_ONLY),
@@ -224,13 +224,11 @@ def _agent_id(request: pb.GenerateRequest) -> str:
     }
     for field, is_given in needs_agent.items():
         if is_given and not is_used:
-            raise InvalidArgument(f"{field}: needs an agent_id whose memory is used", field=field)
+            raise InvalidArgument.of(field, "needs an agent_id whose memory is used")
     if request.expected_version < 0:
-        raise InvalidArgument(
-            f"expected_version: expected 0 or more, got {request.expected_version}", field="expected_version"
-        )
+        raise InvalidArgument.of("expected_version", f"expected 0 or more, got {request.expected_version}")
     if request.HasField("base_version") and request.base_version < 1:
-        raise InvalidArgument(f"base_version: expected 1 or more, got {request.base_version}", field="base_version")
+        raise InvalidArgument.of("base_version", f"expected 1 or more, got {request.base_version}")
     return request.agent_id if is_used else ""
 
 
@@ -241,7 +239,7 @@ def _read_rules(request: pb.GenerateRequest) -> frozenset[str] | None:
     for index, name in enumerate(request.volatile.names):
         field = f"volatile.names[{index}]"
         if checked_rule(name, field) == BILLING_LINE:
-            raise InvalidArgument(f"{field}: {BILLING_LINE} is the HTTP gateway's", field=field)
+            raise InvalidArgument.of(field, f"{BILLING_LINE} is the HTTP gateway's")
     return frozenset(request.volatile.names)
 
 
@@ -250,18 +248,15 @@ def _on_full(request: pb.GenerateRequest) -> OnFull | None:
         return None
     given = request.on_full
     if given.policy not in _ON_FULL:
-        raise InvalidArgument(
-            f"on_full.policy: expected REFUSE, DROP_OLDEST or SUMMARIZE, got {given.policy}", field="on_full.policy"
-        )
+        raise InvalidArgument.of("on_full.policy", f"expected REFUSE, DROP_OLDEST or SUMMARIZE, got {given.policy}")
     policy = _ON_FULL[given.policy]
     if request.WhichOneof("input") in ("prompt", "prompt_token_ids"):
-        raise InvalidArgument("on_full: only with messages; a prompt has no borders to cut at", field="on_full")
+        raise InvalidArgument.of("on_full", "only with messages; a prompt has no borders to cut at")
     if given.summary_request and policy is not OnFullPolicy.SUMMARIZE:
-        raise InvalidArgument("on_full.summary_request: only with SUMMARIZE", field="on_full.summary_request")
+        raise InvalidArgument.of("on_full.summary_request", "only with SUMMARIZE")
     if (size_bytes := utf8_bytes(given.summary_request)) > _MAX_SUMMARY_REQUEST_BYTES:
-        raise InvalidArgument(
-            f"on_full.summary_request: expected at most {_MAX_SUMMARY_REQUEST_BYTES} bytes, got {size_bytes}",
-            field="on_full.summary_request",
+        raise InvalidArgument.of(
+            "on_full.summary_request", f"expected at most {_MAX_SUMMARY_REQUEST_BYTES} bytes, got {size_bytes}"
         )
     keep = checked_keep(given.keep, "on_full.keep") if given.HasField("keep") else DEFAULT_KEEP
     return OnFull(policy, keep, from_outside(given.summary_request))
@@ -271,7 +266,7 @@ def priority_of(request: pb.GenerateRequest | pb.EmbedRequest) -> Priority:
     known = {pb.PRIORITY_UNSPECIFIED: Priority.INTERACTIVE, pb.PRIORITY_INTERACTIVE: Priority.INTERACTIVE}
     known[pb.PRIORITY_BACKGROUND] = Priority.BACKGROUND
     if request.priority not in known:
-        raise InvalidArgument(f"priority: expected one of the enum's, got {request.priority}", field="priority")
+        raise InvalidArgument.of("priority", f"expected one of the enum's, got {request.priority}")
     return known[request.priority]
 
 
@@ -281,8 +276,7 @@ def _longest_gap_s(request: pb.GenerateRequest) -> float | None:
         return None
     least, most = _LONGEST_GAPS_MS
     if not least <= request.longest_gap_ms <= most:
-        expected = f"longest_gap_ms: expected {least} to {most}, got {request.longest_gap_ms}"
-        raise InvalidArgument(expected, field="longest_gap_ms")
+        raise InvalidArgument.of("longest_gap_ms", f"expected {least} to {most}, got {request.longest_gap_ms}")
     return request.longest_gap_ms / 1000
 
 

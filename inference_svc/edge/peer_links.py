@@ -51,11 +51,11 @@ class Peers:
         book = self._paired.book.peers
         known = [*self._clients, *(name for name, each in book.items() if namespace in each.namespaces)]
         names = ", ".join(map(repr, known)) or "none"
-        raise NotFound(
-            f"peer: {peer!r} is no engine that takes turns of this namespace; known are {names} (`kvasir pair` makes "
+        raise NotFound.of(
+            "peer",
+            f"{peer!r} is no engine that takes turns of this namespace; known are {names} (`kvasir pair` makes "
             "one, again where it was paired before engines were; or --peer)",
             reason="PEER_UNKNOWN",
-            field="peer",
         )
 
     def _paired_client(self, book: Pairings, name: str, namespace: str) -> AioTurnPeer | None:

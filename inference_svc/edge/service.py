@@ -147,8 +147,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):  # type: ig
     async def _resume(self, request: pb.GenerateRequest, caller: Principal, context: Any) -> None:
         followed = request.followed_peers
         if request != pb.GenerateRequest(resume_token=request.resume_token, followed_peers=followed):
-            text = "resume_token: expected nothing beside it but followed_peers"
-            raise errors.InvalidArgument(text, field="resume_token")
+            raise errors.InvalidArgument.of("resume_token", "expected nothing beside it but followed_peers")
         served = self._parts.host.serving("")  # may raise, and the token is good once
         reply = self._parts.resumes.claim(request.resume_token, caller.namespace, caller.name)
         name_call(reply.request_id)
@@ -238,9 +237,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):  # type: ig
             return beside
         embedder = (await self._parts.host.awake(name)).embedder
         if not embedder.dimensions:
-            raise errors.FailedPrecondition(
-                "model: its hidden rows cannot be had", reason="NO_EMBEDDINGS", field="model"
-            )
+            raise errors.FailedPrecondition.of("model", "its hidden rows cannot be had", reason="NO_EMBEDDINGS")
         return embedder
 
     async def ListModels(self, request: pb.ListModelsRequest, context: Any) -> pb.ListModelsResponse:

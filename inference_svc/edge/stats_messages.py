@@ -30,7 +30,7 @@ def stats(status: ServiceStatus, namespace: str | None, *, store_is_reachable: b
 
 def agent_ids(request: pb.ListHotMemoriesRequest) -> Sequence[str]:
     if len(request.agent_ids) > _MAX_AGENTS:
-        raise InvalidArgument(f"agent_ids: expected at most {_MAX_AGENTS}", field="agent_ids")
+        raise InvalidArgument.of("agent_ids", f"expected at most {_MAX_AGENTS}")
     return [check_agent_id(name, "agent_ids") for name in request.agent_ids]
 
 

@@ -79,7 +79,7 @@ class TurnEmbedder:
         found = TokenIds([*before, *ids, *behind])
         if not ids or found.largest >= self._engine.vocabulary_size:
             most = self._engine.vocabulary_size
-            raise InvalidArgument(f"{field}: expected one token or more, all below {most}", field=field)
+            raise InvalidArgument.of(field, f"expected one token or more, all below {most}")
         check_fits(len(found), 0, self._engine.model.context_tokens, field=field)
         return found
 

@@ -289,7 +289,7 @@ class Engine:
         self._check(plan)
         sequence = Sequence(plan, self.model, self.token_text, time.monotonic, self._matcher(plan), on_events)
         if sequence.finish_reason is not None:
-            raise InvalidArgument("carried.token_ids: the reply has ended", field="carried.token_ids")
+            raise InvalidArgument.of("carried.token_ids", "the reply has ended")
         posted = self._thread.post(lambda worker: worker.submit(sequence))
         if isinstance(plan.reuse, api.Restored) and plan.reuse.incoming is not None:
             plan.reuse.incoming.watch(lambda: self._thread.post(_nothing))
@@ -318,12 +318,11 @@ class Engine:
         biased = [token for token, _ in plan.sampling.logit_bias]
         for field, given in (("logit_bias", biased), ("stop_token_ids", plan.sampling.stop_token_ids)):
             if given and max(given) >= self.vocabulary_size:
-                raise InvalidArgument(
-                    f"sampling.{field}: expected token ids below {self.vocabulary_size}, got {max(given)}",
-                    field=f"sampling.{field}",
+                raise InvalidArgument.of(
+                    f"sampling.{field}", f"expected token ids below {self.vocabulary_size}, got {max(given)}"
                 )
         if plan.pooling is not None and not self.model.embedding_width:
-            raise FailedPrecondition("model: its hidden rows cannot be had", reason="NO_EMBEDDINGS", field="model")
+            raise FailedPrecondition.of("model", "its hidden rows cannot be had", reason="NO_EMBEDDINGS")
         if plan.carried is not None:
             check_carried(plan, plan.carried, self.model, self.vocabulary_size)
         check_fits(len(plan.token_ids), plan.sampling.max_tokens, self.model.context_tokens)
@@ -353,10 +352,11 @@ def check_fits(
         field, found = "sampling.max_tokens", f"{prompt_tokens} prompt tokens and {max_tokens} to generate are more"
     else:
         return
-    raise api.ContextExceeded(
-        f"{field}: {found} than the context of {context_tokens}",
-        field=field,
-        metadata={"prompt_tokens": str(prompt_tokens), "context_tokens": str(context_tokens)},
+    raise api.ContextExceeded.of(
+        field,
+        f"{found} than the context of {context_tokens}",
+        prompt_tokens=prompt_tokens,
+        context_tokens=context_tokens,
     )
 
 

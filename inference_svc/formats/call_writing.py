@@ -56,10 +56,8 @@ class Writing:
         return "%json " + json.dumps({"x-guidance": {"whitespace_pattern": WHITE_SPACE}, **guarded}, ensure_ascii=False)
 
     def refused(self, what: str) -> InvalidArgument:
-        problem = (
-            f"{self.field}: no call can be forced: {what}, which the calls of this model ({self.format}) cannot carry"
-        )
-        return InvalidArgument(problem, reason="FORMAT_INVALID", field=self.field)
+        problem = f"no call can be forced: {what}, which the calls of this model ({self.format}) cannot carry"
+        return InvalidArgument.of(self.field, problem, reason="FORMAT_INVALID")
 
 
 @dataclass(frozen=True, slots=True)

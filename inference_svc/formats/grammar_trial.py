@@ -98,7 +98,7 @@ def too_complex(
 def refused(constraint: Constraint, problem: str) -> InvalidArgument:
     """`problem` is llguidance's own text; the parts of a regex that it quotes are left out."""
     field = constraint.kind.value
-    return InvalidArgument(f"{field}: {_shortened(problem)}", reason="FORMAT_INVALID", field=field)
+    return InvalidArgument.of(field, f"{_shortened(problem)}", reason="FORMAT_INVALID")
 
 
 def _shortened(problem: str) -> str:

@@ -96,10 +96,10 @@ class Grammars:
                 size = max(vocabulary_size, len(tokenizer))
                 return from_tokenizer(tokenizer._tokenizer, n_vocab=size, eos_token=sorted(stop_token_ids))
             except Exception as error:
-                raise FailedPrecondition(
-                    f"response_format: not with this model's tokenizer ({type(error).__name__})",
+                raise FailedPrecondition.of(
+                    "response_format",
+                    f"not with this model's tokenizer ({type(error).__name__})",
                     reason="NO_RESPONSE_FORMATS",
-                    field="response_format",
                 ) from error
 
         return cls(build, vocabulary_size, stop_token_ids, calls=_model_calls(tokenizer, frozenset(stop_token_ids)))

@@ -46,12 +46,13 @@ class ReplyFormats:
     def _waits(self, namespace: str, constraint: Constraint) -> Iterator[None]:
         if not self._waiting.take(namespace, 1):
             field, own = constraint.kind.value, self._waiting.held(namespace)
-            raise ResourceExhausted(
-                f"{field}: {own} formats of the namespace wait to be compiled, and no more may now",
+            raise ResourceExhausted.of(
+                field,
+                f"{own} formats of the namespace wait to be compiled, and no more may now",
                 reason="FORMATS_BUSY",
-                field=field,
                 retry_after_s=1.0,
-                metadata={"waiting": str(own), "max_waiting": str(self._waiting.total)},
+                waiting=own,
+                max_waiting=self._waiting.total,
             )
         try:
             yield

@@ -34,8 +34,8 @@ def reply_grammar(
     field = kind.value
     form = format_of(format_name)
     if form is None or (form.ends_reply and kind is not ConstraintKind.TOOL_CHOICE):
-        raise FailedPrecondition(
-            f"{field}: no grammar describes this model's calls ({format_name})", reason="NO_FORCED_CALLS", field=field
+        raise FailedPrecondition.of(
+            field, f"no grammar describes this model's calls ({format_name})", reason="NO_FORCED_CALLS"
         )
     calls = "\n    | ".join(call_rules(format_name, tools, spelling))
     if kind is ConstraintKind.CALLS_IN_TEXT:
@@ -97,7 +97,7 @@ def _format(reply_format: Mapping[str, str]) -> str:
     try:
         schema = json.loads(text)
     except ValueError:
-        raise InvalidArgument("json_schema: expected JSON", reason="FORMAT_INVALID", field="json_schema") from None
+        raise InvalidArgument.of("json_schema", "expected JSON", reason="FORMAT_INVALID") from None
     if isinstance(schema, dict):
         schema = {"x-guidance": {"whitespace_pattern": WHITE_SPACE}, **schema}
     return "%json " + json.dumps(schema, ensure_ascii=False)
@@ -133,7 +133,7 @@ class ModelCalls:
                 stop_ids=self.stop_ids,
             )
         except RecursionError:
-            raise InvalidArgument("tools: nested too deeply", reason="FORMAT_TOO_COMPLEX", field="tools") from None
+            raise InvalidArgument.of("tools", "nested too deeply", reason="FORMAT_TOO_COMPLEX") from None
 
 
 NO_CALLS = ModelCalls("none", Spelling({}))
@@ -144,9 +144,9 @@ def _parameters(tool: Mapping[str, Any]) -> Schema:
     try:
         schema = json.loads(tool["parameters"] or "{}")
     except ValueError:
-        raise InvalidArgument(f"{field}: expected a JSON object", field=field) from None
+        raise InvalidArgument.of(field, "expected a JSON object") from None
     if not isinstance(schema, dict):
-        raise InvalidArgument(f"{field}: expected a JSON object", field=field)
+        raise InvalidArgument.of(field, "expected a JSON object")
     return schema
 
 

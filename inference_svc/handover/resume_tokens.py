@@ -51,10 +51,10 @@ class ResumeTokens:
         reply = self._waiting.get(token)
         is_own = reply is not None and (reply.namespace, reply.caller) == (namespace, caller)
         if reply is None or not is_own or peer not in (None, reply.peer):
-            raise NotFound(
-                "resume_token: no reply waits for this token and this caller; ask again with the turn's request_id",
+            raise NotFound.of(
+                "resume_token",
+                "no reply waits for this token and this caller; ask again with the turn's request_id",
                 reason="RESUME_TOKEN_UNKNOWN",
-                field="resume_token",
             )
         return self._waiting.pop(token)
 

@@ -34,7 +34,7 @@ class Taking:
     ) -> None:
         """`request`: the opening's, checked. `room` is for files that are not KV yet. Raises InvalidArgument."""
         if not opening.choices or not set(opening.choices) <= set(range(request.choices)):
-            raise InvalidArgument("opening.choices: expected some of the request's", field="opening.choices")
+            raise InvalidArgument.of("opening.choices", "expected some of the request's")
         self._turns = turns
         self._model = engine.model
         self._room = room
@@ -75,7 +75,7 @@ class Taking:
         """The next file of a choice. Raises InvalidArgument, and ResourceExhausted for more than a turn may have."""
         stand = self._stands.get(choice)
         if choice not in self._opening.choices or (stand is not None and stand.files == 0):
-            raise InvalidArgument(f"file.choice: no file of choice {choice} was announced", field="file.choice")
+            raise InvalidArgument.of("file.choice", f"no file of choice {choice} was announced")
         tokens = len(self._opening.begun.prompt.tokens.ids) + self._opening.begun.max_tokens
         groups = 1 + len(self._model.window_bytes_per_token)
         if len(self._files[choice]) >= groups * (tokens // BLOCK_TOKENS + 1) + _MORE_FILES:
@@ -86,7 +86,7 @@ class Taking:
 
     def add_stand(self, stand: Stand) -> None:
         if stand.choice not in self._opening.choices or stand.choice in self._stands:
-            raise InvalidArgument("stand.choice: expected each of the opening's once", field="stand.choice")
+            raise InvalidArgument.of("stand.choice", "expected each of the opening's once")
         self._stands[stand.choice] = stand
 
     async def prepare(self) -> Promise:

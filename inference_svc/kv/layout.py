@@ -106,8 +106,8 @@ def loadable() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        raise FailedPrecondition(
-            f"model: mlx-lm cannot compute it here: {error}", reason="MODEL_NOT_LOADABLE", field="model"
+        raise FailedPrecondition.of(
+            "model", f"mlx-lm cannot compute it here: {error}", reason="MODEL_NOT_LOADABLE"
         ) from error
 
 

@@ -158,11 +158,8 @@ class Recall:
         if is_stored and newest.head is not None and newest.head.version == version:
             return newest
         if (line := self.line(key)) is None:
-            raise NotFound(
-                f"base_version: version {version} is not kept",
-                reason="VERSION_NOT_FOUND",
-                field="base_version",
-                metadata={"agent_id": key.agent_id},
+            raise NotFound.of(
+                "base_version", f"version {version} is not kept", reason="VERSION_NOT_FOUND", agent_id=key.agent_id
             )
         try:
             head = await line.store.agents.version(key.agent_id, version, budget)
@@ -171,11 +168,11 @@ class Recall:
             base = Recollection(None, Source.COLD, None, error.miss)
         if base.memory is None:
             detail = base.miss.detail if base.miss is not None else ""
-            raise Unavailable(
-                f"base_version: version {version} cannot be read now ({detail})",
+            raise Unavailable.of(
+                "base_version",
+                f"version {version} cannot be read now ({detail})",
                 reason="MEMORY_UNREADABLE",
-                field="base_version",
-                metadata={"agent_id": key.agent_id},
+                agent_id=key.agent_id,
                 retry_after_s=1.0,
             )
         return replace(newest, base=base)

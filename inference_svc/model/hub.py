@@ -27,7 +27,7 @@ def pull(name: str) -> dict[str, Any]:
 
     path = find_model(name)
     if not (path / "config.json").is_file():
-        raise NotFound(f"model: {name} has no config.json: it is no model of mlx-lm", field="model")
+        raise NotFound.of("model", f"{name} has no config.json: it is no model of mlx-lm")
     size_bytes = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
     return {"name": name, "path": str(path), "size_bytes": size_bytes}
 
@@ -79,7 +79,7 @@ def _size_on_hub(name: str) -> int:
 def rm(name: str) -> dict[str, Any]:
     kept = [repository for repository in _cached() if repository.repo_id == name]
     if not kept:
-        raise NotFound(f"model: {name} is not on this machine", field="model")
+        raise NotFound.of("model", f"{name} is not on this machine")
     revisions = [revision.commit_hash for repository in kept for revision in repository.revisions]
     removal = huggingface_hub.scan_cache_dir().delete_revisions(*revisions)
     removal.execute()

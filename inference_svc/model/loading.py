@@ -76,12 +76,12 @@ def find_model(name: str | Path) -> Path:
     """The directory `name`, a model that ships, or a Hugging Face repository, downloaded once. Raises NotFound."""
     if (path := Path(name).expanduser()).is_dir():  # zsh leaves the ~ of NAME=~/x to us
         if not (path / "config.json").is_file():
-            raise NotFound(f"model: {path.name} has no config.json", field="model")
+            raise NotFound.of("model", f"{path.name} has no config.json")
         return path
     if shipped := kvasir_tiny.shipped().get(str(name)):
         return shipped
     if path.is_absolute():
-        raise NotFound(f"model: no directory {path}", field="model")
+        raise NotFound.of("model", f"no directory {path}")
     try:
         return Path(mlx_lm.utils._download(str(name)))
     except Exception as error:

@@ -99,12 +99,12 @@ class ModelHost(Generic[ServedT]):
                 field="model",
             )
         if name and name != self.loaded:
-            raise FailedPrecondition(
-                f"model: {name!r} is configured and not loaded, {self.loaded!r} is; leave the name out to use it, or "
+            raise FailedPrecondition.of(
+                "model",
+                f"{name!r} is configured and not loaded, {self.loaded!r} is; leave the name out to use it, or "
                 "swap them by LoadModel (role admin)",
                 reason="MODEL_NOT_LOADED",
-                field="model",
-                metadata={"loaded": self.loaded},
+                loaded=self.loaded,
             )
         return self.served
 
@@ -173,11 +173,11 @@ class ModelHost(Generic[ServedT]):
 
     def _check_known(self, name: str) -> None:
         if name not in self._models:
-            raise NotFound(
-                f"model: {name[:120]!r} is not one of {', '.join(map(repr, self._models))}",
+            raise NotFound.of(
+                "model",
+                f"{name[:120]!r} is not one of {', '.join(map(repr, self._models))}",
                 reason="MODEL_NOT_FOUND",
-                field="model",
-                metadata={"model": name[:120]},
+                model=name[:120],
             )
 
     async def _changing(self, work: Callable[[], Awaitable[MemoriesLeft]], target: str = "") -> MemoriesLeft:

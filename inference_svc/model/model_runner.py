@@ -89,10 +89,10 @@ class ModelRunner:
         """A batch for sequences of such a pool. Raises FailedPrecondition if it cannot be `batch_invariant`."""
         batch = DecodeBatch(pool, self.forward, decoded_budget, pass_rows=self.pass_rows)
         if self.pass_rows and not batch.keeps_graph:
-            raise FailedPrecondition(
-                "batch_invariant: on this device no kernels that were right in their check write and read this model's "
+            raise FailedPrecondition.of(
+                "batch_invariant",
+                "on this device no kernels that were right in their check write and read this model's "
                 "KV, or it has recurrent layers, so its rows cannot be computed in fixed numbers",
-                field="batch_invariant",
             )
         return batch
 

@@ -89,9 +89,8 @@ def open_model(
     known = probes.read()
     runner = ModelRunner(loaded.model, batch_invariant=batch_invariant, known=known, kernels=loaded.kernels)
     if batch_invariant and runner.is_on_gpu and MaskWindow.of_config(loaded.config) is not None:
-        raise FailedPrecondition(
-            "batch_invariant: on a GPU a pass over windows of masks (WeDLM) has as many rows as its turns need",
-            field="batch_invariant",
+        raise FailedPrecondition.of(
+            "batch_invariant", "on a GPU a pass over windows of masks (WeDLM) has as many rows as its turns need"
         )
     if known is None and not loaded.kernels.has_failed:
         probes.write(runner.probed)

@@ -157,7 +157,7 @@ class Prompting:
     ) -> str:
         """The chat template's text. Raises InvalidArgument if the model has none, and any error of the template."""
         if not self._tokenizer.has_chat_template:
-            raise InvalidArgument("messages: this model has no chat template; send a prompt", field="messages")
+            raise InvalidArgument.of("messages", "this model has no chat template; send a prompt")
         if ASKS_TIME in str(getattr(self._tokenizer, "chat_template", "")):
             tell_time(self._tokenizer.get_chat_template(tools=tools))
         if any(REASONING in message for message in messages):

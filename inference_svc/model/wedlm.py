@@ -97,4 +97,4 @@ def _switch(config: Mapping[str, Any], name: str) -> bool:
 
 
 def _unfit(name: str, why: str) -> FailedPrecondition:
-    return FailedPrecondition(f"model: config.json, {name}: {why}", reason="MODEL_NOT_LOADABLE", field="model")
+    return FailedPrecondition.of("model", f"config.json, {name}: {why}", reason="MODEL_NOT_LOADABLE")

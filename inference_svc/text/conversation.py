@@ -70,11 +70,11 @@ def dialogue(
 def check_counts(messages: Sequence[manifest_pb2.Message | message_pb2.Message], field: str) -> None:
     """Raise InvalidArgument for too many messages or calls: an empty one takes two bytes, and a microsecond of all."""
     if not messages:
-        raise InvalidArgument(f"{field}: expected at least one message", field=field)
+        raise InvalidArgument.of(field, "expected at least one message")
     if len(messages) > _MAX_MESSAGES:
-        raise InvalidArgument(f"{field}: expected at most {_MAX_MESSAGES} messages, got {len(messages)}", field=field)
+        raise InvalidArgument.of(field, f"expected at most {_MAX_MESSAGES} messages, got {len(messages)}")
     if (calls := sum(len(message.tool_calls) for message in messages)) > _MAX_MESSAGES:
-        raise InvalidArgument(f"{field}: expected at most {_MAX_MESSAGES} tool calls in all, got {calls}", field=field)
+        raise InvalidArgument.of(field, f"expected at most {_MAX_MESSAGES} tool calls in all, got {calls}")
 
 
 def of_caller(messages: Iterable[manifest_pb2.Message]) -> tuple[manifest_pb2.Message, ...]:
@@ -95,19 +95,17 @@ def json_of_tools(tools: Iterable[Tool]) -> Iterator[JsonField]:
 
 def check_tool_count(count: int) -> None:
     if count > _MAX_TOOLS:
-        raise InvalidArgument(f"tools: expected at most {_MAX_TOOLS}, got {count}", field="tools")
+        raise InvalidArgument.of("tools", f"expected at most {_MAX_TOOLS}, got {count}")
 
 
 def check_tools(tools: Sequence[Tool]) -> None:
     """Raise InvalidArgument, the field named, unless there are few enough tools and every one has a name."""
     check_tool_count(len(tools))
     if (size_bytes := sum(map(tool_bytes, tools))) > _MAX_TOOLS_BYTES:
-        raise InvalidArgument(f"tools: expected at most {_MAX_TOOLS_BYTES} bytes, got {size_bytes}", field="tools")
+        raise InvalidArgument.of("tools", f"expected at most {_MAX_TOOLS_BYTES} bytes, got {size_bytes}")
     for index, tool in enumerate(tools):
         if not 1 <= len(tool.name) <= 128:
-            raise InvalidArgument(
-                f"tools[{index}].name: expected 1 to 128 characters, got {len(tool.name)}", field=f"tools[{index}].name"
-            )
+            raise InvalidArgument.of(f"tools[{index}].name", f"expected 1 to 128 characters, got {len(tool.name)}")
 
 
 def tool_bytes(tool: Tool) -> int:
@@ -136,7 +134,7 @@ def _begun_prompt(template: ChatTemplate, conversation: Dialogue, begun: dict[st
     text = _rendered(template, conversation, (*conversation.messages, marked), False, is_settled=False)
     end = text.rfind(_MARK.strip())
     if end < 0:
-        raise InvalidArgument("messages: the model's chat template leaves out a begun reply", field="messages")
+        raise InvalidArgument.of("messages", "the model's chat template leaves out a begun reply")
     return conversation.specials.settled(text[:end] if text.startswith(_MARK, end) else text[:end].rstrip())
 
 
@@ -156,8 +154,8 @@ def _rendered(
         raise
     except Exception as error:  # noqa: BLE001 - a template is a program from outside and may raise anything
         # The template's message may quote the conversation, so that only the kind of its error is reported.
-        raise InvalidArgument(
-            f"messages: the model's chat template refused them ({type(error).__name__})", field="messages"
+        raise InvalidArgument.of(
+            "messages", f"the model's chat template refused them ({type(error).__name__})"
         ) from None
 
 

@@ -98,4 +98,4 @@ def _values(text: str, field: str = "") -> int:
 
 
 def _refused(field: str, problem: str) -> InvalidArgument:
-    return InvalidArgument(f"{field}: {problem}", field=field)
+    return InvalidArgument.of(field, problem)

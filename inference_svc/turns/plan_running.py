@@ -111,7 +111,7 @@ class PlanRunner:
         engine, is_kept = self._parts.engine, prompted.recalled.is_kept
         if not count:
             name = request.input.name
-            raise errors.InvalidArgument(f"{name}: expected at least one token", field=name)
+            raise errors.InvalidArgument.of(name, "expected at least one token")
         sampling = request.sampling
         if request.clamps_max_tokens:
             sampling = replace(sampling, max_tokens=_clamped(sampling.max_tokens, engine, count))

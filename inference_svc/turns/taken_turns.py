@@ -105,10 +105,7 @@ class TakenTurns:
             self._parts.prompting, recalled, (begun.prompt.template_time_ms, begun.prompt.tools_order)
         )
         if sum(begun.prompt.tokens.chars) != len(made.text):
-            raise errors.InvalidArgument(
-                f"opening.prompt_token_chars: the prompt has {len(made.text)} characters",
-                field="opening.prompt_token_chars",
-            )
+            raise errors.InvalidArgument.of("opening.prompt_token_chars", f"the prompt has {len(made.text)} characters")
         planned = self._taken_plan(replace(made, shortening=begun.shortening), taken)
         if turn.is_guest:  # the engine, too, lets turns of one agent wait for each other
             planned = replace(planned, plan=replace(planned.plan, key=None))
@@ -136,9 +133,8 @@ class TakenTurns:
         """The reply as far as the other engine has sent it. Raises InvalidArgument if it has sent another text."""
         told = told_text(self._parts.engine, plan, taken.carried)
         if len(told) != taken.told_chars:
-            raise errors.InvalidArgument(
-                f"stand.told_chars: these tokens tell {len(told)} characters, not {taken.told_chars}",
-                field="stand.told_chars",
+            raise errors.InvalidArgument.of(
+                "stand.told_chars", f"these tokens tell {len(told)} characters, not {taken.told_chars}"
             )
         return told
 

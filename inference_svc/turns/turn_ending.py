@@ -312,10 +312,10 @@ def check_parent(request: TurnRequest, recollection: Recollection) -> None:
     before = _versions_before(memory) if memory is not None and head.is_of_turn else 0
     if head.parent_version - before < request.memory.expected_version <= head.parent_version:
         return  # the version that its caller knows became shorter since, or fell asleep
-    raise errors.Conflict(
-        f"expected_version: {request.memory.expected_version} was named, the agent's newest version is {head.version}",
-        field="expected_version",
-        metadata={"head_version": str(head.version)},
+    raise errors.Conflict.of(
+        "expected_version",
+        f"{request.memory.expected_version} was named, the agent's newest version is {head.version}",
+        head_version=head.version,
     )
 
 

@@ -135,11 +135,8 @@ class TurnService:
             if (turn.request.namespace, turn.request.request_id) == (namespace, request_id) and not turn.phase.has_ended
         }
         if not named:
-            raise errors.NotFound(
-                f"request_id: no turn of {request_id!r} is under way",
-                reason="TURN_NOT_FOUND",
-                field="request_id",
-                metadata={"request_id": request_id},
+            raise errors.NotFound.of(
+                "request_id", f"no turn of {request_id!r} is under way", reason="TURN_NOT_FOUND", request_id=request_id
             )
         for turn in named.values():
             turn.stop()

@@ -213,12 +213,12 @@ def open_bucket(url: str, credentials_file: Path | None) -> Bucket:
     try:
         check_bucket(url)
     except ValueError as error:
-        raise InvalidArgument(f"blobs: {error}", field="blobs") from None
+        raise InvalidArgument.of("blobs", error) from None
     parts = urlsplit(url)
     try:
         from obstore.store import S3Store
     except ImportError:
-        raise InvalidArgument("blobs: a bucket needs the extra: pip install 'kvasir[fleet]'", field="blobs") from None
+        raise InvalidArgument.of("blobs", "a bucket needs the extra: pip install 'kvasir[fleet]'") from None
     config = _of_file(credentials_file) if credentials_file else {}
     host = urlsplit(config.get("endpoint_url", "")).hostname
     client: Any = {"connect_timeout": _CONNECT_S}
@@ -237,23 +237,22 @@ def open_bucket(url: str, credentials_file: Path | None) -> Bucket:
         return Bucket(connected(_REQUEST_S), url, connected(_LARGE_REQUEST_S), reads)
     except Exception as error:  # noqa: BLE001  of obstore: a setting of the environment
         why = str(error).partition("\n")[0]
-        raise InvalidArgument(f"blobs: {url} cannot be opened: {why}", field="blobs") from None
+        raise InvalidArgument.of("blobs", f"{url} cannot be opened: {why}") from None
 
 
 def _of_file(path: Path) -> dict[str, str]:
     try:
         lines = [line.strip() for line in read_private_text(path).splitlines()]
     except CredentialFileError as error:
-        raise InvalidArgument(f"blob_credentials_file: {error}", field="blob_credentials_file") from None
+        raise InvalidArgument.of("blob_credentials_file", error) from None
     found: dict[str, str] = {}
     for line in lines:
         if not line or line.startswith(("#", "[")):
             continue
         name, equals, value = (part.strip() for part in line.partition("="))
         if not equals or name not in _FILE_KEYS:  # the line may be a secret: it is not shown
-            raise InvalidArgument(
-                f"blob_credentials_file: {path}: expected lines `name = value` with names of {', '.join(_FILE_KEYS)}",
-                field="blob_credentials_file",
+            raise InvalidArgument.of(
+                "blob_credentials_file", f"{path}: expected lines `name = value` with names of {', '.join(_FILE_KEYS)}"
             )
         found[name] = value
     return found

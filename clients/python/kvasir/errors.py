@@ -4,6 +4,7 @@ The services raise these types. `kvasir.status` turns them into gRPC statuses wi
 back into the same types in the client. Any other exception of a service is a bug and becomes INTERNAL."""
 
 from collections.abc import Mapping
+from typing import Self
 
 
 class KvasirError(Exception):
@@ -28,6 +29,20 @@ class KvasirError(Exception):
         self.field = field
         self.retry_after_s = retry_after_s
         self.metadata = dict(metadata or {})
+
+    @classmethod
+    def of(
+        cls,
+        field: str,
+        problem: object,
+        *,
+        reason: str | None = None,
+        retry_after_s: float | None = None,
+        **facts: object,
+    ) -> Self:
+        """An error about one field, whose name begins the message. `facts` become the metadata."""
+        metadata = {name: str(fact) for name, fact in facts.items()}
+        return cls(f"{field}: {problem}", reason=reason, field=field, retry_after_s=retry_after_s, metadata=metadata)
 
 
 class InvalidArgument(KvasirError):

@@ -30,7 +30,7 @@ def check_namespace(name: str, field: str = "namespace") -> str:
 def check_request_id(text: str, field: str = "request_id") -> str:
     """The text, if it is 1 to 128 printable ASCII characters. Raises InvalidArgument naming `field`."""
     if _PRINTABLE_ASCII.fullmatch(text) is None:
-        raise InvalidArgument(f"{field}: expected 1 to {MAX_REQUEST_ID_CHARS} printable ASCII characters", field=field)
+        raise InvalidArgument.of(field, f"expected 1 to {MAX_REQUEST_ID_CHARS} printable ASCII characters")
     return text
 
 
@@ -42,18 +42,12 @@ def check_owner(text: str, field: str = "owner") -> str:
 def _check_name(name: str, field: str) -> str:
     # Length first: a megabyte of name is not worth normalising. A code point takes at least one byte.
     if not 1 <= len(name) <= MAX_NAME_BYTES:
-        raise InvalidArgument(
-            f"{field}: expected 1 to {MAX_NAME_BYTES} bytes of UTF-8, got {len(name)} characters", field=field
-        )
+        raise InvalidArgument.of(field, f"expected 1 to {MAX_NAME_BYTES} bytes of UTF-8, got {len(name)} characters")
     for position, character in enumerate(name):
         if unicodedata.category(character) in _REFUSED_CATEGORIES:
-            raise InvalidArgument(
-                f"{field}: control character U+{ord(character):04X} at position {position}", field=field
-            )
+            raise InvalidArgument.of(field, f"control character U+{ord(character):04X} at position {position}")
     if len(name.encode()) > MAX_NAME_BYTES:
-        raise InvalidArgument(
-            f"{field}: expected 1 to {MAX_NAME_BYTES} bytes of UTF-8, got {len(name.encode())}", field=field
-        )
+        raise InvalidArgument.of(field, f"expected 1 to {MAX_NAME_BYTES} bytes of UTF-8, got {len(name.encode())}")
     if not unicodedata.is_normalized("NFC", name):
-        raise InvalidArgument(f"{field}: expected Unicode normal form C (NFC)", field=field)
+        raise InvalidArgument.of(field, "expected Unicode normal form C (NFC)")
     return name

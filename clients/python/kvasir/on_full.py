@@ -35,7 +35,7 @@ class OnFull:
 def checked_keep(keep: float, field: str) -> float:
     """Raises InvalidArgument, the field named, for a share that leaves no room or nothing."""
     if not LEAST_KEPT <= keep <= MOST_KEPT:
-        raise InvalidArgument(f"{field}: expected {LEAST_KEPT} to {MOST_KEPT}, got {keep}", field=field)
+        raise InvalidArgument.of(field, f"expected {LEAST_KEPT} to {MOST_KEPT}, got {keep}")
     return keep
 
 

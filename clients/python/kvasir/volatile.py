@@ -30,7 +30,7 @@ DEFAULT = frozenset({BILLING_LINE, TEMPLATE_DATE, TOOLS_ORDER})
 def checked_rule(name: str, field: str) -> str:
     """Raises InvalidArgument, the field named, for a name that is no rule's."""
     if name not in RULES:
-        raise InvalidArgument(f"{field}: {name[:40]!r} is none of {', '.join(RULES)}, {NONE}", field=field)
+        raise InvalidArgument.of(field, f"{name[:40]!r} is none of {', '.join(RULES)}, {NONE}")
     return name
 
 

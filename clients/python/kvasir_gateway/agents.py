@@ -85,9 +85,9 @@ class AgentTurn(OwnBody):
         """The engine's request. Raises InvalidArgument."""
         inputs = [each for each in (self.prompt, self.messages, self.append_messages) if each is not None]
         if len(inputs) != 1:
-            raise InvalidArgument("input: expected exactly one of prompt, messages and append_messages", field="input")
+            raise InvalidArgument.of("input", "expected exactly one of prompt, messages and append_messages")
         if self.json_schema is not None and self.regex is not None:
-            raise InvalidArgument("regex: expected json_schema or regex, got both", field="regex")
+            raise InvalidArgument.of("regex", "expected json_schema or regex, got both")
         functions = [tool.function for tool in self.tools or ()]
         messages = said(self.messages or (), reading) + said(self.append_messages or (), reading, "append_messages")
         begun = None

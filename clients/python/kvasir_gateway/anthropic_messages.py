@@ -144,7 +144,7 @@ class CountedMessages(turns.Body):
         if choice.type == "auto":
             return turns.free_calls(tools, one_call=one_call)
         if choice.type == "tool" and choice.name is None:
-            raise InvalidArgument("tool_choice.name: expected a tool's", field="tool_choice.name")
+            raise InvalidArgument.of("tool_choice.name", "expected a tool's")
         name = choice.name if choice.type == "tool" else None
         return turns.forced_calls(name, one_call=one_call)
 
@@ -320,7 +320,7 @@ def _user_said(blocks: Sequence[Block], where: str) -> Iterator[turns.Said]:
             texts = []
         content = block.get("content") or ""
         if not isinstance(content, str | list) or not isinstance(block.get("tool_use_id"), str):
-            raise InvalidArgument(f"{where}[{number}]: expected tool_use_id and content", field=f"{where}[{number}]")
+            raise InvalidArgument.of(f"{where}[{number}]", "expected tool_use_id and content")
         failed = "Error: " if block.get("is_error") is True else ""
         text = failed + _text(content, f"{where}[{number}].content")
         yield turns.Said("tool", text, tool_call_id=block["tool_use_id"])
@@ -341,9 +341,8 @@ def _texts(content: str | Sequence[object], where: str) -> list[str]:
         kind = block.get("type") if isinstance(block, dict) else None
         if not isinstance(block, dict) or kind != "text" or not isinstance(block.get("text"), str):
             shown = repr(kind[:40]) if isinstance(kind, str) and kind != "text" else "another value"
-            raise InvalidArgument(
-                f"{where}[{number}]: expected a text block, got {shown}: this model reads text alone",
-                field=f"{where}[{number}]",
+            raise InvalidArgument.of(
+                f"{where}[{number}]", f"expected a text block, got {shown}: this model reads text alone"
             )
         texts.append(block["text"])
     return texts
@@ -352,5 +351,5 @@ def _texts(content: str | Sequence[object], where: str) -> list[str]:
 def _use(block: Block, where: str) -> turns.ToolUse:
     name, use_id, arguments = block.get("name"), block.get("id"), block.get("input")
     if not isinstance(name, str) or not isinstance(use_id, str) or not isinstance(arguments, dict):
-        raise InvalidArgument(f"{where}: tool_use: expected id, name and an object as input", field=where)
+        raise InvalidArgument.of(where, "tool_use: expected id, name and an object as input")
     return turns.ToolUse(use_id, name, json.dumps(arguments, ensure_ascii=False))

@@ -240,7 +240,7 @@ class Gateway:
     async def _delete_agent(self, call: Call) -> Response:
         force = call.request.query_params.get("force", "false")
         if force not in ("true", "false"):
-            raise InvalidArgument("force: expected true or false", field="force")
+            raise InvalidArgument.of("force", "expected true or false")
         name = heads.agent_in_path(call.request)
         return JSONResponse(agents.shown(await call.caller.at(name).delete_agent(name, force=force == "true")))
 

@@ -279,7 +279,7 @@ def sent_messages(turn: Turn) -> SentMessages:
     """The turn's messages as the engine takes them. Raises InvalidArgument."""
     messages = turn.messages if turn.begun is None else (*turn.messages, turn.begun)
     if len(messages) > _MAX_MESSAGES:
-        raise InvalidArgument(f"messages: expected at most {_MAX_MESSAGES}", field="messages")
+        raise InvalidArgument.of("messages", f"expected at most {_MAX_MESSAGES}")
     return message_list([_mapping(message) for message in messages], "messages")
 
 

@@ -207,7 +207,7 @@ def malformed(error: ValidationError) -> InvalidArgument:
     reason = {"extra_forbidden": "UNKNOWN_PARAMETER", "missing": "MISSING_PARAMETER"}.get(first["type"])
     if first["type"] == "json_invalid":
         return InvalidArgument(f"the body is no JSON: {first['msg']}", reason="INVALID_JSON")
-    return InvalidArgument(f"{field}: {first['msg']}", reason=reason, field=field)
+    return InvalidArgument.of(field, f"{first['msg']}", reason=reason)
 
 
 def _path(location: tuple[int | str, ...]) -> str:

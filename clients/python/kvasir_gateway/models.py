@@ -24,9 +24,9 @@ class Aliases:
         for name, model in self.by_name.items():
             if model not in models:
                 known = ", ".join(models)
-                raise InvalidArgument(f"--alias: {name}={model}: the engine's models are {known}", field="--alias")
+                raise InvalidArgument.of("--alias", f"{name}={model}: the engine's models are {known}")
             if name in models:
-                raise InvalidArgument(f"--alias: {name!r} is a model's own name", field="--alias")
+                raise InvalidArgument.of("--alias", f"{name!r} is a model's own name")
 
     def applied(self, turn: Turn) -> Turn:
         """The turn, with the model that its name stands for, and that no other one answers for."""
@@ -47,10 +47,10 @@ class Aliases:
 
 
 def unknown_alias(turn: Turn) -> NotFound:
-    return NotFound(
-        f"model: {turn.alias!r} stands for {turn.model!r} (--alias), and the engine has no such model",
+    return NotFound.of(
+        "model",
+        f"{turn.alias!r} stands for {turn.model!r} (--alias), and the engine has no such model",
         reason="MODEL_NOT_FOUND",
-        field="model",
     )
 
 

@@ -212,7 +212,7 @@ def _text_of_part(part: dict[str, Any], where: str) -> str:
     for name in ("text", "refusal"):
         if kind in (name, f"input_{name}", f"output_{name}"):
             if not isinstance(part.get(name), str):
-                raise InvalidArgument(f"{where}.{name}: expected a string", field=f"{where}.{name}")
+                raise InvalidArgument.of(f"{where}.{name}", "expected a string")
             return str(part[name])
     shown = kind[:40] if isinstance(kind, str) else type(kind).__name__
     raise InvalidArgument(f"{where}.type: expected text, got {shown!r}: this model reads text alone", field=where)
@@ -244,7 +244,7 @@ def refuse_unless(neutral: Iterable[object], given: Mapping[str, object]) -> Non
     allowed = list(neutral)
     for name, value in given.items():
         if value is not None and value not in allowed:
-            raise AsWritten(f"{name}: this engine cannot apply it; leave it out", field=name)
+            raise AsWritten.of(name, "this engine cannot apply it; leave it out")
 
 
 def forced_calls(name: str | None, *, one_call: bool, names: Sequence[str] = ()) -> pb.ToolChoice:
@@ -258,8 +258,7 @@ def begun_reply(messages: tuple[Said, ...], field_name: str = "messages") -> tup
     """The messages before a reply that the caller has begun, and that. Raises InvalidArgument for one without text."""
     *before, last = messages or (Said("", ""),)
     if last.role != "assistant" or not last.content.strip() or last.tool_calls or not before:
-        text = f"{field_name}: expected a text of the assistant's behind other messages, to go on from"
-        raise InvalidArgument(text, field=field_name)
+        raise InvalidArgument.of(field_name, "expected a text of the assistant's behind other messages, to go on from")
     return tuple(before), last
 
 

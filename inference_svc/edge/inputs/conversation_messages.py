@@ -18,7 +18,7 @@ _ROLES = {
 def read_messages(given: Sequence[message_pb2.Message], field: str) -> tuple[manifest_pb2.Message, ...]:
     """Messages of a caller: none is a reply of this engine. Raises InvalidArgument that names the role or the part."""
     if (parts := sum(len(message.parts) for message in given)) > _MAX_PARTS:
-        raise InvalidArgument(f"{field}: expected at most {_MAX_PARTS} parts in all, got {parts}", field=field)
+        raise InvalidArgument.of(field, f"expected at most {_MAX_PARTS} parts in all, got {parts}")
     return tuple(_read(message, f"{field}[{index}]") for index, message in enumerate(given))
 
 
@@ -30,9 +30,9 @@ def _read(message: message_pb2.Message, where: str) -> manifest_pb2.Message:
     role = _ROLES.get(message.role)
     if role is None:
         field = f"{where}.role"
-        raise InvalidArgument(f"{field}: expected one of {', '.join(_ROLES.values())}, got {message.role}", field=field)
+        raise InvalidArgument.of(field, f"expected one of {', '.join(_ROLES.values())}, got {message.role}")
     if message.reasoning and role != "assistant":
-        raise InvalidArgument(f"{where}.reasoning: only an assistant's message has it", field=f"{where}.reasoning")
+        raise InvalidArgument.of(f"{where}.reasoning", "only an assistant's message has it")
     return manifest_pb2.Message(
         role=role,
         content="".join(_text(part, f"{where}.parts[{number}]") for number, part in enumerate(message.parts)),
@@ -51,8 +51,6 @@ def _text(part: message_pb2.Part, where: str) -> str:
     if kind == "text":
         return part.text
     if kind is None:
-        raise InvalidArgument(f"{where}: expected a text", field=where)
+        raise InvalidArgument.of(where, "expected a text")
     field = f"{where}.{kind}"
-    raise InvalidArgument(
-        f"{field}: the model takes text alone", reason="PART_NOT_SUPPORTED", field=field, metadata={"kind": kind}
-    )
+    raise InvalidArgument.of(field, "the model takes text alone", reason="PART_NOT_SUPPORTED", kind=kind)

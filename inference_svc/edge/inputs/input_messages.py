@@ -38,7 +38,7 @@ def read_tools(given: Sequence[pb.Tool]) -> list[Tool]:
 def read_objects(given: Input, tools: Sequence[Tool]) -> GivenJson:
     if not isinstance(given, MessagesInput):
         if tools:
-            raise InvalidArgument("tools: only with messages; a prompt holds its tools in its text", field="tools")
+            raise InvalidArgument.of("tools", "only with messages; a prompt holds its tools in its text")
         return GivenJson()
     check_tools(tools)
     objects = GivenJson([*json_of_messages(given.messages, f"{given.name}.messages"), *json_of_tools(tools)])
@@ -58,7 +58,7 @@ def read_input(request: pb.GenerateRequest | pb.CountTokensRequest | pb.WarmRequ
     kind = request.WhichOneof("input")
     if kind is None:
         known = "prompt, prompt_token_ids, messages or append_messages"
-        raise InvalidArgument(f"input: expected {known}", field="input")
+        raise InvalidArgument.of("input", f"expected {known}")
     if kind == "prompt_token_ids":
         tokens = TokenIds(request.prompt_token_ids.ids)
         check_token_ids(tokens, kind)
@@ -67,7 +67,7 @@ def read_input(request: pb.GenerateRequest | pb.CountTokensRequest | pb.WarmRequ
     if kind == "prompt":
         prompt = request.prompt  # read once: each access decodes it again
         if not prompt:
-            raise InvalidArgument("prompt: expected text, got none", field="prompt")
+            raise InvalidArgument.of("prompt", "expected text, got none")
         check_size("prompt", utf8_bytes(prompt), max_prompt_bytes)
         return PromptInput(prompt)
     field = f"{kind}.messages"
@@ -79,11 +79,12 @@ def read_input(request: pb.GenerateRequest | pb.CountTokensRequest | pb.WarmRequ
 
 def check_size(field: str, size_bytes: int, max_bytes: int) -> None:
     if size_bytes > max_bytes:
-        raise InvalidArgument(
-            f"{field}: expected at most {max_bytes} bytes, got {size_bytes}",
+        raise InvalidArgument.of(
+            field,
+            f"expected at most {max_bytes} bytes, got {size_bytes}",
             reason="PROMPT_TOO_LARGE",
-            field=field,
-            metadata={"size_bytes": str(size_bytes), "max_prompt_bytes": str(max_bytes)},
+            size_bytes=size_bytes,
+            max_prompt_bytes=max_bytes,
         )
 
 
@@ -95,21 +96,21 @@ def begun_reply(
         return given, None
     field = "continue_final_message"
     if not isinstance(given, MessagesInput):
-        raise InvalidArgument(f"{field}: only with messages", field=field)
+        raise InvalidArgument.of(field, "only with messages")
     *before, last = given.messages
     if last.role != "assistant" or not last.content.strip() or last.tool_calls:
-        raise InvalidArgument(f"{field}: expected a text of the assistant's as the last message", field=field)
+        raise InvalidArgument.of(field, "expected a text of the assistant's as the last message")
     if not before:
-        raise InvalidArgument(f"{field}: expected a message before the assistant's", field=field)
+        raise InvalidArgument.of(field, "expected a message before the assistant's")
     return replace(given, messages=tuple(before)), last
 
 
 def check_token_ids(given: TokenIds, field: str, vocabulary_size: int = 1 << 32) -> None:
     """Raise InvalidArgument for no tokens, and for one that the model does not have."""
     if not given:
-        raise InvalidArgument(f"{field}: expected at least one token", field=field)
+        raise InvalidArgument.of(field, "expected at least one token")
     if given.largest >= vocabulary_size:
-        raise InvalidArgument(f"{field}: expected token ids below {vocabulary_size}, got {given.largest}", field=field)
+        raise InvalidArgument.of(field, f"expected token ids below {vocabulary_size}, got {given.largest}")
 
 
 def check_known_tokens(turn: TurnRequest, vocabulary_size: int) -> TurnRequest:

@@ -98,8 +98,8 @@ def choice_count(request: pb.GenerateRequest) -> int:
     if not 1 <= count <= MAX_CHOICES:
         raise _refused("n", f"1 to {MAX_CHOICES}", count)
     if count > 1 and request.agent_id:
-        raise InvalidArgument(
-            f"sampling.n: expected 1 with an agent_id, got {count}: an agent remembers one reply", field="sampling.n"
+        raise InvalidArgument.of(
+            "sampling.n", f"expected 1 with an agent_id, got {count}: an agent remembers one reply"
         )
     return count
 
@@ -154,7 +154,7 @@ def _check_companions(given: pb.Sampling) -> None:
     )
     for name, is_given, other, is_other_given in needs:
         if is_given and not is_other_given:
-            raise InvalidArgument(f"sampling.{name}: needs sampling.{other}", field=f"sampling.{name}")
+            raise InvalidArgument.of(f"sampling.{name}", f"needs sampling.{other}")
 
 
 def _reply_format(request: pb.GenerateRequest) -> Constraint | None:
@@ -162,11 +162,11 @@ def _reply_format(request: pb.GenerateRequest) -> Constraint | None:
         return None
     kind, text = ConstraintKind(field), getattr(request, field)
     if not text:
-        raise InvalidArgument(f"{field}: expected text, got none", field=field)
+        raise InvalidArgument.of(field, "expected text, got none")
     if (size := len(text.encode())) > MAX_FORMAT_BYTES[kind]:
-        raise InvalidArgument(f"{field}: expected at most {MAX_FORMAT_BYTES[kind]} bytes, got {size}", field=field)
+        raise InvalidArgument.of(field, f"expected at most {MAX_FORMAT_BYTES[kind]} bytes, got {size}")
     return Constraint(kind, text)
 
 
 def _refused(name: str, expected: str, got: object) -> InvalidArgument:
-    return InvalidArgument(f"sampling.{name}: expected {expected}, got {got}", field=f"sampling.{name}")
+    return InvalidArgument.of(f"sampling.{name}", f"expected {expected}, got {got}")

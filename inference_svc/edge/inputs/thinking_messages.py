@@ -26,17 +26,17 @@ def read_thinking(request: Request) -> AskedThinking | None:
         return None
     if request.WhichOneof("input") not in ("messages", "append_messages"):
         field = "thinking" if given.ListFields() else "template_settings"
-        raise InvalidArgument(f"{field}: only with messages: a prompt is as its caller made it", field=field)
+        raise InvalidArgument.of(field, "only with messages: a prompt is as its caller made it")
     if given.mode not in _MODES:
-        raise InvalidArgument(f"thinking.mode: expected one of the enum's, got {given.mode}", field="thinking.mode")
+        raise InvalidArgument.of("thinking.mode", f"expected one of the enum's, got {given.mode}")
     if given.effort and given.effort not in EFFORTS:
-        raise InvalidArgument(f"thinking.effort: expected one of {', '.join(EFFORTS)}", field="thinking.effort")
+        raise InvalidArgument.of("thinking.effort", f"expected one of {', '.join(EFFORTS)}")
     most = given.budget_tokens if given.HasField("budget_tokens") else None
     if most is not None and (most < 0 or given.mode == pb.THINKING_MODE_OFF):
         expected = "0 or more" if most < 0 else "none with THINKING_MODE_OFF"
-        raise InvalidArgument(f"thinking.budget_tokens: expected {expected}", field="thinking.budget_tokens")
+        raise InvalidArgument.of("thinking.budget_tokens", f"expected {expected}")
     if len(settings) > MAX_SETTINGS:
-        raise InvalidArgument(f"template_settings: expected at most {MAX_SETTINGS}", field="template_settings")
+        raise InvalidArgument.of("template_settings", f"expected at most {MAX_SETTINGS}")
     values = {name: _value(name, settings[name]) for name in sorted(settings)}
     return AskedThinking(_MODES[given.mode], most, given.effort, values, request.ignore_unread_settings)
 
@@ -73,10 +73,10 @@ def _value(name: str, given: pb.TemplateValue) -> Scalar:
         raise InvalidArgument("template_settings: expected names of at most 64 letters, digits and _", field=field)
     kind = given.WhichOneof("value")
     if kind is None:
-        raise InvalidArgument(f"{field}: expected a value", field=field)
+        raise InvalidArgument.of(field, "expected a value")
     value: Scalar = getattr(given, kind)
     if isinstance(value, str) and len(value) > MAX_SETTING_CHARS:
-        raise InvalidArgument(f"{field}: expected at most {MAX_SETTING_CHARS} characters", field=field)
+        raise InvalidArgument.of(field, f"expected at most {MAX_SETTING_CHARS} characters")
     if isinstance(value, float) and not math.isfinite(value):
-        raise InvalidArgument(f"{field}: expected a finite number", field=field)
+        raise InvalidArgument.of(field, "expected a finite number")
     return from_outside(value) if isinstance(value, str) else value

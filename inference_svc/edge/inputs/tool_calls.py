@@ -45,23 +45,20 @@ def _constraint(
 def _check(request: pb.GenerateRequest, choice: pb.ToolChoice) -> None:
     """What would have no effect is refused, not ignored."""
     if choice.kind not in (_NEITHER, _REQUIRED, _NAMED):
-        raise InvalidArgument(
-            f"tool_choice.kind: expected one of the enum's, got {choice.kind}", field="tool_choice.kind"
-        )
+        raise InvalidArgument.of("tool_choice.kind", f"expected one of the enum's, got {choice.kind}")
     if choice.kind == _NAMED and (choice.one_call or choice.names):
         field = "tool_choice.one_call" if choice.one_call else "tool_choice.names"
-        raise InvalidArgument(f"{field}: not with NAMED", field=field)
+        raise InvalidArgument.of(field, "not with NAMED")
     if choice.name and choice.kind != _NAMED:
-        raise InvalidArgument("tool_choice.name: only with NAMED", field="tool_choice.name")
+        raise InvalidArgument.of("tool_choice.name", "only with NAMED")
     if choice.ListFields() and not request.tools:
-        raise InvalidArgument("tool_choice: expected tools, got none", field="tool_choice")
+        raise InvalidArgument.of("tool_choice", "expected tools, got none")
     known = {tool.name for tool in request.tools}
     if choice.kind == _NAMED and choice.name not in known:
-        text = f"tool_choice.name: expected a tool's, got {choice.name[:128]!r}"
-        raise InvalidArgument(text, field="tool_choice.name")
+        raise InvalidArgument.of("tool_choice.name", f"expected a tool's, got {choice.name[:128]!r}")
     for place, name in enumerate(choice.names):
         if name not in known:
             field = f"tool_choice.names[{place}]"
-            raise InvalidArgument(f"{field}: expected a tool's, got {name[:128]!r}", field=field)
+            raise InvalidArgument.of(field, f"expected a tool's, got {name[:128]!r}")
     if choice.kind != _NEITHER and (other := request.WhichOneof("response_format")) is not None:
-        raise InvalidArgument(f"tool_choice: expected no {other} beside it", field="tool_choice")
+        raise InvalidArgument.of("tool_choice", f"expected no {other} beside it")

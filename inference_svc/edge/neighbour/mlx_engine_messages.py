@@ -152,4 +152,4 @@ def _logprobs(ids: Sequence[int], found: Sequence[TokenLogprobs]) -> mlx.OutputL
 
 def _refused(name: str, expected: str, got: object) -> InvalidArgument:
     field = f"sampling_params.{name}"
-    return InvalidArgument(f"{field}: expected {expected}, got {got}", field=field)
+    return InvalidArgument.of(field, f"expected {expected}, got {got}")

@@ -91,7 +91,7 @@ class MlxEngineService(mlx_engine_pb2_grpc.MlxEngineServicer):  # type: ignore[m
     async def Abort(self, request: mlx.AbortRequest, context: Any) -> mlx.AbortResponse:
         if len(request.request_ids) > _MAX_ABORTED:
             count = len(request.request_ids)
-            raise InvalidArgument(f"request_ids: expected at most {_MAX_ABORTED}, got {count}", field="request_ids")
+            raise InvalidArgument.of("request_ids", f"expected at most {_MAX_ABORTED}, got {count}")
         if (served := self._host.served) is not None:
             namespace = current_principal().namespace
             await asyncio.gather(*(_stop(served, namespace, each) for each in set(request.request_ids)))
@@ -144,12 +144,10 @@ class MlxEngineService(mlx_engine_pb2_grpc.MlxEngineServicer):  # type: ignore[m
             vocabulary, context = engine.vocabulary_size, engine.model.context_tokens
             return messages.token_ids(request, vocabulary_size=vocabulary, context_tokens=context)
         if not request.text:
-            raise InvalidArgument("input: expected tokenized.input_ids or text", field="input")
+            raise InvalidArgument.of("input", "expected tokenized.input_ids or text")
         if (size := len(request.text.encode())) > self._max_prompt_bytes:
-            raise InvalidArgument(
-                f"text: expected at most {self._max_prompt_bytes} bytes, got {size}",
-                reason="PROMPT_TOO_LARGE",
-                field="text",
+            raise InvalidArgument.of(
+                "text", f"expected at most {self._max_prompt_bytes} bytes, got {size}", reason="PROMPT_TOO_LARGE"
             )
         prompting, text = served.prompting, from_outside(request.text)
         check_fits(prompting.fewest_tokens(text), 1, engine.model.context_tokens, is_lower_bound=True)

@@ -56,4 +56,4 @@ def check_carried(plan: TurnPlan, carried: CarriedTurn, model: ModelInfo, vocabu
         ("first_blocks", all(0 <= first <= last_block for first in carried.first_blocks.values())),
     )
     if wrong := next((name for name, is_right in counts if not is_right), ""):
-        raise InvalidArgument(f"carried.{wrong}: no turn of this prompt stands there", field=f"carried.{wrong}")
+        raise InvalidArgument.of(f"carried.{wrong}", "no turn of this prompt stands there")

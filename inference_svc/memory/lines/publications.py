@@ -256,12 +256,12 @@ class Publications:
                         await asyncio.sleep(LOOK_S)
                 else:
                     return
-        raise errors.Unavailable(
-            "agent_id: the agent's newest turn is not stored yet; name an older version, or retry",
+        raise errors.Unavailable.of(
+            "agent_id",
+            "the agent's newest turn is not stored yet; name an older version, or retry",
             reason="MEMORY_NOT_STORED",
-            field="agent_id",
             retry_after_s=RETRY_S,
-            metadata={"agent_id": self._key.agent_id},
+            agent_id=self._key.agent_id,
         )
 
     def _owed(self) -> Publication | None:

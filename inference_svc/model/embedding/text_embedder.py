@@ -125,15 +125,16 @@ class TextEmbedder:
         else:
             ids, ends_special = list(given), False
         if not ids or max(ids) >= self.vocabulary_size:
-            raise InvalidArgument(f"{field}: expected tokens below {self.vocabulary_size}, one or more", field=field)
+            raise InvalidArgument.of(field, f"expected tokens below {self.vocabulary_size}, one or more")
         if len(ids) <= self.most_tokens:
             return ids
         if not truncate:
-            raise ResourceExhausted(
-                f"{field}: {len(ids)} tokens are more than the {self.most_tokens} that the embedding model takes",
+            raise ResourceExhausted.of(
+                field,
+                f"{len(ids)} tokens are more than the {self.most_tokens} that the embedding model takes",
                 reason="CONTEXT_EXCEEDED",
-                field=field,
-                metadata={"prompt_tokens": str(len(ids)), "context_tokens": str(self.most_tokens)},
+                prompt_tokens=len(ids),
+                context_tokens=self.most_tokens,
             )
         # The special token behind a text stays behind what is left of it.
         return [*ids[: self.most_tokens - 1], ids[-1]] if ends_special else ids[: self.most_tokens]

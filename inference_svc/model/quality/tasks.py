@@ -42,12 +42,12 @@ def read_tasks(file: Path) -> tuple[Task, ...]:
         with file.open("rb") as opened:
             data = opened.read(MOST_BYTES + 1)
     except OSError as error:
-        raise NotFound(f"tasks: {file} cannot be read ({error.strerror})", field="tasks") from None
+        raise NotFound.of("tasks", f"{file} cannot be read ({error.strerror})") from None
     if len(data) > MOST_BYTES:
-        raise InvalidArgument(f"tasks: {file} is larger than {MOST_BYTES >> 20} MiB", field="tasks")
+        raise InvalidArgument.of("tasks", f"{file} is larger than {MOST_BYTES >> 20} MiB")
     lines = [(number, line) for number, line in enumerate(data.split(b"\n"), 1) if line.strip()]
     if not lines:
-        raise InvalidArgument(f"tasks: {file} has no task; expected a JSON object in each line", field="tasks")
+        raise InvalidArgument.of("tasks", f"{file} has no task; expected a JSON object in each line")
     return tuple(_parsed(line, f"tasks: {file}, line {number}") for number, line in lines)
 
 

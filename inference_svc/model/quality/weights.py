@@ -121,9 +121,7 @@ def _matrices(model: Module) -> tuple[dict[str, Module], dict[str, str]]:
     found, refused = dict[str, Module](), dict[str, str]()
     for path, module in sorted(named, key=lambda each: _place(each[0])):
         if "scales" in module:
-            raise FailedPrecondition(
-                f"model: {path} is codes already; expected weights of 16 or 32 bits", field="model"
-            )
+            raise FailedPrecondition.of("model", f"{path} is codes already; expected weights of 16 or 32 bits")
         if "weight" not in module or not hasattr(module, "to_quantized"):
             continue  # norms, and matrices for which MLX has no codes
         if module["weight"].shape[-1] % GROUP:
@@ -131,7 +129,7 @@ def _matrices(model: Module) -> tuple[dict[str, Module], dict[str, str]]:
         else:
             found[path] = module
     if not found:
-        raise FailedPrecondition(f"model: no matrix has rows of whole groups of {GROUP} weights", field="model")
+        raise FailedPrecondition.of("model", f"no matrix has rows of whole groups of {GROUP} weights")
     return found, refused
 
 

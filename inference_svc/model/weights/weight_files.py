@@ -57,8 +57,8 @@ def weight_file(path: Path) -> WeightFile:
         start = _LENGTH.size + length
         return WeightFile(path, file_identity(status), size, dict(_places(header, start, size)))
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError, struct.error, _Damaged) as error:
-        raise FailedPrecondition(
-            f"model: {path.name} is cut short or damaged: {error}", reason="MODEL_NOT_LOADABLE", field="model"
+        raise FailedPrecondition.of(
+            "model", f"{path.name} is cut short or damaged: {error}", reason="MODEL_NOT_LOADABLE"
         ) from None
 
 
@@ -69,8 +69,8 @@ def check_unchanged(directory: Path, files: Sequence[WeightFile]) -> None:
     except OSError:
         now = {}
     if now != {file.path: file.identity for file in files}:
-        raise FailedPrecondition(
-            "model: its files changed while they were read; load it again", reason="MODEL_NOT_LOADABLE", field="model"
+        raise FailedPrecondition.of(
+            "model", "its files changed while they were read; load it again", reason="MODEL_NOT_LOADABLE"
         )
 
 

@@ -37,7 +37,7 @@ def applied(asked: AskedThinking, reads: frozenset[str], *, thinks: bool, begins
     unread = dict(_unread(asked, reads, thinks=thinks, begins_with_answer=begins_with_answer))
     if unread and not asked.ignores_unread:
         name, why = next(iter(unread.items()))
-        raise InvalidArgument(f"{name}: {why}", field=name)
+        raise InvalidArgument.of(name, why)
     settings: dict[str, Scalar] = {}
     switch = next((name for name in _SWITCHES if name in reads), None)
     if asked.is_on is not None and switch is not None:

@@ -255,11 +255,8 @@ class Sleeper:
 
 
 def cannot_sleep(key: AgentKey, why: str) -> errors.FailedPrecondition:
-    return errors.FailedPrecondition(
-        f"agent_id: {key.agent_id!r} stays awake: {why}",
-        reason="CANNOT_SLEEP",
-        field="agent_id",
-        metadata={"agent_id": key.agent_id},
+    return errors.FailedPrecondition.of(
+        "agent_id", f"{key.agent_id!r} stays awake: {why}", reason="CANNOT_SLEEP", agent_id=key.agent_id
     )
 
 

@@ -100,11 +100,11 @@ def what_is_left_out(
 def check_existing(request: TurnRequest, recollection: Recollection) -> None:
     """Raise NotFound for an agent that remembers nothing, if the caller minds."""
     if request.memory.expects_memory and not _is_remembered(recollection):
-        raise errors.NotFound(
-            f"agent_id: agent {request.agent_id!r} remembers nothing yet",
+        raise errors.NotFound.of(
+            "agent_id",
+            f"agent {request.agent_id!r} remembers nothing yet",
             reason="AGENT_NOT_FOUND",
-            field="agent_id",
-            metadata={"agent_id": request.agent_id},
+            agent_id=request.agent_id,
         )
 
 
@@ -161,9 +161,7 @@ def _refuse_append(agent_id: str, recollection: Recollection) -> None:
     miss = recollection.miss
     if recollection.memory is None and miss is not None and miss.is_sealed:
         # No retry brings the key back.
-        raise errors.FailedPrecondition(
-            f"append_messages: {miss.detail}", reason="NAMESPACE_SEALED", field="append_messages"
-        )
+        raise errors.FailedPrecondition.of("append_messages", miss.detail, reason="NAMESPACE_SEALED")
     if recollection.memory is None and miss is not None and miss.is_store_away:
         # Without the agent's memory this would be another conversation, not a miss.
         raise errors.Unavailable(
@@ -173,17 +171,14 @@ def _refuse_append(agent_id: str, recollection: Recollection) -> None:
             retry_after_s=1.0,
         )
     if recollection.memory is None and miss is not None and miss.reason is not MissReason.NEW_AGENT:
-        raise errors.FailedPrecondition(
-            f"append_messages: the agent's memory cannot be read ({miss.detail}); send all messages, or roll back",
+        raise errors.FailedPrecondition.of(
+            "append_messages",
+            f"the agent's memory cannot be read ({miss.detail}); send all messages, or roll back",
             reason="MEMORY_DAMAGED",
-            field="append_messages",
-            metadata={"agent_id": agent_id},
+            agent_id=agent_id,
         )
-    raise errors.FailedPrecondition(
-        "append_messages: the agent remembers no messages; send all of them",
-        reason="NO_MESSAGES",
-        field="append_messages",
-        metadata={"agent_id": agent_id},
+    raise errors.FailedPrecondition.of(
+        "append_messages", "the agent remembers no messages; send all of them", reason="NO_MESSAGES", agent_id=agent_id
     )
 
 

@@ -293,7 +293,7 @@ def export(
     """Save one version of an agent's memory as a file: plain, also where the namespace is sealed, but for --sealed."""
     sealed = sealed or key_file is not None or passphrase_file is not None
     if sealed and form is not carrying.Form.ARCHIVE:
-        raise failures.WrongUsage("--sealed: the format `seed` has no sealed form", field="--sealed")
+        raise failures.WrongUsage.of("--sealed", "the format `seed` has no sealed form")
     lock = carrying.lock_of(key_file, passphrase_file) if sealed else None
     began = time.monotonic()
     if str(file) == "-":
@@ -330,7 +330,7 @@ def import_(
     """Read an agent's memory from a file, as a new version. A sealed file says what opens it."""
     if agent and not file.exists() and Path(agent).is_file():  # `kvasir agents export` has them in this order
         right = shlex.join(["kvasir", "agents", "import", agent, str(file)])
-        raise failures.WrongUsage(f"FILE: there is no file {str(file)!r}. The file goes first: {right}", field="FILE")
+        raise failures.WrongUsage.of("FILE", f"there is no file {str(file)!r}. The file goes first: {right}")
     with store_client(caller) as client, carrying.source(file) as read:
         header = carrying.header_of(read) if form is carrying.Form.ARCHIVE else None
         carrying.check_opens(header, file, key_file, passphrase_file)
@@ -357,7 +357,7 @@ def labels_of(texts: list[str]) -> dict[str, str]:
     for text in texts:
         key, equals, value = text.partition("=")
         if not key or not equals:
-            raise failures.WrongUsage(f"label: expected KEY=VALUE, got {text!r}", field="label")
+            raise failures.WrongUsage.of("label", f"expected KEY=VALUE, got {text!r}")
         labels[key] = value
     return labels
 

@@ -49,7 +49,7 @@ class Caller:
                 raise typer.BadParameter(str(error), param_hint=name) from None
         for name, file in (("--token-file", token_file), ("--ca-file", ca_file)):
             if file is not None and not file.exists():
-                raise NotFound(f"{name}: {file}: there is no such file", reason="FILE_NOT_FOUND", field=name)
+                raise NotFound.of(name, f"{file}: there is no such file", reason="FILE_NOT_FOUND")
         self.store_address, self.engine_address = address, engine
         self.token_file, self.ca_file = token_file, ca_file
 

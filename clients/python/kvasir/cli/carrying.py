@@ -96,10 +96,10 @@ def lock_of(key_file: Path | None, passphrase_file: Path | None) -> sealed_archi
     text = "" if passphrase_file is None else read_private_text(passphrase_file).rstrip("\n")
     if passphrase_file is None:
         if not sys.stdin.isatty():
-            raise WrongUsage("--sealed: give --passphrase-file or --key-file", field="--sealed")
+            raise WrongUsage.of("--sealed", "give --passphrase-file or --key-file")
         text = typer.prompt("Passphrase", hide_input=True, confirmation_prompt=True, err=True)
     if not text:
-        raise WrongUsage(f"--passphrase-file: {passphrase_file} has no passphrase", field="--passphrase-file")
+        raise WrongUsage.of("--passphrase-file", f"{passphrase_file} has no passphrase")
     return sealed_archive.Lock(sealed_archive.PASSPHRASE, text.encode())
 
 
@@ -115,7 +115,7 @@ def check_opens(
     for option, (path, kind) in given.items():
         if path is not None and kind != sealed_with:
             state = f"sealed with a {sealed_with}" if sealed_with else "not sealed"
-            raise WrongUsage(f"{option}: {file} is {state}", field=option)
+            raise WrongUsage.of(option, f"{file} is {state}")
 
 
 def lock_for(
@@ -143,7 +143,7 @@ def lock_for(
 def _master_key(path: Path) -> sealed_archive.Lock:
     text = read_private_text(path).strip()
     if _MASTER_KEY.fullmatch(text) is None:
-        raise WrongUsage(f"--key-file: {path}: expected 64 hex digits", field="--key-file")
+        raise WrongUsage.of("--key-file", f"{path}: expected 64 hex digits")
     return sealed_archive.Lock(sealed_archive.MASTER_KEY, bytes.fromhex(text))
 
 

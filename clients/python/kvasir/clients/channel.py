@@ -104,7 +104,7 @@ def _target(address: str, tls: AnyTls | None) -> str:
     try:
         parsed = parse_address(address)
     except AddressError as error:
-        raise InvalidArgument(f"address: {error}", field="address") from None
+        raise InvalidArgument.of("address", error) from None
     if tls is None and not parsed.is_loopback:
         raise InvalidArgument(f"address: {address} is another machine, so TLS is needed", field="tls")
     return str(parsed)
@@ -120,7 +120,7 @@ def _credentials(tls: AnyTls) -> grpc.ChannelCredentials:
             certificate_chain=tls.cert_file.read_bytes() if tls.cert_file else None,
         )
     except OSError as error:
-        raise InvalidArgument(f"tls: {error.filename}: {error.strerror}", field="tls") from None
+        raise InvalidArgument.of("tls", f"{error.filename}: {error.strerror}") from None
 
 
 def _options(tls: AnyTls | None, safe_reads: Sequence[str], *, is_remote: bool) -> list[tuple[str, str | int]]:

@@ -71,7 +71,7 @@ class ReplyOptions:
         if self.max_tokens is None:
             return sampling
         if sampling is not None and sampling.HasField("max_tokens"):
-            raise InvalidArgument("max_tokens: expected once, got it in sampling too", field="max_tokens")
+            raise InvalidArgument.of("max_tokens", "expected once, got it in sampling too")
         merged = pb.Sampling(max_tokens=self.max_tokens)
         if sampling is not None:
             merged.MergeFrom(sampling)
@@ -115,7 +115,7 @@ def template_values(given: Mapping[str, TemplateSetting]) -> dict[str, pb.Templa
     for name, value in given.items():
         if type(value) not in fields:
             field_name = f"template_settings.{name}"
-            raise InvalidArgument(f"{field_name}: expected a flag, a number or a text", field=field_name)
+            raise InvalidArgument.of(field_name, "expected a flag, a number or a text")
         found[name] = pb.TemplateValue(**{fields[type(value)]: value})  # type: ignore[arg-type]
     return found
 

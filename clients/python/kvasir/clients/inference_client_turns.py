@@ -149,10 +149,10 @@ def turn_request(given: Input, options: GenerateOptions, request_id: str) -> pb.
     """The request's message. Raises InvalidArgument for values that it cannot hold; the service checks the rest."""
     inputs = _inputs(given)
     if len(inputs) != 1:
-        raise InvalidArgument("input: expected exactly one of prompt, messages and append_messages", field="input")
+        raise InvalidArgument.of("input", "expected exactly one of prompt, messages and append_messages")
     schema, regex = options.json_schema, options.regex
     if schema is not None and regex is not None:
-        raise InvalidArgument("response_format: expected json_schema or regex, got both", field="response_format")
+        raise InvalidArgument.of("response_format", "expected json_schema or regex, got both")
     with _refusing():
         request = pb.GenerateRequest(
             request_id=request_id,
@@ -182,7 +182,7 @@ def warm_request(
     """As turn_request. Without an input, only the agent's memory is warmed."""
     inputs = _inputs(given)
     if len(inputs) > 1:
-        raise InvalidArgument("input: expected at most one of prompt, messages and append_messages", field="input")
+        raise InvalidArgument.of("input", "expected at most one of prompt, messages and append_messages")
     with _refusing():
         request = pb.WarmRequest(agent_id=agent_id, tools=tools, model=model, **_prompted(named))  # type: ignore[arg-type]
     return _filled(request, inputs)
@@ -204,7 +204,7 @@ def count_request(
     """As turn_request, for an input that is only counted."""
     inputs = _inputs(given)
     if len(inputs) != 1:
-        raise InvalidArgument("input: expected exactly one of prompt and messages", field="input")
+        raise InvalidArgument.of("input", "expected exactly one of prompt and messages")
     with _refusing():
         request = pb.CountTokensRequest(
             tools=tools,
@@ -238,7 +238,7 @@ def _refusing() -> Iterator[None]:
     try:
         yield
     except (TypeError, ValueError) as error:
-        raise InvalidArgument(f"request: {type(error).__name__}: {str(error)[:200]}", field="request") from None
+        raise InvalidArgument.of("request", f"{type(error).__name__}: {str(error)[:200]}") from None
 
 
 def _inputs(given: Input) -> dict[str, Prompt | list[message_pb2.Message]]:

@@ -29,7 +29,7 @@ def message(
     """One message; `role` is system, user, assistant or tool. `reasoning`: what an assistant thought before it. Raises
     InvalidArgument for another role."""
     if role not in _ROLES:
-        raise InvalidArgument(f"role: expected one of {', '.join(_ROLES)}, got {role[:40]!r}", field="role")
+        raise InvalidArgument.of("role", f"expected one of {', '.join(_ROLES)}, got {role[:40]!r}")
     calls = [call if isinstance(call, message_pb2.ToolCall) else message_pb2.ToolCall(**call) for call in tool_calls]
     # An answer that only calls tools has no text, not an empty one.
     parts = ([message_pb2.Part(text=content)] if content else []) if isinstance(content, str) else content
@@ -49,7 +49,7 @@ def message_list(given: Sequence[GivenMessage], field_name: str) -> list[message
             raise InvalidArgument(f"{field_name}[{index}].{error.message}", field=field) from None
         except (TypeError, ValueError, AttributeError) as error:
             field = f"{field_name}[{index}]"
-            raise InvalidArgument(f"{field}: {type(error).__name__}: {str(error)[:200]}", field=field) from None
+            raise InvalidArgument.of(field, f"{type(error).__name__}: {str(error)[:200]}") from None
     return found
 
 

@@ -461,4 +461,4 @@ def _check_digest(field: str, message: manifest_pb2.Digest) -> None:
 
 def _wrong(field: str, problem: str) -> InvalidArgument:
     where = f"manifest.{field}" if field else "manifest"
-    return InvalidArgument(f"{where}: {problem}", reason="MANIFEST_REFUSED", field=where)
+    return InvalidArgument.of(where, problem, reason="MANIFEST_REFUSED")

@@ -254,6 +254,4 @@ async def _within(seconds: float) -> AsyncIterator[None]:
 
 
 def _unreadable() -> InvalidArgument:
-    return InvalidArgument(
-        "request: not a message of this RPC; every text must be UTF-8", reason="UNREADABLE", field="request"
-    )
+    return InvalidArgument.of("request", "not a message of this RPC; every text must be UTF-8", reason="UNREADABLE")

@@ -34,9 +34,9 @@ def fleet(
 
     Nothing is started and nothing measured but the time of a gateway's choice; each assumption has its source."""
     if not simulate:
-        raise WrongUsage("--simulate: expected; a fleet is only simulated so far", field="--simulate")
+        raise WrongUsage.of("--simulate", "expected; a fleet is only simulated so far")
     if naps and engines is not None:
-        raise WrongUsage("--engines: expected none with --naps, which simulates one engine", field="--engines")
+        raise WrongUsage.of("--engines", "expected none with --naps, which simulates one engine")
     given = _given(_NAPS if naps else _ASSUMPTIONS, assumptions)
     given |= {name: value for name, value in (("agents", agents), ("engines", engines)) if value is not None}
     if naps:
@@ -48,7 +48,7 @@ def fleet(
         try:
             results = simulated(given)
         except (ArithmeticError, LookupError, TypeError, ValueError) as error:
-            raise WrongUsage(f"--assumptions: {error}", field="--assumptions") from None
+            raise WrongUsage.of("--assumptions", error) from None
     show(caller, results, report, plots)
 
 
@@ -61,7 +61,7 @@ def _given(known: Path, file: Path | None) -> dict[str, Any]:
         own = json.loads(file.read_text(encoding="utf-8"))
         unknown = sorted(set(own) - set(given))
     except (ValueError, TypeError) as error:
-        raise WrongUsage(f"--assumptions: {file}: expected a JSON object: {error}", field="--assumptions") from None
+        raise WrongUsage.of("--assumptions", f"{file}: expected a JSON object: {error}") from None
     if unknown:
-        raise WrongUsage(f"--assumptions: {unknown[0]!r}: expected one of {', '.join(given)}", field="--assumptions")
+        raise WrongUsage.of("--assumptions", f"{unknown[0]!r}: expected one of {', '.join(given)}")
     return {**given, **own}

@@ -136,11 +136,11 @@ def _check(
 ) -> None:
     """Raises InvalidArgument, FailedPrecondition."""
     if rate is not None and at_once is not None:
-        raise InvalidArgument("--rate: expected --rate or --at-once, got both", field="--rate")
+        raise InvalidArgument.of("--rate", "expected --rate or --at-once, got both")
     if (http is None) != (model is None) or (http is None and api_key_file is not None):
         raise InvalidArgument("--http and --model belong together, and --api-key-file to them", field="http")
     if mlx_lm and Path(mlx_lm).is_dir() and not Path(mlx_lm, "config.json").is_file():
-        raise InvalidArgument(f"--mlx-lm: {mlx_lm} has no config.json", field="--mlx-lm")
+        raise InvalidArgument.of("--mlx-lm", f"{mlx_lm} has no config.json")
     if (http or mlx_lm) and find_spec("httpx2") is None:
         raise FailedPrecondition("--http and --mlx-lm need an HTTP library: install kvasir[bench]")
 

@@ -60,7 +60,7 @@ def memory_path(
     target is missed."""
     check_installed("store", "engine")
     if model and shape:
-        raise WrongUsage("--shape: expected --model or --shape, got both", field="--shape")
+        raise WrongUsage.of("--shape", "expected --model or --shape, got both")
     tokens = _token_counts(lengths)
     scope = PathScope(tokens, repeats, time_limit_s or 0.0, is_quick=quick)
     room = memory_gib or memory_gib_for(max(tokens))
@@ -80,5 +80,5 @@ def _token_counts(text: str) -> list[int]:
     """Raises WrongUsage."""
     counts = [int(word) if word.strip().isdecimal() else 0 for word in text.split(",")]
     if not all(counts):
-        raise WrongUsage(f"--lengths: expected tokens with commas between, got {text!r}", field="--lengths")
+        raise WrongUsage.of("--lengths", f"expected tokens with commas between, got {text!r}")
     return counts

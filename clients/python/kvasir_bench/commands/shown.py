@@ -50,8 +50,8 @@ def read_results(file: Path, command: str, report: Report) -> dict[str, Any]:
         results: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
         list(report.lines(results))
     except (ValueError, LookupError, TypeError, AttributeError):
-        text = f"--results: {file}: expected what one run of `kvasir bench {command} --json` printed"
-        raise WrongUsage(text, field="--results") from None
+        text = f"{file}: expected what one run of `kvasir bench {command} --json` printed"
+        raise WrongUsage.of("--results", text) from None
     return results
 
 

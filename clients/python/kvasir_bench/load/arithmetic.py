@@ -32,7 +32,7 @@ class Lengths:
         lengths = cls(int(low), int(high or low), kind == "~")
         if not 0 < lengths.low <= lengths.high:
             wanted = "tokens as 512, as 200-4000 (each length equally likely), or as 200~4000 (many short, few long)"
-            raise InvalidArgument(f"{option}: expected {wanted}, got {text!r}", field=option)
+            raise InvalidArgument.of(option, f"expected {wanted}, got {text!r}")
         return lengths
 
     def draw(self, random: Random) -> int:

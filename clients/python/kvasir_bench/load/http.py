@@ -80,8 +80,8 @@ class HttpTarget:
             found = _object(answer.text)
             usage(found, "prompt_tokens")
         except (TurnFailed, AttributeError):
-            told = f"--http: {self._client.base_url}chat/completions answers with what is no chat completion"
-            raise InvalidArgument(told, field="--http") from None
+            told = f"{self._client.base_url}chat/completions answers with what is no chat completion"
+            raise InvalidArgument.of("--http", told) from None
         return found
 
     async def _prompt_tokens(self, text: str) -> int:
@@ -104,7 +104,7 @@ async def connected(url: str, model: str, api_key: str) -> AsyncGenerator[HttpTa
     """A target at `url`, with or without `/v1`; as many connections as turns are in flight. Raises
     InvalidArgument."""
     if not url.startswith(("http://", "https://")):
-        raise InvalidArgument(f"--http: expected http://HOST:PORT or https://…, got {url!r}", field="--http")
+        raise InvalidArgument.of("--http", f"expected http://HOST:PORT or https://…, got {url!r}")
     base = url.rstrip("/").removesuffix("/v1") + "/v1"
     headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
     limits = httpx2.Limits(max_connections=None, max_keepalive_connections=100)
@@ -113,7 +113,7 @@ async def connected(url: str, model: str, api_key: str) -> AsyncGenerator[HttpTa
             base_url=base, headers=headers, limits=limits, timeout=MEASURED_WITHIN_S, trust_env=False
         )
     except (httpx2.InvalidURL, UnicodeEncodeError) as error:
-        raise InvalidArgument(f"--http: {type(error).__name__}", field="--http") from None
+        raise InvalidArgument.of("--http", f"{type(error).__name__}") from None
     async with client:
         yield HttpTarget(client, model)
 

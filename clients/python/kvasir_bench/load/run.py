@@ -43,9 +43,9 @@ class LoadScope:
     def __post_init__(self) -> None:
         """Raises InvalidArgument."""
         if (self.seconds is None) == (self.requests is None):
-            raise InvalidArgument("requests: expected seconds or requests, got both or none", field="requests")
+            raise InvalidArgument.of("requests", "expected seconds or requests, got both or none")
         if self.ramp_s and (self.seconds is None or self.ramp_s >= self.seconds):
-            raise InvalidArgument("ramp: expected to be shorter than the run, and none of requests", field="ramp")
+            raise InvalidArgument.of("ramp", "expected to be shorter than the run, and none of requests")
 
     @property
     def settings(self) -> dict[str, Any]:

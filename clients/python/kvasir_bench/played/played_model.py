@@ -154,7 +154,7 @@ def played_layers(shape: str) -> tuple[list[identity_pb2.LayerLayout], int]:
     heads = config["num_key_value_heads"]
     dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
     if "sliding_window" in config or dim % (2 * GROUP_SIZE):
-        raise InvalidArgument(f"shape: {shape} is not played; llama-3.1-8b is", field="shape")
+        raise InvalidArgument.of("shape", f"{shape} is not played; llama-3.1-8b is")
     kind = identity_pb2.LAYER_KIND_FULL
     layer = identity_pb2.LayerLayout(kind=kind, kv_heads=heads, key_dim=dim, value_dim=dim)
     return [layer] * config["num_hidden_layers"], config["max_position_embeddings"]

@@ -23,15 +23,15 @@ def read_text(file: Path) -> str:
         with file.open("rb") as opened:
             data = opened.read(MOST_BYTES + 1)
     except OSError as error:
-        raise NotFound(f"text: {file} cannot be read ({error.strerror}); {_EXPECTED}", field="text") from None
+        raise NotFound.of("text", f"{file} cannot be read ({error.strerror}); {_EXPECTED}") from None
     if len(data) > MOST_BYTES:
-        raise InvalidArgument(
-            f"text: {file} is larger than {MOST_BYTES >> 20} MiB; {_EXPECTED}, and less than that", field="text"
+        raise InvalidArgument.of(
+            "text", f"{file} is larger than {MOST_BYTES >> 20} MiB; {_EXPECTED}, and less than that"
         )
     try:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise InvalidArgument(f"text: {file} is not UTF-8 at byte {error.start}; {_EXPECTED}", field="text") from None
+        raise InvalidArgument.of("text", f"{file} is not UTF-8 at byte {error.start}; {_EXPECTED}") from None
 
 
 def windows_of(file: Path, text: str, tokenizer: Any, longest: int) -> list[Sheet]:
@@ -40,7 +40,7 @@ def windows_of(file: Path, text: str, tokenizer: Any, longest: int) -> list[Shee
     needed = WINDOWS * SHORTEST
     if len(ids) < needed:
         about = f", about {math.ceil(needed * len(text) / len(ids)):,} characters of such text" if ids else ""
-        raise InvalidArgument(f"text: {file} has {len(ids):,} tokens of this model; {_EXPECTED}{about}", field="text")
+        raise InvalidArgument.of("text", f"{file} has {len(ids):,} tokens of this model; {_EXPECTED}{about}")
     begin = tokenizer.bos_token_id
     beginning = (begin,) if begin is not None and tokenizer.encode("")[:1] == [begin] else ()
     stride = len(ids) // WINDOWS

@@ -22,7 +22,7 @@ def geometry(name: str, layers: int | None = None) -> dict[str, Any]:
     if cut and cut.end() == len(name) and name not in GEOMETRIES:
         name, layers = name[: cut.start()], int(cut[1]) if layers is None else layers
     if name not in GEOMETRIES:
-        raise InvalidArgument(f"geometry: expected one of {', '.join(GEOMETRIES)}", field="geometry")
+        raise InvalidArgument.of("geometry", f"expected one of {', '.join(GEOMETRIES)}")
     config = {**GEOMETRIES[name], "eos_token_id": _END_TOKEN}
     if layers is not None:
         _cut(config, layers)
@@ -34,7 +34,7 @@ def _cut(config: dict[str, Any], layers: int) -> None:
     # mlx-lm looks for the first layer of each kind, so each kind must be there.
     least = config.get("sliding_window_pattern") or (2 if "layer_types" in config else 1)
     if not least <= layers <= most:
-        raise InvalidArgument(f"layers: expected {least} to {most}, found {layers}", field="layers")
+        raise InvalidArgument.of("layers", f"expected {least} to {most}, found {layers}")
     config["num_hidden_layers"] = layers
     if "layer_types" in config:
         config["layer_types"] = config["layer_types"][:layers]

@@ -43,7 +43,7 @@ def write_model(
     name alone. `bits`: quantize where mlx-lm would. Raises InvalidArgument, and FailedPrecondition for a full
     directory."""
     if compute_type not in COMPUTE_TYPES:
-        raise InvalidArgument(f"dtype: expected one of {', '.join(sorted(COMPUTE_TYPES))}", field="dtype")
+        raise InvalidArgument.of("dtype", f"expected one of {', '.join(sorted(COMPUTE_TYPES))}")
     directory.mkdir(parents=True, exist_ok=True)
     if any(directory.iterdir()):
         raise FailedPrecondition(f"{directory} is not empty; name another directory")

@@ -230,15 +230,15 @@ def count_values(data: bytes | bytearray) -> int:
         containers += brackets.count(b"{") + brackets.count(b"[")
         commas += len(structure) - len(brackets)
         if containers > MAX_CONTAINERS:
-            raise InvalidArgument(f"body: expected at most {MAX_CONTAINERS} objects and arrays", field="body")
+            raise InvalidArgument.of("body", f"expected at most {MAX_CONTAINERS} objects and arrays")
         if containers + commas > MAX_VALUES:
-            raise InvalidArgument(f"body: expected at most {MAX_VALUES} values", field="body")
+            raise InvalidArgument.of("body", f"expected at most {MAX_VALUES} values")
         for bracket in brackets:
             depth += 1 if bracket in b"{[" else -1
             if depth < 0:  # no JSON: parsing ends here
                 return containers + commas
             if depth > MAX_DEPTH:
-                raise InvalidArgument(f"body: expected at most {MAX_DEPTH} levels of nesting", field="body")
+                raise InvalidArgument.of("body", f"expected at most {MAX_DEPTH} levels of nesting")
     return containers + commas
 
 

@@ -87,7 +87,7 @@ def listener_at(address: str) -> socket.socket:
 def _loopback(text: str) -> tuple[str, int]:
     address = parse_address(text)
     if not address.is_loopback or address.socket_path is not None:
-        raise InvalidArgument(
-            f"--listen: expected a loopback HOST:PORT, got {text}: put a proxy with TLS before it", field="--listen"
+        raise InvalidArgument.of(
+            "--listen", f"expected a loopback HOST:PORT, got {text}: put a proxy with TLS before it"
         )
     return address.host, address.port

@@ -75,7 +75,7 @@ async def _known(client: AioInferenceClient, wanted: Wanted) -> str:
 
 
 def _not_so_many(wanted: Wanted, why: str) -> InvalidArgument:
-    return InvalidArgument(f"{wanted.field}: {why}", field=wanted.field)
+    return InvalidArgument.of(wanted.field, why)
 
 
 def _as_given(error: KvasirError, wanted: Wanted, begin: int) -> KvasirError:

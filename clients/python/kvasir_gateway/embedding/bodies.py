@@ -112,7 +112,7 @@ class OllamaEmbeddings(_OllamaRequest):
 
     def wanted(self, reading: Reading) -> Wanted:
         if not self.prompt:
-            raise InvalidArgument("prompt: expected a text", field="prompt")
+            raise InvalidArgument.of("prompt", "expected a text")
         return self._wanted(reading, [self.prompt], "prompt", is_list=False, truncate=True)
 
     def answer(self, found: Found) -> bytes:

@@ -28,7 +28,7 @@ class ShowRequest(Body):
         """Raises InvalidArgument."""
         name = self.model or self.name
         if not name:
-            raise InvalidArgument("model: expected a name", reason="MISSING_PARAMETER", field="model")
+            raise InvalidArgument.of("model", "expected a name", reason="MISSING_PARAMETER")
         return named(name)
 
 

@@ -102,7 +102,7 @@ class OllamaOptions(turns.Body):
         if self.num_predict is not None and self.num_predict > 0:
             return reading.length(min(self.num_predict, _MOST_TOKENS))
         if self.num_predict == 0 or (self.num_predict is not None and reading.is_strict):
-            raise InvalidArgument("options.num_predict: expected 1 or more", field="options.num_predict")
+            raise InvalidArgument.of("options.num_predict", "expected 1 or more")
         return {} if reading.is_strict else reading.length(_MOST_TOKENS)
 
     def _penalty(self) -> dict[str, Any]:
@@ -143,7 +143,7 @@ class OllamaRequest(turns.Body):
     def sampling(self, reading: Reading) -> dict[str, Any]:
         reading.ignore_unless((), keep_alive=self.keep_alive)
         if self.top_logprobs and not self.logprobs:
-            raise InvalidArgument("top_logprobs: only with logprobs", field="top_logprobs")
+            raise InvalidArgument.of("top_logprobs", "only with logprobs")
         options = self.options or OllamaOptions()
         return options.sampling(reading) | turns.given(logprobs=self.logprobs, top_logprobs=self.top_logprobs)
 

@@ -159,7 +159,7 @@ class ChatRequest(SamplingFields):
         reading.ignore_unless(("medium",), verbosity=self.verbosity)
         turns.refuse_unless((["text"],), {"modalities": self.modalities})
         if self.top_logprobs is not None and not self.logprobs:
-            raise InvalidArgument("top_logprobs: only with logprobs", field="top_logprobs")
+            raise InvalidArgument.of("top_logprobs", "only with logprobs")
         tools = [
             turns.function_tool(t.function.name, t.function.description, t.function.parameters, t.function.strict)
             for t in self.tools or ()
@@ -245,7 +245,7 @@ def offered(tools: list[pb.Tool], choice: object, parallel: bool | None) -> tupl
     if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
         allowed = choice.get("allowed_tools", choice)  # the Responses API has them beside the type
         if not isinstance(allowed, dict) or not isinstance(allowed.get("tools"), list) or not allowed["tools"]:
-            raise InvalidArgument("tool_choice.tools: expected a list of tools", field="tool_choice.tools")
+            raise InvalidArgument.of("tool_choice.tools", "expected a list of tools")
         turns.refuse_unless(("auto", "required"), {"tool_choice.mode": allowed.get("mode")})
         names = [_name_of(each) for each in allowed["tools"]]
         if allowed.get("mode") == "required":
@@ -258,7 +258,7 @@ def offered(tools: list[pb.Tool], choice: object, parallel: bool | None) -> tupl
 def _name_of(tool: object) -> str:
     function = tool.get("function", tool) if isinstance(tool, dict) else None  # the Responses API has the name beside
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise InvalidArgument("tool_choice.name: expected a string", field="tool_choice.name")
+        raise InvalidArgument.of("tool_choice.name", "expected a string")
     return str(function["name"])
 
 
@@ -411,7 +411,7 @@ def _schema(asked: ResponseFormat | None) -> str | None:
     if asked.type == "json_object":
         return _ANY_OBJECT
     if asked.json_schema is None:
-        raise InvalidArgument("response_format.json_schema: expected a schema", field="response_format.json_schema")
+        raise InvalidArgument.of("response_format.json_schema", "expected a schema")
     return schema_text(asked.json_schema.schema_)
 
 
@@ -419,5 +419,5 @@ def _biases(biases: dict[str, float] | None) -> dict[int, float] | None:
     if not biases:
         return None
     if any(not token.isascii() or not token.isdigit() or len(token) > 10 or int(token) >= 1 << 32 for token in biases):
-        raise InvalidArgument("logit_bias: expected token ids as keys", field="logit_bias")
+        raise InvalidArgument.of("logit_bias", "expected token ids as keys")
     return {int(token): bias for token, bias in biases.items()}

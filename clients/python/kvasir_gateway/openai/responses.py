@@ -188,10 +188,10 @@ class ResponsesRequest(turns.Body):
                 reading.ignore_tool(number)
                 continue
             if tool.name is None:
-                raise InvalidArgument(f"{where}.name: expected a string", field=f"{where}.name")
+                raise InvalidArgument.of(f"{where}.name", "expected a string")
             for name, each in _functions(tool.name, tool):
                 if name in names:
-                    raise InvalidArgument(f"{where}: two tools would have one name", field=where)
+                    raise InvalidArgument.of(where, "two tools would have one name")
                 names.add(name)
                 yield turns.function_tool(name, each.description, each.parameters, each.strict)
 
@@ -242,8 +242,8 @@ def references(items: str | list[Item]) -> dict[int, turns.Place]:
         if item.get("type") == "item_reference"
     ]
     if len(found) > MAX_REFERENCES:
-        raise InvalidArgument(
-            f"input: expected at most {MAX_REFERENCES} items of type item_reference, got {len(found)}", field="input"
+        raise InvalidArgument.of(
+            "input", f"expected at most {MAX_REFERENCES} items of type item_reference, got {len(found)}"
         )
     ids = {number: _text(item, "id", f"input[{number}]") for number, item in found}
     return {number: place_of(given, f"input[{number}].id") for number, given in ids.items()}
@@ -298,12 +298,11 @@ def said(items: Sequence[Item], reading: Reading) -> tuple[turns.Said, ...]:
             reading.skip(where)
         else:
             shown = repr(kind[:40]) if isinstance(kind, str) else "another value"
-            raise InvalidArgument(
-                f"{where}.type: expected message, function_call or function_call_output, got {shown}",
-                field=f"{where}.type",
+            raise InvalidArgument.of(
+                f"{where}.type", f"expected message, function_call or function_call_output, got {shown}"
             )
     if not messages:
-        raise InvalidArgument("input: expected a message", field="input")
+        raise InvalidArgument.of("input", "expected a message")
     return tuple(messages)
 
 
@@ -324,7 +323,7 @@ def _thoughts(item: Item, where: str, reading: Reading) -> str:
 def _message_said(item: Item, where: str, reading: Reading) -> turns.Said:
     role = item.get("role")
     if not isinstance(role, str) or role not in _ROLES:
-        raise InvalidArgument(f"{where}.role: expected one of {', '.join(_ROLES)}", field=f"{where}.role")
+        raise InvalidArgument.of(f"{where}.role", f"expected one of {', '.join(_ROLES)}")
     texts = _texts(item.get("content"), f"{where}.content")
     return turns.Said(_ROLES[role], reading.content(_ROLES[role], texts))
 
@@ -333,12 +332,12 @@ def _texts(content: object, where: str) -> list[str]:
     if isinstance(content, str):
         return [content]
     if not isinstance(content, list) or not all(isinstance(part, dict) for part in content):
-        raise InvalidArgument(f"{where}: expected a string or a list of parts", field=where)
+        raise InvalidArgument.of(where, "expected a string or a list of parts")
     return turns.texts_of(content, where)
 
 
 def _text(item: Item, name: str, where: str) -> str:
     value = item.get(name)
     if not isinstance(value, str):
-        raise InvalidArgument(f"{where}.{name}: expected a string", field=f"{where}.{name}")
+        raise InvalidArgument.of(f"{where}.{name}", "expected a string")
     return value

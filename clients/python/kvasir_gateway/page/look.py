@@ -140,7 +140,7 @@ def version_of(chosen: str) -> tuple[str, int]:
     """A line's KV identity and a version of it, as forms and links have them: "hash:3". Raises InvalidArgument."""
     line, _, version = chosen.partition(":")
     if not is_hash(line) or re.fullmatch("[1-9][0-9]{0,17}", version) is None:
-        raise InvalidArgument("version: expected a version that the page lists", field="version")
+        raise InvalidArgument.of("version", "expected a version that the page lists")
     return line, int(version)
 
 

@@ -76,7 +76,7 @@ class Managing:
     async def _label(self, look: Look) -> Answer:
         name = look.form.get("label", "").strip()
         if not name:
-            raise InvalidArgument("label: expected a name", field="label")
+            raise InvalidArgument.of("label", "expected a name")
         await look.caller.at(look.named()).update_agent(look.named(), labels={name: look.form.get("value", "").strip()})
         return look.goto("agent", id=look.named(), done="label")
 
@@ -84,7 +84,7 @@ class Managing:
         """An agent goes to a peer of the store: for a script with progress, else its page once it is there."""
         peer = look.form.get("peer", "").strip()
         if not peer:
-            raise InvalidArgument("peer: expected the name of a peer", field="peer")
+            raise InvalidArgument.of("peer", "expected the name of a peer")
         steps = look.caller.at(look.named()).moving_agent(look.named(), to_peer=peer)
         if look.is_scripts:
             return StreamingResponse(_progress(steps, peer), headers={**HEADERS, "content-type": "text/event-stream"})
@@ -95,9 +95,7 @@ class Managing:
 
     async def _delete(self, look: Look) -> Answer:
         if look.form.get("typed") != look.named():
-            raise InvalidArgument(
-                "typed: expected the agent's name, letter by letter; nothing was deleted", field="typed"
-            )
+            raise InvalidArgument.of("typed", "expected the agent's name, letter by letter; nothing was deleted")
         await look.caller.at(look.named()).delete_agent(look.named(), force="force" in look.form)
         return look.goto(done="delete")
 

@@ -36,11 +36,11 @@ def with_memory(request: Request, agent_id: str, turn: Turn) -> Turn:
         return turn
     if asked not in _MEMORY or turn.memory:
         where = "expected the body's own fields" if turn.memory else f"expected one of {', '.join(_MEMORY)}"
-        raise InvalidArgument(f"x-agent-memory: {where}", field="x-agent-memory")
+        raise InvalidArgument.of("x-agent-memory", where)
     if asked != "none" and not agent_id:
-        raise InvalidArgument(f"x-agent-memory: {asked} needs x-agent-id", field="x-agent-memory")
+        raise InvalidArgument.of("x-agent-memory", f"{asked} needs x-agent-id")
     if asked == "append" and not turn.messages:
-        raise InvalidArgument("x-agent-memory: append needs messages", field="x-agent-memory")
+        raise InvalidArgument.of("x-agent-memory", "append needs messages")
     return replace(turn, memory=_MEMORY[asked], is_append=asked == "append")
 
 
@@ -89,7 +89,7 @@ def agent_of(request: Request) -> str:
     try:
         name = given.encode("latin-1").decode()
     except UnicodeDecodeError:
-        raise InvalidArgument("x-agent-id: expected UTF-8", field="x-agent-id") from None
+        raise InvalidArgument.of("x-agent-id", "expected UTF-8") from None
     return check_agent_id(name, "x-agent-id")
 
 
@@ -98,7 +98,7 @@ def agent_in_path(request: Request) -> str:
     try:
         name = unquote(request.path_params["agent_id"], errors="strict")
     except UnicodeDecodeError:
-        raise InvalidArgument("agent_id: expected UTF-8", field="agent_id") from None
+        raise InvalidArgument.of("agent_id", "expected UTF-8") from None
     return check_agent_id(name)
 
 
@@ -107,7 +107,7 @@ def page(request: Request) -> dict[str, Any]:
     query = request.query_params
     size = query.get("page_size", "0")
     if not re.fullmatch("[0-9]{1,4}", size) or int(size) > _MAX_PAGE:
-        raise InvalidArgument(f"page_size: expected a number up to {_MAX_PAGE}", field="page_size")
+        raise InvalidArgument.of("page_size", f"expected a number up to {_MAX_PAGE}")
     return {"page_size": int(size), "page_token": query.get("page_token", "")}
 
 

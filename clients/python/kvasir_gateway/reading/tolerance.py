@@ -115,14 +115,13 @@ class Reading:
 
     def _ignore(self, name: str, why: str, reason: str | None = None) -> None:
         if self.is_strict:
-            raise AsWritten(f"{name}: {why}", reason=reason, field=name)
+            raise AsWritten.of(name, why, reason=reason)
         self._note(name)
 
     def _note(self, name: str) -> None:
         self._ignored.add(name)
         if len(self._ignored) > _MAX_IGNORED:
-            text = f"body: expected at most {_MAX_IGNORED} fields that this server does not know"
-            raise InvalidArgument(text, field="body")
+            raise InvalidArgument.of("body", f"expected at most {_MAX_IGNORED} fields that this server does not know")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -31,5 +31,5 @@ def last_backup(home: Home) -> dict[str, Any] | None:
 def last_folder(home: Home) -> Path:
     """Where the last backup lies. Raises NotFound if there was none."""
     if (last := last_backup(home)) is None:
-        raise NotFound(f"DIR: {home.root} has no backup yet: name a folder for it", reason="NO_BACKUP", field="DIR")
+        raise NotFound.of("DIR", f"{home.root} has no backup yet: name a folder for it", reason="NO_BACKUP")
     return Path(last["folder"])

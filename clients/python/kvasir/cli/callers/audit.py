@@ -111,7 +111,7 @@ def _time(given: str, now: datetime) -> str:
         # Without a zone it is the time of this machine.
         return datetime.fromisoformat(given).astimezone(UTC).isoformat(timespec="milliseconds")
     except (ValueError, OverflowError):  # no time, or one before the year 1
-        raise WrongUsage(f"--since: expected 30m, 2d, or 2026-11-22T18:00, got {given!r}", field="--since") from None
+        raise WrongUsage.of("--since", f"expected 30m, 2d, or 2026-11-22T18:00, got {given!r}") from None
 
 
 def _show(out: Console, lines: list[dict[str, Any]], left_out: int) -> None:

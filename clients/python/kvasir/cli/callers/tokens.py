@@ -101,7 +101,7 @@ def rm(caller: Caller, name: Annotated[str, typer.Argument(metavar="NAME")]) -> 
 
     credentials.toml is written anew, without the comments of whoever edited it."""
     if is_own(name):
-        raise InvalidArgument(f"NAME: {name} is the home's own, without which it does not work", field="NAME")
+        raise InvalidArgument.of("NAME", f"{name} is the home's own, without which it does not work")
     _known(caller.home)  # a home that has none is not made for this
     with _changing(caller.home) as known:
         found = next((each for each in known.principals if each.name == name), None)
@@ -147,10 +147,10 @@ def _then(home: Home) -> str:
 
 def _check_not_reserved(name: str) -> None:
     if name.casefold().startswith("engine"):
-        raise InvalidArgument("NAME: names that begin with engine are the engine's own", field="NAME")
+        raise InvalidArgument.of("NAME", "names that begin with engine are the engine's own")
     if name.casefold() == OWNER.name:
-        raise InvalidArgument(
-            f"NAME: {OWNER.name} is what the audit calls callers at the Unix socket: take another", field="NAME"
+        raise InvalidArgument.of(
+            "NAME", f"{OWNER.name} is what the audit calls callers at the Unix socket: take another"
         )
 
 
@@ -162,11 +162,11 @@ def _check_new(name: str, namespace: str, known: Iterable[Principal]) -> None:
             raise AlreadyExists(f"there is a token {each.name!r} already: remove it first, or take another name")
         namespaces.add(each.namespace)
     if namespace not in namespaces and (alike := [it for it in namespaces if it.casefold() == namespace.casefold()]):
-        text = f"--namespace: there is {alike[0]!r} already, from which only case tells {namespace!r}: take another"
-        raise InvalidArgument(text, field="--namespace")
+        text = f"there is {alike[0]!r} already, from which only case tells {namespace!r}: take another"
+        raise InvalidArgument.of("--namespace", text)
 
 
 def _check_word(field: str, text: str) -> None:
     if _WORD.fullmatch(text) is None:
         expected = "1 to 64 letters, digits, dots, - and _, the first a letter or digit"
-        raise InvalidArgument(f"{field}: expected {expected}, got {text[:70]!r}", field=field)
+        raise InvalidArgument.of(field, f"expected {expected}, got {text[:70]!r}")

@@ -37,7 +37,7 @@ class Balancer:
             for text in texts:
                 self._check_address(option, text)
         if len({*self.engines}) != len(self.engines):
-            raise WrongUsage("--engine: an address is given twice", field="--engine")
+            raise WrongUsage.of("--engine", "an address is given twice")
         if (self.tls_cert is None) != (self.tls_key is None):
             raise WrongUsage("--tls-cert and --tls-key: give both or neither", field="--tls-key")
         files = (("--tls-cert", self.tls_cert), ("--tls-key", self.tls_key), ("--ca-file", self.engine_ca_file))
@@ -49,20 +49,20 @@ class Balancer:
         try:
             address = parse_address(text)
         except ValueError as error:
-            raise WrongUsage(f"{option}: {error}", field=option) from None
+            raise WrongUsage.of(option, error) from None
         if address.socket_path is not None:
-            text = f"{option}: expected HOST:PORT: at a Unix socket everybody who calls the balancer would be its owner"
-            raise WrongUsage(text, field=option)
+            text = "expected HOST:PORT: at a Unix socket everybody who calls the balancer would be its owner"
+            raise WrongUsage.of(option, text)
         _check_letters(option, text)
         pinned = self.tls_cert if option == "--listen" else self.engine_ca_file
         if not address.is_loopback and pinned is None:
             needed = "--tls-cert and --tls-key" if option == "--listen" else "--ca-file, before the command"
-            raise WrongUsage(f"{option}: {text} is beyond this machine, so TLS is needed: {needed}", field=option)
+            raise WrongUsage.of(option, f"{text} is beyond this machine, so TLS is needed: {needed}")
 
 
 def _check_letters(option: str, text: str) -> None:
     if not _UNQUOTED.isdisjoint(text):
-        raise WrongUsage(f"{option}: {text!r} has letters that no configuration can quote", field=option)
+        raise WrongUsage.of(option, f"{text!r} has letters that no configuration can quote")
 
 
 class _Form(Template):

@@ -113,7 +113,7 @@ def status(caller: Caller, engine: EnginesOption = None, store: StoresOption = N
     replicas = [replace(caller.store, address=each) for each in store or [caller.store.address]]
     for named, endpoints in (("--engine", given), ("--store", replicas)):
         if len({each.address for each in endpoints}) != len(endpoints):
-            raise WrongUsage(f"{named}: an address is given twice", field=named)
+            raise WrongUsage.of(named, "an address is given twice")
     agents = next((found for each in given if (found := _agents(each)) is not None), [])
     rows = [_row(each, agents) for each in given]
     stores = [

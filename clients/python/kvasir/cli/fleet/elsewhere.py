@@ -52,21 +52,20 @@ def check_options(home: Home, up: UpTable) -> None:
     if not up.store:
         for option, given in (("--store-token-file", up.store_token_file), ("--store-ca-file", up.store_ca_file)):
             if given:
-                raise WrongUsage(f"{option}: it is for a store elsewhere: name that with --store", field=option)
+                raise WrongUsage.of(option, "it is for a store elsewhere: name that with --store")
         return
     if up.store_listen:
-        text = "--store-listen: with --store no store runs here; leave one of them out"
-        raise WrongUsage(text, field="--store-listen")
+        raise WrongUsage.of("--store-listen", "with --store no store runs here; leave one of them out")
     try:
         address = parse_address(up.store)
     except ValueError as error:
-        raise WrongUsage(f"--store: {error}", field="--store") from None
+        raise WrongUsage.of("--store", error) from None
     for option, path in (("--store-ca-file", up.store_ca_file), *_named(up.store_token_file)):
         if path is not None and not path.is_file():
-            raise WrongUsage(f"{option}: {path}: there is no such file", field=option)
+            raise WrongUsage.of(option, f"{path}: there is no such file")
     if up.store_ca_file is not None:
         if address.socket_path is not None:
-            raise WrongUsage("--store-ca-file: a Unix socket has no TLS; leave this out", field="--store-ca-file")
+            raise WrongUsage.of("--store-ca-file", "a Unix socket has no TLS; leave this out")
         _check_certificate(up.store_ca_file)
     if not address.is_loopback and up.store_ca_file is None:
         text = f"--store: {up.store} is another machine: TLS is needed, --store-ca-file with the store's certificate"
@@ -83,8 +82,7 @@ def _check_certificate(path: Path) -> None:
     try:
         ssl.create_default_context(cafile=path)
     except ssl.SSLError:
-        text = f"--store-ca-file: {path}: expected the store's certificate (PEM)"
-        raise WrongUsage(text, field="--store-ca-file") from None
+        raise WrongUsage.of("--store-ca-file", f"{path}: expected the store's certificate (PEM)") from None
 
 
 def _named(files: Mapping[str, Path]) -> list[tuple[str, Path]]:
@@ -114,10 +112,10 @@ def _asked(endpoint: Endpoint) -> cachestore_pb2.GetCapabilitiesResponse:
     except Unavailable:
         raise _why_unavailable(endpoint) from None
     except InvalidArgument as error:
-        raise WrongUsage(f"--store: {error.message}", field="--store") from None
+        raise WrongUsage.of("--store", error.message) from None
     except KvasirError as error:
-        text = f"--store: what listens at {endpoint.address} does not answer as a store: {error.message}"
-        raise FailedPrecondition(text, reason="NO_STORE_THERE", field="--store") from None
+        text = f"what listens at {endpoint.address} does not answer as a store: {error.message}"
+        raise FailedPrecondition.of("--store", text, reason="NO_STORE_THERE") from None
 
 
 def _check_answer(
@@ -125,32 +123,29 @@ def _check_answer(
 ) -> None:
     if (answer.manifest_format, answer.block_tokens) != (manifest.FORMAT, BLOCK_TOKENS):
         text = (
-            f"--store: the store at {address} is Kvasir {answer.version or 'of an unknown version'}, whose manifests "
+            f"the store at {address} is Kvasir {answer.version or 'of an unknown version'}, whose manifests "
             f"have format {answer.manifest_format} and blocks {answer.block_tokens} tokens; this Kvasir has "
             f"{manifest.FORMAT} and {BLOCK_TOKENS}"
         )
-        raise FailedPrecondition(text, reason="STORE_VERSION_DIFFERS", field="--store")
+        raise FailedPrecondition.of("--store", text, reason="STORE_VERSION_DIFFERS")
     if answer.namespace != namespace:
-        text = f"--store-token-file: {file} is a token of namespace {answer.namespace!r}, expected {namespace!r}"
-        raise PermissionDenied(text, reason="STORE_TOKEN_WRONG", field="--store-token-file")
+        text = f"{file} is a token of namespace {answer.namespace!r}, expected {namespace!r}"
+        raise PermissionDenied.of("--store-token-file", text, reason="STORE_TOKEN_WRONG")
     if ENGINE not in answer.roles:
         roles = ", ".join(answer.roles)
-        text = f"--store-token-file: the token in {file} has the roles {roles} at {address}, expected {ENGINE}"
-        raise PermissionDenied(text, reason="STORE_TOKEN_WRONG", field="--store-token-file")
+        text = f"the token in {file} has the roles {roles} at {address}, expected {ENGINE}"
+        raise PermissionDenied.of("--store-token-file", text, reason="STORE_TOKEN_WRONG")
 
 
 def _why_unavailable(endpoint: Endpoint) -> KvasirError:
     """gRPC has one word for "nobody listens" and for "the certificate is another one": ask again without gRPC."""
     if not accepts(endpoint.address):
-        text = f"--store: nothing answers at {endpoint.address}; is it running there, with --store-listen?"
-        return Unavailable(text, reason="STORE_UNREACHABLE", field="--store")
+        text = f"nothing answers at {endpoint.address}; is it running there, with --store-listen?"
+        return Unavailable.of("--store", text, reason="STORE_UNREACHABLE")
     problem = _tls_problem(endpoint)
     if problem:
-        return FailedPrecondition(
-            f"--store-ca-file: {problem}", reason="STORE_CERTIFICATE_WRONG", field="--store-ca-file"
-        )
-    text = f"--store: what listens at {endpoint.address} does not answer"
-    return Unavailable(text, reason="STORE_UNREACHABLE", field="--store")
+        return FailedPrecondition.of("--store-ca-file", problem, reason="STORE_CERTIFICATE_WRONG")
+    return Unavailable.of("--store", f"what listens at {endpoint.address} does not answer", reason="STORE_UNREACHABLE")
 
 
 def _tls_problem(endpoint: Endpoint) -> str:

@@ -43,7 +43,7 @@ def serve_store(caller: Caller, words: Sequence[str], *, detach: bool) -> None:
     flags = _flags(words)
     if "data_dir" in flags:
         if detach:
-            raise WrongUsage("--detach: it is for the home's own data: name another --home instead", field="--detach")
+            raise WrongUsage.of("--detach", "it is for the home's own data: name another --home instead")
         _become([*words, *_left_out(caller, flags)])
     home, asked = caller.home, _asked(caller, flags)
     home.make()
@@ -83,11 +83,11 @@ def _asked(caller: Caller, flags: dict[str, Given]) -> Asked:
     except ConfigError as error:
         raise WrongUsage(str(error), field=error.field) from None
     except AddressError as error:
-        raise WrongUsage(f"--listen: {error}", field="--listen") from None
+        raise WrongUsage.of("--listen", error) from None
     certificate, key = own["tls_cert_file"].value, own["tls_key_file"].value
     if is_open and (certificate is None or key is None):
-        text = f"--listen: {listen} is open to other machines: TLS is needed, --tls-cert-file and --tls-key-file"
-        raise WrongUsage(text, field="--listen")
+        text = f"{listen} is open to other machines: TLS is needed, --tls-cert-file and --tls-key-file"
+        raise WrongUsage.of("--listen", text)
     return Asked(caller.home, UpTable(store_listen=listen, tls_cert=certificate, tls_key=key), {"store": found})
 
 

@@ -74,7 +74,7 @@ def check_models(given: Sequence[str]) -> list[GivenModel]:
     models = [_model(item) for item in given]
     names = [model.name for model in models]
     if twice := next((name for name in names if names.count(name) > 1), ""):
-        raise WrongUsage(f"--model: two models are named {twice!r}; give them other names: NAME=PATH", field="--model")
+        raise WrongUsage.of("--model", f"two models are named {twice!r}; give them other names: NAME=PATH")
     return models
 
 
@@ -83,10 +83,9 @@ def check_aliases(given: Mapping[str, str], models: Sequence[GivenModel]) -> Non
     known = [model.name for model in models] or [SHIPPED_MODELS[0]]
     for name, model in given.items():
         if model not in known:
-            told = f"--alias: expected NAME= one of {', '.join(known)}, got {f'{name}={model}'!r}"
-            raise WrongUsage(told, field="--alias")
+            raise WrongUsage.of("--alias", f"expected NAME= one of {', '.join(known)}, got {f'{name}={model}'!r}")
         if name in known:
-            raise WrongUsage(f"--alias: {name!r} is a model's own name", field="--alias")
+            raise WrongUsage.of("--alias", f"{name!r} is a model's own name")
 
 
 def check_embeddings(given: str, models: Sequence[GivenModel]) -> list[GivenModel]:
@@ -95,7 +94,7 @@ def check_embeddings(given: str, models: Sequence[GivenModel]) -> list[GivenMode
         return []
     beside = _model(given, "--embeddings")
     if beside.name in ([model.name for model in models] or [SHIPPED_MODELS[0]]):
-        raise WrongUsage(f"--embeddings: a model is named {beside.name!r}; say NAME=PATH", field="--embeddings")
+        raise WrongUsage.of("--embeddings", f"a model is named {beside.name!r}; say NAME=PATH")
     return [beside]
 
 
@@ -105,11 +104,11 @@ def _model(item: str, option: str = "--model") -> GivenModel:
         name, path = "", item
     if (directory := Path(path).expanduser()).is_dir():
         if not (directory / "config.json").is_file():
-            raise WrongUsage(f"{option}: {directory} has no config.json", field=option)
+            raise WrongUsage.of(option, f"{directory} has no config.json")
         return GivenModel(name or directory.name, path)
     if path not in SHIPPED_MODELS and not is_repository(path):
         expected = f"a directory, a repository OWNER/NAME, or {' or '.join(SHIPPED_MODELS)}"
-        raise WrongUsage(f"{option}: expected {expected}, got {path!r}", field=option)
+        raise WrongUsage.of(option, f"expected {expected}, got {path!r}")
     return GivenModel(name or path, path)
 
 
@@ -120,10 +119,10 @@ def check_exact_layers(text: str, policy: str | None, models: Sequence[GivenMode
     if bad := next((word for word in words if word != "last" and not (word.isascii() and word.isdigit())), ""):
         raise WrongUsage(f'{option}: expected "last" or indexes, got {bad!r}', field=option)
     if words and policy == _EXACT:
-        raise WrongUsage(f"{option}: under fp every layer is exact already", field=option)
+        raise WrongUsage.of(option, "under fp every layer is exact already")
     count = _layer_count(models[0]) if models else 0
     if count and (far := next((word for word in words if word != "last" and int(word) >= count), "")):
-        raise WrongUsage(f"{option}: the model has layers 0 to {count - 1}, and no {far}", field=option)
+        raise WrongUsage.of(option, f"the model has layers 0 to {count - 1}, and no {far}")
 
 
 def _layer_count(model: GivenModel) -> int:
@@ -141,7 +140,7 @@ def check_engine_option(name: str, given: object) -> None:
         if given is not None:
             value_of(option, texts_of(option, given))
     except ValueError as error:
-        raise WrongUsage(f"{option.flag}: {error}", field=option.flag) from None
+        raise WrongUsage.of(option.flag, error) from None
 
 
 def check_peers(given: Mapping[str, Mapping[str, object]]) -> None:
@@ -153,7 +152,7 @@ def check_peers(given: Mapping[str, Mapping[str, object]]) -> None:
     names = {name for option, name, _ in every if option == "--peer"}
     for option, name, value in every:
         if name.rpartition("/")[2] not in names:  # tokens may be of a NAMESPACE/NAME
-            raise WrongUsage(f"{option}: expected NAME=…, with --peer NAME=ADDRESS; got {name}={value}", field=option)
+            raise WrongUsage.of(option, f"expected NAME=…, with --peer NAME=ADDRESS; got {name}={value}")
     _check_peers(every)
 
 
@@ -161,17 +160,17 @@ def _check_peers(given: Sequence[tuple[str, str, str]]) -> None:
     has = {(option, name.rpartition("/")[2]) for option, name, _ in given}
     for option, name, value in given:
         if option.endswith("-file") and not Path(value).is_file():
-            raise WrongUsage(f"{option}: {value}: there is no such file", field=option)
+            raise WrongUsage.of(option, f"{value}: there is no such file")
         if option != "--peer":
             continue
         try:
             address = parse_address(value)
         except AddressError as error:
-            raise WrongUsage(f"{option}: {error}", field=option) from None
+            raise WrongUsage.of(option, error) from None
         if address.socket_path is None and ("--peer-token-file", name) not in has:
-            raise WrongUsage(f"{option}: {value} wants a token: --peer-token-file {name}=FILE", field=option)
+            raise WrongUsage.of(option, f"{value} wants a token: --peer-token-file {name}=FILE")
         if not address.is_loopback and ("--peer-ca-file", name) not in has:
-            raise WrongUsage(f"{option}: {value} is another machine: --peer-ca-file {name}=FILE", field=option)
+            raise WrongUsage.of(option, f"{value} is another machine: --peer-ca-file {name}=FILE")
 
 
 def metrics_addresses(text: str) -> tuple[str, str, str]:
@@ -180,7 +179,7 @@ def metrics_addresses(text: str) -> tuple[str, str, str]:
         return "", "", ""
     address = _host_and_port(text, "--metrics-listen")
     if address.port + 2 > _LAST_PORT:
-        raise WrongUsage("--metrics-listen: it needs two more ports above it", field="--metrics-listen")
+        raise WrongUsage.of("--metrics-listen", "it needs two more ports above it")
     engine, store, gateway = (str(replace(address, port=address.port + more)) for more in range(3))
     return engine, store, gateway
 
@@ -193,8 +192,8 @@ def _field(option: str) -> str:
 def check_traces(endpoint: str) -> None:
     """Raise FailedPrecondition where traces are wanted and the packages are missing."""
     if endpoint and importlib.util.find_spec(_TRACES_PACKAGE) is None:
-        text = "--traces-to: OpenTelemetry is not installed; install kvasir[traces]"
-        raise FailedPrecondition(text, reason="NOT_INSTALLED", field="--traces-to")
+        text = "OpenTelemetry is not installed; install kvasir[traces]"
+        raise FailedPrecondition.of("--traces-to", text, reason="NOT_INSTALLED")
 
 
 def check_addresses(addresses: dict[str, str], tls_cert: Path | None, tls_key: Path | None) -> None:
@@ -215,9 +214,7 @@ def _check_public(option: str, text: str, tls_cert: Path | None) -> None:
         what = f"{option}: {text} is open to other machines, without TLS; use 127.0.0.1:PORT"
         raise WrongUsage(what, field=_field(option))
     if tls_cert is None:
-        raise WrongUsage(
-            f"{option}: {text} is open to other machines: TLS is needed, --tls-cert and --tls-key", field=option
-        )
+        raise WrongUsage.of(option, f"{text} is open to other machines: TLS is needed, --tls-cert and --tls-key")
 
 
 def _check_tls(cert: Path | None, key: Path | None) -> None:
@@ -227,25 +224,24 @@ def _check_tls(cert: Path | None, key: Path | None) -> None:
         raise WrongUsage("--tls-cert and --tls-key: give both or neither", field="--tls-cert" if cert else "--tls-key")
     for option, path in (("--tls-cert", cert), ("--tls-key", key)):
         if not path.exists():
-            raise WrongUsage(f"{option}: {path}: there is no such file", field=option)
+            raise WrongUsage.of(option, f"{path}: there is no such file")
     if key.stat().st_mode & 0o077:
         raise FailedPrecondition(f"--tls-key: others can read {key}; run: chmod 600 {key}", reason="KEY_READABLE")
     try:
         ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(cert, key)
     except ssl.SSLError as error:
-        text = f"--tls-cert: {cert} and {key} are no certificate and its key ({error.reason})"
-        raise WrongUsage(text, field="--tls-cert") from None
+        raise WrongUsage.of("--tls-cert", f"{cert} and {key} are no certificate and its key ({error.reason})") from None
 
 
 def _host_and_port(text: str, option: str) -> Address:
     try:
         address = parse_address(text)
     except ValueError as error:
-        raise WrongUsage(f"{option}: {error}", field=option) from None
+        raise WrongUsage.of(option, error) from None
     if address.socket_path is not None:
-        raise WrongUsage(f"{option}: expected HOST:PORT; leave it out for a Unix socket", field=option)
+        raise WrongUsage.of(option, "expected HOST:PORT; leave it out for a Unix socket")
     if address.port == 0:
-        raise WrongUsage(f"{option}: name a port, so that others can find it", field=option)
+        raise WrongUsage.of(option, "name a port, so that others can find it")
     return address
 
 

@@ -182,7 +182,7 @@ def logs(
     files = {path.stem: path for path in sorted(caller.home.logs.glob("*.log")) if "." not in path.stem}
     if service:
         if service not in _LOGS:
-            raise WrongUsage(f"SERVICE: expected one of {', '.join(_LOGS)}, got {service!r}", field="SERVICE")
+            raise WrongUsage.of("SERVICE", f"expected one of {', '.join(_LOGS)}, got {service!r}")
         files = {name: path for name, path in files.items() if name == service}
     if not files:
         raise NotFound(f"no log{f' of {service}' if service else ''} in {caller.home.logs}", reason="NO_LOG")

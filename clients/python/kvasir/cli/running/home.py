@@ -126,8 +126,8 @@ class Home:
             try:
                 directory.mkdir(parents=True, exist_ok=True, mode=0o700)
             except OSError as error:
-                text = f"--home: {directory} cannot be made: {error.strerror}"
-                raise FailedPrecondition(text, field="--home", reason="HOME_REFUSED") from None
+                text = f"{directory} cannot be made: {error.strerror}"
+                raise FailedPrecondition.of("--home", text, reason="HOME_REFUSED") from None
             check_own_directory(directory)
             if directory.stat().st_mode & 0o077:
                 raise FailedPrecondition(f"{directory}: others can enter it; run: chmod 700 {directory}")

@@ -58,11 +58,11 @@ def tokens_of(scenario: Scenario, given: Sequence[str]) -> dict[str, str]:
     for each in given:
         name, equals, path = each.partition("=")
         if not (name and equals and path):
-            raise failures.WrongUsage(f"--namespace: expected NAME=FILE, got {each!r}", field="--namespace")
+            raise failures.WrongUsage.of("--namespace", f"expected NAME=FILE, got {each!r}")
         tokens[name] = read_token(Path(path))
     if missing := sorted({agent.namespace for agent in scenario.agents.values()} - tokens.keys() - {""}):
-        text = f"--namespace: expected the token file of {', '.join(missing)}, which the scenario names"
-        raise failures.WrongUsage(text, field="--namespace")
+        text = f"expected the token file of {', '.join(missing)}, which the scenario names"
+        raise failures.WrongUsage.of("--namespace", text)
     return tokens
 
 

@@ -90,7 +90,7 @@ def _check_no_store_options(flags: Mapping[str, Given], file: Places) -> None:
     said = [*({**file[TOP], **flags}).items(), *file["store"].items()]
     for name, given in said:
         if name in file["store"] or list(service_flags().get(name, {})) == ["store"]:
-            raise WrongUsage(f"{given.named}: it is the store's, and with --store none starts here", field=given.named)
+            raise WrongUsage.of(given.named, "it is the store's, and with --store none starts here")
 
 
 def _own_names() -> set[str]:

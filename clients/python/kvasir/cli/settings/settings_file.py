@@ -27,7 +27,7 @@ def read_file(path: Path | None) -> dict[str, dict[str, Given]]:
     try:
         said = tomllib.loads(path.read_text(encoding="utf-8"))
     except tomllib.TOMLDecodeError as error:
-        raise WrongUsage(f"--config: {path}: {error}", field="--config") from None
+        raise WrongUsage.of("--config", f"{path}: {error}") from None
     # `store = "HOST:PORT"` is the flag of that name; a table is the service's.
     of_services = {
         key: said[key] for key in SERVICES if key in said and not (key in flags() and isinstance(said[key], str))

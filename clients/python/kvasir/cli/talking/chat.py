@@ -74,9 +74,9 @@ def chat(
     """Talk with an agent, which remembers. Reads lines from a pipe too; --json prints one object per reply."""
     text = sys.stdin.read().strip() if once == "-" else once
     if once is not None and not (text or "").strip():
-        raise failures.WrongUsage("--once: there is nothing to say", field="--once")
+        raise failures.WrongUsage.of("--once", "there is nothing to say")
     if within is not None and once is None:
-        raise failures.WrongUsage("--within: it limits one turn: say that with --once", field="--within")
+        raise failures.WrongUsage.of("--within", "it limits one turn: say that with --once")
     sampling, thinking = inference_pb2.Sampling(temperature=temperature), _thinking(think)
     # What was said before Ctrl-C is what a person has read.
     options = GenerateOptions(max_tokens=max_tokens, sampling=sampling, thinking=thinking, keep_partial=True)
@@ -101,7 +101,7 @@ def _thinking(asked: str | None) -> inference_pb2.Thinking | None:
     if asked is None:
         return None
     if not (asked.isascii() and asked.isdigit() and len(asked) < 10):
-        raise failures.WrongUsage("--think: expected on, off or a number of tokens", field="--think")
+        raise failures.WrongUsage.of("--think", "expected on, off or a number of tokens")
     return inference_pb2.Thinking(budget_tokens=int(asked))
 
 

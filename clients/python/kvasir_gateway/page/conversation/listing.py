@@ -30,7 +30,7 @@ class ConversationList:
     async def overview(self, look: Look) -> Answer:
         begin = look.query("begin")
         if begin and re.fullmatch("[0-9]{1,6}", begin) is None:
-            raise InvalidArgument("begin: expected a number", field="begin")
+            raise InvalidArgument.of("begin", "expected a number")
         wanted = Search(look.query("q")[:256], int(begin or 0), look.query("of") == "programs")
         return look.shown(
             "conversations.html", listed=await panel(listed(look.client, wanted, look.now)), wanted=wanted

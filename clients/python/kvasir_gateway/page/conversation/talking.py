@@ -49,7 +49,7 @@ class Saying:
         """`new_id`: of a request that names none. Raises InvalidArgument."""
         text = form.get("text", "").replace("\r\n", "\n")  # as browsers send a form's lines
         if not text.strip():
-            raise InvalidArgument("text: expected something to say", field="text")
+            raise InvalidArgument.of("text", "expected something to say")
         version = form.get("version", "")
         return cls(
             agent_id=check_agent_id(form.get("name", "").strip() or form.get("id", ""), "name"),
@@ -274,5 +274,5 @@ def _count(given: Mapping[str, str], name: str) -> int | None:
     """A number of a form or query; None where there is none. Raises InvalidArgument."""
     text = given.get(name, "")
     if text and re.fullmatch("[0-9]{1,18}", text) is None:
-        raise InvalidArgument(f"{name}: expected a number", field=name)
+        raise InvalidArgument.of(name, "expected a number")
     return int(text) if text else None

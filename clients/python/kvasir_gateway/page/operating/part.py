@@ -126,7 +126,7 @@ class Operating:
         """The token is in this answer and in its file, and nowhere else."""
         namespace, roles = look.form.get("namespace", "").strip(), look.form.get("role", "")
         if roles not in ROLES:
-            raise InvalidArgument(f"role: expected one of {', '.join(ROLES)}", field="role")
+            raise InvalidArgument.of("role", f"expected one of {', '.join(ROLES)}")
         words = [f"--namespace={namespace}", *(f"--role={role}" for role in roles.split(","))]
         made = await home.value("tokens", "new", *words, "--", look.form.get("name", "").strip())
         token = await asyncio.to_thread(read_token, Path(made["token_file"]))
@@ -146,7 +146,7 @@ class Operating:
         gives, takes = look.form.get("gives", ""), look.form.get("takes", "")
         for field, given, known in (("gives", gives, GIVES), ("takes", takes, TAKES)):
             if given not in known:
-                raise InvalidArgument(f"{field}: expected one of {', '.join(known)}", field=field)
+                raise InvalidArgument.of(field, f"expected one of {', '.join(known)}")
         await jobs.start("pair", "another Mac", ["pair", f"--gives={gives}", f"--takes={takes}"])
         return look.goto("peers")
 
@@ -177,5 +177,5 @@ async def _reloaded(home: HomeCommands) -> str:
 
 def _kind(given: str) -> str:
     if given not in KINDS:
-        raise InvalidArgument(f"kind: expected one of {', '.join(KINDS)}", field="kind")
+        raise InvalidArgument.of("kind", f"expected one of {', '.join(KINDS)}")
     return given
