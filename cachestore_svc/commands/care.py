@@ -67,7 +67,8 @@ def show_recovered(report: RecoverReport, as_json: bool) -> int:
 def _told(report: RecoverReport) -> Iterator[str]:
     yield f"recovered from {report.source}"
     for space in report.namespaces:
-        yield f"{space.namespace}: {space.versions} versions of {space.agents} agents came back"
+        came = f"{_counted(space.versions, 'version')} of {_counted(space.agents, 'agent')}"
+        yield f"{space.namespace}: {came} came back"
         for lost in space.lost:
             yield f"{space.namespace}: lost {lost.agent_id!r} version {lost.version}: {lost.why}"
         for agent, version in space.with_damaged_blobs:
@@ -75,8 +76,13 @@ def _told(report: RecoverReport) -> Iterator[str]:
         for agent in space.named_anew:
             yield f"{space.namespace}: an agent whose name is lost is now {agent!r}"
         if space.unclaimed:
-            yield f"{space.namespace}: {len(space.unclaimed)} agents may have moved before, and wait for a claim"
+            waiting = f"{_counted(len(space.unclaimed), 'agent')} may have moved before"
+            yield f"{space.namespace}: {waiting}; `kvasir agents claim --recovered` asks the peers"
     yield f"the old index is kept: {', '.join(report.kept) or 'there was none'}"
+
+
+def _counted(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def progress(clock: Callable[[], float]) -> Callable[[str, int, int], None]:

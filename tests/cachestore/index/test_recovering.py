@@ -252,7 +252,7 @@ def test_the_program_recovers_a_namespace_that_was_kept_out(lab: Lab) -> None:
     assert report["is_complete"]
     assert report["namespaces"][0]["versions"] == 1
     assert json.loads(store("check", "--json").stdout)["is_clean"]
-    assert "1 versions of 1 agents came back" in store("recover").stdout
+    assert "1 version of 1 agent came back" in store("recover").stdout
     with lab.open() as store:
         assert store.snapshots.get(NS, "a").version == 1
         with pytest.raises(NotFound):

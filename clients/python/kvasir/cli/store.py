@@ -1,7 +1,6 @@
 """`kvasir store …`: serve a store, and look after a running one."""
 
-import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -54,7 +53,7 @@ def check(
     if repair and read_only:
         raise WrongUsage("--repair and --read-only: give one of them", field="--read-only")
     words = ["--repair"] if repair else ["--read-only"] if read_only else []
-    _report(caller, "check", data_dir, words, _show_report, "CANNOT_CHECK")
+    _report(caller, "check", data_dir, words, "CANNOT_CHECK")
 
 
 @command(app, "recover")
@@ -72,28 +71,21 @@ def recover(
 
     If even the journal is lost, memories come back as agents named recovered-..., in the namespaces of --namespace."""
     words = [word for name in namespace or () for word in ("--namespace", name)]
-    _report(caller, "recover", data_dir, words, _show_recovered, "CANNOT_RECOVER")
+    _report(caller, "recover", data_dir, words, "CANNOT_RECOVER")
 
 
-def _report(
-    caller: Caller,
-    action: str,
-    data_dir: Path | None,
-    words: list[str],
-    show: Callable[[Console, dict[str, Any]], None],
-    reason: str,
-) -> None:
-    """What the store's own program did to its data, and its exit code. Raises NotFound, and FailedPrecondition with
-    this reason, where it did nothing."""
+def _report(caller: Caller, action: str, data_dir: Path | None, words: list[str], reason: str) -> None:
+    """What the store's own program did to its data, in its words, and its exit code. Raises NotFound, and
+    FailedPrecondition with this reason, where it did nothing."""
     check_installed("store")
     home = caller.home
-    words = [action, "--json", "--data-dir", str(data_dir or home.store_data), *words]
+    words = [action, "--data-dir", str(data_dir or home.store_data), *words, *(["--json"] if caller.as_json else [])]
     words += [*home.seal_options(), *home.sealed_options(data_dir), *_last_options(home, data_dir)]
     ended = done("cachestore_svc", words, lambda line: caller.say(line) if line.startswith("progress: ") else None)
     if not ended.out:
         is_missing = ended.code == NOT_FOUND
         raise NotFound(ended.why, reason="NO_STORE") if is_missing else FailedPrecondition(ended.why, reason=reason)
-    caller.result(ended.value, lambda out: show(out, ended.value))
+    caller.result(ended.value if caller.as_json else None, ended.out.rstrip())
     raise typer.Exit(ended.code)
 
 
@@ -164,28 +156,6 @@ def stats(caller: Caller) -> None:
     with store_client(caller) as client:
         row = stats_row(client.get_stats())
     caller.result(row, pairs(_numbers(row)))
-
-
-def _show_report(out: Console, report: dict[str, Any]) -> None:
-    shown = (json.dumps(value, ensure_ascii=False) if value not in ([], {}) else "none" for value in report.values())
-    out.print(pairs(zip((name.replace("_", " ") for name in report), shown, strict=True), justify="left"))
-
-
-def _show_recovered(out: Console, report: dict[str, Any]) -> None:
-    out.print(f"recovered from {report['source']}")
-    for space in report["namespaces"]:
-        name = space["namespace"]
-        out.print(f"{name}: {counted(space['versions'], 'version')} of {counted(space['agents'], 'agent')} came back")
-        for lost in space["lost"]:
-            out.print(f"  lost: {lost['agent_id']} version {lost['version']}: {lost['why']}")
-        for agent, version in space["with_damaged_blobs"]:
-            out.print(f"  {agent} version {version} lacks blobs; engines compute them again")
-        for agent in space["named_anew"]:
-            out.print(f"  an agent whose name is lost is now {agent}")
-        if waiting := len(space["unclaimed"]):
-            moved = f"{counted(waiting, 'agent')} may have moved before"
-            out.print(f"  {moved}; `kvasir agents claim --recovered` asks the peers")
-    out.print(f"the old index is kept: {', '.join(report['kept']) or 'there was none'}")
 
 
 def _show_scrub(out: Console, checked: int, damaged: list[Digest], repaired: list[str], known: int) -> None:
