@@ -27,7 +27,6 @@ from cachestore_svc.index.catalog import (
     BucketCatalog,
     Catalog,
     CatalogChange,
-    CatalogView,
     LeaseEnds,
     SqliteCatalog,
 )
@@ -285,7 +284,7 @@ def _begin_history(
     def begin(change: CatalogChange) -> None:
         if change.fact(INODE) == catalog.place:
             return
-        if begins_elsewhere and _went_on_elsewhere(change, catalog.place):
+        if begins_elsewhere and change.fact(INODE):  # it went on elsewhere
             begins_elsewhere(change)
         change.set_fact(INCARNATION, token_hex(8))
         change.set_fact(INODE, catalog.place)
@@ -303,10 +302,6 @@ def _end_leases(change: CatalogChange) -> None:
 def _bar(leases: LeaseEnds, change: CatalogChange) -> None:
     """No lease is given for as long as one may hold that the index does not have."""
     leases.within(change).bar_all(change.longest_lease_ms() / 1000)
-
-
-def _went_on_elsewhere(view: CatalogView, place: str) -> bool:
-    return view.fact(INODE) not in (None, "", place)
 
 
 INODE = "inode"  # of the database in which the history of events goes on: in another one it has another name

@@ -17,7 +17,6 @@ from kvasir.server.answers import duration, written
 
 from inference_svc.edge import messages
 from inference_svc.engine.api import CarriedTurn, Timings
-from inference_svc.handover.giving import HandOverCost
 from inference_svc.handover.passing import Opening, Promise, Stand, Surroundings
 from inference_svc.model.prompting import Tokenized
 from inference_svc.text.token_ids import TokenIds
@@ -78,13 +77,11 @@ def _check_opening(message: pb.TurnOpening) -> None:
     if message.max_tokens < 1:
         raise InvalidArgument.of("opening.max_tokens", "expected 1 or more")
     if len(message.prompt_token_ids) != len(message.prompt_token_chars):
-        field = "opening.prompt_token_chars"
-        raise InvalidArgument.of(field, "expected one for each token")
+        raise InvalidArgument.of("opening.prompt_token_chars", "expected one for each token")
     if any(said.role not in _ROLES for said in message.messages):
         raise InvalidArgument.of("opening.messages", "expected the roles of messages")
     if not 0 <= message.template_time_ms <= MAX_TEMPLATE_TIME_MS:
-        field = "opening.template_time_ms"
-        raise InvalidArgument.of(field, f"expected 0 to {MAX_TEMPLATE_TIME_MS}")
+        raise InvalidArgument.of("opening.template_time_ms", f"expected 0 to {MAX_TEMPLATE_TIME_MS}")
 
 
 def read_request(opening: Opening, namespace: str, max_prompt_bytes: int) -> TurnRequest:
@@ -203,7 +200,3 @@ def read_promise(message: pb.TurnPrepared) -> Promise:
 
 def commit() -> pb.TakeTurnRequest:
     return pb.TakeTurnRequest(commit=pb.TurnCommit())
-
-
-def write_given(given: HandOverCost) -> pb.HandOverTurnResponse:
-    return written(pb.HandOverTurnResponse, given)

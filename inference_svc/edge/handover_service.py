@@ -12,6 +12,7 @@ from kvasir.credentials import ADMIN, CLIENT, ENGINE, HANDOVER, Principal
 from kvasir.errors import Cancelled, DeadlineExceeded, InvalidArgument, NotFound
 from kvasir.inference.v1 import handover_pb2 as pb
 from kvasir.inference.v1 import handover_pb2_grpc
+from kvasir.server.answers import written
 from kvasir.server.interceptors import current_principal
 from kvasir.server.operating.audit import current_deed
 from kvasir.server.shared_room import SharedRoom
@@ -96,7 +97,8 @@ class HandOverService(handover_pb2_grpc.HandOverServiceServicer):  # type: ignor
         served = self._host.serving("")
         turns = _named(request, served.turns.under_way(current_principal().namespace))
         # It goes on when the caller goes away: a turn that is half given away is nobody's.
-        return wire.write_given(await self._to_its_end(served.giver.give(turns, request.peer)))
+        given = await self._to_its_end(served.giver.give(turns, request.peer))
+        return written(pb.HandOverTurnResponse, given)
 
     async def ReadTurn(self, request: pb.ReadTurnRequest, context: Any) -> None:
         caller, served = current_principal(), self._host.serving("")  # may raise, and the token is good once

@@ -145,10 +145,6 @@ def turn_message(turn: Progress, age_s: float) -> pb.Turn:
     return written(pb.Turn, turn.request, state=state, age=age_s, **counts)
 
 
-def sleep_response(slept: Slept, model_name: str) -> pb.SleepResponse:
-    return written(pb.SleepResponse, slept, model=model_name)
-
-
 def warm_response(started: TurnStarted, warmed: Warmed, model_name: str) -> pb.WarmResponse:
     computed = warmed.tokens - warmed.cached_tokens
     return written(pb.WarmResponse, warmed, started, model=model_name, computed_tokens=computed, **_miss(started.miss))

@@ -163,7 +163,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):  # type: ig
         warmed = pb.WarmRequest(model=request.model, agent_id=request.agent_id)
         events, model_name = await self._events(warmed, messages.sleep_request)
         [slept] = (event for event in events if isinstance(event, Slept))
-        return messages.sleep_response(slept, model_name)
+        return written(pb.SleepResponse, slept, model=model_name)
 
     async def _events(self, request: pb.WarmRequest, check: Callable[..., TurnRequest]) -> tuple[list[TurnEvent], str]:
         """The events of a turn that generates nothing, and the name of the model that served it."""

@@ -23,10 +23,6 @@ from tools.fleet.servers import BUCKET, DATABASE, S3, Door, Postgres
 Through = Callable[[str, str, int], int]
 
 
-def _directly(_caller: str, _called: str, port: int) -> int:
-    return port
-
-
 @dataclass(frozen=True)
 class Plan:
     """What a fleet has. `door`: nginx, envoy or none. `through` and `begin` are for tests."""
@@ -38,7 +34,7 @@ class Plan:
     store_options: Sequence[str] = ()
     stores: int = 1  # each engine has one of them
     has_standby: bool = False  # of PostgreSQL, which has all that is acknowledged
-    through: Through = _directly
+    through: Through = lambda _caller, _called, port: port
     begin: Begin | None = None
 
 

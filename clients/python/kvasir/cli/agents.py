@@ -172,14 +172,9 @@ def ls(
             out.print(wakes, style="dim")
 
     rows = [
-        agent_row(agent) | {"title": titles.get(agent.agent_id, "")} | _temperature_columns(kept[agent.agent_id])
-        for agent in shown
+        agent_row(agent) | {"title": titles.get(agent.agent_id, ""), **kept[agent.agent_id].columns} for agent in shown
     ]
     caller.result(rows, show)
-
-
-def _temperature_columns(kept: Temperature) -> dict[str, object]:
-    return {"temperature": kept.word, "wake_ms": kept.wake_ms, "is_woken_ahead": kept.is_woken_ahead}
 
 
 @command(app, "show")

@@ -1,6 +1,6 @@
 """`kvasir models pull` and `rm`: models of the hub on this machine, through a program of the engine's package."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Annotated, Any
 
 from kvasir.cli.caller import Caller
@@ -52,15 +52,15 @@ def _checked(name: str) -> str:
 def _hub(caller: Caller, *words: str, options: Sequence[str] = ()) -> Any:
     check_installed("engine")
     shown = caller.shows_progress
-    ended = done("inference_svc.model.hub", [*words, *options], _reporter(caller), shows_stderr=shown)
+
+    def report(line: str) -> None:
+        if is_progress(line):
+            caller.note(line)
+
+    ended = done("inference_svc.model.hub", [*words, *options], report, shows_stderr=shown)
     if ended.code == 0:
         return ended.value
     why = f"{words[-1]} was not found; what was said stands above" if shown else ended.why
     if ended.code == NOT_FOUND:
         raise NotFound(why, reason="MODEL_NOT_FOUND", field="NAME")
     raise FailedPrecondition(f"the hub's loader failed: {why}", reason="HUB_FAILED")
-
-
-def _reporter(caller: Caller) -> Callable[[str], None]:
-    """Hands on the program's lines of progress, and nothing else."""
-    return lambda line: caller.note(line) if is_progress(line) else None

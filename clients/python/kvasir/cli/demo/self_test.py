@@ -7,11 +7,10 @@ from typing import Any
 from kvasir.cli.demo.mac import Mac, macs
 from kvasir.cli.talking.turn import TurnResult
 from kvasir.clients import message
-from kvasir.common.v1 import message_pb2
 from kvasir.errors import KvasirError
 
-_TELL = "My name is Marco, and my favourite colour is green."
-_ASK = "What is my name?"
+_TELL = message("user", "My name is Marco, and my favourite colour is green.")
+_ASK = message("user", "What is my name?")
 
 
 @dataclass
@@ -43,7 +42,7 @@ def _tell_kill_ask(report: _Report, mac: Mac, control: Mac) -> None:
     report.step(f"a turn of {answered.prompt_tokens} tokens was {answered.stored.state}", answered.is_durable)
     mac.kill()
     report.step(f"both were killed with -9 and started again in {mac.start():.1f} s")
-    warm = mac.say("self-test", [_message(_ASK)])
+    warm = mac.say("self-test", [_ASK])
     remembered = answered.prompt_tokens + answered.completion_tokens
     report.step(
         f"the next turn came {warm.source} with {warm.cached_tokens} cached tokens of {remembered} remembered "
@@ -52,13 +51,9 @@ def _tell_kill_ask(report: _Report, mac: Mac, control: Mac) -> None:
     )
     control.start()
     _tell(control)
-    same = control.say("self-test", [_message(_ASK)])
+    same = control.say("self-test", [_ASK])
     report.step("it says what an agent says that was not killed", same.token_ids == warm.token_ids)
 
 
 def _tell(mac: Mac) -> TurnResult:
-    return mac.say("self-test", [_message(_TELL)], is_new=True)
-
-
-def _message(text: str) -> message_pb2.Message:
-    return message("user", text)
+    return mac.say("self-test", [_TELL], is_new=True)

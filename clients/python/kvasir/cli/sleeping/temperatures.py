@@ -23,6 +23,10 @@ class Temperature:
     is_woken_ahead: bool = False  # of one that was asleep, for a turn that has not come yet
 
     @property
+    def columns(self) -> dict[str, object]:
+        return {"temperature": self.word, "wake_ms": self.wake_ms, "is_woken_ahead": self.is_woken_ahead}
+
+    @property
     def text(self) -> str:
         if self.is_woken_ahead:
             return f"{self.word}, woken ahead"
