@@ -40,6 +40,5 @@ def open_postgres(
     try:
         from cachestore_svc.index.postgres.postgres_catalog import PostgresCatalog
     except ImportError:
-        words = "catalog: PostgreSQL needs its driver; run: pip install 'kvasir[fleet]'"
-        raise FailedPrecondition(words) from None
+        raise FailedPrecondition("catalog: PostgreSQL needs its driver; run: pip install 'kvasir[fleet]'") from None
     return PostgresCatalog(url, disk, now_unix_ms, shared_as)

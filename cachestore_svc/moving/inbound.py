@@ -173,8 +173,7 @@ class BlobIntake:
             first = "expected a blob's first frame, with its digest"
             raise wrong("frame.digest", "more bytes than the blob has" if self._has_begun else first)
         if offset != current.next_offset:
-            problem = f"expected {current.next_offset}, got {offset}"
-            raise wrong("frame.offset", problem, reason="OFFSET_UNEXPECTED")
+            raise wrong("frame.offset", f"expected {current.next_offset}, got {offset}", reason="OFFSET_UNEXPECTED")
         if len(data) > MAX_FRAME_BYTES:
             raise wrong("frame.data", f"expected at most {MAX_FRAME_BYTES} bytes, got {len(data)}")
         if current.problem:

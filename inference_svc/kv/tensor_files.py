@@ -120,8 +120,7 @@ def state_arrays(file: CheckedFile) -> list[tuple[block_file.TensorSpec, Array]]
     specs, arrays = file.header.tensors, list(_views(file))
     for spec, array in zip(specs, arrays, strict=True):
         if not _is_finite(array, spec.dtype):
-            what = f"{spec.name}: holds a value that is not finite"
-            raise DamagedFile(what, state=file.header.identity.tokens)
+            raise DamagedFile(f"{spec.name}: holds a value that is not finite", state=file.header.identity.tokens)
     # Behind an odd number of halves a tensor of wider numbers is not aligned.
     return [(spec, np.require(array[None], requirements="A")) for spec, array in zip(specs, arrays, strict=True)]
 

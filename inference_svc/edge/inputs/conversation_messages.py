@@ -29,8 +29,7 @@ def write_calls(calls: Iterable[manifest_pb2.ToolCall]) -> list[message_pb2.Tool
 def _read(message: message_pb2.Message, where: str) -> manifest_pb2.Message:
     role = _ROLES.get(message.role)
     if role is None:
-        field = f"{where}.role"
-        raise InvalidArgument.of(field, f"expected one of {', '.join(_ROLES.values())}, got {message.role}")
+        raise InvalidArgument.of(f"{where}.role", f"expected one of {', '.join(_ROLES.values())}, got {message.role}")
     if message.reasoning and role != "assistant":
         raise InvalidArgument.of(f"{where}.reasoning", "only an assistant's message has it")
     return manifest_pb2.Message(
@@ -52,5 +51,4 @@ def _text(part: message_pb2.Part, where: str) -> str:
         return part.text
     if kind is None:
         raise InvalidArgument.of(where, "expected a text")
-    field = f"{where}.{kind}"
-    raise InvalidArgument.of(field, "the model takes text alone", reason="PART_NOT_SUPPORTED", kind=kind)
+    raise InvalidArgument.of(f"{where}.{kind}", "the model takes text alone", reason="PART_NOT_SUPPORTED", kind=kind)

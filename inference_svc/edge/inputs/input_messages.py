@@ -57,8 +57,7 @@ def input_bytes(given: Input, tools: Sequence[Tool]) -> int:
 def read_input(request: pb.GenerateRequest | pb.CountTokensRequest | pb.WarmRequest, max_prompt_bytes: int) -> Input:
     kind = request.WhichOneof("input")
     if kind is None:
-        known = "prompt, prompt_token_ids, messages or append_messages"
-        raise InvalidArgument.of("input", f"expected {known}")
+        raise InvalidArgument.of("input", "expected prompt, prompt_token_ids, messages or append_messages")
     if kind == "prompt_token_ids":
         tokens = TokenIds(request.prompt_token_ids.ids)
         check_token_ids(tokens, kind)

@@ -58,7 +58,6 @@ def _check(request: pb.GenerateRequest, choice: pb.ToolChoice) -> None:
         raise InvalidArgument.of("tool_choice.name", f"expected a tool's, got {choice.name[:128]!r}")
     for place, name in enumerate(choice.names):
         if name not in known:
-            field = f"tool_choice.names[{place}]"
-            raise InvalidArgument.of(field, f"expected a tool's, got {name[:128]!r}")
+            raise InvalidArgument.of(f"tool_choice.names[{place}]", f"expected a tool's, got {name[:128]!r}")
     if choice.kind != _NEITHER and (other := request.WhichOneof("response_format")) is not None:
         raise InvalidArgument.of("tool_choice", f"expected no {other} beside it")

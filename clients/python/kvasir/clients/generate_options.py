@@ -114,8 +114,7 @@ def template_values(given: Mapping[str, TemplateSetting]) -> dict[str, pb.Templa
     found = {}
     for name, value in given.items():
         if type(value) not in fields:
-            field_name = f"template_settings.{name}"
-            raise InvalidArgument.of(field_name, "expected a flag, a number or a text")
+            raise InvalidArgument.of(f"template_settings.{name}", "expected a flag, a number or a text")
         found[name] = pb.TemplateValue(**{fields[type(value)]: value})  # type: ignore[arg-type]
     return found
 

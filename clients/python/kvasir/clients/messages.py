@@ -48,8 +48,7 @@ def message_list(given: Sequence[GivenMessage], field_name: str) -> list[message
             field = f"{field_name}[{index}].{error.field}"
             raise InvalidArgument(f"{field_name}[{index}].{error.message}", field=field) from None
         except (TypeError, ValueError, AttributeError) as error:
-            field = f"{field_name}[{index}]"
-            raise InvalidArgument.of(field, f"{type(error).__name__}: {str(error)[:200]}") from None
+            raise InvalidArgument.of(f"{field_name}[{index}]", f"{type(error).__name__}: {str(error)[:200]}") from None
     return found
 
 

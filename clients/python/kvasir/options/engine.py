@@ -317,5 +317,4 @@ class EngineTable(EngineFiles, EnginePeers, EngineMemory, EngineModels, EngineDr
             if getattr(self, name) and not self.store:
                 raise WrongOption(name, "it is for a store: name that with --store, or leave this out")
         if self.drain_to and self.drain_to not in self.peer and self.peers_file is None:
-            text = f"{self.drain_to!r} is no peer: name it with --peer {self.drain_to}=ADDRESS"
-            raise WrongOption("drain_to", text)
+            raise WrongOption("drain_to", f"{self.drain_to!r} is no peer: name it with --peer {self.drain_to}=ADDRESS")

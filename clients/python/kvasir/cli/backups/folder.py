@@ -227,8 +227,7 @@ def _directory(where: Path, name: str = "", folder: int | None = None) -> Iterat
     except FileNotFoundError:
         raise NotFound(f"{where}: there is no such directory", reason="FILE_NOT_FOUND") from None
     except OSError:
-        text = f"{where}: expected a directory, and no link"
-        raise FailedPrecondition(text, reason="FILE_REFUSED") from None
+        raise FailedPrecondition(f"{where}: expected a directory, and no link", reason="FILE_REFUSED") from None
     try:
         yield descriptor
     finally:
