@@ -3,6 +3,7 @@
 import json
 import re
 from importlib import resources
+from pathlib import Path
 
 import pytest
 from kvasir_orchestrator import Scenario, ScenarioInvalid
@@ -175,6 +176,13 @@ def test_a_time_of_day_is_a_text_and_takes_no_time() -> None:
 def test_a_file_of_too_many_parts_is_refused_before_it_is_read() -> None:
     with pytest.raises(ScenarioInvalid, match="at most 60000 lines"):
         Scenario.parse("values:\n" + "  a: b\n" * 31_000)
+
+
+def test_of_a_vast_file_no_more_is_read_than_may_be_there(tmp_path: Path) -> None:
+    with (tmp_path / "vast.yaml").open("wb") as file:
+        file.truncate(1 << 40)
+    with pytest.raises(ScenarioInvalid, match="expected at most"):
+        Scenario.read(tmp_path / "vast.yaml")
 
 
 def test_a_few_values_cannot_spell_gigabytes() -> None:

@@ -6,6 +6,7 @@ import re
 import resource
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Iterator
+from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
@@ -344,6 +345,31 @@ def test_an_agent_that_somebody_else_changed_is_not_gone_on_with(house: House, t
         asyncio.run(with_a_visitor(journal))
 
 
+def test_a_first_turn_that_was_not_noted_is_not_done_twice_behind_somebody_elses(house: House, tmp_path: Path) -> None:
+    scenario, path = named("visited"), tmp_path / "run.jsonl"
+
+    async def first_turn(journal: Journal) -> Event:
+        async with AioInferenceClient.connect(house.engine.address) as client:
+            events = run(scenario, EngineMemory(client), journal=journal, parallel=1)
+            async with aclosing(events):
+                return await anext(event async for event in events if isinstance(event, TurnDone))
+
+    with Journal.begin(path, scenario, "1") as journal:
+        head = path.read_bytes()
+        before = asyncio.run(first_turn(journal))
+    path.write_bytes(head)
+    with Journal.resume(path, scenario) as journal:
+        assert words([asyncio.run(first_turn(journal))]) == words([before])
+    with house.client() as client:
+        assert client.get_agent("visited/marco").lines[0].version == 1
+        client.reply(agent_id="visited/marco", append_messages=[{"role": "user", "content": "Hello."}], max_tokens=4)
+    path.write_bytes(head)
+    with Journal.resume(path, scenario) as journal, pytest.raises(Conflict, match="already"):
+        asyncio.run(first_turn(journal))
+    with house.client() as client:
+        assert client.get_agent("visited/marco").lines[0].version == 2
+
+
 def test_a_journal_is_one_scenarios_and_one_runners(tmp_path: Path) -> None:
     path = tmp_path / "run.jsonl"
     with Journal.begin(path, named("one"), "1"):
@@ -378,6 +404,36 @@ def test_a_journal_of_somebody_else_holds_numbers_where_the_report_expects_them(
     path.write_text(path.read_text().replace(was, is_))
     with pytest.raises(DataLoss):
         Journal.read(path)
+
+
+@pytest.mark.parametrize(
+    ("was", "is_"),
+    [
+        ('"turn": 0', '"turn": 1'),
+        ('"turn": 1', '"turn": 999'),
+        ('"turn": 1', '"turn": -1'),
+        ('"turn": 1', '"turn": 1.5'),
+        ('"agent": "lena"', '"agent": "scribe"'),
+        ('"run_id": "1"', '"run_id": [1]'),
+        ('"variant": 0', '"variant": 1e999'),
+        ('"turn": 0', '"turn": ' + "[" * 100_000),
+    ],
+    ids=lambda text: text[:20],
+)
+def test_a_damaged_journal_is_neither_gone_on_with_nor_shown(tmp_path: Path, was: str, is_: str) -> None:
+    """A lost line among them: the turn would be done again behind later ones."""
+    scenario, path = named("damaged"), tmp_path / "run.jsonl"
+    with Journal.begin(path, scenario, "1") as journal:
+        for turn in scenario.plan.turns[:4]:
+            journal.record(turn, "r", Answer("", 0, 0, 0, "cold", "none", "", 0.0, 0.0, 1))
+    whole = path.read_text()
+    Journal.read(path).check(scenario)
+    path.write_text(whole.replace(was, is_))
+    assert path.read_text() != whole
+    with pytest.raises(DataLoss, match="no journal of a scenario"):
+        Journal.resume(path, scenario)
+    with pytest.raises(DataLoss, match="no journal of a scenario"):
+        Journal.read(path).check(scenario)
 
 
 class Echo:

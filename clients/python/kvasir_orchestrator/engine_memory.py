@@ -43,6 +43,7 @@ class EngineMemory:
                 async for piece in pieces:
                     yield piece
         except Conflict:
+            await self._check_not_behind(asked)
             async with aclosing(self._turn(asked, append=asked.new, version=None)) as pieces:
                 async for piece in pieces:
                     yield piece
@@ -51,6 +52,15 @@ class EngineMemory:
         """Delete the agent's memory."""
         with suppress(NotFound):
             await self._client(namespace).delete_agent(agent_id)
+
+    async def _check_not_behind(self, asked: ReplyRequest) -> None:
+        """Raises Conflict where the memory has the turn already, behind it others': it would be done twice."""
+        requests: list[str] = []
+        with suppress(NotFound):
+            versions = self._client(asked.namespace).every_snapshot(asked.agent_id)
+            requests.extend([version.request_id async for version in versions])
+        if asked.request_id in requests and requests[0] != asked.request_id:
+            raise Conflict("the agent remembers this turn already, and somebody else's behind it: begin a new run")
 
     async def _turn(
         self,

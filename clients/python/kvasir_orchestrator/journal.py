@@ -3,7 +3,7 @@
 import fcntl
 import json
 import os
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -17,7 +17,28 @@ from kvasir_orchestrator.plan import Turn
 from kvasir_orchestrator.scenario import Scenario
 
 _FORMAT = 1
-_ANSWER = TypeAdapter(Answer)  # a report may be of somebody else's file
+
+
+@dataclass(frozen=True, slots=True)
+class _Head:
+    """The first line."""
+
+    run_id: str
+    scenario: str
+    variant: int
+    forgets: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _Noted:
+    """The line of a turn."""
+
+    turn: int
+    agent: str
+    answer: Answer
+
+
+_HEAD, _NOTED = TypeAdapter(_Head), TypeAdapter(_Noted)  # a report may be of somebody else's file
 
 
 class Journal:
@@ -27,6 +48,7 @@ class Journal:
         self.path, self.run_id, self.text, self.variant = path, run_id, text, variant
         self.forgets = forgets  # whether permanent agents are deleted before the first turn
         self.answers: dict[int, Answer] = {}
+        self.speakers: dict[int, str] = {}
         self.is_finished = False
         self._descriptor: int | None = None
 
@@ -65,6 +87,7 @@ class Journal:
             if (journal.text, journal.variant) != (scenario.text, scenario.variant):
                 text = f"{path} is of another text or variant of this scenario: finish that run, or begin anew"
                 raise FailedPrecondition(text, reason="SCENARIO_CHANGED", field="journal")
+            journal.check(scenario)
             os.ftruncate(descriptor, whole_bytes)
         except BaseException:
             os.close(descriptor)
@@ -77,6 +100,15 @@ class Journal:
         """A journal's content. Raises DataLoss if it is none, and OSError."""
         return cls._parsed(path)[0]
 
+    def check(self, scenario: Scenario) -> None:
+        """Raises DataLoss unless its turns are the scenario's, each with all those that come first."""
+        turns = scenario.plan.turns
+        for index, agent in self.speakers.items():
+            if not 0 <= index < len(turns) or turns[index].agent != agent:
+                raise _damaged(self.path, f"turn {index} of {agent} is none of the scenario")
+            if lost := turns[index].after - self.answers.keys():
+                raise _damaged(self.path, f"turn {min(lost)} is lost, and turn {index} is noted")
+
     @property
     def model(self) -> str:
         """The name of the model that answered; empty where that is unknown."""
@@ -85,7 +117,7 @@ class Journal:
     def record(self, turn: Turn, request_id: str, answer: Answer) -> None:
         """Note a whole turn; it is on disk when this returns."""
         self._write({"turn": turn.index, "agent": turn.agent, "request_id": request_id, "answer": asdict(answer)})
-        self.answers[turn.index] = answer
+        self.answers[turn.index], self.speakers[turn.index] = answer, turn.agent
 
     def finish(self) -> None:
         """Note that nothing is left to do."""
@@ -132,15 +164,21 @@ class Journal:
         """The journal, and the bytes of its whole lines."""
         *lines, _cut = path.read_bytes().split(b"\n")
         try:
-            head = json.loads(lines[0])["kvasir_scenario_journal"]
-            if head["format"] != _FORMAT:
-                raise DataLoss(f"{path}: format {head['format']}, expected {_FORMAT}", reason="JOURNAL_DAMAGED")
-            journal = cls(path, head["run_id"], head["scenario"], int(head["variant"]), head["forgets"])
+            value = json.loads(lines[0])["kvasir_scenario_journal"]
+            if value["format"] != _FORMAT:
+                raise DataLoss(f"{path}: format {value['format']}, expected {_FORMAT}", reason="JOURNAL_DAMAGED")
+            head = _HEAD.validate_python(value)
+            journal = cls(path, head.run_id, head.scenario, head.variant, head.forgets)
             for line in lines[1:]:
                 value = json.loads(line)
                 if "turn" in value:
-                    journal.answers[int(value["turn"])] = _ANSWER.validate_python(value["answer"])
+                    noted = _NOTED.validate_python(value)
+                    journal.answers[noted.turn], journal.speakers[noted.turn] = noted.answer, noted.agent
                 journal.is_finished = journal.is_finished or "finished" in value
-        except (ValueError, LookupError, TypeError) as error:
-            raise DataLoss(f"{path} is no journal of a scenario: {error}", reason="JOURNAL_DAMAGED") from None
+        except (ValueError, LookupError, TypeError, RecursionError) as error:
+            raise _damaged(path, str(error)) from None
         return journal, sum(len(line) + 1 for line in lines)
+
+
+def _damaged(path: Path, why: str) -> DataLoss:
+    return DataLoss(f"{path} is no journal of a scenario: {why}", reason="JOURNAL_DAMAGED")

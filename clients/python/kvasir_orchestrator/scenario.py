@@ -16,7 +16,7 @@ from kvasir_orchestrator.model import PATTERNS, Agent, Outcome, Phase, ScenarioF
 from kvasir_orchestrator.plan import Plan, Turn, plan_of
 from kvasir_orchestrator.templates import TemplateError, parse
 from kvasir_orchestrator.transcript import Message, new_messages, transcript
-from kvasir_orchestrator.yaml_lines import Lines, Problem, ScenarioInvalid, read
+from kvasir_orchestrator.yaml_lines import MAX_FILE_CHARACTERS, Lines, Problem, ScenarioInvalid, read
 
 _WORDS = {
     "missing": "is missing",
@@ -48,7 +48,8 @@ class Scenario:
     def read(cls, path: str | Path, variant: int = 0) -> Self:
         """Raises ScenarioInvalid, with the line of everything that is wrong, and OSError."""
         try:
-            text = Path(path).read_text(encoding="utf-8")
+            with Path(path).open(encoding="utf-8") as file:
+                text = file.read(MAX_FILE_CHARACTERS + 1)
         except UnicodeDecodeError as error:
             raise ScenarioInvalid(str(path), [Problem(1, "", f"expected UTF-8: {error.reason}")]) from None
         return cls.parse(text, str(path), variant)

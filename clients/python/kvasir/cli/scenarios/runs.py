@@ -146,6 +146,7 @@ def write_report(caller: Caller, file: str, out: Path) -> None:
     path = Path(file) if file.endswith(".jsonl") else _newest(caller, scenario_of(file))
     journal = Journal.read(path)
     scenario = Scenario.parse(journal.text, path.name, journal.variant)
+    journal.check(scenario)
     out.write_text(html_page(scenario, journal.run_id, journal.answers), encoding="utf-8")
     caller.result({"journal": str(path), "page": str(out)}, f"{out} shows the run of {path}")
 
