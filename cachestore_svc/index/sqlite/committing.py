@@ -163,11 +163,11 @@ def _fitting_blobs(rows: Rows, found: Mapping[Digest, BlobEntry], needs: Sequenc
 
 
 def _misfit(rows: Rows, row: BlobEntry, need: NamedBlob) -> str | None:
-    if row.file is None:
+    if (file := row.file) is None:
         return f"kind: expected {need.file.kind}, found {row.kind}"
     if (chain := rows.texts.names.keyed(need.file.chain)) != need.file.chain:
         need = replace(need, file=replace(need.file, chain=chain))
-    return unfit(need, row.file, row.schema_hash)
+    return unfit(need, file, row.schema_hash)
 
 
 def bind(
