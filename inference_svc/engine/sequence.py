@@ -81,6 +81,7 @@ class Sequence:
         self.kv: SequenceKV | None = None
         self.arrival: Arrival | None = None  # of its KV, while it is loaded
         self.sampler: Sampler | None = None
+        self.drafts_from = 0  # tokens; no drafts are sought while it has fewer
         self.hidden: HiddenRows | None = None  # of a turn that makes an embedding
         self.known_chain: tuple[str, ...] = ()  # chain hashes of the first full blocks of its KV
         self.reservation: Reservation | None = None

@@ -17,7 +17,7 @@ _FEW_DRAFTED = 8  # fewer with drafts say less than many without: three that met
 # A row's part of a step before any is known, which counts as so many squared rows of difference.
 _USUAL_ROW, _USUAL_WEIGHT = 0.05, 8.0
 _USUAL_SETTLED = 1.1  # a step that is read at once, beside one that is read behind the next, before both are known
-_PATIENCE, _FEW_DRAFTS = 32, 4  # steps after which so many drafts are tried though they do not seem to pay
+_PATIENCE, _FEW_DRAFTS = 12, 4  # looks after which so many drafts are tried though they do not seem to pay
 _MOST_PATIENCE = 512
 
 
@@ -91,7 +91,7 @@ class DraftCosts:
 
     def __init__(self) -> None:
         self._drafted, self._plain = StepSeconds(), StepSeconds()
-        self._refused = 0  # steps whose drafts did not seem to pay
+        self._refused = 0  # looks whose drafts did not seem to pay
         self._patience = _PATIENCE
 
     def learn(self, rows: int, seconds: float, *, is_drafted: bool) -> None:

@@ -8,6 +8,7 @@ from weakref import WeakKeyDictionary
 from inference_svc.engine.api import MOST_DRAFTS
 from inference_svc.engine.drafting.draft_lengths import DraftCosts, Proposal, Trust
 from inference_svc.engine.drafting.past_text import PastText
+from inference_svc.engine.drafting.pauses import LONGEST_WAIT, Pauses
 from inference_svc.engine.drafting.texts_beside import TextsBeside, TextsByNamespace
 from inference_svc.engine.sequence import Sequence
 from inference_svc.text.token_ids import TokenIds
@@ -21,15 +22,20 @@ class _TurnDrafts:
     def __init__(self, sequence: Sequence, beside: TextsBeside) -> None:
         self._past = PastText(sequence.token_ids)
         self._beside = beside
-        self._known = len(sequence.token_ids)
+        self._known = 0
         self._own_trust, self._trust_beside = Trust(), Trust()
-        self._look(sequence)
+        self._pauses = Pauses()
 
     def follow(self, sequence: Sequence) -> None:
         if len(sequence.token_ids) > self._known:
             self._past.extend(sequence.token_ids)
             self._known = len(sequence.token_ids)
             self._look(sequence)
+
+    def wait(self, sequence: Sequence, clock: int) -> int:
+        """After how many more tokens the next look is worth it. A format may force some at any place."""
+        is_free = sequence.sampler is None or sequence.sampler.constraint is None
+        return self._pauses.missed(clock) if is_free else 1
 
     def _look(self, sequence: Sequence) -> None:
         self.tokens, self._equal = self._past.next(MOST_DRAFTS)
@@ -46,6 +52,8 @@ class _TurnDrafts:
         return Proposal(min(len(self.tokens), most), self._trust.chance(self._equal), self._sure)
 
     def learn(self, drafts: int, right: int) -> None:
+        if right:
+            self._pauses.found()
         if drafts > self._sure:
             self._trust.learn(self._equal, drafts - self._sure, max(0, right - self._sure))
 
@@ -79,20 +87,31 @@ class Drafter:
         """Whether one of these turns has something to try once its last token is known. Called twice a step: what costs
         most comes last, because in most steps nothing is found.
         """
-        if not 0 < len(sequences) < self._most_of_any_step or not self._is_alone():
+        if not 0 < len(sequences) < self._most_of_any_step:
             return False
-        return any(self._can(each) and self._of(each).tokens for each in sequences) and self._rows_for(sequences) > 0
+        due = [each for each in sequences if len(each.token_ids) >= each.drafts_from]
+        if not due or not self._is_alone():
+            return False
+        clock = _clock_of(sequences)
+        return any(self._finds(each, clock) for each in due) and self._rows_for(sequences) > 0
 
     def drafts(self, decoding: Collection[Sequence]) -> Drafts:
         """What to try of the turns that decode now, whose tokens are all known."""
         rows = list(decoding)
         if not (most_rows := self._rows_for(rows)):
             return {}
-        found = {each: turn for each in rows if self._can(each) and (turn := self._of(each)).tokens}
+        clock = _clock_of(rows)
+        found = {
+            each: self._turns[each]
+            for each in rows
+            if len(each.token_ids) >= each.drafts_from and self._finds(each, clock)
+        }
         proposals = {each: turn.proposal(self._most(each)) for each, turn in found.items()}
         lengths = self._costs.lengths(len(rows), proposals, most_rows)
         for each in found.keys() - lengths.keys():
             found[each].forgive()
+            if not lengths:
+                each.drafts_from = len(each.token_ids) + found[each].wait(each, clock)
         return {each: found[each].tokens[:count] for each, count in lengths.items()}
 
     def learn(self, sequence: Sequence, drafts: int, right: int) -> None:
@@ -108,6 +127,15 @@ class Drafter:
             return 0
         most = self._most_rows(max(len(each.token_ids) for each in sequences))
         return most if most > len(sequences) else 0
+
+    def _finds(self, sequence: Sequence, clock: int) -> bool:
+        """Look for drafts of a turn; where it has none, put off its next look. `clock`: see `Pauses`."""
+        turn = self._of(sequence) if self._can(sequence) else None
+        if turn is not None and turn.tokens:
+            return True
+        wait = LONGEST_WAIT - clock % LONGEST_WAIT if turn is None else turn.wait(sequence, clock)
+        sequence.drafts_from = len(sequence.token_ids) + wait
+        return False
 
     def _can(self, sequence: Sequence) -> bool:
         sampler = sequence.sampler
@@ -127,3 +155,8 @@ class Drafter:
             turn = self._turns[sequence] = _TurnDrafts(sequence, self._texts.beside(sequence.namespace))
         turn.follow(sequence)
         return turn
+
+
+def _clock_of(sequences: Collection[Sequence]) -> int:
+    """Counts the steps of turns that get one token in each."""
+    return len(next(iter(sequences)).token_ids)

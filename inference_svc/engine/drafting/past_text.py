@@ -8,6 +8,7 @@ Those of the text at the beginning are sorted: to enter 64K tokens in a dictiona
 from array import array
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
+from itertools import islice
 
 import numpy as np
 
@@ -28,39 +29,48 @@ class PastText:
         self.tokens = array("I", token_ids[-_MOST_TOKENS:])
         self._skipped = len(token_ids) - len(self.tokens)
         self._beginning = GramPlaces(self.tokens)
-        # By place: the newest earlier place that ends with the same three.
+        # By place: the newest earlier place that ends with the same three; behind the beginning, of those behind it.
         self._earlier = self._beginning.earlier(len(self.tokens))
+        self._begun = len(self.tokens)
         self._newest: dict[int, int] = {}  # by three tokens: the place of the last one, since the beginning
 
     def extend(self, token_ids: Sequence[int]) -> None:
         """The text is `token_ids` now, which begin with what it was."""
-        for token in token_ids[self._skipped + len(self.tokens) :]:
-            self.tokens.append(token)
-            self._earlier.append(-1)
-            if len(self.tokens) >= GRAM:
-                place = len(self.tokens) - 1
-                gram = gram_at(self.tokens, place)
-                self._earlier[place] = self._newest.get(gram) or next(self._beginning.newest_first(gram), -1)
-                self._newest[gram] = place
+        tokens, earlier, newest = self.tokens, self._earlier, self._newest
+        first, second = (0, 0, *tokens[-2:])[-2:]
+        for place, token in enumerate(token_ids[self._skipped + len(tokens) :], len(tokens)):
+            tokens.append(token)
+            gram = first | second << _BITS | token << 2 * _BITS if place >= GRAM - 1 else -1
+            earlier.append(newest.get(gram, -1))
+            newest[gram] = place if gram >= 0 else -1
+            first, second = second, token
 
     def next(self, most: int) -> Found:
         """What may follow, at most so many tokens, and how many of the last tokens were equal there: the most of all
         places, of the newest among these; nothing, and 0, where the last three tokens are new.
         """
         last = len(self.tokens) - 1
-        place, found, equal = self._earlier[last] if last >= 0 else -1, -1, 0
-        if place < 0:
-            return (), 0
-        for _ in range(_MOST_PLACES):
-            if place < 0 or equal >= LONGEST:
+        found, equal = -1, 0
+        for place in islice(self._earlier_places(last), _MOST_PLACES):
+            if equal >= LONGEST:
                 break
             if (count := equal_tokens(self.tokens, place, self.tokens)) > equal:
                 found, equal = place, count
-            place = self._earlier[place]
         if found < 0:
             return (), 0
         period = last - found  # a text that repeats itself goes on doing so
         return tuple(self.tokens[found + 1 + step % period] for step in range(most)), equal
+
+    def _earlier_places(self, last: int) -> Iterator[int]:
+        """Those that end with the same three tokens as this one, the newest first."""
+        if last < GRAM - 1:
+            return
+        place = self._earlier[last]
+        while place >= 0:
+            yield place
+            place = self._earlier[place]
+        if last >= self._begun:
+            yield from self._beginning.newest_first(gram_at(self.tokens, last))
 
 
 class GramPlaces:

@@ -42,6 +42,9 @@ class TextsBeside:
         return tuple(following[:end]), equal
 
 
+_NOTHING_BESIDE = TextsBeside(())
+
+
 class TextsByNamespace:
     """Texts in memory, for turns of the same namespace; kept only as long as one of these turns is open."""
 
@@ -53,9 +56,9 @@ class TextsByNamespace:
     def beside(self, namespace: str | None) -> TextsBeside:
         """For a turn that begins. A turn without a namespace has nothing in common with others."""
         texts = [] if namespace is None else list(self._of_namespace(namespace))[-_MOST_TEXTS:]
-        known = None if namespace is None else self._known.get(namespace)
+        if namespace is None or not texts:
+            return _NOTHING_BESIDE
+        known = self._known.get(namespace)
         if known is None or list(map(id, known.texts)) != list(map(id, texts)):
-            known = TextsBeside(texts)
-            if namespace is not None:
-                self._known[namespace] = known
+            known = self._known[namespace] = TextsBeside(texts)
         return known

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from inference_svc.engine.drafting import past_text, texts_beside
 from inference_svc.engine.drafting.draft_lengths import DraftCosts, Proposal, Trust
 from inference_svc.engine.drafting.past_text import PastText
+from inference_svc.engine.drafting.pauses import LONGEST_WAIT, Pauses
 from inference_svc.engine.drafting.texts_beside import TextsByNamespace
 from inference_svc.text.token_ids import TokenIds
 
@@ -110,7 +111,7 @@ def test_no_step_has_too_many_before_its_costs_are_known_and_where_drafts_are_tr
     assert lengths["a"] > lengths["b"] >= 1
     assert sum(lengths.values()) <= 17
     dear = learned(row_s=3.0)
-    tried = [dear.lengths(2, proposals, 4) for _ in range(40)]
+    tried = [dear.lengths(2, proposals, 4) for _ in range(20)]
     assert [each for each in tried if each] == [{"a": 2}]
 
 
@@ -138,11 +139,11 @@ def test_costs_that_were_high_for_a_while_are_forgotten() -> None:
     for rows in range(1, 25):
         costs.learn(rows, 40.0, is_drafted=True)
     tried = []
-    for _ in range(4 * 33):
+    for _ in range(4 * 13):
         if lengths := costs.lengths(1, proposed(a=0.9), 64):
             costs.learn(1 + lengths["a"], 1.0 + 0.05 * lengths["a"], is_drafted=True)
         tried.append(lengths.get("a", 0))
-    assert max(tried[:33]) == 4
+    assert max(tried[:13]) == 4
     assert min(tried[-9:]) > 4
 
 
@@ -200,9 +201,30 @@ def test_steps_that_compiled_are_forgotten_and_drafts_that_do_not_pay_tried_now_
         costs.learn(8, 90.0, is_drafted=True)
     assert costs.lengths(1, proposed(a=0.9), 64) == {"a": 16}
     dear = learned(row_s=3.0)
-    tried = [dear.lengths(1, proposed(a=0.5), 64) for _ in range(66)]
+    tried = [dear.lengths(1, proposed(a=0.5), 64) for _ in range(26)]
     assert [each for each in tried if each] == [{"a": 4}, {"a": 4}]
     assert dear.lengths(1, {}, 64) == {}
+
+
+@given(st.lists(st.booleans(), max_size=120), st.integers(0, 99))
+@example([False] * 120, 0)
+@example([False] * 40 + [True] + [False] * 40, 3)
+def test_a_turn_that_finds_nothing_looks_less_often_and_never_waits_long(are_right: list[bool], clock: int) -> None:
+    """Whatever looks found: at each token at first, and behind right drafts; once in eight tokens at least."""
+    pauses, began, looks, misses = Pauses(), clock, 0, 0
+    for is_right in are_right:
+        looks += 1
+        if is_right:
+            pauses.found()
+            misses, clock = 0, clock + 1
+            continue
+        wait = pauses.missed(clock)
+        assert 1 <= wait <= LONGEST_WAIT
+        assert misses >= 4 or wait == 1
+        assert misses < 12 or (clock + wait) % LONGEST_WAIT == 0, "all turns look in the same steps"
+        misses, clock = misses + 1, clock + wait
+    if not any(are_right):
+        assert looks <= 13 + (clock - began) / LONGEST_WAIT
 
 
 def test_texts_beside_are_one_by_one_and_known_while_a_turn_needs_them() -> None:

@@ -3,6 +3,7 @@
 import json
 import random
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -169,6 +170,30 @@ def test_a_text_that_repeats_itself_is_tried_and_right(driver: Driver, monkeypat
     assert tried.text == plain.text
     assert 20 < tried.accepted_draft_tokens <= tried.drafted_tokens
     assert plain.drafted_tokens == 0
+
+
+def test_a_turn_that_finds_nothing_looks_now_and_then_and_tries_what_comes_later(
+    driver: Driver, told: type[Told]
+) -> None:
+    """Its text begins to repeat another behind 70 tokens of the reply."""
+    prompt, looks = tokens_of(30, 5), list[int]()
+    how: dict[str, Any] = {
+        "max_tokens": 96,
+        "logit_bias": tuple((each, -100.0) for each in driver.engine.model.stop_token_ids),
+    }
+    told.replies = {prompt: driver.reply(driver.turn(prompt, most_drafts=0, **how))}
+
+    def later(rest: tuple[int, ...], known: int) -> tuple[int, ...]:
+        looks.append(known)
+        return rest if known >= 100 else ()
+
+    told.tries = staticmethod(later)
+    tried = driver.turn(prompt, **how)
+    assert driver.reply(tried) == told.replies[prompt]
+    in_vain = [known for known in looks if known < 100]
+    assert len(in_vain) < 25
+    assert max(after - before for before, after in pairwise(looks) if before < 100) <= 8
+    assert tried.accepted_draft_tokens > 12
 
 
 @pytest.mark.batch_as_alone
