@@ -95,6 +95,7 @@ def fused_attention(
     window: int | None = None,
     sinks: mx.array | None = None,
     dialect: Dialect,
+    is_flat: bool = False,
     compiler: Compiler | None = None,
     has_warpgroups: bool | None = None,
 ) -> mx.array:
@@ -118,7 +119,7 @@ def fused_attention(
     sink_type = None if sinks is None else sinks.dtype
     plan = plan_of(geometry, dialect, compiler or COMPILERS[dialect], asked.dtype, queries.dtype, sink_type)
     partial = plan.mixed_splits(asked, pages, block_table, lengths, settings, geometry.splits(blocks, seen_tokens))
-    return plan.reduced(queries, partial, lengths, sinks, settings)
+    return plan.reduced(queries, partial, lengths, sinks, settings, is_flat=is_flat)
 
 
 def attention_and_weight(
@@ -188,16 +189,24 @@ class Plan:
         )[0]
 
     def reduced(
-        self, queries: mx.array, partial: mx.array, lengths: mx.array, sinks: mx.array | None, settings: mx.array
+        self,
+        queries: mx.array,
+        partial: mx.array,
+        lengths: mx.array,
+        sinks: mx.array | None,
+        settings: mx.array,
+        *,
+        is_flat: bool = False,
     ) -> mx.array:
-        """The results [B, Hq, L, Dv] of mixed splits."""
+        """The results [B, Hq, L, Dv] of mixed splits; `is_flat`: as `paged_attention` has it."""
         batch, heads, count, _ = queries.shape
+        dim = self.geometry.format.value.dim
         return self.reduce(
             inputs=[queries, partial, lengths, settings if sinks is None else sinks, settings],
             template=self.reduce_template,
             grid=(batch * heads * count * REDUCE_WARPS * LANES, 1, 1),
             threadgroup=(REDUCE_WARPS * LANES, 1, 1),
-            output_shapes=[(batch, heads, count, self.geometry.format.value.dim)],
+            output_shapes=[(batch, 1, heads * dim) if is_flat else (batch, heads, count, dim)],
             output_dtypes=[self.out_type],
         )[0]
 

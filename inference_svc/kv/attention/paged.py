@@ -20,6 +20,7 @@ def paged_attention(
     window: int | None = None,
     sinks: mx.array | None = None,
     dialect: Dialect | None,
+    is_flat: bool = False,
 ) -> mx.array:
     """Attention of the newest tokens' queries [B, Hq, L, Dk] to all stored rows: [B, Hq, L, Dv] in the queries' dtype.
 
@@ -29,9 +30,11 @@ def paged_attention(
     zeros. Nothing outside a sequence's rows changes a bit of its result, but for the table's width where many queries
     go over its tokens together. `sinks` [Hq] are in natural units, as are scores that were multiplied by `scale`.
     `dialect`: of kernels that were checked (`choice`). The reference serves without one, and more queries than
-    `most_queries`.
+    `most_queries`. `is_flat`: of one token each, heads side by side, [B, 1, Hq * Dv].
     """
     options = {"scale": scale, "window": window, "sinks": sinks}
     if dialect is None or queries.shape[2] > most_queries(page_format, TYPE_NAMES[queries.dtype]):
-        return reference_attention(queries, pages, page_format, block_table, lengths, **options)  # type: ignore[arg-type]
-    return fused_attention(queries, pages, page_format, block_table, lengths, dialect=dialect, **options)  # type: ignore[arg-type]
+        found = reference_attention(queries, pages, page_format, block_table, lengths, **options)  # type: ignore[arg-type]
+        return found.reshape(found.shape[0], 1, -1) if is_flat else found
+    given = queries, pages, page_format, block_table, lengths
+    return fused_attention(*given, dialect=dialect, is_flat=is_flat, **options)  # type: ignore[arg-type]

@@ -43,8 +43,12 @@ class FusedLayer:
         self._stored = append_rows(keys, values, array, self._format, table, now.places, pool.dialect, now.order)
         return keys, values
 
-    def attend(self, queries: mx.array, scale: float, mask: object, sinks: mx.array | None) -> mx.array:
-        """Attention of queries [slots, heads, n, dim] over each one's rows. Raises ValueError for a model's mask."""
+    def attend(
+        self, queries: mx.array, scale: float, mask: object, sinks: mx.array | None, *, is_flat: bool = False
+    ) -> mx.array:
+        """Attention of queries [slots, heads, n, dim] over each one's rows. Raises ValueError for a model's mask.
+        `is_flat`: as `paged_attention` has it.
+        """
         if mask is not None:
             raise ValueError("attention over pages takes no mask")
         now = self._now
@@ -58,6 +62,7 @@ class FusedLayer:
             window=self._window or None,
             sinks=sinks,
             dialect=self._pool.dialect,
+            is_flat=is_flat,
         )
         return attended
 

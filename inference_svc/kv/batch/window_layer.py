@@ -44,7 +44,9 @@ class WindowLayer(FusedLayer):
         self._rows = seen_keys, seen_values
         return keys, values
 
-    def attend(self, queries: mx.array, scale: float, mask: object, sinks: mx.array | None) -> mx.array:
+    def attend(
+        self, queries: mx.array, scale: float, mask: object, sinks: mx.array | None, *, is_flat: bool = False
+    ) -> mx.array:
         """Attention of queries [slots * n, heads, 1, dim]. Raises ValueError for a model's mask, and for sinks."""
         if mask is not None or sinks is not None:
             raise ValueError("attention over a window takes no mask and no sinks")
@@ -68,7 +70,8 @@ class WindowLayer(FusedLayer):
         weights = mx.softmax(mx.concatenate([weight.reshape(*shape, 1), scores], axis=-1), axis=-1)
         mixed = weights[..., :1] * before.reshape(*shape, -1) + weights[..., 1:] @ values.astype(mx.float32)
         by_row = mixed.reshape(slots, kv_heads, count, shared, -1).swapaxes(1, 2)
-        return by_row.reshape(slots * count, kv_heads * shared, 1, -1).astype(queries.dtype)
+        shape_of_row = (1, -1) if is_flat else (kv_heads * shared, 1, -1)
+        return by_row.reshape(slots * count, *shape_of_row).astype(queries.dtype)
 
     def _by_slot(self, rows: mx.array) -> mx.array:
         """Rows [slots * n, kv_heads, 1, dim] as [slots, kv_heads, n, dim]."""

@@ -26,6 +26,11 @@ def install() -> None:
             setattr(module, _NAME, attention)
 
 
+def is_hooked(module: Any) -> bool:
+    """Whether a module's attention is mlx-lm's own, which `attention` is or takes the place of."""
+    return getattr(module, _NAME, None) in (_upstream, attention)
+
+
 def attention(
     queries: mx.array, keys: Any, values: Any, cache: Any, scale: float, mask: Any, sinks: mx.array | None = None
 ) -> mx.array:

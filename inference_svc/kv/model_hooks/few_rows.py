@@ -45,12 +45,18 @@ _TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 
 def few_rows(
-    x: mx.array, matrices: Sequence[Matrix], *, is_gated: bool = False, added: mx.array | None = None
+    x: mx.array,
+    matrices: Sequence[Matrix],
+    *,
+    is_gated: bool = False,
+    added: mx.array | None = None,
+    heads: Sequence[int] = (),
 ) -> list[mx.array]:
     """x [..., depth] times each w [width, depth] transposed, all of one 16-bit type: [..., width], summed in fp32.
 
     `is_gated`: of two products p and q of one width alone silu(p) * q, p and q rounded. `added` [..., width]: rows that
-    are added to the one product, after it was rounded.
+    are added to the one product, after it was rounded. `heads`: into how many each product of x [slots, 1, depth] is
+    cut, so that results are [slots, heads, 1, dim] as attention takes them.
 
     At most MAX_ROWS rows and three matrices, all packed in groups of one size or none. The depth is a multiple of 8, of
     packed ones of 64. A model's own shape, [slots, n, depth], is taken and given as it is: each change of shape would
@@ -79,9 +85,13 @@ def few_rows(
         ],
         grid=(_blocks(results, height / 2 if is_gated else height) * _WARPS * LANES, 1, 1),
         threadgroup=(_WARPS * LANES, 1, 1),
-        output_shapes=[(*shape, width) for width in results],
+        output_shapes=[(*shape, width) for width in results] if not heads else _in_heads(shape[0], results, heads),
         output_dtypes=[x.dtype] * len(results),
     )
+
+
+def _in_heads(slots: int, widths: Sequence[int], heads: Sequence[int]) -> list[tuple[int, ...]]:
+    return [(slots, count, 1, width // count) for width, count in zip(widths, heads, strict=True)]
 
 
 def _block_shape(rows: int, widths: Sequence[int], groups: int, least: int = 1) -> tuple[int, int, int]:
@@ -135,6 +145,10 @@ class JointProducts:
     def takes(self, x: mx.array, height: int = 1) -> bool:
         """Whether the kernel multiplies x [..., depth], a block making so many outputs, in sixteens, at least."""
         return _is_few(self._form, x, height)
+
+    def heads(self, x: mx.array, counts: Sequence[int]) -> list[mx.array]:
+        """All members' products of x [slots, 1, depth], cut into so many heads each: [slots, heads, 1, dim]."""
+        return few_rows(x, [_matrix(each) for each in self._members], heads=counts)
 
     def gated(self, x: mx.array) -> mx.array:
         """silu(p) * q of the two members' products p and q."""

@@ -1,6 +1,6 @@
-"""Steps between a model's products, done by the products' own kernels: the sum of a block's input and its result, and
-SwiGLU. A GPU's decoding step is as long as the processor takes to enqueue its kernels, and these are three of a
-layer's fourteen.
+"""Steps between a model's products, done by the products' own kernels: the sum of a block's input and its result,
+SwiGLU, and the changes of shape around attention. A GPU's decoding step is as long as the processor takes to enqueue
+it, and these are three of a layer's fourteen kernels, and eight nodes without one.
 
 A class is taken if its source is one that is known here, word for word: mlx-lm's models copy each other.
 """
@@ -16,6 +16,9 @@ import mlx.core as mx
 from mlx.nn.layers.base import Module
 from mlx_lm.models import activations
 
+from inference_svc.kv.batch.fused_layer import FusedLayer
+from inference_svc.kv.model_hooks import attention_hook
+
 _GATED = "self.down_proj(swiglu(self.gate_proj(x), self.up_proj(x)))"
 _MLPS = (f"return {_GATED}", f"down_proj = {_GATED}\nreturn down_proj")
 _HALVES = """r = self.self_attn(self.input_layernorm(x), mask, cache)
@@ -23,6 +26,31 @@ h = x + r
 r = self.mlp(self.post_attention_layernorm(h))
 """
 _BLOCKS = (f"{_HALVES}out = h + r\nreturn out", f"{_HALVES}return h + r")
+_PROJECTED = "queries, keys, values = (self.q_proj(x), self.k_proj(x), self.v_proj(x))\n"
+_CUT = """queries = queries.reshape(B, L, self.n_heads, -1).transpose(0, 2, 1, 3)
+keys = keys.reshape(B, L, self.n_kv_heads, -1).transpose(0, 2, 1, 3)
+"""
+_NORMED = """queries = self.q_norm(queries.reshape(B, L, self.n_heads, -1)).transpose(0, 2, 1, 3)
+keys = self.k_norm(keys.reshape(B, L, self.n_kv_heads, -1)).transpose(0, 2, 1, 3)
+"""
+_CUT_VALUES = "values = values.reshape(B, L, self.n_kv_heads, -1).transpose(0, 2, 1, 3)\n"
+_NORMS = "queries = self.q_norm(queries)\nkeys = self.k_norm(keys)\n"
+_ATTENDED = """if cache is not None:
+    queries = self.rope(queries, offset=cache.offset)
+    keys = self.rope(keys, offset=cache.offset)
+    keys, values = cache.update_and_fetch(keys, values)
+else:
+    queries = self.rope(queries)
+    keys = self.rope(keys)
+output = scaled_dot_product_attention(queries, keys, values, cache=cache, scale=self.scale, mask=mask)
+output = output.transpose(0, 2, 1, 3).reshape(B, L, -1)
+return self.o_proj(output)"""
+_ATTENTIONS = (
+    f"B, L, D = x.shape\n{_PROJECTED}{_CUT}{_CUT_VALUES}{_ATTENDED}",
+    f"B, L, D = x.shape\n{_PROJECTED}{_NORMED}{_CUT_VALUES}{_ATTENDED}",
+    f"B, L, _ = x.shape\n{_PROJECTED}{_CUT}{_CUT_VALUES}{_NORMS}{_ATTENDED}",
+)
+_PROJECTIONS = ("q_proj", "k_proj", "v_proj")
 
 
 def join_steps(model: Module) -> None:
@@ -37,6 +65,8 @@ def join_steps(model: Module) -> None:
                 if (last := _products(module[half], name)) is not None:
                     last.keeps_last = True
             module.__class__ = _joined(kind, _block_call)
+        elif _source(kind) in _ATTENTIONS and attention_hook.is_hooked(sys.modules[kind.__module__]):
+            module.__class__ = _joined(kind, _attention_call)
 
 
 def _gated_call(self: Any, x: mx.array) -> mx.array:
@@ -45,6 +75,22 @@ def _gated_call(self: Any, x: mx.array) -> mx.array:
     if is_plain and gate.takes(x, 2) and self.gate_proj.weight.shape == self.up_proj.weight.shape:
         return self.down_proj(gate.gated(x))  # type: ignore[no-any-return]
     return self.down_proj(activations.swiglu(self.gate_proj(x), self.up_proj(x)))  # type: ignore[no-any-return]
+
+
+def _attention_call(self: Any, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array:
+    """Of one token each over pages, heads are cut and put side by side by the kernels' own results."""
+    products = {_products(self, name) for name in _PROJECTIONS}
+    joint = next(iter(products))
+    is_plain = len(products) == 1 and joint is not None and not any("bias" in self[name] for name in _PROJECTIONS)
+    if not (is_plain and isinstance(cache, FusedLayer) and x.ndim == 3 and x.shape[1] == 1 and joint.takes(x)):
+        own: Any = type(self).__base__
+        return own.__call__(self, x, mask, cache)  # type: ignore[no-any-return]
+    queries, keys, values = joint.heads(x, (self.n_heads, self.n_kv_heads, self.n_kv_heads))
+    if "q_norm" in self:
+        queries, keys = self.q_norm(queries), self.k_norm(keys)
+    queries, keys = self.rope(queries, offset=cache.offset), self.rope(keys, offset=cache.offset)
+    cache.update_and_fetch(keys, values)
+    return self.o_proj(cache.attend(queries, self.scale, mask, None, is_flat=True))  # type: ignore[no-any-return]
 
 
 def _block_call(self: Any, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array:
