@@ -33,7 +33,9 @@ KEYS = """Names in the JSON stay. `agents` has each agent's turns as their calle
 system kept all the same); `is_exact`: the reply is that of the hot agent, token for token. `stored_s` counts from the
 request, None: never. `rows` are medians by length; `publish_per_s` counts from the last token until the store has the
 memory, `whole_per_s` from the request. `machine` and `device` are bytes per second; `read_dropped` is without the page
-cache, and `both_killed_of_disk` is the first token's time in units of that of reading the memory so."""
+cache, and `both_killed_of_disk` is the first token's time in units of that of reading the memory so. The slower of
+reading and BLAKE3 bounds a restore: `limit_of_cold` is what it takes alone, as a share of cold, and
+`engine_killed_of_limit` and `both_killed_of_limit` are first tokens in its units, each with its page cache."""
 
 
 def complete(results: dict[str, Any]) -> dict[str, Any]:
@@ -63,9 +65,8 @@ def _rows(results: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
             found = [agent[phase] for agent in agents if phase in agent]
             row[f"{phase}_s"] = seconds = median(turn["first_token_s"] for turn in found)
             row[f"{phase}_of_cold"] = seconds / cold if seconds and cold else None
-            if phase == "both_killed" and seconds and (rate := results["machine"].get("read_dropped")):
-                row["both_killed_of_disk"] = seconds * rate / row["memory_bytes"]
             row[f"{phase}_cached"] = median(turn["cached_tokens"] / turn["prompt_tokens"] for turn in found)
+        row |= _beside_disk(row, results["machine"])
         publish, whole = list(_rates(agents, sizes, "last_token_s")), list(_rates(agents, sizes, ""))
         row["publish_per_s"], row["whole_per_s"], row["limit_per_s"] = median(publish), median(whole), limit
         row["short_lag_s"] = median(turn["lag_s"] for agent in agents for turn in agent["short"])
@@ -75,6 +76,17 @@ def _rows(results: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         row["failed_at_first"] = sum(turn["snapshot"] == "failed" for turn in turns)
         row["is_exact"] = all(agent[phase]["is_exact"] for agent in agents for phase in RESTORED if phase in agent)
         yield row
+
+
+def _beside_disk(row: Mapping[str, Any], machine: Mapping[str, float]) -> Iterator[tuple[str, float]]:
+    """Restores in units of what the disk, and the slower of disk and hash, take for the memory alone."""
+    for phase, disk in (("engine_killed", "read_cached"), ("both_killed", "read_dropped")):
+        if (seconds := row[f"{phase}_s"]) and (rate := machine.get(disk)):
+            limit_s = row["memory_bytes"] / min(rate, machine["blake3_all"])
+            yield f"{phase}_of_limit", seconds / limit_s
+            if phase == "both_killed":
+                yield "both_killed_of_disk", seconds * rate / row["memory_bytes"]
+                yield "limit_of_cold", limit_s / row["cold_s"]
 
 
 def _rates(agents: Sequence[Mapping[str, Any]], sizes: Sequence[int], since: str) -> Iterator[float]:
@@ -122,7 +134,8 @@ def lines(results: Mapping[str, Any]) -> Iterator[str]:
     yield "first turns: " + ", ".join(f"{1000 * seconds:,.0f} ms" for seconds in results["first_turns"])
     yield ""
     times = ("cold_s", "prefill_s", "hot_s", *(f"{phase}_s" for phase in RESTORED), *(f"{p}_of_cold" for p in RESTORED))
-    shown = ("length", "memory_bytes", *times, "both_killed_of_disk")
+    beside_disk = ("limit_of_cold", "engine_killed_of_limit", "both_killed_of_limit")
+    shown = ("length", "memory_bytes", *times, *beside_disk)
     yield from text_table(cells([{key: row.get(key) for key in shown} for row in results["rows"]]))
     yield ""
     kept = ("publish_per_s", "whole_per_s", "limit_per_s")
