@@ -111,8 +111,8 @@ class Lines:
             self._wanted(agent_id, takes_back=False)
 
     async def _beats(self) -> None:
-        """Begin each in time, whether or not the last one was answered: then a store that answers all of them late keeps
-        all leases, which count from the request on.
+        """Begin each in time, whether or not the last one was answered: then a store that answers all of them late
+        keeps all leases, which count from the request on.
         """
         while True:
             await asyncio.sleep(_BEAT_S)

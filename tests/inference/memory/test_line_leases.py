@@ -298,7 +298,9 @@ def test_a_line_that_is_held_elsewhere_is_waited_for_a_little_and_then_refused()
     run(scenario)
 
 
-def test_a_wait_for_anothers_lease_begins_with_many_requests_and_goes_on_with_few(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wait_for_anothers_lease_begins_with_many_requests_and_goes_on_with_few(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     async def scenario(lab: Lab) -> None:
         asked_at = list[float]()
 
