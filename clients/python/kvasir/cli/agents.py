@@ -3,7 +3,7 @@
 import shlex
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from enum import StrEnum
 from functools import partial
@@ -68,11 +68,9 @@ _MOST_SEARCHED = 1000
 
 def complete_agent(context: typer.Context, incomplete: str) -> list[str]:
     """Names of agents that begin so, for the shell; none when the store does not list them soon."""
-    try:
-        with completing(context).store.store_client(SOON_S) as client:
-            return [agent.agent_id for agent in client.list_agents(name_prefix=incomplete, page_size=_COMPLETED).agents]
-    except (KvasirError, ValueError, OSError):
-        return []
+    with suppress(KvasirError, ValueError, OSError), completing(context).store.store_client(SOON_S) as client:
+        return [agent.agent_id for agent in client.list_agents(name_prefix=incomplete, page_size=_COMPLETED).agents]
+    return []
 
 
 def check_version(value: int | None) -> int | None:

@@ -95,14 +95,14 @@ class Caller:
             self.err.print(text)
 
     @contextmanager
-    def busy(self, text: str) -> Iterator[None]:
-        """Show what is being done: a spinner at a terminal, a line elsewhere."""
+    def busy(self, text: str) -> Iterator[Callable[[str], None]]:
+        """Show what is being done: a spinner at a terminal, a line elsewhere. Gives what shows the next step of it."""
         if self.shows_progress:
-            with self.err.status(Text(visible(text))):
-                yield
+            with self.err.status(Text(visible(text))) as status:
+                yield lambda step: status.update(Text(visible(step)))
         else:
             self.say(f"{text} …")
-            yield
+            yield self.say
 
     @property
     def shows_progress(self) -> bool:

@@ -1,7 +1,7 @@
 """`kvasir stats` and `kvasir models …`: the engine's counters, and its models."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Annotated, Any
 
 import typer
@@ -24,11 +24,9 @@ _DropOption = Annotated[bool, option("Go on even if hot memories that cannot be 
 
 def complete_model(context: typer.Context, incomplete: str) -> list[str]:
     """Names of the engine's models that begin so, for the shell; none when the engine does not list them soon."""
-    try:
-        with completing(context).engine.engine_client(SOON_S) as client:
-            return [model.name for model in client.list_models() if model.name.startswith(incomplete)]
-    except (KvasirError, ValueError, OSError):
-        return []
+    with suppress(KvasirError, ValueError, OSError), completing(context).engine.engine_client(SOON_S) as client:
+        return [model.name for model in client.list_models() if model.name.startswith(incomplete)]
+    return []
 
 
 @contextmanager

@@ -7,7 +7,7 @@ from kvasir.cli.caller import Caller
 from kvasir.cli.rows import size
 from kvasir.cli.showing.arguments import argument, option
 
-from kvasir_bench.commands.shown import given, progress
+from kvasir_bench.commands.shown import given
 from kvasir_bench.program import measured_by
 
 
@@ -30,7 +30,7 @@ def make_model(
 
     Its tokenizer is kvasir-tiny's with as many tokens as the real one has."""
     options = given(locals(), but=("directory",))
-    with progress(caller, "writing the model") as say:
+    with caller.busy("writing the model") as say:
         made = measured_by("synthetic", "the model was not written", options, say, str(directory))
     text = f"{directory}: {made['layers']} layers, {size(made['weights_bytes'])} of weights in {made['seconds']} s"
     caller.result(made, lambda out: out.print(text))

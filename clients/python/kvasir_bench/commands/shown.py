@@ -32,16 +32,12 @@ def given(parameters: Mapping[str, object], but: Collection[str]) -> dict[str, o
 
 
 @contextmanager
-def progress(caller: Caller, title: str, plots: Path | None = None) -> Iterator[Callable[[str], None]]:
+def progress(caller: Caller, title: str, plots: Path | None) -> Iterator[Callable[[str], None]]:
     """Show what is measured. The pictures' directory is made first: an error after hours would lose the results."""
     if plots is not None:
         plots.mkdir(parents=True, exist_ok=True)
-    if caller.shows_progress:
-        with caller.err.status(title) as status:
-            yield status.update
-    else:
-        caller.say(f"{title} …")
-        yield caller.say
+    with caller.busy(title) as say:
+        yield say
 
 
 def read_results(file: Path, command: str, report: Report) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from kvasir.cli.showing.arguments import option
 from kvasir_bench.attention import report as attention_report
 from kvasir_bench.commands import engine, fleet, load, make_model, memory, memory_path, quality
 from kvasir_bench.commands.paper.command import paper
-from kvasir_bench.commands.shown import KeptOption, QuickOption, end, progress, show
+from kvasir_bench.commands.shown import KeptOption, QuickOption, end, show
 from kvasir_bench.engine import report as engine_report
 from kvasir_bench.fleet import report as fleet_report
 from kvasir_bench.load import report as load_report
@@ -31,7 +31,7 @@ def store(
 ) -> None:
     """Put, get, pull, find and start, beside raw TCP, write + fsync and BLAKE3. Ends with 1 when a target is missed."""
     check_installed("store")
-    with progress(caller, "measuring the store; minutes at full size") as say:
+    with caller.busy("measuring the store; minutes at full size") as say:
         results = measuring.run(directory, say, partial(keep, kept), is_quick=quick)
     show(caller, results, measuring)
     end(results, is_quick=quick)
@@ -41,7 +41,7 @@ def attention(caller: Caller, quick: QuickOption = False) -> None:
     """Attention over quantized pages beside MLX's own and a copy. Ends with 1 when a target is missed.
 
     It needs a GPU: on a CPU it shows that everything works, and its times mean nothing."""
-    with progress(caller, "measuring attention") as say:
+    with caller.busy("measuring attention") as say:
         results = measured_by("attention", "attention could not be measured", {"--quick": quick}, say)
     show(caller, results, attention_report)
     end(results, is_quick=False)  # a quick run has no targets

@@ -34,7 +34,9 @@ def _row(lab: Lab, context: int) -> dict[str, Any]:
         cold, warm = (_times(lab.start(prompt, reply_tokens, each)) for each in (None, files))
         hot = _times(lab.agents.resume(fork, suffix, reply_tokens))
         lab.agents.forget([fork])
-        return (cold, warm, hot), _peer_first_token_s(lab, prompt) if lab.scope.has_peer else None
+        if not lab.scope.has_peer:
+            return (cold, warm, hot), None
+        return (cold, warm, hot), lab.peer.post(lambda worker: worker.first_token_s(prompt)).result(MEASURED_WITHIN_S)
 
     rounds, peers = zip(*lab.pace.counted(f"first token after {context} tokens", measured), strict=True)
     lab.agents.forget([memory])
@@ -63,10 +65,6 @@ def _times(run: Run) -> tuple[float, float]:
     """Seconds to the first token and to the last."""
     run.end()
     return run.first_token_s, run.token_times[-1] - run.submitted_s
-
-
-def _peer_first_token_s(lab: Lab, prompt: Sequence[int]) -> float:
-    return lab.peer.post(lambda worker: worker.first_token_s(prompt)).result(MEASURED_WITHIN_S)
 
 
 def _targets(rows: Sequence[Row]) -> Iterator[Target]:
