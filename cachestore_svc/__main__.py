@@ -99,7 +99,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return OK
         if command == "keys":
             key_care = KeyCare(settings.store_config(), time.time, secrets.token_bytes, Disk())
-            seal_keys.run_keys(settings, key_care, asked_of_keys, secrets.token_bytes, as_json)
+            seal_keys.run_keys(settings, key_care, asked_of_keys, secrets.token_bytes)
             return OK
         return _look_after(settings, command, words, as_json)
     except (ConfigError, RefusedToStart, AddressError, KvasirError) as error:

@@ -1,4 +1,4 @@
-"""The commands `keys …` of the store's program: lists sealed namespaces, and makes, wraps and erases their keys."""
+"""The program behind `kvasir keys`: lists sealed namespaces, and makes, wraps and erases their keys; JSON on stdout."""
 
 import argparse
 import json
@@ -28,7 +28,6 @@ def add_parser(commands: "argparse._SubParsersAction[Any]", shared: argparse.Arg
         ("erase", "destroy a namespace's key: what it holds can never be read again"),
     ):
         action = actions.add_parser(name, parents=[shared], help=what, description=what)
-        action.add_argument("--json", action="store_true")
         action.add_argument("--audit-file", type=path_of, help="the store's audit, which gets a line for each change")
         if name in ("new", "erase"):
             action.add_argument("named", metavar="NAMESPACE")
@@ -53,9 +52,7 @@ def masters_of(settings: StoreSettings) -> list[MasterKey]:
     return found
 
 
-def run_keys(
-    settings: StoreSettings, care: KeyCare, asked: dict[str, Any], random_bytes: RandomBytes, as_json: bool
-) -> None:
+def run_keys(settings: StoreSettings, care: KeyCare, asked: dict[str, Any], random_bytes: RandomBytes) -> None:
     action = asked["action"]
     if action == "ls":
         found = care.records()
@@ -63,10 +60,7 @@ def run_keys(
         with owners_deed("store", settings.audit_file, f"keys/{action}", {"namespace": asked["named"] or ""}):
             found = _changed(settings, care, asked, random_bytes)
             add_to_list(settings.sealed_file, [each.namespace for each in found])
-    if as_json:
-        print(json.dumps([asdict(each) for each in found]))
-    else:
-        print(*map(_told, found), sep="\n")
+    print(json.dumps([asdict(each) for each in found]))
 
 
 def _changed(
@@ -80,12 +74,6 @@ def _changed(
             return care.rotate(masters_of(settings), new)
         case _:
             return [care.erase(asked["named"])]
-
-
-def _told(space: SealedNamespace) -> str:
-    opened = f"opened by master key {' or '.join(space.master_ids)}"
-    state = "its key was destroyed" if space.erased_unix_ms else opened
-    return f"{space.namespace}: {state}; {space.files} files of {space.bytes} bytes"
 
 
 def _made(path: Path | None, keychain: str, random_bytes: RandomBytes) -> MasterKey:

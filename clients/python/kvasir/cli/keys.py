@@ -86,7 +86,7 @@ def erase(
 
 def _run(caller: Caller, action: str, data_dir: Path | None, *arguments: str) -> None:
     check_installed("store")
-    words = ["keys", action, "--json", *arguments, "--data-dir", str(data_dir or caller.home.store_data)]
+    words = ["keys", action, *arguments, "--data-dir", str(data_dir or caller.home.store_data)]
     words += ["--audit-file", str(caller.home.audit_file("store")), *caller.home.sealed_options(data_dir)]
     ended = done("cachestore_svc", words)
     if ended.code:
