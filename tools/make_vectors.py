@@ -51,36 +51,31 @@ def tokens(count: int, first: int = 1) -> list[int]:
 def identity(name: str) -> identity_pb2.KvIdentity:
     """Four geometries: one small and plain, one with every kind of layer and an uneven policy, one whose recurrent
     layers describe their states, and one with a window."""
-    full = identity_pb2.LayerLayout(kind=identity_pb2.LAYER_KIND_FULL, kv_heads=1, key_dim=64, value_dim=64)
-    policy = plain_policy(4)
-    if name == "small":
-        return identity_pb2.KvIdentity(weights_digest=Digest.of(b"small").hash, layers=[full], policy=policy)
-    if name == "hybrid":
-        states = [
-            identity_pb2.StateTensor(type=identity_pb2.TENSOR_TYPE_BFLOAT16, shape=[3, 96]),
-            identity_pb2.StateTensor(type=identity_pb2.TENSOR_TYPE_FLOAT32, shape=[2, 16, 8]),
-        ]
-        recurrent = identity_pb2.LayerLayout(kind=identity_pb2.LAYER_KIND_STATE, state_tensors=states)
-        layers = [recurrent, full, recurrent]
-        return identity_pb2.KvIdentity(weights_digest=Digest.of(b"hybrid").hash, layers=layers, policy=policy)
-    if name == "window":
-        window = identity_pb2.LayerLayout(
-            kind=identity_pb2.LAYER_KIND_WINDOW, window=300, kv_heads=1, key_dim=64, value_dim=64
-        )
-        return identity_pb2.KvIdentity(weights_digest=Digest.of(b"window").hash, layers=[window, full], policy=policy)
-    policy.value_bits = 8
-    policy.scale_type = identity_pb2.SCALE_TYPE_BFLOAT16
-    policy.key_rotation = identity_pb2.KEY_ROTATION_HADAMARD
-    policy.exact_layers.extend([0, 3])
-    layers = [
-        full,
-        identity_pb2.LayerLayout(
-            kind=identity_pb2.LAYER_KIND_WINDOW, window=4096, kv_heads=8, key_dim=128, value_dim=128
-        ),
-        identity_pb2.LayerLayout(kind=identity_pb2.LAYER_KIND_LATENT, kv_heads=1, key_dim=576),
-        identity_pb2.LayerLayout(kind=identity_pb2.LAYER_KIND_STATE, kv_heads=24, key_dim=64, value_dim=128),
+    layer, policy = identity_pb2.LayerLayout, plain_policy(4)
+    full = layer(kind=identity_pb2.LAYER_KIND_FULL, kv_heads=1, key_dim=64, value_dim=64)
+    states = [
+        identity_pb2.StateTensor(type=identity_pb2.TENSOR_TYPE_BFLOAT16, shape=[3, 96]),
+        identity_pb2.StateTensor(type=identity_pb2.TENSOR_TYPE_FLOAT32, shape=[2, 16, 8]),
     ]
-    return identity_pb2.KvIdentity(weights_digest=Digest.of(b"mixed").hash, layers=layers, policy=policy)
+    recurrent = layer(kind=identity_pb2.LAYER_KIND_STATE, state_tensors=states)
+    layers = {
+        "small": [full],
+        "mixed": [
+            full,
+            layer(kind=identity_pb2.LAYER_KIND_WINDOW, window=4096, kv_heads=8, key_dim=128, value_dim=128),
+            layer(kind=identity_pb2.LAYER_KIND_LATENT, kv_heads=1, key_dim=576),
+            layer(kind=identity_pb2.LAYER_KIND_STATE, kv_heads=24, key_dim=64, value_dim=128),
+        ],
+        "hybrid": [recurrent, full, recurrent],
+        "window": [layer(kind=identity_pb2.LAYER_KIND_WINDOW, window=300, kv_heads=1, key_dim=64, value_dim=64), full],
+    }
+    if name == "mixed":
+        policy.value_bits = 8
+        policy.scale_type = identity_pb2.SCALE_TYPE_BFLOAT16
+        policy.key_rotation = identity_pb2.KEY_ROTATION_HADAMARD
+        policy.exact_layers.extend([0, 3])
+    digest = Digest.of(name.encode()).hash
+    return identity_pb2.KvIdentity(weights_digest=digest, layers=layers[name], policy=policy)
 
 
 def digests() -> dict[str, Any]:
