@@ -81,12 +81,16 @@ class HandingOver:
         return record, known
 
     async def hand_over(self, namespace: str, agent_id: str, peer: str, move_id: str, generation: int) -> None:
+        """See Store.hand_over. Raises NotFound (PEER_UNKNOWN) of a peer that was removed since it began the move."""
+        self._peers.settings(peer, namespace)
         self._limits.word(peer)
         await self._store.run(namespace, self._store.moves.hand_over, agent_id, peer, move_id, generation)
         self._forget((namespace, agent_id, peer))
         self._limits.ended((namespace, agent_id, peer))
 
     async def undo(self, namespace: str, agent_id: str, peer: str, move_id: str) -> None:
+        """See Store.undo. Raises NotFound (PEER_UNKNOWN)."""
+        self._peers.settings(peer, namespace)
         self._limits.word(peer)
         await self._undo(namespace, agent_id, peer, move_id)
 

@@ -77,6 +77,7 @@ class Judge:
     books: dict[tuple[str, str], Book] = field(default_factory=dict)
     rights: dict[str, tuple[Gives, Takes]] = field(default_factory=dict)
     said: list[str] = field(default_factory=list)
+    left: set[str] = field(default_factory=set)  # stores that have removed the liar
 
     async def judged(
         self, store: str, names: Sequence[str], verb: Verb, call: Awaitable[object], *, is_due: bool = False
@@ -96,6 +97,8 @@ class Judge:
         for key, was in before.items():
             is_meant = key[0] == store and key[1] in names
             if replace(now := after[key], hot=was.hot) != was:
+                if store in self.left:
+                    raise ViolationError(f"{verb.name} at {key}, of a peer that was removed: {was} to {now}")
                 self._check(verb, key, was, now, is_meant=is_meant, is_due=is_due)
             if now.hot not in (was.hot, None) and not (is_due and is_meant):
                 raise ViolationError(f"{verb.name} at {key} changed what is hot: {was} to {now}")

@@ -74,10 +74,15 @@ class Mac:
 
     def allow(self, peer: str, gives: str = "read", takes: str = "nothing", **more: Any) -> None:
         """What `kvasir peers allow` does."""
-        book = self.books[-1]
+        book = next(each for each in reversed(self.books) if peer in each.peers)
         rights = {"gives": (f"{NS}={gives}",), "takes": (f"{NS}={takes}",), **more}
         changed = book.peers[peer].model_copy(update=rights)
         self.books.append(replace(book, peers={**book.peers, peer: changed}))
+        self.peers.reload()
+
+    def remove(self, peer: str) -> None:
+        """What `kvasir peers rm` does; `allow` is another pairing of the same peer."""
+        self.books.append(self.books[-1].without(peer))
         self.peers.reload()
 
     @asynccontextmanager

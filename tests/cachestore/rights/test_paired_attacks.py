@@ -63,6 +63,21 @@ async def noted(mac: Mac, line: str) -> None:
     raise AssertionError(f"{line} is not in {audited(mac)}")
 
 
+@pytest.mark.parametrize("word", ["hand over", "undo"])
+def test_a_peer_that_was_removed_ends_no_move_that_it_began(tmp_path: Path, word: str) -> None:
+    async def play(ada: Mac, mallory: Mac, peer: AioStoreClient) -> None:
+        ada.allow("mallory", gives="claim")
+        answer = await peer.offer_agent("work", MOVE, 0)
+        ada.remove("mallory")
+        call = peer.undo_move("work", MOVE) if word == "undo" else peer.hand_over_agent("work", MOVE, answer.generation)
+        await refused(call, "PEER_UNKNOWN")
+        assert ada.store.owners.of(NS, "work").state is OwnerState.MOVING
+        await ada.owner.claim_agent("work", force=True)
+        assert ada.store.owners.of(NS, "work").state is OwnerState.OWNED
+
+    played(tmp_path, play)
+
+
 def test_nobody_fences_an_agent_that_it_never_had(tmp_path: Path) -> None:
     async def play(ada: Mac, mallory: Mac, peer: AioStoreClient) -> None:
         for name in ("work", "no such agent"):

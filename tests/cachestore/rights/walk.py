@@ -64,6 +64,7 @@ class Walk:
                 await self.live(store, name)
         if self.chance.random() < 0.3:
             await self._compare(*one)
+        await self._lie_in_vain(*one)
 
     # --- the honest ---
 
@@ -102,10 +103,29 @@ class Walk:
         await judged(store, [name], Verb.FENCE, peer.fence_agent(name, generation + 1, timeout_s=5))
         self.counts["offers in vain"] += 1
 
+    async def _lie_in_vain(self, store: str, name: str) -> None:
+        """The liar is removed, in the midst of whatever there was; then the owner claims, and she is paired again."""
+        state = self._seen(store, name).state
+        self._mac(store).remove(LIAR)
+        self.judge.left.add(store)
+        for word in (self._lie, self._lie, self._lie, self._lie, self._ask, self._tell):
+            await word(store, name)
+        with contextlib.suppress(KvasirError):
+            await self._claim(store, name)
+        if self._seen(store, name).versions and not self._owns(store, name):
+            raise ViolationError(f"{name} at {store} is not its owner's again: {self._seen(store, name)}")
+        self.judge.left.remove(store)
+        self.counts[f"removed while an agent was {state.name}"] += 1
+        await self.allow(store)
+        for _ in range(2):
+            await self._lie(store, name)
+
     async def _owner_allows(self, store: str, _: str) -> None:
         await self.allow(store)
 
     async def allow(self, store: str, *, gives: str = "", takes: str = "") -> None:
+        if store in self.judge.left:
+            return
         gives, takes = gives or self.chance.choice(_GIVES), takes or self.chance.choice(_TAKES)
         self.judge.rights[store] = Gives[gives.upper()], Takes[takes.upper()]
         self._mac(store).allow(LIAR, gives=gives, takes=takes)
