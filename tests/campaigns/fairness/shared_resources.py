@@ -503,8 +503,8 @@ OWN = (
         "one server of mlx-lm, which has no namespaces",
     ),
     Own("clients/python/kvasir/store_for_vllm/worker.py: _waiting", "one worker of vLLM, which has no namespaces"),
-    Own("clients/python/kvasir/store_for_vllm/worker.py: _asked", "the same; vLLM bounds the requests that wait"),
-    Own("clients/python/kvasir/store_for_vllm/worker.py: _read", "the same, eight blocks"),
+    Own("clients/python/kvasir/store_for_vllm/reading.py: _asked", "the same; vLLM bounds the requests that wait"),
+    Own("clients/python/kvasir/store_for_vllm/reading.py: blocks", "the same, eight blocks"),
 )
 
 

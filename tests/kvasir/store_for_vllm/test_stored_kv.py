@@ -1,14 +1,23 @@
 """Blocks of another engine's KV in a store: found by their tokens, read to the byte, shared, and forgotten in order."""
 
+import os
 import random
+import signal
+import time
 from collections import OrderedDict
 from collections.abc import Iterator
+from concurrent import futures
+from typing import Any
 
+import grpc
 import pytest
+from kvasir.cachestore.v1 import cachestore_pb2 as pb
+from kvasir.cachestore.v1 import cachestore_pb2_grpc
 from kvasir.clients import StoreClient
 from kvasir.errors import DataLoss, FailedPrecondition, InvalidArgument
 from kvasir.formats.digest import Digest
 from kvasir.store_for_vllm import stored_kv
+from kvasir.store_for_vllm.reading import Load, Read, Reading
 from kvasir.store_for_vllm.stored_kv import StoredKv
 
 from tests.cachestore.service.running import RunningStore, store_home
@@ -142,3 +151,55 @@ def test_layers_that_no_block_can_hold_are_refused_by_name(client: StoreClient, 
     with pytest.raises(InvalidArgument) as refused:
         StoredKv(client, "i", sizes, 1)
     assert refused.value.field == "token_bytes"
+
+
+class _Lying(cachestore_pb2_grpc.CacheStoreServiceServicer):
+    """A store that has more blocks than tokens, or one of a terabyte."""
+
+    def __init__(self, sizes: list[int]) -> None:
+        self._sizes = sizes
+
+    def GetCapabilities(self, _request: Any, _context: Any) -> pb.GetCapabilitiesResponse:  # noqa: N802
+        return pb.GetCapabilitiesResponse(namespace="default")
+
+    def FindPrefix(self, _request: Any, _context: Any) -> pb.FindPrefixResponse:  # noqa: N802
+        return pb.FindPrefixResponse(blocks=[Digest("0" * 64, size).to_proto() for size in self._sizes])
+
+
+@pytest.mark.parametrize(("sizes", "taken"), [([9, 9, 9, 9, 9], 2), ([9, 1 << 40], 1), ([1 << 40, 9], 0)])
+def test_a_store_that_lies_has_no_more_blocks_than_tokens_and_none_of_a_terabyte(sizes: list[int], taken: int) -> None:
+    """vLLM ends where more tokens are said to be computed than there are."""
+    server = grpc.server(futures.ThreadPoolExecutor(1))
+    cachestore_pb2_grpc.add_CacheStoreServiceServicer_to_server(_Lying(sizes), server)  # type: ignore[no-untyped-call]
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    try:
+        with StoreClient.connect(f"127.0.0.1:{port}") as client:
+            assert len(_kv(client, "l").find(_tokens(9, 2))) == taken
+    finally:
+        server.stop(0)
+
+
+def test_a_store_that_stalls_is_waited_for_once_and_not_once_a_request(
+    store: RunningStore, client: StoreClient
+) -> None:
+    tokens, blocks = _tokens(10, 1), _blocks(10, 0)
+    kv = _kv(client, "s")
+    kv.save(tokens, blocks)
+    [digest] = kv.find(tokens)
+    load = Load(tokens, {0: (digest.hash, digest.size_bytes)}, {0: [3]})
+    now, reading = [0.0], Reading(kv, 1.0, lambda: now[0])
+    os.kill(store.process.pid, signal.SIGSTOP)
+    try:
+        began = time.monotonic()
+        for name in "abcdefgh":
+            reading.ask(name, load)
+        assert [reading.blocks.get(timeout=20) for _ in range(8)] == [Read(name) for name in "abcdefgh"]
+        assert time.monotonic() - began < 6
+    finally:
+        os.kill(store.process.pid, signal.SIGCONT)
+    now[0] += 100
+    reading.ask("later", load)
+    came = reading.blocks.get(timeout=20)
+    assert (came.name, came.places, [bytes(layer) for layer in came.layers]) == ("later", [3], blocks[0])
+    assert reading.blocks.get(timeout=20) == Read("later")

@@ -14,7 +14,7 @@ import functools
 import json
 import logging
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,8 +31,9 @@ from kvasir.credentials import read_token
 from kvasir.formats.block_hash import BLOCK_TOKENS
 from kvasir.formats.digest import Digest
 from kvasir.store_for_mlx_lm.weights import weights_of
+from kvasir.store_for_vllm.reading import Load, warning
 from kvasir.store_for_vllm.stored_kv import StoredKv
-from kvasir.store_for_vllm.worker import Load, Save, Worker, warning
+from kvasir.store_for_vllm.worker import Save, Worker
 from kvasir.waits import PATIENCE_S, SOON_S
 
 if TYPE_CHECKING:
@@ -111,12 +112,12 @@ class KvasirConnector(_InScheduler):
             store,
             _model(vllm_config, spec, layers),
             [spec.unpadded_page_size_bytes // spec.block_size] * len(layers),
-            keep=int(settings.get("keep", 64)),
+            keep=_whole(settings, "keep", 64),
         )
         if role == KVConnectorRole.SCHEDULER:
             self._planner = _Planner(stored, BLOCK_TOKENS // spec.block_size)
         else:
-            waiting_mib = int(settings.get("waiting_mib", _WAITING_MIB))
+            waiting_mib = _whole(settings, "waiting_mib", _WAITING_MIB)
             self._worker = Worker(stored, layers, kv_cache_config.num_blocks, waiting_mib)
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
@@ -280,6 +281,12 @@ def _spec(config: "VllmConfig", cache: "KVCacheConfig") -> FullAttentionSpec:
             f"KvasirConnector: --block-size: expected a divisor of {BLOCK_TOKENS}, got {specs[0].block_size}"
         )
     return specs[0]
+
+
+def _whole(settings: Mapping[str, Any], name: str, default: int) -> int:
+    if (value := int(settings.get(name, default))) < 1:
+        raise ValueError(f"KvasirConnector: {name}: expected at least 1, got {value}")
+    return value
 
 
 def _model(config: "VllmConfig", spec: FullAttentionSpec, layers: Sequence[str]) -> str:

@@ -9,6 +9,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import takewhile
 
 from blake3 import blake3
 
@@ -53,20 +54,24 @@ class StoredKv:
         self._hash = kv_identity_hash(self._identity)
         self._prefix = f"vllm/{self._hash[:16]}/"
         self._specs = block_file.expected_tensors(self._identity, BLOCK_TOKENS)
+        # Of a block with its header: the room for one is made before its bytes come.
+        self._most_bytes = sum(token_bytes) * BLOCK_TOKENS + block_file.MAX_HEADER_BYTES
         self._namespace: str | None = None
         # Of blocks that the store has had, by chain hash, those used last; it finds any other.
         self._digests: OrderedDict[str, Digest] = OrderedDict()
         self._kept: dict[str, _Kept] | None = None  # by name
 
     def find(self, tokens: Sequence[int], timeout_s: float | None = None) -> Sequence[Digest]:
-        """The blocks that the store has of these tokens, the first ones. Raises a KvasirError."""
+        """The blocks that the store has of these tokens, the first ones, none that is too large to be one. Raises a
+        KvasirError."""
         if self._namespace is None:
             self._namespace = self._store.get_capabilities(timeout_s=timeout_s).namespace
         chain = block_hash_chain(self._namespace, self._hash, tokens)
         if not chain:
             return []
         found = self._store.find_prefix(self._hash, chain, timeout_s=timeout_s)
-        return [Digest.from_proto(each) for each in found.blocks]
+        blocks = [Digest.from_proto(each) for each in found.blocks[: len(chain)]]
+        return list(takewhile(lambda each: each.size_bytes <= self._most_bytes, blocks))
 
     def read(
         self, tokens: Sequence[int], blocks: Mapping[int, Digest], timeout_s: float | None = None

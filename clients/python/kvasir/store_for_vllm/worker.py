@@ -2,28 +2,17 @@
 
 import logging
 import threading
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from queue import Empty, Queue
 
 import torch
 
-from kvasir.formats.digest import Digest
+from kvasir.store_for_vllm.reading import Load, Read, Reading, warning
 from kvasir.store_for_vllm.stored_kv import StoredKv
 from kvasir.waits import SILENCE_S
 
 _LOG = logging.getLogger("kvasir.store_for_vllm")
-_BLOCKS_READ = 8  # that wait to be copied into vLLM's
-
-
-@dataclass(frozen=True, slots=True)
-class Load:
-    """Blocks of the store by number, and vLLM's block for each of their parts; None: vLLM has that part."""
-
-    tokens: list[int]
-    digests: dict[int, tuple[str, int]]
-    places: dict[int, list[int | None]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,15 +33,13 @@ class Worker:
         self._layers: list[torch.Tensor] = []
         self._left: dict[str, set[int]] = {}  # of requests whose blocks are read: vLLM's that have not come
         self._failed: set[int] = set()
-        self._asked: Queue[tuple[str, Load]] = Queue()
-        self._read: Queue[_Read] = Queue(_BLOCKS_READ)
+        self._reading = Reading(stored)
         self._waiting: Queue[_Made | None] = Queue()
         self._most_bytes = waiting_mib << 20
         self._waiting_bytes = 0
         self._lock = threading.Lock()  # of `_waiting_bytes`
         self._sender = threading.Thread(target=self._send_all, daemon=True)
         self._sender.start()
-        threading.Thread(target=self._read_all, daemon=True).start()
 
     def register(self, caches: dict[str, torch.Tensor]) -> None:
         """Each layer as `[vLLM's blocks, …]` of bytes, the first axis vLLM's."""
@@ -61,18 +48,9 @@ class Worker:
     def load(self, loads: Mapping[str, Load]) -> None:
         for name, load in loads.items():
             self._left[name] = {place for places in load.places.values() for place in places if place is not None}
-            self._asked.put((name, load))
+            self._reading.ask(name, load)
 
-    def _read_all(self) -> None:
-        while True:
-            name, load = self._asked.get()
-            with warning("stored blocks are computed again"):
-                digests = {number: Digest(*each) for number, each in load.digests.items()}
-                for number, layers in self._stored.read(load.tokens, digests, SILENCE_S):
-                    self._read.put(_Read(name, load.places[number], layers))
-            self._read.put(_Read(name))
-
-    def _copy(self, block: "_Read") -> None:
+    def _copy(self, block: Read) -> None:
         for layer, data in zip(self._layers, block.layers, strict=True):
             _write(layer, block.places, data)
         self._left[block.name] -= {place for place in block.places if place is not None}
@@ -99,9 +77,9 @@ class Worker:
     def take_loaded(self) -> set[str]:
         """Copy the blocks that have come. Returns requests of which no more will."""
         loaded = set[str]()
-        for _ in range(_BLOCKS_READ):
+        for _ in range(self._reading.blocks.maxsize):
             try:
-                block = self._read.get_nowait()
+                block = self._reading.blocks.get_nowait()
             except Empty:
                 break
             if block.layers:
@@ -129,15 +107,6 @@ class Worker:
 
 
 @dataclass(frozen=True, slots=True)
-class _Read:
-    """A block that came for a request, and vLLM's blocks for its parts. Without layers: no more will come."""
-
-    name: str
-    places: Sequence[int | None] = ()
-    layers: Sequence[memoryview] = ()
-
-
-@dataclass(frozen=True, slots=True)
 class _Made:
     """Tokens of whole blocks, and the layers of the new ones by number."""
 
@@ -155,12 +124,3 @@ def _write(layer: torch.Tensor, places: Sequence[int | None], data: memoryview) 
 
 def _bytes(tensor: torch.Tensor) -> bytes:
     return bytes(tensor.contiguous().cpu().view(torch.uint8).numpy())
-
-
-@contextmanager
-def warning(failure: str) -> Iterator[None]:
-    """Log a failure of any kind, and go on."""
-    try:
-        yield
-    except Exception as error:  # noqa: BLE001  of a store or disk: vLLM computes instead
-        _LOG.warning("%s: %s: %s", failure, type(error).__name__, error)
