@@ -30,7 +30,7 @@ class Plan:
     engines: int = 3
     door: str = "nginx"
     memory_gib: str = "1"
-    engine_settings: str = ""  # the text of a settings file, for every engine
+    engine_settings: Sequence[str] = ()  # texts of settings files, the next engine has the next
     store_options: Sequence[str] = ()
     stores: int = 1  # each engine has one of them
     has_standby: bool = False  # of PostgreSQL, which has all that is acknowledged
@@ -136,7 +136,9 @@ class Fleet:
     def set_up_engines(self) -> None:
         """Let each call a store, the next one the next."""
         for number, engine in enumerate(self.engines):
-            self._set_up_engine(engine, self.stores[number % len(self.stores)])
+            texts = self.plan.engine_settings
+            text = texts[number % len(texts)] if texts else ""
+            self._set_up_engine(engine, self.stores[number % len(self.stores)], text)
 
     def stop(self) -> None:
         """Callers' doors first, then the engines, which store what they owe, and last what the stores stand on."""
@@ -165,13 +167,13 @@ class Fleet:
         store.part.env = {"PGPASSFILE": str(self.postgres.passfile)}
         store.runs(*words, *self.plan.store_options)
 
-    def _set_up_engine(self, engine: Member, store: Member) -> None:
+    def _set_up_engine(self, engine: Member, store: Member, text: str) -> None:
         port = self.plan.through(engine.name, store.name, store.port)
         words = ["up", "--no-http", "--listen", engine.address, "--store", f"127.0.0.1:{port}"]
         words += ["--memory-gib", self.plan.memory_gib]
-        if self.plan.engine_settings:
+        if text:
             settings = engine.home.root / "fleet.toml"
-            settings.write_text(self.plan.engine_settings)
+            settings.write_text(text)
             words += ["--config", str(settings)]
         engine.runs(*words)
 
