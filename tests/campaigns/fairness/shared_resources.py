@@ -97,7 +97,7 @@ SHARED = (
         "both",
         "clients/python/kvasir/server/interceptors.py: answering",
         ("kvasir.server.interceptors:MAX_ANSWERING", 16),
-        THREE_OF_FREE + ", and 2 while another was here in the last 10 s",
+        THREE_OF_FREE + ", and 2, each for 5 ms at least, while another was here in the last 10 s",
         IN_TURN,
         WAITS,
     ),

@@ -7,7 +7,7 @@ from contextlib import suppress
 
 import pytest
 from kvasir.credentials import Principal
-from kvasir.errors import DeadlineExceeded, InvalidArgument
+from kvasir.errors import DeadlineExceeded, InvalidArgument, NotFound
 from kvasir.server import arriving, interceptors
 from kvasir.server.arriving import (
     MAX_HELD,
@@ -118,6 +118,7 @@ def test_of_a_namespace_two_calls_are_answered_at_once_while_another_was_here_an
     monkeypatch: pytest.MonkeyPatch, lasting_s: float
 ) -> None:
     monkeypatch.setattr(interceptors, "LOOK_S", lasting_s)
+    monkeypatch.setattr(interceptors, "QUICK_A_SECOND", 1e9)
 
     async def scene() -> None:
         edge = Authentication(None, {}, 2 << 20)
@@ -142,6 +143,36 @@ def test_of_a_namespace_two_calls_are_answered_at_once_while_another_was_here_an
             answered.append(namespace)
             if go_on is not None:
                 await go_on.wait()
+
+    asyncio.run(scene())
+
+
+def test_a_quick_call_keeps_its_place_for_a_moment_while_another_namespace_was_here(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """However it ends. So a namespace has few calls a second beside others, and alone as many as it can."""
+    monkeypatch.setattr(interceptors, "QUICK_A_SECOND", 40)
+
+    async def scene() -> None:
+        edge = Authentication(None, {}, 2 << 20)
+        for _ in range(40):
+            await called(edge, "a", is_refused=True)
+            assert edge.answering.held("a") == 0, "nobody else is here"
+        await called(edge, "b")
+        began_s = time.monotonic()
+        await called(edge, "a", is_refused=True)
+        await asyncio.gather(*(called(edge, "a") for _ in range(8)))
+        assert time.monotonic() - began_s > 0.19, "nine calls in two places"
+        async with asyncio.timeout(20):
+            while edge.answering.held_units:  # noqa: ASYNC110  by timers
+                await asyncio.sleep(0.005)
+
+    async def called(edge: Authentication, namespace: str, *, is_refused: bool = False) -> None:
+        interceptors._principal.set(Principal(namespace, namespace, frozenset()))
+        with suppress(NotFound):
+            async with edge._begun(these("here")):
+                if is_refused:
+                    raise NotFound("no such blob")
 
     asyncio.run(scene())
 

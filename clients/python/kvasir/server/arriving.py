@@ -94,9 +94,15 @@ async def the_only(requests: AsyncIterator[Any]) -> Any:
 
 @asynccontextmanager
 async def begun(
-    requests: AsyncIterator[Any], first_within_s: float, arriving: Place, answering: Place, at_most_s: float
+    requests: AsyncIterator[Any],
+    first_within_s: float,
+    arriving: Place,
+    answering: Place,
+    at_most_s: float,
+    at_least_s: Callable[[], float] = lambda: 0.0,
 ) -> AsyncIterator[Any]:
-    """The one request of a call, which holds a place of `answering` until the block ends, `at_most_s` seconds at most.
+    """The one request of a call, which holds a place of `answering` until the block ends, `at_most_s` seconds at most,
+    and `at_least_s`, which is called at its end; its answer does not wait for that.
 
     While it waits for that place, it keeps its place of `arriving`. Raises as `the_only` does, and DeadlineExceeded."""
     async with AsyncExitStack() as way:
@@ -104,12 +110,16 @@ async def begun(
             await way.enter_async_context(arriving)
             request = await the_only(requests)
         await answering.enter()
-    leaving = asyncio.get_running_loop().call_later(at_most_s, answering.leave)
+    loop = asyncio.get_running_loop()
+    began_s, leaving = loop.time(), loop.call_later(at_most_s, answering.leave)
     try:
         yield request
     finally:
         leaving.cancel()
-        answering.leave()
+        if (left_s := began_s + at_least_s() - loop.time()) > 0:
+            loop.call_later(left_s, answering.leave)
+        else:
+            answering.leave()
 
 
 class Turnstile:

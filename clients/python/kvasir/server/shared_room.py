@@ -168,6 +168,11 @@ class ModestRoom(SharedRoom):
         self._note(namespace)
         super().give_back(namespace, units)
 
+    def is_alone(self, namespace: str) -> bool:
+        """Whether no caller of another namespace was here in the last seconds."""
+        newest = next((seen for name, seen in reversed(self._seen.items()) if name != namespace), None)
+        return newest is None or self._is_old(newest)
+
     def excuse(self, namespace: str, units: int) -> None:
         """Of units that are held: their holder waits for something else than others' work."""
         self._excused[namespace] += units
@@ -191,10 +196,8 @@ class ModestRoom(SharedRoom):
         return seen <= self._clock() - PATIENCE_S
 
     def _has_room(self, namespace: str, units: int) -> bool:
-        newest = next((seen for name, seen in reversed(self._seen.items()) if name != namespace), None)
-        is_alone = newest is None or self._is_old(newest)
         counted = self.held(namespace) - self._excused[namespace]
-        is_modest = is_alone or not counted or counted + units <= self._beside
+        is_modest = self.is_alone(namespace) or not counted or counted + units <= self._beside
         return is_modest and super()._has_room(namespace, units)
 
 
