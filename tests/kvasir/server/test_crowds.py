@@ -218,22 +218,29 @@ def test_beside_two_hundred_new_silent_connections_a_second_every_health_check_i
     run(test())
 
 
-@pytest.mark.long(2)
-@pytest.mark.parametrize("name", ["", "crowd0"])
-def test_a_flood_is_refused_at_a_measured_pace(tmp_path: Path, name: str) -> None:
-    """Of strangers, and of a namespace that wants more than there is: 32 at once, and one each 20 ms."""
+@pytest.mark.long(3)
+@pytest.mark.parametrize(
+    ("name", "method", "reason"),
+    [
+        ("", "GetCapabilities", "NO_CREDENTIAL"),
+        ("", "NoSuchMethod", "UNIMPLEMENTED"),
+        ("crowd0", "GetCapabilities", "TOO_MANY_CALLS"),
+        ("crowd0", "AcquireLease", "ROLE_REQUIRED"),
+    ],
+)
+def test_a_flood_is_refused_at_a_measured_pace(tmp_path: Path, name: str, method: str, reason: str) -> None:
+    """Of strangers, and of a namespace that wants what it may not have: 32 at once, and one each 20 ms."""
 
     async def test() -> None:
         async with served(tmp_path, Refusing()) as server:
-            stub: Any = cachestore_pb2_grpc.CacheStoreServiceStub(await server.channel())  # type: ignore[no-untyped-call]
+            call: Any = (await server.channel()).unary_unary(f"/{NAME}/{method}")
             metadata = server.known(name) if name else None
             refused, until = 0, time.monotonic() + 0.5
 
             async def ask() -> None:
                 nonlocal refused
                 while time.monotonic() < until:
-                    call = stub.GetCapabilities(pb.GetCapabilitiesRequest(), metadata=metadata)
-                    assert await reason_of(call) == ("TOO_MANY_CALLS" if name else "NO_CREDENTIAL")
+                    assert await reason_of(call(b"", metadata=metadata)) == reason
                     refused += time.monotonic() < until
 
             await asyncio.gather(*(ask() for _ in range(64)))

@@ -19,7 +19,7 @@ from kvasir.call_context import NAMESPACE_KEY, REQUEST_ID_KEY, TRACE_KEY, call_b
 from kvasir.credentials import DEFAULT_NAMESPACE, OWNER, Credentials, Principal
 from kvasir.server.arriving import Arriving, Doorstep, Turnstiles, begun
 from kvasir.server.fair_shares import QUARTER, Shares
-from kvasir.server.guarded_calls import Interceptor, guarded
+from kvasir.server.guarded_calls import Continuation, Interceptor, guarded
 from kvasir.server.operating.audit import Audit, current_deed
 from kvasir.server.operating.durations import RpcCounts
 from kvasir.server.operating.log_errors import StrangersLines, places
@@ -94,6 +94,16 @@ class Errors(Interceptor):
         self._audit = audit
         self._clock = clock
         self._strangers = StrangersLines(clock)
+        unknown: Any = grpc.stream_unary_rpc_method_handler(_refuse_unknown)
+        self._unknown = guarded(unknown, self._paced, nullcontext)
+
+    async def intercept_service(self, continuation: Continuation, handler_call_details: Any) -> Any:
+        return await super().intercept_service(continuation, handler_call_details) or self._unknown
+
+    @asynccontextmanager
+    async def _paced(self, context: Any) -> AsyncIterator[None]:
+        await self._turnstiles.passed("", left_s=context.time_remaining())
+        yield
 
     def _wrap(self, method: str, handler: Any) -> Any:
         rpc = method.rpartition(".")[2]
@@ -121,7 +131,7 @@ class Errors(Interceptor):
                     left_out = left_out or 0  # a flood of strangers hides nobody who is known
                 elif isinstance(error, errors.Unauthenticated):
                     await self._turnstiles.passed("", left_s=context.time_remaining())
-                if deed.caller is not None and isinstance(error, errors.ResourceExhausted):
+                if deed.caller is not None and isinstance(error, errors.ResourceExhausted | errors.PermissionDenied):
                     traceback.clear_frames(error.__traceback__)  # they have the request, which is in no budget now
                     await self._turnstiles.passed(deed.caller.namespace, call_bytes(), context.time_remaining())
                 await abort(context, error)
@@ -152,6 +162,11 @@ class Errors(Interceptor):
             level, what, unheard = logging.WARNING, "credential.refused", f" left_out={left_out}" if left_out else ""
         _LOG.log(level, "%s rpc=%s request_id=%s reason=%s%s", what, rpc, call_name(), error.reason, unheard)
         return left_out
+
+
+async def _refuse_unknown(_: object, context: Any) -> None:
+    """As gRPC itself, which would refuse as many as come."""
+    await context.abort(grpc.StatusCode.UNIMPLEMENTED, "Method not found!")
 
 
 class Authentication(Interceptor):
