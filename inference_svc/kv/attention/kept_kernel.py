@@ -1,5 +1,11 @@
-"""Kernels of finished code, by NVRTC and kept on disk: MLX 0.32 compiles its own in each process, 1 to 2 s each."""
+"""Kernels of finished code, by NVRTC and kept on disk: MLX 0.32 compiles its own in each process, 1 to 2 s each.
 
+MLX 0.32.4 finds a program that it has loaded by its name and a hash of its code, which it makes anew for each launch: 6
+of 10 µs, a quarter of a step with 4-bit weights (an H200's host). So a program is loaded once, and then launched by
+eight bytes of the same hash. A first kernel shows whether MLX takes these.
+"""
+
+import ctypes
 import re
 from collections.abc import Callable, Sequence
 from functools import cache, lru_cache
@@ -25,6 +31,10 @@ _TYPES = {
 _SHAPE = re.compile(r"\b(\w+)_shape\[(\d)\]")
 # Shows in one number that code, arguments and launch arrive as they should.
 _TRIAL = KernelSource("kv_trial", ("given",), ("found",), "", "found[0] = given[0] + given_shape[0];")
+_TRIAL_TYPES = (mx.int32,)
+_LOADING = (1, 1, 2)  # a block that is launched so that MLX loads its program: its threads leave at once
+_LEAVE = f"if (blockDim.z == {_LOADING[2]}) return;"
+_SEED, _FACTOR = 0xC70F6907, 0xC6A4A7935BD1E995  # of `std::hash` in libstdc++, which is MurmurHash64A
 _refused: set[str] = set()
 Template = Sequence[tuple[str, int | bool | mx.Dtype]]
 
@@ -73,6 +83,8 @@ class KeptKernel:
                 raise program
             return self._otherwise(template=template, **launch)
         name, code = program
+        if self._source is not _TRIAL:
+            code = _short_code(name, code, (len(inputs), len(output_shapes), len(self._sizes)), self._shared_bytes)
         made: Any = mx.fast.precompiled_cuda_kernel(
             name=name,
             compiled_source=code,
@@ -90,15 +102,77 @@ def device_target() -> str | None:
     facts = mx.device_info()
     target = f"sm_{facts.get('compute_capability_major')}{facts.get('compute_capability_minor')}"
     kernel = KeptKernel(_TRIAL, 0, target)
+    return target if is_launched(target, lambda: _tried(lambda **how: kernel(template=[], **how))) else None
 
-    def trial() -> list[mx.array]:
-        how: dict[str, Any] = {"template": [], "grid": (1, 1, 1), "threadgroup": (1, 1, 1)}
-        made = kernel(inputs=[mx.array([5, 0, 0], mx.int32)], output_shapes=[(1,)], output_dtypes=[mx.int32], **how)
-        if made[0].item() != 5 + 3:
-            raise RuntimeError("a kernel of finished code was not given what it should be")
-        return made
 
-    return target if is_launched(target, trial) else None
+def _tried(kernel: Callable[..., list[mx.array]]) -> list[mx.array]:
+    how: dict[str, Any] = {"grid": (1, 1, 1), "threadgroup": (1, 1, 1), "output_shapes": [(1,)]}
+    made = kernel(inputs=[mx.array([5, 0, 0], mx.int32)], output_dtypes=list(_TRIAL_TYPES), **how)
+    if made[0].item() != 5 + 3:
+        raise RuntimeError("a kernel of finished code was not given what it should be")
+    return made
+
+
+@cache
+def _finds_by_hash() -> bool:
+    """Whether MLX launches the first kernel, which it has loaded, by a string of its code's hash."""
+    target = device_target()
+    program = None if target is None else _program(_TRIAL, target, (), _TRIAL_TYPES, _TRIAL_TYPES, None)
+    if not isinstance(program, tuple) or (short := same_hash(program[1])) is None:
+        return False
+    facts: dict[str, Any] = {"name": program[0], "compiled_source": short, "scalars": [3], "shared_memory": 0}
+    try:
+        _tried(lambda **how: list(mx.fast.precompiled_cuda_kernel(**facts, ensure_row_contiguous=True, **how)))
+    except RuntimeError as error:
+        _LOG.info("kernel.code_is_hashed", why=str(error))
+        return False
+    return True
+
+
+@lru_cache(maxsize=1024)
+def _short_code(name: str, code: bytes, counts: tuple[int, int, int], shared_bytes: int) -> bytes:
+    """Loads a program; returns the string that it is launched by: its code, where MLX finds no program otherwise.
+    `counts`: of inputs, outputs and sizes. MLX allows a program as much shared memory as its first launch takes.
+    """
+    if not _finds_by_hash() or (short := same_hash(code)) is None:
+        return code
+    inputs, outputs, sizes = counts
+    nothing: dict[str, Any] = {"output_shapes": [(1,)] * outputs, "output_dtypes": [mx.int32] * outputs}
+    block: dict[str, Any] = {"grid": _LOADING, "threadgroup": _LOADING, "shared_memory": shared_bytes}
+    facts: dict[str, Any] = {"name": name, "compiled_source": code, "scalars": [0] * sizes}
+    try:
+        given = [mx.zeros(1, mx.int32)] * inputs
+        made = mx.fast.precompiled_cuda_kernel(**facts, inputs=given, **nothing, **block, ensure_row_contiguous=True)
+        mx.async_eval(made)  # type: ignore[no-untyped-call]  # loads before it returns, and waits for no step
+    except RuntimeError:  # its own launch raises it
+        return code
+    return short
+
+
+def same_hash(code: bytes) -> bytes | None:
+    """Eight bytes whose `std::hash` is that of the code; None where the C++ library's hash is another."""
+    hashed = _std_hash()
+    if hashed is None:
+        return None
+    mask, inverse = (1 << 64) - 1, pow(_FACTOR, -1, 1 << 64)
+    wanted = hashed(code, len(code), _SEED)
+    mixed = wanted ^ wanted >> 47
+    mixed = mixed * inverse & mask
+    folded = (mixed ^ mixed >> 47) * inverse & mask ^ (_SEED ^ 8 * _FACTOR & mask)
+    folded = folded * inverse & mask
+    short = ((folded ^ folded >> 47) * inverse & mask).to_bytes(8, "little")
+    return short if hashed(short, 8, _SEED) == wanted else None
+
+
+@cache
+def _std_hash() -> Any:
+    """libstdc++'s hash of bytes; None where MLX has another C++ library."""
+    try:
+        hashed = ctypes.CDLL("libstdc++.so.6")._ZSt11_Hash_bytesPKvmm
+    except (OSError, AttributeError):
+        return None
+    hashed.argtypes, hashed.restype = (ctypes.c_char_p, ctypes.c_size_t, ctypes.c_size_t), ctypes.c_size_t
+    return hashed
 
 
 def is_launched(target: str, launch: Callable[[], list[mx.array]]) -> bool:
@@ -152,7 +226,7 @@ def program_text(
     parameters += [f"const int {name}_shape_{axis}" for name, axis in _sizes(source)]
     constants = "\n".join(_constant(name, given) for name, given in template)
     body = _SHAPE.sub(r"\1_shape_\2", source.source)
-    inner = f"{', '.join(parameters)}) {{\n{constants}\n{body}\n}}\n"
+    inner = f"{', '.join(parameters)}) {{\n{_LEAVE}\n{constants}\n{body}\n}}\n"
     name = f"{source.name}_{blake2b(inner.encode(), digest_size=6).hexdigest()}"
     bounds = "" if most_threads is None else f"__launch_bounds__({most_threads}, 1) "
     return name, text("cuda_types.h") + source.header + f'extern "C" __global__ void {bounds}{name}(' + inner

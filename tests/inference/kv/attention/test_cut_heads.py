@@ -13,6 +13,7 @@ from mlx_lm.models import gemma3_text, llama, qwen3
 from inference_svc.kv.attention.fused import COMPILERS
 from inference_svc.kv.attention.kernels import Dialect
 from inference_svc.kv.batch.decode_batch import DecodeBatch
+from inference_svc.kv.batch.decode_step import PassRows
 from inference_svc.kv.layout import shown_layout
 from inference_svc.kv.model_hooks import attention_hook, few_rows, joined_steps
 from inference_svc.kv.model_hooks.joined_steps import join_steps
@@ -90,6 +91,26 @@ def test_heads_that_the_kernels_cut_have_the_bits_of_changed_shapes(
     assert all(map(mx.array_equal, found, right))
     assert len({row.tobytes() for row in map(memoryview, found)}) == len(found), "steps that see each other's rows"
     assert all(map(mx.array_equal, pages, right_pages))
+
+
+@pytest.mark.long(9)
+@BITS
+def test_a_window_of_masks_has_the_same_bits_with_heads_that_its_products_cut(
+    bits: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def logits(attentions: tuple[str, ...]) -> list[mx.array]:
+        model = normed(small(qwen3, bits, **{**QWEN3, "head_dim": 64}))
+        with monkeypatch.context() as patch:
+            patch.setattr(joined_steps, "_ATTENTIONS", attentions)
+            join_steps(model)
+        batch = batch_over_pages(model, 2, monkeypatch)
+        made = [batch.pass_of(range(2, 10), [PassRows(2, (2, 3)), PassRows(1, (1, 3, 2))])]
+        made.append(batch.pass_of(range(10, 16), [PassRows(0, (2, 3, 4)), PassRows(3, ())]))
+        mx.eval(made)
+        return [*made, *batch._pool.arrays]
+
+    found, right = logits(joined_steps._ATTENTIONS), logits(())
+    assert all(map(mx.array_equal, found, right))
 
 
 class _Node:

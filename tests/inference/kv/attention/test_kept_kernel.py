@@ -1,5 +1,6 @@
 """Every CUDA kernel as finished code: NVRTC compiles its program without MLX's headers, or MLX compiles the kernel."""
 
+import random
 import re
 from collections.abc import Callable, Iterator
 from itertools import product
@@ -36,11 +37,17 @@ TARGETS = "sm_80", "sm_90"
 
 
 class Device:
-    """MLX's calls of a Hopper GPU's launches, which are noted and compute nothing but the first kernel's number."""
+    """MLX's calls of a Hopper GPU's launches, which are noted and compute nothing but the first kernel's number. As
+    MLX 0.32.4 it loads a program once, and finds it by its name and a hash of the given code.
+    """
 
     def __init__(self) -> None:
         self.texts: list[str] = []
         self.launched: list[dict[str, Any]] = []
+        self.loaded_alone: list[dict[str, Any]] = []
+        self.code: dict[tuple[str, int], bytes] = {}
+        self.has_hash = True
+        self.refuses_to_load: Callable[[str], bool] = lambda _: False
         self.by_mlx: list[str] = []
         self.refuses: Callable[[str], bool] = lambda _: False
         self.first = 8
@@ -52,7 +59,18 @@ class Device:
         return " ".join(options).encode()
 
     def launch(self, *, output_shapes: Any, output_dtypes: Any, **how: Any) -> list[mx.array]:
-        self.launched.append(how)
+        name, given = how["name"], how["compiled_source"]
+        key = name, std_hash(given) if self.has_hash else hash(given)
+        if given.startswith(b"--gpu"):
+            if self.refuses_to_load(name):
+                raise RuntimeError(f"Failed to load compiled {name} kernel")
+            self.code[key] = given
+        if key not in self.code:
+            raise RuntimeError(f"Failed to load compiled {name} kernel: no image")
+        if how["threadgroup"] == (1, 1, 2):
+            self.loaded_alone.append({**how, "outputs": len(output_shapes)})
+        elif given == self.code[key] or "trial" not in name:
+            self.launched.append({**how, "code": self.code[key]})
         return [mx.full(shape, self.first, dtype) for shape, dtype in zip(output_shapes, output_dtypes, strict=True)]
 
     def mlx_kernel(self, *, name: str, **_: Any) -> Any:
@@ -74,13 +92,20 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
     monkeypatch.setattr(kept_kernel, "compiled_program", played.compiled)
     monkeypatch.setattr(kept_kernel, "_refused", set())
     monkeypatch.setitem(fused.COMPILERS, Dialect.CUDA, cuda_compiler)
-    asked = fused._is_launched, fused._is_program_launched, kept_kernel.device_target
-    caches = *asked, fused.compiled, fused.plan_of, kept_kernel._program
+    asked = fused._is_launched, fused._is_program_launched, kept_kernel.device_target, kept_kernel._finds_by_hash
+    caches = *asked, fused.compiled, fused.plan_of, kept_kernel._program, kept_kernel._short_code
     for each in caches:
         each.cache_clear()
     yield played
     for each in caches:
         each.cache_clear()
+
+
+def std_hash(code: bytes) -> int:
+    hashed = kept_kernel._std_hash()
+    assert hashed is not None, "libstdc++ is what MLX's CUDA wheels are built with"
+    found: int = hashed(code, len(code), 0xC70F6907)
+    return found
 
 
 def kind_of(launch: dict[str, Any]) -> str:
@@ -99,11 +124,57 @@ def test_finished_code_is_for_this_device_and_gets_the_sizes_that_it_reads(devic
     assert [kind_of(each) for each in device.launched] == ["trial", "store", "gather", "store", "gather"]
     assert [each["name"] for each in again] == [store["name"], gather["name"]]
     assert len(device.texts) == 3, "each was compiled once"
-    assert {each["compiled_source"] for each in device.launched} == {b"--gpu-architecture=sm_90 --std=c++17"}
+    assert {each["code"] for each in device.launched} == {b"--gpu-architecture=sm_90 --std=c++17"}
     assert (first["scalars"], store["scalars"], gather["scalars"]) == ([3], [3], [8])
     assert (store["shared_memory"], store["ensure_row_contiguous"]) == (16, True)
     assert "void kv_store" in device.texts[1], "no bounds: registers as by MLX"
     assert device.by_mlx == []
+
+
+@pytest.mark.parametrize("size", [0, 1, 7, 8, 9, 30_001])
+def test_eight_bytes_have_the_hash_of_any_code(size: int) -> None:
+    code = random.Random(size).randbytes(size)
+    short = kept_kernel.same_hash(code)
+    assert short is not None
+    assert (len(short), std_hash(short)) == (8, std_hash(code))
+
+
+def test_a_program_is_loaded_by_a_launch_of_its_own_and_then_found_by_eight_bytes(device: Device) -> None:
+    for _ in range(2):
+        store_and_gather()
+        few_rows(mx.zeros((1, 8, 64), mx.float16), [(mx.zeros((16, 64), mx.float16),)] * 3)
+    assert [kind_of(each) for each in device.loaded_alone] == ["store", "gather", "few_rows"]
+    first, *launched = device.launched
+    assert first["compiled_source"] == first["code"]
+    assert {len(each["compiled_source"]) for each in launched} == {8}
+    for load, launch, text in zip(device.loaded_alone, launched, device.texts[1:], strict=False):
+        assert (load["name"], load["shared_memory"]) == (launch["name"], launch["shared_memory"])
+        parameters, body = text[text.index(f"{load['name']}(") :].split(") {\n", 1)
+        given = len(load["inputs"]), load["outputs"], len(load["scalars"])
+        assert given == (parameters.count("const ") - len(launch["scalars"]), load["outputs"], len(launch["scalars"]))
+        assert sum(given) == parameters.count(",") + 1
+        assert body.startswith("if (blockDim.z == 2) return;\n"), "nothing is read or written"
+    assert all(each["threadgroup"][2] == 1 for each in launched)
+
+
+@pytest.mark.parametrize("case", ["MLX finds it otherwise", "another C++ library", "a program is not loaded"])
+def test_code_itself_is_launched(device: Device, case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if case == "MLX finds it otherwise":
+        device.has_hash = False
+    elif case == "another C++ library":
+        monkeypatch.setattr(kept_kernel, "same_hash", lambda _: None)
+    else:
+        device.refuses_to_load = lambda name: "store" in name
+    with structlog.testing.capture_logs() as logs:
+        if case == "a program is not loaded":
+            with pytest.raises(RuntimeError, match="kv_store"):
+                store_and_gather()
+            device.refuses_to_load = lambda _: False
+        store_and_gather()
+    sizes = [len(each["compiled_source"]) for each in device.launched if kind_of(each) != "trial"]
+    assert sizes[0] > 8
+    assert (sizes[-1] > 8) == (case != "a program is not loaded")
+    assert [line["event"] for line in logs] == ["kernel.code_is_hashed"] * (case == "MLX finds it otherwise")
 
 
 @pytest.mark.parametrize("count", [1, 3])
@@ -153,7 +224,7 @@ def test_only_a_kernel_that_has_a_multiprocessor_for_itself_is_bounded(device: D
     fused_attention(*scene.arguments(), **scene.options(), dialect=Dialect.CUDA, has_warpgroups=True)
     bounded = {name.split("(")[0] for text in device.texts for name in text.split(BOUNDS)[1:]}
     assert len(bounded) == 1
-    targets = {kind_of(each): each["compiled_source"].split()[0] for each in device.launched}
+    targets = {kind_of(each): each["code"].split()[0] for each in device.launched}
     assert targets == {
         "trial": b"--gpu-architecture=sm_90",
         "tiles": b"--gpu-architecture=sm_90a",
