@@ -4,6 +4,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
+from functools import partial
 
 import pytest
 from kvasir.credentials import Principal
@@ -17,6 +18,7 @@ from kvasir.server.arriving import (
     Doorstep,
     Turnstiles,
     begun,
+    for_a_while,
     the_only,
 )
 from kvasir.server.interceptors import Authentication
@@ -62,7 +64,8 @@ def test_a_call_keeps_the_room_of_its_message_until_it_is_answered_and_its_place
         way, answering, order = SharedRoom(4), SharedRoom(2), list[str]()
 
         async def call(name: str, lasts_s: float, at_most_s: float = 60) -> None:
-            async with begun(these(name), 60, Place((way, name)), Place((answering, name)), at_most_s) as request:
+            answered = for_a_while(Place((answering, name)), at_most_s)
+            async with begun(these(name), 60, Place((way, name)), answered) as request:
                 order.append(request)
                 await asyncio.sleep(lasts_s)
 
@@ -147,8 +150,9 @@ def test_of_a_namespace_two_calls_are_answered_at_once_while_another_was_here_an
     asyncio.run(scene())
 
 
+@pytest.mark.parametrize("is_stream", [False, True])
 def test_a_quick_call_keeps_its_place_for_a_moment_while_another_namespace_was_here(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, is_stream: bool
 ) -> None:
     """However it ends. So a namespace has few calls a second beside others, and alone as many as it can."""
     monkeypatch.setattr(interceptors, "QUICK_A_SECOND", 40)
@@ -169,8 +173,9 @@ def test_a_quick_call_keeps_its_place_for_a_moment_while_another_namespace_was_h
 
     async def called(edge: Authentication, namespace: str, *, is_refused: bool = False) -> None:
         interceptors._principal.set(Principal(namespace, namespace, frozenset()))
+        enter = partial(edge._all_in_time, bounds_each=False) if is_stream else edge._begun
         with suppress(NotFound):
-            async with edge._begun(these("here")):
+            async with enter(these("here")):
                 if is_refused:
                     raise NotFound("no such blob")
 

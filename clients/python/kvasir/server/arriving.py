@@ -93,33 +93,38 @@ async def the_only(requests: AsyncIterator[Any]) -> Any:
 
 
 @asynccontextmanager
-async def begun(
-    requests: AsyncIterator[Any],
-    first_within_s: float,
-    arriving: Place,
-    answering: Place,
-    at_most_s: float,
-    at_least_s: Callable[[], float] = lambda: 0.0,
-) -> AsyncIterator[Any]:
-    """The one request of a call, which holds a place of `answering` until the block ends, `at_most_s` seconds at most,
-    and `at_least_s`, which is called at its end; its answer does not wait for that.
-
-    While it waits for that place, it keeps its place of `arriving`. Raises as `the_only` does, and DeadlineExceeded."""
-    async with AsyncExitStack() as way:
-        async with _within(first_within_s):
-            await way.enter_async_context(arriving)
-            request = await the_only(requests)
-        await answering.enter()
+async def for_a_while(
+    place: Place, at_most_s: float, at_least_s: Callable[[], float] = lambda: 0.0
+) -> AsyncIterator[None]:
+    """Holds a place until the block ends, `at_most_s` seconds at most, and `at_least_s`, which is called at the block's
+    end; that does not wait."""
+    await place.enter()
     loop = asyncio.get_running_loop()
-    began_s, leaving = loop.time(), loop.call_later(at_most_s, answering.leave)
+    began_s, leaving = loop.time(), loop.call_later(at_most_s, place.leave)
     try:
-        yield request
+        yield
     finally:
         leaving.cancel()
         if (left_s := began_s + at_least_s() - loop.time()) > 0:
-            loop.call_later(left_s, answering.leave)
+            loop.call_later(left_s, place.leave)
         else:
-            answering.leave()
+            place.leave()
+
+
+@asynccontextmanager
+async def begun(
+    requests: AsyncIterator[Any], first_within_s: float, arriving: Place, answering: AbstractAsyncContextManager[None]
+) -> AsyncIterator[Any]:
+    """The one request of a call, which is inside of `answering` when this is entered.
+
+    While it waits for that, it keeps its place of `arriving`. Raises as `the_only` does, and DeadlineExceeded."""
+    async with AsyncExitStack() as call:
+        async with AsyncExitStack() as way:
+            async with _within(first_within_s):
+                await way.enter_async_context(arriving)
+                request = await the_only(requests)
+            await call.enter_async_context(answering)
+        yield request
 
 
 class Turnstile:

@@ -7,7 +7,7 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
-from contextlib import asynccontextmanager, contextmanager, nullcontext
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -17,7 +17,7 @@ import grpc.aio
 from kvasir import errors
 from kvasir.call_context import NAMESPACE_KEY, REQUEST_ID_KEY, TRACE_KEY, call_bytes, call_name, name_call
 from kvasir.credentials import DEFAULT_NAMESPACE, OWNER, Credentials, Principal
-from kvasir.server.arriving import Arriving, Doorstep, Turnstiles, begun
+from kvasir.server.arriving import Arriving, Doorstep, Turnstiles, begun, for_a_while
 from kvasir.server.fair_shares import QUARTER, Shares
 from kvasir.server.guarded_calls import Continuation, Interceptor, guarded
 from kvasir.server.operating.audit import Audit, current_deed
@@ -233,21 +233,23 @@ class Authentication(Interceptor):
         caller = current_principal()
         of_caller = self.arriving_of_caller[caller.namespace]
         place = Place((of_caller, caller.name), (self.arriving, caller.namespace))
-        yield Arriving(requests, FIRST_MESSAGE_S, place, bounds_each=bounds_each, see_first=current_deed().is_about)
+        async with self._answering(caller.namespace):  # nothing of it was read
+            yield Arriving(requests, FIRST_MESSAGE_S, place, bounds_each=bounds_each, see_first=current_deed().is_about)
 
     @asynccontextmanager
     async def _begun(self, requests: Any) -> AsyncIterator[Any]:
         caller = current_principal()
         of_caller = self.arriving_alone_of_caller[caller.namespace]
         arriving = Place((of_caller, caller.name), (self.arriving_alone, caller.namespace))
-        answering = Place((self.answering, caller.namespace))
-        at_least = partial(self._kept_s, caller.namespace)
-        async with begun(requests, FIRST_MESSAGE_S, arriving, answering, LOOK_S, at_least) as request:
+        async with begun(requests, FIRST_MESSAGE_S, arriving, self._answering(caller.namespace)) as request:
             current_deed().is_about(request)
             yield request
 
-    def _kept_s(self, namespace: str) -> float:
-        return 0.0 if self.answering.is_alone(namespace) else _BESIDE_OTHERS / QUICK_A_SECOND
+    def _answering(self, namespace: str) -> AbstractAsyncContextManager[None]:
+        def at_least_s() -> float:
+            return 0.0 if self.answering.is_alone(namespace) else _BESIDE_OTHERS / QUICK_A_SECOND
+
+        return for_a_while(Place((self.answering, namespace)), LOOK_S, at_least_s)
 
     @contextmanager
     def _counted(self, caller: Principal) -> Iterator[None]:
