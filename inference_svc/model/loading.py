@@ -125,13 +125,21 @@ def load(
             model.set_dtype(COMPUTE_TYPES[compute_type])
         choice = KernelChoice(kernels)
         _take_own_operations(model, choice)
-        mx.eval(model.parameters())
+        mx.eval(model.parameters(), _own_arrays(model))
         if placement.mapped_bytes:
             let_go(converted)
         del converted
         with _loadable():
             tokenizer = reading.result()
     return LoadedModel(model, tokenizer, config, placement, files, choice)
+
+
+def _own_arrays(model: Module) -> list[mx.array]:
+    """What modules compute for themselves, as the angles of Llama 3's rotation, and hide from `parameters`. As long as
+    they are no values, a graph that is kept computes them in each step, in every layer.
+    """
+    modules: Any = model
+    return [value for module in modules.modules() for value in module.values() if isinstance(value, mx.array)]
 
 
 def _take_own_operations(model: Module, kernels: KernelChoice) -> None:
