@@ -266,6 +266,8 @@ def test_a_cuda_device_launches_finished_code_with_the_bits_of_mlxs_and_no_other
     is_cuda = mx.cuda.is_available() and mx.default_device().type == mx.DeviceType.gpu
     device_target.cache_clear()
     assert (device_target() is not None) == is_cuda
+    kept_kernel._finds_by_hash.cache_clear()
+    assert kept_kernel._finds_by_hash() == is_cuda, "else launches cost three times as much of the processor"
     # By lanes, fragments and tiles. MLX takes seconds for each.
     cases = (("q4-rotated", 1, mx.float32), ("k8v4", 1, mx.bfloat16), ("q4", 45, mx.bfloat16))
     for name, count, dtype in cases if is_cuda else ():
