@@ -50,6 +50,11 @@ class Layout:
         """Of the kernels that write the pages, if attention reads them."""
         return self.kernels.dialect(identity, self.kv_type) if self.reads_pages else None
 
+    def check_windows(self, identity: identity_pb2.KvIdentity) -> None:
+        """Of a model that fills masks: have a kernel attend over its windows, if it is right."""
+        if self.reads_pages:
+            self.kernels.check_windows(identity, self.kv_type)
+
     def chosen_kernels(self, identity: identity_pb2.KvIdentity) -> Chosen:
         return self.kernels.chosen(identity, self.kv_type, reads_pages=self.reads_pages)
 

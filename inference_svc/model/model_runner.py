@@ -87,7 +87,8 @@ class ModelRunner:
 
     def new_batch(self, pool: KvPool, decoded_budget: int) -> DecodeBatch:
         """A batch for sequences of such a pool. Raises FailedPrecondition if it cannot be `batch_invariant`."""
-        batch = DecodeBatch(pool, self.forward, decoded_budget, pass_rows=self.pass_rows)
+        has_kernel = self.layout.kernels.has_windows(pool.identity, self.layout.kv_type)
+        batch = DecodeBatch(pool, self.forward, decoded_budget, pass_rows=self.pass_rows, has_window_kernel=has_kernel)
         if self.pass_rows and not batch.keeps_graph:
             raise FailedPrecondition.of(
                 "batch_invariant",

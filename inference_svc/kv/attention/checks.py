@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 import mlx.core as mx
 import structlog
 
-from inference_svc.kv.attention.fused import fused_attention
+from inference_svc.kv.attention.fused import fused_attention, window_attention
 from inference_svc.kv.attention.in_place import append_rows, gathered_values, store_pages
 from inference_svc.kv.attention.kernels import Dialect
 from inference_svc.kv.attention.reference import reference_attention
@@ -37,6 +37,11 @@ def why_wrong(page_format: PageFormat, dtype: mx.Dtype, dialect: Dialect) -> str
 def why_wrong_tiles(page_format: PageFormat, dtype: mx.Dtype, dialect: Dialect) -> str:
     """As `why_wrong`, of the kernels of tiles alone."""
     return _first(lambda: _tile_differences(page_format, dtype, dialect))
+
+
+def why_wrong_windows(page_format: PageFormat, dtype: mx.Dtype, dialect: Dialect) -> str:
+    """As `why_wrong`, of the kernel of windows alone."""
+    return _first(lambda: _window_differences(page_format, dtype, dialect))
 
 
 def _first(differences: Callable[[], Iterator[str]]) -> str:
@@ -128,6 +133,37 @@ def _tile_differences(page_format: PageFormat, dtype: mx.Dtype, dialect: Dialect
     pages = _pool(page_format, _rows(page_format, _TOKENS, 1))
     shapes = tuple((1, count, window) for count in _TILED for window in (None, _WINDOW))
     yield from _attention_differences(pages, page_format, dtype, dialect, shapes)
+
+
+def _window_differences(page_format: PageFormat, dtype: mx.Dtype, dialect: Dialect) -> Iterator[str]:
+    """Of two windows: three rows on both sides of a block's border are stored, and three are not; one of a sequence
+    without tokens stores none. The reference's pages hold all rows of a window.
+    """
+    key, count = page_format.key, len(_NEW)
+    stored, new = _rows(page_format, _TOKENS, 1), _rows(page_format, 2 * count, 2)
+    pages, tables = _pool(page_format, stored), mx.array([_BLOCKS, _BLOCKS[::-1]], mx.int32)
+    both = [rows.reshape(-1, 2, count, rows.shape[-1]).swapaxes(0, 1) for rows in new]  # by slot, as they are computed
+    kept = len(_NEW) // 2
+    places = mx.array([[*_NEW[:kept], *[-1] * kept], [-1] * count], mx.int32)
+    keys, values = (each.astype(dtype) for each in both)
+    written = append_rows(keys, values, pages, page_format, tables, places, dialect)
+    shape = 2 * count, _SHARE * key.kv_heads, 1, key.dim
+    queries = mx.random.normal(shape, mx.float32, key=mx.random.key(6)).astype(dtype)
+    by_row = [each.swapaxes(1, 2).reshape(2 * count, -1, 1, each.shape[-1]).astype(dtype) for each in both]
+    options, before = {"scale": key.dim**-0.5}, mx.array([_NEW.start, 0], mx.int32)
+    mixed = window_attention(
+        queries, (by_row[0], by_row[1]), written, pages, page_format, tables, before, dialect=dialect, **options
+    )
+    for slot, start in enumerate((_NEW.start, 0)):
+        seen = [
+            mx.concatenate([old[:, :, :start], add[slot : slot + 1], old[:, :, start + count :]], axis=2)
+            for old, add in zip(stored, both, strict=True)
+        ]
+        asked = queries[slot * count : (slot + 1) * count].astype(mx.float32).swapaxes(0, 2)
+        given = _pool(page_format, seen), page_format, mx.array([_BLOCKS], mx.int32)
+        right = reference_attention(asked, *given, mx.array([start + count], mx.int32), **options)  # type: ignore[arg-type]
+        if not _is_near(mixed[slot * count : (slot + 1) * count].swapaxes(0, 2), right):
+            yield "attention over a window differs from the reference"
 
 
 def _attention_differences(

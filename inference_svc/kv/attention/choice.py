@@ -4,7 +4,7 @@ operations, which are the reference.
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Literal, TypeAlias
 
 import mlx.core as mx
@@ -12,7 +12,13 @@ import structlog
 from kvasir.cachestore.v1 import identity_pb2
 
 from inference_svc.kv.attention import tiles
-from inference_svc.kv.attention.checks import why_wrong, why_wrong_joined, why_wrong_products, why_wrong_tiles
+from inference_svc.kv.attention.checks import (
+    why_wrong,
+    why_wrong_joined,
+    why_wrong_products,
+    why_wrong_tiles,
+    why_wrong_windows,
+)
 from inference_svc.kv.attention.fused import TYPE_NAMES
 from inference_svc.kv.attention.geometry import has_tiles, why_not
 from inference_svc.kv.attention.kernels import Dialect
@@ -27,6 +33,7 @@ REFERENCE = "reference (MLX operations)"
 NAMES = {None: REFERENCE, Dialect.CUDA: "fused (CUDA)", Dialect.METAL: "fused (Metal)"}
 _TYPES = {name: dtype for dtype, name in TYPE_NAMES.items()}
 _FEW_ROWS = "few rows (CUDA)"
+_OPERATIONS = "fused, windows by operations"
 _LANES = "fused (Metal), without tiles"
 _LOG = structlog.get_logger(__name__)
 
@@ -55,6 +62,7 @@ class KernelChoice:
     def __init__(self, wanted: Wanted = "auto") -> None:
         self._dialect = device_dialect() if wanted == "auto" else None
         self._found: dict[tuple[PageFormat, mx.Dtype], str] = {}
+        self._windows: dict[tuple[PageFormat, mx.Dtype], str] = {}  # as `_found`, of windows' kernel
         self._failures: list[str] = []
         self._has_few_rows = False
 
@@ -77,6 +85,18 @@ class KernelChoice:
             return None
         is_right = all(not self._failure(each, dtype, self._dialect) for each in sorted(formats, key=repr))
         return self._dialect if is_right else None
+
+    def check_windows(self, identity: identity_pb2.KvIdentity, dtype: mx.Dtype) -> None:
+        """Check the kernel that attends over windows of masks, which serves from then on where it is right."""
+        if (dialect := self.dialect(identity, dtype)) is None:
+            return
+        for each in sorted(_formats(identity), key=repr):
+            check = partial(why_wrong_windows, each, dtype, dialect)
+            self._windows[each, dtype] = self._recorded("windows of masks", check, _OPERATIONS)
+
+    def has_windows(self, identity: identity_pb2.KvIdentity, dtype: mx.Dtype) -> bool:
+        """Whether that kernel was checked and is right; else operations attend over windows."""
+        return all(self._windows.get((each, dtype), "not checked") == "" for each in _formats(identity))
 
     def takes_few_rows(self) -> bool:
         """Whether the kernel of few rows computes the model's products: on CUDA, where it is right."""

@@ -14,6 +14,7 @@ from inference_svc.kv.attention.geometry import (
     PARTIAL_EXTRA,
     REDUCE_WARPS,
     SplitGeometry,
+    format_template,
     split_geometry,
 )
 from inference_svc.kv.attention.hopper import TARGET, hopper_compiler, is_hopper
@@ -25,6 +26,7 @@ from inference_svc.kv.attention.kernels import (
     split_source,
     tiles_source,
     warpgroups_source,
+    window_source,
 )
 from inference_svc.kv.attention.reference import rotated
 from inference_svc.kv.page import PAGE_TOKENS, PageFormat
@@ -151,6 +153,52 @@ def attention_and_weight(
     highest = mx.where(is_written, summed[..., 0] * math.log(2), -mx.inf)
     weight = mx.where(is_written, mx.log(summed[..., 1]) + highest, -mx.inf)
     return plan.reduced(queries, partial, lengths, None, settings), mx.logsumexp(weight, axis=-1)
+
+
+def window_attention(
+    queries: mx.array,
+    rows: tuple[mx.array, mx.array],
+    stored: mx.array,
+    pages: mx.array,
+    page_format: PageFormat,
+    block_table: mx.array,
+    before: mx.array,
+    *,
+    scale: float,
+    dialect: Dialect,
+    compiler: Compiler | None = None,
+) -> mx.array:
+    """Attention of windows' queries [slots * n, Hq, 1, Dk], in their dtype. Each sees the first `before` [slots] rows
+    of its sequence's pages, and the rows in front of it in its slot: of K and V `rows` [slots * n, kv_heads, 1, dim]
+    those that `stored` [slots, n], the result of `append_rows`, names, as they are in pages.
+    """
+    dtype, (slots, count), heads = queries.dtype, stored.shape, queries.shape[1]
+    kv_heads, value_dim = page_format.key.kv_heads, page_format.value.dim
+    # To a slot's pages its rows are further heads of queries: each sees all of them.
+    by_head = queries.reshape(slots, count, kv_heads, heads // kv_heads, -1).swapaxes(1, 2)
+    asked, (keys, values) = by_head.reshape(slots, heads * count, 1, -1), rows
+    if page_format.key.is_rotated:
+        asked, keys = rotated(asked), rotated(keys)
+    takes_tiles, made_by = not tiles.are_refused(page_format, TYPE_NAMES[dtype]), compiler or COMPILERS[dialect]
+    geometry = _geometry(page_format, heads // kv_heads * count, 0, dialect, dtype, 1, takes_tiles, False)
+    settings = settings_of(scale, None, geometry.split)
+    plan = plan_of(geometry, dialect, made_by, asked.dtype, dtype, None)
+    partial = plan.mixed_splits(asked, pages, block_table, before, settings, geometry.splits(block_table.shape[1], 0))
+    shared_bytes = REDUCE_WARPS * (value_dim + PARTIAL_EXTRA) * 4
+    types = zip(("Query", "Key", "Value", "Out"), (asked.dtype, keys.dtype, values.dtype, dtype), strict=True)
+    return compiled(made_by, window_source(dialect), shared_bytes)(
+        inputs=[asked, keys, values, pages, block_table, stored, partial, before, settings],
+        template=[
+            *types,
+            ("WARPS", REDUCE_WARPS),
+            ("SHARED_BYTES", shared_bytes),
+            *format_template(page_format).items(),
+        ],
+        grid=(slots * count * heads * REDUCE_WARPS * LANES, 1, 1),
+        threadgroup=(REDUCE_WARPS * LANES, 1, 1),
+        output_shapes=[(slots * count, heads, 1, value_dim)],
+        output_dtypes=[dtype],
+    )[0]
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,10 +35,18 @@ class DecodeBatch:
     `forward` maps tokens [slots, 1] and the layers' batched caches to logits [slots, 1, vocabulary]. `decoded_budget`
     bounds the values in the decoded copies of all layers together; above it, rows are decoded on read. `pass_rows`: a
     pass over a kept graph computes exactly so many rows, some of them empty, so that no kernel is chosen by their
-    number; 0: as many as there are.
+    number; 0: as many as there are. `has_window_kernel`: whether one attends over windows of masks.
     """
 
-    def __init__(self, pool: KvPool, forward: Forward, decoded_budget: int, *, pass_rows: int = 0) -> None:
+    def __init__(
+        self,
+        pool: KvPool,
+        forward: Forward,
+        decoded_budget: int,
+        *,
+        pass_rows: int = 0,
+        has_window_kernel: bool = False,
+    ) -> None:
         self._pool = pool
         self._forward = forward
         self._decoded_budget = decoded_budget
@@ -54,7 +62,7 @@ class DecodeBatch:
         self.keeps_graph = has_kernels and not self._states
         self._kept_graph = KeptGraph(self._traced)
         self._kept_tables = [KeptTable() for _ in pool.groups]
-        self._windows = WindowPass(pool, forward)
+        self._windows = WindowPass(pool, forward, by_kernel=has_window_kernel)
 
     def __len__(self) -> int:
         return len(self.sequences)

@@ -4,7 +4,7 @@ pages and, as they are computed, over the rows of this pass.
 
 import mlx.core as mx
 
-from inference_svc.kv.attention.fused import attention_and_weight
+from inference_svc.kv.attention.fused import attention_and_weight, window_attention
 from inference_svc.kv.attention.in_place import append_rows
 from inference_svc.kv.batch.decode_step import PassArrays
 from inference_svc.kv.batch.fused_layer import FusedLayer
@@ -14,10 +14,13 @@ from inference_svc.kv.pages.pool import KvPool
 class WindowLayer(FusedLayer):
     """K and V of one layer, whose rows [slots * n, heads, 1, dim] are those of slots, n each. A row sees its sequence's
     pages and the rows in front of it in its slot: of them those with a place as they are stored, others exact.
+    `by_kernel`: by one kernel behind that of the splits, in place of some 35 operations, which take a host as long to
+    hand over as a device to compute.
     """
 
-    def __init__(self, pool: KvPool, layer: int) -> None:
+    def __init__(self, pool: KvPool, layer: int, *, by_kernel: bool) -> None:
         super().__init__(pool, layer)
+        self._by_kernel = by_kernel
         self._codecs = pool.codecs[layer]
         self._before = mx.array(0)  # by slot, tokens in pages before this pass
         self._rows = (mx.array(0), mx.array(0))  # K and V of this pass [slots, kv_heads, n, dim], as others see them
@@ -34,6 +37,9 @@ class WindowLayer(FusedLayer):
         assert pool.dialect is not None
         by_slot = self._by_slot(keys), self._by_slot(values)
         stored = append_rows(*by_slot, array, self._format, table, now.places, pool.dialect, now.order)
+        if self._by_kernel:
+            self._stored, self._rows = stored, (keys, values)
+            return keys, values
         # The pass writes because 0 is added here: none of its kernels reads the rows that it writes.
         self._stored = self._before + mx.minimum(stored[:, 0], 0)
         has_place = (now.places >= 0)[:, None, :, None]
@@ -50,6 +56,8 @@ class WindowLayer(FusedLayer):
         """Attention of queries [slots * n, heads, 1, dim]. Raises ValueError for a model's mask, and for sinks."""
         if mask is not None or sinks is not None:
             raise ValueError("attention over a window takes no mask and no sinks")
+        if self._by_kernel:
+            return self._attended(queries, scale)
         keys, values = self._rows
         slots, kv_heads, count, dim = keys.shape
         shared = queries.shape[1] // kv_heads
@@ -72,6 +80,22 @@ class WindowLayer(FusedLayer):
         by_row = mixed.reshape(slots, kv_heads, count, shared, -1).swapaxes(1, 2)
         shape_of_row = (1, -1) if is_flat else (kv_heads * shared, 1, -1)
         return by_row.reshape(slots * count, *shape_of_row).astype(queries.dtype)
+
+    def _attended(self, queries: mx.array, scale: float) -> mx.array:
+        pool, now = self._pool, self._now
+        assert pool.dialect is not None
+        pages, table = now.pages[pool.slot_of(self._layer)], now.block_tables[self._group]
+        return window_attention(
+            queries,
+            self._rows,
+            self._stored,
+            pages,
+            self._format,
+            table,
+            self._before,
+            scale=scale,
+            dialect=pool.dialect,
+        )
 
     def _by_slot(self, rows: mx.array) -> mx.array:
         """Rows [slots * n, kv_heads, 1, dim] as [slots, kv_heads, n, dim]."""

@@ -16,12 +16,14 @@ _SLOT_ROWS = 8  # a slot has this or a multiple: few numbers, because each has a
 
 
 class WindowPass:
-    """Over sequences whose layers all keep pages that kernels write. `forward` as in `DecodeBatch`."""
+    """Over sequences whose layers all keep pages that kernels write. `forward` as in `DecodeBatch`; `by_kernel` as in
+    `WindowLayer`.
+    """
 
-    def __init__(self, pool: KvPool, forward: Forward) -> None:
+    def __init__(self, pool: KvPool, forward: Forward, *, by_kernel: bool) -> None:
         self._pool = pool
         self._forward = forward
-        self._layers = [WindowLayer(pool, index) for index in sorted(pool.formats)]
+        self._layers = [WindowLayer(pool, index, by_kernel=by_kernel) for index in sorted(pool.formats)]
         self._kept_graph = KeptGraph(self._traced)
 
     @staticmethod

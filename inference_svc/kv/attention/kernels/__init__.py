@@ -110,6 +110,13 @@ def reduce_source(dialect: Dialect) -> KernelSource:
 
 
 @cache
+def window_source(dialect: Dialect) -> KernelSource:
+    """Splits of rows in pages, and the rows of a pass, become the results of a window's rows."""
+    inputs = ("queries", "keys", "values", "pages", "block_table", "stored", "partial", "lengths", "settings")
+    return _source(dialect, "window", ["rows.h", "window.h"], inputs, ("out",), "")
+
+
+@cache
 def append_source(dialect: Dialect) -> KernelSource:
     """New rows of K and V are quantized and written to their places in pages."""
     inputs = ("keys", "values", "pages", "block_table", "places", *_ORDERING[dialect])

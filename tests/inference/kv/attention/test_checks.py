@@ -11,7 +11,7 @@ from kvasir.cachestore.v1 import identity_pb2
 from structlog.testing import capture_logs
 
 from inference_svc.kv.attention import checks, choice, fused, tiles
-from inference_svc.kv.attention.checks import why_wrong, why_wrong_products, why_wrong_tiles
+from inference_svc.kv.attention.checks import why_wrong, why_wrong_products, why_wrong_tiles, why_wrong_windows
 from inference_svc.kv.attention.choice import KernelChoice
 from inference_svc.kv.attention.fused import Compiler, Kernel
 from inference_svc.kv.attention.geometry import MAX_QUERIES
@@ -107,6 +107,22 @@ def test_right_tiles_are_taken_and_a_wrong_mix_is_noticed(monkeypatch: pytest.Mo
         monkeypatch.setitem(fused.COMPILERS, Dialect.METAL, spoiled(Dialect.METAL, "tiles", spoil))
         found.append(why_wrong_tiles(FORMATS["q4"], mx.float16, Dialect.METAL))
     assert found == ["", "attention of 12 queries differs from the reference"]
+
+
+@pytest.mark.parametrize("name", first_and_in_turn(list(FORMATS), seconds=4, first=1))
+def test_a_right_kernel_of_windows_is_taken_and_a_wrong_one_is_noticed(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def another_slot(given: dict[str, Any], made: Any) -> None:
+        flat = np.asarray(made[0])
+        flat[: len(flat) // 2] = flat[len(flat) // 2 :]
+
+    found = []
+    for dialect, spoil in ((Dialect.CUDA, changed_result), (Dialect.METAL, another_slot)):
+        for each in (None, spoil):
+            monkeypatch.setitem(fused.COMPILERS, dialect, spoiled(dialect, "window", each))
+            found.append(why_wrong_windows(FORMATS[name], mx.float32, dialect))
+    assert found == ["", "attention over a window differs from the reference"] * 2
 
 
 def test_where_tiles_fail_their_check_the_kernels_of_lanes_serve(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,8 @@
 """The kernels, emulated in both dialects, are attention over pages: every format, shape and border."""
 
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -8,13 +10,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from inference_svc.kv.attention import fused, geometry
+from inference_svc.kv.attention import checks, fused, geometry
 from inference_svc.kv.attention.geometry import SplitGeometry, split_geometry, why_not
 from inference_svc.kv.attention.kernels import Dialect
 from inference_svc.kv.attention.tiles import most_queries
+from inference_svc.kv.batch.decode_step import PassArrays
+from inference_svc.kv.batch.window_layer import WindowLayer
 from inference_svc.kv.page import PageFormat, RowFormat
 from tests.inference.kv.attention.emulators import EMULATORS, attention, both_dialects, needs_compiler
 from tests.inference.kv.attention.scenes import BF16, FP16, Scene, page_format
+from tests.made_models.sampling import first_and_in_turn
 
 pytestmark = needs_compiler
 
@@ -308,3 +313,37 @@ def test_the_weight_of_all_rows_is_that_of_their_scores(dialect: Dialect, dtype:
         scores = np.einsum("khd,ktd->kht", queries[row, :, 0].reshape(2, 48, 64), scene.keys[row]) * scene.scale
         expected = np.log(np.exp(scores).sum(axis=-1)).reshape(-1)
         assert np.abs(found[row] - expected).max() < (1e-4 if dtype == FLOATS else 0.05)
+
+
+@both_dialects
+@pytest.mark.parametrize("policy", first_and_in_turn(["q4", "exact", "k8v4", "q4-rotated"], seconds=4, first=1))
+def test_a_window_by_its_kernel_is_that_by_operations(
+    dialect: Dialect, policy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Behind 300 tokens, of which two splits are full and three rows are stored, and behind none, where all are."""
+    monkeypatch.setitem(fused.COMPILERS, dialect, EMULATORS[dialect])
+    form, count, heads = page_format(policy, 2, 64, scale_type=FP16), 8, 6
+    pages, codecs = (
+        checks._pool(form, checks._rows(form, 512, 1)),
+        [checks._codec(each, form) for each in (form.key, form.value)],
+    )
+    pool: Any = SimpleNamespace(
+        formats=[form],
+        groups=[SimpleNamespace(window=0)],
+        group_number=lambda _layer: 0,
+        codecs=[codecs],
+        slot_of=lambda _layer: 0,
+        dialect=dialect,
+    )
+    places = mx.array([[300, 301, 302, *[-1] * 5], [*range(count)]], mx.int32)
+    arrays = PassArrays(mx.zeros(2 * count), places, [mx.array([[3, 1], [4, 2]], mx.int32)], [pages])
+    rows = [mx.random.normal((2 * count, 2, 1, 64), key=mx.random.key(each)) for each in range(2)]
+    queries = mx.random.normal((2 * count, heads, 1, 64), key=mx.random.key(3))
+    found = []
+    for by_kernel in (False, True):
+        layer = WindowLayer(pool, 0, by_kernel=by_kernel)
+        layer.begin_window(arrays, mx.array([300, 0], mx.int32))
+        layer.update_and_fetch(*rows)
+        found.append(layer.attend(queries, 0.125, None, None))
+    assert found[0].shape == found[1].shape == (2 * count, heads, 1, 64)
+    assert mx.abs(found[0] - found[1]).max().item() < BOUNDS[FLOATS]

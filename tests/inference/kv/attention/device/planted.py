@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
-from inference_svc.kv.attention.fused import fused_attention
+from inference_svc.kv.attention.fused import fused_attention, window_attention
 from inference_svc.kv.attention.in_place import append_rows, gathered_values, store_pages
 from inference_svc.kv.attention.kernels import Dialect
 from inference_svc.kv.page import PageFormat
@@ -87,6 +87,13 @@ PLANTED = {
     "a row too many": Fault("gather", r"row >= count", "row > count", BOUNDS),
     "tokens of all rows": Fault("gather", r"stored\[0\]", "stored[count]", BOUNDS),
     "a span's third number": Fault("gather", r"span\[1\]", "span[2]", BOUNDS),
+    "no barrier behind the warps' rows": _dropped("window", _BLOCK),
+    "a warp's top that nobody writes": Fault(
+        "window", r"shared\[warp \* STRIDE \+ V::DIM\] = mixed.top;", ";", UNWRITTEN
+    ),
+    "a row behind a window's last": Fault("window", r"other <= row;", "other <= row + 1;", BOUNDS),
+    "the place of another slot's row": Fault("window", r"stored\[other\]", "stored[other + 3]", BOUNDS),
+    "a split behind the last": Fault("window", r"split < splits;", "split <= splits;", f"{BOUNDS}|{UNWRITTEN}"),
     "the next target": Fault("store", r"targets\[page\]", "targets[page + 1]", BOUNDS),
     "a chunk too far": Fault("store", r"first_chunk \+ chunk\]", "first_chunk + chunk + content_chunks]", BOUNDS),
     "a query that is changed": Fault(
@@ -165,7 +172,12 @@ def run(kernel: str, policy: str = "q4") -> None:
         return
     pages, table = mx.zeros((3, _FORMAT.units), mx.uint16), mx.array([2, 0], mx.int32)
     rows, places = mx.random.normal((1, 2, 6, 64)), mx.array([[253, 254, 255, 256, 257, -1]], mx.int32)
-    if kernel == "append":
+    if kernel == "window":
+        stored = mx.array([[258, 259, 0]], mx.int32)
+        new, asked = mx.random.normal((3, 2, 1, 64)), mx.random.normal((3, 4, 1, 64))
+        given = (new, new), stored, pages, _FORMAT, table[None], mx.array([257], mx.int32)
+        mx.eval(window_attention(asked, *given, scale=0.125, dialect=Dialect.METAL))
+    elif kernel == "append":
         mx.eval(append_rows(rows, rows, pages, _FORMAT, table[None], mx.maximum(places, 256), Dialect.METAL))
     elif kernel == "gather":
         mx.eval(*gathered_values(pages, _FORMAT, table, 250, 275, mx.array([258]), mx.float32, Dialect.METAL))

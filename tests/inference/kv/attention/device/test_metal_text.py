@@ -72,14 +72,19 @@ def texts_of(case: Case) -> dict[str, str]:
     queries = mx.zeros((case.batch, 2 * key.kv_heads, case.queries, key.dim), case.dtype)
     sinks = mx.zeros(2 * key.kv_heads, case.dtype) if case.has_sinks else None
     options = {"scale": 0.1, "sinks": sinks, "window": 300 if case.batch == 2 else None}
+    window, in_window = case.batch * 8, mx.zeros((case.batch, 8), mx.int32)
+    window_rows = [mx.zeros((window, key.kv_heads, 1, width), case.dtype) for width in (key.dim, value.dim)]
+    window_queries = mx.zeros((window, 2 * key.kv_heads, 1, key.dim), case.dtype)
 
     def recorded(pages: mx.array, table: mx.array, places: mx.array, lengths: mx.array) -> list[mx.array]:
         stored = append_rows(*rows, pages, case.format, table, places, METAL)
         mixed = fused.fused_attention(queries, pages, case.format, table, lengths, **options, dialect=METAL)
+        given = window_queries, (window_rows[0], window_rows[1]), in_window, pages, case.format, table, lengths
+        masked = fused.window_attention(*given, scale=0.1, dialect=METAL)
         read = gathered_values(pages, case.format, table[0], 0, PAGE_TOKENS, stored, case.dtype, METAL)
         content = mx.zeros((1, case.format.units), mx.uint16)
         filled = store_pages(pages, content, mx.zeros(1, mx.int32), mx.zeros(1, mx.int32), 0, case.format.units, METAL)
-        return [stored, mixed, *read, filled]
+        return [stored, mixed, masked, *read, filled]
 
     places, lengths = mx.zeros((case.batch, case.queries), mx.int32), mx.zeros(case.batch, mx.int32)
     return texts(recorded, case.pages(), case.table(), places, lengths)
@@ -93,7 +98,7 @@ def test_a_sample_of_all_texts_has_no_fault() -> None:
     found = [texts_of(case) for case in CASES[::29]]
     kernels = [names(each) for each in found]
     assert {"split", "tiles"} <= set().union(*kernels)
-    assert all(each - {"split", "tiles"} == {"append", "reduce", "gather", "store"} for each in kernels)
+    assert all(each - {"split", "tiles"} == {"append", "reduce", "window", "gather", "store"} for each in kernels)
     assert not faults_of(text for each in found for text in each.values())
 
 

@@ -16,7 +16,9 @@ from tests.made_models.sampling import first_and_in_turn
 
 pytestmark = needs_compiler
 
-LAUNCHES = [("split", "q4"), ("tiles", "q4"), ("append", "q4"), ("gather", "q4"), ("store", "q4"), ("tiles", "k8v4")]
+LAUNCHES = [(kernel, "q4") for kernel in ("split", "tiles", "append", "gather", "store", "window")] + [
+    ("tiles", "k8v4")
+]
 AT_EACH_COMMIT = ("no barrier behind the warps' mixes", "the next target")  # each takes a compiler a second
 
 
