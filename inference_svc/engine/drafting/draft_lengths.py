@@ -18,7 +18,7 @@ _FEW_DRAFTED = 8  # fewer with drafts say less than many without: three that met
 _USUAL_ROW, _USUAL_WEIGHT = 0.05, 8.0
 _USUAL_SETTLED = 1.1  # a step that is read at once, beside one that is read behind the next, before both are known
 _PATIENCE, _FEW_DRAFTS = 12, 4  # looks after which so many drafts are tried though they do not seem to pay
-_MOST_PATIENCE = 512
+_MOST_PATIENCE = 64  # looks; of turns that wait longest, 512 tokens
 
 
 @dataclass(frozen=True, slots=True)
