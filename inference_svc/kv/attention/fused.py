@@ -167,10 +167,12 @@ def window_attention(
     scale: float,
     dialect: Dialect,
     compiler: Compiler | None = None,
+    is_flat: bool = False,
 ) -> mx.array:
     """Attention of windows' queries [slots * n, Hq, 1, Dk], in their dtype. Each sees the first `before` [slots] rows
     of its sequence's pages, and the rows in front of it in its slot: of K and V `rows` [slots * n, kv_heads, 1, dim]
-    those that `stored` [slots, n], the result of `append_rows`, names, as they are in pages.
+    those that `stored` [slots, n], the result of `append_rows`, names, as they are in pages. `is_flat`: a row's heads
+    lie side by side, [slots * n, 1, Hq * Dv].
     """
     dtype, (slots, count), heads = queries.dtype, stored.shape, queries.shape[1]
     kv_heads, value_dim = page_format.key.kv_heads, page_format.value.dim
@@ -196,7 +198,7 @@ def window_attention(
         ],
         grid=(slots * count * heads * REDUCE_WARPS * LANES, 1, 1),
         threadgroup=(REDUCE_WARPS * LANES, 1, 1),
-        output_shapes=[(slots * count, heads, 1, value_dim)],
+        output_shapes=[(slots * count, 1, heads * value_dim) if is_flat else (slots * count, heads, 1, value_dim)],
         output_dtypes=[dtype],
     )[0]
 

@@ -57,7 +57,7 @@ class WindowLayer(FusedLayer):
         if mask is not None or sinks is not None:
             raise ValueError("attention over a window takes no mask and no sinks")
         if self._by_kernel:
-            return self._attended(queries, scale)
+            return self._attended(queries, scale, is_flat)
         keys, values = self._rows
         slots, kv_heads, count, dim = keys.shape
         shared = queries.shape[1] // kv_heads
@@ -81,7 +81,7 @@ class WindowLayer(FusedLayer):
         shape_of_row = (1, -1) if is_flat else (kv_heads * shared, 1, -1)
         return by_row.reshape(slots * count, *shape_of_row).astype(queries.dtype)
 
-    def _attended(self, queries: mx.array, scale: float) -> mx.array:
+    def _attended(self, queries: mx.array, scale: float, is_flat: bool) -> mx.array:
         pool, now = self._pool, self._now
         assert pool.dialect is not None
         pages, table = now.pages[pool.slot_of(self._layer)], now.block_tables[self._group]
@@ -95,6 +95,7 @@ class WindowLayer(FusedLayer):
             self._before,
             scale=scale,
             dialect=pool.dialect,
+            is_flat=is_flat,
         )
 
     def _by_slot(self, rows: mx.array) -> mx.array:

@@ -49,7 +49,9 @@ def normed(model: Any) -> Any:
     return model
 
 
-def batch_over_pages(model: Any, sequences: int, monkeypatch: pytest.MonkeyPatch) -> DecodeBatch:
+def batch_over_pages(
+    model: Any, sequences: int, monkeypatch: pytest.MonkeyPatch, *, has_window_kernel: bool = False
+) -> DecodeBatch:
     """Of so many new sequences, whose step is no kept graph: an emulated kernel has no place in one."""
     for mlx_lm_module in (llama, qwen3, gemma3_text):
         monkeypatch.setattr(mlx_lm_module, "scaled_dot_product_attention", attention_hook.attention)
@@ -58,7 +60,9 @@ def batch_over_pages(model: Any, sequences: int, monkeypatch: pytest.MonkeyPatch
     layout = shown_layout(model)
     identity = identity_pb2.KvIdentity(layers=layout.entries, policy=policy_of(Rung.Q4, "bfloat16"))
     pool = KvPool(identity, 1 << 20, is_allocated=True, dialect=Dialect.CUDA)
-    batch = DecodeBatch(pool, lambda tokens, layers: layout.forward(model, tokens, layers), 0)
+    batch = DecodeBatch(
+        pool, lambda tokens, layers: layout.forward(model, tokens, layers), 0, has_window_kernel=has_window_kernel
+    )
     for _ in range(sequences):
         batch.join(SequenceKV(pool))
     return batch
@@ -94,16 +98,17 @@ def test_heads_that_the_kernels_cut_have_the_bits_of_changed_shapes(
 
 
 @pytest.mark.long(9)
+@pytest.mark.parametrize("by_kernel", [False, True])
 @BITS
 def test_a_window_of_masks_has_the_same_bits_with_heads_that_its_products_cut(
-    bits: int, monkeypatch: pytest.MonkeyPatch
+    bits: int, by_kernel: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def logits(attentions: tuple[str, ...]) -> list[mx.array]:
         model = normed(small(qwen3, bits, **{**QWEN3, "head_dim": 64}))
         with monkeypatch.context() as patch:
             patch.setattr(joined_steps, "_ATTENTIONS", attentions)
             join_steps(model)
-        batch = batch_over_pages(model, 2, monkeypatch)
+        batch = batch_over_pages(model, 2, monkeypatch, has_window_kernel=by_kernel)
         made = [batch.pass_of(range(2, 10), [PassRows(2, (2, 3)), PassRows(1, (1, 3, 2))])]
         made.append(batch.pass_of(range(10, 16), [PassRows(0, (2, 3, 4)), PassRows(3, ())]))
         mx.eval(made)

@@ -345,5 +345,7 @@ def test_a_window_by_its_kernel_is_that_by_operations(
         layer.begin_window(arrays, mx.array([300, 0], mx.int32))
         layer.update_and_fetch(*rows)
         found.append(layer.attend(queries, 0.125, None, None))
+        flat = layer.attend(queries, 0.125, None, None, is_flat=True)
+        assert mx.array_equal(flat, found[-1].reshape(2 * count, 1, -1))
     assert found[0].shape == found[1].shape == (2 * count, heads, 1, 64)
     assert mx.abs(found[0] - found[1]).max().item() < BOUNDS[FLOATS]
