@@ -92,8 +92,6 @@ class Pipeline:
         self._encoding = connection.info.encoding
         self._prepared: dict[_Key, bytes] = {}  # names, by text and types
         self._count = 0  # of names that were given
-        # For each result that will come, the statement that it prepares, and its name; None: it is an answer.
-        self._sent: list[tuple[_Key | None, bytes]] = []
 
     def statement(self, sql: str, values: Mapping[str, Any] | None) -> Statement:
         """Raises psycopg.DataError for a value that no statement can have. With `values` it is kept for the next."""
@@ -101,35 +99,21 @@ class Pipeline:
             return Statement(sql, sql.encode(), (), [], is_kept=False)
         text, names = adapted(sql)
         given = [values[name] for name in names]
-        types = tuple([_OIDS.get(type(value), 0) for value in given])
-        return Statement(sql, text, types, [self._bytes_of(value) for value in given], is_kept=True)
+        types = tuple(_OIDS.get(type(value), 0) for value in given)
+        return Statement(sql, text, types, [self._sent(value) for value in given], is_kept=True)
 
-    def begin(self, statements: Sequence[Statement]) -> None:
-        """Send them: the server runs them while nobody waits. Their answers are the first of the next `run`."""
+    def run(self, statements: Sequence[Statement]) -> list[Answer]:
+        """Run them in their order, and wait once. Raises the first failure: those behind it have not run."""
         server = self._connection.pgconn
         server.enter_pipeline_mode()
         try:
-            self._send(server, statements)
-            server.flush()
-        except BaseException:
-            self._connection.close()  # nobody knows what has gone
-            raise
-
-    def run(self, statements: Sequence[Statement]) -> list[Answer]:
-        """Run them in their order behind those that have begun, and wait once. The answers of all. Raises the first
-        failure: those behind it have not run.
-        """
-        self.begin(statements)
-        server = self._connection.pgconn
-        try:
-            server.pipeline_sync()
+            sent = self._send(server, statements)
             results = _received(server)
         except BaseException:
             self._connection.close()  # more results may come
             raise
         if server.status != ConnStatus.BAD:
             server.exit_pipeline_mode()
-        sent, self._sent = self._sent, []
         answers = []
         for (key, name), result in zip(sent, results, strict=False):
             if result.status not in (ExecStatus.COMMAND_OK, ExecStatus.TUPLES_OK):
@@ -138,12 +122,14 @@ class Pipeline:
                 answers.append(Answer(result, self._transformer))
             else:
                 self._prepared[key] = name
-        if len(results) < len(sent):
+        if len(answers) < len(statements):
             raise psycopg.OperationalError("the connection is lost")
         return answers
 
-    def _send(self, server: PGconn, statements: Sequence[Statement]) -> None:
-        new = {key: name for key, name in self._sent if key}
+    def _send(self, server: PGconn, statements: Sequence[Statement]) -> list[tuple[_Key | None, bytes]]:
+        """For each result that will come, the statement that it prepares, and its name; None: it is an answer."""
+        sent: list[tuple[_Key | None, bytes]] = []
+        new: dict[_Key, bytes] = {}
         for each in statements:
             if each.is_kept:
                 key = each.text, each.types
@@ -152,15 +138,15 @@ class Pipeline:
                     self._count += 1
                     name = new[key] = f"kvasir_{self._count}".encode()
                     server.send_prepare(name, *key)
-                    self._sent.append((key, name))
+                    sent.append((key, name))
                 server.send_query_prepared(name, each.values)
             else:
                 server.send_query_params(each.text, each.values)
-            self._sent.append((None, b""))
+            sent.append((None, b""))
+        server.pipeline_sync()
+        return sent
 
-    def _bytes_of(self, value: Any) -> bytes | None:
-        if type(value) is int:  # most are
-            return b"%d" % value
+    def _sent(self, value: Any) -> bytes | None:
         if value is None or isinstance(value, bool):
             return value if value is None else b"t" if value else b"f"
         text = str(value)

@@ -61,7 +61,6 @@ class Session:
         self._connection: psycopg.Connection[tuple[Any, ...]] | None = None
         self._pipeline: Pipeline | None = None
         self._waiting: list[Statement] = []  # they go to the server with the next one
-        self._begun: list[Statement] = []  # they went before it; their failures are not known
         self._ahead: list[Statement] = []  # reads that go with it, too
         self._found: dict[_Key, Answer] = {}  # and their answers, until something is written
         # Of namespaces, which never change in a server: another one, a standby that lacked them, may give them again.
@@ -80,7 +79,7 @@ class Session:
         self._pipeline = Pipeline(self._connection)
 
     def close(self) -> None:
-        for each in (self._waiting, self._begun, self._ahead, self._found, self.numbers):
+        for each in (self._waiting, self._ahead, self._found, self.numbers):
             each.clear()
         if self._connection is not None:
             self._connection.close()
@@ -106,26 +105,21 @@ class Session:
         """With all that waits to go to the server. Raises EarlierFailed where a savepoint ended among that."""
         waiting, self._waiting = self._waiting, []
         ahead, self._ahead = self._ahead, []
-        begun, self._begun = self._begun, []
         try:
             *answers, answer = self._sendable.run([*waiting, *ahead, statement])
         except psycopg.Error as error:
-            is_own = not any(each.sql.startswith("RELEASE") for each in (*begun, *waiting))
+            is_own = not any(each.sql.startswith("RELEASE") for each in waiting)
             if is_own or isinstance(error, psycopg.OperationalError):
                 raise
             raise EarlierFailed from error
         if statement.sql.startswith("SELECT"):
-            self._found |= zip(map(_key, ahead), answers[len(begun) + len(waiting) :], strict=True)
+            self._found |= zip(map(_key, ahead), answers[len(waiting) :], strict=True)
         return answer
 
     def execute_later(self, sql: str, values: _Values | None = None, /) -> None:
         """Run a statement before the next one, whose caller gets its failure."""
         self._found.clear()
         self._waiting.append(self._sendable.statement(sql, values))
-        if sql.startswith("RELEASE"):  # nothing goes back behind it: the server may run it while the next one is made
-            self._sendable.begin(self._waiting)
-            self._begun += self._waiting
-            self._waiting = []
 
     def execute_ahead(self, sql: str, values: _Values, /) -> None:
         """Send a read with the next statement. The same read is then answered at once, until something is written."""

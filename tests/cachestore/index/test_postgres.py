@@ -22,7 +22,7 @@ from cachestore_svc.config import ConfigError, read_settings
 from cachestore_svc.facts.records import HeldLease, LeaseToken, LineKey
 from cachestore_svc.index.catalog import HOUSE, Catalog, CatalogChange, CatalogView, open_postgres
 from cachestore_svc.index.postgres.replicas import LOCK
-from cachestore_svc.index.postgres.session import EarlierFailed, Session
+from cachestore_svc.index.postgres.session import Session
 from tests.cachestore.any_backend.memory_blobs import MemoryBlobs
 from tests.cachestore.core.lab import NS, Lab, assert_restores, publish
 from tests.cachestore.service import running as service_running
@@ -191,43 +191,6 @@ def test_a_statement_that_waited_behind_one_that_failed_runs_again(url: str, run
             session.execute("ROLLBACK TO operation")
             assert session.execute(text, {"text": "again"}).fetchall() == [("again",)]
         assert session.execute("COMMIT").statusmessage == "COMMIT"
-
-
-def test_a_server_runs_an_operation_before_the_next_one_is_made(url: str) -> None:
-    def is_free() -> bool:
-        return bool(other.execute("SELECT pg_try_advisory_xact_lock(7)").fetchall()[0][0])
-
-    with psycopg.connect(url, autocommit=True) as other, closing(Session(url)) as session:
-        session.connect()
-        session.execute("BEGIN")
-        for statement in ("SAVEPOINT operation", "SELECT pg_advisory_xact_lock(7)", "RELEASE operation"):
-            session.execute_later(statement)
-        give_up = time.monotonic() + 30
-        while is_free():
-            assert time.monotonic() < give_up
-            time.sleep(0.002)
-        assert session.execute("COMMIT").statusmessage == "COMMIT"
-        assert is_free()
-
-
-@pytest.mark.parametrize("ends", ["by a statement", "unheard"])
-def test_an_operation_that_failed_after_it_was_sent_leaves_nothing(url: str, ends: str) -> None:
-    with psycopg.connect(url, autocommit=True) as other, closing(Session(url)) as session:
-        other.execute("CREATE TABLE counted (id BIGINT)")
-        session.connect()
-        session.execute("BEGIN")
-        session.execute_later("SAVEPOINT operation")
-        session.execute_later("INSERT INTO public.counted VALUES (:id)", {"id": 1})
-        session.execute_later("SELECT 1 / CAST(:zero AS INTEGER)", {"zero": 0})
-        session.execute_later("RELEASE operation")
-        if ends == "by a statement":
-            with pytest.raises(EarlierFailed):
-                session.execute("COMMIT")
-        session.roll_back()
-        if session.is_lost:
-            session.connect()
-        session.execute("INSERT INTO public.counted VALUES (:id)", {"id": 2})
-        assert other.execute("SELECT id FROM counted").fetchall() == [(2,)]
 
 
 def test_a_read_ahead_is_answered_once_and_forgotten_behind_a_write(url: str) -> None:
