@@ -6,6 +6,7 @@ A row says what is walled in, who may hold it, and why. Lazy imports and those u
 import ast
 import fnmatch
 import re
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
@@ -450,6 +451,11 @@ def test_a_planted_circle_is_seen() -> None:
 @pytest.mark.parametrize("package", ROOMS)
 def test_a_folder_holds_no_more_files_than_one_sees_at_a_glance(package: str) -> None:
     assert {folder: count for folder, count in files_per_folder(ROOT, package).items() if count > 14} == {}
+
+
+def test_nor_does_a_folder_of_tests() -> None:
+    counts = Counter(file.parent.relative_to(ROOT) for file in (ROOT / "tests").rglob("*.py"))
+    assert {folder: count for folder, count in counts.items() if count > 14} == {}
 
 
 # The longest chain of imports between rooms may become shorter, not longer.

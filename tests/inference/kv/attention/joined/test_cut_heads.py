@@ -22,7 +22,7 @@ from inference_svc.kv.policy import Rung, policy_of
 from inference_svc.kv.sequence_kv import SequenceKV
 from tests.emulation.emulator import cuda_emulator
 from tests.inference.kv.attention.emulators import needs_compiler
-from tests.inference.kv.attention.test_joined_steps import BITS, QWEN3, small
+from tests.inference.kv.attention.joined.test_joined_steps import BITS, QWEN3, small
 
 pytestmark = needs_compiler
 
