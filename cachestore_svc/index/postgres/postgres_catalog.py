@@ -47,6 +47,7 @@ class PostgresCatalog(Catalog):
 
     # A commit waits for those of other stores, and for the standby: one for each write would be most of the time.
     max_turn_ms = 50
+    waits_for_other_stores = True
 
     def __init__(
         self, url: str, disk: Disk, now_unix_ms: Callable[[], int], shared_as: Mapping[str, str] | None = None

@@ -41,6 +41,7 @@ class Catalog:
     home = ("", "")  # of a server's database: its numbers, and the timeline
     is_shared = False  # whether other stores may read and write it at the same time
     max_turn_ms = MAX_TURN_MS
+    waits_for_other_stores = False  # in a turn's first write, which is no part of the turn then
 
     def __init__(self, now_unix_ms: Callable[[], int], translated: Callable[[BaseException], BaseException]) -> None:
         """`translated`: errors of the database in words that a caller can act on."""
@@ -148,17 +149,16 @@ class Catalog:
             return
         taken = [first]
         try:
-            self._write(connection, taken, self._more_writes(taken))
+            self._write(connection, taken, self._more_writes(taken, self._now_unix_ms()))
         except BaseException as error:  # noqa: BLE001  a caller that waits for ever would be worse
             for operation in taken:
                 if not operation.answer.done():
                     operation.answer.set_exception(error)
 
-    def _more_writes(self, taken: list[Operation]) -> Iterator[Operation]:
-        """Further writes for the commit of those `taken`, each taken when the one before it has run. The turn begins
-        when the first has run: before it a group may wait for those of other stores.
-        """
-        began_ms = self._now_unix_ms()
+    def _more_writes(self, taken: list[Operation], began_ms: int) -> Iterator[Operation]:
+        """Further writes for the commit of those `taken`, each taken when the one before it has run."""
+        if self.waits_for_other_stores:
+            began_ms = self._now_unix_ms()
         while len(taken) < MAX_WRITES_PER_COMMIT and not self._is_over(began_ms):
             operation = self._next(self._writes)
             if operation is None:

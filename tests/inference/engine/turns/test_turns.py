@@ -302,9 +302,9 @@ def test_a_hot_turn_looks_at_its_new_tokens_and_at_none_that_it_remembers(
     plan = TurnPlan(prompt, (1,) * len(prompt), penalty, Hot(1_010), key, namespace=key.namespace)
     looked_at: list[int] = []
     hashed: list[int] = []
-    look, name = TokenIds.__iter__, block_hash.block_hash
+    look, name = TokenIds.__iter__, block_hash._token_bytes
     monkeypatch.setattr(TokenIds, "__iter__", lambda ids: (looked_at.append(len(ids)), look(ids))[1])
-    monkeypatch.setattr(block_hash, "block_hash", lambda *block: (hashed.append(len(block[3])), name(*block))[1])
+    monkeypatch.setattr(block_hash, "_token_bytes", lambda ids: (hashed.append(len(ids)), name(ids))[1])
     listener = Listener()
     driver.engine.submit(plan, listener)
     ended = listener.end()

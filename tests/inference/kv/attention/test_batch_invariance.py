@@ -1,5 +1,7 @@
 """With `batch_invariant`, a row's tokens do not depend on its neighbours: to the bit, on whatever device this runs."""
 
+from types import SimpleNamespace
+
 import mlx.core as mx
 import pytest
 from kvasir.cachestore.v1 import identity_pb2
@@ -7,6 +9,7 @@ from kvasir.errors import FailedPrecondition
 from mlx_lm.models import llama
 
 from inference_svc.config import read_settings
+from inference_svc.kv.attention.choice import KernelChoice
 from inference_svc.kv.attention.kernels import Dialect
 from inference_svc.kv.model_hooks.few_rows import take_few_rows
 from inference_svc.kv.model_hooks.joined_steps import join_steps
@@ -91,6 +94,7 @@ def test_rows_that_cannot_be_computed_in_fixed_numbers_are_refused(
 ) -> None:
     runner = object.__new__(ModelRunner)
     runner.pass_rows = 16  # as on a GPU
+    runner.layout = SimpleNamespace(kernels=KernelChoice(), kv_type=mx.float16)  # type: ignore[assignment]
     with pytest.raises(FailedPrecondition, match="batch_invariant"):
         runner.new_batch(KvPool(identity_of(layers), 1 << 20, dialect=dialect), 0)
 

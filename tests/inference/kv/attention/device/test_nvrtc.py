@@ -146,6 +146,7 @@ def not_asked_yet(library: ctypes.CDLL, tmp_path: Path, monkeypatch: pytest.Monk
     """A process that has launched nothing, whose tiles are emulated."""
     monkeypatch.setitem(fused.COMPILERS, Dialect.CUDA, cuda_emulator)
     monkeypatch.setattr(kept_kernel, "_refused", set())
+    monkeypatch.setattr(kept_kernel, "_finds_by_hash", lambda: False)  # its first kernel is refused, and logged, too
     monkeypatch.setattr(kept_kernel, "kept_programs", lambda: tmp_path / "kernels")
     caches = kept_kernel._program, fused._is_launched, fused._is_program_launched
     for each in caches:
