@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import io
 import os
 import secrets
 import sys
@@ -84,6 +85,8 @@ _KEEP_AWAKE = (
 
 def main(arguments: Sequence[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else arguments
+    if isinstance(sys.stdout, io.TextIOWrapper):  # a letter that the output lacks ends no report
+        sys.stdout.reconfigure(errors="backslashreplace")
     if arguments[:1] and arguments[0] in pairing.COMMANDS:
         return pairing.main(arguments)
     options = vars(parser().parse_args(arguments))

@@ -4,6 +4,7 @@ import json
 import os
 import sqlite3
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -257,3 +258,14 @@ def test_the_program_recovers_a_namespace_that_was_kept_out(lab: Lab) -> None:
         assert store.snapshots.get(NS, "a").version == 1
         with pytest.raises(NotFound):
             store.snapshots.get(NS, "b")
+
+
+def test_letters_that_the_output_lacks_end_no_report_of_a_recovery(lab: Lab) -> None:
+    with lab.open() as store:
+        publish(store, "Małgorzata", SyntheticAgent(SMALL, 1).turn(300), 0)
+    max(lab.root.glob("namespaces/*/blobs/*/*"), key=lambda file: file.stat().st_size).unlink()
+    command = [sys.executable, "-m", "cachestore_svc", "recover", "--data-dir", str(lab.root)]
+    env = {**os.environ, "PYTHONIOENCODING": "ascii", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=env)
+    assert "'Ma\\u0142gorzata' version 1 lacks blobs" in done.stdout, done.stderr
+    assert "the old index is kept: kvasir.sqlite3.before-" in done.stdout
