@@ -32,8 +32,8 @@ compiled: install
 
 # What needs no service, no model and no disk that syncs, and takes no turns: chosen by measurement, a minute in all.
 CHECKED := -m "not long" $(addprefix tests/inference/,edge memory model scheduling text turns) \
-  $(patsubst %,--ignore=tests/inference/model/test_%.py,lean_transformers mapped_weights probe_memory text_embedder) \
-  $(patsubst %,--ignore=tests/%.py,bench/test_lab bench/test_make_model kvasir/test_lean_imports kvasir/server/test_log_errors) \
+  $(patsubst %,--ignore=tests/inference/model/test_%.py,lean_transformers probe_memory text_embedder) \
+  $(patsubst %,--ignore=tests/%.py,inference/model/loading/test_mapped_weights bench/test_lab bench/test_make_model kvasir/test_lean_imports kvasir/server/test_log_errors) \
   --ignore=tests/kvasir/store_for_mlx_lm \
   tests/bench tests/kvasir tests/campaigns/mutation tests/campaigns/fairness/test_shared_resources.py tests/test_walls.py tests/test_lessons.py tests/test_readme.py tests/test_words.py
 

@@ -2,6 +2,8 @@
 
 import ast
 import random
+import re
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -57,3 +59,10 @@ def test_a_commit_and_a_number_name_a_part_and_nothing_else_does() -> None:
     assert [part_of(turn) for turn in ("0", "b", "14", "95e86db")] == [0, 11, 0x14, 0x95E86DB % PARTS]
     with pytest.raises(pytest.UsageError, match="KVASIR_TURN is 'all'"):
         part_of("all")
+
+
+def test_make_check_ignores_only_paths_that_exist() -> None:
+    printed = subprocess.run(["make", "-n", "checked"], cwd=ROOT, capture_output=True, text=True, check=True)
+    ignored = re.findall(r"--ignore=(\S+)", printed.stdout)
+    assert ignored
+    assert [path for path in ignored if not (ROOT / path).exists()] == []
