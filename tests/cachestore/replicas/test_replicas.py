@@ -121,7 +121,6 @@ def test_a_store_that_was_cut_off_comes_back_to_its_like_and_to_no_other(url: st
         assert a.write(HOUSE, add_one) == 5
 
 
-@pytest.mark.long(5)
 def test_a_group_that_waited_for_another_stores_takes_all_that_came_meanwhile(url: str) -> None:
     stands, goes_on = threading.Event(), threading.Event()
 
@@ -144,6 +143,7 @@ def test_a_group_that_waited_for_another_stores_takes_all_that_came_meanwhile(ur
             assert connection.execute("SELECT groups FROM writers").fetchall() == [(1,), (1,)]
 
 
+@pytest.mark.long(5)
 def test_a_store_that_stands_still_amid_a_group_holds_up_the_others_for_seconds(url: str) -> None:
     stands, goes_on = threading.Event(), threading.Event()
 
@@ -160,6 +160,27 @@ def test_a_store_that_stands_still_amid_a_group_holds_up_the_others_for_seconds(
         goes_on.set()
         still.result()
         assert b.read(HOUSE, count_of) == 2
+
+
+@pytest.mark.long(5)
+def test_a_store_that_stands_still_behind_a_write_of_its_group_holds_up_the_others_for_seconds(url: str) -> None:
+    """Whatever of the group the server was sent, it must wait for the store: no limit ends a session that works."""
+    stands, goes_on, begins = threading.Event(), threading.Event(), threading.Event()
+
+    def stand_still(_: object) -> None:
+        stands.set()
+        goes_on.wait(60)
+
+    with replica(url) as a, replica(url) as b:
+        first = a.write_later(HOUSE, lambda _: begins.wait(30))
+        group = [a.write_later(HOUSE, add_one), a.write_later(HOUSE, stand_still)]
+        begins.set()
+        assert stands.wait(30)
+        began = time.monotonic()
+        assert b.write_later(HOUSE, add_one).result(20) == 1, "what stood still is undone"
+        assert time.monotonic() - began < 20
+        goes_on.set()
+        assert [each.result() for each in (first, *group)] == [True, 2, None]
 
 
 # --- leases ---
