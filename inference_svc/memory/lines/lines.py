@@ -108,7 +108,9 @@ class Lines:
                 line.wanted(takes_back=True)
             line.lease.held = None
         for agent_id in renewed.wanted:
-            self._wanted(agent_id, takes_back=False)
+            line = self._lines.get(agent_id)
+            if line is not None and line.lease.generation == generations.get(agent_id):
+                line.wanted(takes_back=False)
 
     async def _beats(self) -> None:
         """Begin each in time, whether or not the last one was answered: then a store that answers all of them late

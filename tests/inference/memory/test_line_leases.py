@@ -266,6 +266,27 @@ def test_a_lease_that_was_asked_for_before_it_was_taken_back_is_given_back_unuse
     run(scenario)
 
 
+@pytest.mark.parametrize("is_granted_since", [False, True])
+def test_a_wish_for_a_lease_gives_back_none_that_was_granted_since(is_granted_since: bool) -> None:
+    async def scenario(lab: Lab) -> None:
+        lab.remember("a")
+        await lab.held("a")
+
+        async def late(*_asked: object) -> LeaseRenewal:
+            if is_granted_since:
+                lab.line("a").lease.give_back()
+                await lab.held("a")
+            return LeaseRenewal(frozenset(), frozenset({"a"}))
+
+        lab.store.renew = late  # type: ignore[method-assign, assignment]
+        await lab.lines.beat()
+        await settle()
+        assert lab.store.released == [("a", 1)]
+        assert lab.counts("a") == ("a" in lab.engine.hot) == is_granted_since
+
+    run(scenario)
+
+
 def test_a_memory_that_is_nowhere_else_is_not_dropped_for_another_engine() -> None:
     async def scenario(lab: Lab) -> None:
         lab.remember("a", is_safe=False)
