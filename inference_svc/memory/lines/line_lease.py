@@ -91,14 +91,14 @@ class LineLease:
                 return self.held
             if self._failure is not None and self._failure.reason != _HELD:
                 raise self._failure
-            if self._parts.clock() + pause_s > give_up:
+            if (now := self._parts.clock()) >= give_up:
                 raise errors.Unavailable(
                     "another inference service, or a change of the agent, holds its line; retry, or ask that service",
                     reason="AGENT_HELD_ELSEWHERE",
                     metadata={"agent_id": self._key.agent_id, "owner": self._holder},
                     retry_after_s=1.0,
                 )
-            await asyncio.sleep(pause_s)
+            await asyncio.sleep(min(pause_s, give_up - now))  # the last request is made when the patience ends
             # Each request is a write at the store: the longer the wait, the fewer of them.
             waited_s = self._parts.clock() - began
             pause_s = min(max(min(2 * pause_s, PAUSE_S), waited_s / 4), RETRY_S)

@@ -341,6 +341,25 @@ def test_a_wait_for_anothers_lease_begins_with_many_requests_and_goes_on_with_fe
     run(scenario)
 
 
+@pytest.mark.parametrize("patience_s", [1.0, 2.0, 5.0, LEASE_TTL_S + 1, 30.0])
+def test_a_lease_that_is_given_back_at_the_end_of_the_patience_is_had(
+    monkeypatch: pytest.MonkeyPatch, patience_s: float
+) -> None:
+    async def scenario(lab: Lab) -> None:
+        async def passes(seconds: float) -> None:
+            lab.now += seconds
+            if lab.now > 100 + 0.99 * patience_s:
+                lab.store.refusals.clear()
+            await settle()
+
+        monkeypatch.setattr(line_lease, "asyncio", SimpleNamespace(**{**vars(asyncio), "sleep": passes}))
+        lab.store.refusals = [HELD] * 1000
+        assert (await lab.line("a").lease.obtain(patience_s)).newest == HEAD.identity
+        assert lab.now <= 100 + patience_s + 1e-6
+
+    run(scenario)
+
+
 def test_after_lost_events_no_lease_counts_until_it_is_prolonged() -> None:
     async def scenario(lab: Lab) -> None:
         lab.remember("a")
