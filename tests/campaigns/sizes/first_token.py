@@ -11,7 +11,7 @@ import os
 import statistics
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -51,14 +51,21 @@ async def _first_token_s(house: PlayedHouse, agent_id: str) -> float:
 
 
 async def _turn(client: AioInferenceClient, agent_id: str, **said: Any) -> tuple[float, pb.CacheSource]:
-    """Seconds until its first token, and where its memory came from."""
-    first_s, source, began = 0.0, pb.CACHE_SOURCE_UNSPECIFIED, time.perf_counter()
-    async for event in client.generate(agent_id=agent_id, sampling={"max_tokens": 4}, timeout_s=_TURN_S, **said):
-        match event.WhichOneof("event"):
-            case "started":
-                source = event.started.source
-            case "delta":
-                first_s = first_s or time.perf_counter() - began
+    return await first_delta(client.generate(agent_id=agent_id, sampling={"max_tokens": 4}, timeout_s=_TURN_S, **said))
+
+
+async def first_delta(events: AsyncIterator[pb.GenerateResponse]) -> tuple[float, pb.CacheSource]:
+    """Seconds until a turn's first token, and where its memory came from. The turn must have a token, and end."""
+    first_s, source, began = None, pb.CACHE_SOURCE_UNSPECIFIED, time.perf_counter()
+    kind = None
+    async for event in events:
+        kind = event.WhichOneof("event")
+        if kind == "started":
+            source = event.started.source
+        elif kind == "delta" and first_s is None:
+            first_s = time.perf_counter() - began
+    assert first_s is not None, "the turn had no token"
+    assert kind == "finished", f"the turn ended with {kind}"
     return first_s, source
 
 

@@ -12,7 +12,7 @@ import os
 import statistics
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import Executor, ProcessPoolExecutor
 from contextlib import ExitStack, suppress
 from pathlib import Path
@@ -62,11 +62,21 @@ async def _speak(client: AioInferenceClient, agent_id: str, turns: int) -> list[
     other = []
     for turn in range(turns):
         said = {"messages" if turn == 0 else "append_messages": [{"role": "user", "content": _SAID[turn % len(_SAID)]}]}
-        async for event in client.generate(agent_id=agent_id, sampling={"max_tokens": 64}, timeout_s=120, **said):
-            snapshot = event.finished.snapshot if event.WhichOneof("event") == "finished" else None
-            if snapshot and snapshot.state != pb.SNAPSHOT_STATE_COMMITTED:
-                other += [f"{agent_id}: {pb.SnapshotState.Name(snapshot.state)} {snapshot.reason}"]
+        events = client.generate(agent_id=agent_id, sampling={"max_tokens": 64}, timeout_s=120, **said)
+        if problem := await not_durable(events):
+            other += [f"{agent_id}: {problem}"]
     return other
+
+
+async def not_durable(events: AsyncIterator[pb.GenerateResponse]) -> str:
+    """Why a turn's memory is not known to be durable; empty where it is."""
+    problem = "its stream ended without its end"
+    async for event in events:
+        if event.WhichOneof("event") == "finished":
+            snapshot = event.finished.snapshot
+            is_durable = snapshot.state == pb.SNAPSHOT_STATE_COMMITTED
+            problem = "" if is_durable else f"{pb.SnapshotState.Name(snapshot.state)} {snapshot.reason}"
+    return problem
 
 
 async def _lives(address: str, name: str, agents: int, turns: int) -> tuple[float, list[str]]:
