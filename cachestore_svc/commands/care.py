@@ -21,9 +21,10 @@ def show_check(report: CheckReport, as_json: bool) -> int:
         for finding in report.findings:
             done = " (repaired)" if finding.is_repaired else ""
             print(f"{finding.problem} in {finding.namespace!r}: {finding.detail}{done}")
-        print(f"{report.namespaces} namespaces, {report.blobs} blobs, {report.snapshots} snapshots")
+        counts = {"namespace": report.namespaces, "blob": report.blobs, "snapshot": report.snapshots}
+        print(", ".join(_counted(number, noun) for noun, number in counts.items()))
         if report.set_aside:
-            print(f"{report.set_aside} files that nothing names are set aside; collection removes them")
+            print(f"set aside, until collection removes them: {_counted(report.set_aside, 'file')} that nothing names")
     return OK if all(finding.is_repaired for finding in report.findings) else FOUND_PROBLEMS
 
 
@@ -41,7 +42,7 @@ def scrub(store: Store, as_json: bool) -> int:
             print(f"damaged: {digest.hash}")
         for name in known:
             print(f"damaged, as was found before: {name}")
-        print(f"{checked} blobs, {len(damaged)} damaged" + (f", {len(known)} known before" if known else ""))
+        print(f"{_counted(checked, 'blob')}, {len(damaged)} damaged" + (f", {len(known)} known before" if known else ""))
     return FOUND_PROBLEMS if damaged or known else OK
 
 

@@ -53,3 +53,16 @@ def test_a_key_beside_the_data_is_said_to_open_every_backup(tmp_path: Path) -> N
     assert "opens everything" in cli.done("keys", "new", "work").out
     assert "The audit" in " ".join(cli.done("keys", "new", "--help").out.split())
     assert "opens everything" not in cli.done("keys", "new", "far", "--key-file", tmp_path / "far.key").out
+
+
+@pytest.mark.parametrize("name", ["a/b", "A B", "", "ä", "-x", "e" * 65])
+def test_no_namespace_is_sealed_that_no_token_could_have(tmp_path: Path, name: str) -> None:
+    refused = Cli(tmp_path)("keys", "new", "--json", "--", name)
+    error = refused.value["error"]
+    assert (refused.code, error["reason"], error["field"]) == (4, "INVALID_FIELD", "NAMESPACE")
+    assert not list(tmp_path.iterdir())
+
+
+def test_credentials_of_another_store_may_name_any_namespace(tmp_path: Path) -> None:
+    [made] = Cli(tmp_path).done("keys", "new", "a/b", "--data-dir", tmp_path / "far", "--json").value["namespaces"]
+    assert made["namespace"] == "a/b"

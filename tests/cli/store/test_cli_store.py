@@ -353,8 +353,9 @@ def test_a_directory_that_is_no_store_is_said_to_be_none_and_stays_as_it_is(comm
     (others / "letter").write_text("mine")
     for folder in (tmp_path / "nowhere", others):
         refused = Cli(tmp_path)("store", command, "--data-dir", folder, "--json")
-        assert (refused.code, refused.value["error"]["reason"]) == (5, "NO_STORE")
-        assert str(folder) in refused.value["error"]["message"]
+        error = refused.value["error"]
+        assert (refused.code, error["reason"], error["field"]) == (5, "NO_STORE", "--data-dir")
+        assert str(folder) in error["message"]
     assert Cli(tmp_path / "typo")("store", command).code == 5
     assert sorted(path.name for path in tmp_path.rglob("*")) == ["letter", "others"]
 
@@ -366,12 +367,13 @@ def test_check_walks_a_store_that_does_not_run(cli: Cli, stopped: Cli) -> None:
     )
     assert cli.done("store", "check", "--read-only", "--json").value["is_clean"]
     assert "no namespace is sealed" in cli.done("keys", "ls").out
+    assert stopped.done("store", "check").out.startswith("1 namespace, ")
     report = stopped.done("store", "check", "--json").value
     assert report["is_clean"] is True
     assert report["snapshots"] == 1
     next(stopped.home.glob("store/namespaces/*/blobs/*/*")).unlink()
     assert stopped("store", "check", "--json").code == 1
-    assert "snapshots" in stopped("store", "check").out
+    assert ", 1 snapshot\n" in stopped("store", "check").out
     stopped("store", "check", "--repair")
 
 

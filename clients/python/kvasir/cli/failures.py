@@ -153,7 +153,8 @@ def relayed(code: int, answer: Mapping[str, Any]) -> errors.KvasirError:
 def _wrong_usage(error: typer.TyperException) -> WrongUsage:
     """The command line's own refusal. `typer` names the fault, and its context the command whose help to read."""
     context = getattr(error, "ctx", None)
-    [option, *_] = getattr(getattr(error, "param", None), "opts", None) or [getattr(error, "option_name", None)]
+    [named, *_] = getattr(getattr(error, "param", None), "opts", None) or [getattr(error, "option_name", None)]
+    option = named or getattr(error, "param_hint", None)
     said = error.format_message().strip().removesuffix(".").replace("Value error, ", "")
     if context is None:
         return WrongUsage(said, field=option)

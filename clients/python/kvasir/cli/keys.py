@@ -7,6 +7,7 @@ import typer
 from rich.console import Console
 
 from kvasir.cli.caller import Caller, command
+from kvasir.cli.callers.tokens import check_word
 from kvasir.cli.rows import counted, size
 from kvasir.cli.running.checks import check_installed
 from kvasir.cli.running.program import done, option_words
@@ -44,6 +45,8 @@ def new(
     Keep a copy of the master key: without it nobody reads the namespace again. To seal what exists already, seal a new
     namespace and bring the agents there with `kvasir agents export` and `import`. The audit, which lies outside the
     data, names agents of sealed namespaces, too."""
+    if data_dir is None:  # of a store that runs alone, the credentials may name any namespace
+        check_word("NAMESPACE", namespace)
     master = _master(caller, key_file, keychain)
     _run(caller, "new", data_dir, namespace, *master)
     caller.say(f"Keep a copy of the master key ({master[1]}): without it nobody reads {namespace} again.")

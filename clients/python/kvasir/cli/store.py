@@ -83,8 +83,9 @@ def _report(caller: Caller, action: str, data_dir: Path | None, words: list[str]
     words += [*home.seal_options(), *home.sealed_options(data_dir), *_last_options(home, data_dir)]
     ended = done("cachestore_svc", words, lambda line: caller.say(line) if line.startswith("progress: ") else None)
     if not ended.out:
-        is_missing = ended.code == NOT_FOUND
-        raise NotFound(ended.why, reason="NO_STORE") if is_missing else FailedPrecondition(ended.why, reason=reason)
+        if ended.code == NOT_FOUND:
+            raise NotFound(ended.why, reason="NO_STORE", field="--data-dir" if data_dir else None)
+        raise FailedPrecondition(ended.why, reason=reason)
     caller.result(ended.value if caller.as_json else None, ended.out.rstrip())
     raise typer.Exit(ended.code)
 

@@ -63,8 +63,8 @@ def new(
     Programs send it as `Authorization: Bearer …` or as an API key; `kvasir --token-file FILE …` does, too. Running
     services take it with `kvasir reload`. For a new namespace a credential of the engine's own is made, too, with which
     it keeps the memories there. credentials.toml is written anew, without the comments of whoever edited it."""
-    _check_word("NAME", name)
-    _check_word("--namespace", namespace)
+    check_word("NAME", name)
+    check_word("--namespace", namespace)
     _check_not_reserved(name)
     home = caller.home
     with _changing(home) as known:
@@ -166,7 +166,8 @@ def _check_new(name: str, namespace: str, known: Iterable[Principal]) -> None:
         raise InvalidArgument.of("--namespace", text)
 
 
-def _check_word(field: str, text: str) -> None:
+def check_word(field: str, text: str) -> None:
+    """Raises InvalidArgument, naming `field`, for a name or a namespace that no token could have."""
     if _WORD.fullmatch(text) is None:
         expected = "1 to 64 letters, digits, dots, - and _, the first a letter or digit"
         raise InvalidArgument.of(field, f"expected {expected}, got {text[:70]!r}")
