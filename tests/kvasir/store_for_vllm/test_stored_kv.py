@@ -14,7 +14,7 @@ import pytest
 from kvasir.cachestore.v1 import cachestore_pb2 as pb
 from kvasir.cachestore.v1 import cachestore_pb2_grpc
 from kvasir.clients import StoreClient
-from kvasir.errors import DataLoss, FailedPrecondition, InvalidArgument
+from kvasir.errors import DataLoss, FailedPrecondition, InvalidArgument, Unavailable
 from kvasir.formats.digest import Digest
 from kvasir.store_for_vllm import stored_kv
 from kvasir.store_for_vllm.reading import Load, Read, Reading
@@ -96,6 +96,33 @@ def test_the_oldest_of_too_many_go_those_of_earlier_processes_first(client: Stor
     after.save(_tokens(7, 1), _blocks(7, 0))
     assert len(client.list_agents().agents) == 2
     assert _read(after, _tokens(7, 1)) == _blocks(7, 0)
+
+
+def test_a_prompt_that_cannot_go_yet_holds_up_no_other_and_goes_later(client: StoreClient) -> None:
+    kv = _kv(client, "p", keep=1)
+    kv.save(_tokens(20, 1), _blocks(20, 0))
+    [pinned] = client.list_agents().agents
+    client.update_agent(pinned.agent_id, is_pinned=True)
+    for seed in (21, 22):
+        kv.save(_tokens(seed, 1), _blocks(seed, 0))
+    assert len(client.list_agents().agents) == 2
+    client.update_agent(pinned.agent_id, is_pinned=False)
+    kv.save(_tokens(23, 1), _blocks(23, 0))
+    assert len(client.list_agents().agents) == 1
+    assert _read(kv, _tokens(23, 1)) == _blocks(23, 0)
+
+
+def test_a_prompt_whose_delete_did_not_reach_the_store_goes_with_the_next(
+    client: StoreClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kv = _kv(client, "q", keep=1)
+    kv.save(_tokens(24, 1), _blocks(24, 0))
+    with monkeypatch.context() as patch:
+        patch.setattr(client, "delete_agent", lambda _: (_ for _ in ()).throw(Unavailable("a link that was cut")))
+        with pytest.raises(Unavailable):
+            kv.save(_tokens(25, 1), _blocks(25, 0))
+    kv.save(_tokens(26, 1), _blocks(26, 0))
+    assert len(client.list_agents().agents) == 1
 
 
 def test_a_prompt_that_another_process_stored_is_no_failure_and_its_beginning_need_not_be_sent(

@@ -144,9 +144,14 @@ class StoredKv:
         self._kept[name] = new
         oldest_first = sorted(self._kept, key=lambda each: self._kept[each].created_unix_ms if self._kept else 0)
         for each in {*begun, *oldest_first[: -self._keep]} - {name}:
-            del self._kept[each]
-            with suppress(NotFound):  # another process was first
+            try:
                 self._store.delete_agent(each)
+            except FailedPrecondition as refused:  # pinned, or amid a move: tried again with the next prompts
+                _LOG.info("%s", refused)
+                continue
+            except NotFound:  # another process was first
+                pass
+            del self._kept[each]
 
 
 def _identity(model: str, token_bytes: Sequence[int]) -> identity_pb2.KvIdentity:
