@@ -42,7 +42,8 @@ def scrub(store: Store, as_json: bool) -> int:
             print(f"damaged: {digest.hash}")
         for name in known:
             print(f"damaged, as was found before: {name}")
-        print(f"{_counted(checked, 'blob')}, {len(damaged)} damaged" + (f", {len(known)} known before" if known else ""))
+        before = f", {len(known)} known before" if known else ""
+        print(f"{_counted(checked, 'blob')}, {len(damaged)} damaged{before}")
     return FOUND_PROBLEMS if damaged or known else OK
 
 

@@ -277,6 +277,8 @@ def test_wrong_usage_ends_with_2(cli: Cli) -> None:
     assert (late.code, late.err) == (2, "kvasir: --home stands before the command: kvasir --home … agents ls.\n")
     told = cli("agents", "rollback", "ada", "--nonsense", "--json")
     assert (told.code, told.value["error"]["reason"], told.value["error"]["field"]) == (2, "WRONG_USAGE", "--nonsense")
+    nowhere = cli("--address", ":x", "agents", "ls", "--json")
+    assert (nowhere.code, nowhere.value["error"]["field"]) == (2, "--address")
     assert cli.done("--version", "--json").value == {"kvasir": kvasir.__version__}
 
 
