@@ -257,9 +257,9 @@ def make_services(
     handing_over = HandingOver(store, peers, limits, patience_s=patience_s, steady=time.monotonic)
     receiving = Receiving(store, transfers.copies, bringing)
     moves = Moves(receiving, peers, handing_over, secrets.token_hex)
-    agents = AgentService(store, transfers, moves, stall_timeout_s=settings.stall_timeout_s)
+    agents = AgentService(store, transfers, moves, peers, stall_timeout_s=settings.stall_timeout_s)
     claims = ClaimPolling(store, peers, handing_over, uptime_s)
-    return Services(service, agents, MovingService(handing_over), moves, claims)
+    return Services(service, agents, MovingService(handing_over, peers), moves, claims)
 
 
 def _threads(settings: StoreSettings) -> StoreThreads:

@@ -17,7 +17,7 @@ from cachestore_svc.facts.records import MAX_PAGE_SIZE, AgentRecord, SnapshotVer
 from cachestore_svc.moving.arrivals import MoveOrder, Waiting
 from cachestore_svc.moving.copying import Progress
 from cachestore_svc.moving.moves import Moves
-from cachestore_svc.moving.peering.peers import name_of
+from cachestore_svc.moving.peering.peers import Peers
 from cachestore_svc.moving.streams import Streams
 from cachestore_svc.moving.transfer import PullOrder, Transfers
 from cachestore_svc.store.aio_store import AioStore
@@ -27,9 +27,12 @@ _MAX_INLINE_MANIFEST_BYTES = 2 << 20
 
 
 class AgentService(StoreCalls, cachestore_pb2_grpc.AgentServiceServicer):
-    def __init__(self, store: AioStore, transfers: Transfers, moves: Moves, *, stall_timeout_s: float) -> None:
+    def __init__(
+        self, store: AioStore, transfers: Transfers, moves: Moves, peers: Peers, *, stall_timeout_s: float
+    ) -> None:
         super().__init__(store)
         self._moves = moves
+        self._peers = peers
         self._transfers = transfers
         self._streams = Streams(stall_timeout_s)
 
@@ -125,7 +128,7 @@ class AgentService(StoreCalls, cachestore_pb2_grpc.AgentServiceServicer):
             )
             await self._streams.send_all(context, pulled)
             return
-        peer = name_of(caller) if is_given else request.peer
+        peer = self._peers.calling(caller) if is_given else request.peer
         order = PullOrder(
             caller_namespace(), peer, agent_id, local, kv_hash, request.dry_run, is_given, request.only_bytes
         )
@@ -145,7 +148,7 @@ class AgentService(StoreCalls, cachestore_pb2_grpc.AgentServiceServicer):
             moved = self._moves.there(namespace, to_peer, agent_id, move_id, is_dry_run=request.dry_run)
             await self._streams.send_all(context, moved)
             return
-        peer = name_of(caller) if is_given else request.from_peer
+        peer = self._peers.calling(caller) if is_given else request.from_peer
         order = MoveOrder(caller_namespace(), peer, agent_id, request.dry_run, is_given, move_id)
         await self._streams.send_all(context, self._moves.here(order), _move_response)
 

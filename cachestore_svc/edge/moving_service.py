@@ -10,20 +10,21 @@ from kvasir.server.interceptors import current_principal
 from cachestore_svc.edge import messages
 from cachestore_svc.edge.store_calls import caller_namespace
 from cachestore_svc.moving.handing_over import HandingOver
-from cachestore_svc.moving.peering.peers import name_of
+from cachestore_svc.moving.peering.peers import Peers
 
 
 class MovingService(cachestore_pb2_grpc.MovingServiceServicer):
     """Calls of peers. The peer that is meant is the caller. On one event loop."""
 
-    def __init__(self, handing_over: HandingOver) -> None:
+    def __init__(self, handing_over: HandingOver, peers: Peers) -> None:
         self._handing_over = handing_over
+        self._peers = peers
 
     async def OfferAgent(self, request: pb.OfferAgentRequest, context: Any) -> pb.OfferAgentResponse:
         agent, known = await self._handing_over.offer(
             caller_namespace(),
             check_agent_id(request.agent_id),
-            _peer(),
+            self._peer(),
             messages.read_move_id(request.move_id),
             messages.read_generation(request.generation),
             context.time_remaining(),
@@ -33,24 +34,23 @@ class MovingService(cachestore_pb2_grpc.MovingServiceServicer):
     async def HandOverAgent(self, request: pb.HandOverAgentRequest, context: Any) -> pb.HandOverAgentResponse:
         agent_id, move_id = check_agent_id(request.agent_id), messages.read_move_id(request.move_id)
         generation = messages.read_generation(request.generation, least=1)
-        await self._handing_over.hand_over(caller_namespace(), agent_id, _peer(), move_id, generation)
+        await self._handing_over.hand_over(caller_namespace(), agent_id, self._peer(), move_id, generation)
         return pb.HandOverAgentResponse()
 
     async def UndoMove(self, request: pb.UndoMoveRequest, context: Any) -> pb.UndoMoveResponse:
         agent_id, move_id = check_agent_id(request.agent_id), messages.read_move_id(request.move_id)
-        await self._handing_over.undo(caller_namespace(), agent_id, _peer(), move_id)
+        await self._handing_over.undo(caller_namespace(), agent_id, self._peer(), move_id)
         return pb.UndoMoveResponse()
 
     async def FenceAgent(self, request: pb.FenceAgentRequest, context: Any) -> pb.FenceAgentResponse:
         await self._handing_over.fence(
             caller_namespace(),
             check_agent_id(request.agent_id),
-            _peer(),
+            self._peer(),
             messages.read_generation(request.generation, least=1),
             context.time_remaining(),
         )
         return pb.FenceAgentResponse()
 
-
-def _peer() -> str:
-    return name_of(current_principal())
+    def _peer(self) -> str:
+        return self._peers.calling(current_principal())

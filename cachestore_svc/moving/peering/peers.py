@@ -63,6 +63,15 @@ class Peers:
         given = self.settings(name, namespace).given(namespace)
         return partial(check, Said(verb, agent_id, names, given, is_ordered))
 
+    def calling(self, caller: Principal) -> str:
+        """The name of a caller with the peer role. Raises NotFound (PEER_UNKNOWN) of a token under the name of a paired
+        peer: that one shows its certificate, and a token outlives the peer that was written by hand."""
+        name = name_of(caller)
+        peer = self.book.peers.get(self.renamed().get(name, name))
+        if peer is not None and peer.is_paired and peer_name(caller) is None:
+            raise _unknown(name, f"peer {name!r} is paired and shows its certificate: this token is none of its own")
+        return name
+
     def settings(self, name: str, namespace: str) -> PeerSettings:
         """The peer's entry. Raises NotFound (PEER_UNKNOWN), also where it is none of this namespace."""
         peer = self.book.peers.get(self.renamed().get(name, name))
