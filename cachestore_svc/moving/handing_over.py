@@ -81,10 +81,11 @@ class HandingOver:
         return record, known
 
     async def hand_over(self, namespace: str, agent_id: str, peer: str, move_id: str, generation: int) -> None:
-        """See Store.hand_over. Raises NotFound (PEER_UNKNOWN) of a peer that was removed since it began the move."""
-        self._peers.settings(peer, namespace)
+        """See Store.hand_over. Raises NotFound (PEER_UNKNOWN) of a peer that was removed since it began the move, and
+        PermissionDenied (PEER_MAY_NOT) of one whose right to it was lowered since."""
+        may = self._peers.may(Verb.HAND_OVER, namespace, peer, agent_id)
         self._limits.word(peer)
-        await self._store.run(namespace, self._store.moves.hand_over, agent_id, peer, move_id, generation)
+        await self._store.run(namespace, self._store.moves.hand_over, agent_id, peer, move_id, generation, may)
         self._forget((namespace, agent_id, peer))
         self._limits.ended((namespace, agent_id, peer))
 

@@ -66,7 +66,8 @@ EFFECTS: Mapping[Verb, Mapping[OwnerState, Bond]] = {
     Verb.MOVE: {OwnerState.OWNED: Bond.NONE, OwnerState.MOVED: Bond.NAMED, OwnerState.ARRIVING: Bond.NAMED},
     Verb.TURN: {OwnerState.OWNED: Bond.HAD},  # the engine checks the very move with which the turn comes
 }
-# The rights that words need. A peer whose move is under way has shown its right already.
+# The rights that words need. A peer whose move is under way has shown its right already; to end the move it needs it
+# still, or this store's owner ordered the move, or the peer had the agent before.
 NEEDS: Mapping[Verb, Gives | Takes] = {
     Verb.OFFER: Gives.MOVE,
     Verb.COPY: Takes.COPY,
@@ -112,6 +113,9 @@ def check(said: Said, known: Ownership) -> None:
     if needs is not None and has < needs and not began:
         way = "gives" if isinstance(needs, Gives) else "takes"
         raise _may_not(said, f"it may not {verb}", f"--{way} {needs.name.lower()}")
+    may_move = said.given.gives >= Gives.MOVE
+    if verb is Verb.HAND_OVER and not known.has_part(said.names, may_move=may_move):
+        raise _may_not(said, f"it may not {verb}: its right to take agents was lowered since", "--gives move")
     if verb in _BY_BOND and tie < EFFECTS[verb].get(known.state, Bond.NAMED):
         if verb is Verb.FENCE and said.given.gives is Gives.CLAIM and known.generation:
             return

@@ -79,13 +79,17 @@ class MoveSteps:
 
         return self._leases.taking_back(namespace, agent_id, work, at_once=False)
 
-    def hand_over(self, namespace: str, agent_id: str, peer: str, move_id: str, generation: int) -> Ownership:
-        """The decision of a move: the agent is the peer's. Raises FailedPrecondition (MOVE_UNKNOWN)."""
-        return self._changes.step(
-            namespace,
-            agent_id,
-            lambda known, now: ownership.handed_over(agent_id, known, peer, move_id, generation, now),
-        )
+    def hand_over(self, namespace: str, agent_id: str, peer: str, move_id: str, generation: int, may: May) -> Ownership:
+        """The decision of a move: the agent is the peer's. Raises FailedPrecondition (MOVE_UNKNOWN), and as `may`
+        does unless it was decided before."""
+
+        def decided(known: Ownership, now_unix_ms: int) -> Ownership:
+            after = ownership.handed_over(agent_id, known, peer, move_id, generation, now_unix_ms)
+            if after is not known:
+                may(known)
+            return after
+
+        return self._changes.step(namespace, agent_id, decided)
 
     def undo(self, namespace: str, agent_id: str, peer: str, move_id: str) -> Ownership:
         return self._changes.step(namespace, agent_id, lambda known, now: ownership.undone(known, peer, move_id, now))

@@ -95,7 +95,7 @@ PROBES: dict[str, Callable[[Store, SyntheticSnapshot], object]] = {
     "owners.of": lambda s, c: s.owners.of(NS, "secret").generation == 0 or pytest.fail("their owner was seen"),
     "owners.claim": lambda s, c: not_found(lambda: s.owners.claim(NS, "secret", 1)),
     "moves.offer": lambda s, c: not_found(lambda: s.moves.offer(NS, "secret", "peer", "move", 0, anybody)),
-    "moves.hand_over": lambda s, c: not_under_way(lambda: s.moves.hand_over(NS, "secret", "peer", "move", 1)),
+    "moves.hand_over": lambda s, c: not_under_way(lambda: s.moves.hand_over(NS, "secret", "peer", "move", 1, anybody)),
     "moves.arrive": lambda s, c: not_under_way(lambda: s.moves.arrive(NS, "secret", "move")),
     "moves.receive": lambda s, c: not_found(
         lambda: s.moves.receive(NS, ArrivingAgent("secret", "peer", "move", 1, (), {}, False, 8))

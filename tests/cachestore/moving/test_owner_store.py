@@ -24,7 +24,7 @@ from tests.made_models.synthetic import SMALL, SyntheticAgent, SyntheticSnapshot
 
 def hand_over(store: Store, name: str) -> None:
     store.moves.offer(NS, name, "studio", "m" * 16, 0, anybody)
-    store.moves.hand_over(NS, name, "studio", "m" * 16, 1)
+    store.moves.hand_over(NS, name, "studio", "m" * 16, 1, anybody)
 
 
 def recover(lab: Lab) -> RecoverReport:
@@ -197,7 +197,7 @@ def test_the_last_step_of_a_move_is_repeated_from_the_journal(lab: Lab) -> None:
     kept = lab.root.parent / "before"
     shutil.copytree(lab.root, kept)
     with lab.open() as store:
-        store.moves.hand_over(NS, "moving", "studio", "n" * 16, 1)
+        store.moves.hand_over(NS, "moving", "studio", "n" * 16, 1, anybody)
     shutil.copy(lab.root / journal.NAME, kept / journal.NAME)
     lab.root = kept
     assert states(lab) == AS_IT_WAS | {"moving": OwnerState.MOVED}
@@ -219,7 +219,7 @@ def test_without_a_whole_journal_nobody_extends_what_may_have_been_handed_over(l
 def test_a_move_that_was_under_way_is_not_undone_when_its_decision_may_be_lost(lab: Lab) -> None:
     with_three(lab)
     with lab.open() as store:
-        store.moves.hand_over(NS, "moving", "studio", "n" * 16, 1)
+        store.moves.hand_over(NS, "moving", "studio", "n" * 16, 1, anybody)
     lose_the_last_line(lab)
     assert not recover(lab).has_whole_journal
     with lab.open() as store:

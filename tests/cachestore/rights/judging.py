@@ -109,7 +109,8 @@ class Judge:
             verb = Verb.FENCE  # an offer that knows a newer owner is one
         book, (gives, takes) = self.book(*key), self.rights[key[0]]
         has_part = book.had_by_liar or (book.offered_to_liar and gives >= Gives.MOVE)
-        bond = Bond.NAMED if was.peer == LIAR else Bond.HAD if has_part else Bond.NONE
+        is_named = was.peer == LIAR and (has_part or verb is not Verb.HAND_OVER)  # its right may be lowered since
+        bond = Bond.NAMED if is_named else Bond.HAD if has_part else Bond.NONE
         problem = ""
         if not is_meant:
             problem = "another agent changed"

@@ -17,6 +17,7 @@ from kvasir_gateway import conversations
 
 from cachestore_svc.facts.ownership import CLAIM_STEP, MAX_TOLD_GENERATION, OwnerState
 from cachestore_svc.pairing import rights
+from cachestore_svc.pairing.identity import new_identity
 from cachestore_svc.recovery import salvage
 from inference_svc.memory import token_lines
 from tests.cachestore.core.lab import NS
@@ -74,6 +75,45 @@ def test_a_peer_that_was_removed_ends_no_move_that_it_began(tmp_path: Path, word
         assert ada.store.owners.of(NS, "work").state is OwnerState.MOVING
         await ada.owner.claim_agent("work", force=True)
         assert ada.store.owners.of(NS, "work").state is OwnerState.OWNED
+
+    played(tmp_path, play)
+
+
+def test_a_peer_whose_right_was_lowered_ends_no_move_that_it_began(tmp_path: Path) -> None:
+    async def play(ada: Mac, mallory: Mac, peer: AioStoreClient) -> None:
+        ada.allow("mallory", gives="move")
+        answer = await peer.offer_agent("work", MOVE, 0)
+        ada.allow("mallory", gives="read")
+        await refused(peer.hand_over_agent("work", MOVE, answer.generation))
+        assert ada.store.owners.of(NS, "work").state is OwnerState.MOVING
+        await noted(ada, "MovingService/HandOverAgent refused PEER_MAY_NOT")
+        ada.allow("mallory", gives="move")
+        await peer.hand_over_agent("work", MOVE, answer.generation)
+        ada.allow("mallory", gives="read")
+        await peer.hand_over_agent("work", MOVE, answer.generation)  # the answer may have been lost: it was decided
+        assert ada.store.owners.of(NS, "work").state is OwnerState.MOVED
+
+    played(tmp_path, play)
+
+
+def test_a_token_is_no_paired_peer_of_its_name(tmp_path: Path) -> None:
+    """One that was written by hand began a move, and was taken out of the file; its token is still a credential."""
+    key = new_identity().certificate.text
+
+    async def play(ada: Mac, mallory: Mac, peer: AioStoreClient) -> None:
+        ada.allow("mallory", gives="claim", takes="move")
+        answer = await peer.offer_agent("work", MOVE, 0)
+        ada.allow("mallory", gives="claim", takes="move", certificate=key, namespaces=(NS,))
+        for call in (
+            peer.hand_over_agent("work", MOVE, answer.generation),
+            peer.undo_move("work", MOVE),
+            peer.offer_agent("work", MOVE, answer.generation),
+            peer.fence_agent("work", answer.generation + 1),
+            drained(peer.moving_agent("hers")),
+            drained(peer.pulling_agent("", "hers")),
+        ):
+            await refused(call, "PEER_UNKNOWN")
+        assert ada.store.owners.of(NS, "work").state is OwnerState.MOVING
 
     played(tmp_path, play)
 

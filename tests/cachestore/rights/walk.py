@@ -92,11 +92,15 @@ class Walk:
         await self.judge.quiet()
 
     async def _offer_in_vain(self, store: str, name: str) -> None:
-        """The liar may move agents, is offered one, gives it up, and may only read then."""
+        """The liar may move agents, is offered one, gives it up, and may only read then, or already before."""
         await self.allow(store, gives="move")
         peer, move_id = self.liars[store], f"{self.chance.getrandbits(64):016x}"
         judged, known = self.judge.judged, self._mac(store).store.owners.of(NS, name).generation
         await judged(store, [name], Verb.OFFER, self._offer(peer, (store, name), move_id, known))
+        if self.chance.random() < 0.5:
+            await self.allow(store, gives="read")
+            began = self.moves.get((store, name), (move_id, 1))
+            await judged(store, [name], Verb.HAND_OVER, peer.hand_over_agent(name, *began))
         await judged(store, [name], Verb.UNDO, peer.undo_move(name, move_id))
         await self.allow(store, gives="read")
         generation = self._mac(store).store.owners.of(NS, name).generation
