@@ -139,17 +139,11 @@ def attention_and_weight(
     together, fp32 [B, Hq], by which the result is mixed with that over other rows. -inf, and zeros, where there are
     none.
     """
-    dtype, heads = queries.dtype, queries.shape[1] // page_format.key.kv_heads
-    takes_tiles = not tiles.are_refused(page_format, TYPE_NAMES[dtype])
-    geometry = _geometry(page_format, heads, 0, dialect, dtype, 1, takes_tiles, False)
-    asked = rotated(queries) if page_format.key.is_rotated else queries
-    settings = settings_of(scale, None, geometry.split)
-    plan = plan_of(geometry, dialect, compiler or COMPILERS[dialect], asked.dtype, dtype, None)
-    splits = geometry.splits(block_table.shape[1], 0)
-    partial = plan.mixed_splits(asked, pages, block_table, lengths, settings, splits)
-    dim = page_format.value.dim
+    made_by = compiler or COMPILERS[dialect]
+    _, plan, settings, partial = _mixed(queries, pages, page_format, block_table, lengths, scale, dialect, made_by)
+    splits, dim = partial.shape[1], page_format.value.dim
     summed = partial[:, :, dim : dim + 2].reshape(*queries.shape[:2], splits, 2)
-    is_written = (mx.arange(splits) * geometry.split)[None, None] < lengths[:, None, None]
+    is_written = (mx.arange(splits) * plan.geometry.split)[None, None] < lengths[:, None, None]
     highest = mx.where(is_written, summed[..., 0] * math.log(2), -mx.inf)
     weight = mx.where(is_written, mx.log(summed[..., 1]) + highest, -mx.inf)
     return plan.reduced(queries, partial, lengths, None, settings), mx.logsumexp(weight, axis=-1)
@@ -178,14 +172,9 @@ def window_attention(
     kv_heads, value_dim = page_format.key.kv_heads, page_format.value.dim
     # To a slot's pages its rows are further heads of queries: each sees all of them.
     by_head = queries.reshape(slots, count, kv_heads, heads // kv_heads, -1).swapaxes(1, 2)
-    asked, (keys, values) = by_head.reshape(slots, heads * count, 1, -1), rows
-    if page_format.key.is_rotated:
-        asked, keys = rotated(asked), rotated(keys)
-    takes_tiles, made_by = not tiles.are_refused(page_format, TYPE_NAMES[dtype]), compiler or COMPILERS[dialect]
-    geometry = _geometry(page_format, heads // kv_heads * count, 0, dialect, dtype, 1, takes_tiles, False)
-    settings = settings_of(scale, None, geometry.split)
-    plan = plan_of(geometry, dialect, made_by, asked.dtype, dtype, None)
-    partial = plan.mixed_splits(asked, pages, block_table, before, settings, geometry.splits(block_table.shape[1], 0))
+    asked, (keys, values), made_by = by_head.reshape(slots, heads * count, 1, -1), rows, compiler or COMPILERS[dialect]
+    asked, _, settings, partial = _mixed(asked, pages, page_format, block_table, before, scale, dialect, made_by)
+    keys = rotated(keys) if page_format.key.is_rotated else keys
     shared_bytes = REDUCE_WARPS * (value_dim + PARTIAL_EXTRA) * 4
     types = zip(("Query", "Key", "Value", "Out"), (asked.dtype, keys.dtype, values.dtype, dtype), strict=True)
     return compiled(made_by, window_source(dialect), shared_bytes)(
@@ -201,6 +190,27 @@ def window_attention(
         output_shapes=[(slots * count, 1, heads * value_dim) if is_flat else (slots * count, heads, 1, value_dim)],
         output_dtypes=[dtype],
     )[0]
+
+
+def _mixed(
+    queries: mx.array,
+    pages: mx.array,
+    page_format: PageFormat,
+    block_table: mx.array,
+    lengths: mx.array,
+    scale: float,
+    dialect: Dialect,
+    compiler: Compiler,
+) -> tuple[mx.array, "Plan", mx.array, mx.array]:
+    """Of queries [B, Hq, 1, Dk] that see all rows: they in the basis of keys, the plan, its settings, and the mixes."""
+    dtype, heads = queries.dtype, queries.shape[1] // page_format.key.kv_heads
+    takes_tiles = not tiles.are_refused(page_format, TYPE_NAMES[dtype])
+    geometry = _geometry(page_format, heads, 0, dialect, dtype, 1, takes_tiles, False)
+    asked = rotated(queries) if page_format.key.is_rotated else queries
+    settings = settings_of(scale, None, geometry.split)
+    plan = plan_of(geometry, dialect, compiler, asked.dtype, dtype, None)
+    splits = geometry.splits(block_table.shape[1], 0)
+    return asked, plan, settings, plan.mixed_splits(asked, pages, block_table, lengths, settings, splits)
 
 
 @dataclass(frozen=True, slots=True)
