@@ -1,11 +1,8 @@
 """Quotas and the write budget of stores over one database: the changes of each of them count at all."""
 
 import random
-import shutil
-from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, closing
-from functools import partial
+from contextlib import closing
 from pathlib import Path
 
 import psycopg
@@ -17,45 +14,12 @@ from cachestore_svc.blobs.disk import Disk
 from cachestore_svc.facts.records import MANIFEST_FORMAT, BlobKind
 from cachestore_svc.index.catalog import HOUSE, open_postgres
 from cachestore_svc.index.postgres import schema
-from cachestore_svc.recovery import on_server
 from cachestore_svc.store.store import Store
-from tests.cachestore.any_backend.memory_blobs import MemoryBlobs
 from tests.cachestore.core.lab import NS, Lab, publish, upload, write
+from tests.cachestore.replicas.conftest import Opened
 from tests.made_models.synthetic import SMALL, SyntheticAgent
-from tests.running.postgres import PostgresServer
 
-_ALIKE = {"blobs": "s3://bucket/agents", "keys": "none"}
 _QUOTA = 100_000
-
-Opened = Callable[..., tuple[Store, Store]]
-
-
-@pytest.fixture
-def url(postgres: PostgresServer) -> str:
-    return postgres.url(postgres.new_database())
-
-
-@pytest.fixture
-def labs(url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Lab, Lab]:
-    """Two labs that have one database and the same blobs."""
-    monkeypatch.setattr(on_server, "open_postgres", partial(open_postgres, shared_as=_ALIKE))
-    a = Lab(tmp_path / "a", catalog=url, kept_blobs=MemoryBlobs(is_shared=True))
-    return a, Lab(tmp_path / "b", a.clock, catalog=url, kept_blobs=a.kept_blobs)
-
-
-@pytest.fixture
-def opened(labs: tuple[Lab, Lab]) -> Iterator[Opened]:
-    """Opens a store in each lab, with these settings."""
-    a, b = labs
-    with ExitStack() as exits:
-
-        def open_both(**settings: object) -> tuple[Store, Store]:
-            first = exits.enter_context(a.open(**settings))
-            b.root.mkdir(mode=0o700)
-            shutil.copy(a.root / on_server.NAME, b.root)
-            return first, exits.enter_context(b.open(**settings))
-
-        yield open_both
 
 
 def blob(size_bytes: int, name: str) -> tuple[Digest, bytes]:

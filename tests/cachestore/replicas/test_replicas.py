@@ -2,14 +2,12 @@
 
 import asyncio
 import random
-import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from functools import partial
-from pathlib import Path
 
 import psycopg
 import pytest
@@ -18,47 +16,24 @@ from kvasir.formats.block_hash import kv_identity_hash
 from kvasir.waits import LOOK_S, SILENCE_S
 
 from cachestore_svc.blobs.disk import Disk
-from cachestore_svc.facts.records import Committed, Event, HeldLease, LeaseWanted, LineKey
+from cachestore_svc.facts.records import Committed, Event, HeldLease, LeaseWanted
 from cachestore_svc.index.catalog import HOUSE, Catalog, CatalogChange, CatalogView, open_postgres
-from cachestore_svc.index.postgres.clock_steps import ClockSteps
-from cachestore_svc.index.postgres.lease_rows import LeaseRows
-from cachestore_svc.recovery import on_server
 from cachestore_svc.store import jobs
 from cachestore_svc.store.aio_store import AioStore
 from cachestore_svc.store.store import Store
 from cachestore_svc.store.threads import StoreThreads
-from tests.cachestore.any_backend.memory_blobs import MemoryBlobs
 from tests.cachestore.core.lab import NS, Lab, assert_restores, publish
 from tests.cachestore.index.test_postgres import add_one, count_of, end_writer
+from tests.cachestore.replicas.conftest import ALIKE
 from tests.made_models.synthetic import SMALL, SyntheticAgent
-from tests.running.postgres import PostgresServer, set_clock_of
 
 KV = kv_identity_hash(SMALL)
-ALIKE = {"blobs": "s3://bucket/agents", "keys": "none"}
-
-
-@pytest.fixture
-def url(postgres: PostgresServer) -> str:
-    return postgres.url(postgres.new_database())
 
 
 @contextmanager
 def replica(url: str, shared_as: dict[str, str] | None = ALIKE) -> Iterator[Catalog]:
     with closing(open_postgres(url, Disk(), lambda: 0, shared_as)) as catalog:
         yield catalog
-
-
-@pytest.fixture
-def stores(url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Lab, Store, Store]]:
-    """A lab whose database and blobs two stores have."""
-    monkeypatch.setattr(on_server, "open_postgres", partial(open_postgres, shared_as=ALIKE))
-    a = Lab(tmp_path / "a", catalog=url, kept_blobs=MemoryBlobs())
-    b = Lab(tmp_path / "b", a.clock, catalog=url, kept_blobs=a.kept_blobs)
-    with a.open() as first:
-        b.root.mkdir(mode=0o700)
-        shutil.copy(a.root / on_server.NAME, b.root)
-        with b.open() as second:
-            yield a, first, second
 
 
 def test_writes_of_two_stores_at_a_time_follow_each_other(url: str) -> None:
@@ -235,148 +210,6 @@ def test_what_waits_at_one_store_finds_that_a_lease_was_given_back_to_the_other(
         threads.close()
 
     asyncio.run(test())
-
-
-def test_a_database_whose_clock_is_set_forward_ends_no_lease_early(stores: tuple[Lab, Store, Store], url: str) -> None:
-    lab, a, b = stores
-    a.leases.acquire(NS, "ada", KV, "engine-1", 10)
-    b.leases.acquire(NS, "bob", KV, "engine-1", 5)
-    lab.clock.pass_s(4)
-    left_ms = []
-    for store in (a, b, a):
-        set_clock_of(url, lab.clock.now_s + 3600)
-        with pytest.raises(FailedPrecondition) as refused:
-            store.leases.acquire(NS, "ada", KV, "engine-2", 10)
-        left_ms.append(int(refused.value.metadata["left_ms"]))
-    assert left_ms == [6_001, 10_001, 10_001], "as before the step; and each store may find it"
-    assert b.leases.renew_all(NS, "engine-1", KV, [HeldLease("ada", 1)], 10).lost == ()
-    set_clock_of(url, lab.clock.now_s + 3600 + 11)
-    lab.clock.now_s += 11
-    assert b.leases.acquire(NS, "bob", KV, "engine-2", 10).token.generation == 2
-
-
-def test_a_database_whose_clock_is_set_back_lets_no_lease_hold_for_longer_than_its_time(
-    stores: tuple[Lab, Store, Store], url: str
-) -> None:
-    lab, a, b = stores
-    a.leases.acquire(NS, "ada", KV, "engine-1", 10)
-    b.leases.acquire(NS, "bob", KV, "engine-1", 10)
-    for left_ms in (10_001, 9_001):
-        set_clock_of(url, lab.clock.now_s - 3600)
-        for store in (a, b):
-            with pytest.raises(FailedPrecondition) as refused:
-                store.leases.acquire(NS, "ada", KV, "engine-2", 10)
-            assert refused.value.metadata["left_ms"] == str(left_ms)
-        lab.clock.now_s += 1
-    set_clock_of(url, lab.clock.now_s - 3600 + 8)
-    lab.clock.now_s += 8
-    for agent_id, store in (("ada", b), ("bob", a)):
-        assert store.leases.acquire(NS, agent_id, KV, "engine-2", 10).token.generation == 2
-
-
-def test_a_store_that_starts_behind_a_step_of_its_databases_clock_ends_no_lease_early(
-    stores: tuple[Lab, Store, Store], tmp_path: Path
-) -> None:
-    lab, a, b = stores
-    token = a.leases.acquire(NS, "ada", KV, "engine-1", 10).token
-    publish(a, "ada", SyntheticAgent(SMALL, 1).turn(30), 0, lease=token)
-    b.close()
-    lab.clock.databases_set_by_s = 3600
-    lab.clock.pass_s(0)
-    with Lab(tmp_path / "b", lab.clock, catalog=lab.catalog, kept_blobs=lab.kept_blobs).open() as c:
-        for passed_s in (0, 9):
-            lab.clock.pass_s(passed_s)
-            with pytest.raises(FailedPrecondition, match="held by engine-1"):
-                c.leases.acquire(NS, "ada", KV, "engine-2", 10)
-            with pytest.raises(FailedPrecondition, match="held by engine-1"):
-                publish(c, "ada", SyntheticAgent(SMALL, 2).turn(30), 1)
-            with pytest.raises(FailedPrecondition, match="held by engine-1"):
-                c.agents.delete(NS, "ada")
-        lab.clock.pass_s(1)
-        c.agents.delete(NS, "ada")
-
-
-def test_a_step_amid_a_group_ends_no_lease_of_that_group(stores: tuple[Lab, Store, Store], url: str) -> None:
-    lab, a, b = stores
-    token = a.leases.acquire(NS, "ada", KV, "engine-1", 10).token
-    b.leases.acquire(NS, "bob", KV, "engine-1", 10)
-    lab.clock.pass_s(10)
-    a.leases.renew(NS, "ada", KV, token, 10)
-
-    def left_s(change: CatalogChange) -> float:
-        set_clock_of(url, lab.clock.now_s + 3600)
-        return b._core.leases.within(change).left_s(LineKey(NS, "ada", KV), token, 10)
-
-    assert b._core.write(NS, left_s) == pytest.approx(10, abs=0.01)
-
-
-def test_an_answer_that_comes_late_is_no_step_of_a_clock_and_hides_none() -> None:
-    now_s, ahead_s, soon = 0.0, 100.0, (0.005, 0.005)
-    steps = ClockSteps(lambda: now_s)
-
-    def asked(until_it_looks_s: float, until_answered_s: float) -> int:
-        nonlocal now_s
-        now_s += until_it_looks_s
-        answer = round(1000 * (now_s + ahead_s))
-        now_s += until_answered_s
-        return answer
-
-    def group(*looks: tuple[float, float]) -> int | None:
-        left = iter(looks)
-        steps.begin()
-        found = steps.step_ms(asked(*next(left)), lambda: asked(*next(left)))
-        steps.keep()
-        assert next(left, None) is None
-        return found
-
-    assert [group(soon), group((0, 8), soon), group((8, 0), soon)] == [0, None, None], "at first anything may have been"
-    assert group((0, 8), (8, 0), soon) is None
-    assert steps.unseen_ms == 0
-    ahead_s += 3
-    assert group(*[(4, 4)] * 4) is None
-    assert 3000 <= steps.unseen_ms <= 8100, "what was taken for no step may be one"
-    ahead_s -= 3
-    assert group(soon) is None
-    assert steps.unseen_ms == 0
-    for step_s, looks in ((30, [soon]), (3, [(0, 8), soon]), (3, [(8, 0), (9, 9), soon]), (9, [(4, 4)] * 4)):
-        ahead_s += step_s
-        found = group(*looks)
-        assert found is not None
-        assert 1000 * step_s <= found <= 1000 * (step_s + sum(looks[-1])) + 20
-    ahead_s -= 30
-    assert group(soon) == 0
-    now_s, ahead_s = now_s + 5000, ahead_s + 4  # two clocks that run at different speeds
-    assert group(soon) is None
-    assert steps.unseen_ms >= 4000
-
-
-def test_a_lease_counts_as_ended_once_it_ended_before_all_that_may_be_an_unseen_step(
-    stores: tuple[Lab, Store, Store],
-) -> None:
-    lab, a, _ = stores
-    steps = ClockSteps(lab.clock.steady)
-    steps.begin()
-    steps.step_ms(round(1000 * lab.clock.now_s), lambda: 0)
-    steps.keep()
-    token = a.leases.acquire(NS, "ada", KV, "engine-1", 5).token
-    lab.clock.pass_s(6)
-
-    def left_s(change: CatalogChange) -> float:
-        return LeaseRows(change, steps).left_s(LineKey(NS, "ada", KV), token, 5)
-
-    assert a._core.write(NS, left_s) == 0
-    steps.unseen_ms = 2000
-    assert a._core.write(NS, left_s) == 1
-
-
-def test_a_step_that_a_group_found_without_effect_is_found_again() -> None:
-    steps, found = ClockSteps(lambda: 0.0), []
-    for server_s, takes_effect in ((1, True), (9, False), (9, True), (9, True)):
-        steps.begin()
-        found.append(steps.step_ms(1000 * server_s, lambda: 0))
-        if takes_effect:
-            steps.keep()
-    assert found == [0, 8000, 8000, None]
 
 
 @pytest.mark.long(4)
