@@ -129,6 +129,24 @@ def test_another_port_of_the_host_is_sent_no_cookie_of_the_page(ada: Browser) ->
     assert "first" in ada.get().text
 
 
+def test_a_cookie_that_another_port_of_the_host_set_ends_no_session(ada: Browser) -> None:
+    """Browsers keep one jar for all ports, and send cookies of longer paths first."""
+    [(name, value)] = ada.cookies.items()
+    for others in ("kvasir_page=x", 'kvasir_page="', f"{name.rpartition('_')[0]}_=x"):
+        answer = httpx.get(ada.overview, headers={**HTML, "cookie": f"{name}={value}; {others}"})
+        assert answer.status_code == 200
+    assert ada.overview.split("/")[-2] not in name
+
+
+@pytest.mark.parametrize(
+    ("site", "status"), [("same-site", 403), ("cross-site", 403), ("same-origin", 200), ("none", 200)]
+)
+def test_nobody_is_led_by_a_link_into_a_session_that_may_be_anothers(ada: Browser, site: str, status: int) -> None:
+    answer = ada._client.get(ada.overview, headers={"sec-fetch-site": site})
+    assert answer.status_code == status
+    assert ("page/ada" in answer.text) == (status == 200)
+
+
 def test_a_thief_with_the_cookie_alone_gets_neither_a_page_nor_a_write(lived: Front, ada: Browser) -> None:
     page = ada.get("agent", id=BRANCHED)
     form = {"version": version(page, 1), "head": version(page, 6)}

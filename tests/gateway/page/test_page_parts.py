@@ -22,7 +22,7 @@ from kvasir_gateway.page.numbers.history import MINUTES, History, Speed
 from kvasir_gateway.page.operating.part import Operating
 from kvasir_gateway.page.rendering import age, size
 from kvasir_gateway.page.routes import GatewayPage
-from kvasir_gateway.page.sessions import COOKIE, LIFETIME_S, Codes, Opened, Sessions, Visitor, check_own_form
+from kvasir_gateway.page.sessions import LIFETIME_S, Codes, Opened, Sessions, Visitor, check_own_form, cookie_name
 from kvasir_gateway.page.tree import Row, rows
 from kvasir_gateway.reading.titles import first_words, title_of
 from kvasir_gateway.turn import Said
@@ -157,7 +157,7 @@ def sessions(gate: Gate, clock: Callable[[], float]) -> Sessions:
 
 
 def look(known: Sessions, opened: Opened) -> Visitor:
-    return known.visitor({}, {COOKIE: opened.cookie}, opened.address)
+    return known.visitor({}, {cookie_name(opened.address): opened.cookie}, opened.address)
 
 
 def keyed() -> Gate:
@@ -194,7 +194,7 @@ def test_a_session_is_its_cookie_at_its_own_address() -> None:
     one, other = known.begin(KEY), known.begin(KEY)
     for cookie, address in ((one.cookie, ""), (one.cookie, other.address), ("", one.address), (one.address,) * 2):
         with pytest.raises(Unauthenticated):
-            known.visitor({}, {COOKIE: cookie}, address)
+            known.visitor({}, {cookie_name(address): cookie}, address)
     known.end(one.cookie)
     with pytest.raises(Unauthenticated):
         look(known, one)

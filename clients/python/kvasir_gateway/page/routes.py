@@ -40,13 +40,13 @@ from kvasir_gateway.page.numbers.status import Status
 from kvasir_gateway.page.operating.part import Operating
 from kvasir_gateway.page.rendering import HEADERS, asset, page
 from kvasir_gateway.page.sessions import (
-    COOKIE,
     LIFETIME_S,
     Codes,
     Sessions,
     check_own_form,
     check_own_page,
     check_own_site,
+    cookie_name,
 )
 
 _log = logging.getLogger(__name__)
@@ -113,10 +113,10 @@ class GatewayPage:
         form = await _own_form(request, room, self._sessions.lobby_token)
         key = self._codes.take(form["code"]) if "code" in form else form.get("key", "").strip()
         opened = self._sessions.begin(key)
-        at, is_tls = place_of(opened.address), request.url.scheme == "https"
+        at, name, is_tls = place_of(opened.address), cookie_name(opened.address), request.url.scheme == "https"
         answer = goto(at)
         answer.set_cookie(
-            COOKIE, opened.cookie, path=at, max_age=LIFETIME_S, httponly=True, samesite="strict", secure=is_tls
+            name, opened.cookie, path=at, max_age=LIFETIME_S, httponly=True, samesite="strict", secure=is_tls
         )
         return answer
 
@@ -138,9 +138,10 @@ class GatewayPage:
         return page("login.html", status, **shown, at="/page/", visitor=None)
 
     async def _logout(self, look: Look) -> Response:
-        self._sessions.end(look.request.cookies.get(COOKIE, ""))
+        name = cookie_name(look.visitor.address)
+        self._sessions.end(look.request.cookies.get(name, ""))
         answer = goto("/page/")
-        answer.delete_cookie(COOKIE, path=look.at)
+        answer.delete_cookie(name, path=look.at)
         return answer
 
     async def _asset(self, request: Request, _room: RequestRoom) -> Response:

@@ -1,5 +1,6 @@
 """Who looks at the page: a key makes a session with a secret address; a write needs Origin and a token, too."""
 
+import hashlib
 import hmac
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
@@ -10,7 +11,6 @@ from kvasir.waits import WORK_S
 
 from kvasir_gateway.door.security import Gate, KeyHolder
 
-COOKIE = "kvasir_page"
 LIFETIME_S = 12 * 3600
 _MOST_SESSIONS = 1000
 _MOST_OF_A_KEY = 32  # so that nobody ends the sessions of others
@@ -92,12 +92,15 @@ class Sessions:
         if "authorization" in headers or "x-api-key" in headers:
             holder = self._gate.holder(headers)
             return Visitor(holder, self._form_token(holder.token or _NO_SESSION))
-        opened = self._opened.get(cookies.get(COOKIE, ""))
+        opened = self._opened.get(cookies.get(cookie_name(address), ""))
         if opened and self._now() >= opened.until_s:
             self.end(opened.cookie)
             opened = None
         if opened is None or not _is_same(address, opened.address):
             raise Unauthenticated("no API key", reason="NO_CREDENTIAL")
+        # A page of another port may have set the cookie of its own session, and lead people to talk there.
+        if headers.get("sec-fetch-site", "") in ("same-site", "cross-site"):
+            raise PermissionDenied("a link of another site leads here: type the address", reason="FOREIGN_ORIGIN")
         return Visitor(self._gate.holder({"x-api-key": opened.key}), self._form_token(opened.cookie), opened.address)
 
     def _form_token(self, of: str) -> str:
@@ -136,6 +139,12 @@ class Codes:
         if not key:
             raise Unauthenticated(f"the code was used, or is older than {WORK_S:.0f} s: run `kvasir open` again")
         return key
+
+
+def cookie_name(address: str) -> str:
+    """Of the session at this address, which it does not show. Pages of other ports of the host could set a cookie of a
+    name that they know, and so end the session."""
+    return f"kvasir_page_{hashlib.sha256(address.encode()).hexdigest()[:16]}"
 
 
 def check_own_page(headers: Mapping[str, str]) -> None:
