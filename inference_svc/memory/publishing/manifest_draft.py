@@ -9,13 +9,34 @@ from kvasir.formats.digest import Digest
 from inference_svc.memory.agent_memory import AgentMemory, StoredFiles, off_loop
 from inference_svc.memory.stored_windows import listed_windows
 from inference_svc.model.model_info import ModelInfo
+from inference_svc.text.token_ids import NO_TOKENS, TokenIds
 
 _LONG_TOKENS = 4_096  # more take half a millisecond or longer
 
 
+class PackedIds:
+    """The token ids of a line's last memory as its manifest has them. Those of the next one begin with them, and take
+    no millisecond then. From any thread.
+    """
+
+    def __init__(self) -> None:
+        self._last = NO_TOKENS, b""
+
+    def of(self, token_ids: TokenIds) -> bytes:
+        known, data = self._last
+        if token_ids[: len(known)] != known:
+            known, data = NO_TOKENS, b""
+        data += manifests.packed(token_ids[len(known) :])
+        self._last = token_ids, data
+        return data
+
+
 class ManifestDraft:
-    def __init__(self, memory: AgentMemory, model: ModelInfo) -> None:
-        """A draft of a long manifest begins at once, on a thread. If it fails, `completed` raises why."""
+    def __init__(self, memory: AgentMemory, model: ModelInfo, packed_ids: PackedIds | None = None) -> None:
+        """A draft of a long manifest begins at once, on a thread. If it fails, `completed` raises why. `packed_ids`: of
+        the memory's line.
+        """
+        self._packed_ids = packed_ids or PackedIds()
         self._memory = memory
         self._model = model
         self._tokens = len(memory.transcript.token_ids)
@@ -42,6 +63,7 @@ class ManifestDraft:
         return manifests.begun(
             kv_identity=model.kv_identity,
             token_ids=memory.transcript.token_ids,
+            packed_ids=self._packed_ids.of(memory.transcript.token_ids),
             text=memory.transcript.text,
             token_chars=memory.transcript.token_chars,
             shareable_tokens=memory.shareable_tokens,

@@ -1,6 +1,7 @@
 """Manifests: what is built is read back, and each way to be wrong is refused by the field's name."""
 
 import re
+from array import array
 from collections.abc import Callable
 from typing import Any
 
@@ -54,7 +55,8 @@ NAMED = st.fixed_dictionaries({"blocks": st.lists(FILES, min_size=2, max_size=2,
 def test_a_manifest_that_was_begun_before_its_files_were_known_is_built_as_one_that_was_not(
     first: dict[str, Any], second: dict[str, Any], parent: str
 ) -> None:
-    known = {"kv_identity": SMALL, "token_ids": [7] * 600, "text": "x" * 600, "token_chars": [1] * 600}
+    chars = [200, *[1] * 598, 2]  # some tokens spell many spaces
+    known = {"kv_identity": SMALL, "token_ids": [7, 1 << 20] * 300, "text": "x" * 800, "token_chars": chars}
     begun = manifest.begun(**known, created_unix_ms=5)
     for files in (first, second, first):
         try:
@@ -66,6 +68,19 @@ def test_a_manifest_that_was_begun_before_its_files_were_known_is_built_as_one_t
             found = manifest.completed(begun, **files, parent_manifest=parent)
             assert manifest.parse(found) == manifest.parse(expected)
             assert len(found) == len(expected)
+
+
+@given(st.lists(st.integers(0, 300), min_size=1, max_size=20), st.sampled_from([list, tuple, lambda n: array("I", n)]))
+def test_characters_of_tokens_are_what_they_were_however_they_are_listed(chars: list[int], listed: Any) -> None:
+    begun = manifest.begun(
+        kv_identity=SMALL,
+        token_ids=listed(chars),
+        text="x" * sum(chars),
+        token_chars=listed(chars),
+        created_unix_ms=0,
+    )
+    found = manifest.parse(manifest.completed(begun, tail=Digest.of(b"tail")))
+    assert (list(found.token_ids), list(found.token_chars)) == (chars, chars)
 
 
 def test_blobs_are_listed_in_order_and_once() -> None:

@@ -54,8 +54,8 @@ def carrier_bytes(frames: Iterable[tuple[pb.BlobFrame, memoryview]]) -> bytes:
     for head, data in frames:
         start = head.SerializeToString()
         if data.nbytes:
-            start += bytes((_DATA,)) + _varint(data.nbytes)
-        parts += (bytes((_MORE if parts else _FRAME,)) + _varint(len(start) + data.nbytes) + start, data)
+            start += bytes((_DATA,)) + varint(data.nbytes)
+        parts += (bytes((_MORE if parts else _FRAME,)) + varint(len(start) + data.nbytes) + start, data)
     return b"".join(parts)
 
 
@@ -135,7 +135,8 @@ def _data_of(message: bytes, begin: int, end: int) -> tuple[int, int] | None:
     return (at, data) if data + size == end <= len(message) else None
 
 
-def _varint(value: int) -> bytes:
+def varint(value: int) -> bytes:
+    """A number as the wire has it."""
     out = bytearray()
     while value > 0x7F:
         out.append(value & 0x7F | 0x80)

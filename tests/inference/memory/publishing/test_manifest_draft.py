@@ -4,12 +4,15 @@ import asyncio
 import gc
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from kvasir.formats import manifest as manifests
 from kvasir.formats.digest import Digest
 
 from inference_svc.memory.agent_memory import StoredFiles
-from inference_svc.memory.publishing.manifest_draft import ManifestDraft
+from inference_svc.memory.publishing.manifest_draft import ManifestDraft, PackedIds
 from inference_svc.memory.store.answers import NO_HEAD, Head
+from inference_svc.text.token_ids import TokenIds
 from tests.inference.memory.publication_world import Engine, remembered
 
 MODEL = Engine().model
@@ -64,3 +67,11 @@ def test_a_draft_that_cannot_be_made_is_refused_when_its_files_are_named_and_els
         assert wrong == []
 
     asyncio.run(test())
+
+
+@given(st.lists(st.tuples(st.integers(0, 9), st.lists(st.integers(0, (1 << 32) - 1), max_size=4)), max_size=6))
+def test_token_ids_are_packed_as_those_of_a_line_that_nobody_knew(turns: list[tuple[int, list[int]]]) -> None:
+    line, ids = PackedIds(), TokenIds()
+    for cut, more in turns:  # each goes on from the last one, or from a place in it
+        ids = ids[: len(ids) - cut] + TokenIds(more) if cut < 9 else TokenIds(more)
+        assert line.of(ids) == manifests.packed(list(ids))
