@@ -17,10 +17,20 @@ from cachestore_svc.facts.records import MAX_FRAME_BYTES
 from cachestore_svc.index.catalog import SLICE
 from cachestore_svc.store.aio_store import AioStore
 
-# What is read at once: one blob, and more while all are at most this; and what one reader has read, or is reading,
-# behind that: one group, and more while they are small.
-_GROUP_BLOBS, _GROUP_BYTES = 16, MAX_FRAME_BYTES
-_AHEAD, _AHEAD_BYTES = 4, 4 << 20
+_GROUP_BYTES = MAX_FRAME_BYTES
+
+
+@dataclass(frozen=True, slots=True)
+class _Pace:
+    """How much one reader reads beside each other. A group: one blob, and more while all are at most _GROUP_BYTES."""
+
+    group_blobs: int
+    ahead: int  # groups that are read, or being read, behind the one that is sent: one, and more within `ahead_bytes`
+    ahead_bytes: int
+
+
+# A disk answers at once. A bucket takes a while for each object, and gives each request a small part of the link.
+_NEAR, _FAR = _Pace(16, 4, 4 << 20), _Pace(4, 8, 64 << 20)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +69,7 @@ class BlobSource:
         self, store: AioStore, budget: SharedRoom, namespace: str, digests: Sequence[Digest], first_offset: int
     ) -> None:
         self._store = store
+        self._pace = _FAR if store.blobs.are_far else _NEAR
         self._budget = budget
         self._namespace = namespace
         self._waiting = deque(digests)
@@ -142,10 +153,10 @@ class BlobSource:
     def _read_ahead(self, first: int) -> None:
         """Begin to read what waits from here on, while the budget has room now."""
         first += sum(len(group.digests) for group in self._ahead)
-        while len(self._ahead) < _AHEAD and (digests := self._group_from(first)):
+        while len(self._ahead) < self._pace.ahead and (digests := self._group_from(first)):
             size_bytes = _size_of(digests)
             known = size_bytes + sum(group.size_bytes for group in self._ahead)
-            is_much = self._ahead and known > _AHEAD_BYTES
+            is_much = self._ahead and known > self._pace.ahead_bytes
             if is_much or not self._budget.take_if_fits(self._namespace, size_bytes):
                 return
             self._ahead.append(self._begin(first, digests))
@@ -155,7 +166,7 @@ class BlobSource:
         """What is read at once of those that wait, and were found, from here on."""
         digests: list[Digest] = []
         size_bytes = 0
-        for digest in islice(self._waiting, first, min(first + _GROUP_BLOBS, len(self._found))):
+        for digest in islice(self._waiting, first, min(first + self._pace.group_blobs, len(self._found))):
             size_bytes += digest.size_bytes
             if digests and size_bytes > _GROUP_BYTES:
                 break

@@ -27,6 +27,11 @@ class Blobs:
     def __init__(self, core: Core) -> None:
         self._core = core
 
+    @property
+    def are_far(self) -> bool:
+        """Whether they lie in a bucket."""
+        return self._core.blobs.is_shared
+
     def find_missing(self, namespace: str, digests: Sequence[Digest]) -> list[Digest]:
         """Digests that the namespace lacks or holds damaged, in the order asked. Extends the others' lifetimes."""
         check_range("digests", len(digests), 0, MAX_DIGESTS_PER_REQUEST)
