@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from copy import deepcopy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -213,6 +214,23 @@ def test_a_file_whose_lists_would_fill_the_memory_is_neither_kept_nor_given_back
         another.setattr(cache_file, "_check_places", lambda _: None)
         kept.save("vast", data, _PROMPT[:10])
     with pytest.raises(InvalidArgument, match=r"expected (lists|at most)"):
+        kept.load("vast")
+
+
+def test_a_cache_that_claims_a_million_heads_is_not_given_back(
+    model: Any, kept: PromptCaches, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each would be cut out of the rows, whatever these have: of a number of thirteen digits for days."""
+    cache, written = _plain(model), cache_file._state_tensors
+    model(mx.array([_PROMPT[:10]]), cache=cache)
+
+    def lying(others: Any, metadata: Any, rows: Any) -> list[bytes]:
+        claimed = {name: replace(each, shape=(1, 1 << 20, *each.shape[2:])) for name, each in rows.items()}
+        return written(others, metadata, claimed)
+
+    monkeypatch.setattr(cache_file, "_state_tensors", lying)
+    kept.save("vast", _file(cache, tmp_path / "saved.safetensors"), _PROMPT[:10])
+    with pytest.raises(InvalidArgument, match="heads are not those of their layer"):
         kept.load("vast")
 
 

@@ -107,8 +107,9 @@ def join(kept: manifest_pb2.Manifest, read_blob: Callable[[Digest], FileBytes]) 
     listed = [*kept.blocks, *([kept.tail] if kept.HasField("tail") else [])]
     parts = [_tensors_of(read_blob(Digest.from_proto(each)), kept.kv_identity) for each in listed] if listed else []
     for index, (name, dtype, heads, width) in enumerate(skeleton["rows"]):
-        words = [part[f"layer_{index}_k"] for part in parts]
-        data = _joined(words, heads)
+        if heads != kept.kv_identity.layers[index].kv_heads:  # these are bounded by the blobs' sizes
+            raise _wrong("the rows' heads are not those of their layer")
+        data = _joined([part[f"layer_{index}_k"] for part in parts], heads)
         tensors[name] = _Tensor(dtype, (1, heads, len(kept.token_ids), width), memoryview(data))
     return _written(tensors, skeleton["metadata"])
 
