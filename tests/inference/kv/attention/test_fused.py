@@ -320,13 +320,13 @@ def test_the_weight_of_all_rows_is_that_of_their_scores(dialect: Dialect, dtype:
 def test_a_window_by_its_kernel_is_that_by_operations(
     dialect: Dialect, policy: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Behind 300 tokens, of which two splits are full and three rows are stored, and behind none, where all are."""
+    """Behind 2,060 tokens, which have more splits than a block has warps, and behind none. Of eight rows three are
+    stored there, and all here.
+    """
     monkeypatch.setitem(fused.COMPILERS, dialect, EMULATORS[dialect])
     form, count, heads = page_format(policy, 2, 64, scale_type=FP16), 8, 6
-    pages, codecs = (
-        checks._pool(form, checks._rows(form, 512, 1)),
-        [checks._codec(each, form) for each in (form.key, form.value)],
-    )
+    pages = mx.concatenate([checks._pool(form, checks._rows(form, 512, each)) for each in range(5)])
+    codecs = [checks._codec(each, form) for each in (form.key, form.value)]
     pool: Any = SimpleNamespace(
         formats=[form],
         groups=[SimpleNamespace(window=0)],
@@ -335,14 +335,15 @@ def test_a_window_by_its_kernel_is_that_by_operations(
         slot_of=lambda _layer: 0,
         dialect=dialect,
     )
-    places = mx.array([[300, 301, 302, *[-1] * 5], [*range(count)]], mx.int32)
-    arrays = PassArrays(mx.zeros(2 * count), places, [mx.array([[3, 1], [4, 2]], mx.int32)], [pages])
+    places = mx.array([[2060, 2061, 2062, *[-1] * 5], [*range(count)]], mx.int32)
+    tables = mx.array([[3, 1, 8, 6, 13, 11, 18, 16, 23], [4, 2, *[0] * 7]], mx.int32)
+    arrays = PassArrays(mx.zeros(2 * count), places, [tables], [pages])
     rows = [mx.random.normal((2 * count, 2, 1, 64), key=mx.random.key(each)) for each in range(2)]
     queries = mx.random.normal((2 * count, heads, 1, 64), key=mx.random.key(3))
     found = []
     for by_kernel in (False, True):
         layer = WindowLayer(pool, 0, by_kernel=by_kernel)
-        layer.begin_window(arrays, mx.array([300, 0], mx.int32))
+        layer.begin_window(arrays, mx.array([2060, 0], mx.int32))
         layer.update_and_fetch(*rows)
         found.append(layer.attend(queries, 0.125, None, None))
         flat = layer.attend(queries, 0.125, None, None, is_flat=True)
