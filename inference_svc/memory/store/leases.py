@@ -9,7 +9,7 @@ from inference_svc.memory.store.connection import StoreConnection
 
 
 class StoredLeases:
-    """The leases of one namespace's lines. All calls raise KvasirError."""
+    """The leases of one namespace's lines. All calls raise KvasirError, and ValueError for an answer that is none."""
 
     def __init__(self, connection: StoreConnection) -> None:
         self._connection = connection
@@ -26,6 +26,8 @@ class StoredLeases:
             asks=asks,
             timeout_s=timeout_s,
         )
+        if got.lease.owner != owner or got.lease.generation < 1:
+            raise ValueError("AcquireLease: the answer has no lease of this owner")
         return answers.LeaseGrant(
             got.lease.generation, answers.head_of(got.head) if got.HasField("head") else answers.NO_HEAD
         )

@@ -4,10 +4,11 @@ import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from kvasir import errors
-from kvasir.cachestore.v1 import manifest_pb2
+from kvasir.cachestore.v1 import cachestore_pb2, manifest_pb2
 from kvasir.formats.digest import Digest
 
 from inference_svc.engine.api import AgentKey
@@ -26,6 +27,7 @@ from inference_svc.memory.store.answers import (
     LeaseWanted,
     StoreEvent,
 )
+from inference_svc.memory.store.leases import StoredLeases
 from inference_svc.text.prefix_matching import RememberedText
 from inference_svc.text.token_ids import TokenIds
 from tests.inference.memory.lease_lab import HEAD, HELD, KV, Lab, settle
@@ -55,6 +57,23 @@ def test_a_lease_is_asked_for_once_and_counts_from_before_it_was_asked_for() -> 
         lab.line("a").lease.request()
         await settle()
         assert lab.store.asked[1:] == [("a", False)]  # its own earlier lease is not fenced: a commit may be on its way
+
+    run(scenario)
+
+
+@pytest.mark.parametrize(("owner", "generation"), [("", 0), ("engine-1", 0), ("engine-1", -5), ("engine-2", 7)])
+def test_an_answer_without_a_lease_of_this_engine_is_none_and_holds_up_nobody(owner: str, generation: int) -> None:
+    """Generation 0 stands for a memory without a lease, which asks for one again and again."""
+
+    async def scenario(lab: Lab) -> None:
+        async def acquire_lease(*_asked: object, **_how: object) -> cachestore_pb2.AcquireLeaseResponse:
+            return cachestore_pb2.AcquireLeaseResponse(lease={"owner": owner, "generation": generation})
+
+        store: Any = lab.store
+        store.leases = StoredLeases(SimpleNamespace(client=SimpleNamespace(acquire_lease=acquire_lease)))  # type: ignore[arg-type]
+        with pytest.raises(errors.Unavailable, match="not understood"):
+            await lab.line("a").lease.obtain(1.0)
+        assert lab.line("a").lease.generation == 0
 
     run(scenario)
 
