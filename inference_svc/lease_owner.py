@@ -1,7 +1,10 @@
-"""The name under which this engine holds leases: the same after a restart, so that it need not wait for its own."""
+"""The name under which this engine holds leases: the same after its restart, so that it need not wait for its own."""
 
+import ctypes
+import ctypes.util
 import fcntl
 import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -9,8 +12,9 @@ from kvasir.errors import InvalidArgument
 from kvasir.names import check_owner
 
 _FILE = "lease-owner"
-_MAX_BYTES = 200
+_MAX_BYTES = 300
 _IN_FILE = " in file "  # between the name and which file it is
+_BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
 class LeaseOwner:
@@ -18,8 +22,8 @@ class LeaseOwner:
 
     def __init__(self, state_dir: Path, new_name: Callable[[], str]) -> None:
         """Read the name from `state_dir`, or make it there. If a living process has that name, make another one; also
-        if the file is a copy, as that of a home that was copied to another machine: with one name for two engines, one
-        would take the other's leases, which would go on answering from its RAM."""
+        if the file is a copy, as that of a home or of a whole disk that was copied to another machine: with one name
+        for two engines, one would take the other's leases, which would go on answering from its RAM."""
         state_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
         self._lock = os.open(state_dir / _FILE, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         try:
@@ -48,6 +52,21 @@ class LeaseOwner:
         os.fsync(self._lock)
 
     def _file(self) -> str:
-        """Device and number, which a copy has not."""
+        """Device and number, which a copy has not, but for that of a whole disk; and the start of the machine, before
+        which no lease was given that still holds."""
         at = os.fstat(self._lock)
-        return f"{at.st_dev}:{at.st_ino}"
+        return f"{at.st_dev}:{at.st_ino} since start {_boot()}"
+
+
+def _boot() -> str:
+    """Which start of this machine it is; empty where the system does not say."""
+    if sys.platform == "darwin":
+        text = ctypes.create_string_buffer(64)
+        size = ctypes.c_size_t(len(text))
+        libc = ctypes.CDLL(ctypes.util.find_library("c"))
+        failed = libc.sysctlbyname(b"kern.bootsessionuuid", text, ctypes.byref(size), None, ctypes.c_size_t(0))
+        return "" if failed else text.value.decode("ascii", "replace")
+    try:
+        return _BOOT.read_text().strip()
+    except OSError:
+        return ""

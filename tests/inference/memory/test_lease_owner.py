@@ -54,6 +54,18 @@ def test_a_copy_of_an_engines_state_gets_a_name_of_its_own_and_an_older_file_kee
     assert _name_at(there, "fifth") == "first"
 
 
+def test_a_copy_of_a_whole_disk_has_a_name_of_its_own(tmp_path: Path) -> None:
+    """Device and number of the file are the same there; the start of the machine is not."""
+    assert [_name_at(tmp_path, "first"), _name_at(tmp_path, "second")] == ["first", "first"]
+    file = tmp_path / "lease-owner"
+    text = file.read_text()
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    start = boot.read_text().strip() if boot.exists() else text.split()[-1]
+    assert start in text
+    file.write_text(text.replace(start, "b1946ac9-2492-4d23-8f26-1f0e5f0c6a11"))
+    assert [_name_at(tmp_path, "third"), _name_at(tmp_path, "fourth")] == ["third", "third"]
+
+
 def _name_at(state_dir: Path, new: str) -> str:
     owner = LeaseOwner(state_dir, lambda: new)
     owner.close()
