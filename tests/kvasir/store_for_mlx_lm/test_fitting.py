@@ -127,12 +127,23 @@ def _keys(rows: int) -> Callable[[Any], mx.array]:
     return lambda part: part.keys[..., :rows, :]
 
 
+def _often(name: str) -> Callable[[Any], mx.array]:
+    return lambda part: mx.concatenate([getattr(part, name)] * 4, axis=2)
+
+
 _WINDOWS: dict[str, dict[str, Any]] = {
     "of fewer rows": {"keys": _keys(5), "values": lambda part: part.values[..., :5, :]},
     "without rows": {"keys": _keys(0), "values": lambda part: part.values[..., :0, :]},
+    "of half its rows": {"keys": _keys(48), "values": lambda part: part.values[..., :48, :], "_idx": 20},
+    "of more rows than tokens": {
+        "keys": _often("keys"),
+        "values": _often("values"),
+        "_idx": lambda part: part.keys.shape[2],
+    },
     "of fewer values": {"values": lambda part: part.values[..., :7, :]},
     "whose next row is beyond": {"_idx": 1000},
     "whose next row is before the first": {"_idx": -7},
+    "whose next row is the first": {"_idx": 0},
     "whose next row is not whole": {"_idx": _float("_idx")},
     "without a window": {"max_size": 0},
     "of a vast window": {"max_size": 1 << 40},
