@@ -13,6 +13,8 @@ from typing import Any
 
 from kvasir.waits import HANGS_S, PATIENCE_S
 
+from cachestore_svc.blobs.bucket.read_buffers import ReadBuffers
+
 _LEAST_BYTES = 1 << 18  # of all objects that are read, within PATIENCE_S
 _TRUSTED_BYTES = 64 << 20
 _MOST_NAMES_BYTES = 1 << 30  # of a list
@@ -26,6 +28,7 @@ class Patience:
 
     def __init__(self, steady: Callable[[], float] = time.monotonic) -> None:
         self._steady = steady
+        self._buffers = ReadBuffers()
         self._gate = threading.Lock()
         self._asked: Counter[_Kind] = Counter()  # requests that wait
         self._slow: set[_Kind] = set()  # those whose last request failed late
@@ -59,10 +62,12 @@ class Patience:
     def first_bytes(self, found: Any, name: str, most_bytes: int) -> memoryview:
         """Of an object that comes, at most so many. The server may have named any size: not much is asked for on its
         word."""
-        data = bytearray(min(most_bytes, int(found.meta["size"]), _TRUSTED_BYTES))
+        data = self._buffers.take(min(most_bytes, int(found.meta["size"]), _TRUSTED_BYTES))
         filled, filled_then, give_up, least = 0, 0, self._steady() + PATIENCE_S, self._least_bytes()
         for piece in found.stream(1) if most_bytes else ():  # as it comes: one byte a second is no progress
             taken = memoryview(piece)[: most_bytes - filled]
+            if filled + len(taken) > len(data):
+                data = _larger(data[:filled], min(most_bytes, 2 * (filled + len(taken))))
             data[filled : filled + len(taken)] = taken
             filled += len(taken)
             if filled == most_bytes:
@@ -72,12 +77,19 @@ class Patience:
                 if filled - filled_then < min(least, least_now):
                     raise lying("too slowly", name)
                 filled_then, give_up, least = filled, self._steady() + PATIENCE_S, least_now
-        return memoryview(data)[:filled].toreadonly()
+        return data[:filled].toreadonly()
 
     def _least_bytes(self) -> int:
         """Of one object: all requests share the link."""
         with self._gate:
             return _LEAST_BYTES // max(1, self._asked.total())
+
+
+def _larger(data: memoryview, size_bytes: int) -> memoryview:
+    """These bytes, with room behind them."""
+    made = memoryview(bytearray(size_bytes))
+    made[: len(data)] = data
+    return made
 
 
 def names_of(pages: Any, folder: str, *, only_some: bool = False) -> list[str]:
