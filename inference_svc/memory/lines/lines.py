@@ -108,8 +108,7 @@ class Lines:
                 line.wanted(takes_back=True)
             line.lease.held = None
         for agent_id in renewed.wanted:
-            line = self._lines.get(agent_id)
-            if line is not None and line.lease.generation == generations.get(agent_id):
+            if (line := self._lines.get(agent_id)) and line.lease.generation == generations.get(agent_id):
                 line.wanted(takes_back=False)
 
     async def _beats(self) -> None:
@@ -146,8 +145,9 @@ class Lines:
 
     def _happened(self, event: StoreEvent) -> None:
         match event:
-            case LeaseWanted() if event.kv_identity_hash == self._parts.engine.model.kv_identity_hash:
-                self._wanted(event.agent_id, takes_back=event.takes_back)
+            case LeaseWanted(agent_id) if event.kv_identity_hash == self._parts.engine.model.kv_identity_hash:
+                if (line := self._lines.get(agent_id)) is not None:
+                    line.wanted(takes_back=event.takes_back)
             case HeadMoved(agent_id, head) if self._is_hot(agent_id):
                 self.line(agent_id).moved(head)
             case AgentGone(agent_id):
@@ -159,10 +159,6 @@ class Lines:
                     line.lease.unverified()
             case _:
                 pass
-
-    def _wanted(self, agent_id: str, *, takes_back: bool) -> None:
-        if (line := self._lines.get(agent_id)) is not None:
-            line.wanted(takes_back=takes_back)
 
     def _is_hot(self, agent_id: str) -> bool:
         return self._parts.engine.memories.tag_of(AgentKey(self.namespace, agent_id)) is not None
