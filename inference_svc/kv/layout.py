@@ -50,12 +50,10 @@ class Layout:
         """Of the kernels that write the pages, if attention reads them."""
         return self.kernels.dialect(identity, self.kv_type) if self.reads_pages else None
 
-    def check_windows(self, identity: identity_pb2.KvIdentity) -> None:
-        """Of a model that fills masks: have a kernel attend over its windows, if it is right."""
-        if self.reads_pages:
+    def chosen_kernels(self, identity: identity_pb2.KvIdentity, *, fills_masks: bool) -> Chosen:
+        """`fills_masks`: a kernel attends over the model's windows then, if it is right."""
+        if fills_masks and self.reads_pages:
             self.kernels.check_windows(identity, self.kv_type)
-
-    def chosen_kernels(self, identity: identity_pb2.KvIdentity) -> Chosen:
         return self.kernels.chosen(identity, self.kv_type, reads_pages=self.reads_pages)
 
     def forward(self, model: Any, tokens: mx.array, layers: Sequence[Any]) -> mx.array:

@@ -98,9 +98,7 @@ def open_model(
     info = _info(name, directory, loaded, runner, chosen, digest, context_tokens)
     if context_tokens is not None and context_tokens > info.context_tokens:
         logger.warning("context.shorter context_tokens=%d model=%d", context_tokens, info.context_tokens)
-    if info.mask_window is not None:
-        runner.layout.check_windows(info.kv_identity)
-    serving = runner.layout.chosen_kernels(info.kv_identity)
+    serving = runner.layout.chosen_kernels(info.kv_identity, fills_masks=info.mask_window is not None)
     logger.info("kernels.chosen attention=%r encoding=%r products=%r", *astuple(serving)[:3])
     opened = OpenedModel(
         info=info,

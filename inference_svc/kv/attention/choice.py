@@ -62,7 +62,7 @@ class KernelChoice:
     def __init__(self, wanted: Wanted = "auto") -> None:
         self._dialect = device_dialect() if wanted == "auto" else None
         self._found: dict[tuple[PageFormat, mx.Dtype], str] = {}
-        self._windows: dict[tuple[PageFormat, mx.Dtype], str] = {}  # as `_found`, of windows' kernel
+        self._windows: set[tuple[PageFormat, mx.Dtype]] = set()  # for which windows' kernel is right
         self._failures: list[str] = []
         self._has_few_rows = False
 
@@ -92,11 +92,12 @@ class KernelChoice:
             return
         for each in sorted(_formats(identity), key=repr):
             check = partial(why_wrong_windows, each, dtype, dialect)
-            self._windows[each, dtype] = self._recorded("windows of masks", check, _OPERATIONS)
+            if not self._recorded("windows of masks", check, _OPERATIONS):
+                self._windows.add((each, dtype))
 
     def has_windows(self, identity: identity_pb2.KvIdentity, dtype: mx.Dtype) -> bool:
         """Whether that kernel was checked and is right; else operations attend over windows."""
-        return all(self._windows.get((each, dtype), "not checked") == "" for each in _formats(identity))
+        return {(each, dtype) for each in _formats(identity)} <= self._windows
 
     def takes_few_rows(self) -> bool:
         """Whether the kernel of few rows computes the model's products: on CUDA, where it is right."""
