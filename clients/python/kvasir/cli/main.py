@@ -34,6 +34,7 @@ app = typer.Typer(
     epilog=failures.HELP,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
+    rich_markup_mode=None,  # its tables cut long options off in a terminal of 80 columns
 )
 _OF_HOME: list[Callable[..., None]] = [up.up, group.down, group.status, group.logs, reload.reload, backup, restore]
 _COMMANDS: list[Callable[..., None]] = [audit.audit, chat.chat, demo.demo, doctor.doctor, engine.stats, pairing.pair]

@@ -48,7 +48,7 @@ _WAYS = ("gives", "takes")
 AnnounceOption = Annotated[
     bool,
     option(
-        "While it waits, let `kvasir peers find` list this Mac in the network (mDNS). Needs kvasir\\[lan].",
+        "While it waits, let `kvasir peers find` list this Mac in the network (mDNS). Needs kvasir[lan].",
         "--announce",
     ),
 ]

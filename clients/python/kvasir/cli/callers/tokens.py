@@ -29,7 +29,7 @@ from kvasir.credentials import (
 )
 from kvasir.errors import AlreadyExists, FailedPrecondition, InvalidArgument, NotFound
 
-app = typer.Typer(help="Who may call: credentials of this home, each bound to one namespace.", no_args_is_help=True)
+app = typer.Typer(help="Who may call: credentials of this home, each of one namespace.", no_args_is_help=True)
 
 _WORD = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")  # it becomes the name of a file, and part of an option
 

@@ -13,7 +13,7 @@ from kvasir.cli.rows import counted
 from kvasir.cli.showing.arguments import argument, option
 from kvasir.errors import FailedPrecondition, KvasirError
 
-app = typer.Typer(help="Let agents speak with each other in phases, each with its own memory.", no_args_is_help=True)
+app = typer.Typer(help="Let agents speak in phases, each with its own memory.", no_args_is_help=True)
 
 FileArgument = Annotated[str, argument("A scenario's YAML file, or the name of one of `kvasir scenario ls`.", "FILE")]
 

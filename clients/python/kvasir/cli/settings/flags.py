@@ -16,7 +16,7 @@ ConfigOption = Annotated[
     Path | None,
     typer.Option(
         help="A settings file (TOML): the flags of `kvasir up` by name, and of each service those options that have no "
-        "flag there, in \\[store], \\[engine] and \\[gateway].",
+        "flag there, in [store], [engine] and [gateway].",
         metavar="FILE",
     ),
 ]
@@ -45,14 +45,13 @@ def given_flags(values: Mapping[str, Any]) -> dict[str, Given]:
 
 def _parameter(name: str, option: Option) -> inspect.Parameter:
     metavar = option.about.up.metavar if option.about.up is not None else ""
-    help_text = option.help.replace("[", "\\[")  # no markup of rich
     words = f"--{name}/--no-{name}" if option.shape is Shape.ANSWER else f"--{name}"
     word = None if isinstance(option.item, tuple) else metavar or option.metavar or None
     return inspect.Parameter(
         name.replace("-", "_"),
         inspect.Parameter.POSITIONAL_OR_KEYWORD,
         default=False if option.shape is Shape.SWITCH else None,
-        annotation=Annotated[_kind(option), typer.Option(words, help=help_text, metavar=word)],
+        annotation=Annotated[_kind(option), typer.Option(words, help=option.help, metavar=word)],
     )
 
 
