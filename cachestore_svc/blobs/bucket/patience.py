@@ -11,12 +11,12 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
+from kvasir.clients.blob_memory import BlobMemory
 from kvasir.waits import HANGS_S, PATIENCE_S
-
-from cachestore_svc.blobs.bucket.read_buffers import ReadBuffers
 
 _LEAST_BYTES = 1 << 18  # of all objects that are read, within PATIENCE_S
 _TRUSTED_BYTES = 64 << 20
+_KEPT_BYTES = 64 << 20  # memory that is used again
 _MOST_NAMES_BYTES = 1 << 30  # of a list
 _Kind = tuple[str, bool]  # of requests: their folder, and whether they write
 _LIST_S, _NAME_S = 2 * HANGS_S, 0.1  # for a list, and more for each name of it
@@ -28,7 +28,7 @@ class Patience:
 
     def __init__(self, steady: Callable[[], float] = time.monotonic) -> None:
         self._steady = steady
-        self._buffers = ReadBuffers()
+        self._memory = BlobMemory(_KEPT_BYTES)
         self._gate = threading.Lock()
         self._asked: Counter[_Kind] = Counter()  # requests that wait
         self._slow: set[_Kind] = set()  # those whose last request failed late
@@ -62,7 +62,7 @@ class Patience:
     def first_bytes(self, found: Any, name: str, most_bytes: int) -> memoryview:
         """Of an object that comes, at most so many. The server may have named any size: not much is asked for on its
         word."""
-        data = self._buffers.take(min(most_bytes, int(found.meta["size"]), _TRUSTED_BYTES))
+        data = self._memory.take(min(most_bytes, int(found.meta["size"]), _TRUSTED_BYTES))
         filled, filled_then, give_up, least = 0, 0, self._steady() + PATIENCE_S, self._least_bytes()
         for piece in found.stream(1) if most_bytes else ():  # as it comes: one byte a second is no progress
             taken = memoryview(piece)[: most_bytes - filled]

@@ -6,16 +6,13 @@ mapped: one that is cut under a map ends the process.
 import asyncio
 import os
 import stat
-import weakref
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from functools import cache, partial
 from pathlib import Path
 
-import numpy as np
-import numpy.typing as npt
+from kvasir.clients.blob_memory import BlobMemory
 from kvasir.clients.handed_files import HandedFiles
 from kvasir.formats.blob_place import blob_place
 from kvasir.formats.digest import Digest
@@ -27,7 +24,7 @@ _THREADS = min(8, os.cpu_count() or 1)
 # Files that a turn has read ahead of the one that is wanted next. So many turns share the threads as the room for bytes
 # that become KV allows.
 _AHEAD = 2 * _THREADS
-_KEPT_BYTES = 256 << 20  # free memory that is kept for files to come
+_memory = BlobMemory(256 << 20)
 _EXPECTED_PART = 8  # of the room for bytes that become KV: so much is read before a plan wants it
 
 
@@ -95,38 +92,12 @@ class StoreFiles:
                     return None
                 if status.st_size != digest.size_bytes:
                     return None
-                data = _buffers.take(digest.size_bytes)
+                data = _memory.take(digest.size_bytes)
                 if file.readinto(data) != digest.size_bytes:
                     return None
         except OSError:
             return None
         return data.toreadonly() if Digest.of(data) == digest else None
-
-
-class _Buffers:
-    """Memory for files, used again once nothing refers to their bytes: to read into new memory takes twice as long."""
-
-    def __init__(self) -> None:
-        self._free = deque[npt.NDArray[np.uint8]]()
-
-    def take(self, size_bytes: int) -> memoryview:
-        """Bytes that are all overwritten by the caller. From any thread."""
-        buffer = None
-        with suppress(IndexError):  # another thread took the last one
-            buffer = self._free.pop()
-        if buffer is None or buffer.size < size_bytes:
-            buffer = np.empty(size_bytes, np.uint8)
-        lent = buffer[:size_bytes]
-        # Whatever is made of the view below refers to `lent`, and not to the buffer alone.
-        weakref.finalize(lent, self._give_back, buffer).atexit = False
-        return lent.data
-
-    def _give_back(self, buffer: npt.NDArray[np.uint8]) -> None:
-        if sum(free.size for free in list(self._free)) + buffer.size <= _KEPT_BYTES:
-            self._free.append(buffer)
-
-
-_buffers = _Buffers()
 
 
 @cache

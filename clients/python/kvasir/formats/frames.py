@@ -1,6 +1,6 @@
 """Blobs as frames and back: pieces of at most 1 MiB, in offset order, verified when the last one is in."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from kvasir.cachestore.v1 import cachestore_pb2 as pb
 from kvasir.errors import DataLoss
@@ -8,6 +8,7 @@ from kvasir.formats.digest import Buffer, Digest, Hasher
 from kvasir.formats.frame_messages import MAX_FRAMES, CarriedFrame, carrier_bytes
 
 FRAME_BYTES = 1 << 20
+_TRUSTED = 64  # memory is taken for so many times the bytes that have arrived
 
 
 def frame_messages(
@@ -58,13 +59,20 @@ def frames_of(
         yield pb.WriteBlobsRequest.FromString(message).frame
 
 
-class FrameAssembler:
-    """Joins the frames of expected blobs, in their order, and holds only bytes that have arrived. After a cut, request
-    `remaining` from `received_bytes` on, call `resume()`, and go on adding."""
+def _new(size_bytes: int) -> memoryview:
+    return memoryview(bytearray(size_bytes))
 
-    def __init__(self, expected: Sequence[Digest]) -> None:
+
+class FrameAssembler:
+    """Joins the frames of expected blobs, in their order. After a cut, request `remaining` from `received_bytes` on,
+    call `resume()`, and go on adding."""
+
+    def __init__(self, expected: Sequence[Digest], take: Callable[[int], memoryview] = _new) -> None:
+        """`take` gives memory for so many bytes, of any value."""
         self._expected = tuple(expected)
+        self._take = take
         self._done = 0
+        self._room, self._hasher = _new(0), Hasher()
         self._begin()
 
     @property
@@ -88,22 +96,28 @@ class FrameAssembler:
         digest = self._expected[self._done]
         arrived = frame.data  # once: a message's field is copied each time
         self._check(frame, len(arrived), digest)
-        self._buffer += arrived
+        begin, end = self.received_bytes, self.received_bytes + len(arrived)
+        if end > len(self._room):
+            room = self._take(min(digest.size_bytes, _TRUSTED * end))
+            room[:begin] = self._room[:begin]
+            self._room = room
+        self._room[begin:end] = arrived
         self._hasher.update(arrived)
         self._is_named = True
         if self.received_bytes < digest.size_bytes:
             return None
-        data, found = self._buffer, self._hasher.digest()
+        data, found = self._room[: digest.size_bytes], self._hasher.digest()
         if found != digest:
             self._begin()
             raise DataLoss(f"blob {digest}: its bytes are those of {found}", metadata={"digest": digest.hash})
         self._done += 1
         self._begin()
-        return digest, memoryview(data).toreadonly()
+        return digest, data.toreadonly()
 
     def _begin(self) -> None:
-        self._buffer = bytearray()
-        self._hasher = Hasher()
+        size_bytes = max((digest.size_bytes for digest in self.remaining[:1]), default=0)
+        self._room = _new(0)
+        self._hasher = Hasher(min(size_bytes, FRAME_BYTES))
         self._is_named = False
 
     def _check(self, frame: pb.BlobFrame | CarriedFrame, size_bytes: int, digest: Digest) -> None:

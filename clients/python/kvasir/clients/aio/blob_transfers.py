@@ -11,6 +11,7 @@ import grpc.aio
 from kvasir.cachestore.v1 import cachestore_pb2 as pb
 from kvasir.clients.aio.service_client import AioServiceClient
 from kvasir.clients.aio.stall_limit import AioStallLimit
+from kvasir.clients.blob_memory import BlobMemory
 from kvasir.clients.store_client_transfers import SEVERAL, STREAMS, OnProgress, Upload, batches
 from kvasir.errors import FailedPrecondition, InvalidArgument, NotFound, Unavailable
 from kvasir.formats.digest import Buffer, Digest
@@ -21,6 +22,7 @@ from kvasir.waits import HANGS_S, PAUSE_S
 _TENSORS, _MANIFEST = pb.BLOB_KIND_TENSORS, pb.BLOB_KIND_MANIFEST
 # How long to wait for a blob that another writer sends. A store drops a silent writer sooner.
 _MAX_WAITS = round(HANGS_S / PAUSE_S)
+_memory = BlobMemory(64 << 20)
 
 
 class AioBlobTransfers(AioServiceClient):
@@ -103,7 +105,7 @@ class AioBlobTransfers(AioServiceClient):
         """The blobs in the given order, each verified here too. Resumes after a cut.
 
         Raises NotFound and DataLoss (metadata "digest"), Unavailable (cut too often)."""
-        assembler = FrameAssembler(digests)
+        assembler = FrameAssembler(digests, _memory.take)
         cuts = 0
         while assembler.remaining:
             before = (len(assembler.remaining), assembler.received_bytes)
