@@ -1,9 +1,11 @@
 """The facts of blobs in a manifest, and whether a blob is of its KV identity, place and chain of tokens. Pure."""
 
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import takewhile
+from typing import Any
 
 from kvasir.cachestore.v1 import identity_pb2, manifest_pb2
 from kvasir.formats import manifest as manifests
@@ -32,23 +34,64 @@ class ManifestFacts:
     shareable_blocks: int
     request_id: str
     named: tuple[NamedBlob, ...]  # blocks, tail, each window's blocks and tail, states
+    chain: Sequence[str]  # of its full blocks
+    packed_ids: bytes  # the token ids as its bytes have them; none where they were read in another way
+    parent: str  # the hash of the manifest before it, or nothing
+    known_blocks: int = 0  # how many of the leading ones that manifest's facts have, too
     wake_ms: int | None = None  # of one that is asleep: how long its KV took to compute
 
 
-def read_manifest(data: bytes | memoryview) -> ManifestFacts:
-    """Check a manifest as all its readers do; its blobs' identities. Raises InvalidArgument (MANIFEST_REFUSED)."""
-    message = manifests.parse(data)
-    hash_ = kv_identity_hash(message.kv_identity)
+def _unknown(_manifest_hash: str) -> ManifestFacts | None:
+    return None
+
+
+def read_manifest(
+    data: bytes | memoryview, facts_of: Callable[[str], ManifestFacts | None] = _unknown
+) -> ManifestFacts:
+    """Check a manifest as all its readers do; its blobs' identities. Raises InvalidArgument (MANIFEST_REFUSED).
+    `facts_of` a manifest's hash: known ones are not computed again for the next manifest, which begins with its tokens.
+    """
+    tokens = _Tokens(facts_of)
+    apart = manifests.parse_apart(data, tokens.read)
+    message: Any = apart or manifests.parse(data)
     token_ids = array("I", message.token_ids)  # the hash of each block wants them so
+    hash_ = kv_identity_hash(message.kv_identity)
+    before = tokens.before if apart and tokens.before and tokens.before.kv_identity_hash == hash_ else None
+    chain = chain_hashes(hash_, token_ids, before.chain if before else ())
+    is_asleep = message.HasField("asleep")
+    kv_identity = identity_pb2.KvIdentity()
+    kv_identity.CopyFrom(message.kv_identity)  # a part of a message keeps all of it
     return ManifestFacts(
-        message.kv_identity,
+        kv_identity,
         hash_,
         token_ids,
         message.shareable_tokens // BLOCK_TOKENS,
         message.turn.request_id,
-        () if message.HasField("asleep") else tuple(_named_blobs(message, token_ids, hash_)),
-        message.asleep.wake_ms if message.HasField("asleep") else None,
+        () if is_asleep else tuple(_named_blobs(message, token_ids, hash_, chain, before)),
+        chain,
+        tokens.packed if apart else b"",
+        message.parent_manifest,
+        len(before.chain) if before else 0,
+        message.asleep.wake_ms if is_asleep else None,
     )
+
+
+class _Tokens:
+    """The token ids of a manifest, those of the one before it not read again."""
+
+    def __init__(self, facts_of: Callable[[str], ManifestFacts | None]) -> None:
+        self.before: ManifestFacts | None = None  # one whose tokens this one begins with
+        self.packed = b""
+        self._facts_of = facts_of
+
+    def read(self, message: manifest_pb2.Manifest, packed: bytes) -> Sequence[int]:
+        self.packed = packed
+        known = self._facts_of(message.parent_manifest) if message.parent_manifest else None
+        # Whole numbers: that manifest was read.
+        if known is None or not known.packed_ids or not packed.startswith(known.packed_ids):
+            return array("I", manifests.unpacked(packed))
+        self.before = known
+        return array("I", known.token_ids) + array("I", manifests.unpacked(packed[len(known.packed_ids) :]))
 
 
 def unfit(need: NamedBlob, found: FileIdentity, schema_hash_found: str | None) -> str | None:
@@ -70,10 +113,15 @@ class SharedBlock:
     place: int  # in the manifest's named blobs
 
 
-def shared_blocks(facts: ManifestFacts, namespace: str) -> list[SharedBlock]:
-    """The manifest's shareable blocks, by index, and each index by group: those of one were computed together."""
+def shareable_hashes(facts: ManifestFacts, namespace: str, known: Sequence[str] = ()) -> list[str]:
+    """The hashes of the manifest's shareable blocks. `known`: those of the first of its blocks."""
     tokens = facts.token_ids[: facts.shareable_blocks * BLOCK_TOKENS]
-    hashes = block_hash_chain(namespace, facts.kv_identity_hash, tokens)
+    return block_hash_chain(namespace, facts.kv_identity_hash, tokens, known[: facts.shareable_blocks])
+
+
+def shared_blocks(facts: ManifestFacts, hashes: Sequence[str]) -> list[SharedBlock]:
+    """The manifest's shareable blocks, which have these hashes, by index, and each index by group: those of one were
+    computed together."""
     found = []
     for place, need in enumerate(facts.named):
         index, window = need.file.start // BLOCK_TOKENS, need.file.window
@@ -83,16 +131,29 @@ def shared_blocks(facts: ManifestFacts, namespace: str) -> list[SharedBlock]:
     return sorted(found, key=lambda block: (block.index, block.place))
 
 
-def _named_blobs(message: manifest_pb2.Manifest, tokens: Sequence[int], hash_: str) -> Iterator[NamedBlob]:
-    chain = chain_hashes(hash_, tokens)
+def _named_blobs(
+    message: Any, tokens: Sequence[int], hash_: str, chain: Sequence[str], before: ManifestFacts | None
+) -> Iterator[NamedBlob]:
+    """`before`: of the same KV identity, whose tokens these begin with."""
     if manifests.keeps_all_tokens(message.kv_identity):
-        yield from _named_rows(message, message, file_identities(hash_, tokens, chain))
+        known = [] if before is None else _same(before.named[: len(before.chain)], message.blocks)
+        yield from known
+        yield from _named_rows(message, message, file_identities(hash_, tokens, chain, len(known)), len(known))
     for each in message.windows:
         files = file_identities(hash_, tokens, chain, int(each.first_block), each.window)
         yield from _named_rows(message, each, files[: len(each.blocks) + each.HasField("tail")])
     schema = _state_schema(message.kv_identity) if message.states else None
     for point in message.states:
         yield NamedBlob(Digest.from_proto(point.digest), state_identity(hash_, tokens, point.tokens, chain), schema)
+
+
+def _same(named: Iterable[NamedBlob], blocks: Iterable[manifest_pb2.Digest]) -> list[NamedBlob]:
+    """The leading ones that are these blocks."""
+
+    def is_same(pair: tuple[NamedBlob, manifest_pb2.Digest]) -> bool:
+        return pair[0].digest.hash == pair[1].hash and pair[0].digest.size_bytes == pair[1].size_bytes
+
+    return [each for each, _ in takewhile(is_same, zip(named, blocks, strict=False))]
 
 
 def _state_schema(identity: identity_pb2.KvIdentity) -> str | None:
@@ -110,15 +171,13 @@ def _schema_of_rows(identity: bytes, rows: int, group: int) -> str:
 
 
 def _named_rows(
-    message: manifest_pb2.Manifest,
-    listed: manifest_pb2.Manifest | manifest_pb2.WindowBlocks,
-    files: Sequence[FileIdentity],
+    message: Any, listed: manifest_pb2.WindowBlocks, files: Sequence[FileIdentity], first: int = 0
 ) -> Iterator[NamedBlob]:
     identity = message.kv_identity.SerializeToString(deterministic=True)
     schemas = {
         (rows, group): _schema_of_rows(identity, rows, group)
         for rows, group in {(file.tokens, file.window) for file in files}
     }
-    digests = [*listed.blocks, *((listed.tail,) if listed.HasField("tail") else ())]
+    digests = [*listed.blocks[first:], *((listed.tail,) if listed.HasField("tail") else ())]
     for digest, file in zip(digests, files, strict=True):
         yield NamedBlob(Digest.from_proto(digest), file, schemas[file.tokens, file.window])

@@ -13,7 +13,7 @@ from kvasir.formats.manifest import MAX_MANIFEST_BYTES
 from cachestore_svc.blobs.backend import Aside, BlobBackend, NamespaceBlobs
 from cachestore_svc.blobs.blob_checks import BlobFacts, check_for
 from cachestore_svc.blobs.disk import Disk
-from cachestore_svc.blobs.manifests import ManifestFacts, SharedBlock, read_manifest, shared_blocks
+from cachestore_svc.blobs.manifests import ManifestFacts, SharedBlock, read_manifest, shareable_hashes, shared_blocks
 from cachestore_svc.facts.records import BlobKind
 from cachestore_svc.index.refusals import reading_damage
 from cachestore_svc.index.sqlite.database.looking import looking_at
@@ -184,7 +184,7 @@ def as_index_has_it(
     names: PlainNames, namespace: str, facts: ManifestFacts
 ) -> tuple[ManifestFacts, Sequence[SharedBlock]]:
     """A manifest's facts, and its blocks that others may find."""
-    shared = shared_blocks(facts, namespace)
+    shared = shared_blocks(facts, shareable_hashes(facts, namespace))
     return seal_manifest(names, facts), [replace(each, block_hash=names.keyed(each.block_hash)) for each in shared]
 
 

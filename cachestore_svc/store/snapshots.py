@@ -9,7 +9,8 @@ from kvasir.errors import Conflict, DataLoss, NotFound
 from kvasir.formats.digest import Digest
 from kvasir.names import check_agent_id
 
-from cachestore_svc.blobs.manifests import ManifestFacts, SharedBlock, read_manifest, shared_blocks
+from cachestore_svc.blobs.known_manifests import KnownManifest as KnownManifest
+from cachestore_svc.blobs.known_manifests import KnownManifests
 from cachestore_svc.core.core import Core
 from cachestore_svc.core.stored_blobs import read_blob
 from cachestore_svc.facts import records
@@ -22,14 +23,6 @@ from cachestore_svc.store.leases import Leases
 
 _USE_RESOLUTION_MS = 1000  # A line's time of last use is written at most this often
 _OF_A_TURN = CommitTerms()
-
-
-@dataclass(frozen=True, slots=True)
-class KnownManifest:
-    """A stored manifest as its commit needs it: its facts, and its blocks that others may find."""
-
-    facts: ManifestFacts
-    shared: Sequence[SharedBlock]
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +40,7 @@ class Snapshots:
     def __init__(self, core: Core, leases: Leases) -> None:
         self._core = core
         self._leases = leases
+        self._manifests = KnownManifests()
 
     def known(
         self, namespace: str, manifest: Digest, data: memoryview | bytes = b"", *, bind_shared: bool = True
@@ -56,10 +50,10 @@ class Snapshots:
         """
         try:
             is_its_own = len(data) == manifest.size_bytes and Digest.of(data) == manifest
-            facts = read_manifest(data if is_its_own else read_blob(self._core, namespace, manifest))
+            its_bytes = data if is_its_own else read_blob(self._core, namespace, manifest)
         except (NotFound, DataLoss) as error:
             raise missing(manifest, "manifest") from error
-        return KnownManifest(facts, shared_blocks(facts, namespace) if bind_shared else ())
+        return self._manifests.read(namespace, manifest, its_bytes, bind_shared=bind_shared)
 
     def commit(
         self,

@@ -12,12 +12,13 @@ import pytest
 from kvasir.errors import Conflict, FailedPrecondition, KvasirError, NotFound
 from kvasir.formats.digest import Digest
 
-from cachestore_svc.blobs.manifests import read_manifest, shared_blocks
+from cachestore_svc.blobs.known_manifests import KnownManifest
+from cachestore_svc.blobs.manifests import read_manifest, shareable_hashes, shared_blocks
 from cachestore_svc.edge.service import CacheStoreService
 from cachestore_svc.facts.records import BlobKind
 from cachestore_svc.index.values import CommitTerms, Done
 from cachestore_svc.store.aio_store import AioStore
-from cachestore_svc.store.snapshots import EarlyCommit, KnownManifest
+from cachestore_svc.store.snapshots import EarlyCommit
 from cachestore_svc.store.store import Store
 from cachestore_svc.store.threads import StoreThreads
 from tests.cachestore.core.lab import NS, Lab, assert_restores, prefix_of, publish, upload, write, write_all
@@ -28,7 +29,7 @@ AGENT = "a"
 
 def known(snapshot: SyntheticSnapshot) -> KnownManifest:
     facts = read_manifest(snapshot.manifest_bytes)
-    return KnownManifest(facts, shared_blocks(facts, NS))
+    return KnownManifest(facts, shared_blocks(facts, shareable_hashes(facts, NS)))
 
 
 def begin(

@@ -158,6 +158,15 @@ SHARED = (
         WAITS,
     ),
     Shared(
+        "last manifests of lines, with which the next ones begin",
+        "store",
+        "cachestore_svc/blobs/known_manifests.py: _shares",
+        ("cachestore_svc.blobs.known_manifests:KEPT_BYTES", 32 << 20),
+        THREE_OF_FREE,
+        "the namespace's oldest makes room",
+        "nothing: the next manifest is read whole",
+    ),
+    Shared(
         "RAM of manifests that are read, answered or listed",
         "store",
         "cachestore_svc/moving/manifest_room.py: room",

@@ -2,7 +2,7 @@
 
 import base64
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import accumulate
@@ -232,13 +232,64 @@ def parse(data: bytes | bytearray | memoryview) -> manifest_pb2.Manifest:
         raise _wrong("", f"expected at most {MAX_MANIFEST_BYTES} bytes, got {size_bytes}")
     held = bytes(data)
     try:
-        if size_bytes > MAX_RECORDS * _LEAST_RECORD_BYTES:
-            _count_records(held, manifest_pb2.Manifest.DESCRIPTOR, MAX_RECORDS)
-        manifest = manifest_pb2.Manifest.FromString(held)
+        manifest = _message(held, MAX_RECORDS)
     except (DecodeError, _ScanError) as error:
         raise _wrong("", f"not a serialized kvasir.cachestore.v1.Manifest: {error}") from None
     check(manifest)
     return manifest
+
+
+def parse_apart(
+    data: bytes | bytearray | memoryview, ids_of: Callable[[manifest_pb2.Manifest, bytes], Sequence[int]]
+) -> TokensApart | None:
+    """As `parse`, in a fraction of the time; None for bytes that `parse` has to read, or refuses. `ids_of` gives the
+    token ids of a message that lacks them and of their packed bytes."""
+    held = bytes(data)
+    try:
+        if len(held) > MAX_MANIFEST_BYTES or (places := _numbers(held)) is None:
+            return None
+        (first, first_end, _), (second, second_end, _) = sorted(places.values())
+        rest = b"".join((held[:first], held[first_end:second], held[second_end:]))
+        message = _message(rest, MAX_RECORDS - len(places))
+        ids, chars = (held[begin:end] for _, end, begin in (places[_IDS], places[_CHARS]))
+        if message.token_ids or message.token_chars or not chars.isascii():
+            return None
+        manifest = TokensApart(message, ids_of(message, ids), chars)
+    except (DecodeError, _ScanError):
+        return None
+    check(manifest)
+    return manifest
+
+
+def unpacked(ids: bytes) -> Sequence[int]:
+    """Numbers that `packed` packed. Raises DecodeError."""
+    return manifest_pb2.Manifest.FromString(_field(_IDS, ids)).token_ids
+
+
+def _message(held: bytes, most_records: int) -> manifest_pb2.Manifest:
+    if len(held) > most_records * _LEAST_RECORD_BYTES:
+        _count_records(held, manifest_pb2.Manifest.DESCRIPTOR, most_records)
+    return manifest_pb2.Manifest.FromString(held)
+
+
+def _numbers(held: bytes) -> dict[int, tuple[int, int, int]] | None:
+    """Where the packed lists of numbers begin and end among the leading fields, and where their bytes begin; None
+    unless both are there, once. Raises _ScanError."""
+    places: dict[int, tuple[int, int, int]] = {}
+    position = 0
+    for _ in range(_CHARS):
+        if position >= len(held) or len(places) == len((_IDS, _CHARS)):
+            break
+        tag, begin = _varint(held, position, len(held))
+        size, end = _varint(held, begin, len(held))
+        number, wire_type = tag >> 3, tag & 7
+        if number in (_IDS, _CHARS) and number not in places and wire_type == _BYTES:
+            places[number] = position, end + size, end
+        elif number >= _CHARS or number in places or wire_type not in (_VARINT, _BYTES):
+            return None
+        position = end + size if wire_type == _BYTES else end
+    is_whole = len(places) == len((_IDS, _CHARS)) and position <= len(held)
+    return places if is_whole else None
 
 
 def reply_id(request_id: str, choice: int = 0) -> str:
@@ -251,7 +302,7 @@ def call_id(reply: str, number: int) -> str:
     return base64.b32encode(blake3(f"{reply}-{number}".encode()).digest())[:9].decode()
 
 
-def check(manifest: manifest_pb2.Manifest) -> None:
+def check(manifest: manifest_pb2.Manifest | TokensApart) -> None:
     """Raise InvalidArgument, naming the field, unless the manifest agrees with itself and keeps the limits."""
     _check_content(manifest)
     _check_files(manifest)
