@@ -2,7 +2,7 @@
 
 A real S3 server (versitygw) stands behind a relay that lets so many bits a second pass. Through it come, in turn, the
 objects alone, and the same blobs as an engine gets them from a store that keeps no copies; beside it a store reads them
-from its disk. The blobs have the size of those of Llama 3.1 8B.
+from its disk. The blobs have the size of those of Llama 3.1 8B. The seconds of processor of each program are counted.
 """
 
 import argparse
@@ -16,10 +16,12 @@ import statistics
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Awaitable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import certifi
 from kvasir.clients import AioStoreClient
@@ -112,6 +114,19 @@ async def _stored(client: AioStoreClient, memory: measuring.Memory) -> None:
     await client.put_blobs(memory.blobs)
 
 
+def processor_s(places: Mapping[str, str]) -> dict[str, float]:
+    """Of this process and of those that it began, each by the word that its command line has."""
+    found = {"reader": time.process_time()}
+    for children in Path("/proc/self/task").glob("*/children"):
+        for pid in children.read_text().split():
+            with suppress(OSError):
+                words = Path("/proc", pid, "cmdline").read_text()
+                fields = Path("/proc", pid, "stat").read_text().rpartition(")")[2].split()
+                name = next((name for name, word in places.items() if word in words), "")
+                found[name] = sum(map(int, fields[11:13])) / os.sysconf("SC_CLK_TCK")
+    return found
+
+
 async def _read_s(client: AioStoreClient, memory: measuring.Memory) -> float:
     began = time.perf_counter()
     async for digest, data in client.get_blobs(list(memory.blobs)):
@@ -119,11 +134,19 @@ async def _read_s(client: AioStoreClient, memory: measuring.Memory) -> float:
     return time.perf_counter() - began
 
 
-async def measured(root: Path, gbit: float, blocks: int, repeats: int) -> dict[str, float]:
+async def measured(root: Path, gbit: float, blocks: int, repeats: int) -> dict[str, Any]:
     link = gbit * 1e9 / 8
     geometry = measuring.geometries(is_quick=False)[-1]
     memory = measuring._memory(geometry.identity, blocks, 1)
     took: dict[str, list[float]] = {"plain": [], "bucket": [], "disk": []}
+    spent: dict[str, Counter[str]] = {name: Counter() for name in took}
+    places = {"far store": str(root / "far"), "near store": str(root / "near"), "server": "versitygw", "link": "spawn"}
+
+    async def note(name: str, read: Awaitable[float]) -> None:
+        before = processor_s(places)
+        took[name].append(await read)
+        spent[name] += Counter({each: s - before.get(each, 0.0) for each, s in processor_s(places).items()})
+
     with ExitStack() as stack:
         url, keys = stack.enter_context(behind_a_link(root, link))
         no_copies = ("--blobs", url, "--blob-credentials-file", str(keys), "--blob-tier-bytes", "0")
@@ -137,12 +160,12 @@ async def measured(root: Path, gbit: float, blocks: int, repeats: int) -> dict[s
             large = [each for each in names if each[1] > 1 << 20]
             assert len(large) == len(memory.blobs)
             for _ in range(repeats):
-                took["plain"].append(await asyncio.to_thread(plain_s, bucket, large))
-                took["bucket"].append(await _read_s(far, memory))
-                took["disk"].append(await _read_s(near, memory))
+                await note("plain", asyncio.to_thread(plain_s, bucket, large))
+                await note("bucket", _read_s(far, memory))
+                await note("disk", _read_s(near, memory))
     seconds = {name: statistics.median(each) for name, each in took.items()}
     rates = {name: memory.size_bytes / each for name, each in seconds.items()}
-    of_32k = _BLOCKS_OF_32K / blocks
+    of_32k, all_gb = _BLOCKS_OF_32K / blocks, memory.size_bytes * repeats / 1e9
     return {
         **{f"{name}_mb_per_s": round(rate / 1e6) for name, rate in rates.items()},
         "link_mb_per_s": round(link / 1e6),
@@ -150,6 +173,9 @@ async def measured(root: Path, gbit: float, blocks: int, repeats: int) -> dict[s
         "share_of_plain": round(rates["bucket"] / rates["plain"], 3),
         **{f"{name}_32k_s": round(seconds[name] * of_32k, 3) for name in ("bucket", "disk")},
         "bucket_to_disk": round(seconds["bucket"] / seconds["disk"], 2),
+        "processor_s_per_gb": {
+            about: {name: round(each / all_gb, 2) for name, each in spent[about].items()} for about in spent
+        },
     }
 
 
