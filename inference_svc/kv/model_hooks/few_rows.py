@@ -27,12 +27,14 @@ Matrix = tuple[mx.array, ...]
 _TYPES = (mx.bfloat16, mx.float16)
 _CHUNK = 64  # inputs, as in few_rows.h
 _WARPS = 4  # they share a sum, so their number decides its order
+# Of packed matrices, where shared memory has room for them: 32 bytes of an output are little for a warp to wait for.
+_PACKED_WARPS = 8
 # For so many rows: columns of 8 rows, outputs of a block in sixteens, chunks on their way. The fastest on an H200.
 _SHAPES = {8: (1, 2, 4), 16: (2, 2, 4), 32: (4, 2, 3), 64: (8, 4, 3)}
 _NARROW = (8, 2, 4)  # for matrices that would be too few blocks for a GPU's multiprocessors
 _FEW_BLOCKS = 66
 # The same of packed matrices.
-_PACKED_SHAPES = {8: (1, 2, 4), 16: (2, 2, 4), 32: (4, 4, 3), 64: (8, 4, 3)}
+_PACKED_SHAPES = {8: (1, 2, 4), 16: (2, 2, 4), 32: (4, 4, 2), 64: (8, 2, 2)}
 _LEAST_STAGES = 2
 # Shared memory that a block may take, by compute capability: three KiB less than there is on the largest GPUs.
 _LARGE_BYTES, _MEDIUM_BYTES, _SMALL_BYTES = 224 << 10, 163 << 10, 99 << 10
@@ -81,10 +83,10 @@ def few_rows(
             ("HEIGHT", height),
             ("TILES", tiles),
             ("STAGES", stages),
-            ("WARPS", _WARPS),
+            ("WARPS", _warps(groups)),
         ],
-        grid=(_blocks(results, height / 2 if is_gated else height) * _WARPS * LANES, 1, 1),
-        threadgroup=(_WARPS * LANES, 1, 1),
+        grid=(_blocks(results, height / 2 if is_gated else height) * _warps(groups) * LANES, 1, 1),
+        threadgroup=(_warps(groups) * LANES, 1, 1),
         output_shapes=[(*shape, width) for width in results] if not heads else _in_heads(shape[0], results, heads),
         output_dtypes=[x.dtype] * len(results),
     )
@@ -111,6 +113,10 @@ def _usual_shape(rows: int, groups: int) -> tuple[int, int, int]:
     return next(shape for most, shape in (_PACKED_SHAPES if groups else _SHAPES).items() if rows <= most)
 
 
+def _warps(groups: int) -> int:
+    return _PACKED_WARPS if groups and _most_shared_bytes() >= _MEDIUM_BYTES else _WARPS
+
+
 @cache
 def _most_shared_bytes() -> int:
     """Of a block on this device; where kernels are emulated, as on the GPUs that they were measured on."""
@@ -125,7 +131,7 @@ def _shared_bytes(tiles: int, height: int, stages: int, groups: int) -> int:
     outputs, rows = 16 * height, 8 * tiles
     ring_bytes = stages * (outputs * (_CHUNK // 2 if groups else 2 * _CHUNK) + rows * 2 * _CHUNK)
     scale_bytes = 2 * outputs * (groups + 8) * 2 if groups else 0
-    return max(_WARPS * ring_bytes + scale_bytes, _WARPS * outputs * rows * 4)
+    return max(_warps(groups) * ring_bytes + scale_bytes, _warps(groups) * outputs * rows * 4)
 
 
 def _blocks(widths: Sequence[int], height: float) -> int:
