@@ -163,11 +163,14 @@ def _fitting_blobs(rows: Rows, found: Mapping[Digest, BlobEntry], needs: Sequenc
 
 
 def _misfit(rows: Rows, row: BlobEntry, need: NamedBlob) -> str | None:
+    chain, schema = rows.texts.names.keyed(need.file.chain), need.schema_hash
+    expected = need.file.kind, need.file.kv_identity_hash, need.file.window, need.file.start, need.file.tokens, chain
+    found = row.kind, row.kv_identity_hash, row.window, row.start, row.tokens, row.chain
+    if found == expected and row.schema_hash == schema is not None:
+        return None  # nearly always, for each block of a line: nothing is made of them
     if (file := row.file) is None:
         return f"kind: expected {need.file.kind}, found {row.kind}"
-    if (chain := rows.texts.names.keyed(need.file.chain)) != need.file.chain:
-        need = replace(need, file=replace(need.file, chain=chain))
-    return unfit(need, file, row.schema_hash)
+    return unfit(replace(need, file=replace(need.file, chain=chain)), file, row.schema_hash)
 
 
 def bind(
