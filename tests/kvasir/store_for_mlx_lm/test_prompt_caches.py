@@ -192,6 +192,7 @@ def test_a_memory_that_is_no_prompt_cache_is_no_crash(kept: PromptCaches, model:
 _VAST = "9" * 12
 _WRONG_PLACES = {
     "an array in a list of billions": lambda tensors, words: (tensors | {f"0.{_VAST}": mx.zeros(1)}, words),
+    "rows in a list of billions": lambda tensors, words: (tensors | {f"0.0{_VAST}": tensors["0.0"]}, words),
     "a word in a list of billions": lambda tensors, words: (tensors, words | {f"2.{_VAST}": "scalar"}),
     "an array in many lists": lambda tensors, words: (tensors | {"0." * 5000 + "0": mx.zeros(1)}, words),
     "many long lists": lambda tensors, words: (tensors, words | {f"2.{n}.9999": "" for n in range(2, 2000)}),
