@@ -110,8 +110,8 @@ class BlobsOfNamespace:
         self._owner.check()
 
     def read(self, digest: Digest, *, past_copies: bool = False) -> memoryview:
-        copy = None if past_copies else self._tier.get(self.place, digest.hash)
-        if copy is not None and Digest.of(copy) == digest:
+        copy = None if past_copies else self._tier.get(self.place, digest.hash, digest)
+        if copy is not None:
             return copy
         problem = ""
         for data in self._editions(digest.hash, digest.size_bytes + 1):
@@ -120,7 +120,7 @@ class BlobsOfNamespace:
         if problem:
             raise Damaged(problem)
         if not past_copies:  # a scrub would give up those that were used last
-            self._tier.put(self.place, digest.hash, data)
+            self._tier.put(self.place, digest.hash, data, digest)
         return data
 
     def bytes_of(self, hash_: str, most_bytes: int, *, past_copies: bool = False) -> memoryview:

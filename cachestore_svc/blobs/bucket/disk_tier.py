@@ -9,7 +9,7 @@ from contextlib import suppress
 from itertools import count
 from pathlib import Path
 
-from blake3 import blake3
+from kvasir.formats.digest import Digest
 
 _HASH_BYTES = 32  # behind the bytes of each file
 _NEW = ".new-"
@@ -42,14 +42,15 @@ class DiskTier:
         with self._lock:
             return self._held.total()
 
-    def get(self, place: str, name: str) -> memoryview | None:
-        """An object's bytes, if a whole copy is here."""
+    def get(self, place: str, name: str, digest: Digest | None = None) -> memoryview | None:
+        """An object's bytes, if a whole copy is here; where the caller knows their digest, if they have that."""
         path = self._root / place / name
         try:
             data = memoryview(path.read_bytes())
         except OSError:
             return None
-        if blake3(data[:-_HASH_BYTES]).digest() != data[-_HASH_BYTES:]:
+        found = Digest.of(data[:-_HASH_BYTES])
+        if found != digest if digest else bytes.fromhex(found.hash) != data[-_HASH_BYTES:]:
             self.remove(place, name)
             return None
         with self._lock:
@@ -59,8 +60,9 @@ class DiskTier:
             os.utime(path)  # the order after a restart
         return data[:-_HASH_BYTES]
 
-    def put(self, place: str, name: str, data: bytes | memoryview) -> None:
-        """Keep a copy, and give up those that were not used for longest. A disk that is full keeps none."""
+    def put(self, place: str, name: str, data: bytes | memoryview, digest: Digest | None = None) -> None:
+        """Keep a copy, and give up those that were not used for longest. A disk that is full keeps none. `digest`: of
+        the bytes, where the caller has computed it."""
         size = len(data) + _HASH_BYTES
         if size > self._most_bytes:
             self.remove(place, name)
@@ -71,7 +73,7 @@ class DiskTier:
             path.parent.mkdir(mode=0o700, exist_ok=True)
             with open(new, "xb", opener=_own) as file:
                 file.write(data)
-                file.write(blake3(data).digest())
+                file.write(bytes.fromhex((digest or Digest.of(data)).hash))
             new.replace(path)
         except OSError:
             new.unlink(missing_ok=True)

@@ -412,6 +412,22 @@ def test_a_copy_that_does_not_verify_is_no_copy_and_a_crash_leaves_none(tmp_path
     assert not half.exists()
 
 
+def test_a_copy_with_other_bytes_than_its_digest_is_read_from_the_bucket(tmp_path: Path, bucket: AwayBucket) -> None:
+    lab, [data, other] = _lab(tmp_path / "a", bucket), _blobs(2)
+    with lab.open() as store:
+        digest, another = _put(store, data), _put(store, other)
+        copy = tmp_path / "a" / "tier" / lab.blobs.of(NS).place / digest.hash
+        whole, strange = copy.read_bytes(), copy.with_name(another.hash).read_bytes()
+        flipped = whole[:9] + bytes([whole[9] ^ 1]) + whole[10:]
+        for wrong in (flipped, whole[1:], whole[:-33] + whole[-32:], strange, b""):  # `strange` is whole in itself
+            copy.write_bytes(wrong)
+            assert store.blobs.read(NS, digest) == data
+            assert copy.read_bytes() == whole
+            bucket.is_away = True
+            assert store.blobs.read(NS, digest) == data
+            bucket.is_away = False
+
+
 # --- settings ---
 
 
