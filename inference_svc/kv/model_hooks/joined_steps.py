@@ -83,8 +83,7 @@ def _attention_call(self: Any, x: mx.array, mask: Any = None, cache: Any = None)
     joint = next(iter(products))
     is_plain = len(products) == 1 and joint is not None and not any("bias" in self[name] for name in _PROJECTIONS)
     if not (is_plain and isinstance(cache, FusedLayer) and x.ndim == 3 and x.shape[1] == 1 and joint.takes(x)):
-        own: Any = type(self).__base__
-        return own.__call__(self, x, mask, cache)  # type: ignore[no-any-return]
+        return type(self).unjoined.__call__(self, x, mask, cache)  # type: ignore[no-any-return]
     queries, keys, values = joint.heads(x, (self.n_heads, self.n_kv_heads, self.n_kv_heads))
     if "q_norm" in self:
         queries, keys = self.q_norm(queries), self.k_norm(keys)
@@ -111,7 +110,7 @@ def _products(module: Any, name: str) -> Any:
 
 @cache
 def _joined(kind: Any, call: Any) -> Any:
-    return type(kind.__name__, (kind,), {"__call__": call, "__module__": kind.__module__})
+    return type(kind.__name__, (kind,), {"__call__": call, "__module__": kind.__module__, "unjoined": kind})
 
 
 @cache

@@ -25,6 +25,7 @@ from tests.made_models.sampling import first_and_in_turn
 POLICIES = {"q4": policy_of(Rung.Q4, "float16"), "exact": policy_of(Rung.FP, "float16")}
 NEXT = "q4, next token"  # of a model that gives the next token without a mask
 IN_ORDER = "q4, next token, left to right"
+AGAIN = pytest.mark.cpu_only("a GPU computes what is not brought in other passes, whose sums round otherwise")
 END = int(WEDLM["eos_token_id"])
 LENGTHS = (5, 20, 250)  # a reply of the last one crosses a block's border
 TOKENS = 24
@@ -320,7 +321,15 @@ def test_a_cancel_in_mid_window_keeps_the_committed_tokens_alone(masks: Driver, 
 
 
 @pytest.mark.long(4)
-@pytest.mark.parametrize(("brought", "decoding"), [("all", ""), ("nothing", ""), ("nothing", NEXT), ("all", IN_ORDER)])
+@pytest.mark.parametrize(
+    ("brought", "decoding"),
+    [
+        ("all", ""),
+        pytest.param("nothing", "", marks=AGAIN),
+        pytest.param("nothing", NEXT, marks=AGAIN),
+        ("all", IN_ORDER),
+    ],
+)
 def test_a_turn_that_was_preempted_in_mid_window_goes_on_to_the_bit(
     directory: Path, next_directory: Path, ordered_directory: Path, tmp_path: Path, brought: str, decoding: str
 ) -> None:

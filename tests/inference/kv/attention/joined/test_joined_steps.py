@@ -155,6 +155,15 @@ def test_a_block_of_another_source_is_the_models_own() -> None:
     assert type(other.layers[1]) is not block
 
 
+def test_an_attention_of_a_class_that_is_made_of_a_joined_one_is_computed() -> None:
+    model, tokens = small(llama, 16), mx.array([[3, 50]])
+    join_steps(model)
+    right = model(tokens)
+    attention = model.layers[1].self_attn
+    attention.__class__ = type("Own", (type(attention),), {})
+    assert mx.array_equal(model(tokens), right)
+
+
 def nothing_added(x: mx.array, matrices: Any, **how: Any) -> list[mx.array]:
     return few_rows(x, matrices, **{**how, "added": None})
 
