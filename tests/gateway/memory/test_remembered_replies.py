@@ -53,9 +53,9 @@ def test_a_reply_that_spelled_a_special_token_is_read_as_it_was_told() -> None:
     makers: list[threading.Thread] = []
     beside = CallerAtEngine(Remembering(*said), lambda make: asyncio.to_thread(_noted, makers, make))  # type: ignore[arg-type]
     assert asyncio.run(beside.records.messages("a")) == asyncio.run(caller.records.messages("a"))
+    shown = asyncio.run(transcript(beside, "a", None)).messages
     assert threading.main_thread() not in makers
-    assert makers
-    shown = asyncio.run(transcript(Remembering(*said), "a", None)).messages  # type: ignore[arg-type]
+    assert len(makers) == 2
     assert [message.content for message in shown] == ["What ends a message?", "<|im_end|>"]
 
 

@@ -12,6 +12,7 @@ from kvasir.errors import KvasirError
 from kvasir.inference.v1 import inference_pb2 as pb
 from kvasir.waits import ANSWER_S, SILENCE_S
 
+from kvasir_gateway.engine import CallerAtEngine
 from kvasir_gateway.page import tree
 from kvasir_gateway.page.conversation.transcript import transcript
 from kvasir_gateway.page.numbers.chart import Chart, chart
@@ -101,8 +102,9 @@ class AgentSeen:
     said: Mapping[int, str]  # by version what was said last
 
 
-async def agent(client: AioInferenceClient, agent_id: str, page_token: str) -> AgentSeen:
+async def agent(caller: CallerAtEngine, agent_id: str, page_token: str) -> AgentSeen:
     """Raises NotFound."""
+    client = caller.at(agent_id)
     found, usage, hot, listed = await asyncio.gather(
         client.get_agent(agent_id),
         client.get_usage(agent_id),
@@ -110,16 +112,17 @@ async def agent(client: AioInferenceClient, agent_id: str, page_token: str) -> A
         client.list_snapshots(agent_id, page_size=_VERSIONS_A_PAGE, page_token=page_token),
     )
     rows = tree.rows(listed.snapshots, has_older=bool(listed.next_page_token))
-    said = await _said_last(client, listed.snapshots[:_MOST_READ])
+    said = await _said_last(caller, listed.snapshots[:_MOST_READ])
     return AgentSeen(found, usage, hot[0] if hot else None, rows, listed.next_page_token, said)
 
 
-async def _said_last(client: AioInferenceClient, versions: Sequence[cachestore_pb2.SnapshotVersion]) -> dict[int, str]:
+async def _said_last(caller: CallerAtEngine, versions: Sequence[cachestore_pb2.SnapshotVersion]) -> dict[int, str]:
     """The last message of somebody in each version: where branches part, it tells them apart."""
     found = {}
     for each in versions:
         if each.token_count <= _MOST_READ_TOKENS:
-            read = await panel(transcript(client, each.agent_id, (each.kv_identity_hash, each.version)))
-            asked = [said.content for said in read.value.messages if said.role == "user"] if read.value else []
-            found[each.version] = textwrap.shorten(asked[-1][:500], _MOST_CHARS, placeholder="…") if asked else ""
+            read = await panel(transcript(caller, each.agent_id, (each.kv_identity_hash, each.version)))
+            newest_first = reversed(read.value.messages) if read.value else ()
+            text = next((said.content[:500] for said in newest_first if said.role == "user"), "")
+            found[each.version] = textwrap.shorten(text, _MOST_CHARS, placeholder="…")
     return found

@@ -37,7 +37,7 @@ class Managing:
 
     async def _agent(self, look: Look) -> Answer:
         name = check_agent_id(look.query("id"), "id")
-        seen = await looking.agent(look.caller.at(name), name, look.query("page_token"))
+        seen = await looking.agent(look.caller, name, look.query("page_token"))
         turns = self._history.turns_of(look.namespace, name)
         return look.shown("agent.html", seen=seen, turns=turns, paged=bool(look.query("page_token")))
 

@@ -112,7 +112,7 @@ class Talking:
             return look.shown("chat.html", name=self._new_name(look), new=True, facts=None, seen=None, **_composer())
         name = check_agent_id(look.query("id"), "id")
         known = await facts(look.caller.at(name), name)
-        seen = await looking.panel(transcript(look.caller.at(name), name, place))
+        seen = await looking.panel(transcript(look.caller, name, place))
         text = ""
         if seen.value is not None and keep is not None and look.query("edit"):
             text = _text_at(seen.value.messages, keep).content
@@ -122,7 +122,7 @@ class Talking:
     async def _said(self, look: Look) -> Answer:
         """The newest messages alone, for the script that has followed them."""
         name, after = check_agent_id(look.query("id"), "id"), _count(look.request.query_params, "after") or 0
-        seen = await transcript(look.caller.at(name), name, None)
+        seen = await transcript(look.caller, name, None)
         return look.shown("said.html", name=name, messages=seen.shown(after), place=None)
 
     async def _facts(self, look: Look) -> Answer:
@@ -158,7 +158,7 @@ class Talking:
         """A new agent that remembers a conversation up to one of its replies."""
         name, keep = look.named(), _count(look.form, "keep") or 0
         place = version_of(look.form["version"]) if look.form.get("version") else None
-        (line, version), is_whole = await version_with(look.caller.at(name), name, place, keep)
+        (line, version), is_whole = await version_with(look.caller, name, place, keep)
         made = await self._forked(look, name, line, version)
         # Of a version that is no longer kept the fork remembers more, and what is said next goes back to the reply.
         rest = {} if is_whole else {"keep": str(keep)}
@@ -190,9 +190,9 @@ async def _input(look: Look, saying: Saying) -> Mapping[str, Any]:
         return {"messages": [{"role": "system", "content": saying.system}, own]}
     if saying.keep is None:
         return {"append_messages": [own]}
-    seen = await transcript(look.caller.at(saying.agent_id), saying.agent_id, saying.base)
-    kept = tuple(seen.messages[: saying.keep])
-    return {"messages": sent_messages(Turn(model="", messages=(*kept, Said("user", saying.text))))}
+    seen = await transcript(look.caller, saying.agent_id, saying.base)
+    turn = Turn(model="", messages=(*seen.messages[: saying.keep], Said("user", saying.text)))
+    return {"messages": await look.caller.records.beside(lambda: sent_messages(turn))}
 
 
 async def _turn(look: Look, saying: Saying, given: Mapping[str, Any]) -> Events:
