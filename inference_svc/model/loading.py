@@ -20,6 +20,7 @@ from inference_svc.kv.attention.choice import KernelChoice, Wanted
 from inference_svc.kv.model_hooks.few_rows import take_few_rows
 from inference_svc.kv.model_hooks.joined_steps import join_steps
 from inference_svc.kv.model_hooks.plain_norms import take_plain_norms
+from inference_svc.kv.model_hooks.quick_swiglu import take_quick_swiglu
 from inference_svc.kv.model_hooks.row_exact import make_row_exact
 from inference_svc.model import kvasir_tiny
 from inference_svc.model.wedlm import MaskWindow, keep_transformers_quiet, layers_config
@@ -146,6 +147,7 @@ def _take_own_operations(model: Module, kernels: KernelChoice) -> None:
     take_plain_norms(model)
     if device() == "cpu":
         make_row_exact(model)
+        take_quick_swiglu(model)
     elif kernels.takes_few_rows():
         take_few_rows(model)
         if kernels.joins_steps():

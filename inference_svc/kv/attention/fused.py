@@ -202,7 +202,7 @@ def _mixed(
     dialect: Dialect,
     compiler: Compiler,
 ) -> tuple[mx.array, "Plan", mx.array, mx.array]:
-    """Of queries [B, Hq, 1, Dk] that see all rows: they in the basis of keys, the plan, its settings, and the mixes."""
+    """Of queries [B, Hq, 1, Dk] that see all rows: these in the basis of keys, the plan, its settings, the mixes."""
     dtype, heads = queries.dtype, queries.shape[1] // page_format.key.kv_heads
     takes_tiles = not tiles.are_refused(page_format, TYPE_NAMES[dtype])
     geometry = _geometry(page_format, heads, 0, dialect, dtype, 1, takes_tiles, False)

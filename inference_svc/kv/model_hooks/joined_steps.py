@@ -58,15 +58,15 @@ def join_steps(model: Module) -> None:
     modules: Any = model
     for module in modules.modules():
         kind: Any = type(module)
-        if _source(kind) in _MLPS and getattr(sys.modules[kind.__module__], "swiglu", None) is activations.swiglu:
-            module.__class__ = _joined(kind, _gated_call)
+        if is_swiglu(kind):
+            module.__class__ = with_call(kind, _gated_call)
         elif _source(kind) in _BLOCKS:
             for half, name in (("self_attn", "o_proj"), ("mlp", "down_proj")):
                 if (last := _products(module[half], name)) is not None:
                     last.keeps_last = True
-            module.__class__ = _joined(kind, _block_call)
+            module.__class__ = with_call(kind, _block_call)
         elif _source(kind) in _ATTENTIONS and attention_hook.is_hooked(sys.modules[kind.__module__]):
-            module.__class__ = _joined(kind, _attention_call)
+            module.__class__ = with_call(kind, _attention_call)
 
 
 def _gated_call(self: Any, x: mx.array) -> mx.array:
@@ -108,8 +108,14 @@ def _products(module: Any, name: str) -> Any:
     return getattr(module[name], "together", None) if name in module else None
 
 
+def is_swiglu(kind: Any) -> bool:
+    """Whether a class's call is mlx-lm's SwiGLU between three projections."""
+    return _source(kind) in _MLPS and getattr(sys.modules[kind.__module__], "swiglu", None) is activations.swiglu
+
+
 @cache
-def _joined(kind: Any, call: Any) -> Any:
+def with_call(kind: Any, call: Any) -> Any:
+    """The class with another call."""
     return type(kind.__name__, (kind,), {"__call__": call, "__module__": kind.__module__, "unjoined": kind})
 
 

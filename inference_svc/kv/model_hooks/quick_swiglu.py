@@ -1,0 +1,33 @@
+"""SwiGLU on a CPU by powers of 2: MLX computes those of e, and so its sigmoid, three times as slowly there, a tenth of
+a small model's prompt.
+"""
+
+import math
+from typing import Any
+
+import mlx.core as mx
+from mlx.nn.layers.base import Module
+from mlx_lm.models import activations
+
+from inference_svc.kv.model_hooks.joined_steps import is_swiglu, with_call
+
+
+def take_quick_swiglu(model: Module) -> None:
+    """Change the model's own SwiGLUs. Their results differ from MLX's by rounding. Idempotent."""
+    modules: Any = model
+    for module in modules.modules():
+        kind: Any = type(module)
+        if is_swiglu(kind):
+            module.__class__ = with_call(kind, _call)
+
+
+def _call(self: Any, x: mx.array) -> mx.array:
+    return self.down_proj(swiglu(self.gate_proj(x), self.up_proj(x)))  # type: ignore[no-any-return]
+
+
+def swiglu(x: mx.array, up: mx.array) -> mx.array:
+    """Of x and up: x * sigmoid(x) * up; in other types than 32 bits as mlx-lm has it."""
+    if x.dtype != mx.float32:
+        found: mx.array = activations.swiglu(x, up)
+        return found
+    return x * (up / (1 + mx.power(2.0, x * -math.log2(math.e))))
