@@ -416,4 +416,5 @@ async def _refuse_route(request: Request, error: HTTPException) -> Response:
         answer = refused(request, errors.NotAllowed("the method is not one of this path's"), "")
         answer.headers.update(error.headers or {})
         return answer
-    return refused(request, NotFound("there is no such path", reason="PATH_NOT_FOUND"), "")
+    which = "the base URL of OpenAI's clients ends in /v1, that of Anthropic's and Ollama's does not"
+    return refused(request, NotFound(f"there is no such path: {which}", reason="PATH_NOT_FOUND"), "")

@@ -232,3 +232,16 @@ def test_a_stream_that_ends_by_a_bug_leaves_its_reason_in_the_log_and_no_text(
     assert "answer.refused request_id=r1 status=500 reason=INTERNAL" in caplog.text
     assert "Zanzibar" not in caplog.text
     assert "api_error" in event
+
+
+def test_a_wrong_base_url_or_key_is_refused_with_the_next_step(front: Front, openai: Any, anthropic: Any) -> None:
+    refused = []
+    with pytest.raises(openai.NotFoundError) as answer:
+        front.openai().with_options(base_url=front.gateway.url).chat.completions.create(model=MODEL, messages=[])
+    refused.append(answer.value)
+    with pytest.raises(anthropic.NotFoundError) as answer:
+        front.anthropic().with_options(base_url=f"{front.gateway.url}/v1").models.list()
+    refused.append(answer.value)
+    assert all("OpenAI's clients ends in /v1" in str(each) for each in refused), refused
+    with pytest.raises(openai.AuthenticationError, match="`kvasir tokens ls`"):
+        front.openai().with_options(api_key="sk-mine").models.list()

@@ -102,7 +102,7 @@ class Gate:
             raise Unauthenticated("no API key: send Authorization: Bearer KEY, or x-api-key", reason="NO_CREDENTIAL")
         principal = self._credentials.principal_of(key)
         if principal is None:
-            raise Unauthenticated("the API key is not known here")
+            raise Unauthenticated("the API key is not known here: `kvasir tokens ls` lists files with those that are")
         if not principal.roles & {CLIENT, ADMIN}:
             raise PermissionDenied("the key's roles do not allow this: expected client", metadata={"roles": "client"})
         return KeyHolder(principal, key)
