@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from kvasir.cachestore.v1 import cachestore_pb2 as pb
 from kvasir.errors import DataLoss
-from kvasir.formats.digest import Buffer, Digest, Hasher
+from kvasir.formats.digest import Buffer, Digest
 from kvasir.formats.frame_messages import MAX_FRAMES, CarriedFrame, carrier_bytes
 
 FRAME_BYTES = 1 << 20
@@ -72,7 +72,7 @@ class FrameAssembler:
         self._expected = tuple(expected)
         self._take = take
         self._done = 0
-        self._room, self._hasher = _new(0), Hasher()
+        self._room = _new(0)
         self._begin()
 
     @property
@@ -83,7 +83,7 @@ class FrameAssembler:
     @property
     def received_bytes(self) -> int:
         """Bytes of the first of `remaining` that have arrived."""
-        return self._hasher.size_bytes
+        return self._received_bytes
 
     def resume(self) -> None:
         """A new stream begins: its first frame names its blob again."""
@@ -102,12 +102,13 @@ class FrameAssembler:
             room[:begin] = self._room[:begin]
             self._room = room
         self._room[begin:end] = arrived
-        self._hasher.update(arrived)
+        self._received_bytes = end
         self._is_named = True
         if self.received_bytes < digest.size_bytes:
             return None
-        data, found = self._room[: digest.size_bytes], self._hasher.digest()
-        if found != digest:
+        data = self._room[: digest.size_bytes]
+        # At once: where all cores hash it, the caller waits for them once.
+        if (found := Digest.of(data)) != digest:
             self._begin()
             raise DataLoss(f"blob {digest}: its bytes are those of {found}", metadata={"digest": digest.hash})
         self._done += 1
@@ -115,9 +116,8 @@ class FrameAssembler:
         return digest, data.toreadonly()
 
     def _begin(self) -> None:
-        size_bytes = max((digest.size_bytes for digest in self.remaining[:1]), default=0)
         self._room = _new(0)
-        self._hasher = Hasher(min(size_bytes, FRAME_BYTES))
+        self._received_bytes = 0
         self._is_named = False
 
     def _check(self, frame: pb.BlobFrame | CarriedFrame, size_bytes: int, digest: Digest) -> None:
