@@ -1,5 +1,7 @@
 """Kvasir's own API over HTTP: agents by name, as JSON of the contract's messages, and their turns."""
 
+import json
+from functools import partial
 from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Le, MaxLen, MinLen
@@ -17,6 +19,7 @@ from kvasir_gateway.reading.thinking import Thinking, settings_of
 from kvasir_gateway.reading.tolerance import Reading
 
 _MAX_INT64 = (1 << 63) - 1
+_json = partial(json.dumps, ensure_ascii=False, separators=(",", ":"))
 # Fields of GenerateOptions.
 _MEMORY = {"expected_version", "base_version", "expect_existing", "replace_memory", "keep_partial"}
 Version = Annotated[int, Ge(1), Le(_MAX_INT64)]
@@ -143,6 +146,16 @@ class RollbackRequest(OwnBody):
 def shown(message: Message) -> dict[str, Any]:
     """A message of the contract as JSON. Numbers of 64 bits are strings there."""
     return MessageToDict(message, preserving_proto_field_name=True)
+
+
+def written(page: Message) -> bytes:
+    """A page of a list as JSON. In any thread: each item is a call into C of its own, for a long one would keep the
+    interpreter from the event loop."""
+    fields = [
+        f"{_json(name)}:[{','.join(map(_json, value))}]" if isinstance(value, list) else f"{_json(name)}:{_json(value)}"
+        for name, value in shown(page).items()
+    ]
+    return f"{{{','.join(fields)}}}".encode()
 
 
 def whole(asked: turns.Asked, reply: Reply) -> dict[str, Any]:

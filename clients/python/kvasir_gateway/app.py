@@ -8,6 +8,7 @@ from functools import partial
 from importlib.metadata import version
 from typing import Any, TypeVar
 
+from google.protobuf.message import Message
 from kvasir.call_context import name_call
 from kvasir.errors import Internal, InvalidArgument, KvasirError, NotFound
 from kvasir.inference.v1 import inference_pb2 as pb
@@ -48,6 +49,7 @@ from kvasir_gateway.turn import Asked, Body, Said, Turn, Whole
 
 _log = logging.getLogger(__name__)
 _Body = TypeVar("_Body", bound=Body)
+_TIMES_AS_JSON = 8  # of a list's bytes on the wire: its objects, and their JSON
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,7 +217,7 @@ class Gateway:
     async def _list_agents(self, call: Call) -> Response:
         name_prefix = call.request.query_params.get("name_prefix", "")
         found = await call.caller.client.list_agents(name_prefix=name_prefix, **heads.page(call.request))
-        return JSONResponse(agents.shown(found))
+        return await self._listed(call, found)
 
     async def _get_agent(self, call: Call) -> Response:
         name = heads.agent_in_path(call.request)
@@ -223,7 +225,11 @@ class Gateway:
 
     async def _list_versions(self, call: Call) -> Response:
         name = heads.agent_in_path(call.request)
-        return JSONResponse(agents.shown(await call.caller.at(name).list_snapshots(name, **heads.page(call.request))))
+        return await self._listed(call, await call.caller.at(name).list_snapshots(name, **heads.page(call.request)))
+
+    async def _listed(self, call: Call, found: Message) -> Response:
+        made = await call.room.rendered(partial(agents.written, found), _TIMES_AS_JSON * found.ByteSize())
+        return Response(made, media_type="application/json")
 
     async def _fork_agent(self, call: Call) -> Response:
         asked = await self._body(call, agents.ForkRequest)

@@ -11,12 +11,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from kvasir.cachestore.v1 import cachestore_pb2
 from kvasir.clients.aio import large_requests
 from kvasir.clients.aio.large_requests import _LargeCall
 from kvasir.errors import InvalidArgument, NotFound, Unavailable
 from kvasir.inference.v1 import inference_pb2 as pb
 from kvasir.server.operating.audit import Audit
 from kvasir.server.operating.traces import Traces
+from kvasir_gateway import agents
 from kvasir_gateway import app as gateway_app
 from kvasir_gateway.answering import Turns
 from kvasir_gateway.app import Gateway, GatewayLimits, Surroundings
@@ -29,6 +31,7 @@ from kvasir_gateway.models import Aliases
 from kvasir_gateway.reading.seals import ThoughtSeals
 from kvasir_gateway.reading.tolerance import Tolerance
 from kvasir_gateway.turn import Said, Turn
+from starlette.responses import JSONResponse
 
 _KEY = bytes(32)
 
@@ -58,6 +61,10 @@ class PlayedEngine:
         embeddings = [pb.Embedding(values=[0.5] * 1024, tokens=1) for _ in texts]
         return pb.EmbedResponse(model="m", embeddings=embeddings)
 
+    async def list_agents(self, **_asked: object) -> cachestore_pb2.ListAgentsResponse:
+        agents = [cachestore_pb2.Agent(agent_id=f"ä{number}", labels={"a": "b" * 200}) for number in range(200)]
+        return cachestore_pb2.ListAgentsResponse(agents=agents, next_page_token="next")
+
 
 def app_before(engine: PlayedEngine, limits: GatewayLimits = GatewayLimits()) -> Any:
     """The gateway without keys and without its page."""
@@ -84,7 +91,7 @@ def app_of(engine: Any, gate: Gate, page: Any, limits: GatewayLimits = GatewayLi
     return Gateway(around).app()
 
 
-async def post(app: Any, path: str, body: object, left: asyncio.Event) -> tuple[int, bytes]:
+async def post(app: Any, path: str, body: object, left: asyncio.Event, method: str = "POST") -> tuple[int, bytes]:
     """The answer's status and body, to a reader who leaves with that event."""
     sent, answered = json.dumps(body).encode(), list[Any]()
 
@@ -100,7 +107,7 @@ async def post(app: Any, path: str, body: object, left: asyncio.Event) -> tuple[
         answered.append(message)
 
     headers = [(b"host", b"localhost"), (b"content-type", b"application/json")]
-    scope = {"type": "http", "method": "POST", "path": path, "raw_path": path.encode(), "query_string": b""}
+    scope = {"type": "http", "method": method, "path": path, "raw_path": path.encode(), "query_string": b""}
     await app({**scope, "headers": headers, "root_path": "", "client": None, "scheme": "http"}, receive, send)
     return answered[0]["status"], b"".join(message.get("body", b"") for message in answered)
 
@@ -119,6 +126,20 @@ def test_a_look_up_ends_when_its_reader_leaves() -> None:
         return (await asked)[0]
 
     assert asyncio.run(leave()) == 499
+
+
+def test_a_list_of_agents_is_written_beside_the_loop_as_it_was_within_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    threads, plain = list[threading.Thread](), agents.shown
+    noted = lambda message: (threads.append(threading.current_thread()), plain(message))[1]  # noqa: E731
+    monkeypatch.setattr(agents, "shown", noted)
+
+    async def ask() -> tuple[int, bytes]:
+        return await post(app_before(PlayedEngine()), "/v1/agents", None, asyncio.Event(), "GET")
+
+    status, answer = asyncio.run(ask())
+    assert (status, answer) == (200, JSONResponse(plain(asyncio.run(PlayedEngine().list_agents()))).body)
+    assert threads
+    assert threading.main_thread() not in threads
 
 
 def test_a_large_answer_of_embeddings_is_made_beside_the_loop_within_the_room_of_bodies(
