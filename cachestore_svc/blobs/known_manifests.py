@@ -14,7 +14,8 @@ from cachestore_svc.blobs.manifests import ManifestFacts, SharedBlock, read_mani
 
 KEPT_BYTES = 32 << 20
 _LEAST_TOKENS = 4_096  # of fewer all is read in a millisecond
-_BYTES_PER_TOKEN = 12  # measured: of its number twice, and of its block's names
+_BYTES_PER_NAME = 430  # measured, of a blob that is named or shared: a manifest of few tokens may name many
+_READ_BYTES = 16  # at most, of a byte of a KV identity
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,4 +72,6 @@ class KnownManifests:
 
 
 def bytes_of(known: KnownManifest) -> int:
-    return _BYTES_PER_TOKEN * len(known.facts.token_ids)
+    facts, names = known.facts, len(known.facts.named) + len(known.shared)
+    numbers_bytes = 4 * len(facts.token_ids) + len(facts.packed_ids)
+    return numbers_bytes + _BYTES_PER_NAME * names + _READ_BYTES * facts.kv_identity.ByteSize()

@@ -1,5 +1,6 @@
 """A manifest that is read behind the one before it has the facts that it has alone, for any bytes."""
 
+import tracemalloc
 from array import array
 from collections.abc import Callable, Sequence
 from typing import TypeVar
@@ -14,7 +15,7 @@ from kvasir.formats.digest import Digest
 from cachestore_svc.blobs.known_manifests import KEPT_BYTES, KnownManifest, KnownManifests, bytes_of
 from cachestore_svc.blobs.manifests import ManifestFacts, read_manifest, shareable_hashes, shared_blocks
 from tests.made_models.sampling import sampled
-from tests.made_models.synthetic import MIXED, SMALL, WINDOWED, SyntheticAgent, kv_identity
+from tests.made_models.synthetic import MIXED, SMALL, WINDOWED, SyntheticAgent, kv_identity, window_layer
 
 NS = "home"
 T = TypeVar("T")
@@ -89,6 +90,26 @@ def test_one_namespace_keeps_a_bounded_part_and_takes_nothing_of_anothers() -> N
     assert KEPT_BYTES // 2 < sum(map(bytes_of, kept)) <= KEPT_BYTES
     assert kept[-1].facts.request_id == "line-59"
     assert read(known, theirs.turn(10).manifest_bytes, "theirs").facts.known_blocks == 5_000 // 256
+
+
+def test_a_kept_manifest_is_counted_by_all_that_it_names() -> None:
+    """Here the blocks of 60 windows, of few tokens: no blob of them has to exist."""
+    identity = kv_identity("windows", [window_layer(5_000 + number) for number in range(60)])
+    message = manifest_pb2.Manifest(format=manifests.FORMAT, kv_identity=identity, token_chars=[0] * 4_200)
+    known = KnownManifests()
+    for first in range(2):  # what all share is made for the first one
+        message.token_ids[:] = range(first, first + 4_200)
+        del message.windows[:]
+        for window in range(5_000, 5_060):
+            *blocks, tail = ((Digest.of(b"%d %d %d" % (first, window, number))).to_proto() for number in range(17))
+            message.windows.add(window=window, blocks=blocks, tail=tail)
+        data = message.SerializeToString(deterministic=True)
+        tracemalloc.start()
+        found = read(known, data)
+        taken, _ = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+    assert len(known._kept) == 2
+    assert taken <= bytes_of(found) <= 2 * taken
 
 
 AGENT = SyntheticAgent(MIXED, 1)
