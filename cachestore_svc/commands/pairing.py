@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from kvasir import errors
-from kvasir.address import parse_address
+from kvasir.address import PAIRING_PORT, parse_address
 from kvasir.clients import AioStoreClient, Tls
 from kvasir.credentials import DEFAULT_NAMESPACE, CredentialFileError, read_token
 from kvasir.options.texts import path_of
@@ -38,7 +38,6 @@ from cachestore_svc.pairing.peers_file import PeerBook, PeerSettings, change_pee
 from cachestore_svc.pairing.rights import Gives, Takes, read_rights, write_rights
 
 COMMANDS = ("pair", "peers")
-PAIRING_PORT = 8643  # where `kvasir pair` waits if nothing else does, so that on one machine the code is enough
 _LOOPBACK = "127.0.0.1"
 
 

@@ -8,6 +8,8 @@ from pathlib import Path
 
 # sockaddr_un holds 104 bytes on macOS and 108 on Linux, with the NUL; one limit for both.
 MAX_SOCKET_PATH_BYTES = 100
+# Where `kvasir pair` waits if nothing else does, so that on one machine the code is enough: no gateway takes it itself.
+PAIRING_PORT = 8643
 
 
 class AddressError(ValueError):

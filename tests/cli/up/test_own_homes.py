@@ -188,7 +188,9 @@ def test_a_home_of_the_background_is_taken_over_after_a_kill_and_goes_down() -> 
         full.write_text(f"{logs}[store]\nfree-disk-reserve-bytes = {1 << 60}\n")
         with _usual_http_port_taken():
             up = cli.done("up", "--detach", "--config", str(full)).out
-            assert re.search(r"http:   http://127.0.0.1:86(4[3-9]|5[01])/v1", up), "the next free port"
+            assert re.search(r"http:   http://127.0.0.1:86(4[4-9]|5[01])/v1", up), (
+                "the next free one, but for `kvasir pair`"
+            )
             assert "127.0.0.1:8642 is in use; `--http 127.0.0.1:86" in up
             assert f"`kvasir --home {home} down` stops it" in up
         assert not set(orphans) & set(holders(Home(home).services_lock_file)), "two groups would share a home"

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from kvasir.address import parse_address
+from kvasir.address import PAIRING_PORT, parse_address
 from kvasir.cli.caller import Caller
 from kvasir.cli.failures import PROBLEMS
 from kvasir.cli.fleet.elsewhere import check_store
@@ -133,7 +133,8 @@ def _usual_http(addresses: Mapping[str, str]) -> tuple[str, str]:
     """The gateway's usual address, or the next port that is free, or none; and a remark unless it is the usual one."""
     if not checks.has_gateway():
         return "", "none: its packages are not installed (kvasir[gateway])"
-    usual, given = parse_address(DEFAULT_LISTEN), {parse_address(address).port for address in addresses.values()}
+    usual = parse_address(DEFAULT_LISTEN)
+    given = {PAIRING_PORT, *(parse_address(address).port for address in addresses.values())}
     last = usual.port + _TRIED_PORTS - 1
     for port in range(usual.port, last + 1):
         listen = f"{usual.host}:{port}"
