@@ -25,12 +25,16 @@ class _Pace:
     """How much one reader reads beside each other. A group: one blob, and more while all are at most _GROUP_BYTES."""
 
     group_blobs: int
-    ahead: int  # groups that are read, or being read, behind the one that is sent: one, and more within `ahead_bytes`
+    # Groups that are read, or being read, behind the one that is sent: one, and more within `ahead_bytes`.
+    least_ahead: int
+    most_ahead: int
     ahead_bytes: int
+    quick_s: float = 0.2  # of a group, behind which there is one more: an engine gives up a blob that takes longer
 
 
-# A disk answers at once. A bucket takes a while for each object, and gives each request a small part of the link.
-_NEAR, _FAR = _Pace(16, 4, 4 << 20), _Pace(4, 8, 64 << 20)
+# A disk answers at once. A bucket takes a while for each object, and gives each request a small part of the link. Where
+# the link itself is small they only share it, and the first comes late: then there are fewer.
+_NEAR, _FAR = _Pace(16, 4, 4, 4 << 20), _Pace(4, 1, 8, 64 << 20)
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,11 +49,12 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class _Group:
-    """Blobs that a thread reads at once: the bytes of each, or why there are none, which ends the group."""
+    """Blobs that a thread reads at once: the bytes of each, or why there are none, which ends the group; and in how
+    many seconds."""
 
     digests: Sequence[Digest]
     size_bytes: int
-    reading: asyncio.Task[list[memoryview | Exception]]
+    reading: asyncio.Task[tuple[list[memoryview | Exception], float]]
 
 
 class BlobReader:
@@ -70,6 +75,7 @@ class BlobSource:
     ) -> None:
         self._store = store
         self._pace = _FAR if store.blobs.are_far else _NEAR
+        self._most_ahead = self._pace.least_ahead
         self._budget = budget
         self._namespace = namespace
         self._waiting = deque(digests)
@@ -148,12 +154,15 @@ class BlobSource:
             await self._budget.wait_for(self._namespace, _size_of(digests))
             group = self._begin(0, digests)
         self._read_ahead(len(group.digests))
-        self._read += await group.reading
+        read, took_s = await group.reading
+        self._read += read
+        most_ahead = self._most_ahead + (1 if took_s < self._pace.quick_s else -1)
+        self._most_ahead = min(max(most_ahead, self._pace.least_ahead), self._pace.most_ahead)
 
     def _read_ahead(self, first: int) -> None:
         """Begin to read what waits from here on, while the budget has room now."""
         first += sum(len(group.digests) for group in self._ahead)
-        while len(self._ahead) < self._pace.ahead and (digests := self._group_from(first)):
+        while len(self._ahead) < self._most_ahead and (digests := self._group_from(first)):
             size_bytes = _size_of(digests)
             known = size_bytes + sum(group.size_bytes for group in self._ahead)
             is_much = self._ahead and known > self._pace.ahead_bytes
@@ -177,8 +186,13 @@ class BlobSource:
         size_bytes = _size_of(digests)
         self._held_bytes += size_bytes
         found = list(zip(digests, islice(self._found, first, None), strict=False))
-        reading = asyncio.create_task(self._store.threads.run(self._namespace, self._read_all, found))
-        return _Group(digests, size_bytes, reading)
+        return _Group(digests, size_bytes, asyncio.create_task(self._timed(found)))
+
+    async def _timed(self, found: Sequence[tuple[Digest, bool]]) -> tuple[list[memoryview | Exception], float]:
+        clock = asyncio.get_running_loop().time
+        began_s = clock()
+        read = await self._store.threads.run(self._namespace, self._read_all, found)
+        return read, clock() - began_s
 
     def _read_all(self, found: Sequence[tuple[Digest, bool]]) -> list[memoryview | Exception]:
         read: list[memoryview | Exception] = []
