@@ -98,7 +98,8 @@ def _run(request: dict[str, Any], fds: list[int]) -> NoReturn:
     os.chdir(request["cwd"])
     os.environ.clear()
     os.environ.update(each.split("=", 1) for each in request["env"])
-    sys.stdin = os.fdopen(0, closefd=False)
+    # Of its own streams: those of the process above may be files, whose places a pipe does not have.
+    sys.stdin, sys.stdout = os.fdopen(0, closefd=False), os.fdopen(1, "w", closefd=False)
     start_helper()
     sys.argv = request["argv"]
     if (clock := os.environ.get(set_clock.VARIABLE)) and sys.argv[0] in ("cachestore_svc", "inference_svc"):
