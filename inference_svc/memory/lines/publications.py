@@ -143,12 +143,11 @@ class Publications:
             case errors.Conflict():
                 if self._parts.hot(self._key) is memory:  # unless a newer turn has replaced it already
                     self._parts.engine.memories.drop(self._key)
-                version = error.metadata.get("head_version", "another")
+                version = error.metadata.get("head_version", "")  # a lease that was taken back names none
                 memory.publication.standing = memory.publication.standing.lost(version)
-                is_ours = isinstance(error, OtherConversation)
-                return (
-                    error.message if is_ours else f"another writer was first: version {version} is the agent's newest"
-                )
+                if isinstance(error, OtherConversation):
+                    return error.message
+                return "another writer was first" + (f": version {version} is the agent's newest" if version else "")
             case errors.KvasirError():
                 memory.publication.is_refused = isinstance(error, errors.InvalidArgument)
                 return f"{type(error).__name__}: {error.message}"

@@ -56,6 +56,21 @@ def test_a_conflict_with_ones_own_version_is_a_commit() -> None:
     run(scenario)
 
 
+@pytest.mark.parametrize(("named", "newest"), [({"head_version": "7"}, ": version 7 is the agent's newest"), ({}, "")])
+def test_a_memory_that_lost_and_its_successor_name_the_newest_version_if_that_is_known(
+    named: dict[str, str], newest: str
+) -> None:
+    async def scenario() -> None:
+        house = House()
+        house.store.refusals = [errors.Conflict("refused", metadata=named)]
+        first = remembered("one", NO_HEAD)
+        assert (await house.publish(first)).reason == f"another writer was first{newest}"
+        second = await house.publish(remembered("one two", NO_HEAD), first)
+        assert second.reason == f"another writer was first{newest}"
+
+    run(scenario)
+
+
 def test_a_version_whose_answer_never_came_is_the_next_turns_parent() -> None:
     async def scenario() -> None:
         house = House(timeout_s=0.05)
