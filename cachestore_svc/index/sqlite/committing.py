@@ -79,7 +79,7 @@ def _with_provenance(
     if is_brought == provenance.BROUGHT and is_text_own:
         provenance.mark_text_own(rows, manifest)
         is_brought = provenance.TEXT_OWN
-    return marked, replace(manifest, is_brought=is_brought)
+    return marked, manifest._replace(is_brought=is_brought)
 
 
 def _version_of(asked: Commit, manifest: BlobEntry, named: Sequence[BlobEntry], now_unix_ms: int) -> SnapshotVersion:
