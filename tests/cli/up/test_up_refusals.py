@@ -1,5 +1,6 @@
 """`kvasir up` before anything starts: options that are wrong, addresses that are taken, files that others can read."""
 
+import json
 import os
 import shutil
 import socket
@@ -77,6 +78,23 @@ def test_a_home_of_another_user_or_that_others_write_in_is_refused(
         assert (refused.code, "belongs to another user" in refused.value["error"]["message"]) == (4, True)
     home.chmod(0o777)
     assert "others can write there" in in_process("--home", home, "up", "--json").value["error"]["message"]
+
+
+def test_no_empty_store_takes_the_place_of_one_that_is_gone(tmp_path: Path) -> None:
+    """As where its disk is not mounted. What an engine and `kvasir up` leave shows that it ran here."""
+    home = Home(tmp_path / "home")
+    home.make()
+    rows = [{"service": "store", "option": "data-dir", "value": str(home.store_data)}]
+    (home.run / "settings.json").write_text(json.dumps(rows))
+    home.engine_state.mkdir(exist_ok=True)
+    (home.engine_state / "lease-owner").touch()
+    with socket.socket() as taken:  # nothing starts, whatever is checked
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        listen = f"127.0.0.1:{taken.getsockname()[1]}"
+        refused = in_process("--home", home.root, "up", "--listen", listen, "--json").value["error"]
+    assert (refused["reason"], "up --accept-older` begins" in refused["message"]) == ("STORE_MISSING", True)
+    assert not home.store_data.exists()
 
 
 def test_credentials_appear_only_after_their_tokens(tmp_path: Path) -> None:

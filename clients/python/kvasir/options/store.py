@@ -100,7 +100,7 @@ class StoreFiles(Table):
         False,
         "Start with data that are older than what last ran in their directory, a backup that was put back, or that "
         "were copied from another one; they are the newest from then on. Without data: go on as the store of --catalog "
-        "and --blobs whose directory is gone.",
+        "and --blobs whose directory is gone, or begin an empty one.",
         up="accept-older",
     )
 

@@ -23,7 +23,7 @@ from kvasir.cli.running.starting import EngineKilledError, detached, run_group
 from kvasir.cli.running.supervisor import NotStartedError
 from kvasir.cli.settings.asked import Asked, asked_of
 from kvasir.cli.settings.flags import ConfigOption, given_flags, with_flags
-from kvasir.cli.settings.showing import write_settings
+from kvasir.cli.settings.showing import last_value, write_settings
 from kvasir.cli.showing.arguments import option
 from kvasir.errors import FailedPrecondition
 from kvasir.options.gateway import DEFAULT_LISTEN
@@ -56,10 +56,8 @@ def up(
     asked = asked_of(home, given_flags(flags), config)
     for model in asked.models_to_fetch:  # before anything starts, with its progress
         fetch(caller, model.path)
-    if asked.up.store and not as_login_job:  # at login the network may come later, and the engine goes on asking
-        check_store(home, asked.up)
-        if home.store_data.exists():
-            caller.note(f"the store of this home, {home.store_data}, does not start: its agents are not served")
+    if not as_login_job or not asked.up.store:  # at login the network may come later, and the engine goes on asking
+        _check_store(caller, asked)
     home.make()
     if at_login:
         _start_at_login(caller)
@@ -80,6 +78,25 @@ def up(
                     raise typer.Exit(PROBLEMS) from None
             return
     detached(caller)
+
+
+def _check_store(caller: Caller, asked: Asked) -> None:
+    """Raises FailedPrecondition where an empty store would take the place of one whose disk is not mounted."""
+    home, has_data = asked.home, asked.home.store_data.exists()
+    if asked.up.store:
+        check_store(home, asked.up)
+        if has_data:
+            caller.note(f"the store of this home, {home.store_data}, does not start: its agents are not served")
+        return
+    ran_here = (
+        last_value(home, "store", "data-dir") == str(home.store_data) and (home.engine_state / "lease-owner").exists()
+    )
+    if ran_here and not has_data and not asked.value("store", "accept_older"):
+        raise FailedPrecondition(
+            f"{home.store_data} is gone, with what agents remember. If its disk is not mounted, mount it; "
+            f"`{home.command('up --accept-older')}` begins an empty store",
+            reason="STORE_MISSING",
+        )
 
 
 def _start_at_login(caller: Caller) -> None:
