@@ -27,14 +27,16 @@ Matrix = tuple[mx.array, ...]
 _TYPES = (mx.bfloat16, mx.float16)
 _CHUNK = 64  # inputs, as in few_rows.h
 _WARPS = 4  # they share a sum, so their number decides its order
-# Of packed matrices, where shared memory has room for them: 32 bytes of an output are little for a warp to wait for.
-_PACKED_WARPS = 8
+# Of packed matrices, where shared memory has room for them: 32 bytes of an output are little for a warp to wait for. Of
+# so many outputs, each of a GPU's multiprocessors has four blocks, and they are enough.
+_PACKED_WARPS, _WIDE = 8, 16_384
 # For so many rows: columns of 8 rows, outputs of a block in sixteens, chunks on their way. The fastest on an H200.
 _SHAPES = {8: (1, 2, 4), 16: (2, 2, 4), 32: (4, 2, 3), 64: (8, 4, 3)}
 _NARROW = (8, 2, 4)  # for matrices that would be too few blocks for a GPU's multiprocessors
 _FEW_BLOCKS = 66
 # The same of packed matrices.
 _PACKED_SHAPES = {8: (1, 2, 4), 16: (2, 2, 4), 32: (4, 4, 2), 64: (8, 2, 2)}
+_WIDE_SHAPES = {8: (1, 2, 4), 16: (2, 4, 3), 32: (4, 4, 3), 64: (8, 2, 3)}
 _LEAST_STAGES = 2
 # Shared memory that a block may take, by compute capability: three KiB less than there is on the largest GPUs.
 _LARGE_BYTES, _MEDIUM_BYTES, _SMALL_BYTES = 224 << 10, 163 << 10, 99 << 10
@@ -68,10 +70,11 @@ def few_rows(
     x = x if x.ndim == 3 else x.reshape(1, -1, x.shape[-1])
     rows, depth = x.shape[0] * x.shape[1], x.shape[2]
     groups = matrices[0][1].shape[1] if is_packed else 0
-    tiles, height, stages = _block_shape(rows, widths, groups, least=2 if is_gated else 1)
+    warps = _warps(groups, sum(widths))
+    tiles, height, stages = _block_shape(rows, widths, groups, warps, least=2 if is_gated else 1)
     source = few_rows_source(len(matrices), is_packed=is_packed, is_gated=is_gated, adds=added is not None)
     results = widths[:1] if is_gated else widths
-    return compiled(COMPILERS[Dialect.CUDA], source, _shared_bytes(tiles, height, stages, groups))(
+    return compiled(COMPILERS[Dialect.CUDA], source, _shared_bytes(tiles, height, stages, groups, warps))(
         inputs=[x, *(part for each in matrices for part in each), *(() if added is None else (added,))],
         template=[
             ("T", x.dtype),
@@ -83,10 +86,10 @@ def few_rows(
             ("HEIGHT", height),
             ("TILES", tiles),
             ("STAGES", stages),
-            ("WARPS", _warps(groups)),
+            ("WARPS", warps),
         ],
-        grid=(_blocks(results, height / 2 if is_gated else height) * _warps(groups) * LANES, 1, 1),
-        threadgroup=(_warps(groups) * LANES, 1, 1),
+        grid=(_blocks(results, height / 2 if is_gated else height) * warps * LANES, 1, 1),
+        threadgroup=(warps * LANES, 1, 1),
         output_shapes=[(*shape, width) for width in results] if not heads else _in_heads(shape[0], results, heads),
         output_dtypes=[x.dtype] * len(results),
     )
@@ -96,25 +99,28 @@ def _in_heads(slots: int, widths: Sequence[int], heads: Sequence[int]) -> list[t
     return [(slots, count, 1, width // count) for width, count in zip(widths, heads, strict=True)]
 
 
-def _block_shape(rows: int, widths: Sequence[int], groups: int, least: int = 1) -> tuple[int, int, int]:
+def _block_shape(rows: int, widths: Sequence[int], groups: int, warps: int, least: int = 1) -> tuple[int, int, int]:
     """Columns of 8 rows, outputs in sixteens, `least` of these, and stages of a block."""
-    tiles, height, stages = _usual_shape(rows, groups)
+    tiles, height, stages = _usual_shape(rows, groups, warps)
     if not groups and height > _NARROW[1] and _blocks(widths, height) <= _FEW_BLOCKS:
         tiles, height, stages = _NARROW
     most = _most_shared_bytes()
     while height > least and (
-        (groups and _blocks(widths, height) <= _FEW_BLOCKS) or _shared_bytes(tiles, height, stages, groups) > most
+        (groups and _blocks(widths, height) <= _FEW_BLOCKS)
+        or _shared_bytes(tiles, height, stages, groups, warps) > most
     ):
         height //= 2
-    return tiles, height, stages if _shared_bytes(tiles, height, stages, groups) <= most else _LEAST_STAGES
+    return tiles, height, stages if _shared_bytes(tiles, height, stages, groups, warps) <= most else _LEAST_STAGES
 
 
-def _usual_shape(rows: int, groups: int) -> tuple[int, int, int]:
-    return next(shape for most, shape in (_PACKED_SHAPES if groups else _SHAPES).items() if rows <= most)
+def _usual_shape(rows: int, groups: int, warps: int) -> tuple[int, int, int]:
+    shapes = _SHAPES if not groups else _PACKED_SHAPES if warps == _PACKED_WARPS else _WIDE_SHAPES
+    return next(shape for most, shape in shapes.items() if rows <= most)
 
 
-def _warps(groups: int) -> int:
-    return _PACKED_WARPS if groups and _most_shared_bytes() >= _MEDIUM_BYTES else _WARPS
+def _warps(groups: int, outputs: int = 0) -> int:
+    is_packed = groups and outputs < _WIDE and _most_shared_bytes() >= _MEDIUM_BYTES
+    return _PACKED_WARPS if is_packed else _WARPS
 
 
 @cache
@@ -127,11 +133,11 @@ def _most_shared_bytes() -> int:
     return _SHARED_BYTES.get(capability, _SMALL_BYTES)
 
 
-def _shared_bytes(tiles: int, height: int, stages: int, groups: int) -> int:
+def _shared_bytes(tiles: int, height: int, stages: int, groups: int, warps: int) -> int:
     outputs, rows = 16 * height, 8 * tiles
     ring_bytes = stages * (outputs * (_CHUNK // 2 if groups else 2 * _CHUNK) + rows * 2 * _CHUNK)
     scale_bytes = 2 * outputs * (groups + 8) * 2 if groups else 0
-    return max(_warps(groups) * ring_bytes + scale_bytes, _warps(groups) * outputs * rows * 4)
+    return max(warps * ring_bytes + scale_bytes, warps * outputs * rows * 4)
 
 
 def _blocks(widths: Sequence[int], height: float) -> int:
@@ -261,7 +267,9 @@ def _is_few(form: tuple[Any, ...], x: mx.array, height: int = 1) -> bool:
     if not is_taken or (rows := x.size // depth) > MAX_ROWS or x.dtype != dtype or dtype not in _TYPES:
         return False
     groups = depth // group if group else 0  # a block has the scales of whole outputs
-    return _shared_bytes(_usual_shape(rows, groups)[0], height, _LEAST_STAGES, groups) <= _most_shared_bytes()
+    warps = _warps(groups)  # of a wide matrix less
+    tiles = _usual_shape(rows, groups, warps)[0]
+    return _shared_bytes(tiles, height, _LEAST_STAGES, groups, warps) <= _most_shared_bytes()
 
 
 def _by_mlx(module: Any, product: Any, x: mx.array) -> mx.array:

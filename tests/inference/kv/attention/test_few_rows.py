@@ -66,6 +66,22 @@ def test_packed_matrices_give_what_their_values_give_and_a_row_has_the_same_bits
             assert mx.array_equal(y, all_rows[-rows:])
 
 
+@pytest.mark.long(2)
+@pytest.mark.parametrize(("group", "wide"), [(0, 1), (64, 1), (64, 16_384)], ids=["16 bits", "wide", "narrow"])
+def test_a_sum_has_one_order_for_rows_of_any_number(group: int, wide: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Great numbers that cancel each other show where in the sum they came."""
+    monkeypatch.setattr(module, "_WIDE", wide)
+    mx.random.seed(8)
+    x, w = (mx.random.normal((rows, 1024)) for rows in (MAX_ROWS, 33))
+    x[:, :64] *= 2**18
+    x[:, 512:576], w[:, 512:576] = -x[:, :64], w[:, :64]
+    w = w.astype(mx.bfloat16)
+    matrix, x = mx.quantize(w, group, 4) if group else (w,), x.astype(mx.bfloat16)
+    (all_rows,) = few_rows(x, [matrix])
+    for rows in (1, 17):
+        assert mx.array_equal(few_rows(x[:rows], [matrix])[0], all_rows[:rows])
+
+
 @pytest.mark.parametrize(("group", "most"), [(0, SMALL_BYTES), (64, SMALL_BYTES), (64, MEDIUM_BYTES)])
 def test_a_device_of_less_shared_memory_takes_smaller_blocks_and_a_row_has_the_same_bits_in_each(
     group: int, most: int, monkeypatch: pytest.MonkeyPatch
