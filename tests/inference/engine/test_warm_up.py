@@ -169,6 +169,7 @@ def test_an_idle_gpu_takes_every_shape_of_a_first_crowd_and_gives_way(
     engine = Engine.open(write_family(tmp_path, ALL["llama3.1"]), cache_dir=tmp_path, memory_budget_bytes=BUDGET)
     try:
         engine.device = "any other"
+        is_rounded = warming._rounds_rows(engine)
         asyncio.run(warm_up_while_idle(engine, is_idle, lambda: 0.0))
         engine._thread.post(lambda _: None).result(60)
         assert engine.memory_used_bytes == 0
@@ -176,7 +177,7 @@ def test_an_idle_gpu_takes_every_shape_of_a_first_crowd_and_gives_way(
         assert engine.computed_tokens == 0, "also of a cell that was under way when the caller came"
     finally:
         engine.close()
-    assert rows >= {1, 2, 3, 4, 5, 6, 7, 8}
+    assert rows >= ({1, 2, 4, 8} if is_rounded else {1, 2, 3, 4, 5, 6, 7, 8})
     assert lengths >= {*KEPT_TOKENS}
     assert len(left) == 2 * comes
     assert not any(left[1:])
