@@ -113,7 +113,7 @@ class Decoder:
             sequence.sampler if drawn and sequence.finish_reason is None and sequence.sampler else self._no_draw
             for sequence, drawn in zip(order, is_drawn, strict=True)
         ]
-        draws = Draws(samplers, logits, tried)
+        draws = Draws(samplers, logits, tried, is_read_beside=is_behind_cell)
         slots = {sequence: slot for slot, sequence in enumerate(order)}
         self._launched.append(_Launched(tuple(order), slots, is_drawn, draws, is_behind_cell, tried))
 

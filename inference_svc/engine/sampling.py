@@ -4,7 +4,7 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import mlx.core as mx
 import numpy as np
@@ -18,6 +18,7 @@ from inference_svc.text.replies.replayed_reply import ReplayedReply
 
 # Below it the second likeliest token has no chance, and a division by it may leave float32's range.
 _LEAST_TEMPERATURE = 1e-4
+_NOT_SOUND = 1 << 31  # beside a token, whose number is less
 _WORD_BITS = 32
 
 
@@ -234,9 +235,17 @@ class _PlannedDraw:
 class Draws:
     """The draws of one step: arrays that the device computes, until `read` waits for them."""
 
-    def __init__(self, samplers: Sequence[Sampler], logits: mx.array, drafts: Sequence[Sequence[int]] = ()) -> None:
+    def __init__(
+        self,
+        samplers: Sequence[Sampler],
+        logits: mx.array,
+        drafts: Sequence[Sequence[int]] = (),
+        *,
+        is_read_beside: bool = False,
+    ) -> None:
         """One sampler for each of the first rows of logits [rows, vocabulary]. `drafts`: by sampler, tokens that were
-        computed behind its row, each in a row of its own there. Begins to compute and does not wait.
+        computed behind its row, each in a row of its own there. Begins to compute and does not wait. `is_read_beside`:
+        they are read while the device computes something else.
         """
         self._drafts = drafts or [()] * len(samplers)
         self._first_rows = list(accumulate((1 + len(each) for each in self._drafts), initial=0))
@@ -263,7 +272,8 @@ class Draws:
             tokens = _drawn_together([*group], logits if is_all else logits[mx.array(rows)])
             self.tokens = tokens if is_all else _with(self.tokens, rows, tokens)
         arrays = [array for row in planned for array in (row.token, *row.logprobs)]
-        mx.async_eval(self.tokens, self._is_sound, *arrays)  # type: ignore[no-untyped-call]
+        self._read_apart = _in_pairs(self.tokens, self._is_sound) if is_read_beside else []
+        mx.async_eval(self.tokens, self._is_sound, *self._read_apart, *arrays)  # type: ignore[no-untyped-call]
 
     def read(self) -> list[Drawn | KvasirError]:
         """The next token of each row, or the row's own error, without drafts. Waits."""
@@ -271,12 +281,20 @@ class Draws:
 
     def read_drafted(self) -> list[list[Drawn | KvasirError]]:
         """By sampler, the next tokens: one, and one more behind each draft that was drawn. Waits."""
-        tokens: Any = self.tokens.tolist()
-        sound: Any = self._is_sound.tolist()
+        tokens, sound = self._numbers()
         return [
             self._read_one(sampler, first, tried, tokens, sound)
             for sampler, first, tried in zip(self._samplers, self._first_rows, self._drafts, strict=True)
         ]
+
+    def _numbers(self) -> tuple[list[int], list[bool]]:
+        """By row, the token and whether its logits are numbers. Waits."""
+        if not self._read_apart:
+            tokens: Any = self.tokens.tolist()
+            sound: Any = self._is_sound.tolist()
+            return tokens, sound
+        marked = [number for pair in self._read_apart for number in cast("list[int]", pair.tolist())]
+        return marked, [number < _NOT_SOUND for number in marked]  # the token of a row that is not sound means nothing
 
     def _read_one(
         self, sampler: Sampler, first: int, drafts: Sequence[int], tokens: list[int], sound: list[bool]
@@ -303,6 +321,15 @@ class Draws:
     def _chosen(self, likeliest: mx.array) -> mx.array:
         rows = enumerate(self._planned)
         return mx.stack([row.token if isinstance(row, _PlannedDraw) else likeliest[place] for place, row in rows])
+
+
+def _in_pairs(tokens: mx.array, is_sound: mx.array) -> list[mx.array]:
+    """Tokens of two rows each, with a bit for a row whose logits are no numbers. MLX's CUDA back end moves an array of
+    more than eight bytes to memory of both sides when the processor first reads it, and to free where it lay waits for
+    all that the device has to compute (`allocator.cpp`, `copy_to_managed`): here a pass of 50 ms.
+    """
+    marked = mx.where(is_sound, tokens, tokens | mx.array(_NOT_SOUND, mx.uint32))
+    return [marked[place : place + 2] + mx.array(0, mx.uint32) for place in range(0, marked.shape[0], 2)]
 
 
 def _drawn(sampler: Sampler, token: int, is_sound: bool, row: _PlannedDraw | KvasirError | None) -> Drawn | KvasirError:

@@ -228,6 +228,22 @@ def test_logits_that_are_no_numbers_fail_their_row_alone(bad: float, place: int)
         assert third == drawn(Sampler(SamplingParams(9, temperature=1.0, seed=4)), logits[2].tolist())
 
 
+@pytest.mark.parametrize("rows", [1, 2, 7])
+def test_draws_that_are_read_beside_other_work_are_the_same_in_arrays_of_two_rows(rows: int) -> None:
+    logits = logits_of(rows, 4)
+    logits[rows - 1] = math.nan
+
+    def draws(**how: Any) -> Draws:
+        return Draws([sampler_of(number) for number in range(rows)], logits, **how)
+
+    def words(read: Sequence[Any]) -> list[Any]:
+        return [each.reason if isinstance(each, Internal) else each for each in read]
+
+    beside = draws(is_read_beside=True)
+    assert {array.nbytes for array in beside._read_apart} <= {4, 8}
+    assert words(beside.read()) == words(draws().read())
+
+
 def test_a_row_of_nothing_but_minus_infinity_fails() -> None:
     assert isinstance(sample([Sampler(SamplingParams(9))], mx.full((1, 8), -math.inf))[0], Internal)
 
