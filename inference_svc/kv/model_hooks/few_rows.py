@@ -119,8 +119,9 @@ def _usual_shape(rows: int, groups: int, warps: int) -> tuple[int, int, int]:
 
 
 def _warps(groups: int, outputs: int = 0) -> int:
-    is_packed = groups and outputs < _WIDE and _most_shared_bytes() >= _MEDIUM_BYTES
-    return _PACKED_WARPS if is_packed else _WARPS
+    """The same for rows of any number: eight where the most rows leave them room."""
+    has_room = _shared_bytes(MAX_ROWS // 8, 1, _LEAST_STAGES, groups, _PACKED_WARPS) <= _most_shared_bytes()
+    return _PACKED_WARPS if groups and outputs < _WIDE and has_room else _WARPS
 
 
 @cache

@@ -100,16 +100,25 @@ def test_a_device_of_less_shared_memory_takes_smaller_blocks_and_a_row_has_the_s
     assert mx.array_equal(found, large) or (group and most == SMALL_BYTES)
 
 
-@pytest.mark.parametrize(("rows", "group", "is_taken"), [(32, 32, True), (33, 32, False), (64, 64, True)])
+@pytest.mark.parametrize(
+    ("rows", "group", "most", "is_taken"),
+    [
+        (32, 32, SMALL_BYTES, True),
+        (33, 32, SMALL_BYTES, False),
+        (64, 64, SMALL_BYTES, True),
+        (64, 64, MEDIUM_BYTES, True),
+        (64, 32, MEDIUM_BYTES, True),
+    ],
+)
 def test_a_matrix_whose_scales_leave_a_block_no_room_is_mlxs_own(
-    rows: int, group: int, is_taken: bool, monkeypatch: pytest.MonkeyPatch
+    rows: int, group: int, most: int, is_taken: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     layer: Any = nn.QuantizedLinear(28_672, 8, bias=False, group_size=group, bits=4)
     layer.set_dtype(mx.bfloat16)
     take_few_rows(layer)
     x = mx.zeros((rows, 28_672), mx.bfloat16)
     assert layer.together.takes(x)
-    monkeypatch.setattr(module, "_most_shared_bytes", lambda: SMALL_BYTES)
+    monkeypatch.setattr(module, "_most_shared_bytes", lambda: most)
     assert layer.together.takes(x) == is_taken
 
 
