@@ -60,11 +60,10 @@ class AnsweredTurn:
 
 @dataclass(frozen=True, slots=True)
 class Life:
-    """The turns that an agent has lived through, and the turns after which it was forked to be timed later."""
+    """The turns that an agent has lived through."""
 
     story: Story
     answered: tuple[AnsweredTurn, ...]
-    forked_after: tuple[int, ...]
 
     @property
     def tokens(self) -> int:
@@ -99,7 +98,7 @@ def live(
             on_answer(answered[-1])
             for name in forks(story.agent, number) if number in fork_after else ():
                 store.fork_agent(story.agent, name)
-    return Life(story, tuple(answered), tuple(fork_after))
+    return Life(story, tuple(answered))
 
 
 def answer(mac: Mac, agent: str, question: Question) -> AnsweredTurn:
