@@ -20,7 +20,7 @@ def test_a_word_of_a_lying_peer_has_the_effects_that_the_table_allows_and_each_r
 ) -> None:
     counts = Counter[str]()
     # Among them: a turn whose agent comes by another move, and turns that begin after their agent has come.
-    asyncio.run(walks(tmp_path / "w", (0, 1, 6, 34), counts))
+    asyncio.run(walks(tmp_path / "w", (0, 11, 17, 18), counts))
     assert counts["walks"] == 4
     assert counts["lies about owners"] > 0 < counts["lies about newer owners"]
     assert counts["FENCE PEER_MAY_NOT"] > 0 < sum(counts[name] for name in counts if name.endswith("took effect"))
