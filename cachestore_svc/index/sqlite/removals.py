@@ -80,15 +80,17 @@ def note_removals(rows: Rows, blob_ids: Sequence[int], now_unix_ms: int) -> None
 
 def condemn(rows: Rows, found: Mapping[str, set[int]], now_unix_ms: int, *, keeps: bool) -> list[Removal]:
     """Note the removal of those editions that no row has; which these are. A publication under way takes another name.
-    A row whose own edition is not among those of its hash, as in an index that was recovered, gets the newest. `keeps`:
-    their bytes are to be set aside."""
+    A row of an earlier edition than those that were found, as in an index that was recovered, gets the newest one that
+    nobody removes; a later edition than these was written since they were found. `keeps`: their bytes are to be set
+    aside."""
     rows.make_namespace()
-    listed = dict(_of(rows, "blobs", [*found]))
+    listed, removed = dict(_of(rows, "blobs", [*found])), {*_of(rows, "removals", [*found])}
     for hash_, edition in listed.items():
-        if found[hash_] and edition not in found[hash_]:
-            listed[hash_] = max(found[hash_])
-            _set_edition(rows, hash_, listed[hash_])
-    kept = {*listed.items(), *_of(rows, "removals", [*found])}
+        newest = max((each for each in found[hash_] if (hash_, each) not in removed), default=edition)
+        if edition not in found[hash_] and newest > edition:
+            listed[hash_] = newest
+            _set_edition(rows, hash_, newest)
+    kept = {*listed.items(), *removed}
     size = _KEPT if keeps else 0
     lie_here = [Removal(hash_, edition, size) for hash_, editions in found.items() for edition in editions]
     unlisted = [each for each in lie_here if (each.hash, each.edition) not in kept]

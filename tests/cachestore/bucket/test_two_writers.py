@@ -296,6 +296,27 @@ def test_a_reader_of_a_damaged_edition_takes_another_and_fails_if_the_bucket_is_
     assert blobs.read(digest) == data
 
 
+def test_a_start_that_listed_a_blob_before_it_came_back_leaves_its_new_object(pair: Pair) -> None:
+    """Its list has the object of before, whose removal is still on its way; the row has the next edition since."""
+    turn, core = SyntheticAgent(seed=1).turn(70), pair.first._core
+    publish(pair.first, "ada", turn, 0)
+    blobs, bucket = core.blobs.of(NS), core.blobs.sealed.bucket  # type: ignore[attr-defined]
+    listed = blobs.list().editions
+    names = [f"{blobs.place}/{name}" for name in bucket.names(blobs.place)]
+    lay_there = {name: bytes(bucket.get(name, 1 << 20)) for name in names}
+    _forget(pair.first, "ada")
+    _sweep(pair.first)
+    publish(pair.second, "ada", turn, 0)
+    for name, data in lay_there.items():
+        bucket.put(name, data)
+    stored_blobs.set_unlisted_aside(core, NS, listed)
+    pair.start_another()
+    for name in names:
+        bucket.remove(name)
+    assert blobs.list().editions == {hash_: {1} for hash_ in listed}
+    assert_restores(pair.second, pair.second.snapshots.get(NS, "ada"), turn)
+
+
 @dataclass
 class Lives:
     """Agents that share their blobs are published, forgotten and swept by two processes at once."""
