@@ -80,17 +80,22 @@ def note_removals(rows: Rows, blob_ids: Sequence[int], now_unix_ms: int) -> None
 
 def condemn(rows: Rows, found: Mapping[str, set[int]], now_unix_ms: int, *, keeps: bool) -> list[Removal]:
     """Note the removal of those editions that no row has; which these are. A publication under way takes another name.
-    A row of an earlier edition than those that were found, as in an index that was recovered, gets the newest one that
-    nobody removes; a later edition than these was written since they were found. `keeps`: their bytes are to be set
-    aside."""
+    `keeps`: these are all that a list of the bucket has, and their bytes are to be set aside. A row of an earlier
+    edition, as in an index that was recovered, gets the newest one that nobody removes. Behind a row of a later one all
+    stay: its object came since, or the index is of an earlier time and one of these is all that there is.
+    """
     rows.make_namespace()
-    listed, removed = dict(_of(rows, "blobs", [*found])), {*_of(rows, "removals", [*found])}
+    listed, kept = dict(_of(rows, "blobs", [*found])), {*_of(rows, "removals", [*found])}
     for hash_, edition in listed.items():
-        newest = max((each for each in found[hash_] if (hash_, each) not in removed), default=edition)
-        if edition not in found[hash_] and newest > edition:
-            listed[hash_] = newest
-            _set_edition(rows, hash_, newest)
-    kept = {*listed.items(), *removed}
+        if keeps and edition not in found[hash_]:
+            newest = max((each for each in found[hash_] if (hash_, each) not in kept), default=edition)
+            if newest > edition:
+                _set_edition(rows, hash_, newest)
+                kept.add((hash_, newest))
+            else:
+                kept |= {(hash_, each) for each in found[hash_]}
+        else:
+            kept.add((hash_, edition))
     size = _KEPT if keeps else 0
     lie_here = [Removal(hash_, edition, size) for hash_, editions in found.items() for edition in editions]
     unlisted = [each for each in lie_here if (each.hash, each.edition) not in kept]

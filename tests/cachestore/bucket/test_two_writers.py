@@ -30,6 +30,7 @@ from cachestore_svc.recovery import asides
 from cachestore_svc.recovery.medium import blobs_of
 from cachestore_svc.recovery.opening import Opened
 from cachestore_svc.sealing.sealed_blobs import SealedBackend
+from cachestore_svc.store.blobs import _Register
 from cachestore_svc.store.store import Store
 from tests.cachestore.bucket.test_over_s3 import _PROGRAM, credentials, faults  # noqa: F401
 from tests.cachestore.core.lab import NS, Lab, assert_restores, publish, upload
@@ -315,6 +316,34 @@ def test_a_start_that_listed_a_blob_before_it_came_back_leaves_its_new_object(pa
         bucket.remove(name)
     assert blobs.list().editions == {hash_: {1} for hash_ in listed}
     assert_restores(pair.second, pair.second.snapshots.get(NS, "ada"), turn)
+
+
+def test_an_object_of_an_earlier_edition_than_its_row_is_left_where_it_lies(pair: Pair) -> None:
+    """So it is behind an index of an earlier time, whose names were used again since."""
+    turn, core = SyntheticAgent(seed=1).turn(70), pair.first._core
+    for _ in range(2):
+        publish(pair.first, "ada", turn, 0)
+        _forget(pair.first, "ada")
+        _sweep(pair.first)
+    publish(pair.first, "ada", turn, 0)
+    blobs, bucket = core.blobs.of(NS), core.blobs.sealed.bucket  # type: ignore[attr-defined]
+    for name in list(bucket.names(blobs.place)):
+        _, hash_, edition = name.split("/")
+        assert edition == "2"
+        bucket.rename(f"{blobs.place}/{name}", f"{blobs.place}/{hash_}")
+    core.catalog.write(NS, lambda change: change.free_names(1 << 60))
+    for _ in range(2):
+        pair.start_another()
+    assert set(map(frozenset, blobs.list().editions.values())) == {frozenset({0})}
+    assert_restores(pair.second, pair.second.snapshots.get(NS, "ada"), turn)
+
+
+def test_a_publication_that_failed_under_another_name_leaves_the_row_its_object(pair: Pair) -> None:
+    turn, core = SyntheticAgent(seed=1).turn(70), pair.first._core
+    publish(pair.first, "ada", turn, 0)
+    digest = turn.manifest_digest
+    _Register(pair.second._core).withdraw(NS, [digest], {digest.hash: 1})
+    assert core.catalog.read(NS, lambda view: view.free_editions([digest.hash])) == {digest.hash: 0}
 
 
 @dataclass
