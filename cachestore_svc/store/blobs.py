@@ -26,11 +26,7 @@ from cachestore_svc.upkeep import collecting
 class Blobs:
     def __init__(self, core: Core) -> None:
         self._core = core
-
-    @property
-    def are_far(self) -> bool:
-        """Whether they lie in a bucket."""
-        return self._core.blobs.is_shared
+        self.are_far = core.blobs.is_shared  # they lie in a bucket
 
     def find_missing(self, namespace: str, digests: Sequence[Digest]) -> list[Digest]:
         """Digests that the namespace lacks or holds damaged, in the order asked. Extends the others' lifetimes."""
