@@ -4,43 +4,21 @@ import asyncio
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
 
-from kvasir.waits import uptime_s
-
-from inference_svc.config import EngineSettings
-from inference_svc.embedding.turn_embedder import TurnEmbedder
 from inference_svc.engine.engine import Engine
-from inference_svc.handover.giving import TurnGiver
-from inference_svc.kv.policy import PolicyRequest
 from inference_svc.memory.agent_memory import AgentMemory
 from inference_svc.memory.lines.line_parts import LineParts
 from inference_svc.memory.lines.lines import Lines, store_owed
-from inference_svc.memory.publishing.copies import Copies
-from inference_svc.memory.recall import Recall
-from inference_svc.memory.restore_costs import RestoreCosts
-from inference_svc.memory.reuse_planning import ReusePlanner
-from inference_svc.memory.service_stats import OwedCount, ServiceStats
+from inference_svc.memory.service_stats import OwedCount
 from inference_svc.memory.store.answers import EventCursor
 from inference_svc.memory.store.remote_cache import RemoteCache
-from inference_svc.model import kvasir_tiny
-from inference_svc.model.embedding.pooling import Pooling
 from inference_svc.model.model_host import MemoriesLeft
 from inference_svc.model.prompting import Prompting
 from inference_svc.model.weights.digest_check import DigestCheck
-from inference_svc.turns.admission import Admission
-from inference_svc.turns.asleep.allowance import Allowance
-from inference_svc.turns.asleep.idle_agents import IdleAgents
-from inference_svc.turns.asleep.own_turns import OwnTurns
-from inference_svc.turns.asleep.returns import Returns
-from inference_svc.turns.asleep.waking import WakingAhead, WakingParts
 from inference_svc.turns.asleep.woken import WokenAgents
-from inference_svc.turns.engine_parts import EngineParts
-from inference_svc.turns.turn_ending import TurnEnding
+from inference_svc.turns.embedding.turn_embedder import TurnEmbedder
 from inference_svc.turns.turn_service import TurnService
-from inference_svc.warming import warm_up, warm_up_text, warm_up_while_idle
-
-_LEAST_AWAY = 6 * 3600.0  # seconds
+from inference_svc.warming import warm_up_while_idle
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +29,6 @@ class ServedModel:
     turns: TurnService
     lines: dict[str, Lines]
     line_parts: LineParts
-    giver: TurnGiver
     grace_s: float
     digest_check: DigestCheck
     embedder: TurnEmbedder
@@ -105,99 +82,3 @@ class ServedModel:
     def _end_tasks(self) -> None:
         for task in self.tasks:
             task.cancel()
-
-
-@dataclass(frozen=True, slots=True)
-class ModelsParts:
-    settings: EngineSettings
-    stores: Mapping[str, RemoteCache]  # may get further namespaces later: see `ServedModel.add_store`
-    lease_owner: str
-    admission: Admission
-    stats: ServiceStats
-    clock: Callable[[], float]  # seconds, monotonic
-    now_ms: Callable[[], int]  # Unix time
-
-
-async def open_served(
-    name: str,
-    path: str,
-    shared: ModelsParts,
-    new_giver: Callable[[Engine, Mapping[str, Lines]], TurnGiver],
-    open_engine: Callable[..., Engine],
-    begin_phase: Callable[[str], None] = lambda _: None,
-) -> ServedModel:
-    """Load a model. Takes seconds to minutes, off the event loop. `open_engine`: `Engine.open` with a KV budget;
-    `begin_phase`: see there. Raises what Engine.open raises.
-    """
-    settings, stores, admission, clock = shared.settings, shared.stores, shared.admission, shared.clock
-    engine = await asyncio.to_thread(open_engine, path, name=name, begin_phase=begin_phase, **_engine_options(settings))
-    admission.serves_with(engine.memory_budget_bytes)
-    begin_phase("kernels")
-    prompting = Prompting(engine.tokenizer, engine.token_text, shared.now_ms)
-    await asyncio.gather(asyncio.to_thread(warm_up, engine), warm_up_text(prompting))
-
-    copies = Copies(engine, admission.publishing)
-    # A laptop that wakes must not believe in a lease that ended elsewhere while it slept, nor give a publication up.
-    stats, owner, now_ms = shared.stats, shared.lease_owner, shared.now_ms
-    woken = WokenAgents(Returns(_least_gap_s(settings)), lambda: now_ms() / 1e3)
-    on_deleted, limits = woken.returns.forget, settings.publishing
-    line_parts = LineParts(engine, copies, limits, stats, owner, clock, uptime_s, now_ms, on_deleted)
-    lines = {namespace: Lines(namespace, store, line_parts) for namespace, store in stores.items()}
-    parts = EngineParts(
-        engine,
-        prompting,
-        Recall(engine, lines),
-        ReusePlanner(engine, prompting, stores, RestoreCosts(clock)),
-        copies,
-        stores,
-        settings.turn_limits,
-        admission,
-        stats,
-        clock,
-        woken,
-    )
-    turns = TurnService(parts, TurnEnding(parts))
-    for each in lines.values():
-        each.start()
-    giver = new_giver(engine, lines)
-    check = DigestCheck(engine.directory, settings.state_dir)
-    embedder = TurnEmbedder(engine, prompting, Pooling(settings.embedding_pooling), admission, stats)
-    grace_s = settings.stop_grace_s
-    served = ServedModel(name, engine, prompting, turns, lines, line_parts, giver, grace_s, check, embedder, woken)
-    served.warm_up_while_idle(clock)
-    own_turns = OwnTurns(turns, parts.recall.is_wanted, lambda: not embedder.is_idle)
-    _begin_own_turns(served, settings, WakingParts(own_turns, engine, stores, woken, stats, clock), now_ms)
-    return served
-
-
-def _begin_own_turns(
-    served: ServedModel, settings: EngineSettings, parts: WakingParts, now_ms: Callable[[], int]
-) -> None:
-    """Wake agents ahead, and put idle ones to sleep, from now on."""
-    allowance = Allowance(settings.wake_ahead_share, parts.engine.memory_budget_bytes, parts.woken.now_s())
-    served.tasks.append(asyncio.create_task(WakingAhead(parts, allowance, settings.state_dir).run()))
-    if settings.asleep_after_s is not None:
-        model = parts.engine.model
-        idle = IdleAgents(parts.turns, parts.stores, model.kv_identity_hash, settings.asleep_after_s, now_ms)
-        served.tasks.append(asyncio.create_task(idle.run()))
-
-
-def _least_gap_s(settings: EngineSettings) -> float:
-    """The time after which an agent that comes again was away: it may be asleep then, or teaches when it will be."""
-    return _LEAST_AWAY if settings.asleep_after_s is None else min(settings.asleep_after_s, _LEAST_AWAY)
-
-
-def _engine_options(settings: EngineSettings) -> dict[str, Any]:
-    return {
-        "cache_dir": settings.state_dir,
-        "policy": PolicyRequest.parse(settings.kv_policy, settings.kv_exact_layers),
-        "context_tokens": settings.context_tokens,
-        "compute_type": settings.compute_type,
-        "conversations_file": kvasir_tiny.conversations_path(),
-        "longest_gap_s": settings.longest_gap_ms / 1000,
-        "most_drafts": settings.most_drafts,
-        "drafts_from_others": settings.drafts_from == "namespace",
-        "batch_invariant": settings.batch_invariant,
-        "copies_weights": settings.copy_weights,
-        "kernels": settings.kernels,
-    }

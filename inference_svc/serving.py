@@ -46,7 +46,6 @@ from inference_svc.edge.service import (
     new_request_id,
 )
 from inference_svc.edge.telling import Telling
-from inference_svc.embedding.embedding_model import EmbeddingModel
 from inference_svc.engine.api import AgentKey
 from inference_svc.engine.engine import Engine
 from inference_svc.engine_stores import open_stores, reload_store_tokens, until_it_answers
@@ -60,21 +59,23 @@ from inference_svc.machine.claims import ClaimsUnusable
 from inference_svc.machine.giving_back import GivingBack
 from inference_svc.machine.kv_budget import GIB, KvBudget, NoRoom, claims_of_device, total_bytes, weights_on_disk
 from inference_svc.machine.pressure import is_short_of_memory
-from inference_svc.memory.lines.lines import Lines
 from inference_svc.memory.service_stats import ServiceStats, ServiceStatus
 from inference_svc.memory.store.remote_cache import RemoteCache
 from inference_svc.memory.token_lines import TokenLines
 from inference_svc.model.embedding.pooling import Pooling
 from inference_svc.model.model_host import ModelHost
-from inference_svc.served_model import ModelsParts, ServedModel, open_served
+from inference_svc.model_opening import ModelsParts, open_served
+from inference_svc.served_model import ServedModel
 from inference_svc.service_status import status_of, wellness_of
 from inference_svc.start_phases import StartPhases
 from inference_svc.turns.admission import Admission
+from inference_svc.turns.embedding.embedding_model import EmbeddingModel
 
 _LOG = structlog.get_logger("inference_svc")
 _EX_CONFIG = 78
 _BEGIN_TRACES = ("InferenceService/Generate", "InferenceService/Warm")
 _PROTOCOL = "kvasir.inference.v1"
+_RELEASE = version("kvasir")
 
 
 def serve_by_arguments(arguments: Sequence[str], open_engine: Callable[..., Engine]) -> int:
@@ -153,13 +154,14 @@ class _Service:
         self, open_engine: Callable[..., Engine], begin_phase: Callable[[str], None]
     ) -> Callable[[str, str], Awaitable[ServedModel]]:
         settings, clock = self.settings, time.monotonic
-
-        def new_giver(engine: Engine, lines: Mapping[str, Lines]) -> TurnGiver:
-            peers, release = self.peers, version("kvasir")
-            return TurnGiver(engine, lines, peers.store_of, peers.link, release, clock, lambda: secrets.token_hex(16))
-
         shared = ModelsParts(settings, self.stores, self.lease_owner, self.admission, self.stats, clock, _now_ms)
-        return lambda name, path: open_served(name, path, shared, new_giver, open_engine, begin_phase)
+        return lambda name, path: open_served(name, path, shared, open_engine, begin_phase)
+
+    def giver_of(self, served: ServedModel) -> TurnGiver:
+        peers, clock = self.peers, time.monotonic
+        return TurnGiver(
+            served.engine, served.lines, peers.store_of, peers.link, _RELEASE, clock, lambda: secrets.token_hex(16)
+        )
 
     def reloading(self, audit: Audit, host: ModelHost[ServedModel]) -> Reloading:
         settings, reloading = self.settings, Reloading(audit)
@@ -183,7 +185,12 @@ class _Service:
         parts.running(giving_back.run())
         parts.running(Awake(lambda: self.has_work(host)).run())
         if settings.drain_to:
-            parts.running(_drain(self.server, host, settings.drain_to))
+            parts.running(self._drain(host, settings.drain_to))
+
+    async def _drain(self, host: ModelHost[ServedModel], peer: str) -> None:
+        await self.server.stopping.wait()
+        if (served := host.served) is not None:
+            await self.giver_of(served).give_all(served.turns, peer)
 
     def has_work(self, host: ModelHost[ServedModel]) -> bool:
         return (host.served is not None and not host.served.is_idle) or self.admission.publishing.held_units > 0
@@ -216,9 +223,6 @@ class _Service:
         resumes = ResumeTokens(lambda: secrets.token_urlsafe(32), uptime_s)
         is_stopping = server.stopping.is_set
         telling = Telling(self.peers, settings.reader_stall_s, is_stopping)
-        handing_over = HandOverService(
-            host, formats, self.admission.restoring, resumes, telling, max_prompt_bytes=settings.max_prompt_bytes
-        )
         status = partial(self.status, host)
         stores, stats, admission = self.stores, self.stats, self.admission
         parts = ServiceParts(
@@ -226,6 +230,7 @@ class _Service:
         )
         prompts, requests = settings.max_prompt_bytes, settings.max_request_bytes
         limits = ServiceLimits(prompts, requests, settings.max_unread_bytes, settings.reader_stall_s)
+        handing_over = HandOverService(parts, self.giver_of, prompts)
         inference = InferenceService(parts, limits, is_stopping, settings.service_admin)
         server.add(handover_pb2_grpc.add_HandOverServiceServicer_to_server, handing_over)
         server.add(inference_pb2_grpc.add_InferenceServiceServicer_to_server, inference)
@@ -273,12 +278,6 @@ def _server(
         max_message_bytes=settings.max_request_bytes,
         caller_of_certificate=lambda shown, namespace: pairings.book.caller(shown, namespace),
     )
-
-
-async def _drain(server: EdgeServer, host: ModelHost[ServedModel], peer: str) -> None:
-    await server.stopping.wait()
-    if host.served is not None:
-        await host.served.giver.give_all(host.served.turns, peer)
 
 
 async def _embedding_model(settings: EngineSettings, phases: StartPhases, parts: Parts) -> EmbeddingModel | None:

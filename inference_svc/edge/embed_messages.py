@@ -8,10 +8,10 @@ from kvasir.inference.v1 import inference_pb2 as pb
 
 from inference_svc.edge.inputs.input_messages import check_size
 from inference_svc.edge.messages import priority_of
-from inference_svc.embedding.embedding_model import EmbeddingModel
 from inference_svc.engine.api import Priority
 from inference_svc.model.embedding.pooling import Embedded, shortened
 from inference_svc.text.literal_text import utf8_bytes
+from inference_svc.turns.embedding.embedding_model import EmbeddingModel
 
 MAX_INPUTS = 256
 _TOKEN_BYTES = 4

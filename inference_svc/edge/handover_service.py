@@ -4,7 +4,7 @@ away at a caller's request.
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Coroutine, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from typing import Any, TypeVar
 
 from kvasir.call_context import name_call
@@ -15,18 +15,14 @@ from kvasir.inference.v1 import handover_pb2_grpc
 from kvasir.server.answers import written
 from kvasir.server.interceptors import current_principal
 from kvasir.server.operating.audit import current_deed
-from kvasir.server.shared_room import SharedRoom
 from kvasir.waits import SILENCE_S, WORK_S
 
 from inference_svc.edge import handover_messages as wire
-from inference_svc.edge.service import check_serves, fit
-from inference_svc.edge.telling import Telling
-from inference_svc.formats.reply_formats import ReplyFormats
+from inference_svc.edge.service import ServiceParts, check_serves, fit
+from inference_svc.handover.giving import TurnGiver
 from inference_svc.handover.pairings import peer_name
 from inference_svc.handover.passing import Surroundings
-from inference_svc.handover.resume_tokens import ResumeTokens
 from inference_svc.handover.taking import Taking
-from inference_svc.model.model_host import ModelHost
 from inference_svc.served_model import ServedModel
 from inference_svc.turns.progress import Progress
 
@@ -45,26 +41,18 @@ T = TypeVar("T")
 class HandOverService(handover_pb2_grpc.HandOverServiceServicer):  # type: ignore[misc]
     def __init__(
         self,
-        host: ModelHost[ServedModel],
-        formats: ReplyFormats,
-        room: SharedRoom,
-        tokens: ResumeTokens,
-        telling: Telling,
-        *,
+        parts: ServiceParts,
+        giver_of: Callable[[ServedModel], TurnGiver],
         max_prompt_bytes: int,
     ) -> None:
-        """`room` counts the bytes of files that are not KV yet."""
-        self._host = host
-        self._formats = formats
-        self._room = room
-        self._tokens = tokens
+        self._parts = parts
+        self._giver_of = giver_of
         self._max_prompt_bytes = max_prompt_bytes
-        self._telling = telling
         self._under_way: set[asyncio.Task[Any]] = set()
         self._read: dict[tuple[str, str], asyncio.Task[None]] = {}  # by the engine that reads, and the resume token
 
     async def TakeTurn(self, request_iterator: AsyncIterator[pb.TakeTurnRequest], context: Any) -> None:
-        check_serves(self._telling.is_stopping)
+        check_serves(self._parts.telling.is_stopping)
         parts, caller = aiter(request_iterator), current_principal()
         taking = await self._opened(await _next(parts, "opening"), caller)
         try:
@@ -88,24 +76,25 @@ class HandOverService(handover_pb2_grpc.HandOverServiceServicer):  # type: ignor
         current_deed().is_about(message.opening.request)
         opening = wire.read_opening(message.opening, _peer(caller))
         request = wire.read_request(opening, caller.namespace, self._max_prompt_bytes)
-        served = self._host.serving("")
-        request = await fit(request, served, self._formats)
-        Surroundings.of(served.engine, served.giver.version).check_alike(opening.surroundings)
-        return Taking(served.turns, served.engine, self._room, self._tokens, opening, request)
+        served = self._parts.host.serving("")
+        request = await fit(request, served, self._parts.formats)
+        Surroundings.of(served.engine, self._giver_of(served).version).check_alike(opening.surroundings)
+        room = self._parts.admission.restoring  # for the bytes of files that are not KV yet
+        return Taking(served.turns, served.engine, room, self._parts.resumes, opening, request)
 
     async def HandOverTurn(self, request: pb.HandOverTurnRequest, context: Any) -> pb.HandOverTurnResponse:
-        served = self._host.serving("")
+        served = self._parts.host.serving("")
         turns = _named(request, served.turns.under_way(current_principal().namespace))
         # It goes on when the caller goes away: a turn that is half given away is nobody's.
-        given = await self._to_its_end(served.giver.give(turns, request.peer))
+        given = await self._to_its_end(self._giver_of(served).give(turns, request.peer))
         return written(pb.HandOverTurnResponse, given)
 
     async def ReadTurn(self, request: pb.ReadTurnRequest, context: Any) -> None:
-        caller, served = current_principal(), self._host.serving("")  # may raise, and the token is good once
-        reply = self._tokens.claim(request.resume_token, caller.namespace, request.caller, _peer(caller))
+        caller, served = current_principal(), self._parts.host.serving("")  # may raise, and the token is good once
+        reply = self._parts.resumes.claim(request.resume_token, caller.namespace, request.caller, _peer(caller))
         name_call(reply.request_id)
         reader, key = _Reader(context), (caller.name, request.resume_token)
-        telling = self._read[key] = asyncio.create_task(self._telling.tell(reply, served, reader))
+        telling = self._read[key] = asyncio.create_task(self._parts.telling.tell(reply, served, reader))
         telling.add_done_callback(lambda _: self._read.pop(key))
         try:
             await asyncio.shield(telling)

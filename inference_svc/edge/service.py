@@ -26,8 +26,6 @@ from inference_svc.edge.inputs.input_messages import check_known_tokens
 from inference_svc.edge.inputs.sampling_messages import with_defaults
 from inference_svc.edge.inputs.thinking_messages import with_thinking
 from inference_svc.edge.telling import Telling, send
-from inference_svc.embedding.embedding_model import EmbeddingModel
-from inference_svc.embedding.turn_embedder import TurnEmbedder
 from inference_svc.engine.api import AgentKey
 from inference_svc.formats.reply_formats import ReplyFormats
 from inference_svc.handover.resume_tokens import ResumeTokens, WaitingReply
@@ -36,6 +34,8 @@ from inference_svc.memory.store.remote_cache import RemoteCache
 from inference_svc.model.model_host import ModelHost, ModelState
 from inference_svc.served_model import ServedModel
 from inference_svc.turns.admission import Admission
+from inference_svc.turns.embedding.embedding_model import EmbeddingModel
+from inference_svc.turns.embedding.turn_embedder import TurnEmbedder
 from inference_svc.turns.turn_data import Slept, TurnEvent, TurnRequest, TurnStarted, Warmed
 
 SERVICE_NAME = "kvasir.inference.v1.InferenceService"

@@ -368,7 +368,7 @@ SHARED = (
     Shared(
         "thread of the embedding model",
         "engine",
-        "inference_svc/embedding/embedding_model.py: _working",
+        "inference_svc/turns/embedding/embedding_model.py: _working",
         ("", 1),
         "one text at a time",
         IN_TURN,

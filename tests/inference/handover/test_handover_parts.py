@@ -247,9 +247,9 @@ def test_a_hand_over_whose_bytes_come_one_by_one_ends_and_gives_its_room_back(mo
 
     async def work() -> None:
         nobody = cast("Any", None)
-        service = handover_service.HandOverService(nobody, nobody, nobody, nobody, nobody, max_prompt_bytes=1)
+        telling = SimpleNamespace(is_stopping=lambda: False)
+        service = handover_service.HandOverService(cast("Any", SimpleNamespace(telling=telling)), nobody, 1)
         monkeypatch.setattr(service, "_opened", opened)
-        monkeypatch.setattr(service, "_telling", SimpleNamespace(is_stopping=lambda: False))
         monkeypatch.setattr(handover_service, "check_serves", lambda _: None)
 
         async def write(_answer: object) -> None:

@@ -19,7 +19,7 @@ from inference_svc.engine.drafting import drafter
 from inference_svc.engine.engine import Engine
 from inference_svc.engine.sampling import Sampler
 from inference_svc.formats.constraint import Constraint, ConstraintKind
-from inference_svc.served_model import _engine_options
+from inference_svc.model_opening import _engine_options
 from tests.inference.engine.drafts.planted_drafts import every_draft
 from tests.inference.engine.driving import Driver, tokens_of
 

@@ -31,7 +31,8 @@ from inference_svc.memory.service_stats import ServiceStats
 from inference_svc.memory.store.answers import AgentSettings, LastMove, Version, last_move_of
 from inference_svc.model import kvasir_tiny
 from inference_svc.model.prompting import Tokenized
-from inference_svc.served_model import ModelsParts, ServedModel, open_served
+from inference_svc.model_opening import ModelsParts, open_served
+from inference_svc.served_model import ServedModel
 from inference_svc.text.token_ids import TokenIds
 from inference_svc.turns.admission import Admission
 from inference_svc.turns.phases import BegunPrompt, BegunTurn
@@ -52,7 +53,6 @@ async def serving(state_dir: Path) -> AsyncIterator[ServedModel]:
         "tiny",
         str(kvasir_tiny.path()),
         ModelsParts(settings, {}, "owner", admission, stats, clock, lambda: 0),
-        lambda engine, lines: TurnGiver(engine, lines, {}.get, no_link, VERSION, clock, str),
         partial(Engine.open, memory_budget_bytes=64 << 20),
     )
     try:
