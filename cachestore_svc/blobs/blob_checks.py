@@ -7,8 +7,9 @@ from blake3 import blake3
 from kvasir.errors import InvalidArgument
 from kvasir.formats.block_file import MAX_HEADER_BYTES, FileIdentity, Header, HeaderError, header_size, parse_header
 from kvasir.formats.manifest import MAX_MANIFEST_BYTES
+from kvasir.formats.manifest_checks import MANIFEST_FORMAT
 
-from cachestore_svc.facts.records import MANIFEST_FORMAT, BlobKind
+from cachestore_svc.facts.records import BlobKind
 
 _MANIFEST_START = bytes((1 << 3, MANIFEST_FORMAT))
 

@@ -12,6 +12,7 @@ from kvasir.formats import manifest as manifests
 from kvasir.formats.block_file import FileIdentity, HeaderError, Layout, expected_state_tensors, expected_tensors
 from kvasir.formats.block_hash import BLOCK_TOKENS, block_hash_chain, chain_hashes, kv_identity_hash, window_block_hash
 from kvasir.formats.digest import Digest
+from kvasir.formats.layer_groups import keeps_all_tokens
 from kvasir.formats.token_files import file_identities, state_identity
 
 from cachestore_svc.blobs.blob_checks import schema_hash
@@ -135,7 +136,7 @@ def _named_blobs(
     message: Any, tokens: Sequence[int], hash_: str, chain: Sequence[str], before: ManifestFacts | None
 ) -> Iterator[NamedBlob]:
     """`before`: of the same KV identity, whose tokens these begin with."""
-    if manifests.keeps_all_tokens(message.kv_identity):
+    if keeps_all_tokens(message.kv_identity):
         known = [] if before is None else _same(before.named[: len(before.chain)], message.blocks)
         yield from known
         yield from _named_rows(message, message, file_identities(hash_, tokens, chain, len(known)), len(known))

@@ -15,6 +15,7 @@ from kvasir.credentials import ADMIN, ENGINE
 from kvasir.errors import ResourceExhausted, Unavailable
 from kvasir.formats.digest import Digest
 from kvasir.formats.frame_messages import MAX_FRAMES, Carrier, carrier_bytes, carrier_reader
+from kvasir.formats.manifest_checks import MANIFEST_FORMAT
 from kvasir.names import check_agent_id
 from kvasir.server.answers import written
 from kvasir.server.interceptors import current_principal
@@ -28,7 +29,6 @@ from cachestore_svc.edge.uploading import Uploading
 from cachestore_svc.facts.limits import check_hash, wrong
 from cachestore_svc.facts.records import (
     BLOCK_TOKENS,
-    MANIFEST_FORMAT,
     MAX_DIGESTS_PER_REQUEST,
     MAX_FRAME_BYTES,
     EventCursor,

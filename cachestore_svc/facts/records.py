@@ -6,13 +6,13 @@ from dataclasses import dataclass
 from enum import IntEnum, StrEnum
 from typing import NamedTuple
 
-from kvasir.formats import block_hash, frames, manifest
+from kvasir.formats import block_hash, frames
 from kvasir.formats.digest import Digest
+from kvasir.formats.manifest_checks import MAX_TEMPLATE_TIME_MS
 from kvasir.options.store import StoreFiles, StoreLimits, StoreRetention
 
 from cachestore_svc.facts.ownership import HERE, Ownership
 
-MANIFEST_FORMAT = manifest.FORMAT
 BLOCK_TOKENS = block_hash.BLOCK_TOKENS
 MAX_FRAME_BYTES = frames.FRAME_BYTES
 MAX_DIGESTS_PER_REQUEST = 10_000
@@ -27,7 +27,7 @@ MAX_LEASE_TTL_S = 600.0
 DEFAULT_LEASE_TTL_S = 30.0
 MAX_LEASES_PER_REQUEST = 10_000
 MIB = 1 << 20
-LAST_UNIX_MS = manifest.MAX_TEMPLATE_TIME_MS  # the end of the year 9999, the last that a Timestamp can express
+LAST_UNIX_MS = MAX_TEMPLATE_TIME_MS  # the end of the year 9999, the last that a Timestamp can express
 
 
 @dataclass(frozen=True, kw_only=True)

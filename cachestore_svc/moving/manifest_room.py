@@ -2,7 +2,8 @@
 
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
 
-from kvasir.formats.manifest import MAX_MANIFEST_BYTES, MAX_STATES
+from kvasir.formats.manifest import MAX_MANIFEST_BYTES
+from kvasir.formats.manifest_checks import MAX_STATES
 from kvasir.server.shared_room import SharedRoom
 
 MANIFEST_ROOM_BYTES = 256 << 20  # two of the largest at once, or hundreds of usual ones

@@ -8,7 +8,7 @@ from kvasir.cachestore.v1 import manifest_pb2
 from kvasir.errors import InvalidArgument
 from kvasir.formats.block_file import FileBytes
 from kvasir.formats.digest import Digest
-from kvasir.formats.manifest import MAX_TEMPLATE_TIME_MS
+from kvasir.formats.manifest_checks import MAX_TEMPLATE_TIME_MS
 from kvasir.inference.v1 import handover_pb2 as pb
 from kvasir.inference.v1 import inference_pb2
 from kvasir.names import check_agent_id, check_request_id

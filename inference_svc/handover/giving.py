@@ -12,7 +12,7 @@ from typing import TypeVar
 
 import structlog
 from kvasir.errors import Cancelled, DeadlineExceeded, FailedPrecondition, KvasirError, PermissionDenied, Unavailable
-from kvasir.formats.manifest import keeps_all_tokens
+from kvasir.formats.layer_groups import keeps_all_tokens
 from kvasir.waits import ANSWER_S, LOOK_S, SOON_S, WORK_S
 
 from inference_svc.engine.api import HeldTurn, Timings

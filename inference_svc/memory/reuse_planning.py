@@ -8,11 +8,10 @@ from itertools import islice
 from typing import Generic, TypeVar
 
 import structlog
-from kvasir.formats import manifest as manifests
 from kvasir.formats.block_file import FileBytes
 from kvasir.formats.block_hash import BLOCK_TOKENS, block_hash_chain
 from kvasir.formats.digest import Digest
-from kvasir.formats.layer_groups import row_groups
+from kvasir.formats.layer_groups import keeps_all_tokens, row_groups
 from kvasir.server.shared_room import SharedRoom
 
 from inference_svc.engine.api import Cold, DamagedFile, Ended, Hot, Restored, RestoredWindow, Reuse, Started
@@ -342,7 +341,7 @@ class ReusePlanner:
         await hold(size_bytes)
         blobs, miss = await store.blobs.read_blobs(wanted, budget) if wanted else ([], None)
         # Which files of windows are read, and which state, depends on how many of these came.
-        if manifests.keeps_all_tokens(self._engine.model.kv_identity):
+        if keeps_all_tokens(self._engine.model.kv_identity):
             # The last file is full, or a tail that holds all the rest.
             candidate = replace(candidate, keep=min(candidate.keep, len(blobs) * BLOCK_TOKENS))
         gone: set[Digest] = set()

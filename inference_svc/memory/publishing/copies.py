@@ -10,7 +10,7 @@ from kvasir import errors
 from kvasir.formats.block_file import FileBytes
 from kvasir.formats.block_hash import BLOCK_TOKENS
 from kvasir.formats.digest import Digest
-from kvasir.formats.manifest import keeps_all_tokens
+from kvasir.formats.layer_groups import keeps_all_tokens
 from kvasir.server.shared_room import SharedRoom
 
 from inference_svc.engine.api import AgentKey, Snapshot, WindowFiles

@@ -11,6 +11,7 @@ from kvasir.cachestore.v1 import manifest_pb2
 from kvasir.errors import InvalidArgument
 from kvasir.formats import manifest as manifests
 from kvasir.formats.digest import Digest
+from kvasir.formats.manifest_checks import MANIFEST_FORMAT
 
 from cachestore_svc.blobs.known_manifests import KEPT_BYTES, KnownManifest, KnownManifests, bytes_of
 from cachestore_svc.blobs.manifests import ManifestFacts, read_manifest, shareable_hashes, shared_blocks
@@ -95,7 +96,7 @@ def test_one_namespace_keeps_a_bounded_part_and_takes_nothing_of_anothers() -> N
 def test_a_kept_manifest_is_counted_by_all_that_it_names() -> None:
     """Here the blocks of 60 windows, of few tokens: no blob of them has to exist."""
     identity = kv_identity("windows", [window_layer(5_000 + number) for number in range(60)])
-    message = manifest_pb2.Manifest(format=manifests.FORMAT, kv_identity=identity, token_chars=[0] * 4_200)
+    message = manifest_pb2.Manifest(format=MANIFEST_FORMAT, kv_identity=identity, token_chars=[0] * 4_200)
     known = KnownManifests()
     for first in range(2):  # what all share is made for the first one
         message.token_ids[:] = range(first, first + 4_200)
@@ -123,7 +124,7 @@ def numbers_first(data: bytes) -> bytes:
     numbers = {"token_ids": list(message.token_ids), "token_chars": list(message.token_chars)}
     for name in (*numbers, "format"):
         message.ClearField(name)  # type: ignore[arg-type]
-    begin = manifest_pb2.Manifest(format=manifests.FORMAT, **numbers).SerializeToString()  # type: ignore[arg-type]
+    begin = manifest_pb2.Manifest(format=MANIFEST_FORMAT, **numbers).SerializeToString()  # type: ignore[arg-type]
     return begin + message.SerializeToString(deterministic=True)
 
 

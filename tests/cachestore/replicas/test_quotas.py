@@ -9,9 +9,10 @@ import psycopg
 import pytest
 from kvasir.errors import ResourceExhausted
 from kvasir.formats.digest import Digest
+from kvasir.formats.manifest_checks import MANIFEST_FORMAT
 
 from cachestore_svc.blobs.disk import Disk
-from cachestore_svc.facts.records import MANIFEST_FORMAT, BlobKind
+from cachestore_svc.facts.records import BlobKind
 from cachestore_svc.index.catalog import HOUSE, open_postgres
 from cachestore_svc.index.postgres import schema
 from cachestore_svc.store.store import Store

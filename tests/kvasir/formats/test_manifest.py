@@ -12,6 +12,8 @@ from kvasir.cachestore.v1 import identity_pb2, manifest_pb2
 from kvasir.errors import InvalidArgument
 from kvasir.formats import manifest
 from kvasir.formats.digest import Digest
+from kvasir.formats.layer_groups import keeps_all_tokens
+from kvasir.formats.manifest_checks import MAX_ASLEEP_BYTES, MAX_MILLISECONDS_TO_WAKE, check
 
 from tests.made_models.synthetic import MIXED, SMALL, WINDOWED, SyntheticAgent
 
@@ -174,7 +176,7 @@ def test_a_wrong_field_is_refused_by_its_name(name: str) -> None:
     change, field = WRONG[name]
     message = manifest_pb2.Manifest()
     message.CopyFrom(GOOD)
-    manifest.check(message)
+    check(message)
     change(message)
     with pytest.raises(InvalidArgument) as caught:
         manifest.parse(message.SerializeToString())
@@ -208,7 +210,7 @@ def test_a_hundred_thousand_agents_of_16_384_tokens_sleep_in_60_gb() -> None:
 @pytest.mark.parametrize("field", ["blocks", "tail", "windows", "states", "computed", "asleep.files"])
 def test_a_sleeping_manifest_names_no_blob_and_lists_those_let_go(field: str) -> None:
     message = asleep(512)
-    manifest.check(message)
+    check(message)
     assert manifest.digests(message) == []
     if field in ("computed", "asleep.files"):
         (message.asleep if "." in field else message).ClearField(field.rpartition(".")[2])
@@ -224,11 +226,11 @@ def test_a_sleeping_manifest_names_no_blob_and_lists_those_let_go(field: str) ->
 @pytest.mark.parametrize("field", ["files", "wake_ms"])
 def test_a_sleeping_manifest_whose_numbers_no_answer_can_hold_is_refused(field: str) -> None:
     message = asleep(512)
-    message.asleep.wake_ms = manifest.MAX_MILLISECONDS_TO_WAKE
-    message.asleep.files[0].size_bytes = manifest.MAX_ASLEEP_BYTES
+    message.asleep.wake_ms = MAX_MILLISECONDS_TO_WAKE
+    message.asleep.files[0].size_bytes = MAX_ASLEEP_BYTES
     for digest in message.asleep.files[1:]:
         digest.size_bytes = 0
-    manifest.check(message)
+    check(message)
     if field == "files":
         message.asleep.files[1].size_bytes = 1
     else:
@@ -247,7 +249,7 @@ def test_a_whole_number_of_blocks_has_no_tail_and_plain_layers_have_no_states() 
         message.CopyFrom(PLAIN)
         change(message)
         with pytest.raises(InvalidArgument) as caught:
-            manifest.check(message)
+            check(message)
         assert caught.value.field == f"manifest.{field}"
 
 
@@ -292,7 +294,7 @@ def test_a_wrong_window_is_refused_by_its_name(name: str) -> None:
     change, field = WRONG_WINDOWS[name]
     message = manifest_pb2.Manifest()
     message.CopyFrom(WINDOWED_GOOD)
-    manifest.check(message)
+    check(message)
     change(message)
     with pytest.raises(InvalidArgument) as caught:
         manifest.parse(message.SerializeToString())
@@ -314,14 +316,14 @@ def test_a_layout_without_windows_lists_none() -> None:
     message.CopyFrom(PLAIN)
     message.windows.add(window=300, first_block=2)
     with pytest.raises(InvalidArgument, match="windows"):
-        manifest.check(message)
+        check(message)
 
 
 @pytest.mark.parametrize("tokens", [1, 255, 256, 299, 300, 511, 512, 767, 768, 1100])
 def test_a_window_lists_the_blocks_that_the_next_token_sees_and_may_list_more(tokens: int) -> None:
     for more in (0, 1):
         message = SyntheticAgent(WINDOWED, 1, more_window_blocks=more).turn(tokens).manifest
-        manifest.check(message)
+        check(message)
         for each in message.windows:
             seen = range(max(0, tokens - (each.window - 1)), tokens)
             assert each.first_block == max(0, seen.start // 256 - more)
@@ -331,7 +333,7 @@ def test_a_window_lists_the_blocks_that_the_next_token_sees_and_may_list_more(to
                 del each.blocks[0]
                 each.first_block += 1
                 with pytest.raises(InvalidArgument, match="first_block: expected 0 to"):
-                    manifest.check(message)
+                    check(message)
 
 
 @pytest.mark.parametrize("data", [b"\xff", b"", b"\x08\x01", b"x" * 1000, bytes(70 << 20)])
@@ -367,11 +369,11 @@ def test_half_a_million_tokens_with_their_messages_fit() -> None:
 
 
 def test_every_kind_of_layer_may_be_described() -> None:
-    assert manifest.keeps_all_tokens(MIXED)
+    assert keeps_all_tokens(MIXED)
     only_state = identity_pb2.KvIdentity()
     only_state.CopyFrom(MIXED)
     del only_state.layers[0:2]
-    assert not manifest.keeps_all_tokens(only_state)
+    assert not keeps_all_tokens(only_state)
 
 
 @given(st.lists(st.integers(0, 4), max_size=30), st.integers(0, 100))

@@ -8,8 +8,12 @@ KEEPS_ALL = (identity_pb2.LAYER_KIND_FULL, identity_pb2.LAYER_KIND_LATENT)
 
 def row_groups(identity: identity_pb2.KvIdentity) -> tuple[int, ...]:
     """The groups that have rows, ascending: 0 if any layer keeps all tokens, then each window once."""
-    has_all = any(layer.kind in KEEPS_ALL for layer in identity.layers)
-    return (*((0,) if has_all else ()), *windows_of(identity))
+    return (*((0,) if keeps_all_tokens(identity) else ()), *windows_of(identity))
+
+
+def keeps_all_tokens(identity: identity_pb2.KvIdentity) -> bool:
+    """Whether any layer keeps every token, so that there are blocks and a tail."""
+    return any(layer.kind in KEEPS_ALL for layer in identity.layers)
 
 
 def windows_of(identity: identity_pb2.KvIdentity) -> tuple[int, ...]:

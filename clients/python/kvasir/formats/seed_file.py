@@ -21,11 +21,11 @@ from google.protobuf import json_format
 from kvasir.cachestore.v1 import identity_pb2, manifest_pb2
 from kvasir.errors import FailedPrecondition, InvalidArgument
 from kvasir.formats import block_file
-from kvasir.formats import manifest as manifests
 from kvasir.formats.block_file import FileIdentity, TensorSpec, expected_tensors
 from kvasir.formats.block_hash import BLOCK_TOKENS, chain_hashes, differing_field, kv_identity_hash
 from kvasir.formats.digest import Digest
 from kvasir.formats.layer_groups import first_touched_block, has_recurrent_layers, row_groups, windows_of
+from kvasir.formats.manifest_checks import check, check_kv_identity
 from kvasir.formats.token_files import file_identities
 
 # A long conversation's text and tokens stand in the header; the safetensors library stops at 100 MB.
@@ -115,7 +115,7 @@ def from_seed_file(data: bytes, *, identity: identity_pb2.KvIdentity | None = No
                 listed.blocks.append(digest.to_proto())
             else:
                 listed.tail.CopyFrom(digest.to_proto())
-    manifests.check(manifest)
+    check(manifest)
     return SeedFile(metadata["agent_id"], metadata["model_id"], manifest, blobs)
 
 
@@ -341,7 +341,7 @@ def _own_manifest(text: str) -> manifest_pb2.Manifest:
         manifest = json_format.Parse(text, manifest_pb2.Manifest())
     except (json_format.ParseError, ValueError, RecursionError) as error:
         raise _malformed(f"__metadata__.{METADATA_KEY}: {type(error).__name__}") from None
-    manifests.check_kv_identity(manifest.kv_identity)
+    check_kv_identity(manifest.kv_identity)
     if manifest.format != 1 or any(_is_set(manifest, field) for field in _REBUILT_FIELDS):
         raise _malformed(f"__metadata__.{METADATA_KEY}: expected format 1 and none of {', '.join(_REBUILT_FIELDS)}")
     return manifest

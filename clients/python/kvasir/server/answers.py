@@ -11,7 +11,7 @@ from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
 
 from kvasir.formats.digest import Digest
-from kvasir.formats.manifest import MAX_TEMPLATE_TIME_MS
+from kvasir.formats.manifest_checks import MAX_TEMPLATE_TIME_MS
 
 Answer = TypeVar("Answer", bound=Message)
 _MISSING = object()

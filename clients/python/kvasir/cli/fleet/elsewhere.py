@@ -20,8 +20,8 @@ from kvasir.errors import (
     Unauthenticated,
     Unavailable,
 )
-from kvasir.formats import manifest
 from kvasir.formats.block_hash import BLOCK_TOKENS
+from kvasir.formats.manifest_checks import MANIFEST_FORMAT
 from kvasir.options.up import UpTable
 from kvasir.waits import ANSWER_S
 
@@ -121,11 +121,11 @@ def _asked(endpoint: Endpoint) -> cachestore_pb2.GetCapabilitiesResponse:
 def _check_answer(
     answer: cachestore_pb2.GetCapabilitiesResponse, namespace: str, file: Path | None, address: str
 ) -> None:
-    if (answer.manifest_format, answer.block_tokens) != (manifest.FORMAT, BLOCK_TOKENS):
+    if (answer.manifest_format, answer.block_tokens) != (MANIFEST_FORMAT, BLOCK_TOKENS):
         text = (
             f"the store at {address} is Kvasir {answer.version or 'of an unknown version'}, whose manifests "
             f"have format {answer.manifest_format} and blocks {answer.block_tokens} tokens; this Kvasir has "
-            f"{manifest.FORMAT} and {BLOCK_TOKENS}"
+            f"{MANIFEST_FORMAT} and {BLOCK_TOKENS}"
         )
         raise FailedPrecondition.of("--store", text, reason="STORE_VERSION_DIFFERS")
     if answer.namespace != namespace:
