@@ -22,7 +22,8 @@ ENCODER = rows.encoder_of(path())
 
 @cache
 def talks() -> list[Conversation]:
-    return [training.visit(seed, 500, ENCODER.count) for seed in range(150)]
+    visits_of_all_sorts = [training.visit(seed, 500, ENCODER.count) for seed in range(150)]
+    return visits_of_all_sorts + [training.recital(seed, 512, ENCODER.count) for seed in range(30)]
 
 
 @pytest.fixture(scope="module")

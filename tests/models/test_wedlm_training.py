@@ -1,9 +1,10 @@
 """kvasir-tiny-wedlm's trainer on a CPU: windows, the second stream beside WeDLM's reference, a run that goes on."""
 
+import itertools
 import json
 import os
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
@@ -23,7 +24,7 @@ from inference_svc.model.kvasir_tiny import path  # noqa: E402
 from inference_svc.model.wedlm import MaskWindow  # noqa: E402
 from tests.inference.engine.wedlm.reference import Reference  # noqa: E402
 from tests.inference.engine.wedlm.tiny_wedlm import plain_model  # noqa: E402
-from tools.kvasir_tiny import network  # noqa: E402
+from tools.kvasir_tiny import network, rows  # noqa: E402
 from tools.kvasir_tiny import train as plain_train  # noqa: E402
 from tools.kvasir_tiny.rows import Batch  # noqa: E402
 from tools.kvasir_tiny.wedlm import network as wedlm  # noqa: E402
@@ -65,7 +66,7 @@ def test_a_reply_ends_with_end_tokens_and_forced_tokens_weigh_nothing() -> None:
 
 
 def test_windows_stand_in_replies_with_observed_tokens_first_and_their_own_positions() -> None:
-    ids, learned, (asked, targets, weights) = Maker(Plan(16, 32))(Batch(5 * 10**6, 2, 256), path())
+    ids, learned, (asked, targets, weights) = Maker(Plan(16, 32))(Batch(5 * 10**6, 4, 256), path())
     kinds = set()
     for row, number in np.ndindex(asked.starts.shape):
         start, order = asked.starts[row, number], asked.positions[row, number]
@@ -87,6 +88,25 @@ def test_windows_stand_in_replies_with_observed_tokens_first_and_their_own_posit
         ).all()
         kinds.add(bool(masked.all()))
     assert kinds == {True, False}
+
+
+def test_half_of_the_tokens_of_recitals_are_of_long_replies_and_each_step_has_its_own_rows() -> None:
+    steps = list(itertools.islice(train.batches(train.Plan()), 3))
+    assert [len(group) for group in steps] == [4, 4, 4]
+    seeds = [range(each.first_seed, each.first_seed + each.count) for group in steps for each in group]
+    assert len({seed for each in seeds for seed in each}) == sum(map(len, seeds))
+    shares = []
+    for batch in (steps[0][-1], steps[0][-2]):
+        assert batch.recites == (not shares)
+        _, learned = rows.make(replace(batch, count=32), path())
+        replies = [len(reply) for row in learned for reply in np.split(row, _edges(row)) if reply[0]]
+        shares.append(sum(length for length in replies if length > 50) / sum(replies))
+    assert shares[0] > 0.45
+    assert shares[1] < 0.2
+
+
+def _edges(row: np.ndarray) -> np.ndarray:
+    return np.flatnonzero(np.diff(row.astype(np.int8))) + 1
 
 
 @pytest.mark.long(4)
@@ -147,7 +167,9 @@ def test_a_run_lowers_both_losses_and_one_that_was_interrupted_ends_with_the_sam
 ) -> None:
     sizes_of_small = {name: size for name, size in asdict(SMALL).items() if name != "vocab_size"}
     shape = WedlmShape(**sizes_of_small)
-    plan = train.Plan(steps=4, warm_up=1, mixed=((2, 128),), windows=Plan(16, 32), shape=shape)
+    plan = train.Plan(
+        steps=4, warm_up=1, mixed=((2, 128),), recitals=(2, 128), learning_rate=2e-3, windows=Plan(16, 32), shape=shape
+    )
     sizes = plain_train.Sizes(classic=1, everyday=1, names=((300, 1024),), names_each=4, at_once=1)
     whole = train.run(plan, tmp_path / "whole", 0, tiny, sizes=None)
     train.run(plan, tmp_path / "parts", 0, tiny, sizes=sizes, until=2)

@@ -33,6 +33,7 @@ class Batch:
     count: int
     length: int
     held_out: bool = False
+    recites: bool = False  # short visits with summaries
 
 
 def encoder_of(folder: Path) -> tokenizer.Encoder:
@@ -62,7 +63,8 @@ def make(batch: Batch, folder: Path) -> Rows:
 def _conversation(batch: Batch, seed: int, encoder: tokenizer.Encoder) -> desk.Conversation:
     if batch.held_out:
         return world.training_conversation(seed, batch.length + 16, encoder.count, held_out=True)
-    return training.conversation(seed, batch.length + 16, encoder.count)
+    made = training.recital if batch.recites else training.conversation
+    return made(seed, batch.length + 16, encoder.count)
 
 
 def of_conversations(talks: Sequence[desk.Conversation], length: int, folder: Path, with_replies: bool = False) -> Rows:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from tools.kvasir_tiny import world
 from tools.kvasir_tiny.desk import Conversation, Count
 from tools.kvasir_tiny.everyday.daily_life import DailyWriter, draw_style
+from tools.kvasir_tiny.everyday.recitals import RecitalWriter
 from tools.kvasir_tiny.everyday.scenes import SceneWriter
 from tools.kvasir_tiny.everyday.visits import VisitWriter
 from tools.kvasir_tiny.words import Dice
@@ -35,6 +36,14 @@ def visit(seed: int, target_tokens: int, count: Count, *, held_out: bool = False
     style = draw_style(Dice(f"kvasir-tiny visit {seed}"), target_tokens)
     writer = VisitWriter(seed, target_tokens, count, held_out, style)
     writer.write(examination=0.35)
+    return writer.conversation()
+
+
+def recital(seed: int, target_tokens: int, count: Count) -> Conversation:
+    """Visit number `seed` of those with summaries."""
+    style = draw_style(Dice(f"kvasir-tiny recital {seed}"), target_tokens)
+    writer = RecitalWriter(seed, target_tokens, count, False, style)
+    writer.recite()
     return writer.conversation()
 
 

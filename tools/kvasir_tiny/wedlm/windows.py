@@ -20,8 +20,8 @@ from tools.kvasir_tiny import rows, tokenizer
 from tools.kvasir_tiny.rows import Batch
 from tools.kvasir_tiny.wedlm.network import MASK, Windows
 
-AT_THE_START = 0.6  # of the windows begin behind their reply's first token, which the prompt gives
-WHOLE = 0.7  # of the windows are masks alone, as every reply's first window is
+AT_THE_START = 0.4  # of the windows begin behind their reply's first token, which the prompt gives
+WHOLE = 0.9  # of the windows are masks alone, as all are that decode from left to right
 BEHIND = 0.1  # weight of an end token behind a reply's own
 
 
