@@ -80,20 +80,29 @@ def test_a_home_of_another_user_or_that_others_write_in_is_refused(
     assert "others can write there" in in_process("--home", home, "up", "--json").value["error"]["message"]
 
 
-def test_no_empty_store_takes_the_place_of_one_that_is_gone(tmp_path: Path) -> None:
-    """As where its disk is not mounted. What an engine and `kvasir up` leave shows that it ran here."""
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [("", "STORE_MISSING"), ('[store]\ncatalog = "s3://bucket/agents"\n', "ADDRESS_IN_USE")],
+    ids=["in the home", "elsewhere"],
+)
+def test_no_empty_store_takes_the_place_of_one_that_is_gone(tmp_path: Path, settings: str, reason: str) -> None:
+    """As where its disk is not mounted. What an engine and `kvasir up` leave shows that it ran here. A store with its
+    index elsewhere goes on from there."""
     home = Home(tmp_path / "home")
     home.make()
     rows = [{"service": "store", "option": "data-dir", "value": str(home.store_data)}]
     (home.run / "settings.json").write_text(json.dumps(rows))
     home.engine_state.mkdir(exist_ok=True)
     (home.engine_state / "lease-owner").touch()
+    config = tmp_path / "settings.toml"
+    config.write_text(settings)
     with socket.socket() as taken:  # nothing starts, whatever is checked
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         listen = f"127.0.0.1:{taken.getsockname()[1]}"
-        refused = in_process("--home", home.root, "up", "--listen", listen, "--json").value["error"]
-    assert (refused["reason"], "up --accept-older` begins" in refused["message"]) == ("STORE_MISSING", True)
+        refused = in_process("--home", home.root, "up", "--config", config, "--listen", listen, "--json").value["error"]
+    assert refused["reason"] == reason
+    assert reason != "STORE_MISSING" or "up --accept-older` begins" in refused["message"]
     assert not home.store_data.exists()
 
 

@@ -91,7 +91,8 @@ def _check_store(caller: Caller, asked: Asked) -> None:
     ran_here = (
         last_value(home, "store", "data-dir") == str(home.store_data) and (home.engine_state / "lease-owner").exists()
     )
-    if ran_here and not has_data and not asked.value("store", "accept_older"):
+    lies_elsewhere = asked.value("store", "catalog")  # then the store knows what it lost, if anything
+    if ran_here and not has_data and not lies_elsewhere and not asked.value("store", "accept_older"):
         raise FailedPrecondition(
             f"{home.store_data} is gone, with what agents remember. If its disk is not mounted, mount it; "
             f"`{home.command('up --accept-older')}` begins an empty store",
