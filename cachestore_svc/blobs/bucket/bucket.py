@@ -26,6 +26,8 @@ WRITERS = 16  # of a probe
 _RACES = 3
 _MULTIPART_BYTES = 16 << 20  # larger objects are written in parts, which become visible together
 _PART_BYTES = 16 << 20
+# Of a larger object that is there already, the refusal may be lost: the server closes before it has read all of it.
+_READ_AT_ONCE_BYTES = 64 << 10
 _PARTS_AT_ONCE = 3  # of an object: on a link of 1 MB/s each of them comes within HANGS_S
 _CODE = re.compile(r"<Code>(\w{1,64})</Code>")
 _FILE_KEYS = ("aws_access_key_id", "aws_secret_access_key", "aws_session_token", "region", "endpoint_url")
@@ -52,12 +54,17 @@ class Bucket:
         self._uplink = Uplink()
 
     def put_new(self, name: str, data: bytes | memoryview) -> bool:
-        """Write an object that is not there, in one request; False where there is one already."""
+        """Write an object that is not there, in one request; False where there is one already, perhaps by this write,
+        if its answer was lost."""
         store = self._patient if len(data) > _MULTIPART_BYTES else self._store  # parts know no If-None-Match
         try:
             with self._writing(name, len(data)):
                 self._obstore.put(store, name, data, mode="create", use_multipart=False)
         except FileExistsError:
+            return False
+        except OSError:
+            if len(data) <= _READ_AT_ONCE_BYTES or self.size_bytes(name) is None:
+                raise
             return False
         return True
 

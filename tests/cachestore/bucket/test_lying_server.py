@@ -93,6 +93,22 @@ def test_an_answer_that_claims_any_size_takes_no_memory(server: LyingServer, cre
     subprocess.run([sys.executable, "-c", _READS, WHERE, str(credentials)], check=True, timeout=60)
 
 
+def test_a_server_that_closes_before_it_read_a_large_object_has_refused_it_if_one_is_there(
+    server: LyingServer, patient: Bucket
+) -> None:
+    def cut(request: Request) -> None:
+        if request.method == "PUT":
+            raise ConnectionError
+
+    patient.put("a/b", b"of another store")
+    server.lie = cut
+    large = bytes(1 << 20)
+    assert not patient.put_new("a/b", large)
+    for name, data in (("a/c", large), ("a/b", b"small")):
+        with pytest.raises(OSError, match="the bucket answered"):
+            patient.put_new(name, data)
+
+
 def test_a_size_that_only_the_look_claims_cuts_no_object(server: LyingServer, patient: Bucket) -> None:
     patient.put("a/b", bytes(100))
     server.lie = lambda request: Answer(200, headers(10)) if request.method == "HEAD" else None
