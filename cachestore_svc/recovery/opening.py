@@ -86,6 +86,8 @@ def open_directory(
         core = _Opening(started, means, sealed).core(plain if in_bucket(config) else None, only_looks=not sweeps)
         try:
             if sweeps:
+                if config.accept_older:
+                    core.catalog.write(HOUSE, lambda change: change.leave_objects(means.now_unix_ms()))
                 asides.sweep_at_start(core)
             core.ballast.fill(config.free_disk_reserve_bytes)
         except BaseException:
@@ -175,7 +177,7 @@ class _Opening:
         leases = catalog.lease_ends(means.steady)
         # A server's standby or backup may lack the newest leases, which engines still count on.
         begins = _end_leases if is_alone and config.accept_older else partial(_bar, leases) if log is None else None
-        begin = _begin_history(catalog, means.token_hex, begins)
+        begin = _begin_history(catalog, means, begins)
         stored_of = partial(_counted_bytes, catalog) if catalog.is_shared else None
         stored = {} if stored_of else catalog.read(HOUSE, lambda view: view.stored_bytes())
         space = Space(config, means.disk, self._ballast, stored, stored_of)
@@ -274,7 +276,7 @@ def _lock(path: Path) -> int:
 
 
 def _begin_history(
-    catalog: Catalog, token_hex: Callable[[int], str], begins_elsewhere: Callable[[CatalogChange], None] | None
+    catalog: Catalog, means: Means, begins_elsewhere: Callable[[CatalogChange], None] | None
 ) -> Callable[[CatalogChange], None]:
     """Give the history of events a name, once in each place: a database copied back lies in another inode, and its
     history went on without it. `begins_elsewhere`: done with the first start in another place. Returns what to do where
@@ -284,9 +286,11 @@ def _begin_history(
     def begin(change: CatalogChange) -> None:
         if change.fact(INODE) == catalog.place:
             return
-        if begins_elsewhere and change.fact(INODE):  # it went on elsewhere
-            begins_elsewhere(change)
-        change.set_fact(INCARNATION, token_hex(8))
+        if change.fact(INODE):  # it went on elsewhere
+            change.leave_objects(means.now_unix_ms())
+            if begins_elsewhere:
+                begins_elsewhere(change)
+        change.set_fact(INCARNATION, means.token_hex(8))
         change.set_fact(INODE, catalog.place)
 
     if catalog.read(HOUSE, lambda view: view.fact(INODE)) != catalog.place:

@@ -120,6 +120,12 @@ def end_removals(rows: Rows, done: Sequence[Removal], now_unix_ms: int) -> None:
     )
 
 
+def leave_objects(rows: Rows, now_unix_ms: int) -> None:
+    """What waits to be removed, in any namespace, was noted by an index of an earlier time, and its names may have been
+    used again since. Objects stay and names rest; a later start sets aside what no row has."""
+    rows.run("UPDATE removals SET removed_unix_ms = :now WHERE removed_unix_ms IS NULL", now=now_unix_ms)
+
+
 def free_names(rows: Rows, until_unix_ms: int) -> None:
     """Names whose removal was answered before may be used again."""
     rested = "namespace_id = :namespace AND removed_unix_ms <= :until"

@@ -90,6 +90,7 @@ class CatalogChange(CatalogView):
     condemn = removals.condemn
     end_removals = removals.end_removals
     free_names = removals.free_names
+    leave_objects = removals.leave_objects
 
     update_agent = agents.update_agent
     forget_agent = agents.forget_agent

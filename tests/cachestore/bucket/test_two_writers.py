@@ -28,7 +28,7 @@ from cachestore_svc.core.core import Core
 from cachestore_svc.index.catalog import HOUSE
 from cachestore_svc.recovery import asides
 from cachestore_svc.recovery.medium import blobs_of
-from cachestore_svc.recovery.opening import Opened
+from cachestore_svc.recovery.opening import INODE, Opened
 from cachestore_svc.sealing.sealed_blobs import SealedBackend
 from cachestore_svc.store.blobs import _Register
 from cachestore_svc.store.store import Store
@@ -336,6 +336,44 @@ def test_an_object_of_an_earlier_edition_than_its_row_is_left_where_it_lies(pair
         pair.start_another()
     assert set(map(frozenset, blobs.list().editions.values())) == {frozenset({0})}
     assert_restores(pair.second, pair.second.snapshots.get(NS, "ada"), turn)
+
+
+@pytest.mark.parametrize("is_elsewhere", [False, True], ids=["accepted", "elsewhere"])
+def test_removals_that_an_index_of_an_earlier_time_waits_for_take_no_object(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_elsewhere: bool
+) -> None:
+    """Their names were used again since: by a blob's only object, and by one of a memory that this index lacks."""
+    bucket, turns = Bucket(MemoryStore(), WHERE), [SyntheticAgent(seed=seed).turn(70) for seed in range(2)]
+    lab = _lab_with(bucket, tmp_path)
+
+    def fail(name: str) -> None:
+        raise OSError(name)
+
+    with lab.open(grace_period_s=0) as store:
+        for turn in turns:
+            publish(store, "ada", turn, 0)
+            _forget(store, "ada")
+        with monkeypatch.context() as failing:
+            failing.setattr(bucket, "remove", fail)
+            _sweep(store)
+        publish(store, "ada", turns[0], 0)
+        place = store._core.blobs.of(NS).place
+        if is_elsewhere:  # as after a standby was promoted
+            store._core.catalog.write(HOUSE, lambda change: change.set_fact(INODE, "there"))
+    names = bucket.names(place)
+    later = {name for name in names if "/" in name}
+    assert {name.split("/")[2] for name in later} == {"1"}
+    for name in later:
+        bucket.rename(f"{place}/{name}", f"{place}/{name.split('/')[1]}")
+    with lab.open(grace_period_s=0, accept_older=not is_elsewhere) as store:
+        assert_restores(store, store.snapshots.get(NS, "ada"), turns[0])
+        _sweep(store)
+        assert set(bucket.names(place)) == set(names) - later
+        lab.clock.pass_s(1000)
+        _sweep(store)
+    with lab.open(grace_period_s=0) as store:
+        assert_restores(store, store.snapshots.get(NS, "ada"), turns[0])
+        assert len(store._core.asides) == len(turns[1].digests) + 1
 
 
 def test_a_publication_that_failed_under_another_name_leaves_the_row_its_object(pair: Pair) -> None:

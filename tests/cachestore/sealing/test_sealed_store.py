@@ -177,6 +177,7 @@ OF_THE_HOUSE = {
         "fact",
         "longest_lease_ms",
         "fence_all_leases",
+        "leave_objects",
         "set_fact",
         "written",
         "remove_unused_schemas",
