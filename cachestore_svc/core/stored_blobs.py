@@ -99,6 +99,25 @@ def set_aside(core: Core, blobs: NamespaceBlobs, hash_: str, editions: Iterable[
         core.asides.add(blobs.set_aside(hash_, core.now_unix_ms(), edition))
 
 
+def set_unknown_aside(core: Core, blobs: NamespaceBlobs, hash_: str, editions: Iterable[int] = (0,)) -> bool:
+    """As `set_aside`, while no namespace is known whose place it is; whether that was so. Another process may begin it
+    meanwhile, and find the object there: it then goes back."""
+    if is_known(core, blobs):
+        return False
+    made = [blobs.set_aside(hash_, core.now_unix_ms(), edition) for edition in editions]
+    if core.blobs.is_shared and is_known(core, blobs):
+        for aside in made:
+            blobs.restore(aside)
+        return False
+    core.asides.update(made)
+    return True
+
+
+def is_known(core: Core, blobs: NamespaceBlobs) -> bool:
+    """Whether they lie at the place of a namespace that is known."""
+    return any(core.blobs.of(namespace).place == blobs.place for namespace in core.known_namespaces())
+
+
 def set_unlisted_aside(core: Core, namespace: str, found: Mapping[str, set[int]]) -> int:
     """As `set_aside`, of the editions of a shared backend that no row has; how many. Another process may be about to
     list one: it then writes the blob under another name."""

@@ -6,7 +6,7 @@ import structlog
 
 from cachestore_svc.blobs.backend import unknown_places
 from cachestore_svc.core.core import Core
-from cachestore_svc.core.stored_blobs import quarantine, set_aside, set_unlisted_aside
+from cachestore_svc.core.stored_blobs import quarantine, set_aside, set_unknown_aside, set_unlisted_aside
 from cachestore_svc.facts.records import GcReport
 
 
@@ -20,10 +20,8 @@ def sweep_at_start(core: Core) -> None:
         listing = blobs.list()
         for hash_ in listing.parts:
             blobs.remove_part(hash_)
-        for hash_ in listing.blobs:
-            set_aside(core, blobs, hash_, listing.editions.get(hash_, {0}))
+        new += sum(set_unknown_aside(core, blobs, each, listing.editions.get(each, {0})) for each in listing.blobs)
         core.asides.update(listing.asides)
-        new += len(listing.blobs)
     if core.asides:
         structlog.get_logger("cachestore").warning("blobs.set_aside", new=new, resting=len(core.asides))
 

@@ -11,7 +11,15 @@ from kvasir.formats.digest import Digest
 from cachestore_svc.blobs.backend import Damaged, NamespaceBlobs, unknown_places
 from cachestore_svc.blobs.manifests import read_manifest
 from cachestore_svc.core.core import Core
-from cachestore_svc.core.stored_blobs import quarantine, read_blob, set_aside, set_unlisted_aside, verified
+from cachestore_svc.core.stored_blobs import (
+    is_known,
+    quarantine,
+    read_blob,
+    set_aside,
+    set_unknown_aside,
+    set_unlisted_aside,
+    verified,
+)
 from cachestore_svc.facts.records import CheckReport, Finding, VerifyProgress
 from cachestore_svc.index.catalog import HOUSE, CatalogView
 from cachestore_svc.index.refusals import reading_damage
@@ -92,11 +100,7 @@ def _unknown_places(core: Core, repair: bool) -> Iterator[Finding]:
 
 def _is_unowned(core: Core, blobs: NamespaceBlobs, hash_: str, editions: set[int], repair: bool) -> bool:
     with blobs.naming(hash_):
-        unknown = {each.place for each in unknown_places(core.blobs, core.known_namespaces)}
-        is_unowned = blobs.place in unknown
-        if is_unowned and repair:
-            set_aside(core, blobs, hash_, editions)
-    return is_unowned
+        return set_unknown_aside(core, blobs, hash_, editions) if repair else not is_known(core, blobs)
 
 
 def _files(core: Core, namespace: str, repair: bool) -> Iterator[Finding]:

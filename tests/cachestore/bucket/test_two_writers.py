@@ -25,6 +25,7 @@ from cachestore_svc.blobs.disk import Disk
 from cachestore_svc.blobs.space import Space
 from cachestore_svc.core import stored_blobs
 from cachestore_svc.core.core import Core
+from cachestore_svc.facts.records import SnapshotVersion
 from cachestore_svc.index.catalog import HOUSE
 from cachestore_svc.recovery import asides
 from cachestore_svc.recovery.medium import blobs_of
@@ -74,6 +75,10 @@ class HeldBucket(Bucket):
     def get(self, name: str, most_bytes: int) -> memoryview:
         with self.moments.of("get", name):
             return super().get(name, most_bytes)
+
+    def names(self, folder: str, *, only_some: bool = False) -> list[str]:
+        with self.moments.of("names", f"{folder}/"):
+            return super().names(folder, only_some=only_some)
 
     def remove(self, name: str) -> None:
         with self.moments.of("remove", name):
@@ -374,6 +379,19 @@ def test_removals_that_an_index_of_an_earlier_time_waits_for_take_no_object(
     with lab.open(grace_period_s=0) as store:
         assert_restores(store, store.snapshots.get(NS, "ada"), turns[0])
         assert len(store._core.asides) == len(turns[1].digests) + 1
+
+
+@pytest.mark.parametrize("moment", ["names", "remove"])
+def test_a_start_takes_no_blob_of_a_namespace_that_another_process_begins_meanwhile(pair: Pair, moment: str) -> None:
+    """Its index is of an earlier time than an object that lies there, which an engine sends again."""
+    turn, core, made = SyntheticAgent(seed=1).turn(70), pair.first._core, list[SnapshotVersion]()
+    name = f"{core.blobs.of(NS).place}/{core.seals.names_of(NS).digest(turn.digests[0]).hash}"
+    core.blobs.sealed.bucket.put(name, b"left")  # type: ignore[attr-defined]
+    pair.moments.before[moment] = lambda: made.append(publish(pair.second, "ada", turn, 0))
+    started = pair.start_another()
+    assert_restores(pair.first, made[0], turn)
+    assert not started.asides
+    assert pair.first.care.check(repair=False).is_clean
 
 
 def test_a_publication_that_failed_under_another_name_leaves_the_row_its_object(pair: Pair) -> None:
