@@ -118,10 +118,12 @@ def is_known(core: Core, blobs: NamespaceBlobs) -> bool:
     return any(core.blobs.of(namespace).place == blobs.place for namespace in core.known_namespaces())
 
 
-def set_unlisted_aside(core: Core, namespace: str, found: Mapping[str, set[int]]) -> int:
-    """As `set_aside`, of the editions of a shared backend that no row has; how many. Another process may be about to
-    list one: it then writes the blob under another name."""
+def set_unlisted_aside(core: Core, namespace: str, found: Mapping[str, set[int]], since_unix_ms: int) -> int:
+    """As `set_aside`, of the editions of a shared backend that no row has; how many. `since_unix_ms`: when the list of
+    them began. Another process may be about to list one: it then writes the blob under another name."""
     now = core.now_unix_ms()
+    if not _is_soon(core, since_unix_ms):
+        return 0
     unlisted = core.catalog.write(namespace, lambda change: change.condemn(found, now, keeps=True))
     end_removals(core, namespace)
     return len(unlisted)
@@ -159,8 +161,7 @@ def end_removals(core: Core, namespace: str) -> None:
         found, done = waiting, list[Removal]()
         began_unix_ms = core.now_unix_ms()
         for each in waiting:
-            # A process that stood still may not go on: the name may have been used again.
-            if not 0 <= core.now_unix_ms() - began_unix_ms < name_rest_ms(core) // 2:
+            if not _is_soon(core, began_unix_ms):
                 break
             try:
                 _end_one(core, namespace, each)
@@ -181,6 +182,11 @@ def _end_one(core: Core, namespace: str, each: Removal) -> None:
 
 def _end(done: Sequence[Removal], now_unix_ms: int, change: CatalogChange) -> None:
     change.end_removals(done, now_unix_ms)
+
+
+def _is_soon(core: Core, began_unix_ms: int) -> bool:
+    """Whether what was read then still holds. A process that stood still may not go on: names may be used again."""
+    return 0 <= core.now_unix_ms() - began_unix_ms < name_rest_ms(core) // 2
 
 
 def name_rest_ms(core: Core) -> int:

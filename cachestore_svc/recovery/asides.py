@@ -40,13 +40,13 @@ def collect(core: Core) -> GcReport:
 
 
 def _sweep(core: Core, namespace: str) -> int:
-    blobs = core.blobs.of(namespace)
+    blobs, began_unix_ms = core.blobs.of(namespace), core.now_unix_ms()
     listing = blobs.list()
     listed = core.catalog.read(namespace, lambda view: view.hashes_of())
     for hash_ in listing.parts:
         blobs.remove_part(hash_)
     if core.blobs.is_shared:
-        unnamed = set_unlisted_aside(core, namespace, listing.editions)
+        unnamed = set_unlisted_aside(core, namespace, listing.editions, began_unix_ms)
     else:
         for hash_ in listing.blobs - listed:
             set_aside(core, blobs, hash_)

@@ -104,11 +104,12 @@ def _is_unowned(core: Core, blobs: NamespaceBlobs, hash_: str, editions: set[int
 
 
 def _files(core: Core, namespace: str, repair: bool) -> Iterator[Finding]:
+    began_unix_ms = core.now_unix_ms()
     listing = core.blobs.of(namespace).list()
     digests = core.catalog.read(namespace, lambda view: view.whole_blobs())
     listed = {digest.hash: digest for digest in digests}
     for hash_ in sorted(listing.blobs - set(listed)):
-        if _is_orphan(core, namespace, hash_, listing.editions.get(hash_, set()), repair):
+        if _is_orphan(core, namespace, hash_, listing.editions.get(hash_, set()), began_unix_ms, repair):
             yield Finding("ORPHAN_FILE", namespace, hash_, repair)
     for name in listing.strange:
         yield Finding("STRANGE_FILE", namespace, name)
@@ -119,14 +120,14 @@ def _files(core: Core, namespace: str, repair: bool) -> Iterator[Finding]:
             yield Finding(problem, namespace, f"{digest.hash}: expected {digest.size_bytes}, found {size}", repair)
 
 
-def _is_orphan(core: Core, namespace: str, hash_: str, editions: set[int], repair: bool) -> bool:
+def _is_orphan(core: Core, namespace: str, hash_: str, editions: set[int], since_unix_ms: int, repair: bool) -> bool:
     """Whether a blob is still not listed, looked up while no writer can be between naming it and listing it."""
     blobs = core.blobs.of(namespace)
     with blobs.naming(hash_):
         if core.catalog.read(namespace, lambda view: view.has_hash(hash_)):
             return False
         if repair and core.blobs.is_shared:
-            return set_unlisted_aside(core, namespace, {hash_: editions}) > 0
+            return set_unlisted_aside(core, namespace, {hash_: editions}, since_unix_ms) > 0
         if repair:
             set_aside(core, blobs, hash_)
         return blobs.size_bytes(hash_) is not None or repair

@@ -315,12 +315,29 @@ def test_a_start_that_listed_a_blob_before_it_came_back_leaves_its_new_object(pa
     publish(pair.second, "ada", turn, 0)
     for name, data in lay_there.items():
         bucket.put(name, data)
-    stored_blobs.set_unlisted_aside(core, NS, listed)
+    stored_blobs.set_unlisted_aside(core, NS, listed, core.now_unix_ms())
     pair.start_another()
     for name in names:
         bucket.remove(name)
     assert blobs.list().editions == {hash_: {1} for hash_ in listed}
     assert_restores(pair.second, pair.second.snapshots.get(NS, "ada"), turn)
+
+
+def test_a_start_that_stood_still_believes_its_list_no_more(pair: Pair) -> None:
+    """Its names rested, and were used again since. A publication that fails would remove a blob's only object."""
+    turn, core = SyntheticAgent(seed=1).turn(70), pair.first._core
+    for _ in range(2):
+        publish(pair.first, "ada", turn, 0)
+        listed, listed_unix_ms = core.blobs.of(NS).list().editions, core.now_unix_ms()
+        _forget(pair.first, "ada")
+        _sweep(pair.first)
+    assert set(map(frozenset, listed.values())) == {frozenset({1})}
+    core.catalog.write(NS, lambda change: change.free_names(1 << 60))
+    made = publish(pair.second, "ada", turn, 0)
+    rest_ms = stored_blobs.name_rest_ms(core)
+    assert stored_blobs.set_unlisted_aside(core, NS, listed, listed_unix_ms - rest_ms) == 0
+    _Register(core).withdraw(NS, turn.digests, {digest.hash: 0 for digest in turn.digests})
+    assert_restores(pair.first, made, turn)
 
 
 def test_an_object_of_an_earlier_edition_than_its_row_is_left_where_it_lies(pair: Pair) -> None:
