@@ -54,11 +54,11 @@ from inference_svc.formats.reply_formats import ReplyFormats
 from inference_svc.handover.giving import TurnGiver
 from inference_svc.handover.pairings import PairingsFile
 from inference_svc.handover.resume_tokens import ResumeTokens
-from inference_svc.lease_owner import LeaseOwner
 from inference_svc.machine.claims import ClaimsUnusable
 from inference_svc.machine.giving_back import GivingBack
 from inference_svc.machine.kv_budget import GIB, KvBudget, NoRoom, claims_of_device, total_bytes, weights_on_disk
 from inference_svc.machine.pressure import is_short_of_memory
+from inference_svc.memory.lines.lease_owner import LeaseOwner
 from inference_svc.memory.service_stats import ServiceStats, ServiceStatus
 from inference_svc.memory.store.remote_cache import RemoteCache
 from inference_svc.memory.token_lines import TokenLines

@@ -10,7 +10,7 @@ from typing import Any
 from kvasir.clients import AioStoreClient
 from kvasir.errors import AlreadyExists
 from kvasir.formats import archive
-from kvasir.formats.archive_reader import ArchiveReader, Described
+from kvasir.formats.archive import ArchiveReader, Described
 from kvasir.formats.digest import Digest
 from kvasir.formats.manifest import MAX_MANIFEST_BYTES
 

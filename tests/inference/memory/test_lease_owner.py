@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from inference_svc.lease_owner import LeaseOwner
+from inference_svc.memory.lines.lease_owner import LeaseOwner
 
 HOLD = """
 import sys, time
 from pathlib import Path
-from inference_svc.lease_owner import LeaseOwner
+from inference_svc.memory.lines.lease_owner import LeaseOwner
 owner = LeaseOwner(Path(sys.argv[1]), lambda: "first")
 print(owner.name, flush=True)
 time.sleep(60)

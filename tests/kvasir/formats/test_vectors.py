@@ -13,8 +13,7 @@ from blake3 import blake3
 from google.protobuf import json_format
 from kvasir.cachestore.v1 import cachestore_pb2, identity_pb2
 from kvasir.formats import manifest
-from kvasir.formats.archive import pack
-from kvasir.formats.archive_reader import ArchiveReader, BlobPiece, Described
+from kvasir.formats.archive import ArchiveReader, BlobPiece, Described, pack
 from kvasir.formats.block_file import FileIdentity, check_schema, parse_header
 from kvasir.formats.block_hash import (
     block_hash,

@@ -24,8 +24,7 @@ from kvasir.credentials import read_private_text
 from kvasir.errors import FailedPrecondition, InvalidArgument
 from kvasir.formats import manifest as manifests
 from kvasir.formats import sealed_archive
-from kvasir.formats.archive import pack
-from kvasir.formats.archive_reader import ArchiveReader, Described
+from kvasir.formats.archive import ArchiveReader, Described, pack
 from kvasir.formats.seed_file import from_seed_file, to_seed_file
 
 _MASTER_KEY = re.compile(r"[0-9a-f]{64}")
