@@ -29,9 +29,15 @@ class MissReason(Enum):
     MANIFEST_INVALID = "manifest_invalid"
     NO_STATE_POINT = "no_state_point"
     COMPUTED = "computed"  # that was expected to be faster
+    HEAD_WENT_BACK = "head_went_back"
 
 
-_STORE_AWAY = (MissReason.STORE_UNREACHABLE, MissReason.STORE_TIMEOUT, MissReason.STORE_REFUSED)
+_STORE_AWAY = (
+    MissReason.STORE_UNREACHABLE,
+    MissReason.STORE_TIMEOUT,
+    MissReason.STORE_REFUSED,
+    MissReason.HEAD_WENT_BACK,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,10 +47,11 @@ class Miss:
     reason: MissReason
     detail: str
     is_sealed: bool = False  # the store lacks the namespace's key: it will refuse the next call, too
+    went_back: tuple[int, int] | None = None  # of HEAD_WENT_BACK: the version committed here, the newest in the store
 
     @property
     def is_store_away(self) -> bool:
-        """Whether the store did not answer: it may have the agent's memory, whole."""
+        """Whether the store did not answer, or not with the newest: it may have the agent's memory, whole."""
         return self.reason in _STORE_AWAY
 
 

@@ -27,7 +27,7 @@ from inference_svc.memory.lines.line_lease import MOVED
 from inference_svc.memory.lines.line_states import Stage, Standing
 from inference_svc.memory.lines.lines import Lines
 from inference_svc.memory.outcomes import Miss, MissReason, Source
-from inference_svc.memory.store.answers import NO_HEAD, NO_SETTINGS, AgentHeads, AgentSettings, Head, StoreMiss
+from inference_svc.memory.store.answers import NO_HEAD, NO_SETTINGS, AgentHeads, AgentSettings, Head, StoreMiss, Version
 from inference_svc.memory.store.patience import Budget
 from inference_svc.memory.store.remote_cache import RemoteCache
 
@@ -126,7 +126,7 @@ class Recall:
         if running is not None and store.connection.is_reachable:
             await _wait(running, budget)
         try:
-            heads = await store.agents.heads(key.agent_id, self._engine.model.kv_identity_hash, budget)
+            heads = await self._heads(line, budget)
             newest = heads.newest
             if hot is not None and await line.may_use(hot.publication.standing, newest.identity, budget):
                 if not hot.publication.is_running:
@@ -175,7 +175,25 @@ class Recall:
                 agent_id=key.agent_id,
                 retry_after_s=1.0,
             )
-        return replace(newest, base=base)
+        went_back = newest.miss.went_back if newest.miss is not None else None
+        # The caller may accept the newest version of a store that lacks a newer one.
+        return base if went_back is not None and went_back[1] == version else replace(newest, base=base)
+
+    async def _heads(self, line: Line, budget: Budget) -> AgentHeads:
+        """As the store has them. Raises StoreMiss, also (HEAD_WENT_BACK) where that cannot be: this engine committed a
+        newer version, and nobody took it back.
+        """
+        known, events, agent_id = line.committed, line.store.events, line.key.agent_id
+        since = events.cursor
+        heads = await line.store.agents.heads(agent_id, self._engine.model.kv_identity_hash, budget)
+        if known is None or not heads.newest.identity.is_behind(known):
+            return heads
+        if await events.was_surely_taken_back(budget, agent_id, since):
+            return heads
+        if line.lease.held is not None:  # the store may lack it, too: it proves nothing
+            line.lease.give_back()
+            line.lease.request()
+        raise StoreMiss(_went_back(known, heads.newest))
 
     def _hot(self, key: AgentKey) -> AgentMemory | None:
         hot = self._engine.memories.get(key)  # which counts as a use
@@ -228,6 +246,14 @@ class Recall:
 def _followed(hot: AgentMemory | None) -> AgentMemory | None:
     """The hot memory, if it follows a version that is known. Else it could not read its agent's memory itself."""
     return hot if hot is not None and hot.publication.standing.head is not None else None
+
+
+def _went_back(known: Version, newest: Head) -> Miss:
+    detail = (
+        f"its newest version in the store is {newest.version}, and this engine committed version {known.number}: an "
+        "older copy of the store was put back, or the store lies"
+    )
+    return Miss(MissReason.HEAD_WENT_BACK, detail, went_back=(known.number, newest.version))
 
 
 def unknown_token(memory: AgentMemory, vocabulary_size: int) -> str:

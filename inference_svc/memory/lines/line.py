@@ -4,8 +4,6 @@ import contextlib
 from collections import deque
 from collections.abc import Iterator
 
-from kvasir.formats.digest import Digest
-
 from inference_svc.engine.api import AgentKey
 from inference_svc.memory.lines.line_lease import LineLease, Spawn
 from inference_svc.memory.lines.line_parts import LineParts
@@ -19,10 +17,10 @@ from inference_svc.memory.store.remote_cache import RemoteCache
 class Line:
     """It lives while the agent's memory is hot or the line is used (`Lines.beat`)."""
 
-    def __init__(self, key: AgentKey, store: RemoteCache, parts: LineParts, spawn: Spawn, own: deque[Digest]) -> None:
+    def __init__(self, key: AgentKey, store: RemoteCache, parts: LineParts, spawn: Spawn, own: deque[Version]) -> None:
         self.key = key
         self.store = store
-        self.own = own  # manifests that were stored last
+        self._own = own
         self.lease = LineLease(key, store, parts, spawn)
         self.publications = Publications(key, store, parts, self.lease, own, self.in_use)
         self._parts = parts
@@ -38,6 +36,11 @@ class Line:
             self._users -= 1
             if self.lease.is_wanted:
                 self._let_go_if_idle()
+
+    @property
+    def committed(self) -> Version | None:
+        """The newest version that this engine committed, as long as nobody took it back."""
+        return self._own[-1] if self._own else None
 
     @property
     def is_used(self) -> bool:

@@ -9,7 +9,6 @@ from collections.abc import Callable, Coroutine, Mapping
 
 import structlog
 from kvasir import errors
-from kvasir.formats.digest import Digest
 from kvasir.waits import PAUSE_S, PROGRESS_S, SOON_S
 
 from inference_svc.engine.api import AgentKey
@@ -18,7 +17,15 @@ from inference_svc.memory.agent_memory import AgentMemory
 from inference_svc.memory.lines.line import Line
 from inference_svc.memory.lines.line_parts import LineParts
 from inference_svc.memory.lines.line_states import COUNTS_S, Lease
-from inference_svc.memory.store.answers import LEASE_TTL_S, AgentGone, EventsLost, HeadMoved, LeaseWanted, StoreEvent
+from inference_svc.memory.store.answers import (
+    LEASE_TTL_S,
+    AgentGone,
+    EventsLost,
+    HeadMoved,
+    LeaseWanted,
+    StoreEvent,
+    Version,
+)
 from inference_svc.memory.store.remote_cache import RemoteCache
 from inference_svc.model.model_host import MemoriesLeft
 
@@ -37,8 +44,9 @@ class Lines:
         self.store = store
         self._parts = parts
         self._lines: dict[str, Line] = {}
-        # By agent its manifests that were stored last, which outlive its line: the store reports them as turns.
-        self._own: OrderedDict[str, deque[Digest]] = OrderedDict()
+        # By agent its versions that were stored last, which outlive its line: the store reports them as turns, and its
+        # newest version is never older than they are.
+        self._own: OrderedDict[str, deque[Version]] = OrderedDict()
         self._tasks: set[asyncio.Task[None]] = set()
 
     def line(self, agent_id: str) -> Line:
@@ -148,9 +156,13 @@ class Lines:
             case LeaseWanted(agent_id) if event.kv_identity_hash == self._parts.engine.model.kv_identity_hash:
                 if (line := self._lines.get(agent_id)) is not None:
                     line.wanted(takes_back=event.takes_back)
-            case HeadMoved(agent_id, head) if self._is_hot(agent_id):
-                self.line(agent_id).moved(head)
+            case HeadMoved(agent_id, head):
+                if not head.is_of_turn:
+                    self._taken_back(agent_id, head.version)
+                if self._is_hot(agent_id):
+                    self.line(agent_id).moved(head)
             case AgentGone(agent_id):
+                self._taken_back(agent_id, 0)
                 self._parts.on_deleted(AgentKey(self.namespace, agent_id))
                 if self._is_hot(agent_id):
                     self.line(agent_id).moved(None)
@@ -159,6 +171,12 @@ class Lines:
                     line.lease.unverified()
             case _:
                 pass
+
+    def _taken_back(self, agent_id: str, to: int) -> None:
+        """The agent is gone, or got this version by no turn. A version that was stored after that stays known."""
+        own = self._own.get(agent_id)
+        if own and to <= own[-1].number:
+            own.clear()
 
     def _is_hot(self, agent_id: str) -> bool:
         return self._parts.engine.memories.tag_of(AgentKey(self.namespace, agent_id)) is not None

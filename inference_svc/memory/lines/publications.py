@@ -26,7 +26,7 @@ from inference_svc.memory.publishing.copies import Pinning
 from inference_svc.memory.publishing.manifest_draft import ManifestDraft, PackedIds
 from inference_svc.memory.publishing.memory_files import MemoryFiles
 from inference_svc.memory.service_stats import NamespaceCounters
-from inference_svc.memory.store.answers import Head, StoreMiss
+from inference_svc.memory.store.answers import Head, StoreMiss, Version
 from inference_svc.memory.store.remote_cache import RemoteCache
 
 _LOG = structlog.get_logger(__name__)
@@ -39,10 +39,10 @@ class Publications:
         store: RemoteCache,
         parts: LineParts,
         lease: LineLease,
-        own: deque[Digest],
+        own: deque[Version],
         in_use: Callable[[], AbstractContextManager[None]],
     ) -> None:
-        """`own`: gets the manifests that are stored. `in_use`: while work needs the line to stay here."""
+        """`own`: gets the versions that are stored. `in_use`: while work needs the line to stay here."""
         self.running: list[PublicationTask] = []  # in the order of their turns
         self._key = key
         self._store = store
@@ -92,8 +92,18 @@ class Publications:
 
     def _ended(self, task: PublicationTask) -> None:
         self.running.remove(task)
-        if not task.cancelled() and (manifest := task.result().manifest) is not None:
-            self._own.append(manifest)
+        if not task.cancelled():
+            self._committed_now(task.result())
+
+    def _committed_now(self, outcome: SnapshotOutcome) -> None:
+        """An answer to a commit that was repeated may name a version that is not the newest any more."""
+        version = Version(outcome.version, outcome.manifest)
+        if outcome.manifest is not None and version not in self._own:
+            self._own.append(version)
+
+    @property
+    def _own_manifests(self) -> frozenset[Digest]:
+        return frozenset(each.manifest for each in self._own if each.manifest is not None)
 
     async def _publish(
         self,
@@ -126,7 +136,7 @@ class Publications:
                     files.sent_bytes = stream.sent_bytes
                 if (stored := _stored(publication)) is not None:  # by an earlier try
                     return stored
-                commit = Commit(self._key, memory, files, draft, self._store, self._lease, parts, frozenset(self._own))
+                commit = Commit(self._key, memory, files, draft, self._store, self._lease, parts, self._own_manifests)
                 outcome = await commit.until_committed()
                 return self._committed(memory, outcome, began_s, {"copied": copied_s, **commit.noted_s})
             except Exception as error:  # noqa: BLE001 - it has no reader but the log
@@ -226,7 +236,7 @@ class Publications:
     async def fall_asleep(self, memory: AgentMemory) -> Head:
         """Commit a memory that names no file. Raises why it cannot be committed."""
         memory.publication.created_unix_ms = self._parts.now_ms()
-        own, draft = frozenset(self._own), ManifestDraft(memory, self._parts.engine.model, self._packed_ids)
+        own, draft = self._own_manifests, ManifestDraft(memory, self._parts.engine.model, self._packed_ids)
         files = NoFiles(memory.files)
         with self._in_use():
             commit = Commit(self._key, memory, files, draft, self._store, self._lease, self._parts, own)
@@ -234,8 +244,7 @@ class Publications:
                 outcome = await commit.until_committed()
             except (TimeoutError, StoreMiss):
                 raise errors.Unavailable("the store does not take a version now", retry_after_s=RETRY_S) from None
-        if outcome.manifest is not None:
-            self._own.append(outcome.manifest)
+        self._committed_now(outcome)
         head = memory.publication.standing.head
         assert head is not None
         return head

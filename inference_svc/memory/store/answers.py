@@ -30,6 +30,10 @@ class Version(NamedTuple):
     number: int
     manifest: Digest | None
 
+    def is_behind(self, known: "Version") -> bool:
+        """Whether it cannot follow a version that is known: numbers of an agent only rise."""
+        return self != known and self.number <= known.number
+
 
 @dataclass(frozen=True, slots=True)
 class Head:

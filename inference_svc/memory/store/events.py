@@ -34,6 +34,16 @@ class StoreEvents:
 
         return await self._has_happened(is_change, since)
 
+    async def was_surely_taken_back(self, budget: Budget, agent_id: str, since: EventCursor | None) -> bool:
+        """The same as a part of a turn, where lost events prove nothing. Raises StoreMiss."""
+
+        def is_change(response: cachestore_pb2.WatchEventsResponse) -> bool:
+            return response.WhichOneof("event") != "lost" and takes_back(response, agent_id)
+
+        if since is None:
+            return False
+        return await self._connection.read(lambda: self._has_happened(is_change, since), budget)
+
     async def newest(self) -> EventCursor:
         """The place of now in the store's history. Raises KvasirError like any call of the store."""
         async with contextlib.aclosing(self._connection.client.watch(None)) as responses:

@@ -162,6 +162,18 @@ def _refuse_append(agent_id: str, recollection: Recollection) -> None:
     if recollection.memory is None and miss is not None and miss.is_sealed:
         # No retry brings the key back.
         raise errors.FailedPrecondition.of("append_messages", miss.detail, reason="NAMESPACE_SEALED")
+    if recollection.memory is None and miss is not None and miss.went_back is not None:
+        # A retry is answered alike. The caller chooses: a text of its own, or a version that is older than it knows.
+        known, newest = miss.went_back
+        raise errors.FailedPrecondition.of(
+            "append_messages",
+            f"{miss.detail}; send all messages, name base_version {newest}, roll the agent back to it, or restart the "
+            "engine",
+            reason="AGENT_WENT_BACK",
+            agent_id=agent_id,
+            version=known,
+            head_version=newest,
+        )
     if recollection.memory is None and miss is not None and miss.is_store_away:
         # Without the agent's memory this would be another conversation, not a miss.
         raise errors.Unavailable(

@@ -273,6 +273,7 @@ class Store:
     """Answers what it calls newest."""
 
     is_reachable = True
+    cursor = None
 
     def __init__(self, head: Head, *, taken_back: bool | None = False) -> None:
         """`taken_back`: None when it does not say."""

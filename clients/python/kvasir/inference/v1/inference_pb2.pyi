@@ -86,6 +86,7 @@ class MissReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     MISS_REASON_NO_MEMORY: _ClassVar[MissReason]
     MISS_REASON_NO_STATE_POINT: _ClassVar[MissReason]
     MISS_REASON_COMPUTED: _ClassVar[MissReason]
+    MISS_REASON_HEAD_WENT_BACK: _ClassVar[MissReason]
 
 class FinishReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -173,6 +174,7 @@ MISS_REASON_MANIFEST_INVALID: MissReason
 MISS_REASON_NO_MEMORY: MissReason
 MISS_REASON_NO_STATE_POINT: MissReason
 MISS_REASON_COMPUTED: MissReason
+MISS_REASON_HEAD_WENT_BACK: MissReason
 FINISH_REASON_UNSPECIFIED: FinishReason
 FINISH_REASON_STOP: FinishReason
 FINISH_REASON_LENGTH: FinishReason

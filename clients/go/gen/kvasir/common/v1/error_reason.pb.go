@@ -128,6 +128,10 @@ const (
 	ErrorReason_ERROR_REASON_STATE_MISSING ErrorReason = 54
 	// The memory's KV would not be the same if it were computed again, or nobody knows how it was computed. FAILED_PRECONDITION: agent_id.
 	ErrorReason_ERROR_REASON_CANNOT_SLEEP ErrorReason = 57
+	// append_messages to an agent whose newest version in the store is older than one that this engine committed: an older
+	// copy of the store was put back, or the store lies. Send all messages, or name that version as base_version; or roll
+	// the agent back to it. FAILED_PRECONDITION: agent_id, version, head_version.
+	ErrorReason_ERROR_REASON_AGENT_WENT_BACK ErrorReason = 58
 	// No model of this name is configured. NOT_FOUND: model.
 	ErrorReason_ERROR_REASON_MODEL_NOT_FOUND ErrorReason = 60
 	// The model is configured, and not loaded. FAILED_PRECONDITION: loaded.
@@ -353,6 +357,7 @@ var (
 		53:  "ERROR_REASON_RESTORED_TOKENS_DIFFER",
 		54:  "ERROR_REASON_STATE_MISSING",
 		57:  "ERROR_REASON_CANNOT_SLEEP",
+		58:  "ERROR_REASON_AGENT_WENT_BACK",
 		60:  "ERROR_REASON_MODEL_NOT_FOUND",
 		61:  "ERROR_REASON_MODEL_NOT_LOADED",
 		62:  "ERROR_REASON_MODEL_CHANGING",
@@ -488,6 +493,7 @@ var (
 		"ERROR_REASON_RESTORED_TOKENS_DIFFER":  53,
 		"ERROR_REASON_STATE_MISSING":           54,
 		"ERROR_REASON_CANNOT_SLEEP":            57,
+		"ERROR_REASON_AGENT_WENT_BACK":         58,
 		"ERROR_REASON_MODEL_NOT_FOUND":         60,
 		"ERROR_REASON_MODEL_NOT_LOADED":        61,
 		"ERROR_REASON_MODEL_CHANGING":          62,
@@ -606,7 +612,7 @@ var File_kvasir_common_v1_error_reason_proto protoreflect.FileDescriptor
 
 const file_kvasir_common_v1_error_reason_proto_rawDesc = "" +
 	"\n" +
-	"#kvasir/common/v1/error_reason.proto\x12\x10kvasir.common.v1*\xe7\"\n" +
+	"#kvasir/common/v1/error_reason.proto\x12\x10kvasir.common.v1*\x89#\n" +
 	"\vErrorReason\x12\x1c\n" +
 	"\x18ERROR_REASON_UNSPECIFIED\x10\x00\x12\x1e\n" +
 	"\x1aERROR_REASON_INVALID_FIELD\x10\x01\x12\x1b\n" +
@@ -658,6 +664,7 @@ const file_kvasir_common_v1_error_reason_proto_rawDesc = "" +
 	"#ERROR_REASON_RESTORED_TOKENS_DIFFER\x105\x12\x1e\n" +
 	"\x1aERROR_REASON_STATE_MISSING\x106\x12\x1d\n" +
 	"\x19ERROR_REASON_CANNOT_SLEEP\x109\x12 \n" +
+	"\x1cERROR_REASON_AGENT_WENT_BACK\x10:\x12 \n" +
 	"\x1cERROR_REASON_MODEL_NOT_FOUND\x10<\x12!\n" +
 	"\x1dERROR_REASON_MODEL_NOT_LOADED\x10=\x12\x1f\n" +
 	"\x1bERROR_REASON_MODEL_CHANGING\x10>\x12#\n" +

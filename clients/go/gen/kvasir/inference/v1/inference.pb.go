@@ -504,6 +504,8 @@ const (
 	MissReason_MISS_REASON_NO_STATE_POINT MissReason = 11
 	// Computing was expected to be faster than reading from the store; the reason says by how much.
 	MissReason_MISS_REASON_COMPUTED MissReason = 12
+	// The store's newest version is older than one that this engine committed, and nobody took that back.
+	MissReason_MISS_REASON_HEAD_WENT_BACK MissReason = 13
 )
 
 // Enum value maps for MissReason.
@@ -522,6 +524,7 @@ var (
 		10: "MISS_REASON_NO_MEMORY",
 		11: "MISS_REASON_NO_STATE_POINT",
 		12: "MISS_REASON_COMPUTED",
+		13: "MISS_REASON_HEAD_WENT_BACK",
 	}
 	MissReason_value = map[string]int32{
 		"MISS_REASON_UNSPECIFIED":         0,
@@ -537,6 +540,7 @@ var (
 		"MISS_REASON_NO_MEMORY":           10,
 		"MISS_REASON_NO_STATE_POINT":      11,
 		"MISS_REASON_COMPUTED":            12,
+		"MISS_REASON_HEAD_WENT_BACK":      13,
 	}
 )
 
@@ -6565,7 +6569,7 @@ const file_kvasir_inference_v1_inference_proto_rawDesc = "" +
 	"\x11PREFIX_MATCH_NONE\x10\x01\x12\x16\n" +
 	"\x12PREFIX_MATCH_EXACT\x10\x02\x12\x17\n" +
 	"\x13PREFIX_MATCH_EXTEND\x10\x03\x12\x18\n" +
-	"\x14PREFIX_MATCH_DIVERGE\x10\x04*\x9b\x03\n" +
+	"\x14PREFIX_MATCH_DIVERGE\x10\x04*\xbb\x03\n" +
 	"\n" +
 	"MissReason\x12\x1b\n" +
 	"\x17MISS_REASON_UNSPECIFIED\x10\x00\x12\x19\n" +
@@ -6581,7 +6585,8 @@ const file_kvasir_inference_v1_inference_proto_rawDesc = "" +
 	"\x15MISS_REASON_NO_MEMORY\x10\n" +
 	"\x12\x1e\n" +
 	"\x1aMISS_REASON_NO_STATE_POINT\x10\v\x12\x18\n" +
-	"\x14MISS_REASON_COMPUTED\x10\f*\xbb\x01\n" +
+	"\x14MISS_REASON_COMPUTED\x10\f\x12\x1e\n" +
+	"\x1aMISS_REASON_HEAD_WENT_BACK\x10\r*\xbb\x01\n" +
 	"\fFinishReason\x12\x1d\n" +
 	"\x19FINISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n" +
 	"\x12FINISH_REASON_STOP\x10\x01\x12\x18\n" +
