@@ -81,15 +81,27 @@ def test_a_home_of_another_user_or_that_others_write_in_is_refused(
 
 
 @pytest.mark.parametrize(
-    ("settings", "reason"),
-    [("", "STORE_MISSING"), ('[store]\ncatalog = "s3://bucket/agents"\n', "ADDRESS_IN_USE")],
-    ids=["in the home", "elsewhere"],
+    ("found", "settings", "reason"),
+    [
+        (None, "", "STORE_MISSING"),
+        ([], "", "STORE_MISSING"),
+        (["lost+found", ".fseventsd"], "", "STORE_MISSING"),
+        (["kvasir.sqlite3"], "", "ADDRESS_IN_USE"),
+        ([], '[store]\ncatalog = "s3://bucket/agents"\n', "ADDRESS_IN_USE"),
+    ],
+    ids=["gone", "a mount point", "a new disk", "there", "elsewhere"],
 )
-def test_no_empty_store_takes_the_place_of_one_that_is_gone(tmp_path: Path, settings: str, reason: str) -> None:
+def test_no_empty_store_takes_the_place_of_one_that_is_gone(
+    tmp_path: Path, found: list[str] | None, settings: str, reason: str
+) -> None:
     """As where its disk is not mounted. What an engine and `kvasir up` leave shows that it ran here. A store with its
     index elsewhere goes on from there."""
     home = Home(tmp_path / "home")
     home.make()
+    for name in found or ():
+        (home.store_data / name).mkdir(parents=True)
+    if found == []:
+        home.store_data.mkdir()
     rows = [{"service": "store", "option": "data-dir", "value": str(home.store_data)}]
     (home.run / "settings.json").write_text(json.dumps(rows))
     home.engine_state.mkdir(exist_ok=True)
@@ -103,7 +115,7 @@ def test_no_empty_store_takes_the_place_of_one_that_is_gone(tmp_path: Path, sett
         refused = in_process("--home", home.root, "up", "--config", config, "--listen", listen, "--json").value["error"]
     assert refused["reason"] == reason
     assert reason != "STORE_MISSING" or "up --accept-older` begins" in refused["message"]
-    assert not home.store_data.exists()
+    assert home.store_data.exists() == (found is not None)
 
 
 def test_credentials_appear_only_after_their_tokens(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ import asyncio
 import sys
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -82,7 +83,7 @@ def up(
 
 def _check_store(caller: Caller, asked: Asked) -> None:
     """Raises FailedPrecondition where an empty store would take the place of one whose disk is not mounted."""
-    home, has_data = asked.home, asked.home.store_data.exists()
+    home, has_data = asked.home, _has_files(asked.home.store_data)
     if asked.up.store:
         check_store(home, asked.up)
         if has_data:
@@ -94,10 +95,20 @@ def _check_store(caller: Caller, asked: Asked) -> None:
     lies_elsewhere = asked.value("store", "catalog")  # then the store knows what it lost, if anything
     if ran_here and not has_data and not lies_elsewhere and not asked.value("store", "accept_older"):
         raise FailedPrecondition(
-            f"{home.store_data} is gone, with what agents remember. If its disk is not mounted, mount it; "
+            f"{home.store_data} is gone or empty, with what agents remember. If its disk is not mounted, mount it; "
             f"`{home.command('up --accept-older')}` begins an empty store",
             reason="STORE_MISSING",
         )
+
+
+def _has_files(folder: Path) -> bool:
+    """Whether it holds more than a mount point or a new file system does. A folder that cannot be read may."""
+    try:
+        return any(not each.name.startswith(".") and each.name != "lost+found" for each in folder.iterdir())
+    except FileNotFoundError:
+        return False
+    except OSError:
+        return True
 
 
 def _start_at_login(caller: Caller) -> None:
