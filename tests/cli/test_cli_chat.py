@@ -79,27 +79,9 @@ class Terminal:
         return self.screen
 
     def interrupt(self, wanted: str) -> None:
-        """Press Ctrl-C until it is answered.
-
-        Between the prompt's last letter and the wait for keys, Python notes the signal and goes on to wait: then it
-        is answered at the next key, which a person presses too.
-        """
+        """Press Ctrl-C, and wait for the answer."""
         self.type("\x03")
-        try:
-            self.until(wanted, within_s=60)
-        except AssertionError:
-            os.write(self._ours, b"\x03")
-            self.until(wanted)
-
-    def end(self, number: signal.Signals) -> None:
-        """Send a signal, and where it came between the prompt and the wait for keys, as in `interrupt`, once more: only
-        a signal or a whole line lets Python look at the first.
-        """
-        self.process.send_signal(number)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self.process.wait(5)
-            return
-        self.process.send_signal(number)
+        self.until(wanted)
 
     def until_asked(self, agent: str) -> str:
         """Read until the prompt stands last: then a key is the prompt's, and not the terminal's."""
@@ -185,7 +167,7 @@ def test_two_interrupts_at_the_prompt_leave(terminal: Terminal) -> None:
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_at_the_prompt_ends_the_chat_at_once(number: signal.Signals, terminal: Terminal) -> None:
     terminal.until_asked("ada")
-    terminal.end(number)
+    terminal.process.send_signal(number)
     assert terminal.code() == 128 + number
     assert "once more" not in terminal.screen
 

@@ -21,6 +21,7 @@ from kvasir.cli.running.holding import is_led
 from kvasir.cli.showing import terminal
 from kvasir.cli.showing.arguments import argument, option
 from kvasir.cli.showing.tables import pairs
+from kvasir.cli.talking.interrupts import interrupt_prompts
 from kvasir.cli.talking.turn import TurnResult, follow_turn
 from kvasir.clients import GenerateOptions, InferenceClient, StoreClient, message
 from kvasir.common.v1 import message_pb2
@@ -312,6 +313,7 @@ def texts(prompt: Callable[[], str], say: Callable[[str], None]) -> Iterator[str
     is_person = sys.stdin.isatty()
     if is_person:
         _load_line_editing()
+        interrupt_prompts()
     was_interrupted = False
     while True:
         try:
