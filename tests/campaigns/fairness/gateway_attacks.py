@@ -9,6 +9,7 @@ import httpx2 as httpx
 from kvasir_gateway.page.conversation.talking import SAY_BYTES
 
 from tests.campaigns.fairness.attacker import Attacker
+from tests.campaigns.fairness.store_attacks import many_agents
 from tests.gateway.page.html_page import parsed
 
 _SILENT = 5_000
@@ -91,6 +92,21 @@ async def small_calls(attacker: Attacker) -> None:
                 await _answered(client.post("/v1/messages/count_tokens", json=counted, headers=key))
 
     attacker.flood(_PAGES, ask)
+
+
+async def long_lists(attacker: Attacker) -> None:
+    """The page's list, and lists of a thousand agents as JSON, of a namespace that has thousands, by eight readers."""
+    await many_agents(attacker, 3_000)
+    client = httpx.AsyncClient(base_url=attacker.gateway_url, timeout=120, limits=_MANY)
+
+    async def ask(index: int) -> None:
+        key = {"x-api-key": attacker.tokens[index % len(attacker.tokens)]}
+        if index // len(attacker.tokens) % 2:
+            await _answered(client.get("/v1/agents", params={"page_size": 1000}, headers=key))
+        else:
+            await _answered(client.get("/page/", headers=key | {"accept": "text/html"}))
+
+    attacker.flood(8, ask)
 
 
 async def strangers(attacker: Attacker) -> None:

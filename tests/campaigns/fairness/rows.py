@@ -59,5 +59,6 @@ ROWS = (
     Row("gateway-strangers", "turns of the gateway's event loop (no key)", gateway_attacks.strangers),
     Row("gateway-bodies", "bodies, and the thread that reads them", gateway_attacks.large_bodies, engine_mib=1536),
     Row("gateway-calls", "turns of the gateway's event loop", gateway_attacks.small_calls),
+    Row("gateway-lists", "turns of the gateway's event loop", gateway_attacks.long_lists),
     Row("gateway-forms", "the page's forms, and its requests", gateway_attacks.large_forms),
 )
