@@ -14,7 +14,6 @@ conversation that continues at another time is found, and its memory goes on."""
 import asyncio
 import contextlib
 import logging
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
@@ -97,10 +96,12 @@ class Conversations:
         self._max_kept = max_kept
         self._expiry = expiry
         # By namespace and digest the agent and its version, and by agent the digest of its newest answer.
-        self._answers: OrderedDict[tuple[str, str], tuple[str, int]] = OrderedDict()
+        self._answers: dict[tuple[str, str], tuple[str, int]] = {}
         self._newest: dict[tuple[str, str], str] = {}
         # By namespace and digest at any time the digest of the newest answer.
-        self._alike: OrderedDict[tuple[str, str], str] = OrderedDict()
+        self._alike: dict[tuple[str, str], str] = {}
+        # By namespace the digests of its answers, now and at any time, the oldest first.
+        self._held: dict[str, dict[str, str]] = {}
         self._calls: dict[tuple[str, str], str] = {}  # by a call's id the digest of the answer that made it
         self._calls_of: dict[tuple[str, str], Sequence[str]] = {}
         self._openings: dict[tuple[str, str], str] = {}  # by agent, as of its newest answer
@@ -221,13 +222,12 @@ class Conversations:
         self._openings[namespace, agent_id] = chain.points[0].alike
         self._calls_of[place] = [call.id for call in reply.tool_calls if call.id]
         self._calls |= {(namespace, call): digest for call in self._calls_of[place]}
-        if len(self._answers) > _MAX_TIPS:
-            self._forget(next(iter(self._answers)))
-        if (alike := self._next(chain.alike, reply).hex()) != digest:
+        alike = self._held.setdefault(namespace, {})[digest] = self._next(chain.alike, reply).hex()
+        if alike != digest:
             self._alike[namespace, alike] = digest
-            self._alike.move_to_end((namespace, alike))
-            while len(self._alike) > _MAX_TIPS:
-                self._alike.popitem(last=False)
+        if len(self._answers) > _MAX_TIPS:
+            largest = max(self._held, key=lambda each: len(self._held[each]))
+            self._forget((largest, next(iter(self._held[largest]))))
 
     def left(self, namespace: str, agent_id: str) -> None:
         """The turn has ended, however it did. A fork that it did not use is deleted, and busy until then."""
@@ -307,6 +307,9 @@ class Conversations:
 
     def _forget(self, place: tuple[str, str]) -> None:
         agent_id, _ = self._answers.pop(place, ("", 0))
+        alike = self._held.get(place[0], {}).pop(place[1], "")
+        if self._alike.get((place[0], alike)) == place[1]:
+            del self._alike[place[0], alike]
         for call in self._calls_of.pop(place, ()):
             self._calls.pop((place[0], call), None)
         newest = (place[0], agent_id)

@@ -484,6 +484,15 @@ SHARED = (
         WAITS,
     ),
     Shared(
+        "answers by which conversations that name no agent are found without the store",
+        "gateway",
+        "clients/python/kvasir_gateway/conversations.py: _held",
+        ("kvasir_gateway.conversations:_MAX_TIPS", 100_000),
+        "of the namespace that has the most, the oldest goes",
+        "none waits",
+        "nothing: the store is searched",
+    ),
+    Shared(
         "threads that begin calls with requests of 1 MiB or more, and wait for their answers",
         "gateway",
         "clients/python/kvasir/clients/aio/large_requests.py: _threads",

@@ -338,6 +338,19 @@ def test_after_a_restart_the_stored_messages_say_which_agent_it_was() -> None:
     assert records.forks == [(first, None)]
 
 
+def test_a_namespace_of_many_conversations_pushes_none_of_another_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_MAX_TIPS", 8)
+    known = conversations()
+    mine, others = Talk(known, Records(), "mine"), Talk(known, Records(), "others")
+    first = mine.turn(user("It is 10:00."), answer="Hi")
+    for number in range(20):
+        others.turn(user(f"It is 10:00, say {number}."))
+    mine.records.is_down = True  # then RAM alone knows it
+    assert mine.turn(user("It is 11:00."), reply("Hi"), user("more")) == first
+    assert len(known._answers) == 8
+    assert 0 < len(known._alike) <= 8
+
+
 def test_namespaces_hints_and_keys_keep_conversations_apart() -> None:
     known, records = conversations(), Records()
     asked = (user("Hello"), reply("Hi"), user("more"))

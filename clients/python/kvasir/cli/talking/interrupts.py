@@ -8,7 +8,7 @@ import time
 from kvasir.waits import LOOK_S
 
 _QUIET = signal.SIGURG  # it does nothing else to a program
-_TIMES = 10  # the wait for keys begins meanwhile, on a busy machine, too
+_TIMES = 50  # the wait for keys begins meanwhile, on a busy machine, too
 
 
 def interrupt_prompts() -> None:
