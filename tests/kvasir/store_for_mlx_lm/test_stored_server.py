@@ -114,6 +114,29 @@ def test_a_longer_cache_takes_the_place_of_its_beginning_and_the_oldest_go(store
         assert [agent.lines[0].token_count for agent in client.list_agents().agents] == [301, 301]
 
 
+@pytest.mark.long(2)
+def test_of_many_stored_caches_the_newest_alone_are_read_and_few_of_the_others_go_at_once(
+    store: RunningStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with _caches(store.address) as caches, store.client() as client:
+        for first in range(20):
+            caches.insert_cache(_TINY, [first, *_PROMPT[:20]], _computed([first, *_PROMPT[:20]]))
+            while len(client.list_agents().agents) <= first:
+                time.sleep(0.01)
+    with _caches(store.address, keep=2) as caches, store.client() as client:
+        read: list[str] = []
+        whole = StoreClient.get_snapshot
+        monkeypatch.setattr(StoreClient, "get_snapshot", lambda me, name: read.append(name) or whole(me, name))
+        assert caches.fetch_nearest_cache(_TINY, [19, *_PROMPT[:20], 5])[1] == [5]
+        assert len(set(read)) == 2
+        for first, left in ((30, 4), (31, 2)):
+            caches.insert_cache(_TINY, [first, *_PROMPT[:20]], _computed([first, *_PROMPT[:20]]))
+            give_up = time.monotonic() + _WITHIN_S
+            while len(client.list_agents().agents) != left:
+                assert time.monotonic() < give_up
+                time.sleep(0.01)
+
+
 @pytest.mark.long(3)
 def test_a_store_that_is_gone_or_lost_a_cache_costs_no_request(store: RunningStore) -> None:
     cache = _computed(_PROMPT)

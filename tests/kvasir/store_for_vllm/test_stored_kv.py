@@ -98,6 +98,20 @@ def test_the_oldest_of_too_many_go_those_of_earlier_processes_first(client: Stor
     assert _read(after, _tokens(7, 1)) == _blocks(7, 0)
 
 
+def test_of_many_prompts_of_earlier_processes_few_go_at_once_and_few_are_known(client: StoreClient) -> None:
+    before = _kv(client, "m")
+    for seed in range(40):
+        before.save(_tokens(100 + seed, 1), _blocks(100 + seed, 0))
+    after = _kv(client, "m", keep=2)
+    left = []
+    for seed in range(4):
+        after.save(_tokens(200 + seed, 1), _blocks(200 + seed, 0))
+        left.append(len(client.list_agents().agents))
+        assert len(after._kept or ()) <= 2
+    assert left == [25, 9, 2, 2]
+    assert _read(after, _tokens(203, 1)) == _blocks(203, 0)
+
+
 def test_a_prompt_that_cannot_go_yet_holds_up_no_other_and_goes_later(client: StoreClient) -> None:
     kv = _kv(client, "p", keep=1)
     kv.save(_tokens(20, 1), _blocks(20, 0))

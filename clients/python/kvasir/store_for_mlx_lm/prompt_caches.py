@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from blake3 import blake3
 
 from kvasir.clients import StoreClient
+from kvasir.clients.newest_agents import newest_agents
 from kvasir.errors import DataLoss, FailedPrecondition, InvalidArgument, NotFound
 from kvasir.formats import manifest as manifests
 from kvasir.formats.block_hash import chain_hashes
@@ -98,13 +99,20 @@ class PromptCaches:
     def kept(self, prefix: str) -> Iterator[KeptCache]:
         """The caches of these weights whose names begin so, but for those that are damaged, or removed meanwhile."""
         for agent in self._store.every_agent(name_prefix=prefix):
-            try:
-                kept = manifests.parse(self._store.get_snapshot(agent.agent_id)[1])
-            except (NotFound, DataLoss, InvalidArgument):
-                continue
-            if kept.kv_identity.weights_digest == self.weights_digest:
-                tokens = array("I", kept.token_ids)
-                yield KeptCache(agent.agent_id, tokens, is_trimmable(kept), kept.created_unix_ms)
+            yield from self._read(agent.agent_id)
+
+    def newest(self, prefix: str, most: int) -> tuple[list[KeptCache], Iterator[str]]:
+        """The same, of those that were stored last; and the names of older ones, which are read later, page by page."""
+        newest, older = newest_agents(self._store, prefix, most)
+        return [cache for agent in newest for cache in self._read(agent.agent_id)], older
+
+    def _read(self, name: str) -> Iterator[KeptCache]:
+        try:
+            kept = manifests.parse(self._store.get_snapshot(name)[1])
+        except (NotFound, DataLoss, InvalidArgument):
+            return
+        if kept.kv_identity.weights_digest == self.weights_digest:
+            yield KeptCache(name, array("I", kept.token_ids), is_trimmable(kept), kept.created_unix_ms)
 
     def remove(self, name: str) -> None:
         """Forget a cache. What no other cache shares goes after the store's grace period. Raises NotFound."""

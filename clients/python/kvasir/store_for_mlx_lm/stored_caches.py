@@ -8,7 +8,7 @@ from array import array
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
-from itertools import count
+from itertools import count, islice
 from pathlib import Path
 from queue import Queue
 from typing import Any
@@ -19,6 +19,7 @@ from mlx.utils import tree_map
 from mlx_lm.models import cache as _cache
 
 from kvasir.clients import StoreClient
+from kvasir.clients.newest_agents import FORGOTTEN_AT_ONCE
 from kvasir.errors import DeadlineExceeded, InvalidArgument, NotFound, Unavailable
 from kvasir.formats.block_hash import BLOCK_TOKENS
 from kvasir.store_for_mlx_lm.fitting import WITH_ROWS, offsets
@@ -105,6 +106,7 @@ class _StoredOfModel:
         self._next_call_s = 0.0
         self._prefix = f"mlx-lm/{caches.weights_digest[:16]}/"
         self._known: dict[str, KeptCache] = {}
+        self._older: Iterator[str] = iter(())  # caches that an earlier server left, and that are too many
         self._is_listed = False
         self._files = tempfile.TemporaryDirectory(prefix="kvasir-mlx-lm-")
         self._numbers = count()
@@ -132,10 +134,11 @@ class _StoredOfModel:
         return None
 
     def _list(self) -> None:
-        """List the stored caches, once."""
+        """List the stored caches, once; the newest, of which so many stay, are read."""
         if not self._is_listed:
             with _warning("stored prompt caches are not known"), self._leaving_alone():
-                self._known |= {each.name: each for each in self._caches.kept(self._prefix)}
+                newest, self._older = self._caches.newest(self._prefix, self._keep)
+                self._known |= {each.name: each for each in newest}
                 self._is_listed = True
                 _LOG.info("%d prompt caches are stored", len(self._known))
 
@@ -186,6 +189,9 @@ class _StoredOfModel:
         self._known[name] = new
         for each in sorted(self._known.values(), key=lambda each: -each.created_unix_ms)[self._keep :]:
             self._forget(each.name)
+        for older in islice(self._older, FORGOTTEN_AT_ONCE):
+            if older not in self._known:
+                self._forget(older)
 
     def _forget(self, name: str) -> None:
         self._known.pop(name, None)

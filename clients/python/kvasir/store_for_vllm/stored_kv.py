@@ -9,12 +9,13 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import takewhile
+from itertools import islice, takewhile
 
 from blake3 import blake3
 
 from kvasir.cachestore.v1 import identity_pb2
 from kvasir.clients import StoreClient
+from kvasir.clients.newest_agents import FORGOTTEN_AT_ONCE, newest_agents, stored_unix_ms
 from kvasir.errors import Conflict, DataLoss, FailedPrecondition, InvalidArgument, NotFound
 from kvasir.formats import block_file, manifest
 from kvasir.formats.block_hash import BLOCK_TOKENS, block_hash_chain, chain_hashes, kv_identity_hash
@@ -60,6 +61,7 @@ class StoredKv:
         # Of blocks that the store has had, by chain hash, those used last; it finds any other.
         self._digests: OrderedDict[str, Digest] = OrderedDict()
         self._kept: dict[str, _Kept] | None = None  # by name
+        self._older: Iterator[str] = iter(())  # prompts that earlier processes left, and that are too many
 
     def find(self, tokens: Sequence[int], timeout_s: float | None = None) -> Sequence[Digest]:
         """The blocks that the store has of these tokens, the first ones, none that is too large to be one. Raises a
@@ -138,12 +140,13 @@ class StoredKv:
     def _forget_others(self, name: str, new: _Kept) -> None:
         """Those that the new prompt has whole, and the oldest of too many. Shared blocks stay."""
         if self._kept is None:
-            stored = self._store.every_agent(name_prefix=self._prefix)
-            self._kept = {each.agent_id: _Kept((), each.created_at.ToMilliseconds()) for each in stored}
+            newest, self._older = newest_agents(self._store, self._prefix, self._keep)
+            self._kept = {each.agent_id: _Kept((), stored_unix_ms(each)) for each in newest}
         begun = [each for each, kept in self._kept.items() if kept.chain and kept.chain == new.chain[: len(kept.chain)]]
         self._kept[name] = new
         oldest_first = sorted(self._kept, key=lambda each: self._kept[each].created_unix_ms if self._kept else 0)
-        for each in {*begun, *oldest_first[: -self._keep]} - {name}:
+        older = {*islice(self._older, FORGOTTEN_AT_ONCE)} - self._kept.keys()
+        for each in {*begun, *oldest_first[: -self._keep], *older} - {name}:
             try:
                 self._store.delete_agent(each)
             except FailedPrecondition as refused:  # pinned, or amid a move: tried again with the next prompts
@@ -151,7 +154,7 @@ class StoredKv:
                 continue
             except NotFound:  # another process was first
                 pass
-            del self._kept[each]
+            self._kept.pop(each, None)
 
 
 def _identity(model: str, token_bytes: Sequence[int]) -> identity_pb2.KvIdentity:
