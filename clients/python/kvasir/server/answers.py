@@ -21,11 +21,21 @@ _DURATION, _TIME = "google.protobuf.Duration", "google.protobuf.Timestamp"
 def written(kind: type[Answer], *records: object, **given: object) -> Answer:
     """Each field is `given`, or is that of the first record that has one of its name. None leaves it out."""
     fields, values = kind.DESCRIPTOR.fields_by_name, dict(given)
-    for name, record_name in _names(kind.DESCRIPTOR):
-        if name not in given:
-            found = (getattr(each, record_name, _MISSING) for each in records)
-            values[name] = next((each for each in found if each is not _MISSING), None)
-    return kind(**{name: _on_wire(fields[name], value) for name, value in values.items() if value is not None})
+    plain, record_names = _names(kind.DESCRIPTOR)
+    for name, record_name in record_names:
+        if name in given:
+            continue
+        for each in records:
+            if (value := getattr(each, record_name, _MISSING)) is not _MISSING:
+                values[name] = value
+                break
+    return kind(
+        **{
+            name: value if name in plain else _on_wire(fields[name], value)
+            for name, value in values.items()
+            if value is not None
+        }
+    )
 
 
 def name_in_record(field: Any) -> str:
@@ -49,8 +59,11 @@ def timestamp(unix_ms: int) -> timestamp_pb2.Timestamp:
 
 
 @cache
-def _names(message: Any) -> list[tuple[str, str]]:
-    return [(name, name_in_record(field)) for name, field in message.fields_by_name.items()]
+def _names(message: Any) -> tuple[frozenset[str], list[tuple[str, str]]]:
+    """Its fields that take a record's values as they are; and each field's name there."""
+    fields = message.fields_by_name.items()
+    plain = frozenset(name for name, field in fields if field.message_type is None and field.enum_type is None)
+    return plain, [(name, name_in_record(field)) for name, field in fields]
 
 
 def _on_wire(field: Any, value: Any) -> Any:
@@ -63,12 +76,12 @@ def _on_wire(field: Any, value: Any) -> Any:
             return duration(value)
         case int() if _message_name(field) == _TIME:
             return timestamp(value)
-        case Mapping():
-            return {name.value if isinstance(name, Enum) else name: number for name, number in value.items()}
         case list() | tuple() if field.message_type is not None:
             return [_on_wire(field, each) for each in value]
         case _ if is_dataclass(value):
             return written(GetMessageClass(field.message_type), value)
+        case Mapping():
+            return {name.value if isinstance(name, Enum) else name: number for name, number in value.items()}
     return value
 
 
@@ -76,5 +89,6 @@ def _prefix(field: Any) -> str:
     return str(field.enum_type.values[0].name).removesuffix("UNSPECIFIED")
 
 
+@cache
 def _message_name(field: Any) -> str:
     return "" if field.message_type is None else str(field.message_type.full_name)
