@@ -7,7 +7,7 @@ import errno
 import re
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -19,7 +19,8 @@ from kvasir.errors import FailedPrecondition, InvalidArgument
 from kvasir.options.store import check_bucket
 from kvasir.waits import ANSWER_S, HANGS_S, PATIENCE_S
 
-from cachestore_svc.blobs.bucket.patience import Patience, answer, lying, names_of
+from cachestore_svc.blobs.bucket.downlink import LEAST_BYTES, LOOPBACK, Downlink, NotPlain
+from cachestore_svc.blobs.bucket.patience import Patience, Pieces, answer, lying, names_of
 from cachestore_svc.blobs.bucket.uplink import Uplink
 
 WRITERS = 16  # of a probe
@@ -34,20 +35,22 @@ _FILE_KEYS = ("aws_access_key_id", "aws_secret_access_key", "aws_session_token",
 _REQUEST_S, _CONNECT_S, _RETRIES = timedelta(seconds=HANGS_S), timedelta(seconds=ANSWER_S), 4
 _LARGE_REQUEST_S = timedelta(minutes=15)  # an object of many parts that is created, or read, in one request
 _SILENCE_S = timedelta(seconds=PATIENCE_S)
-_LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
 class Bucket:
     """Objects by name. `store`: of obstore; `patient`: the same, for requests that take longer; `reads`: for those that
-    answer soon, or piece by piece. From any thread."""
+    answer soon, or piece by piece; `downlink`: for large objects. From any thread."""
 
-    def __init__(self, store: Any, where: str, patient: Any = None, reads: Any = None) -> None:
+    def __init__(
+        self, store: Any, where: str, patient: Any = None, reads: Any = None, downlink: Downlink | None = None
+    ) -> None:
         import obstore
 
         self.where = where
         self._store = store
         self._patient = patient or store
         self._reads = reads or store
+        self._downlink = downlink
         self._obstore = obstore
         self._errors = obstore.exceptions
         self._patience = Patience()
@@ -93,12 +96,15 @@ class Bucket:
         """The first bytes of a small object, and the tag by which `swap` knows it. Raises FileNotFoundError."""
         with self._asking(name):
             found = self._obstore.get(self._reads, name)
-            return bytes(self._patience.first_bytes(found, name, most_bytes)), str(found.meta["e_tag"])
+            return bytes(self._patience.first_bytes(Pieces(found), name, most_bytes)), str(found.meta["e_tag"])
 
     def get(self, name: str, most_bytes: int) -> memoryview:
         """The first bytes of an object, at most so many. Raises FileNotFoundError."""
         with self._asking(name):
-            return self._patience.first_bytes(self._obstore.get(self._reads, name), name, most_bytes)
+            if self._downlink is not None and most_bytes >= LEAST_BYTES:
+                with suppress(NotPlain), self._downlink.coming(name) as coming:
+                    return self._patience.first_bytes(coming, name, most_bytes)
+            return self._patience.first_bytes(Pieces(self._obstore.get(self._reads, name)), name, most_bytes)
 
     def size_bytes(self, name: str) -> int | None:
         try:
@@ -223,13 +229,14 @@ def open_bucket(url: str, credentials_file: Path | None) -> Bucket:
         raise InvalidArgument.of("blobs", error) from None
     parts = urlsplit(url)
     try:
+        from obstore import sign
         from obstore.store import S3Store
     except ImportError:
         raise InvalidArgument.of("blobs", "a bucket needs the extra: pip install 'kvasir[fleet]'") from None
     config = _of_file(credentials_file) if credentials_file else {}
     host = urlsplit(config.get("endpoint_url", "")).hostname
     client: Any = {"connect_timeout": _CONNECT_S}
-    if host in _LOOPBACK:
+    if host in LOOPBACK:
         client["allow_http"] = True
     prefix = parts.path.strip("/") or None
     known: Any = {"endpoint" if name == "endpoint_url" else name: value for name, value in config.items()}
@@ -241,7 +248,8 @@ def open_bucket(url: str, credentials_file: Path | None) -> Bucket:
 
     try:
         reads = connected(_LARGE_REQUEST_S, _SILENCE_S)
-        return Bucket(connected(_REQUEST_S), url, connected(_LARGE_REQUEST_S), reads)
+        downlink = Downlink(lambda name: str(sign(reads, "GET", name, _LARGE_REQUEST_S)), _SILENCE_S.total_seconds())
+        return Bucket(connected(_REQUEST_S), url, connected(_LARGE_REQUEST_S), reads, downlink)
     except Exception as error:  # noqa: BLE001  of obstore: a setting of the environment
         why = str(error).partition("\n")[0]
         raise InvalidArgument.of("blobs", f"{url} cannot be opened: {why}") from None

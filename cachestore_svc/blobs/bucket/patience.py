@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 from kvasir.clients.blob_memory import BlobMemory
 from kvasir.waits import HANGS_S, PATIENCE_S
@@ -17,9 +17,39 @@ from kvasir.waits import HANGS_S, PATIENCE_S
 _LEAST_BYTES = 1 << 18  # of all objects that are read, within PATIENCE_S
 _TRUSTED_BYTES = 64 << 20
 _KEPT_BYTES = 64 << 20  # memory that is used again
+_SPARE_BYTES = 64 << 10  # for more than the server named
 _MOST_NAMES_BYTES = 1 << 30  # of a list
 _Kind = tuple[str, bool]  # of requests: their folder, and whether they write
 _LIST_S, _NAME_S = 2 * HANGS_S, 0.1  # for a list, and more for each name of it
+
+
+class Arriving(Protocol):
+    """An object that comes."""
+
+    @property
+    def size_bytes(self) -> int:
+        """As the server names it."""
+
+    def read_into(self, room: memoryview) -> int:
+        """Receive the next bytes, as many as are there: how many; 0 at the end."""
+
+
+class Pieces:
+    """An object that obstore gives."""
+
+    def __init__(self, found: Any) -> None:
+        self.size_bytes = int(found.meta["size"])
+        self._pieces = iter(found.stream(1))  # as it comes: one byte a second is no progress
+        self._left = memoryview(b"")
+
+    def read_into(self, room: memoryview) -> int:
+        while not self._left:
+            if (piece := next(self._pieces, None)) is None:
+                return 0
+            self._left = memoryview(piece)
+        taken, self._left = self._left[: len(room)], self._left[len(room) :]
+        room[: len(taken)] = taken
+        return len(taken)
 
 
 class Patience:
@@ -59,19 +89,22 @@ class Patience:
         with self._gate:
             (self._slow.add if is_slow else self._slow.discard)(kind)
 
-    def first_bytes(self, found: Any, name: str, most_bytes: int) -> memoryview:
+    def first_bytes(self, found: Arriving, name: str, most_bytes: int) -> memoryview:
         """Of an object that comes, at most so many. The server may have named any size: not much is asked for on its
         word."""
-        data = self._memory.take(min(most_bytes, int(found.meta["size"]), _TRUSTED_BYTES))
+        data = self._memory.take(min(most_bytes, found.size_bytes, _TRUSTED_BYTES))
         filled, filled_then, give_up, least = 0, 0, self._steady() + PATIENCE_S, self._least_bytes()
-        for piece in found.stream(1) if most_bytes else ():  # as it comes: one byte a second is no progress
-            taken = memoryview(piece)[: most_bytes - filled]
-            if filled + len(taken) > len(data):
-                data = _larger(data[:filled], min(most_bytes, 2 * (filled + len(taken))))
-            data[filled : filled + len(taken)] = taken
-            filled += len(taken)
-            if filled == most_bytes:
+        while filled < most_bytes:
+            if filled < len(data):
+                count = found.read_into(data[filled:])
+            else:  # nearly always the end
+                more = memoryview(bytearray(_SPARE_BYTES))[: most_bytes - filled]
+                if count := found.read_into(more):
+                    data = _larger(data, min(most_bytes, 2 * (filled + count)))
+                    data[filled : filled + count] = more[:count]
+            if not count:
                 break
+            filled += count
             if self._steady() > give_up:
                 least_now = self._least_bytes()
                 if filled - filled_then < min(least, least_now):

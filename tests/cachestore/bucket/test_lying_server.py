@@ -191,7 +191,7 @@ def test_an_object_that_comes_slowly_but_steadily_comes_whole() -> None:
             yield bytes(1 << 18)
 
     found = SimpleNamespace(meta={"size": 12 << 18}, stream=stream)
-    assert patience.Patience(lambda: now[0]).first_bytes(found, "a/b", 1 << 40) == bytes(12 << 18)
+    assert patience.Patience(lambda: now[0]).first_bytes(patience.Pieces(found), "a/b", 1 << 40) == bytes(12 << 18)
 
 
 def test_objects_that_share_a_slow_link_come_whole() -> None:
@@ -205,7 +205,7 @@ def test_objects_that_share_a_slow_link_come_whole() -> None:
                 yield bytes(bytes_a_second)
 
         found = SimpleNamespace(meta={"size": 30 * bytes_a_second}, stream=stream)
-        return len(asked.first_bytes(found, "a/b", 1 << 40))
+        return len(asked.first_bytes(patience.Pieces(found), "a/b", 1 << 40))
 
     with ExitStack() as others, asked.asking("a/b"):
         with pytest.raises(OSError, match="too slowly"):

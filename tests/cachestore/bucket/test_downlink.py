@@ -1,0 +1,258 @@
+"""Large objects received without obstore: answers that are not plain are left to obstore, and no
+object that was cut is taken for a whole one."""
+
+import socket
+import ssl
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import certifi
+import pytest
+
+from cachestore_svc.blobs.bucket import bucket as bucket_module
+from cachestore_svc.blobs.bucket import downlink as downlink_module
+from cachestore_svc.blobs.bucket import patience
+from cachestore_svc.blobs.bucket.bucket import Bucket, open_bucket
+from cachestore_svc.blobs.bucket.downlink import Downlink, NotPlain
+from tests.cachestore.bucket.lying_server import Answer, LyingServer, headers
+from tests.cli.certificates import make_certificate
+
+WHERE = "s3://bucket/agents"
+DATA = bytes(range(256)) * 6000  # 1.5 MB
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[LyingServer]:
+    monkeypatch.setenv("SSL_CERT_FILE", certifi.where())
+    made = LyingServer()
+    made.objects["agents/a/b"] = DATA
+    yield made
+    made.close()
+
+
+def opened(tmp_path: Path, port: int) -> Bucket:
+    file = tmp_path / "credentials"
+    file.touch(0o600)
+    lines = "aws_access_key_id = testkey\naws_secret_access_key = testsecret\nregion = us-east-1\n"
+    file.write_text(f"{lines}endpoint_url = http://127.0.0.1:{port}\n")
+    return open_bucket(WHERE, file)
+
+
+@pytest.fixture
+def bucket(tmp_path: Path, server: LyingServer) -> Bucket:
+    return opened(tmp_path, server.port)
+
+
+class NoObstore:
+    def __getattr__(self, name: str) -> object:
+        raise AssertionError(f"obstore's {name} was called")
+
+
+def alone(bucket: Bucket) -> Bucket:
+    """This bucket, which has no obstore to fall back to."""
+    bucket._obstore = NoObstore()
+    return bucket
+
+
+def resting(bucket: Bucket) -> int:
+    assert bucket._downlink is not None
+    return len(bucket._downlink._resting)
+
+
+@pytest.mark.parametrize("most_bytes", [len(DATA) + 1, len(DATA), len(DATA) - 1, 1 << 40])
+def test_an_object_comes_without_obstore(bucket: Bucket, most_bytes: int) -> None:
+    for _ in range(3):
+        assert bytes(alone(bucket).get("a/b", most_bytes)) == DATA[:most_bytes]
+    # The rest of an object that is not wanted whole would be the next answer's beginning.
+    assert resting(bucket) == (most_bytes >= len(DATA))
+
+
+def test_readers_beside_each_other_get_their_own_objects(server: LyingServer, bucket: Bucket) -> None:
+    server.objects |= {f"agents/a/{number}": bytes([number]) * (1 << 20 | number) for number in range(8)}
+    wrong = list[int]()
+
+    def read(number: int) -> None:
+        for _ in range(6):
+            if bytes(alone(bucket).get(f"a/{number}", 1 << 21)) != server.objects[f"agents/a/{number}"]:
+                wrong.append(number)
+
+    threads = [threading.Thread(target=read, args=(number,)) for number in range(8)]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join()
+    assert not wrong
+    assert 1 <= resting(bucket) <= 8
+
+
+def test_a_small_object_is_left_to_obstore(bucket: Bucket) -> None:
+    with pytest.raises(AssertionError, match="was called"):
+        alone(bucket).get("a/b", downlink_module.LEAST_BYTES - 1)
+
+
+def _cut() -> Iterator[bytes]:
+    yield DATA[:-1]
+    raise OSError
+
+
+def _chunks() -> Iterator[bytes]:
+    yield b"%x\r\n%b\r\n0\r\n\r\n" % (len(DATA), DATA)
+
+
+LIES: dict[str, Callable[[], Answer]] = {
+    "unavailable": lambda: Answer(503, {"Content-Length": "0"}),
+    "elsewhere": lambda: Answer(307, {"Content-Length": "0", "Location": "http://127.0.0.1:1/"}),
+    "in part": lambda: Answer(206, headers(3), [b"abc"]),
+    "chunked": lambda: Answer(200, {"Transfer-Encoding": "chunked"}, _chunks()),
+    "chunked, with a length": lambda: Answer(200, headers(3) | {"Transfer-Encoding": "chunked"}, _chunks()),
+    "packed": lambda: Answer(200, headers(3) | {"Content-Encoding": "gzip"}, [b"abc"]),
+    "no length": lambda: Answer(200, {"Connection": "close"}, [DATA]),
+    "two lengths": lambda: Answer(200, headers(3) | {"content-length": "4"}, [b"abcd"]),
+    "no number": lambda: Answer(200, {"Content-Length": "-3"}, [b"abc"]),
+    "a folded line": lambda: Answer(200, {"Content-Length": "3\r\n 4"}, [b"abc"]),
+    "long": lambda: Answer(200, {"x": "y" * (1 << 17)} | headers(3), [b"abc"]),
+    "cut": lambda: Answer(200, headers(len(DATA)), _cut()),
+}
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_an_answer_that_is_not_plain_is_left_to_obstore(server: LyingServer, bucket: Bucket, lie: str) -> None:
+    lies = [LIES[lie]()]
+    server.lie = lambda _: lies.pop() if lies else None
+    assert bytes(bucket.get("a/b", 1 << 40)) == DATA
+    assert not lies
+    assert not resting(bucket)
+    assert bytes(alone(bucket).get("a/b", 1 << 40)) == DATA
+
+
+def test_an_object_that_is_always_cut_is_an_error_and_never_short(server: LyingServer, bucket: Bucket) -> None:
+    server.lie = lambda request: LIES["cut"]() if request.method == "GET" else None
+    with pytest.raises(OSError, match="the bucket answered"):
+        bucket.get("a/b", len(DATA) + 1)
+
+
+def test_an_absent_object_is_not_found(bucket: Bucket) -> None:
+    with pytest.raises(FileNotFoundError):
+        bucket.get("a/c", 1 << 40)
+
+
+def test_a_server_that_closed_a_connection_meanwhile_gives_the_object(server: LyingServer, bucket: Bucket) -> None:
+    for _ in range(2):  # the second time it is closed as soon as it is used
+        server.lie = lambda request: Answer(200, headers(len(DATA)), _then_ends()) if request.name else None
+        assert bytes(bucket.get("a/b", len(DATA))) == DATA
+    server.lie = lambda _: None
+    assert bytes(bucket.get("a/b", len(DATA))) == DATA
+
+
+def _then_ends() -> Iterator[bytes]:
+    yield DATA
+    raise OSError
+
+
+def _drip(client: socket.socket, first: bytes) -> None:
+    with client, suppress(OSError):
+        client.recv(1 << 16)
+        client.sendall(first)
+        while True:
+            client.sendall(b"x")
+            time.sleep(0.02)
+
+
+@pytest.mark.parametrize("first", [b"HTTP/1.1 200 OK\r\na: ", b"HTTP/1.1 200 OK\r\nContent-Length: 9999999\r\n\r\n"])
+def test_a_head_or_a_body_that_drips_is_an_error_soon(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first: bytes
+) -> None:
+    monkeypatch.setattr(patience, "PATIENCE_S", 0.3)
+    monkeypatch.setattr(bucket_module, "_SILENCE_S", bucket_module._SILENCE_S * 0.03)
+    monkeypatch.setenv("SSL_CERT_FILE", certifi.where())
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def serve() -> None:
+            with suppress(OSError):
+                while True:
+                    threading.Thread(target=_drip, args=(listener.accept()[0], first), daemon=True).start()
+
+        threading.Thread(target=serve, daemon=True).start()
+        bucket = alone(opened(tmp_path, listener.getsockname()[1]))
+        began = time.monotonic()
+        with pytest.raises(OSError, match="the bucket answered too slowly"):
+            bucket.get("a/b", 1 << 40)
+        assert time.monotonic() - began < 5
+        assert not resting(bucket)
+
+
+def test_a_connection_that_rested_for_long_is_not_used(server: LyingServer) -> None:
+    now = [0.0]
+    downlink = Downlink(lambda name: f"http://127.0.0.1:{server.port}/bucket/{name}?", 5, lambda: now[0])
+
+    def read() -> socket.socket:
+        with downlink.coming("agents/a/b") as coming:
+            room = memoryview(bytearray(coming.size_bytes))
+            while room:
+                room = room[coming.read_into(room) :]
+        [(_, connection)] = downlink._resting
+        return connection
+
+    first = read()
+    now[0] += 10
+    assert read() is first
+    now[0] += 10.1
+    assert read() is not first
+    assert first.fileno() == -1
+
+
+@pytest.mark.parametrize(
+    ("address", "proxy"), [("http://example.com/a?b", ""), ("https://127.0.0.1/a?b", "http://p:1")]
+)
+def test_no_plain_signature_leaves_the_machine_and_no_proxy_is_passed_by(
+    monkeypatch: pytest.MonkeyPatch, address: str, proxy: str
+) -> None:
+    def connects(*_: object) -> None:
+        raise AssertionError("connected")
+
+    monkeypatch.setattr(socket, "create_connection", connects)
+    monkeypatch.setenv("https_proxy", proxy)
+    with pytest.raises(NotPlain), Downlink(lambda _: address, 5).coming("a"):
+        pass
+
+
+@pytest.mark.parametrize("is_known", [True, False])
+def test_only_a_server_whose_certificate_is_known_gets_a_request(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_known: bool
+) -> None:
+    certificate, key = tmp_path / "certificate", tmp_path / "key"
+    make_certificate(certificate, key)
+    monkeypatch.setenv("SSL_CERT_FILE", str(certificate) if is_known else certifi.where())
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(certificate, key)
+    now, tries = [0.0], 0
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def serve() -> None:
+            nonlocal tries
+            with suppress(OSError):
+                while True:
+                    client, _ = listener.accept()
+                    tries += 1
+                    with suppress(OSError), context.wrap_socket(client, server_side=True) as secured:
+                        secured.recv(1 << 16)
+                        secured.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 3\r\n\r\nabc")
+
+        threading.Thread(target=serve, daemon=True).start()
+        port = listener.getsockname()[1]
+        downlink = Downlink(lambda _: f"https://localhost:{port}/a?b", 5, lambda: now[0])
+        if is_known:
+            with downlink.coming("a") as coming:
+                room = memoryview(bytearray(3))
+                while coming.left_bytes:
+                    coming.read_into(room[3 - coming.left_bytes :])
+            assert bytes(room) == b"abc"
+            return
+        for seconds, tried in ((0, 1), (29, 1), (31, 2)):
+            now[0] = seconds
+            with pytest.raises(NotPlain), downlink.coming("a"):
+                pass
+            assert tries == tried
