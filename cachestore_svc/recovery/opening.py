@@ -42,7 +42,7 @@ from cachestore_svc.recovery import asides, looking, on_server
 from cachestore_svc.recovery.means import Means
 from cachestore_svc.recovery.medium import BUCKET_NOTE, blobs_of, in_bucket
 from cachestore_svc.recovery.older_copy import check_newest, note_commits
-from cachestore_svc.recovery.salvage import manifest_reader
+from cachestore_svc.recovery.salvage import Found, list_again, manifest_reader
 from cachestore_svc.sealing.key_files import KeyFiles
 from cachestore_svc.sealing.keys import MasterKey
 from cachestore_svc.sealing.sealed_blobs import SealedBackend
@@ -210,8 +210,7 @@ class _Opening:
                 catalog.rebuild_indexes()
             if seen.forward:
                 log.warning("index.rolled_forward", sequence=position.sequence)
-                read = manifest_reader(blobs, blobs.seals)
-                catalog.write(HOUSE, lambda change: roll_forward(change, read, seen.forward, store, position))
+                self._roll_forward(catalog, seen.forward, store, position)
             if catalog.is_migrated:
                 # A step of the database's form may change what is recorded. Of damaged rows the journal is right.
                 right = {name: found.state.get(name, Namespace()) for name in seen.damage}
@@ -227,6 +226,15 @@ class _Opening:
         words = {name: blobs.seals.plain(name, looking.words_of(damage)) for name, damage in seen.damage.items()}
         catalog.keep_out(words)
         return opened
+
+    def _roll_forward(self, catalog: Catalog, changes: Iterable[Change], store: str, position: Position) -> None:
+        read, now = manifest_reader(self._blobs, self._blobs.seals), self._means.now_unix_ms()
+
+        def found(namespace: str) -> Found:
+            return Found(self._blobs.of(namespace), self._blobs.seals.names_of(namespace))
+
+        lists = partial(list_again, found=found, read=read, changes=changes, now_unix_ms=now)
+        catalog.write(HOUSE, lambda change: roll_forward(change, read, lists, changes, store, position))
 
     def _begun(self, store: str, position: Position, state: State) -> Journal:
         path, disk = self._path.with_name(journal.NAME), self._means.disk
@@ -312,10 +320,18 @@ INODE = "inode"  # of the database in which the history of events goes on: in an
 
 
 def roll_forward(
-    change: CatalogChange, read: ReadManifest, changes: Iterable[Change], store: str, position: Position
+    change: CatalogChange,
+    read: ReadManifest,
+    lists: Callable[[CatalogChange], None],
+    changes: Iterable[Change],
+    store: str,
+    position: Position,
 ) -> None:
-    """Repeat the journal's last group, under a new name of the event history. Raises FailedPrecondition."""
+    """Repeat the journal's last group, under a new name of the event history; `lists` first gives rows to its blobs.
+    Raises FailedPrecondition.
+    """
     try:
+        lists(change)
         change.apply_changes(read, changes)
         change.fence_changes(changes)
     except (Unheld, KvasirError, Damaged, OSError) as error:

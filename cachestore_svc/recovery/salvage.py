@@ -1,7 +1,7 @@
 """Evidence for an index that is rebuilt: the journal, the old index where that is damaged, and complete blobs."""
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -15,11 +15,12 @@ from cachestore_svc.blobs.blob_checks import BlobFacts, check_for
 from cachestore_svc.blobs.disk import Disk
 from cachestore_svc.blobs.manifests import ManifestFacts, SharedBlock, read_manifest, shareable_hashes, shared_blocks
 from cachestore_svc.facts.records import BlobKind
+from cachestore_svc.index.catalog import CatalogChange
 from cachestore_svc.index.refusals import reading_damage
 from cachestore_svc.index.sqlite.database.looking import looking_at
 from cachestore_svc.index.values import ReadManifest
 from cachestore_svc.journal import journal, journal_lines
-from cachestore_svc.journal.replay import Agent, Namespace, State, Version
+from cachestore_svc.journal.replay import Agent, Change, Namespace, State, Version
 from cachestore_svc.recovery import looking
 from cachestore_svc.sealing.sealed_names import REQUEST, PlainNames
 from cachestore_svc.sealing.seals import Seals
@@ -178,6 +179,32 @@ def manifest_reader(backend: BlobBackend, seals: Seals) -> ReadManifest:
         return as_index_has_it(names, namespace, read_manifest(backend.of(namespace).read(names.open_digest(digest))))
 
     return read
+
+
+def list_again(
+    change: CatalogChange,
+    found: Callable[[str], Found],
+    read: ReadManifest,
+    changes: Iterable[Change],
+    now_unix_ms: int,
+) -> None:
+    """Give rows to whole blobs of these versions that have none: a commit may share its transaction with the blobs that
+    it waited for. `found`: by namespace. Raises as `read`.
+    """
+    for kind, namespace, *facts in changes:
+        if kind != "version":
+            continue
+        version, rows = Version._make(facts[3:]), change.of(namespace)
+        manifest = Digest(version.manifest_hash, version.manifest_size_bytes)
+        named = [each.digest for each in read(namespace, manifest)[0].named]
+        listed = rows.find_blobs([manifest, *named])
+        lacking = [each for each in dict.fromkeys([manifest, *named]) if each not in listed]
+        if not lacking:
+            continue
+        here = found(namespace)
+        kinds = {manifest: BlobKind.MANIFEST}
+        whole = [(each, here.whole(each, kinds.get(each, BlobKind.TENSORS))) for each in lacking]
+        rows.add_blobs([(each, facts) for each, facts in whole if facts is not None], now_unix_ms)
 
 
 def as_index_has_it(

@@ -191,6 +191,31 @@ def test_a_group_that_was_synced_and_not_committed_takes_effect_at_the_next_star
         assert store.snapshots.get(NS, "a").version == 2
 
 
+@pytest.mark.parametrize("is_whole", [True, False])
+@pytest.mark.parametrize("is_sealed", [True, False])
+def test_a_commit_in_one_transaction_with_its_blobs_takes_effect_at_the_next_start(
+    lab: Lab, *, is_sealed: bool, is_whole: bool
+) -> None:
+    """As one that awaited them: the index has neither rows nor version, the journal has the version."""
+    agent = SyntheticAgent(SMALL, 1)
+    first, second = agent.turn(300), agent.turn(300)
+    lab = lab.seal(NS) if is_sealed else lab
+    with lab.open() as store:
+        publish(store, "a", first, 0)
+    before = (lab.root / DATABASE).read_bytes()
+    with lab.open() as store:
+        publish(store, "a", second, 1)
+    (lab.root / DATABASE).write_bytes(before)
+    if not is_whole:
+        lab.file_of(next(iter(second.new_blobs))).unlink()
+        assert refusal_of(lab) == "INDEX_BEHIND"
+        return
+    for _ in range(2):
+        with lab.open() as store:
+            assert_restores(store, store.snapshots.get(NS, "a"), second)
+            assert store.care.check().is_clean
+
+
 def killed_before_commit(lab: Lab, store: Store, disk: DyingDisk, target: Path, act: Callable[[], object]) -> Lab:
     """The directory as it is when the process ends after the journal was told of an act, and before its commit."""
     disk.is_dying = True
