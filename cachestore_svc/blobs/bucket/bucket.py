@@ -248,7 +248,7 @@ def open_bucket(url: str, credentials_file: Path | None) -> Bucket:
 
     try:
         reads = connected(_LARGE_REQUEST_S, _SILENCE_S)
-        downlink = Downlink(lambda name: str(sign(reads, "GET", name, _LARGE_REQUEST_S)), _SILENCE_S.total_seconds())
+        downlink = Downlink(lambda name: str(sign(reads, "GET", name, _REQUEST_S)), _SILENCE_S.total_seconds())
         return Bucket(connected(_REQUEST_S), url, connected(_LARGE_REQUEST_S), reads, downlink)
     except Exception as error:  # noqa: BLE001  of obstore: a setting of the environment
         why = str(error).partition("\n")[0]

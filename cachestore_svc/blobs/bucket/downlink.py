@@ -44,7 +44,7 @@ class Downlink:
         self._gate = threading.Lock()
         self._resting: list[tuple[float, socket.socket]] = []
         self._tls: ssl.SSLContext | None = None
-        self._has_proxies = bool(getproxies())  # obstore goes through them
+        self._has_proxies = bool(getproxies().keys() - {"no"})  # obstore goes through them
         self._not_before = 0.0  # nobody connects before this time
 
     @contextmanager
@@ -63,7 +63,11 @@ class Downlink:
             with _plain(name):
                 connection.sendall(_request(address))
                 found = self._head(connection)
-            coming = PlainObject(connection, name, found)
+            try:
+                coming = PlainObject(connection, name, found)
+            except NotPlain:  # it may be its way always
+                self._not_before = self._steady() + SILENCE_S
+                raise
             yield coming
             if not coming.left_bytes and not coming.is_last and self._rests(connection):
                 exits.pop_all()
@@ -75,10 +79,7 @@ class Downlink:
             if address.scheme == "https":
                 self._tls = self._tls or ssl.create_default_context()
                 made = self._tls.wrap_socket(made, server_hostname=address.hostname)
-        except (
-            OSError,
-            ValueError,
-        ) as error:  # a certificate that is known to obstore alone is not looked at each time
+        except (OSError, ValueError) as error:  # or a certificate that obstore alone knows
             self._not_before = self._steady() + SILENCE_S
             raise NotPlain from error
         made.settimeout(self._silence_s)
