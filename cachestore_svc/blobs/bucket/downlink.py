@@ -2,6 +2,7 @@
 kinds, receives each piece into memory of its own and hands it to another thread: twice the processor's time."""
 
 import re
+import select
 import socket
 import ssl
 import threading
@@ -23,6 +24,7 @@ _MOST_HEAD_BYTES = 32 << 10
 _PORTS = {"http": 80, "https": 443}
 _HEAD = re.compile(rb"HTTP/1\.1 200 [^\r\n]*\r\n(?:[\w-]+:[^\r\n]*\r\n)*\r\n", re.ASCII)
 _LENGTH = re.compile(rb"\r\ncontent-length:[ \t]*([0-9]{1,18})[ \t]*(?=\r\n)", re.ASCII | re.IGNORECASE)
+_ABSENT = b"HTTP/1.1 404 "
 _OTHER_BODY = re.compile(rb"\r\n(?:transfer|content)-encoding:", re.ASCII | re.IGNORECASE)
 _LAST = re.compile(rb"\r\nconnection:[^\r\n]*close", re.ASCII | re.IGNORECASE)
 
@@ -49,7 +51,8 @@ class Downlink:
 
     @contextmanager
     def coming(self, name: str) -> Iterator["PlainObject"]:
-        """An object, whose bytes the block receives. Raises NotPlain, and OSError for a server that is silent."""
+        """An object, whose bytes the block receives. Raises NotPlain, FileNotFoundError, and OSError for a server that
+        is silent."""
         try:
             address = urlsplit(self._sign(name))
         except Exception as error:  # of obstore: it signs nothing for this bucket
@@ -63,6 +66,8 @@ class Downlink:
             with _plain(name):
                 connection.sendall(_request(address))
                 found = self._head(connection)
+            if found.startswith(_ABSENT):
+                raise FileNotFoundError(name)
             try:
                 coming = PlainObject(connection, name, found)
             except NotPlain:  # it may be its way always
@@ -98,16 +103,13 @@ class Downlink:
         return came
 
     def _rested(self) -> socket.socket | None:
-        """The connection that rested least. Ends the others where that was too long."""
+        """The connection that rested least, of those that may be used again. Ends the others."""
         with self._gate:
-            if not self._resting:
-                return None
-            since, connection = self._resting.pop()
-            if self._steady() - since <= PATIENCE_S:
-                return connection
-            old, self._resting = [connection, *(each for _, each in self._resting)], []
-        for each in old:
-            each.close()
+            while self._resting:
+                since, connection = self._resting.pop()
+                if self._steady() - since <= PATIENCE_S and not _has_news(connection):
+                    return connection
+                connection.close()
         return None
 
     def _rests(self, connection: socket.socket) -> bool:
@@ -144,6 +146,13 @@ class PlainObject:
                 raise NotPlain
         self.left_bytes -= count
         return count
+
+
+def _has_news(connection: socket.socket) -> bool:
+    """Whether the server has closed it, or sent what nobody requested: the next answer would begin with that."""
+    news = select.poll()
+    news.register(connection, select.POLLIN)
+    return bool(news.poll(0)) or (isinstance(connection, ssl.SSLSocket) and connection.pending() > 0)
 
 
 def _request(address: SplitResult) -> bytes:
