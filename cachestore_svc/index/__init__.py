@@ -1,1 +1,1 @@
-"""The store's knowledge of agents, versions and blobs: `catalog` is the door to `sqlite`, which has all SQL."""
+"""The store's knowledge of agents, versions and blobs: `catalog` is the door to `sqlite` and `postgres`."""

@@ -1,4 +1,4 @@
-"""The catalog in SQLite: the only place with SQL. Imported only where a data directory is opened or looked at."""
+"""The catalog in SQLite. Imported only by `postgres`, and where a data directory is opened or looked at."""
 
 from kvasir.server.lean_imports import hidden
 
