@@ -168,8 +168,8 @@ def test_an_idle_gpu_takes_every_shape_of_a_first_crowd_and_gives_way(
     monkeypatch.setattr(ModelRunner, "forward", counted)
     engine = Engine.open(write_family(tmp_path, ALL["llama3.1"]), cache_dir=tmp_path, memory_budget_bytes=BUDGET)
     try:
+        is_rounded = warming._rounds_rows(engine)  # by the device that computes, not by its name below
         engine.device = "any other"
-        is_rounded = warming._rounds_rows(engine)
         asyncio.run(warm_up_while_idle(engine, is_idle, lambda: 0.0))
         engine._thread.post(lambda _: None).result(60)
         assert engine.memory_used_bytes == 0

@@ -10,8 +10,10 @@ from kvasir.errors import Cancelled, DataLoss
 from inference_svc.engine import mlx_thread
 from inference_svc.engine.api import AgentKey, Hot, Prefilled, Restored, Started, Tokens
 from inference_svc.engine.files.incoming import Incoming
+from inference_svc.kv import kv_load
 from tests.inference.engine.driving import Driver, Listener, tokens_of
 from tests.inference.engine.restoring.test_loading import used_pages
+from tests.inference.kv.attention.device.coming_files import play
 
 LENGTH = 1_700  # seven files
 FILES = 7
@@ -36,6 +38,12 @@ def memory(driver: Driver, memories: dict[int, tuple[AgentKey, Restored]]) -> tu
 def _no_poll(monkeypatch: pytest.MonkeyPatch) -> None:
     """A thread that sleeps wakes up by a letter alone: a change that does not wake it makes its test fail."""
     monkeypatch.setattr(mlx_thread, "_IDLE_POLL_S", 1_000)
+
+
+@pytest.fixture
+def pieces_of_one_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a CPU: threads that copy to a GPU would take files so small together, once all seven came."""
+    monkeypatch.setattr(kv_load, "_LEAST_BYTES", 1)
 
 
 def arriving(files: Restored) -> tuple[Restored, Incoming]:
@@ -99,6 +107,44 @@ def test_files_that_come_whenever_they_like_beside_streams_change_nobody(
     assert seen[0] >= 4 + 3 * (FILES - 1), "it began before its last file was there"
 
 
+@pytest.mark.cpu_only("it plays CUDA's copies")
+@pytest.mark.parametrize("is_beside_a_stream", [False, True])
+@pytest.mark.parametrize("least_bytes", [1, kv_load._LEAST_BYTES])
+def test_files_that_reach_the_device_late_let_the_turn_go_on_by_themselves(
+    driver: Driver,
+    memory: tuple[AgentKey, Restored],
+    monkeypatch: pytest.MonkeyPatch,
+    least_bytes: int,
+    *,
+    is_beside_a_stream: bool,
+) -> None:
+    """No letter comes with the bytes, and a stream that kept the thread awake may end before they are there."""
+    monkeypatch.setattr(kv_load, "_LEAST_BYTES", least_bytes)
+    key, files = memory
+    prompt, stayed, back = (*files.token_ids, *SUFFIX), driver.fork(key), driver.key()
+    expected, stream = driver.turn(prompt, Hot(LENGTH), stayed), Listener()
+    played = play(monkeypatch)
+    plan, incoming = arriving(files)
+
+    def come() -> None:
+        played.gate.clear()
+        for blob in files.blobs:
+            incoming.add(blob)
+        incoming.end()
+
+    returning = driver.submit(prompt, plan, back)
+    until(lambda: waiting_for_files(driver))
+    if is_beside_a_stream:
+        driver.submit(tokens_of(60, 30), listener=stream.at(Tokens, 2, come), max_tokens=4).end()
+    else:
+        come()
+    time.sleep(0.1)
+    assert not returning.count(Started)
+    played.gate.set()
+    assert returning.end().state == expected.state
+    assert driver.files(back) == driver.files(stayed)
+
+
 @pytest.mark.long(7)
 @pytest.mark.batch_as_alone
 @pytest.mark.parametrize("came", range(FILES))
@@ -154,6 +200,7 @@ def test_a_turn_without_its_files_keeps_nobody_from_computing_and_the_thread_sle
     assert returning.end().cached_tokens == LENGTH
 
 
+@pytest.mark.usefixtures("pieces_of_one_file")
 @pytest.mark.parametrize("place", [0, 3, FILES - 1])
 def test_a_wrong_file_is_named_though_others_were_placed_and_leaves_no_page(
     driver: Driver, memory: tuple[AgentKey, Restored], place: int
@@ -173,6 +220,7 @@ def test_a_wrong_file_is_named_though_others_were_placed_and_leaves_no_page(
     assert driver.files(key) == files.blobs
 
 
+@pytest.mark.usefixtures("pieces_of_one_file")
 @pytest.mark.parametrize("came", [0, 3])
 def test_a_cancel_while_files_are_awaited_gives_every_page_back(
     driver: Driver, memory: tuple[AgentKey, Restored], came: int
@@ -193,6 +241,7 @@ def test_a_cancel_while_files_are_awaited_gives_every_page_back(
     assert driver.engine._worker.memories.ledger.promised_bytes == 0
 
 
+@pytest.mark.usefixtures("pieces_of_one_file")
 def test_a_file_is_forgotten_once_the_engine_has_taken_it(driver: Driver, memory: tuple[AgentKey, Restored]) -> None:
     _, files = memory
     plan, incoming = arriving(files)

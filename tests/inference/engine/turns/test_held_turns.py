@@ -84,12 +84,19 @@ class Two:
         assert self.source.engine.memories.drop(plan.key).result(60)
         return Turn(listener.events, ended, files)
 
-    def held(self, plan: TurnPlan, kind: type[Event], count: int) -> tuple[Listener, HeldTurn, tuple[bytes, ...]]:
-        """A turn that was held after that event of it, and its blocks that went ahead."""
+    def held(
+        self, plan: TurnPlan, kind: type[Event], count: int, *, is_at_once: bool = False
+    ) -> tuple[Listener, HeldTurn, tuple[bytes, ...]]:
+        """A turn that was held after that event of it, and its blocks that went ahead: none if it is held at once. Else
+        it goes on while threads copy them from a GPU.
+        """
         listener, ahead, found = Listener(), [], []
 
         def hold() -> None:
             handle = listener.handle.result(60)
+            if is_at_once:
+                found.append(handle.hold())
+                return
             sent = handle.full_blocks(0, 1)
             sent.add_done_callback(lambda done: ahead.extend(done.result()))
             sent.add_done_callback(lambda done: found.append(handle.hold(len(done.result()))))
@@ -113,8 +120,8 @@ class Two:
         listener.wait_for(Resumed)
         return listener
 
-    def moved(self, plan: TurnPlan, kind: type[Event], count: int) -> Turn:
-        before, held, ahead = self.held(plan, kind, count)
+    def moved(self, plan: TurnPlan, kind: type[Event], count: int, *, is_at_once: bool = False) -> Turn:
+        before, held, ahead = self.held(plan, kind, count, is_at_once=is_at_once)
         after = self.taken_up(plan, held, (*ahead, *held.files))
         before.handle.result(60).give_away()
         with pytest.raises(Unavailable) as gone:
@@ -180,10 +187,16 @@ def test_the_other_engine_goes_on_with_the_very_next_token(
 @pytest.mark.long(2)
 def test_text_that_a_stop_string_holds_back_goes_along(two: Two, stayed: Callable[[str], Turn]) -> None:
     start = len(stayed("greedy").ended.text) // 2
-    stop = stayed("greedy").ended.text[start : start + 6]
+    stop = stayed("greedy").ended.text[start : start + 30]
     expected = two.stayed(two.plan(two.source.key(), stop=(stop,)))
-    for count in range(expected.ended.completion_tokens - 5, expected.ended.completion_tokens - 2):
-        moved = two.moved(two.plan(two.source.key(), stop=(stop,)), Tokens, count)
+    assert expected.ended.matched_stop == stop
+    texts = [event.text for event in expected.events if isinstance(event, Tokens)]
+    held_back = [count for count in range(1, len(texts)) if not any(texts[count - 1 :])]
+    assert len(held_back) >= 6, "a GPU has enqueued another step when it is held"
+    for count in held_back[:3]:
+        moved = two.moved(two.plan(two.source.key(), stop=(stop,)), Tokens, count, is_at_once=True)
+        kinds = [type(event) for event in moved.events if isinstance(event, Tokens | Held)]
+        assert kinds.index(Held) in held_back
         assert moved.ended.matched_stop == stop
         assert_same(moved, expected)
 
