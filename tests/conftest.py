@@ -26,8 +26,10 @@ os.environ["GRPC_ENABLE_FORK_SUPPORT"] = "0"
 import inference_svc  # noqa: F401  it loads an optimized BLAS, which must come before any test imports MLX
 from tests import long_tests
 from tests.made_models.sampling import sampled
-from tests.on_gpu import gpu, skip_with_reasons
+from tests.on_gpu import gpu, keep_kernels_apart, skip_with_reasons
 from tests.running import in_memory, own_notes  # noqa: F401
+
+keep_kernels_apart(os.environ)
 
 settings.register_profile(
     "a busy machine is no failure",
