@@ -8,13 +8,14 @@ from kvasir.errors import DataLoss, NotFound, ResourceExhausted, Unavailable
 from kvasir.formats.digest import Digest
 from kvasir.waits import HANGS_S
 
-from cachestore_svc.blobs.backend import Damaged, NamespaceBlobs
+from cachestore_svc.blobs.backend import Aside, Damaged, Listing, NamespaceBlobs
 from cachestore_svc.core.core import Core
 from cachestore_svc.facts.records import BlobDamaged
 from cachestore_svc.index.catalog import SLICE, CatalogChange, CatalogView, Removal
 from cachestore_svc.index.values import BlobEntry, needs_promise
 
 _MOST_SENT = 15  # times that one request may take, all its tries together
+_UNKNOWN_AT_ONCE = 64  # objects between two looks at which namespaces are known
 
 
 def promised(core: Core, namespace: str, find: Callable[[CatalogView], Iterable[BlobEntry]]) -> list[BlobEntry]:
@@ -99,18 +100,25 @@ def set_aside(core: Core, blobs: NamespaceBlobs, hash_: str, editions: Iterable[
         core.asides.add(blobs.set_aside(hash_, core.now_unix_ms(), edition))
 
 
-def set_unknown_aside(core: Core, blobs: NamespaceBlobs, hash_: str, editions: Iterable[int] = (0,)) -> bool:
-    """As `set_aside`, while no namespace is known whose place it is; whether that was so. Another process may begin it
-    meanwhile, and find the object there: it then goes back."""
-    if is_known(core, blobs):
-        return False
-    made = [blobs.set_aside(hash_, core.now_unix_ms(), edition) for edition in editions]
-    if core.blobs.is_shared and is_known(core, blobs):
-        for aside in made:
-            blobs.restore(aside)
-        return False
-    core.asides.update(made)
-    return True
+def set_unknown_aside(core: Core, blobs: NamespaceBlobs, listing: Listing) -> list[str]:
+    """As `set_aside`, of a place, while no namespace is known whose it is; the hashes. Another process may
+    begin it meanwhile, and find objects there: those of the last few then go back. Each look reads all namespaces."""
+    gone, hashes = list[str](), sorted(listing.blobs)
+    for some in (hashes[start : start + _UNKNOWN_AT_ONCE] for start in range(0, len(hashes), _UNKNOWN_AT_ONCE)):
+        with blobs.naming(*some):
+            if is_known(core, blobs):
+                break
+            made = set[Aside]()
+            for hash_, edition in ((each, edition) for each in some for edition in listing.editions.get(each, {0})):
+                with contextlib.suppress(FileNotFoundError):  # another process was first
+                    made.add(blobs.set_aside(hash_, core.now_unix_ms(), edition))
+            if core.blobs.is_shared and is_known(core, blobs):
+                for aside in made:
+                    blobs.restore(aside)
+                break
+        core.asides.update(made)
+        gone += some
+    return gone
 
 
 def is_known(core: Core, blobs: NamespaceBlobs) -> bool:

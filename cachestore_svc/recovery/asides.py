@@ -1,10 +1,12 @@
 """Sets unlisted blobs aside, under a name with the time, for a grace period: an index may have lost entries."""
 
 import contextlib
+from collections.abc import Iterable, Sequence
 
 import structlog
+from kvasir.formats.digest import Digest
 
-from cachestore_svc.blobs.backend import unknown_places
+from cachestore_svc.blobs.backend import Aside, unknown_places
 from cachestore_svc.core.core import Core
 from cachestore_svc.core.stored_blobs import quarantine, set_aside, set_unknown_aside, set_unlisted_aside
 from cachestore_svc.facts.records import GcReport
@@ -20,7 +22,7 @@ def sweep_at_start(core: Core) -> None:
         listing = blobs.list()
         for hash_ in listing.parts:
             blobs.remove_part(hash_)
-        new += sum(set_unknown_aside(core, blobs, each, listing.editions.get(each, {0})) for each in listing.blobs)
+        new += len(set_unknown_aside(core, blobs, listing))
         core.asides.update(listing.asides)
     if core.asides:
         structlog.get_logger("cachestore").warning("blobs.set_aside", new=new, resting=len(core.asides))
@@ -56,5 +58,19 @@ def _sweep(core: Core, namespace: str) -> int:
         whole = core.catalog.read(namespace, lambda view: view.whole_blobs())
         lost = [digest for digest in whole if digest.hash not in listing.blobs]
         # Another process may have published one since the listing.
-        quarantine(core, namespace, [digest for digest in lost if blobs.size_bytes(digest.hash) is None])
+        lost = [digest for digest in lost if blobs.size_bytes(digest.hash) is None]
+        quarantine(core, namespace, _without_asides(core, namespace, lost, listing.asides))
     return unnamed
+
+
+def _without_asides(core: Core, namespace: str, lost: Sequence[Digest], asides: Iterable[Aside]) -> list[Digest]:
+    """Of blobs that a row has, those that do not lie aside. The others go back: the process ended before that."""
+    names, by_name = core.seals.names_of(namespace), {each.hash: each for each in asides}
+    left = list[Digest]()
+    for digest, name in zip(lost, names.hashes(digest.hash for digest in lost), strict=True):
+        if (aside := by_name.get(name)) is None:
+            left.append(digest)
+            continue
+        core.blobs.of(namespace).restore(aside)
+        core.asides.discard(aside)
+    return left

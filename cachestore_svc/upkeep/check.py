@@ -8,7 +8,7 @@ from functools import partial
 from kvasir.errors import DataLoss, InvalidArgument, KvasirError, NotFound, Unavailable
 from kvasir.formats.digest import Digest
 
-from cachestore_svc.blobs.backend import Damaged, NamespaceBlobs, unknown_places
+from cachestore_svc.blobs.backend import Damaged, unknown_places
 from cachestore_svc.blobs.manifests import read_manifest
 from cachestore_svc.core.core import Core
 from cachestore_svc.core.stored_blobs import (
@@ -93,14 +93,9 @@ def _unknown_places(core: Core, repair: bool) -> Iterator[Finding]:
     for blobs in unknown_places(core.blobs, core.known_namespaces):
         # A part may be the first blob of a new namespace, on its way.
         listing = blobs.list()
-        for hash_ in sorted(listing.blobs):
-            if _is_unowned(core, blobs, hash_, listing.editions.get(hash_, {0}), repair):
-                yield Finding("ORPHAN_FILE", "", hash_, repair)
-
-
-def _is_unowned(core: Core, blobs: NamespaceBlobs, hash_: str, editions: set[int], repair: bool) -> bool:
-    with blobs.naming(hash_):
-        return set_unknown_aside(core, blobs, hash_, editions) if repair else not is_known(core, blobs)
+        left = set_unknown_aside(core, blobs, listing) if repair else sorted(listing.blobs)
+        if repair or not is_known(core, blobs):
+            yield from (Finding("ORPHAN_FILE", "", hash_, repair) for hash_ in left)
 
 
 def _files(core: Core, namespace: str, repair: bool) -> Iterator[Finding]:

@@ -125,7 +125,8 @@ class Bucket:
         """A copy, and then, once that is seen, a removal: a crash between them leaves both."""
         with self._asking(name):
             self._obstore.copy(self._store, name, new)
-        if self.size_bytes(new) != self.size_bytes(name):
+        size_bytes = self.size_bytes(name)  # None: another process was first
+        if size_bytes is not None and self.size_bytes(new) != size_bytes:
             raise lying("that it copied an object, which is not there", new)
         self.remove(name)
 

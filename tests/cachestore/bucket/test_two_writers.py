@@ -21,6 +21,7 @@ from obstore.store import MemoryStore
 
 from cachestore_svc.blobs.blob_writer import Writers
 from cachestore_svc.blobs.bucket.bucket import Bucket, open_bucket
+from cachestore_svc.blobs.bucket.bucket_blobs import BlobsOfNamespace
 from cachestore_svc.blobs.disk import Disk
 from cachestore_svc.blobs.space import Space
 from cachestore_svc.core import stored_blobs
@@ -39,6 +40,11 @@ from tests.made_models.synthetic import SyntheticAgent, SyntheticSnapshot
 from tests.running.postgres import PostgresServer, postgres  # noqa: F401
 
 WHERE = "s3://bucket/agents"
+UNKNOWN = "0" * 32  # the place of a namespace that no row has
+
+
+class Died(Exception):
+    """The process ends here."""
 
 
 @dataclass
@@ -409,6 +415,42 @@ def test_a_start_takes_no_blob_of_a_namespace_that_another_process_begins_meanwh
     assert_restores(pair.first, made[0], turn)
     assert not started.asides
     assert pair.first.care.check(repair=False).is_clean
+
+
+def test_a_blob_that_a_start_set_aside_before_it_was_killed_goes_back_at_the_next(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between the look at the namespaces that found its own begun, and the object's way back."""
+    turn, core, made = SyntheticAgent(seed=1).turn(70), pair.first._core, list[SnapshotVersion]()
+    blobs = core.blobs.of(NS)
+    name = f"{blobs.place}/{core.seals.names_of(NS).digest(turn.digests[0]).hash}"
+    core.blobs.sealed.bucket.put(name, b"left")  # type: ignore[attr-defined]
+    pair.moments.before["remove"] = lambda: made.append(publish(pair.second, "ada", turn, 0))
+
+    def die(*_: object) -> None:
+        raise Died
+
+    with monkeypatch.context() as dying:
+        dying.setattr(BlobsOfNamespace, "restore", die)
+        with pytest.raises(Died):
+            pair.start_another()
+    assert blobs.size_bytes(turn.digests[0].hash) is None
+    started = pair.start_another()
+    assert not started.asides
+    assert_restores(pair.first, made[0], turn)
+    assert pair.first.care.check(repair=False).is_clean
+
+
+def test_two_starts_set_aside_what_lies_at_a_place_that_nobody_knows(pair: Pair) -> None:
+    bucket, others = pair.first._core.blobs.sealed.bucket, list[Core]()  # type: ignore[attr-defined]
+    names = [f"{number:064x}" for number in range(70)]
+    for name in names:
+        bucket.put(f"{UNKNOWN}/{name}", b"left")
+    pair.moments.before["remove"] = lambda: others.append(pair.start_another())
+    pair.start_another()
+    assert {each.hash for each in others[0].asides} == set(names)
+    assert {name.partition(".aside-")[0] for name in bucket.names(UNKNOWN)} == set(names)
+    assert all(".aside-" in name for name in bucket.names(UNKNOWN))
 
 
 def test_a_publication_that_failed_under_another_name_leaves_the_row_its_object(pair: Pair) -> None:
