@@ -47,7 +47,7 @@ class Miss:
     reason: MissReason
     detail: str
     is_sealed: bool = False  # the store lacks the namespace's key: it will refuse the next call, too
-    went_back: tuple[int, int] | None = None  # of HEAD_WENT_BACK: the version committed here, the newest in the store
+    went_back: tuple[int, int] | None = None  # of HEAD_WENT_BACK: the version known here, the newest in the store
 
     @property
     def is_store_away(self) -> bool:

@@ -180,20 +180,20 @@ class Recall:
         return base if went_back is not None and went_back[1] == version else replace(newest, base=base)
 
     async def _heads(self, line: Line, budget: Budget) -> AgentHeads:
-        """As the store has them. Raises StoreMiss, also (HEAD_WENT_BACK) where that cannot be: this engine committed a
-        newer version, and nobody took it back.
+        """As the store has them. Raises StoreMiss, also (HEAD_WENT_BACK) where that cannot be: this engine read or
+        committed a newer version, and nobody took it back.
         """
-        known, events, agent_id = line.committed, line.store.events, line.key.agent_id
-        since = events.cursor
+        known, events, agent_id = line.known, line.store.events, line.key.agent_id
+        before, since = known.now, events.cursor
         heads = await line.store.agents.heads(agent_id, self._engine.model.kv_identity_hash, budget)
-        if known is None or not heads.newest.identity.is_behind(known):
-            return heads
-        if await events.was_surely_taken_back(budget, agent_id, since):
+        is_behind = before.is_ahead_of(heads) and not await events.was_surely_taken_back(budget, agent_id, since)
+        if not is_behind or before.newest is None:
+            known.found(heads, before)
             return heads
         if line.lease.held is not None:  # the store may lack it, too: it proves nothing
             line.lease.give_back()
             line.lease.request()
-        raise StoreMiss(_went_back(known, heads.newest))
+        raise StoreMiss(_went_back(before.newest, heads.newest))
 
     def _hot(self, key: AgentKey) -> AgentMemory | None:
         hot = self._engine.memories.get(key)  # which counts as a use
@@ -250,8 +250,8 @@ def _followed(hot: AgentMemory | None) -> AgentMemory | None:
 
 def _went_back(known: Version, newest: Head) -> Miss:
     detail = (
-        f"its newest version in the store is {newest.version}, and this engine committed version {known.number}: an "
-        "older copy of the store was put back, or the store lies"
+        f"its newest version in the store is {newest.version}, and this engine knows version {known.number}: an older "
+        "copy of the store was put back, or the store lies"
     )
     return Miss(MissReason.HEAD_WENT_BACK, detail, went_back=(known.number, newest.version))
 

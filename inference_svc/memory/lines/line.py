@@ -1,10 +1,10 @@
 """One agent's line under this engine's KV identity: its lease, and which hot memory may be used under it."""
 
 import contextlib
-from collections import deque
 from collections.abc import Iterator
 
 from inference_svc.engine.api import AgentKey
+from inference_svc.memory.lines.known_versions import KnownVersions
 from inference_svc.memory.lines.line_lease import LineLease, Spawn
 from inference_svc.memory.lines.line_parts import LineParts
 from inference_svc.memory.lines.line_states import Standing, Use
@@ -17,12 +17,12 @@ from inference_svc.memory.store.remote_cache import RemoteCache
 class Line:
     """It lives while the agent's memory is hot or the line is used (`Lines.beat`)."""
 
-    def __init__(self, key: AgentKey, store: RemoteCache, parts: LineParts, spawn: Spawn, own: deque[Version]) -> None:
+    def __init__(self, key: AgentKey, store: RemoteCache, parts: LineParts, spawn: Spawn, known: KnownVersions) -> None:
         self.key = key
         self.store = store
-        self._own = own
+        self.known = known
         self.lease = LineLease(key, store, parts, spawn)
-        self.publications = Publications(key, store, parts, self.lease, own, self.in_use)
+        self.publications = Publications(key, store, parts, self.lease, known, self.in_use)
         self._parts = parts
         self._users = 0  # running turns and publications
 
@@ -36,11 +36,6 @@ class Line:
             self._users -= 1
             if self.lease.is_wanted:
                 self._let_go_if_idle()
-
-    @property
-    def committed(self) -> Version | None:
-        """The newest version that this engine committed, as long as nobody took it back."""
-        return self._own[-1] if self._own else None
 
     @property
     def is_used(self) -> bool:

@@ -4,7 +4,7 @@ rollback, a deletion or the like.
 """
 
 import asyncio
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Callable, Coroutine, Mapping
 
 import structlog
@@ -14,6 +14,7 @@ from kvasir.waits import PAUSE_S, PROGRESS_S, SOON_S
 from inference_svc.engine.api import AgentKey
 from inference_svc.engine.engine import Engine
 from inference_svc.memory.agent_memory import AgentMemory
+from inference_svc.memory.lines.known_versions import KnownVersions
 from inference_svc.memory.lines.line import Line
 from inference_svc.memory.lines.line_parts import LineParts
 from inference_svc.memory.lines.line_states import COUNTS_S, Lease
@@ -24,7 +25,6 @@ from inference_svc.memory.store.answers import (
     HeadMoved,
     LeaseWanted,
     StoreEvent,
-    Version,
 )
 from inference_svc.memory.store.remote_cache import RemoteCache
 from inference_svc.model.model_host import MemoriesLeft
@@ -33,7 +33,7 @@ _LOG = structlog.get_logger(__name__)
 _BEAT_S = LEASE_TTL_S / 3
 _BEAT_TIMEOUT_S = COUNTS_S - _BEAT_S  # a busy store answers late: then all leases still count
 _MAX_PER_BEAT = 10_000
-_MOST_OWN, _MOST_AGENTS = 16, 4_096
+_MOST_AGENTS = 4_096  # whose versions are known
 
 
 class Lines:
@@ -44,20 +44,18 @@ class Lines:
         self.store = store
         self._parts = parts
         self._lines: dict[str, Line] = {}
-        # By agent its versions that were stored last, which outlive its line: the store reports them as turns, and its
-        # newest version is never older than they are.
-        self._own: OrderedDict[str, deque[Version]] = OrderedDict()
+        self._known: OrderedDict[str, KnownVersions] = OrderedDict()  # by agent, those used last
         self._tasks: set[asyncio.Task[None]] = set()
 
     def line(self, agent_id: str) -> Line:
         """The agent's line. Get it for each use, or keep it in use: a line that nobody uses is forgotten."""
         if (line := self._lines.get(agent_id)) is None:
-            key = AgentKey(self.namespace, agent_id)
-            own = self._own.setdefault(agent_id, deque(maxlen=_MOST_OWN))
-            self._own.move_to_end(agent_id)
-            if len(self._own) > _MOST_AGENTS:
-                self._own.popitem(last=False)
-            line = self._lines[agent_id] = Line(key, self.store, self._parts, self._spawn, own)
+            key, known = AgentKey(self.namespace, agent_id), self._known.get(agent_id) or KnownVersions()
+            line = self._lines[agent_id] = Line(key, self.store, self._parts, self._spawn, known)
+        self._known[agent_id] = line.known
+        self._known.move_to_end(agent_id)
+        if len(self._known) > _MOST_AGENTS:
+            self._known.popitem(last=False)
         return line
 
     def start(self) -> None:
@@ -157,12 +155,13 @@ class Lines:
                 if (line := self._lines.get(agent_id)) is not None:
                     line.wanted(takes_back=event.takes_back)
             case HeadMoved(agent_id, head):
-                if not head.is_of_turn:
-                    self._taken_back(agent_id, head.version)
+                if not head.is_of_turn and (known := self._known_of(agent_id)) is not None:
+                    known.moved(head.identity)
                 if self._is_hot(agent_id):
                     self.line(agent_id).moved(head)
             case AgentGone(agent_id):
-                self._taken_back(agent_id, 0)
+                if (known := self._known_of(agent_id)) is not None:
+                    known.gone()
                 self._parts.on_deleted(AgentKey(self.namespace, agent_id))
                 if self._is_hot(agent_id):
                     self.line(agent_id).moved(None)
@@ -172,11 +171,9 @@ class Lines:
             case _:
                 pass
 
-    def _taken_back(self, agent_id: str, to: int) -> None:
-        """The agent is gone, or got this version by no turn. A version that was stored after that stays known."""
-        own = self._own.get(agent_id)
-        if own and to <= own[-1].number:
-            own.clear()
+    def _known_of(self, agent_id: str) -> KnownVersions | None:
+        line = self._lines.get(agent_id)
+        return line.known if line is not None else self._known.get(agent_id)
 
     def _is_hot(self, agent_id: str) -> bool:
         return self._parts.engine.memories.tag_of(AgentKey(self.namespace, agent_id)) is not None

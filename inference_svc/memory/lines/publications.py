@@ -4,7 +4,6 @@ tokens: the turn waits for it a while. An unstored memory is tried again while i
 
 import asyncio
 import contextlib
-from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
@@ -12,12 +11,12 @@ from functools import partial
 import structlog
 from kvasir import errors
 from kvasir.formats.block_hash import BLOCK_TOKENS
-from kvasir.formats.digest import Digest
 from kvasir.waits import LONGEST_RETRY_S, LOOK_S, RETRY_S
 
 from inference_svc.engine.api import AgentKey
 from inference_svc.memory.agent_memory import AgentMemory, Carrier, Publication, PublicationTask
 from inference_svc.memory.lines.commit import Commit, NoFiles, OtherConversation
+from inference_svc.memory.lines.known_versions import Known, KnownVersions
 from inference_svc.memory.lines.line_lease import LineLease
 from inference_svc.memory.lines.line_parts import LineParts
 from inference_svc.memory.outcomes import SnapshotOutcome, SnapshotState
@@ -26,7 +25,7 @@ from inference_svc.memory.publishing.copies import Pinning
 from inference_svc.memory.publishing.manifest_draft import ManifestDraft, PackedIds
 from inference_svc.memory.publishing.memory_files import MemoryFiles
 from inference_svc.memory.service_stats import NamespaceCounters
-from inference_svc.memory.store.answers import Head, StoreMiss, Version
+from inference_svc.memory.store.answers import Head, StoreMiss
 from inference_svc.memory.store.remote_cache import RemoteCache
 
 _LOG = structlog.get_logger(__name__)
@@ -39,16 +38,16 @@ class Publications:
         store: RemoteCache,
         parts: LineParts,
         lease: LineLease,
-        own: deque[Version],
+        known: KnownVersions,
         in_use: Callable[[], AbstractContextManager[None]],
     ) -> None:
-        """`own`: gets the versions that are stored. `in_use`: while work needs the line to stay here."""
+        """`known`: gets the versions that are stored. `in_use`: while work needs the line to stay here."""
         self.running: list[PublicationTask] = []  # in the order of their turns
         self._key = key
         self._store = store
         self._parts = parts
         self._lease = lease
-        self._own = own
+        self._known = known
         self._in_use = in_use
         self._packed_ids = PackedIds()
         self._retrying: tuple[AgentMemory, asyncio.Task[None]] | None = None
@@ -87,23 +86,13 @@ class Publications:
         task = asyncio.create_task(self._publish(memory, asked, previous, stream, tuple(self.running)))
         publication.task = task
         self.running.append(task)
-        task.add_done_callback(self._ended)
+        task.add_done_callback(partial(self._ended, self._known.now))
         return task
 
-    def _ended(self, task: PublicationTask) -> None:
+    def _ended(self, before: Known, task: PublicationTask) -> None:
         self.running.remove(task)
         if not task.cancelled():
-            self._committed_now(task.result())
-
-    def _committed_now(self, outcome: SnapshotOutcome) -> None:
-        """An answer to a commit that was repeated may name a version that is not the newest any more."""
-        version = Version(outcome.version, outcome.manifest)
-        if outcome.manifest is not None and version not in self._own:
-            self._own.append(version)
-
-    @property
-    def _own_manifests(self) -> frozenset[Digest]:
-        return frozenset(each.manifest for each in self._own if each.manifest is not None)
+            self._known.committed(task.result(), before)
 
     async def _publish(
         self,
@@ -136,7 +125,7 @@ class Publications:
                     files.sent_bytes = stream.sent_bytes
                 if (stored := _stored(publication)) is not None:  # by an earlier try
                     return stored
-                commit = Commit(self._key, memory, files, draft, self._store, self._lease, parts, self._own_manifests)
+                commit = Commit(self._key, memory, files, draft, self._store, self._lease, parts, self._known.own)
                 outcome = await commit.until_committed()
                 return self._committed(memory, outcome, began_s, {"copied": copied_s, **commit.noted_s})
             except Exception as error:  # noqa: BLE001 - it has no reader but the log
@@ -236,15 +225,15 @@ class Publications:
     async def fall_asleep(self, memory: AgentMemory) -> Head:
         """Commit a memory that names no file. Raises why it cannot be committed."""
         memory.publication.created_unix_ms = self._parts.now_ms()
-        own, draft = self._own_manifests, ManifestDraft(memory, self._parts.engine.model, self._packed_ids)
+        draft, before = ManifestDraft(memory, self._parts.engine.model, self._packed_ids), self._known.now
         files = NoFiles(memory.files)
         with self._in_use():
-            commit = Commit(self._key, memory, files, draft, self._store, self._lease, self._parts, own)
+            commit = Commit(self._key, memory, files, draft, self._store, self._lease, self._parts, self._known.own)
             try:
                 outcome = await commit.until_committed()
             except (TimeoutError, StoreMiss):
                 raise errors.Unavailable("the store does not take a version now", retry_after_s=RETRY_S) from None
-        self._committed_now(outcome)
+        self._known.committed(outcome, before)
         head = memory.publication.standing.head
         assert head is not None
         return head

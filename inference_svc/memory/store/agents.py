@@ -26,10 +26,11 @@ class StoredAgents:
         except errors.NotFound:
             return answers.AgentHeads()
         with answers.answer_checked("the store's answer about the agent"):
-            lines = [answers.head_of(line) for line in agent.lines]
+            lines, made_unix_ms = [answers.head_of(line) for line in agent.lines], agent.created_at.ToMilliseconds()
         newest = max(lines, key=lambda line: line.version, default=answers.NO_HEAD)
         ours = next((line for line in lines if line.kv_identity_hash == kv_identity_hash), None)
-        return answers.AgentHeads(newest, ours if ours != newest else None, answers.settings_of(agent))
+        own_line = ours if ours != newest else None
+        return answers.AgentHeads(newest, own_line, answers.settings_of(agent), made_unix_ms)
 
     async def page(self, page_token: str = "") -> tuple[list[answers.ListedAgent], str]:
         """Some agents by name, and the token of the next page; empty behind the last. Raises KvasirError."""

@@ -73,6 +73,7 @@ class AgentHeads:
     newest: Head = NO_HEAD
     own_line: Head | None = None
     settings: AgentSettings = NO_SETTINGS
+    made_unix_ms: int = 0  # the agent, by the store's clock
 
 
 @dataclass(frozen=True, slots=True)

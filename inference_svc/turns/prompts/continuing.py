@@ -165,10 +165,10 @@ def _refuse_append(agent_id: str, recollection: Recollection) -> None:
     if recollection.memory is None and miss is not None and miss.went_back is not None:
         # A retry is answered alike. The caller chooses: a text of its own, or a version that is older than it knows.
         known, newest = miss.went_back
+        older = f"name base_version {newest}, roll the agent back to it, " if newest else ""
         raise errors.FailedPrecondition.of(
             "append_messages",
-            f"{miss.detail}; send all messages, name base_version {newest}, roll the agent back to it, or restart the "
-            "engine",
+            f"{miss.detail}; send all messages, {older}or restart the engine",
             reason="AGENT_WENT_BACK",
             agent_id=agent_id,
             version=known,

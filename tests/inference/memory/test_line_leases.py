@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -26,7 +27,6 @@ from inference_svc.memory.store.answers import (
     LeaseRenewal,
     LeaseWanted,
     StoreEvent,
-    Version,
 )
 from inference_svc.memory.store.leases import StoredLeases
 from inference_svc.text.prefix_matching import RememberedText
@@ -499,12 +499,13 @@ def test_manifests_of_a_forgotten_line_stay_this_engines_own() -> None:
         line = lab.line("a")
         stored = asyncio.create_task(asyncio.sleep(0, SnapshotOutcome(SnapshotState.COMMITTED, 3, "", HEAD.manifest)))
         line.publications.running.append(stored)
-        stored.add_done_callback(line.publications._ended)
+        stored.add_done_callback(partial(line.publications._ended, line.known.now))
         await settle()
         await lab.lines.beat()
         assert lab.line("a") is not line, "it is forgotten"
-        assert lab.line("a").committed == Version(3, HEAD.manifest)
-        assert lab.line("b").committed is None
+        assert lab.line("a").known.own == {HEAD.manifest}
+        assert lab.line("a").known.now.newest == HEAD.identity
+        assert not lab.line("b").known.own
 
     run(scenario)
 

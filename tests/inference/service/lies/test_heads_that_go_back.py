@@ -1,5 +1,5 @@
-"""A store that answers with an older version than this engine committed is not believed: it lies, or an older copy of
-its data was put back. No turn goes on from the older memory until its caller or its owner has chosen that.
+"""A store that answers with an older version than this engine committed or read is not believed: it lies, or an older
+copy of its data was put back. No turn goes on from the older memory until its caller or its owner has chosen that.
 """
 
 import shutil
@@ -100,6 +100,41 @@ def test_a_store_that_names_an_older_version_gets_no_reply_from_it(
         with house.client() as client:  # its text is the caller's own, so its reply is right
             whole = client.reply(agent_id=agent, messages=[user("Another talk.")], sampling=GREEDY)
             assert whole.started.cached_tokens == 0
+    finally:
+        store.lie = None
+    say(house, agent, "Which words?")
+    assert remembered(house, agent) == [*WORDS, "Which words?"]
+
+
+@pytest.mark.parametrize("is_there", [True, False])
+def test_a_store_that_names_an_older_version_than_was_only_read_gets_no_reply_from_it(
+    liar: tuple[House, LyingStore], *, is_there: bool
+) -> None:
+    house, store = liar
+    source, agent = f"read {is_there}", f"eve {is_there}"
+    told(house, source)
+    with house.store_client() as honest:
+        honest.fork_agent(source, agent, version=3)
+        older, _ = honest.get_snapshot(agent)
+        honest.rollback_agent(agent, older.version)
+    with house.client() as client:
+        read = client.reply(
+            agent_id=agent,
+            append_messages=[user("Which words?")],
+            sampling=GREEDY,
+            memory_mode=pb.MEMORY_MODE_READ_ONLY,
+        )
+    assert read.started.cached_tokens
+
+    def lie(answer: store_pb.GetAgentResponse) -> store_pb.GetAgentResponse:
+        del answer.agent.lines[:]
+        if is_there:
+            answer.agent.lines.append(older)
+        return answer
+
+    store.lie = lie
+    try:
+        assert refused(house, agent).metadata == {"agent_id": agent, "version": "2", "head_version": str(int(is_there))}
     finally:
         store.lie = None
     say(house, agent, "Which words?")

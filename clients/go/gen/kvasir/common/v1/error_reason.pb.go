@@ -128,9 +128,9 @@ const (
 	ErrorReason_ERROR_REASON_STATE_MISSING ErrorReason = 54
 	// The memory's KV would not be the same if it were computed again, or nobody knows how it was computed. FAILED_PRECONDITION: agent_id.
 	ErrorReason_ERROR_REASON_CANNOT_SLEEP ErrorReason = 57
-	// append_messages to an agent whose newest version in the store is older than one that this engine committed: an older
-	// copy of the store was put back, or the store lies. Send all messages, or name that version as base_version; or roll
-	// the agent back to it. FAILED_PRECONDITION: agent_id, version, head_version.
+	// append_messages to an agent whose newest version in the store is older than one that this engine committed or read:
+	// an older copy of the store was put back, or the store lies. Send all messages, or name that version as base_version;
+	// or roll the agent back to it. FAILED_PRECONDITION: agent_id, version, head_version.
 	ErrorReason_ERROR_REASON_AGENT_WENT_BACK ErrorReason = 58
 	// No model of this name is configured. NOT_FOUND: model.
 	ErrorReason_ERROR_REASON_MODEL_NOT_FOUND ErrorReason = 60

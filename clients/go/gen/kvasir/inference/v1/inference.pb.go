@@ -504,7 +504,7 @@ const (
 	MissReason_MISS_REASON_NO_STATE_POINT MissReason = 11
 	// Computing was expected to be faster than reading from the store; the reason says by how much.
 	MissReason_MISS_REASON_COMPUTED MissReason = 12
-	// The store's newest version is older than one that this engine committed, and nobody took that back.
+	// The store's newest version is older than one that this engine committed or read, and nobody took that back.
 	MissReason_MISS_REASON_HEAD_WENT_BACK MissReason = 13
 )
 
