@@ -40,6 +40,7 @@ from tests.inference.kv import test_backends
 from tests.inference.kv.greedy import ROOMY, tokens_of
 from tests.inference.kv.mlx_lm_batch import judged_layers
 from tests.inference.kv.sequences import identity_of, pool_of, stored, unrounded_pool
+from tests.on_gpu import gpu
 
 ALL = {**FAMILIES, "deepseek_v3": DEEPSEEK_V3, "falcon_h1": FALCON_H1, "jamba": JAMBA}
 KINDS = {
@@ -54,6 +55,8 @@ KINDS = {
     "jamba": "state full state",
     "falcon_h1": "state full state full state full",
 }
+
+PARTS = ((0, 70), (70, 71), (71, 256), (256, 299), (299, 300))  # of a prompt: cells and tokens
 
 
 def found_layout(model: Any) -> Layout:
@@ -77,6 +80,15 @@ class Family:
         logits = self.layout.forward(self.model, mx.array([tokens]), layers)[:, -1]
         commit(kv, layers, len(tokens))
         return np.array(logits)
+
+    def part_by_part(self, kv: SequenceKV, tokens: list[int]) -> list[np.ndarray]:
+        """Logits after each part of the tokens."""
+        return [self.computed(kv, tokens[start:stop]) for start, stop in PARTS]
+
+    def part_by_part_in_mlx_lm(self, tokens: list[int]) -> list[np.ndarray]:
+        """The same over mlx-lm's own caches."""
+        caches = make_prompt_cache(self.model)
+        return [np.array(self.model(mx.array([tokens[start:stop]]), cache=caches)[:, -1]) for start, stop in PARTS]
 
     def prefilled(self, pool: KvPool, tokens: list[int]) -> tuple[SequenceKV, int]:
         """A sequence, and the token that the model would say next."""
@@ -117,14 +129,29 @@ def test_the_layout_of_a_family_is_found_by_looking(name: str, family: Callable[
 def test_without_rounding_a_family_computes_what_it_does_with_mlx_lms_own_caches(
     name: str, family: Callable[[str], Family]
 ) -> None:
-    """Prompts in cells and tokens, past the window; sinks, latent rows and states are whatever its model makes them."""
-    tiny = family(name)
-    ours = SequenceKV(unrounded_pool(tiny.layout.entries))
-    theirs, tokens = make_prompt_cache(tiny.model), tokens_of(300, seed=2)
-    for start, stop in ((0, 70), (70, 71), (71, 256), (256, 299), (299, 300)):
-        found = tiny.computed(ours, tokens[start:stop])
-        expected = np.array(tiny.model(mx.array([tokens[start:stop]]), cache=theirs)[:, -1])
-        assert np.abs(found - expected).max() < 1e-3 * np.abs(expected).max(), (start, stop)
+    """Prompts in cells and tokens, past the window; sinks, latent rows and states are whatever its model makes them.
+
+    On an H200 mlx-lm's own caches give the small model of gpt-oss other logits from run to run, by up to 2.4 where they
+    are 3.4 at most. There some run of ours must be near to one of theirs behind each part.
+    """
+    tiny, tokens = family(name), tokens_of(300, seed=2)
+    found, expected = list[list[np.ndarray]](), list[list[np.ndarray]]()
+    for _ in range(8 if name == "gpt_oss" and gpu() else 1):
+        found.append(tiny.part_by_part(SequenceKV(unrounded_pool(tiny.layout.entries)), tokens))
+        expected.append(tiny.part_by_part_in_mlx_lm(tokens))
+        if not (far := far_parts(found, expected)):
+            break
+    assert not far
+
+
+def far_parts(found: list[list[np.ndarray]], expected: list[list[np.ndarray]]) -> list[tuple[int, int]]:
+    """Parts behind which no run's logits are near to those of an expected run."""
+
+    def is_near(place: int) -> bool:
+        pairs = [(ours[place], theirs[place]) for ours in found for theirs in expected]
+        return any(np.abs(ours - theirs).max() < 1e-3 * np.abs(theirs).max() for ours, theirs in pairs)
+
+    return [part for place, part in enumerate(PARTS) if not is_near(place)]
 
 
 @pytest.mark.long(11)
