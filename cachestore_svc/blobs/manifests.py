@@ -1,7 +1,7 @@
 """The facts of blobs in a manifest, and whether a blob is of its KV identity, place and chain of tokens. Pure."""
 
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import takewhile
@@ -39,6 +39,7 @@ class ManifestFacts:
     packed_ids: bytes  # the token ids as its bytes have them; none where they were read in another way
     parent: str  # the hash of the manifest before it, or nothing
     known_blocks: int = 0  # how many of the leading ones that manifest's facts have, too
+    known_named: int = 0  # how many of the leading `named` it names, too
     wake_ms: int | None = None  # of one that is asleep: how long its KV took to compute
 
 
@@ -60,6 +61,7 @@ def read_manifest(
     before = tokens.before if apart and tokens.before and tokens.before.kv_identity_hash == hash_ else None
     chain = chain_hashes(hash_, token_ids, before.chain if before else ())
     is_asleep = message.HasField("asleep")
+    known = _known_rows(message, before) if before and not is_asleep else []
     kv_identity = identity_pb2.KvIdentity()
     kv_identity.CopyFrom(message.kv_identity)  # a part of a message keeps all of it
     return ManifestFacts(
@@ -68,11 +70,12 @@ def read_manifest(
         token_ids,
         message.shareable_tokens // BLOCK_TOKENS,
         message.turn.request_id,
-        () if is_asleep else tuple(_named_blobs(message, token_ids, hash_, chain, before)),
+        () if is_asleep else (*known, *_named_blobs(message, token_ids, hash_, chain, len(known))),
         chain,
         tokens.packed if apart else b"",
         message.parent_manifest,
         len(before.chain) if before else 0,
+        len(known),
         message.asleep.wake_ms if is_asleep else None,
     )
 
@@ -133,13 +136,11 @@ def shared_blocks(facts: ManifestFacts, hashes: Sequence[str]) -> list[SharedBlo
 
 
 def _named_blobs(
-    message: Any, tokens: Sequence[int], hash_: str, chain: Sequence[str], before: ManifestFacts | None
+    message: Any, tokens: Sequence[int], hash_: str, chain: Sequence[str], known: int
 ) -> Iterator[NamedBlob]:
-    """`before`: of the same KV identity, whose tokens these begin with."""
+    """But for the leading ones that are known."""
     if keeps_all_tokens(message.kv_identity):
-        known = [] if before is None else _same(before.named[: len(before.chain)], message.blocks)
-        yield from known
-        yield from _named_rows(message, message, file_identities(hash_, tokens, chain, len(known)), len(known))
+        yield from _named_rows(message, message, file_identities(hash_, tokens, chain, known), known)
     for each in message.windows:
         files = file_identities(hash_, tokens, chain, int(each.first_block), each.window)
         yield from _named_rows(message, each, files[: len(each.blocks) + each.HasField("tail")])
@@ -148,13 +149,14 @@ def _named_blobs(
         yield NamedBlob(Digest.from_proto(point.digest), state_identity(hash_, tokens, point.tokens, chain), schema)
 
 
-def _same(named: Iterable[NamedBlob], blocks: Iterable[manifest_pb2.Digest]) -> list[NamedBlob]:
-    """The leading ones that are these blocks."""
+def _known_rows(message: Any, before: ManifestFacts) -> list[NamedBlob]:
+    """The leading blobs that a manifest of the same KV identity names, too, whose tokens this one begins with."""
 
     def is_same(pair: tuple[NamedBlob, manifest_pb2.Digest]) -> bool:
         return pair[0].digest.hash == pair[1].hash and pair[0].digest.size_bytes == pair[1].size_bytes
 
-    return [each for each, _ in takewhile(is_same, zip(named, blocks, strict=False))]
+    named = before.named[: len(before.chain)] if keeps_all_tokens(message.kv_identity) else ()
+    return [each for each, _ in takewhile(is_same, zip(named, message.blocks, strict=False))]
 
 
 def _state_schema(identity: identity_pb2.KvIdentity) -> str | None:

@@ -28,7 +28,8 @@ def commit_version(rows: Rows, asked: Commit, live: LeaseEnds, now_unix_ms: int)
     """Make a manifest the line's next version. Raises Conflict, FailedPrecondition; see Store.commit."""
     (_, agent_id, kv_hash), terms = asked.line, asked.terms
     _ask_ahead(RowsAhead(rows), asked)
-    found = blobs.find_blobs(rows, [asked.manifest, *(need.digest for need in asked.facts.named)])
+    known = _known_part(rows, asked)
+    found = _find_behind(rows, asked, known.length)
     manifest = _whole_manifest(found, asked.manifest)
     line, newest = versions.newest_line(rows, agent_id) or (None, None)
     head = newest.version if newest else 0
@@ -38,21 +39,26 @@ def commit_version(rows: Rows, asked: Commit, live: LeaseEnds, now_unix_ms: int)
     # Its number may have been given to another memory than the one that the commit extends.
     if head != asked.parent_version or (newest and terms.parent_manifest not in (None, newest.manifest)):
         raise head_moved(head, asked.parent_version)
-    named = _fitting_blobs(rows, found, asked.facts.named)
-    old, bound = versions.old_versions(rows, asked.line, asked.default_retained), bound_now(rows, asked.shared)
+    named = _fitting_blobs(rows, found, asked.facts.named[known.length :])
+    if known.length and any(blob.is_brought for blob in named):  # then known ones may have been computed on them
+        known = versions.NOTHING_KNOWN
+        named = _fitting_blobs(rows, _find_behind(rows, asked, 0), asked.facts.named)
+    shared = _behind(asked.shared, known.length)
+    old, bound = versions.old_versions(rows, asked.line, asked.default_retained), bound_now(rows, shared)
     # All is read: the writes go to a server with the next operation, or with the end of the transaction.
     agent = agents.make_agent(rows, agent_id, now_unix_ms)
     line_id = versions.used_line(rows, line, agent.id, kv_hash, now_unix_ms)
     marked, manifest = _with_provenance(rows, asked, newest, manifest, named)
-    versions.hold_manifest(rows, manifest, named, len(asked.facts.token_ids), asked.facts.request_id)
+    versions.hold_manifest(rows, manifest, asked.facts, named, known)
     made = head, manifest.id, int(terms.origin), terms.origin_detail, now_unix_ms
     versions.put_version(rows, "INSERT", line_id, head + 1, made)
     if terms.origin is Origin.TURN and asked.facts.wake_ms is not None:  # it lets go of KV that older versions keep
         retain(rows, replace(agent, retained_versions=1), line_id, asked.default_retained)
     else:
         versions.drop(rows, line_id, old)
-    bind(rows, asked.shared, [None if blob.id in marked else blob for blob in named], bound)
-    return Done(_version_of(asked, manifest, named, now_unix_ms), is_new=True)
+    mine = {place: None if blob.id in marked else blob for place, blob in enumerate(named, known.length)}
+    bind(rows, shared, mine, bound)
+    return Done(_version_of(asked, manifest, now_unix_ms), is_new=True)
 
 
 def _ask_ahead(rows: RowsAhead, asked: Commit) -> None:
@@ -63,7 +69,26 @@ def _ask_ahead(rows: RowsAhead, asked: Commit) -> None:
     owners.ownership_of(rows, agent_id)
     leases.rows_of(rows, LineQuery(agent_id, kv_hash if terms.lease else None))
     versions.old_versions(rows, asked.line, asked.default_retained)
-    bound_now(rows, asked.shared)
+    _known_part(rows, asked)
+    _find_behind(rows, asked, asked.facts.known_named)
+    bound_now(rows, _behind(asked.shared, asked.facts.known_named))
+
+
+def _known_part(rows: Rows, asked: Commit) -> versions.KnownPart:
+    """The blobs of the manifest before it that the commit names, too; nothing where each must be looked at."""
+    facts, count = asked.facts, asked.facts.known_named
+    if not count:
+        return versions.NOTHING_KNOWN
+    return versions.known_part(rows, facts.parent, count, len(asked.shared) - len(_behind(asked.shared, count)))
+
+
+def _behind(shared: Sequence[SharedBlock], known: int) -> Sequence[SharedBlock]:
+    return [block for block in shared if block.place >= known] if known else shared
+
+
+def _find_behind(rows: Rows, asked: Commit, known: int) -> dict[Digest, BlobEntry]:
+    """The entries of the manifest, and of the blobs that it names behind the known ones."""
+    return blobs.find_blobs(rows, [asked.manifest, *(need.digest for need in asked.facts.named[known:])])
 
 
 def _with_provenance(
@@ -82,7 +107,7 @@ def _with_provenance(
     return marked, manifest._replace(is_brought=is_brought)
 
 
-def _version_of(asked: Commit, manifest: BlobEntry, named: Sequence[BlobEntry], now_unix_ms: int) -> SnapshotVersion:
+def _version_of(asked: Commit, manifest: BlobEntry, now_unix_ms: int) -> SnapshotVersion:
     """The version that a commit made, as it is read from now on."""
     facts, terms = asked.facts, asked.terms
     return SnapshotVersion(
@@ -93,7 +118,7 @@ def _version_of(asked: Commit, manifest: BlobEntry, named: Sequence[BlobEntry], 
         asked.parent_version,
         len(facts.token_ids),
         now_unix_ms,
-        versions.total_bytes(manifest, named),
+        versions.total_bytes(manifest, facts),
         terms.origin,
         terms.origin_detail,
         facts.request_id,
@@ -176,13 +201,13 @@ def _misfit(rows: Rows, row: BlobEntry, need: NamedBlob) -> str | None:
 def bind(
     rows: Rows,
     shared: Sequence[SharedBlock],
-    named: Sequence[BlobEntry | None],
+    named: Mapping[int, BlobEntry | None],
     bound: Mapping[str, tuple[int, bool]],
 ) -> None:
     """Bind block hashes to blobs. The first binding of a hash stays, while its blob is here, undamaged and not brought.
-    `named`: the manifest's blobs, None for a blob that others may not find. Binding ends at the first None, and behind
-    a hash that is bound to other bytes: the next blocks were computed on bytes that a reader would not find. `bound`:
-    from `bound_now`.
+    `named`: the manifest's blobs by their places, None for a blob that others may not find. Binding ends at the first
+    None, and behind a hash that is bound to other bytes: the next blocks were computed on bytes that a reader would not
+    find. `bound`: from `bound_now`.
     """
     for block in shared:
         blob = named[block.place]

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from kvasir.errors import NotFound
 from kvasir.formats.digest import Digest
 
+from cachestore_svc.blobs.manifests import ManifestFacts
 from cachestore_svc.facts.records import LineKey, LineQuery, Origin, SnapshotVersion
 from cachestore_svc.index.refusals import no_agent, no_line
 from cachestore_svc.index.sqlite.blobs import find_blobs
@@ -220,27 +221,69 @@ def manifest_id_of(rows: Rows, line_id: int, version: int) -> int:
     return rows.number(f"SELECT manifest_id FROM versions WHERE {which}", line=line_id, version=version)  # noqa: S608
 
 
+class KnownPart(NamedTuple):
+    """So many of the first blobs that a commit names are those of a held manifest, which has this number. None of them
+    needs a look: they fit, and are undamaged, unmarked and not brought.
+    """
+
+    length: int = 0
+    manifest_id: int = 0
+
+
+NOTHING_KNOWN = KnownPart()
+
+
+def known_part(rows: Rows, parent_hash: str, count: int, bound: int) -> KnownPart:
+    """The first `count` blobs of a manifest, if it holds them, they are as they should be, and the first `bound` of
+    them are bound to their block hashes: a block has only one. None of a manifest that was brought: a commit from
+    elsewhere marks those that no other one holds.
+    """
+    # Subqueries, which no planner turns into a look at all blobs.
+    found = rows.one(
+        """SELECT manifest_id, COUNT((SELECT 1 FROM blobs
+                WHERE id = blob_id AND NOT is_damaged AND is_brought = 0 AND marked_unix_ms IS NULL)),
+            COUNT(CASE WHEN position < :bound THEN (SELECT 1 FROM prefixes
+                WHERE prefixes.blob_id = manifest_blobs.blob_id LIMIT 1) END)
+            FROM manifest_blobs WHERE position < :count AND manifest_id = (SELECT id FROM blobs
+                WHERE namespace_id = :namespace AND hash = :hash AND is_brought = 0) GROUP BY manifest_id""",
+        hash=parent_hash,
+        count=count,
+        bound=bound,
+    )
+    return KnownPart(count, int(found[0])) if found and tuple(found[1:]) == (count, bound) else NOTHING_KNOWN
+
+
 def hold_manifest(
-    rows: Rows, manifest: BlobEntry, named: Sequence[BlobEntry], token_count: int, request_id: str
+    rows: Rows,
+    manifest: BlobEntry,
+    facts: ManifestFacts,
+    named: Sequence[BlobEntry],
+    known: KnownPart = NOTHING_KNOWN,
 ) -> None:
-    """From now on a manifest holds on to the blobs that it names. It may do so already."""
-    total = total_bytes(manifest, named)
+    """From now on a manifest holds on to the blobs that it names: those that are known, and `named` behind these. It
+    may do so already."""
     held = "INSERT INTO manifests VALUES (:manifest, :tokens, :total, :request_id) ON CONFLICT DO NOTHING"
-    rows.later(held, manifest=manifest.id, tokens=token_count, total=total, request_id=request_id)
-    _name_blobs(rows, manifest.id, named)
+    tokens, total = len(facts.token_ids), total_bytes(manifest, facts)
+    rows.later(held, manifest=manifest.id, tokens=tokens, total=total, request_id=facts.request_id)
+    if known.length:
+        same = """INSERT INTO manifest_blobs SELECT :manifest, position, blob_id FROM manifest_blobs
+            WHERE manifest_id = :parent AND position < :count ON CONFLICT DO NOTHING"""
+        rows.later(same, manifest=manifest.id, parent=known.manifest_id, count=known.length)
+    _name_blobs(rows, manifest.id, named, known.length)
     # A later release must give them their whole rest.
     unmarked = "UPDATE blobs SET marked_unix_ms = NULL WHERE id IN (SELECT value FROM json_each(:ids))"
     rows.later(f"{unmarked} AND marked_unix_ms IS NOT NULL", ids=[blob.id for blob in (manifest, *named)])
 
 
-def total_bytes(manifest: BlobEntry, named: Sequence[BlobEntry]) -> int:
-    return manifest.size_bytes + sum(blob.size_bytes for blob in named)
+def total_bytes(manifest: BlobEntry, facts: ManifestFacts) -> int:
+    return manifest.size_bytes + sum(need.digest.size_bytes for need in facts.named)
 
 
-def _name_blobs(rows: Rows, manifest_id: int, named: Sequence[BlobEntry | None]) -> None:
+def _name_blobs(rows: Rows, manifest_id: int, named: Sequence[BlobEntry | None], first: int = 0) -> None:
     """Blobs that are not listed keep their places free."""
-    new = "INSERT INTO manifest_blobs SELECT :manifest, key, value FROM json_each(:ids) WHERE value > 0"
-    rows.later(f"{new} ON CONFLICT DO NOTHING", manifest=manifest_id, ids=[blob.id if blob else 0 for blob in named])
+    new = "INSERT INTO manifest_blobs SELECT :manifest, key + :first, value FROM json_each(:ids) WHERE value > 0"
+    ids = [blob.id if blob else 0 for blob in named]
+    rows.later(f"{new} ON CONFLICT DO NOTHING", manifest=manifest_id, first=first, ids=ids)
 
 
 def named_after(rows: Rows, manifest: Digest, position: int, limit: int) -> list[tuple[int, Digest]]:

@@ -45,11 +45,11 @@ def hold_version(rows: Rows, read: ReadManifest, agent_id: str, key: VersionKey,
     named = [found[need.digest] for need in facts.named]
     agent = agents.make_agent(rows, agent_id, new.created_unix_ms)
     line_id = versions.make_line(rows, agent.id, kv_hash, new.created_unix_ms)
-    versions.hold_manifest(rows, manifest, named, len(facts.token_ids), facts.request_id)
+    versions.hold_manifest(rows, manifest, facts, named)
     made = new.parent_version, manifest.id, new.origin, new.origin_detail, new.created_unix_ms
     versions.put_version(rows, "INSERT OR REPLACE", line_id, number, made)
     if new.origin == Origin.TURN:  # only an engine commits a turn
-        committing.bind(rows, shared, named, committing.bound_now(rows, shared))
+        committing.bind(rows, shared, dict(enumerate(named)), committing.bound_now(rows, shared))
 
 
 def _agent(rows: Rows, name: str, is_pinned: int, retained: int | None, created: int) -> None:

@@ -2,16 +2,21 @@
 costs a commit and a look for a prefix nothing.
 """
 
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 from cachestore_svc.index.catalog import CatalogChange
+from cachestore_svc.index.sqlite.rows import Rows, Value
 from cachestore_svc.index.values import CommitTerms
 from cachestore_svc.store.store import Store
 from tests.cachestore.core.lab import NS, Lab, upload
 from tests.made_models.synthetic import SMALL, SyntheticAgent
 
-SHORT, LONG = 3 * 256 + 10, 40 * 256 + 10
+SHORT, LONG = 20 * 256 + 10, 80 * 256 + 10
 _STEPS = 20  # of SQLite's machine, between two counts
 
 
@@ -37,6 +42,29 @@ def statements_of_the_second_commit(store: Store, seed: int, tokens: int) -> lis
     assert found.tokens == (tokens + 300) // 256 * 256
     # Those of triggers are rows', each once for a version or an agent.
     return [each for each in heard if not each.startswith("--")]
+
+
+def test_a_commit_reads_as_many_rows_on_a_long_line_as_on_a_short_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read, rows_of = Counter[int](), Rows.all
+
+    def counted(rows: Rows, sql: str, **values: Value) -> list[tuple[Any, ...]]:
+        found = rows_of(rows, sql, **values)
+        read[tokens] += len(found)
+        return found
+
+    with Lab(tmp_path / "data").open() as store:
+        for seed, tokens in enumerate((SHORT, LONG)):
+            agent, terms = SyntheticAgent(SMALL, seed), CommitTerms(bind_shared=True)
+            upload(store, first := agent.turn(tokens, is_prompt=True))
+            store.snapshots.commit(NS, f"agent {seed}", first.manifest_digest, 0, terms)
+            upload(store, second := agent.turn(300, is_prompt=True))
+            known = store.snapshots.known(NS, second.manifest_digest)
+            with monkeypatch.context() as patched:
+                patched.setattr(Rows, "all", counted)
+                store.snapshots.commit(NS, f"agent {seed}", second.manifest_digest, 1, terms, known)
+    assert 5 < read[SHORT] == read[LONG] < 20, read
 
 
 def test_a_commit_runs_as_many_statements_on_a_long_line_as_on_a_short_one(tmp_path: Path) -> None:
