@@ -14,6 +14,7 @@ conversation that continues at another time is found, and its memory goes on."""
 import asyncio
 import contextlib
 import logging
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
@@ -101,7 +102,7 @@ class Conversations:
         # By namespace and digest at any time the digest of the newest answer.
         self._alike: dict[tuple[str, str], str] = {}
         # By namespace the digests of its answers, now and at any time, the oldest first.
-        self._held: dict[str, dict[str, str]] = {}
+        self._held: defaultdict[str, OrderedDict[str, str]] = defaultdict(OrderedDict)
         self._calls: dict[tuple[str, str], str] = {}  # by a call's id the digest of the answer that made it
         self._calls_of: dict[tuple[str, str], Sequence[str]] = {}
         self._openings: dict[tuple[str, str], str] = {}  # by agent, as of its newest answer
@@ -222,7 +223,7 @@ class Conversations:
         self._openings[namespace, agent_id] = chain.points[0].alike
         self._calls_of[place] = [call.id for call in reply.tool_calls if call.id]
         self._calls |= {(namespace, call): digest for call in self._calls_of[place]}
-        alike = self._held.setdefault(namespace, {})[digest] = self._next(chain.alike, reply).hex()
+        alike = self._held[namespace][digest] = self._next(chain.alike, reply).hex()
         if alike != digest:
             self._alike[namespace, alike] = digest
         if len(self._answers) > _MAX_TIPS:
@@ -307,11 +308,12 @@ class Conversations:
 
     def _forget(self, place: tuple[str, str]) -> None:
         agent_id, _ = self._answers.pop(place, ("", 0))
-        alike = self._held.get(place[0], {}).pop(place[1], "")
+        alike = self._held[place[0]].pop(place[1], "")
         if self._alike.get((place[0], alike)) == place[1]:
             del self._alike[place[0], alike]
         for call in self._calls_of.pop(place, ()):
-            self._calls.pop((place[0], call), None)
+            if self._calls.get((place[0], call)) == place[1]:  # a later answer may have made it, too
+                del self._calls[place[0], call]
         newest = (place[0], agent_id)
         if self._newest.get(newest) == place[1]:
             del self._newest[newest], self._openings[newest]

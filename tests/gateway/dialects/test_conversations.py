@@ -206,6 +206,20 @@ def test_a_call_that_its_client_completed_is_the_same_reply_also_after_a_restart
     assert talk.records.forks == again.records.forks == []
 
 
+def test_an_answer_that_goes_leaves_a_later_one_the_call_that_both_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Models whose ids are counted begin each conversation with the same one."""
+    monkeypatch.setattr(module, "_MAX_TIPS", 2)
+    talk = Talk(conversations(), Records())
+    made, said = (
+        Said("assistant", "", tool_calls=(ToolUse("c1", "edit", arguments),)) for arguments in ("{}", '{"all": false}')
+    )
+    talk.turn(user("Hello"), said=made)
+    second = talk.turn(user("Good evening"), said=made)
+    talk.turn(user("Good night"))  # pushes the first one out
+    talk.records.is_down = True  # then RAM alone knows it
+    assert talk.turn(user("Good evening"), said, Said("tool", "done", tool_call_id="c1")) == second
+
+
 @pytest.mark.parametrize("is_own", [True, False])
 def test_a_call_that_still_stands_in_the_text_of_the_newest_reply_is_known_by_its_id(is_own: bool) -> None:
     """As after a kill of all between a call and its result. Another reply's call is a branch."""
