@@ -126,15 +126,21 @@ def is_known(core: Core, blobs: NamespaceBlobs) -> bool:
     return any(core.blobs.of(namespace).place == blobs.place for namespace in core.known_namespaces())
 
 
-def set_unlisted_aside(core: Core, namespace: str, found: Mapping[str, set[int]], since_unix_ms: int) -> int:
-    """As `set_aside`, of the editions of a shared backend that no row has; how many. `since_unix_ms`: when the list of
-    them began. Another process may be about to list one: it then writes the blob under another name."""
-    now = core.now_unix_ms()
-    if not _is_soon(core, since_unix_ms):
-        return 0
-    unlisted = core.catalog.write(namespace, lambda change: change.condemn(found, now, keeps=True))
+def set_unlisted_aside(core: Core, namespace: str, found: Mapping[str, set[int]], since_unix_ms: int) -> list[Removal]:
+    """As `set_aside`, of the editions of a shared backend that no row has; which these are. `since_unix_ms`: when the
+    list of them began. Another process may be about to list one: it then writes the blob under another name."""
+    hashes, unlisted = sorted(found), list[Removal]()
+    for start in range(0, len(hashes), SLICE):
+        now, some = core.now_unix_ms(), {each: found[each] for each in hashes[start : start + SLICE]}
+        if not _is_soon(core, since_unix_ms):
+            break
+        unlisted += core.catalog.write(namespace, partial(_condemn, some, now))
     end_removals(core, namespace)
-    return len(unlisted)
+    return unlisted
+
+
+def _condemn(found: Mapping[str, set[int]], now_unix_ms: int, change: CatalogChange) -> list[Removal]:
+    return change.condemn(found, now_unix_ms, keeps=True)
 
 
 def remove_files(core: Core, namespace: str, digests: Iterable[Digest]) -> int:

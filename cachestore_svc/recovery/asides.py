@@ -48,7 +48,7 @@ def _sweep(core: Core, namespace: str) -> int:
     for hash_ in listing.parts:
         blobs.remove_part(hash_)
     if core.blobs.is_shared:
-        unnamed = set_unlisted_aside(core, namespace, listing.editions, began_unix_ms)
+        unnamed = len(set_unlisted_aside(core, namespace, listing.editions, began_unix_ms))
     else:
         for hash_ in listing.blobs - listed:
             set_aside(core, blobs, hash_)

@@ -103,9 +103,13 @@ def _files(core: Core, namespace: str, repair: bool) -> Iterator[Finding]:
     listing = core.blobs.of(namespace).list()
     digests = core.catalog.read(namespace, lambda view: view.whole_blobs())
     listed = {digest.hash: digest for digest in digests}
-    for hash_ in sorted(listing.blobs - set(listed)):
-        if _is_orphan(core, namespace, hash_, listing.editions.get(hash_, set()), began_unix_ms, repair):
-            yield Finding("ORPHAN_FILE", namespace, hash_, repair)
+    unlisted, gone, is_shared = listing.blobs - set(listed), set[str](), core.blobs.is_shared
+    if repair and is_shared:
+        editions = {hash_: listing.editions[hash_] for hash_ in unlisted}
+        gone = {each.hash for each in set_unlisted_aside(core, namespace, editions, began_unix_ms)}
+    for hash_ in sorted(unlisted):
+        if hash_ in gone or _is_orphan(core, namespace, hash_, repair and not is_shared):
+            yield Finding("ORPHAN_FILE", namespace, hash_, repair and (hash_ in gone or not is_shared))
     for name in listing.strange:
         yield Finding("STRANGE_FILE", namespace, name)
     for digest in digests:
@@ -115,14 +119,12 @@ def _files(core: Core, namespace: str, repair: bool) -> Iterator[Finding]:
             yield Finding(problem, namespace, f"{digest.hash}: expected {digest.size_bytes}, found {size}", repair)
 
 
-def _is_orphan(core: Core, namespace: str, hash_: str, editions: set[int], since_unix_ms: int, repair: bool) -> bool:
+def _is_orphan(core: Core, namespace: str, hash_: str, repair: bool) -> bool:
     """Whether a blob is still not listed, looked up while no writer can be between naming it and listing it."""
     blobs = core.blobs.of(namespace)
     with blobs.naming(hash_):
         if core.catalog.read(namespace, lambda view: view.has_hash(hash_)):
             return False
-        if repair and core.blobs.is_shared:
-            return set_unlisted_aside(core, namespace, {hash_: editions}, since_unix_ms) > 0
         if repair:
             set_aside(core, blobs, hash_)
         return blobs.size_bytes(hash_) is not None or repair

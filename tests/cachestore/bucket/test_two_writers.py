@@ -341,7 +341,7 @@ def test_a_start_that_stood_still_believes_its_list_no_more(pair: Pair) -> None:
     core.catalog.write(NS, lambda change: change.free_names(1 << 60))
     made = publish(pair.second, "ada", turn, 0)
     rest_ms = stored_blobs.name_rest_ms(core)
-    assert stored_blobs.set_unlisted_aside(core, NS, listed, listed_unix_ms - rest_ms) == 0
+    assert stored_blobs.set_unlisted_aside(core, NS, listed, listed_unix_ms - rest_ms) == []
     _Register(core).withdraw(NS, turn.digests, {digest.hash: 0 for digest in turn.digests})
     assert_restores(pair.first, made, turn)
 
@@ -451,6 +451,25 @@ def test_two_starts_set_aside_what_lies_at_a_place_that_nobody_knows(pair: Pair)
     assert {each.hash for each in others[0].asides} == set(names)
     assert {name.partition(".aside-")[0] for name in bucket.names(UNKNOWN)} == set(names)
     assert all(".aside-" in name for name in bucket.names(UNKNOWN))
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+def test_a_check_reports_each_object_that_no_row_has_whether_it_could_set_it_aside(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch, *, is_late: bool
+) -> None:
+    """Behind an old list it sets nothing aside: the names may be used again."""
+    turn, care = SyntheticAgent(seed=1).turn(70), pair.first.care
+    publish(pair.first, "ada", turn, 0)
+    bucket = pair.first._core.blobs.sealed.bucket  # type: ignore[attr-defined]
+    place, names = pair.first._core.blobs.of(NS).place, {f"{number:064x}" for number in range(3)}
+    for name in names:
+        bucket.put(f"{place}/{name}", b"left")
+    if is_late:
+        monkeypatch.setattr(stored_blobs, "name_rest_ms", lambda _: 0)
+    found = care.check(repair=True).findings
+    assert [(each.problem, each.is_repaired) for each in found] == [("ORPHAN_FILE", not is_late)] * 3
+    assert (set(bucket.names(place)) >= names) == is_late
+    assert care.check(repair=False).is_clean != is_late
 
 
 def test_a_publication_that_failed_under_another_name_leaves_the_row_its_object(pair: Pair) -> None:
