@@ -19,19 +19,20 @@ class Known(NamedTuple):
     times_gone: int = 0  # the agent
 
     def is_ahead_of(self, heads: AgentHeads) -> bool:
-        """Whether a store that answers so lacks it. A later agent of that name has versions of its own, also where the
-        event is lost that the one before was deleted.
+        """Whether a store that answers so lacks it. Of two agents that had one name the later one counts, and no
+        number, also where the event is lost that the one before was deleted.
         """
-        return self.newest is not None and heads.newest.identity.is_behind(self.newest) and not self._is_before(heads)
+        if self.newest is None or heads.newest.identity == self.newest:
+            return False
+        if 0 not in (self.made_unix_ms, heads.made_unix_ms) and heads.made_unix_ms != self.made_unix_ms:
+            return heads.made_unix_ms < self.made_unix_ms
+        return heads.newest.identity.is_behind(self.newest)
 
     def with_found(self, heads: AgentHeads) -> "Known":
         read = heads.newest.identity
         if read.manifest is None or self.is_ahead_of(heads):
             return self
         return self._replace(newest=read, made_unix_ms=heads.made_unix_ms)
-
-    def _is_before(self, heads: AgentHeads) -> bool:
-        return 0 < self.made_unix_ms < heads.made_unix_ms
 
 
 class KnownVersions:

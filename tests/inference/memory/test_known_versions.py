@@ -43,9 +43,11 @@ def known(request: pytest.FixtureRequest) -> KnownVersions:
         (NONE, True, 3),
         (answer(3, manifest=b"another"), True, 3),
         (answer(3), False, 3),
+        (answer(3, made_unix_ms=4), False, 3),  # an index that was made again may have lost the agent's age
         (answer(4), False, 4),
         (answer(1, made_unix_ms=6), False, 1),  # of a later agent of that name
         (answer(2, made_unix_ms=4), True, 3),
+        (answer(9, made_unix_ms=4), True, 3),  # of an agent before the one of that name
     ],
 )
 def test_a_store_that_lacks_a_known_version_is_found_out(
