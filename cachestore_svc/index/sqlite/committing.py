@@ -69,8 +69,8 @@ def _ask_ahead(rows: RowsAhead, asked: Commit) -> None:
     owners.ownership_of(rows, agent_id)
     leases.rows_of(rows, LineQuery(agent_id, kv_hash if terms.lease else None))
     versions.old_versions(rows, asked.line, asked.default_retained)
-    _known_part(rows, asked)
-    _find_behind(rows, asked, asked.facts.known_named)
+    if asked.facts.known_named:  # else it is the next one
+        _find_behind(rows, asked, asked.facts.known_named)
     bound_now(rows, _behind(asked.shared, asked.facts.known_named))
 
 
