@@ -17,7 +17,7 @@ class Candidate:
     line_used_unix_ms: int
 
 
-_RANK = attrgetter("is_head", "is_pinned", "line_used_unix_ms", "line_id", "version")
+_RANK = attrgetter("is_head", "is_pinned", "line_used_unix_ms", "version", "line_id")
 
 
 def order(candidates: Iterable[Candidate], evict_heads: bool, unused_since_unix_ms: int) -> list[Candidate]:

@@ -108,11 +108,16 @@ def _held_by_old_versions(rows: Rows, deadlines: Deadlines) -> int:
 
 
 def _candidates(rows: Rows) -> list[eviction.Candidate]:
+    """An agent's newest version counts as used whenever one of its lines was: without it the agent would go back."""
     found = rows.all(
-        """SELECT lines.id, versions.version, versions.version = heads.version, agents.is_pinned, lines.used_unix_ms
+        """SELECT lines.id, versions.version, versions.version = heads.version, agents.is_pinned,
+            CASE WHEN versions.version = newest.version THEN newest.used_unix_ms ELSE lines.used_unix_ms END
             FROM versions JOIN lines ON lines.id = versions.line_id JOIN agents ON agents.id = lines.agent_id
             JOIN (SELECT line_id, MAX(version) AS version FROM versions GROUP BY line_id) AS heads
-            ON heads.line_id = lines.id WHERE agents.namespace_id = :namespace"""
+            ON heads.line_id = lines.id
+            JOIN (SELECT agent_id, MAX(version) AS version, MAX(used_unix_ms) AS used_unix_ms
+                FROM lines JOIN versions ON versions.line_id = lines.id GROUP BY agent_id) AS newest
+            ON newest.agent_id = agents.id WHERE agents.namespace_id = :namespace"""
     )
     return [eviction.Candidate(*each) for each in found]
 

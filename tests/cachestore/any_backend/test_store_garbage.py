@@ -2,6 +2,7 @@
 
 import random
 import threading
+from contextlib import nullcontext
 
 import pytest
 from kvasir.errors import Conflict, FailedPrecondition, KvasirError, NotFound, ResourceExhausted
@@ -367,6 +368,21 @@ def test_heads_go_only_where_configured_long_unused_and_unpinned(lab: Lab) -> No
         for name in ("pinned", "first", "new"):
             assert_readable(store, name)
         assert store.care.check().is_clean
+
+
+@pytest.mark.parametrize("is_used", [False, True])
+def test_an_agents_newest_version_goes_after_those_of_its_other_lines(lab: Lab, *, is_used: bool) -> None:
+    """Else the agent would go back to an older memory, where another model read that since."""
+    with opened(lab, quota_bytes=70_000, evict_heads=True) as store:
+        publish(store, "ada", SyntheticAgent(SMALL, 1).turn(400), 0)
+        publish(store, "ada", SyntheticAgent(TINY, 2).turn(10), 1)
+        lab.clock.pass_s(REST_S)
+        store.snapshots.get(NS, "ada", kv_identity_hash=KV)
+        lab.clock.pass_s(0 if is_used else REST_S)
+        store.care.collect_garbage()
+        with pytest.raises(ResourceExhausted) if is_used else nullcontext():
+            upload(store, SyntheticAgent(SMALL, 9).turn(400))
+        assert [each.version for each in store.agents.get(NS, "ada").lines] == ([2, 1] if is_used else [2])
 
 
 def test_what_was_promised_does_not_go_by_eviction_either(lab: Lab) -> None:
