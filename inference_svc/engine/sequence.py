@@ -63,6 +63,9 @@ class Sequence:
         self.namespace, self.priority = plan.namespace, plan.pace.priority
         self.longest_gap_s = plan.pace.longest_gap_s
         self.cells = Cells(len(plan.token_ids), model.cell_tokens, _rewind_point(plan, model))
+        # A pass that fills masks computes the prompt's last token too, if that is all of the prompt that has no KV.
+        takes_last = model.mask_window is not None and plan.generates and self.cells.prompt_tokens > 1
+        self._decodes_from = self.cells.prompt_tokens - takes_last
         self.most_tokens = self.cells.prompt_tokens + plan.sampling.max_tokens  # if it generates all that it may
         self.listener = listener
         self.matcher = matcher  # of the plan's constraint; advanced by the sampler
@@ -106,7 +109,7 @@ class Sequence:
         if self.arrival is not None and self.arrival.lacks_files:
             return Status.RESTORING
         cells, stage = self.cells, self._stage  # read several times a step
-        return Status.DECODING if stage is Status.PREFILLING and cells.computed >= cells.prompt_tokens else stage
+        return Status.DECODING if stage is Status.PREFILLING and cells.computed >= self._decodes_from else stage
 
     @property
     def finish_reason(self) -> api.FinishReason | None:
@@ -275,14 +278,18 @@ class Sequence:
         self._end_if_only_prompt()
 
     def decoded(self, tokens: int = 1) -> None:
-        self.cells.computed += tokens
+        if of_prompt := min(tokens, self.cells.rest_tokens):
+            self.prefilled(of_prompt)
+        self.cells.computed += tokens - of_prompt
         self._report_full_blocks()
 
     def passed(self, rows: int) -> None:
-        """A pass that fills masks computed so many rows of the turn. Behind the reply's end memory alone needs them."""
-        if self.finish_reason is not None:
-            return
-        self._mask_passes = api.MaskPasses(self._mask_passes.passes + 1, self._mask_passes.rows + rows)
+        """A pass that fills masks computed so many rows of the turn; not yet `decoded`. The prompt's row is none of the
+        reply, and behind the reply's end memory alone needs them.
+        """
+        rows -= self.cells.rest_tokens
+        if rows and self.finish_reason is None:
+            self._mask_passes = api.MaskPasses(self._mask_passes.passes + 1, self._mask_passes.rows + rows)
 
     def tried(self, drafts: int, right: int) -> None:
         """The next `right` tokens that are accepted were drafts. Those behind the reply's end never are."""

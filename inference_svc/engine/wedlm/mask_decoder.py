@@ -2,6 +2,9 @@
 kept tokens of its window, and behind these its masks, each rotated by its own position. Where the model gives the next
 token too, and nothing is kept, the last committed token's row stands for the first mask.
 
+A turn of whose prompt the last token alone has no KV gets it here, in a row beside those of others, with the sums of a
+cell of its own. Where that row gives the reply's first token, the window begins behind it, as behind a cell.
+
 So committed tokens get the rows that they would get one by one, masks see all that is known, and one pass does both.
 Every draw depends on the pass before, so that each pass is read at once.
 """
@@ -55,7 +58,8 @@ class _Rows:
     def pass_rows(self) -> PassRows:
         first = self.sequence.cells.computed + len(self.committed)
         places = (*(place for place, _ in self.kept), *self.masks)
-        return PassRows(len(self.committed), tuple(first + place for place in places))
+        ends_prompt = self.sequence.cells.rest_tokens > 0
+        return PassRows(len(self.committed), tuple(first + place for place in places), is_first_alone=ends_prompt)
 
 
 class MaskDecoder:
@@ -91,6 +95,8 @@ class MaskDecoder:
         missing = tuple(sequence.token_ids[sequence.cells.computed : wanted])
         if sequence.finish_reason is not None or len(missing) > _MOST_COMMITTED:
             return _Rows(sequence, missing[:_MOST_COMMITTED])
+        if self._window.draws_next and len(sequence.token_ids) == sequence.cells.prompt_tokens:
+            return _Rows(sequence, missing, draws_next=True)
         window = self._windows.setdefault(sequence, self._new_window(sequence))
         kept = tuple((place, drawn.token_id) for place, drawn in window.kept)
         size = min(self._size(sequence), self._window.size_behind(window.committed))
@@ -157,10 +163,11 @@ class MaskDecoder:
             if isinstance(token, KvasirError):
                 return [token]
             drawn[place] = token
+        if (window := self._windows.get(rows.sequence)) is None:  # the prompt gave the reply's first token
+            return [*drawn.values()]
         entropies = {place: entropy for place, (_, entropy) in zip(rows.drawn_places, found, strict=True)}
         if rows.draws_next:
             entropies[0] = -inf  # token by token the model is sure
         sure = sure_places(entropies, self._window)
-        window = self._windows[rows.sequence]
         window.keep({place: drawn[place] for place in sure})
         return [*window.commit()]

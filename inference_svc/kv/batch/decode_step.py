@@ -81,11 +81,13 @@ class GroupRows:
 class PassRows:
     """A sequence's rows of one pass. The first `stored` become its KV. The rest are seen by those behind them as they
     are computed, not as they would be stored, and by nobody after the pass. `positions` of these, by which they are
-    rotated, may be in any order.
+    rotated, may be in any order. `is_first_alone`: over copies, attention of the first row has the sums of a pass of
+    this token alone.
     """
 
     stored: int
     positions: tuple[int, ...] = ()
+    is_first_alone: bool = False
 
     @property
     def count(self) -> int:
@@ -97,6 +99,7 @@ class DecodeStep:
     """Rows of sequences are about to be computed: of each its next token and, behind it, tokens that are tried ahead.
     `slot_of` has by row the slot of its sequence, `lengths` how many rows stand before it. `rows`: with empty ones.
     `stored`: the rows that are stored, None for all. `positions`: by which they are rotated, None for `lengths`.
+    `alone`: the rows that `PassRows.is_first_alone` is about.
     """
 
     sequences: tuple[SequenceKV, ...]
@@ -106,6 +109,7 @@ class DecodeStep:
     rows: int
     stored: tuple[int, ...] | None = None
     positions: tuple[int, ...] | None = None
+    alone: tuple[int, ...] = ()
 
     @classmethod
     def of(
@@ -124,18 +128,20 @@ class DecodeStep:
         slot_of, lengths = _places_of(sequences, [each.count for each in given])
         stored_slots, stored_lengths = _places_of(sequences, [each.stored for each in given])
         groups = _groups_of(pool, sequences, stored_slots, stored_lengths, len(stored_lengths))
-        firsts = accumulate((each.count for each in given), initial=0)
+        firsts = [*accumulate((each.count for each in given), initial=0)]
         stored = tuple(first + row for first, each in zip(firsts, given, strict=False) for row in range(each.stored))
         positions = tuple(
             position
             for kv, each in zip(sequences, given, strict=True)
             for position in (*range(kv.length, kv.length + each.stored), *each.positions)
         )
-        return cls(tuple(sequences), slot_of, lengths, groups, len(lengths), stored, positions)
+        alone = tuple(first for first, each in zip(firsts, given, strict=False) if each.is_first_alone)
+        return cls(tuple(sequences), slot_of, lengths, groups, len(lengths), stored, positions, alone)
 
     @cached_property
     def has_one_row_each(self) -> bool:
-        return self.slot_of == tuple(range(len(self.sequences)))
+        """And none that is `alone`."""
+        return not self.alone and self.slot_of == tuple(range(len(self.sequences)))
 
     @cached_property
     def counts(self) -> list[int]:
@@ -144,10 +150,10 @@ class DecodeStep:
 
     @cached_property
     def hidden(self) -> list[mx.array]:
-        """By sequence that has rows, for `attend_window`."""
-        firsts = accumulate(self.counts, initial=0)
-        own = (self.lengths[first : first + count] for first, count in zip(firsts, self.counts, strict=False) if count)
-        return [hidden_of(lengths) for lengths in own]
+        """By sequence that has rows that are not alone, for `attend_window`."""
+        slots = zip(accumulate(self.counts, initial=0), self.counts, strict=False)
+        own = (self.lengths[first + (first in self.alone) : first + count] for first, count in slots if count)
+        return [hidden_of(lengths) for lengths in own if lengths]
 
     @cached_property
     def slots(self) -> mx.array:

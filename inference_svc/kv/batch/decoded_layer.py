@@ -120,12 +120,24 @@ class DecodedLayer:
         if self._now.has_one_row_each:
             return None
         seen = slot_keys[:, :, : self._width], slot_values[:, :, : self._width]
-        return attend_by_slot(queries, *seen, self._now.counts, scale, mask)
+        attended = attend_by_slot(queries, *seen, self._now.counts, scale, mask)
+        for row in self._now.alone:
+            attended[row : row + 1] = self._attended_alone(row, queries, slot_keys, slot_values, scale)
+        return attended
+
+    def _attended_alone(self, row: int, queries: mx.array, keys: mx.array, values: mx.array, scale: float) -> mx.array:
+        """As `attend`, of one row [1, heads, 1, dim], as a prefill of its token alone calls MLX."""
+        slot, seen = self._now.slot_of[row], self._now.lengths[row] + 1
+        own_keys, own_values = (array[slot : slot + 1, :, :seen] for array in (keys, values))
+        return mx.fast.scaled_dot_product_attention(queries[row : row + 1], own_keys, own_values, scale=scale)
 
     def _attended_windows(self, queries: mx.array, keys: mx.array, values: mx.array, scale: float) -> mx.array:
         """As `attend`, over K and V by slot, each slot by products of its own."""
         attended, row, hidden = [], 0, iter(self._now.hidden)
         for slot, count in enumerate(self._now.counts):
+            if count and row in self._now.alone:
+                attended.append(self._attended_alone(row, queries, keys, values, scale))
+                row, count = row + 1, count - 1
             if count:
                 own = next(hidden)
                 seen_keys, seen_values = seen_rows(keys[slot], own), seen_rows(values[slot], own)
