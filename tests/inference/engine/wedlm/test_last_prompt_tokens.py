@@ -99,7 +99,7 @@ def outcome(driver: Driver, listener: Listener, key: Any) -> tuple[object, ...]:
 
 @SUMS
 @of_each_model
-@pytest.mark.parametrize(("length", "sums_alike"), [(5, True), (BEHIND_BORDER, True), (130, False)])
+@pytest.mark.parametrize(("length", "sums_alike"), [(5, True), (BEHIND_BORDER, True), (411, False)])
 def test_a_turn_is_to_the_bit_that_of_a_cell_for_its_last_prompt_token(
     served: Served, length: int, sums_alike: bool, computed: Computed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
