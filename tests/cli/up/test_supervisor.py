@@ -11,7 +11,9 @@ from pathlib import Path
 
 import pytest
 from kvasir.cli.running.holding import Patience
+from kvasir.cli.running.home import Endpoint
 from kvasir.cli.running.logs import GrowingLog, is_important, last_lines, rotate_log
+from kvasir.cli.running.plan import ServiceProcess
 from kvasir.cli.running.supervisor import RestartPolicy, Service, Supervisor
 from kvasir.errors import Unavailable
 
@@ -76,6 +78,7 @@ class Group:
         ready_within_s: float = 60,
         grace_s: float = 5,
         say: Callable[[str], None] | None = None,
+        has_data: Callable[[], bool] = lambda: True,
     ) -> None:
         self.place = place
         self.said: list[str] = []
@@ -86,6 +89,7 @@ class Group:
                 place / f"{name}.log",
                 self._readiness(name),
                 ready_within_s,
+                has_data=has_data,
             )
             for name, script in scripts.items()
         ]
@@ -140,6 +144,32 @@ def test_a_killed_service_is_started_again(tmp_path: Path) -> None:
         group.supervisor.stop()
         await run
         assert not process_exists(second)
+
+    asyncio.run(scenario())
+
+
+def test_a_killed_store_is_not_started_again_in_a_mount_point_that_lost_its_disk(tmp_path: Path) -> None:
+    """It would begin an empty store there."""
+    data = tmp_path / "data"
+    data.mkdir()
+    (data / "kvasir.sqlite3").touch()
+    store = ServiceProcess("store", Endpoint("unix:/none"), tmp_path / "log", {"data_dir": data}).service()
+
+    async def scenario() -> None:
+        group = Group(tmp_path, {"store": SERVER}, has_data=store.has_data)
+        run = group.begin()
+        await asyncio.wait_for(group.started.wait(), 20)
+        for is_mounted in (True, False):
+            first = group.supervisor.pid("store")
+            if not is_mounted:
+                (data / "kvasir.sqlite3").unlink()
+            os.kill(first, signal.SIGKILL)
+            if is_mounted:
+                await eventually(lambda: len(group.order()) == 2)
+        with pytest.raises(Unavailable, match="times within"):
+            await asyncio.wait_for(run, 20)
+        assert group.order() == ["store started"] * 2
+        assert "store is not started: its data are gone; is its disk mounted?" in group.said
 
     asyncio.run(scenario())
 

@@ -164,3 +164,13 @@ class Home:
         elif address.startswith("unix:"):
             return Endpoint(address)
         return Endpoint(address, *(Path(file) if file else None for file in files))
+
+
+def has_files(folder: Path) -> bool:
+    """Whether it holds more than a mount point or a new file system does. A folder that cannot be read may."""
+    try:
+        return any(not each.name.startswith(".") and each.name != "lost+found" for each in folder.iterdir())
+    except FileNotFoundError:
+        return False
+    except OSError:
+        return True

@@ -10,7 +10,7 @@ from pathlib import Path
 from kvasir.address import parse_address
 from kvasir.cli.fleet.elsewhere import endpoint_of, engine_tokens, shares_credentials
 from kvasir.cli.running.health import ENGINE_SERVICE, STORE_SERVICE, Health, http_health, is_ready
-from kvasir.cli.running.home import Endpoint
+from kvasir.cli.running.home import Endpoint, has_files
 from kvasir.cli.running.own_credentials import OPERATORS, SERVICE_ADMINS
 from kvasir.cli.running.supervisor import Service
 from kvasir.cli.settings.asked import Asked
@@ -52,7 +52,9 @@ class ServiceProcess:
         within_s = {"store": HANGS_S, "engine": ENGINE_READY_WITHIN_S, "http": ENGINE_READY_WITHIN_S + HANGS_S}
         state_dir = Path(str(self.options.get("state_dir", "")))
         phases = functools.partial(_phases, state_dir) if self.name == "engine" else str
-        return Service(self.name, self.argv(), self.log_file, self._answers, within_s[self.name], phases)
+        is_here = self.name == "store" and not self.options.get("catalog")
+        has_data = functools.partial(has_files, self.data_dir) if is_here else lambda: True
+        return Service(self.name, self.argv(), self.log_file, self._answers, within_s[self.name], phases, has_data)
 
     async def _answers(self) -> bool:
         if self.name == "http":  # it reports that it is unwell as long as its engine is away, and lives

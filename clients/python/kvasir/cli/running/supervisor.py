@@ -25,6 +25,8 @@ class Service:
     ready_within_s: float
     start_in_words: Callable[[], str] = lambda: ""
     """Facts of its start, read once it is ready."""
+    has_data: Callable[[], bool] = lambda: True
+    """Whether its data are where they were: a store begins an empty one where its disk is not mounted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,6 +225,9 @@ class Supervisor:
             delay_s = self._next_delay_s(child, f"{child.service.name} ended with {ending(code)}")
             self._say(f"{child.service.name} ended with {ending(code)}; starting it again in {delay_s:g} s")
             await asyncio.sleep(delay_s)
+            if not child.service.has_data():
+                self._say(f"{child.service.name} is not started: its data are gone; is its disk mounted?")
+                continue
             with contextlib.suppress(Unavailable, OSError):  # counted as one more crash when the loop comes round
                 await self._begin(child)
                 await self._until_ready(child)

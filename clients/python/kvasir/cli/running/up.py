@@ -4,7 +4,6 @@ import asyncio
 import sys
 from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -17,6 +16,7 @@ from kvasir.cli.hub import fetch
 from kvasir.cli.running import at_login as at_login_jobs
 from kvasir.cli.running import checks
 from kvasir.cli.running.holding import is_led, led, locked
+from kvasir.cli.running.home import has_files
 from kvasir.cli.running.logs import rotate_own_log
 from kvasir.cli.running.own_credentials import make_credentials
 from kvasir.cli.running.plan import plan_of
@@ -83,7 +83,7 @@ def up(
 
 def _check_store(caller: Caller, asked: Asked) -> None:
     """Raises FailedPrecondition where an empty store would take the place of one whose disk is not mounted."""
-    home, has_data = asked.home, _has_files(asked.home.store_data)
+    home, has_data = asked.home, has_files(asked.home.store_data)
     if asked.up.store:
         check_store(home, asked.up)
         if has_data:
@@ -99,16 +99,6 @@ def _check_store(caller: Caller, asked: Asked) -> None:
             f"`{home.command('up --accept-older')}` begins an empty store",
             reason="STORE_MISSING",
         )
-
-
-def _has_files(folder: Path) -> bool:
-    """Whether it holds more than a mount point or a new file system does. A folder that cannot be read may."""
-    try:
-        return any(not each.name.startswith(".") and each.name != "lost+found" for each in folder.iterdir())
-    except FileNotFoundError:
-        return False
-    except OSError:
-        return True
 
 
 def _start_at_login(caller: Caller) -> None:
