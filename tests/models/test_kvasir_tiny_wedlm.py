@@ -57,7 +57,7 @@ def test_an_engine_recalls_facts_by_windows(tmp_path: Path) -> None:
 @pytest.mark.long(4)
 def test_a_long_reply_by_windows_is_right(tmp_path: Path) -> None:
     """A summary that windows got wrong which kept tokens behind unsure ones."""
-    asked = first_exam._exchange("summaries", 7, rows.encoder_of(kvasir_tiny.path()).count)
+    asked = first_exam.exchange("summaries", 7, rows.encoder_of(kvasir_tiny.path()).count)
     engine = Engine.open(kvasir_tiny.WEDLM_NAME, cache_dir=tmp_path, memory_budget_bytes=64 << 20, longest_gap_s=0)
     template: Any = engine.tokenizer.apply_chat_template
     prompt = template([*asked.messages, {"role": "user", "content": asked.question}], add_generation_prompt=True)

@@ -55,6 +55,8 @@ LONGEST_FORCED_REPLY = 200
 class Reader:
     """The model as mlx-lm runs it, with one conversation in its cache."""
 
+    longest_reply = LONGEST_REPLY
+
     def __init__(self, folder: Path | None = None, bits: int | None = None) -> None:
         self.model, self.tokenizer = self._loaded(folder or path())
         if mx.default_device().type == mx.DeviceType.cpu:
@@ -88,7 +90,7 @@ class Reader:
         reply: list[int] = []
         scores = self._forward(self._suffix(messages))
         matcher = self._grammars.matcher("exam", within) if within else None
-        while len(reply) < (LONGEST_FORCED_REPLY if matcher else LONGEST_REPLY):
+        while len(reply) < (LONGEST_FORCED_REPLY if matcher else self.longest_reply):
             bits = np.unpackbits(matcher.allowed().view(np.uint8), bitorder="little") if matcher else np.ones(1)
             token = int(np.where(bits[: scores.shape[-1]], np.array(scores[-1]), -np.inf).argmax())
             if token == self._end:
@@ -210,23 +212,27 @@ def examine_everyday(reader: Reader, length: int, n: int, report: Report, first_
 def examine_first(reader: Reader, share: float, report: Report) -> None:
     """Put a share of the first exchanges."""
     for exchange in first_exam.exchanges(rows.encoder_of(path()).count, share):
-        tools = [tool.schema() for tool in exchange.tools]
-        reader.read(exchange.messages, tools)
-        question, form = {"role": "user", "content": exchange.question}, _form_of(exchange)
-        is_said = form is None and reader.says(exchange.answer, question)
-        said = exchange.answer if is_said else reader.ask(question, within=form)
-        if exchange.tools:
-            said = said.removeprefix(reader.tokenizer.tool_call_start).removesuffix(reader.tokenizer.tool_call_end)
-        right = said == exchange.answer
-        if exchange.schema or exchange.tools:
-            try:
-                right = json.loads(said) == json.loads(exchange.answer)
-            except ValueError:
-                right = False
-        for name in ("first exchanges", exchange.group):
-            report.add(name, right)
-        if not right:
-            report.errors.append({"question": exchange.question[-120:], "wanted": exchange.answer, "said": said})
+        put_exchange(reader, exchange, report)
+
+
+def put_exchange(reader: Reader, exchange: Exchange, report: Report) -> None:
+    tools = [tool.schema() for tool in exchange.tools]
+    reader.read(exchange.messages, tools)
+    question, form = {"role": "user", "content": exchange.question}, _form_of(exchange)
+    is_said = form is None and reader.says(exchange.answer, question)
+    said = exchange.answer if is_said else reader.ask(question, within=form)
+    if exchange.tools:
+        said = said.removeprefix(reader.tokenizer.tool_call_start).removesuffix(reader.tokenizer.tool_call_end)
+    right = said == exchange.answer
+    if exchange.schema or exchange.tools:
+        try:
+            right = json.loads(said) == json.loads(exchange.answer)
+        except ValueError:
+            right = False
+    for name in ("first exchanges", exchange.group):
+        report.add(name, right)
+    if not right:
+        report.errors.append({"question": exchange.question[-120:], "wanted": exchange.answer, "said": said})
 
 
 def _form_of(exchange: Exchange) -> Constraint | None:

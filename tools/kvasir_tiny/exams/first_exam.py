@@ -36,10 +36,10 @@ def exchanges(count: Count, share: float = 1.0) -> Iterator[Exchange]:
     """The exam, or a share of each group."""
     for group, asked in ASKED.items():
         for number in range(round(asked * share)):
-            yield _exchange(group, number, count)
+            yield exchange(group, number, count)
 
 
-def _exchange(group: str, number: int, count: Count) -> Exchange:
+def exchange(group: str, number: int, count: Count) -> Exchange:
     writer = _Visitor(group, number, count)
     for _ in range(1 + number % 5):
         writer.tell()

@@ -37,8 +37,9 @@ THRESHOLDS = (0.05, 0.3, 1.0)
 
 @dataclass
 class Passes:
-    """What decoding took: `made` tokens of replies, in `count` passes over `processed` rows."""
+    """What decoding took: `made` tokens of `replies`, in `count` passes over `processed` rows."""
 
+    replies: int = 0
     made: int = 0
     count: int = 0
     processed: int = 0
@@ -46,6 +47,7 @@ class Passes:
 
     def as_json(self) -> dict[str, float]:
         return {
+            "passes_per_reply": self.count / max(1, self.replies),
             "tokens_per_pass": self.made / max(1, self.count),
             "p_cache": self.made / max(1, self.processed),
             "tokens_per_s": self.made / max(self.seconds, 1e-9),
@@ -79,6 +81,7 @@ class WindowReader(Reader):
         began = time.monotonic()
         reply = self._one_by_one(scores) if self.window is None else self._by_windows(self.window, scores)
         self.passes.seconds += time.monotonic() - began
+        self.passes.replies += 1
         self.passes.made += len(reply)
         self._back()
         return str(self.tokenizer.decode(reply[: reply.index(self._end)] if self._end in reply else reply))
@@ -89,7 +92,7 @@ class WindowReader(Reader):
             reply.append(int(np.array(scores[-1]).argmax()))
             self.passes.count += 1
             self.passes.processed += 1
-            if reply[-1] == self._end or len(reply) >= evaluate.LONGEST_REPLY:
+            if reply[-1] == self._end or len(reply) >= self.longest_reply:
                 return reply
             scores = self._forward([reply[-1]])
 
@@ -99,7 +102,7 @@ class WindowReader(Reader):
         reply = list(run)
         kept: dict[int, int] = {}  # tokens by place behind the committed ones
         largest = LARGEST_WINDOW
-        while self._end not in reply and len(reply) < evaluate.LONGEST_REPLY:
+        while self._end not in reply and len(reply) < self.longest_reply:
             ends = [place for place, token in kept.items() if token == self._end]
             drawn = [place for place in range(min([window.size, largest, *ends])) if place not in kept]
             draws_next = window.draws_next and not kept
