@@ -33,7 +33,7 @@ class Batch:
     count: int
     length: int
     held_out: bool = False
-    recites: bool = False  # short visits with summaries
+    kind: str = "conversation"  # the function of `everyday.training` that makes them
 
 
 def encoder_of(folder: Path) -> tokenizer.Encoder:
@@ -63,7 +63,7 @@ def make(batch: Batch, folder: Path) -> Rows:
 def _conversation(batch: Batch, seed: int, encoder: tokenizer.Encoder) -> desk.Conversation:
     if batch.held_out:
         return world.training_conversation(seed, batch.length + 16, encoder.count, held_out=True)
-    made = training.recital if batch.recites else training.conversation
+    made: Callable[[int, int, desk.Count], desk.Conversation] = getattr(training, batch.kind)
     return made(seed, batch.length + 16, encoder.count)
 
 

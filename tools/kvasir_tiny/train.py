@@ -24,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from inference_svc.model.kvasir_tiny import path
-from tools.kvasir_tiny import network, rows
+from tools.kvasir_tiny import desk, network, rows
 from tools.kvasir_tiny.everyday import daily_life, training
 from tools.kvasir_tiny.exams import name_exam
 from tools.kvasir_tiny.network import Array, Numbers, Shape, Weights
@@ -61,6 +61,7 @@ class Plan:
     learning_rate: float = 1.5e-3
     final_rate: float = 0.01  # of the learning rate
     weight_decay: float = 0.1
+    averaged: float = 0.01  # how much of each step's weights goes into their mean
     other_text: float = 0.02  # weight of the text that the model does not have to say
     seed: int = 1
     first_row: int = 0
@@ -69,14 +70,15 @@ class Plan:
 
 @dataclass
 class State:
-    """Weights and Adam's two moments."""
+    """Weights, Adam's two moments, and the mean of the last steps' weights where that is kept."""
 
     weights: Weights
     mean: Weights
     square: Weights
+    average: Weights = field(default_factory=dict)
 
 
-jax.tree_util.register_dataclass(State, ["weights", "mean", "square"], [])
+jax.tree_util.register_dataclass(State, ["weights", "mean", "square", "average"], [])
 
 
 @dataclass
@@ -142,6 +144,8 @@ def adam(state: State, gradient: Weights, step: Array, course: Array, plan: Plan
         decay = 0.0 if "norm" in name else plan.weight_decay
         new.weights[name] = state.weights[name] - rate * (direction + decay * state.weights[name])
         new.mean[name], new.square[name] = mean, square
+    for name, kept in state.average.items():
+        new.average[name] = kept + plan.averaged * (new.weights[name] - kept)
     return new, jnp.stack([size, rate])
 
 
@@ -172,12 +176,13 @@ def steps(
     until: int | None = None,
 ) -> Iterator[tuple[Array, bool]]:
     """Go on by a loss until the plan's end, or for `until` steps in all. After each step its numbers for the log, and
-    whether it was the last."""
+    whether it was the last. The time of training begins when the first rows are there."""
     step_once = jax.jit(partial(update, plan=plan, of=of), donate_argnums=0)
-    began = time.monotonic() - run.spent_s
+    began = math.inf
     for group in groups:
+        began = min(began, time.monotonic() - run.spent_s)
         spent_s = time.monotonic() - began  # what waits for its rows counts
-        course = run.step / plan.steps if plan.time_limit_s == math.inf else spent_s / plan.time_limit_s
+        course = course_of(plan, run.step, spent_s)
         rounding = float(course >= plan.rounded_from and run.step % 3 == 2)
         run.state, numbers = step_once(run.state, group, *map(jnp.float32, (run.step, course, rounding)))
         run.tokens += sum(map(size_of, group))
@@ -186,6 +191,11 @@ def steps(
         yield numbers, is_last
         if is_last:
             return
+
+
+def course_of(plan: Plan, step: int, spent_s: float) -> float:
+    """The share of the training that is over."""
+    return step / plan.steps if plan.time_limit_s == math.inf else spent_s / plan.time_limit_s
 
 
 def note(run: Run, step: int, names: Sequence[str], numbers: Array) -> None:
@@ -234,7 +244,7 @@ class Examination:
 
     def __init__(self, plan: Plan, folder: Path, sizes: Sizes) -> None:
         encoder = rows.encoder_of(folder)
-        self._decode, self._at_once = encoder.decode, sizes.at_once
+        self._decode, self._at_once, self._folder = encoder.decode, sizes.at_once, folder
         self._score = jax.jit(lambda w, ids, r: network.logits(w, ids, plan.shape, r).argmax(-1))
         longest = max(length for _, length in plan.mixed)
         self._sets = [("", rows.make(Batch(10**8, sizes.classic, longest, held_out=True), folder))]
@@ -250,6 +260,10 @@ class Examination:
         for length, room in sizes.names:
             told = list(name_exam.conversations(length, encoder.count, sizes.names_each))
             self._sets.append((f"name at {length}", rows.of_conversations(told, room, folder)))
+
+    def add(self, group: str, talks: Sequence[desk.Conversation], room: int) -> None:
+        """Examine the learned replies of more conversations too, in rows of `room` tokens."""
+        self._sets.append((group, rows.of_conversations(talks, room, self._folder, with_replies=True)))
 
     def take(self, weights: Weights) -> dict[str, str]:
         """Right and asked, by sort; "q4" is with keys and values in 4 bits."""

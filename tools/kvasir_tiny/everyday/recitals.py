@@ -1,8 +1,9 @@
-"""Short visits with summaries: the longest replies, each put together from several sentences."""
+"""Talk for a model's weak places: summaries, the longest replies, of several sentences; and facts that it confuses."""
 
 from __future__ import annotations
 
 from tools.kvasir_tiny.everyday import talk
+from tools.kvasir_tiny.everyday.daily_life import DailyWriter
 from tools.kvasir_tiny.everyday.visits import SUMMARIES, VisitWriter
 
 
@@ -20,7 +21,11 @@ class RecitalWriter(VisitWriter):
                     self.chat()
             self._summary_turn()
             while self.dice.chance(0.5):
-                self._ask_turn()
+                if self.dice.chance(0.2):
+                    fact = self.unknown()
+                    self._exchange(self._wording(fact), fact.not_told)
+                else:
+                    self._ask_turn()
 
     def _summary_turn(self) -> None:
         draw = self.dice.random()
@@ -30,3 +35,18 @@ class RecitalWriter(VisitWriter):
             self._summary()
         else:
             self._summarize()
+
+
+class ReviewWriter(DailyWriter):
+    """Everyday talk with more questions about everyday facts, and about unknown ones."""
+
+    def _ask_turn(self) -> None:
+        draw = self.dice.random()
+        if self.style.room or draw < 0.5 or not self.open:
+            super()._ask_turn()
+        elif draw < 0.65:
+            unknown = self._unknown_everyday()
+            self._exchange(self._wording(unknown), unknown.not_told)
+        else:
+            fact = self._old_fact()
+            self._exchange(self._wording(fact), fact.answer)

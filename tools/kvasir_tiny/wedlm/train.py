@@ -4,10 +4,13 @@
 The objective is WeDLM's: the tokens under a window's masks, beside the next tokens of the clean stream. Windows are cut
 out of learned replies (`windows.py`), so the second stream costs a quarter of the first. A run that ended goes on with
 the same command: `OUT/state.safetensors` holds weights, moments and the step. Without a time limit a run that was
-interrupted ends with the bits of one that was not.
+interrupted ends with the bits of one that was not. `OUT/at-50` and `OUT/at-75` are the mean of the last hundred steps'
+weights at these shares of the training in percent, `OUT/average` at its end, `OUT` the last weights themselves.
 
 The model card beside kvasir-tiny's weights has the commands that made the shipped one on one H100, and its results. Its
-steps read 262,144 tokens and no recitals; one with a window of 16 for each 128 tokens took 0.27 s, for each 64 0.38 s.
+steps read 262,144 tokens, and fewer kinds of rows; one with a window of 16 for each 128 tokens took 0.27 s, for each 64
+0.38 s. `--make-rows 700 --rows ROWS` makes the rows of 700 steps ahead, and `--rows ROWS` reads them, again and again
+with other windows: while training several processors make rows, where other work may need them.
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ import argparse
 import itertools
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -31,12 +34,13 @@ from tools.kvasir_tiny.network import Array, Shape, Weights
 from tools.kvasir_tiny.rows import Batch
 from tools.kvasir_tiny.train import SIZES, Examination, Run, Sizes, State
 from tools.kvasir_tiny.wedlm import network as wedlm
-from tools.kvasir_tiny.wedlm import windows
+from tools.kvasir_tiny.wedlm import row_files, windows
 from tools.kvasir_tiny.wedlm.network import WedlmShape
 from tools.kvasir_tiny.wedlm.windows import WindowRows
 
 STATE = "state.safetensors"
-_PARTS = ("weights", "mean", "square")
+_PARTS = ("weights", "mean", "square", "average")
+Source = Callable[[int], Iterator[tuple[WindowRows, ...]]]  # the rows from a step on
 _MEASURED = Batch(10**7, 8, 1024)  # rows that set the scales of the norms; no training reads them
 
 
@@ -47,13 +51,16 @@ class Plan(train.Plan):
     warm_up: int = 60
     short_steps: int = 0
     rounded_from: float = 0.15
-    mixed: tuple[tuple[int, int], ...] = ((6, 8192), (24, 2048), (64, 1024))
-    recitals: tuple[int, int] = (160, 512)  # rows, length: beside the mixed ones, which have few long replies
-    learning_rate: float = 1.0e-3
-    first_row: int = 6_000_000  # behind those of kvasir-tiny's three editions, and of two of its own
-    first_recital: int = 600_000_000
+    mixed: tuple[tuple[int, int], ...] = ((3, 8192), (48, 1024))
+    own: tuple[tuple[str, int, int], ...] = (("review", 16, 2048), ("short", 176, 512))  # beside them: kind and size
+    learning_rate: float = 6.0e-4
+    first_row: int = 7_000_000  # behind those of kvasir-tiny's three editions, and of three of its own
+    first_own: int = 700_000_000
     windows: windows.Plan = field(default_factory=windows.Plan)
-    masked_weight: float = 1.0  # of the masked tokens' loss beside the next tokens'
+    # Of the masked tokens' loss beside the next tokens', whose gradient is a twentieth as long: with a weight of 1 the
+    # second stream alone decides, and the first one forgets facts that kvasir-tiny recalls.
+    masked_weight: float = 0.25
+    kept_at: tuple[float, ...] = (0.5, 0.75)  # shares of the training
     shape: Shape = field(default_factory=WedlmShape)
 
 
@@ -74,24 +81,50 @@ def start(plan: Plan, out: Path, from_model: Path) -> Run:
     if (out / STATE).exists():
         return _read(out)
     if MaskWindow.of_config(json.loads((from_model / "config.json").read_text())):
-        return Run.begun(network.load(from_model, WedlmShape)[0])
+        return _begun(network.load(from_model, WedlmShape)[0])
     weights, shape = network.load(from_model, Shape)
     ids, _ = rows.make(_MEASURED, from_model)
     weights, _ = wedlm.started_from(weights, shape, jnp.asarray(ids[:, :-1], jnp.int32), plan.seed)
-    return Run.begun(weights)
+    return _begun(weights)
+
+
+def _begun(weights: Weights) -> Run:
+    run = Run.begun(weights)
+    run.state.average = {name: jnp.array(array) for name, array in weights.items()}
+    return run
 
 
 def batches(plan: Plan) -> Iterator[tuple[Batch, ...]]:
-    """The rows of every step: mixed ones, and recitals."""
-    count, length = plan.recitals
-    for step, group in enumerate(train.batches(plan)):
-        yield (*group, Batch(plan.first_recital + step * count, count, length, recites=True))
+    """The rows of every step: mixed ones, and those of this model's own kinds."""
+    first = plan.first_own
+    for group in train.batches(plan):
+        own = []
+        for kind, count, length in plan.own:
+            own.append(Batch(first, count, length, kind=kind))
+            first += count
+        yield (*group, *own)
+
+
+def made_now(plan: Plan, folder: Path, processes: int) -> Source:
+    maker = windows.Maker(plan.windows)
+    return lambda first: rows.stream(itertools.islice(batches(plan), first, None), folder, processes, maker)
+
+
+def from_files(plan: Plan, folder: Path, files: Path) -> Source:
+    """Rows that were made ahead, with windows of each step's own."""
+    kept, maker = row_files.RowFiles(files), windows.Maker(plan.windows)
+
+    def step(number: int) -> tuple[WindowRows, ...]:
+        made = enumerate(kept.step(number))
+        return tuple(maker.with_windows(each, folder, plan.seed, number, place) for place, each in made)
+
+    return lambda first: row_files.ahead(step, first)
 
 
 def run(
     plan: Plan,
     out: Path,
-    processes: int,
+    source: Source,
     from_model: Path,
     every_s: float = 60.0,
     sizes: Sizes | None = SIZES,
@@ -101,18 +134,31 @@ def run(
     end the examination of kvasir-tiny, token by token; none without `sizes`."""
     train.prepare(out)
     found = start(plan, out, from_model)
-    made = itertools.islice(batches(plan), found.step, until)
-    groups, saved = rows.stream(made, out, processes, windows.Maker(plan.windows)), found.spent_s
-    for numbers, is_last in train.steps(plan, found, groups, loss, _size_of, until):
+    saved, is_last = found.spent_s, False
+    marks = [share for share in plan.kept_at if share > _course(plan, found)]
+    for numbers, is_last in train.steps(plan, found, source(found.step), loss, _size_of, until):
         if is_last or found.step % 20 == 1:
             train.note(found, found.step, ("loss", "masks", "gradient", "rate"), numbers)
+        while marks and _course(plan, found) >= marks[0]:
+            _save_mean(found, plan, out / f"at-{100 * marks.pop(0):.0f}")
         if is_last or found.spent_s - saved > every_s:
             saved = found.spent_s
             _keep(found, plan, out)
     if sizes and (found.step == plan.steps or found.spent_s > plan.time_limit_s):
         found.log[-1]["exact"] = Examination(plan, out, sizes).take(found.state.weights)
         _keep(found, plan, out)
+    if is_last and until is None:
+        _save_mean(found, plan, out / "average")
     return found
+
+
+def _course(plan: Plan, found: Run) -> float:
+    return train.course_of(plan, found.step, found.spent_s)
+
+
+def _save_mean(found: Run, plan: Plan, folder: Path) -> None:
+    train.prepare(folder)
+    network.save(found.state.average, plan.shape, folder)
 
 
 def _size_of(made: WindowRows) -> int:
@@ -156,6 +202,10 @@ def main() -> None:
     parser.add_argument("--processes", type=int, default=12, help="how many make training rows")
     parser.add_argument("--window", type=int, default=windows.Plan.size, help="tokens of a training window")
     parser.add_argument("--tokens-each", type=int, default=windows.Plan.tokens_each, help="of a row, by window")
+    parser.add_argument("--masked-weight", type=float, default=Plan.masked_weight, help="of the masked tokens' loss")
+    parser.add_argument("--rows", type=Path, help="a directory of rows that were made ahead")
+    parser.add_argument("--make-rows", type=int, metavar="STEPS", help="fill --rows with rows, and end")
+    parser.add_argument("--no-exam", action="store_true", help="`tools.kvasir_tiny.wedlm.exam` can be called later")
     parser.add_argument("--smoke", action="store_true", help="rows and examination as small as a CPU can do")
     given = parser.parse_args()
     plan = replace(
@@ -163,12 +213,21 @@ def main() -> None:
         steps=given.steps if given.time_limit_s == math.inf else 10**6,
         time_limit_s=given.time_limit_s,
         learning_rate=given.learning_rate,
+        masked_weight=given.masked_weight,
     )
     sizes = replace(SIZES, classic=8)
     if given.smoke:
-        plan = replace(plan, mixed=((2, 256),), recitals=(2, 256), windows=windows.Plan(min(given.window, 16), 64))
+        small = windows.Plan(min(given.window, 16), 64)
+        plan = replace(plan, mixed=((2, 256),), own=(("short", 2, 256),), windows=small)
         sizes = Sizes(classic=1, everyday=1, names=((300, 1024),), names_each=10, at_once=2)
-    run(plan, given.out, given.processes, given.start, sizes=sizes)
+    train.prepare(given.out)
+    if given.make_rows:
+        made = itertools.islice(batches(plan), given.make_rows)
+        row_files.write(rows.stream(made, given.out, given.processes, rows.make), given.rows)
+        return
+    files = given.rows
+    source = from_files(plan, given.out, files) if files else made_now(plan, given.out, given.processes)
+    run(plan, given.out, source, given.start, sizes=None if given.no_exam else sizes)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from tools.kvasir_tiny import rows, tokenizer
 from tools.kvasir_tiny.rows import Batch
 from tools.kvasir_tiny.wedlm.network import MASK, Windows
 
-AT_THE_START = 0.4  # of the windows begin behind their reply's first token, which the prompt gives
+AT_THE_START = 0.5  # of the windows begin behind their reply's first token, which the prompt gives
 WHOLE = 0.9  # of the windows are masks alone, as all are that decode from left to right
 BEHIND = 0.1  # weight of an end token behind a reply's own
 
@@ -58,62 +58,57 @@ class Maker:
     plan: Plan
 
     def __call__(self, batch: Batch, folder: Path) -> WindowRows:
-        ids, learned = rows.make(batch, folder)
+        return self.with_windows(rows.make(batch, folder), folder, batch.first_seed)
+
+    def with_windows(self, made: rows.Rows, folder: Path, *seed: int) -> WindowRows:
+        """Rows with windows that `seed` draws."""
+        ids, learned = made
         end = rows.encoder_of(folder).encode(tokenizer.END)[0]
-        return WindowRows(ids, learned, self.reordered(ids, learned, end, batch.first_seed))
+        return WindowRows(ids, learned, self.reordered(ids, learned, end, np.random.default_rng(seed)))
 
-    def reordered(self, ids: npt.NDArray[np.uint16], learned: npt.NDArray[np.bool_], end: int, seed: int) -> Reordered:
-        count, size = max(1, ids.shape[1] // self.plan.tokens_each), self.plan.size
-        form = (len(ids), count, size)
-        made = Reordered(
-            Windows(np.zeros(form, np.int32), np.zeros(form, np.int32), np.zeros(form[:2], np.int32)),
-            np.zeros(form, np.int32),
-            np.zeros(form, np.float32),
-        )
-        for row in range(len(ids)):
-            draw = np.random.default_rng([seed, row])
-            known = np.roll(learned[row], 1)
-            inside = np.flatnonzero(learned[row] & known)
-            seconds = np.flatnonzero(learned[row] & known & ~np.roll(known, 1))
-            for number in range(count if len(seconds) else 0):
-                start = int(draw.choice(seconds if draw.random() < AT_THE_START else inside))
-                self._fill(made, (row, number), start, ids[row], learned[row], end, draw)
-        return made
+    def reordered(
+        self, ids: npt.NDArray[np.uint16], learned: npt.NDArray[np.bool_], end: int, draw: np.random.Generator
+    ) -> Reordered:
+        """All windows of all rows; those of a row without replies weigh nothing."""
+        starts = self._starts(learned, draw)
+        tokens, weights = replies_from(starts, self.plan.size + 1, ids, learned, end)
+        shares = np.where(draw.random(starts.shape) < WHOLE, 1.0, draw.random(starts.shape))
+        masked = (draw.random(tokens.shape) < shares[..., None]) & (weights > 0)
+        masked[..., 0] = True
+        ends_kept = (tokens == end) & ~masked
+        masked |= np.cumsum(ends_kept, axis=-1) - ends_kept > 0
+        places = np.arange(self.plan.size) + masked.all(-1)[..., None]  # behind the given token where nothing is kept
+        order = np.argsort(np.take_along_axis(masked, places, -1), axis=-1, kind="stable")  # observed tokens first
+        places = np.take_along_axis(places, order, -1)
+        tokens, weights, masked = (np.take_along_axis(each, places, -1) for each in (tokens, weights, masked))
+        positions = (starts[..., None] + places).astype(np.int32)
+        windows = Windows(np.where(masked, MASK, tokens), positions, starts)
+        weights = weights * masked * learned.any(-1)[:, None, None] / masked.mean(-1, keepdims=True)
+        return Reordered(windows, tokens, weights.astype(np.float32))
 
-    def _fill(
-        self,
-        made: Reordered,
-        place: tuple[int, int],
-        start: int,
-        ids: npt.NDArray[np.uint16],
-        learned: npt.NDArray[np.bool_],
-        end: int,
-        draw: np.random.Generator,
-    ) -> None:
-        tokens, weights = reply_from(start, self.plan.size + 1, ids, learned, end)
-        share = 1.0 if draw.random() < WHOLE else draw.random()
-        masked = (draw.random(len(tokens)) < share) & (weights > 0)
-        masked[0] = True
-        kept_ends = np.flatnonzero((tokens == end) & ~masked)
-        masked[kept_ends[0] + 1 if len(kept_ends) else len(tokens) :] = True
-        places = np.arange(1, len(tokens)) if masked.all() else np.arange(self.plan.size)
-        order = places[np.argsort(masked[places], kind="stable")]  # observed tokens first, then masks
-        made.windows.ids[place] = np.where(masked, MASK, tokens)[order]
-        made.windows.positions[place] = start + order
-        made.windows.starts[place] = start
-        made.targets[place] = tokens[order]
-        made.weights[place] = (weights * masked)[order] / masked[order].mean()
+    def _starts(self, learned: npt.NDArray[np.bool_], draw: np.random.Generator) -> npt.NDArray[np.int32]:
+        """Where windows begin [rows, windows]: behind a reply's first token, or at any later one."""
+        starts = np.zeros((len(learned), max(1, learned.shape[1] // self.plan.tokens_each)), np.int32)
+        is_first, chances = draw.random(starts.shape) < AT_THE_START, draw.random(starts.shape)
+        for row, mask in enumerate(learned):
+            known = np.roll(mask, 1)
+            inside, seconds = np.flatnonzero(mask & known), np.flatnonzero(mask & known & ~np.roll(known, 1))
+            if len(seconds):
+                chosen = (each[(chances[row] * len(each)).astype(int)] for each in (seconds, inside))
+                starts[row] = np.where(is_first[row], *chosen)
+        return starts
 
 
-def reply_from(
-    start: int, size: int, ids: npt.NDArray[np.uint16], learned: npt.NDArray[np.bool_], end: int
+def replies_from(
+    starts: npt.NDArray[np.int32], size: int, ids: npt.NDArray[np.uint16], learned: npt.NDArray[np.bool_], end: int
 ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]]:
-    """`size` tokens of a row from `start` on, end tokens in place of what stands behind the reply; and what each
-    weighs: 0 where a grammar forces it."""
-    tokens = np.full(size, end, np.int32)
-    weights = np.full(size, BEHIND, np.float32)
-    own = ids[start : start + size]
-    ends = np.flatnonzero(own == end)
-    own = own[: ends[0] + 1] if len(ends) else own
-    tokens[: len(own)], weights[: len(own)] = own, learned[start : start + len(own)]
-    return tokens, weights
+    """`size` tokens of rows from `starts` [rows, windows] on, end tokens in place of those behind the reply; and
+    their weights: 0 where a grammar forces it, and behind the row."""
+    places = starts[..., None] + np.arange(size)
+    within = np.minimum(places, ids.shape[1] - 1)
+    row = np.arange(len(ids))[:, None, None]
+    own = ids[row, within]
+    ends = (own == end) & (places == within)
+    behind = np.cumsum(ends, axis=-1) - ends > 0
+    weights = np.where(behind, BEHIND, learned[row, within] & (places == within))
+    return np.where(behind | (places > within), end, own).astype(np.int32), weights.astype(np.float32)
