@@ -73,9 +73,9 @@ def test_an_import_whose_file_and_agent_change_places_is_shown_their_order(tmp_p
 def test_a_list_of_commands_has_the_first_sentence_of_each(capsys: pytest.CaptureFixture[str]) -> None:
     in_process("agents", "--help")
     shown = " ".join(capsys.readouterr().out.split())
-    assert "keep Say how many versions an agent can be rolled back to. export Save one version" in shown
+    assert "keep Set how many versions of an agent the store keeps. export Save one version" in shown
     in_process("agents", "keep", "--help")
-    assert "Older ones go with its next turn." in " ".join(capsys.readouterr().out.split())
+    assert "The next turn removes older ones." in " ".join(capsys.readouterr().out.split())
 
 
 def test_help_ends_lines_where_the_terminal_does(capsys: pytest.CaptureFixture[str]) -> None:
@@ -169,7 +169,7 @@ REFUSED: dict[str, tuple[tuple[str, ...], int, str]] = {
     "a command that is none": (("agent", "ls"), 2, "Did you mean 'agents'? See `kvasir --help`."),
     "a version that is none": (("agents", "rollback", "ada", str(1 << 63)), 2, "is larger than"),
     "a label that is none": (("agents", "label", "ada", "red"), 2, "label: expected KEY=VALUE, got 'red'"),
-    "words without --once": (("chat", "ada", "What is my name?"), 2, "what is said once comes after --once"),
+    "words without --once": (("chat", "ada", "What is my name?"), 2, "the message comes after --once"),
     "a page without a gateway": (("open",), 3, " up -d` starts one.\n"),
     "a late option": (("agents", "ls", "--home", "/tmp/x"), 2, "before the command: kvasir --home … agents ls"),
     "a time before all": (("audit", "--since", "0001-01-01"), 2, "--since: expected 30m"),
@@ -285,7 +285,7 @@ def test_a_text_of_several_lines_that_has_no_end_is_not_dropped_without_a_word(
     monkeypatch.setattr(sys, "stdin", io.StringIO('first\n"""\nI like tea.\n'))
     said = chat.texts(lambda: "", lambda _text: None)
     assert next(said) == "first"
-    with pytest.raises(WrongUsage, match="is not said"):
+    with pytest.raises(WrongUsage, match="is not sent"):
         next(said)
 
 

@@ -50,7 +50,7 @@ def test_what_ships_is_listed_shown_and_described() -> None:
 
 def test_a_run_that_sigterm_ends_says_how_to_go_on(tmp_path: Path) -> None:
     with Cli(tmp_path / "home").running("scenario", "run", "gossip", "--retries", "99") as run:
-        eventually(lambda: "asked again" in run.err)
+        eventually(lambda: "retrying in" in run.err)
         run.process.send_signal(signal.SIGTERM)
         assert run.process.wait(20) == 143
         assert "stopped after 0 turns; run it again, without --fresh, to go on" in run.err
@@ -60,7 +60,7 @@ def test_a_run_names_agents_by_id_before_their_first_turn(tmp_path: Path) -> Non
     file = tmp_path / "talk.yaml"
     file.write_text(RIGHT.replace("name: Dan", "id: ada"))
     run = in_process("--home", tmp_path / "home", "scenario", "run", file, "--retries", "0")
-    assert (run.code, "ada goes on with what it remembers" in run.err) == (3, True)
+    assert (run.code, "ada continues with its memory" in run.err) == (3, True)
     assert "marco goes on" not in run.err
 
 

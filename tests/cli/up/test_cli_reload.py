@@ -53,5 +53,5 @@ def test_a_service_that_hangs_is_told_to_read_the_new_set_later(
     told = in_process("--home", tmp_path, "reload")
     assert told.code == 4
     assert "engine: notes nothing in its audit; if it hangs, it reads the new set once it runs" in told.out
-    assert "engine: one that hangs keeps the old set until it runs again" in told.err
+    assert "engine: a service that hangs keeps the old set until it runs again" in told.err
     assert "is the disk full?" in told.err

@@ -162,7 +162,7 @@ def test_status_and_down_know_what_runs_where(fleet: Fleet) -> None:
         assert home.done("agents", "history", "ada", "--json").value
     started = {row["service"] for row in one.done("config", "show", "--json").value}
     assert started == {"engine", "gateway"}
-    assert f"what agents remember is at the store, {fleet.address}" in one.done("down").out
+    assert f"agents' memories are at the store, {fleet.address}" in one.done("down").out
     fleet.start(one)
 
 

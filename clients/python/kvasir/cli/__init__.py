@@ -9,7 +9,7 @@ for _messages in ("kvasir.cachestore.v1.cachestore_pb2_grpc", "kvasir.inference.
         importlib.import_module(_messages)
     except Exception as error:  # noqa: BLE001 - protobuf, gRPC and Python have an error of their own each
         print(
-            "kvasir: what is installed is older than this version of Kvasir: run `make install` in a checkout, or "
+            "kvasir: an installed package is too old for this version of Kvasir: run `make install` in a checkout, or "
             f"install kvasir again ({str(error).split('. ')[0]})",
             file=sys.stderr,
         )

@@ -52,7 +52,7 @@ class Order(StrEnum):
     SIZE = "size"
 
 
-app = typer.Typer(help="Look after agents' memories.", no_args_is_help=True)
+app = typer.Typer(help="Manage agents and their memories.", no_args_is_help=True)
 _ORDERS: dict[Order, Callable[[pb.Agent], Any]] = {
     Order.USED: lambda agent: (-agent.used_at.ToNanoseconds(), agent.agent_id),
     Order.NAME: lambda agent: agent.agent_id,
@@ -82,13 +82,14 @@ def check_version(value: int | None) -> int | None:
 
 AgentArgument = Annotated[str, argument("The agent's name.", "AGENT", autocompletion=complete_agent)]
 LineOption = Annotated[
-    str, option("Hash of the line's KV identity. Left out: whichever has the version.", "--kv-identity", metavar="HASH")
+    str,
+    option("Hash of the line's KV identity. Default: the line that has the version.", "--kv-identity", metavar="HASH"),
 ]
 VersionOption = Annotated[
-    int | None, option("Left out: the newest.", "--version", min=1, callback=check_version, metavar="N")
+    int | None, option("Default: the newest.", "--version", min=1, callback=check_version, metavar="N")
 ]
 
-LabelOption = Annotated[list[str] | None, option("Only agents with this label; may be repeated.", metavar="KEY=VALUE")]
+LabelOption = Annotated[list[str] | None, option("Only agents with this label; repeatable.", metavar="KEY=VALUE")]
 FormOption = Annotated[
     carrying.Form,
     option("Kvasir's archive, or the single-file format of the design that Kvasir grew from.", "--format"),
@@ -97,7 +98,7 @@ KeyFileOption = Annotated[
     Path | None, option("The file of the master key (64 hex digits) that seals the file, in place of a passphrase.")
 ]
 PassphraseFileOption = Annotated[
-    Path | None, option("A file (0600) that has the passphrase. Left out: a person is asked.")
+    Path | None, option("A file (0600) with the passphrase. Default: the command asks for it.")
 ]
 
 
@@ -130,12 +131,12 @@ def _answers(caller: Caller) -> bool:
 @command(app, "ls")
 def ls(
     caller: Caller,
-    prefix: Annotated[str, option("Only names that begin so.")] = "",
+    prefix: Annotated[str, option("Only names with this beginning.")] = "",
     label: LabelOption = None,
-    sort: Annotated[Order, option("By when they were last used, by name, or by the newest's bytes.")] = Order.USED,
-    limit: Annotated[int | None, option("Only so many, the first of the order.", min=1, metavar="N")] = None,
+    sort: Annotated[Order, option("Sort by last use, by name, or by bytes of the newest version.")] = Order.USED,
+    limit: Annotated[int | None, option("Only the first N of the order.", min=1, metavar="N")] = None,
     has_all: Annotated[
-        bool, option("Conversations too whose callers named no agent. So do --prefix and --search.", "--all")
+        bool, option("Also conversations whose callers named no agent, as --prefix and --search list them.", "--all")
     ] = False,
     search: Annotated[
         str, option("Only agents whose name, title or labels have all these words.", metavar="WORDS")
@@ -146,7 +147,7 @@ def ls(
 
     An agent's KV is hot (in the engine), warm (in the store) or asleep: see `kvasir agents sleep`.
 
-    Labels that Kvasir gives for itself are in --json and in `kvasir agents show`."""
+    Kvasir's own labels are in --json and in `kvasir agents show`."""
     with store_client(caller) as client:
         found = list(client.every_agent(name_prefix=prefix, labels=labels_of(label or [])))
         has_all = bool(has_all or prefix or search)
@@ -255,9 +256,9 @@ def pin(caller: Caller, agent: AgentArgument, off: Annotated[bool, option("Unpin
 def keep(
     caller: Caller,
     agent: AgentArgument,
-    versions: Annotated[int, argument("How many of each line.", "VERSIONS", min=1, max=1000)],
+    versions: Annotated[int, argument("Versions of each line.", "VERSIONS", min=1, max=1000)],
 ) -> None:
-    """Say how many versions an agent can be rolled back to. Older ones go with its next turn."""
+    """Set how many versions of an agent the store keeps. The next turn removes older ones."""
     _change(caller, agent, retained_versions=versions)
 
 
@@ -283,7 +284,8 @@ def export(
     key_file: KeyFileOption = None,
     passphrase_file: PassphraseFileOption = None,
 ) -> None:
-    """Save one version of an agent's memory as a file: plain, also where the namespace is sealed, but for --sealed."""
+    """Save one version of an agent's memory as a file. It is plain, even if the namespace is sealed, unless --sealed is
+    given."""
     sealed = sealed or key_file is not None or passphrase_file is not None
     if sealed and form is not carrying.Form.ARCHIVE:
         raise failures.WrongUsage.of("--sealed", "the format `seed` has no sealed form")
@@ -311,7 +313,7 @@ def export(
 def import_(
     caller: Caller,
     file: Annotated[Path, argument("The file to read; - is standard input.", "FILE")],
-    agent: Annotated[str, argument("The agent's name here. Left out: the name in the file.", "AGENT")] = "",
+    agent: Annotated[str, argument("The agent's name here. Default: the name in the file.", "AGENT")] = "",
     replace: Annotated[bool, option("Add a version to an agent that exists.", "--replace")] = False,
     form: FormOption = carrying.Form.ARCHIVE,
     of_agent: Annotated[
@@ -320,7 +322,7 @@ def import_(
     key_file: KeyFileOption = None,
     passphrase_file: PassphraseFileOption = None,
 ) -> None:
-    """Read an agent's memory from a file, as a new version. A sealed file says what opens it."""
+    """Read an agent's memory from a file, as a new version. A sealed file names the key that opens it."""
     if agent and not file.exists() and Path(agent).is_file():  # `kvasir agents export` has them in this order
         right = shlex.join(["kvasir", "agents", "import", agent, str(file)])
         raise failures.WrongUsage.of("FILE", f"there is no file {str(file)!r}. The file goes first: {right}")

@@ -38,7 +38,7 @@ _FASTER = (
 
 def doctor(
     caller: Caller,
-    model: Annotated[str, option("A directory or name of an mlx-lm model. Left out: the shipped model.")] = "",
+    model: Annotated[str, option("A directory or name of an mlx-lm model. Default: the shipped model.")] = "",
     kv_policy: Annotated[
         KvPolicy | None,
         option("As for `kvasir up`; auto measures the model, unless an engine of this home has done so."),
@@ -49,7 +49,7 @@ def doctor(
         bool, option("Also start both services, tell an agent a fact, kill -9 both, and ask.", "--self-test")
     ] = False,
 ) -> None:
-    """Say which layers of a model are kept, what computes, what runs, and what to do about problems."""
+    """Show which layers of a model Kvasir can keep, the device, the running services, and what to do about problems."""
     check_engine_option("memory_gib", memory_gib)
     check_exact_layers(kv_exact_layers, kv_policy, [])
     gib = None if memory_gib == AUTO else memory_gib
@@ -160,8 +160,8 @@ def _store_stats(caller: Caller, problems: list[str]) -> dict[str, Any]:
             if waiting := unclaimed(client):
                 problems.append(
                     f"a recovery brought {counted(len(waiting), 'agent')} back, {waiting[0]!r} the first, without the "
-                    "right to go on: `kvasir agents claim --recovered` asks the peers, and makes this store's what "
-                    "none of them owns"
+                    "right to go on: `kvasir agents claim --recovered` queries the peers, and takes the agents that "
+                    "no peer owns"
                 )
             return {"stats": stats_row(client.get_stats())}
     except (KvasirError, ValueError):

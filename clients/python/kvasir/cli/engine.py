@@ -19,7 +19,7 @@ from kvasir.inference.v1 import inference_pb2 as pb
 from kvasir.waits import SOON_S
 
 models = typer.Typer(help="Fetch, list, load and remove models.", no_args_is_help=True)
-_DropOption = Annotated[bool, option("Go on even if hot memories that cannot be stored are lost.", "--drop-unstored")]
+_DropOption = Annotated[bool, option("Continue even if hot memories cannot be stored and are lost.", "--drop-unstored")]
 
 
 def complete_model(context: typer.Context, incomplete: str) -> list[str]:
@@ -37,12 +37,11 @@ def engine_client(caller: Caller) -> Iterator[InferenceClient]:
 
 
 def stats(caller: Caller) -> None:
-    """Show the engine's counters since its start and its present state: turns, tokens, hits, misses by reason, memory.
+    """Show the engine's counters since its start, and its state: turns, tokens, hits, misses by reason, memory.
 
     --json: model, uptime_s, namespaces (a list: namespace, turns, turn_ends, refusals, prefilled_tokens, cached_tokens,
     decoded_tokens, sources, misses, publications, made_good, published_bytes, owed_memories, owed_bytes, waiting_turns,
-    running_turns, kv_memory_used_bytes)
-    and engine (admins only)."""
+    running_turns, kv_memory_used_bytes) and engine (admins only)."""
     with engine_client(caller) as client:
         row = stats_row(client.get_stats())
     caller.result(row, lambda out: _show_stats(out, row))
@@ -57,7 +56,7 @@ def list_models(
     caller: Caller,
     fetched: Annotated[bool, option("Models on this machine, running or not.", "--fetched")] = False,
 ) -> None:
-    """List the models that the engine's configuration names, or with --fetched those of `kvasir models pull`."""
+    """List the models of the engine's configuration, or with --fetched those of `kvasir models pull`."""
     if fetched:
         rows = hub.fetched(caller)
         return caller.result(rows, pairs((row["name"], size(row["size_bytes"])) for row in rows))
@@ -72,7 +71,7 @@ def load_model(
     name: Annotated[str, argument("A name of `kvasir models ls`.", "NAME", autocompletion=complete_model)],
     drop_unstored: _DropOption = False,
 ) -> None:
-    """Load a model. The one before is unloaded first, and its hot memories are stored."""
+    """Load a model. The engine first stores the hot memories of the previous model and unloads it."""
     with caller.busy(f"loading {name}"), engine_client(caller) as client:
         answer = client.load_model(name, drop_unstored=drop_unstored)
     value = {"loaded": answer.model.name, **_left(answer.left)}
@@ -82,7 +81,7 @@ def load_model(
 @command(models, "unload")
 def unload_model(
     caller: Caller,
-    name: Annotated[str, argument("Left out: the loaded model.", "NAME", autocompletion=complete_model)] = "",
+    name: Annotated[str, argument("Default: the loaded model.", "NAME", autocompletion=complete_model)] = "",
     drop_unstored: _DropOption = False,
 ) -> None:
     """Let turns end, store hot memories, and free the model."""

@@ -69,12 +69,12 @@ HINTS_BY_REASON: dict[str, str] = {
     "PAIRING_OVER": "",
     "CANNOT_CHECK": "A running store is stopped by `kvasir down`, or checked with --read-only; a lost index "
     "is rebuilt by `kvasir store recover`.",
-    "CANNOT_SEAL": "A running store is stopped by `kvasir down`; `kvasir keys --help` says more.",
+    "CANNOT_SEAL": "Stop a running store with `kvasir down`; see `kvasir keys --help`.",
     "CANNOT_RECOVER": "A running store is stopped by `kvasir down`.",
     "MODEL_NOT_LOADED": "`kvasir models load NAME` loads one.",
     "AGENT_EXISTS": "Choose another name.",
     "AGENT_PINNED": "`kvasir agents pin AGENT --off` ends that; --force deletes it all the same.",
-    "FILE_EXISTS": "Say --force to replace it.",
+    "FILE_EXISTS": "Use --force to replace it.",
     "JOURNAL_DAMAGED": "`kvasir scenario run --fresh` begins a new one.",
     "RESULTS_DAMAGED": "",
     "BACKUP_DAMAGED": "Another backup is made in an empty folder.",
@@ -162,7 +162,7 @@ def _wrong_usage(error: typer.TyperException) -> WrongUsage:
         command = context.command_path.partition(" ")[2]
         return WrongUsage(f"{option} stands before the command: kvasir {option} … {command}", field=option)
     if context.info_name == "chat" and "extra argument" in said:
-        said += ": what is said once comes after --once"
+        said += ": the message comes after --once"
     end = "" if said.endswith("?") else "."
     return WrongUsage(f"{said}{end} See `{context.command_path} --help`", field=option)
 

@@ -16,14 +16,14 @@ _NameArgument = Annotated[str, argument("A repository of the hub.", "OWNER/NAME"
 
 
 def pull(caller: Caller, name: _NameArgument, progress: ProgressOption = False) -> None:
-    """Fetch a model of the hub, once: `kvasir up --model OWNER/NAME` and other programs of mlx-lm find it here."""
+    """Fetch a model from the hub: `kvasir up --model OWNER/NAME` and other programs of mlx-lm then find it here."""
     answer = fetch(caller, name, "--progress") if progress else fetch(caller, name)
     text = f"{name}: {size(answer['size_bytes'])} at {answer['path']}; start it with `kvasir up --model {name}`"
     caller.result(answer, text)
 
 
 def rm(caller: Caller, name: _NameArgument) -> None:
-    """Remove a model that was fetched. What agents remember with it stays."""
+    """Remove a fetched model. Its agents' memories stay."""
     answer = _hub(caller, "rm", _checked(name))
     text = f"{name} is removed; {size(answer['freed_bytes'])} are free"
     caller.result(answer, text)
@@ -60,7 +60,7 @@ def _hub(caller: Caller, *words: str, options: Sequence[str] = ()) -> Any:
     ended = done("inference_svc.model.hub", [*words, *options], report, shows_stderr=shown)
     if ended.code == 0:
         return ended.value
-    why = f"{words[-1]} was not found; what was said stands above" if shown else ended.why
+    why = f"{words[-1]} was not found; see the messages above" if shown else ended.why
     if ended.code == NOT_FOUND:
         raise NotFound(why, reason="MODEL_NOT_FOUND", field="NAME")
     raise FailedPrecondition(f"the hub's loader failed: {why}", reason="HUB_FAILED")

@@ -14,14 +14,14 @@ from kvasir.cli.running.program import done, option_words
 from kvasir.cli.showing.arguments import option
 from kvasir.errors import FailedPrecondition
 
-app = typer.Typer(help="Seal namespaces: encrypt what the store keeps of them.", no_args_is_help=True)
+app = typer.Typer(help="Seal namespaces: encrypt all that the store keeps of them.", no_args_is_help=True)
 
-DataDirOption = Annotated[Path | None, option("The store's data. Left out: the data of the home.")]
+DataDirOption = Annotated[Path | None, option("The store's data. Default: the data of the home.")]
 KeyFileOption = Annotated[
-    Path | None, option("The master key's file. Left out: seal.key in the home, which `kvasir up` reads.")
+    Path | None, option("The master key's file. Default: seal.key in the home, which `kvasir up` reads.")
 ]
 KeychainOption = Annotated[
-    str, option("The master key's name in the system's keychain, where it is there.", metavar="NAME")
+    str, option("The master key's name in the system's keychain, if it lies there.", metavar="NAME")
 ]
 NamespaceArgument = Annotated[str, typer.Argument(metavar="NAMESPACE")]
 
@@ -42,9 +42,9 @@ def new(
 ) -> None:
     """Seal a namespace that holds nothing yet. Makes the master key if there is none.
 
-    Keep a copy of the master key: without it nobody reads the namespace again. To seal what exists already, seal a new
-    namespace and bring the agents there with `kvasir agents export` and `import`. The audit, which lies outside the
-    data, names agents of sealed namespaces, too."""
+    Keep a copy of the master key: without it nobody can read the namespace again. To seal existing agents, seal a new
+    namespace and copy them there with `kvasir agents export` and `import`. The audit, which lies outside the data, also
+    names agents of sealed namespaces."""
     if data_dir is None:  # of a store that runs alone, the credentials may name any namespace
         check_word("NAMESPACE", namespace)
     master = _master(caller, key_file, keychain)
@@ -61,15 +61,17 @@ def new(
 @command(app, "rotate")
 def rotate(
     caller: Caller,
-    new_key_file: Annotated[Path | None, option("The new master key's file; made if not there.")] = None,
-    new_keychain: Annotated[str, option("Its name in the keychain; made if not there.")] = "",
+    new_key_file: Annotated[
+        Path | None, option("The new master key's file; the command makes it if it does not exist.")
+    ] = None,
+    new_keychain: Annotated[str, option("Its name in the keychain; the command makes it if it does not exist.")] = "",
     data_dir: DataDirOption = None,
     key_file: KeyFileOption = None,
     keychain: KeychainOption = "",
 ) -> None:
     """Replace the master key. Rewrites no blob; from then on the store needs the new one.
 
-    After a crash give the command again: wherever it ended, the old key or the new one opens all namespaces."""
+    After a crash repeat the command: the old key or the new one opens all namespaces."""
     options = [*option_words("--new-key-file", new_key_file), *option_words("--new-keychain", new_keychain)]
     _run(caller, "rotate", data_dir, *options, *_master(caller, key_file, keychain))
 
@@ -81,7 +83,7 @@ def erase(
     yes: Annotated[bool, option("Do not ask.", "--yes")] = False,
     data_dir: DataDirOption = None,
 ) -> None:
-    """Destroy a namespace's key: nobody reads what it holds again, with any master key. Cannot be undone."""
+    """Destroy a namespace's key: nobody can read its content again, with any master key. Cannot be undone."""
     if not yes and not typer.confirm(f"Destroy the key of {namespace}, and with it all that it holds?", err=True):
         raise typer.Exit(1)
     _run(caller, "erase", data_dir, namespace)

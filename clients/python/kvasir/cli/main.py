@@ -97,13 +97,19 @@ def _directory(given: str | Path) -> Path:
 def everywhere(
     context: typer.Context,
     home: Annotated[
-        Path, option("Where `kvasir up` keeps everything.", envvar="KVASIR_HOME", parser=_directory, metavar="PATH")
+        Path,
+        option(
+            "The directory of `kvasir up`'s data, tokens and logs.",
+            envvar="KVASIR_HOME",
+            parser=_directory,
+            metavar="PATH",
+        ),
     ] = DEFAULT_HOME,
     address: Annotated[
-        str, option("The store: unix:/path or HOST:PORT. Left out: the store of the home.", metavar="ADDRESS")
+        str, option("The store: unix:/path or HOST:PORT. Default: the store of the home.", metavar="ADDRESS")
     ] = "",
     engine: Annotated[
-        str, option("The engine: unix:/path or HOST:PORT. Left out: the engine of the home.", metavar="ADDRESS")
+        str, option("The engine: unix:/path or HOST:PORT. Default: the engine of the home.", metavar="ADDRESS")
     ] = "",
     token_file: Annotated[Path | None, option("File with the bearer token, mode 0600.")] = None,
     ca_file: Annotated[Path | None, option("PEM certificate that the service must show.")] = None,

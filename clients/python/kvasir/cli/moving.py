@@ -30,7 +30,7 @@ from kvasir.waits import PAUSE_S
 
 FromOption = Annotated[str, option("Bring it here from this peer.", "--from", metavar="PEER")]
 ToOption = Annotated[str, option("Give it to this peer.", "--to", metavar="PEER")]
-DryRunOption = Annotated[bool, option("Say what would be sent, and send nothing.", "--dry-run")]
+DryRunOption = Annotated[bool, option("Show what would be copied, and copy nothing.", "--dry-run")]
 OnProgress = Callable[[pb.TransferProgress], None]
 
 
@@ -41,11 +41,11 @@ def move(
     to_peer: ToOption = "",
     dry_run: DryRunOption = False,
 ) -> None:
-    """Move an agent to or from another Mac: all it remembers, and the right to go on. A copy stays, to be read.
+    """Move an agent to or from another Mac: its memory, and the right to continue it. A read-only copy stays.
 
-    With --to, a decoding turn goes along to a paired Mac that takes moves, and its reader notices nothing, unless it is
-    the agent's first; else its end is waited for. Cut short, the agent stays where it was or arrives whole; the same
-    command goes on."""
+    With --to, a decoding turn moves along to a paired Mac that accepts moves, unnoticed by its reader, unless it is the
+    agent's first turn; otherwise the move waits for the turn's end. If the move is interrupted, the agent stays or
+    arrives whole; repeat the command to continue."""
     peer = _one_of(from_peer, to_peer)
     way = f"from {peer}" if from_peer else f"to {peer}"
     with store_client(caller) as client:
@@ -68,14 +68,15 @@ def move(
 def sync(
     caller: Caller,
     names: Annotated[
-        list[str] | None, argument("Left out: every agent here.", "AGENT", autocompletion=complete_agent)
+        list[str] | None, argument("Default: every agent here.", "AGENT", autocompletion=complete_agent)
     ] = None,
     from_peer: FromOption = "",
     to_peer: ToOption = "",
     label: LabelOption = None,
     dry_run: DryRunOption = False,
 ) -> None:
-    """Copy what is new of agents to or from another Mac. Owners stay; what was changed at both is left alone."""
+    """Copy new versions of agents to or from another Mac. Owners do not change; agents that changed at both are
+    skipped."""
     peer = _one_of(from_peer, to_peer)
     rows = list[dict[str, Any]]()
     with store_client(caller) as client:
@@ -91,11 +92,11 @@ def pull(
     caller: Caller,
     peer: Annotated[str, argument("A peer of the store's configuration.", "PEER")],
     agent: AgentArgument,
-    as_: Annotated[str, option("The agent's name here. Left out: the same name.", "--as", metavar="NAME")] = "",
+    as_: Annotated[str, option("The agent's name here. Default: the same name.", "--as", metavar="NAME")] = "",
     line: LineOption = "",
     dry_run: DryRunOption = False,
 ) -> None:
-    """Copy an agent's memory from another store. Only blobs that are missing here are sent."""
+    """Copy an agent's memory from another store, which sends only the blobs that are missing here."""
     sent = _Sent()
     with store_client(caller) as client, transfer_progress(caller, f"{agent} from {peer}") as on_progress:
         steps = client.pulling_agent(peer, agent, local_agent_id=as_, kv_identity_hash=line, dry_run=dry_run)
@@ -113,16 +114,17 @@ def claim(
     caller: Caller,
     agent: Annotated[str, argument("The agent's name.", "AGENT", autocompletion=complete_agent)] = "",
     recovered: Annotated[
-        bool, option("All that wait for a claim since `kvasir store recover`.", "--recovered")
+        bool, option("All agents that wait for a claim since `kvasir store recover`.", "--recovered")
     ] = False,
     force: Annotated[
-        bool, option("Also from a Mac that is gone for good. What it made since is not here.", "--force")
+        bool,
+        option("Also from a Mac that is gone for good. Versions that it made since then are lost here.", "--force"),
     ] = False,
 ) -> None:
-    """Take an agent back whose move has stopped halfway, or, with --force, whose owner is gone.
+    """Take back an agent whose move stopped halfway, or, with --force, whose owner is gone.
 
-    If that Mac comes back, it keeps what it made, to be read, and does not extend it any more. After a recovery every
-    peer is asked first: an agent that one of them owns stays there."""
+    If that Mac comes back, it keeps its versions for reading, and no longer extends the agent. After a recovery the
+    store first asks every peer: an agent that a peer owns stays there."""
     if bool(agent) == recovered:
         raise failures.WrongUsage("expected AGENT or --recovered", field="agent")
     with store_client(caller) as client:

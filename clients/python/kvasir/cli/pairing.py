@@ -23,22 +23,22 @@ from kvasir.cli.showing.arguments import argument, option
 from kvasir.cli.showing.tables import table
 from kvasir.cli.showing.terminal import visible
 
-app = typer.Typer(help="Other Macs that this one is paired with.", no_args_is_help=True)
+app = typer.Typer(help="Manage the Macs that are paired with this one.", no_args_is_help=True)
 PeerArgument = Annotated[str, argument("The peer's name here.", "PEER")]
 GivesOption = Annotated[
     list[str] | None,
     option(
-        "What the other Mac may do with this one's agents: read, move (read, and take agents away) or claim (and "
-        "be believed when it claims one that ever moved, for Macs of one owner). With NAMESPACE= for another namespace "
-        "than default; may be repeated.",
+        "The other Mac's right over agents of this one: read, move (read, and take agents away) or claim (also claim "
+        "agents that ever moved, for Macs of one owner). With NAMESPACE= for another namespace than default; "
+        "repeatable.",
         metavar="[NAMESPACE=]RIGHT",
     ),
 ]
 TakesOption = Annotated[
     list[str] | None,
     option(
-        "What the other Mac may bring here of its own accord: nothing, copy, or move (copies, agents, and turns "
-        "that move while they decode). What you fetch yourself needs no right. May be repeated.",
+        "What the other Mac may send here unasked: nothing, copy, or move (copies, agents, and decoding turns). What "
+        "you fetch yourself needs no right. Repeatable.",
         metavar="[NAMESPACE=]RIGHT",
     ),
 ]
@@ -53,16 +53,16 @@ AnnounceOption = Annotated[
     ),
 ]
 CodeArgument = Annotated[
-    str, argument("The code or the line that the other Mac shows. Left out: show one here, and wait.", "CODE")
+    str, argument("The code or the line that the other Mac shows. Default: show one here, and wait.", "CODE")
 ]
 AtOption = Annotated[
-    str, option("HOST:PORT that the other Mac shows; the line has it, and on one machine it is known.")
+    str, option("HOST:PORT that the other Mac shows. Not needed with its whole line, or on one machine.")
 ]
 ListenOption = Annotated[
     str,
     option(
-        "This Mac's own name or address in the network, as studio.local, where paired Macs may reach its "
-        "store and its engine. Left out: 127.0.0.1, so that nobody beyond this machine can.",
+        "This Mac's own name or address in the network, as studio.local, at which paired Macs can reach its store "
+        "and its engine. Default: 127.0.0.1, which no other machine can reach.",
         metavar="HOST[:PORT]",
     ),
 ]
@@ -73,19 +73,19 @@ def pair(
     code: CodeArgument = "",
     at: AtOption = "",
     listen: ListenOption = "",
-    name: Annotated[str, option("What this Mac calls itself. Left out: its host name.")] = "",
-    as_: Annotated[str, option("What the other Mac is called here. Left out: what it calls itself.", "--as")] = "",
+    name: Annotated[str, option("This Mac's name for itself. Default: its host name.")] = "",
+    as_: Annotated[str, option("The other Mac's name here. Default: its name for itself.", "--as")] = "",
     gives: GivesOption = None,
     takes: TakesOption = None,
     announce: AnnounceOption = False,
     minutes: Annotated[float, option("How long the code is valid.", min=0.01, max=60)] = 10,
 ) -> None:
-    """Make this Mac and another known to each other: one shows a code, the other takes it.
+    """Pair this Mac with another Mac: one shows a code, which you type at the other.
 
-    Both keep the other's certificate. From then on their stores and engines speak TLS with those two certificates and
-    nothing else, and each may read the other's agents of the namespaces that were given. More takes an option: --gives
-    move lets the other Mac take agents away, --takes move lets it bring some, with the turns that they decode. `kvasir
-    peers allow` changes it later. Pairing again keeps the rights that no option names.
+    Each keeps the other's certificate. From then on their stores and engines use TLS with these two certificates only,
+    and each may read the other's agents in the namespaces that were given. Options give more rights: with --gives move
+    the other Mac may take agents away, with --takes move it may bring agents, with their decoding turns. `kvasir peers
+    allow` changes rights later. A second pairing keeps the rights that no option names.
 
     --json: an object on each line: waiting (code, line, address), refused (from, reason), paired (name, pin, address).
     """
@@ -110,7 +110,7 @@ def _show_step(caller: Caller, line: dict[str, Any]) -> None:
             host = line["address"].rpartition(":")[0]
             where = "on this machine only" if host == "127.0.0.1" else f"at {line['address']}"
             caller.say(
-                f"On the other Mac, say `kvasir pair {line['code']} --at {line['address']}`, or paste the "
+                f"On the other Mac, run `kvasir pair {line['code']} --at {line['address']}`, or paste the "
                 f"line after `kvasir pair`. Waiting {where} for {line['seconds'] / 60:g} min; "
                 "the code is good for one use."
             )
@@ -134,13 +134,13 @@ def _show_paired(caller: Caller, line: dict[str, Any]) -> None:
     if not store["is_running"]:
         caller.say("The store does not run; it will know when it starts.")
     elif not store["address"]:
-        caller.say(f"The store cannot listen on {line['our_address']}: `kvasir logs` says why.")
+        caller.say(f"The store cannot listen on {line['our_address']}: `kvasir logs` shows why.")
 
 
 @command(app, "ls")
 def ls(
     caller: Caller,
-    try_them: Annotated[bool, option("Also connect to each, and say who cannot be reached.", "--try")] = False,
+    try_them: Annotated[bool, option("Also connect to each peer, and show which are unreachable.", "--try")] = False,
 ) -> None:
     """List the peers of this home's store."""
     answer = _only(caller, "peers", "ls")
@@ -153,7 +153,7 @@ def ls(
 
 @command(app, "find")
 def find(caller: Caller, seconds: Annotated[float, option("How long to listen.", min=0.1, max=60)] = 3) -> None:
-    """List Macs that wait with `kvasir pair --announce` (mDNS). Any name can be claimed: only the code proves one."""
+    """List Macs that wait with `kvasir pair --announce` (mDNS). Anybody may announce a name; the code proves it."""
     with caller.busy("listening"):
         answer = _only(caller, "peers", "find", "--seconds", str(seconds))
     caller.result(answer, lambda out: _show_found(out, answer["found"]))
@@ -161,7 +161,7 @@ def find(caller: Caller, seconds: Annotated[float, option("How long to listen.",
 
 @command(app, "rm")
 def rm(caller: Caller, peer: PeerArgument) -> None:
-    """Remove a peer. Its running calls and our own to it end at once, and its key opens nothing here any more."""
+    """Remove a peer. Calls in both directions end at once, and its key no longer opens anything here."""
     answer = _only(caller, "peers", "rm", names=[peer])
     ended = answer["store"].get("ended_calls", 0)
     text = f"{peer} is removed" + (f"; ended {counted(ended, 'running call')}" if ended else "")
@@ -170,7 +170,7 @@ def rm(caller: Caller, peer: PeerArgument) -> None:
 
 @command(app, "allow")
 def allow(caller: Caller, peer: PeerArgument, gives: GivesOption = None, takes: TakesOption = None) -> None:
-    """Change what a peer may do here. What is left out stays. Its running calls end where it may less."""
+    """Change the rights of a peer here. Rights that no option names stay. Running calls that become forbidden end."""
     answer = _only(caller, "peers", "allow", *_rights(gives, takes), names=[peer])
     caller.result(answer, _rights_text(answer))
 
@@ -181,7 +181,7 @@ def rename(
     peer: PeerArgument,
     new_name: Annotated[str, argument("Its new name here.", "NEW-NAME")],
 ) -> None:
-    """Call a peer otherwise here. It stays paired; its running calls end and begin again."""
+    """Rename a peer here. It stays paired; its running calls end and start again."""
     answer = _only(caller, "peers", "rename", names=[peer, new_name])
     caller.result(answer | {"name": new_name}, f"{peer} is called {new_name} now")
 
@@ -223,7 +223,7 @@ def _show_found(out: Console, found: list[dict[str, str]]) -> None:
     for each in found:
         out.print(f"{visible(each['name'])}: `kvasir pair CODE --at {each['address']}`")
     if not found:
-        out.print("nobody says that it waits; on the other Mac: `kvasir pair --listen ITS-NAME --announce`")
+        out.print("no Mac announces that it waits; on the other Mac: `kvasir pair --listen ITS-NAME --announce`")
 
 
 def _host_name() -> str:

@@ -24,7 +24,7 @@ from kvasir.formats.digest import Digest
 from kvasir.options.finding import environment
 from kvasir.options.store import StoreTable
 
-app = typer.Typer(help="Look after the store.", no_args_is_help=True)
+app = typer.Typer(help="Manage the store.", no_args_is_help=True)
 
 
 @app.command(
@@ -32,10 +32,10 @@ app = typer.Typer(help="Look after the store.", no_args_is_help=True)
 )
 def serve(
     context: typer.Context,
-    detach: Annotated[bool, option("Return when it is ready.", "--detach", "-d")] = False,
+    detach: Annotated[bool, option("Return when the store is ready.", "--detach", "-d")] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Run a cache store alone, for engines elsewhere. --help shows its options."""
+    """Run a cache store alone, for engines on other machines. --help shows its options."""
     check_installed("store")
     serve_store(caller_of(context, as_json), context.args, detach=detach)
 
@@ -43,13 +43,11 @@ def serve(
 @command(app, "check")
 def check(
     caller: Caller,
-    data_dir: Annotated[Path | None, option("The store's data. Left out: the data of the home.")] = None,
+    data_dir: Annotated[Path | None, option("The store's data. Default: the data of the home.")] = None,
     repair: Annotated[bool, option("Also repair what can be repaired.", "--repair")] = False,
-    read_only: Annotated[
-        bool, option("Check a copy of the index. The store may run meanwhile.", "--read-only")
-    ] = False,
+    read_only: Annotated[bool, option("Check a copy of the index. The store may run.", "--read-only")] = False,
 ) -> None:
-    """Compare index and files both ways. The store must not run meanwhile, but for --read-only."""
+    """Compare index and files both ways. Stop the store first, except for --read-only."""
     if repair and read_only:
         raise WrongUsage("--repair and --read-only: give one of them", field="--read-only")
     words = ["--repair"] if repair else ["--read-only"] if read_only else []
@@ -59,17 +57,17 @@ def check(
 @command(app, "recover")
 def recover(
     caller: Caller,
-    data_dir: Annotated[Path | None, option("The store's data. Left out: the data of the home.")] = None,
+    data_dir: Annotated[Path | None, option("The store's data. Default: the data of the home.")] = None,
     namespace: Annotated[
-        list[str] | None, option("A namespace that holds memories, if even the journal is lost. May be repeated.")
+        list[str] | None, option("A namespace that holds memories, if the journal is lost, too. Repeatable.")
     ] = None,
 ) -> None:
-    """Rebuild a lost or damaged index, when the store refuses to start or says INDEX_DAMAGED.
+    """Rebuild a lost or damaged index, if the store refuses to start or reports INDEX_DAMAGED.
 
-    The journal names the agents and versions, and the files of each memory are read and verified. A version that cannot
-    come back is named. The old index is kept. The store must not run meanwhile.
+    It takes agents and versions from the journal, and reads and verifies the files of each memory. It names each
+    version that cannot come back, and keeps the old index. Stop the store first.
 
-    If even the journal is lost, memories come back as agents named recovered-..., in the namespaces of --namespace."""
+    If the journal is lost, too, memories come back as agents named recovered-..., in the namespaces of --namespace."""
     words = [word for name in namespace or () for word in ("--namespace", name)]
     _report(caller, "recover", data_dir, words, "CANNOT_RECOVER")
 
@@ -104,12 +102,13 @@ def _last_options(home: Home, data_dir: Path | None) -> list[str]:
 @command(app, "scrub")
 def scrub(
     caller: Caller,
-    agent: Annotated[str, argument("Only this agent's blobs. Left out: all blobs.", "AGENT")] = "",
-    status: Annotated[bool, option("Only say how far the store's own scrub is.", "--status")] = False,
+    agent: Annotated[str, argument("Only this agent's blobs. Default: all blobs.", "AGENT")] = "",
+    status: Annotated[bool, option("Only show the progress of the store's own scrub.", "--status")] = False,
 ) -> None:
     """Hash every stored blob again, at once; the store itself does so slowly, about once a week.
 
-    Damaged blobs are quarantined and named. What a peer has is fetched from it; engines compute the rest again."""
+    It quarantines and names damaged blobs. The store fetches them from peers that have them; engines compute the rest
+    again."""
     if status:
         _print_scrub(caller)
         return
@@ -142,7 +141,7 @@ def _print_scrub(caller: Caller) -> None:
 
 @command(app, "gc")
 def gc(caller: Caller, dry_run: Annotated[bool, option("Report only.", "--dry-run")] = False) -> None:
-    """Mark blobs that nothing names, and remove blobs that were marked longer than the grace period ago."""
+    """Mark blobs that no version names, and remove blobs that were marked longer than the grace period ago."""
     with store_client(caller) as client:
         answer = client.collect_garbage(dry_run=dry_run)
     value = fields_of(answer, "blobs_marked", "blobs_swept", "bytes_freed") | {"is_dry_run": dry_run}

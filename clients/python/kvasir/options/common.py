@@ -48,30 +48,28 @@ class ServiceTable(Table):
 
     metrics_listen: str = option(
         "",
-        "Prometheus metrics and /healthz over HTTP, to this machine only. Left out: none.",
+        "Serve Prometheus metrics and /healthz over HTTP, to this machine only. Default: none.",
         metavar="127.0.0.1:PORT",
         check=check_operators_address,
         of_home=True,
     )
     traces_to: str = option(
         "",
-        "Where OpenTelemetry (OTLP over gRPC) gets spans of turns, with counts and never a text, as "
-        "http://127.0.0.1:4317. Left out: nowhere. Needs kvasir[traces].",
+        "The collector of OpenTelemetry (OTLP over gRPC) that gets spans of turns, as http://127.0.0.1:4317. Spans "
+        "have counts and never a text. Default: none. Needs kvasir[traces].",
         metavar="URL",
         check=check_endpoint,
         up="traces-to",
     )
     audit_file: Path | None = option(
         None,
-        "Where one JSON line says who did what that needs a privilege; see `kvasir audit`. Left out: nowhere.",
+        "A file that gets a JSON line for each privileged call, with its caller; see `kvasir audit`. Default: none.",
         of_home=True,
     )
-    log_level: Literal["debug", "info", "warning", "error"] = option(
-        "info", "The least of what is logged.", up="log-level"
-    )
+    log_level: Literal["debug", "info", "warning", "error"] = option("info", "Minimum log level.", up="log-level")
     log_format: Literal["console", "json"] = option(
         "console",
-        "Log lines for people, or for programs. Prompt text, tokens and credentials are in neither.",
+        "Format of log lines: for people, or for programs. Neither has prompt text, tokens or credentials.",
         up="log-format",
     )
 
@@ -81,8 +79,8 @@ class ListeningTable(ServiceTable):
     """The options of a service that listens over gRPC."""
 
     credentials_file: Path | None = option(
-        None, "Which callers are admitted, and in which roles. Needed beyond a Unix socket.", of_home=True
+        None, "A file that lists the callers and their roles. Needed beyond a Unix socket.", of_home=True
     )
     tls_cert_file: Path | None = option(None, "PEM certificate. Needed beyond this machine.", of_home=True)
-    tls_key_file: Path | None = option(None, "Its key, readable by its owner only.", of_home=True)
-    tls_client_ca_file: Path | None = option(None, "PEM certificates of clients that may connect at all (mutual TLS).")
+    tls_key_file: Path | None = option(None, "The certificate's key, readable by its owner only.", of_home=True)
+    tls_client_ca_file: Path | None = option(None, "PEM certificates of the clients that may connect (mutual TLS).")

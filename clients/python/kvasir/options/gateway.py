@@ -12,9 +12,9 @@ from kvasir.volatile import DEFAULT, NONE, RULES, rules_of
 
 DEFAULT_LISTEN = "127.0.0.1:8642"
 SIDE_CALLS: Mapping[str, str] = {
-    "title": "a title, topic, tags or next questions of a conversation are asked for",
-    "summary": "a summary of the conversation is asked for, which takes its place later",
-    "probe": "one short message whose reply may have one token: nobody goes on from it",
+    "title": "the request wants a title, topic, tags or next questions of a conversation",
+    "summary": "the request wants a summary, which replaces the conversation later",
+    "probe": "one short message whose reply may have one token: nobody continues it",
 }
 """Which requests are side calls, by the rule's name."""
 
@@ -45,76 +45,87 @@ class GatewayFiles(Table):
     listen: str = option(DEFAULT_LISTEN, "A loopback address.", metavar="HOST:PORT", of_home=True)
     engine: tuple[str, ...] = option(
         (),
-        "The engine. Several times: engines of one store, which share agents by name; callers' keys must hold at each.",
+        "The engine's address. Repeat it for several engines of one store, which share agents by name; each must "
+        "accept the callers' keys.",
         metavar="unix:/path|HOST:PORT",
         of_home=True,
         needed=True,
     )
     engine_wait_s: float = option(
         0.0,
-        "How long the start waits for an engine that is being started beside it. Then it goes on without.",
+        "How long the gateway's start waits for an engine that starts at the same time. After that it continues "
+        "without.",
         least=0,
         of_home=True,
     )
     state_dir: Path = option(
-        Path(), "Where the key of conversations' names and thoughts is kept.", of_home=True, needed=True
+        Path(), "The directory of the key for names of conversations, and for thoughts.", of_home=True, needed=True
     )
-    token_file: Path | None = option(None, "The gateway's own token, for an engine that wants one.", of_home=True)
+    token_file: Path | None = option(
+        None, "A file with the gateway's own token, for an engine that requires one.", of_home=True
+    )
     ca_file: Path | None = option(None, "PEM: the engines' certificates, or their authority's.", of_home=True)
     peer: dict[str, str] = option(
         {},
-        "An engine to which turns may move, by the engine's name for it; callers' keys must hold there. They are shown "
-        "to it as they are: it must be as trusted as --engine. Name --engine itself too, as its peers name it, and a "
-        "turn that comes back is followed. An agent that moved to another store (the engine's --peer-store) stays "
-        "there: its next request here is refused (AGENT_MOVED).",
+        "An engine to which turns may move, by the name that --engine has for it. It must accept the callers' keys, "
+        "which the gateway shows to it: trust it as much as --engine. Name --engine itself, too, as its peers name "
+        "it; then the gateway follows a turn that comes back. An agent that moved to another store (the engine's "
+        "--peer-store) stays there: the engine refuses its next request here (AGENT_MOVED).",
         metavar="NAME=ADDRESS",
         up="peer",
     )
     peer_ca_file: dict[str, Path] = option({}, "PEM, as --ca-file.", metavar="NAME=PATH", up="peer-ca-file")
-    credentials: Path | None = option(None, "Whose tokens are API keys: as the engine's.", metavar="FILE", of_home=True)
-    no_keys: bool = option(False, "Callers need no key and act as the gateway does.", of_home=True)
+    credentials: Path | None = option(
+        None, "The file whose tokens are API keys; the engine's credentials file.", metavar="FILE", of_home=True
+    )
+    no_keys: bool = option(False, "Callers need no key, and act with the gateway's own rights.", of_home=True)
     home: Path | None = option(None, "The home whose tokens, peers and backups the page manages.", of_home=True)
     service_admin: tuple[str, ...] = option(
         (),
-        "A credential with the role admin that may do so, once for each. No program's: it makes tokens there.",
+        "A credential with the role admin that may manage the home on the page; repeatable. Give it to no program: "
+        "it can make tokens.",
         metavar="NAME",
         of_home=True,
     )
-    host: tuple[str, ...] = option((), "A name of this server, beside loopback addresses.", metavar="NAME")
-    origin: tuple[str, ...] = option((), "A site whose pages may call, as https://a.example.", metavar="URL")
+    host: tuple[str, ...] = option((), "A name of this server, in addition to loopback addresses.", metavar="NAME")
+    origin: tuple[str, ...] = option(
+        (), "A web site whose pages may call the gateway, as https://a.example.", metavar="URL"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
 class GatewayReading(Table):
     """How requests are read."""
 
-    max_body_mib: int = option(8, "A request with a larger body is refused.", above=0)
+    max_body_mib: int = option(8, "The largest body of a request, in MiB.", above=0)
     strict: bool = option(
-        False, "Refuse by name what is else ignored, and a max_tokens that does not fit.", up="strict"
+        False,
+        "Refuse, by name, settings that the gateway otherwise ignores, and a max_tokens that does not fit.",
+        up="strict",
     )
     any_model: bool | None = option(
         None,
-        "The loaded model answers for names that are no model's, and the answer names it. Left out: yes, unless "
-        "--strict is given, or --host.",
+        "The loaded model answers requests for unknown models; the answer names it. Default: yes, unless --strict or "
+        "--host is given.",
         up="any-model",
     )
     alias: dict[str, str] = option(
         {},
-        "A name that clients may use for one of the engine's models; the answer names the model. Several times.",
+        "A name that clients may use for one of the engine's models; the answer names the model. Repeatable.",
         metavar="NAME=MODEL",
         up="alias",
     )
     volatile: str = option(
         ",".join(sorted(DEFAULT)),
-        "What of a prompt does not change from request to request; an agent's label kvasir.volatile and a request's "
-        f"header go before it. {_each(RULES)}.",
+        "Rules that keep volatile text of a prompt as the memory has it; an agent's label kvasir.volatile and a "
+        f"request's header override them. {_each(RULES)}.",
         metavar="RULE,…|none",
         check=_volatile,
         up="volatile",
     )
     side_calls: str = option(
         ",".join(SIDE_CALLS),
-        f"Which requests beside a conversation leave no memory, when they name no agent. {_each(SIDE_CALLS)}.",
+        f"Kinds of requests beside a conversation that leave no memory if they name no agent. {_each(SIDE_CALLS)}.",
         metavar="RULE,…|none",
         check=side_calls_of,
     )
@@ -126,7 +137,7 @@ class GatewayTable(GatewayFiles, GatewayReading, ServiceTable):
 
     def check(self) -> None:
         if self.credentials is None and not self.no_keys:
-            text = "FILE names the API keys; --no-keys lets every program of this machine act as you"
+            text = "FILE has the API keys; --no-keys lets every program of this machine act as you"
             raise WrongOption("credentials", text)
         if self.credentials is not None and self.no_keys:
             raise WrongOption("no_keys", "give --credentials or this, one of them")

@@ -40,31 +40,35 @@ class StoreFiles(Table):
     """Addresses and files."""
 
     data_dir: Path = option(
-        Path(), "Where everything is kept. Made (0700) when it does not exist.", of_home=True, needed=True
+        Path(), "The directory of all data. The store makes it (0700) if it does not exist.", of_home=True, needed=True
     )
     catalog: str = option(
         "",
-        "The PostgreSQL database that lists agents and blobs, in place of a file in the data directory, from the first "
-        "start on. Its password comes from PGPASSFILE, ~/.pgpass or PGPASSWORD. Or a bucket, which then keeps the "
-        "blobs, too: any machine goes on from there, one at a time. Needs kvasir[fleet].",
+        "The PostgreSQL database that lists agents and blobs, in place of a file in the data directory, from the "
+        "first start on. Its password comes from PGPASSFILE, ~/.pgpass or PGPASSWORD. Or a bucket, which then keeps "
+        "the blobs, too: any machine can continue from it, one at a time. Needs kvasir[fleet].",
         metavar="postgresql://USER@HOST/DATABASE|s3://BUCKET/PREFIX",
         check=check_catalog,
     )
-    listen: str = option("", "Where it listens. Needed to serve.", metavar="unix:/path|HOST:PORT", of_home=True)
+    listen: str = option(
+        "", "The address of the store. `serve` needs it.", metavar="unix:/path|HOST:PORT", of_home=True
+    )
     engine_listen: str = option(
         "",
-        "A second address for the engines of this machine: their calls wait behind no crowd at the first.",
+        "A second address, for the engines of this machine: their calls do not queue behind those at the first "
+        "address.",
         metavar="unix:/path",
         of_home=True,
     )
     peers_file: Path | None = option(
         None,
-        "Other stores (TOML): which agents may be pulled from them, and which may read here. Left out: none yet.",
+        "A file (TOML) that lists other stores, and what each may do here. Default: no other store.",
         of_home=True,
     )
     seal_key_file: Path | None = option(
         None,
-        "The master key that opens sealed namespaces: 64 hex digits, readable by its owner only. Not beside the data.",
+        "A file with the master key that opens sealed namespaces: 64 hex digits, readable by its owner only. Keep it "
+        "apart from the data.",
         of_home=True,
     )
     seal_keychain: str = option(
@@ -72,14 +76,15 @@ class StoreFiles(Table):
     )
     sealed_file: Path | None = option(
         None,
-        "Lists the sealed namespaces, a line each: one whose key record is gone from the data is refused, and never "
-        "plain. Not beside the data. `keys new` and `keys rotate` add to it. Left out: none yet.",
+        "A file that lists the sealed namespaces, a line each. The store refuses a listed namespace if its key "
+        "record is missing from the data, and never stores it in plain form. Keep it apart from the data. `keys new` "
+        "and `keys rotate` add lines. Default: no file.",
         of_home=True,
     )
     blobs: str = option(
         "",
-        "Keep blobs in a bucket of S3, which belongs to this store alone. Needs kvasir[fleet]; credentials are the "
-        "environment's (AWS_…). Left out: they lie beside the index.",
+        "Keep blobs in an S3 bucket, which belongs to this store alone. Needs kvasir[fleet]; credentials come from "
+        "the environment (AWS_…). Default: blobs lie beside the index.",
         metavar="s3://BUCKET/PREFIX",
         check=check_bucket,
     )
@@ -89,18 +94,18 @@ class StoreFiles(Table):
         "aws_secret_access_key, aws_session_token, region, endpoint_url.",
     )
     blob_tier_bytes: int = option(
-        20 << 30, "Of a bucket's blobs, so many bytes that were used last are kept on the disk, too.", least=0
+        20 << 30, "Bytes of the disk that cache the bucket's most recently used blobs.", least=0
     )
     last_runs_dir: Path | None = option(
         Path("~/.local/state/kvasir/stores"),
-        "Where the last commit of each store is noted, outside its data. A start refuses data that are older: an old "
-        "copy was put back, and what engines were promised since is lost.",
+        "A directory, outside the data, in which each store notes its last commit. A store refuses to start with "
+        "older data: somebody restored an old copy, which lacks memories that engines had acknowledged.",
     )
     accept_older: bool = option(
         False,
-        "Start with data that are older than what last ran in their directory, a backup that was put back, or that "
-        "were copied from another one; they are the newest from then on. Without data: go on as the store of --catalog "
-        "and --blobs whose directory is gone, or begin an empty one.",
+        "Start with data that are older than those that last ran in their directory (a restored backup), or that "
+        "were copied from another directory; from then on they are the newest. Without data: continue the store of "
+        "--catalog and --blobs whose directory is gone, or begin an empty one.",
         up="accept-older",
     )
 
@@ -111,35 +116,40 @@ class StoreRetention(Table):
 
     quota_bytes: int | None = option(
         None,
-        "Blob bytes that a namespace may hold. Left out: only the disk limits it.",
+        "The most bytes of blobs that a namespace may hold. Default: only the disk limits it.",
         least=1,
         up=UpFlag("store-quota-gib", "GIB", gib),
     )
     namespace_quota_bytes: dict[str, int | None] = option(
-        {}, "Quotas of some namespaces, before the one of all; null for none.", least=1
+        {}, "Quotas of single namespaces, in place of the quota of all; null: no quota.", least=1
     )
     evict_heads: bool = option(
         False,
-        "A full quota may remove the newest version of an unpinned, long-unused line. Left out: writes are refused.",
+        "When a quota is full, the store may remove the newest version of a line that is not pinned and was not used "
+        "for long. Default: the store refuses the write.",
     )
     free_disk_reserve_bytes: int = option(
-        256 * MIB, "Writes are refused when they would leave less than this on the disk.", least=0
+        256 * MIB, "The store refuses writes that would leave less free space on the disk.", least=0
     )
-    max_blob_bytes: int = option(256 * MIB, "A larger blob is refused.", least=1)
-    grace_period_s: float = option(3600.0, "How long a blob that nothing names is kept before it is removed.", least=0)
+    max_blob_bytes: int = option(256 * MIB, "The largest blob that the store accepts.", least=1)
+    grace_period_s: float = option(3600.0, "How long the store keeps a blob that no version names.", least=0)
     retained_versions: int = option(
-        8, "Versions kept per line, unless the agent says otherwise.", least=1, most=1000, up="keep-versions"
+        8,
+        "Versions that the store keeps of each line, unless the agent has its own number.",
+        least=1,
+        most=1000,
+        up="keep-versions",
     )
     expires_after_s: float | None = option(
         None,
-        "An agent that nobody used for so long is deleted, unless its label kvasir.expires_after says otherwise or it "
-        "is pinned. Counted while the store runs. Left out: it stays.",
+        "The store deletes an agent that nobody used for this long, unless the agent is pinned or has its own time "
+        "in the label kvasir.expires_after. Only time in which the store runs counts. Default: never.",
         least=60,
         metavar="SECONDS",
         up=UpFlag("expire-agents", "12h|30d|never", seconds_until_expiry),
     )
     namespace_expires_after_s: dict[str, float | None] = option(
-        {}, "The same of some namespaces, before the one of all; null for never.", least=60
+        {}, "The same for single namespaces, in place of the time of all; null: never.", least=60
     )
 
 
@@ -149,36 +159,38 @@ class StoreLimits(Table):
 
     write_budget_bytes: int | None = option(
         None,
-        "Bytes of blobs that may be written in a day (UTC), for the sake of an SSD; those of index and journal, one or "
-        "two hundred kilobytes for a turn, come on top. `kvasir status` warns when it is exceeded. Left out: they are "
-        "only counted.",
+        "Daily write budget (UTC) for blobs, in bytes, which protects an SSD. Index and journal write one or two "
+        "hundred kilobytes more for each turn. `kvasir status` warns when the budget is exceeded. Default: the store "
+        "only counts.",
         least=1,
     )
     write_budget_over: Literal["tell", "refuse"] = option(
         "tell",
-        "What happens beyond the budget. tell: it is reported. refuse: tensors are refused until midnight UTC; engines "
-        "keep in memory what they cannot store, and lose it if they end before.",
+        "What the store does beyond the budget. tell: it warns. refuse: it refuses tensors until midnight UTC; "
+        "engines keep those memories in RAM, and lose them if they end earlier.",
     )
     scrub_bytes_per_s: int = option(
         8 * MIB,
-        "How fast every blob is hashed again in the background. What is damaged is fetched from a peer that has it. 0: "
-        "never.",
+        "How fast the store verifies its blobs in the background, in bytes a second. It fetches a damaged blob from "
+        "a peer that has it. 0: it does not verify.",
         least=0,
     )
-    scrub_every_s: float = option(7 * 86_400.0, "The rest between two such passes.", above=0)
-    gc_interval_s: float = option(600.0, "Garbage is collected this often.", above=0)
-    read_buffer_bytes: int = option(128 * MIB, "Bytes that all readers together may have waiting to be sent.", least=1)
+    scrub_every_s: float = option(7 * 86_400.0, "The pause between two such passes.", above=0)
+    gc_interval_s: float = option(600.0, "The time between two garbage collections.", above=0)
+    read_buffer_bytes: int = option(
+        128 * MIB, "The most bytes that may wait to be sent to all readers together.", least=1
+    )
     stall_timeout_s: float = option(
         30.0,
-        "A caller or peer that neither sends nor takes anything for so long in the middle of a transfer is given up.",
+        "The store ends a transfer in which the other side neither sends nor reads anything for this long.",
         above=0,
     )
     move_patience_s: float = option(
         30.0,
-        "An agent stays here when the store that it was to move to is silent for so long before it has all of it.",
+        "The store cancels a move if the destination is silent for this long before it has the whole agent.",
         above=0,
     )
-    stop_grace_s: float = option(5.0, "How long running calls may go on after SIGTERM.", least=0)
+    stop_grace_s: float = option(5.0, "How long running calls may continue after SIGTERM.", least=0)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,29 +20,31 @@ class UpTable(Table):
 
     program: ClassVar[str] = "up"
 
-    listen: str = option("", "For the engine, which then wants a token. Left out: a Unix socket.", metavar="HOST:PORT")
-    store_listen: str = option("", "For the store, for other Macs to pull from.", metavar="HOST:PORT")
+    listen: str = option(
+        "", "The engine's address, where callers need a token. Default: a Unix socket.", metavar="HOST:PORT"
+    )
+    store_listen: str = option("", "The store's address, from which other Macs may pull.", metavar="HOST:PORT")
     tls_cert: Path | None = option(None, "PEM certificate, needed beyond this machine.")
     tls_key: Path | None = option(None, "The certificate's key, mode 0600.")
     store: str = option(
         "",
-        "A store that runs elsewhere, as `kvasir store serve` or another `kvasir up --store-listen`: this engine uses "
-        "it, and none starts here.",
+        "Use a store that runs elsewhere, by `kvasir store serve` or another `kvasir up --store-listen`, and start "
+        "none here.",
         metavar="HOST:PORT|unix:/path",
     )
     store_token_file: dict[str, Path] = option(
         {},
-        "With --store: the engine's token there, once for each namespace. Left out: those of this home, which are then "
-        "copies of credentials.toml and tokens/ of the store's home.",
+        "With --store: a file with the engine's token there, once for each namespace. Default: the tokens of this "
+        "home, whose credentials.toml and tokens/ are then copies of those of the store's home.",
         metavar="[NAMESPACE=]FILE",
         usual_name=DEFAULT_NAMESPACE,
     )
     store_ca_file: Path | None = option(
-        None, "With --store: the store's certificate, which pins it (PEM). Needed beyond this machine."
+        None, "With --store: the store's certificate (PEM), which the engine pins. Needed beyond this machine."
     )
     http: str = option(
         "",
-        "127.0.0.1:PORT for the HTTP APIs (OpenAI's, Anthropic's), whose keys are the tokens. Left out: "
+        "127.0.0.1:PORT for the HTTP APIs (OpenAI's, Anthropic's), whose keys are the tokens. Default: "
         f"{DEFAULT_LISTEN}, if it is free.",
         metavar="HOST:PORT",
     )

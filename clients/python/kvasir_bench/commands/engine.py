@@ -14,17 +14,21 @@ from kvasir_bench.program import measured_by
 EngineCase = Enum("EngineCase", [(name, name) for name in report.CASES], type=str)  # type: ignore[misc]
 Peer = Enum("Peer", [("mlx-lm", "mlx-lm")], type=str)  # type: ignore[misc]
 
-OnlyOption = Annotated[list[EngineCase] | None, option("Measure this case alone. May be repeated.")]
-PeerOption = Annotated[Peer | None, option("Give the same work to this program too, in turns.")]
-RepeatsOption = Annotated[int | None, option("How often to measure; medians are shown. Left out: 5.", min=1)]
-LengthsOption = Annotated[str, option("Contexts in tokens, with commas between. Left out: each case's own.")]
-BatchesOption = Annotated[str, option("Rows that decode together, with commas between. Left out: each case's own.")]
-TextsOption = Annotated[str, option("Kinds of replies of the case ahead, with commas between. Left out: all.")]
+OnlyOption = Annotated[list[EngineCase] | None, option("Measure this case alone. Repeatable.")]
+PeerOption = Annotated[Peer | None, option("Also give the same work to this program, in turns.")]
+RepeatsOption = Annotated[
+    int | None, option("The number of measurements; results are their medians. Default: 5.", min=1)
+]
+LengthsOption = Annotated[str, option("Contexts in tokens, separated by commas. Default: each case's own.")]
+BatchesOption = Annotated[str, option("Rows that decode together, separated by commas. Default: each case's own.")]
+TextsOption = Annotated[str, option("Kinds of replies of the case ahead, separated by commas. Default: all.")]
 KvPolicyOption = Annotated[str, option("As for `kvasir up`.")]
-MemoryOption = Annotated[float | None, option("For KV, in GiB. Left out: 4.", min=0.001)]
-TimeLimitOption = Annotated[float | None, option("Begin nothing new after so many seconds; what is known is shown.")]
+MemoryOption = Annotated[float | None, option("Memory for KV, in GiB. Default: 4.", min=0.001)]
+TimeLimitOption = Annotated[
+    float | None, option("Begin nothing new after this many seconds, and show the results so far.")
+]
 ResultsFileOption = Annotated[
-    Path | None, option("Measure nothing: show this kept JSON.", "--results", exists=True, dir_okay=False)
+    Path | None, option("Measure nothing; show this kept JSON.", "--results", exists=True, dir_okay=False)
 ]
 
 
@@ -45,10 +49,10 @@ def engine(
     as_markdown: shown.MarkdownOption = False,
     quick: shown.QuickOption = False,
 ) -> None:
-    """Decode, first token, pairs, gaps, cancel, memory, reuse. Ends with 1 when a target is missed.
+    """Measure decoding, first tokens, pairs, gaps, cancels, memory and reuse. Ends with 1 if a target is missed.
 
-    Needs a quiet machine: results are ratios within one run, but a run that is disturbed in its middle says little. The
-    names in the JSON are below, and do not change."""
+    Use a quiet machine: results are ratios within one run, but other work in the middle of a run spoils them. The names
+    in the JSON are below, and do not change."""
     if results_file is not None:
         results = shown.read_results(results_file, "engine", report)
     else:

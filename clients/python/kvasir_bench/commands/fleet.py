@@ -17,22 +17,22 @@ _NAPS = _ASSUMPTIONS.with_name("naps.json")
 
 def fleet(
     caller: Caller,
-    simulate: Annotated[bool, option("On paper, by the code's own placement.", "--simulate")] = False,
-    agents: Annotated[int | None, option("Left out: a million.", min=1)] = None,
-    engines: Annotated[int | None, option("Left out: ten thousand.", min=1)] = None,
+    simulate: Annotated[bool, option("Compute on paper, with the code's own placement.", "--simulate")] = False,
+    agents: Annotated[int | None, option("The number of agents. Default: a million.", min=1)] = None,
+    engines: Annotated[int | None, option("The number of engines. Default: ten thousand.", min=1)] = None,
     naps: Annotated[
         bool,
-        option("Of one engine whose agents sleep: how many wakes it hides.", "--naps"),
+        option("Simulate one engine whose agents sleep: how many wakes it hides.", "--naps"),
     ] = False,
     assumptions: Annotated[
-        Path | None, option("JSON with values in place of the known ones.", exists=True, dir_okay=False)
+        Path | None, option("A JSON file with values that replace the known ones.", exists=True, dir_okay=False)
     ] = None,
     plots: PlotsOption = None,
 ) -> None:
     """Simulate a day of a fleet: placement, hot memories, requests and bytes, dollars a month, and what breaks first;
     or, with --naps, a day of one engine that wakes sleeping agents before their turns, by its own policy.
 
-    Nothing is started and nothing measured but the time of a gateway's choice; each assumption has its source."""
+    It starts nothing, and measures only the time of a gateway's choice; each assumption names its source."""
     if not simulate:
         raise WrongUsage.of("--simulate", "expected; a fleet is only simulated so far")
     if naps and engines is not None:

@@ -19,41 +19,42 @@ from kvasir_bench.commands.shown import PlotsOption, progress, show
 from kvasir_bench.load import report, run
 from kvasir_bench.load.arithmetic import Lengths, Limits
 
-RateOption = Annotated[float | None, option("Turns a second on average. Left out: 1.", min=0.001)]
+RateOption = Annotated[float | None, option("Turns a second on average. Default: 1.", min=0.001)]
 AtOnceOption = Annotated[
-    int | None, option("Instead: so many callers; each sends a turn when its last one has ended.", min=1)
+    int | None, option("Instead, a number of callers; each sends a turn when its last turn has ended.", min=1)
 ]
-SecondsOption = Annotated[float | None, option("How long turns arrive. Left out: 60.", min=1)]
-RequestsOption = Annotated[int | None, option("Instead: so many turns. `wall` is what they took.", min=1)]
+SecondsOption = Annotated[float | None, option("For how long turns arrive. Default: 60.", min=1)]
+RequestsOption = Annotated[int | None, option("Instead, a number of turns. `wall` is the time that they took.", min=1)]
 RampOption = Annotated[
     float | None,
-    option("Seconds at the start that do not count. Left out: a fifth; with --at-once or --requests none.", min=0),
+    option("Seconds at the start that do not count. Default: a fifth; with --at-once or --requests none.", min=0),
 ]
 InOption = Annotated[
     str,
     option(
-        "Of each prompt, about: 512; 200-4000, each length equally likely; 200~4000, many short, few long.",
+        "Approximate tokens of each prompt: 512; 200-4000, each length equally likely; 200~4000, many short, few long.",
         "--in",
         metavar="TOKENS",
     ),
 ]
 OutOption = Annotated[
-    str, option("Of each reply at most, as --in. A model may end earlier.", "--out", metavar="TOKENS")
+    str,
+    option("The most tokens of each reply, in the forms of --in. A model may end earlier.", "--out", metavar="TOKENS"),
 ]
-SharedPrefixOption = Annotated[int, option("Of a system prompt that all turns begin with.", min=0, metavar="TOKENS")]
+SharedPrefixOption = Annotated[int, option("Tokens of a system prompt that all turns share.", min=0, metavar="TOKENS")]
 TurnsOption = Annotated[
     int,
     option(
-        "Of each agent: it comes back when it is idle longest, and its memory is deleted at the end. A server of "
-        "--http is sent the whole conversation, and Kvasir's gateway keeps it.",
+        "Turns of each agent. The agent that is idle longest comes back first; its memory is deleted at the end. A "
+        "server of --http gets the whole conversation, and Kvasir's gateway keeps it.",
         min=1,
     ),
 ]
 FirstTokenOption = Annotated[
-    float | None, option("Wait for the first token of a good turn, at most.", min=1, metavar="MS")
+    float | None, option("The longest wait for the first token in a good turn.", min=1, metavar="MS")
 ]
-GapOption = Annotated[float | None, option("Longest gap between tokens of a good turn, at most.", min=1, metavar="MS")]
-SeedOption = Annotated[int, option("Of arrivals, lengths and texts.", min=0)]
+GapOption = Annotated[float | None, option("The longest gap between tokens in a good turn.", min=1, metavar="MS")]
+SeedOption = Annotated[int, option("The seed of arrivals, lengths and texts.", min=0)]
 MlxLmOption = Annotated[
     str,
     option(
@@ -63,11 +64,13 @@ MlxLmOption = Annotated[
 ]
 HttpOption = Annotated[
     str | None,
-    option("Instead of gRPC: a server with /v1/chat/completions, Kvasir's or another.", metavar="URL"),
+    option("A server with /v1/chat/completions, Kvasir's or another, in place of gRPC.", metavar="URL"),
 ]
 ModelOption = Annotated[str | None, option("With --http: the model's name at that server.")]
 ApiKeyFileOption = Annotated[Path | None, option("With --http: the file of the key.")]
-ApiKeyOption = Annotated[str, option("With --http: the key. The variable shows it to fewer.", envvar="KVASIR_API_KEY")]
+ApiKeyOption = Annotated[
+    str, option("With --http: the key. As a variable of the environment it is less visible.", envvar="KVASIR_API_KEY")
+]
 
 
 def load(
@@ -91,12 +94,12 @@ def load(
     api_key: ApiKeyOption = "",
     plots: PlotsOption = None,
 ) -> None:
-    """Let turns arrive at a running engine, and show requests a second and the turns' times: p50, p95, p99.
+    """Send turns to a running engine, and show requests a second and the turns' times: p50, p95, p99.
 
-    Turns arrive whether or not earlier ones have ended, as people do, unless --at-once keeps so many in flight. The
-    engine is that of the home, or --engine; with --http, any server of OpenAI's chat completions: all times include
-    HTTP. A crowd beside mlx-lm: `--at-once 64 --requests 64 --mlx-lm kvasir-tiny`. Goodput, the requests that are
-    served in time: `--rate 4 --in 200~4000 --first-token-ms 1000 --gap-ms 100`."""
+    Turns arrive even if earlier turns still run, unless --at-once limits the number in flight. The engine is the
+    home's, or --engine; with --http any server of OpenAI's chat completions, and all times include HTTP. A crowd beside
+    mlx-lm: `--at-once 64 --requests 64 --mlx-lm kvasir-tiny`. Goodput, requests that the engine serves in time: `--rate
+    4 --in 200~4000 --first-token-ms 1000 --gap-ms 100`."""
     _check(rate, at_once, http, model, api_key_file, mlx_lm)
     seconds = 60.0 if seconds is None and requests is None else seconds
     scope = run.LoadScope(

@@ -13,7 +13,7 @@ from kvasir_bench.program import measured_by
 
 def make_model(
     caller: Caller,
-    directory: Annotated[Path, argument("Where to write it: a new or empty directory.")],
+    directory: Annotated[Path, argument("The directory to write: new or empty.")],
     geometry: Annotated[
         str,
         option(
@@ -21,14 +21,15 @@ def make_model(
             "qwen-3-8b or kvasir-tiny. NAME-2l is NAME with its first two layers."
         ),
     ],
-    bits: Annotated[int | None, option("Of the weights, 4 or 8. Left out: those of --dtype.")] = None,
-    layers: Annotated[int | None, option("Only the first ones. Left out: all.", min=1)] = None,
+    bits: Annotated[int | None, option("Bits of the weights, 4 or 8. Default: those of --dtype.")] = None,
+    layers: Annotated[int | None, option("The number of layers, the first ones. Default: all.", min=1)] = None,
     dtype: Annotated[str, option("bfloat16, float16 or float32.")] = "bfloat16",
-    seed: Annotated[int, option("Of the random weights.", min=0)] = 0,
+    seed: Annotated[int, option("The seed of the random weights.", min=0)] = 0,
 ) -> None:
-    """Write a model of random weights with the configuration of a real one, to be measured where none can be fetched.
+    """Write a model of random weights with the configuration of a real one, for measurements where no model can be
+    fetched.
 
-    Its tokenizer is kvasir-tiny's with as many tokens as the real one has."""
+    Its tokenizer is kvasir-tiny's, with the number of tokens of the real one."""
     options = given(locals(), but=("directory",))
     with caller.busy("writing the model") as say:
         made = measured_by("synthetic", "the model was not written", options, say, str(directory))

@@ -11,27 +11,29 @@ from kvasir.errors import FailedPrecondition
 
 from kvasir_bench.commands.shown import ModelOption, PlotsOption, progress, show
 
-ScenarioOption = Annotated[list[str] | None, option("Of `kvasir scenario ls`; may be repeated. Left out: all of them.")]
+ScenarioOption = Annotated[list[str] | None, option("A scenario of `kvasir scenario ls`; repeatable. Default: all.")]
 WayOption = Annotated[
     list[str] | None,
-    option("Of kv, prefill, bm25-K, killed, moved; may be repeated. Left out: all. Parts add up, as with --first."),
+    option("One of kv, prefill, bm25-K, killed, moved; repeatable. Default: all. Parts add up, as with --first."),
 ]
 VariantsOption = Annotated[
-    int | None, option("Of each scenario: other words are told. Left out: 200; quick: 2.", min=1)
+    int | None, option("Variants of each scenario, with other words. Default: 200; with --quick 2.", min=1)
 ]
-TogetherOption = Annotated[int, option("Conversations beside each other.", min=1, max=100)]
+TogetherOption = Annotated[int, option("The number of conversations at the same time.", min=1, max=100)]
 TimeLimitOption = Annotated[
-    float | None, option("Begin no more variants after so many seconds; those that are played count.")
+    float | None, option("Begin no more variants after this many seconds; finished ones count.")
 ]
-FirstOption = Annotated[int, option("The first variant's number: for parts played side by side.", min=1)]
-PlayedOption = Annotated[Path | None, option("Add each batch to this file as soon as it has ended.", dir_okay=False)]
+FirstOption = Annotated[int, option("The first variant's number, for parts that run side by side.", min=1)]
+PlayedOption = Annotated[Path | None, option("Add each batch to this file when it ends.", dir_okay=False)]
 PlayedFilesOption = Annotated[
     list[Path] | None,
     option(
-        "Play nothing: count what this --played file has; may be repeated.", "--results", exists=True, dir_okay=False
+        "Play nothing; count the results of this --played file. Repeatable.", "--results", exists=True, dir_okay=False
     ),
 ]
-QuickOption = Annotated[bool, option("2 variants, one kill each. No claim about accuracy counts then.", "--quick")]
+QuickOption = Annotated[
+    bool, option("Play 2 variants with one kill each. Claims about accuracy do not count.", "--quick")
+]
 
 
 def memory(
@@ -51,9 +53,10 @@ def memory(
     """Play scenarios with KV memory, without, with BM25's best messages, killed and moved. Hours at full size.
 
     kv remembers; prefill computes the whole transcript each turn; bm25-K sees its persona, the K past messages that fit
-    best, and what is new; killed is kv with kill -9 of both services before each phase; moved goes on in another store
-    and engine from the middle phase on. Services and home are its own; KVASIR_ENGINE_… in the environment are options
-    of its engines, such as KVASIR_ENGINE_BATCH_INVARIANT=true on a GPU, where killed and moved need it to be the same.
+    best, and new messages; killed is kv with kill -9 of both services before each phase; moved continues in another
+    store and engine from the middle phase on. It has its own services and home; KVASIR_ENGINE_… in the environment are
+    options of its engines, such as KVASIR_ENGINE_BATCH_INVARIANT=true on a GPU, where killed and moved need it to be
+    the same.
 
     Ends with 1 when a claim is not met: kv is as accurate as prefill and more than each bm25-K, prefills less, killed
     and moved say the same, no agent says a drawn word that it was never shown."""

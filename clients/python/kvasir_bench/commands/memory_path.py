@@ -16,22 +16,20 @@ from kvasir_bench.memory_path.services import measured_services, memory_gib_for
 from kvasir_bench.program import keep
 from kvasir_bench.system import SHORT_HOME
 
-LengthsOption = Annotated[str, option("Of agents' memories in tokens, with commas between.")]
-ModelOption = Annotated[str, option("A directory or name of an mlx-lm model. Left out: the shipped model, or --shape.")]
-ShapeOption = Annotated[
-    str, option("Instead: pages of this model's shape that are filled, not computed; llama-3.1-8b.")
-]
+LengthsOption = Annotated[str, option("Tokens of agents' memories, separated by commas.")]
+ModelOption = Annotated[str, option("A directory or name of an mlx-lm model. Default: the shipped model, or --shape.")]
+ShapeOption = Annotated[str, option("Instead, fill pages of this model's shape without computing them; llama-3.1-8b.")]
 PrefillRateOption = Annotated[
-    float, option("With --shape: how fast prompts are computed, which a restore is weighed against.", min=1)
+    float, option("With --shape: the speed of prefill, to which a restore is compared.", min=1)
 ]
-RepeatsOption = Annotated[int, option("Agents of each length.", min=1)]
+RepeatsOption = Annotated[int, option("The number of agents of each length.", min=1)]
 MemoryOption = Annotated[
-    float | None, option("Of the engine. Left out: half more than --shape's longest memory.", min=0.01)
+    float | None, option("The engine's memory, in GiB. Default: half more than --shape's longest memory.", min=0.01)
 ]
 EngineOptions = Annotated[
-    list[str] | None, option("Of `python -m inference_svc`, as --store-budget-ms=250. May be repeated.")
+    list[str] | None, option("An option of `python -m inference_svc`, as --store-budget-ms=250. Repeatable.")
 ]
-TimeLimitOption = Annotated[float | None, option("Begin no more repeats after so many seconds.", min=1)]
+TimeLimitOption = Annotated[float | None, option("Begin no more repeats after this many seconds.", min=1)]
 KeptOption = Annotated[
     Path | None,
     option("Write the results into FILE after each step, and logs beside it.", "--keep", dir_okay=False),
@@ -56,7 +54,7 @@ def memory_path(
     """Measure agents' memories on their way to the store and back: cold, hot, restored from RAM and after kill -9.
 
     It starts a store and an engine of its own, and asks each agent the same question from the same memory, hot and
-    after each loss: the replies must be the same. Beside it: this disk, hash, socket and device. Ends with 1 when a
+    after each loss: the replies must be the same. It also measures this disk, hash, socket and device. Ends with 1 if a
     target is missed."""
     check_installed("store", "engine")
     if model and shape:

@@ -15,7 +15,7 @@ from kvasir_bench.quality import report
 # Some of whose layers may stay exact; under fp all are.
 MixedPolicy = Enum("MixedPolicy", [(name, name) for name in ("q4", "q4-rotated", "k8v4", "q8")], type=str)  # type: ignore[misc]
 KvExactLayersOption = Annotated[
-    str, option('Layers that stay exact under every policy: "last", or indexes with commas between.')
+    str, option('Layers that stay exact under every policy: "last", or indexes separated by commas.')
 ]
 ComputeTypeOption = Annotated[
     str, option("float32, float16 or bfloat16; float32 on a CPU and else the model's own if left out.")
@@ -38,26 +38,25 @@ TasksOption = Annotated[
     ),
 ]
 KvPolicyOption = Annotated[
-    MixedPolicy | None, option("With --text: the policy whose layers are measured one by one: q4.")
+    MixedPolicy | None, option("With --text: the policy whose layers it measures one by one: q4.")
 ]
 KvBytesOption = Annotated[
     int | None,
     option(
-        "With --text: bytes a token for that policy and the layers that stay exact. Left out: those of the "
-        "next policy.",
+        "With --text: bytes a token for that policy and the layers that stay exact. Default: those of the next policy.",
         min=1,
     ),
 ]
 WeightsOption = Annotated[
     bool,
     option(
-        "Measure what fewer bits of weights cost instead, with exact KV. The matrices of a model of 16 or 32 bits "
-        "go through MLX's 4-bit codes and back: all; all but embeddings and head; all in 8 bits; each kind alone; and, "
-        "without --quick, each layer alone. No speed is measured.",
+        "Instead, measure the cost of fewer bits of weights, with exact KV. It rounds the matrices of a model of 16 "
+        "or 32 bits through MLX's 4-bit codes: all; all but embeddings and head; all in 8 bits; each kind alone; "
+        "and, without --quick, each layer alone. It measures no speed.",
         "--weights",
     ),
 ]
-QuickOption = Annotated[bool, option("Read and ask less, for a first look.", "--quick")]
+QuickOption = Annotated[bool, option("Read fewer texts and ask fewer questions, for a first look.", "--quick")]
 
 
 def quality(
@@ -78,10 +77,10 @@ def quality(
 
     It also shows which policy --kv-policy auto would choose.
 
-    A model that has kvasir-tiny's tokenizer and answers is asked about conversations of its world, and given tasks of
-    it; any other repeats random tokens, reads text of its own, and is given chained arithmetic, edits of code and
-    arguments of tools. A task counts if exact KV does half of its kind, and is right if every token of its answer is
-    the likeliest. Seeds are fixed.
+    A model that has kvasir-tiny's tokenizer and answers gets questions and tasks about conversations of its world; any
+    other repeats random tokens, reads text of its own, and gets chained arithmetic, edits of code and arguments of
+    tools. A task counts if exact KV does half of its kind, and is right if every token of its answer is the likeliest.
+    Seeds are fixed.
 
     With --tasks the tasks are your own: {"task": "dates", "prompt": "Q: When? A:", "answer": " On 4 May."}, one in a
     line. In place of prompt, messages (and tools) go through the model's chat template, and answer is the whole reply.

@@ -14,8 +14,8 @@ from kvasir.cli.showing.arguments import option
 from kvasir_bench.pictures import Plots
 from kvasir_bench.tables import markdown_table
 
-QuickOption = Annotated[bool, option("Measure less, and once, for a first look. No target counts then.", "--quick")]
-ModelOption = Annotated[str, option("A directory or name of an mlx-lm model. Left out: the shipped model.")]
+QuickOption = Annotated[bool, option("Measure less, and once, for a first look. Targets do not count.", "--quick")]
+ModelOption = Annotated[str, option("A directory or name of an mlx-lm model. Default: the shipped model.")]
 PlotsOption = Annotated[Path | None, option("Write PNGs into this directory.")]
 HomeOption = Annotated[Path, option("A directory on the disk that is measured.", exists=True, file_okay=False)]
 KeptOption = Annotated[Path | None, option("Write the results into FILE after each step.", "--keep", dir_okay=False)]

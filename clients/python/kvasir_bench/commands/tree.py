@@ -25,11 +25,12 @@ from kvasir_bench.store import measuring
 
 def store(
     caller: Caller,
-    directory: Annotated[Path | None, option("Where the measured stores lie, on the disk that is measured.")] = None,
+    directory: Annotated[Path | None, option("A directory for the stores, on the disk to measure.")] = None,
     kept: KeptOption = None,
     quick: QuickOption = False,
 ) -> None:
-    """Put, get, pull, find and start, beside raw TCP, write + fsync and BLAKE3. Ends with 1 when a target is missed."""
+    """Measure put, get, pull, find and start beside raw TCP, write + fsync and BLAKE3. Ends with 1 if a target is
+    missed."""
     check_installed("store")
     with caller.busy("measuring the store; minutes at full size") as say:
         results = measuring.run(directory, say, partial(keep, kept), is_quick=quick)
@@ -38,9 +39,9 @@ def store(
 
 
 def attention(caller: Caller, quick: QuickOption = False) -> None:
-    """Attention over quantized pages beside MLX's own and a copy. Ends with 1 when a target is missed.
+    """Measure attention over quantized pages beside MLX's own and a copy. Ends with 1 if a target is missed.
 
-    It needs a GPU: on a CPU it shows that everything works, and its times mean nothing."""
+    It needs a GPU: on a CPU it only shows that everything works, and its times mean nothing."""
     with caller.busy("measuring attention") as say:
         results = measured_by("attention", "attention could not be measured", {"--quick": quick}, say)
     show(caller, results, attention_report)

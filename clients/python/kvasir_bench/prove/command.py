@@ -42,21 +42,19 @@ truthfully. In a checkout `python -m tools.measured FILE` adds it to the kept me
 
 def prove(
     caller: Caller,
-    model: Annotated[str, option("A directory or name of an mlx-lm model. Left out: the shipped one.")] = "",
-    out: Annotated[
-        Path, option("Where kvasir-prove.json and kvasir-prove.html are written.", file_okay=False)
-    ] = Path(),
-    fresh: Annotated[bool, option("Forget the finished steps of a proof that was ended.", "--fresh")] = False,
-    no_pause: Annotated[bool, option("Go on with a low battery, and hot.", "--no-pause")] = False,
+    model: Annotated[str, option("A directory or name of an mlx-lm model. Default: the shipped one.")] = "",
+    out: Annotated[Path, option("The directory of kvasir-prove.json and kvasir-prove.html.", file_okay=False)] = Path(),
+    fresh: Annotated[bool, option("Forget the finished steps of an interrupted proof.", "--fresh")] = False,
+    no_pause: Annotated[bool, option("Continue with a low battery or a hot machine.", "--no-pause")] = False,
     results_file: Annotated[
         Path | None,
         option("Prove nothing: check and show this JSON.", "--results", exists=True, dir_okay=False),
     ] = None,
-    quick: Annotated[bool, option("Two minutes: small, once, without suites.", "--quick")] = False,
+    quick: Annotated[bool, option("Take two minutes: small cases, once, without test suites.", "--quick")] = False,
 ) -> None:
     """Check and measure Kvasir on this machine, about fifteen minutes, as one signed JSON and a page.
 
-    Ends with 1 when a claim about exactness is not met, or a step failed; targets of speed are only shown."""
+    Ends with 1 if a claim about exactness fails, or a step; it only shows targets of speed."""
     if results_file is not None:
         given = {"--model": model, "--out": out != Path(), "--fresh": fresh, "--no-pause": no_pause, "--quick": quick}
         if useless := [name for name, value in given.items() if value]:

@@ -44,15 +44,17 @@ FolderArgument = Annotated[Path, argument("The backup's folder.", "DIR")]
 
 def backup(
     caller: Caller,
-    folder: Annotated[Path | None, argument("The backup's folder. Left out: that of the last one.", "DIR")] = None,
+    folder: Annotated[
+        Path | None, argument("The backup's folder. Default: the folder of the last backup.", "DIR")
+    ] = None,
     progress: ProgressOption = False,
 ) -> None:
-    """Back this home up into a folder, while it runs or not: all memories that are stored, tokens, peers, settings.
+    """Back up this home into a folder, while it runs or not: all stored memories, tokens, peers, settings.
 
-    The next backup into the same folder copies what is new; `kvasir status` names the last one. It is as secret as the
-    home. Not in it: the master key of sealed namespaces (seal.key), which stay sealed; logs, audits; turns that the
-    store has not taken yet (`kvasir status`). Ends with 1 if files of the store are damaged: they are left out, and
-    `kvasir store scrub` says more. Files of sealed namespaces are copied unchecked."""
+    The next backup into the same folder copies only new files; `kvasir status` names the last backup. Keep it as secret
+    as the home. It lacks the master key of sealed namespaces (seal.key), which stay sealed; logs and audits; and turns
+    that are not stored yet (`kvasir status`). Ends with 1 if files of the store are damaged: it leaves them out, and
+    `kvasir store scrub` reports them. It copies files of sealed namespaces without a check."""
     check_installed("store")
     home = caller.home
     folder = (folder or last_folder(home)).expanduser().absolute()
@@ -93,17 +95,19 @@ def backup(
 def restore(
     caller: Caller,
     folder: FolderArgument,
-    partial: Annotated[
-        bool, option("Leave out what is damaged, restore the rest, and end with 1.", "--partial")
-    ] = False,
+    partial: Annotated[bool, option("Leave out damaged files, restore the rest, and end with 1.", "--partial")] = False,
     new_identity: Annotated[
-        bool, option("The old home goes on: make this one another Mac, which is paired with nobody.", "--new-identity")
+        bool,
+        option(
+            "Give this home an identity of its own, paired with no Mac: for when the old home continues.",
+            "--new-identity",
+        ),
     ] = False,
 ) -> None:
-    """Make a new home of a backup: `kvasir --home NEW restore DIR`. Every file is checked before the home is there.
+    """Make a new home from a backup: `kvasir --home NEW restore DIR`. Every file is checked before the home appears.
 
-    Agents go on as of the backup. One that has moved to another Mac since is there, too: delete it here or there. The
-    new home takes the place of the old one before its peers, unless it gets an identity of its own."""
+    Agents continue from the time of the backup. An agent that moved to another Mac after that exists twice: delete it
+    here or there. Peers take the new home for the old one, unless --new-identity is given."""
     check_installed("store")
     home, folder = caller.home, folder.expanduser().absolute()
     if home.root.is_symlink() or (home.root.exists() and (not home.root.is_dir() or any(home.root.iterdir()))):

@@ -27,18 +27,18 @@ _TIDYING = "DeleteAgent"  # by the gateway, of old conversations that nobody nam
 def audit(
     caller: Caller,
     agent: Annotated[str, option("Only calls about this agent.")] = "",
-    since: Annotated[str, option("Only since then: so long ago, as 30m or 2d, or a time as 2026-11-22T18:00.")] = "",
-    refused: Annotated[bool, option("Only calls that were refused.", "--refused")] = False,
+    since: Annotated[str, option("Only calls since then: an age, as 30m or 2d, or a time, as 2026-11-22T18:00.")] = "",
+    refused: Annotated[bool, option("Only refused calls.", "--refused")] = False,
     has_all: Annotated[
-        bool, option("Routine calls too, and each call at both services that it went through.", "--all")
+        bool, option("Also routine calls, and each call at both services that handled it.", "--all")
     ] = False,
-    limit: Annotated[int | None, option("Only so many, the newest.", min=1, metavar="N")] = None,
+    limit: Annotated[int | None, option("Only the newest N calls.", min=1, metavar="N")] = None,
 ) -> None:
-    """Show what needs attention: who was refused; who deleted, moved, exported or imported agents; who changed peers,
-    keys, tokens or models.
+    """Show calls that need attention: refusals; deletions, moves, exports and imports of agents; changes of peers,
+    keys, tokens and models.
 
-    Left out are calls that were allowed and can be taken back (turns, forks, rollbacks, labels), and deletions of
-    conversations that nobody named. --json prints one object per line, which never has a text or a token."""
+    It omits allowed calls that can be undone (turns, forks, rollbacks, labels), and deletions of conversations without
+    a name. --json prints one object per line, which never has a text or a token."""
     begin = _time(since, datetime.now(UTC)) if since else ""
     lines = sorted(_lines(caller.home, begin), key=lambda line: str(line["at"]))
     wanted = [

@@ -18,9 +18,9 @@ from kvasir.waits import PATIENCE_S, SOON_S
 
 
 def reload(caller: Caller) -> None:
-    """Let the running services read credentials, peers and the engine's tokens again.
+    """Make the running services read credentials, peers and the engine's tokens again.
 
-    The engine takes up new namespaces. Calls of whoever was removed end."""
+    The engine also serves new namespaces. Calls of removed callers end."""
     home = caller.home
     pids = _pids(home)
     if not pids:
@@ -35,9 +35,11 @@ def reload(caller: Caller) -> None:
         told = {service: _answer(home, service, pid, asked[service], give_up) for service, pid in pids.items()}
     caller.result(told, "\n".join(f"{name}: {_words(line)}" for name, line in told.items()))
     problems = {
-        "refused": "what is wrong there was not taken; `kvasir logs` says why, and what is in force",
-        "silent": "one that hangs keeps the old set until it runs again; one whose audit finds no room (is the disk "
-        "full?) has the new one, and cannot say so",
+        "refused": "it keeps the old settings where the new ones are wrong; `kvasir logs` shows why",
+        "silent": (
+            "a service that hangs keeps the old set until it runs again; one that cannot write its audit (is the "
+            "disk full?) has the new set, and cannot report it"
+        ),
     }
     named = {outcome: [name for name, line in told.items() if line["outcome"] == outcome] for outcome in problems}
     if text := "; ".join(f"{', '.join(names)}: {problems[outcome]}" for outcome, names in named.items() if names):

@@ -29,7 +29,7 @@ from kvasir.credentials import (
 )
 from kvasir.errors import AlreadyExists, FailedPrecondition, InvalidArgument, NotFound
 
-app = typer.Typer(help="Who may call: credentials of this home, each of one namespace.", no_args_is_help=True)
+app = typer.Typer(help="Manage the credentials of this home, each of one namespace.", no_args_is_help=True)
 
 _WORD = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")  # it becomes the name of a file, and part of an option
 
@@ -46,23 +46,23 @@ class Role(StrEnum):
 @command(app, "new")
 def new(
     caller: Caller,
-    name: Annotated[str, argument("What the audit calls it.", "NAME")],
+    name: Annotated[str, argument("Its name in the audit.", "NAME")],
     namespace: Annotated[
         str, option("Its agents' namespace. Callers of one see nothing of another.")
     ] = DEFAULT_NAMESPACE,
     role: Annotated[
         list[Role] | None,
         option(
-            "client (turns and agents; the default), admin, peer, or handover: the engine of the paired Mac that "
-            "is called NAME here gives turns. Repeatable."
+            "client (turns and agents; the default), admin, peer, or handover (for the engine of the paired Mac "
+            "NAME, which gives turns). Repeatable."
         ),
     ] = None,
 ) -> None:
-    """Make a token. It is written to a file that only you can read, and is shown nowhere else.
+    """Make a token. The command writes it to a file that only you can read, and shows it nowhere else.
 
     Programs send it as `Authorization: Bearer …` or as an API key; `kvasir --token-file FILE …` does, too. Running
-    services take it with `kvasir reload`. For a new namespace a credential of the engine's own is made, too, with which
-    it keeps the memories there. credentials.toml is written anew, without the comments of whoever edited it."""
+    services accept it after `kvasir reload`. For a new namespace the command also makes a credential of the engine,
+    which stores the memories there. It rewrites credentials.toml without its comments."""
     check_word("NAME", name)
     check_word("--namespace", namespace)
     _check_not_reserved(name)
@@ -85,7 +85,7 @@ def new(
 
 @command(app, "ls")
 def ls(caller: Caller) -> None:
-    """List who may call, in which namespace, and with which roles. Prints no token."""
+    """List the credentials, with their namespaces and roles. Prints no token."""
     rows = [_row(caller.home, each) for each in _known(caller.home).principals]
 
     def show(out: Any) -> None:
@@ -97,9 +97,9 @@ def ls(caller: Caller) -> None:
 
 @command(app, "rm")
 def rm(caller: Caller, name: Annotated[str, typer.Argument(metavar="NAME")]) -> None:
-    """Remove a token. Its calls end with `kvasir reload`. Agents stay, and are there for the next of the namespace.
+    """Remove a token. `kvasir reload` ends its calls. The namespace's agents stay, for its other and later tokens.
 
-    credentials.toml is written anew, without the comments of whoever edited it."""
+    The command rewrites credentials.toml without its comments."""
     if is_own(name):
         raise InvalidArgument.of("NAME", f"{name} is the home's own, without which it does not work")
     _known(caller.home)  # a home that has none is not made for this

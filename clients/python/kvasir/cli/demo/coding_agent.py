@@ -33,7 +33,7 @@ def play(say: Callable[[str], None], claims: Claims, make: Callable[..., Mac], r
     say("kill -9 for both services, in the middle of a turn")
     error = steps.die_in_a_turn(mac, AGENT, [message("user", "Mend the test that fails.")])
     claims.check(
-        "the broken turn's error says which version is kept",
+        "the broken turn's error names the version that is kept",
         error is not None and error.metadata.get("remembered_version") == str(second.stored.version),
     )
     say(f"Both run again after {steps.start(mac):.1f} s")

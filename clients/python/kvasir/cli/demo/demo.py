@@ -47,19 +47,19 @@ def demo(
     model: Annotated[
         str, option("A directory or name of an mlx-lm model, whose answers are shown and not judged.")
     ] = "",
-    out: Annotated[Path, option("Where the picture goes.", file_okay=False)] = Path("out"),
+    out: Annotated[Path, option("The file of the picture.", file_okay=False)] = Path("out"),
     quick: Annotated[bool, option("Shorter lives; the same steps.", "--quick")] = False,
     agent: Annotated[
         bool,
         option(
-            f"Instead: a coding agent with {coding_agent.INSTRUCTION_TOKENS:,} tokens of instructions is killed, "
-            "and goes on without computing them again. Minutes without a GPU; --quick takes "
+            f"Instead, kill a coding agent with {coding_agent.INSTRUCTION_TOKENS:,} tokens of instructions, which "
+            "continues without computing them again. Minutes without a GPU; --quick takes "
             f"{coding_agent.QUICK_TOKENS:,}.",
             "--agent",
         ),
     ] = False,
 ) -> None:
-    """Two agents live, die by kill -9, and go on; then one moves. Every claim is checked.
+    """Show two agents that survive kill -9, and one that moves. It checks every claim.
 
     --json: claims (a list: text, holds, found) and seconds, on standard output."""
     check_installed("store", "engine")
@@ -180,10 +180,10 @@ def _die_and_go_on(show: Show, mac: Mac, lives: list[Life]) -> list[AnsweredTurn
         raise Internal("the turn ended before the kill; nothing was shown")
     show.say(f"  its client gets: {error.message}")
     is_told = error.metadata.get("remembered_version") == str(lives[1].answered[-1].result.stored.version)
-    show.claims.check("the broken turn's error says which version is kept", is_told)
+    show.claims.check("the broken turn's error names the version that is kept", is_told)
     with show.caller.busy("starting both again"):
         seconds = steps.start(mac)
-    show.title(f"Both run again after {seconds:.1f} s; the agents are asked about facts from before")
+    show.title(f"Both run again after {seconds:.1f} s; the agents answer questions about facts from before")
     later = [_gone_on(show, mac, life) for life in lives]
     if show.judges:
         show.claims.check("both answered right", all(answered.is_right for answered in later))
@@ -272,7 +272,7 @@ def _sizes(show: Show, mac: Mac, lives: list[Life]) -> None:
         )
     on_disk = mac.stored_blob_bytes()
     show.claims.check(
-        f"the store's files are what its index says: {stats.agent_count} agents and {stats.snapshot_count} versions",
+        f"the store's files are those of its index: {stats.agent_count} agents and {stats.snapshot_count} versions",
         on_disk == stats.blob_bytes,
         f"{size(on_disk)} on disk, {size(stats.logical_bytes)} if nothing were shared",
     )

@@ -52,7 +52,7 @@ def _tell_kill_ask(report: _Report, mac: Mac, control: Mac) -> None:
     control.start()
     _tell(control)
     same = control.say("self-test", [_ASK])
-    report.step("it says what an agent says that was not killed", same.token_ids == warm.token_ids)
+    report.step("it answers as an agent that was not killed", same.token_ids == warm.token_ids)
 
 
 def _tell(mac: Mac) -> TurnResult:

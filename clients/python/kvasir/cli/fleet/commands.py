@@ -29,11 +29,11 @@ from kvasir.waits import ANSWER_S
 app = typer.Typer(no_args_is_help=True, help="Several engines of one store.")
 
 EnginesOption = Annotated[
-    list[str] | None, option("An engine, once for each. Left out: the home's.", "--engine", metavar="ADDRESS")
+    list[str] | None, option("An engine; repeatable. Default: the home's.", "--engine", metavar="ADDRESS")
 ]
 StoresOption = Annotated[
     list[str] | None,
-    option("A store process, once for each replica. Left out: the home's.", "--store", metavar="ADDRESS"),
+    option("A store process; repeat it for each replica. Default: the home's.", "--store", metavar="ADDRESS"),
 ]
 _PAGE = 500  # agents that an engine looks up at once
 
@@ -45,9 +45,9 @@ def gateway(
 ) -> None:
     """Run one HTTP gateway before several engines of a store, until Ctrl-C.
 
-    A turn goes to the engine that has its agent hot, else to the one to which the agent belongs; to the next one while
-    that is gone or busy. Keys are the tokens of this home, which must hold at every engine (copy credentials.toml).
-    Every other option of the gateway is a variable KVASIR_GATEWAY_… of the environment."""
+    The gateway sends a turn to the engine that has its agent hot, else to the agent's own engine, or to the next one
+    while that is gone or busy. Keys are the tokens of this home, which every engine must accept (copy
+    credentials.toml). Variables KVASIR_GATEWAY_… of the environment set the gateway's other options."""
     check_installed(gateway=True)
     home, known = caller.home, caller.engine
     if not home.credentials_file.exists():
@@ -71,7 +71,7 @@ def config(
     caller: Caller,
     kind: Annotated[Literal["nginx", "envoy"], argument("nginx or envoy.", "KIND")],
     engine: EnginesOption = None,
-    listen: Annotated[str, option("Where it listens.", metavar="HOST:PORT")] = "127.0.0.1:8650",
+    listen: Annotated[str, option("The address to listen at.", metavar="HOST:PORT")] = "127.0.0.1:8650",
     tls_cert: Annotated[Path | None, option("PEM certificate, needed beyond this machine.")] = None,
     tls_key: Annotated[Path | None, option("The certificate's key.")] = None,
 ) -> None:
@@ -106,8 +106,8 @@ class EngineRow:
 
 @command(app, "status")
 def status(caller: Caller, engine: EnginesOption = None, store: StoresOption = None) -> None:
-    """Show several engines of a store, that store's processes, and which agents each engine has hot. With --store alone
-    engines are left out. Ends with 3 unless all are ready and each engine reaches the store."""
+    """Show the engines of a store, that store's processes, and which agents each engine has hot. With --store alone it
+    omits engines. Ends with 3 unless all are ready and each engine reaches the store."""
     known = caller.engine
     given = [Endpoint(each, *_files(caller, known, each)) for each in engine or ([] if store else [known.address])]
     replicas = [replace(caller.store, address=each) for each in store or [caller.store.address]]

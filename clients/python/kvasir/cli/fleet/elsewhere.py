@@ -114,7 +114,7 @@ def _asked(endpoint: Endpoint) -> cachestore_pb2.GetCapabilitiesResponse:
     except InvalidArgument as error:
         raise WrongUsage.of("--store", error.message) from None
     except KvasirError as error:
-        text = f"what listens at {endpoint.address} does not answer as a store: {error.message}"
+        text = f"the program at {endpoint.address} does not answer as a store: {error.message}"
         raise FailedPrecondition.of("--store", text, reason="NO_STORE_THERE") from None
 
 
@@ -162,7 +162,7 @@ def _tls_problem(endpoint: Endpoint) -> str:
         return f"{endpoint.address} shows another certificate than {endpoint.ca_file} ({error.verify_message})"
     except (ssl.SSLError, ConnectionError):
         advice = "leave this out" if address.is_loopback else "a store that other machines reach has it"
-        return "" if endpoint.ca_file is None else f"what listens at {endpoint.address} has no TLS: {advice}"
+        return "" if endpoint.ca_file is None else f"the program at {endpoint.address} has no TLS: {advice}"
     except OSError:
         return ""
     return f"{endpoint.address} wants TLS: give its certificate" if endpoint.ca_file is None else ""

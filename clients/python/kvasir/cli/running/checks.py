@@ -94,7 +94,7 @@ def check_embeddings(given: str, models: Sequence[GivenModel]) -> list[GivenMode
         return []
     beside = _model(given, "--embeddings")
     if beside.name in ([model.name for model in models] or [SHIPPED_MODELS[0]]):
-        raise WrongUsage.of("--embeddings", f"a model is named {beside.name!r}; say NAME=PATH")
+        raise WrongUsage.of("--embeddings", f"a model is named {beside.name!r}; give NAME=PATH")
     return [beside]
 
 

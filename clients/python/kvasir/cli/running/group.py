@@ -97,8 +97,8 @@ def _state(name: str, endpoint: Endpoint, home: Home, running: Running | None, a
 
 
 def down(caller: Caller) -> None:
-    """Stop what `kvasir up` runs in this home, or what a killed `kvasir up` left. Its own processes only. Ends with 1
-    when the store did not take all newest turns, or may not have: the engine did not stop, and was killed."""
+    """Stop the services that `kvasir up` runs in this home, or that a killed `kvasir up` left; no other processes. Ends
+    with 1 if the store did not store all newest turns, or if that is unknown because the engine had to be killed."""
     log, running = GrowingLog(caller.home.logs / "engine.log"), caller.home.running()
     with caller.busy("stopping"):
         ended = end_group(caller.home, caller.say)
@@ -107,7 +107,7 @@ def down(caller: Caller) -> None:
         caller.home.running_file.unlink(missing_ok=True)
     root = caller.home.root
     place = f"in {root}" if running is None or running.store_elsewhere is None else f"at the store, {running.store}"
-    text = f"stopped; what agents remember is {place}" if ended.pids else f"nothing runs in {root}"
+    text = f"stopped; agents' memories are {place}" if ended.pids else f"nothing runs in {root}"
     text += f", but for the newest turns of {counted(dropped, 'agent')}: the store did not take them" if dropped else ""
     text += f", {ENGINE_KILLED}" if ended.is_engine_killed else ""
     answer = {"home": str(root), "ended": ended.pids, "not_stored": dropped, "engine_killed": ended.is_engine_killed}
@@ -117,7 +117,8 @@ def down(caller: Caller) -> None:
 
 
 def status(caller: Caller) -> None:
-    """Show what runs in this home, and where. Ends with 3 unless all of it is ready, with 1 if it is not well."""
+    """Show the services of this home and their addresses. Ends with 3 unless all are ready, with 1 if one has a
+    problem."""
     home, running = caller.home, caller.home.running()
     states = service_states(caller)
     facts = {name: value for each in states for name, value in each.facts.items()}
@@ -173,9 +174,9 @@ def _whole_disk(home: Home) -> dict[str, int]:
 
 def logs(
     caller: Caller,
-    service: Annotated[str, argument("store, engine, http, or up (of `kvasir up -d`). Left out: all.", "SERVICE")] = "",
-    follow: Annotated[bool, option("Go on until Ctrl-C.", "--follow", "-f")] = False,
-    lines: Annotated[int, option("Of each log, so many of its last lines.", "--lines", "-n", min=0)] = 20,
+    service: Annotated[str, argument("store, engine, http, or up (of `kvasir up -d`). Default: all.", "SERVICE")] = "",
+    follow: Annotated[bool, option("Follow the logs until Ctrl-C.", "--follow", "-f")] = False,
+    lines: Annotated[int, option("The number of last lines of each log.", "--lines", "-n", min=0)] = 20,
     problems: Annotated[bool, option("Only warnings and errors.", "--problems")] = False,
 ) -> None:
     """Show the logs of this home's services. --json: one object per line, with service and line."""

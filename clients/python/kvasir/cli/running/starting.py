@@ -20,7 +20,7 @@ from kvasir.cli.running.logs import rotate_log
 from kvasir.cli.running.plan import Plan, ServiceProcess
 from kvasir.cli.running.supervisor import Supervisor
 
-ENGINE_KILLED = "but for what the engine had not stored: it did not stop, and was killed"
+ENGINE_KILLED = "except those that the engine had not stored: it did not stop, and was killed"
 
 
 class EngineKilledError(Exception):
@@ -119,7 +119,7 @@ def greet(say: Callable[[str], object], home: Home, answer: dict[str, Any], how_
     if answer["http_remark"]:
         say(f"        {answer['http_remark']}")
     if answer["token_file"]:
-        say(f"token:  {answer['token_file']} (commands with this home find it; others say --token-file)")
+        say(f"token:  {answer['token_file']} (commands with this home find it; others need --token-file)")
     if not answer["engine"]:
         pinned = f" --store-ca-file {shlex.quote(str(Path(answer['ca_file']).absolute()))}" if answer["ca_file"] else ""
         say(f"Engines use it with `kvasir up --store {answer['store']}{pinned}`; {how_to_stop}.")

@@ -38,18 +38,20 @@ _ONLY_HERE = ("-d", "--detach", "--json", "--at-login")
 def up(
     caller: Caller,
     config: ConfigOption = None,
-    detach: Annotated[bool, option("Return when all is ready; `kvasir down` stops it.", "--detach", "-d")] = False,
+    detach: Annotated[
+        bool, option("Return when all services are ready; `kvasir down` stops them.", "--detach", "-d")
+    ] = False,
     at_login: Annotated[
         bool, option("Start now and at each login, by launchd or the user's systemd.", "--at-login")
     ] = False,
-    remove_at_login: Annotated[bool, option("Stop, and start at login no more.", "--remove-at-login")] = False,
+    remove_at_login: Annotated[bool, option("Stop, and no longer start at login.", "--remove-at-login")] = False,
     as_login_job: Annotated[bool, typer.Option("--as-login-job", hidden=True)] = False,
     **flags: Any,
 ) -> None:
     """Run store, engine and HTTP gateway as one group, until Ctrl-C; with -d in the background, until `kvasir down`.
 
     --json: one object on standard output when all is ready, with the addresses and the token's file (also in the home,
-    as run/up.json). Remarks go to standard error."""
+    as run/up.json). Other messages go to standard error."""
     home = caller.home
     if remove_at_login:
         _remove_at_login(caller)
@@ -95,7 +97,7 @@ def _check_store(caller: Caller, asked: Asked) -> None:
     lies_elsewhere = asked.value("store", "catalog")  # then the store knows what it lost, if anything
     if ran_here and not has_data and not lies_elsewhere and not asked.value("store", "accept_older"):
         raise FailedPrecondition(
-            f"{home.store_data} is gone or empty, with what agents remember. If its disk is not mounted, mount it; "
+            f"{home.store_data} is gone or empty, with all memories. If its disk is not mounted, mount it; "
             f"`{home.command('up --accept-older')}` begins an empty store",
             reason="STORE_MISSING",
         )

@@ -13,7 +13,7 @@ from kvasir.cli.rows import counted
 from kvasir.cli.showing.arguments import argument, option
 from kvasir.errors import FailedPrecondition, KvasirError
 
-app = typer.Typer(help="Let agents speak in phases, each with its own memory.", no_args_is_help=True)
+app = typer.Typer(help="Let several agents talk in phases, each with its own memory.", no_args_is_help=True)
 
 FileArgument = Annotated[str, argument("A scenario's YAML file, or the name of one of `kvasir scenario ls`.", "FILE")]
 
@@ -26,7 +26,7 @@ def ls(caller: Caller) -> None:
 
 @command(app, "show")
 def show(caller: Caller, file: FileArgument) -> None:
-    """Print a scenario's file, to begin one's own with: kvasir scenario show gossip > mine.yaml."""
+    """Print a scenario's file, as a start for your own: kvasir scenario show gossip > mine.yaml."""
     text = _runs().scenario_of(file).text
     caller.result({"text": text}, lambda out: out.print(text, end=""))
 
@@ -41,23 +41,26 @@ def schema(caller: Caller) -> None:
 def run(
     caller: Caller,
     file: FileArgument,
-    model: Annotated[str, option("Of those that the engine serves. Left out: the loaded one.")] = "",
-    variant: Annotated[int, option("Draw other words for its values. 0: the first of each.", min=0)] = 0,
+    model: Annotated[str, option("One of the engine's models. Default: the loaded one.")] = "",
+    variant: Annotated[
+        int, option("Draw other words for the scenario's values. 0: the first word of each.", min=0)
+    ] = 0,
     dry_run: Annotated[
-        bool, option("Print every prompt and the reuse it will get; nothing is said.", "--dry-run")
+        bool, option("Print every prompt and its expected reuse, and run no turn.", "--dry-run")
     ] = False,
     fresh: Annotated[
-        bool, option("First delete the scenario's own agents and what they remember; begin anew.", "--fresh")
+        bool,
+        option("First delete the scenario's own agents with their memories, and start from the beginning.", "--fresh"),
     ] = False,
-    journal: Annotated[Path | None, option("The run's journal. Left out: one in the home.")] = None,
-    retries: Annotated[int, option("How often a turn that breaks is asked for again.", min=0)] = 6,
-    parallel: Annotated[int, option("Most turns at once.", min=1, max=100)] = 16,
+    journal: Annotated[Path | None, option("The run's journal. Default: a file in the home.")] = None,
+    retries: Annotated[int, option("How often to retry a failed turn.", min=0)] = 6,
+    parallel: Annotated[int, option("The most turns at the same time.", min=1, max=100)] = 16,
     namespace: Annotated[
         list[str] | None,
-        option("The token file of a namespace that the scenario names. May be repeated.", metavar="NAME=FILE"),
+        option("The token file of a namespace that the scenario names. Repeatable.", metavar="NAME=FILE"),
     ] = None,
 ) -> None:
-    """Run a scenario, or go on with a run that was stopped. Ends with 1 when an outcome is not met."""
+    """Run a scenario, or continue a stopped run. Ends with 1 if an outcome is not met."""
     runs = _runs()
     scenario = runs.scenario_of(file, variant)
     if dry_run:
@@ -80,9 +83,9 @@ def run(
 def report(
     caller: Caller,
     file: Annotated[str, argument("A scenario's file or name (its newest run), or a journal.", "FILE")],
-    out: Annotated[Path, option("The page to write; an older one is replaced.")] = Path("scenario.html"),
+    out: Annotated[Path, option("The page to write. It replaces an older one.")] = Path("scenario.html"),
 ) -> None:
-    """Write a run as one HTML page: who said and who saw what, and what each turn reused."""
+    """Write a run as one HTML page: each message with its speaker and its readers, and the reuse of each turn."""
     _runs().write_report(caller, file, out)
 
 

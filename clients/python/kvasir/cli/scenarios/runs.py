@@ -90,7 +90,7 @@ async def run(
     """Run it to its end with the engine's loaded model, or one by name; whether all outcomes are met."""
     endpoint, conversation = caller.engine, ShownRun(caller, scenario)
     for agent_id in filter(None, (agent.id for agent in scenario.agents.values())):
-        caller.say(f"{agent_id} goes on with what it remembers: the file names it by its id, and it may be your own")
+        caller.say(f"{agent_id} continues with its memory: the file names it by its id, and it may be your own agent")
     done = RunDone(0, 0, (), 0, 0)
     async with AioInferenceClient.connect(endpoint.address, token=endpoint.token(), tls=endpoint.tls) as client:
         of_namespaces = {name: client.with_token(token) for name, token in tokens.items()}

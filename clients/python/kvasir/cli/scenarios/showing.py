@@ -58,7 +58,7 @@ class ShownRun:
                 self._out.print(event.text, end="")
                 self._out.file.flush()
             case TurnRetried():
-                self._caller.say(f"\n{event.error.message}; asked again in {event.wait_s:.1f} s")
+                self._caller.say(f"\n{event.error.message}; retrying in {event.wait_s:.1f} s")
                 self._speaker(event)
             case TurnDone():
                 if event.is_from_journal:

@@ -121,7 +121,7 @@ def _check(asked: Asked, flags: Iterable[str]) -> None:
     """The rules that no table has alone. Raises WrongUsage, and FailedPrecondition where something is missing."""
     up = asked.up
     if up.no_http and up.http:
-        raise WrongUsage("--http and --no-http: say one of them", field="--no-http")
+        raise WrongUsage("--http and --no-http: give one of them", field="--no-http")
     of_gateway = [f"--{name}" for name in flags if list(service_flags()[name]) == ["gateway"]]
     if up.no_http and of_gateway:
         raise WrongUsage(f"{of_gateway[0]} is the HTTP gateway's, and --no-http starts none", field=of_gateway[0])

@@ -21,15 +21,15 @@ from kvasir.options.table import Option, options_of
 from kvasir.options.texts import texts_of
 from kvasir.options.up import SERVICES
 
-app = typer.Typer(no_args_is_help=True, help="What the services are started with.")
+app = typer.Typer(no_args_is_help=True, help="Show the settings of the services.")
 
 
 @command(app, "show")
 def show(caller: Caller, config: ConfigOption = None) -> None:
-    """Show every option of the services, its value, and where that came from: a flag, the environment, the settings
+    """Show each option of the services with its value and the source of that: a flag, the environment, the settings
     file, the home, or the default.
 
-    While the services of this home run, it is what they were started with; else what `kvasir up` would start them with.
+    While the services of this home run, these are their values; else those that `kvasir up` would use.
     """
     home = caller.home
     rows = None if config is not None or not is_led(home) else _written(home)

@@ -9,7 +9,7 @@ from kvasir.cli.showing.arguments import option
 from kvasir.waits import PAUSE_S
 
 ProgressOption = Annotated[
-    bool, option("Print on standard error how far it is: done and total, in bytes, as JSON.", "--progress")
+    bool, option("Print progress on standard error as JSON: done and total, in bytes.", "--progress")
 ]
 
 

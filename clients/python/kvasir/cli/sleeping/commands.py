@@ -11,9 +11,9 @@ from kvasir.inference.v1 import inference_pb2
 
 
 def sleep(caller: Caller, agent: AgentArgument) -> None:
-    """Let an agent's KV go and keep its tokens, about a thousandth of the bytes. Its next turn computes the KV again,
-    bit for bit: the engine proves that first, on this machine, and else changes nothing (exit code 1). Older versions
-    go, too."""
+    """Drop an agent's KV and keep its tokens, about a thousandth of the bytes. Its next turn computes the KV again, bit
+    for bit. The engine first proves that on this machine; if it cannot, it changes nothing (exit code 1). It removes
+    older versions, too."""
     with engine_client(caller) as client:
         slept = client.sleep(agent)
     wake_s = slept.wake.ToMilliseconds() / 1e3
@@ -24,7 +24,7 @@ def sleep(caller: Caller, agent: AgentArgument) -> None:
 
 
 def wake(caller: Caller, agent: AgentArgument) -> None:
-    """Make an agent's KV hot ahead of its next turn: from the store, or computed if the agent is asleep."""
+    """Make an agent's KV hot before its next turn: read it from the store, or compute it if the agent is asleep."""
     began = time.monotonic()
     with engine_client(caller) as client:
         warmed = client.warm(agent_id=agent)

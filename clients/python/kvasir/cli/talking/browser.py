@@ -20,12 +20,12 @@ from kvasir.waits import ANSWER_S
 
 def open_page(
     caller: Caller,
-    show: Annotated[bool, option("Print the address instead: it opens once, for two minutes.", "--print")] = False,
+    show: Annotated[bool, option("Print the address instead. It works once, within two minutes.", "--print")] = False,
 ) -> None:
-    """Open the page, signed in: talk with agents, find conversations, see how things are, operate the home.
+    """Open the page, signed in: talk with agents, find conversations, see numbers, operate the home.
 
-    It opens with the operator's key of this home, which programs do not get: theirs opens no tokens, peers or backups.
-    With --token-file before the command it opens with that key."""
+    It opens with the operator's key of this home, which programs do not have: their keys cannot manage tokens, peers or
+    backups. With --token-file before the command it opens with that key."""
     running = caller.home.running()
     if running is None or not running.http_url:
         start = f"`{caller.home.command('up -d')}` starts one"
@@ -55,7 +55,7 @@ def _code(site: str, token: str) -> str:
             raise Unauthenticated(f"the gateway at {site} does not know the token: kvasir reload") from None
         raise Unavailable(f"the gateway at {site} answers {error.code}") from None
     except (OSError, HTTPException, ValueError, KeyError) as error:
-        raise Unavailable(f"the gateway at {site} cannot be asked: {error}") from None
+        raise Unavailable(f"the gateway at {site} does not answer: {error}") from None
 
 
 def _page_of(path: Path, url: str) -> Path:

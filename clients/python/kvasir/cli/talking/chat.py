@@ -42,9 +42,7 @@ _NEARLY_FULL = 0.8
 
 ThinkOption = Annotated[
     str | None,
-    option(
-        "on, off, or the most tokens of thoughts. Left out: as the model's template has it.", metavar="on|off|TOKENS"
-    ),
+    option("on, off, or the most tokens of thoughts. Default: as in the model's template.", metavar="on|off|TOKENS"),
 ]
 
 
@@ -54,7 +52,8 @@ def chat(
     once: Annotated[
         str | None,
         option(
-            "Say this, print the reply, and end: with 1 if it was not stored. -: what standard input holds.",
+            "Send this message, print the reply, and end: with 1 if the turn was not stored. -: read it from "
+            "standard input.",
             metavar="TEXT",
         ),
     ] = None,
@@ -62,22 +61,23 @@ def chat(
     max_tokens: Annotated[int, option("Longest reply.", min=1)] = 512,
     on_full: Annotated[
         OnFullPolicy | None,
-        option("What to do when the memory is full; else what the agent's label kvasir.on_full says."),
+        option("What to do when the memory is full. Default: as the agent's label kvasir.on_full says."),
     ] = None,
     temperature: Annotated[
-        float | None, option("0 is greedy. Left out: what the model's own files say, else 0.", min=0, max=2)
+        float | None, option("0 is greedy. Default: as in the model's own files, else 0.", min=0, max=2)
     ] = None,
     think: ThinkOption = None,
     within: Annotated[
-        float | None, option("With --once: give up after so many seconds, with 3.", min=0.1, metavar="SECONDS")
+        float | None,
+        option("With --once: give up after this many seconds, and end with 3.", min=0.1, metavar="SECONDS"),
     ] = None,
 ) -> None:
     """Talk with an agent, which remembers. Reads lines from a pipe too; --json prints one object per reply."""
     text = sys.stdin.read().strip() if once == "-" else once
     if once is not None and not (text or "").strip():
-        raise failures.WrongUsage.of("--once", "there is nothing to say")
+        raise failures.WrongUsage.of("--once", "the message is empty")
     if within is not None and once is None:
-        raise failures.WrongUsage.of("--within", "it limits one turn: say that with --once")
+        raise failures.WrongUsage.of("--within", "it limits one turn: use it with --once")
     sampling, thinking = inference_pb2.Sampling(temperature=temperature), _thinking(think)
     # What was said before Ctrl-C is what a person has read.
     options = GenerateOptions(max_tokens=max_tokens, sampling=sampling, thinking=thinking, keep_partial=True)
@@ -147,7 +147,7 @@ class Conversation:
                 if not is_person:
                     raise
                 sys.stdout.write("\n")
-                self.caller.say("stopped; the agent remembers what it had said so far")
+                self.caller.say("stopped; the agent remembers its reply so far")
 
     def say(self, text: str) -> TurnResult:
         asked, self._reply = message("user", text), terminal.WrappedReply()
@@ -199,7 +199,7 @@ class Conversation:
                         raise
                     began = time.monotonic()
                     what = "the engine is away" if error.reason == Unavailable.reason else error.message
-                    self.caller.say(f"\n{what}; waiting, to ask again …")
+                    self.caller.say(f"\n{what}; waiting, to retry …")
                 if time.monotonic() > min(began + WORK_S, self.ends_s) or not self._comes_back(error):
                     raise
                 time.sleep(min(error.retry_after_s or RETRY_S, ANSWER_S))
@@ -344,7 +344,7 @@ def _text(prompt: str, continued: str) -> str:
         while not lines[-1].endswith(_QUOTES):
             lines.append(input(continued).rstrip())
     except EOFError:
-        raise WrongUsage(f"the input ends before the {_QUOTES} that ends a text; it is not said") from None
+        raise WrongUsage(f"the input ends before the {_QUOTES} that ends a text; the text is not sent") from None
     lines[-1] = lines[-1].removesuffix(_QUOTES)
     return "\n".join(lines).strip()
 

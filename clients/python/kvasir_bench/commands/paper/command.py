@@ -21,10 +21,10 @@ from kvasir_bench.system import SHORT_HOME
 
 TableOption = Annotated[
     list[str] | None,
-    option("A table's number (5.5), or a paper's (001 to 004). May be repeated. Left out: all."),
+    option("A table's number (5.5), or a paper's (001 to 004). Repeatable. Default: all."),
 ]
-RepeatsOption = Annotated[int, option("How often to measure; medians are shown.", min=1)]
-QuickOption = Annotated[bool, option("Once, and contexts up to 1,100 tokens.", "--quick")]
+RepeatsOption = Annotated[int, option("The number of measurements; results are their medians.", min=1)]
+QuickOption = Annotated[bool, option("Measure once, with contexts up to 1,100 tokens.", "--quick")]
 HttpOption = Annotated[str, option("For 5.9: LM Studio, or another server of OpenAI's chat.", metavar="URL")]
 HttpModelOption = Annotated[str, option("With --http: the model's name at that server.")]
 ApiKeyFileOption = Annotated[Path | None, option("With --http: the file of the key.")]
@@ -32,7 +32,7 @@ CsvOption = Annotated[Path | None, option("Write a CSV for each table into this 
 KeepOption = Annotated[Path | None, option("Write the JSON to FILE after each table.", dir_okay=False)]
 ResultsOption = Annotated[
     list[Path] | None,
-    option("Measure nothing: show this JSON; parts add up.", "--results", exists=True, dir_okay=False),
+    option("Measure nothing; show this JSON. Several add up.", "--results", exists=True, dir_okay=False),
 ]
 
 
@@ -54,7 +54,7 @@ def paper(
 ) -> None:
     """Fill the tables of the papers that Kvasir is built from, each published figure beside one measured here.
 
-    Contexts that the model does not have are marked, and so is what is not built. Services are its own."""
+    It marks contexts that the model does not have, and parts that do not exist. It starts services of its own."""
     if bool(http) != bool(http_model) or (api_key_file is not None and not http):
         raise InvalidArgument("--http and --http-model belong together, and --api-key-file to them", field="http")
     if results_file:
