@@ -264,7 +264,7 @@ class PartWriter:
         if offset + len(data) > self.digest.size_bytes:
             self.abandon()
             raise InvalidArgument(
-                f"{self.digest}: {offset + len(data)} bytes are more than the digest says",
+                f"{self.digest}: {offset + len(data)} bytes are more than its digest has",
                 reason="DIGEST_MISMATCH",
                 field="data",
             )

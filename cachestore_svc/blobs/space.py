@@ -90,7 +90,7 @@ class Space:
         if self._reserved[namespace] + size_bytes > most:
             reserved = self._reserved[namespace]
             words = "are more than one namespace may have unfinished: let some writes end"
-            text = f"disk: {reserved} bytes reserved and {size_bytes} asked {words}"
+            text = f"disk: {reserved} bytes reserved and {size_bytes} requested {words}"
             raise _full("RESERVATIONS_FULL", text, 5, reserved=reserved, asked=size_bytes)
         # Reserved bytes may be on the disk already: counting them twice is on the safe side.
         left_bytes = free - self._reserved.total() - size_bytes - kept
@@ -112,7 +112,7 @@ class Space:
         kept = self._config.free_disk_reserve_bytes
         if not has_quota and held > kept and left_bytes < kept:
             words = "would leave nothing to namespaces that hold little: delete some, or give it a quota"
-            text = f"disk: {held} bytes held and {size_bytes} asked {words}"
+            text = f"disk: {held} bytes held and {size_bytes} requested {words}"
             raise _full("DISK_SHARE_FULL", text, held=held, asked=size_bytes)
 
     def _quota_shortage(self, namespace: str, size_bytes: int) -> int:
@@ -124,7 +124,7 @@ class Space:
     def _quota_full(self, namespace: str, size_bytes: int, shortage: int) -> ResourceExhausted:
         quota = self._config.quota_of(namespace)
         stored, reserved = self._stored[namespace], self._reserved[namespace]
-        text = f"{stored} bytes stored, {reserved} reserved, {size_bytes} asked are {shortage} more than {quota}"
+        text = f"{stored} bytes stored, {reserved} reserved, {size_bytes} requested are {shortage} more than {quota}"
         return _full("QUOTA_FULL", f"quota: {text}", quota=quota, stored=stored, reserved=reserved, asked=size_bytes)
 
 

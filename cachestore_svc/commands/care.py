@@ -79,7 +79,7 @@ def _told(report: RecoverReport) -> Iterator[str]:
             yield f"{space.namespace}: an agent whose name is lost is now {agent!r}"
         if space.unclaimed:
             waiting = f"{_counted(len(space.unclaimed), 'agent')} may have moved before"
-            yield f"{space.namespace}: {waiting}; `kvasir agents claim --recovered` asks the peers"
+            yield f"{space.namespace}: {waiting}; to query the peers, run `kvasir agents claim --recovered`"
     yield f"the old index is kept: {', '.join(report.kept) or 'there was none'}"
 
 

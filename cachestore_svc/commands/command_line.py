@@ -51,8 +51,10 @@ def parser() -> argparse.ArgumentParser:
         "recover",
         parents=[shared],
         help="rebuild a lost or damaged index",
-        description="Rebuild the index from the journal, the manifests and the blob files; the old one is kept. "
-        "For a store that refuses to start, or says INDEX_DAMAGED. The store must not run meanwhile.",
+        description=(
+            "Rebuild the index from the journal, the manifests and the blob files; the old one is kept. For a store "
+            "that refuses to start, or reports INDEX_DAMAGED. Stop the store first."
+        ),
     )
     recover_.add_argument("--json", action="store_true")
     recover_.add_argument(

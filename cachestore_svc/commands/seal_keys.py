@@ -25,7 +25,7 @@ def add_parser(commands: "argparse._SubParsersAction[Any]", shared: argparse.Arg
         ("ls", "list sealed namespaces"),
         ("new", "seal a namespace that holds nothing yet; makes the master key if there is none"),
         ("rotate", "wrap all keys with another master key; writes no blob"),
-        ("erase", "destroy a namespace's key: what it holds can never be read again"),
+        ("erase", "destroy a namespace's key: nobody can ever read its content again"),
     ):
         action = actions.add_parser(name, parents=[shared], help=what, description=what)
         action.add_argument("--audit-file", type=path_of, help="the store's audit, which gets a line for each change")

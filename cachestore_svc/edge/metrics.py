@@ -35,7 +35,7 @@ class StoreNumbers:
             ("snapshots", "Versions that can be gone back to.", totals.snapshot_count),
             ("blobs", "Blobs that are listed.", totals.blob_count),
             ("blob_bytes", "Their bytes.", totals.blob_bytes),
-            ("logical_bytes", "What the newest versions would take if nothing were shared.", totals.logical_bytes),
+            ("logical_bytes", "Bytes of the newest versions if they shared nothing.", totals.logical_bytes),
             ("reserved_bytes", "Bytes set aside for writes under way.", totals.reserved_bytes),
             ("unreferenced_bytes", "Bytes that nothing names, which rest or wait.", totals.unreferenced_bytes),
             ("damaged_blobs", "Blobs that are not served because their bytes are damaged.", totals.damaged_blob_count),
@@ -49,7 +49,7 @@ class StoreNumbers:
         for name, help_text, value in sizes:
             yield gauge(f"kvasir_store_{name}", help_text, value)
         budget_bytes = self._store.statistics.written()["budget_bytes"]
-        budget = "What may be written in a day; 0: it is only counted."
+        budget = "The write budget of a day; 0: writes are only counted."
         yield gauge("kvasir_store_write_budget_bytes", budget, budget_bytes)
         ended_s = self._store.care.scrubbing.state.ended_unix_ms / 1000
         about = "When the last pass of the background scrub ended, in Unix seconds; 0 while one is under way."
@@ -57,7 +57,7 @@ class StoreNumbers:
         counted = dict(self._store.statistics.counted())
         moved = {word: counted.pop(name, 0) for name, word in _MOVED_BYTES.items()}
         yield counter("kvasir_store_moved_bytes", "Bytes of blobs that were read and written.", moved, "direction")
-        yield counter("kvasir_store_work", "What was done with blobs and versions.", counted, "what")
+        yield counter("kvasir_store_work", "Operations on blobs and versions.", counted, "what")
         yield from rpc_metrics("kvasir_store", self._rpcs)
         yield audit_metric("kvasir_store", self._audit)
 

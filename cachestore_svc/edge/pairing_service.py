@@ -171,7 +171,7 @@ def _share(share: pb.PairingShare) -> bytes:
     if share.protocol != PROTOCOL:
         raise errors.InvalidArgument.of(
             "share.protocol",
-            f"this side speaks {PROTOCOL}, the other {share.protocol}: bring both to one version",
+            f"this side has protocol {PROTOCOL}, the other {share.protocol}: install one version of Kvasir on both",
             reason="PAIRING_MALFORMED",
         )
     return share.spake2

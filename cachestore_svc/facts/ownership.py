@@ -90,7 +90,7 @@ HERE = Ownership()
 def check_writable(agent_id: str, known: Ownership) -> None:
     """Raises FailedPrecondition (AGENT_MOVED, AGENT_MOVING) unless this store may extend the agent's memory."""
     if known.state is OwnerState.MOVED:
-        back = f"ask there, or bring it back with `kvasir agents move {agent_id} --from {known.peer}`"
+        back = f"call that store, or move it back with `kvasir agents move {agent_id} --from {known.peer}`"
         raise _refusal("AGENT_MOVED", agent_id, known, f" has moved to {known.peer}: {back}")
     if known.waits_for_claim:
         problem = " came back from `kvasir store recover`, which cannot tell whether it had moved"

@@ -198,7 +198,7 @@ class LineCopies:
                         if is_first or frame.HasField("digest"):
                             digest = next(expected, None)
                             if digest is None or frame.digest.hash != digest.hash:
-                                raise DataLoss(f"peer {order.peer} sent a blob that was not asked for")
+                                raise DataLoss(f"peer {order.peer} sent a blob that was not requested")
                             begins = None if is_first else digest
                             is_first = False
                         await _take_peers(intake, order.peer, begins, frame.offset, frame.data)
@@ -290,7 +290,7 @@ def check_owns(peer: str, there: Any) -> None:
     known = there.ownership
     if int(known.state) == OwnerState.MOVED:
         raise FailedPrecondition(
-            f"agent {there.agent_id!r} has moved from {peer} to its peer {known.peer}: ask there",
+            f"agent {there.agent_id!r} has moved from {peer} to its peer {known.peer}: copy it from there",
             reason="AGENT_MOVED",
             metadata={"agent_id": there.agent_id, "owner": known.peer, "generation": str(known.generation)},
         )

@@ -160,7 +160,7 @@ def _tells(found: Parsed) -> bool:
 def _missing(database: Path, blobs: BlobBackend) -> FailedPrecondition:
     return FailedPrecondition(
         f"the database {database} is missing, but {blobs.where} holds blobs: put the database back, or {RECOVER}; "
-        f"to begin anew, move {database.parent} away",
+        f"to begin an empty store, move {database.parent} away",
         reason="INDEX_MISSING",
     )
 

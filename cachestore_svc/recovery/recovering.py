@@ -129,8 +129,8 @@ class _Recovery:
         unknown = [blobs.place for blobs in unknown_places(self._blobs, lambda: known) if blobs.list().blobs]
         if unknown:
             raise FailedPrecondition(
-                f"{self._blobs.where}/{unknown[0]} holds blobs of a namespace whose name neither journal nor index can "
-                "tell any more: name it with --namespace, or move the directory away",
+                f"{self._blobs.where}/{unknown[0]} holds blobs of a namespace whose name is in neither journal nor "
+                "index: name it with --namespace, or move the directory away",
                 reason="NAMESPACE_UNKNOWN",
             )
 

@@ -61,7 +61,7 @@ class KeyRecord:
     def open(self, masters: Iterable[MasterKey]) -> bytes:
         """The namespace's key. Raises FailedPrecondition (NAMESPACE_SEALED), which names the remedy."""
         if self.erased_unix_ms:
-            raise sealed_error(self.namespace, "its key was destroyed: what it held cannot be read any more")
+            raise sealed_error(self.namespace, "its key was destroyed: its content cannot be read any more")
         masters = list(masters)
         for master in masters:
             for wrapped in self.wrapped:

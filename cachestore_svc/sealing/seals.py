@@ -12,8 +12,8 @@ from cachestore_svc.sealing.keys import MasterKey, NamespaceKey, sealed_error
 from cachestore_svc.sealing.sealed_names import PLAIN_NAMES, PlainNames
 
 _LOST = (
-    "its key record keys/{0} is missing or damaged: put it back; or, if nothing of it is left, begin anew with kvasir "
-    "keys new"
+    "its key record keys/{0} is missing or damaged: put it back; or, if nothing of it is left, seal it again with "
+    "kvasir keys new"
 )
 
 

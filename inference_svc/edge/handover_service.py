@@ -181,4 +181,4 @@ def _named(request: pb.HandOverTurnRequest, under_way: list[list[Progress]]) -> 
     for turns in under_way:
         if getattr(turns[0].request, by) == name and any(turn.is_running for turn in turns):
             return turns
-    raise NotFound.of(by, f"no turn of {name!r} speaks", reason="TURN_NOT_FOUND")
+    raise NotFound.of(by, f"no turn of {name!r} is decoding", reason="TURN_NOT_FOUND")

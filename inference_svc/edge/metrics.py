@@ -68,7 +68,7 @@ def _tokens(counters: list[NamespaceCounters]) -> Iterator[Metric]:
 
 def _publications(counters: list[NamespaceCounters]) -> Iterator[Metric]:
     outcomes = [each.publications for each in counters]
-    yield _by_word("kvasir_publications", "Publications by what came of them.", "state", outcomes, _PUBLISHED)
+    yield _by_word("kvasir_publications", "Publications by their outcome.", "state", outcomes, _PUBLISHED)
     made_good = [each.made_good for each in counters]
     help_text = "Publications committed after they had been reported so."
     yield _by_word("kvasir_publications_made_good", help_text, "was", made_good, _MADE_GOOD)
@@ -87,7 +87,7 @@ def _engine(status: ServiceStatus) -> Iterator[Metric]:
         ("kvasir_kernels_failed", "1 if kernels failed their check: the reference serves.", engine.kernels_failed),
         ("kvasir_hot_memories", "Agents whose memory is hot.", engine.hot_memories),
         ("kvasir_owed_memories", "Hot memories that the store lacks.", sum(each.memories for each in owed)),
-        ("kvasir_owed_bytes", "What the store lacks of them.", sum(each.size_bytes for each in owed)),
+        ("kvasir_owed_bytes", "Bytes of them that the store lacks.", sum(each.size_bytes for each in owed)),
         ("kvasir_prompt_bytes", "Prompts of turns that wait or run.", status.prompt_bytes),
         ("kvasir_restoring_bytes", "Memory read from the store that is not KV yet.", status.restoring_bytes),
         ("kvasir_publishing_bytes", "Copies of KV that wait for the store.", status.publishing_bytes),

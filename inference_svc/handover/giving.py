@@ -305,8 +305,8 @@ class _HandOver:
         except BaseException as error:
             _LOG.warning("turn.given_uncertainly", request_id=self.given.request_id, peer=peer)
             end = Unavailable(
-                f"the link to {peer!r} broke when the turn was given away: it goes on there, or was lost; the resume "
-                "token says which, or the same request_id",
+                f"the link to {peer!r} broke when the turn was given away: it continues there, or was lost; retry "
+                "with the resume token or the same request_id to find out",
                 reason="HANDOVER_UNCERTAIN",
                 retry_after_s=1.0,
                 metadata={"peer": peer, "resume_token": promise.resume_token},

@@ -53,7 +53,7 @@ class ResumeTokens:
         if reply is None or not is_own or peer not in (None, reply.peer):
             raise NotFound.of(
                 "resume_token",
-                "no reply waits for this token and this caller; ask again with the turn's request_id",
+                "no reply waits for this token and this caller; retry with the turn's request_id",
                 reason="RESUME_TOKEN_UNKNOWN",
             )
         return self._waiting.pop(token)

@@ -214,7 +214,7 @@ class ModelHost(Generic[ServedT]):
         if left.unstored and not drop_unstored:
             raise FailedPrecondition(
                 f"{left.unstored} hot memories are not in the store and would be lost; try again when the store "
-                "answers, or say drop_unstored",
+                "answers, or set drop_unstored",
                 reason="MEMORIES_NOT_STORED",
                 metadata={"unstored": str(left.unstored)},
             )

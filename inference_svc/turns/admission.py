@@ -72,7 +72,7 @@ class Admission:
                 namespace,
                 "MEMORY_BUSY",
                 f"KV memory: the turn's KV may need {needed_bytes} bytes, the namespace's turns that wait or run "
-                f"{own_bytes}; of the {most} that may be asked for at once, no more are this namespace's now",
+                f"{own_bytes}; the namespace may reserve no more of all {most} now",
                 needed_bytes=needed_bytes,
                 open_bytes=own_bytes,
                 max_bytes=most,

@@ -235,7 +235,7 @@ class TakenTurns:
 
 def _unreadable(request: TurnRequest, why: str) -> errors.Unavailable:
     return errors.Unavailable(
-        f"the agent's newest version cannot be asked now ({why})",
+        f"the agent's newest version cannot be read now ({why})",
         reason="MEMORY_UNREADABLE",
         metadata={"agent_id": request.agent_id},
         retry_after_s=1.0,

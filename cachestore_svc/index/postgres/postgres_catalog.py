@@ -333,7 +333,7 @@ class PostgresCatalog(Catalog):
                 self._ending.wait(PAUSE_S)
             finally:
                 self._writer.close()  # it has no lock
-        raise Unavailable("the store closed before the database said whether a commit took effect", reason="CLOSED")
+        raise Unavailable("the store closed before the database reported whether a commit took effect", reason="CLOSED")
 
     def _own_row(self, session: Session) -> list[tuple[Any, ...]]:
         """This store's row of `writers`, once no other session is about to change it."""

@@ -67,7 +67,7 @@ class AgentTurn(OwnBody):
     prompt: Annotated[str, MinLen(1)] | None = None
     messages: Annotated[list[ChatMessage], MinLen(1)] | None = Field(None, description="The whole conversation.")
     append_messages: Annotated[list[ChatMessage], MinLen(1)] | None = Field(
-        None, description="What is new; it follows what the agent remembers."
+        None, description="The new messages, which follow the agent's memory."
     )
     expected_version: Annotated[int, Ge(0), Le(_MAX_INT64)] | None = None
     base_version: Version | None = Field(None, description="Go on from this version instead of the newest.")

@@ -27,7 +27,7 @@ _REASONS: Mapping[int, str] = {
 _THOUGHTS = ("thinking", "redacted_thinking")
 # Tools that the caller runs and the model must know of itself (bash_…, text_editor_…) are refused.
 _TOOL_TYPES = "^(custom|(web_search|web_fetch|code_execution|tool_search_tool_regex|tool_search_tool_bm25)_[0-9]{8})$"
-_HINT = Field(None, description="Accepted as a hint: what is known is reused anyway.")
+_HINT = Field(None, description="Accepted as a hint: known prefixes are reused anyway.")
 
 Block = turns.FreeObject
 ToolType = Annotated[str, StringConstraints(pattern=_TOOL_TYPES)]

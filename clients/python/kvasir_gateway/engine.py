@@ -211,7 +211,7 @@ class EngineLink:
         except TimeoutError:
             return _unwell("ENGINE_HANGS", f"the engine has not answered for {within_s:g} s", engine=False)
         except KvasirError as error:
-            return _unwell("ENGINE_UNREACHABLE", f"the engine cannot be asked ({error.reason})", engine=False)
+            return _unwell("ENGINE_UNREACHABLE", f"the engine does not answer ({error.reason})", engine=False)
         if not stats.store_is_reachable:
             return _unwell("STORE_UNREACHABLE", "the engine cannot reach its store: nothing is read or stored there")
         states = {model.state for model in models}

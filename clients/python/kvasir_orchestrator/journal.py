@@ -85,7 +85,7 @@ class Journal:
         try:
             journal, whole_bytes = cls._parsed(path)
             if (journal.text, journal.variant) != (scenario.text, scenario.variant):
-                text = f"{path} is of another text or variant of this scenario: finish that run, or begin anew"
+                text = f"{path} is of another text or variant of this scenario: finish that run, or start again"
                 raise FailedPrecondition(text, reason="SCENARIO_CHANGED", field="journal")
             journal.check(scenario)
             os.ftruncate(descriptor, whole_bytes)

@@ -124,7 +124,7 @@ class _Planner:
             return
         meant = self._meant(quote)
         if not meant:
-            text = f"{quote} shows nothing: {quote.agent} neither speaks nor hears anybody in {quote.phase!r}"
+            text = f"{quote} shows nothing: {quote.agent} neither sends nor receives a message in {quote.phase!r}"
             self.problems.append(self._lines.problem(path, text))
         if hidden := sorted({turn.agent for turn in meant if reader not in turn.readers}):
             text = (

@@ -93,7 +93,7 @@ class LineLease:
                 raise self._failure
             if (now := self._parts.clock()) >= give_up:
                 raise errors.Unavailable(
-                    "another inference service, or a change of the agent, holds its line; retry, or ask that service",
+                    "another inference service, or a change of the agent, holds its line; retry, or call that service",
                     reason="AGENT_HELD_ELSEWHERE",
                     metadata={"agent_id": self._key.agent_id, "owner": self._holder},
                     retry_after_s=1.0,

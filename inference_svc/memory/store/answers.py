@@ -261,7 +261,7 @@ def found_prefix(answer: cachestore_pb2.FindPrefixResponse, groups: Sequence[int
     has_all = len(answer.blocks) == (count if 0 in groups else 0)
     is_whole = all(stored.full == {*blocks_seen(window, int(answer.tokens))} for window, stored in windows.items())
     if count > most or not has_all or not is_whole or list(windows) != [group for group in groups if group]:
-        raise ValueError("FindPrefix: the answer is not a prefix of the groups that were asked for")
+        raise ValueError("FindPrefix: the answer is not a prefix of the requested groups")
     return FoundPrefix(count * BLOCK_TOKENS, tuple(map(Digest.from_proto, answer.blocks)), windows)
 
 

@@ -171,7 +171,7 @@ class StoreConnection:
         if self.problem is not None:
             raise errors.PermissionDenied(self.problem.error.message, reason=self.problem.error.reason)
         self.breaker.trip()
-        text = "the store has not said yet which namespace the engine's token is bound to"
+        text = "the store has not reported yet the namespace of the engine's token"
         raise errors.Unavailable(text, retry_after_s=1.0)
 
     async def _probe(self) -> None:

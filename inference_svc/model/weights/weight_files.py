@@ -52,7 +52,7 @@ def weight_file(path: Path) -> WeightFile:
             size = status.st_size
             (length,) = _LENGTH.unpack(file.read(_LENGTH.size))
             if length > min(size - _LENGTH.size, _MOST_HEADER_BYTES):
-                raise _Damaged(f"its header says {length} bytes, of {size} that the file has")
+                raise _Damaged(f"its header claims {length} bytes, but the file has {size}")
             header: Any = json.loads(file.read(length))
         start = _LENGTH.size + length
         return WeightFile(path, file_identity(status), size, dict(_places(header, start, size)))

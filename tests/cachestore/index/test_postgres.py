@@ -136,7 +136,7 @@ def test_a_commit_in_doubt_while_the_store_closes_is_not_done_again(postgres: Po
             asked = threads.submit(catalog.write, HOUSE, add_one)
             while not cutter.refused:
                 time.sleep(0.005)
-        with pytest.raises(Unavailable, match="the store closed before the database said") as refused:
+        with pytest.raises(Unavailable, match="the store closed before the database reported") as refused:
             asked.result()
         assert refused.value.reason == "CLOSED"
         with catalog_on(postgres.url(database)) as catalog:

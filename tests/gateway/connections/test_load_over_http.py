@@ -63,7 +63,7 @@ def test_a_server_that_is_no_such_server_is_refused_by_its_address() -> None:
     with _serving(_Page) as url:
         told = load(url, "any", "--model", "other", code=4)
     assert told["error"]["field"] == "--http"
-    assert f"{url}/v1/chat/completions answers with what is no chat completion" in told["error"]["message"]
+    assert f"{url}/v1/chat/completions does not answer with a chat completion" in told["error"]["message"]
 
 
 class _Page(BaseHTTPRequestHandler):

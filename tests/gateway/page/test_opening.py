@@ -105,5 +105,5 @@ def test_a_gateway_that_is_away_or_knows_no_such_token_is_named(front: Front, tm
         open_page(Caller(Home(tmp_path / "empty")))
     with pytest.raises(Unauthenticated, match="reload"):
         open_page(caller_of(tmp_path / "other", front.gateway.url, "another-token-of-no-one-000000"))
-    with pytest.raises(Unavailable, match="cannot be asked"):
+    with pytest.raises(Unavailable, match="does not answer"):
         open_page(caller_of(tmp_path / "gone", "http://127.0.0.1:9", front.keys["ada"]))

@@ -460,7 +460,7 @@ def test_an_engine_that_is_away_is_told_and_without_keys_only_loopback_is_served
         assert "The conversations cannot be shown." in Browser(gateway.url).get().text
         page = Browser(gateway.url).get("/page/status")
         assert "The engine does not answer." in page.text
-        assert "the engine cannot be asked (UNAVAILABLE)" in page.all("p", role="alert")[0].text
+        assert "the engine does not answer (UNAVAILABLE)" in page.all("p", role="alert")[0].text
         assert not [form for form in page.all("form") if form.attributes["action"].endswith("logout")]
         by_name = httpx.get(gateway.url, headers={**HTML, "host": "kvasir.example"})
         assert by_name.status_code == 403

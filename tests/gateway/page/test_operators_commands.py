@@ -171,4 +171,4 @@ def test_a_fetch_from_a_silent_hub_ends_when_it_is_stopped_and_by_itself(
         monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{silent.getsockname()[1]}")
         stopped, stalled = asyncio.run(fetched())
     assert stopped == "it was stopped"
-    assert stalled.startswith("nothing more came for 5 s, and it was ended")
+    assert stalled.startswith("nothing arrived for 5 s, so it was ended")

@@ -290,8 +290,8 @@ class KnownVersions:
         version = self._versions.get(agent_id)
         known = _KNOWN.get(version, f"version {version} is kept")
         return type(error)(
-            f"{error.message} (agent {agent_id!r}: {known}; the broken turn was not acknowledged. Asked again "
-            "with its request_id, it is not done twice)",
+            f"{error.message} (agent {agent_id!r}: {known}; the broken turn was not acknowledged. A retry "
+            "with its request_id does not run it twice)",
             reason=error.reason,
             field=error.field,
             retry_after_s=error.retry_after_s,

@@ -60,7 +60,7 @@ def _count(data: bytes, position: int, end: int, table: dict[int, Any], count: i
         if wire_type == _BYTES:
             size, position = _varint(data, position, end)
             if size > end - position:
-                raise _ScanError("a field is longer than what holds it")
+                raise _ScanError("a field is longer than the message that holds it")
             inner = table.get(tag >> 3)
             if inner is not None:
                 count = _count(data, position, position + size, inner, count, most)

@@ -318,7 +318,7 @@ def _manifest(metadata: Mapping[str, str], identity: identity_pb2.KvIdentity | N
             raise FailedPrecondition(f"seed file: {difference}", reason="KV_IDENTITY_DIFFERS")
     elif identity is None:
         raise FailedPrecondition(
-            "seed file: it does not say which weights, layout and KV policy made it, and model_id "
+            "seed file: it does not name the weights, layout and KV policy that made it, and model_id "
             f"{metadata['model_id'][:80]!r} is only a name; name the model that it belongs to",
             reason="KV_IDENTITY_UNKNOWN",
         )

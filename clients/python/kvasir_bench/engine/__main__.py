@@ -126,7 +126,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument(
         "--texts", type=_texts, default=(), help=f"of ahead, with commas between: {', '.join(ahead.TEXTS)}"
     )
-    parser.add_argument("--time-limit-s", type=float, help="begin nothing new after this; what is known is printed")
+    parser.add_argument("--time-limit-s", type=float, help="begin nothing new after this, and print the results so far")
     parser.add_argument("--memory-gib", type=float, default=4.0, help="for KV (default %(default)s)")
     parser.add_argument("--longest-gap-ms", type=float, help="of a step beside decoding; the engine's own if left out")
     parser.add_argument("--kv-policy", default="", help="as for the engine (default q4)")

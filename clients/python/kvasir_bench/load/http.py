@@ -80,7 +80,7 @@ class HttpTarget:
             found = _object(answer.text)
             usage(found, "prompt_tokens")
         except (TurnFailed, AttributeError):
-            told = f"{self._client.base_url}chat/completions answers with what is no chat completion"
+            told = f"{self._client.base_url}chat/completions does not answer with a chat completion"
             raise InvalidArgument.of("--http", told) from None
         return found
 

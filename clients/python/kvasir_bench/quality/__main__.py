@@ -155,7 +155,9 @@ def main() -> int:
     parser.add_argument("--model", default="", help="directory or name; the shipped model if left out")
     parser.add_argument("--kv-exact-layers", default="", help='"last" or indexes with commas between')
     parser.add_argument("--compute-type", choices=["float32", "float16", "bfloat16"], help="as the engine's option")
-    parser.add_argument("--quick", action="store_true", help="read and ask less, for a look")
+    parser.add_argument(
+        "--quick", action="store_true", help="read fewer texts and ask fewer questions, for a first look"
+    )
     parser.add_argument("--weights", action="store_true", help="measure fewer bits of weights, and no KV policy")
     parser.add_argument("--text", type=Path, help="read this file instead, and measure each layer")
     parser.add_argument("--tasks", type=Path, help="give these tasks instead, JSON lines")

@@ -68,7 +68,7 @@ class OllamaTool(turns.Lenient):
 class OllamaOptions(turns.Body):
     """What has no line here (num_ctx, num_gpu, …) is ignored and reported."""
 
-    num_predict: int | None = Field(default=None, description="Below 0, or left out: what fits.")
+    num_predict: int | None = Field(default=None, description="Below 0, or omitted: as many as fit.")
     temperature: Annotated[float, Ge(0), Le(2)] | None = None
     top_p: Annotated[float, Ge(0), Le(1)] | None = None
     top_k: turns.TopK | None = None

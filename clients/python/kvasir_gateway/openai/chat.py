@@ -43,7 +43,7 @@ class ChatMessage(turns.Lenient):
     name: str | None = None
     tool_calls: list[MadeCall] | None = None
     tool_call_id: str | None = None
-    reasoning_content: Any = Field(None, description="What an assistant thought, a string; also as `reasoning`.")
+    reasoning_content: Any = Field(None, description="The assistant's thoughts, a string; also as `reasoning`.")
     reasoning: Any = None
     function_call: None = Field(None, description="Refused unless null; see tool_calls.")
     audio: None = Field(None, description="Refused unless null: this model reads text alone.")

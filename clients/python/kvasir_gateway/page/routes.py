@@ -182,7 +182,7 @@ class GatewayPage:
             except Exception as error:  # noqa: BLE001 - a bug of ours
                 told = (path, type(error).__name__, places(error))
                 _log.error("page.failed path=%s error=%s at=%s", *told)
-                return self._refused(request, path, Internal("a bug of the gateway; its log says where"))
+                return self._refused(request, path, Internal("a bug of the gateway; see its log"))
             finally:
                 room.answered()
 

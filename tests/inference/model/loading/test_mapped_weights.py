@@ -320,7 +320,7 @@ class TestDamagedFiles:
     def test_a_header_longer_than_its_file_is_not_read(self, tmp_path: Path) -> None:
         path = tmp_path / "model.safetensors"
         path.write_bytes(struct.pack("<Q", 1 << 62) + b"{}")
-        with pytest.raises(FailedPrecondition, match="its header says"):
+        with pytest.raises(FailedPrecondition, match="its header claims"):
             weight_file(path)
 
     def test_empty_tensors_and_files_without_any_are_left_to_mlx(self, tmp_path: Path) -> None:

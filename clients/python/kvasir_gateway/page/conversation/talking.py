@@ -49,7 +49,7 @@ class Saying:
         """`new_id`: of a request that names none. Raises InvalidArgument."""
         text = form.get("text", "").replace("\r\n", "\n")  # as browsers send a form's lines
         if not text.strip():
-            raise InvalidArgument.of("text", "expected something to say")
+            raise InvalidArgument.of("text", "expected a message")
         version = form.get("version", "")
         return cls(
             agent_id=check_agent_id(form.get("name", "").strip() or form.get("id", ""), "name"),
@@ -220,7 +220,7 @@ async def _turn(look: Look, saying: Saying, given: Mapping[str, Any]) -> Events:
     except Conflict as error:
         told = f"an agent named {saying.agent_id} exists: choose another name, or go on in its own conversation"
         if not saying.is_first:
-            told = "somebody else has talked to it meanwhile: reload, and say it again"
+            told = "the conversation has changed meanwhile: reload, and send it again"
         raise Conflict(told, reason=error.reason, metadata=error.metadata) from None
 
 
@@ -249,7 +249,7 @@ def _ended(started: pb.Started, finished: pb.Finished) -> dict[str, Any]:
 
 def _broken(error: KvasirError) -> str:
     """A stream's last event, when it breaks."""
-    told = error.message if not isinstance(error, Internal) else "the reply ended by a fault; the logs say where"
+    told = error.message if not isinstance(error, Internal) else "the reply ended by a fault; see the logs"
     return sse({"problem": told}, "refused")
 
 

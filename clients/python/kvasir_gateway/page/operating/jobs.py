@@ -111,7 +111,7 @@ class Jobs:
                 await reading
                 job.end(await process.wait(), last, self._now())
         except TimeoutError:
-            why = f"nothing more came for {stalls_s:g} s, and it was ended; begun again, it goes on from what is here"
+            why = f"nothing arrived for {stalls_s:g} s, so it was ended; start it again to continue from here"
         finally:
             reading.cancel()
             await ended(process)
