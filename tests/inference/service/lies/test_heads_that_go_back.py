@@ -117,14 +117,15 @@ def test_a_store_that_names_an_older_version_than_was_only_read_gets_no_reply_fr
         honest.fork_agent(source, agent, version=3)
         older, _ = honest.get_snapshot(agent)
         honest.rollback_agent(agent, older.version)
-    with house.client() as client:
-        read = client.reply(
-            agent_id=agent,
-            append_messages=[user("Which words?")],
-            sampling=GREEDY,
-            memory_mode=pb.MEMORY_MODE_READ_ONLY,
-        )
-    assert read.started.cached_tokens
+    for _ in range(2):  # an event of before that comes late lets the engine forget the first
+        with house.client() as client:
+            read = client.reply(
+                agent_id=agent,
+                append_messages=[user("Which words?")],
+                sampling=GREEDY,
+                memory_mode=pb.MEMORY_MODE_READ_ONLY,
+            )
+        assert read.started.cached_tokens
 
     def lie(answer: store_pb.GetAgentResponse) -> store_pb.GetAgentResponse:
         del answer.agent.lines[:]
