@@ -4,6 +4,7 @@ import shlex
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from enum import StrEnum
 from functools import partial
@@ -42,6 +43,7 @@ from kvasir.cli.sleeping.temperatures import Temperature, engine_side, temperatu
 from kvasir.clients import InferenceClient, StoreClient
 from kvasir.clients.archive_file import pieces_of
 from kvasir.errors import KvasirError
+from kvasir.formats.sealed_archive import Lock
 from kvasir.names import UNNAMED_PREFIXES
 from kvasir.waits import SOON_S
 
@@ -268,76 +270,98 @@ def _change(caller: Caller, agent: str, **changes: Any) -> None:
     caller.result(agent_row(changed), lambda out: _show(out, changed))
 
 
+@dataclass(frozen=True)
+class WantedVersion:
+    version: VersionOption = None
+    line: LineOption = ""
+
+
+@dataclass(frozen=True)
+class WrittenForm:
+    form: FormOption = carrying.Form.ARCHIVE
+    model_name: Annotated[str, option("The model_id in a file of the format `seed`.")] = ""
+    sealed: Annotated[bool, option("Encrypt the file, with a passphrase if there is no --key-file.", "--sealed")] = (
+        False
+    )
+    key_file: KeyFileOption = None
+    passphrase_file: PassphraseFileOption = None
+
+    def lock(self) -> Lock | None:
+        if not (self.sealed or self.key_file is not None or self.passphrase_file is not None):
+            return None
+        if self.form is not carrying.Form.ARCHIVE:
+            raise failures.WrongUsage.of("--sealed", "the format `seed` has no sealed form")
+        return carrying.lock_of(self.key_file, self.passphrase_file)
+
+
 @command(app, "export")
 def export(
     caller: Caller,
     agent: AgentArgument,
     file: Annotated[Path, argument("The file to write; - is standard output.", "FILE")],
+    wanted: WantedVersion,
+    written: WrittenForm,
     force: Annotated[bool, option("Replace a file of that name.", "--force")] = False,
-    version: VersionOption = None,
-    line: LineOption = "",
-    form: FormOption = carrying.Form.ARCHIVE,
-    model_name: Annotated[str, option("The model_id in a file of the format `seed`.")] = "",
-    sealed: Annotated[
-        bool, option("Encrypt the file, with a passphrase if there is no --key-file.", "--sealed")
-    ] = False,
-    key_file: KeyFileOption = None,
-    passphrase_file: PassphraseFileOption = None,
 ) -> None:
     """Save one version of an agent's memory as a file. It is plain, even if the namespace is sealed, unless --sealed is
     given."""
-    sealed = sealed or key_file is not None or passphrase_file is not None
-    if sealed and form is not carrying.Form.ARCHIVE:
-        raise failures.WrongUsage.of("--sealed", "the format `seed` has no sealed form")
-    lock = carrying.lock_of(key_file, passphrase_file) if sealed else None
+    lock = written.lock()
     began = time.monotonic()
     if str(file) == "-":
         caller.out = caller.err  # words about the export are no part of it
     with store_client(caller) as client, newest_client(caller) as newest, carrying.target(file, replace=force) as out:
-        if form is carrying.Form.ARCHIVE:
+        line, version = wanted.line, wanted.version
+        if written.form is carrying.Form.ARCHIVE:
             pieces: Iterable[bytes] = newest.export_agent(agent, line, version)
         else:
-            pieces = carrying.seed_pieces(client, agent, line, version, model_name)
+            pieces = carrying.seed_pieces(client, agent, line, version, written.model_name)
         if lock is not None:
             pieces = carrying.sealed_pieces(pieces, lock)
         elif carrying.is_sealed(client):
             caller.note(f"The namespace is sealed, and {file} is plain; --sealed encrypts it.")
         size_bytes = sum(out.write(piece) for piece in pieces)
-    value = {"agent_id": agent, "file": str(file), "size_bytes": size_bytes, "format": form.value, "is_sealed": sealed}
+    about = {"format": written.form.value, "is_sealed": lock is not None}
+    value = {"agent_id": agent, "file": str(file), "size_bytes": size_bytes, **about}
     seconds = time.monotonic() - began
     words = "not sealed" if lock is None else f"sealed with a {lock.kind} {lock.key_id}".rstrip()
     caller.result(value, f"{file}: {size(size_bytes)} in {seconds:.1f} s, {words}")
+
+
+@dataclass(frozen=True)
+class ReadForm:
+    form: FormOption = carrying.Form.ARCHIVE
+    of_agent: Annotated[
+        str, option("For a file of the format `seed` that another program wrote: an agent here with the same model.")
+    ] = ""
+    key_file: KeyFileOption = None
+    passphrase_file: PassphraseFileOption = None
 
 
 @command(app, "import")
 def import_(
     caller: Caller,
     file: Annotated[Path, argument("The file to read; - is standard input.", "FILE")],
+    read_as: ReadForm,
     agent: Annotated[str, argument("The agent's name here. Default: the name in the file.", "AGENT")] = "",
     replace: Annotated[bool, option("Add a version to an agent that exists.", "--replace")] = False,
-    form: FormOption = carrying.Form.ARCHIVE,
-    of_agent: Annotated[
-        str, option("For a file of the format `seed` that another program wrote: an agent here with the same model.")
-    ] = "",
-    key_file: KeyFileOption = None,
-    passphrase_file: PassphraseFileOption = None,
 ) -> None:
     """Read an agent's memory from a file, as a new version. A sealed file names the key that opens it."""
     if agent and not file.exists() and Path(agent).is_file():  # `kvasir agents export` has them in this order
         right = shlex.join(["kvasir", "agents", "import", agent, str(file)])
         raise failures.WrongUsage.of("FILE", f"there is no file {str(file)!r}. The file goes first: {right}")
     with store_client(caller) as client, carrying.source(file) as read:
-        header = carrying.header_of(read) if form is carrying.Form.ARCHIVE else None
-        carrying.check_opens(header, file, key_file, passphrase_file)
-        if form is carrying.Form.ARCHIVE:
+        is_archive, keys = read_as.form is carrying.Form.ARCHIVE, (read_as.key_file, read_as.passphrase_file)
+        header = carrying.header_of(read) if is_archive else None
+        carrying.check_opens(header, file, *keys)
+        if is_archive:
             pieces: Callable[[], Iterator[bytes]] = partial(pieces_of, read)
             if header is not None:
-                lock = carrying.lock_for(header, file, caller.home, key_file, passphrase_file)
+                lock = carrying.lock_for(header, file, caller.home, *keys)
                 pieces = carrying.SealedFile(read, header, lock).pieces
             name = agent or carrying.agent_of_archive(file, pieces())
             made = client.import_agent(name, pieces(), replace=replace)
         else:
-            made = carrying.import_seed_file(client, read, agent, replace=replace, of_agent=of_agent)
+            made = carrying.import_seed_file(client, read, agent, replace=replace, of_agent=read_as.of_agent)
     caller.result(snapshot_row(made), arrived_words(made))
 
 

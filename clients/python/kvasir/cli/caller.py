@@ -3,9 +3,9 @@
 import functools
 import inspect
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, is_dataclass
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -137,22 +137,57 @@ def caller_of(context: typer.Context, as_json: bool = False) -> Caller:
 
 
 def command(group: typer.Typer, name: str, epilog: str | None = None) -> Callable[[_Command], _Command]:
-    """Make a function a command of the group: its first argument is the caller, the others are its options, and --json
-    is the last of them."""
+    """Make a function a command of the group: its first argument is the caller, the others are its options, or records
+    of options, and --json is the last of them."""
 
     def add(function: _Command) -> _Command:
+        spread = with_options(function)
+
         @functools.wraps(function)
         def run(context: typer.Context, as_json: bool = False, **options: Any) -> None:
-            function(caller_of(context, as_json), **options)
+            spread(caller=caller_of(context, as_json), **options)
 
-        [_, *own] = inspect.signature(function, eval_str=True).parameters.values()
-        kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
-        context = inspect.Parameter("context", kind, annotation=typer.Context)
-        as_json = inspect.Parameter("as_json", kind, annotation=JsonOption, default=False)
-        parameters = [context, *own, as_json]
-        run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-        run.__annotations__ = {each.name: each.annotation for each in parameters}
+        [_, *own] = inspect.signature(spread).parameters.values()
+        context = inspect.Parameter("context", _KIND, annotation=typer.Context)
+        as_json = inspect.Parameter("as_json", _KIND, annotation=JsonOption, default=False)
+        _show_parameters(run, [context, *own, as_json])
         group.command(name, epilog=epilog, **described(function))(run)
         return function
 
     return add
+
+
+_KIND = inspect.Parameter.POSITIONAL_OR_KEYWORD
+
+
+def with_options(function: Callable[..., None]) -> Callable[..., None]:
+    """The function with each field of its records of options as a parameter, as typer wants them."""
+    taken = inspect.signature(function, eval_str=True).parameters.values()
+
+    @functools.wraps(function)
+    def run(**values: Any) -> None:
+        function(**{each.name: _value(each, values) for each in taken})
+
+    _show_parameters(run, [option for each in taken for option in _options(each)])
+    return run
+
+
+def _show_parameters(function: Any, parameters: Sequence[inspect.Parameter]) -> None:
+    function.__signature__ = inspect.Signature(parameters)
+    function.__annotations__ = {each.name: each.annotation for each in parameters}
+
+
+def _is_record(kind: Any) -> bool:
+    return is_dataclass(kind) and kind is not Caller
+
+
+def _options(parameter: inspect.Parameter) -> Iterable[inspect.Parameter]:
+    if not _is_record(parameter.annotation):
+        return [parameter]
+    return inspect.signature(parameter.annotation, eval_str=True).parameters.values()
+
+
+def _value(parameter: inspect.Parameter, values: Mapping[str, Any]) -> Any:
+    if not _is_record(parameter.annotation):
+        return values[parameter.name]
+    return parameter.annotation(**{option.name: values[option.name] for option in _options(parameter)})

@@ -4,6 +4,7 @@ import io
 import signal
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,7 +13,7 @@ import typer
 import kvasir
 from kvasir.cli import agents, doctor, engine, failures, keys, moving, pairing, store
 from kvasir.cli.backups.commands import backup, restore
-from kvasir.cli.caller import Caller, JsonOption, caller_of, command
+from kvasir.cli.caller import Caller, JsonOption, caller_of, command, with_options
 from kvasir.cli.callers import audit, reload, tokens
 from kvasir.cli.demo import demo
 from kvasir.cli.fleet import commands as fleet
@@ -93,9 +94,8 @@ def _directory(given: str | Path) -> Path:
     return Path(given)
 
 
-@app.callback()
-def everywhere(
-    context: typer.Context,
+@dataclass(frozen=True)
+class CallerOptions:
     home: Annotated[
         Path,
         option(
@@ -104,15 +104,22 @@ def everywhere(
             parser=_directory,
             metavar="PATH",
         ),
-    ] = DEFAULT_HOME,
+    ] = DEFAULT_HOME
     address: Annotated[
         str, option("The store: unix:/path or HOST:PORT. Default: the store of the home.", metavar="ADDRESS")
-    ] = "",
+    ] = ""
     engine: Annotated[
         str, option("The engine: unix:/path or HOST:PORT. Default: the engine of the home.", metavar="ADDRESS")
-    ] = "",
-    token_file: Annotated[Path | None, option("File with the bearer token, mode 0600.")] = None,
-    ca_file: Annotated[Path | None, option("PEM certificate that the service must show.")] = None,
+    ] = ""
+    token_file: Annotated[Path | None, option("File with the bearer token, mode 0600.")] = None
+    ca_file: Annotated[Path | None, option("PEM certificate that the service must show.")] = None
+
+
+@app.callback()
+@with_options
+def everywhere(
+    context: typer.Context,
+    options: CallerOptions,
     as_json: JsonOption = False,
     until_eof: Annotated[bool, typer.Option("--until-eof", hidden=True)] = False,
     _version: Annotated[
@@ -122,7 +129,7 @@ def everywhere(
     """The options of every command. `--until-eof`: a program that was killed leaves no command of its own behind."""
     if until_eof:
         end_with_input()
-    caller_of(context, as_json).take(home, address, engine, token_file, ca_file)
+    caller_of(context, as_json).take(options.home, options.address, options.engine, options.token_file, options.ca_file)
 
 
 def main() -> None:

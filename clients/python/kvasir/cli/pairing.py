@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Annotated, Any
 
 import typer
@@ -68,17 +69,26 @@ ListenOption = Annotated[
 ]
 
 
+@dataclass(frozen=True)
+class PairOptions:
+    """How this Mac is named and reached, and for how long it waits."""
+
+    at: AtOption = ""
+    listen: ListenOption = ""
+    name: Annotated[str, option("This Mac's name for itself. Default: its host name.")] = ""
+    as_: Annotated[str, option("The other Mac's name here. Default: its name for itself.", "--as")] = ""
+    announce: AnnounceOption = False
+    minutes: Annotated[float, option("How long the code is valid.", min=0.01, max=60)] = 10
+
+    def words(self) -> list[str]:
+        words = [*option_words("--at", self.at), *option_words("--listen", self.listen)]
+        words += [*option_words("--as", self.as_), "--name", self.name or _host_name()]
+        words += ["--lifetime-s", str(self.minutes * 60), "--until-eof"]
+        return words + (["--announce"] if self.announce else [])
+
+
 def pair(
-    caller: Caller,
-    code: CodeArgument = "",
-    at: AtOption = "",
-    listen: ListenOption = "",
-    name: Annotated[str, option("This Mac's name for itself. Default: its host name.")] = "",
-    as_: Annotated[str, option("The other Mac's name here. Default: its name for itself.", "--as")] = "",
-    gives: GivesOption = None,
-    takes: TakesOption = None,
-    announce: AnnounceOption = False,
-    minutes: Annotated[float, option("How long the code is valid.", min=0.01, max=60)] = 10,
+    caller: Caller, options: PairOptions, code: CodeArgument = "", gives: GivesOption = None, takes: TakesOption = None
 ) -> None:
     """Pair this Mac with another Mac: one shows a code, which you type at the other.
 
@@ -90,10 +100,7 @@ def pair(
     --json: an object on each line: waiting (code, line, address), refused (from, reason), paired (name, pin, address).
     """
     caller.home.make()
-    words = [*option_words("--at", at), *option_words("--listen", listen), *option_words("--as", as_)]
-    words += ["--name", name or _host_name(), "--lifetime-s", str(minutes * 60), "--until-eof"]
-    words += ["--announce"] if announce else []
-    words += _rights(gives, takes)
+    words = [*options.words(), *_rights(gives, takes)]
     with _program(caller, "pair", *words, names=[code] if code else []) as lines:
         for line in lines:
             if caller.as_json:

@@ -1,5 +1,6 @@
 """`kvasir bench engine`."""
 
+from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 from typing import Annotated
@@ -32,22 +33,29 @@ ResultsFileOption = Annotated[
 ]
 
 
+@dataclass(frozen=True)
+class EngineOptions:
+    """The options that `python -m kvasir_bench.engine` has, too."""
+
+    model: shown.ModelOption = ""
+    peer: PeerOption = None
+    repeats: RepeatsOption = None
+    lengths: LengthsOption = ""
+    batches: BatchesOption = ""
+    texts: TextsOption = ""
+    kv_policy: KvPolicyOption = ""
+    memory_gib: MemoryOption = None
+    time_limit_s: TimeLimitOption = None
+    quick: shown.QuickOption = False
+
+
 def engine(
     caller: Caller,
-    model: shown.ModelOption = "",
+    options: EngineOptions,
     only: OnlyOption = None,
-    peer: PeerOption = None,
-    repeats: RepeatsOption = None,
-    lengths: LengthsOption = "",
-    batches: BatchesOption = "",
-    texts: TextsOption = "",
-    kv_policy: KvPolicyOption = "",
-    memory_gib: MemoryOption = None,
-    time_limit_s: TimeLimitOption = None,
     results_file: ResultsFileOption = None,
     plots: shown.PlotsOption = None,
     as_markdown: shown.MarkdownOption = False,
-    quick: shown.QuickOption = False,
 ) -> None:
     """Measure decoding, first tokens, pairs, gaps, cancels, memory and reuse. Ends with 1 if a target is missed.
 
@@ -56,9 +64,8 @@ def engine(
     if results_file is not None:
         results = shown.read_results(results_file, "engine", report)
     else:
-        options = shown.given(locals(), but=("only", "results_file", "plots", "as_markdown"))
         cases = ["--only", *(case.value for case in only)] if only else []
         with shown.progress(caller, "measuring the engine; minutes at full size", plots) as say:
-            results = measured_by("engine", "the engine could not be measured", options, say, *cases)
+            results = measured_by("engine", "the engine could not be measured", shown.given(options), say, *cases)
     shown.show(caller, results, report, plots, as_markdown=as_markdown)
     shown.end(results, is_quick=results["settings"]["is_quick"])

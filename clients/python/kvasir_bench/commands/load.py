@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncGenerator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
@@ -73,51 +74,75 @@ ApiKeyOption = Annotated[
 ]
 
 
-def load(
-    caller: Caller,
-    rate: RateOption = None,
-    at_once: AtOnceOption = None,
-    seconds: SecondsOption = None,
-    requests: RequestsOption = None,
-    ramp: RampOption = None,
-    prompts: InOption = "512",
-    replies: OutOption = "128",
-    shared_prefix: SharedPrefixOption = 0,
-    turns: TurnsOption = 1,
-    first_token_ms: FirstTokenOption = None,
-    gap_ms: GapOption = None,
-    seed: SeedOption = 0,
-    mlx_lm: MlxLmOption = "",
-    http: HttpOption = None,
-    model: ModelOption = None,
-    api_key_file: ApiKeyFileOption = None,
-    api_key: ApiKeyOption = "",
-    plots: PlotsOption = None,
-) -> None:
+@dataclass(frozen=True)
+class LoadOptions:
+    """When turns arrive, how long they are, and which of them are good."""
+
+    rate: RateOption = None
+    at_once: AtOnceOption = None
+    seconds: SecondsOption = None
+    requests: RequestsOption = None
+    ramp: RampOption = None
+    prompts: InOption = "512"
+    replies: OutOption = "128"
+    shared_prefix: SharedPrefixOption = 0
+    turns: TurnsOption = 1
+    first_token_ms: FirstTokenOption = None
+    gap_ms: GapOption = None
+    seed: SeedOption = 0
+
+    def scope(self) -> run.LoadScope:
+        seconds = 60.0 if self.seconds is None and self.requests is None else self.seconds
+        usual_ramp_s = 0.0 if self.at_once or seconds is None else seconds / 5
+        return run.LoadScope(
+            prompt_tokens=Lengths.parse(self.prompts, "--in"),
+            reply_tokens=Lengths.parse(self.replies, "--out"),
+            rate_per_s=self.rate or 1.0,
+            at_once=self.at_once,
+            seconds=seconds,
+            requests=self.requests,
+            ramp_s=self.ramp if self.ramp is not None else usual_ramp_s,
+            shared_prefix=self.shared_prefix,
+            turns=self.turns,
+            seed=self.seed,
+            limits=_limits(self.first_token_ms, self.gap_ms),
+        )
+
+
+@dataclass(frozen=True)
+class ServerOptions:
+    """Other servers than the home's engine."""
+
+    mlx_lm: MlxLmOption = ""
+    http: HttpOption = None
+    model: ModelOption = None
+    api_key_file: ApiKeyFileOption = None
+    api_key: ApiKeyOption = ""
+
+    def check(self) -> None:
+        """Raises InvalidArgument, FailedPrecondition."""
+        if (self.http is None) != (self.model is None) or (self.http is None and self.api_key_file is not None):
+            raise InvalidArgument("--http and --model belong together, and --api-key-file to them", field="http")
+        if self.mlx_lm and Path(self.mlx_lm).is_dir() and not Path(self.mlx_lm, "config.json").is_file():
+            raise InvalidArgument.of("--mlx-lm", f"{self.mlx_lm} has no config.json")
+        if (self.http or self.mlx_lm) and find_spec("httpx2") is None:
+            raise FailedPrecondition("--http and --mlx-lm need an HTTP library: install kvasir[bench]")
+
+
+def load(caller: Caller, options: LoadOptions, servers: ServerOptions, plots: PlotsOption = None) -> None:
     """Send turns to a running engine, and show requests a second and the turns' times: p50, p95, p99.
 
     Turns arrive even if earlier turns still run, unless --at-once limits the number in flight. The engine is the
     home's, or --engine; with --http any server of OpenAI's chat completions, and all times include HTTP. A crowd beside
     mlx-lm: `--at-once 64 --requests 64 --mlx-lm kvasir-tiny`. Goodput, requests that the engine serves in time: `--rate
     4 --in 200~4000 --first-token-ms 1000 --gap-ms 100`."""
-    _check(rate, at_once, http, model, api_key_file, mlx_lm)
-    seconds = 60.0 if seconds is None and requests is None else seconds
-    scope = run.LoadScope(
-        prompt_tokens=Lengths.parse(prompts, "--in"),
-        reply_tokens=Lengths.parse(replies, "--out"),
-        rate_per_s=rate or 1.0,
-        at_once=at_once,
-        seconds=seconds,
-        requests=requests,
-        ramp_s=ramp if ramp is not None else 0.0 if at_once or seconds is None else seconds / 5,
-        shared_prefix=shared_prefix,
-        turns=turns,
-        seed=seed,
-        limits=_limits(first_token_ms, gap_ms),
-    )
-    target = _grpc(caller) if http is None else _http(http, model or "", api_key_file, api_key)
+    if options.rate is not None and options.at_once is not None:
+        raise InvalidArgument.of("--rate", "expected --rate or --at-once, got both")
+    servers.check()
+    scope = options.scope()
+    target = _grpc(caller) if servers.http is None else _http(servers.http, servers)
     with progress(caller, "turns arrive", plots) as say:
-        results = asyncio.run(_measured(target, scope, mlx_lm, say))
+        results = asyncio.run(_measured(target, scope, servers.mlx_lm, say))
     show(caller, results, report, plots)
     if not results["first_token_s"]["count"]:
         raise typer.Exit(PROBLEMS)
@@ -127,25 +152,6 @@ def _limits(first_token_ms: float | None, gap_ms: float | None) -> Limits | None
     if not (first_token_ms or gap_ms):
         return None
     return Limits(first_token_ms and first_token_ms / 1000, gap_ms and gap_ms / 1000)
-
-
-def _check(
-    rate: float | None,
-    at_once: int | None,
-    http: str | None,
-    model: str | None,
-    api_key_file: Path | None,
-    mlx_lm: str,
-) -> None:
-    """Raises InvalidArgument, FailedPrecondition."""
-    if rate is not None and at_once is not None:
-        raise InvalidArgument.of("--rate", "expected --rate or --at-once, got both")
-    if (http is None) != (model is None) or (http is None and api_key_file is not None):
-        raise InvalidArgument("--http and --model belong together, and --api-key-file to them", field="http")
-    if mlx_lm and Path(mlx_lm).is_dir() and not Path(mlx_lm, "config.json").is_file():
-        raise InvalidArgument.of("--mlx-lm", f"{mlx_lm} has no config.json")
-    if (http or mlx_lm) and find_spec("httpx2") is None:
-        raise FailedPrecondition("--http and --mlx-lm need an HTTP library: install kvasir[bench]")
 
 
 _Named = tuple[str, run.LoadTarget]
@@ -176,9 +182,9 @@ async def _grpc(caller: Caller) -> AsyncGenerator[_Named, None]:
 
 
 @asynccontextmanager
-async def _http(url: str, model: str, key_file: Path | None, key: str) -> AsyncGenerator[_Named, None]:
+async def _http(url: str, options: ServerOptions) -> AsyncGenerator[_Named, None]:
     from kvasir_bench.load import http as load_http
 
-    key = read_token(key_file) if key_file is not None else key
-    async with load_http.connected(url, model, key) as target:
+    key = read_token(options.api_key_file) if options.api_key_file is not None else options.api_key
+    async with load_http.connected(url, options.model or "", key) as target:
         yield url, target

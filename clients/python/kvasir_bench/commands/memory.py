@@ -1,5 +1,6 @@
 """`kvasir bench memory`."""
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -36,19 +37,26 @@ QuickOption = Annotated[
 ]
 
 
+@dataclass(frozen=True)
+class ScopeOptions:
+    """What is played, and how much of it."""
+
+    model: ModelOption = ""
+    scenario: ScenarioOption = None
+    way: WayOption = None
+    variants: VariantsOption = None
+    together: TogetherOption = 4
+    time_limit_s: TimeLimitOption = None
+    first: FirstOption = 1
+    quick: QuickOption = False
+
+
 def memory(
     caller: Caller,
-    model: ModelOption = "",
-    scenario: ScenarioOption = None,
-    way: WayOption = None,
-    variants: VariantsOption = None,
-    together: TogetherOption = 4,
-    time_limit_s: TimeLimitOption = None,
-    first: FirstOption = 1,
+    options: ScopeOptions,
     played: PlayedOption = None,
     played_files: PlayedFilesOption = None,
     plots: PlotsOption = None,
-    quick: QuickOption = False,
 ) -> None:
     """Play scenarios with KV memory, without, with BM25's best messages, killed and moved. Hours at full size.
 
@@ -68,10 +76,18 @@ def memory(
         text = "bench memory needs the extra `bench`: pip install 'kvasir[bench]'"
         raise FailedPrecondition(text, reason="EXTRA_MISSING") from None
     if played_files:
-        results = report.of_files(played_files, is_quick=quick)
+        results = report.of_files(played_files, is_quick=options.quick)
     else:
-        options = {"variants": variants or (2 if quick else 200), "together": together, "first": first, "model": model}
-        scope = report.scope_of(scenario or (), way or (), is_quick=quick, time_limit_s=time_limit_s, **options)
+        scope = report.scope_of(
+            options.scenario or (),
+            options.way or (),
+            is_quick=options.quick,
+            variants=options.variants or (2 if options.quick else 200),
+            together=options.together,
+            time_limit_s=options.time_limit_s,
+            first=options.first,
+            model=options.model,
+        )
         with progress(caller, "playing scenarios", plots) as say:
             results = report.run(scope, say, played)
     show(caller, results, report, plots)

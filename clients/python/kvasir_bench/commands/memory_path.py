@@ -1,5 +1,6 @@
 """`kvasir bench memory-path`."""
 
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Annotated
@@ -36,42 +37,48 @@ KeptOption = Annotated[
 ]
 
 
-def memory_path(
-    caller: Caller,
-    lengths: LengthsOption = "2048,8192,32768",
-    model: ModelOption = "",
-    shape: ShapeOption = "",
-    prefill_tokens_per_s: PrefillRateOption = 2000,
-    repeats: RepeatsOption = 3,
-    memory_gib: MemoryOption = None,
-    home: HomeOption = SHORT_HOME,
-    engine_option: EngineOptions = None,
-    time_limit_s: TimeLimitOption = None,
-    kept: KeptOption = None,
-    plots: PlotsOption = None,
-    quick: QuickOption = False,
-) -> None:
+@dataclass(frozen=True)
+class PathOptions:
+    """The memories that are measured, and the engine that has them."""
+
+    lengths: LengthsOption = "2048,8192,32768"
+    model: ModelOption = ""
+    shape: ShapeOption = ""
+    prefill_tokens_per_s: PrefillRateOption = 2000
+    repeats: RepeatsOption = 3
+    memory_gib: MemoryOption = None
+    home: HomeOption = SHORT_HOME
+    engine_option: EngineOptions = None
+    time_limit_s: TimeLimitOption = None
+    quick: QuickOption = False
+
+
+def memory_path(caller: Caller, options: PathOptions, kept: KeptOption = None, plots: PlotsOption = None) -> None:
     """Measure agents' memories on their way to the store and back: cold, hot, restored from RAM and after kill -9.
 
     It starts a store and an engine of its own, and asks each agent the same question from the same memory, hot and
     after each loss: the replies must be the same. It also measures this disk, hash, socket and device. Ends with 1 if a
     target is missed."""
     check_installed("store", "engine")
-    if model and shape:
+    if options.model and options.shape:
         raise WrongUsage.of("--shape", "expected --model or --shape, got both")
-    tokens = _token_counts(lengths)
-    scope = PathScope(tokens, repeats, time_limit_s or 0.0, is_quick=quick)
-    room = memory_gib or memory_gib_for(max(tokens))
-    played = ("--shape", shape, "--prefill-tokens-per-s", str(prefill_tokens_per_s)) if shape else ()
+    tokens = _token_counts(options.lengths)
+    scope = PathScope(tokens, options.repeats, options.time_limit_s or 0.0, is_quick=options.quick)
+    rate = str(options.prefill_tokens_per_s)
     with (
         progress(caller, "measuring the memory path; minutes", plots) as say,
         measured_services(
-            home, model=model, played=played, memory_gib=room, options=engine_option or (), logs_to=kept
+            options.home,
+            model=options.model,
+            played=("--shape", options.shape, "--prefill-tokens-per-s", rate) if options.shape else (),
+            memory_gib=options.memory_gib or memory_gib_for(max(tokens)),
+            options=options.engine_option or (),
+            logs_to=kept,
         ) as services,
     ):
         results = measure(scope, services, say, partial(keep, kept))
     show(caller, results, findings, plots)
-    end(results, is_quick=quick)
+    end(results, is_quick=options.quick)
 
 
 def _token_counts(text: str) -> list[int]:

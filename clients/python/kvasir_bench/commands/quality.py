@@ -1,5 +1,6 @@
 """`kvasir bench quality`."""
 
+from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 from typing import Annotated
@@ -59,19 +60,35 @@ WeightsOption = Annotated[
 QuickOption = Annotated[bool, option("Read fewer texts and ask fewer questions, for a first look.", "--quick")]
 
 
+@dataclass(frozen=True)
+class QualityOptions:
+    """The options that `python -m kvasir_bench.quality` has, too."""
+
+    model: ModelOption = ""
+    kv_exact_layers: KvExactLayersOption = ""
+    compute_type: ComputeTypeOption = ""
+    weights: WeightsOption = False
+    text: TextOption = None
+    tasks: TasksOption = None
+    kv_policy: KvPolicyOption = None
+    kv_bytes: KvBytesOption = None
+    quick: QuickOption = False
+
+    def check(self) -> None:
+        """Raises InvalidArgument."""
+        if self.weights and (self.text or self.kv_exact_layers):
+            text = "--weights: expected neither --text nor --kv-exact-layers, KV is exact"
+            raise InvalidArgument(text, field="weights")
+        if self.text is None and (self.kv_policy or self.kv_bytes):
+            raise InvalidArgument("--kv-policy and --kv-bytes belong to --text", field="text")
+        if self.text and self.tasks:
+            raise InvalidArgument("--text and --tasks: expected one of them", field="tasks")
+        if self.tasks and self.quick:
+            raise InvalidArgument("--quick does not shorten --tasks: all of them are given", field="quick")
+
+
 def quality(
-    caller: Caller,
-    model: ModelOption = "",
-    kv_exact_layers: KvExactLayersOption = "",
-    compute_type: ComputeTypeOption = "",
-    weights: WeightsOption = False,
-    text: TextOption = None,
-    tasks: TasksOption = None,
-    kv_policy: KvPolicyOption = None,
-    kv_bytes: KvBytesOption = None,
-    plots: PlotsOption = None,
-    as_markdown: MarkdownOption = False,
-    quick: QuickOption = False,
+    caller: Caller, options: QualityOptions, plots: PlotsOption = None, as_markdown: MarkdownOption = False
 ) -> None:
     """Show what each KV policy costs a model, against exact KV: KL, agreement, perplexity, recall, tool calls.
 
@@ -87,22 +104,8 @@ def quality(
 
     With --text the measure is your own text, with 95 % intervals over its windows: each policy, each layer alone under
     one of them, and the layers to keep exact (--kv-exact-layers of `kvasir up`) within a budget of bytes."""
-    _check_together(weights, text, tasks, kv_exact_layers, kv_policy or kv_bytes, quick)
-    options = given(locals(), but=("plots", "as_markdown"))
-    what = "weights" if weights else "KV policies"
+    options.check()
+    what = "weights" if options.weights else "KV policies"
     with progress(caller, f"measuring {what}; minutes at full size", plots) as say:
-        results = measured_by("quality", f"{what} were not measured", options, say)
+        results = measured_by("quality", f"{what} were not measured", given(options), say)
     show(caller, results, report, plots, as_markdown=as_markdown)
-
-
-def _check_together(
-    weights: bool, text: Path | None, tasks: Path | None, exact_layers: str, of_mixture: object, is_quick: bool
-) -> None:
-    if weights and (text or exact_layers):
-        raise InvalidArgument("--weights: expected neither --text nor --kv-exact-layers, KV is exact", field="weights")
-    if text is None and of_mixture:
-        raise InvalidArgument("--kv-policy and --kv-bytes belong to --text", field="text")
-    if text and tasks:
-        raise InvalidArgument("--text and --tasks: expected one of them", field="tasks")
-    if tasks and is_quick:
-        raise InvalidArgument("--quick does not shorten --tasks: all of them are given", field="quick")

@@ -1,8 +1,9 @@
 """What the commands share: options, progress while they measure, and results with their end."""
 
 import json
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import fields
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -23,12 +24,10 @@ MarkdownOption = Annotated[bool, option("Print Markdown tables.", "--markdown")]
 Report = Any  # a module: `lines` of results, with `text_table` or another table, and `plots` of them
 
 
-def given(parameters: Mapping[str, object], but: Collection[str]) -> dict[str, object]:
-    """A command's options as its program takes them, without those of these names, and without its caller."""
-    values = {
-        name: getattr(value, "value", value) for name, value in parameters.items() if name not in ("caller", *but)
-    }
-    return {f"--{name.replace('_', '-')}": value for name, value in values.items()}
+def given(options: Any) -> dict[str, object]:
+    """A command's record of options as its program takes them."""
+    values = {each.name: getattr(options, each.name) for each in fields(options)}
+    return {f"--{name.replace('_', '-')}": getattr(value, "value", value) for name, value in values.items()}
 
 
 @contextmanager

@@ -1,6 +1,7 @@
 """`kvasir scenario …`: run scenarios of several agents, go on with them, and report what happened."""
 
 import asyncio
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Annotated
@@ -37,14 +38,26 @@ def schema(caller: Caller) -> None:
     _runs().show_schema(caller)
 
 
+@dataclass(frozen=True)
+class RunOptions:
+    """What is run, and how fast."""
+
+    model: Annotated[str, option("One of the engine's models. Default: the loaded one.")] = ""
+    variant: Annotated[int, option("Draw other words for the scenario's values. 0: the first word of each.", min=0)] = 0
+    journal: Annotated[Path | None, option("The run's journal. Default: a file in the home.")] = None
+    retries: Annotated[int, option("How often to retry a failed turn.", min=0)] = 6
+    parallel: Annotated[int, option("The most turns at the same time.", min=1, max=100)] = 16
+    namespace: Annotated[
+        list[str] | None,
+        option("The token file of a namespace that the scenario names. Repeatable.", metavar="NAME=FILE"),
+    ] = None
+
+
 @command(app, "run")
 def run(
     caller: Caller,
     file: FileArgument,
-    model: Annotated[str, option("One of the engine's models. Default: the loaded one.")] = "",
-    variant: Annotated[
-        int, option("Draw other words for the scenario's values. 0: the first word of each.", min=0)
-    ] = 0,
+    options: RunOptions,
     dry_run: Annotated[
         bool, option("Print every prompt and its expected reuse, and run no turn.", "--dry-run")
     ] = False,
@@ -52,25 +65,18 @@ def run(
         bool,
         option("First delete the scenario's own agents with their memories, and start from the beginning.", "--fresh"),
     ] = False,
-    journal: Annotated[Path | None, option("The run's journal. Default: a file in the home.")] = None,
-    retries: Annotated[int, option("How often to retry a failed turn.", min=0)] = 6,
-    parallel: Annotated[int, option("The most turns at the same time.", min=1, max=100)] = 16,
-    namespace: Annotated[
-        list[str] | None,
-        option("The token file of a namespace that the scenario names. Repeatable.", metavar="NAME=FILE"),
-    ] = None,
 ) -> None:
     """Run a scenario, or continue a stopped run. Ends with 1 if an outcome is not met."""
     runs = _runs()
-    scenario = runs.scenario_of(file, variant)
+    scenario = runs.scenario_of(file, options.variant)
     if dry_run:
         runs.show_prompts(caller, scenario)
         return
-    tokens = runs.tokens_of(scenario, namespace or [])
-    with failures.naming("engine", caller), runs.journal_of(caller, scenario, journal, fresh=fresh) as begun:
+    tokens = runs.tokens_of(scenario, options.namespace or [])
+    with failures.naming("engine", caller), runs.journal_of(caller, scenario, options.journal, fresh=fresh) as begun:
         try:
-            options = {"model": model, "tokens": tokens, "retries": retries, "parallel": parallel}
-            is_met = asyncio.run(runs.run(caller, scenario, begun, **options))
+            how = {"model": options.model, "tokens": tokens, "retries": options.retries, "parallel": options.parallel}
+            is_met = asyncio.run(runs.run(caller, scenario, begun, **how))
         except (KeyboardInterrupt, SystemExit, KvasirError):
             done = counted(len(begun.answers), "turn")
             caller.say(f"\nstopped after {done}; run it again, without --fresh, to go on")

@@ -46,8 +46,35 @@ ThinkOption = Annotated[
 ]
 
 
+@dataclass(frozen=True)
+class ChatOptions:
+    """How the agent is addressed, and how it replies."""
+
+    system: Annotated[str, option("The system message of a new agent.")] = ""
+    max_tokens: Annotated[int, option("Longest reply.", min=1)] = 512
+    on_full: Annotated[
+        OnFullPolicy | None,
+        option("What to do when the memory is full. Default: as the agent's label kvasir.on_full says."),
+    ] = None
+    temperature: Annotated[
+        float | None, option("0 is greedy. Default: as in the model's own files, else 0.", min=0, max=2)
+    ] = None
+    think: ThinkOption = None
+
+    def of_turn(self) -> GenerateOptions:
+        """Raises WrongUsage."""
+        sampling, thinking = inference_pb2.Sampling(temperature=self.temperature), _thinking(self.think)
+        # What was said before Ctrl-C is what a person has read.
+        options = GenerateOptions(max_tokens=self.max_tokens, sampling=sampling, thinking=thinking, keep_partial=True)
+        if self.on_full is not None:
+            setting = inference_pb2.OnFull(policy=getattr(inference_pb2, f"ON_FULL_POLICY_{self.on_full.name}"))
+            options = replace(options, on_full=setting)
+        return options
+
+
 def chat(
     caller: Caller,
+    options: ChatOptions,
     agent: Annotated[str, argument("The agent's name.", "AGENT", autocompletion=complete_agent)] = "me",
     once: Annotated[
         str | None,
@@ -57,16 +84,6 @@ def chat(
             metavar="TEXT",
         ),
     ] = None,
-    system: Annotated[str, option("The system message of a new agent.")] = "",
-    max_tokens: Annotated[int, option("Longest reply.", min=1)] = 512,
-    on_full: Annotated[
-        OnFullPolicy | None,
-        option("What to do when the memory is full. Default: as the agent's label kvasir.on_full says."),
-    ] = None,
-    temperature: Annotated[
-        float | None, option("0 is greedy. Default: as in the model's own files, else 0.", min=0, max=2)
-    ] = None,
-    think: ThinkOption = None,
     within: Annotated[
         float | None,
         option("With --once: give up after this many seconds, and end with 3.", min=0.1, metavar="SECONDS"),
@@ -78,16 +95,11 @@ def chat(
         raise failures.WrongUsage.of("--once", "the message is empty")
     if within is not None and once is None:
         raise failures.WrongUsage.of("--within", "it limits one turn: use it with --once")
-    sampling, thinking = inference_pb2.Sampling(temperature=temperature), _thinking(think)
-    # What was said before Ctrl-C is what a person has read.
-    options = GenerateOptions(max_tokens=max_tokens, sampling=sampling, thinking=thinking, keep_partial=True)
-    if on_full is not None:
-        setting = inference_pb2.OnFull(policy=getattr(inference_pb2, f"ON_FULL_POLICY_{on_full.name}"))
-        options = replace(options, on_full=setting)
+    of_turn = options.of_turn()
     patience_s = min(within or PATIENCE_S, PATIENCE_S)
     with caller.engine.engine_client(patience_s) as engine, failures.naming("engine", caller):
         ends_s = math.inf if within is None else time.monotonic() + within
-        conversation = Conversation(caller, engine, agent, system, options, ends_s)
+        conversation = Conversation(caller, engine, agent, options.system, of_turn, ends_s)
         conversation.meet()
         if text is None:
             conversation.run()

@@ -1,5 +1,6 @@
 """`kvasir bench paper`."""
 
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -36,16 +37,30 @@ ResultsOption = Annotated[
 ]
 
 
+@dataclass(frozen=True)
+class PaperOptions:
+    """The tables that are measured, and the servers that are."""
+
+    model: ModelOption = ""
+    table: TableOption = None
+    repeats: RepeatsOption = 3
+    quick: QuickOption = False
+    home: HomeOption = SHORT_HOME
+    http: HttpOption = ""
+    http_model: HttpModelOption = ""
+    api_key_file: ApiKeyFileOption = None
+
+    def server(self) -> tuple[str, str, str] | None:
+        """Address, model and key of a server over HTTP. Raises InvalidArgument."""
+        if bool(self.http) != bool(self.http_model) or (self.api_key_file is not None and not self.http):
+            raise InvalidArgument("--http and --http-model belong together, and --api-key-file to them", field="http")
+        key = read_token(self.api_key_file) if self.api_key_file else ""
+        return (self.http, self.http_model, key) if self.http else None
+
+
 def paper(
     caller: Caller,
-    model: ModelOption = "",
-    table: TableOption = None,
-    repeats: RepeatsOption = 3,
-    quick: QuickOption = False,
-    home: HomeOption = SHORT_HOME,
-    http: HttpOption = "",
-    http_model: HttpModelOption = "",
-    api_key_file: ApiKeyFileOption = None,
+    options: PaperOptions,
     keep: KeepOption = None,
     results_file: ResultsOption = None,
     csv: CsvOption = None,
@@ -55,16 +70,15 @@ def paper(
     """Fill the tables of the papers that Kvasir is built from, each published figure beside one measured here.
 
     It marks contexts that the model does not have, and parts that do not exist. It starts services of its own."""
-    if bool(http) != bool(http_model) or (api_key_file is not None and not http):
-        raise InvalidArgument("--http and --http-model belong together, and --api-key-file to them", field="http")
+    server = options.server()
     if results_file:
         results = _kept(results_file)
     else:
         check_installed("store", "engine", gateway=True)
-        wanted = chosen(table or ())
-        server = (http, http_model, read_token(api_key_file) if api_key_file else "") if http else None
+        wanted = chosen(options.table or ())
+        repeats = 1 if options.quick else options.repeats
         with shown.progress(caller, "measuring the papers' tables; minutes", plots) as say:
-            bench = Bench(say, model, 1 if quick else repeats, quick, home, server)
+            bench = Bench(say, options.model, repeats, options.quick, options.home, server)
             with bench.started:
                 results = measured(bench, wanted, partial(program.keep, keep))
     if csv is not None:
