@@ -466,6 +466,44 @@ def test_no_package_grows_a_floor(package: str) -> None:
     assert max(floors(boxes(graph_of(package))).values()) <= FLOORS[package]
 
 
+def functions_of(trees: dict[str, ast.Module]) -> dict[str, ast.FunctionDef | ast.AsyncFunctionDef]:
+    found = [
+        (path, node)
+        for path, tree in trees.items()
+        for node in (*nodes(tree)[ast.FunctionDef], *nodes(tree)[ast.AsyncFunctionDef])
+    ]
+    return {f"{path}:{node.lineno} {node.name}": node for path, node in found}
+
+
+def test_a_function_is_seen_at_a_glance(trees: dict[str, ast.Module]) -> None:
+    sizes = {name: node.end_lineno - node.lineno + 1 for name, node in functions_of(trees).items() if node.end_lineno}
+    long = {name: lines for name, lines in sizes.items() if lines > 50}
+    assert len(long) <= 4, long
+
+
+def test_a_function_takes_few_parameters(trees: dict[str, ast.Module]) -> None:
+    """Kernels' calls, and the functions that open a service, take more than seven; fewer are better."""
+    lists = {name: [*node.args.args, *node.args.kwonlyargs] for name, node in functions_of(trees).items()}
+    sizes = {name: sum(each.arg not in ("self", "cls") for each in given) for name, given in lists.items()}
+    assert sum(size > 7 for size in sizes.values()) <= 20, [name for name, size in sizes.items() if size > 7]
+
+
+def test_a_record_has_few_fields(trees: dict[str, ast.Module]) -> None:
+    sizes = {
+        f"{path} {node.name}": sum(isinstance(each, ast.AnnAssign) for each in node.body)
+        for path, tree in trees.items()
+        for node in nodes(tree)[ast.ClassDef]
+        if any("dataclass" in ast.unparse(each) for each in node.decorator_list)
+    }
+    assert {name: fields for name, fields in sizes.items() if fields > 14} == {}
+
+
+def test_pages_for_newcomers_stay_short() -> None:
+    words = {page: len((ROOT / page).read_text().split()) for page in ("README.md", "DESIGN.md")}
+    assert words["README.md"] <= 900
+    assert words["DESIGN.md"] <= 7_000
+
+
 def test_a_wait_that_others_have_too_is_named_once(trees: dict[str, ast.Module]) -> None:
     """Kinds of waits are in `kvasir.waits`. Few have a number of their own; fewer are better."""
     assert sum(map(len, waits(trees).values())) <= 60
