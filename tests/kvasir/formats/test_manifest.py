@@ -336,7 +336,10 @@ def test_a_window_lists_the_blocks_that_the_next_token_sees_and_may_list_more(to
                     check(message)
 
 
-@pytest.mark.parametrize("data", [b"\xff", b"", b"\x08\x01", b"x" * 1000, bytes(70 << 20)])
+_CUT = b"\x08\x01\x1a\xc0\x84\x3d" + bytes(1_000_000) + b"\x12"  # so long that its fields are counted
+
+
+@pytest.mark.parametrize("data", [b"\xff", b"", b"\x08\x01", _CUT, b"x" * 1000, bytes(70 << 20)])
 def test_bytes_that_are_no_manifest_are_refused(data: bytes) -> None:
     with pytest.raises(InvalidArgument):
         manifest.parse(data)
