@@ -69,12 +69,7 @@ class Sequence:
         self.most_tokens = self.cells.prompt_tokens + plan.sampling.max_tokens  # if it generates all that it may
         self.listener = listener
         self.matcher = matcher  # of the plan's constraint; advanced by the sampler
-        limit = plan.sampling.reasoning_limit
-        self.watch: ReasoningWatch | ReplayedReply | None = None  # advanced by the sampler
-        if limit is not None:
-            self.watch = ReasoningWatch(limit, token_text)
-        elif plan.replayed:
-            self.watch = ReplayedReply(plan.replayed)
+        self.watch = _watch(plan, token_text)  # advanced by the sampler
         self.schedule = ScheduleRecord()
         self.token_ids = plan.token_ids.growing()
         self.rewind_points: tuple[int, ...] = ()  # token counts to which a memory of a model with states can go back
@@ -374,6 +369,12 @@ class Sequence:
             first_token_s=spent.first_token_s + first_token_s - self._submitted_s,
             decode_s=spent.decode_s + self._clock() - first_token_s,
         )
+
+
+def _watch(plan: api.TurnPlan, token_text: TokenText) -> ReasoningWatch | ReplayedReply | None:
+    if (limit := plan.sampling.reasoning_limit) is not None:
+        return ReasoningWatch(limit, token_text)
+    return ReplayedReply(plan.replayed) if plan.replayed else None
 
 
 def _rewind_point(plan: api.TurnPlan, model: ModelInfo) -> int:
