@@ -66,11 +66,13 @@ def _sweep(core: Core, namespace: str) -> int:
 def _without_asides(core: Core, namespace: str, lost: Sequence[Digest], asides: Iterable[Aside]) -> list[Digest]:
     """Of blobs that a row has, those that do not lie aside. The others go back: the process ended before that."""
     names, by_name = core.seals.names_of(namespace), {each.hash: each for each in asides}
-    left = list[Digest]()
+    blobs, left = core.blobs.of(namespace), list[Digest]()
     for digest, name in zip(lost, names.hashes(digest.hash for digest in lost), strict=True):
         if (aside := by_name.get(name)) is None:
             left.append(digest)
             continue
-        core.blobs.of(namespace).restore(aside)
+        blobs.restore(aside)
         core.asides.discard(aside)
+        if blobs.size_bytes(digest.hash) is None:  # its time was over meanwhile
+            left.append(digest)
     return left

@@ -169,7 +169,8 @@ class BlobsOfNamespace:
 
     def restore(self, aside: Aside) -> None:
         self._owner.check()
-        self._bucket.rename(self._object(_aside_name(aside)), self._object(aside.hash))
+        with suppress(FileNotFoundError):  # another process was first
+            self._bucket.rename(self._object(_aside_name(aside)), self._object(aside.hash))
 
     def list(self) -> Listing:
         """Raises OSError where the bucket does not answer: a part of a list would look like a loss."""

@@ -441,6 +441,41 @@ def test_a_blob_that_a_start_set_aside_before_it_was_killed_goes_back_at_the_nex
     assert pair.first.care.check(repair=False).is_clean
 
 
+@pytest.mark.parametrize("is_gone", [False, True])
+def test_a_start_goes_on_where_another_process_took_a_blob_that_it_brings_back(pair: Pair, *, is_gone: bool) -> None:
+    """Another start was first, or a collection: the object had lain aside for as long as it may."""
+    turn, core = SyntheticAgent(seed=1).turn(70), pair.first._core
+    made, blobs, digest = publish(pair.first, "ada", turn, 0), core.blobs.of(NS), turn.digests[0]
+    blobs.set_aside(digest.hash, core.now_unix_ms())
+    [aside] = blobs.list().asides
+    others = [lambda: core.blobs.remove_aside(aside)] if is_gone else [pair.start_another]
+    pair.moments.before["remove"] = lambda: others.pop()()
+    started = pair.start_another()
+    assert not others
+    assert not started.asides
+    assert core.catalog.read(NS, lambda view: view.damaged_blobs()) == ([digest] if is_gone else [])
+    if not is_gone:
+        assert_restores(pair.first, made, turn)
+
+
+def test_a_start_goes_on_where_another_brought_back_what_it_set_aside(pair: Pair) -> None:
+    turn, core, made = SyntheticAgent(seed=1).turn(70), pair.first._core, list[SnapshotVersion]()
+    blobs, before = core.blobs.of(NS), pair.moments.before
+    name = f"{blobs.place}/{core.seals.names_of(NS).digest(turn.digests[0]).hash}"
+    core.blobs.sealed.bucket.put(name, b"left")  # type: ignore[attr-defined]
+
+    def begin() -> None:
+        made.append(publish(pair.second, "ada", turn, 0))
+        # The old name's removal is the next one, and then the object goes back.
+        before["remove"] = lambda: before.update(remove=lambda: others.append(pair.start_another()))
+
+    others, before["remove"] = list[Core](), begin
+    started = pair.start_another()
+    assert len(others) == 1
+    assert not started.asides
+    assert_restores(pair.first, made[0], turn)
+
+
 def test_two_starts_set_aside_what_lies_at_a_place_that_nobody_knows(pair: Pair) -> None:
     bucket, others = pair.first._core.blobs.sealed.bucket, list[Core]()  # type: ignore[attr-defined]
     names = [f"{number:064x}" for number in range(70)]
