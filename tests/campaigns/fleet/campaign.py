@@ -144,7 +144,6 @@ async def _opened(root: Path, size: Size, seed: int) -> AsyncIterator[tuple[Live
         )
         for each in (lives, owners):
             ends.push_async_callback(each.close)
-        await lives.calibrate()
         yield lives, owners, _targets(fleet, links, clocks)
 
 

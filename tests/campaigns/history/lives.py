@@ -1,15 +1,17 @@
 """Random lives of agents over real engines and one real store; each turn is judged.
 
-Which memory a turn extended is told by its prompt's length: a life chooses the lengths of its messages so that no two
-of its memories are equally long. What was stored is read from the manifest itself.
+Which memory a turn extended is read from its prompt's tokens, and what was stored from the manifest: by the words of
+users in both.
 """
 
 import asyncio
 import contextlib
+import re
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from itertools import pairwise
 
 from kvasir import errors
@@ -17,7 +19,9 @@ from kvasir.cachestore.v1 import cachestore_pb2 as store_pb
 from kvasir.clients import AioInferenceClient, AioStoreClient, Reply
 from kvasir.formats import manifest as manifests
 from kvasir.inference.v1 import inference_pb2 as pb
+from tokenizers import Tokenizer
 
+from inference_svc.model import kvasir_tiny
 from tests.campaigns.faults.faulty_link import Fault, FaultyLink
 from tests.campaigns.history.ledger import Ledger
 from tests.campaigns.history.oracle import History, Said
@@ -26,7 +30,6 @@ from tools.kvasir_tiny.words import Dice
 
 WORD = "door"
 _STEPS = 12
-_GAP_TOKENS = 6
 _GIVE_UP_S = 12.0
 # After a refusal, and twice as long after the next: where all is away or busy, callers must not take the processors
 # from what starts, nor hold all places of a store with tries that come to nothing.
@@ -54,7 +57,6 @@ class Life:
         self.name = name
         self.dice = Dice(f"life {world.seed} {name}")
         self.history = History()
-        self.lengths: dict[int, int] = {}  # tokens of the memory after each turn, as far as heard
         self.number = 0
         self.engine = self.dice.below(len(world.clients))
         self.trace: list[str] = []
@@ -94,17 +96,17 @@ class Life:
 
     async def _say(self, acknowledged: int | None) -> tuple[Said | None, Reply]:
         """One turn with one more message; None when it was refused."""
-        self.number += 1
-        number, words = self.number, self._words()
+        number, message = self._next_message()
         is_whole = acknowledged is None and self.dice.chance(0.7)
-        message = [{"role": "user", "content": " ".join([f"m{number}.", *[WORD] * words])}]
         given = {"messages": message} if is_whole else {"append_messages": message}
         reply = Reply()
-        self._begun(number, acknowledged, is_whole, words)
+        # Until its caller hears of it, a turn may have been stored behind what was acknowledged.
+        self.history.begun(Said(number, None if is_whole else acknowledged, None, is_whole))
         client, began, stored = self._client(), time.monotonic(), None
         try:
             sampling = {"max_tokens": 1, "temperature": 0}
-            reply = await client.reply(agent_id=self.name, sampling=sampling, timeout_s=self.world.give_up_s, **given)  # type: ignore[arg-type]
+            asked = {"sampling": sampling, "return_prompt_token_ids": True, "timeout_s": self.world.give_up_s}
+            reply = await client.reply(agent_id=self.name, **asked, **given)  # type: ignore[arg-type]
             if reply.finished.snapshot.state == pb.SNAPSHOT_STATE_COMMITTED:
                 stored = reply.finished.snapshot
         except errors.KvasirError as error:
@@ -117,21 +119,21 @@ class Life:
         finally:  # what was not said to be stored may be stored at any time
             self.world.record.wrote(self.name, began, "engine", stored)
         self.history.unheard.pop(number, None)
-        parent = None if is_whole else self._parent(reply.started.prompt_tokens, words, number)
+        parent = self._parent(number, _turns_of(reply.started.prompt_token_ids))
         snapshot = reply.finished.snapshot
         is_stored = snapshot.state == pb.SNAPSHOT_STATE_COMMITTED
+        if snapshot.state == pb.SNAPSHOT_STATE_NONE:
+            self.history.taken_back.add(number)
         said = Said(number, parent, snapshot.version if is_stored else None, is_whole)
         source = pb.CacheSource.Name(reply.started.source).removeprefix("CACHE_SOURCE_")
         state = pb.SnapshotState.Name(snapshot.state).removeprefix("SNAPSHOT_STATE_")
         self._note(f"turn {number} {source} after {parent} {state} {snapshot.version}")
-        self.lengths[number] = reply.started.prompt_tokens
         return said, reply
 
-    def _begun(self, number: int, acknowledged: int | None, is_whole: bool, words: int) -> None:
-        """Until its caller hears of it, a turn may have been stored behind what was acknowledged."""
-        parent = None if is_whole else acknowledged
-        self.history.begun(Said(number, parent, None, is_whole))
-        self.lengths[number] = self.lengths.get(parent or 0, 0) + self.world.delta(words)
+    def _next_message(self) -> tuple[int, list[dict[str, str]]]:
+        self.number += 1
+        words = [f"m{self.number}.", *[WORD] * (3 + self.dice.below(60))]
+        return self.number, [{"role": "user", "content": " ".join(words)}]
 
     def _client(self) -> AioInferenceClient:
         """Mostly of the engine that has the agent's memory hot."""
@@ -139,32 +141,19 @@ class Life:
             self.engine = (self.engine + 1 + self.dice.below(len(self.world.clients) - 1)) % len(self.world.clients)
         return self.world.clients[self.engine]
 
-    def _words(self) -> int:
-        """So many that, after whichever memory it is said, it makes one of a length that is new."""
-        taken = sorted(self.lengths.values())
-        for _ in range(200):
-            words = 3 + self.dice.below(60)
-            made = [length + self.world.delta(words) for length in (0, *taken)]
-            if all(abs(new - old) >= _GAP_TOKENS for new in made for old in taken):
-                return words
-        return 64 + self.dice.below(200)
-
-    def _parent(self, prompt_tokens: int, words: int, itself: int) -> int | None:
-        """The turn whose memory, with so many words said after it, is so long."""
-        rest = prompt_tokens - self.world.delta(words)
-        others = {number: length for number, length in self.lengths.items() if number != itself}
-        found = [number for number, length in others.items() if abs(length - rest) < _GAP_TOKENS // 2]
-        if len(found) == 1:
-            return found[0]
-        if not found and rest < self.world.delta(0):
-            return None
-        self.world.findings.counts["lengths not told apart"] += 1
-        raise _UnclearError(f"{prompt_tokens} tokens, {words} words, lengths {self.lengths}")
+    def _parent(self, number: int, turns: set[int]) -> int | None:
+        """The turn whose memory this one extends, by the turns whose words its prompt has."""
+        if number not in turns:
+            self.history.problems.append(f"turn {number}: its prompt has the words of {turns}")
+        parent = self._newest_of(turns - {number})
+        if (known := self.history.knowledge(parent)) != turns - {number}:
+            self.history.problems.append(f"turn {number}: its prompt has the words of {turns}, {parent} knew {known}")
+        return parent
 
     async def cancelled_turn(self) -> None:
-        self.number += 1
-        message = [{"role": "user", "content": " ".join([f"m{self.number}.", *[WORD] * self._words()])}]
+        number, message = self._next_message()
         client = self._client()
+        self.history.begun(Said(number, self.history.acknowledged))
         self.world.record.wrote(self.name, time.monotonic(), "engine")  # it may be stored
         turn = client.generate(
             agent_id=self.name, append_messages=message, sampling={"max_tokens": 40}, timeout_s=self.world.give_up_s
@@ -174,7 +163,7 @@ class Life:
                 async for event in events:
                     if event.HasField("delta"):
                         break
-        self._note(f"turn {self.number} cancelled")
+        self._note(f"turn {number} cancelled")
 
     async def two_at_once(self) -> None:
         """A turn, and while it runs a rollback: which came first is told by their versions."""
@@ -308,12 +297,14 @@ class Life:
             _, data = await self.world.store.get_snapshot(self.name, version=version)
         except _AWAY:
             raise _UnclearError("what was brought back cannot be read") from None
-        turns = sorted(_markers(data))
-        if unknown := {*turns} - {*self.history.turns, self.number}:
-            raise _UnclearError(f"turns {unknown} were stored, and their callers heard nothing of them")
-        for parent, turn in pairwise([None, *turns]):
+        return self._newest_of(_markers(data))
+
+    def _newest_of(self, turns: Iterable[int]) -> int | None:
+        """The last of a memory's turns; whoever heard nothing of those before learns what they extend."""
+        in_order = sorted(turns)
+        for parent, turn in pairwise([None, *in_order]):
             self.history.found(turn, parent)
-        return turns[-1] if turns else None
+        return in_order[-1] if in_order else None
 
     def _refused(self, what: str, error: errors.KvasirError, *, deletes: bool = True) -> None:
         self._note(f"{what} refused {error.reason}")
@@ -332,6 +323,7 @@ class Life:
         self.world.findings.counts[" ".join(word for word in what.split() if not word.isdigit())] += 1
 
 
+_USERS = re.compile(r"<\|im_start\|>user\s+m(\d+)\.")
 _BROKEN = "Stream removed"  # gRPC's words where the proxy before an engine ended a call
 # The store itself sees that it lost something.
 _ALARMS = {"INDEX_BEHIND", "INDEX_MISSING", "INDEX_DAMAGED", "DATA_LOSS", "BLOB_DAMAGED"}
@@ -345,13 +337,23 @@ _MAY_BE_REFUSED = {
 
 
 class _UnclearError(Exception):
-    """Two memories of a life are about equally long: it says nothing."""
+    """Nobody knows whether an act took effect: the life says no more."""
 
 
 def _markers(manifest: bytes) -> set[int]:
     """Numbers of the turns whose words a stored memory holds."""
     users = [message for message in manifests.parse(manifest).messages if message.role == "user"]
     return {int(message.content.split(".")[0].removeprefix("m")) for message in users}
+
+
+@cache
+def _tokenizer() -> Tokenizer:
+    return Tokenizer.from_file(str(kvasir_tiny.path() / "tokenizer.json"))
+
+
+def _turns_of(prompt: Sequence[int]) -> set[int]:
+    """The same of a prompt's tokens."""
+    return {int(number) for number in _USERS.findall(_tokenizer().decode(prompt, skip_special_tokens=False))}
 
 
 class Lives:
@@ -376,16 +378,11 @@ class Lives:
         self.is_over: Callable[[], bool] = lambda: False
         self._links = links
         self._dice = Dice(f"lives {seed}")
-        self._slope = self._base = 0.0
-
-    def delta(self, words: int) -> int:
-        """Tokens by which a message of so many words makes a memory longer, its reply counted."""
-        return round(self._base + self._slope * words)
 
     async def run(
         self, lives: int, at_once: int, within_s: float, is_over: Callable[[], bool] = lambda: False
     ) -> Findings:
-        """So many lives, or until the time is over; or something else, which ends lives too. Calibrated before."""
+        """So many lives, or until the time is over; or something else, which ends lives too."""
         self.is_over = is_over
         give_up = time.monotonic() + within_s
         failing = [asyncio.create_task(self._fail(link)) for link in self._links]
@@ -434,20 +431,6 @@ class Lives:
         finally:
             trace = "; ".join(life.trace)
             self.findings.problems += [f"{name}: {problem} [{trace}]" for problem in life.history.problems]
-
-    async def calibrate(self) -> None:
-        """How long messages make memories: a line through a few."""
-        lengths = []
-        for number, words in enumerate((5, 45)):
-            agent = f"calibration {number}"
-            for said in (10, words):
-                message = [{"role": "user", "content": " ".join([f"m{number}.", *[WORD] * said])}]
-                given = {"messages": message} if said == 10 else {"append_messages": message}
-                sampling = {"max_tokens": 1, "temperature": 0}
-                reply = await self.clients[0].reply(agent_id=agent, sampling=sampling, **given)  # type: ignore[arg-type]
-                lengths.append(reply.started.prompt_tokens)
-        self._slope = (lengths[3] - lengths[1]) / 40
-        self._base = lengths[1] - lengths[0] - self._slope * 5
 
     async def _fail(self, link: FaultyLink) -> None:
         """Fault after fault, with peace in between."""

@@ -5,12 +5,14 @@ from typing import Any
 
 import pytest
 from kvasir.cachestore.v1 import cachestore_pb2 as pb
-from kvasir.cachestore.v1.manifest_pb2 import Digest
-from kvasir.clients import Reply
+from kvasir.cachestore.v1.manifest_pb2 import Digest, Message
+from kvasir.clients import Choice, Reply
 from kvasir.errors import KvasirError, NotFound, Unavailable
+from kvasir.inference.v1 import inference_pb2
 
-from tests.campaigns.history.lives import Life, Lives, _UnclearError
+from tests.campaigns.history.lives import Life, Lives, _tokenizer, _UnclearError
 from tests.campaigns.history.oracle import Said
+from tests.made_models.synthetic import SMALL, SyntheticAgent
 from tools.kvasir_tiny.words import Dice
 
 
@@ -19,6 +21,29 @@ class _Breaks:
 
     async def reply(self, **_: Any) -> Reply:
         raise KvasirError("Stream removed", reason="")
+
+
+class _Answers:
+    """A client whose turns have prompts with the words of these turns; and the store, whose versions have those."""
+
+    def __init__(self, turns: list[tuple[str, str]]) -> None:
+        self._turns, self._stored = iter(turns), ""
+
+    async def reply(self, **_: Any) -> Reply:
+        prompt, self._stored = next(self._turns)
+        state = inference_pb2.SNAPSHOT_STATE_COMMITTED if self._stored else inference_pb2.SNAPSHOT_STATE_NONE
+        finished = inference_pb2.Finished(snapshot=inference_pb2.SnapshotOutcome(state=state, version=1))
+        ids = _tokenizer().encode("".join(map(_rendered, prompt.split()))).ids
+        return Reply(inference_pb2.Started(prompt_token_ids=ids), [Choice(finished=finished)])
+
+    async def get_snapshot(self, *_: object, **__: object) -> tuple[pb.SnapshotVersion, bytes]:
+        made = SyntheticAgent(SMALL, 1).turn(30).manifest
+        made.messages.extend(Message(role="user", content=f"m{turn}. door") for turn in self._stored.split())
+        return pb.SnapshotVersion(version=1), made.SerializeToString()
+
+
+def _rendered(turn: str) -> str:
+    return f"<|im_start|>user\nm{turn}. door<|im_end|>\n<|im_start|>assistant\nI am m9.<|im_end|>\n"
 
 
 class _Unclear(Life):
@@ -131,3 +156,27 @@ def test_a_stream_that_was_removed_is_excused_behind_a_proxy_alone(is_door: bool
     life = Life(_lives(client, client, doors=[client] if is_door else []), "ada")
     asyncio.run(life.turn())
     assert bool(life.history.problems) is not is_door
+
+
+@pytest.mark.parametrize(
+    ("turns", "problem"),
+    [
+        ([("1", "1"), ("1 2", "1 2"), ("1 2 3", "1 2 3")], ""),
+        ([("1", "1"), ("1 2", "3 2")], "turn 2: stored {2, 3}, expected {1, 2}"),
+        ([("1", "1"), ("1", "1")], "turn 2: its prompt has the words of {1}"),
+        ([("1", "1"), ("1 2", "1 2"), ("2 3", "2 3")], "turn 3: its prompt has the words of {2, 3}, 2 knew {1, 2}"),
+        ([("1", ""), ("2", "2")], ""),
+        ([("1", ""), ("1 2", "1 2")], "turn 2 knows [1], which was taken back before it began"),
+    ],
+)
+def test_a_turn_is_judged_by_the_words_of_its_prompt(turns: list[tuple[str, str]], problem: str) -> None:
+    async def played() -> list[str]:
+        world = _Answers(turns)
+        lives = _lives(world)
+        lives.store = world  # type: ignore[assignment]
+        life = Life(lives, "ada")
+        for _ in turns:
+            await life.turn()
+        return life.history.problems
+
+    assert asyncio.run(played())[:1] == ([problem] if problem else [])

@@ -47,7 +47,6 @@ async def open_lives(root: Path, seed: int) -> AsyncIterator[Lives]:
         clients = [AioInferenceClient.connect(engine.address) for engine in world.engines]
         lives = Lives(clients, [AioStoreClient.connect(world.house.store.address)], seed, world.links)
         try:
-            await lives.calibrate()
             yield lives
         finally:
             await lives.close()
