@@ -27,6 +27,10 @@ KV_FN void kv_copy16(void* to, const void* from, bool is_read) {
   else
     kv_next[fibers::current].push_back(copy);
 }
+KV_FN void kv_copy8(void* to, const void* from) {
+  if (uintptr_t(to) % 8 || uintptr_t(from) % 8) std::abort();
+  std::memcpy(to, from, 8);
+}
 KV_FN void kv_copies_begun() {
   kv_grow();
   kv_begun[fibers::current].push_back(std::move(kv_next[fibers::current]));
@@ -104,3 +108,15 @@ KV_FN void kv_mma(float* c, const kv_u32* a, const kv_u32* b) {
         c[2 * r + j] += value(theirs[g * 4 + k % 8 / 2].words[r + k / 8 * 2], k) *
                         value(theirs[(2 * t + j) * 4 + k % 8 / 2].words[4 + k / 8], k);
 }
+KV_FN float kv_fma(float a, float b, float c) { return std::fma(a, b, c); }
+KV_FN float kv_cosine(float x) { return cosf(x); }
+KV_FN float kv_sine(float x) { return sinf(x); }
+KV_FN float kv_inverse_root(float x) { return 1 / sqrtf(x); }
+KV_FN void kv_part_barrier() { fibers::meet_named(1 + int(fibers::thread.x) / 128, 128); }
+KV_FN void kv_written() {}
+KV_FN bool kv_is_last(const kv_u32* word, int count) {
+  const kv_u32 before = *word;
+  *(kv_u32*)word = before >= kv_u32(count - 1) ? 0 : before + 1;
+  return before == kv_u32(count - 1);
+}
+KV_FN void kv_grid_barrier(const kv_u32* word) { fibers::meet_grid(); }

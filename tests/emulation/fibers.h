@@ -40,8 +40,11 @@ inline Index thread, block, blocks;
 inline std::vector<Fiber> lanes;
 inline std::vector<Meeting> warps;
 inline std::vector<Slot> slots;  // two per lane: a lane may be one meeting ahead of another
-inline Meeting all;
-inline std::array<Meeting, 16> named;
+inline std::vector<Meeting> all;                      // by block, of those that run at once
+inline std::vector<std::array<Meeting, 16>> named;  // as `all`
+inline Meeting grid;
+inline bool are_blocks_together;  // all of a grid's row run at once, because they wait for each other; else one does
+inline int block_lanes;
 inline int current, moves;
 inline bool are_copies_early;  // asynchronous copies arrive as early as they may, or as late
 inline long products, block_meetings, shown_values;  // so far, of all lanes
@@ -84,8 +87,10 @@ inline void meet(Meeting& meeting, int count) {
 inline void meet_warp() { meet(warps[current / 32], 32); }
 inline void meet_block() {
   ++block_meetings;
-  meet(all, int(lanes.size()));
+  meet(all[current / block_lanes], block_lanes);
 }
+inline void meet_named(int id, int count) { meet(named[current / block_lanes][id], count); }
+inline void meet_grid() { meet(grid, int(lanes.size())); }
 
 // Show a slot to the other lanes of the warp; returns theirs.
 inline const Slot* shown(const Slot& mine) {
@@ -97,32 +102,50 @@ inline const Slot* shown(const Slot& mine) {
   return theirs;
 }
 
-inline void run_block() {
+// One turn of each lane of a block; how many are left.
+inline size_t run_lanes(size_t first) {
+  size_t left = 0;
+  for (size_t i = first; i < first + block_lanes; ++i) {
+    Fiber& fiber = lanes[i];
+    if (fiber.is_done) continue;
+    current = int(i);
+    thread = {unsigned(i % block_lanes), 0, 0};
+    if (!_setjmp(scheduler)) {
+      if (fiber.is_started) _longjmp(fiber.here, 1);
+      fiber.is_started = true;
+      getcontext(&fiber.start);
+      fiber.start.uc_stack.ss_sp = fiber.stack.get();
+      fiber.start.uc_stack.ss_size = STACK;
+      fiber.start.uc_link = nullptr;
+      makecontext(&fiber.start, run_lane, 0);
+      setcontext(&fiber.start);
+    }
+    left += !lanes[current].is_done;
+  }
+  return left;
+}
+
+// Each block goes as far as it can before the next one does: one that does not wait for the others is too early.
+inline void run_blocks(const std::vector<char*>& memories) {
   for (Fiber& fiber : lanes) fiber.is_started = fiber.is_done = false;
   for (Meeting& warp : warps) warp = {0, 0};
-  all = {0, 0};
-  named.fill({0, 0});
+  all.assign(memories.size(), {0, 0});
+  named.assign(memories.size(), {});
+  grid = {0, 0};
   for (size_t left = lanes.size(); left;) {
     int before = moves;
     left = 0;
-    for (size_t i = 0; i < lanes.size(); ++i) {
-      Fiber& fiber = lanes[i];
-      if (fiber.is_done) continue;
-      current = int(i);
-      thread = {unsigned(i), 0, 0};
-      if (!_setjmp(scheduler)) {
-        if (fiber.is_started) _longjmp(fiber.here, 1);
-        fiber.is_started = true;
-        getcontext(&fiber.start);
-        fiber.start.uc_stack.ss_sp = fiber.stack.get();
-        fiber.start.uc_stack.ss_size = STACK;
-        fiber.start.uc_link = nullptr;
-        makecontext(&fiber.start, run_lane, 0);
-        setcontext(&fiber.start);
+    for (size_t i = 0; i < memories.size(); ++i) {
+      shared = memories[i];
+      if (are_blocks_together) block.x = unsigned(i);
+      size_t own_left = block_lanes;
+      for (int own = moves - 1; own != moves && own_left;) {
+        own = moves;
+        own_left = run_lanes(i * block_lanes);
       }
-      left += !lanes[current].is_done;
+      left += own_left;
     }
-    if (moves == before) {
+    if (left && moves == before) {
       std::fprintf(stderr, "lanes wait for each other where not all of them come\n");
       std::abort();
     }
@@ -132,19 +155,25 @@ inline void run_block() {
 // Run `kernel` for every block of a grid, with shared memory that holds noise at first.
 inline void run(const int* grid, int lane_count, int shared_bytes, std::function<void()> kernel) {
   body = std::move(kernel);
-  lanes.resize(lane_count);
+  blocks = {unsigned(grid[0]), unsigned(grid[1]), unsigned(grid[2])};
+  block_lanes = lane_count;
+  const int at_once = are_blocks_together ? grid[0] : 1;
+  lanes.resize(lane_count * at_once);
   for (Fiber& fiber : lanes)
     if (!fiber.stack) fiber.stack.reset(new char[STACK]);
-  warps.assign(lane_count / 32, {0, 0});
-  slots.assign(lane_count * 2, Slot{});
-  blocks = {unsigned(grid[0]), unsigned(grid[1]), unsigned(grid[2])};
-  std::unique_ptr<char[]> memory(new char[shared_bytes + 16]);
-  shared = (char*)((uintptr_t(memory.get()) + 15) & ~uintptr_t(15));
+  warps.assign(lanes.size() / 32, {0, 0});
+  slots.assign(lanes.size() * 2, Slot{});
+  const int each = (shared_bytes + 31) / 16 * 16;
+  std::unique_ptr<char[]> memory(new char[each * at_once + 16]);
+  std::vector<char*> memories;
+  for (int i = 0; i < at_once; ++i)
+    memories.push_back((char*)((uintptr_t(memory.get()) + 15) & ~uintptr_t(15)) + i * each);
   for (block.z = 0; block.z < blocks.z; ++block.z)
     for (block.y = 0; block.y < blocks.y; ++block.y)
-      for (block.x = 0; block.x < blocks.x; ++block.x) {
-        std::memset(shared, 0xff, shared_bytes);
-        run_block();
+      for (int first = 0; first < int(blocks.x); first += at_once) {
+        block.x = first;
+        for (char* each_memory : memories) std::memset(each_memory, 0xff, shared_bytes);
+        run_blocks(memories);
       }
 }
 

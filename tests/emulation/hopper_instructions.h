@@ -26,7 +26,7 @@ KV_FN void kv_barrier_wait(kv_u64* barrier, int parity) {
   fibers::delay(fibers::current < 128);  // whoever writes next, or multiplies next
   __syncwarp();
 }
-KV_FN void kv_threads_barrier(int id, int count) { fibers::meet(fibers::named[id], count); }
+KV_FN void kv_threads_barrier(int id, int count) { fibers::meet_named(id, count); }
 KV_FN int kv_same_in_warp(int x) { return x; }
 template <int COUNT>
 KV_FN void kv_take_registers() {}

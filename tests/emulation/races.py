@@ -23,12 +23,15 @@ _WATCHED = (
     ("fibers::meet_block(); }\ninline void simdgroup", "races::block_met(); }\ninline void simdgroup"),
     ("{ fibers::meet_warp(); }\ninline float simd", "{ races::warp_met(); }\ninline float simd"),
     ("namespace fibers {\n", "void races_begin_block(char*, long);\nvoid races_stuck();\nnamespace fibers {\n"),
-    ("        run_block();\n", "        races_begin_block(shared, shared_bytes);\n        run_block();\n"),
+    (
+        "        run_blocks(memories);\n",
+        "        races_begin_block(memories[0], shared_bytes);\n        run_blocks(memories);\n",
+    ),
     (
         'not all of them come\\n");\n      std::abort();',
         'not all of them come\\n");\n      races_stuck();\n      return;',
     ),
-    ("new char[shared_bytes + 16]", "new char[shared_bytes + 16 + (1 << 17)]"),
+    ("new char[each * at_once + 16]", "new char[each * at_once + 16 + (1 << 17)]"),
     ("memory.get()) + 15)", "memory.get()) + (1 << 16) + 15)"),
 )
 _CALLS = """
